@@ -152,7 +152,7 @@ LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "randaugment_operations": (lambda value: 1 <= value <= MOST_OPERATIONS, f"from 1 to {MOST_OPERATIONS}"),
     "randaugment_magnitude": (lambda value: 0 <= value <= 30, "from 0 to 30"),
     "randaugment_magnitude_std": (lambda value: 0 <= value < math.inf, "0 or more"),
-    "mean": (lambda value: all(map(math.isfinite, value)), "three finite numbers"),
-    "std": (lambda value: all(0 < number < math.inf for number in value), "three numbers above 0"),
-    "val_crop_fraction": (lambda value: 0 < value <= 1, "above 0 and at most 1"),
+    "mean": (lambda value: all(0 <= number <= 255 for number in value), "three numbers from 0 to 255"),
+    "std": (lambda value: all(0.1 <= number <= 1000 for number in value), "three numbers from 0.1 to 1000"),
+    "val_crop_fraction": (lambda value: 0.1 <= value <= 1, "from 0.1 to 1"),
 }

@@ -580,7 +580,7 @@ def test_load_images_keeps_order_and_names_mistakes(folder, tmp_path):
             ("random_area", (0.5, 0.2), "random_area is 0.5 0.2; it must be two fractions from 0.001 on, the"),
             ("random_area", (0.0, 1.0), "random_area is 0 1;"),
             ("random_ratio", (0.5, float("inf")), "random_ratio is 0.5 inf; it must be two numbers from 0.01 to 100"),
-            ("val_crop_fraction", 1.5, "val_crop_fraction is 1.5; it must be above 0 and at most 1"),
+            ("val_crop_fraction", 1.5, "val_crop_fraction is 1.5; it must be from 0.1 to 1"),
             ("crop_padding", -4, "crop_padding is -4; it must be from 0 to 256"),
             ("crop_padding", 100_000, "crop_padding is 100000; it must be from 0 to 256"),
             ("cutout", 8.0, "cutout is 8; it must be a fraction from 0 to 1"),

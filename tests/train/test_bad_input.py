@@ -69,7 +69,7 @@ def test_unknown_command(fails):
     (["--num-classes", "2"], "--num-classes 2 is less than the 3 classes"),
     (["--max-pixels", "0"], "--max-pixels 0 must be at least 1"),
     (["--max-pixels", "1000"], "none of the 27 images can be decoded"),
-    (["--image-size", "0"], "--image-size 0 must be at least 32"),
+    (["--image-size", "0"], "--image-size 0 must be from 32 to 8192"),
     (["--executor", "cuda"], "--executor cuda needs an NVIDIA GPU"),
     (["--bn-group", "2"], "--bn-group 2 needs the cuda executor, and this run has the mxnet executor: leave it out"),
     (["--resume", "/nowhere"], "there is no checkpoint or run folder /nowhere"),

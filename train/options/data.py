@@ -7,12 +7,14 @@ from typing import Annotated, Literal
 
 from pipelines import transform
 from pipelines.transform import Augmentation, CentreCrop, Normalisation, SizeLimit
-from train.options.limits import AT_LEAST_1, BELOW_1, FRACTION, NOT_NEGATIVE, Limit
+from train.options.limits import AT_LEAST_1, BELOW_1, FRACTION, Limit, between
 
 SAMPLES = "samples"  # value of `data` that stands for the built-in sample set
 SYNTHETIC = "synthetic"  # value of `data` for generated images
+MAX_CLASSES = 1_000_000  # ImageNet-21k has 21,841; this many make a classifier of 8 GB for ResNet-50
 MAX_THREADS = 1024  # of a loader; a process cannot have any number of them
 MIN_IMAGE_SIZE = 32  # pixels; the network halves the image five times
+MAX_IMAGE_SIZE = 8192  # pixels; one image of that in float32 is 0.8 GB
 
 
 @dataclass(frozen=True)
@@ -111,18 +113,19 @@ class CacheOptions:
 
 
 LIMITS: dict[str, Limit] = {
-    "num_classes": NOT_NEGATIVE,
+    "num_classes": between(0, MAX_CLASSES),
     "val_split": BELOW_1,
     "batch_size": AT_LEAST_1,
-    "image_size": (lambda value: value >= MIN_IMAGE_SIZE, f"at least {MIN_IMAGE_SIZE} pixels"),
+    "image_size": between(MIN_IMAGE_SIZE, MAX_IMAGE_SIZE),
     **dict.fromkeys(("first_image_size", "val_image_size"),
-                    (lambda value: value == 0 or value >= MIN_IMAGE_SIZE, f"0, or at least {MIN_IMAGE_SIZE} pixels")),
+                    (lambda value: value == 0 or MIN_IMAGE_SIZE <= value <= MAX_IMAGE_SIZE,
+                     f"0, or from {MIN_IMAGE_SIZE} to {MAX_IMAGE_SIZE}")),
     "resize_epochs": (lambda value: 0 <= value[0] <= value[1], "two numbers of epochs from 0 on, the smaller first"),
     # Beta(100, 100) is 0.5 +/- 0.035: beyond, all images would be halves.
-    **dict.fromkeys(("mixup", "cutmix"), (lambda value: 0 <= value <= 100, "from 0 to 100")),
+    **dict.fromkeys(("mixup", "cutmix"), between(0, 100)),
     **dict.fromkeys(("cutmix_share", "balance"), FRACTION),
     "repeated_augmentation": (lambda value: value == 0 or value >= 2, "0, or at least 2"),
-    "num_threads": (lambda value: 0 <= value <= MAX_THREADS, f"from 0 to {MAX_THREADS}"),
+    "num_threads": between(0, MAX_THREADS),
     "hw_decoder_load": (lambda value: value == -1 or 0 <= value <= 1, "a fraction from 0 to 1, or -1"),
     "cache": (lambda value: value == -1 or value >= 0, "0 or more, or -1"),
     "max_pixels": AT_LEAST_1,

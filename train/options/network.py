@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from train.options.limits import ABOVE_0, BELOW_1, Limit
+from train.options.limits import BELOW_1, Limit, between
 
 
 @dataclass(frozen=True)
@@ -47,5 +47,5 @@ class FineTuningOptions:
 
 LIMITS: dict[str, Limit] = {
     **dict.fromkeys(("stochastic_depth", "dropout"), BELOW_1),
-    "backbone_lr_factor": ABOVE_0,
+    "backbone_lr_factor": between(1e-6, 1000),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from train.options.limits import ABOVE_0, AT_LEAST_1, BELOW_1, FRACTION, NOT_NEGATIVE, Limit
+from train.options.limits import ABOVE_0_TO_1, AT_LEAST_1, BELOW_1, FRACTION, NOT_NEGATIVE, Limit, between
 
 REFERENCE_BATCH = 256  # images; learning rates are given for this global batch, as in Goyal et al. (arXiv:1706.02677)
 
@@ -73,9 +73,13 @@ class ScheduleOptions:
 
 
 LIMITS: dict[str, Limit] = {
-    **dict.fromkeys(("learning_rate", "epsilon", "trust_coefficient", "decay_factor", "decay_power"), ABOVE_0),
-    "weight_decay": (lambda value: 0 <= value <= 100, "from 0 to 100"),
-    **dict.fromkeys(("clip_norm", "warmup_epochs", "final_learning_rate"), NOT_NEGATIVE),
+    # Published ones are from 2.5e-5 (Lion) to about 1 (LARS).
+    "learning_rate": between(1e-9, 1000),
+    **dict.fromkeys(("epsilon", "trust_coefficient", "decay_factor"), ABOVE_0_TO_1),
+    "decay_power": between(0.01, 100),
+    "weight_decay": between(0, 100),
+    "clip_norm": (lambda value: value == 0 or value >= 1e-6, "0, or at least 1e-06"),  # which clipping adds to the norm
+    **dict.fromkeys(("warmup_epochs", "final_learning_rate"), NOT_NEGATIVE),
     **dict.fromkeys(("momentum", "label_smoothing", "bce_threshold", "ema_decay"), BELOW_1),
     "betas": (lambda value: min(value) >= 0 and max(value) < 1, "two fractions below 1"),
     "class_weights": FRACTION,

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from train.options.limits import AT_LEAST_1, FRACTION, NOT_NEGATIVE, Limit
+from train.options.limits import AT_LEAST_1, FRACTION, NOT_NEGATIVE, Limit, between
 
 DEFAULT_PRESET = "cpu_sample"
 FINE_TUNING_PRESET = "finetune"  # for runs with --weights
 LIST_PRESETS = "?"  # value of `config` that asks which presets there are
+MAX_EPOCHS = 100_000  # the image size of each is made out at the start
 MAX_BN_GROUP = 16  # GPUs; of the kernels in which they write to each other
 
 
@@ -123,9 +124,10 @@ class LogOptions:
 
 
 LIMITS: dict[str, Limit] = {
-    **dict.fromkeys(("epochs", "buckets", "commit_every", "keep_checkpoints", "log_every"), AT_LEAST_1),
+    "epochs": between(1, MAX_EPOCHS),
+    **dict.fromkeys(("buckets", "commit_every", "keep_checkpoints", "log_every"), AT_LEAST_1),
     **dict.fromkeys(("seed", "max_steps", "time_limit", "patience", "validate_every", "checkpoint_minutes",
                      "price_per_hour"), NOT_NEGATIVE),
     "target_accuracy": FRACTION,
-    "bn_group": (lambda value: 1 <= value <= MAX_BN_GROUP, f"from 1 to {MAX_BN_GROUP}"),
+    "bn_group": between(1, MAX_BN_GROUP),
 }

@@ -20,6 +20,7 @@ from graph_passes.pipeline import training_step
 from train import checkpoint, loop
 from train.config import Config
 from train.language_model import LanguageModel
+from train.schedule import Schedule
 
 SMALL = ["language-model", "--executor", "reference", "--hidden", "16", "--layers", "1", "--sequences", "16", "--steps",
          "8", "--log-every", "100"]
@@ -57,12 +58,13 @@ def test_words_that_are_not_in_the_vocabulary_are_told(run_train: Train, tmp_pat
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy
-def test_a_run_that_diverges(run_train: Train, tmp_path: Path) -> None:
+def test_a_run_that_diverges(run_train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its learning rate is told as it was given, and no option of training with images."""
     text = tmp_path / "text.txt"
     text.write_text("a b c b c a " * 400)
-    code, _, err = run_train(*SMALL, "--output", tmp_path / "run", "--text", text, "--learning-rate", "1e38")
-    assert code == 2 and err.endswith("there is no checkpoint yet: lower --learning-rate (now 1e+38)\n"), err
+    monkeypatch.setattr(Schedule, "__call__", lambda schedule, step: 1e38)
+    code, _, err = run_train(*SMALL, "--output", tmp_path / "run", "--text", text, "--learning-rate", "999")
+    assert code == 2 and err.endswith("there is no checkpoint yet: lower --learning-rate (now 999)\n"), err
 
 
 def test_resume(run_train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
