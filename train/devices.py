@@ -14,13 +14,12 @@ from graph_passes.executors.cuda.requirements import check_requirements
 from train.config import Config
 from train.errors import TrainError
 from train.options.data import SAMPLES
-from train.options.run import DEFAULT_PRESET, DeviceOptions
+from train.options.run import DEFAULT_PRESET, FINE_TUNING_PRESET, DeviceOptions
 from train.presets import load_preset
 
 # MXNet 1.9.1's GPU wheels hold machine code for these compute capabilities only (and no PTX for newer ones).
 STOCK_MXNET_GPUS = ((5, 0), (8, 9))
 IMAGENET_PRESET = "resnet50_90ep"
-FINE_TUNING_PRESET = "finetune"
 
 
 class Placement(NamedTuple):
