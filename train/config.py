@@ -136,10 +136,12 @@ def configure(values: Mapping[str, Any], default: Config) -> Config:
 def check_untrained(values: Mapping[str, Any]) -> None:
     """Raise TrainError where a run is to begin with random weights, and the command line gives what is for trained
     ones."""
-    for name in ("freeze", "backbone_lr_factor", "config"):
-        if name in values and not values.get("weights") and (name != "config" or values[name] == FINE_TUNING_PRESET):
-            raise TrainError(f"{option_name(name)} {shown(values[name])} is for trained weights (--weights), and this "
-                             "run would begin with random ones: leave it out, or add them")
+    given = [name for name in ("freeze", "backbone_lr_factor") if name in values]
+    if values.get("config") == FINE_TUNING_PRESET:
+        given.append("config")
+    if given and not values.get("weights"):
+        raise TrainError(f"{option_name(given[0])} {shown(values[given[0]])} is for trained weights (--weights), and "
+                         "this run would begin with random ones: leave it out, or add them")
 
 
 def default_warmup(default: Config, epochs: int) -> float:

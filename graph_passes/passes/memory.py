@@ -185,13 +185,15 @@ def _offsets(places: Sequence[_Place], importance: Sequence[int]) -> tuple[list[
 
 
 def _in_place(node: Node) -> dict[Ref, list[Ref]]:
-    """The replacements that the operator allows, for one node."""
+    """The replacements that the operator allows, for one node. What it reads as two of its inputs keeps its place: of
+    one of them, elements may be needed that are written over by then."""
     if node.op not in OPERATORS:
         return {}
     operator = OPERATORS[node.op]
     inputs = dict(zip(operator.input_names(node), node.inputs, strict=True))
     outputs = dict(zip(operator.output_names(node), node.refs(), strict=False))
-    return {outputs[output]: [inputs[name] for name in names if name in inputs]
+    once = {name: ref for name, ref in inputs.items() if node.inputs.count(ref) == 1}
+    return {outputs[output]: [once[name] for name in names if name in once]
             for output, names in operator.in_place.items() if output in outputs}
 
 
