@@ -129,6 +129,21 @@ def pre_activation(classes=7):
     return mx.sym.SoftmaxOutput(x, normalization="batch", name="softmax")
 
 
+def single_convolutions(classes=7, width=256):
+    """Two blocks of one 1x1 convolution: what it reads is also what is added, after a BatchNorm and without one."""
+    x = mx.sym.Convolution(mx.sym.Variable("data"), num_filter=width, kernel=(3, 3), pad=(1, 1), no_bias=True,
+                           layout="NHWC", name="stem")
+    x = mx.sym.relu(mx.sym.BatchNorm(x, axis=3, fix_gamma=False, name="stem_bn"))
+    one = {"num_filter": width, "kernel": (1, 1), "no_bias": True, "layout": "NHWC"}
+    y = mx.sym.BatchNorm(mx.sym.Convolution(x, name="a", **one), axis=3, fix_gamma=False, name="a_bn")
+    x = mx.sym.relu(mx.sym.elemwise_add(y, x, name="a_sum"))
+    x = mx.sym.elemwise_add(mx.sym.Convolution(x, name="b", **one), x, name="b_sum")
+    x = mx.sym.relu(mx.sym.BatchNorm(x, axis=3, fix_gamma=False, name="b_bn"))
+    x = mx.sym.Pooling(x, global_pool=True, kernel=(1, 1), pool_type="avg", layout="NHWC", name="mean")
+    x = mx.sym.FullyConnected(mx.sym.Flatten(x), num_hidden=classes, name="fc")
+    return mx.sym.SoftmaxOutput(x, normalization="batch", name="softmax")
+
+
 def words(classes=7, steps=3, sequences=4):
     """A language model: rows of a matrix by number, two recurrent layers from states of 0, scores by that matrix."""
     weight = mx.sym.var("embedding_weight")

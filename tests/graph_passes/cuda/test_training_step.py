@@ -20,6 +20,7 @@ from step_networks import (
     own_kernels,
     pre_activation,
     repeatable_fusions,
+    single_convolutions,
     streamed_gradients,
     strided,
 )
@@ -392,11 +393,18 @@ def test_conv3x3_dgrad_reduce_in_a_step(cache: Path, monkeypatch: pytest.MonkeyP
                {gradients_alone: [3, 0], own_kernels: [0, 3]})
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_convolution_whose_data_are_added_too(cache: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    """On more tiles than the GPU works on at a time, of which the later ones read what none may have written over."""
+    check_ways(cache, monkeypatch, single_convolutions(CLASSES), dtype, ("dgrad_reduce", "dgrad_stream"),
+               {passes.first_way: [0, 0], repeatable_fusions: [1, 0], streamed_gradients: [0, 1]}, size=(64, 56, 56, 4))
+
+
 def check_ways(cache: Path, monkeypatch: pytest.MonkeyPatch, network: Any, dtype: str, counted: tuple[str, ...],
-               choices: dict[Any, list[int]]) -> None:
+               choices: dict[Any, list[int]], size: tuple[int, ...] = (5, 19, 23, 4)) -> None:
     """The same gradients with every `choose` as with the first. `choices`: how often each takes the `counted` launches.
     """
-    graph, shapes = fused(network), {"data": (5, 19, 23, 4), "softmax_label": (5,)}
+    graph, shapes = fused(network), {"data": size, "softmax_label": size[:1]}
     params, aux = random_state(graph, shapes, seed=3)
     data, label = random_batch(shapes, seed=4)
     gradients = []
