@@ -7,10 +7,10 @@ An augmentation is a field of `Augmentation` with its limit in `LIMITS` here, an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
+from common.limits import FRACTION, PROBABILITY, Limit, between
 from pipelines.errors import DataError
 
 # Mean and standard deviation of ImageNet's training pixels, R, G, B, in units of 0 to 255 (the values of torchvision
@@ -134,25 +134,19 @@ OF_POLICIES: dict[str, tuple[str, ...]] = {
 
 MOST_PADDING = 256  # pixels: with more, most of a crop would be padding
 
-# What a value must be: a test and its words.
-LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
+LIMITS: dict[str, Limit] = {
     "random_area": (lambda value: 0.001 <= value[0] <= value[1] <= 1, "two fractions from 0.001 on, the smaller first"),
     "random_ratio": (
         lambda value: 0.01 <= value[0] <= value[1] <= 100, "two numbers from 0.01 to 100, the smaller first"
     ),
-    "crop_padding": (lambda value: 0 <= value <= MOST_PADDING, f"from 0 to {MOST_PADDING}"),
-    "cutout": (lambda value: 0 <= value <= 1, "a fraction from 0 to 1"),
-    **dict.fromkeys(
-        ("brightness", "contrast", "saturation"), (lambda value: 0 <= value <= 1, "a fraction from 0 to 1")
-    ),
+    "crop_padding": between(0, MOST_PADDING),
+    **dict.fromkeys(("cutout", "brightness", "contrast", "saturation"), FRACTION),
     "hue": (lambda value: 0 <= value <= 0.5, "from 0 to 0.5, half of the colour circle"),
-    **dict.fromkeys(
-        ("grey", "blur", "solarise", "random_erasing"), (lambda value: 0 <= value <= 1, "a probability from 0 to 1")
-    ),
-    "randaugment_operations": (lambda value: 1 <= value <= MOST_OPERATIONS, f"from 1 to {MOST_OPERATIONS}"),
-    "randaugment_magnitude": (lambda value: 0 <= value <= 30, "from 0 to 30"),
+    **dict.fromkeys(("grey", "blur", "solarise", "random_erasing"), PROBABILITY),
+    "randaugment_operations": between(1, MOST_OPERATIONS),
+    "randaugment_magnitude": between(0, 30),
     "randaugment_magnitude_std": (lambda value: 0 <= value < math.inf, "0 or more"),
     "mean": (lambda value: all(0 <= number <= 255 for number in value), "three numbers from 0 to 255"),
     "std": (lambda value: all(0.1 <= number <= 1000 for number in value), "three numbers from 0.1 to 1000"),
-    "val_crop_fraction": (lambda value: 0.1 <= value <= 1, "from 0.1 to 1"),
+    "val_crop_fraction": between(0.1, 1),
 }

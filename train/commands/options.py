@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+from common.limits import ABOVE_0, AT_LEAST_1, NOT_NEGATIVE, Limit
 from train.options import language_model
 from train.options.data import (
     BatchOptions,
@@ -15,7 +16,6 @@ from train.options.data import (
     InferenceImageOptions,
     LoaderOptions,
 )
-from train.options.limits import ABOVE_0, AT_LEAST_1, NOT_NEGATIVE, Limit
 from train.options.network import DroppingOptions, NetworkOptions
 from train.options.optimizer import OptimizerOptions
 from train.options.run import DeviceOptions, DistributedOptions, LogOptions, RunOptions

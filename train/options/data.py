@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from common.limits import AT_LEAST_1, BELOW_1, FRACTION, Limit, between
 from pipelines import transform
 from pipelines.transform import Augmentation, CentreCrop, Normalisation, SizeLimit
-from train.options.limits import AT_LEAST_1, BELOW_1, FRACTION, Limit, between
 
 SAMPLES = "samples"  # value of `data` that stands for the built-in sample set
 SYNTHETIC = "synthetic"  # value of `data` for generated images

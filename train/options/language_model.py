@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from train.options.limits import AT_LEAST_1, Limit
+from common.limits import AT_LEAST_1, Limit
 
 LANGUAGE_MODEL = "language_model"  # what `config` is in the configuration of such a run
 GENERATED = "generated"  # value of --text

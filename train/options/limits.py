@@ -1,28 +1,14 @@
-"""What the values of options must be: a test and its words, by the name of the option."""
+"""Are the values of options what they must be? Limits by the name of the option."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from common.command_line import option_name
+from common.limits import Limit
 from train.errors import TrainError
-
-Limit = tuple[Callable[[Any], bool], str]
-
-
-def between(low: float, high: float) -> Limit:
-    """From the one to the other."""
-    return lambda value: low <= value <= high, f"from {low} to {high}"
-
-
-AT_LEAST_1: Limit = (lambda value: value >= 1, "at least 1")
-ABOVE_0: Limit = (lambda value: value > 0, "above 0")
-NOT_NEGATIVE: Limit = (lambda value: value >= 0, "0 or more")
-BELOW_1: Limit = (lambda value: 0 <= value < 1, "at least 0 and below 1")
-ABOVE_0_TO_1: Limit = (lambda value: 0 < value <= 1, "above 0 and at most 1")
-FRACTION: Limit = (lambda value: 0 <= value <= 1, "a fraction from 0 to 1")
 
 
 def check_limits(values: Mapping[str, Any], limits: Mapping[str, Limit]) -> None:

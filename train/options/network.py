@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from train.options.limits import BELOW_1, Limit, between
+from common.limits import BELOW_1, Limit, between
 
 
 @dataclass(frozen=True)

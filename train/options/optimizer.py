@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from train.options.limits import ABOVE_0_TO_1, AT_LEAST_1, BELOW_1, FRACTION, NOT_NEGATIVE, Limit, between
+from common.limits import ABOVE_0_TO_1, AT_LEAST_1, BELOW_1, FRACTION, NOT_NEGATIVE, Limit, between
 
 REFERENCE_BATCH = 256  # images; learning rates are given for this global batch, as in Goyal et al. (arXiv:1706.02677)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from train.options.limits import AT_LEAST_1, FRACTION, NOT_NEGATIVE, Limit, between
+from common.limits import AT_LEAST_1, FRACTION, NOT_NEGATIVE, Limit, between
 
 DEFAULT_PRESET = "cpu_sample"
 FINE_TUNING_PRESET = "finetune"  # for runs with --weights
