@@ -93,6 +93,17 @@ __device__ inline void arrive_there(uint32 barrier) {
 
 // --- copies ---
 
+// One thread of a warp, all of which come here. Where the thread is chosen by its number, the compiler makes a loop over the warp's
+// threads of each copy, with twice as many instructions.
+__device__ inline bool elected() {
+    uint32 is;
+    asm volatile("{\n\t.reg .pred is;\n\t"
+                 "elect.sync _|is, 0xffffffff;\n\t"
+                 "selp.u32 %0, 1, 0, is;\n\t}"
+                 : "=r"(is));
+    return is;
+}
+
 __device__ inline void fetch_map(const TensorMap &map) {
     asm volatile("prefetch.tensormap [%0];" :: "l"(&map) : "memory");
 }

@@ -9,13 +9,14 @@ constexpr int GROUP_WARPS = 4, GROUP = GROUP_WARPS * WARP, GROUPS = 4, THREADS =
 constexpr int CHUNK_VECTORS = CHUNK / VEC, TILE_VECTORS = ROWS * CHUNK_VECTORS, PIECE_VECTORS = PIECE_ROWS * CHUNK_VECTORS;
 constexpr int PIECE_BYTES = PIECE_VECTORS * VECTOR_BYTES;  // of 64 channels
 constexpr int STAGES = 2, X_PLACES = 5;
+constexpr int COPIERS = 2;  // threads that share the copies to a stage
 constexpr int OF_PREPARING = 88, OF_DATA = 104, OF_WEIGHTS = 160;  // registers, of 128 that each thread begins with
 
 // How the work is shared. Both blocks walk over the same tiles of rows, each with its channels. Of a block's groups of four
 // warps, the first makes the gradient of the convolution's input: each block finishes half of the columns, to which the other
 // sends what its channels add. The second prepares tiles, each warp for itself: it has one chunk of 64 channels, and of a
-// tile's pieces of 16 rows every PARTS-th. The last two add up the gradient of the weights, every second chunk each; one of
-// their threads starts the copies to a stage as soon as nobody multiplies what is there.
+// tile's pieces of 16 rows every PARTS-th. The last two add up the gradient of the weights, every second chunk each; a thread
+// of either starts the copies of every second piece to a stage as soon as nobody multiplies what is there.
 template <int K_> struct Shape {
     static constexpr int K = K_ / BLOCKS, CHUNKS = K / CHUNK, PARTS = GROUP_WARPS / CHUNKS, CHUNKS_PER_GROUP = (CHUNKS + 1) / 2;
     static_assert(CHUNKS * PARTS == GROUP_WARPS && PIECES % PARTS == 0, "shares");
@@ -74,6 +75,9 @@ __device__ inline float sum_over_rows(float (&v)[VEC], int lane) {
 }
 __device__ inline int own_column(int lane) { return lane / 4 % 2 * 4 + lane / 8 % 2 * 2 + lane / 16; }
 
+// The group that makes the gradient of the convolution's input, at times when others may have returned.
+__device__ inline void meet_group() { asm volatile("barrier.sync 2, %0;" :: "n"(GROUP) : "memory"); }
+
 // As `norm_backward`; the maps are of matrices by tiles of 16 rows and 64 columns. gridDim.x is 2, and gridDim.y clusters share
 // the rows.
 // Shapes: dz, x (rows, K); saved (2, K), gamma, beta, dgamma, dbeta (K) fp32; w (K, C) with C = COLUMNS; behind, out (rows,
@@ -95,20 +99,6 @@ norm_backward_cluster(const __grid_constant__ TensorMap dz, const __grid_constan
     const uint32 tiles = (rows + ROWS - 1) / ROWS, rank = blockIdx.x, first_channel = rank * S::K;
     Turn turn;
 
-    // For one thread. The rows of a piece that are not there are zeros.
-    const auto load_stage = [&](uint32 tile, int place) {
-        if (tile >= tiles) return;
-        for (int piece = 0; piece < PIECES; ++piece) {
-            uint64 &full = shared.full[place][piece];
-            const int row = tile * ROWS + piece * PIECE_ROWS, at = piece * PIECE_VECTORS;
-            arrive_expecting(full, (S::CHUNKS + COLUMNS / CHUNK) * PIECE_BYTES);
-            for (int c = 0; c < S::CHUNKS; ++c)
-                load_tile(shared.stages[place].dz[c] + at, dz, first_channel + c * CHUNK, row, 0, full);
-            for (int c = 0; c < COLUMNS / CHUNK; ++c)
-                load_tile(shared.stages[place].input[c] + at, behind_tiles, c * CHUNK, row, 0, full);
-        }
-    };
-
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
             for (int piece = 0; piece < PIECES; ++piece) init_barrier(shared.full[s][piece], 1);
@@ -120,7 +110,6 @@ norm_backward_cluster(const __grid_constant__ TensorMap dz, const __grid_constan
         init_barrier(shared.arrived, 1);
         init_barrier(shared.read, GROUP_WARPS);
         show_barriers();
-        for (int s = 0; s < STAGES; ++s) load_stage(blockIdx.y + s * gridDim.y, s);
     }
     meet_cluster();
 
@@ -137,7 +126,7 @@ norm_backward_cluster(const __grid_constant__ TensorMap dz, const __grid_constan
             load_tile(shared.x[warp_m][n % X_PLACES], x, first_channel + chunk * CHUNK,
                       tile * ROWS + (n % S::CHUNKS * S::PARTS + part) * PIECE_ROWS, 0, full);
         };
-        if (lane == 0)
+        if (elected())
             for (int n = 0; n < X_PLACES; ++n) load_x(n);
         const Backward of(saved, gamma, RELU ? beta : nullptr, channel, K);
         const InputGradient to(of, dgamma, dbeta, rows, channel);
@@ -189,7 +178,7 @@ norm_backward_cluster(const __grid_constant__ TensorMap dz, const __grid_constan
                     }
                 }
                 __syncwarp();
-                if (lane == 0) load_x(next);
+                if (elected()) load_x(next);
                 ++next;
                 x_turn.next(X_PLACES);
             }
@@ -200,6 +189,27 @@ norm_backward_cluster(const __grid_constant__ TensorMap dz, const __grid_constan
         meet_cluster();
         return;
     }
+
+    // For a warp of each of the last two groups, on a scheduler of its own. Rows that are not there are zeros.
+    const int part = group - 2;
+    const bool copies = group > 1 && warp_m == part;
+    const auto load_pieces = [&](uint32 tile, int place) {
+        if (!elected()) return;
+        Stage<S> &stage = shared.stages[place];
+#pragma unroll
+        for (int i = 0; i < PIECES / COPIERS; ++i) {
+            const int piece = i * COPIERS + part, row = tile * ROWS + piece * PIECE_ROWS, at = piece * PIECE_VECTORS;
+            uint64 &full = shared.full[place][piece];
+            arrive_expecting(full, (S::CHUNKS + COLUMNS / CHUNK) * PIECE_BYTES);
+#pragma unroll
+            for (int c = 0; c < S::CHUNKS; ++c) load_tile(stage.dz[c] + at, dz, first_channel + c * CHUNK, row, 0, full);
+#pragma unroll
+            for (int c = 0; c < COLUMNS / CHUNK; ++c)
+                load_tile(stage.input[c] + at, behind_tiles, c * CHUNK, row, 0, full);
+        }
+    };
+    if (copies)
+        for (uint32 s = 0, tile = blockIdx.y; s < STAGES && tile < tiles; ++s, tile += gridDim.y) load_pieces(tile, s);
 
     load_weights<T>(shared, w + size_t(first_channel) * (COLUMNS / VEC));
     if (REDUCE && threadIdx.x < COLUMNS / VEC) {
@@ -214,7 +224,6 @@ norm_backward_cluster(const __grid_constant__ TensorMap dz, const __grid_constan
 
     if (group > 1) {
         take_registers<OF_WEIGHTS>();
-        const int part = group - 2;
         float dw[S::CHUNKS_PER_GROUP][COLUMNS / 8][4] = {};
         for (uint32 tile = blockIdx.y; tile < tiles; tile += gridDim.y, turn.next(STAGES)) {
             const Stage<S> &stage = shared.stages[turn.place];
@@ -228,12 +237,10 @@ norm_backward_cluster(const __grid_constant__ TensorMap dz, const __grid_constan
                                      matrix_of_columns(stage.input[0] + s * 16 * CHUNK_VECTORS), T{});
             close_products();
             wait_for_products();
-            if (lane == 0) {
-                arrive(shared.empty[turn.place]);
-                if (warp == 2 * GROUP_WARPS && tile + STAGES * gridDim.y < tiles) {
-                    wait_for_phase(shared.empty[turn.place], turn.parity);
-                    load_stage(tile + STAGES * gridDim.y, turn.place);
-                }
+            if (lane == 0) arrive(shared.empty[turn.place]);
+            if (copies && tile + STAGES * gridDim.y < tiles) {
+                wait_for_phase(shared.empty[turn.place], turn.parity);
+                load_pieces(tile + STAGES * gridDim.y, turn.place);
             }
             __syncwarp();
         }
@@ -336,7 +343,7 @@ norm_backward_cluster(const __grid_constant__ TensorMap dz, const __grid_constan
         if (lane == 0) arrive_there(read_there);
     }
     if (REDUCE) {
-        asm volatile("barrier.sync 2, %0;" :: "n"(GROUP) : "memory");  // `received` is of no more use
+        meet_group();  // `received` is of no more use
         float *const of_warp = reinterpret_cast<float *>(shared.received) + warp_m * 2 * OWN_COLUMNS;
 #pragma unroll
         for (int j = 0; j < 2; ++j)
@@ -350,5 +357,5 @@ norm_backward_cluster(const __grid_constant__ TensorMap dz, const __grid_constan
                                                          [=](int n, const float (&of)[2]) {
             behind_dgamma[n] = of[1] * behind_saved[COLUMNS + n];
             behind_dbeta[n] = of[0];
-        });
+        }, [] { meet_group(); });
 }
