@@ -14,9 +14,10 @@ constexpr int OF_PREPARING = 88, OF_DATA = 104, OF_WEIGHTS = 160;  // registers,
 
 // How the work is shared. Both blocks walk over the same tiles of rows, each with its channels. Of a block's groups of four
 // warps, the first makes the gradient of the convolution's input: each block finishes half of the columns, to which the other
-// sends what its channels add. The second prepares tiles, each warp for itself: it has one chunk of 64 channels, and of a
-// tile's pieces of 16 rows every PARTS-th. The last two add up the gradient of the weights, every second chunk each; a thread
-// of either starts the copies of every second piece to a stage as soon as nobody multiplies what is there.
+// sends what its channels add, while it multiplies for its own half. The second prepares tiles, each warp for itself: it has one
+// chunk of 64 channels, and of a tile's pieces of 16 rows every PARTS-th. The last two add up the gradient of the weights, every
+// second chunk each; a thread of either starts the copies of every second piece to a stage as soon as nobody multiplies what is
+// there.
 template <int K_> struct Shape {
     static constexpr int K = K_ / BLOCKS, CHUNKS = K / CHUNK, PARTS = GROUP_WARPS / CHUNKS, CHUNKS_PER_GROUP = (CHUNKS + 1) / 2;
     static_assert(CHUNKS * PARTS == GROUP_WARPS && PIECES % PARTS == 0, "shares");
@@ -32,12 +33,14 @@ template <class S> struct Shared {
     uint4 weights[S::CHUNKS][COLUMNS / CHUNK][TILE_VECTORS];
     Stage<S> stages[STAGES];
     uint4 x[GROUP_WARPS][X_PLACES][PIECE_VECTORS];
-    float4 received[8][GROUP];  // what the other block adds to each thread's
+    float4 received[OWN_COLUMNS / 8][GROUP];  // what the other block adds to each thread's
     float behind_mean[COLUMNS], behind_scale[COLUMNS], behind_shift[COLUMNS];  // of the earlier BatchNorm
     // A piece of dz and of the earlier BatchNorm's data is there; a tile is prepared; nobody multiplies it any more.
     uint64 full[STAGES][PIECES], prepared[STAGES], empty[STAGES];
     uint64 x_full[GROUP_WARPS][X_PLACES];
-    uint64 arrived, read;  // `received` has come; the other block has read what has been sent there
+    // `received` has come; the other block has read what has been sent there. A phase of each is a tile, and nobody misses one:
+    // the next `arrived` needs what is sent after all warps here have read, the next `read` what all warps here send.
+    uint64 arrived, read;
 };
 
 // The block's weights, (K, COLUMNS), as they lie, but its own columns first, and of 32 columns in the order of `load_weights`
@@ -75,7 +78,7 @@ __device__ inline float sum_over_rows(float (&v)[VEC], int lane) {
 }
 __device__ inline int own_column(int lane) { return lane / 4 % 2 * 4 + lane / 8 % 2 * 2 + lane / 16; }
 
-// The group that makes the gradient of the convolution's input, at times when others may have returned.
+// The group that makes the gradient of the convolution's input, without the others: these are done before it.
 __device__ inline void meet_group() { asm volatile("barrier.sync 2, %0;" :: "n"(GROUP) : "memory"); }
 
 // As `norm_backward`; the maps are of matrices by tiles of 16 rows and 64 columns. gridDim.x is 2, and gridDim.y clusters share
@@ -261,33 +264,42 @@ norm_backward_cluster(const __grid_constant__ TensorMap dz, const __grid_constan
 
     leave_registers<OF_DATA>();
     constexpr int QUARTERS = OWN_COLUMNS / 32;  // a thread has 8 columns of each, of two rows
+    constexpr int STEPS = S::K / 16, PRODUCTS = OWN_COLUMNS / 8;  // of a series, and of 8 columns each in it
+    constexpr int SENT = 2;  // of these, behind each of the first steps: who starts many at once may have to wait for them
+    static_assert(STEPS * SENT >= PRODUCTS, "all are sent");
     const int thread = threadIdx.x, column = rank * OWN_COLUMNS + lane % 4 * VEC;
     const uint32 there = address_in(&shared.received[0][thread], rank ^ 1);
     const uint32 arrived_there = address_in(&shared.arrived, rank ^ 1), read_there = address_in(&shared.read, rank ^ 1);
+    const uint64 own_weights = matrix(shared.weights[0][0]), others_weights = matrix(shared.weights[0][1]);
+    // What step `s` adds. Its operands are sums: where `matrix` makes each, the compiler keeps 16 and runs out of registers.
+    const auto multiply = [](float (&products)[PRODUCTS][4], uint64 tile, uint64 weights, int s) {
+        multiply_rows_by_columns(products, tile + (s / 4 * TILE_VECTORS + s % 4 * 2),
+                                 weights + (s / 4 * (COLUMNS / CHUNK) * TILE_VECTORS + s % 4 * 16 * CHUNK_VECTORS), T{});
+    };
     float sums[2][QUARTERS] = {};  // of the thread's one column of each
     uint32 parity = 0;
     for (uint32 tile = blockIdx.y; tile < tiles; tile += gridDim.y, turn.next(STAGES), parity ^= 1) {
         const Stage<S> &stage = shared.stages[turn.place];
         if (thread == 0) arrive_expecting(shared.arrived, sizeof(shared.received));
-        float products[COLUMNS / 8][4] = {};
+        float others[PRODUCTS][4] = {}, own[PRODUCTS][4] = {};
+        const uint64 of_dz = matrix(stage.dz[0]);
         wait_for_phase(shared.prepared[turn.place], turn.parity);
         open_products();
 #pragma unroll
-        for (int s = 0; s < S::K / 16; ++s)
-            multiply_rows_by_columns(products, matrix(stage.dz[s / 4] + s % 4 * 2),
-                                     matrix_of_columns(shared.weights[s / 4][0] + s % 4 * 16 * CHUNK_VECTORS), T{});
+        for (int s = 0; s < STEPS; ++s) multiply(others, of_dz, others_weights, s);
         close_products();
         wait_for_products();
-        hold_products(products);
-        if (lane == 0) arrive(shared.empty[turn.place]);
-
+        hold_products(others);
         wait_for_phase(shared.read, parity ^ 1);  // at once for the first tile
+        open_products();
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {  // half a vector of a row
-            const int q = QUARTERS + i / 4, r = i / 2 % 2, j = q * 4 + i % 2 * 2;
-            const float v[4] = {products[j][r * 2], products[j][r * 2 + 1], products[j + 1][r * 2], products[j + 1][r * 2 + 1]};
-            store_there(there + i * GROUP * VECTOR_BYTES, v, arrived_there);
+        for (int s = 0; s < STEPS; ++s) {
+            multiply(own, of_dz, own_weights, s);
+#pragma unroll
+            for (int j = s * SENT; j < (s + 1) * SENT && j < PRODUCTS; ++j)
+                store_there(there + j * GROUP * VECTOR_BYTES, others[j], arrived_there);
         }
+        close_products();
 
         const uint32 first_row = tile * ROWS + warp_m * 16 + lane / 4;
         Packed<T> read[QUARTERS][2];
@@ -299,7 +311,21 @@ norm_backward_cluster(const __grid_constant__ TensorMap dz, const __grid_constan
                     const uint32 row = first_row + r * 8;
                     read[q][r] = behind[(row < rows ? row * (COLUMNS / VEC) : 0) + (column + q * 32) / VEC];
                 }
+        wait_for_products();
+        hold_products(own);
+        if (lane == 0) arrive(shared.empty[turn.place]);
         wait_for_phase(shared.arrived, parity);
+#pragma unroll
+        for (int j = 0; j < PRODUCTS; ++j) {
+            const float4 more = shared.received[j][thread];
+            own[j][0] += more.x;
+            own[j][1] += more.y;
+            own[j][2] += more.z;
+            own[j][3] += more.w;
+        }
+        hold_products(own);
+        __syncwarp();
+        if (lane == 0) arrive_there(read_there);
 #pragma unroll
         for (int q = 0; q < QUARTERS; ++q) {
             const int c = column + q * 32;
@@ -315,14 +341,7 @@ norm_backward_cluster(const __grid_constant__ TensorMap dz, const __grid_constan
                 const uint32 row = first_row + r * 8;
                 float g[VEC], v[VEC];
 #pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    const float4 more = shared.received[q * 4 + r * 2 + h][thread];
-                    const int j = q * 4 + h * 2;
-                    g[h * 4] = products[j][r * 2] + more.x;
-                    g[h * 4 + 1] = products[j][r * 2 + 1] + more.y;
-                    g[h * 4 + 2] = products[j + 1][r * 2] + more.z;
-                    g[h * 4 + 3] = products[j + 1][r * 2 + 1] + more.w;
-                }
+                for (int k = 0; k < VEC; ++k) g[k] = own[q * 4 + k / 2][r * 2 + k % 2];
                 if (REDUCE) {
                     unpack(read[q][r], v);
 #pragma unroll
@@ -339,23 +358,20 @@ norm_backward_cluster(const __grid_constant__ TensorMap dz, const __grid_constan
 #pragma unroll
                 for (int j = 0; j < 2; ++j) sums[j][q] += sum_over_rows(of_rows[j], lane);
         }
-        __syncwarp();
-        if (lane == 0) arrive_there(read_there);
     }
     if (REDUCE) {
-        meet_group();  // `received` is of no more use
+        meet_group();  // `received` is of no more use: what the other block sends for the last tile has come
         float *const of_warp = reinterpret_cast<float *>(shared.received) + warp_m * 2 * OWN_COLUMNS;
 #pragma unroll
         for (int j = 0; j < 2; ++j)
 #pragma unroll
             for (int q = 0; q < QUARTERS; ++q) of_warp[j * OWN_COLUMNS + q * 32 + lane % 4 * VEC + own_column(lane)] = sums[j][q];
-    }
-    meet_cluster();  // neither block reaches for the other's memory any more
-    if (REDUCE)
         reduce_parts<GROUP, GROUP_WARPS, 2, OWN_COLUMNS>(reinterpret_cast<float *>(shared.received), partials, tickets, COLUMNS,
                                                          *reinterpret_cast<bool *>(shared.behind_mean),
                                                          [=](int n, const float (&of)[2]) {
             behind_dgamma[n] = of[1] * behind_saved[COLUMNS + n];
             behind_dbeta[n] = of[0];
         }, [] { meet_group(); });
+    }
+    meet_cluster();  // until here the other block may tell us that it has read
 }

@@ -171,9 +171,13 @@ template <int N> __device__ inline void hold_products(float (&c)[N][4]) {
                      : FOUR(c, 0), FOUR(c, 1), FOUR(c, 2), FOUR(c, 3), FOUR(c, 4), FOUR(c, 5), FOUR(c, 6)                    \
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                  \
     }
-// c += a * b with a as for `multiply_rows` and b as for `multiply_columns`, but (16, 128), or with a in registers also 256:
+// c += a * b with a as for `multiply_rows` and b as for `multiply_columns`, or (16, 128), or with a in registers also 256:
 // `matrix_of_columns`.
 #define MULTIPLY_ROWS_BY_COLUMNS(TYPE)                                                                                       \
+    __device__ inline void multiply_rows_by_columns(float (&c)[8][4], uint64 a, uint64 b, TYPE) {                            \
+        asm volatile(PRODUCT("64", TYPE) " {" REGISTERS_32 "}, %32, %33, 1, 1, 1, 0, 1;"                                     \
+                     : SIXTEEN(c, 0), SIXTEEN(c, 4) : "l"(a), "l"(b));                                                       \
+    }                                                                                                                        \
     __device__ inline void multiply_rows_by_columns(float (&c)[16][4], uint64 a, uint64 b, TYPE) {                           \
         asm volatile(PRODUCT("128", TYPE) " {" REGISTERS_64 "}, %64, %65, 1, 1, 1, 0, 1;"                                    \
                      : SIXTEEN(c, 0), SIXTEEN(c, 4), SIXTEEN(c, 8), SIXTEEN(c, 12) : "l"(a), "l"(b));                        \
