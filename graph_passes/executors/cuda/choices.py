@@ -88,14 +88,15 @@ class _Tensors:
 
     def describe(self, nodes: Sequence[Node], dtype: str) -> str:
         """What the time of these nodes depends on, for people and as the key of what is remembered: operators, the
-        shapes of the images and weights that they read, and of the factors of images that are dropped, windows."""
+        shapes of the images and weights that they read, and of the factors of images that are dropped, windows, and
+        whether integers become floats."""
         shapes, _, _ = self.around(nodes)
         parts = []
         for node in nodes:
             roles = OPERATORS[node.op].input_names(node)
             sizes = ", ".join("x".join(map(str, shapes[ref])) for role, ref in zip(roles, node.inputs, strict=True)
                               if len(shapes[ref]) > 2 or role == "factors")
-            parts.append(f"{node.op}{_window(node)}{_layers(node)} {sizes}")
+            parts.append(f"{node.op}{_window(node)}{_layers(node)} {sizes}{_floats(node)}")
         return f"{' + '.join(parts)}, {dtype}"
 
 
@@ -109,6 +110,11 @@ def _layers(node: Node) -> str:
         return ""
     both = " both directions" if node["bidirectional"] else ""
     return f" {node['mode']} {node['num_layers']} x {node['state_size']}{both}"
+
+
+def _floats(node: Node) -> str:
+    """Of a convolution in INT8 whose result is not: not every kernel makes floats."""
+    return " to floats" if node.op == "QuantisedConvolution" and node["dtype"] != "int8" else ""
 
 
 def _window(node: Node) -> str:

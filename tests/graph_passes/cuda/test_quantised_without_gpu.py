@@ -177,6 +177,12 @@ def test_a_network_with_groups_and_a_pre_activation_one(tmp_path: Path, rng: np.
     assert found["batch_norm_apply"] == 9 and found["dequantise"] and found["quantise"]
 
 
+def test_a_convolution_that_makes_floats_is_timed_by_itself(tmp_path: Path, rng: np.random.Generator) -> None:
+    """Kernels that make integers alone are the fastest of the same shapes in the first network."""
+    assert launches("resnet18", Kept(), tmp_path, rng)["quantised_conv_taps"] == 16
+    assert launches("resnet18_v2", Kept(), tmp_path, rng)["quantised_conv"] > 0
+
+
 def test_gpus_without_these_tensor_cores_take_the_kernel_for_all_shapes(tmp_path: Path, rng: np.random.Generator,
                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeGpu, "capability", (8, 0))
