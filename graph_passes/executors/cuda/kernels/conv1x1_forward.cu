@@ -7,7 +7,7 @@
 constexpr int SUMMING = MULTIPLYING / 2;
 template <bool SUMS> constexpr int BLOCK = THREADS + (SUMS ? SUMMING * WARP : 0);
 
-// Of the warps that multiply and of those that add up.
+// Of the warps that multiply and of those that add up, at the same place of the program.
 __device__ inline void meet_summing() { asm volatile("bar.sync 2, %0;" :: "n"((MULTIPLYING + SUMMING) * WARP) : "memory"); }
 
 // y = x * w + bias (+ addend), then ReLU with RELU; a null `bias` is none. With TWO, also + x_2 * w_2 + bias_2. With SUMS,
@@ -32,7 +32,7 @@ conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
     uint4 *const weights = memory + sizeof(Control) / VECTOR_BYTES, *const tiles_of_x = weights + chunks * COLUMNS * CHUNK_VECTORS;
     uint4 *const all_results = tiles_of_x + TEAMS * stages * TILE_VECTORS;
     const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // one for all, to the compiler
-    const bool multiplies = warp < MULTIPLYING, adds_up = warp >= MULTIPLYING + TEAMS;
+    const bool multiplies = warp < MULTIPLYING, adds_up = SUMS && warp >= MULTIPLYING + TEAMS;
     const int pair = warp - MULTIPLYING - TEAMS;  // of multiplying warps, whose results are added up
     const int team = multiplies ? warp / TEAM_WARPS : adds_up ? pair * 2 / TEAM_WARPS : warp - MULTIPLYING;
     const int first_column = blockIdx.x * COLUMNS, chunks_1 = TWO ? chunks - chunks_2 : chunks;
@@ -57,9 +57,9 @@ conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
         __syncthreads();
 
     const Stages own{tiles_of_x + team * stages * TILE_VECTORS, control.full[team], control.empty[team], chunks, stages};
+    float near[PARTS][2] = {}, of_column[PARTS][2][2] = {};  // of the two columns of each part that a thread sums up
+    uint32 counted = 0;                                      // rows
     if (adds_up) {
-        float near[PARTS][2] = {}, of_column[PARTS][2][2] = {};  // of the two columns of each part that a thread sums up
-        uint32 counted = 0;                                      // rows
         Turn result;
         for (uint32 tile = share.first; tile < share.end; tile += share.step) {
 #pragma unroll
@@ -82,20 +82,7 @@ conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
             for (int of_warp = pair * 2; of_warp < pair * 2 + 2; ++of_warp)
                 counted += rows_of(tile, of_warp % TEAM_WARPS * WARP_ROWS);
         }
-        __syncwarp();
-        if (PEERS > 1) meet_cluster();
-        meet_summing();  // the tiles were here
-        Moments *const of_pair = reinterpret_cast<Moments *>(tiles_of_x) + pair * COLUMNS;
-#pragma unroll
-        for (int p = 0; p < PARTS; ++p)
-#pragma unroll
-            for (int k = 0; k < 2; ++k)
-                of_pair[p * CHUNK + lane * 2 + k] =
-                    Moments::about(near[p][k], counted, of_column[p][k][0], of_column[p][k][1]);
-        meet_summing();
-        return;
-    }
-    if (!multiplies) {
+    } else if (!multiplies) {
         if (lane == 0) {
             if (team == 0) {
                 fetch_map(y);
@@ -107,62 +94,70 @@ conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
             }
             load_tiles<TWO, PEERS>(own, x, share, walk, &x_2, chunks_2);
         }
-        __syncwarp();
-        if (PEERS > 1) meet_cluster();
-        return;
-    }
-    uint4 *const own_results = all_results + warp * results * RESULT_VECTORS;
-    const int own_row = warp % TEAM_WARPS * WARP_ROWS;
+    } else {
+        uint4 *const own_results = all_results + warp * results * RESULT_VECTORS;
+        const int own_row = warp % TEAM_WARPS * WARP_ROWS;
 
-    Addends addends{addend, walk, control.addend[warp], own_results, share, first_column, own_row, PARTS};
-    if (ADD && lane == 0)
-        for (int place = 0; place < results; ++place) addends.load(place);
+        Addends addends{addend, walk, control.addend[warp], own_results, share, first_column, own_row, PARTS};
+        if (ADD && lane == 0)
+            for (int place = 0; place < results; ++place) addends.load(place);
 
-    constexpr int UNDER_WAY = SUMS ? 2 : 1;  // of the results that are copied away
-    Turn turn, result;
-    wait_for_phase(control.weights, 0);
-    for (uint32 tile = share.first; tile < share.end; tile += share.step) {
-        float products[COLUMNS / 8][4];
-        begin_with(products, control.bias, lane);
-        multiply_tile<T, false, PEERS>(products, weights, own, turn, lane);
+        constexpr int UNDER_WAY = SUMS ? 2 : 1;  // of the results that are copied away
+        Turn turn, result;
+        wait_for_phase(control.weights, 0);
+        for (uint32 tile = share.first; tile < share.end; tile += share.step) {
+            float products[COLUMNS / 8][4];
+            begin_with(products, control.bias, lane);
+            multiply_tile<T, false, PEERS>(products, weights, own, turn, lane);
 
 #pragma unroll
-        for (int p = 0; p < PARTS; ++p) {
-            uint4 *const part = own_results + result.place * RESULT_VECTORS;
-            if (ADD) {
-                wait_for_phase(control.addend[warp][result.place], result.parity);
-            } else {
-                if (SUMS) wait_for_phase(added_up(warp, result.place), result.parity ^ 1);  // at once in the first turn
-                if (lane == 0) wait_for_stores<UNDER_WAY>();
-                __syncwarp();
-            }
-#pragma unroll
-            for (int pair = 0; pair < CHUNK / 16; ++pair) {
-                uint32 m[4];
-                finish<T, ADD, RELU>(products[p * 8 + pair * 2], products[p * 8 + pair * 2 + 1],
-                                     part + matrix_row(lane, pair), m);
-            }
-            show_to_copies();
-            __syncwarp();
-            if (lane == 0) {
-                store_tile(y, first_column + p * CHUNK, tile * walk.y_row + own_row, tile * walk.y_line, part);
-                if (SUMS) arrive(written(warp, result.place));
-                if (ADD && (p > 0 || tile != share.first)) {
-                    wait_for_stores<1>();
-                    addends.load(result.place == 0 ? results - 1 : result.place - 1);
+            for (int p = 0; p < PARTS; ++p) {
+                uint4 *const part = own_results + result.place * RESULT_VECTORS;
+                if (ADD) {
+                    wait_for_phase(control.addend[warp][result.place], result.parity);
+                } else {
+                    if (SUMS) wait_for_phase(added_up(warp, result.place), result.parity ^ 1);  // at once in the first turn
+                    if (lane == 0) wait_for_stores<UNDER_WAY>();
+                    __syncwarp();
                 }
+#pragma unroll
+                for (int pair = 0; pair < CHUNK / 16; ++pair) {
+                    uint32 m[4];
+                    finish<T, ADD, RELU>(products[p * 8 + pair * 2], products[p * 8 + pair * 2 + 1],
+                                         part + matrix_row(lane, pair), m);
+                }
+                show_to_copies();
+                __syncwarp();
+                if (lane == 0) {
+                    store_tile(y, first_column + p * CHUNK, tile * walk.y_row + own_row, tile * walk.y_line, part);
+                    if (SUMS) arrive(written(warp, result.place));
+                    if (ADD && (p > 0 || tile != share.first)) {
+                        wait_for_stores<1>();
+                        addends.load(result.place == 0 ? results - 1 : result.place - 1);
+                    }
+                }
+                result.next(results);
             }
-            result.next(results);
         }
+        if (lane == 0) wait_for_stores<0>();
     }
-    if (lane == 0) wait_for_stores<0>();
     __syncwarp();
     if (PEERS > 1) meet_cluster();  // before that, a peer may still be told of a free place
-    if (!SUMS) return;
+    if (!SUMS || (!multiplies && !adds_up)) return;
 
     // Over the warps that add up, then over the blocks of the same columns.
+    meet_summing();  // the tiles were here
+    if (adds_up) {
+        Moments *const of_pair = reinterpret_cast<Moments *>(tiles_of_x) + pair * COLUMNS;
+#pragma unroll
+        for (int p = 0; p < PARTS; ++p)
+#pragma unroll
+            for (int k = 0; k < 2; ++k)
+                of_pair[p * CHUNK + lane * 2 + k] =
+                    Moments::about(near[p][k], counted, of_column[p][k][0], of_column[p][k][1]);
+    }
     meet_summing();
-    meet_summing();
+    if (adds_up) return;
     write_sums_of_columns<COLUMNS, MULTIPLYING * WARP>(reinterpret_cast<Moments *>(tiles_of_x), SUMMING, first_column, columns,
                                                        partials, tickets, reinterpret_cast<int &>(control.bias), sums,
                                                        [] { meet_multiplying(); });
