@@ -19,9 +19,6 @@ constexpr int LOADS = 4;
 
 // --- sums per channel over all rows ---
 
-// How all threads of a block wait for each other.
-struct MeetAll { __device__ void operator()() const { __syncthreads(); } };
-
 // The end of a kernel of which gridDim.y blocks share the rows, and gridDim.x the columns, COLUMNS each. `of_part`, in
 // shared memory, has N sums of each column over each of PARTS parts of the block's rows. Adds up those of the parts and
 // of all blocks of the same columns, always in the same order, so equal inputs give equal bits. The last block to come
@@ -29,10 +26,10 @@ struct MeetAll { __device__ void operator()() const { __syncthreads(); } };
 // this takes as long as its reads: THREADS of the block, the first, which wait for each other by `meet`, share them, in vectors,
 // and AT_ONCE of each are under way.
 // Shapes: of_part (max(PARTS, SPLITS), N, COLUMNS), partials (gridDim.y, N, columns) fp32; tickets (gridDim.x), 0
-// before the launch and after it. `last` is a place in shared memory.
+// before the launch and after it.
 template <int THREADS, int PARTS, int N, int COLUMNS, int AT_ONCE = 9, class Finish, class Meet = MeetAll>
-__device__ inline void reduce_parts(float *of_part, float *partials, uint32 *tickets, int columns, bool &last,
-                                    Finish finish, Meet meet = {}) {
+__device__ inline void reduce_parts(float *of_part, float *partials, uint32 *tickets, int columns, Finish finish,
+                                    Meet meet = {}) {
     constexpr int VALUES = N * COLUMNS, QUADS = VALUES / 4;
     constexpr int SPLITS = THREADS / QUADS;  // threads that share four values; H200: up to 132 blocks
     static_assert(THREADS >= QUADS && THREADS >= COLUMNS && COLUMNS % 4 == 0);
@@ -50,12 +47,12 @@ __device__ inline void reduce_parts(float *of_part, float *partials, uint32 *tic
         }
     }
     meet();
+    bool is_last = false;
     if (thread == 0) {
-        last = atomicAdd(&tickets[blockIdx.x], 1) == blocks - 1;
-        if (last) tickets[blockIdx.x] = 0;
+        is_last = atomicAdd(&tickets[blockIdx.x], 1) == blocks - 1;
+        if (is_last) tickets[blockIdx.x] = 0;
     }
-    meet();
-    if (!last) return;
+    if (!meet.any(is_last)) return;
     __threadfence();
 
     const int split = thread / QUADS, value = thread % QUADS * 4, column = first + value % COLUMNS;
@@ -97,7 +94,6 @@ template <int N, class Finish>
 __device__ void reduce_over_rows(float (&sums)[N][VEC], float *partials, uint32 *tickets, int channels, Finish finish) {
     constexpr int CHANNELS = TILE * VEC, WARPS = REDUCE_THREADS / WARP;
     __shared__ __align__(16) float of_warp[WARPS * N * CHANNELS];
-    __shared__ bool last;
     const int thread = threadIdx.y * TILE + threadIdx.x;
 #pragma unroll
     for (int j = 0; j < N; ++j) {
@@ -109,7 +105,7 @@ __device__ void reduce_over_rows(float (&sums)[N][VEC], float *partials, uint32 
         float *const to = of_warp + (thread / WARP * N + j) * CHANNELS + threadIdx.x * VEC;
         if (thread % WARP < TILE) store_floats(to, sums[j]);
     }
-    reduce_parts<REDUCE_THREADS, WARPS, N, CHANNELS>(of_warp, partials, tickets, channels, last, finish);
+    reduce_parts<REDUCE_THREADS, WARPS, N, CHANNELS>(of_warp, partials, tickets, channels, finish);
 }
 
 // --- images that are dropped ---

@@ -26,6 +26,27 @@ constexpr int WARP = 32;
 #define INF __int_as_float(0x7f800000)
 #define NOT_A_NUMBER __int_as_float(0x7fc00000)
 
+// --- threads of a block that wait for each other ---
+
+struct MeetAll {
+    __device__ void operator()() const { __syncthreads(); }
+    // Whether it is so for any of them.
+    __device__ bool any(bool is) const { return __syncthreads_or(is); }
+};
+// Whole warps, so many threads of them, at the barrier of this number, from 1 on.
+template <int BARRIER, int THREADS> struct Meet {
+    __device__ void operator()() const { asm volatile("bar.sync %0, %1;" :: "n"(BARRIER), "n"(THREADS) : "memory"); }
+    __device__ bool any(bool is) const {
+        uint32 found;
+        asm volatile("{\n\t.reg .pred is, found;\n\t"
+                     "setp.ne.u32 is, %1, 0;\n\t"
+                     "bar.red.or.pred found, %2, %3, is;\n\t"
+                     "selp.u32 %0, 1, 0, found;\n\t}"
+                     : "=r"(found) : "r"(uint32(is)), "n"(BARRIER), "n"(THREADS) : "memory");
+        return found;
+    }
+};
+
 // --- scalars ---
 
 __device__ inline float to_float(float v) { return v; }

@@ -40,7 +40,6 @@ template <int THREADS, int WARPS_M, int WARPS_N, int N, class Finish>
 __device__ void reduce_columns(float (&sums)[N][VEC], int warp_m, int warp_n, float *shared, float *partials,
                                uint32 *tickets, int columns, Finish finish) {
     constexpr int COLUMNS = 32, BLOCK_COLUMNS = WARPS_N * COLUMNS;
-    __shared__ bool last;
     const int lane = threadIdx.x % WARP;
     __syncthreads();  // the weights were here
     if (threadIdx.x < WARPS_M * WARPS_N * WARP)
@@ -54,5 +53,5 @@ __device__ void reduce_columns(float (&sums)[N][VEC], int warp_m, int warp_n, fl
             float *const to = shared + (warp_m * N + j) * BLOCK_COLUMNS + warp_n * COLUMNS + lane * VEC;
             if (lane < 4) store_floats(to, sums[j]);
         }
-    reduce_parts<THREADS, WARPS_M, N, BLOCK_COLUMNS>(shared, partials, tickets, columns, last, finish);
+    reduce_parts<THREADS, WARPS_M, N, BLOCK_COLUMNS>(shared, partials, tickets, columns, finish);
 }

@@ -8,7 +8,7 @@ constexpr int SUMMING = MULTIPLYING / 2;
 template <bool SUMS> constexpr int BLOCK = THREADS + (SUMS ? SUMMING * WARP : 0);
 
 // Of the warps that multiply and of those that add up, at the same place of the program.
-__device__ inline void meet_summing() { asm volatile("bar.sync 2, %0;" :: "n"((MULTIPLYING + SUMMING) * WARP) : "memory"); }
+constexpr Meet<2, (MULTIPLYING + SUMMING) * WARP> meet_summing{};
 
 // y = x * w + bias (+ addend), then ReLU with RELU; a null `bias` is none. With TWO, also + x_2 * w_2 + bias_2. With SUMS,
 // `sums` are those of y per column about its mean, in a fixed order. The maps are of these matrices: of x and x_2 by tiles of
@@ -159,6 +159,5 @@ conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
     meet_summing();
     if (adds_up) return;
     write_sums_of_columns<COLUMNS, MULTIPLYING * WARP>(reinterpret_cast<Moments *>(tiles_of_x), SUMMING, first_column, columns,
-                                                       partials, tickets, reinterpret_cast<int &>(control.bias), sums,
-                                                       [] { meet_multiplying(); });
+                                                       partials, tickets, sums, meet_multiplying);
 }

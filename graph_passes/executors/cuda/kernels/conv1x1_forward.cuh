@@ -128,7 +128,7 @@ struct Addends {
 // --- what a warp does with a tile ---
 
 // Of the warps that multiply.
-__device__ inline void meet_multiplying() { asm volatile("bar.sync 1, %0;" :: "n"(MULTIPLYING * WARP) : "memory"); }
+constexpr Meet<1, MULTIPLYING * WARP> meet_multiplying{};
 
 // The bias, to which the products are added.
 template <int N> __device__ inline void begin_with(float (&products)[N][4], const float *bias, int lane) {

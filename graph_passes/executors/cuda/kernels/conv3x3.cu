@@ -35,7 +35,6 @@ struct alignas(1024) Control {
     Moments of_part[MULTIPLYING / CHANNELS][CHANNELS];
     float mean[CHANNELS], scale[CHANNELS], shift[CHANNELS];  // of the BatchNorm before the convolution
     uint64 weights, full[MAX_PLACES], empty[MAX_PLACES], turn[TEAMS], x_full[TEAMS], x_empty[TEAMS];
-    int is_last;
 };
 
 // The BatchNorm + ReLU that made the convolution's data from x, and where the sums of its backward pass go.
@@ -129,7 +128,7 @@ __device__ inline uint64 first_pixels(int lane, int pixels) {
 __device__ inline void meet_team(int team) {
     asm volatile("bar.sync %0, %1;" :: "r"(team + 1), "n"(TEAM_THREADS) : "memory");
 }
-__device__ inline void meet_multiplying() { asm volatile("bar.sync 3, %0;" :: "n"(MULTIPLYING) : "memory"); }
+constexpr Meet<3, MULTIPLYING> meet_multiplying{};
 
 // Over the four threads of a filter.
 __device__ inline float sum_over_pixels(float v) {
@@ -350,7 +349,7 @@ __device__ inline void convolve(const TensorMap &x, const TensorMap &w, const Te
             if (lane % 4 == 0) control.of_part[team][filter + f * 8] = of_filter;
         }
         write_sums_of_columns<CHANNELS, MULTIPLYING>(&control.of_part[0][0], TEAMS, 0, CHANNELS, partials, tickets,
-                                                     control.is_last, sums, [] { meet_multiplying(); });
+                                                     sums, meet_multiplying);
     }
     if constexpr (REDUCE) {
         float *const of_teams = reinterpret_cast<float *>(tiles);
@@ -362,9 +361,7 @@ __device__ inline void convolve(const TensorMap &x, const TensorMap &w, const Te
                 const float sum = sum_over_pixels(of_gradient[f][j]);
                 if (multiplies && lane % 4 == 0) of_teams[(team * 2 + j) * CHANNELS + filter + f * 8] = sum;
             }
-        bool &last = *reinterpret_cast<bool *>(&control.is_last);
-        reduce_parts<THREADS, TEAMS, 2, CHANNELS>(of_teams, partials, tickets, CHANNELS, last,
-                                                  [=](int n, const float (&of)[2]) {
+        reduce_parts<THREADS, TEAMS, 2, CHANNELS>(of_teams, partials, tickets, CHANNELS, [=](int n, const float (&of)[2]) {
             norm.dbeta[n] = of[0];
             norm.dgamma[n] = of[1] * norm.saved[CHANNELS + n];
         });

@@ -217,9 +217,7 @@ dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ Tenso
 #pragma unroll
                 for (int k = 0; k < 2; ++k)
                     of_warps[(warp * SUMS + j) * COLUMNS + p * CHUNK + lane * 2 + k] = sums[j][p][k];
-    reduce_parts<THREADS, MULTIPLYING, SUMS, COLUMNS>(of_warps, partials, tickets, columns,
-                                                      *reinterpret_cast<bool *>(mean),
-                                                      [=](int n, const float (&of)[SUMS]) {
+    reduce_parts<THREADS, MULTIPLYING, SUMS, COLUMNS>(of_warps, partials, tickets, columns, [=](int n, const float (&of)[SUMS]) {
         dgamma[n] = of[1] * saved[columns + n];
         dbeta[n] = of[0];
     });

@@ -43,7 +43,7 @@ template <int AT_ONCE = 8, class At> __device__ Moments together(int first, int 
 // tickets (gridDim.x).
 template <int COLUMNS, int THREADS, class Meet>
 __device__ inline void write_sums_of_columns(Moments *of_part, int parts, int first, int columns, float *partials,
-                                             uint32 *tickets, int &is_last, float *sums, Meet meet) {
+                                             uint32 *tickets, float *sums, Meet meet) {
     constexpr int SPLITS = THREADS / COLUMNS, AT_ONCE = 33;  // SPLITS threads of the last block share a column; H200: 132 blocks
     // Of each block and column the mean and the sum of squares; behind them how many rows each block has.
     float2 *const of_blocks = reinterpret_cast<float2 *>(partials);
@@ -59,12 +59,12 @@ __device__ inline void write_sums_of_columns(Moments *of_part, int parts, int fi
     }
     __threadfence();
     meet();
+    bool is_last = false;
     if (threadIdx.x == 0) {
         is_last = atomicAdd(&tickets[blockIdx.x], 1) == gridDim.y - 1;
         if (is_last) tickets[blockIdx.x] = 0;
     }
-    meet();
-    if (!is_last) return;
+    if (!meet.any(is_last)) return;
     __threadfence();
     if (has_column) {
         constexpr int STEP = SPLITS * AT_ONCE;
@@ -88,7 +88,6 @@ __device__ inline void write_sums_of_columns(Moments *of_part, int parts, int fi
 // sums (3, FILTERS), tickets (1). For blocks of PARTS * FILTERS threads, all of which come here.
 template <int PARTS, int FILTERS>
 __device__ inline void write_sums(Moments (&of_part)[PARTS][FILTERS], int own, Moments *partials, uint32 *tickets, float *sums) {
-    __shared__ bool last;
     __syncthreads();
     const int part = threadIdx.x / FILTERS, filter = threadIdx.x % FILTERS;
     const auto of_filter = [&](int i) { return of_part[i][filter]; };
@@ -97,12 +96,12 @@ __device__ inline void write_sums(Moments (&of_part)[PARTS][FILTERS], int own, M
         __threadfence();
     }
     __syncthreads();
+    bool is_last = false;
     if (threadIdx.x == 0) {
-        last = atomicAdd(tickets, 1) == gridDim.x - 1;
-        if (last) *tickets = 0;
+        is_last = atomicAdd(tickets, 1) == gridDim.x - 1;
+        if (is_last) *tickets = 0;
     }
-    __syncthreads();
-    if (!last) return;
+    if (!MeetAll{}.any(is_last)) return;
     __threadfence();
     constexpr int AT_ONCE = 14, STEP = PARTS * AT_ONCE;  // H200: 132 blocks, in two or three rounds
     const int blocks = gridDim.x, end = (blocks + STEP - 1) / STEP * STEP;

@@ -79,7 +79,7 @@ __device__ inline float sum_over_rows(float (&v)[VEC], int lane) {
 __device__ inline int own_column(int lane) { return lane / 4 % 2 * 4 + lane / 8 % 2 * 2 + lane / 16; }
 
 // The group that makes the gradient of the convolution's input, without the others: these are done before it.
-__device__ inline void meet_group() { asm volatile("barrier.sync 2, %0;" :: "n"(GROUP) : "memory"); }
+constexpr Meet<2, GROUP> meet_group{};
 
 // As `norm_backward`; the maps are of matrices by tiles of 16 rows and 64 columns. gridDim.x is 2, and gridDim.y clusters share
 // the rows.
@@ -367,11 +367,10 @@ norm_backward_cluster(const __grid_constant__ TensorMap dz, const __grid_constan
 #pragma unroll
             for (int q = 0; q < QUARTERS; ++q) of_warp[j * OWN_COLUMNS + q * 32 + lane % 4 * VEC + own_column(lane)] = sums[j][q];
         reduce_parts<GROUP, GROUP_WARPS, 2, OWN_COLUMNS>(reinterpret_cast<float *>(shared.received), partials, tickets, COLUMNS,
-                                                         *reinterpret_cast<bool *>(shared.behind_mean),
                                                          [=](int n, const float (&of)[2]) {
             behind_dgamma[n] = of[1] * behind_saved[COLUMNS + n];
             behind_dbeta[n] = of[0];
-        }, [] { meet_group(); });
+        }, meet_group);
     }
     meet_cluster();  // until here the other block may tell us that it has read
 }

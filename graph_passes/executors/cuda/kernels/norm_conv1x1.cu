@@ -205,6 +205,6 @@ norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
         for (int k = 0; k < 2; ++k)
             of_warps[warp * COLUMNS + p * CHUNK + lane * 2 + k] =
                 Moments::about(near[p][k], counted, of_column[p][k][0], of_column[p][k][1]);
-    write_sums_of_columns<COLUMNS, MULTIPLYING * WARP>(of_warps, MULTIPLYING, 0, columns, partials, tickets, all.is_last,
-                                                       sums_of_z, [] { meet_multiplying(); });
+    write_sums_of_columns<COLUMNS, MULTIPLYING * WARP>(of_warps, MULTIPLYING, 0, columns, partials, tickets, sums_of_z,
+                                                       meet_multiplying);
 }

@@ -194,10 +194,10 @@ norm_dgrad(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorM
             for (int k = 0; k < 2; ++k)
                 of_warps[(warp * SUMS + sum) * COLUMNS + p * CHUNK + lane * 2 + k] = sums[sum][p][k];
     reduce_parts<MULTIPLYING * WARP, MULTIPLYING, SUMS, COLUMNS, 22>(
-        of_warps, partials, tickets, columns, reinterpret_cast<bool &>(all.is_last),
+        of_warps, partials, tickets, columns,
         [=](int n, const float (&of)[SUMS]) {
             behind_dgamma[n] = of[1] * behind_saved[columns + n];
             behind_dbeta[n] = of[0];
         },
-        [] { meet_multiplying(); });
+        meet_multiplying);
 }

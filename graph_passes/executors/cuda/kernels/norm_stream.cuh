@@ -18,7 +18,7 @@ constexpr int STREAMING = (MULTIPLYING + 4) * WARP;  // threads of a block then:
 
 // At the start of shared memory. Behind it: Affine (chunks); in vectors the weights of all chunks, or places for those of some,
 // (COLUMNS * 8) each; `stages` times two tiles of each team; a result of each multiplying warp.
-struct alignas(1024) NormControl { Control control; uint64 full[WEIGHT_PLACES], empty[WEIGHT_PLACES]; int is_last; };
+struct alignas(1024) NormControl { Control control; uint64 full[WEIGHT_PLACES], empty[WEIGHT_PLACES]; };
 
 // Of a chunk of channels, what is made is first * scale + (second * scale_2 + shift), or the like.
 struct Affine { float scale[CHUNK], shift[CHUNK], scale_2[CHUNK]; };
