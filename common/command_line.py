@@ -123,6 +123,7 @@ class Command(NamedTuple):
 
     options: type  # the dataclass that declares them, in a module that imports nothing slow
     function: str  # as "module:function"
+    outlasts_output: bool = False  # goes on where standard output cannot be written, which is not what it is run for
 
     def load(self) -> Callable[..., int | None]:
         """Import the function."""

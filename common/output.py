@@ -32,7 +32,7 @@ def make_lasting() -> None:
     pipe any more, the disk is full) goes to standard error, and what cannot be written there is dropped."""
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
-        if not isinstance(stream, io.TextIOWrapper) or stream.fileno() != descriptor:
+        if type(stream) is not io.TextIOWrapper or stream.fileno() != descriptor:
             continue  # somebody else's
         is_buffered = isinstance(stream.buffer, io.BufferedWriter)  # not with `python -u`
         raw = stream.buffer.raw if is_buffered else stream.buffer

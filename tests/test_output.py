@@ -68,3 +68,42 @@ def test_what_is_closed_at_the_start_is_no_file_of_the_program(closed, tmp_path)
     assert found.returncode == 2, found.stderr
     assert "Traceback" not in found.stderr
     assert (tmp_path / "file").read_text() == ""
+
+
+COMMAND = """
+import sys
+from common.command_line import exit_code_of
+from train import __main__ as program
+from train.processes import launch
+
+def command(values, *_):
+    print("begun", flush=True)
+    return 0
+
+name, *arguments = sys.argv[1:]
+program.COMMANDS[name] = program.COMMANDS[name]._replace(function="__main__:command")
+launch.launch = command
+main = launch.main if "-n" in arguments else program.main
+sys.exit(exit_code_of(lambda: main([name, *arguments])))
+"""
+
+
+@pytest.mark.parametrize("arguments, outlasts", [
+    ("train", True),
+    ("benchmark", True),
+    ("language-model", True),
+    ("train -n 2 --device cpu", True),
+    ("predict --checkpoint run image.jpg", False),
+    ("predict --checkpoint run image.jpg -n 2 --device cpu", False),
+])
+def test_a_full_disk_at_the_start(arguments, outlasts):
+    """A run loses its first line, not itself; what has its output for its product ends."""
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([sys.executable, "-c", COMMAND, *arguments.split()], stdout=full, stderr=subprocess.PIPE,
+                              text=True, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])})
+    if outlasts:
+        assert done.stderr.startswith(SENTENCE.format("No space left on device"))
+        assert done.stderr.endswith("begun\n") and done.returncode == 0
+    else:
+        assert done.stderr == "error: input or output: No space left on device; check path, permissions and disk\n"
+        assert done.returncode == 2

@@ -16,6 +16,7 @@ from typing import Any
 
 from common.command_line import HELP, VERSION, VERSIONS, Command, choose_command, describe_commands, exit_code_of
 from common.errors import ProgramError, UserError
+from common.output import make_lasting
 from train.command_line import read
 from train.commands.options import (
     BenchmarkOptions,
@@ -35,12 +36,12 @@ from train.processes.signals import StoppedBySignal, guard, interrupt
 # What each takes, and what is called with the values that the command line gives. The rest of this program is imported
 # there: MXNet and DALI take seconds.
 COMMANDS = {
-    "train": Command(Config, "train.commands.train:main"),
+    "train": Command(Config, "train.commands.train:main", outlasts_output=True),
     "validate": Command(ValidateOptions, "train.commands.validate:main"),
-    "benchmark": Command(BenchmarkOptions, "train.commands.benchmark:main"),
+    "benchmark": Command(BenchmarkOptions, "train.commands.benchmark:main", outlasts_output=True),
     "compare-precision": Command(CompareOptions, "train.commands.compare_precision:main"),
     "gpu-report": Command(GpuReportOptions, "train.commands.gpu_report:main"),
-    "language-model": Command(LanguageModelOptions, "train.commands.language_model:main"),
+    "language-model": Command(LanguageModelOptions, "train.commands.language_model:main", outlasts_output=True),
     "predict": Command(PredictOptions, "train.commands.predict:main"),
     "quantize": Command(QuantizeOptions, "train.commands.quantize:main"),
     "export": Command(ExportOptions, "train.commands.export:main"),
@@ -63,6 +64,8 @@ def _run(arguments: Sequence[str]) -> int:
         return 0
     try:
         command, values = understood(arguments)
+        if command.outlasts_output:
+            make_lasting()
         if __name__ == "__main__":
             guard(speaks=_is_first())  # before the imports, which start threads
         run = command.load()

@@ -15,7 +15,6 @@ from typing import Any
 
 from common import files
 from common.errors import ProgramError
-from common.output import make_lasting
 from pipelines import DataError, Loader
 from pipelines.samples import make_samples
 from train import checkpoint, demonstration, devices
@@ -104,7 +103,6 @@ def prepare(config: Config, workers: Workers) -> devices.Placement:
 
 def open_recorder(trainer: Trainer, num_epochs: int | None, warmup_steps: int = 10) -> Recorder:
     """Make the run's folder with the recorder in it, and its config.json. Raises TrainError where that fails."""
-    make_lasting()  # what cannot be printed costs no run
     config, workers, progress = trainer.stated, trainer.workers, trainer.progress
     is_apart = is_elastic() and progress.step > 0 and not (trainer.run_folder / METRICS_FILE).exists()
     recorder = Recorder(

@@ -23,6 +23,7 @@ from typing import Annotated, NoReturn
 
 from common.command_line import Positive, exit_code_of, given_and_rest, given_value
 from common.errors import EXIT_USER_ERROR
+from common.output import make_lasting
 from train.__main__ import understood
 from train.errors import EXIT_HUNG_PROCESS, EXIT_LOST_PROCESS, NoHorovodError, TrainError
 from train.processes import topology
@@ -208,7 +209,9 @@ def main(arguments: Sequence[str]) -> int:
         topology.check_host_name()
         slots, _ = plan(int(os.environ["HOROVOD_LOCAL_SIZE"]), on_cpu)
         _become(command, slots[int(os.environ["HOROVOD_LOCAL_RANK"])])
-    understood(passed)  # a mistake is told before Horovod is compiled, and once
+    run, _ = understood(passed)  # a mistake is told before Horovod is compiled, and once
+    if run.outlasts_output:
+        make_lasting()
     slots, notes = plan(own.processes, on_cpu)
     if own.min_np and own.min_np > len(slots):
         raise TrainError(f"--min-np {own.min_np} is more than the {len(slots)} processes here; lower it")
