@@ -152,6 +152,7 @@ def train(trainer: Trainer, note: Callable[[Trainer, Recorder], None]) -> None:
         report(recorder, trainer.run_folder)
         raise
     report(recorder, trainer.run_folder, trainer)
+    pulse.show(Activity.DONE)
     _check_complete(trainer, recorder)
 
 

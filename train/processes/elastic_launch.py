@@ -118,13 +118,17 @@ class ElasticRun:
 
     def _is_regular(self, worker: Worker) -> bool:
         """Whether a process that has ended is no loss: it was done, or has said why it ends, or was asked to."""
+        if worker.process.pid in self._hung:  # it may still be there, without an exit code
+            return False
         code = worker.process.returncode
-        return worker.process.pid not in self._hung and (code in (0, *TOLD) or -code in self._processes.signals)
+        has_told = code in (0, *TOLD) or (code > 0 and self._processes.has_done_its_part(worker))
+        return has_told or -code in self._processes.signals
 
     @property
     def _is_over(self) -> bool:
         """Whether a process has trained to the end, as all do at the same time."""
-        return any(self._processes.writes_report(worker) or worker.process.returncode == 0
+        return any(self._processes.writes_report(worker) or self._processes.has_done_its_part(worker)
+                   or worker.process.returncode == 0
                    for worker in self._processes.all if worker.process.pid not in self._hung)
 
     def _part_with_ended(self) -> None:

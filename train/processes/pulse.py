@@ -35,6 +35,7 @@ class Activity(IntEnum):
     VALIDATING = 6
     SAVING = 7
     REPORTING = 8
+    DONE = 9
 
     @property
     def words(self) -> str:
@@ -43,7 +44,7 @@ class Activity(IntEnum):
     @property
     def takes_time(self) -> bool:
         """Whether it is done once or seldom, and takes as long as it takes: compiling, a checkpoint on a slow disk."""
-        return self in (Activity.STARTING, Activity.VALIDATING, Activity.SAVING, Activity.REPORTING)
+        return self in (Activity.STARTING, Activity.VALIDATING, Activity.SAVING, Activity.REPORTING, Activity.DONE)
 
 
 _WORDS = {
@@ -56,6 +57,7 @@ _WORDS = {
     Activity.VALIDATING: "beginning or ending a validation",
     Activity.SAVING: "saving",
     Activity.REPORTING: "writing the report",
+    Activity.DONE: "ending, with all done",
 }
 
 

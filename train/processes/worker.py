@@ -150,12 +150,13 @@ class Processes:
         return ended
 
     def writes_report(self, worker: Worker) -> bool:
-        """Whether a process has, or had, trained to the end."""
+        """Whether that is what a process does, or did at its end: it has trained to the end."""
         return self.watch.records[worker.slot.number].activity == Activity.REPORTING
 
     def has_done_its_part(self, worker: Worker) -> bool:
-        """Whether nothing is lost with a process, which had trained to the end and has no report to write."""
-        return self.writes_report(worker) and self.watch.records[worker.slot.number].rank > 0
+        """Whether nothing is lost with a process: all is done, or it has trained to the end and no report to write."""
+        record = self.watch.records[worker.slot.number]
+        return record.activity == Activity.DONE or (self.writes_report(worker) and record.rank > 0)
 
     def end_of_run(self, culprit: Worker) -> str:
         """The sentence about a process that ends the run."""

@@ -261,6 +261,25 @@ def test_loss_while_the_report_is_written(tiny_options, tmp_path, min_np):
     assert checkpoint.load(checkpoint.find(str(tmp_path / "run"))).progress.epoch == 1
 
 
+@pytest.mark.parametrize("min_np", [0, 1])
+def test_a_process_that_has_said_why_it_ends_is_not_lost(tiny_options, tmp_path, min_np):
+    """All is done when process 0 tells that somebody has removed a file of the run."""
+    script = """
+        import sys
+        from pathlib import Path
+        from train import __main__ as program
+        from train.commands import session
+
+        folder, *arguments = sys.argv[1:]
+        session._write_report = lambda *_: Path(folder, "config.json").unlink()
+        sys.exit(program.main([*arguments, "--output", folder]))
+    """
+    done = run_processes(script, tmp_path / "run", *tiny_options, "--max-steps", "1", narrow=True, min_np=min_np)
+    assert done.returncode == 1, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "error: " in line or "process 0" in line]
+    assert line.startswith("error: the run has ended, but config.json had been removed from ")
+
+
 @pytest.mark.usefixtures("patient_gloo")
 def test_killed_process_ends_the_run(start, rng):
     """Without elastic mode: at once, with what happened and what to do; the checkpoint of before is whole."""
