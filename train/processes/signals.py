@@ -94,7 +94,14 @@ class Signals:
 
 def interrupt(number: int, frame: FrameType | None) -> None:
     """Handler: end like after Ctrl-C. The next Ctrl-C, in the middle of that, ends the process without a trace."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    begun = time.monotonic()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if time.monotonic() - begun > SAME_SECONDS:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+    signal.signal(signal.SIGINT, end)
     raise KeyboardInterrupt
 
 

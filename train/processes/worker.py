@@ -183,12 +183,8 @@ class Processes:
             self._note(number)
             self.send(number)
 
-        def leave(number: int, frame: object) -> None:
-            """Ctrl-C reaches the whole process group by itself. Not SIG_IGN, which the processes would inherit."""
-            self._note(number)
-
-        try:
-            with handled({signal.SIGTERM: forward, signal.SIGUSR1: forward, signal.SIGINT: leave}):
+        try:  # Ctrl-C reaches them by itself too, at the same moment: to a process the two are one (SAME_SECONDS)
+            with handled(dict.fromkeys((signal.SIGTERM, signal.SIGINT, signal.SIGUSR1), forward)):
                 yield
         finally:
             self.kill()

@@ -254,8 +254,10 @@ time.sleep(10_000)
         assert len(told.splitlines()) == 1
 
 
-def test_ctrl_c_reaches_the_processes(tmp_path):
-    """Also before they have a handler of their own, as while they start, and in commands that need none."""
+@pytest.mark.parametrize("send", [os.killpg, os.kill], ids=["terminal", "launcher"])
+def test_ctrl_c_reaches_the_processes(tmp_path, send):
+    """Also before they have a handler of their own, as while they start, and in commands that need none; and where
+    only the launcher gets it, as from `kill -INT`."""
     pytest.importorskip("horovod")
     script = ("import os, pathlib, time; "
               f"pathlib.Path({str(tmp_path)!r}, os.environ['HOROVOD_RANK']).touch(); time.sleep(10_000)")
@@ -264,7 +266,7 @@ def test_ctrl_c_reaches_the_processes(tmp_path):
     command = [sys.executable, "-c", starter, script]
     with subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE) as launcher:
         wait_until(lambda: len(os.listdir(tmp_path)) == 2)
-        os.killpg(launcher.pid, signal.SIGINT)  # as a terminal does
+        send(launcher.pid, signal.SIGINT)
         try:
             assert launcher.wait(LIMIT) == 128 + signal.SIGINT
             assert launcher.stderr
@@ -299,13 +301,17 @@ time.sleep(10_000)
     wait_until(lambda: {"0.stopped", "1.stopped"} <= set(os.listdir(tmp_path)))
 
 
-@pytest.mark.parametrize("call", ["launch(slots, command)", "launch_elastic(slots, command, 1)"])
-def test_second_request_ends_what_ignores_the_first(tmp_path, call):
+@pytest.mark.parametrize("call, number", [
+    ("launch(slots, command)", signal.SIGTERM),
+    ("launch(slots, command)", signal.SIGINT),
+    ("launch_elastic(slots, command, 1)", signal.SIGTERM),
+])
+def test_second_request_ends_what_ignores_the_first(tmp_path, call, number):
     pytest.importorskip("horovod")
     script = f"""
 import os, pathlib, signal, time
 place = pathlib.Path({str(tmp_path)!r}, os.environ['HOROVOD_RANK'])
-signal.signal(signal.SIGTERM, lambda number, frame: place.with_suffix('.asked').touch())
+signal.signal({number:d}, lambda number, frame: place.with_suffix('.asked').touch())
 place.touch()
 while True:
     time.sleep(10_000)
@@ -314,13 +320,13 @@ while True:
                f"command = [sys.executable, '-c', sys.argv[1]]; sys.exit({call})")
     with subprocess.Popen([sys.executable, "-c", starter, script]) as launcher:
         wait_until(lambda: {"0", "1"} <= set(os.listdir(tmp_path)))
-        launcher.terminate()
+        launcher.send_signal(number)
         wait_until(lambda: {"0.asked", "1.asked"} <= set(os.listdir(tmp_path)))
         try:
             with pytest.raises(subprocess.TimeoutExpired):
                 launcher.wait(SAME_SECONDS + 0.2)  # before, another one would be the first again
-            launcher.terminate()
-            assert launcher.wait(LIMIT) == 128 + signal.SIGTERM
+            launcher.send_signal(number)
+            assert launcher.wait(LIMIT) == 128 + number
         finally:
             launcher.kill()
 

@@ -112,6 +112,25 @@ def test_a_second_ctrl_c_is_the_usual_one_for_a_process_that_listens(start):
     assert (process.wait(LIMIT), process.stderr.read()) == (130, "")
 
 
+def test_ctrl_c_that_comes_by_two_ways_at_once_is_one(start):
+    """As from a terminal and from the launcher: what is done before the end is not cut short."""
+    process = start("""
+        try:
+            print("ready", flush=True)
+            sys.stdin.read()
+        except KeyboardInterrupt:
+            print("cleaning up", flush=True)
+            sys.stdin.readline()
+            print("clean", flush=True)
+            sys.exit(130)
+    """, same_seconds=1000)
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline() == "cleaning up\n"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate("go on\n", timeout=LIMIT) == ("clean\n", "")
+    assert process.returncode == 130
+
+
 def test_signals_that_come_by_two_ways_at_once_are_one(start):
     """As from a launcher and from the system. A closed terminal's do not end a process either, be it one that saves
     already."""
