@@ -126,10 +126,8 @@ class ElasticRun:
 
     @property
     def _is_over(self) -> bool:
-        """Whether a process has trained to the end, as all do at the same time."""
-        return any(self._processes.writes_report(worker) or self._processes.has_done_its_part(worker)
-                   or worker.process.returncode == 0
-                   for worker in self._processes.all if worker.process.pid not in self._hung)
+        """Whether there is nothing left to train."""
+        return self._processes.has_trained or any(worker.process.returncode == 0 for worker in self._processes.all)
 
     def _part_with_ended(self) -> None:
         for worker in list(self._processes.all):  # which grows where all start anew
@@ -140,14 +138,15 @@ class ElasticRun:
                 self._lose(worker)
 
     def _lose(self, worker: Worker) -> None:
-        """Go on without a process, or end the run; say so."""
+        """Go on without a process, or end the run; say so, unless it came to join a run that is over."""
         why = self._hung.get(worker.process.pid)
         code = EXIT_HUNG_PROCESS if why else exit_code(worker.process.returncode)
         why = why or worker.last_words()
         running = self._processes.running
         left, least = len(running), self._min_processes
-        if self._processes.writes_report(worker):
-            self._give_up(code, self._processes.end_of_run(worker))
+        if self._is_over:
+            if worker in self._members:
+                self._give_up(code, self._processes.end_of_run(why))
         elif left < least and not (left and self._cooldown):
             self._give_up(code, f"{why}; {left} {'is' if left == 1 else 'are'} left, but --min-np is {least}, so the "
                                 f"run ends; {WAY_OUT}")

@@ -164,7 +164,7 @@ def _wait(processes: Processes) -> int:
     culprit = next((worker for worker in failed if worker.process.returncode != EXIT_LOST_PROCESS), failed[0])
     code = culprit.process.returncode
     if code not in TOLD and -code not in processes.signals:
-        print(f"error: {processes.end_of_run(culprit)}", file=sys.stderr, flush=True)
+        print(f"error: {processes.end_of_run(culprit.last_words())}", file=sys.stderr, flush=True)
     return exit_code(code)
 
 

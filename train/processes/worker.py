@@ -149,21 +149,23 @@ class Processes:
         self._given_up += ended.workers
         return ended
 
-    def writes_report(self, worker: Worker) -> bool:
-        """Whether that is what a process does, or did at its end: it has trained to the end."""
-        return self.watch.records[worker.slot.number].activity == Activity.REPORTING
+    @property
+    def has_trained(self) -> bool:
+        """Whether a process has trained to the end, as all do at the same time."""
+        return any(record.activity in (Activity.REPORTING, Activity.DONE) for record in self.watch.records)
 
     def has_done_its_part(self, worker: Worker) -> bool:
-        """Whether nothing is lost with a process: all is done, or it has trained to the end and no report to write."""
+        """Whether nothing is lost with a process: all is done, or training has ended and it has no report to write."""
         record = self.watch.records[worker.slot.number]
-        return record.activity == Activity.DONE or (self.writes_report(worker) and record.rank > 0)
+        return record.activity == Activity.DONE or (self.has_trained and record.rank > 0)
 
-    def end_of_run(self, culprit: Worker) -> str:
-        """The sentence about a process that ends the run."""
-        if self.writes_report(culprit):
-            return (f"{culprit.last_words()}, while it wrote the report; training had ended and its last checkpoint is "
-                    f"whole: make the report with {python()} -m train.reporting.report and the run's folder")
-        return f"{culprit.last_words()}, so the run ends; {WAY_OUT}"
+    def end_of_run(self, why: str) -> str:
+        """The sentence about the end of a process that ends the run."""
+        if self.has_trained:
+            return (f"{why}, before the report was complete; training had ended and its last "
+                    f"checkpoint is whole: make the report with {python()} -m train.reporting.report and the run's "
+                    "folder")
+        return f"{why}, so the run ends; {WAY_OUT}"
 
     def kill(self, workers: Collection[Worker] | None = None) -> None:
         """End processes at once, all if none are given."""

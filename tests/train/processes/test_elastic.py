@@ -119,23 +119,29 @@ def test_loss_at_start_up(place):
 
 
 @pytest.mark.parametrize("commits", [1, 2])
-def test_fault_without_a_loss(commits):
+def test_fault_without_a_loss(tmp_path, commits):
     """As where NCCL refuses two processes on one GPU. With no commit but that of the beginning the run ends, as nothing
     would change; else it goes on, and says so."""
     script = f"""
-        import sys, time
+        import os, sys, time
+        from pathlib import Path
         from common.command_line import exit_code_of
         from train.processes import elastic
         from train.processes.distributed import Workers
         from train.processes.pulse import pulse
 
+        folder = Path({str(tmp_path)!r})
+
         def session(state):
-            Workers().gather("")
+            workers = Workers()
+            workers.gather("")
             if pulse.commits:
                 return
             for _ in range({commits}):
                 pulse.count_commit()
-            time.sleep(0.5)  # until nobody waits for an answer of this one any more
+            (folder / str(workers.rank)).touch()
+            while len(os.listdir(folder)) < 2:  # until nobody waits for an answer of this one any more
+                time.sleep(0.05)
             raise elastic.HorovodInternalError("trace\\nncclCommInitRank failed: invalid usage")
 
         sys.exit(exit_code_of(lambda: elastic.run(session)))
@@ -203,25 +209,32 @@ def test_the_state_comes_from_a_process_that_has_it(monkeypatch, capsys, commits
 @pytest.mark.slow
 def test_fault_without_a_loss_over_two_hosts(tmp_path):
     """Both are this machine. It began anew and failed again, for ever and without a word."""
-    hosts, script = tmp_path / "hosts.sh", tmp_path / "script.py"
+    hosts, script, ready = tmp_path / "hosts.sh", tmp_path / "script.py", tmp_path / "ready"
+    ready.mkdir()
     hosts.write_text("#!/bin/sh\nprintf 'localhost:1\\n127.0.0.1:1\\n'\n")
     hosts.chmod(0o755)
     script.write_text(textwrap.dedent("""
-        import sys, time
+        import os, sys, time
+        from pathlib import Path
         from common.command_line import exit_code_of
         from train.processes import elastic
         from train.processes.distributed import Workers
 
+        folder = Path(sys.argv[1])
+
         def session(state):
-            Workers().gather("")
-            time.sleep(0.5)
+            workers = Workers()
+            workers.gather("")
+            (folder / str(workers.rank)).touch()
+            while len(os.listdir(folder)) < 2:  # until nobody waits for an answer of this one any more
+                time.sleep(0.05)
             raise elastic.HorovodInternalError("ncclCommInitRank failed: invalid usage")
 
         sys.exit(exit_code_of(lambda: elastic.run(session)))
     """))
     run = "import sys; from train.processes.multi_host import horovodrun; sys.exit(horovodrun(sys.argv[1:]))"
     command = [sys.executable, "-c", run, "--gloo", "-np", "2", "--min-np", "2", "--host-discovery-script", str(hosts),
-               sys.executable, str(script)]
+               sys.executable, str(script), str(ready)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False, cwd=REPOSITORY,
                           env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
     assert done.returncode == 2, done.stdout + done.stderr
@@ -256,9 +269,53 @@ def test_loss_while_the_report_is_written(tiny_options, tmp_path, min_np):
     assert done.returncode == 128 + signal.SIGKILL, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if re.search(r"process \d \(", line)]
     assert line.startswith("error: process 0 (pid ")
-    assert "was killed by SIGKILL, as the kernel does when the machine's memory runs out, while it wrote the" in line
+    assert "was killed by SIGKILL, as the kernel does when the machine's memory runs out, before the report" in line
     assert "make the report with " in line
     assert checkpoint.load(checkpoint.find(str(tmp_path / "run"))).progress.epoch == 1
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_loss_once_another_process_has_trained_to_the_end(tiny_options, tmp_path, victim):
+    """Nobody goes on then: process 1 is not missed, and without process 0 the run ends."""
+    script = """
+        import os, signal, sys, time
+        from pathlib import Path
+        from train import __main__ as program
+        from train.commands import session
+        from train.processes.pulse import Activity, pulse
+
+        folder, victim = Path(sys.argv[1]), int(sys.argv[2])
+        report = session.report
+
+        def wait_for(condition):
+            while not condition():
+                time.sleep(0.05)
+
+        def at_the_end(*arguments):
+            if int(os.environ["HOROVOD_RANK"]) == victim:
+                (folder / "victim").write_text(str(os.getpid()))
+                wait_for((folder / "reports").exists)
+                os.kill(os.getpid(), signal.SIGKILL)
+            pulse.show(Activity.REPORTING)
+            (folder / "reports").touch()
+            wait_for((folder / "victim").exists)
+            wait_for(lambda: not Path("/proc", (folder / "victim").read_text()).exists())  # the launcher knows
+            report(*arguments)
+
+        session.report = at_the_end
+        sys.exit(program.main(sys.argv[3:]))
+    """
+    done = run_processes(script, tmp_path, victim, *tiny_options, "--max-steps", "1", "--output", tmp_path / "run",
+                         narrow=True, min_np=1)
+    assert " on from the last commit" not in done.stderr
+    lines = [line for line in done.stderr.splitlines() if re.search(r"process \d \(", line)]
+    if victim:
+        assert (done.returncode, lines) == (0, []), done.stderr
+    else:
+        (line,) = lines
+        assert line.startswith("error: process 0 (pid ") and "was killed by SIGKILL" in line
+        assert "before the report was complete; training had ended" in line and "make the report with " in line
+        assert done.returncode == 128 + signal.SIGKILL, done.stderr
 
 
 @pytest.mark.parametrize("min_np", [0, 1])
