@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from importlib import import_module
@@ -86,3 +88,55 @@ def test_version(line):
 def test_every_command_has_its_function(module):
     for command in import_module(f"{module}.__main__").COMMANDS.values():
         assert callable(command.load())
+
+
+@pytest.mark.parametrize("program, module", [
+    ("train", "train.config"),
+    ("train", "common.mxnet_compat"),
+    ("train", "train.models.resnet"),  # to build the network
+    ("train.processes.launch -n 2", "train.config"),
+    ("train.processes.launch -n 2", "common.mxnet_compat"),
+])
+def test_ctrl_c_while_it_starts(tmp_path, program, module):
+    """While a module is about to be imported: one sentence, nothing on the disk."""
+    if "launch" in program:
+        pytest.importorskip("horovod")
+    (tmp_path / "sitecustomize.py").write_text(
+        "import signal, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {module!r}:\n"
+        "            signal.raise_signal(signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+    )
+    run = tmp_path / "run"
+    command = [*program.split(), *["--device", "cpu", "--data", "synthetic", "--max-steps", "1", "--output"], str(run)]
+    done = subprocess.run([sys.executable, "-m", *command], cwd=tmp_path, capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}, preexec_fn=hear_ctrl_c)
+    assert (done.returncode, done.stderr) == (130, "stopped while it started\n")
+    assert not run.exists()
+
+
+def hear_ctrl_c() -> None:
+    """As in a terminal, also where the tests run in the background, which ignores it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+@pytest.mark.parametrize("name, steps, said", [("train", 0, "stopped while it started\n"), ("train", 1, ""),
+                                               ("validate", 0, "")])
+def test_ctrl_c_once_all_is_imported(monkeypatch, capsys, name, steps, said):
+    """Before the first step of what trains there is something to be said; whatever else ends then ends without."""
+    from train import __main__ as program
+    from train.processes.pulse import Record, pulse
+
+    class Stopped:
+        outlasts_output = program.COMMANDS[name].outlasts_output
+
+        @staticmethod
+        def load():
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(program, "understood", lambda arguments: (Stopped, {}))
+    monkeypatch.setattr(pulse, "_record", Record(step=steps))
+    assert program.main([]) == 130
+    assert capsys.readouterr().err == said

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import signal
 
+from train.processes.signals import STOPPED_EARLY, StoppedBySignal, guard, interrupt, is_first, leave
+
 if __name__ == "__main__":
-    # Ctrl-C ends the program during the imports, which take seconds: Python would print a stack trace, or miss it.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, leave)
 
 import os
 import sys
@@ -31,7 +32,7 @@ from train.config import Config
 from train.errors import TrainError
 from train.options.language_model import LanguageModelOptions
 from train.presets import presets
-from train.processes.signals import StoppedBySignal, guard, interrupt
+from train.processes.pulse import pulse
 
 # What each takes, and what is called with the values that the command line gives. The rest of this program is imported
 # there: MXNet and DALI take seconds.
@@ -67,7 +68,7 @@ def _run(arguments: Sequence[str]) -> int:
         if command.outlasts_output:
             make_lasting()
         if __name__ == "__main__":
-            guard(speaks=_is_first())  # before the imports, which start threads
+            guard(speaks=is_first())  # before the imports, which start threads
         run = command.load()
         if __name__ == "__main__":
             signal.signal(signal.SIGINT, interrupt)
@@ -75,13 +76,17 @@ def _run(arguments: Sequence[str]) -> int:
         if __name__ == "__main__":
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # all is done: Ctrl-C finds nothing to tell
     except TrainError as error:
-        if _is_first() or not error.on_all_ranks:
+        if is_first() or not error.on_all_ranks:
             raise
         return error.exit_code  # rank 0 says why
     except StoppedBySignal as stop:
-        if _is_first():
+        if is_first():
             print(stop, flush=True)
         return stop.exit_code
+    except KeyboardInterrupt:
+        if command.outlasts_output and not pulse.has_stepped and is_first():
+            print(STOPPED_EARLY, file=sys.stderr, flush=True)
+        raise
     except MemoryError as error:
         raise ProgramError(f"the machine's memory does not hold this ({error or 'MemoryError'}): lower --batch-size or "
                            "--num-threads, or start fewer processes") from None
@@ -105,10 +110,6 @@ def understood(arguments: Sequence[str]) -> tuple[Command, dict[str, Any]]:
 
 def _options() -> dict[str, type]:
     return {name: command.options for name, command in COMMANDS.items()}
-
-
-def _is_first() -> bool:
-    return os.environ.get("HOROVOD_RANK", "0") == "0"
 
 
 if __name__ == "__main__":

@@ -9,6 +9,13 @@ process that failed first. Over several machines horovodrun starts `python -m tr
 
 from __future__ import annotations
 
+import signal
+
+from train.processes.signals import interrupt, leave
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, leave)
+
 import argparse
 import importlib
 import os
@@ -222,6 +229,8 @@ def main(arguments: Sequence[str]) -> int:
     elastic = f" --min-np {own.min_np}" + f" --cooldown {own.cooldown}" * bool(own.cooldown) if own.min_np else ""
     patience = f" --hang-seconds {own.hang_seconds}" * (own.hang_seconds != DEFAULT_SECONDS)
     os.environ[LAUNCHER_VARIABLE] = f"{SCRIPT} -n {len(slots)}{elastic}{patience}"
+    if __name__ == "__main__":
+        signal.signal(signal.SIGINT, interrupt)
     if own.min_np:
         return launch_elastic(slots, command, own.min_np, own.cooldown, own.hang_seconds)
     if len(slots) == 1:

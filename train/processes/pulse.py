@@ -137,6 +137,11 @@ class Pulse:
         record.epoch, record.step = epoch, step
         self.show(Activity.TOGETHER)
 
+    @property
+    def has_stepped(self) -> bool:
+        """Whether this process has done an optimizer step."""
+        return self._record.step > 0
+
     def lose_pace(self) -> None:
         """The next step differs from those before: much may be done once in it, as compiling."""
         self._step_end, self._record.keeps_pace = None, 0

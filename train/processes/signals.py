@@ -33,6 +33,8 @@ ANSWERS: dict[int, str] = {
     signal.SIGPIPE: f"nobody reads the output any more: {WORDS}",
 }
 
+STOPPED_EARLY = "stopped while it started"  # before the first step
+
 Handler = Callable[[int, "FrameType | None"], object]
 
 _to_guard: int | None = None  # descriptor
@@ -90,6 +92,19 @@ class Signals:
             self.save = True
         else:
             self.stop = self.stop or number
+
+
+def is_first() -> bool:
+    """Whether this process speaks for all of its run."""
+    return os.environ.get("HOROVOD_RANK", "0") == "0"
+
+
+def leave(number: int, frame: FrameType | None) -> None:
+    """Handler during imports, which take seconds and leave nothing to clean up: Python would print the stack trace of a
+    KeyboardInterrupt, or miss it."""
+    if is_first():
+        _answer(STOPPED_EARLY)
+    os._exit(128 + number)
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
