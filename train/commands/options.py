@@ -120,8 +120,8 @@ class GpuReportOptions:
     docs/gpu_report.md. The same command goes on where it was stopped. On a CPU, a small part of it.
     """
 
-    compare: Annotated[tuple[Path, ...], "FILE"] = ()
-    """Measure nothing: set these reports (their report.json) side by side, with ratios to the first."""
+    compare: Annotated[tuple[Path, ...], "REPORT"] = ()
+    """Measure nothing: set these reports (their folders, or report.json) side by side, with ratios to the first."""
     sections: tuple[Literal["kernels", "recurrent", "inference", "cost", "training"], ...] = (
         "kernels", "recurrent", "inference", "cost", "training",
     )

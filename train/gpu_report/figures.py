@@ -91,7 +91,10 @@ class Report:
 
     @classmethod
     def read(cls, path: Path) -> Report:
-        """The inverse of `write`. Raises UserError for a file that is no report, or one of another version."""
+        """The inverse of `write`, of the file or of the folder that it lies in. Raises UserError for what is no report,
+        or one of another version."""
+        if path.is_dir():
+            path = path / FILE
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:

@@ -220,15 +220,16 @@ def test_target_that_is_not_reached(tmp_path):
 
 
 def test_compare(run_train, tmp_path):
-    """Ratios above 1 are faster, whatever the unit; networks by their best batch too; what is missing is named."""
+    """Files of reports, and their folders. Ratios above 1 are faster, whatever the unit; networks by their best batch
+    too; what is missing is named."""
     old = report("Old", kernels=(figure(8.0), figure(2.0, size="2 x 2 x 2 NN")),
                  training=(figure(100.0, "ResNet-50", "batch 32", unit="images/sec"),), cost=())
     new = report("New", kernels=(figure(2.0), figure(2.0, size="2 x 2 x 2 NN"), figure(1.0, precision="int8")),
                  training=(figure(900.0, "ResNet-50", "batch 256", unit="images/sec"),
                            figure(300.0, "ResNet-50", "batch 32", unit="images/sec")))
-    for each in (old, new):
-        each.write(tmp_path / f"{each.device}.json")
-    code, out, err = run_train("gpu-report", "--compare", tmp_path / "Old.json", tmp_path / "New.json", "--output",
+    old.write(tmp_path / "Old.json")
+    new.write(tmp_path / "New" / "report.json")
+    code, out, err = run_train("gpu-report", "--compare", tmp_path / "Old.json", tmp_path / "New", "--output",
                                tmp_path / "compared")
     assert code == 0, err
     found = json.loads((tmp_path / "compared" / "comparison.json").read_text())
