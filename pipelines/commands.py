@@ -58,6 +58,8 @@ def make_records(options: MakeRecordsOptions) -> int:
         plans = {name: plan_files(source, name, options.val_split) for name in names}
     for name in plans:
         new_record_path(output, name)  # nothing is written if one of them is there
+    for remark in dict.fromkeys(remark for plan in plans.values() for remark in plan.remarks):
+        print(remark)
     for name, plan in plans.items():
         count, skipped = write_records(plan, output, name, how)
         for image, reason in skipped:

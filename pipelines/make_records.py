@@ -17,7 +17,7 @@ import itertools
 import json
 import os
 import tarfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -54,6 +54,7 @@ class Plan(NamedTuple):
 
     entries: list[Entry]
     classes: Classes
+    remarks: Sequence[str] = ()  # what of the data is left out
 
 
 def plan_files(path: Path, split: str, val_split: float = 0.0) -> Plan:
@@ -66,7 +67,7 @@ def plan_files(path: Path, split: str, val_split: float = 0.0) -> Plan:
             ".lst file, shards or a tar file, or train on it as it is"
         )
     entries = [Entry(source.label(i), *source.location(i), source.name(i)) for i in chosen]
-    return Plan(entries, source.classes)
+    return Plan(entries, source.classes, source.remarks)
 
 
 def plan_train_tar(path: Path, classes: Classes) -> Plan:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +15,8 @@ from pipelines.sources.base import IMAGE_SUFFIXES, Classes, Source, read_classes
 
 # Images by their endings, but none that DALI's decoders read, or that are looked for.
 UNREAD_SUFFIXES = frozenset({".gif", ".avif", ".heic", ".heif", ".jxl", ".jp2", ".svg", ".psd", ".tga", ".ico"})
+# What else `image_files` leaves out, in the words of a remark.
+LINKS, HIDDEN_FOLDERS, HIDDEN_IMAGES = "links to folders", "hidden folders", "hidden images"
 _SPLIT_NAMES = frozenset({"train", "training", "val", "valid", "validation", "test", "testing", "dev"})
 
 
@@ -76,19 +78,53 @@ def class_folders(folder: Path) -> list[str]:
         return sorted(name for name in names if not name.startswith(".") and name != "__MACOSX")
 
 
-def image_files(folder: Path, unread: Counter[str] | None = None) -> list[Path]:
+class LeftOut(defaultdict[str, list[str]]):
+    """The files and folders that `image_files` has left out, by the ending of a format that is not read, or by LINKS,
+    HIDDEN_FOLDERS and HIDDEN_IMAGES."""
+
+    def __init__(self) -> None:
+        super().__init__(list)
+
+    @property
+    def unread(self) -> str:
+        """How many files there are of each format that is not read."""
+        return ", ".join(f"{len(names):,} {ending}" for ending, names in sorted(self.items())
+                         if ending in UNREAD_SUFFIXES)
+
+    def remarks(self, folder: Path) -> list[str]:
+        """Sentences about all of them, for the owner of the folder that they were found in."""
+        named = [f"{folder}: {kind} are left out: {_some(self[kind])}"
+                 for kind in (LINKS, HIDDEN_FOLDERS, HIDDEN_IMAGES) if kind in self]
+        if self.unread:
+            named.append(f"{folder}: files of formats that are not read are left out: {self.unread} (convert them to "
+                         "JPEG or PNG)")
+        return named
+
+
+def image_files(folder: Path, left_out: LeftOut) -> list[Path]:
     """The files with an image's ending in a class folder, and in folders within it as those of Tiny ImageNet, in the
-    order of their names; what is hidden is left out, and links to folders are not followed. `unread` counts the files
-    of formats that are not read, by their endings. Raises OSError for a folder that cannot be read."""
+    order of their names. What is hidden, links to folders, which may lead in a circle, and formats that are not read
+    are added to `left_out`. Raises OSError for a folder that cannot be read."""
     found: list[Path] = []
     for place, folders, names in os.walk(folder, onerror=_raise):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(name for name in names if not name.startswith(".")):
+        inside = []
+        for name in sorted(folders):
+            path = os.path.join(place, name)
+            if name.startswith("."):
+                left_out[HIDDEN_FOLDERS].append(path)
+            elif os.path.islink(path):
+                left_out[LINKS].append(path)
+            else:
+                inside.append(name)
+        folders[:] = inside
+        for name in sorted(names):
             ending = os.path.splitext(name)[1].lower()
-            if ending in IMAGE_SUFFIXES:
+            if _is_image(name):
                 found.append(Path(place, name))
-            elif unread is not None and ending in UNREAD_SUFFIXES:
-                unread[ending] += 1
+            elif ending in IMAGE_SUFFIXES:
+                left_out[HIDDEN_IMAGES].append(os.path.join(place, name))
+            elif ending in UNREAD_SUFFIXES and not name.startswith("."):
+                left_out[ending].append(os.path.join(place, name))
     return found
 
 
@@ -148,8 +184,8 @@ def find_images(path: Path, split: str) -> tuple[Classes, dict[str, list[Path]],
     """In a folder of class folders: the classes, the files in each folder, which may be one of no class, and what its
     owner should know about what is left out. Raises DataError if there is no image."""
     classes = folder_classes(path, split)
-    unread: Counter[str] = Counter()
-    files = {name: image_files(path / name, unread) for name in class_folders(path)}
+    left_out = LeftOut()
+    files = {name: image_files(path / name, left_out) for name in class_folders(path)}
     remarks = []
     if loose := _images_beside(path):
         remarks.append(
@@ -158,11 +194,7 @@ def find_images(path: Path, split: str) -> tuple[Classes, dict[str, list[Path]],
         )
     if empty := [name for name in sorted(files.keys() - dict(classes).keys()) if not files[name]]:
         remarks.append(f"{path}: no class is made of folders without an image: {_some(empty)}")
-    if unread:
-        counts = ", ".join(f"{count:,} {ending}" for ending, count in sorted(unread.items()))
-        remarks.append(
-            f"{path}: files of formats that are not read are left out: {counts} (convert them to JPEG or PNG)"
-        )
+    remarks += left_out.remarks(path)
     if not any(files.values()):
         raise no_images(path, remarks)
     return classes, files, remarks

@@ -80,6 +80,25 @@ def test_from_folders_to_a_contact_sheet(tmp_path, capsys):
         assert min(speeds) > 0
 
 
+def test_make_records_says_what_it_leaves_out(tmp_path, capsys):
+    """Once, where both splits are made of one folder."""
+    write_folder(tmp_path / "in", 12, 3, seed=1)
+    (tmp_path / "in/empty").mkdir()
+    (tmp_path / "in/c00/link").symlink_to(tmp_path)
+    (tmp_path / "in/c01/.000.jpg").write_bytes(b"")
+    for name in "ab":
+        (tmp_path / f"in/c02/{name}.gif").write_bytes(b"GIF89a")
+    code, out, _ = run(capsys, "make-records", tmp_path / "in", tmp_path / "rec", "--val-split", 0.3)
+    *remarks, train, val = out.splitlines()
+    assert code == 0 and "train.rec" in train and "val.rec" in val
+    assert remarks == [f"{tmp_path}/in: {remark}" for remark in (
+        "no class is made of folders without an image: empty",
+        f"links to folders are left out: {tmp_path}/in/c00/link",
+        f"hidden images are left out: {tmp_path}/in/c01/.000.jpg",
+        "files of formats that are not read are left out: 2 .gif (convert them to JPEG or PNG)",
+    )]
+
+
 def test_verify_says_so_with_its_exit_code_and_mends(tmp_path, capsys):
     files = write_folder(tmp_path / "train", 6, 2, seed=1)
     files[3].write_bytes(b"no image")

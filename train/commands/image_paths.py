@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from pipelines.files import read_file
-from pipelines.sources.folders import image_files
+from pipelines.sources.folders import LeftOut, image_files
 from train.errors import TrainError
 
 LIST, STDIN = ".txt", Path("-")
@@ -17,7 +16,7 @@ LIST, STDIN = ".txt", Path("-")
 
 def image_paths(places: Sequence[Path]) -> list[Path]:
     """Each file; the image files in each folder and in those within it, by name; those that a .txt file lists, one a
-    line, or standard input for "-". Files of formats that are not read are counted on stderr.
+    line, or standard input for "-". What of a folder is left out is said on stderr.
 
     Raises TrainError for a folder or a list without any, and for a place that is not there.
     """
@@ -36,14 +35,13 @@ def image_paths(places: Sequence[Path]) -> list[Path]:
 
 
 def _in_folder(folder: Path) -> list[Path]:
-    unread: Counter[str] = Counter()
-    found = image_files(folder, unread)
-    others = ", ".join(f"{count:,} {ending}" for ending, count in sorted(unread.items()))
+    left_out = LeftOut()
+    found = image_files(folder, left_out)
+    for remark in left_out.remarks(folder):
+        print(remark, file=sys.stderr)
     if not found:
-        raise TrainError(f"the folder {folder} has no image files in it{f' that are read ({others})' * bool(others)}; "
-                         "name files, or a folder that has")
-    if others:
-        print(f"{folder}: files of formats that are not read are left out: {others}", file=sys.stderr)
+        others = f" that are read ({left_out.unread})" if left_out.unread else ""
+        raise TrainError(f"the folder {folder} has no image files in it{others}; name files, or a folder that has")
     return found
 
 
