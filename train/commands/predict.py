@@ -22,13 +22,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from common import files
-from pipelines import load_images
+from pipelines import open_files
 from train import devices, weights
 from train.build import build_executor
 from train.classes import printable
 from train.commands.image_paths import image_paths
 from train.commands.options import PredictOptions
-from train.commands.predict_to_file import predict_to_file, top_of
+from train.commands.predict_to_file import name_damaged, predict_to_file, top_of
 from train.errors import TrainError
 from train.processes.distributed import Workers
 from train.reporting.plots import fitting, font
@@ -96,7 +96,10 @@ def predict(options: PredictOptions) -> list[Prediction]:
     if int8:
         config = devices.for_int8(config, vars(options))
     placement = devices.choose(config, local_rank=0)
-    batches = load_images(
+    executor = (int8_file.executor_of(int8, trained, config, placement) if int8 else
+                build_executor(config, trained.num_classes, config.inference_image_size, placement, trained))
+    predictions = []
+    with open_files(
         options.images,
         config.inference_image_size,
         config.batch_size,
@@ -106,21 +109,19 @@ def predict(options: PredictOptions) -> list[Prediction]:
         num_threads=options.num_threads,
         hw_decoder_load=options.hw_decoder_load if options.hw_decoder_load >= 0 else None,
         transform=config.transform,
-    )
-    executor = (int8_file.executor_of(int8, trained, config, placement) if int8 else
-                build_executor(config, trained.num_classes, config.inference_image_size, placement, trained))
-    predictions = []
-    for batch in batches:
-        executor.forward(batch.data)
-        probabilities = executor.request_probabilities()()[: batch.num_valid]
-        classes, best = most_likely(probabilities, top)
-        positions = batch.label.asnumpy()[: batch.num_valid].astype(int)
-        pixels = batch.data.asnumpy()[: batch.num_valid, ..., :3] * config.std + config.mean
-        pictures = pixels.round().clip(0, 255).astype(np.uint8)
-        for position, indices, values, picture in zip(positions, classes.tolist(), best.tolist(), pictures,
-                                                      strict=True):
-            guesses = [Guess(trained.class_names[i], i, value) for i, value in zip(indices, values, strict=True)]
-            predictions.append(Prediction(options.images[position], guesses, picture))
+    ) as loader:
+        for batch in loader:
+            executor.forward(batch.data)
+            probabilities = executor.request_probabilities()()[: batch.num_valid]
+            classes, best = most_likely(probabilities, top)
+            positions = batch.label.asnumpy()[: batch.num_valid].astype(int)
+            pixels = batch.data.asnumpy()[: batch.num_valid, ..., :3] * config.std + config.mean
+            pictures = pixels.round().clip(0, 255).astype(np.uint8)
+            for position, indices, values, picture in zip(positions, classes.tolist(), best.tolist(), pictures,
+                                                          strict=True):
+                guesses = [Guess(trained.class_names[i], i, value) for i, value in zip(indices, values, strict=True)]
+                predictions.append(Prediction(options.images[position], guesses, picture))
+        name_damaged(loader)
     return predictions
 
 

@@ -251,11 +251,17 @@ def _write_all(job: Job, executor: Executor, loader: Loader, images: Sequence[st
     totals.bad = len(images) - totals.good
     totals.seconds = time.monotonic() - start
     totals.damaged = len(loader.damaged)
-    for name, message in loader.damaged_images[:NAMED]:
-        print(f"{name}: {message}; predicted as it decodes", file=sys.stderr)
-    if totals.damaged > NAMED:
-        print(f"and {totals.damaged - NAMED:,} more such images", file=sys.stderr)
+    name_damaged(loader)
     return totals
+
+
+def name_damaged(loader: Loader) -> None:
+    """On stderr, the first of the images that were predicted though they are damaged."""
+    damaged = loader.damaged_images
+    for name, message in damaged[:NAMED]:
+        print(f"{name}: {message}; predicted as it decodes", file=sys.stderr)
+    if len(damaged) > NAMED:
+        print(f"and {len(damaged) - NAMED:,} more such images", file=sys.stderr)
 
 
 def _write(file: PredictionFile, top: int, probabilities: np.ndarray, names: Sequence[str], good: Sequence[int],

@@ -89,6 +89,29 @@ def test_a_folder_stands_for_its_images(
     assert files == [str(folder / f"{name}.png") for name in ("red", "blue", "green", "grey", "red")]
 
 
+def test_what_of_a_folder_is_left_out_or_damaged_is_named(
+    run_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / "link").symlink_to(run_folder)
+    (tmp_path / "moving.gif").write_bytes(b"GIF89a")
+    rng = np.random.default_rng(3)
+    Image.fromarray(rng.integers(0, 256, (60, 80, 3), np.uint8)).save(tmp_path / "damaged.jpg", quality=95)
+    content = bytearray((tmp_path / "damaged.jpg").read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 64] = rng.integers(0, 255, 64, np.uint8).tobytes()
+    (tmp_path / "damaged.jpg").write_bytes(content)
+    (tmp_path / "._damaged.jpg").write_bytes(b"of another system")
+    run_predict(["--checkpoint", str(run_folder), "--json", str(tmp_path)])
+    out, err = capfd.readouterr()
+    assert [entry["file"] for entry in json.loads(out)] == [f"{tmp_path}/damaged.jpg"]
+    *left_out, unread, damaged = err.splitlines()
+    found = {"links to folders": "link", "hidden folders": ".hidden", "hidden images": "._damaged.jpg"}
+    assert left_out == [f"{tmp_path}: {kind} are left out: {tmp_path / name}" for kind, name in found.items()]
+    assert unread.startswith(f"{tmp_path}: files of formats that are not read are left out: 1 .gif")
+    assert damaged.startswith(f"{tmp_path}/damaged.jpg: the decoder says: Corrupt JPEG data: ")
+
+
 def test_table_names_files_classes_and_probabilities(
     run_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
