@@ -25,7 +25,7 @@ from pipelines.make_records import (
     write_records,
 )
 from pipelines.options import BenchOptions, MakeRecordsOptions, MakeSamplesOptions, ShowOptions, VerifyOptions
-from pipelines.samples import NUM_TRAIN, NUM_VAL, PATTERNS, make_samples
+from pipelines.samples import NUM_TRAIN, NUM_VAL, PATTERNS, data_path, make_samples
 from pipelines.show import augmentation_sheet, contact_sheet, save
 from pipelines.sources import class_list, open_source, read_classes, same_images, splits_of
 from pipelines.transform import OF_POLICIES, Augmentation
@@ -87,7 +87,7 @@ def verify(options: VerifyOptions) -> int:
 
 def _reports(options: VerifyOptions) -> list[Report]:
     """Of each split that is asked for."""
-    data, num_classes = options.data, options.num_classes
+    data, num_classes = data_path(options.data), options.num_classes
     in_val: set[str] = set()
     if options.val_split:
         if options.split:
@@ -107,7 +107,7 @@ def _reports(options: VerifyOptions) -> list[Report]:
 def bench(options: BenchOptions) -> int:
     """Print the speed of the loader alone, and write it to a file if one is given."""
     config = LoaderConfig(
-        data=options.data,
+        data=data_path(options.data),
         split=options.split,
         batch_size=options.batch_size,
         image_size=options.image_size,
@@ -170,7 +170,7 @@ def show(options: ShowOptions) -> int:
             raise DataError(f"{option_name(name)} is for --auto-augment {' or '.join(policies)}, and this is "
                             f"{options.auto_augment}: leave it out, or give --auto-augment {policies[0]}")
     config = LoaderConfig(
-        data=options.data,
+        data=data_path(options.data),
         split=options.split,
         batch_size=1,
         image_size=options.image_size,

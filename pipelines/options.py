@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from pipelines.transform import ImageTransform, SizeLimit
 
+SAMPLES = "samples"  # as the data: the built-in sample set
 Split = Literal["train", "val"]
 OptionalFile = Annotated[Path | None, "FILE"]
 
@@ -51,7 +52,7 @@ class VerifyOptions(SizeLimit):
     exit code 1 if some are unusable."""
 
     data: str
-    """Where the images are, in any of the forms of docs/data.md."""
+    """Where the images are, in any of the forms of docs/data.md; samples: the built-in sample set."""
     split: Split | None = None
     """What to look at; default: all that DATA holds."""
     val_split: float = 0.0
@@ -70,7 +71,7 @@ class BenchOptions:
     """Measure the loader alone: images/sec up to each of its stages."""
 
     data: str
-    """Where the images are, in any of the forms of docs/data.md."""
+    """Where the images are, in any of the forms of docs/data.md; samples: the built-in sample set."""
     split: Split = "train"
     """train decodes a random window of each image, val all of it."""
     batch_size: int = 32
@@ -102,7 +103,8 @@ class ShowOptions(ImageTransform):
     """Write a contact sheet (PNG, or JPEG) of augmented samples with their class names: what the network sees."""
 
     data: str
-    """Where the images are, in any of the forms of docs/data.md, or "synthetic"."""
+    """Where the images are, in any of the forms of docs/data.md; samples: the built-in sample set; synthetic: generated
+    images."""
     output: Path
     """The file; .jpg makes it a JPEG."""
     split: Split = "train"

@@ -19,8 +19,10 @@ import numpy as np
 from PIL import Image
 
 from pipelines.errors import DataError, check_not_negative
+from pipelines.options import SAMPLES
 from pipelines.progress import map_in_order
 
+SAMPLES_FOLDER = Path("data/samples")
 NUM_TRAIN = 150  # images of each class
 NUM_VAL = 25
 _VERSION = 3  # changes with the drawing, so that an older set is not taken for this one
@@ -186,6 +188,15 @@ def _clutter(image: np.ndarray, x: Field, y: Field, rng: np.random.Generator) ->
         inside = np.hypot(along, across) < size if rng.random() < 0.5 else (abs(across) < size / 4) & (abs(along) < 0.6)
         image = np.where(inside[..., None], rng.uniform(0, 255, 3).astype(np.float32), image)
     return image
+
+
+def data_path(data: str) -> str:
+    """Where data are: of SAMPLES, the folder of the built-in set, which is drawn where it is not there yet. Raises
+    DataError."""
+    if data != SAMPLES:
+        return data
+    make_samples(SAMPLES_FOLDER)
+    return str(SAMPLES_FOLDER)
 
 
 def make_samples(

@@ -17,6 +17,8 @@ from graph_passes.executors import Executor, create_executor
 from graph_passes.executors.cuda.statistics_group import StatisticsGroup
 from graph_passes.passes.freeze import BACKBONE
 from pipelines import DEFAULT_HW_DECODER_LOAD, Loader, LoaderConfig, open_loader
+from pipelines.options import SAMPLES
+from pipelines.samples import SAMPLES_FOLDER
 from pipelines.sources import Classes, splits_of
 from train import models
 from train.checkpoint import Checkpoint
@@ -25,13 +27,12 @@ from train.config import Config
 from train.devices import Placement
 from train.errors import TrainError
 from train.models.network import Network
-from train.options.data import SAMPLES, SYNTHETIC, LoaderOptions
+from train.options.data import SYNTHETIC, LoaderOptions
 from train.processes import topology
 from train.processes.distributed import Workers, is_elastic
 from train.reporting.metrics import TRAINING_IMAGES, VALIDATION
 from train.schedule import image_sizes
 
-SAMPLES_FOLDER = Path("data/samples")
 # What MXNet's memory for a training step on the CPU is, relative to our planner's for the same graph: 1.17 for each
 # further image of 224 pixels in ResNet-50 (batch 2, 8 and 16), and half a GiB besides.
 MXNET_MEMORY = 1.15

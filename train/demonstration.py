@@ -17,10 +17,10 @@ import numpy as np
 from common.environment import ROOT
 from common.mxnet_compat import mx
 from graph_passes.executors import Executor
-from train.build import SAMPLES_FOLDER
+from pipelines.options import SAMPLES
+from pipelines.samples import SAMPLES_FOLDER
 from train.config import Config
 from train.optimizer import make_optimizer
-from train.options.data import SAMPLES
 from train.options.run import DEFAULT_PRESET
 from train.processes import invocation
 from train.processes.distributed import Workers

@@ -11,9 +11,9 @@ from common.mxnet_compat import mx
 from common.nvidia_gpus import GpuInfo, find_gpus
 from graph_passes import GraphError
 from graph_passes.executors.cuda.requirements import check_requirements
+from pipelines.options import SAMPLES
 from train.config import Config
 from train.errors import TrainError
-from train.options.data import SAMPLES
 from train.options.run import DEFAULT_PRESET, FINE_TUNING_PRESET, DeviceOptions
 from train.presets import load_preset
 

@@ -7,12 +7,14 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
 from image_helpers import write_folder
 from PIL import Image
 
+from pipelines import samples
 from pipelines.__main__ import COMMANDS, main
 from pipelines.show import ALONE
 from pipelines.sources import open_source, same_images, splits_of
@@ -173,6 +175,18 @@ def test_without_splits_validation_reads_what_training_reads(folder, tmp_path, c
     (tmp_path / "out/train.idx").unlink()
     assert run(capsys, "make-records", folder, tmp_path / "out")[0] == 0  # and once more over the link
     assert len(open_source(tmp_path / "out", "val")) == 10
+
+
+def test_samples_are_the_built_in_set(tmp_path, capsys, monkeypatch):
+    """As for training: drawn where it is not there yet."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(samples, "make_samples", partial(samples.make_samples, num_train=2, num_val=1))
+    code, out, _ = run(capsys, "verify", "samples")
+    assert code == 0 and "data/samples/train: 24 images, 0 unusable" in out and "data/samples/val: 12 images" in out
+    code, out, _ = run(capsys, "show", "samples", "sheet.png", "--rows", 1, "--columns", 2, "--image-size", 32)
+    assert code == 0 and (tmp_path / "sheet.png").exists()
+    code, out, _ = run(capsys, "bench", "samples", "--seconds", 0.01, "--batch-size", 4, "--image-size", 32)
+    assert code == 0 and out.startswith("samples train, cpu, batch 4")
 
 
 def test_make_samples(tmp_path, capsys):

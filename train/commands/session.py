@@ -16,15 +16,16 @@ from typing import Any
 from common import files
 from common.errors import ProgramError
 from pipelines import DataError, Loader
-from pipelines.samples import make_samples
+from pipelines.options import SAMPLES
+from pipelines.samples import SAMPLES_FOLDER, make_samples
 from train import checkpoint, demonstration, devices
-from train.build import SAMPLES_FOLDER, evaluated_images
+from train.build import evaluated_images
 from train.checkpoint import Checkpoint
 from train.config import CONFIG_FILE, Config
 from train.errors import LostProcessError, TrainError
 from train.loop import Trainer
 from train.optimizer import ema_in_use
-from train.options.data import SAMPLES, SYNTHETIC
+from train.options.data import SYNTHETIC
 from train.options.run import LIST_PRESETS
 from train.processes.distributed import Workers, drain_engine, is_elastic
 from train.processes.invocation import python

@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 
 from common.limits import AT_LEAST_1, BELOW_1, FRACTION, Limit, between
 from pipelines import transform
+from pipelines.options import SAMPLES
 from pipelines.transform import Augmentation, CentreCrop, Normalisation, SizeLimit
 
-SAMPLES = "samples"  # value of `data` that stands for the built-in sample set
 SYNTHETIC = "synthetic"  # value of `data` for generated images
 MAX_CLASSES = 1_000_000  # ImageNet-21k has 21,841; this many make a classifier of 8 GB for ResNet-50
 MAX_THREADS = 1024  # of a loader; a process cannot have any number of them
