@@ -47,6 +47,7 @@ class Plan(NamedTuple):
 
     indices: list[int]
     num_valid: int
+    num_skipped: int  # bad ones, in whose place others are
     size: int  # pixels, height and width of the network's input
 
 
@@ -172,6 +173,7 @@ class DaliLoader(Loader):
         data, label = (output if isinstance(output, mx.nd.NDArray)
                        else mx.nd.from_dlpack(output.as_tensor().__dlpack__()) for output in (images, labels))
         self._recent.append((data, label))
+        self.num_skipped += plan.num_skipped
         return Batch(data, label, plan.num_valid, plan.indices[: plan.num_valid])
 
     def _start(self) -> None:
@@ -196,8 +198,8 @@ class DaliLoader(Loader):
         while self._read_ahead < self._planned + READ_AHEAD:
             self._source.read_ahead(self._wanted(*divmod(self._read_ahead, self.num_batches)))
             self._read_ahead += 1
-        indices, images, num_valid = self._choose(epoch, batch)
-        self._plans.append(Plan(indices, num_valid, self.config.size_in(epoch)))
+        indices, images, num_valid, num_skipped = self._choose(epoch, batch)
+        self._plans.append(Plan(indices, num_valid, num_skipped, self.config.size_in(epoch)))
         label = np.array([self.labels[self._source.label(i)] for i in indices], np.float32)
         return self._with_randoms(epoch, batch, ImageInputs(_joined(images), label))
 
@@ -237,11 +239,11 @@ class DaliLoader(Loader):
                 self._mark_bad(i, _reason(error))
         return {label: np.array(by_class[label]) for label in sorted(by_class)}
 
-    def _choose(self, epoch: int, batch: int) -> tuple[list[int], list[np.ndarray], int]:
+    def _choose(self, epoch: int, batch: int) -> tuple[list[int], list[np.ndarray], int, int]:
         """Images of a batch, and what the graph is fed with for them: those of this process's share that are not bad,
-        filled up with repetitions. And how many of them count."""
-        count = self.config.batch_size
-        good = [(i, image) for i in self._wanted(epoch, batch) if (image := self._feed(i)) is not None]
+        filled up with repetitions. How many of them count, and how many were bad."""
+        count, wanted = self.config.batch_size, self._wanted(epoch, batch)
+        good = [(i, image) for i in wanted if (image := self._feed(i)) is not None]
         filling = good
         if not good:
             everywhere = ((i, self._feed(i)) for i in range(self.num_images))
@@ -252,7 +254,7 @@ class DaliLoader(Loader):
                 )
         chosen = [*good, *itertools.islice(itertools.cycle(filling), count - len(good))]
         indices, images = zip(*chosen, strict=True)
-        return list(indices), list(images), count if self._graph.training else len(good)
+        return list(indices), list(images), count if self._graph.training else len(good), len(wanted) - len(good)
 
     def _feed(self, i: int) -> np.ndarray | None:
         """What the graph gets for an image; None for one that is bad."""
@@ -419,9 +421,8 @@ def open_files(files: Sequence[str | Path], image_size: int, batch_size: int, **
     return DaliLoader(config, (0, 1), source)
 
 
-def load_chosen(config: LoaderConfig, indices: Sequence[int]) -> Iterator[Batch]:
-    """Those images of the split of `config`, in that order, through its validation transform, whichever split that is;
-    only the first `num_valid` rows of a batch count. Raises DataError."""
+def open_chosen(config: LoaderConfig, indices: Sequence[int]) -> DaliLoader:
+    """The loader of those images of the split of `config`, in that order, through its validation transform, whichever
+    split that is. Raises DataError."""
     source = Chosen(open_source(config.data, config.split, config.num_classes, config.val_split), indices)
-    with DaliLoader(replace(config, split="val", prefetch=1), (0, 1), source) as loader:
-        yield from loader
+    return DaliLoader(replace(config, split="val", prefetch=1), (0, 1), source)

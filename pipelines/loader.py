@@ -125,6 +125,7 @@ class Loader(ABC):
         self.remarks: Sequence[str] = ()  # sentences about what of the data is left out
         self.bad: dict[int, str] = {}  # image -> reason
         self.damaged: dict[int, str] = {}  # image -> what the decoder says of it, whose picture is used all the same
+        self.num_skipped = 0  # images of this process's batches of the epoch, or of the one that has just ended
         self.epoch = 0
         self.batch = 0  # the next one of this epoch
         global_batch = config.batch_size * shard[1]
@@ -158,6 +159,8 @@ class Loader(ABC):
         return np.full(len(self.classes), max(1, self.num_images // len(self.classes)))
 
     def __iter__(self) -> Iterator[Batch]:
+        if not self.batch:
+            self.num_skipped = 0
         while self.batch < self.num_batches:
             batch = self._load()
             self.batch += 1  # before the consumer has it, so that `state` taken meanwhile points behind it
@@ -217,7 +220,8 @@ class Loader(ABC):
 
     def state(self) -> bytes:
         """The position, and the bad images met so far, as JSON."""
-        position = {"epoch": self.epoch, "batch": self.batch, "global_batch": self.global_batch}
+        position = {"epoch": self.epoch, "batch": self.batch, "global_batch": self.global_batch,
+                    "num_skipped": self.num_skipped}
         return json.dumps(self._identity() | position | {"bad_images": list(self.bad.items())}).encode()
 
     def restore(self, state: bytes) -> None:
@@ -236,7 +240,7 @@ class Loader(ABC):
             if saved.get(key, 0) != value:
                 raise DataError(f"the saved loader position belongs to {key} {saved.get(key, 0)}, but this loader has "
                                 f"{value}; {self._way_out}")
-        self.epoch, self.bad = epoch, bad
+        self.epoch, self.bad, self.num_skipped = epoch, bad, int(saved.get("num_skipped", 0))  # none in older ones
         self.batch = min(-(-num_seen // self.global_batch), self.num_batches)
 
 

@@ -89,6 +89,7 @@ def test_broken_images_are_named_and_skipped(tmp_path, kind, split):
     with open_loader(config(path, split=split, on_bad_image="skip")) as loader:
         for _ in range(2):
             batches = [(b.label.asnumpy()[: b.num_valid].astype(int).tolist(), list(b.indices)) for b in loader]
+            assert loader.num_skipped == len(broken), "of this epoch alone"
             valid = [labels for labels, _ in batches]
             assert [indices for _, indices in batches] == valid, "each image has a class of its own here"
             seen = [label for labels in valid for label in labels]

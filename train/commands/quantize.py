@@ -24,13 +24,13 @@ from graph_passes.executors.base import Executor, Metrics
 from graph_passes.executors.mxnet import MXNetExecutor
 from graph_passes.operators import LOSSES
 from graph_passes.passes.quantise import CLASSIFIER_KEPT, Kept, in_floats, layers, quantise_params
-from pipelines import Batch, Loader, LoaderConfig, load_chosen
+from pipelines import Batch, Loader, LoaderConfig, open_chosen
 from pipelines.sources import open_source
 from train import models, weights
 from train.build import build_executor, evaluated_images, open_split
 from train.checkpoint import Checkpoint
 from train.commands.options import QuantizeOptions
-from train.commands.session import of_network, prepare
+from train.commands.session import name_images, of_network, prepare
 from train.config import Config, configure
 from train.devices import Placement
 from train.errors import TrainError
@@ -90,17 +90,22 @@ def _quantize(options: QuantizeOptions, values: Mapping[str, Any]) -> None:
     fewer = f" (all there are, and fewer than {options.images})" if len(chosen) < options.images else ""
     print(f"calibrating ({options.calibration}) on {len(chosen)} training images of {size} pixels{fewer} ...",
           flush=True)
-    network, errors = quantised(trained, config, load_chosen(source, chosen), options.calibration, kept)
+    with open_chosen(source, chosen) as calibration:
+        network, errors = quantised(trained, config, iter(calibration), options.calibration, kept)
+        name_images(calibration, workers)
     graph = network.graph(trained)
     _print(errors, graph)
     exact = build_executor(config, trained.num_classes, size, CPU, trained)
     images = TRAINING_IMAGES if evaluated_images(config) == TRAINING_IMAGES else "validation images"
     accuracy = {}
-    for precision, executor in (("float32", exact), ("int8", executor_of(network, trained, config, CPU))):
-        sums = _validated(executor, loader, workers)
-        accuracy[precision] = sums.top1 / sums.count
-        print(f"{precision}: loss {sums.loss_sum / sums.count:.4f}, top-1 {accuracy[precision]:.2%}, top-5 "
-              f"{sums.top5 / sums.count:.2%} on {sums.count:.0f} {images}", flush=True)
+    with loader:
+        for precision, executor in (("float32", exact), ("int8", executor_of(network, trained, config, CPU))):
+            sums = _validated(executor, loader, workers)
+            accuracy[precision] = sums.top1 / sums.count
+            skipped = f" ({loader.num_skipped:,} skipped)" if loader.num_skipped else ""
+            print(f"{precision}: loss {sums.loss_sum / sums.count:.4f}, top-1 {accuracy[precision]:.2%}, top-5 "
+                  f"{sums.top5 / sums.count:.2%} on {sums.count:.0f} {images}{skipped}", flush=True)
+    name_images(loader, workers)
     lost = accuracy["float32"] - accuracy["int8"]
     if lost > MUCH:
         others = " or --float-first" * (not kept.first) + " or no --int8-classifier" * (not kept.classifier)

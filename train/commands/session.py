@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import shlex
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -100,6 +101,18 @@ def prepare(config: Config, workers: Workers) -> devices.Placement:
         if config.data == SAMPLES and workers.local_rank == 0:
             make_samples(SAMPLES_FOLDER)
     return placement
+
+
+def name_images(loader: Loader, workers: Workers) -> int:
+    """Name, on stderr, the images that a loader's processes have skipped, or used though they are damaged; returns how
+    many were skipped in the loader's epoch. A collective operation."""
+    found = workers.gather((loader.bad_images, loader.damaged_images, loader.num_skipped))
+    for bad, damaged, _ in found if workers.rank == 0 else ():
+        for file, reason in bad:
+            print(f"skipped {file}: {reason}", file=sys.stderr)
+        for file, message in damaged:
+            print(f"a damaged image is used as it decodes: {file}: {message}", file=sys.stderr)
+    return sum(number for *_, number in found)
 
 
 def open_recorder(trainer: Trainer, num_epochs: int | None, warmup_steps: int = 10) -> Recorder:

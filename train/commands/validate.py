@@ -11,7 +11,7 @@ from typing import Any
 from graph_passes.executors import Executor
 from train import weights
 from train.build import build_executor, evaluated_images, open_split
-from train.commands.session import of_network, prepare
+from train.commands.session import name_images, of_network, prepare
 from train.config import configure
 from train.devices import for_int8
 from train.errors import TrainError
@@ -52,9 +52,10 @@ def main(values: Mapping[str, Any]) -> None:
             executor = int8_file.executor_of(int8, trained, config, placement)
         else:
             executor = build_executor(config, trained.num_classes, loader.config.image_size, placement, trained)
-    validation = validate(executor, loader, workers)
+    with loader:
+        validation = validate(executor, loader, workers)
     assert validation  # nothing stops it before its end
-    sums = validation.metrics
+    sums, num_skipped = validation.metrics, name_images(loader, workers)
     if not math.isfinite(sums.loss_sum):
         raise TrainError(f"the loss of {place} is {sums.loss_sum}: its weights are too large for the precision that it "
                          "computes in, or its images are prepared otherwise; give --dtype float32, or other weights",
@@ -65,8 +66,9 @@ def main(values: Mapping[str, Any]) -> None:
         loss, top1, top5 = (value / sums.count for value in (sums.loss_sum, sums.top1, sums.top5))
         balanced = validation.outcomes.balanced_accuracy
         is_balance_wanted = max(config.balance, config.class_weights) > 0 or validation.outcomes.is_uneven
-        print(f"{place}{' in INT8' if int8 else ''}: {sums.count:.0f} {images}, loss {loss:.4f}, top-1 {top1:.2%}, "
-              f"top-5 {top5:.2%}" + f", balanced accuracy {balanced:.2%}" * is_balance_wanted)
+        skipped = f" ({num_skipped:,} skipped)" if num_skipped else ""
+        print(f"{place}{' in INT8' if int8 else ''}: {sums.count:.0f} {images}{skipped}, loss {loss:.4f}, "
+              f"top-1 {top1:.2%}, top-5 {top5:.2%}" + f", balanced accuracy {balanced:.2%}" * is_balance_wanted)
         if folder:
             on = images if images == TRAINING_IMAGES else f"images of {config.data}"
             found = describe(validation.outcomes, loader, trained.progress.epoch, on)

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from graph_passes.executors import Executor
-from pipelines import DataError, Loader, LoaderConfig, load_chosen
+from pipelines import DataError, Loader, LoaderConfig, open_chosen
 from train.classes import display_names
 from train.reporting.classifier import Classifier
 from train.reporting.metrics import VALIDATION
@@ -83,7 +83,8 @@ def _valid(
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Pixels of the chosen images, or with an executor their probabilities, labels, and their places among the chosen,
     batch by batch."""
-    for batch in load_chosen(config, chosen):
-        values = executor.forward(batch.data) if executor else batch.data
-        valid, label = (array.asnumpy()[: batch.num_valid] for array in (values, batch.label))
-        yield valid.astype(np.float32), label.astype(int), np.array(batch.indices, np.int64)
+    with open_chosen(config, chosen) as loader:
+        for batch in loader:
+            values = executor.forward(batch.data) if executor else batch.data
+            valid, label = (array.asnumpy()[: batch.num_valid] for array in (values, batch.label))
+            yield valid.astype(np.float32), label.astype(int), np.array(batch.indices, np.int64)

@@ -86,6 +86,28 @@ def test_the_command_writes_integers_and_tells_what_they_cost(
     assert top1(again) == top1(int8)
 
 
+def test_skipped_and_damaged_images_are_named(
+    run_folder: Path, tiny_data: Path, tmp_path: Path, run_train: RunTrain
+) -> None:
+    """By quantize, those that it is calibrated on too; by validate, how many as well."""
+    for split in ("train", "val"):
+        shutil.copytree(tiny_data, tmp_path / split)
+        (tmp_path / split / "class0" / "1.jpg").write_bytes(b"no image")
+        damaged = tmp_path / split / "class1" / "2.jpg"
+        content = damaged.read_bytes()
+        damaged.write_bytes(content[:-2] + bytes(50) + content[-2:])
+    options = ("--checkpoint", run_folder, "--data", tmp_path, "--on-bad-image", "skip")
+    for command, splits, count in (("quantize", ("train", "val"), "on 26 validation images (1 skipped)\n"),
+                                   ("validate", ("val",), ": 26 images (1 skipped), loss ")):
+        code, out, err = run_train(command, *options)
+        assert code == 0 and count in out
+        named = [line for line in err.splitlines() if str(tmp_path) in line]
+        assert len(named) == 2 * len(splits)
+        for split, skipped, damage in zip(splits, named[::2], named[1::2], strict=True):
+            assert skipped.startswith(f"skipped {tmp_path}/{split}/class0/1.jpg: not an image, ")
+            assert damage.startswith(f"a damaged image is used as it decodes: {tmp_path}/{split}/class1/2.jpg: ")
+
+
 def test_the_same_images_give_the_same_file(quantised: Path, run_train: RunTrain) -> None:
     path = quantised / "checkpoints" / "int8-best.npz"
     first = path.read_bytes()
