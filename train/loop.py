@@ -379,9 +379,12 @@ class Trainer:
         return validation
 
     def _report_bad_images(self, recorder: Recorder, loader: Loader) -> None:
-        """Name the images that a loader's processes have skipped, or used though they are damaged; the recorder names
-        those that its own meets in training. A collective operation."""
-        for rank, (bad, damaged) in enumerate(self.workers.gather((loader.bad_images, loader.damaged_images))):
+        """Name the images that a loader's processes have skipped, or used though they are damaged, at the end of its
+        epoch, and count the skipped ones of that; the recorder names those that its own meets in training. A collective
+        operation."""
+        found = self.workers.gather((loader.bad_images, loader.damaged_images, loader.num_skipped))
+        for rank, (bad, damaged, num_skipped) in enumerate(found):
+            recorder.num_skipped += num_skipped
             is_named = loader is self.train_loader and rank == 0
             for file, reason in [] if is_named else sorted(set(bad) - self.reported_bad):
                 recorder.say(f"skipped {file}: {reason}")

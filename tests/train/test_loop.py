@@ -102,6 +102,22 @@ def test_skipped_validation_images_are_named_once(run_train, tiny_data, tiny_opt
     assert out.count(f"skipped {broken}") == 1
 
 
+def test_skipped_images_are_counted_in_each_epoch(run_train, tiny_data, tiny_options, tmp_path):
+    """Of an epoch in which a run was stopped, those before that too."""
+    data, folder = tmp_path / "data", tmp_path / "run"
+    for split in ("train", "val"):
+        shutil.copytree(tiny_data, data / split)
+    for broken in ("train/class0/1.jpg", "train/class2/5.jpg", "val/class1/3.jpg"):
+        (data / broken).write_bytes(b"no image")
+    options = [*tiny_options, "--data", data, "--batch-size", "9", "--on-bad-image", "skip", "--validate-every", "2"]
+    code, begun, err = run_train(*options, "--output", folder, "--max-steps", "5")
+    assert code == 0, err
+    code, ended, err = run_train("--resume", folder)
+    assert code == 0, err
+    assert [row["skipped_images"] for row in read_lines(folder, "epoch")] == [2, 3]
+    assert " | 2 images skipped | " in begun and " | 3 images skipped | " in ended
+
+
 def test_learns_and_validates_every_image_once(run_train, tiny_options, tmp_path):
     folder = tmp_path / "run"
     code, out, err = run_train("--output", folder, *tiny_options, "--epochs", "3", "--batch-size", "5", report=True)

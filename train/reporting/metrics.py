@@ -43,6 +43,7 @@ UNITS = {
     "learning_rate": "1",
     "last_step_images": "images of the last of the steps, where it has fewer than --accumulate batches",
     "skipped_steps": "optimizer steps that changed no weight, since a gradient was not finite",
+    "skipped_images": "images of the epoch and its validation that cannot be decoded",
     "gradient_norm": "norm of all gradients of the last of the steps together, before clipping; with --clip-norm",
     "gpu_power": "W, all GPUs together",
     "gpu_utilization": "fraction of the time in which a kernel ran, mean of the GPUs",
@@ -148,6 +149,7 @@ class EpochRow:
     train_eval_top1: float | None = None
     train_eval_top5: float | None = None
     train_eval_balanced_top1: float | None = None
+    skipped_images: int = 0  # of training and validation, that cannot be decoded
 
     @property
     def evaluation(self) -> Evaluation | None:

@@ -87,6 +87,7 @@ class Recorder:
         self.enabled = enabled
         self.folder = folder
         self.all_removed: list[str] = []
+        self.num_skipped = 0  # images of this epoch that were skipped, as far as the loop has counted them
         self.evaluated = evaluated
         self.log_every = log_every
         self.record = RunRecord(config={}, command="", images_per_step=images_per_step)
@@ -289,6 +290,7 @@ class Recorder:
             for name, value in sums.items():
                 setattr(row, f"{EVALUATED[self.evaluated]}_{name}", value / validation.count)
             setattr(row, f"{EVALUATED[self.evaluated]}_balanced_top1", balanced_top1)
+        row.skipped_images, self.num_skipped = self.num_skipped, 0
         self._emit("epoch", **vars(row))
         self._terminal.end_epoch(row)
         self._logs.end_epoch(row, self._place.step)

@@ -269,14 +269,16 @@ def _epoch_table(record: RunRecord) -> Table:
              TRAINING_IMAGES: tuple(f"{name} on the {TRAINING_IMAGES}" for name in ("loss", "top-1", "top-5"))}
     prefixes = {images: prefix for images, prefix in EVALUATED.items() if images in seen}
     headings = [name for images in prefixes for name in names[images]]
+    some_skipped = any(row.skipped_images for row in record.epochs)
     return Table(
-        ("epoch", "time", "images/sec", "train loss", "train top-1", *headings),
+        ("epoch", "time", "images/sec", "train loss", "train top-1", *headings, *["skipped"] * some_skipped),
         [
             (
                 str(row.epoch), duration(3600 * row.hours), number(row.images_per_sec, ",.1f"),
                 number(row.train_loss, ".4f"), number(row.train_top1, ".2%"),
                 *(number(getattr(row, f"{prefix}_{name}"), form) for prefix in prefixes.values()
                   for name, form in (("loss", ".4f"), ("top1", ".2%"), ("top5", ".2%"))),
+                *[f"{row.skipped_images:,}"] * some_skipped,
             )
             for row in record.epochs
         ],

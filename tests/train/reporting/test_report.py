@@ -235,6 +235,13 @@ def test_skipped_images_stand_at_its_head(record: RunRecord, tmp_path: Path) -> 
     assert "skipped" not in report.write_report(tmp_path, record).read_text()
 
 
+def test_skipped_images_of_each_epoch(record: RunRecord, tmp_path: Path) -> None:
+    record.epochs[2].skipped_images = 1234
+    text = report.write_report(tmp_path, record).read_text()
+    table = [line.split("|")[-2].strip() for line in text[text.index("| epoch | ") :].split("\n\n")[0].splitlines()]
+    assert table == ["skipped", "---", "0", "0", "1,234", "0"]
+
+
 def test_benchmark_without_epochs_or_losses(record: RunRecord, tmp_path: Path) -> None:
     record.epochs, record.loss_curve, record.events, record.loader_images_per_sec = [], [], [], None
     report.write_report(tmp_path, record)
