@@ -159,6 +159,7 @@ class DaliLoader(Loader):
                 return images, labels, plan, *changes
             except (RuntimeError, MemoryError) as error:  # DALI gives up a whole batch for one image
                 self._pipeline = None
+                decoder_messages().take()  # what was on its way is decoded anew
                 if "CUDA allocation failed" in str(error):  # DALI's words
                     raise self._no_memory() from error
                 if isinstance(error, MemoryError):

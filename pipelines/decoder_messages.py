@@ -3,6 +3,10 @@
 libjpeg draws what it can of a damaged JPEG, counts it as decoded, and writes a line without the file's name to C's
 stderr: 'Corrupt JPEG data: premature end of data segment'. These lines are caught there, so that whoever had images
 decoded can ask whether there were any, and then have the images decoded in ever smaller groups to see whose they are.
+
+Lines of nvImageCodec itself, '[ERROR] [jpeg_parser] Invalid marker', are not among them: they go by C++'s std::cerr,
+which keeps the stream that it began with, and whoever catches the file descriptor loses the last words of a process
+that dies. They are of images that cannot be decoded, which are named as such.
 """
 
 from __future__ import annotations
@@ -25,8 +29,13 @@ from pipelines.progress import num_cores
 from pipelines.recordio import BrokenRecordError
 from pipelines.transform import MAX_PIXELS, ImageTransform
 
-# libjpeg's warnings (jerror.h) and the way in which libpng begins its own.
-_OF_DECODERS = re.compile(r"\bJPEG\b|\bJFIF\b|^Unsupported marker type|^Inconsistent progression|^libpng ")
+# What libjpeg says of what is in a file (jerror.h), and the way in which libpng begins its lines.
+_OF_DECODERS = re.compile(
+    r"\bJPEG\b|\bJFIF\b|^libpng |^Bogus |^Input file read error|^(Empty|Premature end of) input file|"
+    r"^Invalid (component ID|SOS|progressive|restart)|^Unsupported (color|marker)|^Inconsistent progression|"
+    r"^(Arithmetic|Huffman|Missing Huffman|Quantization) |^Sampling factors|^Component index|^Too many color|"
+    r"^Unknown Adobe"
+)
 _LINE_BUFFERED = 1  # glibc's _IOLBF
 GROUP_SIZE = 64  # images decoded at once, to see whether there is a message at all
 

@@ -66,6 +66,22 @@ def test_one_that_another_decoder_takes_is_bad_where_verify_says_so(records, tmp
         list(loader)
 
 
+@pytest.mark.parametrize("place, marker, is_bad, reason", [
+    (-3000, b"\xff\xcc\x00\x04\x21\x00", True, "broken, "),  # 'Bogus DAC index 33'
+    (-2, b"\xff\xe5\x40\x00", False, "the decoder says: Input file read error"),  # a segment beyond the file's end
+])
+def test_one_that_libjpeg_alone_gives_up_is_named(tmp_path, capfd, place, marker, is_bad, reason):
+    """And its lines, which do not say that they are of a JPEG, are not left on the terminal."""
+    images, path = [jpeg(i) for i in range(8)], tmp_path / "train.rec"
+    images[2] = images[2][:place] + marker + images[2][place:]
+    write_records(path, images, [0.0] * 8)
+    with open_loader(config(path, split="val", on_bad_image="skip")) as loader:
+        assert sum(batch.num_valid for batch in loader) == 8 - is_bad
+        ((name, found),) = loader.bad_images if is_bad else loader.damaged_images
+    assert name == f"{path} record 2" and found.startswith(reason)
+    assert capfd.readouterr().err == ""
+
+
 def test_verify_finds_them(records, capfd):
     report = verify_split(str(records), "train")
     assert [name for name, _ in report.findings] == [f"{records} record {i}" for i in (3, 10, 11)]
