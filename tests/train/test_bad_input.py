@@ -8,11 +8,7 @@ import json
 import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 import zipfile
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -123,14 +119,6 @@ def test_benchmark_does_not_go_on_with_a_run(fails, trained):
     sentence = fails("benchmark", "--output", trained, "--resume", "auto")
     assert sentence.startswith("error: --resume is an option of train and language-model, not of benchmark (see")
     assert (trained / "metrics.jsonl").read_bytes() == before
-
-
-def test_ctrl_c_during_the_imports(tmp_path):
-    (tmp_path / "pipelines.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
-    path = os.pathsep.join((str(tmp_path), str(Path(__file__).resolve().parents[2])))
-    found = subprocess.run([sys.executable, "-m", "train"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path},
-                           capture_output=True, text=True)
-    assert (found.returncode, found.stdout, found.stderr) == (-signal.SIGINT, "", "")
 
 
 def test_truncated_and_foreign_checkpoints(fails, trained, tmp_path):

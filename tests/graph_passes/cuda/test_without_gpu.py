@@ -426,7 +426,7 @@ def test_a_frozen_network(name: str, prefix: str) -> None:
 
 def test_what_is_frozen_takes_the_kernels_of_inference() -> None:
     graph = pipeline.run(pipeline.FUSED, passes.freeze(models.create("resnet50").graph, "stage3"))
-    shapes = {"data": (256, 224, 224, 3), "softmax_label": (256,)}
+    shapes = {"data": (16, 224, 224, 3), "softmax_label": (16,)}
     lowering, _ = lower_graph(graph, shapes, training=True, fused=True, own_kernels=True)
     operations = Counter(launch.operation for launch in lowering.program.launches)
     assert (operations["stem_pool"], operations["conv1x1_pair"]) == (1, 2)  # one pair less: its first is such a sum
@@ -476,7 +476,7 @@ def test_a_grid_without_blocks_is_no_launch() -> None:
 
 def test_launches_of_our_own_kernels() -> None:
     """Where the GPU has the instructions for them."""
-    graph, shapes = Graph.from_json(resnet(50, 1000).tojson()), {"data": (256, 224, 224, 3), "softmax_label": (256,)}
+    graph, shapes = Graph.from_json(resnet(50, 1000).tojson()), {"data": (16, 224, 224, 3), "softmax_label": (16,)}
     folded = passes.fold_bn(pipeline.run(pipeline.FUSED, graph))
     sums = 3  # in the first block of stages 1 to 3: of the last there are more weights than a block can keep
     pairs = 3 - 1  # likewise in stage 1, but for what is such a sum

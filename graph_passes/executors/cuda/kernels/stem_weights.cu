@@ -99,6 +99,7 @@ stem_weights(const __grid_constant__ TensorMap x, const T *data, const T *dz, co
                 }
             }
             wait_for_products();
+            __syncwarp();  // all threads have read the gradient
             if (lane == 0) arrive(control.empty[turn.place]);
         }
         float *own = partials + size_t(blockIdx.x) * FILTERS * SIZE * ROW_OF_K;
