@@ -22,8 +22,9 @@ endif
 
 # One for each core, four at most: each takes up to a gigabyte of memory.
 JOBS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
-# A test on a GPU takes a core too, and up to four gigabytes of the GPU's memory.
-GPU_JOBS ?= $(shell n=$$(nproc); echo $$((n < 12 ? n : 12)))
+# A process of tests on a GPU takes a core too, and up to ten gigabytes of the GPU's memory.
+GPU_JOBS ?= $(shell cores=$$(nproc); mib=$$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>&- | head -1); \
+	printf '%s\n' 12 $$cores $$(($${mib:-120000} / 10000)) | sort -n | head -1)
 
 .PHONY: help setup train-1gpu compare-precision gpu-report bench-scaling lint test test-gpu test-faults sanitize clean
 

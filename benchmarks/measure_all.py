@@ -44,7 +44,8 @@ SECTIONS: dict[SectionName, tuple[str, ...]] = {
                   "step_gpu.py --inference --batch 256 --steps 120 "
                   f"--profile {PROFILES}_fp16_b256_inference_profile.txt",
                   "step_gpu.py --inference --batch 256 --steps 200 --dtype int8 "
-                  f"--profile {PROFILES}_int8_b256_inference_profile.txt"),
+                  f"--profile {PROFILES}_int8_b256_inference_profile.txt",
+                  "step_gpu.py --inference --batch 2048 --steps 25 --dtype int8 --peers graph"),
     "jpeg": ("step_jpeg.py",),
     "trivialaugment": ("step_jpeg.py --auto-augment trivialaugment --random-erasing 0.1",),
     "randaugment": ("step_jpeg.py --auto-augment randaugment --random-erasing 0.1",),

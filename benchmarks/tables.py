@@ -81,6 +81,7 @@ README_ROWS = (
     Row("inference, batch 32", "resnet50_fp16_b32_inference_synthetic_1gpu"),
     Row("inference, batch 1", "resnet50_fp16_b1_inference_synthetic_1gpu"),
     Row("inference in int8, batch 256", "resnet50_int8_b256_inference_synthetic_1gpu"),
+    Row("inference in int8, batch 2,048", "resnet50_int8_b2048_inference_synthetic_1gpu"),
     Row("2 GPUs, synthetic data", "resnet50_fp16_b256_synthetic_2gpu"),
     Row("2 GPUs, from JPEGs", "resnet50_fp16_b256_jpeg_2gpu"),
     Row("4 GPUs, synthetic data", "resnet50_fp16_b256_synthetic_4gpu"),
