@@ -496,8 +496,8 @@ def _wgrad(node: Node, given: Named, written: Named, rng: np.random.Generator) -
             of_columns[:, g] = dy[:, g].T @ chosen[:, g], dy_squared[:, g].T @ chosen_squared[:, g]
         return [of_filters, of_columns]
 
-    # Each thread holds a hundred megabytes, and products of matrices have threads of their own.
-    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+    # Each thread holds a hundred megabytes. Most of the time goes to what is done element by element, on one core each.
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         of_filters, of_columns = (sum(parts) for parts in zip(*pool.map(work, _chunks(images.shape)), strict=True))
     got = weight.reshape(groups, filters_of_group, height * width, channels)
     pixels = math.prod(given["out_grad" if node.op in WGRADS else "data"].shape[:3])
