@@ -238,8 +238,8 @@ def main() -> None:
         write_memory(name, memory)
         print(f"GPU memory: {memory}")
     if arguments.profile:
-        measured = (executor.profile_inference() if arguments.inference or isinstance(executor, QuantisedCudaExecutor)
-                    else executor.profile())
+        measured = (executor.profile_inference(batches[0][0])
+                    if arguments.inference or isinstance(executor, QuantisedCudaExecutor) else executor.profile())
         note = f"copy {measured.ceiling:.0f} GB/s; step {statistics.median(all_times(ours)):.3f} ms"
         arguments.profile.write_text(measured.text(note))
         print(measured.summary())

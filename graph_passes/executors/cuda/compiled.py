@@ -11,10 +11,12 @@ from graph_passes.executors.cuda.capacity import too_little_memory
 from graph_passes.executors.cuda.choices import Choices
 from graph_passes.executors.cuda.lowering import Persistent, lower
 from graph_passes.executors.cuda.parameters import Store
-from graph_passes.executors.cuda.program import run
+from graph_passes.executors.cuda.program import Buffer, Launch, run
 from graph_passes.executors.cuda.toolchain import Toolchain
 from graph_passes.graph import Graph
 from graph_passes.passes import Choose
+
+LEAST_READ = 1 << 22  # bytes of a batch: to copy less takes the GPU no longer than one more launch takes the host
 
 
 class CompiledGraph:
@@ -30,6 +32,8 @@ class CompiledGraph:
         self._gpu, self._arena = tools.gpu, tools.arena
         self._segments: list[Any] = []
         self._cuts: tuple[int, ...] = ()
+        self._data: Buffer = persistent.data
+        self._reader: Launch | None = None  # of the images, that is in no CUDA graph
         self.image_size = tuple(input_shapes["data"][1:3])
         choices = Choices(input_shapes, store, persistent, tools)
         try:
@@ -45,9 +49,15 @@ class CompiledGraph:
             data = tuple(input_shapes["data"])
             raise too_little_memory(data, num_bytes, 0, available, total, most=data[0])
 
-    def capture(self, cuts: Sequence[int] = ()) -> None:
-        """Make the CUDA graphs: one, or several that the launches are cut into, before those with numbers `cuts`."""
+    def capture(self, cuts: Sequence[int] = (), from_batches: bool = False) -> None:
+        """Make the CUDA graphs: one, or several that the launches are cut into, before those with numbers `cuts`.
+        `from_batches`: if a kernel of ours that comes first is all that reads the images, and they are many, it is left
+        out, so that it can read another batch each time."""
         self._cuts = tuple(cuts)
+        launches = self.lowering.program.launches
+        readers = [launch for launch in launches if self._data in launch.reads]
+        if from_batches and readers == launches[:1] and self._data.num_bytes >= LEAST_READ:
+            self._reader = None if readers[0].by_library else readers[0]
         self._arena.admit(self.lowering.program.arena_bytes, self._place)
 
     def _place(self, arena: int) -> None:
@@ -55,7 +65,7 @@ class CompiledGraph:
         self._destroy()
         self.lowering.program.place(arena)
         launches = self.lowering.program.launches
-        ends = [0, *self._cuts, len(launches)]
+        ends = [1 if self._reader else 0, *self._cuts, len(launches)]
         self._segments = [self._gpu.capture(partial(run, launches[start:end]))
                           for start, end in itertools.pairwise(ends)]
 
@@ -63,8 +73,16 @@ class CompiledGraph:
     def num_segments(self) -> int:
         return len(self._segments)
 
-    def replay(self, segment: int = 0) -> None:
-        """Launch one of the CUDA graphs, asynchronous."""
+    def replay(self, segment: int = 0, batch: int = 0) -> None:
+        """Launch one of the CUDA graphs, asynchronous. `batch`: the address of images that take the place of those in
+        the input, which are read where they lie if the graphs are `from_batches`."""
+        loaded = self._data.address
+        if self._reader:
+            self._data.address = batch or loaded
+            self._reader.enqueue()
+            self._data.address = loaded
+        elif batch:
+            self._gpu.copy(loaded, batch, self._data.num_bytes)
         self._gpu.replay(self._segments[segment])
 
     def close(self) -> None:

@@ -28,9 +28,9 @@ class Inference:
         self.latest: CompiledGraph | None = None  # what has run
         self.image_size = tuple(shapes["data"][1:3])
 
-    def run(self, num_images: int, persistent: Persistent) -> None:
-        """Probabilities and metrics of the first `num_images` images in `persistent`. Asynchronous, but for the first
-        time that images are so many or so large."""
+    def run(self, num_images: int, persistent: Persistent, batch: int = 0) -> None:
+        """Probabilities and metrics of the first `num_images` images in `persistent`, or at the address `batch`.
+        Asynchronous, but for the first time that images are so many or so large."""
         image_size = persistent.data.shape[1:3]
         if image_size != self.image_size:
             for compiled in self._compiled.values():
@@ -40,7 +40,7 @@ class Inference:
         if num_images not in self._compiled:
             self._compiled[num_images] = self._compile(num_images, persistent)
         self.latest = self._compiled[num_images]
-        self.latest.replay()
+        self.latest.replay(batch=batch)
 
     def _compile(self, num_images: int, persistent: Persistent) -> CompiledGraph:
         def first(buffer: Buffer) -> Buffer:
@@ -52,5 +52,5 @@ class Inference:
                                    probabilities=first(persistent.probabilities))
         compiled = CompiledGraph(self._passes, shapes | {"data": (num_images, *self.image_size, channels)}, self._store,
                                  part, self._tools)
-        compiled.capture()
+        compiled.capture(from_batches=True)
         return compiled

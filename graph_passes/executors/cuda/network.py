@@ -24,6 +24,7 @@ from graph_passes.executors.cuda.program import Buffer
 from graph_passes.executors.cuda.toolchain import toolchain
 from graph_passes.graph import Graph, Ref
 from graph_passes.passes import precision, tensor_dtypes
+from graph_passes.passes.memory import ALIGNMENT
 
 Allocate = Callable[[str, int], int | None]  # name, bytes -> device address
 
@@ -134,16 +135,20 @@ class Network:
         self.gpu.upload(self.persistent.label.address, np.asarray(label, np.float32))
         self.gpu.free(staging)
 
+    def take(self, address: int, dtype: str, shape: tuple[int, ...]) -> int:
+        """A batch that lies on the GPU, for the next `infer`: its address where the network can read it there; else
+        the batch is loaded, and the answer is 0."""
+        self._accept(dtype, shape)
+        if self._is_as_wanted(dtype, shape) and address % ALIGNMENT == 0:
+            return address
+        self.load_from_device(address, dtype, shape)
+        return 0
+
     def load_from_device(self, address: int, dtype: str, shape: tuple[int, ...]) -> None:
         """Take a batch that lies on the GPU: convert and pad it to the network's own input, asynchronous."""
-        made = self.persistent.data.shape
-        if len(shape) != 4 or shape[0] > made[0] or shape[3] > made[3]:
-            raise GraphError(f"data has the shape {tuple(shape)}: the network was built for {made}")
-        if dtype not in C_TYPES:
-            raise GraphError(f"data has the dtype {dtype}: give one of {', '.join(C_TYPES)}")
-        self._select_input(tuple(shape[1:3]))
+        self._accept(dtype, shape)
         target = self.persistent.data
-        if dtype == target.dtype and shape[3] == target.shape[3]:
+        if self._is_as_wanted(dtype, shape):
             self.gpu.copy(target.address, address, target.num_bytes // target.shape[0] * shape[0])
             return
         kernel = self.kernels.get("elementwise.cu", instance("convert_input", dtype, target.dtype))
@@ -151,15 +156,28 @@ class Network:
         kernel.launch(*threads(pixels), address, target.address, ctypes.c_int64(pixels), ctypes.c_int(shape[3]),
                       ctypes.c_int(target.shape[3]))
 
-    def infer(self, num_images: int | None = None) -> None:
+    def _accept(self, dtype: str, shape: tuple[int, ...]) -> None:
+        """Make ready for images of this size. Raises GraphError for a batch that the network was not built for."""
+        made = self.persistent.data.shape
+        if len(shape) != 4 or shape[0] > made[0] or shape[3] > made[3]:
+            raise GraphError(f"data has the shape {tuple(shape)}: the network was built for {made}")
+        if dtype not in C_TYPES:
+            raise GraphError(f"data has the dtype {dtype}: give one of {', '.join(C_TYPES)}")
+        self._select_input(tuple(shape[1:3]))
+
+    def _is_as_wanted(self, dtype: str, shape: tuple[int, ...]) -> bool:
+        """Whether a batch is what the network reads, without conversion."""
+        return dtype == self.persistent.data.dtype and shape[3] == self.persistent.data.shape[3]
+
+    def infer(self, num_images: int | None = None, batch: int = 0) -> None:
         """Forward with running statistics: fills the probabilities, adds to the metrics.
 
-        `num_images`: of a batch smaller than the one that it was made for. Asynchronous, but for the first time that
-        images are so many or so large.
+        `num_images`: of a batch smaller than the one that it was made for. `batch`: what `take` answered; 0 for the
+        batch that is loaded. Asynchronous, but for the first time that images are so many or so large.
         """
         inference = self._ready_inference()
         size_before = inference.image_size
-        inference.run(num_images or self._shapes["data"][0], self.persistent)
+        inference.run(num_images or self._shapes["data"][0], self.persistent, batch)
         if inference.image_size != size_before:
             self._free_inputs()
 
@@ -168,9 +186,8 @@ class Network:
         raise NotImplementedError
 
     def profile_inference(self) -> Profile:
-        """Of the latest `infer`."""
-        if not self._inference or not self._inference.latest:
-            raise GraphError("nothing has been inferred yet: give a batch first")
+        """Of the latest `infer`, on the batch that is loaded."""
+        assert self._inference and self._inference.latest
         return profile(self._inference.latest, self.gpu, self.kernels)
 
     def set_num_valid(self, num_valid: int) -> None:

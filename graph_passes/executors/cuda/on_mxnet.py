@@ -77,8 +77,9 @@ class OnMXNet(Executor):
         """The probabilities, and the metrics of the first `num_valid` images."""
         self._wait_for_mxnet()
         num_images = min(data.shape[0], self.input_shapes["data"][0])
-        self._load(data, label, min(num_valid, num_images), num_images)
-        self._step.infer(num_images)
+        batch, used = self._given(data, label, min(num_valid, num_images), num_images)
+        self._step.infer(num_images, self._step.take(*batch))
+        self._gate(used, reading=True)  # nobody may overwrite the batch before it is read
         self._num_inferred = num_images
 
     def request_probabilities(self) -> Callable[[], np.ndarray]:
@@ -101,8 +102,11 @@ class OnMXNet(Executor):
     def request_metrics(self) -> Callable[[], Metrics]:
         return self._step.request_metrics()
 
-    def profile_inference(self) -> Profile:
-        """Time, bytes and operations of every kernel of the latest inference."""
+    def profile_inference(self, data: Array) -> Profile:
+        """Time, bytes and operations of every kernel of the inference of a whole batch."""
+        self._wait_for_mxnet()
+        self._load(data, None, 0, data.shape[0])
+        self._step.infer()
         return self._step.profile_inference()
 
     @property
@@ -117,6 +121,14 @@ class OnMXNet(Executor):
         mx.nd.waitall()
 
     def _load(self, data: Array, label: Array | None, num_valid: int, num_images: int) -> None:
+        """Into the network's own input."""
+        batch, used = self._given(data, label, num_valid, num_images)
+        self._step.load_from_device(*batch)
+        self._gate(used, reading=True)  # nobody may overwrite the batch before it is copied
+
+    def _given(self, data: Array, label: Array | None, num_valid: int, num_images: int
+               ) -> tuple[tuple[int, str, tuple[int, ...]], list[Array]]:
+        """The images on this GPU: address, dtype and shape; and the arrays that are read. The labels are loaded."""
         made = self.input_shapes["data"]
         for name, array in (("data", data), ("softmax_label", label)):
             if array is not None:
@@ -126,7 +138,6 @@ class OnMXNet(Executor):
                 whole = made[0] if shape[0] == num_images else shape[0]  # `num_images` may be a part of a batch
                 self.check_input(name, (whole, *shape[1:]))
         data = self._here(data)
-        self._step.load_from_device(self._address(data), np.dtype(data.dtype).name, data.shape)
         used = [data]
         if label is not None:
             if label.dtype != np.float32:  # its bytes are copied
@@ -138,7 +149,7 @@ class OnMXNet(Executor):
         if num_valid != self._num_valid:
             self._step.set_num_valid(num_valid)
             self._num_valid = num_valid
-        self._gate(used, reading=True)  # nobody may overwrite the batch before it is copied
+        return (self._address(data), np.dtype(data.dtype).name, data.shape), used
 
     def _here(self, array: Array) -> Array:
         """The array on this GPU."""

@@ -35,6 +35,7 @@ class Launch:
     reads: tuple[Buffer, ...]
     writes: tuple[Buffer, ...]
     flops: int = 0
+    by_library: bool = False  # cuDNN's: costs the host up to 0.25 ms outside of a CUDA graph
     # (read, written): element i of `written` depends on element i of `read` only, so both may share memory.
     in_place: tuple[Buffer, Buffer] | None = None
 

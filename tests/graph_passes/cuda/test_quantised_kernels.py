@@ -16,6 +16,7 @@ from common.mxnet_compat import mx
 from graph_passes import Graph, Node, Ref
 from graph_passes.errors import GraphError
 from graph_passes.executors import reference
+from graph_passes.executors.cuda import compiled
 from graph_passes.executors.cuda.choices import Choices
 from graph_passes.executors.cuda.kernels import HOPPER
 from graph_passes.executors.cuda.lowering import lower_nodes
@@ -433,6 +434,24 @@ def test_the_executor_answers_as_the_reference_does(rng: np.random.Generator, ca
     with pytest.raises(GraphError, match="a network in INT8 cannot be trained"):
         executor.forward_backward(data, labels)
     executor.close()
+
+
+def test_batches_are_read_where_they_lie(rng: np.random.Generator, cache: Path,
+                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other, whole and in part, without a wait: the answers are those of batches that are copied."""
+    monkeypatch.setenv("RESNET_CACHE", str(cache))
+    case = quantised("resnet18", 4, 64, rng)
+    images = np.pad(case.images, ((0, 0), (0, 0), (0, 0), (0, 1))).astype(np.float16)
+    answers = []
+    for least in (0, 1 << 40):
+        monkeypatch.setattr(compiled, "LEAST_READ", least)
+        executor = QuantisedCudaExecutor(case.network, case.shapes, case.scales, case.kept, case.params)
+        batches = [mx.nd.array(batch, ctx=mx.gpu(0), dtype="float16") for batch in (images, images[::-1], images[1:])]
+        asked = [executor.forward(batch) for batch in batches * 2]
+        answers.append([answer.asnumpy() for answer in asked])
+        executor.close()
+    assert all(np.array_equal(*each) for each in zip(*answers, strict=True))
+    assert not np.array_equal(answers[0][0], answers[0][1])
 
 
 def test_a_network_with_parameters_of_another_shape(rng: np.random.Generator, cache: Path) -> None:

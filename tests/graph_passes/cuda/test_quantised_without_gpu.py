@@ -17,7 +17,7 @@ from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError, Ref, passes, pipeline
 from graph_passes.errors import PassingError
 from graph_passes.executors import reference
-from graph_passes.executors.cuda import network, toolchain
+from graph_passes.executors.cuda import compiled, network, toolchain
 from graph_passes.executors.cuda.choices import Choices
 from graph_passes.executors.cuda.executor import CudaExecutor
 from graph_passes.executors.cuda.lowering.quantised import MULTIPROCESSOR_SHARED_BYTES, RESERVED_BYTES, Stream
@@ -338,6 +338,43 @@ def test_the_next_batch_waits_for_no_answer(rng: np.random.Generator, event: Sim
         answer[:] = number
     assert [answer.asnumpy().max() for answer in answers] == [0, 1, 2] and answers[1].shape == (3, 24)
     executor.close()
+
+
+@pytest.mark.parametrize("where, is_read", [(512, True), (520, False)])
+def test_a_batch_is_read_where_it_lies(where: int, is_read: bool, tmp_path: Path, rng: np.random.Generator,
+                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the first launch, which is in no CUDA graph; one that kernels cannot read by vectors is copied. Without a
+    batch the one that was loaded is read."""
+    case = quantised("resnet18", 2, 64, rng)
+    monkeypatch.setattr(compiled, "LEAST_READ", 0)
+    copies: list[int] = []
+    monkeypatch.setattr(FakeGpu, "copy", lambda self, to, source, num_bytes: copies.append(source), raising=False)
+    made = QuantisedNetwork(case.network, case.shapes, case.scales, case.kept, case.params, cache_folder=tmp_path)
+    made.infer(2, made.take(where, "float16", (2, 64, 64, 4)))
+    assert made._inference and copies == ([] if is_read else [where])
+    first, *others = made._inference._compiled[2].lowering.program.launches
+    (data,) = (buffer for buffer in first.reads if buffer.name == "data")
+    read: list[int] = []
+    for launch in (first, *others):
+        monkeypatch.setattr(launch, "enqueue", lambda: read.append(data.address))
+    loaded = made.persistent.data.address
+    made.infer(2, made.take(where, "float16", (2, 64, 64, 4)))
+    made.infer(2)
+    assert read == [where if is_read else loaded, loaded] and data.address == loaded
+
+
+@pytest.mark.parametrize("kept, least", [(Kept(), compiled.LEAST_READ), (Kept(first=True), 0)])
+def test_a_batch_that_is_copied(kept: Kept, least: int, tmp_path: Path, rng: np.random.Generator,
+                                monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small one; and one that a plan of cuDNN's reads, which would take the host longer outside of a CUDA graph."""
+    case = quantised("resnet18", 2, 64, rng, kept)
+    monkeypatch.setattr(compiled, "LEAST_READ", least)
+    copies: list[int] = []
+    monkeypatch.setattr(FakeGpu, "copy", lambda self, to, source, num_bytes: copies.append(source), raising=False)
+    made = QuantisedNetwork(case.network, case.shapes, case.scales, kept, case.params, cache_folder=tmp_path)
+    for where in (512, 1024):
+        made.infer(2, made.take(where, "float16", (2, 64, 64, 4)))
+    assert copies == [512, 1024]
 
 
 def test_executors_go_through_mxnet_arrays(rng: np.random.Generator, event: SimpleNamespace) -> None:

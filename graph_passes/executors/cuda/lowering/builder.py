@@ -105,7 +105,7 @@ class Builder:
             function.launch(grid, block, *map(self._argument, operands), shared_bytes=shared_bytes)
 
         self.program.launches.append(Launch(node.name, kernel.split("<")[0], enqueue, reads(operands), writes(operands),
-                                            flops, in_place(operands)))
+                                            flops, in_place=in_place(operands)))
 
     def grid(self, rows: int, channels: int, block: Size = APPLY_BLOCK, blocks_per_multiprocessor: int = 4) -> Size:
         """As many blocks as the GPU holds at once, by the launch bounds of the kernel."""
@@ -161,7 +161,8 @@ class Builder:
         def enqueue() -> None:
             function(*map(self._argument, operands), workspace=self._workspace.address)
 
-        self.program.launches.append(Launch(node.name, operation, enqueue, reads(operands), writes(operands), flops))
+        self.program.launches.append(Launch(node.name, operation, enqueue, reads(operands), writes(operands), flops,
+                                            by_library=True))
 
 
     def _argument(self, operand: Any) -> Any:
