@@ -250,9 +250,9 @@ class DaliLoader(Loader):
             everywhere = ((i, self._feed(i)) for i in range(self.num_images))
             filling = [next(((i, image) for i, image in everywhere if image is not None), (-1, np.empty(0)))]
             if filling[0][0] < 0:
-                raise DataError(
-                    f"{self.config.data}: none of the {self.num_images} images can be decoded; replace them"
-                )
+                first, reason = min(self.bad.items())
+                raise DataError(f"{self.config.data}: none of the {self.num_images} images can be decoded, from "
+                                f"{self._source.name(first)} on: {reason}; replace them")
         chosen = [*good, *itertools.islice(itertools.cycle(filling), count - len(good))]
         indices, images = zip(*chosen, strict=True)
         return list(indices), list(images), count if self._graph.training else len(good), len(wanted) - len(good)

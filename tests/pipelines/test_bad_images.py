@@ -154,8 +154,17 @@ def test_resuming_among_broken_images_gives_equal_bits(tmp_path):
 def test_nothing_but_broken_images(tmp_path):
     path = tmp_path / "data.rec"
     write_records(path, [b"no image"] * 9, [0.0] * 9)
-    with pytest.raises(DataError, match="none of the 9 images can be decoded"):
+    reason = "none of the 9 images can be decoded, from .*data.rec record 0 on: not an image, begins with b'no image'"
+    with pytest.raises(DataError, match=reason):
         list(open_loader(config(path, on_bad_image="skip")))
+
+
+def test_images_of_which_all_have_too_many_pixels(tmp_path):
+    """The sentence blames the limit, also where all images are decoded when they are opened."""
+    path = tmp_path / "data.rec"
+    write_records(path, [encode(colour_image(seed)) for seed in range(9)], [0.0] * 9)
+    with pytest.raises(DataError, match="more than --max-pixels 100"):
+        list(open_loader(config(path, max_pixels=100, cache_gib=1.0)))
 
 
 def test_a_record_that_the_index_misses(tmp_path):
