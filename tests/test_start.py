@@ -95,6 +95,8 @@ def test_every_command_has_its_function(module):
     ("train", "common.mxnet_compat"),
     ("train", "train.models.resnet"),  # to build the network
     ("train.processes.launch -n 2", "train.config"),
+    ("train.processes.launch -n 2", "horovod.runner.gloo_run"),
+    ("train.processes.launch -n 2 --min-np 1", "train.processes.elastic_launch"),
     ("train.processes.launch -n 2", "common.mxnet_compat"),
 ])
 def test_ctrl_c_while_it_starts(tmp_path, program, module):

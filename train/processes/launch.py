@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import signal
 
-from train.processes.signals import interrupt, leave
+from train.processes.signals import interrupt, leave, starting
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, leave)
@@ -106,10 +106,12 @@ def launch_elastic(slots: Sequence[Slot], command: Sequence[str], min_processes:
 
     Raises TrainError where Horovod is missing.
     """
-    require_horovod(len(slots))
-    from train.processes.elastic_launch import ElasticRun  # needs Horovod
+    with starting():
+        require_horovod(len(slots))
+        from train.processes.elastic_launch import ElasticRun  # needs Horovod
 
-    return ElasticRun(slots, command, min_processes, cooldown, hang_seconds).run()
+        run = ElasticRun(slots, command, min_processes, cooldown, hang_seconds)
+    return run.run()
 
 
 def launch(slots: Sequence[Slot], command: Sequence[str], hang_seconds: float = DEFAULT_SECONDS) -> int:
@@ -120,16 +122,17 @@ def launch(slots: Sequence[Slot], command: Sequence[str], hang_seconds: float = 
 
     Raises TrainError where Horovod is missing.
     """
-    require_horovod(len(slots))
-    from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
-    from horovod.runner.gloo_run import create_slot_env_vars
-    from horovod.runner.http.http_server import RendezvousServer
+    with starting():
+        require_horovod(len(slots))
+        from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
+        from horovod.runner.gloo_run import create_slot_env_vars
+        from horovod.runner.http.http_server import RendezvousServer
 
-    ranks = get_host_assignments(parse_hosts(f"localhost:{len(slots)}"), len(slots))
-    server = RendezvousServer()
-    common = {**on_this_machine(hang_seconds), "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.start())}
-    server.init(ranks)
-    processes = Processes(slots, command, hang_seconds)
+        ranks = get_host_assignments(parse_hosts(f"localhost:{len(slots)}"), len(slots))
+        server = RendezvousServer()
+        common = {**on_this_machine(hang_seconds), "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.start())}
+        server.init(ranks)
+        processes = Processes(slots, command, hang_seconds)
     try:
         with processes.in_charge():
             for rank, slot in zip(ranks, slots, strict=True):

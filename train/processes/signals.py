@@ -121,6 +121,16 @@ def interrupt(number: int, frame: FrameType | None) -> None:
 
 
 @contextlib.contextmanager
+def starting() -> Iterator[None]:
+    """Inside, a KeyboardInterrupt, after what is inside has cleaned up, is told in a sentence: nothing has begun."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        _answer(STOPPED_EARLY)
+        raise
+
+
+@contextlib.contextmanager
 def ending_with(sentence: str) -> Iterator[None]:
     """Inside, Ctrl-C, SIGTERM and SIGHUP end the program with this sentence, after what is inside has cleaned up: a
     KeyboardInterrupt there, StoppedBySignal from here."""
