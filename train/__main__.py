@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import signal
 
-from train.processes.signals import STOPPED_EARLY, StoppedBySignal, guard, interrupt, is_first, leave
+from train.processes.signals import STOPPED_EARLY, StoppedBySignal, guard, interrupt, is_first, leave_at_ctrl_c
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, leave)
+    leave_at_ctrl_c()
 
 import os
 import sys

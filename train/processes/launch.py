@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import signal
 
-from train.processes.signals import interrupt, leave, starting
+from train.processes.signals import interrupt, leave_at_ctrl_c, starting
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, leave)
+    leave_at_ctrl_c()
 
 import argparse
 import importlib

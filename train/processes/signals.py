@@ -107,6 +107,12 @@ def leave(number: int, frame: FrameType | None) -> None:
     os._exit(128 + number)
 
 
+def leave_at_ctrl_c() -> None:
+    """From now on `leave`; one that has come since a launcher started this process is answered here."""
+    signal.signal(signal.SIGINT, leave)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+
+
 def interrupt(number: int, frame: FrameType | None) -> None:
     """Handler: end like after Ctrl-C. The next Ctrl-C, in the middle of that, ends the process without a trace."""
     begun = time.monotonic()

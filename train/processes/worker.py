@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from common.errors import EXIT_USER_ERROR
@@ -118,7 +119,8 @@ class Processes:
         """Start the process of a slot."""
         variables = {**os.environ, **slot.environment, **environment, **self.watch.begin(slot.number)}
         self.watch.records[slot.number].rank = int(environment["HOROVOD_RANK"])
-        process = subprocess.Popen(self.command, env=variables, preexec_fn=_stop_with_us,
+        is_ours = list(self.command[1:3]) == ["-m", "train"]
+        process = subprocess.Popen(self.command, env=variables, preexec_fn=partial(_stop_with_us, is_ours),
                                    pass_fds=(self.watch.descriptor,))
         self.all.append(Worker(slot, process))
         self._guard.add(slot.number, process.pid)
@@ -211,7 +213,9 @@ class Processes:
         return bool(self._asked_at) and self._asked_at[-1] - self._asked_at[0] > SAME_SECONDS
 
 
-def _stop_with_us() -> None:
+def _stop_with_us(is_ours: bool) -> None:
     """In a new process: SIGTERM for it when this one is killed, so that it saves and leaves the GPU. (Guard has an eye
-    on it.)"""
+    on it.) In one of ours Ctrl-C waits for `signals.leave_at_ctrl_c`: Python prints a stack trace while it starts."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if is_ours:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
