@@ -120,12 +120,7 @@ conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
                     if (lane == 0) wait_for_stores<UNDER_WAY>();
                     __syncwarp();
                 }
-#pragma unroll
-                for (int pair = 0; pair < CHUNK / 16; ++pair) {
-                    uint32 m[4];
-                    finish<T, ADD, RELU>(products[p * 8 + pair * 2], products[p * 8 + pair * 2 + 1],
-                                         part + matrix_row(lane, pair), m);
-                }
+                finish_part<T, ADD, RELU>(products, p, part, lane);
                 show_to_copies();
                 __syncwarp();
                 if (lane == 0) {

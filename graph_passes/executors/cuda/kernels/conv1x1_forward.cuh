@@ -189,6 +189,16 @@ __device__ inline void finish(const float (&left)[4], const float (&right)[4], u
     store_pair(at, m);
 }
 
+// The 64 columns of part `p` of the products, likewise.
+template <class T, bool ADD, bool RELU, int N>
+__device__ inline void finish_part(const float (&products)[N][4], int p, uint4 *at, int lane) {
+#pragma unroll
+    for (int pair = 0; pair < CHUNK / 16; ++pair) {
+        uint32 m[4];
+        finish<T, ADD, RELU>(products[p * 8 + pair * 2], products[p * 8 + pair * 2 + 1], at + matrix_row(lane, pair), m);
+    }
+}
+
 // Adds up to 16 rows of a result to the sums of a thread's two columns, 2 * lane and the next: of what differs from `near`,
 // and of its square.
 template <class T>

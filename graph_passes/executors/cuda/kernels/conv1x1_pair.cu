@@ -101,15 +101,7 @@ conv1x1_pair(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
             hold_products(second);
             // The places of z are free: stores of y that came after those of the last z have been waited for.
 #pragma unroll
-            for (int p = 0; p < SECOND_PARTS; ++p) {
-                uint4 *const part = own_z + p * RESULT_VECTORS;
-#pragma unroll
-                for (int pair = 0; pair < CHUNK / 16; ++pair) {
-                    uint32 m[4];
-                    finish<T, false, true>(second[p * 8 + pair * 2], second[p * 8 + pair * 2 + 1],
-                                           part + matrix_row(lane, pair), m);
-                }
-            }
+            for (int p = 0; p < SECOND_PARTS; ++p) finish_part<T, false, true>(second, p, own_z + p * RESULT_VECTORS, lane);
             show_to_copies();
             __syncwarp();
             if (lane == 0) {

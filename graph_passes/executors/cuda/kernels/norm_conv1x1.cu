@@ -177,12 +177,7 @@ norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
 #pragma unroll
         for (int p = 0; p < PARTS; ++p) {
             free_result(lane);
-#pragma unroll
-            for (int pair = 0; pair < CHUNK / 16; ++pair) {
-                uint32 m[4];
-                finish<T, false, false>(products[p * 8 + pair * 2], products[p * 8 + pair * 2 + 1],
-                                        result + matrix_row(lane, pair), m);
-            }
+            finish_part<T, false, false>(products, p, result, lane);
             store_result(z, p * CHUNK, row, result, lane);
             if (counted == 0 && rows_here > 0) {
                 const float2 first = unpack_two<T>(reinterpret_cast<const uint32 *>(result)[lane]);
