@@ -227,41 +227,71 @@ __device__ inline Rectangle hole_of(const Window &window, const Finish &how) {
 
 constexpr int ROWS = 4;     // of the output that a block makes: so many pixels share the weight of a column
 constexpr int CHUNK = 512;  // columns of the input that it has in shared memory at a time
-constexpr int PIXELS = 2;   // of the input that a thread sums at a time: they share the weight of a row
+constexpr int PIXELS = 4;   // of the input that a thread sums at a time: three words, which share the weight of a row
+
+// A window in words of four bytes: a GPU reads a word as fast as a byte. The first and the last may reach beyond it.
+struct Words {
+    const uint32 *words;
+    uint32 before, last;  // bytes before the window in the first word; the number of the last word
+
+    __device__ Words(const Window &window) {
+        before = reinterpret_cast<unsigned long long>(window.pixels) % 4;
+        words = reinterpret_cast<const uint32 *>(window.pixels - before);
+        last = (before + 3ll * window.height * window.width - 1) / 4;
+    }
+
+    // PIXELS pixels from this one on; what comes after the window is of its last word.
+    __device__ void read(uint32 pixel, uint32 (&three)[3]) const {
+        const uint32 byte = before + 3 * pixel, first = byte / 4;
+        uint32 four[4];
+        for (uint32 k = 0; k < 4; ++k) four[k] = __ldg(words + (first + k < last ? first + k : last));
+        for (int k = 0; k < 3; ++k) three[k] = __funnelshift_r(four[k], four[k + 1], byte % 4 * 8);
+    }
+};
+
+// One byte of a word, as the last bits of 2^23: to convert a byte takes a GPU as long as eight additions.
+__device__ inline float number(uint32 word, int byte) {
+    return __uint_as_float(__byte_perm(word, 0x4b000000, 0x7440 + byte)) - 8388608.f;
+}
+
+struct alignas(16) Four { float number[PIXELS]; };
 
 // The resize down the columns: ROWS rows of the output, from `top` on, of `count` columns of the input, from `start` on.
-__device__ inline void sum_rows(const Window window, const Rectangle hole, const Axis axis, int top, int height, int start,
-                                int count, float (&sums)[ROWS][3 * CHUNK]) {
-    const int stride = (count + PIXELS - 1) / PIXELS;  // neighbouring threads read neighbouring pixels
-    for (int item = threadIdx.x; item < ROWS * stride; item += blockDim.x) {
-        const int row = item / stride, y = top + row;
+// Of each channel by itself: neighbouring threads then read neighbouring numbers.
+__device__ inline void sum_rows(const Window &window, const Rectangle hole, const Axis axis, int top, int height, int start,
+                                int count, float (&sums)[ROWS][3][CHUNK]) {
+    const Words words(window);
+    const int groups = (count + PIXELS - 1) / PIXELS;
+    for (int item = threadIdx.x; item < ROWS * groups; item += blockDim.x) {
+        const int row = item / groups, y = top + row, group = item % groups, left = start + group * PIXELS;
         if (y >= height) return;
-        int columns[PIXELS];
-        for (int i = 0; i < PIXELS; ++i) columns[i] = clamped(item % stride + i * stride, 0, count - 1);
         const float place = axis.place(y);
         const int last = axis.last(y);
-        Colour sum[PIXELS] = {};
+        Four sum[3] = {};
         float weights = 0;
         for (int at = axis.first(y); at <= last; ++at) {
             const float weight = axis.weight(at - place);
             const int from = clamped(at, 0, window.height - 1);
-            const uint8 *line = window.pixels + 3 * (1ll * from * window.width + start);
+            uint32 three[3];
+            words.read(from * window.width + left, three);
             for (int i = 0; i < PIXELS; ++i) {
-                const bool is_cut = CUTOUT > 0 && hole.has(from, start + columns[i]);
-                for (int c = 0; c < 3; ++c) sum[i][c] += weight * (is_cut ? MEAN_COLOUR[c] : line[3 * columns[i] + c]);
+                const bool is_cut = CUTOUT > 0 && hole.has(from, left + i);
+                for (int c = 0, byte = 3 * i; c < 3; ++c, ++byte)
+                    sum[c].number[i] += weight * (is_cut ? MEAN_COLOUR[c] : number(three[byte / 4], byte % 4));
             }
             weights += weight;
         }
-        for (int i = 0; i < PIXELS; ++i)
-            for (int c = 0; c < 3 && item % stride + i * stride < count; ++c)
-                sums[row][3 * columns[i] + c] = sum[i][c] * (1 / weights);
+        for (int c = 0; c < 3; ++c) {
+            for (int i = 0; i < PIXELS; ++i) sum[c].number[i] *= 1 / weights;
+            reinterpret_cast<Four &>(sums[row][c][group * PIXELS]) = sum[c];
+        }
     }
 }
 
 // Calls write(row, column, colour) for ROWS rows of an image, the fraction still to be rounded. A thread for each column.
 template <class Write>
 __device__ inline void resized(const Window window, const Finish &how, int height, int width, Write write) {
-    __shared__ float sums[ROWS][3 * CHUNK];
+    alignas(Four) __shared__ float sums[ROWS][3][CHUNK];
     const Axis down(window.height, height, how.cubic), along(window.width, width, how.cubic);
     const Rectangle hole = hole_of(window, how);
     const int top = ROWS * blockIdx.x, threads = blockDim.x;
@@ -283,9 +313,9 @@ __device__ inline void resized(const Window window, const Finish &how, int heigh
             if (stop < end && to >= stop) to = stop - 1;
             for (int at = from; at <= to; ++at) {
                 const float weight = along.weight(at - place);
-                const int column = 3 * (clamped(at, start, stop - 1) - start);
+                const int column = clamped(at, start, stop - 1) - start;
                 for (int row = 0; row < ROWS; ++row)
-                    for (int c = 0; c < 3; ++c) sum[row][c] += weight * sums[row][column + c];
+                    for (int c = 0; c < 3; ++c) sum[row][c] += weight * sums[row][c][column];
                 weights += weight;
             }
         }

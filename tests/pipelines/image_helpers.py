@@ -155,6 +155,7 @@ class CpuDevice:
 # What CUDA has and C++ has not; and a loop over the blocks for each kernel.
 CUDA_ON_THE_CPU = """
 #include <cmath>
+#include <cstring>
 #include <pthread.h>
 #include <thread>
 #include <vector>
@@ -169,6 +170,17 @@ static Size blockDim = {1, 1};
 static pthread_barrier_t barrier;
 static void __syncthreads() { if (blockDim.x > 1) pthread_barrier_wait(&barrier); }
 static void atomicAdd(unsigned *to, unsigned value) { *to += value; }
+static unsigned __ldg(const unsigned *from) { return *from; }
+static unsigned __funnelshift_r(unsigned low, unsigned high, unsigned bits) {
+    return ((unsigned long long)high << 32 | low) >> bits;
+}
+static unsigned __byte_perm(unsigned low, unsigned high, unsigned places) {
+    const unsigned long long bytes = (unsigned long long)high << 32 | low;
+    unsigned result = 0;
+    for (int i = 0; i < 4; ++i) result |= (bytes >> 8 * (places >> 4 * i & 7) & 255) << 8 * i;
+    return result;
+}
+static float __uint_as_float(unsigned bits) { float number; std::memcpy(&number, &bits, 4); return number; }
 KERNELS
 template <class Kernel> static void run(int threads, int x, int y, Kernel kernel) {
     blockDim.x = threads;

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 from gpu_arrays import Device
 
 from common.disk_cache import Cache
+from graph_passes.executors.cuda import network
 from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.kernels import KernelLibrary
 
@@ -14,3 +18,19 @@ from graph_passes.executors.cuda.kernels import KernelLibrary
 def device(tmp_path_factory: pytest.TempPathFactory) -> Device:
     gpu = Gpu()
     return Device(gpu, KernelLibrary(gpu, Cache("tests", tmp_path_factory.mktemp("cache"))))
+
+
+@pytest.fixture(autouse=True)
+def free_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The memory of the steps that a test has made is the GPU's again after it: others are tested beside it."""
+    made: list[Gpu] = []
+
+    class Remembered(Gpu):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            made.append(self)
+
+    monkeypatch.setattr(network, "Gpu", Remembered)
+    yield
+    for gpu in made:
+        gpu.free_all()

@@ -127,6 +127,7 @@ stem_weights(const __grid_constant__ TensorMap x, const T *data, const T *dz, co
         for (int item = blockIdx.x; item < items; item += gridDim.x, turn.next(layout.stages)) {
             const Stage stage = stage_at(turn);
             const int square_row = item % squares_down;
+            wait_for_phase(control.empty[turn.place], turn.parity ^ 1);  // it is: before the copies; racecheck asks for it
             wait_for_phase(control.full[turn.place], turn.parity);
             for (int square = thread / FILTER_VECTORS; square < pool.out_width; square += MAKING * WARP / FILTER_VECTORS) {
                 uint2 places[2][2];
