@@ -61,6 +61,10 @@ class Draws(NamedTuple):
     cutmix: Box | None = None
     seed: int = 0
 
+    @property
+    def mixes(self) -> bool:
+        return self.mixup < 1 or self.cutmix is not None
+
     def own_share(self, height: int, width: int) -> float:
         """The share of its own label in each image's target. Raises GraphError for a box that leaves images of this
         size, and for one with mixup."""

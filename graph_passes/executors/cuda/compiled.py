@@ -30,10 +30,10 @@ class CompiledGraph:
     def __init__(self, passes: Callable[[Choose], Graph], input_shapes: Mapping[str, Sequence[int]],
                  store: Store, persistent: Persistent, tools: Toolchain) -> None:
         self._gpu, self._arena = tools.gpu, tools.arena
-        self._segments: list[Any] = []
+        self._segments: list[list[Any]] = []  # of each its CUDA graphs, and launches that are in none
         self._cuts: tuple[int, ...] = ()
         self._data: Buffer = persistent.data
-        self._reader: Launch | None = None  # of the images, that is in no CUDA graph
+        self._readers: list[int] = []  # numbers of the launches that read the images and are in no CUDA graph
         self.image_size = tuple(input_shapes["data"][1:3])
         choices = Choices(input_shapes, store, persistent, tools)
         try:
@@ -49,41 +49,50 @@ class CompiledGraph:
             data = tuple(input_shapes["data"])
             raise too_little_memory(data, num_bytes, 0, available, total, most=data[0])
 
-    def capture(self, cuts: Sequence[int] = (), from_batches: bool = False) -> None:
-        """Make the CUDA graphs: one, or several that the launches are cut into, before those with numbers `cuts`.
-        `from_batches`: if a kernel of ours that comes first is all that reads the images, and they are many, it is left
-        out, so that it can read another batch each time."""
+    def capture(self, cuts: Sequence[int] = ()) -> None:
+        """Make the CUDA graphs of one segment, or of several that the launches are cut into, before those with numbers
+        `cuts`. What reads the images is left out of them if all of it are kernels of ours, and the images are many, so
+        that it can read another batch each time."""
         self._cuts = tuple(cuts)
         launches = self.lowering.program.launches
-        readers = [launch for launch in launches if self._data in launch.reads]
-        if from_batches and readers == launches[:1] and self._data.num_bytes >= LEAST_READ:
-            self._reader = None if readers[0].by_library else readers[0]
+        readers = [number for number, launch in enumerate(launches) if self._data in launch.reads]
+        if self._data.num_bytes >= LEAST_READ and not any(launches[number].by_library for number in readers):
+            self._readers = readers
         self._arena.admit(self.lowering.program.arena_bytes, self._place)
 
     def _place(self, arena: int) -> None:
         """Addresses are part of a CUDA graph, so those made for another place are made anew."""
         self._destroy()
         self.lowering.program.place(arena)
-        launches = self.lowering.program.launches
-        ends = [1 if self._reader else 0, *self._cuts, len(launches)]
-        self._segments = [self._gpu.capture(partial(run, launches[start:end]))
-                          for start, end in itertools.pairwise(ends)]
+        self._segments = [self._pieces(range(start, end)) for start, end in
+                          itertools.pairwise([0, *self._cuts, len(self.lowering.program.launches)])]
+
+    def _pieces(self, numbers: range) -> list[Any]:
+        launches, pieces = self.lowering.program.launches, list[Any]()
+        for is_reader, group in itertools.groupby(numbers, key=self._readers.__contains__):
+            found = [launches[number] for number in group]
+            pieces += found if is_reader else [self._gpu.capture(partial(run, found))]
+        return pieces
 
     @property
     def num_segments(self) -> int:
         return len(self._segments)
 
     def replay(self, segment: int = 0, batch: int = 0) -> None:
-        """Launch one of the CUDA graphs, asynchronous. `batch`: the address of images that take the place of those in
-        the input, which are read where they lie if the graphs are `from_batches`."""
+        """Run one of the segments, asynchronous. `batch`: the address of images that take the place of those in the
+        input; where they cannot be read as they lie, the first segment copies them there."""
         loaded = self._data.address
-        if self._reader:
-            self._data.address = batch or loaded
-            self._reader.enqueue()
-            self._data.address = loaded
-        elif batch:
-            self._gpu.copy(loaded, batch, self._data.num_bytes)
-        self._gpu.replay(self._segments[segment])
+        if batch and not self._readers:
+            if segment == 0:
+                self._gpu.copy(loaded, batch, self._data.num_bytes)
+            batch = 0
+        self._data.address = batch or loaded
+        for piece in self._segments[segment]:
+            if isinstance(piece, Launch):
+                piece.enqueue()
+            else:
+                self._gpu.replay(piece)
+        self._data.address = loaded
 
     def close(self) -> None:
         """Wait for the GPU and leave the arena."""
@@ -92,6 +101,7 @@ class CompiledGraph:
         self._destroy()
 
     def _destroy(self) -> None:
-        for segment in self._segments:
-            self._gpu.destroy(segment)
+        for piece in itertools.chain.from_iterable(self._segments):
+            if not isinstance(piece, Launch):
+                self._gpu.destroy(piece)
         self._segments.clear()

@@ -64,6 +64,7 @@ class CudaExecutor(OnMXNet):
             self._grads |= self._views("weight_gradients", store.weight_gradients)
         self.gpu_bus_id = self._step.gpu.device.pci_bus_id
         self._last_step: Any = None  # CUDA event at the end of the latest step
+        self._batch: Array = None  # of the latest pass, on this GPU
         self._idle = IdleClock(self._step.gpu)
         self.passes_shown = self._step.gpu.pinned(4).view(np.uint32)  # see `show_passes`
         self.passes_shown[:] = 0
@@ -179,10 +180,15 @@ class CudaExecutor(OnMXNet):
         self._wait_for_mxnet()
         self._idle.begin()
         num_images = self.input_shapes["data"][0]
-        self._load(data, label, num_images, num_images)
+        batch, used = self._given(data, label, num_images, num_images)
+        if draws.mixes:
+            self._step.load_from_device(*batch)
+        address = 0 if draws.mixes else self._step.take(*batch)
         self._step.mix(draws)
         self._step.set_seed(draws.seed)
-        self._step.forward_backward(accumulate, on_bucket)
+        self._step.forward_backward(accumulate, on_bucket, address)
+        self._gate(used, reading=True)  # nobody may overwrite the batch before it is read
+        self._batch = used[0]
         self._idle.end()
 
     def hand_over(self, on_bucket: OnBucket) -> None:
@@ -226,6 +232,8 @@ class CudaExecutor(OnMXNet):
 
     def profile(self) -> Profile:
         """Time, bytes and operations of every kernel of forward and backward, for the batch given last."""
+        batch = self._batch
+        self._step.load_from_device(self._address(batch), np.dtype(batch.dtype).name, batch.shape)
         return self._step.profile()
 
     @property

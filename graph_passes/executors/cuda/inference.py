@@ -52,5 +52,5 @@ class Inference:
                                    probabilities=first(persistent.probabilities))
         compiled = CompiledGraph(self._passes, shapes | {"data": (num_images, *self.image_size, channels)}, self._store,
                                  part, self._tools)
-        compiled.capture(from_batches=True)
+        compiled.capture()
         return compiled

@@ -136,8 +136,8 @@ class Network:
         self.gpu.free(staging)
 
     def take(self, address: int, dtype: str, shape: tuple[int, ...]) -> int:
-        """A batch that lies on the GPU, for the next `infer`: its address where the network can read it there; else
-        the batch is loaded, and the answer is 0."""
+        """A batch that lies on the GPU, for the next pass: its address where the network can read it there; else the
+        batch is loaded, and the answer is 0."""
         self._accept(dtype, shape)
         if self._is_as_wanted(dtype, shape) and address % ALIGNMENT == 0:
             return address

@@ -105,7 +105,9 @@ class OnMXNet(Executor):
     def profile_inference(self, data: Array) -> Profile:
         """Time, bytes and operations of every kernel of the inference of a whole batch."""
         self._wait_for_mxnet()
-        self._load(data, None, 0, data.shape[0])
+        batch, used = self._given(data, None, 0, data.shape[0])
+        self._step.load_from_device(*batch)
+        self._gate(used, reading=True)
         self._step.infer()
         return self._step.profile_inference()
 
@@ -119,12 +121,6 @@ class OnMXNet(Executor):
     def synchronize(self) -> None:
         self._step.gpu.synchronize()
         mx.nd.waitall()
-
-    def _load(self, data: Array, label: Array | None, num_valid: int, num_images: int) -> None:
-        """Into the network's own input."""
-        batch, used = self._given(data, label, num_valid, num_images)
-        self._step.load_from_device(*batch)
-        self._gate(used, reading=True)  # nobody may overwrite the batch before it is copied
 
     def _given(self, data: Array, label: Array | None, num_valid: int, num_images: int
                ) -> tuple[tuple[int, str, tuple[int, ...]], list[Array]]:

@@ -278,9 +278,10 @@ class TrainingStep(Network):
                 self.gpu.write_word(self.persistent.seed.address + number * ITEM_BYTES["uint32"], word)
             self._seed = seed
 
-    def forward_backward(self, accumulate: bool = False, on_bucket: OnBucket | None = None) -> None:
-        """One pass over the loaded batch; gradients, times the loss scale, are in the store, added to what was there if
-        `accumulate`. `on_bucket` is called with each bucket once what computes it is enqueued. Asynchronous."""
+    def forward_backward(self, accumulate: bool = False, on_bucket: OnBucket | None = None, batch: int = 0) -> None:
+        """One pass over the loaded batch, or over that at the address `batch`, as `take` answered; gradients, times the
+        loss scale, are in the store, added to what was there if `accumulate`. `on_bucket` is called with each bucket
+        once what computes it is enqueued. Asynchronous."""
         self._inference_is_current = False  # the running statistics change
         if self._frozen and not self._frozen_is_current:
             self._frozen.fold(self.store)
@@ -292,7 +293,7 @@ class TrainingStep(Network):
         if accumulate:
             self._back_up_gradients()
         for number in range(self._training.num_segments):
-            self._training.replay(number)
+            self._training.replay(number, batch)
             if on_bucket and not accumulate:
                 self._hand_over(number, on_bucket)
         if accumulate:

@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 from gpu_arrays import relative_error
+from step_networks import bottlenecks
 from test_training_step import CLASSES, fused, random_batch, random_state, small_network
 
 from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError, passes, roles
 from graph_passes.executors import Box, Draws, Executor, create_executor
 from graph_passes.executors.base import NO_DRAWS, Metrics
+from graph_passes.executors.cuda import compiled
 from graph_passes.executors.cuda.buckets import Bucket
 from graph_passes.executors.cuda.executor import CudaExecutor
 from graph_passes.optimizers import ArrayOptimizer, Rule
@@ -314,3 +316,31 @@ def test_close_gives_the_memory_back(executor: CudaExecutor) -> None:
     used = before - executor.gpu.memory()[0]
     large.close()
     assert used > 2**28 and before - executor.gpu.memory()[0] < used / 4, "but for the code of kernels"
+
+
+def test_batches_are_read_where_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other without a wait, in buckets and accumulated, mixed or not: the bits are those of batches that
+    are copied."""
+    monkeypatch.setenv("RESNET_CACHE", str(tmp_path))
+    graph, shapes = fused(bottlenecks(7)), {"data": (6, 40, 36, 4), "softmax_label": (6,)}
+    state = random_state(graph, shapes, seed=1)
+    results = []
+    for least in (0, 1 << 40):
+        monkeypatch.setattr(compiled, "LEAST_READ", least)
+        executor = CudaExecutor(graph, shapes, dtype="float16", deterministic=True, num_buckets=2)
+        executor.set_params(*state)
+        assert len(executor._step._training._readers) == (0 if least else 2)
+        for seed in range(4):
+            images, label = random_batch(shapes, seed)
+            data, labels = mx.nd.array(images, ctx=mx.gpu(0), dtype="float16"), mx.nd.array(label, ctx=mx.gpu(0))
+            draws = Draws(mixup=0.7) if seed == 2 else NO_DRAWS
+            executor.forward_backward(data, labels, accumulate=seed == 3, draws=draws)
+            if seed != 2:
+                executor.update(0.01)
+        results.append((*executor.get_params(), executor.read_metrics()))
+        executor.close()
+    (params, aux, metrics), (wanted, wanted_aux, wanted_metrics) = results
+    assert metrics == wanted_metrics and metrics.count == 24
+    assert all(np.array_equal(params[name], wanted[name]) for name in wanted)
+    assert all(np.array_equal(aux[name], wanted_aux[name]) for name in wanted_aux)
+    assert any(not np.array_equal(params[name], state[0][name]) for name in params)
