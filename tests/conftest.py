@@ -17,6 +17,8 @@ os.environ["MXNET_MKLDNN_ENABLED"] = "0"
 # Threads that wait by spinning, as OpenMP's do otherwise, take the cores from others, those of the tests' own processes
 # among them: of a short training run's 2.7 s of CPU time 0.45 s were left.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Threads that multiply matrices at once would wait for each other in OpenBLAS, where each wants all cores.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 if "PYTEST_XDIST_WORKER" in os.environ:  # the other cores are taken by the files that run beside this one
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
