@@ -36,7 +36,9 @@ from train.reporting.step_clock import Interval, Place, StepClock
 from train.reporting.terminal import Terminal
 
 LONGEST_SILENCE = 10.0  # seconds of steps without a line on the terminal, after which one comes between two log lines
-IMAGE_EVENTS = ("bad_image", "damaged_image")
+# What is said of an image, by the event that it becomes.
+IMAGE_EVENTS = {"bad_image": "skipped {file}: {reason}",
+                "damaged_image": "a damaged image is used as it decodes: {file}: {reason}"}
 
 T = TypeVar("T")
 
@@ -142,8 +144,7 @@ class Recorder:
             for file, reason in _bad_images(batches):
                 if file not in self._named_bad:
                     self._named_bad.add(file)
-                    self.event("bad_image", file=file, reason=reason)
-                    self.say(f"skipped a bad image: {file}: {reason}")
+                    self.name_image("bad_image", file, reason)
             for file, message in _damaged_images(batches):
                 if file not in self._named_bad:
                     self._named_bad.add(file)
@@ -300,6 +301,11 @@ class Recorder:
     def event(self, kind: str, **fields: Any) -> None:
         """Something worth a line in metrics.jsonl and the report: `checkpoint`, `bad_image`, `stop`, ..."""
         self._emit(kind, step=self._place.step, **fields)
+
+    def name_image(self, kind: str, file: str, reason: str) -> None:
+        """An image is skipped, or used though it is damaged: one of IMAGE_EVENTS."""
+        self.say(IMAGE_EVENTS[kind].format(file=file, reason=reason))
+        self.event(kind, file=file, reason=reason)
 
     def loader_speed(self, images_per_sec: float) -> None:
         """Speed of the loader alone, over all processes, as the loop measured it."""

@@ -62,12 +62,14 @@ def write_report(folder: Path, record: RunRecord) -> Path:
     return folder / "report.md"
 
 
-def write_validation(folder: Path, title: str, results: Tiles, command: str, found: Classifier) -> Path:
-    """Write a report of a validation into `folder`; returns the path of report.md. Raises UserError for a folder that
-    cannot be written."""
+def write_validation(folder: Path, title: str, results: Tiles, command: str, found: Classifier,
+                     skipped: Sequence[tuple[str, str]] = ()) -> Path:
+    """Write a report of a validation, which has `skipped` these images for these reasons, into `folder`; returns the
+    path of report.md. Raises UserError for a folder that cannot be written."""
     found.save(folder)
-    write_pages(folder, title, [results, Text("By:"), Code(command), *found.blocks()], found.figures,
-                {"command": command, "classifier": found.to_dict()})
+    blocks = [results, *_skipped([file for file, _ in skipped], "report.json"), Text("By:"), Code(command)]
+    write_pages(folder, title, [*blocks, *found.blocks()], found.figures,
+                {"command": command, "skipped": dict(skipped), "classifier": found.to_dict()})
     return folder / "report.md"
 
 
@@ -104,7 +106,7 @@ def dawnbench_tsv(record: RunRecord) -> str:
 
 # --- contents ---
 
-NUM_NAMED = 3  # skipped images at the head of a report; all are among its events
+NUM_NAMED = 3  # skipped images at the head of a report
 
 CAPTIONS = {
     "throughput.png": "Speed of every training step over the time spent in steps.",
@@ -142,7 +144,8 @@ def _contents(
     blocks: list[Block] = [
         Tiles(tiles),
         Text(summary.limit_text),
-        *_skipped(record),
+        *_skipped(list(dict.fromkeys(event["file"] for event in record.events if event["event"] == "bad_image")),
+                  "the events"),
         Text(f"Started {_date(record.start_date)} on {where}, {_images_per_step(record)} {record.examples} per step, "
              "by:"),
         Code(record.command),
@@ -202,14 +205,13 @@ def _images_per_step(record: RunRecord) -> str:
     return ", then ".join(str(number) for number, _ in itertools.groupby(sessions))
 
 
-def _skipped(record: RunRecord) -> list[Block]:
-    """How many images the run has left out, and the first of them; nothing where there are none."""
-    files = list(dict.fromkeys(event["file"] for event in record.events if event["event"] == "bad_image"))
+def _skipped(files: Sequence[str], all_in: str) -> list[Block]:
+    """How many images were left out, the first of them, and where to see all; nothing where there are none."""
     if not files:
         return []
     named = ", ".join(files[:NUM_NAMED]) + ", ..." * (len(files) > NUM_NAMED)
     count = "1 image was" if len(files) == 1 else f"{len(files):,} images were"
-    return [Text(f"{count} skipped, which cannot be decoded (see the events): {named}")]
+    return [Text(f"{count} skipped, which cannot be decoded (see {all_in}): {named}")]
 
 
 def _gpu_blocks(record: RunRecord, summary: Summary, figures: Sequence[str]) -> list[Block]:
