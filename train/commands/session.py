@@ -134,6 +134,7 @@ def open_recorder(trainer: Trainer, num_epochs: int | None, warmup_steps: int = 
         log_every=config.log_every,
         enabled=workers.rank == 0,
         num_processes=workers.size,
+        num_classes=len(trainer.train_loader.classes),
         evaluated=evaluated_images(config) if trainer.val_loader else VALIDATION,
         first_step=progress.step,
         first_epoch=progress.epoch,

@@ -19,7 +19,7 @@ from train.processes.distributed import Workers
 from train.processes.invocation import command_line
 from train.reporting.document import Tiles
 from train.reporting.inspection import describe
-from train.reporting.metrics import TRAINING_IMAGES
+from train.reporting.metrics import TRAINING_IMAGES, tells_top5
 from train.reporting.report import write_validation
 from train.validation import validate
 from train.weights import int8_file
@@ -64,15 +64,16 @@ def main(values: Mapping[str, Any]) -> None:
         is_same = Path(config.data).resolve() == Path(trained.config.data).resolve()
         images = TRAINING_IMAGES if is_same and evaluated_images(config) == TRAINING_IMAGES else "images"
         loss, top1, top5 = (value / sums.count for value in (sums.loss_sum, sums.top1, sums.top5))
+        is_top5_told = tells_top5(trained.num_classes)
         balanced = validation.outcomes.balanced_accuracy
         is_balance_wanted = max(config.balance, config.class_weights) > 0 or validation.outcomes.is_uneven
         print(f"{place}{' in INT8' if int8 else ''}: {sums.count:.0f} {images}{shown_skipped(len(skipped))}, "
-              f"loss {loss:.4f}, top-1 {top1:.2%}, top-5 {top5:.2%}"
+              f"loss {loss:.4f}, top-1 {top1:.2%}" + f", top-5 {top5:.2%}" * is_top5_told
               + f", balanced accuracy {balanced:.2%}" * is_balance_wanted)
         if folder:
             on = images if images == TRAINING_IMAGES else f"images of {config.data}"
             found = describe(validation.outcomes, loader, trained.progress.epoch, on)
             figures = Tiles([(f"{value:{form}}", f"{name} on the {on}") for value, form, name in
-                             ((top1, ".1%", "top-1"), (top5, ".1%", "top-5"), (loss, ".4f", "loss"))])
+                             ((top1, ".1%", "top-1"), *[(top5, ".1%", "top-5")] * is_top5_told, (loss, ".4f", "loss"))])
             path = write_validation(folder, f"{place}: validation", figures, command_line(), found, skipped)
             print(f"report: {path}")

@@ -55,6 +55,7 @@ class Recorder:
         num_epochs: epochs of the whole run, for the time left; None: nobody can tell its end.
         log_every: optimizer steps between two log lines.
         num_processes: for the report.
+        num_classes: that the network tells apart; of five and fewer no top-5 accuracy is shown. None: not known.
         evaluated: which images validation sees, one of `metrics.EVALUATED`.
         first_step: optimizer steps that the checkpoint resumed from has behind it.
         first_epoch: whole epochs likewise.
@@ -77,6 +78,7 @@ class Recorder:
         log_every: int,
         enabled: bool = True,
         num_processes: int = 1,
+        num_classes: int | None = None,
         evaluated: str = VALIDATION,
         first_step: int = 0,
         first_epoch: int = 0,
@@ -113,8 +115,9 @@ class Recorder:
         self.record = self._logs.record
         self._named_bad.update(event["file"] for event in self.record.events if event["event"] in IMAGE_EVENTS)
         self._logs.begin_session(self._place, config, images_per_step=images_per_step, num_processes=num_processes,
-                                 warmup_steps=warmup_steps, tensorboard=tensorboard, mlperf=mlperf)
-        self._terminal = Terminal(num_epochs, console, self.record.examples)
+                                 num_classes=num_classes, warmup_steps=warmup_steps, tensorboard=tensorboard,
+                                 mlperf=mlperf)
+        self._terminal = Terminal(num_epochs, console, self.record.examples, self.record.tells_top5)
 
     # --- steps ---
 

@@ -35,8 +35,8 @@ class RunLogs:
         self.record = self._metrics.record
 
     def begin_session(
-        self, place: Place, config: Mapping[str, Any], *, images_per_step: int, num_processes: int, warmup_steps: int,
-        tensorboard: bool, mlperf: bool
+        self, place: Place, config: Mapping[str, Any], *, images_per_step: int, num_processes: int,
+        num_classes: int | None, warmup_steps: int, tensorboard: bool, mlperf: bool
     ) -> None:
         """A run with this configuration begins at `place`, or goes on there."""
         self._first_step = place.step
@@ -49,6 +49,7 @@ class RunLogs:
             command=command_line(),
             images_per_step=images_per_step,
             num_processes=num_processes,
+            num_classes=num_classes,
             warmup_steps=warmup_steps,
             git_commit=environment.git_commit(),
             versions=environment.versions(),

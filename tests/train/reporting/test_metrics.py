@@ -23,6 +23,7 @@ from train.errors import TrainError
 from train.reporting.gpu_monitor import GpuReadings
 from train.reporting.metrics import METRICS_FILE, UNITS, RunRecord, speed
 from train.reporting.recorder import Recorder
+from train.reporting.report import write_report
 from train.reporting.summary import summarize
 
 IMAGES_PER_STEP = 24
@@ -394,6 +395,20 @@ def test_plain_output_has_speed_loss_and_time_left_but_no_control_codes(tmp_path
     # 4 + 8 steps of half a second and two validations of ten seconds
     assert printed[4].endswith("time left 0:00:26")
     assert printed[-1] == "total images/sec: 48.0"
+
+
+@pytest.mark.parametrize("num_classes, is_told", [(5, False), (6, True)])
+def test_top5_of_five_classes_is_kept_but_not_shown(tmp_path: Path, num_classes: int, is_told: bool) -> None:
+    """It is always 100 %."""
+    run = Run(tmp_path, num_classes=num_classes)
+    with run.recorder as recorder:
+        run.epoch(0, [0.0] * 8, [0.5] * 8)
+        recorder.end_epoch(Metrics(100.0, 40, 100, 100))
+    assert ("top-5" in run.output.getvalue()) == is_told and "top-1 40.0%" in run.output.getvalue()
+    record = RunRecord.read_jsonl(tmp_path / METRICS_FILE)
+    assert record.epochs[-1].val_top5 == 1.0
+    text = write_report(tmp_path / "report", record).read_text()
+    assert ("top-5" in text) == is_told and "val top-1" in text
 
 
 def test_time_left_of_very_short_epochs(tmp_path: Path) -> None:
