@@ -22,6 +22,7 @@ from graph_passes.executors import Metrics
 from train.errors import TrainError
 from train.reporting.gpu_monitor import GpuReadings
 from train.reporting.metrics import METRICS_FILE, UNITS, RunRecord, speed
+from train.reporting.mlperf import PREFIX
 from train.reporting.recorder import Recorder
 from train.reporting.report import write_report
 from train.reporting.summary import summarize
@@ -455,6 +456,27 @@ def test_metrics_that_are_removed_are_written_again(tmp_path: Path, remove: Call
     kept = RunRecord.read_jsonl(tmp_path / "run" / METRICS_FILE)
     assert kept == recorder.record and kept.step_ms == [500.0] * 4
     assert [event["event"] for event in kept.events] == ["removed", "end"]
+
+
+@pytest.mark.parametrize("name, remove", [("tensorboard", shutil.rmtree), ("mlperf.log", Path.unlink)],
+                         ids=["tensorboard", "mlperf"])
+def test_other_logs_that_are_removed_are_named_and_written_again(
+    tmp_path: Path, name: str, remove: Callable[[Path], None]
+) -> None:
+    run = Run(tmp_path, tensorboard=True, mlperf=True)
+    with run.recorder as recorder:
+        run.epoch(0, [0.0] * 4, [0.5] * 4)
+        remove(tmp_path / name)
+        run.epoch(1, [0.0] * 4, [0.5] * 4)
+    recorder.event("behind the end")
+    assert recorder.all_removed == [name]
+    assert run.output.getvalue().count(f"removed while the run goes on: {name} in") == 1
+    losses = [event.step for event in tensorboard_events(tmp_path) for value in event.summary.value
+              if value.tag == "train/loss"]
+    assert losses == [1, 4, 8]
+    content = (tmp_path / "mlperf.log").read_text()
+    assert content.count(PREFIX) == content.count("\n") and content.count('"epoch_start"') == 2
+    assert '"run_start"' in content and '"run_stop"' in content
 
 
 def test_terminal_gets_a_progress_bar_that_80_columns_hold(tmp_path: Path) -> None:
