@@ -494,7 +494,7 @@ class Trainer:
         except (ValueError, LookupError, TypeError, OverflowError) as error:
             raise _incomplete(f"no state of NumPy's random numbers ({error})") from None
         self.progress = replace(checkpoint.progress)
-        if 0 < before.max_steps <= self.progress.step and not self.config.max_steps:
+        if checkpoint.is_at_limit and not self.config.max_steps:
             self.notes.append(f"--max-steps {before.max_steps} has been reached and is dropped: the run goes on to the "
                               "end of its epochs")
         if self.train_loader.epoch == self.progress.epoch:

@@ -66,8 +66,7 @@ def checkpoint_to_resume(values: Mapping[str, Any]) -> Path | None:
 
 def steps_allowed(start: Checkpoint) -> int:
     """The --max-steps that a run goes on with where no other is given: its own, unless it has been reached."""
-    limit = start.config.max_steps
-    return limit if limit > start.progress.step else 0
+    return 0 if start.is_at_limit else start.config.max_steps
 
 
 def run_folder_of(config: Config, resumed_file: Path | None = None) -> Path:
