@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 from pipelines.errors import DataError
 
 if TYPE_CHECKING:
-    from pipelines.dali_loader import load_images, open_chosen, open_files
+    from pipelines.dali_loader import open_chosen, open_files
     from pipelines.graph import DEFAULT_HW_DECODER_LOAD
     from pipelines.loader import Batch, Loader, LoaderConfig
     from pipelines.opening import open_loader
     from pipelines.transform import MEAN, STD, ImageTransform
 
 __all__ = ["DEFAULT_HW_DECODER_LOAD", "MEAN", "STD", "Batch", "DataError", "ImageTransform", "Loader", "LoaderConfig",
-           "load_images", "open_chosen", "open_files", "open_loader"]
+           "open_chosen", "open_files", "open_loader"]
 
 _MODULES = {
-    "dali_loader": ("load_images", "open_chosen", "open_files"),
+    "dali_loader": ("open_chosen", "open_files"),
     "graph": ("DEFAULT_HW_DECODER_LOAD",),
     "loader": ("Batch", "Loader", "LoaderConfig"),
     "opening": ("open_loader",),

@@ -396,27 +396,13 @@ def _last_line(error: Exception) -> str:
     return lines[-1] if lines else type(error).__name__
 
 
-def load_images(
-    paths: Sequence[str | Path],
-    image_size: int,
-    batch_size: int = 32,
-    **options: Any,
-) -> Iterator[Batch]:
-    """Given image files as batches for prediction, in order, through the validation transform.
+def open_files(files: Sequence[str | Path], image_size: int, batch_size: int, **options: Any) -> DaliLoader:
+    """The loader of these image files, one at least, for prediction: in order, through the validation transform.
 
     `options` are further fields of LoaderConfig (device, dtype, channels, on_bad_image, ...). A batch's `label` holds
-    the positions of its images in `paths`; only the first `num_valid` rows count. Raises DataError that names the file.
+    the positions of its images in `files`; only the first `num_valid` rows count. A file that is missing is a bad
+    image, as others are.
     """
-    files = [Path(path).expanduser() for path in paths]
-    if not files:
-        raise DataError("no image files given; name at least one")
-    with open_files(files, image_size, batch_size, **options) as loader:
-        yield from loader
-
-
-def open_files(files: Sequence[str | Path], image_size: int, batch_size: int, **options: Any) -> DaliLoader:
-    """The loader that `load_images` iterates over, for any number of files: one that is missing is a bad image, among
-    the others in the loader's `bad`. `options` as there."""
     config = LoaderConfig(data="files", split="val", image_size=image_size, batch_size=batch_size, **options)
     source = FileSource(Path(files[0]).parent, files, range(len(files)), [("", "")] * len(files))
     return DaliLoader(config, (0, 1), source)

@@ -90,33 +90,40 @@ def test_every_command_has_its_function(module):
         assert callable(command.load())
 
 
-@pytest.mark.parametrize("program, module", [
-    ("train", "train.config"),
-    ("train", "common.mxnet_compat"),
-    ("train", "train.models.resnet"),  # to build the network
+IN_A_LAUNCHER = [
     ("train.processes.launch -n 2", "train.config"),
     ("train.processes.launch -n 2", "horovod.runner.gloo_run"),
     ("train.processes.launch -n 2 --min-np 1", "train.processes.elastic_launch"),
-    ("train.processes.launch -n 2", "train.errors"),  # in its processes, before any line of theirs is reached
-    ("train.processes.launch -n 2", "common.mxnet_compat"),
+    ("train.processes.multi_host -H localhost:2", "train.config"),
+    ("train.processes.multi_host -H localhost:2", "horovod.runner.gloo_run"),
+]
+
+
+@pytest.mark.parametrize("program, module, number", [
+    ("train", "train.config", signal.SIGINT),
+    ("train", "common.mxnet_compat", signal.SIGINT),
+    ("train", "train.models.resnet", signal.SIGINT),  # to build the network
+    *[(*place, number) for place in IN_A_LAUNCHER for number in (signal.SIGINT, signal.SIGTERM)],
+    ("train.processes.launch -n 2", "train.errors", signal.SIGINT),  # in its processes, before any line of theirs
+    ("train.processes.launch -n 2", "common.mxnet_compat", signal.SIGINT),
 ])
-def test_ctrl_c_while_it_starts(tmp_path, program, module):
+def test_stopped_while_it_starts(tmp_path, program, module, number):
     """While a module is about to be imported: one sentence, nothing on the disk."""
-    if "launch" in program:
+    if "processes" in program:
         pytest.importorskip("horovod")
     (tmp_path / "sitecustomize.py").write_text(
         "import os, signal, sys\n"
         "class Finder:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
         f"        if name == {module!r} and (name != 'train.errors' or 'HOROVOD_RANK' in os.environ):\n"
-        "            signal.raise_signal(signal.SIGINT)\n"
+        f"            signal.raise_signal({number:d})\n"
         "sys.meta_path.insert(0, Finder())\n"
     )
     run = tmp_path / "run"
     command = [*program.split(), *["--device", "cpu", "--data", "synthetic", "--max-steps", "1", "--output"], str(run)]
     done = subprocess.run([sys.executable, "-m", *command], cwd=tmp_path, capture_output=True, text=True,
                           env={**os.environ, "PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}, preexec_fn=hear_ctrl_c)
-    assert (done.returncode, done.stderr) == (130, "stopped while it started\n")
+    assert (done.returncode, done.stderr) == (128 + number, "stopped while it started\n")
     assert not run.exists()
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import signal
 
-from train.processes.signals import STOPPED_EARLY, StoppedBySignal, guard, interrupt, is_first, leave_at_ctrl_c
+from train.processes.signals import STOPPED_EARLY, StoppedBySignal, guard, interrupt, is_first, leave_at
 
 if __name__ == "__main__":
-    leave_at_ctrl_c()
+    leave_at(signal.SIGINT)
 
 import os
 import sys

@@ -86,6 +86,11 @@ class Checkpoint:
         return list(zip(self.class_keys or self.class_names, self.class_names, strict=True))
 
     @property
+    def is_at_limit(self) -> bool:
+        """Whether its run has done its --max-steps."""
+        return 0 < self.config.max_steps <= self.progress.step
+
+    @property
     def network(self) -> str:
         """Its name in messages."""
         return f"{self.config.model} with {self.num_classes} classes"

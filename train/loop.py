@@ -37,7 +37,7 @@ from train.processes.signals import Signals, StoppedBySignal
 from train.reporting.gpu_monitor import GpuMonitor, GpuReadings
 from train.reporting.metrics import VALIDATION, accuracy_of
 from train.reporting.outcomes import Outcomes
-from train.reporting.recorder import Recorder
+from train.reporting.recorder import IMAGE_EVENTS, Recorder
 from train.schedule import make_schedule
 from train.validation import Validation, validate
 
@@ -386,12 +386,9 @@ class Trainer:
         for rank, (bad, damaged, num_skipped) in enumerate(found):
             recorder.num_skipped += num_skipped
             is_named = loader is self.train_loader and rank == 0
-            for file, reason in [] if is_named else sorted(set(bad) - self.reported_bad):
-                recorder.say(f"skipped {file}: {reason}")
-                recorder.event("bad_image", file=file, reason=reason)
-            for file, reason in [] if is_named else sorted(set(damaged) - self.reported_bad):
-                recorder.say(f"a damaged image is used as it decodes: {file}: {reason}")
-                recorder.event("damaged_image", file=file, reason=reason)
+            for kind, images in zip(IMAGE_EVENTS, (bad, damaged), strict=True):
+                for file, reason in [] if is_named else sorted(set(images) - self.reported_bad):
+                    recorder.name_image(kind, file, reason)
             self.reported_bad.update(bad, damaged)
 
     # --- saving and restoring ---
@@ -497,7 +494,7 @@ class Trainer:
         except (ValueError, LookupError, TypeError, OverflowError) as error:
             raise _incomplete(f"no state of NumPy's random numbers ({error})") from None
         self.progress = replace(checkpoint.progress)
-        if 0 < before.max_steps <= self.progress.step and not self.config.max_steps:
+        if checkpoint.is_at_limit and not self.config.max_steps:
             self.notes.append(f"--max-steps {before.max_steps} has been reached and is dropped: the run goes on to the "
                               "end of its epochs")
         if self.train_loader.epoch == self.progress.epoch:

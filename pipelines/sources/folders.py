@@ -74,8 +74,17 @@ class FileSource(Source):
 def class_folders(folder: Path) -> list[str]:
     """Sorted names of the sub-folders; hidden ones are left out, and what macOS adds to archives."""
     with os.scandir(folder) as entries:
-        names = (entry.name for entry in entries if entry.is_dir())
+        names = (entry.name for entry in entries if os.path.isdir(entry))  # False for a link to itself, too
         return sorted(name for name in names if not name.startswith(".") and name != "__MACOSX")
+
+
+def broken_links(folder: Path) -> list[str]:
+    """Sorted paths of the links, in the place of class folders, that lead to no folder. Those to a file with an ending
+    are meant as files: classes.txt and others."""
+    with os.scandir(folder) as entries:
+        links = [entry for entry in entries if entry.is_symlink() and not entry.name.startswith(".")]
+    return sorted(link.path for link in links if not os.path.isdir(link)
+                  and not (os.path.isfile(link) and os.path.splitext(link.name)[1]))
 
 
 class LeftOut(defaultdict[str, list[str]]):
@@ -162,6 +171,8 @@ def folder_classes(path: Path, split: str) -> Classes:
     folders = class_folders(path)
     if not folders:
         inside = "only files" if any(path.iterdir()) else "nothing"
+        if broken := broken_links(path):
+            inside = f"only links that lead to no folder ({_some(broken)}) and files"
         raise DataError(
             f"data path {path} holds {inside}, no class folders; put the images of each class into a folder of its own"
         )
@@ -192,6 +203,8 @@ def find_images(path: Path, split: str) -> tuple[Classes, dict[str, list[Path]],
             f"{path}: {loose:,} image{'s' * (loose > 1)} beside the folders of classes, in none of them, "
             f"{'are' if loose > 1 else 'is'} left out"
         )
+    if broken := broken_links(path):
+        remarks.append(f"{path}: links that lead to no folder are left out: {_some(broken)}")
     if empty := [name for name in sorted(files.keys() - dict(classes).keys()) if not files[name]]:
         remarks.append(f"{path}: no class is made of folders without an image: {_some(empty)}")
     remarks += left_out.remarks(path)

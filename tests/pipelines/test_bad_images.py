@@ -11,7 +11,7 @@ from image_helpers import encode, smooth_image, write_records
 from PIL import Image
 
 from common.mxnet_compat import mx
-from pipelines import DataError, ImageTransform, LoaderConfig, load_images, open_loader
+from pipelines import DataError, ImageTransform, LoaderConfig, open_files, open_loader
 from pipelines.dali_loader import DaliLoader
 from pipelines.inspect_image import inspect_image
 from pipelines.make_records import Options, plan_files
@@ -262,7 +262,7 @@ def test_a_very_large_image_is_not_decoded(tmp_path):
     ))
     sentence = f"{file}: too large, has 20,000 x 20,000 pixels, more than --max-pixels {MAX_PIXELS}; replace it"
     with pytest.raises(DataError, match=re.escape(sentence)):
-        list(load_images([file], 16))
+        list(open_files([file], 16, 1))
     assert verify_split(str(tmp_path), "train").findings[0][1].kind == "too large"  # and not "truncated", as it is
     with pytest.raises(DataError, match="too large"):
         write_image_records(plan_files(tmp_path, "train"), tmp_path / "out", "train", Options())

@@ -14,7 +14,7 @@ from image_helpers import EVERYTHING, operated, write_folder, write_records
 from PIL import Image
 
 from common.mxnet_compat import mx
-from pipelines import MEAN, STD, DataError, ImageTransform, LoaderConfig, dali_loader, load_images, open_loader
+from pipelines import MEAN, STD, DataError, ImageTransform, LoaderConfig, dali_loader, open_files, open_loader
 from pipelines.dali_loader import READ_AHEAD, DaliLoader, decodes_on_cpu
 from pipelines.graph import (
     STAGES,
@@ -546,21 +546,20 @@ def test_batches_stay_valid_while_mxnet_is_late(numbered):
         np.testing.assert_array_equal(np.nan_to_num(copy.asnumpy()), pixels)
 
 
-def test_load_images_keeps_order_and_names_mistakes(folder, tmp_path):
+def test_files_keep_their_order_and_mistakes_are_named(folder, tmp_path):
     files = [folder / name for name in ("c02/002.JPEG", "c00/000.JPEG", "c01/004.JPEG")]
-    batches = list(load_images(files, 24, batch_size=2))
+    batches = list(open_files(files, 24, 2))
     assert [batch.label.asnumpy()[: batch.num_valid].tolist() for batch in batches] == [[0, 1], [2]]
-    one = next(iter(load_images(files[2:], 24)))
+    one = next(iter(open_files(files[2:], 24, 1)))
     np.testing.assert_array_equal(batches[1].data[0].asnumpy(), one.data[0].asnumpy())
     (tmp_path / "text.jpg").write_text("hello")
     for wrong, message in (
-        ([], "no image files given"),
         ([tmp_path / "none.jpg"], r"none\.jpg: cannot be read \(No such file or directory\)"),
         ([tmp_path], r"cannot be read \(a folder, not a file\)"),
         ([*files, tmp_path / "text.jpg"], r"text\.jpg: not an image"),
     ):
         with pytest.raises(DataError, match=message):
-            list(load_images(wrong, 24))
+            list(open_files(wrong, 24, 1))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 from image_helpers import encode, smooth_image, write_folder, write_records
 
 from pipelines import DataError, sources
+from pipelines.make_records import plan_files
 from pipelines.sources import open_source
 from pipelines.verify import verify_split, write_clean
 
@@ -92,6 +93,22 @@ def test_images_beside_the_folders_of_classes_are_told(tmp_path):
         assert list(source.remarks) == [f"{tmp_path}: {words}"] and len(source) == 4
 
 
+def test_links_that_lead_to_no_class_folder_are_told(tmp_path):
+    """Those to a class folder are one; those to files with an ending are files beside the classes."""
+    train = tmp_path / "train"
+    first, *_ = write_folder(train, 4, 2, seed=1)
+    (tmp_path / "names.txt").write_text("")
+    for name, target in (("good", train / "c00"), ("gone", tmp_path / "nowhere"), ("file", first), (".x", "nowhere"),
+                         ("circle", "circle"), ("notes.txt", tmp_path / "names.txt"), ("v1.0", "nowhere")):
+        (train / name).symlink_to(target)
+    source = open_source(tmp_path, "train")
+    broken = ", ".join(f"{train}/{name}" for name in ("circle", "file", "gone", "v1.0"))
+    expected = [f"{train}: links that lead to no folder are left out: {broken}"]
+    assert source.class_names == ["c00", "c01", "good"] and list(source.remarks) == expected
+    assert verify_split(str(tmp_path), "train").remarks == expected
+    assert plan_files(tmp_path, "train").remarks == expected
+
+
 def test_folders_without_an_image_are_no_classes(tmp_path, capsys):
     """But those of a classes.txt are, and an empty folder of validation images is one of a class without any."""
     write_folder(tmp_path / "train", 6, 3, seed=1)
@@ -164,6 +181,17 @@ def empty_folder(tmp_path):
 def files_only(tmp_path):
     (tmp_path / "a.jpg").write_bytes(b"x")
     return tmp_path, r"holds only files, no class folders; put"
+
+
+def links_to_nothing(tmp_path):
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train/cat").symlink_to("nowhere")
+    return tmp_path, r"holds only links that lead to no folder \(.*/train/cat\) and files, no class folders; put"
+
+
+def link_to_nothing_for_a_split(tmp_path):
+    (tmp_path / "train").symlink_to("nowhere")
+    return tmp_path, r"holds only links that lead to no folder \(.*/train\) and files, no class folders; put"
 
 
 def empty_class_folders(tmp_path):
@@ -282,6 +310,8 @@ MISTAKES = [
     no_data_file,
     empty_folder,
     files_only,
+    links_to_nothing,
+    link_to_nothing_for_a_split,
     empty_class_folders,
     other_split_only,
     file_of_a_splits_name,

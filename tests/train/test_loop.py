@@ -205,6 +205,7 @@ def test_accuracy_on_the_training_images_is_called_so(run_train, tiny_data, tiny
         assert ("eval_accuracy" in (folder / "mlperf.log").read_text()) == is_own
         assert (len((folder / "report" / "dawnbench.tsv").read_text().splitlines()) == 2) == is_own
     own, none = texts["split"], texts[tiny_data.name]
+    assert "top-5" not in own + none, "of three classes"
     assert "| validation loss" in own and "validation top-1, epoch 1" in own and "the validation set" in own
     found = "27 training images of 3 classes, 27 for validation\n"
     assert own.count(found) == 1

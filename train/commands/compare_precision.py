@@ -29,7 +29,7 @@ from train.errors import TrainError
 from train.presets import load_preset
 from train.processes.signals import STOPPING, StoppedBySignal, handled
 from train.reporting import plots
-from train.reporting.metrics import METRICS_FILE, VALIDATION, RunRecord, accuracy_of
+from train.reporting.metrics import METRICS_FILE, VALIDATION, RunRecord, accuracy_of, tells_top5
 
 # What tells a precision's runs apart, as fields of the configuration
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -53,6 +53,7 @@ class Row:
     evaluated: str | None  # "validation" or "training images": what the next two are of; None without either
     top1: float | None  # of the last epoch, fraction of images
     top5: float | None
+    num_classes: int | None
 
 
 def main(values: Mapping[str, Any]) -> None:
@@ -140,7 +141,7 @@ def _row(model: str, precision: str, record: RunRecord) -> Row:
     found = last.evaluation if last else None
     loss = last.train_loss if last else record.loss_curve[-1].loss if record.loss_curve else None
     return Row(model, precision, memory[-1]["largest_batch"] if memory else None, record.speed().mean, record.seconds,
-               loss, found and found.images, found and found.top1, found and found.top5)
+               loss, found and found.images, found and found.top1, found and found.top5, record.num_classes)
 
 
 def _machine(record: RunRecord) -> str:
@@ -150,7 +151,11 @@ def _machine(record: RunRecord) -> str:
 def _headings(rows: Sequence[Row]) -> tuple[str, ...]:
     accuracy = accuracy_of(next((row.evaluated for row in rows if row.evaluated), VALIDATION))
     return ("network", "precision", "largest batch", "images/sec", "speed-up", "time", "training loss", accuracy,
-            "top-5")
+            *["top-5"] * _tell_top5(rows))
+
+
+def _tell_top5(rows: Sequence[Row]) -> bool:
+    return any(tells_top5(row.num_classes) for row in rows)
 
 
 def _cells(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
@@ -162,7 +167,7 @@ def _cells(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
         speed_up = row.images_per_sec / base[row.model]
         yield (row.model, row.precision, _shown(row.largest_batch, ",d"), f"{row.images_per_sec:,.1f}",
                f"{speed_up:.2f}", f"{row.seconds:,.1f} s", _shown(row.train_loss, ".4f"), _shown(row.top1, ".2%"),
-               _shown(row.top5, ".2%"))
+               *[_shown(row.top5, ".2%")] * _tell_top5(rows))
 
 
 def _shown(value: float | None, form: str) -> str:

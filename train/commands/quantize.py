@@ -30,13 +30,13 @@ from train import models, weights
 from train.build import build_executor, evaluated_images, open_split
 from train.checkpoint import Checkpoint
 from train.commands.options import QuantizeOptions
-from train.commands.session import name_images, of_network, prepare
+from train.commands.session import name_images, of_network, prepare, shown_skipped
 from train.config import Config, configure
 from train.devices import Placement
 from train.errors import TrainError
 from train.processes.distributed import Workers
 from train.processes.signals import ending_with
-from train.reporting.metrics import TRAINING_IMAGES
+from train.reporting.metrics import TRAINING_IMAGES, tells_top5
 from train.validation import validate
 from train.weights import int8_file
 from train.weights.int8_file import Int8Network, executor_of
@@ -102,9 +102,9 @@ def _quantize(options: QuantizeOptions, values: Mapping[str, Any]) -> None:
         for precision, executor in (("float32", exact), ("int8", executor_of(network, trained, config, CPU))):
             sums = _validated(executor, loader, workers)
             accuracy[precision] = sums.top1 / sums.count
-            skipped = f" ({loader.num_skipped:,} skipped)" if loader.num_skipped else ""
-            print(f"{precision}: loss {sums.loss_sum / sums.count:.4f}, top-1 {accuracy[precision]:.2%}, top-5 "
-                  f"{sums.top5 / sums.count:.2%} on {sums.count:.0f} {images}{skipped}", flush=True)
+            top5 = f", top-5 {sums.top5 / sums.count:.2%}" * tells_top5(trained.num_classes)
+            print(f"{precision}: loss {sums.loss_sum / sums.count:.4f}, top-1 {accuracy[precision]:.2%}{top5} on "
+                  f"{sums.count:.0f} {images}{shown_skipped(loader.num_skipped)}", flush=True)
     name_images(loader, workers)
     lost = accuracy["float32"] - accuracy["int8"]
     if lost > MUCH:

@@ -35,7 +35,7 @@ from train.processes.signals import StoppedBySignal
 from train.reporting import predictions
 from train.reporting.inspection import describe, predict_some
 from train.reporting.metrics import IMAGES, METRICS_FILE, VALIDATION
-from train.reporting.recorder import Recorder
+from train.reporting.recorder import IMAGE_EVENTS, Recorder
 from train.reporting.report import write_report
 
 LOADER_SECONDS = 2.0  # how long the loader alone is measured
@@ -66,8 +66,7 @@ def checkpoint_to_resume(values: Mapping[str, Any]) -> Path | None:
 
 def steps_allowed(start: Checkpoint) -> int:
     """The --max-steps that a run goes on with where no other is given: its own, unless it has been reached."""
-    limit = start.config.max_steps
-    return limit if limit > start.progress.step else 0
+    return 0 if start.is_at_limit else start.config.max_steps
 
 
 def run_folder_of(config: Config, resumed_file: Path | None = None) -> Path:
@@ -103,16 +102,23 @@ def prepare(config: Config, workers: Workers) -> devices.Placement:
     return placement
 
 
-def name_images(loader: Loader, workers: Workers) -> int:
-    """Name, on stderr, the images that a loader's processes have skipped, or used though they are damaged; returns how
-    many were skipped in the loader's epoch. A collective operation."""
-    found = workers.gather((loader.bad_images, loader.damaged_images, loader.num_skipped))
-    for bad, damaged, _ in found if workers.rank == 0 else ():
-        for file, reason in bad:
-            print(f"skipped {file}: {reason}", file=sys.stderr)
-        for file, message in damaged:
-            print(f"a damaged image is used as it decodes: {file}: {message}", file=sys.stderr)
-    return sum(number for *_, number in found)
+def name_images(loader: Loader, workers: Workers) -> list[tuple[str, str]]:
+    """Name, on stderr, what of the data is left out, and the images that a loader's processes have skipped, or used
+    though they are damaged; returns the skipped ones and why each was. A collective operation."""
+    found = workers.gather((loader.bad_images, loader.damaged_images))
+    if workers.rank == 0:
+        for remark in loader.remarks:
+            print(remark, file=sys.stderr)
+        for of_process in found:
+            for sentence, images in zip(IMAGE_EVENTS.values(), of_process, strict=True):
+                for file, reason in images:
+                    print(sentence.format(file=file, reason=reason), file=sys.stderr)
+    return [image for bad, _ in found for image in bad]
+
+
+def shown_skipped(number: int) -> str:
+    """Behind a number of images, that of those which were skipped besides."""
+    return f" ({number:,} skipped)" if number else ""
 
 
 def open_recorder(trainer: Trainer, num_epochs: int | None, warmup_steps: int = 10) -> Recorder:
@@ -127,6 +133,7 @@ def open_recorder(trainer: Trainer, num_epochs: int | None, warmup_steps: int = 
         log_every=config.log_every,
         enabled=workers.rank == 0,
         num_processes=workers.size,
+        num_classes=len(trainer.train_loader.classes),
         evaluated=evaluated_images(config) if trainer.val_loader else VALIDATION,
         first_step=progress.step,
         first_epoch=progress.epoch,

@@ -11,7 +11,7 @@ from typing import Any
 from graph_passes.executors import Executor
 from train import weights
 from train.build import build_executor, evaluated_images, open_split
-from train.commands.session import name_images, of_network, prepare
+from train.commands.session import name_images, of_network, prepare, shown_skipped
 from train.config import configure
 from train.devices import for_int8
 from train.errors import TrainError
@@ -19,7 +19,7 @@ from train.processes.distributed import Workers
 from train.processes.invocation import command_line
 from train.reporting.document import Tiles
 from train.reporting.inspection import describe
-from train.reporting.metrics import TRAINING_IMAGES
+from train.reporting.metrics import TRAINING_IMAGES, tells_top5
 from train.reporting.report import write_validation
 from train.validation import validate
 from train.weights import int8_file
@@ -55,7 +55,7 @@ def main(values: Mapping[str, Any]) -> None:
     with loader:
         validation = validate(executor, loader, workers)
     assert validation  # nothing stops it before its end
-    sums, num_skipped = validation.metrics, name_images(loader, workers)
+    sums, skipped = validation.metrics, name_images(loader, workers)
     if not math.isfinite(sums.loss_sum):
         raise TrainError(f"the loss of {place} is {sums.loss_sum}: its weights are too large for the precision that it "
                          "computes in, or its images are prepared otherwise; give --dtype float32, or other weights",
@@ -64,14 +64,16 @@ def main(values: Mapping[str, Any]) -> None:
         is_same = Path(config.data).resolve() == Path(trained.config.data).resolve()
         images = TRAINING_IMAGES if is_same and evaluated_images(config) == TRAINING_IMAGES else "images"
         loss, top1, top5 = (value / sums.count for value in (sums.loss_sum, sums.top1, sums.top5))
+        is_top5_told = tells_top5(trained.num_classes)
         balanced = validation.outcomes.balanced_accuracy
         is_balance_wanted = max(config.balance, config.class_weights) > 0 or validation.outcomes.is_uneven
-        skipped = f" ({num_skipped:,} skipped)" if num_skipped else ""
-        print(f"{place}{' in INT8' if int8 else ''}: {sums.count:.0f} {images}{skipped}, loss {loss:.4f}, "
-              f"top-1 {top1:.2%}, top-5 {top5:.2%}" + f", balanced accuracy {balanced:.2%}" * is_balance_wanted)
+        print(f"{place}{' in INT8' if int8 else ''}: {sums.count:.0f} {images}{shown_skipped(len(skipped))}, "
+              f"loss {loss:.4f}, top-1 {top1:.2%}" + f", top-5 {top5:.2%}" * is_top5_told
+              + f", balanced accuracy {balanced:.2%}" * is_balance_wanted)
         if folder:
             on = images if images == TRAINING_IMAGES else f"images of {config.data}"
             found = describe(validation.outcomes, loader, trained.progress.epoch, on)
             figures = Tiles([(f"{value:{form}}", f"{name} on the {on}") for value, form, name in
-                             ((top1, ".1%", "top-1"), (top5, ".1%", "top-5"), (loss, ".4f", "loss"))])
-            print(f"report: {write_validation(folder, f'{place}: validation', figures, command_line(), found)}")
+                             ((top1, ".1%", "top-1"), *[(top5, ".1%", "top-5")] * is_top5_told, (loss, ".4f", "loss"))])
+            path = write_validation(folder, f"{place}: validation", figures, command_line(), found, skipped)
+            print(f"report: {path}")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
+import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from common import files
 from common.errors import UserError
@@ -17,7 +17,11 @@ NAME, VERSION = "gpu-report", 1  # of the file; another version is not read
 FILE = "report.json"
 # Of which less is better; of all others more.
 LESS_IS_BETTER = frozenset({"ms", "s", "price"})
+SMALLEST, LARGEST = 1e-12, 1e15  # in any of the units: what is beyond them was never measured, and ratios overflow
+KINDS = {str: "words", bool: "true or false", list: "a list", dict: "an object"}  # of JSON, in messages
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8", "int8")  # in the order of tables
+
+Value = TypeVar("Value", str, bool, list, dict)
 
 
 class Key(NamedTuple):
@@ -107,33 +111,55 @@ class Report:
             raise UserError(f"{path} is a report of version {values.get('version')!r}, and this program reads version "
                             f"{VERSION}: make it anew, or compare with the program that wrote it")
         try:
-            sections = {name: Section(tuple(map(_checked, section["figures"])),
-                                      tuple(section.get("notes", ())), section.get("seconds", 0.0),
-                                      section.get("complete", True))
-                        for name, section in values["sections"].items()}
-            if not isinstance(values["device"], str):
-                raise TypeError(f"{values['device']!r} is no name of a device")
-            return cls(values["device"], sections, {**values.get("about", {})})
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            about, sections = (_checked(dict, name, values.get(name, {})) for name in ("about", "sections"))
+            _checked(str, "about.note", about.get("note", ""))
+            return cls(_checked(str, "device", values.get("device")),
+                       {name: _section(f"sections.{name}", section) for name, section in sections.items()}, about)
+        except ValueError as error:
             raise UserError(f"{path} is damaged, or was written by hand wrongly ({error}): make it anew") from None
 
 
-def _checked(values: Mapping[str, Any]) -> Figure:
-    """A figure as it is in a file. Raises TypeError or ValueError where it is none, or cannot be compared."""
-    figure = Figure(**values)
-    for words in (figure.what, figure.size, figure.precision, figure.unit, figure.limit, figure.source):
-        if not isinstance(words, str):
-            raise TypeError(f"{words!r} stands where words belong")
-    if not isinstance(figure.more, Mapping):
-        raise TypeError(f"{figure.more!r} stands where more figures belong")
-    for number in (figure.value, figure.error or 0.0, *figure.more.values()):
-        if not isinstance(number, (int, float)):
-            raise TypeError(f"{number!r} stands where a number belongs")
-        if not 0 <= number < math.inf:
-            raise ValueError(f"{figure.what} {figure.size} has a figure of {number}")
-    if figure.value == 0 and figure.unit != "top-1 %":
-        raise ValueError(f"{figure.what} {figure.size} is 0 {figure.unit}")
-    return figure
+def _section(place: str, values: Any) -> Section:
+    """A section as it is in a file, at this place. Raises ValueError, as the next ones do."""
+    _checked(dict, place, values)
+    figures = _checked(list, f"{place}.figures", values.get("figures"))
+    notes = _checked(list, f"{place}.notes", values.get("notes", []))
+    return Section(tuple(_figure(f"{place}.figures[{i}]", figure) for i, figure in enumerate(figures)),
+                   tuple(_checked(str, f"{place}.notes[{i}]", note) for i, note in enumerate(notes)),
+                   _number(f"{place}.seconds", values.get("seconds", 0.0)),
+                   _checked(bool, f"{place}.complete", values.get("complete", True)))
+
+
+def _figure(place: str, values: Any) -> Figure:
+    """One that can be compared."""
+    _checked(dict, place, values)
+    if unknown := sorted(values.keys() - {field.name for field in dataclasses.fields(Figure)}):
+        raise ValueError(f"{place} has {reprlib.repr(unknown[0])}, which no figure has")
+    for name in ("what", "size", "precision", "unit"):
+        _checked(str, f"{place}.{name}", values.get(name))
+    for name in ("limit", "source"):
+        _checked(str, f"{place}.{name}", values.get(name, ""))
+    for name, value in _checked(dict, f"{place}.more", values.get("more", {})).items():
+        _number(f"{place}.more.{name}", value)
+    if values.get("error") is not None:
+        _number(f"{place}.error", values["error"])
+    if _number(f"{place}.value", values.get("value")) == 0 and values["unit"] != "top-1 %":
+        raise ValueError(f"{place}.value is 0 {values['unit']}")
+    return Figure(**values)
+
+
+def _number(place: str, value: Any) -> float:
+    if type(value) not in (int, float):
+        raise ValueError(f"{place} is {reprlib.repr(value)}, where a number belongs")
+    if not (value == 0 or SMALLEST <= value <= LARGEST):
+        raise ValueError(f"{place} is {reprlib.repr(value)}, which nothing measures")
+    return value
+
+
+def _checked(kind: type[Value], place: str, value: Any) -> Value:
+    if type(value) is not kind:
+        raise ValueError(f"{place} is {reprlib.repr(value)}, where {KINDS[kind]} belong{'s' * (kind is not str)}")
+    return value
 
 
 def precisions_of(figures: Iterable[Figure]) -> list[str]:

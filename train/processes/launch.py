@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import signal
 
-from train.processes.signals import interrupt, leave_at_ctrl_c, starting
+from train.processes.signals import STOPPED_EARLY, StoppedBySignal, ending_with, interrupt, leave_at
 
 if __name__ == "__main__":
-    leave_at_ctrl_c()
+    leave_at(signal.SIGINT, signal.SIGTERM)
 
 import argparse
 import importlib
@@ -104,9 +104,9 @@ def launch_elastic(slots: Sequence[Slot], command: Sequence[str], min_processes:
     """Run a command once for each slot; the exit code. When a process is lost, the others go on as long as
     `min_processes` are left, and it comes back after `cooldown` seconds, twice as long each time, if that is not 0.
 
-    Raises TrainError where Horovod is missing.
+    Raises TrainError where Horovod is missing, and StoppedBySignal while it starts.
     """
-    with starting():
+    with ending_with(STOPPED_EARLY):
         require_horovod(len(slots))
         from train.processes.elastic_launch import ElasticRun  # needs Horovod
 
@@ -120,9 +120,9 @@ def launch(slots: Sequence[Slot], command: Sequence[str], hang_seconds: float = 
     Returns the exit code: 0, or that of the first process that failed, whereupon the others are ended; so they are
     when one hangs (`Watch`, with `hang_seconds`).
 
-    Raises TrainError where Horovod is missing.
+    Raises TrainError where Horovod is missing, and StoppedBySignal while it starts.
     """
-    with starting():
+    with ending_with(STOPPED_EARLY):
         require_horovod(len(slots))
         from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
         from horovod.runner.gloo_run import create_slot_env_vars
@@ -232,13 +232,18 @@ def main(arguments: Sequence[str]) -> int:
     elastic = f" --min-np {own.min_np}" + f" --cooldown {own.cooldown}" * bool(own.cooldown) if own.min_np else ""
     patience = f" --hang-seconds {own.hang_seconds}" * (own.hang_seconds != DEFAULT_SECONDS)
     os.environ[LAUNCHER_VARIABLE] = f"{SCRIPT} -n {len(slots)}{elastic}{patience}"
+    if len(slots) == 1 and not own.min_np:
+        _become(command, slots[0])  # alone it needs neither Horovod nor this process
     if __name__ == "__main__":
         signal.signal(signal.SIGINT, interrupt)
-    if own.min_np:
-        return launch_elastic(slots, command, own.min_np, own.cooldown, own.hang_seconds)
-    if len(slots) == 1:
-        _become(command, slots[0])  # alone it needs neither Horovod nor this process
-    return launch(slots, command, own.hang_seconds)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        if own.min_np:
+            return launch_elastic(slots, command, own.min_np, own.cooldown, own.hang_seconds)
+        return launch(slots, command, own.hang_seconds)
+    except StoppedBySignal as stop:
+        print(stop, file=sys.stderr, flush=True)
+        return stop.exit_code
 
 
 def _become(command: list[str], slot: Slot) -> NoReturn:

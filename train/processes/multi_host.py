@@ -6,10 +6,16 @@ beside its GPU and becomes `python -m train`. Here is what horovodrun is asked f
 
 from __future__ import annotations
 
+import signal
+
+from train.processes.signals import STOPPED_EARLY, StoppedBySignal, ending_with, interrupt, leave_at
+
+if __name__ == "__main__":
+    leave_at(signal.SIGINT, signal.SIGTERM)
+
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 from collections import Counter
@@ -19,9 +25,11 @@ from typing import Annotated
 
 from common.command_line import Positive, exit_code_of, given_and_rest, part_of, to_arguments
 from common.errors import ProgramError
+from common.output import make_lasting
+from train.__main__ import understood
 from train.errors import TrainError
+from train.processes import launch
 from train.processes.invocation import LAUNCHER_VARIABLE
-from train.processes.launch import require_horovod
 from train.processes.worker import TOLD
 
 
@@ -97,6 +105,10 @@ def read_hosts(own: MultiHostOptions) -> dict[str, int]:
 
 def main(arguments: Sequence[str]) -> int:
     own, words, passed = parse(arguments)
+    _, of_run = launch.parse(passed)
+    run, _ = understood(of_run)  # a mistake is told here, and once
+    if run.outlasts_output:
+        make_lasting()
     hosts = read_hosts(own)
     available = sum(hosts.values())
     count = own.processes or available
@@ -112,15 +124,23 @@ def main(arguments: Sequence[str]) -> int:
     if count > available:
         print(f"waiting for {count} processes; {own.host_discovery_script} names {available} so far", flush=True)
     os.environ[LAUNCHER_VARIABLE] = shlex.join(["scripts/multi_host.sh", "-n", str(count), *words])
-    return horovodrun(["--gloo", "-np", str(count), *words, *command])
+    if __name__ == "__main__":
+        signal.signal(signal.SIGINT, interrupt)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        return horovodrun(["--gloo", "-np", str(count), *words, *command])
+    except StoppedBySignal as stop:
+        print(stop, file=sys.stderr, flush=True)
+        return stop.exit_code
 
 
 def horovodrun(arguments: Sequence[str]) -> int:
     """Its exit code: 0, or that of the first process that failed, whose last words this prints. Raises ProgramError
-    where Horovod is missing, or finds the machines wanting."""
-    require_horovod("several")
-    from horovod.runner.common.util.timeout import TimeoutException
-    from horovod.runner.launch import run_commandline
+    where Horovod is missing, or finds the machines wanting, and StoppedBySignal while it starts."""
+    with ending_with(STOPPED_EARLY):
+        launch.require_horovod("several")
+        from horovod.runner.common.util.timeout import TimeoutException
+        from horovod.runner.launch import run_commandline
 
     sys.argv[1:] = arguments
     try:

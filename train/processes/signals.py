@@ -107,10 +107,12 @@ def leave(number: int, frame: FrameType | None) -> None:
     os._exit(128 + number)
 
 
-def leave_at_ctrl_c() -> None:
-    """From now on `leave`; one that has come since a launcher started this process is answered here."""
-    signal.signal(signal.SIGINT, leave)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+def leave_at(*numbers: int) -> None:
+    """From now on `leave` at these signals; one that has come since a launcher started this process, which holds back
+    SIGINT, is answered here."""
+    for number in numbers:
+        signal.signal(number, leave)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
@@ -124,16 +126,6 @@ def interrupt(number: int, frame: FrameType | None) -> None:
 
     signal.signal(signal.SIGINT, end)
     raise KeyboardInterrupt
-
-
-@contextlib.contextmanager
-def starting() -> Iterator[None]:
-    """Inside, a KeyboardInterrupt, after what is inside has cleaned up, is told in a sentence: nothing has begun."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        _answer(STOPPED_EARLY)
-        raise
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import math
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
@@ -19,7 +20,7 @@ from train.processes import topology
 from train.processes.guard import Guard
 from train.processes.invocation import python
 from train.processes.pulse import Activity
-from train.processes.signals import SAME_SECONDS, STOPPING, handled
+from train.processes.signals import SAME_SECONDS, STOPPED_EARLY, STOPPING, handled
 from train.processes.watch import Watch
 
 _libc = ctypes.CDLL(None)
@@ -196,6 +197,15 @@ class Processes:
                 if worker not in self._given_up:
                     worker.process.wait()
             self._guard.close()
+            if self._was_stopped_early:
+                print(STOPPED_EARLY, file=sys.stderr, flush=True)
+
+    @property
+    def _was_stopped_early(self) -> bool:
+        """Whether a signal that was handed on has ended processes which, as they start, have no handler that says so,
+        before any of them had begun."""
+        begun = any(record.activity > Activity.JOINING for record in self.watch.records)
+        return not begun and any(-(worker.process.returncode or 0) in self.signals for worker in self.all)
 
     @property
     def signals_to_stop(self) -> list[int]:
@@ -215,7 +225,7 @@ class Processes:
 
 def _stop_with_us(is_ours: bool) -> None:
     """In a new process: SIGTERM for it when this one is killed, so that it saves and leaves the GPU. (Guard has an eye
-    on it.) In one of ours Ctrl-C waits for `signals.leave_at_ctrl_c`: Python prints a stack trace while it starts."""
+    on it.) In one of ours Ctrl-C waits for `signals.leave_at`: Python prints a stack trace while it starts."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if is_ours:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])

@@ -122,6 +122,11 @@ def accuracy_of(images: str, top: str = "top-1") -> str:
     return f"{VALIDATION} {top}" if images == VALIDATION else f"{top} on the {images}"
 
 
+def tells_top5(num_classes: int | None) -> bool:
+    """Whether a top-5 accuracy among so many classes (None: not known) says anything; of five it is always 100 %."""
+    return num_classes is None or num_classes > 5
+
+
 class Evaluation(NamedTuple):
     """What the network, as it is after an epoch, makes of some images."""
 
@@ -196,6 +201,7 @@ class RunRecord:
     command: str  # of the first session
     images_per_step: int  # of the last session, all processes and accumulated batches together
     num_processes: int = 1
+    num_classes: int | None = None  # that the network tells apart; runs of earlier versions do not say
     warmup_steps: int = 0  # first steps of every session that no throughput counts
     steps_before: int = 0  # steps that the checkpoint had behind it, where a run began from another run's
     start_date: str = ""  # ISO 8601, UTC
@@ -221,6 +227,11 @@ class RunRecord:
     def examples(self) -> str:
         """What is counted as images in all names here: IMAGES, or the WORDS of a language model."""
         return WORDS if self.config.get("config") == LANGUAGE_MODEL else IMAGES
+
+    @property
+    def tells_top5(self) -> bool:
+        """Whether its top-5 accuracy is for people too."""
+        return tells_top5(self.num_classes)
 
     def speed(self) -> Speed:
         """Speed of the whole run, waits for the loader included, warm-up, validation and checkpoints excluded."""
@@ -348,6 +359,7 @@ class RunRecord:
         self.epochs = [row for row in self.epochs if row.epoch < line["epoch"]]
         for name in ("config", "images_per_step", "num_processes", "warmup_steps"):
             setattr(self, name, line[name])
+        self.num_classes = line.get("num_classes")
         for name in ("git_commit", "versions", "hardware"):
             setattr(self, name, line[name])
 

@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any, TextIO
 
 from common.files import lock, way_out, write_bytes
 from train.errors import TrainError
@@ -23,6 +23,11 @@ def log_of_run(path: Path) -> Iterator[None]:
     except OSError as error:
         raise TrainError(f"cannot write {path} ({error.strerror}): {way_out(error, 'see that it can be written')} and "
                          f"start again, with --resume {path.parent} where that has a checkpoint") from None
+
+
+def content_of(file: IO[Any]) -> bytes:
+    """What an open file holds, which somebody has removed: it is there as long as it is open."""
+    return Path(f"/proc/self/fd/{file.fileno()}").read_bytes()
 
 
 class MetricsFile:
@@ -61,12 +66,10 @@ class MetricsFile:
             return True
 
     def write_anew(self) -> None:
-        """Put it back with all that it held, which is there as long as it is open. Raises TrainError where that
-        fails."""
+        """Put it back with all that it held. Raises TrainError where that fails."""
         with log_of_run(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file.seek(0)
-            write_bytes(self._path, self._file.read().encode())
+            write_bytes(self._path, content_of(self._file))
             self._file.close()
             self._file = self._path.open("a+", encoding="utf-8", buffering=1)
             _lock(self._file, self._path)

@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from train.reporting.metrics_file import log_of_run
+from common.files import write_bytes
+from train.reporting.metrics_file import content_of, log_of_run
 
 PREFIX = ":::MLLOG"
 OPTIONS = {  # MLPerf's name -> ours
@@ -56,6 +57,18 @@ class MLPerfLog:
     def point(self, key: str, value: Any = None, **metadata: Any) -> None:
         """Something without duration: a hyperparameter, an accuracy."""
         self._write("POINT_IN_TIME", key, value, metadata)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether somebody has removed it."""
+        return not self._path.exists()
+
+    def write_anew(self) -> None:
+        """Put it back with all that it held. Raises TrainError where that fails."""
+        with log_of_run(self._path):
+            write_bytes(self._path, content_of(self._file))
+            self._file.close()
+            self._file = self._path.open("a", encoding="utf-8", buffering=1)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):

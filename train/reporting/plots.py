@@ -98,10 +98,10 @@ def accuracy(record: RunRecord, theme: Theme) -> bytes:
     figure, axes = _figure_with_axes(theme, "Accuracy", "epoch", "correct (%)")
     series = [("training top-1", theme.series[0], [(row.epoch, row.train_top1) for row in record.epochs])]
     for images, rows in _evaluations(record).items():
-        series += [
-            (accuracy_of(images), theme.series[1], [(epoch, found.top1) for epoch, found in rows]),
-            (accuracy_of(images, "top-5"), theme.series[2], [(epoch, found.top5) for epoch, found in rows]),
-        ]
+        series.append((accuracy_of(images), theme.series[1], [(epoch, found.top1) for epoch, found in rows]))
+        if record.tells_top5:
+            name = accuracy_of(images, "top-5")
+            series.append((name, theme.series[2], [(epoch, found.top5) for epoch, found in rows]))
     for label, color, points in series:
         known = [(epoch, 100 * value) for epoch, value in points if value is not None]
         if known:

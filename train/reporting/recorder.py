@@ -36,7 +36,9 @@ from train.reporting.step_clock import Interval, Place, StepClock
 from train.reporting.terminal import Terminal
 
 LONGEST_SILENCE = 10.0  # seconds of steps without a line on the terminal, after which one comes between two log lines
-IMAGE_EVENTS = ("bad_image", "damaged_image")
+# What is said of an image, by the event that it becomes.
+IMAGE_EVENTS = {"bad_image": "skipped {file}: {reason}",
+                "damaged_image": "a damaged image is used as it decodes: {file}: {reason}"}
 
 T = TypeVar("T")
 
@@ -53,6 +55,7 @@ class Recorder:
         num_epochs: epochs of the whole run, for the time left; None: nobody can tell its end.
         log_every: optimizer steps between two log lines.
         num_processes: for the report.
+        num_classes: that the network tells apart; of five and fewer no top-5 accuracy is shown. None: not known.
         evaluated: which images validation sees, one of `metrics.EVALUATED`.
         first_step: optimizer steps that the checkpoint resumed from has behind it.
         first_epoch: whole epochs likewise.
@@ -75,6 +78,7 @@ class Recorder:
         log_every: int,
         enabled: bool = True,
         num_processes: int = 1,
+        num_classes: int | None = None,
         evaluated: str = VALIDATION,
         first_step: int = 0,
         first_epoch: int = 0,
@@ -111,8 +115,9 @@ class Recorder:
         self.record = self._logs.record
         self._named_bad.update(event["file"] for event in self.record.events if event["event"] in IMAGE_EVENTS)
         self._logs.begin_session(self._place, config, images_per_step=images_per_step, num_processes=num_processes,
-                                 warmup_steps=warmup_steps, tensorboard=tensorboard, mlperf=mlperf)
-        self._terminal = Terminal(num_epochs, console, self.record.examples)
+                                 num_classes=num_classes, warmup_steps=warmup_steps, tensorboard=tensorboard,
+                                 mlperf=mlperf)
+        self._terminal = Terminal(num_epochs, console, self.record.examples, self.record.tells_top5)
 
     # --- steps ---
 
@@ -142,8 +147,7 @@ class Recorder:
             for file, reason in _bad_images(batches):
                 if file not in self._named_bad:
                     self._named_bad.add(file)
-                    self.event("bad_image", file=file, reason=reason)
-                    self.say(f"skipped a bad image: {file}: {reason}")
+                    self.name_image("bad_image", file, reason)
             for file, message in _damaged_images(batches):
                 if file not in self._named_bad:
                     self._named_bad.add(file)
@@ -300,6 +304,11 @@ class Recorder:
     def event(self, kind: str, **fields: Any) -> None:
         """Something worth a line in metrics.jsonl and the report: `checkpoint`, `bad_image`, `stop`, ..."""
         self._emit(kind, step=self._place.step, **fields)
+
+    def name_image(self, kind: str, file: str, reason: str) -> None:
+        """An image is skipped, or used though it is damaged: one of IMAGE_EVENTS."""
+        self.say(IMAGE_EVENTS[kind].format(file=file, reason=reason))
+        self.event(kind, file=file, reason=reason)
 
     def loader_speed(self, images_per_sec: float) -> None:
         """Speed of the loader alone, over all processes, as the loop measured it."""

@@ -20,7 +20,7 @@ from train.options.data import SYNTHETIC
 from train.reporting import classifier, language_model, plots, predictions
 from train.reporting.classifier import Classifier
 from train.reporting.document import Block, Code, Heading, Plot, Table, Text, Tiles, duration, html_page, markdown
-from train.reporting.metrics import EVALUATED, METRICS_FILE, TRAINING_IMAGES, VALIDATION, RunRecord, accuracy_of
+from train.reporting.metrics import EVALUATED, METRICS_FILE, VALIDATION, RunRecord, accuracy_of
 from train.reporting.summary import Summary, summarize
 
 
@@ -62,12 +62,14 @@ def write_report(folder: Path, record: RunRecord) -> Path:
     return folder / "report.md"
 
 
-def write_validation(folder: Path, title: str, results: Tiles, command: str, found: Classifier) -> Path:
-    """Write a report of a validation into `folder`; returns the path of report.md. Raises UserError for a folder that
-    cannot be written."""
+def write_validation(folder: Path, title: str, results: Tiles, command: str, found: Classifier,
+                     skipped: Sequence[tuple[str, str]] = ()) -> Path:
+    """Write a report of a validation, which has `skipped` these images for these reasons, into `folder`; returns the
+    path of report.md. Raises UserError for a folder that cannot be written."""
     found.save(folder)
-    write_pages(folder, title, [results, Text("By:"), Code(command), *found.blocks()], found.figures,
-                {"command": command, "classifier": found.to_dict()})
+    blocks = [results, *_skipped([file for file, _ in skipped], "report.json"), Text("By:"), Code(command)]
+    write_pages(folder, title, [*blocks, *found.blocks()], found.figures,
+                {"command": command, "skipped": dict(skipped), "classifier": found.to_dict()})
     return folder / "report.md"
 
 
@@ -104,14 +106,14 @@ def dawnbench_tsv(record: RunRecord) -> str:
 
 # --- contents ---
 
-NUM_NAMED = 3  # skipped images at the head of a report; all are among its events
+NUM_NAMED = 3  # skipped images at the head of a report
 
 CAPTIONS = {
     "throughput.png": "Speed of every training step over the time spent in steps.",
     "time_split.png": "All time of the run, from its start to its end.",
     "gpu.png": "Means between two log lines, over the time spent in steps.",
     "loss.png": "Mean training loss between two log lines; loss on whole images after an epoch.",
-    "accuracy.png": "Share of images whose class is the first guess (top-1) or among the first five (top-5).",
+    "accuracy.png": "Share of images whose class is the first guess (top-1){}.",
 }
 
 
@@ -133,7 +135,7 @@ def _contents(
         tiles += language_model.tiles(record, known)
     elif summary.best and (best := summary.best.evaluation):
         tiles += [(f"{best.top1:.1%}", f"{accuracy_of(best.images)}, epoch {summary.best.epoch}")]
-        tiles += [(f"{best.top5:.1%}", "top-5 of the same epoch")]
+        tiles += [(f"{best.top5:.1%}", "top-5 of the same epoch")] * record.tells_top5
         if best.balanced_top1 is not None:
             tiles += [(f"{best.balanced_top1:.1%}", "balanced accuracy of the same epoch")]
     tiles += [(duration(record.seconds), f"on {record.num_processes} process{'es' * (record.num_processes > 1)}")]
@@ -142,7 +144,8 @@ def _contents(
     blocks: list[Block] = [
         Tiles(tiles),
         Text(summary.limit_text),
-        *_skipped(record),
+        *_skipped(list(dict.fromkeys(event["file"] for event in record.events if event["event"] == "bad_image")),
+                  "the events"),
         Text(f"Started {_date(record.start_date)} on {where}, {_images_per_step(record)} {record.examples} per step, "
              "by:"),
         Code(record.command),
@@ -172,7 +175,8 @@ def _contents(
     blocks += _gpu_blocks(record, summary, figures)
     if record.loss_curve or record.epochs:
         blocks += [Heading("Learning")]
-        blocks += [Plot(name, CAPTIONS[name]) for name in ("loss.png", "accuracy.png") if name in figures]
+        top5 = " or among the first five (top-5)" * record.tells_top5
+        blocks += [Plot(name, CAPTIONS[name].format(top5)) for name in ("loss.png", "accuracy.png") if name in figures]
     if record.skipped_steps:
         blocks += [Text(f"{record.skipped_steps:,} of {len(record.step_ms):,} steps changed no weight, since a "
                         "gradient was not finite (the loss scale of float16 is halved then).")]
@@ -202,14 +206,13 @@ def _images_per_step(record: RunRecord) -> str:
     return ", then ".join(str(number) for number, _ in itertools.groupby(sessions))
 
 
-def _skipped(record: RunRecord) -> list[Block]:
-    """How many images the run has left out, and the first of them; nothing where there are none."""
-    files = list(dict.fromkeys(event["file"] for event in record.events if event["event"] == "bad_image"))
+def _skipped(files: Sequence[str], all_in: str) -> list[Block]:
+    """How many images were left out, the first of them, and where to see all; nothing where there are none."""
     if not files:
         return []
     named = ", ".join(files[:NUM_NAMED]) + ", ..." * (len(files) > NUM_NAMED)
     count = "1 image was" if len(files) == 1 else f"{len(files):,} images were"
-    return [Text(f"{count} skipped, which cannot be decoded (see the events): {named}")]
+    return [Text(f"{count} skipped, which cannot be decoded (see {all_in}): {named}")]
 
 
 def _gpu_blocks(record: RunRecord, summary: Summary, figures: Sequence[str]) -> list[Block]:
@@ -265,10 +268,10 @@ def _epoch_table(record: RunRecord) -> Table:
         return "" if value is None else format(value, form)
 
     seen = {row.evaluation.images for row in record.epochs if row.evaluation} or {VALIDATION}
-    names = {VALIDATION: ("val loss", "val top-1", "val top-5"),
-             TRAINING_IMAGES: tuple(f"{name} on the {TRAINING_IMAGES}" for name in ("loss", "top-1", "top-5"))}
+    figures = (("loss", ".4f", "loss"), ("top1", ".2%", "top-1"), ("top5", ".2%", "top-5"))[: 2 + record.tells_top5]
     prefixes = {images: prefix for images, prefix in EVALUATED.items() if images in seen}
-    headings = [name for images in prefixes for name in names[images]]
+    headings = [f"val {name}" if images == VALIDATION else f"{name} on the {images}"
+                for images in prefixes for *_, name in figures]
     some_skipped = any(row.skipped_images for row in record.epochs)
     return Table(
         ("epoch", "time", "images/sec", "train loss", "train top-1", *headings, *["skipped"] * some_skipped),
@@ -276,8 +279,8 @@ def _epoch_table(record: RunRecord) -> Table:
             (
                 str(row.epoch), duration(3600 * row.hours), number(row.images_per_sec, ",.1f"),
                 number(row.train_loss, ".4f"), number(row.train_top1, ".2%"),
-                *(number(getattr(row, f"{prefix}_{name}"), form) for prefix in prefixes.values()
-                  for name, form in (("loss", ".4f"), ("top1", ".2%"), ("top5", ".2%"))),
+                *(number(getattr(row, f"{prefix}_{field}"), form) for prefix in prefixes.values()
+                  for field, form, _ in figures),
                 *[f"{row.skipped_images:,}"] * some_skipped,
             )
             for row in record.epochs

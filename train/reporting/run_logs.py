@@ -19,6 +19,8 @@ from train.reporting.mlperf import MLPerfLog
 from train.reporting.step_clock import Interval, Place
 from train.reporting.tensorboard import TensorBoardLog
 
+TENSORBOARD, MLPERF = "tensorboard", "mlperf.log"  # in the run's folder
+
 
 class RunLogs:
     """Opens metrics.jsonl in the run's folder, and the others where `begin_session` says so.
@@ -35,8 +37,8 @@ class RunLogs:
         self.record = self._metrics.record
 
     def begin_session(
-        self, place: Place, config: Mapping[str, Any], *, images_per_step: int, num_processes: int, warmup_steps: int,
-        tensorboard: bool, mlperf: bool
+        self, place: Place, config: Mapping[str, Any], *, images_per_step: int, num_processes: int,
+        num_classes: int | None, warmup_steps: int, tensorboard: bool, mlperf: bool
     ) -> None:
         """A run with this configuration begins at `place`, or goes on there."""
         self._first_step = place.step
@@ -49,15 +51,16 @@ class RunLogs:
             command=command_line(),
             images_per_step=images_per_step,
             num_processes=num_processes,
+            num_classes=num_classes,
             warmup_steps=warmup_steps,
             git_commit=environment.git_commit(),
             versions=environment.versions(),
             hardware=environment.hardware(),
         )
         if tensorboard:
-            self._tensorboard = TensorBoardLog(self._folder / "tensorboard", place.step)
+            self._tensorboard = TensorBoardLog(self._folder / TENSORBOARD, place.step)
         if mlperf:
-            self._mlperf = MLPerfLog(self._folder / "mlperf.log")
+            self._mlperf = MLPerfLog(self._folder / MLPERF)
             self._mlperf.run(config, images_per_step)
 
     def emit(self, event: str, **fields: Any) -> None:
@@ -65,11 +68,13 @@ class RunLogs:
         self._metrics.write(event, **fields)
 
     def restored(self) -> list[str]:
-        """Write metrics.jsonl anew if somebody has removed it; the names of files of which that was so."""
-        if not self._metrics.is_gone:
-            return []
-        self._metrics.write_anew()
-        return [METRICS_FILE]
+        """Write anew what somebody has removed of them; the names of those of which that was so."""
+        removed = []
+        for name, log in ((METRICS_FILE, self._metrics), (TENSORBOARD, self._tensorboard), (MLPERF, self._mlperf)):
+            if log and log.is_gone:
+                log.write_anew()
+                removed.append(name)
+        return removed
 
     def hours(self) -> float:
         """Since the start of the run, over its sessions."""
@@ -143,3 +148,4 @@ class RunLogs:
         for log in (self._mlperf, self._tensorboard, self._metrics):
             if log:
                 log.close()
+        self._mlperf = self._tensorboard = None

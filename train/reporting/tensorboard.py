@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from train.reporting.metrics_file import log_of_run
+from train.reporting.metrics_file import content_of, log_of_run
 
 FLUSH_SECONDS = 60.0
 
@@ -26,12 +26,12 @@ class TensorBoardLog:
         from tensorboardX.proto import event_pb2, summary_pb2  # slow to import
         from tensorboardX.record_writer import RecordWriter
 
-        self._event, self._summary, self._path = event_pb2.Event, summary_pb2.Summary, folder
+        self._event, self._summary, self._open = event_pb2.Event, summary_pb2.Summary, RecordWriter
         self._flushed_at = -math.inf
+        self._path = folder / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{first_step}"
         with log_of_run(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{first_step}"
-            self._file = RecordWriter(str(folder / name))
+            self._file = RecordWriter(str(self._path))
         self._write(file_version="brain.Event:2")
         if first_step:
             self._write(step=first_step, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
@@ -46,6 +46,22 @@ class TensorBoardLog:
         if points:
             self._write(step=step, summary=self._summary(value=points))
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether somebody has removed it."""
+        return not self._path.exists()
+
+    def write_anew(self) -> None:
+        """Put it back with all that it held. Raises TrainError where that fails."""
+        with log_of_run(self._path.parent):
+            self._file.flush()
+            content = content_of(self._file._writer)
+            self._file.close()
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._open(str(self._path))
+            self._file._writer.write(content)
+            self._file.flush()
+
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._file.flush()
@@ -54,7 +70,7 @@ class TensorBoardLog:
 
     def _write(self, **fields: Any) -> None:
         now = time.monotonic()
-        with log_of_run(self._path):
+        with log_of_run(self._path.parent):
             self._file.write(self._event(wall_time=time.time(), **fields).SerializeToString())
             if now - self._flushed_at > FLUSH_SECONDS:
                 self._file.flush()

@@ -14,12 +14,14 @@ class Terminal:
     """Prints lines; a terminal gets a progress bar below them, anything else plain lines without control codes.
 
     `num_epochs`: of the whole run; None for a run that ends when its figure is known, whose end nobody can foretell.
-    `examples`: what they are, IMAGES or WORDS.
+    `examples`: what they are, IMAGES or WORDS. `tells_top5`: whether top-5 accuracy is shown.
     """
 
-    def __init__(self, num_epochs: int | None, console: Console | None = None, examples: str = IMAGES) -> None:
+    def __init__(self, num_epochs: int | None, console: Console | None = None, examples: str = IMAGES,
+                 tells_top5: bool = True) -> None:
         self.num_epochs = num_epochs
         self.examples = examples
+        self.tells_top5 = tells_top5
         self.console = console or Console(highlight=False, soft_wrap=True)
         self.progress: Progress | None = None
         self._task: TaskID | None = None
@@ -83,7 +85,7 @@ class Terminal:
         """The figure that a run is after."""
         if self.examples == WORDS:
             return f"perplexity {shown_perplexity(loss)}"
-        return f"top-1 {top1:.1%}" + ("" if top5 is None else f", top-5 {top5:.1%}")
+        return f"top-1 {top1:.1%}" + ("" if top5 is None or not self.tells_top5 else f", top-5 {top5:.1%}")
 
     def close(self) -> None:
         if self.progress:

@@ -91,3 +91,5 @@ def test_table_and_plot_of_two_networks():
         "| resnet50 | float16 | 2,000 | 200.0 | 2.00 | 9.0 s | 1.5000 | 62.50% | 87.50% |")
     by_model = {model: {p: runs[model, p] for p in ("float32", "float16")} for model in ("resnet18", "resnet50")}
     assert plots.precisions(by_model, "title").startswith(b"\x89PNG")
+    rows = [dataclasses.replace(row, num_classes=5) for row in rows]
+    assert compare_precision._markdown(rows).splitlines()[-1].endswith("| 62.50% |"), "top-5 of five is 100 %"

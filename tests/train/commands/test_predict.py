@@ -15,7 +15,7 @@ from common.errors import UserError
 from common.mxnet_compat import mx
 from graph_passes import Graph
 from graph_passes.executors import create_executor
-from pipelines import DataError, load_images
+from pipelines import DataError, open_files
 from train.checkpoint import Checkpoint, load, save
 from train.command_line import read
 from train.commands import predict
@@ -48,7 +48,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Image.new("RGB", (80, 60), colour).save(folder / f"{name}.png")
     features_symbol = symbol.get_internals()["flatten_output"]
     graph = Graph.from_json(features_symbol.tojson())
-    (batch,) = load_images([folder / f"{name}.png" for name in CLASS_NAMES[:4]], SIZE, 4)
+    (batch,) = open_files([folder / f"{name}.png" for name in CLASS_NAMES[:4]], SIZE, 4)
     executor = create_executor("mxnet", graph, {"data": (4, SIZE, SIZE, 3)}, "cpu(0)")
     executor.set_params({k: v for k, v in params.items() if not k.startswith("classifier")}, aux)
     features = executor.forward(batch.data).asnumpy()

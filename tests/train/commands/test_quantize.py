@@ -89,23 +89,32 @@ def test_the_command_writes_integers_and_tells_what_they_cost(
 def test_skipped_and_damaged_images_are_named(
     run_folder: Path, tiny_data: Path, tmp_path: Path, run_train: RunTrain
 ) -> None:
-    """By quantize, those that it is calibrated on too; by validate, how many as well."""
+    """By quantize, those that it is calibrated on too; by validate, how many as well; and in its report."""
     for split in ("train", "val"):
         shutil.copytree(tiny_data, tmp_path / split)
         (tmp_path / split / "class0" / "1.jpg").write_bytes(b"no image")
         damaged = tmp_path / split / "class1" / "2.jpg"
         content = damaged.read_bytes()
         damaged.write_bytes(content[:-2] + bytes(50) + content[-2:])
+        (tmp_path / split / "gone").symlink_to("nowhere")
     options = ("--checkpoint", run_folder, "--data", tmp_path, "--on-bad-image", "skip")
     for command, splits, count in (("quantize", ("train", "val"), "on 26 validation images (1 skipped)\n"),
                                    ("validate", ("val",), ": 26 images (1 skipped), loss ")):
         code, out, err = run_train(command, *options)
         assert code == 0 and count in out
         named = [line for line in err.splitlines() if str(tmp_path) in line]
-        assert len(named) == 2 * len(splits)
-        for split, skipped, damage in zip(splits, named[::2], named[1::2], strict=True):
+        assert len(named) == 3 * len(splits)
+        for split, left_out, skipped, damage in zip(splits, named[::3], named[1::3], named[2::3], strict=True):
+            folder = tmp_path / split
+            assert left_out == f"{folder}: links that lead to no folder are left out: {folder}/gone"
             assert skipped.startswith(f"skipped {tmp_path}/{split}/class0/1.jpg: not an image, ")
             assert damage.startswith(f"a damaged image is used as it decodes: {tmp_path}/{split}/class1/2.jpg: ")
+    code, out, err = run_train("validate", *options, "--report", tmp_path / "report")
+    bad = f"{tmp_path}/val/class0/1.jpg"
+    text, values = (tmp_path / "report" / f"report.{form}" for form in ("md", "json"))
+    assert code == 0, err
+    assert f"\n1 image was skipped, which cannot be decoded (see report.json): {bad}\n" in text.read_text()
+    assert json.loads(values.read_text())["skipped"].keys() == {bad}
 
 
 def test_the_same_images_give_the_same_file(quantised: Path, run_train: RunTrain) -> None:

@@ -18,7 +18,8 @@ from common.command_line import exit_code_of
 from train.errors import TrainError
 from train.processes import launch, topology
 from train.processes.invocation import LAUNCHER_VARIABLE
-from train.processes.signals import SAME_SECONDS
+from train.processes.pulse import Activity
+from train.processes.signals import SAME_SECONDS, STOPPED_EARLY
 
 GIB = 2**30
 
@@ -274,6 +275,27 @@ def test_ctrl_c_reaches_the_processes(tmp_path, send):
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(launcher.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("call", ["launch(slots, command)", "launch_elastic(slots, command, 1)"])
+@pytest.mark.parametrize("activity, words", [(Activity.STARTING, f"{STOPPED_EARLY}\n"), (Activity.REPORTING, "")],
+                         ids=["early", "late"])
+def test_sigterm_while_the_processes_start(tmp_path, call, activity, words):
+    """They have no handler yet, so the launcher says it; not where they had begun."""
+    pytest.importorskip("horovod")
+    script = ("import os, pathlib, time; from train.processes.pulse import Activity, pulse; "
+              f"pulse.show(Activity({activity:d})); "
+              f"pathlib.Path({str(tmp_path)!r}, os.environ['HOROVOD_RANK']).touch(); time.sleep(10_000)")
+    starter = ("import sys; from train.processes.launch import *; slots, _ = plan(2, on_cpu=True); "
+               f"command = [sys.executable, '-c', sys.argv[1]]; sys.exit({call})")
+    with subprocess.Popen([sys.executable, "-c", starter, script], stderr=subprocess.PIPE, text=True) as launcher:
+        try:
+            wait_until(lambda: len(os.listdir(tmp_path)) == 2)
+            launcher.terminate()
+            _, err = launcher.communicate(timeout=LIMIT)
+        finally:
+            launcher.kill()
+    assert (launcher.returncode, err) == (128 + signal.SIGTERM, words)
 
 
 def wait_until(condition):

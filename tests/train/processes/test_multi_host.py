@@ -94,6 +94,8 @@ def test_elastic(asked, discovery, capsys):
     ([], "which machines? give -H HOST:GPUS,HOST:GPUS or run inside a SLURM job"),
     (["-H", "a:2,b"], "-H must name machines as HOST:GPUS, not 'b'"),
     (["-H"], "-H/--hosts needs a value"),
+    (["-H", "a:2", "--epochs", "-1"], "needs a whole number above 0, not '-1'"),
+    (["-H", "a:2", "--batchsize", "8"], "batchsize"),
     (["-H", "a:2", "-n", "two"], "-n/--processes needs a whole number above 0, not 'two'"),
     (["-H", "a:2,b:2", "-n", "5"], "-n 5 is more than the 4 processes of the machines; lower it"),
     (["-H", "a:2", "--min-np", "1"], "an elastic run over machines needs two of them to begin"),
@@ -103,6 +105,26 @@ def test_mistakes(arguments, sentence, asked):
     with pytest.raises(UserError) as error:
         asked(*arguments)
     assert sentence in str(error.value)
+
+
+def test_output_that_nobody_reads(tmp_path):
+    """It ends no run: what is printed goes to standard error."""
+    (tmp_path / "horovod").mkdir()  # one that starts nothing
+    for name, content in (("__init__", ""), ("runner/__init__", ""), ("runner/gloo_run", ""),
+                          ("runner/common/__init__", ""), ("runner/common/util/__init__", ""),
+                          ("runner/common/util/timeout", "TimeoutException = TimeoutError"),
+                          ("runner/launch", "run_commandline = lambda: print('started')")):
+        path = tmp_path / "horovod" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}",
+                   "PYTHON": sys.executable}  # so that no Horovod is compiled
+    command = [sys.executable, "-m", "train.processes.multi_host", "-H", "localhost:2", "--data", "synthetic"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, env=environment, stdout=full, stderr=subprocess.PIPE, text=True)
+    first, *lines = done.stderr.splitlines()
+    assert done.returncode == 0 and first.startswith("standard output cannot be written any more (No space left"), lines
+    assert lines[0].startswith("horovodrun --gloo -np 2 -H localhost:2 ") and lines[1:] == ["started"]
 
 
 def test_no_machine_yet(asked, discovery):

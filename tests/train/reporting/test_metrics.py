@@ -22,7 +22,9 @@ from graph_passes.executors import Metrics
 from train.errors import TrainError
 from train.reporting.gpu_monitor import GpuReadings
 from train.reporting.metrics import METRICS_FILE, UNITS, RunRecord, speed
+from train.reporting.mlperf import PREFIX
 from train.reporting.recorder import Recorder
+from train.reporting.report import write_report
 from train.reporting.summary import summarize
 
 IMAGES_PER_STEP = 24
@@ -211,7 +213,7 @@ def test_bad_images_of_the_loader_are_named_once(tmp_path: Path) -> None:
                 recorder.end_step(0.1)
         named = [(event["file"], event["step"]) for event in recorder.record.events if event["event"] == "bad_image"]
         assert named == [("first.jpg", 0), ("a.jpg", 1)]
-        assert run.output.getvalue().count("skipped a bad image: ") == 2 * (epoch == 0)
+        assert run.output.getvalue().count("skipped ") == 2 * (epoch == 0)
 
 
 def test_time_of_a_phase_is_no_step_time(tmp_path: Path) -> None:
@@ -396,6 +398,20 @@ def test_plain_output_has_speed_loss_and_time_left_but_no_control_codes(tmp_path
     assert printed[-1] == "total images/sec: 48.0"
 
 
+@pytest.mark.parametrize("num_classes, is_told", [(5, False), (6, True)])
+def test_top5_of_five_classes_is_kept_but_not_shown(tmp_path: Path, num_classes: int, is_told: bool) -> None:
+    """It is always 100 %."""
+    run = Run(tmp_path, num_classes=num_classes)
+    with run.recorder as recorder:
+        run.epoch(0, [0.0] * 8, [0.5] * 8)
+        recorder.end_epoch(Metrics(100.0, 40, 100, 100))
+    assert ("top-5" in run.output.getvalue()) == is_told and "top-1 40.0%" in run.output.getvalue()
+    record = RunRecord.read_jsonl(tmp_path / METRICS_FILE)
+    assert record.epochs[-1].val_top5 == 1.0
+    text = write_report(tmp_path / "report", record).read_text()
+    assert ("top-5" in text) == is_told and "val top-1" in text
+
+
 def test_time_left_of_very_short_epochs(tmp_path: Path) -> None:
     """Five epochs of two steps of half a second, with validation and checkpoint in 4 s after each, the first time in 9
     s: what is told before the end of the second epoch is a bound, from then on it is what the run will take."""
@@ -440,6 +456,27 @@ def test_metrics_that_are_removed_are_written_again(tmp_path: Path, remove: Call
     kept = RunRecord.read_jsonl(tmp_path / "run" / METRICS_FILE)
     assert kept == recorder.record and kept.step_ms == [500.0] * 4
     assert [event["event"] for event in kept.events] == ["removed", "end"]
+
+
+@pytest.mark.parametrize("name, remove", [("tensorboard", shutil.rmtree), ("mlperf.log", Path.unlink)],
+                         ids=["tensorboard", "mlperf"])
+def test_other_logs_that_are_removed_are_named_and_written_again(
+    tmp_path: Path, name: str, remove: Callable[[Path], None]
+) -> None:
+    run = Run(tmp_path, tensorboard=True, mlperf=True)
+    with run.recorder as recorder:
+        run.epoch(0, [0.0] * 4, [0.5] * 4)
+        remove(tmp_path / name)
+        run.epoch(1, [0.0] * 4, [0.5] * 4)
+    recorder.event("behind the end")
+    assert recorder.all_removed == [name]
+    assert run.output.getvalue().count(f"removed while the run goes on: {name} in") == 1
+    losses = [event.step for event in tensorboard_events(tmp_path) for value in event.summary.value
+              if value.tag == "train/loss"]
+    assert losses == [1, 4, 8]
+    content = (tmp_path / "mlperf.log").read_text()
+    assert content.count(PREFIX) == content.count("\n") and content.count('"epoch_start"') == 2
+    assert '"run_start"' in content and '"run_stop"' in content
 
 
 def test_terminal_gets_a_progress_bar_that_80_columns_hold(tmp_path: Path) -> None:
