@@ -487,10 +487,10 @@ def test_folded_inference_of_a_trained_network(cache: Path, name: str, dtype: st
 
 @pytest.mark.alone
 def test_the_largest_batch_computes_what_two_of_its_images_do(cache: Path) -> None:
-    """2,674 images of 224 pixels, which are the same two again and again: 2^31 numbers in the first convolution. Sums of
-    so many are rounded in another way, and after three layers so are all 16-bit values: about one ReLU in 1,000 then
-    switches, and gradients move by some percent (by 5 in an emulation with the reference executor). How far, two images
-    tell whose gammas are moved by one rounding of fp32; the many may be twice as far away."""
+    """2,674 images of 224 pixels, which are the same two again and again: 2^31 numbers in the first convolution. Sums
+    of so many are rounded in another way, and after three layers so are all 16-bit values: about one ReLU in 1,000 then
+    switches, and gradients move by some percent (by 5 in an emulation with the reference executor). How far, two
+    images tell whose gammas are moved by one rounding of fp32; the many may be twice as far away."""
     graph, results = fused(bottlenecks(7, CLASSES)), []
     data, label = random_batch({"data": (2, 224, 224, 4), "softmax_label": (2,)}, seed=2)
     for images, factor in ((2, 1.0), (2, 1 + 2.0**-23), (2674, 1.0)):
