@@ -24,7 +24,16 @@ constexpr int LEFT = 2;                                 // vectors of zeros left
 constexpr int MAX_STAGES = 8;
 
 // At the start of shared memory.
-struct alignas(1024) Control { uint64 full[MAX_STAGES], made[MAX_STAGES], empty[MAX_STAGES]; };
+struct alignas(1024) Control { uint64 full[MAX_STAGES], empty[MAX_STAGES]; };
+
+// Barriers of the block, one for each place: whole warps make an item there, and those that multiply wait for all of it.
+constexpr int MEETING = (MULTIPLYING + MAKING) * WARP;
+__device__ inline void tell_made(int place) {
+    asm volatile("bar.arrive %0, %1;" :: "r"(place + 1), "n"(MEETING) : "memory");
+}
+__device__ inline void wait_until_made(int place) {
+    asm volatile("bar.sync %0, %1;" :: "r"(place + 1), "n"(MEETING) : "memory");
+}
 
 // How `stages` items lie behind it: vectors of one, and pixels of a row of the gradient, a multiple of STEP.
 struct Layout { int stages, stage_vectors, pixels; };
@@ -67,7 +76,6 @@ stem_weights(const __grid_constant__ TensorMap x, const T *data, const T *dz, co
     if (threadIdx.x == 0) {
         for (int s = 0; s < layout.stages; ++s) {
             init_barrier(control.full[s], 1);
-            init_barrier(control.made[s], MAKING);
             init_barrier(control.empty[s], MULTIPLYING);
         }
         show_barriers();
@@ -82,7 +90,7 @@ stem_weights(const __grid_constant__ TensorMap x, const T *data, const T *dz, co
         for (int item = blockIdx.x; item < items; item += gridDim.x, turn.next(layout.stages)) {
             const Stage stage = stage_at(turn);
             wait_for_phase(control.full[turn.place], turn.parity);
-            wait_for_phase(control.made[turn.place], turn.parity);
+            wait_until_made(turn.place);
             for (int first = 0; first < layout.pixels; first += STEP) {
                 uint32 dy[OUT_ROWS][4];
 #pragma unroll
@@ -127,7 +135,6 @@ stem_weights(const __grid_constant__ TensorMap x, const T *data, const T *dz, co
         for (int item = blockIdx.x; item < items; item += gridDim.x, turn.next(layout.stages)) {
             const Stage stage = stage_at(turn);
             const int square_row = item % squares_down;
-            wait_for_phase(control.empty[turn.place], turn.parity ^ 1);  // it is: before the copies; racecheck asks for it
             wait_for_phase(control.full[turn.place], turn.parity);
             for (int square = thread / FILTER_VECTORS; square < pool.out_width; square += MAKING * WARP / FILTER_VECTORS) {
                 uint2 places[2][2];
@@ -159,7 +166,7 @@ stem_weights(const __grid_constant__ TensorMap x, const T *data, const T *dz, co
             }
             show_to_copies();  // the next thing written there
             __syncwarp();
-            if (lane == 0) arrive(control.made[turn.place]);
+            tell_made(turn.place);
         }
         return;
     }
