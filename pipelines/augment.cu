@@ -1,7 +1,8 @@
 // What training does to decoded images on a GPU: the resize, the operations of a policy, colours, blur, solarising, erasing
 // and normalising, of a whole batch at once. augment.py launches these kernels, and puts before this file: `enum Family`,
 // MEAN, PER_STD (1 / standard deviation), MEAN_COLOUR (R, G, B, 0 to 255), FILL, CUTOUT (the side of the square that is cut
-// from each window, as a fraction; 0 for none), CHANNELS, and HALF where the batch is to be in 16 bits.
+// from each window, as a fraction; 0 for none), SOLARISES and ERASES (whether any image is), CHANNELS, BLOCK (threads of a
+// block), and HALF where the batch is to be in 16 bits.
 //
 // Resized images are changed in rounds, one `Change` of each image in each, of its own family and with its own numbers; the
 // last round also writes the batch, and where there is none, the resize does. So the launches are as few as the rounds,
@@ -72,8 +73,11 @@ struct Colour {
     __device__ float &operator[](int c) { return channel[c]; }
 };
 
-// The nearest byte.
-__device__ inline uint8 rounded(float v) { return uint8(fminf(fmaxf(rintf(v), 0.f), 255.f)); }
+constexpr float UNITS = 8388608.f;  // 2^23, whose last bit is a unit: a conversion takes a GPU as long as eight additions
+
+// The nearest number of a byte; the byte.
+__device__ inline float to_level(float v) { return (fminf(fmaxf(v, 0.f), 255.f) + UNITS) - UNITS; }
+__device__ inline uint8 to_byte(float v) { return uint8(__float_as_uint(fminf(fmaxf(v, 0.f), 255.f) + UNITS)); }
 
 // The fraction cut off, as Pillow does it.
 __device__ inline float cut(float v) { return truncf(fminf(fmaxf(v, 0.f), 255.f)); }
@@ -181,9 +185,9 @@ __device__ inline Pixel finished(Colour colour, int row, int column, const Finis
     const Rectangle erased = {finish.top, finish.left, finish.bottom, finish.right};
     Pixel pixel = {};
     for (int c = 0; c < 3; ++c) {
-        float v = rounded(colour[c]);
-        if (finish.solarise && v >= 128) v = 255 - v;
-        if (erased.has(row, column)) v = MEAN_COLOUR[c];
+        float v = to_level(colour[c]);
+        if (SOLARISES && finish.solarise && v >= 128) v = 255 - v;
+        if (ERASES && erased.has(row, column)) v = MEAN_COLOUR[c];
         pixel.channel[c] = element((v - MEAN[c]) * PER_STD[c]);
     }
     return pixel;
@@ -193,19 +197,18 @@ __device__ inline int clamped(int at, int low, int high) { return at < low ? low
 
 // The resize in one direction, as DALI's: an output pixel is the mean of the input pixels around its place, weighted by
 // their distance; where the image shrinks, of as many more. Beyond the border its outermost pixel goes on.
-struct Axis {
-    int input;  // pixels
-    bool cubic;
+template <bool CUBIC> struct Axis {
+    int input;        // pixels
     float scale;      // pixels of the input for each of the output
     float narrowing;  // from a distance to that in an image that does not shrink
     float reach;      // pixels of the input to each side that count
 
 
-    __device__ Axis(int input, int output, bool cubic) : input(input), cubic(cubic) {
+    __device__ Axis(int input, int output) : input(input) {
         scale = float(input) / output;
         const float wider = fmaxf(scale, 1.f);
         narrowing = 1 / wider;
-        reach = (cubic ? 2 : 1) * wider;
+        reach = (CUBIC ? 2 : 1) * wider;
     }
     __device__ float place(int at) const { return (at + 0.5f) * scale - 0.5f; }
     __device__ int first(int at) const { return int(ceilf(place(at) - reach)); }
@@ -213,7 +216,7 @@ struct Axis {
 
     __device__ float weight(float pixels) const {
         const float d = fabsf(pixels) * narrowing;
-        if (!cubic) return fmaxf(1 - d, 0.f);
+        if (!CUBIC) return fmaxf(1 - d, 0.f);
         // Keys, 1981, a = -0.5
         return d < 1 ? (1.5f * d - 2.5f) * d * d + 1 : d < 2 ? ((-0.5f * d + 2.5f) * d - 4) * d + 2 : 0;
     }
@@ -225,9 +228,12 @@ __device__ inline Rectangle hole_of(const Window &window, const Finish &how) {
     return {int(y * window.height), int(x * window.width), int((y + CUTOUT) * window.height), int((x + CUTOUT) * window.width)};
 }
 
-constexpr int ROWS = 4;     // of the output that a block makes: so many pixels share the weight of a column
+constexpr int ROWS = 8;     // of the output that a block makes: so many pixels share the weight of a column
 constexpr int CHUNK = 512;  // columns of the input that it has in shared memory at a time
-constexpr int PIXELS = 4;   // of the input that a thread sums at a time: three words, which share the weight of a row
+constexpr int PIXELS = 4;   // of the input that a thread sums at a time, which are three words
+constexpr int PAIR = 2;     // rows of the output that it sums them for: most of what they read is the same
+constexpr int BLOCKS = 3;   // at a time on a multiprocessor: while some wait for the input, others sum
+using Sums = float[ROWS][3][CHUNK];
 
 // A window in words of four bytes: a GPU reads a word as fast as a byte. The first and the last may reach beyond it.
 struct Words {
@@ -249,50 +255,53 @@ struct Words {
     }
 };
 
-// One byte of a word, as the last bits of 2^23: to convert a byte takes a GPU as long as eight additions.
+// One byte of a word, as the last bits of UNITS.
 __device__ inline float number(uint32 word, int byte) {
-    return __uint_as_float(__byte_perm(word, 0x4b000000, 0x7440 + byte)) - 8388608.f;
+    return __uint_as_float(__byte_perm(word, __float_as_uint(UNITS), 0x7440 + byte)) - UNITS;
 }
 
 struct alignas(16) Four { float number[PIXELS]; };
 
 // The resize down the columns: ROWS rows of the output, from `top` on, of `count` columns of the input, from `start` on.
 // Of each channel by itself: neighbouring threads then read neighbouring numbers.
-__device__ inline void sum_rows(const Window &window, const Rectangle hole, const Axis axis, int top, int height, int start,
-                                int count, float (&sums)[ROWS][3][CHUNK]) {
+template <bool CUBIC>
+__device__ inline void sum_rows(const Window &window, const Rectangle hole, const Axis<CUBIC> axis, int top, int height,
+                                int start, int count, Sums &sums) {
     const Words words(window);
     const int groups = (count + PIXELS - 1) / PIXELS;
-    for (int item = threadIdx.x; item < ROWS * groups; item += blockDim.x) {
-        const int row = item / groups, y = top + row, group = item % groups, left = start + group * PIXELS;
+    for (int item = threadIdx.x; item < ROWS / PAIR * groups; item += blockDim.x) {
+        const int row = item / groups * PAIR, y = top + row, group = item % groups, left = start + group * PIXELS;
         if (y >= height) return;
-        const float place = axis.place(y);
-        const int last = axis.last(y);
-        Four sum[3] = {};
-        float weights = 0;
+        const float places[PAIR] = {axis.place(y), axis.place(y + 1)};
+        const int last = axis.last(y + 1);
+        Four sum[PAIR][3] = {};
+        float weights[PAIR] = {};
         for (int at = axis.first(y); at <= last; ++at) {
-            const float weight = axis.weight(at - place);
             const int from = clamped(at, 0, window.height - 1);
             uint32 three[3];
             words.read(from * window.width + left, three);
+            const float weight[PAIR] = {axis.weight(at - places[0]), axis.weight(at - places[1])};
             for (int i = 0; i < PIXELS; ++i) {
                 const bool is_cut = CUTOUT > 0 && hole.has(from, left + i);
-                for (int c = 0, byte = 3 * i; c < 3; ++c, ++byte)
-                    sum[c].number[i] += weight * (is_cut ? MEAN_COLOUR[c] : number(three[byte / 4], byte % 4));
+                for (int c = 0, byte = 3 * i; c < 3; ++c, ++byte) {
+                    const float v = is_cut ? MEAN_COLOUR[c] : number(three[byte / 4], byte % 4);
+                    for (int r = 0; r < PAIR; ++r) sum[r][c].number[i] += weight[r] * v;
+                }
             }
-            weights += weight;
+            for (int r = 0; r < PAIR; ++r) weights[r] += weight[r];
         }
-        for (int c = 0; c < 3; ++c) {
-            for (int i = 0; i < PIXELS; ++i) sum[c].number[i] *= 1 / weights;
-            reinterpret_cast<Four &>(sums[row][c][group * PIXELS]) = sum[c];
-        }
+        for (int r = 0; r < PAIR; ++r)
+            for (int c = 0; c < 3; ++c) {
+                for (int i = 0; i < PIXELS; ++i) sum[r][c].number[i] *= 1 / weights[r];
+                reinterpret_cast<Four &>(sums[row + r][c][group * PIXELS]) = sum[r][c];
+            }
     }
 }
 
 // Calls write(row, column, colour) for ROWS rows of an image, the fraction still to be rounded. A thread for each column.
-template <class Write>
-__device__ inline void resized(const Window window, const Finish &how, int height, int width, Write write) {
-    alignas(Four) __shared__ float sums[ROWS][3][CHUNK];
-    const Axis down(window.height, height, how.cubic), along(window.width, width, how.cubic);
+template <bool CUBIC, class Write>
+__device__ inline void resized(const Window window, const Finish &how, int height, int width, Sums &sums, Write write) {
+    const Axis<CUBIC> down(window.height, height), along(window.width, width);
     const Rectangle hole = hole_of(window, how);
     const int top = ROWS * blockIdx.x, threads = blockDim.x;
     for (int left = 0; left < width; left += threads) {
@@ -327,18 +336,27 @@ __device__ inline void resized(const Window window, const Finish &how, int heigh
     }
 }
 
+template <class Write>
+__device__ inline void resized(const Window &window, const Finish &how, int height, int width, Write write) {
+    alignas(Four) __shared__ Sums sums;
+    if (how.cubic)
+        resized<true>(window, how, height, width, sums, write);
+    else
+        resized<false>(window, how, height, width, sums, write);
+}
+
 // The resize, before rounds. Shapes: y (N, H, W, 3). A block for ROWS rows (blockIdx.x) of an image (blockIdx.y).
-extern "C" __global__ void resize_images(const Window *windows, const Finish *finishes, uint8 *__restrict__ y, int height,
+extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) resize_images(const Window *windows, const Finish *finishes, uint8 *__restrict__ y, int height,
                                          int width) {
     const int n = blockIdx.y;
     resized(windows[n], finishes[n], height, width, [=](int row, int column, Colour colour) {
         const long long at = (1ll * n * height + row) * width + column;
-        for (int c = 0; c < 3; ++c) y[3 * at + c] = rounded(colour[c]);
+        for (int c = 0; c < 3; ++c) y[3 * at + c] = to_byte(colour[c]);
     });
 }
 
 // The resize where no round follows. Shapes: y (N, H, W, CHANNELS). Blocks as above.
-extern "C" __global__ void resize_and_finish(const Window *windows, const Finish *finishes, Pixel *__restrict__ y,
+extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) resize_and_finish(const Window *windows, const Finish *finishes, Pixel *__restrict__ y,
                                              int height, int width) {
     const int n = blockIdx.y;
     resized(windows[n], finishes[n], height, width, [=](int row, int column, Colour colour) {
@@ -353,7 +371,7 @@ extern "C" __global__ void change_images(const uint8 *__restrict__ x, const Chan
     if (at >= pixels) return;
     const Image image = {x + 3ll * n * pixels, height, width};
     Colour colour = changed(image, at / width, at % width, changes[n * rounds + round], statistics + 3 * n);
-    for (int c = 0; c < 3; ++c) y[3 * (1ll * n * pixels + at) + c] = rounded(colour[c]);
+    for (int c = 0; c < 3; ++c) y[3 * (1ll * n * pixels + at) + c] = to_byte(colour[c]);
 }
 
 // The last round. Shapes: y (N, H, W, CHANNELS). Threads as above.

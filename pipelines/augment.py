@@ -39,7 +39,7 @@ FINISH = np.dtype([
 ])  # fmt: skip
 STATISTICS_BYTES = 4 + 256  # of a channel of an image
 BLOCK, MEASURING_BLOCK = 256, 1024  # threads
-RESIZED_ROWS = 4  # that a block makes: ROWS in augment.cu
+RESIZED_ROWS = 8  # that a block makes: ROWS in augment.cu
 
 
 def measured_rounds(transform: ImageTransform) -> list[bool]:
@@ -169,12 +169,14 @@ def source_code(transform: ImageTransform, dtype: str, channels: int) -> str:
 
     head = [
         "#define HALF" if dtype == "float16" else "",
-        f"constexpr int CHANNELS = {channels};",
+        f"constexpr int CHANNELS = {channels}, BLOCK = {BLOCK};",
         f"enum Family {{ {', '.join(name.upper() for name in FAMILY_NUMBER)} }};",
         floats("MEAN", transform.mean),
         floats("PER_STD", (1 / std for std in transform.std)),
         floats("MEAN_COLOUR", transform.mean_colour),
         f"constexpr float FILL = {policies.fill(transform):.1f}f;",
         f"constexpr float CUTOUT = {transform.cutout:.9e}f;",
+        f"constexpr bool SOLARISES = {str(bool(transform.solarise)).lower()};",
+        f"constexpr bool ERASES = {str(bool(transform.random_erasing)).lower()};",
     ]
     return "\n".join([*head, SOURCE.read_text()])

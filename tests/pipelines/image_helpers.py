@@ -164,6 +164,7 @@ CUDA_ON_THE_CPU = """
 #define __constant__ static const
 #define __shared__ static
 #define __restrict__
+#define __launch_bounds__(threads, blocks)
 struct Size { int x, y; };
 static thread_local Size blockIdx, threadIdx = {0, 0};
 static Size blockDim = {1, 1};
@@ -181,6 +182,7 @@ static unsigned __byte_perm(unsigned low, unsigned high, unsigned places) {
     return result;
 }
 static float __uint_as_float(unsigned bits) { float number; std::memcpy(&number, &bits, 4); return number; }
+static unsigned __float_as_uint(float number) { unsigned bits; std::memcpy(&bits, &number, 4); return bits; }
 KERNELS
 template <class Kernel> static void run(int threads, int x, int y, Kernel kernel) {
     blockDim.x = threads;
