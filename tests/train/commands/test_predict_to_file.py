@@ -410,6 +410,22 @@ def test_bad_input_is_one_sentence(run_folder, photos, tmp_path, arguments, sent
     assert not (tmp_path / "out.csv").exists() or not (tmp_path / "out.csv").read_bytes()
 
 
+def test_probabilities_that_are_no_numbers_are_refused(photos, tmp_path, capsys):
+    """As weights that are numbers, but too large, make them; in a file and printed."""
+    params, aux = init_params(resnet(18, len(CLASS_NAMES)), seed=3)
+    params["classifier_weight"] = np.full_like(params["classifier_weight"], 3e38)
+    save(Checkpoint(params, aux, {}, Config(model="resnet18", image_size=SIZE), CLASS_NAMES), tmp_path / "large.npz")
+    sentence = "large.npz gives probabilities that are no numbers: its weights are too large for the precision"
+    with pytest.raises(TrainError, match=sentence):
+        run_predict(tmp_path / "large.npz", tmp_path / "out.csv", photos)
+    assert rows(tmp_path / "out.csv") == []
+    for form in ((), ("--json",)):
+        line = ["--checkpoint", str(tmp_path / "large.npz"), str(photos), *form]
+        with pytest.raises(TrainError, match=sentence):
+            predict.main(read(PredictOptions, line, command="predict"))
+    assert "probability" not in capsys.readouterr().out
+
+
 def test_top_is_that_of_the_network_where_it_has_fewer(run_folder):
     trained = predict_to_file.weights.load(str(run_folder))
     assert top_of(PredictOptions(images=()), trained) == 4
