@@ -193,9 +193,14 @@ class PredictionFile:
         return Found(done, bad), end
 
     def write(self, records: Iterable[str]) -> None:
-        """Append records. Raises TrainError where that fails: what is whole remains."""
+        """Append records. Raises TrainError where that fails: what is whole remains, and nothing more is written, which
+        would come behind a gap."""
         with self._writing(self.path):
-            self._write("".join(records).encode(ENCODING, ERRORS))
+            try:
+                self._write("".join(records).encode(ENCODING, ERRORS))
+            except OSError:
+                self._file.close()
+                raise
 
     def take_over(self, parts: Sequence[Path]) -> None:
         """Append the records of other such files, all of them or none, and remove these. Raises TrainError.

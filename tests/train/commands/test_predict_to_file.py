@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -296,6 +297,26 @@ def test_full_disk_loses_nothing(run_folder, photos, tmp_path, monkeypatch):
         with pytest.raises(TrainError, match=r"out.csv \(No space left on device\): make room and give the same "):
             run_predict(run_folder, output, photos)
     assert len(output.read_bytes()) == 600
+    run_predict(run_folder, output, photos)
+    assert_same(output, tmp_path / "whole.csv")
+
+
+def test_nothing_follows_a_batch_that_a_full_disk_has_cut(run_folder, photos, tmp_path, monkeypatch):
+    """There is room again for the batches that wait behind it."""
+    run_predict(run_folder, tmp_path / "whole.csv", photos)
+    output, whole, calls = tmp_path / "out.csv", PredictionFile._write, iter(range(100))
+
+    def write(self: PredictionFile, content: bytes) -> None:
+        if next(calls) == 1:  # after the header
+            time.sleep(1)  # until the others wait
+            whole(self, content[:100])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        whole(self, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PredictionFile, "_write", write)
+        with pytest.raises(TrainError, match="make room and give the same command again"):
+            run_predict(run_folder, output, photos)
     run_predict(run_folder, output, photos)
     assert_same(output, tmp_path / "whole.csv")
 
