@@ -137,6 +137,9 @@ class PredictionFile:
         about_path = path.with_name(path.name + ABOUT)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            if path.exists() and not path.is_file():  # a folder, a pipe, a device
+                raise TrainError(f"{path} is no regular file, so that nothing could go on where it ends: give another "
+                                 "--output")
             self._file: BinaryIO = path.open("a+b", buffering=0)
         except OSError as error:
             raise TrainError(f"cannot write {path} ({error.strerror}): "

@@ -410,6 +410,15 @@ def test_folder_that_cannot_be_written(run_folder, photos, tmp_path):
         run_predict(run_folder, tmp_path / "file" / "out.csv", photos)
 
 
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to(os.devnull)],
+                         ids=["pipe", "folder", "device"])
+def test_what_is_no_file_is_refused(run_folder, photos, tmp_path, make):
+    make(tmp_path / "out.csv")
+    with pytest.raises(TrainError, match=r"out.csv is no regular file, so that .*: give another --output"):
+        run_predict(run_folder, tmp_path / "out.csv", photos)
+    assert [path.name for path in tmp_path.iterdir()] == ["out.csv"]
+
+
 @pytest.mark.parametrize("arguments, sentence", [
     (("--output", "out.txt", "PHOTOS"), "--output out.txt must end in .csv or .jsonl"),
     (("--top", "9", "PHOTOS"), "--top 9 is more than the 4 classes"),
