@@ -10,7 +10,8 @@ from typing import Any
 
 
 def make_safe() -> None:
-    """Output that was closed before the start (`>&-`), or whose locale lacks a character, must not end in a trace.
+    """Input and output that were closed before the start (`<&-`, `>&-`), and output whose locale lacks a character,
+    must not end in a trace.
 
     A closed descriptor would be given to the first file that the program opens, where what is printed would end up.
     """
@@ -19,11 +20,11 @@ def make_safe() -> None:
             os.fstat(descriptor)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free: this one
-    for name in ("stdout", "stderr"):
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name)
         if stream is None:  # as Python has it where it was started without
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # until the program ends
-        elif isinstance(stream, io.TextIOWrapper):
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  # until the program ends
+        elif mode == "w" and isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace" if name == "stdout" else "backslashreplace")
 
 

@@ -47,9 +47,9 @@ def test_a_full_disk(options):
     assert (shown.returncode, nowhere.returncode) == (0, 0)
 
 
-@pytest.mark.parametrize("closed", ["1", "2", "0 1 2"])
+@pytest.mark.parametrize("closed", ["0", "1", "2", "0 1 2"])
 def test_what_is_closed_at_the_start_is_no_file_of_the_program(closed, tmp_path):
-    """The first file to be opened would become standard output else."""
+    """The first file to be opened would become standard output else. Input that is closed holds nothing."""
     script = (
         "from common.command_line import exit_code_of\n"
         "from common.errors import UserError\n"
@@ -58,13 +58,14 @@ def test_what_is_closed_at_the_start_is_no_file_of_the_program(closed, tmp_path)
         "    file = open('file', 'w')\n"
         "    print('text', flush=True)\n"
         "    os.write(1, b'text'), os.write(2, b'text')\n"
+        "    assert sys.stdin.buffer.read() == b''\n"
         "    raise UserError('bad')\n"
         "sys.exit(exit_code_of(main))\n"
     )
     shell = " ".join(f"{number}>&-" for number in closed.split())
     found = subprocess.run(["sh", "-c", f"exec \"$@\" {shell}", "sh", sys.executable, "-c", script], cwd=tmp_path,
                            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}, capture_output=True,
-                           text=True)
+                           stdin=subprocess.DEVNULL, text=True)
     assert found.returncode == 2, found.stderr
     assert "Traceback" not in found.stderr
     assert (tmp_path / "file").read_text() == ""

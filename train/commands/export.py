@@ -64,9 +64,11 @@ def main(values: Mapping[str, Any]) -> None:
     record_file = Path(options.torchvision).with_suffix(".json") if options.torchvision else None
     if options.int8 != "none" and not options.onnx:
         raise TrainError(f"--int8 {options.int8} is for --onnx, which is not given: add --onnx FILE, or leave it out")
-    if record_file and options.symbol and record_file == Path(options.symbol):
-        raise TrainError(f"--symbol {options.symbol} has the name of the file that --torchvision {options.torchvision} "
-                         "writes beside it: give another one")
+    writers = {record_file.resolve(): "torchvision"} if record_file else {}
+    for name in ("torchvision", "onnx", "symbol", "params"):
+        if (file := getattr(options, name)) and (other := writers.setdefault(Path(file).resolve(), name)) != name:
+            raise TrainError(f"{option_name(name)} {file} has the name of a file that {option_name(other)} "
+                             f"{getattr(options, other)} writes: give another one")
     for name in ("onnx", "torchvision", "symbol", "params"):
         if not options.overwrite and Path(file := getattr(options, name)).is_file():
             raise TrainError(f"{option_name(name)} {file} is there already: give --overwrite to replace it, or another "

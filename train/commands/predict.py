@@ -28,7 +28,7 @@ from train.build import build_executor
 from train.classes import printable
 from train.commands.image_paths import image_paths
 from train.commands.options import PredictOptions
-from train.commands.predict_to_file import name_damaged, predict_to_file, top_of
+from train.commands.predict_to_file import finite, name_damaged, predict_to_file, top_of
 from train.errors import TrainError
 from train.processes.distributed import Workers
 from train.reporting.plots import fitting, font
@@ -112,7 +112,7 @@ def predict(options: PredictOptions) -> list[Prediction]:
     ) as loader:
         for batch in loader:
             executor.forward(batch.data)
-            probabilities = executor.request_probabilities()()[: batch.num_valid]
+            probabilities = finite(executor.request_probabilities()()[: batch.num_valid], options)
             classes, best = most_likely(probabilities, top)
             positions = batch.label.asnumpy()[: batch.num_valid].astype(int)
             pixels = batch.data.asnumpy()[: batch.num_valid, ..., :3] * config.std + config.mean

@@ -223,7 +223,7 @@ def _write_all(job: Job, executor: Executor, loader: Loader, images: Sequence[st
 
         def request(names: Sequence[str], good: Sequence[int], bad: Mapping[int, str]) -> Callable[[], None]:
             probabilities = executor.request_probabilities()
-            return lambda: hand_over(probabilities()[: len(good)], names, good, bad)
+            return lambda: hand_over(finite(probabilities()[: len(good)], job.options), names, good, bad)
 
         try:
             for batch in loader:
@@ -253,6 +253,15 @@ def _write_all(job: Job, executor: Executor, loader: Loader, images: Sequence[st
     totals.damaged = len(loader.damaged)
     name_damaged(loader)
     return totals
+
+
+def finite(probabilities: np.ndarray, options: PredictOptions) -> np.ndarray:
+    """The same. Raises TrainError where some are no numbers, of which none is the largest."""
+    if not np.isfinite(probabilities).all():
+        raise TrainError(f"{options.checkpoint} gives probabilities that are no numbers: its weights are too large for "
+                         "the precision that it computes in; give --device cpu, which computes in float32, or other "
+                         "weights")
+    return probabilities
 
 
 def name_damaged(loader: Loader) -> None:

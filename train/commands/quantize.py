@@ -93,6 +93,9 @@ def _quantize(options: QuantizeOptions, values: Mapping[str, Any]) -> None:
     with open_chosen(source, chosen) as calibration:
         network, errors = quantised(trained, config, iter(calibration), options.calibration, kept)
         name_images(calibration, workers)
+    if (left := network.calibration["images"]) < MIN_IMAGES:
+        raise TrainError(f"only {left} of the {len(chosen)} training images can be decoded, too few to calibrate on: "
+                         f"replace those that were skipped, or give data with {MIN_IMAGES} good ones or more")
     graph = network.graph(trained)
     _print(errors, graph)
     exact = build_executor(config, trained.num_classes, size, CPU, trained)

@@ -189,10 +189,10 @@ def _check_complete(trainer: Trainer, recorder: Recorder) -> None:
     if recorder.enabled and not (trainer.run_folder / CONFIG_FILE).exists():
         recorder.all_removed.append(CONFIG_FILE)
         _write_config(trainer)
-    if recorder.all_removed:
-        raise ProgramError(f"the run has ended, but {', '.join(dict.fromkeys(recorder.all_removed))} had been removed "
-                           f"from {trainer.run_folder} while it went on: what was still known is there again, earlier "
-                           "checkpoints are not")
+    if names := list(dict.fromkeys(recorder.all_removed)):
+        lost = ", earlier checkpoints are not" * any(name.startswith(checkpoint.FOLDER) for name in names)
+        raise ProgramError(f"the run has ended, but {', '.join(names)} had been removed from {trainer.run_folder} "
+                           f"while it went on: what was still known is there again{lost}")
 
 
 def measure_loader(loader: Loader, workers: Workers) -> float:

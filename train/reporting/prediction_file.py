@@ -137,6 +137,9 @@ class PredictionFile:
         about_path = path.with_name(path.name + ABOUT)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            if path.exists() and not path.is_file():  # a folder, a pipe, a device
+                raise TrainError(f"{path} is no regular file, so that nothing could go on where it ends: give another "
+                                 "--output")
             self._file: BinaryIO = path.open("a+b", buffering=0)
         except OSError as error:
             raise TrainError(f"cannot write {path} ({error.strerror}): "
@@ -193,9 +196,14 @@ class PredictionFile:
         return Found(done, bad), end
 
     def write(self, records: Iterable[str]) -> None:
-        """Append records. Raises TrainError where that fails: what is whole remains."""
+        """Append records. Raises TrainError where that fails: what is whole remains, and nothing more is written, which
+        would come behind a gap."""
         with self._writing(self.path):
-            self._write("".join(records).encode(ENCODING, ERRORS))
+            try:
+                self._write("".join(records).encode(ENCODING, ERRORS))
+            except OSError:
+                self._file.close()
+                raise
 
     def take_over(self, parts: Sequence[Path]) -> None:
         """Append the records of other such files, all of them or none, and remove these. Raises TrainError.

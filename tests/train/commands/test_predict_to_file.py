@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -300,6 +301,26 @@ def test_full_disk_loses_nothing(run_folder, photos, tmp_path, monkeypatch):
     assert_same(output, tmp_path / "whole.csv")
 
 
+def test_nothing_follows_a_batch_that_a_full_disk_has_cut(run_folder, photos, tmp_path, monkeypatch):
+    """There is room again for the batches that wait behind it."""
+    run_predict(run_folder, tmp_path / "whole.csv", photos)
+    output, whole, calls = tmp_path / "out.csv", PredictionFile._write, iter(range(100))
+
+    def write(self: PredictionFile, content: bytes) -> None:
+        if next(calls) == 1:  # after the header
+            time.sleep(1)  # until the others wait
+            whole(self, content[:100])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        whole(self, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PredictionFile, "_write", write)
+        with pytest.raises(TrainError, match="make room and give the same command again"):
+            run_predict(run_folder, output, photos)
+    run_predict(run_folder, output, photos)
+    assert_same(output, tmp_path / "whole.csv")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_and_sigterm_keep_what_is_done(run_folder, photos, tmp_path, monkeypatch, number):
     class Interrupted:
@@ -389,6 +410,15 @@ def test_folder_that_cannot_be_written(run_folder, photos, tmp_path):
         run_predict(run_folder, tmp_path / "file" / "out.csv", photos)
 
 
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to(os.devnull)],
+                         ids=["pipe", "folder", "device"])
+def test_what_is_no_file_is_refused(run_folder, photos, tmp_path, make):
+    make(tmp_path / "out.csv")
+    with pytest.raises(TrainError, match=r"out.csv is no regular file, so that .*: give another --output"):
+        run_predict(run_folder, tmp_path / "out.csv", photos)
+    assert [path.name for path in tmp_path.iterdir()] == ["out.csv"]
+
+
 @pytest.mark.parametrize("arguments, sentence", [
     (("--output", "out.txt", "PHOTOS"), "--output out.txt must end in .csv or .jsonl"),
     (("--top", "9", "PHOTOS"), "--top 9 is more than the 4 classes"),
@@ -408,6 +438,22 @@ def test_bad_input_is_one_sentence(run_folder, photos, tmp_path, arguments, sent
         run_predict(run_folder, tmp_path / "out.csv", *words)
     assert sentence in str(error.value) and "\n" not in str(error.value)
     assert not (tmp_path / "out.csv").exists() or not (tmp_path / "out.csv").read_bytes()
+
+
+def test_probabilities_that_are_no_numbers_are_refused(photos, tmp_path, capsys):
+    """As weights that are numbers, but too large, make them; in a file and printed."""
+    params, aux = init_params(resnet(18, len(CLASS_NAMES)), seed=3)
+    params["classifier_weight"] = np.full_like(params["classifier_weight"], 3e38)
+    save(Checkpoint(params, aux, {}, Config(model="resnet18", image_size=SIZE), CLASS_NAMES), tmp_path / "large.npz")
+    sentence = "large.npz gives probabilities that are no numbers: its weights are too large for the precision"
+    with pytest.raises(TrainError, match=sentence):
+        run_predict(tmp_path / "large.npz", tmp_path / "out.csv", photos)
+    assert rows(tmp_path / "out.csv") == []
+    for form in ((), ("--json",)):
+        line = ["--checkpoint", str(tmp_path / "large.npz"), str(photos), *form]
+        with pytest.raises(TrainError, match=sentence):
+            predict.main(read(PredictOptions, line, command="predict"))
+    assert "probability" not in capsys.readouterr().out
 
 
 def test_top_is_that_of_the_network_where_it_has_fewer(run_folder):

@@ -117,6 +117,22 @@ def test_skipped_and_damaged_images_are_named(
     assert json.loads(values.read_text())["skipped"].keys() == {bad}
 
 
+def test_skipped_images_leave_enough_to_calibrate_on(
+    run_folder: Path, tiny_data: Path, tmp_path: Path, run_train: RunTrain
+) -> None:
+    """As many as must be there to begin with."""
+    shutil.copytree(tiny_data, tmp_path / "train")
+    shutil.copytree(tiny_data, tmp_path / "val")
+    bad = sorted((tmp_path / "train").glob("*/*.jpg"))[15:]
+    for image in bad:
+        image.write_bytes(b"no image")
+    code, out, err = run_train("quantize", "--checkpoint", run_folder, "--data", tmp_path, "--on-bad-image", "skip")
+    assert code == 2 and "int8:" not in out
+    assert err.count("skipped ") == len(bad)
+    assert "error: only 15 of the 27 training images can be decoded, too few to calibrate on: replace " in err
+    assert not list(run_folder.rglob("int8-*"))
+
+
 def test_the_same_images_give_the_same_file(quantised: Path, run_train: RunTrain) -> None:
     path = quantised / "checkpoints" / "int8-best.npz"
     first = path.read_bytes()

@@ -166,7 +166,7 @@ def test_what_cannot_be_exported(model, file, words, tmp_path, rng):
 
 
 def test_two_files_of_one_name(tmp_path):
-    with pytest.raises(TrainError, match=r"--symbol .*w\.json has the name of the file that .*pth writes"):
+    with pytest.raises(TrainError, match=r"--symbol .*w\.json has the name of a file that .*pth writes"):
         run_export("--checkpoint", SMALL, "--torchvision", tmp_path / "w.pth", "--symbol", tmp_path / "w.json")
     assert not list(tmp_path.iterdir())
 
