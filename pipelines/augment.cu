@@ -203,7 +203,6 @@ template <bool CUBIC> struct Axis {
     float narrowing;  // from a distance to that in an image that does not shrink
     float reach;      // pixels of the input to each side that count
 
-
     __device__ Axis(int input, int output) : input(input) {
         scale = float(input) / output;
         const float wider = fmaxf(scale, 1.f);
@@ -336,6 +335,7 @@ __device__ inline void resized(const Window window, const Finish &how, int heigh
     }
 }
 
+// The same, by the image's kind of resize.
 template <class Write>
 __device__ inline void resized(const Window &window, const Finish &how, int height, int width, Write write) {
     alignas(Four) __shared__ Sums sums;
@@ -346,8 +346,8 @@ __device__ inline void resized(const Window &window, const Finish &how, int heig
 }
 
 // The resize, before rounds. Shapes: y (N, H, W, 3). A block for ROWS rows (blockIdx.x) of an image (blockIdx.y).
-extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) resize_images(const Window *windows, const Finish *finishes, uint8 *__restrict__ y, int height,
-                                         int width) {
+extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS)
+resize_images(const Window *windows, const Finish *finishes, uint8 *__restrict__ y, int height, int width) {
     const int n = blockIdx.y;
     resized(windows[n], finishes[n], height, width, [=](int row, int column, Colour colour) {
         const long long at = (1ll * n * height + row) * width + column;
@@ -356,8 +356,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) resize_images(const 
 }
 
 // The resize where no round follows. Shapes: y (N, H, W, CHANNELS). Blocks as above.
-extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) resize_and_finish(const Window *windows, const Finish *finishes, Pixel *__restrict__ y,
-                                             int height, int width) {
+extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS)
+resize_and_finish(const Window *windows, const Finish *finishes, Pixel *__restrict__ y, int height, int width) {
     const int n = blockIdx.y;
     resized(windows[n], finishes[n], height, width, [=](int row, int column, Colour colour) {
         y[(1ll * n * height + row) * width + column] = finished(colour, row, column, finishes[n]);

@@ -181,9 +181,11 @@ class CudaExecutor(OnMXNet):
         self._idle.begin()
         num_images = self.input_shapes["data"][0]
         batch, used = self._given(data, label, num_images, num_images)
+        address = 0
         if draws.mixes:
             self._step.load_from_device(*batch)
-        address = 0 if draws.mixes else self._step.take(*batch)
+        else:
+            address = self._step.take(*batch)
         self._step.mix(draws)
         self._step.set_seed(draws.seed)
         self._step.forward_backward(accumulate, on_bucket, address)
