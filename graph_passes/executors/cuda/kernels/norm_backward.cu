@@ -7,15 +7,18 @@ __device__ inline void meet() { asm volatile("barrier.sync 0;" ::: "memory"); }
 
 // How the work is shared. The convolution makes K channels of COLUMNS; a tile is 64 rows. All 16 warps prepare a tile, then
 // two groups of four (`data`) make the gradient of the convolution's input, 32 columns each, and the other two (`weight`) add
-// up that of its weights, every second chunk of 64 channels each. STAGES tiles have a place in shared memory: all but the one
-// that is worked on are on their way there.
+// up that of its weights, every second chunk of 64 channels each. STAGES tiles have a place in shared memory, and the next is
+// copied to a place as soon as nobody reads what is there: x when it is prepared; dz when it is multiplied, if all wait for that,
+// else with the next tile; the rest with the next tile.
 template <int K_> struct Shape {
     static constexpr int K = K_, COLUMNS = 64, ROWS = 64, CHUNKS = K / 64, WARPS = 16, THREADS = WARPS * WARP;
     static constexpr int DATA_WARPS_M = 4, DATA_WARPS_N = 2, DATA_WARPS = DATA_WARPS_M * DATA_WARPS_N;
-    static constexpr int ROWS_AT_ONCE = WARPS / CHUNKS * 4;  // a warp prepares 4 rows of a chunk at once
+    // A warp prepares 4 rows of a chunk at once, which in a swizzled tile lie alike.
+    static constexpr int ROWS_AT_ONCE = WARPS / CHUNKS * 4, TIMES = ROWS / ROWS_AT_ONCE;
     static constexpr int CHUNKS_PER_GROUP = (CHUNKS + 1) / 2;
     static constexpr int STAGES = K > 128 ? 2 : 3;  // what fits; with four for K = 64 an H200 was slower
-    static_assert(WARPS % CHUNKS == 0 && ROWS % ROWS_AT_ONCE == 0 && THREADS * VEC == ROWS * COLUMNS, "shares");
+    static constexpr bool WAITS = STAGES == 2;      // for the products of a tile, with the copies of all but one under way
+    static_assert(WARPS % CHUNKS == 0 && ROWS % ROWS_AT_ONCE == 0 && ROWS_AT_ONCE % 8 == 0 && THREADS * VEC == ROWS * COLUMNS, "shares");
 };
 
 // Of one tile: tiles as in warpgroup.cuh, by chunks of 64 channels.
@@ -58,26 +61,35 @@ norm_backward(const Packed<T> *dz, const Packed<T> *x, const float *saved, const
 
     // A thread prepares one vector of channels of some rows, and one vector of the convolution's input.
     const int chunk = warp % S::CHUNKS, first_row = warp / S::CHUNKS * 4 + lane / 8, vector = lane % 8;
-    const int channel = chunk * 64 + vector * VEC;
+    const int channel = chunk * 64 + vector * VEC, own_at = swizzled(first_row, vector);
     const int input_row = threadIdx.x / 8, input_at = swizzled(input_row, vector);
     const int warp_m = warp % S::DATA_WARPS_M, warp_n = warp / S::DATA_WARPS_M;  // the group, and the place in it
 
-    const auto copy_tile = [&](uint32 tile, Stage<S> &stage) {
-        if (tile < tiles) {
+    const auto copy_rows = [&](uint32 tile, uint4 (&to)[S::CHUNKS][S::ROWS * 8], const Packed<T> *from) {
+        if (tile >= tiles) return;
+        const uint32 row = tile * S::ROWS + first_row;
+        const Packed<T> *const own = from + (row * (K / VEC) + channel / VEC);
 #pragma unroll
-            for (int r = first_row; r < S::ROWS; r += S::ROWS_AT_ONCE) {
-                const uint32 row = tile * S::ROWS + r, at = row < rows ? row * (K / VEC) + channel / VEC : 0;
-                copy_ahead(&stage.dz[chunk][swizzled(r, vector)], dz + at, row < rows);
-                copy_ahead(&stage.x[chunk][swizzled(r, vector)], x + at, row < rows);
-            }
-            const uint32 row = tile * S::ROWS + input_row;
-            copy_ahead(&stage.behind[input_at], behind + (row < rows ? row * (S::COLUMNS / VEC) + vector : 0), row < rows);
+        for (int i = 0; i < S::TIMES; ++i) {
+            const bool there = row + i * S::ROWS_AT_ONCE < rows;
+            copy_ahead(to[chunk] + own_at + i * S::ROWS_AT_ONCE * 8, there ? own + i * S::ROWS_AT_ONCE * (K / VEC) : from, there);
         }
-        close_copies();
+    };
+    const auto copy_behind = [&](uint32 tile, Stage<S> &stage) {
+        if (tile >= tiles) return;
+        const uint32 row = tile * S::ROWS + input_row;
+        copy_ahead(&stage.behind[input_at], behind + (row < rows ? row * (S::COLUMNS / VEC) + vector : 0), row < rows);
     };
 
 #pragma unroll
-    for (int s = 0; s < STAGES - 1; ++s) copy_tile(blockIdx.y + s * gridDim.y, shared.stages[s]);
+    for (int s = 0; s < STAGES; ++s) {
+        const uint32 tile = blockIdx.y + s * gridDim.y;
+        const bool is_last = s == STAGES - 1;
+        if (!is_last || S::WAITS) copy_rows(tile, shared.stages[s].dz, dz);
+        copy_rows(tile, shared.stages[s].x, x);
+        if (!is_last) copy_behind(tile, shared.stages[s]);
+        if (!is_last || S::WAITS) close_copies();
+    }
     load_weights<T, K, S::COLUMNS>(shared.weights, w, 0, S::COLUMNS);
     if (threadIdx.x < K / VEC) {
         const int at = threadIdx.x * VEC;
@@ -98,31 +110,34 @@ norm_backward(const Packed<T> *dz, const Packed<T> *x, const float *saved, const
     show_to_products();
     __syncthreads();
 
-    // Waits for a tile, prepares it with all others and starts copying the next one. Each thread changes what it has copied.
+    // Waits for a tile, prepares it with all others and starts copies of the next ones. Each thread changes what it has copied.
     const auto prepare = [&](uint32 tile, int now) -> Stage<S> & {
         Stage<S> &stage = shared.stages[now];
-        wait_for_copies<STAGES - 2>();
+        wait_for_copies<S::WAITS ? 1 : STAGES - 2>();
         float scale[VEC], shift[VEC], b[VEC], c[VEC];
         load_floats(shared.scale + channel, scale);
         if (RELU) load_floats(shared.shift + channel, shift);
         load_floats(shared.b + channel, b);
         load_floats(shared.c + channel, c);
 #pragma unroll
-        for (int r = first_row; r < S::ROWS; r += S::ROWS_AT_ONCE) {
-            uint4 &to = stage.dz[chunk][swizzled(r, vector)];
+        for (int i = 0; i < S::TIMES; ++i) {
+            const int at = own_at + i * S::ROWS_AT_ONCE * 8;
+            const uint32 row = tile * S::ROWS + first_row + i * S::ROWS_AT_ONCE;
+            uint4 &to = stage.dz[chunk][at];
             float g[VEC], v[VEC];
             unpack(packed<T>(to), g);
-            unpack(packed<T>(stage.x[chunk][swizzled(r, vector)]), v);
-            const bool there = tile * S::ROWS + r < rows;
-            const float factor = DROP ? factor_of(there ? tile * S::ROWS + r : 0, factors, first_factor, pixels) : 1;
+            unpack(packed<T>(stage.x[chunk][at]), v);
+            const bool there = row < rows;
+            const float factor = DROP ? factor_of(there ? row : 0, factors, first_factor, pixels) : 1;
 #pragma unroll
             for (int k = 0; k < VEC; ++k) {
                 if (RELU && !(v[k] * scale[k] + shift[k] > 0)) g[k] = 0;
                 if (DROP) g[k] *= factor;
-                v[k] = there ? scale[k] * g[k] + b[k] * v[k] + c[k] : 0;
+                v[k] = scale[k] * g[k] + b[k] * v[k] + c[k];
             }
-            to = words(pack<T>(v));
+            to = there ? words(pack<T>(v)) : uint4{};
         }
+        copy_rows(tile + STAGES * gridDim.y, stage.x, x);
         if (REDUCE) {
             float v[VEC];
             load_floats(shared.behind_scale + vector * VEC, scale);
@@ -138,8 +153,20 @@ norm_backward(const Packed<T> *dz, const Packed<T> *x, const float *saved, const
         wait_for_products();
         show_to_products();
         meet();  // the tile is prepared, and everybody is done with the one before
-        copy_tile(tile + (STAGES - 1) * gridDim.y, shared.stages[(now + STAGES - 1) % STAGES]);
+        const uint32 next = tile + (STAGES - 1) * gridDim.y;
+        Stage<S> &free = shared.stages[(now + STAGES - 1) % STAGES];
+        if (!S::WAITS) copy_rows(next, free.dz, dz);
+        copy_behind(next, free);
+        close_copies();
         return stage;
+    };
+    // Behind a tile's products.
+    const auto end_products = [&](uint32 tile, Stage<S> &stage) {
+        if (!S::WAITS) return;
+        wait_for_products();
+        meet();  // nobody multiplies the tile any more
+        copy_rows(tile + STAGES * gridDim.y, stage.dz, dz);
+        close_copies();
     };
 
     float sums[2][VEC] = {};  // per column
@@ -147,7 +174,7 @@ norm_backward(const Packed<T> *dz, const Packed<T> *x, const float *saved, const
     if (warp < S::DATA_WARPS) {
         const int column = warp_n * 32 + lane % 4 * VEC;
         for (uint32 tile = blockIdx.y; tile < tiles; tile += gridDim.y, now = (now + 1) % STAGES) {
-            const Stage<S> &stage = prepare(tile, now);
+            Stage<S> &stage = prepare(tile, now);
             float products[4][4] = {};
             open_products();
 #pragma unroll
@@ -156,6 +183,7 @@ norm_backward(const Packed<T> *dz, const Packed<T> *x, const float *saved, const
                               matrix(shared.weights[s / 4] + warp_n * 32 * 8 + s % 4 * 2), T{});
             close_products();
             wait_for_products();
+            end_products(tile, stage);
 #pragma unroll
             for (int r = 0; r < 2; ++r) {  // a thread has 8 columns of two rows
                 const int in_tile = warp_m * 16 + r * 8 + lane / 4;
@@ -182,7 +210,7 @@ norm_backward(const Packed<T> *dz, const Packed<T> *x, const float *saved, const
         const int part = warp_n - S::DATA_WARPS_N;
         float dw[S::CHUNKS_PER_GROUP][8][4] = {};
         for (uint32 tile = blockIdx.y; tile < tiles; tile += gridDim.y, now = (now + 1) % STAGES) {
-            const Stage<S> &stage = prepare(tile, now);
+            Stage<S> &stage = prepare(tile, now);
             const uint4 *const input = REDUCE ? stage.input : stage.behind;
             open_products();
 #pragma unroll
@@ -191,6 +219,7 @@ norm_backward(const Packed<T> *dz, const Packed<T> *x, const float *saved, const
                 for (int m = 0; m < S::CHUNKS_PER_GROUP; ++m)
                     multiply_columns(dw[m], matrix(stage.dz[(part + m * 2) % S::CHUNKS] + s * 16 * 8), matrix(input + s * 16 * 8), T{});
             close_products();
+            end_products(tile, stage);
         }
         wait_for_products();
 #pragma unroll
