@@ -8,9 +8,8 @@ from graph_passes.graph import Graph, Node, Ref
 from graph_passes.passes.choice import Choose
 from graph_passes.passes.conv1x1 import is_product
 
-# Of the convolution's data -> those that it makes: the gradient of its weights fits into a block's registers then ...
-CHANNELS = {64: (64, 128, 256)}
-CLUSTER_CHANNELS = {128: (128, 256, 512)}  # ... and here into those of two
+# Of the convolution's data -> those that it makes: the gradient of its weights fits into the registers of a block, or of two.
+CHANNELS = {64: (64, 128, 256), 128: (128, 256, 512)}
 
 
 def norm_backward(graph: Graph, choose: Choose) -> Graph:
@@ -123,7 +122,7 @@ def _convolution(graph: Graph, number: int, gradient: Ref) -> _Convolution | Non
             or gradient in graph.outputs):
         return None
     wgrad, dgrad = readers["ConvolutionWgrad"], readers["ConvolutionDgrad"]
-    channels = {**CHANNELS, **CLUSTER_CHANNELS}.get(dgrad["data_shape"][3], ())
+    channels = CHANNELS.get(dgrad["data_shape"][3], ())
     # Where one is compact (compact_grad.py) only the other still has the stride.
     if not is_product(dgrad) or not is_product(wgrad) or dgrad["num_filter"] not in channels:
         return None

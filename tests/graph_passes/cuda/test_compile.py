@@ -13,7 +13,6 @@ from graph_passes.executors.cuda.lowering.conv1x1_backward import (
     DgradReduce,
     DgradStream,
     NormBackward,
-    NormBackwardCluster,
 )
 from graph_passes.executors.cuda.lowering.conv1x1_forward import CONTROL_BYTES
 from graph_passes.executors.cuda.lowering.conv3x3 import CONTROL_BYTES as CONV3X3_CONTROL_BYTES
@@ -49,16 +48,14 @@ from graph_passes.executors.cuda.lowering.second_grad import Grid
 from graph_passes.executors.cuda.lowering.stem import StemPool, StemRows, StemWeights
 from graph_passes.executors.cuda.optimizer import State, _Tensor
 from graph_passes.passes.dgrad_reduce import OUT_CHANNELS
-from graph_passes.passes.norm_backward import CHANNELS, CLUSTER_CHANNELS
+from graph_passes.passes.norm_backward import CHANNELS
 from graph_passes.passes.quantised_way import STREAMS, TILES
 
 RULES = ["Sgd<false>", "Sgd<true>", "Lars<false>", "Lars<true>", "AdamW", "Lamb", "Lion"]  # of optimizer.cu
 
 # Of wgmma: for Hopper alone, in 16-bit types.
 WARPGROUPS = ("conv1x1_forward.cu", "conv1x1_pair.cu", "conv3x3.cu", "conv3x3_weights.cu", "dgrad_reduce.cu",
-              "dgrad_stream.cu", "norm_backward.cu", "norm_backward_cluster.cu", "norm_conv1x1.cu", "norm_dgrad.cu",
-              "stem_forward.cu",
-              "stem_pool.cu", "stem_weights.cu")
+              "dgrad_stream.cu", "norm_backward.cu", "norm_conv1x1.cu", "norm_dgrad.cu", "stem_forward.cu", "stem_pool.cu", "stem_weights.cu")
 
 # Template arguments behind the dtype that the executor asks for.
 FLAGS = {
@@ -74,9 +71,9 @@ FLAGS = {
     "conv3x3_forward": ["true, false", "false, true"],
     "norm_conv1x1": ["64, false", "64, true", "128, false", "128, true", "256, false", "256, true"],
     "norm_dgrad": ["128", "256"],
-    "norm_backward": ["64, true, false, false", "128, true, true, false", "256, false, true, false",
-                      "256, false, false, true"],
-    "norm_backward_cluster": ["512, false, true, false", "128, true, true, false", "256, false, false, true"],
+    "norm_backward": ["64, 64, true, false, false", "128, 64, true, true, false", "256, 64, false, true, false",
+                      "256, 64, false, false, true", "512, 128, false, true, false", "128, 128, true, true, false",
+                      "256, 128, false, false, true"],
     "batch_norm_apply": ["false, false, false", "false, true, false", "true, true, false", "true, true, true"],
     "batch_norm_backward_reduce": [
         "NO_RELU, NONE, false, false", "NO_RELU, WHOLE, true, false", "RECOMPUTED, NONE, false, false",
@@ -260,8 +257,8 @@ def test_shared_memory() -> None:
     from cuda.core import Program, ProgramOptions
 
     sizes = {
-        "norm_backward.cu": [(f"{k}", NormBackward(k).shared_bytes) for k in CHANNELS[64]],
-        "norm_backward_cluster.cu": [(f"{k}", NormBackwardCluster(k).shared_bytes) for k in CLUSTER_CHANNELS[128]],
+        "norm_backward.cu": [(f"{k}, {columns}", NormBackward(k, columns).shared_bytes)
+                             for columns, channels in CHANNELS.items() for k in channels],
         "dgrad_reduce.cu": [(f"{k}, {str(add).lower()}, {str(pair).lower()}", DgradReduce(k).shared_bytes(add, pair))
                             for k in OUT_CHANNELS for add in (False, True) for pair in (False, True)]}
     options = ProgramOptions(arch="sm_90a", std="c++17", include_path=[str(SOURCES)])

@@ -18,7 +18,6 @@ from graph_passes.executors.cuda.lowering.conv1x1_backward import (
     DgradReduce,
     DgradStream,
     NormBackward,
-    NormBackwardCluster,
 )
 from graph_passes.executors.cuda.lowering.conv1x1_forward import Tiles
 from graph_passes.executors.cuda.lowering.second_grad import FastDivisor, Grid
@@ -225,10 +224,14 @@ def test_division_of_shared_memory(read: int) -> None:
     ("bfloat16", 64, 1003, True, True, False, 3), ("bfloat16", 128, 64, False, False, False, 3),
     ("float16", 64, 517, False, True, False, 3), ("float16", 256, 413, True, False, True, 3),
     ("bfloat16", 128, 517, False, False, True, 3), ("float16", 64, 10_003, True, False, False, 144),
-    ("float16", 128, 10_003, True, False, False, 145)])
+    ("float16", 128, 10_003, True, False, False, 145), ("float16", 256, 1, True, False, False, 1),
+    ("float16", 256, 63, True, True, False, 1), ("bfloat16", 256, 65, True, False, False, 3),
+    ("float16", 256, 20_003, True, False, False, 37), ("bfloat16", 256, 20_003, False, True, True, 35),
+    ("float16", 64, 20_003, False, False, False, 37)])
 def test_norm_backward(device: Device, dtype: str, k: int, rows: int, reduces: bool, relu: bool, drop: bool,
                        blocks: int) -> None:
-    check_norm_backward(device, NormBackward.COLUMNS, dtype, k, rows, reduces, relu, drop, blocks)
+    """Of one tile, of fewer tiles than blocks, and of so many that all places are used again and again."""
+    check_norm_backward(device, 64, dtype, k, rows, reduces, relu, drop, blocks)
 
 
 @pytest.mark.gpu
@@ -244,8 +247,7 @@ def test_norm_backward(device: Device, dtype: str, k: int, rows: int, reduces: b
     ("float16", 256, 20_003, True, False, False, 37)])
 def test_norm_backward_by_clusters(device: Device, dtype: str, k: int, rows: int, reduces: bool, relu: bool, drop: bool,
                                    blocks: int) -> None:
-    """Of one tile, of fewer tiles than clusters, and of so many that all places are used again and again."""
-    check_norm_backward(device, NormBackwardCluster.COLUMNS, dtype, k, rows, reduces, relu, drop, blocks)
+    check_norm_backward(device, 128, dtype, k, rows, reduces, relu, drop, blocks)
 
 
 @pytest.mark.gpu
@@ -260,8 +262,7 @@ def check_norm_backward(device: Device, columns: int, dtype: str, k: int, rows: 
                         drop: bool, blocks: int, mean: float = 0.0) -> None:
     """Gradients of a BatchNorm's input (never stored), of the 1x1 convolution before it, and of its input. `mean` is
     added to what the earlier BatchNorm reads."""
-    in_cluster = columns == NormBackwardCluster.COLUMNS
-    way: NormBackward | NormBackwardCluster = NormBackwardCluster(k) if in_cluster else NormBackward(k)
+    way = NormBackward(k, columns)
     out = BatchNormCase(device, rows, k, dtype, seed=k + rows)
     norm = BatchNormCase(device, rows, columns, dtype, seed=columns + rows, mean=mean)
     random = np.random.default_rng(rows)
@@ -278,14 +279,12 @@ def check_norm_backward(device: Device, columns: int, dtype: str, k: int, rows: 
     dx, dw_parts = device.poisoned((rows, columns), dtype), device.poisoned((blocks, k, columns))
     dgamma, dbeta = device.poisoned((columns,)), device.poisoned((columns,))
     partials, tickets = device.poisoned((2 * blocks * columns,)), device.zeros(8)
-    kernel = out.kernel("norm_backward_cluster" if in_cluster else "norm_backward", str(k), relu, reduces, drop)
+    kernel = out.kernel("norm_backward", str(k), str(columns), relu, reduces, drop)
     dz_x_and_behind = [device.put(array, dtype) for array in (given, out.x, norm.x)]
-    tensors: list[object] = dz_x_and_behind[:2]
-    if isinstance(way, NormBackwardCluster):
-        tensors = [device.gpu.tensor_map(address, dtype, way.tiling(rows, channels))
-                   for address, channels in zip(dz_x_and_behind, (k, k, columns), strict=True)]
+    tensors = [device.gpu.tensor_map(address, dtype, way.tiling(rows, channels))
+               for address, channels in zip(dz_x_and_behind, (k, k, columns), strict=True)]
     for _ in range(2):  # twice: the tickets must be back at zero
-        device.run(f"{kernel.partition('<')[0]}.cu", kernel, (2 if in_cluster else 1, blocks, 1), BLOCK, *tensors,
+        device.run("norm_backward.cu", kernel, (way.blocks, blocks, 1), BLOCK, *tensors,
                    out.saved(), device.put(out.gamma), device.put(out.beta), device.put(out_dgamma),
                    device.put(out_dbeta), device.put(w, dtype), dz_x_and_behind[2], dx, norm.saved(),
                    device.put(norm.gamma), device.put(norm.beta), dgamma, dbeta, dw_parts, partials, tickets,

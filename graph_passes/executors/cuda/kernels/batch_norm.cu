@@ -215,7 +215,7 @@ batch_norm_backward_apply(const Packed<T> *x, const Packed<T> *dy, const Packed<
         for (int k = 0; k < VEC; ++k) {
             if (RELU == RECOMPUTED && !(v[k] * of.scale[k] + of.shift[k] > 0)) g[k] = 0;
             if (DROP) g[k] *= factor;
-            v[k] = of.scale[k] * g[k] + to.b[k] * v[k] + to.c[k];
+            v[k] = to.of(k, of.scale[k], g[k], v[k]);
             if (ADD) v[k] += a[k];
         }
         dx[at] = pack<T>(v);

@@ -264,4 +264,6 @@ struct InputGradient {
             c[k] = -of.scale[k] * db[k] / rows - b[k] * of.mean[k];
         }
     }
+    // Of one value. The sum in brackets comes first: far from zero its two terms are large, and nearly cancel.
+    __device__ float of(int k, float scale, float dz, float x) const { return scale * dz + (b[k] * x + c[k]); }
 };

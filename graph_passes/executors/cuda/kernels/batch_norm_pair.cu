@@ -137,8 +137,8 @@ batch_norm_pair_backward_apply(const Packed<T> *x, const Packed<T> *x_2, const P
             const float factor = DROP ? factor_of(rows - 1 - (i + u * stride), factors, first_factor, pixels) : 1;
 #pragma unroll
             for (int k = 0; k < VEC; ++k) {
-                v[k] = of.scale[k] * (DROP ? g[k] * factor : g[k]) + to.b[k] * v[k] + to.c[k];
-                v_2[k] = of_2.scale[k] * g[k] + to_2.b[k] * v_2[k] + to_2.c[k];
+                v[k] = to.of(k, of.scale[k], DROP ? g[k] * factor : g[k], v[k]);
+                v_2[k] = to_2.of(k, of_2.scale[k], g[k], v_2[k]);
             }
             dx[at] = pack<T>(v);
             dx_2[at] = pack<T>(v_2);

@@ -1,40 +1,95 @@
 // The backward pass from one BatchNorm through the 1x1 convolution before it to the BatchNorm before that: one launch, in
-// which the gradient between BatchNorm and convolution is made on the way and never stored.
+// which the gradient between BatchNorm and convolution is made on the way and never stored. Convolutions of 128 channels, of
+// whose weights one block has no registers for the gradient, are for clusters of two blocks, which have half of the channels
+// each that the convolution makes.
 #include "conv1x1.cuh"
+#include "copy_engine.cuh"
 
-// All threads of the block meet, wherever in the code they are.
-__device__ inline void meet() { asm volatile("barrier.sync 0;" ::: "memory"); }
+constexpr int OWN_COLUMNS = 64, CHUNK = 64, VECTOR_BYTES = 16;
+constexpr int ROWS = 64, PIECES = 4, PIECE_ROWS = ROWS / PIECES;  // of a tile
+constexpr int GROUP_WARPS = 4, GROUP = GROUP_WARPS * WARP, GROUPS = 4, WEIGHT_WARPS = 2 * GROUP_WARPS, THREADS = GROUPS * GROUP;
+constexpr int CHUNK_VECTORS = CHUNK / VEC, TILE_VECTORS = ROWS * CHUNK_VECTORS, PIECE_VECTORS = PIECE_ROWS * CHUNK_VECTORS;
+constexpr int PIECE_BYTES = PIECE_VECTORS * VECTOR_BYTES;  // of 64 channels
+constexpr int WARP_ROWS = WARP / CHUNK_VECTORS;            // of a chunk, that a warp prepares at once
+constexpr int X_PLACES = 5;
+constexpr int COPIERS = 2;  // threads that share the copies to a stage
 
-// How the work is shared. The convolution makes K channels of COLUMNS; a tile is 64 rows. All 16 warps prepare a tile, then
-// two groups of four (`data`) make the gradient of the convolution's input, 32 columns each, and the other two (`weight`) add
-// up that of its weights, every second chunk of 64 channels each. STAGES tiles have a place in shared memory, and the next is
-// copied to a place as soon as nobody reads what is there: x when it is prepared; dz when it is multiplied, if all wait for that,
-// else with the next tile; the rest with the next tile.
-template <int K_> struct Shape {
-    static constexpr int K = K_, COLUMNS = 64, ROWS = 64, CHUNKS = K / 64, WARPS = 16, THREADS = WARPS * WARP;
-    static constexpr int DATA_WARPS_M = 4, DATA_WARPS_N = 2, DATA_WARPS = DATA_WARPS_M * DATA_WARPS_N;
-    // A warp prepares 4 rows of a chunk at once, which in a swizzled tile lie alike.
-    static constexpr int ROWS_AT_ONCE = WARPS / CHUNKS * 4, TIMES = ROWS / ROWS_AT_ONCE;
-    static constexpr int CHUNKS_PER_GROUP = (CHUNKS + 1) / 2;
-    static constexpr int STAGES = K > 128 ? 2 : 3;  // what fits; with four for K = 64 an H200 was slower
-    static constexpr bool WAITS = STAGES == 2;      // for the products of a tile, with the copies of all but one under way
-    static_assert(WARPS % CHUNKS == 0 && ROWS % ROWS_AT_ONCE == 0 && ROWS_AT_ONCE % 8 == 0 && THREADS * VEC == ROWS * COLUMNS, "shares");
+// How the work is shared. All blocks of a cluster walk over the same tiles of rows, each with its channels. Of a block's groups
+// of four warps, the first makes the gradient of the convolution's input: each of two blocks finishes half of the columns, to
+// which the other sends what its channels add, while it multiplies for its own half. The second prepares dz, each warp for
+// itself: it has one chunk of 64 channels, and of a tile's pieces of 16 rows every PARTS-th. The last two add up the gradient of
+// the weights, every second chunk each, and prepare the convolution's input for the next tile; a thread of either starts the
+// copies of every second piece to a stage as soon as nobody multiplies what is there.
+template <int K_, int COLUMNS_> struct Shape {
+    static constexpr int COLUMNS = COLUMNS_, COLUMN_CHUNKS = COLUMNS / CHUNK, BLOCKS = COLUMNS / OWN_COLUMNS;
+    static constexpr int K = K_ / BLOCKS, CHUNKS = K / CHUNK, PARTS = GROUP_WARPS / CHUNKS, CHUNKS_PER_GROUP = (CHUNKS + 1) / 2;
+    static constexpr int STAGES = BLOCKS == 1 ? 3 : 2;
+    static constexpr int AT_ONCE = BLOCKS == 1 ? 4 : 2;  // vectors of dz and of x that a thread reads before it works on them
+    static constexpr int INPUT_ROWS = WEIGHT_WARPS / COLUMN_CHUNKS * WARP_ROWS;  // that these warps prepare at once
+    // Registers, of 128 that each thread begins with.
+    static constexpr int OF_PREPARING = BLOCKS == 1 ? 120 : 72, OF_DATA = 104, OF_WEIGHTS = BLOCKS == 1 ? 136 : 168;
+    static_assert(CHUNKS * PARTS == GROUP_WARPS && PIECES % PARTS == 0 && INPUT_ROWS % 8 == 0, "shares");
+    static_assert(OF_PREPARING + OF_DATA + 2 * OF_WEIGHTS <= GROUPS * 128, "registers");
 };
 
 // Of one tile: tiles as in warpgroup.cuh, by chunks of 64 channels.
 template <class S> struct Stage {
-    uint4 dz[S::CHUNKS][S::ROWS * 8];  // becomes the gradient of the BatchNorm's input, in place
-    uint4 x[S::CHUNKS][S::ROWS * 8];
-    uint4 behind[S::ROWS * 8];         // what the earlier BatchNorm has read, or else the input itself
-    uint4 input[S::ROWS * 8];          // of the convolution
+    uint4 dz[S::CHUNKS][TILE_VECTORS];            // becomes the gradient of the BatchNorm's input, in place
+    uint4 input[S::COLUMN_CHUNKS][TILE_VECTORS];  // of the convolution; what the earlier BatchNorm has read becomes it, in place
 };
 
 template <class S> struct Shared {
-    uint4 weights[S::CHUNKS][S::COLUMNS * 8];
+    uint4 weights[S::CHUNKS][S::COLUMN_CHUNKS][TILE_VECTORS];
     Stage<S> stages[S::STAGES];
-    float scale[S::K], shift[S::K], b[S::K], c[S::K];  // of the later BatchNorm, and of the earlier one:
-    float behind_mean[S::COLUMNS], behind_scale[S::COLUMNS], behind_shift[S::COLUMNS];
+    uint4 x[GROUP_WARPS][X_PLACES][PIECE_VECTORS];
+    float4 received[S::BLOCKS == 1 ? 1 : OWN_COLUMNS / 8][GROUP];  // what the other block adds to each thread's; sums at last
+    float behind_mean[S::COLUMNS], behind_scale[S::COLUMNS], behind_shift[S::COLUMNS];  // of the earlier BatchNorm
+    // A piece of dz and of the earlier BatchNorm's data is there; a tile is prepared; the first group's first products of it are
+    // made, for which it has the tensor cores to itself, as it has most to do behind them; nobody multiplies the tile any more.
+    uint64 full[S::STAGES][PIECES], prepared[S::STAGES], begun[S::STAGES], empty[S::STAGES];
+    uint64 x_full[GROUP_WARPS][X_PLACES];
+    // `received` has come; the other block has read what has been sent there. A phase of each is a tile, and nobody misses one:
+    // the next `arrived` needs what is sent after all warps here have read, the next `read` what all warps here send.
+    uint64 arrived, read;
 };
+
+// The block's weights, (K, COLUMNS), as they lie, but its own columns first, and of 32 columns in the order of `load_weights`
+// of conv1x1.cuh. By all threads but those that prepare tiles.
+template <class T, class S>
+__device__ inline void load_weights(Shared<S> &shared, const Packed<T> *w) {
+    constexpr int VECTORS = S::COLUMNS / VEC;
+#pragma unroll 4
+    for (int i = threadIdx.x < GROUP ? threadIdx.x : threadIdx.x - GROUP; i < S::K * VECTORS; i += THREADS - GROUP) {
+        const int k = i / VECTORS, vector = i % VECTORS;
+        const uint4 v = words(w[i]);
+        uint4 *const tile = shared.weights[k / CHUNK][vector / CHUNK_VECTORS ^ blockIdx.x];
+        const uint32 pairs[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+            reinterpret_cast<uint32 *>(tile + swizzled(k % CHUNK, vector % CHUNK_VECTORS / 4 * 4 + j))[vector % 4] = pairs[j];
+    }
+}
+
+// Of 2 * HALF columns a thread keeps half, and adds to them what a thread of other rows has of them.
+template <int HALF> __device__ inline void halve(float (&v)[VEC], int lane) {
+    const bool upper = lane & VEC / 2 / HALF * 4;
+#pragma unroll
+    for (int i = 0; i < HALF; ++i) {
+        const float kept = upper ? v[HALF + i] : v[i], given = upper ? v[i] : v[HALF + i];
+        v[i] = kept + __shfl_xor_sync(0xffffffff, given, VEC / 2 / HALF * 4);
+    }
+}
+// Of 8 columns over the 8 rows of a warp, which are 4 lanes apart, the sum of one: `own_column`.
+__device__ inline float sum_over_rows(float (&v)[VEC], int lane) {
+    halve<4>(v, lane);
+    halve<2>(v, lane);
+    halve<1>(v, lane);
+    return v[0];
+}
+__device__ inline int own_column(int lane) { return lane / 4 % 2 * 4 + lane / 8 % 2 * 2 + lane / 16; }
+
+// The group that makes the gradient of the convolution's input, without the others: these are done before it.
+constexpr Meet<2, GROUP> meet_group{};
 
 // For each channel of the later BatchNorm: dx = scale * dz + b * x + c; with RELU, dz counts where x * scale + shift > 0; with
 // DROP, it is multiplied by the image's factor.
@@ -42,205 +97,330 @@ template <class S> struct Shared {
 // let it through, as `out`, and the sums that batch_norm_backward_reduce makes of it. Else `behind` is what the convolution
 // has read, and the gradient of that is stored.
 // The gradient of the weights (K, C), which is OHWI, is left in gridDim.y parts for `sum_parts`.
+// The maps are of matrices by tiles of 16 rows and 64 columns. gridDim.x is the cluster, and gridDim.y clusters share the rows.
 // Shapes: dz, x (rows, K); saved (2, K), gamma, beta, dgamma, dbeta (K) fp32; w (K, C) with C = COLUMNS; behind, out (rows,
 // C); behind_saved (2, C), behind_gamma, behind_beta, behind_dgamma, behind_dbeta (C), dw_parts (gridDim.y, K, C), partials
-// (gridDim.y, 2, C), factors fp32; tickets (1).
-template <class T, int K, bool RELU, bool REDUCE, bool DROP>
-__global__ void __launch_bounds__(Shape<K>::THREADS, 1)
-norm_backward(const Packed<T> *dz, const Packed<T> *x, const float *saved, const float *gamma, const float *beta,
-              const float *dgamma, const float *dbeta, const T *w, const Packed<T> *behind, Packed<T> *out,
-              const float *behind_saved, const float *behind_gamma, const float *behind_beta, float *behind_dgamma,
-              float *behind_dbeta, float *dw_parts, float *partials, uint32 *tickets, uint32 rows, const float *factors,
-              uint32 first_factor, uint32 pixels) {
-    using S = Shape<K>;
+// (gridDim.y, 2, C), factors fp32; tickets (gridDim.x).
+template <class T, int K, int COLUMNS, bool RELU, bool REDUCE, bool DROP>
+__global__ void __cluster_dims__(COLUMNS / OWN_COLUMNS, 1, 1) __launch_bounds__(THREADS, 1)
+norm_backward(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorMap x,
+              const __grid_constant__ TensorMap behind_tiles, const float *saved, const float *gamma,
+              const float *beta, const float *dgamma, const float *dbeta, const Packed<T> *w,
+              const Packed<T> *behind, Packed<T> *out, const float *behind_saved, const float *behind_gamma,
+              const float *behind_beta, float *behind_dgamma, float *behind_dbeta, float *dw_parts, float *partials,
+              uint32 *tickets, uint32 rows, const float *factors, uint32 first_factor, uint32 pixels) {
+    using S = Shape<K, COLUMNS>;
     constexpr int STAGES = S::STAGES;
     extern __shared__ __align__(1024) uint4 memory[];
     Shared<S> &shared = *reinterpret_cast<Shared<S> *>(memory);
     const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // one for all, to the compiler
-    const uint32 tiles = (rows + S::ROWS - 1) / S::ROWS;
+    const int group = warp / GROUP_WARPS, warp_m = warp % GROUP_WARPS;
+    const uint32 tiles = (rows + ROWS - 1) / ROWS, rank = blockIdx.x, first_channel = rank * S::K;
+    Turn turn;
 
-    // A thread prepares one vector of channels of some rows, and one vector of the convolution's input.
-    const int chunk = warp % S::CHUNKS, first_row = warp / S::CHUNKS * 4 + lane / 8, vector = lane % 8;
-    const int channel = chunk * 64 + vector * VEC, own_at = swizzled(first_row, vector);
-    const int input_row = threadIdx.x / 8, input_at = swizzled(input_row, vector);
-    const int warp_m = warp % S::DATA_WARPS_M, warp_n = warp / S::DATA_WARPS_M;  // the group, and the place in it
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; ++s) {
+            for (int piece = 0; piece < PIECES; ++piece) init_barrier(shared.full[s][piece], 1);
+            init_barrier(shared.prepared[s], GROUP_WARPS + (REDUCE ? WEIGHT_WARPS : 0));
+            init_barrier(shared.begun[s], GROUP_WARPS);
+            init_barrier(shared.empty[s], (GROUPS - 1) * GROUP_WARPS);
+        }
+        for (int i = 0; i < GROUP_WARPS; ++i)
+            for (int place = 0; place < X_PLACES; ++place) init_barrier(shared.x_full[i][place], 1);
+        init_barrier(shared.arrived, 1);
+        init_barrier(shared.read, GROUP_WARPS);
+        show_barriers();
+    }
+    meet_cluster();
 
-    const auto copy_rows = [&](uint32 tile, uint4 (&to)[S::CHUNKS][S::ROWS * 8], const Packed<T> *from) {
-        if (tile >= tiles) return;
-        const uint32 row = tile * S::ROWS + first_row;
-        const Packed<T> *const own = from + (row * (K / VEC) + channel / VEC);
+    if (group == 1) {
+        leave_registers<S::OF_PREPARING>();
+        const int chunk = warp_m % S::CHUNKS, part = warp_m / S::CHUNKS, own_row = lane / 8, vector = lane % 8;
+        const int channel = first_channel + chunk * CHUNK + vector * VEC;
+        // The warp's n-th piece.
+        const auto load_x = [&](int n) {
+            const uint32 tile = blockIdx.y + n / S::CHUNKS * gridDim.y;
+            if (tile >= tiles) return;
+            uint64 &full = shared.x_full[warp_m][n % X_PLACES];
+            arrive_expecting(full, PIECE_BYTES);
+            load_tile(shared.x[warp_m][n % X_PLACES], x, first_channel + chunk * CHUNK,
+                      tile * ROWS + (n % S::CHUNKS * S::PARTS + part) * PIECE_ROWS, 0, full);
+        };
+        if (elected())
+            for (int n = 0; n < X_PLACES; ++n) load_x(n);
+        const Backward of(saved, gamma, RELU ? beta : nullptr, channel, K);
+        const InputGradient to(of, dgamma, dbeta, rows, channel);
+        // Of 8 rows a thread has two.
+        const int own_at[2] = {swizzled(own_row, vector), swizzled(own_row + 4, vector)};
+
+        Turn x_turn;
+        int next = X_PLACES;
+        for (uint32 tile = blockIdx.y; tile < tiles; tile += gridDim.y, turn.next(STAGES)) {
+            Stage<S> &stage = shared.stages[turn.place];
+            for (int piece = 0; piece < PIECES; ++piece) {
+                wait_for_phase(shared.full[turn.place][piece], turn.parity);
+                if (piece % S::PARTS != part) continue;
+                wait_for_phase(shared.x_full[warp_m][x_turn.place], x_turn.parity);
+                uint4 *const dz_piece = stage.dz[chunk] + piece * PIECE_VECTORS;
+                const uint4 *const x_piece = shared.x[warp_m][x_turn.place];
 #pragma unroll
-        for (int i = 0; i < S::TIMES; ++i) {
-            const bool there = row + i * S::ROWS_AT_ONCE < rows;
-            copy_ahead(to[chunk] + own_at + i * S::ROWS_AT_ONCE * 8, there ? own + i * S::ROWS_AT_ONCE * (K / VEC) : from, there);
+                for (int first = 0; first < PIECE_ROWS / WARP_ROWS; first += S::AT_ONCE) {
+                    uint4 own_dz[S::AT_ONCE], own_x[S::AT_ONCE];
+                    const auto at = [&](int i) { return own_at[i % 2] + (first + i) / 2 * 8 * CHUNK_VECTORS; };
+#pragma unroll
+                    for (int i = 0; i < S::AT_ONCE; ++i) {
+                        own_dz[i] = dz_piece[at(i)];
+                        own_x[i] = x_piece[at(i)];
+                    }
+#pragma unroll
+                    for (int i = 0; i < S::AT_ONCE; ++i) {
+                        float g[VEC], v[VEC];
+                        unpack(packed<T>(own_dz[i]), g);
+                        unpack(packed<T>(own_x[i]), v);
+                        const uint32 row = tile * ROWS + piece * PIECE_ROWS + (first + i) * WARP_ROWS + own_row;
+                        const float factor = DROP ? factor_of(row < rows ? row : 0, factors, first_factor, pixels) : 1;
+#pragma unroll
+                        for (int k = 0; k < VEC; ++k) {
+                            if (RELU && !(v[k] * of.scale[k] + of.shift[k] > 0)) g[k] = 0;
+                            if (DROP) g[k] *= factor;
+                            v[k] = to.of(k, of.scale[k], g[k], v[k]);
+                        }
+                        dz_piece[at(i)] = row < rows ? words(pack<T>(v)) : uint4{};
+                    }
+                }
+                __syncwarp();
+                if (elected()) load_x(next);
+                ++next;
+                x_turn.next(X_PLACES);
+            }
+            show_to_products();
+            __syncwarp();
+            if (lane == 0) arrive(shared.prepared[turn.place]);
+        }
+        meet_cluster();
+        return;
+    }
+
+    // For a warp of each of the last two groups, on a scheduler of its own. Rows that are not there are zeros.
+    const int part = group - 2;
+    const bool copies = group > 1 && warp_m == part;
+    const auto load_pieces = [&](uint32 tile, int place) {
+        if (!elected()) return;
+        Stage<S> &stage = shared.stages[place];
+#pragma unroll
+        for (int i = 0; i < PIECES / COPIERS; ++i) {
+            const int piece = i * COPIERS + part, row = tile * ROWS + piece * PIECE_ROWS, at = piece * PIECE_VECTORS;
+            uint64 &full = shared.full[place][piece];
+            arrive_expecting(full, (S::CHUNKS + S::COLUMN_CHUNKS) * PIECE_BYTES);
+#pragma unroll
+            for (int c = 0; c < S::CHUNKS; ++c) load_tile(stage.dz[c] + at, dz, first_channel + c * CHUNK, row, 0, full);
+#pragma unroll
+            for (int c = 0; c < S::COLUMN_CHUNKS; ++c)
+                load_tile(stage.input[c] + at, behind_tiles, c * CHUNK, row, 0, full);
         }
     };
-    const auto copy_behind = [&](uint32 tile, Stage<S> &stage) {
-        if (tile >= tiles) return;
-        const uint32 row = tile * S::ROWS + input_row;
-        copy_ahead(&stage.behind[input_at], behind + (row < rows ? row * (S::COLUMNS / VEC) + vector : 0), row < rows);
-    };
+    if (copies)
+        for (uint32 s = 0, tile = blockIdx.y; s < STAGES && tile < tiles; ++s, tile += gridDim.y) load_pieces(tile, s);
 
-#pragma unroll
-    for (int s = 0; s < STAGES; ++s) {
-        const uint32 tile = blockIdx.y + s * gridDim.y;
-        const bool is_last = s == STAGES - 1;
-        if (!is_last || S::WAITS) copy_rows(tile, shared.stages[s].dz, dz);
-        copy_rows(tile, shared.stages[s].x, x);
-        if (!is_last) copy_behind(tile, shared.stages[s]);
-        if (!is_last || S::WAITS) close_copies();
-    }
-    load_weights<T, K, S::COLUMNS>(shared.weights, w, 0, S::COLUMNS);
-    if (threadIdx.x < K / VEC) {
-        const int at = threadIdx.x * VEC;
-        const Backward of(saved, gamma, RELU ? beta : nullptr, at, K);
-        const InputGradient to(of, dgamma, dbeta, rows, at);
-        store_floats(shared.scale + at, of.scale);
-        if (RELU) store_floats(shared.shift + at, of.shift);
-        store_floats(shared.b + at, to.b);
-        store_floats(shared.c + at, to.c);
-    }
-    if (REDUCE && threadIdx.x < S::COLUMNS / VEC) {
+    load_weights<T>(shared, w + size_t(first_channel) * (COLUMNS / VEC));
+    if (REDUCE && threadIdx.x < COLUMNS / VEC) {
         const int c = threadIdx.x * VEC;
-        const Backward of_behind(behind_saved, behind_gamma, behind_beta, c, S::COLUMNS);
+        const Backward of_behind(behind_saved, behind_gamma, behind_beta, c, COLUMNS);
         store_floats(shared.behind_mean + c, of_behind.mean);
         store_floats(shared.behind_scale + c, of_behind.scale);
         store_floats(shared.behind_shift + c, of_behind.shift);
     }
     show_to_products();
-    __syncthreads();
+    asm volatile("barrier.sync 1, %0;" :: "n"(THREADS - GROUP) : "memory");
 
-    // Waits for a tile, prepares it with all others and starts copies of the next ones. Each thread changes what it has copied.
-    const auto prepare = [&](uint32 tile, int now) -> Stage<S> & {
-        Stage<S> &stage = shared.stages[now];
-        wait_for_copies<S::WAITS ? 1 : STAGES - 2>();
-        float scale[VEC], shift[VEC], b[VEC], c[VEC];
-        load_floats(shared.scale + channel, scale);
-        if (RELU) load_floats(shared.shift + channel, shift);
-        load_floats(shared.b + channel, b);
-        load_floats(shared.c + channel, c);
+    if (group > 1) {
+        take_registers<S::OF_WEIGHTS>();
+        const int own = warp - 2 * GROUP_WARPS, input_chunk = own % S::COLUMN_CHUNKS;
+        const int first_row = own / S::COLUMN_CHUNKS * WARP_ROWS;  // of the input, that this warp prepares
+        const auto prepare_input = [&](uint32 tile, const Turn &turn) {
+            if (!REDUCE || tile >= tiles) return;
+            uint4 *const input = shared.stages[turn.place].input[input_chunk] + swizzled(first_row + lane / 8, lane % 8);
+            const int column = input_chunk * CHUNK + lane % 8 * VEC;
 #pragma unroll
-        for (int i = 0; i < S::TIMES; ++i) {
-            const int at = own_at + i * S::ROWS_AT_ONCE * 8;
-            const uint32 row = tile * S::ROWS + first_row + i * S::ROWS_AT_ONCE;
-            uint4 &to = stage.dz[chunk][at];
-            float g[VEC], v[VEC];
-            unpack(packed<T>(to), g);
-            unpack(packed<T>(stage.x[chunk][at]), v);
-            const bool there = row < rows;
-            const float factor = DROP ? factor_of(there ? row : 0, factors, first_factor, pixels) : 1;
+            for (int row = 0; row < ROWS; row += S::INPUT_ROWS) {
+                wait_for_phase(shared.full[turn.place][(row + first_row) / PIECE_ROWS], turn.parity);
+                uint4 &at = input[row * CHUNK_VECTORS];
+                float v[VEC], scale[VEC], shift[VEC];
+                unpack(packed<T>(at), v);
+                load_floats(shared.behind_scale + column, scale);
+                load_floats(shared.behind_shift + column, shift);
 #pragma unroll
-            for (int k = 0; k < VEC; ++k) {
-                if (RELU && !(v[k] * scale[k] + shift[k] > 0)) g[k] = 0;
-                if (DROP) g[k] *= factor;
-                v[k] = scale[k] * g[k] + b[k] * v[k] + c[k];
+                for (int k = 0; k < VEC; ++k) v[k] = relu(v[k] * scale[k] + shift[k]);
+                at = words(pack<T>(v));
             }
-            to = there ? words(pack<T>(v)) : uint4{};
-        }
-        copy_rows(tile + STAGES * gridDim.y, stage.x, x);
-        if (REDUCE) {
-            float v[VEC];
-            load_floats(shared.behind_scale + vector * VEC, scale);
-            load_floats(shared.behind_shift + vector * VEC, shift);
-            unpack(packed<T>(stage.behind[input_at]), v);
-#pragma unroll
-            for (int k = 0; k < VEC; ++k) {
-                v[k] = v[k] * scale[k] + shift[k];
-                v[k] = v[k] > 0 || v[k] != v[k] ? v[k] : 0;  // NaN stays visible
-            }
-            stage.input[input_at] = words(pack<T>(v));
-        }
-        wait_for_products();
-        show_to_products();
-        meet();  // the tile is prepared, and everybody is done with the one before
-        const uint32 next = tile + (STAGES - 1) * gridDim.y;
-        Stage<S> &free = shared.stages[(now + STAGES - 1) % STAGES];
-        if (!S::WAITS) copy_rows(next, free.dz, dz);
-        copy_behind(next, free);
-        close_copies();
-        return stage;
-    };
-    // Behind a tile's products.
-    const auto end_products = [&](uint32 tile, Stage<S> &stage) {
-        if (!S::WAITS) return;
-        wait_for_products();
-        meet();  // nobody multiplies the tile any more
-        copy_rows(tile + STAGES * gridDim.y, stage.dz, dz);
-        close_copies();
-    };
-
-    float sums[2][VEC] = {};  // per column
-    int now = 0;
-    if (warp < S::DATA_WARPS) {
-        const int column = warp_n * 32 + lane % 4 * VEC;
-        for (uint32 tile = blockIdx.y; tile < tiles; tile += gridDim.y, now = (now + 1) % STAGES) {
-            Stage<S> &stage = prepare(tile, now);
-            float products[4][4] = {};
+            show_to_products();
+            __syncwarp();
+            if (lane == 0) arrive(shared.prepared[turn.place]);
+        };
+        Turn next_turn;
+        prepare_input(blockIdx.y, next_turn);
+        float dw[S::CHUNKS_PER_GROUP][COLUMNS / 8][4] = {};
+        for (uint32 tile = blockIdx.y; tile < tiles; tile += gridDim.y, turn.next(STAGES)) {
+            const Stage<S> &stage = shared.stages[turn.place];
+            wait_for_phase(shared.prepared[turn.place], turn.parity);
+            wait_for_phase(shared.begun[turn.place], turn.parity);
             open_products();
 #pragma unroll
-            for (int s = 0; s < K / 16; ++s)
-                multiply_rows(products, matrix(stage.dz[s / 4] + s % 4 * 2),
-                              matrix(shared.weights[s / 4] + warp_n * 32 * 8 + s % 4 * 2), T{});
+            for (int s = 0; s < ROWS / 16; ++s)
+#pragma unroll
+                for (int m = 0; m < S::CHUNKS_PER_GROUP; ++m)
+                    multiply_columns(dw[m], matrix(stage.dz[(part + m * 2) % S::CHUNKS] + s * 16 * CHUNK_VECTORS),
+                                     matrix_of_columns(stage.input[0] + s * 16 * CHUNK_VECTORS), T{});
             close_products();
             wait_for_products();
-            end_products(tile, stage);
+            if (lane == 0) arrive(shared.empty[turn.place]);
+            next_turn.next(STAGES);
+            prepare_input(tile + gridDim.y, next_turn);
+            if (copies && tile + STAGES * gridDim.y < tiles) {
+                wait_for_phase(shared.empty[turn.place], turn.parity);
+                load_pieces(tile + STAGES * gridDim.y, turn.place);
+            }
+            __syncwarp();
+        }
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {  // a thread has 8 columns of two rows
-                const int in_tile = warp_m * 16 + r * 8 + lane / 4;
-                const uint32 row = tile * S::ROWS + in_tile;
+        for (int m = 0; m < S::CHUNKS_PER_GROUP; ++m) {
+            const int k = (part + m * 2) * CHUNK + warp_m * 16 + lane / 4;
+            float *const to = dw_parts + (size_t(blockIdx.y) * K + first_channel + k) * COLUMNS + lane % 4 * 2;
+            if (k >= S::K) continue;
+#pragma unroll
+            for (int n = 0; n < COLUMNS / 8; ++n)
+#pragma unroll
+                for (int r = 0; r < 2; ++r)
+                    *reinterpret_cast<float2 *>(to + r * 8 * COLUMNS + n * 8) = float2{dw[m][n][r * 2], dw[m][n][r * 2 + 1]};
+        }
+        meet_cluster();
+        return;
+    }
+
+    leave_registers<S::OF_DATA>();
+    constexpr int QUARTERS = OWN_COLUMNS / 32;  // a thread has 8 columns of each, of two rows
+    constexpr int STEPS = S::K / 16, PRODUCTS = OWN_COLUMNS / 8;  // of a series, and of 8 columns each in it
+    constexpr int SENT = 2;  // of these, behind each of the first steps: who starts many at once may have to wait for them
+    static_assert(STEPS * SENT >= PRODUCTS, "all are sent");
+    const int thread = threadIdx.x, column = rank * OWN_COLUMNS + lane % 4 * VEC;
+    constexpr bool EXCHANGES = S::BLOCKS == 2;
+    const uint32 other = EXCHANGES ? rank ^ 1 : 0, there = address_in(&shared.received[0][thread], other);
+    const uint32 arrived_there = address_in(&shared.arrived, other), read_there = address_in(&shared.read, other);
+    const uint64 own_weights = matrix(shared.weights[0][0]), others_weights = matrix(shared.weights[0][S::COLUMN_CHUNKS - 1]);
+    // What step `s` adds. Its operands are sums: where `matrix` makes each, the compiler keeps 16 and runs out of registers.
+    const auto multiply = [](float (&products)[PRODUCTS][4], uint64 tile, uint64 weights, int s) {
+        multiply_rows_by_columns(products, tile + (s / 4 * TILE_VECTORS + s % 4 * 2),
+                                 weights + (s / 4 * S::COLUMN_CHUNKS * TILE_VECTORS + s % 4 * 16 * CHUNK_VECTORS), T{});
+    };
+    float sums[2][QUARTERS] = {};  // of the thread's one column of each
+    uint32 parity = 0;
+    for (uint32 tile = blockIdx.y; tile < tiles; tile += gridDim.y, turn.next(STAGES), parity ^= 1) {
+        const Stage<S> &stage = shared.stages[turn.place];
+        float own[PRODUCTS][4] = {};
+        const uint64 of_dz = matrix(stage.dz[0]);
+        if constexpr (EXCHANGES) {
+            float others[PRODUCTS][4] = {};
+            if (thread == 0) arrive_expecting(shared.arrived, sizeof(shared.received));
+            wait_for_phase(shared.prepared[turn.place], turn.parity);
+            open_products();
+#pragma unroll
+            for (int s = 0; s < STEPS; ++s) multiply(others, of_dz, others_weights, s);
+            close_products();
+            wait_for_products();
+            hold_products(others);
+            if (lane == 0) arrive(shared.begun[turn.place]);
+            wait_for_phase(shared.read, parity ^ 1);  // at once for the first tile
+            open_products();
+#pragma unroll
+            for (int s = 0; s < STEPS; ++s) {
+                multiply(own, of_dz, own_weights, s);
+#pragma unroll
+                for (int j = s * SENT; j < (s + 1) * SENT && j < PRODUCTS; ++j)
+                    store_there(there + j * GROUP * VECTOR_BYTES, others[j], arrived_there);
+            }
+        } else {
+            wait_for_phase(shared.prepared[turn.place], turn.parity);
+            open_products();
+#pragma unroll
+            for (int s = 0; s < STEPS; ++s) multiply(own, of_dz, own_weights, s);
+        }
+        close_products();
+
+        const uint32 first_row = tile * ROWS + warp_m * 16 + lane / 4;
+        Packed<T> read[QUARTERS][2];
+        if (REDUCE)
+#pragma unroll
+            for (int q = 0; q < QUARTERS; ++q)
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    const uint32 row = first_row + r * 8;
+                    read[q][r] = behind[(row < rows ? row * (COLUMNS / VEC) : 0) + (column + q * 32) / VEC];
+                }
+        wait_for_products();
+        hold_products(own);
+        if (!EXCHANGES && lane == 0) arrive(shared.begun[turn.place]);
+        if (lane == 0) arrive(shared.empty[turn.place]);
+        if constexpr (EXCHANGES) {
+            wait_for_phase(shared.arrived, parity);
+#pragma unroll
+            for (int j = 0; j < PRODUCTS; ++j) {
+                const float4 more = shared.received[j][thread];
+                own[j][0] += more.x;
+                own[j][1] += more.y;
+                own[j][2] += more.z;
+                own[j][3] += more.w;
+            }
+            hold_products(own);
+            __syncwarp();
+            if (lane == 0) arrive_there(read_there);
+        }
+#pragma unroll
+        for (int q = 0; q < QUARTERS; ++q) {
+            const int c = column + q * 32;
+            float mean[VEC], scale[VEC], shift[VEC];
+            if (REDUCE) {
+                load_floats(shared.behind_mean + c, mean);
+                load_floats(shared.behind_scale + c, scale);
+                load_floats(shared.behind_shift + c, shift);
+            }
+            float of_rows[2][VEC];  // over this thread's two
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const uint32 row = first_row + r * 8;
                 float g[VEC], v[VEC];
-                columns_of(products, r, g);
+#pragma unroll
+                for (int k = 0; k < VEC; ++k) g[k] = own[q * 4 + k / 2][r * 2 + k % 2];
                 if (REDUCE) {
-                    float mean[VEC], scale[VEC], shift[VEC];
-                    load_floats(shared.behind_mean + column, mean);
-                    load_floats(shared.behind_scale + column, scale);
-                    load_floats(shared.behind_shift + column, shift);
-                    unpack(packed<T>(stage.behind[swizzled(in_tile, column / VEC)]), v);
+                    unpack(read[q][r], v);
 #pragma unroll
                     for (int k = 0; k < VEC; ++k) {
                         if (!(v[k] * scale[k] + shift[k] > 0)) g[k] = 0;
-                        sums[0][k] += g[k];  // rows that are not there have a g of 0
-                        sums[1][k] += g[k] * (v[k] - mean[k]);
+                        const float term = g[k] * (v[k] - mean[k]);  // rows that are not there have a g of 0
+                        of_rows[0][k] = r == 0 ? g[k] : of_rows[0][k] + g[k];
+                        of_rows[1][k] = r == 0 ? term : of_rows[1][k] + term;
                     }
                 }
-                if (row < rows) out[row * (S::COLUMNS / VEC) + column / VEC] = pack<T>(g);
+                if (row < rows) out[row * (COLUMNS / VEC) + c / VEC] = pack<T>(g);
             }
-        }
-    } else {
-        const int part = warp_n - S::DATA_WARPS_N;
-        float dw[S::CHUNKS_PER_GROUP][8][4] = {};
-        for (uint32 tile = blockIdx.y; tile < tiles; tile += gridDim.y, now = (now + 1) % STAGES) {
-            Stage<S> &stage = prepare(tile, now);
-            const uint4 *const input = REDUCE ? stage.input : stage.behind;
-            open_products();
+            if (REDUCE)
 #pragma unroll
-            for (int s = 0; s < S::ROWS / 16; ++s)
-#pragma unroll
-                for (int m = 0; m < S::CHUNKS_PER_GROUP; ++m)
-                    multiply_columns(dw[m], matrix(stage.dz[(part + m * 2) % S::CHUNKS] + s * 16 * 8), matrix(input + s * 16 * 8), T{});
-            close_products();
-            end_products(tile, stage);
-        }
-        wait_for_products();
-#pragma unroll
-        for (int m = 0; m < S::CHUNKS_PER_GROUP; ++m) {
-            const int k = (part + m * 2) * 64 + warp_m * 16 + lane / 4;
-            float *const to = dw_parts + (size_t(blockIdx.y) * K + k) * S::COLUMNS + lane % 4 * 2;
-            if (k >= K) continue;
-#pragma unroll
-            for (int n = 0; n < 8; ++n)
-#pragma unroll
-                for (int r = 0; r < 2; ++r)
-                    *reinterpret_cast<float2 *>(to + r * 8 * S::COLUMNS + n * 8) = float2{dw[m][n][r * 2], dw[m][n][r * 2 + 1]};
+                for (int j = 0; j < 2; ++j) sums[j][q] += sum_over_rows(of_rows[j], lane);
         }
     }
-    if (REDUCE)
-        reduce_columns<S::THREADS, S::DATA_WARPS_M, S::DATA_WARPS_N>(
-            sums, warp_m, warp_n, reinterpret_cast<float *>(memory), partials, tickets, S::COLUMNS,
-            [=](int n, const float (&of)[2]) {
-            behind_dgamma[n] = of[1] * behind_saved[S::COLUMNS + n];
+    if (REDUCE) {
+        meet_group();  // `received` is of no more use: what the other block sends for the last tile has come
+        float *const of_warp = reinterpret_cast<float *>(shared.received) + warp_m * 2 * OWN_COLUMNS;
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+#pragma unroll
+            for (int q = 0; q < QUARTERS; ++q) of_warp[j * OWN_COLUMNS + q * 32 + lane % 4 * VEC + own_column(lane)] = sums[j][q];
+        reduce_parts<GROUP, GROUP_WARPS, 2, OWN_COLUMNS>(reinterpret_cast<float *>(shared.received), partials, tickets, COLUMNS,
+                                                         [=](int n, const float (&of)[2]) {
+            behind_dgamma[n] = of[1] * behind_saved[COLUMNS + n];
             behind_dbeta[n] = of[0];
-        });
+        }, meet_group);
+    }
+    meet_cluster();  // until here the other block may tell us that it has read
 }
 
 // sum[i] = sum over `parts` of part[i], always in the same order; 8 neighbours a thread, and 16 threads for each sum,

@@ -1,5 +1,5 @@
-"""The fused backward passes of 1x1 convolutions by dgrad_reduce.cu, dgrad_stream.cu, norm_backward.cu and
-norm_backward_cluster.cu, which are for the matrix instructions of Hopper."""
+"""The fused backward passes of 1x1 convolutions by dgrad_reduce.cu, dgrad_stream.cu and norm_backward.cu,
+which are for the matrix instructions of Hopper."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from graph_passes.executors.cuda.parameters import VECTOR
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node
 from graph_passes.passes.dgrad_reduce import MIN_CHANNELS
-from graph_passes.passes.norm_backward import CHANNELS, CLUSTER_CHANNELS
 
 VECTOR_BYTES, FLOAT_BYTES = 16, 4
 BLOCK: Size = (512, 1, 1)
@@ -38,11 +37,6 @@ _WRITTEN = "masked_grad", "gamma_grad", "beta_grad"
 
 def _require_hopper(builder: Builder, node: Node) -> None:
     require(builder.gpu.capability == HOPPER, node, "is fused as only Hopper's instructions can compute it")
-
-
-def _stages(k: int) -> int:
-    """Tiles of rows that have a place in shared memory: `Shape::STAGES` of both kernels."""
-    return 2 if k > 128 else 3
 
 
 class DgradReduce:
@@ -62,7 +56,7 @@ class DgradReduce:
         """sizeof(Shared<Shape<k, add, pair>>) of dgrad_reduce.cu."""
         weights = self.k * self.COLUMNS // VECTOR * VECTOR_BYTES
         stage = (self.k + (1 + add + pair) * self.COLUMNS) * TILE_ROWS // VECTOR * VECTOR_BYTES
-        return weights + _stages(self.k) * stage
+        return weights + (2 if self.k > 128 else 3) * stage
 
 
 @dataclass(frozen=True)
@@ -167,49 +161,32 @@ def _stream(builder: Builder, node: Node) -> None:
 
 
 class NormBackward:
-    """`norm_backward`, for convolutions of 64 channels to `k`: the weights' gradient fits into a block's registers."""
+    """`norm_backward`, for convolutions of 64 channels to `k`, or of 128 by clusters of two blocks with half of the `k`
+    channels each: what a block makes of the weights' gradient fits into its registers."""
 
-    COLUMNS = max(CHANNELS)
+    OWN_COLUMNS = 64  # of the data's gradient, that a block finishes
+    WARPS, PIECE_ROWS, X_PLACES = 4, 16, 5  # that prepare dz, and of each the pieces of x that have a place
 
-    def __init__(self, k: int) -> None:
-        self.k = k
-
-    def grid(self, rows: int, num_multiprocessors: int) -> Size:
-        return 1, min(num_multiprocessors, -(-rows // TILE_ROWS)), 1
-
-    @property
-    def shared_bytes(self) -> int:
-        """sizeof(Shared<Shape<k>>) of norm_backward.cu."""
-        weights = self.k * self.COLUMNS // VECTOR * VECTOR_BYTES
-        stage = (2 * self.k + 2 * self.COLUMNS) * TILE_ROWS // VECTOR * VECTOR_BYTES
-        return weights + _stages(self.k) * stage + (4 * self.k + 3 * self.COLUMNS) * FLOAT_BYTES
-
-
-class NormBackwardCluster:
-    """`norm_backward_cluster`, for convolutions of 128 channels to `k`, half of which each block of a cluster has."""
-
-    COLUMNS, BLOCKS, STAGES, X_PLACES = max(CLUSTER_CHANNELS), 2, 2, 5
-    WARPS, PIECE_ROWS = 4, 16  # that prepare tiles, and the rows of each piece of x
-
-    def __init__(self, k: int) -> None:
-        self.k = k // self.BLOCKS
+    def __init__(self, k: int, columns: int) -> None:
+        self.columns, self.blocks = columns, columns // self.OWN_COLUMNS
+        self.k, self.stages = k // self.blocks, 3 if self.blocks == 1 else 2
 
     def grid(self, rows: int, num_multiprocessors: int) -> Size:
         """The blocks of a cluster, and clusters."""
-        return self.BLOCKS, max(1, min(num_multiprocessors // self.BLOCKS, -(-rows // TILE_ROWS))), 1
+        return self.blocks, max(1, min(num_multiprocessors // self.blocks, -(-rows // TILE_ROWS))), 1
 
     def tiling(self, rows: int, channels: int) -> Tiling:
         return Tiling.of_matrix(rows, channels, (self.PIECE_ROWS, CHUNK))
 
     @property
     def shared_bytes(self) -> int:
-        """sizeof(Shared<Shape<k>>) of norm_backward_cluster.cu."""
-        weights = self.k * self.COLUMNS // VECTOR * VECTOR_BYTES
-        stages = self.STAGES * (self.k + self.COLUMNS) * TILE_ROWS // VECTOR * VECTOR_BYTES
+        """sizeof(Shared<Shape<k, columns>>) of norm_backward.cu."""
+        weights = self.k * self.columns // VECTOR * VECTOR_BYTES
+        stages = self.stages * (self.k + self.columns) * TILE_ROWS // VECTOR * VECTOR_BYTES
         x = self.WARPS * self.X_PLACES * self.PIECE_ROWS * CHUNK_BYTES
-        received = TILE_ROWS * self.COLUMNS // self.BLOCKS * FLOAT_BYTES
-        barriers = self.STAGES * (TILE_ROWS // self.PIECE_ROWS + 2) + self.WARPS * self.X_PLACES + 2
-        return weights + stages + x + received + 3 * self.COLUMNS * FLOAT_BYTES + -(-barriers // 2) * VECTOR_BYTES
+        received = TILE_ROWS * (8 if self.blocks == 1 else self.OWN_COLUMNS) * FLOAT_BYTES
+        barriers = self.stages * (TILE_ROWS // self.PIECE_ROWS + 3) + self.WARPS * self.X_PLACES + 2
+        return weights + stages + x + received + 3 * self.columns * FLOAT_BYTES + -(-barriers // 2) * VECTOR_BYTES
 
 
 def norm_backward(builder: Builder, node: Node) -> None:
@@ -220,19 +197,15 @@ def norm_backward(builder: Builder, node: Node) -> None:
     w, dw = builder.input(node, "weight"), builder.output(node, "weight_grad")
     beta = builder.optional_input(node, "beta", "no_relu")
     (rows, k), columns = rows_and_channels(node, builder.input(node, "data")), w.shape[3]
-    way: NormBackward | NormBackwardCluster
-    if columns in CLUSTER_CHANNELS:
-        way, name = NormBackwardCluster(k), "norm_backward_cluster"
-        of_k, of_columns = way.tiling(rows, k), way.tiling(rows, columns)
-        tensors: list[In | Tiled] = [Tiled(dz, of_k), Tiled(x, of_k), Tiled(behind, of_columns)]
-    else:
-        way, name, tensors = NormBackward(k), "norm_backward", [dz, x]
+    way = NormBackward(k, columns)
+    of_k, of_columns = way.tiling(rows, k), way.tiling(rows, columns)
     grid = way.grid(rows, builder.gpu.num_multiprocessors)
     parts = Buffer(f"{node.name}:parts", (grid[1], k, columns), "float32")
     before = [builder.input(node, role) if reduces else None for role in ("saved_2", "gamma_2", "beta_2")]
     sums = [builder.output(node, role) if reduces else None for role in ("gamma_grad", "beta_grad")]
     flags = beta is not None, reduces, drops(node)
-    builder.launch(node, f"{name}.cu", builder.kernel(name, k, *flags), grid, BLOCK, *tensors,
+    builder.launch(node, "norm_backward.cu", builder.kernel("norm_backward", k, columns, *flags), grid, BLOCK,
+                   Tiled(dz, of_k), Tiled(x, of_k), Tiled(behind, of_columns),
                    In(builder.input(node, "saved")), In(builder.input(node, "gamma")), In(beta),
                    In(builder.input(node, "gamma_grad")), In(builder.input(node, "beta_grad")), In(w), behind,
                    Out(builder.output(node, "masked_grad" if reduces else "data_grad")), *map(In, before),
