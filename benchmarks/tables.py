@@ -38,7 +38,7 @@ OPERATIONS = {
     "`dgrad_reduce`": ("dgrad_reduce", "dgrad_stream", "conv3x3_dgrad_reduce"),
     "BatchNorm backward, gradient": ("batch_norm_backward_apply", "batch_norm_pair_backward_apply"),
     "BatchNorm backward, sums": ("batch_norm_backward_reduce", "batch_norm_pair_backward_reduce"),
-    "`norm_backward`, and sums of parts": ("norm_backward", "sum_parts"),
+    "`norm_backward`, and sums of parts": ("norm_backward", "norm_backward_cluster", "sum_parts"),
     "`norm_dgrad`": ("norm_dgrad",),
     "stem": ("stem_forward", "stem_weights", "stem_fprop", "stem_wgrad", "stem_wgrad_sum", "batch_norm_relu_max_pool",
              "batch_norm_relu_max_pool_backward_reduce"),

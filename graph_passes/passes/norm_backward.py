@@ -8,7 +8,7 @@ from graph_passes.graph import Graph, Node, Ref
 from graph_passes.passes.choice import Choose
 from graph_passes.passes.conv1x1 import is_product
 
-# Of the convolution's data -> those that it makes: the gradient of its weights fits into the registers of a block, or of two.
+# Of the convolution's data -> those it makes: the registers of a block, or of two, hold the gradient of its weights.
 CHANNELS = {64: (64, 128, 256), 128: (128, 256, 512)}
 
 

@@ -55,7 +55,8 @@ RULES = ["Sgd<false>", "Sgd<true>", "Lars<false>", "Lars<true>", "AdamW", "Lamb"
 
 # Of wgmma: for Hopper alone, in 16-bit types.
 WARPGROUPS = ("conv1x1_forward.cu", "conv1x1_pair.cu", "conv3x3.cu", "conv3x3_weights.cu", "dgrad_reduce.cu",
-              "dgrad_stream.cu", "norm_backward.cu", "norm_conv1x1.cu", "norm_dgrad.cu", "stem_forward.cu", "stem_pool.cu", "stem_weights.cu")
+              "dgrad_stream.cu", "norm_backward.cu", "norm_conv1x1.cu", "norm_dgrad.cu", "stem_forward.cu",
+              "stem_pool.cu", "stem_weights.cu")
 
 # Template arguments behind the dtype that the executor asks for.
 FLAGS = {
