@@ -248,6 +248,10 @@ def in_folder(path: Path, prefer_best: bool = False) -> Path | None:
     return best if prefer_best or not found or _step(best) > _step(found[-1]) else found[-1]
 
 
+class _RemovedError(TrainError):
+    """Somebody has removed a checkpoint, or its folder, while it was written."""
+
+
 class CheckpointFolder:
     """The checkpoints of one run: the newest `keep`, named by step, and the best, best.npz."""
 
@@ -265,6 +269,16 @@ class CheckpointFolder:
         The best comes first: a run that is killed between the two goes on from it (`in_folder`), and none ever goes on
         from an accuracy whose weights are not in best.npz.
         """
+        try:
+            self._write(checkpoint, is_best)
+        except _RemovedError:
+            self._write(checkpoint, is_best)
+        self._known |= {self.path_of(checkpoint.progress.step).name, *[BEST] * is_best}
+        for old in _numbered(self.path)[: -self.keep]:
+            old.unlink(missing_ok=True)
+            self._known.discard(old.name)
+
+    def _write(self, checkpoint: Checkpoint, is_best: bool) -> None:
         path, best = self.path_of(checkpoint.progress.step), self.path / BEST
         save(checkpoint, best if is_best else path)
         if is_best:
@@ -275,12 +289,9 @@ class CheckpointFolder:
                     shutil.copyfile(best, part)
         for unfinished in self.path.glob(".*.npz.partial"):  # of a process that was killed in the middle
             unfinished.unlink(missing_ok=True)
-        for old in _numbered(self.path)[: -self.keep]:
-            old.unlink(missing_ok=True)
-        self._known = self._present()
 
     def removed(self) -> list[str]:
-        """Names of the files that somebody else has removed since the last call of this and of `save`."""
+        """Names of the files that somebody else has removed since the last call of this."""
         known, self._known = self._known, self._present()
         return sorted(known - self._known)
 
@@ -360,5 +371,6 @@ def _replacing(path: Path) -> Iterator[Path]:
             kept, then = "; earlier ones are untouched", f"go on with --resume {path.parent.parent}"
         else:
             kept, then = ", the first one", "start again"
-        raise TrainError(f"cannot save the checkpoint {path} ({error.strerror or error}){kept}: {advice} and {then}"
-                         ) from None
+        kind = _RemovedError if isinstance(error, FileNotFoundError) else TrainError
+        raise kind(f"cannot save the checkpoint {path} ({error.strerror or error}){kept}: {advice} and {then}"
+                   ) from None

@@ -185,4 +185,6 @@ def test_folder_that_goes(new_run: NewRun, rng: np.random.Generator, number: int
     assert "Traceback" not in run.err, run.err
     assert ended or code or (gone.exists() and gone.name == "checkpoints"), f"{gone} has gone, and nothing is said"
     if code:
+        assert code == 1, run.err
         assert_sentence(run)
+        assert faulty.checkpoint.load(faulty.checkpoint.find(str(run.folder))).progress.step == run.steps

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import zipfile
 
 import numpy as np
@@ -160,6 +161,19 @@ def test_newest_and_best_are_kept(state, tmp_path):
     assert checkpoint.find(str(tmp_path / "run")) == folder.path_of(10)
     assert checkpoint.find(str(tmp_path / "run"), prefer_best=True) == folder.path / "best.npz"
     assert checkpoint.find(str(folder.path_of(3))) == folder.path_of(3)
+
+
+@pytest.mark.parametrize("is_best", [False, True])
+def test_a_folder_that_is_removed_while_a_checkpoint_is_written(is_best, state, tmp_path, monkeypatch):
+    """It is written once more, and what else was there is named."""
+    folder = CheckpointFolder(tmp_path / "run", keep=2)
+    folder.save(state, is_best=True)
+    to_remove = [folder.path]
+    monkeypatch.setattr(os, "fsync", lambda descriptor: shutil.rmtree(to_remove.pop()) if to_remove else None)
+    folder.save(dataclasses.replace(state, progress=Progress(step=43)), is_best)
+    assert sorted(os.listdir(folder.path)) == ["best.npz"] * is_best + ["step-00000043.npz"]
+    assert folder.removed() == ["best.npz"] * (not is_best) + ["step-00000042.npz"]
+    assert folder.removed() == []
 
 
 def test_what_a_killed_process_left_is_removed(state, tmp_path):
