@@ -281,6 +281,46 @@ def test_files_that_are_removed_in_mid_run(gone, named, unbroken, tiny_options, 
     assert json.loads((folder / "config.json").read_text())["batch_size"] == 4
 
 
+@pytest.mark.parametrize("gone, named", [
+    (".", "checkpoints/best.npz, checkpoints/step-00000006.npz, checkpoints/step-00000012.npz, config.json, "
+          "metrics.jsonl"),
+    ("checkpoints/step-00000012.npz", "checkpoints/step-00000012.npz"),
+    ("metrics.jsonl", "metrics.jsonl"),
+])
+def test_files_that_are_removed_while_the_report_is_written(gone, named, unbroken, tiny_options, tmp_path, run_train,
+                                                            monkeypatch):
+    """All of them are there again, and the exit code tells."""
+    folder = tmp_path / "run"
+
+    def rob(report_folder, record):
+        path = folder / gone
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        return report_folder
+
+    monkeypatch.setattr(session, "write_report", rob)
+    monkeypatch.setattr(session, "has_predictions", lambda trainer, recorder: False)
+    code, _, err = run_train("--output", folder, *tiny_options, report=True)
+    assert code == 1, err
+    assert (f"error: the run has ended, but {named} had been removed from {folder} while it went on: what was still "
+            "known is there again\n") in err
+    assert_same_end(folder, unbroken)
+    assert RunRecord.read_jsonl(folder / "metrics.jsonl").steps_done == 12
+
+
+def test_a_checkpoint_that_is_removed_while_the_loader_is_measured(unbroken, tiny_options, tmp_path, run_train,
+                                                                   monkeypatch):
+    folder = tmp_path / "run"
+
+    def rob(loader, workers):
+        (folder / "checkpoints" / "step-00000012.npz").unlink()
+        return 1.0
+
+    monkeypatch.setattr(session, "measure_loader", rob)
+    code, _, err = run_train("--output", folder, *tiny_options)
+    assert code == 1 and "checkpoints/step-00000012.npz had been removed" in err
+    assert_same_end(folder, unbroken)
+
+
 @pytest.mark.parametrize("recipe, steps_per_epoch", [
     ("--mixup 0.4 --clip-norm 0.5 --repeated-augmentation 2 --stochastic-depth 0.5 --dropout 0.3", 6),
     ("--mixup 0.2 --cutmix 1 --loss bce --bce-threshold 0.2 --first-image-size 32 --image-size 64 "

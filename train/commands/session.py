@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -169,6 +170,7 @@ def train(trainer: Trainer, note: Callable[[Trainer, Recorder], None]) -> None:
             trainer.run(recorder)
             if trainer.config.data != SYNTHETIC:  # which is made once and costs nothing
                 recorder.loader_speed(measure_loader(trainer.train_loader, trainer.workers))
+                trainer.save(recorder)  # again, if somebody has removed it meanwhile
     except StoppedBySignal:
         report(recorder, trainer.run_folder)
         raise
@@ -190,7 +192,7 @@ def _check_complete(trainer: Trainer, recorder: Recorder) -> None:
         recorder.all_removed.append(CONFIG_FILE)
         _write_config(trainer)
     if names := list(dict.fromkeys(recorder.all_removed)):
-        lost = ", earlier checkpoints are not" * any(name.startswith(checkpoint.FOLDER) for name in names)
+        lost = ", earlier checkpoints are not" * any(not (trainer.run_folder / name).exists() for name in names)
         raise ProgramError(f"the run has ended, but {', '.join(names)} had been removed from {trainer.run_folder} "
                            f"while it went on: what was still known is there again{lost}")
 
@@ -215,13 +217,31 @@ def report(recorder: Recorder, run_folder: Path, trainer: Trainer | None = None)
         return
     print("writing the report ...", flush=True)
     try:
-        _write_report(recorder, run_folder, trainer)
+        with _kept(recorder, run_folder):
+            _write_report(recorder, run_folder, trainer)
     except KeyboardInterrupt:
         command = f"{python()} -m train.reporting.report {shlex.quote(str(run_folder))}"
         print(f"stopped before the report was complete; it is made with: {command}", flush=True)
         raise
     if trainer and trainer.config.data == SAMPLES:
         print(demonstration.next_commands(run_folder))
+
+
+@contextlib.contextmanager
+def _kept(recorder: Recorder, run_folder: Path) -> Iterator[None]:
+    """Inside, the run's files are open, and so cannot be lost: those that somebody removes are written again at the
+    end, and `recorder` gets their names. Raises UserError where they cannot be written."""
+    checkpoints = sorted((run_folder / checkpoint.FOLDER).glob("*.npz"))
+    with contextlib.ExitStack() as opened:
+        contents = {}
+        for path in (*checkpoints, run_folder / CONFIG_FILE, run_folder / METRICS_FILE):
+            with contextlib.suppress(OSError):  # it has been removed before
+                contents[path] = opened.enter_context(path.open("rb"))
+        yield
+        for path, file in contents.items():
+            if not path.exists():
+                files.write(path, file.read())
+                recorder.all_removed.append(str(path.relative_to(run_folder)))
 
 
 def _write_report(recorder: Recorder, run_folder: Path, trainer: Trainer | None) -> None:
