@@ -296,17 +296,23 @@ class _Journal:
         self._lines: list[tuple[int, int, int]] = []
         done = 0
         if self._path.exists():
-            first, *lines = self._path.read_text().splitlines(keepends=True) or [""]
+            remedy = f"remove .{split}.journal and .{split}.rec.partial"
+            first, *lines = self._path.read_text(errors="replace").splitlines(keepends=True) or [""]
             if first.strip() != fingerprint:
                 raise DataError(
                     f"{self._path}: an interrupted conversion of other images or options lies there; repeat that "
-                    f"command, or remove .{split}.journal and .{split}.rec.partial"
+                    f"command, or {remedy}"
                 )
-            for line in lines:
-                if line.endswith("\n"):  # else the interruption came while it was written
-                    key, offset, end = map(int, line.split())
-                    self._lines.append((key, offset, end))
+            try:
+                for line in lines:
+                    if line.endswith("\n"):  # else the interruption came while it was written
+                        key, offset, end = map(int, line.split())
+                        self._lines.append((key, offset, end))
+            except ValueError:
+                raise DataError(f"{self._path}: {line[:60]!r} in it is no place of a record; {remedy}") from None
             done = self._lines[-1][2] if self._lines else 0
+            if (size := self._records_path.stat().st_size) < done:  # truncate would make up for it with zeros
+                raise DataError(f"{self._records_path}: has {size:,} of the {done:,} bytes that were written; {remedy}")
         self._records.truncate(done)  # what came after the journal's last line may be torn
         self._end = done
         self._committed = len(self._lines)
@@ -374,7 +380,7 @@ def _write_classes(path: Path, classes: Classes) -> None:
                             "a tab or blanks at an end would be lost; rename its folder")
     text = "".join(lines)
     if path.exists():
-        if path.read_text(encoding="utf-8") != text:
+        if path.read_text(encoding="utf-8", errors="replace") != text:
             raise DataError(f"{path}: lists other classes than the images have; choose another output folder")
         return
     write_text(path, text)

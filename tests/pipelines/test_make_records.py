@@ -269,6 +269,26 @@ def test_a_journal_does_not_outlive_its_records(tmp_path, monkeypatch):
     assert contents(tmp_path / "out/train.rec")[0].keys() == images
 
 
+@pytest.mark.parametrize("name, damage, message", [
+    (".train.rec.partial", lambda file: file.unlink(), r"partial: has 0 of the [\d,]+ bytes that were written"),
+    (".train.rec.partial", lambda file: os.truncate(file, 7), r"partial: has 7 of the [\d,]+ bytes that were"),
+    (".train.journal", lambda file: file.write_bytes(b"\xff"), r"journal: an interrupted conversion of other images"),
+    (".train.journal", lambda file: file.open("a").write("7 x\n"), r"journal: '7 x\\n' in it is no place of a record"),
+    ("classes.txt", lambda file: file.write_bytes(b"caf\xe9\n"), r"classes\.txt: lists other classes than the images"),
+])
+def test_unfinished_work_that_is_damaged_is_not_gone_on_with(tmp_path, name, damage, message):
+    """What is missing from the records would become zeros."""
+    images = write_folder(tmp_path / "images", 9, 3, seed=1)
+    images[np.random.default_rng(0).permutation(9)[-1]].write_bytes(b"none")  # the last one to be written
+    plan = plan_files(tmp_path / "images", "train")
+    with pytest.raises(DataError, match="not an image"):
+        write_records(plan, tmp_path / "out", "train", Options())
+    damage(tmp_path / "out" / name)
+    with pytest.raises(DataError, match=message):
+        write_records(plan, tmp_path / "out", "train", Options(skip_bad=True))
+    assert not (tmp_path / "out" / "train.rec").exists()
+
+
 @pytest.mark.parametrize("name", ["classes.txt", ".train.journal", ".train.rec.partial"])
 def test_a_full_disk_leaves_nothing_half_written(tmp_path, monkeypatch, name):
     """The disk is full when `name` is written; with space the same command goes on."""
