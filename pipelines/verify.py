@@ -134,6 +134,12 @@ def write_clean(report: Report) -> None:
             f"{report.path}: there is no index or list beside it that could leave images out; train with "
             f"--on-bad-image skip, or convert it with `python -m pipelines make-records --on-bad-image skip`"
         )
+    lost = (image for image in report.usable if path.suffix == ".lst" and not _is_held(image, path.parent))
+    if image := next(lost, None):
+        raise DataError(
+            f"{path}: a line of it cannot hold {image.name!a}, of whose name a tab or a line break would be lost; "
+            "rename that file or folder"
+        )
     try:
         original = path.with_name(path.name + ".orig")
         if path.exists() and not original.exists():
@@ -143,6 +149,12 @@ def write_clean(report: Report) -> None:
             link_beside(path, "val.lst")
     except OSError as error:
         raise DataError(f"{path}: cannot be written ({error.strerror}); check permissions and space") from None
+
+
+def _is_held(image: Usable, folder: Path) -> bool:
+    """Whether the image's line in a list of that folder is read as one line, and as the same file."""
+    lines = image.line.splitlines()
+    return len(lines) == 1 and os.path.abspath(folder / list_entry(lines[0])[1]) == os.path.abspath(image.name)
 
 
 def print_report(report: Report, console: Console) -> None:

@@ -81,6 +81,19 @@ def test_folders(tmp_path):
     assert len(open_source(tmp_path, "train")) == 3
 
 
+@pytest.mark.parametrize("name", ["a\ttab.jpg", "two\nlines.jpg", "line\u2028separator.jpg", "carriage\rreturn.jpg"])
+def test_a_name_that_a_list_cannot_hold_is_refused(tmp_path, name):
+    """Its line would name another file, which is not there: a good image would be lost."""
+    files = write_folder(tmp_path / "train", 4, 2, seed=2)
+    files[0].rename(files[0].with_name(name))
+    report = verify_split(str(tmp_path), "train")
+    assert report.num_unusable == 0
+    with pytest.raises(DataError, match=r"train\.lst: a line of it cannot hold ") as error:
+        write_clean(report)
+    assert f"{name!a}"[1:] in str(error.value) and "\n" not in str(error.value)
+    assert not (tmp_path / "train.lst").exists()
+
+
 def test_nothing_usable(tmp_path):
     path = tmp_path / "train.rec"
     write_records(path, [b"x"] * 3, [0.0] * 3)
