@@ -235,7 +235,7 @@ class Loader(ABC):
             epoch, num_seen = int(saved["epoch"]), int(saved["batch"]) * int(saved["global_batch"])
             bad = {int(i): str(reason) for i, reason in saved["bad_images"]}
         except (ValueError, KeyError, TypeError):
-            raise DataError("the saved loader position cannot be read; start the run anew") from None
+            raise DataError("the saved loader position cannot be read; use another checkpoint of its folder") from None
         for key, value in (dict.fromkeys(_IN_THE_ORDER, 0) | self._identity()).items():
             if saved.get(key, 0) != value:
                 raise DataError(f"the saved loader position belongs to {key} {saved.get(key, 0)}, but this loader has "

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import os
 import shutil
 import zipfile
@@ -158,11 +159,11 @@ def load(path: Path) -> Checkpoint:
                 progress=_progress(meta["progress"]),
                 loader_states=[loader[str(rank)].tobytes() for rank in range(len(loader))],
                 numpy_rng=meta["numpy_rng"],
-                scalars=meta["scalars"] if "scalars" in meta else meta.get("loss_scaling", {}),
+                scalars=_scalars(meta["scalars"] if "scalars" in meta else meta.get("loss_scaling", {})),
             )
     except OSError as error:
         raise TrainError(f"cannot read the checkpoint {path}: {error.strerror or error}") from None
-    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, KeyError, TypeError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise TrainError(f"{path} is no complete checkpoint ({error}); use another one of its folder") from None
 
 
@@ -177,6 +178,9 @@ def load_checked(path: Path) -> Checkpoint:
     except KeyError as error:
         raise TrainError(f"{path} has no array {error}, which its {checkpoint.config.model} needs; use another one of "
                          "its folder") from None
+    except TypeError:
+        raise TrainError(f"{path} holds no {checkpoint.config.model}: its classifier is a single value; use another "
+                         "one of its folder") from None
     params, aux = value_shapes(network.symbol)
     _check_arrays(path, str(network), checkpoint.params, params)
     _check_arrays(path, str(network), checkpoint.aux, aux)
@@ -324,7 +328,17 @@ def _progress(values: dict[str, Any]) -> Progress:
     for name, value in values.items():
         if name != "best_top1" and not (isinstance(value, int) and value >= 0):
             raise ValueError(f"{name} is {value!r}")
-    return Progress(**{**values, "best_top1": float(values["best_top1"])})
+    progress = Progress(**{**values, "best_top1": float(values["best_top1"])})
+    if not -1 <= progress.best_top1 <= 1:  # no accuracy would ever be better
+        raise ValueError(f"best_top1 is {progress.best_top1}")
+    return progress
+
+
+def _scalars(values: dict[str, float]) -> dict[str, float]:
+    for name, value in values.items():
+        if not (isinstance(value, int | float) and math.isfinite(value)):
+            raise ValueError(f"{name} is {value!r}")
+    return values
 
 
 def _names(meta: dict[str, Any], key: str) -> list[str]:

@@ -79,12 +79,21 @@ class Config(BeginningOptions, TrainingOptions):
 
 
 def check_known(values: Mapping[str, Any], options: type) -> None:
-    """Raise TrainError for an option that the dataclass `options` has not: another version has written it."""
-    known = {field.name for field in dataclasses.fields(options)}
-    for name in values:
+    """Raise TrainError for an option that the dataclass `options` has not, as another version has written it, or whose
+    value is of another kind than its default."""
+    known = {field.name: field.default for field in dataclasses.fields(options)}
+    for name, value in values.items():
         if name not in known:
             raise TrainError(f"its run had the option {option_name(name)}, which this version of the program does not "
                              "know: use the version that the run was made with")
+        if _kind(value) != _kind(known[name]):
+            raise TrainError(f"its run had {option_name(name)} {value!r}, which is no value for it; use another one of "
+                             "its folder")
+
+
+def _kind(value: Any) -> type:
+    """Of the type of a value as JSON has it: int is a number as float is, and list what tuple is."""
+    return {int: float, list: tuple}.get(type(value), type(value))
 
 
 # Options of earlier versions that changed no result, which checkpoints of then may have.

@@ -477,6 +477,8 @@ class Trainer:
                              "begin a new run from its weights (--weights)", on_all_ranks=True)
         state = self.optimizer.state
         if checkpoint.state.keys() != state.keys():
+            if before.optimizer == self.config.optimizer:
+                raise _incomplete(f"no state of its optimizer, which has {', '.join(state)}")
             raise TrainError(f"the checkpoint is of a run with --optimizer {before.optimizer}, from whose state "
                              f"{self.config.optimizer} cannot go on: leave out --optimizer", on_all_ranks=True)
         # The learning rate is inside the momentum, so that follows it (Goyal et al., arXiv:1706.02677, section 3).

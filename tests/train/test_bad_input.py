@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import zipfile
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -189,7 +190,14 @@ def changed(file, to, meta=None, **arrays):
     ({"averages/classifier_bias": np.zeros(3, np.float32)}, "with 3 classes: classifier_weight is missing"),
     ({"state/momentum/classifier_bias": np.zeros(5, np.float32)}, "classifier_bias is float32 (5,) there"),
     ({"meta": {"class_names": ["a", "b"]}}, "holds a resnet18 with 3 classes, and names 2"),
+    ({"params/classifier_bias": np.array("abc")}, "holds no resnet18: its classifier is a single value; use another"),
     ({"meta": {"class_names": "abc"}}, "is no complete checkpoint (class_names is no list of names)"),
+    ({"meta": {"progress": [3]}}, "is no complete checkpoint ('list' object has no attribute 'items'); use another"),
+    ({"meta": {"scalars": {"updates": None}}}, "is no complete checkpoint (updates is None); use another"),
+    ({"meta": {"scalars": "none"}}, "is no complete checkpoint ('str' object has no attribute 'items'); use another"),
+    ({"meta": {"config": "none"}}, "is no complete checkpoint ('str' object has no attribute 'get'); use another"),
+    ({"meta": {"config": {"batch_size": "4"}}}, "its run had --batch-size '4', which is no value for it; use another"),
+    ({"meta": {"config": {"random_area": 1}}}, "its run had --random-area 1, which is no value for it; use another"),
 ])
 def test_arrays_that_no_network_can_use(change, sentence, fails, trained, tiny_data, tmp_path):
     file = changed(checkpoint.find(str(trained)), tmp_path / "c.npz", **change)
@@ -206,12 +214,22 @@ def test_arrays_that_no_network_can_use(change, sentence, fails, trained, tiny_d
     ({"meta": {"numpy_rng": []}}, "since it holds no state of NumPy's random numbers ("),
     ({"meta": {"progress": {"step": "many", "epoch": 0, "epoch_step": 3, "best_top1": -1.0}}},
      "is no complete checkpoint (step is 'many'); use another one of its folder"),
+    ({"meta": {"progress": {"step": 3, "epoch": 0, "epoch_step": 3, "best_top1": float("nan")}}},
+     "is no complete checkpoint (best_top1 is nan); use another one of its folder"),
+    ({"loader/0": np.zeros(0, np.uint8)}, "loader position cannot be read; use another checkpoint of its folder"),
     ({"state/momentum/classifier_bias": None}, "since it holds no momentum of classifier_bias: use another one"),
 ])
 def test_checkpoints_that_no_run_can_go_on_with(change, sentence, fails, trained, tmp_path):
     file = changed(checkpoint.find(str(trained)), tmp_path / "c.npz", **change)
     assert sentence in fails("--resume", file, "--output", tmp_path / "run")
     assert os.listdir(tmp_path) == ["c.npz"]
+
+
+def test_a_checkpoint_without_the_state_of_its_optimizer(fails, trained, tmp_path):
+    file = tmp_path / "c.npz"
+    checkpoint.save(replace(checkpoint.load(checkpoint.find(str(trained))), state={}), file)
+    assert "holds no state of its optimizer, which has momentum: use another" in fails("--resume", file, "--output",
+                                                                                       tmp_path / "run")
 
 
 def test_validation_and_prediction_without_weights(fails, tmp_path):
