@@ -155,10 +155,11 @@ def _logarithmic(*panels: Axes) -> None:
     few."""
     from matplotlib.ticker import LogLocator, NullLocator
 
-    low, high = min(axes.dataLim.xmin for axes in panels), max(axes.dataLim.xmax for axes in panels)
-    subs = range(1, 10) if high < 5 * low else (1, 2, 5) if high < 200 * low else (1,)
     for axes in panels:
         axes.set_xscale("log")
+    low, high = panels[0].get_xlim()  # which are a decade apart and more where there is a single figure
+    subs = range(1, 10) if high < 5 * low else (1, 2, 5) if high < 300 * low else (1,)
+    for axes in panels:
         axes.xaxis.set_major_locator(LogLocator(subs=subs))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter("{x:,g}")

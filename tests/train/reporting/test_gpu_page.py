@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -100,3 +101,20 @@ def test_plots_have_room_and_ticks(monkeypatch):
     for axes in gpu_plots.kernels(layers, "layers", plots.LIGHT).axes:
         low, high = axes.get_xlim()
         assert sum(low <= tick <= high for tick in axes.get_xticks()) <= 5, "of all panels, one of which is narrow"
+
+
+@pytest.mark.parametrize("speeds", [
+    (0.000965,), (0.00445,), (30.0,), (0.0007, 0.0032), (0.0066, 0.0151), (0.11, 0.53), (7.0, 34.0), (90.0, 950.0),
+    (1.0, 990.0)])
+def test_ticks_of_kernels_do_not_overlap(speeds, monkeypatch):
+    """Nor do those of a single kernel, and none is in powers of ten."""
+    monkeypatch.setattr(plots, "_png", lambda figure, theme: figure)
+    drawn = gpu_plots.kernels([Figure("GEMM", f"{speed} x {speed}", "fp32", 1.0, "ms", more={"tflops": speed})
+                               for speed in speeds], "products", plots.LIGHT)
+    drawn.canvas.draw()
+    (axes,) = drawn.axes
+    low, high = axes.get_xlim()
+    shown = [label for label in axes.get_xticklabels() if label.get_text() and low <= label.get_position()[0] <= high]
+    places = [label.get_window_extent() for label in shown]
+    assert len(shown) >= 2 and not any("e" in label.get_text() for label in shown)
+    assert all(left.x1 < right.x0 for left, right in pairwise(places)), [label.get_text() for label in shown]
