@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -126,10 +127,11 @@ def ratios(values: Mapping[str, Sequence[float]], devices: Sequence[str], theme:
     is no title, as devices have long names."""
     base, *others = devices
     lines = sum(math.isfinite(value) for own in values.values() for value in own[1:])
-    figure, axes = plots._figure_with_axes(theme, "", f"times as fast as {base}, on a logarithmic scale", "",
-                                           height=BARS * lines + 0.12 * len(values) + 1.2)
+    figure, axes = plots._figure_with_axes(theme, "", "", "", height=BARS * lines + 0.12 * len(values) + 1.2)
+    axes.set_xlabel(textwrap.fill(f"times as fast as {base}, on a logarithmic scale", 80), loc="right")
     place, ticks = 0.0, []
-    colors = (theme.parts * len(others))[: len(others)]
+    rounds = 1 + len(others) // len(theme.parts)  # of the same colors, each paler than the one before
+    colors = [(color, 0.6**paler) for paler in range(rounds) for color in theme.parts][: len(others)]
     for own in values.values():
         first = place
         for value, color in zip(own[1:], colors, strict=True):
@@ -146,7 +148,7 @@ def ratios(values: Mapping[str, Sequence[float]], devices: Sequence[str], theme:
     axes.grid(visible=False)
     for device, color in zip(others, colors, strict=True):
         axes.plot([], [], "s", color=color, label=device)
-    _in_columns(axes, theme, columns=2)
+    _in_columns(axes, theme, columns=2 if max(map(len, others)) < 45 else 1)
     return plots._png(figure, theme)
 
 

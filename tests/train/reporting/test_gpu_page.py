@@ -118,3 +118,18 @@ def test_ticks_of_kernels_do_not_overlap(speeds, monkeypatch):
     places = [label.get_window_extent() for label in shown]
     assert len(shown) >= 2 and not any("e" in label.get_text() for label in shown)
     assert all(left.x1 < right.x0 for left, right in pairwise(places)), [label.get_text() for label in shown]
+
+
+@pytest.mark.parametrize("device", ["NVIDIA H200", "Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz, of a rented host"])
+def test_long_names_in_ratios_are_whole_and_colors_differ(device, monkeypatch):
+    """Of reports of one device and commit, which a mark of their place tells apart."""
+    monkeypatch.setattr(plots, "_png", lambda figure, theme: figure)
+    devices = [f"{device} (369a32a) ({place})" for place in range(1, 9)]
+    values = {"recurrent, RNN with ReLU, forward and backward, fp16": [float(place) for place in range(1, 9)]}
+    drawn = gpu_plots.ratios(values, devices, plots.LIGHT)
+    drawn.canvas.draw()
+    (axes,) = drawn.axes
+    for part in (axes.xaxis.label, axes.get_legend()):
+        place = part.get_window_extent()
+        assert drawn.bbox.x0 <= place.x0 and place.x1 <= drawn.bbox.x1, part
+    assert len({bar.get_facecolor() for bar in axes.patches}) == 7
