@@ -18,6 +18,7 @@ from typing import Any
 
 from common import environment, files
 from common.command_line import option_name, part_of
+from common.errors import UserError
 from pipelines.sources import locate
 from train import devices
 from train.commands.options import GpuReportOptions
@@ -118,7 +119,8 @@ def _done(report: Report) -> set[str]:
 
 
 def _begun(folder: Path, placement: Placement, sections: set[str]) -> Report:
-    """The report in the folder, or one without sections. Raises UserError where it is of another device or commit."""
+    """The report in the folder, or one without sections. Raises UserError where it is of another device or commit, or
+    cannot be gone on with."""
     hardware = environment.hardware()
     device = hardware["gpus"][0] if placement.device.startswith("gpu") else hardware["cpu"]
     commit = environment.git_commit()
@@ -126,11 +128,19 @@ def _begun(folder: Path, placement: Placement, sections: set[str]) -> Report:
              "command": command_line(), "date": datetime.now(timezone.utc).isoformat(timespec="seconds")}
     if not (folder / FILE).exists():
         return Report(device, {}, about)
-    report = Report.read(folder / FILE)
+    try:
+        report = Report.read(folder / FILE)
+    except UserError as error:
+        raise TrainError(f"{error}; to measure anew, give another --output") from None
     for what, there, here in (("device", report.device, device), ("commit", report.about.get("commit"), commit)):
         if there != here and not sections <= _done(report):
             raise TrainError(f"the report in {folder} is of the {what} {there}, and this is {here}: give another "
                              "--output")
+    try:
+        gpu_report.check(report)
+    except ValueError as error:
+        raise TrainError(f"the report in {folder} was not measured by this command ({error}): give another "
+                         "--output") from None
     return report
 
 

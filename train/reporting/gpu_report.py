@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import reprlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,6 +19,34 @@ from train.reporting.report import write_pages
 KERNELS = {GEMM: "Products of matrices", TOTAL: "Convolutions, all three passes together",
            **{f"{CONVOLUTION} {direction}": f"Convolutions, {direction}" for direction in PASSES}}
 Drawings = dict[str, Callable[[Theme], bytes]]  # by file name
+
+
+def check(report: Report) -> None:
+    """Raises ValueError, with the place, for what no section finds, so that no page can be made of it: it was written
+    by hand, or is a published figure."""
+    for name in ("hardware", "versions"):
+        if not isinstance(report.about.get(name, {}), dict):
+            raise ValueError(f"about.{name} is {reprlib.repr(report.about[name])}")
+    for name, section in report.sections.items():
+        for i, figure in enumerate(section.figures):
+            if not _has_place(name, figure):
+                raise ValueError(f"sections.{name}.figures[{i}] is {figure.what}, {figure.size}, in {figure.unit}")
+
+
+def _has_place(section: str, figure: Figure) -> bool:
+    """Whether a page can show that figure in that section."""
+    match section:
+        case "kernels":
+            return figure.what == COPY or (figure.what in KERNELS and "tflops" in figure.more)
+        case "recurrent":
+            return "tflops" in figure.more
+        case "training":
+            return figure.unit == "images/sec" and re.match(r"ResNet-\d+,", figure.what) is not None
+        case "inference":
+            return figure.unit == "images/sec" and re.fullmatch(r"batch \d+", figure.size) is not None
+        case "cost":
+            return figure.unit != "top-1 %" or "seconds" in figure.more
+    return False
 
 
 def write(folder: Path, report: Report) -> None:
@@ -68,7 +98,7 @@ def _made(report: Report) -> list[Block]:
 
 
 def _kernels(report: Report, section: Section, drawings: Drawings) -> list[Block]:
-    figures, sheet = section.figures, datasheet_of(report.device)
+    figures, sheet, share = section.figures, datasheet_of(report.device), "of_datasheet"
     promised = f"the datasheet's, without sparsity ({sheet.source}), and of " if sheet else ""
     blocks: list[Block] = [
         Heading("Kernels"),
@@ -80,7 +110,7 @@ def _kernels(report: Report, section: Section, drawings: Drawings) -> list[Block
                "of the best product"), list(_best(figures))),
     ]
     blocks += [Text(f"Copy of {figure.size} within the memory: {_number(figure.value)} GB/s, read and written"
-                    + (f", {figure.more['of_datasheet']:.0%} of the datasheet's bandwidth" if sheet else "") + ".")
+                    + (f", {_share(figure, share)} of the datasheet's bandwidth" if share in figure.more else "") + ".")
                for figure in figures if figure.what == COPY]
     groups = {"gemm.png": ("Products of matrices", [GEMM]),
               "convolution.png": ("Convolutions", [f"{CONVOLUTION} {direction}" for direction in PASSES])}
@@ -182,9 +212,9 @@ def _cost(report: Report, section: Section, drawings: Drawings) -> list[Block]:
         return []
     spans = [figure for figure in section.figures if figure.unit == "s"]
     prices = {figure.size: figure.value for figure in section.figures if figure.unit == "price"}
-    per_second = prices[spans[-1].size] / spans[-1].value if prices else 0.0
+    per_second = next((prices[span.size] / span.value for span in reversed(spans) if span.size in prices), 0.0)
     drawings["accuracy.png"] = partial(gpu_plots.accuracy, epochs, epochs[0].what, per_second)
-    rows = [(figure.size, f"{figure.value:,.1f} s", f"{prices[figure.size]:,.3g}" if prices else "-",
+    rows = [(figure.size, f"{figure.value:,.1f} s", f"{prices[figure.size]:,.3g}" if figure.size in prices else "-",
              _more(figure, "startup_seconds", ".1f")) for figure in spans]
     return [
         Heading("Time and cost to accuracy"),

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from common import environment
 from common.files import lock
 from train.__main__ import main
 from train.commands import benchmark_inference, gpu_report
@@ -21,6 +22,7 @@ from train.gpu_report import cost, deepbench, inference, kernels, recurrent, sec
 from train.gpu_report.figures import Figure, Report, Section
 from train.presets import load_preset
 from train.reporting import gpu_comparison
+from train.reporting import gpu_report as gpu_report_page
 
 PUBLISHED = Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "gpu_report"
 
@@ -384,6 +386,48 @@ def test_two_at_once_are_refused(run_train, tmp_path):
     assert (code, err.startswith(f"error: another process is measuring into {tmp_path}: wait for its end")) == (2, True)
     assert "==" not in out and list(tmp_path.iterdir()) == []
     assert run_train(*command)[0] == 0
+
+
+@pytest.mark.parametrize("about, sections, reason", [
+    ({}, {"kernels": (figure(1.0),)}, "sections.kernels.figures[0] is GEMM, 1 x 1 x 1 NN, in ms"),
+    ({}, {"kernels": (figure(1.0, "pooling", tflops=1.0),)}, "sections.kernels.figures[0] is pooling, "),
+    ({}, {"recurrent": (figure(1.0, "LSTM, inference"),)}, "sections.recurrent.figures[0] is LSTM, inference, "),
+    ({}, {"training": (figure(1.0, "VGG-16", unit="images/sec"),)}, "sections.training.figures[0] is VGG-16, "),
+    ({}, {"inference": (figure(1.0, "ResNet-50", "all", unit="images/sec"),)}, "ResNet-50, all, in images/sec"),
+    ({}, {"cost": (figure(1.0, "CIFAR-10", "epoch 1", unit="top-1 %"),)}, "CIFAR-10, epoch 1, in top-1 %"),
+    ({}, {"music": (figure(1.0),)}, "sections.music.figures[0] is GEMM, "),
+    ({"versions": 3}, {}, "about.versions is 3"),
+])
+def test_report_that_was_written_by_hand(run_train, about, sections, reason, tmp_path):
+    """Which has no page, as published figures have none, is found out before anything is measured."""
+    device, commit = environment.hardware()["cpu"], environment.git_commit()
+    Report(device, {name: Section(figures) for name, figures in sections.items()},
+           {"commit": commit, **about}).write(tmp_path / "report.json")
+    before = (tmp_path / "report.json").read_bytes()
+    code, out, err = run_train("gpu-report", "--device", "cpu", "--output", tmp_path, "--sections", "recurrent")
+    assert code == 2 and err.startswith(f"error: the report in {tmp_path} was not measured by this command (")
+    assert reason in err
+    assert err.endswith("): give another --output\n") and "==" not in out
+    assert (tmp_path / "report.json").read_bytes() == before
+
+
+def test_prices_of_a_part_of_the_spans(tmp_path):
+    """As somebody may have left in report.json: the page has those that there are."""
+    run = (figure(50.0, "CIFAR-10", "epoch 1", unit="top-1 %", seconds=1.0),
+           figure(2.0, "CIFAR-10", "to 88% top-1", unit="s"), figure(3.0, "CIFAR-10", "the whole run", unit="s"),
+           figure(0.5, "CIFAR-10", "to 88% top-1", unit="price"))
+    gpu_report_page.write(tmp_path, report("some CPU", cost=run))
+    page = (tmp_path / "report.md").read_text()
+    assert "| to 88% top-1 | 2.0 s | 0.5 | - |" in page and "| the whole run | 3.0 s | - | - |" in page
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]"])
+def test_damaged_report_is_not_measured_into(run_train, content, tmp_path):
+    (tmp_path / "report.json").write_text(content)
+    code, _, err = run_train("gpu-report", "--device", "cpu", "--output", tmp_path)
+    assert code == 2 and err.startswith(f"error: {tmp_path / 'report.json'} is no") and err.count("\n") == 1
+    assert err.endswith("; to measure anew, give another --output\n")
+    assert (tmp_path / "report.json").read_text() == content
 
 
 def test_report_of_another_device(run_train, tmp_path):

@@ -79,6 +79,14 @@ def test_what_is_missing_is_named(tmp_path):
     assert "## Training" not in page and not list(tmp_path.glob("*.png"))
 
 
+def test_kernels_that_were_stopped_have_no_shares_yet(tmp_path):
+    """Of a GPU with a datasheet; the page is that of another section, which was measured alone afterwards."""
+    copy = Figure("copy", "2,048 MiB", "", 3600.0, "GB/s", 0.001)
+    gpu_report.write(tmp_path, Report("NVIDIA H200", {"kernels": Section((copy,), complete=False)}))
+    page = (tmp_path / "report.md").read_text()
+    assert "Copy of 2,048 MiB within the memory: 3,600 GB/s, read and written.\n" in page
+
+
 def test_ratios_of_which_some_are_not_known(tmp_path: Path):
     nan = float("nan")
     values = {"GEMM, fp16": [1.0, 4.0, nan], "copy": [1.0, nan, 0.25]}
