@@ -231,7 +231,10 @@ def _cost(report: Report, section: Section, drawings: Drawings) -> list[Block]:
 
 
 def _uncertain(report: Report) -> list[Block]:
-    """Figures that are not known to 1 %."""
+    """Figures that are not known to 1 %, of those that are timed more than once."""
+    figures = [figure for section in report.sections.values() for figure in section.figures]
+    if not any(figure.limit or figure.error is not None for figure in figures):
+        return []
     rows = [(name, figure.what, figure.size, figure.precision, _error(figure), figure.limit)
             for name, section in report.sections.items() for figure in section.figures if figure.limit]
     if not rows:

@@ -79,6 +79,14 @@ def test_what_is_missing_is_named(tmp_path):
     assert "## Training" not in page and not list(tmp_path.glob("*.png"))
 
 
+def test_what_is_timed_once_is_not_said_to_be_repeated(report, tmp_path):
+    """A whole training run is one timing, whose error is not known."""
+    words = "Each timing was repeated until the standard error"
+    for section, is_repeated in (("cost", False), ("training", True)):
+        gpu_report.write(tmp_path, Report("some CPU", {section: report.sections[section]}))
+        assert (words in (tmp_path / "report.md").read_text()) == is_repeated, section
+
+
 def test_kernels_that_were_stopped_have_no_shares_yet(tmp_path):
     """Of a GPU with a datasheet; the page is that of another section, which was measured alone afterwards."""
     copy = Figure("copy", "2,048 MiB", "", 3600.0, "GB/s", 0.001)
