@@ -19,12 +19,12 @@ from typing import Any
 from common import environment, files
 from common.command_line import option_name, part_of
 from common.errors import UserError
-from pipelines.sources import locate
 from train import devices
 from train.commands.options import GpuReportOptions
 from train.config import Config
 from train.devices import Placement
 from train.errors import TrainError
+from train.gpu_report import cost
 from train.gpu_report.figures import FILE, Report, Section
 from train.gpu_report.section import Bench
 from train.processes.invocation import command_line
@@ -48,7 +48,7 @@ def main(values: Mapping[str, Any]) -> None:
             raise TrainError(f"{option_name(name)} is for the section cost, which is not measured: leave it out, or "
                              "add cost to --sections")
     if wanted.data:
-        locate(wanted.data, "train")  # before what takes minutes
+        cost.check_data(wanted.data)  # before what takes minutes
     placement = devices.choose(Config(device=wanted.device), local_rank=0)
     if placement.note:
         print(placement.note, flush=True)

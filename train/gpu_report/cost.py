@@ -13,8 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from pipelines.sources import open_source
 from train.commands.compare_precision import run_training
 from train.config import CONFIG_FILE, Config, default_warmup
+from train.errors import TrainError
 from train.gpu_report.figures import Figure, Section
 from train.gpu_report.section import Bench
 from train.presets import load_preset
@@ -34,6 +36,25 @@ class Recipe:
 # 88 %: what PyTorch reaches with this recipe, less two standard deviations, was 88.4 % (docs/recipes.md).
 CIFAR10 = Recipe("CIFAR-10, ResNet-18, 128 pixels", "cifar10_resnet18", 18, 0.88)
 SAMPLE = Recipe("sample set, ResNet-50, 32 pixels", "cpu_sample", 3, 0.5)
+
+CIFAR10_IMAGES, CIFAR10_CLASSES = {"train": 50_000, "val": 10_000}, 10
+
+
+def check_data(data: str) -> None:
+    """See that the images there are as many as CIFAR-10's, under whose name the figures stand.
+
+    Raises:
+        DataError: there are no images, or they cannot be read.
+        TrainError: there are others.
+    """
+    for split, num_images in CIFAR10_IMAGES.items():
+        source = open_source(data, split, CIFAR10_CLASSES)
+        if (len(source), len(source.classes)) != (num_images, CIFAR10_CLASSES):
+            raise TrainError(
+                f"--data {data} holds {len(source):,} images of {len(source.classes):,} classes as {split}, and "
+                f"CIFAR-10, which the section cost trains on, has {num_images:,} of {CIFAR10_CLASSES}: "
+                "give a place that holds it, or leave --data out"
+            )
 
 
 def measure(bench: Bench) -> Section:
@@ -87,9 +108,6 @@ def _config(bench: Bench, recipe: Recipe) -> Config:
 
 def _figures(bench: Bench, recipe: Recipe, rows: Sequence[Validation], precision: str,
              startup: float) -> Iterator[Figure]:
-    if not rows:
-        bench.leave_out("time and cost to accuracy", f"{bench.data} has no validation images")
-        return
     target = bench.target_accuracy or recipe.target_accuracy
     for epoch, seconds, top1 in rows:
         yield Figure(recipe.what, f"epoch {epoch}", precision, 100 * top1, "top-1 %", more={"seconds": seconds})

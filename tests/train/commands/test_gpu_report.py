@@ -157,6 +157,7 @@ def test_cost(run_train, tiny_data, tmp_path, monkeypatch):
     # In this process; a run that is complete is not done again.
     monkeypatch.setattr(cost, "run_training", lambda config, folder: folder.exists() or main(run_arguments(config)))
     monkeypatch.setattr(cost, "CIFAR10", cost.Recipe("tiny", "cpu_sample", 2, 0.0))  # which any network reaches
+    monkeypatch.setattr(cost, "CIFAR10_IMAGES", {})
     monkeypatch.setattr(cost, "load_preset", lambda name: replace(load_preset(name), batch_size=4, model="resnet18",
                                                                  val_split=0.25))
     arguments = ("gpu-report", "--device", "cpu", "--output", tmp_path, "--sections", "cost", "--data", tiny_data,
@@ -365,6 +366,13 @@ def test_mistakes(run_train, options, sentence, tmp_path, monkeypatch):
     code, _, err = run_train("gpu-report", "--output", tmp_path / "report", *options)
     assert code == 2 and err.startswith("error: ") and sentence in err and err.count("\n") == 1
     assert not (tmp_path / "report").exists()
+
+
+def test_other_data_is_not_measured_under_the_name_of_cifar10(run_train, tiny_data, tmp_path):
+    code, out, err = run_train("gpu-report", "--device", "cpu", "--output", tmp_path / "report", "--data", tiny_data)
+    assert code == 2 and out == "" and not (tmp_path / "report").exists()
+    assert err == (f"error: --data {tiny_data} holds 27 images of 3 classes as train, and CIFAR-10, which the section "
+                   "cost trains on, has 50,000 of 10: give a place that holds it, or leave --data out\n")
 
 
 def test_folder_that_cannot_be_written_is_found_out_before_anything_is_measured(run_train, tmp_path):
