@@ -56,4 +56,7 @@ class LanguageModelOptions:
 
 
 # Of those that `train` has not.
-LIMITS: dict[str, Limit] = dict.fromkeys(("vocabulary", "hidden", "layers", "sequences", "steps"), AT_LEAST_1)
+LIMITS: dict[str, Limit] = {
+    "vocabulary": (lambda value: value >= 2, "at least 2"),  # one alone is what stands for all the others
+    **dict.fromkeys(("hidden", "layers", "sequences", "steps"), AT_LEAST_1),
+}

@@ -124,6 +124,7 @@ def test_a_run_begins_and_goes_on_by_the_same_command(run_train: Train, tmp_path
 @pytest.mark.parametrize("options, message", [
     (["--text", "/nowhere.txt"], "cannot read the text /nowhere.txt (No such file or directory): give --text a"),
     (["--hidden", "0"], "--hidden 0 must be at least 1"),
+    (["--vocabulary", "1"], "--vocabulary 1 must be at least 2"),
     (["--sequences", "100000"], "are too few for 100000 sequences of 8 steps"),
 ])
 def test_bad_input(run_train: Train, options: list[str], message: str, tmp_path: Path) -> None:
