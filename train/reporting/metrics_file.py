@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any, TextIO
+from typing import Any
 
-from common.files import lock, way_out, write_bytes
 from train.errors import TrainError
+from train.reporting.log_file import LogFile
 from train.reporting.metrics import SCHEMA, UNITS, RunRecord
 
 
-@contextlib.contextmanager
-def log_of_run(path: Path) -> Iterator[None]:
-    """Inside, `path` in a run's folder is written to. Raises TrainError where that fails."""
-    try:
-        yield
-    except OSError as error:
-        raise TrainError(f"cannot write {path} ({error.strerror}): {way_out(error, 'see that it can be written')} and "
-                         f"start again, with --resume {path.parent} where that has a checkpoint") from None
-
-
-def content_of(file: IO[Any]) -> bytes:
-    """What an open file holds, which somebody has removed: it is there as long as it is open."""
-    return Path(f"/proc/self/fd/{file.fileno()}").read_bytes()
-
-
-class MetricsFile:
+class MetricsFile(LogFile):
     """Begins the file `path`, or continues the one that is there (a resumed run).
 
     Each event becomes one line at once, so that a killed run keeps what it has logged, and goes into `record`.
@@ -40,11 +23,10 @@ class MetricsFile:
 
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
         self.record = RunRecord(config={}, command="", images_per_step=1)
-        self._path, self._clock = path, clock
+        self._clock = clock
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a+", encoding="utf-8", buffering=1)
-            _lock(self._file, path)
+            super().__init__(path, locked=True)
             _cut_unfinished_line(path)
             self.record = RunRecord.read_jsonl(path)
         except OSError as error:
@@ -57,35 +39,13 @@ class MetricsFile:
         """Since the start of the run, over its sessions."""
         return self._clock() - self._run_start
 
-    @property
-    def is_gone(self) -> bool:
-        """Whether somebody has removed it, or put another file in its place."""
-        try:
-            return not (self._file.closed or os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno())))
-        except OSError:
-            return True
-
-    def write_anew(self) -> None:
-        """Put it back with all that it held. Raises TrainError where that fails."""
-        with log_of_run(self._path):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_bytes(self._path, content_of(self._file))
-            self._file.close()
-            self._file = self._path.open("a+", encoding="utf-8", buffering=1)
-            _lock(self._file, self._path)
-
     def write(self, event: str, **fields: Any) -> None:
         """Append an event. Raises TrainError where the disk is full."""
         if self._file.closed:
             return
         line = _finite({"event": event, "time": round(self.seconds(), 3), **fields})
-        with log_of_run(self._path):
-            self._file.write(json.dumps(line) + "\n")
+        self._append(json.dumps(line))
         self.record.apply(line)
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._file.close()
 
 
 def _finite(value: Any) -> Any:
@@ -97,13 +57,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(item) for item in value]
     return value
-
-
-def _lock(file: TextIO, path: Path) -> None:
-    """Until the file is closed, which the end of the process does too."""
-    if not lock(file):
-        raise TrainError(f"another process is at work on the run in {path.parent}: wait for its end, or give another "
-                         "--output folder")
 
 
 def _cut_unfinished_line(path: Path) -> None:

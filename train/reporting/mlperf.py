@@ -6,7 +6,6 @@ its tools read the file.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 import time
@@ -14,8 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common.files import write_bytes
-from train.reporting.metrics_file import content_of, log_of_run
+from train.reporting.log_file import LogFile, log_of_run
 
 PREFIX = ":::MLLOG"
 OPTIONS = {  # MLPerf's name -> ours
@@ -26,16 +24,12 @@ OPTIONS = {  # MLPerf's name -> ours
 }
 
 
-class MLPerfLog:
-    """Appends one line per event to a file; every line is flushed, so that a killed run keeps what it logged.
-
-    Raises TrainError where it cannot be written.
-    """
+class MLPerfLog(LogFile):
+    """Appends one line per event to a file. Raises TrainError where it cannot be written."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
         with log_of_run(path):
-            self._file = path.open("a", encoding="utf-8", buffering=1)
+            super().__init__(path)
 
     def run(self, config: Mapping[str, Any], global_batch: int) -> None:
         """A run with these options starts."""
@@ -58,22 +52,6 @@ class MLPerfLog:
         """Something without duration: a hyperparameter, an accuracy."""
         self._write("POINT_IN_TIME", key, value, metadata)
 
-    @property
-    def is_gone(self) -> bool:
-        """Whether somebody has removed it."""
-        return not self._path.exists()
-
-    def write_anew(self) -> None:
-        """Put it back with all that it held. Raises TrainError where that fails."""
-        with log_of_run(self._path):
-            write_bytes(self._path, content_of(self._file))
-            self._file.close()
-            self._file = self._path.open("a", encoding="utf-8", buffering=1)
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._file.close()
-
     def _write(self, event_type: str, key: str, value: Any, metadata: dict[str, Any]) -> None:
         caller = sys._getframe(2)  # whoever called start, end or point: MLPerf wants the place in the code
         line = {
@@ -84,5 +62,4 @@ class MLPerfLog:
             "value": value,
             "metadata": {"file": caller.f_code.co_filename, "lineno": caller.f_lineno, **metadata},
         }
-        with log_of_run(self._path):
-            self._file.write(f"{PREFIX} {json.dumps(line)}\n")
+        self._append(f"{PREFIX} {json.dumps(line)}")

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from train.reporting.metrics_file import content_of, log_of_run
+from train.reporting.log_file import content_of, log_of_run
 
 FLUSH_SECONDS = 60.0
 

@@ -1,0 +1,72 @@
+"""Files of a run's folder that grow while it lasts, and that are put back where somebody has removed them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, TextIO
+
+from common.files import lock, way_out, write_bytes
+from train.errors import TrainError
+
+
+@contextlib.contextmanager
+def log_of_run(path: Path) -> Iterator[None]:
+    """Inside, `path` in a run's folder is written to. Raises TrainError where that fails."""
+    try:
+        yield
+    except OSError as error:
+        raise TrainError(f"cannot write {path} ({error.strerror}): {way_out(error, 'see that it can be written')} and "
+                         f"start again, with --resume {path.parent} where that has a checkpoint") from None
+
+
+def content_of(file: IO[Any]) -> bytes:
+    """What an open file holds, which somebody has removed: it is there as long as it is open."""
+    return Path(f"/proc/self/fd/{file.fileno()}").read_bytes()
+
+
+class LogFile:
+    """Begins the text file `path`, or continues the one that is there. Each line is flushed, so that a killed run keeps
+    what it has logged. With `locked` no two processes write to it.
+
+    Raises OSError where it cannot be opened, and TrainError where it is locked.
+    """
+
+    def __init__(self, path: Path, locked: bool = False) -> None:
+        self._path, self._locked = path, locked
+        self._file = self._opened()
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether somebody has removed it, or put another file in its place."""
+        try:
+            return not (self._file.closed or os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno())))
+        except OSError:
+            return True
+
+    def write_anew(self) -> None:
+        """Put it back with all that it held. Raises TrainError where that fails."""
+        with log_of_run(self._path):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_bytes(self._path, content_of(self._file))
+            self._file.close()
+            self._file = self._opened()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+    def _append(self, line: str) -> None:
+        """Raises TrainError where the disk is full."""
+        with log_of_run(self._path):
+            self._file.write(line + "\n")
+
+    def _opened(self) -> TextIO:
+        file = self._path.open("a", encoding="utf-8", buffering=1)
+        if self._locked and not lock(file):
+            file.close()
+            raise TrainError(f"another process is at work on the run in {self._path.parent}: wait for its end, or give "
+                             "another --output folder")
+        return file
