@@ -35,6 +35,7 @@ OPERATIONS = {
     "their data gradients": ("dgrad", "conv3x3_dgrad"),
     "BatchNorm forward": ("batch_norm_apply", "batch_norm_pair_apply"),
     "`norm_conv1x1`": ("norm_conv1x1",),
+    "`norm_conv3x3`": ("norm_conv3x3",),
     "`dgrad_reduce`": ("dgrad_reduce", "dgrad_stream", "conv3x3_dgrad_reduce"),
     "BatchNorm backward, gradient": ("batch_norm_backward_apply", "batch_norm_pair_backward_apply"),
     "BatchNorm backward, sums": ("batch_norm_backward_reduce", "batch_norm_pair_backward_reduce"),

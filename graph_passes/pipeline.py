@@ -24,6 +24,7 @@ from graph_passes.passes.dgrad_reduce import dgrad_reduce
 from graph_passes.passes.group_mean import group_mean
 from graph_passes.passes.norm_backward import norm_backward
 from graph_passes.passes.norm_conv1x1 import norm_conv1x1
+from graph_passes.passes.norm_conv3x3 import norm_conv3x3
 from graph_passes.passes.norm_dgrad import norm_dgrad
 from graph_passes.passes.norm_grad_add import norm_grad_add
 from graph_passes.passes.norm_pair import norm_pair
@@ -65,6 +66,7 @@ def training_passes(shapes: Shapes, dtype: str, choose: Choose, grouped: bool = 
         "stem": lambda graph: stem(graph, shapes, choose),
         "conv_statistics": lambda graph: conv_statistics(graph, choose),
         "norm_conv1x1": lambda graph: norm_conv1x1(graph, choose),
+        "norm_conv3x3": lambda graph: norm_conv3x3(graph, choose),
         "stem_pool": lambda graph: stem_pool(graph, choose),  # this and the next three: what is frozen, and biases
         "conv_epilogue": lambda graph: conv_epilogue(graph, choose),
         "conv1x1_sum": lambda graph: conv1x1_sum(graph, choose),

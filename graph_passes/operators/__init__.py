@@ -20,7 +20,7 @@ from graph_passes.operators import (
     elementwise,
     embedding,
     fully_connected,
-    norm_conv1x1,
+    norm_conv,
     pooling,
     quantised,
     rnn,
@@ -52,7 +52,7 @@ __all__ = [
 ]
 
 _FAMILIES = (convolution, batch_norm, elementwise, dropout, pooling, fully_connected, softmax, sigmoid,
-             batch_norm_halves, batch_norm_pair, batch_norm_pool, norm_conv1x1, conv1x1_backward, quantised, rnn,
+             batch_norm_halves, batch_norm_pair, batch_norm_pool, norm_conv, conv1x1_backward, quantised, rnn,
              embedding)
 
 OPERATORS: Mapping[str, Operator] = MappingProxyType(

@@ -168,17 +168,18 @@ def test_pairs_of_convolutions_in_inference(rng):
     assert "Conv1x1Pair" not in pipeline.inference(graph, "float32", last_way).operators()
 
 
-@pytest.mark.parametrize("depth, convolutions, with_sums, with_relu", [(18, 4, 2, 2), (50, 3, 3, 3)])
-def test_3x3_convolutions_of_our_own(depth, convolutions, with_sums, with_relu):
+@pytest.mark.parametrize("depth, convolutions, behind_norms, with_relu", [(18, 4, 2, 2), (50, 3, 3, 3)])
+def test_3x3_convolutions_of_our_own(depth, convolutions, behind_norms, with_relu):
     """Where the device finds them faster: those of stage 1 forward, and their data gradients, where these go through a
-    BatchNorm + ReLU with its sums; of all with stride 1 the weight gradients. In 16 bits alone."""
+    BatchNorm + ReLU with it and with its sums; of all with stride 1 the weight gradients. In 16 bits alone."""
     graph, shapes = Graph.from_json(resnet(depth).tojson()), {"data": (2, 64, 64, 3)}
     step = pipeline.training_step(graph, shapes, "bfloat16", last_way)
     assert step.operators()["Conv3x3Wgrad"] == 13
-    own = [node for node in step if node.op in ("Conv3x3Statistics", "Conv3x3Dgrad", "Conv3x3DgradReduce")]
+    wanted = {"BatchNormReluConv3x3": behind_norms, "Conv3x3Statistics": convolutions - behind_norms,
+              "Conv3x3DgradReduce": behind_norms, "Conv3x3Dgrad": convolutions - behind_norms}
+    own = [node for node in step if node.op in wanted]
     assert all(node.name.startswith("stage1") for node in own)
-    assert Counter(node.op for node in own) == Counter({
-        "Conv3x3Statistics": convolutions, "Conv3x3DgradReduce": with_sums, "Conv3x3Dgrad": convolutions - with_sums})
+    assert Counter(node.op for node in own) == Counter(wanted)
     assert pipeline.inference(graph, "float16", last_way).operators()["Conv3x3Relu"] == with_relu
     for dtype, choose in (("float32", last_way), ("float16", passes.first_way), ("float16", passes.fused_way)):
         operators = {*pipeline.training_step(graph, shapes, dtype, choose).operators(),
@@ -264,6 +265,31 @@ def test_the_end_of_a_block_with_the_convolution_that_follows(sums, grouped, rng
     results = [run(step, values) for step in (with_it, without)]
     for name, wanted in results[1].items():
         check_close(results[0][name], wanted, SAME, name, np.abs(results[1]["fc_weight_grad"]).max() / 1e3)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_batch_norm_with_the_3x3_convolution_that_follows(grouped, rng):
+    """Where that is our own kernel, which has its sums, with the same results as without; else both are left alone."""
+    def choose(graph, node, ways, fused=True, own=True):
+        if "norm_conv3x3" in ways:
+            return "norm_conv3x3" if fused else "separate"
+        if "conv3x3_forward" in ways and own:
+            return "conv3x3_forward"
+        return passes.fused_way(graph, node, ways)
+
+    graph, shapes = network("bottlenecks")
+    values = random_variables(graph, shapes, rng)
+    assert "BatchNormReluConv3x3" in check_step(graph, shapes, values, choose, grouped)
+    with_it, without = (pipeline.training_step(graph, shapes, "bfloat16", way, grouped)
+                        for way in (choose, partial(choose, fused=False)))
+    blocks = with_it.operators()["BatchNormReluConv3x3"]
+    assert blocks == 3 and without.operators()["Conv3x3Statistics"] == blocks
+    assert with_it.operators().total() == without.operators().total() - blocks
+    results = [run(step, values) for step in (with_it, without)]
+    for name, wanted in results[1].items():
+        check_close(results[0][name], wanted, SAME, name, np.abs(results[1]["fc_weight_grad"]).max() / 1e3)
+    alone = pipeline.training_step(graph, shapes, "bfloat16", partial(choose, own=False), grouped)
+    assert "BatchNormReluConv3x3" not in alone.operators()
 
 
 def test_where_a_block_and_the_next_convolution_are_left_alone():

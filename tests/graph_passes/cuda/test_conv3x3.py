@@ -1,18 +1,21 @@
-"""3x3 convolutions of 64 channels with what follows them, and the gradient of their data, alone and with the sums of a
-BatchNorm, against float64 NumPy: rows that fill no tile, tiles that fill no block, images from one pixel on, poisoned
-outputs."""
+"""3x3 convolutions of 64 channels with what follows them, after a BatchNorm + ReLU too, and the gradient of their data,
+alone and with the sums of a BatchNorm, against float64 NumPy: rows that fill no tile, tiles that fill no block, images
+from one pixel on, poisoned outputs."""
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import numpy as np
 import pytest
 from gpu_arrays import PRECISION, Device, relative_error, rounded
 from test_kernels import BatchNormCase
+from test_norm_conv1x1 import EPS, MOMENTUM, Norm
 
 from graph_passes import Node
 from graph_passes.executors.cuda.kernels import instance
+from graph_passes.executors.cuda.lowering.builder import APPLY_BLOCK
 from graph_passes.executors.cuda.lowering.conv3x3 import Conv3x3
 from graph_passes.executors.reference import evaluate
 
@@ -115,6 +118,61 @@ def test_sums_of_the_output(device: Device, dtype: str, mean: float, shape: tupl
         assert np.all(np.abs(sums[1] / len(stored) - stored.var(0)) <= NEAR * stored.var(0) + between + 1e-12)
         again = case.run(blocks)
         assert np.array_equal(again[0], y) and np.array_equal(again[1], sums)
+
+
+class NormCase:
+    """A BatchNorm + ReLU and the convolution that follows, by one launch or by two."""
+
+    def __init__(self, device: Device, dtype: str, shape: tuple[int, int, int], about_mean: bool, mean: float) -> None:
+        self.device, self.dtype, self.shape, self.way = device, dtype, (*shape, 64), Conv3x3((*shape, 64))
+        random = np.random.default_rng(sum(shape))
+        self.norm = Norm(int(np.prod(shape)), 64, dtype, about_mean, mean, random)
+        self.w = rounded(random.normal(0, 576**-0.5, (64, 3, 3, 64)), dtype)
+
+    def run(self, blocks: int, fused: bool) -> dict[str, np.ndarray]:
+        device, dtype, way, norm, grid = self.device, self.dtype, self.way, self.norm, self.way.grid(blocks)
+        shapes = {"y": self.shape, "z": self.shape, "saved": (2, 64), "running_mean": (64,), "running_var": (64,),
+                  "sums": (3, 64)}
+        dtypes = {"y": dtype, "z": dtype}
+        at = {name: device.put(getattr(norm, name)) if name.startswith("running") else
+              device.poisoned(shape, dtypes.get(name, "float32")) for name, shape in shapes.items()}
+        x, w = device.put(norm.x, dtype), device.put(self.w, dtype)
+        padded = {name: device.gpu.tensor_map(address, dtype, way.padded_rows)
+                  for name, address in (("x", x), ("y", at["y"]))}
+        y, z = (device.gpu.tensor_map(at[name], dtype, way.image_rows) for name in "yz")
+        weights = device.gpu.tensor_map(w, dtype, way.WEIGHTS)
+        given = device.put(norm.sums), ctypes.c_bool(norm.about_mean), device.put(norm.gamma), device.put(norm.beta)
+        kept = at["saved"], at["running_mean"], at["running_var"], ctypes.c_float(EPS), ctypes.c_float(MOMENTUM)
+        rest = at["sums"], device.poisoned((3 * 64 * grid[1],)), device.zeros(4), way.images
+        if fused:
+            device.run("conv3x3.cu", instance("norm_conv3x3", dtype), grid, way.BLOCK, padded["x"], weights, y, z,
+                       *given, *kept, *rest, shared_bytes=way.shared_bytes)
+        else:
+            device.run("batch_norm.cu", instance("batch_norm_apply", dtype, False, True, False), (1, 3, 1), APPLY_BLOCK,
+                       x, 0, *given, at["y"], 0, *kept, ctypes.c_uint32(len(norm.x)), ctypes.c_int(64), 0,
+                       ctypes.c_uint32(0), ctypes.c_uint32(1))
+            device.run("conv3x3.cu", instance("conv3x3_forward", dtype, True, False), grid, way.BLOCK, padded["y"],
+                       weights, z, 0, *rest, shared_bytes=way.shared_bytes)
+        results = {name: device.get(at[name], shape, dtypes.get(name, "float32")) for name, shape in shapes.items()}
+        device.gpu.free_all()
+        return results
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype, about_mean, mean", [("float16", True, 0.0), ("bfloat16", False, 0.0),
+                                                     ("float16", True, 100.0)])
+def test_after_a_batch_norm(device: Device, dtype: str, about_mean: bool, mean: float, shape: tuple[int, int, int]
+                            ) -> None:
+    """The bits of the two launches that it stands for, every time; what is normalised also against float64."""
+    case = NormCase(device, dtype, shape, about_mean, mean)
+    for blocks in BLOCKS:
+        wanted = case.run(blocks, fused=False)
+        if len(case.norm.x) > 1:  # of one pixel the variance is 0
+            assert relative_error(wanted["y"].reshape(-1, 64), np.maximum(case.norm.y, 0)) < STORED[dtype]
+        for got in (case.run(blocks, fused=True) for _ in range(2)):
+            for name, values in wanted.items():
+                assert np.array_equal(got[name], values), f"{name}, {blocks} blocks"
 
 
 @pytest.mark.gpu

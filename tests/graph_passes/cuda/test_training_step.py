@@ -262,7 +262,9 @@ def test_every_tensor_with_the_newest_kernels_follows_from_its_inputs(cache: Pat
     assert launches.count("norm_dgrad") >= (8 if name == "resnet50" else 0), "in stages 2 and 3"
     in_stage_1 = 3 if name == "resnet50" else 4
     with_sums = 3 if name == "resnet50" else 2  # of the others the gradient goes to a sum
-    assert launches.count("conv3x3_forward") == in_stage_1
+    behind_norms = 3 if name == "resnet50" else 2
+    assert launches.count("norm_conv3x3") == behind_norms
+    assert launches.count("conv3x3_forward") == in_stage_1 - behind_norms
     assert launches.count("conv3x3_dgrad_reduce") == with_sums
     assert launches.count("conv3x3_dgrad") == in_stage_1 - with_sums
 
@@ -374,6 +376,17 @@ def test_norm_conv1x1_in_a_step(cache: Path, monkeypatch: pytest.MonkeyPatch, ne
         return "separate" if "norm_conv1x1" in ways else own_kernels(graph, node, ways)
 
     check_ways(cache, monkeypatch, network, dtype, ("norm_conv1x1",), {two_launches: [0], own_kernels: [places]})
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_norm_conv3x3_in_a_step(cache: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    """And with the two launches that it stands for."""
+
+    def two_launches(graph: Graph, node: Node, ways: Ways) -> str:
+        return "separate" if "norm_conv3x3" in ways else own_kernels(graph, node, ways)
+
+    check_ways(cache, monkeypatch, bottlenecks(7), dtype, ("norm_conv3x3", "conv3x3_forward"),
+               {two_launches: [0, 3], own_kernels: [3, 0]})
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

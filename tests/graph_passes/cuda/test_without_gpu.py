@@ -494,7 +494,8 @@ def test_launches_of_our_own_kernels() -> None:
         assert operations["conv3x3_weights"] == (13 if on_hopper else 0), "those with stride 1"
         assert operations["dgrad_stream"] == (1 + 5 + 1 if on_hopper else 0), "to 256 and 512 channels, of no pairs"
         assert operations["conv1x1_pair"] == (0 if training else pairs)
-        assert operations["conv3x3_forward"] == (3 if capability == HOPPER else 0), "in stage 1"
+        assert operations["conv3x3_forward"] == (3 if capability == HOPPER and not training else 0), "in stage 1"
+        assert operations["norm_conv3x3"] == (3 if on_hopper else 0), "the same in training"
         assert operations["conv3x3_dgrad_reduce"] == (3 if on_hopper else 0)
         assert operations["norm_conv1x1"] == (norms if on_hopper else 0)
         assert operations["norm_dgrad"] == (5 if on_hopper else 0), "in stage 3, of no pairs"

@@ -13,6 +13,9 @@
 // of two teams of four warps one multiplies a tile while the other rounds its own, leaves it where it has read it, for the copy
 // engine to take away, and adds up.
 //
+// Where BatchNorm + ReLU comes before the convolution, a team makes it of its next tile, in place, while the other multiplies:
+// the column and rows of zeros stay. The rows that are the tile's own are stored, too.
+//
 // Of the gradient of the data the BatchNorm before the convolution wants sums, and where its ReLU let it through is told by the
 // sign of what it makes of x again. A tile of x, too, is brought to shared memory; a warp takes its channels from there and
 // leaves the gradient in their place. So the tile of dy is free as soon as it has been multiplied: two places are enough.
@@ -44,12 +47,23 @@ struct Norm {
     float *dgamma, *dbeta;
 };
 
+// The BatchNorm + ReLU that makes y, which is multiplied, of what is read; and what `Forward` takes.
+struct Before {
+    const TensorMap *y;
+    const float *sums;
+    bool about_mean;
+    const float *gamma, *beta;
+    float *saved, *running_mean, *running_var;
+    float eps, momentum;
+};
+
 // Images of height x width pixels, `rows` of them in a tile, which starts at each row of a map of all images' rows that is a
 // multiple of `rows` in its image. Shared memory has `places` for tiles, each of so many vectors.
 struct TiledImages {
     int images, height, width, rows, places, place_vectors;
 
     __device__ int pitch() const { return width + 2; }
+    __device__ uint32 pixels() const { return uint32(images) * height * width; }
     __device__ uint32 in_image() const { return (height + rows - 1) / rows; }
     __device__ uint32 tiles() const { return images * in_image(); }
 };
@@ -92,6 +106,36 @@ __device__ inline void load(const TensorMap &x, const TensorMap &w, const Tensor
         for (int r = 0; r < strip.rows; ++r)
             load_tile(result + r * row_vectors, *norm_x, 0, 0, strip.line + r, control.x_full[team.place]);
     }
+}
+
+// What `Before` makes of a team's tile, in place. A thread has 8 channels of every 16th pixel of a row, AT_ONCE of them at a time.
+template <class T>
+__device__ inline void normalise(uint4 *tile, const Control &control, const TiledImages &images, const Strip &strip,
+                                 int in_team) {
+    constexpr int STEP = TEAM_THREADS / PIXEL_VECTORS, AT_ONCE = 4;
+    static_assert(STEP % 8 == 0, "pixels that are swizzled alike");
+    const int pitch = images.pitch(), vector = in_team % PIXEL_VECTORS, own = in_team / PIXEL_VECTORS;
+    float scale[VEC], shift[VEC];
+    load_floats(control.scale + vector * VEC, scale);
+    load_floats(control.shift + vector * VEC, shift);
+    const int begin = max(0, 1 - strip.row), end = min(images.rows + 2, images.height + 1 - strip.row);  // rows of the image
+    for (int row = begin; row < end; ++row)
+        for (int first = own; first < images.width; first += AT_ONCE * STEP) {
+            uint4 *const at = tile + swizzled(row * pitch + 1 + first, vector);
+            uint4 raw[AT_ONCE];
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i)
+                if (first + i * STEP < images.width) raw[i] = at[i * STEP * PIXEL_VECTORS];
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                if (first + i * STEP >= images.width) continue;
+                float v[VEC];
+                unpack(packed<T>(raw[i]), v);
+#pragma unroll
+                for (int k = 0; k < VEC; ++k) v[k] = relu(v[k] * scale[k] + shift[k]);
+                at[i * STEP * PIXEL_VECTORS] = words(pack<T>(v));
+            }
+        }
 }
 
 // products += the convolution of a tile, or with BACKWARD what it is for the gradient of the data.
@@ -239,9 +283,10 @@ __device__ inline void mask_tile(uint4 *at, const float (&products)[GROUPS][4], 
 }
 
 // What the kernels below have in common.
-template <class T, bool SUMS, bool RELU, bool BACKWARD, bool REDUCE>
+template <class T, bool SUMS, bool RELU, bool BACKWARD, bool REDUCE, bool NORM>
 __device__ inline void convolve(const TensorMap &x, const TensorMap &w, const TensorMap &y, const float *bias, float *sums,
-                                const Norm &norm, float *partials, uint32 *tickets, const TiledImages &images) {
+                                const Norm &norm, const Before &before, float *partials, uint32 *tickets,
+                                const TiledImages &images) {
     static_assert(sizeof(Control) == 4096, "as lowering/conv3x3.py counts");
     extern __shared__ __align__(1024) uint4 memory[];
     Control &control = *reinterpret_cast<Control *>(memory);
@@ -272,6 +317,13 @@ __device__ inline void convolve(const TensorMap &x, const TensorMap &w, const Te
         store_floats(control.scale + c, of.scale);
         store_floats(control.shift + c, of.shift);
     }
+    if (NORM && threadIdx.x < CHANNELS / VEC) {
+        const int c = threadIdx.x * VEC;
+        const Forward of(before.sums, before.about_mean, before.gamma, before.beta, before.saved, before.running_mean,
+                         before.running_var, before.eps, before.momentum, images.pixels(), c, CHANNELS);
+        store_floats(control.scale + c, of.scale);
+        store_floats(control.shift + c, of.shift);
+    }
     __syncthreads();
     const bool multiplies = warp < MULTIPLYING / WARP;
     if (!multiplies) {
@@ -295,6 +347,17 @@ __device__ inline void convolve(const TensorMap &x, const TensorMap &w, const Te
         const Strip strip(images, at(i));
         uint4 *const tile = tiles + turn.place * images.place_vectors;
         uint4 *const result = REDUCE ? results + team * RESULT_VECTORS : tile;
+        if constexpr (NORM) {
+            // The other team has seen the tile that was there before, or it could not have given us our last turn.
+            wait_for_phase(control.full[turn.place], turn.parity);
+            normalise<T>(tile, control, images, strip, in_team);
+            show_to_copies();  // and to products
+            meet_team(team);
+            if (in_team == 0)
+                for (int r = 0; r < strip.rows; ++r)
+                    store_tile(*before.y, 0, 0, strip.line + r, tile + ((r + 1) * pitch + 1) * PIXEL_VECTORS);
+            __syncwarp();
+        }
         float products[GROUPS][4];
 #pragma unroll
         for (int g = 0; g < GROUPS; ++g)
@@ -303,7 +366,7 @@ __device__ inline void convolve(const TensorMap &x, const TensorMap &w, const Te
 
         // One team after the other. Only then for the tile: the other team has seen the one that was there before.
         wait_for_phase(control.turn[team], (round + 1 - team) & 1);
-        wait_for_phase(control.full[turn.place], turn.parity);
+        if (!NORM) wait_for_phase(control.full[turn.place], turn.parity);
         multiply_tile<T, BACKWARD>(products, weights, tile, pitch);
         if (lane == 0) arrive(control.turn[1 - team]);
         wait_for_products();
@@ -323,6 +386,7 @@ __device__ inline void convolve(const TensorMap &x, const TensorMap &w, const Te
                     const float left = products[g][2 * f], right = products[g][2 * f + 1];
                     m[g][f] = RELU ? pack_two<T>(relu(left), relu(right)) : pack_two<T>(left, right);
                 }
+            if (NORM && in_team == 0) wait_for_stores<0>();
             meet_team(team);  // all have read the tile
 #pragma unroll
             for (int g = 0; g < GROUPS - 1; g += 2)
@@ -377,7 +441,21 @@ template <class T, bool SUMS, bool RELU>
 __global__ void __launch_bounds__(THREADS, 1)
 conv3x3_forward(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap y,
                 const float *bias, float *sums, float *partials, uint32 *tickets, const __grid_constant__ TiledImages images) {
-    convolve<T, SUMS, RELU, false, false>(x, w, y, bias, sums, {}, partials, tickets, images);
+    convolve<T, SUMS, RELU, false, false, false>(x, w, y, bias, sums, {}, {}, partials, tickets, images);
+}
+
+// y = relu(BatchNorm(x)), with what `Forward` keeps, and z = the convolution of y, with its sums; the maps are as above, of x as it
+// is read, and of z as of y.
+// Shapes: x, y (N, H, W, C), w (K, 3, 3, C), z (N, H, W, K) with C = K = CHANNELS; sums (2 or 3, C), saved (2, C), gamma, beta,
+// running_mean, running_var (C), sums_of_z (3, K), partials (3 * gridDim.y * K) fp32; tickets (1).
+template <class T>
+__global__ void __launch_bounds__(THREADS, 1)
+norm_conv3x3(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap y,
+             const __grid_constant__ TensorMap z, const float *sums, bool about_mean, const float *gamma, const float *beta,
+             float *saved, float *running_mean, float *running_var, float eps, float momentum, float *sums_of_z,
+             float *partials, uint32 *tickets, const __grid_constant__ TiledImages images) {
+    const Before before{&y, sums, about_mean, gamma, beta, saved, running_mean, running_var, eps, momentum};
+    convolve<T, true, false, false, false, true>(x, w, z, nullptr, sums_of_z, {}, before, partials, tickets, images);
 }
 
 // dx = the gradient of the data of such a convolution; the maps are as above, of dy for x, and of dx for y.
@@ -386,7 +464,7 @@ template <class T>
 __global__ void __launch_bounds__(THREADS, 1)
 conv3x3_dgrad(const __grid_constant__ TensorMap dy, const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap dx,
               const __grid_constant__ TiledImages images) {
-    convolve<T, false, false, true, false>(dy, w, dx, nullptr, nullptr, {}, nullptr, nullptr, images);
+    convolve<T, false, false, true, false, false>(dy, w, dx, nullptr, nullptr, {}, {}, nullptr, nullptr, images);
 }
 
 // dz = that gradient where the ReLU that made the convolution's data let it through, and of dz the sums that
@@ -400,5 +478,5 @@ conv3x3_dgrad_reduce(const __grid_constant__ TensorMap dy, const __grid_constant
                      const float *gamma, const float *beta, float *dgamma, float *dbeta, float *partials, uint32 *tickets,
                      const __grid_constant__ TiledImages images) {
     const Norm norm{&x, saved, gamma, beta, dgamma, dbeta};
-    convolve<T, false, false, true, true>(dy, w, dz, nullptr, nullptr, norm, partials, tickets, images);
+    convolve<T, false, false, true, true, false>(dy, w, dz, nullptr, nullptr, norm, {}, partials, tickets, images);
 }

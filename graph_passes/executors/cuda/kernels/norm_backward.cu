@@ -27,7 +27,7 @@ template <int K_, int COLUMNS_> struct Shape {
     static constexpr int AT_ONCE = BLOCKS == 1 ? 4 : 2;  // vectors of dz and of x that a thread reads before it works on them
     static constexpr int INPUT_ROWS = WEIGHT_WARPS / COLUMN_CHUNKS * WARP_ROWS;  // that these warps prepare at once
     // Registers, of 128 that each thread begins with.
-    static constexpr int OF_PREPARING = BLOCKS == 1 ? 120 : 72, OF_DATA = 104, OF_WEIGHTS = BLOCKS == 1 ? 136 : 168;
+    static constexpr int OF_PREPARING = BLOCKS == 1 ? 120 : 80, OF_DATA = 112, OF_WEIGHTS = BLOCKS == 1 ? 136 : 160;
     static_assert(CHUNKS * PARTS == GROUP_WARPS && PIECES % PARTS == 0 && INPUT_ROWS % 8 == 0, "shares");
     static_assert(OF_PREPARING + OF_DATA + 2 * OF_WEIGHTS <= GROUPS * 128, "registers");
 };
@@ -44,9 +44,8 @@ template <class S> struct Shared {
     uint4 x[GROUP_WARPS][X_PLACES][PIECE_VECTORS];
     float4 received[S::BLOCKS == 1 ? 1 : OWN_COLUMNS / 8][GROUP];  // what the other block adds to each thread's; sums at last
     float behind_mean[S::COLUMNS], behind_scale[S::COLUMNS], behind_shift[S::COLUMNS];  // of the earlier BatchNorm
-    // A piece of dz and of the earlier BatchNorm's data is there; a tile is prepared; the first group's first products of it are
-    // made, for which it has the tensor cores to itself, as it has most to do behind them; nobody multiplies the tile any more.
-    uint64 full[S::STAGES][PIECES], prepared[S::STAGES], begun[S::STAGES], empty[S::STAGES];
+    // A piece of dz and of the earlier BatchNorm's data is there; a tile is prepared; nobody multiplies it any more.
+    uint64 full[S::STAGES][PIECES], prepared[S::STAGES], empty[S::STAGES];
     uint64 x_full[GROUP_WARPS][X_PLACES];
     // `received` has come; the other block has read what has been sent there. A phase of each is a tile, and nobody misses one:
     // the next `arrived` needs what is sent after all warps here have read, the next `read` what all warps here send.
@@ -54,21 +53,31 @@ template <class S> struct Shared {
 };
 
 // The block's weights, (K, COLUMNS), as they lie, but its own columns first, and of 32 columns in the order of `load_weights`
-// of conv1x1.cuh. By all threads but those that prepare tiles.
-template <class T, class S>
-__device__ inline void load_weights(Shared<S> &shared, const Packed<T> *w) {
-    constexpr int VECTORS = S::COLUMNS / VEC;
-#pragma unroll 4
-    for (int i = threadIdx.x < GROUP ? threadIdx.x : threadIdx.x - GROUP; i < S::K * VECTORS; i += THREADS - GROUP) {
-        const int k = i / VECTORS, vector = i % VECTORS;
-        const uint4 v = words(w[i]);
-        uint4 *const tile = shared.weights[k / CHUNK][vector / CHUNK_VECTORS ^ blockIdx.x];
-        const uint32 pairs[4] = {v.x, v.y, v.z, v.w};
+// of conv1x1.cuh. By all threads but those that prepare dz. These parameters are asked for before the first tiles: behind what
+// all blocks ask for at once they come 4 microseconds later.
+template <class T, class S> struct Weights {
+    static constexpr int THEIRS = THREADS - GROUP, ROW = S::COLUMNS / VEC, ALL = S::K * ROW;
+    uint4 own[(ALL + THEIRS - 1) / THEIRS];
+    const int first = threadIdx.x < GROUP ? threadIdx.x : threadIdx.x - GROUP;
+
+    __device__ explicit Weights(const Packed<T> *w) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j)
-            reinterpret_cast<uint32 *>(tile + swizzled(k % CHUNK, vector % CHUNK_VECTORS / 4 * 4 + j))[vector % 4] = pairs[j];
+        for (int i = 0; i * THEIRS < ALL; ++i)
+            if (first + i * THEIRS < ALL) own[i] = words(w[first + i * THEIRS]);
     }
-}
+    __device__ void store(Shared<S> &shared) const {
+#pragma unroll
+        for (int i = 0; i * THEIRS < ALL; ++i) {
+            const int at = first + i * THEIRS, k = at / ROW, vector = at % ROW;
+            if (at >= ALL) break;
+            uint4 *const tile = shared.weights[k / CHUNK][vector / CHUNK_VECTORS ^ blockIdx.x];
+            const uint32 pairs[4] = {own[i].x, own[i].y, own[i].z, own[i].w};
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                reinterpret_cast<uint32 *>(tile + swizzled(k % CHUNK, vector % CHUNK_VECTORS / 4 * 4 + j))[vector % 4] = pairs[j];
+        }
+    }
+};
 
 // Of 2 * HALF columns a thread keeps half, and adds to them what a thread of other rows has of them.
 template <int HALF> __device__ inline void halve(float (&v)[VEC], int lane) {
@@ -122,7 +131,6 @@ norm_backward(const __grid_constant__ TensorMap dz, const __grid_constant__ Tens
         for (int s = 0; s < STAGES; ++s) {
             for (int piece = 0; piece < PIECES; ++piece) init_barrier(shared.full[s][piece], 1);
             init_barrier(shared.prepared[s], GROUP_WARPS + (REDUCE ? WEIGHT_WARPS : 0));
-            init_barrier(shared.begun[s], GROUP_WARPS);
             init_barrier(shared.empty[s], (GROUPS - 1) * GROUP_WARPS);
         }
         for (int i = 0; i < GROUP_WARPS; ++i)
@@ -146,10 +154,10 @@ norm_backward(const __grid_constant__ TensorMap dz, const __grid_constant__ Tens
             load_tile(shared.x[warp_m][n % X_PLACES], x, first_channel + chunk * CHUNK,
                       tile * ROWS + (n % S::CHUNKS * S::PARTS + part) * PIECE_ROWS, 0, full);
         };
-        if (elected())
-            for (int n = 0; n < X_PLACES; ++n) load_x(n);
         const Backward of(saved, gamma, RELU ? beta : nullptr, channel, K);
         const InputGradient to(of, dgamma, dbeta, rows, channel);
+        if (elected())
+            for (int n = 0; n < X_PLACES; ++n) load_x(n);
         // Of 8 rows a thread has two.
         const int own_at[2] = {swizzled(own_row, vector), swizzled(own_row + 4, vector)};
 
@@ -219,10 +227,6 @@ norm_backward(const __grid_constant__ TensorMap dz, const __grid_constant__ Tens
                 load_tile(stage.input[c] + at, behind_tiles, c * CHUNK, row, 0, full);
         }
     };
-    if (copies)
-        for (uint32 s = 0, tile = blockIdx.y; s < STAGES && tile < tiles; ++s, tile += gridDim.y) load_pieces(tile, s);
-
-    load_weights<T>(shared, w + size_t(first_channel) * (COLUMNS / VEC));
     if (REDUCE && threadIdx.x < COLUMNS / VEC) {
         const int c = threadIdx.x * VEC;
         const Backward of_behind(behind_saved, behind_gamma, behind_beta, c, COLUMNS);
@@ -230,6 +234,11 @@ norm_backward(const __grid_constant__ TensorMap dz, const __grid_constant__ Tens
         store_floats(shared.behind_scale + c, of_behind.scale);
         store_floats(shared.behind_shift + c, of_behind.shift);
     }
+    const Weights<T, S> weights(w + size_t(first_channel) * (COLUMNS / VEC));
+    if (copies)
+        for (uint32 s = 0, tile = blockIdx.y; s < STAGES && tile < tiles; ++s, tile += gridDim.y) load_pieces(tile, s);
+
+    weights.store(shared);
     show_to_products();
     asm volatile("barrier.sync 1, %0;" :: "n"(THREADS - GROUP) : "memory");
 
@@ -263,7 +272,6 @@ norm_backward(const __grid_constant__ TensorMap dz, const __grid_constant__ Tens
         for (uint32 tile = blockIdx.y; tile < tiles; tile += gridDim.y, turn.next(STAGES)) {
             const Stage<S> &stage = shared.stages[turn.place];
             wait_for_phase(shared.prepared[turn.place], turn.parity);
-            wait_for_phase(shared.begun[turn.place], turn.parity);
             open_products();
 #pragma unroll
             for (int s = 0; s < ROWS / 16; ++s)
@@ -274,13 +282,13 @@ norm_backward(const __grid_constant__ TensorMap dz, const __grid_constant__ Tens
             close_products();
             wait_for_products();
             if (lane == 0) arrive(shared.empty[turn.place]);
-            next_turn.next(STAGES);
-            prepare_input(tile + gridDim.y, next_turn);
             if (copies && tile + STAGES * gridDim.y < tiles) {
                 wait_for_phase(shared.empty[turn.place], turn.parity);
                 load_pieces(tile + STAGES * gridDim.y, turn.place);
             }
             __syncwarp();
+            next_turn.next(STAGES);
+            prepare_input(tile + gridDim.y, next_turn);
         }
 #pragma unroll
         for (int m = 0; m < S::CHUNKS_PER_GROUP; ++m) {
@@ -300,51 +308,31 @@ norm_backward(const __grid_constant__ TensorMap dz, const __grid_constant__ Tens
     leave_registers<S::OF_DATA>();
     constexpr int QUARTERS = OWN_COLUMNS / 32;  // a thread has 8 columns of each, of two rows
     constexpr int STEPS = S::K / 16, PRODUCTS = OWN_COLUMNS / 8;  // of a series, and of 8 columns each in it
-    constexpr int SENT = 2;  // of these, behind each of the first steps: who starts many at once may have to wait for them
-    static_assert(STEPS * SENT >= PRODUCTS, "all are sent");
     const int thread = threadIdx.x, column = rank * OWN_COLUMNS + lane % 4 * VEC;
     constexpr bool EXCHANGES = S::BLOCKS == 2;
     const uint32 other = EXCHANGES ? rank ^ 1 : 0, there = address_in(&shared.received[0][thread], other);
     const uint32 arrived_there = address_in(&shared.arrived, other), read_there = address_in(&shared.read, other);
     const uint64 own_weights = matrix(shared.weights[0][0]), others_weights = matrix(shared.weights[0][S::COLUMN_CHUNKS - 1]);
-    // What step `s` adds. Its operands are sums: where `matrix` makes each, the compiler keeps 16 and runs out of registers.
-    const auto multiply = [](float (&products)[PRODUCTS][4], uint64 tile, uint64 weights, int s) {
-        multiply_rows_by_columns(products, tile + (s / 4 * TILE_VECTORS + s % 4 * 2),
-                                 weights + (s / 4 * S::COLUMN_CHUNKS * TILE_VECTORS + s % 4 * 16 * CHUNK_VECTORS), T{});
+    // A series. Its operands are sums: where `matrix` makes each, the compiler keeps 16 and runs out of registers.
+    const auto multiply = [](float (&products)[PRODUCTS][4], uint64 tile, uint64 weights) {
+#pragma unroll
+        for (int s = 0; s < STEPS; ++s)
+            multiply_rows_by_columns(products, tile + (s / 4 * TILE_VECTORS + s % 4 * 2),
+                                     weights + (s / 4 * S::COLUMN_CHUNKS * TILE_VECTORS + s % 4 * 16 * CHUNK_VECTORS), T{});
+        close_products();
     };
     float sums[2][QUARTERS] = {};  // of the thread's one column of each
     uint32 parity = 0;
     for (uint32 tile = blockIdx.y; tile < tiles; tile += gridDim.y, turn.next(STAGES), parity ^= 1) {
         const Stage<S> &stage = shared.stages[turn.place];
-        float own[PRODUCTS][4] = {};
+        float own[PRODUCTS][4] = {}, others[PRODUCTS][4] = {};
         const uint64 of_dz = matrix(stage.dz[0]);
-        if constexpr (EXCHANGES) {
-            float others[PRODUCTS][4] = {};
-            if (thread == 0) arrive_expecting(shared.arrived, sizeof(shared.received));
-            wait_for_phase(shared.prepared[turn.place], turn.parity);
-            open_products();
-#pragma unroll
-            for (int s = 0; s < STEPS; ++s) multiply(others, of_dz, others_weights, s);
-            close_products();
-            wait_for_products();
-            hold_products(others);
-            if (lane == 0) arrive(shared.begun[turn.place]);
-            wait_for_phase(shared.read, parity ^ 1);  // at once for the first tile
-            open_products();
-#pragma unroll
-            for (int s = 0; s < STEPS; ++s) {
-                multiply(own, of_dz, own_weights, s);
-#pragma unroll
-                for (int j = s * SENT; j < (s + 1) * SENT && j < PRODUCTS; ++j)
-                    store_there(there + j * GROUP * VECTOR_BYTES, others[j], arrived_there);
-            }
-        } else {
-            wait_for_phase(shared.prepared[turn.place], turn.parity);
-            open_products();
-#pragma unroll
-            for (int s = 0; s < STEPS; ++s) multiply(own, of_dz, own_weights, s);
-        }
-        close_products();
+        if (EXCHANGES && thread == 0) arrive_expecting(shared.arrived, sizeof(shared.received));
+        wait_for_phase(shared.prepared[turn.place], turn.parity);
+        hold_products(own);  // so that nothing is done with it between the series, for which the second would wait
+        open_products();
+        if (EXCHANGES) multiply(others, of_dz, others_weights);
+        multiply(own, of_dz, own_weights);
 
         const uint32 first_row = tile * ROWS + warp_m * 16 + lane / 4;
         Packed<T> read[QUARTERS][2];
@@ -356,9 +344,16 @@ norm_backward(const __grid_constant__ TensorMap dz, const __grid_constant__ Tens
                     const uint32 row = first_row + r * 8;
                     read[q][r] = behind[(row < rows ? row * (COLUMNS / VEC) : 0) + (column + q * 32) / VEC];
                 }
+        if (EXCHANGES) {  // what the other block needs is sent while our own is multiplied
+            wait_for_products_before_last();
+            hold_products(others);
+            wait_for_phase(shared.read, parity ^ 1);  // at once for the first tile
+#pragma unroll
+            for (int j = 0; j < PRODUCTS; ++j)
+                store_there(there + j * GROUP * VECTOR_BYTES, others[j], arrived_there);
+        }
         wait_for_products();
         hold_products(own);
-        if (!EXCHANGES && lane == 0) arrive(shared.begun[turn.place]);
         if (lane == 0) arrive(shared.empty[turn.place]);
         if constexpr (EXCHANGES) {
             wait_for_phase(shared.arrived, parity);

@@ -185,7 +185,7 @@ class NormBackward:
         stages = self.stages * (self.k + self.columns) * TILE_ROWS // VECTOR * VECTOR_BYTES
         x = self.WARPS * self.X_PLACES * self.PIECE_ROWS * CHUNK_BYTES
         received = TILE_ROWS * (8 if self.blocks == 1 else self.OWN_COLUMNS) * FLOAT_BYTES
-        barriers = self.stages * (TILE_ROWS // self.PIECE_ROWS + 3) + self.WARPS * self.X_PLACES + 2
+        barriers = self.stages * (TILE_ROWS // self.PIECE_ROWS + 2) + self.WARPS * self.X_PLACES + 2
         return weights + stages + x + received + 3 * self.columns * FLOAT_BYTES + -(-barriers // 2) * VECTOR_BYTES
 
 

@@ -1,5 +1,5 @@
-"""3x3 convolutions of 64 channels with 64 filters, with what follows them, and the gradient of their data, by
-conv3x3.cu, which is for Hopper's matrix instructions and copy engine."""
+"""3x3 convolutions of 64 channels with 64 filters, with what comes before and after them, and the gradient of their
+data, by conv3x3.cu, which is for Hopper's matrix instructions and copy engine."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import ClassVar
 
 from graph_passes.executors.cuda.device import Tiling
 from graph_passes.executors.cuda.kernels import HOPPER, Size
+from graph_passes.executors.cuda.lowering.batch_norm import about_mean, require_gamma
 from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require
 from graph_passes.executors.cuda.lowering.conv1x1_forward import SHARED_BYTES
-from graph_passes.executors.cuda.lowering.operands import In, Out, Tiled
+from graph_passes.executors.cuda.lowering.operands import In, InOut, Out, Tiled
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node
 from graph_passes.operators import Shape
+from graph_passes.operators.batch_norm import RUNNING
 
 CHANNELS, TAPS = 64, 9
 PIXEL_BYTES = 2 * CHANNELS
@@ -121,6 +123,23 @@ def forward(builder: Builder, node: Node) -> None:
                    way.images, shared_bytes=way.shared_bytes, flops=builder.problem("fprop", node, x, w, y).flops)
 
 
+def norm_forward(builder: Builder, node: Node) -> None:
+    """BatchNorm + ReLU of the data, and the convolution of that with the sums of its output."""
+    require_gamma(node)
+    x, w, sums = (builder.input(node, role) for role in ("data", "weight", "sums"))
+    y, z = builder.output(node), builder.output(node, "convolved")
+    way = _way(builder, node, x)
+    grid = way.grid(builder.gpu.num_multiprocessors)
+    builder.launch(node, "conv3x3.cu", builder.kernel("norm_conv3x3"), grid, way.BLOCK,
+                   Tiled(In(x), way.padded_rows), Tiled(In(w), way.WEIGHTS), Tiled(Out(y), way.image_rows),
+                   Tiled(Out(z), way.image_rows), In(sums), about_mean(sums),
+                   *(In(builder.input(node, role)) for role in ("gamma", "beta")), Out(builder.output(node, "saved")),
+                   *(InOut(builder.input(node, role)) for role in RUNNING), ctypes.c_float(node["eps"]),
+                   ctypes.c_float(node["momentum"]), Out(builder.output(node, "sums")),
+                   builder.partials(3 * CHANNELS * grid[1]), builder.tickets, way.images,
+                   shared_bytes=way.shared_bytes, flops=builder.problem("fprop", node, x, w, z).flops)
+
+
 def dgrad(builder: Builder, node: Node) -> None:
     """The gradient of the data."""
     dy, w, dx = builder.input(node, "out_grad"), builder.input(node, "weight"), builder.output(node)
@@ -145,5 +164,5 @@ def dgrad_reduce(builder: Builder, node: Node) -> None:
                    flops=builder.problem("dgrad", node, dz, w, dy).flops)
 
 
-RULES: Rules = {"Conv3x3Relu": forward, "Conv3x3Statistics": forward, "Conv3x3Dgrad": dgrad,
-                "Conv3x3DgradReduce": dgrad_reduce}
+RULES: Rules = {"Conv3x3Relu": forward, "Conv3x3Statistics": forward, "BatchNormReluConv3x3": norm_forward,
+                "Conv3x3Dgrad": dgrad, "Conv3x3DgradReduce": dgrad_reduce}

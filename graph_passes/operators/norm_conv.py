@@ -1,5 +1,6 @@
 """What ends a residual block in a training step, BatchNorm + add + ReLU or two BatchNorms whose sum goes through ReLU,
-with the 1x1 convolution that begins the next block and the sums of its output.
+with the 1x1 convolution that begins the next block and the sums of its output; and BatchNorm + ReLU within a block,
+with the 3x3 convolution that follows.
 
 Inputs and outputs are those of the BatchNorm's half, then those of the convolution: `convolved`, with its `sums` about
 their mean. Nothing may be dropped in between.
@@ -15,9 +16,9 @@ from graph_passes.operators.batch_norm_halves import OPERATORS as HALVES
 from graph_passes.operators.batch_norm_pair import OPERATORS as OF_PAIRS
 from graph_passes.operators.convolution import CONVOLUTION, convolution, convolution_shapes
 
-_NORMS = {f"{operator.name.removesuffix('Apply')}Conv1x1": operator
-          for operator in (*HALVES, *OF_PAIRS)
-          if operator.name in ("BatchNormAddReluApply", "BatchNormPairApply")}
+_KERNELS = {"BatchNormAddReluApply": "1x1", "BatchNormPairApply": "1x1", "BatchNormReluApply": "3x3"}
+_NORMS = {f"{operator.name.removesuffix('Apply')}Conv{_KERNELS[operator.name]}": operator
+          for operator in (*HALVES, *OF_PAIRS) if operator.name in _KERNELS}
 
 
 def _norm(node: NodeView) -> NodeView:
@@ -38,9 +39,9 @@ def _compute(node: NodeView, *inputs: Array) -> Sequence[Array]:
     return [*outputs, convolved, sums_about_mean(convolved, -1)]
 
 
-# Of the pass `norm_conv1x1`.
+# Of the passes `norm_conv1x1` and `norm_conv3x3`. As 3x3 convolutions read neighbours, their data is not written over.
 OPERATORS = tuple(
     Operator(name, (*(role for role in norm.inputs if role != "factors"), "weight"), _infer, _compute,
              CONVOLUTION | ATTRIBUTES, (*norm.outputs, "convolved", "sums"), aux=norm.aux,
-             in_place=norm.in_place, forward=norm.forward, fused=True)
+             in_place=norm.in_place if name.endswith("1x1") else {}, forward=norm.forward, fused=True)
     for name, norm in _NORMS.items())
