@@ -56,7 +56,8 @@ def test_strips(images: int) -> None:
     """Every row of the output is in one; most teams are busy to the end."""
     way = StemRows((images, 112, 112, 64), 132)
     strips = -(-112 // way.strip)
-    assert way.grid[0] <= 132 and way.grid[0] * way.TEAMS >= min(images * strips, 264)
-    if images >= 32:
-        rounds = -(-images * strips // 264)
-        assert rounds * way.strip < 1.1 * images * 112 / 264
+    teams = 132 * way.TEAMS
+    assert way.grid[0] <= 132 and way.grid[0] * way.TEAMS >= min(images * strips, teams)
+    if images >= 64:
+        rounds = -(-images * strips // teams)
+        assert rounds * way.strip < 1.1 * images * 112 / teams

@@ -48,7 +48,8 @@ def test_strips(images: int) -> None:
     """Every row of the output is in one; most teams are busy to the end."""
     way = StemPool((images, 56, 56, 64), 132)
     strips = -(-56 // way.strip)
-    assert way.grid[0] <= 132 and way.grid[0] * way.TEAMS >= min(images * strips, 264)
+    teams = 132 * way.TEAMS
+    assert way.grid[0] <= 132 and way.grid[0] * way.TEAMS >= min(images * strips, teams)
     if images >= 256:
-        rounds = -(-images * strips // 264)
-        assert rounds * (2 * way.strip + 1) < 1.1 * images * 112 / 264
+        rounds = -(-images * strips // teams)
+        assert rounds * (2 * way.strip + 1) < 1.1 * images * 112 / teams

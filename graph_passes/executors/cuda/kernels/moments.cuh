@@ -85,23 +85,24 @@ __device__ inline void write_sums_of_columns(Moments *of_part, int parts, int fi
 
 // The end of a kernel that has left the moments of each filter in the first `own` parts of `of_part`: the block's go to
 // `partials` (gridDim.x, FILTERS), and the last block to arrive writes those of all, in a fixed order, as BatchNorm reads them:
-// sums (3, FILTERS), tickets (1). For blocks of PARTS * FILTERS threads, all of which come here.
-template <int PARTS, int FILTERS>
-__device__ inline void write_sums(Moments (&of_part)[PARTS][FILTERS], int own, Moments *partials, uint32 *tickets, float *sums) {
-    __syncthreads();
+// sums (3, FILTERS), tickets (1). For the first PARTS * FILTERS threads of a block, which wait for each other by `meet`.
+template <int PARTS, int FILTERS, class Meet = MeetAll>
+__device__ inline void write_sums(Moments (&of_part)[PARTS][FILTERS], int own, Moments *partials, uint32 *tickets, float *sums,
+                                  Meet meet = {}) {
+    meet();
     const int part = threadIdx.x / FILTERS, filter = threadIdx.x % FILTERS;
     const auto of_filter = [&](int i) { return of_part[i][filter]; };
     if (part == 0) {
         partials[blockIdx.x * FILTERS + filter] = together(0, own, 1, of_filter);
         __threadfence();
     }
-    __syncthreads();
+    meet();
     bool is_last = false;
     if (threadIdx.x == 0) {
         is_last = atomicAdd(tickets, 1) == gridDim.x - 1;
         if (is_last) *tickets = 0;
     }
-    if (!MeetAll{}.any(is_last)) return;
+    if (!meet.any(is_last)) return;
     __threadfence();
     constexpr int AT_ONCE = 14, STEP = PARTS * AT_ONCE;  // H200: 132 blocks, in two or three rounds
     const int blocks = gridDim.x, end = (blocks + STEP - 1) / STEP * STEP;
@@ -109,7 +110,7 @@ __device__ inline void write_sums(Moments (&of_part)[PARTS][FILTERS], int own, M
         if (block >= blocks) return {};
         return Moments::written(&partials[block * FILTERS + filter]);
     });
-    __syncthreads();
+    meet();
     if (part > 0) return;
     const Moments all = together(0, PARTS, 1, of_filter);
     sums[filter] = 0;

@@ -33,8 +33,9 @@ stem_pool(const T *x, const T *w, const float *bias, const __grid_constant__ Ten
     shared.images.init();
 
     if (!multiplies) {
+        leave_registers<OF_COPYING>();
         Turn turn;
-        for (int item = blockIdx.x * TEAMS + team; lane == 0 && item < items; item += gridDim.x * TEAMS) {
+        for (int item = blockIdx.x * TEAMS + team; lane == 0 && team < TEAMS && item < items; item += gridDim.x * TEAMS) {
             const int image = item / strips, first = item % strips * strip, end = min(first + strip, size.pooled_height);
             const int first_row = max(2 * first - 1, 0), end_row = min(2 * end, size.out_height);
             shared.images.copy(team, turn, x + int64_t(image) * size.height * size.width * IMAGE_CHANNELS, size.height,
@@ -43,6 +44,7 @@ stem_pool(const T *x, const T *w, const float *bias, const __grid_constant__ Ten
         return;
     }
 
+    take_registers<OF_MULTIPLYING>();
     Multiplier<T> multiplier(shared.images, team, w);
     const int in_team = threadIdx.x % TEAM_THREADS, filter = multiplier.filter();
     const float biases[2] = {bias[filter], bias[filter + 8]};

@@ -6,8 +6,9 @@
 // for each next pixel. That is how wgmma takes its second operand from shared memory, without a copy of any window
 // (`overlapping`). The weights stay in registers.
 //
-// A block has teams of four multiplying warps, each with a warp that starts the copies of what they read. A team walks down
-// strips of an image's rows. Pair t of image rows is 2t - 1 and 2t, so row i of the convolution reads the pairs i - 1 to
+// A block has teams of four multiplying warps, each with a warp that starts the copies of what they read: three, for a team
+// waits for its products, its stores and itself, and two left the tensor cores and the memory idle for half of the time. A team
+// walks down strips of an image's rows. Pair t of image rows is 2t - 1 and 2t, so row i of the convolution reads the pairs i - 1 to
 // i + 1 and the first of i + 2.
 #pragma once
 #include "copy_engine.cuh"
@@ -15,7 +16,9 @@
 
 constexpr int SIZE = 7, IMAGE_CHANNELS = 4, FILTERS = 64, PIXEL_BYTES = 2 * IMAGE_CHANNELS;
 constexpr int WIDTH = 112, GROUPS = WIDTH / 8;      // pixels of a row of the convolution, at most
-constexpr int TEAMS = 2, TEAM_THREADS = 4 * WARP, MULTIPLYING = TEAMS * TEAM_THREADS, THREADS = MULTIPLYING + TEAMS * WARP;
+constexpr int TEAMS = 3, TEAM_THREADS = 4 * WARP, MULTIPLYING = TEAMS * TEAM_THREADS, THREADS = MULTIPLYING + TEAM_THREADS;
+// Registers, of 128 that each thread begins with: those that start copies give theirs to the others.
+constexpr int OF_COPYING = 24, OF_MULTIPLYING = 160;
 constexpr int PAIRS = 8;                            // of image rows that a team has in shared memory
 constexpr int LEFT = 2;                             // vectors of zeros left of an image row
 constexpr int ROW_VECTORS = 116;                    // with the window of the last pixel

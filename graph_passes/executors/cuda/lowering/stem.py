@@ -21,14 +21,14 @@ SHARE = FILTERS * SIZE * 32  # floats of the weights' gradient that a block leav
 
 
 class StemRows:
-    """How the kernels of stem_rows.cuh divide their work: into strips of rows of their output. A block has two teams of
-    warps, each of which makes a strip."""
+    """How the kernels of stem_rows.cuh divide their work: into strips of rows of their output. A block has three teams
+    of warps, each of which makes a strip."""
 
-    BLOCK: Size = (320, 1, 1)
-    TEAMS, MAX_WIDTH, PAIRS, ROW_BYTES = 2, 224, 8, 1856  # of an image, and of one of its rows in shared memory
+    BLOCK: Size = (512, 1, 1)
+    TEAMS, MAX_WIDTH, PAIRS, ROW_BYTES = 3, 224, 8, 1856  # of an image, and of one of its rows in shared memory
     IMAGE_BYTES = -(-((TEAMS * PAIRS * 2 + 1) * ROW_BYTES + 2 * TEAMS * PAIRS * 8) // 1024) * 1024
     ROWS, RESULT_PIXELS = 1, 112  # of the convolution, that make a row of the output; of a row of the output
-    SHARED_BYTES = 4 * RESULT_PIXELS * FILTERS * 2 + IMAGE_BYTES
+    SHARED_BYTES = 2 * TEAMS * RESULT_PIXELS * FILTERS * 2 + IMAGE_BYTES
 
     def __init__(self, shape: Shape, num_multiprocessors: int) -> None:
         """`shape`: of the output, (N, H, W, 64)."""
@@ -50,7 +50,7 @@ class StemPool(StemRows):
     """Of stem_pool.cu, which also makes a row of the strip above."""
 
     ROWS, RESULT_PIXELS = 2, 56
-    SHARED_BYTES = 4 * RESULT_PIXELS * FILTERS * 2 + StemRows.IMAGE_BYTES
+    SHARED_BYTES = 2 * StemRows.TEAMS * RESULT_PIXELS * FILTERS * 2 + StemRows.IMAGE_BYTES
 
 
 class Layout(ctypes.Structure):
