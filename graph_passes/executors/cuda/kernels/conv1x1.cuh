@@ -13,7 +13,7 @@ template <class T> __device__ inline uint4 words(const Packed<T> &v) { return *r
 template <class T> __device__ inline Packed<T> packed(const uint4 &v) { return *reinterpret_cast<const Packed<T> *>(&v); }
 
 // A thread's 8 columns of one row, out of its products of four 8-column matrices. `high`: of the row 8 further down.
-__device__ inline void columns_of(const float (&products)[4][4], bool high, float (&v)[VEC]) {
+__device__ inline void columns_of(const float (*products)[4], bool high, float (&v)[VEC]) {
 #pragma unroll
     for (int k = 0; k < VEC; ++k) v[k] = products[k / 2][(high ? 2 : 0) + k % 2];
 }
@@ -33,25 +33,24 @@ __device__ inline void load_weights(uint4 (&weights)[K / 64][COLUMNS * 8], const
     }
 }
 
-// Adds up N sums per column over a block's WARPS_M x WARPS_N warps, each with 32 columns, and over all blocks of the same
-// columns, as `reduce_parts`, whose `of_part` is `shared`. `warp_m` and `warp_n` are this warp's place; further warps
-// of the block's THREADS only help.
-template <int THREADS, int WARPS_M, int WARPS_N, int N, class Finish>
-__device__ void reduce_columns(float (&sums)[N][VEC], int warp_m, int warp_n, float *shared, float *partials,
+// Adds up N sums per column over a block's warps, each with OWN times 32 of its COLUMNS columns, from `column` on, in one of
+// PARTS parts of its rows, and over all blocks of the same columns, as `reduce_parts`, whose `of_part` is `shared`.
+template <int THREADS, int PARTS, int COLUMNS, int OWN, int N, class Finish>
+__device__ void reduce_columns(float (&sums)[OWN][N][VEC], int part, int column, float *shared, float *partials,
                                uint32 *tickets, int columns, Finish finish) {
-    constexpr int COLUMNS = 32, BLOCK_COLUMNS = WARPS_N * COLUMNS;
     const int lane = threadIdx.x % WARP;
     __syncthreads();  // the weights were here
-    if (threadIdx.x < WARPS_M * WARPS_N * WARP)
+#pragma unroll
+    for (int q = 0; q < OWN; ++q)
 #pragma unroll
         for (int j = 0; j < N; ++j) {
 #pragma unroll
             for (int k = 0; k < VEC; ++k)
 #pragma unroll
                 for (int distance = 4; distance < WARP; distance *= 2)
-                    sums[j][k] += __shfl_xor_sync(0xffffffff, sums[j][k], distance);
-            float *const to = shared + (warp_m * N + j) * BLOCK_COLUMNS + warp_n * COLUMNS + lane * VEC;
-            if (lane < 4) store_floats(to, sums[j]);
+                    sums[q][j][k] += __shfl_xor_sync(0xffffffff, sums[q][j][k], distance);
+            float *const to = shared + (part * N + j) * COLUMNS + column + q * 32 + lane * VEC;
+            if (lane < 4) store_floats(to, sums[q][j]);
         }
-    reduce_parts<THREADS, WARPS_M, N, BLOCK_COLUMNS>(shared, partials, tickets, columns, finish);
+    reduce_parts<THREADS, PARTS, N, COLUMNS>(shared, partials, tickets, columns, finish);
 }

@@ -1,13 +1,18 @@
 // The gradient of a 1x1 convolution's input, and the sums of the BatchNorm backward that reads it.
 #include "conv1x1.cuh"
 
-// A block works on 128 columns and walks over tiles of 64 rows, of which STAGES have a place in shared memory: all but the one
-// that is worked on are on their way there. Each of the block's four groups of warps makes 32 columns.
+// A block works on 128 columns and walks over tiles of 64 rows. It has four groups of four warps, in one team or in two, which
+// have tiles of their own and do not wait for each other: one multiplies while the other ends its tile. Of a team's tiles STAGES
+// have a place in shared memory: all but the one that is worked on are on their way there. A group makes QUARTERS times 32 of
+// the columns.
 template <int K_, bool ADD_, bool PAIR_> struct Shape {
-    static constexpr int K = K_, ADD = ADD_, PAIR = PAIR_, COLUMNS = 128, ROWS = 64, WARPS_M = 4, WARPS_N = 4;
-    static constexpr int STAGES = K > 128 ? 2 : 3;  // what fits; with four for K = 64 an H200 was no faster
-    static constexpr int CHUNKS = K / 64, COLUMN_CHUNKS = COLUMNS / 64, THREADS = WARPS_M * WARPS_N * WARP;
-    static_assert(THREADS * VEC == ROWS * 64, "a thread copies a vector of every chunk");
+    static constexpr int K = K_, ADD = ADD_, PAIR = PAIR_, COLUMNS = 128, ROWS = 64, WARPS_M = 4;
+    // What fits: two places for each of two teams, or with one team three or two; with four for K = 64 an H200 was no faster.
+    static constexpr int TEAMS = K == 128 && !PAIR ? 2 : 1, STAGES = TEAMS == 1 && K <= 128 ? 3 : 2;
+    static constexpr int WARPS_N = 4 / TEAMS, QUARTERS = TEAMS, TEAM_THREADS = WARPS_M * WARPS_N * WARP;
+    static constexpr int CHUNKS = K / 64, COLUMN_CHUNKS = COLUMNS / 64, THREADS = TEAMS * TEAM_THREADS;
+    static constexpr int ROWS_AT_ONCE = TEAM_THREADS / 8;  // of a chunk, that a team copies
+    static_assert(ROWS % ROWS_AT_ONCE == 0 && ROWS_AT_ONCE % 8 == 0, "rows that are swizzled alike");
 };
 
 // Of one tile: tiles as in warpgroup.cuh, by chunks of 64 channels.
@@ -18,8 +23,12 @@ template <class S> struct Stage {
 
 template <class S> struct Shared {
     uint4 weights[S::CHUNKS][S::COLUMNS * 8];
-    Stage<S> stages[S::STAGES];
+    Stage<S> stages[S::TEAMS][S::STAGES];
 };
+
+template <int THREADS> __device__ inline void meet_team(int team) {
+    asm volatile("bar.sync %0, %1;" :: "r"(team + 1), "n"(THREADS) : "memory");
+}
 
 // dz = dy * w, plus `addend` unless SECOND is NONE, where the ReLU bits in `mask` let it through; and of dz the sums that
 // batch_norm_backward_reduce makes, or with PAIR those of batch_norm_pair_backward_reduce. DROP is as it is there. Weights
@@ -40,16 +49,21 @@ dgrad_reduce(const Packed<T> *dy, const T *w, const Packed<T> *x, const Packed<T
     extern __shared__ __align__(1024) uint4 memory[];
     Shared<S> &shared = *reinterpret_cast<Shared<S> *>(memory);
     const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // one for all, to the compiler
-    const int warp_m = warp % S::WARPS_M, warp_n = warp / S::WARPS_M;
+    const int warp_m = warp % S::WARPS_M, group = warp / S::WARPS_M, team = group / S::WARPS_N;
+    const int quarter = group % S::WARPS_N * S::QUARTERS;  // the group's first
     const uint32 pitch = columns / VEC, tiles = (rows + S::ROWS - 1) / S::ROWS;
+    const uint32 first_tile = blockIdx.y * S::TEAMS + team, step = gridDim.y * S::TEAMS;
     const int first_column = blockIdx.x * S::COLUMNS;
+    Stage<S> *const stages = shared.stages[team];
 
-    // A thread copies one vector of each chunk, and makes 8 columns of two rows.
-    const int copied_row = threadIdx.x / 8, copied_vector = threadIdx.x % 8, copied = swizzled(copied_row, copied_vector);
-    const int vector = warp_n % 2 * 4 + lane % 4, column = first_column + warp_n / 2 * 64 + vector * VEC;
+    // A thread copies a vector of some rows of each chunk, and makes 8 columns of two rows in each of its quarters.
+    const int in_team = threadIdx.x % S::TEAM_THREADS, copied_vector = in_team % 8;
+    const auto column_of = [&](int q) { return first_column + (quarter + q) * 32 + lane % 4 * VEC; };
 
     const auto copy_tile = [&](uint32 tile, Stage<S> &stage) {
-        if (tile < tiles) {
+#pragma unroll
+        for (int copied_row = in_team / 8; tile < tiles && copied_row < S::ROWS; copied_row += S::ROWS_AT_ONCE) {
+            const int copied = swizzled(copied_row, copied_vector);
             const uint32 row = tile * S::ROWS + copied_row;
 #pragma unroll
             for (int c = 0; c < S::CHUNKS; ++c)
@@ -72,68 +86,78 @@ dgrad_reduce(const Packed<T> *dy, const T *w, const Packed<T> *x, const Packed<T
         }
         close_copies();
     };
-    uint32 bits[2];
+    uint32 bits[S::QUARTERS][2];
     const auto load_bits = [&](uint32 tile) {
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const uint32 row = tile * S::ROWS + warp_m * 16 + r * 8 + lane / 4;
-            bits[r] = row < rows && column < columns ? mask[row * pitch + column / VEC] : 0;
-        }
+        for (int q = 0; q < S::QUARTERS; ++q)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const uint32 row = tile * S::ROWS + warp_m * 16 + r * 8 + lane / 4;
+                bits[q][r] = row < rows && column_of(q) < columns ? mask[row * pitch + column_of(q) / VEC] : 0;
+            }
     };
 
 #pragma unroll
-    for (int s = 0; s < STAGES - 1; ++s) copy_tile(blockIdx.y + s * gridDim.y, shared.stages[s]);
-    load_bits(blockIdx.y);
+    for (int s = 0; s < STAGES - 1; ++s) copy_tile(first_tile + s * step, stages[s]);
+    load_bits(first_tile);
     load_weights<T, K, S::COLUMNS>(shared.weights, w, first_column, columns);
-    float mean[VEC] = {}, mean_2[VEC] = {};
-    if (column < columns) {
-        load_floats(saved + column, mean);
-        if (PAIR) load_floats(saved_2 + column, mean_2);
-    }
+    float mean[S::QUARTERS][VEC] = {}, mean_2[S::QUARTERS][VEC] = {};
+#pragma unroll
+    for (int q = 0; q < S::QUARTERS; ++q)
+        if (column_of(q) < columns) {
+            load_floats(saved + column_of(q), mean[q]);
+            if (PAIR) load_floats(saved_2 + column_of(q), mean_2[q]);
+        }
+    show_to_products();
+    __syncthreads();  // the weights are there
 
-    float sums[SUMS][VEC] = {};
+    float sums[S::QUARTERS][SUMS][VEC] = {};
     int now = 0;
-    for (uint32 tile = blockIdx.y; tile < tiles; tile += gridDim.y, now = (now + 1) % STAGES) {
-        const Stage<S> &stage = shared.stages[now];
+    for (uint32 tile = first_tile; tile < tiles; tile += step, now = (now + 1) % STAGES) {
+        const Stage<S> &stage = stages[now];
         wait_for_copies<STAGES - 2>();
         show_to_products();
-        __syncthreads();  // the tile is there, and everybody is done with the one before
-        copy_tile(tile + (STAGES - 1) * gridDim.y, shared.stages[(now + STAGES - 1) % STAGES]);
+        meet_team<S::TEAM_THREADS>(team);  // the tile is there, and the team is done with the one before
+        copy_tile(tile + (STAGES - 1) * step, stages[(now + STAGES - 1) % STAGES]);
 
-        float products[4][4] = {};
+        float products[S::QUARTERS * 4][4] = {};
         open_products();
 #pragma unroll
         for (int s = 0; s < K / 16; ++s)
             multiply_rows(products, matrix(stage.dy[s / 4] + s % 4 * 2),
-                          matrix(shared.weights[s / 4] + warp_n * 32 * 8 + s % 4 * 2), T{});
+                          matrix(shared.weights[s / 4] + quarter * 32 * 8 + s % 4 * 2), T{});
         close_products();
         wait_for_products();
+        hold_products(products);
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const int in_tile = warp_m * 16 + r * 8 + lane / 4, at = swizzled(in_tile, vector);
-            const uint32 row = tile * S::ROWS + in_tile;
-            float g[VEC], g2[VEC], v[VEC], v_2[VEC];
-            columns_of(products, r, g);
-            unpack(packed<T>(stage.behind[0][warp_n / 2][at]), v);
-            if (ADD) unpack(packed<T>(stage.behind[S::ADD][warp_n / 2][at]), g2);
-            if (PAIR) unpack(packed<T>(stage.behind[S::ADD + S::PAIR][warp_n / 2][at]), v_2);
-            const float factor = DROP ? factor_of(row < rows ? row : 0, factors, first_factor, pixels) : 1;
+        for (int q = 0; q < S::QUARTERS; ++q)
 #pragma unroll
-            for (int k = 0; k < VEC; ++k) {
-                if (ADD) g[k] += g2[k];
-                if (!(bits[r] >> k & 1)) g[k] = 0;  // as of rows that are not there
-                const float own = DROP ? g[k] * factor : g[k];
-                sums[0][k] += own;
-                sums[1][k] += own * (v[k] - mean[k]);
-                if (PAIR) sums[GAMMA_2][k] += g[k] * (v_2[k] - mean_2[k]);
-                if (PAIR && DROP) sums[BETA_2][k] += g[k];
+            for (int r = 0; r < 2; ++r) {
+                const int in_tile = warp_m * 16 + r * 8 + lane / 4, column = column_of(q);
+                const int chunk = (quarter + q) / 2, at = swizzled(in_tile, (quarter + q) % 2 * 4 + lane % 4);
+                const uint32 row = tile * S::ROWS + in_tile;
+                float g[VEC], g2[VEC], v[VEC], v_2[VEC];
+                columns_of(products + q * 4, r, g);
+                unpack(packed<T>(stage.behind[0][chunk][at]), v);
+                if (ADD) unpack(packed<T>(stage.behind[S::ADD][chunk][at]), g2);
+                if (PAIR) unpack(packed<T>(stage.behind[S::ADD + S::PAIR][chunk][at]), v_2);
+                const float factor = DROP ? factor_of(row < rows ? row : 0, factors, first_factor, pixels) : 1;
+#pragma unroll
+                for (int k = 0; k < VEC; ++k) {
+                    if (ADD) g[k] += g2[k];
+                    if (!(bits[q][r] >> k & 1)) g[k] = 0;  // as of rows that are not there
+                    const float own = DROP ? g[k] * factor : g[k];
+                    sums[q][0][k] += own;
+                    sums[q][1][k] += own * (v[k] - mean[q][k]);
+                    if (PAIR) sums[q][GAMMA_2][k] += g[k] * (v_2[k] - mean_2[q][k]);
+                    if (PAIR && DROP) sums[q][BETA_2][k] += g[k];
+                }
+                if (row < rows && column < columns) dz[row * pitch + column / VEC] = pack<T>(g);
             }
-            if (row < rows && column < columns) dz[row * pitch + column / VEC] = pack<T>(g);
-        }
-        load_bits(tile + gridDim.y);
+        load_bits(tile + step);
     }
-    reduce_columns<S::THREADS, S::WARPS_M, S::WARPS_N>(
-        sums, warp_m, warp_n, reinterpret_cast<float *>(memory), partials, tickets, columns,
+    reduce_columns<S::THREADS, S::TEAMS * S::WARPS_M, S::COLUMNS>(
+        sums, team * S::WARPS_M + warp_m, quarter * 32, reinterpret_cast<float *>(memory), partials, tickets, columns,
         [=](int n, const float (&of)[SUMS]) {
         const float invstd = saved[columns + n], invstd_2 = PAIR ? saved_2[columns + n] : 0;
         dbeta[n] = of[0];

@@ -56,7 +56,8 @@ class DgradReduce:
         """sizeof(Shared<Shape<k, add, pair>>) of dgrad_reduce.cu."""
         weights = self.k * self.COLUMNS // VECTOR * VECTOR_BYTES
         stage = (self.k + (1 + add + pair) * self.COLUMNS) * TILE_ROWS // VECTOR * VECTOR_BYTES
-        return weights + (2 if self.k > 128 else 3) * stage
+        stages = 2 if self.k > 128 else 3 if self.k < 128 or pair else 4  # of two teams two each
+        return weights + stages * stage
 
 
 @dataclass(frozen=True)
