@@ -370,6 +370,8 @@ def _fprop(node: Node, given: Named, written: Named, rng: np.random.Generator) -
         error = error + _rounded_terms(norm, given["weight"].dtype)
     if "bias" in given:
         wanted, error = wanted + given["bias"], error + FEW * UNIT * np.abs(given["bias"])
+    if node.op == "ConvolutionRelu":
+        wanted = relu(wanted)
     yield _sample("output", written, written["output"][places], wanted, error)
 
 
@@ -589,14 +591,15 @@ def _cross_entropy(node: Node, given: Named, written: Named, rng: np.random.Gene
 Rule = Callable[[Node, Named, Named, np.random.Generator], Iterator[Sample]]
 
 RULES: Mapping[str, Sequence[Rule]] = {
-    "Convolution": (_fprop,),
+    **dict.fromkeys(("Convolution", "ConvolutionRelu"), (_fprop,)),
     **dict.fromkeys(("ConvolutionStatistics", "Conv1x1Statistics", "Conv3x3Statistics", "StemConvolution"),
                     (_fprop, _statistics)),
     **dict.fromkeys(("ConvolutionDgrad", "Conv3x3Dgrad"), (_dgrad,)),
     **dict.fromkeys(WGRADS, (_wgrad,)),
     "BatchNormStatistics": (_statistics,),
     **dict.fromkeys(("BatchNormApply", "BatchNormReluApply", "BatchNormAddReluApply", "BatchNormPairApply"), (_apply,)),
-    **dict.fromkeys(("BatchNormAddReluConv1x1", "BatchNormPairConv1x1"), (_apply_and_convolve,)),
+    **dict.fromkeys(("BatchNormAddReluConv1x1", "BatchNormPairConv1x1", "BatchNormReluConv3x3"),
+                    (_apply_and_convolve,)),
     **dict.fromkeys(("BatchNormBackwardReduce", "BatchNormReluBackwardReduce", "BatchNormAddReluBackwardReduce",
                      "BatchNormPairBackwardReduce", "BatchNormPoolBackwardReduce"), (_elementwise, _gradient_sums)),
     **dict.fromkeys(("BatchNormBackwardApply", "BatchNormReluBackwardApply", "BatchNormBackwardApplyAdd",
