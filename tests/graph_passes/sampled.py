@@ -330,7 +330,7 @@ def _gradient_sums(node: Node, given: Named, written: Named, rng: np.random.Gene
     for _, _, suffix in roles:
         for name in (f"gamma_grad{suffix}", f"beta_grad{suffix}"):
             total, norm, missing = next(results)
-            error = _summed(math.prod(dz.shape[:3]), norm) + missing
+            error = _summed(math.prod(dz.shape[:3]), norm) + (1 + FEW * UNIT) * missing
             if "masked_grad" in written:
                 error = error + _rounded_terms(norm, dz.dtype)
             yield _sample(name, written, written[name], total, error)
