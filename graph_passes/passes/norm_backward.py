@@ -30,7 +30,7 @@ def norm_backward(graph: Graph, choose: Choose) -> Graph:
         before    dz, x, x_2 -> BatchNormPairBackwardApply `b` -> dx, dx_2
         after     dz, x_2 -> BatchNormBackwardApply `b` -> dx_2, and dz, x, ... as above
 
-    There are two kernels, for 16-bit types and GPUs of the Hopper generation: one for each number of channels of data.
+    The kernel is for 16-bit types and GPUs of the Hopper generation.
     """
     nodes: list[Node] = []
     moved: dict[Ref, Ref] = {}

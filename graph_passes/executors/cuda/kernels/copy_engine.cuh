@@ -3,9 +3,9 @@
 #pragma once
 #include "common.cuh"
 
-// How a tensor of lines, rows and columns lies in memory, and the size of a tile of it: made by `Gpu.tensor_map`. A kernel has it as a parameter that is
-// `const __grid_constant__`. Tiles lie in shared memory as warpgroup.cuh says; what is outside of the tensor is read as
-// zeros, and not written.
+// How a tensor of lines, rows and columns lies in memory, and the size of a tile of it: made by `Gpu.tensor_map`. A kernel has
+// it as a parameter that is `const __grid_constant__`. Tiles lie in shared memory as warpgroup.cuh says; what is outside of the
+// tensor is read as zeros, and not written.
 struct alignas(64) TensorMap { uint64 words[16]; };
 
 __device__ inline uint32 address_of(const void *shared) { return uint32(__cvta_generic_to_shared(shared)); }

@@ -17,7 +17,8 @@
 constexpr int SIZE = 7, IMAGE_CHANNELS = 4, FILTERS = 64, PIXEL_BYTES = 2 * IMAGE_CHANNELS;
 constexpr int WIDTH = 112, GROUPS = WIDTH / 8;      // pixels of a row of the convolution, at most
 constexpr int TEAMS = 3, TEAM_THREADS = 4 * WARP, MULTIPLYING = TEAMS * TEAM_THREADS, THREADS = MULTIPLYING + TEAM_THREADS;
-// Registers, of 128 that each thread begins with: those that start copies give theirs to the others.
+// Registers, of 128 that each thread begins with. They change hands by groups of four warps: three of the last group start copies,
+// and the fourth only makes it whole.
 constexpr int OF_COPYING = 24, OF_MULTIPLYING = 160;
 constexpr int PAIRS = 8;                            // of image rows that a team has in shared memory
 constexpr int LEFT = 2;                             // vectors of zeros left of an image row

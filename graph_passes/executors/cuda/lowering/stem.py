@@ -1,4 +1,5 @@
-"""ResNet's first convolution in 16-bit types: 7x7, stride 2, 64 filters over four channels, by stem.cu."""
+"""ResNet's first convolution in 16-bit types: 7x7, stride 2, 64 filters over four channels, by stem.cu;
+on Hopper by stem_forward.cu, stem_pool.cu and stem_weights.cu."""
 
 from __future__ import annotations
 
