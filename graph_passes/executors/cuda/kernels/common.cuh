@@ -93,6 +93,8 @@ template <> __device__ inline void from_floats<bfloat16>(float f0, float f1, bfl
 // --- vectors of 8 elements: kept packed while loads are in flight, unpacked to fp32 for arithmetic ---
 
 template <class T> struct alignas(16) Packed { T element[VEC]; };
+template <class T> __device__ inline uint4 words(const Packed<T> &v) { return *reinterpret_cast<const uint4 *>(&v); }
+template <class T> __device__ inline Packed<T> packed(const uint4 &v) { return *reinterpret_cast<const Packed<T> *>(&v); }
 
 template <class T> __device__ inline Packed<T> load(const T *p) {
     Packed<T> v;

@@ -29,7 +29,8 @@ conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
     static_assert(sizeof(Control) == 2048, "as lowering/conv1x1_forward.py counts");
     extern __shared__ __align__(1024) uint4 memory[];
     Control &control = *reinterpret_cast<Control *>(memory);
-    uint4 *const weights = memory + sizeof(Control) / VECTOR_BYTES, *const tiles_of_x = weights + chunks * COLUMNS * CHUNK_VECTORS;
+    uint4 *const weights = memory + sizeof(Control) / VECTOR_BYTES;
+    uint4 *const tiles_of_x = weights + chunks * COLUMNS * CHUNK_VECTORS;
     uint4 *const all_results = tiles_of_x + TEAMS * stages * TILE_VECTORS;
     const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // one for all, to the compiler
     const bool multiplies = warp < MULTIPLYING, adds_up = SUMS && warp >= MULTIPLYING + TEAMS;

@@ -1,12 +1,13 @@
-// Forward passes of 1x1 convolutions by Hopper's instructions: what conv1x1_forward.cu and conv1x1_pair.cu share.
+// Forward passes of 1x1 convolutions by Hopper's instructions: what conv1x1_forward.cu, conv1x1_pair.cu,
+// dgrad_stream.cu and norm_stream.cuh share.
 //
-// As conv1x1.cuh has it, with C and K exchanged: y[row, k] = sum over c of x[row, c] * w[k, c]. These layers are bound by
+// As dgrad_reduce.cu has it, with C and K exchanged: y[row, k] = sum over c of x[row, c] * w[k, c]. These layers are bound by
 // memory, and so are the kernels laid out. A block keeps the weights of COLUMNS outputs in shared memory. Two teams of four
 // multiplying warps, each with a warp that starts the copies of what they read, walk over tiles of 64 rows, independent of
 // each other: the products of one overlap with what the other does with its own. A warp has 16 rows, and from the products on
 // it is on its own: it adds what is to be added, 64 columns at a time, in shared memory, whence the copy engine takes them.
 #pragma once
-#include "copy_engine.cuh"
+#include "addends.cuh"
 #include "warpgroup.cuh"
 
 constexpr int TEAMS = 2, TEAM_WARPS = 4, MULTIPLYING = TEAMS * TEAM_WARPS, THREADS = (MULTIPLYING + TEAMS) * WARP;
@@ -37,27 +38,15 @@ __device__ inline void store_pair(uint4 *at, const uint32 (&m)[4]) {
                  :: "r"(address_of(at)), "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3]) : "memory");
 }
 
-// Of two halves of sums a thread keeps one, and adds to it what a thread of other rows has of it.
-template <int HALF> __device__ inline void halve(float (&v)[16], int lane) {
-    const bool upper = lane & HALF * 2;
-#pragma unroll
-    for (int i = 0; i < HALF; ++i) {
-        const float kept = upper ? v[HALF + i] : v[i], given = upper ? v[i] : v[HALF + i];
-        v[i] = kept + __shfl_xor_sync(0xffffffff, given, HALF * 2);
-    }
-}
 // Sums of 64 columns over a warp's 16 rows. `v[2 * j + k]` is of column 8 * j + lane % 4 * 2 + k over two rows; what is left in
 // v[0] and v[1] is of columns lane * 2 and lane * 2 + 1 over all.
 __device__ inline void sum_over_rows(float (&v)[16], int lane) {
-    halve<8>(v, lane);
-    halve<4>(v, lane);
-    halve<2>(v, lane);
+    halve<8, 16>(v, lane);
+    halve<4, 8>(v, lane);
+    halve<2, 4>(v, lane);
 }
 
 // --- the tiles of a team ---
-
-// Every `step`-th of the tiles, from `first` on.
-struct Share { uint32 first, end, step; };
 
 // Where a team's tiles of x lie, 64 channels each, in places that are used in turn.
 struct Stages { uint4 *tiles; uint64 *full, *empty; int chunks, number; };
@@ -102,28 +91,7 @@ __device__ inline void load_tiles(const Stages &stages, const TensorMap &x, cons
         }
 }
 
-// What a warp adds to its part of each tile: it is on its way into all of the results but the one that is worked on.
-struct Addends {
-    const TensorMap &map;
-    const TileWalk &walk;
-    uint64 *arrived;
-    uint4 *results;
-    Share share;
-    int first_column, own_row, parts, part = 0;
-
-    // For one thread: starts the copy of the next part.
-    __device__ void load(int place) {
-        if (share.first >= share.end) return;
-        uint64 &there = arrived[place];
-        arrive_expecting(there, RESULT_VECTORS * VECTOR_BYTES);
-        load_tile(results + place * RESULT_VECTORS, map, first_column + part * CHUNK, share.first * walk.y_row + own_row,
-                  share.first * walk.y_line, there);
-        if (++part == parts) {
-            part = 0;
-            share.first += share.step;
-        }
-    }
-};
+using Addends = AddendsOf<CHUNK, RESULT_VECTORS>;
 
 // --- what a warp does with a tile ---
 

@@ -19,7 +19,7 @@
 // Of the gradient of the data the BatchNorm before the convolution wants sums, and where its ReLU let it through is told by the
 // sign of what it makes of x again. A tile of x, too, is brought to shared memory; a warp takes its channels from there and
 // leaves the gradient in their place. So the tile of dy is free as soon as it has been multiplied: two places are enough.
-#include "conv1x1.cuh"
+#include "batch_norm.cuh"
 #include "copy_engine.cuh"
 #include "moments.cuh"
 #include "warpgroup.cuh"
@@ -108,7 +108,8 @@ __device__ inline void load(const TensorMap &x, const TensorMap &w, const Tensor
     }
 }
 
-// What `Before` makes of a team's tile, in place. A thread has 8 channels of every 16th pixel of a row, AT_ONCE of them at a time.
+// What `Before` makes of a team's tile, in place. A thread has 8 channels of every 16th pixel of a row, AT_ONCE of them at a
+// time.
 template <class T>
 __device__ inline void normalise(uint4 *tile, const Control &control, const TiledImages &images, const Strip &strip,
                                  int in_team) {

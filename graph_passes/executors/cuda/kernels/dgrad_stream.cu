@@ -1,6 +1,6 @@
 // The gradient of a 1x1 convolution's input, and the sums of the BatchNorm backward that reads it: what dgrad_reduce.cu
 // computes, laid out as conv1x1_forward.cuh says, with dy for x and dz for y.
-#include "conv1x1.cuh"
+#include "batch_norm.cuh"
 #include "conv1x1_forward.cuh"
 
 constexpr int COLUMNS = 128, PARTS = COLUMNS / CHUNK;  // of dz
@@ -174,7 +174,8 @@ dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ Tenso
                         }
 #pragma unroll
                         for (int k = 0; k < 2; ++k) {
-                            if (!(open >> (r * 16 + i / 2 * 8 + k) & 1)) g[k] = 0;  // bits are 0 in rows that are not there, and so is dy
+                            // Bits are 0 in rows that are not there, and so is dy.
+                            if (!(open >> (r * 16 + i / 2 * 8 + k) & 1)) g[k] = 0;
                             const float own_g = DROP ? g[k] * factor[r] : g[k];
                             const auto add = [&](int sum, float term) {
                                 float &of = of_rows[sum][2 * j + k];

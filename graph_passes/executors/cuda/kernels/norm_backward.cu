@@ -2,8 +2,9 @@
 // which the gradient between BatchNorm and convolution is made on the way and never stored. Convolutions of 128 channels, of
 // whose weights one block has no registers for the gradient, are for clusters of two blocks, which have half of the channels
 // each that the convolution makes.
-#include "conv1x1.cuh"
+#include "batch_norm.cuh"
 #include "copy_engine.cuh"
+#include "warpgroup.cuh"
 
 constexpr int OWN_COLUMNS = 64, CHUNK = 64, VECTOR_BYTES = 16;
 constexpr int ROWS = 64, PIECES = 4, PIECE_ROWS = ROWS / PIECES;  // of a tile
@@ -11,7 +12,7 @@ constexpr int GROUP_WARPS = 4, GROUP = GROUP_WARPS * WARP, GROUPS = 4, WEIGHT_WA
 constexpr int CHUNK_VECTORS = CHUNK / VEC, TILE_VECTORS = ROWS * CHUNK_VECTORS, PIECE_VECTORS = PIECE_ROWS * CHUNK_VECTORS;
 constexpr int PIECE_BYTES = PIECE_VECTORS * VECTOR_BYTES;  // of 64 channels
 constexpr int WARP_ROWS = WARP / CHUNK_VECTORS;            // of a chunk, that a warp prepares at once
-constexpr int X_PLACES = 5;
+constexpr int X_PLACES = 5;  // of pieces of x, for each warp that prepares dz
 constexpr int COPIERS = 2;  // threads that share the copies to a stage
 
 // How the work is shared. All blocks of a cluster walk over the same tiles of rows, each with its channels. Of a block's groups
@@ -53,7 +54,7 @@ template <class S> struct Shared {
 };
 
 // The block's weights, (K, COLUMNS), as they lie, but its own columns first, and of 32 columns in the order of `load_weights`
-// of conv1x1.cuh. By all threads but those that prepare dz. These parameters are asked for before the first tiles: behind what
+// of dgrad_reduce.cu. By all threads but those that prepare dz. These parameters are asked for before the first tiles: behind what
 // all blocks ask for at once they come 4 microseconds later.
 template <class T, class S> struct Weights {
     static constexpr int THEIRS = THREADS - GROUP, ROW = S::COLUMNS / VEC, ALL = S::K * ROW;
@@ -79,20 +80,11 @@ template <class T, class S> struct Weights {
     }
 };
 
-// Of 2 * HALF columns a thread keeps half, and adds to them what a thread of other rows has of them.
-template <int HALF> __device__ inline void halve(float (&v)[VEC], int lane) {
-    const bool upper = lane & VEC / 2 / HALF * 4;
-#pragma unroll
-    for (int i = 0; i < HALF; ++i) {
-        const float kept = upper ? v[HALF + i] : v[i], given = upper ? v[i] : v[HALF + i];
-        v[i] = kept + __shfl_xor_sync(0xffffffff, given, VEC / 2 / HALF * 4);
-    }
-}
 // Of 8 columns over the 8 rows of a warp, which are 4 lanes apart, the sum of one: `own_column`.
 __device__ inline float sum_over_rows(float (&v)[VEC], int lane) {
-    halve<4>(v, lane);
-    halve<2>(v, lane);
-    halve<1>(v, lane);
+    halve<4, 4>(v, lane);
+    halve<2, 8>(v, lane);
+    halve<1, 16>(v, lane);
     return v[0];
 }
 __device__ inline int own_column(int lane) { return lane / 4 % 2 * 4 + lane / 8 % 2 * 2 + lane / 16; }

@@ -6,7 +6,7 @@
 // requantises, and the copy engine brings what comes next and takes away what is done. A warp has 16 rows, of which it works on
 // 128 filters at a time, in shared memory: there the copy engine leaves the addend, and thence it takes the results.
 #pragma once
-#include "copy_engine.cuh"
+#include "addends.cuh"
 #include "integer_products.cuh"
 
 constexpr int TEAM_WARPS = 4;
@@ -81,9 +81,6 @@ __device__ inline void keep_factors(Factors<COLUMNS> &to, const float *multiplie
 // The tiles of x of one team, of 128 channels each, in places that are used in turn.
 struct Stages { uint4 *tiles; uint64 *full, *empty; int number; };
 
-// Every `step`-th of the tiles, from `first` on.
-struct Share { uint32 first, end, step; };
-
 // For one thread: starts the copies of the team's tiles, as places for them become free: of each `chunks` of x, and with TWO
 // then `chunks_2` of x_2, whose rows are those of y.
 template <bool TWO>
@@ -115,28 +112,7 @@ __device__ inline void init_barriers(Control<TEAMS, COLUMNS, CONVOLUTIONS> &cont
     show_barriers();
 }
 
-// What a warp adds to its part of each tile: it is on its way into all of the results but the one that is worked on.
-struct Addends {
-    const TensorMap &map;
-    const TileWalk &walk;
-    uint64 *arrived;
-    uint4 *results;
-    Share share;
-    int first_column, own_row, parts, part = 0;
-
-    // For one thread: starts the copy of the next part.
-    __device__ void load(int place) {
-        if (share.first >= share.end) return;
-        uint64 &there = arrived[place];
-        arrive_expecting(there, RESULT_VECTORS * VECTOR_BYTES);
-        load_tile(results + place * RESULT_VECTORS, map, first_column + part * CHUNK, share.first * walk.y_row + own_row,
-                  share.first * walk.y_line, there);
-        if (++part == parts) {
-            part = 0;
-            share.first += share.step;
-        }
-    }
-};
+using Addends = AddendsOf<CHUNK, RESULT_VECTORS>;
 
 // The bias, to which the products are added.
 template <int EIGHTS>

@@ -76,6 +76,16 @@ template <class T> __device__ inline uint32 pack_two(float first, float second) 
     return bits;
 }
 
+// Of 2 * HALF values a thread keeps half, and adds to them what the thread at this DISTANCE has of them.
+template <int HALF, int DISTANCE, int N> __device__ inline void halve(float (&v)[N], int lane) {
+    const bool upper = lane & DISTANCE;
+#pragma unroll
+    for (int i = 0; i < HALF; ++i) {
+        const float kept = upper ? v[HALF + i] : v[i], given = upper ? v[i] : v[HALF + i];
+        v[i] = kept + __shfl_xor_sync(0xffffffff, given, DISTANCE);
+    }
+}
+
 __device__ inline float relu(float v) {
     asm("max.NaN.f32 %0, %0, 0f00000000;" : "+f"(v));  // NaN stays
     return v;
@@ -193,16 +203,11 @@ template <int N> __device__ inline void hold_products(float (&c)[N][4]) {
                        SIXTEEN(c, 24), SIXTEEN(c, 28)                                                                        \
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                  \
     }
-// c += a * b with a and b as for `multiply_columns`, but b (16, 128 or 256): `matrix_of_columns`.
+// c += a * b with a and b as for `multiply_columns`, but b (16, 128): `matrix_of_columns`.
 #define MULTIPLY_COLUMNS_BY_COLUMNS(TYPE)                                                                                    \
     __device__ inline void multiply_columns(float (&c)[16][4], uint64 a, uint64 b, TYPE) {                                   \
         asm volatile(PRODUCT("128", TYPE) " {" REGISTERS_64 "}, %64, %65, 1, 1, 1, 1, 1;"                                    \
                      : SIXTEEN(c, 0), SIXTEEN(c, 4), SIXTEEN(c, 8), SIXTEEN(c, 12) : "l"(a), "l"(b));                        \
-    }                                                                                                                        \
-    __device__ inline void multiply_columns(float (&c)[32][4], uint64 a, uint64 b, TYPE) {                                   \
-        asm volatile(PRODUCT("256", TYPE) " {" REGISTERS_128 "}, %128, %129, 1, 1, 1, 1, 1;"                                 \
-                     : SIXTEEN(c, 0), SIXTEEN(c, 4), SIXTEEN(c, 8), SIXTEEN(c, 12), SIXTEEN(c, 16), SIXTEEN(c, 20),          \
-                       SIXTEEN(c, 24), SIXTEEN(c, 28) : "l"(a), "l"(b));                                                     \
     }
 // c += a * b with a and b as for `multiply_columns`, but b (16, 192): `matrix_of_neighbours`.
 #define MULTIPLY_COLUMNS_BY_NEIGHBOURS(TYPE)                                                                                 \

@@ -9,7 +9,7 @@ from typing import Any
 
 from graph_passes.errors import GraphError
 from graph_passes.executors.cuda.convolution import Problem
-from graph_passes.executors.cuda.kernels import Size, instance
+from graph_passes.executors.cuda.kernels import HOPPER, Size, instance
 from graph_passes.executors.cuda.lowering.operands import (
     In,
     InOut,
@@ -192,6 +192,11 @@ def require(condition: bool, node: Node, problem: str) -> None:
     """Raise GraphError for the node, under the names that users know, unless the condition holds."""
     if not condition:
         raise GraphError(f"{shown_name(node.op)} '{node.attrs.get('part_of', node.name)}' {problem}")
+
+
+def require_hopper(builder: Builder, node: Node) -> None:
+    """For kernels with Hopper's matrix instructions or copy engine."""
+    require(builder.gpu.capability == HOPPER, node, "is fused as only Hopper's instructions can compute it")
 
 
 def no_lowering(node: Node) -> GraphError:

@@ -8,8 +8,8 @@ import math
 from dataclasses import dataclass
 
 from graph_passes.executors.cuda.device import Tiling
-from graph_passes.executors.cuda.kernels import HOPPER, Size, count, instance
-from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require, rows_and_channels
+from graph_passes.executors.cuda.kernels import Size, count, instance
+from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require, require_hopper, rows_and_channels
 from graph_passes.executors.cuda.lowering.conv1x1_forward import BLOCK as STREAM_BLOCK
 from graph_passes.executors.cuda.lowering.conv1x1_forward import (
     CHUNK,
@@ -33,10 +33,6 @@ BLOCK: Size = (512, 1, 1)
 TILE_ROWS = 64
 _READ = "conv_grad", "weight", "data", "mask", "saved"
 _WRITTEN = "masked_grad", "gamma_grad", "beta_grad"
-
-
-def _require_hopper(builder: Builder, node: Node) -> None:
-    require(builder.gpu.capability == HOPPER, node, "is fused as only Hopper's instructions can compute it")
 
 
 class DgradReduce:
@@ -115,7 +111,7 @@ class DgradStream:
 def dgrad_reduce(builder: Builder, node: Node) -> None:
     """The gradient of a convolution's data, the residual's added to it, masked, and the sums of the BatchNorm (and its
     shortcut's) that made the data; by the kernel that the pass has chosen."""
-    _require_hopper(builder, node)
+    require_hopper(builder, node)
     if node["way"] == "dgrad_stream":
         _stream(builder, node)
         return
@@ -192,7 +188,7 @@ class NormBackward:
 
 def norm_backward(builder: Builder, node: Node) -> None:
     """The gradients of the weights and of the data, or the masked one and the sums of the BatchNorm that reads it."""
-    _require_hopper(builder, node)
+    require_hopper(builder, node)
     reduces = node.op == "NormConvReduce"
     dz, x, behind = (In(builder.input(node, role)) for role in ("masked_grad", "data", "data_2"))
     w, dw = builder.input(node, "weight"), builder.output(node, "weight_grad")

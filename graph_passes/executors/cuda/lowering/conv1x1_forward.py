@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from graph_passes.executors.cuda.device import Tiling
-from graph_passes.executors.cuda.kernels import HOPPER, Size, count
-from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require, rows_and_channels
+from graph_passes.executors.cuda.kernels import Size, count
+from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require, require_hopper, rows_and_channels
 from graph_passes.executors.cuda.lowering.operands import In, Out, Tiled
 from graph_passes.graph import Node
 from graph_passes.operators import Shape, window
@@ -147,7 +147,7 @@ class Conv1x1Forward:
 def forward(builder: Builder, node: Node) -> None:
     """The convolution with a bias, and perhaps a sum and ReLU; or with the sums of its output; or the sum of two."""
     x, w, y = builder.input(node, "data"), builder.input(node, "weight"), builder.output(node)
-    require(builder.gpu.capability == HOPPER, node, "is fused as only Hopper's instructions can compute it")
+    require_hopper(builder, node)
     sums = builder.output(node, "sums") if node.op == "Conv1x1Statistics" else None
     bias = None if sums else builder.input(node, "bias")
     addend = builder.input(node, "addend") if node.op == "Conv1x1AddRelu" else None

@@ -6,8 +6,8 @@ import ctypes
 from dataclasses import dataclass
 
 from graph_passes.executors.cuda.device import Tiling
-from graph_passes.executors.cuda.kernels import HOPPER, Size, count
-from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require, rows_and_channels
+from graph_passes.executors.cuda.kernels import Size, count
+from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require, require_hopper, rows_and_channels
 from graph_passes.executors.cuda.lowering.conv1x1_forward import (
     CHUNK,
     CHUNK_BYTES,
@@ -76,7 +76,7 @@ def pair(builder: Builder, node: Node) -> None:
     x, w, bias, addend, w_2, bias_2 = (builder.input(node, role) for role in (
         "data", "weight", "bias", "addend", "weight_2", "bias_2"))
     y, z = builder.output(node), builder.output(node, "output_2")
-    require(builder.gpu.capability == HOPPER, node, "is fused as only Hopper's instructions can compute it")
+    require_hopper(builder, node)
     (rows, filters), (_, channels), (_, filters_2) = (rows_and_channels(node, each) for each in (y, x, z))
     way = Conv1x1Pair(channels, filters, filters_2)
     require(filters <= COLUMNS and filters_2 <= max(SECOND), node,

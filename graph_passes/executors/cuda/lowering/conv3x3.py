@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from graph_passes.executors.cuda.device import Tiling
-from graph_passes.executors.cuda.kernels import HOPPER, Size
+from graph_passes.executors.cuda.kernels import Size
 from graph_passes.executors.cuda.lowering.batch_norm import about_mean, require_gamma
-from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require
+from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require, require_hopper
 from graph_passes.executors.cuda.lowering.conv1x1_forward import SHARED_BYTES
 from graph_passes.executors.cuda.lowering.operands import In, InOut, Out, Tiled
 from graph_passes.executors.cuda.program import Buffer
@@ -103,7 +103,7 @@ class Conv3x3:
 
 def _way(builder: Builder, node: Node, x: Buffer, reduces: bool = False) -> Conv3x3:
     """Raises GraphError where the GPU or these images are not for the kernels."""
-    require(builder.gpu.capability == HOPPER, node, "is fused as only Hopper's instructions can compute it")
+    require_hopper(builder, node)
     require(x.shape[3] == CHANNELS, node, f"has {x.shape[3]} channels: its kernel takes {CHANNELS}")
     way = Conv3x3(x.shape, reduces)
     require(way.fits, node, f"has rows of {x.shape[2]} pixels, of which too few fit into shared memory")

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from functools import partial
 
 from graph_passes.executors.cuda.device import Tiling
-from graph_passes.executors.cuda.kernels import HOPPER, Size, count
+from graph_passes.executors.cuda.kernels import Size, count
 from graph_passes.executors.cuda.lowering.batch_norm import about_mean, require_gamma
-from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require, rows_and_channels
+from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require, require_hopper, rows_and_channels
 from graph_passes.executors.cuda.lowering.conv1x1_forward import BLOCK, CHUNK
 from graph_passes.executors.cuda.lowering.norm_stream import STREAMED_BLOCK, WEIGHT_PLACES, NormStream
 from graph_passes.executors.cuda.lowering.operands import In, InOut, Out, Tiled
@@ -41,7 +41,7 @@ class NormConv1x1(NormStream):
 
 def norm_conv1x1(builder: Builder, node: Node) -> None:
     require_gamma(node)
-    require(builder.gpu.capability == HOPPER, node, "is fused as only Hopper's instructions can compute it")
+    require_hopper(builder, node)
     is_pair = node.op == "BatchNormPairConv1x1"
     x, addend = builder.input(node, "data"), builder.input(node, "data_2" if is_pair else "addend")
     y, z, sums = (builder.output(node, role) for role in ("output", "convolved", "sums"))

@@ -6,8 +6,8 @@ import ctypes
 from dataclasses import dataclass
 
 from graph_passes.executors.cuda.device import Tiling
-from graph_passes.executors.cuda.kernels import HOPPER, count
-from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require, rows_and_channels
+from graph_passes.executors.cuda.kernels import count
+from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require, require_hopper, rows_and_channels
 from graph_passes.executors.cuda.lowering.conv1x1_forward import CHUNK
 from graph_passes.executors.cuda.lowering.norm_stream import STREAMED_BLOCK, WEIGHT_PLACES, NormStream
 from graph_passes.executors.cuda.lowering.operands import In, Out, Tiled
@@ -31,7 +31,7 @@ class NormDgrad(NormStream):
 
 
 def norm_dgrad(builder: Builder, node: Node) -> None:
-    require(builder.gpu.capability == HOPPER, node, "is fused as only Hopper's instructions can compute it")
+    require_hopper(builder, node)
     dz, x, behind = (builder.input(node, role) for role in ("masked_grad", "data", "data_2"))
     dx, dz_behind = builder.output(node, "conv_grad"), builder.output(node, "masked_grad")
     (rows, channels), (_, data_channels) = (rows_and_channels(node, each) for each in (x, behind))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 
-from graph_passes.executors.cuda.kernels import HOPPER, Size, count, instance
-from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require
+from graph_passes.executors.cuda.kernels import Size, count, instance
+from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require, require_hopper
 from graph_passes.executors.cuda.lowering.conv1x1_forward import SHARED_BYTES, TEAMS, TILE_ROWS, Tiles
 from graph_passes.executors.cuda.lowering.operands import In, Out, Tiled
 from graph_passes.executors.cuda.lowering.quantised import (
@@ -81,7 +81,7 @@ def pair(builder: Builder, node: Node) -> None:
     y, z = builder.output(node), builder.output(node, "output_2")
     rows, channels, channels_2 = Geometry.of(node, x, y).rows, x.shape[3], x_2.shape[3] if x_2 else 0
     filters, filters_z = y.shape[3], z.shape[3]
-    require(builder.gpu.capability == HOPPER, node, "is fused as only Hopper's instructions can compute it")
+    require_hopper(builder, node)
     require(filters <= STREAM_COLUMNS and filters_z <= max(Z_COLUMNS), node,
             f"makes {filters} and {filters_z} channels: its kernel takes {STREAM_COLUMNS} and {max(Z_COLUMNS)} at most")
     require(all(each % TILE_VECTOR == 0 for each in (channels, channels_2, filters, filters_z)), node,

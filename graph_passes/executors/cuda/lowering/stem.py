@@ -7,9 +7,9 @@ import ctypes
 import math
 
 from graph_passes.executors.cuda.device import Tiling
-from graph_passes.executors.cuda.kernels import HOPPER, Size, count
+from graph_passes.executors.cuda.kernels import Size, count
 from graph_passes.executors.cuda.lowering.batch_norm_pool import Image
-from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require, rows_and_channels
+from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require, require_hopper, rows_and_channels
 from graph_passes.executors.cuda.lowering.operands import In, Out, Tiled
 from graph_passes.graph import Node
 from graph_passes.operators import Shape
@@ -105,7 +105,7 @@ def _require_support(builder: Builder, node: Node, out_shape: Shape) -> None:
 
 def _require_rows(builder: Builder, node: Node, images: Shape) -> None:
     """Raise GraphError where the GPU or these images are not for the kernels of stem_rows.cuh."""
-    require(builder.gpu.capability == HOPPER, node, "is fused as only Hopper's instructions can compute it")
+    require_hopper(builder, node)
     _, _, width, channels = images
     require(width % 2 == 0 and width <= StemRows.MAX_WIDTH and channels == 4, node,
             f"reads images of {channels} channels and {width} pixels' width: its kernel takes 4 and, if even, up to "
@@ -164,7 +164,7 @@ def wgrad(builder: Builder, node: Node) -> None:
     sizes = Image.of(image, x), Image.of(x, dz), count(rows)
     flops = builder.problem("wgrad", node, image, dw, x).flops
     if node["way"] == "stem_weights":
-        require(builder.gpu.capability == HOPPER, node, "is fused as only Hopper's instructions can compute it")
+        require_hopper(builder, node)
         way = StemWeights(x.shape, builder.gpu.num_multiprocessors)
         require(way.fits, node, f"has rows of {image.shape[2]} pixels, of which too few fit into shared memory")
         blocks = way.grid[0]
