@@ -17,6 +17,7 @@ import itertools
 import json
 import math
 import os
+import re
 import statistics
 import sys
 import tempfile
@@ -377,21 +378,33 @@ def plot_timeline(row: Row, path: Path) -> None:
     plt.close(figure)
 
 
+def redraw(path: Path, results: Path) -> None:
+    """Plot and table of what was measured, under the number of GPUs that its file is named by."""
+    try:
+        rows: list[Row] = [json.loads(line) for line in path.read_text().splitlines()]
+        name = re.fullmatch(r"scaling_b\d+_(\d+)gpu", path.stem)
+        most = max(row["gpus"] for row in rows)
+        num_gpus, text = int(name[1]) if name else most, table(rows)
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise UserError(f"--redraw {path} is no file of {Path(__file__).name}, or is cut off "
+                        f"({type(error).__name__}: {error}); give another one, or measure again") from None
+    write(rows, num_gpus, results)
+    print(text)
+
+
 def main() -> None:
     arguments = read_options(Options)
     if arguments.worker:
         measure_synthetic(arguments)
         return
     if arguments.redraw:
-        rows = [json.loads(line) for line in arguments.redraw.read_text().splitlines()]
-        write(rows, max(row["gpus"] for row in rows), arguments.results)
-        print(table(rows))
+        redraw(arguments.redraw, arguments.results)
         return
     num_gpus = len(find_gpus())
     counts = [count for count in arguments.gpus if count <= num_gpus]
     if not counts:
         raise UserError(f"--gpus {min(arguments.gpus)} is more than the {num_gpus} NVIDIA GPUs here")
-    rows = []
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         records = repeated_records(arguments.data, folder / "records") if arguments.data.is_dir() else None

@@ -25,7 +25,8 @@ from record import RESULTS, ROOT, run
 
 from common.command_line import Positive, read_options
 from common.environment import git_commit, hardware, versions
-from common.errors import ProgramError
+from common.errors import ProgramError, UserError
+from common.nvidia_gpus import find_gpus
 
 WARM_UP_SECONDS, NUM_BATCHES, LEARNING_RATE = 3, 6, 0.05
 
@@ -137,6 +138,10 @@ def memory_in_use() -> int:
 
 def main() -> None:
     arguments = read_options(Options)
+    if not (arguments.other / "train").is_dir():
+        raise UserError(f"{arguments.other} is no checkout of this project; git worktree add FOLDER COMMIT makes one")
+    if not find_gpus():
+        raise UserError("steps are compared on an NVIDIA GPU, and there is none here")
     folders = {"other": arguments.other.resolve(), "this": ROOT}
     checkouts: dict[str, Checkout] = {}
     rows: dict[str, dict[str, Any]] = {}

@@ -19,7 +19,7 @@ while [ $# -gt 0 ]; do
         --platform=*) set -- --platform "${1#*=}" "${@:2}" ;;
         -p|--platform)
             file=$root/scripts/platforms/${2:-}.sh
-            [ -n "${2:-}" ] && [ -f "$file" ] ||
+            [[ -n ${2:-} && $2 != */* && -f $file ]] ||
                 fail "there is no platform '${2:-}'; there are: $(cd "$root/scripts/platforms" && ls | sed 's/\.sh$//' | paste -sd ' ')"
             # shellcheck source=/dev/null
             . "$file"

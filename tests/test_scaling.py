@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from test_results import faults
 
+from common.errors import UserError
 from graph_passes.executors.base import Metrics
 
 
@@ -88,6 +89,23 @@ def test_redraw(scaling: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     scaling.main()
     assert capsys.readouterr().out == (results / "scaling_b100_2gpu.md").read_text()
     assert (results / "scaling_b100_2gpu.jsonl").read_text() == rows_file.read_text()
+
+
+def test_redraw_of_a_run_that_was_stopped(scaling: Any, tmp_path: Path) -> None:
+    """Its file tells how many GPUs it would have had."""
+    stopped = tmp_path / "scaling_b100_4gpu.jsonl"
+    stopped.write_text(json.dumps(rows()[0]) + "\n")
+    scaling.redraw(stopped, tmp_path)
+    assert (tmp_path / "scaling_b100_4gpu.png").exists() and not list(tmp_path.glob("*_1gpu*"))
+
+
+@pytest.mark.parametrize("text", ["", "# A page\n", '{"gpus": 2}\n', '{"gpus": 2, "step', "3\n"])
+def test_redraw_of_another_file(scaling: Any, tmp_path: Path, text: str) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_text(text)
+    with pytest.raises(UserError, match="other.jsonl is no file of scaling.py, or is cut off"):
+        scaling.redraw(other, tmp_path)
+    assert [*tmp_path.iterdir()] == [other]
 
 
 class Clock:

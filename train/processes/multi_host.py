@@ -21,6 +21,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 from common.command_line import Positive, exit_code_of, given_and_rest, part_of, to_arguments
@@ -31,6 +32,12 @@ from train.errors import TrainError
 from train.processes import launch
 from train.processes.invocation import LAUNCHER_VARIABLE
 from train.processes.worker import TOLD
+
+SECONDS_TO_SAVE = 60  # that a process of the run has when it is told to end, and to report
+if __name__ == "__mp_main__":  # in the processes with which Horovod starts those of the run, and ends them
+    from horovod.runner.common.util import safe_shell_exec
+
+    safe_shell_exec.GRACEFUL_TERMINATION_TIME_S = SECONDS_TO_SAVE
 
 
 @dataclass(frozen=True)
@@ -75,23 +82,48 @@ def parse(arguments: Sequence[str]) -> tuple[MultiHostOptions, list[str], list[s
     `python -m train.processes.launch`. Raises UserError for a wrong value."""
     values, passed = given_and_rest(MultiHostOptions, arguments, prog="scripts/multi_host.sh",
                                     rest="any option of python -m train")
-    return MultiHostOptions(**values), to_arguments(part_of(HorovodrunOptions, values), HorovodrunOptions()), passed
+    if script := values.get("host_discovery_script"):  # a shell would look for a bare name among its programs
+        values["host_discovery_script"] = str(Path(script).absolute())
+    own = MultiHostOptions(**values)
+    check_elastic(own)
+    return own, to_arguments(part_of(HorovodrunOptions, values), HorovodrunOptions()), passed
+
+
+def check_elastic(own: MultiHostOptions) -> None:
+    """Raises TrainError where options of elastic runs do not fit each other."""
+    if (own.max_np or own.blacklist_cooldown_range) and not (own.min_np or own.host_discovery_script):
+        raise TrainError("--max-np and --blacklist-cooldown-range are for elastic runs; give --min-np or "
+                         "--host-discovery-script too, or leave them out")
+    if own.min_np and own.max_np and own.min_np > own.max_np:
+        raise TrainError(f"--min-np {own.min_np} is more than --max-np {own.max_np}; lower it")
+    first, last = own.blacklist_cooldown_range or (0, 0)
+    if first > last:
+        raise TrainError(f"--blacklist-cooldown-range goes from {first} to {last} seconds; give the fewer first")
 
 
 def read_hosts(own: MultiHostOptions) -> dict[str, int]:
     """Processes that each machine can have. Raises TrainError where nothing names machines."""
     script = own.host_discovery_script
     if script:
-        if not os.access(script, os.X_OK):
+        if not (Path(script).is_file() and os.access(script, os.X_OK)):
             raise TrainError(f"the host discovery script {script} is not there or not executable; "
                              "make it print HOST:GPUS lines")
-        lines = subprocess.run(script, shell=True, stdout=subprocess.PIPE, text=True).stdout.split()
+        done = subprocess.run(shlex.quote(script), shell=True, stdout=subprocess.PIPE, text=True)
+        if done.returncode:
+            raise TrainError(f"the host discovery script {script} failed with exit code {done.returncode}; make it "
+                             "print HOST:GPUS lines")
+        lines = done.stdout.split()
     elif own.hosts:
         lines = own.hosts.split(",")
     elif "SLURM_JOB_NODELIST" in os.environ:
         command = ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]
         gpus = os.environ.get("SLURM_GPUS_ON_NODE", "8")
-        lines = [f"{name}:{gpus}" for name in subprocess.check_output(command, text=True).split()]
+        try:
+            names = subprocess.check_output(command, text=True).split()
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise TrainError(f"SLURM does not tell the machines of this job ({error}); give -H "
+                             "HOST:GPUS,HOST:GPUS") from None
+        lines = [f"{name}:{gpus}" for name in names]
     else:
         raise TrainError("which machines? give -H HOST:GPUS,HOST:GPUS or run inside a SLURM job")
     for line in lines:
@@ -119,6 +151,9 @@ def main(arguments: Sequence[str]) -> int:
     if (own.host_discovery_script or own.min_np) and len(hosts) < 2 and not own.network_interface:
         raise TrainError(f"an elastic run over machines needs two of them to begin, or --network-interface, but there "
                          f"{'is' if hosts else 'are'} {len(hosts)}; on one machine use scripts/dgx1_8gpu.sh --min-np")
+    if not count:
+        raise TrainError(f"the host discovery script {own.host_discovery_script} names no machine yet; give -n, the "
+                         "processes to wait for")
     command = [sys.executable, "-m", "train.processes.launch", *passed]
     print(shlex.join(["horovodrun", "--gloo", "-np", str(count), *words, *command]), flush=True)
     if count > available:
@@ -128,6 +163,8 @@ def main(arguments: Sequence[str]) -> int:
         signal.signal(signal.SIGINT, interrupt)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
+        # Horovod has a shell run the script.
+        words = [shlex.quote(word) if word == own.host_discovery_script else word for word in words]
         return horovodrun(["--gloo", "-np", str(count), *words, *command])
     except StoppedBySignal as stop:
         print(stop, file=sys.stderr, flush=True)

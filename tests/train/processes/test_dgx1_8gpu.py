@@ -56,6 +56,7 @@ def test_platform(platform, batch, fake_python):
     (["-n", "2", "--min-np", "3"], "error: --min-np 3 is more than the 2 processes"),
     (["--cooldown", "5"], "error: --cooldown is for elastic runs"),
     (["-p", "dgx_9"], "error: there is no platform 'dgx_9'; there are: dgx1_v100 dgx_a100 dgx_h100"),
+    (["-p", "../setup"], "error: there is no platform '../setup'; there are: dgx1_v100 dgx_a100 dgx_h100"),
 ])
 def test_mistakes(arguments, sentence):
     done = run_script(*arguments)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -100,6 +102,10 @@ def test_elastic(asked, discovery, capsys):
     (["-H", "a:2,b:2", "-n", "5"], "-n 5 is more than the 4 processes of the machines; lower it"),
     (["-H", "a:2", "--min-np", "1"], "an elastic run over machines needs two of them to begin"),
     (["--host-discovery-script", "/nowhere/x"], "the host discovery script /nowhere/x is not there"),
+    (["--host-discovery-script", "/usr"], "the host discovery script /usr is not there or not executable"),
+    (["-H", "a:2", "--max-np", "1"], "--max-np and --blacklist-cooldown-range are for elastic runs"),
+    (["-H", "a:2,b:2", "--min-np", "3", "--max-np", "2"], "--min-np 3 is more than --max-np 2; lower it"),
+    (["-H", "a:2,b:2", "--min-np", "1", "--blacklist-cooldown-range", "5", "2"], "goes from 5 to 2 seconds"),
 ])
 def test_mistakes(arguments, sentence, asked):
     with pytest.raises(UserError) as error:
@@ -130,6 +136,46 @@ def test_output_that_nobody_reads(tmp_path):
 def test_no_machine_yet(asked, discovery):
     with pytest.raises(UserError, match=r"needs two of them to begin, or --network-interface, but there are 0"):
         asked("--host-discovery-script", discovery(""), "--min-np", 1)
+
+
+def test_a_script_that_fails_or_names_nobody(asked, discovery):
+    script = discovery("")
+    with pytest.raises(UserError, match="names no machine yet; give -n, the processes to wait for"):
+        asked("--host-discovery-script", script, "--network-interface", "lo")
+    script.write_text("#!/bin/sh\nexit 3\n")
+    with pytest.raises(UserError, match="hosts.sh failed with exit code 3"):
+        asked("--host-discovery-script", script, "--min-np", 1)
+
+
+def test_a_script_is_found_wherever_it_lies(asked, discovery, tmp_path, monkeypatch):
+    """By a bare name in this folder, and in one with a space; a shell runs it."""
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    discovery("a:2\\nb:3\\n").rename(folder / "hosts.sh")
+    monkeypatch.chdir(folder)
+    run, _ = asked("--host-discovery-script", "hosts.sh", "--min-np", 2)
+    assert run[:4] == ["--gloo", "-np", "5", "--host-discovery-script"] and run[4] == f"'{folder}/hosts.sh'"
+    again = shlex.split(os.environ[LAUNCHER_VARIABLE])[1:]
+    assert asked(*again)[0] == run
+
+
+def test_slurm_that_does_not_answer(asked, tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "[a-b]")
+    (tmp_path / "scontrol").write_text("#!/bin/sh\nexit 1\n")
+    with pytest.raises(UserError, match=r"SLURM does not tell the machines of this job \(.*exit status 1"):
+        asked()
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(UserError, match=r"SLURM does not tell .*No such file.*; give -H HOST:GPUS"):
+        asked()
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules")
+def test_time_to_save(monkeypatch):
+    """Horovod's processes give those of a run more than 5 s to end."""
+    safe_shell_exec = pytest.importorskip("horovod.runner.common.util.safe_shell_exec")
+    monkeypatch.setattr(safe_shell_exec, "GRACEFUL_TERMINATION_TIME_S", 5)
+    runpy.run_module("train.processes.multi_host", run_name="__mp_main__")
+    assert safe_shell_exec.GRACEFUL_TERMINATION_TIME_S == multi_host.SECONDS_TO_SAVE == 60
 
 
 @pytest.mark.parametrize("error, code, words", [
