@@ -23,8 +23,7 @@ from graph_passes.passes.conv_statistics import conv_statistics
 from graph_passes.passes.dgrad_reduce import dgrad_reduce
 from graph_passes.passes.group_mean import group_mean
 from graph_passes.passes.norm_backward import norm_backward
-from graph_passes.passes.norm_conv1x1 import norm_conv1x1
-from graph_passes.passes.norm_conv3x3 import norm_conv3x3
+from graph_passes.passes.norm_conv import norm_conv1x1, norm_conv3x3
 from graph_passes.passes.norm_dgrad import norm_dgrad
 from graph_passes.passes.norm_grad_add import norm_grad_add
 from graph_passes.passes.norm_pair import norm_pair
