@@ -46,6 +46,10 @@ template <int BARRIER, int THREADS> struct Meet {
         return found;
     }
 };
+// A team of so many threads, of several in a block: each has a barrier of its own.
+template <int THREADS> __device__ inline void meet_team(int team) {
+    asm volatile("bar.sync %0, %1;" :: "r"(team + 1), "n"(THREADS) : "memory");
+}
 
 // --- scalars ---
 

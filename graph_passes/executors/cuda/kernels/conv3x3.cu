@@ -170,9 +170,6 @@ __device__ inline uint64 first_pixels(int lane, int pixels) {
     return (1ull << (from_own / 8 * 2 + min(from_own % 8, 2))) - 1;
 }
 
-__device__ inline void meet_team(int team) {
-    asm volatile("bar.sync %0, %1;" :: "r"(team + 1), "n"(TEAM_THREADS) : "memory");
-}
 constexpr Meet<3, MULTIPLYING> meet_multiplying{};
 
 // Over the four threads of a filter.
@@ -353,7 +350,7 @@ __device__ inline void convolve(const TensorMap &x, const TensorMap &w, const Te
             wait_for_phase(control.full[turn.place], turn.parity);
             normalise<T>(tile, control, images, strip, in_team);
             show_to_copies();  // and to products
-            meet_team(team);
+            meet_team<TEAM_THREADS>(team);
             if (in_team == 0)
                 for (int r = 0; r < strip.rows; ++r)
                     store_tile(*before.y, 0, 0, strip.line + r, tile + ((r + 1) * pitch + 1) * PIXEL_VECTORS);
@@ -388,14 +385,14 @@ __device__ inline void convolve(const TensorMap &x, const TensorMap &w, const Te
                     m[g][f] = RELU ? pack_two<T>(relu(left), relu(right)) : pack_two<T>(left, right);
                 }
             if (NORM && in_team == 0) wait_for_stores<0>();
-            meet_team(team);  // all have read the tile
+            meet_team<TEAM_THREADS>(team);  // all have read the tile
 #pragma unroll
             for (int g = 0; g < GROUPS - 1; g += 2)
                 store_transposed(result + g * 8 * PIXEL_VECTORS + matrix_row, {m[g][0], m[g][1], m[g + 1][0], m[g + 1][1]});
             store_transposed(result + (GROUPS - 1) * 8 * PIXEL_VECTORS + matrix_row, m[GROUPS - 1]);
         }
         show_to_copies();
-        meet_team(team);
+        meet_team<TEAM_THREADS>(team);
         if (in_team == 0)
             for (int r = 0; r < strip.rows; ++r) store_tile(y, 0, 0, strip.line + r, result + r * pitch * PIXEL_VECTORS);
 

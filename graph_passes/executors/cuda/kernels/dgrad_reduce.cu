@@ -75,10 +75,6 @@ template <class S> struct Shared {
     Stage<S> stages[S::TEAMS][S::STAGES];
 };
 
-template <int THREADS> __device__ inline void meet_team(int team) {
-    asm volatile("bar.sync %0, %1;" :: "r"(team + 1), "n"(THREADS) : "memory");
-}
-
 // dz = dy * w, plus `addend` unless SECOND is NONE, where the ReLU bits in `mask` let it through; and of dz the sums that
 // batch_norm_backward_reduce makes, or with PAIR those of batch_norm_pair_backward_reduce. DROP is as it is there. Weights
 // are (K, C), which is OHWI.

@@ -150,10 +150,6 @@ __device__ inline void load_addends(const TensorMap &addend, Control &control, u
 
 // --- for a team ---
 
-__device__ inline void meet_team(int team) {
-    asm volatile("bar.sync %0, %1;" :: "r"(team + 1), "n"(TEAM_THREADS) : "memory");
-}
-
 // products += the convolution of one item.
 template <int SIZE, int STRIDE, int CHANNELS, int EIGHTS>
 __device__ inline void multiply_item(int (&products)[EIGHTS][4], Control &control, const uint4 *weights, const uint4 *pixels,
@@ -297,7 +293,7 @@ quantised_conv_taps(const __grid_constant__ TensorMap x, const __grid_constant__
                 store_transposed(at + four * 32 * RESULT_VECTORS, now);
             }
             show_to_copies();
-            meet_team(team);
+            meet_team<TEAM_THREADS>(team);
             if (threadIdx.x % TEAM_THREADS == 0) {
                 const Strip strip(images, share, round);
                 store_tile(y, group * FILTERS, 0, strip.image, strip.row, result);

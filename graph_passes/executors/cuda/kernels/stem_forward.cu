@@ -67,7 +67,7 @@ stem_forward(const T *x, const T *w, const __grid_constant__ TensorMap y, float 
 
             uint4 *const result = shared.results[team][buffer];
             if (in_team == 0) wait_for_stores<RESULTS - 1>();
-            meet_team(team);
+            meet_team<TEAM_THREADS>(team);
 #pragma unroll
             for (int g = 0; g < GROUPS; g += 2) {
                 uint32 m[4];
@@ -92,7 +92,7 @@ stem_forward(const T *x, const T *w, const __grid_constant__ TensorMap y, float 
 #pragma unroll
                 for (int j = 0; j < 2; ++j) acc[f][j] += of_row[f][j];
             show_to_copies();
-            meet_team(team);
+            meet_team<TEAM_THREADS>(team);
             if (in_team == 0) store_tile(y, 0, (image * size.out_height + row) * size.out_width, 0, result);
         }
         multiplier.close();

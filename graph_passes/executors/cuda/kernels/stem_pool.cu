@@ -85,7 +85,7 @@ stem_pool(const T *x, const T *w, const float *bias, const __grid_constant__ Ten
             if (row > 2 * first || row + 1 == size.out_height) {  // not the row before a strip's first window
                 uint4 *const pooled = shared.pooled[team][buffer];
                 if (in_team == 0) wait_for_stores<1>();
-                meet_team(team);
+                meet_team<TEAM_THREADS>(team);
 #pragma unroll
                 for (int g = 0; g < GROUPS; ++g)
 #pragma unroll
@@ -95,7 +95,7 @@ stem_pool(const T *x, const T *w, const float *bias, const __grid_constant__ Ten
                             reinterpret_cast<T *>(&pooled[swizzled(u, of / VEC)])[of % VEC] = from_float<T>(most[g][f]);
                     }
                 show_to_copies();
-                meet_team(team);
+                meet_team<TEAM_THREADS>(team);
                 if (in_team == 0)
                     store_tile(y, 0, (image * size.pooled_height + row / 2) * size.pooled_width, 0, pooled);
                 buffer ^= 1;

@@ -121,7 +121,3 @@ template <class T> struct Multiplier {
             if (lane == 0) arrive(images.empty[team][oldest.place]);
     }
 };
-
-__device__ inline void meet_team(int team) {
-    asm volatile("bar.sync %0, %1;" :: "r"(team + 1), "n"(TEAM_THREADS) : "memory");
-}
