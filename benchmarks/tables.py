@@ -30,7 +30,8 @@ LINKED_NUMBER = re.compile(r"\[([\d,]+(?:\.(\d+))?)([^\]]*)\]\(([^)\s]+\.json)\)
 Figure = dict[str, Any]
 # Of the step's operations, as a profile names them.
 OPERATIONS = {
-    "convolutions forward, most with statistics": ("fprop_stats", "fprop", "conv1x1_forward", "conv3x3_forward"),
+    "convolutions forward, most with statistics": ("fprop_stats", "fprop", "conv1x1_forward", "conv1x1_statistics",
+                                                     "conv3x3_forward"),
     "their weight gradients": ("wgrad", "conv3x3_weights"),
     "their data gradients": ("dgrad", "conv3x3_dgrad"),
     "BatchNorm forward": ("batch_norm_apply", "batch_norm_pair_apply"),

@@ -23,7 +23,7 @@ from graph_passes.passes.conv_statistics import conv_statistics
 from graph_passes.passes.dgrad_reduce import dgrad_reduce
 from graph_passes.passes.group_mean import group_mean
 from graph_passes.passes.norm_backward import norm_backward
-from graph_passes.passes.norm_conv import norm_conv1x1, norm_conv3x3
+from graph_passes.passes.norm_conv import norm_conv1x1, norm_conv3x3, unread_output
 from graph_passes.passes.norm_dgrad import norm_dgrad
 from graph_passes.passes.norm_grad_add import norm_grad_add
 from graph_passes.passes.norm_pair import norm_pair
@@ -77,6 +77,7 @@ def training_passes(shapes: Shapes, dtype: str, choose: Choose, grouped: bool = 
         "norm_dgrad": lambda graph: norm_dgrad(graph, choose),
         "conv3x3_wgrad": lambda graph: conv3x3_wgrad(graph, shapes, choose),
         "norm_grad_add": norm_grad_add,
+        "unread_output": unread_output,
         "rnn_algorithm": lambda graph: rnn_algorithm(graph, choose),
     }
     return listed | ({"group_mean": group_mean} if grouped else {})

@@ -334,8 +334,8 @@ _DESCRIBED = (
     ),
 )
 
-# By kernels of our own: 1x1 convolutions (conv1x1_forward.cu), and 3x3 (conv3x3.cu over 64 channels, and for weights
-# conv3x3_weights.cu). Each computes what its namesake does.
+# By kernels of our own: 1x1 convolutions (conv1x1_forward.cu, conv1x1_statistics.cu), and 3x3 (conv3x3.cu over 64
+# channels, and for weights conv3x3_weights.cu). Each computes what its namesake does.
 _OWN = {
     "Conv1x1": ("Convolution", "ConvolutionRelu", "ConvolutionAddRelu", "ConvolutionStatistics"),
     "Conv3x3": ("ConvolutionRelu", "ConvolutionStatistics", "ConvolutionDgrad", "ConvolutionWgrad"),

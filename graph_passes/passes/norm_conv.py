@@ -11,23 +11,24 @@ from graph_passes.passes.conv1x1 import is_product
 
 # Of the BatchNorm's half: what both are then, and the way by a kernel of our own.
 _WITH_1X1 = {"BatchNormAddReluApply": ("BatchNormAddReluConv1x1", "norm_conv1x1"),
-             "BatchNormPairApply": ("BatchNormPairConv1x1", "norm_conv1x1")}
+             "BatchNormPairApply": ("BatchNormPairConv1x1", "norm_conv1x1"),
+             "BatchNormReluApply": ("BatchNormReluConv1x1", "norm_relu_conv1x1")}
 _WITH_3X3 = {"BatchNormReluApply": ("BatchNormReluConv3x3", "norm_conv3x3")}
 _WITH_STATISTICS = ("ConvolutionStatistics", "Conv1x1Statistics")
 
 
 def norm_conv1x1(graph: Graph, choose: Choose) -> Graph:
-    """Let BatchNorm + add + ReLU, or a pair of BatchNorms, also compute the 1x1 convolution that reads its output, with
-    the sums of that one's output, in 16-bit types.
+    """Let BatchNorm + add + ReLU, a pair of BatchNorms, or BatchNorm + ReLU within a block also compute the 1x1
+    convolution that reads its output, with the sums of that one's output, in 16-bit types.
 
         before    x, sums, ..., addend -> BatchNormAddReluApply `bn` -> y, saved, ..., mask
                   y, weight -> ConvolutionStatistics -> z, sums of z
         after     x, sums, ..., addend, weight -> BatchNormAddReluConv1x1 `bn` -> y, saved, ..., mask, z, sums of z
 
-    Likewise with BatchNormPairApply, with Conv1x1Statistics, and with Convolution and BatchNormStatistics. y is
-    written, for the next sum and the backward pass read it too, but z is made of what is still on the chip. Where
-    images are dropped all stays as it is. The kernel is for GPUs of the Hopper generation; weights that a block cannot
-    keep it reads block by block.
+    Likewise with BatchNormPairApply and BatchNormReluApply, with Conv1x1Statistics, and with Convolution and
+    BatchNormStatistics. y is written, for the next sum and the backward pass read it too (`unread_output`), but z is
+    made of what is still on the chip. Where images are dropped all stays as it is. The kernels are for GPUs of the
+    Hopper generation; weights that a block cannot keep that of a block's end reads block by block.
     """
     return _with_convolution(graph, choose, _WITH_1X1, _product)
 
@@ -44,6 +45,14 @@ def norm_conv3x3(graph: Graph, choose: Choose) -> Graph:
     for GPUs of the Hopper generation.
     """
     return _with_convolution(graph, choose, _WITH_3X3, _conv3x3)
+
+
+def unread_output(graph: Graph) -> Graph:
+    """Say of BatchNorm + ReLU with the 1x1 convolution that follows whether others read what they give: not if the
+    gradients of that convolution make it again of what the BatchNorm reads (`norm_backward`)."""
+    unread = [node for node in graph if node.op == "BatchNormReluConv1x1"
+              and not graph.consumers.get(Ref(node.name)) and Ref(node.name) not in graph.outputs]
+    return graph.replace([node.with_attrs(no_output=True) for node in unread], {})
 
 
 class _Convolution(NamedTuple):

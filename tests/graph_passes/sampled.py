@@ -202,8 +202,10 @@ def _elementwise(node: Node, given: Named, written: Named, rng: np.random.Genera
 
 def _apply(node: Node, given: Named, written: Named, rng: np.random.Generator) -> Iterator[Sample]:
     """BatchNorm's forward half: elements from the statistics that the GPU has kept, and those from the sums."""
-    places = _pixels(written["output"].shape, rng)
     yield from _statistics_kept(node, given, written)
+    if "output" not in written:
+        return
+    places = _pixels(written["output"].shape, rng)
     y, error = np.zeros(()), np.zeros(())
     for suffix in ("", "_2") if "data_2" in given else ("",):
         parts = (*_of_batch_norm(given | {f"saved{suffix}": written[f"saved{suffix}"]}, suffix),)
@@ -223,13 +225,22 @@ def _apply(node: Node, given: Named, written: Named, rng: np.random.Generator) -
 
 
 def _apply_and_convolve(node: Node, given: Named, written: Named, rng: np.random.Generator) -> Iterator[Sample]:
-    """BatchNorm's forward half, and the convolution of what it has written."""
+    """BatchNorm's forward half, and the convolution of what it has written, or would have if others read it."""
     names = {"convolved": "output", "sums": "sums"}
     of_convolution = {name: written[its] for its, name in names.items()}
-    yield from _apply(node, given, {name: array for name, array in written.items() if name not in names}, rng)
-    data = {"data": written["output"], "weight": given["weight"]}
+    of_norm = {name: array for name, array in written.items() if name not in names}
+    yield from _apply(node, given, of_norm, rng)
+    made = written["output"] if "output" in written else _normalised_again(node, given, written["saved"])
+    data = {"data": made, "weight": given["weight"]}
     for sample in (*_fprop(node, data, of_convolution, rng), *_statistics(node, data, of_convolution, rng)):
         yield sample._replace(output="convolved" if sample.output == "output" else sample.output)
+
+
+def _normalised_again(node: Node, given: Named, saved: Array) -> Array:
+    """What BatchNorm + ReLU give, rounded: now and then to the other side, as the GPU computes in fp32."""
+    x, parts = given["data"], _of_batch_norm({**given, "saved": saved})
+    return np.concatenate([relu(scaled(node, x[chunk].astype(np.float64), *parts)).astype(x.dtype)
+                           for chunk in _chunks(x.shape)])
 
 
 def _statistics_kept(node: Node, given: Named, written: Named) -> Iterator[Sample]:
@@ -598,8 +609,8 @@ RULES: Mapping[str, Sequence[Rule]] = {
     **dict.fromkeys(WGRADS, (_wgrad,)),
     "BatchNormStatistics": (_statistics,),
     **dict.fromkeys(("BatchNormApply", "BatchNormReluApply", "BatchNormAddReluApply", "BatchNormPairApply"), (_apply,)),
-    **dict.fromkeys(("BatchNormAddReluConv1x1", "BatchNormPairConv1x1", "BatchNormReluConv3x3"),
-                    (_apply_and_convolve,)),
+    **dict.fromkeys(("BatchNormAddReluConv1x1", "BatchNormPairConv1x1", "BatchNormReluConv1x1",
+                     "BatchNormReluConv3x3"), (_apply_and_convolve,)),
     **dict.fromkeys(("BatchNormBackwardReduce", "BatchNormReluBackwardReduce", "BatchNormAddReluBackwardReduce",
                      "BatchNormPairBackwardReduce", "BatchNormPoolBackwardReduce"), (_elementwise, _gradient_sums)),
     **dict.fromkeys(("BatchNormBackwardApply", "BatchNormReluBackwardApply", "BatchNormBackwardApplyAdd",

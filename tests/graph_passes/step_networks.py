@@ -7,7 +7,7 @@ from graph_passes import Graph, Ref, passes
 
 # Ways by kernels of ours that take the place of others of ours, or of cuDNN's 3x3 convolutions.
 NEWEST = ("conv1x1_pair", "conv1x1_sum", "conv3x3_dgrad_reduce", "conv3x3_dgrad", "conv3x3_forward", "conv3x3_weights",
-          "dgrad_stream", "norm_conv1x1", "norm_conv3x3", "norm_dgrad",
+          "dgrad_stream", "norm_conv1x1", "norm_conv3x3", "norm_dgrad", "norm_relu_conv1x1",
           "quantised_stem_pool", "stem_forward", "stem_weights")
 
 

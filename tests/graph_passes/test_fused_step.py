@@ -292,12 +292,42 @@ def test_a_batch_norm_with_the_3x3_convolution_that_follows(grouped, rng):
     assert "BatchNormReluConv3x3" not in alone.operators()
 
 
+@pytest.mark.parametrize("sums", ["conv1x1_forward", "fprop_stats", "separate"])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_batch_norm_with_the_1x1_convolution_that_follows(sums, grouped, rng):
+    """However that convolution has its sums: at the end of each block, with the same results as without. What the
+    BatchNorm gives is written only where another node reads it: not where the gradients make it again."""
+    def choose(graph, node, ways, fused=True, again=True):
+        if "norm_relu_conv1x1" in ways:
+            return "norm_relu_conv1x1" if fused else "separate"
+        if "norm_backward" in ways:
+            return "norm_backward" if again else "separate"
+        return sums if sums in ways else passes.fused_way(graph, node, ways)
+
+    graph, shapes = network("bottlenecks")
+    values = random_variables(graph, shapes, rng)
+    assert "BatchNormReluConv1x1" in check_step(graph, shapes, values, choose, grouped)
+    with_it, without = (pipeline.training_step(graph, shapes, "bfloat16", way, grouped)
+                        for way in (choose, partial(choose, fused=False)))
+    blocks = with_it.operators()["BatchNormReluConv1x1"]
+    assert blocks == 3 and "BatchNormReluConv1x1" not in without.operators()
+    saved = 2 * blocks if sums == "separate" else blocks
+    assert with_it.operators().total() == without.operators().total() - saved
+    results = [run(step, values) for step in (with_it, without)]
+    for name, wanted in results[1].items():
+        check_close(results[0][name], wanted, SAME, name, np.abs(results[1]["fc_weight_grad"]).max() / 1e3)
+    for again in (True, False):
+        step = pipeline.training_step(graph, shapes, "bfloat16", partial(choose, again=again), grouped)
+        fused = [node for node in step if node.op == "BatchNormReluConv1x1"]
+        assert all(node["no_output"] == (not step.consumers.get(Ref(node.name))) == again for node in fused)
+
+
 def test_where_a_block_and_the_next_convolution_are_left_alone():
     """Where images are dropped; where the convolution is no product; in fp32; where nobody asks for its sums."""
     asked = []
 
     def choose(graph, node, ways):
-        asked.extend((node.op, node.name) for way in ways if way == "norm_conv1x1")
+        asked.extend((node.op, node.name) for way in ways if way in ("norm_conv1x1", "norm_relu_conv1x1"))
         return last_way(graph, node, ways)
 
     def norms(name, dtype="float16"):
@@ -305,15 +335,17 @@ def test_where_a_block_and_the_next_convolution_are_left_alone():
         asked.clear()
         step = pipeline.training_step(graph, shapes, dtype, choose)
         assert len(asked) == sum(node.op.endswith("Conv1x1") for node in step)
-        return [op for op, _ in asked]
+        return Counter(op.removesuffix("Apply") for op, _ in asked)
 
-    assert norms("bottlenecks") == ["BatchNormPairApply", "BatchNormAddReluApply"]
-    assert norms("bottlenecks", "float32") == norms("basic blocks") == norms("BatchNorm first") == []
-    assert norms("bottlenecks that drop") == ["BatchNormPairApply"]  # in the first block nothing is dropped
+    within = {"BatchNormRelu": 3}  # before the last convolution of a block
+    assert norms("bottlenecks") == {**within, "BatchNormPair": 1, "BatchNormAddRelu": 1}
+    assert norms("bottlenecks", "float32") == norms("basic blocks") == {}
+    assert norms("bottlenecks that drop") == {**within, "BatchNormPair": 1}  # in the first block nothing is dropped
+    assert norms("BatchNorm first") == {"BatchNormRelu": 2}  # before the first
     graph, shapes = Graph.from_json(resnet(50).tojson()), {"data": (2, 64, 64, 3)}
     asked.clear()
     pipeline.training_step(graph, shapes, "float16", choose)
-    assert len(asked) == 15
+    assert len(asked) == 15 + 16
 
 
 @pytest.mark.parametrize("build, alone", [(projections, ["a2", "b2"]), (lambda: bottlenecks(3, 7, 256), ["a4"])])
@@ -434,6 +466,6 @@ def test_no_pass_asks_where_there_is_nothing_to_choose(rng):
     assert set(asked) == {"separate", "fprop_stats"}
     pipeline.training_step(graph, shapes, "float16", choose)
     assert set(asked) == {"separate", "fprop_stats", "conv1x1_forward", "stem_fprop", "stem_forward", "stem_wgrad",
-                          "stem_weights", "norm_conv1x1", "dgrad_reduce", "dgrad_stream",
+                          "stem_weights", "norm_conv1x1", "norm_relu_conv1x1", "dgrad_reduce", "dgrad_stream",
                           "norm_backward", "norm_dgrad", "conv3x3_forward", "dgrad",
                           "conv3x3_dgrad", "conv3x3_dgrad_reduce", "conv3x3_weights"}

@@ -54,9 +54,9 @@ from graph_passes.passes.quantised_way import STREAMS, TILES
 RULES = ["Sgd<false>", "Sgd<true>", "Lars<false>", "Lars<true>", "AdamW", "Lamb", "Lion"]  # of optimizer.cu
 
 # Of wgmma: for Hopper alone, in 16-bit types.
-WARPGROUPS = ("conv1x1_forward.cu", "conv1x1_pair.cu", "conv3x3.cu", "conv3x3_weights.cu", "dgrad_reduce.cu",
-              "dgrad_stream.cu", "norm_backward.cu", "norm_conv1x1.cu", "norm_dgrad.cu", "stem_forward.cu",
-              "stem_pool.cu", "stem_weights.cu")
+WARPGROUPS = ("conv1x1_forward.cu", "conv1x1_pair.cu", "conv1x1_statistics.cu", "conv3x3.cu", "conv3x3_weights.cu",
+              "dgrad_reduce.cu", "dgrad_stream.cu", "norm_backward.cu", "norm_conv1x1.cu", "norm_dgrad.cu",
+              "stem_forward.cu", "stem_pool.cu", "stem_weights.cu")
 
 # Template arguments behind the dtype that the executor asks for.
 FLAGS = {
@@ -64,10 +64,10 @@ FLAGS = {
                      "64, WHOLE, true, true", "256, NONE, false, true", "128, COMPACT, false, false",
                      "256, COMPACT, true, true"],
     "dgrad_stream": ["WHOLE, false", "NONE, false", "WHOLE, true", "NONE, true", "COMPACT, false", "COMPACT, true"],
-    "conv1x1_forward": ["64, 1, true, true, false, false", "128, 1, false, true, false, false",
-                        "256, 1, false, false, false, false", "64, 1, false, false, true, false",
-                        "128, 2, false, false, true, false", "256, 1, true, true, false, false",
-                        "64, 1, false, true, false, true", "256, 1, false, true, false, true"],
+    "conv1x1_forward": ["64, true, true, false", "128, false, true, false", "256, false, false, false",
+                        "256, true, true, false", "64, false, true, true", "256, false, true, true"],
+    "conv1x1_statistics": ["64, 1", "128, 1", "128, 2"],
+    "norm_relu_conv1x1": ["64, 1", "128, 1", "128, 2"],
     "conv1x1_pair": ["64", "128"],
     "conv3x3_forward": ["true, false", "false, true"],
     "norm_conv1x1": ["64, false", "64, true", "128, false", "128, true", "256, false", "256, true"],

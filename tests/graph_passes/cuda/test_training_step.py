@@ -259,6 +259,7 @@ def test_every_tensor_with_the_newest_kernels_follows_from_its_inputs(cache: Pat
     network, shapes = models.create(name, CLASSES, 0.1), {"data": (6, 49, 41, 3), "softmax_label": (6,)}
     launches = check_every_tensor(cache, name, network, fused(network.symbol), shapes, dtype)
     assert launches.count("norm_conv1x1") == (12 if name == "resnet50" else 0)
+    assert launches.count("norm_relu_conv1x1") == (13 if name == "resnet50" else 0), "in stages 1 to 3"
     assert launches.count("norm_dgrad") >= (8 if name == "resnet50" else 0), "in stages 2 and 3"
     in_stage_1 = 3 if name == "resnet50" else 4
     behind_norms = 3 if name == "resnet50" else 2  # what the others read is a sum
@@ -375,6 +376,21 @@ def test_norm_conv1x1_in_a_step(cache: Path, monkeypatch: pytest.MonkeyPatch, ne
         return "separate" if "norm_conv1x1" in ways else own_kernels(graph, node, ways)
 
     check_ways(cache, monkeypatch, network, dtype, ("norm_conv1x1",), {two_launches: [0], own_kernels: [places]})
+
+
+@pytest.mark.parametrize("network", [pytest.param(bottlenecks(7), id="bottlenecks"),
+                                     pytest.param(dropping(bottlenecks(7)), id="dropping"),
+                                     pytest.param(bottlenecks(7, width=128), id="wide"),
+                                     pytest.param(bottlenecks(7, width=256), id="wider")])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_norm_relu_conv1x1_in_a_step(cache: Path, monkeypatch: pytest.MonkeyPatch, network: Any, dtype: str) -> None:
+    """And with the two launches that it stands for. From 256 channels others read what lies between the two."""
+
+    def two_launches(graph: Graph, node: Node, ways: Ways) -> str:
+        return "separate" if "norm_relu_conv1x1" in ways else own_kernels(graph, node, ways)
+
+    choices = {two_launches: [0], own_kernels: [3]}
+    check_ways(cache, monkeypatch, network, dtype, ("norm_relu_conv1x1",), choices)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

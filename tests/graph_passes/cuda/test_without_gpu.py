@@ -454,8 +454,9 @@ def test_launches_of_the_fused_backward_pass() -> None:
     assert fused == 11 + 1 and operations.count("dgrad") == 54 - 1 - 9 - fused
     assert Counter(decision.chosen for decision in lowering.decisions) == {
         "stem_fprop": 1, "stem_wgrad": 1, "fprop_stats": 52, "dgrad_reduce": fused, "norm_backward": 8,
-        "dgrad": 3, "separate": 12 + 2 + 5 + 13}, (
-            "instead of norm_conv1x1, from 512 channels dgrad_stream, norm_dgrad, conv3x3_dgrad, and conv3x3_weights")
+        "dgrad": 3, "separate": 12 + 13 + 2 + 5 + 13}, (
+            "instead of norm_conv1x1 and norm_relu_conv1x1, from 512 channels dgrad_stream, norm_dgrad, conv3x3_dgrad, "
+            "and conv3x3_weights")
     assert lowering.ready.keys() == store.parameters.keys()
     written = [buffer for launch in launches for buffer in launch.writes if buffer in store.gradients.values()]
     assert len(written) == len(set(written)) == len(store.parameters)
@@ -481,12 +482,13 @@ def test_launches_of_our_own_kernels() -> None:
     sums = 3  # in the first block of stages 1 to 3: of the last there are more weights than a block can keep
     pairs = 3 - 1  # likewise in stage 1, but for what is such a sum
     norms = 3 + 4 + 5  # in training the first of a block, after every block of stages 1 and 2, and within stage 3
-    for capability, training, wanted in ((HOPPER, True, 34 - norms), (HOPPER, False, 34 - sums - 2 * pairs),
+    within = 3 + 4 + 6  # the last of a block, but of those of stage 4 there are too many weights
+    for capability, training, wanted in ((HOPPER, True, 34 - norms - within), (HOPPER, False, 34 - sums - 2 * pairs),
                                          ((8, 0), True, 0)):
         lowering, _ = lower_graph(pipeline.run(pipeline.FUSED, graph) if training else folded, shapes, training,
                                   fused=True, capability=capability, own_kernels=True)
         operations = Counter(launch.operation for launch in lowering.program.launches)
-        assert operations["conv1x1_forward"] == wanted
+        assert operations["conv1x1_statistics" if training else "conv1x1_forward"] == wanted
         assert operations["stem_pool"] == (not training)
         on_hopper = training and capability == HOPPER
         assert operations["stem_forward"] == operations["stem_weights"] == on_hopper
@@ -498,6 +500,7 @@ def test_launches_of_our_own_kernels() -> None:
         assert operations["norm_conv3x3"] == (3 if on_hopper else 0), "the same in training"
         assert operations["conv3x3_dgrad_reduce"] == (3 if on_hopper else 0)
         assert operations["norm_conv1x1"] == (norms if on_hopper else 0)
+        assert operations["norm_relu_conv1x1"] == (within if on_hopper else 0)
         assert operations["norm_dgrad"] == (5 if on_hopper else 0), "in stage 3, of no pairs"
         assert lowering.graph.operators()["Conv1x1SumRelu"] == (0 if training else sums)
         for launch in lowering.program.launches:

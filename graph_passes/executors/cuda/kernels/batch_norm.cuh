@@ -214,6 +214,21 @@ struct Forward {
     }
 };
 
+// What `Forward` takes, of a BatchNorm that a convolution's kernel does on the way.
+struct Before {
+    const float *sums;
+    bool about_mean;
+    const float *gamma, *beta;
+    float *saved, *running_mean, *running_var;
+    float eps, momentum;
+
+    // `keeps`: whether the block may, if it is the first along the rows.
+    __device__ Forward forward(uint32 rows, int channel, int channels, bool keeps = true) const {
+        return Forward(sums, about_mean, gamma, beta, keeps ? saved : nullptr, keeps ? running_mean : nullptr, running_var, eps,
+                       momentum, rows, channel, channels);
+    }
+};
+
 // `Forward` of a block's channels, in shared memory: the first row of threads makes it, while all have loads under way.
 // Made by all, one after the other, it takes a microsecond of a multiprocessor with four blocks.
 struct SharedForward {

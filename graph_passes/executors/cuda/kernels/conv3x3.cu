@@ -47,16 +47,6 @@ struct Norm {
     float *dgamma, *dbeta;
 };
 
-// The BatchNorm + ReLU that makes y, which is multiplied, of what is read; and what `Forward` takes.
-struct Before {
-    const TensorMap *y;
-    const float *sums;
-    bool about_mean;
-    const float *gamma, *beta;
-    float *saved, *running_mean, *running_var;
-    float eps, momentum;
-};
-
 // Images of height x width pixels, `rows` of them in a tile, which starts at each row of a map of all images' rows that is a
 // multiple of `rows` in its image. Shared memory has `places` for tiles, each of so many vectors.
 struct TiledImages {
@@ -108,7 +98,7 @@ __device__ inline void load(const TensorMap &x, const TensorMap &w, const Tensor
     }
 }
 
-// What `Before` makes of a team's tile, in place. A thread has 8 channels of every 16th pixel of a row, AT_ONCE of them at a
+// BatchNorm + ReLU of a team's tile, in place. A thread has 8 channels of every 16th pixel of a row, AT_ONCE of them at a
 // time.
 template <class T>
 __device__ inline void normalise(uint4 *tile, const Control &control, const TiledImages &images, const Strip &strip,
@@ -280,11 +270,11 @@ __device__ inline void mask_tile(uint4 *at, const float (&products)[GROUPS][4], 
         for (int j = 0; j < 2; ++j) sums[f][j] += of_tile[f][j];
 }
 
-// What the kernels below have in common.
+// What the kernels below have in common. `made`: the map of what the BatchNorm before it gives.
 template <class T, bool SUMS, bool RELU, bool BACKWARD, bool REDUCE, bool NORM>
 __device__ inline void convolve(const TensorMap &x, const TensorMap &w, const TensorMap &y, const float *bias, float *sums,
-                                const Norm &norm, const Before &before, float *partials, uint32 *tickets,
-                                const TiledImages &images) {
+                                const Norm &norm, const Before &before, const TensorMap *made, float *partials,
+                                uint32 *tickets, const TiledImages &images) {
     static_assert(sizeof(Control) == 4096, "as lowering/conv3x3.py counts");
     extern __shared__ __align__(1024) uint4 memory[];
     Control &control = *reinterpret_cast<Control *>(memory);
@@ -317,8 +307,7 @@ __device__ inline void convolve(const TensorMap &x, const TensorMap &w, const Te
     }
     if (NORM && threadIdx.x < CHANNELS / VEC) {
         const int c = threadIdx.x * VEC;
-        const Forward of(before.sums, before.about_mean, before.gamma, before.beta, before.saved, before.running_mean,
-                         before.running_var, before.eps, before.momentum, images.pixels(), c, CHANNELS);
+        const Forward of = before.forward(images.pixels(), c, CHANNELS);
         store_floats(control.scale + c, of.scale);
         store_floats(control.shift + c, of.shift);
     }
@@ -353,7 +342,7 @@ __device__ inline void convolve(const TensorMap &x, const TensorMap &w, const Te
             meet_team<TEAM_THREADS>(team);
             if (in_team == 0)
                 for (int r = 0; r < strip.rows; ++r)
-                    store_tile(*before.y, 0, 0, strip.line + r, tile + ((r + 1) * pitch + 1) * PIXEL_VECTORS);
+                    store_tile(*made, 0, 0, strip.line + r, tile + ((r + 1) * pitch + 1) * PIXEL_VECTORS);
             __syncwarp();
         }
         float products[GROUPS][4];
@@ -439,7 +428,7 @@ template <class T, bool SUMS, bool RELU>
 __global__ void __launch_bounds__(THREADS, 1)
 conv3x3_forward(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap y,
                 const float *bias, float *sums, float *partials, uint32 *tickets, const __grid_constant__ TiledImages images) {
-    convolve<T, SUMS, RELU, false, false, false>(x, w, y, bias, sums, {}, {}, partials, tickets, images);
+    convolve<T, SUMS, RELU, false, false, false>(x, w, y, bias, sums, {}, {}, nullptr, partials, tickets, images);
 }
 
 // y = relu(BatchNorm(x)), with what `Forward` keeps, and z = the convolution of y, with its sums; the maps are as above, of x as it
@@ -452,8 +441,8 @@ norm_conv3x3(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
              const __grid_constant__ TensorMap z, const float *sums, bool about_mean, const float *gamma, const float *beta,
              float *saved, float *running_mean, float *running_var, float eps, float momentum, float *sums_of_z,
              float *partials, uint32 *tickets, const __grid_constant__ TiledImages images) {
-    const Before before{&y, sums, about_mean, gamma, beta, saved, running_mean, running_var, eps, momentum};
-    convolve<T, true, false, false, false, true>(x, w, z, nullptr, sums_of_z, {}, before, partials, tickets, images);
+    const Before before{sums, about_mean, gamma, beta, saved, running_mean, running_var, eps, momentum};
+    convolve<T, true, false, false, false, true>(x, w, z, nullptr, sums_of_z, {}, before, &y, partials, tickets, images);
 }
 
 // dx = the gradient of the data of such a convolution; the maps are as above, of dy for x, and of dx for y.
@@ -462,7 +451,7 @@ template <class T>
 __global__ void __launch_bounds__(THREADS, 1)
 conv3x3_dgrad(const __grid_constant__ TensorMap dy, const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap dx,
               const __grid_constant__ TiledImages images) {
-    convolve<T, false, false, true, false, false>(dy, w, dx, nullptr, nullptr, {}, {}, nullptr, nullptr, images);
+    convolve<T, false, false, true, false, false>(dy, w, dx, nullptr, nullptr, {}, {}, nullptr, nullptr, nullptr, images);
 }
 
 // dz = that gradient where the ReLU that made the convolution's data let it through, and of dz the sums that
@@ -476,5 +465,5 @@ conv3x3_dgrad_reduce(const __grid_constant__ TensorMap dy, const __grid_constant
                      const float *gamma, const float *beta, float *dgamma, float *dbeta, float *partials, uint32 *tickets,
                      const __grid_constant__ TiledImages images) {
     const Norm norm{&x, saved, gamma, beta, dgamma, dbeta};
-    convolve<T, false, false, true, true, false>(dy, w, dz, nullptr, nullptr, norm, {}, partials, tickets, images);
+    convolve<T, false, false, true, true, false>(dy, w, dz, nullptr, nullptr, norm, {}, nullptr, partials, tickets, images);
 }

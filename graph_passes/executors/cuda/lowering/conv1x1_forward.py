@@ -1,28 +1,30 @@
-"""The forward pass of 1x1 convolutions, with what follows it, by conv1x1_forward.cu, which is for Hopper's matrix
-instructions and copy engine."""
+"""The forward pass of 1x1 convolutions, with what comes before and after it, by conv1x1_forward.cu and
+conv1x1_statistics.cu, which are for Hopper's matrix instructions and copy engine."""
 
 from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from graph_passes.executors.cuda.device import Tiling
 from graph_passes.executors.cuda.kernels import Size, count
+from graph_passes.executors.cuda.lowering.batch_norm import about_mean, require_gamma
 from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require, require_hopper, rows_and_channels
-from graph_passes.executors.cuda.lowering.operands import In, Out, Tiled
+from graph_passes.executors.cuda.lowering.operands import In, InOut, Out, Tiled
+from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node
 from graph_passes.operators import Shape, window
+from graph_passes.operators.batch_norm import RUNNING
 
 BLOCK: Size = (320, 1, 1)
-SUMMING_BLOCK: Size = (448, 1, 1)  # four more warps, which add up
 TEAMS, TILE_ROWS, CHUNK, WARP_ROWS = 2, 64, 64, 16
-COLUMNS = (64, 128, 256)  # that a block makes
-COLUMNS_SUMMED = 128  # at most: so many warps have few registers
 MAX_STAGES = 12
 SHARED_BYTES, CONTROL_BYTES = 227 << 10, 2 << 10
 CHUNK_BYTES = 2 * CHUNK  # of a row
+PLACE_BYTES = TEAMS * TILE_ROWS * CHUNK_BYTES  # for a stage of each team, or a result of each warp
 MAX_WEIGHT_BYTES = 128 << 10  # of shared memory that a block gives to its weights
+AFFINE_BYTES = 12 * CHUNK  # a chunk's scales and shifts
 
 
 class Walk(ctypes.Structure):
@@ -67,17 +69,19 @@ class Tiles(NamedTuple):
 @dataclass(frozen=True)
 class Conv1x1Forward:
     """How `conv1x1_forward` divides a convolution of `channels` (C) to `filters` (K), which adds a tensor with `adds`,
-    with `channels_2` (C_2) a convolution of so many, and with `sums` makes those of its output.
+    and with `channels_2` (C_2) a convolution of so many.
 
     A block keeps the weights of `columns` filters; the rest of its shared memory is for tiles of the data that are on
     their way, `stages` for each team, and for parts of the output, `results` for each warp.
     """
 
+    BLOCK: ClassVar[Size] = BLOCK
+    COLUMNS: ClassVar[tuple[int, ...]] = (64, 128, 256)  # that a block makes
+
     channels: int
     filters: int
-    adds: bool
+    adds: bool = False
     channels_2: int = 0
-    sums: bool = False
 
     @property
     def weights(self) -> Tiling:
@@ -99,35 +103,27 @@ class Conv1x1Forward:
     @property
     def columns(self) -> int:
         """As few blocks as there can be read the same data; 0 where the weights do not fit."""
-        fitting = [columns for columns in COLUMNS if self._weight_bytes(columns) <= MAX_WEIGHT_BYTES
-                   and not (self.sums and columns > COLUMNS_SUMMED)]
+        fitting = [columns for columns in self.COLUMNS if self._weight_bytes(columns) <= MAX_WEIGHT_BYTES]
         return next((columns for columns in fitting if columns >= self.filters), max(fitting, default=0))
 
     @property
     def results(self) -> int:
         """Two, of which one is being copied away; three where they are also read: from 64 to 256 and from 128 to 512
         channels an H200 took 9 to 11 % longer with two, four and more."""
-        return 3 if self.adds or self.sums else 2
+        return 3 if self.adds else 2
 
     @property
     def stages(self) -> int:
-        return min(MAX_STAGES, self._places - self.results)
+        return min(MAX_STAGES, (SHARED_BYTES - self._kept_bytes) // PLACE_BYTES - self.results)
 
     @property
     def shared_bytes(self) -> int:
-        places = TEAMS * TILE_ROWS * CHUNK_BYTES * (self.stages + self.results)
-        return CONTROL_BYTES + self._weight_bytes(self.columns) + places
+        return self._kept_bytes + PLACE_BYTES * (self.stages + self.results)
 
     @property
     def blocks(self) -> int:
         """That make the columns of the same rows."""
         return -(-self.filters // self.columns)
-
-    @property
-    def peers(self) -> int:
-        """How many of these are a cluster, which brings data from the L2 cache once. On an H200 that pays for two
-        blocks, and not for more, of which two would be together."""
-        return 2 if self.sums and self.blocks == 2 else 1
 
     def grid(self, tiles: int, num_multiprocessors: int) -> Size:
         """Blocks for columns and rows, one for each multiprocessor."""
@@ -135,43 +131,117 @@ class Conv1x1Forward:
         return self.blocks, max(1, min(num_multiprocessors // self.blocks, pairs)), 1
 
     @property
-    def _places(self) -> int:
-        """For a stage of each team, or a result of each warp: they have the same size."""
-        free = SHARED_BYTES - CONTROL_BYTES - self._weight_bytes(self.columns)
-        return free // (TEAMS * TILE_ROWS * CHUNK_BYTES)
+    def _kept_bytes(self) -> int:
+        """Of shared memory, beside those places."""
+        return CONTROL_BYTES + self._weight_bytes(self.columns)
 
     def _weight_bytes(self, columns: int) -> int:
         return self.chunks * columns * CHUNK_BYTES
 
 
-def forward(builder: Builder, node: Node) -> None:
-    """The convolution with a bias, and perhaps a sum and ReLU; or with the sums of its output; or the sum of two."""
-    x, w, y = builder.input(node, "data"), builder.input(node, "weight"), builder.output(node)
+@dataclass(frozen=True)
+class Conv1x1Statistics(Conv1x1Forward):
+    """The same of the kernels of conv1x1_statistics.cu, which make the sums of their output. `normalises`: what a
+    BatchNorm and ReLU before the convolution give, for which each warp has a place more.
+
+    Four more warps add up, so that a thread has registers for 128 columns at most.
+    """
+
+    BLOCK: ClassVar[Size] = (448, 1, 1)
+    COLUMNS: ClassVar[tuple[int, ...]] = (64, 128)
+
+    normalises: bool = False
+
+    @property
+    def results(self) -> int:
+        """Each is copied away, and added up."""
+        return 3
+
+    @property
+    def peers(self) -> int:
+        """How many of the blocks are a cluster, which brings data from the L2 cache once. On an H200 that pays for two,
+        and not for more, of which two would be together."""
+        return 2 if self.blocks == 2 else 1
+
+    @property
+    def _kept_bytes(self) -> int:
+        return super()._kept_bytes + (affine_bytes(self.chunks) + PLACE_BYTES if self.normalises else 0)
+
+
+def affine_bytes(chunks: int) -> int:
+    """Of shared memory, for the scales and shifts of a BatchNorm: tiles begin at multiples of 1024 bytes."""
+    return -(-chunks * AFFINE_BYTES // 1024) * 1024
+
+
+def _tiles(builder: Builder, node: Node, way: Conv1x1Forward, y: Buffer) -> Tiles:
+    """Raises GraphError where the GPU or these sizes are not for the kernels."""
     require_hopper(builder, node)
-    sums = builder.output(node, "sums") if node.op == "Conv1x1Statistics" else None
-    bias = None if sums else builder.input(node, "bias")
+    channels = way.channels + way.channels_2
+    require(way.columns > 0, node, f"has {channels} channels: their weights do not fit into shared memory")
+    x = builder.input(node, "data")
+    tiles = Tiles.of(x.shape, y.shape, window(node).stride)
+    require(tiles is not None, node, f"has images of {x.shape[1]}x{x.shape[2]} pixels, which its kernel cannot divide")
+    assert tiles
+    return tiles
+
+
+def statistics(builder: Builder, node: Node) -> None:
+    """The convolution with the sums of its output."""
+    x, w, y = builder.input(node, "data"), builder.input(node, "weight"), builder.output(node)
+    (rows, filters), (_, channels) = rows_and_channels(node, y), rows_and_channels(node, x)
+    way = Conv1x1Statistics(channels, filters)
+    tiles = _tiles(builder, node, way, y)
+    grid = way.grid(-(-rows // tiles.walk.rows), builder.gpu.num_multiprocessors)
+    builder.launch(node, "conv1x1_statistics.cu", builder.kernel("conv1x1_statistics", way.columns, way.peers), grid,
+                   way.BLOCK, Tiled(In(x), tiles.data), Tiled(In(w), way.weights), Tiled(Out(y), tiles.output),
+                   Out(builder.output(node, "sums")), builder.partials(3 * filters * grid[1]), builder.tickets,
+                   count(rows), tiles.walk, *map(ctypes.c_int, (filters, way.chunks, way.stages, way.results)),
+                   shared_bytes=way.shared_bytes, flops=2 * rows * filters * channels)
+
+
+def norm_statistics(builder: Builder, node: Node) -> None:
+    """BatchNorm + ReLU of the data, and the convolution of that with the sums of its output."""
+    require_gamma(node)
+    x, w, z = builder.input(node, "data"), builder.input(node, "weight"), builder.output(node, "convolved")
+    (rows, filters), (_, channels) = rows_and_channels(node, z), rows_and_channels(node, x)
+    require(channels % CHUNK == 0, node, f"has {channels} channels: its kernel takes multiples of {CHUNK}")
+    way = Conv1x1Statistics(channels, filters, normalises=True)
+    tiles = _tiles(builder, node, way, z)
+    require(way.stages >= 2, node, f"has {channels} channels: their weights leave no place in shared memory")
+    grid, sums = way.grid(-(-rows // TILE_ROWS), builder.gpu.num_multiprocessors), builder.input(node, "sums")
+    y = None if node["no_output"] else builder.output(node)
+    builder.launch(node, "conv1x1_statistics.cu", builder.kernel("norm_relu_conv1x1", way.columns, way.peers), grid,
+                   way.BLOCK, Tiled(In(x), tiles.data), Tiled(In(w), way.weights),
+                   Tiled(Out(y), Tiling.of_matrix(rows, channels, (WARP_ROWS, CHUNK))), Tiled(Out(z), tiles.output),
+                   ctypes.c_bool(y is not None), In(sums), about_mean(sums),
+                   *(In(builder.input(node, role)) for role in ("gamma", "beta")), Out(builder.output(node, "saved")),
+                   *(InOut(builder.input(node, role)) for role in RUNNING), ctypes.c_float(node["eps"]),
+                   ctypes.c_float(node["momentum"]), Out(builder.output(node, "sums")),
+                   builder.partials(3 * filters * grid[1]), builder.tickets, count(rows), tiles.walk,
+                   *map(ctypes.c_int, (filters, way.chunks, way.stages, way.results)),
+                   shared_bytes=way.shared_bytes, flops=2 * rows * filters * channels)
+
+
+def forward(builder: Builder, node: Node) -> None:
+    """The convolution with a bias, and perhaps a sum and ReLU; or the sum of two."""
+    x, w, y = builder.input(node, "data"), builder.input(node, "weight"), builder.output(node)
     addend = builder.input(node, "addend") if node.op == "Conv1x1AddRelu" else None
     is_sum = node.op == "Conv1x1SumRelu"
     x_2, w_2, bias_2 = (builder.input(node, role) if is_sum else None for role in ("data_2", "weight_2", "bias_2"))
     (rows, filters), (_, channels) = rows_and_channels(node, y), rows_and_channels(node, x)
     channels_2 = rows_and_channels(node, x_2)[1] if x_2 else 0
-    way = Conv1x1Forward(channels, filters, addend is not None, channels_2, sums is not None)
-    require(way.columns > 0, node, f"has {channels + channels_2} channels: their weights do not fit into shared memory")
-    tiles = Tiles.of(x.shape, y.shape, window(node).stride)
-    require(tiles is not None, node, f"has images of {x.shape[1]}x{x.shape[2]} pixels, which its kernel cannot divide")
-    assert tiles
+    way = Conv1x1Forward(channels, filters, addend is not None, channels_2)
+    tiles = _tiles(builder, node, way, y)
     grid = way.grid(-(-rows // tiles.walk.rows), builder.gpu.num_multiprocessors)
-    flags = addend is not None, node.op.endswith("Relu"), sums is not None, is_sum
-    kernel = builder.kernel("conv1x1_forward", way.columns, way.peers, *flags)
-    builder.launch(node, "conv1x1_forward.cu", kernel, grid, SUMMING_BLOCK if sums else BLOCK,
+    flags = addend is not None, node.op.endswith("Relu"), is_sum
+    builder.launch(node, "conv1x1_forward.cu", builder.kernel("conv1x1_forward", way.columns, *flags), grid, way.BLOCK,
                    Tiled(In(x), tiles.data), Tiled(In(w), way.weights), Tiled(In(addend), tiles.output),
-                   Tiled(Out(y, over=addend), tiles.output), In(bias), Out(sums),
-                   builder.partials(3 * filters * grid[1] if sums else 0), builder.tickets, count(rows), tiles.walk,
+                   Tiled(Out(y, over=addend), tiles.output), In(builder.input(node, "bias")), count(rows), tiles.walk,
                    *map(ctypes.c_int, (filters, way.chunks, way.stages, way.results)),
                    Tiled(In(x_2), tiles.beside(channels_2)), Tiled(In(w_2), way.weights_2), In(bias_2),
                    ctypes.c_int(way.chunks_2), shared_bytes=way.shared_bytes,
                    flops=2 * rows * filters * (channels + channels_2))
 
 
-RULES: Rules = dict.fromkeys(
-    ("Conv1x1", "Conv1x1Relu", "Conv1x1AddRelu", "Conv1x1SumRelu", "Conv1x1Statistics"), forward)
+RULES: Rules = {**dict.fromkeys(("Conv1x1", "Conv1x1Relu", "Conv1x1AddRelu", "Conv1x1SumRelu"), forward),
+                "Conv1x1Statistics": statistics, "BatchNormReluConv1x1": norm_statistics}

@@ -12,16 +12,16 @@ from graph_passes.executors.cuda.lowering.conv1x1_forward import (
     CHUNK,
     CHUNK_BYTES,
     MAX_STAGES,
+    PLACE_BYTES,
     SHARED_BYTES,
     TEAMS,
     TILE_ROWS,
     WARP_ROWS,
+    affine_bytes,
 )
 
 STREAMED_BLOCK: Size = (384, 1, 1)  # where weights are streamed, by chunks
-AFFINE_BYTES = 12 * CHUNK  # a chunk's scales and shifts
-RESULT_BYTES = TEAMS * TILE_ROWS * CHUNK_BYTES  # for a part of each warp's results
-STAGE_BYTES = 2 * RESULT_BYTES  # for two tiles of each team
+STAGE_BYTES = 2 * PLACE_BYTES  # for two tiles of each team
 WEIGHT_PLACES = 2  # for a chunk's weights, where they are streamed
 
 
@@ -73,5 +73,5 @@ class NormStream(ABC):
 
     @property
     def _kept_bytes(self) -> int:
-        affine = -(-self.chunks * AFFINE_BYTES // 1024) * 1024  # tiles begin at multiples of 1024 bytes
-        return self.CONTROL_BYTES + affine + self.places * self.columns * CHUNK_BYTES + RESULT_BYTES
+        kept = self.CONTROL_BYTES + affine_bytes(self.chunks) + self.places * self.columns * CHUNK_BYTES
+        return kept + PLACE_BYTES  # that for a part of each warp's results
