@@ -36,6 +36,7 @@ from common.command_line import Positive, read_options
 from common.errors import ProgramError, UserError
 from common.nvidia_gpus import find_gpus
 from graph_passes.executors.cuda.buckets import Bucket
+from train.config import Config
 from train.processes.allreduce import BucketAllReduce
 from train.processes.distributed import Workers
 from train.reporting.gpu_monitor import GpuMonitor
@@ -69,7 +70,7 @@ class Options(SeveralGpusOptions):
     warm_up: int = 120
     """Steps before; 3 s of work, since a GPU that has been idle exceeds its power limit for the first second
     (docs/multi_gpu.md)."""
-    buckets: Positive = 2
+    buckets: Positive = Config().buckets
     """Parts in which gradients are averaged."""
     wire_dtype: Literal["auto", "float32"] = "auto"
     """Type in which gradients are averaged."""
@@ -289,27 +290,32 @@ def sent_bytes(row: Row) -> float:
 
 
 def table(rows: list[Row]) -> str:
-    """Markdown. What a step of several GPUs takes longer than that of a mean GPU alone is in three columns: the pass
-    slowed by the all-reduces beside it, the wait for the slowest GPU, and what is exposed of the all-reduces."""
-    heads = ("", "GPUs", "images/sec", "per GPU", "efficiency", "slowest GPU alone", "pass slowed by",
-             "wait for the slowest", "all-reduce alone", "exposed", "hidden", "GPU sends")
+    """Markdown. `efficiency` is of n times one GPU while the others rest, `of all alone` of what the same GPUs make
+    when each trains alone, all at once. What a step of several takes longer than that of a mean GPU alone is in three
+    columns: the pass slowed by the all-reduces beside it, the wait for the slowest GPU, and what is exposed of the
+    all-reduces."""
+    heads = ("", "GPUs", "images/sec", "per GPU", "efficiency", "joules per image", "mean GPU alone", "slowest",
+             "of all alone", "pass slowed by", "wait for the slowest", "all-reduce alone", "exposed", "hidden",
+             "GPU sends")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in rows:
         single = single_of(row, rows)
         speed = images_per_sec(row)
         per_gpu = speed / row["gpus"]
         cells = [LABELS.get(row["what"]) or row["what"], str(row["gpus"]), f"{speed:,.0f}", f"{per_gpu:,.0f}",
-                 f"{per_gpu / images_per_sec(single):.1%}" if single else ""]
+                 f"{per_gpu / images_per_sec(single):.1%}" if single else "",
+                 f"{row['watts'] / per_gpu:.4f}" if "watts" in row else ""]
         if "buckets" in row:
-            slowest = row["batch"] * 1e3 / max(row["each_alone_ms"])
+            each_alone = [row["batch"] * 1e3 / ms for ms in row["each_alone_ms"]]
+            mean_alone = statistics.fmean(each_alone)
             alone, exposed = sum(row["all_reduce_ms"]), statistics.median(row["exposed_ms"])
             slowed = statistics.median(row["pass_ms"]) - statistics.median(row["pass_alone_ms"])
             straggling = statistics.median(row["wait_ms"]) - exposed
             moved, source = (row["nvlink_bytes"], "NVML") if row["nvlink_bytes"] else (sent_bytes(row), "computed")
-            cells += [f"{slowest:,.0f}", f"{slowed:.2f} ms", f"{straggling:.2f} ms", f"{alone:.2f} ms",
-                      f"{exposed:.2f} ms", f"{max(0.0, 1 - exposed / alone):.0%}", f"{moved / 1e6:.0f} MB ({source})"]
-        else:
-            cells += [""] * 7
+            cells += [f"{mean_alone:,.0f}", f"{min(each_alone):,.0f}", f"{per_gpu / mean_alone:.1%}",
+                      f"{slowed:.2f} ms", f"{straggling:.2f} ms", f"{alone:.2f} ms", f"{exposed:.2f} ms",
+                      f"{max(0.0, 1 - exposed / alone):.0%}", f"{moved / 1e6:.0f} MB ({source})"]
+        cells += [""] * (len(heads) - len(cells))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

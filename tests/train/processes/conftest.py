@@ -16,6 +16,12 @@ def on_gpu(request):
 
 
 @pytest.fixture
+def processes(on_gpu):
+    """How many a run has: two, on GPUs one for each, up to four."""
+    return min(4, len(find_gpus())) if on_gpu else 2
+
+
+@pytest.fixture
 def start(tmp_path, on_gpu):
     """Starts a run of so many processes, with further options of the launcher."""
     runs = []
