@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 from graph_passes.executors.cuda.device import Gpu
@@ -13,9 +13,6 @@ from graph_passes.passes.precision import ITEM_BYTES
 
 # Nothing is left to hide the last all-reduce behind, so it is to be small.
 LAST_BUCKET_BYTES = 2**20
-# An all-reduce takes multiprocessors, and a kernel with one long block on each of them then takes twice its time; those
-# with many short ones do not. The backward pass ends with the first stages, which have the former, and few weights.
-SHRINK = 8
 
 
 @dataclass(frozen=True)
@@ -42,8 +39,8 @@ class Bucket:
 def cut(sizes: Sequence[int], num_buckets: int) -> list[tuple[int, int]]:
     """Cut tensors of so many bytes, in order, into at most `num_buckets` ranges (first, end) of their numbers.
 
-    The last range has at most LAST_BUCKET_BYTES (but one tensor at least); of the others each is about SHRINK times as
-    large as the next.
+    The last range is no larger than the others, and has at most LAST_BUCKET_BYTES (but one tensor at least); the others
+    are about equally large.
     """
     if num_buckets == 1 or len(sizes) == 1:
         return [(0, len(sizes))]
@@ -51,10 +48,9 @@ def cut(sizes: Sequence[int], num_buckets: int) -> list[tuple[int, int]]:
     while last > 1 and sum(sizes[last - 1 :]) <= min(LAST_BUCKET_BYTES, sum(sizes) // num_buckets):
         last -= 1
         rest -= sizes[last]
-    ends = list(accumulate(SHRINK**-number for number in range(num_buckets - 1)))  # to scale
     bounds, before = [0], 0
     for number in range(last):
-        if before * ends[-1] >= rest * ends[len(bounds) - 1]:
+        if before * (num_buckets - 1) >= rest * len(bounds):
             bounds.append(number)
         before += sizes[number]
     return list(pairwise([*bounds, last, len(sizes)]))
