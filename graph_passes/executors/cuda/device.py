@@ -197,7 +197,7 @@ class Gpu:
             filled *= 2
 
     def write_word(self, address: int, value: np.float32 | np.uint32) -> None:
-        """Write 4 bytes in order with the stream, without waiting: the value travels with the call."""
+        """Write 4 bytes of the device in order with the stream, without waiting: the value travels with the call."""
         bits = int(np.asarray(value).view(np.uint32))
         self.check(self._driver.cuMemsetD32Async(address, bits, 1, self.stream_handle))
 

@@ -66,6 +66,7 @@ class CudaExecutor(OnMXNet):
         self._last_step: Any = None  # CUDA event at the end of the latest step
         self._batch: Array = None  # of the latest pass, on this GPU
         self._idle = IdleClock(self._step.gpu)
+        self._passes_done = self._step.gpu.allocate(4)  # address on the GPU
         self.passes_shown = self._step.gpu.pinned(4).view(np.uint32)  # see `show_passes`
         self.passes_shown[:] = 0
 
@@ -203,8 +204,10 @@ class CudaExecutor(OnMXNet):
         self._step.gpu.wait_for(bucket.done)
 
     def show_passes(self, number: int) -> None:
-        """Write `number` into `passes_shown` when the GPU has done what it was asked for so far. Asynchronous."""
-        self._step.gpu.write_word(self.passes_shown.ctypes.data, np.uint32(number))
+        """Write `number` into `passes_shown` when the GPU has done what it was asked for. Asynchronous, by way of
+        its own memory: to have the host's filled directly, the host may have to wait for the stream."""
+        self._step.gpu.write_word(self._passes_done, np.uint32(number))
+        self._step.gpu.start_download(self.passes_shown, self._passes_done)
 
     @property
     def buckets(self) -> list[Bucket]:

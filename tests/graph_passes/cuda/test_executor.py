@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import time
 from pathlib import Path
 from typing import Any
 
@@ -306,6 +308,22 @@ def test_half_precision_images_and_other_shapes(executor: CudaExecutor) -> None:
         executor.forward_backward(data, mx.nd.array(label.asnumpy(), dtype="int32"))
     with pytest.raises(GraphError, match="cpu"):
         create_executor("cuda", executor.graph, SHAPES, device="cpu(0)")
+
+
+def test_the_host_does_not_wait_to_show_passes(executor: CudaExecutor) -> None:
+    """Behind a function of the host that takes half a second."""
+    gpu, microseconds = executor.gpu, 500_000
+    sleep = ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p).value
+    executor.show_passes(6)
+    executor.synchronize()
+    assert executor.passes_shown[0] == 6
+    gpu.check(gpu._driver.cuLaunchHostFunc(gpu.stream_handle, gpu._driver.CUhostFn(sleep), microseconds))
+    start = time.perf_counter()
+    executor.show_passes(7)
+    assert time.perf_counter() - start < 0.1
+    assert executor.passes_shown[0] == 6
+    executor.synchronize()
+    assert executor.passes_shown[0] == 7
 
 
 @pytest.mark.alone
