@@ -30,7 +30,7 @@ from train.models.resnet import resnet
 
 PROFILE = "resnet50_fp16_b256_profile.txt"
 SINGLE_GPU = "resnet50_fp16_b{}_synthetic_1gpu.json"
-BATCHES = (128, 512)  # whose files are of the same step, on the same terms; those of 64 and 256 are not
+BATCHES = (64, 256)  # whose files are of one commit
 WIRE_BYTES = 2  # of a gradient: fp16
 ALGORITHMS = ("ring", "tree", "in-network")
 NCCL = ALGORITHMS[:2]  # what NCCL chooses from without a network that computes
