@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import re
 from pathlib import Path
 
@@ -129,10 +130,11 @@ def expressions(kernel: str, c_type: str) -> list[str]:
     if kernel == "quantised_conv_stream":  # writes int8 alone
         return [f"quantised_conv_stream<{teams}, {columns}, {flags}>" for teams, columns in STREAMS.values()
                 for flags in ("true, true, false", "false, true, false", "false, false, false", "false, true, true")]
-    if kernel == "quantised_conv_taps":  # likewise
-        return [f"quantised_conv_taps<{size}, {stride}, {channels}, {eights}, {flags}>" for size, stride in EIGHTS
-                for channels in TAPS_CHANNELS for eights in EIGHTS[size, stride]
-                for flags in ("false, false", "true, true")]
+    if kernel == "quantised_conv_taps":  # likewise; each shape with one of two kinds of epilogue
+        shapes = [f"{size}, {stride}, {channels}, {eights}" for size, stride in EIGHTS for channels in TAPS_CHANNELS
+                  for eights in EIGHTS[size, stride]]
+        return [f"quantised_conv_taps<{shape}, {flags}>"
+                for shape, flags in zip(shapes, itertools.cycle(("false, false", "true, true")), strict=False)]
     if kernel == "quantised_pair":  # likewise
         return [f"quantised_pair<{columns}, {two}>" for columns in Z_COLUMNS for two in ("false", "true")]
     if kernel == "quantised_stem_pool":  # likewise
@@ -183,14 +185,14 @@ TENSOR_CORES = (*WARPGROUPS, "stem.cu")  # in 16-bit types only, by instructions
 
 
 def variants(path: Path, dtype: str) -> list[str]:
-    """All kernels of a file for networks of this type."""
+    """The kernels of a file for networks of this type: all, of bfloat16 one of each, since what differs from float16
+    are helpers that all of them use."""
     return [name for source, kernel in kernels() if source == path.name
-            for name in expressions(kernel, C_TYPES[dtype])]
+            for name in expressions(kernel, C_TYPES[dtype])[:1 if dtype == "bfloat16" else None]]
 
 
 def dtypes(path: Path) -> list[str]:
-    """For which the variants of a file differ; of bfloat16, where they differ in the helpers that all kernels of the
-    file use, one of each kernel is compiled for each generation below."""
+    """For which the variants of a file differ. Of bfloat16 the other files are compiled for each generation below."""
     other = "bfloat16" if path.name in TENSOR_CORES else "float32"
     return ["float16"] + [other] * (variants(path, other) != variants(path, "float16"))
 
@@ -209,8 +211,8 @@ def test_compiles_one_kernel_as_the_executor_does() -> None:
     assert cubin[:4] == b"\x7fELF" and symbol.encode() in cubin
 
 
-# Compute capabilities of the generations from Turing to Blackwell.
-CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), HOPPER, (10, 0), (12, 0)]
+# Compute capabilities of the generations from Turing to Blackwell; 8.6 and 8.9 have what 8.0 has.
+CAPABILITIES = [(7, 5), (8, 0), HOPPER, (10, 0), (12, 0)]
 
 
 def serves(source: str, capability: tuple[int, int]) -> bool:
