@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ from train.commands.options import Comparison
 from train.config import CONFIG_FILE, OF_A_SESSION, Config, check_untrained, configure, default_warmup
 from train.errors import TrainError
 from train.presets import load_preset
-from train.processes.signals import STOPPING, StoppedBySignal, handled
+from train.processes.signals import STOPPING, StoppedBySignal, ending, handled
 from train.reporting import plots
 from train.reporting.metrics import METRICS_FILE, VALIDATION, RunRecord, accuracy_of, tells_top5
 
@@ -108,9 +107,10 @@ def run_training(config: Config, folder: Path) -> RunRecord:
             print("complete: not done again", flush=True)
             return record
     command = [sys.executable, *(f"-W{option}" for option in sys.warnoptions), "-m", "train", *run_arguments(config)]
-    # The child saves a checkpoint when it is told to stop; this process waits for that. Ctrl-C reaches both.
+    # The child saves a checkpoint when it is told to stop; this process waits for that. Ctrl-C reaches both, and so the
+    # child twice at once, which is once for it.
     with subprocess.Popen(command) as child, handled(
-        {signal.SIGTERM: lambda number, frame: child.send_signal(number), signal.SIGINT: signal.SIG_IGN}
+        dict.fromkeys(ending(), lambda number, frame: child.send_signal(number))
     ):
         code = child.wait()
     for number in STOPPING:
