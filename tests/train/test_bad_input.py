@@ -100,6 +100,24 @@ def test_output_folder_that_cannot_be_made(fails, tiny_options, tmp_path):
     assert f"cannot write {tmp_path}/file/run" in fails(*tiny_options, "--output", tmp_path / "file" / "run")
 
 
+@pytest.mark.parametrize("command", [
+    ["train", "--output"], ["benchmark", "--output"], ["benchmark", "--inference", "--output"],
+    ["compare-precision", "--output"], ["language-model", "--output"],
+    ["validate", "--checkpoint", "run", "--report"], ["predict", "--checkpoint", "run", "file", "--contact-sheet"],
+    *(["export", "--checkpoint", "run", option] for option in ("--onnx", "--torchvision", "--symbol", "--params")),
+], ids=lambda command: f"{command[0]} {command[-1]}")
+def test_a_place_that_cannot_be_written_is_named_at_once(command, fails, tmp_path, monkeypatch):
+    """Before data, weights or the device are looked at, and by the option that names it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    for later in ("devices.choose", "weights.load", "commands.language_model._text"):
+        monkeypatch.setattr(f"train.{later}", lambda *arguments, **options: pytest.fail("that took its time"))
+    sentence = fails(*command, "file/new.png")
+    assert sentence.startswith("error: cannot write file/new.png")
+    assert sentence.endswith(f" (Not a directory): give another {command[-1]}")
+    assert os.listdir() == ["file"]
+
+
 def test_folder_that_must_not_be_looked_into(fails, tmp_path, monkeypatch):
     def is_dir(path):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))

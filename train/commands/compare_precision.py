@@ -30,6 +30,8 @@ from train.processes.signals import STOPPING, StoppedBySignal, ending, handled
 from train.reporting import plots
 from train.reporting.metrics import METRICS_FILE, VALIDATION, RunRecord, accuracy_of, tells_top5
 
+RESULT = "comparison.json"
+
 # What tells a precision's runs apart, as fields of the configuration
 PRECISIONS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32", "tf32": False},
@@ -56,17 +58,18 @@ class Row:
 
 
 def main(values: Mapping[str, Any]) -> None:
-    """Train and compare, by the options given. Raises TrainError for a user's mistake, and StoppedBySignal."""
+    """Train and compare, by the options given. Raises UserError and StoppedBySignal."""
     check_untrained(values)
     config = configure(values, devices.default_config(values, local_rank=0))
     wanted = part_of(Comparison, values)
+    output = Path(config.output or f"runs/compare_precision-{config.config}")
+    files.check_place(output / RESULT, "give another --output")
     placement = devices.choose(config, local_rank=0)
     precisions: Sequence[str] = wanted.precisions
     if placement.executor != "cuda":
         precisions = ["float32"]
         print(f"only float32 is trained here: the other precisions need the cuda executor, and this run has the "
               f"{placement.executor} executor", flush=True)
-    output = Path(config.output or f"runs/compare_precision-{config.config}")
     runs = {}
     for model in wanted.models or (config.model,):
         for precision in precisions:
@@ -77,7 +80,7 @@ def main(values: Mapping[str, Any]) -> None:
     rows = [_row(model, precision, record) for (model, precision), record in runs.items()]
     title = f"{config.config}: {_machine(next(iter(runs.values())))}"
     figure = plots.precisions({model: {p: runs[model, p] for m, p in runs if m == model} for model, _ in runs}, title)
-    files.write(output / "comparison.json", json.dumps([dataclasses.asdict(row) for row in rows], indent=1).encode())
+    files.write(output / RESULT, json.dumps([dataclasses.asdict(row) for row in rows], indent=1).encode())
     files.write(output / "comparison.md", f"# {title}\n\n{_markdown(rows)}".encode())
     files.write(output / "comparison.png", figure)
     _print(rows)
