@@ -76,6 +76,12 @@ class Checkpoint:
     loader_states: list[bytes] = field(default_factory=list)  # by rank
     numpy_rng: dict[str, Any] = field(default_factory=dict)
     scalars: dict[str, float] = field(default_factory=dict)  # of the optimizer
+    file: Path | None = None  # that it was read from; None: it is in memory alone
+
+    @property
+    def named(self) -> str:
+        """It, in messages."""
+        return f"the checkpoint {self.file or 'in memory'}"
 
     @property
     def num_classes(self) -> int:
@@ -160,6 +166,7 @@ def load(path: Path) -> Checkpoint:
                 loader_states=[loader[str(rank)].tobytes() for rank in range(len(loader))],
                 numpy_rng=meta["numpy_rng"],
                 scalars=_scalars(meta["scalars"] if "scalars" in meta else meta.get("loss_scaling", {})),
+                file=path,
             )
     except OSError as error:
         raise TrainError(f"cannot read the checkpoint {path}: {error.strerror or error}") from None

@@ -153,11 +153,14 @@ def test_truncated_and_foreign_checkpoints(fails, trained, tmp_path):
 
 
 @pytest.mark.parametrize("options, sentence", [
-    (["--model", "resnet34"], "the checkpoint holds a resnet18 with 3 classes, but this run needs a resnet34"),
-    (["--seed", "7"], "belongs to seed 0, but this loader has 7"),
+    (["--model", "resnet34"], "holds a resnet18 with 3 classes, but this run needs a resnet34"),
+    (["--seed", "7"], "the saved loader position belongs to seed 0, but this loader has 7"),
+    (["--freeze", "stage1"], "is of a run with no --freeze, and this one has --freeze stage1: to train other layers"),
+    (["--optimizer", "adamw"], "is of a run with --optimizer sgd, from whose state adamw cannot go on: leave out"),
 ])
 def test_resume_with_something_else(options, sentence, fails, trained):
-    assert sentence in fails("--resume", trained, *options)
+    told = fails("--resume", trained, *options)
+    assert told.startswith(f"error: the checkpoint {checkpoint.find(str(trained))}") and sentence in told
 
 
 def test_other_classes_than_the_checkpoint(fails, trained, tiny_data, tmp_path):
@@ -239,7 +242,8 @@ def test_arrays_that_no_network_can_use(change, sentence, fails, trained, tiny_d
 ])
 def test_checkpoints_that_no_run_can_go_on_with(change, sentence, fails, trained, tmp_path):
     file = changed(checkpoint.find(str(trained)), tmp_path / "c.npz", **change)
-    assert sentence in fails("--resume", file, "--output", tmp_path / "run")
+    told = fails("--resume", file, "--output", tmp_path / "run")
+    assert sentence in told and str(file) in told
     assert os.listdir(tmp_path) == ["c.npz"]
 
 
