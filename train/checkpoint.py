@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import math
 import os
 import shutil
 import zipfile
@@ -162,7 +161,7 @@ def load(path: Path) -> Checkpoint:
                 config=(config := _config(meta["config"], path)),
                 class_names=_names(meta, "class_names") or _numbers(config.model, groups["params"]),
                 class_keys=_names(meta, "class_keys"),
-                progress=_progress(meta["progress"]),
+                progress=_progress(meta["progress"], config),
                 loader_states=[loader[str(rank)].tobytes() for rank in range(len(loader))],
                 numpy_rng=meta["numpy_rng"],
                 scalars=_scalars(meta["scalars"] if "scalars" in meta else meta.get("loss_scaling", {})),
@@ -331,19 +330,23 @@ def _step(path: Path) -> int:
         return -1
 
 
-def _progress(values: dict[str, Any]) -> Progress:
+def _progress(values: dict[str, Any], config: Config) -> Progress:
     for name, value in values.items():
-        if name != "best_top1" and not (isinstance(value, int) and value >= 0):
+        if name != "best_top1" and not (type(value) is int and value >= 0):
             raise ValueError(f"{name} is {value!r}")
-    progress = Progress(**{**values, "best_top1": float(values["best_top1"])})
-    if not -1 <= progress.best_top1 <= 1:  # no accuracy would ever be better
-        raise ValueError(f"best_top1 is {progress.best_top1}")
+    top1 = values["best_top1"]
+    if not (type(top1) in (int, float) and (top1 == -1 or 0 <= top1 <= 1)):  # no accuracy would ever be better
+        raise ValueError(f"best_top1 is {top1!r}")
+    progress = Progress(**values)
+    if progress.epoch > min(config.epochs, progress.step):
+        raise ValueError(f"epoch is {progress.epoch}, after {progress.step} steps of a run of {config.epochs} epochs")
     return progress
 
 
 def _scalars(values: dict[str, float]) -> dict[str, float]:
     for name, value in values.items():
-        if not (isinstance(value, int | float) and math.isfinite(value)):
+        least, most = (1, 2**24) if name == "loss_scale" else (0, 2**32 - 1)  # that optimizer.cu has, and counts to
+        if not (type(value) in (int, float) and least <= value <= most):
             raise ValueError(f"{name} is {value!r}")
     return values
 

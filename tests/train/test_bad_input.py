@@ -219,6 +219,13 @@ def changed(file, to, meta=None, **arrays):
     ({"meta": {"config": "none"}}, "is no complete checkpoint ('str' object has no attribute 'get'); use another"),
     ({"meta": {"config": {"batch_size": "4"}}}, "its run had --batch-size '4', which is no value for it; use another"),
     ({"meta": {"config": {"random_area": 1}}}, "its run had --random-area 1, which is no value for it; use another"),
+    ({"meta": {"config": {"random_area": [1]}}}, "its run had --random-area [1], which is no value for it; use"),
+    ({"meta": {"config": {"betas": ["a", "b"]}}}, "its run had --betas ['a', 'b'], which is no value for it; use"),
+    ({"meta": {"config": {"image_size": -5}}}, "its run had --image-size -5, which is no value for it; use another"),
+    ({"meta": {"config": {"std": [58, 0, 58]}}}, "its run had --std [58, 0, 58], which is no value for it; use"),
+    ({"meta": {"scalars": {"updates": -1}}}, "is no complete checkpoint (updates is -1); use another"),
+    ({"meta": {"scalars": {"good_steps": True}}}, "is no complete checkpoint (good_steps is True); use another"),
+    ({"meta": {"scalars": {"loss_scale": 0.0}}}, "is no complete checkpoint (loss_scale is 0.0); use another"),
 ])
 def test_arrays_that_no_network_can_use(change, sentence, fails, trained, tiny_data, tmp_path):
     file = changed(checkpoint.find(str(trained)), tmp_path / "c.npz", **change)
@@ -227,6 +234,33 @@ def test_arrays_that_no_network_can_use(change, sentence, fails, trained, tiny_d
     assert sentence in fails("export", "--checkpoint", file, "--params", tmp_path / "p")
     assert sentence in fails("--resume", file, "--output", tmp_path / "run")
     assert os.listdir(tmp_path) == ["c.npz"]
+
+
+@pytest.mark.parametrize("change, sentence", [
+    ({"step": -3}, "(step is -3)"), ({"step": True}, "(step is True)"), ({"epoch_step": 1.5}, "(epoch_step is 1.5)"),
+    ({"step": 50, "epoch": 3}, "(epoch is 3, after 50 steps of a run of 2 epochs)"),
+    ({"step": 0, "epoch": 1}, "(epoch is 1, after 0 steps of a run of 2 epochs)"),
+    ({"best_top1": 90.0}, "(best_top1 is 90.0)"), ({"best_top1": -0.5}, "(best_top1 is -0.5)"),
+    ({"best_top1": "0.9"}, "(best_top1 is '0.9')"), ({"best_top1": float("nan")}, "(best_top1 is nan)"),
+])
+def test_progress_that_cannot_have_been_made(change, sentence, trained, tmp_path):
+    start = checkpoint.find(str(trained))
+    file = changed(start, tmp_path / "c.npz", {"progress": vars(checkpoint.load(start).progress) | change})
+    with pytest.raises(TrainError, match=f"^{re.escape(f'{file} is no complete checkpoint {sentence}; use another')}"):
+        checkpoint.load(file)
+
+
+@pytest.mark.parametrize("change, sentence", [
+    ({"epoch": -1}, "the saved loader position cannot be read"), ({"batch": -1}, "position cannot be read"),
+    ({"batch": float("inf")}, "position cannot be read"),
+    ({"epoch": 2}, "since it holds a position in epoch 3 of the training images after 0 epochs: use another one"),
+])
+def test_positions_that_cannot_have_been_reached(change, sentence, fails, trained, tmp_path):
+    start = checkpoint.find(str(trained))
+    position = json.dumps(json.loads(checkpoint.load(start).loader_states[0]) | change).encode()
+    file = changed(start, tmp_path / "c.npz", **{"loader/0": np.frombuffer(position, np.uint8)})
+    told = fails("--resume", file, "--output", tmp_path / "run")
+    assert sentence in told and str(file) in told
 
 
 @pytest.mark.parametrize("change, sentence", [
