@@ -161,7 +161,7 @@ def load(path: Path) -> Checkpoint:
                 config=(config := _config(meta["config"], path)),
                 class_names=_names(meta, "class_names") or _numbers(config.model, groups["params"]),
                 class_keys=_names(meta, "class_keys"),
-                progress=_progress(meta["progress"], config),
+                progress=_progress(meta["progress"]),
                 loader_states=[loader[str(rank)].tobytes() for rank in range(len(loader))],
                 numpy_rng=meta["numpy_rng"],
                 scalars=_scalars(meta["scalars"] if "scalars" in meta else meta.get("loss_scaling", {})),
@@ -330,7 +330,7 @@ def _step(path: Path) -> int:
         return -1
 
 
-def _progress(values: dict[str, Any], config: Config) -> Progress:
+def _progress(values: dict[str, Any]) -> Progress:
     for name, value in values.items():
         if name != "best_top1" and not (type(value) is int and value >= 0):
             raise ValueError(f"{name} is {value!r}")
@@ -338,8 +338,8 @@ def _progress(values: dict[str, Any], config: Config) -> Progress:
     if not (type(top1) in (int, float) and (top1 == -1 or 0 <= top1 <= 1)):  # no accuracy would ever be better
         raise ValueError(f"best_top1 is {top1!r}")
     progress = Progress(**values)
-    if progress.epoch > min(config.epochs, progress.step):
-        raise ValueError(f"epoch is {progress.epoch}, after {progress.step} steps of a run of {config.epochs} epochs")
+    if progress.epoch > progress.step:
+        raise ValueError(f"epoch is {progress.epoch}, after {progress.step} steps")
     return progress
 
 

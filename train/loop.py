@@ -469,10 +469,6 @@ class Trainer:
             self.train_loader.restore(states[self.workers.rank % len(states)])
         except DataError as error:
             raise DataError(f"{checkpoint.named}: {error}") from None
-        epoch, of_images = checkpoint.progress.epoch, self.train_loader.epoch
-        if of_images not in (epoch, epoch + 1):  # the latter until the epoch is validated
-            raise _incomplete(checkpoint, f"a position in epoch {of_images + 1} of the training images after {epoch} "
-                                          "epochs")
         images, images_before = self.config.global_batch(self.workers.size), before.global_batch(len(states))
         if images != images_before:
             processes = "1 process" if self.workers.size == 1 else f"{self.workers.size} processes"

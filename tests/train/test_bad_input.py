@@ -238,8 +238,7 @@ def test_arrays_that_no_network_can_use(change, sentence, fails, trained, tiny_d
 
 @pytest.mark.parametrize("change, sentence", [
     ({"step": -3}, "(step is -3)"), ({"step": True}, "(step is True)"), ({"epoch_step": 1.5}, "(epoch_step is 1.5)"),
-    ({"step": 50, "epoch": 3}, "(epoch is 3, after 50 steps of a run of 2 epochs)"),
-    ({"step": 0, "epoch": 1}, "(epoch is 1, after 0 steps of a run of 2 epochs)"),
+    ({"step": 0, "epoch": 1}, "(epoch is 1, after 0 steps)"),
     ({"best_top1": 90.0}, "(best_top1 is 90.0)"), ({"best_top1": -0.5}, "(best_top1 is -0.5)"),
     ({"best_top1": "0.9"}, "(best_top1 is '0.9')"), ({"best_top1": float("nan")}, "(best_top1 is nan)"),
 ])
@@ -253,7 +252,6 @@ def test_progress_that_cannot_have_been_made(change, sentence, trained, tmp_path
 @pytest.mark.parametrize("change, sentence", [
     ({"epoch": -1}, "the saved loader position cannot be read"), ({"batch": -1}, "position cannot be read"),
     ({"batch": float("inf")}, "position cannot be read"),
-    ({"epoch": 2}, "since it holds a position in epoch 3 of the training images after 0 epochs: use another one"),
 ])
 def test_positions_that_cannot_have_been_reached(change, sentence, fails, trained, tmp_path):
     start = checkpoint.find(str(trained))
