@@ -32,6 +32,7 @@ from record import SAMPLE, Peer, check_trained, flags, run, write_result
 from several_gpus import SeveralGpusOptions, measure_in_processes, run_command
 from step_gpu import learning_rate, loss_scale, make_step
 
+from common import files
 from common.command_line import Positive, read_options
 from common.errors import ProgramError, UserError
 from common.nvidia_gpus import find_gpus
@@ -443,12 +444,11 @@ def order(row: Row) -> tuple[bool, int, str]:
 
 
 def write(rows: list[Row], num_gpus: int, folder: Path) -> None:
-    """The rows, their table and their plots, under the name of the whole run."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """The rows, their table and their plots, under the name of the whole run. Raises UserError."""
     run_name = f"b{rows[0]['batch']}_{num_gpus}gpu"
-    (folder / f"scaling_{run_name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / f"scaling_{run_name}.md").write_text(table(rows) + "\n")
-    plot(rows, folder / f"scaling_{run_name}.png")
+    files.write(folder / f"scaling_{run_name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
+    files.write(folder / f"scaling_{run_name}.md", f"{table(rows)}\n".encode())
+    plot(rows, folder / f"scaling_{run_name}.png")  # which --redraw makes again
     with_timeline = [row for row in rows if "timeline" in row]
     if with_timeline:
         plot_timeline(with_timeline[-1], folder / f"allreduce_timeline_{run_name}.png")  # of the most GPUs

@@ -170,7 +170,8 @@ def choose_command(commands: Mapping[str, type], arguments: Sequence[str], *, pr
     if name not in commands:
         raise UserError(f"there is no command {name!r}{nearest(name, commands)} (see {prog} --help)")
     names = {other: _option_names(command) for other, command in commands.items()}
-    for option in (word.partition("=")[0].replace("_", "-") for word in arguments if word.startswith("--")):
+    for option in (word.partition("=")[0].replace("_", "-") for word in _before_dashes(arguments)
+                   if word.startswith("--")):
         having = [other for other in commands if option in names[other]]
         if having and name not in having:
             *others, last = having
@@ -269,13 +270,17 @@ class _Parser(argparse.ArgumentParser):
 
     def _checked(self, args: Sequence[str] | None) -> list[str]:
         words = list(sys.argv[1:] if args is None else args)
+        num_before = len(_before_dashes(words))
         for i, word in enumerate(words):
             name, equals, value = word.partition("=")
-            if not word or (word.startswith("--") and equals and not value):  # a shell variable that is not set
+            is_option = word.startswith("--") and i < num_before
+            if not word or (is_option and equals and not value):  # a shell variable that is not set
                 option = name or (words[i - 1] if i else self.prog)
                 raise UserError(f"{option} is followed by an empty value: give one, or leave it out")
-            if word.startswith("--"):
+            if is_option:
                 words[i] = name.replace("_", "-") + equals + value
+            elif i > num_before:
+                words[i] = re.sub("^-(?=.)", "./-", word)  # which argparse does not take for an option
         return words
 
     def error(self, message: str) -> typing.NoReturn:
@@ -283,6 +288,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 # --- how it is done ---
+
+
+def _before_dashes(words: Sequence[str]) -> list[str]:
+    """The words that may be options: behind "--" are names of files, whatever they begin with."""
+    return list(itertools.takewhile(lambda word: word != "--", words))
 
 
 def _help_width() -> int:

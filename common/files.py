@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -39,7 +40,23 @@ def write(path: Path, content: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_bytes(path, content)
     except OSError as error:
-        raise UserError(f"cannot write {path} ({error.strerror}): {way_out(error, 'give another place')}") from None
+        raise _no_place(path, error, "give another place") from None
+
+
+def check_place(path: Path, otherwise: str) -> None:
+    """See that `write` would find a place for the file, before what takes minutes, and make nothing. Raises UserError,
+    which gives the advice `otherwise`."""
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        nearest = next(folder for folder in path.parents if os.path.lexists(folder))
+        tempfile.TemporaryFile(dir=nearest).close()  # permissions do not tell all: file systems may be read-only
+    except OSError as error:
+        raise _no_place(path, error, otherwise) from None
+
+
+def _no_place(path: Path, error: OSError, otherwise: str) -> UserError:
+    return UserError(f"cannot write {path} ({error.strerror}): {way_out(error, otherwise)}")
 
 
 def lock(opened: IO[Any] | int) -> bool:

@@ -30,6 +30,8 @@ def show(options: ShowOptions) -> None:
     shown = "--inference" if options.inference else "--int8" if options.int8 else ""
     if shown and (options.gpu is not None or options.step):
         raise GraphError(f"{'--step' if options.step else '--gpu'} shows a training step: leave out {shown}")
+    if options.output:
+        files.check_place(options.output / "before.svg", "give another --output")
     before = Graph.load(options.symbol) if options.symbol else _zoo_graph(options.model or "")
     name = options.symbol.stem if options.symbol else options.model
     if "data" not in before.arguments:

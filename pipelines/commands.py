@@ -9,10 +9,10 @@ import math
 from rich.console import Console
 from rich.table import Table
 
+from common import files
 from common.command_line import option_name, part_of
 from pipelines import DataError, ImageTransform, LoaderConfig, open_loader
 from pipelines.bench import STAGE_TITLES, LoaderSpeed, bench_settings, bench_stages
-from pipelines.files import write_text
 from pipelines.make_records import (
     Options,
     journal_path,
@@ -96,7 +96,8 @@ def _reports(options: VerifyOptions) -> list[Report]:
         part = open_source(data, "val", num_classes, options.val_split)
         in_val = {part.name(i) for i in range(len(part))}
     splits = [options.split] if options.split else ["train"] if in_val else splits_of(data)
-    found = {split: verify_split(data, split, options.num_threads, num_classes, options.max_pixels) for split in splits}
+    found = {split: verify_split(data, split, options.num_threads, num_classes, options.max_pixels,
+                                 options.write_clean_) for split in splits}
     if in_val:
         found["train"] = leave_out_duplicates(found["train"], [u for u in found["train"].usable if u.name in in_val])
     elif len(found) == 2:
@@ -118,6 +119,8 @@ def bench(options: BenchOptions) -> int:
         hw_decoder_load=options.hw_decoder_load,
         cache_gib=options.cache,
     )
+    if options.json_:
+        files.check_place(options.json_, "give another --json")
     if not 0 < options.seconds < math.inf:
         raise DataError(f"seconds is {options.seconds:g}; give the time for each stage, above 0")
     title = (f"{options.data} {options.split}, {options.device}, batch {options.batch_size}, {options.image_size} px, "
@@ -139,11 +142,7 @@ def bench(options: BenchOptions) -> int:
             "stages": [{"stage": stage, **speed._asdict()} for stage, speed in stages.items()],
             "settings": [{"changes": changes, **speed._asdict()} for changes, speed in settings],
         }
-        try:
-            options.json_.parent.mkdir(parents=True, exist_ok=True)
-            write_text(options.json_, json.dumps(record, indent=1) + "\n")
-        except OSError as error:
-            raise DataError(f"{options.json_}: cannot be written ({error.strerror}); choose another file") from None
+        files.write(options.json_, json.dumps(record, indent=1).encode() + b"\n")
     return 0
 
 

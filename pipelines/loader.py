@@ -232,16 +232,19 @@ class Loader(ABC):
         """
         try:
             saved = json.loads(state)
-            epoch, num_seen = int(saved["epoch"]), int(saved["batch"]) * int(saved["global_batch"])
+            epoch, batch, global_batch = (int(saved[name]) for name in ("epoch", "batch", "global_batch"))
+            num_skipped = int(saved.get("num_skipped", 0))  # none in older ones
+            if min(epoch, batch, global_batch, num_skipped) < 0:
+                raise ValueError
             bad = {int(i): str(reason) for i, reason in saved["bad_images"]}
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError):
             raise DataError("the saved loader position cannot be read; use another checkpoint of its folder") from None
         for key, value in (dict.fromkeys(_IN_THE_ORDER, 0) | self._identity()).items():
             if saved.get(key, 0) != value:
                 raise DataError(f"the saved loader position belongs to {key} {saved.get(key, 0)}, but this loader has "
                                 f"{value}; {self._way_out}")
-        self.epoch, self.bad, self.num_skipped = epoch, bad, int(saved.get("num_skipped", 0))  # none in older ones
-        self.batch = min(-(-num_seen // self.global_batch), self.num_batches)
+        self.epoch, self.bad, self.num_skipped = epoch, bad, num_skipped
+        self.batch = min(-(-batch * global_batch // self.global_batch), self.num_batches)
 
 
 def require_gpu(device_id: int) -> None:

@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from common.files import check_place
 from pipelines.decoder_messages import GROUP_SIZE, DecoderCheck
 from pipelines.errors import DataError, check_not_negative, check_positive
 from pipelines.files import link_beside, read_file, read_lines, write_text
@@ -73,9 +74,11 @@ class Report(NamedTuple):
 
 
 def verify_split(
-    data: str, split: str, num_threads: int = 0, num_classes: int | None = None, max_pixels: int = MAX_PIXELS
+    data: str, split: str, num_threads: int = 0, num_classes: int | None = None, max_pixels: int = MAX_PIXELS,
+    to_clean: bool = False,
 ) -> Report:
-    """Look at all images of one split; raises DataError if there is no such data."""
+    """Look at all images of one split. Raises DataError if there is no such data; and UserError, before it looks, if
+    there is no place for what `write_clean` writes where that is `to_clean`."""
     check_not_negative(num_threads=num_threads)
     check_positive(max_pixels=max_pixels, num_classes=1 if num_classes is None else num_classes)
     found = locate(data, split)
@@ -94,6 +97,8 @@ def verify_split(
         items = [item._replace(line=_relative(item, clean_path.parent)) for item in items]
     else:
         items = _source_items(open_source(data, split, num_classes))
+    if to_clean and clean_path:
+        check_place(clean_path, "check permissions and space")
     usable = []
     num_images = len(items) + len(findings)  # so far these are entries of an index that point at nothing
     title = f"verifying {path.name}"

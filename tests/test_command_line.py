@@ -94,7 +94,9 @@ def given_to_copy(line):
     ("a b --colors red green red", {"colors": ("red", "green", "red")}),
     ("a b --no-sound --target=x=y", {"sound": False, "target": Path("x=y")}),
     ("-t x a -p 3 b --range 1 2", {"target": Path("x"), "pages": 3, "range_": (1, 2)}),
-    ("a -- --b", {"more": ("--b",)}),
+    ("a -- --b --number", {"more": ("./--b", "./--number")}),
+    ("-p 3 -- -a_b - --", {"source": Path("-a_b"), "more": ("-", "./--"), "pages": 3}),
+    ("--colors red -- a --b=", {"more": ("./--b=",), "colors": ("red",)}),
 ])
 def test_values(line, values):
     assert given_to_copy(line) == {"source": Path("a"), "more": ("b",), **values}
@@ -126,6 +128,11 @@ def test_mistakes(line, sentence):
     with pytest.raises(UserError) as error:
         given_to_copy(line)
     assert str(error.value) == f"{sentence} (see copy --help)"
+
+
+def test_the_option_of_another_command_is_a_file_behind_dashes():
+    words = ["copy", "--", "--loud"]
+    assert choose_command({"copy": Copy, "film": Film}, words, prog="p") == ("copy", words[1:])
 
 
 @pytest.mark.parametrize("words, before", [

@@ -79,6 +79,19 @@ def test_files(scaling: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert (tmp_path / "scaling_b100_2gpu.md").read_text() == scaling.table(measured) + "\n"
 
 
+def test_a_kill_leaves_the_rows_that_were_there(scaling: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scaling.write(rows()[:1], 2, tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def killed(*names: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.replace", killed)  # where a new file takes the place of an old one
+    with pytest.raises(KeyboardInterrupt):
+        scaling.write(rows(), 2, tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
 def test_redraw(scaling: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                 capsys: pytest.CaptureFixture[str]) -> None:
     """Without a GPU, from the rows of an earlier run."""

@@ -250,8 +250,8 @@ def build_executor(
         params, aux = network.initial_values(config.seed, zero_init_residual=config.zero_init_residual)
     else:
         if checkpoint.network != str(network):
-            raise TrainError(f"the checkpoint holds a {checkpoint.network}, but this run needs a {network}: give the "
-                             "--data and --model that it was trained with")
+            raise TrainError(f"{checkpoint.named} holds a {checkpoint.network}, but this run needs a {network}: give "
+                             "the --data and --model that it was trained with")
         params, aux = checkpoint.params, checkpoint.aux
     data_shape = (config.batch_size, image_size, image_size, 3)
     shapes = {"data": data_shape, "softmax_label": data_shape[:1]}

@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import math
 import os
 import shutil
 import zipfile
@@ -76,6 +75,12 @@ class Checkpoint:
     loader_states: list[bytes] = field(default_factory=list)  # by rank
     numpy_rng: dict[str, Any] = field(default_factory=dict)
     scalars: dict[str, float] = field(default_factory=dict)  # of the optimizer
+    file: Path | None = None  # that it was read from; None: it is in memory alone
+
+    @property
+    def named(self) -> str:
+        """It, in messages."""
+        return f"the checkpoint {self.file or 'in memory'}"
 
     @property
     def num_classes(self) -> int:
@@ -160,6 +165,7 @@ def load(path: Path) -> Checkpoint:
                 loader_states=[loader[str(rank)].tobytes() for rank in range(len(loader))],
                 numpy_rng=meta["numpy_rng"],
                 scalars=_scalars(meta["scalars"] if "scalars" in meta else meta.get("loss_scaling", {})),
+                file=path,
             )
     except OSError as error:
         raise TrainError(f"cannot read the checkpoint {path}: {error.strerror or error}") from None
@@ -326,17 +332,21 @@ def _step(path: Path) -> int:
 
 def _progress(values: dict[str, Any]) -> Progress:
     for name, value in values.items():
-        if name != "best_top1" and not (isinstance(value, int) and value >= 0):
+        if name != "best_top1" and not (type(value) is int and value >= 0):
             raise ValueError(f"{name} is {value!r}")
-    progress = Progress(**{**values, "best_top1": float(values["best_top1"])})
-    if not -1 <= progress.best_top1 <= 1:  # no accuracy would ever be better
-        raise ValueError(f"best_top1 is {progress.best_top1}")
+    top1 = values["best_top1"]
+    if not (type(top1) in (int, float) and (top1 == -1 or 0 <= top1 <= 1)):  # no accuracy would ever be better
+        raise ValueError(f"best_top1 is {top1!r}")
+    progress = Progress(**values)
+    if progress.epoch > progress.step:
+        raise ValueError(f"epoch is {progress.epoch}, after {progress.step} steps")
     return progress
 
 
 def _scalars(values: dict[str, float]) -> dict[str, float]:
     for name, value in values.items():
-        if not (isinstance(value, int | float) and math.isfinite(value)):
+        least, most = (1, 2**24) if name == "loss_scale" else (0, 2**32 - 1)  # that optimizer.cu has, and counts to
+        if not (type(value) in (int, float) and least <= value <= most):
             raise ValueError(f"{name} is {value!r}")
     return values
 

@@ -13,10 +13,12 @@ from os.path import realpath
 from typing import Any
 
 from common.command_line import nearest, option_name, part_of
+from common.limits import Limit
 from graph_passes import optimizers
 from pipelines.transform import OF_POLICIES, ImageTransform
 from train import models
 from train.errors import TrainError
+from train.options import language_model
 from train.options.limits import check_limits, shown
 from train.options.optimizer import REFERENCE_BATCH
 from train.options.run import FINE_TUNING_PRESET, BeginningOptions
@@ -80,15 +82,23 @@ class Config(BeginningOptions, TrainingOptions):
 
 def check_known(values: Mapping[str, Any], options: type) -> None:
     """Raise TrainError for an option that the dataclass `options` has not, as another version has written it, or whose
-    value is of another kind than its default."""
+    value is of another kind than its default or beyond its limits."""
     known = {field.name: field.default for field in dataclasses.fields(options)}
     for name, value in values.items():
         if name not in known:
             raise TrainError(f"its run had the option {option_name(name)}, which this version of the program does not "
                              "know: use the version that the run was made with")
-        if _kind(value) != _kind(known[name]):
+        if not _can_be(value, known[name], (LIMITS | language_model.LIMITS).get(name)):
             raise TrainError(f"its run had {option_name(name)} {value!r}, which is no value for it; use another one of "
                              "its folder")
+
+
+def _can_be(value: Any, default: Any, limit: Limit | None) -> bool:
+    """Whether an option with that default may have a value, as JSON has it."""
+    try:
+        return _kind(value) == _kind(default) and (not limit or limit[0](value))
+    except (TypeError, ValueError, LookupError):  # of a list: what is in it is of another kind, or is not in it
+        return False
 
 
 def _kind(value: Any) -> type:

@@ -51,11 +51,11 @@ class LanguageModelConfig(Config):
         check_known(options, LanguageModelOptions)
         return cls.of(LanguageModelOptions(**options))
 
-    def check_goes_on(self, before: LanguageModelConfig) -> None:
-        """Raise TrainError where a run of `before` cannot go on as this one."""
+    def check_goes_on(self, before: LanguageModelConfig, checkpoint: str) -> None:
+        """Raise TrainError where a run of `before`, which `checkpoint` is of, cannot go on as this one."""
         for name in FIXED:
             then, now = before.chosen[name], self.chosen[name]
             if then != now:
-                raise TrainError(f"the checkpoint is of a run with --{name} {shown(then)}, and this one has --{name} "
+                raise TrainError(f"{checkpoint} is of a run with --{name} {shown(then)}, and this one has --{name} "
                                  f"{shown(now)}: leave it out, or begin a new run with another --output",
                                  on_all_ranks=True)

@@ -463,9 +463,12 @@ class Trainer:
         """Take over all but the parameters, which the executor was built with."""
         before, states = checkpoint.config, checkpoint.loader_states
         if not states:
-            raise _incomplete("no position in the training images")
+            raise _incomplete(checkpoint, "no position in the training images")
         self.changes = changes(before, self.config)
-        self.train_loader.restore(states[self.workers.rank % len(states)])
+        try:
+            self.train_loader.restore(states[self.workers.rank % len(states)])
+        except DataError as error:
+            raise DataError(f"{checkpoint.named}: {error}") from None
         images, images_before = self.config.global_batch(self.workers.size), before.global_batch(len(states))
         if images != images_before:
             processes = "1 process" if self.workers.size == 1 else f"{self.workers.size} processes"
@@ -473,19 +476,19 @@ class Trainer:
                               f"({len(states)}): the learning rate is scaled with them")
         if before.freeze != self.config.freeze:
             then, now = (f"--freeze {each.freeze}" if each.freeze else "no --freeze" for each in (before, self.config))
-            raise TrainError(f"the checkpoint is of a run with {then}, and this one has {now}: to train other layers, "
-                             "begin a new run from its weights (--weights)", on_all_ranks=True)
+            raise TrainError(f"{checkpoint.named} is of a run with {then}, and this one has {now}: to train other "
+                             "layers, begin a new run from its weights (--weights)", on_all_ranks=True)
         state = self.optimizer.state
         if checkpoint.state.keys() != state.keys():
             if before.optimizer == self.config.optimizer:
-                raise _incomplete(f"no state of its optimizer, which has {', '.join(state)}")
-            raise TrainError(f"the checkpoint is of a run with --optimizer {before.optimizer}, from whose state "
+                raise _incomplete(checkpoint, f"no state of its optimizer, which has {', '.join(state)}")
+            raise TrainError(f"{checkpoint.named} is of a run with --optimizer {before.optimizer}, from whose state "
                              f"{self.config.optimizer} cannot go on: leave out --optimizer", on_all_ranks=True)
         # The learning rate is inside the momentum, so that follows it (Goyal et al., arXiv:1706.02677, section 3).
         jump, rate_in = np.float32(images / images_before), optimizers.rule_of(self.config.optimizer).rate_in
         for slot, arrays in checkpoint.state.items():
             if missing := sorted(state[slot].keys() - arrays.keys()):
-                raise _incomplete(f"no {slot} of {missing[0]}")
+                raise _incomplete(checkpoint, f"no {slot} of {missing[0]}")
             scale = jump if slot in rate_in else np.float32(1)
             self._assign(state[slot], {name: array * scale for name, array in arrays.items()})
         if self.optimizer.ema:
@@ -494,7 +497,7 @@ class Trainer:
         try:
             np.random.set_state(checkpoint.numpy_rng)
         except (ValueError, LookupError, TypeError, OverflowError) as error:
-            raise _incomplete(f"no state of NumPy's random numbers ({error})") from None
+            raise _incomplete(checkpoint, f"no state of NumPy's random numbers ({error})") from None
         self.progress = replace(checkpoint.progress)
         if checkpoint.is_at_limit and not self.config.max_steps:
             self.notes.append(f"--max-steps {before.max_steps} has been reached and is dropped: the run goes on to the "
@@ -552,6 +555,6 @@ def _is_to_stop(signals: Signals) -> bool:
     return signals.stop > 0 or pulse.is_to_stop
 
 
-def _incomplete(fault: str) -> TrainError:
-    return TrainError(f"the checkpoint cannot be gone on with, since it holds {fault}: use another one of its folder",
-                      on_all_ranks=True)
+def _incomplete(checkpoint: Checkpoint, fault: str) -> TrainError:
+    return TrainError(f"{checkpoint.named} cannot be gone on with, since it holds {fault}: use another one of its "
+                      "folder", on_all_ranks=True)

@@ -1,5 +1,6 @@
 """`python -m pipelines`: the commands as a user calls them."""
 
+import errno
 import itertools
 import json
 import os
@@ -189,6 +190,19 @@ def test_samples_are_the_built_in_set(tmp_path, capsys, monkeypatch):
     assert code == 0 and out.startswith("samples train, cpu, batch 4")
 
 
+def test_a_list_that_cannot_be_written_is_named_before_images_are_looked_at(tmp_path, capsys, monkeypatch):
+    write_folder(tmp_path / "train", 6, 2, seed=1)
+
+    def refuse(dir):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    monkeypatch.setattr("pipelines.verify.map_in_order", lambda *arguments: pytest.fail("that took its time"))
+    code, out, err = run(capsys, "verify", tmp_path, "--write-clean")
+    assert (code, out) == (2, "")
+    assert err == f"error: cannot write {tmp_path}/train.lst (Read-only file system): check permissions and space\n"
+
+
 def test_make_samples(tmp_path, capsys):
     arguments = ("make-samples", tmp_path / "s", "--num-train", 1, "--num-val", 1)
     code, out, _ = run(capsys, *arguments)
@@ -208,6 +222,7 @@ def test_make_samples(tmp_path, capsys):
         (["verify", "{tmp}/none", "--val-split", "2"], "--val-split 2 must be at least 0 and below 1"),
         (["verify", "{tmp}/none"], "none does not exist; give"),
         (["bench", "{tmp}"], "text.tar: is truncated or no tar file"),
+        (["bench", "{tmp}", "--json", "{tmp}/text.tar/x"], "x (Not a directory): give another --json"),
         (["bench", "synthetic"], "'synthetic' is not a place with image files"),
         (["verify", ""], "verify is followed by an empty value"),
         (["verify", "x", "--sweep"], "--sweep is an option of bench, not of verify"),

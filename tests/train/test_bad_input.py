@@ -100,6 +100,24 @@ def test_output_folder_that_cannot_be_made(fails, tiny_options, tmp_path):
     assert f"cannot write {tmp_path}/file/run" in fails(*tiny_options, "--output", tmp_path / "file" / "run")
 
 
+@pytest.mark.parametrize("command", [
+    ["train", "--output"], ["benchmark", "--output"], ["benchmark", "--inference", "--output"],
+    ["compare-precision", "--output"], ["language-model", "--output"],
+    ["validate", "--checkpoint", "run", "--report"], ["predict", "--checkpoint", "run", "file", "--contact-sheet"],
+    *(["export", "--checkpoint", "run", option] for option in ("--onnx", "--torchvision", "--symbol", "--params")),
+], ids=lambda command: f"{command[0]} {command[-1]}")
+def test_a_place_that_cannot_be_written_is_named_at_once(command, fails, tmp_path, monkeypatch):
+    """Before data, weights or the device are looked at, and by the option that names it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    for later in ("devices.choose", "weights.load", "commands.language_model._text"):
+        monkeypatch.setattr(f"train.{later}", lambda *arguments, **options: pytest.fail("that took its time"))
+    sentence = fails(*command, "file/new.png")
+    assert sentence.startswith("error: cannot write file/new.png")
+    assert sentence.endswith(f" (Not a directory): give another {command[-1]}")
+    assert os.listdir() == ["file"]
+
+
 def test_folder_that_must_not_be_looked_into(fails, tmp_path, monkeypatch):
     def is_dir(path):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
@@ -135,11 +153,14 @@ def test_truncated_and_foreign_checkpoints(fails, trained, tmp_path):
 
 
 @pytest.mark.parametrize("options, sentence", [
-    (["--model", "resnet34"], "the checkpoint holds a resnet18 with 3 classes, but this run needs a resnet34"),
-    (["--seed", "7"], "belongs to seed 0, but this loader has 7"),
+    (["--model", "resnet34"], "holds a resnet18 with 3 classes, but this run needs a resnet34"),
+    (["--seed", "7"], "the saved loader position belongs to seed 0, but this loader has 7"),
+    (["--freeze", "stage1"], "is of a run with no --freeze, and this one has --freeze stage1: to train other layers"),
+    (["--optimizer", "adamw"], "is of a run with --optimizer sgd, from whose state adamw cannot go on: leave out"),
 ])
 def test_resume_with_something_else(options, sentence, fails, trained):
-    assert sentence in fails("--resume", trained, *options)
+    told = fails("--resume", trained, *options)
+    assert told.startswith(f"error: the checkpoint {checkpoint.find(str(trained))}") and sentence in told
 
 
 def test_other_classes_than_the_checkpoint(fails, trained, tiny_data, tmp_path):
@@ -198,6 +219,13 @@ def changed(file, to, meta=None, **arrays):
     ({"meta": {"config": "none"}}, "is no complete checkpoint ('str' object has no attribute 'get'); use another"),
     ({"meta": {"config": {"batch_size": "4"}}}, "its run had --batch-size '4', which is no value for it; use another"),
     ({"meta": {"config": {"random_area": 1}}}, "its run had --random-area 1, which is no value for it; use another"),
+    ({"meta": {"config": {"random_area": [1]}}}, "its run had --random-area [1], which is no value for it; use"),
+    ({"meta": {"config": {"betas": ["a", "b"]}}}, "its run had --betas ['a', 'b'], which is no value for it; use"),
+    ({"meta": {"config": {"image_size": -5}}}, "its run had --image-size -5, which is no value for it; use another"),
+    ({"meta": {"config": {"std": [58, 0, 58]}}}, "its run had --std [58, 0, 58], which is no value for it; use"),
+    ({"meta": {"scalars": {"updates": -1}}}, "is no complete checkpoint (updates is -1); use another"),
+    ({"meta": {"scalars": {"good_steps": True}}}, "is no complete checkpoint (good_steps is True); use another"),
+    ({"meta": {"scalars": {"loss_scale": 0.0}}}, "is no complete checkpoint (loss_scale is 0.0); use another"),
 ])
 def test_arrays_that_no_network_can_use(change, sentence, fails, trained, tiny_data, tmp_path):
     file = changed(checkpoint.find(str(trained)), tmp_path / "c.npz", **change)
@@ -206,6 +234,31 @@ def test_arrays_that_no_network_can_use(change, sentence, fails, trained, tiny_d
     assert sentence in fails("export", "--checkpoint", file, "--params", tmp_path / "p")
     assert sentence in fails("--resume", file, "--output", tmp_path / "run")
     assert os.listdir(tmp_path) == ["c.npz"]
+
+
+@pytest.mark.parametrize("change, sentence", [
+    ({"step": -3}, "(step is -3)"), ({"step": True}, "(step is True)"), ({"epoch_step": 1.5}, "(epoch_step is 1.5)"),
+    ({"step": 0, "epoch": 1}, "(epoch is 1, after 0 steps)"),
+    ({"best_top1": 90.0}, "(best_top1 is 90.0)"), ({"best_top1": -0.5}, "(best_top1 is -0.5)"),
+    ({"best_top1": "0.9"}, "(best_top1 is '0.9')"), ({"best_top1": float("nan")}, "(best_top1 is nan)"),
+])
+def test_progress_that_cannot_have_been_made(change, sentence, trained, tmp_path):
+    start = checkpoint.find(str(trained))
+    file = changed(start, tmp_path / "c.npz", {"progress": vars(checkpoint.load(start).progress) | change})
+    with pytest.raises(TrainError, match=f"^{re.escape(f'{file} is no complete checkpoint {sentence}; use another')}"):
+        checkpoint.load(file)
+
+
+@pytest.mark.parametrize("change, sentence", [
+    ({"epoch": -1}, "the saved loader position cannot be read"), ({"batch": -1}, "position cannot be read"),
+    ({"batch": float("inf")}, "position cannot be read"),
+])
+def test_positions_that_cannot_have_been_reached(change, sentence, fails, trained, tmp_path):
+    start = checkpoint.find(str(trained))
+    position = json.dumps(json.loads(checkpoint.load(start).loader_states[0]) | change).encode()
+    file = changed(start, tmp_path / "c.npz", **{"loader/0": np.frombuffer(position, np.uint8)})
+    told = fails("--resume", file, "--output", tmp_path / "run")
+    assert sentence in told and str(file) in told
 
 
 @pytest.mark.parametrize("change, sentence", [
@@ -221,7 +274,8 @@ def test_arrays_that_no_network_can_use(change, sentence, fails, trained, tiny_d
 ])
 def test_checkpoints_that_no_run_can_go_on_with(change, sentence, fails, trained, tmp_path):
     file = changed(checkpoint.find(str(trained)), tmp_path / "c.npz", **change)
-    assert sentence in fails("--resume", file, "--output", tmp_path / "run")
+    told = fails("--resume", file, "--output", tmp_path / "run")
+    assert sentence in told and str(file) in told
     assert os.listdir(tmp_path) == ["c.npz"]
 
 

@@ -468,8 +468,8 @@ def test_another_optimizer(optimizer, slots, tiny_options, tmp_path, run_train):
     assert all(np.abs(stopped.state[slot]["classifier_weight"]).max() > 0 for slot in slots)
     code, _, err = run_train("--resume", parts, "--optimizer", "sgd")
     assert code == 2
-    assert err.splitlines()[-1] == (f"error: the checkpoint is of a run with --optimizer {optimizer}, from whose state "
-                                    "sgd cannot go on: leave out --optimizer")
+    assert err.splitlines()[-1] == (f"error: the checkpoint {stopped.file} is of a run with --optimizer {optimizer}, "
+                                    "from whose state sgd cannot go on: leave out --optimizer")
     assert run_train("--resume", parts, "--max-steps", "0")[0] == 0
     assert_same_end(parts, checkpoint.load(whole / "checkpoints" / LAST))
 

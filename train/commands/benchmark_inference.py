@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from datetime import datetime, timezone
 from functools import cache, partial
@@ -120,7 +120,7 @@ def precisions(config: Config, placement: Placement, is_chosen: bool) -> dict[st
 
 
 def sweep(precision: str, config: Config, placement: Placement, num_classes: int, sizes: Sequence[int],
-          seconds: float | None = None) -> Iterator[Point]:
+          seconds: float | None = None) -> Generator[Point, None, None]:
     """The points of one precision, from the smallest batch; says what it measures, and which sizes memory has not room
     for. A cuda executor takes smaller batches than its own; another one is made for each size. `seconds`: of each part
     of a point, in place of the usual ones; of the throughput LONGER times as many, where its median is not known to 1 %

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,9 +26,11 @@ from train.commands.options import Comparison
 from train.config import CONFIG_FILE, OF_A_SESSION, Config, check_untrained, configure, default_warmup
 from train.errors import TrainError
 from train.presets import load_preset
-from train.processes.signals import STOPPING, StoppedBySignal, handled
+from train.processes.signals import STOPPING, StoppedBySignal, ending, handled
 from train.reporting import plots
 from train.reporting.metrics import METRICS_FILE, VALIDATION, RunRecord, accuracy_of, tells_top5
+
+RESULT = "comparison.json"
 
 # What tells a precision's runs apart, as fields of the configuration
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -57,17 +58,18 @@ class Row:
 
 
 def main(values: Mapping[str, Any]) -> None:
-    """Train and compare, by the options given. Raises TrainError for a user's mistake, and StoppedBySignal."""
+    """Train and compare, by the options given. Raises UserError and StoppedBySignal."""
     check_untrained(values)
     config = configure(values, devices.default_config(values, local_rank=0))
     wanted = part_of(Comparison, values)
+    output = Path(config.output or f"runs/compare_precision-{config.config}")
+    files.check_place(output / RESULT, "give another --output")
     placement = devices.choose(config, local_rank=0)
     precisions: Sequence[str] = wanted.precisions
     if placement.executor != "cuda":
         precisions = ["float32"]
         print(f"only float32 is trained here: the other precisions need the cuda executor, and this run has the "
               f"{placement.executor} executor", flush=True)
-    output = Path(config.output or f"runs/compare_precision-{config.config}")
     runs = {}
     for model in wanted.models or (config.model,):
         for precision in precisions:
@@ -78,7 +80,7 @@ def main(values: Mapping[str, Any]) -> None:
     rows = [_row(model, precision, record) for (model, precision), record in runs.items()]
     title = f"{config.config}: {_machine(next(iter(runs.values())))}"
     figure = plots.precisions({model: {p: runs[model, p] for m, p in runs if m == model} for model, _ in runs}, title)
-    files.write(output / "comparison.json", json.dumps([dataclasses.asdict(row) for row in rows], indent=1).encode())
+    files.write(output / RESULT, json.dumps([dataclasses.asdict(row) for row in rows], indent=1).encode())
     files.write(output / "comparison.md", f"# {title}\n\n{_markdown(rows)}".encode())
     files.write(output / "comparison.png", figure)
     _print(rows)
@@ -108,9 +110,10 @@ def run_training(config: Config, folder: Path) -> RunRecord:
             print("complete: not done again", flush=True)
             return record
     command = [sys.executable, *(f"-W{option}" for option in sys.warnoptions), "-m", "train", *run_arguments(config)]
-    # The child saves a checkpoint when it is told to stop; this process waits for that. Ctrl-C reaches both.
+    # The child saves a checkpoint when it is told to stop; this process waits for that. Ctrl-C reaches both, and so the
+    # child twice at once, which is once for it.
     with subprocess.Popen(command) as child, handled(
-        {signal.SIGTERM: lambda number, frame: child.send_signal(number), signal.SIGINT: signal.SIG_IGN}
+        dict.fromkeys(ending(), lambda number, frame: child.send_signal(number))
     ):
         code = child.wait()
     for number in STOPPING:

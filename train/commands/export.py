@@ -70,9 +70,12 @@ def main(values: Mapping[str, Any]) -> None:
             raise TrainError(f"{option_name(name)} {file} has the name of a file that {option_name(other)} "
                              f"{getattr(options, other)} writes: give another one")
     for name in ("onnx", "torchvision", "symbol", "params"):
-        if not options.overwrite and Path(file := getattr(options, name)).is_file():
+        if not (file := getattr(options, name)):
+            continue
+        if not options.overwrite and Path(file).is_file():
             raise TrainError(f"{option_name(name)} {file} is there already: give --overwrite to replace it, or another "
                              "name")
+        files.check_place(Path(file), f"give another {option_name(name)}")
     trained = weights.load(options.checkpoint) if options.checkpoint else None
     if options.onnx:
         assert trained

@@ -46,8 +46,8 @@ def main(values: Mapping[str, Any]) -> None:
         end = len(words) - round(VALIDATION_SHARE * len(words))
         known = vocabulary(words[:end], options.vocabulary)
         if start and start.class_names != known:
-            raise TrainError(f"the checkpoint is of a run with another vocabulary than that of {options.text}: give "
-                             "--text as it was, or begin a new run with another --output")
+            raise TrainError(f"{start.named} is of a run with another vocabulary than that of {options.text}: "
+                             "give --text as it was, or begin a new run with another --output")
         tokens = numbered(words, known)
         on_gpu = placement.device.startswith("gpu")
         loading = LoaderConfig(data=options.text, batch_size=config.batch_size, seed=config.seed,
@@ -114,5 +114,5 @@ def begin(values: Mapping[str, Any]) -> tuple[LanguageModelConfig, Path, Checkpo
                          "with that one by python -m train --resume")
     of_run = replace(start.config.options, output=checkpoint.run_folder(file), max_steps=steps_allowed(start))
     config = LanguageModelConfig.of(replace(of_run, **values))
-    config.check_goes_on(start.config)
+    config.check_goes_on(start.config, start.named)
     return config, run_folder_of(config, file), start

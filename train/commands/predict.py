@@ -126,11 +126,12 @@ def predict(options: PredictOptions) -> list[Prediction]:
 
 
 def _check_sheet(sheet: Path, images: Sequence[Path]) -> None:
-    """Raise TrainError where it would be written over a photograph."""
+    """Raise UserError where it would be written over a photograph, or cannot be written."""
     if sheet.suffix.lower() != ".png":
         raise TrainError(f"--contact-sheet {sheet} must end in .png, as the sheet is one")
     if sheet.resolve() in {image.resolve() for image in images}:
         raise TrainError(f"--contact-sheet {sheet} is one of the images, which it would replace: give another name")
+    files.check_place(sheet, "give another --contact-sheet")
 
 
 def _plain(prediction: Prediction) -> dict[str, object]:

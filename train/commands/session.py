@@ -32,7 +32,7 @@ from train.options.run import LIST_PRESETS
 from train.processes.distributed import Workers, drain_engine, is_elastic
 from train.processes.invocation import python
 from train.processes.pulse import Activity, pulse
-from train.processes.signals import StoppedBySignal
+from train.processes.signals import StoppedBySignal, is_first
 from train.reporting import predictions
 from train.reporting.inspection import describe, predict_some
 from train.reporting.metrics import IMAGES, METRICS_FILE, VALIDATION
@@ -71,13 +71,15 @@ def steps_allowed(start: Checkpoint) -> int:
 
 
 def run_folder_of(config: Config, resumed_file: Path | None = None) -> Path:
-    """The run's folder, which is not made yet. Raises TrainError where it holds another run."""
+    """The run's folder, which is not made yet. Raises UserError where it holds another run or cannot be written."""
     folder = Path(config.output or f"runs/{config.config}-{datetime.now():%Y%m%d-%H%M%S}")
     goes_on_there = config.resume == AUTO or (resumed_file is not None and folder in resumed_file.parents)
     if (folder / CONFIG_FILE).exists() and not goes_on_there:
         has_checkpoint = (folder / checkpoint.FOLDER).is_dir()
         way_out = f"go on with it (--resume {folder})" if has_checkpoint else "remove it"
         raise TrainError(f"the output folder {folder} already holds a run: {way_out}, or give another --output")
+    if is_first():  # which writes for all
+        files.check_place(folder / CONFIG_FILE, "give another --output")
     return folder
 
 

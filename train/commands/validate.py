@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from common import files
 from graph_passes.executors import Executor
 from train import weights
 from train.build import build_executor, evaluated_images, open_split
@@ -34,8 +35,10 @@ def main(values: Mapping[str, Any]) -> None:
         if not place:
             raise TrainError("validation needs trained weights: give --checkpoint with a run folder, a checkpoint or a "
                              "file of weights")
-        if folder and workers.rank == 0 and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise TrainError(f"the report's folder {folder} already holds files: give another --report")
+        if folder and workers.rank == 0:
+            if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+                raise TrainError(f"the report's folder {folder} already holds files: give another --report")
+            files.check_place(folder / "report.md", "give another --report")
         trained = weights.load(place, quiet=workers.rank > 0)
         int8 = int8_file.load(place, trained) if values.get("int8", False) else None
         if int8:

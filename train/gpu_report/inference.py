@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import closing
 
 from train.commands.benchmark_inference import CLASSES, precisions, sweep
 from train.config import Config
@@ -21,15 +22,23 @@ def measure(bench: Bench) -> Section:
     """All precisions; those for which no time is left, and batches that do not fit, are noted."""
     config = Config(model=f"resnet{DEPTH}", image_size=IMAGE_SIZE)
     for precision, chosen in precisions(config, bench.placement, is_chosen=False).items():
-        missing = _missing(bench, precision)
-        if not missing or not bench.has_time(precision):
-            continue
-        seconds = SECONDS if bench.on_gpu else CPU_SECONDS
-        for point in sweep(precision, chosen, bench.placement, CLASSES, missing, seconds):  # which prints it
-            bench.keep(_figure(point))
-        for batch in _missing(bench, precision):
-            bench.leave_out(f"{precision} with batch {batch}", "there is no room for it in memory")
+        if _missing(bench, precision) and bench.has_time(precision):
+            _measure(bench, precision, chosen)
     return bench.found()
+
+
+def _measure(bench: Bench, precision: str, config: Config) -> None:
+    """The batches that a precision lacks, as far as there is time."""
+    seconds = SECONDS if bench.on_gpu else CPU_SECONDS
+    missing = _missing(bench, precision)
+    with closing(sweep(precision, config, bench.placement, CLASSES, missing, seconds)) as points:  # which prints them
+        for point in points:
+            bench.keep(_figure(point))
+            left = ", ".join(map(str, _missing(bench, precision)))
+            if left and not bench.has_time(f"{precision} with batch {left}"):
+                return
+    for batch in _missing(bench, precision):
+        bench.leave_out(f"{precision} with batch {batch}", "there is no room for it in memory")
 
 
 def _missing(bench: Bench, precision: str) -> list[int]:

@@ -69,9 +69,7 @@ class Signals:
     def __init__(self, alone: bool = True) -> None:
         self.stop: int = 0  # number of the signal that asked for it first
         self.save = False
-        heard = {*INSISTENT, signal.SIGUSR1}
-        if _hears_hangup():
-            heard.add(signal.SIGHUP)
+        heard = {*ending(), signal.SIGUSR1}
         if alone:
             heard.add(signal.SIGPIPE)
         self._handled = handled({**dict.fromkeys(heard, self._handle), LEAVE: interrupt})
@@ -139,17 +137,16 @@ def ending_with(sentence: str) -> Iterator[None]:
         number = received
         interrupt(received, frame)
 
-    heard = [signal.SIGINT, signal.SIGTERM, *[signal.SIGHUP] * _hears_hangup()]
     try:
-        with handled(dict.fromkeys(heard, stop)):
+        with handled(dict.fromkeys(ending(), stop)):
             yield
     except KeyboardInterrupt:
         raise StoppedBySignal(number, sentence) from None
 
 
-def _hears_hangup() -> bool:
-    """Not where the process was started to ignore it (nohup)."""
-    return signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
+def ending() -> list[int]:
+    """Signals that ask a process to end; SIGHUP does not where it was started to ignore it (nohup)."""
+    return [*INSISTENT, *[signal.SIGHUP] * (signal.getsignal(signal.SIGHUP) != signal.SIG_IGN)]
 
 
 # --- the guard ---

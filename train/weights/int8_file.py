@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import os
 import zipfile
 import zlib
 from dataclasses import dataclass
@@ -95,12 +94,10 @@ def save(network: Int8Network, path: Path) -> None:
 
 
 def check_place(place: str, trained: Checkpoint, overwrite: bool) -> None:
-    """Raise TrainError where a network in INT8 cannot be written, or where these weights have one already that is not
+    """Raise UserError where a network in INT8 cannot be written, or where these weights have one already that is not
     to be replaced."""
     path = path_of(place)
-    if not os.access(path.parent, os.W_OK):
-        raise TrainError(f"cannot write {path}, as nothing can be written to its folder: copy the checkpoint to "
-                         "another one and give that")
+    files.check_place(path, "copy the checkpoint to another folder and give that")
     if overwrite:
         return
     try:

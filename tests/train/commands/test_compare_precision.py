@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 
 import pytest
 from several_processes import python_path
@@ -13,6 +14,7 @@ from train.command_line import read
 from train.commands import compare_precision
 from train.config import Config, configure
 from train.presets import load_preset
+from train.processes.signals import StoppedBySignal
 from train.reporting import plots
 from train.reporting.metrics import EpochRow, RunRecord
 
@@ -51,6 +53,19 @@ def test_compare_goes_on_where_it_was_stopped(tiny_options, tmp_path, run_train,
     code, out, err = run_train(*arguments, "--seed", "3")
     assert code == 2 and err == (f"error: the run in {run} was made with --seed 0, this comparison has 3: "
                                  "give another --output, or the same --seed\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_this_process_alone_stops_the_run(number, tmp_path, monkeypatch):
+    """As `kill` sends it, and no terminal: the run, which is a process of its own, gets it from this one."""
+    run = tmp_path / "run.sh"
+    run.write_text(f"#!/bin/sh\ntrap 'exit {128 + number}' {number:d}\nsleep 0.5\nkill -{number:d} $PPID\n"
+                   "for i in $(seq 30); do sleep 0.1; done\n")
+    run.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(run))
+    with pytest.raises(StoppedBySignal, match="^stopped: repeat the command to go on$") as stop:
+        compare_precision.run_training(load_preset("cpu_sample"), tmp_path)
+    assert stop.value.exit_code == 128 + number
 
 
 def test_options_that_make_a_configuration():

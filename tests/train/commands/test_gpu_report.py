@@ -153,6 +153,24 @@ def test_stopped_within_a_precision_of_inference(run_train, tmp_path, monkeypatc
     assert again.figures[:2] == found.figures and len(again.figures) == 4 and again.complete
 
 
+def test_no_time_for_the_larger_batches_of_inference(run_train, tmp_path, monkeypatch):
+    command = ("gpu-report", "--device", "cpu", "--output", tmp_path, "--sections", "inference")
+    monkeypatch.setattr(inference, "CPU_BATCHES", (1, 2, 12))
+    with monkeypatch.context() as patch:
+        patch.setattr(section.Bench, "spent", property(lambda self: 1e9 * len(self.figures)))  # the first takes it all
+        code, out, err = run_train(*command)
+    assert code == 0, err
+    found = Report.read(tmp_path / "report.json").sections["inference"]
+    assert [each.size for each in found.figures] == ["batch 1"] and not found.complete
+    (note,) = found.notes
+    assert note.startswith("fp32 with batch 2, 12: the section's ") and note in (tmp_path / "report.md").read_text()
+    assert "no room" not in out
+
+    assert run_train(*command)[0] == 0
+    again = Report.read(tmp_path / "report.json").sections["inference"]
+    assert again.figures[0] == found.figures[0] and len(again.figures) == 3 and again.complete
+
+
 def test_cost(run_train, tiny_data, tmp_path, monkeypatch):
     # In this process; a run that is complete is not done again.
     monkeypatch.setattr(cost, "run_training", lambda config, folder: folder.exists() or main(run_arguments(config)))

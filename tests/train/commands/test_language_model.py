@@ -89,6 +89,7 @@ def test_resume(run_train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             (["--sequences", "8"], "of a run with --sequences 16, and this one has --sequences 8: leave it out, or")):
         code, _, err = run_train(*go_on, *options)
         assert code == 2 and sentence in err and err.count("\n") == 1, err
+        assert err.startswith(f"error: the checkpoint {checkpoint.find(str(tmp_path / 'two'))}")
     code, _, err = run_train("validate", "--checkpoint", tmp_path / "two")
     assert code == 2 and "is of a language model, and not of a network for images" in err
     code, again, err = run_train(*go_on, "--log-every", "50")

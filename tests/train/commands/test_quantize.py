@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import shutil
 import signal
@@ -441,9 +443,12 @@ def test_int8_without_onnx_is_refused(quantised: Path, tmp_path: Path, run_train
 
 def test_a_folder_without_write_access_is_named_at_once(run_folder: Path, run_train: RunTrain,
                                                         monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write everywhere
+    def refuse(dir: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)  # root may write everywhere
     code, out, err = run_train("quantize", "--checkpoint", run_folder, "--images", "16")
-    assert (code, out) == (2, "") and "int8-best.npz, as nothing can be written to its folder: copy the check" in err
+    assert (code, out) == (2, "") and "int8-best.npz (Permission denied): copy the checkpoint to another folder" in err
 
 
 def test_no_place_to_write_to(quantised: Path, trained: Checkpoint) -> None:

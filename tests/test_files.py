@@ -1,0 +1,43 @@
+"""Files: whether there is a place for one, before what takes minutes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from common.errors import UserError
+from common.files import check_place, write
+
+
+@pytest.mark.parametrize("name, reason", [
+    ("file/x", "Not a directory"), ("file/new/x", "Not a directory"), ("folder", "Is a directory"),
+    ("nowhere/x", "No such file or directory"),
+])
+def test_no_place(name, reason, tmp_path):
+    """What is said before is what writing would say, but for the advice."""
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "nowhere").symlink_to("/nowhere/at all")
+    with pytest.raises(UserError) as error:
+        check_place(tmp_path / name, "give another --output")
+    assert str(error.value) == f"cannot write {tmp_path / name} ({reason}): give another --output"
+    with pytest.raises(UserError, match=f"^cannot write {tmp_path / name} "):
+        write(tmp_path / name, b"")
+
+
+def test_a_file_system_that_nobody_may_write_to():
+    """Whose permissions let root."""
+    with pytest.raises(UserError, match=r"^cannot write /proc/runs/x \("):
+        check_place(Path("/proc/runs/x"), "give another --output")
+
+
+@pytest.mark.parametrize("name", ["x", "new/folder/x", "there"])
+def test_a_place(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("there").touch()
+    check_place(Path(name), "")
+    assert os.listdir() == ["there"], "nothing is made"
+    write(Path(name), b"1")
+    assert Path(name).read_bytes() == b"1"
