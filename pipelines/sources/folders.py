@@ -78,6 +78,11 @@ def class_folders(folder: Path) -> list[str]:
         return sorted(name for name in names if not name.startswith(".") and name != "__MACOSX")
 
 
+def class_places(folder: Path) -> dict[str, Path]:
+    """The class folders by name, each where it really is: it may be a link."""
+    return {name: (folder / name).resolve() for name in class_folders(folder)}
+
+
 def broken_links(folder: Path) -> list[str]:
     """Sorted paths of the links, in the place of class folders, that lead to no folder. Those to a file with an ending
     are meant as files: classes.txt and others."""
@@ -205,12 +210,24 @@ def find_images(path: Path, split: str) -> tuple[Classes, dict[str, list[Path]],
         )
     if broken := broken_links(path):
         remarks.append(f"{path}: links that lead to no folder are left out: {_some(broken)}")
+    if split == "val" and (shared := _shared_with_training(path)):
+        remarks.append(f"{path}: these class folders are the same as those in {path.parent / 'train'}, so validation "
+                       f"has training images: {_some(shared)} (give it images of its own)")
     if empty := [name for name in sorted(files.keys() - dict(classes).keys()) if not files[name]]:
         remarks.append(f"{path}: no class is made of folders without an image: {_some(empty)}")
     remarks += left_out.remarks(path)
     if not any(files.values()):
         raise no_images(path, remarks)
     return classes, files, remarks
+
+
+def _shared_with_training(path: Path) -> list[str]:
+    """The class folders in a folder `val` that are, by links, those in `train` beside it."""
+    train = path.parent / "train"
+    if path.name != "val" or not train.is_dir():
+        return []
+    of_training = set(class_places(train).values())
+    return [name for name, place in class_places(path).items() if place in of_training]
 
 
 def open_folders(path: Path, split: str) -> FileSource:
