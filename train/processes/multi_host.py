@@ -154,18 +154,18 @@ def main(arguments: Sequence[str]) -> int:
     if not count:
         raise TrainError(f"the host discovery script {own.host_discovery_script} names no machine yet; give -n, the "
                          "processes to wait for")
-    command = [sys.executable, "-m", "train.processes.launch", *passed]
-    print(shlex.join(["horovodrun", "--gloo", "-np", str(count), *words, *command]), flush=True)
+    os.environ[LAUNCHER_VARIABLE] = shlex.join(["scripts/multi_host.sh", "-n", str(count), *words])
+    # Horovod has a shell run the script.
+    words = [shlex.quote(word) if word == own.host_discovery_script else word for word in words]
+    asked = ["--gloo", "-np", str(count), *words, sys.executable, "-m", "train.processes.launch", *passed]
+    print(shlex.join(["horovodrun", *asked]), flush=True)
     if count > available:
         print(f"waiting for {count} processes; {own.host_discovery_script} names {available} so far", flush=True)
-    os.environ[LAUNCHER_VARIABLE] = shlex.join(["scripts/multi_host.sh", "-n", str(count), *words])
     if __name__ == "__main__":
         signal.signal(signal.SIGINT, interrupt)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
-        # Horovod has a shell run the script.
-        words = [shlex.quote(word) if word == own.host_discovery_script else word for word in words]
-        return horovodrun(["--gloo", "-np", str(count), *words, *command])
+        return horovodrun(asked)
     except StoppedBySignal as stop:
         print(stop, file=sys.stderr, flush=True)
         return stop.exit_code
