@@ -42,6 +42,7 @@ from train.processes.worker import (
     STOPPED,
     TOLD,
     WAY_OUT,
+    Hung,
     Processes,
     Slot,
     Worker,
@@ -146,11 +147,12 @@ def _wait(processes: Processes) -> int:
     """Until all have ended, or until GRACE_SECONDS after the first one that failed, or after a second request to stop.
 
     One that stopped because it was asked to has not failed: process 0 still writes the report then; nor has another one
-    that was killed by then. Prints the last words of the one whose fault it was: the others fail because of it, perhaps
-    even before it is gone. Not where it ended by one of the signals handed on, as it does while it starts.
+    that was killed by then. Prints the last words of the one whose fault it was, or that it hung, when the others have
+    had their say, and Horovod: they fail because of it, perhaps even before it is gone. Not where it ended by one of
+    the signals handed on, as it does while it starts.
     """
     failed: list[Worker] = []  # in the order in which they were seen
-    has_hung = False
+    hang: Hung | None = None
     deadline = float("inf")
     while time.monotonic() < deadline:
         running = processes.running
@@ -160,12 +162,11 @@ def _wait(processes: Processes) -> int:
             deadline = time.monotonic() + GRACE_SECONDS
         if not running:
             break
-        hang = None if failed else processes.end_hang()
-        if hang:
-            has_hung, deadline = True, time.monotonic() + GRACE_SECONDS
-            print(f"error: {hang.sentence}, so the run ends; {WAY_OUT}", file=sys.stderr, flush=True)
+        if not (failed or hang) and (hang := processes.end_hang()):
+            deadline = time.monotonic() + GRACE_SECONDS
         time.sleep(POLL_SECONDS)
-    if has_hung:
+    if hang:
+        print(f"error: {hang.sentence}, so the run ends; {WAY_OUT}", file=sys.stderr, flush=True)
         return EXIT_HUNG_PROCESS
     if processes.running and not failed:
         return 128 + processes.signals[-1]
