@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import signal
 
-from train.processes.signals import STOPPED_EARLY, StoppedBySignal, ending_with, interrupt, leave_at
+from train.processes.signals import STOPPED_EARLY, ending_with, leave_at, see_through
 
 if __name__ == "__main__":
     leave_at(signal.SIGINT, signal.SIGTERM)
@@ -25,6 +25,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -235,16 +236,9 @@ def main(arguments: Sequence[str]) -> int:
     os.environ[LAUNCHER_VARIABLE] = f"{SCRIPT} -n {len(slots)}{elastic}{patience}"
     if len(slots) == 1 and not own.min_np:
         _become(command, slots[0])  # alone it needs neither Horovod nor this process
-    if __name__ == "__main__":
-        signal.signal(signal.SIGINT, interrupt)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    try:
-        if own.min_np:
-            return launch_elastic(slots, command, own.min_np, own.cooldown, own.hang_seconds)
-        return launch(slots, command, own.hang_seconds)
-    except StoppedBySignal as stop:
-        print(stop, file=sys.stderr, flush=True)
-        return stop.exit_code
+    if own.min_np:
+        return see_through(partial(launch_elastic, slots, command, own.min_np, own.cooldown, own.hang_seconds))
+    return see_through(partial(launch, slots, command, own.hang_seconds))
 
 
 def _become(command: list[str], slot: Slot) -> NoReturn:

@@ -69,12 +69,15 @@ class Worker(NamedTuple):
 
     def last_words(self) -> str:
         """Why it ended."""
-        code = self.process.returncode
-        if code >= 0:
-            return f"{self.place} failed with exit code {code}"
-        name = signal.Signals(-code).name
-        memory = ", as the kernel does when the machine's memory runs out" if -code == signal.SIGKILL else ""
-        return f"{self.place} was killed by {name}{memory}"
+        return f"{self.place} {how_it_ended(self.process.returncode)}"
+
+
+def how_it_ended(code: int) -> str:
+    """In words, behind a process's name: its exit code, or below 0 the number of the signal that has ended it."""
+    if code >= 0:
+        return f"failed with exit code {code}"
+    memory = ", as the kernel does when the machine's memory runs out" if -code == signal.SIGKILL else ""
+    return f"was killed by {signal.Signals(-code).name}{memory}"
 
 
 def exit_code(code: int) -> int:

@@ -183,7 +183,8 @@ def test_time_to_save(monkeypatch):
 @pytest.mark.parametrize("error, code, words", [
     (RuntimeError("one of them:\nProcess name: 1\nExit code: 2\n"), 2, ""),  # has told its user's mistake itself
     (RuntimeError("one of them:\nProcess name: 1\nExit code: 7\n"), 7, "error: process 1 failed with exit code 7"),
-    (RuntimeError("one of them:\nProcess name: 3\nExit code: 137\n"), 137, "error: process 3 was killed by SIGKILL"),
+    (RuntimeError("one of them:\nProcess name: 3\nExit code: 137\n"), 137,
+     "error: process 3 was killed by SIGKILL, as the kernel does when the machine's memory runs out, so the run ends"),
 ])
 def test_last_words(error, code, words, monkeypatch, capsys):
     runner = pytest.importorskip("horovod.runner.launch")
