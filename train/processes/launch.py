@@ -43,7 +43,7 @@ from train.processes.worker import (
     STOPPED,
     TOLD,
     WAY_OUT,
-    Hung,
+    EndedHang,
     Processes,
     Slot,
     Worker,
@@ -153,7 +153,7 @@ def _wait(processes: Processes) -> int:
     the signals handed on, as it does while it starts.
     """
     failed: list[Worker] = []  # in the order in which they were seen
-    hang: Hung | None = None
+    hang: EndedHang | None = None
     deadline = float("inf")
     while time.monotonic() < deadline:
         running = processes.running
