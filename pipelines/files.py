@@ -8,7 +8,7 @@ import os
 import shutil
 import stat
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 import numpy as np
 
@@ -25,10 +25,10 @@ _KINDS = {
 }
 
 
-def open_file(path: Path) -> BinaryIO:
-    """Open a file to read its bytes. Raises OSError, also for what is no file: of a named pipe or a device the bytes
-    might never come."""
-    return open(path, "rb", opener=_open_without_waiting)
+def open_file(path: Path, mode: Literal["rb", "ab"] = "rb") -> BinaryIO:
+    """Open a file to read its bytes, or to add some. Raises OSError, also for what is no file: for a named pipe or a
+    device one might wait for ever."""
+    return open(path, mode, opener=_open_without_waiting)
 
 
 def read_file(path: Path) -> bytes:
@@ -44,7 +44,8 @@ def check_is_file(path: Path | str | bytes) -> None:
 
 def _open_without_waiting(path: str, flags: int) -> int:
     try:
-        descriptor = os.open(path, flags | os.O_NONBLOCK)  # else the opening of a pipe waits for who writes into it
+        # Else the opening of a pipe waits for somebody at its other end.
+        descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
     except OSError:
         check_is_file(path)  # of a socket it knows more than "No such device or address"
         raise

@@ -27,7 +27,7 @@ from PIL import Image
 
 from common.files import lock
 from pipelines.errors import DataError, check_not_negative, check_positive
-from pipelines.files import link_beside, open_file, read_lines, write_text
+from pipelines.files import link_beside, open_file, read_file, read_lines, write_text
 from pipelines.inspect_image import inspect_image
 from pipelines.progress import map_in_order
 from pipelines.recordio import index_path, pack_record
@@ -200,7 +200,8 @@ def write_records(plan: Plan, output: Path, split: str, options: Options) -> tup
             return journal.finish(record_path), skipped
     except OSError as error:
         raise DataError(
-            f"{output}: cannot be written ({error.strerror}); mend that, and the same command goes on where it stopped"
+            f"{error.filename or output}: cannot be written ({error.strerror}); mend that, and the same command goes "
+            "on where it stopped"
         ) from None
 
 
@@ -284,7 +285,7 @@ class _Journal:
     def __init__(self, output: Path, split: str, fingerprint: str):
         self._records_path = output / f".{split}.rec.partial"
         self._path = journal_path(output, split)
-        self._records = self._records_path.open("ab")
+        self._records = open_file(self._records_path, "ab")
         if not lock(self._records):
             raise DataError(f"{self._records_path}: another process is writing it; wait until it is done")
         finished = output / f"{split}.rec"
@@ -297,7 +298,7 @@ class _Journal:
         done = 0
         if self._path.exists():
             remedy = f"remove .{split}.journal and .{split}.rec.partial"
-            first, *lines = self._path.read_text(errors="replace").splitlines(keepends=True) or [""]
+            first, *lines = read_file(self._path).decode(errors="replace").splitlines(keepends=True) or [""]
             if first.strip() != fingerprint:
                 raise DataError(
                     f"{self._path}: an interrupted conversion of other images or options lies there; repeat that "
@@ -380,7 +381,7 @@ def _write_classes(path: Path, classes: Classes) -> None:
                             "a tab or blanks at an end would be lost; rename its folder")
     text = "".join(lines)
     if path.exists():
-        if path.read_text(encoding="utf-8", errors="replace") != text:
+        if read_file(path).decode(errors="replace").splitlines() != text.splitlines():
             raise DataError(f"{path}: lists other classes than the images have; choose another output folder")
         return
     write_text(path, text)

@@ -15,9 +15,10 @@ import hashlib
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +34,7 @@ from pipelines.inspect_image import Finding, inspect_image
 from pipelines.progress import map_in_order
 from pipelines.recordio import BrokenRecordError, RecordFile, index_path, read_index
 from pipelines.sources import Classes, Source, locate, open_source, read_classes, same_images
-from pipelines.sources.folders import find_images, list_entry
+from pipelines.sources.folders import find_images, list_entry, some
 from pipelines.transform import MAX_PIXELS
 
 _NUM_SHOWN = 40  # findings listed one by one
@@ -53,6 +54,7 @@ class Usable(NamedTuple):
 
     name: str
     line: str  # of the clean index or list
+    label: int | None
     digest: bytes  # of its encoded bytes
 
 
@@ -66,6 +68,13 @@ class Report(NamedTuple):
     usable: list[Usable]
     is_shared: bool = False  # validation finds the same images in these folders: it is to read the same list, then
     remarks: Sequence[str] = ()  # what is left out of the data
+    classes: Mapping[int, str] = MappingProxyType({})  # that have images: their folders or synsets, by label
+
+    @property
+    def lost_classes(self) -> list[str]:
+        """Classes that have images, but no usable one."""
+        left = {image.label for image in self.usable}
+        return [name for label, name in self.classes.items() if label not in left]
 
     @property
     def num_unusable(self) -> int:
@@ -86,17 +95,19 @@ def verify_split(
     findings: list[tuple[str, Finding]] = []
     remarks: list[str] = []
     clean_path: Path | None = None
+    classes = read_classes(path.parent)
     if found.format == "RecordIO":
-        items, clean_path = _record_items(path, num_classes, findings), index_path(path)
+        items, clean_path = _record_items(path, len(classes) or num_classes, findings), index_path(path)
     elif found.format == "list":
-        items, clean_path = _list_items(path), path
+        items, clean_path = _list_items(path, len(classes) or None), path
     elif found.format == "folders":
         classes, files, remarks = find_images(path, split)
         items = _folder_items(classes, files)
         clean_path = path / f"{split}.lst" if path == Path(data).expanduser() else path.parent / f"{split}.lst"
         items = [item._replace(line=_relative(item, clean_path.parent)) for item in items]
     else:
-        items = _source_items(open_source(data, split, num_classes))
+        source = open_source(data, split, num_classes)
+        classes, items = source.classes, _source_items(source)
     if to_clean and clean_path:
         check_place(clean_path, "check permissions and space")
     usable = []
@@ -111,9 +122,11 @@ def verify_split(
         if finding:
             findings.append((item.name, finding))
         if not finding or finding.usable:
-            usable.append(Usable(item.name, item.line, digest))
+            usable.append(Usable(item.name, item.line, item.label, digest))
     is_shared = found.format == "folders" and split == "train" and same_images(data)
-    return Report(path, num_images, findings, clean_path, usable, is_shared, remarks)
+    folders = dict(enumerate(folder for folder, _ in classes))
+    names = {item.label: folders.get(item.label, str(item.label)) for item in items if item.label is not None}
+    return Report(path, num_images, findings, clean_path, usable, is_shared, remarks, names)
 
 
 def leave_out_duplicates(train: Report, val: Sequence[Usable]) -> Report:
@@ -179,6 +192,9 @@ def print_report(report: Report, console: Console) -> None:
             print(f"... and {len(report.findings) - _NUM_SHOWN:,} more; redirect the output to a file to see them all")
     for remark in report.remarks:
         print(remark)
+    if lost := report.lost_classes:
+        print(f"{report.path}: no image of these classes is usable: {some(lost)} (replace the images, or remove the "
+              "classes)")
     kinds = Counter(finding.kind for _, finding in report.findings)
     print(f"{report.path}: {report.num_images:,} images, {report.num_unusable:,} unusable"
           + (": " + ", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common()) if kinds else ""))
@@ -207,8 +223,9 @@ def _messages(
         yield from found.items()
 
 
-def _record_items(path: Path, num_classes: int | None, findings: list[tuple[str, Finding]]) -> list[Item]:
-    """The records in the index's order; if the index is missing or wrong, those that are found in the file."""
+def _record_items(path: Path, count: int | None, findings: list[tuple[str, Finding]]) -> list[Item]:
+    """The records in the index's order; if the index is missing or wrong, those that are found in the file. `count`: of
+    the classes, if that is known."""
     file = RecordFile(path)
     there = list(file.scan())
     try:
@@ -224,7 +241,6 @@ def _record_items(path: Path, num_classes: int | None, findings: list[tuple[str,
         findings.append((f"{path} record {key}", Finding("index", what, False)))
     if wrong or not entries:
         entries = list(enumerate(there))
-    count = len(read_classes(path.parent)) or num_classes
 
     def item(key: int, offset: int) -> Item:
         try:
@@ -251,15 +267,14 @@ def _folder_items(classes: Classes, files: dict[str, list[Path]]) -> list[Item]:
             for folder, images in files.items() for file in images]
 
 
-def _list_items(path: Path) -> list[Item]:
-    count = len(read_classes(path.parent))
+def _list_items(path: Path, count: int | None) -> list[Item]:
     items = []
     for line in filter(str.strip, read_lines(path)):
         try:
             label, name = list_entry(line)
         except ValueError:
             label, name = -1, line.rpartition("\t")[2]
-        known = label >= 0 and (not count or label < count)
+        known = label >= 0 and (count is None or label < count)
         file = path.parent / name
         items.append(Item(str(file), line + "\n", label if known else None, partial(read_file, file)))
     return items

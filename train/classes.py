@@ -106,11 +106,12 @@ def _by_name(data: str, found: Classes, known: Classes, whose: str) -> list[int]
         as_it_is = label if is_alike or (name == str(label) and label < len(known)) else None
         if (its_number := number.get(key, number.get(name, as_it_is))) is None:
             raise TrainError(f"the class {name!r} of {data} is none of the {len(known)} classes of {whose} "
-                             f"({_some(known)}): give data of these classes, or train on those that it has")
+                             f"({some(known)}): give data of these classes, or train on those that it has")
         labels.append(its_number)
     return labels
 
 
-def _some(classes: Classes) -> str:
+def some(classes: Classes) -> str:
+    """Names of the first classes and the last, for a sentence."""
     names = [repr(name) for name in _names(classes)]
     return ", ".join(names if len(names) <= 4 else [*names[:3], f"... {names[-1]}"])

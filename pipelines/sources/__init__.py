@@ -135,10 +135,16 @@ def splits_of(data: str | Path) -> list[str]:
 
 
 def same_images(data: str | Path) -> bool:
-    """Whether training and validation find the same images there, also by a link. Raises OSError."""
-    places = [_find(Path(data).expanduser(), split) for split in ("train", "val")]
-    files = [[file.resolve() for file in place.files] for place in places if place]
-    return len(files) == 2 and files[0] == files[1]
+    """Whether training and validation find the same images there, also by links. Raises OSError."""
+    train, val = (_find(Path(data).expanduser(), split) for split in ("train", "val"))
+    return train is not None and val is not None and _places(train) == _places(val)
+
+
+def _places(location: Location) -> list[Path]:
+    """Where the files, or class folders, of a split really are."""
+    if location.format == "folders":
+        return list(folders.class_places(location.path).values())
+    return [file.resolve() for file in location.files]
 
 
 def _check_val_split(data: str | Path, val_split: float) -> None:

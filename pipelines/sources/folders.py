@@ -78,6 +78,11 @@ def class_folders(folder: Path) -> list[str]:
         return sorted(name for name in names if not name.startswith(".") and name != "__MACOSX")
 
 
+def class_places(folder: Path) -> dict[str, Path]:
+    """The class folders by name, each where it really is: it may be a link."""
+    return {name: (folder / name).resolve() for name in class_folders(folder)}
+
+
 def broken_links(folder: Path) -> list[str]:
     """Sorted paths of the links, in the place of class folders, that lead to no folder. Those to a file with an ending
     are meant as files: classes.txt and others."""
@@ -102,7 +107,7 @@ class LeftOut(defaultdict[str, list[str]]):
 
     def remarks(self, folder: Path) -> list[str]:
         """Sentences about all of them, for the owner of the folder that they were found in."""
-        named = [f"{folder}: {kind} are left out: {_some(self[kind])}"
+        named = [f"{folder}: {kind} are left out: {some(self[kind])}"
                  for kind in (LINKS, HIDDEN_FOLDERS, HIDDEN_IMAGES) if kind in self]
         if self.unread:
             named.append(f"{folder}: files of formats that are not read are left out: {self.unread} (convert them to "
@@ -172,7 +177,7 @@ def folder_classes(path: Path, split: str) -> Classes:
     if not folders:
         inside = "only files" if any(path.iterdir()) else "nothing"
         if broken := broken_links(path):
-            inside = f"only links that lead to no folder ({_some(broken)}) and files"
+            inside = f"only links that lead to no folder ({some(broken)}) and files"
         raise DataError(
             f"data path {path} holds {inside}, no class folders; put the images of each class into a folder of its own"
         )
@@ -204,13 +209,25 @@ def find_images(path: Path, split: str) -> tuple[Classes, dict[str, list[Path]],
             f"{'are' if loose > 1 else 'is'} left out"
         )
     if broken := broken_links(path):
-        remarks.append(f"{path}: links that lead to no folder are left out: {_some(broken)}")
+        remarks.append(f"{path}: links that lead to no folder are left out: {some(broken)}")
+    if split == "val" and (shared := _shared_with_training(path)):
+        remarks.append(f"{path}: these class folders are the same as those in {path.parent / 'train'}, so validation "
+                       f"has training images: {some(shared)} (give it images of its own)")
     if empty := [name for name in sorted(files.keys() - dict(classes).keys()) if not files[name]]:
-        remarks.append(f"{path}: no class is made of folders without an image: {_some(empty)}")
+        remarks.append(f"{path}: no class is made of folders without an image: {some(empty)}")
     remarks += left_out.remarks(path)
     if not any(files.values()):
         raise no_images(path, remarks)
     return classes, files, remarks
+
+
+def _shared_with_training(path: Path) -> list[str]:
+    """The class folders in a folder `val` that are, by links, those in `train` beside it."""
+    train = path.parent / "train"
+    if path.name != "val" or not train.is_dir():
+        return []
+    of_training = set(class_places(train).values())
+    return [name for name, place in class_places(path).items() if place in of_training]
 
 
 def open_folders(path: Path, split: str) -> FileSource:
@@ -229,7 +246,8 @@ def open_folders(path: Path, split: str) -> FileSource:
     return FileSource(path, files, labels, classes, remarks)
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
+    """The first of the names, for a sentence."""
     return ", ".join(names if len(names) <= 4 else [*names[:3], f"and {len(names) - 3:,} more"])
 
 

@@ -90,6 +90,18 @@ def test_a_pipe_in_place_of_a_data_file(tmp_path, name):
             open_source(tmp_path, "train")
 
 
+@pytest.mark.parametrize("name", [".train.rec.partial", ".train.journal", "classes.txt"])
+def test_a_pipe_in_place_of_a_file_that_is_written(folder, tmp_path, name):
+    plan, path = plan_files(folder, "train"), tmp_path / "out" / name
+    path.parent.mkdir()
+    os.mkfifo(path)
+    with pytest.raises(DataError, match=rf"{path}: cannot be written \(a named pipe, not a file\); mend that, and the"):
+        make_records.write_records(plan, path.parent, "train", Options())
+    path.unlink()
+    assert make_records.write_records(plan, path.parent, "train", Options()) == (12, [])
+    assert (path.parent / "train.rec").stat().st_mode & 0o111 == 0
+
+
 def numbered_records(folder):
     """40 records, of which the first half of the file's bytes holds some twenty."""
     write_records(folder / "train.rec", [image() for _ in range(40)], [0.0] * 40)

@@ -106,10 +106,17 @@ def test_verify_says_so_with_its_exit_code_and_mends(tmp_path, capsys):
     files = write_folder(tmp_path / "train", 6, 2, seed=1)
     files[3].write_bytes(b"no image")
     code, out, _ = run(capsys, "verify", tmp_path)
-    assert code == 1 and "6 images, 1 unusable: 1 not an image" in out
+    assert code == 1 and "6 images, 1 unusable: 1 not an image" in out and "no image of these classes" not in out
     code, out, _ = run(capsys, "verify", tmp_path, "--write-clean")
     assert code == 0 and "train.lst: 5 usable images" in out
     assert run(capsys, "verify", tmp_path)[0] == 0
+
+
+def test_verify_names_classes_without_a_usable_image(tmp_path, capsys):
+    for file in write_folder(tmp_path / "train", 6, 2, seed=1)[3:]:
+        file.write_bytes(b"")
+    code, out, _ = run(capsys, "verify", tmp_path, "--write-clean")
+    assert code == 0 and f"{tmp_path}/train: no image of these classes is usable: c01 (replace the images, or" in out
 
 
 def test_verify_finds_training_images_that_are_in_validation_too(tmp_path, capsys):
@@ -161,7 +168,7 @@ def test_without_splits_validation_reads_what_training_reads(folder, tmp_path, c
     broken = folder / "c01/004.JPEG"
     broken.write_bytes(b"no image")
     code, out, _ = run(capsys, "make-records", folder, tmp_path / "out", "--on-bad-image", "skip")
-    assert code == 0 and f"out/val.rec: these images too, as {folder} has no train and val" in out
+    assert code == 0 and f"out/val.rec: these images too, as {folder} has no validation images of its own" in out
     for _ in range(2):  # a second time from the lists, after new damage
         assert run(capsys, "verify", folder, "--write-clean")[0] == 0
         names = {split: names_of(open_source(folder, split)) for split in ("train", "val")}

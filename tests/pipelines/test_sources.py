@@ -11,7 +11,7 @@ from image_helpers import encode, smooth_image, write_folder, write_records
 
 from pipelines import DataError, sources
 from pipelines.make_records import plan_files
-from pipelines.sources import open_source
+from pipelines.sources import open_source, same_images
 from pipelines.verify import verify_split, write_clean
 
 
@@ -107,6 +107,31 @@ def test_links_that_lead_to_no_class_folder_are_told(tmp_path):
     assert source.class_names == ["c00", "c01", "good"] and list(source.remarks) == expected
     assert verify_split(str(tmp_path), "train").remarks == expected
     assert plan_files(tmp_path, "train").remarks == expected
+
+
+def test_validation_that_is_training_by_links_is_told(tmp_path):
+    """Of some classes, of all, and of all at once."""
+    train, val = tmp_path / "train", tmp_path / "val"
+    write_folder(train, 6, 3, seed=1)
+    write_folder(val / "c02", 1, 1, seed=2)
+    (val / "c02/c00").rename(val / "c02/images")
+
+    def told() -> tuple[list[str], bool]:
+        return list(open_source(tmp_path, "val").remarks), same_images(tmp_path)
+
+    assert told() == ([], False)
+    sentence = (f"{val}: these class folders are the same as those in {train}, so validation has training images: "
+                "%s (give it images of its own)")
+    for name in ("c00", "c01"):
+        (val / name).symlink_to(f"../train/{name}")
+    assert told() == ([sentence % "c00, c01"], False)
+    shutil.rmtree(val / "c02")
+    (val / "c02").symlink_to(train / "c02")
+    assert told() == ([sentence % "c00, c01, c02"], True)
+    assert list(open_source(tmp_path, "train").remarks) == []
+    shutil.rmtree(val)
+    val.symlink_to("train")
+    assert told() == ([sentence % "c00, c01, c02"], True)
 
 
 def test_folders_without_an_image_are_no_classes(tmp_path, capsys):

@@ -6,7 +6,7 @@ from image_helpers import encode, smooth_image, write_folder, write_records
 
 from pipelines import DataError, LoaderConfig, open_loader
 from pipelines.sources import open_source
-from pipelines.verify import verify_split, write_clean
+from pipelines.verify import Usable, leave_out_duplicates, verify_split, write_clean
 
 
 def kinds(report):
@@ -101,3 +101,24 @@ def test_nothing_usable(tmp_path):
     assert report.num_unusable == 3
     with pytest.raises(DataError, match="none of its 3 images is usable; nothing is written"):
         write_clean(report)
+
+
+def test_classes_of_which_nothing_is_left(tmp_path):
+    """By their folders, or by their numbers where these are all that is known; also where it is training alone that
+    loses them."""
+    files = write_folder(tmp_path / "train", 6, 3, seed=2)
+    for file in files[2:4]:
+        file.write_bytes(b"")
+    report = verify_split(str(tmp_path), "train")
+    assert report.lost_classes == ["c01"]
+    in_val = [Usable("val", "", 0, image.digest) for image in report.usable[:2]]
+    assert leave_out_duplicates(report, in_val).lost_classes == ["c00", "c01"]
+    write_clean(report)
+    assert verify_split(str(tmp_path), "train").lost_classes == []
+    files[5].unlink(), files[4].unlink()
+    assert verify_split(str(tmp_path), "train").lost_classes == ["2"]
+    path = tmp_path / "records/train.rec"
+    write_records(path, [*images(2), b"x"], [0.0, 1.0, 4.0])
+    assert verify_split(str(path), "train").lost_classes == ["4"]
+    (path.parent / "classes.txt").write_text("n1\tcat\nn2\ncow\ndog\nn5\towl\n")
+    assert verify_split(str(path), "train").lost_classes == ["n5"]

@@ -66,6 +66,29 @@ def test_a_folder_without_val_is_split(run_train, options, uneven_data, tmp_path
     assert code == 0 and f"{numbers[2]} images, loss" in out, err
 
 
+def test_validation_names_classes_without_an_image(run_train, tiny_data, initial_weights, tmp_path):
+    """Of a list, which cannot be left out of the classes before another one; of a folder that is empty, or is none."""
+    options = ("--checkpoint", initial_weights, "--data", tmp_path, "--device", "cpu", "--num-threads", "1",
+               "--val-image-size", "32")
+    sentence = f"{tmp_path}: no image of these classes was validated on, so accuracy says nothing about them: "
+    for name in ("train", "val"):
+        shutil.copytree(tiny_data, tmp_path / name)
+
+    def told() -> list[str]:
+        code, _, err = run_train("validate", *options)
+        assert code == 0, err
+        return [line.removeprefix(sentence) for line in err.splitlines() if "accuracy" in line]
+
+    assert told() == []
+    for image in (tmp_path / "val/class1").iterdir():
+        image.unlink()
+    assert told() == ["'class1' (add some)"]
+    shutil.rmtree(tmp_path / "val/class2")
+    assert told() == ["'class1', 'class2' (add some)"]
+    (tmp_path / "val.lst").write_text("0\t0\tval/class0/0.jpg\n0\t2\ttrain/class2/0.jpg\n")
+    assert told() == ["'class1' (add some)"]
+
+
 def test_balanced_accuracy_is_told_where_classes_are_uneven(run_train, options, tiny_options, tmp_path):
     for data, told in ((tiny_options, False), (options, True), ([*tiny_options, "--balance", "0.5"], True)):
         folder = tmp_path / f"run{len(list(tmp_path.iterdir()))}"

@@ -205,6 +205,6 @@ def _note_data(trainer: Trainer, recorder: Recorder) -> None:
         found += f" (--val-split {config.val_split:g})"
     recorder.say(found)
     if on_training_images:
-        recorder.say(f"{config.data} has no train and val (docs/data.md): accuracy after an epoch is that on the "
-                     f"{TRAINING_IMAGES}, no validation")
+        recorder.say(f"{config.data} has no validation images of its own (docs/data.md): accuracy after an epoch is "
+                     f"that on the {TRAINING_IMAGES}, no validation")
         recorder.say("--val-split 0.1 would set a tenth of them aside for it")

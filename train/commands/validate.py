@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from common import files
 from graph_passes.executors import Executor
 from train import weights
 from train.build import build_executor, evaluated_images, open_split
+from train.classes import some
 from train.commands.session import name_images, of_network, prepare, shown_skipped
 from train.config import configure
 from train.devices import for_int8
@@ -73,6 +75,10 @@ def main(values: Mapping[str, Any]) -> None:
         print(f"{place}{' in INT8' if int8 else ''}: {sums.count:.0f} {images}{shown_skipped(len(skipped))}, "
               f"loss {loss:.4f}, top-1 {top1:.2%}" + f", top-5 {top5:.2%}" * is_top5_told
               + f", balanced accuracy {balanced:.2%}" * is_balance_wanted)
+        per_class, *_ = validation.outcomes.by_class(trained.num_classes)
+        if unseen := [loader.classes[label] for label in loader.labels if not per_class[label]]:
+            print(f"{config.data}: no image of these classes was validated on, so accuracy says nothing about them: "
+                  f"{some(unseen)} (add some)", file=sys.stderr)
         if folder:
             on = images if images == TRAINING_IMAGES else f"images of {config.data}"
             found = describe(validation.outcomes, loader, trained.progress.epoch, on)

@@ -101,7 +101,7 @@ class ElasticRun:
                 return
         self._bring_back()
         self._let_in()
-        if self._processes.signals_to_stop:
+        if self._processes.is_to_stop:
             for worker in self._members:
                 self._record(worker).stops = 1
 
@@ -193,7 +193,7 @@ class ElasticRun:
 
     def _bring_back(self) -> None:
         for number, when in list(self._returns.items()):
-            if time.monotonic() >= when and not (self._is_over or self._processes.signals_to_stop):
+            if time.monotonic() >= when and not (self._is_over or self._processes.is_to_stop):
                 del self._returns[number]
                 self._start(self._slots[number])
 

@@ -1,4 +1,5 @@
 """Ends the processes of a run whose launcher has been killed: `python -m train.processes.guard`, the launcher's child.
+(The guard of signals.py is another one, which each process has for itself.)
 
 Each process gets SIGTERM by itself when its launcher is gone (PR_SET_PDEATHSIG), saves a checkpoint and ends. One that
 is stopped takes no signal, and one that hangs holds up all. So this wakes those that are stopped, watches the others as

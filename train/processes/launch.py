@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import signal
 
-from train.processes.signals import STOPPED_EARLY, StoppedBySignal, ending_with, interrupt, leave_at
+from train.processes.signals import STOPPED_EARLY, ending_with, leave_at, see_through
 
 if __name__ == "__main__":
     leave_at(signal.SIGINT, signal.SIGTERM)
@@ -25,6 +25,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -42,6 +43,7 @@ from train.processes.worker import (
     STOPPED,
     TOLD,
     WAY_OUT,
+    EndedHang,
     Processes,
     Slot,
     Worker,
@@ -146,11 +148,12 @@ def _wait(processes: Processes) -> int:
     """Until all have ended, or until GRACE_SECONDS after the first one that failed, or after a second request to stop.
 
     One that stopped because it was asked to has not failed: process 0 still writes the report then; nor has another one
-    that was killed by then. Prints the last words of the one whose fault it was: the others fail because of it, perhaps
-    even before it is gone. Not where it ended by one of the signals handed on, as it does while it starts.
+    that was killed by then. Prints the last words of the one whose fault it was, or that it hung, when the others have
+    had their say, and Horovod: they fail because of it, perhaps even before it is gone. Not where it ended by one of
+    the signals handed on, as it does while it starts.
     """
     failed: list[Worker] = []  # in the order in which they were seen
-    has_hung = False
+    hang: EndedHang | None = None
     deadline = float("inf")
     while time.monotonic() < deadline:
         running = processes.running
@@ -160,12 +163,11 @@ def _wait(processes: Processes) -> int:
             deadline = time.monotonic() + GRACE_SECONDS
         if not running:
             break
-        hang = None if failed else processes.end_hang()
-        if hang:
-            has_hung, deadline = True, time.monotonic() + GRACE_SECONDS
-            print(f"error: {hang.sentence}, so the run ends; {WAY_OUT}", file=sys.stderr, flush=True)
+        if not (failed or hang) and (hang := processes.end_hang()):
+            deadline = time.monotonic() + GRACE_SECONDS
         time.sleep(POLL_SECONDS)
-    if has_hung:
+    if hang:
+        print(f"error: {hang.sentence}, so the run ends; {WAY_OUT}", file=sys.stderr, flush=True)
         return EXIT_HUNG_PROCESS
     if processes.running and not failed:
         return 128 + processes.signals[-1]
@@ -234,16 +236,9 @@ def main(arguments: Sequence[str]) -> int:
     os.environ[LAUNCHER_VARIABLE] = f"{SCRIPT} -n {len(slots)}{elastic}{patience}"
     if len(slots) == 1 and not own.min_np:
         _become(command, slots[0])  # alone it needs neither Horovod nor this process
-    if __name__ == "__main__":
-        signal.signal(signal.SIGINT, interrupt)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    try:
-        if own.min_np:
-            return launch_elastic(slots, command, own.min_np, own.cooldown, own.hang_seconds)
-        return launch(slots, command, own.hang_seconds)
-    except StoppedBySignal as stop:
-        print(stop, file=sys.stderr, flush=True)
-        return stop.exit_code
+    if own.min_np:
+        return see_through(partial(launch_elastic, slots, command, own.min_np, own.cooldown, own.hang_seconds))
+    return see_through(partial(launch, slots, command, own.hang_seconds))
 
 
 def _become(command: list[str], slot: Slot) -> NoReturn:

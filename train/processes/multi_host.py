@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 
-from train.processes.signals import STOPPED_EARLY, StoppedBySignal, ending_with, interrupt, leave_at
+from train.processes.signals import STOPPED_EARLY, ending_with, leave_at, see_through
 
 if __name__ == "__main__":
     leave_at(signal.SIGINT, signal.SIGTERM)
@@ -21,6 +21,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -31,7 +32,7 @@ from train.__main__ import understood
 from train.errors import TrainError
 from train.processes import launch
 from train.processes.invocation import LAUNCHER_VARIABLE
-from train.processes.worker import TOLD
+from train.processes.worker import TOLD, WAY_OUT, how_it_ended
 
 SECONDS_TO_SAVE = 60  # that a process of the run has when it is told to end, and to report
 if __name__ == "__mp_main__":  # in the processes with which Horovod starts those of the run, and ends them
@@ -154,21 +155,14 @@ def main(arguments: Sequence[str]) -> int:
     if not count:
         raise TrainError(f"the host discovery script {own.host_discovery_script} names no machine yet; give -n, the "
                          "processes to wait for")
-    command = [sys.executable, "-m", "train.processes.launch", *passed]
-    print(shlex.join(["horovodrun", "--gloo", "-np", str(count), *words, *command]), flush=True)
+    os.environ[LAUNCHER_VARIABLE] = shlex.join(["scripts/multi_host.sh", "-n", str(count), *words])
+    # Horovod has a shell run the script.
+    words = [shlex.quote(word) if word == own.host_discovery_script else word for word in words]
+    asked = ["--gloo", "-np", str(count), *words, sys.executable, "-m", "train.processes.launch", *passed]
+    print(shlex.join(["horovodrun", *asked]), flush=True)
     if count > available:
         print(f"waiting for {count} processes; {own.host_discovery_script} names {available} so far", flush=True)
-    os.environ[LAUNCHER_VARIABLE] = shlex.join(["scripts/multi_host.sh", "-n", str(count), *words])
-    if __name__ == "__main__":
-        signal.signal(signal.SIGINT, interrupt)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    try:
-        # Horovod has a shell run the script.
-        words = [shlex.quote(word) if word == own.host_discovery_script else word for word in words]
-        return horovodrun(["--gloo", "-np", str(count), *words, *command])
-    except StoppedBySignal as stop:
-        print(stop, file=sys.stderr, flush=True)
-        return stop.exit_code
+    return see_through(partial(horovodrun, asked))
 
 
 def horovodrun(arguments: Sequence[str]) -> int:
@@ -190,10 +184,9 @@ def horovodrun(arguments: Sequence[str]) -> int:
             raise ProgramError(sentence + hint) from None
         process, code = failed[1], int(failed[2])
         if code not in TOLD:
-            by_signal = code - 128 in set(signal.Signals)
-            end = f"was killed by {signal.Signals(code - 128).name}" if by_signal else f"failed with exit code {code}"
-            print(f"error: process {process} {end}, so the run ends; its last checkpoint, if there is one, is whole: "
-                  "go on with --resume and the run's folder", file=sys.stderr, flush=True)
+            by_signal = code - 128 in set(signal.Signals)  # as shells have it
+            print(f"error: process {process} {how_it_ended(128 - code if by_signal else code)}, so the run ends; "
+                  f"{WAY_OUT}", file=sys.stderr, flush=True)
         return code
     return 0
 

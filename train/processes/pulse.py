@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import numpy as np
 
-VARIABLE = "RESNET_PULSE"  # environment variable: descriptor of the memory, and which of its records is this process's
+PULSE_VARIABLE = "RESNET_PULSE"  # environment variable: descriptor of the memory, and the number of the record there
 POLL_SECONDS = 0.02
 DEVICE_SECONDS = 1.0
 
@@ -101,7 +101,7 @@ class Pulse:
     """The record of this process. Without a launcher that watches, it is one that nobody reads."""
 
     def __init__(self) -> None:
-        place = os.environ.pop(VARIABLE, "")  # not for the programs that this process starts
+        place = os.environ.pop(PULSE_VARIABLE, "")  # not for the programs that this process starts
         self.is_watched = bool(place)
         self._record = Record()
         self._step_end: float | None = None  # seconds; of the step before, if nothing that takes time came in between

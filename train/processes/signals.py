@@ -13,6 +13,7 @@ import contextlib
 import os
 import select
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType, TracebackType
@@ -142,6 +143,19 @@ def ending_with(sentence: str) -> Iterator[None]:
             yield
     except KeyboardInterrupt:
         raise StoppedBySignal(number, sentence) from None
+
+
+def see_through(run: Callable[[], int]) -> int:
+    """Start a launcher's run and see it to its end; the exit code. A StoppedBySignal is told. From here on no signal
+    makes this process `leave`: there is something to clean up."""
+    if signal.getsignal(signal.SIGINT) is leave:
+        signal.signal(signal.SIGINT, interrupt)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        return run()
+    except StoppedBySignal as stop:
+        print(stop, file=sys.stderr, flush=True)
+        return stop.exit_code
 
 
 def ending() -> list[int]:

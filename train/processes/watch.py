@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from train.processes.pulse import VARIABLE, Activity, Record
+from train.processes.pulse import PULSE_VARIABLE, Activity, Record
 
 DEFAULT_SECONDS = 40  # with the seconds that it takes to end the others, the run has ended within a minute
 # What is done once (compiling, opening the data, a checkpoint on a slow disk) may take so many times as long.
@@ -67,7 +67,7 @@ class Watch:
         """A process is about to be started; returns what its environment needs. It must inherit `descriptor`."""
         self.records[number] = Record()
         self._seen[number] = _Seen(at=self._now)
-        return {VARIABLE: f"{self.descriptor},{number}"}
+        return {PULSE_VARIABLE: f"{self.descriptor},{number}"}
 
     def look(self, running: Mapping[int, int]) -> Hang | None:
         """Look at the processes that run, given by number and process id, several times a second. Returns those that

@@ -69,12 +69,15 @@ class Worker(NamedTuple):
 
     def last_words(self) -> str:
         """Why it ended."""
-        code = self.process.returncode
-        if code >= 0:
-            return f"{self.place} failed with exit code {code}"
-        name = signal.Signals(-code).name
-        memory = ", as the kernel does when the machine's memory runs out" if -code == signal.SIGKILL else ""
-        return f"{self.place} was killed by {name}{memory}"
+        return f"{self.place} {how_it_ended(self.process.returncode)}"
+
+
+def how_it_ended(code: int) -> str:
+    """In words, behind a process's name: its exit code, or below 0 the number of the signal that has ended it."""
+    if code >= 0:
+        return f"failed with exit code {code}"
+    memory = ", as the kernel does when the machine's memory runs out" if -code == signal.SIGKILL else ""
+    return f"was killed by {signal.Signals(-code).name}{memory}"
 
 
 def exit_code(code: int) -> int:
@@ -91,8 +94,8 @@ def on_this_machine(hang_seconds: float) -> dict[str, str]:
     return {**settings, "HOROVOD_GLOO_TIMEOUT_SECONDS": os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", patience)}
 
 
-class Hung(NamedTuple):
-    """Processes that hung and were killed."""
+class EndedHang(NamedTuple):
+    """Processes that hung, and were killed."""
 
     sentence: str  # without an end
     workers: list[Worker]
@@ -134,7 +137,7 @@ class Processes:
     def running(self) -> list[Worker]:
         return [worker for worker in self.all if worker.process.poll() is None and worker not in self._given_up]
 
-    def end_hang(self) -> Hung | None:
+    def end_hang(self) -> EndedHang | None:
         """Kill those that make no progress, if any, and say which; to be called several times a second."""
         running = {worker.slot.number: worker for worker in self.running}
         hang = self.watch.look({number: worker.process.pid for number, worker in running.items()})
@@ -144,10 +147,10 @@ class Processes:
         last = "; ".join(f"{worker.place} shows {self.watch.describe(worker.slot.number, worker.process.pid)}"
                          for worker in hung)
         if hang.is_certain:
-            ended = Hung(f"{last}; {'it hangs and is' if len(hung) == 1 else 'they hang and are'} killed", hung)
+            ended = EndedHang(f"{last}; {'it hangs and is' if len(hung) == 1 else 'they hang and are'} killed", hung)
         else:
-            ended = Hung(f"no process makes progress, and which one holds up the others cannot be told: {last}; all "
-                         "are killed", list(running.values()))
+            ended = EndedHang("no process makes progress, and which one holds up the others cannot be told: "
+                              f"{last}; all are killed", list(running.values()))
         self.kill(ended.workers)
         self._given_up += ended.workers
         return ended
@@ -208,9 +211,9 @@ class Processes:
         return not begun and any(-(worker.process.returncode or 0) in self.signals for worker in self.all)
 
     @property
-    def signals_to_stop(self) -> list[int]:
-        """Those received that ask to save and stop."""
-        return [number for number in self.signals if number in STOPPING]
+    def is_to_stop(self) -> bool:
+        """Whether somebody has asked to save and stop."""
+        return bool(self._asked_at)
 
     def _note(self, number: int) -> None:
         self.signals.append(number)
@@ -220,7 +223,7 @@ class Processes:
     @property
     def must_end(self) -> bool:
         """Whether somebody has asked to stop for the second time, which waits for nothing."""
-        return bool(self._asked_at) and self._asked_at[-1] - self._asked_at[0] > SAME_SECONDS
+        return self.is_to_stop and self._asked_at[-1] - self._asked_at[0] > SAME_SECONDS
 
 
 def _stop_with_us(is_ours: bool) -> None:

@@ -172,7 +172,7 @@ def told(err: str) -> list[str]:
 
 @needs_horovod
 def test_stopped_process_ends_the_run(start, processes, rng):
-    """With its name and place, after the time given; what was saved is whole."""
+    """With its name and place, after the time given, as the last thing that is said; what was saved is whole."""
     run = start(processes, "--hang-seconds", str(SECONDS))
     run.wait_for(lambda: run.last_step() >= 3)
     run.process.send_signal(signal.SIGUSR1)
@@ -184,11 +184,12 @@ def test_stopped_process_ends_the_run(start, processes, rng):
     code, _, err = run.end()
     print(f"ended after {time.monotonic() - stopped:.1f} s")
     assert code == EXIT_HUNG_PROCESS
-    first, *rest = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert f"process {victim} (" in first
-    quiet = re.search(rf"pid {workers[victim]}\) shows no sign of life for (\d+) s", first)
+    last = err.splitlines()[-1]
+    *rest, _ = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert last.startswith(f"error: process {victim} (")
+    quiet = re.search(rf"pid {workers[victim]}\) shows no sign of life for (\d+) s", last)
     assert quiet and int(quiet[1]) >= SECONDS
-    assert "; it was stopped (SIGSTOP); it hangs and is killed, so the run ends; its last checkpoint" in first
+    assert "; it was stopped (SIGSTOP); it hangs and is killed, so the run ends; its last checkpoint" in last
     assert all("the connection to another process of this run is lost" in line for line in rest), err
     assert "Traceback" not in err
     assert not any(map(is_there, workers.values()))
@@ -251,9 +252,9 @@ def test_process_blocked_in_c_ends_the_run(tiny_options, tmp_path):
     done = run_processes(BLOCKED, *tiny_options, "--output", tmp_path / "run", narrow=True,
                          hang_seconds=SECONDS)
     assert done.returncode == EXIT_HUNG_PROCESS, done.stderr
-    first = next(line for line in done.stderr.splitlines() if line.startswith("error: "))
-    assert first.startswith("error: process 1 (pid ")
-    assert ": epoch 2, step 4, computing; it hangs and is killed, so the run ends; " in first
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error: process 1 (pid ")
+    assert ": epoch 2, step 4, computing; it hangs and is killed, so the run ends; " in last
     assert checkpoint.load(checkpoint.find(str(tmp_path / "run"))).progress.step == 3  # of the first validation
 
 

@@ -147,14 +147,16 @@ def test_a_script_that_fails_or_names_nobody(asked, discovery):
         asked("--host-discovery-script", script, "--min-np", 1)
 
 
-def test_a_script_is_found_wherever_it_lies(asked, discovery, tmp_path, monkeypatch):
-    """By a bare name in this folder, and in one with a space; a shell runs it."""
+def test_a_script_is_found_wherever_it_lies(asked, discovery, tmp_path, monkeypatch, capsys):
+    """By a bare name in this folder, and in one with a space; a shell runs it. The line printed can be pasted."""
     folder = tmp_path / "a folder"
     folder.mkdir()
     discovery("a:2\\nb:3\\n").rename(folder / "hosts.sh")
     monkeypatch.chdir(folder)
     run, _ = asked("--host-discovery-script", "hosts.sh", "--min-np", 2)
     assert run[:4] == ["--gloo", "-np", "5", "--host-discovery-script"] and run[4] == f"'{folder}/hosts.sh'"
+    printed = shlex.split(capsys.readouterr().out)
+    assert printed[: 1 + len(run)] == ["horovodrun", *run]
     again = shlex.split(os.environ[LAUNCHER_VARIABLE])[1:]
     assert asked(*again)[0] == run
 
@@ -181,7 +183,8 @@ def test_time_to_save(monkeypatch):
 @pytest.mark.parametrize("error, code, words", [
     (RuntimeError("one of them:\nProcess name: 1\nExit code: 2\n"), 2, ""),  # has told its user's mistake itself
     (RuntimeError("one of them:\nProcess name: 1\nExit code: 7\n"), 7, "error: process 1 failed with exit code 7"),
-    (RuntimeError("one of them:\nProcess name: 3\nExit code: 137\n"), 137, "error: process 3 was killed by SIGKILL"),
+    (RuntimeError("one of them:\nProcess name: 3\nExit code: 137\n"), 137,
+     "error: process 3 was killed by SIGKILL, as the kernel does when the machine's memory runs out, so the run ends"),
 ])
 def test_last_words(error, code, words, monkeypatch, capsys):
     runner = pytest.importorskip("horovod.runner.launch")
