@@ -120,9 +120,11 @@ def test_loss_at_start_up(place):
 
 
 @pytest.mark.parametrize("commits", [1, 2])
-def test_fault_without_a_loss(tmp_path, commits):
+def test_fault_without_a_loss(tmp_path, monkeypatch, commits):
     """As where NCCL refuses two processes on one GPU. With no commit but that of the beginning the run ends, as nothing
     would change; else it goes on, and says so."""
+    # Who is the second to leave Horovod sometimes waits for the first until Gloo's time-out.
+    monkeypatch.setenv("HOROVOD_GLOO_TIMEOUT_SECONDS", "20")
     script = f"""
         import os, sys, time
         from pathlib import Path
