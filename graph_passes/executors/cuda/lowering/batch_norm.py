@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from typing import Any
 
 from graph_passes.executors.cuda.kernels import count, threads
 from graph_passes.executors.cuda.lowering.builder import (
@@ -31,6 +32,14 @@ def require_gamma(node: Node) -> None:
 def about_mean(sums: Buffer) -> ctypes.c_bool:
     """Whether they are about the mean, which is their third row."""
     return ctypes.c_bool(sums.shape[0] == 3)
+
+
+def before(builder: Builder, node: Node) -> tuple[Any, ...]:
+    """Of a node that does a BatchNorm on the way: what its kernel takes for `Before` of kernels/batch_norm.cuh."""
+    sums = builder.input(node, "sums")
+    return (In(sums), about_mean(sums), *(In(builder.input(node, role)) for role in ("gamma", "beta")),
+            Out(builder.output(node, "saved")), *(InOut(builder.input(node, role)) for role in RUNNING),
+            ctypes.c_float(node["eps"]), ctypes.c_float(node["momentum"]))
 
 
 def statistics(builder: Builder, node: Node) -> None:

@@ -9,13 +9,12 @@ from typing import ClassVar, NamedTuple
 
 from graph_passes.executors.cuda.device import Tiling
 from graph_passes.executors.cuda.kernels import Size, count
-from graph_passes.executors.cuda.lowering.batch_norm import about_mean, require_gamma
+from graph_passes.executors.cuda.lowering.batch_norm import before, require_gamma
 from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require, require_hopper, rows_and_channels
-from graph_passes.executors.cuda.lowering.operands import In, InOut, Out, Tiled
+from graph_passes.executors.cuda.lowering.operands import In, Out, Tiled
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node
 from graph_passes.operators import Shape, window
-from graph_passes.operators.batch_norm import RUNNING
 
 BLOCK: Size = (320, 1, 1)
 TEAMS, TILE_ROWS, CHUNK, WARP_ROWS = 2, 64, 64, 16
@@ -208,15 +207,12 @@ def norm_statistics(builder: Builder, node: Node) -> None:
     way = Conv1x1Statistics(channels, filters, normalises=True)
     tiles = _tiles(builder, node, way, z)
     require(way.stages >= 2, node, f"has {channels} channels: their weights leave no place in shared memory")
-    grid, sums = way.grid(-(-rows // TILE_ROWS), builder.gpu.num_multiprocessors), builder.input(node, "sums")
+    grid = way.grid(-(-rows // TILE_ROWS), builder.gpu.num_multiprocessors)
     y = None if node["no_output"] else builder.output(node)
     builder.launch(node, "conv1x1_statistics.cu", builder.kernel("norm_relu_conv1x1", way.columns, way.peers), grid,
                    way.BLOCK, Tiled(In(x), tiles.data), Tiled(In(w), way.weights),
                    Tiled(Out(y), Tiling.of_matrix(rows, channels, (WARP_ROWS, CHUNK))), Tiled(Out(z), tiles.output),
-                   ctypes.c_bool(y is not None), In(sums), about_mean(sums),
-                   *(In(builder.input(node, role)) for role in ("gamma", "beta")), Out(builder.output(node, "saved")),
-                   *(InOut(builder.input(node, role)) for role in RUNNING), ctypes.c_float(node["eps"]),
-                   ctypes.c_float(node["momentum"]), Out(builder.output(node, "sums")),
+                   ctypes.c_bool(y is not None), *before(builder, node), Out(builder.output(node, "sums")),
                    builder.partials(3 * filters * grid[1]), builder.tickets, count(rows), tiles.walk,
                    *map(ctypes.c_int, (filters, way.chunks, way.stages, way.results)),
                    shared_bytes=way.shared_bytes, flops=2 * rows * filters * channels)

@@ -9,14 +9,13 @@ from typing import ClassVar
 
 from graph_passes.executors.cuda.device import Tiling
 from graph_passes.executors.cuda.kernels import Size
-from graph_passes.executors.cuda.lowering.batch_norm import about_mean, require_gamma
+from graph_passes.executors.cuda.lowering.batch_norm import before, require_gamma
 from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require, require_hopper
 from graph_passes.executors.cuda.lowering.conv1x1_forward import SHARED_BYTES
-from graph_passes.executors.cuda.lowering.operands import In, InOut, Out, Tiled
+from graph_passes.executors.cuda.lowering.operands import In, Out, Tiled
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node
 from graph_passes.operators import Shape
-from graph_passes.operators.batch_norm import RUNNING
 
 CHANNELS, TAPS = 64, 9
 PIXEL_BYTES = 2 * CHANNELS
@@ -126,16 +125,13 @@ def forward(builder: Builder, node: Node) -> None:
 def norm_forward(builder: Builder, node: Node) -> None:
     """BatchNorm + ReLU of the data, and the convolution of that with the sums of its output."""
     require_gamma(node)
-    x, w, sums = (builder.input(node, role) for role in ("data", "weight", "sums"))
+    x, w = (builder.input(node, role) for role in ("data", "weight"))
     y, z = builder.output(node), builder.output(node, "convolved")
     way = _way(builder, node, x)
     grid = way.grid(builder.gpu.num_multiprocessors)
     builder.launch(node, "conv3x3.cu", builder.kernel("norm_conv3x3"), grid, way.BLOCK,
                    Tiled(In(x), way.padded_rows), Tiled(In(w), way.WEIGHTS), Tiled(Out(y), way.image_rows),
-                   Tiled(Out(z), way.image_rows), In(sums), about_mean(sums),
-                   *(In(builder.input(node, role)) for role in ("gamma", "beta")), Out(builder.output(node, "saved")),
-                   *(InOut(builder.input(node, role)) for role in RUNNING), ctypes.c_float(node["eps"]),
-                   ctypes.c_float(node["momentum"]), Out(builder.output(node, "sums")),
+                   Tiled(Out(z), way.image_rows), *before(builder, node), Out(builder.output(node, "sums")),
                    builder.partials(3 * CHANNELS * grid[1]), builder.tickets, way.images,
                    shared_bytes=way.shared_bytes, flops=builder.problem("fprop", node, x, w, z).flops)
 
