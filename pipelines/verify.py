@@ -95,10 +95,11 @@ def verify_split(
     findings: list[tuple[str, Finding]] = []
     remarks: list[str] = []
     clean_path: Path | None = None
-    classes = read_classes(path.parent)
     if found.format == "RecordIO":
+        classes = read_classes(path.parent)
         items, clean_path = _record_items(path, len(classes) or num_classes, findings), index_path(path)
     elif found.format == "list":
+        classes = read_classes(path.parent)
         items, clean_path = _list_items(path, len(classes) or None), path
     elif found.format == "folders":
         classes, files, remarks = find_images(path, split)

@@ -80,6 +80,9 @@ class Config(BeginningOptions, TrainingOptions):
         return cls(**fields)
 
 
+_ALL_LIMITS = LIMITS | language_model.LIMITS  # of every kind of run that leaves checkpoints
+
+
 def check_known(values: Mapping[str, Any], options: type) -> None:
     """Raise TrainError for an option that the dataclass `options` has not, as another version has written it, or whose
     value is of another kind than its default or beyond its limits."""
@@ -88,7 +91,7 @@ def check_known(values: Mapping[str, Any], options: type) -> None:
         if name not in known:
             raise TrainError(f"its run had the option {option_name(name)}, which this version of the program does not "
                              "know: use the version that the run was made with")
-        if not _can_be(value, known[name], (LIMITS | language_model.LIMITS).get(name)):
+        if not _can_be(value, known[name], _ALL_LIMITS.get(name)):
             raise TrainError(f"its run had {option_name(name)} {value!r}, which is no value for it; use another one of "
                              "its folder")
 
