@@ -3,6 +3,10 @@
 A `Network` runs on a stream of its own. What keeps it in order with MXNet are gates: an operation that is pushed to
 MXNet's engine as the reader or writer of an array, and that ends when the network's CUDA event has fired. Whatever
 MXNet or Horovod is asked to do with that array afterwards waits for it. A gate costs about 40 us of host time.
+
+A gate waits in one of the engine's four threads for what is urgent. In its one thread for all other work of the CPU,
+whatever MXNet does there would wait for the GPU too: even a new array in the host's memory, which the engine is asked
+to make ready for writing.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from graph_passes.graph import Graph
 Array = Any  # mx.nd.NDArray; MXNet has no type stubs
 PASSES_AHEAD = 2  # of inference, that wait for the GPU when the host is made to wait too
 _ENGINE_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)
+_CPU_PRIORITIZED = ctypes.c_int(3)  # MXNet's FnProperty::kCPUPrioritized
 
 
 class _Context(ctypes.Structure):
@@ -168,9 +173,9 @@ class OnMXNet(Executor):
         event = self._pending[self._num_gates] = self._step.gpu.record_event()
         handles = (ctypes.c_void_p * len(arrays))(*(array.handle for array in arrays))
         read, written = ((handles, len(arrays)), (None, 0)) if reading else ((None, 0), (handles, len(arrays)))
-        cpu = _Context(1, 0)  # a CPU worker waits, so that MXNet's own GPU worker stays free
+        cpu = _Context(1, 0)  # a thread for the CPU waits, so that MXNet's own for the GPU stays free
         _call("MXEnginePushSyncND", self._pass_gate, ctypes.c_void_p(self._num_gates), None, ctypes.byref(cpu),
-              *read, *written, None, 0, b"gate")
+              *read, *written, ctypes.byref(_CPU_PRIORITIZED), 0, b"gate")
         if is_seen and not reading:
             self._seen += arrays
         return event
