@@ -39,6 +39,7 @@ from typing import Any
 import torch
 import torch._functorch.config
 import torchvision
+from torch.distributed.elastic.multiprocessing.errors import record
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 REPEATS = 100  # of a small set of images, so that no epoch ends while it is measured
@@ -246,6 +247,7 @@ def measure(peer: Peer, mode: str, batches: Batches, arguments: argparse.Namespa
     }
 
 
+@record  # what goes wrong on one GPU of several stands in torch.distributed.run's last words
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="resnet50", help="of torchvision, or else of timm")

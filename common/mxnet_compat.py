@@ -62,11 +62,15 @@ if "mxnet" not in sys.modules:
 
 def __getattr__(name: str) -> Any:
     if name == "mx":
+        threads_given = "OMP_NUM_THREADS" in os.environ
         try:
-            return importlib.import_module("mxnet")
+            mxnet = importlib.import_module("mxnet")
         except OSError as error:
             if "libcuda.so" not in str(error):
                 raise
             raise ProgramError("the packages for a GPU are installed, but the NVIDIA driver (libcuda.so.1) is missing: "
                                "install it, give the container its GPUs, or run make setup for the CPU") from None
+        if not threads_given:  # MXNet has read it; programs started from here may have fewer cores
+            os.environ.pop("OMP_NUM_THREADS", None)
+        return mxnet
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -74,6 +75,19 @@ def test_mxnet_is_mended_for_programs_that_import_it_themselves(tmp_path: Path) 
             (tmp_path / "site" / other).write_text("")
         found = subprocess.run([sys.executable, "-I", "-S", "-c", start], capture_output=True, text=True, check=False)
         assert (found.stdout, found.stderr) == (f"{mended}\n[]\n", "")
+
+
+@pytest.mark.parametrize("given", [None, "3"])
+def test_threads_of_mxnet_are_not_those_of_programs_started_from_it(given: str | None) -> None:
+    """Four processes of 16 cores each had 64 threads each where a program that trains in them had imported MXNet."""
+    program = ("import ctypes, os; from common.mxnet_compat import _num_compute_threads, mx; mx.nd.waitall();"
+               "print(os.environ.get('OMP_NUM_THREADS'), ctypes.CDLL('libgomp.so.1').omp_get_max_threads(),"
+               "      _num_compute_threads())")
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    found = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True,
+                           env=environment if given is None else environment | {"OMP_NUM_THREADS": given})
+    left, threads, all_threads = found.stdout.split()
+    assert (left, threads) == ((given, given) if given else ("None", all_threads))
 
 
 def test_a_checkout_is_of_one_piece(tmp_path: Path) -> None:

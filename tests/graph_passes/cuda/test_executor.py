@@ -310,6 +310,7 @@ def test_half_precision_images_and_other_shapes(executor: CudaExecutor) -> None:
         create_executor("cuda", executor.graph, SHAPES, device="cpu(0)")
 
 
+@pytest.mark.alone
 def test_the_host_does_not_wait_to_show_passes(executor: CudaExecutor) -> None:
     """Behind a function of the host that takes half a second."""
     gpu, microseconds = executor.gpu, 500_000
