@@ -127,10 +127,11 @@ class Steps:
     def all_reduce_ms(self, all_reduce: BucketAllReduce) -> list[float]:
         """Of each bucket's all-reduce with nothing beside it.
 
-        It follows those of a whole pass, which the GPUs leave at the same time, and is enqueued while that pass still
-        runs: so there is no wait in it, neither for another GPU nor for a host.
+        It follows those of a whole pass, which the GPUs leave at the same time, and is enqueued while that pass or the
+        one before still runs: so there is no wait in it, neither for another GPU nor for a host.
         """
         executor = self.executor
+        executor.forward_backward(*next(self.batches))
         executor.forward_backward(*next(self.batches), on_bucket=all_reduce.start)
         all_reduce.finish()
         for bucket in executor.buckets:
@@ -258,8 +259,12 @@ def run_jpeg(count: int, arguments: Options, folder: Path, records: Path) -> lis
     if run_command(command) is None:
         return []
     record = json.loads((output / "report" / "report.json").read_text())
-    return [{"what": "jpeg", "gpus": count, "batch": arguments.batch,
-             **{name: record[name][arguments.warm_up :] for name in ("step_ms", "loader_wait_ms")}}]
+    row: Row = {"what": "jpeg", "gpus": count, "batch": arguments.batch,
+                **{name: record[name][arguments.warm_up :] for name in ("step_ms", "loader_wait_ms")}}
+    meters = record["summary"]
+    if meters["gpu_power"]:  # None where NVML does not tell
+        row |= {"watts": meters["gpu_power"] / count, "sm_mhz": meters["gpu_clock"]}
+    return [row]
 
 
 def run_peer(count: int, arguments: Options) -> list[Row]:

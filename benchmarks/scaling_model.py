@@ -248,14 +248,16 @@ def fit(results: Path) -> tuple[Machine, list[str]]:
 
 
 def fit_nvlink(machine: Machine, rows: Sequence[dict[str, Any]]) -> Machine:
-    """Bandwidth and latency from the times of single buckets with nothing beside them. Least squares, relative to the
-    times."""
-    points = []  # (bytes sent, hops beyond two in us, ms)
+    """Bandwidth and latency from the times of single buckets with nothing beside them, of each the shortest, as a host
+    that is late makes them longer. Least squares, relative to the times."""
+    points: dict[tuple[float, float], float] = {}  # (bytes sent, hops beyond two in us): ms
     for row in rows:
         n = row["gpus"]
         for (_, num_bytes, _), ms in zip(row["buckets"], row["all_reduce_ms"], strict=True):
-            points.append((2 * (n - 1) / n * num_bytes, 2 * (n - 2) * machine.nvlink_hop_us, ms))
-    sent, hops_us, times = (np.asarray(column) for column in zip(*points, strict=True))
+            point = 2 * (n - 1) / n * num_bytes, 2 * (n - 2) * machine.nvlink_hop_us
+            points[point] = min(ms, points.get(point, math.inf))
+    sent, hops_us = (np.asarray(column) for column in zip(*points, strict=True))
+    times = np.asarray(list(points.values()))
     design = np.stack([sent, np.ones_like(sent)], axis=1) / times[:, None]
     (ms_per_byte, message_ms), *_ = np.linalg.lstsq(design, (times - hops_us / 1e3) / times, rcond=None)
     return replace(machine, nvlink_gbs=float(1e-6 / ms_per_byte), message_us=float(1e3 * max(0.0, message_ms)))

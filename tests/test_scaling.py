@@ -149,7 +149,7 @@ class Executor:
         self.buckets = [SimpleNamespace(name=name, num_bytes=num_bytes, dtype="float16", ready={}, done={})
                         for name, num_bytes in (("weights 1", 50e6), ("others", 2e5))]
 
-    def forward_backward(self, data: Any, label: Any, on_bucket: Any) -> None:
+    def forward_backward(self, data: Any, label: Any, on_bucket: Any = None) -> None:
         for bucket, ms in zip(self.buckets, (18.0, 2.0), strict=True):
             self.gpu.now += ms
             self.gpu.record(bucket.ready)
@@ -215,3 +215,20 @@ def test_measurement(scaling: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert row["timeline"]["buckets"] == [pytest.approx([18, 18.5]), pytest.approx([20, 20.002])]
     assert row["timeline"]["parts"] == pytest.approx([20, 20.002, 20.502])
     assert row["nvlink_bytes"] == 100
+
+
+@pytest.mark.parametrize("has_meters", [True, False])
+def test_row_from_jpegs(scaling: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_meters: bool) -> None:
+    """Without the warm-up; power of one GPU."""
+    def program(command: list[Any]) -> str:
+        report = Path(command[command.index("--output") + 1]) / "report" / "report.json"
+        report.parent.mkdir(parents=True)
+        report.write_text(json.dumps({
+            "step_ms": [900.0, 25.0, 26.0], "loader_wait_ms": [800.0, 0.0, 0.5],
+            "summary": {"gpu_power": 1380.0, "gpu_clock": 1850.0} if has_meters else {"gpu_power": None}}))
+        return ""
+
+    monkeypatch.setattr(scaling, "run_command", program)
+    (row,) = scaling.run_jpeg(2, scaling.Options(warm_up=1), tmp_path, tmp_path / "records")
+    assert row == {"what": "jpeg", "gpus": 2, "batch": 256, "step_ms": [25.0, 26.0], "loader_wait_ms": [0.0, 0.5],
+                   **({"watts": 690.0, "sm_mhz": 1850.0} if has_meters else {})}
