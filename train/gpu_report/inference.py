@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import closing
 
 from train.commands.benchmark_inference import CLASSES, precisions, sweep
@@ -19,32 +20,40 @@ SECONDS, CPU_SECONDS = 1.0, 4.0  # of the warm-up, the latency and the throughpu
 
 
 def measure(bench: Bench) -> Section:
-    """All precisions; those for which no time is left, and batches that do not fit, are noted."""
+    """All precisions with the largest batch, then with the others: that which is missed most where the time is short
+    comes first. Where no time is left, and batches that do not fit, are noted."""
     config = Config(model=f"resnet{DEPTH}", image_size=IMAGE_SIZE)
-    for precision, chosen in precisions(config, bench.placement, is_chosen=False).items():
-        if _missing(bench, precision) and bench.has_time(precision):
-            _measure(bench, precision, chosen)
+    batches = GPU_BATCHES if bench.on_gpu else CPU_BATCHES
+    for group in (batches[-1:], batches[:-1]):
+        for precision, chosen in precisions(config, bench.placement, is_chosen=False).items():
+            if missing := _missing(bench, precision, group):
+                _measure(bench, precision, chosen, missing)
     return bench.found()
 
 
-def _measure(bench: Bench, precision: str, config: Config) -> None:
-    """The batches that a precision lacks, as far as there is time."""
+def _measure(bench: Bench, precision: str, config: Config, missing: Sequence[int]) -> None:
+    """These batches of a precision, the smallest first, as far as there is time."""
+    if not _has_time(bench, precision, missing):
+        return
     seconds = SECONDS if bench.on_gpu else CPU_SECONDS
-    missing = _missing(bench, precision)
     with closing(sweep(precision, config, bench.placement, CLASSES, missing, seconds)) as points:  # which prints them
         for point in points:
             bench.keep(_figure(point))
-            left = ", ".join(map(str, _missing(bench, precision)))
-            if left and not bench.has_time(f"{precision} with batch {left}"):
+            left = _missing(bench, precision, missing)
+            if left and not _has_time(bench, precision, left):
                 return
-    for batch in _missing(bench, precision):
+    for batch in _missing(bench, precision, missing):
         bench.leave_out(f"{precision} with batch {batch}", "there is no room for it in memory")
 
 
-def _missing(bench: Bench, precision: str) -> list[int]:
-    """The batches that are not measured yet, the smallest first."""
+def _has_time(bench: Bench, precision: str, batches: Sequence[int]) -> bool:
+    return bench.has_time(f"{precision} with batch {', '.join(map(str, batches))}")
+
+
+def _missing(bench: Bench, precision: str, batches: Sequence[int]) -> list[int]:
+    """Those of the batches that are not measured yet."""
     found = {figure.size for figure in bench.figures if figure.precision == precision}
-    return [batch for batch in (GPU_BATCHES if bench.on_gpu else CPU_BATCHES) if _size(batch) not in found]
+    return [batch for batch in batches if _size(batch) not in found]
 
 
 def _size(batch: int) -> str:

@@ -188,9 +188,10 @@ def _training(report: Report, section: Section, drawings: Drawings) -> list[Bloc
 
 
 def _inference(report: Report, section: Section, drawings: Drawings) -> list[Block]:
-    figures = section.figures
-    if not figures:
+    if not section.figures:
         return []
+    order = precisions_of(section.figures)
+    figures = sorted(section.figures, key=lambda each: (order.index(each.precision), gpu_plots.batch_of(each)))
     drawings["inference.png"] = partial(gpu_plots.over_batches, figures)
     rows = [(figure.precision, figure.size.removeprefix("batch "), f"{figure.value:,.1f}", _error(figure),
              _more(figure, "latency_p50_ms", ".2f"), _more(figure, "latency_p90_ms", ".2f"),

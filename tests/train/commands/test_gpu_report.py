@@ -145,10 +145,10 @@ def test_stopped_within_a_precision_of_inference(run_train, tmp_path, monkeypatc
     monkeypatch.setattr(benchmark_inference, "measure", counted)
     code, out, _ = run_train(*command)
     assert code == 143 and out.endswith("stopped: repeat the command to go on\n")
-    assert sizes == [1, 2, 12] and kept == [[], ["batch 1"], ["batch 1", "batch 2"]]
+    assert sizes == [16, 1, 2] and kept == [[], ["batch 16"], ["batch 16", "batch 1"]]
     found = Report.read(tmp_path / "report.json").sections["inference"]
     assert len(found.figures) == 2 and not found.complete and found.notes == ()
-    assert run_train(*command)[0] == 0 and sizes == [1, 2, 12, 12, 16]
+    assert run_train(*command)[0] == 0 and sizes == [16, 1, 2, 2, 12]
     again = Report.read(tmp_path / "report.json").sections["inference"]
     assert again.figures[:2] == found.figures and len(again.figures) == 4 and again.complete
 
@@ -161,9 +161,9 @@ def test_no_time_for_the_larger_batches_of_inference(run_train, tmp_path, monkey
         code, out, err = run_train(*command)
     assert code == 0, err
     found = Report.read(tmp_path / "report.json").sections["inference"]
-    assert [each.size for each in found.figures] == ["batch 1"] and not found.complete
+    assert [each.size for each in found.figures] == ["batch 12"] and not found.complete
     (note,) = found.notes
-    assert note.startswith("fp32 with batch 2, 12: the section's ") and note in (tmp_path / "report.md").read_text()
+    assert note.startswith("fp32 with batch 1, 2: the section's ") and note in (tmp_path / "report.md").read_text()
     assert "no room" not in out
 
     assert run_train(*command)[0] == 0
