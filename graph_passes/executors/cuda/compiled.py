@@ -87,12 +87,14 @@ class CompiledGraph:
                 self._gpu.copy(loaded, batch, self._data.num_bytes)
             batch = 0
         self._data.address = batch or loaded
-        for piece in self._segments[segment]:
-            if isinstance(piece, Launch):
-                piece.enqueue()
-            else:
-                self._gpu.replay(piece)
-        self._data.address = loaded
+        try:
+            for piece in self._segments[segment]:
+                if isinstance(piece, Launch):
+                    piece.enqueue()
+                else:
+                    self._gpu.replay(piece)
+        finally:
+            self._data.address = loaded
 
     def close(self) -> None:
         """Wait for the GPU and leave the arena."""
