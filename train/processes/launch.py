@@ -203,9 +203,9 @@ def parse(arguments: Sequence[str]) -> tuple[LaunchOptions, list[str]]:
     """The launcher's own options, and the arguments of `python -m train`. Raises UserError for a wrong value."""
     values, passed = given_and_rest(LaunchOptions, arguments, prog=SCRIPT, rest="any option of python -m train")
     own = LaunchOptions(**values)
-    for option, value in (("--batch-size", own.batch_size), ("--epochs", own.epochs)):
-        if value is not None:
-            passed += [option, str(value)]
+    end = passed.index("--") if "--" in passed else len(passed)  # behind it are names of files
+    passed[end:end] = [word for option, value in (("--batch-size", own.batch_size), ("--epochs", own.epochs))
+                       if value is not None for word in (option, str(value))]
     if own.min_np and own.processes and own.min_np > own.processes:
         raise TrainError(f"--min-np {own.min_np} is more than the {own.processes} processes of -n; lower it")
     if own.cooldown and not own.min_np:

@@ -176,6 +176,8 @@ def test_parse():
     own, passed = launch.parse(["benchmark", "-n", "4", "-b", "96", "-e", "3", "--data", "a folder", "-b", "64"])
     assert own.processes == 4
     assert passed == ["benchmark", "--data", "a folder", "--batch-size", "64", "--epochs", "3"]
+    _, passed = launch.parse(["predict", "-n", "2", "-b", "8", "--weights", "w", "--", "-x.jpg"])
+    assert passed == ["predict", "--weights", "w", "--batch-size", "8", "--", "./-x.jpg"]
 
 
 @pytest.mark.parametrize("processes", ["2", "1 --min-np 1"])
