@@ -63,8 +63,12 @@ def test_a_signal_to_this_process_alone_stops_the_run(number, tmp_path, monkeypa
                    "for i in $(seq 30); do sleep 0.1; done\n")
     run.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(run))
-    with pytest.raises(StoppedBySignal, match="^stopped: repeat the command to go on$") as stop:
-        compare_precision.run_training(load_preset("cpu_sample"), tmp_path)
+    before = signal.signal(number, signal.SIG_DFL)  # a shell's jobs in the background ignore SIGINT, as would the run
+    try:
+        with pytest.raises(StoppedBySignal, match="^stopped: repeat the command to go on$") as stop:
+            compare_precision.run_training(load_preset("cpu_sample"), tmp_path)
+    finally:
+        signal.signal(number, before)
     assert stop.value.exit_code == 128 + number
 
 
