@@ -14,7 +14,9 @@ import os
 import sys
 from typing import Any
 
-from common.errors import ProgramError
+from common.errors import ProgramError, UserError
+
+MAX_THREADS = 1024  # OpenMP dies of many times more
 
 mx: Any  # the mxnet module, imported at first use by __getattr__ below
 
@@ -32,7 +34,16 @@ def _mend() -> None:
     # CUDA's default of 8 hardware queues is fewer than DALI's decoders have streams: the training step then shares a
     # queue with them, and decoding waits for whole steps (38 instead of 28 ms a step: ResNet-50, batch 256, one H200).
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    os.environ.setdefault("OMP_NUM_THREADS", str(_num_compute_threads()))
+    os.environ["OMP_NUM_THREADS"] = given_threads() or str(_num_compute_threads())
+
+
+def given_threads() -> str:
+    """The threads that the user wants for what is computed on the CPU, or "". Raises UserError for what MXNet and
+    OpenMP would take for no number, or die of."""
+    given = os.environ.get("OMP_NUM_THREADS", "").strip()
+    if given and not (given.isdecimal() and 1 <= int(given) <= MAX_THREADS):
+        raise UserError(f"OMP_NUM_THREADS is {given!r}: give a whole number from 1 to {MAX_THREADS:,}, or unset it")
+    return given
 
 
 def _num_compute_threads() -> int:
@@ -62,7 +73,7 @@ if "mxnet" not in sys.modules:
 
 def __getattr__(name: str) -> Any:
     if name == "mx":
-        threads_given = "OMP_NUM_THREADS" in os.environ
+        threads_given = "mxnet" in sys.modules or given_threads()
         try:
             mxnet = importlib.import_module("mxnet")
         except OSError as error:

@@ -32,6 +32,7 @@ from train.config import Config
 from train.errors import TrainError
 from train.options.language_model import LanguageModelOptions
 from train.presets import presets
+from train.processes.invocation import is_of_several
 from train.processes.pulse import pulse
 
 # What each takes, and what is called with the values that the command line gives. The rest of this program is imported
@@ -98,7 +99,7 @@ def understood(arguments: Sequence[str]) -> tuple[Command, dict[str, Any]]:
     have the same command line."""
     try:
         name, rest = choose_command(_options(), arguments, prog=PROG, default="train")
-        if name in OF_ONE_PROCESS and int(os.environ.get("HOROVOD_SIZE", "1")) > 1:
+        if name in OF_ONE_PROCESS and is_of_several() and int(os.environ["HOROVOD_SIZE"]) > 1:
             raise UserError(f"{name} works in one process: use {PROG} {name}")
         if name != "train" and os.environ.get("HOROVOD_ELASTIC") == "1":
             raise UserError(f"--min-np is for training with images: {name} cannot go on without a process that is "

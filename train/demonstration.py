@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -70,8 +68,6 @@ def fit(config: Config, executor: Executor, num_images: int, workers: Workers) -
 def next_commands(run_folder: Path) -> str:
     """Commands that work as they stand, in the shell that started this process, and show where one's own data goes."""
     python = invocation.python()
-    launcher = os.path.relpath(ROOT / "scripts" / "dgx1_8gpu.sh")
-    environment = "" if Path(sys.prefix) == ROOT / ".venv" else f"PYTHON={shlex.quote(sys.executable)} "
     commands = [
         ("a picture of your own, in place of this one", f"{python} -m train predict --checkpoint "
          f"{shlex.quote(str(run_folder))} {PICTURE}"),
@@ -79,5 +75,5 @@ def next_commands(run_folder: Path) -> str:
          f"{python} -m train --config {DEFAULT_PRESET} --data {SAMPLES_FOLDER}"),
     ]
     if (ROOT / "scripts").is_dir():
-        commands.append(("two processes, which average their gradients", f"{environment}{launcher} -n 2"))
+        commands.append(("two processes, which average their gradients", f"{invocation.script('dgx1_8gpu.sh')} -n 2"))
     return "\n".join(["try next:", *(line for what, command in commands for line in (f"  # {what}", f"  {command}"))])

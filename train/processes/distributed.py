@@ -21,6 +21,7 @@ from graph_passes.executors import Executor
 from graph_passes.executors.cuda.executor import CudaExecutor
 from train.errors import NoHorovodError, TrainError
 from train.processes.allreduce import BucketAllReduce
+from train.processes.invocation import is_of_several
 from train.processes.pulse import pulse
 
 LOST_PROCESS = re.compile("horovod|gloo|nccl|by peer|broken pipe|timed out waiting", re.IGNORECASE)
@@ -67,10 +68,12 @@ class Workers:
         self._hvd: Any = None
         # Of the last `vote` about each thing: its all-reduce, under way, and what it answered.
         self._votes: dict[str, tuple[Any, list[bool]]] = {}
-        if "HOROVOD_SIZE" in os.environ:  # a launcher has started this process, though perhaps alone
+        if is_of_several():
             self._hvd = _import_horovod(int(os.environ["HOROVOD_SIZE"]))
             for name, value in HOROVOD_SETTINGS.items():
-                os.environ.setdefault(name, value)
+                if not os.environ.setdefault(name, value).isdecimal():
+                    raise TrainError(f"{name} is {os.environ[name]!r}: give a whole number, or unset it",
+                                     on_all_ranks=True)
             if is_elastic():
                 for name in NOT_ELASTIC:
                     os.environ.pop(name, None)

@@ -8,7 +8,30 @@ import shutil
 import sys
 from pathlib import Path
 
+from common.environment import ROOT
+from train.errors import TrainError
+
 LAUNCHER_VARIABLE = "RESNET_LAUNCHER"  # environment variable: what started this process, with its own options
+
+# What Horovod, or our launcher in its way, tells a process: its place among the others, and where they meet.
+PLACE = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE")
+MEETING = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
+
+
+def is_of_several() -> bool:
+    """Whether a launcher has started this process as one of several, though perhaps alone. Raises TrainError where the
+    environment says so only in part, as what another run has left there does."""
+    found = {name: os.environ[name] for name in (*PLACE, MEETING) if name in os.environ}
+    if found.keys().isdisjoint(PLACE):
+        return False
+    rank, size, local_rank, local_size = (
+        int(found[name]) if found.get(name, "").isdecimal() else -1 for name in PLACE)
+    if MEETING in found and 0 <= rank < size and 0 <= local_rank < local_size:
+        return True
+    missing = [name for name in (*PLACE, MEETING) if name not in found]
+    raise TrainError(f"{' '.join(f'{name}={value}' for name, value in found.items())} is in the environment, "
+                     f"{'without ' + ' and '.join(missing) if missing else 'which do not fit together'}: unset all of "
+                     "HOROVOD_*, or start the processes with scripts/dgx1_8gpu.sh")
 
 
 def launcher() -> str:
@@ -22,6 +45,14 @@ def python() -> str:
         return "python"
     inside = Path(sys.executable).is_relative_to(Path.cwd())
     return shlex.quote(os.path.relpath(sys.executable) if inside else sys.executable)
+
+
+def script(name: str) -> str:
+    """What starts a script of `scripts/` in the user's shell, with this environment."""
+    path = ROOT / "scripts" / name
+    shown = os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+    is_own = Path(sys.prefix).resolve() == (ROOT / ".venv").resolve()
+    return shlex.quote(shown) if is_own else f"PYTHON={shlex.quote(sys.executable)} {shlex.quote(shown)}"
 
 
 def command_line() -> str:

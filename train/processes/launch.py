@@ -35,7 +35,7 @@ from common.output import make_lasting
 from train.__main__ import understood
 from train.errors import EXIT_HUNG_PROCESS, EXIT_LOST_PROCESS, NoHorovodError, TrainError
 from train.processes import topology
-from train.processes.invocation import LAUNCHER_VARIABLE
+from train.processes.invocation import LAUNCHER_VARIABLE, is_of_several, script
 from train.processes.watch import DEFAULT_SECONDS
 from train.processes.worker import (
     GRACE_SECONDS,
@@ -132,7 +132,8 @@ def launch(slots: Sequence[Slot], command: Sequence[str], hang_seconds: float = 
 
         ranks = get_host_assignments(parse_hosts(f"localhost:{len(slots)}"), len(slots))
         server = RendezvousServer()
-        common = {**on_this_machine(hang_seconds), "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.start())}
+        common = {**on_this_machine(hang_seconds), "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.start()),
+                  "HOROVOD_ELASTIC": "0"}  # whatever another run has left in the environment
         server.init(ranks)
         processes = Processes(slots, command, hang_seconds)
     try:
@@ -217,7 +218,7 @@ def main(arguments: Sequence[str]) -> int:
     own, passed = parse(arguments)
     on_cpu = given_value(passed, "--device") == "cpu"
     command = [sys.executable, "-m", "train", *passed]
-    if "HOROVOD_LOCAL_RANK" in os.environ:  # started by horovodrun
+    if "HOROVOD_LOCAL_RANK" in os.environ and is_of_several():  # started by horovodrun
         topology.check_host_name()
         slots, _ = plan(int(os.environ["HOROVOD_LOCAL_SIZE"]), on_cpu)
         _become(command, slots[int(os.environ["HOROVOD_LOCAL_RANK"])])
@@ -233,7 +234,7 @@ def main(arguments: Sequence[str]) -> int:
     print(shlex.join([*variables, "python", *command[1:]]), flush=True)
     elastic = f" --min-np {own.min_np}" + f" --cooldown {own.cooldown}" * bool(own.cooldown) if own.min_np else ""
     patience = f" --hang-seconds {own.hang_seconds}" * (own.hang_seconds != DEFAULT_SECONDS)
-    os.environ[LAUNCHER_VARIABLE] = f"{SCRIPT} -n {len(slots)}{elastic}{patience}"
+    os.environ[LAUNCHER_VARIABLE] = f"{script('dgx1_8gpu.sh')} -n {len(slots)}{elastic}{patience}"
     if len(slots) == 1 and not own.min_np:
         _become(command, slots[0])  # alone it needs neither Horovod nor this process
     if own.min_np:

@@ -15,12 +15,13 @@ from functools import partial
 from typing import NamedTuple
 
 from common.errors import EXIT_USER_ERROR
-from train.errors import EXIT_HUNG_PROCESS, EXIT_LOST_PROCESS
+from common.mxnet_compat import given_threads
+from train.errors import EXIT_HUNG_PROCESS, EXIT_LOST_PROCESS, TrainError
 from train.processes import topology
 from train.processes.guard import Guard
 from train.processes.invocation import python
 from train.processes.pulse import Activity
-from train.processes.signals import SAME_SECONDS, STOPPED_EARLY, STOPPING, handled
+from train.processes.signals import INSISTENT, SAME_SECONDS, STOPPED_EARLY, STOPPING, ending, handled
 from train.processes.watch import Watch
 
 _libc = ctypes.CDLL(None)
@@ -29,7 +30,7 @@ GRACE_SECONDS = 3.0  # for the others to end by themselves when one process has 
 POLL_SECONDS = 0.05
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 # Exit codes of processes that have said why they end.
-STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # as it was asked to
+STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP)  # as it was asked to
 TOLD = (EXIT_USER_ERROR, EXIT_LOST_PROCESS, EXIT_HUNG_PROCESS, *STOPPED)
 WAY_OUT = "its last checkpoint, if there is one, is whole: go on with --resume and the run's folder"
 
@@ -44,8 +45,9 @@ class Slot(NamedTuple):
 
     @property
     def environment(self) -> dict[str, str]:
+        """Raises UserError for a number of threads that is none."""
         count = str(len(self.cores))
-        variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", count), topology.CORES_VARIABLE: count}
+        variables = {"OMP_NUM_THREADS": given_threads() or count, topology.CORES_VARIABLE: count}
         if self.gpu:
             variables["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # NVML's; CUDA's own: fastest first
             # Of the GPU's queues, which CUDA's streams share: a stream that waits for another GPU holds up its queue.
@@ -86,12 +88,15 @@ def exit_code(code: int) -> int:
 
 
 def on_this_machine(hang_seconds: float) -> dict[str, str]:
-    """Horovod's settings for processes that are all on one machine."""
+    """Horovod's settings for processes that are all on one machine. Raises TrainError."""
     settings = {"HOROVOD_GLOO_IFACE": "lo", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "NCCL_SOCKET_IFNAME": "lo",
                 "HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
     # Gloo's own time-out (30 s) ends the well and names nobody: one that hangs is to be found first.
     patience = str(max(30, math.ceil(hang_seconds) + 15)) if hang_seconds else "3600"
-    return {**settings, "HOROVOD_GLOO_TIMEOUT_SECONDS": os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", patience)}
+    given = os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS") or patience
+    if not given.isdecimal() or int(given) == 0:
+        raise TrainError(f"HOROVOD_GLOO_TIMEOUT_SECONDS is {given!r}: give whole seconds, or unset it")
+    return {**settings, "HOROVOD_GLOO_TIMEOUT_SECONDS": given}
 
 
 class EndedHang(NamedTuple):
@@ -115,7 +120,7 @@ class Processes:
         self.watch = Watch(1 + max(slot.number for slot in slots), hang_seconds)
         self.all: list[Worker] = []  # also those that have ended, in the order in which they were started
         self.signals: list[int] = []  # that this process has received to hand them on
-        self._asked_at: list[float] = []  # seconds; when it has received one that asks to stop
+        self._insisted_at: list[float] = []  # seconds; when it has received one whose second asks to stop at once
         self._given_up: list[Worker] = []  # killed because they hung; one that waits for a dead disk stays for ever
         self._guard = Guard(self.watch)
 
@@ -192,7 +197,7 @@ class Processes:
             self.send(number)
 
         try:  # Ctrl-C reaches them by itself too, at the same moment: to a process the two are one (SAME_SECONDS)
-            with handled(dict.fromkeys((signal.SIGTERM, signal.SIGINT, signal.SIGUSR1), forward)):
+            with handled(dict.fromkeys((*ending(), signal.SIGUSR1), forward)):
                 yield
         finally:
             self.kill()
@@ -213,17 +218,17 @@ class Processes:
     @property
     def is_to_stop(self) -> bool:
         """Whether somebody has asked to save and stop."""
-        return bool(self._asked_at)
+        return not set(STOPPING).isdisjoint(self.signals)
 
     def _note(self, number: int) -> None:
         self.signals.append(number)
-        if number in STOPPING:
-            self._asked_at.append(time.monotonic())
+        if number in INSISTENT:
+            self._insisted_at.append(time.monotonic())
 
     @property
     def must_end(self) -> bool:
         """Whether somebody has asked to stop for the second time, which waits for nothing."""
-        return self.is_to_stop and self._asked_at[-1] - self._asked_at[0] > SAME_SECONDS
+        return bool(self._insisted_at) and self._insisted_at[-1] - self._insisted_at[0] > SAME_SECONDS
 
 
 def _stop_with_us(is_ours: bool) -> None:

@@ -241,7 +241,9 @@ def test_single_process_does_not_import_horovod():
 
 
 def test_without_horovod(monkeypatch):
-    monkeypatch.setenv("HOROVOD_SIZE", "2")
+    for name, value in (("RANK", "0"), ("SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_SIZE", "2"),
+                        ("GLOO_RENDEZVOUS_ADDR", "127.0.0.1")):
+        monkeypatch.setenv(f"HOROVOD_{name}", value)
     monkeypatch.delitem(sys.modules, "train.processes.horovod_mxnet", raising=False)
     monkeypatch.setitem(sys.modules, "horovod.mxnet", None)  # makes the import fail
     with pytest.raises(Exception, match=r"2 processes need Horovod, which is not installed here .*: run make setup"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,7 +18,7 @@ from several_processes import LIMIT
 from common.command_line import exit_code_of
 from train.errors import TrainError
 from train.processes import launch, topology
-from train.processes.invocation import LAUNCHER_VARIABLE
+from train.processes.invocation import LAUNCHER_VARIABLE, is_of_several, script
 from train.processes.pulse import Activity
 from train.processes.signals import SAME_SECONDS, STOPPED_EARLY
 
@@ -207,16 +208,68 @@ def test_one_process_needs_no_horovod(monkeypatch, capsys):
     _, command, environment = called["execve"]
     assert command[1:] == ["-m", "train", "--device", "cpu", "--batch-size", "32"]
     assert not [name for name in environment if name.startswith("HOROVOD_")]
-    assert environment[LAUNCHER_VARIABLE] == "scripts/dgx1_8gpu.sh -n 1"
+    assert environment[LAUNCHER_VARIABLE] == f"{script('dgx1_8gpu.sh')} -n 1"
     assert "python -m train --device cpu --batch-size 32" in capsys.readouterr().out
+
+
+def place(monkeypatch, **variables):
+    """What Horovod tells a process of its place."""
+    for name in [name for name in os.environ if name.startswith("HOROVOD_")]:
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("left, what", [
+    ({"HOROVOD_SIZE": "2"}, "HOROVOD_SIZE=2 is in the environment, without HOROVOD_RANK and "),
+    ({"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "2"},
+     "HOROVOD_RANK=1 HOROVOD_SIZE=2 HOROVOD_LOCAL_RANK=1 HOROVOD_LOCAL_SIZE=2 is in the environment, without "
+     "HOROVOD_GLOO_RENDEZVOUS_ADDR: "),
+    ({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2", "HOROVOD_LOCAL_RANK": "x", "HOROVOD_LOCAL_SIZE": "2",
+      "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1"}, "which do not fit together: "),
+])
+def test_what_another_run_has_left_in_the_environment(monkeypatch, capsys, left, what):
+    place(monkeypatch, **left)
+    with pytest.raises(TrainError, match=re.escape(what)) as mistake:
+        is_of_several()
+    assert str(mistake.value).endswith("unset all of HOROVOD_*, or start the processes with scripts/dgx1_8gpu.sh")
+    if "HOROVOD_LOCAL_RANK" in left:
+        assert exit_code_of(lambda: launch.main(["-n", "2", "--device", "cpu"])) == 2
+        assert what in capsys.readouterr().err
+
+
+def test_a_launcher_is_not_elastic_because_another_was(monkeypatch):
+    pytest.importorskip("horovod")
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    script = "import sys; from train.processes.distributed import is_elastic; sys.exit(5 * is_elastic())"
+    assert launch.launch(launch.plan(2, on_cpu=True)[0], [sys.executable, "-c", script]) == 0
+
+
+@pytest.mark.parametrize("name, value", [("OMP_NUM_THREADS", "abc"), ("OMP_NUM_THREADS", "4,2"),
+                                         ("OMP_NUM_THREADS", "99999"), ("OMP_NUM_THREADS", "0"),
+                                         ("HOROVOD_GLOO_TIMEOUT_SECONDS", "abc")])
+def test_numbers_in_the_environment(monkeypatch, capsys, name, value):
+    """MXNet, OpenMP or Gloo would abort."""
+    pytest.importorskip("horovod")
+    monkeypatch.setenv(LAUNCHER_VARIABLE, "")  # put back afterwards
+    monkeypatch.setenv(name, value)
+    assert exit_code_of(lambda: launch.main(["-n", "2", "--device", "cpu"])) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {name} is {value!r}: give ") and line.endswith(", or unset it")
+
+
+def test_an_empty_number_of_threads_is_none(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
+    slots, _ = launch.plan(1, on_cpu=True)
+    assert slots[0].environment["OMP_NUM_THREADS"] == slots[0].environment["RESNET_CORES"]
 
 
 def test_worker_of_horovodrun_binds_itself(machine, monkeypatch):
     """With a rank in its environment the launcher becomes `python -m train`, on the cores of that rank's GPU."""
     gpus = machine({"cores": range(4)}, {"cores": range(4, 8)})
     monkeypatch.setattr(topology, "read_gpus", lambda: gpus)
-    monkeypatch.setenv("HOROVOD_LOCAL_RANK", "1")
-    monkeypatch.setenv("HOROVOD_LOCAL_SIZE", "2")
+    place(monkeypatch, HOROVOD_RANK="3", HOROVOD_SIZE="4", HOROVOD_LOCAL_RANK="1", HOROVOD_LOCAL_SIZE="2",
+          HOROVOD_GLOO_RENDEZVOUS_ADDR="10.0.0.1")
     called = {}
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: called.update(pid=pid, cores=cores))
 
@@ -325,6 +378,34 @@ time.sleep(10_000)
     wait_until(lambda: {"0.stopped", "1.stopped"} <= set(os.listdir(tmp_path)))
 
 
+@pytest.mark.parametrize("call", ["launch(slots, command)", "launch_elastic(slots, command, 1)"])
+def test_a_launcher_whose_terminal_is_closed_waits_for_the_processes(tmp_path, call):
+    """Whoever waits for it, as make and containers do, would take the run for over while it saves."""
+    pytest.importorskip("horovod")
+    script = f"""
+import os, pathlib, signal, sys, time
+place = pathlib.Path({str(tmp_path)!r}, os.environ['HOROVOD_RANK'])
+def save(number, frame):
+    time.sleep(1)
+    place.with_suffix('.saved').touch()
+    sys.exit(128 + number)
+signal.signal(signal.SIGHUP, save)
+place.touch()
+time.sleep(10_000)
+"""
+    starter = ("import sys; from train.processes.launch import *; slots, _ = plan(2, on_cpu=True); "
+               f"command = [sys.executable, '-c', sys.argv[1]]; sys.exit({call})")
+    with subprocess.Popen([sys.executable, "-c", starter, script], stderr=subprocess.PIPE, text=True) as launcher:
+        try:
+            wait_until(lambda: {"0", "1"} <= set(os.listdir(tmp_path)))
+            launcher.send_signal(signal.SIGHUP)
+            _, err = launcher.communicate(timeout=LIMIT)
+        finally:
+            launcher.kill()
+    assert {"0.saved", "1.saved"} <= set(os.listdir(tmp_path))
+    assert (launcher.returncode, err) == (128 + signal.SIGHUP, "")
+
+
 @pytest.mark.parametrize("call, number", [
     ("launch(slots, command)", signal.SIGTERM),
     ("launch(slots, command)", signal.SIGINT),
@@ -355,7 +436,8 @@ while True:
             launcher.kill()
 
 
-def test_the_slowest_to_stop_is_waited_for(capfd, monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_the_slowest_to_stop_is_waited_for(capfd, monkeypatch, number):
     """Process 0 writes the report when the others, asked to stop as it was, are gone."""
     pytest.importorskip("horovod")
     monkeypatch.setattr(launch, "GRACE_SECONDS", 0.1)
@@ -364,9 +446,9 @@ import os, sys, time
 if os.environ["HOROVOD_RANK"] == "0":
     time.sleep(1)
     print("report")
-sys.exit({128 + signal.SIGTERM})
+sys.exit({128 + number})
 """
-    assert launch.launch(launch.plan(2, on_cpu=True)[0], [sys.executable, "-c", script]) == 128 + signal.SIGTERM
+    assert launch.launch(launch.plan(2, on_cpu=True)[0], [sys.executable, "-c", script]) == 128 + number
     assert capfd.readouterr() == ("report\n", "")
 
 
