@@ -8,7 +8,8 @@ torch.compile on synthetic data, on the fewest and the most GPUs. Without images
 Writes, n being the most GPUs, results/scaling_b<batch>_<n>gpu.jsonl (a line for each measurement, raw times included),
 the table (.md) and plot (.png) of that name, and allreduce_timeline_b<batch>_<n>gpu.png; and for each number from two
 on resnet50_fp16_b<batch>_<synthetic|jpeg>_<number>gpu.json, whose peer is so many times our own figure for one GPU. A
-step's time is that of the slowest process. Each row is written as soon as it is measured.
+step's time is that of the slowest process. Each row is written as soon as it is measured. `--redraw FILE` measures
+nothing: it makes the table and the plots of an earlier run's .jsonl, and writes no rows.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ LABELS = {"synthetic": "ours, synthetic", "jpeg": "ours, JPEGs"}
 TURNS = 2  # of each GPU alone and all together
 ALONE_REPEATS = 10  # of the all-reduces that are measured with nothing beside them
 Row = dict[str, Any]
+DAMAGED = (ValueError, KeyError, TypeError, ArithmeticError)  # raised by what reads a file that is cut off, or another
 
 
 # --- one process ---
@@ -78,7 +80,7 @@ class Options(SeveralGpusOptions):
     gpus: tuple[Positive, ...] = (1, 2, 4, 8)
     """Numbers of GPUs to measure on, as far as they are there."""
     redraw: Annotated[Path | None, "FILE"] = None
-    """Measure nothing: make table and plots of the scaling_*.jsonl of an earlier run."""
+    """Measure nothing: make table and plots of the scaling_*.jsonl of an earlier run, and no .jsonl."""
 
 
 class Steps:
@@ -286,8 +288,9 @@ def images_per_sec(row: Row) -> float:
 
 
 def single_of(row: Row, rows: list[Row]) -> Row | None:
-    """The row of one GPU for what this row measures on several; None where it was not measured."""
-    return next((other for other in rows if other["what"] == row["what"] and other["gpus"] == 1), None)
+    """The row of one GPU for what this row measures on several with the same batch; None where it was not measured."""
+    wanted = row["what"], row["batch"], 1
+    return next((other for other in rows if (other["what"], other["batch"], other["gpus"]) == wanted), None)
 
 
 def sent_bytes(row: Row) -> float:
@@ -390,18 +393,48 @@ def plot_timeline(row: Row, path: Path) -> None:
     plt.close(figure)
 
 
+def read_rows(text: str) -> list[Row]:
+    """The rows of a scaling_*.jsonl. Raises one of DAMAGED where they lack what tables and plots are made of: there is
+    one batch, times are positive, of waits (for a GPU, the all-reduces or the loader) also 0, and buckets have all."""
+    rows: list[Row] = [json.loads(line) for line in text.splitlines()]
+    if len({row["batch"] for row in rows}) != 1:
+        raise ValueError("there are no rows, or rows of several batches")
+    for row in rows:
+        counts, waits = [row["gpus"], row["batch"]], [*row.get("loader_wait_ms", [])]
+        lists: list[list[Any]] = [counts, row["step_ms"], [row.get("watts", 1)]]
+        num_alone = row["gpus"]
+        if "buckets" in row:
+            computed, reduced, end = row["timeline"]["parts"]
+            buckets = [(num_bytes, ms, ready, done) for (_, num_bytes, _), ms, (ready, done) in zip(
+                row["buckets"], row["all_reduce_ms"], row["timeline"]["buckets"], strict=True)]
+            lists += [row["each_alone_ms"], row["pass_alone_ms"], row["pass_ms"], [computed, reduced, end],
+                      [row["nvlink_bytes"] or 1], list(itertools.chain(*buckets))]
+            waits += [*row["exposed_ms"], *row["wait_ms"]]
+            num_alone = len(row["each_alone_ms"])
+        numbers = [*itertools.chain(*lists), *(wait or 1 for wait in waits)]
+        if (not all(lists) or num_alone != row["gpus"] or not all(type(count) is int for count in counts)
+                or not all(type(number) in (int, float) and 0 < number < math.inf for number in numbers)):
+            raise ValueError(f"the row of {row['what']} on {row['gpus']} GPUs has not all numbers, or impossible ones")
+    return rows
+
+
 def redraw(path: Path, results: Path) -> None:
-    """Plot and table of what was measured, under the number of GPUs that its file is named by."""
+    """Table and plots of what was measured, under the number of GPUs that its file is named by. Raises UserError where
+    they would take the place of another run's."""
+    text = path.read_bytes()
     try:
-        rows: list[Row] = [json.loads(line) for line in path.read_text().splitlines()]
+        rows = read_rows(text.decode())
         name = re.fullmatch(r"scaling_b\d+_(\d+)gpu", path.stem)
-        most = max(row["gpus"] for row in rows)
-        num_gpus, text = int(name[1]) if name else most, table(rows)
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+        num_gpus, drawn = int(name[1]) if name else max(row["gpus"] for row in rows), table(rows)
+    except DAMAGED as error:
         raise UserError(f"--redraw {path} is no file of {Path(__file__).name}, or is cut off "
                         f"({type(error).__name__}: {error}); give another one, or measure again") from None
-    write(rows, num_gpus, results)
-    print(text)
+    measured = path_of_rows(rows, num_gpus, results)
+    if measured.exists() and measured.read_bytes() != text:
+        raise UserError(f"--redraw {path} is another run than {measured}, whose table and plots would be overwritten: "
+                        "give another --results")
+    draw(rows, measured)
+    print(drawn)
 
 
 def main() -> None:
@@ -450,18 +483,27 @@ def order(row: Row) -> tuple[bool, int, str]:
 
 def write(rows: list[Row], num_gpus: int, folder: Path) -> None:
     """The rows, their table and their plots, under the name of the whole run. Raises UserError."""
-    run_name = f"b{rows[0]['batch']}_{num_gpus}gpu"
-    files.write(folder / f"scaling_{run_name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
-    files.write(folder / f"scaling_{run_name}.md", f"{table(rows)}\n".encode())
-    plot(rows, folder / f"scaling_{run_name}.png")  # which --redraw makes again
-    with_timeline = [row for row in rows if "timeline" in row]
-    if with_timeline:
-        plot_timeline(with_timeline[-1], folder / f"allreduce_timeline_{run_name}.png")  # of the most GPUs
+    path = path_of_rows(rows, num_gpus, folder)
+    files.write(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
+    draw(rows, path)
+
+
+def path_of_rows(rows: list[Row], num_gpus: int, folder: Path) -> Path:
+    return folder / f"scaling_b{rows[0]['batch']}_{num_gpus}gpu.jsonl"
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """The table and the plots, beside where the file of the rows is or would be. Raises UserError."""
+    files.write(path.with_suffix(".md"), f"{table(rows)}\n".encode())
+    plot(rows, path.with_suffix(".png"))  # which --redraw makes again
+    with_buckets = [row for row in rows if "buckets" in row]
+    if with_buckets:  # of the most GPUs
+        plot_timeline(with_buckets[-1], path.with_name(f"{path.stem.replace('scaling', 'allreduce_timeline')}.png"))
 
 
 def publish(row: Row, rows: list[Row], folder: Path) -> None:
     """A row of ours on several GPUs as a figure, beside one GPU of the same run."""
-    single = single_of({"what": "synthetic"}, rows)
+    single = single_of({**row, "what": "synthetic"}, rows)
     if row["what"] in LABELS and row["gpus"] > 1 and single:
         write_result(f"resnet50_fp16_b{row['batch']}_{row['what']}_{row['gpus']}gpu", row["step_ms"],
                      row["gpus"] * row["batch"],

@@ -9,19 +9,22 @@ scaling_model.jsonl and scaling_model.png beside the measurements. Needs no GPU.
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import math
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from record import RESULTS, run
+from scaling import DAMAGED, Row, read_rows
 
+from common import files
 from common.command_line import read_options
 from common.errors import UserError
 from graph_passes.executors.cuda.buckets import cut
@@ -34,6 +37,7 @@ BATCHES = (64, 256)  # whose files are of one commit
 WIRE_BYTES = 2  # of a gradient: fp16
 ALGORITHMS = ("ring", "tree", "in-network")
 NCCL = ALGORITHMS[:2]  # what NCCL chooses from without a network that computes
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -130,10 +134,11 @@ def best_all_reduce(num_bytes: float, gpus: int, machine: Machine, allowed: Sequ
 
 
 def read_gradients(profile: str) -> list[Gradient]:
-    """ResNet-50's gradients, with their places in a step by the times of its launches, measured by --profile."""
+    """ResNet-50's gradients, with their places in a step by the times of its launches, measured by --profile. Raises
+    ValueError or KeyError for a profile that is cut off or of another network."""
     symbol = resnet(50)
     params, _ = init_params(symbol, seed=0)
-    launches, _, _ = profile.partition("\n\n")  # the rest are sums by operation
+    launches, end_of_launches, _ = profile.partition("\n\n")  # the rest are sums by operation
     rows = re.findall(r"^(\w+) +(\w+) +([\d.]+) +[\d.]+ +\d+ +\d+%$", launches, re.MULTILINE)
     ends = list(itertools.accumulate(float(ms) for _, _, ms in rows))
     found: dict[str, Gradient] = {}  # by node, whose last launch counts
@@ -141,6 +146,9 @@ def read_gradients(profile: str) -> list[Gradient]:
         if node.endswith("_wgrad"):
             weight = params[node.removesuffix("_wgrad") + "_weight"]
             found[node] = Gradient(WIRE_BYTES * weight.size, end / ends[-1])
+    num_weights = sum(name.endswith("_weight") for name in params)
+    if len(found) != num_weights or not end_of_launches:
+        raise ValueError(f"it has the gradients of {len(found)} of {num_weights} weights, or not all launches")
     # BatchNorm's and the bias' gradients travel in fp32, in one message behind all others.
     rest = sum(4 * array.size for name, array in params.items() if not name.endswith("_weight"))
     return [*found.values(), Gradient(rest, 1.0)]
@@ -196,23 +204,47 @@ def best_buckets(machine: Machine, gradients: Sequence[Gradient], gpus: int, bat
 # --- the fit ---
 
 
+def read(path: Path, parse: Callable[[str], T]) -> T:
+    """What `parse` makes of the text of a measurement. Raises UserError where it is cut off or something else."""
+    try:
+        return parse(path.read_text())
+    except DAMAGED as error:
+        raise UserError(f"{path} is cut off or of another kind ({type(error).__name__}: {error}): measure it again as "
+                        "benchmarks/README.md says, or give another --results") from None
+
+
+def median_and_jitter(row: Row) -> tuple[float, float]:
+    """Of step times: the median in ms, and the standard deviation relative to it. Raises one of DAMAGED."""
+    median = statistics.median(row["step_ms"])
+    if not all(0 < ms < math.inf for ms in row["step_ms"]):
+        raise ValueError("not all times are positive")
+    return median, statistics.stdev(row["step_ms"]) / median
+
+
+def synthetic_rows(text: str) -> dict[int, Row]:
+    """What scaling.py measured on synthetic data, by the number of GPUs. Raises one of DAMAGED."""
+    rows = {row["gpus"]: row for row in read_rows(text) if row["what"] == "synthetic"}
+    for gpus, row in rows.items():
+        median_and_jitter(row)
+        if gpus > 1 and "buckets" not in row:
+            raise ValueError(f"the row of {gpus} GPUs has no buckets")
+    return rows
+
+
 def fit(results: Path) -> tuple[Machine, list[str]]:
-    """The machine whose parameters follow what was measured, and for each fit a sentence on how well it does."""
-    batches, times, jitters = [], [], []
-    for batch in BATCHES:
-        step_ms = json.loads((results / SINGLE_GPU.format(batch)).read_text())["step_ms"]
-        batches.append(batch)
-        times.append(statistics.median(step_ms))
-        jitters.append(statistics.stdev(step_ms) / times[-1])
-    slope, fixed = np.polyfit(batches, times, 1, w=1 / np.asarray(times))
-    errors = [abs(fixed + slope * batch - ms) / ms for batch, ms in zip(batches, times, strict=True)]
+    """The machine whose parameters follow what was measured, and for each fit a sentence on how well it does. Raises
+    UserError for a file that is damaged."""
+    singles = [read(results / SINGLE_GPU.format(batch), lambda text: median_and_jitter(json.loads(text)))
+               for batch in BATCHES]
+    times, jitters = zip(*singles, strict=True)
+    slope, fixed = np.polyfit(BATCHES, times, 1, w=1 / np.asarray(times))
+    errors = [abs(fixed + slope * batch - ms) / ms for batch, ms in zip(BATCHES, times, strict=True)]
     machine = Machine(step_fixed_ms=float(fixed), step_image_ms=float(slope), step_jitter=statistics.fmean(jitters))
-    shown = ", ".join(map(str, batches))
+    shown = ", ".join(map(str, BATCHES))
     notes = [f"step of one GPU: {fixed:.2f} ms + {slope:.4f} ms an image, within {max(errors):.1%} of the measured "
              f"at {shown} images; jitter {machine.step_jitter:.2%}"]
-    files = sorted(results.glob("scaling_*gpu.jsonl"))  # of each machine that scaling.py has measured
-    runs = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
-    synthetic = [{row["gpus"]: row for row in rows if row["what"] == "synthetic"} for rows in runs]
+    runs = sorted(results.glob("scaling_*gpu.jsonl"))  # of each machine that scaling.py has measured
+    synthetic = [read(file, synthetic_rows) for file in runs]
     several = [row for rows in synthetic for count, row in rows.items() if count > 1]
     if not several:
         return machine, [*notes, "NVLink: not fitted, there is no scaling_<n>gpu.jsonl of several GPUs: "
@@ -223,8 +255,7 @@ def fit(results: Path) -> tuple[Machine, list[str]]:
     single = [rows[1] for rows in synthetic if 1 in rows]
     if single:
         largest = max(row["batch"] for row in single)  # smaller ones do not reach the power limit
-        jitter = statistics.fmean(statistics.stdev(row["step_ms"]) / statistics.median(row["step_ms"])
-                                  for row in single if row["batch"] == largest)
+        jitter = statistics.fmean(median_and_jitter(row)[1] for row in single if row["batch"] == largest)
         machine = replace(machine, step_jitter=jitter)
         notes.append(f"jitter of one GPU after 3 s of work, at its power limit: {jitter:.2%}")
     slowdowns = [statistics.median(row["pass_ms"]) / statistics.median(row["pass_alone_ms"]) - 1 for row in several]
@@ -233,9 +264,9 @@ def fit(results: Path) -> tuple[Machine, list[str]]:
     each = max(several, key=lambda row: len(row["each_alone_ms"]))["each_alone_ms"]
     machine = replace(machine, gpu_spread=statistics.stdev(each) / statistics.fmean(each))
     notes.append(f"speeds of {len(each)} GPUs: they differ by {machine.gpu_spread:.2%} (standard deviation)")
-    gradients = read_gradients((results / PROFILE).read_text())
+    gradients = read(results / PROFILE, read_gradients)
     # Against one GPU of the same run: the step may have become faster from one run to the next.
-    for file, rows in zip(files, synthetic, strict=True):
+    for file, rows in zip(runs, synthetic, strict=True):
         for gpus, row in rows.items():
             if gpus > 1 and 1 in rows:
                 predicted, one = (simulate(machine, gradients, count, row["batch"], len(row["buckets"]) - 1).step_ms
@@ -247,7 +278,7 @@ def fit(results: Path) -> tuple[Machine, list[str]]:
     return machine, notes
 
 
-def fit_nvlink(machine: Machine, rows: Sequence[dict[str, Any]]) -> Machine:
+def fit_nvlink(machine: Machine, rows: Sequence[Row]) -> Machine:
     """Bandwidth and latency from the times of single buckets with nothing beside them, of each the shortest, as a host
     that is late makes them longer. Least squares, relative to the times."""
     points: dict[tuple[float, float], float] = {}  # (bytes sent, hops beyond two in us): ms
@@ -339,8 +370,8 @@ def sensitivity(machine: Machine, gradients: Sequence[Gradient], gpus: int = 358
     return "\n".join(lines)
 
 
-def plot(machine: Machine, gradients: Sequence[Gradient], path: Path) -> None:
-    """Images/sec a GPU against GPUs, and the all-reduce of all gradients by each algorithm."""
+def plot(machine: Machine, gradients: Sequence[Gradient]) -> bytes:
+    """Images/sec a GPU against GPUs, and the all-reduce of all gradients by each algorithm, as a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -369,8 +400,10 @@ def plot(machine: Machine, gradients: Sequence[Gradient], path: Path) -> None:
     for axes in (speeds, reduces):
         axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=120)
     plt.close(figure)
+    return png.getvalue()
 
 
 @dataclass(frozen=True)
@@ -388,7 +421,7 @@ def main() -> None:
     if missing:
         raise UserError(f"{missing[0]} is missing: measure it as benchmarks/README.md says, or give --results")
     machine, notes = fit(results)
-    gradients = read_gradients((results / PROFILE).read_text())
+    gradients = read(results / PROFILE, read_gradients)
     print(*notes, sep="\n")
     predictions = [best_buckets(machine, gradients, gpus, batch)
                    for batch in (256, 64, 16) for gpus in (1, 2, 4, 8, 16, 64, 512, 3584)]
@@ -397,8 +430,8 @@ def main() -> None:
           f"\n\n{sensitivity(machine, gradients)}")
     lines = [{"machine": asdict(machine)}, *({**p._asdict(), "images_per_sec_per_gpu": p.images_per_sec_per_gpu}
                                              for p in (*predictions, *ideal))]
-    (results / "scaling_model.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    plot(machine, gradients, results / "scaling_model.png")
+    files.write(results / "scaling_model.jsonl", "".join(json.dumps(line) + "\n" for line in lines).encode())
+    files.write(results / "scaling_model.png", plot(machine, gradients))
 
 
 if __name__ == "__main__":

@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 from test_results import faults
 
+from common.command_line import exit_code_of
 from common.errors import UserError
 from graph_passes.executors.base import Metrics
+
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 
 
 @pytest.fixture
@@ -34,6 +37,11 @@ def rows() -> list[dict[str, Any]]:
     return [{"what": "synthetic", "gpus": 1, "batch": 100, "step_ms": [20.0] * 8}, both]
 
 
+def write_rows(path: Path, written: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in written))
+    return path
+
+
 def test_table(scaling: Any) -> None:
     _, _, one, two = scaling.table(rows()).splitlines()
     assert [cell.strip() for cell in one.split("|")[1:6]] == ["ours, synthetic", "1", "5,000", "5,000", "100.0%"]
@@ -41,6 +49,12 @@ def test_table(scaling: Any) -> None:
         "ours, synthetic", "2", "8,000", "4,000", "80.0%", "0.1725", "4,773", "4,545", "83.8%", "2.00 ms", "1.50 ms",
         "4.00 ms", "1.00 ms", "75%", "32 MB (computed)"
     ]
+
+
+def test_one_gpu_of_another_batch_is_no_comparison(scaling: Any) -> None:
+    one, two = rows()
+    assert scaling.single_of(two, [one]) is one
+    assert scaling.single_of(two, [{**one, "batch": 256}]) is None
 
 
 def test_what_the_processes_of_a_program_measure(scaling: Any, tmp_path: Path,
@@ -94,14 +108,38 @@ def test_a_kill_leaves_the_rows_that_were_there(scaling: Any, tmp_path: Path, mo
 
 def test_redraw(scaling: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                 capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a GPU, from the rows of an earlier run."""
-    rows_file = tmp_path / "earlier.jsonl"
-    rows_file.write_text("".join(json.dumps(row) + "\n" for row in rows()))
+    """Without a GPU, from the rows of an earlier run, which are not written again."""
+    rows_file = write_rows(tmp_path / "earlier.jsonl", rows())
     results = tmp_path / "results"
     monkeypatch.setattr("sys.argv", ["scaling.py", "--redraw", str(rows_file), "--results", str(results)])
     scaling.main()
     assert capsys.readouterr().out == (results / "scaling_b100_2gpu.md").read_text()
-    assert (results / "scaling_b100_2gpu.jsonl").read_text() == rows_file.read_text()
+    assert {path.name for path in results.iterdir()} == {
+        "allreduce_timeline_b100_2gpu.png", "scaling_b100_2gpu.md", "scaling_b100_2gpu.png"}
+
+
+def test_redraw_beside_its_own_rows(scaling: Any, tmp_path: Path) -> None:
+    scaling.write(rows(), 2, tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    (tmp_path / "scaling_b100_2gpu.md").write_text("damaged")
+    scaling.redraw(tmp_path / "scaling_b100_2gpu.jsonl", tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("name", ["trial.jsonl", "scaling_b100_2gpu.jsonl"])
+def test_redraw_keeps_what_another_run_has_left(scaling: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                capsys: pytest.CaptureFixture[str], name: str) -> None:
+    results = tmp_path / "results"
+    scaling.write(rows(), 2, results)
+    before = {path.name: path.read_bytes() for path in results.iterdir()}
+    one, two = rows()
+    trial = write_rows(tmp_path / name, [one, {**two, "step_ms": [26.0] * 8}])
+    monkeypatch.setattr("sys.argv", ["scaling.py", "--redraw", str(trial), "--results", str(results)])
+    assert exit_code_of(scaling.main) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error == (f"error: --redraw {trial} is another run than {results / 'scaling_b100_2gpu.jsonl'}, whose table "
+                     "and plots would be overwritten: give another --results")
+    assert {path.name: path.read_bytes() for path in results.iterdir()} == before
 
 
 def test_redraw_of_a_run_that_was_stopped(scaling: Any, tmp_path: Path) -> None:
@@ -119,6 +157,45 @@ def test_redraw_of_another_file(scaling: Any, tmp_path: Path, text: str) -> None
     with pytest.raises(UserError, match="other.jsonl is no file of scaling.py, or is cut off"):
         scaling.redraw(other, tmp_path)
     assert [*tmp_path.iterdir()] == [other]
+
+
+TIMELINE = rows()[1]["timeline"]
+
+
+@pytest.mark.parametrize("damage", [
+    {"batch": 64}, {"batch": "100"}, {"gpus": 0}, {"gpus": 2.0}, {"gpus": True}, {"gpus": 3}, {"what": None},
+    {"step_ms": []}, {"step_ms": [25.0, 0.0]}, {"step_ms": [25.0, -1.0]}, {"step_ms": [25.0, float("nan")]},
+    {"step_ms": [float("inf")]}, {"step_ms": ["25"]}, {"step_ms": None}, {"watts": 0},
+    pytest.param({"step_ms": [10**400]}, id="more than a float holds"),
+    {"all_reduce_ms": []}, {"all_reduce_ms": [0.0, 0.5]}, {"all_reduce_ms": [3.5]}, {"each_alone_ms": [20.0]},
+    {"pass_ms": [0.0]}, {"exposed_ms": []}, {"exposed_ms": [-1.0]}, {"wait_ms": [float("nan")]}, {"buckets": []},
+    {"buckets": [["weights 1", 30_000_000], ["others", 2_000_000]]}, {"timeline": None},
+    {"timeline": {"parts": TIMELINE["parts"]}}, {"timeline": {**TIMELINE, "buckets": TIMELINE["buckets"][:1]}},
+    {"timeline": {**TIMELINE, "buckets": [[15.0, 19.0], [24.0]]}}, {"timeline": {**TIMELINE, "parts": [24.0, 24.5]}},
+    {"timeline": {**TIMELINE, "parts": [24.0, 24.5, "25"]}},
+], ids=str)
+def test_redraw_of_damaged_rows(scaling: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                capsys: pytest.CaptureFixture[str], damage: dict[str, Any]) -> None:
+    one, two = rows()
+    file = write_rows(tmp_path / "scaling_b100_2gpu.jsonl", [one, {**two, **damage}])
+    results = tmp_path / "results"
+    monkeypatch.setattr("sys.argv", ["scaling.py", "--redraw", str(file), "--results", str(results)])
+    assert exit_code_of(scaling.main) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith(f"error: --redraw {file} is no file of scaling.py, or is cut off (")
+    assert not results.exists()
+
+
+def test_waits_may_be_none(scaling: Any) -> None:
+    one, two = rows()
+    waitless = [{**one, "loader_wait_ms": [0.0]}, {**two, "exposed_ms": [0.0] * 8, "wait_ms": [0.0] * 8}]
+    assert scaling.read_rows("\n".join(map(json.dumps, waitless))) == waitless
+
+
+@pytest.mark.parametrize("name", ["scaling_b64_4gpu.jsonl", "scaling_b256_4gpu.jsonl",
+                                  "h100_trials/scaling_4gpu.jsonl", "h200_trials/scaling_4gpu.jsonl"])
+def test_what_was_measured_is_not_damaged(scaling: Any, name: str) -> None:
+    assert scaling.read_rows((RESULTS / name).read_text())
 
 
 class Clock:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from common.command_line import exit_code_of
 from common.errors import UserError
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
@@ -121,10 +122,14 @@ def test_fit_of_nvlink(model: Any, rng: np.random.Generator) -> None:
     assert fitted.message_us == pytest.approx(truth.message_us, rel=0.15)
 
 
+def copy_measurements(model: Any, folder: Path, *others: str) -> None:
+    for name in (model.PROFILE, *(model.SINGLE_GPU.format(batch) for batch in model.BATCHES), *others):
+        (folder / name).write_bytes((BENCHMARKS / "results" / name).read_bytes())
+
+
 def test_fit_of_several_gpus(model: Any, tmp_path: Path) -> None:
     """The spread of GPUs comes from their speeds alone, and each run of scaling.py is predicted from its one GPU."""
-    for name in (model.PROFILE, *(model.SINGLE_GPU.format(batch) for batch in model.BATCHES)):
-        (tmp_path / name).write_bytes((BENCHMARKS / "results" / name).read_bytes())
+    copy_measurements(model, tmp_path)
     _, notes = model.fit(tmp_path)
     assert "there is no scaling_<n>gpu.jsonl" in notes[-1]
     single = {"what": "synthetic", "gpus": 1, "batch": 256, "step_ms": [19.8, 20.0, 20.2]}
@@ -133,6 +138,8 @@ def test_fit_of_several_gpus(model: Any, tmp_path: Path) -> None:
         row = {"what": "synthetic", "gpus": gpus, "batch": 256, "step_ms": [20.0 * ratio] * 5,
                "each_alone_ms": [19.0, 20.0, 20.0, 21.0][:gpus], "all_reduce_ms": [0.4, 0.04, 0.03],
                "pass_alone_ms": [19.5, 20.0, 20.5], "pass_ms": [20.0, 20.0 + 0.1 * gpus, 21.0],
+               "exposed_ms": [0.1] * 3, "wait_ms": [0.2] * 3, "nvlink_bytes": None,
+               "timeline": {"buckets": [[15.0, 15.4], [20.0, 20.1], [20.0, 20.1]], "parts": [20.0, 20.1, 20.5]},
                "buckets": [["weights 1", 50e6, "float16"], ["weights 2", 1e6, "float16"], ["others", 2e5, "float32"]]}
         (tmp_path / f"scaling_{gpus}gpu.jsonl").write_text("".join(json.dumps(r) + "\n" for r in (single, jpeg, row)))
     machine, notes = model.fit(tmp_path)
@@ -150,7 +157,7 @@ def test_a_gradient_is_there_after_the_last_launch_of_its_node(model: Any) -> No
     """Some are left in parts by one launch and added up by another."""
     table = (BENCHMARKS / "results" / model.PROFILE).read_text().partition("\n\n")[0]
     row = "stage1_block1_conv3_wgrad         sum_parts                      100.0000      0.0    100      3%"
-    before, after = model.read_gradients(table), model.read_gradients(f"{table}\n{row}\n")
+    before, after = model.read_gradients(f"{table}\n\n"), model.read_gradients(f"{table}\n{row}\n\n")
     assert [gradient.num_bytes for gradient in after] == [gradient.num_bytes for gradient in before]
     late = [number for number, gradient in enumerate(after[:-1]) if gradient.ready == 1]
     conv3 = 2 * 256 * 64  # bytes of its weights
@@ -169,3 +176,60 @@ def test_missing_measurements(model: Any, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("sys.argv", ["scaling_model.py", "--results", str(tmp_path)])
     with pytest.raises(UserError, match=r".*_profile.txt is missing: measure it"):
         model.main()
+
+
+PROFILE, SINGLE_GPU, ROWS = ("resnet50_fp16_b256_profile.txt", "resnet50_fp16_b64_synthetic_1gpu.json",
+                             "scaling_b64_4gpu.jsonl")
+
+
+def without_line_of(node: str) -> Callable[[str], str]:
+    return lambda text: re.sub(rf"^{node} .*\n", "", text, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize(("name", "damage"), [
+    (ROWS, lambda text: ""),
+    (ROWS, lambda text: text[: len(text) // 2]),
+    (ROWS, lambda text: text.replace('"all_reduce_ms"', '"other"')),
+    (ROWS, lambda text: re.sub(r'"step_ms": \[[^]]*', '"step_ms": [7.4', text)),
+    (SINGLE_GPU, lambda text: text[: len(text) // 2]),
+    (SINGLE_GPU, lambda text: "{}"),
+    (SINGLE_GPU, lambda text: '{"step_ms": [7.4]}'),
+    (SINGLE_GPU, lambda text: '{"step_ms": [7.4, NaN, 7.5]}'),
+    (PROFILE, lambda text: ""),
+    (PROFILE, lambda text: text[:12_000]),
+    (PROFILE, lambda text: text.partition("\n\n")[0]),
+    (PROFILE, without_line_of("stage4_block3_conv3_wgrad")),
+    (PROFILE, lambda text: text.replace("stage4_block3_conv3_wgrad", "unknown_wgrad")),
+])
+def test_damaged_measurements(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                              capsys: pytest.CaptureFixture[str], name: str, damage: Callable[[str], str]) -> None:
+    """One sentence that names the file, and nothing is computed from what is left of it."""
+    copy_measurements(model, tmp_path, ROWS)
+    file, text = tmp_path / name, (tmp_path / name).read_text()
+    file.write_text(damage(text))
+    assert file.read_text() != text
+    before = sorted(tmp_path.iterdir())
+    monkeypatch.setattr("sys.argv", ["scaling_model.py", "--results", str(tmp_path)])
+    assert exit_code_of(model.main) == 2
+    printed = capsys.readouterr()
+    (error,) = printed.err.splitlines()
+    assert error.startswith(f"error: {file} is cut off or of another kind (")
+    assert error.endswith("): measure it again as benchmarks/README.md says, or give another --results")
+    assert not printed.out and sorted(tmp_path.iterdir()) == before
+
+
+def test_a_kill_leaves_the_files_that_were_there(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy_measurements(model, tmp_path, "scaling_model.jsonl", "scaling_model.png")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def killed(*names: Path) -> None:
+        raise KeyboardInterrupt
+
+    for name in ("best_buckets", "calibrated", "compare", "sensitivity", "table"):  # which take seconds
+        monkeypatch.setattr(model, name, lambda *_: model.Prediction(1, 16, 2, "none", *[1.0] * 6))
+    monkeypatch.setattr(model, "plot", lambda *_: b"")
+    monkeypatch.setattr("os.replace", killed)  # where a new file takes the place of an old one
+    monkeypatch.setattr("sys.argv", ["scaling_model.py", "--results", str(tmp_path)])
+    with pytest.raises(KeyboardInterrupt):
+        model.main()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

@@ -107,7 +107,7 @@ def test_what_a_gpu_has_not_is_said(tmp_path, capsys):
     assert all(figure.value == 2.0 and figure.limit == "" and figure.error == 0 for figure in gemms)
     assert sum(figure.what == "convolution, total" for figure in section.figures) == len(deepbench.CONVOLUTIONS)
     assert section.notes[0].startswith("copy: the GPU has 1.0 of 1.0 GiB free")
-    assert f"and {len(deepbench.GEMMS) - 1} more: there is no fp8" in section.notes[1]
+    assert f"and {len(deepbench.GEMMS) - 8} more: there is no fp8" in section.notes[1]
     assert "there is no room for it" in section.notes[2] and len(section.notes) == 3
     assert "GEMM 1760 x 16 x 1760 NN in fp8: left out, there is no fp8" in capsys.readouterr().out
 

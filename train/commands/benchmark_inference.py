@@ -48,6 +48,7 @@ from train.options.run import DeviceOptions, RunOptions
 from train.presets import load_preset
 from train.processes.distributed import Workers
 from train.processes.invocation import command_line
+from train.processes.signals import StoppedBySignal, ending_with
 from train.reporting.gpu_monitor import UNKNOWN, GpuMonitor, GpuReadings
 from train.reporting.inference import LATENCY_BATCH, Point, error_of_passes, plot, scenarios
 from train.timing import PRECISION
@@ -72,7 +73,8 @@ TAKEN = {"inference", "int8", "batch_sizes", "num_classes",
 
 
 def measure_inference(values: Mapping[str, Any], workers: Workers) -> None:
-    """Measure, by the options given. Raises UserError."""
+    """Measure, by the options given: each point is in inference.json once it is known, whatever ends the program; the
+    table and the plot are of all. Raises UserError and StoppedBySignal."""
     if workers.size > 1:
         raise TrainError("--inference measures one GPU: use python -m train benchmark --inference", on_all_ranks=True)
     for name in values.keys() - TAKEN:
@@ -95,14 +97,27 @@ def measure_inference(values: Mapping[str, Any], workers: Workers) -> None:
     num_classes = config.num_classes or CLASSES
     usual = GPU_BATCHES if placement.device.startswith("gpu") else CPU_BATCHES
     sizes = sorted(set(values.get("batch_sizes", usual)))
-    points: list[Point] = []
     chosen_ones = {INT8: config} if int8 else precisions(config, placement, "dtype" in values)
-    for name, chosen in chosen_ones.items():
-        points += sweep(name, chosen, placement, num_classes, sizes)
+    about = _about(config, num_classes, placement)
+    points: list[Point] = []
+    try:
+        with ending_with(f"stopped: the points measured so far are in {folder / RESULT}"):
+            for name, chosen in chosen_ones.items():
+                for point in sweep(name, chosen, placement, num_classes, sizes):
+                    points.append(point)
+                    _write(folder, points, about)
+    except StoppedBySignal as stop:
+        if not (folder / RESULT).exists():
+            stop.args = ("stopped before the first point was measured",)
+        raise
     if not points:
         raise TrainError(f"no batch of {' or '.join(map(str, sizes))} images fits into memory: give smaller "
                          "--batch-sizes")
-    write(folder, points, config, num_classes, placement)
+    device = about["hardware"]["gpus"][0] if placement.device.startswith("gpu") else about["hardware"]["cpu"]
+    title = f"{config.model}, {config.image_size} pixels, {device}"
+    files.write(folder / PLOT, plot(points, title))
+    _print(points, title)
+    print(f"all figures: {folder / RESULT}, {folder / PLOT}")
 
 
 def precisions(config: Config, placement: Placement, is_chosen: bool) -> dict[str, Config]:
@@ -231,7 +246,7 @@ def measure(executor: Executor, precision: str, batches: Sequence[Any], seconds:
     sums = answer.sum(axis=1)
     if not (len(answer) == batch and np.abs(sums - 1).max() < 0.01):  # a tenth of it is what 16 bits round away
         raise ProgramError(f"inference in {precision} at batch {batch} gave no probabilities: those of an image add up "
-                           f"to {sums.min():g} to {sums.max():g}; nothing is published")
+                           f"to {sums.min():g} to {sums.max():g}; that point is not published")
     passes = np.diff(ends)
     per_second = batch * len(passes) / (ends[-1] - ends[0])
     return Point(precision, batch, per_second, 1e3 * passes, 1e3 * np.array(latencies), memory_in_use(readings),
@@ -251,21 +266,23 @@ def memory_in_use(readings: GpuReadings) -> float:
     return readings.memory if math.isfinite(readings.memory) else psutil.Process().memory_info().rss / 2**30
 
 
-def write(folder: Path, points: Sequence[Point], config: Config, num_classes: int, placement: Placement) -> None:
-    """The table on the terminal; inference.json and inference.png in the folder."""
-    hardware = environment.hardware()
-    device = hardware["gpus"][0] if placement.device.startswith("gpu") else hardware["cpu"]
-    title = f"{config.model}, {config.image_size} pixels, {device}"
-    found = scenarios(points)
-    content = {
-        "name": "inference", "model": config.model, "image_size": config.image_size, "num_classes": num_classes,
-        "executor": placement.executor, "scenarios": {name: asdict(scenario) for name, scenario in found.items()},
-        "points": [point.to_dict() for point in points], "hardware": hardware, "versions": environment.versions(),
-        "commit": environment.git_commit(), "command": command_line(),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    }
+def _about(config: Config, num_classes: int, placement: Placement) -> dict[str, Any]:
+    """What inference.json says beside the figures."""
+    return {"name": "inference", "model": config.model, "image_size": config.image_size, "num_classes": num_classes,
+            "executor": placement.executor, "hardware": environment.hardware(), "versions": environment.versions(),
+            "commit": environment.git_commit(), "command": command_line()}
+
+
+def _write(folder: Path, points: Sequence[Point], about: Mapping[str, Any]) -> None:
+    """inference.json with these points. Raises UserError where it cannot be written."""
+    content = {**about, "scenarios": {name: asdict(scenario) for name, scenario in scenarios(points).items()},
+               "points": [point.to_dict() for point in points],
+               "date": datetime.now(timezone.utc).isoformat(timespec="seconds")}
     files.write(folder / RESULT, json.dumps(content, indent=1, allow_nan=False).encode() + b"\n")
-    files.write(folder / PLOT, plot(points, title))
+
+
+def _print(points: Sequence[Point], title: str) -> None:
+    """The table, and MLPerf's scenarios below it."""
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     power = any(math.isfinite(point.watts) for point in points)
     for column in ("precision", "batch", "images/sec", "p50 ms", "p90", "p99", "GiB", *["J/image", "W"] * power):
@@ -277,6 +294,5 @@ def write(folder: Path, points: Sequence[Point], config: Config, num_classes: in
                       f"{point.memory_gib:.1f}", *energy)
     console = Console(highlight=False)
     console.print(table)
-    for name, scenario in found.items():
+    for name, scenario in scenarios(points).items():
         console.print(f"{name}: {scenario}")
-    print(f"all figures: {folder / RESULT}, {folder / PLOT}")

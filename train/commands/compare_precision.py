@@ -27,6 +27,7 @@ from train.config import CONFIG_FILE, OF_A_SESSION, Config, check_untrained, con
 from train.errors import TrainError
 from train.presets import load_preset
 from train.processes.signals import STOPPING, StoppedBySignal, ending, handled
+from train.processes.worker import stop_with_us
 from train.reporting import plots
 from train.reporting.metrics import METRICS_FILE, VALIDATION, RunRecord, accuracy_of, tells_top5
 
@@ -111,8 +112,8 @@ def run_training(config: Config, folder: Path) -> RunRecord:
             return record
     command = [sys.executable, *(f"-W{option}" for option in sys.warnoptions), "-m", "train", *run_arguments(config)]
     # The child saves a checkpoint when it is told to stop; this process waits for that. Ctrl-C reaches both, and so the
-    # child twice at once, which is once for it.
-    with subprocess.Popen(command) as child, handled(
+    # child twice at once, which is once for it. Where this process is killed, the child is not to compute on.
+    with subprocess.Popen(command, preexec_fn=stop_with_us) as child, handled(
         dict.fromkeys(ending(), lambda number, frame: child.send_signal(number))
     ):
         code = child.wait()

@@ -59,10 +59,10 @@ def main(values: Mapping[str, Any]) -> None:
 
 def _measure(wanted: GpuReportOptions, values: Mapping[str, Any], placement: Placement, folder: Path) -> None:
     """Go on with the report in the folder, or begin it."""
-    cost_again = not {"data", "target_accuracy", "price_per_hour"}.isdisjoint(values)  # of the run that there is
-    report = _begun(folder, placement, set(wanted.sections))
+    # From the run that there is.
+    counts_cost_again = not {"data", "target_accuracy", "price_per_hour"}.isdisjoint(values)
+    report, done = _begun(folder, placement, set(wanted.sections), counts_cost_again)
     report.write(folder / FILE)  # a folder that cannot be written is not to be found out after minutes
-    done = _done(report) - {"cost"} if cost_again else _done(report)
     ends_at = time.monotonic() + 60 * wanted.minutes
     for number, name in enumerate(wanted.sections, start=1):
         if name in done:
@@ -118,22 +118,28 @@ def _done(report: Report) -> set[str]:
     return {name for name, section in report.sections.items() if section.figures and section.complete}
 
 
-def _begun(folder: Path, placement: Placement, sections: set[str]) -> Report:
-    """The report in the folder, or one without sections. Raises UserError where it is of another device or commit, or
-    cannot be gone on with."""
+def _begun(folder: Path, placement: Placement, sections: set[str], counts_cost_again: bool) -> tuple[Report, set[str]]:
+    """The report in the folder, or one without sections, and the sections that are done. Its command and date are those
+    of this start, where that adds to it. Raises UserError where it is of another device or commit, or of other versions
+    of libraries, or cannot be gone on with."""
     hardware = environment.hardware()
     device = hardware["gpus"][0] if placement.device.startswith("gpu") else hardware["cpu"]
     commit = environment.git_commit()
-    about = {"hardware": hardware, "executor": placement.executor, "versions": environment.versions(), "commit": commit,
-             "command": command_line(), "date": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+    about: dict[str, Any] = {
+        "hardware": hardware, "executor": placement.executor, "versions": environment.versions(), "commit": commit,
+        "command": command_line(), "date": datetime.now(timezone.utc).isoformat(timespec="seconds")}
     if not (folder / FILE).exists():
-        return Report(device, {}, about)
+        return Report(device, {}, about), set()
     try:
         report = Report.read(folder / FILE)
     except UserError as error:
         raise TrainError(f"{error}; to measure anew, give another --output") from None
+    done = _done(report)
+    if counts_cost_again and not (folder / cost.RUN_FOLDER).exists():
+        done -= {"cost"}
+    measures = not sections <= done
     for what, there, here in (("device", report.device, device), ("commit", report.about.get("commit"), commit)):
-        if there != here and not sections <= _done(report):
+        if there != here and measures:
             raise TrainError(f"the report in {folder} is of the {what} {there}, and this is {here}: give another "
                              "--output")
     try:
@@ -141,7 +147,17 @@ def _begun(folder: Path, placement: Placement, sections: set[str]) -> Report:
     except ValueError as error:
         raise TrainError(f"the report in {folder} was not measured by this command ({error}): give another "
                          "--output") from None
-    return report
+    versions, here = report.about.get("versions", {}), about["versions"]
+    others = sorted(name for name in {*versions, *here} if versions.get(name) != here.get(name))
+    if measures and versions and others:
+        raise TrainError(f"the report in {folder} was measured with another version of {' and '.join(others)}: give "
+                         "another --output")
+    if counts_cost_again:
+        done -= {"cost"}
+    if not sections <= done:
+        latest = ("command", "date") if measures else ("command",)
+        report = replace(report, about={**report.about, **{name: about[name] for name in latest}})
+    return report, done
 
 
 def _compare(wanted: GpuReportOptions, values: Mapping[str, Any]) -> None:

@@ -1,8 +1,8 @@
 """Section cost: time and money to an accuracy on CIFAR-10, by a whole run of `python -m train` as a user starts it.
 
 On a CPU it is the built-in sample set, which trains in a minute. Time counts from the beginning of the first step to
-the end of a validation, with all that is between but the writing of checkpoints; starting the program, which chooses
-kernels, is given apart.
+the end of a validation, with all that is between but the writing of checkpoints and what a kill has made the run do
+twice; starting the program, which chooses kernels, is given apart.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class Recipe:
 CIFAR10 = Recipe("CIFAR-10, ResNet-18, 128 pixels", "cifar10_resnet18", 18, 0.88)
 SAMPLE = Recipe("sample set, ResNet-50, 32 pixels", "cpu_sample", 3, 0.5)
 
+RUN_FOLDER = "cost_run"  # in the folder of the report
 CIFAR10_IMAGES, CIFAR10_CLASSES = {"train": 50_000, "val": 10_000}, 10
 
 
@@ -67,7 +68,7 @@ def measure(bench: Bench) -> Section:
     if not bench.figures and not bench.has_time("time and cost to accuracy"):
         return bench.found()
     recipe = CIFAR10 if bench.data else SAMPLE
-    config, folder = _config(bench, recipe), bench.folder / "cost_run"
+    config, folder = _config(bench, recipe), bench.folder / RUN_FOLDER
     launched = time.time()
     run_training(config, folder)
     startup = (folder / CONFIG_FILE).stat().st_mtime - launched  # it is written when everything is built
@@ -89,13 +90,24 @@ class Validation(NamedTuple):
 
 
 def validations(lines: Iterable[Mapping[str, Any]]) -> list[Validation]:
-    """Those of a run, from the lines of its metrics.jsonl; an epoch that was done again, after a kill, counts once."""
-    checkpoints, found = 0.0, {}
+    """Those of a run, from the lines of its metrics.jsonl. What was done again, after a kill, counts once: a session
+    that goes on from a checkpoint goes on with the seconds that had counted there."""
+    found: dict[int, Validation] = {}
+    left_out = 0.0  # seconds of the run that do not count
+    counted: dict[int, float] = {}  # seconds, by the steps that were done by then
+    is_first_session = True
     for line in lines:
-        if line["event"] == "phase" and line["name"] == "checkpoint":
-            checkpoints += line["seconds"]
-        elif line["event"] == "epoch" and line["val_top1"] is not None:
-            found[line["epoch"]] = Validation(line["epoch"], line["time"] - checkpoints, line["val_top1"])
+        event = line["event"]
+        if event == "session":
+            if not is_first_session:
+                left_out = line["time"] - counted.get(line["step"], 0.0)
+            is_first_session = False
+        elif event == "phase" and line["name"] == "checkpoint":
+            left_out += line["seconds"]
+        elif event in ("steps", "checkpoint"):  # the former for a kill between a checkpoint and the word of it
+            counted[line["step"]] = line["time"] - left_out
+        elif event == "epoch" and line["val_top1"] is not None:
+            found[line["epoch"]] = Validation(line["epoch"], line["time"] - left_out, line["val_top1"])
     return list(found.values())
 
 
@@ -103,7 +115,7 @@ def _config(bench: Bench, recipe: Recipe) -> Config:
     preset = load_preset(recipe.preset)
     return replace(preset, epochs=recipe.epochs, warmup_epochs=default_warmup(preset, recipe.epochs),
                    data=bench.data or preset.data, device="gpu" if bench.on_gpu else "cpu",
-                   tensorboard=False, validate_every=1, checkpoint_minutes=0.0, output=str(bench.folder / "cost_run"))
+                   tensorboard=False, validate_every=1, checkpoint_minutes=0.0, output=str(bench.folder / RUN_FOLDER))
 
 
 def _figures(bench: Bench, recipe: Recipe, rows: Sequence[Validation], precision: str,

@@ -137,6 +137,9 @@ def _figure(place: str, values: Any) -> Figure:
         raise ValueError(f"{place} has {reprlib.repr(unknown[0])}, which no figure has")
     for name in ("what", "size", "precision", "unit"):
         _checked(str, f"{place}.{name}", values.get(name))
+    if values["precision"] not in ("", *PRECISIONS):
+        raise ValueError(f"{place}.precision is {reprlib.repr(values['precision'])}, and not one of "
+                         f"{', '.join(PRECISIONS)}")
     for name in ("limit", "source"):
         _checked(str, f"{place}.{name}", values.get(name, ""))
     for name, value in _checked(dict, f"{place}.more", values.get("more", {})).items():

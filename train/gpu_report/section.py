@@ -15,6 +15,7 @@ from train.gpu_report.figures import Figure, Section
 from train.timing import repeat
 
 LIMIT_SECONDS, CPU_LIMIT_SECONDS = 1.0, 8.0  # of the timing of a kernel or a layer
+MOST_LISTED = 8  # things that were left out for one reason
 Sampler = AbstractContextManager[Callable[[], float]]  # of what times once: ms
 
 
@@ -124,6 +125,12 @@ class Bench:
         print(f"  {what}: left out, {reason}", flush=True)
 
     def found(self) -> Section:
-        notes = (f"{' and '.join(whats) if len(whats) < 3 else f'{whats[0]} and {len(whats) - 1} more'}: {reason}"
-                 for reason, whats in self.left_out.items())
+        notes = (f"{_listed(whats)}: {reason}" for reason, whats in self.left_out.items())
         return Section(tuple(self.figures), tuple(notes), round(self.begun.seconds + self.spent, 1), not self._late)
+
+
+def _listed(whats: list[str]) -> str:
+    """All of them; of very many the first."""
+    more = len(whats) - MOST_LISTED
+    shown = whats if more <= 0 else [*whats[:MOST_LISTED], f"{more} more"]
+    return " and ".join(filter(None, ("; ".join(shown[:-1]), shown[-1])))

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import partial
 from typing import NamedTuple
 
 from common.errors import EXIT_USER_ERROR
@@ -129,8 +128,8 @@ class Processes:
         variables = {**os.environ, **slot.environment, **environment, **self.watch.begin(slot.number)}
         self.watch.records[slot.number].rank = int(environment["HOROVOD_RANK"])
         is_ours = list(self.command[1:3]) == ["-m", "train"]
-        process = subprocess.Popen(self.command, env=variables, preexec_fn=partial(_stop_with_us, is_ours),
-                                   pass_fds=(self.watch.descriptor,))
+        process = subprocess.Popen(self.command, env=variables, pass_fds=(self.watch.descriptor,),
+                                   preexec_fn=_stop_ours_with_us if is_ours else stop_with_us)
         self.all.append(Worker(slot, process))
         self._guard.add(slot.number, process.pid)
         if slot.bound:
@@ -231,9 +230,14 @@ class Processes:
         return bool(self._insisted_at) and self._insisted_at[-1] - self._insisted_at[0] > SAME_SECONDS
 
 
-def _stop_with_us(is_ours: bool) -> None:
-    """In a new process: SIGTERM for it when this one is killed, so that it saves and leaves the GPU. (Guard has an eye
-    on it.) In one of ours Ctrl-C waits for `signals.leave_at`: Python prints a stack trace while it starts."""
+def stop_with_us() -> None:
+    """In a new process (`preexec_fn`): SIGTERM for it when the one that has started it is killed, so that it saves and
+    leaves the GPU. (Of the processes of a run, Guard has an eye on that.)"""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if is_ours:
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+
+
+def _stop_ours_with_us() -> None:
+    """The same in one of ours, where Ctrl-C waits for `signals.leave_at`: Python prints a stack trace while it
+    starts."""
+    stop_with_us()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])

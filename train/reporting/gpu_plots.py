@@ -76,20 +76,25 @@ def bars(figures: Sequence[Figure], title: str, unit: str, theme: Theme) -> byte
 
 
 def over_batches(figures: Sequence[Figure], theme: Theme) -> bytes:
-    """Images/sec over the batch size, a line for each precision; beside it the latency, its median."""
+    """Images/sec over the batch size, a line for each precision; beside it the latency, its median, where one is
+    known."""
+    is_timed = any("latency_p50_ms" in each.more for each in figures)  # those of small batches are
     figure = plots._figure(9, 3.6, theme)
-    left, right = figure.subplots(1, 2)
+    panels = list(figure.subplots(1, 1 + is_timed, squeeze=False)[0])
+    left, right = panels[0], panels[-1]
     for precision in precisions_of(figures):
         own = [each for each in figures if each.precision == precision]
         color = _colors(theme)[precision]
         left.plot([batch_of(each) for each in own], [each.value for each in own], "o-", color=color, label=precision,
                   **plots._DOTTED)
         timed = [each for each in own if "latency_p50_ms" in each.more]
-        right.plot([batch_of(each) for each in timed], [each.more["latency_p50_ms"] for each in timed], "o-",
-                   color=color, **plots._DOTTED)
+        if timed:
+            right.plot([batch_of(each) for each in timed], [each.more["latency_p50_ms"] for each in timed], "o-",
+                       color=color, **plots._DOTTED)
+    if is_timed:
+        plots._styled(right, theme, "Latency", "batch size", "ms, median")
     plots._styled(left, theme, "Inference", "batch size", "images/sec")
-    plots._styled(right, theme, "Latency", "batch size", "ms, median")
-    for axes in (left, right):
+    for axes in panels:
         axes.set_facecolor(theme.background)
         batches = sorted({int(x) for line in axes.lines for x in line.get_xdata()})
         axes.set_xscale("log", base=2)

@@ -37,16 +37,21 @@ def _has_place(section: str, figure: Figure) -> bool:
     """Whether a page can show that figure in that section."""
     match section:
         case "kernels":
-            return figure.what == COPY or (figure.what in KERNELS and "tflops" in figure.more)
+            return figure.what == COPY or (figure.what in KERNELS and _is_timed(figure))
         case "recurrent":
-            return "tflops" in figure.more
+            return _is_timed(figure)
         case "training":
             return figure.unit == "images/sec" and re.match(r"ResNet-\d+,", figure.what) is not None
         case "inference":
-            return figure.unit == "images/sec" and re.fullmatch(r"batch \d+", figure.size) is not None
+            return figure.unit == "images/sec" and re.fullmatch(r"batch \d{1,9}", figure.size) is not None
         case "cost":
             return figure.unit != "top-1 %" or "seconds" in figure.more
     return False
+
+
+def _is_timed(figure: Figure) -> bool:
+    """As a kernel or a layer is."""
+    return figure.unit == "ms" and "tflops" in figure.more
 
 
 def write(folder: Path, report: Report) -> None:

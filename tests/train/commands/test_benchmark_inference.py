@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -20,6 +21,7 @@ from train.commands import benchmark_inference
 from train.commands.benchmark_inference import images, measure, precisions
 from train.config import Config
 from train.devices import Placement
+from train.errors import TrainError
 from train.reporting.inference import Point, error_of_passes, plot, scenarios
 
 TINY = ("--model", "resnet18", "--image-size", "32", "--num-classes", "3")
@@ -101,6 +103,55 @@ def test_what_does_not_fit_is_left_out(run_train, tmp_path, monkeypatch):
     assert len(json.loads((tmp_path / "run" / "inference.json").read_text())["points"]) == 1
 
 
+def stop_after(count: int, end: Callable[[], object]) -> Callable[..., Iterator[Point]]:
+    """A sweep of so many points, and then what ends it."""
+    def sweep(*arguments: object) -> Iterator[Point]:
+        yield from (point("fp32", batch) for batch in range(1, count + 1))
+        end()
+        raise AssertionError("it goes on")
+
+    return sweep
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_is_measured_outlasts_a_signal(run_train, tmp_path, monkeypatch, number):
+    monkeypatch.setattr(benchmark_inference, "sweep", stop_after(2, lambda: signal.raise_signal(number)))
+    folder = tmp_path / "run"
+    line = ("benchmark", "--inference", *TINY, "--device", "cpu", "--output", folder)
+    code, out, err = run_train(*line)
+    assert (code, err) == (128 + number, "")
+    assert out.splitlines()[-1] == f"stopped: the points measured so far are in {folder / 'inference.json'}"
+    assert [each["batch"] for each in json.loads((folder / "inference.json").read_text())["points"]] == [1, 2]
+
+    code, _, err = run_train(*line)
+    assert code == 2 and "already holds a measurement: give another --output" in err
+
+
+def test_a_signal_before_the_first_point(run_train, tmp_path, monkeypatch):
+    monkeypatch.setattr(benchmark_inference, "sweep", stop_after(0, lambda: signal.raise_signal(signal.SIGTERM)))
+    code, out, err = run_train("benchmark", "--inference", *TINY, "--device", "cpu", "--output", tmp_path / "run")
+    assert (code, err) == (128 + signal.SIGTERM, "")
+    assert out.splitlines()[-1] == "stopped before the first point was measured"
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_is_measured_outlasts_a_failure(run_train, tmp_path, monkeypatch):
+    def fail() -> None:
+        raise TrainError("the GPU is gone")
+
+    monkeypatch.setattr(benchmark_inference, "sweep", stop_after(1, fail))
+    code, _, err = run_train("benchmark", "--inference", *TINY, "--device", "cpu", "--output", tmp_path)
+    assert code == 2 and err == "error: the GPU is gone\n"
+    assert len(json.loads((tmp_path / "inference.json").read_text())["points"]) == 1
+
+
+def test_a_folder_that_cannot_be_written_is_told_first(run_train, tmp_path, monkeypatch):
+    monkeypatch.setattr(benchmark_inference, "sweep", stop_after(0, lambda: None))
+    (tmp_path / "file").touch()
+    code, _, err = run_train("benchmark", "--inference", *TINY, "--device", "cpu", "--output", tmp_path / "file/run")
+    assert code == 2 and err.startswith("error: cannot write ") and err.endswith(": give another --output\n")
+
+
 def test_a_throughput_that_is_repeated_until_it_is_known(monkeypatch):
     """Ten pairs of passes tell the error of their median."""
     executor = Delayed(monkeypatch)
@@ -154,7 +205,7 @@ def test_throughput_overlaps_and_latency_does_not(monkeypatch):
 
 
 def test_no_figure_without_probabilities(monkeypatch):
-    with pytest.raises(benchmark_inference.ProgramError, match="gave no probabilities: .* 0.8 to 0.8; nothing"):
+    with pytest.raises(benchmark_inference.ProgramError, match="gave no probabilities: .* 0.8 to 0.8; that point is"):
         measure(Delayed(monkeypatch, 0.4), "fp32", images(Config(image_size=32), CPU, 2))
 
 

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
-from several_processes import python_path
+from several_processes import LIMIT, python_path
 
 from common.command_line import given, to_arguments
 from train.command_line import read
@@ -70,6 +75,27 @@ def test_a_signal_to_this_process_alone_stops_the_run(number, tmp_path, monkeypa
     finally:
         signal.signal(number, before)
     assert stop.value.exit_code == 128 + number
+
+
+def test_the_run_is_told_to_stop_when_this_process_is_killed(tmp_path):
+    run, started, stopped = tmp_path / "run.sh", tmp_path / "started", tmp_path / "stopped"
+    run.write_text(f"#!/bin/sh\ntrap 'touch {stopped}; exit' TERM\ntouch {started}\n"
+                   "for i in $(seq 100); do sleep 0.1; done\n")
+    run.chmod(0o755)
+    script = ("import pathlib, sys; from train.commands.compare_precision import *; "
+              "sys.executable, folder = sys.argv[1:]; run_training(load_preset('cpu_sample'), pathlib.Path(folder))")
+    with subprocess.Popen([sys.executable, "-c", script, run, tmp_path / "run"],
+                          env={**os.environ, "PYTHONPATH": python_path()}) as parent:
+        _wait_for(started, LIMIT)
+        parent.kill()
+    _wait_for(stopped, 9)  # after ten seconds the script ends by itself
+
+
+def _wait_for(file: Path, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while not file.exists():
+        assert time.monotonic() < until, f"there is no {file.name}"
+        time.sleep(0.02)
 
 
 def test_options_that_make_a_configuration():

@@ -456,6 +456,41 @@ def test_damaged_report_is_not_measured_into(run_train, content, tmp_path):
     assert (tmp_path / "report.json").read_text() == content
 
 
+def test_a_start_that_adds_to_a_report_is_in_it(run_train, tmp_path):
+    """Its command and its date; of one that measures nothing neither."""
+    command = ("gpu-report", "--device", "cpu", "--output", tmp_path, "--sections", "kernels", "--minutes")
+    first = Report("", {}, {"command": "another one", "date": "2020-01-01T00:00:00+00:00",
+                            "commit": environment.git_commit(), "versions": environment.versions()})
+    replace(first, device=environment.hardware()["cpu"]).write(tmp_path / "report.json")
+    assert run_train(*command, "1")[0] == 0
+    about = Report.read(tmp_path / "report.json").about
+    assert about["command"] != "another one" and about["date"] > "2026"
+    assert run_train(*command, "2")[0] == 0
+    assert Report.read(tmp_path / "report.json").about == about
+
+
+def test_report_of_other_versions(run_train, tmp_path):
+    versions = {**environment.versions(), "numpy": "0.1"}
+    Report(environment.hardware()["cpu"], {}, {"commit": environment.git_commit(), "versions": versions}).write(
+        tmp_path / "report.json")
+    code, _, err = run_train("gpu-report", "--device", "cpu", "--output", tmp_path)
+    assert (code, err) == (2, f"error: the report in {tmp_path} was measured with another version of numpy: give "
+                              "another --output\n")
+
+
+@pytest.mark.parametrize("has_run", [True, False])
+def test_a_price_for_a_run_of_another_commit(run_train, tmp_path, monkeypatch, has_run):
+    """Is counted from the run that there is; without it, it would be trained anew."""
+    monkeypatch.setattr(cost, "measure", lambda bench: bench.found())
+    sections = {"cost": Section((figure(50.0, "CIFAR-10", "epoch 1", unit="top-1 %", seconds=1.0),))}
+    Report(environment.hardware()["cpu"], sections, {"commit": "0" * 40}).write(tmp_path / "report.json")
+    if has_run:
+        (tmp_path / cost.RUN_FOLDER).mkdir()
+    code, _, err = run_train("gpu-report", "--device", "cpu", "--output", tmp_path, "--sections", "cost",
+                             "--price-per-hour", "4")
+    assert (code, "is of the commit 0000000" in err) == ((0, False) if has_run else (2, True))
+
+
 def test_report_of_another_device(run_train, tmp_path):
     report("NVIDIA H200", kernels=(figure(1.0),)).write(tmp_path / "report.json")
     code, _, err = run_train("gpu-report", "--device", "cpu", "--output", tmp_path)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
+from common.errors import UserError
 from train.gpu_report.figures import Figure, Report, Section
 from train.gpu_report.kernels import CONVOLUTION, PASSES, totals, with_shares
 from train.reporting import gpu_plots, gpu_report, plots
@@ -68,6 +70,27 @@ def test_page(report, tmp_path):
             assert picture.width > 800 and picture.height > 150
     assert html.count("<img ") == 6 and html.count("prefers-color-scheme: dark)") == 7  # and the style's own
     assert Report.read(tmp_path / "report.json") == report
+
+
+def test_large_batches_alone_have_no_latency(report, tmp_path):
+    """As where there was time for the largest one only."""
+    section = report.sections["inference"]
+    gpu_report.write(tmp_path, report.with_section("inference", Section(section.figures[-1:])))
+    assert "| fp16 | 256 | 25,600.0 | 0.2% | - |" in (tmp_path / "report.md").read_text()
+    with Image.open(tmp_path / "inference.png") as picture:
+        assert picture.width > 800
+
+
+@pytest.mark.parametrize("name, change", [
+    ("inference", {"precision": "FP16"}), ("inference", {"size": f"batch {10**20}"}), ("kernels", {"unit": "s"}),
+    ("recurrent", {"unit": "s"}),
+])
+def test_what_no_page_can_show(report, tmp_path, name, change):
+    first, *others = report.sections[name].figures
+    damaged = report.with_section(name, Section((replace(first, **change), *others)))
+    damaged.write(tmp_path / "report.json")
+    with pytest.raises((UserError, ValueError), match=rf"sections\.{name}\.figures\[0\]"):
+        gpu_report.check(Report.read(tmp_path / "report.json"))
 
 
 def test_what_is_missing_is_named(tmp_path):
