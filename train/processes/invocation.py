@@ -8,9 +8,9 @@ import shutil
 import sys
 from pathlib import Path
 
-from common.environment import ROOT
 from train.errors import TrainError
 
+ROOT = Path(__file__).resolve().parents[2]  # of the project; common.environment, which has it too, imports slow modules
 LAUNCHER_VARIABLE = "RESNET_LAUNCHER"  # environment variable: what started this process, with its own options
 
 # What Horovod, or our launcher in its way, tells a process: its place among the others, and where they meet.

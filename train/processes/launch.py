@@ -35,7 +35,7 @@ from common.output import make_lasting
 from train.__main__ import understood
 from train.errors import EXIT_HUNG_PROCESS, EXIT_LOST_PROCESS, NoHorovodError, TrainError
 from train.processes import topology
-from train.processes.invocation import LAUNCHER_VARIABLE, is_of_several, script
+from train.processes.invocation import LAUNCHER_VARIABLE, ROOT, is_of_several, script
 from train.processes.watch import DEFAULT_SECONDS
 from train.processes.worker import (
     GRACE_SECONDS,
@@ -185,10 +185,9 @@ def require_horovod(num_processes: int | str) -> None:
     """Raises TrainError where Horovod cannot work: it is missing, but this project's own environment gets it first; or
     this machine's name has no address."""
     topology.check_host_name()
-    root = Path(__file__).resolve().parents[2]
-    ours = "PYTHON" not in os.environ and Path(sys.prefix).resolve() == (root / ".venv").resolve()
-    if ours and not (root / ".venv" / ".ready-horovod").exists():
-        if subprocess.run(["bash", str(root / "scripts" / "setup.sh"), "horovod"]).returncode:
+    ours = "PYTHON" not in os.environ and Path(sys.prefix).resolve() == (ROOT / ".venv").resolve()
+    if ours and not (ROOT / ".venv" / ".ready-horovod").exists():
+        if subprocess.run(["bash", str(ROOT / "scripts" / "setup.sh"), "horovod"]).returncode:
             sys.exit(EXIT_USER_ERROR)  # it has said why
         importlib.invalidate_caches()
     try:
