@@ -47,12 +47,16 @@ def python() -> str:
     return shlex.quote(os.path.relpath(sys.executable) if inside else sys.executable)
 
 
+def is_own_environment() -> bool:
+    """Whether this interpreter is that of the project's .venv."""
+    return Path(sys.prefix).resolve() == (ROOT / ".venv").resolve()
+
+
 def script(name: str) -> str:
     """What starts a script of `scripts/` in the user's shell, with this environment."""
     path = ROOT / "scripts" / name
     shown = os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
-    is_own = Path(sys.prefix).resolve() == (ROOT / ".venv").resolve()
-    return shlex.quote(shown) if is_own else f"PYTHON={shlex.quote(sys.executable)} {shlex.quote(shown)}"
+    return shlex.quote(shown) if is_own_environment() else f"PYTHON={shlex.quote(sys.executable)} {shlex.quote(shown)}"
 
 
 def command_line() -> str:

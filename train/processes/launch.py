@@ -26,7 +26,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Annotated, NoReturn
 
 from common.command_line import Positive, exit_code_of, given_and_rest, given_value
@@ -35,7 +34,7 @@ from common.output import make_lasting
 from train.__main__ import understood
 from train.errors import EXIT_HUNG_PROCESS, EXIT_LOST_PROCESS, NoHorovodError, TrainError
 from train.processes import topology
-from train.processes.invocation import LAUNCHER_VARIABLE, ROOT, is_of_several, script
+from train.processes.invocation import LAUNCHER_VARIABLE, ROOT, is_of_several, is_own_environment, script
 from train.processes.watch import DEFAULT_SECONDS
 from train.processes.worker import (
     GRACE_SECONDS,
@@ -185,8 +184,7 @@ def require_horovod(num_processes: int | str) -> None:
     """Raises TrainError where Horovod cannot work: it is missing, but this project's own environment gets it first; or
     this machine's name has no address."""
     topology.check_host_name()
-    ours = "PYTHON" not in os.environ and Path(sys.prefix).resolve() == (ROOT / ".venv").resolve()
-    if ours and not (ROOT / ".venv" / ".ready-horovod").exists():
+    if "PYTHON" not in os.environ and is_own_environment() and not (ROOT / ".venv" / ".ready-horovod").exists():
         if subprocess.run(["bash", str(ROOT / "scripts" / "setup.sh"), "horovod"]).returncode:
             sys.exit(EXIT_USER_ERROR)  # it has said why
         importlib.invalidate_caches()
