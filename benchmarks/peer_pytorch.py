@@ -2,7 +2,7 @@
 
     python benchmarks/peer_pytorch.py --batch 256                   # then type: compile
     python benchmarks/peer_pytorch.py --data IMAGES --workers 16    # then type: eager
-    python -m torch.distributed.run --standalone --nproc_per_node=4 benchmarks/peer_pytorch.py --ddp
+    torchrun --standalone --nproc_per_node=4 --virtual-local-rank benchmarks/peer_pytorch.py --ddp
 
 torchvision's ResNet (v1.5, as ours), or timm's network where torchvision has none of that name, channels_last,
 automatic mixed precision, fused SGD with momentum, cuDNN autotuning. As ours it starts from all gammas 1 and, in fp16,
@@ -279,11 +279,8 @@ def main() -> None:
             turn = {"name": loader, "versions": VERSIONS, "step_ms": measure_loader(batches, arguments.workers)}
             print(json.dumps(turn), flush=True)
         return
-    rank = int(os.environ["LOCAL_RANK"]) if arguments.ddp else 0
+    rank = int(os.environ["RANK"]) if arguments.ddp else 0
     if arguments.ddp:
-        # Each process sees its own GPU alone, as number 0, so that all share what torch.compile keeps on disk.
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[rank] if visible else str(rank)
         torch.distributed.init_process_group("nccl")
 
     torch.backends.cudnn.benchmark = True

@@ -270,9 +270,10 @@ def run_jpeg(count: int, arguments: Options, folder: Path, records: Path) -> lis
 
 
 def run_peer(count: int, arguments: Options) -> list[Row]:
-    """PyTorch's DistributedDataParallel, in an environment without our own libraries."""
+    """PyTorch's DistributedDataParallel, in an environment without our own libraries. Each process sees its own GPU
+    alone, as number 0, so that all share what torch.compile keeps on disk."""
     command = [os.environ["PEER_PYTHON"], "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}",
-               PEER, "--ddp", "--learning-rate", learning_rate(arguments.batch),
+               "--virtual-local-rank", PEER, "--ddp", "--learning-rate", learning_rate(arguments.batch),
                *flags(arguments, "batch", "steps", "warm_up")]
     environment = dict.fromkeys(("PYTHONPATH", "LD_LIBRARY_PATH"), "")
     lines = [line for line in (run_command(command, environment) or "").splitlines() if line.startswith("{")]
