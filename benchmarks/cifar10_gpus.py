@@ -10,14 +10,13 @@ The preset's recipe in three ways, each from several seeds:
 
 The second and the third are one recipe, so their accuracies must agree within the seeds; the first shows what the
 larger batch itself costs. The runs on one GPU go side by side, each on its own GPU and cores. Writes
-results/cifar10_<epochs>ep_<n>gpu.jsonl (every validation), .png and .json: seconds of training and validation on n
-GPUs, one for each seed; the peer is one GPU with n passes.
+results/cifar10_<epochs>ep_<n>gpu.jsonl (every validation; the same command goes on where it was stopped), .png and
+.json: seconds of training and validation on n GPUs, one for each seed; the peer is one GPU with n passes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
@@ -31,7 +30,7 @@ from typing import NamedTuple
 from cifar10_time_to_accuracy import by_seed, in_epochs, summary
 from record import ROOT, Peer, run, write_result
 from several_gpus import check_gpus
-from trainings import Line, TrainingOptions, arguments_of, validations
+from trainings import KeptLines, Line, TrainingOptions, arguments_of, validations
 
 from common.command_line import Positive, read_options
 from common.errors import error_of
@@ -97,9 +96,19 @@ def plot(lines: Sequence[Line], num_gpus: int, path: Path) -> None:
     plt.close(figure)
 
 
-def publish(lines: Sequence[Line], num_gpus: int, epochs: int, folder: Path) -> None:
-    """The three files of the result from the validations of all runs."""
-    name = f"cifar10_{epochs}ep_{num_gpus}gpu"
+def measure(kept: KeptLines, num_gpus: int, seeds: Sequence[int], config: Config, data: Path) -> None:
+    """Train and keep what is not kept yet: runs on one GPU so many side by side, then those on all, one by one."""
+    slots, _ = plan(num_gpus, on_cpu=False)
+    done = {(line["program"], line["seed"]) for line in kept.lines}
+    left = [(way, seed) for seed in seeds for way in ways(num_gpus) if (way.name, seed) not in done]
+    for gpus in (1, num_gpus):
+        runs, side_by_side = [run for run in left if run[0].gpus == gpus], num_gpus // gpus
+        for first in range(0, len(runs), side_by_side):
+            kept.add(*train(runs[first : first + side_by_side], slots, config, data), show=False)
+
+
+def publish(lines: Sequence[Line], name: str, num_gpus: int, folder: Path) -> None:
+    """The picture and the figure from the validations of all runs."""
     plot(lines, num_gpus, folder / f"{name}.png")
     runs = {way: by_seed(lines, way.name) for way in ways(num_gpus)}
     print(*(summary(way.name, validated) for way, validated in runs.items()), sep="\n")
@@ -121,18 +130,11 @@ def main() -> None:
     arguments = read_options(Options)
     check_gpus(arguments.gpus)
     config = in_epochs(load_preset(arguments.preset), arguments.epochs)
-    slots, _ = plan(arguments.gpus, on_cpu=False)
-    arguments.results.mkdir(parents=True, exist_ok=True)
-    raw = arguments.results / f"cifar10_{arguments.epochs}ep_{arguments.gpus}gpu.jsonl"
-    *alone, together = ways(arguments.gpus)
-    seeds = range(1, arguments.seeds + 1)
-    runs = [(way, seed) for seed in seeds for way in alone]
-    rounds = [runs[first : first + arguments.gpus] for first in range(0, len(runs), arguments.gpus)]
-    lines: list[Line] = []
-    for side_by_side in (*rounds, *([(together, seed)] for seed in seeds)):
-        lines += train(side_by_side, slots, config, arguments.data)
-        raw.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    publish(lines, arguments.gpus, arguments.epochs, arguments.results)
+    name = f"cifar10_{arguments.epochs}ep_{arguments.gpus}gpu"
+    kept = KeptLines(arguments.results / f"{name}.jsonl", {
+        "what": "validations on CIFAR-10", "preset": arguments.preset, "epochs": arguments.epochs})
+    measure(kept, arguments.gpus, range(1, arguments.seeds + 1), config, arguments.data)
+    publish(kept.lines, name, arguments.gpus, arguments.results)
 
 
 if __name__ == "__main__":

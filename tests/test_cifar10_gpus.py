@@ -24,7 +24,7 @@ def test_files(benchmark, tmp_path, rng):
     lines = [{"program": name, "seed": seed, "epoch": epoch, "seconds": epoch * times[seed] / 2, "top1": 0.4 * epoch,
               "train_loss": 1.0, "startup_seconds": 3.0}
              for name, times in seconds.items() for seed in range(3) for epoch in (1, 2)]
-    benchmark.publish(lines, 4, 2, tmp_path)
+    benchmark.publish(lines, "cifar10_2ep_4gpu", 4, tmp_path)
     result = json.loads((tmp_path / "cifar10_2ep_4gpu.json").read_text())
     result["commit"] = result["commit"] or "0" * 40
     assert faults(result, "cifar10_2ep_4gpu.json") == []
@@ -61,3 +61,25 @@ def test_runs_side_by_side(benchmark, tmp_path, monkeypatch):
     ]
     with pytest.raises(UserError, match="training on 1 GPU, 3 passes failed with code 2"):
         benchmark.train([(together, 5), (benchmark.ways(3)[1], 5)], slots, config, tmp_path)
+
+
+def test_goes_on_where_it_was_stopped(benchmark, tmp_path, monkeypatch):
+    trained, wanted = [], 3
+
+    def train(runs, *_):
+        nonlocal wanted
+        if wanted == 0:
+            raise KeyboardInterrupt
+        wanted -= 1
+        trained.append([(way.name, seed) for way, seed in runs])
+        return [{"program": way.name, "seed": seed} for way, seed in runs]
+
+    monkeypatch.setattr(benchmark, "train", train)
+    monkeypatch.setattr(benchmark, "plan", lambda count, on_cpu: (range(count), None))
+    path, config = tmp_path / "x.jsonl", load_preset("cifar10_resnet18")
+    with pytest.raises(KeyboardInterrupt):
+        benchmark.measure(benchmark.KeptLines(path, {}), 2, (1, 2), config, tmp_path)
+    wanted = 1
+    benchmark.measure(benchmark.KeptLines(path, {}), 2, (1, 2), config, tmp_path)
+    one, passes, together = (way.name for way in benchmark.ways(2))
+    assert trained == [[(one, 1), (passes, 1)], [(one, 2), (passes, 2)], [(together, 1)], [(together, 2)]]
