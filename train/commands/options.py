@@ -122,8 +122,8 @@ class GpuReportOptions:
 
     compare: Annotated[tuple[Path, ...], "REPORT"] = ()
     """Measure nothing: set these reports (their folders, or report.json) side by side, with ratios to the first."""
-    sections: tuple[Literal["kernels", "recurrent", "inference", "cost", "training"], ...] = (
-        "kernels", "recurrent", "inference", "cost", "training",
+    sections: tuple[Literal["kernels", "recurrent", "cost", "training", "inference"], ...] = (
+        "kernels", "recurrent", "cost", "training", "inference",
     )
     """What to measure, in this order; what the report in --output has already is kept."""
     data: Annotated[str, "PATH"] = ""
