@@ -105,7 +105,7 @@ def measure_inference(values: Mapping[str, Any], workers: Workers) -> None:
             for name, chosen in chosen_ones.items():
                 for point in sweep(name, chosen, placement, num_classes, sizes):
                     points.append(point)
-                    _write(folder, points, about)
+                    _write(folder, points, about, complete=False)
     except StoppedBySignal as stop:
         if not (folder / RESULT).exists():
             stop.args = ("stopped before the first point was measured",)
@@ -113,6 +113,7 @@ def measure_inference(values: Mapping[str, Any], workers: Workers) -> None:
     if not points:
         raise TrainError(f"no batch of {' or '.join(map(str, sizes))} images fits into memory: give smaller "
                          "--batch-sizes")
+    _write(folder, points, about, complete=True)
     device = about["hardware"]["gpus"][0] if placement.device.startswith("gpu") else about["hardware"]["cpu"]
     title = f"{config.model}, {config.image_size} pixels, {device}"
     files.write(folder / PLOT, plot(points, title))
@@ -273,10 +274,10 @@ def _about(config: Config, num_classes: int, placement: Placement) -> dict[str, 
             "commit": environment.git_commit(), "command": command_line()}
 
 
-def _write(folder: Path, points: Sequence[Point], about: Mapping[str, Any]) -> None:
-    """inference.json with these points. Raises UserError where it cannot be written."""
+def _write(folder: Path, points: Sequence[Point], about: Mapping[str, Any], complete: bool) -> None:
+    """inference.json with these points; `complete`: with all of them. Raises UserError where it cannot be written."""
     content = {**about, "scenarios": {name: asdict(scenario) for name, scenario in scenarios(points).items()},
-               "points": [point.to_dict() for point in points],
+               "points": [point.to_dict() for point in points], "complete": complete,
                "date": datetime.now(timezone.utc).isoformat(timespec="seconds")}
     files.write(folder / RESULT, json.dumps(content, indent=1, allow_nan=False).encode() + b"\n")
 

@@ -30,7 +30,8 @@ def check(report: Report) -> None:
     for name, section in report.sections.items():
         for i, figure in enumerate(section.figures):
             if not _has_place(name, figure):
-                raise ValueError(f"sections.{name}.figures[{i}] is {figure.what}, {figure.size}, in {figure.unit}")
+                raise ValueError(f"sections.{name}.figures[{i}] is {figure.what}, {figure.size}, "
+                                 f"{figure.precision or 'of no precision'}, in {figure.unit}")
 
 
 def _has_place(section: str, figure: Figure) -> bool:
@@ -41,9 +42,9 @@ def _has_place(section: str, figure: Figure) -> bool:
         case "recurrent":
             return _is_timed(figure)
         case "training":
-            return figure.unit == "images/sec" and re.match(r"ResNet-\d+,", figure.what) is not None
+            return _is_rate(figure) and re.match(r"ResNet-\d+,", figure.what) is not None
         case "inference":
-            return figure.unit == "images/sec" and re.fullmatch(r"batch \d{1,9}", figure.size) is not None
+            return _is_rate(figure) and re.fullmatch(r"batch \d{1,9}", figure.size) is not None
         case "cost":
             return figure.unit != "top-1 %" or "seconds" in figure.more
     return False
@@ -51,7 +52,12 @@ def _has_place(section: str, figure: Figure) -> bool:
 
 def _is_timed(figure: Figure) -> bool:
     """As a kernel or a layer is."""
-    return figure.unit == "ms" and "tflops" in figure.more
+    return figure.unit == "ms" and bool(figure.precision) and "tflops" in figure.more
+
+
+def _is_rate(figure: Figure) -> bool:
+    """As that of a network is."""
+    return figure.unit == "images/sec" and bool(figure.precision)
 
 
 def write(folder: Path, report: Report) -> None:

@@ -48,7 +48,7 @@ def test_sweep_on_the_cpu(run_train, tmp_path):
                                "--output", folder)
     assert code == 0, err
     found = json.loads((folder / "inference.json").read_text())
-    assert (found["model"], found["image_size"], found["num_classes"]) == ("resnet18", 32, 3)
+    assert (found["model"], found["image_size"], found["num_classes"], found["complete"]) == ("resnet18", 32, 3, True)
     assert [(each["precision"], each["batch"]) for each in found["points"]] == [("fp32", 1), ("fp32", 2), ("fp32", 64)]
     for each in found["points"]:
         assert len(each["pass_ms"]) >= 5
@@ -121,7 +121,8 @@ def test_what_is_measured_outlasts_a_signal(run_train, tmp_path, monkeypatch, nu
     code, out, err = run_train(*line)
     assert (code, err) == (128 + number, "")
     assert out.splitlines()[-1] == f"stopped: the points measured so far are in {folder / 'inference.json'}"
-    assert [each["batch"] for each in json.loads((folder / "inference.json").read_text())["points"]] == [1, 2]
+    found = json.loads((folder / "inference.json").read_text())
+    assert [each["batch"] for each in found["points"]] == [1, 2] and not found["complete"]
 
     code, _, err = run_train(*line)
     assert code == 2 and "already holds a measurement: give another --output" in err

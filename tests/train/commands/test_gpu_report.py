@@ -415,12 +415,12 @@ def test_two_at_once_are_refused(run_train, tmp_path):
 
 
 @pytest.mark.parametrize("about, sections, reason", [
-    ({}, {"kernels": (figure(1.0),)}, "sections.kernels.figures[0] is GEMM, 1 x 1 x 1 NN, in ms"),
+    ({}, {"kernels": (figure(1.0),)}, "sections.kernels.figures[0] is GEMM, 1 x 1 x 1 NN, fp16, in ms"),
     ({}, {"kernels": (figure(1.0, "pooling", tflops=1.0),)}, "sections.kernels.figures[0] is pooling, "),
     ({}, {"recurrent": (figure(1.0, "LSTM, inference"),)}, "sections.recurrent.figures[0] is LSTM, inference, "),
     ({}, {"training": (figure(1.0, "VGG-16", unit="images/sec"),)}, "sections.training.figures[0] is VGG-16, "),
-    ({}, {"inference": (figure(1.0, "ResNet-50", "all", unit="images/sec"),)}, "ResNet-50, all, in images/sec"),
-    ({}, {"cost": (figure(1.0, "CIFAR-10", "epoch 1", unit="top-1 %"),)}, "CIFAR-10, epoch 1, in top-1 %"),
+    ({}, {"inference": (figure(1.0, "ResNet-50", "all", unit="images/sec"),)}, "ResNet-50, all, fp16, in images/sec"),
+    ({}, {"cost": (figure(1.0, "CIFAR-10", "epoch 1", unit="top-1 %"),)}, "CIFAR-10, epoch 1, fp16, in top-1 %"),
     ({}, {"music": (figure(1.0),)}, "sections.music.figures[0] is GEMM, "),
     ({"versions": 3}, {}, "about.versions is 3"),
 ])

@@ -83,7 +83,8 @@ def test_large_batches_alone_have_no_latency(report, tmp_path):
 
 @pytest.mark.parametrize("name, change", [
     ("inference", {"precision": "FP16"}), ("inference", {"size": f"batch {10**20}"}), ("kernels", {"unit": "s"}),
-    ("recurrent", {"unit": "s"}),
+    ("recurrent", {"unit": "s"}), ("recurrent", {"precision": ""}), ("training", {"precision": ""}),
+    ("inference", {"precision": ""}),
 ])
 def test_what_no_page_can_show(report, tmp_path, name, change):
     first, *others = report.sections[name].figures
