@@ -537,28 +537,30 @@ def test_no_two_living_buffers_of_a_network_share_memory(depth: int, training: b
 
 def check_memory(program: Program) -> None:
     """Execute the plan: every read must see what was last written to that buffer, whole."""
-    memory: dict[int, tuple[Buffer, int]] = {}  # 256-byte page -> who wrote it, at which launch
+    writers: list[Buffer] = []  # in the order in which they were written
+    memory = np.full(-(-program.arena_bytes // 256), -1)  # of each page of 256 bytes, the latest in that order
     written: dict[Buffer, int] = {}
 
-    def pages(buffer: Buffer) -> range:
-        return range(buffer.address // 256, -(-(buffer.address + buffer.num_bytes) // 256))
+    def pages(buffer: Buffer) -> slice:
+        return slice(buffer.address // 256, -(-(buffer.address + buffer.num_bytes) // 256))
 
-    for number, launch in enumerate(program.launches):
+    for launch in program.launches:
         for buffer in launch.reads:
             if not buffer.persistent:
-                untouched = all(memory[page] == (buffer, written[buffer]) for page in pages(buffer))
-                assert untouched, (launch.node, buffer.name)
+                assert (memory[pages(buffer)] == written[buffer]).all(), (launch.node, buffer.name)
         for one, other in combinations([b for b in launch.writes if not b.persistent], 2):
-            assert not set(pages(one)) & set(pages(other)), (launch.node, one.name, other.name)
+            apart = pages(one).stop <= pages(other).start or pages(other).stop <= pages(one).start
+            assert apart, (launch.node, one.name, other.name)
         for buffer in launch.writes:
             if buffer.persistent:
                 continue
             assert buffer.address + buffer.num_bytes <= program.arena_bytes
-            overwritten = {memory[page][0] for page in pages(buffer) if page in memory} & set(launch.reads)
+            overwritten = {writers[i] for i in np.unique(memory[pages(buffer)]) if i >= 0} & set(launch.reads)
             allowed = {launch.in_place[0]} if launch.in_place and launch.in_place[1] is buffer else set()
             assert overwritten - {buffer} <= allowed, (launch.node, buffer.name)
-            written[buffer] = number
-            memory.update(dict.fromkeys(pages(buffer), (buffer, number)))
+            written[buffer] = len(writers)
+            memory[pages(buffer)] = len(writers)
+            writers.append(buffer)
 
 
 def test_memory_of_random_programs() -> None:
