@@ -132,7 +132,7 @@ def train_ours(folder: Path, config: Config, recipe: dict[str, Any], order: int)
         metrics = executor.read_metrics()
         losses.append(round(metrics.loss_sum / metrics.count, 6))
     for data, label in batches("val"):
-        executor.evaluate(data, label, config.batch_size)
+        executor.infer(data, label, config.batch_size)
     metrics = executor.read_metrics()
     return {"side": "ours", "dtype": config.dtype, "order": order, "nudged": False, "loss": losses,
             "val_loss": metrics.loss_sum / metrics.count, "val_top1": metrics.top1 / metrics.count}

@@ -38,7 +38,7 @@ def validate(
         if not problem:
             try:
                 batch = next(batches)
-                executor.evaluate(batch.data, batch.label, batch.num_valid)
+                executor.infer(batch.data, batch.label, batch.num_valid)
                 take_next = _request_outcomes(executor, batch)
                 found += [take()] if take else []
                 take = take_next

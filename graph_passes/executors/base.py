@@ -195,18 +195,19 @@ class Executor(ABC):
         """
 
     @abstractmethod
-    def forward(self, data: Any, label: Any = None) -> Any:
-        """Inference with running statistics. Returns class probabilities (N, classes) as an array of the device, which
-        the next call may overwrite. With a label, adds to the metrics."""
+    def infer(self, data: Any, label: Any = None, num_valid: int = 0) -> None:
+        """Inference with running statistics; `request_probabilities` has the answer. With a label, the first
+        `num_valid` images count in the metrics. Asynchronous where the device is."""
 
     @abstractmethod
-    def evaluate(self, data: Any, label: Any, num_valid: int) -> None:
-        """Inference that only adds to the metrics; images from index `num_valid` on do not count."""
+    def forward(self, data: Any, label: Any = None) -> Any:
+        """`infer`, with a label of all images. Returns class probabilities (N, classes) as an array of the device,
+        which the next call may overwrite."""
 
     @abstractmethod
     def request_probabilities(self) -> Callable[[], np.ndarray]:
-        """The class probabilities (N, classes), float32, that the latest `forward` or `evaluate` has given, without
-        waiting: what is returned waits for them, whatever the executor is asked for in between."""
+        """The class probabilities (N, classes), float32, of the latest inference, without waiting: what is returned, to
+        be called once, waits for them, whatever the executor is asked for in between."""
 
     @abstractmethod
     def read_metrics(self) -> Metrics:

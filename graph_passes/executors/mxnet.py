@@ -67,7 +67,7 @@ class MXNetExecutor(Executor):
         self._trained: set[str] = set()  # those of them that have had a training pass
         self._bind("write", self._shapes)
         self._totals = mx.nd.zeros(4, dtype="float64", ctx=self._context)  # the fields of Metrics
-        self._latest: Array = None  # what `forward` or `evaluate` has given last
+        self._latest: Array = None  # probabilities of the latest inference
 
     def forward_backward(self, data: Array, label: Array, accumulate: bool = False, draws: Draws = NO_DRAWS) -> None:
         if self._loss is None:
@@ -83,25 +83,21 @@ class MXNetExecutor(Executor):
         self._count(scores, targets, ranked, label.shape[0])
 
     def forward(self, data: Array, label: Array | None = None) -> Array:
-        return self._infer(data, label, data.shape[0])
+        self.infer(data, label, data.shape[0])
+        return self._latest
 
     def forward_all(self, data: Array) -> list[np.ndarray]:
         """All outputs of the graph by inference, of which `forward` gives the first."""
         bound = self._load("null", data)
         return [output.asnumpy() for output in bound.executor.forward(is_train=False)]
 
-    def evaluate(self, data: Array, label: Array, num_valid: int) -> None:
-        self._infer(data, label, num_valid)
-
-    def _infer(self, data: Array, label: Array | None, num_valid: int) -> Array:
-        """The answer to a batch; with a label, the first `num_valid` images are counted."""
+    def infer(self, data: Array, label: Array | None = None, num_valid: int = 0) -> None:
         (answer,) = self._load("null", data).executor.forward(is_train=False)
         if label is not None:
             self._count(answer, *self._targets(label), num_valid)
         if self._loss:
             answer = mx.nd.sigmoid(answer) if self._loss.op == "SigmoidOutput" else mx.nd.softmax(answer)
         self._latest = answer
-        return answer
 
     def request_probabilities(self) -> Callable[[], np.ndarray]:
         return self._latest.copyto(mx.cpu()).asnumpy

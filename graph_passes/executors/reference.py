@@ -62,7 +62,7 @@ class ReferenceExecutor(Executor):
         return self._steps[data_shape]
 
     def inference_graph(self) -> Graph:
-        """What `forward` and `evaluate` run."""
+        """What `infer` runs."""
         if self._inference is None:
             self._inference = pipeline.inference(self.graph, self._network_dtype, fused_way)
         return self._inference
@@ -82,11 +82,24 @@ class ReferenceExecutor(Executor):
             statistics[...] = results.get(name, statistics)
         self._sums += [*(results[name].item() for name in ("loss", "top1", "top5")), len(inputs["data"])]
 
-    def forward(self, data: Any, label: Any = None) -> Array:
-        return self._infer(data, label, 0 if label is None else len(data))
+    def infer(self, data: Any, label: Any = None, num_valid: int = 0) -> None:
+        graph = self.inference_graph()
+        variables = self._inference_values() | self._inputs(data, label)
+        values: Values = {Ref(name): variables[name] for name in graph.variables}
+        for node in graph:
+            if not node.is_variable:
+                values.update(zip(node.refs(), evaluate(node, [values[ref] for ref in node.inputs]), strict=False))
+        self._latest = values[graph.outputs[0]]
+        if num_valid:
+            last = graph[graph.outputs[0].node]
+            scores, label, *bias = (values[ref] for ref in last.inputs)
+            counting = last.derive(LOSSES[last.op], last.name, last.inputs, class_weights=())  # which are for training
+            _, *sums = evaluate(counting, [scores[:num_valid], label[:num_valid], *bias])
+            self._sums += [*(total.item() for total in sums), num_valid]
 
-    def evaluate(self, data: Any, label: Any, num_valid: int) -> None:
-        self._infer(data, label, num_valid)
+    def forward(self, data: Any, label: Any = None) -> Array:
+        self.infer(data, label, 0 if label is None else len(data))
+        return self._latest
 
     def request_probabilities(self) -> Callable[[], np.ndarray]:
         latest = self._latest.astype(np.float32)
@@ -129,23 +142,6 @@ class ReferenceExecutor(Executor):
         """Those of the variables of `inference_graph`, but its inputs."""
         params = fold_bn_params(pipeline.run(pipeline.FUSED, self.graph), self.params, self.aux)
         return self.params | self.aux | params
-
-    def _infer(self, data: Any, label: Any, num_valid: int) -> Array:
-        """The answer to a batch, whose first `num_valid` images are added to the metrics."""
-        graph = self.inference_graph()
-        variables = self._inference_values() | self._inputs(data, label)
-        values: Values = {Ref(name): variables[name] for name in graph.variables}
-        for node in graph:
-            if not node.is_variable:
-                values.update(zip(node.refs(), evaluate(node, [values[ref] for ref in node.inputs]), strict=False))
-        self._latest = values[graph.outputs[0]]
-        if num_valid:
-            last = graph[graph.outputs[0].node]
-            scores, label, *bias = (values[ref] for ref in last.inputs)
-            counting = last.derive(LOSSES[last.op], last.name, last.inputs, class_weights=())  # which are for training
-            _, *sums = evaluate(counting, [scores[:num_valid], label[:num_valid], *bias])
-            self._sums += [*(total.item() for total in sums), num_valid]
-        return self._latest
 
 
 class QuantisedExecutor(ReferenceExecutor):

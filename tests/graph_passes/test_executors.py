@@ -228,7 +228,7 @@ def test_metrics_count_what_they_should(kind, problem, rng):
     loss, top1, top5, count = 0.0, 0, 0, 0
     for data, label in problem[4]:
         num_valid = int(rng.integers(0, len(label) + 1))
-        executor.evaluate(*nd((data, label)), num_valid)
+        executor.infer(*nd((data, label)), num_valid)
         evaluated = executor.request_probabilities()
         output = executor.forward(mx.nd.array(data))
         probabilities = output.asnumpy() if kind == "mxnet" else output
@@ -272,7 +272,7 @@ def test_a_network_without_a_loss_infers_only(problem):
     with pytest.raises(GraphError, match="does not end in SoftmaxOutput"):
         executor.forward_backward(mx.nd.zeros((2, 19, 19, 3)), mx.nd.zeros(2))
     with pytest.raises(GraphError, match="made without a shape for 'softmax_label': it has data"):
-        executor.evaluate(mx.nd.zeros((2, 19, 19, 3)), mx.nd.zeros(2), 2)
+        executor.infer(mx.nd.zeros((2, 19, 19, 3)), mx.nd.zeros(2), 2)
 
 
 # --- other image sizes ---
@@ -292,7 +292,7 @@ def test_images_of_another_size(kind, problem, rng):
         (fresh,) = executors((graph, shapes | {"data": train_shape}, *executor.get_params(), None), kind)
         (inferring,) = executors((graph, shapes | {"data": larger}, *executor.get_params(), None), kind)
         for one, other in ((executor, executor), (fresh, inferring)):
-            other.evaluate(mx.nd.array(images), mx.nd.array(label), n - 1)
+            other.infer(mx.nd.array(images), mx.nd.array(label), n - 1)
             one.forward_backward(*nd((data, label)))
             one.forward_backward(*nd((data, label)), accumulate=True)
         together, alone = executor.read_metrics(), [fresh.read_metrics(), inferring.read_metrics()]
@@ -323,7 +323,7 @@ def test_wrong_batches_are_refused(kind, problem):
     with pytest.raises(GraphError, match=r"'data' has the shape .* but the executor was made for"):
         executor.forward_backward(mx.nd.array(data[:-1]), mx.nd.array(label))
     with pytest.raises(GraphError, match="'softmax_label' has the shape"):
-        executor.evaluate(mx.nd.array(data), mx.nd.array(label[:-1]), 1)
+        executor.infer(mx.nd.array(data), mx.nd.array(label[:-1]), 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)

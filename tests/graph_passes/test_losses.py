@@ -127,7 +127,7 @@ def test_class_weights_are_for_training_alone(kind: str, rng: np.random.Generato
     for graph in (one_layer(), passes.weigh_classes(one_layer(), WEIGHTS)):
         executor = create_executor(kind, graph, shapes)
         executor.set_params({"fc_weight": np.eye(CLASSES, dtype=np.float32)}, {})
-        executor.evaluate(data, label, 4)
+        executor.infer(data, label, 4)
         losses.append(executor.read_metrics())
     assert losses[0] == losses[1] and losses[0].count == 4
 

@@ -215,7 +215,7 @@ def measure(executor: Executor, precision: str, batches: Sequence[Any], seconds:
     answer = np.empty(0)
 
     def start() -> Callable[[], np.ndarray]:
-        executor.forward(next(in_turn))
+        executor.infer(next(in_turn))
         return executor.request_probabilities()
 
     def alone() -> float:

@@ -227,7 +227,7 @@ def export_onnx(trained: Checkpoint, int8: Int8Network | None = None, unsigned: 
         else:
             config = replace(trained.config, batch_size=batch_size)
             executor = build_executor(config, trained.num_classes, size, CPU, trained)
-            executor.forward(mx.nd.array(images_nhwc))
+            executor.infer(mx.nd.array(images_nhwc))
             ours = executor.request_probabilities()()
             (theirs,) = session.run(None, {"data": np.ascontiguousarray(images_nhwc.transpose(0, 3, 1, 2))})
         difference = max(difference, float(np.abs(ours - theirs).max()))

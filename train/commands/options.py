@@ -132,8 +132,9 @@ class GpuReportOptions:
     """Top-1 that time and cost are counted to, a fraction; 0: 0.88 on CIFAR-10."""
     price_per_hour: float = 0.0
     """What an hour of this machine costs, in any currency; 0: not known."""
-    minutes: float = 10.0
-    """For all sections together; what would begin later is left out, and measured when the command is repeated."""
+    minutes: float = 9.5
+    """For all sections together; what would begin later is left out, and measured when the command is repeated. What
+    has begun is finished, which takes up to half a minute more."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """What to measure; auto: the GPU if there is one that the executor can use."""
     output: Annotated[str, "FOLDER"] = ""

@@ -111,7 +111,7 @@ def predict(options: PredictOptions) -> list[Prediction]:
         transform=config.transform,
     ) as loader:
         for batch in loader:
-            executor.forward(batch.data)
+            executor.infer(batch.data)
             probabilities = finite(executor.request_probabilities()()[: batch.num_valid], options)
             classes, best = most_likely(probabilities, top)
             positions = batch.label.asnumpy()[: batch.num_valid].astype(int)

@@ -227,7 +227,7 @@ def _write_all(job: Job, executor: Executor, loader: Loader, images: Sequence[st
 
         try:
             for batch in loader:
-                executor.forward(batch.data)
+                executor.infer(batch.data)
                 names = images[done : done + batch_size]
                 good = [i - done for i in batch.indices]
                 bad = {i: loader.bad[done + i] for i in set(range(len(names))).difference(good)}

@@ -84,6 +84,7 @@ class Gpu:
         self.max_shared_bytes: int = properties.max_shared_memory_per_block_optin
         self.stream = self.device.create_stream()
         self.stream_handle = int(self.stream.handle)
+        self._downloads = self.device.create_stream()
         self._allocated: set[int] = set()
 
     def check(self, result: tuple[Any, ...]) -> Any:
@@ -164,10 +165,14 @@ class Gpu:
         address = int(self.check(self._driver.cuMemAllocHost(num_bytes)))
         return np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
 
-    def start_download(self, pinned: np.ndarray, address: int) -> Any:
-        """Copy device to host, as many bytes as `pinned` has, without waiting: `sync()` of the event returned does."""
-        self.check(self._driver.cuMemcpyDtoHAsync(pinned.ctypes.data, address, pinned.nbytes, self.stream_handle))
-        return self.record_event()
+    def start_download(self, pinned: np.ndarray, address: int, beside: bool = False) -> Any:
+        """Copy device to host, as many bytes as `pinned` has, without waiting: `sync()` of the event returned does.
+        `beside` what is enqueued from now on, which then must not write there before that event."""
+        stream = self._downloads if beside else self.stream
+        if beside:
+            stream.wait(self.stream)
+        self.check(self._driver.cuMemcpyDtoHAsync(pinned.ctypes.data, address, pinned.nbytes, int(stream.handle)))
+        return stream.record()
 
     def copy(self, to: int, source: int, num_bytes: int) -> None:
         """Copy within the device, asynchronous."""

@@ -219,9 +219,9 @@ class CudaExecutor(OnMXNet):
         self._wait_for_mxnet()
         self._step.update(learning_rate, gradient_scale, ema_decay)
 
-    def evaluate(self, data: Array, label: Array, num_valid: int) -> None:
+    def infer(self, data: Array, label: Array | None = None, num_valid: int = 0) -> None:
         self._idle.forget()
-        super().evaluate(data, label, num_valid)
+        super().infer(data, label, num_valid)
 
     @property
     def skipped_steps(self) -> int:  # type: ignore[override]

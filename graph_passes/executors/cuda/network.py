@@ -54,7 +54,8 @@ class Network:
         self._allocate_for_owner = allocate
         self._graph, self._shapes = graph, dict(shapes)
         self._inference: Inference | None = None
-        self._free_pinned: list[np.ndarray] = []
+        self._free_pinned: list[np.ndarray] = []  # of metrics
+        self._free_answers: list[tuple[int, np.ndarray]] = []  # addresses on the GPU, and pinned memory
         self.skipped_steps = self.skipped_in_a_row = 0  # as `Executor` has them
         self.gradient_norm: float | None = None  # likewise
 
@@ -197,6 +198,26 @@ class Network:
     def probabilities(self) -> np.ndarray:
         """Of the latest `infer` (N, classes); waits."""
         return self.gpu.download(self.persistent.probabilities.address, self.persistent.probabilities.shape, np.float32)
+
+    def request_probabilities(self, num_images: int) -> Callable[[], np.ndarray]:
+        """Those of the first images of the latest `infer`, (N, classes) float32, without waiting: what is returned, to
+        be called once, waits for that pass alone. They are first copied within the GPU, so that the next pass need not
+        wait until the slower copy to the host has ended."""
+        source = self.persistent.probabilities
+        if not self._free_answers:
+            self._free_answers.append((self.gpu.allocate(source.num_bytes), self.gpu.pinned(source.num_bytes)))
+        place = on_gpu, pinned = self._free_answers.pop()
+        size = source.num_bytes // source.shape[0] * num_images
+        self.gpu.copy(on_gpu, source.address, size)
+        copied = self.gpu.start_download(pinned[:size], on_gpu, beside=True)
+
+        def receive() -> np.ndarray:
+            copied.sync()
+            answer = pinned[:size].view(np.float32).reshape(num_images, -1).copy()
+            self._free_answers.append(place)
+            return answer
+
+        return receive
 
     def read_metrics(self) -> Metrics:
         """Of all passes since the last call; waits and resets.

@@ -69,17 +69,17 @@ class OnMXNet(Executor):
         return self._address(array)
 
     def forward(self, data: Array, label: Array | None = None) -> Array:
-        """Class probabilities by inference. The batch may be smaller than the one that the executor was made for."""
-        self._infer(data, label, 0 if label is None else data.shape[0])
-        return self._probabilities()
+        """`infer`, with a label of all images. The probabilities are in an array of their own: to write one again, the
+        host would have to wait for MXNet, whose worker waits for the GPU, and so each pass for the one before."""
+        self.infer(data, label, 0 if label is None else data.shape[0])
+        source, gpu = self._step.persistent.probabilities, self._step.gpu
+        answer = mx.nd.empty((self._num_inferred, source.shape[1]), ctx=self._context)
+        gpu.copy(self._address(answer), source.address, source.num_bytes // source.shape[0] * self._num_inferred)
+        self._answer_by(self._gate([answer], is_seen=False))
+        return answer
 
-    def evaluate(self, data: Array, label: Array, num_valid: int) -> None:
-        """Inference that only adds to the metrics. The batch may be smaller than the one that the executor was made
-        for."""
-        self._infer(data, label, num_valid)
-
-    def _infer(self, data: Array, label: Array | None, num_valid: int) -> None:
-        """The probabilities, and the metrics of the first `num_valid` images."""
+    def infer(self, data: Array, label: Array | None = None, num_valid: int = 0) -> None:
+        """As `Executor` has it. The batch may be smaller than the one that the executor was made for."""
         self._wait_for_mxnet()
         num_images = min(data.shape[0], self.input_shapes["data"][0])
         batch, used = self._given(data, label, min(num_valid, num_images), num_images)
@@ -88,18 +88,15 @@ class OnMXNet(Executor):
         self._num_inferred = num_images
 
     def request_probabilities(self) -> Callable[[], np.ndarray]:
-        return self._probabilities().copyto(mx.cpu()).asnumpy
+        receive = self._step.request_probabilities(self._num_inferred)
+        self._answer_by(self._step.gpu.record_event())
+        return receive
 
-    def _probabilities(self) -> Array:
-        """Those of the latest inference, in an array of their own: to write one again, the host would have to wait for
-        MXNet, whose worker waits for the GPU, and so each pass for the one before."""
-        source, gpu = self._step.persistent.probabilities, self._step.gpu
-        answer = mx.nd.empty((self._num_inferred, source.shape[1]), ctx=self._context)
-        gpu.copy(self._address(answer), source.address, source.num_bytes // source.shape[0] * self._num_inferred)
-        self._answered.append(self._gate([answer], is_seen=False))
+    def _answer_by(self, event: Any) -> None:
+        """A pass of inference ends with the event; the host waits here where too many are under way."""
+        self._answered.append(event)
         if len(self._answered) > PASSES_AHEAD:
             self._answered.popleft().sync()
-        return answer
 
     def read_metrics(self) -> Metrics:
         return self._step.read_metrics()

@@ -158,8 +158,8 @@ def test_losses_against_the_reference(loss: str, tmp_path: Path, monkeypatch: py
         check_pass(executor, reference, seed=5, draws=draws)
     data, label = batch(7)
     reference.set_params(*executor.get_params())
-    reference.evaluate(data.asnumpy(), label.asnumpy(), 4)
-    executor.evaluate(data, label, 4)
+    reference.infer(data.asnumpy(), label.asnumpy(), 4)
+    executor.infer(data, label, 4)
     assert relative_error(executor.request_probabilities()(), reference.request_probabilities()()) < 1e-4
     metrics, wanted = executor.read_metrics(), reference.read_metrics()
     assert metrics[1:] == wanted[1:] and abs(metrics.loss_sum - wanted.loss_sum) < 1e-4 * wanted.loss_sum
@@ -228,11 +228,18 @@ def test_inference_and_metrics(executor: CudaExecutor) -> None:
     wanted = reference.forward(data.asnumpy())
     assert relative_error(executor.forward(data).asnumpy(), wanted) < 1e-4
     assert executor.read_metrics().count == 0, "without a label nothing is counted"
-    executor.evaluate(data, label, num_valid=4)
+    executor.infer(data, label, num_valid=4)
     evaluated = executor.request_probabilities()
-    executor.evaluate(*batch(8), num_valid=0)
+    executor.infer(*batch(8), num_valid=0)
     assert relative_error(evaluated(), wanted) < 1e-4, "those of the batch before, whatever came since"
-    reference.evaluate(data.asnumpy(), label.asnumpy(), 4)
+    asked = []
+    for number in range(8):  # more than may be under way at once; none is taken before all are asked for
+        executor.infer(batch(number)[0][: 3 + number % 3])
+        asked.append(executor.request_probabilities())
+    for number, answer in reversed(list(enumerate(asked))):
+        of_number = executor.forward(batch(number)[0][: 3 + number % 3]).asnumpy()
+        assert np.array_equal(answer(), of_number), number
+    reference.infer(data.asnumpy(), label.asnumpy(), 4)
     assert executor.read_metrics()[1:] == reference.read_metrics()[1:]
     executor.forward_backward(data, label)
     assert executor.read_metrics().count == SHAPES["data"][0]
@@ -276,7 +283,7 @@ def test_validation_between_steps_changes_no_bit_of_training(tmp_path: Path, mon
             executor.forward_backward(mx.nd.array(data), mx.nd.array(label))
             requests.append(executor.request_metrics())
             if validates:
-                executor.evaluate(mx.nd.array(other_data), mx.nd.array(other_label), len(other_label) - 1)
+                executor.infer(mx.nd.array(other_data), mx.nd.array(other_label), len(other_label) - 1)
                 answers.append((executor.get_params(), executor.request_metrics(),
                                 executor.forward(mx.nd.array(other_data)).asnumpy()))
             executor.update(0.05)
@@ -292,7 +299,7 @@ def test_validation_between_steps_changes_no_bit_of_training(tmp_path: Path, mon
     for (data, label), (params, metrics, probabilities) in zip(validated, answers, strict=True):
         alone.set_params(*params)
         assert np.array_equal(alone.forward(mx.nd.array(data)).asnumpy(), probabilities), data.shape
-        alone.evaluate(mx.nd.array(data), mx.nd.array(label), len(label) - 1)
+        alone.infer(mx.nd.array(data), mx.nd.array(label), len(label) - 1)
         assert metrics() == alone.read_metrics()
 
 

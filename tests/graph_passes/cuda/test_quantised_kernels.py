@@ -427,8 +427,8 @@ def test_the_executor_answers_as_the_reference_does(rng: np.random.Generator, ca
     np.testing.assert_allclose(executor.forward(data[:3]).asnumpy(), want[:3], rtol=0.02, atol=1e-4)
     np.testing.assert_allclose(executor.request_probabilities()(), want[:3], rtol=0.02, atol=1e-4)
     executor.read_metrics()
-    executor.evaluate(data, labels, 3)
-    oracle.evaluate(case.images, label, 3)
+    executor.infer(data, labels, 3)
+    oracle.infer(case.images, label, 3)
     found, expected = executor.read_metrics(), oracle.read_metrics()
     assert found.count == expected.count == 3 and found.loss_sum == pytest.approx(expected.loss_sum, rel=1e-3)
     with pytest.raises(GraphError, match="a network in INT8 cannot be trained"):

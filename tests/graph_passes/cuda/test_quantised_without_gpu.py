@@ -312,7 +312,7 @@ def event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
             "device": SimpleNamespace(pci_bus_id="0000:00:00.0"), "record_event": lambda self: event,
             "pinned": lambda self, num_bytes: np.zeros(num_bytes, np.uint8), "record": lambda self, event: None,
             "elapsed_ms": lambda self, start, end: 0.0,
-            "start_download": lambda self, pinned, address: event, "free_all": lambda self: None}.items():
+            "start_download": lambda self, pinned, address, beside=False: event, "free_all": lambda self: None}.items():
         monkeypatch.setattr(FakeGpu, name, value, raising=False)
     return event
 
@@ -337,6 +337,32 @@ def test_the_next_batch_waits_for_no_answer(rng: np.random.Generator, event: Sim
     for number, answer in enumerate(answers):
         answer[:] = number
     assert [answer.asnumpy().max() for answer in answers] == [0, 1, 2] and answers[1].shape == (3, 24)
+    executor.close()
+
+
+def test_places_of_answers_are_used_again(rng: np.random.Generator, event: SimpleNamespace,
+                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each answer that is not taken yet has memory of its own, on the GPU and on the host."""
+    case = quantised("resnet18", 4, 32, rng)
+    executor = QuantisedCudaExecutor(case.network, case.shapes, case.scales, case.kept, case.params)
+    downloads: list[tuple[int, int]] = []
+
+    def start_download(self: Any, pinned: np.ndarray, address: int, beside: bool = False) -> SimpleNamespace:
+        assert beside
+        pinned.view(np.float32)[:] = len(downloads)
+        downloads.append((address, pinned.nbytes))
+        return event
+
+    monkeypatch.setattr(FakeGpu, "start_download", start_download)
+    executor.infer(mx.nd.array(case.images))
+    whole = executor.request_probabilities()
+    executor.infer(mx.nd.array(case.images[:3]))
+    part = executor.request_probabilities()
+    assert part().tolist() == [[1] * 24] * 3
+    third = executor.request_probabilities()
+    assert (whole().tolist(), third().tolist()) == ([[0] * 24] * 4, [[2] * 24] * 3)
+    (first, *sizes), (other, *_), (again, *_) = downloads
+    assert first != other == again and sizes == [4 * 4 * 24] and downloads[1][1] == 3 * 4 * 24
     executor.close()
 
 
@@ -386,7 +412,7 @@ def test_executors_go_through_mxnet_arrays(rng: np.random.Generator, event: Simp
     for executor in executors:
         assert executor.forward(data).shape == (4, 24) and executor.forward(data[:3], label[:3]).shape == (3, 24)
         assert executor.request_probabilities()().shape == (3, 24)
-        executor.evaluate(data, label, 2)
+        executor.infer(data, label, 2)
         assert executor.read_metrics() == executor.request_metrics()() == (0, 0, 0, 0)
         assert executor.gpu_bus_id == "0000:00:00.0" and executor.skipped_steps == 0
         with pytest.raises(GraphError, match="'data' has the shape"):

@@ -177,7 +177,7 @@ class Delayed:
         self.probability, self.seen = probability, []
         monkeypatch.setattr(benchmark_inference, "perf_counter", lambda: self.now)
 
-    def forward(self, data: mx.nd.NDArray) -> None:
+    def infer(self, data: mx.nd.NDArray) -> None:
         self.seen.append(data)
         self.free_at = max(self.free_at, self.now) + 0.02
 

@@ -329,11 +329,11 @@ def test_ctrl_c_and_sigterm_keep_what_is_done(run_folder, photos, tmp_path, monk
         def __init__(self, executor: Any) -> None:
             self.executor, self.batches = executor, 0
 
-        def forward(self, data: Any) -> None:
+        def infer(self, data: Any) -> None:
             self.batches += 1
             if self.batches == 3:
                 signal.raise_signal(number)
-            self.executor.forward(data)
+            self.executor.infer(data)
 
         def request_probabilities(self) -> Any:
             return self.executor.request_probabilities()
