@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from common.errors import ProgramError
+from common.mxnet_compat import mx
 from graph_passes.errors import CapacityError, PassingError
 from graph_passes.executors import Metrics
 from train.config import Config
@@ -52,6 +53,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     monkeypatch.setattr(training, "images", lambda *arguments: [None])
     monkeypatch.setattr(training, "make_optimizer", lambda executor, config: executor)
     monkeypatch.setattr(training.mx, "gpu", training.mx.cpu)
+    monkeypatch.setattr(Bench, "free_memory", lambda self: None)
     return Bench(Placement("cuda", "gpu(0)", ""), "some GPU", tmp_path, 1e9)
 
 
@@ -83,6 +85,16 @@ def test_all_networks_and_precisions(bench, monkeypatch):
     first = section.figures[0]
     assert (first.what, first.size, first.precision) == ("ResNet-50, 224 pixels", "batch 256", "fp16")
     assert first.more["largest_batch"] == 2000 and "watts" not in first.more and section.complete
+
+
+@pytest.mark.gpu
+@pytest.mark.alone
+def test_memory_that_nobody_uses_is_given_back(tmp_path):
+    mx.nd.zeros(2**27, mx.gpu(0)).wait_to_read()  # 512 MiB
+    kept, _ = mx.context.gpu_memory_info(0)
+    Bench(Placement("cuda", "gpu(0)", ""), "some GPU", tmp_path, 1.0).free_memory()
+    free, _ = mx.context.gpu_memory_info(0)
+    assert free - kept >= 2**29
 
 
 def test_a_gpu_too_small_for_the_batch(bench, monkeypatch):

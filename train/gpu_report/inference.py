@@ -35,6 +35,7 @@ def _measure(bench: Bench, precision: str, config: Config, missing: Sequence[int
     """These batches of a precision, the smallest first, as far as there is time."""
     if not _has_time(bench, precision, missing):
         return
+    bench.free_memory()
     seconds = SECONDS if bench.on_gpu else CPU_SECONDS
     with closing(sweep(precision, config, bench.placement, CLASSES, missing, seconds)) as points:  # which prints them
         for point in points:

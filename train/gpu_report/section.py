@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.errors import UserError
+from common.mxnet_compat import mx
 from train.devices import Placement
 from train.gpu_report.figures import Figure, Section
 from train.timing import repeat
@@ -75,6 +77,15 @@ class Bench:
     def spent(self) -> float:
         """Seconds since the section began."""
         return self.clock() - self._start
+
+    def free_memory(self) -> None:
+        """Give back what networks before have left, which would count as in use by the next one: on a GPU MXNet keeps
+        memory for arrays to come."""
+        if self.on_gpu:
+            gc.collect()  # executors are in cycles
+            gpu = mx.gpu(0)
+            mx.nd.zeros(1, gpu).wait_to_read()  # it refuses to free on a device that it has not used yet
+            gpu.empty_cache()
 
     def has(self, what: str, size: str, precision: str) -> bool:
         """Whether that is measured already; a size may be the beginning of one."""

@@ -61,6 +61,7 @@ def _measure(bench: Bench, depth: int, precision: str, config: Config) -> None:
     """With the largest batch of `config`'s, its half, and so on, that fits."""
     what, batch = named(depth), config.batch_size
     while batch:
+        bench.free_memory()
         fitting = replace(config, batch_size=batch)
         try:
             bench.add(_figure(bench, what, precision, fitting))
