@@ -14,6 +14,8 @@ SEVERAL_PROCESSES = ("test_elastic", "test_dgx1_8gpu", "test_distributed", "test
 LONGEST_FIRST = (*SEVERAL_PROCESSES, "test_hang", "test_compile", "test_resume", "test_fusion_and_layout",
                  "test_report", "test_loop", "test_gradient", "test_compare_precision", "test_pipeline_commands")
 
+MOST_SHOWN = 200  # characters of what a test failed by
+
 
 def file_of(test_id: str) -> str:
     return test_id.partition("::")[0]
@@ -45,6 +47,12 @@ def make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Files(config, log)
 
 
+def _reason(report: pytest.TestReport) -> str:
+    """The first line of what a test failed by: whoever stops the run does not see its summary."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return f": {crash.message.splitlines()[0][:MOST_SHOWN]}" if crash and crash.message else ""
+
+
 class Progress:
     """In place of a dot for each test: a line for each file that is done, and at once for each test that fails."""
 
@@ -72,7 +80,7 @@ class Progress:
         if category:
             self._ended[file_of(report.nodeid)][category] += 1
         if category in ("failed", "error"):
-            self._terminal.write_line(f"{category.upper()} {report.nodeid}", red=True)
+            self._terminal.write_line(f"{category.upper()} {report.nodeid}{_reason(report)}", red=True)
         return category, "", ""  # nothing for pytest itself to print
 
     @pytest.hookimpl(wrapper=True)

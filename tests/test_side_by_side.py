@@ -10,9 +10,11 @@ import pytest
 import side_by_side
 
 
-def finish(progress: side_by_side.Progress, test_id: str, outcome: str) -> tuple[str, str, str]:
-    """Tell of a test as pytest does: hooks around pytest's own, which asks how the test is to be shown."""
-    report: Any = SimpleNamespace(nodeid=test_id, duration=0.5, when="teardown")
+def finish(progress: side_by_side.Progress, test_id: str, outcome: str, message: str = "") -> tuple[str, str, str]:
+    """Tell of a test as pytest does: hooks around pytest's own, which asks how the test is to be shown. `message`: what
+    it has failed by."""
+    longrepr = SimpleNamespace(reprcrash=SimpleNamespace(message=message)) if message else None
+    report: Any = SimpleNamespace(nodeid=test_id, duration=0.5, when="teardown", longrepr=longrepr)
     around = progress.pytest_runtest_logreport(report)
     next(around)
     shown = ask(progress, report, outcome)
@@ -32,16 +34,18 @@ def ask(progress: side_by_side.Progress, report: Any, outcome: str) -> tuple[str
 def test_a_line_for_each_file_and_each_failure():
     lines: list[str] = []
     progress = side_by_side.Progress(SimpleNamespace(write_line=lambda line, **_: lines.append(line)))
-    tests = ["a/test_x.py::one", "a/test_x.py::two[b::c]", "test_y.py::three"]
+    tests = ["a/test_x.py::one", "a/test_x.py::two[b::c]", "test_y.py::three", "test_y.py::four"]
     for _ in range(2):  # each of the processes has collected the same
         progress.pytest_xdist_node_collection_finished(tests)
     assert finish(progress, "a/test_x.py::one", "passed") == ("passed", "", "")
     assert finish(progress, "test_y.py::three", "skipped") == ("skipped", "", "")
     assert finish(progress, "a/test_x.py::two[b::c]", "failed") == ("failed", "", "")
-    assert lines == ["3 tests in 2 files", " 67% 0:00  test_y.py: 1 skipped in 0.5 s", "FAILED a/test_x.py::two[b::c]",
-                     "100% 0:00  a/test_x.py: 1 passed, 1 failed in 1.0 s"]
+    assert finish(progress, "test_y.py::four", "error", "GraphError: no GPU\n  here") == ("error", "", "")
+    assert lines == ["4 tests in 2 files", "FAILED a/test_x.py::two[b::c]",
+                     " 75% 0:00  a/test_x.py: 1 passed, 1 failed in 1.0 s", "ERROR test_y.py::four: GraphError: no GPU",
+                     "100% 0:00  test_y.py: 1 skipped, 1 error in 1.0 s"]
     in_summary = SimpleNamespace(nodeid="test_y.py::three")
-    assert ask(progress, in_summary, "failed") == ("failed", "f", "FAILED") and len(lines) == 4
+    assert ask(progress, in_summary, "failed") == ("failed", "f", "FAILED") and len(lines) == 5
 
 
 def test_order_of_the_files():
