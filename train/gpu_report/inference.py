@@ -1,4 +1,5 @@
-"""Section inference: ResNet-50 over batch sizes and precisions, as `python -m train benchmark --inference` has it."""
+"""Section inference: ResNet-50 over batch sizes and precisions, as `python -m train benchmark --inference` has it; on
+the cuda executor in INT8 too."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ import math
 from collections.abc import Sequence
 from contextlib import closing
 
-from train.commands.benchmark_inference import CLASSES, precisions, sweep
+from graph_passes.errors import GraphError
+from train.commands.benchmark_inference import CLASSES, INT8, precisions, sweep
 from train.config import Config
 from train.gpu_report.figures import Figure, Section
 from train.gpu_report.section import Bench
@@ -24,8 +26,11 @@ def measure(bench: Bench) -> Section:
     comes first. Where no time is left, and batches that do not fit, are noted."""
     config = Config(model=f"resnet{DEPTH}", image_size=IMAGE_SIZE)
     batches = GPU_BATCHES if bench.on_gpu else CPU_BATCHES
+    measured = precisions(config, bench.placement, is_chosen=False)
+    if bench.placement.executor == "cuda":
+        measured |= {INT8: config}
     for group in (batches[-1:], batches[:-1]):
-        for precision, chosen in precisions(config, bench.placement, is_chosen=False).items():
+        for precision, chosen in measured.items():
             if missing := _missing(bench, precision, group):
                 _measure(bench, precision, chosen, missing)
     return bench.found()
@@ -37,14 +42,18 @@ def _measure(bench: Bench, precision: str, config: Config, missing: Sequence[int
         return
     bench.free_memory()
     seconds = SECONDS if bench.on_gpu else CPU_SECONDS
-    with closing(sweep(precision, config, bench.placement, CLASSES, missing, seconds)) as points:  # which prints them
-        for point in points:
-            bench.keep(_figure(point))
-            left = _missing(bench, precision, missing)
-            if left and not _has_time(bench, precision, left):
-                return
+    reason = "there is no room for it in memory"
+    try:
+        with closing(sweep(precision, config, bench.placement, CLASSES, missing, seconds)) as points:  # prints them
+            for point in points:
+                bench.keep(_figure(point))
+                left = _missing(bench, precision, missing)
+                if left and not _has_time(bench, precision, left):
+                    return
+    except GraphError as error:  # what this GPU has no kernels for
+        reason = str(error)
     for batch in _missing(bench, precision, missing):
-        bench.leave_out(f"{precision} with batch {batch}", "there is no room for it in memory")
+        bench.leave_out(f"{precision} with batch {batch}", reason)
 
 
 def _has_time(bench: Bench, precision: str, batches: Sequence[int]) -> bool:

@@ -100,8 +100,12 @@ def over_batches(figures: Sequence[Figure], theme: Theme) -> bytes:
         axes.set_xscale("log", base=2)
         axes.set_xticks(batches, [f"{batch:,}" for batch in batches])
         axes.set_ylim(0, 1.08 * axes.dataLim.ymax)
+    if is_timed:
+        right.set_yscale("log", base=2)  # fp32 takes ten times as long as fp16
+        right.set_ylim(right.dataLim.ymin / 2, 2 * right.dataLim.ymax)
+    for axes in panels:
         axes.yaxis.set_major_formatter("{x:,g}")
-    _in_columns(right, theme, named=left)
+    left.legend(loc="upper left", frameon=False, labelcolor=theme.text, fontsize=9)  # where small batches leave room
     return plots._png(figure, theme)
 
 
@@ -172,8 +176,7 @@ def _logarithmic(*panels: Axes) -> None:
         axes.xaxis.set_major_formatter("{x:,g}")
 
 
-def _in_columns(axes: Axes, theme: Theme, columns: int = 6, named: Axes | None = None) -> None:
-    """The legend above the axes, at the right of the title; of what `named` shows, where that is another panel."""
-    axes.legend(*(named or axes).get_legend_handles_labels(), loc="lower right", bbox_to_anchor=(1, 1), ncols=columns,
-                frameon=False, labelcolor=theme.text, fontsize=9, borderaxespad=0.2, handlelength=1.0,
-                columnspacing=1.2)
+def _in_columns(axes: Axes, theme: Theme, columns: int = 6) -> None:
+    """The legend above the axes, at the right of the title."""
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=columns, frameon=False, labelcolor=theme.text,
+                fontsize=9, borderaxespad=0.2, handlelength=1.0, columnspacing=1.2)

@@ -10,19 +10,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from common import environment
 from common.files import lock
+from graph_passes.errors import GraphError
 from train.__main__ import main
 from train.commands import benchmark_inference, gpu_report
 from train.commands.compare_precision import run_arguments
+from train.devices import Placement
 from train.gpu_report import cost, deepbench, inference, kernels, recurrent, section, training
 from train.gpu_report.figures import Figure, Report, Section
 from train.presets import load_preset
 from train.reporting import gpu_comparison
 from train.reporting import gpu_report as gpu_report_page
+from train.reporting.inference import Point
 
 PUBLISHED = Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "gpu_report"
 
@@ -151,6 +155,29 @@ def test_stopped_within_a_precision_of_inference(run_train, tmp_path, monkeypatc
     assert run_train(*command)[0] == 0 and sizes == [16, 1, 2, 2, 12]
     again = Report.read(tmp_path / "report.json").sections["inference"]
     assert again.figures[:2] == found.figures and len(again.figures) == 4 and again.complete
+
+
+def test_int8_on_a_gpu(tmp_path, monkeypatch):
+    """In turn with the other precisions; one that the GPU has no kernels for is left out with the reason, and so is a
+    batch that does not fit."""
+    asked = []
+
+    def sweep(precision: str, config: Any, placement: Any, classes: int, batches: Any, seconds: float) -> Iterator[Any]:
+        asked.append((precision, list(batches)))
+        if precision == "bf16":
+            raise GraphError("bfloat16 needs another GPU")
+        for batch in batches[: 1 if precision == "int8" else None]:
+            yield Point(precision, batch, 100.0, np.full(8, 10.0), np.array([]), 1.0, 2.0, 200.0, 1980.0)
+
+    monkeypatch.setattr(inference, "sweep", sweep)
+    monkeypatch.setattr(inference, "GPU_BATCHES", (1, 8, 32))
+    monkeypatch.setattr(section.Bench, "free_memory", lambda self: None)
+    found = inference.measure(section.Bench(Placement("cuda", "gpu(0)", ""), "some GPU", tmp_path, 60.0))
+    names = ["fp16", "bf16", "tf32", "fp32", "int8"]
+    assert asked == [(name, [32]) for name in names] + [(name, [1, 8]) for name in names]
+    assert [figure.size for figure in found.figures if figure.precision == "int8"] == ["batch 32", "batch 1"]
+    assert found.notes == ("bf16 with batch 32; bf16 with batch 1 and bf16 with batch 8: bfloat16 needs another GPU",
+                           "int8 with batch 8: there is no room for it in memory")
 
 
 def test_no_time_for_the_larger_batches_of_inference(run_train, tmp_path, monkeypatch):

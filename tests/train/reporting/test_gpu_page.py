@@ -131,8 +131,10 @@ def test_plots_have_room_and_ticks(monkeypatch):
     monkeypatch.setattr(plots, "_png", lambda figure, theme: figure)
     points = [Figure("ResNet-50", f"batch {batch}", "fp32", 2.0 * batch, "images/sec", more={"latency_p50_ms": batch})
               for batch in (1, 8)]
-    for axes in gpu_plots.over_batches(points, plots.LIGHT).axes:
-        assert axes.get_ylim()[0] == 0 and axes.get_ylim()[1] > 1.05 * axes.dataLim.ymax
+    images, latency = gpu_plots.over_batches(points, plots.LIGHT).axes
+    assert images.get_ylim()[0] == 0 and images.get_ylim()[1] > 1.05 * images.dataLim.ymax
+    (low, high), shown = latency.get_ylim(), latency.dataLim
+    assert low < shown.ymin < shown.ymax < high and sum(low <= tick <= high for tick in latency.get_yticks()) >= 4
     layers = [Figure("LSTM", str(size), "fp32", 1.0, "ms", more={"tflops": size}) for size in (0.066, 0.151)]
     (axes,) = gpu_plots.kernels(layers, "layers", plots.LIGHT).axes
     low, high = axes.get_xlim()
