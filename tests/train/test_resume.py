@@ -147,16 +147,16 @@ def test_other_signals_save_too(number, tiny_options, tmp_path, run_train, monke
 def test_stopped_in_validation(unbroken, tiny_options, tmp_path, run_train, monkeypatch):
     """Within a batch, with the epoch saved; it is validated when the run goes on, which ends with the same bits."""
     folder = tmp_path / "run"
-    evaluate, validated = MXNetExecutor.evaluate, 0
+    infer, validated = MXNetExecutor.infer, 0
 
-    def signalled_evaluate(self, data, label, num_valid):
+    def signalled(self, data, label, num_valid):
         nonlocal validated
         validated += 1
         if validated == 2:
             signal.raise_signal(signal.SIGINT)
-        evaluate(self, data, label, num_valid)
+        infer(self, data, label, num_valid)
 
-    monkeypatch.setattr(MXNetExecutor, "evaluate", signalled_evaluate)
+    monkeypatch.setattr(MXNetExecutor, "infer", signalled)
     code, out, err = run_train("--output", folder, *tiny_options)
     assert (code, validated) == (128 + signal.SIGINT, 2), err
     assert f"stopped after step {STEPS_PER_EPOCH} with a checkpoint" in out and "epoch 1/2 done" not in out

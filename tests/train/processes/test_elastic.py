@@ -398,7 +398,7 @@ def test_validation_that_fails_on_one_process_ends_the_run(tiny_options, tmp_pat
         from train import __main__ as program
         from train.processes.distributed import Workers
 
-        evaluate, workers = MXNetExecutor.evaluate, []
+        infer, workers = MXNetExecutor.infer, []
         begin = Workers.__init__
 
         def known(self, *arguments):
@@ -408,9 +408,9 @@ def test_validation_that_fails_on_one_process_ends_the_run(tiny_options, tmp_pat
         def failing(self, *arguments):
             if workers[0].rank == 1:
                 raise GraphError("the GPU has no memory left")
-            return evaluate(self, *arguments)
+            return infer(self, *arguments)
 
-        Workers.__init__, MXNetExecutor.evaluate = known, failing
+        Workers.__init__, MXNetExecutor.infer = known, failing
         sys.exit(program.main(sys.argv[1:]))
     """
     done = run_processes(script, *tiny_options, "--output", tmp_path / "run", narrow=True)
