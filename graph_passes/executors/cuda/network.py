@@ -150,7 +150,7 @@ class Network:
         self._accept(dtype, shape)
         target = self.persistent.data
         if self._is_as_wanted(dtype, shape):
-            self.gpu.copy(target.address, address, target.num_bytes // target.shape[0] * shape[0])
+            self.gpu.copy(target.address, address, target.bytes_of(shape[0]))
             return
         kernel = self.kernels.get("elementwise.cu", instance("convert_input", dtype, target.dtype))
         pixels = shape[0] * shape[1] * shape[2]
@@ -207,7 +207,7 @@ class Network:
         if not self._free_answers:
             self._free_answers.append((self.gpu.allocate(source.num_bytes), self.gpu.pinned(source.num_bytes)))
         place = on_gpu, pinned = self._free_answers.pop()
-        size = source.num_bytes // source.shape[0] * num_images
+        size = source.bytes_of(num_images)
         self.gpu.copy(on_gpu, source.address, size)
         copied = self.gpu.start_download(pinned[:size], on_gpu, beside=True)
 

@@ -74,7 +74,7 @@ class OnMXNet(Executor):
         self.infer(data, label, 0 if label is None else data.shape[0])
         source, gpu = self._step.persistent.probabilities, self._step.gpu
         answer = mx.nd.empty((self._num_inferred, source.shape[1]), ctx=self._context)
-        gpu.copy(self._address(answer), source.address, source.num_bytes // source.shape[0] * self._num_inferred)
+        gpu.copy(self._address(answer), source.address, source.bytes_of(self._num_inferred))
         self._answer_by(self._gate([answer], is_seen=False))
         return answer
 
@@ -142,7 +142,7 @@ class OnMXNet(Executor):
                 raise GraphError(f"'softmax_label' has the dtype {np.dtype(label.dtype).name}: give float32")
             label = self._here(label)
             target = self._step.persistent.label
-            self._step.gpu.copy(target.address, self._address(label), target.num_bytes // target.shape[0] * num_images)
+            self._step.gpu.copy(target.address, self._address(label), target.bytes_of(num_images))
             used.append(label)
         if num_valid != self._num_valid:
             self._step.set_num_valid(num_valid)

@@ -24,6 +24,10 @@ class Buffer:
     def num_bytes(self) -> int:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
+    def bytes_of(self, rows: int) -> int:
+        """Of so many along the first axis."""
+        return self.num_bytes // self.shape[0] * rows
+
 
 @dataclass(eq=False)
 class Launch:
