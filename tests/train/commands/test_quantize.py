@@ -173,8 +173,8 @@ def test_what_is_kept_in_floats(run_folder: Path, run_train: RunTrain) -> None:
     options = ["--images", "16", "--float-first", "--int8-classifier"]
     code, out, _ = run_train("quantize", "--checkpoint", run_folder, *options)
     assert code == 0 and "in float32: stem_bn_relu (ConvolutionRelu), stem_pool (Pooling), and the loss" in out
-    (decibel,) = re.findall(r"^classifier +float32 +[0-9.]+ +([0-9.]+)$", out, re.MULTILINE)  # of its output
-    assert float(decibel) > 15
+    (decibel,) = re.findall(r"^classifier +float32 +[0-9.]+ +(-?[0-9.]+)$", out, re.MULTILINE)  # of its output
+    assert float(decibel) > 3  # 27 is usual, 12 was seen in 180 draws; an output with another's scale has 0 or less
     assert run_train("validate", "--checkpoint", run_folder, "--int8")[0] == 0
 
 
