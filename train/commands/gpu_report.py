@@ -60,9 +60,12 @@ def main(values: Mapping[str, Any]) -> None:
 
 def _measure(wanted: GpuReportOptions, values: Mapping[str, Any], placement: Placement, folder: Path) -> None:
     """Go on with the report in the folder, or begin it."""
-    # From the run that there is.
+    # From the run that there is, with what was given before and is not given now.
     counts_cost_again = not {"data", "target_accuracy", "price_per_hour"}.isdisjoint(values)
     report, done = _begun(folder, placement, set(wanted.sections), counts_cost_again)
+    if counts_cost_again and "cost" in report.sections:
+        before = cost.given_before(folder, report.sections["cost"])
+        wanted = replace(wanted, **{name: value for name, value in before.items() if name not in values})
     report.write(folder / FILE)  # a folder that cannot be written is not to be found out after minutes
     ends_at = time.monotonic() + 60 * wanted.minutes
     for number, name in enumerate(wanted.sections, start=1):
@@ -122,7 +125,7 @@ def _done(report: Report) -> set[str]:
 def _begun(folder: Path, placement: Placement, sections: set[str], counts_cost_again: bool) -> tuple[Report, set[str]]:
     """The report in the folder, or one without sections, and the sections that are done. Its command and date are those
     of this start, where that adds to it. Raises UserError where it is of another device or commit, or of other versions
-    of libraries, or cannot be gone on with."""
+    of libraries, and there is something to measure, or where it cannot be gone on with."""
     hardware = environment.hardware()
     device = hardware["gpus"][0] if placement.device.startswith("gpu") else hardware["cpu"]
     commit = environment.git_commit()
@@ -130,6 +133,10 @@ def _begun(folder: Path, placement: Placement, sections: set[str], counts_cost_a
         "hardware": hardware, "executor": placement.executor, "versions": environment.versions(), "commit": commit,
         "command": command_line(), "date": datetime.now(timezone.utc).isoformat(timespec="seconds")}
     if not (folder / FILE).exists():
+        for page in ("report.md", "report.html"):
+            if (folder / page).exists():
+                raise TrainError(f"{folder} has a {page} that is not of this command ({FILE} is missing beside it): "
+                                 "give another --output, or move it away")
         return Report(device, {}, about), set()
     try:
         report = Report.read(folder / FILE)

@@ -11,13 +11,14 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipelines.sources import open_source
 from train.commands.compare_precision import run_training
 from train.config import CONFIG_FILE, Config, default_warmup
 from train.errors import TrainError
-from train.gpu_report.figures import Figure, Section
+from train.gpu_report.figures import PRICE, Figure, Section
 from train.gpu_report.section import Bench
 from train.presets import load_preset
 from train.reporting.metrics import METRICS_FILE
@@ -38,6 +39,8 @@ CIFAR10 = Recipe("CIFAR-10, ResNet-18, 128 pixels", "cifar10_resnet18", 18, 0.88
 SAMPLE = Recipe("sample set, ResNet-50, 32 pixels", "cpu_sample", 3, 0.5)
 
 RUN_FOLDER = "cost_run"  # in the folder of the report
+WHOLE_RUN = "the whole run"  # the size of a figure, which there always is
+COUNTED_BY = ("target_accuracy", "price_per_hour")  # options, which that figure keeps
 CIFAR10_IMAGES, CIFAR10_CLASSES = {"train": 50_000, "val": 10_000}, 10
 
 
@@ -81,6 +84,18 @@ def measure(bench: Bench) -> Section:
     return bench.found()
 
 
+def given_before(folder: Path, section: Section) -> dict[str, Any]:
+    """The options by which the section in that folder of a report was counted, those that were given: --data and
+    COUNTED_BY, by name."""
+    whole = [figure for figure in section.figures if (figure.size, figure.unit) == (WHOLE_RUN, "s")]
+    found = {name: figure.more[name] for figure in whole for name in COUNTED_BY if name in figure.more}
+    config_file = folder / RUN_FOLDER / CONFIG_FILE
+    if config_file.exists():
+        data = json.loads(config_file.read_text(encoding="utf-8"))["data"]
+        found |= {"data": data} if data != load_preset(SAMPLE.preset).data else {}
+    return found
+
+
 class Validation(NamedTuple):
     """After an epoch."""
 
@@ -121,14 +136,16 @@ def _config(bench: Bench, recipe: Recipe) -> Config:
 def _figures(bench: Bench, recipe: Recipe, rows: Sequence[Validation], precision: str,
              startup: float) -> Iterator[Figure]:
     target = bench.target_accuracy or recipe.target_accuracy
+    percent = f"{100 * target:.10g}%"  # as many digits as it has: figures of other targets are not compared
     for epoch, seconds, top1 in rows:
         yield Figure(recipe.what, f"epoch {epoch}", precision, 100 * top1, "top-1 %", more={"seconds": seconds})
     reached = next((seconds for _, seconds, top1 in rows if top1 >= target), None)
     if reached is None:
-        bench.leave_out(f"the time to {target:.0%}", f"{rows[-1].epoch} epochs end at {rows[-1].top1:.1%}")
-    spans = {} if reached is None else {f"to {target:.0%} top-1": reached}
-    for size, seconds in (spans | {"the whole run": rows[-1].seconds}).items():
-        more = {"startup_seconds": startup} if startup > 0 else {}
-        yield Figure(recipe.what, size, precision, seconds, "s", more=more)
+        bench.leave_out(f"the time to {percent}", f"{rows[-1].epoch} epochs end at {rows[-1].top1:.1%}")
+    spans = {} if reached is None else {f"to {percent} top-1": reached}
+    more = {"startup_seconds": startup} if startup > 0 else {}
+    given = {name: value for name in COUNTED_BY if (value := getattr(bench, name))}
+    for size, seconds in (spans | {WHOLE_RUN: rows[-1].seconds}).items():
+        yield Figure(recipe.what, size, precision, seconds, "s", more=more | given if size == WHOLE_RUN else more)
         if bench.price_per_hour:
-            yield Figure(recipe.what, size, precision, bench.price_per_hour * seconds / 3600, "price")
+            yield Figure(recipe.what, size, precision, bench.price_per_hour * seconds / 3600, PRICE)

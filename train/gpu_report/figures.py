@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import reprlib
+import unicodedata
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,8 +16,9 @@ from common.errors import UserError
 
 NAME, VERSION = "gpu-report", 1  # of the file; another version is not read
 FILE = "report.json"
+PRICE = "price"  # a unit: of the currency of --price-per-hour
 # Of which less is better; of all others more.
-LESS_IS_BETTER = frozenset({"ms", "s", "price"})
+LESS_IS_BETTER = frozenset({"ms", "s", PRICE})
 SMALLEST, LARGEST = 1e-12, 1e15  # in any of the units: what is beyond them was never measured, and ratios overflow
 KINDS = {str: "words", bool: "true or false", list: "a list", dict: "an object"}  # of JSON, in messages
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8", "int8")  # in the order of tables
@@ -107,13 +109,13 @@ class Report:
             raise UserError(f"{path} is not JSON: give the {FILE} of a report") from None
         if not isinstance(values, dict) or values.get("name") != NAME:
             raise UserError(f"{path} is no report on a GPU: give the {FILE} that python -m train gpu-report writes")
-        if values.get("version") != VERSION:
+        if type(values.get("version")) is not int or values["version"] != VERSION:
             raise UserError(f"{path} is a report of version {values.get('version')!r}, and this program reads version "
                             f"{VERSION}: make it anew, or compare with the program that wrote it")
         try:
             about, sections = (_checked(dict, name, values.get(name, {})) for name in ("about", "sections"))
             _checked(str, "about.note", about.get("note", ""))
-            return cls(_checked(str, "device", values.get("device")),
+            return cls(_name("device", values.get("device")),
                        {name: _section(f"sections.{name}", section) for name, section in sections.items()}, about)
         except ValueError as error:
             raise UserError(f"{path} is damaged, or was written by hand wrongly ({error}): make it anew") from None
@@ -136,7 +138,7 @@ def _figure(place: str, values: Any) -> Figure:
     if unknown := sorted(values.keys() - {field.name for field in dataclasses.fields(Figure)}):
         raise ValueError(f"{place} has {reprlib.repr(unknown[0])}, which no figure has")
     for name in ("what", "size", "precision", "unit"):
-        _checked(str, f"{place}.{name}", values.get(name))
+        _name(f"{place}.{name}", values.get(name), may_be_empty=name in ("size", "precision"))
     if values["precision"] not in ("", *PRECISIONS):
         raise ValueError(f"{place}.precision is {reprlib.repr(values['precision'])}, and not one of "
                          f"{', '.join(PRECISIONS)}")
@@ -156,6 +158,15 @@ def _number(place: str, value: Any) -> float:
         raise ValueError(f"{place} is {reprlib.repr(value)}, where a number belongs")
     if not (value == 0 or SMALLEST <= value <= LARGEST):
         raise ValueError(f"{place} is {reprlib.repr(value)}, which nothing measures")
+    return value
+
+
+def _name(place: str, value: Any, may_be_empty: bool = False) -> str:
+    """One that pages and plots can show."""
+    if not _checked(str, place, value) and not may_be_empty:
+        raise ValueError(f"{place} is empty")
+    if any(unicodedata.category(letter) in ("Cc", "Cs") for letter in value):  # control characters, and halves of pairs
+        raise ValueError(f"{place} is {reprlib.repr(value)}, which has characters that cannot be shown")
     return value
 
 

@@ -32,9 +32,8 @@ def confusion(matrix: np.ndarray, names: Sequence[str], theme: Theme) -> bytes:
     axes.set_title("Confusion matrix", loc="left", fontsize=12, fontweight="bold", color=theme.text)
     letters = 9 if count <= MAX_NUMBERED else max(5.5, 9 * 30 / count)
     shown = [name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…" for name in names]
-    # parse_math: a name with two dollar signs is no formula.
-    axes.set_xticks(range(count), shown, rotation=90, fontsize=letters, parse_math=False)
-    axes.set_yticks(range(count), shown, fontsize=letters, parse_math=False)
+    axes.set_xticks(range(count), shown, rotation=90, fontsize=letters)
+    axes.set_yticks(range(count), shown, fontsize=letters)
     axes.set_xlabel("taken for", color=theme.muted)
     axes.set_ylabel("true class", color=theme.muted)
     axes.tick_params(colors=theme.muted, length=0)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from train.gpu_report.figures import LESS_IS_BETTER, PRECISIONS, Figure, Key, Report
+from train.gpu_report.figures import LESS_IS_BETTER, PRECISIONS, PRICE, Figure, Key, Report
 from train.reporting import gpu_plots
 from train.reporting.document import Block, Heading, Plot, Table, Text
 from train.reporting.report import write_pages
@@ -31,10 +31,12 @@ def write(folder: Path, reports: Sequence[Report]) -> None:
         raise UserError(f"the reports have no figure in common ({found}): measure the same sections")
     devices = _names(reports)
     values = summary(rows, len(reports))
-    drawings = {"comparison.png": partial(gpu_plots.ratios, values, devices)} if values else {}
+    has_prices = any(key.unit == PRICE for key, _ in rows)
+    meaning = f"times as fast as {devices[0]}" + " (prices: as cheap)" * has_prices
+    drawings = {"comparison.png": partial(gpu_plots.ratios, values, devices, meaning)} if values else {}
     blocks: list[Block] = [
-        Text(f"Ratios are speeds over that of {devices[0]}: above 1 is faster."),
-        *_summary_blocks(values, devices),
+        Text(f"Ratios are {meaning}: above 1 is better."),
+        *_summary_blocks(values, devices, meaning),
         *[block for section in dict.fromkeys(key.section for key, _ in rows)
           for block in _section_blocks(section, [row for row in rows if row[0].section == section], devices)],
         *_missing(reports, devices),
@@ -86,7 +88,9 @@ def summary(rows: Sequence[Row], num_reports: int) -> dict[str, list[float]]:
 
 
 def _kind(key: Key) -> str:
-    """What is drawn together: networks apart, all sizes of a kernel together."""
+    """What is drawn together: networks apart, all sizes of a kernel together, prices apart from times."""
+    if key.unit == PRICE:
+        return f"{key.what}, {PRICE}"
     return f"{key.what}, {key.size}" if key.size == BEST else key.what
 
 
@@ -112,13 +116,13 @@ def _names(reports: Sequence[Report]) -> list[str]:
     return names
 
 
-def _summary_blocks(values: Mapping[str, Sequence[float]], devices: Sequence[str]) -> list[Block]:
+def _summary_blocks(values: Mapping[str, Sequence[float]], devices: Sequence[str], meaning: str) -> list[Block]:
     if not values:
         return [Text(f"{devices[0]} has no figure in common with the others, which are compared among themselves.")]
     rows = [(name, *(_times(value) for value in own[1:])) for name, own in values.items()]
     return [Heading("In one view"),
             Text("Geometric means over all sizes that both have measured."),
-            Plot("comparison.png", f"Times as fast as {devices[0]}."),
+            Plot("comparison.png", f"{meaning[0].upper()}{meaning[1:]}."),
             Table(("", *devices[1:]), rows)]
 
 

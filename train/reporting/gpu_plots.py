@@ -131,13 +131,13 @@ def accuracy(figures: Sequence[Figure], title: str, price_per_second: float, the
     return plots._png(drawn, theme)
 
 
-def ratios(values: Mapping[str, Sequence[float]], devices: Sequence[str], theme: Theme) -> bytes:
+def ratios(values: Mapping[str, Sequence[float]], devices: Sequence[str], meaning: str, theme: Theme) -> bytes:
     """How many times as fast as the first device the others are, by kind of figure; NaN where that is not known. There
-    is no title, as devices have long names."""
-    base, *others = devices
+    is no title, as devices have long names. `meaning`: of the values, in words."""
+    others = devices[1:]
     lines = sum(math.isfinite(value) for own in values.values() for value in own[1:])
     figure, axes = plots._figure_with_axes(theme, "", "", "", height=BARS * lines + 0.12 * len(values) + 1.2)
-    axes.set_xlabel(textwrap.fill(f"times as fast as {base}, on a logarithmic scale", 80), loc="right")
+    axes.set_xlabel(textwrap.fill(f"{meaning}, on a logarithmic scale", 80), loc="right")
     place, ticks = 0.0, []
     rounds = 1 + len(others) // len(theme.parts)  # of the same colors, each paler than the one before
     colors = [(color, 0.6**paler) for paler in range(rounds) for color in theme.parts][: len(others)]

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from train.gpu_report.datasheets import datasheet_of
-from train.gpu_report.figures import Figure, Report, Section, precisions_of
+from train.gpu_report.figures import PRICE, Figure, Report, Section, precisions_of
 from train.gpu_report.kernels import CONVOLUTION, COPY, GEMM, PASSES, TOTAL
 from train.reporting import gpu_plots
 from train.reporting.document import Block, Code, Heading, Plot, Table, Text, Tiles
@@ -223,7 +223,7 @@ def _cost(report: Report, section: Section, drawings: Drawings) -> list[Block]:
     if not epochs:
         return []
     spans = [figure for figure in section.figures if figure.unit == "s"]
-    prices = {figure.size: figure.value for figure in section.figures if figure.unit == "price"}
+    prices = {figure.size: figure.value for figure in section.figures if figure.unit == PRICE}
     per_second = next((prices[span.size] / span.value for span in reversed(spans) if span.size in prices), 0.0)
     drawings["accuracy.png"] = partial(gpu_plots.accuracy, epochs, epochs[0].what, per_second)
     rows = [(figure.size, f"{figure.value:,.1f} s", f"{prices[figure.size]:,.3g}" if figure.size in prices else "-",

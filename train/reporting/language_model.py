@@ -14,8 +14,7 @@ from train.reporting.metrics import WORDS, RunRecord, perplexity, shown_perplexi
 EVENT = "language_model"  # in a run's metrics: the fields of `Facts`
 PERPLEXITY, LOSS = "perplexity.png", "loss.png"
 CAPTIONS = {
-    PERPLEXITY: "exp of the mean loss of a word: in training between two log lines, in validation after an epoch. The "
-                "beginning, where it is much higher, is cut off.",
+    PERPLEXITY: "exp of the mean loss of a word: in training between two log lines, in validation after an epoch.{cut}",
     LOSS: "Mean loss of a word, whose exp no number holds: in training between two log lines, in validation after an "
           "epoch.",
 }
@@ -77,7 +76,10 @@ def tiles(record: RunRecord, known: Facts) -> list[tuple[str, str]]:
 
 def blocks(record: RunRecord, known: Facts) -> list[Block]:
     """The plot, a table of the epochs, and one of network and text."""
-    found: list[Block] = [Plot(name, CAPTIONS[name]) for name in figures(record, known)]
+    top = plots.perplexity_top(record)
+    is_cut = any(perplexity(point.loss) > top for point in record.loss_curve)
+    cut = " The beginning, where it is much higher, is cut off." * is_cut
+    found: list[Block] = [Plot(name, CAPTIONS[name].format(cut=cut)) for name in figures(record, known)]
     if record.epochs:
         found += [Table(("epoch", "time", "words/sec", "train perplexity", "val perplexity"), [
             (str(row.epoch), duration(3600 * row.hours),

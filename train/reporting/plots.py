@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from train.reporting.predictions import Predictions
 
-PERPLEXITY_ROOM = 1.5  # times the highest one in validation: what is above is cut off
+PERPLEXITY_ROOM = 1.5  # times the highest one in validation, or in training after the first of these
 MAX_POINTS = 1500  # more than a plot has pixels for: longer series are drawn as medians of equal parts
 
 
@@ -125,14 +125,23 @@ def perplexities(record: RunRecord, best_possible: float | None, theme: Theme) -
         axes.plot(*zip(*validated, strict=True), "o-", color=theme.series[1], **_DOTTED, label=VALIDATION)
     if best_possible:
         axes.axhline(best_possible, color=theme.muted, linewidth=1.2, linestyle="--", label="best possible")
-    # Training begins with that of guessing, the size of the vocabulary, which would squash all the rest.
     if validated:
-        top = PERPLEXITY_ROOM * max(value for _, value in validated)
+        top = perplexity_top(record)
         lowest = min(*training, *(value for _, value in validated), best_possible or math.inf)
         axes.set_ylim(lowest - 0.1 * (top - lowest), top)
     _epochs_from_0(axes)
     _legend(axes, theme)
     return _png(figure, theme)
+
+
+def perplexity_top(record: RunRecord) -> float:
+    """Where that plot ends: training begins with the perplexity of guessing, the size of the vocabulary, which would
+    squash all the rest. inf without a validation."""
+    validated = [(row.epoch, row.val_loss) for row in record.epochs if row.val_loss is not None]
+    if not validated:
+        return math.inf
+    later = [point for point in record.loss_curve if point.epoch >= validated[0][0]] or record.loss_curve[-1:]
+    return PERPLEXITY_ROOM * perplexity(max([loss for _, loss in validated] + [point.loss for point in later]))
 
 
 def _evaluations(record: RunRecord) -> dict[str, list[tuple[int, Evaluation]]]:
@@ -279,7 +288,9 @@ def _matplotlib() -> Any:
     """The package, which is slow to import, and most processes of a run draw nothing. Where the home folder cannot be
     written it works with a temporary one, and its word on that is of no use here."""
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
-    return importlib.import_module("matplotlib")
+    matplotlib = importlib.import_module("matplotlib")
+    matplotlib.rcParams["text.parse_math"] = False  # a name with two dollar signs is no formula
+    return matplotlib
 
 
 _DOTTED: dict[str, Any] = {"linewidth": 1.6, "markersize": 4}

@@ -176,7 +176,8 @@ def _contents(
     if record.loss_curve or record.epochs:
         blocks += [Heading("Learning")]
         top5 = " or among the first five (top-5)" * record.tells_top5
-        blocks += [Plot(name, CAPTIONS[name].format(top5)) for name in ("loss.png", "accuracy.png") if name in figures]
+        blocks += [Plot(name, CAPTIONS[name].format(top5)) for name in ("loss.png", "accuracy.png")
+                   if name in figures and not known]
     if record.skipped_steps:
         blocks += [Text(f"{record.skipped_steps:,} of {len(record.step_ms):,} steps changed no weight, since a "
                         "gradient was not finite (the loss scale of float16 is halved then).")]

@@ -223,9 +223,19 @@ def test_cost(run_train, tiny_data, tmp_path, monkeypatch):
     assert code == 0, err
     section = Report.read(tmp_path / "report.json").sections["cost"]
     assert section.figures[:2] == figures[:2] and len(section.figures) == 4
-    assert section.figures[2] == whole and section.figures[3].value == pytest.approx(whole.value / 500)
+    assert section.figures[2].value == whole.value
+    assert section.figures[3].value == pytest.approx(whole.value / 500)
     assert section.notes[0].startswith("the time to 100%: 2 epochs end at")
     assert "2 epochs, which end at" in " ".join((tmp_path / "report.md").read_text().split())
+
+    # What is not given stays as it was.
+    for options, count, wanted in ((("--price-per-hour", "3.6"), 4, 1000), (("--target-accuracy", "0"), 6, 1000),
+                                   (("--price-per-hour", "0"), 4, None)):
+        code, _, err = run_train(*arguments[:-4], *options)
+        assert code == 0, err
+        found = Report.read(tmp_path / "report.json").sections["cost"].figures
+        prices = [each.value for each in found if each.unit == "price"]
+        assert len(found) == count and prices[-1:] == ([pytest.approx(whole.value / wanted)] if wanted else [])
 
 
 def test_cost_begins_no_run_when_its_time_is_over(tmp_path):
@@ -264,6 +274,16 @@ def test_target_that_is_not_reached(tmp_path):
     assert bench.found().notes == ("the time to 90%: 1 epochs end at 50.0%",)
 
 
+def test_targets_have_all_their_digits(tmp_path):
+    """So that times to different ones are never set side by side."""
+    def sizes(target: float) -> list[str]:
+        bench = section.Bench(gpu_report.Placement("mxnet", "cpu(0)", ""), "", tmp_path, 1.0, target_accuracy=target)
+        return [each.size for each in cost._figures(bench, cost.SAMPLE, [cost.Validation(1, 2.0, 0.7)], "fp32", 0.0)]
+
+    assert [sizes(target)[1] for target in (0.646, 0.65, 0.6512)] == ["to 64.6% top-1", "to 65% top-1",
+                                                                      "to 65.12% top-1"]
+
+
 # --- comparing ---
 
 
@@ -288,6 +308,21 @@ def test_compare(run_train, tmp_path):
     page = (tmp_path / "compared" / "comparison.md").read_text()
     assert page.startswith("# Old beside New") and "| New | cost |" in page
     assert "900 images/sec (batch 256)" in page and "comparison.html" in out
+
+
+def test_prices_are_compared_apart_from_times(run_train, tmp_path):
+    for name, per_hour in (("dear", 3600.0), ("$\\frac{$ cheap", 900.0)):
+        spans = [(size, seconds) for size, seconds in (("to 88% top-1", 10.0), ("the whole run", 20.0))]
+        run = [figure(seconds, "CIFAR-10", size, unit="s") for size, seconds in spans]
+        run += [figure(seconds * per_hour / 3600, "CIFAR-10", size, unit="price") for size, seconds in spans]
+        report(name, cost=tuple(run)).write(tmp_path / f"{per_hour}.json")
+    code, _, err = run_train("gpu-report", "--compare", tmp_path / "3600.0.json", tmp_path / "900.0.json", "--output",
+                             tmp_path / "compared")
+    assert code == 0, err
+    found = json.loads((tmp_path / "compared" / "comparison.json").read_text())["summary"]
+    assert found == {"cost, CIFAR-10, fp16": [1, 1], "cost, CIFAR-10, price, fp16": [1, pytest.approx(4)]}
+    page = (tmp_path / "compared" / "comparison.md").read_text()
+    assert "Ratios are times as fast as dear (prices: as cheap): above 1 is better." in page
 
 
 def test_compare_with_what_was_published(run_train, tmp_path):
@@ -350,7 +385,10 @@ def files(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
         **{name: {**good, "sections": {"kernels": {**good["sections"]["kernels"], **wrong}}}
            for name, wrong in {"notes": {"notes": ["one", 2]}, "seconds": {"seconds": "NaN"},
                                "figures": {"figures": {}}}.items()},
-        "note": {**good, "about": {"note": [1]}}, "section": {**good, "sections": {"kernels": 1e300}},
+        **{name: {**good, "device": device} for name, device in {
+            "no device": "", "half": "A\ud800", "control": "A\x07"}.items()},
+        "true": {**good, "version": True}, "note": {**good, "about": {"note": [1]}},
+        "section": {**good, "sections": {"kernels": 1e300}},
     }
     for name, content in contents.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
@@ -368,6 +406,10 @@ def files(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     ("deep", "deep.json is not JSON"),
     ("damaged", "damaged.json is damaged, or was written by hand wrongly (sections.kernels.figures[0].size is "),
     ("nameless", "(device is None, where words belong): make it anew"),
+    ("no device", "(device is empty): make it anew"),
+    ("half", r"(device is 'A\ud800', which has characters that cannot be shown): make it anew"),
+    ("control", r"(device is 'A\x07', which has characters that cannot be shown): make it anew"),
+    ("true", "true.json is a report of version True, and this program reads version 1: make it anew"),
     ("about", "about.json is damaged, or was written by hand wrongly (about is [1], where an object belongs): make"),
     ("note", "(about.note is [1], where words belong): make it anew"),
     ("section", "(sections.kernels is 1e+300, where an object belongs): make it anew"),
@@ -481,6 +523,15 @@ def test_damaged_report_is_not_measured_into(run_train, content, tmp_path):
     assert code == 2 and err.startswith(f"error: {tmp_path / 'report.json'} is no") and err.count("\n") == 1
     assert err.endswith("; to measure anew, give another --output\n")
     assert (tmp_path / "report.json").read_text() == content
+
+
+@pytest.mark.parametrize("page", ["report.md", "report.html"])
+def test_pages_of_others_are_not_written_over(run_train, page, tmp_path):
+    (tmp_path / page).write_text("mine")
+    code, out, err = run_train("gpu-report", "--device", "cpu", "--output", tmp_path)
+    assert (code, err) == (2, f"error: {tmp_path} has a {page} that is not of this command (report.json is missing "
+                              "beside it): give another --output, or move it away\n")
+    assert (tmp_path / page).read_text() == "mine" and "==" not in out
 
 
 def test_a_start_that_adds_to_a_report_is_in_it(run_train, tmp_path):

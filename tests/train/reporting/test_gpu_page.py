@@ -122,7 +122,7 @@ def test_kernels_that_were_stopped_have_no_shares_yet(tmp_path):
 def test_ratios_of_which_some_are_not_known(tmp_path: Path):
     nan = float("nan")
     values = {"GEMM, fp16": [1.0, 4.0, nan], "copy": [1.0, nan, 0.25]}
-    with Image.open(io.BytesIO(gpu_plots.ratios(values, ["A", "B", "C"], DARK))) as picture:
+    with Image.open(io.BytesIO(gpu_plots.ratios(values, ["A", "B", "C"], "times as fast as A", DARK))) as picture:
         assert picture.width > 800
 
 
@@ -168,7 +168,7 @@ def test_long_names_in_ratios_are_whole_and_colors_differ(device, monkeypatch):
     monkeypatch.setattr(plots, "_png", lambda figure, theme: figure)
     devices = [f"{device} (369a32a) ({place})" for place in range(1, 9)]
     values = {"recurrent, RNN with ReLU, forward and backward, fp16": [float(place) for place in range(1, 9)]}
-    drawn = gpu_plots.ratios(values, devices, plots.LIGHT)
+    drawn = gpu_plots.ratios(values, devices, f"times as fast as {devices[0]} (prices: as cheap)", plots.LIGHT)
     drawn.canvas.draw()
     (axes,) = drawn.axes
     for part in (axes.xaxis.label, axes.get_legend()):

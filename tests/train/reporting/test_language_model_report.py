@@ -10,9 +10,11 @@ import pytest
 from PIL import Image
 
 from train.options.language_model import LANGUAGE_MODEL
-from train.reporting import plots, report
-from train.reporting.language_model import Facts
+from train.reporting import language_model, plots, report
+from train.reporting.language_model import Facts, facts
 from train.reporting.metrics import EpochRow, LossPoint, RunRecord, perplexity, shown_perplexity
+
+CUT = "The beginning, where it is much higher, is cut off."
 
 
 @pytest.fixture
@@ -69,7 +71,8 @@ def test_perplexity_without_end(record: RunRecord, tmp_path: Path) -> None:
     assert [shown_perplexity(loss) for loss in (2.0, 500.0, 1e6)] == ["7.39", "1.4e+217", "inf"]
     record.epochs[0].val_loss = record.loss_curve[0].loss = 1e6
     page = report.write_report(tmp_path, record).read_text()
-    assert "| 4.48 | inf |" in page and "(loss.png)" in page and "(perplexity.png)" not in page
+    assert "| 4.48 | inf |" in page and page.count("(loss.png)") == 1 and "(perplexity.png)" not in page
+    assert "images" not in page
     values = json.loads((tmp_path / "report.json").read_text())["language_model"]
     assert values["perplexity"][0] == {"epoch": 1, "training": pytest.approx(math.exp(1.5)), "validation": None}
 
@@ -89,3 +92,17 @@ def test_the_plot_shows_what_validation_has(record: RunRecord, monkeypatch: pyte
     plots.perplexities(record, 1.75, plots.LIGHT)
     ((bottom, top),) = limits
     assert math.exp(3.0) > top == pytest.approx(1.5 * 4) and 1 < bottom < 1.75
+    assert CUT in " ".join(str(block) for block in language_model.blocks(record, facts(record)))
+
+
+def test_training_above_validation_is_shown(record: RunRecord) -> None:
+    """Where the words for validation are easily foretold; only the first epoch may be cut off."""
+    for row in record.epochs:
+        row.val_loss = 0.1
+    assert plots.perplexity_top(record) == pytest.approx(1.5 * math.exp(0.75)), "of the step that ends the epoch"
+    record.loss_curve = [LossPoint(1, 0.25, 4.0, 0.1, 0.1)]
+    assert plots.perplexity_top(record) == pytest.approx(1.5 * math.exp(4.0)), "the last one before the validation"
+    assert CUT not in " ".join(str(block) for block in language_model.blocks(record, facts(record)))
+    record.epochs = []
+    assert plots.perplexity_top(record) == math.inf
+    assert CUT not in " ".join(str(block) for block in language_model.blocks(record, facts(record)))
