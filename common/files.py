@@ -18,6 +18,7 @@ from common.errors import UserError
 def replacing(path: Path) -> Iterator[Path]:
     """A name in the same folder to write to, which takes the place of `path` when all went well, and is gone otherwise.
     Raises OSError."""
+    _check_kind(path)
     partial = path.with_name(f".{path.name}.partial")
     try:
         partial.unlink(missing_ok=True)
@@ -47,12 +48,19 @@ def check_place(path: Path, otherwise: str) -> None:
     """See that `write` would find a place for the file, before what takes minutes, and make nothing. Raises UserError,
     which gives the advice `otherwise`."""
     try:
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        _check_kind(path)
         nearest = next(folder for folder in path.parents if os.path.lexists(folder))
         tempfile.TemporaryFile(dir=nearest).close()  # permissions do not tell all: file systems may be read-only
     except OSError as error:
         raise _no_place(path, error, otherwise) from None
+
+
+def _check_kind(path: Path) -> None:
+    """Raise OSError where a file would take the place of what is none: a folder, a device, a pipe."""
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is no regular file")
 
 
 def _no_place(path: Path, error: OSError, otherwise: str) -> UserError:

@@ -199,7 +199,12 @@ def step_bytes(graph: Graph, shapes: dict[Ref, Shape]) -> int:
 def _print_step_bytes(console: Console, unfused: Graph, step: Graph, shapes: Mapping[str, Shape]) -> None:
     old, new = (step_bytes(graph, graph.infer_shapes(shapes)) for graph in (unfused, step))
     console.print(f"Read and written in a training step: {old / 1e9:.2f} -> {new / 1e9:.2f} GB, "
-                  f"[bold]{(old - new) / 1e9:.2f} GB ({1 - new / old:.0%}) saved[/bold]")
+                  f"[bold]{_saved(old, new)}[/bold]")
+
+
+def _saved(old: int, new: int) -> str:
+    """What the passes save in bytes, or cost: where they fuse nothing, a change of layout is left."""
+    return f"{abs(old - new) / 1e9:.2f} GB ({abs(1 - new / old):.0%}) {'saved' if new <= old else 'more'}"
 
 
 def _print_bytes(console: Console, before: Graph, after: Graph, shapes: Mapping[str, dict[Ref, Shape] | None],
@@ -208,7 +213,7 @@ def _print_bytes(console: Console, before: Graph, after: Graph, shapes: Mapping[
     old, new = (forward_bytes(graph, shapes[stage] or {}, item_bytes)
                 for graph, stage in ((before, "before"), (after, last)))
     console.print(f"Activations read and written, forward: {old / 1e9:.2f} -> {new / 1e9:.2f} GB, "
-                  f"[bold]{(old - new) / 1e9:.2f} GB ({1 - new / old:.0%}) saved[/bold]")
-    if not inference:
+                  f"[bold]{_saved(old, new)}[/bold]")
+    if new < old and not inference:
         console.print(f"Backward saves at least as much again, on the gradients of the same tensors: "
                       f"{2 * (old - new) / 1e9:.2f} GB a training step")

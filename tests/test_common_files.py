@@ -13,18 +13,21 @@ from common.files import check_place, write
 
 @pytest.mark.parametrize("name, reason", [
     ("file/x", "Not a directory"), ("file/new/x", "Not a directory"), ("folder", "Is a directory"),
-    ("nowhere/x", "No such file or directory"),
+    ("nowhere/x", "No such file or directory"), ("pipe", "it is no regular file"), ("device", "it is no regular file"),
 ])
 def test_no_place(name, reason, tmp_path):
     """What is said before is what writing would say, but for the advice."""
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "device").symlink_to("/dev/null")
     (tmp_path / "nowhere").symlink_to("/nowhere/at all")
     with pytest.raises(UserError) as error:
         check_place(tmp_path / name, "give another --output")
     assert str(error.value) == f"cannot write {tmp_path / name} ({reason}): give another --output"
     with pytest.raises(UserError, match=f"^cannot write {tmp_path / name} "):
         write(tmp_path / name, b"")
+    assert (tmp_path / "pipe").is_fifo() and (tmp_path / "device").is_symlink()
 
 
 def test_a_file_system_that_nobody_may_write_to():

@@ -144,10 +144,16 @@ def configure(values: Mapping[str, Any], default: Config) -> Config:
             raise TrainError(f"{option_name(name)} {shown(values[name])} is for crops of a random area, and "
                              f"--crop-padding {config.crop_padding} takes others: leave it out, or give "
                              "--crop-padding 0")
-    has_given = not values.keys().isdisjoint(("schedule", "decay_epochs", "epochs"))  # else a run is what it is
-    if has_given and config.schedule == "step" and min(config.decay_epochs) >= config.epochs:
+    given = values.keys()  # a run that is gone on with is what it is
+    if (not given.isdisjoint(("schedule", "decay_epochs", "epochs")) and config.schedule == "step"
+            and min(config.decay_epochs) >= config.epochs):
         raise TrainError(f"--decay-epochs {shown(config.decay_epochs)} is beyond the run of {config.epochs} epochs, "
                          "whose learning rate would never fall; lower it")
+    if (not given.isdisjoint(("first_image_size", "resize_epochs", "epochs")) and config.first_image_size
+            and config.resize_epochs[0] >= config.epochs):
+        raise TrainError(f"--resize-epochs {shown(config.resize_epochs)} is beyond the run of {config.epochs} epochs, "
+                         f"whose images would all have the {config.first_image_size} pixels of --first-image-size; "
+                         "lower it")
     for name in ("patience", "target_accuracy"):
         if values.get(name) and not config.validate_every:
             raise TrainError(f"{option_name(name)} {values[name]:g} needs the accuracy in validation, and "

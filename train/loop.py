@@ -201,14 +201,15 @@ class Trainer:
                 [signals.save or self._save_due(), _is_to_stop(signals), self._time_up()]
             )
             save |= stop_signal
-            self.end_step(recorder, read_now=save or time_up or progress.step == self.config.max_steps)
+            commits = self.commit is not None and progress.step % self.config.commit_every == 0
+            self.end_step(recorder, read_now=save or time_up or commits or progress.step == self.config.max_steps)
             if self.is_stuck:
                 self.save(recorder)
                 raise self.stuck()
             if save:
                 signals.save = False
                 self.save(recorder)
-            if self.commit and progress.step % self.config.commit_every == 0:
+            if self.commit and commits:  # its steps are written down by now: who goes on from it has them
                 with recorder.phase("commit"):
                     pulse.show(Activity.SAVING)
                     self.commit()
@@ -278,8 +279,8 @@ class Trainer:
         """Tell the recorder of the step, and of the metrics of the log line before: they are asked for at one step and
         received after the next is under way, so that a GPU never waits for them. Raises TrainError: not finite.
 
-        `read_now`: the metrics of all steps so far are received, as a checkpoint and the end of an epoch need them; and
-        those of a session's first step, whose line is to show at once that the run is alive.
+        `read_now`: the metrics of all steps so far are received, as a checkpoint, a commit and the end of an epoch need
+        them; and those of a session's first step, whose line is to show at once that the run is alive.
         """
         is_short = self.num_batches < self.config.accumulate
         images = self.num_batches * self.config.batch_size * self.workers.size if is_short else None

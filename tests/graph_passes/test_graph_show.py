@@ -101,6 +101,13 @@ def test_show_our_own_symbol(capsys, tmp_path):
     assert not list(tmp_path.glob("*.svg"))
 
 
+def test_passes_that_save_nothing_are_not_said_to(capsys):
+    """The layout is changed, and there is nothing to fuse."""
+    main(["show", "--model", "vgg11"])
+    output = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"forward: [\d.]+ -> [\d.]+ GB, 0.0\d GB \(0%\) more", output) and "saves at least" not in output
+
+
 def test_an_operator_without_a_shape_rule_is_drawn_without_shapes(capsys, tmp_path):
     assert main(["show", "--model", "mobilenet_v2_0_25", "--output", str(tmp_path)]) == 0
     assert "Bytes and shapes are left out: operator clip of node" in capsys.readouterr().out

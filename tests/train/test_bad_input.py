@@ -129,6 +129,7 @@ def test_folder_that_must_not_be_looked_into(fails, tmp_path, monkeypatch):
 
 def test_resume_of_a_run_without_checkpoint(fails, tiny_options, tmp_path):
     (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "checkpoints").mkdir()  # of which the first could not be written
     assert "holds no checkpoint" in fails("--resume", tmp_path)
     assert "already holds a run: remove it" in fails(*tiny_options, "--output", tmp_path)
 

@@ -287,6 +287,25 @@ def test_standard_error_of_median(rng):
     assert standard_error_of_median([3.0]) == 0.0
 
 
+def test_steps_are_written_down_before_they_are_committed(run_train, tiny_options, tmp_path, monkeypatch):
+    """Whoever goes on from a commit, after the process that logs is lost, finds all of its steps."""
+    folder, committed = tmp_path / "run", []
+    run = Trainer.run
+
+    def run_and_commit(self, recorder):
+        def commit():
+            lines = read_lines(folder, "steps")
+            committed.append((self.progress.step, lines[-1]["step"] if lines else 0))
+
+        self.commit = commit
+        run(self, recorder)
+
+    monkeypatch.setattr(Trainer, "run", run_and_commit)
+    code, _, err = run_train("--output", folder, *tiny_options, "--log-every", "4", "--commit-every", "5")
+    assert code == 0, err
+    assert committed == [(0, 0), (5, 5), (10, 10)]
+
+
 def test_metrics_are_received_a_step_late_and_none_is_lost(run_train, tiny_options, tmp_path, monkeypatch):
     """Asked for after a step, received after the next one was handed to the device; at once after a session's first
     step, at an epoch's end, at a checkpoint and at a limit. Every image of every step is in exactly one line, in a

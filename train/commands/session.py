@@ -75,8 +75,7 @@ def run_folder_of(config: Config, resumed_file: Path | None = None) -> Path:
     folder = Path(config.output or f"runs/{config.config}-{datetime.now():%Y%m%d-%H%M%S}")
     goes_on_there = config.resume == AUTO or (resumed_file is not None and folder in resumed_file.parents)
     if (folder / CONFIG_FILE).exists() and not goes_on_there:
-        has_checkpoint = (folder / checkpoint.FOLDER).is_dir()
-        way_out = f"go on with it (--resume {folder})" if has_checkpoint else "remove it"
+        way_out = f"go on with it (--resume {folder})" if checkpoint.in_folder(folder) else "remove it"
         raise TrainError(f"the output folder {folder} already holds a run: {way_out}, or give another --output")
     if is_first():  # which writes for all
         files.check_place(folder / CONFIG_FILE, "give another --output")
