@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 
+from common.drawing import fitting, font
 from common.files import write_bytes
 from pipelines.errors import DataError
 from pipelines.loader import Loader, LoaderConfig
@@ -89,7 +90,7 @@ class _Sheet:
             )
         self.image = Image.new("RGB", (width, height), _BACKGROUND)
         self._pen = ImageDraw.Draw(self.image)
-        self._pen.text((_MARGIN, _MARGIN - 4), title, _INK, _font(20))
+        self._pen.text((_MARGIN, _MARGIN - 4), title, _INK, font(20))
 
     def add(self, pixels: np.ndarray, caption: str, columns: int = 1) -> None:
         """The next tile, with a caption as wide as some of them."""
@@ -97,9 +98,8 @@ class _Sheet:
         x, y = _MARGIN + column * (self._tile + _GAP), _TOP + row * (self._tile + _CAPTION + _GAP)
         tile = (self._tile, self._tile)
         self.image.paste(Image.fromarray(pixels).resize(tile, Image.Resampling.NEAREST), (x, y))
-        font = _font(13)
-        caption = _fit(self._pen, caption, font, columns * (self._tile + _GAP) - _GAP)
-        self._pen.text((x, y + self._tile + 3), caption, _FAINT, font)
+        caption = fitting(caption, font(13), columns * (self._tile + _GAP) - _GAP)
+        self._pen.text((x, y + self._tile + 3), caption, _FAINT, font(13))
         self._count += 1
 
 
@@ -123,16 +123,3 @@ def _samples(loader: Loader, count: int) -> Iterator[tuple[np.ndarray, int]]:
         number = min(count, batch.num_valid)
         yield from zip(pixels[:number], batch.label.asnumpy()[:number].astype(int), strict=True)
         count -= number
-
-
-def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    return ImageFont.load_default(size)
-
-
-def _fit(pen: ImageDraw.ImageDraw, text: str, font, width: int) -> str:
-    """The text, shortened until it is at most `width` pixels wide."""
-    shown = text
-    while len(text) > 1 and pen.textlength(shown, font) > width:
-        text = text[:-1]
-        shown = text.rstrip(" ,") + "…"
-    return shown

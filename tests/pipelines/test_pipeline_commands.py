@@ -17,7 +17,7 @@ from PIL import Image
 
 from pipelines import samples
 from pipelines.__main__ import COMMANDS, main
-from pipelines.show import ALONE
+from pipelines.show import ALONE, _Sheet
 from pipelines.sources import open_source, same_images, splits_of
 
 
@@ -262,6 +262,15 @@ def test_mistakes_get_one_sentence_and_exit_code_2(tmp_path, capsys, arguments, 
     assert code == 2 and not out
     assert err.startswith("error: ") and err.count("\n") == 1 and message in err
     assert [path.name for path in tmp_path.iterdir()] == ["text.tar"]
+
+
+@pytest.mark.parametrize("name", ["кот", "ňů", "άγ"])
+def test_a_sheet_has_the_letters_of_its_classes(name):
+    """A font that lacks them draws the same box for each, backwards as well."""
+    sheets = [_Sheet(1, 1, 112, "") for _ in range(2)]
+    for sheet, caption in zip(sheets, (name, name[::-1]), strict=True):
+        sheet.add(np.zeros((112, 112, 3), np.uint8), caption)
+    assert np.any(np.asarray(sheets[0].image) != np.asarray(sheets[1].image))
 
 
 def test_help_is_broken_at_the_margin_alone(capsys, monkeypatch):

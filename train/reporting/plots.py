@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 import io
-import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 
+from common.drawing import fitting, font, matplotlib
 from train.reporting.metrics import VALIDATION, Evaluation, RunRecord, accuracy_of, perplexity
 
 if TYPE_CHECKING:
@@ -238,23 +235,6 @@ def contact_sheet(shown: Predictions, title: str, note: str, theme: Theme) -> by
     return buffer.getvalue()
 
 
-@functools.cache
-def font(size: int, bold: bool = False) -> ImageFont.FreeTypeFont:
-    """DejaVu Sans as matplotlib has it: the same on every machine. `size` in pixels."""
-    matplotlib = _matplotlib()
-    name = f"DejaVuSans{'-Bold' * bold}.ttf"
-    return ImageFont.truetype(str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / name), size)
-
-
-def fitting(text: str, font: ImageFont.FreeTypeFont, width: float) -> str:
-    """The text, cut with an ellipsis to fit into `width` pixels."""
-    if font.getlength(text) <= width:
-        return text
-    while text and font.getlength(f"{text}…") > width:
-        text = text[:-1]
-    return f"{text}…"
-
-
 def precisions(runs: Mapping[str, Mapping[str, RunRecord]], title: str) -> bytes:
     """Runs by model and precision: accuracy (without validation: loss) over the time of the run, and images/sec."""
     theme, models = LIGHT, list(runs)
@@ -284,21 +264,12 @@ def precisions(runs: Mapping[str, Mapping[str, RunRecord]], title: str) -> bytes
     return _png(figure, theme)
 
 
-def _matplotlib() -> Any:
-    """The package, which is slow to import, and most processes of a run draw nothing. Where the home folder cannot be
-    written it works with a temporary one, and its word on that is of no use here."""
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)
-    matplotlib = importlib.import_module("matplotlib")
-    matplotlib.rcParams["text.parse_math"] = False  # a name with two dollar signs is no formula
-    return matplotlib
-
-
 _DOTTED: dict[str, Any] = {"linewidth": 1.6, "markersize": 4}
 
 
 def _figure(width: float, height: float, theme: Theme) -> Figure:
     """An empty figure; inches."""
-    _matplotlib()
+    matplotlib()
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), dpi=144, facecolor=theme.background, layout="constrained")
