@@ -68,6 +68,9 @@ FORMATS = {
 }
 
 
+_OTHER = {"train": "val", "val": "train"}
+
+
 class Location(NamedTuple):
     """Where one split is."""
 
@@ -109,7 +112,7 @@ def locate(data: str | Path, split: str) -> Location:
     path = Path(data).expanduser()
     if found := _find(path, split):
         return found
-    other = "val" if split == "train" else "train"
+    other = _OTHER[split]
     if path.is_dir() and _find(path, other):
         without = (", set part of the training images aside (--val-split 0.1), or train without validation "
                    "(--validate-every 0)" if split == "val" else "")
@@ -157,7 +160,12 @@ def _check_val_split(data: str | Path, val_split: float) -> None:
 
 
 def _find(path: Path, split: str) -> Location | None:
+    """Where the first format that has a split has it. Images without splits, which a format finds for both, are not
+    taken for one where a format before has the other alone: they may hold its images."""
+    has_other = False
     for name, entry in FORMATS.items():
-        if files := entry.find(path, split):
+        files, others = entry.find(path, split), entry.find(path, _OTHER[split])
+        if files and not (has_other and files == others):
             return Location(name, files)
+        has_other |= bool(others)
     return None

@@ -8,6 +8,7 @@ import io
 import os
 import re
 import subprocess
+import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from pipelines.gpu import GpuDevice
 from pipelines.graph import Derived, ImageInputs
 from pipelines.operations import FAMILIES, Numbers, applied, fn, numbers
 from pipelines.recordio import pack_record
+
+Images = list[tuple[bytes, int]]  # encoded image, label
 
 # All augmentations at once, each often.
 EVERYTHING = ImageTransform(
@@ -64,6 +67,22 @@ def write_records(path: Path, images: list[bytes], labels: list[float]) -> None:
             lines.append(f"{key}\t{offset}\n")
             offset += file.write(pack_record(label, image, key))
     path.with_suffix(".idx").write_text("".join(lines))
+
+
+def write_tar(path: Path, members: dict[str, bytes], format: int = tarfile.USTAR_FORMAT) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w", format=format) as tar:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+
+
+def samples(images: Images, start: int = 0, folder: str = "") -> dict[str, bytes]:
+    members = {}
+    for i, (image, label) in enumerate(images, start):
+        members |= {f"{folder}{i:04}.json": b"{}", f"{folder}{i:04}.cls": b"%d\n" % label, f"{folder}{i:04}.jpg": image}
+    return members
 
 
 def operated(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bz2
 import gzip
-import io
 import lzma
 import os
 import struct
@@ -14,15 +13,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from image_helpers import encode, smooth_image
+from image_helpers import Images, encode, samples, smooth_image, write_tar
 
 from pipelines import DataError, LoaderConfig, open_loader
 from pipelines.__main__ import main
 from pipelines.make_records import tar_kind
 from pipelines.sources import open_source
 from pipelines.verify import verify_split
-
-Images = list[tuple[bytes, int]]  # encoded image, label
 
 
 @pytest.fixture(autouse=True)
@@ -38,22 +35,6 @@ def make_images(rng: np.random.Generator) -> Callable[[int], Images]:
         return [(encode(smooth_image(rng, int(w), int(h))), i % 4) for i, (w, h) in enumerate(sizes)]
 
     return make
-
-
-def write_tar(path: Path, members: dict[str, bytes], format: int = tarfile.USTAR_FORMAT) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w", format=format) as tar:
-        for name, content in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
-
-
-def samples(images: Images, start: int = 0, folder: str = "") -> dict[str, bytes]:
-    members = {}
-    for i, (image, label) in enumerate(images, start):
-        members |= {f"{folder}{i:04}.json": b"{}", f"{folder}{i:04}.cls": b"%d\n" % label, f"{folder}{i:04}.jpg": image}
-    return members
 
 
 def varint(value: int) -> bytes:

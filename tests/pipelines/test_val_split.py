@@ -4,10 +4,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from image_helpers import write_folder, write_records
+from image_helpers import samples, write_folder, write_records, write_tar
 
 from pipelines import DataError, LoaderConfig, open_loader
-from pipelines.sources import open_source
+from pipelines.sources import open_source, same_images, splits_of
 
 
 def files(data, split, fraction, num_classes=None):
@@ -73,6 +73,36 @@ def test_data_without_val_are_told_of_it(tmp_path):
     empty_images(tmp_path / "data", ["train/a/1.jpg"])
     with pytest.raises(DataError, match="has train but no val; add .*, set part of the training images aside .--val"):
         open_source(tmp_path / "data", "val")
+
+
+@pytest.mark.parametrize("split, other", [("train", "val"), ("val", "train")])
+@pytest.mark.parametrize("stored", ["list", "records", "shard"])
+def test_class_folders_do_not_stand_in_for_the_other_split(tmp_path, stored, split, other):
+    """Of a list, records or a shard beside them: they may hold the same images."""
+    files = write_folder(tmp_path, 24, 3, seed=1)[:20]
+    if stored == "list":
+        (tmp_path / f"{split}.lst").write_text("".join(f"0\t{i % 3}\t{file}\n" for i, file in enumerate(files)))
+    elif stored == "records":
+        write_records(tmp_path / f"{split}.rec", [b"image"] * 20, [float(i % 3) for i in range(20)])
+    else:
+        write_tar(tmp_path / f"{split}.tar", samples([(b"image", i % 3) for i in range(20)]))
+    assert len(open_source(tmp_path, split)) == 20 and splits_of(tmp_path) == [split] and not same_images(tmp_path)
+    with pytest.raises(DataError, match=f"has {split} but no {other}; add {other}/, {other}.rec or {other}.lst"):
+        open_source(tmp_path, other)
+    if split == "train":
+        parts = [open_source(tmp_path, name, val_split=0.3) for name in ("train", "val")]
+        names = [{part.name(i) for i in range(len(part))} for part in parts]
+        assert sum(map(len, parts)) == len(names[0] | names[1]) == 20 and names[1]
+    write_folder(tmp_path / other, 4, 2, seed=2)
+    assert len(open_source(tmp_path, other)) == 4  # a folder of its own
+
+
+def test_shards_without_a_split_do_not_stand_in_for_the_other_one(tmp_path):
+    write_tar(tmp_path / "0.tar", samples([(b"image", 0)] * 4))
+    assert same_images(tmp_path)
+    write_records(tmp_path / "train.rec", [b"image"] * 2, [0.0] * 2)
+    with pytest.raises(DataError, match="has train but no val"):
+        open_source(tmp_path, "val")
 
 
 def test_a_list_and_records(tmp_path):
