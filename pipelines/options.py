@@ -49,7 +49,7 @@ class MakeRecordsOptions(SizeLimit):
 @dataclass(frozen=True)
 class VerifyOptions(SizeLimit):
     """Find truncated, empty, non-image, CMYK and mislabelled images, and training images that are in validation too;
-    exit code 1 if some are unusable."""
+    exit code 1 if some are unusable, 0 once --write-clean leaves them out."""
 
     data: str
     """Where the images are, in any of the forms of docs/data.md; samples: the built-in sample set."""

@@ -34,6 +34,7 @@ from pipelines.inspect_image import Finding, inspect_image
 from pipelines.progress import map_in_order
 from pipelines.recordio import BrokenRecordError, RecordFile, index_path, read_index
 from pipelines.sources import Classes, Source, locate, open_source, read_classes, same_images
+from pipelines.sources.base import MAX_CLASSES
 from pipelines.sources.folders import find_images, list_entry, some
 from pipelines.transform import MAX_PIXELS
 
@@ -61,7 +62,7 @@ class Usable(NamedTuple):
 class Report(NamedTuple):
     """What `verify_split` found."""
 
-    path: Path
+    where: str  # file or folder, and the split where the folder may hold files of both
     num_images: int
     findings: list[tuple[str, Finding]]  # (file or record, finding)
     clean_path: Path | None  # where the index or list without the unusable images goes; None: the format has neither
@@ -97,10 +98,11 @@ def verify_split(
     clean_path: Path | None = None
     if found.format == "RecordIO":
         classes = read_classes(path.parent)
-        items, clean_path = _record_items(path, len(classes) or num_classes, findings), index_path(path)
+        count = len(classes) or num_classes or MAX_CLASSES
+        items, clean_path = _record_items(path, count, findings), index_path(path)
     elif found.format == "list":
         classes = read_classes(path.parent)
-        items, clean_path = _list_items(path, len(classes) or None), path
+        items, clean_path = _list_items(path, len(classes) or MAX_CLASSES), path
     elif found.format == "folders":
         classes, files, remarks = find_images(path, split)
         items = _folder_items(classes, files)
@@ -127,7 +129,8 @@ def verify_split(
     is_shared = found.format == "folders" and split == "train" and same_images(data)
     folders = dict(enumerate(folder for folder, _ in classes))
     names = {item.label: folders.get(item.label, str(item.label)) for item in items if item.label is not None}
-    return Report(path, num_images, findings, clean_path, usable, is_shared, remarks, names)
+    where = str(path) if len(found.files) == 1 else f"{path} ({split})"
+    return Report(where, num_images, findings, clean_path, usable, is_shared, remarks, names)
 
 
 def leave_out_duplicates(train: Report, val: Sequence[Usable]) -> Report:
@@ -146,11 +149,11 @@ def leave_out_duplicates(train: Report, val: Sequence[Usable]) -> Report:
 def write_clean(report: Report) -> None:
     """Write the index or list of the usable images; one that is there already is kept as NAME.orig."""
     if not report.usable:
-        raise DataError(f"{report.path}: none of its {report.num_images} images is usable; nothing is written")
+        raise DataError(f"{report.where}: none of its {report.num_images} images is usable; nothing is written")
     path = report.clean_path
     if path is None:
         raise DataError(
-            f"{report.path}: there is no index or list beside it that could leave images out; train with "
+            f"{report.where}: there is no index or list beside it that could leave images out; train with "
             f"--on-bad-image skip, or convert it with `python -m pipelines make-records --on-bad-image skip`"
         )
     lost = (image for image in report.usable if path.suffix == ".lst" and not _is_held(image, path.parent))
@@ -172,8 +175,11 @@ def write_clean(report: Report) -> None:
 
 def _is_held(image: Usable, folder: Path) -> bool:
     """Whether the image's line in a list of that folder is read as one line, and as the same file."""
-    lines = image.line.splitlines()
-    return len(lines) == 1 and os.path.abspath(folder / list_entry(lines[0])[1]) == os.path.abspath(image.name)
+    try:
+        (line,) = image.line.splitlines()
+        return os.path.abspath(folder / list_entry(line)[1]) == os.path.abspath(image.name)
+    except ValueError:  # lines or columns too many
+        return False
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -182,7 +188,7 @@ def print_report(report: Report, console: Console) -> None:
         for name, finding in report.findings:
             print(f"{name}: {finding.kind}, {finding.detail}" + (" (usable)" if finding.usable else ""))
     elif report.findings:
-        table = Table(title=Text(str(report.path)), title_justify="left")
+        table = Table(title=Text(report.where), title_justify="left")
         for column in ("image", "finding", "what", "usable"):
             table.add_column(column, overflow="fold")
         for name, finding in report.findings[:_NUM_SHOWN]:
@@ -194,10 +200,10 @@ def print_report(report: Report, console: Console) -> None:
     for remark in report.remarks:
         print(remark)
     if lost := report.lost_classes:
-        print(f"{report.path}: no image of these classes is usable: {some(lost)} (replace the images, or remove the "
+        print(f"{report.where}: no image of these classes is usable: {some(lost)} (replace the images, or remove the "
               "classes)")
     kinds = Counter(finding.kind for _, finding in report.findings)
-    print(f"{report.path}: {report.num_images:,} images, {report.num_unusable:,} unusable"
+    print(f"{report.where}: {report.num_images:,} images, {report.num_unusable:,} unusable"
           + (": " + ", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common()) if kinds else ""))
 
 
@@ -224,9 +230,9 @@ def _messages(
         yield from found.items()
 
 
-def _record_items(path: Path, count: int | None, findings: list[tuple[str, Finding]]) -> list[Item]:
+def _record_items(path: Path, count: int, findings: list[tuple[str, Finding]]) -> list[Item]:
     """The records in the index's order; if the index is missing or wrong, those that are found in the file. `count`: of
-    the classes, if that is known."""
+    the classes."""
     file = RecordFile(path)
     there = list(file.scan())
     try:
@@ -248,7 +254,7 @@ def _record_items(path: Path, count: int | None, findings: list[tuple[str, Findi
             label = file.read(offset).label
         except BrokenRecordError:
             label = -1.0
-        known = label.is_integer() and label >= 0 and (count is None or label < count)
+        known = label.is_integer() and 0 <= label < count
         name = f"{path} record {key}"
 
         def read() -> bytes:
@@ -268,14 +274,14 @@ def _folder_items(classes: Classes, files: dict[str, list[Path]]) -> list[Item]:
             for folder, images in files.items() for file in images]
 
 
-def _list_items(path: Path, count: int | None) -> list[Item]:
+def _list_items(path: Path, count: int) -> list[Item]:
     items = []
     for line in filter(str.strip, read_lines(path)):
         try:
             label, name = list_entry(line)
         except ValueError:
             label, name = -1, line.rpartition("\t")[2]
-        known = label >= 0 and (count is None or label < count)
+        known = 0 <= label < count
         file = path.parent / name
         items.append(Item(str(file), line + "\n", label if known else None, partial(read_file, file)))
     return items

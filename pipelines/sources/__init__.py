@@ -19,7 +19,7 @@ from pipelines.sources.base import Chosen, Classes, Source, class_list, read_cla
 from pipelines.sources.cifar import CifarSource
 from pipelines.sources.folders import FileSource
 from pipelines.sources.records import RecordSource
-from pipelines.sources.shards import ShardSource
+from pipelines.sources.shards import ShardSource, check_complete
 from pipelines.sources.tfrecord import TFRecordSource, is_tfrecord
 from pipelines.sources.val_split import part
 from pipelines.sources.webdataset import TarSource, is_tar
@@ -79,7 +79,8 @@ class Location(NamedTuple):
 
     @property
     def path(self) -> Path:
-        return self.files[0]
+        """The file, or the folder that several lie in."""
+        return self.files[0] if len(self.files) == 1 else self.files[0].parent
 
 
 def open_source(data: str | Path, split: str, num_classes: int | None = None, val_split: float = 0.0) -> Source:
@@ -111,6 +112,8 @@ def locate(data: str | Path, split: str) -> Location:
         raise DataError(f"data path {data!r} is not a place with image files; give a file or a folder")
     path = Path(data).expanduser()
     if found := _find(path, split):
+        if path not in found.files:  # whoever gives one shard means that one
+            check_complete(found.files)
         return found
     other = _OTHER[split]
     if path.is_dir() and _find(path, other):

@@ -18,6 +18,8 @@ from pipelines.recordio import BrokenRecordError
 Classes = list[tuple[str, str]]  # (folder or synset, name to show) in the order of the labels
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff", ".webp", ".ppm"})
+# Labels are below this: the list of the classes up to a wrong one would fill the memory. As --num-classes has it.
+MAX_CLASSES = 1_000_000
 _NUM_SAMPLED = 64  # images
 
 
@@ -102,6 +104,12 @@ class Chosen(Source):
 
     def read_ahead(self, indices: Iterable[int]) -> None:
         self.source.read_ahead(self.indices[i] for i in indices)
+
+
+def check_label(label: float, where: str) -> None:
+    """Raise DataError for what is no class number of any data set."""
+    if not 0 <= label < MAX_CLASSES:
+        raise DataError(f"{where}: label {label:.15g} is no class number (0 to {MAX_CLASSES - 1:,}); correct it")
 
 
 def read_classes(folder: Path) -> Classes:

@@ -11,7 +11,7 @@ import numpy as np
 
 from pipelines.errors import DataError
 from pipelines.files import check_is_file, open_file, read_lines
-from pipelines.sources.base import IMAGE_SUFFIXES, Classes, Source, read_classes
+from pipelines.sources.base import IMAGE_SUFFIXES, Classes, Source, check_label, read_classes
 
 # Images by their endings, but none that DALI's decoders read, or that are looked for.
 UNREAD_SUFFIXES = frozenset({".gif", ".avif", ".heic", ".heif", ".jxl", ".jp2", ".svg", ".psd", ".tga", ".ico"})
@@ -78,6 +78,12 @@ def class_folders(folder: Path) -> list[str]:
         return sorted(name for name in names if not name.startswith(".") and name != "__MACOSX")
 
 
+def hidden_folders(folder: Path) -> list[str]:
+    """Sorted paths of the hidden folders in the place of class folders."""
+    with os.scandir(folder) as entries:
+        return sorted(entry.path for entry in entries if entry.name.startswith(".") and os.path.isdir(entry))
+
+
 def class_places(folder: Path) -> dict[str, Path]:
     """The class folders by name, each where it really is: it may be a link."""
     return {name: (folder / name).resolve() for name in class_folders(folder)}
@@ -93,8 +99,8 @@ def broken_links(folder: Path) -> list[str]:
 
 
 class LeftOut(defaultdict[str, list[str]]):
-    """The files and folders that `image_files` has left out, by the ending of a format that is not read, or by LINKS,
-    HIDDEN_FOLDERS and HIDDEN_IMAGES."""
+    """The files and folders that are left out, by the ending of a format that is not read, or by LINKS, HIDDEN_FOLDERS
+    and HIDDEN_IMAGES."""
 
     def __init__(self) -> None:
         super().__init__(list)
@@ -215,6 +221,8 @@ def find_images(path: Path, split: str) -> tuple[Classes, dict[str, list[Path]],
                        f"has training images: {some(shared)} (give it images of its own)")
     if empty := [name for name in sorted(files.keys() - dict(classes).keys()) if not files[name]]:
         remarks.append(f"{path}: no class is made of folders without an image: {some(empty)}")
+    if hidden := hidden_folders(path):
+        left_out[HIDDEN_FOLDERS] += hidden
     remarks += left_out.remarks(path)
     if not any(files.values()):
         raise no_images(path, remarks)
@@ -261,7 +269,7 @@ def no_images(path: Path, remarks: Sequence[str] = ()) -> DataError:
 
 def list_entry(line: str) -> tuple[int, str]:
     """Label and file of a line of a list; raises ValueError for what is no `index <tab> label <tab> file`."""
-    _, number, file = line.split("\t")[:3]
+    _, number, file = line.split("\t")
     label = float(number)
     if not label.is_integer():
         raise ValueError(number)
@@ -277,9 +285,12 @@ def open_list(path: Path) -> FileSource:
         try:
             label, name = list_entry(line)
         except ValueError:
+            columns = line.count("\t") + 1
             raise DataError(
-                f"{path} line {number}: {line.strip()[:60]!r} is not `index <tab> label <tab> file`; correct it"
+                f"{path} line {number}: {line.strip()[:60]!r} is not `index <tab> label <tab> file`"
+                f"{f' but has {columns} columns' if columns > 3 else ''}; correct it"
             ) from None
+        check_label(label, f"{path} line {number}")
         labels.append(label)
         files.append(path.parent / name)
     if not files:

@@ -11,7 +11,7 @@ import numpy as np
 
 from pipelines.errors import DataError
 from pipelines.recordio import BrokenRecordError, Record, RecordFile, index_path, read_index
-from pipelines.sources.base import Source, read_classes
+from pipelines.sources.base import Source, check_label, read_classes
 
 _NUM_KEPT_RECORDS = 1 << 17
 _SMALL_FILE = 1 << 28  # bytes; fetched from the disk at once
@@ -46,7 +46,7 @@ class RecordSource(Source):
         self._spot_check()
         if not self.classes:
             # No list of classes: as many as asked for, or as the labels need (reads the header of every record).
-            count = num_classes or 1 + max(int(label) for label in self._labels())
+            count = num_classes or 1 + max(self._labels())
             self.classes = [(str(label), str(label)) for label in range(count)]
 
     def __len__(self) -> int:
@@ -81,11 +81,13 @@ class RecordSource(Source):
     def _parse(self, i: int) -> Record:
         return self._file.read(int(self._offsets[i]))
 
-    def _labels(self) -> Iterator[float]:
-        """Of all records but broken ones, which are met when their images are wanted."""
+    def _labels(self) -> Iterator[int]:
+        """Of all records but broken ones, which are met when their images are wanted. Raises DataError."""
         for i in range(len(self)):
             with contextlib.suppress(BrokenRecordError):
-                yield self._record(i).label
+                label = self._record(i).label
+                check_label(label, self.name(i))
+                yield int(label)
 
     def _spot_check(self) -> None:
         """Notice a wrong index when the file is opened, without touching all of a big file."""

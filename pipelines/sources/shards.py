@@ -14,6 +14,7 @@ import json
 import re
 import resource
 from abc import abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +26,7 @@ from pipelines.errors import DataError
 from pipelines.files import MappedFile
 from pipelines.progress import map_in_order
 from pipelines.sources.base import Source, read_classes
+from pipelines.sources.folders import some
 
 SPLIT_NAMES = {"train": "train", "val": "val(?:id(?:ation)?)?"}
 
@@ -41,7 +43,7 @@ class ShardSource(Source):
     """The images of some shards; `scan` and `describe` are what the formats differ in."""
 
     feeds = "bytes"
-    INDEX_VERSION = 1  # to be raised when `scan` comes to find something else
+    INDEX_VERSION = 2  # to be raised when `scan` comes to find something else
 
     def __init__(self, files: list[Path], num_classes: int | None = None) -> None:
         self.path = files[0].parent if len(files) > 1 else files[0]
@@ -141,6 +143,22 @@ def find(is_shard: Callable[[Path], bool]) -> Callable[[Path, str], list[Path]]:
         return sorted(file for file in folder.iterdir() if is_shard(file)) if folder.is_dir() else []
 
     return find_shards
+
+
+def check_complete(files: list[Path]) -> None:
+    """Raise DataError where names as train-00001-of-00003, or train-00001-of-00003.tar, tell of shards that are not
+    among the files of a folder."""
+    there: dict[tuple[str, str, str], set[str]] = defaultdict(set)  # numbers, by what is around them
+    for file in files:
+        if match := re.fullmatch(r"(.*-)(\d{5})(-of-(\d{5}).*)", file.name):
+            before, number, after, count = match.groups()
+            there[before, after, count].add(number)
+    for (before, after, count), numbers in there.items():
+        first = int(count in numbers)  # some count from 1
+        wanted = (f"{number:05}" for number in range(first, first + int(count)))
+        if missing := [f"{before}{number}{after}" for number in wanted if number not in numbers]:
+            raise DataError(f"{files[0].parent}: there are no shards {some(missing)}, as the names of the others tell; "
+                            "put them there, or renumber the others")
 
 
 def _names(file: Path, split: str) -> bool:

@@ -23,6 +23,7 @@ import numpy as np
 
 from pipelines.errors import DataError
 from pipelines.files import open_file
+from pipelines.sources.base import check_label
 from pipelines.sources.shards import Entry, ShardSource
 
 # Feature names of TensorFlow's own ImageNet scripts, and of TFDS.
@@ -95,6 +96,7 @@ def _read_example(data: mmap.mmap, record: Stretch, file: Path) -> Entry:
                         f"class number (int64) as {_words(LABEL_KEYS)}: write the files anew with these")
     if number < 0:
         raise DataError(f"{where} has the label {number}, which no class has; leave images without a label out")
+    check_label(number, where)
     return Entry(image[0], image[1] - image[0], number - (LABEL_KEYS[0] in features_of))
 
 

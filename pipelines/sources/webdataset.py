@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 import tarfile
+from collections.abc import Container
 from pathlib import Path
 
 from pipelines.errors import DataError
 from pipelines.files import open_file
-from pipelines.sources.base import IMAGE_SUFFIXES
+from pipelines.sources.base import IMAGE_SUFFIXES, check_label
 from pipelines.sources.shards import Entry, ShardSource
 
 _BLOCK = 512  # bytes, the unit of a tar file
@@ -41,8 +42,10 @@ class TarSource(ShardSource):
                         raise DataError(f"{file}: holds tar files, as ILSVRC2012_img_train.tar does, no images; "
                                         "convert it with `python -m pipelines make-records`")
                     if ending == "cls":
+                        _check_new(key, labels, "labels", file)
                         labels[key] = _parse_label(tar, member, file)
                     elif f".{ending.lower()}" in IMAGE_SUFFIXES:
+                        _check_new(key, images, "images", file)
                         images[key] = member.offset_data, member.size
                 check_end(file, tar.offset)
         except tarfile.TarError as error:
@@ -66,12 +69,20 @@ def is_tar(path: Path) -> bool:
     return path.suffix == ".tar" or path.name.endswith(_COMPRESSED)
 
 
+def _check_new(key: str, found: Container[str], what: str, file: Path) -> None:
+    """Raise DataError for a sample of which this has been found already."""
+    if key in found:
+        raise DataError(f"{file}: sample {key.lstrip('/')} has two {what}; write the shard anew, with a name of its "
+                        "own for each sample")
+
+
 def _parse_label(tar: tarfile.TarFile, member: tarfile.TarInfo, file: Path) -> int:
     content = tar.extractfile(member)
     text = content.read(32) if content else b""
-    if text.strip().isdigit():
-        return int(text)
-    raise DataError(f"{file}/{member.name}: holds {text[:16]!r}, not a class number; write the shard anew")
+    if not text.strip().isdigit():
+        raise DataError(f"{file}/{member.name}: holds {text[:16]!r}, not a class number; write the shard anew")
+    check_label(int(text), f"{file}/{member.name}")
+    return int(text)
 
 
 def check_not_compressed(file: Path) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from pipelines import MEAN, STD, DataError, ImageTransform, LoaderConfig, open_loader
+from pipelines.__main__ import main
 from pipelines.sources import open_source
 from pipelines.sources.cifar import CLASSES
 
@@ -53,6 +54,13 @@ def test_pixels_and_labels(cifar):
 
     train = open_loader(LoaderConfig(data=str(folder), batch_size=5, image_size=64, num_threads=1))
     assert [batch.data.shape for batch in train] == [(5, 64, 64, 3)] * 3
+
+
+def test_verify_names_the_folder_of_several_files(cifar, capsys):
+    folder, *_ = cifar
+    assert main(["verify", str(folder)]) == 0
+    train, val = capsys.readouterr().out.splitlines()
+    assert train == f"{folder} (train): 15 images, 0 unusable" and val.startswith(f"{folder}/test_batch")
 
 
 def one_file(folder):

@@ -6,6 +6,7 @@ import bz2
 import gzip
 import lzma
 import os
+import re
 import struct
 import tarfile
 from collections.abc import Callable
@@ -201,6 +202,23 @@ def tar_with_a_word_for_a_label(path: Path, image: bytes) -> str:
     return r"/1\.cls: holds b'hen', not a class number"
 
 
+def tar_with_a_huge_label(path: Path, image: bytes) -> str:
+    write_tar(path, {"1.cls": b"5000000000", "1.jpg": image})
+    return r"/1\.cls: label 5000000000 is no class number \(0 to 999,999\); correct it"
+
+
+def tar_with_a_sample_twice(path: Path, image: bytes) -> str:
+    write_tar(path, samples([(image, 0), (image, 1)]))
+    with tarfile.open(path, "a") as tar:
+        tar.addfile(tarfile.TarInfo("0001.cls"))
+    return r"sample 0001 has two labels; write"
+
+
+def tar_with_two_images_of_a_sample(path: Path, image: bytes) -> str:
+    write_tar(path, {"1.cls": b"0", "1.jpg": image, "1.png": image})
+    return r"sample 1 has two images; write"
+
+
 def tar_without_samples(path: Path, image: bytes) -> str:
     write_tar(path, {"readme.txt": b"x"})
     return r"hold no image"
@@ -249,6 +267,11 @@ def no_label(path: Path, image: bytes) -> str:
     return r"has the label -1"
 
 
+def huge_label(path: Path, image: bytes) -> str:
+    write_tfrecord(path, [example(image, 1, ("image", "label")), example(image, 10**12, ("image", "label"))])
+    return r"the record at byte \d{3,}: label 1000000000000 is no class number \(0 to 999,999\); correct it"
+
+
 def no_example(path: Path, image: bytes) -> str:
     write_tfrecord(path, [b"\xff" * 40])
     return r"the record at byte 0 holds no tf\.train\.Example"
@@ -256,9 +279,10 @@ def no_example(path: Path, image: bytes) -> str:
 
 
 TAR_MISTAKES = [truncated_tar, tar_cut_in_a_header, no_tar, tar_without_a_label, tar_without_an_image,
-                tar_with_a_word_for_a_label, tar_without_samples, tar_of_tars]
+                tar_with_a_word_for_a_label, tar_with_a_huge_label, tar_with_a_sample_twice,
+                tar_with_two_images_of_a_sample, tar_without_samples, tar_of_tars]
 TFRECORD_MISTAKES = [truncated_tfrecord, tfrecord_cut_in_a_length, empty_tfrecord, compressed_tfrecord,
-                     foreign_features, label_of_another_type, no_label, no_example]
+                     foreign_features, label_of_another_type, no_label, huge_label, no_example]
 
 
 @pytest.mark.parametrize("mistake", TAR_MISTAKES + TFRECORD_MISTAKES, ids=lambda mistake: mistake.__name__)
@@ -299,3 +323,42 @@ def test_label_outside_the_classes(make_images, tmp_path):
     assert source.class_names == ["a", "b"] and source.label(1) == 1
     with pytest.raises(DataError, match=r"train\.tar/0002\.jpg: label 2 is outside the 2 classes \(0 to 1\)"):
         source.label(2)
+
+
+@pytest.mark.parametrize("name", ["train-%05d-of-00003", "a-train.tfrecord-%05d-of-00003", "train-%05d-of-00003.tar"])
+def test_missing_shards_are_named(make_images, tmp_path, name):
+    """Counted from 0 or from 1; one that is given by itself is read alone."""
+    def write(folder: str, number: int, images: Images) -> None:
+        path = tmp_path / folder / (name % number)
+        if path.suffix == ".tar":
+            write_tar(path, samples(images))
+        else:
+            write_tfrecord(path, [example(image, label, ("image", "label")) for image, label in images])
+
+    images = make_images(5)
+    write("some", 1, images)
+    missing = f"{tmp_path}/some: there are no shards {name % 0}, {name % 2}, as the names of the others tell; put them"
+    with pytest.raises(DataError, match=re.escape(missing)):
+        open_source(tmp_path / "some", "train")
+    assert content(tmp_path / "some" / (name % 1)) == images
+    for first in (0, 1):
+        for number in range(first, first + 3):
+            write(str(first), number, images)
+        assert content(tmp_path / str(first)) == 3 * images
+
+
+def test_missing_shards_of_the_other_split_do_not_matter(make_images, tmp_path):
+    images = make_images(3)
+    write_tar(tmp_path / "train-00000-of-00001.tar", samples(images))
+    write_tar(tmp_path / "val-00000-of-00002.tar", samples(images))
+    assert content(tmp_path) == images
+    with pytest.raises(DataError, match=r"there are no shards val-00001-of-00002\.tar"):
+        open_source(tmp_path, "val")
+
+
+def test_verify_names_the_folder_of_several_shards(make_images, tmp_path, capsys):
+    for i, name in enumerate(("train-00000-of-00002", "train-00001-of-00002", "validation-00000-of-00001")):
+        write_tfrecord(tmp_path / name, [example(image, label + 1) for image, label in make_images(3 + i)])
+    assert main(["verify", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"{tmp_path} (train): 7 images, 0 unusable", f"{tmp_path}/validation-00000-of-00001: 5 images, 0 unusable"]

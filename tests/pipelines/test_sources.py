@@ -109,6 +109,18 @@ def test_links_that_lead_to_no_class_folder_are_told(tmp_path):
     assert plan_files(tmp_path, "train").remarks == expected
 
 
+def test_hidden_folders_in_the_place_of_classes_are_told(tmp_path):
+    """With those within classes; none of them is a class."""
+    for name in (".tail", ".git", "c01/.cache"):
+        write_folder(tmp_path / name, 1, 1, seed=1)
+    write_folder(tmp_path, 4, 2, seed=1)
+    source = open_source(tmp_path, "train")
+    hidden = ", ".join(f"{tmp_path}/{name}" for name in ("c01/.cache", ".git", ".tail"))
+    assert source.class_names == ["c00", "c01"] and len(source) == 4
+    assert list(source.remarks) == [f"{tmp_path}: hidden folders are left out: {hidden}"]
+    assert verify_split(str(tmp_path), "train").remarks == plan_files(tmp_path, "train").remarks == source.remarks
+
+
 def test_validation_that_is_training_by_links_is_told(tmp_path):
     """Of some classes, of all, and of all at once."""
     train, val = tmp_path / "train", tmp_path / "val"
@@ -325,6 +337,29 @@ def broken_list(tmp_path):
     return tmp_path, r"train\.lst line 2: '1 1 b\.jpg' is not"
 
 
+def several_labels_in_a_list(tmp_path):
+    (tmp_path / "train.lst").write_text("0\t0\ta.jpg\n1\t1\t0\tb.jpg\n")
+    return tmp_path, r"train\.lst line 2: '1\\t1\\t0\\tb\.jpg' is not `.*` but has 4 columns; correct it"
+
+
+def huge_label_in_a_list(tmp_path):
+    (tmp_path / "train.lst").write_text("0\t0\ta.jpg\n1\t5000000000\tb.jpg\n")
+    return tmp_path, r"train\.lst line 2: label 5000000000 is no class number \(0 to 999,999\); correct it"
+
+
+def negative_label_in_a_list(tmp_path):
+    (tmp_path / "train.lst").write_text("0\t-1\ta.jpg\n")
+    return tmp_path, r"train\.lst line 1: label -1 is no class number"
+
+
+def huge_label_in_records(tmp_path):
+    return records(tmp_path, labels=(0.0, 5e9), classes=""), r"train\.rec record 1: label 5000000000 is no class number"
+
+
+def label_that_is_no_number(tmp_path):
+    return records(tmp_path, labels=(0.0, np.nan), classes=""), r"train\.rec record 1: label nan is no class number"
+
+
 def empty_list(tmp_path):
     (tmp_path / "train.lst").write_text("\n")
     return tmp_path, r"train\.lst: the list names no files"
@@ -356,6 +391,11 @@ MISTAKES = [
     doubled_class,
     class_list_in_latin1,
     broken_list,
+    several_labels_in_a_list,
+    huge_label_in_a_list,
+    negative_label_in_a_list,
+    huge_label_in_records,
+    label_that_is_no_number,
     empty_list,
 ]
 

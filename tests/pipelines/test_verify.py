@@ -94,6 +94,16 @@ def test_a_name_that_a_list_cannot_hold_is_refused(tmp_path, name):
     assert not (tmp_path / "train.lst").exists()
 
 
+def test_labels_that_no_data_set_has(tmp_path):
+    """Without a list of classes, in a list and in records."""
+    files = write_folder(tmp_path / "images", 2, 2, seed=2)
+    (tmp_path / "train.lst").write_text(f"0\t0\t{files[0]}\n1\t5000000000\t{files[1]}\n2\t0\t1\t{files[1]}\n")
+    report = verify_split(str(tmp_path), "train")
+    assert [finding.kind for _, finding in report.findings] == ["label", "label"]
+    write_records(tmp_path / "train.rec", images(2), [0.0, 5e9])
+    assert kinds(verify_split(str(tmp_path / "train.rec"), "train")) == {"1": "label"}
+
+
 def test_nothing_usable(tmp_path):
     path = tmp_path / "train.rec"
     write_records(path, [b"x"] * 3, [0.0] * 3)
