@@ -9,6 +9,9 @@ from typing import Annotated, Literal
 from pipelines.transform import ImageTransform, SizeLimit
 
 SAMPLES = "samples"  # as the data: the built-in sample set
+# ImageNet-21k has 21,841; this many make a classifier of 8 GB for ResNet-50. The names of all classes up to a label
+# that is wrong by more would fill the memory.
+MAX_CLASSES = 1_000_000
 Split = Literal["train", "val"]
 OptionalFile = Annotated[Path | None, "FILE"]
 

@@ -31,10 +31,10 @@ from pipelines.decoder_messages import GROUP_SIZE, DecoderCheck
 from pipelines.errors import DataError, check_not_negative, check_positive
 from pipelines.files import link_beside, read_file, read_lines, write_text
 from pipelines.inspect_image import Finding, inspect_image
+from pipelines.options import MAX_CLASSES
 from pipelines.progress import map_in_order
 from pipelines.recordio import BrokenRecordError, RecordFile, index_path, read_index
 from pipelines.sources import Classes, Source, locate, open_source, read_classes, same_images
-from pipelines.sources.base import MAX_CLASSES
 from pipelines.sources.folders import find_images, list_entry, some
 from pipelines.transform import MAX_PIXELS
 

@@ -13,13 +13,12 @@ import numpy as np
 
 from pipelines.errors import DataError
 from pipelines.files import read_lines
+from pipelines.options import MAX_CLASSES
 from pipelines.recordio import BrokenRecordError
 
 Classes = list[tuple[str, str]]  # (folder or synset, name to show) in the order of the labels
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff", ".webp", ".ppm"})
-# Labels are below this: the list of the classes up to a wrong one would fill the memory. As --num-classes has it.
-MAX_CLASSES = 1_000_000
 _NUM_SAMPLED = 64  # images
 
 

@@ -22,6 +22,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from common import files
+from common.drawing import fitting, font
 from pipelines import open_files
 from train import devices, weights
 from train.build import build_executor
@@ -31,7 +32,6 @@ from train.commands.options import PredictOptions
 from train.commands.predict_to_file import finite, name_damaged, predict_to_file, top_of
 from train.errors import TrainError
 from train.processes.distributed import Workers
-from train.reporting.plots import fitting, font
 from train.reporting.prediction_file import most_likely
 from train.weights import int8_file
 

@@ -7,11 +7,10 @@ from typing import Annotated, Literal
 
 from common.limits import AT_LEAST_1, BELOW_1, FRACTION, Limit, between
 from pipelines import transform
-from pipelines.options import SAMPLES
+from pipelines.options import MAX_CLASSES, SAMPLES
 from pipelines.transform import Augmentation, CentreCrop, Normalisation, SizeLimit
 
 SYNTHETIC = "synthetic"  # value of `data` for generated images
-MAX_CLASSES = 1_000_000  # ImageNet-21k has 21,841; this many make a classifier of 8 GB for ResNet-50
 MAX_THREADS = 1024  # of a loader; a process cannot have any number of them
 MIN_IMAGE_SIZE = 32  # pixels; the network halves the image five times
 MAX_IMAGE_SIZE = 8192  # pixels; one image of that in float32 is 0.8 GB
