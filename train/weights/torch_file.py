@@ -7,8 +7,9 @@ Since PyTorch 1.6 such a file is a zip, nothing in it compressed:
     NAME/byteorder    little or big; little where it is missing
 
 A pickle is a program: what it names is imported and called. Here it can name tensors and plain containers and nothing
-else, and what stands for them makes arrays and dictionaries only, and cannot be changed by the pickle. The form of the
-references is that of torch/serialization.py and of `torch._utils._rebuild_tensor_v2`.
+else, and what stands for them makes arrays and dictionaries only, and cannot be changed by the pickle. Nor can a few
+bytes take endless time or memory: nothing compares, hashes or shows what a pickle nests. The form of the references is
+that of torch/serialization.py and of `torch._utils._rebuild_tensor_v2`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
@@ -41,7 +42,9 @@ STORAGES: Mapping[str, np.dtype[Any]] = {
     "CharStorage": np.dtype("i1"), "ByteStorage": np.dtype("u1"), "BoolStorage": np.dtype("?"),
     BFLOAT16: np.dtype("u2"),
 }
+_BYTE_ORDERS: Mapping[str, Literal["<", ">"]] = {"little": "<", "big": ">"}
 _STORAGE_OF = {dtype: name for name, dtype in STORAGES.items()}
+_MOST_AXES = 32  # NumPy's limit before version 2
 # Names of a state_dict in the dictionary of a training program; those of averaged weights come first, which are what
 # such a program validates.
 _WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model", "model_state_dict")
@@ -49,7 +52,7 @@ _PREFIX = re.compile(r"^(?:module\.|_orig_mod\.)+")
 
 # What is raised for a pickle that is none, or is not made as torch.save makes it, and for a broken zip.
 _BROKEN = (pickle.UnpicklingError, zipfile.BadZipFile, zlib.error, struct.error, EOFError, ValueError, LookupError,
-           TypeError, AttributeError, OverflowError, MemoryError, RuntimeError)
+           TypeError, AttributeError, OverflowError, MemoryError, RuntimeError, AssertionError)
 
 
 class _Forbidden(Exception):
@@ -67,6 +70,17 @@ class _Inert:
 
 class _Dict(dict[Any, Any], _Inert):
     __slots__ = ()
+
+    def __init__(self) -> None:
+        """Without a content, which follows in the pickle: copies of copies could take any memory."""
+
+
+class _Tuple(tuple[Any, ...], _Inert):
+    """One that is equal to itself alone: the hash of t = (t, t), sixty times over, would take years as a key."""
+
+    __slots__ = ()
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
 
 
 class _Tensor(_Inert):
@@ -118,8 +132,23 @@ def read(path: Path) -> dict[str, np.ndarray]:
     for found in (value, *wrapped):
         if isinstance(found, dict) and found and all(
                 isinstance(name, str) and isinstance(tensor, _Tensor) for name, tensor in found.items()):
-            return {_PREFIX.sub("", name): tensor.array for name, tensor in found.items()}
+            return without_prefixes(path, {name: tensor.array for name, tensor in found.items()})
     raise TrainError(f"{path} holds no state_dict, names with their tensors: {HOW_TO_SAVE}")
+
+
+def without_prefixes(path: Path, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The arrays without what DistributedDataParallel and torch.compile put before their names.
+
+    Raises TrainError where two would have the same name.
+    """
+    found: dict[str, np.ndarray] = {}
+    for name, array in arrays.items():
+        short = _PREFIX.sub("", name)
+        if short in found:
+            raise TrainError(f"{path} has {short} twice, with and without {name.removesuffix(short)} before its name: "
+                             "save the state_dict of one network")
+        found[short] = array
+    return found
 
 
 def _not_a_zip(path: Path, start: bytes) -> str:
@@ -141,10 +170,12 @@ def _read(archive: zipfile.ZipFile) -> Any:
     if packed := next((name for name, info in members.items() if info.compress_type != zipfile.ZIP_STORED), ""):
         raise ValueError(f"its {packed} is compressed")
     order = archive.read(members["byteorder"]).decode() if "byteorder" in members else "little"
+    if order not in _BYTE_ORDERS:
+        raise ValueError(f"its byteorder is {order[:20]!r}, and neither little nor big")
 
     def load(key: str, kind: str, count: int) -> np.ndarray:
         dtype = STORAGES[kind]
-        stored = dtype.newbyteorder("<" if order == "little" else ">")
+        stored = dtype.newbyteorder(_BYTE_ORDERS[order])
         values = np.frombuffer(archive.read(members[f"data/{key}"]), stored)
         if len(values) != count:
             raise ValueError(f"a storage of {count} numbers has {len(values)}")
@@ -159,8 +190,29 @@ def from_bfloat16(bits: np.ndarray) -> np.ndarray:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-class _Unpickler(pickle.Unpickler):
-    """One that imports nothing: the few names that it knows stand for what is in this file."""
+def _load_tuple(load: Callable[[Any], None]) -> Callable[[Any], None]:
+    def load_tuple(unpickler: Any) -> None:
+        load(unpickler)
+        unpickler.stack[-1] = _Tuple(unpickler.stack[-1])
+
+    return load_tuple
+
+
+def _forbid(unpickler: Any) -> None:
+    """Of sets, which compare their elements, and of what takes memory before it is read; torch.save writes neither."""
+    raise _Forbidden("a set or a bytearray")
+
+
+class _Unpickler(pickle._Unpickler):
+    """One that imports nothing: the few names that it knows stand for what is in this file. It is Python's in Python,
+    whose opcodes can be changed."""
+
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
+        **pickle._Unpickler.dispatch,
+        **{code[0]: _load_tuple(pickle._Unpickler.dispatch[code[0]])
+           for code in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)},
+        **{code[0]: _forbid for code in (pickle.EMPTY_SET, pickle.FROZENSET, pickle.BYTEARRAY8)},
+    }
 
     def __init__(self, content: bytes, load_storage: Callable[[str, str, int], np.ndarray]) -> None:
         super().__init__(io.BytesIO(content))
@@ -174,12 +226,12 @@ class _Unpickler(pickle.Unpickler):
             return _Dict
         if module == "torch._utils" and name in _REBUILD:
             return _Function(_REBUILD[name])
-        raise _Forbidden(f"{module}.{name}")
+        raise _Forbidden(f"{module}.{name}"[:80].replace("\n", " "))
 
     def persistent_load(self, reference: Any) -> _Storage:
         what, kind, key, _, count = reference
-        if what != "storage":
-            raise ValueError(f"it refers to {what!r}")
+        if not (what == "storage" and isinstance(kind, str) and isinstance(key, str) and type(count) is int):
+            raise ValueError("it refers to what is no storage")
         if key not in self._storages:
             self._storages[key] = _Storage(self._load_storage(key, kind, count))
         return self._storages[key]
@@ -187,6 +239,9 @@ class _Unpickler(pickle.Unpickler):
 
 def _tensor(storage: _Storage, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: object) -> _Tensor:
     """What `torch._utils._rebuild_tensor_v2` makes: a view of a storage; `offset` and `stride` count numbers."""
+    if not all(isinstance(numbers, tuple) and len(numbers) <= _MOST_AXES for numbers in (size, stride)) or any(
+            type(number) is not int or number >= 2**63 for number in (offset, *size, *stride)):
+        raise ValueError(f"a tensor's offset, shape and strides are no whole numbers of up to {_MOST_AXES} axes")
     values = storage.values
     if len(size) != len(stride) or min((offset, *size, *stride)) < 0:
         raise ValueError(f"a tensor has the shape {size} and the strides {stride}")

@@ -7,6 +7,7 @@ import os
 import pickle
 import struct
 import subprocess
+import sys
 import tarfile
 import zipfile
 from pathlib import Path
@@ -130,6 +131,66 @@ def tensor(count: int, offset: int, size: tuple[int, ...], stride: tuple[int, ..
     return right.replace(before, torch_file._number(offset) + torch_file._numbers(size) + torch_file._numbers(stride))
 
 
+def doubled(nested: bytes = pickle.EMPTY_TUPLE, times: int = 60) -> bytes:
+    """The pickle's opcodes of t = (t, t), that often: to hash, compare or show it takes 2 ** times steps."""
+    return nested + times * (pickle.DUP + pickle.TUPLE2)
+
+
+STORAGE = torch_file._named("torch", "FloatStorage")
+REBUILD = torch_file._named("torch._utils", "_rebuild_tensor_v2")
+REFERENCE = [torch_file._text("storage"), STORAGE, torch_file._text("0"), torch_file._text("cpu"),
+             torch_file._number(4)]
+
+
+def reference(place: int = 0, part: bytes = REFERENCE[0]) -> bytes:
+    parts = [*REFERENCE[:place], part, *REFERENCE[place + 1:]]
+    return pickle.MARK + b"".join(parts) + pickle.TUPLE + pickle.BINPERSID
+
+
+def rebuilt(storage: bytes, *arguments: bytes) -> bytes:
+    return REBUILD + pickle.MARK + storage + b"".join(arguments) + pickle.TUPLE + pickle.REDUCE
+
+
+ZERO, ONE_AXIS = torch_file._number(0), torch_file._numbers((1,))
+
+
+@pytest.mark.parametrize("content", [
+    pickle.EMPTY_DICT + doubled() + pickle.NONE + pickle.SETITEM,
+    pickle.EMPTY_DICT + pickle.MARK + doubled() + pickle.NONE + doubled() + pickle.NONE + pickle.SETITEMS,
+    pickle.EMPTY_DICT + pickle.EMPTY_TUPLE + 200_000 * pickle.TUPLE1 + pickle.NONE + pickle.SETITEM,
+    torch_file._named("collections", "OrderedDict") + pickle.EMPTY_LIST + doubled() + pickle.NONE + pickle.TUPLE2
+    + pickle.APPEND + pickle.TUPLE1 + pickle.REDUCE,
+    *(reference(place, doubled()) for place in range(5)),
+    doubled() + pickle.BINPERSID,
+    rebuilt(doubled(), ZERO, ONE_AXIS, ONE_AXIS),
+    rebuilt(reference(), doubled(), ONE_AXIS, ONE_AXIS),
+    rebuilt(reference(), ZERO, doubled(), ONE_AXIS),
+    rebuilt(reference(), ZERO, ONE_AXIS, doubled()),
+    rebuilt(reference(), ZERO, *2 * (torch_file._numbers([1] * 33),)),
+    rebuilt(reference(), ZERO, torch_file._numbers([10**300]), ONE_AXIS),
+    pickle.EMPTY_SET + pickle.MARK + doubled() + pickle.ADDITEMS,
+    pickle.MARK + doubled() + pickle.FROZENSET,
+    pickle.BYTEARRAY8 + struct.pack("<Q", 2**40),
+    pickle.NONE + pickle.LONG_BINPUT + struct.pack("<I", 2**32 - 1),
+])
+def test_a_few_bytes_take_no_endless_time(content, tmp_path):
+    """In a process of its own, as C code that hangs cannot be interrupted."""
+    file = archive(tmp_path / "w.pth", b"\x80\x04" + content + pickle.STOP, **{"data/0": bytes(16)})
+    script = "import sys, pathlib; from train.weights import torch_file; torch_file.read(pathlib.Path(sys.argv[1]))"
+    done = subprocess.run([sys.executable, "-c", script, file], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr.splitlines()[-1].startswith(f"train.errors.TrainError: {file} ")
+
+
+def test_tuples_that_are_no_harm(tmp_path):
+    """A training program's dictionary may have some, as keys too."""
+    state = torch_file._pickle({"w": NUMBERS[:4]})[2:-1]
+    betas = pickle.BINFLOAT + struct.pack(">d", 0.9) + pickle.TUPLE1
+    content = (b"\x80\x02" + pickle.EMPTY_DICT + pickle.MARK + betas + pickle.DUP + torch_file._text("state_dict")
+               + state + pickle.SETITEMS + pickle.STOP)
+    found = torch_file.read(archive(tmp_path / "w.pth", content, **{"data/0": NUMBERS[:4].tobytes()}))
+    np.testing.assert_array_equal(found["w"], NUMBERS[:4])
+
+
 @pytest.mark.parametrize("offset, size, stride", [
     (3, (2,), (1,)), (0, (5,), (1,)), (0, (2, 2), (3, 1)), (-1, (2,), (1,)), (0, (2,), (-1,)), (0, (-1,), (1,)),
     (0, (2**40, 2**40), (0, 0)), (0, (3, 3), (0, 1)), (0, (2, 2), (1,)), (2**70, (1,), (1,)),
@@ -187,6 +248,8 @@ def test_a_tar_of_long_ago(tmp_path):
     (lambda path: archive(path, pickle.dumps([1, 2])), "holds no state_dict"),
     (lambda path: archive(path, tensor(4, 0, (4,), (1,))), "data/0"),
     (lambda path: archive(path, tensor(4, 0, (4,), (1,)), **{"data/0": bytes(12)}), "4 numbers has 3"),
+    (lambda path: archive(path, tensor(4, 0, (4,), (1,)), **{"data/0": bytes(16), "byteorder": b"middle"}),
+     "its byteorder is 'middle', and neither little nor big"),
     (lambda path: archive(path, b"not a pickle"), "is no complete file of PyTorch"),
     (lambda path: np.savez(path.open("wb"), w=NUMBERS), "it has no data.pkl"),
 ])
