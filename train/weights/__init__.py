@@ -11,6 +11,7 @@ is the way back.
 from __future__ import annotations
 
 import sys
+import zipfile
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,6 +59,7 @@ def read(place: str, model: str = "") -> Weights:
     """
     path = Path(place)
     if not _is_of_others(path):
+        _check_ending(path)
         return _own(place, model)
     if not path.stat().st_size:
         raise TrainError(f"{path} is empty: fetch or write it once more")
@@ -82,6 +84,7 @@ def load(place: str, quiet: bool = False) -> Checkpoint:
     """The network to validate, predict with or export. What `read` has to say about a file of another program goes to
     stderr, unless `quiet`. Raises UserError."""
     if not _is_of_others(Path(place)):
+        _check_ending(Path(place))
         return checkpoint.load_trained(place)
     weights = read(place)
     if not weights.num_classes:
@@ -115,6 +118,13 @@ def starting_point(weights: Weights, classes: Classes, config: Config) -> tuple[
 
 def _is_of_others(path: Path) -> bool:
     return path.suffix.lower() in files.READERS and path.is_file()
+
+
+def _check_ending(path: Path) -> None:
+    """Raise TrainError for a file that is neither of others nor a checkpoint, which is a zip."""
+    if path.suffix.lower() != ".npz" and path.is_file() and not zipfile.is_zipfile(path):
+        raise TrainError(f"{path} is no file that weights are read from: give a run folder, a checkpoint, or a file "
+                         f"that ends in {', '.join(files.READERS)}")
 
 
 def _own(place: str, model: str) -> Weights:

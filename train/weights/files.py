@@ -36,7 +36,8 @@ def _read_safetensors(path: Path) -> Arrays:
         found = safetensors.deserialize(path.read_bytes())
     except safetensors.SafetensorError as error:
         raise TrainError(f"{path} is no complete file of safetensors ({error}): fetch or write it once more") from None
-    return {name: _from_safetensors(path, name, tensor) for name, tensor in found}
+    arrays = {name: _from_safetensors(path, name, tensor) for name, tensor in found}
+    return torch_file.without_prefixes(path, arrays)
 
 
 _SAFETENSORS_TYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "<i1",
@@ -53,15 +54,18 @@ def _from_safetensors(path: Path, name: str, tensor: Mapping[str, Any]) -> np.nd
 
 def _read_mxnet(path: Path) -> Arrays:
     """Of Gluon and of `export --params`. What they were made with may have put arg: or aux: before names."""
-    with path.open("rb"):  # MXNet's own message would be its stack trace
-        pass
+    with path.open("rb") as file:  # MXNet's own message would be its stack trace
+        start = file.read(24)
     try:
+        if int.from_bytes(start[16:], "little") > path.stat().st_size:  # arrays, for which MXNet would take memory
+            raise ValueError
         found = mx.nd.load(str(path))
-    except mx.MXNetError:
+        if not isinstance(found, dict) or not found:
+            raise TrainError(f"{path} has no names for its arrays: write it with save_parameters")
+        # Here too MXNet says that a shape in the file cannot be.
+        return {name.removeprefix("arg:").removeprefix("aux:"): array.asnumpy() for name, array in found.items()}
+    except (mx.MXNetError, ValueError, TypeError, LookupError, MemoryError):
         raise TrainError(f"{path} is no complete parameter file of MXNet: fetch or write it once more") from None
-    if not isinstance(found, dict) or not found:
-        raise TrainError(f"{path} has no names for its arrays: write it with save_parameters")
-    return {name.removeprefix("arg:").removeprefix("aux:"): array.asnumpy() for name, array in found.items()}
 
 
 def _with_record(read_arrays: Callable[[Path], Arrays]) -> Callable[[Path], tuple[Arrays, Record]]:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import base64
 import json
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +21,7 @@ from graph_passes.passes.fold_bn import foldings
 from train import models
 from train.checkpoint import Checkpoint
 from train.errors import TrainError
+from train.weights import record
 from train.weights.record import Record
 
 PRODUCER = "resnet50-mxnet"
@@ -54,32 +57,52 @@ def read(path: Path) -> tuple[Arrays, Record]:
         if any(node.op_type == "QuantizeLinear" for node in model.graph.node):
             raise TrainError(f"{path} is an export in INT8, from which weights in floats cannot be had back: give the "
                              "run folder or checkpoint that it was made from, or an export without --int8")
+        if any(tensor.data_location == onnx.TensorProto.EXTERNAL for tensor in model.graph.initializer):
+            raise ValueError("its numbers are in another file")
         arrays = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
         return _unfold(arrays, about), _record(path, about)
-    except (DecodeError, ValueError, KeyError, TypeError) as error:
+    except (DecodeError, ValueError, LookupError, TypeError, AttributeError, OverflowError, MemoryError) as error:
         raise TrainError(f"{path} is no complete ONNX file ({error}): write it once more") from None
 
 
 def _unfold(arrays: Arrays, about: Mapping[str, str]) -> Arrays:
-    values, norms = dict(arrays), json.loads(about["batch_norms"])
-    for norm, conv, bias in foldings(models.create(about["model"]).graph):
+    values, norms = dict(arrays), _value(about, "batch_norms")
+    model = record.known("model", about.get("model"), models.names())
+    for norm, conv, bias in foldings(models.create(model).graph):
+        if missing := next((name for name in (conv.inputs[1].node, bias) if name not in values), ""):
+            raise ValueError(f"it has no {missing}")
+        if norm.name not in norms:
+            raise ValueError(f"its batch_norms have no {norm.name}")
         gamma, beta = (np.frombuffer(base64.b64decode(text), "<f4") for text in norms[norm.name])
         variance = np.maximum(gamma.astype(np.float64) ** 2 - norm["eps"], 0).astype(np.float32)
         names = [ref.node for ref in norm.inputs[1:]]
         folded_bias = values.pop(bias)
         of_norm = (np.sqrt(variance.astype(np.float64) + norm["eps"]), beta, beta - folded_bias, variance)
         values |= dict(zip(names, of_norm, strict=True))
-        assert conv.inputs[1].node in values
     return values
 
 
 def _record(path: Path, about: Mapping[str, str]) -> Record:
-    size = int(about["center_crop"])
-    mean, std = (tuple(json.loads(about[name])) for name in ("mean", "std"))
-    names, keys = (json.loads(about[name]) for name in ("class_names", "class_keys"))
-    return Record(file=path, size=size, crop=size / int(about["resize_shorter"]), mean=mean, std=std,
-                  interpolation=about["interpolation"],
-                  classes=list(zip(keys, names, strict=True)), loss=about.get("loss", "softmax"))
+    size = record.pixels("center_crop", _value(about, "center_crop"))
+    shorter = _value(about, "resize_shorter")
+    if type(shorter) is not int or shorter < size:
+        raise ValueError(f"its resize_shorter {reprlib.repr(shorter)} is not at least its center_crop, {size}")
+    crop = record.part("center_crop / resize_shorter", size / shorter)
+    mean, std = (record.of_pixels(name, _value(about, name)) for name in ("mean", "std"))
+    keys, names = (_value(about, name) for name in ("class_keys", "class_names"))
+    return Record(file=path, size=size, crop=crop, mean=mean, std=std,
+                  interpolation=record.known("interpolation", about.get("interpolation"), record.INTERPOLATIONS),
+                  classes=record.classes("class_keys", keys, names),
+                  loss=record.known("loss", about.get("loss", "softmax"), record.LOSSES))
+
+
+def _value(about: Mapping[str, str], name: str) -> Any:
+    try:
+        return json.loads(about[name])
+    except KeyError:
+        raise ValueError(f"it does not say its {name}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"its {name} is no JSON, {error}") from None
 
 
 def _text(array: np.ndarray) -> str:

@@ -25,6 +25,7 @@ from train.models.resnet import BATCH_NORM_EPS
 from train.weights.record import Record
 
 COUNTER = "num_batches_tracked"  # of each BatchNorm of PyTorch; nothing depends on it
+_STATISTICS = ("running_mean", "running_var")
 # Gluon's names where it counts layers, with what a network put before them: resnetv10_stage1_conv0_weight.
 _COUNTED = re.compile(r"(?:resnetv\d+_)?((?:stage\d+_)?(?:conv|batchnorm|dense)\d+)_(\w+)")
 
@@ -121,6 +122,14 @@ class _Candidate:
         return [self.name(ours) for ours in self.network.classifier]
 
     @cached_property
+    def spare(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape there of each array, but for the counters, that a file may have besides."""
+        found = {name: self.aux_shapes[mean] for name, mean in self.biases.items()}
+        if self.published and (images := self.published.norm_of_images):
+            found |= {f"{images}.{end}": (3,) for end in ("gamma", "beta", *_STATISTICS)}
+        return found
+
+    @cached_property
     def biases(self) -> dict[str, str]:
         """Names there that biases of convolutions before a BatchNorm would have, and our name of that one's running
         mean."""
@@ -145,21 +154,27 @@ class _Candidate:
 
     def match(self, arrays: Mapping[str, np.ndarray]) -> float:
         """The share of all arrays, there and here, that fit; 1 only if they all do."""
-        there = {name for name in arrays if not self._is_spare(name)}
+        there = {name for name in arrays if not (self._is_spare(name) and self._fits(name, arrays))}
         here = self.wanted.keys() - (set() if there & set(self.classifier) else set(self.classifier))
         return sum(self._fits(name, arrays) for name in there & here) / len(there | here)
 
     def _is_spare(self, name: str) -> bool:
-        layer, _, end = name.rpartition(".")
-        images = self.published.norm_of_images if self.published else ""
-        return end == COUNTER or name in self.biases or (bool(images) and layer == images)
+        return name.rpartition(".")[2] == COUNTER or name in self.spare
 
     def _fits(self, name: str, arrays: Mapping[str, np.ndarray]) -> bool:
-        shape, wanted = arrays[name].shape, self.wanted[name]
+        if name.rpartition(".")[2] == COUNTER:
+            return True
         if name not in self.classifier:
-            return shape == wanted
-        rows = {arrays[name].shape[:1] for name in self.classifier if name in arrays}
-        return shape[1:] == wanted[1:] and len(shape) == len(wanted) and len(rows) == 1
+            return arrays[name].shape == (self.wanted | self.spare)[name]
+        return self._fits_but_rows(name, arrays) and len(self._rows(arrays)) == 1
+
+    def _fits_but_rows(self, name: str, arrays: Mapping[str, np.ndarray]) -> bool:
+        shape, wanted = arrays[name].shape, self.wanted[name]
+        return shape[1:] == wanted[1:] and len(shape) == len(wanted)
+
+    def _rows(self, arrays: Mapping[str, np.ndarray]) -> set[tuple[int, ...]]:
+        """Of the classifier's weight and bias, which have one for each class."""
+        return {arrays[name].shape[:1] for name in self.classifier if name in arrays}
 
     def difference(self, arrays: Mapping[str, np.ndarray]) -> str:
         """In words: the first difference between the arrays there and here, and how many more there are."""
@@ -167,11 +182,18 @@ class _Candidate:
         for name in sorted(self.wanted.keys() | arrays.keys()):
             if name not in arrays:
                 found += [f"which also has {name}"]
-            elif name not in self.wanted:
-                found += [] if self._is_spare(name) else [f"which has no {name}"]
+            elif name not in self.wanted and not self._is_spare(name):
+                found += [f"which has no {name}"]
             elif not self._fits(name, arrays):
-                found += [f"whose {name} is {self.wanted[name]} and not {arrays[name].shape}"]
+                found += [self._other_shape(name, arrays)]
+        found = list(dict.fromkeys(found))  # one, where two arrays do not go together
         return found[0] + (f" (and {len(found) - 1} more differences)" if len(found) > 1 else "")
+
+    def _other_shape(self, name: str, arrays: Mapping[str, np.ndarray]) -> str:
+        if name in self.classifier and self._fits_but_rows(name, arrays):
+            shapes = " and ".join(str(arrays[each].shape) for each in self.classifier if each in arrays)
+            return f"whose {' and '.join(self.classifier)} have a row for each class, and not the shapes {shapes}"
+        return f"whose {name} is {(self.wanted | self.spare)[name]} and not {arrays[name].shape}"
 
     # --- the arrays in our form ---
 
@@ -199,10 +221,14 @@ class _Candidate:
             (first,) = roles.first_weights(self.graph)
             params[first] = np.ascontiguousarray(params[first][..., ::-1])
             notes.append(f"{self.name(first)}: reads blue, green, red there; turned round")
-        if (images := self.published.norm_of_images if self.published else "") and f"{images}.running_mean" in arrays:
-            record = _with_norm(record, {end: arrays[f"{images}.{end}"] for end in ("running_mean", "running_var")})
+        images = self.published.norm_of_images if self.published else ""
+        if statistics := {end: arrays[f"{images}.{end}"] for end in _STATISTICS if f"{images}.{end}" in arrays}:
+            if len(statistics) < len(_STATISTICS):
+                raise TrainError(f"{path} has but one of {images}'s {' and '.join(_STATISTICS)}: fetch or write it "
+                                 "once more")
+            record = _with_norm(record, statistics)
             notes.append(f"{images}: normalises the images once more; now a part of their mean and standard deviation")
-        counters = [int(array) for name, array in arrays.items() if name.endswith(COUNTER)]
+        counters = [int(array.item()) for name, array in arrays.items() if name.endswith(COUNTER)]
         if counters:
             notes.append(f"{COUNTER} of {len(counters)} BatchNorms: nothing depends on them")
         return Found(self.model, library, params, aux, self.classifier[0], record, len(arrays),
@@ -221,6 +247,8 @@ def _oihw(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _check(path: Path, name: str, array: np.ndarray) -> None:
     """Raises TrainError where a network cannot compute with an array."""
     if name.endswith(COUNTER):
+        if array.size != 1 or not 0 <= array.item() < 2**63:
+            raise TrainError(f"{path} cannot be used: its {name} is no number of batches; fetch or write it once more")
         return
     if array.dtype.kind != "f":
         raise TrainError(f"{path} cannot be used: its {name} is {array.dtype}, no floating-point numbers; give weights "

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,10 +26,10 @@ from pipelines.sources import Classes, class_list
 from pipelines.transform import MEAN, STD
 from train.config import Config
 from train.errors import TrainError
-from train.options.data import MIN_IMAGE_SIZE
+from train.options.training import LIMITS
 
 SIZE, CROP = 224, 0.875  # of torchvision's first recipe: the shorter side to 256 pixels
-INTERPOLATIONS = ("bilinear", "bicubic")
+INTERPOLATIONS, LOSSES = ("bilinear", "bicubic"), ("softmax", "bce")
 CLASSES = "classes.txt"
 
 
@@ -104,7 +106,7 @@ def _values(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise TrainError(f"cannot read {path} ({error.strerror}), which says how images are prepared: see to its "
                          "permissions") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TrainError(f"{path}, which says how images are prepared for these weights, is no JSON ({error}): correct "
                          "or remove it") from None
     if not isinstance(found, dict) or not {"architecture", "pretrained_cfg"} & found.keys():
@@ -116,52 +118,98 @@ def _values(path: Path) -> dict[str, Any]:
 def _record(path: Path, values: dict[str, Any]) -> Record:
     try:
         return _checked(path, values)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except ValueError as error:
         raise TrainError(f"{path} says how images are prepared for these weights, but {error}: correct or remove it"
                          ) from None
 
 
 def _checked(path: Path, values: dict[str, Any]) -> Record:
-    channels, height, width = values.get("input_size") or (3, SIZE, SIZE)
-    loss = values.get("loss") or "softmax"
-    crop, interpolation = values.get("crop_pct") or CROP, values.get("interpolation") or "bilinear"
-    mode, order = values.get("crop_mode") or "center", values.get("color_order") or "RGB"
-    if channels != 3 or height != width or not isinstance(height, int) or height < MIN_IMAGE_SIZE:
-        raise ValueError(f"this program has no images of {channels} x {height} x {width} (input_size)")
-    if not 0 < crop <= 1:
-        raise ValueError(f"its crop_pct {crop} is not above 0 and at most 1")
-    for name, value, known in (("interpolation", interpolation, INTERPOLATIONS), ("crop_mode", mode, ("center",)),
-                               ("color_order", order, ("RGB", "BGR")), ("loss", loss, ("softmax", "bce"))):
-        if value not in known:
-            raise ValueError(f"its {name} {value!r} is none of this program's ({', '.join(known)})")
-    mean, std = (tuple(255 * float(number) for number in values[name]) if name in values else default
+    shape = values.get("input_size") or [3, SIZE, SIZE]
+    size = pixels("input_size", shape[-1] if isinstance(shape, list) else shape)
+    if shape != [3, size, size]:
+        raise ValueError(f"this program has no images of {reprlib.repr(shape)} (input_size)")
+    crop = part("crop_pct", values.get("crop_pct") or CROP)
+    known("crop_mode", values.get("crop_mode") or "center", ("center",))
+    turn = -1 if known("color_order", values.get("color_order") or "RGB", ("RGB", "BGR")) == "BGR" else 1
+    mean, std = (default if values.get(name) is None else of_pixels(name, values[name], 255)
                  for name, default in (("mean", MEAN), ("std", STD)))
-    if len(mean) != 3 or len(std) != 3 or not all(map(math.isfinite, (*mean, *std))) or min(std) <= 0:
-        raise ValueError("its mean and std are not three numbers each, those of std above 0")
     if changed := values.get("model_args"):  # BatchNorm's epsilon, the activation, ...
-        raise ValueError(f"its model_args {changed} change the network")
-    turn = -1 if order == "BGR" else 1
+        raise ValueError(f"its model_args {reprlib.repr(changed)} change the network")
+    architecture = values.get("architecture") or ""
+    if not isinstance(architecture, str):
+        raise ValueError(f"its architecture {reprlib.repr(architecture)} is no name")
     return Record(
         file=path,
-        architecture=str(values.get("architecture") or "").partition(".")[0],
-        size=height,
-        crop=height / math.floor(height / crop),  # timm resizes to the whole number below
+        architecture=architecture.partition(".")[0],
+        size=size,
+        crop=size / math.floor(size / crop),  # timm resizes to the whole number below
         mean=mean[::turn],
         std=std[::turn],
-        interpolation=interpolation,
+        interpolation=known("interpolation", values.get("interpolation") or "bilinear", INTERPOLATIONS),
         is_bgr=turn < 0,
         classes=_classes(values),
-        loss=loss,
+        loss=known("loss", values.get("loss") or "softmax", LOSSES),
     )
 
 
 def _classes(values: dict[str, Any]) -> Classes | None:
-    names, shown = values.get("label_names"), values.get("label_descriptions") or {}
-    if not names:
+    keys, texts = values.get("label_names"), values.get("label_descriptions") or {}
+    if not keys:
         return None
-    if not (isinstance(names, list) and all(isinstance(name, str) for name in names)) or not isinstance(shown, dict):
-        raise ValueError("its label_names are no list of names, or its label_descriptions no dictionary")
-    if len(set(names)) < len(names):
-        raise ValueError("its label_names have a name twice")
-    return [(name, str(shown.get(name, name))) for name in names]
+    if not isinstance(texts, dict):
+        raise ValueError("its label_descriptions are no dictionary")
+    return classes("label_names", keys, [texts.get(key, key) for key in names("label_names", keys)])
 
+
+# --- checks of what a file says, also an ONNX export's metadata; all raise ValueError ---
+
+
+def pixels(name: str, value: Any) -> int:
+    """The size of images."""
+    return _within(name, value, "image_size", (int,))
+
+
+def part(name: str, value: Any) -> float:
+    """What the centre crop takes of the shorter side."""
+    return _within(name, value, "val_crop_fraction", (int, float))
+
+
+def of_pixels(name: str, value: Any, factor: int = 1) -> tuple[float, ...]:
+    """The `name`, mean or std, of R, G and B, times `factor`: of pixels from 0 to 255."""
+    is_good, words = LIMITS[name]
+    if not (isinstance(value, list) and len(value) == 3 and all(type(number) in (int, float) for number in value)
+            and is_good([factor * number for number in value])):
+        times = f" times {factor}" if factor > 1 else ""
+        raise ValueError(f"its {name} {reprlib.repr(value)}{times} is not {words}")
+    return tuple(factor * float(number) for number in value)
+
+
+def known(name: str, value: Any, choices: Sequence[str]) -> str:
+    """One of the choices."""
+    if value not in choices:
+        raise ValueError(f"its {name} {reprlib.repr(value)} is none of this program's ({', '.join(choices)})")
+    return value
+
+
+def names(name: str, value: Any) -> list[str]:
+    """A list of names."""
+    if not (isinstance(value, list) and all(isinstance(each, str) for each in value)):
+        raise ValueError(f"its {name} are no list of names")
+    return value
+
+
+def classes(name: str, keys: Any, shown: Any) -> Classes:
+    """Classes by the list of their keys, which is called `name`, and the list of what is shown for them."""
+    if len(set(names(name, keys))) < len(keys):
+        raise ValueError(f"its {name} have a name twice")
+    if len(names(f"names to show for the {name}", shown)) != len(keys):
+        raise ValueError(f"it has {len(keys):,} {name}, and {len(shown):,} names to show for them")
+    return list(zip(keys, shown, strict=True))
+
+
+def _within(name: str, value: Any, option: str, types: tuple[type, ...]) -> Any:
+    """A number that an option of this program could have."""
+    is_good, words = LIMITS[option]
+    if type(value) not in types or not is_good(value):
+        raise ValueError(f"its {name} {reprlib.repr(value)} is not {words}")
+    return value

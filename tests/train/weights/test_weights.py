@@ -219,10 +219,15 @@ def test_other_precisions(dtype, state, tmp_path):
     np.testing.assert_array_equal(weight.transpose(0, 3, 1, 2), state["conv1.weight"].astype(dtype), strict=False)
 
 
-def test_names_behind_wrappers(state, tmp_path):
+@pytest.mark.parametrize("form", [".pth", ".safetensors"])
+def test_names_behind_wrappers(form, state, tmp_path):
     """Of torch.compile in DistributedDataParallel."""
+    if form == ".safetensors":
+        pytest.importorskip("safetensors")
     renamed = {f"module._orig_mod.{name}": array for name, array in state.items()}
-    assert weights.read(written(tmp_path / "w.pth", renamed)).num_classes == 5
+    assert weights.read(written(tmp_path / f"w{form}", renamed)).num_classes == 5
+    place = written(tmp_path / f"w{form}", state | {"module.fc.weight": state["fc.weight"] + 1})
+    assert "has fc.weight twice, with and without module. before its name: save the state_dict of" in refused(place)
 
 
 def test_biases_before_a_batch_norm(state, tmp_path, rng):
@@ -237,6 +242,11 @@ def test_biases_before_a_batch_norm(state, tmp_path, rng):
     found = weights.read(written(tmp_path / "w.pth", changed))
     np.testing.assert_allclose(found.trained.aux["stem_bn_moving_mean"], state["bn1.running_mean"], atol=1e-6)
     assert "conv1.bias and 1 more: subtracted from the running means of the BatchNorms behind them" in found.notes
+
+
+def test_biases_of_another_shape(state, tmp_path):
+    place = written(tmp_path / "w.pth", state | {"conv1.bias": np.zeros(3, np.float32)})
+    assert "the nearest is resnet18, whose conv1.bias is (2,) and not (3,): give" in refused(place)
 
 
 def test_a_network_without_classifier(state, tmp_path):
@@ -296,6 +306,22 @@ def test_gluons_networks_compute_the_same(name, form, tmp_path, rng):
     wanted = softmax(zoo(theirs).asnumpy())
     np.testing.assert_allclose(probabilities(trained, ours), wanted, rtol=1e-4)
     assert any("normalises the images once more" in note for note in found.notes) == name.endswith("_v2")
+
+
+@pytest.mark.parametrize("name, change, words", [
+    ("running_var", None, "has but one of features.0's running_mean and running_var: fetch or write it once more"),
+    ("running_mean", None, "has but one of features.0's running_mean and running_var: fetch or write it once more"),
+    ("running_mean", np.zeros(2), "the nearest is resnet18_v2, whose features.0.running_mean is (3,) and not (2,)"),
+])
+def test_a_damaged_norm_of_the_images(name, change, words, tmp_path, rng):
+    file = str(tmp_path / "w.params")
+    zoo_network("resnet18_v2", 4, rng).save_parameters(file)
+    arrays = mx.nd.load(file)
+    del arrays[f"features.0.{name}"]
+    if change is not None:
+        arrays[f"features.0.{name}"] = mx.nd.array(change)
+    mx.nd.save(file, arrays)
+    assert words in refused(file)
 
 
 @pytest.mark.parametrize("name", ["resnet50_v1", "resnet101_v1"])
@@ -374,7 +400,13 @@ def test_another_model_than_asked_for(state, tmp_path):
     ("conv1.weight", lambda array: array.astype(np.float64) * 1e300, "its conv1.weight holds what is no finite number"),
     ("bn1.running_var", lambda array: -array, "its bn1.running_var holds a negative variance"),
     ("fc.weight", lambda array: array.astype(np.int8), "its fc.weight is int8, no floating-point numbers"),
-    ("fc.bias", lambda array: array[:3], "the nearest is resnet18, whose fc.bias is"),
+    ("fc.bias", lambda array: array[:3], "the nearest is resnet18, whose fc.weight and fc.bias have a row for each "
+                                         "class, and not the shapes (5, 16) and (3,): give"),
+    ("fc.bias", lambda array: array[0], "the nearest is resnet18, whose fc.bias is (1000,) and not ()"),
+    ("bn1.num_batches_tracked", lambda array: np.zeros(2, np.int64), "its bn1.num_batches_tracked is no number of"),
+    ("bn1.num_batches_tracked", lambda array: np.array(np.nan), "its bn1.num_batches_tracked is no number of batches"),
+    ("bn1.num_batches_tracked", lambda array: np.array(np.inf), "its bn1.num_batches_tracked is no number of batches"),
+    ("bn1.num_batches_tracked", lambda array: -1 - array, "its bn1.num_batches_tracked is no number of batches"),
 ])
 def test_arrays_that_no_network_can_use(name, change, words, state, tmp_path):
     state[name] = change(state[name])
@@ -400,6 +432,84 @@ def test_truncated_files(state, tmp_path, rng):
         for part in rng.integers(1, len(content), 8):
             file.write_bytes(content[:part])
             assert "fetch or write it once more" in refused(str(file))
+
+
+@pytest.mark.parametrize("place", [16, 18, 22, 24, 32, 36, 47])
+def test_a_changed_byte_of_mxnets_file(place, tmp_path):
+    """Of the number of arrays (16 to 23), or of the first one's head and shape: there MXNet fails, or takes memory."""
+    file = tmp_path / "w.params"
+    mx.nd.save(str(file), {"a": mx.nd.ones((2, 3)), "b": mx.nd.ones(4)})
+    content = bytearray(file.read_bytes())
+    content[place] ^= 0xFF
+    file.write_bytes(content)
+    assert "is no complete parameter file of MXNet: fetch or write it once more" in refused(str(file))
+
+
+@pytest.mark.parametrize("name", ["a.json", "a-symbol.json", "model"])
+def test_files_of_no_known_ending(name, tmp_path):
+    (tmp_path / name).write_text("{}")
+    place = str(tmp_path / name)
+    assert refused(place).endswith(
+        "is no file that weights are read from: give a run folder, a checkpoint, or a file that ends in .pth, .pt, "
+        ".bin, .tar, .safetensors, .params, .onnx")
+    with pytest.raises(TrainError, match="is no file that weights are read from"):
+        weights.load(place)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory) -> Path:
+    """An ONNX export."""
+    pytest.importorskip("onnxruntime")
+    folder = tmp_path_factory.mktemp("onnx")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resnet, "FIRST_WIDTH", WIDTH)
+        made = random_network("resnet18", 3, np.random.default_rng(0))
+        run_export("--checkpoint", saved(made, folder), "--onnx", folder / "w.onnx")
+    return folder / "w.onnx"
+
+
+@pytest.mark.parametrize("about, words", [
+    ({"resize_shorter": "0"}, "its resize_shorter 0 is not at least its center_crop, 40"),
+    ({"resize_shorter": "1" + 400 * "0"}, "its center_crop / resize_shorter 0.0 is not from 0.1 to 1"),
+    ({"center_crop": "-5"}, "its center_crop -5 is not from 32 to 8192"),
+    ({"center_crop": "large"}, "its center_crop is no JSON"),
+    ({"mean": '["a", "b", "c"]'}, "its mean ['a', 'b', 'c'] is not three numbers from 0 to 255"),
+    ({"mean": "[1, 2]"}, "its mean [1, 2] is not three numbers"),
+    ({"mean": "1"}, "its mean 1 is not three numbers"),
+    ({"std": "[0, 1, 1]"}, "its std [0, 1, 1] is not three numbers from 0.1 to 1000"),
+    ({"interpolation": "lanczos"}, "its interpolation 'lanczos' is none of this program's (bilinear, bicubic)"),
+    ({"loss": "hinge"}, "its loss 'hinge' is none of this program's (softmax, bce)"),
+    ({"model": "evil"}, "its model 'evil' is none of this program's (resnet18, "),
+    ({"class_keys": '["a", "a", "b"]'}, "its class_keys have a name twice"),
+    ({"class_keys": "[[], {}, 1]"}, "its class_keys are no list of names"),
+    ({"class_names": '["a", "b"]'}, "it has 3 class_keys, and 2 names to show for them"),
+    ({"class_names": None}, "it does not say its class_names"),
+    ({"batch_norms": 100_000 * "["}, "its batch_norms is no JSON, maximum recursion depth"),
+    ({"batch_norms": "{}"}, "its batch_norms have no stem_bn"),
+    ({"batch_norms": "3"}, "is no complete ONNX file ("),
+])
+def test_onnx_metadata_that_cannot_be(about, words, exported, tmp_path):
+    onnx = pytest.importorskip("onnx")
+    model = onnx.load(exported)
+    known = {entry.key: entry.value for entry in model.metadata_props} | about
+    onnx.helper.set_model_props(model, {key: value for key, value in known.items() if value is not None})
+    onnx.save(model, tmp_path / "w.onnx")
+    text = refused(str(tmp_path / "w.onnx"))
+    assert words in text and text.endswith(": write it once more")
+
+
+@pytest.mark.parametrize("name", ["stem_conv_weight", "stem_conv_bias"])
+def test_onnx_without_its_numbers(name, exported, tmp_path):
+    onnx = pytest.importorskip("onnx")
+    model = onnx.load(exported)
+    (tensor,) = (each for each in model.graph.initializer if each.name == name)
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value="/etc/passwd")
+    (tmp_path / "w.onnx").write_bytes(model.SerializeToString())
+    assert "is no complete ONNX file (its numbers are in another file)" in refused(str(tmp_path / "w.onnx"))
+    model.graph.initializer.remove(tensor)
+    onnx.save(model, tmp_path / "w.onnx")
+    assert f"is no complete ONNX file (it has no {name}): write it once more" in refused(str(tmp_path / "w.onnx"))
 
 
 def test_foreign_onnx(tmp_path):
@@ -460,15 +570,26 @@ def test_blue_green_red(state, tmp_path):
 
 @pytest.mark.parametrize("record, words", [
     ({"architecture": "resnetblur18"}, "holds a resnet18, and "),
-    ({"pretrained_cfg": {"input_size": [1, 64, 64]}}, "no images of 1 x 64 x 64"),
-    ({"pretrained_cfg": {"input_size": [3, 8, 8]}}, "no images of 3 x 8 x 8"),
-    ({"pretrained_cfg": {"input_size": "large"}}, "correct or remove it"),
+    ({"pretrained_cfg": {"input_size": [1, 64, 64]}}, "no images of [1, 64, 64] (input_size)"),
+    ({"pretrained_cfg": {"input_size": [3, 8, 8]}}, "its input_size 8 is not from 32 to 8192"),
+    ({"pretrained_cfg": {"input_size": "large"}}, "its input_size 'large' is not from 32 to 8192: correct or"),
+    ({"pretrained_cfg": {"input_size": [3, 10**30, 10**30]}}, "is not from 32 to 8192"),
+    ({"pretrained_cfg": {"crop_pct": 1e-310}}, "its crop_pct 1e-310 is not from 0.1 to 1"),
+    ({"pretrained_cfg": {"crop_pct": "all"}}, "its crop_pct 'all' is not from 0.1 to 1"),
+    ({"pretrained_cfg": {"mean": [10**400, 0, 0]}}, "times 255 is not three numbers from 0 to 255"),
+    ({"pretrained_cfg": {"mean": 0.5}}, "its mean 0.5 times 255 is not three numbers"),
+    ({"pretrained_cfg": {"std": ["a", "b", "c"]}}, "its std ['a', 'b', 'c'] times 255 is not three numbers"),
+    ({"pretrained_cfg": {}, "loss": "hinge"}, "its loss 'hinge' is none of this program's (softmax, bce)"),
+    ({"pretrained_cfg": {}, "architecture": ["resnet18"]}, "its architecture ['resnet18'] is no name"),
+    ({"pretrained_cfg": {}, "label_names": [[], {}]}, "its label_names are no list of names"),
+    ({"pretrained_cfg": {}, "label_names": ["a"], "label_descriptions": [1]}, "label_descriptions are no dictionary"),
+    ({"pretrained_cfg": {}, "label_names": ["a"], "label_descriptions": {"a": 1}}, "names to show for the label"),
     ({"pretrained_cfg": {"crop_pct": 1.5}}, "crop_pct 1.5"),
     ({"pretrained_cfg": {"interpolation": "lanczos"}}, "interpolation 'lanczos' is none of this program's"),
     ({"pretrained_cfg": {"crop_mode": "squash"}}, "crop_mode 'squash' is none of this program's"),
-    ({"pretrained_cfg": {"mean": [0.5]}}, "mean and std are not three numbers"),
+    ({"pretrained_cfg": {"mean": [0.5]}}, "its mean [0.5] times 255 is not three numbers"),
     ({"pretrained_cfg": {}, "model_args": {"norm_eps": 1e-3}}, "model_args {'norm_eps': 0.001} change the network"),
-    ({"pretrained_cfg": {"std": [0, 1, 1]}}, "mean and std are not three numbers"),
+    ({"pretrained_cfg": {"std": [0, 1, 1]}}, "its std [0, 1, 1] times 255 is not three numbers"),
     ({"pretrained_cfg": {}, "label_names": ["a", "a", "b", "c", "d"]}, "a name twice"),
     ({"pretrained_cfg": {}, "label_names": list("abc")}, "has 5 classes, and the list of their names beside it 3"),
 ])
@@ -481,9 +602,17 @@ def test_records_that_cannot_be(record, words, state, tmp_path):
 
 def test_a_record_that_is_no_json(state, tmp_path):
     written(tmp_path / "w.pth", state)
-    (tmp_path / "w.json").write_text("{")
-    with pytest.raises(TrainError, match=r"w\.json, which says how images are prepared .* is no JSON"):
-        weights.read(str(tmp_path / "w.pth"))
+    for text in ("{", 100_000 * "["):
+        (tmp_path / "w.json").write_text(text)
+        with pytest.raises(TrainError, match=r"w\.json, which says how images are prepared .* is no JSON"):
+            weights.read(str(tmp_path / "w.pth"))
+
+
+def test_null_in_a_record_says_nothing(state, tmp_path):
+    """As in timm."""
+    place = written(tmp_path / "w.pth", state, pretrained_cfg=dict.fromkeys([*CFG, "color_order", "crop_mode"]))
+    config = weights.read(place).trained.config
+    assert (config.image_size, config.val_crop_fraction, config.mean, config.std) == (224, 0.875, MEAN, STD)
 
 
 # --- classes ---
