@@ -445,6 +445,17 @@ def test_a_changed_byte_of_mxnets_file(place, tmp_path):
     assert "is no complete parameter file of MXNet: fetch or write it once more" in refused(str(file))
 
 
+def test_what_mxnet_finds_late(tmp_path, monkeypatch):
+    """It works behind the program, so that what it says of a file may come with the numbers."""
+    def fail(array: mx.nd.NDArray) -> None:
+        raise mx.MXNetError("a stack trace\nof many lines")
+
+    file = tmp_path / "w.params"
+    mx.nd.save(str(file), {"a": mx.nd.ones((2, 3))})
+    monkeypatch.setattr(mx.nd.NDArray, "asnumpy", fail)
+    assert "is no complete parameter file of MXNet: fetch or write it once more" in refused(str(file))
+
+
 @pytest.mark.parametrize("name", ["a.json", "a-symbol.json", "model"])
 def test_files_of_no_known_ending(name, tmp_path):
     (tmp_path / name).write_text("{}")
