@@ -145,8 +145,8 @@ def without_prefixes(path: Path, arrays: Mapping[str, np.ndarray]) -> dict[str, 
     for name, array in arrays.items():
         short = _PREFIX.sub("", name)
         if short in found:
-            raise TrainError(f"{path} has {short} twice, with and without {name.removesuffix(short)} before its name: "
-                             "save the state_dict of one network")
+            raise TrainError(f"{path} has {short} twice, but for module. or _orig_mod. before its name: save the "
+                             "state_dict of one network")
         found[short] = array
     return found
 
