@@ -149,8 +149,8 @@ def configure(values: Mapping[str, Any], default: Config) -> Config:
             and min(config.decay_epochs) >= config.epochs):
         raise TrainError(f"--decay-epochs {shown(config.decay_epochs)} is beyond the run of {config.epochs} epochs, "
                          "whose learning rate would never fall; lower it")
-    if (not given.isdisjoint(("first_image_size", "resize_epochs", "epochs")) and config.first_image_size
-            and config.resize_epochs[0] >= config.epochs):
+    if (not given.isdisjoint(("first_image_size", "resize_epochs")) and config.first_image_size
+            and config.resize_epochs[0] >= config.epochs):  # a preset may be tried for fewer
         raise TrainError(f"--resize-epochs {shown(config.resize_epochs)} is beyond the run of {config.epochs} epochs, "
                          f"whose images would all have the {config.first_image_size} pixels of --first-image-size; "
                          "lower it")

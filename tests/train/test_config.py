@@ -145,8 +145,6 @@ MISTAKES = {
     "--epochs 3 --schedule step":
         "--decay-epochs 30.0 60.0 80.0 is beyond the run of 3 epochs, whose learning rate would never fall; lower it",
     "--epochs 3 --schedule step --decay-epochs 3": "--decay-epochs 3.0 is beyond the run of 3 epochs",
-    "--epochs 3 --config resnet50_ffcv_16ep":
-        "--resize-epochs 11.0 13.0 is beyond the run of 3 epochs, whose images would all have the 160 pixels of --",
     "--image-size 64 --first-image-size 32 --epochs 3 --resize-epochs 3 4":
         "--resize-epochs 3.0 4.0 is beyond the run of 3 epochs, whose images would all have the 32 pixels of --first",
     "--epochs 2 --warmup-epochs 3": "--warmup-epochs 3 is longer than the run of 2 epochs",
