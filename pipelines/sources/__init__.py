@@ -15,7 +15,7 @@ from typing import NamedTuple
 from common.imagenet import in_words
 from pipelines.errors import DataError
 from pipelines.sources import cifar, folders, records, shards
-from pipelines.sources.base import Chosen, Classes, Source, class_list, read_classes
+from pipelines.sources.base import Chosen, Classes, Source, class_list, place_of, read_classes
 from pipelines.sources.cifar import CifarSource
 from pipelines.sources.folders import FileSource
 from pipelines.sources.records import RecordSource
@@ -79,8 +79,7 @@ class Location(NamedTuple):
 
     @property
     def path(self) -> Path:
-        """The file, or the folder that several lie in."""
-        return self.files[0] if len(self.files) == 1 else self.files[0].parent
+        return place_of(self.files)
 
 
 def open_source(data: str | Path, split: str, num_classes: int | None = None, val_split: float = 0.0) -> Source:
@@ -165,10 +164,10 @@ def _check_val_split(data: str | Path, val_split: float) -> None:
 def _find(path: Path, split: str) -> Location | None:
     """Where the first format that has a split has it. Images without splits, which a format finds for both, are not
     taken for one where a format before has the other alone: they may hold its images."""
-    has_other = False
+    other, before = _OTHER[split], list[Format]()
     for name, entry in FORMATS.items():
-        files, others = entry.find(path, split), entry.find(path, _OTHER[split])
-        if files and not (has_other and files == others):
+        files = entry.find(path, split)
+        if files and not (files == entry.find(path, other) and any(format.find(path, other) for format in before)):
             return Location(name, files)
-        has_other |= bool(others)
+        before.append(entry)
     return None

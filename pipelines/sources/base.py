@@ -105,6 +105,11 @@ class Chosen(Source):
         self.source.read_ahead(self.indices[i] for i in indices)
 
 
+def place_of(files: Sequence[Path]) -> Path:
+    """The file, or the folder that several lie in."""
+    return files[0] if len(files) == 1 else files[0].parent
+
+
 def check_label(label: float, where: str) -> None:
     """Raise DataError for what is no class number of any data set."""
     if not 0 <= label < MAX_CLASSES:

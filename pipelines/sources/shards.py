@@ -25,7 +25,7 @@ from common.disk_cache import Cache
 from pipelines.errors import DataError
 from pipelines.files import MappedFile
 from pipelines.progress import map_in_order
-from pipelines.sources.base import Source, read_classes
+from pipelines.sources.base import Source, place_of, read_classes
 from pipelines.sources.folders import some
 
 SPLIT_NAMES = {"train": "train", "val": "val(?:id(?:ation)?)?"}
@@ -46,7 +46,7 @@ class ShardSource(Source):
     INDEX_VERSION = 2  # to be raised when `scan` comes to find something else
 
     def __init__(self, files: list[Path], num_classes: int | None = None) -> None:
-        self.path = files[0].parent if len(files) > 1 else files[0]
+        self.path = place_of(files)
         self.files = files
         self._file, self._offset, self._size, self._label = self._index()
         self._label = self.count_from_zero(self._label)

@@ -34,6 +34,7 @@ from train.reporting import gpu_comparison, gpu_report
 # Each is a module of train/gpu_report; its part of --minutes. Inference, which chooses kernels for each batch size and
 # precision and so has no end in ten minutes, has what the others leave.
 SECTIONS = {"kernels": 0.2, "recurrent": 0.1, "cost": 0.1, "training": 0.45, "inference": 0.15}
+OF_COST = ("data", *cost.COUNTED_BY)  # options of that section alone
 FOLDER, COMPARISON_FOLDER = Path("runs/gpu_report"), Path("runs/gpu_comparison")
 
 
@@ -44,7 +45,7 @@ def main(values: Mapping[str, Any]) -> None:
     if wanted.compare:
         _compare(wanted, values)
         return
-    for name in ("data", "target_accuracy", "price_per_hour"):
+    for name in OF_COST:
         if name in values and "cost" not in wanted.sections:
             raise TrainError(f"{option_name(name)} is for the section cost, which is not measured: leave it out, or "
                              "add cost to --sections")
@@ -61,7 +62,7 @@ def main(values: Mapping[str, Any]) -> None:
 def _measure(wanted: GpuReportOptions, values: Mapping[str, Any], placement: Placement, folder: Path) -> None:
     """Go on with the report in the folder, or begin it."""
     # From the run that there is, with what was given before and is not given now.
-    counts_cost_again = not {"data", "target_accuracy", "price_per_hour"}.isdisjoint(values)
+    counts_cost_again = not values.keys().isdisjoint(OF_COST)
     report, done = _begun(folder, placement, set(wanted.sections), counts_cost_again)
     if counts_cost_again and "cost" in report.sections:
         before = cost.given_before(folder, report.sections["cost"])

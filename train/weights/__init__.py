@@ -59,7 +59,6 @@ def read(place: str, model: str = "") -> Weights:
     """
     path = Path(place)
     if not _is_of_others(path):
-        _check_ending(path)
         return _own(place, model)
     if not path.stat().st_size:
         raise TrainError(f"{path} is empty: fetch or write it once more")
@@ -84,8 +83,7 @@ def load(place: str, quiet: bool = False) -> Checkpoint:
     """The network to validate, predict with or export. What `read` has to say about a file of another program goes to
     stderr, unless `quiet`. Raises UserError."""
     if not _is_of_others(Path(place)):
-        _check_ending(Path(place))
-        return checkpoint.load_trained(place)
+        return _own_checkpoint(place)
     weights = read(place)
     if not weights.num_classes:
         raise TrainError(f"{place} has no classifier: train one from it with --weights")
@@ -120,16 +118,19 @@ def _is_of_others(path: Path) -> bool:
     return path.suffix.lower() in files.READERS and path.is_file()
 
 
-def _check_ending(path: Path) -> None:
-    """Raise TrainError for a file that is neither of others nor a checkpoint, which is a zip."""
+def _own_checkpoint(place: str) -> Checkpoint:
+    """Of this program's own runs. Raises UserError, also for a file that is neither of others nor a checkpoint, which
+    is a zip."""
+    path = Path(place)
     if path.suffix.lower() != ".npz" and path.is_file() and not zipfile.is_zipfile(path):
         raise TrainError(f"{path} is no file that weights are read from: give a run folder, a checkpoint, or a file "
                          f"that ends in {', '.join(files.READERS)}")
+    return checkpoint.load_trained(place)
 
 
 def _own(place: str, model: str) -> Weights:
     """Of this program's own runs."""
-    trained = checkpoint.load_trained(place)
+    trained = _own_checkpoint(place)
     if model and model != trained.config.model:
         raise TrainError(f"{place} holds a {trained.config.model}, and this run has --model {model}: give weights of "
                          f"that one, or --model {trained.config.model}")

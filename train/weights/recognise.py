@@ -159,10 +159,10 @@ class _Candidate:
         return sum(self._fits(name, arrays) for name in there & here) / len(there | here)
 
     def _is_spare(self, name: str) -> bool:
-        return name.rpartition(".")[2] == COUNTER or name in self.spare
+        return _is_counter(name) or name in self.spare
 
     def _fits(self, name: str, arrays: Mapping[str, np.ndarray]) -> bool:
-        if name.rpartition(".")[2] == COUNTER:
+        if _is_counter(name):
             return True
         if name not in self.classifier:
             return arrays[name].shape == (self.wanted | self.spare)[name]
@@ -228,7 +228,7 @@ class _Candidate:
                                  "once more")
             record = _with_norm(record, statistics)
             notes.append(f"{images}: normalises the images once more; now a part of their mean and standard deviation")
-        counters = [int(array.item()) for name, array in arrays.items() if name.endswith(COUNTER)]
+        counters = [int(array.item()) for name, array in arrays.items() if _is_counter(name)]
         if counters:
             notes.append(f"{COUNTER} of {len(counters)} BatchNorms: nothing depends on them")
         return Found(self.model, library, params, aux, self.classifier[0], record, len(arrays),
@@ -244,9 +244,13 @@ def _oihw(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (shape[0], shape[3], *shape[1:3]) if len(shape) == 4 else shape
 
 
+def _is_counter(name: str) -> bool:
+    return name.rpartition(".")[2] == COUNTER
+
+
 def _check(path: Path, name: str, array: np.ndarray) -> None:
     """Raises TrainError where a network cannot compute with an array."""
-    if name.endswith(COUNTER):
+    if _is_counter(name):
         if array.size != 1 or not 0 <= array.item() < 2**63:
             raise TrainError(f"{path} cannot be used: its {name} is no number of batches; fetch or write it once more")
         return
