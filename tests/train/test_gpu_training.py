@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from common.errors import ProgramError
@@ -90,7 +91,7 @@ def test_all_networks_and_precisions(bench, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.alone
 def test_memory_that_nobody_uses_is_given_back(tmp_path):
-    mx.nd.zeros(2**27, mx.gpu(0)).wait_to_read()  # 512 MiB
+    mx.nd.array(np.zeros(2**27, np.float32), mx.gpu(0)).wait_to_read()  # 512 MiB
     kept, _ = mx.context.gpu_memory_info(0)
     Bench(Placement("cuda", "gpu(0)", ""), "some GPU", tmp_path, 1.0).free_memory()
     free, _ = mx.context.gpu_memory_info(0)

@@ -84,7 +84,8 @@ class Bench:
         if self.on_gpu:
             gc.collect()  # executors are in cycles
             gpu = mx.gpu(0)
-            mx.nd.zeros(1, gpu).wait_to_read()  # it refuses to free on a device that it has not used yet
+            # It refuses to free on a device that it has not used yet. A copy, as for kernels it may be too old.
+            mx.nd.array([0.0], gpu).wait_to_read()
             gpu.empty_cache()
 
     def has(self, what: str, size: str, precision: str) -> bool:

@@ -7,12 +7,14 @@ is NaN in the readings, and named in `problem`.
 from __future__ import annotations
 
 import importlib
+import math
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 SAMPLE_SECONDS = 0.2  # NVML's own counters move about every 0.1 s
+METERED_SECONDS = 1.0  # the least that the energy meter, which moves as often, tells anything of
 # nvml.h: nvmlClocksEventReasonSwPowerCap and nvmlClocksEventReasonHwPowerBrakeSlowdown
 POWER_REASONS = 0x4 | 0x80
 
@@ -82,11 +84,12 @@ class GpuMonitor:
             samples, self._samples = self._samples, self._samples[-1:]
         if len(samples) > 1:
             first, last = samples[0], samples[-1]
-            # The GPU's own meter misses nothing between two samples.
-            metered = (last.joules - first.joules) / max(last.seconds - first.seconds, 1e-9)
             means = GpuReadings(*(sum(values) / len(values) for values in
                                   zip(*(sample.readings for sample in samples[1:]), strict=True)))
-            self._last = means._replace(power=metered if metered == metered else means.power)
+            # The GPU's own meter misses nothing between two samples.
+            joules, seconds = last.joules - first.joules, last.seconds - first.seconds
+            is_metered = not math.isnan(joules) and seconds >= METERED_SECONDS
+            self._last = means._replace(power=joules / seconds) if is_metered else means
         return self._last
 
     def sample(self) -> None:

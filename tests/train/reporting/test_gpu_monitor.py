@@ -76,6 +76,9 @@ def test_means_since_the_last_call() -> None:
     nvml.advance(2.0, 50.0)
     made.sample()
     assert made.take().power == pytest.approx(50.0)
+    nvml.seconds += 0.06  # too short for the meter to have moved
+    made.sample()
+    assert made.take().power == 50.0
     assert made.problem == ""
 
 
