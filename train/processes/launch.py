@@ -157,8 +157,10 @@ def _wait(processes: Processes) -> int:
     deadline = float("inf")
     while time.monotonic() < deadline:
         running = processes.running
-        failed += [worker for worker in processes.all if worker.process.returncode and worker not in failed
-                   and worker.process.returncode not in STOPPED and not processes.has_done_its_part(worker)]
+        seen = [worker for worker in processes.all if worker.process.returncode and worker not in failed
+                and worker.process.returncode not in STOPPED and not processes.has_done_its_part(worker)]
+        # The loss of one that was killed may crash another within the same look: MXNet notes errors without a lock.
+        failed += sorted(seen, key=lambda worker: worker.process.returncode != -signal.SIGKILL)
         if (failed or processes.must_end) and deadline == float("inf"):
             deadline = time.monotonic() + GRACE_SECONDS
         if not running:

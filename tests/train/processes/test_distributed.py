@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -228,6 +229,27 @@ def test_process_that_dies_ends_the_others():
         time.sleep(10_000)
     """
     assert run_processes(script).returncode == 7
+
+
+@needs_horovod
+def test_who_was_killed_is_named_and_not_who_crashed_because_of_it():
+    """Though the launcher sees both at once, and the other one first."""
+    script = """
+        import os, signal
+        from pathlib import Path
+        from train.processes.distributed import Workers
+
+        pids = Workers().gather(os.getpid())
+        if pids[1] == os.getpid():
+            os.kill(os.getpid(), signal.SIGKILL)
+        while Path(f"/proc/{pids[1]}/stat").exists() and ") Z" not in Path(f"/proc/{pids[1]}/stat").read_text():
+            pass
+        os.kill(os.getpid(), signal.SIGABRT)
+    """
+    done = run_processes(script)
+    assert done.returncode == 128 + signal.SIGKILL, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error: process 1 (") and "was killed by SIGKILL" in last
 
 
 def test_single_process_does_not_import_horovod():
