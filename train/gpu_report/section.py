@@ -84,7 +84,8 @@ class Bench:
         if self.on_gpu:
             gc.collect()  # executors are in cycles
             gpu = mx.gpu(0)
-            # It refuses to free on a device that it has not used yet. A copy, as for kernels it may be too old.
+            # It refuses to free on a device that it has not used yet. A copy uses it without a kernel, of which MXNet
+            # has none for newer GPUs.
             mx.nd.array([0.0], gpu).wait_to_read()
             gpu.empty_cache()
 
