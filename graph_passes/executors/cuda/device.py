@@ -301,25 +301,28 @@ class Gpu:
     @contextlib.contextmanager
     def timer(self, enqueue: Callable[[], None], launches: int) -> Iterator[Callable[[], float]]:
         """What replays `launches` of what `enqueue` does, captured in one CUDA graph, and returns the milliseconds of
-        one of them. A graph, because enqueueing from Python takes longer than many kernels run."""
-        def enqueue_all() -> None:
-            for _ in range(launches):
-                enqueue()
-
-        executable = self.capture(enqueue_all)
+        one of them. A graph, because enqueueing from Python takes longer than many kernels run; with the events in it,
+        so that the time the host takes to launch it does not count."""
         start, end = self.timing_event(), self.timing_event()
 
+        def enqueue_all() -> None:
+            self.record_in_graph(start)
+            for _ in range(launches):
+                enqueue()
+            self.record_in_graph(end)
+
         def sample() -> float:
-            self.record(start)
             self.replay(executable)
-            self.record(end)
             self.synchronize()
             return self.elapsed_ms(start, end) / launches
 
         try:
-            yield sample
+            executable = self.capture(enqueue_all)
+            try:
+                yield sample
+            finally:
+                self.destroy(executable)
         finally:
-            self.destroy(executable)
             for event in (start, end):
                 self.check(self._driver.cuEventDestroy(event))
 
