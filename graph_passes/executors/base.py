@@ -84,8 +84,8 @@ class Executor(ABC):
     """Runs one graph on one device.
 
     Made for one batch size; images may come in another height and width than it was made with: the network is built for
-    the new size when a batch of it is first seen, on the same parameters. Training and inference may differ in size;
-    each keeps what it was built for last.
+    the new size when a batch of it is first seen, on the same parameters, or when `prepare_inference` names it.
+    Training and inference may differ in size; each keeps what it was built for last.
 
     `params`, `aux` (running statistics) and `grads` (of the latest backward pass, or the sum of several; none of what
     is `frozen`) are live arrays by variable name, in this executor's own layout; the canonical layout of a
@@ -193,6 +193,13 @@ class Executor(ABC):
         """One training pass over a batch: gradients of the mean loss in `grads` (added to what is there if
         `accumulate`), running statistics in `aux`, metrics. Asynchronous where the device is.
         """
+
+    def prepare_inference(self, image_size: tuple[int, int]) -> None:
+        """Build the network for the inference of whole batches of images of this height and width, where the first of
+        them would wait for that: on a GPU that has no kernels chosen for it yet, some seconds. Raises GraphError for a
+        size that the network does not take, and where memory does not suffice."""
+        images, _, _, channels = self.input_shapes["data"]
+        self.check_input("data", (images, *image_size, channels))
 
     @abstractmethod
     def infer(self, data: Any, label: Any = None, num_valid: int = 0) -> None:

@@ -9,13 +9,14 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from common.mxnet_compat import mx
-from graph_passes import Graph
+from graph_passes import Graph, GraphError
 from graph_passes.executors import create_executor
 from graph_passes.executors.mxnet import MXNetExecutor
 from graph_passes.optimizers import ArrayOptimizer
@@ -87,6 +88,34 @@ def test_no_step_is_longer_than_an_epoch(run_train, tiny_options, tmp_path):
                               "epoch: lower it\n")
     code, _, err = run_train("--output", tmp_path / "whole", *options, "--accumulate", "6")
     assert code == 0, err
+
+
+def test_validation_is_prepared_before_the_first_step(run_train, tiny_options, tmp_path, monkeypatch):
+    """For its own size of images, where there is one. What fails in it fails before anything is written."""
+    asked: list[Any] = []
+    prepare, train = MXNetExecutor.prepare_inference, MXNetExecutor.forward_backward
+
+    def prepared(self, image_size):
+        asked.append(image_size)
+        prepare(self, image_size)
+
+    def trained(self, *arguments, **options):
+        asked.append("step")
+        train(self, *arguments, **options)
+
+    monkeypatch.setattr(MXNetExecutor, "prepare_inference", prepared)
+    monkeypatch.setattr(MXNetExecutor, "forward_backward", trained)
+    options = [*tiny_options, "--max-steps", "1", "--val-image-size", "48"]
+    assert run_train("--output", tmp_path / "validated", *options)[0] == 0
+    assert run_train("--output", tmp_path / "not_validated", *options, "--validate-every", "0")[0] == 0
+    assert asked == [(48, 48), "step", "step"]
+
+    def too_large(self, image_size):
+        raise GraphError("the GPU has no memory left")
+
+    monkeypatch.setattr(MXNetExecutor, "prepare_inference", too_large)
+    code, _, err = run_train("--output", tmp_path / "failed", *options)
+    assert (code, err) == (2, "error: the GPU has no memory left\n") and not (tmp_path / "failed").exists()
 
 
 def test_skipped_validation_images_are_named_once(run_train, tiny_data, tiny_options, tmp_path):

@@ -149,6 +149,8 @@ def open_trainer(
                 image_size = train_loader.config.size_in(start.progress.epoch if start else 0)
                 executor = build_executor(config, num_classes, image_size, placement, initial, not workers.alone,
                                           bn_group, largest_size, class_weights(config, train_loader))
+            if val_loader:  # what fails in it fails here, and no step waits for it
+                executor.prepare_inference((config.inference_image_size,) * 2)
         if fit_machine and placement.device.startswith("cpu"):  # any GPU trains all of its epochs in seconds
             config = demonstration.fit(config, executor, train_loader.num_images, workers)
         with workers.agreement():

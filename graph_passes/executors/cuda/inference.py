@@ -28,9 +28,8 @@ class Inference:
         self.latest: CompiledGraph | None = None  # what has run
         self.image_size = tuple(shapes["data"][1:3])
 
-    def run(self, num_images: int, persistent: Persistent, batch: int = 0) -> None:
-        """Probabilities and metrics of the first `num_images` images in `persistent`, or at the address `batch`.
-        Asynchronous, but for the first time that images are so many or so large."""
+    def prepare(self, num_images: int, persistent: Persistent) -> None:
+        """Compile for so many images in `persistent`, of the size that they have there, where that is not done yet."""
         image_size = persistent.data.shape[1:3]
         if image_size != self.image_size:
             for compiled in self._compiled.values():
@@ -39,6 +38,10 @@ class Inference:
             self.image_size = image_size
         if num_images not in self._compiled:
             self._compiled[num_images] = self._compile(num_images, persistent)
+
+    def run(self, num_images: int, batch: int = 0) -> None:
+        """Probabilities and metrics of the first so many images in what was given to `prepare`, for as many; or of
+        those at the address `batch`. Asynchronous."""
         self.latest = self._compiled[num_images]
         self.latest.replay(batch=batch)
 

@@ -176,11 +176,22 @@ class Network:
         `num_images`: of a batch smaller than the one that it was made for. `batch`: what `take` answered; 0 for the
         batch that is loaded. Asynchronous, but for the first time that images are so many or so large.
         """
+        num_images = num_images or self._shapes["data"][0]
+        self._prepared(num_images).run(num_images, batch)
+
+    def prepare_inference(self, image_size: tuple[int, int]) -> None:
+        """Compile for whole batches of images of this size, for which the first `infer` would wait otherwise."""
+        self._select_input(image_size)
+        self._prepared(self._shapes["data"][0])
+
+    def _prepared(self, num_images: int) -> Inference:
+        """Compiled for so many images of the size that is loaded."""
         inference = self._ready_inference()
         size_before = inference.image_size
-        inference.run(num_images or self._shapes["data"][0], self.persistent, batch)
+        inference.prepare(num_images, self.persistent)
         if inference.image_size != size_before:
             self._free_inputs()
+        return inference
 
     def _ready_inference(self) -> Inference:
         """With the parameters as they are now."""

@@ -78,6 +78,11 @@ class OnMXNet(Executor):
         self._answer_by(self._gate([answer], is_seen=False))
         return answer
 
+    def prepare_inference(self, image_size: tuple[int, int]) -> None:
+        super().prepare_inference(image_size)
+        self._wait_for_mxnet()
+        self._step.prepare_inference(image_size)
+
     def infer(self, data: Array, label: Array | None = None, num_valid: int = 0) -> None:
         """As `Executor` has it. The batch may be smaller than the one that the executor was made for."""
         self._wait_for_mxnet()

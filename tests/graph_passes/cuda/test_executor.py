@@ -278,6 +278,8 @@ def test_validation_between_steps_changes_no_bit_of_training(tmp_path: Path, mon
                                    num_buckets=3)
         assert isinstance(executor, CudaExecutor)
         executor.set_params(*random_state(graph, SHAPES, seed=1))
+        if validates:
+            executor.prepare_inference((33, 31))
         requests, answers = [], []
         for (data, label), (other_data, other_label) in zip(trained, validated, strict=True):
             executor.forward_backward(mx.nd.array(data), mx.nd.array(label))

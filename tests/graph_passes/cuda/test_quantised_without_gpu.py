@@ -403,6 +403,35 @@ def test_a_batch_that_is_copied(kept: Kept, least: int, tmp_path: Path, rng: np.
     assert copies == [512, 1024]
 
 
+@pytest.mark.usefixtures("event")
+@pytest.mark.parametrize("is_int8", [False, True])
+def test_inference_prepared_for_a_size_compiles_nothing(is_int8: bool, rng: np.random.Generator,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does training, which has a size of its own, when it comes between."""
+    case = quantised("resnet18", 4, 32, rng)
+    executor = (QuantisedCudaExecutor(case.network, case.shapes, case.scales, case.kept, case.params) if is_int8 else
+                CudaExecutor(case.network, case.shapes))
+    training, larger, label = mx.nd.zeros((4, 32, 32, 3)), mx.nd.zeros((4, 64, 32, 3)), mx.nd.zeros(4)
+    executor.prepare_inference((64, 32))
+    compile_anew = compiled.CompiledGraph.__init__
+    compiled_for: list[tuple[int, ...]] = []
+
+    def counted(self: Any, passes: Any, shapes: Any, *others: Any) -> None:
+        compiled_for.append(tuple(shapes["data"]))
+        compile_anew(self, passes, shapes, *others)
+
+    monkeypatch.setattr(compiled.CompiledGraph, "__init__", counted)
+    if isinstance(executor, CudaExecutor):
+        executor.forward_backward(training, label)
+        executor.update(0.1)
+    executor.infer(larger, label, 4)
+    executor.prepare_inference((64, 32))
+    assert not compiled_for
+    executor.infer(larger[:3], label[:3], 3)
+    assert compiled_for == [(3, 64, 32, 3)]
+    executor.close()
+
+
 def test_executors_go_through_mxnet_arrays(rng: np.random.Generator, event: SimpleNamespace) -> None:
     """Both of them take batches and give answers, metrics and an end, and nothing is computed."""
     case = quantised("resnet18", 4, 32, rng)
