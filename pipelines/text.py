@@ -109,8 +109,9 @@ class TextLoader(Loader):
         # Behind each word there is one more, the last one's answer; and in training up to `steps` before the first.
         batches = (len(tokens) // lines - 1) // steps - (config.split == "train")
         if batches < 1:
-            raise DataError(f"{config.data}: {len(tokens):,} words of the split {config.split} are too few for {lines} "
-                            f"sequences of {steps} steps: give a longer text, or fewer sequences or steps")
+            raise DataError(f"{config.data}: the split {config.split} has {len(tokens):,} of its words (the end of a "
+                            f"line is one, too), too few for {lines} sequences of {steps} steps: give a longer text, "
+                            "or fewer sequences or steps")
         super().__init__(config, shard, batches * lines * steps, [(word, word) for word in words])
         length = len(tokens) // lines
         own = slice(shard[0] * self._sequences, (shard[0] + 1) * self._sequences)

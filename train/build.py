@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +37,9 @@ from train.schedule import image_sizes
 # What MXNet's memory for a training step on the CPU is, relative to our planner's for the same graph: 1.17 for each
 # further image of 224 pixels in ResNet-50 (batch 2, 8 and 16), and half a GiB besides.
 MXNET_MEMORY = 1.15
+# Likewise for inference: 1.7 to 2.0 (ResNet-18 and 50, 4 images of 1024 pixels to 16 of 768).
+MXNET_INFERENCE_MEMORY = 2.0
+MXNET_LARGEST = 2**31  # elements of a tensor; MXNet 1.9.1 is built for fewer
 
 
 def network_dtype(config: Config, placement: Placement) -> str:
@@ -209,21 +213,28 @@ def training_graph(config: Config, network: Network, class_weights: Sequence[flo
     return passes.dropout(graph, config.dropout)
 
 
-def check_memory(config: Config, num_classes: int, image_size: int, placement: Placement) -> None:
-    """Raises CapacityError where this machine's memory is too small for a training step on the CPU, which the system
-    would end without a word. The cuda executor asks by itself."""
+def check_memory(config: Config, num_classes: int, image_size: int, placement: Placement, training: bool = True
+                 ) -> None:
+    """Raises CapacityError where this machine's memory is too small for a training step on the CPU, or for inference,
+    which the system would end without a word. The cuda executor asks by itself."""
     if placement.executor != "mxnet" or not placement.device.startswith("cpu"):
         return
-    graph = training_graph(config, models.create(config.model, num_classes, config.label_smoothing))
+    network = models.create(config.model, num_classes, config.label_smoothing)
+    graph, factor, option = network.graph, MXNET_INFERENCE_MEMORY, "--val-image-size"
     shapes = {"data": (config.batch_size, image_size, image_size, 3), "softmax_label": (config.batch_size,)}
-    step = passes.gradient_add(passes.gradient(passes.draw_masks(graph, config.batch_size), shapes))
-    needed, free = MXNET_MEMORY * passes.memory(step, shapes).arena_bytes, psutil.virtual_memory().available
-    if needed > free:
-        largest = int(0.8 * config.batch_size * free / needed)
-        advice = f"use a --batch-size of at most {largest}" if largest else "free memory, or use a smaller --image-size"
+    if training:
+        graph = passes.draw_masks(training_graph(config, network), config.batch_size)
+        graph, factor, option = passes.gradient_add(passes.gradient(graph, shapes)), MXNET_MEMORY, "--image-size"
+    needed, free = factor * passes.memory(graph, shapes).arena_bytes, psutil.virtual_memory().available
+    excess = max(needed / free, max(map(math.prod, graph.infer_shapes(shapes).values())) / (MXNET_LARGEST - 1))
+    if excess > 1:
+        largest = int(0.8 * config.batch_size / excess)
+        advice = f"use a --batch-size of at most {largest}" if largest else f"free memory, or use a smaller {option}"
+        what = f"about {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} GiB are free" if needed > free else (
+            "a tensor of more than 2^31 elements, which MXNet does not have")
         raise CapacityError(
-            f"training on batches of {config.batch_size} images of {image_size}x{image_size} needs about "
-            f"{needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} GiB are free: {advice}"
+            f"{'training' if training else 'inference'} on batches of {config.batch_size} images of "
+            f"{image_size}x{image_size} needs {what}: {advice}"
         )
 
 

@@ -80,6 +80,8 @@ def _place(wanted: DeviceOptions, local_rank: int) -> Placement:
     gpus = [] if wanted.device == "cpu" else find_gpus()
     if wanted.device == "gpu" and len(gpus) <= local_rank:
         found = f"only {len(gpus)} NVIDIA GPU{'s' * (len(gpus) > 1)}" if gpus else "no NVIDIA GPU"
+        if local_rank == 0:
+            raise TrainError(f"--device gpu: {found} was found here; use --device cpu")
         raise TrainError(f"--device gpu: process {local_rank} found {found} here; use --device cpu or fewer processes")
     if wanted.executor == "reference" and wanted.device == "gpu":
         raise TrainError("--executor reference is NumPy and runs on the CPU only; use --device cpu")

@@ -15,6 +15,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -366,7 +367,8 @@ class Trainer:
             self.save(recorder)
         try:
             with recorder.phase("validation"), ema_in_use(self.optimizer):
-                validation = validate(self.executor, loader, self.workers, lambda: _is_to_stop(signals))
+                validation = validate(self.executor, loader, self.workers, lambda: _is_to_stop(signals),
+                                      partial(recorder.show_progress, total=loader.num_batches))
         except LostProcessError:
             raise
         except UserError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from pipelines import Batch, Loader
 from train.processes.distributed import Workers
 from train.processes.pulse import Activity, pulse
 from train.reporting.outcomes import Outcomes
+from train.reporting.recorder import LONGEST_SILENCE
 
 
 class Validation(NamedTuple):
@@ -21,12 +23,13 @@ class Validation(NamedTuple):
 
 
 def validate(
-    executor: Executor, loader: Loader, workers: Workers, stop: Callable[[], bool] = lambda: False
+    executor: Executor, loader: Loader, workers: Workers, stop: Callable[[], bool] = lambda: False,
+    progress: Callable[[int], None] | None = None,
 ) -> Validation | None:
     """Validate on a whole split, with BatchNorm's statistics averaged over the processes first.
 
-    None where `stop`, which is asked after each batch, has said so on any of the processes. Raises UserError, on all of
-    them, where one cannot load or evaluate a batch.
+    None where `stop`, which is asked after each batch, has said so on any of the processes. `progress` is told how many
+    batches have been begun. Raises UserError, on all of them, where one cannot load or evaluate a batch.
     """
     workers.all_reduce_on_host(executor.trained_statistics, "aux")
     pulse.show(Activity.VALIDATING)  # the first batch may wait until the network is compiled for it
@@ -34,7 +37,7 @@ def validate(
     problem: UserError | None = None
     found: list[Outcomes] = []
     take: Callable[[], Outcomes] | None = None  # of the batch before: the host counts while the device computes
-    for _ in range(loader.num_batches):  # on each process as many: they vote after each
+    for number in range(1, loader.num_batches + 1):  # on each process as many: they vote after each
         if not problem:
             try:
                 batch = next(batches)
@@ -46,6 +49,8 @@ def validate(
                 problem = error
             pulse.show(Activity.LOADING)
         (is_over,) = workers.vote([problem is not None or stop()], "validation")
+        if progress:
+            progress(number)
         if is_over:
             break
     pulse.show(Activity.VALIDATING)  # what the device has not done yet
@@ -58,6 +63,19 @@ def validate(
         return None
     next(batches, None)  # the loader's epoch ends
     return Validation(Metrics(*workers.sum(metrics)), Outcomes.together(workers.gather(Outcomes.together(found))))
+
+
+def printed_progress(total: int) -> Callable[[int], None]:
+    """For `validate`: prints how many of the batches have been begun, where that has not been told for long."""
+    last = time.monotonic()
+
+    def tell(done: int) -> None:
+        nonlocal last
+        if time.monotonic() - last > LONGEST_SILENCE:
+            print(f"validation: batch {done} of {total}", flush=True)
+            last = time.monotonic()
+
+    return tell
 
 
 def _request_outcomes(executor: Executor, batch: Batch) -> Callable[[], Outcomes]:

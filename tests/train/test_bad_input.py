@@ -336,7 +336,7 @@ def test_nan_stops_and_keeps_the_last_good_checkpoint(fails, tiny_options, tmp_p
 def test_devices(monkeypatch, tiny_options, fails, run_train, tmp_path):
     monkeypatch.setattr(devices, "find_gpus", lambda: [])
     on_gpu = [*tiny_options, "--device", "gpu"]
-    assert "--device gpu: process 0 found no NVIDIA GPU here; use --device cpu" in fails(*on_gpu)
+    assert "--device gpu: no NVIDIA GPU was found here; use --device cpu" in fails(*on_gpu)
     monkeypatch.setattr(devices, "find_gpus", lambda: [H200])
     sentence = fails(*on_gpu, "--executor", "mxnet")
     assert "MXNet 1.9.1 has no kernels for NVIDIA H200 (compute capability 9.0), only for 5.0 to 8.9" in sentence
@@ -415,3 +415,21 @@ def test_batch_too_large_for_the_machine(command, fails, monkeypatch, tmp_path):
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=2**20, total=2**33))
     assert fails(*options, "1000").endswith("use a smaller --image-size")
     assert not folder.exists()
+
+
+def test_validation_too_large_for_the_machine(fails, run_train, tiny_options, monkeypatch, tmp_path):
+    """Before the first step; and in `validate`. MXNet has no tensors of 2^31 elements, whatever the memory."""
+    monkeypatch.setattr(resnet, "FIRST_WIDTH", 64)
+    assert run_train(*tiny_options, "--max-steps", "1", "--output", tmp_path / "trained")[0] == 0
+    commands = ([*tiny_options, "--output", tmp_path / "run"], ["validate", "--checkpoint", tmp_path / "trained"])
+    memory = SimpleNamespace(available=2**30, total=2**33)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
+    for command in commands:
+        memory.available = 2**30
+        assert re.match(r"error: inference on batches of 4 images of 2048x2048 needs about [\d.]+ GiB of memory, and "
+                        r"1\.0 GiB are free: (use a --batch-size of at most \d|free memory, or use a smaller --val-i)",
+                        fails(*command, "--val-image-size", "2048"))
+        memory.available = 2**60
+        assert re.match(r"error: inference on batches of 4 images of 8192x8192 needs a tensor of more than 2\^31 "
+                        "elements, which MXNet does not have: ", fails(*command, "--val-image-size", "8192"))
+    assert not (tmp_path / "run").exists()

@@ -30,6 +30,7 @@ from train.models.resnet import resnet
 from train.reporting.gpu_monitor import GpuReadings
 from train.reporting.metrics import RunRecord
 from train.reporting.recorder import Recorder
+from train.validation import printed_progress
 
 pytestmark = pytest.mark.usefixtures("narrow_network")
 
@@ -501,3 +502,12 @@ def test_gpu_readings_go_with_the_log_lines(run_train, tiny_options, tmp_path, m
     assert readings == [(300.0, 0.5, None)] * 2  # after the first step and at the limit
     (event,) = read_lines(folder, "gpu_readings")
     assert event["problem"] == Monitor.problem
+
+
+def test_a_slow_validation_of_a_command_is_not_silent(capsys, monkeypatch):
+    clock = iter([0.0, 6.0, 12.0, 12.0, 18.0, 24.0, 24.0])
+    monkeypatch.setattr("train.validation.time.monotonic", lambda: next(clock))
+    tell = printed_progress(4)
+    for done in range(1, 5):
+        tell(done)
+    assert capsys.readouterr().out == "validation: batch 2 of 4\nvalidation: batch 4 of 4\n"

@@ -223,7 +223,7 @@ def test_images_that_training_cannot_decode_any_more_lose_nothing(unbroken, tiny
 def test_a_checkpoint_precedes_a_validation_unless_there_is_a_fresh_one(tiny_options, tmp_path, run_train, monkeypatch):
     seen = []
 
-    def dying_validate(executor, loader, workers, stop):
+    def dying_validate(*_):
         seen.append(sorted(path.name for path in (folder / "checkpoints").glob("*")))
         raise MemoryError
 

@@ -16,9 +16,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from common import environment, files
 from common.command_line import option_name, part_of
 from common.errors import UserError
+from graph_passes.executors.base import parse_device
+from graph_passes.executors.cuda.device import Gpu
 from train import devices
 from train.commands.options import GpuReportOptions
 from train.config import Config
@@ -30,11 +34,13 @@ from train.gpu_report.section import Bench
 from train.processes.invocation import command_line
 from train.processes.signals import ending_with
 from train.reporting import gpu_comparison, gpu_report
+from train.reporting.gpu_monitor import GpuMonitor
 
 # Each is a module of train/gpu_report; its part of --minutes. Inference, which chooses kernels for each batch size and
 # precision and so has no end in ten minutes, has what the others leave.
 SECTIONS = {"kernels": 0.2, "recurrent": 0.1, "cost": 0.1, "training": 0.45, "inference": 0.15}
 OF_COST = ("data", *cost.COUNTED_BY)  # options of that section alone
+LOOK_SECONDS, LITTLE = 0.3, 0.25  # how long, and up to what share, a machine is taken for idle
 FOLDER, COMPARISON_FOLDER = Path("runs/gpu_report"), Path("runs/gpu_comparison")
 
 
@@ -56,7 +62,24 @@ def main(values: Mapping[str, Any]) -> None:
         print(placement.note, flush=True)
     folder = Path(wanted.output or FOLDER)
     with _alone_in(folder):
+        if busy := _busy(placement):
+            print(f"other programs use {busy}: what is measured beside them is slower; end them, and begin anew with "
+                  "another --output", flush=True)
         _measure(wanted, values, placement, folder)
+
+
+def _busy(placement: Placement) -> str:
+    """What of this machine is used, by whatever program, before anything is measured; "" where it is little."""
+    monitor = None
+    if placement.executor == "cuda":
+        monitor = GpuMonitor(Gpu(parse_device(placement.device)[1]).device.pci_bus_id)
+        monitor.sample()
+    processor = psutil.cpu_percent(interval=LOOK_SECONDS) / 100
+    used = {"processor": processor}
+    if monitor:
+        monitor.sample()
+        used["GPU"] = monitor.take().utilization
+    return " and ".join(f"{share:.0%} of the {what}" for what, share in used.items() if share > LITTLE)
 
 
 def _measure(wanted: GpuReportOptions, values: Mapping[str, Any], placement: Placement, folder: Path) -> None:
@@ -134,10 +157,7 @@ def _begun(folder: Path, placement: Placement, sections: set[str], counts_cost_a
         "hardware": hardware, "executor": placement.executor, "versions": environment.versions(), "commit": commit,
         "command": command_line(), "date": datetime.now(timezone.utc).isoformat(timespec="seconds")}
     if not (folder / FILE).exists():
-        for page in ("report.md", "report.html"):
-            if (folder / page).exists():
-                raise TrainError(f"{folder} has a {page} that is not of this command ({FILE} is missing beside it): "
-                                 "give another --output, or move it away")
+        _check_pages(folder, "report")
         return Report(device, {}, about), set()
     try:
         report = Report.read(folder / FILE)
@@ -169,11 +189,20 @@ def _begun(folder: Path, placement: Placement, sections: set[str], counts_cost_a
     return report, done
 
 
+def _check_pages(folder: Path, name: str) -> None:
+    """Raise TrainError where pages of this name in the folder are others than those that would take their place."""
+    for page in (f"{name}.md", f"{name}.html"):
+        if (folder / page).exists() and not (folder / f"{name}.json").exists():
+            raise TrainError(f"{folder} has a {page} that is not of this command ({name}.json is missing beside it): "
+                             "give another --output, or move it away")
+
+
 def _compare(wanted: GpuReportOptions, values: Mapping[str, Any]) -> None:
     for name in values.keys() - {"compare", "output"}:
         raise TrainError(f"{option_name(name)} has no effect on --compare, which measures nothing: leave it out")
     if len(wanted.compare) < 2:
         raise TrainError(f"--compare {wanted.compare[0]}: that is one report: give two or more")
     folder = Path(wanted.output or COMPARISON_FOLDER)
+    _check_pages(folder, "comparison")
     gpu_comparison.write(folder, [Report.read(path) for path in wanted.compare])
     print(f"comparison: {folder / 'comparison.md'}, {folder / 'comparison.html'}")

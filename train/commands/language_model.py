@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -10,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from common.command_line import part_of
+from graph_passes import Ref
 from graph_passes.executors import create_executor
+from graph_passes.passes.precision import ITEM_BYTES
 from pipelines import LoaderConfig
 from pipelines.text import UNKNOWN, TextLoader, generated_words, num_known, numbered, read_words, vocabulary
 from train import checkpoint
@@ -55,6 +59,7 @@ def main(values: Mapping[str, Any]) -> None:
         loaders = [TextLoader(replace(loading, split=split), (workers.rank, workers.size), part, known, options.steps)
                    for split, part in (("train", tokens[:end]), ("val", tokens[end:]))]
         model = LanguageModel(len(known), options.hidden, options.layers, options.steps, options.sequences)
+        _check_memory(model)
         settings: dict[str, Any] = {}
         if placement.executor == "cuda":
             settings = {"dtype": network_dtype(config, placement), "tf32": config.tf32}
@@ -72,6 +77,16 @@ def main(values: Mapping[str, Any]) -> None:
         if not is_lost_process(error):
             raise
         raise lost_process(trainer) from None
+
+
+def _check_memory(model: LanguageModel) -> None:
+    """Raises TrainError where this machine does not hold the parameters, their gradients and AdamW's averages."""
+    shapes = model.graph.infer_shapes(model.shapes)
+    count = sum(math.prod(shapes[Ref(name)]) for name in model.graph.arguments if name not in model.shapes)
+    needed, free = 4 * ITEM_BYTES["float32"] * count, psutil.virtual_memory().available
+    if needed > free:
+        raise TrainError(f"a network of {count:,} parameters needs {needed / 2**30:,.1f} GiB of memory to train, and "
+                         f"{free / 2**30:.1f} GiB are free: lower --hidden, --layers or --vocabulary")
 
 
 def _text(options: LanguageModelOptions, quiet: bool) -> tuple[list[str], float | None]:

@@ -37,7 +37,7 @@ from train.errors import TrainError
 from train.processes.distributed import Workers
 from train.processes.signals import ending_with
 from train.reporting.metrics import TRAINING_IMAGES, tells_top5
-from train.validation import validate
+from train.validation import printed_progress, validate
 from train.weights import int8_file
 from train.weights.int8_file import Int8Network, executor_of
 
@@ -220,7 +220,7 @@ def _decibel(exact: np.ndarray, found: np.ndarray) -> float:
 
 
 def _validated(executor: Executor, loader: Loader, workers: Workers) -> Metrics:
-    found = validate(executor, loader, workers)
+    found = validate(executor, loader, workers, progress=printed_progress(loader.num_batches))
     assert found  # nothing stops it before its end
     return found.metrics
 

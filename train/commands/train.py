@@ -146,6 +146,8 @@ def open_trainer(
                 initial, origin = starting_point(weights, train_loader.classes, config) if weights else (start, [])
                 num_classes, largest_size = len(train_loader.class_names), max(image_sizes(config))
                 check_memory(config, num_classes, largest_size, placement)
+                if val_loader:
+                    check_memory(config, num_classes, config.inference_image_size, placement, training=False)
                 image_size = train_loader.config.size_in(start.progress.epoch if start else 0)
                 executor = build_executor(config, num_classes, image_size, placement, initial, not workers.alone,
                                           bn_group, largest_size, class_weights(config, train_loader))

@@ -12,7 +12,7 @@ from typing import Any
 from common import files
 from graph_passes.executors import Executor
 from train import weights
-from train.build import build_executor, evaluated_images, open_split
+from train.build import build_executor, check_memory, evaluated_images, open_split
 from train.classes import some
 from train.commands.session import name_images, of_network, prepare, shown_skipped
 from train.config import configure
@@ -24,7 +24,7 @@ from train.reporting.document import Tiles
 from train.reporting.inspection import describe
 from train.reporting.metrics import TRAINING_IMAGES, tells_top5
 from train.reporting.report import write_validation
-from train.validation import validate
+from train.validation import printed_progress, validate
 from train.weights import int8_file
 
 
@@ -56,9 +56,11 @@ def main(values: Mapping[str, Any]) -> None:
         if int8:
             executor = int8_file.executor_of(int8, trained, config, placement)
         else:
+            check_memory(config, trained.num_classes, config.inference_image_size, placement, training=False)
             executor = build_executor(config, trained.num_classes, loader.config.image_size, placement, trained)
     with loader:
-        validation = validate(executor, loader, workers)
+        progress = printed_progress(loader.num_batches) if workers.rank == 0 else None
+        validation = validate(executor, loader, workers, progress=progress)
     assert validation  # nothing stops it before its end
     sums, skipped = validation.metrics, name_images(loader, workers)
     if not math.isfinite(sums.loss_sum):

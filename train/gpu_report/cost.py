@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pipelines.options import SAMPLES
 from pipelines.sources import open_source
 from train.commands.compare_precision import run_training
 from train.config import CONFIG_FILE, Config, default_warmup
@@ -51,6 +52,9 @@ def check_data(data: str) -> None:
         DataError: there are no images, or they cannot be read.
         TrainError: there are others.
     """
+    if data == SAMPLES:
+        raise TrainError("--data samples is not CIFAR-10: leave it out; on a CPU the section cost then trains on the "
+                         "sample set")
     for split, num_images in CIFAR10_IMAGES.items():
         source = open_source(data, split, CIFAR10_CLASSES)
         if (len(source), len(source.classes)) != (num_images, CIFAR10_CLASSES):

@@ -16,8 +16,8 @@ class LanguageModelOptions:
     """Train a small word language model: embedding, LSTM layers, softmax with the embedding's weights."""
 
     text: Annotated[str, "PATH"] = GENERATED
-    """Text file in UTF-8, words being what spaces separate; generated: 200,000 random words that depend on the one
-    before. Its last tenth is for validation."""
+    """Text file in UTF-8, words being what spaces separate, and the end of each line one more; generated: 200,000
+    random words that depend on the one before. Its last tenth is for validation."""
     output: Annotated[str, "FOLDER"] = ""
     """Folder of the run; default: runs/language_model-<date>."""
     resume: Annotated[str, "PATH"] = ""

@@ -123,11 +123,14 @@ class LogOptions:
     """Write MLPerf log lines."""
 
 
+PRICE: Limit = (lambda value: value == 0 or 1e-4 <= value <= 1e9, "0, or from 0.0001 to 1000000000")
+
 LIMITS: dict[str, Limit] = {
     "epochs": between(1, MAX_EPOCHS),
     **dict.fromkeys(("buckets", "commit_every", "keep_checkpoints", "log_every"), AT_LEAST_1),
-    **dict.fromkeys(("seed", "max_steps", "time_limit", "patience", "validate_every", "checkpoint_minutes",
-                     "price_per_hour"), NOT_NEGATIVE),
+    **dict.fromkeys(("seed", "max_steps", "time_limit", "patience", "validate_every", "checkpoint_minutes"),
+                    NOT_NEGATIVE),
+    "price_per_hour": PRICE,
     "target_accuracy": FRACTION,
     "bn_group": between(1, MAX_BN_GROUP),
 }

@@ -43,7 +43,7 @@ def kernels(figures: Sequence[Figure], title: str, theme: Theme) -> bytes:
         axes.set_ylim(-len(places) + 0.5, 0.5)
         axes.grid(axis="x", color=theme.grid, linewidth=0.8)
     _logarithmic(*panels)
-    panels[-1].set_xlabel("TFLOP/s", color=theme.muted)
+    panels[-1].set_xlabel("TFLOP/s, on a logarithmic scale", color=theme.muted)
     _in_columns(panels[0], theme)
     return plots._png(figure, theme)
 
@@ -92,7 +92,7 @@ def over_batches(figures: Sequence[Figure], theme: Theme) -> bytes:
             right.plot([batch_of(each) for each in timed], [each.more["latency_p50_ms"] for each in timed], "o-",
                        color=color, **plots._DOTTED)
     if is_timed:
-        plots._styled(right, theme, "Latency", "batch size", "ms, median")
+        plots._styled(right, theme, "Latency", "batch size", "ms, median, on a logarithmic scale")
     plots._styled(left, theme, "Inference", "batch size", "images/sec")
     for axes in panels:
         axes.set_facecolor(theme.background)

@@ -63,7 +63,8 @@ def _is_rate(figure: Figure) -> bool:
 def write(folder: Path, report: Report) -> None:
     """Write all files of the report into `folder`. Raises UserError for a folder that cannot be written."""
     drawings: Drawings = {}
-    blocks: list[Block] = [Tiles(_tiles(report)), *_made(report)]
+    tiles = _tiles(report)
+    blocks: list[Block] = [*[Tiles(tiles)] * bool(tiles), *_made(report)]
     writers: dict[str, Callable[[Report, Section, Drawings], list[Block]]] = {
         "kernels": _kernels, "recurrent": _recurrent, "training": _training, "inference": _inference, "cost": _cost}
     for name, describe in writers.items():
@@ -117,9 +118,10 @@ def _kernels(report: Report, section: Section, drawings: Drawings) -> list[Block
              "measured in the same precision. Operands are the same in each repetition, so small ones stay in the "
              "cache. Products in FP8 and INT8 read A transposed and B not, "
              "whatever the letters of their size say; convolutions in them are forward passes with bias and ReLU."),
-        Table(("precision", "best product", "of the datasheet", "best convolution", "of the datasheet",
-               "of the best product"), list(_best(figures))),
     ]
+    if best := list(_best(figures)):
+        blocks.append(Table(("precision", "best product", "of the datasheet", "best convolution", "of the datasheet",
+                             "of the best product"), best))
     blocks += [Text(f"Copy of {figure.size} within the memory: {_number(figure.value)} GB/s, read and written"
                     + (f", {_share(figure, share)} of the datasheet's bandwidth" if share in figure.more else "") + ".")
                for figure in figures if figure.what == COPY]
@@ -191,7 +193,8 @@ def _training(report: Report, section: Section, drawings: Drawings) -> list[Bloc
     return [
         Heading("Training"),
         Text("Whole steps (forward, loss, backward, SGD with momentum) on generated images. Memory is all that is in "
-             "use on the device, on a CPU by the process; the largest batch is what all of the memory would hold."),
+             "use on the device, on a CPU by the process; the largest batch is what all of the memory would hold, on a "
+             "GPU with less than 2^31 elements in each tensor (ResNets at 224 pixels: 2,674 images)."),
         Plot("training.png", "Images/sec in training, by network and precision."),
         Table(("network", "precision", "batch", "images/sec", "+/-", "times fp32", "GiB", "largest batch", "J/image",
                "W", "MHz"), rows),

@@ -100,6 +100,7 @@ class Recorder:
         self._first_step = self._last_log = first_step
         self._next_log = first_step + 1  # the first step has a line: the run has begun, and with this loss
         self._last_line = clock()  # of the terminal
+        self._phase = ""  # the last one
         self._learning_rate = 0.0  # of the last step
         self._last_step_images: int | None = None  # where it had fewer than the others
         self._interval: Interval | None = None  # closed, its metrics still to come
@@ -272,6 +273,7 @@ class Recorder:
             name = f"evaluation on the {self.evaluated}"
         if self._logs and is_validation:
             self._logs.begin_validation(self._place.epoch + 1)
+        self._phase = name
         if self._terminal:
             self._terminal.show(name)
         yield
@@ -282,6 +284,12 @@ class Recorder:
         if self._logs and is_validation:
             self._logs.end_validation(self._place.epoch + 1)
         self._emit("phase", name=name, seconds=seconds)
+
+    def show_progress(self, done: int, total: int) -> None:
+        """So many batches of the phase under way are done: a line, where the last one is long past."""
+        if self._terminal and self._clock.now() - self._last_line > LONGEST_SILENCE:
+            self.say(f"{self._phase}: batch {done} of {total}")
+            self._last_line = self._clock.now()
 
     def end_epoch(self, validation: Metrics | None = None, balanced_top1: float | None = None) -> None:
         """The epoch's steps, and its validation if there was one, have ended; `balanced_top1` where it is told."""

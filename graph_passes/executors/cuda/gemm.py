@@ -199,8 +199,10 @@ class GemmLibrary:
             raise GraphError(f"cuBLASLt: {function} ended with status {status}")
 
     def _none(self, problem: GemmProblem) -> GraphError:
+        needs = {"fp8": ": FP8 needs sizes that are multiples of 16, and compute capability 8.9 or newer",
+                 "int8": ": INT8 needs a k that is a multiple of 4"}.get(problem.precision, "")
         return GraphError(f"cuBLASLt has no {problem.precision} product of {problem.m} x {problem.n} x {problem.k} on "
-                          f"{self.gpu.name}: 8-bit ones need multiples of 16, and FP8 compute capability 8.9 or newer")
+                          f"{self.gpu.name}{needs}")
 
 
 def _load() -> ctypes.CDLL:

@@ -38,6 +38,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds instead of minutes."""
     monkeypatch.setattr(kernels, "SMALL_GEMMS", (deepbench.Gemm(64, 16, 32),))
     monkeypatch.setattr(kernels, "SMALL_CONVOLUTIONS", (deepbench.Convolution(9, 7, 3, 2, 4, 3, 3, 1, 1, 1, 1),))
+    monkeypatch.setattr(gpu_report, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(section, "CPU_LIMIT_SECONDS", 0.02)
     monkeypatch.setattr(recurrent, "SMALL_LAYERS", (recurrent.Layer("gru", 8, 3, 5),))
     monkeypatch.setattr(training, "CPU_LIMIT_SECONDS", 0.02)
@@ -284,7 +285,31 @@ def test_targets_have_all_their_digits(tmp_path):
                                                                       "to 65.12% top-1"]
 
 
+@pytest.mark.parametrize("percent, is_said", [(24.0, False), (57.0, True)])
+def test_other_programs_on_the_machine_are_told(run_train, percent, is_said, tmp_path, monkeypatch):
+    monkeypatch.setattr("psutil.cpu_percent", lambda interval: percent)
+    code, out, _ = run_train("gpu-report", "--device", "cpu", "--sections", "recurrent", "--output", tmp_path)
+    said = ("other programs use 57% of the processor: what is measured beside them is slower; end them, and begin anew "
+            "with another --output\n")
+    assert code == 0 and out.startswith(said) == is_said and ("other programs" in out) == is_said
+
+
 # --- comparing ---
+
+
+def test_pages_of_others_stay_as_they_are(run_train, tmp_path):
+    for name in ("one", "two"):
+        report(name, kernels=(figure(8.0),)).write(tmp_path / f"{name}.json")
+    compare = ("gpu-report", "--compare", tmp_path / "one.json", tmp_path / "two.json", "--output", tmp_path / "to")
+    (tmp_path / "to").mkdir()
+    page = tmp_path / "to" / "comparison.md"
+    page.write_text("precious")
+    code, _, err = run_train(*compare)
+    assert (code, page.read_text()) == (2, "precious")
+    assert err == (f"error: {tmp_path / 'to'} has a comparison.md that is not of this command (comparison.json is "
+                   "missing beside it): give another --output, or move it away\n")
+    page.unlink()
+    assert [run_train(*compare)[0] for _ in range(2)] == [0, 0]
 
 
 def test_compare(run_train, tmp_path):
@@ -438,13 +463,15 @@ def test_files_that_cannot_be_compared(run_train, files, name, sentence, tmp_pat
 
 
 @pytest.mark.parametrize("options, sentence", [
-    (("--device", "gpu"), "--device gpu: process 0 found no NVIDIA GPU here; use --device cpu"),
+    (("--device", "gpu"), "--device gpu: no NVIDIA GPU was found here; use --device cpu\n"),
     (("--sections", "speed"), "--sections speed is not one of"),
     (("--minutes", "0"), "--minutes 0.0 must be above 0"),
-    (("--price-per-hour", "-1"), "--price-per-hour -1.0 must be 0 or more"),
+    (("--price-per-hour", "-1"), "--price-per-hour -1.0 must be 0, or from 0.0001 to 1000000000"),
+    (("--price-per-hour", "1e30"), "--price-per-hour 1e+30 must be 0, or from 0.0001 to 1000000000"),
     (("--compare", "a.json"), "--compare a.json: that is one report: give two or more"),
     (("--compare", "a.json", "b.json", "--minutes", "3"), "--minutes has no effect on --compare"),
     (("--data", "/nowhere"), "data path /nowhere does not exist; give "),
+    (("--data", "samples"), "--data samples is not CIFAR-10: leave it out"),
     (("--data", "synthetic"), "data path 'synthetic' is not a place with image files"),
     (("--sections", "kernels", "--data", "x"), "--data is for the section cost, which is not measured: leave it out"),
 ])

@@ -126,7 +126,8 @@ def test_a_run_begins_and_goes_on_by_the_same_command(run_train: Train, tmp_path
     (["--text", "/nowhere.txt"], "cannot read the text /nowhere.txt (No such file or directory): give --text a"),
     (["--hidden", "0"], "--hidden 0 must be at least 1"),
     (["--vocabulary", "1"], "--vocabulary 1 must be at least 2"),
-    (["--sequences", "100000"], "are too few for 100000 sequences of 8 steps"),
+    (["--hidden", "1000000"], "lower --hidden, --layers or --vocabulary"),
+    (["--sequences", "100000"], "too few for 100000 sequences of 8 steps"),
 ])
 def test_bad_input(run_train: Train, options: list[str], message: str, tmp_path: Path) -> None:
     code, _, err = run_train(*SMALL, "--output", tmp_path / "run", *options)

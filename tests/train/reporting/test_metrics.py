@@ -630,6 +630,18 @@ def test_the_first_step_of_a_session_is_in_no_speed_but_its_own(tmp_path: Path, 
     assert [row["images_per_sec"] for row in rows] == pytest.approx([2.4, 48, 48])
 
 
+def test_a_slow_validation_is_not_silent(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    with run.recorder as recorder:
+        recorder.begin_epoch(0, 1)
+        with recorder.phase("validation"):
+            for done in range(1, 6):
+                run.clock.seconds += 6
+                recorder.show_progress(done, 5)
+    said = [line.partition("] ")[2] or line for line in run.output.getvalue().splitlines()]
+    assert [line for line in said if "batch" in line] == ["validation: batch 2 of 5", "validation: batch 4 of 5"]
+
+
 def test_slow_steps_are_not_silent(tmp_path: Path) -> None:
     """Between two log lines no more than ten seconds and a step go by without a line; it has no loss, which is read
     where a log line is due."""
