@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,12 @@ def rows_of(reports: Sequence[Report]) -> list[Row]:
     found = [{**report.figures(), **best_of_batches(report)} for report in reports]
     keys = dict.fromkeys(key for figures in found for key in figures)
     rows = [(key, [figures.get(key) for figures in found]) for key in keys if key.unit != "top-1 %"]
-    return [row for row in rows if sum(figure is not None for figure in row[1]) >= 2]
+    return [row for row in rows if sum(figure is not None for figure in row[1]) >= 2 and not _is_said_twice(row, keys)]
+
+
+def _is_said_twice(row: Row, keys: Collection[Key]) -> bool:
+    """Whether it is of the best batch, where there is but one."""
+    return row[0].size == BEST and sum(key._replace(size=BEST) == row[0] for key in keys) == 2
 
 
 def best_of_batches(report: Report) -> dict[Key, Figure]:

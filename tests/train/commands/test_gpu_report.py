@@ -316,8 +316,10 @@ def test_compare(run_train, tmp_path):
     """Files of reports, and their folders. Ratios above 1 are faster, whatever the unit; networks by their best batch
     too; what is missing is named."""
     old = report("Old", kernels=(figure(8.0), figure(2.0, size="2 x 2 x 2 NN")),
-                 training=(figure(100.0, "ResNet-50", "batch 32", unit="images/sec"),), cost=())
+                 training=(figure(100.0, "ResNet-50", "batch 32", unit="images/sec"),), cost=(),
+                 inference=(figure(2.0, "ResNet-50", "batch 1", unit="images/sec"),))
     new = report("New", kernels=(figure(2.0), figure(2.0, size="2 x 2 x 2 NN"), figure(1.0, precision="int8")),
+                 inference=(figure(7.0, "ResNet-50", "batch 1", unit="images/sec"),),
                  training=(figure(900.0, "ResNet-50", "batch 256", unit="images/sec"),
                            figure(300.0, "ResNet-50", "batch 32", unit="images/sec")))
     old.write(tmp_path / "Old.json")
@@ -328,6 +330,7 @@ def test_compare(run_train, tmp_path):
     found = json.loads((tmp_path / "compared" / "comparison.json").read_text())
     ratios = {(row["section"], row["size"], row["precision"]): row["ratios"] for row in found["rows"]}
     assert ratios == {("kernels", "1 x 1 x 1 NN", "fp16"): [1.0, 4.0], ("kernels", "2 x 2 x 2 NN", "fp16"): [1.0, 1.0],
+                      ("inference", "batch 1", "fp16"): [1.0, 3.5],
                       ("training", "batch 32", "fp16"): [1.0, 3.0], ("training", "best batch", "fp16"): [1.0, 9.0]}
     assert found["summary"]["kernels, GEMM, fp16"] == [1.0, pytest.approx(2.0)]  # the geometric mean of 4 and 1
     page = (tmp_path / "compared" / "comparison.md").read_text()
