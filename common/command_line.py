@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from common.errors import EXIT_CTRL_C, EXIT_PIPE_CLOSED, EXIT_USER_ERROR, ProgramError, UserError
-from common.output import make_safe
+from common.output import make_safe, print_error
 
 HELP = ("-h", "--help")
 VERSION = "--version"
@@ -45,7 +45,7 @@ def exit_code_of(main: Callable[[], int | None]) -> int:
         sys.stdout.flush()
         return code
     except ProgramError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print_error(error)
         return error.exit_code
     except BrokenPipeError:  # `| head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where Python flushes at its end
@@ -54,7 +54,7 @@ def exit_code_of(main: Callable[[], int | None]) -> int:
         if error.errno is None:  # not the system's answer: a library that cannot be loaded
             raise
         where, what = error.filename or "input or output", error.strerror or error
-        print(f"error: {where}: {what}; check path, permissions and disk", file=sys.stderr, flush=True)
+        print_error(f"{where}: {what}; check path, permissions and disk")
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         return EXIT_CTRL_C

@@ -46,6 +46,13 @@ def make_lasting() -> None:
                 line_buffering=stream.line_buffering, write_through=stream.write_through))
 
 
+def print_error(sentence: object) -> None:
+    """On stderr, as a line in one piece: other processes write there too, and print writes its end apart where
+    PYTHONUNBUFFERED is set."""
+    sys.stderr.write(f"error: {sentence}\n")
+    sys.stderr.flush()
+
+
 class _Lasting(io.FileIO):
     """Writes to a descriptor, which takes another's place where that fails."""
 

@@ -47,6 +47,17 @@ def test_a_full_disk(options):
     assert (shown.returncode, nowhere.returncode) == (0, 0)
 
 
+@pytest.mark.parametrize("options", [[], ["-u"]], ids=["buffered", "unbuffered"])
+def test_an_error_is_a_line_in_one_piece(options):
+    """A pipe of packets gives what one call has written."""
+    reading, writing = os.pipe2(os.O_DIRECT)
+    program = "from common.output import make_lasting, print_error; make_lasting(); print_error('what, and where')"
+    subprocess.run([sys.executable, *options, "-c", program], stderr=writing, check=True)
+    assert os.read(reading, 1000) == b"error: what, and where\n"
+    os.close(reading)
+    os.close(writing)
+
+
 @pytest.mark.parametrize("closed", ["0", "1", "2", "0 1 2"])
 def test_what_is_closed_at_the_start_is_no_file_of_the_program(closed, tmp_path):
     """The first file to be opened would become standard output else. Input that is closed holds nothing."""

@@ -17,6 +17,7 @@ from horovod.runner.common.util.hosts import SlotInfo
 from horovod.runner.gloo_run import create_slot_env_vars
 from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer, RendezvousServer
 
+from common.output import print_error
 from train.errors import EXIT_HUNG_PROCESS
 from train.processes.pulse import Activity, Record
 from train.processes.worker import (
@@ -187,7 +188,7 @@ class ElasticRun:
         self._members = []
 
     def _give_up(self, code: int, sentence: str) -> None:
-        print(f"error: {sentence}", file=sys.stderr, flush=True)
+        print_error(sentence)
         self._code = code
         self._processes.kill()
 
