@@ -33,6 +33,7 @@ from train.processes import topology
 from train.processes.distributed import Workers, is_elastic
 from train.reporting.metrics import TRAINING_IMAGES, VALIDATION
 from train.schedule import image_sizes
+from train.weights.int8_file import Int8Network, executor_of
 
 # What MXNet's memory for a training step on the CPU is, relative to our planner's for the same graph: 1.17 for each
 # further image of 224 pixels in ResNet-50 (batch 2, 8 and 16), and half a GiB besides.
@@ -279,3 +280,12 @@ def build_executor(
     executor = create_executor(placement.executor, graph, shapes, placement.device, **options)
     executor.set_params(params, aux)
     return executor
+
+
+def inference_executor(trained: Checkpoint, int8: Int8Network | None, config: Config, placement: Placement) -> Executor:
+    """The trained network for images of `config.inference_image_size`, in INT8 where that is given. Raises GraphError
+    or TrainError."""
+    if int8:
+        return executor_of(int8, trained, config, placement)
+    check_memory(config, trained.num_classes, config.inference_image_size, placement, training=False)
+    return build_executor(config, trained.num_classes, config.inference_image_size, placement, trained)

@@ -25,7 +25,7 @@ from common import files
 from common.drawing import fitting, font
 from pipelines import open_files
 from train import devices, weights
-from train.build import build_executor, check_memory
+from train.build import inference_executor
 from train.classes import printable
 from train.commands.image_paths import image_paths
 from train.commands.options import PredictOptions
@@ -96,11 +96,7 @@ def predict(options: PredictOptions) -> list[Prediction]:
     if int8:
         config = devices.for_int8(config, vars(options))
     placement = devices.choose(config, local_rank=0)
-    if int8:
-        executor = int8_file.executor_of(int8, trained, config, placement)
-    else:
-        check_memory(config, trained.num_classes, config.inference_image_size, placement, training=False)
-        executor = build_executor(config, trained.num_classes, config.inference_image_size, placement, trained)
+    executor = inference_executor(trained, int8, config, placement)
     predictions = []
     with open_files(
         options.images,

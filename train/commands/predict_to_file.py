@@ -27,7 +27,7 @@ from pipelines import DataError, Loader, open_files
 from pipelines.dali_loader import DaliLoader
 from pipelines.progress import progress_bar
 from train import devices, weights
-from train.build import build_executor, check_memory, loader_settings, network_dtype
+from train.build import inference_executor, loader_settings, network_dtype
 from train.checkpoint import Checkpoint
 from train.commands.image_paths import image_paths
 from train.commands.options import PredictOptions
@@ -191,12 +191,7 @@ def _predict(job: Job, images: Sequence[str], file: PredictionFile) -> Totals:
     pulse.show(Activity.VALIDATING)  # the first batch waits until the network is built, or compiled
     config = replace(job.config, batch_size=min(job.config.batch_size, len(images)))
     with _open_loader(job, config, images) as loader:
-        size, num_classes = config.inference_image_size, job.trained.num_classes
-        if job.int8:
-            executor = int8_file.executor_of(job.int8, job.trained, config, job.placement)
-        else:
-            check_memory(config, num_classes, size, job.placement, training=False)
-            executor = build_executor(config, num_classes, size, job.placement, job.trained)
+        executor = inference_executor(job.trained, job.int8, config, job.placement)
         return _write_all(job, executor, loader, images, file)
 
 

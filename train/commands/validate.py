@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from common import files
-from graph_passes.executors import Executor
 from train import weights
-from train.build import build_executor, check_memory, evaluated_images, open_split
+from train.build import evaluated_images, inference_executor, open_split
 from train.classes import some
 from train.commands.session import name_images, of_network, prepare, shown_skipped
 from train.config import configure
@@ -52,12 +51,7 @@ def main(values: Mapping[str, Any]) -> None:
         placement = prepare(config, workers)
         loader = open_split(replace(config, cache=0), "val", placement, workers, trained.classes,
                             f"the network of {place}")  # without cache: each image is needed once
-        executor: Executor
-        if int8:
-            executor = int8_file.executor_of(int8, trained, config, placement)
-        else:
-            check_memory(config, trained.num_classes, config.inference_image_size, placement, training=False)
-            executor = build_executor(config, trained.num_classes, loader.config.image_size, placement, trained)
+        executor = inference_executor(trained, int8, config, placement)
     with loader:
         progress = printed_progress(loader.num_batches) if workers.rank == 0 else None
         validation = validate(executor, loader, workers, progress=progress)

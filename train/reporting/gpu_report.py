@@ -64,7 +64,7 @@ def write(folder: Path, report: Report) -> None:
     """Write all files of the report into `folder`. Raises UserError for a folder that cannot be written."""
     drawings: Drawings = {}
     tiles = _tiles(report)
-    blocks: list[Block] = [*[Tiles(tiles)] * bool(tiles), *_made(report)]
+    blocks: list[Block] = [*([Tiles(tiles)] if tiles else []), *_made(report)]
     writers: dict[str, Callable[[Report, Section, Drawings], list[Block]]] = {
         "kernels": _kernels, "recurrent": _recurrent, "training": _training, "inference": _inference, "cost": _cost}
     for name, describe in writers.items():

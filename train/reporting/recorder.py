@@ -189,9 +189,13 @@ class Recorder:
         self._clock.end_step(self._place.step, self.record.images_per_step if images is None else images)
         if self._terminal:
             self._terminal.end_step()
-            is_quiet = self._clock.now() - self._last_line > LONGEST_SILENCE
-            if is_quiet and not (self.log_due or self._interval):
+            if self._is_quiet and not (self.log_due or self._interval):
                 self._show_line(str(self._place), self._recent_speed, None, learning_rate, self._time_left)
+
+    @property
+    def _is_quiet(self) -> bool:
+        """Whether the terminal's last line is long past."""
+        return self._clock.now() - self._last_line > LONGEST_SILENCE
 
     @property
     def _recent_speed(self) -> Speed:
@@ -287,7 +291,7 @@ class Recorder:
 
     def show_progress(self, done: int, total: int) -> None:
         """So many batches of the phase under way are done: a line, where the last one is long past."""
-        if self._terminal and self._clock.now() - self._last_line > LONGEST_SILENCE:
+        if self._terminal and self._is_quiet:
             self.say(f"{self._phase}: batch {done} of {total}")
             self._last_line = self._clock.now()
 

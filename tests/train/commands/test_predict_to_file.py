@@ -339,9 +339,9 @@ def test_ctrl_c_and_sigterm_keep_what_is_done(run_folder, photos, tmp_path, monk
             return self.executor.request_probabilities()
 
     run_predict(run_folder, tmp_path / "whole.csv", photos)
-    output, build = tmp_path / "out.csv", predict_to_file.build_executor
+    output, build = tmp_path / "out.csv", predict_to_file.inference_executor
     with monkeypatch.context() as patch:
-        patch.setattr(predict_to_file, "build_executor", lambda *arguments: Interrupted(build(*arguments)))
+        patch.setattr(predict_to_file, "inference_executor", lambda *arguments: Interrupted(build(*arguments)))
         with pytest.raises(StoppedBySignal, match=f"stopped: the same command goes on where {output} ends") as stop:
             run_predict(run_folder, output, photos)
     assert stop.value.exit_code == 128 + number
