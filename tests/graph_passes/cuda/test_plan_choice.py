@@ -30,20 +30,21 @@ WORKSPACES = (0, 0, 4096, 512)  # bytes, of each plan
 
 class FakeCudnn:
     """Four plans of fixed speed. `refusals`: why some cannot be built; `notes`: numerical ones of some; `seconds`: what
-    building one takes, for the first one of a process `first_seconds`."""
+    building one takes, for the first one of a process `first_seconds`; `running_seconds`: what timing one takes."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.running, self.built = -1, []
+        self.names = [f"engine {index}" for index in range(len(MILLISECONDS))]
         self.refusals = {0: "not supported"}
         self.notes: dict[int, str] = {}
         self.deselected: list[str] = []
-        self.clock, self.seconds, self.first_seconds = 0.0, 0.0, 0.0
+        self.clock, self.seconds, self.first_seconds, self.running_seconds = 0.0, 0.0, 0.0, 0.0
         monkeypatch.setattr(convolution, "time", SimpleNamespace(monotonic=lambda: self.clock))
         graph = MagicMock()
         graph.tensor.side_effect = lambda **description: MagicMock()
         graph.genstats.side_effect = lambda **_: (MagicMock(), MagicMock())
         graph.get_execution_plan_count.return_value = len(MILLISECONDS)
-        graph.get_plan_name_at_index.side_effect = "engine {}".format
+        graph.get_plan_name_at_index.side_effect = lambda index: self.names[index]
         graph.get_workspace_size_plan_at_index.side_effect = WORKSPACES.__getitem__
         graph.build_plan_at_index.side_effect = self.build
         graph.execute_plan_at_index.side_effect = self.execute
@@ -88,6 +89,7 @@ class FakeCudnn:
 
     def time_ms(self, enqueue: Callable[[], None], **options: int) -> float:
         enqueue()
+        self.clock += self.running_seconds
         return MILLISECONDS[self.running]
 
     def choose(self, folder: Path, deterministic: bool, problem: Problem = PROBLEM) -> str:
@@ -179,6 +181,36 @@ def test_a_library_that_loads_slowly_refuses_nothing(monkeypatch: pytest.MonkeyP
     cudnn = FakeCudnn(monkeypatch)
     cudnn.first_seconds = 100.0
     assert cudnn.choose(tmp_path, False, FUSED) == "engine 2"
+
+
+def test_plans_that_are_compiled_have_the_time_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Not those that run for long."""
+    cudnn = FakeCudnn(monkeypatch)
+    cudnn.refusals.clear()
+    cudnn.seconds = 1.0
+    assert cudnn.choose(tmp_path, False, FUSED) == "engine 2" and set(cudnn.built) == {0, 1, 2, 3}
+    cudnn.seconds = 10.0
+    cudnn.built.clear()
+    cudnn.choose(tmp_path / "slower", False, FUSED)
+    assert set(cudnn.built) == {0, 1}, "the first of a kind loads a library"
+    cudnn.seconds, cudnn.running_seconds, cudnn.refusals = 0.0, 1.0, {0: "not supported"}
+    for problem in (PROBLEM, FUSED):
+        assert cudnn.choose(tmp_path / problem.kind, False, problem) == "engine 1"
+
+
+@pytest.mark.parametrize("names, tried, chosen", [
+    (["eng8", "eng4_k2=1", "eng2", "eng4"], {1, 3}, "eng4"),  # eng8 and eng2 have no settings
+    (["eng4_k2=1", "eng8", "eng2", "eng9"], {1}, "eng8"),  # cuDNN refuses the first: the next is taken
+    (["eng8", "eng9", "eng2", "eng4"], {1, 2, 3}, "eng2"),  # none has settings
+])
+def test_the_last_engines_are_tried_where_no_other_can_be_had(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                                              names: list[str], tried: set[int], chosen: str) -> None:
+    """Of a fused problem: they take the longest to build, and are slow."""
+    cudnn = FakeCudnn(monkeypatch)
+    cudnn.names = names
+    assert cudnn.choose(tmp_path, False, FUSED) == chosen and set(cudnn.built) == tried
+    cudnn.built.clear()
+    assert cudnn.choose(tmp_path, False, PROBLEM) == names[2] and set(cudnn.built) == {1, 2, 3}
 
 
 def test_a_busy_machine_refuses_nothing_for_ever(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
