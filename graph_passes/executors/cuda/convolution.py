@@ -27,12 +27,12 @@ from graph_passes.passes.precision import ITEM_BYTES
 
 MIN_CUDNN = 90100  # 9.1.0
 MAX_CANDIDATES = 24  # plans timed per problem; cuDNN lists the most promising ones first
-# s for one problem, of running plans and of building them, which takes long where cuDNN compiles. A fused plan takes it
-# 0.3 to 1.2 s, or 0.04 s if this process has had the same engine and tiles for another shape; of 0.5 s in all, a third
-# of the speed of an FP8 convolution was left (docs/performance.md, "How many of cuDNN's plans are tried").
+# s for one problem, where it has a plan by then. In 16 bits 24 plans take 0.1 s, but fp32 kernels run for milliseconds;
+# and cuDNN compiles fused plans, each in 0.3 to 1.2 s, or 0.04 s where the process has had the same engine and tiles for
+# another shape. What 1 s leaves is 1 to 2 % of ResNet-50's fused convolutions in fp16, and would take a first start a
+# minute more (docs/performance.md, "How many of cuDNN's fused plans are tried").
 # The first proposal for the first problem of a kind is not in it, as that may load a library.
-RUNNING_SECONDS, BUILDING_SECONDS = 0.5, 5.0
-GIVING_UP_SECONDS = 0.5  # of building, where none of a fused problem's proposals can be had
+TUNING_SECONDS, FUSED_TUNING_SECONDS = 0.5, 1.0
 RULES = "exact-2"  # what was chosen by other rules than these is not read
 # In place of a plan's name, for a fused problem: cuDNN has refused each of its proposals; or the first ones, so many as
 # stand in place of the milliseconds, before the time was up, and the next process tries the others.
@@ -119,12 +119,14 @@ class Plan:
 class ConvolutionLibrary:
     """cuDNN on one GPU; plans are timed in `arena`. `tf32` lets fp32 convolutions round their inputs to TF32.
     `deterministic` leaves out plans that sum in a varying order, and lets neither time nor what is on disk decide
-    between the others: each plan has its own order of sums, so another choice gives other bits."""
+    between the others: each plan has its own order of sums, so another choice gives other bits. `fused_seconds` is
+    for the plans of one fused problem: whoever measures convolutions may raise it."""
 
     def __init__(self, gpu: Gpu, cache: Cache, arena: Arena, tf32: bool = True, deterministic: bool = False) -> None:
         self._cudnn = import_cudnn()
         self._gpu, self._cache, self._arena = gpu, cache, arena
         self._tf32, self.deterministic = tf32, deterministic
+        self.fused_seconds = FUSED_TUNING_SECONDS
         self.handle = self._cudnn.create_handle()
         self._cudnn.set_stream(handle=self.handle, stream=gpu.stream_handle)
         self._plans: dict[Problem, Plan] = {}
@@ -238,35 +240,33 @@ class ConvolutionLibrary:
         """Build and time the proposals, one after the other, as long as there is time for it."""
         problem, trial, bench = plan.problem, _Trial(), _Bench(self._gpu, self._arena, plan.problem)
         most = 1 if self.deterministic else MAX_CANDIDATES
+        seconds = self.fused_seconds if problem.is_fused else TUNING_SECONDS
+        ends_at = time.monotonic() + seconds if problem.kind in self._loaded else math.inf
         names = plan.names()
-        likely, last = _by_engine(names) if problem.is_fused else (list(range(len(names))), [])
-        order = [*likely, *last]
+        compared, last = _by_engine(names) if problem.is_fused else (list(range(len(names))), [])
+        order = [*compared, *last]
         for position in range(self._tried_before(problem), len(order)):
             index = order[position]
-            is_late = trial.is_late and not self.deterministic
-            if trial.timed and (len(trial.timed) == most or is_late or position >= len(likely)):
+            is_late = time.monotonic() > ends_at and not self.deterministic
+            if len(trial.timed) == most or (trial.timed and (is_late or position >= len(compared))):
                 break
             if problem.is_fused and is_late:
                 trial.stopped_at = position
                 break
             if self._is_untold(problem, names[index]):
                 continue
-            begin = time.monotonic()
             try:
                 plan.select(index)
-                built = time.monotonic()
                 trial.timed.append((bench.time_ms(plan, trial.timed), index))
-                trial.running_seconds += time.monotonic() - built
             except Exception as error:  # cuDNN refuses some of its own proposals while building or running them
                 self._gpu.synchronize()  # raises where the GPU cannot go on: that is no verdict on a plan
-                built = time.monotonic()
                 trial.reason = first_line(error)
                 trial.passing |= is_passing(error)
                 if trial.passing and self.deterministic:  # another proposal has other bits
                     break
-            if problem.kind in self._loaded:
-                trial.building_seconds += built - begin
-            self._loaded.add(problem.kind)
+            if ends_at == math.inf:
+                ends_at = time.monotonic() + seconds
+                self._loaded.add(problem.kind)
         return trial
 
     def _tried_before(self, problem: Problem) -> int:
@@ -372,13 +372,6 @@ class _Trial:
     reason: str = "it proposes no plan"  # of the latest refusal
     passing: bool = False  # one could not be tried, for want of memory
     stopped_at: int | None = None  # the first one for which no time was left, where none before it can be had
-    building_seconds: float = 0.0
-    running_seconds: float = 0.0
-
-    @property
-    def is_late(self) -> bool:
-        enough = BUILDING_SECONDS if self.timed else GIVING_UP_SECONDS
-        return self.building_seconds > enough or self.running_seconds > RUNNING_SECONDS
 
 
 class _Bench:
@@ -408,11 +401,10 @@ def _by_engine(names: Sequence[str]) -> tuple[list[int], list[int]]:
     """Indices of the proposals to compare, and of those of which the first is taken where none of these can be had: of
     engines that cuDNN names without settings only ('eng8', where others are 'eng4_k24=33' and 'eng4'). Of 34 fused
     problems in fp16 none had its fastest plan there, and building them took two thirds of the time, up to 30 s each."""
-    likely = {name.partition("_")[0] for name in names if "_" in name}
-    groups: tuple[list[int], list[int]] = [], []
-    for index, name in enumerate(names):
-        groups[bool(likely) and name.partition("_")[0] not in likely].append(index)
-    return groups
+    engines = [name.partition("_")[0] for name in names]
+    likely = {engine for engine, name in zip(engines, names, strict=True) if engine != name} or set(engines)
+    return ([index for index, engine in enumerate(engines) if engine in likely],
+            [index for index, engine in enumerate(engines) if engine not in likely])
 
 
 def is_passing(error: Exception) -> bool:
