@@ -28,9 +28,9 @@ from graph_passes.passes.precision import ITEM_BYTES
 MIN_CUDNN = 90100  # 9.1.0
 MAX_CANDIDATES = 24  # plans timed per problem; cuDNN lists the most promising ones first
 # s for one problem, where it has a plan by then. In 16 bits 24 plans take 0.1 s, but fp32 kernels run for milliseconds;
-# and cuDNN compiles fused plans, each in 0.3 to 1.2 s, or 0.04 s where the process has had the same engine and tiles for
-# another shape. What 1 s leaves is 1 to 2 % of ResNet-50's fused convolutions in fp16, and would take a first start a
-# minute more (docs/performance.md, "How many of cuDNN's fused plans are tried").
+# and cuDNN compiles fused plans, each in 0.3 to 1.2 s, or in 0.04 s where the process has had the same engine and tiles
+# for another shape. What 1 s leaves is 1 to 2 % of ResNet-50's fused convolutions in fp16, and would take a first start
+# a minute more (docs/performance.md, "How many of cuDNN's fused plans are tried").
 # The first proposal for the first problem of a kind is not in it, as that may load a library.
 TUNING_SECONDS, FUSED_TUNING_SECONDS = 0.5, 1.0
 RULES = "exact-2"  # what was chosen by other rules than these is not read
