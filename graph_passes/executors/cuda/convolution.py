@@ -27,12 +27,12 @@ from graph_passes.passes.precision import ITEM_BYTES
 
 MIN_CUDNN = 90100  # 9.1.0
 MAX_CANDIDATES = 24  # plans timed per problem; cuDNN lists the most promising ones first
-# s for one problem, where it has a plan by then. In 16 bits 24 plans take 0.1 s, but fp32 kernels run for milliseconds;
+# s for one problem, where it has a plan by then. In 16 bits 24 plans take 0.1 s; but fp32 kernels run for milliseconds,
 # and cuDNN compiles fused plans, each in 0.3 to 1.2 s, or in 0.04 s where the process has had the same engine and tiles
-# for another shape. What 1 s leaves is 1 to 2 % of ResNet-50's fused convolutions in fp16, and would take a first start
-# a minute more (docs/performance.md, "How many of cuDNN's fused plans are tried").
+# for another shape. A second in place of half a one takes a third longer before a network's first step, and gave
+# ResNet-50 0 to 2 % (docs/performance.md, "How many of cuDNN's fused plans are tried").
 # The first proposal for the first problem of a kind is not in it, as that may load a library.
-TUNING_SECONDS, FUSED_TUNING_SECONDS = 0.5, 1.0
+TUNING_SECONDS = 0.5
 RULES = "exact-2"  # what was chosen by other rules than these is not read
 # In place of a plan's name, for a fused problem: cuDNN has refused each of its proposals; or the first ones, so many as
 # stand in place of the milliseconds, before the time was up, and the next process tries the others.
@@ -119,14 +119,14 @@ class Plan:
 class ConvolutionLibrary:
     """cuDNN on one GPU; plans are timed in `arena`. `tf32` lets fp32 convolutions round their inputs to TF32.
     `deterministic` leaves out plans that sum in a varying order, and lets neither time nor what is on disk decide
-    between the others: each plan has its own order of sums, so another choice gives other bits. `fused_seconds` is
-    for the plans of one fused problem: whoever measures convolutions may raise it."""
+    between the others: each plan has its own order of sums, so another choice gives other bits. Whoever measures
+    convolutions themselves may raise `fused_seconds`, for the plans of one fused problem."""
 
     def __init__(self, gpu: Gpu, cache: Cache, arena: Arena, tf32: bool = True, deterministic: bool = False) -> None:
         self._cudnn = import_cudnn()
         self._gpu, self._cache, self._arena = gpu, cache, arena
         self._tf32, self.deterministic = tf32, deterministic
-        self.fused_seconds = FUSED_TUNING_SECONDS
+        self.fused_seconds = TUNING_SECONDS
         self.handle = self._cudnn.create_handle()
         self._cudnn.set_stream(handle=self.handle, stream=gpu.stream_handle)
         self._plans: dict[Problem, Plan] = {}

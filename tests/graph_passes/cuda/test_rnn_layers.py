@@ -80,7 +80,7 @@ def keep_off_the_kink(graph: Graph, values: dict[str, np.ndarray], dtype: str) -
     decides whether ReLU lets a gradient through: a few wrong gradients, whoever computes, and more than TOLERANCE."""
     layer = graph["rnn"]
     biases = 2 * layer["state_size"] * layer["num_layers"] * (2 if layer["bidirectional"] else 1)
-    values["parameters"] = rounded(values["parameters"] / 5, dtype)
+    values["parameters"] = rounded(values["parameters"] / 8, dtype)
     values["parameters"][-biases:] += 0.5
     values["parameters"] = rounded(values["parameters"], dtype)
 
