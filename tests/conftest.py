@@ -43,7 +43,7 @@ if sys.dont_write_bytecode:  # PYTHONDONTWRITEBYTECODE, as in many containers
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     plugins = session.config.pluginmanager
-    if plugins.has_plugin("dsession") and session.config.option.verbose < 0:  # -v brings pytest's own lines
+    if "PYTEST_XDIST_WORKER" not in os.environ and session.config.option.verbose < 0:  # -v brings pytest's own lines
         plugins.register(side_by_side.Progress(plugins.get_plugin("terminalreporter")))
 
 

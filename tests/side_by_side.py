@@ -1,4 +1,5 @@
-"""Test files side by side (`pytest -n 2`): which goes first, which must not meet, and a line for each that is done."""
+"""Test files side by side (`pytest -n 2`): which goes first, and which must not meet. And for each that is done a line,
+also where nothing runs beside it."""
 
 from __future__ import annotations
 
@@ -65,12 +66,17 @@ class Progress:
         self._reporting = False  # a test that has just ended, as against in the summary
         self._start = time.monotonic()
 
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.pytest_xdist_node_collection_finished([item.nodeid for item in session.items])
+
     def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
-        if self._total:  # every process tells the same
+        if self._total or not ids:  # every process tells the same, and who waits for them has none
             return
         self._left.update(file_of(test_id) for test_id in ids)
         self._total = len(ids)
-        self._terminal.write_line(f"{self._total:,} tests in {len(self._left)} file{'s' * (len(self._left) > 1)}")
+        counted = [f"{count:,} {what}{'s' * (count > 1)}"
+                   for count, what in ((self._total, "test"), (len(self._left), "file"))]
+        self._terminal.write_line(" in ".join(counted))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_report_teststatus(self, report: pytest.TestReport) -> Any:

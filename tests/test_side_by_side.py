@@ -1,4 +1,4 @@
-"""What `make test` shows of test files that run side by side, and the order in which they are begun."""
+"""What `make test` shows of test files, and the order in which they are begun side by side."""
 
 from __future__ import annotations
 
@@ -46,6 +46,15 @@ def test_a_line_for_each_file_and_each_failure():
                      "100% 0:00  test_y.py: 1 skipped, 1 error in 1.0 s"]
     in_summary = SimpleNamespace(nodeid="test_y.py::three")
     assert ask(progress, in_summary, "failed") == ("failed", "f", "FAILED") and len(lines) == 5
+
+
+def test_without_others_beside_it():
+    lines: list[str] = []
+    progress = side_by_side.Progress(SimpleNamespace(write_line=lambda line, **_: lines.append(line)))
+    for ids in ([], ["test_x.py::one"]):  # who hands tests out to others has none
+        progress.pytest_collection_finish(SimpleNamespace(items=[SimpleNamespace(nodeid=test_id) for test_id in ids]))
+    finish(progress, "test_x.py::one", "failed")
+    assert lines == ["1 test in 1 file", "FAILED test_x.py::one", "100% 0:00  test_x.py: 1 failed in 0.5 s"]
 
 
 def test_order_of_the_files():
