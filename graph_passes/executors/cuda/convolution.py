@@ -29,8 +29,8 @@ MIN_CUDNN = 90100  # 9.1.0
 MAX_CANDIDATES = 24  # plans timed per problem; cuDNN lists the most promising ones first
 # s for one problem, where it has a plan by then. In 16 bits 24 plans take 0.1 s; but fp32 kernels run for milliseconds,
 # and cuDNN compiles fused plans, each in 0.3 to 1.2 s, or in 0.04 s where the process has had the same engine and tiles
-# for another shape. A second in place of half a one takes a third longer before a network's first step, and gave
-# ResNet-50 0 to 2 % (docs/performance.md, "How many of cuDNN's fused plans are tried").
+# for another shape. A second in place of half a one gave ResNet-50's inference -1 to 2 % for a third more of waiting
+# (docs/performance.md, "How many of cuDNN's fused plans are tried").
 # The first proposal for the first problem of a kind is not in it, as that may load a library.
 TUNING_SECONDS = 0.5
 RULES = "exact-2"  # what was chosen by other rules than these is not read
@@ -243,12 +243,12 @@ class ConvolutionLibrary:
         seconds = self.fused_seconds if problem.is_fused else TUNING_SECONDS
         ends_at = time.monotonic() + seconds if problem.kind in self._loaded else math.inf
         names = plan.names()
-        compared, last = _by_engine(names) if problem.is_fused else (list(range(len(names))), [])
-        order = [*compared, *last]
+        last = _last_resorts(names) if problem.is_fused else set()
+        order = sorted(range(len(names)), key=last.__contains__)
         for position in range(self._tried_before(problem), len(order)):
             index = order[position]
             is_late = time.monotonic() > ends_at and not self.deterministic
-            if len(trial.timed) == most or (trial.timed and (is_late or position >= len(compared))):
+            if len(trial.timed) == most or (trial.timed and (is_late or index in last)):
                 break
             if problem.is_fused and is_late:
                 trial.stopped_at = position
@@ -397,14 +397,14 @@ class _Bench:
         return self._gpu.time_ms(enqueue, launches=min(8, max(1, round(1 / max(rough, 1e-3)))))
 
 
-def _by_engine(names: Sequence[str]) -> tuple[list[int], list[int]]:
-    """Indices of the proposals to compare, and of those of which the first is taken where none of these can be had: of
-    engines that cuDNN names without settings only ('eng8', where others are 'eng4_k24=33' and 'eng4'). Of 34 fused
-    problems in fp16 none had its fastest plan there, and building them took two thirds of the time, up to 30 s each."""
+def _last_resorts(names: Sequence[str]) -> set[int]:
+    """Indices of the proposals of which the first is taken where no other can be had: of engines that cuDNN names
+    without settings only ('eng8', where others are 'eng4_k24=33' and 'eng4'), unless it names none with settings. Of 34
+    fused problems in fp16 none had its fastest plan there, and building them took two thirds of the time, up to 30 s
+    each."""
     engines = [name.partition("_")[0] for name in names]
-    likely = {engine for engine, name in zip(engines, names, strict=True) if engine != name} or set(engines)
-    return ([index for index, engine in enumerate(engines) if engine in likely],
-            [index for index, engine in enumerate(engines) if engine not in likely])
+    with_settings = {engine for engine, name in zip(engines, names, strict=True) if engine != name}
+    return {index for index, engine in enumerate(engines) if with_settings and engine not in with_settings}
 
 
 def is_passing(error: Exception) -> bool:
