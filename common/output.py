@@ -53,6 +53,13 @@ def print_error(sentence: object) -> None:
     sys.stderr.flush()
 
 
+def end_line_of_others() -> None:
+    """What is printed on stderr next begins a line: a process that was killed may have left half of one there, for
+    Horovod and MXNet write theirs in pieces."""
+    sys.stderr.write("\n")
+    sys.stderr.flush()
+
+
 class _Lasting(io.FileIO):
     """Writes to a descriptor, which takes another's place where that fails."""
 

@@ -17,7 +17,7 @@ from horovod.runner.common.util.hosts import SlotInfo
 from horovod.runner.gloo_run import create_slot_env_vars
 from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer, RendezvousServer
 
-from common.output import print_error
+from common.output import end_line_of_others, print_error
 from train.errors import EXIT_HUNG_PROCESS
 from train.processes.pulse import Activity, Record
 from train.processes.worker import (
@@ -159,6 +159,7 @@ class ElasticRun:
             go, wait = ("go", "wait") if left > 1 else ("goes", "waits")
             do = f"{go} on" if left >= least else f"{wait} for more, to be {least},"
             where = "from the last commit" if self._has_commits else "without it: nothing was trained yet"
+            end_line_of_others()
             print(f"{why}; {left} {do} {where}", file=sys.stderr, flush=True)
             if self._cooldown:
                 pause = self._cooldown * 2 ** self._losses[worker.slot.number]
@@ -188,6 +189,7 @@ class ElasticRun:
         self._members = []
 
     def _give_up(self, code: int, sentence: str) -> None:
+        end_line_of_others()
         print_error(sentence)
         self._code = code
         self._processes.kill()

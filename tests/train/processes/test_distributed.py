@@ -233,9 +233,9 @@ def test_process_that_dies_ends_the_others():
 
 @needs_horovod
 def test_who_was_killed_is_named_and_not_who_crashed_because_of_it():
-    """Though the launcher sees both at once, and the other one first."""
+    """Though the launcher sees both at once, and the other one first, which leaves half a line."""
     script = """
-        import os, signal
+        import os, signal, sys
         from pathlib import Path
         from train.processes.distributed import Workers
 
@@ -244,6 +244,7 @@ def test_who_was_killed_is_named_and_not_who_crashed_because_of_it():
             os.kill(os.getpid(), signal.SIGKILL)
         while Path(f"/proc/{pids[1]}/stat").exists() and ") Z" not in Path(f"/proc/{pids[1]}/stat").read_text():
             pass
+        print("half a line", end="", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGABRT)
     """
     done = run_processes(script)

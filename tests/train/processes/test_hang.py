@@ -238,6 +238,7 @@ BLOCKED = """
 
     def blocking_draws(self, number):
         if self.workers.rank == 1 and self.progress.step == 4:
+            print("half a line", end="", file=sys.stderr, flush=True)
             ctypes.PyDLL(None).sleep(1000)  # with Python's lock: no signal handler and no thread runs
         return draws(self, number)
 
