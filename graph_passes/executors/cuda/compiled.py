@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from graph_passes.executors.cuda.ahead import begin_kernels
 from graph_passes.executors.cuda.capacity import too_little_memory
 from graph_passes.executors.cuda.choices import Choices
 from graph_passes.executors.cuda.lowering import Persistent, lower
@@ -36,9 +37,11 @@ class CompiledGraph:
         self._readers: list[int] = []  # numbers of the launches that read the images and are in no CUDA graph
         self.image_size = tuple(input_shapes["data"][1:3])
         choices = Choices(input_shapes, store, persistent, tools)
+        ahead = partial(begin_kernels, passes, input_shapes, store, persistent, tools)
         try:
-            self.graph = passes(choices)
-            self.lowering = lower(self.graph, self.graph.infer_shapes(input_shapes), store, persistent, tools)
+            with tools.kernels.expecting(ahead):
+                self.graph = passes(choices)
+                self.lowering = lower(self.graph, self.graph.infer_shapes(input_shapes), store, persistent, tools)
         finally:  # what has been timed is kept, also if the user interrupts it
             tools.convolutions.save()
             tools.planner.save()

@@ -6,9 +6,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import json
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +24,7 @@ from graph_passes.executors.cuda.device import INSTALL, Gpu
 Size = tuple[int, int, int]  # of a grid in blocks, of a block in threads
 DEFAULT_SHARED_BYTES = 32 << 10  # of dynamic shared memory beside a static part; 48 KiB together need no permission
 SOURCES = Path(__file__).with_name("kernels")
+MOST_COMPILED_AT_ONCE = 16  # 45 MB of memory each; the longest of 60 kernels takes as long as a sixteenth of all
 HOPPER = (9, 0)
 C_TYPES = {"float16": "half", "bfloat16": "bfloat16", "float32": "float"}  # our dtype names -> names in the .cu files
 
@@ -91,27 +96,69 @@ class KernelLibrary:
     def __init__(self, gpu: Gpu, cache: Cache) -> None:
         self._gpu, self._cache = gpu, cache
         self._loaded: dict[tuple[str, str], Kernel] = {}
+        self._begun: dict[tuple[str, str], Future[tuple[bytes, str]]] = {}
+        self._pool: ThreadPoolExecutor | None = None
+        self._begin_others: Callable[[], None] | None = None
 
     def get(self, source: str, expression: str) -> Kernel:
         """The kernel `expression` of kernels/`source`, compiled unless this machine has done so before."""
         key = (source, expression)
         if key not in self._loaded:
-            self._loaded[key] = Kernel(self._gpu, *self._compiled(source, expression))
+            code = self._kept(*key) or self._compiled_with_others(*key)
+            self._loaded[key] = Kernel(self._gpu, *code)
         return self._loaded[key]
+
+    @contextlib.contextmanager
+    def expecting(self, begin_others: Callable[[], None]) -> Iterator[None]:
+        """Inside, the first kernel that is to be compiled has `begin_others` called, which by `begin` names those that
+        will be asked for after it: they are compiled side by side, each on a core, but for one core."""
+        cores = max(1, len(os.sched_getaffinity(0)) - 1)
+        self._pool = ThreadPoolExecutor(min(cores, MOST_COMPILED_AT_ONCE), thread_name_prefix="nvrtc")
+        self._begin_others = begin_others
+        try:
+            yield
+        finally:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._pool = self._begin_others = None
+            self._begun.clear()
+
+    def begin(self, source: str, expression: str) -> None:
+        """Compile a kernel on another core, unless this machine has done so before; `get` waits for it."""
+        key = (source, expression)
+        if self._pool and key not in self._loaded and key not in self._begun:
+            self._begun[key] = self._pool.submit(lambda: self._kept(*key) or self._compiled(*key))
+
+    def _compiled_with_others(self, source: str, expression: str) -> tuple[bytes, str]:
+        if self._begin_others:
+            begin_others, self._begin_others = self._begin_others, None
+            begin_others()
+        begun = self._begun.get((source, expression))
+        if begun is None or begun.cancel():  # it has not come to that one
+            return self._compiled(source, expression)
+        return begun.result()
+
+    def _kept(self, source: str, expression: str) -> tuple[bytes, str] | None:
+        """Machine code and symbol, if they are on disk."""
+        entry = self._cache.read(self._name(source, expression))
+        if entry is None:
+            return None
+        head, cubin = entry.split(b"\n", 1)
+        return cubin, json.loads(head)["symbol"]
 
     def _compiled(self, source: str, expression: str) -> tuple[bytes, str]:
         arch = architecture(self._gpu.capability)
-        name = "kernel-" + hashlib.sha256(f"{sources_digest()} {source} {expression} {arch}".encode()).hexdigest()[:32]
-        if entry := self._cache.read(name):
-            head, cubin = entry.split(b"\n", 1)
-            return cubin, json.loads(head)["symbol"]
         try:
             cubin, symbol = compile_kernel(source, expression, arch)
         except ImportError as error:
             raise GraphError(f"NVRTC is missing ({error}): {INSTALL}") from None
         description = {"source": source, "expression": expression, "arch": arch, "symbol": symbol}
-        self._cache.write(name, json.dumps(description).encode() + b"\n" + cubin)
+        self._cache.write(self._name(source, expression), json.dumps(description).encode() + b"\n" + cubin)
         return cubin, symbol
+
+    def _name(self, source: str, expression: str) -> str:
+        """Of the file on disk."""
+        what = f"{sources_digest()} {source} {expression} {architecture(self._gpu.capability)}"
+        return "kernel-" + hashlib.sha256(what.encode()).hexdigest()[:32]
 
 
 @cache

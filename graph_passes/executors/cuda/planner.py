@@ -66,7 +66,8 @@ class Planner:
             log.debug("%s: %s", problem, times)
         return Decision(node, problem, times)
 
-    def first(self, ways: Mapping[str, Way]) -> str:
+    @staticmethod
+    def first(ways: Mapping[str, Way]) -> str:
         """The first way that this GPU can take. Raises GraphError where there is none, or where that cannot be found
         out now."""
         reasons: dict[str, GraphError] = {}

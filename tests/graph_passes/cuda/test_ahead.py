@@ -1,0 +1,147 @@
+"""Kernels that are compiled ahead, side by side; no GPU needed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_without_gpu import FakeConvolutions, FakeGpu
+
+from common.disk_cache import Cache
+from graph_passes.errors import GraphError
+from graph_passes.executors.cuda import kernels, network, toolchain
+from graph_passes.executors.cuda.kernels import KernelLibrary
+from graph_passes.executors.cuda.options import StepOptions
+from graph_passes.executors.cuda.training_step import TrainingStep
+from train import models
+
+Compiled = list[tuple[str, bool]]  # what NVRTC was given, and whether in the main thread
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Compiled:
+    """What has been compiled, by an NVRTC that takes no time."""
+    found: Compiled = []
+
+    def compile_kernel(source: str, expression: str, arch: str) -> tuple[bytes, str]:
+        if "broken" in expression:
+            raise GraphError(expression)
+        found.append((expression, threading.current_thread() is threading.main_thread()))
+        return f"code of {expression}".encode(), "symbol"
+
+    class FakeKernel:
+        def __init__(self, gpu: Any, cubin: bytes, symbol: str) -> None:
+            self.cubin = cubin
+
+        def launch(self, *arguments: Any, **options: Any) -> None: ...
+
+    monkeypatch.setattr(kernels, "compile_kernel", compile_kernel)
+    monkeypatch.setattr(kernels, "Kernel", FakeKernel)
+    monkeypatch.setattr(kernels.os, "sched_getaffinity", lambda process: {0, 1, 2, 3})
+    return found
+
+
+@pytest.fixture
+def make_library(tmp_path: Path) -> Callable[[], KernelLibrary]:
+    """As each start of a program makes it, on the same disk."""
+    return lambda: KernelLibrary(FakeGpu(0), Cache("tests", tmp_path))  # type: ignore[arg-type]
+
+
+def test_others_are_compiled_side_by_side(make_library: Callable[[], KernelLibrary], compiled: Compiled,
+                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three at once: each waits until the others have begun. The next start finds them on the disk."""
+    library, meeting, asked = make_library(), threading.Barrier(3, timeout=20), 0
+    compile_kernel = kernels.compile_kernel
+
+    def together(source: str, expression: str, arch: str) -> tuple[bytes, str]:
+        meeting.wait()
+        return compile_kernel(source, expression, arch)
+
+    monkeypatch.setattr(kernels, "compile_kernel", together)
+
+    def begin_others() -> None:
+        nonlocal asked
+        asked += 1
+        for name in ("a", "b", "c", "a"):
+            library.begin("x.cu", name)
+
+    with library.expecting(begin_others):
+        got = [library.get("x.cu", name).cubin for name in ("a", "b", "c", "b")]  # type: ignore[attr-defined]
+    assert got == [b"code of a", b"code of b", b"code of c", b"code of b"]
+    assert asked == 1 and sorted(name for name, _ in compiled) == ["a", "b", "c"]
+
+    library = make_library()
+    with library.expecting(begin_others):
+        assert library.get("x.cu", "b").cubin == b"code of b"  # type: ignore[attr-defined]
+    assert asked == 1 and len(compiled) == 3
+
+
+def test_what_is_asked_for_before_its_turn_is_compiled_at_once(make_library: Callable[[], KernelLibrary],
+                                                               compiled: Compiled,
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what nobody has asked for in the end is not compiled any more."""
+    monkeypatch.setattr(kernels.os, "sched_getaffinity", lambda process: {0, 1})
+    library, busy = make_library(), threading.Event()
+    compile_kernel = kernels.compile_kernel
+
+    def first_waits(source: str, expression: str, arch: str) -> tuple[bytes, str]:
+        if expression == "first":
+            assert busy.wait(20)
+        return compile_kernel(source, expression, arch)
+
+    monkeypatch.setattr(kernels, "compile_kernel", first_waits)
+    with library.expecting(lambda: [library.begin("x.cu", name) for name in ("first", "b", "c")] and None):
+        library.get("x.cu", "b")
+        assert compiled == [("b", True)]
+        busy.set()
+        library.get("x.cu", "first")
+        pool = library._pool
+    assert pool
+    pool.shutdown()
+    assert ("first", False) in compiled and ("c", True) not in compiled
+
+
+def test_why_a_kernel_cannot_be_compiled_is_said_to_who_asks_for_it(make_library: Callable[[], KernelLibrary],
+                                                                    compiled: Compiled) -> None:
+    library = make_library()
+    with library.expecting(lambda: [library.begin("x.cu", name) for name in ("broken", "a")] and None):
+        library.get("x.cu", "a")
+        with pytest.raises(GraphError, match="broken"):
+            library.get("x.cu", "broken")
+    library.get("x.cu", "c")
+    library.begin("x.cu", "d")  # outside, where nobody waits for it
+    assert {name for name, _ in compiled} == {"a", "c"}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", ["resnet50", "resnet18", "resnext50_32x4d"])
+def test_what_a_step_asks_for_was_begun(name: str, deterministic: bool, compiled: Compiled, tmp_path: Path,
+                                        monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
+    """Whichever ways turn out to be the fastest, but for a few: what follows from a choice is not foreseen. And next to
+    nothing is begun in vain."""
+    begun, asked = set(), set()
+    monkeypatch.setattr(KernelLibrary, "begin", lambda self, *kernel: begun.add(kernel))
+    get = KernelLibrary.get
+
+    def asked_for(self: KernelLibrary, *kernel: str) -> Any:
+        asked.add(kernel)
+        return get(self, *kernel)
+
+    monkeypatch.setattr(KernelLibrary, "get", asked_for)
+    monkeypatch.setattr(network, "Gpu", FakeGpu)
+    monkeypatch.setattr(toolchain, "_machine", lambda gpu: "fake")
+    convolutions = FakeConvolutions()
+    monkeypatch.setattr(convolutions, "deterministic", deterministic, raising=False)
+    monkeypatch.setattr(toolchain, "ConvolutionLibrary", lambda *_: convolutions)
+    monkeypatch.setattr(FakeGpu, "time_ms", lambda self, enqueue: rng.random())
+    shapes = {"data": (32, 224, 224, 3), "softmax_label": (32,)}
+    TrainingStep(models.create(name, 1000).graph, shapes, StepOptions("float16", deterministic=deterministic),
+                 cache_folder=tmp_path)
+    of_graph = {kernel for kernel in asked if kernel[0] != "optimizer.cu"}
+    assert len(of_graph) > 20
+    assert len(of_graph - begun) <= 4, of_graph - begun
+    assert len(begun - of_graph) <= 4, begun - of_graph
