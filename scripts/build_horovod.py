@@ -116,8 +116,9 @@ class BuildError(Exception):
 
 
 def fetch_source(folder: Path) -> Path:
-    """Horovod's source in `folder`, mended for compilers of today."""
-    source = folder / f"horovod-{VERSION}"
+    """Horovod's source in `folder`, mended for compilers of today; anew where other things were mended before."""
+    mended = hashlib.sha256(repr((INCLUDED, REPLACED)).encode()).hexdigest()[:8]
+    source = folder / f"horovod-{VERSION}-{mended}"
     if not source.exists():
         print("downloading the source of Horovod", flush=True)
         pip("download", "--no-deps", "--no-build-isolation", "--no-binary", "horovod", "-d", str(folder),
@@ -126,8 +127,10 @@ def fetch_source(folder: Path) -> Path:
         shutil.rmtree(unpacked, ignore_errors=True)
         with tarfile.open(folder / f"horovod-{VERSION}.tar.gz") as archive:
             archive.extractall(unpacked)
-        mend(unpacked / source.name)
-        (unpacked / source.name).rename(source)
+        mend(unpacked / f"horovod-{VERSION}")
+        for before in filter(Path.is_dir, folder.glob("horovod-*")):
+            shutil.rmtree(before)
+        (unpacked / f"horovod-{VERSION}").rename(source)
     return source
 
 

@@ -6,6 +6,7 @@ import importlib.util
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,25 @@ def test_another_source_is_refused(build, source):
     (source / "horovod/mxnet/cuda_util.cc").write_text("")
     with pytest.raises(build.BuildError, match=r"cuda_util\.cc has no '\"libcuda\.so\"', so it is not the source"):
         build.mend(source)
+
+
+def test_the_source_is_unpacked_anew_when_something_else_is_to_be_mended(build, source, tmp_path, monkeypatch):
+    """And not at every call."""
+    folder, downloads = tmp_path / "horovod", []
+
+    def download(*arguments):
+        downloads.append(arguments)
+        with tarfile.open(folder / "horovod-0.28.1.tar.gz", "w:gz") as archive:
+            archive.add(source, "horovod-0.28.1")
+
+    folder.mkdir()
+    monkeypatch.setattr(build, "pip", download)
+    first = build.fetch_source(folder)
+    assert build.fetch_source(folder) == first and len(downloads) == 1
+    monkeypatch.setattr(build, "REPLACED", (*build.REPLACED, ("horovod/mxnet/cuda_util.cc", "driver", "name")))
+    second = build.fetch_source(folder)
+    assert (second / "horovod/mxnet/cuda_util.cc").read_text() == 'const char* name = "libcuda.so.1";\n'
+    assert [path.name for path in folder.iterdir() if path.is_dir() and path.name != "unpacked"] == [second.name]
 
 
 def test_gpu_parts_only_for_gpus(build, source, tmp_path):
