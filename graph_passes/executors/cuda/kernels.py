@@ -111,8 +111,8 @@ class KernelLibrary:
     @contextlib.contextmanager
     def expecting(self, begin_others: Callable[[], None]) -> Iterator[None]:
         """Inside, the first kernel that is to be compiled has `begin_others` called, which by `begin` names those that
-        will be asked for after it: they are compiled side by side, each on a core, but for one core."""
-        cores = max(1, len(os.sched_getaffinity(0)) - 1)
+        will be asked for after it: they are compiled side by side, each on a core."""
+        cores = len(os.sched_getaffinity(0))
         self._pool = ThreadPoolExecutor(min(cores, MOST_COMPILED_AT_ONCE), thread_name_prefix="nvrtc")
         self._begin_others = begin_others
         try:
