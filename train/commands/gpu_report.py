@@ -48,9 +48,14 @@ def main(values: Mapping[str, Any]) -> None:
     """Measure and report, or compare, by the options given. Raises UserError and StoppedBySignal."""
     wanted = part_of(GpuReportOptions, values)
     wanted = replace(wanted, sections=tuple(dict.fromkeys(wanted.sections)))  # each once
-    if wanted.compare:
-        _compare(wanted, values)
-        return
+    with ending_with("stopped: repeat the command to go on"):
+        if wanted.compare:
+            _compare(wanted, values)
+        else:
+            _report(wanted, values)
+
+
+def _report(wanted: GpuReportOptions, values: Mapping[str, Any]) -> None:
     for name in OF_COST:
         if name in values and "cost" not in wanted.sections:
             raise TrainError(f"{option_name(name)} is for the section cost, which is not measured: leave it out, or "
@@ -62,10 +67,11 @@ def main(values: Mapping[str, Any]) -> None:
         print(placement.note, flush=True)
     folder = Path(wanted.output or FOLDER)
     with _alone_in(folder):
-        if busy := _busy(placement):
+        busy = _busy(placement)
+        if busy:
             print(f"other programs use {busy}: what is measured beside them is slower; end them, and begin anew with "
                   "another --output", flush=True)
-        _measure(wanted, values, placement, folder)
+        _measure(wanted, values, placement, folder, busy)
 
 
 def _busy(placement: Placement) -> str:
@@ -82,14 +88,19 @@ def _busy(placement: Placement) -> str:
     return " and ".join(f"{share:.0%} of the {what}" for what, share in used.items() if share > LITTLE)
 
 
-def _measure(wanted: GpuReportOptions, values: Mapping[str, Any], placement: Placement, folder: Path) -> None:
-    """Go on with the report in the folder, or begin it."""
+def _measure(wanted: GpuReportOptions, values: Mapping[str, Any], placement: Placement, folder: Path,
+             busy: str) -> None:
+    """Go on with the report in the folder, or begin it. `busy`: what other programs use of the machine."""
     # From the run that there is, with what was given before and is not given now.
     counts_cost_again = not values.keys().isdisjoint(OF_COST)
     report, done = _begun(folder, placement, set(wanted.sections), counts_cost_again)
     if counts_cost_again and "cost" in report.sections:
         before = cost.given_before(folder, report.sections["cost"])
         wanted = replace(wanted, **{name: value for name, value in before.items() if name not in values})
+    if busy and not set(wanted.sections) <= done:
+        when = _now().replace("T", " ").replace("+00:00", " UTC")
+        sentence = f"Other programs used {busy} at the start on {when}: what was measured then may be too slow."
+        report = replace(report, about={**report.about, "beside": [*report.beside, sentence]})
     report.write(folder / FILE)  # a folder that cannot be written is not to be found out after minutes
     ends_at = time.monotonic() + 60 * wanted.minutes
     for number, name in enumerate(wanted.sections, start=1):
@@ -103,13 +114,13 @@ def _measure(wanted: GpuReportOptions, values: Mapping[str, Any], placement: Pla
         bench = Bench(placement, report.device, folder, seconds, wanted.data, wanted.target_accuracy,
                       wanted.price_per_hour, report.sections.get(name, Section(())),
                       save=partial(_write, report, folder, name))
-        with ending_with("stopped: repeat the command to go on"):
-            try:
-                section = importlib.import_module(f"train.gpu_report.{name}").measure(bench)
-            except BaseException:  # a signal too
-                bench.keep()  # what is left out, and why
-                raise
-        print(f"== {name}: {section.seconds:.0f} s", flush=True)
+        try:
+            section = importlib.import_module(f"train.gpu_report.{name}").measure(bench)
+        except BaseException:  # a signal too
+            bench.keep()  # what is left out, and why
+            raise
+        earlier = bench.begun.seconds
+        print(f"== {name}: {section.seconds - earlier:.0f} s{f', {earlier:.0f} s before' * bool(earlier)}", flush=True)
         report = _write(report, folder, name, section)
     gpu_report.write(folder, report)
     print(f"report: {folder / 'report.md'}, {folder / 'report.html'}, {folder / FILE}")
@@ -155,14 +166,15 @@ def _begun(folder: Path, placement: Placement, sections: set[str], counts_cost_a
     commit = environment.git_commit()
     about: dict[str, Any] = {
         "hardware": hardware, "executor": placement.executor, "versions": environment.versions(), "commit": commit,
-        "command": command_line(), "date": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+        "command": command_line(), "date": _now()}
     if not (folder / FILE).exists():
         _check_pages(folder, "report")
         return Report(device, {}, about), set()
     try:
         report = Report.read(folder / FILE)
     except UserError as error:
-        raise TrainError(f"{error}; to measure anew, give another --output") from None
+        reason, _, _ = str(error).rpartition(": ")  # without the advice for a report to be compared
+        raise TrainError(f"{reason}: to measure anew, give another --output") from None
     done = _done(report)
     if counts_cost_again and not (folder / cost.RUN_FOLDER).exists():
         done -= {"cost"}
@@ -187,6 +199,10 @@ def _begun(folder: Path, placement: Placement, sections: set[str], counts_cost_a
         latest = ("command", "date") if measures else ("command",)
         report = replace(report, about={**report.about, **{name: about[name] for name in latest}})
     return report, done
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def _check_pages(folder: Path, name: str) -> None:

@@ -75,7 +75,8 @@ class Section:
 
 @dataclass(frozen=True)
 class Report:
-    """The figures of one device. `about`: its hardware, versions, commit, command, date; of published ones, a note."""
+    """The figures of one device. `about`: its hardware, versions, commit, command, date, and `beside`, a sentence for
+    each start beside other programs; of published ones, a note."""
 
     device: str
     sections: Mapping[str, Section]
@@ -84,6 +85,10 @@ class Report:
     def figures(self) -> dict[Key, Figure]:
         return {Key(name, figure.what, figure.size, figure.precision, figure.unit): figure
                 for name, section in self.sections.items() for figure in section.figures}
+
+    @property
+    def beside(self) -> list[str]:
+        return list(self.about.get("beside", ()))
 
     def with_section(self, name: str, section: Section) -> Report:
         return dataclasses.replace(self, sections={**self.sections, name: section})
@@ -115,6 +120,8 @@ class Report:
         try:
             about, sections = (_checked(dict, name, values.get(name, {})) for name in ("about", "sections"))
             _checked(str, "about.note", about.get("note", ""))
+            for i, sentence in enumerate(_checked(list, "about.beside", about.get("beside", []))):
+                _checked(str, f"about.beside[{i}]", sentence)
             return cls(_name("device", values.get("device")),
                        {name: _section(f"sections.{name}", section) for name, section in sections.items()}, about)
         except ValueError as error:

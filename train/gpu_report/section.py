@@ -94,12 +94,18 @@ class Bench:
         return any((figure.what, figure.precision) == (what, precision) and figure.size.startswith(size)
                    for figure in self.figures)
 
-    def has_time(self, for_what: str) -> bool:
-        """Whether something more may begin; what may not is left out, and the same command measures it."""
-        if self.spent <= self.seconds:
+    def has_time(self, for_what: str, least: float = 0.0) -> bool:
+        """Whether something more may begin, which takes so many seconds at `least`; what may not is left out, and the
+        same command measures it."""
+        why = ""
+        if self.spent > self.seconds:
+            why = f"the section's {self.seconds:.0f} s were over"
+        elif least > self.seconds:
+            why = f"it takes {least:.0f} s or more and the section had {self.seconds:.0f} s"
+        if not why:
             return True
         self._late = True
-        self.leave_out(for_what, f"the section's {self.seconds:.0f} s were over; the same command goes on with it")
+        self.leave_out(for_what, f"{why}; the same command goes on with it")
         return False
 
     def add(self, *figures: Figure) -> None:

@@ -156,11 +156,10 @@ class ElasticRun:
         elif self._has_commits and worker in self._members and self._is_joining:
             self._give_up(code, f"{why} while the processes connected to each other, so the run ends; {WAY_OUT}")
         else:
-            go, wait = ("go", "wait") if left > 1 else ("goes", "waits")
+            go, wait = ("processes go", "processes wait") if left > 1 else ("process goes", "process waits")
             do = f"{go} on" if left >= least else f"{wait} for more, to be {least},"
-            where = "from the last commit" if self._has_commits else "without it: nothing was trained yet"
             end_line_of_others()
-            print(f"{why}; {left} {do} {where}", file=sys.stderr, flush=True)
+            print(f"{why}; {left} {do} {self._where_to_go_on}", file=sys.stderr, flush=True)
             if self._cooldown:
                 pause = self._cooldown * 2 ** self._losses[worker.slot.number]
                 self._returns[worker.slot.number] = time.monotonic() + min(pause, LONGEST_COOLDOWN)
@@ -169,8 +168,21 @@ class ElasticRun:
                 self._begin_again()
 
     @property
+    def _commits(self) -> int:
+        """The first one of a run is what it began with."""
+        return max((self._record(worker).commits for worker in self._members), default=0)
+
+    @property
     def _has_commits(self) -> bool:
-        return any(self._record(worker).commits for worker in self._members)
+        return self._commits > 0
+
+    @property
+    def _where_to_go_on(self) -> str:
+        if self._commits > 1:
+            return "from the last commit"
+        if self._has_commits:
+            return "from where the run began: nothing it trained was committed yet (--commit-every)"
+        return "without it: nothing was trained yet"
 
     @property
     def _is_joining(self) -> bool:

@@ -80,6 +80,7 @@ def _cell(text: str) -> str:
     return re.sub(r"([|<*`$])", r"\\\1", " ".join(text.split()))
 
 
+URL = re.compile(r"(https?://[^\s;,()<>]*[^\s;,.:()<>])")
 SHORT = 24  # characters of a cell that is never broken; wider tables are scrolled
 STYLE = """
 :root { color-scheme: light dark; --back: #fff; --text: #1f2328; --muted: #6e7781; --line: #e4e8ec; --soft: #f6f8fa; }
@@ -106,12 +107,13 @@ figure { margin: 1rem 0; }
 img { width: 100%; height: auto; border-radius: .4rem; }
 figcaption { color: var(--muted); font-size: .85rem; }
 summary { cursor: pointer; }
+a { color: inherit; }
 """
 
 
 def html_page(title: str, blocks: Sequence[Block], light: Mapping[str, bytes], dark: Mapping[str, bytes]) -> str:
     """The document as HTML; `light` and `dark` are the plots of both colour schemes, PNG by file name."""
-    text_of = html.escape
+    text_of = _html_text
     parts = []
     for block in blocks:
         match block:
@@ -148,7 +150,14 @@ def html_page(title: str, blocks: Sequence[Block], light: Mapping[str, bytes], d
 
 def _html_cell(text: str) -> str:
     """Of a table; a number with its unit stays on one line."""
-    return f"<td{' class=short' * (len(text) <= SHORT)}>{html.escape(text)}</td>"
+    return f"<td{' class=short' * (len(text) <= SHORT)}>{_html_text(text)}</td>"
+
+
+def _html_text(text: str) -> str:
+    """With its addresses of pages as links."""
+    between, *rest = (html.escape(part) for part in URL.split(text))
+    links = (f'<a href="{url}">{url}</a>{after}' for url, after in zip(rest[::2], rest[1::2], strict=True))
+    return "".join([between, *links])
 
 
 def _data_url(png: bytes) -> str:

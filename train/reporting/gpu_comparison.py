@@ -7,6 +7,7 @@ have another batch than a report, so the best over all batches is compared too, 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
@@ -153,10 +154,11 @@ def _times(value: float) -> str:
 
 
 def _missing(reports: Sequence[Report], devices: Sequence[str]) -> list[Block]:
-    """Sections that some report has and another has not."""
-    names = dict.fromkeys(name for report in reports for name in report.sections)
-    rows = [(device, ", ".join(missing)) for device, report in zip(devices, reports, strict=True)
-            if (missing := [name for name in names if name not in report.sections])]
+    """Sections of which some report has figures and another has none."""
+    measured = [[name for name, section in report.sections.items() if section.figures] for report in reports]
+    names = dict.fromkeys(itertools.chain.from_iterable(measured))
+    rows = [(device, ", ".join(missing)) for device, own in zip(devices, measured, strict=True)
+            if (missing := [name for name in names if name not in own])]
     return [Heading("Missing sections"), Table(("report", "has not"), rows)] if rows else []
 
 
@@ -168,7 +170,8 @@ def _source(report: Report) -> str:
         notes = [note for section in report.sections.values() for note in section.notes]
         return "; ".join([*urls, *filter(None, [report.about.get("note")]), *notes])
     about = report.about
-    return f"measured {about.get('date', '')}, commit {about.get('commit')}, by: {about.get('command', '')}"
+    made = f"measured {about.get('date', '')}, commit {about.get('commit')}, by: {about.get('command', '')}"
+    return ". ".join([made, *report.beside])
 
 
 def _to_dict(rows: Sequence[Row], devices: Sequence[str], values: Mapping[str, Sequence[float]]) -> dict[str, Any]:

@@ -25,8 +25,9 @@ def _colors(theme: Theme) -> dict[str, str]:
     return dict(zip(PRECISIONS, (theme.muted, orange, blue, green, violet, yellow), strict=True))
 
 
-def kernels(figures: Sequence[Figure], title: str, theme: Theme) -> bytes:
-    """TFLOP/s of each size, a dot for each precision; a panel for each kind of kernel, one above the other."""
+def kernels(figures: Sequence[Figure], titles: Mapping[str, str], theme: Theme) -> bytes:
+    """TFLOP/s of each size, a dot for each precision; a panel for each kind of kernel, one above the other, under its
+    own name where `titles` has none for it."""
     kinds = list(dict.fromkeys(figure.what for figure in figures))
     sizes = {kind: list(dict.fromkeys(figure.size for figure in figures if figure.what == kind)) for kind in kinds}
     lines = [len(sizes[kind]) for kind in kinds]
@@ -38,7 +39,7 @@ def kernels(figures: Sequence[Figure], title: str, theme: Theme) -> bytes:
             own = [each for each in figures if each.what == kind and each.precision == precision]
             axes.plot([each.more["tflops"] for each in own], [places[each.size] for each in own], "o", markersize=5,
                       color=_colors(theme)[precision], label=precision, markeredgewidth=0)
-        plots._styled(axes, theme, kind if len(kinds) > 1 else title, "", "")
+        plots._styled(axes, theme, titles.get(kind, kind), "", "")
         axes.set_yticks(list(places.values()), list(places), fontsize=8)
         axes.set_ylim(-len(places) + 0.5, 0.5)
         axes.grid(axis="x", color=theme.grid, linewidth=0.8)
@@ -163,15 +164,15 @@ def ratios(values: Mapping[str, Sequence[float]], devices: Sequence[str], meanin
 
 def _logarithmic(*panels: Axes) -> None:
     """The x axis that they share, with ticks at 1, 2, 5, 10, ..., 1, 10, ... where those are many, 1, 2, 3, ... where
-    few."""
-    from matplotlib.ticker import LogLocator, NullLocator
+    few, and as on a linear axis where there would be none."""
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
     for axes in panels:
         axes.set_xscale("log")
     low, high = panels[0].get_xlim()  # which are a decade apart and more where there is a single figure
     subs = range(1, 10) if high < 5 * low else (1, 2, 5) if high < 300 * low else (1,)
     for axes in panels:
-        axes.xaxis.set_major_locator(LogLocator(subs=subs))
+        axes.xaxis.set_major_locator(MaxNLocator(5) if high < 3 * low else LogLocator(subs=subs))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter("{x:,g}")
 

@@ -102,8 +102,10 @@ def _speed(figure: Figure) -> float:
 
 
 def _made(report: Report) -> list[Block]:
+    if "command" not in report.about:
+        return []
     text = f"Measured {str(report.about.get('date', '')).replace('T', ' ').replace('+00:00', ' UTC')}, by:"
-    return [Text(text), Code(str(report.about["command"]))] if "command" in report.about else []
+    return [Text(text), Code(str(report.about["command"])), *map(Text, report.beside)]
 
 
 # --- the sections ---
@@ -129,7 +131,7 @@ def _kernels(report: Report, section: Section, drawings: Drawings) -> list[Block
               "convolution.png": ("Convolutions", [f"{CONVOLUTION} {direction}" for direction in PASSES])}
     for file, (title, kinds) in groups.items():
         if own := [figure for figure in figures if figure.what in kinds]:
-            drawings[file] = partial(gpu_plots.kernels, own, title)
+            drawings[file] = partial(gpu_plots.kernels, own, {GEMM: title})
             blocks.append(Plot(file, f"{title}: TFLOP/s by size and precision."))
     for what in dict.fromkeys(figure.what for figure in figures if "tflops" in figure.more):
         rows = [figure for figure in figures if figure.what == what]
@@ -161,13 +163,17 @@ def _kernel_table(figures: Sequence[Figure]) -> Table:
              _share(figure, "of_datasheet"), _share(figure, "of_best_gemm")) for figure in figures]
     sizes = "m x n x k" if figures[0].what == GEMM else "images x height x width x channels, filters"
     return Table((sizes, "precision", "ms", "+/-", "TFLOP/s", "of the datasheet", "of the best product"), rows,
-                 folded=f"{len(rows)} timings")
+                 folded=_timings(rows))
+
+
+def _timings(rows: Sequence[object]) -> str:
+    return f"{len(rows)} timing{'s' * (len(rows) > 1)}"
 
 
 def _recurrent(report: Report, section: Section, drawings: Drawings) -> list[Block]:
     if not section.figures:
         return []
-    drawings["recurrent.png"] = partial(gpu_plots.kernels, section.figures, "Recurrent layers")
+    drawings["recurrent.png"] = partial(gpu_plots.kernels, section.figures, {})
     rows = [(figure.what, figure.size, figure.precision, _number(figure.value), _error(figure),
              _number(figure.more["tflops"])) for figure in section.figures]
     return [
@@ -175,7 +181,7 @@ def _recurrent(report: Report, section: Section, drawings: Drawings) -> list[Blo
         Text("One layer, with as many features as hidden units: forward pass and all gradients, and the forward pass "
              "alone as inference has it. TFLOP/s count the products of matrices."),
         Plot("recurrent.png", "TFLOP/s of recurrent layers by size and precision."),
-        Table(("layer", "size", "precision", "ms", "+/-", "TFLOP/s"), rows, folded=f"{len(rows)} timings"),
+        Table(("layer", "size", "precision", "ms", "+/-", "TFLOP/s"), rows, folded=_timings(rows)),
     ]
 
 
@@ -259,7 +265,7 @@ def _uncertain(report: Report) -> list[Block]:
             Text("Each timing is repeated until the standard error of its median, the +/- of the tables, is under 1 %, "
                  "but for these, which ended at a limit."),
             Table(("section", "", "size", "precision", "+/-", "limit"), rows,
-                  folded=f"{len(rows)} timings" if len(rows) > 12 else "")]
+                  folded=_timings(rows) if len(rows) > 12 else "")]
 
 
 def _left_out(report: Report, missing: Sequence[str]) -> list[Block]:

@@ -344,7 +344,7 @@ class RunRecord:
         if not self.session_starts:
             self.start_date, self.command = line["date"], line["command"]
         else:
-            self.events.append({key: line[key] for key in ("time", "step", "date", "command")} | {"event": "resume"})
+            self.events.append(self._resumed(line))
         keep = line["step"] - self.steps_before
         if not 0 <= keep <= len(self.step_ms):
             self.steps_before, keep = line["step"], 0
@@ -362,6 +362,15 @@ class RunRecord:
         self.num_classes = line.get("num_classes")
         for name in ("git_commit", "versions", "hardware"):
             setattr(self, name, line[name])
+
+    def _resumed(self, line: Mapping[str, Any]) -> dict[str, Any]:
+        """The event of a later session: what it undoes, and how many processes it has, where they are others."""
+        event = {key: line[key] for key in ("time", "step", "date", "command")} | {"event": "resume"}
+        if (undone := self.steps_before + len(self.step_ms) - line["step"]) > 0:
+            event["steps_undone"] = undone
+        if line["num_processes"] != self.num_processes:
+            event["processes"] = f"{line['num_processes']}, before {self.num_processes}"
+        return event
 
     @classmethod
     def read_jsonl(cls, path: Path) -> RunRecord:

@@ -240,10 +240,13 @@ def test_cost(run_train, tiny_data, tmp_path, monkeypatch):
 
 
 def test_cost_begins_no_run_when_its_time_is_over(tmp_path):
-    bench = section.Bench(gpu_report.Placement("mxnet", "cpu(0)", ""), "some CPU", tmp_path, -1.0)
-    found = cost.measure(bench)
-    assert not found.complete and found.notes[0].startswith("time and cost to accuracy: the section's ")
-    assert not (tmp_path / "cost_run").exists()
+    """Or when it has so little that the run would take much longer."""
+    for seconds, why in ((-1.0, "the section's -1 s were over"),
+                         (9.0, "it takes 30 s or more and the section had 9 s")):
+        bench = section.Bench(gpu_report.Placement("mxnet", "cpu(0)", ""), "some CPU", tmp_path, seconds)
+        found = cost.measure(bench)
+        assert found.notes == (f"time and cost to accuracy: {why}; the same command goes on with it",)
+        assert not found.complete and not (tmp_path / "cost_run").exists()
 
 
 @pytest.mark.parametrize("errors, error, limit", [
@@ -292,6 +295,9 @@ def test_other_programs_on_the_machine_are_told(run_train, percent, is_said, tmp
     said = ("other programs use 57% of the processor: what is measured beside them is slower; end them, and begin anew "
             "with another --output\n")
     assert code == 0 and out.startswith(said) == is_said and ("other programs" in out) == is_said
+    for page in ("report.md", "report.html"):
+        said = "Other programs used 57% of the processor at the start on 20"
+        assert (tmp_path / page).read_text().count(said) == is_said
 
 
 # --- comparing ---
@@ -316,14 +322,16 @@ def test_compare(run_train, tmp_path):
     """Files of reports, and their folders. Ratios above 1 are faster, whatever the unit; networks by their best batch
     too; what is missing is named."""
     old = report("Old", kernels=(figure(8.0), figure(2.0, size="2 x 2 x 2 NN")),
-                 training=(figure(100.0, "ResNet-50", "batch 32", unit="images/sec"),), cost=(),
+                 training=(figure(100.0, "ResNet-50", "batch 32", unit="images/sec"),),
+                 cost=(figure(9.0, "CIFAR-10", "to 88% top-1", unit="s"),),
                  inference=(figure(2.0, "ResNet-50", "batch 1", unit="images/sec"),))
     new = report("New", kernels=(figure(2.0), figure(2.0, size="2 x 2 x 2 NN"), figure(1.0, precision="int8")),
-                 inference=(figure(7.0, "ResNet-50", "batch 1", unit="images/sec"),),
+                 inference=(figure(7.0, "ResNet-50", "batch 1", unit="images/sec"),), cost=(),
                  training=(figure(900.0, "ResNet-50", "batch 256", unit="images/sec"),
                            figure(300.0, "ResNet-50", "batch 32", unit="images/sec")))
     old.write(tmp_path / "Old.json")
-    new.write(tmp_path / "New" / "report.json")
+    beside = "Other programs used the GPU."
+    replace(new, about={**new.about, "beside": [beside]}).write(tmp_path / "New" / "report.json")
     code, out, err = run_train("gpu-report", "--compare", tmp_path / "Old.json", tmp_path / "New", "--output",
                                tmp_path / "compared")
     assert code == 0, err
@@ -334,7 +342,7 @@ def test_compare(run_train, tmp_path):
                       ("training", "batch 32", "fp16"): [1.0, 3.0], ("training", "best batch", "fp16"): [1.0, 9.0]}
     assert found["summary"]["kernels, GEMM, fp16"] == [1.0, pytest.approx(2.0)]  # the geometric mean of 4 and 1
     page = (tmp_path / "compared" / "comparison.md").read_text()
-    assert page.startswith("# Old beside New") and "| New | cost |" in page
+    assert page.startswith("# Old beside New") and "| New | cost |" in page and page.count(beside) == 1
     assert "900 images/sec (batch 256)" in page and "comparison.html" in out
 
 
@@ -551,7 +559,7 @@ def test_damaged_report_is_not_measured_into(run_train, content, tmp_path):
     (tmp_path / "report.json").write_text(content)
     code, _, err = run_train("gpu-report", "--device", "cpu", "--output", tmp_path)
     assert code == 2 and err.startswith(f"error: {tmp_path / 'report.json'} is no") and err.count("\n") == 1
-    assert err.endswith("; to measure anew, give another --output\n")
+    assert err.endswith(": to measure anew, give another --output\n") and err.count(": ") == 2
     assert (tmp_path / "report.json").read_text() == content
 
 

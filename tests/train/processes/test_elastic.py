@@ -50,7 +50,7 @@ def test_elastic_run_loses_a_process_and_gets_one(start, on_gpu, processes, rng,
     code, out, err = run.end()
     assert code == 128 + signal.SIGTERM, err
     assert "was killed by SIGKILL" in err and "it hangs" not in err
-    assert f"{count - 1} {'goes' if count == 2 else 'go'} on from the last commit" in err
+    assert f"{count - 1} {'process goes' if count == 2 else 'processes go'} on from the last commit" in err
     less, more = (count - 1) * BATCH, count * BATCH
     fewer = "1 process" if count == 2 else f"{count - 1} processes"
     assert f"going on with {less} images a step ({fewer}) after {more} ({count})" in out
@@ -84,14 +84,18 @@ def test_elastic_run_loses_a_process_and_gets_one(start, on_gpu, processes, rng,
 
 
 @pytest.mark.usefixtures("patient_gloo")
-@pytest.mark.parametrize("place", ["start", "joining", "session"])
-def test_loss_at_start_up(place):
-    """One of three processes is killed before it has joined the others, while they connect, or before the first
-    commit: the others do without it, and do not wait for Gloo's time-out."""
+@pytest.mark.parametrize("place, where", [
+    *((place, "without it: nothing was trained yet") for place in ("start", "joining", "session")),
+    ("first steps", "from where the run began: nothing it trained was committed yet (--commit-every)"),
+])
+def test_loss_at_start_up(place, where):
+    """One of three processes is killed before it has joined the others, while they connect, or before the first commit,
+    or the first one behind what the run began with: the others do without it, and do not wait for Gloo's time-out."""
     script = f"""
         import os, signal, sys
         from train.processes import elastic
         from train.processes.distributed import Workers
+        from train.processes.pulse import pulse
 
         def die_at(place):
             if place == {place!r} and os.environ["HOROVOD_HOSTNAME"] == "slot1":
@@ -106,6 +110,9 @@ def test_loss_at_start_up(place):
         def session(state):
             die_at("session")
             workers = Workers()
+            workers.gather("all are here")
+            pulse.count_commit()
+            die_at("first steps")
             print(f"{{workers.gather(workers.rank)}}\\n", end="", flush=True)
 
         elastic.Workers = DyingWorkers
@@ -117,7 +124,7 @@ def test_loss_at_start_up(place):
     assert done.stdout == 2 * "[0, 1]\n"
     (line,) = [line for line in done.stderr.splitlines() if "process 1 (" in line]
     assert re.match(r"process 1 \(pid \d+\) was killed by SIGKILL, ", line)
-    assert line.endswith("; 2 go on without it: nothing was trained yet")
+    assert line.endswith(f"; 2 processes go on {where}")
 
 
 @pytest.mark.parametrize("commits", [1, 2])

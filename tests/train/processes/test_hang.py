@@ -211,7 +211,7 @@ def test_elastic_run_goes_on_without_a_stopped_process(start, processes, rng):
     assert code == 128 + signal.SIGTERM, err
     (line,) = told(err)
     assert f"pid {workers[victim]}) shows no sign of life for " in line
-    go = "goes" if others == 1 else "go"
+    go = "process goes" if others == 1 else "processes go"
     assert line.endswith(f"; it hangs and is killed; {others} {go} on from the last commit")
     assert "stopped after step " in out
 
@@ -266,7 +266,7 @@ def test_elastic_run_goes_on_without_a_blocked_process(tiny_options, tmp_path):
     assert done.returncode == 0, done.stderr
     (line,) = told(done.stderr)
     assert line.startswith("process 1 (pid ")
-    assert line.endswith("; it hangs and is killed; 1 goes on from the last commit")
+    assert line.endswith("; it hangs and is killed; 1 process goes on from the last commit")
     assert (tmp_path / "run" / "report" / "report.md").exists()
 
 

@@ -20,7 +20,7 @@ from train.devices import Placement
 from train.errors import TrainError
 from train.reporting import classifier, classifier_plots, plots
 from train.reporting.classifier import CALIBRATION, CONFUSION, MISTAKES, Classifier
-from train.reporting.document import Tiles, markdown
+from train.reporting.document import Table, Text, Tiles, html_page, markdown
 from train.reporting.inspection import SHOWN_SIZE, describe
 from train.reporting.metrics import TRAINING_IMAGES
 from train.reporting.outcomes import Outcomes
@@ -237,3 +237,11 @@ def test_two_processes_count_as_one(narrow_network: None, tiny_options: list[str
         assert mine == pytest.approx(other, abs=1e-6)
     assert one.pop("calibration_error") == pytest.approx(two.pop("calibration_error"), abs=1e-6)
     assert one == two
+
+
+def test_addresses_of_pages_are_links() -> None:
+    text = "of <b>, https://a.b/c?d=1&e=2; and (http://f.g)."
+    wanted = ('of &lt;b&gt;, <a href="https://a.b/c?d=1&amp;e=2">https://a.b/c?d=1&amp;e=2</a>; and '
+              '(<a href="http://f.g">http://f.g</a>).')
+    page = html_page("", [Text(text), Table(("",), [(text,)])], {}, {})
+    assert page.count(wanted) == 2 and f"<p>{wanted}</p>" in page

@@ -136,23 +136,23 @@ def test_plots_have_room_and_ticks(monkeypatch):
     (low, high), shown = latency.get_ylim(), latency.dataLim
     assert low < shown.ymin < shown.ymax < high and sum(low <= tick <= high for tick in latency.get_yticks()) >= 4
     layers = [Figure("LSTM", str(size), "fp32", 1.0, "ms", more={"tflops": size}) for size in (0.066, 0.151)]
-    (axes,) = gpu_plots.kernels(layers, "layers", plots.LIGHT).axes
+    (axes,) = gpu_plots.kernels(layers, {}, plots.LIGHT).axes
     low, high = axes.get_xlim()
     assert sum(low <= tick <= high for tick in axes.get_xticks()) >= 4
     layers += [Figure("GRU", str(size), "fp32", 1.0, "ms", more={"tflops": size}) for size in (100.0, 200.0)]
-    for axes in gpu_plots.kernels(layers, "layers", plots.LIGHT).axes:
+    for axes in gpu_plots.kernels(layers, {}, plots.LIGHT).axes:
         low, high = axes.get_xlim()
         assert sum(low <= tick <= high for tick in axes.get_xticks()) <= 5, "of all panels, one of which is narrow"
 
 
 @pytest.mark.parametrize("speeds", [
     (0.000965,), (0.00445,), (30.0,), (0.0007, 0.0032), (0.0066, 0.0151), (0.11, 0.53), (7.0, 34.0), (90.0, 950.0),
-    (1.0, 990.0)])
+    (1.0, 990.0), (0.088, 0.162), (0.09, 0.11)])
 def test_ticks_of_kernels_do_not_overlap(speeds, monkeypatch):
     """Nor do those of a single kernel, and none is in powers of ten."""
     monkeypatch.setattr(plots, "_png", lambda figure, theme: figure)
     drawn = gpu_plots.kernels([Figure("GEMM", f"{speed} x {speed}", "fp32", 1.0, "ms", more={"tflops": speed})
-                               for speed in speeds], "products", plots.LIGHT)
+                               for speed in speeds], {"GEMM": "products"}, plots.LIGHT)
     drawn.canvas.draw()
     (axes,) = drawn.axes
     low, high = axes.get_xlim()

@@ -517,13 +517,16 @@ def test_resume_drops_what_is_done_again(tmp_path: Path) -> None:
 def test_each_session_counts_its_own_images(tmp_path: Path) -> None:
     """It may have another --batch-size or --accumulate, or fewer processes: all steps here have 24 images/sec."""
     for first, images in ((0, 24), (4, 48), (6, 12)):  # the second does 4 steps, and has a checkpoint of 2 of them
-        run = Run(tmp_path, first_step=first, images_per_step=images, warmup_steps=0)
+        run = Run(tmp_path, first_step=first, images_per_step=images, num_processes=images // 12, warmup_steps=0)
         with run.recorder as recorder:
             run.epoch(0, [0.0] * 4, [images / 24] * 4, first_step=first)
     record = RunRecord.read_jsonl(tmp_path / METRICS_FILE)
     assert record == recorder.record == RunRecord.from_dict(json.loads(json.dumps(record.to_dict())))
     assert record.images.tolist() == [24] * 4 + [48] * 2 + [12] * 4
     assert record.speed() == summarize(record).total == (24.0, 0.0, 0.0)
+    resumed = [event for event in record.events if event["event"] == "resume"]
+    assert [(event["processes"], event.get("steps_undone")) for event in resumed] == [
+        ("4, before 2", None), ("1, before 4", 2)]
 
 
 def test_resume_from_an_older_checkpoint_drops_the_epochs_after_it(tmp_path: Path) -> None:
