@@ -46,17 +46,16 @@ def make_lasting() -> None:
                 line_buffering=stream.line_buffering, write_through=stream.write_through))
 
 
-def print_error(sentence: object) -> None:
-    """On stderr, as a line in one piece: other processes write there too, and print writes its end apart where
-    PYTHONUNBUFFERED is set."""
-    sys.stderr.write(f"error: {sentence}\n")
-    sys.stderr.flush()
+def print_error(sentence: object, apart: bool = False) -> None:
+    """`print_line` for what ends a program."""
+    print_line(f"error: {sentence}", apart)
 
 
-def end_line_of_others() -> None:
-    """What is printed on stderr next begins a line: a process that was killed may have left half of one there, for
-    Horovod and MXNet write theirs in pieces."""
-    sys.stderr.write("\n")
+def print_line(text: str, apart: bool = False) -> None:
+    """On stderr, in one piece: other processes write there too, and print writes its end apart where PYTHONUNBUFFERED
+    is set. `apart`: below an empty line, as a process that was killed may have left half a line there, for Horovod and
+    MXNet write theirs in pieces."""
+    sys.stderr.write("\n" * apart + f"{text}\n")
     sys.stderr.flush()
 
 

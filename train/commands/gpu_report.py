@@ -20,7 +20,6 @@ import psutil
 
 from common import environment, files
 from common.command_line import option_name, part_of
-from common.errors import UserError
 from graph_passes.executors.base import parse_device
 from graph_passes.executors.cuda.device import Gpu
 from train import devices
@@ -29,7 +28,7 @@ from train.config import Config
 from train.devices import Placement
 from train.errors import TrainError
 from train.gpu_report import cost
-from train.gpu_report.figures import FILE, Report, Section
+from train.gpu_report.figures import FILE, Report, Section, shown
 from train.gpu_report.section import Bench
 from train.processes.invocation import command_line
 from train.processes.signals import ending_with
@@ -98,8 +97,8 @@ def _measure(wanted: GpuReportOptions, values: Mapping[str, Any], placement: Pla
         before = cost.given_before(folder, report.sections["cost"])
         wanted = replace(wanted, **{name: value for name, value in before.items() if name not in values})
     if busy and not set(wanted.sections) <= done:
-        when = _now().replace("T", " ").replace("+00:00", " UTC")
-        sentence = f"Other programs used {busy} at the start on {when}: what was measured then may be too slow."
+        sentence = (f"Other programs used {busy} at the start on {shown(_now())}: what was measured then may be too "
+                    "slow.")
         report = replace(report, about={**report.about, "beside": [*report.beside, sentence]})
     report.write(folder / FILE)  # a folder that cannot be written is not to be found out after minutes
     ends_at = time.monotonic() + 60 * wanted.minutes
@@ -170,11 +169,7 @@ def _begun(folder: Path, placement: Placement, sections: set[str], counts_cost_a
     if not (folder / FILE).exists():
         _check_pages(folder, "report")
         return Report(device, {}, about), set()
-    try:
-        report = Report.read(folder / FILE)
-    except UserError as error:
-        reason, _, _ = str(error).rpartition(": ")  # without the advice for a report to be compared
-        raise TrainError(f"{reason}: to measure anew, give another --output") from None
+    report = Report.read(folder / FILE, way_out="to measure anew, give another --output")
     done = _done(report)
     if counts_cost_again and not (folder / cost.RUN_FOLDER).exists():
         done -= {"cost"}

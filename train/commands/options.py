@@ -134,7 +134,7 @@ class GpuReportOptions:
     """What an hour of this machine costs, in any currency; 0: not known."""
     minutes: float = 9.5
     """For all sections together; what would begin later is left out, and measured when the command is repeated. What
-    has begun is finished, which takes up to half a minute more, on a CPU up to two."""
+    has begun is finished, which takes up to half a minute more, on a CPU a minute or two."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """What to measure; auto: the GPU if there is one that the executor can use."""
     output: Annotated[str, "FOLDER"] = ""

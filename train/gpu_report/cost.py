@@ -39,7 +39,7 @@ class Recipe:
 CIFAR10 = Recipe("CIFAR-10, ResNet-18, 128 pixels", "cifar10_resnet18", 18, 0.88)
 SAMPLE = Recipe("sample set, ResNet-50, 32 pixels", "cpu_sample", 3, 0.5)
 
-LEAST_SECONDS = 30.0  # that the whole run takes where everything is known, from its start to its report
+LEAST_SECONDS = 30.0  # with less the run, which takes longer, on a CPU a minute or two, is not begun
 RUN_FOLDER = "cost_run"  # in the folder of the report
 WHOLE_RUN = "the whole run"  # the size of a figure, which there always is
 COUNTED_BY = ("target_accuracy", "price_per_hour")  # options, which that figure keeps

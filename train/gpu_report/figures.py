@@ -26,6 +26,11 @@ PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8", "int8")  # in the order of 
 Value = TypeVar("Value", str, bool, list, dict)
 
 
+def shown(date: str) -> str:
+    """A date of a report, in UTC, for people."""
+    return date.replace("T", " ").replace("+00:00", " UTC")
+
+
 class Key(NamedTuple):
     """What two reports must have measured alike to be compared."""
 
@@ -101,22 +106,25 @@ class Report:
         files.write(path, json.dumps(self.to_dict(), indent=1, allow_nan=False).encode() + b"\n")
 
     @classmethod
-    def read(cls, path: Path) -> Report:
+    def read(cls, path: Path, way_out: str = "") -> Report:
         """The inverse of `write`, of the file or of the folder that it lies in. Raises UserError for what is no report,
-        or one of another version."""
+        or one of another version, with `way_out` as its advice if one is given."""
+        def wrong(what: str, advice: str) -> UserError:
+            return UserError(f"{what}: {way_out or advice}")
+
         if path.is_dir():
             path = path / FILE
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
-            raise UserError(f"cannot read the report {path} ({error.strerror}): give the {FILE} of a report") from None
+            raise wrong(f"cannot read the report {path} ({error.strerror})", f"give the {FILE} of a report") from None
         except (ValueError, RecursionError):
-            raise UserError(f"{path} is not JSON: give the {FILE} of a report") from None
+            raise wrong(f"{path} is not JSON", f"give the {FILE} of a report") from None
         if not isinstance(values, dict) or values.get("name") != NAME:
-            raise UserError(f"{path} is no report on a GPU: give the {FILE} that python -m train gpu-report writes")
+            raise wrong(f"{path} is no report on a GPU", f"give the {FILE} that python -m train gpu-report writes")
         if type(values.get("version")) is not int or values["version"] != VERSION:
-            raise UserError(f"{path} is a report of version {values.get('version')!r}, and this program reads version "
-                            f"{VERSION}: make it anew, or compare with the program that wrote it")
+            raise wrong(f"{path} is a report of version {values.get('version')!r}, and this program reads version "
+                        f"{VERSION}", "make it anew, or compare with the program that wrote it")
         try:
             about, sections = (_checked(dict, name, values.get(name, {})) for name in ("about", "sections"))
             _checked(str, "about.note", about.get("note", ""))
@@ -125,7 +133,7 @@ class Report:
             return cls(_name("device", values.get("device")),
                        {name: _section(f"sections.{name}", section) for name, section in sections.items()}, about)
         except ValueError as error:
-            raise UserError(f"{path} is damaged, or was written by hand wrongly ({error}): make it anew") from None
+            raise wrong(f"{path} is damaged, or was written by hand wrongly ({error})", "make it anew") from None
 
 
 def _section(place: str, values: Any) -> Section:

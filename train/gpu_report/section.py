@@ -97,12 +97,11 @@ class Bench:
     def has_time(self, for_what: str, least: float = 0.0) -> bool:
         """Whether something more may begin, which takes so many seconds at `least`; what may not is left out, and the
         same command measures it."""
-        why = ""
         if self.spent > self.seconds:
             why = f"the section's {self.seconds:.0f} s were over"
         elif least > self.seconds:
             why = f"it takes {least:.0f} s or more and the section had {self.seconds:.0f} s"
-        if not why:
+        else:
             return True
         self._late = True
         self.leave_out(for_what, f"{why}; the same command goes on with it")

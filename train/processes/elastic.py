@@ -29,7 +29,7 @@ from train.checkpoint import Checkpoint
 from train.errors import TrainError
 from train.processes.distributed import Workers, drain_engine, is_lost_process
 from train.processes.horovod_mxnet import hvd
-from train.processes.pulse import pulse
+from train.processes.pulse import BEGINNING, pulse
 from train.processes.worker import WAY_OUT
 
 
@@ -88,7 +88,7 @@ class RunState(State):  # type: ignore[misc]  # Horovod is untyped
             step = f", step {committed.progress.step}" if committed else ""
             where = f"going on from the last commit{step}"
             if max(member.commits for member in self.members) < 2:
-                where = "beginning again where the run began: nothing it trained was committed yet (--commit-every)"
+                where = f"beginning again {BEGINNING}"
             print(f"{happened}; {where}", file=sys.stderr, flush=True)
 
 

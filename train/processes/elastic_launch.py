@@ -9,7 +9,6 @@ there they get their ranks and are let in together: a generation. Who is lost on
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Sequence
 
@@ -17,9 +16,9 @@ from horovod.runner.common.util.hosts import SlotInfo
 from horovod.runner.gloo_run import create_slot_env_vars
 from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer, RendezvousServer
 
-from common.output import end_line_of_others, print_error
+from common.output import print_error, print_line
 from train.errors import EXIT_HUNG_PROCESS
-from train.processes.pulse import Activity, Record
+from train.processes.pulse import BEGINNING, Activity, Record
 from train.processes.worker import (
     GRACE_SECONDS,
     POLL_SECONDS,
@@ -151,15 +150,14 @@ class ElasticRun:
         elif left < least and not (left and self._cooldown):
             self._give_up(code, f"{why}; {left} {'is' if left == 1 else 'are'} left, but --min-np is {least}, so the "
                                 f"run ends; {WAY_OUT}")
-        elif self._has_commits and not any(member in running for member in self._members):
+        elif self._commits and not any(member in running for member in self._members):
             self._give_up(code, f"{why}; none is left that knows what has been trained, so the run ends; {WAY_OUT}")
-        elif self._has_commits and worker in self._members and self._is_joining:
+        elif self._commits and worker in self._members and self._is_joining:
             self._give_up(code, f"{why} while the processes connected to each other, so the run ends; {WAY_OUT}")
         else:
             go, wait = ("processes go", "processes wait") if left > 1 else ("process goes", "process waits")
             do = f"{go} on" if left >= least else f"{wait} for more, to be {least},"
-            end_line_of_others()
-            print(f"{why}; {left} {do} {self._where_to_go_on}", file=sys.stderr, flush=True)
+            print_line(f"{why}; {left} {do} {self._where_to_go_on}", apart=True)
             if self._cooldown:
                 pause = self._cooldown * 2 ** self._losses[worker.slot.number]
                 self._returns[worker.slot.number] = time.monotonic() + min(pause, LONGEST_COOLDOWN)
@@ -173,15 +171,11 @@ class ElasticRun:
         return max((self._record(worker).commits for worker in self._members), default=0)
 
     @property
-    def _has_commits(self) -> bool:
-        return self._commits > 0
-
-    @property
     def _where_to_go_on(self) -> str:
         if self._commits > 1:
             return "from the last commit"
-        if self._has_commits:
-            return "from where the run began: nothing it trained was committed yet (--commit-every)"
+        if self._commits:
+            return f"from {BEGINNING}"
         return "without it: nothing was trained yet"
 
     @property
@@ -201,8 +195,7 @@ class ElasticRun:
         self._members = []
 
     def _give_up(self, code: int, sentence: str) -> None:
-        end_line_of_others()
-        print_error(sentence)
+        print_error(sentence, apart=True)
         self._code = code
         self._processes.kill()
 

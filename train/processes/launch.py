@@ -30,7 +30,7 @@ from typing import Annotated, NoReturn
 
 from common.command_line import Positive, exit_code_of, given_and_rest, given_value
 from common.errors import EXIT_USER_ERROR
-from common.output import end_line_of_others, make_lasting, print_error
+from common.output import make_lasting, print_error
 from train.__main__ import understood
 from train.errors import EXIT_HUNG_PROCESS, EXIT_LOST_PROCESS, NoHorovodError, TrainError
 from train.processes import topology
@@ -169,8 +169,7 @@ def _wait(processes: Processes) -> int:
             deadline = time.monotonic() + GRACE_SECONDS
         time.sleep(POLL_SECONDS)
     if hang:
-        end_line_of_others()
-        print_error(f"{hang.sentence}, so the run ends; {WAY_OUT}")
+        print_error(f"{hang.sentence}, so the run ends; {WAY_OUT}", apart=True)
         return EXIT_HUNG_PROCESS
     if processes.running and not failed:
         return 128 + processes.signals[-1]
@@ -179,8 +178,7 @@ def _wait(processes: Processes) -> int:
     culprit = next((worker for worker in failed if worker.process.returncode != EXIT_LOST_PROCESS), failed[0])
     code = culprit.process.returncode
     if code not in TOLD and -code not in processes.signals:
-        end_line_of_others()
-        print_error(processes.end_of_run(culprit.last_words()))
+        print_error(processes.end_of_run(culprit.last_words()), apart=True)
     return exit_code(code)
 
 

@@ -27,7 +27,7 @@ from typing import Annotated
 
 from common.command_line import Positive, exit_code_of, given_and_rest, part_of, to_arguments
 from common.errors import ProgramError
-from common.output import end_line_of_others, make_lasting, print_error
+from common.output import make_lasting, print_error
 from train.__main__ import understood
 from train.errors import TrainError
 from train.processes import launch
@@ -185,9 +185,8 @@ def horovodrun(arguments: Sequence[str]) -> int:
         process, code = failed[1], int(failed[2])
         if code not in TOLD:
             by_signal = code - 128 in set(signal.Signals)  # as shells have it
-            end_line_of_others()
             print_error(f"process {process} {how_it_ended(128 - code if by_signal else code)}, so the run ends; "
-                        f"{WAY_OUT}")
+                        f"{WAY_OUT}", apart=True)
         return code
     return 0
 

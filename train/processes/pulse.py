@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import numpy as np
 
+# Where an elastic run goes on with a single commit: the first one of a run is what it began with.
+BEGINNING = "where the run began: nothing it trained was committed yet (--commit-every)"
 PULSE_VARIABLE = "RESNET_PULSE"  # environment variable: descriptor of the memory, and the number of the record there
 POLL_SECONDS = 0.02
 DEVICE_SECONDS = 1.0

@@ -113,14 +113,14 @@ a { color: inherit; }
 
 def html_page(title: str, blocks: Sequence[Block], light: Mapping[str, bytes], dark: Mapping[str, bytes]) -> str:
     """The document as HTML; `light` and `dark` are the plots of both colour schemes, PNG by file name."""
-    text_of = _html_text
+    text_of = html.escape
     parts = []
     for block in blocks:
         match block:
             case Heading(text):
                 parts.append(f"<h2>{text_of(text)}</h2>")
             case Text(text):
-                parts.append(f"<p>{text_of(text)}</p>")
+                parts.append(f"<p>{_html_text(text)}</p>")
             case Code(text):
                 parts.append(f"<pre>{text_of(text)}</pre>")
             case Plot(file, caption):

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from train.gpu_report.datasheets import datasheet_of
-from train.gpu_report.figures import PRICE, Figure, Report, Section, precisions_of
+from train.gpu_report.figures import PRICE, Figure, Report, Section, precisions_of, shown
 from train.gpu_report.kernels import CONVOLUTION, COPY, GEMM, PASSES, TOTAL
 from train.reporting import gpu_plots
 from train.reporting.document import Block, Code, Heading, Plot, Table, Text, Tiles
@@ -104,7 +104,7 @@ def _speed(figure: Figure) -> float:
 def _made(report: Report) -> list[Block]:
     if "command" not in report.about:
         return []
-    text = f"Measured {str(report.about.get('date', '')).replace('T', ' ').replace('+00:00', ' UTC')}, by:"
+    text = f"Measured {shown(str(report.about.get('date', '')))}, by:"
     return [Text(text), Code(str(report.about["command"])), *map(Text, report.beside)]
 
 
