@@ -52,6 +52,8 @@ from train.processes.worker import (
 
 SCRIPT = "scripts/dgx1_8gpu.sh"  # what users call this program by
 MAX_PROCESSES = 8  # without -n: a DGX-1 has 8 GPUs
+# A process that was killed is gone when its threads have ended, one by one; one that it crashed may be gone before.
+SETTLING_SECONDS = 0.2
 
 
 def _seconds(text: str) -> int:
@@ -155,12 +157,18 @@ def _wait(processes: Processes) -> int:
     failed: list[Worker] = []  # in the order in which they were seen
     hang: EndedHang | None = None
     deadline = float("inf")
+
+    def seen() -> list[Worker]:
+        return [worker for worker in processes.all if worker.process.returncode and worker not in failed
+                and worker.process.returncode not in STOPPED and not processes.has_done_its_part(worker)]
+
     while time.monotonic() < deadline:
         running = processes.running
-        seen = [worker for worker in processes.all if worker.process.returncode and worker not in failed
-                and worker.process.returncode not in STOPPED and not processes.has_done_its_part(worker)]
+        if seen() and not failed:
+            time.sleep(SETTLING_SECONDS)
+            running = processes.running
         # The loss of one that was killed may crash another within the same look: MXNet notes errors without a lock.
-        failed += sorted(seen, key=lambda worker: worker.process.returncode != -signal.SIGKILL)
+        failed += sorted(seen(), key=lambda worker: worker.process.returncode != -signal.SIGKILL)
         if (failed or processes.must_end) and deadline == float("inf"):
             deadline = time.monotonic() + GRACE_SECONDS
         if not running:
