@@ -8,6 +8,7 @@ next start builds only that one. Where runs are to be repeatable nothing is time
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import json
 import logging
@@ -49,6 +50,7 @@ NOTES = (*INEXACT, "DOWN_CONVERT_INPUTS", "TENSOR_CORE", "NONDETERMINISTIC")
 # largest value, where all others had 6e-6 or less in 1 ms or more.
 UNTOLD = {"wgrad": "eng17"}
 
+FIRST_UID = 1  # of the tensors of a problem, in the order of `Plan.enqueue`
 KEEP_SECONDS = 20.0  # between two times that choices are kept while many are made
 
 log = logging.getLogger("graph_passes.cuda")
@@ -91,29 +93,46 @@ class Problem:
 
 
 class Plan:
-    """A built cuDNN plan for one problem, ready to be enqueued on any buffers of its shapes."""
+    """A built cuDNN plan for one problem, ready to be enqueued on any buffers of its shapes; `select` builds one of
+    cuDNN's proposals, or `restore` reads what `dump` gave for one that was built before."""
 
     def __init__(self, library: ConvolutionLibrary, problem: Problem) -> None:
         self._library, self.problem = library, problem
-        self._graph, self._tensors = library.describe(problem)
-        self._index = 0
+        self._graph: Any = None
+        self._index: int | None = None  # of the proposal; None: the graph has that plan alone
         self.name = ""
         self.time_ms = float("nan")
         self.workspace_bytes = 0
 
     def names(self) -> list[str]:
+        if self._graph is None:
+            self._graph = self._library.describe(self.problem)
         return [self._graph.get_plan_name_at_index(i) for i in range(self._graph.get_execution_plan_count())]
 
     def select(self, index: int) -> None:
-        """Build the plan of that index. Raises cuDNN's exception where the GPU does not support it."""
+        """Build the plan of that index in `names`. Raises cuDNN's exception where the GPU does not support it."""
         self._graph.build_plan_at_index(index)
         self._index, self.name = index, self._graph.get_plan_name_at_index(index)
         self.workspace_bytes = self._graph.get_workspace_size_plan_at_index(index)
 
+    def dump(self) -> bytes:
+        head = {"name": self.name, "workspace_bytes": self.workspace_bytes}
+        return json.dumps(head).encode() + b"\n" + bytes(self._graph.serialize())
+
+    def restore(self, dumped: bytes) -> None:
+        """Raises cuDNN's exception where it cannot read it."""
+        head, built = dumped.split(b"\n", 1)
+        self._graph = self._library.read(built)
+        self._index, fields = None, json.loads(head)
+        self.name, self.workspace_bytes = fields["name"], fields["workspace_bytes"]
+
     def enqueue(self, *addresses: int, workspace: int) -> None:
         """`addresses`: fprop x, w[, bias][, addend], y[, sum, sum of squares]; dgrad dy, w, dx; wgrad x, dy, dw."""
-        pack = dict(zip(self._tensors, addresses, strict=True))
-        self._graph.execute_plan_at_index(pack, workspace, self._index, handle=self._library.handle)
+        pack, handle = dict(enumerate(addresses, start=FIRST_UID)), self._library.handle
+        if self._index is None:
+            self._graph.execute(pack, workspace, handle=handle)
+        else:
+            self._graph.execute_plan_at_index(pack, workspace, self._index, handle=handle)
 
 
 class ConvolutionLibrary:
@@ -159,7 +178,7 @@ class ConvolutionLibrary:
         return [note for note in NOTES if self._is_barred(plan, note)]
 
     def _is_barred(self, plan: Plan, note: str) -> bool:
-        graph, _ = self.describe(plan.problem, [note])
+        graph = self.describe(plan.problem, [note])
         names = [graph.get_plan_name_at_index(index) for index in range(graph.get_execution_plan_count())]
         try:
             graph.build_plan_at_index(names.index(plan.name))
@@ -214,14 +233,38 @@ class ConvolutionLibrary:
         if choice[0] == REFUSED:
             raise self._no_plan(problem, "as found before")
         plan = Plan(self, problem)
+        plan.time_ms = choice[1]
+        if self._is_restored(plan, choice[0]):
+            return plan
         try:
             plan.select(plan.names().index(choice[0]))
         except Exception as error:  # it is not offered any more, or refused
             log.warning("the remembered cuDNN plan for %s cannot be had (%s): it is chosen anew", problem,
                         first_line(error))
             return None
-        plan.time_ms = choice[1]
+        self._dump(plan)
         return plan
+
+    def _is_restored(self, plan: Plan, name: str) -> bool:
+        """Read it from the disk, if it is there: in a tenth of the time in which cuDNN proposes and builds it."""
+        dumped = self._cache.read(self._file(plan.problem, name))
+        if dumped is None:
+            return False
+        try:
+            plan.restore(dumped)
+        except Exception as error:
+            log.warning("the cuDNN plan for %s cannot be read back (%s): it is built anew", plan.problem,
+                        first_line(error))
+            return False
+        return True
+
+    def _dump(self, plan: Plan) -> None:
+        self._cache.write(self._file(plan.problem, plan.name), plan.dump())
+
+    def _file(self, problem: Problem, name: str) -> str:
+        """Of a built plan."""
+        what = f"{self._cudnn.__version__} {self.variant} {problem.key} {name}"
+        return "plan-" + hashlib.sha256(what.encode()).hexdigest()[:32]
 
     def _tuned(self, problem: Problem) -> Plan:
         plan = Plan(self, problem)
@@ -233,6 +276,8 @@ class ConvolutionLibrary:
         plan.time_ms = best_ms
         if not trial.passing:
             self._remember(problem, plan.name, best_ms)
+        if not self.deterministic:
+            self._dump(plan)
         log.debug("%s: %s, %.4f ms, best of %d", problem, plan.name, best_ms, len(trial.timed))
         return plan
 
@@ -302,8 +347,14 @@ class ConvolutionLibrary:
 
     # --- describing a problem to cuDNN ---
 
-    def describe(self, problem: Problem, unwanted: Sequence[str] | None = None) -> tuple[Any, list[Any]]:
-        """cuDNN's graph with its proposals listed, and its tensors in the order of `Plan.enqueue`. Proposals with the
+    def read(self, built: bytes) -> Any:
+        """cuDNN's graph with one plan, as its `serialize` gave it. Raises cuDNN's exception."""
+        graph = self._cudnn.pygraph(handle=self.handle)
+        graph.deserialize(self.handle, list(built))
+        return graph
+
+    def describe(self, problem: Problem, unwanted: Sequence[str] | None = None) -> Any:
+        """cuDNN's graph with its proposals listed; its tensors have the numbers from FIRST_UID on. Proposals with the
         numerical notes `unwanted`, by default those that are never taken, stay in the list and cannot be built."""
         cudnn = self._cudnn
         fp32 = cudnn.data_type.FLOAT
@@ -352,6 +403,8 @@ class ConvolutionLibrary:
             dw = graph.conv_wgrad(image=x, loss=dy, **window)
             result(dw, problem.w)
             tensors = [x, dy, dw]
+        for number, each in enumerate(tensors, start=FIRST_UID):
+            each.set_uid(number)
         try:
             graph.validate()
             graph.build_operation_graph()
@@ -361,7 +414,7 @@ class ConvolutionLibrary:
         except Exception as error:
             raise GraphError(f"cuDNN refuses the {problem.kind} of input {problem.x} with weight {problem.w}, stride "
                              f"{problem.stride}, {problem.dtype} ({first_line(error)})") from None
-        return graph, tensors
+        return graph
 
 
 @dataclass

@@ -34,6 +34,8 @@ class FakeCudnn:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.running, self.built = -1, []
+        self.read = -1  # from the disk
+        self.unreadable = ""  # why it cannot be
         self.names = [f"engine {index}" for index in range(len(MILLISECONDS))]
         self.refusals = {0: "not supported"}
         self.notes: dict[int, str] = {}
@@ -48,9 +50,13 @@ class FakeCudnn:
         graph.get_workspace_size_plan_at_index.side_effect = WORKSPACES.__getitem__
         graph.build_plan_at_index.side_effect = self.build
         graph.execute_plan_at_index.side_effect = self.execute
+        graph.serialize.side_effect = lambda: [self.built[-1]]
+        graph.deserialize.side_effect = self.deserialize
+        graph.execute.side_effect = lambda pack, workspace, handle: self.execute(pack, workspace, self.read, handle)
         graph.deselect_numeric_notes.side_effect = lambda notes: setattr(self, "deselected", notes)
         cudnn = MagicMock(numerical_note=SimpleNamespace(**{note: note for note in convolution.NOTES}))
         cudnn.pygraph.return_value = graph
+        cudnn.__version__ = "1.26"
         monkeypatch.setattr(convolution, "import_cudnn", lambda: cudnn)
         self.gpu: Any = MagicMock(time_ms=self.time_ms, allocate=self.allocate, check_free=self.check_free,
                                   fill_random=self.fill_random)
@@ -66,6 +72,11 @@ class FakeCudnn:
         if index in self.refusals:
             raise RuntimeError(self.refusals[index])
         self.built.append(index)
+
+    def deserialize(self, handle: Any, built: list[int]) -> None:
+        if self.unreadable:
+            raise RuntimeError(self.unreadable)
+        (self.read,) = built
 
     def check_free(self, num_bytes: int) -> None:
         if num_bytes > self.free_bytes - len(self.memory):
@@ -109,8 +120,34 @@ def test_the_fastest_plan_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_pat
         "choosing the fastest kernels for this GPU and these shapes"]
     cudnn.built.clear()
     caplog.clear()
-    assert cudnn.choose(tmp_path, deterministic=False) == "engine 2" and cudnn.built == [2]
+    assert cudnn.choose(tmp_path, deterministic=False) == "engine 2" and (cudnn.built, cudnn.read) == ([], 2)
     assert not caplog.records
+
+
+def test_a_plan_that_cannot_be_read_back_is_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                                  caplog: pytest.LogCaptureFixture) -> None:
+    cudnn = FakeCudnn(monkeypatch)
+    cudnn.choose(tmp_path, deterministic=False)
+    cudnn.built.clear()
+    cudnn.unreadable = "CUDNN_STATUS_BAD_PARAM"
+    assert cudnn.choose(tmp_path, deterministic=False) == "engine 2" and cudnn.built == [2]
+    assert "(CUDNN_STATUS_BAD_PARAM): it is built anew" in caplog.records[-1].message
+    for file in (tmp_path / "machine").glob("plan-*"):
+        file.unlink()
+    cudnn.unreadable = ""
+    assert [cudnn.choose(tmp_path, deterministic=False) for _ in range(2)] == 2 * ["engine 2"]
+    assert (cudnn.built, cudnn.read) == ([2, 2], 2)
+
+
+def test_a_plan_from_the_disk_runs_as_the_built_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cudnn = FakeCudnn(monkeypatch)
+    cudnn.choose(tmp_path, deterministic=False)
+    library = ConvolutionLibrary(cudnn.gpu, Cache("machine", tmp_path), Arena(cudnn.gpu))
+    plan = library.plan(PROBLEM)
+    assert (plan.name, plan.time_ms, plan.workspace_bytes) == ("engine 2", 1.0, WORKSPACES[2])
+    cudnn.running, cudnn.filled, cudnn.memory = -1, range(0), range(1 << 20)
+    plan.enqueue(7, workspace=0)
+    assert cudnn.running == 2
 
 
 @pytest.mark.parametrize("tf32, wanted", [(False, "engine 3"), (True, "engine 2")])
@@ -139,7 +176,7 @@ def test_choices_are_kept_while_others_are_being_made(monkeypatch: pytest.Monkey
         "choosing the fastest kernels: 1 chosen and kept so far"]
     del library  # the process is killed
     cudnn.built.clear()
-    assert cudnn.choose(tmp_path, deterministic=False) == "engine 2" and cudnn.built == [2]
+    assert cudnn.choose(tmp_path, deterministic=False) == "engine 2" and cudnn.built == []
 
 
 def test_the_first_plan_is_taken_where_runs_are_to_be_repeatable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -269,7 +306,7 @@ def test_a_remembered_plan_that_cannot_be_built_is_chosen_anew(monkeypatch: pyte
                                                                caplog: pytest.LogCaptureFixture) -> None:
     cudnn = FakeCudnn(monkeypatch)
     assert cudnn.choose(tmp_path, False) == "engine 2"
-    cudnn.refusals[2] = "not on this GPU"
+    cudnn.refusals[2] = cudnn.unreadable = "not on this GPU"
     assert cudnn.choose(tmp_path, False) == "engine 3"
     assert any("(not on this GPU): it is chosen anew" in record.message for record in caplog.records)
 
