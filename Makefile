@@ -1,6 +1,6 @@
 # make train-1gpu         train ResNet-50 on this machine's GPU, or on the CPU where there is none
 # make compare-precision  train the same preset in fp32, TF32, fp16 and bf16: time, memory, speed, accuracy side by side
-# make gpu-report         what this GPU can do: kernels, training, inference, cost, in ten minutes; ARGS="--compare ..."
+# make gpu-report         what this GPU can do: kernels, training, inference, cost, in < 10 minutes; ARGS="--compare ..."
 # make bench-scaling      images/sec on 1, 2, 4 and 8 GPUs of this machine, with plots
 # make test               lint, type check and tests, JOBS=2 test files side by side
 # make test-gpu           the tests that need a GPU, GPU_JOBS=12 side by side and then those that need it alone

@@ -157,8 +157,8 @@ def _done(report: Report) -> set[str]:
 
 
 def _begun(folder: Path, placement: Placement, sections: set[str], counts_cost_again: bool) -> tuple[Report, set[str]]:
-    """The report in the folder, or one without sections, and the sections that are done. Its command and date are those
-    of this start, where that adds to it. Raises UserError where it is of another device or commit, or of other versions
+    """The report in the folder, or one without sections, and the sections that are done. Its commands, a line each, and
+    its date have this start's, where that adds to it. Raises UserError where it is of another device or commit, or of other versions
     of libraries, and there is something to measure, or where it cannot be gone on with."""
     hardware = environment.hardware()
     device = hardware["gpus"][0] if placement.device.startswith("gpu") else hardware["cpu"]
@@ -191,6 +191,7 @@ def _begun(folder: Path, placement: Placement, sections: set[str], counts_cost_a
     if counts_cost_again:
         done -= {"cost"}
     if not sections <= done:
+        about["command"] = "\n".join(dict.fromkeys([*report.about.get("command", "").splitlines(), command_line()]))
         latest = ("command", "date") if measures else ("command",)
         report = replace(report, about={**report.about, **{name: about[name] for name in latest}})
     return report, done

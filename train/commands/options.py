@@ -114,7 +114,7 @@ class CompareOptions(TrainingOptions, Comparison):
 
 @dataclass(frozen=True)
 class GpuReportOptions:
-    """Measure what this GPU can do, in ten minutes, or set reports side by side.
+    """Measure what this GPU can do, in less than ten minutes, or set reports side by side.
 
     Kernels, recurrent layers, training and inference of ResNets by precision, time and cost to an accuracy:
     docs/gpu_report.md. The same command goes on where it was stopped. On a CPU, a small part of it.
@@ -132,7 +132,7 @@ class GpuReportOptions:
     """Top-1 that time and cost are counted to, a fraction; 0: 0.88 on CIFAR-10."""
     price_per_hour: float = 0.0
     """What an hour of this machine costs, in any currency; 0: not known."""
-    minutes: float = 9.5
+    minutes: float = 9.0
     """For all sections together; what would begin later is left out, and measured when the command is repeated. What
     has begun is finished, which takes up to half a minute more, on a CPU a minute or two."""
     device: Literal["auto", "cpu", "gpu"] = "auto"

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from textwrap import indent
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def markdown(title: str, blocks: Sequence[Block]) -> str:
             case Text(text):
                 parts.append(text)
             case Code(text):
-                parts.append(f"    {text}")
+                parts.append(indent(text, 4 * " "))
             case Plot(file, caption):
                 parts.append(f"![{caption}]({file})")
             case Tiles(figures):

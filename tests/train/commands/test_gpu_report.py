@@ -573,14 +573,16 @@ def test_pages_of_others_are_not_written_over(run_train, page, tmp_path):
 
 
 def test_a_start_that_adds_to_a_report_is_in_it(run_train, tmp_path):
-    """Its command and its date; of one that measures nothing neither."""
+    """Its command, below those of earlier starts, and its date; of one that measures nothing neither."""
     command = ("gpu-report", "--device", "cpu", "--output", tmp_path, "--sections", "kernels", "--minutes")
     first = Report("", {}, {"command": "another one", "date": "2020-01-01T00:00:00+00:00",
                             "commit": environment.git_commit(), "versions": environment.versions()})
     replace(first, device=environment.hardware()["cpu"]).write(tmp_path / "report.json")
     assert run_train(*command, "1")[0] == 0
     about = Report.read(tmp_path / "report.json").about
-    assert about["command"] != "another one" and about["date"] > "2026"
+    before, here = about["command"].splitlines()
+    assert before == "another one" and here and about["date"] > "2026"
+    assert f"    another one\n    {here}\n" in (tmp_path / "report.md").read_text()
     assert run_train(*command, "2")[0] == 0
     assert Report.read(tmp_path / "report.json").about == about
 
