@@ -191,7 +191,8 @@ def _begun(folder: Path, placement: Placement, sections: set[str], counts_cost_a
     if counts_cost_again:
         done -= {"cost"}
     if not sections <= done:
-        about["command"] = "\n".join(dict.fromkeys([*report.about.get("command", "").splitlines(), command_line()]))
+        commands = [*str(report.about.get("command", "")).splitlines(), about["command"]]
+        about["command"] = "\n".join(dict.fromkeys(commands))
         latest = ("command", "date") if measures else ("command",)
         report = replace(report, about={**report.about, **{name: about[name] for name in latest}})
     return report, done

@@ -116,6 +116,7 @@ class Plan:
         self.workspace_bytes = self._graph.get_workspace_size_plan_at_index(index)
 
     def dump(self) -> bytes:
+        """Raises cuDNN's exception where it cannot be written out."""
         head = {"name": self.name, "workspace_bytes": self.workspace_bytes}
         return json.dumps(head).encode() + b"\n" + bytes(self._graph.serialize())
 
@@ -234,7 +235,7 @@ class ConvolutionLibrary:
             raise self._no_plan(problem, "as found before")
         plan = Plan(self, problem)
         plan.time_ms = choice[1]
-        if self._is_restored(plan, choice[0]):
+        if self._restore(plan, choice[0]):
             return plan
         try:
             plan.select(plan.names().index(choice[0]))
@@ -245,8 +246,8 @@ class ConvolutionLibrary:
         self._dump(plan)
         return plan
 
-    def _is_restored(self, plan: Plan, name: str) -> bool:
-        """Read it from the disk, if it is there: in a tenth of the time in which cuDNN proposes and builds it."""
+    def _restore(self, plan: Plan, name: str) -> bool:
+        """Whether it could be read from the disk: in a tenth of the time in which cuDNN proposes and builds it."""
         dumped = self._cache.read(self._file(plan.problem, name))
         if dumped is None:
             return False
@@ -259,7 +260,13 @@ class ConvolutionLibrary:
         return True
 
     def _dump(self, plan: Plan) -> None:
-        self._cache.write(self._file(plan.problem, plan.name), plan.dump())
+        """For the next start, which only takes longer where cuDNN cannot write the plan out."""
+        try:
+            dumped = plan.dump()
+        except Exception as error:
+            log.debug("the cuDNN plan %s for %s cannot be written out (%s)", plan.name, plan.problem, first_line(error))
+            return
+        self._cache.write(self._file(plan.problem, plan.name), dumped)
 
     def _file(self, problem: Problem, name: str) -> str:
         """Of a built plan."""
@@ -276,8 +283,8 @@ class ConvolutionLibrary:
         plan.time_ms = best_ms
         if not trial.passing:
             self._remember(problem, plan.name, best_ms)
-        if not self.deterministic:
-            self._dump(plan)
+            if not self.deterministic:  # where choices are not kept
+                self._dump(plan)
         log.debug("%s: %s, %.4f ms, best of %d", problem, plan.name, best_ms, len(trial.timed))
         return plan
 

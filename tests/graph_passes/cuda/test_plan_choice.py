@@ -35,7 +35,7 @@ class FakeCudnn:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.running, self.built = -1, []
         self.read = -1  # from the disk
-        self.unreadable = ""  # why it cannot be
+        self.unreadable = self.unwritable = ""  # why it cannot be
         self.names = [f"engine {index}" for index in range(len(MILLISECONDS))]
         self.refusals = {0: "not supported"}
         self.notes: dict[int, str] = {}
@@ -50,7 +50,7 @@ class FakeCudnn:
         graph.get_workspace_size_plan_at_index.side_effect = WORKSPACES.__getitem__
         graph.build_plan_at_index.side_effect = self.build
         graph.execute_plan_at_index.side_effect = self.execute
-        graph.serialize.side_effect = lambda: [self.built[-1]]
+        graph.serialize.side_effect = self.serialize
         graph.deserialize.side_effect = self.deserialize
         graph.execute.side_effect = lambda pack, workspace, handle: self.execute(pack, workspace, self.read, handle)
         graph.deselect_numeric_notes.side_effect = lambda notes: setattr(self, "deselected", notes)
@@ -72,6 +72,11 @@ class FakeCudnn:
         if index in self.refusals:
             raise RuntimeError(self.refusals[index])
         self.built.append(index)
+
+    def serialize(self) -> list[int]:
+        if self.unwritable:
+            raise RuntimeError(self.unwritable)
+        return [self.built[-1]]
 
     def deserialize(self, handle: Any, built: list[int]) -> None:
         if self.unreadable:
@@ -137,6 +142,16 @@ def test_a_plan_that_cannot_be_read_back_is_built(monkeypatch: pytest.MonkeyPatc
     cudnn.unreadable = ""
     assert [cudnn.choose(tmp_path, deterministic=False) for _ in range(2)] == 2 * ["engine 2"]
     assert (cudnn.built, cudnn.read) == ([2, 2], 2)
+
+
+def test_a_plan_that_cannot_be_written_out_is_built_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cudnn = FakeCudnn(monkeypatch)
+    cudnn.unwritable = "CUDNN_STATUS_NOT_SUPPORTED"
+    cudnn.choose(tmp_path, deterministic=False)
+    for _ in range(2):
+        cudnn.built.clear()
+        assert cudnn.choose(tmp_path, deterministic=False) == "engine 2" and cudnn.built == [2]
+    assert not [*(tmp_path / "machine").glob("plan-*")]
 
 
 def test_a_plan_from_the_disk_runs_as_the_built_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
