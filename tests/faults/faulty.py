@@ -26,7 +26,7 @@ import pytest
 from train import checkpoint
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-LIGHT = Path(__file__).with_name("light")  # on PYTHONPATH it makes a run shorter
+LIGHT = REPOSITORY / "tests" / "light"  # on PYTHONPATH it makes a run shorter
 TRIES = int(os.environ.get("RESNET_FAULT_TRIES", "5"))
 EPOCHS, STEPS_PER_EPOCH = 2, 6  # 27 images in batches of 4
 PATIENCE = 300  # seconds that a run may take to end, on a machine that others work on too; no promise

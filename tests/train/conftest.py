@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -63,23 +64,35 @@ def initial_weights(tmp_path: Path) -> Path:
     return file
 
 
-@pytest.fixture
-def run_train(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., tuple[int, str, str]]:
-    """Runs `python -m train ARGUMENTS` in this process: (exit code, stdout, stderr)."""
+@pytest.fixture(scope="session")
+def light_run() -> Callable[..., int]:
+    """Runs `python -m train ARGUMENTS` in this process, and gives the exit code; without the report, unless asked for:
+    its plots and predictions take longer than the run."""
     from train import __main__ as program
+    from train import loop
     from train.commands import session
 
-    monkeypatch.setattr(session, "LOADER_SECONDS", 0.05)  # no test here looks at the loader's speed
+    def run(*arguments: object, report: bool = False) -> int:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(session, "LOADER_SECONDS", 0.05)  # no test here looks at the loader's speed
+            patch.setattr(loop, "frozen_heap", contextlib.nullcontext)  # pytest's heap takes longer than a step
+            if not report:
+                patch.setattr(session, "write_report", lambda folder, record: folder)
+                patch.setattr(session, "has_predictions", lambda trainer, recorder: False)
+            return program.main([str(argument) for argument in arguments])
+
+    return run
+
+
+@pytest.fixture
+def run_train(
+    capfd: pytest.CaptureFixture[str], light_run: Callable[..., int]
+) -> Callable[..., tuple[int, str, str]]:
+    """Runs `python -m train ARGUMENTS` in this process: (exit code, stdout, stderr)."""
 
     def run(*arguments: object, report: bool = False) -> tuple[int, str, str]:
         capfd.readouterr()
-        with monkeypatch.context() as patch:
-            if not report:  # its plots and predictions take longer than the run
-                patch.setattr(session, "write_report", lambda folder, record: folder)
-                patch.setattr(session, "has_predictions", lambda trainer, recorder: False)
-            code = program.main([str(argument) for argument in arguments])
+        code = light_run(*arguments, report=report)
         out, err = capfd.readouterr()
         return code, out, err
 

@@ -30,12 +30,10 @@ H200 = GpuInfo("NVIDIA H200", (9, 0))
 
 
 @pytest.fixture(scope="module")
-def trained(narrow_network, tiny_options, tmp_path_factory):
+def trained(narrow_network, tiny_options, tmp_path_factory, light_run):
     """A run of three steps, and its checkpoint."""
-    from train.__main__ import main
-
     folder = tmp_path_factory.mktemp("trained") / "run"
-    assert main(["--output", str(folder), *tiny_options, "--max-steps", "3"]) == 0
+    assert light_run("--output", folder, *tiny_options, "--max-steps", 3) == 0
     return folder
 
 

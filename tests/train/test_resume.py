@@ -28,12 +28,10 @@ LAST = f"step-{2 * STEPS_PER_EPOCH:08d}.npz"
 
 
 @pytest.fixture(scope="module")
-def unbroken(narrow_network, tiny_options, tmp_path_factory):
+def unbroken(narrow_network, tiny_options, tmp_path_factory, light_run):
     """The last checkpoint of an unbroken run."""
-    from train.__main__ import main
-
     folder = tmp_path_factory.mktemp("unbroken") / "run"
-    assert main(["--output", str(folder), *tiny_options]) == 0
+    assert light_run("--output", folder, *tiny_options) == 0
     return checkpoint.load(folder / "checkpoints" / LAST)
 
 

@@ -275,7 +275,7 @@ def test_loss_while_the_report_is_written(tiny_options, tmp_path, min_np):
             os.kill(os.getpid(), signal.SIGKILL)
         sys.exit(code)
     """
-    done = run_processes(script, tmp_path, *tiny_options, "--epochs", "1", "--output", tmp_path / "run", narrow=True,
+    done = run_processes(script, tmp_path, *tiny_options, "--epochs", "1", "--output", tmp_path / "run", light=True,
                          min_np=min_np)
     assert done.returncode == 128 + signal.SIGKILL, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if re.search(r"process \d \(", line)]
@@ -317,7 +317,7 @@ def test_loss_once_another_process_has_trained_to_the_end(tiny_options, tmp_path
         sys.exit(program.main(sys.argv[3:]))
     """
     done = run_processes(script, tmp_path, victim, *tiny_options, "--max-steps", "1", "--output", tmp_path / "run",
-                         narrow=True, min_np=1)
+                         light=True, min_np=1)
     assert " on from the last commit" not in done.stderr
     lines = [line for line in done.stderr.splitlines() if re.search(r"process \d \(", line)]
     if victim:
@@ -342,7 +342,7 @@ def test_a_process_that_has_said_why_it_ends_is_not_lost(tiny_options, tmp_path,
         session._write_report = lambda *_: Path(folder, "config.json").unlink()
         sys.exit(program.main([*arguments, "--output", folder]))
     """
-    done = run_processes(script, tmp_path / "run", *tiny_options, "--max-steps", "1", narrow=True, min_np=min_np)
+    done = run_processes(script, tmp_path / "run", *tiny_options, "--max-steps", "1", light=True, min_np=min_np)
     assert done.returncode == 1, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if "error: " in line or "process 0" in line]
     assert line.startswith("error: the run has ended, but config.json had been removed from ")
@@ -387,7 +387,7 @@ def test_process_without_memory_ends_the_run(tiny_options, tmp_path):
         sys.exit(program.main(sys.argv[1:]))
     """
     done = run_processes(script, *tiny_options, "--output", tmp_path / "run", "--checkpoint-minutes", "1e-6",
-                         narrow=True)
+                         light=True)
     assert done.returncode == 1
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert errors[0].startswith("error: the machine's memory does not hold this (std::bad_alloc): lower --batch-size")
@@ -421,7 +421,7 @@ def test_validation_that_fails_on_one_process_ends_the_run(tiny_options, tmp_pat
         Workers.__init__, MXNetExecutor.infer = known, failing
         sys.exit(program.main(sys.argv[1:]))
     """
-    done = run_processes(script, *tiny_options, "--output", tmp_path / "run", narrow=True)
+    done = run_processes(script, *tiny_options, "--output", tmp_path / "run", light=True)
     assert done.returncode == 2, done.stderr
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert errors == ["error: the GPU has no memory left"]

@@ -250,7 +250,7 @@ BLOCKED = """
 @needs_horovod
 def test_process_blocked_in_c_ends_the_run(tiny_options, tmp_path):
     """Where no signal handler can run."""
-    done = run_processes(BLOCKED, *tiny_options, "--output", tmp_path / "run", narrow=True,
+    done = run_processes(BLOCKED, *tiny_options, "--output", tmp_path / "run", light=True,
                          hang_seconds=SECONDS)
     assert done.returncode == EXIT_HUNG_PROCESS, done.stderr
     last = done.stderr.splitlines()[-1]
@@ -260,8 +260,9 @@ def test_process_blocked_in_c_ends_the_run(tiny_options, tmp_path):
 
 
 @needs_horovod
-def test_elastic_run_goes_on_without_a_blocked_process(tiny_options, tmp_path):
-    done = run_processes(BLOCKED, *tiny_options, "--output", tmp_path / "run", "--commit-every", "2", narrow=True,
+def test_elastic_run_goes_on_without_a_blocked_process(tiny_options, tmp_path, monkeypatch):
+    monkeypatch.setenv("REPORT", "yes")
+    done = run_processes(BLOCKED, *tiny_options, "--output", tmp_path / "run", "--commit-every", "2", light=True,
                          hang_seconds=SECONDS, min_np=1)
     assert done.returncode == 0, done.stderr
     (line,) = told(done.stderr)

@@ -224,7 +224,7 @@ def test_two_processes_count_as_one(narrow_network: None, tiny_options: list[str
     for count in (1, 2):
         folder = tmp_path / f"report{count}"
         done = run_processes(script, "validate", "--checkpoint", run, "--device", "cpu", "--batch-size", 4,
-                             "--report", folder, count=count, narrow=True)
+                             "--report", folder, count=count, light=True)
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("report: ") == 1
         reports.append(json.loads((folder / "report.json").read_text())["classifier"])

@@ -18,22 +18,18 @@ pytestmark = pytest.mark.usefixtures("narrow_network")
 
 
 @pytest.fixture(scope="module")
-def trained(narrow_network, tiny_options, tmp_path_factory) -> Path:
+def trained(narrow_network, tiny_options, tmp_path_factory, light_run) -> Path:
     """A run of three steps on class0, class1 and class2."""
-    from train.__main__ import main
-
     folder = tmp_path_factory.mktemp("trained") / "run"
-    assert main(["--output", str(folder), *tiny_options, "--max-steps", "3"]) == 0
+    assert light_run("--output", folder, *tiny_options, "--max-steps", 3) == 0
     return folder
 
 
 @pytest.fixture(scope="module")
-def published(trained) -> Path:
+def published(trained, light_run) -> Path:
     """The same as a file of PyTorch."""
-    from train.__main__ import main
-
     file = trained.parent / "w.pth"
-    assert main(["export", "--checkpoint", str(trained), "--torchvision", str(file)]) == 0
+    assert light_run("export", "--checkpoint", trained, "--torchvision", file) == 0
     return file
 
 
