@@ -54,6 +54,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(tryfirst=True)  # pytest then brings together what shares a fixture's parameter
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    side_by_side.shorten(items)
     side_by_side.shuffle(items, SEED)
     if "PYTEST_XDIST_WORKER" in os.environ:
         side_by_side.sort_files(items)

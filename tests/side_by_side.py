@@ -7,6 +7,7 @@ import random
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable
+from fnmatch import fnmatchcase
 from typing import Any
 
 import pytest
@@ -26,6 +27,14 @@ def file_of(test_id: str) -> str:
 
 def stem_of(test_id: str) -> str:
     return file_of(test_id).rpartition("/")[2].removesuffix(".py")
+
+
+def shorten(items: list[pytest.Item]) -> None:
+    """Takes the mark `long` from the parameters that it excepts: `long(but=PATTERNS)`, of pytest's names for them."""
+    for item in items:
+        mark, case = item.get_closest_marker("long"), getattr(item, "callspec", None)
+        if mark and case and any(fnmatchcase(case.id, pattern) for pattern in mark.kwargs.get("but", ())):
+            item.own_markers = [own for own in item.own_markers if own is not mark]
 
 
 def shuffle(items: list[pytest.Item], seed: int) -> None:

@@ -212,6 +212,7 @@ def test_damaged_images_are_counted_and_named(run_train, tiny_data, tiny_options
         assert f"a damaged image is used as it decodes ({number} so far): {file}: the decoder says: Corrupt" in out
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_accuracy_on_the_training_images_is_called_so(run_train, tiny_data, tiny_options, tmp_path):
     """Of a folder without `val`; nowhere is it validation, but with `val` it is."""
     for folder in ("train", "val"):
@@ -437,6 +438,7 @@ class Overflowing(MXNetExecutor):
         return optimizer
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_skipped_steps_are_counted(run_train, tiny_options, tmp_path, monkeypatch):
     """In the log, the metrics and the report."""
     monkeypatch.setattr("graph_passes.executors.mxnet.MXNetExecutor", Overflowing)

@@ -49,6 +49,7 @@ def assert_same_end(folder, unbroken_end, last=LAST):
             assert np.array_equal(ours[name], theirs[name]), f"{group} {name} differs"
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("signal_at", [2, STEPS_PER_EPOCH], ids=lambda step: f"step{step}")
 def test_sigterm(unbroken, tiny_options, tmp_path, run_train, monkeypatch, signal_at):
     folder, reports = tmp_path / "run", signal_at == 2  # one is as good as two, and takes longer than the run

@@ -34,6 +34,13 @@ pytestmark = pytest.mark.usefixtures("narrow_network")
 
 
 @pytest.fixture(autouse=True)
+def drawn_once(request: pytest.FixtureRequest) -> None:
+    """The pages of one test alone have their pictures."""
+    if request.function is not test_sections_one_after_the_other:
+        request.getfixturevalue("undrawn")
+
+
+@pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds instead of minutes."""
     monkeypatch.setattr(kernels, "SMALL_GEMMS", (deepbench.Gemm(64, 16, 32),))

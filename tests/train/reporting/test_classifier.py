@@ -80,6 +80,7 @@ def test_it_is_kept_in_a_file(rng: np.random.Generator, tmp_path: Path) -> None:
         classifier.read(tmp_path)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_odd_names_mean_nothing_to_markdown_and_html(rng: np.random.Generator, tmp_path: Path,
                                                      recwarn: pytest.WarningsRecorder) -> None:
     write_validation(tmp_path, "odd", Tiles([("1", "one")]), "command", made_up(rng, 700, ODD_NAMES))
@@ -90,6 +91,7 @@ def test_odd_names_mean_nothing_to_markdown_and_html(rng: np.random.Generator, t
     assert "<b>x</b>" not in page and "&lt;b&gt;x&lt;/b&gt;" in page and "日本語" in page
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_thousand_classes_have_short_tables_and_no_matrix(rng: np.random.Generator) -> None:
     names = [f"class {i}" for i in range(1000)]
     found = made_up(rng, 20_000, names)
@@ -214,6 +216,7 @@ def test_a_run_shows_what_predict_says_of_each_image(
     assert (run / "report" / "report.md").read_bytes() == before
 
 
+@pytest.mark.usefixtures("undrawn")
 @needs_horovod
 def test_two_processes_count_as_one(narrow_network: None, tiny_options: list[str], tmp_path: Path, run_train) -> None:
     """27 images in batches of 4 on each of two: the second has a short batch, and at last an empty one."""
