@@ -77,6 +77,7 @@ def test_mxnet_is_mended_for_programs_that_import_it_themselves(tmp_path: Path) 
         assert (found.stdout, found.stderr) == (f"{mended}\n[]\n", "")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("given", [None, "3"])
 def test_threads_of_mxnet_are_not_those_of_programs_started_from_it(given: str | None) -> None:
     """Four processes of 16 cores each had 64 threads each where a program that trains in them had imported MXNet."""

@@ -92,6 +92,7 @@ def computed(name: str, way: str, rng: np.random.Generator) -> Iterator[Call]:
         yield node, inputs, [None, *outputs[1:]] if node.get("no_output") else outputs
 
 
+@pytest.mark.long(but=["basic blocks-*", "groups-fused", "strided*-last"])
 def test_a_step_is_accepted(calls: list[Call], rng: np.random.Generator) -> None:
     for node, inputs, outputs in calls:
         for sample in samples(node, inputs, outputs, rng):
@@ -109,6 +110,7 @@ def with_a_wrong_channel(node: Node, array: np.ndarray) -> np.ndarray:
     return broken
 
 
+@pytest.mark.long(but=["basic blocks-*", "groups-fused", "strided*-last"])
 def test_a_wrong_channel_is_found(calls: list[Call], rng: np.random.Generator) -> None:
     found = missed = 0
     for node, inputs, outputs in calls:
@@ -128,6 +130,7 @@ def test_a_wrong_channel_is_found(calls: list[Call], rng: np.random.Generator) -
     assert missed <= 0.02 * found, "sums of as much above 0 as below it"
 
 
+@pytest.mark.long
 def test_operators_have_rules_and_rules_operators() -> None:
     """What is computed as a whole, at once, has no rounding in between: of fused operators that would be wrong."""
     seen = set()

@@ -72,6 +72,7 @@ def test_launches(tmp_path: Path) -> None:
                      "softmax_cross_entropy": 1, "add_metrics": 1}
 
 
+@pytest.mark.long
 def test_the_stem_with_its_pooling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it is taken: not by itself in runs that are to be repeatable, which no clock may change."""
     assert launches("resnet18", Kept(), tmp_path, deterministic=True)["quantised_stem_pool"] == 0
@@ -89,6 +90,7 @@ def test_the_stem_with_its_pooling(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert found["quantised_max_pool"] == 1
 
 
+@pytest.mark.long
 def test_sums_of_convolutions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the weights of both fit into a block, and in runs that are to be repeatable not by itself."""
     before = launches("resnet50", Kept(), tmp_path, deterministic=True)
@@ -150,6 +152,7 @@ def test_what_a_pair_keeps_in_shared_memory(channels: int, filters_z: int, chann
     assert pair.stages == stages and pair.shared_bytes <= FakeGpu.max_shared_bytes
 
 
+@pytest.mark.long
 def test_pairs_of_convolutions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In stage 1 alone, where all have few channels; in runs that are to be repeatable not by themselves."""
     before = launches("resnet50", Kept(), tmp_path, deterministic=True)
@@ -175,6 +178,7 @@ def test_launches_of_what_stays_in_floats(tmp_path: Path) -> None:
     assert found["quantise"] == 2 and found["quantised_conv_direct"] == 1 and not found["quantise_squares"]
 
 
+@pytest.mark.long
 def test_a_network_with_groups_and_a_pre_activation_one(tmp_path: Path) -> None:
     found = launches("resnext50_32x4d", Kept(), tmp_path, size=32)
     assert found["quantised_conv_direct"] == 16
@@ -209,6 +213,7 @@ def test_parameters_that_do_not_fit(tmp_path: Path, rng: np.random.Generator) ->
 # --- the passes ---
 
 
+@pytest.mark.long(but=["resnet18-33"])
 @pytest.mark.parametrize("name, size", [("resnet18", 40), ("resnet18", 33), ("resnet50d", 38)])
 def test_squares_change_no_integer(name: str, size: int, rng: np.random.Generator) -> None:
     case = quantised(name, 2, size, rng)
@@ -237,6 +242,7 @@ def test_pooling_in_the_stem_changes_no_integer(name: str, size: int, rng: np.ra
             np.testing.assert_array_equal(found[ref], want)
 
 
+@pytest.mark.long(but=["resnet50-*"])
 @pytest.mark.parametrize("name, strides", [("resnet50", [1, 2, 2, 2]), ("resnet50d", [1] * 4), ("resnet18", [])])
 def test_sums_of_convolutions_change_no_integer(name: str, strides: list[int], rng: np.random.Generator) -> None:
     case = quantised(name, 2, 33, rng)
@@ -252,6 +258,7 @@ def test_sums_of_convolutions_change_no_integer(name: str, strides: list[int], r
             np.testing.assert_array_equal(found[ref], want)
 
 
+@pytest.mark.long(but=["resnet18*"])
 @pytest.mark.parametrize("summed", [False, True])
 @pytest.mark.parametrize("name, pairs", [("resnet50", 15), ("resnet50d", 15), ("resnet18", 0)])
 def test_pairs_of_convolutions_change_no_integer(name: str, pairs: int, summed: bool, rng: np.random.Generator) -> None:
@@ -372,6 +379,7 @@ def test_places_of_answers_are_used_again(rng: np.random.Generator, event: Simpl
     executor.close()
 
 
+@pytest.mark.long(but=["512*"])
 @pytest.mark.parametrize("where, is_read", [(512, True), (520, False)])
 def test_a_batch_is_read_where_it_lies(where: int, is_read: bool, tmp_path: Path, rng: np.random.Generator,
                                        monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,6 +403,7 @@ def test_a_batch_is_read_where_it_lies(where: int, is_read: bool, tmp_path: Path
     assert read == [where if is_read else loaded, loaded] and data.address == loaded
 
 
+@pytest.mark.long(but=["kept0*"])
 @pytest.mark.parametrize("kept, least", [(Kept(), compiled.LEAST_READ), (Kept(first=True), 0)])
 def test_a_batch_that_is_copied(kept: Kept, least: int, tmp_path: Path, rng: np.random.Generator,
                                 monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,6 +418,7 @@ def test_a_batch_that_is_copied(kept: Kept, least: int, tmp_path: Path, rng: np.
     assert copies == [512, 1024]
 
 
+@pytest.mark.long(but=["True"])
 @pytest.mark.usefixtures("event")
 @pytest.mark.parametrize("is_int8", [False, True])
 def test_inference_prepared_for_a_size_compiles_nothing(is_int8: bool, rng: np.random.Generator,

@@ -113,6 +113,7 @@ def gluon_parameters(zoo):
     return [parameter for parameter in parameters if parameter not in running], running
 
 
+@pytest.mark.long(but=["resnet18_v2", "resnet50_v2"])
 @pytest.mark.parametrize("name", models.FAMILIES["resnet_v2"])
 def test_pre_activation_networks_have_gluons_parameters(name):
     params, aux = models.create(name).initial_values(seed=1)

@@ -79,6 +79,7 @@ def test_help():
     assert "--min-np N" in done.stdout
 
 
+@pytest.mark.long
 @needs_horovod
 def test_mistake_in_two_processes_is_told_once(tiny_options):
     done = run_script("-n", 2, *tiny_options, "--data", "/nowhere", **TRAINING)
@@ -89,6 +90,7 @@ def test_mistake_in_two_processes_is_told_once(tiny_options):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 @needs_horovod
 def test_sigterm_and_resume_in_two_processes(tiny_options, tmp_path):
     """SIGTERM to the launcher: both processes stop at the same step with a checkpoint; the resumed run ends well."""

@@ -172,6 +172,7 @@ def test_step_with_frozen_and_slower_layers(session):
         np.testing.assert_allclose(after, expected, rtol=0, atol=tolerance if name in trained else 0, err_msg=name)
 
 
+@pytest.mark.long
 @needs_horovod
 def test_frozen_backbone_trains_as_in_one_process(narrow_network, tiny_options, initial_weights, tmp_path, run_train):
     """Batches of 4 on each of two processes, of 8 on one: where no BatchNorm has statistics of its batch, both train
@@ -212,6 +213,7 @@ def test_wait_for_a_loader_is_that_of_the_process_that_waits_longest(session):
     assert np.add(record.loader_wait_ms, record.compute_ms) == pytest.approx(record.step_ms, abs=1e-3)
 
 
+@pytest.mark.long
 @needs_horovod
 def test_process_that_dies_ends_the_others():
     script = """
@@ -223,6 +225,7 @@ def test_process_that_dies_ends_the_others():
     assert run_processes(script).returncode == 7
 
 
+@pytest.mark.long
 @needs_horovod
 def test_who_was_killed_is_named_and_not_who_crashed_because_of_it():
     """Though the launcher sees both at once, and the other one first, which leaves half a line."""

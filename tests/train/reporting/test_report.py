@@ -70,6 +70,7 @@ def counted(values: list[float]) -> list[float]:
     return values[WARMUP:FIRST_SESSION] + values[FIRST_SESSION + WARMUP :]
 
 
+@pytest.mark.long
 def test_gpu_figures_weigh_by_counted_time(record: RunRecord, tmp_path: Path) -> None:
     """Points every 5 steps, beginning with the warm-up, which counts neither joules nor images."""
     assert "GPU" not in report.write_report(tmp_path, record).read_text(), "a run on a CPU does not speak of it"
@@ -285,6 +286,7 @@ def test_bad_input_is_one_sentence(record: RunRecord, tmp_path: Path) -> None:
         report.write_report(tmp_path / "file" / "report", record)
 
 
+@pytest.mark.long
 def test_command_line_makes_a_report_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
