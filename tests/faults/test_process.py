@@ -119,5 +119,5 @@ def test_table() -> None:
 def test_few_tries_are_not_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faulty, "TRIES", 3)
     slow = [[mark.name for mark in param.marks] for param in tries(few=1).args[1]]
-    assert slow == [[], ["slow"], ["slow"]]
+    assert slow == [["long"], ["slow"], ["slow"]]
     assert len(tries(few=5).args[1]) == 5
