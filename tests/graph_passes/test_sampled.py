@@ -92,7 +92,7 @@ def computed(name: str, way: str, rng: np.random.Generator) -> Iterator[Call]:
         yield node, inputs, [None, *outputs[1:]] if node.get("no_output") else outputs
 
 
-@pytest.mark.long(but=["basic blocks-*", "groups-fused", "strided*-last"])
+@pytest.mark.long(but=["basic blocks-*", "groups-fused"])
 def test_a_step_is_accepted(calls: list[Call], rng: np.random.Generator) -> None:
     for node, inputs, outputs in calls:
         for sample in samples(node, inputs, outputs, rng):
@@ -110,7 +110,7 @@ def with_a_wrong_channel(node: Node, array: np.ndarray) -> np.ndarray:
     return broken
 
 
-@pytest.mark.long(but=["basic blocks-*", "groups-fused", "strided*-last"])
+@pytest.mark.long(but=["basic blocks-*", "groups-fused"])
 def test_a_wrong_channel_is_found(calls: list[Call], rng: np.random.Generator) -> None:
     found = missed = 0
     for node, inputs, outputs in calls:

@@ -110,6 +110,7 @@ def make_accuracies(monkeypatch, top1s):
     monkeypatch.setattr(loop, "validate", validated)
 
 
+@pytest.mark.long
 def test_patience(run_train, tiny_options, tmp_path, monkeypatch):
     """The third of these validations is the best, the two after it are not: the run ends with the third's kept."""
     make_accuracies(monkeypatch, [0.25, 0.375, 0.5, 0.5, 0.375, 0.75])

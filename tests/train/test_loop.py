@@ -91,6 +91,7 @@ def test_no_step_is_longer_than_an_epoch(run_train, tiny_options, tmp_path):
     assert code == 0, err
 
 
+@pytest.mark.long
 def test_validation_is_prepared_before_the_first_step(run_train, tiny_options, tmp_path, monkeypatch):
     """For its own size of images, where there is one. What fails in it fails before anything is written."""
     asked: list[Any] = []
@@ -165,6 +166,7 @@ def test_learns_and_validates_every_image_once(run_train, tiny_options, tmp_path
     assert json.loads((folder / "config.json").read_text())["batch_size"] == 5
 
 
+@pytest.mark.long(but=["options0-*"])
 @pytest.mark.parametrize("options, steps, sentence", [
     (["--max-steps", "4"], 4, "stopped after step 4: --max-steps is 4"),
     (["--time-limit", "0.00001"], 1, "stopped: the time limit of 1e-05 minutes is reached"),
@@ -446,6 +448,7 @@ class Overflowing(MXNetExecutor):
         return optimizer
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("undrawn")
 def test_skipped_steps_are_counted(run_train, tiny_options, tmp_path, monkeypatch):
     """In the log, the metrics and the report."""

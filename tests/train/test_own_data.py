@@ -43,6 +43,7 @@ def last_of(folder):
     return checkpoint.load(checkpoint.find(str(folder)))
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("undrawn")
 def test_a_folder_without_val_is_split(run_train, options, uneven_data, tmp_path):
     folder = tmp_path / "run"

@@ -147,6 +147,7 @@ def test_other_signals_save_too(number, tiny_options, tmp_path, run_train, monke
     assert checkpoint.load(checkpoint.find(str(tmp_path / "run"))).progress.step == 2
 
 
+@pytest.mark.long
 def test_stopped_in_validation(unbroken, tiny_options, tmp_path, run_train, monkeypatch):
     """Within a batch, with the epoch saved; it is validated when the run goes on, which ends with the same bits."""
     folder = tmp_path / "run"

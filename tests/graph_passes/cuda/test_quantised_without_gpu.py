@@ -187,6 +187,7 @@ def test_a_network_with_groups_and_a_pre_activation_one(tmp_path: Path) -> None:
     assert found["batch_norm_apply"] == 9 and found["dequantise"] and found["quantise"]
 
 
+@pytest.mark.long
 def test_a_convolution_that_makes_floats_is_timed_by_itself(tmp_path: Path) -> None:
     """Kernels that make integers alone are the fastest of the same shapes in the first network."""
     assert launches("resnet18", Kept(), tmp_path)["quantised_conv_taps"] == 16
@@ -242,7 +243,7 @@ def test_pooling_in_the_stem_changes_no_integer(name: str, size: int, rng: np.ra
             np.testing.assert_array_equal(found[ref], want)
 
 
-@pytest.mark.long(but=["resnet50-*"])
+@pytest.mark.long(but=["resnet18-*"])
 @pytest.mark.parametrize("name, strides", [("resnet50", [1, 2, 2, 2]), ("resnet50d", [1] * 4), ("resnet18", [])])
 def test_sums_of_convolutions_change_no_integer(name: str, strides: list[int], rng: np.random.Generator) -> None:
     case = quantised(name, 2, 33, rng)

@@ -93,6 +93,7 @@ def test_no_sum_is_read_before_it_is_shared(depth: int, batch_norms: int, projec
             assert launches[number - 1] in exchanges, name
 
 
+@pytest.mark.long
 def test_members_exchange_in_one_order_whatever_they_have_chosen() -> None:
     """Each member times its own ways: another choice must not make it wait for other sums than its peers send."""
     orders = []

@@ -187,6 +187,7 @@ def test_a_network_of_binary_cross_entropy(trained: Checkpoint, images: np.ndarr
                                                                          abs=1e-4)
 
 
+@pytest.mark.long
 def test_a_wrong_model_is_not_written(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(*arguments: object) -> onnx.ModelProto:
         model = right(*arguments)
@@ -202,6 +203,7 @@ def test_a_wrong_model_is_not_written(saved: Path, tmp_path: Path, monkeypatch: 
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.long(but=["mobilenet*"])
 @pytest.mark.parametrize("name", ["resnet18_v1", "resnet18_v2", "mobilenet0.25"])
 def test_onnx_of_graphs_from_the_model_zoo(name: str, rng: np.random.Generator) -> None:
     network = mx.gluon.model_zoo.vision.get_model(name, classes=5)

@@ -67,6 +67,7 @@ def test_a_run_that_diverges(run_train: Train, tmp_path: Path, monkeypatch: pyte
     assert code == 2 and err.endswith("there is no checkpoint yet: lower --learning-rate (now 999)\n"), err
 
 
+@pytest.mark.long
 def test_resume(run_train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that is stopped and gone on with ends as one that is not; what does not fit is refused in one sentence."""
     text, other, longer = (tmp_path / f"{name}.txt" for name in ("text", "other", "longer"))

@@ -245,6 +245,7 @@ def test_a_damaged_file_is_named(cut: int, quantised: Path, run_train: RunTrain)
     assert code == 2 and f"{path} is no complete network in INT8" in err and err.count("\n") == 1
 
 
+@pytest.mark.long
 def test_a_file_of_other_weights_or_images_is_refused(
     quantised: Path, trained: Checkpoint, run_train: RunTrain
 ) -> None:

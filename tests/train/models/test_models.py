@@ -123,6 +123,7 @@ def test_pre_activation_networks_have_gluons_parameters(name):
         parameter.shape for parameter in expected]
 
 
+@pytest.mark.long(but=["resnet18_v2"])
 @pytest.mark.parametrize("name", ["resnet18_v2", "resnet50_v2"])
 def test_pre_activation_networks_compute_what_gluons_do(name, rng):
     """With the same weights and statistics, in fp32."""

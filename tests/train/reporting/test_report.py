@@ -190,6 +190,7 @@ def test_report_folder(record: RunRecord, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.long(but=["theme0"])
 @pytest.mark.parametrize("theme", [plots.LIGHT, plots.DARK])
 def test_plots_show_something_in_the_colours_of_the_theme(record: RunRecord, theme: plots.Theme) -> None:
     def rgb(colour: str) -> tuple[int, ...]:
@@ -257,6 +258,7 @@ def test_benchmark_without_epochs_or_losses(record: RunRecord, tmp_path: Path) -
     assert (tmp_path / "dawnbench.tsv").read_text().count("\n") == 1
 
 
+@pytest.mark.long
 def test_predictions_that_lie_there_become_a_picture(record: RunRecord, tmp_path: Path) -> None:
     pictures = np.zeros((7, 20, 20, 3), np.uint8)
     predictions.save(Predictions(pictures, ["cat"] * 7, ["cat"] * 6 + ["dog"], np.full(7, 0.75), epoch=4), tmp_path)

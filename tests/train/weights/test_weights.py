@@ -327,6 +327,7 @@ def test_a_damaged_norm_of_the_images(name, change, words, tmp_path, rng):
     assert words in refused(file)
 
 
+@pytest.mark.long(but=["resnet50_v1"])
 @pytest.mark.parametrize("name", ["resnet50_v1", "resnet101_v1"])
 def test_gluons_bottlenecks_of_version_1_are_refused(name, tmp_path, rng):
     zoo_network(name, 4, rng).save_parameters(str(tmp_path / "w.params"))
@@ -399,6 +400,7 @@ def test_another_model_than_asked_for(state, tmp_path):
     assert weights.read(place, "resnet18").trained.config.model == "resnet18"
 
 
+@pytest.mark.long(but=["fc.*"])
 @pytest.mark.parametrize("name, change, words", [
     ("layer2.1.bn1.weight", lambda array: array * np.float32(np.nan), "its layer2.1.bn1.weight holds what is no"),
     ("conv1.weight", lambda array: array.astype(np.float64) * 1e300, "its conv1.weight holds what is no finite number"),
