@@ -128,9 +128,10 @@ def choose(changed: list[str], project: Project) -> list[str]:
     found = {path: project.tests_of(path) for path in changed}
     tests = nearest(found.values())
     for path, of_path in found.items():
-        print(f"{path}: {', '.join(test for test in of_path if test in tests[:MOST_FILES]) or 'no tests'}")
+        chosen = [test for test in of_path if test in tests[:MOST_FILES]]
+        print(f"{path}: {', '.join(chosen) or 'no tests'}", flush=True)
     if left := tests[MOST_FILES:]:
-        print(f"left to make test: {len(left)} more files of tests, such as {left[0]}")
+        print(f"left to make test: {len(left)} more files of tests, such as {left[0]}", flush=True)
     if not changed:
         print("no tests: nothing has changed")
     return tests[:MOST_FILES]
