@@ -8,6 +8,8 @@ import os
 import sys
 from typing import Any
 
+from common.program import as_typed
+
 
 def make_safe() -> None:
     """Input and output that were closed before the start (`<&-`, `>&-`), and output whose locale lacks a character,
@@ -48,7 +50,7 @@ def make_lasting() -> None:
 
 def print_error(sentence: object, apart: bool = False) -> None:
     """`print_line` for what ends a program."""
-    print_line(f"error: {sentence}", apart)
+    print_line(f"error: {as_typed(str(sentence))}", apart)
 
 
 def print_line(text: str, apart: bool = False) -> None:
