@@ -1,7 +1,7 @@
 """The one place through which MXNet is imported: `from common.mxnet_compat import mx`.
 
-Where it cannot be imported, the program ends with one sentence that says why. `common.mxnet_hook` mends what MXNet 1.9.1
-needs from newer versions of NumPy and Python.
+Where it cannot be imported, the program ends with one sentence that says why. `common.mxnet_hook` mends what
+MXNet 1.9.1 needs from newer versions of NumPy and Python.
 """
 
 from __future__ import annotations

@@ -126,7 +126,8 @@ def test_numpy_gets_back_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     old: Any = numpy
     assert (old.bool, old.trapz, old.rate, old.NaN) == (np.bool_, sum, "its own", "its own")
     assert (old.NINF, old.PINF, math.copysign(1, old.NZERO)) == (-math.inf, math.inf, -1)
-    assert (old.alltrue([1, 0]), old.sometrue([1, 0]), old.product([2, 3]), old.round_(1.26, 1)) == (False, True, 6, 1.3)
+    assert (old.alltrue([1, 0]), old.sometrue([1, 0]), old.product([2, 3])) == (False, True, 6)
+    assert old.round_(1.26, 1) == 1.3
     assert old.msort([[3, 1], [2, 4]]).tolist() == [[2, 1], [3, 4]]
     assert old.in1d([[1, 2], [3, 4]], [4, 1], invert=True).tolist() == [False, True, True, False]
     with pytest.raises(RuntimeError, match="install numpy-financial and call numpy_financial.pmt"):
