@@ -15,7 +15,6 @@ import functools
 import importlib
 import inspect
 import itertools
-import os
 import re
 import shutil
 import sys

@@ -11,12 +11,16 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).resolve().parents[1] / ".ci" / "run"
-OF_A_SHELL = {"PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": "/elsewhere", "LANG": "de_DE.UTF-8",
-              "LC_ALL": "C", "TERM": "xterm", "COLUMNS": "80", "TZ": "Asia/Tokyo", "MXNET_ENGINE_TYPE": "NaiveEngine",
-              "OMP_NUM_THREADS": "7", "XDG_CACHE_HOME": "/cache", "MAKEFLAGS": "-k", "VIRTUAL_ENV": "/venv"}
-OF_PACKAGE_CLIENTS = {"PIP_INDEX_URL": "https://packages.example/simple", "PIP_CERT": "/a certificate.pem",
-                      "http_proxy": "http://proxy.example", "HTTPS_PROXY": "http://proxy.example", "no_proxy": "localhost",
-                      "SSL_CERT_FILE": "/certificate.pem", "REQUESTS_CA_BUNDLE": "/certificate.pem"}
+OF_A_SHELL = {
+    "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": "/elsewhere", "LANG": "de_DE.UTF-8",
+    "LC_ALL": "C", "TERM": "xterm", "COLUMNS": "80", "TZ": "Asia/Tokyo", "MXNET_ENGINE_TYPE": "NaiveEngine",
+    "OMP_NUM_THREADS": "7", "XDG_CACHE_HOME": "/cache", "MAKEFLAGS": "-k", "VIRTUAL_ENV": "/venv",
+}
+OF_PACKAGE_CLIENTS = {
+    "PIP_INDEX_URL": "https://packages.example/simple", "PIP_CERT": "/a certificate.pem",
+    "http_proxy": "http://proxy.example", "HTTPS_PROXY": "http://proxy.example", "no_proxy": "localhost",
+    "SSL_CERT_FILE": "/certificate.pem", "REQUESTS_CA_BUNDLE": "/certificate.pem",
+}
 
 
 @pytest.fixture
