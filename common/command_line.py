@@ -15,7 +15,6 @@ import functools
 import importlib
 import inspect
 import itertools
-import os
 import re
 import shutil
 import sys
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from common.errors import EXIT_CTRL_C, EXIT_PIPE_CLOSED, EXIT_USER_ERROR, ProgramError, UserError
-from common.output import make_safe, print_error
+from common.output import failed_output, make_safe, print_error
 from common.packages import how_to_install
 from common.program import as_typed
 
@@ -43,9 +42,7 @@ def exit_code_of(main: Callable[[], int | None]) -> int:
     """Run a program to its end; its exit code. What ends it early is told in one sentence on stderr."""
     make_safe()
     try:
-        code = main() or 0
-        sys.stdout.flush()
-        return code
+        return _code_at_end(main)
     except ProgramError as error:
         print_error(error)
         return error.exit_code
@@ -54,17 +51,32 @@ def exit_code_of(main: Callable[[], int | None]) -> int:
             raise
         print_error(sentence)
         return EXIT_USER_ERROR
-    except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where Python flushes at its end
-        return EXIT_PIPE_CLOSED
     except OSError as error:
         if error.errno is None:  # not the system's answer: a library that cannot be loaded
             raise
+        if error is failed_output() and isinstance(error, BrokenPipeError):  # `| head` has seen enough
+            return EXIT_PIPE_CLOSED
         where, what = error.filename or "input or output", error.strerror or error
         print_error(f"{where}: {what}; check path, permissions and disk")
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         return EXIT_CTRL_C
+    finally:
+        failed_output()  # else Python, when it ends, complains of what it cannot write
+
+
+def _code_at_end(main: Callable[[], int | None]) -> int:
+    """Raises what has failed on standard output, also where a library has made an end by itself because of it."""
+    try:
+        code = main() or 0
+        if code:
+            return code
+    except SystemExit:  # after --help and --version
+        if not failed_output():
+            raise
+    if failure := failed_output():
+        raise failure
+    return 0
 
 
 # --- a command line, by its declaration ---
