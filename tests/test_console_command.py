@@ -22,7 +22,7 @@ from resnet_mxnet.command import console
 if __name__ == "__main__":
     sys.exit(console())
 """
-STRANGER = "raise ImportError('a file of the user was run')\n"
+STRANGER = "raise SystemExit('a file of the user was run')\n"
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
