@@ -97,7 +97,7 @@ def _operation(these: Numbers) -> np.ndarray:
     """(N,) of CHANGE."""
     change = np.zeros(len(these.factor), CHANGE)
     for name in dict.fromkeys(FAMILIES.values()):
-        change["family"] += np.multiply(getattr(these, name), FAMILY_NUMBER[name], dtype=np.int32)
+        change["family"] += FAMILY_NUMBER[name] * getattr(these, name)
     for name in ("place", "colour", "factor", "threshold", "mask", "lift"):
         change[name] = getattr(these, name)
     return change

@@ -90,7 +90,7 @@ def relu(x: Array) -> Array:
 
 def relu_backward(dy: Array, y: Array) -> Array:
     """dy where y > 0."""
-    return np.where(y > 0, dy, dy.dtype.type(0))
+    return np.where(y > 0, dy, 0)
 
 
 def _activation(node: NodeView, x: Array) -> list[Array]:

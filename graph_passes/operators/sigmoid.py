@@ -40,7 +40,7 @@ def _check(node: NodeView, classes: int) -> None:
 
 def sigmoid(x: Array) -> Array:
     e = np.exp(-np.abs(x))  # of no large number
-    return np.where(x >= 0, e.dtype.type(1), e) / (1 + e)
+    return np.where(x >= 0, 1, e) / (1 + e)
 
 
 def binary_targets(node: NodeView, label: Array, num_classes: int, dtype: np.dtype) -> Array:

@@ -86,7 +86,7 @@ def weight_scales(weight: np.ndarray, bias: np.ndarray | None, data_scale: float
     limits = np.abs(weight).reshape(len(weight), -1).max(axis=1) / LARGEST
     if bias is not None:
         limits = np.maximum(limits, np.abs(bias) / (data_scale * _LARGEST_BIAS))
-    return np.where(limits > 0, limits, np.float64(1))  # of a channel that is 0 throughout
+    return np.where(limits > 0, limits, 1.0)  # of a channel that is 0 throughout
 
 
 class Layer(NamedTuple):
