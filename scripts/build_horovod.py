@@ -126,6 +126,7 @@ def fetch_source(folder: Path) -> Path:
         unpacked = folder / "unpacked"
         shutil.rmtree(unpacked, ignore_errors=True)
         with tarfile.open(folder / f"horovod-{VERSION}.tar.gz") as archive:
+            archive.extraction_filter = getattr(tarfile, "data_filter", None)  # 3.10.12, 3.11.4 and newer have it
             archive.extractall(unpacked)
         mend(unpacked / f"horovod-{VERSION}")
         for before in filter(Path.is_dir, folder.glob("horovod-*")):

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Set up the environment that everything runs in: setup.sh [run|test|horovod|all] [VENV]   (default: all of .venv)
 #
-#   run       a virtual environment of Python 3.10 to 3.12 with the project and what one process needs: extra `cpu`, or
+#   run       a virtual environment of Python 3.10 to 3.14 with the project and what one process needs: extra `cpu`, or
 #             where there is an NVIDIA GPU extra `gpu` and the CUDA 11 libraries that MXNet links
 #             (scripts/link_cuda11.py, needs g++)
 #   test      run, and the extras `onnx` and `dev`
@@ -22,10 +22,12 @@ say() { printf 'setup: %s\n' "$*"; }
 fail() { printf 'error: %s\n' "$*" >&2; exit 2; }
 at_least() { [ "$(printf '%s\n' "$1" "$2" | sort -V | head -n1)" = "$2" ]; }
 
+is_supported() { "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 15))' 2>/dev/null; }
+
 find_python() {
     local name
-    for name in python3.12 python3.11 python3.10 python3 python; do
-        if "$name" -c 'import sys, ensurepip, venv; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' 2>/dev/null
+    for name in python3.12 python3.11 python3.10 python3.13 python3.14 python3 python; do  # what is tested most, first
+        if is_supported "$name" && "$name" -c 'import ensurepip, venv' 2>/dev/null
         then command -v "$name"; return; fi
     done
     return 1
@@ -146,10 +148,17 @@ make_environment() {
     said=$("$python" -m venv "$venv" 2>&1) || fail "$python -m venv $venv failed: $(full_disk || tail -n1 <<<"$said")"
 }
 
+install() {
+    # Python compiles what is imported when it is imported, which is a small part. Of conflicts MXNet has one, as said
+    # below, and pip's word on it would be taken for what went wrong.
+    follow packages "$bin/pip" install --disable-pip-version-check --retries 3 --no-compile --no-warn-conflicts "$@" ||
+        fail "the packages could not be installed: $(reason) (log: $log)"
+}
+
 # install_packages EXTRAS: the project with its dependencies.
 install_packages() {
-    local wanted='no GPU' gigabytes=2 other=mxnet-cu117 free
-    [ $kind = cpu ] || { wanted='an NVIDIA GPU' gigabytes=6 other=mxnet; }
+    local wanted='no GPU' gigabytes=2 mxnet=mxnet other=mxnet-cu117 free
+    [ $kind = cpu ] || { wanted='an NVIDIA GPU' gigabytes=6 mxnet=mxnet-cu117 other=mxnet; }
     say "packages for a machine with $wanted (log: $log)"
     free=$(free_bytes "$venv")
     [ $((free + $(du -sB1 "$venv" | cut -f1))) -gt $((gigabytes * 1000000000)) ] ||
@@ -160,9 +169,9 @@ install_packages() {
     if compgen -G "$venv/lib/python3*/site-packages/${other//-/_}-1*" >/dev/null; then
         "$bin/pip" uninstall -q -y "$other" >>"$log" 2>&1 || true
     fi
-    # Python compiles what is imported when it is imported, which is a small part.
-    follow packages "$bin/pip" install --disable-pip-version-check --retries 3 --no-compile -e ".[$1]" ||
-        fail "the packages could not be installed: $(reason) (log: $log)"
+    install -e ".[$1]"
+    # The extras leave MXNet out from Python 3.13 on: it declares numpy<2, which pip would insist on (pyproject.toml).
+    if "$bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 13))'; then install --no-deps "$mxnet==1.9.1"; fi
     require_libraries
     if [ $kind = gpu ]; then
         follow "CUDA 11" "$bin/python" scripts/link_cuda11.py ||

@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "scripts" / "setup.sh"
 TOOLS = ("awk", "bash", "cat", "cksum", "cut", "dirname", "df", "du", "flock", "grep", "head", "mkdir", "mv",
          "realpath", "rm", "rmdir", "sed", "sort", "tail", "touch")  # of any Linux
-PIP = "pip install --disable-pip-version-check --retries 3 --no-compile -e"
+INSTALL = "pip install --disable-pip-version-check --retries 3 --no-compile --no-warn-conflicts"
+PIP = f"{INSTALL} -e"
 LIMIT = 300  # seconds that nothing here takes, however busy the machine
 GPU = 'echo "580.65.06, 9.0, NVIDIA H200"'
 
@@ -47,7 +48,7 @@ def venv(tmp_path: Path) -> Path:
     """An environment whose pip and Python only note what they are called for."""
     folder = tmp_path / "venv"
     write_program(folder / "bin" / "pip", f'echo "pip $*" >>{tmp_path}/calls')
-    write_program(folder / "bin" / "python", f'[[ $1 == -m ]] || echo "$*" >>{tmp_path}/calls')
+    write_program(folder / "bin" / "python", f"case $1 in -m) ;; -c) exit 1 ;; *) echo \"$*\" >>{tmp_path}/calls ;; esac")
     return folder
 
 
