@@ -23,7 +23,7 @@ import pytest
 from common import mxnet_hook
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-PACKAGES = ("train", "pipelines", "graph_passes", "common")
+PACKAGES = ("train", "pipelines", "graph_passes", "common", "resnet_mxnet")
 CUDA_LIBRARIES = {"cuda", "cudnn", "cupy", "torch"}
 CUDA_PLACES = {Path("graph_passes/executors/cuda"), Path("pipelines/gpu.py")}
 

@@ -51,7 +51,7 @@ def test_a_full_disk(options):
 def test_an_error_is_a_line_in_one_piece(options):
     """A pipe of packets gives what one call has written."""
     reading, writing = os.pipe2(os.O_DIRECT)
-    program = "from common.output import make_lasting, print_error; make_lasting(); print_error('what, and where')"
+    program = "from common.output import make_safe, print_error; make_safe(); print_error('what, and where')"
     subprocess.run([sys.executable, *options, "-c", program], stderr=writing, check=True)
     assert os.read(reading, 1000) == b"error: what, and where\n"
     os.close(reading)
@@ -117,5 +117,5 @@ def test_a_full_disk_at_the_start(arguments, outlasts):
         assert done.stderr.startswith(SENTENCE.format("No space left on device"))
         assert done.stderr.endswith("begun\n") and done.returncode == 0
     else:
-        assert done.stderr == "error: input or output: No space left on device; check path, permissions and disk\n"
+        assert done.stderr == "error: standard output: No space left on device; check path, permissions and disk\n"
         assert done.returncode == 2
