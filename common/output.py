@@ -36,6 +36,8 @@ def make_safe() -> None:
             setattr(sys, name, _safe(stream, errors))
         else:  # somebody else's, such as pytest's
             stream.reconfigure(errors=errors)
+    if not os.environ.get("COLUMNS", "1").strip("0").isdecimal():
+        del os.environ["COLUMNS"]  # rich prints nothing into 0 columns
 
 
 def _safe(stream: io.TextIOWrapper, errors: str) -> io.TextIOWrapper:

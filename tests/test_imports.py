@@ -56,8 +56,9 @@ def test_mxnet_comes_through_one_place(folder: str) -> None:
 
 @pytest.mark.parametrize(
     ("package", "others"),
-    [("common", {"train", "pipelines", "graph_passes"}), ("pipelines", {"train", "graph_passes"}),
-     ("graph_passes", {"train", "pipelines"}), ("train", set())],
+    [("common", {"train", "pipelines", "graph_passes", "resnet_mxnet"}),
+     ("pipelines", {"train", "graph_passes", "resnet_mxnet"}), ("graph_passes", {"train", "pipelines", "resnet_mxnet"}),
+     ("train", {"resnet_mxnet"}), ("resnet_mxnet", set())],
 )
 def test_packages_import_only_what_is_below_them(package: str, others: set[str]) -> None:
     forbidden = others | {"scripts", "tests", "benchmarks"}
