@@ -271,6 +271,7 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **settings)
+        self.color = False  # Python 3.14 colours help, but not what this project writes itself
 
     def parse_known_args(  # type: ignore[override]  # overloads that only tell the type of the namespace
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -420,7 +421,7 @@ def _groups(options: type) -> dict[str, list[str]]:
     the first line of the base's docstring as its title; its own have the title ""."""
     groups: dict[str, list[str]] = {"": []}
     for name in inspect.signature(options).parameters:
-        owner = next(base for base in options.__mro__ if name in vars(base).get("__annotations__", ()))
+        owner = next(base for base in options.__mro__ if name in inspect.get_annotations(base))
         title = "" if owner is options else (owner.__doc__ or "").splitlines()[0].removesuffix(".")
         groups.setdefault(title, []).append(name)
     return groups

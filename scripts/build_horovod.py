@@ -126,8 +126,8 @@ def fetch_source(folder: Path) -> Path:
         unpacked = folder / "unpacked"
         shutil.rmtree(unpacked, ignore_errors=True)
         with tarfile.open(folder / f"horovod-{VERSION}.tar.gz") as archive:
-            archive.extraction_filter = getattr(tarfile, "data_filter", None)  # 3.10.12, 3.11.4 and newer have it
-            archive.extractall(unpacked)
+            # Python 3.12 and 3.13 warn without a filter; 3.10 and 3.11 have it since 3.10.12 and 3.11.4 only.
+            archive.extractall(unpacked, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
         mend(unpacked / f"horovod-{VERSION}")
         for before in filter(Path.is_dir, folder.glob("horovod-*")):
             shutil.rmtree(before)
@@ -323,8 +323,7 @@ def main(arguments: Sequence[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     try:
         if not shutil.which(compiler()):
-            raise BuildError(f"there is no {compiler()}, which compiles it: install g++ "
-                             "(Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++)")
+            raise BuildError(f"there is no {compiler()}, which compiles it: install g++ (Debian: apt install g++)")
         mxnet = package("mxnet")
         on_gpu = any(importlib.metadata.distributions(name="mxnet-cu117"))
         nccl = package("nvidia.nccl") if on_gpu else None
