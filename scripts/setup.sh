@@ -212,6 +212,10 @@ install_packages() {
     if compgen -G "$venv/lib/python3*/site-packages/${other//-/_}-1*" >/dev/null; then
         "$bin/pip" uninstall -q -y "$other" >>"$log" 2>&1 || true
     fi
+    # The project's name before version 1.0, whose hook ran any package called `common`.
+    if compgen -G "$venv/lib/python3*/site-packages/resnet50_mxnet-*" >/dev/null; then
+        "$bin/pip" uninstall -q -y resnet50-mxnet >>"$log" 2>&1 || true
+    fi
     install -e ".[$1]"
     # The extras leave MXNet out from Python 3.13 on: it declares numpy<2, which pip would insist on (pyproject.toml).
     ! at_least "$(version_of "$bin/python")" 3.13 || install --no-deps "$mxnet==1.9.1"
