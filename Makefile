@@ -34,7 +34,7 @@ help:
 setup:
 	@bash scripts/setup.sh
 
-.venv/.ready .venv/.ready-test: pyproject.toml common/mxnet_compat.pth scripts/setup.sh scripts/link_cuda11.py
+.venv/.ready .venv/.ready-test: pyproject.toml common/mxnet_hook.pth common/mxnet_hook.py scripts/setup.sh scripts/link_cuda11.py
 	@bash scripts/setup.sh $(if $(findstring test,$@),test,run)
 
 .venv/.ready-horovod: scripts/setup.sh scripts/build_horovod.py train/processes/allreduce.cc

@@ -27,6 +27,8 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from common.errors import EXIT_CTRL_C, EXIT_PIPE_CLOSED, EXIT_USER_ERROR, ProgramError, UserError
 from common.output import failed_output, make_safe, print_error
+from common.packages import how_to_install
+from common.program import as_typed
 
 HELP = ("-h", "--help")
 VERSION = "--version"
@@ -44,6 +46,11 @@ def exit_code_of(main: Callable[[], int | None]) -> int:
     except ProgramError as error:
         print_error(error)
         return error.exit_code
+    except ModuleNotFoundError as error:
+        if (sentence := how_to_install(error)) is None:
+            raise
+        print_error(sentence)
+        return EXIT_USER_ERROR
     except OSError as error:
         if error.errno is None:  # not the system's answer: a library that cannot be loaded
             raise
@@ -165,8 +172,9 @@ def run_command(commands: Mapping[str, Command], arguments: Sequence[str], *, pr
 
 
 def choose_command(commands: Mapping[str, type], arguments: Sequence[str], *, prog: str,
-                   default: str | None = None) -> tuple[str, Sequence[str]]:
-    """The command that a command line begins with, or else the default one, and the arguments that follow.
+                   default: str | None = None, others: Iterable[str] = ()) -> tuple[str, Sequence[str]]:
+    """The command that a command line begins with, or else the default one, and the arguments that follow. `others` are
+    commands that would have been run by now, had they been spelled right.
 
     Raises UserError for none or an unknown one, and for an option that only others of the commands have.
     """
@@ -180,7 +188,7 @@ def choose_command(commands: Mapping[str, type], arguments: Sequence[str], *, pr
     else:
         raise UserError(f"give a command first: {', '.join(commands)} (see {prog} --help)")
     if name not in commands:
-        raise UserError(f"there is no command {name!r}{nearest(name, commands)} (see {prog} --help)")
+        raise UserError(f"there is no command {name!r}{nearest(name, [*commands, *others])} (see {prog} --help)")
     names = {other: _option_names(command) for other, command in commands.items()}
     for option in (word.partition("=")[0].replace("_", "-") for word in _before_dashes(arguments)
                    if word.startswith("--")):
@@ -192,17 +200,19 @@ def choose_command(commands: Mapping[str, type], arguments: Sequence[str], *, pr
     return name, arguments
 
 
-def describe_commands(commands: Mapping[str, type], *, prog: str, default: str | None = None,
+def describe_commands(commands: Mapping[str, type | str], *, prog: str, default: str | None = None,
                       note: str = "") -> str:
-    """Help on a program of several commands, with the first line of each one's docstring, and a note at the end."""
+    """Help on a program of several commands, with a note at the end: each by the first line of its docstring, or as
+    it is described."""
     lines = [f"usage: {prog} {'[COMMAND]' if default else 'COMMAND'} [--option value ...]", "", "commands:"]
     indent = max(map(len, commands)) + 4
     for name, command in commands.items():
-        summary = (inspect.getdoc(command) or "").splitlines()[0].removesuffix(".")
+        summary = command if isinstance(command, str) else (inspect.getdoc(command) or "").splitlines()[0]
+        summary = summary.removesuffix(".")
         lines.append(textwrap.fill(f"  {name:{indent - 4}}  {summary}", _help_width(), subsequent_indent=" " * indent))
-    return "\n".join([*lines, "", f"{prog} COMMAND --help lists the options of a command.",
+    return as_typed("\n".join([*lines, "", f"{prog} COMMAND --help lists the options of a command.",
                       f"{prog} --version names the version of this project and of what it runs on.",
-                      *textwrap.wrap(note, _help_width())])
+                      *textwrap.wrap(note, _help_width())]))
 
 
 def to_arguments(config: object, default: object) -> list[str]:
@@ -294,6 +304,9 @@ class _Parser(argparse.ArgumentParser):
             elif i > num_before:
                 words[i] = re.sub("^-(?=.)", "./-", word)  # which argparse does not take for an option
         return words
+
+    def format_help(self) -> str:
+        return as_typed(super().format_help())
 
     def error(self, message: str) -> typing.NoReturn:
         raise UserError(f"{_plain_words(message)} (see {self.prog} --help)")

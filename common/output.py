@@ -10,6 +10,8 @@ import select
 import sys
 from typing import Any
 
+from common.program import as_typed
+
 
 def make_safe() -> None:
     """For the start of a program. Input and output that are closed (`<&-`, `>&-`), full, or a pipe that nobody reads,
@@ -66,7 +68,7 @@ def failed_output() -> OSError | None:
 
 def print_error(sentence: object, apart: bool = False) -> None:
     """`print_line` for what ends a program."""
-    print_line(f"error: {sentence}", apart)
+    print_line(f"error: {as_typed(str(sentence))}", apart)
 
 
 def print_line(text: str, apart: bool = False) -> None:

@@ -4,11 +4,15 @@ Each image is a light pattern on a dark ground, both of random colour, at a rand
 little, under uneven light, with clutter in front of it and noise on it. Colour, brightness and size say nothing about
 the class, so a network must see the pattern. It is drawn as a scalar field over plane coordinates (u, v) whose unit is
 the pattern's period.
+
+Every number that multiplies a field is a Python one, so that NumPy 1 and 2, whose scalars promote differently, draw
+the same files.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import shutil
@@ -99,9 +103,9 @@ def _clouds(u: Field, v: Field, rng: np.random.Generator) -> Field:
     total = np.zeros_like(u)
     for octave in range(5):
         for _ in range(3):
-            angle, phase = rng.uniform(0, 2 * np.pi, 2)
+            angle, phase = rng.uniform(0, 2 * np.pi, 2).tolist()
             frequency = 2.0 ** (octave - 1) * rng.uniform(0.7, 1.3)
-            bent = np.cos(angle) * u + np.sin(angle) * v + 0.4 * total
+            bent = math.cos(angle) * u + math.sin(angle) * v + 0.4 * total
             total = total + 0.5**octave * np.sin(2 * np.pi * frequency * bent + phase) / 3
     return np.clip(0.5 + 0.6 * total, 0, 1)
 
@@ -147,7 +151,7 @@ def draw(pattern: str, rng: np.random.Generator) -> Image.Image:
     image = dark + (light - dark) * field
     image = _clutter(image, x, y, rng)
     angle, strength = rng.uniform(0, 2 * np.pi), rng.uniform(0, 0.3)
-    image *= (1 + strength * (np.cos(angle) * x + np.sin(angle) * y))[..., None]
+    image *= (1 + strength * (math.cos(angle) * x + math.sin(angle) * y))[..., None]
     image += rng.normal(0, rng.uniform(2, 6), (height, width, 1)).astype(np.float32)
     return Image.fromarray(np.clip(image, 0, 255).astype(np.uint8))
 
@@ -156,15 +160,16 @@ def _plane(x: Field, y: Field, centred: bool, rng: np.random.Generator) -> tuple
     """Coordinates of the pattern's plane: turned, scaled, seen from the side, bent a little."""
     angle = rng.uniform(-0.15, 0.15)  # radians
     periods = rng.uniform(2.5, 3.2)  # over the shorter side: one is ten pixels of an image of 32
-    tilt = rng.uniform(-0.1, 0.1, 2)
+    tilt = rng.uniform(-0.1, 0.1, 2).tolist()
     depth = 1 + tilt[0] * x + tilt[1] * y
-    phase = rng.uniform(0, 2 * np.pi, 2)
+    phase = rng.uniform(0, 2 * np.pi, 2).tolist()
     bend = rng.uniform(0, 0.01)
     bent_x = x + bend * np.sin(9 * y + phase[0])
     bent_y = y + bend * np.sin(9 * x + phase[1])
-    offset = rng.uniform(-0.25, 0.25, 2) * periods if centred else rng.uniform(0, 1, 2)
-    u = (np.cos(angle) * bent_x - np.sin(angle) * bent_y) * periods / depth + offset[0]
-    v = (np.sin(angle) * bent_x + np.cos(angle) * bent_y) * periods / depth + offset[1]
+    offset = (rng.uniform(-0.25, 0.25, 2) * periods if centred else rng.uniform(0, 1, 2)).tolist()
+    cos, sin = math.cos(angle), math.sin(angle)
+    u = (cos * bent_x - sin * bent_y) * periods / depth + offset[0]
+    v = (sin * bent_x + cos * bent_y) * periods / depth + offset[1]
     return u.astype(np.float32), v.astype(np.float32)
 
 
@@ -182,9 +187,11 @@ def _two_colours(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
 def _clutter(image: np.ndarray, x: Field, y: Field, rng: np.random.Generator) -> np.ndarray:
     """Perhaps a disc or a bar of another colour in front."""
     for _ in range(rng.integers(0, 2)):
-        centre, size, angle = rng.uniform(-0.6, 0.6, 2), rng.uniform(0.05, 0.16), rng.uniform(0, np.pi)
-        along = np.cos(angle) * (x - centre[0]) + np.sin(angle) * (y - centre[1])
-        across = np.sin(angle) * (x - centre[0]) - np.cos(angle) * (y - centre[1])
+        left, top = rng.uniform(-0.6, 0.6, 2).tolist()
+        size, angle = rng.uniform(0.05, 0.16), rng.uniform(0, np.pi)
+        cos, sin = math.cos(angle), math.sin(angle)
+        along = cos * (x - left) + sin * (y - top)
+        across = sin * (x - left) - cos * (y - top)
         inside = np.hypot(along, across) < size if rng.random() < 0.5 else (abs(across) < size / 4) & (abs(along) < 0.6)
         image = np.where(inside[..., None], rng.uniform(0, 255, 3).astype(np.float32), image)
     return image

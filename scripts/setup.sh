@@ -195,7 +195,7 @@ if command -v flock >/dev/null; then
 fi
 "$bin/python" -m pip --version >/dev/null 2>&1 || make_environment
 
-packages="$kind $(cat pyproject.toml common/mxnet_compat.pth scripts/link_cuda11.py | cksum)"
+packages="$kind $(cat pyproject.toml common/mxnet_hook.pth common/mxnet_hook.py scripts/link_cuda11.py | cksum)"
 if [ $part = test ] || [ $part = all ]; then
     step test "$packages" install_packages "$kind,onnx,dev"
     printf '%s\n' "$packages" >"$venv/.done-packages"

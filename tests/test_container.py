@@ -33,7 +33,7 @@ def test_the_set_up_has_what_it_reads() -> None:
     rules = re.findall(r"^\.venv/[^:]*:(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     wanted = {name for rule in rules for name in rule.split()}
     assert {"pyproject.toml", "scripts/setup.sh", "train/processes/allreduce.cc"} <= wanted
-    for name in wanted | {"README.md", "common/mxnet_compat.pth"}:
+    for name in wanted | {"README.md", "common/mxnet_hook.pth", "common/mxnet_hook.py"}:
         assert (ROOT / name).is_file()
         parents = {name, *map(str, Path(name).parents)}
         assert parents & copied((ROOT / "Dockerfile").read_text()), f"the Dockerfile does not copy {name}"

@@ -34,10 +34,10 @@ def test_a_cache_folder_that_cannot_be_written_only_warns(tmp_path: Path, caplog
 
 @pytest.mark.parametrize("variables, folder", [
     ({"RESNET_CACHE": "mine", "XDG_CACHE_HOME": "/caches", "HOME": "/home/me"}, "mine"),
-    ({"XDG_CACHE_HOME": "/caches", "HOME": "/home/me"}, "/caches/resnet50-mxnet"),
-    ({"XDG_CACHE_HOME": "caches", "HOME": "/home/me"}, "/home/me/.cache/resnet50-mxnet"),
-    ({"XDG_CACHE_HOME": "", "HOME": "/home/me"}, "/home/me/.cache/resnet50-mxnet"),
-    ({}, "/dev/null/resnet50-mxnet"),
+    ({"XDG_CACHE_HOME": "/caches", "HOME": "/home/me"}, "/caches/resnet-mxnet"),
+    ({"XDG_CACHE_HOME": "caches", "HOME": "/home/me"}, "/home/me/.cache/resnet-mxnet"),
+    ({"XDG_CACHE_HOME": "", "HOME": "/home/me"}, "/home/me/.cache/resnet-mxnet"),
+    ({}, "/dev/null/resnet-mxnet"),
 ])
 def test_where_the_cache_is(variables, folder, monkeypatch):
     for name in ("RESNET_CACHE", "XDG_CACHE_HOME", "HOME"):

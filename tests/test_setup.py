@@ -336,8 +336,8 @@ def test_launchers_set_up_first(tmp_path, script):
 def test_make_sets_up_what_a_target_needs(tmp_path):
     (tmp_path / "scripts").mkdir()
     shutil.copy(ROOT / "Makefile", tmp_path)
-    for name in ("pyproject.toml", "common/mxnet_compat.pth", "scripts/link_cuda11.py", "scripts/build_horovod.py",
-                 "train/processes/allreduce.cc"):
+    for name in ("pyproject.toml", "common/mxnet_hook.pth", "common/mxnet_hook.py", "scripts/link_cuda11.py",
+                 "scripts/build_horovod.py", "train/processes/allreduce.cc"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     write_program(tmp_path / "scripts" / "setup.sh", "")
