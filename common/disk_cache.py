@@ -21,7 +21,12 @@ log = logging.getLogger("disk_cache")
 def default_folder() -> Path:
     if folder := os.environ.get("RESNET_CACHE"):
         return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "resnet-mxnet"
+    caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not caches.is_absolute():  # which that variable's standard has ignored
+        home = os.path.expanduser("~")
+        # Without $HOME a user whom the system does not know, as in a container, has none: nothing is kept then.
+        caches = Path(home, ".cache") if home != "~" else Path(os.devnull)
+    return caches / "resnet-mxnet"
 
 
 class Cache:

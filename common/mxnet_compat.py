@@ -18,6 +18,7 @@ from common import mxnet_hook
 from common.errors import ProgramError, UserError
 
 MAX_THREADS = 1024  # OpenMP dies of many times more
+ENGINES = ("NaiveEngine", "ThreadedEngine", "ThreadedEnginePerDevice")
 PACKAGES_OF_MXNET = {"graphviz": "graphviz<0.9", "setuptools": "setuptools<81"}
 
 mx: Any  # the mxnet module, imported at first use by __getattr__ below
@@ -32,7 +33,19 @@ def given_threads() -> str:
     return given
 
 
+def _check_variables() -> None:
+    """Raises UserError for what MXNet would abort of, or end in a long trace."""
+    for name, value in os.environ.items():
+        if name == "MXNET_ENGINE_TYPE" and value not in ENGINES:
+            raise UserError(f"{name} is {value!r}: give {', '.join(ENGINES[:-1])} or {ENGINES[-1]}, or unset it")
+        if name.startswith("MXNET_") and name.endswith("_NTHREADS") and value and not value.isdecimal():
+            raise UserError(f"{name} is {value!r}: give a whole number, or unset it")
+
+
 def _import_mxnet() -> Any:
+    _check_variables()
+    # Our passes fuse. Another choice, which the hook leaves to other programs, may give wrong sums (see there).
+    os.environ["MXNET_SUBGRAPH_BACKEND"] = "NONE"
     try:
         return importlib.import_module("mxnet")
     except OSError as error:

@@ -167,6 +167,17 @@ def test_why_mxnet_cannot_be_imported(tmp_path: Path, failing: str, said: str) -
     assert done.stderr == "" and re.fullmatch(said, done.stdout.strip())
 
 
+@pytest.mark.parametrize("name, value, advice", [
+    ("MXNET_ENGINE_TYPE", "Naive", "give NaiveEngine, ThreadedEngine or ThreadedEnginePerDevice, or unset it"),
+    ("MXNET_CPU_WORKER_NTHREADS", "two", "give a whole number, or unset it"),
+    ("OMP_NUM_THREADS", "two", "give a whole number from 1 to 1,024, or unset it"),
+])
+def test_what_mxnet_would_abort_of(name: str, value: str, advice: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "graph_passes", "show", "--model", "resnet18_v1"], cwd=REPOSITORY,
+                          capture_output=True, text=True, env=os.environ | {name: value})
+    assert (done.stderr, done.returncode) == (f"error: {name} is {value!r}: {advice}\n", 2)
+
+
 @pytest.mark.parametrize("given", [None, "3"])
 def test_threads_of_mxnet_are_not_those_of_programs_started_from_it(given: str | None) -> None:
     """Four processes of 16 cores each had 64 threads each where a program that trains in them had imported MXNet."""

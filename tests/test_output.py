@@ -115,7 +115,7 @@ def test_an_end_where_output_fails(failing, how, unbuffered):
 @pytest.mark.parametrize("arguments", [
     "-m train --help", "-m train predict --help", "-m train --config ?", "-m pipelines --version",
     "-m graph_passes show --help", "-m train.processes.launch --help", "-m train.processes.multi_host --help",
-    "-m train.reporting.report --help", "benchmarks/overview.py --help",
+    "-m train.reporting.report --help", "-m resnet_mxnet predict --help", "benchmarks/overview.py --help",
 ])
 def test_programs_on_a_full_disk(arguments):
     process = started(arguments.split(), {1}, "full", cwd=ROOT)
