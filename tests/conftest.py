@@ -44,7 +44,7 @@ if sys.dont_write_bytecode:  # PYTHONDONTWRITEBYTECODE, as in many containers
 def pytest_sessionstart(session: pytest.Session) -> None:
     plugins = session.config.pluginmanager
     if "PYTEST_XDIST_WORKER" not in os.environ and session.config.option.verbose < 0:  # -v brings pytest's own lines
-        plugins.register(side_by_side.Progress(plugins.get_plugin("terminalreporter")))
+        plugins.register(side_by_side.Progress(plugins.get_plugin("terminalreporter"), SEED))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -52,7 +52,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return side_by_side.make_scheduler(config, log)
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest then brings together what shares a fixture's parameter
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    side_by_side.shorten(items)
+    side_by_side.shuffle(items, SEED)
     if "PYTEST_XDIST_WORKER" in os.environ:
         side_by_side.sort_files(items)
     marked = [item for item in items if item.get_closest_marker("gpu")]
@@ -61,13 +64,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU; this machine has none"))
 
 
-# Of the random numbers of all tests; RESNET_TEST_SEED repeats it. In the environment, so that processes that run tests
-# side by side have one.
+# Decides the random numbers of all tests and their order; RESNET_TEST_SEED repeats it. In the environment, so that
+# processes that run tests side by side share it.
 SEED = int(os.environ.setdefault("RESNET_TEST_SEED", str(np.random.SeedSequence().entropy % 2**32)))  # type: ignore
 
 
 def pytest_report_header() -> str:
     return f"RESNET_TEST_SEED={SEED}"
+
+
+def pytest_terminal_summary(terminalreporter: Any, exitstatus: int) -> None:
+    if exitstatus == pytest.ExitCode.TESTS_FAILED:
+        terminalreporter.write_line(f"RESNET_TEST_SEED={SEED} repeats the order and the random numbers of this run")
 
 
 @pytest.hookimpl(wrapper=True)

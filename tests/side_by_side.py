@@ -1,10 +1,13 @@
-"""Test files side by side (`pytest -n 2`): which goes first, and which must not meet. And for each that is done a line,
-also where nothing runs beside it."""
+"""The order of the tests: shuffled, so that none leans on what ran before it. Test files side by side (`pytest -n 2`):
+which goes first, and which must not meet. And a line for each file that is done, also where nothing runs beside it."""
 
 from __future__ import annotations
 
+import random
 import time
 from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable
+from fnmatch import fnmatchcase
 from typing import Any
 
 import pytest
@@ -24,6 +27,32 @@ def file_of(test_id: str) -> str:
 
 def stem_of(test_id: str) -> str:
     return file_of(test_id).rpartition("/")[2].removesuffix(".py")
+
+
+def shorten(items: list[pytest.Item]) -> None:
+    """Takes the mark `long` from the parameters that it excepts: `long(but=PATTERNS)`, of pytest's names for them."""
+    for item in items:
+        mark, case = item.get_closest_marker("long"), getattr(item, "callspec", None)
+        if mark and case and any(fnmatchcase(case.id, pattern) for pattern in mark.kwargs.get("but", ())):
+            item.own_markers = [own for own in item.own_markers if own is not mark]
+
+
+def shuffle(items: list[pytest.Item], seed: int) -> None:
+    """In place: the files, the classes and functions of a file, and the tests of a class, each kept together, since
+    fixtures may be made once for a file or a class."""
+    chance = random.Random(seed)
+    items[:] = [item for file in _shuffled_groups(items, lambda item: file_of(item.nodeid), chance)
+                for group in _shuffled_groups(file, lambda item: getattr(item, "cls", None) or item.nodeid, chance)
+                for item in chance.sample(group, len(group))]
+
+
+def _shuffled_groups(
+    items: list[pytest.Item], key: Callable[[pytest.Item], Hashable], chance: random.Random
+) -> list[list[pytest.Item]]:
+    groups: defaultdict[Hashable, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        groups[key(item)].append(item)
+    return chance.sample(list(groups.values()), len(groups))
 
 
 def sort_files(items: list[pytest.Item]) -> None:
@@ -57,8 +86,9 @@ def _reason(report: pytest.TestReport) -> str:
 class Progress:
     """In place of a dot for each test: a line for each file that is done, and at once for each test that fails."""
 
-    def __init__(self, terminal: Any) -> None:
+    def __init__(self, terminal: Any, seed: int) -> None:
         self._terminal = terminal
+        self._seed = seed
         self._left: Counter[str] = Counter()  # tests by file
         self._total = 0
         self._ended: defaultdict[str, Counter[str]] = defaultdict(Counter)  # of a file: how its tests ended
@@ -76,7 +106,7 @@ class Progress:
         self._total = len(ids)
         counted = [f"{count:,} {what}{'s' * (count > 1)}"
                    for count, what in ((self._total, "test"), (len(self._left), "file"))]
-        self._say(" in ".join(counted))
+        self._say(f"{' in '.join(counted)}, in an order of chance (RESNET_TEST_SEED={self._seed})")
 
     @pytest.hookimpl(wrapper=True)
     def pytest_report_teststatus(self, report: pytest.TestReport) -> Any:

@@ -67,6 +67,7 @@ def test_launches_are_counted_for_a_batch(benchmark_module: Callable[[str], Any]
     assert "2.0 launches,  0.300 ms a batch; of ours 1,  0.050 ms" in augment_gpu.shown({"name": "plain", **found})
 
 
+@pytest.mark.long
 def test_no_batch_is_under_way_where_a_trace_begins(benchmark_module: Callable[[str], Any], tmp_path: Path,
                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     """It would be counted by half; nor where it ends."""

@@ -48,6 +48,7 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "horovod-0.28.1"
 
 
+@pytest.mark.long
 @needs_compiler
 def test_the_source_is_mended_for_compilers_of_today(build, source):
     build.mend(source)

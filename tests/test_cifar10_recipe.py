@@ -120,6 +120,7 @@ def test_a_shorter_run_has_a_shorter_warm_up(benchmark):
     assert config.batch_size == PRESET.batch_size
 
 
+@pytest.mark.long
 def test_it_goes_on_where_it_stopped(program, benchmark, capsys):
     assert program("--parts", "comparison", "--seeds", "1") == [("ours", 1), ("pytorch", 1)]
     assert program("--parts", "comparison") == [(name, seed) for seed in (2, 3) for name in ("ours", "pytorch")]
@@ -141,6 +142,7 @@ def test_some_of_what_can_be_left_out(program):
         program("--parts", "ingredients", "--without", "cutmix")
 
 
+@pytest.mark.long
 def test_what_is_published(program, tmp_path):
     program()
     for name, value, theirs in (("cifar10_recipe_1gpu", 90.0, 80.0), ("cifar10_recipe_seconds_1gpu", 22.0, 22.0)):

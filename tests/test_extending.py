@@ -188,6 +188,7 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("heading", CHECKS)
 def test_walk(heading: str, extended: Path, tmp_path: Path) -> None:
     files = {piece.file for under, piece in pieces(PAGE.read_text()) if under == heading}

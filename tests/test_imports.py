@@ -178,6 +178,7 @@ def test_what_mxnet_would_abort_of(name: str, value: str, advice: str) -> None:
     assert (done.stderr, done.returncode) == (f"error: {name} is {value!r}: {advice}\n", 2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("given", [None, "3"])
 def test_threads_of_mxnet_are_not_those_of_programs_started_from_it(given: str | None) -> None:
     """Four processes of 16 cores each had 64 threads each where a program that trains in them had imported MXNet."""

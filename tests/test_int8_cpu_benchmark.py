@@ -11,6 +11,7 @@ import pytest
 from train.models import resnet
 
 
+@pytest.mark.long
 def test_both_files_compute_and_take_turns(
     benchmark_module: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

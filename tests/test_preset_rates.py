@@ -62,6 +62,7 @@ def test_the_presets_are_those_of_imagenet(benchmark):
     assert not {"cifar10_resnet18", "cpu_sample", "finetune"} & set(benchmark.of_imagenet())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("preset", ["resnet50_90ep", "resnet50_torchvision_v2"])
 def test_a_measurement(benchmark, monkeypatch, preset):
     """The command as it is written down runs, on a CPU with a tiny batch."""

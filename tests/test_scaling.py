@@ -126,6 +126,7 @@ def test_redraw_beside_its_own_rows(scaling: Any, tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+@pytest.mark.long(but=["trial.jsonl"])
 @pytest.mark.parametrize("name", ["trial.jsonl", "scaling_b100_2gpu.jsonl"])
 def test_redraw_keeps_what_another_run_has_left(scaling: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                 capsys: pytest.CaptureFixture[str], name: str) -> None:

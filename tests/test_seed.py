@@ -22,11 +22,12 @@ def test_without_random_numbers():
 """
 
 
-def run_tests(folder: Path, **environment: str) -> str:
+def run_tests(folder: Path, *options: str, **environment: str) -> str:
     here = Path(__file__).parent
     path = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
     (folder / "test_it.py").write_text(TEST)
-    command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", "--rootdir", folder, folder]
+    command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", "--rootdir", folder, folder,
+               *options]
     given = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "RESNET_TEST_SEED"))}
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder,
                           env={**given, "PYTHONPATH": path, **environment})
@@ -36,9 +37,24 @@ def run_tests(folder: Path, **environment: str) -> str:
 
 def test_a_failed_test_says_the_seed_that_repeats_it(tmp_path: Path) -> None:
     out = run_tests(tmp_path)
-    header, *seeds = re.findall(r"RESNET_TEST_SEED=(\d+)", out)
+    header, *seeds, last = re.findall(r"RESNET_TEST_SEED=(\d+)", out)
     assert seeds == [header] * 2, "of those with random numbers"
+    assert last == header, "at the end"
     numbers = re.findall(r"assert (\d+) == 0", out)
     again = run_tests(tmp_path, RESNET_TEST_SEED=header)
     assert re.findall(r"assert (\d+) == 0", again) == numbers and numbers[0] != numbers[1]
     assert re.findall(r"assert (\d+) == 0", run_tests(tmp_path)) != numbers
+
+
+@pytest.mark.parametrize("options", [("-q",), ("-q", "-n", "1"), ("-v",)])
+def test_the_seed_is_said_before_the_first_test(tmp_path: Path, options: tuple[str, ...]) -> None:
+    out = run_tests(tmp_path, *options, RESNET_TEST_SEED="7")
+    assert "RESNET_TEST_SEED=7" in out[:out.index("test_it.py")]
+
+
+def test_the_seed_repeats_the_order(tmp_path: Path) -> None:
+    def order(seed: int) -> list[str]:
+        return re.findall(r"test_it.py::(\w+) FAILED", run_tests(tmp_path, "-v", RESNET_TEST_SEED=str(seed)))
+
+    orders = [order(seed) for seed in range(4)]
+    assert orders[0] == order(0) and len(set(map(tuple, orders))) > 1

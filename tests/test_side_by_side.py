@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import side_by_side
 
+SEED = 5
+
 
 class File:
     """In place of a terminal: a line is in it when it has been flushed."""
@@ -48,7 +50,7 @@ def ask(progress: side_by_side.Progress, report: Any, outcome: str) -> tuple[str
 
 def test_a_line_for_each_file_and_each_failure():
     file = File()
-    progress, lines = side_by_side.Progress(file), file.lines
+    progress, lines = side_by_side.Progress(file, SEED), file.lines
     tests = ["a/test_x.py::one", "a/test_x.py::two[b::c]", "test_y.py::three", "test_y.py::four"]
     for _ in range(2):  # each of the processes has collected the same
         progress.pytest_xdist_node_collection_finished(tests)
@@ -56,7 +58,7 @@ def test_a_line_for_each_file_and_each_failure():
     assert finish(progress, "test_y.py::three", "skipped") == ("skipped", "", "")
     assert finish(progress, "a/test_x.py::two[b::c]", "failed") == ("failed", "", "")
     assert finish(progress, "test_y.py::four", "error", "GraphError: no GPU\n  here") == ("error", "", "")
-    assert lines == ["4 tests in 2 files", "FAILED a/test_x.py::two[b::c]",
+    assert lines == ["4 tests in 2 files, in an order of chance (RESNET_TEST_SEED=5)", "FAILED a/test_x.py::two[b::c]",
                      " 75% 0:00  a/test_x.py: 1 passed, 1 failed in 1.0 s", "ERROR test_y.py::four: GraphError: no GPU",
                      "100% 0:00  test_y.py: 1 skipped, 1 error in 1.0 s"]
     in_summary = SimpleNamespace(nodeid="test_y.py::three")
@@ -65,11 +67,12 @@ def test_a_line_for_each_file_and_each_failure():
 
 def test_without_others_beside_it():
     file = File()
-    progress, lines = side_by_side.Progress(file), file.lines
+    progress, lines = side_by_side.Progress(file, SEED), file.lines
     for ids in ([], ["test_x.py::one"]):  # who hands tests out to others has none
         progress.pytest_collection_finish(SimpleNamespace(items=[SimpleNamespace(nodeid=test_id) for test_id in ids]))
     finish(progress, "test_x.py::one", "failed")
-    assert lines == ["1 test in 1 file", "FAILED test_x.py::one", "100% 0:00  test_x.py: 1 failed in 0.5 s"]
+    assert lines == ["1 test in 1 file, in an order of chance (RESNET_TEST_SEED=5)", "FAILED test_x.py::one",
+                     "100% 0:00  test_x.py: 1 failed in 0.5 s"]
 
 
 def test_order_of_the_files():
@@ -78,6 +81,23 @@ def test_order_of_the_files():
     items: Any = [SimpleNamespace(nodeid=name) for name in names]
     side_by_side.sort_files(items)
     assert [item.nodeid for item in items] == [names[3], names[1], names[4], names[0], names[2]]
+
+
+def test_shuffled_by_the_seed_but_files_and_classes_stay_together():
+    class First: ...
+
+    names = [f"test_{file}.py::{what}" for file in "abc" for what in ("one", "two", "three", "First::x", "First::y")]
+    orders = []
+    for seed in (1, 1, 2, 3):
+        items: Any = [SimpleNamespace(nodeid=name, cls=First if "First" in name else None) for name in names]
+        side_by_side.shuffle(items, seed)
+        orders.append([item.nodeid for item in items])
+    assert orders[0] == orders[1] and all(sorted(order) == sorted(names) for order in orders)
+    assert len({tuple(order) for order in orders}) == 3
+    for order in orders:
+        for together in ("test_a.py", "test_b.py", "test_c.py", "test_a.py::First"):
+            places = [place for place, name in enumerate(order) if name.startswith(together)]
+            assert places == list(range(places[0], places[0] + len(places))), together
 
 
 def test_the_files_that_are_named_are_there():

@@ -99,6 +99,7 @@ IN_A_LAUNCHER = [
 ]
 
 
+@pytest.mark.long(but=["train-train.config-2"])
 @pytest.mark.parametrize("program, module, number", [
     ("train", "train.config", signal.SIGINT),
     ("train", "common.mxnet_compat", signal.SIGINT),

@@ -68,6 +68,7 @@ def test_no_run_begins_after_the_end_or_a_fault(trainings, tmp_path, monkeypatch
     assert len(kept.lines) < 20
 
 
+@pytest.mark.long
 def test_a_failed_run_is_told_with_its_last_words(trainings, tmp_path):
     from common.errors import UserError
 

@@ -1,7 +1,7 @@
 """What the tests of faults share: a training run that can be harmed, what must hold after that, and the table of tries.
 
 A test tries a fault once, at a moment or place that its random generator chooses; it runs `tries()` times. The first
-few tries are for every run of the tests, the others are marked `slow`: `make test-faults` runs all, and
+few tries are marked `long`, for `make test-long`, the others `slow`: `make test-faults` runs all, and
 RESNET_FAULT_TRIES says how many there are.
 """
 
@@ -26,7 +26,7 @@ import pytest
 from train import checkpoint
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-LIGHT = Path(__file__).with_name("light")  # on PYTHONPATH it makes a run shorter
+LIGHT = REPOSITORY / "tests" / "light"  # on PYTHONPATH it makes a run shorter
 TRIES = int(os.environ.get("RESNET_FAULT_TRIES", "5"))
 EPOCHS, STEPS_PER_EPOCH = 2, 6  # 27 images in batches of 4
 PATIENCE = 300  # seconds that a run may take to end, on a machine that others work on too; no promise
@@ -37,8 +37,8 @@ OPTIONS = ("--model", "resnet18", "--image-size", "32", "--batch-size", "4", "--
 
 
 def tries(few: int = 0) -> pytest.MarkDecorator:
-    """Run a test so often; all tries but the first `few` are slow."""
-    marks = [[] if number < few else [pytest.mark.slow] for number in range(max(few, TRIES))]
+    """Run a test so often; the first `few` tries are long, all others slow."""
+    marks = [pytest.mark.long if number < few else pytest.mark.slow for number in range(max(few, TRIES))]
     return pytest.mark.parametrize("number", [pytest.param(number, marks=mark) for number, mark in enumerate(marks)])
 
 

@@ -198,8 +198,9 @@ def random_network(rng):
 
 def random_variables(graph, shapes, rng, classes=7, dtype=np.float64):
     """A value for every variable of a training graph. Scaled so that no ReLU is all on or off."""
-    values = {}
-    for name, shape in ((name, graph.infer_shapes(shapes)[Ref(name)]) for name in graph.variables):
+    values, inferred = {}, graph.infer_shapes(shapes)
+    for name in graph.variables:
+        shape = inferred[Ref(name)]
         values[name] = rng.standard_normal(shape)
         if name == "softmax_label" or (name == "data" and "Embedding" in graph.operators()):
             values[name] = rng.integers(0, classes, shape).astype(float)

@@ -113,6 +113,7 @@ NETWORKS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.long(but=["basic*"])
 @pytest.mark.parametrize("mode", ["image", "block"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_gradients_against_finite_differences(name: str, mode: str, rng: np.random.Generator) -> None:
@@ -148,6 +149,7 @@ def trained(executor: Executor, values: dict[str, np.ndarray], *draws: Draws) ->
     return {name: executor.to_canonical(name, grad) for name, grad in executor.grads.items()}
 
 
+@pytest.mark.long(but=["mxnet"])
 @pytest.mark.parametrize("name", ["reference", "mxnet"])
 def test_a_seed_decides_what_is_dropped(name: str, rng: np.random.Generator) -> None:
     """Equal seeds give equal bits, others other gradients, also in the passes of one step; inference drops nothing."""

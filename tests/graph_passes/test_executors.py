@@ -178,6 +178,7 @@ def mixed_by_hand(data, draws):
     return np.where(inside, partners, images), 1 - inside.mean()
 
 
+@pytest.mark.long(but=["*mixup=0.5, cutmix=None*"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("draws", [Draws(mixup=0.5), Draws(mixup=0.7), Draws(cutmix=Box(0, 3, 9, 17)),
                                    Draws(cutmix=Box(1, 0, 18, 16)), Draws(cutmix=Box(5, 5, 5, 9)),
@@ -278,6 +279,7 @@ def test_a_network_without_a_loss_infers_only(problem):
 # --- other image sizes ---
 
 
+@pytest.mark.long(but=["mxnet"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_images_of_another_size(kind, problem, rng):
     """Training goes from size to size, with inference at yet another one in between, as with an executor that was made
@@ -384,6 +386,7 @@ def one_dnn_run(seed: int) -> dict:
     return {name: array.astype(float).tolist() for name, array in (results | executor.get_params()[1]).items()}
 
 
+@pytest.mark.long
 def test_training_with_onednn_equals_training_without():
     """It differs from MXNet's native kernels by rounding only, also after inference, which leaves the weights in
     oneDNN's own layout. Nothing waits between training and inference: they must not disturb each other (one bound

@@ -26,6 +26,7 @@ def network(name):
     return Graph.from_json(build().tojson()), {"data": data, "softmax_label": data[:1]}
 
 
+@pytest.mark.long(but=["basic*"])
 @pytest.mark.parametrize("name, prefix", CASES)
 def test_a_step_with_frozen_layers_against_the_network_as_it_is_given(name, prefix, rng):
     """In float64, fused and not: the same gradients and statistics for what is trained, none for the rest, of which
@@ -54,6 +55,7 @@ def test_a_step_with_frozen_layers_against_the_network_as_it_is_given(name, pref
         assert not [node.name for node in readers if "BatchNorm" in node.op], "all are folded into convolutions"
 
 
+@pytest.mark.long(but=["sgd*"])
 @pytest.mark.parametrize("executor", ["mxnet", "reference"])
 @pytest.mark.parametrize("optimizer", names())
 def test_steps_leave_frozen_layers_as_they_are(executor, optimizer, rng):
@@ -112,6 +114,7 @@ def test_executors_agree_on_frozen_layers(rng):
     assert not differ
 
 
+@pytest.mark.long(but=["resnet18"])
 @pytest.mark.parametrize("name", ["resnet18", "resnet50", "resnet50d", "resnext50_32x4d", "resnet50_v2"])
 def test_stages_of_a_network(name):
     """Each later name freezes more; the classifier is always trained."""

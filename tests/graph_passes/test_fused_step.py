@@ -130,6 +130,7 @@ def check_step(graph, shapes, values, choose, grouped=False, dtype="bfloat16"):
     return step.operators().keys()
 
 
+@pytest.mark.long(but=["*-fused", "basic blocks-last", "biases-last", "words-last", "bottlenecks-last"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_step_against_the_network_as_it_is_given(name, way, rng):
@@ -139,6 +140,7 @@ def test_a_step_against_the_network_as_it_is_given(name, way, rng):
     check_step(graph, shapes, values, WAYS[way], grouped=bool(rng.integers(2)), dtype=dtype)
 
 
+@pytest.mark.long(but=["basic blocks*", "wide*", "words", "biases", "flattened*"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_inference_against_the_network_as_it_is_given(name, rng):
     graph, shapes = network(name)
@@ -243,6 +245,7 @@ def test_a_pair_is_two_convolutions_after_one_another(rng):
     assert np.array_equal(z, evaluate(second, [wanted, arrays["w2"], arrays["b2"]])[0])
 
 
+@pytest.mark.long(but=["False-own"])
 @pytest.mark.parametrize("sums", ["own", "cudnn", "separate"])
 @pytest.mark.parametrize("grouped", [False, True])
 def test_the_end_of_a_block_with_the_convolution_that_follows(sums, grouped, rng):
@@ -267,6 +270,7 @@ def test_the_end_of_a_block_with_the_convolution_that_follows(sums, grouped, rng
         check_close(results[0][name], wanted, SAME, name, np.abs(results[1]["fc_weight_grad"]).max() / 1e3)
 
 
+@pytest.mark.long(but=["False"])
 @pytest.mark.parametrize("grouped", [False, True])
 def test_a_batch_norm_with_the_3x3_convolution_that_follows(grouped, rng):
     """Where that is our own kernel, which has its sums, with the same results as without; else both are left alone."""
@@ -292,6 +296,7 @@ def test_a_batch_norm_with_the_3x3_convolution_that_follows(grouped, rng):
     assert "BatchNormReluConv3x3" not in alone.operators()
 
 
+@pytest.mark.long(but=["False-fprop_stats"])
 @pytest.mark.parametrize("sums", ["conv1x1_forward", "fprop_stats", "separate"])
 @pytest.mark.parametrize("grouped", [False, True])
 def test_a_batch_norm_with_the_1x1_convolution_that_follows(sums, grouped, rng):
@@ -361,6 +366,7 @@ def test_one_of_a_pair_of_batch_norms_goes_its_own_way(build, alone, rng):
         assert sum(op in ("BatchNormBackwardApply", "NormConvDgrad") for op in others) == 1 and len(others) == 2
 
 
+@pytest.mark.long
 def test_random_networks(rng):
     """Whatever follows what, fused or not: the same gradients as of the network as it is given."""
     shapes = {"data": (3, 18, 22, 4), "softmax_label": (3,)}
@@ -370,6 +376,7 @@ def test_random_networks(rng):
         check_step(graph, shapes, values, WAYS["fused" if number % 3 else "separate"], grouped=bool(number % 2))
 
 
+@pytest.mark.long
 def test_every_operator_is_in_one_of_these_graphs():
     """All that is in the table, but what no pass writes, what only some executors know, and INT8 (test_quantise.py)."""
     seen = set()
@@ -390,6 +397,7 @@ def test_every_operator_is_in_one_of_these_graphs():
                                      "QuantisedConvolutionSumPair", *QUANTISED}
 
 
+@pytest.mark.long(but=["basic*", "biases", "weighted classes"])
 @pytest.mark.parametrize("name", ["basic blocks", "bottlenecks", "biases", "BatchNorm first", "basic blocks that drop",
                                   "bottlenecks that drop batches", "BatchNorm first that drops", *LOSSES])
 def test_the_executor_against_mxnet(name, rng):

@@ -180,6 +180,7 @@ NETWORKS = {
 }
 
 
+@pytest.mark.long(but=["basic*", "bottleneck*"])
 @pytest.mark.usefixtures("narrow_networks")
 @pytest.mark.parametrize("network", NETWORKS)
 def test_outputs_and_gradients_after_each_pass(network, rng):
@@ -196,6 +197,7 @@ def test_outputs_and_gradients_after_each_pass(network, rng):
     assert len(passes.unfuse(graph)) == len(passes.layout(before, "NHWC"))
 
 
+@pytest.mark.long(but=["mobilenet*"])
 @pytest.mark.parametrize("name", ["vgg11_bn", "mobilenet_v2_0_25", "squeezenet1_0", "densenet121"])
 def test_operators_that_no_pass_knows_go_through_unharmed(name, rng):
     """Concat, clip, Dropout, a Flatten of more than a pixel: their inputs are given back the layout that they had."""

@@ -150,6 +150,7 @@ def test_zoo_against_mxnet_autograd(name, rng):
 
 # Basic blocks and bottlenecks (an eighth as wide; groups need a quarter), grouped convolutions, shortcuts with average
 # pooling, BatchNorm before the convolutions
+@pytest.mark.long(but=["resnet18*", "resnet50_v2*"])
 @pytest.mark.parametrize("name, width", [
     ("resnet18", 8), ("resnet50", 8), ("resnext50_32x4d", 16), ("resnet50d", 8), ("resnet50_v2", 8)
 ])

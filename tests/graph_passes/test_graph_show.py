@@ -114,6 +114,7 @@ def test_an_operator_without_a_shape_rule_is_drawn_without_shapes(capsys, tmp_pa
     assert (tmp_path / "after.svg").exists()
 
 
+@pytest.mark.long
 def test_show_what_a_gpu_chose(capsys, monkeypatch, tmp_path):
     """The step is built for the network after its passes, and all that it chose among is listed."""
     asked = []

@@ -99,6 +99,7 @@ def clipped(grads: Arrays, clip_norm: float) -> Arrays:
     return {name: g * (clip_norm / (norm + 1e-6)) for name, g in grads.items()} if norm > clip_norm else grads
 
 
+@pytest.mark.long(but=["numpy-*"])
 @pytest.mark.parametrize("clip_norm", [0, 10.25], ids=["", "clipped"])
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{type(rule).__name__} {rule.kernel_constants}")
 @pytest.mark.parametrize("backend", ["mxnet", "numpy"])

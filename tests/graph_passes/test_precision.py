@@ -46,6 +46,7 @@ def test_float32_is_the_identity():
     assert set(passes.tensor_dtypes(step).values()) == {"float32", "int32", "uint8"}
 
 
+@pytest.mark.long(but=["float16"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_dtype_of_every_kind_of_tensor(dtype):
     graph = fused(resnet(50))

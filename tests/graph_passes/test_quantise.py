@@ -69,6 +69,7 @@ def fp32(x: Fraction) -> Fraction:
     return round(x / Fraction(2) ** exponent) * Fraction(2) ** exponent  # Python rounds ties to even
 
 
+@pytest.mark.long(but=["*-True"])
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("dtype", ["int8", "float32"])
 def test_the_epilogue_rounds_in_the_order_that_is_written(relu: bool, dtype: str, rng: np.random.Generator) -> None:
@@ -193,6 +194,7 @@ def decibel(exact: np.ndarray, found: np.ndarray) -> float:
     return float(10 * np.log10((exact**2).sum() / ((found - exact) ** 2).sum()))
 
 
+@pytest.mark.long(but=["*resnet18", "kept0-resnet50_v2"])
 @pytest.mark.usefixtures("narrow_networks")
 @pytest.mark.parametrize("name", ["resnet18", "resnext50_32x4d", "resnet50d", "resnet50_v2"])
 @pytest.mark.parametrize("kept", [Kept(), Kept(first=True, classifier=False)])

@@ -110,6 +110,7 @@ def errors(seed):
     return json.loads(done.stdout)
 
 
+@pytest.mark.long(but=["*lstm"])
 @pytest.mark.parametrize("mode", GATES)
 @pytest.mark.parametrize("what", ["output", "states", "executors"])
 def test_against_mxnet(mode, what, errors):

@@ -61,7 +61,16 @@ WAYS = {"fused": passes.fused_way, "separate": passes.first_way, "last": last_wa
 Call = tuple[Node, list[np.ndarray], list[np.ndarray | None]]  # a node, what it read, what it wrote
 
 
-def calls(name: str, way: str, rng: np.random.Generator) -> Iterator[Call]:
+CASES = [(name, way) for name in NETWORKS for way in WAYS]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=[f"{name}-{way}" for name, way in CASES])
+def calls(request: pytest.FixtureRequest, seed: int) -> list[Call]:
+    """Those of a network's step, which two tests look at and nobody changes."""
+    return list(computed(*request.param, np.random.default_rng([seed, CASES.index(request.param)])))
+
+
+def computed(name: str, way: str, rng: np.random.Generator) -> Iterator[Call]:
     """Of every node of a training step in fp16: operators in fp32 whose results are rounded when they are stored. Sums
     are of fp64: NumPy adds up all pixels one after the other, where a GPU makes many short sums."""
     _, data = NETWORKS[name]
@@ -83,10 +92,9 @@ def calls(name: str, way: str, rng: np.random.Generator) -> Iterator[Call]:
         yield node, inputs, [None, *outputs[1:]] if node.get("no_output") else outputs
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", NETWORKS)
-def test_a_step_is_accepted(name: str, way: str, rng: np.random.Generator) -> None:
-    for node, inputs, outputs in calls(name, way, rng):
+@pytest.mark.long(but=["basic blocks-*", "groups-fused", "strided*-last"])
+def test_a_step_is_accepted(calls: list[Call], rng: np.random.Generator) -> None:
+    for node, inputs, outputs in calls:
         for sample in samples(node, inputs, outputs, rng):
             assert sample.excess <= 1, (node.op, node.name, sample.output)
             assert sample.decided > 0.9, (node.op, node.name, sample.output)
@@ -102,11 +110,10 @@ def with_a_wrong_channel(node: Node, array: np.ndarray) -> np.ndarray:
     return broken
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", NETWORKS)
-def test_a_wrong_channel_is_found(name: str, way: str, rng: np.random.Generator) -> None:
+@pytest.mark.long(but=["basic blocks-*", "groups-fused", "strided*-last"])
+def test_a_wrong_channel_is_found(calls: list[Call], rng: np.random.Generator) -> None:
     found = missed = 0
-    for node, inputs, outputs in calls(name, way, rng):
+    for node, inputs, outputs in calls:
         names = OPERATORS[node.op].output_names(node)
         for index, array in enumerate(outputs):
             if array is None or not array.any():
@@ -123,6 +130,7 @@ def test_a_wrong_channel_is_found(name: str, way: str, rng: np.random.Generator)
     assert missed <= 0.02 * found, "sums of as much above 0 as below it"
 
 
+@pytest.mark.long
 def test_operators_have_rules_and_rules_operators() -> None:
     """What is computed as a whole, at once, has no rounding in between: of fused operators that would be wrong."""
     seen = set()

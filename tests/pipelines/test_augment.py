@@ -65,6 +65,7 @@ def pictures(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
     return np.concatenate([smooth, rng.integers(0, 256, (COUNT - len(smooth), height, width, 3), np.uint8)])
 
 
+@pytest.mark.long(but=["plain*"])
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("height, width", [(64, 64), (37, 51), (3, 5)])
 @pytest.mark.parametrize("options", [
@@ -88,6 +89,7 @@ def test_kernels_do_what_dali_does(options, height, width, device, rng):
         np.testing.assert_array_equal(got, wanted)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("device", DEVICES)
 def test_all_at_once(device, rng):
     """The rounds follow each other as the operators do; where a level is inverted or not makes large differences."""
@@ -109,6 +111,7 @@ def test_equalize_is_pillow_s_to_the_bit(device, rng):
         np.testing.assert_array_equal(result, np.asarray(ops.equalize(ops.Image.fromarray(image))))
 
 
+@pytest.mark.long(but=["True-transform2"])
 @pytest.mark.parametrize("transform", [
     ImageTransform(), ImageTransform(random_erasing=1.0, train_interpolation="random"),
     ImageTransform(crop_padding=9, cutout=0.3), EVERYTHING])
@@ -143,6 +146,7 @@ def test_loader_whose_graph_ends_with_the_windows(transform, are_large, tmp_path
             np.testing.assert_array_equal(batch.data.asnumpy(), wanted_now)
 
 
+@pytest.mark.long(but=["sm_90*"])
 @pytest.mark.parametrize("arch, dtype, channels", [("sm_75", "float32", 3), ("sm_90", "float16", 4)])
 def test_they_compile_for_gpus(arch, dtype, channels, tmp_path, monkeypatch):
     pytest.importorskip("cuda.core")

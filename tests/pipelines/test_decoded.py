@@ -38,6 +38,7 @@ def thumbnails(tmp_path, rng):
     return tmp_path / "train.rec"
 
 
+@pytest.mark.long(but=["0-*-train", "3-folder-val"])
 @pytest.mark.parametrize("split", ["train", "val"])
 @pytest.mark.parametrize("kind", ["numbered", "thumbnails", "folder"])  # many sizes, one size, files
 @pytest.mark.parametrize("padding", [0, 3])

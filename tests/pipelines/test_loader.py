@@ -76,6 +76,7 @@ def test_epochs_are_reshuffled_by_the_seed(numbered):
     assert one != labels_of(other)
 
 
+@pytest.mark.long(but=["transform0"])
 @pytest.mark.parametrize("transform", [ImageTransform(), EVERYTHING])
 def test_two_processes_see_what_one_with_twice_the_batch_sees(numbered, transform):
     whole = epoch_of(open_loader(config(numbered, batch_size=8, transform=transform)))
@@ -113,6 +114,7 @@ def test_too_little_memory(numbered, monkeypatch, sentence, kind):
         loader.prepare()
 
 
+@pytest.mark.long(but=["train-1-transform0", "val-*"])
 @pytest.mark.parametrize("split, stop, transform", [
     *itertools.product(("train", "val"), (1, 5, "last", "after the end"), (ImageTransform(),)),
     *(("train", 5, replace(EVERYTHING, auto_augment=policy))
@@ -410,6 +412,7 @@ def test_interpolation_of_training_images(numbered):
     assert (bilinear != bicubic).any((1, 2, 3)).all()
 
 
+@pytest.mark.long
 def test_policy_and_erasing_against_plain_batches(numbered):
     """The plain batch's pixels after their operations, with their rectangle; the size follows the epoch."""
     transform = ImageTransform(auto_augment="randaugment", random_erasing=0.6, mirror=False)
@@ -453,6 +456,7 @@ def test_erased_rectangles(size):
         assert (start == 0).any(0).all() and (start + shape == size).any(0).all()
 
 
+@pytest.mark.long
 def test_images_of_one_pixel_s_height_and_grey_ones(tmp_path):
     rng = np.random.default_rng(1)
     for number, (width, height, mode) in enumerate([(40, 1, "RGB"), (1, 40, "RGB"), (1, 1, "L"), (33, 21, "L")]):

@@ -94,6 +94,7 @@ def away_from_the_edge(operation: Operation, magnitude: float, height: int, widt
     return (beyond.max(0) > 0.5 + 1e-3) | (beyond.max(0) < -0.5 - 1e-3) | (magnitude == 0)
 
 
+@pytest.mark.long(but=["32-32-smooth-*", "32-32-noise-kernels", "3-5-*-cpu"])
 @pytest.mark.parametrize("device", ["cpu", "kernels", pytest.param("gpu", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("kind", ["smooth", "noise", "narrow", "grey", "flat", "one channel"])
 @pytest.mark.parametrize("height, width", [(224, 224), (61, 47), (32, 32), (3, 5)])

@@ -322,6 +322,7 @@ def test_what_the_system_refuses_is_one_sentence(tmp_path, capsys):
     assert err.count("\n") == 1
 
 
+@pytest.mark.long
 def test_output_that_nobody_reads_to_its_end(tmp_path):
     files = write_folder(tmp_path / "train", 4, 2, seed=1)
     for i in range(600):  # more than a pipe holds
@@ -333,6 +334,7 @@ def test_output_that_nobody_reads_to_its_end(tmp_path):
     assert "Error" not in result.stderr and "error:" not in result.stderr
 
 
+@pytest.mark.long
 def test_as_a_program(tmp_path):
     command = [sys.executable, "-m", "pipelines", "verify", str(tmp_path / "none")]
     result = subprocess.run(command, capture_output=True, text=True, check=False)

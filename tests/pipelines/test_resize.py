@@ -88,6 +88,7 @@ def test_mirror_and_interpolation_are_each_image_s_own(device, rng):
         np.testing.assert_array_equal(got[i], wanted[:, ::-1] if is_mirrored else wanted)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("size", [(32, 32), (7, 301)])
 def test_a_square_that_is_cut_out(size, device, rng):

@@ -101,6 +101,7 @@ def test_pictures_have_realistic_sizes():
     assert ratios.min() < 0.9 and ratios.max() > 1.2
 
 
+@pytest.mark.long
 def test_colour_does_not_give_the_class_away():
     """The nearest class mean of mean and deviation of each colour is hardly better than chance (1 in 12 = 0.083)."""
     rng = np.random.default_rng(7)

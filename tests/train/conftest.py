@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from train.checkpoint import Checkpoint
 from train.config import Config
 from train.models import resnet
 from train.models.network import init_params
+from train.reporting import plots
 
 NUM_CLASSES = 3
 IMAGES_PER_CLASS = 9
@@ -63,23 +65,41 @@ def initial_weights(tmp_path: Path) -> Path:
     return file
 
 
-@pytest.fixture
-def run_train(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., tuple[int, str, str]]:
-    """Runs `python -m train ARGUMENTS` in this process: (exit code, stdout, stderr)."""
+@pytest.fixture(scope="session")
+def light_run() -> Callable[..., int]:
+    """Runs `python -m train ARGUMENTS` in this process, and gives the exit code; without the report, unless asked for:
+    its plots and predictions take longer than the run."""
     from train import __main__ as program
     from train.commands import session
 
-    monkeypatch.setattr(session, "LOADER_SECONDS", 0.05)  # no test here looks at the loader's speed
+    def run(*arguments: object, report: bool = False) -> int:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(session, "LOADER_SECONDS", 0.05)  # no test here looks at the loader's speed
+            if not report:
+                patch.setattr(session, "write_report", lambda folder, record: folder)
+                patch.setattr(session, "has_predictions", lambda trainer, recorder: False)
+            return program.main([str(argument) for argument in arguments])
+
+    return run
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plots are made and not drawn, which takes most of the time of a report: for tests of what else is in it."""
+    picture = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(picture, "PNG")
+    monkeypatch.setattr(plots, "_png", lambda figure, theme: picture.getvalue())
+
+
+@pytest.fixture
+def run_train(
+    capfd: pytest.CaptureFixture[str], light_run: Callable[..., int]
+) -> Callable[..., tuple[int, str, str]]:
+    """Runs `python -m train ARGUMENTS` in this process: (exit code, stdout, stderr)."""
 
     def run(*arguments: object, report: bool = False) -> tuple[int, str, str]:
         capfd.readouterr()
-        with monkeypatch.context() as patch:
-            if not report:  # its plots and predictions take longer than the run
-                patch.setattr(session, "write_report", lambda folder, record: folder)
-                patch.setattr(session, "has_predictions", lambda trainer, recorder: False)
-            code = program.main([str(argument) for argument in arguments])
+        code = light_run(*arguments, report=report)
         out, err = capfd.readouterr()
         return code, out, err
 

@@ -21,26 +21,26 @@ SCRIPT = REPOSITORY / "scripts" / "dgx1_8gpu.sh"
 BATCH, COMMIT_EVERY = 4, 2  # of a `Run`
 # Seconds after which a test gives up. Not what it tests: a machine ten times as busy as usual keeps within them.
 LIMIT = 300
-NARROW = Path(__file__).with_name("narrow")  # on PYTHONPATH it makes networks an eighth as wide
+LIGHT = REPOSITORY / "tests" / "light"  # on PYTHONPATH it makes a run shorter
 needs_horovod = pytest.mark.skipif(find_spec("horovod") is None, reason="Horovod is not installed (no g++ at set-up)")
 
 
-def python_path(narrow: bool = False) -> str:
-    """PYTHONPATH of a process whose networks may be narrow."""
-    return os.pathsep.join([*[str(NARROW)] * narrow, str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+def python_path(light: bool = False) -> str:
+    """PYTHONPATH of a process whose networks may be narrow, and which writes no report then."""
+    return os.pathsep.join([*[str(LIGHT)] * light, str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
 
 
 def run_processes(
-    script: str, *arguments: object, count: int = 2, narrow: bool = False, hang_seconds: int = 40, min_np: int = 0,
+    script: str, *arguments: object, count: int = 2, light: bool = False, hang_seconds: int = 40, min_np: int = 0,
     on_gpus: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run a Python script in several processes by the launcher of `python -m train.processes.launch`; elastic where
-    `min_np` is given, and each with a GPU of its own with `on_gpus`."""
+    `min_np` is given, each with a GPU of its own with `on_gpus`, and as tests/light makes them with `light`."""
     call = f"launch_elastic(slots, sys.argv[1:], {min_np}, 0," if min_np else "launch(slots, sys.argv[1:],"
     starter = (f"import sys; from train.processes.launch import *; slots, _ = plan({count}, on_cpu={not on_gpus}); "
                f"sys.exit({call} {hang_seconds}))")
     command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(narrow)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(light)}
     starting = [sys.executable, "-c", starter, *command]
     return subprocess.run(starting, capture_output=True, text=True, env=environment, timeout=LIMIT)
 
@@ -53,7 +53,7 @@ class Run:
         environment = {**os.environ, "PYTHON": sys.executable}
         if device == "cpu":
             options = (*options, "--model", "resnet18", "--image-size", "32", "--num-threads", "1")
-            environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(narrow=True)}
+            environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(light=True)}
         self.process = subprocess.Popen(
             ["bash", SCRIPT, "-n", str(processes), *options, "-b", str(BATCH), "--device", device, "--epochs", "90",
              "--config", "cpu_sample", "--data", "synthetic", "--no-tensorboard", "--warmup-epochs", "0",

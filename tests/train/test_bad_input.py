@@ -30,12 +30,10 @@ H200 = GpuInfo("NVIDIA H200", (9, 0))
 
 
 @pytest.fixture(scope="module")
-def trained(narrow_network, tiny_options, tmp_path_factory):
+def trained(narrow_network, tiny_options, tmp_path_factory, light_run):
     """A run of three steps, and its checkpoint."""
-    from train.__main__ import main
-
     folder = tmp_path_factory.mktemp("trained") / "run"
-    assert main(["--output", str(folder), *tiny_options, "--max-steps", "3"]) == 0
+    assert light_run("--output", folder, *tiny_options, "--max-steps", 3) == 0
     return folder
 
 
@@ -88,6 +86,7 @@ def test_one_class_is_refused(inside, fails, tiny_options, tiny_data, tmp_path):
     assert f"data has one class only, 'only', and there is nothing to tell it from: {way_out}" in sentence
 
 
+@pytest.mark.long
 def test_output_folder_with_another_run(fails, tiny_options, trained):
     before = (trained / "config.json").read_bytes()
     sentence = fails(*tiny_options, "--output", trained)
@@ -202,6 +201,7 @@ def changed(file, to, meta=None, **arrays):
     return to
 
 
+@pytest.mark.long(but=["change1-*", "change2-*", "change13-*"])
 @pytest.mark.parametrize("change, sentence", [
     ({"params/classifier_bias": np.full(3, np.nan, np.float32)}, "its classifier_bias holds what is no finite number"),
     ({"params/classifier_bias": np.zeros(4, np.float32)}, "classifier_weight is float32 (3, 64) there"),
@@ -293,6 +293,7 @@ def test_validation_and_prediction_without_weights(fails, tmp_path):
     assert "prediction needs trained weights" in fails("predict", "a.jpg")
 
 
+@pytest.mark.long
 def test_full_disk_while_saving(fails, tiny_options, tmp_path, monkeypatch):
     """The second checkpoint finds no room; the first stays, and the run goes on from it when there is room again."""
     save, count = os.fsync, 0
@@ -417,6 +418,7 @@ def test_batch_too_large_for_the_machine(command, fails, monkeypatch, tmp_path):
     assert not folder.exists()
 
 
+@pytest.mark.long
 def test_validation_too_large_for_the_machine(fails, run_train, tiny_options, monkeypatch, tmp_path):
     """Before the first step; and in `validate`. MXNet has no tensors of 2^31 elements, whatever the memory."""
     monkeypatch.setattr(resnet, "FIRST_WIDTH", 64)

@@ -210,6 +210,7 @@ def dies_at(call, work):
         os._exit(0)
 
 
+@pytest.mark.long
 def test_a_kill_at_any_rename_leaves_the_best_weights_in_best(state, tmp_path):
     """A run with a best of 40 % saves one of 90 %, and dies on the way; what it goes on from knows of 90 % only where
     best.npz has them, and the next checkpoint leaves nothing of that behind."""

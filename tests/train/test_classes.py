@@ -70,6 +70,7 @@ def reordered(tiny_data, tmp_path_factory):
     return folder
 
 
+@pytest.mark.long
 def test_a_run_goes_on_and_is_validated_with_classes_in_another_order(
     narrow_network, tiny_options, reordered, run_train, tmp_path
 ):
@@ -95,6 +96,7 @@ def test_a_run_goes_on_and_is_validated_with_classes_in_another_order(
     assert figures[0] == figures[1]
 
 
+@pytest.mark.long
 def test_more_classes_than_the_data_has(narrow_network, tiny_options, run_train, tmp_path):
     """--num-classes is what the network has, and config.json says so; those without images are called by numbers."""
     code, out, err = run_train("--output", tmp_path / "run", *tiny_options, "--num-classes", "5", "--max-steps", "7")

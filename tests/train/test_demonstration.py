@@ -83,6 +83,7 @@ def test_what_leaves_the_length_open(options: dict[str, Any], expected: bool) ->
     assert demonstration.is_one(configure(options, preset), options) == expected
 
 
+@pytest.mark.long
 def test_the_choice_is_recorded_and_changes_nothing_else(
     run_train: Callable[..., tuple[int, str, str]], narrow_network: None, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

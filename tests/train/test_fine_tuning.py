@@ -21,6 +21,7 @@ def last_of(folder):
     return checkpoint.load(checkpoint.find(str(folder)))
 
 
+@pytest.mark.long(but=["mxnet"])
 @pytest.mark.parametrize("executor", ["mxnet", "reference"])
 def test_frozen_layers_keep_their_initial_values(run_train, tiny_options, initial_weights, tmp_path, executor):
     steps = () if executor == "mxnet" else ("--max-steps", "1", "--batch-size", "2")
@@ -41,6 +42,7 @@ def test_frozen_layers_keep_their_initial_values(run_train, tiny_options, initia
     assert checkpoint.load_trained(str(tmp_path / "run")).params.keys() == before["params"].keys()
 
 
+@pytest.mark.long
 def test_a_stopped_run_goes_on_to_the_same_bits(run_train, tiny_options, initial_weights, tmp_path):
     for name, limits in (("whole", ["0"]), ("parts", ["5", "0"])):
         for limit in limits:
@@ -61,6 +63,7 @@ def test_branches_that_are_all_frozen_cannot_be_dropped(run_train, tiny_options,
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 def test_other_layers_cannot_be_frozen_by_going_on(run_train, tiny_options, tmp_path):
     folder = tmp_path / "run"
     assert run_train("--output", folder, *tiny_options, "--max-steps", "1")[0] == 0
@@ -120,6 +123,7 @@ def test_patience(run_train, tiny_options, tmp_path, monkeypatch):
     assert [line["reason"] for line in lines if line["event"] == "stop"]
 
 
+@pytest.mark.long
 def test_patience_counts_through_a_resume(run_train, tiny_options, tmp_path, monkeypatch):
     make_accuracies(monkeypatch, [0.5] * 6)
     folder, options = tmp_path / "run", (*tiny_options, "--epochs", "6", "--patience", "3")
@@ -131,6 +135,7 @@ def test_patience_counts_through_a_resume(run_train, tiny_options, tmp_path, mon
         assert last_of(folder).progress.epoch == 4
 
 
+@pytest.mark.long
 def test_a_run_that_has_reached_its_target_is_done(run_train, tiny_options, tmp_path, monkeypatch):
     make_accuracies(monkeypatch, [0.5, 0.75, 0.25])
     folder = tmp_path / "run"
@@ -143,6 +148,7 @@ def test_a_run_that_has_reached_its_target_is_done(run_train, tiny_options, tmp_
     assert last_of(folder).progress.epoch == 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_elsewhere", [False, True])
 def test_going_on_without_the_best_weights(is_elsewhere, run_train, tiny_options, tmp_path, monkeypatch):
     """In another folder, or where best.npz was removed since: the next validation's weights are the best there are."""

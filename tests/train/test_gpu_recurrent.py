@@ -71,6 +71,7 @@ for mode in ("lstm", "gru", "rnn_relu"):
 """
 
 
+@pytest.mark.long
 def test_layers_on_the_cpu():
     """In a process of its own: MXNet's RNN needs oneDNN, which tests turn off (conftest.py)."""
     environment = {name: value for name, value in os.environ.items() if name != "MXNET_MKLDNN_ENABLED"}

@@ -132,6 +132,7 @@ def test_skipped_validation_images_are_named_once(run_train, tiny_data, tiny_opt
     assert out.count(f"skipped {broken}") == 1
 
 
+@pytest.mark.long
 def test_skipped_images_are_counted_in_each_epoch(run_train, tiny_data, tiny_options, tmp_path):
     """Of an epoch in which a run was stopped, those before that too."""
     data, folder = tmp_path / "data", tmp_path / "run"
@@ -148,6 +149,7 @@ def test_skipped_images_are_counted_in_each_epoch(run_train, tiny_data, tiny_opt
     assert " | 2 images skipped | " in begun and " | 3 images skipped | " in ended
 
 
+@pytest.mark.long
 def test_learns_and_validates_every_image_once(run_train, tiny_options, tmp_path):
     folder = tmp_path / "run"
     code, out, err = run_train("--output", folder, *tiny_options, "--epochs", "3", "--batch-size", "5", report=True)
@@ -177,6 +179,7 @@ def test_limits(options, steps, sentence, run_train, tiny_options, tmp_path):
     assert len(read_lines(folder, "stop")) == 1
 
 
+@pytest.mark.long
 def test_skipped_images_are_named_once(run_train, tiny_data, tiny_options, tmp_path):
     shutil.copytree(tiny_data, tmp_path / "data")
     broken = tmp_path / "data" / "class1" / "3.jpg"
@@ -212,6 +215,8 @@ def test_damaged_images_are_counted_and_named(run_train, tiny_data, tiny_options
         assert f"a damaged image is used as it decodes ({number} so far): {file}: the decoder says: Corrupt" in out
 
 
+@pytest.mark.long
+@pytest.mark.usefixtures("undrawn")
 def test_accuracy_on_the_training_images_is_called_so(run_train, tiny_data, tiny_options, tmp_path):
     """Of a folder without `val`; nowhere is it validation, but with `val` it is."""
     for folder in ("train", "val"):
@@ -286,6 +291,7 @@ def test_benchmark_on_synthetic_data(run_train, tmp_path):
     assert code == 0 and "before the 5 steps that tell how exact that is" in out, err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", ["train", "benchmark"])
 def test_the_collector_passes_over_what_a_run_is_made_of(command, run_train, tmp_path, monkeypatch):
     """All that was there before the first step, and that only until the run ends."""
@@ -336,6 +342,7 @@ def test_steps_are_written_down_before_they_are_committed(run_train, tiny_option
     assert committed == [(0, 0), (5, 5), (10, 10)]
 
 
+@pytest.mark.long
 def test_metrics_are_received_a_step_late_and_none_is_lost(run_train, tiny_options, tmp_path, monkeypatch):
     """Asked for after a step, received after the next one was handed to the device; at once after a session's first
     step, at an epoch's end, at a checkpoint and at a limit. Every image of every step is in exactly one line, in a
@@ -379,6 +386,7 @@ def test_metrics_are_received_a_step_late_and_none_is_lost(run_train, tiny_optio
     assert [line["step"] for line in read_lines(folder, "steps")] == [1, 4, 6, 9, 10, 12]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("accumulate", ["1", "2"])
 def test_the_norm_of_clipped_gradients_is_that_of_a_line_s_last_step(accumulate, run_train, tiny_options, tmp_path,
                                                                     monkeypatch):
@@ -403,6 +411,7 @@ def test_the_norm_of_clipped_gradients_is_that_of_a_line_s_last_step(accumulate,
     assert not any("gradient_norm" in line for line in read_lines(tmp_path / "free", "steps"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("clip_norm, is_told", [("1e-05", True), ("0.01", False)])
 def test_clipping_that_leaves_nothing_of_the_gradients_is_told_once(clip_norm, is_told, run_train, tiny_options,
                                                                     tmp_path):
@@ -437,6 +446,7 @@ class Overflowing(MXNetExecutor):
         return optimizer
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_skipped_steps_are_counted(run_train, tiny_options, tmp_path, monkeypatch):
     """In the log, the metrics and the report."""
     monkeypatch.setattr("graph_passes.executors.mxnet.MXNetExecutor", Overflowing)
@@ -452,6 +462,7 @@ def test_skipped_steps_are_counted(run_train, tiny_options, tmp_path, monkeypatc
     assert "4 of 12 steps changed no weight" in (folder / "report" / "report.md").read_text()
 
 
+@pytest.mark.long
 def test_a_run_whose_gradients_never_are_finite_ends(run_train, tiny_options, tmp_path, monkeypatch):
     """With a sentence, and with the weights of the last step that changed them in a checkpoint."""
     monkeypatch.setattr("graph_passes.executors.mxnet.MXNetExecutor", Overflowing)

@@ -43,6 +43,7 @@ def last_of(folder):
     return checkpoint.load(checkpoint.find(str(folder)))
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_folder_without_val_is_split(run_train, options, uneven_data, tmp_path):
     folder = tmp_path / "run"
     code, out, err = run_train("--output", folder, *options, *OWN, report=True)
@@ -66,6 +67,7 @@ def test_a_folder_without_val_is_split(run_train, options, uneven_data, tmp_path
     assert code == 0 and f"{numbers[2]} images, loss" in out, err
 
 
+@pytest.mark.long
 def test_validation_names_classes_without_an_image(run_train, tiny_data, initial_weights, tmp_path):
     """Of a list, which cannot be left out of the classes before another one; of a folder that is empty, or is none."""
     options = ("--checkpoint", initial_weights, "--data", tmp_path, "--device", "cpu", "--num-threads", "1",
@@ -89,6 +91,7 @@ def test_validation_names_classes_without_an_image(run_train, tiny_data, initial
     assert told() == ["'class1' (add some)"]
 
 
+@pytest.mark.long
 def test_balanced_accuracy_is_told_where_classes_are_uneven(run_train, options, tiny_options, tmp_path):
     for data, told in ((tiny_options, False), (options, True), ([*tiny_options, "--balance", "0.5"], True)):
         folder = tmp_path / f"run{len(list(tmp_path.iterdir()))}"
@@ -96,6 +99,7 @@ def test_balanced_accuracy_is_told_where_classes_are_uneven(run_train, options, 
         assert code == 0 and ("balanced accuracy" in out) == told, err
 
 
+@pytest.mark.long
 def test_a_stopped_run_goes_on_to_the_same_bits(run_train, options, tmp_path):
     assert run_train("--output", tmp_path / "whole", *options, *OWN)[0] == 0
     assert run_train("--output", tmp_path / "parts", *options, *OWN, "--max-steps", "3")[0] == 0
@@ -109,12 +113,13 @@ def test_a_stopped_run_goes_on_to_the_same_bits(run_train, options, tmp_path):
     assert code == 2 and "resume with the same data, seed, --val-split, --balance and" in err
 
 
+@pytest.mark.long
 @needs_horovod
 def test_two_processes_validate_each_image_once(options, uneven_data, tmp_path):
     """The part that is set aside is the same on both, and balanced accuracy is that of the images of both."""
     program = "import sys; from train.__main__ import main; sys.exit(main(sys.argv[1:]))"
     done = run_processes(program, *options, *OWN, "--output", tmp_path / "run", "--batch-size", "2", "--epochs", "1",
-                         narrow=True)
+                         light=True)
     assert done.returncode == 0 and "for validation (--val-split 0.3)" in done.stdout, done.stderr
     report = json.loads((tmp_path / "run" / "report" / "report.json").read_text())
     assert report["classifier"]["count"] == len(open_source(uneven_data, "val", val_split=0.3))

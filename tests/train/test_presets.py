@@ -120,6 +120,7 @@ def test_torchvision_s_average_is_the_one_of_its_train_py() -> None:
     assert decay == pytest.approx(0.9989077333333333, rel=1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("narrow_network")
 @pytest.mark.parametrize("name", ["resnet50_a1_600ep", "cifar10_strong"])
 def test_a_run_with_all_ingredients_goes_on_with_equal_bits(name, tiny_data, run_train, tmp_path) -> None:

@@ -28,12 +28,10 @@ LAST = f"step-{2 * STEPS_PER_EPOCH:08d}.npz"
 
 
 @pytest.fixture(scope="module")
-def unbroken(narrow_network, tiny_options, tmp_path_factory):
+def unbroken(narrow_network, tiny_options, tmp_path_factory, light_run):
     """The last checkpoint of an unbroken run."""
-    from train.__main__ import main
-
     folder = tmp_path_factory.mktemp("unbroken") / "run"
-    assert main(["--output", str(folder), *tiny_options]) == 0
+    assert light_run("--output", folder, *tiny_options) == 0
     return checkpoint.load(folder / "checkpoints" / LAST)
 
 
@@ -51,6 +49,8 @@ def assert_same_end(folder, unbroken_end, last=LAST):
             assert np.array_equal(ours[name], theirs[name]), f"{group} {name} differs"
 
 
+@pytest.mark.long(but=["step6"])
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("signal_at", [2, STEPS_PER_EPOCH], ids=lambda step: f"step{step}")
 def test_sigterm(unbroken, tiny_options, tmp_path, run_train, monkeypatch, signal_at):
     folder, reports = tmp_path / "run", signal_at == 2  # one is as good as two, and takes longer than the run
@@ -85,6 +85,7 @@ def test_sigterm(unbroken, tiny_options, tmp_path, run_train, monkeypatch, signa
     assert_same_end(folder, unbroken)
 
 
+@pytest.mark.long
 def test_limits_that_are_not_reached_stay(unbroken, tiny_options, tmp_path, run_train, monkeypatch):
     """So an interrupted run ends where an uninterrupted one does; one that has reached its --max-steps goes on."""
     step, folder = Trainer.step, tmp_path / "run"
@@ -108,6 +109,7 @@ def test_limits_that_are_not_reached_stay(unbroken, tiny_options, tmp_path, run_
     assert_same_end(folder, unbroken)
 
 
+@pytest.mark.long(but=["end1*"])
 @pytest.mark.parametrize("end, reason", [
     ((), "nothing left to train: epoch 2 of 2 is done"),
     (("--max-steps", "3"), "stopped after step 3: --max-steps is 3"),
@@ -128,6 +130,7 @@ def test_without_a_step_the_run_s_files_say_what_they_said(end, reason, tiny_opt
         assert checkpoint.load(checkpoint.find(str(folder))).config.learning_rate == 0.5
 
 
+@pytest.mark.long(but=["1"])
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGPIPE, signal.SIGINT])
 def test_other_signals_save_too(number, tiny_options, tmp_path, run_train, monkeypatch):
     step = Trainer.step
@@ -168,6 +171,7 @@ def test_stopped_in_validation(unbroken, tiny_options, tmp_path, run_train, monk
     assert_same_end(folder, unbroken)
 
 
+@pytest.mark.long
 def test_an_image_that_validation_cannot_decode_loses_nothing(tiny_data, tiny_options, tmp_path, run_train):
     for split in ("train", "val"):
         shutil.copytree(tiny_data, tmp_path / "data" / split)
@@ -184,6 +188,7 @@ def test_an_image_that_validation_cannot_decode_loses_nothing(tiny_data, tiny_op
     assert code == 0 and "epoch 1/2 done" in out, err
 
 
+@pytest.mark.long
 def test_where_images_have_come_a_new_run_begins_with_the_weights(tiny_data, tiny_options, tmp_path, run_train):
     data, folder = tmp_path / "data", tmp_path / "run"
     shutil.copytree(tiny_data, data)
@@ -197,6 +202,7 @@ def test_where_images_have_come_a_new_run_begins_with_the_weights(tiny_data, tin
     assert code == 0 and "28 training images" in out
 
 
+@pytest.mark.long
 def test_images_that_training_cannot_decode_any_more_lose_nothing(unbroken, tiny_data, tiny_options, tmp_path,
                                                                   run_train, monkeypatch):
     data, folder = tmp_path / "data", tmp_path / "run"
@@ -220,6 +226,7 @@ def test_images_that_training_cannot_decode_any_more_lose_nothing(unbroken, tiny
     assert_same_end(folder, unbroken)
 
 
+@pytest.mark.long
 def test_a_checkpoint_precedes_a_validation_unless_there_is_a_fresh_one(tiny_options, tmp_path, run_train, monkeypatch):
     seen = []
 
@@ -235,6 +242,7 @@ def test_a_checkpoint_precedes_a_validation_unless_there_is_a_fresh_one(tiny_opt
     assert seen == [[f"step-{STEPS_PER_EPOCH:08d}.npz"], []]
 
 
+@pytest.mark.long
 def test_a_run_saved_at_its_last_step_is_validated_once(unbroken, tiny_options, tmp_path, run_train):
     folder = tmp_path / "run"
     assert run_train("--output", folder, *tiny_options, "--max-steps", 2 * STEPS_PER_EPOCH)[0] == 0
@@ -245,6 +253,7 @@ def test_a_run_saved_at_its_last_step_is_validated_once(unbroken, tiny_options, 
         assert_same_end(folder, unbroken)
 
 
+@pytest.mark.long(but=[".-*"])
 @pytest.mark.parametrize("gone, named", [
     (".", "metrics.jsonl, checkpoints/best.npz, checkpoints/step-00000006.npz, config.json had"),
     ("checkpoints", "checkpoints/best.npz, checkpoints/step-00000006.npz had"),
@@ -281,6 +290,7 @@ def test_files_that_are_removed_in_mid_run(gone, named, unbroken, tiny_options, 
     assert json.loads((folder / "config.json").read_text())["batch_size"] == 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("gone, named", [
     (".", "checkpoints/best.npz, checkpoints/step-00000006.npz, checkpoints/step-00000012.npz, config.json, "
           "metrics.jsonl"),
@@ -321,6 +331,7 @@ def test_a_checkpoint_that_is_removed_while_the_loader_is_measured(unbroken, tin
     assert_same_end(folder, unbroken)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe, steps_per_epoch", [
     ("--mixup 0.4 --clip-norm 0.5 --repeated-augmentation 2 --stochastic-depth 0.5 --dropout 0.3", 6),
     ("--mixup 0.2 --cutmix 1 --loss bce --bce-threshold 0.2 --first-image-size 32 --image-size 64 "
@@ -342,6 +353,7 @@ def test_ingredients_and_averages_go_on(recipe, steps_per_epoch, tiny_options, t
     assert_same_end(tmp_path / "parts", whole, last)
 
 
+@pytest.mark.long
 def test_averages_begin_in_mid_run(tiny_options, tmp_path, run_train):
     """A run that is resumed with --ema-decay for the first time averages from the weights that it has."""
     folder = tmp_path / "run"
@@ -361,6 +373,7 @@ def test_averages_begin_in_mid_run(tiny_options, tmp_path, run_train):
         np.testing.assert_allclose(after.ema[name], expected, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.long
 def test_sigkill_in_mid_epoch_after_a_timed_checkpoint(unbroken, tiny_options, tmp_path, run_train):
     """The process dies at once at step 9; a checkpoint was due by the clock after every step until step 8. The same
     --resume auto has begun the run, in a folder where one had died before its first checkpoint."""
@@ -412,6 +425,7 @@ def test_sigusr1_saves_and_goes_on(unbroken, tiny_options, tmp_path, run_train, 
     assert_same_end(folder, unbroken)
 
 
+@pytest.mark.long(but=["0"])
 @pytest.mark.parametrize("ema_decay", ["0", "0.9"])
 def test_best_is_kept_and_validated(ema_decay, tiny_options, tmp_path, run_train):
     folder = tmp_path / "run"
@@ -434,6 +448,7 @@ def test_best_is_kept_and_validated(ema_decay, tiny_options, tmp_path, run_train
     assert f"top-1 {best.progress.best_top1:.2%}" in out
 
 
+@pytest.mark.long
 def test_in_mid_schedule_of_image_sizes_and_with_lars(tiny_options, tmp_path, run_train):
     """Epoch 1 at 32 pixels, epoch 2 at 48, validation at 64; stopped in epoch 2, a run goes on to the same bits."""
     options = [*tiny_options, "--first-image-size", "32", "--image-size", "48", "--resize-epochs", "1", "1",
@@ -452,6 +467,7 @@ def test_in_mid_schedule_of_image_sizes_and_with_lars(tiny_options, tmp_path, ru
     assert f"top-1 {best:.2%}" in run_train("validate", "--checkpoint", whole)[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("optimizer, slots", [
     ("adamw", ["mean", "variance"]), ("lamb", ["mean", "variance"]), ("lion", ["mean"])
 ])  # fmt: skip
@@ -474,6 +490,7 @@ def test_another_optimizer(optimizer, slots, tiny_options, tmp_path, run_train):
     assert_same_end(parts, checkpoint.load(whole / "checkpoints" / LAST))
 
 
+@pytest.mark.long
 def test_another_global_batch(tiny_options, tmp_path, run_train):
     """After 3 steps of 4 images the run goes on with 8: at the 17th of 27 images, with rate and momentum doubled."""
     folder = tmp_path / "run"
@@ -509,6 +526,7 @@ def test_another_global_batch(tiny_options, tmp_path, run_train):
     assert checkpoint.load(checkpoint.find(str(folder))).progress.step == 3 + 4
 
 
+@pytest.mark.long
 def test_rank_0_of_an_elastic_run_has_moved_to_a_machine_without_its_folder(tiny_options, tmp_path, run_train,
                                                                             monkeypatch):
     """Where the machines share no disk, its report begins anew: it is told."""

@@ -5,10 +5,14 @@ Zagoruyko and Komodakis, 'Wide Residual Networks' (arXiv:1605.07146), section 3.
 
 from functools import partial
 
-from train.models.resnet import FIRST_WIDTH, resnet, torch_names
+from train.models import resnet
+from train.models.resnet import Symbol, torch_names
 
-MODELS = {
-    "wide_resnet50_2": partial(resnet, 50, group_width=2 * FIRST_WIDTH),
-    "wide_resnet101_2": partial(resnet, 101, group_width=2 * FIRST_WIDTH),
-}
+
+def wide_resnet(depth: int, num_classes: int = 1000, label_smoothing: float = 0.0) -> Symbol:
+    """The arguments are those of `resnet`."""
+    return resnet.resnet(depth, num_classes, label_smoothing, group_width=2 * resnet.FIRST_WIDTH)
+
+
+MODELS = {"wide_resnet50_2": partial(wide_resnet, 50), "wide_resnet101_2": partial(wide_resnet, 101)}
 PUBLISHED = {"wide_resnet50_2": (torch_names(50),), "wide_resnet101_2": (torch_names(101),)}

@@ -161,6 +161,7 @@ def named(compiled: Compiled, monkeypatch: pytest.MonkeyPatch, rng: np.random.Ge
     return found
 
 
+@pytest.mark.long(but=["resnet18*"])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", ["resnet50", "resnet18", "resnext50_32x4d"])
 def test_what_a_step_asks_for_was_begun(name: str, deterministic: bool, named: Named, tmp_path: Path,
@@ -178,6 +179,7 @@ def test_what_a_language_model_asks_for_was_begun(named: Named, tmp_path: Path) 
     named.check(at_least=5)
 
 
+@pytest.mark.long
 def test_what_inference_in_int8_asks_for_was_begun(named: Named, tmp_path: Path, rng: np.random.Generator) -> None:
     case = quantised("resnet50", 2, 64, rng)
     made = QuantisedNetwork(case.network, case.shapes, case.scales, Kept(), case.params, cache_folder=tmp_path)

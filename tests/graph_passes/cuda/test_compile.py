@@ -198,6 +198,7 @@ def dtypes(path: Path) -> list[str]:
     return ["float16"] + [other] * (variants(path, other) != variants(path, "float16"))
 
 
+@pytest.mark.long(but=["elementwise*", "embedding*", "dropout*", "softmax*", "pool*"])
 @pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("path, dtype", [
     pytest.param(path, dtype, id=f"{path.name}-{dtype}") for path in sorted(SOURCES.glob("*.cu"))
@@ -224,6 +225,7 @@ def serves(source: str, capability: tuple[int, int]) -> bool:
     return source not in ("stem.cu", "quantised_conv.cu") or capability >= (8, 0)  # cp.async
 
 
+@pytest.mark.long(but=["sm_80-*pool*"])
 @pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("capability, path", [
     pytest.param(capability, path, id=f"{architecture(capability)}-{path.name}") for capability in CAPABILITIES

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from int8_networks import quantised
+from int8_networks import Int8, quantised
 from test_without_gpu import FakeConvolutions, FakeGpu, FakeKernels
 
 from common.mxnet_compat import mx
@@ -43,10 +44,15 @@ def fake_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toolchain, "_machine", lambda gpu: "fake")
 
 
-def launches(name: str, kept: Kept, tmp_path: Path, rng: np.random.Generator, size: int = 64,
-             deterministic: bool = False) -> Counter[str]:
+@lru_cache(maxsize=4)
+def case_of(name: str, size: int, kept: Kept) -> Int8:
+    """For tests that ask what is launched, which no value changes."""
+    return quantised(name, 2, size, np.random.default_rng(0), kept)
+
+
+def launches(name: str, kept: Kept, tmp_path: Path, size: int = 64, deterministic: bool = False) -> Counter[str]:
     """Of inference, by operation."""
-    case = quantised(name, 2, size, rng, kept)
+    case = case_of(name, size, kept)
     made = QuantisedNetwork(case.network, case.shapes, case.scales, kept, case.params, deterministic,
                             cache_folder=tmp_path)
     for images in (2, 1):
@@ -59,16 +65,17 @@ def launches(name: str, kept: Kept, tmp_path: Path, rng: np.random.Generator, si
     return Counter(launch.operation for launch in program.launches)
 
 
-def test_launches(tmp_path: Path, rng: np.random.Generator) -> None:
-    found = launches("resnet18", Kept(), tmp_path, rng)
+def test_launches(tmp_path: Path) -> None:
+    found = launches("resnet18", Kept(), tmp_path)
     assert found == {"quantise_squares": 1, "quantised_conv_squares": 1, "quantised_conv_taps": 16,
                      "quantised_conv": 3, "quantised_max_pool": 1, "quantised_average_pool": 1, "fprop": 1,
                      "softmax_cross_entropy": 1, "add_metrics": 1}
 
 
-def test_the_stem_with_its_pooling(tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.long
+def test_the_stem_with_its_pooling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it is taken: not by itself in runs that are to be repeatable, which no clock may change."""
-    assert launches("resnet18", Kept(), tmp_path, rng, deterministic=True)["quantised_stem_pool"] == 0
+    assert launches("resnet18", Kept(), tmp_path, deterministic=True)["quantised_stem_pool"] == 0
     choose = Choices.__call__
 
     def pooled_first(self: Choices, graph: Graph, node: Any, ways: passes.Ways) -> str:
@@ -76,26 +83,27 @@ def test_the_stem_with_its_pooling(tmp_path: Path, rng: np.random.Generator, mon
 
     monkeypatch.setattr(Choices, "__call__", pooled_first)
     for size, taken in ((64, 1), (33, 1), (256, 0)):  # 128 pixels are too wide
-        found = launches("resnet18", Kept(), tmp_path, rng, size, deterministic=True)
+        found = launches("resnet18", Kept(), tmp_path, size, deterministic=True)
         assert (found["quantised_stem_pool"], found["quantised_max_pool"]) == (taken, 1 - taken)
     monkeypatch.setattr(FakeGpu, "capability", (8, 0))
-    found = launches("resnet18", Kept(), tmp_path, rng, deterministic=True)
+    found = launches("resnet18", Kept(), tmp_path, deterministic=True)
     assert found["quantised_max_pool"] == 1
 
 
-def test_sums_of_convolutions(tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.long
+def test_sums_of_convolutions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the weights of both fit into a block, and in runs that are to be repeatable not by itself."""
-    before = launches("resnet50", Kept(), tmp_path, rng, deterministic=True)
+    before = launches("resnet50", Kept(), tmp_path, deterministic=True)
     choose = Choices.__call__
 
     def sum_first(self: Choices, graph: Graph, node: Any, ways: passes.Ways) -> str:
         return choose(self, graph, node, dict(sorted(ways.items(), key=lambda way: way[0] not in STREAMS)))
 
     monkeypatch.setattr(Choices, "__call__", sum_first)
-    streams = launches("resnet50", Kept(), tmp_path, rng, deterministic=True)
+    streams = launches("resnet50", Kept(), tmp_path, deterministic=True)
     assert sum(before.values()) - sum(streams.values()) == 3, "and not in stage 4"
     monkeypatch.setattr(FakeGpu, "capability", (8, 0))
-    assert sum(launches("resnet50", Kept(), tmp_path, rng, deterministic=True).values()) == sum(before.values())
+    assert sum(launches("resnet50", Kept(), tmp_path, deterministic=True).values()) == sum(before.values())
 
 
 @pytest.mark.parametrize("channels, channels_2, adds, way, blocks, results, stages", [
@@ -144,9 +152,10 @@ def test_what_a_pair_keeps_in_shared_memory(channels: int, filters_z: int, chann
     assert pair.stages == stages and pair.shared_bytes <= FakeGpu.max_shared_bytes
 
 
-def test_pairs_of_convolutions(tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.long
+def test_pairs_of_convolutions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In stage 1 alone, where all have few channels; in runs that are to be repeatable not by themselves."""
-    before = launches("resnet50", Kept(), tmp_path, rng, deterministic=True)
+    before = launches("resnet50", Kept(), tmp_path, deterministic=True)
     assert before["quantised_pair"] == 0
     choose = Choices.__call__
     first = {PAIR}
@@ -157,38 +166,39 @@ def test_pairs_of_convolutions(tmp_path: Path, rng: np.random.Generator, monkeyp
     monkeypatch.setattr(Choices, "__call__", fused_first)
     for preferred, fewer in ({PAIR}, 3), ({PAIR, *STREAMS}, 6):  # with the three sums
         first = preferred
-        found = launches("resnet50", Kept(), tmp_path, rng, deterministic=True)
+        found = launches("resnet50", Kept(), tmp_path, deterministic=True)
         assert (found["quantised_pair"], sum(before.values()) - sum(found.values())) == (3, fewer)
     monkeypatch.setattr(FakeGpu, "capability", (8, 0))
-    assert launches("resnet50", Kept(), tmp_path, rng, deterministic=True)["quantised_pair"] == 0
+    assert launches("resnet50", Kept(), tmp_path, deterministic=True)["quantised_pair"] == 0
 
 
-def test_launches_of_what_stays_in_floats(tmp_path: Path, rng: np.random.Generator) -> None:
-    found = launches("resnet18", Kept(first=True, classifier=False), tmp_path, rng)
+def test_launches_of_what_stays_in_floats(tmp_path: Path) -> None:
+    found = launches("resnet18", Kept(first=True, classifier=False), tmp_path)
     assert found["fprop_bias_relu"] + found["bias_add_relu"] == 1 and found["quantised_conv"] == 3
     assert found["quantise"] == 2 and found["quantised_conv_direct"] == 1 and not found["quantise_squares"]
 
 
-def test_a_network_with_groups_and_a_pre_activation_one(tmp_path: Path, rng: np.random.Generator) -> None:
-    found = launches("resnext50_32x4d", Kept(), tmp_path, rng, size=32)
+@pytest.mark.long
+def test_a_network_with_groups_and_a_pre_activation_one(tmp_path: Path) -> None:
+    found = launches("resnext50_32x4d", Kept(), tmp_path, size=32)
     assert found["quantised_conv_direct"] == 16
     assert (found["quantised_conv"], found["quantised_conv_taps"]) == (14, 22)
-    found = launches("resnet18_v2", Kept(), tmp_path, rng, size=32)
+    found = launches("resnet18_v2", Kept(), tmp_path, size=32)
     assert found["batch_norm_apply"] == 9 and found["dequantise"] and found["quantise"]
 
 
-def test_a_convolution_that_makes_floats_is_timed_by_itself(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_a_convolution_that_makes_floats_is_timed_by_itself(tmp_path: Path) -> None:
     """Kernels that make integers alone are the fastest of the same shapes in the first network."""
-    assert launches("resnet18", Kept(), tmp_path, rng)["quantised_conv_taps"] == 16
-    assert launches("resnet18_v2", Kept(), tmp_path, rng)["quantised_conv"] > 0
+    assert launches("resnet18", Kept(), tmp_path)["quantised_conv_taps"] == 16
+    assert launches("resnet18_v2", Kept(), tmp_path)["quantised_conv"] > 0
 
 
-def test_gpus_without_these_tensor_cores_take_the_kernel_for_all_shapes(tmp_path: Path, rng: np.random.Generator,
+def test_gpus_without_these_tensor_cores_take_the_kernel_for_all_shapes(tmp_path: Path,
                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeGpu, "capability", (8, 0))
-    assert launches("resnet18", Kept(), tmp_path / "8.0", rng, size=32)["quantised_conv"] == 20
+    assert launches("resnet18", Kept(), tmp_path / "8.0", size=32)["quantised_conv"] == 20
     monkeypatch.setattr(FakeGpu, "capability", (7, 5))
-    assert launches("resnet18", Kept(), tmp_path / "7.5", rng, size=32)["quantised_conv_direct"] == 20
+    assert launches("resnet18", Kept(), tmp_path / "7.5", size=32)["quantised_conv_direct"] == 20
 
 
 def test_parameters_that_do_not_fit(tmp_path: Path, rng: np.random.Generator) -> None:
@@ -203,6 +213,7 @@ def test_parameters_that_do_not_fit(tmp_path: Path, rng: np.random.Generator) ->
 # --- the passes ---
 
 
+@pytest.mark.long(but=["resnet18-33"])
 @pytest.mark.parametrize("name, size", [("resnet18", 40), ("resnet18", 33), ("resnet50d", 38)])
 def test_squares_change_no_integer(name: str, size: int, rng: np.random.Generator) -> None:
     case = quantised(name, 2, size, rng)
@@ -231,6 +242,7 @@ def test_pooling_in_the_stem_changes_no_integer(name: str, size: int, rng: np.ra
             np.testing.assert_array_equal(found[ref], want)
 
 
+@pytest.mark.long(but=["resnet50-*"])
 @pytest.mark.parametrize("name, strides", [("resnet50", [1, 2, 2, 2]), ("resnet50d", [1] * 4), ("resnet18", [])])
 def test_sums_of_convolutions_change_no_integer(name: str, strides: list[int], rng: np.random.Generator) -> None:
     case = quantised(name, 2, 33, rng)
@@ -246,6 +258,7 @@ def test_sums_of_convolutions_change_no_integer(name: str, strides: list[int], r
             np.testing.assert_array_equal(found[ref], want)
 
 
+@pytest.mark.long(but=["resnet18*"])
 @pytest.mark.parametrize("summed", [False, True])
 @pytest.mark.parametrize("name, pairs", [("resnet50", 15), ("resnet50d", 15), ("resnet18", 0)])
 def test_pairs_of_convolutions_change_no_integer(name: str, pairs: int, summed: bool, rng: np.random.Generator) -> None:
@@ -366,6 +379,7 @@ def test_places_of_answers_are_used_again(rng: np.random.Generator, event: Simpl
     executor.close()
 
 
+@pytest.mark.long(but=["512*"])
 @pytest.mark.parametrize("where, is_read", [(512, True), (520, False)])
 def test_a_batch_is_read_where_it_lies(where: int, is_read: bool, tmp_path: Path, rng: np.random.Generator,
                                        monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,6 +403,7 @@ def test_a_batch_is_read_where_it_lies(where: int, is_read: bool, tmp_path: Path
     assert read == [where if is_read else loaded, loaded] and data.address == loaded
 
 
+@pytest.mark.long(but=["kept0*"])
 @pytest.mark.parametrize("kept, least", [(Kept(), compiled.LEAST_READ), (Kept(first=True), 0)])
 def test_a_batch_that_is_copied(kept: Kept, least: int, tmp_path: Path, rng: np.random.Generator,
                                 monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,6 +418,7 @@ def test_a_batch_that_is_copied(kept: Kept, least: int, tmp_path: Path, rng: np.
     assert copies == [512, 1024]
 
 
+@pytest.mark.long(but=["True"])
 @pytest.mark.usefixtures("event")
 @pytest.mark.parametrize("is_int8", [False, True])
 def test_inference_prepared_for_a_size_compiles_nothing(is_int8: bool, rng: np.random.Generator,

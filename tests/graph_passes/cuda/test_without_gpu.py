@@ -224,6 +224,7 @@ def test_nothing_is_fused_by_its_speed_where_runs_are_to_be_repeatable() -> None
         assert bool(lowering.decisions) == (not deterministic)
 
 
+@pytest.mark.long(but=["capability1*"])
 @pytest.mark.parametrize("capability, shared_kib", [((7, 5), 64), ((8, 0), 163), ((8, 6), 99), ((8, 9), 99),
                                                     ((9, 0), 227), ((10, 0), 227), ((12, 0), 99)])
 def test_what_a_gpu_cannot_take_is_not_taken(capability: tuple[int, int], shared_kib: int) -> None:
@@ -242,6 +243,7 @@ def test_what_a_gpu_cannot_take_is_not_taken(capability: tuple[int, int], shared
     check_memory(lowering.program)
 
 
+@pytest.mark.long(but=["18*"])
 @pytest.mark.parametrize("depth, batch_norms, projections", [(18, 20, 3), (50, 53, 4), (152, 155, 4)])
 def test_launches_of_a_training_step(depth: int, batch_norms: int, projections: int) -> None:
     lowering, store = lower(depth, 4, 64, training=True)
@@ -371,6 +373,7 @@ def test_a_pre_activation_network(name: str, convolutions: int, sums: int) -> No
     check_memory(lowering.program)
 
 
+@pytest.mark.long(but=["*-resnet18-image-*"])
 @pytest.mark.parametrize("name, mode, products", [("resnet18", "image", 0), ("resnet50", "image", 0),
                                                   ("resnet50", "block", 0), ("resnet50d", "image", 0),
                                                   ("resnet50_v2", "image", 2 * 15)])
@@ -412,6 +415,7 @@ def test_inference_takes_over_every_parameter() -> None:
     assert [size for _, _, size in gpu.copied] == [2 * 1000 * 2048, 4 * 1000]
 
 
+@pytest.mark.long(but=["stage2-resnet50"])
 @pytest.mark.parametrize("name", ["resnet50", "resnet50d", "resnet50_v2"])
 @pytest.mark.parametrize("prefix", ["stem", "stage2", "backbone"])
 def test_a_frozen_network(name: str, prefix: str) -> None:
@@ -950,6 +954,7 @@ def test_validation_takes_no_memory_but_that_of_its_weights(make_step: Callable[
     check_arena(step)
 
 
+@pytest.mark.long
 def test_memory_for_images_that_grow_is_asked_for_at_once(make_step: Callable[..., training_step.TrainingStep],
                                                           monkeypatch: pytest.MonkeyPatch) -> None:
     step = make_step(64, largest_image_size=160)

@@ -26,9 +26,10 @@ from train.reporting.metrics import EpochRow, RunRecord
 OPTIONS = ["--epochs", "1", "--log-every", "2", "--label-smoothing", "0", "--validate-every", "0"]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("narrow_network")
 def test_compare_goes_on_where_it_was_stopped(tiny_options, tmp_path, run_train, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", python_path(narrow=True))
+    monkeypatch.setenv("PYTHONPATH", python_path(light=True))
     folder = tmp_path / "compared"
     run = folder / "resnet18_float32"
     code, _, err = run_train(*tiny_options, *OPTIONS, "--dtype", "float32", "--no-tf32", "--max-steps", "2",
@@ -60,6 +61,7 @@ def test_compare_goes_on_where_it_was_stopped(tiny_options, tmp_path, run_train,
                                  "give another --output, or the same --seed\n")
 
 
+@pytest.mark.long(but=["15"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_this_process_alone_stops_the_run(number, tmp_path, monkeypatch):
     """As `kill` sends it, and no terminal: the run, which is a process of its own, gets it from this one."""
@@ -77,6 +79,7 @@ def test_a_signal_to_this_process_alone_stops_the_run(number, tmp_path, monkeypa
     assert stop.value.exit_code == 128 + number
 
 
+@pytest.mark.long
 def test_the_run_is_told_to_stop_when_this_process_is_killed(tmp_path):
     run, started, stopped = tmp_path / "run.sh", tmp_path / "started", tmp_path / "stopped"
     run.write_text(f"#!/bin/sh\ntrap 'touch {stopped}; exit' TERM\ntouch {started}\n"

@@ -87,6 +87,7 @@ def ours(trained: Checkpoint, images: np.ndarray) -> np.ndarray:
     return found
 
 
+@pytest.mark.long(but=["resnet50_v2"])
 @pytest.mark.parametrize("name", ["resnext50_32x4d", "resnet50d", "resnet50_v2"])
 def test_onnx_of_other_families(name: str, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
     """Convolutions in groups, average pooling whose windows reach beyond images of an odd size, and BatchNorms that no
@@ -103,6 +104,7 @@ def test_onnx_of_other_families(name: str, monkeypatch: pytest.MonkeyPatch, rng:
     assert ("BatchNormalization" in kinds) == (name == "resnet50_v2")
 
 
+@pytest.mark.long
 def test_onnx_of_the_command(
     saved: Path, images: np.ndarray, ours: np.ndarray, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -125,6 +127,7 @@ def test_onnx_of_the_command(
     assert list(file.parent.iterdir()) == [file]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 @pytest.mark.parametrize("size", [(61, 84), (93, 55), (71, 71)])  # two whose longer side and offset round up
 def test_the_lines_of_the_page_predict_the_same(
@@ -154,6 +157,7 @@ def test_the_lines_of_the_page_predict_the_same(
     assert printed == {name: f"{100 * theirs[name]:5.1f}" for name in best}
 
 
+@pytest.mark.long
 def test_a_network_of_binary_cross_entropy(trained: Checkpoint, images: np.ndarray, tmp_path: Path) -> None:
     """All that leaves the program gives sigmoids, as predictions are, and all that comes back does; the order of the
     classes is that of the scores."""

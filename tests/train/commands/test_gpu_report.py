@@ -34,6 +34,13 @@ pytestmark = pytest.mark.usefixtures("narrow_network")
 
 
 @pytest.fixture(autouse=True)
+def drawn_once(request: pytest.FixtureRequest) -> None:
+    """The pages of one test alone have their pictures."""
+    if request.function is not test_sections_one_after_the_other:
+        request.getfixturevalue("undrawn")
+
+
+@pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds instead of minutes."""
     monkeypatch.setattr(kernels, "SMALL_GEMMS", (deepbench.Gemm(64, 16, 32),))
@@ -96,6 +103,7 @@ def test_sections_one_after_the_other(run_train, tmp_path):
             assert picture.width > 800
 
 
+@pytest.mark.long
 def test_no_time(run_train, tmp_path, monkeypatch):
     """Whatever would begin too late is left out, and said; the same command goes on with it."""
     command = ("gpu-report", "--device", "cpu", "--output", tmp_path / "report", "--sections", "kernels", "training")
@@ -120,6 +128,7 @@ def test_no_time(run_train, tmp_path, monkeypatch):
     assert all(each.complete and each.notes == () for each in again.values())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_stopped_within_a_section(run_train, tmp_path, monkeypatch, number):
     command = ("gpu-report", "--device", "cpu", "--output", tmp_path, "--sections", "kernels")
@@ -134,6 +143,7 @@ def test_stopped_within_a_section(run_train, tmp_path, monkeypatch, number):
     assert again.complete and [each.value for each in again.figures[:5]] == [each.value for each in found.figures]
 
 
+@pytest.mark.long
 def test_stopped_within_a_precision_of_inference(run_train, tmp_path, monkeypatch):
     """A batch is on the disk before the next one begins, so a kill loses none either; nor is one measured again."""
     command = ("gpu-report", "--device", "cpu", "--output", tmp_path, "--sections", "inference")
@@ -181,6 +191,7 @@ def test_int8_on_a_gpu(tmp_path, monkeypatch):
                            "int8 with batch 8: there is no room for it in memory")
 
 
+@pytest.mark.long
 def test_no_time_for_the_larger_batches_of_inference(run_train, tmp_path, monkeypatch):
     command = ("gpu-report", "--device", "cpu", "--output", tmp_path, "--sections", "inference")
     monkeypatch.setattr(inference, "CPU_BATCHES", (1, 2, 12))
@@ -199,6 +210,7 @@ def test_no_time_for_the_larger_batches_of_inference(run_train, tmp_path, monkey
     assert again.figures[0] == found.figures[0] and len(again.figures) == 3 and again.complete
 
 
+@pytest.mark.long
 def test_cost(run_train, tiny_data, tmp_path, monkeypatch):
     # In this process; a run that is complete is not done again.
     monkeypatch.setattr(cost, "run_training", lambda config, folder: folder.exists() or main(run_arguments(config)))
@@ -572,6 +584,7 @@ def test_pages_of_others_are_not_written_over(run_train, page, tmp_path):
     assert (tmp_path / page).read_text() == "mine" and "==" not in out
 
 
+@pytest.mark.long
 def test_a_start_that_adds_to_a_report_is_in_it(run_train, tmp_path):
     """Its command, below those of earlier starts, and its date; of one that measures nothing neither."""
     command = ("gpu-report", "--device", "cpu", "--output", tmp_path, "--sections", "kernels", "--minutes")

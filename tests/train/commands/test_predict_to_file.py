@@ -148,6 +148,7 @@ def test_lists_of_files(run_folder, photos, tmp_path, monkeypatch):
     assert (tmp_path / "list.csv").read_bytes() == (tmp_path / "stdin.csv").read_bytes()
 
 
+@pytest.mark.long
 def test_a_name_that_is_no_text(run_folder, photos, tmp_path):
     """Names of files are bytes, and those of Latin-1 are no UTF-8."""
     odd = tmp_path / os.fsdecode(b"caf\xe9.png")
@@ -205,6 +206,7 @@ def test_no_readable_image_at_all(run_folder, tmp_path):
     assert [row["error"] for row in rows(output)] == ["cannot be read (No such file or directory)"] * 6
 
 
+@pytest.mark.long(but=["csv"])
 @pytest.mark.parametrize("form", ["csv", "jsonl"])
 def test_bad_images_of_earlier_sessions_count(run_folder, some_bad, tmp_path, form, capsys):
     listed, output = tmp_path / "all.txt", tmp_path / f"out.{form}"
@@ -232,6 +234,7 @@ def test_the_rest_may_be_bad(run_folder, photos, tmp_path):
     assert [row["error"] != "" for row in rows(output)] == [False] * 4 + [True]
 
 
+@pytest.mark.long(but=["0.0-csv", "0.01-jsonl"])
 @pytest.mark.parametrize("form", ["csv", "jsonl"])
 @pytest.mark.parametrize("part", [0.0, 0.01, 0.3, 0.55, 0.99])
 def test_goes_on_where_the_file_ends(run_folder, photos, tmp_path, form, part, capsys):
@@ -321,6 +324,7 @@ def test_nothing_follows_a_batch_that_a_full_disk_has_cut(run_folder, photos, tm
     assert_same(output, tmp_path / "whole.csv")
 
 
+@pytest.mark.long(but=["15"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_and_sigterm_keep_what_is_done(run_folder, photos, tmp_path, monkeypatch, number):
     class Interrupted:
@@ -358,6 +362,7 @@ DAMAGE = {  # a line, and what is there instead
 }
 
 
+@pytest.mark.long(but=["checkpoint-*"])
 @pytest.mark.parametrize("what, sentence", [
     ("checkpoint", "begun with another network, by the SHA-256 of its weights"),
     ("top", "begun with another --top: 2, now 3"),
@@ -440,6 +445,7 @@ def test_bad_input_is_one_sentence(run_folder, photos, tmp_path, arguments, sent
     assert not (tmp_path / "out.csv").exists() or not (tmp_path / "out.csv").read_bytes()
 
 
+@pytest.mark.long
 def test_probabilities_that_are_no_numbers_are_refused(photos, tmp_path, capsys):
     """As weights that are numbers, but too large, make them; in a file and printed."""
     params, aux = init_params(resnet(18, len(CLASS_NAMES)), seed=3)
@@ -488,6 +494,7 @@ def test_records_are_read_back():
             assert read[0] == [files[0], names[0], "0", "0.25", ""] and read[3] == [files[0], "", "", "", 'no, "none"']
 
 
+@pytest.mark.long
 @needs_horovod
 def test_two_processes(run_folder, photos, tmp_path):
     """Together they write what one writes, and go on with all that an interrupted run has left: two records in the file
@@ -502,7 +509,7 @@ def test_two_processes(run_folder, photos, tmp_path):
     command = ["bash", SCRIPT, "-n", "2", "predict", "--device", "cpu", "--num-threads", "1", "--top", "2",
                "--checkpoint", run_folder, "--output", output, photos]
     environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1",
-                   "PYTHONPATH": python_path(narrow=True)}
+                   "PYTHONPATH": python_path(light=True)}
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True, env=environment, timeout=250)
     assert done.returncode == 0, done.stderr
     assert "has 2 of 10 images" in done.stdout and "6 images in " in done.stdout

@@ -88,6 +88,7 @@ def test_the_command_writes_integers_and_tells_what_they_cost(
     assert top1(again) == top1(int8)
 
 
+@pytest.mark.long
 def test_skipped_and_damaged_images_are_named(
     run_folder: Path, tiny_data: Path, tmp_path: Path, run_train: RunTrain
 ) -> None:
@@ -119,6 +120,7 @@ def test_skipped_and_damaged_images_are_named(
     assert json.loads(values.read_text())["skipped"].keys() == {bad}
 
 
+@pytest.mark.long
 def test_skipped_images_leave_enough_to_calibrate_on(
     run_folder: Path, tiny_data: Path, tmp_path: Path, run_train: RunTrain
 ) -> None:
@@ -135,6 +137,7 @@ def test_skipped_images_leave_enough_to_calibrate_on(
     assert not list(run_folder.rglob("int8-*"))
 
 
+@pytest.mark.long
 def test_the_same_images_give_the_same_file(quantised: Path, run_train: RunTrain) -> None:
     path = quantised / "checkpoints" / "int8-best.npz"
     first = path.read_bytes()
@@ -142,6 +145,7 @@ def test_the_same_images_give_the_same_file(quantised: Path, run_train: RunTrain
     assert path.read_bytes() == first
 
 
+@pytest.mark.long
 def test_a_good_file_is_replaced_only_when_asked(quantised: Path, trained: Checkpoint, run_train: RunTrain) -> None:
     path = quantised / "checkpoints" / "int8-best.npz"
     first, command_line = path.read_bytes(), ("quantize", "--checkpoint", quantised, "--images", "16")
@@ -156,6 +160,7 @@ def test_a_good_file_is_replaced_only_when_asked(quantised: Path, trained: Check
     assert run_train(*command_line)[0] == 0
 
 
+@pytest.mark.long
 def test_of_few_images_all_are_taken(run_folder: Path, trained: Checkpoint, tiny_data: Path, run_train: RunTrain,
                                      tmp_path: Path) -> None:
     code, out, _ = run_train("quantize", "--checkpoint", run_folder)
@@ -169,6 +174,7 @@ def test_of_few_images_all_are_taken(run_folder: Path, trained: Checkpoint, tiny
     assert code == 2 and "has 15 training images, too few to calibrate on: give data with 16 or more" in err
 
 
+@pytest.mark.long
 def test_what_is_kept_in_floats(run_folder: Path, run_train: RunTrain) -> None:
     options = ["--images", "16", "--float-first", "--int8-classifier"]
     code, out, _ = run_train("quantize", "--checkpoint", run_folder, *options)
@@ -178,6 +184,7 @@ def test_what_is_kept_in_floats(run_folder: Path, run_train: RunTrain) -> None:
     assert run_train("validate", "--checkpoint", run_folder, "--int8")[0] == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("options", "advice"), [
     ([], "more --images or --float-first"), (["--float-first"], "more --images"),
     (["--int8-classifier"], "more --images or --float-first or no --int8-classifier"),
@@ -229,6 +236,7 @@ def test_a_missing_file_is_named(run_folder: Path, run_train: RunTrain) -> None:
     assert code == 2 and "int8-best.npz, the network in INT8: run python -m train quantize --checkpoint" in err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cut", [0, 100, -200])
 def test_a_damaged_file_is_named(cut: int, quantised: Path, run_train: RunTrain) -> None:
     path = quantised / "checkpoints" / "int8-best.npz"
@@ -250,6 +258,7 @@ def test_a_file_of_other_weights_or_images_is_refused(
     assert code == 2 and "was made of other weights than" in err
 
 
+@pytest.mark.long
 def test_images_are_prepared_as_for_the_ranges(run_folder: Path, tiny_data: Path, tmp_path: Path,
                                                run_train: RunTrain) -> None:
     """By each command that takes the file, with no option that says so."""
@@ -278,6 +287,7 @@ def test_images_are_prepared_as_for_the_ranges(run_folder: Path, tiny_data: Path
 # --- ONNX ---
 
 
+@pytest.mark.long
 def test_onnx_for_tensorrt_has_the_same_integers(quantised: Path, tmp_path: Path, run_train: RunTrain) -> None:
     """Symmetric int8 with channels along axis 0. Where ONNX Runtime computes each operator by itself, each layer gives
     our integers of those before it. It sums in fp32: an integer may be the next one where the exact value is as near to
@@ -334,6 +344,7 @@ def test_onnx_for_tensorrt_has_the_same_integers(quantised: Path, tmp_path: Path
     np.testing.assert_allclose(probabilities, values[graph.outputs[0]], rtol=0, atol=export.TOLERANCE)
 
 
+@pytest.mark.long
 def test_onnx_for_onnx_runtime_computes_with_integers(quantised: Path, tmp_path: Path, run_train: RunTrain) -> None:
     onnx, onnxruntime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
     file, optimised = tmp_path / "network.onnx", tmp_path / "optimised.onnx"
@@ -349,6 +360,7 @@ def test_onnx_for_onnx_runtime_computes_with_integers(quantised: Path, tmp_path:
     assert not {"Add", "Relu"} & set(kinds)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", ["onnxruntime", "tensorrt"])
 def test_onnx_that_differs_is_not_written(quantised: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                           form: str, run_train: RunTrain) -> None:
@@ -381,6 +393,7 @@ def test_where_integers_are_computed(given: dict[str, str], gpus: list[str], obs
     assert (found.device, found.executor, found.dtype) == (device, executor, "auto")
 
 
+@pytest.mark.long
 def test_predictions_with_integers(quantised: Path, trained: Checkpoint, tiny_data: Path, tmp_path: Path,
                                    run_train: RunTrain) -> None:
     """Printed and written to a file: those of the reference executor, which are not quite those in floats."""
@@ -400,6 +413,7 @@ def test_predictions_with_integers(quantised: Path, trained: Checkpoint, tiny_da
     assert code == 2 and f"{file} was begun with another kind of numbers: floats, now integers (--int8); give" in err
 
 
+@pytest.mark.long
 def test_the_way_out_of_a_missing_gpu_is_one(quantised: Path, tiny_data: Path, monkeypatch: pytest.MonkeyPatch,
                                              run_train: RunTrain) -> None:
     """The executor that each sentence names is one that the command takes."""
@@ -422,6 +436,7 @@ def test_ctrl_c_and_sigterm_are_answered(run_folder: Path, run_train: RunTrain, 
     assert [path.name for path in (run_folder / "checkpoints").iterdir()] == ["best.npz"]
 
 
+@pytest.mark.long
 def test_integers_as_weights_are_named(quantised: Path, tiny_options: list[str], tmp_path: Path,
                                        run_train: RunTrain) -> None:
     path, file = quantised / "checkpoints" / "int8-best.npz", tmp_path / "network.onnx"
@@ -451,6 +466,7 @@ def test_a_folder_without_write_access_is_named_at_once(run_folder: Path, run_tr
     assert (code, out) == (2, "") and "int8-best.npz (Permission denied): copy the checkpoint to another folder" in err
 
 
+@pytest.mark.long
 def test_no_place_to_write_to(quantised: Path, trained: Checkpoint) -> None:
     network = int8_file.load(str(quantised), trained)
     with pytest.raises(UserError, match="cannot write"):

@@ -47,6 +47,19 @@ def test_parameter_count_is_the_published_one(name):
     }
 
 
+@pytest.mark.parametrize("name", [name for name in models.names() if name not in models.FAMILIES["resnext"]])
+def test_the_first_width_is_read_when_a_network_is_made(name, monkeypatch):
+    """Not when its file is imported: then the order of imports would decide which width a network has."""
+    def weights():
+        shapes = models.create(name).graph.infer_shapes({"data": (1, 64, 64, 3), "softmax_label": (1,)})
+        return {node: shapes[Ref(node)] for node in (f"stage1_block1_conv{n}_weight" for n in (1, 2))}
+
+    wide = weights()
+    monkeypatch.setattr("train.models.resnet.FIRST_WIDTH", 8)
+    assert {name: shape[0] for name, shape in weights().items()} == {
+        name: shape[0] // 8 for name, shape in wide.items()}
+
+
 def test_every_file_is_listed():
     for family, names in models.FAMILIES.items():
         assert tuple(importlib.import_module(f"train.models.{family}").MODELS) == names
@@ -100,6 +113,7 @@ def gluon_parameters(zoo):
     return [parameter for parameter in parameters if parameter not in running], running
 
 
+@pytest.mark.long(but=["resnet18_v2", "resnet50_v2"])
 @pytest.mark.parametrize("name", models.FAMILIES["resnet_v2"])
 def test_pre_activation_networks_have_gluons_parameters(name):
     params, aux = models.create(name).initial_values(seed=1)

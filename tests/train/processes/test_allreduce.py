@@ -95,6 +95,7 @@ def test_horovod_without_nccl_or_library_is_one_sentence(monkeypatch):
         allreduce.load_library(on_gpu=False)
 
 
+@pytest.mark.long
 @needs_horovod
 @needs_library
 def test_a_process_that_is_gone_is_an_error_not_a_hang(tmp_path):

@@ -18,7 +18,7 @@ from train.processes.invocation import script
 
 SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "dgx1_8gpu.sh"
 # Of processes that train: what is trained here is narrow.
-TRAINING = {"PYTHONPATH": python_path(narrow=True), "MXNET_MKLDNN_ENABLED": "1"}
+TRAINING = {"PYTHONPATH": python_path(light=True), "MXNET_MKLDNN_ENABLED": "1"}
 
 
 @pytest.fixture
@@ -80,6 +80,7 @@ def test_help():
     assert "--min-np N" in done.stdout
 
 
+@pytest.mark.long
 @needs_horovod
 def test_mistake_in_two_processes_is_told_once(tiny_options):
     done = run_script("-n", 2, *tiny_options, "--data", "/nowhere", **TRAINING)
@@ -90,6 +91,7 @@ def test_mistake_in_two_processes_is_told_once(tiny_options):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 @needs_horovod
 def test_sigterm_and_resume_in_two_processes(tiny_options, tmp_path):
     """SIGTERM to the launcher: both processes stop at the same step with a checkpoint; the resumed run ends well."""
@@ -110,10 +112,10 @@ def test_sigterm_and_resume_in_two_processes(tiny_options, tmp_path):
     stopped = checkpoint.load(checkpoint.find(str(folder)))
     assert stopped.progress.step >= 2
     assert len(stopped.loader_states) == 2
-    assert stopped.params["stem_conv_weight"].shape[0] == 8  # or tests/train/narrow does its work no more
+    assert stopped.params["stem_conv_weight"].shape[0] == 8  # or tests/light does its work no more
 
     last = stopped.progress.step + 2
-    done = run_script("-n", 2, "--resume", folder, "--max-steps", last, **TRAINING)
+    done = run_script("-n", 2, "--resume", folder, "--max-steps", last, REPORT="yes", **TRAINING)
     assert done.returncode == 0, done.stderr
     assert checkpoint.load(checkpoint.find(str(folder))).progress.step == last
     config = json.loads((folder / "config.json").read_text())

@@ -117,7 +117,7 @@ def session(tmp_path_factory: pytest.TempPathFactory, seed: int) -> tuple[Path, 
     done = run_processes(
         SESSION, folder, "benchmark", "--output", folder / "run", "--data", "synthetic", "--model", "resnet18",
         "--image-size", 32, "--batch-size", 2, "--device", "cpu", "--no-tensorboard", "--warmup-steps", 0,
-        "--min-steps", 5, "--limit-steps", 5, "--log-every", 2, narrow=True,
+        "--min-steps", 5, "--limit-steps", 5, "--log-every", 2, light=True,
     )
     assert "only the mistake is left" in done.stderr, done.stderr
     return folder, done
@@ -172,21 +172,14 @@ def test_step_with_frozen_and_slower_layers(session):
         np.testing.assert_allclose(after, expected, rtol=0, atol=tolerance if name in trained else 0, err_msg=name)
 
 
+@pytest.mark.long
 @needs_horovod
 def test_frozen_backbone_trains_as_in_one_process(narrow_network, tiny_options, initial_weights, tmp_path, run_train):
     """Batches of 4 on each of two processes, of 8 on one: where no BatchNorm has statistics of its batch, both train
     the classifier alike, image by image."""
-    script = """
-        import sys
-        from train import __main__ as program
-        from train.commands import session
-
-        session.write_report = lambda folder, record: folder
-        session.has_predictions = lambda trainer, recorder: False
-        sys.exit(program.main(sys.argv[1:]))
-    """
+    script = "import sys; from train import __main__ as program; sys.exit(program.main(sys.argv[1:]))"
     options = [*tiny_options, "--freeze", "backbone", "--weights", initial_weights, "--validate-every", "0", "--output"]
-    done = run_processes(script, *options, tmp_path / "two", narrow=True)
+    done = run_processes(script, *options, tmp_path / "two", light=True)
     assert done.returncode == 0, done.stderr
     code, _, err = run_train(*options, tmp_path / "one", "--batch-size", "8")
     assert code == 0, err
@@ -220,6 +213,7 @@ def test_wait_for_a_loader_is_that_of_the_process_that_waits_longest(session):
     assert np.add(record.loader_wait_ms, record.compute_ms) == pytest.approx(record.step_ms, abs=1e-3)
 
 
+@pytest.mark.long
 @needs_horovod
 def test_process_that_dies_ends_the_others():
     script = """
@@ -231,6 +225,7 @@ def test_process_that_dies_ends_the_others():
     assert run_processes(script).returncode == 7
 
 
+@pytest.mark.long
 @needs_horovod
 def test_who_was_killed_is_named_and_not_who_crashed_because_of_it():
     """Though the launcher sees both at once, and the other one first, which leaves half a line."""

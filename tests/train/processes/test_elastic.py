@@ -31,6 +31,7 @@ def patient_gloo(monkeypatch):
     monkeypatch.setenv("HOROVOD_GLOO_TIMEOUT_SECONDS", str(2 * LIMIT))
 
 
+@pytest.mark.long
 def test_elastic_run_loses_a_process_and_gets_one(start, on_gpu, processes, rng, request, monkeypatch):
     """Three processes become two and three again (on four GPUs four, three and four, on two: two, one, two). No commit
     is lost, and the position counts images, not steps."""
@@ -83,6 +84,7 @@ def test_elastic_run_loses_a_process_and_gets_one(start, on_gpu, processes, rng,
         assert num_seen <= more * state["batch"] < num_seen + less + more
 
 
+@pytest.mark.long(but=["start-*"])
 @pytest.mark.usefixtures("patient_gloo")
 @pytest.mark.parametrize("place, where", [
     *((place, "without it: nothing was trained yet") for place in ("start", "joining", "session")),
@@ -127,6 +129,7 @@ def test_loss_at_start_up(place, where):
     assert line.endswith(f"; 2 processes go on {where}")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("commits", [1, 2])
 def test_fault_without_a_loss(tmp_path, monkeypatch, commits):
     """As where NCCL refuses two processes on one GPU. With no commit but that of the beginning the run ends, as nothing
@@ -252,6 +255,7 @@ def test_fault_without_a_loss_over_two_hosts(tmp_path):
     assert "none of them was lost (ncclCommInitRank failed: invalid usage), so the run ends: see" in done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("min_np", [0, 1])
 def test_loss_while_the_report_is_written(tiny_options, tmp_path, min_np):
     """Process 1 has nothing to do any more, and is not missed; process 0 writes it, and nobody goes on without it."""
@@ -275,7 +279,7 @@ def test_loss_while_the_report_is_written(tiny_options, tmp_path, min_np):
             os.kill(os.getpid(), signal.SIGKILL)
         sys.exit(code)
     """
-    done = run_processes(script, tmp_path, *tiny_options, "--epochs", "1", "--output", tmp_path / "run", narrow=True,
+    done = run_processes(script, tmp_path, *tiny_options, "--epochs", "1", "--output", tmp_path / "run", light=True,
                          min_np=min_np)
     assert done.returncode == 128 + signal.SIGKILL, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if re.search(r"process \d \(", line)]
@@ -285,6 +289,7 @@ def test_loss_while_the_report_is_written(tiny_options, tmp_path, min_np):
     assert checkpoint.load(checkpoint.find(str(tmp_path / "run"))).progress.epoch == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("victim", [0, 1])
 def test_loss_once_another_process_has_trained_to_the_end(tiny_options, tmp_path, victim):
     """Nobody goes on then: process 1 is not missed, and without process 0 the run ends."""
@@ -317,7 +322,7 @@ def test_loss_once_another_process_has_trained_to_the_end(tiny_options, tmp_path
         sys.exit(program.main(sys.argv[3:]))
     """
     done = run_processes(script, tmp_path, victim, *tiny_options, "--max-steps", "1", "--output", tmp_path / "run",
-                         narrow=True, min_np=1)
+                         light=True, min_np=1)
     assert " on from the last commit" not in done.stderr
     lines = [line for line in done.stderr.splitlines() if re.search(r"process \d \(", line)]
     if victim:
@@ -329,6 +334,7 @@ def test_loss_once_another_process_has_trained_to_the_end(tiny_options, tmp_path
         assert done.returncode == 128 + signal.SIGKILL, done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("min_np", [0, 1])
 def test_a_process_that_has_said_why_it_ends_is_not_lost(tiny_options, tmp_path, min_np):
     """All is done when process 0 tells that somebody has removed a file of the run."""
@@ -342,12 +348,13 @@ def test_a_process_that_has_said_why_it_ends_is_not_lost(tiny_options, tmp_path,
         session._write_report = lambda *_: Path(folder, "config.json").unlink()
         sys.exit(program.main([*arguments, "--output", folder]))
     """
-    done = run_processes(script, tmp_path / "run", *tiny_options, "--max-steps", "1", narrow=True, min_np=min_np)
+    done = run_processes(script, tmp_path / "run", *tiny_options, "--max-steps", "1", light=True, min_np=min_np)
     assert done.returncode == 1, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if "error: " in line or "process 0" in line]
     assert line.startswith("error: the run has ended, but config.json had been removed from ")
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("patient_gloo")
 def test_killed_process_ends_the_run(start, processes, rng):
     """Without elastic mode: at once, with what happened and what to do; the checkpoint of before is whole."""
@@ -369,6 +376,7 @@ def test_killed_process_ends_the_run(start, processes, rng):
     assert checkpoint.load(checkpoint.find(str(run.folder))).progress.step == saved["step"]
 
 
+@pytest.mark.long
 def test_process_without_memory_ends_the_run(tiny_options, tmp_path):
     """An allocation that fails on one of two processes, in mid-epoch: both end, and what was saved is whole."""
     script = """
@@ -387,7 +395,7 @@ def test_process_without_memory_ends_the_run(tiny_options, tmp_path):
         sys.exit(program.main(sys.argv[1:]))
     """
     done = run_processes(script, *tiny_options, "--output", tmp_path / "run", "--checkpoint-minutes", "1e-6",
-                         narrow=True)
+                         light=True)
     assert done.returncode == 1
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert errors[0].startswith("error: the machine's memory does not hold this (std::bad_alloc): lower --batch-size")
@@ -397,6 +405,7 @@ def test_process_without_memory_ends_the_run(tiny_options, tmp_path):
     assert checkpoint.load(checkpoint.find(str(tmp_path / "run"))).progress.step in (1, 2)
 
 
+@pytest.mark.long
 def test_validation_that_fails_on_one_process_ends_the_run(tiny_options, tmp_path):
     """As where a GPU has no memory left for it: nobody waits for the other, and the epoch is saved."""
     script = """
@@ -421,7 +430,7 @@ def test_validation_that_fails_on_one_process_ends_the_run(tiny_options, tmp_pat
         Workers.__init__, MXNetExecutor.infer = known, failing
         sys.exit(program.main(sys.argv[1:]))
     """
-    done = run_processes(script, *tiny_options, "--output", tmp_path / "run", narrow=True)
+    done = run_processes(script, *tiny_options, "--output", tmp_path / "run", light=True)
     assert done.returncode == 2, done.stderr
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert errors == ["error: the GPU has no memory left"]

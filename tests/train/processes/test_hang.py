@@ -170,6 +170,7 @@ def told(err: str) -> list[str]:
     return [line for line in err.splitlines() if re.match(r"(error: )?process \d", line)]
 
 
+@pytest.mark.long
 @needs_horovod
 def test_stopped_process_ends_the_run(start, processes, rng):
     """With its name and place, after the time given, as the last thing that is said; what was saved is whole."""
@@ -196,6 +197,7 @@ def test_stopped_process_ends_the_run(start, processes, rng):
     assert checkpoint.load(checkpoint.find(str(run.folder))).progress.step == run.events("checkpoint")[-1]["step"]
 
 
+@pytest.mark.long
 @needs_horovod
 def test_elastic_run_goes_on_without_a_stopped_process(start, processes, rng):
     run = start(processes, "--min-np", "1", "--hang-seconds", str(SECONDS))
@@ -216,6 +218,7 @@ def test_elastic_run_goes_on_without_a_stopped_process(start, processes, rng):
     assert "stopped after step " in out
 
 
+@pytest.mark.long
 @needs_horovod
 def test_request_to_stop_survives_a_loss(start):
     """SIGTERM while a process is stopped: it is found, and the others, who begin anew without it, save and stop."""
@@ -247,10 +250,11 @@ BLOCKED = """
 """
 
 
+@pytest.mark.long
 @needs_horovod
 def test_process_blocked_in_c_ends_the_run(tiny_options, tmp_path):
     """Where no signal handler can run."""
-    done = run_processes(BLOCKED, *tiny_options, "--output", tmp_path / "run", narrow=True,
+    done = run_processes(BLOCKED, *tiny_options, "--output", tmp_path / "run", light=True,
                          hang_seconds=SECONDS)
     assert done.returncode == EXIT_HUNG_PROCESS, done.stderr
     last = done.stderr.splitlines()[-1]
@@ -259,9 +263,11 @@ def test_process_blocked_in_c_ends_the_run(tiny_options, tmp_path):
     assert checkpoint.load(checkpoint.find(str(tmp_path / "run"))).progress.step == 3  # of the first validation
 
 
+@pytest.mark.long
 @needs_horovod
-def test_elastic_run_goes_on_without_a_blocked_process(tiny_options, tmp_path):
-    done = run_processes(BLOCKED, *tiny_options, "--output", tmp_path / "run", "--commit-every", "2", narrow=True,
+def test_elastic_run_goes_on_without_a_blocked_process(tiny_options, tmp_path, monkeypatch):
+    monkeypatch.setenv("REPORT", "yes")
+    done = run_processes(BLOCKED, *tiny_options, "--output", tmp_path / "run", "--commit-every", "2", light=True,
                          hang_seconds=SECONDS, min_np=1)
     assert done.returncode == 0, done.stderr
     (line,) = told(done.stderr)
@@ -304,6 +310,7 @@ def test_gpu_that_hangs(tiny_options, tmp_path, min_np):
     assert "it hangs and is killed" in first
 
 
+@pytest.mark.long(but=["False"])
 @needs_horovod
 @pytest.mark.parametrize("stop", [True, False])
 def test_killed_launcher_leaves_no_process(tmp_path, stop):

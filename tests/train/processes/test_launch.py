@@ -239,6 +239,7 @@ def test_what_another_run_has_left_in_the_environment(monkeypatch, capsys, left,
         assert what in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_launcher_is_not_elastic_because_another_was(monkeypatch):
     pytest.importorskip("horovod")
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
@@ -287,6 +288,7 @@ def test_worker_of_horovodrun_binds_itself(machine, monkeypatch):
     assert environment["RESNET_CORES"] == "4"
 
 
+@pytest.mark.long(but=["sys.exit(7)*"])
 @pytest.mark.parametrize("ending, code, words", [
     ("os.kill(os.getpid(), 9)", 128 + signal.SIGKILL, "was killed by SIGKILL, as the kernel does when the machine's"),
     ("sys.exit(7)", 7, "failed with exit code 7"),
@@ -312,6 +314,7 @@ time.sleep(10_000)
         assert words in line
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("send", [os.killpg, os.kill], ids=["terminal", "launcher"])
 def test_ctrl_c_reaches_the_processes(tmp_path, send):
     """Also before they have a handler of their own, as while they start, and in commands that need none; and where
@@ -334,6 +337,7 @@ def test_ctrl_c_reaches_the_processes(tmp_path, send):
                 os.killpg(launcher.pid, signal.SIGKILL)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("call", ["launch(slots, command)", "launch_elastic(slots, command, 1)"])
 @pytest.mark.parametrize("activity, words", [(Activity.STARTING, f"{STOPPED_EARLY}\n"), (Activity.REPORTING, "")],
                          ids=["early", "late"])
@@ -380,6 +384,7 @@ time.sleep(10_000)
     wait_until(lambda: {"0.stopped", "1.stopped"} <= set(os.listdir(tmp_path)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("call", ["launch(slots, command)", "launch_elastic(slots, command, 1)"])
 def test_a_launcher_whose_terminal_is_closed_waits_for_the_processes(tmp_path, call):
     """Whoever waits for it, as make and containers do, would take the run for over while it saves."""
@@ -408,6 +413,7 @@ time.sleep(10_000)
     assert (launcher.returncode, err) == (128 + signal.SIGHUP, "")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("call, number", [
     ("launch(slots, command)", signal.SIGTERM),
     ("launch(slots, command)", signal.SIGINT),
@@ -438,6 +444,7 @@ while True:
             launcher.kill()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_the_slowest_to_stop_is_waited_for(capfd, monkeypatch, number):
     """Process 0 writes the report when the others, asked to stop as it was, are gone."""

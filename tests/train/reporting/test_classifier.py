@@ -80,6 +80,7 @@ def test_it_is_kept_in_a_file(rng: np.random.Generator, tmp_path: Path) -> None:
         classifier.read(tmp_path)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_odd_names_mean_nothing_to_markdown_and_html(rng: np.random.Generator, tmp_path: Path,
                                                      recwarn: pytest.WarningsRecorder) -> None:
     write_validation(tmp_path, "odd", Tiles([("1", "one")]), "command", made_up(rng, 700, ODD_NAMES))
@@ -90,6 +91,8 @@ def test_odd_names_mean_nothing_to_markdown_and_html(rng: np.random.Generator, t
     assert "<b>x</b>" not in page and "&lt;b&gt;x&lt;/b&gt;" in page and "日本語" in page
 
 
+@pytest.mark.long
+@pytest.mark.usefixtures("undrawn")
 def test_a_thousand_classes_have_short_tables_and_no_matrix(rng: np.random.Generator) -> None:
     names = [f"class {i}" for i in range(1000)]
     found = made_up(rng, 20_000, names)
@@ -121,6 +124,7 @@ def test_what_it_says_of_its_images(rng: np.random.Generator) -> None:
     assert "none of this says how it does on others" in text and "Calibration on the 4 training images" in text
 
 
+@pytest.mark.long(but=["theme0"])
 @pytest.mark.parametrize("theme", [plots.LIGHT, plots.DARK])
 def test_matrix_has_one_colour_on_the_diagonal_and_another_beside(theme: plots.Theme) -> None:
     """Class 0 is always right, half of class 1 is taken for class 0, class 2 has no image."""
@@ -169,6 +173,7 @@ def test_pictures_are_those_of_the_mistakes(tmp_path: Path, rng: np.random.Gener
     assert MISTAKES not in describe(outcomes, loader, 1, "validation images").figures
 
 
+@pytest.mark.long
 def test_a_run_shows_what_predict_says_of_each_image(
     narrow_network: None, tiny_options: list[str], tiny_data: Path, tmp_path: Path, run_train,
     monkeypatch: pytest.MonkeyPatch
@@ -214,6 +219,8 @@ def test_a_run_shows_what_predict_says_of_each_image(
     assert (run / "report" / "report.md").read_bytes() == before
 
 
+@pytest.mark.long
+@pytest.mark.usefixtures("undrawn")
 @needs_horovod
 def test_two_processes_count_as_one(narrow_network: None, tiny_options: list[str], tmp_path: Path, run_train) -> None:
     """27 images in batches of 4 on each of two: the second has a short batch, and at last an empty one."""
@@ -224,7 +231,7 @@ def test_two_processes_count_as_one(narrow_network: None, tiny_options: list[str
     for count in (1, 2):
         folder = tmp_path / f"report{count}"
         done = run_processes(script, "validate", "--checkpoint", run, "--device", "cpu", "--batch-size", 4,
-                             "--report", folder, count=count, narrow=True)
+                             "--report", folder, count=count, light=True)
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("report: ") == 1
         reports.append(json.loads((folder / "report.json").read_text())["classifier"])

@@ -45,6 +45,7 @@ def report() -> Report:
     return Report("NVIDIA H200", sections, about)
 
 
+@pytest.mark.long
 def test_page(report, tmp_path):
     gpu_report.write(tmp_path, report)
     page = (tmp_path / "report.md").read_text()
@@ -72,6 +73,7 @@ def test_page(report, tmp_path):
     assert Report.read(tmp_path / "report.json") == report
 
 
+@pytest.mark.long
 def test_large_batches_alone_have_no_latency(report, tmp_path):
     """As where there was time for the largest one only."""
     section = report.sections["inference"]

@@ -65,6 +65,7 @@ def test_a_share_that_there_is_is_not_shown_as_none(share: float, shown: str) ->
     assert Facts("float32", 1, 8, 100, 10, share, None).unknown_shown == shown
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_perplexity_without_end(record: RunRecord, tmp_path: Path) -> None:
     """No float holds it, and JSON has no infinity."""
     assert perplexity(1.0) == pytest.approx(math.e) and perplexity(1e6) == math.inf
@@ -77,6 +78,7 @@ def test_perplexity_without_end(record: RunRecord, tmp_path: Path) -> None:
     assert values["perplexity"][0] == {"epoch": 1, "training": pytest.approx(math.exp(1.5)), "validation": None}
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_stopped_in_the_first_epoch(record: RunRecord, tmp_path: Path) -> None:
     record.epochs = []
     page = report.write_report(tmp_path, record).read_text()

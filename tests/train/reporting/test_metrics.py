@@ -398,6 +398,8 @@ def test_plain_output_has_speed_loss_and_time_left_but_no_control_codes(tmp_path
     assert printed[-1] == "total images/sec: 48.0"
 
 
+@pytest.mark.long(but=["5-False"])
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("num_classes, is_told", [(5, False), (6, True)])
 def test_top5_of_five_classes_is_kept_but_not_shown(tmp_path: Path, num_classes: int, is_told: bool) -> None:
     """It is always 100 %."""

@@ -38,6 +38,7 @@ def test_spread(total: int, count: int, expected: list[int]) -> None:
     assert spread(total, count) == expected
 
 
+@pytest.mark.long(but=["False"])
 @pytest.mark.parametrize("broken", [False, True])
 def test_predictions_of_the_spread_images(
     broken: bool, tmp_path: Path, narrow_network: None, rng: np.random.Generator

@@ -70,6 +70,7 @@ def counted(values: list[float]) -> list[float]:
     return values[WARMUP:FIRST_SESSION] + values[FIRST_SESSION + WARMUP :]
 
 
+@pytest.mark.long
 def test_gpu_figures_weigh_by_counted_time(record: RunRecord, tmp_path: Path) -> None:
     """Points every 5 steps, beginning with the warm-up, which counts neither joules nor images."""
     assert "GPU" not in report.write_report(tmp_path, record).read_text(), "a run on a CPU does not speak of it"
@@ -95,6 +96,7 @@ def test_gpu_figures_weigh_by_counted_time(record: RunRecord, tmp_path: Path) ->
     assert Image.open(tmp_path / "gpu.png").size[0] > 500
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_gpu_that_tells_nothing(record: RunRecord, tmp_path: Path) -> None:
     record.gpu_curve = [GpuPoint(10, None, None, None)]
     text = report.write_report(tmp_path, record).read_text()
@@ -215,6 +217,7 @@ def test_long_runs_are_drawn_with_few_points() -> None:
     assert len(plots.throughput(record, plots.LIGHT)) > 1000
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("sessions, words", [
     ([], f" {IMAGES_PER_STEP} images per step"), ([32, 32], " 32 images per step"),
     ([32, 224], " 32, then 224 images per step"),
@@ -224,6 +227,7 @@ def test_images_per_step_of_all_sessions(sessions: list[int], words: str, record
     assert words in report.write_report(tmp_path, record).read_text()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_skipped_images_stand_at_its_head(record: RunRecord, tmp_path: Path) -> None:
     """Each once, though a resumed run may name one again."""
     text = report.write_report(tmp_path, record).read_text()
@@ -235,6 +239,7 @@ def test_skipped_images_stand_at_its_head(record: RunRecord, tmp_path: Path) -> 
     assert "skipped" not in report.write_report(tmp_path, record).read_text()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_skipped_images_of_each_epoch(record: RunRecord, tmp_path: Path) -> None:
     record.epochs[2].skipped_images = 1234
     text = report.write_report(tmp_path, record).read_text()
@@ -242,6 +247,7 @@ def test_skipped_images_of_each_epoch(record: RunRecord, tmp_path: Path) -> None
     assert table == ["skipped", "---", "0", "0", "1,234", "0"]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_benchmark_without_epochs_or_losses(record: RunRecord, tmp_path: Path) -> None:
     record.epochs, record.loss_curve, record.events, record.loader_images_per_sec = [], [], [], None
     report.write_report(tmp_path, record)
@@ -262,6 +268,7 @@ def test_predictions_that_lie_there_become_a_picture(record: RunRecord, tmp_path
     assert len(re.findall("data:image/png", page)) == 2 * (len(PLOTS) + 1)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_run_of_one_step(tmp_path: Path) -> None:
     record = RunRecord({}, "python", 8, warmup_steps=10, session_starts=[0], seconds=1.0,
                        step_ms=[1000.0], loader_wait_ms=[250.0], compute_ms=[750.0])
@@ -269,6 +276,7 @@ def test_a_run_of_one_step(tmp_path: Path) -> None:
     assert "| total | 8.0 | (a single step) |" in (tmp_path / "report.md").read_text()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_bad_input_is_one_sentence(record: RunRecord, tmp_path: Path) -> None:
     with pytest.raises(TrainError, match="no finished step"):
         report.write_report(tmp_path / "a", RunRecord({}, "python", 8))
@@ -278,6 +286,7 @@ def test_bad_input_is_one_sentence(record: RunRecord, tmp_path: Path) -> None:
         report.write_report(tmp_path / "file" / "report", record)
 
 
+@pytest.mark.long
 def test_command_line_makes_a_report_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,22 +18,18 @@ pytestmark = pytest.mark.usefixtures("narrow_network")
 
 
 @pytest.fixture(scope="module")
-def trained(narrow_network, tiny_options, tmp_path_factory) -> Path:
+def trained(narrow_network, tiny_options, tmp_path_factory, light_run) -> Path:
     """A run of three steps on class0, class1 and class2."""
-    from train.__main__ import main
-
     folder = tmp_path_factory.mktemp("trained") / "run"
-    assert main(["--output", str(folder), *tiny_options, "--max-steps", "3"]) == 0
+    assert light_run("--output", folder, *tiny_options, "--max-steps", 3) == 0
     return folder
 
 
 @pytest.fixture(scope="module")
-def published(trained) -> Path:
+def published(trained, light_run) -> Path:
     """The same as a file of PyTorch."""
-    from train.__main__ import main
-
     file = trained.parent / "w.pth"
-    assert main(["export", "--checkpoint", str(trained), "--torchvision", str(file)]) == 0
+    assert light_run("export", "--checkpoint", trained, "--torchvision", file) == 0
     return file
 
 
@@ -100,6 +96,7 @@ def test_the_run_has_the_images_of_its_weights(start, published, tmp_path):
     assert event["notes"][-1] == "fc.weight: 3 classes there, 3 here: a new classifier"
 
 
+@pytest.mark.long
 def test_without_a_preset_weights_are_fine_tuned_at_their_size(run_train, tiny_options, published, tmp_path):
     file, folder = tmp_path / "w.pth", tmp_path / "new"
     shutil.copy(published, file)
@@ -114,6 +111,7 @@ def test_without_a_preset_weights_are_fine_tuned_at_their_size(run_train, tiny_o
     assert config["random_area"] == list(load_preset("finetune").random_area)
 
 
+@pytest.mark.long
 def test_a_run_from_weights_goes_on_without_them(start, run_train, published, tmp_path):
     start("--weights", published)
     shutil.copy(published, tmp_path / "gone.pth")
@@ -124,11 +122,13 @@ def test_a_run_from_weights_goes_on_without_them(start, run_train, published, tm
     assert code == 0 and "stopped after step 3" in out, (out, err)
 
 
+@pytest.mark.long
 def test_resume_auto_begins_with_weights(start, published):
     out, _ = start("--weights", published, "--resume", "auto")
     assert "fc.weight: 3 classes there, 3 here: as it is" in out
 
 
+@pytest.mark.long
 def test_the_same_command_with_a_preset_begins_and_resumes(run_train, tiny_options, published, tmp_path):
     """The preset has another network and other images than the weights."""
     file, folder = tmp_path / "w.pth", tmp_path / "new"
@@ -171,6 +171,7 @@ def test_mistakes_leave_nothing(options, words, run_train, tiny_options, tiny_da
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.long
 def test_validate_and_predict_with_a_file(run_train, trained, published, tiny_data):
     """As with the run that it was exported from; what is to be said stands on stderr."""
     options = ("--data", tiny_data, "--device", "cpu", "--num-threads", "1", "--batch-size", "9")

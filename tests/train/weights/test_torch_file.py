@@ -175,6 +175,7 @@ ENDLESS = [
 ]
 
 
+@pytest.mark.long
 def test_a_few_bytes_take_no_endless_time(tmp_path):
     """In a process of its own, as C code that hangs cannot be interrupted."""
     for number, content in enumerate(ENDLESS):
@@ -222,6 +223,7 @@ def test_truncated_files(tmp_path):
         assert "fetch or write it once more" in sentence(file)
 
 
+@pytest.mark.long
 def test_damaged_files(tmp_path, rng):
     content, file = bytearray(SMALL.read_bytes()), tmp_path / "w.pth"
     reads = 0

@@ -128,6 +128,7 @@ def test_logits_in_float16_on_a_gpu(model, tmp_path, rng, monkeypatch):
     assert np.abs(difference).max() / np.ptp(wanted, axis=1).max() < 1e-2
 
 
+@pytest.mark.long(but=[".safetensors"])
 @pytest.mark.parametrize("form", [".pth", ".safetensors"])
 def test_round_trip_to_the_bit(form, state, tmp_path):
     if form == ".safetensors":
@@ -145,6 +146,7 @@ def run_export(*arguments: object) -> None:
     export.main(read(ExportOptions, [str(argument) for argument in arguments], command="export"))
 
 
+@pytest.mark.long(but=["resnet18"])
 @pytest.mark.parametrize("model", ["resnet18", "resnet50", "resnet50d", "resnext50_32x4d", "wide_resnet50_2"])
 def test_what_is_exported_is_read_again(model, tmp_path, rng):
     trained = random_network(model, 3, rng)
@@ -280,6 +282,7 @@ def zoo_network(name: str, classes: int, rng: np.random.Generator) -> mx.gluon.H
     return network
 
 
+@pytest.mark.long(but=["resnet18_v2-export"])
 @pytest.mark.parametrize("name, form", [
     ("resnet18_v1", "save_parameters"), ("resnet34_v1", "export"), ("resnet18_v2", "export"),
     ("resnet50_v2", "save_parameters"),
@@ -343,6 +346,7 @@ def test_own_parameter_files(layout, tmp_path, rng):
     assert found.class_names == ["0", "1", "2"]
 
 
+@pytest.mark.long(but=["resnet18"])
 @pytest.mark.parametrize("model", ["resnet18", "resnet50d", "resnet18_v2"])
 def test_own_onnx_files(model, tmp_path, rng):
     """BatchNorms are folded there: taken out again they compute the same, and have their gamma and beta."""

@@ -1,6 +1,6 @@
-"""For the runs that the tests of faults start with this folder on PYTHONPATH: networks are an eighth as wide, and what
-is slow before the first step and after the last one is left out, unless REPORT is in the environment. Python imports a
-module of this name at every start."""
+"""For processes that tests start with this folder on PYTHONPATH: networks are an eighth as wide, as with the fixture
+`narrow_network`, and what is slow after a run's last step is left out, unless REPORT is in the environment. Python
+imports a module of this name at every start."""
 
 from __future__ import annotations
 

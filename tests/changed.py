@@ -1,0 +1,164 @@
+"""`make check`, for the person at work: ruff, mypy and the tests of what has changed since a commit, in a minute.
+
+    python tests/changed.py [--since COMMIT] [OPTIONS OF PYTEST]
+
+Changed is what differs from that commit (if none is given: from where this branch left main), and what is not committed
+yet. A file's tests are the file of tests itself; those at the same place under tests/; those that import it, or what
+imports it; and where there are none, those that name it. Of many the nearest are run, and `make test` runs all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = ("common", "train", "pipelines", "graph_passes", "benchmarks", "scripts", "tests")
+MOST_FILES = 6  # of tests, which take about ten seconds each on one core
+MAIN = ("origin/main", "main")
+
+
+def git(*arguments: str) -> list[str]:
+    """The lines that it prints; none where it fails."""
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.splitlines() if done.returncode == 0 else []
+
+
+def start_of_branch() -> str:
+    return next((line for main in MAIN for line in git("merge-base", "HEAD", main)), "HEAD")
+
+
+def changed_since(commit: str) -> list[str]:
+    """Paths of the files that are there, changed, added or not known to git."""
+    paths = {*git("diff", "--name-only", commit), *git("ls-files", "--others", "--exclude-standard")}
+    return sorted(path for path in paths if (ROOT / path).is_file())
+
+
+def module_of(path: str) -> str:
+    """As it is imported: files of tests/ and benchmarks/ by their names alone."""
+    parts = Path(path).with_suffix("").parts
+    return parts[-1] if parts[0] in ("tests", "benchmarks", "scripts") else ".".join(parts).removesuffix(".__init__")
+
+
+def imported(source: str) -> Iterator[str]:
+    """Names of all that a file may import: of `from a import b` a and a.b, since b may be a module."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{name.name}" for name in node.names)
+
+
+class Project:
+    """Who imports whom.
+
+    Args:
+        sources: text of each Python file, by its path.
+    """
+
+    def __init__(self, sources: dict[str, str]) -> None:
+        self._sources = sources
+        self._tests = [path for path in sources if Path(path).name.startswith("test_")]
+        self._importers: dict[str, set[str]] = {}
+        for path, source in sources.items():
+            for name in set(imported(source)):
+                self._importers.setdefault(name, set()).add(path)
+
+    def tests_of(self, path: str) -> list[str]:
+        """Files of tests, the nearest first."""
+        if path in self._tests:
+            return [path]
+        if path not in self._sources:
+            return self._that_name(path)
+        near = [*self._at_the_same_place(path), *self._that_import(path)]
+        return list(dict.fromkeys(near or self._that_name(path, Path(path).stem) or self._in_the_folder(path)))
+
+    def _at_the_same_place(self, path: str) -> list[str]:
+        folder, name = Path(path).parent, f"test_{Path(path).name}"
+        return [test for test in (str("tests" / folder / name), f"tests/{name}") if test in self._tests]
+
+    def _that_import(self, path: str) -> list[str]:
+        """By themselves; where none does, through the fewest files."""
+        seen, now = {path}, {path}
+        while now:
+            now = {importer for each in now for importer in self._importers.get(module_of(each), ())} - seen
+            if tests := sorted(now.intersection(self._tests), key=self._number_of_imports):
+                return tests
+            seen |= now
+        return []
+
+    def _number_of_imports(self, test: str) -> tuple[int, str]:
+        """Few where it is about little else."""
+        return len(set(imported(self._sources[test]))), test
+
+    def _that_name(self, path: str, word: str = "") -> list[str]:
+        """Those in its folder first. `word`: what to look for, if not the file's name."""
+        name = Path(path).name
+        pattern = re.compile(rf"(?<!\w){re.escape(word or (name if '.' in name else path))}\b")
+        tests = [test for test in self._tests if pattern.search(self._sources[test])]
+        tests.sort(key=lambda test: Path(test).parent != "tests" / Path(path).parent)
+        if name.endswith(".md"):
+            tests.insert(0, "tests/test_docs.py")
+        elif name.endswith((".cu", ".cuh")):
+            tests.insert(0, "tests/graph_passes/cuda/test_compile.py")
+        return list(dict.fromkeys(tests))
+
+    def _in_the_folder(self, path: str) -> list[str]:
+        """Or in the one above: a preset is a file by itself, which tests of all presets find by its folder."""
+        folder = "tests" / Path(path).parent
+        return [test for place in (folder, folder.parent) for test in self._tests if Path(test).parent == place]
+
+
+def nearest(tests: Iterable[list[str]]) -> list[str]:
+    """Of each changed file's tests in turn: the first of all, the second of all, and so on."""
+    lists = list(tests)
+    turns = [each[place] for place in range(max(map(len, lists), default=0)) for each in lists if place < len(each)]
+    return list(dict.fromkeys(turns))
+
+
+def choose(changed: list[str], project: Project) -> list[str]:
+    """The tests to run; says which, and why no others."""
+    found = {path: project.tests_of(path) for path in changed}
+    tests = nearest(found.values())
+    for path, of_path in found.items():
+        print(f"{path}: {', '.join(test for test in of_path if test in tests[:MOST_FILES]) or 'no tests'}")
+    if left := tests[MOST_FILES:]:
+        print(f"left to make test: {len(left)} more files of tests, such as {left[0]}")
+    if not changed:
+        print("no tests: nothing has changed")
+    return tests[:MOST_FILES]
+
+
+def check(tests: list[str], options: list[str]) -> bool:
+    """Whether all is well. mypy and the tests take a core each."""
+    mypy = subprocess.Popen([sys.executable, "-m", "mypy"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    ruff = subprocess.run([sys.executable, "-m", "ruff", "check"], cwd=ROOT)
+    marks = "not gpu and not slow and not long"
+    code = 0
+    if tests:
+        code = subprocess.run([sys.executable, "-m", "pytest", "-m", marks, *tests, *options], cwd=ROOT).returncode
+    print("mypy:", mypy.communicate()[0].strip())
+    return not (ruff.returncode or mypy.returncode or code not in (0, 5))  # 5: all of them are long
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--since", metavar="COMMIT", default="")
+    known, options = parser.parse_known_args()
+    since = known.since or start_of_branch()
+    if not git("rev-parse", "--verify", "--quiet", f"{since}^{{commit}}"):
+        print(f"error: there is no commit {since}: give another one with SINCE=COMMIT", file=sys.stderr)
+        return 2
+    paths = [path for folder in SOURCES for path in (ROOT / folder).rglob("*.py")]
+    project = Project({str(path.relative_to(ROOT)): path.read_text() for path in paths})
+    return 0 if check(choose(changed_since(since), project), options) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
