@@ -1,4 +1,4 @@
-#!/usr/bin/env bash
+#!/bin/sh
 # Set up the environment that everything runs in: setup.sh [run|test|horovod|all] [VENV]   (default: all of .venv)
 #
 #   run       a virtual environment of Python 3.10 to 3.14 with the project and what one process needs: extra `cpu`, or
@@ -10,7 +10,7 @@
 # Each finished step leaves its mark in VENV, so that a second call does nothing and an interrupted one goes on; what
 # its programs said is in VENV/setup-STEP.log.
 
-# Any shell reads this far, since a system without glibc often has no bash.
+# Any shell reads this far, and then bash everything: a system without glibc often has none.
 case $(ldd --version 2>&1) in
     *musl*)
         printf 'error: %s\n' "this system's C library is musl (Alpine), for which MXNet and DALI have no packages: take an \
@@ -52,21 +52,21 @@ find_python() {
 
 # What there is instead of a Python that serves, and the way to one on this system.
 why_no_python() {
-    local ID='' ID_LIKE='' VERSION_ID='' found apt='apt update && apt install python3-venv'
-    found=$(python3 --version 2>/dev/null) && found="only $found" || found=none
+    local ID='' ID_LIKE='' VERSION_ID='' found apt="run as root 'apt update && apt install python3-venv'"
+    local uv="run 'uv python install 3.12' (https://docs.astral.sh/uv has uv, for any Linux)"
+    found=$(python3 --version 2>/dev/null) && found=", only $found" || found=''
     ! is_supported python3 || found+=" without them"
     # shellcheck source=/dev/null
     [ ! -r "$OS_RELEASE" ] || . "$OS_RELEASE"
-    printf 'no Python 3.10 to 3.14 with venv and pip on PATH, %s: ' "$found"
+    printf 'no Python 3.10 to 3.14 with venv and pip on PATH%s: ' "$found"
     case "$ID-$VERSION_ID $ID_LIKE" in
-        debian-1[23]*|ubuntu-2[2-5]*|ubuntu-26.04*) echo "$apt" ;;  # whose python3 is 3.10 to 3.14
-        fedora-*) echo "dnf install python3.14" ;;                  # beside its python3, whichever that is
-        *rhel*|*centos*) echo "dnf install python3.12" ;;
-        *debian*|*ubuntu*) if is_supported python3; then echo "$apt"; else echo "$ANY_PYTHON"; fi ;;
-        *) echo "$ANY_PYTHON" ;;
+        debian-1[23]*|ubuntu-2[2-5]*|ubuntu-26.04*) echo "$apt" ;;  # whose own python3 is 3.10 to 3.14
+        fedora-*) echo "run as root 'dnf install python3.14'" ;;    # beside its own, whichever that is
+        *rhel*|*centos*) echo "run as root 'dnf install python3.12'" ;;
+        *debian*|*ubuntu*) if is_supported python3; then echo "$apt"; else echo "$uv"; fi ;;
+        *) echo "$uv" ;;
     esac
 }
-ANY_PYTHON="install Python 3.12, on any system by uv (https://docs.astral.sh/uv): uv python install 3.12"
 
 require_glibc() {
     local version
@@ -182,7 +182,7 @@ make_environment() {
     # What is removed is an unfinished environment, and nothing else that VENV may name.
     [ ! -e "$venv" ] || [ -e "$venv/pyvenv.cfg" ] || rmdir "$venv" 2>/dev/null ||
         fail "$venv is there and is no virtual environment: remove it, or name another place"
-    python=$(find_python) || fail "$(why_no_python), and run make again"
+    python=$(find_python) || fail "$(why_no_python), then make again"
     [ ! -e "$venv/.done-packages" ] || say "the Python of $venv was removed or replaced since it was made"
     { rm -rf "$venv" && mkdir -p "$venv"; } 2>/dev/null ||
         fail "$(realpath -m "$venv") cannot be written: clone the project into a folder of your own, or run" \

@@ -229,30 +229,29 @@ UBUNTU_26 = 'ID=ubuntu\nID_LIKE=debian\nVERSION_ID="26.04"\n'
 MINT = 'ID=linuxmint\nID_LIKE="ubuntu debian"\nVERSION_ID="23"\n'
 FEDORA = "ID=fedora\nVERSION_ID=45\n"
 ROCKY = 'ID="rocky"\nID_LIKE="rhel centos fedora"\nVERSION_ID="9.6"\n'
-APT = "apt update && apt install python3-venv"
-UV = "install Python 3.12, on any system by uv (https://docs.astral.sh/uv): uv python install 3.12"
+APT = "run as root 'apt update && apt install python3-venv'"
+UV = "run 'uv python install 3.12' (https://docs.astral.sh/uv has uv, for any Linux)"
 
 
 @pytest.mark.parametrize(("system", "python", "found", "way"), [
-    (DEBIAN_12, None, "none", APT),
-    (DEBIAN_12, a_python("3.9"), "only Python 3.9.1", APT),  # somebody's own: Debian's is python3.11 beside it
-    (DEBIAN_12, a_python("3.11", has_venv=False), "only Python 3.11.1 without them", APT),
-    (DEBIAN_13, a_python("3.13", has_venv=False), "only Python 3.13.1 without them", APT),
-    (UBUNTU_26, a_python("3.14", has_venv=False), "only Python 3.14.1 without them", APT),
-    (UBUNTU_26.replace("26", "22"), None, "none", APT),
-    (UBUNTU_26.replace("26.04", "20.04"), a_python("3.8"), "only Python 3.8.1", UV),
-    ("ID=debian\n", a_python("3.15"), "only Python 3.15.1", UV),  # of the next release
-    (MINT, a_python("3.14", has_venv=False), "only Python 3.14.1 without them", APT),
-    (FEDORA, a_python("3.15"), "only Python 3.15.1", "dnf install python3.14"),
-    (ROCKY, a_python("3.9"), "only Python 3.9.1", "dnf install python3.12"),
-    ("ID=arch\n", a_python("3.15"), "only Python 3.15.1", UV),
-    ("", 'echo "pyenv: python3: command not found" >&2; exit 127', "none", UV),
+    (DEBIAN_12, None, "", APT),
+    (DEBIAN_12, a_python("3.9"), ", only Python 3.9.1", APT),  # somebody's own: Debian's is python3.11 beside it
+    (DEBIAN_12, a_python("3.11", has_venv=False), ", only Python 3.11.1 without them", APT),
+    (DEBIAN_13, a_python("3.13", has_venv=False), ", only Python 3.13.1 without them", APT),
+    (UBUNTU_26, a_python("3.14", has_venv=False), ", only Python 3.14.1 without them", APT),
+    (UBUNTU_26.replace("26", "22"), None, "", APT),
+    (UBUNTU_26.replace("26.04", "20.04"), a_python("3.8"), ", only Python 3.8.1", UV),
+    ("ID=debian\n", a_python("3.15"), ", only Python 3.15.1", UV),  # of the next release
+    (MINT, a_python("3.14", has_venv=False), ", only Python 3.14.1 without them", APT),
+    (FEDORA, a_python("3.15"), ", only Python 3.15.1", "run as root 'dnf install python3.14'"),
+    (ROCKY, a_python("3.9"), ", only Python 3.9.1", "run as root 'dnf install python3.12'"),
+    ("ID=arch\n", a_python("3.15"), ", only Python 3.15.1", UV),
+    ("", 'echo "pyenv: python3: command not found" >&2; exit 127', "", UV),
 ])
 def test_no_python_that_serves(run_setup, tmp_path, system, python, found, way):
     done = run_setup(into=tmp_path / "new", system=system, **({"python3": python} if python else {}))
     assert done.code == 2
-    assert done.error == (f"error: no Python 3.10 to 3.14 with venv and pip on PATH, {found}: {way}, and run make "
-                          "again\n")
+    assert done.error == (f"error: no Python 3.10 to 3.14 with venv and pip on PATH{found}: {way}, then make again\n")
     assert not (tmp_path / "new").exists()
 
 
