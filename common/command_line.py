@@ -334,6 +334,13 @@ class _HelpFormatter(argparse.HelpFormatter):
         return "\n\n".join(part if re.search("^ ", part, re.MULTILINE) else textwrap.fill(part, width)
                            for part in text.strip().split("\n\n"))
 
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        """-t, --target FILE: as Python 3.13 writes it, which names the value once."""
+        if not action.option_strings or action.nargs == 0:
+            return super()._format_action_invocation(action)
+        value = self._format_args(action, self._get_default_metavar_for_optional(action))
+        return f"{', '.join(action.option_strings)} {value}"
+
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(text, width, break_on_hyphens=False)  # which are in names of options
 
