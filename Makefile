@@ -2,7 +2,9 @@
 # make compare-precision  train the same preset in fp32, TF32, fp16 and bf16: time, memory, speed, accuracy side by side
 # make gpu-report         what this GPU can do: kernels, training, inference, cost, in < 10 minutes; ARGS="--compare ..."
 # make bench-scaling      images/sec on 1, 2, 4 and 8 GPUs of this machine, with plots
-# make test               lint, type check and tests, JOBS=2 test files side by side
+# make test               lint, type check and all tests that are not long, JOBS=2 test files side by side, shuffled
+# make test-long          the long ones; make test-all: both, which is everything that needs no GPU
+# make check              ruff, mypy and the tests of files changed since main, or SINCE=COMMIT, in a minute
 # make test-gpu           the tests that need a GPU, GPU_JOBS=12 side by side and then those that need it alone
 # make sanitize           compute-sanitizer (of the CUDA toolkit) over every kernel: memory, races, barriers
 # make test-faults        kills, stops, full disks, lost files at random moments, TRIES=20 of each (docs/reliability.md)
@@ -28,7 +30,8 @@ JOBS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 GPU_JOBS ?= $(shell cores=$$(nproc); mib=$$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>&- | head -1); \
 	printf '%s\n' 12 $$cores $$(($${mib:-120000} / 10000)) | sort -n | head -1)
 
-.PHONY: help setup train-1gpu compare-precision gpu-report bench-scaling lint test test-gpu test-faults sanitize clean
+.PHONY: help setup train-1gpu compare-precision gpu-report bench-scaling lint test test-long test-all check test-gpu \
+	test-faults sanitize clean
 
 help:
 	@sed -n '/^$$/q; s/^# \?//p' Makefile
@@ -58,9 +61,22 @@ lint: $(TOOLS)
 	@$(call stage,ruff,$(PYTHON) -m ruff check)
 	@$(call stage,mypy,$(PYTHON) -m mypy)
 
-# A process that dies is not started again: the test that it died of is named, and the others end.
+# A process that dies is not started again: the test that it died of is named, and the others end. Where ARGS names files
+# whose tests are all long, or none is, one of the two has no tests, which is pytest's exit code 5.
+tests = { $(PYTHON) -m pytest -m "not gpu and not slow and $(1)" -n $(JOBS) --max-worker-restart 0 $(ARGS) || test $$? = 5; }
+
 test: lint $(HOROVOD)
-	@$(call stage,pytest,$(PYTHON) -m pytest -m "not gpu and not slow" -n $(JOBS) --max-worker-restart 0 $(ARGS))
+	@$(call stage,pytest,$(call tests,not long))
+
+test-long: $(TOOLS) $(HOROVOD)
+	@$(call stage,pytest of long tests,$(call tests,long))
+
+# In this order also with -j.
+test-all: test
+	@$(MAKE) --no-print-directory test-long
+
+check: $(TOOLS) $(HOROVOD)
+	@$(call stage,check,$(PYTHON) tests/changed.py $(if $(SINCE),--since "$(SINCE)") -n 1 $(ARGS))
 
 # Single tests, not files: a few files have most of them. Where some fail, the second stage runs nevertheless; and where ARGS
 # names files of one stage only, the other has none, which is pytest's exit code 5.

@@ -65,9 +65,10 @@ class Project:
     def __init__(self, sources: dict[str, str]) -> None:
         self._sources = sources
         self._tests = [path for path in sources if Path(path).name.startswith("test_")]
+        self._imports = {path: set(imported(source)) for path, source in sources.items()}
         self._importers: dict[str, set[str]] = {}
-        for path, source in sources.items():
-            for name in set(imported(source)):
+        for path, names in self._imports.items():
+            for name in names:
                 self._importers.setdefault(name, set()).add(path)
 
     def tests_of(self, path: str) -> list[str]:
@@ -95,7 +96,7 @@ class Project:
 
     def _number_of_imports(self, test: str) -> tuple[int, str]:
         """Few where it is about little else."""
-        return len(set(imported(self._sources[test]))), test
+        return len(self._imports[test]), test
 
     def _that_name(self, path: str, word: str = "") -> list[str]:
         """Those in its folder first. `word`: what to look for, if not the file's name."""

@@ -15,8 +15,10 @@ import pytest
 # Every test of these files starts two or three processes that train together: on two cores, one such file at a time.
 SEVERAL_PROCESSES = ("test_elastic", "test_dgx1_8gpu", "test_distributed", "test_allreduce", "test_launch")
 # What takes longest is begun first, so that the last files are short ones and no core is idle at the end.
-LONGEST_FIRST = (*SEVERAL_PROCESSES, "test_hang", "test_compile", "test_resume", "test_fusion_and_layout",
-                 "test_report", "test_loop", "test_gradient", "test_compare_precision", "test_pipeline_commands")
+LONGEST_FIRST = (*SEVERAL_PROCESSES, "test_hang", "test_resume", "test_compile", "test_operations",
+                 "test_quantize", "test_gpu_report", "test_predict_to_file", "test_loop", "test_extending",
+                 "test_classifier", "test_export", "test_fine_tuning", "test_fused_step", "test_weights",
+                 "test_without_gpu", "test_quantised_without_gpu", "test_augment", "test_loader", "test_bad_input")
 
 MOST_SHOWN = 200  # characters of what a test failed by
 

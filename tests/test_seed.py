@@ -46,12 +46,14 @@ def test_a_failed_test_says_the_seed_that_repeats_it(tmp_path: Path) -> None:
     assert re.findall(r"assert (\d+) == 0", run_tests(tmp_path)) != numbers
 
 
+@pytest.mark.long(but=["options1"])
 @pytest.mark.parametrize("options", [("-q",), ("-q", "-n", "1"), ("-v",)])
 def test_the_seed_is_said_before_the_first_test(tmp_path: Path, options: tuple[str, ...]) -> None:
     out = run_tests(tmp_path, *options, RESNET_TEST_SEED="7")
     assert "RESNET_TEST_SEED=7" in out[:out.index("test_it.py")]
 
 
+@pytest.mark.long
 def test_the_seed_repeats_the_order(tmp_path: Path) -> None:
     def order(seed: int) -> list[str]:
         return re.findall(r"test_it.py::(\w+) FAILED", run_tests(tmp_path, "-v", RESNET_TEST_SEED=str(seed)))

@@ -83,6 +83,19 @@ def test_order_of_the_files():
     assert [item.nodeid for item in items] == [names[3], names[1], names[4], names[0], names[2]]
 
 
+def test_long_but_for_some_parameters() -> None:
+    def item(case: str | None, **options: Any) -> Any:
+        mark = pytest.mark.long(**options).mark
+        found = SimpleNamespace(own_markers=[pytest.mark.gpu.mark, mark], get_closest_marker=lambda _: mark)
+        return found if case is None else SimpleNamespace(**vars(found), callspec=SimpleNamespace(id=case))
+
+    patterns = ["a-*", "b"]
+    items = [*(item(case, but=patterns) for case in ("a-1", "b-1", "b")), item("a-1"), item(None)]
+    side_by_side.shorten(items)
+    assert [[mark.name for mark in each.own_markers] for each in items] == [
+        ["gpu"], ["gpu", "long"], ["gpu"], ["gpu", "long"], ["gpu", "long"]]
+
+
 def test_shuffled_by_the_seed_but_files_and_classes_stay_together():
     class First: ...
 

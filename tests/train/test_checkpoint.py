@@ -25,7 +25,6 @@ def state(rng):
     """A checkpoint of random arrays in odd shapes."""
     arrays = {"stem_conv_weight": rng.standard_normal((5, 7, 7, 3), np.float32),
               "classifier_bias": rng.standard_normal(11, np.float32)}
-    np.random.seed(int(rng.integers(2**32)))
     return Checkpoint(
         params=arrays,
         aux={"bn_moving_mean": rng.standard_normal(3, np.float32)},
@@ -34,7 +33,7 @@ def state(rng):
         class_names=["Käfer", "b"],
         progress=Progress(step=42, epoch=3, epoch_step=2, best_top1=0.5),
         loader_states=[b"position 0", bytes(rng.integers(0, 256, 99, np.uint8))],
-        numpy_rng=np.random.get_state(legacy=False),
+        numpy_rng=np.random.RandomState(int(rng.integers(2**32))).get_state(legacy=False),
         scalars={"loss_scale": 2048.0, "good_steps": 17, "updates": 40},
     )
 

@@ -87,6 +87,7 @@ def test_buckets_become_their_mean(tmp_path, rng):
 def test_horovod_without_nccl_or_library_is_one_sentence(monkeypatch):
     from train.processes.horovod_mxnet import hvd
 
+    allreduce.load_library.cache_clear()  # which another test may have filled
     monkeypatch.setattr(hvd, "nccl_built", lambda: 0)
     with pytest.raises(TrainError, match="this Horovod was built without NCCL"):
         allreduce.load_library(on_gpu=True)
