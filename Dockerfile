@@ -3,6 +3,7 @@
 #   docker build -t resnet .                               # CPU
 #   docker build -t resnet --build-arg SETUP_FOR=gpu .     # NVIDIA GPUs; the machine that builds needs none
 
+# Debian 12 for its Python 3.11, with which MXNet runs on the NumPy that it was made for; Debian 13 (trixie) works too.
 FROM debian:bookworm-slim AS build
 # hadolint ignore=DL3008
 RUN apt-get update && \
@@ -10,10 +11,11 @@ RUN apt-get update && \
     rm -rf /var/lib/apt/lists/*
 WORKDIR /resnet
 # What the set-up reads, alone: it is repeated when that changes, and not with every other file.
-COPY Makefile README.md pyproject.toml ./
+COPY LICENSE Makefile README.md pyproject.toml ./
 COPY common common
 COPY graph_passes/__init__.py graph_passes/
 COPY pipelines/__init__.py pipelines/
+COPY resnet_mxnet/__init__.py resnet_mxnet/
 COPY scripts scripts
 COPY train/__init__.py train/
 COPY train/processes/allreduce.cc train/processes/

@@ -20,6 +20,8 @@ PYTHON := .venv/bin/python
 RUN := .venv/.ready
 TOOLS := .venv/.ready-test
 HOROVOD := .venv/.ready-horovod
+# Where the Python under it was upgraded or removed, its packages are not found any more: it is set up anew.
+$(if $(wildcard .venv/.ready),$(shell .venv/bin/python -c 'import pip' >/dev/null 2>&1 || rm -f .venv/.ready*))
 endif
 
 # One for each core, four at most: each takes up to a gigabyte of memory.
@@ -35,13 +37,13 @@ help:
 	@sed -n '/^$$/q; s/^# \?//p' Makefile
 
 setup:
-	@bash scripts/setup.sh
+	@sh scripts/setup.sh
 
-.venv/.ready .venv/.ready-test: pyproject.toml common/mxnet_compat.pth scripts/setup.sh scripts/link_cuda11.py
-	@bash scripts/setup.sh $(if $(findstring test,$@),test,run)
+.venv/.ready .venv/.ready-test: pyproject.toml common/mxnet_hook.pth common/mxnet_hook.py scripts/setup.sh scripts/link_cuda11.py
+	@sh scripts/setup.sh $(if $(findstring test,$@),test,run)
 
 .venv/.ready-horovod: scripts/setup.sh scripts/build_horovod.py train/processes/allreduce.cc
-	@bash scripts/setup.sh horovod
+	@sh scripts/setup.sh horovod
 
 train-1gpu: $(RUN)
 	@$(PYTHON) -m train $(if $(DATA),--data "$(DATA)") $(ARGS)

@@ -15,7 +15,6 @@ import functools
 import importlib
 import inspect
 import itertools
-import os
 import re
 import shutil
 import sys
@@ -27,7 +26,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from common.errors import EXIT_CTRL_C, EXIT_PIPE_CLOSED, EXIT_USER_ERROR, ProgramError, UserError
-from common.output import make_safe, print_error
+from common.output import failed_output, make_safe, print_error
+from common.packages import how_to_install
+from common.program import as_typed
 
 HELP = ("-h", "--help")
 VERSION = "--version"
@@ -41,23 +42,41 @@ def exit_code_of(main: Callable[[], int | None]) -> int:
     """Run a program to its end; its exit code. What ends it early is told in one sentence on stderr."""
     make_safe()
     try:
-        code = main() or 0
-        sys.stdout.flush()
-        return code
+        return _code_at_end(main)
     except ProgramError as error:
         print_error(error)
         return error.exit_code
-    except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where Python flushes at its end
-        return EXIT_PIPE_CLOSED
+    except ModuleNotFoundError as error:
+        if (sentence := how_to_install(error)) is None:
+            raise
+        print_error(sentence)
+        return EXIT_USER_ERROR
     except OSError as error:
         if error.errno is None:  # not the system's answer: a library that cannot be loaded
             raise
+        if error is failed_output() and isinstance(error, BrokenPipeError):  # `| head` has seen enough
+            return EXIT_PIPE_CLOSED
         where, what = error.filename or "input or output", error.strerror or error
         print_error(f"{where}: {what}; check path, permissions and disk")
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         return EXIT_CTRL_C
+    finally:
+        failed_output()  # else Python, when it ends, complains of what it cannot write
+
+
+def _code_at_end(main: Callable[[], int | None]) -> int:
+    """Raises what has failed on standard output, also where a library has made an end by itself because of it."""
+    try:
+        code = main() or 0
+        if code:
+            return code
+    except SystemExit:  # after --help and --version
+        if not failed_output():
+            raise
+    if failure := failed_output():
+        raise failure
+    return 0
 
 
 # --- a command line, by its declaration ---
@@ -153,8 +172,9 @@ def run_command(commands: Mapping[str, Command], arguments: Sequence[str], *, pr
 
 
 def choose_command(commands: Mapping[str, type], arguments: Sequence[str], *, prog: str,
-                   default: str | None = None) -> tuple[str, Sequence[str]]:
-    """The command that a command line begins with, or else the default one, and the arguments that follow.
+                   default: str | None = None, others: Iterable[str] = ()) -> tuple[str, Sequence[str]]:
+    """The command that a command line begins with, or else the default one, and the arguments that follow. `others` are
+    commands that would have been run by now, had they been spelled right.
 
     Raises UserError for none or an unknown one, and for an option that only others of the commands have.
     """
@@ -168,7 +188,7 @@ def choose_command(commands: Mapping[str, type], arguments: Sequence[str], *, pr
     else:
         raise UserError(f"give a command first: {', '.join(commands)} (see {prog} --help)")
     if name not in commands:
-        raise UserError(f"there is no command {name!r}{nearest(name, commands)} (see {prog} --help)")
+        raise UserError(f"there is no command {name!r}{nearest(name, [*commands, *others])} (see {prog} --help)")
     names = {other: _option_names(command) for other, command in commands.items()}
     for option in (word.partition("=")[0].replace("_", "-") for word in _before_dashes(arguments)
                    if word.startswith("--")):
@@ -180,17 +200,19 @@ def choose_command(commands: Mapping[str, type], arguments: Sequence[str], *, pr
     return name, arguments
 
 
-def describe_commands(commands: Mapping[str, type], *, prog: str, default: str | None = None,
+def describe_commands(commands: Mapping[str, type | str], *, prog: str, default: str | None = None,
                       note: str = "") -> str:
-    """Help on a program of several commands, with the first line of each one's docstring, and a note at the end."""
+    """Help on a program of several commands, with a note at the end: each by the first line of its docstring, or as
+    it is described."""
     lines = [f"usage: {prog} {'[COMMAND]' if default else 'COMMAND'} [--option value ...]", "", "commands:"]
     indent = max(map(len, commands)) + 4
     for name, command in commands.items():
-        summary = (inspect.getdoc(command) or "").splitlines()[0].removesuffix(".")
+        summary = command if isinstance(command, str) else (inspect.getdoc(command) or "").splitlines()[0]
+        summary = summary.removesuffix(".")
         lines.append(textwrap.fill(f"  {name:{indent - 4}}  {summary}", _help_width(), subsequent_indent=" " * indent))
-    return "\n".join([*lines, "", f"{prog} COMMAND --help lists the options of a command.",
+    return as_typed("\n".join([*lines, "", f"{prog} COMMAND --help lists the options of a command.",
                       f"{prog} --version names the version of this project and of what it runs on.",
-                      *textwrap.wrap(note, _help_width())])
+                      *textwrap.wrap(note, _help_width())]))
 
 
 def to_arguments(config: object, default: object) -> list[str]:
@@ -249,6 +271,7 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **settings)
+        self.color = False  # Python 3.14 colours help, but not what this project writes itself
 
     def parse_known_args(  # type: ignore[override]  # overloads that only tell the type of the namespace
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -283,6 +306,9 @@ class _Parser(argparse.ArgumentParser):
                 words[i] = re.sub("^-(?=.)", "./-", word)  # which argparse does not take for an option
         return words
 
+    def format_help(self) -> str:
+        return as_typed(super().format_help())
+
     def error(self, message: str) -> typing.NoReturn:
         raise UserError(f"{_plain_words(message)} (see {self.prog} --help)")
 
@@ -307,6 +333,13 @@ class _HelpFormatter(argparse.HelpFormatter):
         """A description; its paragraphs with indented lines are left as they are."""
         return "\n\n".join(part if re.search("^ ", part, re.MULTILINE) else textwrap.fill(part, width)
                            for part in text.strip().split("\n\n"))
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        """-t, --target FILE: as Python 3.13 writes it, which names the value once."""
+        if not action.option_strings or action.nargs == 0:
+            return super()._format_action_invocation(action)
+        value = self._format_args(action, self._get_default_metavar_for_optional(action))
+        return f"{', '.join(action.option_strings)} {value}"
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(text, width, break_on_hyphens=False)  # which are in names of options
@@ -395,7 +428,7 @@ def _groups(options: type) -> dict[str, list[str]]:
     the first line of the base's docstring as its title; its own have the title ""."""
     groups: dict[str, list[str]] = {"": []}
     for name in inspect.signature(options).parameters:
-        owner = next(base for base in options.__mro__ if name in vars(base).get("__annotations__", ()))
+        owner = next(base for base in options.__mro__ if name in inspect.get_annotations(base))
         title = "" if owner is options else (owner.__doc__ or "").splitlines()[0].removesuffix(".")
         groups.setdefault(title, []).append(name)
     return groups

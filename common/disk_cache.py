@@ -1,6 +1,6 @@
 """What is worked out once and kept on disk: compiled kernels, the choice of cuDNN plans, loader settings, indexes.
 
-Files lie in `$RESNET_CACHE`, else `$XDG_CACHE_HOME/resnet50-mxnet`, else `~/.cache/resnet50-mxnet`, in a folder named
+Files lie in `$RESNET_CACHE`, else `$XDG_CACHE_HOME/resnet-mxnet`, else `~/.cache/resnet-mxnet`, in a folder named
 after what they hold good for (GPU, versions of driver and libraries), so that nothing made for another is ever read.
 """
 
@@ -14,14 +14,19 @@ import re
 import tempfile
 from pathlib import Path
 
-_MAGIC = b"resnet50-mxnet cache 1\n"
+_MAGIC = b"resnet-mxnet cache 1\n"
 log = logging.getLogger("disk_cache")
 
 
 def default_folder() -> Path:
     if folder := os.environ.get("RESNET_CACHE"):
         return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "resnet50-mxnet"
+    caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not caches.is_absolute():  # which that variable's standard has ignored
+        home = os.path.expanduser("~")
+        # Without $HOME a user whom the system does not know, as in a container, has none: nothing is kept then.
+        caches = Path(home, ".cache") if home != "~" else Path(os.devnull)
+    return caches / "resnet-mxnet"
 
 
 class Cache:

@@ -18,7 +18,7 @@ import psutil
 
 from common.nvidia_gpus import find_gpus
 
-PROJECT = "resnet50-mxnet"
+PROJECT = "resnet-mxnet"
 ROOT = Path(__file__).resolve().parent.parent
 
 

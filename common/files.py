@@ -14,6 +14,12 @@ from typing import IO, Any
 from common.errors import UserError
 
 
+def expanded(path: str | Path) -> Path:
+    """With the home folder in place of a `~` or `~NAME` that it begins with; where the system knows none, there is no
+    such file."""
+    return Path(os.path.expanduser(path))
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A name in the same folder to write to, which takes the place of `path` when all went well, and is gone otherwise.

@@ -1,40 +1,27 @@
 """The one place through which MXNet is imported: `from common.mxnet_compat import mx`.
 
-MXNet 1.9.1 reads names that NumPy 1.24 removed (`np.bool`), and on Python 3.12 the `distutils` that only setuptools
-still brings. Importing this module puts a finder in front of Python's own that mends both just before `import mxnet`,
-whoever imports it. `mxnet_compat.pth` in site-packages does so at every interpreter start, because horovodrun imports
-MXNet itself, and then forgets the package: a program of another checkout has its own. Where the project is used without
-being installed, this import alone is enough.
+Where it cannot be imported, the program ends with one sentence that says why. `common.mxnet_hook` mends what
+MXNet 1.9.1 needs from newer versions of NumPy and Python.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+import platform
+import shlex
 import sys
+from importlib import metadata
 from typing import Any
 
+from common import mxnet_hook
 from common.errors import ProgramError, UserError
 
 MAX_THREADS = 1024  # OpenMP dies of many times more
+ENGINES = ("NaiveEngine", "ThreadedEngine", "ThreadedEnginePerDevice")
+PACKAGES_OF_MXNET = {"graphviz": "graphviz<0.9", "setuptools": "setuptools<81"}
 
 mx: Any  # the mxnet module, imported at first use by __getattr__ below
-
-
-def _mend() -> None:
-    """Prepare NumPy, distutils and the environment for `import mxnet`."""
-    import numpy as np
-
-    if "bool" not in vars(np):
-        setattr(np, "bool", np.bool_)  # noqa: B010  (a plain assignment is a type error)
-    if sys.version_info >= (3, 12):
-        import setuptools  # noqa: F401  supplies distutils
-    # oneDNN's subgraph fusion rewrites bound Symbols and gave wrong residual sums; our own passes do the fusing.
-    os.environ.setdefault("MXNET_SUBGRAPH_BACKEND", "NONE")
-    # CUDA's default of 8 hardware queues is fewer than DALI's decoders have streams: the training step then shares a
-    # queue with them, and decoding waits for whole steps (38 instead of 28 ms a step: ResNet-50, batch 256, one H200).
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    os.environ["OMP_NUM_THREADS"] = given_threads() or str(_num_compute_threads())
 
 
 def given_threads() -> str:
@@ -46,41 +33,51 @@ def given_threads() -> str:
     return given
 
 
-def _num_compute_threads() -> int:
-    """One for each physical core that this process may use and shares with no other process of the run.
-
-    MXNet itself takes half the logical ones, which is half the machine where a core has one thread, as on most virtual
-    machines: ResNet-50 trained 1.7 times as fast on two such cores with both in use.
-    """
-    import psutil
-
-    num_cores = min(psutil.cpu_count(logical=False) or 1, len(os.sched_getaffinity(0)))
-    return max(1, num_cores // int(os.environ.get("HOROVOD_LOCAL_SIZE", "1")))
+def _check_variables() -> None:
+    """Raises UserError for what MXNet would abort of, or end in a long trace."""
+    for name, value in os.environ.items():
+        if name == "MXNET_ENGINE_TYPE" and value not in ENGINES:
+            raise UserError(f"{name} is {value!r}: give {', '.join(ENGINES[:-1])} or {ENGINES[-1]}, or unset it")
+        if name.startswith("MXNET_") and name.endswith("_NTHREADS") and value and not value.isdecimal():
+            raise UserError(f"{name} is {value!r}: give a whole number, or unset it")
 
 
-class _MendBeforeMXNet:
-    """A meta path finder that finds nothing; it acts once, when `mxnet` is looked for, and removes itself."""
+def _import_mxnet() -> Any:
+    _check_variables()
+    # Our passes fuse. Another choice, which the hook leaves to other programs, may give wrong sums (see there).
+    os.environ["MXNET_SUBGRAPH_BACKEND"] = "NONE"
+    try:
+        return importlib.import_module("mxnet")
+    except OSError as error:
+        if "libcuda.so" not in str(error):
+            raise
+        raise ProgramError("the packages for a GPU are installed, but the NVIDIA driver (libcuda.so.1) is missing: "
+                           "install it, give the container its GPUs, or run make setup for the CPU") from None
+    except ModuleNotFoundError as error:
+        raise ProgramError(_missing(error.name or str(error))) from None
+    except (AttributeError, ImportError) as error:  # AttributeError of __getattr__ would mean "no name 'mx'"
+        raise ProgramError(f"MXNet cannot be imported with Python {platform.python_version()} and NumPy "
+                           f"{metadata.version('numpy')} ({error}): run make setup, which installs a NumPy that it "
+                           "works with") from None
 
-    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        if name == "mxnet":
-            sys.meta_path.remove(self)  # type: ignore[arg-type]
-            _mend()
+
+def _missing(module: str) -> str:
+    package = module.partition(".")[0]
+    if package == "mxnet":
+        return "MXNet is not installed: run make setup, or install this package with its extra [cpu] or [gpu]"
+    wanted = PACKAGES_OF_MXNET.get(package, package)
+    return (f"MXNet needs the package {package}, which is not installed: run make setup, or "
+            f"{sys.executable} -m pip install {shlex.quote(wanted)}")
 
 
 if "mxnet" not in sys.modules:
-    sys.meta_path.insert(0, _MendBeforeMXNet())  # type: ignore[arg-type]
+    mxnet_hook.install()
 
 
 def __getattr__(name: str) -> Any:
     if name == "mx":
         threads_given = "mxnet" in sys.modules or given_threads()
-        try:
-            mxnet = importlib.import_module("mxnet")
-        except OSError as error:
-            if "libcuda.so" not in str(error):
-                raise
-            raise ProgramError("the packages for a GPU are installed, but the NVIDIA driver (libcuda.so.1) is missing: "
-                               "install it, give the container its GPUs, or run make setup for the CPU") from None
+        mxnet = _import_mxnet()
         if not threads_given:  # MXNet has read it; programs started from here may have fewer cores
             os.environ.pop("OMP_NUM_THREADS", None)
         return mxnet

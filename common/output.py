@@ -1,17 +1,22 @@
-"""Standard output and standard error that cannot end a program."""
+"""Standard output and standard error: line by line, and a write that fails ends a program in one sentence, or not at
+all."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import os
+import select
 import sys
 from typing import Any
 
+from common.program import as_typed
+
 
 def make_safe() -> None:
-    """Input and output that were closed before the start (`<&-`, `>&-`), and output whose locale lacks a character,
-    must not end in a trace.
+    """For the start of a program. Input and output that are closed (`<&-`, `>&-`), full, or a pipe that nobody reads,
+    and output whose locale lacks a character, must not end in a trace; and a line is written when it is printed, into a
+    file too.
 
     A closed descriptor would be given to the first file that the program opens, where what is printed would end up.
     """
@@ -21,34 +26,49 @@ def make_safe() -> None:
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free: this one
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        stream = getattr(sys, name)
-        if stream is None:  # as Python has it where it was started without
+        if getattr(sys, name) is None:  # as Python has it where it was started without
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  # until the program ends
-        elif mode == "w" and isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace" if name == "stdout" else "backslashreplace")
+    for name, errors in (("stdout", "replace"), ("stderr", "backslashreplace")):
+        stream = getattr(sys, name)
+        if _descriptor_of(stream) or not isinstance(stream, io.TextIOWrapper):
+            continue
+        if type(stream) is io.TextIOWrapper and stream.fileno() in (1, 2):
+            setattr(sys, name, _safe(stream, errors))
+        else:  # somebody else's, such as pytest's
+            stream.reconfigure(errors=errors)
+    if not os.environ.get("COLUMNS", "1").strip("0").isdecimal():
+        del os.environ["COLUMNS"]  # rich prints nothing into 0 columns
+
+
+def _safe(stream: io.TextIOWrapper, errors: str) -> io.TextIOWrapper:
+    """In place of Python's own."""
+    with contextlib.suppress(OSError):
+        stream.flush()
+    is_buffered = isinstance(stream.buffer, io.BufferedWriter)  # not with `python -u`
+    descriptor: Any = _Descriptor(stream.fileno())
+    return io.TextIOWrapper(io.BufferedWriter(descriptor) if is_buffered else descriptor, stream.encoding, errors,
+                            line_buffering=True, write_through=stream.write_through)
 
 
 def make_lasting() -> None:
-    """From now on nothing that is printed raises OSError. What cannot be written to standard output (nobody reads the
-    pipe any more, the disk is full) goes to standard error, and what cannot be written there is dropped."""
-    for name, descriptor in (("stdout", 1), ("stderr", 2)):
-        stream = getattr(sys, name)
-        if type(stream) is not io.TextIOWrapper or stream.fileno() != descriptor:
-            continue  # somebody else's
-        is_buffered = isinstance(stream.buffer, io.BufferedWriter)  # not with `python -u`
-        raw = stream.buffer.raw if is_buffered else stream.buffer
-        if not isinstance(raw, _Lasting):
-            with contextlib.suppress(OSError):
-                stream.flush()
-            lasting: Any = _Lasting(descriptor)
-            setattr(sys, name, io.TextIOWrapper(
-                io.BufferedWriter(lasting) if is_buffered else lasting, stream.encoding, stream.errors,
-                line_buffering=stream.line_buffering, write_through=stream.write_through))
+    """From now on nothing that is printed raises OSError. What cannot be written to standard output goes to standard
+    error."""
+    if descriptor := _descriptor_of(sys.stdout):
+        descriptor.lasting = True
+
+
+def failed_output() -> OSError | None:
+    """For the end of a program: write what is still to be written. What has failed on standard output until now, which
+    a library may have kept to itself."""
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    descriptor = _descriptor_of(sys.stdout)
+    return descriptor.failure if descriptor else None
 
 
 def print_error(sentence: object, apart: bool = False) -> None:
     """`print_line` for what ends a program."""
-    print_line(f"error: {sentence}", apart)
+    print_line(f"error: {as_typed(str(sentence))}", apart)
 
 
 def print_line(text: str, apart: bool = False) -> None:
@@ -59,26 +79,54 @@ def print_line(text: str, apart: bool = False) -> None:
     sys.stderr.flush()
 
 
-class _Lasting(io.FileIO):
-    """Writes to a descriptor, which takes another's place where that fails."""
+class _Descriptor(io.FileIO):
+    """Standard output or standard error.
 
-    def __init__(self, descriptor: int) -> None:
-        super().__init__(descriptor, "w", closefd=False)
+    Standard error takes everything: what cannot be written is dropped. So does standard output that is `lasting`: from
+    the first failure on, standard error or nothing takes its place. Else that failure is raised, once, and kept: what
+    is printed until the program has ended is dropped, and Python itself has nothing to complain of when it ends.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number, "w", closefd=False)
+        self.lasting = number == 2
+        self.failure: OSError | None = None
 
     def write(self, data: Any) -> int:
-        try:
-            return super().write(data)
-        except OSError as error:
-            if self.fileno() == 1:
-                sentence = (f"standard output cannot be written any more ({error.strerror}): what follows is on "
-                            "standard error\n")
-                try:
-                    os.write(2, sentence.encode())
-                    os.dup2(2, 1)
-                    return super().write(data)
-                except OSError:
-                    pass
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.fileno())
-            os.close(nowhere)
-            return super().write(data)
+        if not self.failure:
+            try:
+                self._write_all(data)
+            except OSError as error:
+                if not self.lasting:
+                    error.filename = "standard output"
+                    self.failure = error
+                    raise
+                self._replace(error, data)
+        return len(memoryview(data))
+
+    def _write_all(self, data: Any) -> None:
+        left = memoryview(data)
+        while left:
+            count = super().write(left)  # fewer, where the disk becomes full or a signal comes
+            if count is None:  # another program has made the descriptor one that does not wait
+                select.select([], [self], [])
+            left = left[count or 0:]
+
+    def _replace(self, error: OSError, data: Any) -> None:
+        if self.fileno() == 1:
+            sentence = (f"standard output cannot be written any more ({error.strerror}): what follows is on standard "
+                        "error\n")
+            with contextlib.suppress(OSError):
+                os.write(2, sentence.encode())
+                os.dup2(2, 1)
+                return self._write_all(data)
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.fileno())
+        os.close(nowhere)
+
+
+def _descriptor_of(stream: Any) -> _Descriptor | None:
+    """Under a stream that `make_safe` has made; None under another one, such as pytest's."""
+    buffer = getattr(stream, "buffer", None)
+    raw = getattr(buffer, "raw", buffer)
+    return raw if isinstance(raw, _Descriptor) else None

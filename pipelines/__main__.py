@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import sys
 from functools import partial
 
@@ -20,9 +19,6 @@ COMMANDS = {
 
 def main(arguments: list[str]) -> int:
     """Run one command; its exit code. A user's mistake is printed in one sentence and gives 2."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # for names of files that are not in its encoding
     return exit_code_of(partial(run_command, COMMANDS, arguments, prog="python -m pipelines"))
 
 

@@ -4,11 +4,15 @@ Each image is a light pattern on a dark ground, both of random colour, at a rand
 little, under uneven light, with clutter in front of it and noise on it. Colour, brightness and size say nothing about
 the class, so a network must see the pattern. It is drawn as a scalar field over plane coordinates (u, v) whose unit is
 the pattern's period.
+
+The same files on every system: each number that multiplies a field is a Python one, because scalars of NumPy 1 and 2
+promote differently, and angles do not come from the C library.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import shutil
@@ -46,6 +50,38 @@ def _cell(x: Field) -> Field:
 def _inside(distance: Field) -> Field:
     """1 where a signed distance is negative, 0 where it is positive, soft between."""
     return np.clip(0.5 - 12 * distance, 0, 1)
+
+
+# What _angle splits the arc tangent at, and the arc tangent there: its fp32 and what that leaves over.
+_POINTS = np.array((0, 0.5, 1, 1.5, 0), np.float32)  # the last one stands for infinity
+_ANGLES = np.array((0, 0.46364760399, 0.78539812565, 0.98279368877, 1.5707962513), np.float32)
+_REST = np.array((0, 5.0121582440e-09, 3.7748947079e-08, 3.4473217170e-08, 7.5497894159e-08), np.float32)
+_LIMITS = np.array((7 / 16, 11 / 16, 19 / 16, 39 / 16), np.float32)
+_SERIES = np.array((
+    0.33333334327, -0.20000000298, 0.14285714924, -0.11111110449, 0.090908870101, -0.076918758452, 0.066610731184,
+    -0.058335702866, 0.049768779427, -0.036531571299, 0.016285819933), np.float32)  # fmt: skip
+_PI, _REST_OF_PI = np.float32(np.pi), np.float32(-8.7422776573e-08)
+
+
+def _angle(v: Field, u: Field) -> Field:
+    """np.arctan2(v, u), but NaN where both are 0, by fdlibm's formula (Sun, 1993: e_atan2f.c, s_atanf.c), step by step.
+
+    NumPy's own comes from the C library, and has other last bits since glibc 2.41 and on CPUs with AVX-512.
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):  # u may be 0
+        x = np.abs(v / u)
+        part = np.searchsorted(_LIMITS, x, side="right")
+        point = _POINTS[part]
+        x = np.where(part == 4, -1 / x, (x - point) / (1 + point * x))
+    square = x * x
+    fourth = square * square
+    even, odd = _SERIES[-1], _SERIES[-2]
+    for i in range(len(_SERIES) - 3, -1, -2):
+        even = _SERIES[i] + fourth * even
+    for i in range(len(_SERIES) - 4, 0, -2):
+        odd = _SERIES[i] + fourth * odd
+    angle = _ANGLES[part] - ((x * (square * even + fourth * odd) - _REST[part]) - x)
+    return np.copysign(np.where(u < 0, _PI - (angle - _REST_OF_PI), angle), v)
 
 
 def _stripes(u: Field, v: Field, rng: np.random.Generator) -> Field:
@@ -86,7 +122,7 @@ def _honeycomb(u: Field, v: Field, rng: np.random.Generator) -> Field:
 
 def _spiral(u: Field, v: Field, rng: np.random.Generator) -> Field:
     arms = int(rng.integers(2, 5)) * (1 if rng.random() < 0.5 else -1)
-    return _wave(np.hypot(u, v) + arms * np.arctan2(v, u) / (2 * np.pi))
+    return _wave(np.hypot(u, v) + arms * _angle(v, u) / (2 * np.pi))
 
 
 def _triangles(u: Field, v: Field, rng: np.random.Generator) -> Field:
@@ -99,15 +135,15 @@ def _clouds(u: Field, v: Field, rng: np.random.Generator) -> Field:
     total = np.zeros_like(u)
     for octave in range(5):
         for _ in range(3):
-            angle, phase = rng.uniform(0, 2 * np.pi, 2)
+            angle, phase = rng.uniform(0, 2 * np.pi, 2).tolist()
             frequency = 2.0 ** (octave - 1) * rng.uniform(0.7, 1.3)
-            bent = np.cos(angle) * u + np.sin(angle) * v + 0.4 * total
+            bent = math.cos(angle) * u + math.sin(angle) * v + 0.4 * total
             total = total + 0.5**octave * np.sin(2 * np.pi * frequency * bent + phase) / 3
     return np.clip(0.5 + 0.6 * total, 0, 1)
 
 
 def _rays(u: Field, v: Field, rng: np.random.Generator) -> Field:
-    return _wave(int(rng.integers(8, 13)) * np.arctan2(v, u) / (2 * np.pi))
+    return _wave(int(rng.integers(8, 13)) * _angle(v, u) / (2 * np.pi))
 
 
 def _crosses(u: Field, v: Field, rng: np.random.Generator) -> Field:
@@ -147,7 +183,7 @@ def draw(pattern: str, rng: np.random.Generator) -> Image.Image:
     image = dark + (light - dark) * field
     image = _clutter(image, x, y, rng)
     angle, strength = rng.uniform(0, 2 * np.pi), rng.uniform(0, 0.3)
-    image *= (1 + strength * (np.cos(angle) * x + np.sin(angle) * y))[..., None]
+    image *= (1 + strength * (math.cos(angle) * x + math.sin(angle) * y))[..., None]
     image += rng.normal(0, rng.uniform(2, 6), (height, width, 1)).astype(np.float32)
     return Image.fromarray(np.clip(image, 0, 255).astype(np.uint8))
 
@@ -156,15 +192,16 @@ def _plane(x: Field, y: Field, centred: bool, rng: np.random.Generator) -> tuple
     """Coordinates of the pattern's plane: turned, scaled, seen from the side, bent a little."""
     angle = rng.uniform(-0.15, 0.15)  # radians
     periods = rng.uniform(2.5, 3.2)  # over the shorter side: one is ten pixels of an image of 32
-    tilt = rng.uniform(-0.1, 0.1, 2)
+    tilt = rng.uniform(-0.1, 0.1, 2).tolist()
     depth = 1 + tilt[0] * x + tilt[1] * y
-    phase = rng.uniform(0, 2 * np.pi, 2)
+    phase = rng.uniform(0, 2 * np.pi, 2).tolist()
     bend = rng.uniform(0, 0.01)
     bent_x = x + bend * np.sin(9 * y + phase[0])
     bent_y = y + bend * np.sin(9 * x + phase[1])
-    offset = rng.uniform(-0.25, 0.25, 2) * periods if centred else rng.uniform(0, 1, 2)
-    u = (np.cos(angle) * bent_x - np.sin(angle) * bent_y) * periods / depth + offset[0]
-    v = (np.sin(angle) * bent_x + np.cos(angle) * bent_y) * periods / depth + offset[1]
+    offset = (rng.uniform(-0.25, 0.25, 2) * periods if centred else rng.uniform(0, 1, 2)).tolist()
+    cos, sin = math.cos(angle), math.sin(angle)
+    u = (cos * bent_x - sin * bent_y) * periods / depth + offset[0]
+    v = (sin * bent_x + cos * bent_y) * periods / depth + offset[1]
     return u.astype(np.float32), v.astype(np.float32)
 
 
@@ -182,9 +219,11 @@ def _two_colours(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
 def _clutter(image: np.ndarray, x: Field, y: Field, rng: np.random.Generator) -> np.ndarray:
     """Perhaps a disc or a bar of another colour in front."""
     for _ in range(rng.integers(0, 2)):
-        centre, size, angle = rng.uniform(-0.6, 0.6, 2), rng.uniform(0.05, 0.16), rng.uniform(0, np.pi)
-        along = np.cos(angle) * (x - centre[0]) + np.sin(angle) * (y - centre[1])
-        across = np.sin(angle) * (x - centre[0]) - np.cos(angle) * (y - centre[1])
+        left, top = rng.uniform(-0.6, 0.6, 2).tolist()
+        size, angle = rng.uniform(0.05, 0.16), rng.uniform(0, np.pi)
+        cos, sin = math.cos(angle), math.sin(angle)
+        along = cos * (x - left) + sin * (y - top)
+        across = sin * (x - left) - cos * (y - top)
         inside = np.hypot(along, across) < size if rng.random() < 0.5 else (abs(across) < size / 4) & (abs(along) < 0.6)
         image = np.where(inside[..., None], rng.uniform(0, 255, 3).astype(np.float32), image)
     return image

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from common.files import check_place
+from common.files import check_place, expanded
 from pipelines.decoder_messages import GROUP_SIZE, DecoderCheck
 from pipelines.errors import DataError, check_not_negative, check_positive
 from pipelines.files import link_beside, read_file, read_lines, write_text
@@ -106,7 +106,7 @@ def verify_split(
     elif found.format == "folders":
         classes, files, remarks = find_images(path, split)
         items = _folder_items(classes, files)
-        clean_path = path / f"{split}.lst" if path == Path(data).expanduser() else path.parent / f"{split}.lst"
+        clean_path = path / f"{split}.lst" if path == expanded(data) else path.parent / f"{split}.lst"
         items = [item._replace(line=_relative(item, clean_path.parent)) for item in items]
     else:
         source = open_source(data, split, num_classes)

@@ -8,7 +8,9 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 fail() { printf 'error: %s\n' "$*" >&2; exit 2; }
 
 python=${PYTHON:-$root/.venv/bin/python}
-[ -n "${PYTHON:-}" ] || [ -e "$root/.venv/.ready" ] || bash "$root/scripts/setup.sh" run || exit
+# Where the Python under .venv was upgraded or removed, its packages are not found any more, pip among them.
+ready() { [ -e "$root/.venv/.ready" ] && "$python" -c 'import pip' >/dev/null 2>&1; }
+[ -n "${PYTHON:-}" ] || ready || bash "$root/scripts/setup.sh" run || exit
 command -v "$python" >/dev/null || fail "there is no Python at $python: correct PYTHON, or unset it for our own environment"
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 

@@ -1,7 +1,7 @@
-#!/usr/bin/env bash
+#!/bin/sh
 # Set up the environment that everything runs in: setup.sh [run|test|horovod|all] [VENV]   (default: all of .venv)
 #
-#   run       a virtual environment of Python 3.10 to 3.12 with the project and what one process needs: extra `cpu`, or
+#   run       a virtual environment of Python 3.10 to 3.14 with the project and what one process needs: extra `cpu`, or
 #             where there is an NVIDIA GPU extra `gpu` and the CUDA 11 libraries that MXNet links
 #             (scripts/link_cuda11.py, needs g++)
 #   test      run, and the extras `onnx` and `dev`
@@ -9,6 +9,16 @@
 #
 # Each finished step leaves its mark in VENV, so that a second call does nothing and an interrupted one goes on; what
 # its programs said is in VENV/setup-STEP.log.
+
+# Any shell reads this far, and then bash everything: a system without glibc often has none.
+case $(ldd --version 2>&1) in
+    *musl*)
+        printf 'error: %s\n' "this system's C library is musl (Alpine), for which MXNet and DALI have no packages: take an \
+image or a system with glibc, such as Debian 12, or build the container (docker build -t resnet .; docs/setup.md)" >&2
+        exit 2 ;;
+esac
+case ${BASH_VERSION:-}:${SHELLOPTS:-} in :*|*posix*) exec bash +o posix "$0" "$@" ;; esac
+
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 part=all
@@ -17,18 +27,54 @@ venv=${1:-.venv}
 bin=$venv/bin
 MIN_DRIVER=525.60      # for CUDA 12
 MIN_CAPABILITY=7.5     # as graph_passes/executors/cuda/device.py
+MIN_GLIBC=2.28         # of DALI's wheel, and others
+OS_RELEASE=${OS_RELEASE:-/etc/os-release}  # tests give others
 
 say() { printf 'setup: %s\n' "$*"; }
 fail() { printf 'error: %s\n' "$*" >&2; exit 2; }
 at_least() { [ "$(printf '%s\n' "$1" "$2" | sort -V | head -n1)" = "$2" ]; }
 
+version_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null; }
+
+is_supported() {
+    local version
+    version=$(version_of "$1") && at_least "$version" 3.10 && ! at_least "$version" 3.15
+}
+
 find_python() {
     local name
-    for name in python3.12 python3.11 python3.10 python3 python; do
-        if "$name" -c 'import sys, ensurepip, venv; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' 2>/dev/null
+    for name in python3.12 python3.11 python3.10 python3.13 python3.14 python3 python; do  # what is tested most, first
+        if is_supported "$name" && "$name" -c 'import ensurepip, venv' 2>/dev/null
         then command -v "$name"; return; fi
     done
     return 1
+}
+
+# What there is instead of a Python that serves, and the way to one on this system.
+why_no_python() {
+    local ID='' ID_LIKE='' VERSION_ID='' found apt="run as root 'apt update && apt install python3-venv'"
+    local uv="run 'uv python install 3.12' (https://docs.astral.sh/uv has uv, for any Linux)"
+    found=$(python3 --version 2>/dev/null) && found=", only $found" || found=''
+    ! is_supported python3 || found+=" without them"
+    # shellcheck source=/dev/null
+    [ ! -r "$OS_RELEASE" ] || . "$OS_RELEASE"
+    printf 'no Python 3.10 to 3.14 with venv and pip on PATH%s: ' "$found"
+    case "$ID-$VERSION_ID $ID_LIKE" in
+        debian-1[23]*|ubuntu-2[2-5]*|ubuntu-26.04*) echo "$apt" ;;  # whose own python3 is 3.10 to 3.14
+        fedora-*) echo "run as root 'dnf install python3.14'" ;;    # beside its own, whichever that is
+        *rhel*|*centos*) echo "run as root 'dnf install python3.12'" ;;
+        *debian*|*ubuntu*) if is_supported python3; then echo "$apt"; else echo "$uv"; fi ;;
+        *) echo "$uv" ;;
+    esac
+}
+
+require_glibc() {
+    local version
+    version=$(ldd --version 2>/dev/null | sed -nE '1s/.* ([0-9]+\.[0-9]+)$/\1/p') || true
+    [ -z "$version" ] || at_least "$version" $MIN_GLIBC ||
+        fail "this system's C library is glibc $version, the packages need $MIN_GLIBC or newer: take a newer system" \
+            "(Debian 10, Ubuntu 20.04, RHEL 8 or later), or build the container (docker build -t resnet .;" \
+            "docs/setup.md)"
 }
 
 # Sets `kind`, gpu or cpu, and says why where a GPU is left alone. SETUP_FOR names it where this machine only sets up what
@@ -136,9 +182,8 @@ make_environment() {
     # What is removed is an unfinished environment, and nothing else that VENV may name.
     [ ! -e "$venv" ] || [ -e "$venv/pyvenv.cfg" ] || rmdir "$venv" 2>/dev/null ||
         fail "$venv is there and is no virtual environment: remove it, or name another place"
-    python=$(find_python) || fail "no Python 3.10, 3.11 or 3.12 with venv and pip on PATH," \
-        "only $(python3 --version 2>/dev/null || echo 'none at all'): install one (Debian: apt install python3-venv)" \
-        "and run make again"
+    python=$(find_python) || fail "$(why_no_python), then make again"
+    [ ! -e "$venv/.done-packages" ] || say "the Python of $venv was removed or replaced since it was made"
     { rm -rf "$venv" && mkdir -p "$venv"; } 2>/dev/null ||
         fail "$(realpath -m "$venv") cannot be written: clone the project into a folder of your own, or run" \
             "scripts/setup.sh all FOLDER and then, in a folder of your own, FOLDER/bin/python -m train"
@@ -146,10 +191,17 @@ make_environment() {
     said=$("$python" -m venv "$venv" 2>&1) || fail "$python -m venv $venv failed: $(full_disk || tail -n1 <<<"$said")"
 }
 
+install() {
+    # Python compiles what is imported when it is imported, which is a small part. Of conflicts MXNet has one, as said
+    # below, and pip's word on it would be taken for what went wrong.
+    follow packages "$bin/pip" install --disable-pip-version-check --retries 3 --no-compile --no-warn-conflicts "$@" ||
+        fail "the packages could not be installed: $(reason) (log: $log)"
+}
+
 # install_packages EXTRAS: the project with its dependencies.
 install_packages() {
-    local wanted='no GPU' gigabytes=2 other=mxnet-cu117 free
-    [ $kind = cpu ] || { wanted='an NVIDIA GPU' gigabytes=6 other=mxnet; }
+    local wanted='no GPU' gigabytes=2 mxnet=mxnet other=mxnet-cu117 free
+    [ $kind = cpu ] || { wanted='an NVIDIA GPU' gigabytes=6 mxnet=mxnet-cu117 other=mxnet; }
     say "packages for a machine with $wanted (log: $log)"
     free=$(free_bytes "$venv")
     [ $((free + $(du -sB1 "$venv" | cut -f1))) -gt $((gigabytes * 1000000000)) ] ||
@@ -160,9 +212,13 @@ install_packages() {
     if compgen -G "$venv/lib/python3*/site-packages/${other//-/_}-1*" >/dev/null; then
         "$bin/pip" uninstall -q -y "$other" >>"$log" 2>&1 || true
     fi
-    # Python compiles what is imported when it is imported, which is a small part.
-    follow packages "$bin/pip" install --disable-pip-version-check --retries 3 --no-compile -e ".[$1]" ||
-        fail "the packages could not be installed: $(reason) (log: $log)"
+    # The project's name before version 1.0, whose hook ran any package called `common`.
+    if compgen -G "$venv/lib/python3*/site-packages/resnet50_mxnet-*" >/dev/null; then
+        "$bin/pip" uninstall -q -y resnet50-mxnet >>"$log" 2>&1 || true
+    fi
+    install -e ".[$1]"
+    # The extras leave MXNet out from Python 3.13 on: it declares numpy<2, which pip would insist on (pyproject.toml).
+    ! at_least "$(version_of "$bin/python")" 3.13 || install --no-deps "$mxnet==1.9.1"
     require_libraries
     if [ $kind = gpu ]; then
         follow "CUDA 11" "$bin/python" scripts/link_cuda11.py ||
@@ -176,7 +232,8 @@ require_libraries() {
     missing=$(ldd "$venv"/lib/python3*/site-packages/mxnet/libmxnet.so 2>/dev/null |
         sed -nE 's/^\s*(lib(gomp|quadmath|stdc\+\+|gcc_s)\.so\S*) => not found.*/\1/p' | sort -u) || true
     [ -z "$missing" ] || fail "MXNet needs ${missing//$'\n'/ and }, which this machine lacks: install the compiler's" \
-        "runtime (Debian: apt install libgomp1 libquadmath0) and run make again"
+        "runtime (Debian, Ubuntu: apt install libgomp1 libquadmath0; Fedora: dnf install libgomp libquadmath) and" \
+        "run make again"
 }
 
 build_horovod() {
@@ -193,9 +250,12 @@ if command -v flock >/dev/null; then
     exec {lock}<scripts/setup.sh
     flock -n "$lock" || { say "waiting for another set-up of $venv"; flock "$lock" || true; }
 fi
+require_glibc
 "$bin/python" -m pip --version >/dev/null 2>&1 || make_environment
+is_supported "$bin/python" || fail "$venv is of $("$bin/python" --version), the packages need Python 3.10 to 3.14:" \
+    "remove it, or name another place, and run make again"
 
-packages="$kind $(cat pyproject.toml common/mxnet_compat.pth scripts/link_cuda11.py | cksum)"
+packages="$kind $(cat pyproject.toml common/mxnet_hook.pth common/mxnet_hook.py scripts/link_cuda11.py | cksum)"
 if [ $part = test ] || [ $part = all ]; then
     step test "$packages" install_packages "$kind,onnx,dev"
     printf '%s\n' "$packages" >"$venv/.done-packages"

@@ -108,7 +108,7 @@ class Progress:
         self._total = len(ids)
         counted = [f"{count:,} {what}{'s' * (count > 1)}"
                    for count, what in ((self._total, "test"), (len(self._left), "file"))]
-        self._terminal.write_line(f"{' in '.join(counted)}, in an order of chance (RESNET_TEST_SEED={self._seed})")
+        self._say(f"{' in '.join(counted)}, in an order of chance (RESNET_TEST_SEED={self._seed})")
 
     @pytest.hookimpl(wrapper=True)
     def pytest_report_teststatus(self, report: pytest.TestReport) -> Any:
@@ -118,7 +118,7 @@ class Progress:
         if category:
             self._ended[file_of(report.nodeid)][category] += 1
         if category in ("failed", "error"):
-            self._terminal.write_line(f"{category.upper()} {report.nodeid}{_reason(report)}", red=True)
+            self._say(f"{category.upper()} {report.nodeid}{_reason(report)}", red=True)
         return category, "", ""  # nothing for pytest itself to print
 
     @pytest.hookimpl(wrapper=True)
@@ -138,4 +138,9 @@ class Progress:
         done = 1 - sum(self._left.values()) / self._total
         ended = ", ".join(f"{count} {category}" for category, count in self._ended[file].items())
         minutes, seconds = divmod(int(time.monotonic() - self._start), 60)
-        self._terminal.write_line(f"{done:4.0%} {minutes}:{seconds:02}  {file}: {ended} in {self._seconds[file]:.1f} s")
+        self._say(f"{done:4.0%} {minutes}:{seconds:02}  {file}: {ended} in {self._seconds[file]:.1f} s")
+
+    def _say(self, line: str, **markup: bool) -> None:
+        """At once, also into a file."""
+        self._terminal.write_line(line, **markup)
+        self._terminal.flush()

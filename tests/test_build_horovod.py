@@ -140,4 +140,5 @@ def test_no_compiler(tmp_path):
     command = [sys.executable, SCRIPT, tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, env={"CXX": "no-such-g++"})
     assert done.returncode == 2
-    assert done.stderr == "error: there is no no-such-g++, which compiles it: install g++ (Debian: apt install g++)\n"
+    assert done.stderr == ("error: there is no no-such-g++, which compiles it: install g++ (Debian, Ubuntu: apt "
+                           "install g++; Fedora: dnf install gcc-c++)\n")

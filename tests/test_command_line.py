@@ -173,7 +173,7 @@ def test_help(capsys, monkeypatch):
     lines = help_of(capsys, monkeypatch, Copy, ["--wrong", "--help"], prog="copy").splitlines()  # --help comes first
     assert lines[:4] == ["usage: copy [--option value ...] SOURCE MORE ...", "", "Copy 100 % of it.", ""]
     for words in ("SOURCE Where from.", "--number N How many, at most 50 %. (default: 3)", "--size N N (default: 4 5)",
-                  "-t FILE, --target FILE Where to.", "--json", "--sound, --no-sound (default: on)"):
+                  "-t, --target FILE Where to.", "--json", "--sound, --no-sound (default: on)"):
         assert words in [" ".join(line.split()) for line in lines]
 
 

@@ -33,7 +33,13 @@ def test_the_set_up_has_what_it_reads() -> None:
     rules = re.findall(r"^\.venv/[^:]*:(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     wanted = {name for rule in rules for name in rule.split()}
     assert {"pyproject.toml", "scripts/setup.sh", "train/processes/allreduce.cc"} <= wanted
-    for name in wanted | {"README.md", "common/mxnet_compat.pth"}:
+    metadata = (ROOT / "pyproject.toml").read_text()
+    licenses, packages = (re.findall(r'"/?(.*?)"', re.search(rf"^{key} = \[(.*)\]$", metadata, re.MULTILINE)[1])
+                          for key in ("license-files", "include"))
+    copied_to_site_packages = re.findall(r'^"(.+)" = ".+"$', metadata, re.MULTILINE)
+    assert len(licenses) >= 1 and len(packages) >= 5 and len(copied_to_site_packages) >= 2
+    wanted |= {"README.md", *licenses, *copied_to_site_packages, *(f"{name}/__init__.py" for name in packages)}
+    for name in wanted:
         assert (ROOT / name).is_file()
         parents = {name, *map(str, Path(name).parents)}
         assert parents & copied((ROOT / "Dockerfile").read_text()), f"the Dockerfile does not copy {name}"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from common.disk_cache import Cache
+from common.disk_cache import Cache, default_folder
 
 
 def test_a_damaged_cache_entry_counts_as_absent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -30,3 +30,19 @@ def test_a_cache_folder_that_cannot_be_written_only_warns(tmp_path: Path, caplog
     with caplog.at_level(logging.WARNING):
         Cache("gpu", tmp_path / "file").write("plans", b"content")
     assert "cannot be written" in caplog.text
+
+
+@pytest.mark.parametrize("variables, folder", [
+    ({"RESNET_CACHE": "mine", "XDG_CACHE_HOME": "/caches", "HOME": "/home/me"}, "mine"),
+    ({"XDG_CACHE_HOME": "/caches", "HOME": "/home/me"}, "/caches/resnet-mxnet"),
+    ({"XDG_CACHE_HOME": "caches", "HOME": "/home/me"}, "/home/me/.cache/resnet-mxnet"),
+    ({"XDG_CACHE_HOME": "", "HOME": "/home/me"}, "/home/me/.cache/resnet-mxnet"),
+    ({}, "/dev/null/resnet-mxnet"),
+])
+def test_where_the_cache_is(variables, folder, monkeypatch):
+    for name in ("RESNET_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("os.getuid", lambda: 2**31 - 5)  # whom the system does not know
+    assert default_folder() == Path(folder)

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {str(path.relative_to(ROOT)): path for path in (ROOT / "README.md", ROOT / "benchmarks/README.md",
+PAGES = {str(path.relative_to(ROOT)): path for path in (*sorted(ROOT.glob("*.md")), ROOT / "benchmarks/README.md",
                                                         *sorted((ROOT / "docs").glob("*.md")))}
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 

@@ -26,6 +26,7 @@ def test_versions_of_a_copied_mxnet(monkeypatch: pytest.MonkeyPatch) -> None:
     assert copied["mxnet"] == mx.__version__ and "numpy" not in copied
 
 
+@pytest.mark.skipif(not shutil.which("git"), reason="there is no git here")
 def test_commit_of_a_source_archive(tmp_path: Path) -> None:
     """`git archive`, of which GitHub's downloads are made, writes the commit into the file."""
     def git(*arguments: str) -> bytes:

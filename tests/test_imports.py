@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import importlib
+import math
 import os
+import re
+import shutil
+import struct
 import subprocess
 import sys
+import sysconfig
+import types
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+from common import mxnet_hook
+
 REPOSITORY = Path(__file__).resolve().parents[1]
-PACKAGES = ("train", "pipelines", "graph_passes", "common")
+PACKAGES = ("train", "pipelines", "graph_passes", "common", "resnet_mxnet")
 CUDA_LIBRARIES = {"cuda", "cudnn", "cupy", "torch"}
 CUDA_PLACES = {Path("graph_passes/executors/cuda"), Path("pipelines/gpu.py")}
 
@@ -45,8 +56,9 @@ def test_mxnet_comes_through_one_place(folder: str) -> None:
 
 @pytest.mark.parametrize(
     ("package", "others"),
-    [("common", {"train", "pipelines", "graph_passes"}), ("pipelines", {"train", "graph_passes"}),
-     ("graph_passes", {"train", "pipelines"}), ("train", set())],
+    [("common", {"train", "pipelines", "graph_passes", "resnet_mxnet"}),
+     ("pipelines", {"train", "graph_passes", "resnet_mxnet"}), ("graph_passes", {"train", "pipelines", "resnet_mxnet"}),
+     ("train", {"resnet_mxnet"}), ("resnet_mxnet", set())],
 )
 def test_packages_import_only_what_is_below_them(package: str, others: set[str]) -> None:
     forbidden = others | {"scripts", "tests", "benchmarks"}
@@ -60,30 +72,119 @@ def test_cuda_libraries_stay_in_the_cuda_executor_and_one_file_of_the_loader(pac
     assert [path for path in outside if imported(path.read_text()) & CUDA_LIBRARIES] == []
 
 
-def test_mxnet_is_mended_for_programs_that_import_it_themselves(tmp_path: Path) -> None:
-    """As horovodrun does: by the .pth file that the package puts into site-packages, editable or not. Where the project
-    is gone, or another `common` is in front of it, Python starts as ever."""
-    hook = (REPOSITORY / "common" / "mxnet_compat.pth").read_text()
-    (tmp_path / "site" / "common").mkdir(parents=True)
-    (tmp_path / "site" / "project.pth").write_text(f"{REPOSITORY}\n{hook}")
-    folder = str(tmp_path / "site")
-    start = (f"import site, sys; site.addsitedir({folder!r});"
-             "print([type(finder).__name__ for finder in sys.meta_path].count('_MendBeforeMXNet'));"
-             "print([name for name in sys.modules if name.split('.')[0] == 'common'])")
-    for other, mended in (("", 1), ("common.py", 0), ("common/__init__.py", 0)):
-        if other:
-            (tmp_path / "site" / other).write_text("")
-        found = subprocess.run([sys.executable, "-I", "-S", "-c", start], capture_output=True, text=True, check=False)
-        assert (found.stdout, found.stderr) == (f"{mended}\n[]\n", "")
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """What an installation puts into site-packages, and a stand-in for MXNet, which says what it finds."""
+    site = tmp_path / "site"
+    (site / "mxnet").mkdir(parents=True)
+    shutil.copy(REPOSITORY / "common" / "mxnet_hook.pth", site / "resnet_mxnet_hook.pth")
+    shutil.copy(REPOSITORY / "scripts" / "resnet_mxnet_hook.py", site)
+    (site / "mxnet" / "__init__.py").write_text(
+        "import numpy, sys\n"
+        "print(*[finder.__module__ for finder in sys.meta_path if getattr(finder, '__name__', '') == 'MXNetHook'],\n"
+        "      'bool' in vars(numpy), 'resnet_mxnet_hook' in sys.modules)\n")
+    return site
+
+
+def run_with(site: Path, program: str) -> str:
+    """The output of a program that has this site-packages before its own."""
+    start = f"import site, sys; site.addsitedir({str(site)!r}); sys.path.append({sysconfig.get_path('purelib')!r}); "
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", start + program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def test_mxnet_is_mended_for_programs_that_import_it_themselves(site: Path) -> None:
+    """As horovodrun does. Nothing is imported before."""
+    loaded = "print([name for name in sys.modules if name.startswith(('resnet', 'common', 'numpy'))]); "
+    assert run_with(site, loaded + "import mxnet") == "[]\nresnet_mxnet_hook True True\n"
+
+
+def test_the_hook_of_the_checkout_takes_the_place_of_the_installed_one(site: Path) -> None:
+    here = f"sys.path.insert(0, {str(REPOSITORY)!r}); "
+    assert run_with(site, here + "from common.mxnet_compat import mx") == "common.mxnet_hook True False\n"
+    late = "import mxnet; from common.mxnet_compat import mx; print(mx is mxnet)"
+    assert run_with(site, here + late) == "resnet_mxnet_hook True True\nTrue\n"
+
+
+def test_the_hook_runs_nothing_of_others(site: Path) -> None:
+    (site / "common").mkdir()
+    (site / "common" / "__init__.py").write_text("raise SystemExit('another common was imported')")
+    assert run_with(site, "import mxnet") == "resnet_mxnet_hook True True\n"
+
+
+def test_python_starts_without_the_hooks_module(site: Path) -> None:
+    (site / "resnet_mxnet_hook.py").unlink()
+    assert run_with(site, "print('started')") == "started\n"
+
+
+def test_numpy_gets_back_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    numpy = types.ModuleType("numpy")
+    left = ("bool_", "inf", "nan", "all", "any", "prod", "round", "sort", "isin", "ravel")
+    vars(numpy).update({name: getattr(np, name) for name in left}, trapezoid=sum, rate="its own", NaN="its own")
+    monkeypatch.setitem(sys.modules, "numpy", numpy)
+    mxnet_hook._mend_numpy()
+    old: Any = numpy
+    assert (old.bool, old.trapz, old.rate, old.NaN) == (np.bool_, sum, "its own", "its own")
+    assert (old.NINF, old.PINF, math.copysign(1, old.NZERO)) == (-math.inf, math.inf, -1)
+    assert (old.alltrue([1, 0]), old.sometrue([1, 0]), old.product([2, 3])) == (False, True, 6)
+    assert old.round_(1.26, 1) == 1.3
+    assert old.msort([[3, 1], [2, 4]]).tolist() == [[2, 1], [3, 4]]
+    assert old.in1d([[1, 2], [3, 4]], [4, 1], invert=True).tolist() == [False, True, True, False]
+    with pytest.raises(RuntimeError, match="install numpy-financial and call numpy_financial.pmt"):
+        old.pmt(0.1, 2, 3)
+
+
+def test_records_with_several_labels() -> None:
+    recordio = importlib.import_module("common.mxnet_compat").mx.recordio
+    packed = recordio.pack(recordio.IRHeader(0, [1, 2.5], 3, 4), b"image")
+    assert packed == struct.pack("<IfQQ2f", 2, 0, 3, 4, 1, 2.5) + b"image"
+
+
+def test_mxnets_records_without_tostring(tmp_path: Path) -> None:
+    """NumPy 2.3 removed it."""
+    (tmp_path / "recordio.py").write_text("def pack(label):\n    return label.tostring()\n")
+    names: dict[str, Any] = {}
+    exec(mxnet_hook._RecordIOLoader("mxnet.recordio", str(tmp_path / "recordio.py")).get_code("mxnet.recordio"), names)
+    assert names["pack"](np.array([1, 2], np.uint8)) == bytes([1, 2])
+
+
+@pytest.mark.parametrize(("failing", "said"), [
+    ("raise AttributeError('numpy has no gone')", r"MXNet cannot be imported with Python 3\.\S+ and NumPy \S+ "
+                                                  r"\(numpy has no gone\): run make setup, .*"),
+    ("import os; from os import gone", r"MXNet cannot be imported .*cannot import name 'gone' from 'os'.*"),
+    ("import sys; sys.modules['requests'] = None; import requests.api",
+     r"MXNet needs the package requests, .*-m pip install requests"),
+    ("import sys; sys.modules['graphviz'] = None; import graphviz", ".*-m pip install 'graphviz<0.9'"),
+    ("import sys; sys.modules['mxnet'] = None; import mxnet", "MXNet is not installed: run make setup, or .*"),
+])
+def test_why_mxnet_cannot_be_imported(tmp_path: Path, failing: str, said: str) -> None:
+    (tmp_path / "mxnet.py").write_text(failing)
+    program = ("from common.errors import ProgramError\ntry:\n    from common.mxnet_compat import mx\n"
+               "except ProgramError as error:\n    print(error)")
+    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True,
+                          env=os.environ | {"PYTHONPATH": f"{tmp_path}"})
+    assert done.stderr == "" and re.fullmatch(said, done.stdout.strip())
+
+
+@pytest.mark.parametrize("name, value, advice", [
+    ("MXNET_ENGINE_TYPE", "Naive", "give NaiveEngine, ThreadedEngine or ThreadedEnginePerDevice, or unset it"),
+    ("MXNET_CPU_WORKER_NTHREADS", "two", "give a whole number, or unset it"),
+    ("OMP_NUM_THREADS", "two", "give a whole number from 1 to 1,024, or unset it"),
+])
+def test_what_mxnet_would_abort_of(name: str, value: str, advice: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "graph_passes", "show", "--model", "resnet18_v1"], cwd=REPOSITORY,
+                          capture_output=True, text=True, env=os.environ | {name: value})
+    assert (done.stderr, done.returncode) == (f"error: {name} is {value!r}: {advice}\n", 2)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("given", [None, "3"])
 def test_threads_of_mxnet_are_not_those_of_programs_started_from_it(given: str | None) -> None:
     """Four processes of 16 cores each had 64 threads each where a program that trains in them had imported MXNet."""
-    program = ("import ctypes, os; from common.mxnet_compat import _num_compute_threads, mx; mx.nd.waitall();"
+    program = ("import ctypes, os; from common.mxnet_compat import mx, mxnet_hook; mx.nd.waitall();"
                "print(os.environ.get('OMP_NUM_THREADS'), ctypes.CDLL('libgomp.so.1').omp_get_max_threads(),"
-               "      _num_compute_threads())")
+               "      mxnet_hook.num_compute_threads())")
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     found = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True,
                            env=environment if given is None else environment | {"OMP_NUM_THREADS": given})

@@ -1,13 +1,21 @@
-"""Output that fails, of programs that it must not end."""
+"""Output that fails: what it ends and what not, and with which words."""
 
 from __future__ import annotations
 
 import os
+import re
+import resource
 import subprocess
 import sys
+import time
+from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+ENVIRONMENT = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}  # not PYTHONUNBUFFERED, which hides faults
 
 PROGRAM = """
 import sys
@@ -23,6 +31,145 @@ for _ in range(3):
 print("an error", file=sys.stderr)
 """
 SENTENCE = "standard output cannot be written any more ({}): what follows is on standard error\n"
+FULL = "error: standard output: No space left on device; check path, permissions and disk\n"
+
+
+def started(arguments: Sequence[str], failing: Collection[int], how: str, **options: Any) -> subprocess.Popen[str]:
+    """Python with a standard output (1) and standard error (2) of which these are full, closed, or a pipe that nobody
+    reads."""
+    reading, unread = os.pipe()
+    os.close(reading)
+    shell = "".join(f" {number}>&-" for number in failing if how == "closed")
+    with open(unread, "w") as pipe, Path("/dev/full").open("w") as full:
+        fails = {"full": full, "closed": subprocess.DEVNULL, "unread": pipe}[how]
+        stdout, stderr = (fails if number in failing else subprocess.PIPE for number in (1, 2))
+        return subprocess.Popen(["sh", "-c", f'exec "$@"{shell}', "sh", sys.executable, *arguments], text=True,
+                                stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
+                                **{"env": ENVIRONMENT, **options})
+
+
+# What a program may do, by name: the body of its main function, its exit code, and what it says on standard error.
+ENDS = {
+    "prints a line": ("print('text')", 0, ""),
+    "prints half a line": ("print('text', end='')", 0, ""),
+    "prints much": ("[print(i) for i in range(5000)]", 0, ""),
+    "shows help": ("c.given(VerifyOptions, ['--help'], prog='program')", 0, ""),
+    "leaves at a failure": ("leave_at_a_failure()", 0, ""),
+    "says nothing of it": ("hide_a_failure()", 0, ""),
+    "warns": ("print('warned', file=sys.stderr); print('text')", 0, "warned\n"),
+    "is used wrongly": ("c.given(VerifyOptions, ['.', '--bad'], prog='program')", 2,
+                        "error: there is no option --bad (see program --help)\n"),
+    "has a code of its own": ("hide_a_failure(); return 7", 7, ""),
+    "fails elsewhere": ("hide_a_failure(); open('/nowhere')", 2, "error: /nowhere: No such file or directory; check "
+                                                                 "path, permissions and disk\n"),
+    "writes to a process that has ended": ("raise BrokenPipeError(32, 'Broken pipe')", 2,
+                                           "error: input or output: Broken pipe; check path, permissions and disk\n"),
+}
+# Each in a process of its own, which ends as Python does, but without an import of its own.
+ALL_ENDS = """
+import contextlib, os, sys
+import common.command_line as c
+from pipelines.options import VerifyOptions
+
+def hide_a_failure():
+    with contextlib.suppress(OSError):
+        print('text', end='')  # without a buffer it fails here, else at the end
+
+def leave_at_a_failure():
+    try:
+        print('text', flush=True)
+    except OSError:
+        sys.exit(1)  # as rich does
+
+for body in {bodies}:
+    if pid := os.fork():
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        os.write({codes}, bytes([code]))
+        with contextlib.suppress(OSError):
+            os.write(2, bytes(1))
+    else:
+        exec("def main():\\n    " + body)
+        sys.exit(c.exit_code_of(main))
+"""
+CODE = {"full": 2, "closed": 0, "unread": 141}  # of a program whose standard output fails
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
+@pytest.mark.parametrize("failing", [{1}, {2}, {1, 2}], ids=["stdout", "stderr", "both"])
+@pytest.mark.parametrize("how", CODE)
+def test_an_end_where_output_fails(failing, how, unbuffered):
+    reading, writing = os.pipe()
+    process = started(["-c", ALL_ENDS.format(bodies=[body for body, _, _ in ENDS.values()], codes=writing)], failing,
+                      how, env={**ENVIRONMENT, "PYTHONUNBUFFERED": unbuffered}, pass_fds=[writing])
+    os.close(writing)
+    _, stderr = process.communicate(timeout=300)
+    with open(reading, "rb") as codes:
+        found = dict(zip(ENDS, codes.read(), strict=True))
+    fails = {name for name, (_, code, _) in ENDS.items() if code == 0 and 1 in failing}
+    assert found == {name: CODE[how] if name in fails else code for name, (_, code, _) in ENDS.items()}
+    if 2 not in failing:
+        said = dict(zip(ENDS, stderr.split("\0"), strict=False))
+        assert said == {name: text + FULL * (name in fails and how == "full") for name, (_, _, text) in ENDS.items()}
+
+
+@pytest.mark.parametrize("arguments", [
+    "-m train --help", "-m train predict --help", "-m train --config ?", "-m pipelines --version",
+    "-m graph_passes show --help", "-m train.processes.launch --help", "-m train.processes.multi_host --help",
+    "-m train.reporting.report --help", "-m resnet_mxnet predict --help", "benchmarks/overview.py --help",
+])
+def test_programs_on_a_full_disk(arguments):
+    process = started(arguments.split(), {1}, "full", cwd=ROOT)
+    assert (process.communicate(timeout=300)[1], process.returncode) == (FULL, 2)
+
+
+def test_all_programs_end_in_the_same_way():
+    """Those that only our own programs start need not."""
+    programs = [path for package in ("train", "pipelines", "graph_passes", "benchmarks")
+                for path in ROOT.glob(f"{package}/**/*.py") if '__name__ == "__main__"' in path.read_text()]
+    others = {path.stem for path in programs if not re.search(r"exit_code_of\(|\brun\(main\)", path.read_text())}
+    assert others == {"guard", "parity_peer", "peer_cifar10", "peer_finetune", "peer_pytorch", "peer_recipe",
+                      "peer_rnn", "peer_weights"}
+
+
+@pytest.mark.parametrize("end", ["", "\n"], ids=["half a line", "a line"])
+def test_a_disk_that_becomes_full_within_a_line(end, tmp_path):
+    """The system then writes a part, which Python without a buffer takes for all."""
+    program = ("import common.command_line as c\n"
+               f"raise SystemExit(c.exit_code_of(lambda: print('x' * 100, end={end!r})))")
+    with (tmp_path / "file").open("w") as file:
+        done = subprocess.run([sys.executable, "-u", "-c", program], env=ENVIRONMENT, stdout=file, text=True,
+                              stderr=subprocess.PIPE,
+                              preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10)))
+    assert done.stderr == "error: standard output: File too large; check path, permissions and disk\n"
+    assert done.returncode == 2 and (tmp_path / "file").read_text() == "x" * 10
+
+
+def test_a_pipe_that_does_not_wait():
+    """As another program makes it that shares it."""
+    program = ("import os, common.command_line as c; os.set_blocking(1, False)\n"
+               "raise SystemExit(c.exit_code_of(lambda: print('x' * 10**6)))")
+    process = subprocess.Popen([sys.executable, "-c", program], env=ENVIRONMENT, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True)
+    time.sleep(0.3)  # in which it fills the pipe
+    out, err = process.communicate(timeout=300)
+    assert (len(out), err, process.returncode) == (10**6 + 1, "", 0)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_line_is_in_a_file_when_it_is_printed(number, tmp_path):
+    program = ("import sys, common.command_line as c\n"
+               "def main():\n"
+               f"    print('text', file={['', 'sys.stdout', 'sys.stderr'][number]})\n"
+               "    sys.stdin.readline()\n"
+               "c.exit_code_of(main)")
+    with (tmp_path / "file").open("w") as file:
+        process = subprocess.Popen([sys.executable, "-c", program], env=ENVIRONMENT, stdin=subprocess.PIPE,
+                                   **{["", "stdout", "stderr"][number]: file})
+        deadline = time.monotonic() + 60
+        while not (found := (tmp_path / "file").read_text()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        process.communicate(b"end\n", timeout=300)
+    assert found == "text\n" and process.returncode == 0
 
 
 @pytest.mark.parametrize("options", [[], ["-u"]], ids=["buffered", "unbuffered"])
@@ -51,7 +198,7 @@ def test_a_full_disk(options):
 def test_an_error_is_a_line_in_one_piece(options):
     """A pipe of packets gives what one call has written."""
     reading, writing = os.pipe2(os.O_DIRECT)
-    program = "from common.output import make_lasting, print_error; make_lasting(); print_error('what, and where')"
+    program = "from common.output import make_safe, print_error; make_safe(); print_error('what, and where')"
     subprocess.run([sys.executable, *options, "-c", program], stderr=writing, check=True)
     assert os.read(reading, 1000) == b"error: what, and where\n"
     os.close(reading)
@@ -75,7 +222,7 @@ def test_what_is_closed_at_the_start_is_no_file_of_the_program(closed, tmp_path)
     )
     shell = " ".join(f"{number}>&-" for number in closed.split())
     found = subprocess.run(["sh", "-c", f"exec \"$@\" {shell}", "sh", sys.executable, "-c", script], cwd=tmp_path,
-                           env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}, capture_output=True,
+                           env=ENVIRONMENT, capture_output=True,
                            stdin=subprocess.DEVNULL, text=True)
     assert found.returncode == 2, found.stderr
     assert "Traceback" not in found.stderr
@@ -112,10 +259,10 @@ def test_a_full_disk_at_the_start(arguments, outlasts):
     """A run loses its first line, not itself; what has its output for its product ends."""
     with Path("/dev/full").open("w") as full:
         done = subprocess.run([sys.executable, "-c", COMMAND, *arguments.split()], stdout=full, stderr=subprocess.PIPE,
-                              text=True, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])})
+                              text=True, env=ENVIRONMENT)
     if outlasts:
         assert done.stderr.startswith(SENTENCE.format("No space left on device"))
         assert done.stderr.endswith("begun\n") and done.returncode == 0
     else:
-        assert done.stderr == "error: input or output: No space left on device; check path, permissions and disk\n"
+        assert done.stderr == FULL
         assert done.returncode == 2

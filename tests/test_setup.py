@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "scripts" / "setup.sh"
 TOOLS = ("awk", "bash", "cat", "cksum", "cut", "dirname", "df", "du", "flock", "grep", "head", "mkdir", "mv",
          "realpath", "rm", "rmdir", "sed", "sort", "tail", "touch")  # of any Linux
-PIP = "pip install --disable-pip-version-check --retries 3 --no-compile -e"
+INSTALL = "pip install --disable-pip-version-check --retries 3 --no-compile --no-warn-conflicts"
+PIP = f"{INSTALL} -e"
 LIMIT = 300  # seconds that nothing here takes, however busy the machine
 GPU = 'echo "580.65.06, 9.0, NVIDIA H200"'
 
@@ -37,6 +38,26 @@ def write_program(path: Path, body: str) -> None:
     path.chmod(0o755)
 
 
+def make_python(venv: Path, version: str) -> None:
+    """A Python in `venv` that only says its version and notes which files it is called for."""
+    write_program(venv / "bin" / "python", f"""case $1 in
+        -c) echo {version} ;;
+        --version) echo Python {version}.9 ;;
+        -m) ;;
+        *) echo "$*" >>{venv.parent}/calls ;;
+    esac""")
+
+
+def a_python(version: str, *, has_venv: bool = True, make: str = "exit 1") -> str:
+    """What a Python on PATH does, with the module venv or, as Debian's own, without. `make` makes an environment."""
+    return f"""case "$*" in
+        --version) echo Python {version}.1 ;;
+        *ensurepip*) exit {0 if has_venv else 1} ;;
+        "-m venv "*) {make} ;;
+        -c*) echo {version} ;;
+    esac"""
+
+
 def until(condition: str) -> str:
     """Lines of a shell that wait for it, in the end for nothing."""
     return f"for _ in {{1..3000}}; do if {condition}; then break; fi; sleep 0.1; done"
@@ -47,7 +68,7 @@ def venv(tmp_path: Path) -> Path:
     """An environment whose pip and Python only note what they are called for."""
     folder = tmp_path / "venv"
     write_program(folder / "bin" / "pip", f'echo "pip $*" >>{tmp_path}/calls')
-    write_program(folder / "bin" / "python", f'[[ $1 == -m ]] || echo "$*" >>{tmp_path}/calls')
+    make_python(folder, "3.11")
     return folder
 
 
@@ -55,7 +76,7 @@ def venv(tmp_path: Path) -> Path:
 def run_setup(tmp_path: Path, venv: Path) -> Callable[..., Done]:
     """Runs setup.sh on a machine that has just the tools given, by name and what they do."""
 
-    def run(part: str = "run", *, into: Path = venv, **tools: str) -> Done:
+    def run(part: str = "run", *, into: Path = venv, system: str = "", shell: str = "bash", **tools: str) -> Done:
         path = tmp_path / "path"
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir()
@@ -66,8 +87,10 @@ def run_setup(tmp_path: Path, venv: Path) -> Callable[..., Done]:
             write_program(path / name.replace("_", "-"), body)
         calls = tmp_path / "calls"
         calls.write_text("")
-        environment = {"PATH": str(path), "HOME": os.environ["HOME"]}
-        done = subprocess.run([path / "bash", SCRIPT, part, into], capture_output=True, text=True, env=environment)
+        (tmp_path / "os-release").write_text(system)
+        environment = {"PATH": str(path), "HOME": str(tmp_path), "OS_RELEASE": str(tmp_path / "os-release")}
+        program = shutil.which(shell) or shell
+        done = subprocess.run([program, SCRIPT, part, into], capture_output=True, text=True, env=environment)
         return Done(done.returncode, done.stdout, done.stderr, calls.read_text().splitlines())
 
     return run
@@ -162,10 +185,11 @@ def test_packages_that_cannot_be_had(run_setup, venv, output, sentence):
 
 
 def test_horovod_that_does_not_compile(run_setup, venv):
-    write_program(venv / "bin" / "python", """[[ $1 != scripts/build_horovod.py ]] || {
-        echo "error: common.h:343:18: error: 'logic_error' is not a member of 'std'"
-        exit 2
-    }""")
+    with (venv / "bin" / "python").open("a") as python:
+        python.write("""[[ $1 != scripts/build_horovod.py ]] || {
+            echo "error: common.h:343:18: error: 'logic_error' is not a member of 'std'"
+            exit 2
+        }""")
     done = run_setup("all")
     assert done.code == 2
     assert done.error == ("error: Horovod could not be built: common.h:343:18: error: 'logic_error' is not a member of "
@@ -197,19 +221,119 @@ def test_a_disk_that_becomes_full(run_setup, venv):
     assert f"could not be installed: the disk with {venv} is full; free some space and run make again" in done.error
 
 
-@pytest.mark.parametrize("version", ["3.9.18", "3.13.0"])
-def test_wrong_python(run_setup, tmp_path, version):
-    done = run_setup(into=tmp_path / "new", python3=f'[ "$1" = --version ] && echo Python {version}')
+# --- Python, and the system under it ---
+
+DEBIAN_12 = 'ID=debian\nVERSION_ID="12"\n'
+DEBIAN_13 = 'ID=debian\nVERSION_ID="13"\n'
+UBUNTU_26 = 'ID=ubuntu\nID_LIKE=debian\nVERSION_ID="26.04"\n'
+MINT = 'ID=linuxmint\nID_LIKE="ubuntu debian"\nVERSION_ID="23"\n'
+FEDORA = "ID=fedora\nVERSION_ID=45\n"
+ROCKY = 'ID="rocky"\nID_LIKE="rhel centos fedora"\nVERSION_ID="9.6"\n'
+APT = "run as root 'apt update && apt install python3-venv'"
+UV = "run 'uv python install 3.12' (https://docs.astral.sh/uv has uv, for any Linux)"
+
+
+@pytest.mark.parametrize(("system", "python", "found", "way"), [
+    (DEBIAN_12, None, "", APT),
+    (DEBIAN_12, a_python("3.9"), ", only Python 3.9.1", APT),  # somebody's own: Debian's is python3.11 beside it
+    (DEBIAN_12, a_python("3.11", has_venv=False), ", only Python 3.11.1 without them", APT),
+    (DEBIAN_13, a_python("3.13", has_venv=False), ", only Python 3.13.1 without them", APT),
+    (UBUNTU_26, a_python("3.14", has_venv=False), ", only Python 3.14.1 without them", APT),
+    (UBUNTU_26.replace("26", "22"), None, "", APT),
+    (UBUNTU_26.replace("26.04", "20.04"), a_python("3.8"), ", only Python 3.8.1", UV),
+    ("ID=debian\n", a_python("3.15"), ", only Python 3.15.1", UV),  # of the next release
+    (MINT, a_python("3.14", has_venv=False), ", only Python 3.14.1 without them", APT),
+    (FEDORA, a_python("3.15"), ", only Python 3.15.1", "run as root 'dnf install python3.14'"),
+    (ROCKY, a_python("3.9"), ", only Python 3.9.1", "run as root 'dnf install python3.12'"),
+    ("ID=arch\n", a_python("3.15"), ", only Python 3.15.1", UV),
+    ("", 'echo "pyenv: python3: command not found" >&2; exit 127', "", UV),
+])
+def test_no_python_that_serves(run_setup, tmp_path, system, python, found, way):
+    done = run_setup(into=tmp_path / "new", system=system, **({"python3": python} if python else {}))
     assert done.code == 2
-    assert done.error == (f"error: no Python 3.10, 3.11 or 3.12 with venv and pip on PATH, only Python {version}: "
-                          "install one (Debian: apt install python3-venv) and run make again\n")
+    assert done.error == (f"error: no Python 3.10 to 3.14 with venv and pip on PATH{found}: {way}, then make again\n")
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(("pythons", "chosen"), [
+    ({"python3": "3.14", "python3.13": "3.13", "python3.11": "3.11"}, "3.11"),
+    ({"python3": "3.14", "python3.13": "3.13"}, "3.13"),
+    ({"python3": "3.15", "python3.14": "3.14"}, "3.14"),
+    ({"python3": "3.13"}, "3.13"),
+])
+def test_the_python_that_is_tested_most(run_setup, tmp_path, pythons, chosen):
+    """A shim of pyenv, which fails when it is called, is passed over."""
+    tools = {name: a_python(version) for name, version in pythons.items()}
+    done = run_setup(into=tmp_path / "new", **{"python3.12": "exit 127", **tools})
+    assert f" from Python {chosen}.1\n" in done.said
+
+
+@pytest.mark.parametrize(("version", "separately"), [("3.12", []), ("3.13", ["mxnet==1.9.1"]),
+                                                     ("3.14", ["mxnet==1.9.1"])])
+def test_mxnet_where_only_numpy_2_is(run_setup, venv, version, separately):
+    """Without what it declares: pip would insist on numpy<2."""
+    make_python(venv, version)
+    assert run_setup().calls == [f"{PIP} .[cpu]", *(f"{INSTALL} --no-deps {name}" for name in separately)]
+    assert run_setup(nvidia_smi=GPU).calls[-2:] == [
+        f"{INSTALL} --no-deps mxnet-cu117==1.9.1" if separately else f"{PIP} .[gpu]", "scripts/link_cuda11.py"]
+
+
+def test_mxnet_of_the_same_version_everywhere():
+    """What pip takes below Python 3.13, and setup.sh from there on."""
+    pinned = re.findall(r'"(mxnet[^;"]*); python_version < \'3\.13\'"', (ROOT / "pyproject.toml").read_text())
+    assert pinned == ["mxnet==1.9.1", "mxnet-cu117==1.9.1"] and '"$mxnet==1.9.1"' in SCRIPT.read_text()
+
+
+def test_a_python_that_was_replaced_under_the_environment(run_setup, venv):
+    """By an upgrade of the system: pip is not found any more, and all is made anew."""
+    run_setup("all")
+    write_program(venv / "bin" / "python", 'echo "No module named pip" >&2; exit 1')
+    (venv / "pyvenv.cfg").touch()
+    ready = venv.parent / "ready"
+    make_python(ready, "3.13")
+    write_program(ready / "bin" / "pip", f'echo "pip $*" >>{venv.parent}/calls')
+    done = run_setup("all", python3=a_python("3.13", make=f'mkdir -p "$3"; cp -r {ready}/. "$3"'),
+                     cp=f'exec {shutil.which("cp")} "$@"')
+    assert done.code == 0, done.error
+    assert f"setup: the Python of {venv} was removed or replaced since it was made\n" in done.said
+    assert [call.split()[0] for call in done.calls] == ["pip", "pip", "scripts/build_horovod.py"]
+
+
+def test_an_environment_of_another_python(run_setup, venv):
+    """Somebody's own: it is left alone."""
+    make_python(venv, "3.15")
+    done = run_setup()
+    assert done.code == 2 and done.calls == []
+    assert done.error == (f"error: {venv} is of Python 3.15.9, the packages need Python 3.10 to 3.14: remove it, or "
+                          "name another place, and run make again\n")
+
+
+@pytest.mark.parametrize("shell", ["bash", "sh"])
+def test_musl(run_setup, shell):
+    """Alpine has no bash, so any shell says it."""
+    done = run_setup(shell=shell, ldd='printf "%s\\n" "musl libc (x86_64)" "Version 1.2.5" >&2; exit 1')
+    assert (done.code, done.said, done.calls) == (2, "", [])
+    assert done.error.startswith("error: this system's C library is musl (Alpine), for which MXNet and DALI have no ")
+    assert len(done.error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("line", "code"), [("ldd (GNU libc) 2.17", 2), ("ldd (Ubuntu GLIBC 2.27-3ubuntu1) 2.27", 2),
+                                            ("ldd (GNU libc) 2.28", 0), ("ldd (Debian GLIBC 2.41-12) 2.41", 0)])
+def test_an_old_c_library(run_setup, line, code):
+    done = run_setup(ldd=f'[ "$1" != --version ] || echo "{line}"')
+    assert done.code == code
+    if code:
+        assert f"error: this system's C library is glibc {line[-4:]}, the packages need 2.28 or newer: " in done.error
+
+
+def test_any_shell_may_start_it(run_setup):
+    assert run_setup(shell="sh").code == 0
 
 
 def test_an_environment_that_cannot_be_made(run_setup, tmp_path):
     """What was begun is made anew by the next call."""
     new = tmp_path / "new"
-    python = 'case $1 in -m) mkdir -p "$3"; touch "$3/pyvenv.cfg"; echo "Error: no pip in here" >&2; exit 1 ;; esac'
+    python = a_python("3.12", make='mkdir -p "$3"; touch "$3/pyvenv.cfg"; echo "Error: no pip in here" >&2; exit 1')
     for _ in range(2):
         done = run_setup(into=new, python3=python)
         assert done.code == 2
@@ -273,12 +397,12 @@ def test_two_at_a_time(run_setup, venv, tmp_path):
 def test_two_at_a_time_from_nothing(tmp_path):
     """The second one does not remove the environment that the first one is making."""
     new, ready = tmp_path / "new", tmp_path / "ready"
-    for name in ("pip", "python"):
-        write_program(ready / "bin" / name, "")
+    make_python(ready, "3.12")
+    write_program(ready / "bin" / "pip", "")
     (ready / "pyvenv.cfg").touch()
     wait = until(f"grep -q 'waiting for another set-up' {tmp_path}/[01].out")
     make = f'echo made >>{tmp_path}/calls; mkdir -p "$3"; touch "$3/pyvenv.cfg"; {wait}; cp -r {ready}/. "$3"'
-    write_program(tmp_path / "path" / "python3.12", f'[ "$2" != venv ] || {{ {make}; }}')
+    write_program(tmp_path / "path" / "python3.12", a_python("3.12", make=make))
     write_program(tmp_path / "path" / "nvidia-smi", "exit 9")
     environment = {**os.environ, "PATH": f"{tmp_path}/path:{os.environ['PATH']}"}
     with (tmp_path / "0.out").open("w") as first, (tmp_path / "1.out").open("w") as second:
@@ -336,8 +460,8 @@ def test_launchers_set_up_first(tmp_path, script):
 def test_make_sets_up_what_a_target_needs(tmp_path):
     (tmp_path / "scripts").mkdir()
     shutil.copy(ROOT / "Makefile", tmp_path)
-    for name in ("pyproject.toml", "common/mxnet_compat.pth", "scripts/link_cuda11.py", "scripts/build_horovod.py",
-                 "train/processes/allreduce.cc"):
+    for name in ("pyproject.toml", "common/mxnet_hook.pth", "common/mxnet_hook.py", "scripts/link_cuda11.py",
+                 "scripts/build_horovod.py", "train/processes/allreduce.cc"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     write_program(tmp_path / "scripts" / "setup.sh", "")
@@ -353,3 +477,17 @@ def test_make_sets_up_what_a_target_needs(tmp_path):
     assert parts("test") == parts("test-gpu") == ["test", "horovod"]
     assert parts("bench-scaling") == ["run", "horovod"]
     assert parts("test", "PYTHON=python3") == []
+
+
+def test_make_sees_a_python_that_was_replaced(tmp_path):
+    """Though all that was set up in its environment is marked as done."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    make_python(tmp_path / ".venv", "3.12")
+    mark = tmp_path / ".venv" / ".ready"
+    for whole in (True, False):
+        mark.touch()
+        if not whole:
+            write_program(tmp_path / ".venv" / "bin" / "python", "exit 1")
+        subprocess.run(["make", "help"], cwd=tmp_path, stdout=subprocess.DEVNULL, check=True,
+                       env={name: value for name, value in os.environ.items() if name != "PYTHON"})
+        assert mark.exists() == whole

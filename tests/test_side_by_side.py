@@ -12,6 +12,21 @@ import side_by_side
 SEED = 5
 
 
+class File:
+    """In place of a terminal: a line is in it when it has been flushed."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self._held: list[str] = []
+
+    def write_line(self, line: str, **_: bool) -> None:
+        self._held.append(line)
+
+    def flush(self) -> None:
+        self.lines += self._held
+        self._held.clear()
+
+
 def finish(progress: side_by_side.Progress, test_id: str, outcome: str, message: str = "") -> tuple[str, str, str]:
     """Tell of a test as pytest does: hooks around pytest's own, which asks how the test is to be shown. `message`: what
     it has failed by."""
@@ -34,8 +49,8 @@ def ask(progress: side_by_side.Progress, report: Any, outcome: str) -> tuple[str
 
 
 def test_a_line_for_each_file_and_each_failure():
-    lines: list[str] = []
-    progress = side_by_side.Progress(SimpleNamespace(write_line=lambda line, **_: lines.append(line)), SEED)
+    file = File()
+    progress, lines = side_by_side.Progress(file, SEED), file.lines
     tests = ["a/test_x.py::one", "a/test_x.py::two[b::c]", "test_y.py::three", "test_y.py::four"]
     for _ in range(2):  # each of the processes has collected the same
         progress.pytest_xdist_node_collection_finished(tests)
@@ -51,8 +66,8 @@ def test_a_line_for_each_file_and_each_failure():
 
 
 def test_without_others_beside_it():
-    lines: list[str] = []
-    progress = side_by_side.Progress(SimpleNamespace(write_line=lambda line, **_: lines.append(line)), SEED)
+    file = File()
+    progress, lines = side_by_side.Progress(file, SEED), file.lines
     for ids in ([], ["test_x.py::one"]):  # who hands tests out to others has none
         progress.pytest_collection_finish(SimpleNamespace(items=[SimpleNamespace(nodeid=test_id) for test_id in ids]))
     finish(progress, "test_x.py::one", "failed")

@@ -78,7 +78,7 @@ def test_version(line):
     code, out, err, imported = start(module, *command, "--version")
     assert (code, err) == (0, "") and not imported & {"mxnet", "nvidia.dali", "numpy", "horovod"}
     first, *libraries = out.splitlines()
-    assert first.startswith("resnet50-mxnet 0.")
+    assert first.startswith("resnet-mxnet 1.")
     assert [line.partition(" ")[0].split("-")[0].strip(":") for line in libraries] == [
         "python", "mxnet", "nvidia", "horovod"
     ]

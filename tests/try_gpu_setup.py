@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Goes through the set-up of a GPU machine on one without a GPU; run by hand: tests/try_gpu_setup.py FOLDER
 
-It installs all packages into FOLDER (5 GB), compiles Horovod with NCCL and train/processes/allreduce.cc, and loads what
-came of it: `nvidia-smi` and the driver's library libcuda.so.1 are stand-ins that it makes. At the end two processes
-add numbers on the CPU. What cannot be seen so: anything that runs on a GPU.
+It installs all packages into FOLDER (5 GB), for the Python that scripts/setup.sh finds on PATH, compiles Horovod with
+NCCL and train/processes/allreduce.cc, and loads the result: `nvidia-smi` and the driver's library libcuda.so.1 are
+stand-ins that it makes. At the end two processes add numbers on the CPU. It cannot show anything that runs on a GPU.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ DRIVER = ("CtxGetDevice", "DeviceGet", "DeviceGetAttribute", "DeviceGetCount", "
           "DevicePrimaryCtxRetain", "GetErrorString", "GraphKernelNodeGetParams", "GraphNodeGetType", "Init",
           "LaunchKernel", "ModuleGetFunction", "ModuleLoadData", "ModuleLoadDataEx", "ModuleUnload")
 LOAD = """
-import common.mxnet_compat, cudnn, horovod.mxnet as hvd, nvidia.dali
+import platform, common.mxnet_compat, cudnn, horovod.mxnet as hvd, numpy, nvidia.dali
 from common.mxnet_compat import mx
 from cuda.pathfinder import load_nvidia_dynamic_lib
 from train.processes.allreduce import load_library
 assert mx.runtime.Features().is_enabled("CUDA") and hvd.nccl_built() and hvd.gloo_built()
 load_library(on_gpu=True)
 load_nvidia_dynamic_lib("nvrtc")
-print(f"MXNet {mx.__version__}, DALI {nvidia.dali.__version__}, Horovod with NCCL {hvd.nccl_built()} and Gloo: loaded")
+print(f"Python {platform.python_version()}, NumPy {numpy.__version__}, MXNet {mx.__version__}, "
+      f"DALI {nvidia.dali.__version__}, Horovod with NCCL {hvd.nccl_built()} and Gloo: loaded")
 """
 AVERAGE = """
 from train.processes.distributed import Workers

@@ -18,6 +18,7 @@ from typing import Any
 from common.command_line import HELP, VERSION, VERSIONS, Command, choose_command, describe_commands, exit_code_of
 from common.errors import ProgramError, UserError
 from common.output import make_lasting
+from common.program import summaries
 from train.command_line import read
 from train.commands.options import (
     BenchmarkOptions,
@@ -59,7 +60,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     if arguments and arguments[0] in HELP:
-        print(describe_commands(_options(), prog=PROG, default="train", note=f"Presets: {', '.join(presets())}."))
+        print(describe_commands(_options() | summaries(), prog=PROG, default="train",
+                                note=f"Presets: {', '.join(presets())}."))
         return 0
     if arguments and arguments[0] == VERSION:
         VERSIONS.load()()
@@ -98,7 +100,7 @@ def understood(arguments: Sequence[str]) -> tuple[Command, dict[str, Any]]:
     """The command that is asked for, and the values given for its options. Raises TrainError: all processes of a run
     have the same command line."""
     try:
-        name, rest = choose_command(_options(), arguments, prog=PROG, default="train")
+        name, rest = choose_command(_options(), arguments, prog=PROG, default="train", others=summaries())
         if name in OF_ONE_PROCESS and is_of_several() and int(os.environ["HOROVOD_SIZE"]) > 1:
             raise UserError(f"{name} works in one process: use {PROG} {name}")
         if name != "train" and os.environ.get("HOROVOD_ELASTIC") == "1":

@@ -14,14 +14,15 @@ import numpy as np
 
 from common.environment import ROOT
 from common.mxnet_compat import mx
+from common.program import LAUNCH, TRAIN, start_of
 from graph_passes.executors import Executor
 from pipelines.options import SAMPLES
 from pipelines.samples import SAMPLES_FOLDER
 from train.config import Config
 from train.optimizer import make_optimizer
 from train.options.run import DEFAULT_PRESET
-from train.processes import invocation
 from train.processes.distributed import Workers
+from train.processes.invocation import script
 
 SECONDS = 75.0  # of training steps that somebody who tries the program out is asked for
 FEWEST_EPOCHS = 3  # 70 % top-1 (two seeds), five 87 %: a slower machine takes longer instead of fewer
@@ -67,13 +68,13 @@ def fit(config: Config, executor: Executor, num_images: int, workers: Workers) -
 
 def next_commands(run_folder: Path) -> str:
     """Commands that work as they stand, in the shell that started this process, and show where one's own data goes."""
-    python = invocation.python()
+    train = start_of(TRAIN)
     commands = [
-        ("a picture of your own, in place of this one", f"{python} -m train predict --checkpoint "
+        ("a picture of your own, in place of this one", f"{train} predict --checkpoint "
          f"{shlex.quote(str(run_folder))} {PICTURE}"),
         ("images of your own: a folder that has a folder for each class, in place of this one",
-         f"{python} -m train --config {DEFAULT_PRESET} --data {SAMPLES_FOLDER}"),
+         f"{train} --config {DEFAULT_PRESET} --data {SAMPLES_FOLDER}"),
     ]
     if (ROOT / "scripts").is_dir():
-        commands.append(("two processes, which average their gradients", f"{invocation.script('dgx1_8gpu.sh')} -n 2"))
+        commands.append(("two processes, which average their gradients", f"{script(LAUNCH)} -n 2"))
     return "\n".join(["try next:", *(line for what, command in commands for line in (f"  # {what}", f"  {command}"))])

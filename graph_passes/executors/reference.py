@@ -205,7 +205,7 @@ def backward(graph: Graph, values: Mapping[Ref, Array], training: bool = True,
 
     `output_gradient` is that of the graph's first output; a SoftmaxOutput, which is its own loss, needs none.
     """
-    gradients: dict[Ref, Array] = defaultdict(lambda: np.zeros(()))
+    gradients: dict[Ref, Any] = defaultdict(float)  # an array of 0 would make float64 of fp32
     output = graph.outputs[0]
     gradients[output] = np.ones_like(values[output]) if output_gradient is None else output_gradient
     for node in reversed(list(graph)):

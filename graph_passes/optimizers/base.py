@@ -68,8 +68,10 @@ def ratio(above: Any, below: Any) -> Any:
 
 
 def norm(arrays: Any, array: Any) -> Any:
-    """Square root of the sum of squares. Nothing waits."""
-    return arrays.sqrt(_squares(arrays, array))
+    """Square root of the sum of squares; a Python float of NumPy's arrays, whose products with fp32 stay fp32. Nothing
+    waits."""
+    root = arrays.sqrt(_squares(arrays, array))
+    return float(root) if is_numpy(arrays) else root
 
 
 def global_norm(arrays: Any, tensors: Iterable[Any]) -> float:

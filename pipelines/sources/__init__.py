@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from common.files import expanded
 from common.imagenet import in_words
 from pipelines.errors import DataError
 from pipelines.sources import cifar, folders, records, shards
@@ -109,7 +110,7 @@ def locate(data: str | Path, split: str) -> Location:
     """Where a split is; raises DataError."""
     if data in ("", "synthetic"):
         raise DataError(f"data path {data!r} is not a place with image files; give a file or a folder")
-    path = Path(data).expanduser()
+    path = expanded(data)
     if found := _find(path, split):
         if path not in found.files:  # whoever gives one shard means that one
             check_complete(found.files)
@@ -132,7 +133,7 @@ def locate(data: str | Path, split: str) -> Location:
 
 def splits_of(data: str | Path) -> list[str]:
     """The splits that a data path has; images without splits count as "train". Raises DataError if there is nothing."""
-    path = Path(data).expanduser()
+    path = expanded(data)
     found = {split: where for split in ("train", "val") if data and (where := _find(path, split))}
     if not found:
         locate(data, "train")
@@ -141,7 +142,7 @@ def splits_of(data: str | Path) -> list[str]:
 
 def same_images(data: str | Path) -> bool:
     """Whether training and validation find the same images there, also by links. Raises OSError."""
-    train, val = (_find(Path(data).expanduser(), split) for split in ("train", "val"))
+    train, val = (_find(expanded(data), split) for split in ("train", "val"))
     return train is not None and val is not None and _places(train) == _places(val)
 
 
@@ -155,7 +156,7 @@ def _places(location: Location) -> list[Path]:
 def _check_val_split(data: str | Path, val_split: float) -> None:
     if not 0 < val_split < 1:
         raise DataError(f"--val-split {val_split:g} must be at least 0 and below 1")
-    found = _find(Path(data).expanduser(), "val")
+    found = _find(expanded(data), "val")
     if found and not same_images(data):
         raise DataError(f"data path {data} has images for validation, {found.path}: leave out --val-split, or give the "
                         "training images alone as the data")

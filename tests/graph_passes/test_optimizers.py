@@ -15,7 +15,7 @@ from graph_passes.executors import create_executor
 from graph_passes.executors.cuda.kernels import SOURCES
 from graph_passes.executors.cuda.optimizer import CHUNK, MAX_CONSTANTS, THREADS
 from graph_passes.executors.cuda.parameters import MAX_SLOTS
-from graph_passes.optimizers import ArrayOptimizer, Rule
+from graph_passes.optimizers import ArrayOptimizer, Rule, base
 from graph_passes.optimizers.adamw import AdamW
 from graph_passes.optimizers.lamb import LAMB
 from graph_passes.optimizers.lars import LARS
@@ -237,6 +237,13 @@ def test_weight_decay_spares_norm_and_bias(executor_name: str, rule: Rule, rng: 
     assert weights == {name for name in executor.params if name.endswith("_weight")} and len(weights) > 8
     for name, value in executor.get_params()[0].items():
         np.testing.assert_allclose(value, values[name] * (0.95 if name in weights else 1), rtol=1e-6, err_msg=name)
+
+
+def test_norms_of_numpys_arrays_are_python_numbers() -> None:
+    """A float64 of NumPy's would make NumPy 2 compute updates in float64, an fp32 their ratios in fp32."""
+    weight = np.full((2, 2), 3, np.float32)
+    found = base.norm(np, weight)
+    assert (found, type(found), (weight * found).dtype) == (6, float, np.float32)
 
 
 def test_by_name() -> None:

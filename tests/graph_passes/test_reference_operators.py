@@ -145,6 +145,7 @@ def test_against_mxnet(case, rng):
         expected, gradients = with_mxnet(graph, values, head, training=True)
         close(output, expected, FP32_TOLERANCE)
         own = backward(graph, results, True, head)
+        assert {gradient.dtype for gradient in own.values()} == {np.dtype(np.float32)}
         scale = max(np.abs(g).max() for g in gradients.values())
         for ref, gradient in gradients.items():
             close(own.get(ref, np.zeros(())) + np.zeros_like(gradient), gradient, FP32_TOLERANCE, scale)

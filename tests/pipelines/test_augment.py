@@ -3,6 +3,7 @@ compiled for GPUs. Against Pillow: test_operations.py."""
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from typing import Any
@@ -43,7 +44,7 @@ def finished(transform: ImageTransform, images: np.ndarray, device: str, rng: np
     if device != "cpu":
         values, operations = derived(transform, inputs)
         return augmented(images, transform, changes(transform, inputs, values, operations), device)
-    whole = inputs._replace(area=np.ones_like(inputs.area), log_ratio=0 * inputs.log_ratio + np.log(width / height))
+    whole = inputs._replace(area=np.ones_like(inputs.area), log_ratio=0 * inputs.log_ratio + math.log(width / height))
     config = GraphConfig(training=True, transform=transform, image_size=0, dtype="float32", channels=3, device="cpu",
                          feeds="pixels")
     return build_pipeline(config, lambda: whole, count, 2, prefetch=1).run()[0].as_array()

@@ -206,6 +206,10 @@ def missing(tmp_path):
     return tmp_path / "nowhere", r"nowhere does not exist; give"
 
 
+def in_the_home_of_nobody(tmp_path):
+    return "~no-such-user/images", r"~no-such-user/images does not exist; give"
+
+
 def no_data_file(tmp_path):
     (tmp_path / "a.txt").write_text("x")
     return tmp_path / "a.txt", r"a\.txt is in none of the known formats; give a"
@@ -367,6 +371,7 @@ def empty_list(tmp_path):
 
 MISTAKES = [
     missing,
+    in_the_home_of_nobody,
     no_data_file,
     empty_folder,
     files_only,

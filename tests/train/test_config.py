@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 
 import pytest
 
@@ -294,7 +295,7 @@ def test_help_names_every_option(capsys):
     text = capsys.readouterr().out
     titles = []
     for field in dataclasses.fields(Config):
-        (kind,) = (base for base in Config.__mro__ if field.name in vars(base).get("__annotations__", ()))
+        (kind,) = (base for base in Config.__mro__ if field.name in inspect.get_annotations(base))
         titles.append(kind.__doc__.removesuffix("."))
         _, _, group = text.partition(f"\n{titles[-1]}:\n")
         assert f"\n  {option_name(field.name)}" in "\n" + group.partition("\n\n")[0]

@@ -14,11 +14,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from common.program import TRAIN, start_of
 from graph_passes.executors.mxnet import MXNetExecutor
 from train import checkpoint, loop
 from train.commands import session
 from train.loop import Trainer
-from train.processes.invocation import python
 from train.reporting.metrics import RunRecord
 
 pytestmark = pytest.mark.usefixtures("narrow_network")
@@ -73,7 +73,7 @@ def test_sigterm(unbroken, tiny_options, tmp_path, run_train, monkeypatch, signa
     assert steps_in_the_report() == signal_at
     assert out.count(f"{tiny_options[1]} has no validation images of its own (docs/data.md): accuracy after an ep") == 1
     assert out.count("\n27 training images of 3 classes\n") == 1
-    assert f"go on with: {python()} -m train --resume {folder}" in out
+    assert f"go on with: {start_of(TRAIN)} --resume {folder}" in out
     assert checkpoint.load(checkpoint.find(str(folder))).progress.step == signal_at
 
     code, out, err = run_train("--resume", folder, report=reports)  # the options are those of the checkpoint
@@ -182,7 +182,7 @@ def test_an_image_that_validation_cannot_decode_loses_nothing(tiny_data, tiny_op
     folder = tmp_path / "run"
     code, out, err = run_train("--output", folder, *tiny_options, "--data", tmp_path / "data")
     assert code == 2 and str(broken) in err.splitlines()[-1]
-    assert f"step {STEPS_PER_EPOCH} is saved; with that mended go on with: {python()} -m train --resume {folder}" in out
+    assert f"step {STEPS_PER_EPOCH} is saved; with that mended go on with: {start_of(TRAIN)} --resume {folder}" in out
     assert checkpoint.load(checkpoint.find(str(folder))).progress.step == STEPS_PER_EPOCH
     broken.write_bytes(whole)
     code, out, err = run_train("--resume", folder)

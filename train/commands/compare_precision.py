@@ -21,6 +21,7 @@ from rich.table import Table
 from common import files
 from common.command_line import option_name, part_of, to_arguments
 from common.errors import error_of
+from common.program import TRAIN, own_process
 from train import devices
 from train.commands.options import Comparison
 from train.config import CONFIG_FILE, OF_A_SESSION, Config, check_untrained, configure, default_warmup
@@ -110,7 +111,7 @@ def run_training(config: Config, folder: Path) -> RunRecord:
         if record and record.events and record.events[-1].get("completed"):
             print("complete: not done again", flush=True)
             return record
-    command = [sys.executable, *(f"-W{option}" for option in sys.warnoptions), "-m", "train", *run_arguments(config)]
+    command = own_process(TRAIN, *run_arguments(config))
     # The child saves a checkpoint when it is told to stop; this process waits for that. Ctrl-C reaches both, and so the
     # child twice at once, which is once for it. Where this process is killed, the child is not to compute on.
     with subprocess.Popen(command, preexec_fn=stop_with_us) as child, handled(

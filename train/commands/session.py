@@ -17,6 +17,7 @@ from typing import Any
 
 from common import files
 from common.errors import ProgramError
+from common.program import REPORT, start_of
 from pipelines import DataError, Loader
 from pipelines.options import SAMPLES
 from pipelines.samples import SAMPLES_FOLDER, make_samples
@@ -30,7 +31,6 @@ from train.optimizer import ema_in_use
 from train.options.data import SYNTHETIC
 from train.options.run import LIST_PRESETS
 from train.processes.distributed import Workers, drain_engine, is_elastic
-from train.processes.invocation import python
 from train.processes.pulse import Activity, pulse
 from train.processes.signals import StoppedBySignal, is_first
 from train.reporting import predictions
@@ -221,7 +221,7 @@ def report(recorder: Recorder, run_folder: Path, trainer: Trainer | None = None)
         with _kept(recorder, run_folder):
             _write_report(recorder, run_folder, trainer)
     except KeyboardInterrupt:
-        command = f"{python()} -m train.reporting.report {shlex.quote(str(run_folder))}"
+        command = f"{start_of(REPORT)} {shlex.quote(str(run_folder))}"
         print(f"stopped before the report was complete; it is made with: {command}", flush=True)
         raise
     if trainer and trainer.config.data == SAMPLES:

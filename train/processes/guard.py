@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 
+from common.program import GUARD, own_process
 from train.processes.watch import Watch, status
 
 POLL_SECONDS = 0.1
@@ -24,8 +25,7 @@ class Guard:
     """The guard of this process's own processes."""
 
     def __init__(self, watch: Watch) -> None:
-        command = [sys.executable, "-m", "train.processes.guard", str(watch.descriptor), str(len(watch.records)),
-                   str(watch.seconds)]
+        command = own_process(GUARD, str(watch.descriptor), str(len(watch.records)), str(watch.seconds))
         # In a session of its own no signal to the run's process group reaches it.
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(watch.descriptor,),
                                          start_new_session=True)

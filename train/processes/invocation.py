@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import sys
 from pathlib import Path
 
+from common.program import CALLED_AS, CONSOLE_COMMAND, PROGRAMS, TRAIN, is_console, start_of, words_of
 from train.errors import TrainError
 
 ROOT = Path(__file__).resolve().parents[2]  # of the project; common.environment, which has it too, imports slow modules
@@ -36,15 +36,7 @@ def is_of_several() -> bool:
 
 def launcher() -> str:
     """What starts runs like this one; the options of `python -m train` follow it."""
-    return os.environ.get(LAUNCHER_VARIABLE) or f"{python()} -m train"
-
-
-def python() -> str:
-    """What starts this interpreter in the user's shell."""
-    if shutil.which("python") == sys.executable:
-        return "python"
-    inside = Path(sys.executable).is_relative_to(Path.cwd())
-    return shlex.quote(os.path.relpath(sys.executable) if inside else sys.executable)
+    return os.environ.get(LAUNCHER_VARIABLE) or start_of(TRAIN)
 
 
 def is_own_environment() -> bool:
@@ -52,9 +44,11 @@ def is_own_environment() -> bool:
     return Path(sys.prefix).resolve() == (ROOT / ".venv").resolve()
 
 
-def script(name: str) -> str:
-    """What starts a script of `scripts/` in the user's shell, with this environment."""
-    path = ROOT / "scripts" / name
+def script(module: str) -> str:
+    """What starts a program that has a script, in the user's shell, with this environment."""
+    if is_console():
+        return start_of(module)
+    path = ROOT / PROGRAMS[module].script
     shown = os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
     return shlex.quote(shown) if is_own_environment() else f"PYTHON={shlex.quote(sys.executable)} {shlex.quote(shown)}"
 
@@ -62,5 +56,7 @@ def script(name: str) -> str:
 def command_line() -> str:
     """The command that started this process, or the launcher that did, ready to be copied into a shell."""
     if LAUNCHER_VARIABLE in os.environ:
-        return f"{launcher()} {shlex.join(sys.orig_argv[3:])}"  # it was: python -m train ...
+        return f"{launcher()} {shlex.join(words_of(sys.orig_argv))}"
+    if is_console() and sys.orig_argv[1] == os.environ[CALLED_AS]:
+        return shlex.join([CONSOLE_COMMAND, *sys.orig_argv[2:]])
     return shlex.join(["python", *sys.orig_argv[1:]])

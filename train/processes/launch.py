@@ -31,6 +31,7 @@ from typing import Annotated, NoReturn
 from common.command_line import Positive, exit_code_of, given_and_rest, given_value
 from common.errors import EXIT_USER_ERROR
 from common.output import make_lasting, print_error
+from common.program import LAUNCH, PROGRAMS, TRAIN, own_process
 from train.__main__ import understood
 from train.errors import EXIT_HUNG_PROCESS, EXIT_LOST_PROCESS, NoHorovodError, TrainError
 from train.processes import topology
@@ -50,7 +51,6 @@ from train.processes.worker import (
     on_this_machine,
 )
 
-SCRIPT = "scripts/dgx1_8gpu.sh"  # what users call this program by
 MAX_PROCESSES = 8  # without -n: a DGX-1 has 8 GPUs
 # A process that was killed is gone when its threads have ended, one by one; one that it crashed may be gone before.
 SETTLING_SECONDS = 0.2
@@ -209,7 +209,8 @@ def require_horovod(num_processes: int | str) -> None:
 
 def parse(arguments: Sequence[str]) -> tuple[LaunchOptions, list[str]]:
     """The launcher's own options, and the arguments of `python -m train`. Raises UserError for a wrong value."""
-    values, passed = given_and_rest(LaunchOptions, arguments, prog=SCRIPT, rest="any option of python -m train")
+    values, passed = given_and_rest(LaunchOptions, arguments, prog=PROGRAMS[LAUNCH].script,
+                                    rest="any option of python -m train")
     own = LaunchOptions(**values)
     end = passed.index("--") if "--" in passed else len(passed)  # behind it are names of files
     passed[end:end] = [word for option, value in (("--batch-size", own.batch_size), ("--epochs", own.epochs))
@@ -224,7 +225,7 @@ def parse(arguments: Sequence[str]) -> tuple[LaunchOptions, list[str]]:
 def main(arguments: Sequence[str]) -> int:
     own, passed = parse(arguments)
     on_cpu = given_value(passed, "--device") == "cpu"
-    command = [sys.executable, "-m", "train", *passed]
+    command = own_process(*passed or [TRAIN])
     if "HOROVOD_LOCAL_RANK" in os.environ and is_of_several():  # started by horovodrun
         topology.check_host_name()
         slots, _ = plan(int(os.environ["HOROVOD_LOCAL_SIZE"]), on_cpu)
@@ -241,7 +242,7 @@ def main(arguments: Sequence[str]) -> int:
     print(shlex.join([*variables, "python", *command[1:]]), flush=True)
     elastic = f" --min-np {own.min_np}" + f" --cooldown {own.cooldown}" * bool(own.cooldown) if own.min_np else ""
     patience = f" --hang-seconds {own.hang_seconds}" * (own.hang_seconds != DEFAULT_SECONDS)
-    os.environ[LAUNCHER_VARIABLE] = f"{script('dgx1_8gpu.sh')} -n {len(slots)}{elastic}{patience}"
+    os.environ[LAUNCHER_VARIABLE] = f"{script(LAUNCH)} -n {len(slots)}{elastic}{patience}"
     if len(slots) == 1 and not own.min_np:
         _become(command, slots[0])  # alone it needs neither Horovod nor this process
     if own.min_np:

@@ -28,6 +28,7 @@ from typing import Annotated
 from common.command_line import Positive, exit_code_of, given_and_rest, part_of, to_arguments
 from common.errors import ProgramError
 from common.output import make_lasting, print_error
+from common.program import LAUNCH, MULTI_HOST, PROGRAMS, as_typed, own_process
 from train.__main__ import understood
 from train.errors import TrainError
 from train.processes import launch
@@ -81,7 +82,7 @@ class MultiHostOptions(HorovodrunOptions):
 def parse(arguments: Sequence[str]) -> tuple[MultiHostOptions, list[str], list[str]]:
     """The options here; those of horovodrun among them once more, as words; the arguments of
     `python -m train.processes.launch`. Raises UserError for a wrong value."""
-    values, passed = given_and_rest(MultiHostOptions, arguments, prog="scripts/multi_host.sh",
+    values, passed = given_and_rest(MultiHostOptions, arguments, prog=PROGRAMS[MULTI_HOST].script,
                                     rest="any option of python -m train")
     if script := values.get("host_discovery_script"):  # a shell would look for a bare name among its programs
         values["host_discovery_script"] = str(Path(script).absolute())
@@ -155,10 +156,10 @@ def main(arguments: Sequence[str]) -> int:
     if not count:
         raise TrainError(f"the host discovery script {own.host_discovery_script} names no machine yet; give -n, the "
                          "processes to wait for")
-    os.environ[LAUNCHER_VARIABLE] = shlex.join(["scripts/multi_host.sh", "-n", str(count), *words])
+    os.environ[LAUNCHER_VARIABLE] = f"{as_typed(PROGRAMS[MULTI_HOST].script)} {shlex.join(['-n', str(count), *words])}"
     # Horovod has a shell run the script.
     words = [shlex.quote(word) if word == own.host_discovery_script else word for word in words]
-    asked = ["--gloo", "-np", str(count), *words, sys.executable, "-m", "train.processes.launch", *passed]
+    asked = ["--gloo", "-np", str(count), *words, *own_process(PROGRAMS[LAUNCH].word), *passed]
     print(shlex.join(["horovodrun", *asked]), flush=True)
     if count > available:
         print(f"waiting for {count} processes; {own.host_discovery_script} names {available} so far", flush=True)

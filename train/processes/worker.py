@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 from common.errors import EXIT_USER_ERROR
 from common.mxnet_compat import given_threads
+from common.program import REPORT, start_of
 from train.errors import EXIT_HUNG_PROCESS, EXIT_LOST_PROCESS, TrainError
 from train.processes import topology
 from train.processes.guard import Guard
-from train.processes.invocation import python
 from train.processes.pulse import Activity
 from train.processes.signals import INSISTENT, SAME_SECONDS, STOPPED_EARLY, STOPPING, ending, handled
 from train.processes.watch import Watch
@@ -127,7 +127,7 @@ class Processes:
         """Start the process of a slot."""
         variables = {**os.environ, **slot.environment, **environment, **self.watch.begin(slot.number)}
         self.watch.records[slot.number].rank = int(environment["HOROVOD_RANK"])
-        is_ours = list(self.command[1:3]) == ["-m", "train"]
+        is_ours = "resnet_mxnet" in self.command
         process = subprocess.Popen(self.command, env=variables, pass_fds=(self.watch.descriptor,),
                                    preexec_fn=_stop_ours_with_us if is_ours else stop_with_us)
         self.all.append(Worker(slot, process))
@@ -173,8 +173,7 @@ class Processes:
         """The sentence about the end of a process that ends the run."""
         if self.has_trained:
             return (f"{why}, before the report was complete; training had ended and its last "
-                    f"checkpoint is whole: make the report with {python()} -m train.reporting.report and the run's "
-                    "folder")
+                    f"checkpoint is whole: make the report with {start_of(REPORT)} and the run's folder")
         return f"{why}, so the run ends; {WAY_OUT}"
 
     def kill(self, workers: Collection[Worker] | None = None) -> None:

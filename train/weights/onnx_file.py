@@ -24,7 +24,8 @@ from train.errors import TrainError
 from train.weights import record
 from train.weights.record import Record
 
-PRODUCER = "resnet50-mxnet"
+PRODUCER = "resnet-mxnet"
+PRODUCERS = (PRODUCER, "resnet50-mxnet")  # the second one before version 1.0
 
 Arrays = dict[str, np.ndarray]
 
@@ -51,7 +52,7 @@ def read(path: Path) -> tuple[Arrays, Record]:
     try:
         model = onnx.load_model(str(path), load_external_data=False)
         about = {entry.key: entry.value for entry in model.metadata_props}
-        if model.producer_name != PRODUCER or "batch_norms" not in about:
+        if model.producer_name not in PRODUCERS or "batch_norms" not in about:
             raise TrainError(f"{path} is no ONNX export of this program, or one of an earlier version: give the "
                              "weights that it was made from")
         if any(node.op_type == "QuantizeLinear" for node in model.graph.node):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from several_processes import LIMIT, needs_horovod, python_path
 
+from common.program import LAUNCH
 from train import checkpoint
 from train.processes.invocation import script
 
@@ -107,7 +108,7 @@ def test_sigterm_and_resume_in_two_processes(tiny_options, tmp_path):
     process.send_signal(signal.SIGTERM)
     rest = process.stdout.read()
     assert process.wait(timeout=LIMIT) == 128 + signal.SIGTERM, rest
-    assert f"go on with: {script('dgx1_8gpu.sh')} -n 2 --resume {folder}" in rest
+    assert f"go on with: {script(LAUNCH)} -n 2 --resume {folder}" in rest
     stopped = checkpoint.load(checkpoint.find(str(folder)))
     assert stopped.progress.step >= 2
     assert len(stopped.loader_states) == 2
@@ -120,7 +121,7 @@ def test_sigterm_and_resume_in_two_processes(tiny_options, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     assert config["batch_size"] == 4
     report = json.loads((folder / "report" / "report.json").read_text())
-    assert report["command"].startswith(f"{script('dgx1_8gpu.sh')} -n 2 --data ")
+    assert report["command"].startswith(f"{script(LAUNCH)} -n 2 --data ")
     first = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     rates = [line["learning_rate"] for line in first if line["event"] == "steps"]
     assert rates[0] == pytest.approx(0.5 * 4 * 2 / 256)  # scaled with the global batch

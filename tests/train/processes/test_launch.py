@@ -16,6 +16,7 @@ import pytest
 from several_processes import LIMIT
 
 from common.command_line import exit_code_of
+from common.program import LAUNCH, own_process
 from train.errors import TrainError
 from train.processes import launch, topology
 from train.processes.invocation import LAUNCHER_VARIABLE, is_of_several, script
@@ -206,10 +207,10 @@ def test_one_process_needs_no_horovod(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         launch.main(["-n", "1", "-b", "32", "--device", "cpu"])
     _, command, environment = called["execve"]
-    assert command[1:] == ["-m", "train", "--device", "cpu", "--batch-size", "32"]
+    assert command == own_process("--device", "cpu", "--batch-size", "32")
     assert not [name for name in environment if name.startswith("HOROVOD_")]
-    assert environment[LAUNCHER_VARIABLE] == f"{script('dgx1_8gpu.sh')} -n 1"
-    assert "python -m train --device cpu --batch-size 32" in capsys.readouterr().out
+    assert environment[LAUNCHER_VARIABLE] == f"{script(LAUNCH)} -n 1"
+    assert "python -m resnet_mxnet --device cpu --batch-size 32" in capsys.readouterr().out
 
 
 def place(monkeypatch, **variables):
@@ -283,7 +284,7 @@ def test_worker_of_horovodrun_binds_itself(machine, monkeypatch):
         launch.main(["-b", "32", "--data", "synthetic"])
     assert (called["pid"], called["cores"]) == (0, frozenset(range(4, 8)))
     program, command, environment = called["execve"]
-    assert [program, *command[1:]] == [sys.executable, "-m", "train", "--data", "synthetic", "--batch-size", "32"]
+    assert [program, *command[1:]] == own_process("--data", "synthetic", "--batch-size", "32")
     assert environment["RESNET_CORES"] == "4"
 
 

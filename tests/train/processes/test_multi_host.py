@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import ProgramError, UserError
+from common.program import words_of
 from train.processes import multi_host
 from train.processes.invocation import LAUNCHER_VARIABLE
 
@@ -34,8 +35,9 @@ def asked(tmp_path, monkeypatch):
         words.clear()
         assert multi_host.main([*map(str, arguments)]) == 0
         place = words.index(sys.executable)
-        assert words[place : place + 3] == [sys.executable, "-m", "train.processes.launch"]
-        return words[:place], words[place + 3 :]
+        word, *passed = words_of(words[place:])
+        assert word == "launch"
+        return words[:place], passed
 
     return ask
 

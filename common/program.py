@@ -1,0 +1,92 @@
+"""The programs' names: how a user starts them, and how they start each other.
+
+A checkout has `python -m train`, `python -m pipelines` and so on, and scripts. An installed package also has the
+console command `resnet-mxnet`, which stands for all of them. The code names programs as a checkout does; what a user
+sees names them as that user has (`as_typed`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+PACKAGES = ("common", "train", "pipelines", "graph_passes", "resnet_mxnet")
+CONSOLE_COMMAND = "resnet-mxnet"
+# Environment variable with the path of the console command, in its own process and in those that it starts.
+CALLED_AS = "RESNET_CALLED_AS"
+
+TRAIN = "train"  # its commands are the console command's own: `resnet-mxnet predict`
+LAUNCH, MULTI_HOST, REPORT = "train.processes.launch", "train.processes.multi_host", "train.reporting.report"
+GUARD = "train.processes.guard"  # no user starts it: its word is its module's name
+
+
+class Program(NamedTuple):
+    """A program as the console command has it: `resnet-mxnet WORD`."""
+
+    word: str
+    summary: str
+    script: str = ""  # what starts it in a checkout, where that is not `python -m MODULE`
+
+
+PROGRAMS = {  # by module
+    "pipelines": Program("data", "Prepare and inspect images: convert, verify, measure, show"),
+    "graph_passes": Program("passes", "Show what the graph passes do to a network"),
+    LAUNCH: Program("launch", "Train on several GPUs of this machine, or in several processes", "scripts/dgx1_8gpu.sh"),
+    MULTI_HOST: Program("multi-host", "Train on the GPUs of several machines", "scripts/multi_host.sh"),
+    REPORT: Program("report", "Make the report of a run again, from its metrics"),
+}
+_SPELLINGS = {f"python -m {TRAIN}": CONSOLE_COMMAND} | {
+    spelling: f"{CONSOLE_COMMAND} {program.word}" for module, program in PROGRAMS.items()
+    for spelling in (f"python -m {module}", program.script) if spelling}
+
+
+def is_console() -> bool:
+    """Whether the user has started all this by the console command."""
+    return CALLED_AS in os.environ
+
+
+def as_typed(text: str) -> str:
+    """Text whose programs are named as in a checkout, with the console command's names where the user has typed it."""
+    if not is_console():
+        return text
+    longest_first = sorted(_SPELLINGS, key=len, reverse=True)
+    return re.sub("|".join(map(re.escape, longest_first)), lambda match: _SPELLINGS[match[0]], text)
+
+
+def start_of(module: str) -> str:
+    """What starts a program in the user's shell, also where the environment is not active there."""
+    if is_console():
+        command = _in_shell(os.environ[CALLED_AS], CONSOLE_COMMAND)
+        return command if module == TRAIN else f"{command} {PROGRAMS[module].word}"
+    return f"{_in_shell(sys.executable, 'python')} -m {module}"
+
+
+def summaries() -> dict[str, str]:
+    """What the console command has besides the commands of `train`, by word; nothing where it was not used."""
+    return {program.word: program.summary for program in PROGRAMS.values()} if is_console() else {}
+
+
+def own_process(*words: str) -> list[str]:
+    """The command that starts one of our programs in a process of its own; `words` are those of the console command.
+
+    `python -m train` would run a `train.py` of the working folder, where there is one; `resnet_mxnet` is only ours.
+    """
+    return [sys.executable, *(f"-W{option}" for option in sys.warnoptions), "-m", "resnet_mxnet", *words]
+
+
+def words_of(command: Sequence[str]) -> Sequence[str]:
+    """The words that `own_process` was given."""
+    return command[command.index("resnet_mxnet") + 1:]
+
+
+def _in_shell(path: str, name: str) -> str:
+    """A program's name where the shell finds the one at `path` by it, else its path."""
+    if shutil.which(name) == path:
+        return name
+    return shlex.quote(os.path.relpath(path) if Path(path).is_relative_to(Path.cwd()) else path)

@@ -1,0 +1,1 @@
+../common/mxnet_hook.py
