@@ -85,6 +85,7 @@ def test_mistakes_name_the_command_that_was_typed(run: Run, arguments: str, sent
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {sentence}\n")
 
 
+@pytest.mark.long
 def test_it_trains_and_records_the_command(run: Run, tmp_path: Path) -> None:
     """In processes of its own too, none of which runs what the user's folder has by their name."""
     pytest.importorskip("horovod")
