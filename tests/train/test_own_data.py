@@ -116,8 +116,9 @@ def test_a_stopped_run_goes_on_to_the_same_bits(run_train, options, tmp_path):
 
 @pytest.mark.long
 @needs_horovod
-def test_two_processes_validate_each_image_once(options, uneven_data, tmp_path):
+def test_two_processes_validate_each_image_once(options, uneven_data, tmp_path, monkeypatch):
     """The part that is set aside is the same on both, and balanced accuracy is that of the images of both."""
+    monkeypatch.setenv("REPORT", "yes")
     program = "import sys; from train.__main__ import main; sys.exit(main(sys.argv[1:]))"
     done = run_processes(program, *options, *OWN, "--output", tmp_path / "run", "--batch-size", "2", "--epochs", "1",
                          light=True)
