@@ -129,6 +129,6 @@ def _text(value: object) -> str:
     if "np." in text:
         import numpy as np
 
-        with np.printoptions(legacy="1.25"):
+        with np.printoptions(legacy="1.21"):
             text = str(value)
     return text
