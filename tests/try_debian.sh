@@ -52,7 +52,8 @@ done
 
 status=0
 for command in "$@"; do
-    log=$folder/${command//[^[:alnum:]-]/_}.log
+    log=${command//[^[:alnum:]-]/_}
+    log=$folder/${log:0:60}.log
     echo "== $command (log: $log)"
     begin=$SECONDS code=0
     chroot --userspec="${home##*/}" "$root" /usr/bin/env -i HOME=$home PATH=/usr/bin:/bin "${clients[@]}" \
