@@ -157,7 +157,7 @@ def compare(kept: KeptLines, config: Config, arguments: Options, data: Path, fol
     loader_is_there = has(kept.lines, part="loader")
     if not wanted and loader_is_there:
         return True
-    arrays = decoded(data)
+    arrays: dict[str, Any] = decoded(data)  # Any: NumPy 2 says that savez may be given a bool
     np.savez(folder / "arrays.npz", **arrays)
     constants = peer_recipe(config, int(arrays["val_labels"].max()) + 1, len(arrays["train_labels"]))
     peer = Peer(constants | {"arrays": str(folder / "arrays.npz")}, PEER)

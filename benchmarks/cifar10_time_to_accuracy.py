@@ -178,7 +178,7 @@ def main() -> None:
     config = load_preset(arguments.preset)
     if arguments.epochs:
         config = in_epochs(config, arguments.epochs)
-    arrays = decoded(arguments.data)
+    arrays: dict[str, Any] = decoded(arguments.data)  # Any: NumPy 2 says that savez may be given a bool
     lines: list[Line] = []
     with tempfile.TemporaryDirectory() as scratch:
         np.savez(Path(scratch) / "arrays.npz", **arrays)

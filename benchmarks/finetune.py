@@ -29,7 +29,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import record
@@ -126,7 +126,8 @@ class Peer(LinePeer):
         data = folder / f"{case.images_per_class}-{case.seed}"
         arrays = data / "arrays.npz"
         if not arrays.exists():
-            np.savez(arrays, **decoded(data))
+            images: dict[str, Any] = decoded(data)  # Any: NumPy 2 says that savez may be given a bool
+            np.savez(arrays, **images)
         with np.load(arrays) as loaded:
             labels = loaded["train_labels"]
         job = recipe(configured(preset, case.images_per_class), int(labels.max()) + 1, len(labels)) | {

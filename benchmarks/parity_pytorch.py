@@ -102,7 +102,8 @@ def prepare(folder: Path, config: Config, steps: int, on_gpu: bool) -> dict[str,
     write_batches(folder, "val", config, "val", val_batches, seed=0)
     network = models.create(config.model, num_classes)
     params, aux = network.initial_values(config.seed, zero_init_residual=config.zero_init_residual)
-    np.savez(folder / "weights.npz", **params, **aux)
+    weights: dict[str, Any] = {**params, **aux}  # Any: NumPy 2 says that savez may be given a bool
+    np.savez(folder / "weights.npz", **weights)
     schedule = make_schedule(config, steps, num_processes=1)
     recipe = {"model": config.model, "num_classes": num_classes, "momentum": config.momentum,
               "nesterov": config.nesterov, "weight_decay": config.weight_decay,

@@ -182,7 +182,7 @@ def simulate(machine: Machine, gradients: Sequence[Gradient], gpus: int, batch: 
     costs = [best_all_reduce(bucket.num_bytes, gpus, machine, allowed) for bucket in buckets]
     slowest_ms, exposed_ms = [], []
     for _ in range(num_steps):
-        slowest = slowed * float((chips * (1 + machine.step_jitter * rng.standard_normal(gpus))).max())
+        slowest = slowed * float(np.max(chips * (1 + machine.step_jitter * rng.standard_normal(gpus))))
         network_free = 0.0
         for bucket, (cost, _) in zip(buckets, costs, strict=True):
             network_free = max(network_free, bucket.ready * slowest) + cost

@@ -13,10 +13,11 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
-from types import CodeType, SimpleNamespace
+from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any
 
 FINANCIAL_FUNCTIONS = ("mirr", "npv", "pmt", "ppmt", "pv", "rate")
+WRITE_NUMBERS = ("mxnet._ctypes.ndarray", "mxnet._ctypes.symbol", "mxnet.io.io")
 
 
 class MXNetHook:
@@ -26,7 +27,7 @@ class MXNetHook:
     def find_spec(name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
         if name == "mxnet":
             mend()
-        return _recordio(path) if name == "mxnet.recordio" else None
+        return _mended_module(name, path) if name.startswith("mxnet.") else None
 
 
 def install() -> type[MXNetHook]:
@@ -93,14 +94,16 @@ def num_compute_threads() -> int:
     return max(1, num_cores // int(os.environ.get("HOROVOD_LOCAL_SIZE", "1")))
 
 
-def _recordio(path: Sequence[str] | None) -> ModuleSpec | None:
-    """Where to load `mxnet.recordio` from; None (where Python finds it) unless NumPy's arrays have no tostring()."""
+def _mended_module(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
+    """Where to load a module of MXNet from that NumPy 2 breaks; None for any other, which Python finds by itself."""
     import numpy as np
 
-    spec = importlib.machinery.PathFinder.find_spec("mxnet.recordio", path)
-    if spec is None or spec.origin is None or hasattr(np.ndarray, "tostring"):
+    loader = _RecordIOLoader if name == "mxnet.recordio" else _TextLoader if name in WRITE_NUMBERS else None
+    if loader is None or np.__version__.startswith("1."):
         return None
-    spec.loader = _RecordIOLoader(spec.name, spec.origin)
+    spec = importlib.machinery.PathFinder.find_spec(name, path)
+    if spec and spec.origin:
+        spec.loader = loader(name, spec.origin)
     return spec
 
 
@@ -110,3 +113,22 @@ class _RecordIOLoader(importlib.machinery.SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType:
         source = self.get_data(self.path).replace(b".tostring()", b".tobytes()")
         return compile(source, self.path, "exec", dont_inherit=True)
+
+
+class _TextLoader(importlib.machinery.SourceFileLoader):
+    """The module writes operators' parameters with str(), which gets the meaning that it had with NumPy 1."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        vars(module)["str"] = _text
+        super().exec_module(module)
+
+
+def _text(value: object) -> str:
+    """str(value), but with NumPy's numbers in a tuple as plain ones: (4, 2), not (4, np.int64(2))."""
+    text = str(value)
+    if "np." in text:
+        import numpy as np
+
+        with np.printoptions(legacy="1.21"):
+            text = str(value)
+    return text

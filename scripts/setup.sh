@@ -10,7 +10,7 @@
 # Each finished step leaves its mark in VENV, so that a second call does nothing and an interrupted one goes on; what
 # its programs said is in VENV/setup-STEP.log.
 
-# Any shell reads this far, and then bash everything: a system without glibc often has none.
+# Any shell runs these lines, because a system without glibc often has no bash, which runs the rest.
 case $(ldd --version 2>&1) in
     *musl*)
         printf 'error: %s\n' "this system's C library is musl (Alpine), for which MXNet and DALI have no packages: take an \

@@ -149,6 +149,15 @@ def test_mxnets_records_without_tostring(tmp_path: Path) -> None:
     assert names["pack"](np.array([1, 2], np.uint8)) == bytes([1, 2])
 
 
+def test_mxnet_takes_tuples_with_numbers_of_numpy() -> None:
+    """Whose text has their type since NumPy 2."""
+    mx = importlib.import_module("common.mxnet_compat").mx
+    shape = (np.int64(2), np.int32(3))
+    assert mx.nd.zeros(shape).shape == mx.nd.random.uniform(shape=shape).shape == (2, 3)
+    assert mx.sym.zeros(shape).infer_shape()[1] == [(2, 3)]
+    assert mxnet_hook._text((np.float32(0.1), "a", 1)) == "(0.1, 'a', 1)"
+
+
 @pytest.mark.parametrize(("failing", "said"), [
     ("raise AttributeError('numpy has no gone')", r"MXNet cannot be imported with Python 3\.\S+ and NumPy \S+ "
                                                   r"\(numpy has no gone\): run make setup, .*"),

@@ -34,6 +34,7 @@ fi
 mountpoint -q "$root/proc" || mount -t proc proc "$root/proc"  # of this script's processes
 for shared in sys dev; do mount --rbind "/$shared" "$root/$shared"; done
 cp -L /etc/resolv.conf "$root/etc/resolv.conf"
+echo "127.0.0.1 localhost $(uname -n)" >"$root/etc/hosts"  # as the installer does
 
 rm -rf --one-file-system "${root:?}$home"
 mkdir -p "$root$home/project"
@@ -51,7 +52,8 @@ done
 
 status=0
 for command in "$@"; do
-    log=$folder/${command//[^[:alnum:]-]/_}.log
+    log=${command//[^[:alnum:]-]/_}
+    log=$folder/${log:0:60}.log
     echo "== $command (log: $log)"
     begin=$SECONDS code=0
     chroot --userspec="${home##*/}" "$root" /usr/bin/env -i HOME=$home PATH=/usr/bin:/bin "${clients[@]}" \

@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     if arguments and arguments[0] in HELP:
-        print(describe_commands(_options() | summaries(), prog=PROG, default="train",
+        print(describe_commands({**_options(), **summaries()}, prog=PROG, default="train",
                                 note=f"Presets: {', '.join(presets())}."))
         return 0
     if arguments and arguments[0] == VERSION:

@@ -247,7 +247,7 @@ def measure(executor: Executor, precision: str, batches: Sequence[Any], seconds:
     sums = answer.sum(axis=1)
     if not (len(answer) == batch and np.abs(sums - 1).max() < 0.01):  # a tenth of it is what 16 bits round away
         raise ProgramError(f"inference in {precision} at batch {batch} gave no probabilities: those of an image add up "
-                           f"to {sums.min():g} to {sums.max():g}; that point is not published")
+                           f"to {np.min(sums):g} to {np.max(sums):g}; that point is not published")
     passes = np.diff(ends)
     per_second = batch * len(passes) / (ends[-1] - ends[0])
     return Point(precision, batch, per_second, 1e3 * passes, 1e3 * np.array(latencies), memory_in_use(readings),

@@ -69,7 +69,7 @@ def throughput(record: RunRecord, theme: Theme) -> bytes:
     axes.plot(x, _running_median(y, max(len(y) // 20, 5)), color=theme.series[0], linewidth=1.8, label="running median")
     typical = float(np.median(speeds[counted]))
     # An outlier three times the typical speed is an artefact of the clock and would squash all the rest.
-    axes.set_ylim(0, 1.15 * min(float(speeds[counted].max()), 3 * typical))
+    axes.set_ylim(0, 1.15 * min(float(np.max(speeds[counted])), 3 * typical))
     axes.yaxis.set_major_formatter("{x:,g}")
     _legend(axes, theme)
     return _png(figure, theme)
