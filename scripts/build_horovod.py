@@ -323,8 +323,8 @@ def main(arguments: Sequence[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     try:
         if not shutil.which(compiler()):
-            raise BuildError(f"there is no {compiler()}, which compiles it: install g++ (Debian, Ubuntu: apt install g++; "
-                             "Fedora: dnf install gcc-c++)")
+            raise BuildError(f"there is no {compiler()}, which compiles it: install g++ (Debian, Ubuntu: apt "
+                             "install g++; Fedora: dnf install gcc-c++)")
         mxnet = package("mxnet")
         on_gpu = any(importlib.metadata.distributions(name="mxnet-cu117"))
         nccl = package("nvidia.nccl") if on_gpu else None
