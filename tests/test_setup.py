@@ -436,6 +436,13 @@ def environment_of(process: Path) -> bytes:
 # --- the launchers ---
 
 
+def without_make() -> dict[str, str]:
+    """The environment without what `make test PYTHON=...` hands on to the tests, and so to a make of theirs."""
+    return {name: value for name, value in os.environ.items()
+            if name not in ("PYTHON", "MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL")}
+
+
+
 @pytest.mark.parametrize("script", ["dgx1_8gpu.sh", "multi_host.sh"])
 def test_launchers_set_up_first(tmp_path, script):
     """Where nobody has yet; not where PYTHON says what to use."""
@@ -444,7 +451,7 @@ def test_launchers_set_up_first(tmp_path, script):
         shutil.copy(ROOT / "scripts" / name, tmp_path / "scripts")
     write_program(tmp_path / "scripts" / "setup.sh", f'echo "setup $*"; mkdir -p {tmp_path}/.venv/bin; '
                   f"ln -s {shutil.which('echo')} {tmp_path}/.venv/bin/python; touch {tmp_path}/.venv/.ready")
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHON"}
+    environment = without_make()
 
     def run(**more: str) -> list[str]:
         command = ["bash", tmp_path / "scripts" / script, "-n", "2"]
@@ -469,7 +476,7 @@ def test_make_sets_up_what_a_target_needs(tmp_path):
     def parts(target: str, *variables: str) -> list[str]:
         command = ["make", "-n", target, *variables]
         done = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=True,
-                              env={name: value for name, value in os.environ.items() if name != "PYTHON"})
+                              env=without_make())
         return [line.split()[-1] for line in done.stdout.splitlines() if "setup.sh" in line]
 
     assert parts("train-1gpu") == parts("compare-precision") == parts("gpu-report") == ["run"]
@@ -489,5 +496,5 @@ def test_make_sees_a_python_that_was_replaced(tmp_path):
         if not whole:
             write_program(tmp_path / ".venv" / "bin" / "python", "exit 1")
         subprocess.run(["make", "help"], cwd=tmp_path, stdout=subprocess.DEVNULL, check=True,
-                       env={name: value for name, value in os.environ.items() if name != "PYTHON"})
+                       env=without_make())
         assert mark.exists() == whole
