@@ -15,8 +15,7 @@ from common.errors import UserError
 
 
 def expanded(path: str | Path) -> Path:
-    """With the home folder in place of a `~` or `~NAME` that it begins with; where the system knows none, there is no
-    such file."""
+    """`path` with a leading `~` or `~NAME` expanded; unchanged where there is no home (Path.expanduser raises then)."""
     return Path(os.path.expanduser(path))
 
 
