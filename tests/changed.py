@@ -24,9 +24,9 @@ MAIN = ("origin/main", "main")
 
 
 def git(*arguments: str) -> list[str]:
-    """The lines that it prints; none where it fails."""
+    """The lines, or with -z the names, that it prints; none where it fails."""
     done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.splitlines() if done.returncode == 0 else []
+    return [line for line in re.split("[\\0\n]", done.stdout) if line] if done.returncode == 0 else []
 
 
 def start_of_branch() -> str:
@@ -34,9 +34,9 @@ def start_of_branch() -> str:
 
 
 def changed_since(commit: str) -> list[str]:
-    """Paths of the files that are there, changed, added or not known to git."""
-    paths = {*git("diff", "--name-only", commit), *git("ls-files", "--others", "--exclude-standard")}
-    return sorted(path for path in paths if (ROOT / path).is_file())
+    """Paths of the files that were changed, added or deleted, and of those not known to git."""
+    return sorted({*git("diff", "--name-only", "--no-renames", "--relative", "-z", commit),
+                   *git("ls-files", "--others", "--exclude-standard", "-z")})
 
 
 def module_of(path: str) -> str:
@@ -46,8 +46,13 @@ def module_of(path: str) -> str:
 
 
 def imported(source: str) -> Iterator[str]:
-    """Names of all that a file may import: of `from a import b` a and a.b, since b may be a module."""
-    for node in ast.walk(ast.parse(source)):
+    """Names of all that a file may import: of `from a import b` a and a.b, since b may be a module. Nothing of a file
+    that is no Python, which ruff tells."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -75,7 +80,7 @@ class Project:
         """Files of tests, the nearest first."""
         if path in self._tests:
             return [path]
-        if path not in self._sources:
+        if path not in self._sources and not path.endswith(".py"):
             return self._that_name(path)
         near = [*self._at_the_same_place(path), *self._that_import(path)]
         return list(dict.fromkeys(near or self._that_name(path, Path(path).stem) or self._in_the_folder(path)))
@@ -154,6 +159,10 @@ def main() -> int:
     parser.add_argument("--since", metavar="COMMIT", default="")
     known, options = parser.parse_known_args()
     since = known.since or start_of_branch()
+    if not git("rev-parse", "--git-dir"):
+        print("error: git knows no checkout of yours here, so what has changed is not known: run make test",
+              file=sys.stderr)
+        return 2
     if not git("rev-parse", "--verify", "--quiet", f"{since}^{{commit}}"):
         print(f"error: there is no commit {since}: give another one with SINCE=COMMIT", file=sys.stderr)
         return 2
