@@ -27,7 +27,6 @@ from train.checkpoint import Checkpoint
 from train.config import CONFIG_FILE, Config
 from train.errors import LostProcessError, TrainError
 from train.loop import Trainer
-from train.optimizer import ema_in_use
 from train.options.data import SYNTHETIC
 from train.options.run import LIST_PRESETS
 from train.processes.distributed import Workers, drain_engine, is_elastic
@@ -253,7 +252,7 @@ def _write_report(recorder: Recorder, run_folder: Path, trainer: Trainer | None)
             images = f"{VALIDATION} images" if recorder.evaluated == VALIDATION else recorder.evaluated
             describe(outcomes, trainer.val_loader, epoch, images).save(folder)
         try:
-            with ema_in_use(trainer.optimizer):
+            with trainer.evaluating():
                 found = predict_some(trainer.executor, trainer.val_loader, trainer.progress.epoch, recorder.evaluated)
             predictions.save(found, folder)
         except DataError as error:  # the run is complete all the same
