@@ -411,5 +411,5 @@ def open_files(files: Sequence[str | Path], image_size: int, batch_size: int, **
 def open_chosen(config: LoaderConfig, indices: Sequence[int]) -> DaliLoader:
     """The loader of those images of the split of `config`, in that order, through its validation transform, whichever
     split that is. Raises DataError."""
-    source = Chosen(open_source(config.data, config.split, config.num_classes, config.val_split), indices)
+    source = Chosen(open_source(config.data, config.split, **config.reading), indices)
     return DaliLoader(replace(config, split="val", prefetch=1), (0, 1), source)

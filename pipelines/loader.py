@@ -18,6 +18,7 @@ import numpy as np
 from common.mxnet_compat import mx
 from common.nvidia_gpus import find_gpus
 from pipelines.errors import DataError, check_not_negative, check_positive
+from pipelines.options import AUTO, FirstLabel
 from pipelines.sources.base import Classes
 from pipelines.transform import MAX_PIXELS, ImageTransform
 
@@ -28,6 +29,7 @@ _CHOICES = {
     "device": ("cpu", "gpu"),
     "decoder": ("auto", "cpu", "gpu"),
     "on_bad_image": ("error", "skip"),
+    "first_label": (AUTO, "0", "1"),
 }
 
 _IN_THE_ORDER = ("val_split", "balance", "repeated_augmentation")  # what decides on an epoch's images, besides the seed
@@ -40,6 +42,7 @@ class LoaderConfig:
     data: str  # a path as in sources/, or "synthetic"
     split: str = "train"  # "train" shuffles and augments, "val" does neither
     val_split: float = 0.0  # of data without a split "val": this fraction of the training images is that
+    first_label: FirstLabel = AUTO  # of TFRecord files: the label of the first class, "0" or "1"
     balance: float = 0.0  # training: how equally often classes are drawn, from as they come (0) to equally often (1)
     repeated_augmentation: int = 0  # training: copies of an image that a global batch holds; 0: no copies
     batch_size: int = 32  # images a process
@@ -91,6 +94,11 @@ class LoaderConfig:
         if self.split == "train" and epoch < len(self.image_sizes):
             return self.image_sizes[epoch]
         return self.image_size
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        """How `open_source` is to read the data."""
+        return {name: getattr(self, name) for name in ("num_classes", "val_split", "first_label")}
 
     @property
     def context(self) -> Any:

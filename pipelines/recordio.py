@@ -38,6 +38,10 @@ class BrokenRecordError(ValueError):
     """Where the index points, the file holds no whole record; the text says what is there instead."""
 
 
+class ChecksumError(BrokenRecordError):
+    """The bytes of a record are others than those that its checksum was made of."""
+
+
 def index_path(record_path: Path) -> Path:
     """The index that belongs to a RecordIO file: the same name ending in .idx."""
     return record_path.with_suffix(".idx")

@@ -15,6 +15,7 @@ from typing import Any
 from common.command_line import nearest, option_name, part_of
 from common.limits import Limit
 from graph_passes import optimizers
+from pipelines.options import AUTO
 from pipelines.transform import OF_POLICIES, ImageTransform
 from train import models
 from train.errors import TrainError
@@ -182,7 +183,8 @@ def default_warmup(default: Config, epochs: int) -> float:
 def changes(before: Config, now: Config) -> list[str]:
     """The options that differ where a run goes on, with both values, those of a session left out."""
     return [f"{option_name(name)} {shown(value)} (before: {shown(before.chosen[name])})"
-            for name, value in now.chosen.items() if value != before.chosen[name] and name not in OF_A_SESSION]
+            for name, value in now.chosen.items() if value != before.chosen[name] and name not in OF_A_SESSION
+            and (name, before.chosen[name]) != ("first_label", AUTO)]  # an older run has not written what it found
 
 
 # --- what goes together ---
