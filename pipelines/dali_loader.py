@@ -30,6 +30,7 @@ from pipelines.loader import Batch, Loader, LoaderConfig
 from pipelines.progress import num_cores
 from pipelines.recordio import BrokenRecordError
 from pipelines.sources import Chosen, FileSource, Source, open_source
+from pipelines.sources.base import labels_of
 
 READ_AHEAD = 4  # batches that are fetched from the disk before they are planned: 0.1 s at 10,000 images/s, many seeks
 
@@ -223,6 +224,9 @@ class DaliLoader(Loader):
         if copies := config.repeated_augmentation:
             return np.repeat(order[: -(-len(order) // copies)], copies)[: len(order)]
         return order
+
+    def labels_met(self) -> Iterator[int]:
+        return labels_of(self._source)
 
     def class_sizes(self) -> np.ndarray:
         sizes = np.zeros(len(self.classes), np.int64)

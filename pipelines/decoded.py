@@ -54,6 +54,8 @@ class DecodedSource(Source):
         return self._source.name(i)
 
     def label(self, i: int) -> int:
+        if i in self._broken:
+            raise BrokenRecordError(self._broken[i])
         return self._labels[i]
 
     def feed(self, i: int) -> np.ndarray:

@@ -162,6 +162,10 @@ class Loader(ABC):
         """From the next batch on, labels are numbers of these classes; `labels` has that of each class of the data."""
         self.classes, self.labels = classes, labels
 
+    def labels_met(self) -> Iterator[int]:
+        """The data's own number of each class that an image of the split has, as soon as one is met."""
+        return iter(range(len(self.labels)))
+
     def class_sizes(self) -> np.ndarray:
         """How many images of the whole split each class has, in the order of the labels; about so of synthetic ones."""
         return np.full(len(self.classes), max(1, self.num_images // len(self.classes)))

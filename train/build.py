@@ -119,7 +119,8 @@ def open_split(config: Config, split: str, placement: Placement, workers: Worker
                              "leave it out, or raise it")
         loader.count_classes_as(padded(loader.classes, config.num_classes), loader.labels)
         return loader
-    matched = match(config.data, loader.classes, classes, whose, is_whole=split == "train")
+    matched = match(config.data, loader.classes, classes, whose, is_whole=split == "train",
+                    met=loader.labels_met)
     loader.count_classes_as(classes, matched.labels)
     if matched.note and workers.rank == 0:
         print(matched.note, flush=True)

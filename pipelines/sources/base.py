@@ -113,6 +113,16 @@ class Chosen(Source):
         self.source.read_ahead(self.indices[i] for i in indices)
 
 
+def labels_of(source: Source) -> Iterator[int]:
+    """Each class number that an image has, once, when the first is met. Raises DataError."""
+    met: set[int] = set()
+    for i in range(len(source)):
+        with contextlib.suppress(BrokenRecordError):  # it is met where its image is wanted
+            if (label := source.label(i)) not in met:
+                met.add(label)
+                yield label
+
+
 def place_of(files: Sequence[Path]) -> Path:
     """The file, or the folder that several lie in."""
     return files[0] if len(files) == 1 else files[0].parent

@@ -12,6 +12,7 @@ import pytest
 from several_processes import needs_horovod, run_processes
 
 from pipelines.crc32c import masked_crc32c
+from pipelines.recordio import pack_record
 from pipelines.sources import open_source
 from train import checkpoint, models
 from train.build import class_weights, open_split, training_graph
@@ -204,6 +205,31 @@ def test_class_weights(run_train, options, tmp_path):
     assert (f"--class-weights 0.5: the classes have 3 to 18 images, and weigh {weights[0]:.4g} to {weights[2]:.4g}"
             in out)
     assert "balanced accuracy" in run_train("validate", "--checkpoint", folder)[1]
+
+
+@pytest.mark.parametrize("stored", ["records", "tfrecord"])
+def test_folders_called_by_numbers_and_numbers(tiny_data, tmp_path, stored):
+    """Folders in the order 0, 1, 10, 11, 2 and labels 0 to 11 are the same classes, whichever is for training."""
+    image = next(tiny_data.glob("*/*.jpg")).read_bytes()
+    for way, (of_folders, other) in enumerate((("train", "val"), ("val", "train"))):
+        data = tmp_path / str(way)
+        for label in range(12):
+            (data / of_folders / str(label)).mkdir(parents=True)
+            (data / of_folders / str(label) / "image.jpg").write_bytes(image)
+        if stored == "tfrecord":
+            write_tfrecord(data / f"{other}.tfrecord", [(image, label) for label in range(12)])
+        else:
+            parts = [pack_record(label, image, label) for label in range(12)]
+            (data / f"{other}.rec").write_bytes(b"".join(parts))
+            (data / f"{other}.idx").write_text("".join(f"{i}\t{i * len(parts[0])}\n" for i in range(12)))
+        config = Config(data=str(data), batch_size=12, image_size=32, val_image_size=32, num_threads=1)
+        placement = Placement("mxnet", "cpu(0)", "")
+        with open_split(config, "train", placement, Workers()) as train_loader:
+            classes = train_loader.classes
+        with open_split(config, "val", placement, Workers(), classes, "the training images") as loader:
+            labels = next(iter(loader)).label.asnumpy().astype(int).tolist()
+        own = range(12) if other == "val" else sorted(range(12), key=str)
+        assert [int(classes[label][1]) for label in labels] == list(own)
 
 
 @pytest.mark.parametrize("padding", [0, 2])
