@@ -33,7 +33,7 @@ from pipelines.files import link_beside, read_file, read_lines, write_text
 from pipelines.inspect_image import Finding, inspect_image
 from pipelines.options import AUTO, MAX_CLASSES, FirstLabel
 from pipelines.progress import map_in_order
-from pipelines.recordio import BrokenRecordError, ChecksumError, RecordFile, index_path, read_index
+from pipelines.recordio import BrokenRecordError, ChecksumError, RecordFile, index_path, read_index, record_names
 from pipelines.sources import Classes, Source, locate, open_source, read_classes, same_images
 from pipelines.sources.folders import find_images, list_entry, some
 from pipelines.transform import MAX_PIXELS
@@ -249,13 +249,14 @@ def _record_items(path: Path, count: int, findings: list[tuple[str, Finding]]) -
     if wrong or not entries:
         entries = list(enumerate(there))
 
-    def item(key: int, offset: int) -> Item:
+    name_of = record_names(path, *zip(*entries, strict=True)) if entries else str
+
+    def item(i: int, key: int, offset: int) -> Item:
         try:
             label = file.read(offset).label
         except BrokenRecordError:
             label = -1.0
         known = label.is_integer() and 0 <= label < count
-        name = f"{path} record {key}"
 
         def read() -> bytes:
             try:
@@ -263,9 +264,9 @@ def _record_items(path: Path, count: int, findings: list[tuple[str, Finding]]) -
             finally:
                 file.check()
 
-        return Item(name, f"{key}\t{offset}\n", int(label) if known else None, read)
+        return Item(name_of(i), f"{key}\t{offset}\n", int(label) if known else None, read)
 
-    return [item(key, offset) for key, offset in entries]
+    return [item(i, key, offset) for i, (key, offset) in enumerate(entries)]
 
 
 def _folder_items(classes: Classes, files: dict[str, list[Path]]) -> list[Item]:

@@ -94,6 +94,7 @@ def open_split(config: Config, split: str, placement: Placement, workers: Worker
             data=str(SAMPLES_FOLDER) if config.data == SAMPLES else config.data,
             split=split,
             val_split=config.val_split,
+            val_group_by=config.val_group_by,
             first_label=config.first_label,
             balance=config.balance,
             repeated_augmentation=config.repeated_augmentation,

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from common.files import expanded
 from common.imagenet import in_words
 from pipelines.errors import DataError
-from pipelines.options import AUTO, FirstLabel
+from pipelines.options import AUTO, FirstLabel, GroupBy
 from pipelines.sources import cifar, folders, records, shards
 from pipelines.sources.base import Chosen, Classes, Source, class_list, place_of, read_classes
 from pipelines.sources.cifar import CifarSource
@@ -93,7 +93,8 @@ class Location(NamedTuple):
 
 
 def open_source(
-    data: str | Path, split: str, num_classes: int | None = None, val_split: float = 0.0, first_label: FirstLabel = AUTO
+    data: str | Path, split: str, num_classes: int | None = None, val_split: float = 0.0,
+    val_group_by: GroupBy = "image", first_label: FirstLabel = AUTO,
 ) -> Source:
     """Find and open one split of a data set; raises DataError.
 
@@ -102,6 +103,7 @@ def open_source(
         split: "train" or "val".
         num_classes: for formats that do not know it.
         val_split: this fraction of the training images is the split "val", which the data must not have.
+        val_group_by: what stays on one side then: an "image", or all images of a "folder" within a class.
         first_label: of TFRecord files, the label of the first class: "0", "1" or "auto".
     """
     try:
@@ -114,7 +116,7 @@ def open_source(
         how = Reading(num_classes, first_label, train.files if train and is_apart else ())
         source = FORMATS[found.format].open(found.files, stored, how)
         source.classes = in_words(source.classes)
-        return part(source, split, val_split) if val_split else source
+        return part(source, split, val_split, val_group_by) if val_split else source
     except OSError as error:
         raise DataError(
             f"{error.filename or data}: cannot be read ({error.strerror or error}); check disk and permissions"

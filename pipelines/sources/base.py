@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -44,6 +45,15 @@ class Source(ABC):
     @abstractmethod
     def name(self, i: int) -> str:
         """How messages call image `i`: its file, or its record."""
+
+    def identity(self, i: int, fully: bool = False) -> str:
+        """What tells image `i` from the others of its class, wherever the data lie and whatever is added to them;
+        `fully` where another image has the same."""
+        return os.path.basename(self.name(i))
+
+    def group(self, i: int) -> str:
+        """The folder that image `i` shares with others like it, as the frames of a video; "" where there is none."""
+        return ""
 
     @abstractmethod
     def label(self, i: int) -> int:
@@ -93,6 +103,12 @@ class Chosen(Source):
 
     def name(self, i: int) -> str:
         return self.source.name(self.indices[i])
+
+    def identity(self, i: int, fully: bool = False) -> str:
+        return self.source.identity(self.indices[i], fully)
+
+    def group(self, i: int) -> str:
+        return self.source.group(self.indices[i])
 
     def label(self, i: int) -> int:
         return self.source.label(self.indices[i])

@@ -156,6 +156,11 @@ def check_complete(files: list[Path]) -> None:
                             "put them there, or renumber the others")
 
 
+def shard_name(file: Path) -> str:
+    """Its name without the number of all shards, which changes when some are added."""
+    return re.sub(r"-of-\d{5}", "", file.name)
+
+
 def _names(file: Path, split: str) -> bool:
     return re.search(rf"(?:^|[-_.]){SPLIT_NAMES[split]}(?:[-_.\d]|$)", file.name) is not None
 

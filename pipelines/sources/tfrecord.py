@@ -28,7 +28,7 @@ from pipelines.files import open_file
 from pipelines.options import AUTO, FirstLabel
 from pipelines.recordio import ChecksumError
 from pipelines.sources.base import check_label, one_hot_class
-from pipelines.sources.shards import Entry, ShardSource
+from pipelines.sources.shards import Entry, ShardSource, shard_name
 
 # Feature names of TensorFlow's own ImageNet scripts, and of TFDS.
 IMAGE_KEYS = (b"image/encoded", b"image")
@@ -169,6 +169,9 @@ class TFRecordSource(ShardSource):
         if i in self._broken:
             raise ChecksumError(self._broken[i])
         return super().feed(i)
+
+    def identity(self, i: int, fully: bool = False) -> str:
+        return f"{shard_name(self.files[self._file[i]])}, image at byte {self._offset[i]}"
 
     def name(self, i: int) -> str:
         return f"{self.files[self._file[i]]}, image at byte {self._offset[i]}"

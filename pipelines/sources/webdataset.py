@@ -16,7 +16,7 @@ from pathlib import Path
 from pipelines.errors import DataError
 from pipelines.files import open_file
 from pipelines.sources.base import IMAGE_SUFFIXES, check_label
-from pipelines.sources.shards import Entry, ShardSource
+from pipelines.sources.shards import Entry, ShardSource, shard_name
 
 _BLOCK = 512  # bytes, the unit of a tar file
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".tar.zst")
@@ -62,6 +62,13 @@ class TarSource(ShardSource):
     def name(self, i: int) -> str:
         return f"{self.files[self._file[i]]}/{self._member(i)}"
 
+    def identity(self, i: int, fully: bool = False) -> str:
+        shard = shard_name(self.files[self._file[i]])
+        return f"{shard}/{self._member(i)}" if fully else self._member(i)
+
+    def group(self, i: int) -> str:
+        return self._member(i).rpartition("/")[0]
+
     def _member(self, i: int) -> str:
         """The name in the tar file, of any length: it may stand in headers of its own."""
         begin, end = int(self._begin[i]), int(self._offset[i])
@@ -70,9 +77,10 @@ class TarSource(ShardSource):
             if len(headers) == _BLOCK:
                 return tarfile.TarInfo.frombuf(headers, "utf-8", "surrogateescape").name
             with tarfile.open(fileobj=io.BytesIO(headers), mode="r:", encoding="utf-8") as tar:
-                return tar.getmembers()[0].name
-        except (tarfile.TarError, IndexError):  # the shard has become shorter
-            return f"image at byte {end}"
+                member = tar.next()
+        except tarfile.TarError:  # the shard has become shorter
+            member = None
+        return member.name if member else f"image at byte {end}"
 
 
 def is_tar(path: Path) -> bool:

@@ -217,7 +217,8 @@ def test_folders_called_by_numbers_and_numbers(tiny_data, tmp_path, stored):
             (data / of_folders / str(label)).mkdir(parents=True)
             (data / of_folders / str(label) / "image.jpg").write_bytes(image)
         if stored == "tfrecord":
-            write_tfrecord(data / f"{other}.tfrecord", [(image, label) for label in range(12)])
+            (data / other).mkdir()
+            write_tfrecord(data / other / "0.tfrecord", [(image, label) for label in range(12)])
         else:
             parts = [pack_record(label, image, label) for label in range(12)]
             (data / f"{other}.rec").write_bytes(b"".join(parts))
