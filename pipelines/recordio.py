@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import struct
 import warnings
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,6 +37,10 @@ class Record(NamedTuple):
 
 class BrokenRecordError(ValueError):
     """Where the index points, the file holds no whole record; the text says what is there instead."""
+
+
+class ChecksumError(BrokenRecordError):
+    """The bytes of a record are others than those that its checksum was made of."""
 
 
 def index_path(record_path: Path) -> Path:
@@ -63,6 +68,17 @@ def read_index(path: Path) -> tuple[np.ndarray, np.ndarray]:
     if numbers.size == 0 or numbers.size % 2:
         raise DataError(f"{path}: not an index of a RecordIO file (lines of key, tab, offset); write it anew")
     return numbers[0::2], numbers[1::2]
+
+
+def record_names(path: Path, keys: Sequence[int], offsets: Sequence[int]) -> Callable[[int], str]:
+    """How messages call the records of an index, by their places in it: by their keys, and where several have the
+    same, by where they are in the file, too."""
+    repeated = {key for key, times in Counter(keys).items() if times > 1}
+
+    def name(i: int) -> str:
+        return f"{path} record {keys[i]}" + f" (byte {offsets[i]})" * (keys[i] in repeated)
+
+    return name
 
 
 class RecordFile(MappedFile):

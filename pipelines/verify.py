@@ -31,9 +31,9 @@ from pipelines.decoder_messages import GROUP_SIZE, DecoderCheck
 from pipelines.errors import DataError, check_not_negative, check_positive
 from pipelines.files import link_beside, read_file, read_lines, write_text
 from pipelines.inspect_image import Finding, inspect_image
-from pipelines.options import MAX_CLASSES
+from pipelines.options import AUTO, MAX_CLASSES, FirstLabel
 from pipelines.progress import map_in_order
-from pipelines.recordio import BrokenRecordError, RecordFile, index_path, read_index
+from pipelines.recordio import BrokenRecordError, ChecksumError, RecordFile, index_path, read_index, record_names
 from pipelines.sources import Classes, Source, locate, open_source, read_classes, same_images
 from pipelines.sources.folders import find_images, list_entry, some
 from pipelines.transform import MAX_PIXELS
@@ -85,7 +85,7 @@ class Report(NamedTuple):
 
 def verify_split(
     data: str, split: str, num_threads: int = 0, num_classes: int | None = None, max_pixels: int = MAX_PIXELS,
-    to_clean: bool = False,
+    to_clean: bool = False, first_label: FirstLabel = AUTO,
 ) -> Report:
     """Look at all images of one split. Raises DataError if there is no such data; and UserError, before it looks, if
     there is no place for what `write_clean` writes where that is `to_clean`."""
@@ -109,8 +109,8 @@ def verify_split(
         clean_path = path / f"{split}.lst" if path == expanded(data) else path.parent / f"{split}.lst"
         items = [item._replace(line=_relative(item, clean_path.parent)) for item in items]
     else:
-        source = open_source(data, split, num_classes)
-        classes, items = source.classes, _source_items(source)
+        source = open_source(data, split, num_classes, first_label=first_label)
+        classes, items, remarks = source.classes, _source_items(source), list(source.remarks)
     if to_clean and clean_path:
         check_place(clean_path, "check permissions and space")
     usable = []
@@ -212,7 +212,7 @@ def _look_at(max_pixels: int, item: Item) -> tuple[Finding | None, bytes]:
     try:
         encoded = item.read()
     except BrokenRecordError as error:
-        return Finding("index", str(error), False), b""
+        return Finding("checksum" if isinstance(error, ChecksumError) else "index", str(error), False), b""
     except OSError as error:
         return Finding("unreadable", error.strerror or str(error), False), b""
     if item.label is None:
@@ -249,13 +249,14 @@ def _record_items(path: Path, count: int, findings: list[tuple[str, Finding]]) -
     if wrong or not entries:
         entries = list(enumerate(there))
 
-    def item(key: int, offset: int) -> Item:
+    name_of = record_names(path, *zip(*entries, strict=True)) if entries else str
+
+    def item(i: int, key: int, offset: int) -> Item:
         try:
             label = file.read(offset).label
         except BrokenRecordError:
             label = -1.0
         known = label.is_integer() and 0 <= label < count
-        name = f"{path} record {key}"
 
         def read() -> bytes:
             try:
@@ -263,9 +264,9 @@ def _record_items(path: Path, count: int, findings: list[tuple[str, Finding]]) -
             finally:
                 file.check()
 
-        return Item(name, f"{key}\t{offset}\n", int(label) if known else None, read)
+        return Item(name_of(i), f"{key}\t{offset}\n", int(label) if known else None, read)
 
-    return [item(key, offset) for key, offset in entries]
+    return [item(i, key, offset) for i, (key, offset) in enumerate(entries)]
 
 
 def _folder_items(classes: Classes, files: dict[str, list[Path]]) -> list[Item]:
@@ -291,6 +292,7 @@ def _source_items(source: Source) -> list[Item]:
     def item(i: int) -> Item:
         def read() -> bytes:
             try:
+                source.check_record(i)
                 return source.read(i).tobytes()
             finally:
                 source.check([i])
@@ -303,7 +305,7 @@ def _source_items(source: Source) -> list[Item]:
 def _label(source: Source, i: int) -> int | None:
     try:
         return source.label(i)
-    except DataError:
+    except (DataError, BrokenRecordError):
         return None
 
 

@@ -94,6 +94,8 @@ def open_split(config: Config, split: str, placement: Placement, workers: Worker
             data=str(SAMPLES_FOLDER) if config.data == SAMPLES else config.data,
             split=split,
             val_split=config.val_split,
+            val_group_by=config.val_group_by,
+            first_label=config.first_label,
             balance=config.balance,
             repeated_augmentation=config.repeated_augmentation,
             image_size=config.image_size if split == "train" else config.inference_image_size,
@@ -118,7 +120,8 @@ def open_split(config: Config, split: str, placement: Placement, workers: Worker
                              "leave it out, or raise it")
         loader.count_classes_as(padded(loader.classes, config.num_classes), loader.labels)
         return loader
-    matched = match(config.data, loader.classes, classes, whose, is_whole=split == "train")
+    matched = match(config.data, loader.classes, classes, whose, is_whole=split == "train",
+                    met=loader.labels_met)
     loader.count_classes_as(classes, matched.labels)
     if matched.note and workers.rank == 0:
         print(matched.note, flush=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from pipelines.errors import DataError
-from pipelines.recordio import BrokenRecordError, Record, RecordFile, index_path, read_index
+from pipelines.recordio import BrokenRecordError, Record, RecordFile, index_path, read_index, record_names
 from pipelines.sources.base import Source, check_label, read_classes
 
 _NUM_KEPT_RECORDS = 1 << 17
@@ -33,6 +33,7 @@ class RecordSource(Source):
     def __init__(self, path: Path, num_classes: int | None = None):
         self.path = path
         self._keys, self._offsets = read_index(index_path(path))
+        self._name = record_names(path, self._keys.tolist(), self._offsets.tolist())
         self._file = RecordFile(path)
         # A record's header is parsed once for its image and its label, and small data sets are parsed once for all
         # epochs: for thumbnails it takes as long as decoding. What is kept are views, 0.2 kB each.
@@ -53,7 +54,7 @@ class RecordSource(Source):
         return len(self._offsets)
 
     def name(self, i: int) -> str:
-        return f"{self.path} record {self._keys[i]}"
+        return self._name(i)
 
     def label(self, i: int) -> int:
         label = self._record(i).label

@@ -37,34 +37,32 @@ class Entry(NamedTuple):
     offset: int  # of its encoded bytes in the shard
     size: int  # bytes
     label: int
+    begin: int = 0  # of all that belongs to it in the shard: of its first header
+    kind: int = 0  # what the number stands for, where a format has several ways to write a label
 
 
 class ShardSource(Source):
-    """The images of some shards; `scan` and `describe` are what the formats differ in."""
+    """The images of some shards; `scan` and `name` are what the formats differ in."""
 
     feeds = "bytes"
-    INDEX_VERSION = 2  # to be raised when `scan` comes to find something else
+    INDEX_VERSION = 3  # to be raised when `scan` comes to find something else
 
     def __init__(self, files: list[Path], num_classes: int | None = None) -> None:
         self.path = place_of(files)
         self.files = files
-        self._file, self._offset, self._size, self._label = self._index()
-        self._label = self.count_from_zero(self._label)
+        self._file, self._offset, self._size, self._label, self._begin, self._kind = self._index()
+        _allow_open_files(len(files))
+        self._maps = [MappedFile(file) for file in files]
         self.classes = read_classes(files[0].parent)
+        self._label = self.count_from_zero(self._label)
         if not self.classes:
             count = max(num_classes or 1, 1 + int(self._label.max()))
             self.classes = [(str(label), str(label)) for label in range(count)]
-        _allow_open_files(len(files))
-        self._maps = [MappedFile(file) for file in files]
 
     @staticmethod
     @abstractmethod
     def scan(file: Path) -> list[Entry]:
         """The images of one shard, in its order; raises DataError."""
-
-    @abstractmethod
-    def describe(self, file: Path, offset: int) -> str:
-        """How messages call the image whose bytes begin there."""
 
     def count_from_zero(self, labels: np.ndarray) -> np.ndarray:
         """Class numbers as they are meant by what `scan` found."""
@@ -72,9 +70,6 @@ class ShardSource(Source):
 
     def __len__(self) -> int:
         return len(self._offset)
-
-    def name(self, i: int) -> str:
-        return self.describe(self.files[self._file[i]], int(self._offset[i]))
 
     def label(self, i: int) -> int:
         label = int(self._label[i])
@@ -104,7 +99,7 @@ class ShardSource(Source):
         return self.files[self._file[i]], int(self._offset[i]), int(self._size[i])
 
     def _index(self) -> tuple[np.ndarray, ...]:
-        """Of all images: number of the file, offset, size (int64) and label."""
+        """Of all images: number of the file, and the fields of Entry (int64)."""
         stats = [file.stat() for file in self.files]
         identity = [type(self).__name__, self.INDEX_VERSION] + [
             [str(file.resolve()), stat.st_size, stat.st_mtime_ns]
@@ -159,6 +154,11 @@ def check_complete(files: list[Path]) -> None:
         if missing := [f"{before}{number}{after}" for number in wanted if number not in numbers]:
             raise DataError(f"{files[0].parent}: there are no shards {some(missing)}, as the names of the others tell; "
                             "put them there, or renumber the others")
+
+
+def shard_name(file: Path) -> str:
+    """Its name without the number of all shards, which changes when some are added."""
+    return re.sub(r"-of-\d{5}", "", file.name)
 
 
 def _names(file: Path, split: str) -> bool:

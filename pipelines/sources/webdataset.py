@@ -7,6 +7,7 @@ Source: https://github.com/webdataset/webdataset, 'The WebDataset Format'.
 
 from __future__ import annotations
 
+import io
 import re
 import tarfile
 from collections.abc import Container
@@ -15,7 +16,7 @@ from pathlib import Path
 from pipelines.errors import DataError
 from pipelines.files import open_file
 from pipelines.sources.base import IMAGE_SUFFIXES, check_label
-from pipelines.sources.shards import Entry, ShardSource
+from pipelines.sources.shards import Entry, ShardSource, shard_name
 
 _BLOCK = 512  # bytes, the unit of a tar file
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".tar.zst")
@@ -27,7 +28,7 @@ class TarSource(ShardSource):
 
     @staticmethod
     def scan(file: Path) -> list[Entry]:
-        images: dict[str, tuple[int, int]] = {}
+        images: dict[str, tuple[int, int, int]] = {}  # offset, size, begin of the headers
         labels: dict[str, int] = {}
         try:
             check_not_compressed(file)
@@ -46,7 +47,7 @@ class TarSource(ShardSource):
                         labels[key] = _parse_label(tar, member, file)
                     elif f".{ending.lower()}" in IMAGE_SUFFIXES:
                         _check_new(key, images, "images", file)
-                        images[key] = member.offset_data, member.size
+                        images[key] = member.offset_data, member.size, member.offset
                 check_end(file, tar.offset)
         except tarfile.TarError as error:
             raise DataError(f"{file}: is truncated or no tar file ({error}); download it again") from None
@@ -56,13 +57,30 @@ class TarSource(ShardSource):
         for some, others, what in missing:
             if alone := next((key for key in some if key not in others), None):
                 raise DataError(f"{file}: sample {alone.lstrip('/')} has {what}; write the shard anew")
-        return [Entry(*place, labels[key]) for key, place in images.items()]
+        return [Entry(offset, size, labels[key], begin) for key, (offset, size, begin) in images.items()]
 
-    def describe(self, file: Path, offset: int) -> str:
-        with file.open("rb") as opened:
-            opened.seek(offset - _BLOCK)  # a member's header, which begins with its name, is the block before its bytes
-            name = opened.read(100).rstrip(b"\0")
-        return f"{file}/{name.decode(errors='replace')}"
+    def name(self, i: int) -> str:
+        return f"{self.files[self._file[i]]}/{self._member(i)}"
+
+    def identity(self, i: int, fully: bool = False) -> str:
+        shard = shard_name(self.files[self._file[i]])
+        return f"{shard}/{self._member(i)}" if fully else self._member(i)
+
+    def group(self, i: int) -> str:
+        return self._member(i).rpartition("/")[0]
+
+    def _member(self, i: int) -> str:
+        """The name in the tar file, of any length: it may stand in headers of its own."""
+        begin, end = int(self._begin[i]), int(self._offset[i])
+        headers = self._maps[self._file[i]].stretch(begin, end - begin).tobytes()
+        try:
+            if len(headers) == _BLOCK:
+                return tarfile.TarInfo.frombuf(headers, "utf-8", "surrogateescape").name
+            with tarfile.open(fileobj=io.BytesIO(headers), mode="r:", encoding="utf-8") as tar:
+                member = tar.next()
+        except tarfile.TarError:  # the shard has become shorter
+            member = None
+        return member.name if member else f"image at byte {end}"
 
 
 def is_tar(path: Path) -> bool:
