@@ -85,9 +85,20 @@ def plan_train_tar(path: Path, classes: Classes) -> Plan:
                     f"{path}: synset {synset} is not among the {len(classes)} classes of the list; give a complete one "
                     f"with --classes"
                 )
-            with tarfile.open(fileobj=outer.extractfile(member), mode="r:") as inner:
-                entries += _members(path, inner, member.offset_data, {"": number[synset]}, f"{path}/{member.name}")
+            entries += _inner_tar(path, outer, member, number[synset])
     return Plan(entries, classes)
+
+
+def _inner_tar(path: Path, outer: tarfile.TarFile, member: tarfile.TarInfo, label: int) -> list[Entry]:
+    """The images of one synset's tar file within another one. Raises ReadError."""
+    start = member.offset_data
+    try:
+        with tarfile.open(fileobj=outer.extractfile(member), mode="r:") as inner:
+            entries = list(_members(path, inner, start, {"": label}, f"{path}/{member.name}"))
+            check_end(path, start + inner.offset, start + member.size)
+            return entries
+    except tarfile.TarError as error:
+        raise tarfile.ReadError(f"{member.name} in it, whose bytes begin at {start}: {error}") from None
 
 
 def plan_val_tar(path: Path, labels: Path | None, classes: Classes) -> Plan:
@@ -151,7 +162,9 @@ def read_labels(path: Path, names: list[str], classes: Classes) -> dict[str, int
         label = int(value) if value.isdigit() else number.get(value, -1)
         if not 0 <= label < len(classes):
             raise DataError(f"{path}: label {value} of {fields[0]} is outside the {len(classes)} classes; correct it")
-        label_of[Path(fields[0]).stem] = label
+        if label_of.setdefault(Path(fields[0]).stem, label) != label:
+            raise DataError(f"{path}: {fields[0]} is in two lines, with the labels "
+                            f"{label_of[Path(fields[0]).stem]} and {label}; correct it")
     missing = [name for name in names if Path(name).stem not in label_of]
     if missing:
         raise DataError(f"{path}: has no label for {missing[0]} and {len(missing) - 1} others; give a complete file")

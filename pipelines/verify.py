@@ -35,7 +35,8 @@ from pipelines.options import MAX_CLASSES
 from pipelines.progress import map_in_order
 from pipelines.recordio import BrokenRecordError, RecordFile, index_path, read_index
 from pipelines.sources import Classes, Source, locate, open_source, read_classes, same_images
-from pipelines.sources.folders import find_images, list_entry, some
+from pipelines.sources.folders import find_images, list_entry, list_remarks, some
+from pipelines.sources.records import index_remarks
 from pipelines.transform import MAX_PIXELS
 
 _NUM_SHOWN = 40  # findings listed one by one
@@ -99,10 +100,11 @@ def verify_split(
     if found.format == "RecordIO":
         classes = read_classes(path.parent)
         count = len(classes) or num_classes or MAX_CLASSES
-        items, clean_path = _record_items(path, count, findings), index_path(path)
+        items, clean_path = _record_items(path, count, findings, remarks), index_path(path)
     elif found.format == "list":
         classes = read_classes(path.parent)
         items, clean_path = _list_items(path, len(classes) or MAX_CLASSES), path
+        remarks = list_remarks(path, [item.name for item in items], [item.label for item in items])
     elif found.format == "folders":
         classes, files, remarks = find_images(path, split)
         items = _folder_items(classes, files)
@@ -110,7 +112,7 @@ def verify_split(
         items = [item._replace(line=_relative(item, clean_path.parent)) for item in items]
     else:
         source = open_source(data, split, num_classes)
-        classes, items = source.classes, _source_items(source)
+        classes, items, remarks = source.classes, _source_items(source), list(source.remarks)
     if to_clean and clean_path:
         check_place(clean_path, "check permissions and space")
     usable = []
@@ -230,7 +232,7 @@ def _messages(
         yield from found.items()
 
 
-def _record_items(path: Path, count: int, findings: list[tuple[str, Finding]]) -> list[Item]:
+def _record_items(path: Path, count: int, findings: list[tuple[str, Finding]], remarks: list[str]) -> list[Item]:
     """The records in the index's order; if the index is missing or wrong, those that are found in the file. `count`: of
     the classes."""
     file = RecordFile(path)
@@ -248,6 +250,8 @@ def _record_items(path: Path, count: int, findings: list[tuple[str, Finding]]) -
         findings.append((f"{path} record {key}", Finding("index", what, False)))
     if wrong or not entries:
         entries = list(enumerate(there))
+    else:
+        remarks += index_remarks(path, offsets, len(there))
 
     def item(key: int, offset: int) -> Item:
         try:

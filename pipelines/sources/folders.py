@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from pipelines.sources.base import IMAGE_SUFFIXES, Classes, Source, check_label,
 UNREAD_SUFFIXES = frozenset({".gif", ".avif", ".heic", ".heif", ".jxl", ".jp2", ".svg", ".psd", ".tga", ".ico"})
 # What else `image_files` leaves out, in the words of a remark.
 LINKS, HIDDEN_FOLDERS, HIDDEN_IMAGES = "links to folders", "hidden folders", "hidden images"
+_MOST_FOLDERS = 10_000  # of a list's files, to look for others there
 _SPLIT_NAMES = frozenset({"train", "training", "val", "valid", "validation", "test", "testing", "dev"})
 
 
@@ -302,7 +304,40 @@ def open_list(path: Path) -> FileSource:
     for file, label in zip(files, labels, strict=True):
         if not 0 <= label < len(classes):
             raise DataError(f"{path}: label {label} of {file.name} is outside the {len(classes)} classes; correct it")
-    return FileSource(path, files, labels, classes)
+    return FileSource(path, files, labels, classes, list_remarks(path, files, labels))
+
+
+def list_remarks(path: Path, files: Sequence[str | Path], labels: Sequence[int | None]) -> list[str]:
+    """Sentences about files that a list names twice, and about images beside those that it names which neither it nor
+    another list there has: it may have been cut off or doubled at the end of a line."""
+    remarks = []
+    label_of = dict(zip(map(str, files), labels, strict=True))
+    if len(label_of) < len(files):
+        remarks.append(f"{path}: {len(files) - len(label_of):,} of its {len(files):,} lines name a file that another "
+                       "line names too: these images come more than once")
+    if two := {str(file) for file, label in zip(files, labels, strict=True) if label_of[str(file)] != label}:
+        remarks.append(f"{path}: names {len(two):,} file{'s' * (len(two) > 1)} with two labels: {some(sorted(two))} "
+                       "(correct it)")
+    if others := _unlisted(path, label_of.keys()):
+        remarks.append(f"{path}: {others:,} image{'s' * (others > 1)} beside the {len(label_of):,} that it names "
+                       f"{'are' if others > 1 else 'is'} in no list, and left out")
+    return remarks
+
+
+def _unlisted(path: Path, listed: Set[str]) -> int:
+    """How many images lie in the folders of a list's files, but are neither in it nor in another list beside it."""
+    folders = {os.path.dirname(file) for file in listed}
+    if len(folders) > _MOST_FOLDERS:
+        return 0
+    there = set[str]()
+    for folder in folders:
+        with contextlib.suppress(OSError), os.scandir(folder) as entries:
+            there.update(f"{folder}/{entry.name}" for entry in entries if _is_image(entry.name))
+    left = there - listed
+    for other in path.parent.glob("*.lst") if left else ():
+        with contextlib.suppress(DataError):
+            left -= {str(path.parent / line.rpartition("\t")[2]) for line in read_lines(other)}
+    return len(left)
 
 
 def _folder_names(files: list[Path], labels: list[int]) -> list[str]:

@@ -7,6 +7,7 @@ Source: https://github.com/webdataset/webdataset, 'The WebDataset Format'.
 
 from __future__ import annotations
 
+import os
 import re
 import tarfile
 from collections.abc import Container
@@ -18,12 +19,15 @@ from pipelines.sources.base import IMAGE_SUFFIXES, check_label
 from pipelines.sources.shards import Entry, ShardSource
 
 _BLOCK = 512  # bytes, the unit of a tar file
+_PIECE = 1 << 20  # bytes that are read at once
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".tar.zst")
 _COMPRESSIONS = {rb"\x1f\x8b": "gzip", rb"BZh[1-9]1AY&SY": "bzip2", rb"\xfd7zXZ\0": "xz", rb"\(\xb5/\xfd": "zstd"}
 
 
 class TarSource(ShardSource):
     """Images in tar shards."""
+
+    INDEX_VERSION = 3
 
     @staticmethod
     def scan(file: Path) -> list[Entry]:
@@ -94,10 +98,20 @@ def check_not_compressed(file: Path) -> None:
             raise DataError(f"{file}: is compressed with {name}, and images are read from the middle of it; unpack it")
 
 
-def check_end(file: Path, offset: int) -> None:
-    """Raise ReadError for a tar file that does not end at `offset`, where tarfile stopped to read: the end is zeros, or
-    that of the file, and tarfile takes a header that is cut off for it."""
+def check_end(file: Path, offset: int, end: int | None = None) -> None:
+    """Raise ReadError unless only zeros, one block at least, lie between byte `offset`, where tarfile stopped to read,
+    and the end of the tar file: byte `end`, or that of the whole file.
+
+    tarfile takes the first block of zeros for the end, though it may be a damaged header, or the end of the first of
+    several tar files joined with cat; and it ends without a word at a header that it does not understand."""
     with file.open("rb") as opened:
+        left = (os.fstat(opened.fileno()).st_size if end is None else end) - offset
         opened.seek(offset)
+        if left < _BLOCK:
+            raise tarfile.ReadError("it has no end mark, as one that is cut off")
         if opened.read(_BLOCK).strip(b"\0"):
-            raise tarfile.ReadError("it ends in the middle of a header")
+            raise tarfile.ReadError(f"there is no header of a file at byte {offset}")
+        for start in range(_BLOCK, left, _PIECE):
+            if opened.read(min(_PIECE, left - start)).strip(b"\0"):
+                raise tarfile.ReadError(f"it goes on behind its end mark at byte {offset}, as one with a damaged block "
+                                        "there, or several that are joined with cat and not with tar -A")
