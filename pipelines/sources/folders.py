@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections import defaultdict
 from collections.abc import Sequence, Set
 from pathlib import Path
@@ -13,11 +14,32 @@ import numpy as np
 from pipelines.errors import DataError
 from pipelines.files import check_is_file, open_file, read_lines
 from pipelines.sources.base import IMAGE_SUFFIXES, Classes, Source, check_label, read_classes
+from pipelines.sources.system_files import is_system
 
-# Images by their endings, but none that DALI's decoders read, or that are looked for.
-UNREAD_SUFFIXES = frozenset({".gif", ".avif", ".heic", ".heif", ".jxl", ".jp2", ".svg", ".psd", ".tga", ".ico"})
+# Images by their endings, but none that DALI's decoders read, or that are looked for. The last lines are raw files of
+# cameras, most of which begin as TIFF does.
+UNREAD_SUFFIXES = frozenset({
+    ".gif", ".avif", ".heic", ".heif", ".jxl", ".jp2", ".svg", ".psd", ".tga", ".ico",
+    ".dng", ".cr2", ".cr3", ".crw", ".nef", ".nrw", ".arw", ".sr2", ".srf", ".orf", ".rw2", ".raf", ".pef", ".srw",
+    ".raw", ".rwl", ".iiq", ".3fr", ".erf", ".kdc", ".dcr", ".mos", ".mrw",
+})  # fmt: skip
+# Of these the content need not be looked at to see that they are no images.
+_NO_IMAGES = frozenset({
+    ".txt", ".xml", ".json", ".jsonl", ".csv", ".tsv", ".md", ".html", ".htm", ".yaml", ".yml", ".toml", ".ini", ".cfg",
+    ".log", ".py", ".sh", ".npy", ".npz", ".mat", ".pkl", ".pickle", ".h5", ".db", ".pdf", ".zip", ".gz", ".tgz",
+    ".tar", ".7z", ".rar", ".mp4", ".avi", ".mov", ".mp3", ".wav", ".rec", ".idx", ".lst", ".url", ".lnk",
+})  # fmt: skip
+# Copies that editors keep, and what browsers and others have not finished to download: perhaps images, but no others.
+_COPIES = frozenset({".bak", ".orig", ".tmp", ".temp", ".swp", ".part", ".partial", ".crdownload", ".download"})
 # What else `image_files` leaves out, in the words of a remark.
 LINKS, HIDDEN_FOLDERS, HIDDEN_IMAGES = "links to folders", "hidden folders", "hidden images"
+SYSTEM = "folders and files that systems make"
+COPIES = "copies and unfinished files"
+_NAMED = (LINKS, SYSTEM, HIDDEN_FOLDERS, HIDDEN_IMAGES, COPIES)
+NO_ENDING = "without an ending"
+# How the files of formats that are read begin: JPEG, PNG, WebP, TIFF, BMP (with its reserved bytes), PBM to PPM.
+_BEGINNING = re.compile(
+    rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|RIFF....WEBP|II\*\0|MM\0\*|BM.{4}\0{4}|P[1-6]\s+(?:#|\d+\s+\d)", re.DOTALL)
 _MOST_FOLDERS = 10_000  # of a list's files, to look for others there
 _SPLIT_NAMES = frozenset({"train", "training", "val", "valid", "validation", "test", "testing", "dev"})
 
@@ -74,16 +96,21 @@ class FileSource(Source):
 
 
 def class_folders(folder: Path) -> list[str]:
-    """Sorted names of the sub-folders; hidden ones are left out, and what macOS adds to archives."""
+    """Sorted names of the sub-folders; hidden ones are left out, and those that systems make."""
     with os.scandir(folder) as entries:
         names = (entry.name for entry in entries if os.path.isdir(entry))  # False for a link to itself, too
-        return sorted(name for name in names if not name.startswith(".") and name != "__MACOSX")
+        return sorted(name for name in names if not name.startswith(".") and not is_system(name))
 
 
-def hidden_folders(folder: Path) -> list[str]:
-    """Sorted paths of the hidden folders in the place of class folders."""
+def other_folders(folder: Path) -> dict[str, list[str]]:
+    """Sorted paths of the folders in the place of class folders that are none: HIDDEN_FOLDERS, and those that are
+    SYSTEM."""
+    found: dict[str, list[str]] = {HIDDEN_FOLDERS: [], SYSTEM: []}
     with os.scandir(folder) as entries:
-        return sorted(entry.path for entry in entries if entry.name.startswith(".") and os.path.isdir(entry))
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            if (entry.name.startswith(".") or is_system(entry.name)) and os.path.isdir(entry):
+                found[HIDDEN_FOLDERS if entry.name.startswith(".") else SYSTEM].append(entry.path)
+    return found
 
 
 def class_places(folder: Path) -> dict[str, Path]:
@@ -101,8 +128,8 @@ def broken_links(folder: Path) -> list[str]:
 
 
 class LeftOut(defaultdict[str, list[str]]):
-    """The files and folders that are left out, by the ending of a format that is not read, or by LINKS, HIDDEN_FOLDERS
-    and HIDDEN_IMAGES."""
+    """The files and folders that are left out, by the ending of those that are not read (or NO_ENDING), else by LINKS,
+    SYSTEM, HIDDEN_FOLDERS, HIDDEN_IMAGES and COPIES."""
 
     def __init__(self) -> None:
         super().__init__(list)
@@ -110,23 +137,29 @@ class LeftOut(defaultdict[str, list[str]]):
     @property
     def unread(self) -> str:
         """How many files there are of each format that is not read."""
-        return ", ".join(f"{len(names):,} {ending}" for ending, names in sorted(self.items())
-                         if ending in UNREAD_SUFFIXES)
+        return self._counts({ending for ending in self if ending in UNREAD_SUFFIXES})
+
+    def _counts(self, endings: Set[str]) -> str:
+        """How many files there are of each of some endings, the most frequent first."""
+        most = sorted(endings, key=lambda ending: (-len(self[ending]), ending))
+        return some([f"{len(self[ending]):,} {ending}" for ending in most])
 
     def remarks(self, folder: Path) -> list[str]:
         """Sentences about all of them, for the owner of the folder that they were found in."""
-        named = [f"{folder}: {kind} are left out: {some(self[kind])}"
-                 for kind in (LINKS, HIDDEN_FOLDERS, HIDDEN_IMAGES) if kind in self]
+        named = [f"{folder}: {kind} are left out: {some(self[kind])}" for kind in _NAMED if kind in self]
         if self.unread:
             named.append(f"{folder}: files of formats that are not read are left out: {self.unread} (convert them to "
                          "JPEG or PNG)")
+        if others := self._counts(self.keys() - UNREAD_SUFFIXES - set(_NAMED)):
+            named.append(f"{folder}: files that are no images, by their ending or content, are left out: {others}")
         return named
 
 
 def image_files(folder: Path, left_out: LeftOut) -> list[Path]:
-    """The files with an image's ending in a class folder, and in folders within it as those of Tiny ImageNet, in the
-    order of their names. What is hidden, links to folders, which may lead in a circle, and formats that are not read
-    are added to `left_out`. Raises OSError for a folder that cannot be read."""
+    """The images in a class folder, and in folders within it as those of Tiny ImageNet, in the order of their names:
+    files with an image's ending, and others with an image's content. What is hidden or a system's, links to folders,
+    which may lead in a circle, and files that are not read are added to `left_out`. Raises OSError for a folder that
+    cannot be read."""
     found: list[Path] = []
     for place, folders, names in os.walk(folder, onerror=_raise):
         inside = []
@@ -134,31 +167,59 @@ def image_files(folder: Path, left_out: LeftOut) -> list[Path]:
             path = os.path.join(place, name)
             if name.startswith("."):
                 left_out[HIDDEN_FOLDERS].append(path)
+            elif is_system(name):
+                left_out[SYSTEM].append(path)
             elif os.path.islink(path):
                 left_out[LINKS].append(path)
             else:
                 inside.append(name)
         folders[:] = inside
         for name in sorted(names):
-            ending = os.path.splitext(name)[1].lower()
             if _is_image(name):
                 found.append(Path(place, name))
-            elif ending in IMAGE_SUFFIXES:
-                left_out[HIDDEN_IMAGES].append(os.path.join(place, name))
-            elif ending in UNREAD_SUFFIXES and not name.startswith("."):
-                left_out[ending].append(os.path.join(place, name))
+            elif kind := _no_image(path := os.path.join(place, name)):
+                left_out[kind].append(path)
+            elif not name.startswith("."):
+                found.append(Path(path))
     return found
 
 
 def _images_beside(path: Path) -> int:
     """How many images lie in the folder itself."""
     with os.scandir(path) as entries:
-        return sum(_is_image(entry.name) and not entry.is_dir() for entry in entries)
+        # Of links the ending decides: one without leads to no folder, which is told as that.
+        return sum(_is_image(entry.name, "" if entry.is_symlink() else entry.path) and not entry.is_dir()
+                   for entry in entries)
 
 
-def _is_image(name: str) -> bool:
-    """By its ending, and not hidden."""
-    return os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES and not name.startswith(".")
+def _is_image(name: str, path: str = "") -> bool:
+    """By its ending, or by its content where a path is given; and not hidden."""
+    if name.startswith("."):
+        return False
+    return os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES or (bool(path) and not _no_image(path))
+
+
+def _no_image(path: str) -> str:
+    """As what a file is left out, a key of LeftOut; "" for an image whose ending does not tell, and for hidden files
+    that are none."""
+    name = os.path.basename(path)
+    ending = os.path.splitext(name)[1].lower()
+    if name.startswith("."):
+        return HIDDEN_IMAGES if ending in IMAGE_SUFFIXES else ""
+    if is_system(name):
+        return SYSTEM
+    if ending in _COPIES or name.endswith("~"):
+        return COPIES
+    is_other = ending in UNREAD_SUFFIXES or ending in _NO_IMAGES or not _begins_as_image(path)
+    return (ending or NO_ENDING) if is_other else ""
+
+
+def _begins_as_image(path: str) -> bool:
+    try:
+        with open_file(Path(path)) as file:
+            return _BEGINNING.match(file.read(32)) is not None
+    except OSError:
+        return False
 
 
 def _has_image(folder: Path) -> bool:
@@ -166,11 +227,11 @@ def _has_image(folder: Path) -> bool:
     folders = []
     with os.scandir(folder) as entries:
         for entry in entries:
-            if entry.name.startswith("."):
+            if entry.name.startswith(".") or is_system(entry.name):
                 continue
             if entry.is_dir(follow_symlinks=False):
                 folders.append(Path(entry.path))
-            elif _is_image(entry.name):
+            elif _is_image(entry.name, entry.path):
                 return True
     return any(map(_has_image, folders))
 
@@ -223,8 +284,9 @@ def find_images(path: Path, split: str) -> tuple[Classes, dict[str, list[Path]],
                        f"has training images: {some(shared)} (give it images of its own)")
     if empty := [name for name in sorted(files.keys() - dict(classes).keys()) if not files[name]]:
         remarks.append(f"{path}: no class is made of folders without an image: {some(empty)}")
-    if hidden := hidden_folders(path):
-        left_out[HIDDEN_FOLDERS] += hidden
+    for kind, others in other_folders(path).items():
+        if others:
+            left_out[kind] += others
     remarks += left_out.remarks(path)
     if not any(files.values()):
         raise no_images(path, remarks)
@@ -263,10 +325,9 @@ def some(names: list[str]) -> str:
 
 def no_images(path: Path, remarks: Sequence[str] = ()) -> DataError:
     """The error for class folders without an image."""
-    kinds = ", ".join(sorted(IMAGE_SUFFIXES))
-    others = "".join(f"; {remark.removeprefix(f'{path}: ')}" for remark in remarks if "formats" in remark)
-    return DataError(f"data path {path} has class folders but no image in them{others}; files ending in {kinds} are "
-                     "looked for")
+    others = "".join(f"; {remark.removeprefix(f'{path}: ')}" for remark in remarks if ": files " in remark)
+    return DataError(f"data path {path} has class folders but no image in them{others}; give JPEG, PNG, BMP, TIFF, "
+                     "WebP or PPM files")
 
 
 def list_entry(line: str) -> tuple[int, str]:

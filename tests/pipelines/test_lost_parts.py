@@ -1,4 +1,4 @@
-"""Files that lost a part, or have one twice, and do not look damaged: refused or told, never fewer images in silence."""
+"""Files that lost a part, or have one twice, and look whole: refused or told, never fewer images in silence."""
 
 import io
 import shutil
