@@ -34,7 +34,7 @@ from pipelines.inspect_image import Finding, inspect_image
 from pipelines.options import MAX_CLASSES
 from pipelines.progress import map_in_order
 from pipelines.recordio import BrokenRecordError, RecordFile, index_path, read_index
-from pipelines.sources import Classes, Source, locate, open_source, read_classes, same_images
+from pipelines.sources import Classes, Source, beside, locate, open_source, read_classes, same_images
 from pipelines.sources.folders import find_images, list_entry, list_remarks, some
 from pipelines.sources.records import index_remarks
 from pipelines.transform import MAX_PIXELS
@@ -113,6 +113,8 @@ def verify_split(
     else:
         source = open_source(data, split, num_classes)
         classes, items, remarks = source.classes, _source_items(source), list(source.remarks)
+    if split == "train" and found.format in ("RecordIO", "list", "folders"):
+        remarks += beside(found, data)
     if to_clean and clean_path:
         check_place(clean_path, "check permissions and space")
     usable = []

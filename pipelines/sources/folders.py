@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 from collections import defaultdict
@@ -40,6 +41,8 @@ NO_ENDING = "without an ending"
 # How the files of formats that are read begin: JPEG, PNG, WebP, TIFF, BMP (with its reserved bytes), PBM to PPM.
 _BEGINNING = re.compile(
     rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|RIFF....WEBP|II\*\0|MM\0\*|BM.{4}\0{4}|P[1-6]\s+(?:#|\d+\s+\d)", re.DOTALL)
+_OF_A_SPLIT = re.compile(r"(train|val|test|dev|eval)(ing|id|idation|[\W_\d]|$)")
+_MOST_PLACES, _MOST_NAMES = 100, 1000  # folders, and names in each, that are looked at in passing
 _MOST_FOLDERS = 10_000  # of a list's files, to look for others there
 _SPLIT_NAMES = frozenset({"train", "training", "val", "valid", "validation", "test", "testing", "dev"})
 
@@ -52,13 +55,29 @@ def find_list(path: Path, split: str) -> list[Path]:
 
 def find_folders(path: Path, split: str) -> list[Path]:
     """PATH/train with a folder for each class, or PATH itself with them: then all splits are the same images."""
-    if (path / split).is_dir():
-        return [path / split]
-    return [path] if path.is_dir() and not _has_splits(path) and class_folders(path) else []
+    if _has_splits(path):
+        return [path / split] if (path / split).is_dir() else []
+    return [path] if path.is_dir() and class_folders(path) else []
 
 
 def _has_splits(path: Path) -> bool:
-    return (path / "train").is_dir() or (path / "val").is_dir()
+    """Whether train/ or val/ are there, and not as classes among others: with images and no folders in them."""
+    splits = _splits(path)
+    return bool(splits) and (any(class_folders(path / name) for name in splits) or not _classes_beside(path))
+
+
+def _splits(path: Path) -> list[str]:
+    return [name for name in ("train", "val") if (path / name).is_dir()]
+
+
+def _classes_beside(path: Path) -> list[str]:
+    """The folders of images that lie beside train/ or val/ and seem to be classes as these are: two and more, where
+    nothing there has the name of another part of a data set, as val.rec and test1/ have."""
+    splits = _splits(path)
+    if len(splits) > 1 or any(_OF_A_SPLIT.match(name.lower()) for name in os.listdir(path) if name not in splits):
+        return []
+    found = [name for name in class_folders(path) if name not in splits and seems_to_hold_images(path / name)]
+    return found if len(found) > 1 else []
 
 
 class FileSource(Source):
@@ -222,7 +241,7 @@ def _begins_as_image(path: str) -> bool:
         return False
 
 
-def _has_image(folder: Path) -> bool:
+def holds_images(folder: Path) -> bool:
     """Whether `image_files` finds some; looks no further than the first."""
     folders = []
     with os.scandir(folder) as entries:
@@ -233,7 +252,24 @@ def _has_image(folder: Path) -> bool:
                 folders.append(Path(entry.path))
             elif _is_image(entry.name, entry.path):
                 return True
-    return any(map(_has_image, folders))
+    return any(map(holds_images, folders))
+
+
+def check_is_split(path: Path, split: str) -> None:
+    """Raise DataError where a folder has train/ or val/ that may be a class among others as well."""
+    if others := _classes_beside(path):
+        raise DataError(f"data path {path} holds {some(others)} beside {split}, which may be a class as they are, or "
+                        f"the split: for all of them as classes move them into a folder {path / 'train'}; for {split} "
+                        f"alone give {path / split} as the data")
+
+
+def seems_to_hold_images(folder: Path) -> bool:
+    """Whether there are some by their endings, in it or in a folder of it; a look, however much else it holds."""
+    try:
+        places = [folder, *(folder / name for name in class_folders(folder)[:_MOST_PLACES])]
+        return any(_is_image(name) for place in places for name in itertools.islice(os.listdir(place), _MOST_NAMES))
+    except OSError:
+        return False
 
 
 def _raise(error: OSError) -> None:
@@ -262,7 +298,7 @@ def folder_classes(path: Path, split: str) -> Classes:
         return listed
     train = path.parent / "train"
     place = train if split != "train" and path.name == split and train.is_dir() else path
-    return [(name, name) for name in class_folders(place) or folders if _has_image(place / name)]
+    return [(name, name) for name in class_folders(place) or folders if holds_images(place / name)]
 
 
 def find_images(path: Path, split: str) -> tuple[Classes, dict[str, list[Path]], list[str]]:

@@ -14,6 +14,7 @@ from pipelines.sources import open_source, records
 from pipelines.verify import verify_split, write_clean
 
 BLOCK = 512
+OTHERS = "shards, records, lists and folders of images there belong to no split and are not read: "
 
 
 @pytest.fixture(autouse=True)
@@ -184,3 +185,100 @@ def test_a_copy_of_a_shard_is_read(tmp_path):
     write_tar(tmp_path / "a/train-0.tar", samples([(image, 0) for image in images(2)]))
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     assert len(open_source(tmp_path / "b", "train")) == 2
+
+
+# --- what lies beside the data ---
+
+
+def test_names_with_dots_in_webdataset(tmp_path):
+    """Before the last ending; and other members of a sample, with endings of several parts, stay those."""
+    one, two = images(2)
+    write_tar(tmp_path / "train.tar", {
+        "v1.0/photo.1.jpg": one, "v1.0/photo.1.cls": b"0", "v1.0/photo.2.jpg": two, "v1.0/photo.2.cls": b"1",
+        "b.JPG": one, "b.CLS": b"2", "b.mask.png": two, "b.json": b"{}", "b.fine.cls": b"a word", "b.c.d.txt": b"x"})
+    source = open_source(tmp_path, "train")
+    assert [(source.read(i).tobytes(), source.label(i)) for i in range(3)] == [(one, 0), (two, 1), (one, 2)]
+    assert len(source) == 3 and len(source.remarks) == 1
+    assert source.remarks[0].endswith(f"images and labels 1 file is left out: {tmp_path}/train.tar/b.mask.png")
+
+
+def test_sixty_samples_with_dots_are_sixty(tmp_path):
+    image = images(1)[0]
+    names = [f"{stem}.{i:02}" for stem in ("img", "pic.a", "x") for i in range(20)]
+    write_tar(tmp_path / "train.tar", {f"{name}{end}": image if end == ".jpg" else b"1" for name in names
+                                       for end in (".jpg", ".cls")})
+    assert len(open_source(tmp_path, "train")) == 60
+
+
+def test_what_belongs_to_no_sample_of_a_shard_is_counted(tmp_path):
+    members = samples([(image, 0) for image in images(2)]) | {
+        "readme.txt": b"x", "9.json": b"{}", "._0000.jpg": b"x", "@eaDir/0000.jpg": b"x"}
+    write_tar(tmp_path / "train.tar", members)
+    for _ in range(2):  # the second time from the index that is kept
+        (told,) = open_source(tmp_path, "train").remarks
+        assert "4 files are left out, " in told
+    assert verify_split(str(tmp_path), "train").remarks == [told]
+
+
+@pytest.mark.parametrize("names, read, others", [
+    (("part-0", "part-1", "part-2-train"), 1, "part-0.tar, part-1.tar"),
+    (("train-0", "train-1", "val-0", "extra-0", "extra-1"), 2, "extra-0.tar, extra-1.tar"),
+    (("train-0", "test-0"), 1, "test-0.tar"),
+    (("train/0", "val/0", "extra"), 1, "extra.tar"),
+    (("part-0", "part-1"), 2, ""),
+])
+def test_shards_of_no_split_are_counted(tmp_path, names, read, others):
+    for name in names:
+        write_tar(tmp_path / f"data/{name}.tar", samples([(images(1)[0], 0)]))
+    remarks = [f"{tmp_path}/data: {others.count('.tar')} of the {OTHERS}{others}"] if others else []
+    source = open_source(tmp_path / "data", "train")
+    assert len(source) == read and list(source.remarks) == remarks
+    assert list(verify_split(str(tmp_path / "data"), "train").remarks) == remarks
+
+
+def test_records_lists_and_folders_of_no_split_are_counted(tmp_path):
+    write_folder(tmp_path / "train", 4, 2, seed=1)
+    write_folder(tmp_path / "test", 2, 2, seed=1)
+    write_folder(tmp_path / "@eaDir", 2, 2, seed=1)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes/a.txt").write_text("")
+    (tmp_path / "old.lst").write_text("")
+    told = f"{tmp_path}: 2 of the {OTHERS}"
+    assert open_source(tmp_path, "train").remarks == [f"{told}old.lst, test"]
+    assert verify_split(str(tmp_path), "train").remarks == [f"{told}old.lst, test"]
+    write_records(tmp_path / "train.rec", images(2), [0.0] * 2)
+    assert open_source(tmp_path, "train").remarks == [f"{told}old.lst, test"]
+    write_records(tmp_path / "extra.rec", images(2), [0.0] * 2)
+    assert open_source(tmp_path, "train").remarks[0].endswith("not read: extra.rec, old.lst, test")
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_class_with_the_name_of_a_split(tmp_path, split):
+    for name in ("airplane", "bus", "car", split):
+        write_folder(tmp_path / name, 2, 1, seed=1)
+        for file in (tmp_path / name / "c00").iterdir():
+            file.rename(tmp_path / name / file.name)
+        (tmp_path / name / "c00").rmdir()
+    for each in ("train", "val"):
+        assert open_source(tmp_path, each).class_names == sorted(["airplane", "bus", "car", split])
+    write_folder(tmp_path / split, 2, 2, seed=1)  # now with folders in it: it may be either
+    with pytest.raises(DataError, match=f"holds airplane, bus, car beside {split}, which may be a class as they are"):
+        open_source(tmp_path, split)
+    with pytest.raises(DataError, match=f"move them into a folder {tmp_path}/train; for {split} alone give"):
+        verify_split(str(tmp_path), split)
+    assert open_source(tmp_path / split, split).class_names == ["c00", "c01"]  # a way out
+    (tmp_path / "data/train").mkdir(parents=True)
+    for name in ("airplane", "bus", "car", split):
+        (tmp_path / name).rename(tmp_path / "data/train" / name)
+    assert open_source(tmp_path / "data", "train").class_names == sorted(["airplane", "bus", "car", split])  # the other
+    (tmp_path / "data/extra").mkdir()
+    write_folder(tmp_path / "data/extra", 2, 1, seed=1)
+    assert len(open_source(tmp_path / "data", "train").classes) == 4  # one other folder: told, not refused
+
+
+@pytest.mark.parametrize("other", ["test1", "val.rec", "testing", "val_annotations.txt"])
+def test_beside_another_part_of_a_data_set_train_is_the_split(tmp_path, other):
+    for name in ("train", "raw", "masks"):
+        write_folder(tmp_path / name, 2, 2, seed=1)
+    (tmp_path / other).write_text("") if "." in other else write_folder(tmp_path / other, 2, 2, seed=1)
+    assert open_source(tmp_path, "train").class_names == ["c00", "c01"]
