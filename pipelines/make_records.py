@@ -27,7 +27,7 @@ from PIL import Image
 
 from common.files import lock
 from pipelines.errors import DataError, check_not_negative, check_positive
-from pipelines.files import link_beside, open_file, read_file, read_lines, write_text
+from pipelines.files import link_beside, open_file, read_file, read_lines, understood, write_text
 from pipelines.inspect_image import inspect_image
 from pipelines.progress import map_in_order
 from pipelines.recordio import index_path, pack_record
@@ -122,9 +122,9 @@ def _open_tar(path: Path) -> Iterator[tarfile.TarFile]:
     """An uncompressed tar file; raises DataError, also where it turns out to be cut off while it is read."""
     try:
         check_not_compressed(path)
-        with tarfile.open(path, "r:") as tar:
+        with understood(path, "not a tar file that can be read", "download it again"), tarfile.open(path, "r:") as tar:
             yield tar
-    except (tarfile.TarError, OSError) as error:
+    except OSError as error:
         raise DataError(f"{path}: not a tar file that can be read ({error}); download it again") from None
 
 
@@ -265,7 +265,10 @@ def _read(entry: Entry, options: Options) -> tuple[bytes, str]:
     finding = inspect_image(image, options.max_pixels, decode=options.resize > 0)
     if finding and not finding.usable:
         return b"", f"{finding.kind}, {finding.detail}"
-    return (_shrink(image, options) if options.resize else image), ""
+    try:
+        return (_shrink(image, options) if options.resize else image), ""
+    except Exception as error:  # of its metadata: no list has all that Pillow raises
+        return b"", f"cannot be resized ({error})"
 
 
 def _shrink(encoded: bytes, options: Options) -> bytes:

@@ -111,7 +111,11 @@ class FileSource(Source):
     def location(self, i: int) -> tuple[Path, int, int]:
         """File, offset and size of image `i`; a file that is missing has no bytes."""
         file = Path(self._files[i])
-        return file, 0, file.stat().st_size if file.is_file() else 0
+        try:
+            check_is_file(file)
+            return file, 0, file.stat().st_size
+        except OSError:
+            return file, 0, 0
 
 
 def class_folders(folder: Path) -> list[str]:

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from pipelines.errors import DataError
-from pipelines.files import open_file
+from pipelines.files import open_file, understood
 from pipelines.sources.base import IMAGE_SUFFIXES, check_label
 from pipelines.sources.shards import Entry, ShardSource
 from pipelines.sources.system_files import is_system
@@ -41,10 +41,8 @@ class TarSource(ShardSource):
     def scan(file: Path) -> list[Entry]:
         try:
             check_not_compressed(file)
-            with tarfile.open(file, "r:") as tar:
+            with understood(file, "is truncated or no tar file", "download it again"), tarfile.open(file, "r:") as tar:
                 return _entries(tar, file)
-        except tarfile.TarError as error:
-            raise DataError(f"{file}: is truncated or no tar file ({error}); download it again") from None
         except OSError as error:
             raise DataError(f"{file}: cannot be read ({error.strerror}); check the disk and permissions") from None
 
