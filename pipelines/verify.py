@@ -34,8 +34,9 @@ from pipelines.inspect_image import Finding, inspect_image
 from pipelines.options import AUTO, MAX_CLASSES, FirstLabel
 from pipelines.progress import map_in_order
 from pipelines.recordio import BrokenRecordError, ChecksumError, RecordFile, index_path, read_index, record_names
-from pipelines.sources import Classes, Source, locate, open_source, read_classes, same_images
-from pipelines.sources.folders import find_images, list_entry, some
+from pipelines.sources import Classes, Source, beside, locate, open_source, read_classes, same_images
+from pipelines.sources.folders import find_images, list_entry, list_remarks, some
+from pipelines.sources.records import index_remarks
 from pipelines.transform import MAX_PIXELS
 
 _NUM_SHOWN = 40  # findings listed one by one
@@ -99,10 +100,11 @@ def verify_split(
     if found.format == "RecordIO":
         classes = read_classes(path.parent)
         count = len(classes) or num_classes or MAX_CLASSES
-        items, clean_path = _record_items(path, count, findings), index_path(path)
+        items, clean_path = _record_items(path, count, findings, remarks), index_path(path)
     elif found.format == "list":
         classes = read_classes(path.parent)
         items, clean_path = _list_items(path, len(classes) or MAX_CLASSES), path
+        remarks = list_remarks(path, [item.name for item in items], [item.label for item in items])
     elif found.format == "folders":
         classes, files, remarks = find_images(path, split)
         items = _folder_items(classes, files)
@@ -111,6 +113,8 @@ def verify_split(
     else:
         source = open_source(data, split, num_classes, first_label=first_label)
         classes, items, remarks = source.classes, _source_items(source), list(source.remarks)
+    if split == "train" and found.format in ("RecordIO", "list", "folders"):
+        remarks += beside(found, data)
     if to_clean and clean_path:
         check_place(clean_path, "check permissions and space")
     usable = []
@@ -230,7 +234,7 @@ def _messages(
         yield from found.items()
 
 
-def _record_items(path: Path, count: int, findings: list[tuple[str, Finding]]) -> list[Item]:
+def _record_items(path: Path, count: int, findings: list[tuple[str, Finding]], remarks: list[str]) -> list[Item]:
     """The records in the index's order; if the index is missing or wrong, those that are found in the file. `count`: of
     the classes."""
     file = RecordFile(path)
@@ -248,6 +252,8 @@ def _record_items(path: Path, count: int, findings: list[tuple[str, Finding]]) -
         findings.append((f"{path} record {key}", Finding("index", what, False)))
     if wrong or not entries:
         entries = list(enumerate(there))
+    else:
+        remarks += index_remarks(path, offsets, len(there))
 
     name_of = record_names(path, *zip(*entries, strict=True)) if entries else str
 
