@@ -322,7 +322,9 @@ def folder_classes(path: Path, split: str) -> Classes:
         return listed
     train = path.parent / "train"
     place = train if split != "train" and path.name == split and train.is_dir() else path
-    return [(name, name) for name in class_folders(place) or folders if holds_images(place / name)]
+    if not (names := class_folders(place)):  # the training images are stored in another way
+        place, names = path, folders
+    return [(name, name) for name in names if holds_images(place / name)]
 
 
 def find_images(path: Path, split: str) -> tuple[Classes, dict[str, list[Path]], list[str]]:
