@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import ast
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -24,7 +25,9 @@ MAIN = ("origin/main", "main")
 
 
 def git(*arguments: str) -> list[str]:
-    """The lines, or with -z the names, that it prints; none where it fails."""
+    """The lines, or with -z the names, that it prints; none where it fails or is not installed."""
+    if not shutil.which("git"):
+        return []
     done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
     return [line for line in re.split("[\\0\n]", done.stdout) if line] if done.returncode == 0 else []
 
@@ -160,7 +163,7 @@ def main() -> int:
     known, options = parser.parse_known_args()
     since = known.since or start_of_branch()
     if not git("rev-parse", "--git-dir"):
-        print("error: git knows no checkout of yours here, so what has changed is not known: run make test",
+        print("error: there is no git, or no checkout of yours here, so what has changed is not known: run make test",
               file=sys.stderr)
         return 2
     if not git("rev-parse", "--verify", "--quiet", f"{since}^{{commit}}"):
