@@ -33,6 +33,7 @@ class Record(NamedTuple):
 
     label: float
     image: np.ndarray  # uint8, the encoded image; usually a view into the mapped file
+    labels: np.ndarray  # float32, all that the record has: one, or several of which `label` is the first
 
 
 class BrokenRecordError(ValueError):
@@ -89,13 +90,12 @@ class RecordFile(MappedFile):
         payload, _ = self._payload(offset)
         if len(payload) < _IMAGE_HEADER.size:
             raise BrokenRecordError(f"a record of {len(payload)} bytes has no room for an image header")
-        num_labels, label, _, _ = _IMAGE_HEADER.unpack_from(payload.data)
+        num_labels, _, _, _ = _IMAGE_HEADER.unpack_from(payload.data)
         start = _IMAGE_HEADER.size + 4 * num_labels
         if start > len(payload):
             raise BrokenRecordError(f"its header announces {num_labels} labels, more than the record holds")
-        if num_labels:
-            (label,) = struct.unpack_from("<f", payload.data, _IMAGE_HEADER.size)
-        return Record(label, payload[start:])
+        labels = np.frombuffer(payload.data, "<f4", num_labels or 1, _IMAGE_HEADER.size if num_labels else 4)
+        return Record(float(labels[0]), payload[start:], labels)
 
     def scan(self) -> Iterator[int]:
         """Offsets of all whole records from the file's beginning on; damaged stretches are passed over."""

@@ -33,12 +33,22 @@ from pipelines.files import link_beside, read_file, read_lines, write_text
 from pipelines.inspect_image import Finding, inspect_image
 from pipelines.options import AUTO, MAX_CLASSES, FirstLabel
 from pipelines.progress import map_in_order
-from pipelines.recordio import BrokenRecordError, ChecksumError, RecordFile, index_path, read_index, record_names
+from pipelines.recordio import (
+    BrokenRecordError,
+    ChecksumError,
+    Record,
+    RecordFile,
+    index_path,
+    read_index,
+    record_names,
+)
 from pipelines.sources import Classes, Source, beside, locate, open_source, read_classes, same_images
+from pipelines.sources.base import ONE_HOT_REMARK, is_one_hot
 from pipelines.sources.folders import find_images, list_entry, list_remarks, some
-from pipelines.sources.records import index_remarks
+from pipelines.sources.records import class_number, index_remarks
 from pipelines.transform import MAX_PIXELS
 
+_NO_CLASS = "its label is not one of the classes"
 _NUM_SHOWN = 40  # findings listed one by one
 
 
@@ -49,6 +59,7 @@ class Item(NamedTuple):
     line: str  # of the clean index or list
     label: int | None  # None: not a class of the list
     read: Callable[[], bytes]
+    problem: str = _NO_CLASS  # where there is no label
 
 
 class Usable(NamedTuple):
@@ -220,7 +231,7 @@ def _look_at(max_pixels: int, item: Item) -> tuple[Finding | None, bytes]:
     except OSError as error:
         return Finding("unreadable", error.strerror or str(error), False), b""
     if item.label is None:
-        return Finding("label", "its label is not one of the classes", False), b""
+        return Finding("label", item.problem, False), b""
     return inspect_image(encoded, max_pixels), hashlib.blake2b(encoded, digest_size=16).digest()
 
 
@@ -257,11 +268,18 @@ def _record_items(path: Path, count: int, findings: list[tuple[str, Finding]], r
 
     name_of = record_names(path, *zip(*entries, strict=True)) if entries else str
 
+    several = [record.labels for _, offset in entries if (record := _record(file, offset)) and len(record.labels) > 1]
+    num_labels = len(several[0]) if several and all(map(is_one_hot, several)) else 1
+    if num_labels > 1:
+        remarks.append(ONE_HOT_REMARK.format(path))
+
     def item(i: int, key: int, offset: int) -> Item:
-        try:
-            label = file.read(offset).label
-        except BrokenRecordError:
-            label = -1.0
+        label, problem = -1.0, _NO_CLASS
+        if record := _record(file, offset):
+            try:  # where some vectors are not one-hot, none is: they are several labels
+                label = class_number(record, num_labels, name_of(i))
+            except DataError as error:
+                problem = str(error)
         known = label.is_integer() and 0 <= label < count
 
         def read() -> bytes:
@@ -270,9 +288,17 @@ def _record_items(path: Path, count: int, findings: list[tuple[str, Finding]], r
             finally:
                 file.check()
 
-        return Item(name_of(i), f"{key}\t{offset}\n", int(label) if known else None, read)
+        return Item(name_of(i), f"{key}\t{offset}\n", int(label) if known else None, read, problem)
 
     return [item(i, key, offset) for i, (key, offset) in enumerate(entries)]
+
+
+def _record(file: RecordFile, offset: int) -> Record | None:
+    """The record there; None for a broken one."""
+    try:
+        return file.read(offset)
+    except BrokenRecordError:
+        return None
 
 
 def _folder_items(classes: Classes, files: dict[str, list[Path]]) -> list[Item]:

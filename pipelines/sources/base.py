@@ -22,6 +22,7 @@ Classes = list[tuple[str, str]]  # (folder or synset, name to show) in the order
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".jpe", ".jfif", ".jif", ".pjpeg", ".pjp", ".png", ".bmp", ".dib", ".tif",
                             ".tiff", ".webp", ".ppm", ".pgm", ".pbm", ".pnm"})
 _NUM_SAMPLED = 64  # images
+ONE_HOT_REMARK = "{}: its labels are one-hot vectors, which are read as class numbers"
 
 
 class Source(ABC):
@@ -151,10 +152,14 @@ def check_label(label: float, where: str) -> None:
         raise DataError(f"{where}: label {label:.15g} is no class number (0 to {MAX_CLASSES - 1:,}); correct it")
 
 
-def one_hot_class(labels: Sequence[float], where: str) -> int:
+def is_one_hot(labels: np.ndarray) -> bool:
+    return bool((labels == 1).sum() == 1 and (labels == 0).sum() == len(labels) - 1)
+
+
+def one_hot_class(labels: Sequence[float] | np.ndarray, where: str) -> int:
     """The class of an image with several labels, which must be a one-hot vector. Raises DataError."""
     values = np.asarray(labels)
-    if (values == 1).sum() != 1 or (values == 0).sum() != len(values) - 1:
+    if not is_one_hot(values):
         some = ", ".join(f"{value:.6g}" for value in labels[:6]) + ", ..." * (len(labels) > 6)
         raise DataError(f"{where} has {len(labels)} labels ({some}), and an image is trained on with one class: write "
                         "one class number for each, or a one-hot vector")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import re
 import resource
 from abc import abstractmethod
@@ -23,11 +24,12 @@ import numpy as np
 
 from common.disk_cache import Cache
 from pipelines.errors import DataError
-from pipelines.files import MappedFile
+from pipelines.files import MappedFile, open_file
 from pipelines.progress import map_in_order
 from pipelines.sources.base import Source, place_of, read_classes
 from pipelines.sources.folders import some
 
+_DIGEST_BYTES, _NUM_DIGESTED, _AROUND = 16, 16, 4096  # of an index; images of a shard; bytes before and after each
 SPLIT_NAMES = {"train": "train", "val": "val(?:id(?:ation)?)?"}
 
 
@@ -100,15 +102,12 @@ class ShardSource(Source):
 
     def _index(self) -> tuple[np.ndarray, ...]:
         """Of all images: number of the file, and the fields of Entry (int64)."""
-        stats = [file.stat() for file in self.files]
-        identity = [type(self).__name__, self.INDEX_VERSION] + [
-            [str(file.resolve()), stat.st_size, stat.st_mtime_ns]
-            for file, stat in zip(self.files, stats, strict=True)
-        ]
-        key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+        key = self._key()
         cache = Cache("indexes of shards")
         if saved := cache.read(key):
-            return tuple(np.load(io.BytesIO(saved)))
+            index = np.load(io.BytesIO(saved[_DIGEST_BYTES:]))
+            if saved[:_DIGEST_BYTES] == self._digest(index):
+                return tuple(index)
         title = f"indexing {self.path.name}"
         shards = list(map_in_order(self.scan, self.files, len(self.files), title, unit="shards", transient=True))
         rows = [(number, *entry) for number, entries in enumerate(shards) for entry in entries]
@@ -117,8 +116,30 @@ class ShardSource(Source):
         index = np.array(rows, np.int64).T
         buffer = io.BytesIO()
         np.save(buffer, index)
-        cache.write(key, buffer.getvalue())
+        cache.write(key, self._digest(index) + buffer.getvalue())
         return tuple(index)
+
+    def _key(self) -> str:
+        """Of the index: what the system tells of the files."""
+        stats = [file.stat() for file in self.files]
+        identity = [type(self).__name__, self.INDEX_VERSION] + [
+            [str(file.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+            for file, stat in zip(self.files, stats, strict=True)
+        ]
+        return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+
+    def _digest(self, index: np.ndarray) -> bytes:
+        """Of what lies around some images of each shard, their headers and labels: a shard may be written anew with
+        the same size and times, where the file system tells no more of it."""
+        digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+        numbers, offsets, sizes = index[:3]
+        ends = np.searchsorted(numbers, range(len(self.files) + 1)).tolist()
+        for file, begin, end in zip(self.files, ends, ends[1:], strict=False):
+            with open_file(file) as opened:
+                for i in range(begin, end, -(-(end - begin) // _NUM_DIGESTED) or 1):
+                    for place in (offsets[i] - _AROUND, offsets[i] + sizes[i]):
+                        digest.update(os.pread(opened.fileno(), _AROUND, max(0, int(place))))
+        return digest.digest()
 
 
 def find(is_shard: Callable[[Path], bool]) -> Callable[[Path, str], list[Path]]:

@@ -27,7 +27,7 @@ from pipelines.errors import DataError
 from pipelines.files import open_file
 from pipelines.options import AUTO, FirstLabel
 from pipelines.recordio import ChecksumError
-from pipelines.sources.base import check_label, one_hot_class
+from pipelines.sources.base import ONE_HOT_REMARK, check_label, one_hot_class
 from pipelines.sources.folders import some
 from pipelines.sources.shards import Entry, ShardSource, shard_name
 
@@ -83,7 +83,7 @@ class TFRecordSource(ShardSource):
         self.kind = kind = self._one_kind(usable)
         lowest, highest = (self._outermost(choose, labels, usable) for choose in (np.min, np.max))
         if kind == ONE_HOT:
-            self.remarks = [f"{self.path}: its labels are one-hot vectors, which are read as class numbers"]
+            self.remarks = [ONE_HOT_REMARK.format(self.path)]
             return np.where(usable, labels, -1)
         first = self._first(kind, lowest, highest)
         if lowest < first:

@@ -162,6 +162,62 @@ def test_two_images_in_a_record_are_refused(tmp_path, image):
         open_source(tmp_path, "train")
 
 
+# --- RecordIO: several labels ---
+
+
+def write_several(path: Path, image: bytes, labels: list[list[float]]) -> None:
+    """Records as im2rec --pack-label writes them."""
+    offset, lines, records = 0, [], []
+    for key, those in enumerate(labels):
+        payload = struct.pack(f"<IfQQ{len(those)}f", len(those), 0, key, 0, *those) + image
+        records.append(struct.pack("<II", 0xCED7230A, len(payload)) + payload + bytes(-len(payload) % 4))
+        lines.append(f"{key}\t{offset}\n")
+        offset += len(records[-1])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"".join(records))
+    path.with_suffix(".idx").write_text("".join(lines))
+
+
+@pytest.mark.parametrize("several", [
+    [[2, 5], [1, 0]], [[2, 6, 0, 0.1, 0.1, 0.5, 0.5, 0.0]], [[4, 5, 60, 50, 1, 0.1, 0.1, 0.5, 0.5]],
+    [[1, 1, 0]], [[0, 0]], [[0.5, 0.5]], [[float("nan"), 1]],
+], ids=str)
+@pytest.mark.parametrize("names", ["", "a\nb\nc\n"])
+def test_records_with_several_labels_are_refused(tmp_path, image, several, names):
+    """Also those of detection: header width, object width, and then objects."""
+    path = tmp_path / "train.rec"
+    write_several(path, image, several)
+    if names:
+        (tmp_path / "classes.txt").write_text(names)
+    with pytest.raises(DataError, match=rf"train.rec record 0 has {len(several[0])} labels \(.*\), and an image is "
+                                        r"trained on with one class: write one class number for each, or a one-hot"):
+        open_source(path, "train")
+    name, finding = verify_split(str(path), "train").findings[0]
+    assert (name, finding.kind) == (f"{path} record 0", "label") and f"has {len(several[0])} labels" in finding.detail
+    assert verify_split(str(path), "train").num_unusable == len(several)  # [1, 0] beside [2, 5] is no one-hot vector
+
+
+def test_records_with_a_single_label_or_one_hot_vectors(tmp_path, image):
+    write_several(tmp_path / "one" / "train.rec", image, [[2], [0], [], [1]])
+    assert labels(tmp_path / "one") == [2, 0, 0, 1] and not open_source(tmp_path / "one", "train").remarks
+    path = tmp_path / "train.rec"
+    write_several(path, image, [[0, 0, 1, 0], [1, 0, 0, 0], [0, 1, 0, 0]])
+    source = open_source(path, "train")
+    assert labels(path) == [2, 0, 1] and len(source.classes) == 4
+    remark = f"{path}: its labels are one-hot vectors, which are read as class numbers"
+    report = verify_split(str(path), "train")
+    assert source.remarks == report.remarks == [remark] and not report.findings
+    assert [image.label for image in report.usable] == [2, 0, 1]
+
+
+def test_records_of_which_some_have_several_labels(tmp_path, image):
+    path = tmp_path / "train.rec"
+    write_several(path, image, [[1], [0, 1], [0]])
+    with pytest.raises(DataError, match="record 1 has 2 labels, where 1 is expected: write all records with one class"):
+        open_source(path, "train")
+    assert [name for name, _ in verify_split(str(path), "train").findings] == [f"{path} record {i}" for i in (0, 2)]
+
+
 # --- TFRecord: checksums ---
 
 

@@ -18,7 +18,7 @@ from image_helpers import Images, encode, example, samples, smooth_image, write_
 from pipelines import DataError, LoaderConfig, open_loader
 from pipelines.__main__ import main
 from pipelines.make_records import tar_kind
-from pipelines.sources import open_source
+from pipelines.sources import ShardSource, open_source
 from pipelines.verify import verify_split
 
 
@@ -118,6 +118,28 @@ def test_the_index_is_made_once_and_anew_when_a_shard_changes(make_images, tmp_p
     write_tar(shard, samples(images[:2]))
     os.utime(shard, ns=(1, 1))
     assert content(shard.parent) == images[:2]
+
+
+@pytest.mark.parametrize("stored", ["tar", "tfrecord"])
+@pytest.mark.parametrize("is_told", [True, False])
+def test_other_labels_of_the_same_size_and_time(make_images, tmp_path, monkeypatch, stored, is_told):
+    """As rsync -a writes them. Where the system told nothing, the bytes around the images do."""
+    def write(labels: list[int]) -> None:
+        if stored == "tar":
+            write_tar(shard, samples([(image, label) for (image, _), label in zip(images, labels, strict=True)]))
+        else:
+            write_tfrecord(shard, [example(image, label, ("image", "label")) for (image, _), label in
+                                   zip(images, labels, strict=True)])
+        os.utime(shard, ns=(1, 1))
+
+    shard, images = tmp_path / f"data/train.{stored}", make_images(12)
+    shard.parent.mkdir()
+    if not is_told:
+        monkeypatch.setattr(ShardSource, "_key", lambda self: "always the same")
+    for labels in ([i % 4 for i in range(12)], [i % 3 for i in range(12)], [0, *(i % 3 for i in range(1, 11)), 1]):
+        write(labels)
+        source = open_source(shard, "train")
+        assert [source.label(i) for i in range(12)] == labels
 
 
 def test_make_records_and_verify_take_shards(make_images, tmp_path, capsys):
