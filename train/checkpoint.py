@@ -28,7 +28,6 @@ import json
 import os
 import shutil
 import zipfile
-import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -40,6 +39,7 @@ from common.files import replacing, way_out
 from pipelines.sources import Classes
 from train import models
 from train.config import Config
+from train.content import content_of_file
 from train.errors import TrainError
 from train.language_model_config import LanguageModelConfig
 from train.models.network import Shapes, value_shapes
@@ -159,7 +159,8 @@ def load(path: Path) -> Checkpoint:
     """Read and verify a checkpoint. Raises TrainError: missing, truncated, damaged or of another program."""
     groups: dict[str, Arrays] = {"params": {}, "aux": {}, "averages": {}, "loader": {}}
     try:
-        with zipfile.ZipFile(path) as archive:
+        with (content_of_file(lambda reason: f"{path} is no complete checkpoint ({reason}); use another one of its "
+                                             "folder"), zipfile.ZipFile(path) as archive):
             names = archive.namelist()
             meta = json.loads(archive.read(META)) if META in names else {}
             if OF_INT8 in names:
@@ -194,8 +195,6 @@ def load(path: Path) -> Checkpoint:
             )
     except OSError as error:
         raise TrainError(f"cannot read the checkpoint {path}: {error.strerror or error}") from None
-    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise TrainError(f"{path} is no complete checkpoint ({error}); use another one of its folder") from None
 
 
 def load_checked(path: Path) -> Checkpoint:
@@ -352,7 +351,7 @@ def _step(path: Path) -> int:
     try:
         with zipfile.ZipFile(path) as archive:
             return int(json.loads(archive.read(META))["progress"]["step"])
-    except (OSError, zipfile.BadZipFile, zlib.error, ValueError, KeyError, TypeError):
+    except Exception:  # as `content_of_file` says
         return -1
 
 

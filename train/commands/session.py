@@ -107,14 +107,15 @@ def name_images(loader: Loader, workers: Workers) -> list[tuple[str, str]]:
     """Name, on stderr, what of the data is left out, and the images that a loader's processes have skipped, or used
     though they are damaged; returns the skipped ones and why each was. A collective operation."""
     found = workers.gather((loader.bad_images, loader.damaged_images))
+    # Two may have met one image: a process whose own images of a batch are all bad looks at the others' for a good one.
+    bad, damaged = (dict(image for of_process in found for image in of_process[kind]) for kind in range(2))
     if workers.rank == 0:
         for remark in loader.remarks:
             print(remark, file=sys.stderr)
-        for of_process in found:
-            for sentence, images in zip(IMAGE_EVENTS.values(), of_process, strict=True):
-                for file, reason in images:
-                    print(sentence.format(file=file, reason=reason), file=sys.stderr)
-    return [image for bad, _ in found for image in bad]
+        for sentence, images in zip(IMAGE_EVENTS.values(), (bad, damaged), strict=True):
+            for file, reason in images.items():
+                print(sentence.format(file=file, reason=reason), file=sys.stderr)
+    return list(bad.items())
 
 
 def shown_skipped(number: int) -> str:
