@@ -17,7 +17,7 @@ from common.imagenet import in_words
 from pipelines.errors import DataError
 from pipelines.options import AUTO, FirstLabel, GroupBy
 from pipelines.sources import cifar, folders, records, shards
-from pipelines.sources.base import Chosen, Classes, Source, class_list, place_of, read_classes
+from pipelines.sources.base import Chosen, Classes, Source, class_list, place_of, read_classes, unread_list
 from pipelines.sources.cifar import CifarSource
 from pipelines.sources.folders import FileSource, some
 from pipelines.sources.records import RecordSource
@@ -118,6 +118,8 @@ def open_source(
         how = Reading(num_classes, first_label, train.files if train and is_apart else ())
         source = FORMATS[found.format].open(found.files, stored, how)
         source.classes = in_words(source.classes)
+        folder = found.files[0] if found.files[0].is_dir() else found.files[0].parent
+        source.remarks = [*source.remarks, *unread_list(folder)]
         if split == "train":  # once for both
             source.remarks = [*source.remarks, *beside(found, data)]
         return part(source, split, val_split, val_group_by) if val_split else source

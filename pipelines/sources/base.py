@@ -21,6 +21,7 @@ Classes = list[tuple[str, str]]  # (folder or synset, name to show) in the order
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".jpe", ".jfif", ".jif", ".pjpeg", ".pjp", ".png", ".bmp", ".dib", ".tif",
                             ".tiff", ".webp", ".ppm", ".pgm", ".pbm", ".pnm"})
+SPLITS = ("train", "val")  # and what their folders are called
 _NUM_SAMPLED = 64  # images
 ONE_HOT_REMARK = "{}: its labels are one-hot vectors, which are read as class numbers"
 
@@ -167,10 +168,25 @@ def one_hot_class(labels: Sequence[float] | np.ndarray, where: str) -> int:
 
 
 def read_classes(folder: Path) -> Classes:
-    """The classes of classes.txt in a folder or the one above; [] if there is none."""
-    for path in (folder / "classes.txt", folder.parent / "classes.txt"):
+    """The classes of classes.txt in a folder, or in the one that it is a split of; [] if there is none."""
+    for path in _lists_of(folder):
         if path.is_file():
             return class_list(path, separator="\t")
+    return []
+
+
+def _lists_of(folder: Path) -> list[Path]:
+    """Where the list of the classes may be. One that lies further up may be that of a neighbour."""
+    folders = [folder, folder.parent] if folder.name in SPLITS else [folder]
+    return [place / "classes.txt" for place in folders]
+
+
+def unread_list(folder: Path) -> list[str]:
+    """The sentence on a list that lies above images that have none."""
+    above = folder.parent / "classes.txt"
+    if above.is_file() and above not in _lists_of(folder) and not (folder / "classes.txt").is_file():
+        return [f"{above} is not read: it lies above {folder}, which has no list of classes (copy it there if it is of "
+                "these classes)"]
     return []
 
 

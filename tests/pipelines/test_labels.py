@@ -7,7 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from image_helpers import encode, example, field, smooth_image, varint, write_tfrecord
+from image_helpers import (
+    encode,
+    example,
+    field,
+    samples,
+    smooth_image,
+    varint,
+    write_records,
+    write_tar,
+    write_tfrecord,
+)
 
 from pipelines import DataError, LoaderConfig, open_loader
 from pipelines.__main__ import main
@@ -160,6 +170,45 @@ def test_two_images_in_a_record_are_refused(tmp_path, image):
     write_tfrecord(tmp_path / "train.tfrecord", [field(1, field(1, both) + field(1, label))])
     with pytest.raises(DataError, match="the record at byte 0 has 2 images"):
         open_source(tmp_path, "train")
+
+
+# --- whose classes.txt it is ---
+
+
+@pytest.mark.parametrize("stored", ["records", "list", "folders", "tar", "tfrecord", "cifar"])
+@pytest.mark.parametrize("split", ["", "train"])
+def test_a_list_of_classes_above_the_data_is_a_neighbours(tmp_path, image, stored, split):
+    """Unless the data lie in a folder that is called as a split."""
+    folder = tmp_path / "all" / "mine" / split
+    folder.mkdir(parents=True)
+    if stored == "records":
+        write_records(folder / "train.rec", [image] * 2, [0.0, 1.0])
+    elif stored == "tar":
+        write_tar(folder / "train.tar", samples([(image, 0), (image, 1)]))
+    elif stored == "tfrecord":
+        write_tfrecord(folder / "train.tfrecord", [example(image, label, TFDS) for label in (0, 1)])
+    elif stored == "cifar":
+        for number in range(1, 6):
+            (folder / f"data_batch_{number}.bin").write_bytes(bytes(3073) + b"\1" + bytes(3072))
+    else:
+        for label in "01":
+            (folder / label).mkdir()
+            (folder / label / "0.jpg").write_bytes(image)
+        if stored == "list":
+            (folder / "train.lst").write_text("0\t0\t0/0.jpg\n1\t1\t1/0.jpg\n")
+    data = folder if stored in ("list", "cifar") else tmp_path / "all" / "mine"
+    own = open_source(data, "train").class_names
+    above = folder.parent / "classes.txt"
+    above.write_text("".join(f"class {i}\n" for i in range(len(own))) if stored != "folders" else "1\n0\n")
+    source = open_source(data, "train")
+    if split:
+        assert source.class_names != own and not source.remarks
+    else:
+        assert source.class_names == own
+        assert source.remarks == [f"{above} is not read: it lies above {folder}, which has no list of classes (copy it "
+                                  "there if it is of these classes)"]
+    (folder / "classes.txt").write_text(above.read_text())
+    assert open_source(data, "train").class_names != own and not open_source(data, "train").remarks
 
 
 # --- RecordIO: several labels ---
