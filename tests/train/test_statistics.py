@@ -14,7 +14,7 @@ from train import TrainError, checkpoint, models
 from train.build import training_graph
 from train.config import Config
 from train.optimizer import ema_decay, make_optimizer
-from train.statistics import LEAST, InitialShares
+from train.statistics import LEAST, InitialShares, without_variance
 
 pytestmark = pytest.mark.usefixtures("narrow_network")
 
@@ -123,9 +123,9 @@ def test_no_variance_is_negative():
 
 
 @pytest.fixture(scope="module")
-def four_classes(tmp_path_factory, seed):
+def four_classes(tmp_path_factory):
     """48 images, in train and once more in val."""
-    folder, random = tmp_path_factory.mktemp("four_classes"), np.random.default_rng(seed)
+    folder, random = tmp_path_factory.mktemp("four_classes"), np.random.default_rng(1)
     tints = [(150, 60, 60), (60, 150, 60), (60, 60, 150), (140, 140, 40)]
     for label, tint in enumerate(tints):
         for number in range(12):
@@ -172,3 +172,24 @@ def test_damaged_shares_are_refused(tmp_path, change):
     checkpoint.save(checkpoint.Checkpoint(params, aux, {}, Config(model="resnet18"), list("abc"), biased=biased), path)
     with pytest.raises(TrainError, match=r"step-00000001.npz is no complete checkpoint \("):
         checkpoint.load(path)
+
+
+@pytest.mark.parametrize("options, is_said", [
+    (("--batch-size", 1), True), (("--batch-size", 2), False), (("--batch-size", 1, "--image-size", 64), False),
+])
+def test_one_value_per_channel_is_said_at_the_start(four_classes, tmp_path, run_train, options, is_said):
+    code, out, err = run_train("--data", four_classes, "--model", "resnet18", "--image-size", 32, "--device", "cpu",
+                               "--num-threads", 1, "--no-tensorboard", "--output", tmp_path / "run", "--max-steps", 1,
+                               "--validate-every", 0, *options)
+    assert code == 0, err
+    said = [line for line in out.splitlines() if "one value per channel" in line]
+    assert len(said) == is_said, out
+    if said:
+        assert said[0].startswith("stage4_block2_bn2 and 4 more have one value per channel to normalise in ba")
+
+
+def test_a_frozen_batch_norm_needs_no_variance():
+    network, shapes = models.create("resnet18", 3), {"data": (1, 32, 32, 3), "softmax_label": (1,)}
+    for freeze, processes, count in (("", 1, 5), ("backbone", 1, 0), ("", 2, 0)):
+        executor = create_executor("mxnet", training_graph(Config(freeze=freeze), network), shapes, "cpu(0)")
+        assert len(without_variance(executor, 32, processes)) == count
