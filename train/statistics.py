@@ -14,6 +14,7 @@ the same moving average of s. Statistics of trained weights, and frozen ones, ha
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ import numpy as np
 
 from graph_passes import roles
 from graph_passes.executors import Executor
-from graph_passes.operators.batch_norm import RUNNING
+from graph_passes.operators.batch_norm import BATCH_NORMS, RUNNING
 
 LEAST = 2.0**-24  # a smaller share of an initial 1 is less than fp32's rounding of it
 
@@ -87,6 +88,16 @@ class InitialShares:
             yield
         finally:
             _write(executor, biased)
+
+
+def without_variance(executor: Executor, image_size: int, processes: int = 1) -> list[str]:
+    """The BatchNorms that are trained on a single value per channel, in a batch of images of this size on each of so
+    many processes that share statistics. It is its own mean, so they make 0 of it, whatever comes before them."""
+    images, *_, channels = executor.input_shapes["data"]
+    graph = executor.graph
+    shapes = graph.infer_shapes(executor.input_shapes | {"data": (images, image_size, image_size, channels)})
+    return [node.name for node in graph if node.op in BATCH_NORMS and not node["use_global_stats"]
+            and processes * math.prod(shape := shapes[node.inputs[0]]) == shape[node["axis"]]]
 
 
 def _without(array: np.ndarray, share: float, initial: float) -> np.ndarray:
