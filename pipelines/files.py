@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import mmap
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO, Literal
 
 import numpy as np
 
-from common.errors import UserError
+from common.content import refused_as
 from common.files import write_bytes
 from pipelines import bus_error
 from pipelines.errors import DataError
@@ -45,20 +44,17 @@ def read_file(path: Path) -> bytes:
         return file.read()
 
 
-@contextlib.contextmanager
-def understood(path: Path, problem: str, way_out: str) -> Iterator[None]:
-    """Where a library makes sense of a file's content: whatever it raises is one sentence, a DataError. What a library
-    raises for damaged content is in no list: a byte more in a pickle is a LookupError or a ModuleNotFoundError. OSError
-    is of the disk, and passed on."""
-    try:
-        yield
-    except (UserError, OSError):
-        raise
-    except Exception as error:
+def understood(path: Path, problem: str, way_out: str) -> AbstractContextManager[None]:
+    """Inside, a library reads a file; whatever it raises on the content becomes a DataError of `problem` and `way_out`.
+    """
+
+    def refusal(error: Exception) -> DataError:
         words = " ".join(str(error).split())[:_MOST_WORDS].encode(errors="backslashreplace").decode()
         words = "".join(letter if letter.isprintable() else "?" for letter in words)
         said = words if " " in words else f"{type(error).__name__} {words}".strip()  # a KeyError says the key only
-        raise DataError(f"{path}: {problem} ({said}); {way_out}") from None
+        return DataError(f"{path}: {problem} ({said}); {way_out}")
+
+    return refused_as(refusal)
 
 
 def check_is_file(path: Path | str | bytes) -> None:

@@ -33,6 +33,7 @@ def read(path: Path, make: Callable[[Mapping[str, np.ndarray]], T]) -> T | None:
     """What `make` makes of the arrays; None where there is no file. Raises TrainError where it cannot be read."""
     if not path.is_file():
         return None
+
     def sentence(fault: object) -> str:
         return f"{path} cannot be read ({fault}): delete it, and the report comes without it"
 

@@ -381,9 +381,14 @@ class RunRecord:
         record = cls(config={}, command="", images_per_step=1)
         *lines, _ = path.read_bytes().split(b"\n")
         for number, line in enumerate(lines, start=1):
-            beginning = line[:40].decode(errors="backslashreplace").strip()
-            with content_of_file(lambda _, number=number, beginning=beginning:  # type: ignore[misc]
-                                 f"line {number} of {path} is not a line of a run's metrics ({beginning!r}): delete "
-                                 "that line, or the file to start the record anew"):
-                record.apply(json.loads(line))
+            record._apply_line(line, f"line {number} of {path}")
         return record
+
+    def _apply_line(self, line: bytes, place: str) -> None:
+        def sentence(_: str) -> str:
+            beginning = line[:40].decode(errors="backslashreplace").strip()
+            return (f"{place} is not a line of a run's metrics ({beginning!r}): delete that line, or the file to start "
+                    "the record anew")
+
+        with content_of_file(sentence):
+            self.apply(json.loads(line))

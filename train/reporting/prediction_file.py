@@ -198,7 +198,7 @@ class PredictionFile:
                     end, line = lines.end, first + lines.number
             except TrainError:
                 raise
-            except Exception:  # as `content_of_file` says
+            except Exception:  # as `refused_as` says
                 # A name may have line breaks, and be cut after one of them.
                 name = _quoted(images[done]).encode(ENCODING, ERRORS) if done < len(images) else b""
                 reading.seek(end)
@@ -275,7 +275,7 @@ class PredictionFile:
         except OSError as error:
             raise TrainError(f"cannot read {path}, which says what {self.path.name} was begun with ({error.strerror}): "
                              "see that it can be read, or give another --output") from None
-        except Exception:  # as `content_of_file` says
+        except Exception:  # as `refused_as` says
             raise TrainError(f"{path}, which says what {self.path.name} was begun with, is damaged: put back a copy of "
                              "it, or give another --output") from None
         for name, words in same.items():
