@@ -9,14 +9,15 @@ line `key <tab> offset` for each record. Source: dmlc-core's recordio.h and mxne
 
 from __future__ import annotations
 
+import functools
 import struct
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from pipelines.errors import DataError
 from pipelines.files import MappedFile, read_file
@@ -31,9 +32,13 @@ _MAX_LENGTH = (1 << 29) - 1  # bytes in one part: three of the 32 bits are the f
 class Record(NamedTuple):
     """One image of a RecordIO file."""
 
-    label: float
     image: np.ndarray  # uint8, the encoded image; usually a view into the mapped file
-    labels: np.ndarray  # float32, all that the record has: one, or several of which `label` is the first
+    labels: tuple[float, ...]  # one or more
+
+    @property
+    def label(self) -> float:
+        """The first of them."""
+        return self.labels[0]
 
 
 class BrokenRecordError(ValueError):
@@ -71,13 +76,18 @@ def read_index(path: Path) -> tuple[np.ndarray, np.ndarray]:
     return numbers[0::2], numbers[1::2]
 
 
-def record_names(path: Path, keys: Sequence[int], offsets: Sequence[int]) -> Callable[[int], str]:
+def record_names(path: Path, keys: ArrayLike, offsets: ArrayLike) -> Callable[[int], str]:
     """How messages call the records of an index, by their places in it: by their keys, and where several have the
     same, by where they are in the file, too."""
-    repeated = {key for key, times in Counter(keys).items() if times > 1}
+    keys, offsets = np.asarray(keys), np.asarray(offsets)
+
+    @functools.cache  # an index may have millions of keys, and few runs ask for a name
+    def repeated() -> frozenset[int]:
+        values, times = np.unique(keys, return_counts=True)
+        return frozenset(values[times > 1].tolist())
 
     def name(i: int) -> str:
-        return f"{path} record {keys[i]}" + f" (byte {offsets[i]})" * (keys[i] in repeated)
+        return f"{path} record {keys[i]}" + f" (byte {offsets[i]})" * (int(keys[i]) in repeated())
 
     return name
 
@@ -90,12 +100,12 @@ class RecordFile(MappedFile):
         payload, _ = self._payload(offset)
         if len(payload) < _IMAGE_HEADER.size:
             raise BrokenRecordError(f"a record of {len(payload)} bytes has no room for an image header")
-        num_labels, _, _, _ = _IMAGE_HEADER.unpack_from(payload.data)
+        num_labels, label, _, _ = _IMAGE_HEADER.unpack_from(payload.data)
         start = _IMAGE_HEADER.size + 4 * num_labels
         if start > len(payload):
             raise BrokenRecordError(f"its header announces {num_labels} labels, more than the record holds")
-        labels = np.frombuffer(payload.data, "<f4", num_labels or 1, _IMAGE_HEADER.size if num_labels else 4)
-        return Record(float(labels[0]), payload[start:], labels)
+        labels = struct.unpack_from(f"<{num_labels}f", payload.data, _IMAGE_HEADER.size) if num_labels else (label,)
+        return Record(payload[start:], labels)
 
     def scan(self) -> Iterator[int]:
         """Offsets of all whole records from the file's beginning on; damaged stretches are passed over."""
@@ -112,6 +122,19 @@ class RecordFile(MappedFile):
     def end(self, offset: int) -> int:
         """Where the record at a byte offset ends, and the next one begins; raises BrokenRecordError."""
         return self._payload(offset)[1]
+
+    def count(self, known: np.ndarray) -> int:
+        """How many whole records the file has; `known`: byte offsets of some. Only where these do not follow each other
+        from the first byte to the last, each in one part, every record is looked at."""
+        starts = np.unique(known)
+        ends = np.append(starts[1:], len(self.bytes))
+        if starts[0] == 0 and not (starts % 4).any() and starts[-1] + _RECORD_HEADER.size <= len(self.bytes):
+            words = self.bytes[: len(self.bytes) // 4 * 4].view("<u4")
+            lengths = words[starts // 4 + 1].astype(np.int64)  # with a flag of 0
+            whole = (words[starts // 4] == MAGIC) & (starts + _RECORD_HEADER.size + (lengths + 3) // 4 * 4 == ends)
+            if whole.all():
+                return len(starts)
+        return sum(1 for _ in self.scan())
 
     def _next_magic(self, offset: int) -> int:
         """Where the magic number next stands at a multiple of 4; -1 if nowhere."""

@@ -36,7 +36,6 @@ from pipelines.progress import map_in_order
 from pipelines.recordio import (
     BrokenRecordError,
     ChecksumError,
-    Record,
     RecordFile,
     index_path,
     read_index,
@@ -268,16 +267,17 @@ def _record_items(path: Path, count: int, findings: list[tuple[str, Finding]], r
 
     name_of = record_names(path, *zip(*entries, strict=True)) if entries else str
 
-    several = [record.labels for _, offset in entries if (record := _record(file, offset)) and len(record.labels) > 1]
+    labels_of = [_labels(file, offset) for _, offset in entries]
+    several = [labels for labels in labels_of if len(labels) > 1]
     num_labels = len(several[0]) if several and all(map(is_one_hot, several)) else 1
     if num_labels > 1:
         remarks.append(ONE_HOT_REMARK.format(path))
 
     def item(i: int, key: int, offset: int) -> Item:
         label, problem = -1.0, _NO_CLASS
-        if record := _record(file, offset):
+        if labels := labels_of[i]:
             try:  # where some vectors are not one-hot, none is: they are several labels
-                label = class_number(record, num_labels, name_of(i))
+                label = class_number(labels, num_labels, lambda: name_of(i))
             except DataError as error:
                 problem = str(error)
         known = label.is_integer() and 0 <= label < count
@@ -293,12 +293,12 @@ def _record_items(path: Path, count: int, findings: list[tuple[str, Finding]], r
     return [item(i, key, offset) for i, (key, offset) in enumerate(entries)]
 
 
-def _record(file: RecordFile, offset: int) -> Record | None:
-    """The record there; None for a broken one."""
+def _labels(file: RecordFile, offset: int) -> tuple[float, ...]:
+    """The labels of the record there; none of a broken one."""
     try:
-        return file.read(offset)
+        return file.read(offset).labels
     except BrokenRecordError:
-        return None
+        return ()
 
 
 def _folder_items(classes: Classes, files: dict[str, list[Path]]) -> list[Item]:

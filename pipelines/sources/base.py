@@ -153,18 +153,17 @@ def check_label(label: float, where: str) -> None:
         raise DataError(f"{where}: label {label:.15g} is no class number (0 to {MAX_CLASSES - 1:,}); correct it")
 
 
-def is_one_hot(labels: np.ndarray) -> bool:
-    return bool((labels == 1).sum() == 1 and (labels == 0).sum() == len(labels) - 1)
+def is_one_hot(labels: Sequence[float]) -> bool:
+    return labels.count(1) == 1 and labels.count(0) == len(labels) - 1
 
 
-def one_hot_class(labels: Sequence[float] | np.ndarray, where: str) -> int:
+def one_hot_class(labels: Sequence[float], where: str) -> int:
     """The class of an image with several labels, which must be a one-hot vector. Raises DataError."""
-    values = np.asarray(labels)
-    if not is_one_hot(values):
+    if not is_one_hot(labels):
         some = ", ".join(f"{value:.6g}" for value in labels[:6]) + ", ..." * (len(labels) > 6)
         raise DataError(f"{where} has {len(labels)} labels ({some}), and an image is trained on with one class: write "
                         "one class number for each, or a one-hot vector")
-    return int(values.argmax())
+    return labels.index(1)
 
 
 def read_classes(folder: Path) -> Classes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -25,20 +25,20 @@ def find(path: Path, split: str) -> list[Path]:
     return [found for found in (path / f"{split}.rec", path / split / f"{split}.rec") if found.is_file()][:1]
 
 
-def class_number(record: Record, num_labels: int, name: str) -> float:
+def class_number(labels: Sequence[float], num_labels: int, name: Callable[[], str]) -> float:
     """The label of a record, which is to be the number of a class. Raises DataError where there are several, but for
     one-hot vectors.
 
     Args:
-        record: what the file holds.
-        num_labels: how many labels it must have: 1, or the length of the one-hot vectors.
-        name: the record, in messages.
+        labels: what the record has.
+        num_labels: how many it must have: 1, or the length of the one-hot vectors.
+        name: gives the record's name for a message.
     """
-    if (number := len(record.labels)) != num_labels:
+    if (number := len(labels)) != num_labels:
         plural = "s" * (number > 1)
-        raise DataError(f"{name} has {number} label{plural}, where {num_labels} {'is' if num_labels == 1 else 'are'} "
+        raise DataError(f"{name()} has {number} label{plural}, where {num_labels} {'is' if num_labels == 1 else 'are'} "
                         "expected: write all records with one class number")
-    return record.label if number == 1 else float(one_hot_class(record.labels, name))
+    return labels[0] if number == 1 else float(one_hot_class(labels, name()))
 
 
 class RecordSource(Source):
@@ -49,7 +49,7 @@ class RecordSource(Source):
     def __init__(self, path: Path, num_classes: int | None = None):
         self.path = path
         self._keys, self._offsets = read_index(index_path(path))
-        self._name = record_names(path, self._keys.tolist(), self._offsets.tolist())
+        self._name = record_names(path, self._keys, self._offsets)
         self._file = RecordFile(path)
         # A record's header is parsed once for its image and its label, and small data sets are parsed once for all
         # epochs: for thumbnails it takes as long as decoding. What is kept are views, 0.2 kB each.
@@ -85,7 +85,7 @@ class RecordSource(Source):
         return int(label)
 
     def _class(self, i: int) -> float:
-        return class_number(self._record(i), self._num_labels, self.name(i))
+        return class_number(self._record(i).labels, self._num_labels, lambda: self.name(i))
 
     def feed(self, i: int) -> np.ndarray:
         return self._record(i).image
@@ -121,7 +121,7 @@ class RecordSource(Source):
     def _left_out(self) -> list[str]:
         """What the index does not say of the file, in words: of a big one as far as some of its records tell."""
         if self._is_small:
-            return index_remarks(self.path, self._offsets, sum(1 for _ in self._file.scan()))
+            return index_remarks(self.path, self._offsets, self._file.count(self._offsets))
         lacking = 0 if self._offsets.min() > 0 else None
         for i in (int(self._offsets.argmax()), *self._spots()):
             with contextlib.suppress(BrokenRecordError):

@@ -63,8 +63,8 @@ def _units(source: Source, group_by: GroupBy) -> tuple[dict[str, list[int]], dic
         except BrokenRecordError:
             continue  # it is met where training looks for it
         folder = source.classes[label][0]
-        unit = f"group {source.group(i)}" if group_by == "folder" and source.group(i) else (
-            f"{folder}/{source.identity(i)}")
+        group = source.group(i) if group_by == "folder" else ""
+        unit = f"group {group}" if group else f"{folder}/{source.identity(i)}"
         if group_by == "image" and unit in of_unit:
             unit = f"{folder}/{source.identity(i, fully=True)}"
         of_unit[unit].append(i)

@@ -75,3 +75,20 @@ def test_what_is_no_index_is_refused(tmp_path, text):
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(DataError, match=r"a\.idx: not an index"):
         read_index(path)
+
+
+@pytest.mark.parametrize("change", ["none", "without the first", "without the last", "without one", "doubled", "cut"])
+def test_records_are_counted_with_and_without_a_look_at_each(tmp_path, monkeypatch, change):
+    """An index of all records in one part is enough; one that lacks some, and a file with a record in parts, is not."""
+    parts = [pack_record(i, bytes(range(i + 1)) * 9, i) for i in range(5)]
+    if change == "cut":
+        parts[2] = pack_record(2, b"abcd" + MAGIC_BYTES + b"efgh", 2)
+    path = tmp_path / "train.rec"
+    path.write_bytes(b"".join(parts))
+    offsets = np.cumsum([0, *map(len, parts[:-1])])
+    known = {"without the first": offsets[1:], "without the last": offsets[:-1], "without one": np.delete(offsets, 2),
+             "doubled": np.append(offsets, offsets[2])}.get(change, offsets)
+    file = RecordFile(path)
+    if change in ("none", "doubled"):
+        monkeypatch.setattr(file, "scan", None)
+    assert file.count(known) == 5
