@@ -33,8 +33,8 @@ _CHOICES = {
     "first_label": (AUTO, "0", "1"),
 }
 
-# What decides on an epoch's images, besides the seed.
-_IN_THE_ORDER = ("val_split", "val_group_by", "balance", "repeated_augmentation")
+# What decides on an epoch's images, besides the seed, and what it is where a saved position does not say.
+_IN_THE_ORDER = {"val_split": 0, "val_group_by": "image", "balance": 0, "repeated_augmentation": 0}
 
 
 @dataclass(frozen=True)
@@ -225,8 +225,8 @@ class Loader(ABC):
         """What must be the same for a position to mean the same images."""
         config = self.config
         identity = {"split": config.split, "num_images": self.num_images, "seed": config.seed}
-        options = {name: getattr(config, name) for name in _IN_THE_ORDER}
-        return identity | {name: value for name, value in options.items() if value and value != "image"}
+        return identity | {name: value for name, default in _IN_THE_ORDER.items()
+                           if (value := getattr(config, name)) != default}
 
     @property
     def global_batch(self) -> int:
@@ -254,10 +254,11 @@ class Loader(ABC):
             bad = {int(i): str(reason) for i, reason in saved["bad_images"]}
         except (ValueError, KeyError, TypeError, OverflowError):
             raise DataError("the saved loader position cannot be read; use another checkpoint of its folder") from None
-        for key, value in (dict.fromkeys(_IN_THE_ORDER, 0) | self._identity()).items():
-            if saved.get(key, 0) != value:
-                raise DataError(f"the saved loader position belongs to {key} {saved.get(key, 0)}, but this loader has "
-                                f"{value}; {self._way_out}")
+        for key, value in (_IN_THE_ORDER | self._identity()).items():
+            before = saved.get(key, _IN_THE_ORDER.get(key, 0))
+            if before != value:
+                raise DataError(f"the saved loader position belongs to {key} {before}, but this loader has {value}; "
+                                f"{self._way_out}")
         self.epoch, self.bad, self.num_skipped = epoch, bad, num_skipped
         self.batch = min(-(-batch * global_batch // self.global_batch), self.num_batches)
 

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 from faulty import TRIES, tries
 from PIL import Image
+from tfrecord_files import example, write_tfrecord
 
 from common.errors import UserError
 from pipelines import make_records
-from pipelines.crc32c import masked_crc32c
 from pipelines.inspect_image import inspect_image
 from pipelines.make_records import Options, plan_files, plan_train_tar, read_labels
 from pipelines.recordio import BrokenRecordError, pack_record
@@ -104,26 +104,9 @@ def write_ilsvrc(folder: Path) -> Path:
 
 
 def write_examples(folder: Path) -> Path:
-    def field(number: int, content: bytes) -> bytes:
-        size, head = len(content), bytes([number << 3 | 2])
-        while size >= 0x80:
-            head, size = head + bytes([size & 0x7F | 0x80]), size >> 7
-        return head + bytes([size]) + content
-
-    def example(label: int) -> bytes:
-        features = {b"image/encoded": field(1, field(1, JPEG)),
-                    b"image/class/label": field(3, field(1, bytes([label])))}
-        return field(1, b"".join(field(1, field(1, key) + field(2, value)) for key, value in features.items()))
-
     path = folder / "train.tfrecord"
-    payloads = [example(1 + i % 2) for i in range(4)]
-    path.write_bytes(b"".join(summed(struct.pack("<Q", len(data))) + summed(data) for data in payloads))
+    write_tfrecord(path, [example(JPEG, 1 + i % 2) for i in range(4)])
     return path
-
-
-def summed(data: bytes) -> bytes:
-    """The bytes, and their checksum behind them."""
-    return data + masked_crc32c(np.frombuffer(data, np.uint8)[None]).tobytes()
 
 
 def write_cifar(folder: Path, binary: bool, protocol: int = 2) -> Path:

@@ -7,17 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from image_helpers import (
-    encode,
-    example,
-    field,
-    samples,
-    smooth_image,
-    varint,
-    write_records,
-    write_tar,
-    write_tfrecord,
-)
+from image_helpers import encode, samples, smooth_image, write_records, write_tar
+from tfrecord_files import example, field, varint, write_tfrecord
 
 from pipelines import DataError, LoaderConfig, open_loader
 from pipelines.__main__ import main

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from image_helpers import Images, encode, example, samples, smooth_image, write_tar, write_tfrecord
+from image_helpers import Images, encode, samples, smooth_image, write_tar
+from tfrecord_files import example, write_tfrecord
 
 from pipelines import DataError, LoaderConfig, open_loader
 from pipelines.__main__ import main

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import struct
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from several_processes import needs_horovod, run_processes
+from tfrecord_files import example, write_tfrecord
 
-from pipelines.crc32c import masked_crc32c
 from pipelines.recordio import pack_record
 from pipelines.sources import open_source
 from train import checkpoint, models
@@ -71,23 +70,6 @@ def test_a_folder_without_val_is_split(run_train, options, uneven_data, tmp_path
     assert code == 0 and f"{numbers[2]} images, loss" in out, err
 
 
-def write_tfrecord(path, images):
-    """Of (encoded image, label)."""
-    def field(number, content):
-        size = bytes([len(content)]) if len(content) < 128 else bytes([len(content) % 128 | 128, len(content) // 128])
-        return bytes([number << 3 | 2]) + size + content
-
-    def summed(data):
-        return data + masked_crc32c(np.frombuffer(data, np.uint8)[None]).tobytes()
-
-    records = []
-    for image, label in images:
-        features = {b"image/encoded": field(1, field(1, image)), b"image/class/label": field(3, bytes([8, label]))}
-        example = field(1, b"".join(field(1, field(1, key) + field(2, value)) for key, value in features.items()))
-        records.append(summed(struct.pack("<Q", len(example))) + summed(example))
-    path.write_bytes(b"".join(records))
-
-
 @pytest.mark.long
 @pytest.mark.usefixtures("undrawn")
 def test_a_network_remembers_where_labels_count_from(run_train, tiny_options, tiny_data, tmp_path):
@@ -95,8 +77,8 @@ def test_a_network_remembers_where_labels_count_from(run_train, tiny_options, ti
     images = [(file.read_bytes(), int(file.parent.name[-1])) for file in sorted(tiny_data.glob("*/*.jpg"))]
     data = tmp_path / "data"
     data.mkdir()
-    write_tfrecord(data / "train-00000-of-00001", images)
-    write_tfrecord(data / "validation-00000-of-00001", [image for image in images if image[1]])
+    write_tfrecord(data / "train-00000-of-00001", [example(*each) for each in images])
+    write_tfrecord(data / "validation-00000-of-00001", [example(*each) for each in images if each[1]])
     code, out, err = run_train("--output", tmp_path / "run", *tiny_options, "--data", data, "--num-classes", "3")
     assert code == 0, err
     assert out.count(f"{data}: labels (image/class/label) count from 0 (--first-label)") == 1
@@ -218,7 +200,7 @@ def test_folders_called_by_numbers_and_numbers(tiny_data, tmp_path, stored):
             (data / of_folders / str(label) / "image.jpg").write_bytes(image)
         if stored == "tfrecord":
             (data / other).mkdir()
-            write_tfrecord(data / other / "0.tfrecord", [(image, label) for label in range(12)])
+            write_tfrecord(data / other / "0.tfrecord", [example(image, label) for label in range(12)])
         else:
             parts = [pack_record(label, image, label) for label in range(12)]
             (data / f"{other}.rec").write_bytes(b"".join(parts))
