@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
 import shutil
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Literal
 
 import numpy as np
 
+from common.errors import UserError
 from common.files import write_bytes
 from pipelines import bus_error
 from pipelines.errors import DataError
 
+_MOST_WORDS = 300  # letters of what a library says
 _KINDS = {
     stat.S_IFIFO: "a named pipe",
     stat.S_IFSOCK: "a socket",
@@ -28,7 +32,11 @@ _KINDS = {
 def open_file(path: Path, mode: Literal["rb", "ab"] = "rb") -> BinaryIO:
     """Open a file to read its bytes, or to add some. Raises OSError, also for what is no file: for a named pipe or a
     device one might wait for ever."""
-    return open(path, mode, opener=_open_without_waiting)
+    try:
+        return open(path, mode, opener=_open_without_waiting)
+    except ValueError:
+        check_is_file(path)  # which knows it in words
+        raise
 
 
 def read_file(path: Path) -> bytes:
@@ -37,9 +45,29 @@ def read_file(path: Path) -> bytes:
         return file.read()
 
 
+@contextlib.contextmanager
+def understood(path: Path, problem: str, way_out: str) -> Iterator[None]:
+    """Where a library makes sense of a file's content: whatever it raises is one sentence, a DataError. What a library
+    raises for damaged content is in no list: a byte more in a pickle is a LookupError or a ModuleNotFoundError. OSError
+    is of the disk, and passed on."""
+    try:
+        yield
+    except (UserError, OSError):
+        raise
+    except Exception as error:
+        words = " ".join(str(error).split())[:_MOST_WORDS].encode(errors="backslashreplace").decode()
+        words = "".join(letter if letter.isprintable() else "?" for letter in words)
+        said = words if " " in words else f"{type(error).__name__} {words}".strip()  # a KeyError says the key only
+        raise DataError(f"{path}: {problem} ({said}); {way_out}") from None
+
+
 def check_is_file(path: Path | str | bytes) -> None:
     """Raise OSError for what is not there, or is no file."""
-    _check_mode(os.stat(path), path)
+    try:
+        status = os.stat(path)
+    except ValueError:
+        raise OSError(errno.EINVAL, "its name holds a NUL", os.fsdecode(path)) from None
+    _check_mode(status, path)
 
 
 def _open_without_waiting(path: str, flags: int) -> int:
@@ -91,11 +119,15 @@ def link_beside(path: Path, name: str) -> None:
 def read_lines(path: Path) -> list[str]:
     """The lines of a text file that a user may have written; raises DataError."""
     try:
-        return read_file(path).decode("utf-8-sig").splitlines()  # Windows puts a mark before it
+        text = read_file(path).decode("utf-8-sig")  # Windows puts a mark before it
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); check path and permissions") from None
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: is no UTF-8 text (byte {error.start}); save it as UTF-8") from None
+    if (place := text.find("\0")) >= 0:
+        line = text.count("\n", 0, place) + 1
+        raise DataError(f"{path} line {line}: holds a NUL, as a damaged file; put a whole one there")
+    return text.splitlines()
 
 
 class MappedFile:
@@ -134,5 +166,7 @@ class MappedFile:
 
     def read_ahead(self, offset: int, size: int) -> None:
         """These bytes will be wanted soon: have them read from the disk meanwhile, without waiting."""
+        if not 0 <= offset < self.size:
+            return  # of a damaged index; who reads there is told
         start = offset - offset % mmap.PAGESIZE
         self.map.madvise(mmap.MADV_WILLNEED, start, min(offset + size, len(self.map)) - start)

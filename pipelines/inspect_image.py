@@ -45,9 +45,9 @@ def inspect_image(encoded: bytes, max_pixels: int = MAX_PIXELS, decode: bool = T
                     image.load()
     except UnidentifiedImageError:
         return Finding("not an image", f"begins with {encoded[:8]!r}", False)
-    except (OSError, SyntaxError, ValueError, EOFError) as error:
+    except Exception as error:  # struct.error, OverflowError, zlib.error: no list has all that Pillow raises
         kind = "truncated" if "truncated" in str(error).lower() else "broken"
-        return Finding(kind, str(error), False)
+        return Finding(kind, " ".join(str(error).split()) or type(error).__name__, False)
     if image_format not in DECODABLE_FORMATS:
         return Finding("format", f"{image_format} images cannot be decoded; convert it to JPEG", False)
     if image_format == "TIFF" and mode in _UNDECODABLE_TIFF:

@@ -27,7 +27,7 @@ from PIL import Image
 
 from common.files import lock
 from pipelines.errors import DataError, check_not_negative, check_positive
-from pipelines.files import link_beside, open_file, read_file, read_lines, write_text
+from pipelines.files import link_beside, open_file, read_file, read_lines, understood, write_text
 from pipelines.inspect_image import inspect_image
 from pipelines.progress import map_in_order
 from pipelines.recordio import BrokenRecordError, index_path, pack_record
@@ -101,9 +101,20 @@ def plan_train_tar(path: Path, classes: Classes) -> Plan:
                     f"{path}: synset {synset} is not among the {len(classes)} classes of the list; give a complete one "
                     f"with --classes"
                 )
-            with tarfile.open(fileobj=outer.extractfile(member), mode="r:") as inner:
-                entries += _members(path, inner, member.offset_data, {"": number[synset]}, f"{path}/{member.name}")
+            entries += _inner_tar(path, outer, member, number[synset])
     return Plan(entries, classes)
+
+
+def _inner_tar(path: Path, outer: tarfile.TarFile, member: tarfile.TarInfo, label: int) -> list[Entry]:
+    """The images of one synset's tar file within another one. Raises ReadError."""
+    start = member.offset_data
+    try:
+        with tarfile.open(fileobj=outer.extractfile(member), mode="r:") as inner:
+            entries = list(_members(path, inner, start, {"": label}, f"{path}/{member.name}"))
+            check_end(path, start + inner.offset, start + member.size)
+            return entries
+    except tarfile.TarError as error:
+        raise tarfile.ReadError(f"{member.name} in it, whose bytes begin at {start}: {error}") from None
 
 
 def plan_val_tar(path: Path, labels: Path | None, classes: Classes) -> Plan:
@@ -127,9 +138,9 @@ def _open_tar(path: Path) -> Iterator[tarfile.TarFile]:
     """An uncompressed tar file; raises DataError, also where it turns out to be cut off while it is read."""
     try:
         check_not_compressed(path)
-        with tarfile.open(path, "r:") as tar:
+        with understood(path, "not a tar file that can be read", "download it again"), tarfile.open(path, "r:") as tar:
             yield tar
-    except (tarfile.TarError, OSError) as error:
+    except OSError as error:
         raise DataError(f"{path}: not a tar file that can be read ({error}); download it again") from None
 
 
@@ -167,7 +178,9 @@ def read_labels(path: Path, names: list[str], classes: Classes) -> dict[str, int
         label = int(value) if value.isdigit() else number.get(value, -1)
         if not 0 <= label < len(classes):
             raise DataError(f"{path}: label {value} of {fields[0]} is outside the {len(classes)} classes; correct it")
-        label_of[Path(fields[0]).stem] = label
+        if label_of.setdefault(Path(fields[0]).stem, label) != label:
+            raise DataError(f"{path}: {fields[0]} is in two lines, with the labels "
+                            f"{label_of[Path(fields[0]).stem]} and {label}; correct it")
     missing = [name for name in names if Path(name).stem not in label_of]
     if missing:
         raise DataError(f"{path}: has no label for {missing[0]} and {len(missing) - 1} others; give a complete file")
@@ -268,7 +281,10 @@ def _read(entry: Entry, options: Options) -> tuple[bytes, str]:
     finding = inspect_image(image, options.max_pixels, decode=options.resize > 0)
     if finding and not finding.usable:
         return b"", f"{finding.kind}, {finding.detail}"
-    return (_shrink(image, options) if options.resize else image), ""
+    try:
+        return (_shrink(image, options) if options.resize else image), ""
+    except Exception as error:  # of its metadata: no list has all that Pillow raises
+        return b"", f"cannot be resized ({error})"
 
 
 def _shrink(encoded: bytes, options: Options) -> bytes:

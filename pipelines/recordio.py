@@ -109,6 +109,10 @@ class RecordFile(MappedFile):
             yield offset
             offset = end
 
+    def end(self, offset: int) -> int:
+        """Where the record at a byte offset ends, and the next one begins; raises BrokenRecordError."""
+        return self._payload(offset)[1]
+
     def _next_magic(self, offset: int) -> int:
         """Where the magic number next stands at a multiple of 4; -1 if nowhere."""
         while (offset := self.map.find(_MAGIC_BYTES, offset)) % 4 and offset >= 0:

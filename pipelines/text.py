@@ -16,6 +16,7 @@ import numpy as np
 
 from common.mxnet_compat import mx
 from pipelines.errors import DataError
+from pipelines.files import read_file
 from pipelines.loader import Batch, Loader, LoaderConfig
 
 UNKNOWN, END = "<unk>", "<eos>"  # a word that the vocabulary has not, and the end of a line
@@ -28,11 +29,12 @@ _SENTENCE_WORDS = 12  # of a line, in the mean
 def read_words(path: Path) -> list[str]:
     """The words of a text file, with END behind each line that has some. Raises DataError."""
     try:
-        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark, which is no word
+        # Some editors begin a file with a mark, which is no word.
+        lines = read_file(path).decode("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8"
         raise DataError(f"cannot read the text {path} ({reason}): give --text a text file") from None
-    return [word for line in text.splitlines() if line.split() for word in (*line.split(), END)]
+    return [word for line in lines if line.split() for word in (*line.split(), END)]
 
 
 def generated_words(num_words: int, num_different: int, seed: int) -> tuple[list[str], float]:

@@ -42,10 +42,10 @@ from pipelines.recordio import (
     read_index,
     record_names,
 )
-from pipelines.sources import Classes, Source, locate, open_source, read_classes, same_images
+from pipelines.sources import Classes, Source, beside, locate, open_source, read_classes, same_images
 from pipelines.sources.base import ONE_HOT_REMARK, is_one_hot, nfc
-from pipelines.sources.folders import find_images, list_entry, some
-from pipelines.sources.records import class_number
+from pipelines.sources.folders import find_images, list_entry, list_remarks, some
+from pipelines.sources.records import class_number, index_remarks
 from pipelines.transform import MAX_PIXELS
 
 _NO_CLASS = "its label is not one of the classes"
@@ -115,6 +115,7 @@ def verify_split(
     elif found.format == "list":
         classes = read_classes(path.parent)
         items, clean_path = _list_items(path, len(classes) or MAX_CLASSES), path
+        remarks = list_remarks(path, [item.name for item in items], [item.label for item in items])
     elif found.format == "folders":
         classes, files, remarks = find_images(path, split)
         items = _folder_items(classes, files)
@@ -123,6 +124,8 @@ def verify_split(
     else:
         source = open_source(data, split, num_classes, first_label=first_label)
         classes, items, remarks = source.classes, _source_items(source), list(source.remarks)
+    if split == "train" and found.format in ("RecordIO", "list", "folders"):
+        remarks += beside(found, data)
     if to_clean and clean_path:
         check_place(clean_path, "check permissions and space")
     usable = []
@@ -276,6 +279,8 @@ def _record_items(path: Path, count: int, findings: list[tuple[str, Finding]], r
         findings.append((f"{path} record {key}", Finding("index", what, False)))
     if wrong or not entries:
         entries = list(enumerate(there))
+    else:
+        remarks += index_remarks(path, offsets, len(there))
 
     name_of = record_names(path, *zip(*entries, strict=True)) if entries else str
 

@@ -162,8 +162,9 @@ def _met(loader: Loader, wanted: set[int]) -> set[int]:
 
 def _one_class(data: str, name: str) -> TrainError:
     inside = Path(data) / name
-    way_out = f"give {inside}, where there are folders" if inside.is_dir() and any(inside.glob("*/")) else (
-        "give data of two or more, with a folder for each (docs/data.md)")
+    has_folders = inside.is_dir() and any(map(Path.is_dir, inside.iterdir()))
+    way_out = (f"give {inside}, where there are folders" if has_folders else
+               "give data of two or more, with a folder for each (docs/data.md)")
     return TrainError(f"{data} has images of one class only, {name!r}, and there is nothing to tell it from: {way_out}")
 
 

@@ -19,9 +19,10 @@ from pipelines.options import AUTO, FirstLabel, GroupBy
 from pipelines.sources import cifar, folders, records, shards
 from pipelines.sources.base import Chosen, Classes, Source, class_list, place_of, read_classes, unread_list
 from pipelines.sources.cifar import CifarSource
-from pipelines.sources.folders import FileSource
+from pipelines.sources.folders import FileSource, some
 from pipelines.sources.records import RecordSource
 from pipelines.sources.shards import ShardSource, check_complete
+from pipelines.sources.system_files import is_system
 from pipelines.sources.tfrecord import TFRecordSource, is_tfrecord
 from pipelines.sources.val_split import part
 from pipelines.sources.webdataset import TarSource, is_tar
@@ -35,6 +36,7 @@ __all__ = [
     "RecordSource",
     "ShardSource",
     "Source",
+    "beside",
     "class_list",
     "locate",
     "open_source",
@@ -118,6 +120,8 @@ def open_source(
         source.classes = in_words(source.classes)
         folder = found.files[0] if found.files[0].is_dir() else found.files[0].parent
         source.remarks = [*source.remarks, *unread_list(folder)]
+        if split == "train":  # once for both
+            source.remarks = [*source.remarks, *beside(found, data)]
         return part(source, split, val_split, val_group_by) if val_split else source
     except OSError as error:
         raise DataError(
@@ -133,6 +137,8 @@ def locate(data: str | Path, split: str) -> Location:
     if found := _find(path, split):
         if path not in found.files:  # whoever gives one shard means that one
             check_complete(found.files)
+            if found.format == "folders":
+                folders.check_is_split(path, split)
         return found
     other = _OTHER[split]
     if path.is_dir() and _find(path, other):
@@ -170,6 +176,29 @@ def _places(location: Location) -> list[Path]:
     if location.format == "folders":
         return list(folders.class_places(location.path).values())
     return [file.resolve() for file in location.files]
+
+
+def beside(found: Location, data: str | Path) -> list[str]:
+    """A sentence about shards, records, lists and folders of images in a folder of data that are in neither split."""
+    path = expanded(data)
+    read = {file for split in _OTHER if (where := _find(path, split)) for file in where.files}
+    if not path.is_dir() or path in read:
+        return []
+    holders = {path} | {file.parent for file in found.files if file.parent.parent == path}
+    others = [str(file.relative_to(path)) for folder in sorted(holders) for file in sorted(folder.iterdir())
+              if file not in read | holders and _is_data(file, found.format)]
+    return [f"{path}: {len(others):,} of the shards, records, lists and folders of images there belong to no split and "
+            f"are not read: {some(others)}"] if others else []
+
+
+def _is_data(path: Path, format: str) -> bool:
+    """Whether a file or folder might have been meant as data."""
+    if path.name.startswith(".") or is_system(path.name):
+        return False
+    if not path.is_dir():
+        return path.suffix in (".rec", ".lst") or is_tar(path) or is_tfrecord(path)
+    # A list names images in folders, and train/ beside train.rec is mostly what that was made of.
+    return format != "list" and path.name not in _OTHER and folders.seems_to_hold_images(path)
 
 
 def _check_val_split(data: str | Path, val_split: float) -> None:

@@ -20,7 +20,8 @@ from pipelines.recordio import BrokenRecordError
 
 Classes = list[tuple[str, str]]  # (folder or synset, name to show) in the order of the labels
 
-IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff", ".webp", ".ppm"})
+IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".jpe", ".jfif", ".jif", ".pjpeg", ".pjp", ".png", ".bmp", ".dib", ".tif",
+                            ".tiff", ".webp", ".ppm", ".pgm", ".pbm", ".pnm"})
 SPLITS = ("train", "val")  # and what their folders are called
 _NUM_SAMPLED = 64  # images
 ONE_HOT_REMARK = "{}: its labels are one-hot vectors, which are read as class numbers"

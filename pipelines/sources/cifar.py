@@ -6,6 +6,7 @@ file, which is a short header and the pixels as they are, so that nothing is los
 
 from __future__ import annotations
 
+import io
 import pickle
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from pipelines.errors import DataError
-from pipelines.files import open_file, read_file
+from pipelines.files import read_file, understood
 from pipelines.sources.base import Classes, Source, read_classes
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -21,6 +22,7 @@ PIXELS = 32  # height and width
 _IMAGE_BYTES = 3 * PIXELS * PIXELS
 _PPM_HEADER = np.frombuffer(b"P6\n%d %d\n255\n" % (PIXELS, PIXELS), np.uint8)
 _FILES = {"train": [f"data_batch_{number}" for number in range(1, 6)], "val": ["test_batch"]}
+_WAY_OUT = "unpack the archive again"
 _ARCHIVES = (("cifar-10-batches-py", ""), ("cifar-10-batches-bin", ".bin"))  # folder, ending of the files
 
 
@@ -83,14 +85,10 @@ def _read_bin(file: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _read_pickle(file: Path) -> tuple[np.ndarray, np.ndarray]:
-    try:
-        with open_file(file) as opened:
-            batch = _ArrayUnpickler(opened, encoding="bytes").load()
+    content = io.BytesIO(_content(file))
+    with understood(file, "is no CIFAR-10 file, a pickle with data and labels", _WAY_OUT):
+        batch = _ArrayUnpickler(content, encoding="bytes").load()
         images, labels = np.asarray(batch[b"data"]), np.asarray(batch[b"labels"], np.int64)
-    except FileNotFoundError:
-        raise _missing(file) from None
-    except (pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise _broken(file, f"it is no pickle with data and labels ({type(error).__name__}: {error})") from None
     if images.dtype != np.uint8 or images.shape != (len(labels), _IMAGE_BYTES) or not len(labels):
         raise _broken(file, f"its data is {images.dtype} of shape {images.shape} for {len(labels)} labels")
     return images, labels
@@ -99,7 +97,7 @@ def _read_pickle(file: Path) -> tuple[np.ndarray, np.ndarray]:
 class _ArrayUnpickler(pickle.Unpickler):
     """Knows NumPy arrays and plain containers only: a pickle can otherwise run any code."""
 
-    _ALLOWED = frozenset({"_reconstruct", "ndarray", "dtype", "encode"})
+    _ALLOWED = frozenset({"_reconstruct", "_frombuffer", "ndarray", "dtype", "encode"})
 
     def find_class(self, module: str, name: str) -> Any:
         if module.split(".")[0] in ("numpy", "_codecs") and name in self._ALLOWED:
@@ -115,8 +113,8 @@ def _content(file: Path) -> bytes:
 
 
 def _missing(file: Path) -> DataError:
-    return DataError(f"{file} is missing beside CIFAR-10's other files; unpack the archive again")
+    return DataError(f"{file} is missing beside CIFAR-10's other files; {_WAY_OUT}")
 
 
 def _broken(file: Path, reason: str) -> DataError:
-    return DataError(f"{file} is no CIFAR-10 file: {reason}; unpack the archive again")
+    return DataError(f"{file}: is no CIFAR-10 file: {reason}; {_WAY_OUT}")

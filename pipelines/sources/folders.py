@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
+import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +15,35 @@ import numpy as np
 from pipelines.errors import DataError
 from pipelines.files import check_is_file, open_file, read_lines
 from pipelines.sources.base import IMAGE_SUFFIXES, Classes, Source, check_label, nfc, read_classes
+from pipelines.sources.system_files import is_system
 
-# Images by their endings, but none that DALI's decoders read, or that are looked for.
-UNREAD_SUFFIXES = frozenset({".gif", ".avif", ".heic", ".heif", ".jxl", ".jp2", ".svg", ".psd", ".tga", ".ico"})
+# Images by their endings, but none that DALI's decoders read, or that are looked for. The last lines are raw files of
+# cameras, most of which begin as TIFF does.
+UNREAD_SUFFIXES = frozenset({
+    ".gif", ".avif", ".heic", ".heif", ".jxl", ".jp2", ".svg", ".psd", ".tga", ".ico",
+    ".dng", ".cr2", ".cr3", ".crw", ".nef", ".nrw", ".arw", ".sr2", ".srf", ".orf", ".rw2", ".raf", ".pef", ".srw",
+    ".raw", ".rwl", ".iiq", ".3fr", ".erf", ".kdc", ".dcr", ".mos", ".mrw",
+})  # fmt: skip
+# Of these the content need not be looked at to see that they are no images.
+_NO_IMAGES = frozenset({
+    ".txt", ".xml", ".json", ".jsonl", ".csv", ".tsv", ".md", ".html", ".htm", ".yaml", ".yml", ".toml", ".ini", ".cfg",
+    ".log", ".py", ".sh", ".npy", ".npz", ".mat", ".pkl", ".pickle", ".h5", ".db", ".pdf", ".zip", ".gz", ".tgz",
+    ".tar", ".7z", ".rar", ".mp4", ".avi", ".mov", ".mp3", ".wav", ".rec", ".idx", ".lst", ".url", ".lnk",
+})  # fmt: skip
+# Copies that editors keep, and what browsers and others have not finished to download: perhaps images, but no others.
+_COPIES = frozenset({".bak", ".orig", ".tmp", ".temp", ".swp", ".part", ".partial", ".crdownload", ".download"})
 # What else `image_files` leaves out, in the words of a remark.
 LINKS, HIDDEN_FOLDERS, HIDDEN_IMAGES = "links to folders", "hidden folders", "hidden images"
+SYSTEM = "folders and files that systems make"
+COPIES = "copies and unfinished files"
+_NAMED = (LINKS, SYSTEM, HIDDEN_FOLDERS, HIDDEN_IMAGES, COPIES)
+NO_ENDING = "without an ending"
+# How the files of formats that are read begin: JPEG, PNG, WebP, TIFF, BMP (with its reserved bytes), PBM to PPM.
+_BEGINNING = re.compile(
+    rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|RIFF....WEBP|II\*\0|MM\0\*|BM.{4}\0{4}|P[1-6]\s+(?:#|\d+\s+\d)", re.DOTALL)
+_OF_A_SPLIT = re.compile(r"(train|val|test|dev|eval)(ing|id|idation|[\W_\d]|$)")
+_MOST_PLACES, _MOST_NAMES = 100, 1000  # folders, and names in each, that are looked at in passing
+_MOST_FOLDERS = 10_000  # of a list's files, to look for others there
 _SPLIT_NAMES = frozenset({"train", "training", "val", "valid", "validation", "test", "testing", "dev"})
 
 
@@ -28,13 +55,29 @@ def find_list(path: Path, split: str) -> list[Path]:
 
 def find_folders(path: Path, split: str) -> list[Path]:
     """PATH/train with a folder for each class, or PATH itself with them: then all splits are the same images."""
-    if (path / split).is_dir():
-        return [path / split]
-    return [path] if path.is_dir() and not _has_splits(path) and class_folders(path) else []
+    if _has_splits(path):
+        return [path / split] if (path / split).is_dir() else []
+    return [path] if path.is_dir() and class_folders(path) else []
 
 
 def _has_splits(path: Path) -> bool:
-    return (path / "train").is_dir() or (path / "val").is_dir()
+    """Whether train/ or val/ are there, and not as classes among others: with images and no folders in them."""
+    splits = _splits(path)
+    return bool(splits) and (any(class_folders(path / name) for name in splits) or not _classes_beside(path))
+
+
+def _splits(path: Path) -> list[str]:
+    return [name for name in ("train", "val") if (path / name).is_dir()]
+
+
+def _classes_beside(path: Path) -> list[str]:
+    """The folders of images that lie beside train/ or val/ and seem to be classes as these are: two and more, where
+    nothing there has the name of another part of a data set, as val.rec and test1/ have."""
+    splits = _splits(path)
+    if len(splits) > 1 or any(_OF_A_SPLIT.match(name.lower()) for name in os.listdir(path) if name not in splits):
+        return []
+    found = [name for name in class_folders(path) if name not in splits and seems_to_hold_images(path / name)]
+    return found if len(found) > 1 else []
 
 
 class FileSource(Source):
@@ -88,20 +131,29 @@ class FileSource(Source):
     def location(self, i: int) -> tuple[Path, int, int]:
         """File, offset and size of image `i`; a file that is missing has no bytes."""
         file = Path(self._files[i])
-        return file, 0, file.stat().st_size if file.is_file() else 0
+        try:
+            check_is_file(file)
+            return file, 0, file.stat().st_size
+        except OSError:
+            return file, 0, 0
 
 
 def class_folders(folder: Path) -> list[str]:
-    """Sorted names of the sub-folders; hidden ones are left out, and what macOS adds to archives."""
+    """Sorted names of the sub-folders; hidden ones are left out, and those that systems make."""
     with os.scandir(folder) as entries:
         names = (entry.name for entry in entries if os.path.isdir(entry))  # False for a link to itself, too
-        return sorted(name for name in names if not name.startswith(".") and name != "__MACOSX")
+        return sorted(name for name in names if not name.startswith(".") and not is_system(name))
 
 
-def hidden_folders(folder: Path) -> list[str]:
-    """Sorted paths of the hidden folders in the place of class folders."""
+def other_folders(folder: Path) -> dict[str, list[str]]:
+    """Sorted paths of the folders in the place of class folders that are none: HIDDEN_FOLDERS, and those that are
+    SYSTEM."""
+    found: dict[str, list[str]] = {HIDDEN_FOLDERS: [], SYSTEM: []}
     with os.scandir(folder) as entries:
-        return sorted(entry.path for entry in entries if entry.name.startswith(".") and os.path.isdir(entry))
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            if (entry.name.startswith(".") or is_system(entry.name)) and os.path.isdir(entry):
+                found[HIDDEN_FOLDERS if entry.name.startswith(".") else SYSTEM].append(entry.path)
+    return found
 
 
 def class_places(folder: Path) -> dict[str, Path]:
@@ -119,8 +171,8 @@ def broken_links(folder: Path) -> list[str]:
 
 
 class LeftOut(defaultdict[str, list[str]]):
-    """The files and folders that are left out, by the ending of a format that is not read, or by LINKS, HIDDEN_FOLDERS
-    and HIDDEN_IMAGES."""
+    """The files and folders that are left out, by the ending of those that are not read (or NO_ENDING), else by LINKS,
+    SYSTEM, HIDDEN_FOLDERS, HIDDEN_IMAGES and COPIES."""
 
     def __init__(self) -> None:
         super().__init__(list)
@@ -128,23 +180,29 @@ class LeftOut(defaultdict[str, list[str]]):
     @property
     def unread(self) -> str:
         """How many files there are of each format that is not read."""
-        return ", ".join(f"{len(names):,} {ending}" for ending, names in sorted(self.items())
-                         if ending in UNREAD_SUFFIXES)
+        return self._counts({ending for ending in self if ending in UNREAD_SUFFIXES})
+
+    def _counts(self, endings: Set[str]) -> str:
+        """How many files there are of each of some endings, the most frequent first."""
+        most = sorted(endings, key=lambda ending: (-len(self[ending]), ending))
+        return some([f"{len(self[ending]):,} {ending}" for ending in most])
 
     def remarks(self, folder: Path) -> list[str]:
         """Sentences about all of them, for the owner of the folder that they were found in."""
-        named = [f"{folder}: {kind} are left out: {some(self[kind])}"
-                 for kind in (LINKS, HIDDEN_FOLDERS, HIDDEN_IMAGES) if kind in self]
+        named = [f"{folder}: {kind} are left out: {some(self[kind])}" for kind in _NAMED if kind in self]
         if self.unread:
             named.append(f"{folder}: files of formats that are not read are left out: {self.unread} (convert them to "
                          "JPEG or PNG)")
+        if others := self._counts(self.keys() - UNREAD_SUFFIXES - set(_NAMED)):
+            named.append(f"{folder}: files that are no images, by their ending or content, are left out: {others}")
         return named
 
 
 def image_files(folder: Path, left_out: LeftOut) -> list[Path]:
-    """The files with an image's ending in a class folder, and in folders within it as those of Tiny ImageNet, in the
-    order of their names. What is hidden, links to folders, which may lead in a circle, and formats that are not read
-    are added to `left_out`. Raises OSError for a folder that cannot be read."""
+    """The images in a class folder, and in folders within it as those of Tiny ImageNet, in the order of their names:
+    files with an image's ending, and others with an image's content. What is hidden or a system's, links to folders,
+    which may lead in a circle, and files that are not read are added to `left_out`. Raises OSError for a folder that
+    cannot be read."""
     found: list[Path] = []
     for place, folders, names in os.walk(folder, onerror=_raise):
         inside = []
@@ -152,45 +210,90 @@ def image_files(folder: Path, left_out: LeftOut) -> list[Path]:
             path = os.path.join(place, name)
             if name.startswith("."):
                 left_out[HIDDEN_FOLDERS].append(path)
+            elif is_system(name):
+                left_out[SYSTEM].append(path)
             elif os.path.islink(path):
                 left_out[LINKS].append(path)
             else:
                 inside.append(name)
         folders[:] = inside
         for name in sorted(names):
-            ending = os.path.splitext(name)[1].lower()
             if _is_image(name):
                 found.append(Path(place, name))
-            elif ending in IMAGE_SUFFIXES:
-                left_out[HIDDEN_IMAGES].append(os.path.join(place, name))
-            elif ending in UNREAD_SUFFIXES and not name.startswith("."):
-                left_out[ending].append(os.path.join(place, name))
+            elif kind := _no_image(path := os.path.join(place, name)):
+                left_out[kind].append(path)
+            elif not name.startswith("."):
+                found.append(Path(path))
     return found
 
 
 def _images_beside(path: Path) -> int:
     """How many images lie in the folder itself."""
     with os.scandir(path) as entries:
-        return sum(_is_image(entry.name) and not entry.is_dir() for entry in entries)
+        # Of links the ending decides: one without leads to no folder, which is told as that.
+        return sum(_is_image(entry.name, "" if entry.is_symlink() else entry.path) and not entry.is_dir()
+                   for entry in entries)
 
 
-def _is_image(name: str) -> bool:
-    """By its ending, and not hidden."""
-    return os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES and not name.startswith(".")
+def _is_image(name: str, path: str = "") -> bool:
+    """By its ending, or by its content where a path is given; and not hidden."""
+    if name.startswith("."):
+        return False
+    return os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES or (bool(path) and not _no_image(path))
 
 
-def _has_image(folder: Path) -> bool:
+def _no_image(path: str) -> str:
+    """As what a file is left out, a key of LeftOut; "" for an image whose ending does not tell, and for hidden files
+    that are none."""
+    name = os.path.basename(path)
+    ending = os.path.splitext(name)[1].lower()
+    if name.startswith("."):
+        return HIDDEN_IMAGES if ending in IMAGE_SUFFIXES else ""
+    if is_system(name):
+        return SYSTEM
+    if ending in _COPIES or name.endswith("~"):
+        return COPIES
+    is_other = ending in UNREAD_SUFFIXES or ending in _NO_IMAGES or not _begins_as_image(path)
+    return (ending or NO_ENDING) if is_other else ""
+
+
+def _begins_as_image(path: str) -> bool:
+    try:
+        with open_file(Path(path)) as file:
+            return _BEGINNING.match(file.read(32)) is not None
+    except OSError:
+        return False
+
+
+def holds_images(folder: Path) -> bool:
     """Whether `image_files` finds some; looks no further than the first."""
     folders = []
     with os.scandir(folder) as entries:
         for entry in entries:
-            if entry.name.startswith("."):
+            if entry.name.startswith(".") or is_system(entry.name):
                 continue
             if entry.is_dir(follow_symlinks=False):
                 folders.append(Path(entry.path))
-            elif _is_image(entry.name):
+            elif _is_image(entry.name, entry.path):
                 return True
-    return any(map(_has_image, folders))
+    return any(map(holds_images, folders))
+
+
+def check_is_split(path: Path, split: str) -> None:
+    """Raise DataError where a folder has train/ or val/ that may be a class among others as well."""
+    if others := _classes_beside(path):
+        raise DataError(f"data path {path} holds {some(others)} beside {split}, which may be a class as they are, or "
+                        f"the split: for all of them as classes move them into a folder {path / 'train'}; for {split} "
+                        f"alone give {path / split} as the data")
+
+
+def seems_to_hold_images(folder: Path) -> bool:
+    """Whether there are some by their endings, in it or in a folder of it; a look, however much else it holds."""
+    try:
+        places = [folder, *(folder / name for name in class_folders(folder)[:_MOST_PLACES])]
+        return any(_is_image(name) for place in places for name in itertools.islice(os.listdir(place), _MOST_NAMES))
+    except OSError:
+        return False
 
 
 def _raise(error: OSError) -> None:
@@ -218,10 +321,11 @@ def folder_classes(path: Path, split: str) -> Classes:
     if listed := read_classes(path):
         return listed
     train = path.parent / "train"
-    if split != "train" and path.name == split and train.is_dir() and (of_training := class_folders(train)):
-        path, folders = train, of_training  # none where the training images are in shards or records
-    first = {nfc(name): name for name in reversed(folders) if _has_image(path / name)}  # of each name in any form
-    return [(name, name) for name in folders if first.get(nfc(name)) == name]
+    place = train if split != "train" and path.name == split and train.is_dir() else path
+    if not (names := class_folders(place)):  # the training images are stored in another way
+        place, names = path, folders
+    first = {nfc(name): name for name in reversed(names) if holds_images(place / name)}  # of each name in any form
+    return [(name, name) for name in names if first.get(nfc(name)) == name]
 
 
 def find_images(path: Path, split: str) -> tuple[Classes, dict[str, list[Path]], list[str]]:
@@ -247,8 +351,9 @@ def find_images(path: Path, split: str) -> tuple[Classes, dict[str, list[Path]],
                        f"has training images: {some(shared)} (give it images of its own)")
     if empty := [name for name in sorted(files.keys() - dict(classes).keys()) if not files[name]]:
         remarks.append(f"{path}: no class is made of folders without an image: {some(empty)}")
-    if hidden := hidden_folders(path):
-        left_out[HIDDEN_FOLDERS] += hidden
+    for kind, others in other_folders(path).items():
+        if others:
+            left_out[kind] += others
     remarks += left_out.remarks(path)
     if not any(files.values()):
         raise no_images(path, remarks)
@@ -287,10 +392,9 @@ def some(names: list[str]) -> str:
 
 def no_images(path: Path, remarks: Sequence[str] = ()) -> DataError:
     """The error for class folders without an image."""
-    kinds = ", ".join(sorted(IMAGE_SUFFIXES))
-    others = "".join(f"; {remark.removeprefix(f'{path}: ')}" for remark in remarks if "formats" in remark)
-    return DataError(f"data path {path} has class folders but no image in them{others}; files ending in {kinds} are "
-                     "looked for")
+    others = "".join(f"; {remark.removeprefix(f'{path}: ')}" for remark in remarks if ": files " in remark)
+    return DataError(f"data path {path} has class folders but no image in them{others}; give JPEG, PNG, BMP, TIFF, "
+                     "WebP or PPM files")
 
 
 def list_entry(line: str) -> tuple[int, str]:
@@ -328,7 +432,40 @@ def open_list(path: Path) -> FileSource:
     for file, label in zip(files, labels, strict=True):
         if not 0 <= label < len(classes):
             raise DataError(f"{path}: label {label} of {file.name} is outside the {len(classes)} classes; correct it")
-    return FileSource(path, files, labels, classes)
+    return FileSource(path, files, labels, classes, list_remarks(path, files, labels))
+
+
+def list_remarks(path: Path, files: Sequence[str | Path], labels: Sequence[int | None]) -> list[str]:
+    """Sentences about files that a list names twice, and about images beside those that it names which neither it nor
+    another list there has: it may have been cut off or doubled at the end of a line."""
+    remarks = []
+    label_of = dict(zip(map(str, files), labels, strict=True))
+    if len(label_of) < len(files):
+        remarks.append(f"{path}: {len(files) - len(label_of):,} of its {len(files):,} lines name a file that another "
+                       "line names too: these images come more than once")
+    if two := {str(file) for file, label in zip(files, labels, strict=True) if label_of[str(file)] != label}:
+        remarks.append(f"{path}: names {len(two):,} file{'s' * (len(two) > 1)} with two labels: {some(sorted(two))} "
+                       "(correct it)")
+    if others := _unlisted(path, label_of.keys()):
+        remarks.append(f"{path}: {others:,} image{'s' * (others > 1)} beside the {len(label_of):,} that it names "
+                       f"{'are' if others > 1 else 'is'} in no list, and left out")
+    return remarks
+
+
+def _unlisted(path: Path, listed: Set[str]) -> int:
+    """How many images lie in the folders of a list's files, but are neither in it nor in another list beside it."""
+    folders = {os.path.dirname(file) for file in listed}
+    if len(folders) > _MOST_FOLDERS:
+        return 0
+    there = set[str]()
+    for folder in folders:
+        with contextlib.suppress(OSError), os.scandir(folder) as entries:
+            there.update(f"{folder}/{entry.name}" for entry in entries if _is_image(entry.name))
+    left = there - listed
+    for other in path.parent.glob("*.lst") if left else ():
+        with contextlib.suppress(DataError):
+            left -= {str(path.parent / line.rpartition("\t")[2]) for line in read_lines(other)}
+    return len(left)
 
 
 def _folder_names(files: list[Path], labels: list[int]) -> list[str]:

@@ -61,9 +61,8 @@ class RecordSource(Source):
         self._ends = starts[np.searchsorted(starts, self._offsets, side="right").clip(max=len(starts) - 1)]
         self.classes = read_classes(path.parent)
         self._num_labels = self._first_num_labels()
-        if self._num_labels > 1:
-            self.remarks = [ONE_HOT_REMARK.format(path)]
         self._spot_check()
+        self.remarks = [*[ONE_HOT_REMARK.format(path)] * (self._num_labels > 1), *self._left_out()]
         if not self.classes:
             # No list of classes: as many as asked for, or as the labels need (reads the header of every record).
             count = max(num_classes or 1 + max(self._labels()), self._num_labels)
@@ -119,15 +118,51 @@ class RecordSource(Source):
                 check_label(label, self.name(i))
                 yield int(label)
 
+    def _left_out(self) -> list[str]:
+        """What the index does not say of the file, in words: of a big one as far as some of its records tell."""
+        if self._is_small:
+            return index_remarks(self.path, self._offsets, sum(1 for _ in self._file.scan()))
+        lacking = 0 if self._offsets.min() > 0 else None
+        for i in (int(self._offsets.argmax()), *self._spots()):
+            with contextlib.suppress(BrokenRecordError):
+                if (end := self._file.end(int(self._offsets[i]))) < self._ends[i]:
+                    lacking = end
+        return index_remarks(self.path, self._offsets, None, lacking)
+
+    def _spots(self) -> list[int]:
+        """Some records from all over the file."""
+        return np.unique(np.linspace(0, len(self) - 1, _NUM_SPOT_CHECKS, dtype=np.int64)).tolist()
+
     def _spot_check(self) -> None:
         """Notice a wrong index when the file is opened, without touching all of a big file."""
-        for i in np.unique(np.linspace(0, len(self) - 1, _NUM_SPOT_CHECKS, dtype=np.int64)):
+        for i in self._spots():
             try:
-                self._class(int(i))
+                self._class(i)
                 if self.classes:
-                    self.label(int(i))
+                    self.label(i)
             except BrokenRecordError as error:
                 raise DataError(
                     f"{index_path(self.path)}: does not fit {self.path.name} (key {self._keys[i]}: {error}); "
                     f"put the right index there, or mend it with `python -m pipelines verify --write-clean`"
                 ) from None
+
+
+def index_remarks(path: Path, offsets: np.ndarray, num_records: int | None, lacking: int | None = None) -> list[str]:
+    """Sentences about an index that lacks records of its file, or names some twice: it may have been cut off or doubled
+    at the end of a line. `num_records` are in the file; where that is not known, one that the index lacks may begin at
+    byte `lacking`."""
+    index, num_named = index_path(path), len(np.unique(offsets))
+    remarks = []
+    if num_named < len(offsets):
+        remarks.append(f"{index}: {len(offsets) - num_named:,} of its {len(offsets):,} lines name a record that "
+                       "another line names too: these images come more than once")
+    is_known = index.with_name(index.name + ".orig").exists()  # verify --write-clean has left them out
+    way_out = "" if is_known else (f"; for all of them remove {index.name} and let `python -m pipelines verify {path} "
+                                   "--write-clean` write it anew")
+    if num_records is not None and num_named < num_records:
+        remarks.append(f"{index}: the index has {num_named:,} of the file's {num_records:,} records, the others are "
+                       f"left out{way_out}")
+    if lacking is not None:
+        remarks.append(f"{index}: the index lacks records of the file, as that at byte {lacking:,}; they are left "
+                       f"out{way_out}")
+    return remarks

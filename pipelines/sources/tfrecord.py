@@ -28,6 +28,7 @@ from pipelines.files import open_file
 from pipelines.options import AUTO, FirstLabel
 from pipelines.recordio import ChecksumError
 from pipelines.sources.base import ONE_HOT_REMARK, SPLITS, check_label, one_hot_class
+from pipelines.sources.folders import some
 from pipelines.sources.shards import Entry, ShardSource, shard_name
 
 # Feature names of TensorFlow's own ImageNet scripts, and of TFDS.
@@ -234,7 +235,7 @@ def _read_example(data: mmap.mmap, record: Stretch, file: Path) -> Entry:
     except (IndexError, KeyError):
         raise DataError(f"{where} holds no tf.train.Example; give files of those") from None
     if not (images and numbers):
-        known = ", ".join(sorted(key.decode(errors="replace") for key in features_of)) or "nothing"
+        known = some(sorted(ascii(key[:40].decode(errors="replace"))[1:-1] for key in features_of)) or "nothing"
         raise DataError(f"{where} has the features {known}; an image (bytes) is looked for as {_words(IMAGE_KEYS)}, a "
                         f"class number (int64) as {_words(LABEL_KEYS)}: write the files anew with these")
     if len(images) > 1:

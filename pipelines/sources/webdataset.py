@@ -1,24 +1,34 @@
 """WebDataset shards as a source: tar files with an image and its label side by side.
 
 A sample is the members that share a name up to its first dot: `n01440764_18.jpg` with the image, `n01440764_18.cls`
-with the class number as text. Other members (.json and the like) are passed over.
+with the class number as text. Members that share all but their last ending are a sample, too, as names of files may
+have dots (`photo.1.jpg`, `photo.1.cls`). Other members of a sample (.json and the like) are passed over; other images
+(.mask.png), and what belongs to no sample, are counted.
 Source: https://github.com/webdataset/webdataset, 'The WebDataset Format'.
 """
 
 from __future__ import annotations
 
 import io
+import itertools
+import os
 import re
 import tarfile
-from collections.abc import Container
+from collections import defaultdict
+from collections.abc import Set
 from pathlib import Path
 
+import numpy as np
+
 from pipelines.errors import DataError
-from pipelines.files import open_file
+from pipelines.files import open_file, understood
 from pipelines.sources.base import IMAGE_SUFFIXES, check_label
 from pipelines.sources.shards import Entry, ShardSource, shard_name
+from pipelines.sources.system_files import is_system
 
 _BLOCK = 512  # bytes, the unit of a tar file
+_PIECE = 1 << 20  # bytes that are read at once
+_BESIDE = -1  # the label, in the index, of a member that belongs to no sample
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".tar.zst")
 _COMPRESSIONS = {rb"\x1f\x8b": "gzip", rb"BZh[1-9]1AY&SY": "bzip2", rb"\xfd7zXZ\0": "xz", rb"\(\xb5/\xfd": "zstd"}
 
@@ -26,38 +36,32 @@ _COMPRESSIONS = {rb"\x1f\x8b": "gzip", rb"BZh[1-9]1AY&SY": "bzip2", rb"\xfd7zXZ\
 class TarSource(ShardSource):
     """Images in tar shards."""
 
+    INDEX_VERSION = 4
+
     @staticmethod
     def scan(file: Path) -> list[Entry]:
-        images: dict[str, tuple[int, int, int]] = {}  # offset, size, begin of the headers
-        labels: dict[str, int] = {}
         try:
             check_not_compressed(file)
-            with tarfile.open(file, "r:") as tar:
-                for member in tar:
-                    if not member.isfile():
-                        continue
-                    folder, _, name = member.name.rpartition("/")
-                    stem, _, ending = name.partition(".")
-                    key = f"{folder}/{stem}"
-                    if ending == "tar":
-                        raise DataError(f"{file}: holds tar files, as ILSVRC2012_img_train.tar does, no images; "
-                                        "convert it with `python -m pipelines make-records`")
-                    if ending == "cls":
-                        _check_new(key, labels, "labels", file)
-                        labels[key] = _parse_label(tar, member, file)
-                    elif f".{ending.lower()}" in IMAGE_SUFFIXES:
-                        _check_new(key, images, "images", file)
-                        images[key] = member.offset_data, member.size, member.offset
-                check_end(file, tar.offset)
-        except tarfile.TarError as error:
-            raise DataError(f"{file}: is truncated or no tar file ({error}); download it again") from None
+            with understood(file, "is truncated or no tar file", "download it again"), tarfile.open(file, "r:") as tar:
+                return _entries(tar, file)
         except OSError as error:
             raise DataError(f"{file}: cannot be read ({error.strerror}); check the disk and permissions") from None
-        missing = ((images, labels, "an image but no .cls with its label"), (labels, images, "a label but no image"))
-        for some, others, what in missing:
-            if alone := next((key for key in some if key not in others), None):
-                raise DataError(f"{file}: sample {alone.lstrip('/')} has {what}; write the shard anew")
-        return [Entry(offset, size, labels[key], begin) for key, (offset, size, begin) in images.items()]
+
+    def _index(self) -> tuple[np.ndarray, ...]:
+        index = super()._index()
+        file, offset, _, label, begin, _ = index
+        is_beside = label == _BESIDE
+        if number := int(is_beside.sum()):
+            first = int(is_beside.argmax())
+            shard = self.files[file[first]]
+            with open_file(shard) as opened:
+                opened.seek(int(begin[first]))
+                name = f"{shard}/{_name_in(opened.read(int(offset[first] - begin[first])))}"
+            those = f"files are left out, {name} and others" if number > 1 else f"file is left out: {name}"
+            self.remarks = [f"{self.path}: beside the samples' images and labels {number:,} {those}"]
+        if is_beside.all():
+            raise DataError(f"{self.path}: the shards hold no image with a label in .cls; write them anew")
+        return tuple(column[~is_beside] for column in index)
 
     def name(self, i: int) -> str:
         return f"{self.files[self._file[i]]}/{self._member(i)}"
@@ -72,26 +76,72 @@ class TarSource(ShardSource):
     def _member(self, i: int) -> str:
         """The name in the tar file, of any length: it may stand in headers of its own."""
         begin, end = int(self._begin[i]), int(self._offset[i])
-        headers = self._maps[self._file[i]].stretch(begin, end - begin).tobytes()
-        try:
-            if len(headers) == _BLOCK:
-                return tarfile.TarInfo.frombuf(headers, "utf-8", "surrogateescape").name
-            with tarfile.open(fileobj=io.BytesIO(headers), mode="r:", encoding="utf-8") as tar:
-                member = tar.next()
-        except tarfile.TarError:  # the shard has become shorter
-            member = None
-        return member.name if member else f"image at byte {end}"
+        return _name_in(self._maps[self._file[i]].stretch(begin, end - begin).tobytes()) or f"image at byte {end}"
 
 
 def is_tar(path: Path) -> bool:
     return path.suffix == ".tar" or path.name.endswith(_COMPRESSED)
 
 
-def _check_new(key: str, found: Container[str], what: str, file: Path) -> None:
-    """Raise DataError for a sample of which this has been found already."""
-    if key in found:
-        raise DataError(f"{file}: sample {key.lstrip('/')} has two {what}; write the shard anew, with a name of its "
-                        "own for each sample")
+def _name_in(headers: bytes) -> str:
+    """The name of a member that begins with these headers; "" where they are none, as in a shard that was cut since."""
+    try:
+        if len(headers) == _BLOCK:
+            return tarfile.TarInfo.frombuf(headers, "utf-8", "surrogateescape").name
+        with tarfile.open(fileobj=io.BytesIO(headers), mode="r:", encoding="utf-8") as tar:
+            member = tar.next()
+    except tarfile.TarError:
+        return ""
+    return member.name if member else ""
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Of a member: all of its name but the last ending, and that in small letters."""
+    folder, _, name = name.rpartition("/")
+    stem, _, ending = name.rpartition(".") if "." in name else (name, "", "")
+    return f"{folder}/{stem}", ending.lower()
+
+
+def _is_of(key: str, samples: Set[str]) -> bool:
+    """Whether a member belongs to a sample, whose key is then the member's own without some of its last endings: for
+    WebDataset all after the first dot of a name is its ending."""
+    while key not in samples and "." in key.rpartition("/")[2]:
+        key = key.rpartition(".")[0]
+    return key in samples
+
+
+def _is_of_a_system(name: str) -> bool:
+    return name.rpartition("/")[2].startswith(".") or any(map(is_system, name.split("/")))
+
+
+def _entries(tar: tarfile.TarFile, file: Path) -> list[Entry]:
+    """The samples of a shard, and behind them what belongs to none, as _BESIDE."""
+    images, labels, others = (defaultdict[str, list[tarfile.TarInfo]](list) for _ in range(3))
+    beside: list[tarfile.TarInfo] = []
+    for member in tar:
+        key, ending = _split(member.name)
+        if ending == "tar" and member.isfile():
+            raise DataError(f"{file}: holds tar files, as ILSVRC2012_img_train.tar does, no images; "
+                            "convert it with `python -m pipelines make-records`")
+        if not member.isfile() or _is_of_a_system(member.name):
+            beside += [] if member.isdir() else [member]
+        else:
+            kind = labels if ending == "cls" else images if f".{ending}" in IMAGE_SUFFIXES else others
+            kind[key].append(member)
+    check_end(file, tar.offset)
+    samples = images.keys() & labels.keys()
+    for found, kinds, what in ((images, "images", "an image but no .cls with its label"),
+                               (labels, "labels", "a label but no image")):
+        if alone := next((key for key in found if not _is_of(key, samples)), None):
+            raise DataError(f"{file}: sample {alone.lstrip('/')} has {what}; write the shard anew")
+        if twice := next((key for key in found if len(found[key]) > 1 and key in samples), None):
+            raise DataError(f"{file}: sample {twice.lstrip('/')} has two {kinds}; write the shard anew, with a name of "
+                            "its own for each sample")
+    beside += itertools.chain.from_iterable(found for key, found in images.items() if key not in samples)
+    beside += itertools.chain.from_iterable(found for key, found in others.items() if not _is_of(key, samples))
+    return [*(Entry(images[key][0].offset_data, images[key][0].size, _parse_label(tar, labels[key][0], file),
+                    images[key][0].offset) for key in images if key in samples),
+            *(Entry(member.offset_data, 0, _BESIDE, member.offset) for member in beside)]
 
 
 def _parse_label(tar: tarfile.TarFile, member: tarfile.TarInfo, file: Path) -> int:
@@ -112,10 +162,20 @@ def check_not_compressed(file: Path) -> None:
             raise DataError(f"{file}: is compressed with {name}, and images are read from the middle of it; unpack it")
 
 
-def check_end(file: Path, offset: int) -> None:
-    """Raise ReadError for a tar file that does not end at `offset`, where tarfile stopped to read: the end is zeros, or
-    that of the file, and tarfile takes a header that is cut off for it."""
+def check_end(file: Path, offset: int, end: int | None = None) -> None:
+    """Raise ReadError unless only zeros, one block at least, lie between byte `offset`, where tarfile stopped to read,
+    and the end of the tar file: byte `end`, or that of the whole file.
+
+    tarfile takes the first block of zeros for the end, though it may be a damaged header, or the end of the first of
+    several tar files joined with cat; and it ends without a word at a header that it does not understand."""
     with file.open("rb") as opened:
+        left = (os.fstat(opened.fileno()).st_size if end is None else end) - offset
         opened.seek(offset)
+        if left < _BLOCK:
+            raise tarfile.ReadError("it has no end mark, as one that is cut off")
         if opened.read(_BLOCK).strip(b"\0"):
-            raise tarfile.ReadError("it ends in the middle of a header")
+            raise tarfile.ReadError(f"there is no header of a file at byte {offset}")
+        for start in range(_BLOCK, left, _PIECE):
+            if opened.read(min(_PIECE, left - start)).strip(b"\0"):
+                raise tarfile.ReadError(f"it goes on behind its end mark at byte {offset}, as one with a damaged block "
+                                        "there, or several that are joined with cat and not with tar -A")

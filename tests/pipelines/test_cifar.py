@@ -102,3 +102,24 @@ def test_pickles_run_no_code(tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"it asks for subprocess.call"):
         open_source(tmp_path, "val")
     assert not (tmp_path / "harmed").exists()
+
+
+@pytest.mark.parametrize("old, new", [(b"numpy", b"numqy"), (b"_codecs", b"_codexs"), (b"multiarray", b"multiarrax"),
+                                      (b"latin1", b"latix1")])
+def test_pickles_with_a_changed_letter_get_one_sentence(tmp_path, rng, old, new):
+    """ModuleNotFoundError and LookupError, among others."""
+    images = rng.integers(0, 256, (2, 3, 32, 32), np.uint8)
+    write(tmp_path, images, np.array([1, 2]), "py", "test_batch")
+    path = tmp_path / "test_batch"
+    content = path.read_bytes()
+    assert old in content
+    path.write_bytes(content.replace(old, new))
+    with pytest.raises(DataError, match="test_batch: is no CIFAR-10 file, a pickle with data and labels"):
+        open_source(tmp_path, "val")
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_pickles_of_newer_protocols(tmp_path, rng, protocol):
+    images = rng.integers(0, 256, (2, 3072), np.uint8)
+    (tmp_path / "test_batch").write_bytes(pickle.dumps({b"data": images, b"labels": [1, 2]}, protocol=protocol))
+    assert len(open_source(tmp_path, "val")) == 2

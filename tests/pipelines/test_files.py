@@ -5,9 +5,11 @@ import os
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tarfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from image_helpers import encode, smooth_image, write_records
 
 from pipelines import DataError, LoaderConfig, make_records, open_loader
 from pipelines.dali_loader import DaliLoader
+from pipelines.files import check_is_file, open_file, understood
 from pipelines.make_records import Options, plan_files
 from pipelines.recordio import RecordFile
 from pipelines.sources import open_source
@@ -192,3 +195,29 @@ theirs[mmap.PAGESIZE]
 """
     found = subprocess.run([sys.executable, "-c", program, str(tmp_path / "file")], capture_output=True, text=True)
     assert (found.returncode, found.stdout) == (-signal.SIGBUS, "0 True\n")
+
+
+@pytest.mark.parametrize("error", [ModuleNotFoundError("No module named 'numqy'"), LookupError("unknown encoding: b"),
+                                   KeyError("x"), MemoryError(), RecursionError("too deep"), struct.error("a\nb \x1b")])
+def test_whatever_a_library_raises_is_one_sentence(tmp_path, error):
+    with pytest.raises(DataError) as caught, understood(tmp_path / "a", "is no picture", "draw it again"):
+        raise error
+    text = str(caught.value)
+    assert text.startswith(f"{tmp_path}/a: is no picture (") and text.endswith("); draw it again")
+    assert "\n" not in text and "\x1b" not in text and not text.endswith("(); draw it again")
+
+
+def test_what_is_of_the_disk_and_what_is_a_sentence_is_passed_on(tmp_path):
+    for error in (OSError(5, "Input/output error"), DataError("a sentence")):
+        with pytest.raises(type(error)) as caught, understood(tmp_path, "is no picture", "draw it again"):
+            raise error
+        assert caught.value is error
+
+
+def test_a_nul_in_a_list_or_a_name(tmp_path):
+    (tmp_path / "train.lst").write_bytes(b"0\t0\ta.jpg\n1\t0\tb\0.jpg\n")
+    with pytest.raises(DataError, match=r"train\.lst line 2: holds a NUL, as a damaged file; put a whole one there"):
+        open_source(tmp_path, "train")
+    for call in (check_is_file, open_file):
+        with pytest.raises(OSError, match="its name holds a NUL"):
+            call(Path(f"{tmp_path}/a\0b"))

@@ -157,13 +157,15 @@ def test_folders_without_an_image_are_no_classes(tmp_path, capsys):
     (tmp_path / "train/c01/1.gif").write_bytes(b"GIF89a")
     empty = f"{tmp_path}/train: no class is made of folders without an image: a, b"
     unread = f"{tmp_path}/train: files of formats that are not read are left out: 1 .gif (convert them to JPEG or PNG)"
+    system = f"{tmp_path}/train: folders and files that systems make are left out: {tmp_path}/train/__MACOSX"
+    text = f"{tmp_path}/train: files that are no images, by their ending or content, are left out: 1 .txt"
     train, val = (open_source(tmp_path, split) for split in ("train", "val"))
     assert train.class_names == val.class_names == ["c00", "c01", "c02"]
-    assert (list(train.remarks), list(val.remarks)) == ([empty, unread], [])
-    assert verify_split(str(tmp_path), "train").remarks == [empty, unread]
+    assert (list(train.remarks), list(val.remarks)) == ([empty, system, unread, text], [])
+    assert verify_split(str(tmp_path), "train").remarks == [empty, system, unread, text]
     (tmp_path / "classes.txt").write_text("a\nb\nc00\nc01\nc02\n")
     source = open_source(tmp_path, "train")
-    assert source.class_names == ["a", "b", "c00", "c01", "c02"] and list(source.remarks) == [unread]
+    assert source.class_names == ["a", "b", "c00", "c01", "c02"] and list(source.remarks) == [system, unread, text]
     assert [source.label(i) for i in range(len(source))] == [2, 2, 3, 3, 4, 4]
 
 
@@ -260,7 +262,7 @@ def formats_that_are_not_read(tmp_path):
     for name in ("a/1.gif", "a/2.GIF", "b/c/3.avif"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"an image")
-    return tmp_path, r"no image in them; files of formats that are not read are left out: 1 \.avif, 2 \.gif \(convert"
+    return tmp_path, r"no image in them; files of formats that are not read are left out: 2 \.gif, 1 \.avif \(convert"
 
 
 def file_of_a_splits_name(tmp_path):
