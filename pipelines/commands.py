@@ -22,6 +22,7 @@ from pipelines.make_records import (
     plan_val_tar,
     share_records,
     tar_kind,
+    with_classes,
     write_records,
 )
 from pipelines.options import BenchOptions, MakeRecordsOptions, MakeSamplesOptions, ShowOptions, VerifyOptions
@@ -29,7 +30,7 @@ from pipelines.samples import NUM_TRAIN, NUM_VAL, PATTERNS, data_path, make_samp
 from pipelines.show import augmentation_sheet, contact_sheet, save
 from pipelines.sources import class_list, open_source, read_classes, same_images, splits_of
 from pipelines.transform import OF_POLICIES, Augmentation
-from pipelines.verify import Report, leave_out_duplicates, print_report, verify_split, write_clean
+from pipelines.verify import Report, leave_out_duplicates, print_report, told_about_classes, verify_split, write_clean
 
 
 def make_records(options: MakeRecordsOptions) -> int:
@@ -58,6 +59,8 @@ def make_records(options: MakeRecordsOptions) -> int:
         reading = {"val_split": options.val_split, "val_group_by": options.val_group_by,
                    "first_label": options.first_label}
         plans = {name: plan_files(source, name, **reading) for name in names}
+        if "val" in plans and (of_training := plans["train"].classes if "train" in plans else read_classes(output)):
+            plans["val"] = with_classes(plans["val"], of_training, f"{source}: val")
     for name in plans:
         new_record_path(output, name)  # nothing is written if one of them is there
     for remark in dict.fromkeys(remark for plan in plans.values() for remark in plan.remarks):
@@ -101,11 +104,13 @@ def _reports(options: VerifyOptions) -> list[Report]:
     found = {split: verify_split(data, split, options.num_threads, num_classes, options.max_pixels,
                                  options.write_clean_, options.first_label) for split in splits}
     if in_val:
+        found["train"] = found["train"]._replace(remarks=list(dict.fromkeys([*found["train"].remarks, *part.remarks])))
         found["train"] = leave_out_duplicates(found["train"], [u for u in found["train"].usable if u.name in in_val])
     elif len(found) == 2:
         said = found["train"].remarks
         found["train"] = leave_out_duplicates(found["train"], found["val"].usable)
-        found["val"] = found["val"]._replace(remarks=[it for it in found["val"].remarks if it not in said])
+        remarks = [*found["val"].remarks, *told_about_classes(*(found[split] for split in ("train", "val")))]
+        found["val"] = found["val"]._replace(remarks=[remark for remark in remarks if remark not in said])
     return list(found.values())
 
 

@@ -131,7 +131,7 @@ class Loader(ABC):
         self.config = config
         self.shard = shard
         self.num_images = num_images  # of the whole split
-        self.classes = classes  # in the order of the labels
+        self.own_classes = self.classes = classes  # the data's, and in the order of the labels
         self.labels: Sequence[int] = range(len(classes))  # of the data's own class numbers
         self.remarks: Sequence[str] = ()  # sentences about what of the data is left out
         self.bad: dict[int, str] = {}  # image -> reason

@@ -32,7 +32,8 @@ from pipelines.inspect_image import inspect_image
 from pipelines.progress import map_in_order
 from pipelines.recordio import BrokenRecordError, index_path, pack_record
 from pipelines.sources import Chosen, Classes, FileSource, ShardSource, open_source
-from pipelines.sources.base import parse_classes
+from pipelines.sources.base import nfc, parse_classes
+from pipelines.sources.folders import some
 from pipelines.sources.webdataset import check_end, check_not_compressed
 from pipelines.transform import MAX_PIXELS
 
@@ -72,6 +73,17 @@ def plan_files(path: Path, split: str, **reading: Any) -> Plan:
         raise DataError(f"{source.path}: has a damaged record: {error}; list all such records with `python -m "
                         "pipelines verify`, and replace them") from None
     return Plan(entries, source.classes, source.remarks)
+
+
+def with_classes(plan: Plan, known: Classes, where: str) -> Plan:
+    """The plan of a split with the classes of the training images, of which it may lack some. Raises DataError where it
+    has images of another."""
+    number = {nfc(key): label for label, (key, _) in enumerate(known)}
+    labels = [number.get(nfc(key), -1) for key, _ in plan.classes]
+    if lost := sorted({plan.classes[entry.label][0] for entry in plan.entries if labels[entry.label] < 0}):
+        raise DataError(f"{where} has images of classes that training has not: {some(lost)}; remove them, or give "
+                        "training images of these classes too")
+    return plan._replace(entries=[entry._replace(label=labels[entry.label]) for entry in plan.entries], classes=known)
 
 
 def plan_train_tar(path: Path, classes: Classes) -> Plan:

@@ -42,7 +42,7 @@ from pipelines.recordio import (
     record_names,
 )
 from pipelines.sources import Classes, Source, beside, locate, open_source, read_classes, same_images
-from pipelines.sources.base import ONE_HOT_REMARK, is_one_hot
+from pipelines.sources.base import ONE_HOT_REMARK, is_one_hot, nfc
 from pipelines.sources.folders import find_images, list_entry, list_remarks, some
 from pipelines.sources.records import class_number, index_remarks
 from pipelines.transform import MAX_PIXELS
@@ -144,7 +144,23 @@ def verify_split(
     folders = dict(enumerate(folder for folder, _ in classes))
     names = {item.label: folders.get(item.label, str(item.label)) for item in items if item.label is not None}
     where = str(path) if len(found.files) == 1 else f"{path} ({split})"
+    if len(names) == 1:
+        remarks.append(f"{where}: all images are of one class, {next(iter(names.values()))!r}")
     return Report(where, num_images, findings, clean_path, usable, is_shared, remarks, names)
+
+
+def told_about_classes(train: Report, val: Report) -> list[str]:
+    """Sentences on classes that only one of the two splits has images of; none where the one has names and the other
+    numbers."""
+    in_train, in_val = (set(map(nfc, report.classes.values())) for report in (train, val))
+    if len({all(name.isdecimal() for name in names) for names in (in_train, in_val)}) > 1:
+        return []
+    remarks = []
+    if unseen := sorted(in_train - in_val):
+        remarks.append(f"{val.where}: no image is of these classes, which training has: {some(unseen)}")
+    if untrained := sorted(in_val - in_train):
+        remarks.append(f"{val.where}: has images of classes that no training image has: {some(untrained)}")
+    return remarks
 
 
 def leave_out_duplicates(train: Report, val: Sequence[Usable]) -> Report:
@@ -302,8 +318,8 @@ def _labels(file: RecordFile, offset: int) -> tuple[float, ...]:
 
 
 def _folder_items(classes: Classes, files: dict[str, list[Path]]) -> list[Item]:
-    number = {key: label for label, (key, _) in enumerate(classes)}
-    return [Item(str(file), "", number.get(folder), partial(read_file, file))
+    number = {nfc(key): label for label, (key, _) in enumerate(classes)}
+    return [Item(str(file), "", number.get(nfc(folder)), partial(read_file, file))
             for folder, images in files.items() for file in images]
 
 

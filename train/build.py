@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,7 +24,7 @@ from pipelines.samples import SAMPLES_FOLDER
 from pipelines.sources import Classes, splits_of
 from train import models
 from train.checkpoint import Checkpoint
-from train.classes import match, padded
+from train.classes import match, padded, some
 from train.config import Config
 from train.devices import Placement
 from train.errors import TrainError
@@ -107,8 +108,8 @@ def open_split(config: Config, split: str, placement: Placement, workers: Worker
         ),
         shard=(workers.rank, workers.size),
     )
-    if split == "train" and len(loader.classes) == 1:
-        raise _one_class(config.data, loader.classes[0][0])
+    if split == "train" and len(met := list(itertools.islice(loader.labels_met(), 2))) == 1:
+        raise _one_class(config.data, loader.classes[met[0]][0])
     num_classes = max(len(classes or loader.classes), config.num_classes)
     if split == "train" and config.label_smoothing >= (most := 1 - 1 / num_classes):
         raise TrainError(f"--label-smoothing {config.label_smoothing:g} gives the right one of {num_classes} classes "
@@ -134,12 +135,37 @@ def evaluated_images(config: Config) -> str:
     return VALIDATION if has_own else TRAINING_IMAGES
 
 
+def told_about_classes(data: str, train_loader: Loader, val_loader: Loader) -> list[str]:
+    """Sentences on classes that only one of the two splits has images of."""
+    classes = train_loader.classes
+    in_train, in_val = (_met(loader, set(train_loader.labels)) for loader in (train_loader, val_loader))
+    remarks = []
+    if unseen := sorted(in_train - in_val):
+        only = f" (all of it is {classes[min(in_val)][1]!r})" if len(in_val) == 1 else ""
+        remarks.append(f"{data}: no image for validation is of these classes, so accuracy says nothing about them: "
+                       f"{some([classes[label] for label in unseen])}{only}")
+    if untrained := sorted(in_val - in_train):
+        remarks.append(f"{data}: images for validation are of classes that no training image has: "
+                       f"{some([classes[label] for label in untrained])}")
+    return remarks
+
+
+def _met(loader: Loader, wanted: set[int]) -> set[int]:
+    """The classes that the images of a split have, looked for until all that are wanted are met."""
+    met: set[int] = set()
+    for label in loader.labels_met():
+        met.add(loader.labels[label])
+        if met >= wanted:
+            break
+    return met
+
+
 def _one_class(data: str, name: str) -> TrainError:
     inside = Path(data) / name
     has_folders = inside.is_dir() and any(map(Path.is_dir, inside.iterdir()))
     way_out = (f"give {inside}, where there are folders" if has_folders else
                "give data of two or more, with a folder for each (docs/data.md)")
-    return TrainError(f"{data} has one class only, {name!r}, and there is nothing to tell it from: {way_out}")
+    return TrainError(f"{data} has images of one class only, {name!r}, and there is nothing to tell it from: {way_out}")
 
 
 def join_bn_group(config: Config, placement: Placement, workers: Workers) -> StatisticsGroup | None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
 from pipelines.sources import Classes
+from pipelines.sources.base import nfc
 from train.errors import TrainError
 
 T = TypeVar("T")
@@ -49,7 +50,7 @@ def match(
         raise TrainError(f"the class {found[min(unknown)][1]!r} of {data} is none of the {len(known)} classes of "
                          f"{whose} ({some(known)}): give data of these classes, or train on those that it has")
     missing = [name for label, (_, name) in enumerate(known) if label not in labels and name != str(label)]
-    if note or (missing and _is_numbered(found)):
+    if note or (missing and is_numbered(found)):
         return Match(labels, note)
     if missing and is_whole:
         raise TrainError(f"{data} has no class {missing[0]!r}, one of the {len(known)} of {whose}: give data of all of "
@@ -105,7 +106,7 @@ def _first_real(classes: Classes, names: Sequence[T]) -> dict[T, int]:
     return {names[label]: label for label in order}
 
 
-def _is_numbered(classes: Classes) -> bool:
+def is_numbered(classes: Classes) -> bool:
     """Whether the names are nothing but the numbers that the classes have: nobody gave any."""
     return all(name == str(label) for label, (_, name) in enumerate(classes))
 
@@ -132,15 +133,16 @@ def printable(name: str) -> str:
 def numbers_by_name(found: Classes, known: Classes) -> list[int] | None:
     """The number of each class among those that are known; None where one is not, or where nobody gave them names."""
     number = _number_of(known)
-    labels = [number.get(key, number.get(name, -1)) for key, name in found]
-    return None if _is_numbered(found) or _is_numbered(known) or -1 in labels else labels
+    labels = [number.get(nfc(key), number.get(nfc(name), -1)) for key, name in found]
+    return None if is_numbered(found) or is_numbered(known) or -1 in labels else labels
 
 
 def _number_of(known: Classes) -> dict[str, int]:
     """By their folders or synsets, and by the names to show that only one of them has."""
-    times = Counter(_names(known))
-    number = {name: label for label, (_, name) in enumerate(known) if times[name] == 1}
-    return number | _first_real(known, [key for key, _ in known])
+    names = [nfc(name) for name in _names(known)]
+    times = Counter(names)
+    number = {name: label for label, name in enumerate(names) if times[name] == 1}
+    return number | _first_real(known, [nfc(key) for key, _ in known])
 
 
 def _by_name(found: Classes, known: Classes) -> list[int]:
@@ -151,7 +153,7 @@ def _by_name(found: Classes, known: Classes) -> list[int]:
     for label, (key, name) in enumerate(found):
         # Where two classes share a name, the others tell; a number is the name of a class that no image shows.
         as_it_is = label if is_alike or (name == str(label) and label < len(known)) else -1
-        labels.append(number.get(key, number.get(name, as_it_is)))
+        labels.append(number.get(nfc(key), number.get(nfc(name), as_it_is)))
     return labels
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -195,9 +196,14 @@ def class_list(path: Path, separator: str | None) -> Classes:
     classes = parse_classes(read_lines(path), separator)
     if not classes:
         raise DataError(f"{path}: the list of classes is empty; write one class name in each line")
-    if len({key for key, _ in classes}) < len(classes):
+    if len({nfc(key) for key, _ in classes}) < len(classes):
         raise DataError(f"{path}: a class name occurs twice; every line must name another class")
     return classes
+
+
+def nfc(name: str) -> str:
+    """The name in one form of Unicode: macOS writes an accent apart from its letter, others do not."""
+    return unicodedata.normalize("NFC", name)
 
 
 def parse_classes(lines: Iterable[str], separator: str | None) -> Classes:

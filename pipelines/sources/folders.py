@@ -14,7 +14,7 @@ import numpy as np
 
 from pipelines.errors import DataError
 from pipelines.files import check_is_file, open_file, read_lines
-from pipelines.sources.base import IMAGE_SUFFIXES, Classes, Source, check_label, read_classes
+from pipelines.sources.base import IMAGE_SUFFIXES, Classes, Source, check_label, nfc, read_classes
 from pipelines.sources.system_files import is_system
 
 # Images by their endings, but none that DALI's decoders read, or that are looked for. The last lines are raw files of
@@ -112,9 +112,9 @@ class FileSource(Source):
         """Whether the file is in a folder that is called as its class, and the path from there."""
         path, start = str(self._files[i]), f"{self._folder}{os.sep}"
         parts = (path.removeprefix(start) if path.startswith(start) else os.path.relpath(path, start)).split(os.sep)
-        folder = self.classes[self.label(i)][0]
-        is_in_class = folder in parts[:-1]
-        return is_in_class, parts[parts.index(folder) + 1 :] if is_in_class else parts
+        folders, own = [nfc(part) for part in parts[:-1]], nfc(self.classes[self.label(i)][0])
+        is_in_class = own in folders
+        return is_in_class, parts[folders.index(own) + 1 :] if is_in_class else parts
 
     def label(self, i: int) -> int:
         return self._labels[i]
@@ -324,7 +324,8 @@ def folder_classes(path: Path, split: str) -> Classes:
     place = train if split != "train" and path.name == split and train.is_dir() else path
     if not (names := class_folders(place)):  # the training images are stored in another way
         place, names = path, folders
-    return [(name, name) for name in names if holds_images(place / name)]
+    first = {nfc(name): name for name in reversed(names) if holds_images(place / name)}  # of each name in any form
+    return [(name, name) for name in names if first.get(nfc(name)) == name]
 
 
 def find_images(path: Path, split: str) -> tuple[Classes, dict[str, list[Path]], list[str]]:
@@ -339,6 +340,10 @@ def find_images(path: Path, split: str) -> tuple[Classes, dict[str, list[Path]],
             f"{path}: {loose:,} image{'s' * (loose > 1)} beside the folders of classes, in none of them, "
             f"{'are' if loose > 1 else 'is'} left out"
         )
+    keys = {nfc(key): key for key, _ in classes}
+    if forms := [name for name in sorted(files) if keys.get(nfc(name), name) != name]:
+        remarks.append(f"{path}: these folders have the names of classes in another form of Unicode (NFC or NFD), and "
+                       f"are the same classes: {some(forms)}")
     if broken := broken_links(path):
         remarks.append(f"{path}: links that lead to no folder are left out: {some(broken)}")
     if split == "val" and (shared := _shared_with_training(path)):
@@ -366,17 +371,17 @@ def _shared_with_training(path: Path) -> list[str]:
 
 def open_folders(path: Path, split: str) -> FileSource:
     classes, found, remarks = find_images(path, split)
-    number = {key: label for label, (key, _) in enumerate(classes)}
+    number = {nfc(key): label for label, (key, _) in enumerate(classes)}
     files: list[Path] = []
     labels: list[int] = []
     for name, images in found.items():
-        if images and name not in number:
+        if images and nfc(name) not in number:
             raise DataError(
                 f"{path / name}: class {name!r} is not among the {len(classes)} known classes (classes.txt or the "
                 f"training folders); add it there or remove the folder"
             )
         files += images
-        labels += [number[name]] * len(images) if images else []
+        labels += [number[nfc(name)]] * len(images) if images else []
     return FileSource(path, files, labels, classes, remarks)
 
 

@@ -163,6 +163,93 @@ def test_two_images_in_a_record_are_refused(tmp_path, image):
         open_source(tmp_path, "train")
 
 
+# --- classes without images ---
+
+
+def test_verify_tells_of_classes_without_images(tmp_path, image, capsys):
+    write_records(tmp_path / "train.rec", [image + b"%d" % i for i in range(3)], [0.0, 1.0, 2.0])
+    write_records(tmp_path / "val.rec", [image], [3.0])
+    assert main(["verify", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        f"{tmp_path}/val.rec: all images are of one class, '3'",
+        f"{tmp_path}/val.rec: no image is of these classes, which training has: 0, 1, 2",
+        f"{tmp_path}/val.rec: has images of classes that no training image has: 3",
+        f"{tmp_path}/val.rec: 1 images, 0 unusable"]
+
+
+@pytest.mark.parametrize("stored", ["tar", "tfrecord", "list", "folders"])
+def test_make_records_of_validation_without_a_class(tmp_path, image, stored):
+    """It ended with "lists other classes than the images have", when train.rec was written."""
+    data, out = tmp_path / "in", tmp_path / "out"
+    data.mkdir()
+    for split, those in (("train", [0, 1, 2, 3]), ("val", [2, 0, 1])):
+        if stored == "tar":
+            write_tar(data / f"{split}.tar", samples([(image, label) for label in those]))
+        elif stored == "tfrecord":
+            write_tfrecord(data / f"{split}.tfrecord", [example(image, label, TFDS) for label in those])
+        elif stored == "list":
+            (data / "one.jpg").write_bytes(image)
+            (data / f"{split}.lst").write_text("".join(f"0\t{label}\tone.jpg\n" for label in those))
+        else:
+            for label in those:
+                (data / split / str(label)).mkdir(parents=True)
+                (data / split / str(label) / "one.jpg").write_bytes(image)
+    assert main(["make-records", str(data), str(out)]) == 0
+    assert sorted(labels(out)) == [0, 1, 2, 3] and sorted(labels(out, "val")) == [0, 1, 2]
+    assert (out / "classes.txt").read_text() == "0\n1\n2\n3\n"
+    for name in ("val.rec", "val.idx"):  # by itself, beside the training images
+        (out / name).unlink()
+    assert main(["make-records", str(data), str(out), "--split", "val"]) == 0
+    assert sorted(labels(out, "val")) == [0, 1, 2]
+
+
+def test_make_records_of_validation_with_a_class_of_its_own(tmp_path, image, capsys):
+    for split, those in (("train", [0, 1]), ("val", [0, 1, 2])):
+        write_tar(tmp_path / "in" / f"{split}.tar", samples([(image, label) for label in those]))
+    assert main(["make-records", str(tmp_path / "in"), str(tmp_path / "out")]) == 2
+    assert "in: val has images of classes that training has not: 2; remove them, or" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "train.rec").exists()
+
+
+# --- forms of Unicode ---
+
+NFC, NFD = "caf\u00e9", "cafe\u0301"
+
+
+def one_image_each(folder: Path, image: bytes, *names: str) -> None:
+    for i, name in enumerate(names):
+        (folder / name).mkdir(parents=True)
+        (folder / name / f"{i}.jpg").write_bytes(image + bytes(i))
+
+
+def test_two_forms_of_a_name_are_one_class(tmp_path, image):
+    one_image_each(tmp_path, image, "bar", NFC, NFD, "zoo")
+    source = open_source(tmp_path, "train")
+    assert source.class_names == ["bar", NFD, "zoo"]  # the first in the order of the names
+    assert [source.label(i) for i in range(4)] == [0, 1, 1, 2]
+    remark, = source.remarks
+    assert remark.endswith(f"(NFC or NFD), and are the same classes: {NFC}")
+    report = verify_split(str(tmp_path), "train")
+    assert report.remarks == [remark] and not report.findings and [u.label for u in report.usable] == [0, 1, 1, 2]
+    (tmp_path / "classes.txt").write_text(f"{NFC}\nzoo\nbar\n")
+    assert [open_source(tmp_path, "train").label(i) for i in range(4)] == [2, 0, 0, 1]
+    (tmp_path / "classes.txt").write_text(f"{NFC}\nzoo\nbar\n{NFD}\n")
+    with pytest.raises(DataError, match="a class name occurs twice"):
+        open_source(tmp_path, "train")
+
+
+@pytest.mark.parametrize("train, val", [(NFC, NFD), (NFD, NFC)])
+def test_training_and_validation_in_two_forms(tmp_path, image, train, val):
+    one_image_each(tmp_path / "train", image, "bar", train, "zoo")
+    one_image_each(tmp_path / "val", image, val, "zoo")
+    source = open_source(tmp_path, "val")
+    assert source.class_names == ["bar", train, "zoo"] and [source.label(i) for i in range(2)] == [1, 2]
+    assert source.remarks[0].endswith(f"and are the same classes: {val}")
+    assert not open_source(tmp_path, "train").remarks
+    assert main(["make-records", str(tmp_path), str(tmp_path / "out")]) == 0
+    assert sorted(labels(tmp_path / "out", "val")) == [1, 2]
+
+
 # --- whose classes.txt it is ---
 
 

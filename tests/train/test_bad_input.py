@@ -86,7 +86,7 @@ def test_one_class_is_refused(inside, fails, tiny_options, tiny_data, tmp_path):
     shutil.copytree(tiny_data / "class0", tmp_path / "data/only" / inside)
     way_out = f"give {tmp_path}/data/only, where there are folders" if inside else "give data of two or more"
     sentence = fails(*tiny_options, "--data", tmp_path / "data")
-    assert f"data has one class only, 'only', and there is nothing to tell it from: {way_out}" in sentence
+    assert f"data has images of one class only, 'only', and there is nothing to tell it from: {way_out}" in sentence
 
 
 @pytest.mark.long

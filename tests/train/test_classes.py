@@ -62,6 +62,8 @@ def test_numbers_on_both_sides_and_a_network_without_names():
     ([("0", "dog"), ("1", "cat")], plain("cat", "dog"), [1, 0]),
     (plain("0", "1", "3"), padded(plain("0", "1", "3"), 4), [0, 1, 2]),  # the class 3 that no image shows is another
     (padded([], 4), padded(plain("0", "1", "3"), 4), [0, 1, -1, 2]),
+    (plain("cafe\u0301", "dog"), plain("dog", "caf\u00e9"), [1, 0]),  # one name in two forms of Unicode
+    (plain("caf\u00e9"), plain("dog", "cafe\u0301"), [1]),
     (plain("b", "3"), padded(plain("a", "b", "3"), 4), [1, 2]),
 ], ids=str)
 def test_names_that_are_numbers_are_numbers(found, known, labels):

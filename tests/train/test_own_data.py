@@ -14,9 +14,10 @@ from tfrecord_files import example, write_tfrecord
 from pipelines.recordio import pack_record
 from pipelines.sources import open_source
 from train import checkpoint, models
-from train.build import class_weights, open_split, training_graph
+from train.build import class_weights, open_split, told_about_classes, training_graph
 from train.config import Config
 from train.devices import Placement
+from train.errors import TrainError
 from train.processes.distributed import Workers
 
 pytestmark = pytest.mark.usefixtures("narrow_network")
@@ -202,17 +203,86 @@ def test_folders_called_by_numbers_and_numbers(tiny_data, tmp_path, stored):
             (data / other).mkdir()
             write_tfrecord(data / other / "0.tfrecord", [example(image, label) for label in range(12)])
         else:
-            parts = [pack_record(label, image, label) for label in range(12)]
-            (data / f"{other}.rec").write_bytes(b"".join(parts))
-            (data / f"{other}.idx").write_text("".join(f"{i}\t{i * len(parts[0])}\n" for i in range(12)))
-        config = Config(data=str(data), batch_size=12, image_size=32, val_image_size=32, num_threads=1)
-        placement = Placement("mxnet", "cpu(0)", "")
-        with open_split(config, "train", placement, Workers()) as train_loader:
+            write_records(data / f"{other}.rec", image, range(12))
+        with loader_of(data) as train_loader:
             classes = train_loader.classes
-        with open_split(config, "val", placement, Workers(), classes, "the training images") as loader:
-            labels = next(iter(loader)).label.asnumpy().astype(int).tolist()
+        with loader_of(data, "val", classes=classes, whose="the training images") as loader:
+            labels = [int(label) for batch in loader for label in batch.label.asnumpy()[: batch.num_valid]]
         own = range(12) if other == "val" else sorted(range(12), key=str)
         assert [int(classes[label][1]) for label in labels] == list(own)
+
+
+PLACEMENT = Placement("mxnet", "cpu(0)", "")
+
+
+def loader_of(data, split="train", **known):
+    config = Config(data=str(data), batch_size=2, image_size=32, val_image_size=32, num_threads=1)
+    return open_split(config, split, PLACEMENT, Workers(), **known)
+
+
+def write_records(path, image, labels):
+    parts = [pack_record(label, image, key) for key, label in enumerate(labels)]
+    path.write_bytes(b"".join(parts))
+    path.with_suffix(".idx").write_text("".join(f"{i}\t{i * len(parts[0])}\n" for i in range(len(parts))))
+
+
+@pytest.mark.parametrize("stored", ["records", "records and names", "tfrecord", "folders", "list"])
+def test_images_of_one_class_are_refused(tiny_data, tmp_path, stored):
+    """Whatever classes the labels or a list leave room for."""
+    file = next(tiny_data.glob("*/*.jpg"))
+    data, name = tmp_path / "data", "2"
+    data.mkdir()
+    if stored in ("records and names", "folders"):
+        (data / "classes.txt").write_text("a\nb\nc\n")
+        name = "c"
+    if stored == "folders":
+        for label in "abc":
+            (data / label).mkdir()
+        for i in range(4):
+            shutil.copyfile(file, data / "c" / f"{i}.jpg")
+    elif stored == "tfrecord":
+        write_tfrecord(data / "train.tfrecord", [(file.read_bytes(), 3)] * 4)
+    elif stored == "list":
+        name = file.parent.name
+        (data / "train.lst").write_text("".join(f"{i}\t2\t{file}\n" for i in range(4)))
+    else:
+        write_records(data / "train.rec", file.read_bytes(), [2] * 4)
+    with pytest.raises(TrainError, match=f"data has images of one class only, {name!r}, and there is nothing to tell"):
+        loader_of(data)
+
+
+def test_classes_that_one_split_alone_has_are_told(tiny_data, tmp_path):
+    image = next(tiny_data.glob("*/*.jpg")).read_bytes()
+    (tmp_path / "classes.txt").write_text("a\nb\nc\nd\n")
+    no_image = "no image for validation is of these classes, so accuracy says nothing about them"
+    for in_train, in_val, sentences in (
+        ([0, 1, 2], [0, 1, 2], []),
+        ([0, 1, 2], [1, 1], [f"{no_image}: 'a', 'c' (all of it is 'b')"]),
+        ([0, 1, 2], [0, 2, 3], [f"{no_image}: 'b'",
+                                "images for validation are of classes that no training image has: 'd'"]),
+    ):
+        write_records(tmp_path / "train.rec", image, in_train)
+        write_records(tmp_path / "val.rec", image, in_val)
+        with loader_of(tmp_path) as train_loader:
+            classes = train_loader.classes
+            with loader_of(tmp_path, "val", classes=classes, whose="the training images") as val_loader:
+                told = told_about_classes("data", train_loader, val_loader)
+        assert told == [f"data: {sentence}" for sentence in sentences]
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("undrawn")
+def test_training_and_validation_tell_of_classes_without_images(run_train, tiny_options, tiny_data, tmp_path):
+    image = next(tiny_data.glob("*/*.jpg")).read_bytes()
+    data = tmp_path / "data"
+    data.mkdir()
+    write_records(data / "train.rec", image, [0, 1, 2, 0])
+    write_records(data / "val.rec", image, [0, 0])
+    code, out, err = run_train("--output", tmp_path / "run", *tiny_options, "--data", data)
+    sentence = f"{data}: no image for validation is of these classes, so accuracy says nothing about them: '1', '2' ("
+    assert code == 0 and sentence in out, out + err
+    code, out, err = run_train("validate", "--checkpoint", tmp_path / "run")
+    assert code == 0 and f"{data}: no image of these classes was validated on" in err and "'1', '2'" in err, err
 
 
 @pytest.mark.parametrize("padding", [0, 2])

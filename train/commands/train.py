@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from graph_passes.executors import Executor
 from graph_passes.executors.cuda.statistics_group import StatisticsGroup
 from train import checkpoint, demonstration, devices
-from train.build import build_executor, check_memory, class_weights, join_bn_group, open_split
+from train.build import (
+    build_executor,
+    check_memory,
+    class_weights,
+    evaluated_images,
+    join_bn_group,
+    open_split,
+    told_about_classes,
+)
 from train.checkpoint import Checkpoint
 from train.commands.session import (
     checkpoint_to_resume,
@@ -30,7 +38,7 @@ from train.errors import TrainError
 from train.loop import Trainer
 from train.presets import load_preset
 from train.processes.distributed import Workers, is_elastic, is_lost_process
-from train.reporting.metrics import TRAINING_IMAGES
+from train.reporting.metrics import TRAINING_IMAGES, VALIDATION
 from train.reporting.recorder import Recorder
 from train.schedule import image_sizes
 from train.statistics import without_variance
@@ -135,6 +143,9 @@ def open_trainer(
             if config.validate_every:
                 val_loader = loaders.enter_context(open_split(config, "val", placement, workers, train_loader.classes,
                                                               "the training images"))
+                if workers.rank == 0 and evaluated_images(config) == VALIDATION:
+                    val_loader.remarks = [*val_loader.remarks,
+                                          *told_about_classes(config.data, train_loader, val_loader)]
             if not start and placement.device.startswith("gpu"):
                 # The network asks how much memory is left: it is to know of the loaders', of validation's too.
                 for loader in (train_loader, val_loader):

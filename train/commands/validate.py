@@ -12,7 +12,7 @@ from typing import Any
 from common import files
 from train import weights
 from train.build import evaluated_images, inference_executor, open_split
-from train.classes import some
+from train.classes import is_numbered, some
 from train.commands.session import name_images, of_network, prepare, shown_skipped
 from train.config import configure
 from train.devices import for_int8
@@ -72,7 +72,9 @@ def main(values: Mapping[str, Any]) -> None:
               f"loss {loss:.4f}, top-1 {top1:.2%}" + f", top-5 {top5:.2%}" * is_top5_told
               + f", balanced accuracy {balanced:.2%}" * is_balance_wanted)
         per_class, *_ = validation.outcomes.by_class(trained.num_classes)
-        if unseen := [loader.classes[label] for label in loader.labels if label >= 0 and not per_class[label]]:
+        # Data without names of classes say nothing about those that they do not show.
+        expected = range(trained.num_classes) if is_numbered(loader.own_classes) else loader.labels
+        if unseen := [loader.classes[label] for label in expected if label >= 0 and not per_class[label]]:
             print(f"{config.data}: no image of these classes was validated on, so accuracy says nothing about them: "
                   f"{some(unseen)} (add some)", file=sys.stderr)
         if folder:
