@@ -28,7 +28,7 @@ from pipelines.decoder_messages import DecoderCheck, decoder_messages
 from pipelines.errors import DataError
 from pipelines.files import open_file
 from pipelines.gpu import GpuDevice
-from pipelines.graph import GraphConfig, ImageInputs, build_pipeline, random_inputs
+from pipelines.graph import GraphConfig, ImageInputs, build_pipeline, longest_side, middle, random_inputs
 from pipelines.inspect_image import BY_PILLOW, Finding, inspect_image, verdict
 from pipelines.loader import Batch, Loader, LoaderConfig
 from pipelines.progress import num_cores
@@ -83,6 +83,7 @@ class DaliLoader(Loader):
             max_pixels=config.max_pixels,
             large_images=config.device == "gpu" and source.mean_encoded_bytes > LARGE_BYTES,
         )
+        self._longest_side = longest_side(self._graph)
         self._pipeline: Any = None
         self._augmenter: Augmenter | None = None
         self._plans: deque[Plan] = deque()  # made ahead, the next to be returned first
@@ -255,7 +256,7 @@ class DaliLoader(Loader):
         """Images of a batch, and what the graph is fed with for them: those of this process's share that are not bad,
         filled up with repetitions. How many of them count, and how many were bad."""
         count, wanted = self.config.batch_size, self._wanted(epoch, batch)
-        self._look_at(wanted)
+        self._look_at_files(wanted)
         good = [(i, image) for i in wanted if (image := self._feed(i)) is not None]
         filling = good
         if not good:
@@ -271,35 +272,43 @@ class DaliLoader(Loader):
 
     def _feed(self, i: int) -> np.ndarray | None:
         """What the graph gets for an image; None for one that is bad."""
-        self._look_at([i])
         if i in self.bad:
             return None
         try:
-            return self._by_pillow.feed(i, self._graph.feeds) if i in self._by_pillow else self._source.feed(i)
+            image = self._source.feed(i)
         except (OSError, BrokenRecordError) as error:
             self._mark_bad(i, _reason(error))
             return None
+        if self._graph.feeds == "pixels":
+            return middle(image, self._longest_side) if self._longest_side else image
+        if not self._is_known[i]:
+            self._is_known[i] = True
+            if reason := self._header(i, image):
+                self._decode_by_pillow([(i, reason)])
+                if i in self.bad:
+                    return None
+        return self._by_pillow.feed(i, self._graph.feeds) if i in self._by_pillow else image
 
-    def _look_at(self, indices: Sequence[int]) -> None:
-        """Have Pillow decode those of some images that DALI decodes otherwise, by the header of each that is met for
-        the first time."""
+    def _look_at_files(self, indices: Sequence[int]) -> None:
+        """Have Pillow decode those of some image files that DALI decodes otherwise, by the header of each that is met
+        for the first time: all at once, as headers wait for the disk."""
         new = [i for i in indices if not self._is_known[i] and i not in self.bad]
-        self._is_known[new] = True
-        if not new or self._graph.feeds == "pixels":
+        if not new or self._graph.feeds != "paths":
             return
-        # The headers of files wait for the disk, all at once.
-        reasons = self._pool.map(self._reason, new) if self._graph.feeds == "paths" else map(self._reason, new)
+        self._is_known[new] = True
+        reasons = self._pool.map(self._header, new)
         self._decode_by_pillow([(i, reason) for i, reason in zip(new, reasons, strict=True) if reason])
 
-    def _reason(self, i: int) -> str:
-        """Why Pillow is to decode an image; "" also for one that cannot be read."""
+    def _header(self, i: int, fed: np.ndarray | None = None) -> str:
+        """Why Pillow is to decode an image, by its header; "" also for one that cannot be read. `fed`: as Source.feed
+        gives it."""
         try:
-            if self._graph.feeds == "paths":
-                with open_file(Path(os.fsdecode(self._source.feed(i).tobytes()))) as file:
-                    end = os.fstat(file.fileno()).st_size
-                    return reason_for_pillow(lambda at, size: os.pread(file.fileno(), min(size, max(0, end - at)), at))
-            image = self._source.feed(i)
-            return reason_for_pillow(lambda at, size: image[at : at + size].tobytes())
+            fed = self._source.feed(i) if fed is None else fed
+            if self._graph.feeds == "bytes":
+                return reason_for_pillow(lambda at, size: fed[at : at + size].tobytes())
+            with open_file(Path(os.fsdecode(fed.tobytes()))) as file:
+                end = os.fstat(file.fileno()).st_size
+                return reason_for_pillow(lambda at, size: os.pread(file.fileno(), min(size, max(0, end - at)), at))
         except (OSError, BrokenRecordError):
             return ""
 
