@@ -66,7 +66,7 @@ def exit_code_of(main: Callable[[], int | None]) -> int:
 
 
 def _code_at_end(main: Callable[[], int | None]) -> int:
-    """Raises what has failed on standard output, also where a library has made an end by itself because of it."""
+    """Raises a failed write to standard output, even if a library has caught it and exited."""
     try:
         code = main() or 0
         if code:
@@ -173,8 +173,8 @@ def run_command(commands: Mapping[str, Command], arguments: Sequence[str], *, pr
 
 def choose_command(commands: Mapping[str, type], arguments: Sequence[str], *, prog: str,
                    default: str | None = None, others: Iterable[str] = ()) -> tuple[str, Sequence[str]]:
-    """The command that a command line begins with, or else the default one, and the arguments that follow. `others` are
-    commands that would have been run by now, had they been spelled right.
+    """The command that a command line begins with, or else the default one, and the arguments that follow. `others`:
+    further valid names, for 'did you mean' only.
 
     Raises UserError for none or an unknown one, and for an option that only others of the commands have.
     """
@@ -202,17 +202,18 @@ def choose_command(commands: Mapping[str, type], arguments: Sequence[str], *, pr
 
 def describe_commands(commands: Mapping[str, type | str], *, prog: str, default: str | None = None,
                       note: str = "") -> str:
-    """Help on a program of several commands, with a note at the end: each by the first line of its docstring, or as
-    it is described."""
+    """Help on a program of several commands, with a note at the end. A command is described by its string, or by
+    the first line of its docstring."""
+    prog = as_typed(prog)
     lines = [f"usage: {prog} {'[COMMAND]' if default else 'COMMAND'} [--option value ...]", "", "commands:"]
     indent = max(map(len, commands)) + 4
     for name, command in commands.items():
         summary = command if isinstance(command, str) else (inspect.getdoc(command) or "").splitlines()[0]
         summary = summary.removesuffix(".")
         lines.append(textwrap.fill(f"  {name:{indent - 4}}  {summary}", _help_width(), subsequent_indent=" " * indent))
-    return as_typed("\n".join([*lines, "", f"{prog} COMMAND --help lists the options of a command.",
+    return "\n".join([*lines, "", f"{prog} COMMAND --help lists the options of a command.",
                       f"{prog} --version names the version of this project and of what it runs on.",
-                      *textwrap.wrap(note, _help_width())]))
+                      *textwrap.wrap(note, _help_width())])
 
 
 def to_arguments(config: object, default: object) -> list[str]:
@@ -306,9 +307,6 @@ class _Parser(argparse.ArgumentParser):
                 words[i] = re.sub("^-(?=.)", "./-", word)  # which argparse does not take for an option
         return words
 
-    def format_help(self) -> str:
-        return as_typed(super().format_help())
-
     def error(self, message: str) -> typing.NoReturn:
         raise UserError(f"{_plain_words(message)} (see {self.prog} --help)")
 
@@ -377,11 +375,12 @@ def _make_parser(options: type, prog: str, default: object | None = None, with_h
     defaults = {name: parameter.default for name, parameter in inspect.signature(options).parameters.items()}
     unnamed = [name for name, value in defaults.items() if value is inspect.Parameter.empty]
     hints = typing.get_type_hints(options, include_extras=True)
-    texts = _help_texts(options) if with_help else {}
+    texts = {name: as_typed(text) for name, text in _help_texts(options).items()} if with_help else {}
     usage = [name.upper() + " ..." * (typing.get_origin(hints[name]) is tuple) for name in unnamed]
     named = ["[--option value ...]"] if len(unnamed) < len(defaults) else []
-    parser = _Parser(prog=prog, usage=" ".join([prog, *named, *usage, *[f"[{rest}]"] * bool(rest)]),
-                    description=description or inspect.getdoc(options), argument_default=argparse.SUPPRESS)
+    parser = _Parser(prog=prog, usage=as_typed(" ".join([prog, *named, *usage, *[f"[{rest}]"] * bool(rest)])),
+                    description=as_typed(description or inspect.getdoc(options) or ""),
+                    argument_default=argparse.SUPPRESS)
     for name in unnamed:
         parser.add_argument(name, help=texts.get(name), **_takes(hints[name], name.upper()))
     for title, names in _groups(options).items():

@@ -7,6 +7,7 @@ after what they hold good for (GPU, versions of driver and libraries), so that n
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
 import os
@@ -18,15 +19,20 @@ _MAGIC = b"resnet-mxnet cache 1\n"
 log = logging.getLogger("disk_cache")
 
 
-def default_folder() -> Path:
+def default_folder() -> Path | None:
+    """None where there is no home: $HOME is not set and the system does not know the user, as in a container."""
     if folder := os.environ.get("RESNET_CACHE"):
         return Path(folder)
     caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not caches.is_absolute():  # which that variable's standard has ignored
-        home = os.path.expanduser("~")
-        # Without $HOME a user whom the system does not know, as in a container, has none: nothing is kept then.
-        caches = Path(home, ".cache") if home != "~" else Path(os.devnull)
-    return caches / "resnet-mxnet"
+    if caches.is_absolute():  # the XDG standard says to ignore relative paths
+        return caches / "resnet-mxnet"
+    home = os.path.expanduser("~")
+    return None if home == "~" else Path(home, ".cache", "resnet-mxnet")
+
+
+@functools.cache
+def _say_that_nothing_is_kept() -> None:
+    log.warning("there is no home folder for the cache: set RESNET_CACHE to a folder, or every start will be slow")
 
 
 class Cache:
@@ -34,9 +40,12 @@ class Cache:
     written only costs the time of working things out again."""
 
     def __init__(self, holds_for: str, root: Path | None = None) -> None:
-        self.folder = (root or default_folder()) / re.sub(r"[^\w.+-]+", "_", holds_for)
+        place = root or default_folder()
+        self.folder = place and place / re.sub(r"[^\w.+-]+", "_", holds_for)
 
     def read(self, name: str) -> bytes | None:
+        if not self.folder:
+            return None
         path = self.folder / name
         try:
             content = path.read_bytes()
@@ -50,6 +59,8 @@ class Cache:
 
     def write(self, name: str, body: bytes) -> None:
         """Atomic: other processes that start at the same time see the old entry or the new one."""
+        if not self.folder:
+            return _say_that_nothing_is_kept()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             descriptor, temporary = tempfile.mkstemp(dir=self.folder)

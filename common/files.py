@@ -15,8 +15,7 @@ from common.errors import UserError
 
 
 def expanded(path: str | Path) -> Path:
-    """With the home folder in place of a `~` or `~NAME` that it begins with; where the system knows none, there is no
-    such file."""
+    """`path` with a leading `~` or `~NAME` expanded; unchanged where there is no home (Path.expanduser raises then)."""
     return Path(os.path.expanduser(path))
 
 
@@ -62,11 +61,14 @@ def check_place(path: Path, otherwise: str) -> None:
 
 
 def _check_kind(path: Path) -> None:
-    """Raise OSError where a file would take the place of what is none: a folder, a device, a pipe."""
+    """Raise OSError where a file would take the place of what is none: a folder, a device, a pipe; and that
+    of a link that leads nowhere."""
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "it is no regular file")
+    if path.is_symlink() and not path.exists():  # what it leads to may be on a disk that is not there at present
+        raise OSError(errno.EINVAL, "it is a link to a file that is not there")
 
 
 def _no_place(path: Path, error: OSError, otherwise: str) -> UserError:

@@ -16,6 +16,7 @@ from typing import Any
 
 from common import mxnet_hook
 from common.errors import ProgramError, UserError
+from common.packages import how_to_install
 
 MAX_THREADS = 1024  # OpenMP dies of many times more
 ENGINES = ("NaiveEngine", "ThreadedEngine", "ThreadedEnginePerDevice")
@@ -25,8 +26,8 @@ mx: Any  # the mxnet module, imported at first use by __getattr__ below
 
 
 def given_threads() -> str:
-    """The threads that the user wants for what is computed on the CPU, or "". Raises UserError for what MXNet and
-    OpenMP would take for no number, or die of."""
+    """The threads that the user wants for what is computed on the CPU, or "". Raises UserError for a
+    value that MXNet or OpenMP would crash on."""
     given = os.environ.get("OMP_NUM_THREADS", "").strip()
     if given and not (given.isdecimal() and 1 <= int(given) <= MAX_THREADS):
         raise UserError(f"OMP_NUM_THREADS is {given!r}: give a whole number from 1 to {MAX_THREADS:,}, or unset it")
@@ -34,7 +35,7 @@ def given_threads() -> str:
 
 
 def _check_variables() -> None:
-    """Raises UserError for what MXNet would abort of, or end in a long trace."""
+    """Raises UserError for a value that MXNet would crash on."""
     for name, value in os.environ.items():
         if name == "MXNET_ENGINE_TYPE" and value not in ENGINES:
             raise UserError(f"{name} is {value!r}: give {', '.join(ENGINES[:-1])} or {ENGINES[-1]}, or unset it")
@@ -54,17 +55,17 @@ def _import_mxnet() -> Any:
         raise ProgramError("the packages for a GPU are installed, but the NVIDIA driver (libcuda.so.1) is missing: "
                            "install it, give the container its GPUs, or run make setup for the CPU") from None
     except ModuleNotFoundError as error:
-        raise ProgramError(_missing(error.name or str(error))) from None
+        if error.name == "mxnet":
+            raise UserError(how_to_install(error) or str(error)) from None
+        raise UserError(_missing(error.name or str(error))) from None
     except (AttributeError, ImportError) as error:  # AttributeError of __getattr__ would mean "no name 'mx'"
         raise ProgramError(f"MXNet cannot be imported with Python {platform.python_version()} and NumPy "
                            f"{metadata.version('numpy')} ({error}): run make setup, which installs a NumPy that it "
-                           "works with") from None
+                           "works with (without make: pip install numpy==1.26.4, on Python below 3.13)") from None
 
 
 def _missing(module: str) -> str:
     package = module.partition(".")[0]
-    if package == "mxnet":
-        return "MXNet is not installed: run make setup, or install this package with its extra [cpu] or [gpu]"
     wanted = PACKAGES_OF_MXNET.get(package, package)
     return (f"MXNet needs the package {package}, which is not installed: run make setup, or "
             f"{sys.executable} -m pip install {shlex.quote(wanted)}")

@@ -1,9 +1,8 @@
 """Mends what MXNet 1.9.1 uses and newer versions of NumPy and Python have removed, just before MXNet is imported.
 
-An installation copies this file to site-packages as `resnet_mxnet_hook.py`, because programs that import MXNet
-themselves (horovodrun) need it too. `resnet_mxnet_hook.pth` beside it puts a finder in front of Python's own at every
-start, which imports this module when `mxnet` is looked for, and not before. So this file stands alone: it imports
-nothing of this project, and what is slow inside functions only.
+Installed as `site-packages/resnet_mxnet_hook.py`, since programs such as horovodrun import MXNet themselves.
+`resnet_mxnet_hook.pth` runs at every start of Python, and imports this module once somebody imports `mxnet`. So it
+imports nothing of this project, and slow modules only inside functions.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any
 
 FINANCIAL_FUNCTIONS = ("mirr", "npv", "pmt", "ppmt", "pv", "rate")
-WRITE_NUMBERS = ("mxnet._ctypes.ndarray", "mxnet._ctypes.symbol", "mxnet.io.io")
 
 
 class MXNetHook:
@@ -25,9 +23,11 @@ class MXNetHook:
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
-        if name == "mxnet":
-            mend()
-        return _mended_module(name, path) if name.startswith("mxnet.") else None
+        loader = _LOADERS.get(name)
+        spec = importlib.machinery.PathFinder.find_spec(name, path) if loader else None
+        if loader and spec and spec.origin:
+            spec.loader = loader(name, spec.origin)
+        return spec
 
 
 def install() -> type[MXNetHook]:
@@ -94,17 +94,12 @@ def num_compute_threads() -> int:
     return max(1, num_cores // int(os.environ.get("HOROVOD_LOCAL_SIZE", "1")))
 
 
-def _mended_module(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
-    """Where to load a module of MXNet from that NumPy 2 breaks; None for any other, which Python finds by itself."""
-    import numpy as np
+class _MXNetLoader(importlib.machinery.SourceFileLoader):
+    """Mends when MXNet is imported, and not when somebody only looks whether it is there."""
 
-    loader = _RecordIOLoader if name == "mxnet.recordio" else _TextLoader if name in WRITE_NUMBERS else None
-    if loader is None or np.__version__.startswith("1."):
-        return None
-    spec = importlib.machinery.PathFinder.find_spec(name, path)
-    if spec and spec.origin:
-        spec.loader = loader(name, spec.origin)
-    return spec
+    def exec_module(self, module: ModuleType) -> None:
+        mend()
+        super().exec_module(module)
 
 
 class _RecordIOLoader(importlib.machinery.SourceFileLoader):
@@ -132,3 +127,12 @@ def _text(value: object) -> str:
         with np.printoptions(legacy="1.21"):
             text = str(value)
     return text
+
+
+_LOADERS: dict[str, type[importlib.machinery.SourceFileLoader]] = {
+    "mxnet": _MXNetLoader,
+    "mxnet.recordio": _RecordIOLoader,
+    "mxnet._ctypes.ndarray": _TextLoader,
+    "mxnet._ctypes.symbol": _TextLoader,
+    "mxnet.io.io": _TextLoader,
+}

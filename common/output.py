@@ -41,7 +41,7 @@ def make_safe() -> None:
 
 
 def _safe(stream: io.TextIOWrapper, errors: str) -> io.TextIOWrapper:
-    """In place of Python's own."""
+    """The same stream on a `_Descriptor`."""
     with contextlib.suppress(OSError):
         stream.flush()
     is_buffered = isinstance(stream.buffer, io.BufferedWriter)  # not with `python -u`
@@ -58,8 +58,7 @@ def make_lasting() -> None:
 
 
 def failed_output() -> OSError | None:
-    """For the end of a program: write what is still to be written. What has failed on standard output until now, which
-    a library may have kept to itself."""
+    """Flushes standard output; returns its first failed write, which a library may have swallowed."""
     with contextlib.suppress(OSError):
         sys.stdout.flush()
     descriptor = _descriptor_of(sys.stdout)

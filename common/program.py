@@ -1,12 +1,13 @@
 """The programs' names: how a user starts them, and how they start each other.
 
 A checkout has `python -m train`, `python -m pipelines` and so on, and scripts. An installed package also has the
-console command `resnet-mxnet`, which stands for all of them. The code names programs as a checkout does; what a user
-sees names them as that user has (`as_typed`).
+console command `resnet-mxnet`, which stands for all of them. The code names programs as a checkout does; help and
+messages use the name that the user has typed (`as_typed`).
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
@@ -44,6 +45,8 @@ PROGRAMS = {  # by module
 _SPELLINGS = {f"python -m {TRAIN}": CONSOLE_COMMAND} | {
     spelling: f"{CONSOLE_COMMAND} {program.word}" for module, program in PROGRAMS.items()
     for spelling in (f"python -m {module}", program.script) if spelling}
+# Not the beginning of another module's name.
+_SPELLING = re.compile(f"(?:{'|'.join(map(re.escape, sorted(_SPELLINGS, key=len, reverse=True)))})(?![\\w.]\\w)")
 
 
 def is_console() -> bool:
@@ -52,15 +55,14 @@ def is_console() -> bool:
 
 
 def as_typed(text: str) -> str:
-    """Text whose programs are named as in a checkout, with the console command's names where the user has typed it."""
+    """Replaces `python -m MODULE` and names of scripts by the console command's names, if the user has started that."""
     if not is_console():
         return text
-    longest_first = sorted(_SPELLINGS, key=len, reverse=True)
-    return re.sub("|".join(map(re.escape, longest_first)), lambda match: _SPELLINGS[match[0]], text)
+    return _SPELLING.sub(lambda match: _SPELLINGS[match[0]], text)
 
 
 def start_of(module: str) -> str:
-    """What starts a program in the user's shell, also where the environment is not active there."""
+    """The shell command that starts a program; with its path where the user's shell would not find it."""
     if is_console():
         command = _in_shell(os.environ[CALLED_AS], CONSOLE_COMMAND)
         return command if module == TRAIN else f"{command} {PROGRAMS[module].word}"
@@ -68,7 +70,7 @@ def start_of(module: str) -> str:
 
 
 def summaries() -> dict[str, str]:
-    """What the console command has besides the commands of `train`, by word; nothing where it was not used."""
+    """Help lines of the console command's other programs, by word; none where the user has not started it."""
     return {program.word: program.summary for program in PROGRAMS.values()} if is_console() else {}
 
 
@@ -81,8 +83,17 @@ def own_process(*words: str) -> list[str]:
 
 
 def words_of(command: Sequence[str]) -> Sequence[str]:
-    """The words that `own_process` was given."""
-    return command[command.index("resnet_mxnet") + 1:]
+    """The words that `own_process` was given, of a command that it made."""
+    return command[_place(command) + 2:]
+
+
+def is_own(command: Sequence[str]) -> bool:
+    """Whether `own_process` made this command."""
+    return _place(command) >= 0
+
+
+def _place(command: Sequence[str]) -> int:
+    return next((i for i, words in enumerate(itertools.pairwise(command)) if words == ("-m", "resnet_mxnet")), -1)
 
 
 def _in_shell(path: str, name: str) -> str:

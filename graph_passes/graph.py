@@ -11,6 +11,7 @@ A graph is immutable: nodes are known by name, and a pass builds a new graph, mo
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -244,6 +245,8 @@ class Graph:
     def load(cls, path: str | Path) -> Graph:
         """Read a Symbol JSON file, as `symbol.save(path)` writes it."""
         try:
+            if Path(path).exists() and not Path(path).is_file():  # a pipe would be waited for without end
+                raise OSError(errno.EINVAL, "it is no regular file")
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "not a text file"
@@ -262,6 +265,8 @@ class Graph:
         except json.JSONDecodeError as error:
             place = f"line {error.lineno}, column {error.colno}"
             raise GraphError(f"{source} is cut off or is not JSON ({error.msg}, {place}): {hint}") from None
+        except RecursionError:
+            raise GraphError(f"{source} is JSON in more brackets than any graph has: {hint}") from None
         if not isinstance(document, dict) or not {"nodes", "heads"} <= document.keys():
             raise GraphError(f"{source} is JSON, but not a graph of MXNet (no 'nodes' and 'heads'): {hint}")
         try:

@@ -55,7 +55,9 @@ def make_records(options: MakeRecordsOptions) -> int:
         names = [options.split] if options.split else both
         if any(journal_path(output, name).exists() for name in names):  # interrupted; what is whole is done
             names = [name for name in names if not (output / f"{name}.rec").exists()]
-        plans = {name: plan_files(source, name, options.val_split) for name in names}
+        reading = {"val_split": options.val_split, "val_group_by": options.val_group_by,
+                   "first_label": options.first_label}
+        plans = {name: plan_files(source, name, **reading) for name in names}
     for name in plans:
         new_record_path(output, name)  # nothing is written if one of them is there
     for remark in dict.fromkeys(remark for plan in plans.values() for remark in plan.remarks):
@@ -93,15 +95,17 @@ def _reports(options: VerifyOptions) -> list[Report]:
         if options.split:
             raise DataError(f"--val-split {options.val_split:g} compares two parts of the training images: leave out "
                             f"--split {options.split}")
-        part = open_source(data, "val", num_classes, options.val_split)
+        part = open_source(data, "val", num_classes, options.val_split, options.val_group_by, options.first_label)
         in_val = {part.name(i) for i in range(len(part))}
     splits = [options.split] if options.split else ["train"] if in_val else splits_of(data)
     found = {split: verify_split(data, split, options.num_threads, num_classes, options.max_pixels,
-                                 options.write_clean_) for split in splits}
+                                 options.write_clean_, options.first_label) for split in splits}
     if in_val:
         found["train"] = leave_out_duplicates(found["train"], [u for u in found["train"].usable if u.name in in_val])
     elif len(found) == 2:
+        said = found["train"].remarks
         found["train"] = leave_out_duplicates(found["train"], found["val"].usable)
+        found["val"] = found["val"]._replace(remarks=[it for it in found["val"].remarks if it not in said])
     return list(found.values())
 
 

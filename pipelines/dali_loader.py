@@ -34,6 +34,7 @@ from pipelines.loader import Batch, Loader, LoaderConfig
 from pipelines.progress import num_cores
 from pipelines.recordio import BrokenRecordError
 from pipelines.sources import Chosen, FileSource, Source, open_source
+from pipelines.sources.base import labels_of
 
 READ_AHEAD = 4  # batches that are fetched from the disk before they are planned: 0.1 s at 10,000 images/s, many seeks
 
@@ -235,6 +236,9 @@ class DaliLoader(Loader):
         if copies := config.repeated_augmentation:
             return np.repeat(order[: -(-len(order) // copies)], copies)[: len(order)]
         return order
+
+    def labels_met(self) -> Iterator[int]:
+        return labels_of(self._source)
 
     def class_sizes(self) -> np.ndarray:
         sizes = np.zeros(len(self.classes), np.int64)
@@ -494,5 +498,5 @@ def open_files(files: Sequence[str | Path], image_size: int, batch_size: int, **
 def open_chosen(config: LoaderConfig, indices: Sequence[int]) -> DaliLoader:
     """The loader of those images of the split of `config`, in that order, through its validation transform, whichever
     split that is. Raises DataError."""
-    source = Chosen(open_source(config.data, config.split, config.num_classes, config.val_split), indices)
+    source = Chosen(open_source(config.data, config.split, **config.reading), indices)
     return DaliLoader(replace(config, split="val", prefetch=1), (0, 1), source)

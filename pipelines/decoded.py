@@ -39,7 +39,7 @@ class DecodedSource(Source):
         self, source: Source, pixels: dict[int, np.ndarray], broken: dict[int, str], damaged: dict[int, str]
     ):
         self.path: Path = source.path
-        self.classes, self.remarks = source.classes, source.remarks
+        self.classes, self.remarks, self.first_label = source.classes, source.remarks, source.first_label
         self.cache_bytes = sum(image.nbytes for image in pixels.values())
         self.damaged = damaged
         self._source = source
@@ -54,6 +54,8 @@ class DecodedSource(Source):
         return self._source.name(i)
 
     def label(self, i: int) -> int:
+        if i in self._broken:
+            raise BrokenRecordError(self._broken[i])
         return self._labels[i]
 
     def feed(self, i: int) -> np.ndarray:

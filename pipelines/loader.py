@@ -18,6 +18,7 @@ import numpy as np
 from common.mxnet_compat import mx
 from common.nvidia_gpus import find_gpus
 from pipelines.errors import DataError, check_not_negative, check_positive
+from pipelines.options import AUTO, FirstLabel, GroupBy
 from pipelines.sources.base import Classes
 from pipelines.transform import MAX_PIXELS, ImageTransform
 
@@ -28,9 +29,12 @@ _CHOICES = {
     "device": ("cpu", "gpu"),
     "decoder": ("auto", "cpu", "gpu"),
     "on_bad_image": ("error", "skip"),
+    "val_group_by": ("image", "folder"),
+    "first_label": (AUTO, "0", "1"),
 }
 
-_IN_THE_ORDER = ("val_split", "balance", "repeated_augmentation")  # what decides on an epoch's images, besides the seed
+# What decides on an epoch's images, besides the seed.
+_IN_THE_ORDER = ("val_split", "val_group_by", "balance", "repeated_augmentation")
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,8 @@ class LoaderConfig:
     data: str  # a path as in sources/, or "synthetic"
     split: str = "train"  # "train" shuffles and augments, "val" does neither
     val_split: float = 0.0  # of data without a split "val": this fraction of the training images is that
+    val_group_by: GroupBy = "image"  # with val_split: what stays on one side, an "image" or all of a "folder"
+    first_label: FirstLabel = AUTO  # of TFRecord files: the label of the first class, "0" or "1"
     balance: float = 0.0  # training: how equally often classes are drawn, from as they come (0) to equally often (1)
     repeated_augmentation: int = 0  # training: copies of an image that a global batch holds; 0: no copies
     batch_size: int = 32  # images a process
@@ -91,6 +97,11 @@ class LoaderConfig:
         if self.split == "train" and epoch < len(self.image_sizes):
             return self.image_sizes[epoch]
         return self.image_size
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        """How `open_source` is to read the data."""
+        return {name: getattr(self, name) for name in ("num_classes", "val_split", "val_group_by", "first_label")}
 
     @property
     def context(self) -> Any:
@@ -154,6 +165,10 @@ class Loader(ABC):
         """From the next batch on, labels are numbers of these classes; `labels` has that of each class of the data."""
         self.classes, self.labels = classes, labels
 
+    def labels_met(self) -> Iterator[int]:
+        """The data's own number of each class that an image of the split has, as soon as one is met."""
+        return iter(range(len(self.labels)))
+
     def class_sizes(self) -> np.ndarray:
         """How many images of the whole split each class has, in the order of the labels; about so of synthetic ones."""
         return np.full(len(self.classes), max(1, self.num_images // len(self.classes)))
@@ -211,7 +226,7 @@ class Loader(ABC):
         config = self.config
         identity = {"split": config.split, "num_images": self.num_images, "seed": config.seed}
         options = {name: getattr(config, name) for name in _IN_THE_ORDER}
-        return identity | {name: value for name, value in options.items() if value}
+        return identity | {name: value for name, value in options.items() if value and value != "image"}
 
     @property
     def global_batch(self) -> int:

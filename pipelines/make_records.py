@@ -20,7 +20,7 @@ import tarfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -30,7 +30,7 @@ from pipelines.errors import DataError, check_not_negative, check_positive
 from pipelines.files import link_beside, open_file, read_file, read_lines, understood, write_text
 from pipelines.inspect_image import inspect_image
 from pipelines.progress import map_in_order
-from pipelines.recordio import index_path, pack_record
+from pipelines.recordio import BrokenRecordError, index_path, pack_record
 from pipelines.sources import Chosen, Classes, FileSource, ShardSource, open_source
 from pipelines.sources.base import parse_classes
 from pipelines.sources.webdataset import check_end, check_not_compressed
@@ -57,16 +57,20 @@ class Plan(NamedTuple):
     remarks: Sequence[str] = ()  # what of the data is left out
 
 
-def plan_files(path: Path, split: str, val_split: float = 0.0) -> Plan:
-    """All images of one split in class folders, of a list or of shards; `val_split` as in `open_source`."""
-    source = open_source(path, split, val_split=val_split)
+def plan_files(path: Path, split: str, **reading: Any) -> Plan:
+    """All images of one split in class folders, of a list or of shards; `reading` as for `open_source`."""
+    source = open_source(path, split, **reading)
     source, chosen = (source.source, source.indices) if isinstance(source, Chosen) else (source, range(len(source)))
     if not isinstance(source, FileSource | ShardSource):
         raise DataError(
             f"{source.path}: RecordIO files, CIFAR-10's own and their like need no conversion; give class folders, a "
             ".lst file, shards or a tar file, or train on it as it is"
         )
-    entries = [Entry(source.label(i), *source.location(i), source.name(i)) for i in chosen]
+    try:
+        entries = [Entry(source.label(i), *source.location(i), source.name(i)) for i in chosen]
+    except BrokenRecordError as error:
+        raise DataError(f"{source.path}: has a damaged record: {error}; list all such records with `python -m "
+                        "pipelines verify`, and replace them") from None
     return Plan(entries, source.classes, source.remarks)
 
 

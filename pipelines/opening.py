@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pipelines.dali_loader import DaliLoader
 from pipelines.decoded import decode_once
 from pipelines.errors import DataError
@@ -21,5 +23,7 @@ def open_loader(config: LoaderConfig, shard: tuple[int, int] = (0, 1)) -> Loader
             raise DataError("synthetic images have a validation split, and as many of each class; leave out "
                             f"{'--val-split' if config.val_split else '--balance'}")
         return SyntheticLoader(config, shard)
-    source = decode_once(config, open_source(config.data, config.split, config.num_classes, config.val_split))
+    source = open_source(config.data, config.split, **config.reading)
+    config = replace(config, first_label=source.first_label)
+    source = decode_once(config, source)
     return DaliLoader(tune(config, source, shard), shard, source)

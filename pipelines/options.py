@@ -13,6 +13,9 @@ SAMPLES = "samples"  # as the data: the built-in sample set
 # that is wrong by more would fill the memory.
 MAX_CLASSES = 1_000_000
 Split = Literal["train", "val"]
+GroupBy = Literal["image", "folder"]  # with --val-split: what stays on one side
+FirstLabel = Literal["auto", "0", "1"]  # of TFRecord files: the label of the first class
+AUTO: Literal["auto"] = "auto"  # the training images decide
 OptionalFile = Annotated[Path | None, "FILE"]
 
 
@@ -33,6 +36,10 @@ class MakeRecordsOptions(SizeLimit):
     val_split: float = 0.0
     """Of data without val: write this fraction of each class's images as val, those that training with the same
     --val-split would set aside."""
+    val_group_by: GroupBy = "image"
+    """What --val-split keeps on one side, as in training."""
+    first_label: FirstLabel = "auto"
+    """Of TFRecord files: the label of the first class, as in training."""
     labels: OptionalFile = None
     """Labels of the validation tar: a synset on each line, or lines of file name and label."""
     classes: OptionalFile = None
@@ -60,6 +67,10 @@ class VerifyOptions(SizeLimit):
     """What to look at; default: all that DATA holds."""
     val_split: float = 0.0
     """Of data without val: which images are for validation, as in training, to find those that are on both sides."""
+    val_group_by: GroupBy = "image"
+    """What --val-split keeps on one side, as in training."""
+    first_label: FirstLabel = "auto"
+    """Of TFRecord files: the label of the first class, as in training."""
     write_clean_: bool = False
     """Write an .idx (RecordIO) or a .lst (folders) without the unusable ones, which the loader then uses; the
     former one is kept as NAME.orig. A missing or wrong .idx is made anew from the .rec file."""

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import struct
 import warnings
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,10 +33,15 @@ class Record(NamedTuple):
 
     label: float
     image: np.ndarray  # uint8, the encoded image; usually a view into the mapped file
+    labels: np.ndarray  # float32, all that the record has: one, or several of which `label` is the first
 
 
 class BrokenRecordError(ValueError):
     """Where the index points, the file holds no whole record; the text says what is there instead."""
+
+
+class ChecksumError(BrokenRecordError):
+    """The bytes of a record are others than those that its checksum was made of."""
 
 
 def index_path(record_path: Path) -> Path:
@@ -65,6 +71,17 @@ def read_index(path: Path) -> tuple[np.ndarray, np.ndarray]:
     return numbers[0::2], numbers[1::2]
 
 
+def record_names(path: Path, keys: Sequence[int], offsets: Sequence[int]) -> Callable[[int], str]:
+    """How messages call the records of an index, by their places in it: by their keys, and where several have the
+    same, by where they are in the file, too."""
+    repeated = {key for key, times in Counter(keys).items() if times > 1}
+
+    def name(i: int) -> str:
+        return f"{path} record {keys[i]}" + f" (byte {offsets[i]})" * (keys[i] in repeated)
+
+    return name
+
+
 class RecordFile(MappedFile):
     """Random access to the records of a .rec file by their byte offsets. Images are views into the mapped file."""
 
@@ -73,13 +90,12 @@ class RecordFile(MappedFile):
         payload, _ = self._payload(offset)
         if len(payload) < _IMAGE_HEADER.size:
             raise BrokenRecordError(f"a record of {len(payload)} bytes has no room for an image header")
-        num_labels, label, _, _ = _IMAGE_HEADER.unpack_from(payload.data)
+        num_labels, _, _, _ = _IMAGE_HEADER.unpack_from(payload.data)
         start = _IMAGE_HEADER.size + 4 * num_labels
         if start > len(payload):
             raise BrokenRecordError(f"its header announces {num_labels} labels, more than the record holds")
-        if num_labels:
-            (label,) = struct.unpack_from("<f", payload.data, _IMAGE_HEADER.size)
-        return Record(label, payload[start:])
+        labels = np.frombuffer(payload.data, "<f4", num_labels or 1, _IMAGE_HEADER.size if num_labels else 4)
+        return Record(float(labels[0]), payload[start:], labels)
 
     def scan(self) -> Iterator[int]:
         """Offsets of all whole records from the file's beginning on; damaged stretches are passed over."""

@@ -31,14 +31,24 @@ from pipelines.decoder_messages import GROUP_SIZE, DecoderCheck
 from pipelines.errors import DataError, check_not_negative, check_positive
 from pipelines.files import link_beside, read_file, read_lines, write_text
 from pipelines.inspect_image import Finding, inspect_image, verdict
-from pipelines.options import MAX_CLASSES
+from pipelines.options import AUTO, MAX_CLASSES, FirstLabel
 from pipelines.progress import map_in_order
-from pipelines.recordio import BrokenRecordError, RecordFile, index_path, read_index
+from pipelines.recordio import (
+    BrokenRecordError,
+    ChecksumError,
+    Record,
+    RecordFile,
+    index_path,
+    read_index,
+    record_names,
+)
 from pipelines.sources import Classes, Source, beside, locate, open_source, read_classes, same_images
+from pipelines.sources.base import ONE_HOT_REMARK, is_one_hot
 from pipelines.sources.folders import find_images, list_entry, list_remarks, some
-from pipelines.sources.records import index_remarks
+from pipelines.sources.records import class_number, index_remarks
 from pipelines.transform import MAX_PIXELS
 
+_NO_CLASS = "its label is not one of the classes"
 _NUM_SHOWN = 40  # findings listed one by one
 
 
@@ -49,6 +59,7 @@ class Item(NamedTuple):
     line: str  # of the clean index or list
     label: int | None  # None: not a class of the list
     read: Callable[[], bytes]
+    problem: str = _NO_CLASS  # where there is no label
 
 
 class Usable(NamedTuple):
@@ -86,7 +97,7 @@ class Report(NamedTuple):
 
 def verify_split(
     data: str, split: str, num_threads: int = 0, num_classes: int | None = None, max_pixels: int = MAX_PIXELS,
-    to_clean: bool = False,
+    to_clean: bool = False, first_label: FirstLabel = AUTO,
 ) -> Report:
     """Look at all images of one split. Raises DataError if there is no such data; and UserError, before it looks, if
     there is no place for what `write_clean` writes where that is `to_clean`."""
@@ -111,7 +122,7 @@ def verify_split(
         clean_path = path / f"{split}.lst" if path == expanded(data) else path.parent / f"{split}.lst"
         items = [item._replace(line=_relative(item, clean_path.parent)) for item in items]
     else:
-        source = open_source(data, split, num_classes)
+        source = open_source(data, split, num_classes, first_label=first_label)
         classes, items, remarks = source.classes, _source_items(source), list(source.remarks)
     if split == "train" and found.format in ("RecordIO", "list", "folders"):
         remarks += beside(found, data)
@@ -217,11 +228,11 @@ def _look_at(max_pixels: int, item: Item) -> tuple[Finding | None, bytes]:
     try:
         encoded = item.read()
     except BrokenRecordError as error:
-        return Finding("index", str(error), False), b""
+        return Finding("checksum" if isinstance(error, ChecksumError) else "index", str(error), False), b""
     except OSError as error:
         return Finding("unreadable", error.strerror or str(error), False), b""
     if item.label is None:
-        return Finding("label", "its label is not one of the classes", False), b""
+        return Finding("label", item.problem, False), b""
     return inspect_image(encoded, max_pixels), hashlib.blake2b(encoded, digest_size=16).digest()
 
 
@@ -258,13 +269,21 @@ def _record_items(path: Path, count: int, findings: list[tuple[str, Finding]], r
     else:
         remarks += index_remarks(path, offsets, len(there))
 
-    def item(key: int, offset: int) -> Item:
-        try:
-            label = file.read(offset).label
-        except BrokenRecordError:
-            label = -1.0
+    name_of = record_names(path, *zip(*entries, strict=True)) if entries else str
+
+    several = [record.labels for _, offset in entries if (record := _record(file, offset)) and len(record.labels) > 1]
+    num_labels = len(several[0]) if several and all(map(is_one_hot, several)) else 1
+    if num_labels > 1:
+        remarks.append(ONE_HOT_REMARK.format(path))
+
+    def item(i: int, key: int, offset: int) -> Item:
+        label, problem = -1.0, _NO_CLASS
+        if record := _record(file, offset):
+            try:  # where some vectors are not one-hot, none is: they are several labels
+                label = class_number(record, num_labels, name_of(i))
+            except DataError as error:
+                problem = str(error)
         known = label.is_integer() and 0 <= label < count
-        name = f"{path} record {key}"
 
         def read() -> bytes:
             try:
@@ -272,9 +291,17 @@ def _record_items(path: Path, count: int, findings: list[tuple[str, Finding]], r
             finally:
                 file.check()
 
-        return Item(name, f"{key}\t{offset}\n", int(label) if known else None, read)
+        return Item(name_of(i), f"{key}\t{offset}\n", int(label) if known else None, read, problem)
 
-    return [item(key, offset) for key, offset in entries]
+    return [item(i, key, offset) for i, (key, offset) in enumerate(entries)]
+
+
+def _record(file: RecordFile, offset: int) -> Record | None:
+    """The record there; None for a broken one."""
+    try:
+        return file.read(offset)
+    except BrokenRecordError:
+        return None
 
 
 def _folder_items(classes: Classes, files: dict[str, list[Path]]) -> list[Item]:
@@ -300,6 +327,7 @@ def _source_items(source: Source) -> list[Item]:
     def item(i: int) -> Item:
         def read() -> bytes:
             try:
+                source.check_record(i)
                 return source.read(i).tobytes()
             finally:
                 source.check([i])
@@ -312,7 +340,7 @@ def _source_items(source: Source) -> list[Item]:
 def _label(source: Source, i: int) -> int | None:
     try:
         return source.label(i)
-    except DataError:
+    except (DataError, BrokenRecordError):
         return None
 
 

@@ -28,21 +28,18 @@ class OwnPackages:
 
 def console() -> None:
     """What the installed script runs."""
+    run(called_as=os.path.abspath(sys.argv[0]))
+
+
+def run(called_as: str = "") -> None:
+    """Run the program that the command line names, as `python -m MODULE` would; `called_as`: the script that the user
+    has started, if that is how it began."""
     sys.meta_path.insert(0, OwnPackages)
-    from common.program import CALLED_AS
+    from common.program import CALLED_AS, GUARD, PROGRAMS, TRAIN
 
-    os.environ[CALLED_AS] = os.path.abspath(sys.argv[0])
-    run()
-
-
-def run() -> None:
-    """Run what the command line names, as `python -m MODULE` would."""
-    if OwnPackages not in sys.meta_path:
-        sys.meta_path.insert(0, OwnPackages)
-    from common.program import GUARD, PROGRAMS, TRAIN
-
+    if called_as:
+        os.environ[CALLED_AS] = called_as
     modules = {program.word: module for module, program in PROGRAMS.items()} | {GUARD: GUARD}
-    word = sys.argv[1] if len(sys.argv) > 1 else "--help"
-    module = modules.get(word, TRAIN)
-    sys.argv[1:] = sys.argv[2:] if word in modules else [word, *sys.argv[2:]]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    word, *rest = sys.argv[1:] or ["--help"]
+    sys.argv[1:] = rest if word in modules else [word, *rest]
+    runpy.run_module(modules.get(word, TRAIN), run_name="__main__", alter_sys=True)

@@ -186,7 +186,8 @@ def plan(source: Path, mxnet: Path, nccl: Path | None, cuda: Path | None) -> lis
     includes += [f"-I{source}/third_party/eigen", "-isystem", f"{mxnet}/include", "-isystem", f"{mxnet}/include/mkldnn"]
     flags = ["-std=c++14", "-O2", "-ftree-vectorize", "-fPIC", "-pthread", "-DNDEBUG", "-w", "-DEIGEN_MPL2_ONLY=1",
              "-DHAVE_GLOO=1", "-DHOROVOD_CPU_OPERATIONS_DEFAULT=G", "-DMXNET_USE_MKLDNN=1", "-DMXNET_USE_ONEDNN=0",
-             "-DMSHADOW_USE_CUDA=0", "-DMSHADOW_USE_MKL=0", "-DMSHADOW_USE_F16C=0"]
+             "-DMSHADOW_USE_CUDA=0", "-DMSHADOW_USE_MKL=0", "-DMSHADOW_USE_F16C=0",
+             f"-fmacro-prefix-map={source}/="]  # its messages name their file: by its place in the source, not here
     parts = dict(PARTS)
     if cuda and nccl:
         parts |= GPU_PARTS

@@ -17,8 +17,8 @@ case $(ldd --version 2>&1) in
 image or a system with glibc, such as Debian 12, or build the container (docker build -t resnet .; docs/setup.md)" >&2
         exit 2 ;;
 esac
-case ${BASH_VERSION:-}:${SHELLOPTS:-} in :*|*posix*) exec bash +o posix "$0" "$@" ;; esac
-
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"
+set +o posix  # as bash is when it is called sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 part=all

@@ -12,21 +12,24 @@ from __future__ import annotations
 import argparse
 import ast
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = ("common", "train", "pipelines", "graph_passes", "benchmarks", "scripts", "tests")
+SOURCES = ("common", "train", "pipelines", "graph_passes", "resnet_mxnet", "benchmarks", "scripts", "tests")
 MOST_FILES = 6  # of tests, which take about ten seconds each on one core
 MAIN = ("origin/main", "main")
 
 
 def git(*arguments: str) -> list[str]:
-    """The lines that it prints; none where it fails."""
+    """The lines, or with -z the names, that it prints; none where it fails or is not installed."""
+    if not shutil.which("git"):
+        return []
     done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.splitlines() if done.returncode == 0 else []
+    return [line for line in re.split("[\\0\n]", done.stdout) if line] if done.returncode == 0 else []
 
 
 def start_of_branch() -> str:
@@ -34,9 +37,9 @@ def start_of_branch() -> str:
 
 
 def changed_since(commit: str) -> list[str]:
-    """Paths of the files that are there, changed, added or not known to git."""
-    paths = {*git("diff", "--name-only", commit), *git("ls-files", "--others", "--exclude-standard")}
-    return sorted(path for path in paths if (ROOT / path).is_file())
+    """Paths of the files that were changed, added or deleted, and of those not known to git."""
+    return sorted({*git("diff", "--name-only", "--no-renames", "--relative", "-z", commit),
+                   *git("ls-files", "--others", "--exclude-standard", "-z")})
 
 
 def module_of(path: str) -> str:
@@ -46,8 +49,13 @@ def module_of(path: str) -> str:
 
 
 def imported(source: str) -> Iterator[str]:
-    """Names of all that a file may import: of `from a import b` a and a.b, since b may be a module."""
-    for node in ast.walk(ast.parse(source)):
+    """Names of all that a file may import: of `from a import b` a and a.b, since b may be a module. Nothing of a file
+    that is no Python, which ruff tells."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -75,7 +83,7 @@ class Project:
         """Files of tests, the nearest first."""
         if path in self._tests:
             return [path]
-        if path not in self._sources:
+        if path not in self._sources and not path.endswith(".py"):
             return self._that_name(path)
         near = [*self._at_the_same_place(path), *self._that_import(path)]
         return list(dict.fromkeys(near or self._that_name(path, Path(path).stem) or self._in_the_folder(path)))
@@ -129,7 +137,7 @@ def choose(changed: list[str], project: Project) -> list[str]:
     tests = nearest(found.values())
     for path, of_path in found.items():
         chosen = [test for test in of_path if test in tests[:MOST_FILES]]
-        print(f"{path}: {', '.join(chosen) or 'no tests'}", flush=True)
+        print(f"{path}: {', '.join(chosen) or ('left to make test' if of_path else 'no tests')}", flush=True)
     if left := tests[MOST_FILES:]:
         print(f"left to make test: {len(left)} more files of tests, such as {left[0]}", flush=True)
     if not changed:
@@ -154,6 +162,10 @@ def main() -> int:
     parser.add_argument("--since", metavar="COMMIT", default="")
     known, options = parser.parse_known_args()
     since = known.since or start_of_branch()
+    if not git("rev-parse", "--git-dir"):
+        print("error: there is no git, or no checkout of yours here, so what has changed is not known: run make test",
+              file=sys.stderr)
+        return 2
     if not git("rev-parse", "--verify", "--quiet", f"{since}^{{commit}}"):
         print(f"error: there is no commit {since}: give another one with SINCE=COMMIT", file=sys.stderr)
         return 2

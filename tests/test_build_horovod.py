@@ -105,6 +105,15 @@ def test_only_what_changed_is_compiled_again(build, tmp_path, capsys):
 
 
 @needs_compiler
+def test_messages_do_not_name_the_folder_of_the_build(build, source, tmp_path):
+    (source / "named.cc").write_text("const char *named = __FILE__;\n")
+    flags = [flag for flag in build.plan(source, tmp_path, None, None)[0].flags if flag.startswith("-fmacro")]
+    unit = build.Unit("named", f'#include "{source}/named.cc"\n', tuple(flags))
+    made = build.compile_unit(unit, tmp_path).read_bytes()
+    assert b"named.cc" in made and f"{source}/named.cc".encode() not in made
+
+
+@needs_compiler
 def test_an_error_of_the_compiler(build, tmp_path):
     """In one sentence; what did not compile is not there, so that the next call compiles it."""
     with pytest.raises(build.BuildError, match=r"wrong\.cc:1:\d+: error: .*missing"):

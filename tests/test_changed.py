@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -50,8 +51,12 @@ def test_each_changed_file_has_its_turn(monkeypatch: pytest.MonkeyPatch, capsys:
     assert capsys.readouterr().out == "no tests: nothing has changed\n"
 
 
+needs_git = pytest.mark.skipif(not shutil.which("git"), reason="git is not installed")
+
+
+@needs_git
 def test_files_that_are_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Since a branch left main, in commits and beside them; what was deleted has no tests."""
+    """Since a branch left main, in commits and beside them; also in a folder of another checkout."""
     def git(*arguments: str) -> None:
         subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=b", *arguments], cwd=tmp_path, check=True)
 
@@ -65,13 +70,28 @@ def test_files_that_are_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "committed").write_text("new")
     git("commit", "-qam", "branch")
     (tmp_path / "edited").write_text("new")
-    (tmp_path / "unknown").write_text("new")
+    (tmp_path / "unknown ü").write_text("new")
     (tmp_path / "deleted").unlink()
-    assert changed.changed_since(changed.start_of_branch()) == ["committed", "edited", "unknown"]
-    assert changed.changed_since("HEAD") == ["edited", "unknown"]
+    assert changed.changed_since(changed.start_of_branch()) == ["committed", "deleted", "edited", "unknown ü"]
+    assert changed.changed_since("HEAD") == ["deleted", "edited", "unknown ü"]
+    (tmp_path / "inside").mkdir()
+    (tmp_path / "inside" / "new").touch()
+    git("add", "inside")
+    monkeypatch.setattr(changed, "ROOT", tmp_path / "inside")
+    assert changed.changed_since("HEAD") == ["new"]
+
+
+def test_a_file_that_is_gone_has_the_tests_of_those_that_import_it() -> None:
+    left = {path: text for path, text in SOURCES.items() if path != "train/loop.py"}
+    assert changed.Project(left).tests_of("train/loop.py")[0] == "tests/train/test_loop.py"
+
+
+def test_a_file_that_is_no_python_imports_nothing() -> None:
+    assert list(changed.imported("def")) == []
 
 
 def test_a_commit_that_is_none() -> None:
+    """In a source archive there are none at all."""
     done = subprocess.run([sys.executable, changed.__file__, "--since", "nowhere"], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (
-        2, "error: there is no commit nowhere: give another one with SINCE=COMMIT\n")
+    what = "there is no commit nowhere: give" if (changed.ROOT / ".git").exists() else "there is no git, or no checkout"
+    assert done.returncode == 2 and done.stderr.startswith(f"error: {what}") and done.stderr.count("\n") == 1

@@ -44,3 +44,15 @@ def test_a_place(name, tmp_path, monkeypatch):
     assert os.listdir() == ["there"], "nothing is made"
     write(Path(name), b"1")
     assert Path(name).read_bytes() == b"1"
+
+
+def test_a_link_that_leads_nowhere_stays(tmp_path):
+    """It may lead to a disk that is not there at present."""
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "gone")
+    for use in (lambda: check_place(link, "give another place"), lambda: write(link, b"content")):
+        with pytest.raises(UserError, match=r"link \(it is a link to a file that is not there\): give another place"):
+            use()
+    assert link.is_symlink()
+    (tmp_path / "gone").write_bytes(b"")
+    write(link, b"content")

@@ -66,12 +66,15 @@ def test_help_names_all_commands(run: Run) -> None:
     ("launch --help", "usage: resnet-mxnet launch "),
     ("multi-host --help", "usage: resnet-mxnet multi-host "),
     ("report --help", "usage: resnet-mxnet report "),
+    ("export --help", "usage: resnet-mxnet export "),
 ])
 def test_help_of_a_command(run: Run, arguments: str, usage: str) -> None:
-    done = run(*arguments.split(), COLUMNS="500")
+    """Also where a line is broken within a name."""
+    done = run(*arguments.split(), COLUMNS="80")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(usage)
-    assert "python -m" not in done.stdout and "scripts/" not in done.stdout.replace("scripts/platforms", "")
+    text = " ".join(done.stdout.split()).replace("scripts/platforms", "")
+    assert "python -m" not in text and "scripts/" not in text
 
 
 @pytest.mark.parametrize("arguments, sentence", [
@@ -107,6 +110,8 @@ def test_the_finder_knows_all_packages() -> None:
     ("`python -m pipelines verify`", "`resnet-mxnet data verify`"),
     ("scripts/dgx1_8gpu.sh -n 2", "resnet-mxnet launch -n 2"),
     ("python -m train.reporting.report RUN", "resnet-mxnet report RUN"),
+    ("python -m train.", "resnet-mxnet."),
+    ("python -m train.processes.guard", "python -m train.processes.guard"),
 ])
 def test_names_as_they_were_typed(monkeypatch: pytest.MonkeyPatch, text: str, typed: str) -> None:
     monkeypatch.delenv(program.CALLED_AS, raising=False)
@@ -119,9 +124,9 @@ NO_PACKAGE = "{} has no package {}: install {}"
 
 
 @pytest.mark.parametrize("version, name, what", [
-    ((3, 11), "numpy", "resnet-mxnet[cpu], or resnet-mxnet[gpu] where there is an NVIDIA GPU"),
-    ((3, 12), "mxnet", "resnet-mxnet[cpu], or resnet-mxnet[gpu] where there is an NVIDIA GPU"),
-    ((3, 13), "mxnet", "it with pip install --no-deps mxnet==1.9.1, or mxnet-cu117==1.9.1 where"),
+    ((3, 11), "numpy", "resnet-mxnet[cpu], or resnet-mxnet[gpu] for an NVIDIA GPU"),
+    ((3, 12), "mxnet", "resnet-mxnet[cpu], or resnet-mxnet[gpu] for an NVIDIA GPU"),
+    ((3, 13), "mxnet", "it with pip install --no-deps mxnet==1.9.1, or mxnet-cu117==1.9.1 for"),
     ((3, 11), "nvidia.dali", "resnet-mxnet[cpu]"),
 ])
 def test_how_to_install(monkeypatch: pytest.MonkeyPatch, version: tuple[int, int], name: str, what: str) -> None:
@@ -150,8 +155,8 @@ def test_an_environment_without_packages(module: str, arguments: str) -> None:
 
 @pytest.mark.parametrize("version, allowed", [((3, 9), False), ((3, 10), True), ((3, 14), True), ((3, 15), False)])
 def test_versions_of_python(version: tuple[int, int], allowed: bool) -> None:
-    program = f"import sys; sys.version_info = {version}; import common; print('allowed')"
-    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    script = f"import sys; sys.version_info = {version}; import common; print('allowed')"
+    done = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     if allowed:
         assert (done.returncode, done.stdout) == (0, "allowed\n")
     else:

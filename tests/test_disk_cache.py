@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from common import disk_cache
 from common.disk_cache import Cache, default_folder
 
 
@@ -37,7 +38,7 @@ def test_a_cache_folder_that_cannot_be_written_only_warns(tmp_path: Path, caplog
     ({"XDG_CACHE_HOME": "/caches", "HOME": "/home/me"}, "/caches/resnet-mxnet"),
     ({"XDG_CACHE_HOME": "caches", "HOME": "/home/me"}, "/home/me/.cache/resnet-mxnet"),
     ({"XDG_CACHE_HOME": "", "HOME": "/home/me"}, "/home/me/.cache/resnet-mxnet"),
-    ({}, "/dev/null/resnet-mxnet"),
+    ({}, None),
 ])
 def test_where_the_cache_is(variables, folder, monkeypatch):
     for name in ("RESNET_CACHE", "XDG_CACHE_HOME", "HOME"):
@@ -45,4 +46,15 @@ def test_where_the_cache_is(variables, folder, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("os.getuid", lambda: 2**31 - 5)  # whom the system does not know
-    assert default_folder() == Path(folder)
+    assert default_folder() == (folder and Path(folder))
+
+
+def test_without_a_home_nothing_is_kept_and_that_is_said_once(monkeypatch, caplog):
+    monkeypatch.setattr(disk_cache, "default_folder", lambda: None)
+    disk_cache._say_that_nothing_is_kept.cache_clear()
+    for name in ("a", "b"):
+        cache = Cache("something")
+        cache.write(name, b"content")
+        assert cache.read(name) is None
+    assert [record.message for record in caplog.records] == [
+        "there is no home folder for the cache: set RESNET_CACHE to a folder, or every start will be slow"]

@@ -62,6 +62,11 @@ def test_picture_shows_the_results(benchmark_module: Callable[[str], Any]) -> No
         assert json.loads(picture.text["Description"]) == [list(bar) for bar in overview.bars()]
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_nothing_is_left_to_be_measured(page: str) -> None:
+    assert "TO MEASURE" not in PAGES[page].read_text()
+
+
 def test_mistakes_are_found(tmp_path: Path) -> None:
     (tmp_path / "result.json").write_text('{"value": 1234.56}')
     (tmp_path / "page.md").write_text("# The `cuda` executor\n")

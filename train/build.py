@@ -94,6 +94,8 @@ def open_split(config: Config, split: str, placement: Placement, workers: Worker
             data=str(SAMPLES_FOLDER) if config.data == SAMPLES else config.data,
             split=split,
             val_split=config.val_split,
+            val_group_by=config.val_group_by,
+            first_label=config.first_label,
             balance=config.balance,
             repeated_augmentation=config.repeated_augmentation,
             image_size=config.image_size if split == "train" else config.inference_image_size,
@@ -118,7 +120,8 @@ def open_split(config: Config, split: str, placement: Placement, workers: Worker
                              "leave it out, or raise it")
         loader.count_classes_as(padded(loader.classes, config.num_classes), loader.labels)
         return loader
-    matched = match(config.data, loader.classes, classes, whose, is_whole=split == "train")
+    matched = match(config.data, loader.classes, classes, whose, is_whole=split == "train",
+                    met=loader.labels_met)
     loader.count_classes_as(classes, matched.labels)
     if matched.note and workers.rank == 0:
         print(matched.note, flush=True)
@@ -133,8 +136,9 @@ def evaluated_images(config: Config) -> str:
 
 def _one_class(data: str, name: str) -> TrainError:
     inside = Path(data) / name
-    way_out = f"give {inside}, where there are folders" if inside.is_dir() and any(inside.glob("*/")) else (
-        "give data of two or more, with a folder for each (docs/data.md)")
+    has_folders = inside.is_dir() and any(map(Path.is_dir, inside.iterdir()))
+    way_out = (f"give {inside}, where there are folders" if has_folders else
+               "give data of two or more, with a folder for each (docs/data.md)")
     return TrainError(f"{data} has one class only, {name!r}, and there is nothing to tell it from: {way_out}")
 
 

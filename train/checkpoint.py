@@ -6,9 +6,14 @@ without pickle, and readable with `numpy.load`. It has one more member, meta.jso
     params/<name>, aux/<name>    canonical: fp32, convolution weights OHWI
     state/<slot>/<name>          what the optimizer keeps, such as the momentum, canonical
     averages/<name>              `ema`: moving averages of params and aux, canonical, where the run keeps them
+    biased/aux/<name>, biased/averages/<name>
+                                 in the first steps of a run: running statistics that still hold a share of their
+                                 initial values, from which training goes on (`train/statistics.py`); aux and averages
+                                 have them without it
     loader/<rank>                position in the epoch, one for each process
     meta.json                    format, progress, configuration, names and folders of the classes, state of NumPy's
-                                 random generator, the optimizer's scalars: loss scaling, number of updates
+                                 random generator, the optimizer's scalars: loss scaling, number of updates; the shares
+                                 of biased statistics
 
 Version 1 had momenta/<name> for state/momentum/<name>, and loss_scaling for scalars; it is read too.
 
@@ -23,7 +28,6 @@ import json
 import os
 import shutil
 import zipfile
-import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -35,6 +39,7 @@ from common.files import replacing, way_out
 from pipelines.sources import Classes
 from train import models
 from train.config import Config
+from train.content import content_of_file
 from train.errors import TrainError
 from train.language_model_config import LanguageModelConfig
 from train.models.network import Shapes, value_shapes
@@ -62,16 +67,33 @@ class Progress:
     validations_since_best: int = 0
 
 
+@dataclass(frozen=True)
+class Biased:
+    """Running statistics, and their moving averages, that hold a share of their initial values, and these shares: as
+    training goes on with them (`train/statistics.py`)."""
+
+    aux: Arrays = field(default_factory=dict)
+    averages: Arrays = field(default_factory=dict)
+    aux_shares: dict[str, float] = field(default_factory=dict)
+    average_shares: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def shares(self) -> dict[str, dict[str, float]]:
+        """By the name of their group in the file."""
+        return {"aux": self.aux_shares, "averages": self.average_shares}
+
+
 @dataclass
 class Checkpoint:
     params: Arrays
-    aux: Arrays
+    aux: Arrays  # without their initial values
     state: dict[str, Arrays]  # of the optimizer, by its slots
     config: Config
     class_names: list[str]  # to show
     class_keys: list[str] = field(default_factory=list)  # folders or synsets; none where they are not known
     progress: Progress = field(default_factory=Progress)
     ema: Arrays = field(default_factory=dict)  # of params and aux; empty without --ema-decay
+    biased: Biased = field(default_factory=Biased)
     loader_states: list[bytes] = field(default_factory=list)  # by rank
     numpy_rng: dict[str, Any] = field(default_factory=dict)
     scalars: dict[str, float] = field(default_factory=dict)  # of the optimizer
@@ -116,11 +138,13 @@ def save(checkpoint: Checkpoint, path: Path) -> None:
         "class_keys": checkpoint.class_keys,
         "numpy_rng": checkpoint.numpy_rng,
         "scalars": checkpoint.scalars,
+        "shares": checkpoint.biased.shares,
     }
     with _replacing(path) as part, part.open("wb") as file:
         with zipfile.ZipFile(file, "w") as archive:
             slots = {f"state/{slot}": arrays for slot, arrays in checkpoint.state.items()}
-            groups = {"params": checkpoint.params, "aux": checkpoint.aux, **slots, "averages": checkpoint.ema}
+            groups = {"params": checkpoint.params, "aux": checkpoint.aux, **slots, "averages": checkpoint.ema,
+                      "biased/aux": checkpoint.biased.aux, "biased/averages": checkpoint.biased.averages}
             for group, arrays in groups.items():
                 for name, array in arrays.items():
                     _write_array(archive, f"{group}/{name}", array)
@@ -135,7 +159,8 @@ def load(path: Path) -> Checkpoint:
     """Read and verify a checkpoint. Raises TrainError: missing, truncated, damaged or of another program."""
     groups: dict[str, Arrays] = {"params": {}, "aux": {}, "averages": {}, "loader": {}}
     try:
-        with zipfile.ZipFile(path) as archive:
+        with (content_of_file(lambda reason: f"{path} is no complete checkpoint ({reason}); use another one of its "
+                                             "folder"), zipfile.ZipFile(path) as archive):
             names = archive.namelist()
             meta = json.loads(archive.read(META)) if META in names else {}
             if OF_INT8 in names:
@@ -158,6 +183,7 @@ def load(path: Path) -> Checkpoint:
                 aux=groups["aux"],
                 state={group.removeprefix("state/"): groups[group] for group in groups if group.startswith("state/")},
                 ema=groups["averages"],
+                biased=_biased(groups, meta.get("shares", {})),
                 config=(config := _config(meta["config"], path)),
                 class_names=_names(meta, "class_names") or _numbers(config.model, groups["params"]),
                 class_keys=_names(meta, "class_keys"),
@@ -169,8 +195,6 @@ def load(path: Path) -> Checkpoint:
             )
     except OSError as error:
         raise TrainError(f"cannot read the checkpoint {path}: {error.strerror or error}") from None
-    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise TrainError(f"{path} is no complete checkpoint ({error}); use another one of its folder") from None
 
 
 def load_checked(path: Path) -> Checkpoint:
@@ -192,8 +216,9 @@ def load_checked(path: Path) -> Checkpoint:
     _check_arrays(path, str(network), checkpoint.aux, aux)
     if checkpoint.ema:
         _check_arrays(path, str(network), checkpoint.ema, params | aux)
-    for arrays in checkpoint.state.values():
-        _check_arrays(path, str(network), arrays, {name: params[name] for name in arrays if name in params})
+    for arrays, known in (*((arrays, params) for arrays in checkpoint.state.values()),
+                          (checkpoint.biased.aux, aux), (checkpoint.biased.averages, aux)):
+        _check_arrays(path, str(network), arrays, {name: known[name] for name in arrays if name in known})
     for names in (checkpoint.class_names, checkpoint.class_keys):
         if names and len(names) != network.num_classes:
             raise TrainError(f"{path} holds a {network}, and names {len(names)}; use another one of its folder")
@@ -326,7 +351,7 @@ def _step(path: Path) -> int:
     try:
         with zipfile.ZipFile(path) as archive:
             return int(json.loads(archive.read(META))["progress"]["step"])
-    except (OSError, zipfile.BadZipFile, zlib.error, ValueError, KeyError, TypeError):
+    except Exception:  # as `content_of_file` says
         return -1
 
 
@@ -349,6 +374,20 @@ def _scalars(values: dict[str, float]) -> dict[str, float]:
         if not (type(value) in (int, float) and least <= value <= most):
             raise ValueError(f"{name} is {value!r}")
     return values
+
+
+def _biased(groups: dict[str, Arrays], shares: dict[str, dict[str, float]]) -> Biased:
+    found = []
+    for group in ("aux", "averages"):
+        arrays, of_group = groups.get(f"biased/{group}", {}), shares.get(group, {})
+        if arrays.keys() != of_group.keys():
+            raise ValueError(f"biased {group} have no shares")
+        for name, share in of_group.items():
+            if not (type(share) in (int, float) and 0 < share <= 1):
+                raise ValueError(f"the share of {name} is {share!r}")
+        found.append((arrays, of_group))
+    (aux, aux_shares), (averages, average_shares) = found
+    return Biased(aux, averages, aux_shares, average_shares)
 
 
 def _names(meta: dict[str, Any], key: str) -> list[str]:

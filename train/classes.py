@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, TypeVar
 
 from pipelines.sources import Classes
 from train.errors import TrainError
+
+T = TypeVar("T")
 
 
 class Match(NamedTuple):
@@ -14,11 +17,15 @@ class Match(NamedTuple):
     note: str  # what the user should know about it; "" where the two count alike
 
 
-def match(data: str, found: Classes, known: Classes, whose: str, is_whole: bool) -> Match:
+def match(
+    data: str, found: Classes, known: Classes, whose: str, is_whole: bool,
+    met: Callable[[], Iterable[int]] | None = None,
+) -> Match:
     """The network's numbers of a data set's classes.
 
-    Folders and synsets come before names to show, of which two classes may have the same one. Where one side has
-    nothing but numbers, these are taken as they are.
+    Folders and synsets come before names to show, of which two classes may have the same one. Names that are all
+    numbers are numbers: folders 0, 1, 10, 2 are the classes 0, 1, 10 and 2 of a .rec file. Where one side alone has
+    nothing but numbers, these are taken for the class numbers of the other.
 
     Args:
         data: the data path, for messages.
@@ -26,28 +33,49 @@ def match(data: str, found: Classes, known: Classes, whose: str, is_whole: bool)
         known: the network's.
         whose: what has these, for messages: 'the network of runs/NAME'.
         is_whole: the data must have all of them.
+        met: the numbers of those of `found` that images have, asked for where the network does not know one; None: all.
+            A class that no image has may be unknown, and its number is then -1.
 
     Raises:
         TrainError: the data has a class that the network does not know, or lacks one that it must have.
     """
-    as_they_are = list(range(len(found)))
-    if nameless := [place for place, classes in ((data, found), (whose, known)) if _is_numbered(classes)]:
-        if len(found) > len(known):
+    labels, note = _by_number(data, found, known, whose)
+    if labels is None:
+        labels = _by_name(found, known)
+    if -1 in labels and (unknown := [label for label in (met() if met else range(len(found))) if labels[label] < 0]):
+        if note and len(found) > len(known):
             raise TrainError(f"{data} has {len(found)} classes and {whose} has {len(known)}: give data of these, or "
                              "train on those that it has")
-        note = f"{nameless[0]} has no names of classes: the class numbers of {data} are taken for those of {whose}"
-        return Match(as_they_are, note if len(nameless) == 1 else "")
-    labels = _by_name(data, found, known, whose)
+        raise TrainError(f"the class {found[min(unknown)][1]!r} of {data} is none of the {len(known)} classes of "
+                         f"{whose} ({some(known)}): give data of these classes, or train on those that it has")
     missing = [name for label, (_, name) in enumerate(known) if label not in labels and name != str(label)]
+    if note or (missing and _is_numbered(found)):
+        return Match(labels, note)
     if missing and is_whole:
         raise TrainError(f"{data} has no class {missing[0]!r}, one of the {len(known)} of {whose}: give data of all of "
                          "them")
-    note = ""
     if missing:
         note = f"{data} has {len(found)} of the {len(known)} classes of {whose}"
-    elif labels != as_they_are:
+    elif labels != list(range(len(found))):
         note = f"the classes of {data} are in another order than those of {whose}: they are told apart by their names"
     return Match(labels, note)
+
+
+def _by_number(data: str, found: Classes, known: Classes, whose: str) -> tuple[list[int] | None, str]:
+    """The network's numbers, -1 for one that it has not, where classes are numbers on a side; and what is to be said
+    where they are on one alone."""
+    of_found, of_known = _numbers(found), _numbers(known)
+    sides = ((data, found), (whose, known))
+    places = [place for place, classes in sides if _numbers(classes, names_alone=True)]
+    if of_found and of_known:
+        note = ""
+    elif places:
+        of_found, of_known = of_found or list(range(len(found))), of_known or list(range(len(known)))
+        note = f"{places[0]} has no names of classes: the class numbers of {data} are taken for those of {whose}"
+    else:
+        return None, ""
+    label_of = _first_real(known, of_known)
+    return [label_of.get(number, -1) for number in of_found], note
 
 
 def padded(classes: Classes, count: int) -> Classes:
@@ -57,6 +85,24 @@ def padded(classes: Classes, count: int) -> Classes:
 
 def _names(classes: Classes) -> list[str]:
     return [name for _, name in classes]
+
+
+def _numbers(classes: Classes, names_alone: bool = False) -> list[int] | None:
+    """The classes as numbers, where all of their folders are numbers, or all names to show; else None."""
+    for texts in ([] if names_alone else [[key for key, _ in classes]]) + [_names(classes)]:
+        if all(text.isascii() and text.isdecimal() for text in texts):
+            numbers = [int(text) for text in texts]
+            real = [number for label, number in enumerate(numbers) if texts[label] != str(label)]
+            if len(set(real)) == len(real) and len(set(numbers)) == len(set(texts)):  # not 1 and 01
+                return numbers
+    return None
+
+
+def _first_real(classes: Classes, names: Sequence[T]) -> dict[T, int]:
+    """The class of each name. Where a class that no image shows, whose name is its number, has the name of another, it
+    is that one's."""
+    order = sorted(range(len(classes)), key=lambda label: classes[label][1] != str(label))
+    return {names[label]: label for label in order}
 
 
 def _is_numbered(classes: Classes) -> bool:
@@ -94,20 +140,18 @@ def _number_of(known: Classes) -> dict[str, int]:
     """By their folders or synsets, and by the names to show that only one of them has."""
     times = Counter(_names(known))
     number = {name: label for label, (_, name) in enumerate(known) if times[name] == 1}
-    return number | {key: label for label, (key, _) in enumerate(known)}
+    return number | _first_real(known, [key for key, _ in known])
 
 
-def _by_name(data: str, found: Classes, known: Classes, whose: str) -> list[int]:
+def _by_name(found: Classes, known: Classes) -> list[int]:
+    """The network's numbers of the classes; -1 for one that it has not."""
     number = _number_of(known)
     is_alike = _names(found) == _names(known)
     labels = []
     for label, (key, name) in enumerate(found):
         # Where two classes share a name, the others tell; a number is the name of a class that no image shows.
-        as_it_is = label if is_alike or (name == str(label) and label < len(known)) else None
-        if (its_number := number.get(key, number.get(name, as_it_is))) is None:
-            raise TrainError(f"the class {name!r} of {data} is none of the {len(known)} classes of {whose} "
-                             f"({some(known)}): give data of these classes, or train on those that it has")
-        labels.append(its_number)
+        as_it_is = label if is_alike or (name == str(label) and label < len(known)) else -1
+        labels.append(number.get(key, number.get(name, as_it_is)))
     return labels
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from common.command_line import nearest, option_name, part_of
 from common.limits import Limit
 from graph_passes import optimizers
+from pipelines.options import AUTO
 from pipelines.transform import OF_POLICIES, ImageTransform
 from train import models
 from train.errors import TrainError
@@ -122,7 +123,7 @@ def configure(values: Mapping[str, Any], default: Config) -> Config:
     recipe = optimizers.rule_of(optimizer).recipe if optimizer != default.optimizer else {}
     of_run = {name: values[name] for name in vars(default).keys() & values}
     if realpath(of_run.get("data", default.data)) != realpath(default.data):
-        of_run = {"val_split": 0.0} | of_run  # was that of other images
+        of_run = {"val_split": 0.0, "val_group_by": "image"} | of_run  # were those of other images
     config = dataclasses.replace(default, **{**recipe, **of_run})
     if "warmup_epochs" not in values:
         config = dataclasses.replace(config, warmup_epochs=default_warmup(default, config.epochs))
@@ -139,6 +140,9 @@ def configure(values: Mapping[str, Any], default: Config) -> Config:
     if "stochastic_depth_mode" in values and not config.stochastic_depth:
         raise TrainError(f"--stochastic-depth-mode {config.stochastic_depth_mode} is for runs that leave out residual "
                          "branches: leave it out, or give --stochastic-depth")
+    if "val_group_by" in values and not config.val_split:
+        raise TrainError(f"--val-group-by {config.val_group_by} is for images that are set aside: leave it out, or "
+                         "give --val-split 0.1")
     for name in ("random_area", "random_ratio"):
         if name in values and config.crop_padding:
             raise TrainError(f"{option_name(name)} {shown(values[name])} is for crops of a random area, and "
@@ -182,7 +186,8 @@ def default_warmup(default: Config, epochs: int) -> float:
 def changes(before: Config, now: Config) -> list[str]:
     """The options that differ where a run goes on, with both values, those of a session left out."""
     return [f"{option_name(name)} {shown(value)} (before: {shown(before.chosen[name])})"
-            for name, value in now.chosen.items() if value != before.chosen[name] and name not in OF_A_SESSION]
+            for name, value in now.chosen.items() if value != before.chosen[name] and name not in OF_A_SESSION
+            and (name, before.chosen[name]) != ("first_label", AUTO)]  # an older run has not written what it found
 
 
 # --- what goes together ---

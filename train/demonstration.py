@@ -14,7 +14,7 @@ import numpy as np
 
 from common.environment import ROOT
 from common.mxnet_compat import mx
-from common.program import LAUNCH, TRAIN, start_of
+from common.program import LAUNCH, TRAIN, is_console, start_of
 from graph_passes.executors import Executor
 from pipelines.options import SAMPLES
 from pipelines.samples import SAMPLES_FOLDER
@@ -75,6 +75,6 @@ def next_commands(run_folder: Path) -> str:
         ("images of your own: a folder that has a folder for each class, in place of this one",
          f"{train} --config {DEFAULT_PRESET} --data {SAMPLES_FOLDER}"),
     ]
-    if (ROOT / "scripts").is_dir():
+    if is_console() or (ROOT / "scripts").is_dir():
         commands.append(("two processes, which average their gradients", f"{script(LAUNCH)} -n 2"))
     return "\n".join(["try next:", *(line for what, command in commands for line in (f"  # {what}", f"  {command}"))])

@@ -31,4 +31,5 @@ class NoHorovodError(TrainError):
 
     def __init__(self, num_processes: int | str, reason: ImportError) -> None:
         super().__init__(f"{num_processes} processes need Horovod, which is not installed here ({reason}): run make "
-                         "setup, which says what it lacks", on_all_ranks=True)
+                         "setup in a checkout of this project, which builds it or says what it lacks",
+                         on_all_ranks=True)

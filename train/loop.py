@@ -25,7 +25,7 @@ from common.errors import UserError
 from graph_passes import optimizers
 from graph_passes.executors import Draws, Executor, Metrics
 from pipelines import Batch, DataError, Loader
-from train.checkpoint import BEST, Checkpoint, CheckpointFolder, Progress
+from train.checkpoint import BEST, Biased, Checkpoint, CheckpointFolder, Progress
 from train.checkpoint import FOLDER as CHECKPOINTS
 from train.config import Config, changes
 from train.draws import draw
@@ -40,6 +40,7 @@ from train.reporting.metrics import VALIDATION, accuracy_of
 from train.reporting.outcomes import Outcomes
 from train.reporting.recorder import IMAGE_EVENTS, Recorder
 from train.schedule import make_schedule
+from train.statistics import InitialShares
 from train.validation import Validation, validate
 
 # So many steps in a row whose gradients are not finite end a run. From the highest loss scale, 2^24, it takes 24 of
@@ -99,6 +100,7 @@ class Trainer:
         self.commit = commit
         self.optimizer = make_optimizer(executor, config)
         self.all_reduce: GradientAllReduce | None = None  # of several processes, once they have been joined
+        self.shares = InitialShares(executor)
         self.steps_per_epoch = math.ceil(train_loader.num_batches / config.accumulate)
         self.learning_rate = make_schedule(config, self.steps_per_epoch, workers.size)
         self.checkpoints = CheckpointFolder(run_folder, config.keep_checkpoints)
@@ -264,6 +266,7 @@ class Trainer:
             self.all_reduce.finish()
         decay = ema_decay(self.config.ema_decay, self.progress.step)
         self.optimizer.step(self.learning_rate(self.schedule_step), scale=1 / count, ema_decay=decay)
+        self.shares.step(count, decay)
         self.executor.end_step()
         self.progress.step += 1
         self.progress.epoch_step += 1
@@ -366,7 +369,7 @@ class Trainer:
         if self.workers.sum([self.workers.rank == 0 and age > FRESH_SECONDS])[0]:
             self.save(recorder)
         try:
-            with recorder.phase("validation"), ema_in_use(self.optimizer):
+            with recorder.phase("validation"), self.evaluating(together=True):
                 validation = validate(self.executor, loader, self.workers, lambda: _is_to_stop(signals),
                                       partial(recorder.show_progress, total=loader.num_batches))
         except LostProcessError:
@@ -380,6 +383,17 @@ class Trainer:
         self.validated = self.progress.epoch + 1, validation.outcomes
         self._report_bad_images(recorder, loader)
         return validation
+
+    @contextlib.contextmanager
+    def evaluating(self, together: bool = False) -> Iterator[None]:
+        """Inside, the executor computes with what is to be validated: the moving averages, if there are any, and
+        BatchNorm's statistics without their initial values. `together`: with those of all processes averaged; a
+        collective operation."""
+        with ema_in_use(self.optimizer):
+            if together:
+                self.workers.all_reduce_on_host(self.executor.trained_statistics, "aux")
+            with self.shares.divided_out(self.executor, is_averaged=bool(self.optimizer.ema)):
+                yield
 
     def _report_bad_images(self, recorder: Recorder, loader: Loader) -> None:
         """Name the images that a loader's processes have skipped, or used though they are damaged, at the end of its
@@ -446,13 +460,18 @@ class Trainer:
         self.workers.all_reduce_on_host([ema[name] for name in aux if name in ema], "ema aux")
         if not all(np.isfinite(array).all() for arrays in (params, aux) for array in arrays.values()):
             raise self._diverged(self.progress.step, self.progress.step)
+        unbiased, biased = self.shares.divide_out(aux, self.shares.own)
+        averages = {name: executor.to_canonical(name, ema[name]) if name in ema else array
+                    for name, array in {**params, **aux}.items()} if ema else {}
+        shares = self.shares.averaged if ema else {}
+        unbiased_averages, biased_averages = self.shares.divide_out(averages, shares)
         return Checkpoint(
             params=params,
-            aux=aux,
+            aux=aux | unbiased,
             state={slot: {name: executor.to_canonical(name, array) for name, array in arrays.items()}
                    for slot, arrays in self.optimizer.state.items()},
-            ema={name: executor.to_canonical(name, ema[name]) if name in ema else array
-                 for name, array in {**params, **aux}.items()} if ema else {},
+            ema=averages | unbiased_averages,
+            biased=Biased(biased, biased_averages, dict(self.shares.own), dict(shares)),
             scalars=dict(self.optimizer.scalars),
             config=self.stated,
             class_names=self.train_loader.class_names,
@@ -494,8 +513,12 @@ class Trainer:
                 raise _incomplete(checkpoint, f"no {slot} of {missing[0]}")
             scale = jump if slot in rate_in else np.float32(1)
             self._assign(state[slot], {name: array * scale for name, array in arrays.items()})
+        biased = checkpoint.biased
+        self._assign(self.executor.aux, biased.aux)
         if self.optimizer.ema:
-            self._assign(self.optimizer.ema, checkpoint.ema or {**checkpoint.params, **checkpoint.aux})
+            self._assign(self.optimizer.ema, checkpoint.ema | biased.averages if checkpoint.ema else
+                         checkpoint.params | checkpoint.aux | biased.aux)
+        self.shares.restore(biased.aux_shares, biased.average_shares if checkpoint.ema else biased.aux_shares)
         self.optimizer.scalars = checkpoint.scalars
         try:
             np.random.set_state(checkpoint.numpy_rng)

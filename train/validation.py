@@ -26,12 +26,11 @@ def validate(
     executor: Executor, loader: Loader, workers: Workers, stop: Callable[[], bool] = lambda: False,
     progress: Callable[[int], None] | None = None,
 ) -> Validation | None:
-    """Validate on a whole split, with BatchNorm's statistics averaged over the processes first.
+    """Validate on a whole split, with BatchNorm's statistics as they are, the same in all processes.
 
     None where `stop`, which is asked after each batch, has said so on any of the processes. `progress` is told how many
     batches have been begun. Raises UserError, on all of them, where one cannot load or evaluate a batch.
     """
-    workers.all_reduce_on_host(executor.trained_statistics, "aux")
     pulse.show(Activity.VALIDATING)  # the first batch may wait until the network is compiled for it
     batches, is_over = iter(loader), False
     problem: UserError | None = None

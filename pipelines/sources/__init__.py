@@ -8,15 +8,16 @@ for names where they have only their WordNet ids.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from common.files import expanded
 from common.imagenet import in_words
 from pipelines.errors import DataError
+from pipelines.options import AUTO, FirstLabel, GroupBy
 from pipelines.sources import cifar, folders, records, shards
-from pipelines.sources.base import Chosen, Classes, Source, class_list, place_of, read_classes
+from pipelines.sources.base import Chosen, Classes, Source, class_list, place_of, read_classes, unread_list
 from pipelines.sources.cifar import CifarSource
 from pipelines.sources.folders import FileSource, some
 from pipelines.sources.records import RecordSource
@@ -45,24 +46,32 @@ __all__ = [
 ]
 
 
+class Reading(NamedTuple):
+    """What decides how files are read, where the format leaves it open."""
+
+    num_classes: int | None = None  # if given
+    first_label: FirstLabel = AUTO  # see TFRecordSource
+    train: Sequence[Path] = ()  # the training images' files, where those of another split are opened
+
+
 class Format(NamedTuple):
     """One way of storing a split."""
 
     looks_like: str  # in messages
     find: Callable[[Path, str], list[Path]]  # the files or the folder that hold a split at a data path; [] if none do
-    open: Callable[[list[Path], str, int | None], Source]  # what was found, the split, the number of classes if given
+    open: Callable[[list[Path], str, Reading], Source]  # what was found, the split
 
 
 # In the order in which they are looked for: a list is what `verify --write-clean` writes, so it goes before the folder
 # that it lists.
 FORMATS = {
     "list": Format("a .lst file", folders.find_list, lambda files, split, _: folders.open_list(files[0])),
-    "RecordIO": Format("a .rec file", records.find, lambda files, split, count: RecordSource(files[0], count)),
+    "RecordIO": Format("a .rec file", records.find, lambda files, split, how: RecordSource(files[0], how.num_classes)),
     "WebDataset": Format(
-        "tar shards (WebDataset)", shards.find(is_tar), lambda files, split, count: TarSource(files, count)
+        "tar shards (WebDataset)", shards.find(is_tar), lambda files, split, how: TarSource(files, how.num_classes)
     ),
     "TFRecord": Format(
-        "TFRecord files", shards.find(is_tfrecord), lambda files, split, count: TFRecordSource(files, count)
+        "TFRecord files", shards.find(is_tfrecord), lambda files, split, how: TFRecordSource(files, *how)
     ),
     "CIFAR-10": Format("CIFAR-10's own files", cifar.find, lambda files, split, _: CifarSource(files)),
     "folders": Format(
@@ -85,7 +94,10 @@ class Location(NamedTuple):
         return place_of(self.files)
 
 
-def open_source(data: str | Path, split: str, num_classes: int | None = None, val_split: float = 0.0) -> Source:
+def open_source(
+    data: str | Path, split: str, num_classes: int | None = None, val_split: float = 0.0,
+    val_group_by: GroupBy = "image", first_label: FirstLabel = AUTO,
+) -> Source:
     """Find and open one split of a data set; raises DataError.
 
     Args:
@@ -93,17 +105,24 @@ def open_source(data: str | Path, split: str, num_classes: int | None = None, va
         split: "train" or "val".
         num_classes: for formats that do not know it.
         val_split: this fraction of the training images is the split "val", which the data must not have.
+        val_group_by: what stays on one side then: an "image", or all images of a "folder" within a class.
+        first_label: of TFRecord files, the label of the first class: "0", "1" or "auto".
     """
     try:
         if val_split:
             _check_val_split(data, val_split)
         stored = "train" if val_split else split
         found = locate(data, stored)
-        source = FORMATS[found.format].open(found.files, stored, num_classes)
+        train = _find(expanded(data), "train") if stored == "val" else None
+        is_apart = train is not None and train.format == found.format and train.files != found.files
+        how = Reading(num_classes, first_label, train.files if train and is_apart else ())
+        source = FORMATS[found.format].open(found.files, stored, how)
         source.classes = in_words(source.classes)
+        folder = found.files[0] if found.files[0].is_dir() else found.files[0].parent
+        source.remarks = [*source.remarks, *unread_list(folder)]
         if split == "train":  # once for both
             source.remarks = [*source.remarks, *beside(found, data)]
-        return part(source, split, val_split) if val_split else source
+        return part(source, split, val_split, val_group_by) if val_split else source
     except OSError as error:
         raise DataError(
             f"{error.filename or data}: cannot be read ({error.strerror or error}); check disk and permissions"

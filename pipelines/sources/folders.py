@@ -89,12 +89,32 @@ class FileSource(Source):
                  remarks: Sequence[str] = ()):
         self.path, self.classes, self.remarks = path, classes, remarks
         self._files, self._labels = files, labels
+        self._folder = path if path.is_dir() else path.parent
 
     def __len__(self) -> int:
         return len(self._files)
 
     def name(self, i: int) -> str:
         return str(self._files[i])
+
+    def identity(self, i: int, fully: bool = False) -> str:
+        """The path in the folder of the class, else in that of the list."""
+        return "/".join(self._path(i)[1])
+
+    def group(self, i: int) -> str:
+        """Of class folders the first folder within one, else the file's folder."""
+        is_in_class, parts = self._path(i)
+        if is_in_class:
+            return "/".join((self.classes[self.label(i)][0], parts[0])) if len(parts) > 1 else ""
+        return "/".join(parts[:-1])
+
+    def _path(self, i: int) -> tuple[bool, list[str]]:
+        """Whether the file is in a folder that is called as its class, and the path from there."""
+        path, start = str(self._files[i]), f"{self._folder}{os.sep}"
+        parts = (path.removeprefix(start) if path.startswith(start) else os.path.relpath(path, start)).split(os.sep)
+        folder = self.classes[self.label(i)][0]
+        is_in_class = folder in parts[:-1]
+        return is_in_class, parts[parts.index(folder) + 1 :] if is_in_class else parts
 
     def label(self, i: int) -> int:
         return self._labels[i]
@@ -302,7 +322,9 @@ def folder_classes(path: Path, split: str) -> Classes:
         return listed
     train = path.parent / "train"
     place = train if split != "train" and path.name == split and train.is_dir() else path
-    return [(name, name) for name in class_folders(place) or folders if holds_images(place / name)]
+    if not (names := class_folders(place)):  # the training images are stored in another way
+        place, names = path, folders
+    return [(name, name) for name in names if holds_images(place / name)]
 
 
 def find_images(path: Path, split: str) -> tuple[Classes, dict[str, list[Path]], list[str]]:

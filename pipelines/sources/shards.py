@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import re
 import resource
 from abc import abstractmethod
@@ -23,11 +24,12 @@ import numpy as np
 
 from common.disk_cache import Cache
 from pipelines.errors import DataError
-from pipelines.files import MappedFile
+from pipelines.files import MappedFile, open_file
 from pipelines.progress import map_in_order
 from pipelines.sources.base import Source, place_of, read_classes
 from pipelines.sources.folders import some
 
+_DIGEST_BYTES, _NUM_DIGESTED, _AROUND = 16, 16, 4096  # of an index; images of a shard; bytes before and after each
 SPLIT_NAMES = {"train": "train", "val": "val(?:id(?:ation)?)?"}
 
 
@@ -37,34 +39,32 @@ class Entry(NamedTuple):
     offset: int  # of its encoded bytes in the shard
     size: int  # bytes
     label: int
+    begin: int = 0  # of all that belongs to it in the shard: of its first header
+    kind: int = 0  # what the number stands for, where a format has several ways to write a label
 
 
 class ShardSource(Source):
-    """The images of some shards; `scan` and `describe` are what the formats differ in."""
+    """The images of some shards; `scan` and `name` are what the formats differ in."""
 
     feeds = "bytes"
-    INDEX_VERSION = 2  # to be raised when `scan` comes to find something else
+    INDEX_VERSION = 3  # to be raised when `scan` comes to find something else
 
     def __init__(self, files: list[Path], num_classes: int | None = None) -> None:
         self.path = place_of(files)
         self.files = files
-        self._file, self._offset, self._size, self._label = self._index()
-        self._label = self.count_from_zero(self._label)
+        self._file, self._offset, self._size, self._label, self._begin, self._kind = self._index()
+        _allow_open_files(len(files))
+        self._maps = [MappedFile(file) for file in files]
         self.classes = read_classes(files[0].parent)
+        self._label = self.count_from_zero(self._label)
         if not self.classes:
             count = max(num_classes or 1, 1 + int(self._label.max()))
             self.classes = [(str(label), str(label)) for label in range(count)]
-        _allow_open_files(len(files))
-        self._maps = [MappedFile(file) for file in files]
 
     @staticmethod
     @abstractmethod
     def scan(file: Path) -> list[Entry]:
         """The images of one shard, in its order; raises DataError."""
-
-    @abstractmethod
-    def describe(self, file: Path, offset: int) -> str:
-        """How messages call the image whose bytes begin there."""
 
     def count_from_zero(self, labels: np.ndarray) -> np.ndarray:
         """Class numbers as they are meant by what `scan` found."""
@@ -72,9 +72,6 @@ class ShardSource(Source):
 
     def __len__(self) -> int:
         return len(self._offset)
-
-    def name(self, i: int) -> str:
-        return self.describe(self.files[self._file[i]], int(self._offset[i]))
 
     def label(self, i: int) -> int:
         label = int(self._label[i])
@@ -104,16 +101,13 @@ class ShardSource(Source):
         return self.files[self._file[i]], int(self._offset[i]), int(self._size[i])
 
     def _index(self) -> tuple[np.ndarray, ...]:
-        """Of all images: number of the file, offset, size (int64) and label."""
-        stats = [file.stat() for file in self.files]
-        identity = [type(self).__name__, self.INDEX_VERSION] + [
-            [str(file.resolve()), stat.st_size, stat.st_mtime_ns]
-            for file, stat in zip(self.files, stats, strict=True)
-        ]
-        key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+        """Of all images: number of the file, and the fields of Entry (int64)."""
+        key = self._key()
         cache = Cache("indexes of shards")
         if saved := cache.read(key):
-            return tuple(np.load(io.BytesIO(saved)))
+            index = np.load(io.BytesIO(saved[_DIGEST_BYTES:]))
+            if saved[:_DIGEST_BYTES] == self._digest(index):
+                return tuple(index)
         title = f"indexing {self.path.name}"
         shards = list(map_in_order(self.scan, self.files, len(self.files), title, unit="shards", transient=True))
         rows = [(number, *entry) for number, entries in enumerate(shards) for entry in entries]
@@ -122,8 +116,30 @@ class ShardSource(Source):
         index = np.array(rows, np.int64).T
         buffer = io.BytesIO()
         np.save(buffer, index)
-        cache.write(key, buffer.getvalue())
+        cache.write(key, self._digest(index) + buffer.getvalue())
         return tuple(index)
+
+    def _key(self) -> str:
+        """Of the index: what the system tells of the files."""
+        stats = [file.stat() for file in self.files]
+        identity = [type(self).__name__, self.INDEX_VERSION] + [
+            [str(file.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+            for file, stat in zip(self.files, stats, strict=True)
+        ]
+        return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+
+    def _digest(self, index: np.ndarray) -> bytes:
+        """Of what lies around some images of each shard, their headers and labels: a shard may be written anew with
+        the same size and times, where the file system tells no more of it."""
+        digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+        numbers, offsets, sizes = index[:3]
+        ends = np.searchsorted(numbers, range(len(self.files) + 1)).tolist()
+        for file, begin, end in zip(self.files, ends, ends[1:], strict=False):
+            with open_file(file) as opened:
+                for i in range(begin, end, -(-(end - begin) // _NUM_DIGESTED) or 1):
+                    for place in (offsets[i] - _AROUND, offsets[i] + sizes[i]):
+                        digest.update(os.pread(opened.fileno(), _AROUND, max(0, int(place))))
+        return digest.digest()
 
 
 def find(is_shard: Callable[[Path], bool]) -> Callable[[Path, str], list[Path]]:
@@ -159,6 +175,11 @@ def check_complete(files: list[Path]) -> None:
         if missing := [f"{before}{number}{after}" for number in wanted if number not in numbers]:
             raise DataError(f"{files[0].parent}: there are no shards {some(missing)}, as the names of the others tell; "
                             "put them there, or renumber the others")
+
+
+def shard_name(file: Path) -> str:
+    """Its name without the number of all shards, which changes when some are added."""
+    return re.sub(r"-of-\d{5}", "", file.name)
 
 
 def _names(file: Path, split: str) -> bool:

@@ -16,47 +16,166 @@ from __future__ import annotations
 import mmap
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
+from pipelines.crc32c import masked_crc32c
 from pipelines.errors import DataError
 from pipelines.files import open_file
-from pipelines.sources.base import check_label
+from pipelines.options import AUTO, FirstLabel
+from pipelines.recordio import ChecksumError
+from pipelines.sources.base import ONE_HOT_REMARK, SPLITS, check_label, one_hot_class
 from pipelines.sources.folders import some
-from pipelines.sources.shards import Entry, ShardSource
+from pipelines.sources.shards import Entry, ShardSource, shard_name
 
 # Feature names of TensorFlow's own ImageNet scripts, and of TFDS.
 IMAGE_KEYS = (b"image/encoded", b"image")
 LABEL_KEYS = (b"image/class/label", b"label")
+# The kinds of labels are the numbers of their keys, and these.
+ONE_HOT, DAMAGED = len(LABEL_KEYS), -1
 
 _LENGTH = struct.Struct("<Q")
 _HEADER_BYTES, _FOOTER_BYTES = 12, 4
 _VARINT, _FIXED64, _DELIMITED, _FIXED32 = 0, 1, 2, 5  # wire types
+_CHANGED = "the bytes of its record do not fit their checksum"
+_KINDS = [*(key.decode() for key in LABEL_KEYS), "one-hot vectors"]
 
+T = TypeVar("T")
 Stretch = tuple[int, int]  # begin and end, bytes of the file
 
 
 class TFRecordSource(ShardSource):
-    """Images in TFRecord shards. Labels that begin at 1, as those of TensorFlow's ImageNet scripts do (0 stands for
-    the background there), are counted from 0."""
+    """Images in TFRecord shards.
+
+    `image/class/label` counts from 1, as TensorFlow's ImageNet scripts write it (0 stands for the background there),
+    unless a training image has the label 0. The training images decide for all splits, `first_label` overrides.
+
+    Args:
+        files: the shards.
+        num_classes: as many at least, where there is no classes.txt.
+        first_label: "0" or "1", the label of the first class; "auto": see above.
+        train: the shards of the training images, where `files` are others of the same data set.
+    """
+
+    def __init__(self, files: list[Path], num_classes: int | None = None, first_label: FirstLabel = AUTO,
+                 train: Sequence[Path] = ()) -> None:
+        self.first_label, self._train = first_label, list(train)
+        self._broken: dict[int, str] = {}  # images whose labels would decide something, and what is wrong with them
+        super().__init__(files, num_classes)
 
     @staticmethod
     def scan(file: Path) -> list[Entry]:
         try:
             with open_file(file) as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return [_read_example(data, record, file) for record in _records(data, file)]
+                return [_read_record(data, record, file) for record in _records(data, file)]
         except ValueError:
             raise DataError(f"{file}: is empty; write it anew") from None
         except OSError as error:
             raise DataError(f"{file}: cannot be read ({error.strerror}); check the disk and permissions") from None
 
     def count_from_zero(self, labels: np.ndarray) -> np.ndarray:
-        return labels + 1 if labels.min() < 0 else labels  # `scan` took the background off where there was none
+        usable = self._kind != DAMAGED
+        for i in np.flatnonzero(~usable).tolist():
+            self._broken[i] = _CHANGED
+        self.kind = kind = self._one_kind(usable)
+        lowest, highest = (self._outermost(choose, labels, usable) for choose in (np.min, np.max))
+        if kind == ONE_HOT:
+            self.remarks = [ONE_HOT_REMARK.format(self.path)]
+            return np.where(usable, labels, -1)
+        first = self._first(kind, lowest, highest)
+        if lowest < first:
+            which = int(np.flatnonzero(usable & (labels == lowest))[0])
+            raise DataError(f"{self.name(which)}: has the label {lowest}, and labels count from {first} in this data "
+                            f"set: leave such images out, or give --first-label {lowest}")
+        if kind == 0:
+            self.first_label = "1" if first else "0"
+        if kind == 0 or first:
+            folder = self.files[0].parent
+            folder = folder.parent if folder.name in SPLITS else folder
+            self.remarks = [f"{folder}: labels ({_KINDS[kind]}) count from {first} (--first-label)"]
+        return np.where(usable, labels - first, -1)
 
-    def describe(self, file: Path, offset: int) -> str:
-        return f"{file}, image at byte {offset}"
+    def _one_kind(self, usable: np.ndarray) -> int:
+        """The way in which all labels are written; raises DataError where there are several."""
+        kinds = [kind for kind in np.unique(self._kind[usable]).tolist() if self._any_whole(self._kind == kind, usable)]
+        if len(kinds) > 1:
+            one, other = (_KINDS[kind] for kind in kinds[:2])
+            raise DataError(f"{self.path}: some of its labels are {one} and some {other}, which need not count "
+                            "alike; write the shards anew with one of them")
+        if not kinds:
+            raise DataError(f"{self.path}: none of its records fits its checksum; download them again")
+        return int(kinds[0])
+
+    def _outermost(self, choose: Callable[[np.ndarray], np.ndarray], labels: np.ndarray, usable: np.ndarray) -> int:
+        """The lowest or highest label that an undamaged record has, as it decides for all others."""
+        while not self._any_whole(labels == (value := choose(labels[usable])), usable):
+            pass
+        return int(value)
+
+    def _any_whole(self, which: np.ndarray, usable: np.ndarray) -> bool:
+        """Whether one of these records is undamaged; damaged ones that are met before are usable no more."""
+        for i in np.flatnonzero(which & usable).tolist():
+            if self._is_whole(i):
+                return True
+            usable[i] = False
+        return False
+
+    def _is_whole(self, i: int) -> bool:
+        try:
+            self.check_record(i)
+        except ChecksumError as error:
+            self._broken[i] = str(error)
+        return i not in self._broken
+
+    def _first(self, kind: int, lowest: int, highest: int) -> int:
+        """The label of the first class. Raises DataError where that cannot be told."""
+        if self.first_label != AUTO:
+            return int(self.first_label)
+        if self._train:
+            train = TFRecordSource(self._train)
+            if train.kind != kind:
+                raise DataError(f"{self.path}: its labels are {_KINDS[kind]}, and those of the training images "
+                                f"{_KINDS[train.kind]}, which need not count alike: give --first-label 0 or 1")
+            return int(train.first_label) if train.first_label != AUTO else 0
+        if kind:  # TFDS counts from 0
+            return 0
+        if lowest > 0 and highest + 1 == len(self.classes):
+            raise DataError(f"{self.path}: its labels are {lowest} to {highest}, and classes.txt lists "
+                            f"{len(self.classes)} classes: they may count from 0 or from 1, so give --first-label 0 "
+                            "or 1")
+        if lowest == 0 and highest == len(self.classes) > 0:
+            raise DataError(f"{self.path}: its labels are 0 to {highest}, and classes.txt lists {highest} classes: "
+                            "list the background as the first, or leave its images out")
+        return int(lowest > 0)
+
+    def check_record(self, i: int) -> None:
+        file, begin = self._maps[self._file[i]], int(self._begin[i])
+        header = file.stretch(begin, _HEADER_BYTES)
+        size = _LENGTH.unpack(header[: _LENGTH.size].tobytes())[0]
+        end = begin + _HEADER_BYTES + size
+        if not _fits(header, _LENGTH.size) or end + _FOOTER_BYTES > file.size:
+            raise ChecksumError("the length of its record does not fit the checksum of it")
+        if not _fits(file.stretch(begin + _HEADER_BYTES, size + _FOOTER_BYTES), size):
+            raise ChecksumError(_CHANGED)
+
+    def label(self, i: int) -> int:
+        if i in self._broken:
+            raise ChecksumError(self._broken[i])
+        return super().label(i)
+
+    def feed(self, i: int) -> np.ndarray:
+        if i in self._broken:
+            raise ChecksumError(self._broken[i])
+        return super().feed(i)
+
+    def identity(self, i: int, fully: bool = False) -> str:
+        return f"{shard_name(self.files[self._file[i]])}, image at byte {self._offset[i]}"
+
+    def name(self, i: int) -> str:
+        return f"{self.files[self._file[i]]}, image at byte {self._offset[i]}"
 
 
 def is_tfrecord(path: Path) -> bool:
@@ -64,19 +183,45 @@ def is_tfrecord(path: Path) -> bool:
     return re.search(r"\.tfrecords?$|-\d{5}-of-\d{5}$", path.name) is not None
 
 
-def _records(data: mmap.mmap, file: Path) -> Iterator[Stretch]:
-    """The payloads of all records."""
+def _fits(stretch: np.ndarray, size: int) -> bool:
+    """Whether the first `size` bytes have the checksum that follows them."""
+    stored = int.from_bytes(stretch[size : size + _FOOTER_BYTES].tobytes(), "little")
+    return bool(masked_crc32c(stretch[None, :size])[0] == stored)
+
+
+def _records(data: mmap.mmap, file: Path) -> list[Stretch]:
+    """The payloads of all records, whose lengths have the right checksums."""
     if data[:2] == b"\x1f\x8b":
         raise DataError(f"{file}: is compressed with gzip, and images are read from the middle of shards; unpack it")
-    offset = 0
-    while offset < len(data):
+    found: list[Stretch] = []
+    end = offset = 0
+    while offset + _HEADER_BYTES <= len(data) and (not found or end > found[-1][0]):  # zeros are no records
         begin = offset + _HEADER_BYTES
-        end = begin + _LENGTH.unpack_from(data, offset)[0] if begin <= len(data) else begin
+        end = begin + _LENGTH.unpack_from(data, offset)[0]
         offset = end + _FOOTER_BYTES
-        if offset > len(data):
-            raise DataError(f"{file}: is truncated or no TFRecord file (the record at byte {begin - _HEADER_BYTES} "
-                            f"ends behind its {len(data)} bytes); download it again")
-        yield begin, end
+        found.append((begin, end))
+    headers = np.frombuffer(b"".join(data[begin - _HEADER_BYTES : begin] for begin, _ in found), np.uint8)
+    headers = headers.reshape(-1, _HEADER_BYTES)
+    stored = headers[:, _LENGTH.size :].copy().view("<u4")[:, 0]
+    wrong = np.flatnonzero(masked_crc32c(headers[:, : _LENGTH.size]) != stored)
+    if len(wrong):
+        raise DataError(f"{file}: is damaged or no TFRecord file (the length of the record at byte "
+                        f"{found[wrong[0]][0] - _HEADER_BYTES} does not fit its checksum); download it again")
+    if offset != len(data):
+        last = found.pop()[0] - _HEADER_BYTES if offset > len(data) else offset
+        raise DataError(f"{file}: is truncated or no TFRecord file (the record at byte {last} ends behind its "
+                        f"{len(data)} bytes); download it again")
+    return found
+
+
+def _read_record(data: mmap.mmap, record: Stretch, file: Path) -> Entry:
+    begin, end = record
+    try:
+        return _read_example(data, record, file)
+    except DataError:
+        if _fits(np.frombuffer(data[begin : end + _FOOTER_BYTES], np.uint8), end - begin):
+            raise
+        return Entry(begin, end - begin, -1, begin - _HEADER_BYTES, DAMAGED)
 
 
 def _read_example(data: mmap.mmap, record: Stretch, file: Path) -> Entry:
@@ -85,33 +230,52 @@ def _read_example(data: mmap.mmap, record: Stretch, file: Path) -> Entry:
         entries = [dict(_fields(data, entry)) for features in _values(data, record, 1) for entry in
                    _values(data, features, 1)]
         features_of = {data[slice(*entry[1])]: entry.get(2, (0, 0)) for entry in entries}
-        image = _first(data, features_of, IMAGE_KEYS, list_field=1)
-        label = _first(data, features_of, LABEL_KEYS, list_field=3)
-        number = _varint(data, label[0])[0] if label else 0
-        number -= (number >= 1 << 63) * (1 << 64)  # int64
+        _, images = _first_with(features_of, IMAGE_KEYS, lambda feature: list(_bytes(data, feature)))
+        kind, numbers = _first_with(features_of, LABEL_KEYS, lambda feature: list(_integers(data, feature)))
     except (IndexError, KeyError):
         raise DataError(f"{where} holds no tf.train.Example; give files of those") from None
-    if not (image and label):
+    if not (images and numbers):
         known = some(sorted(ascii(key[:40].decode(errors="replace"))[1:-1] for key in features_of)) or "nothing"
         raise DataError(f"{where} has the features {known}; an image (bytes) is looked for as {_words(IMAGE_KEYS)}, a "
                         f"class number (int64) as {_words(LABEL_KEYS)}: write the files anew with these")
+    if len(images) > 1:
+        raise DataError(f"{where} has {len(images)} images, and each is to have a record of its own; write the files "
+                        "anew")
+    number = numbers[0]
+    if len(numbers) > 1:
+        kind, number = ONE_HOT, one_hot_class(numbers, where)
     if number < 0:
         raise DataError(f"{where} has the label {number}, which no class has; leave images without a label out")
     check_label(number, where)
-    return Entry(image[0], image[1] - image[0], number - (LABEL_KEYS[0] in features_of))
+    (begin, end), = images
+    return Entry(begin, end - begin, number, record[0] - _HEADER_BYTES, kind)
 
 
 def _words(keys: tuple[bytes, ...]) -> str:
     return " or ".join(key.decode() for key in keys)
 
 
-def _first(data: mmap.mmap, features: dict[bytes, Stretch], keys: tuple[bytes, ...], list_field: int) -> Stretch | None:
-    """The first value of the first feature of these names whose list has that type."""
-    for key in keys:
-        for values in _values(data, features.get(key, (0, 0)), list_field):
-            for value in _values(data, values, 1):
-                return value
-    return None
+def _first_with(
+    features: dict[bytes, Stretch], keys: tuple[bytes, ...], values_of: Callable[[Stretch], list[T]]
+) -> tuple[int, list[T]]:
+    """The number of the first of these keys whose feature has values, and these."""
+    found = ((number, values_of(features.get(key, (0, 0)))) for number, key in enumerate(keys))
+    return next(((number, values) for number, values in found if values), (0, []))
+
+
+def _bytes(data: mmap.mmap, feature: Stretch) -> Iterator[Stretch]:
+    for values in _values(data, feature, 1):
+        yield from _values(data, values, 1)
+
+
+def _integers(data: mmap.mmap, feature: Stretch) -> Iterator[int]:
+    for values in _values(data, feature, 3):
+        for at, end in _values(data, values, 1):  # one number, or several that are packed
+            while at < end:
+                number, at = _varint(data, at)
+                yield number - (number >= 1 << 63) * (1 << 64)  # int64
+            if at > end:
+                raise IndexError
 
 
 def _values(data: mmap.mmap, message: Stretch, field: int) -> Iterator[Stretch]:
@@ -145,6 +309,8 @@ def _varint(data: mmap.mmap, at: int) -> tuple[int, int]:
     while True:
         byte = data[at]
         at += 1
+        if shift > 63:  # more than ten bytes
+            raise IndexError
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
             return value, at

@@ -3,49 +3,97 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
+from typing import NamedTuple
 
 import numpy as np
 
 from pipelines.errors import DataError
+from pipelines.options import GroupBy
 from pipelines.recordio import BrokenRecordError
 from pipelines.sources.base import Chosen, Source
 
 _HASHES = 2**64
+_FAR_OFF = 3  # standard deviations of the share that chance gives
 
 
-def set_aside(source: Source, fraction: float) -> np.ndarray:
-    """Which images are for validation: bool (number of images). Raises DataError where no class can spare one.
+class SetAside(NamedTuple):
+    """Which images are for validation."""
 
-    An image is where the hash of its class and its file's name is in the lowest `fraction` of all hashes. So each class
-    gives about that part, and an image stays on its side whatever becomes of the others, and wherever the folder is.
-    Only a class too small for that is seen to: of its highest hash it keeps an image to train on, and if it has two,
-    that of its lowest is for validation.
+    chosen: np.ndarray  # bool (number of images)
+    remarks: list[str]  # what the owner of the data should know about the shares of the classes
+
+
+def set_aside(source: Source, fraction: float, group_by: GroupBy = "image") -> SetAside:
+    """Choose images for validation. Raises DataError where no class can spare one.
+
+    A unit is an image, or with `group_by` "folder" all that a folder holds. It is for validation where its hash is in
+    the lowest `fraction` of all hashes, that of its class and of what identifies it within the data set. So each class
+    gives about that part, and an image stays on its side whatever becomes of the others, and wherever the data lie.
+    Only a class too small for that is seen to: one of whose units none is for validation gives that of the lowest
+    hash, and one of whose units all are keeps that of the highest, the only one of a class too.
     """
-    hashes: dict[int, dict[int, int]] = defaultdict(dict)  # class -> image -> hash
+    of_unit, units_of = _units(source, group_by)
+    hashes = {unit: _hash(unit) for unit in of_unit}
+    val = {unit for unit, value in hashes.items() if value < fraction * _HASHES}
+    for units in units_of.values():
+        if len(units) > 1 and val.isdisjoint(units):
+            val.add(min(units, key=hashes.__getitem__))
+    for units in units_of.values():  # last: a class is to be trained on before it is validated on
+        if val.issuperset(units):
+            val.discard(max(units, key=hashes.__getitem__))
+    if not val:
+        two = "two images" if group_by == "image" else "images of two folders"
+        raise DataError(f"{source.path}: no class has {two}, one to train on and one for --val-split "
+                        f"{fraction:g}: add images, or train without validation (--validate-every 0)")
+    chosen = np.zeros(len(source), np.bool_)
+    chosen[[i for unit in val for i in of_unit[unit]]] = True
+    return SetAside(chosen, _remarks(source, fraction, units_of, val))
+
+
+def _units(source: Source, group_by: GroupBy) -> tuple[dict[str, list[int]], dict[int, dict[str, int]]]:
+    """The images of each unit; and the units of each class, with the number of its images in them."""
+    of_unit: dict[str, list[int]] = defaultdict(list)
+    units_of: dict[int, dict[str, int]] = defaultdict(Counter)
     for i in range(len(source)):
         try:
             label = source.label(i)
         except BrokenRecordError:
             continue  # it is met where training looks for it
-        hashes[label][i] = _hash(f"{source.classes[label][0]}/{os.path.basename(source.name(i))}")
-    chosen = np.zeros(len(source), np.bool_)
-    for of_class in hashes.values():
-        lowest, highest = min(of_class, key=of_class.__getitem__), max(of_class, key=of_class.__getitem__)
-        chosen[[i for i, value in of_class.items() if value < fraction * _HASHES]] = True
-        chosen[lowest] = True
-        chosen[highest] = False  # the only image of a class, too
-    if not chosen.any():
-        raise DataError(f"{source.path}: no class has two images, one to train on and one for --val-split "
-                        f"{fraction:g}: add images, or train without validation (--validate-every 0)")
-    return chosen
+        folder = source.classes[label][0]
+        unit = f"group {source.group(i)}" if group_by == "folder" and source.group(i) else (
+            f"{folder}/{source.identity(i)}")
+        if group_by == "image" and unit in of_unit:
+            unit = f"{folder}/{source.identity(i, fully=True)}"
+        of_unit[unit].append(i)
+        units_of[label][unit] += 1
+    return of_unit, units_of
 
 
-def part(source: Source, split: str, fraction: float) -> Source:
+def _remarks(source: Source, fraction: float, units_of: dict[int, dict[str, int]], val: set[str]) -> list[str]:
+    """About the classes whose share is far from the one that was asked for."""
+    far = []
+    for label, units in sorted(units_of.items()):
+        total, count = sum(units.values()), sum(number for unit, number in units.items() if unit in val)
+        if total == 1:
+            continue
+        wanted = min(max(fraction * total, 1), total - 1)
+        if not count or abs(count - wanted) > _FAR_OFF * math.sqrt(total * fraction * (1 - fraction)):
+            far.append(f"{source.class_names[label]} {count:,} of {total:,}")
+    if not far:
+        return []
+    named = ", ".join(far if len(far) <= 8 else [*far[:8], f"and {len(far) - 8:,} more classes"])
+    return [f"{source.path}: --val-split {fraction:g} is far off in some classes, for validation are: {named}"]
+
+
+def part(source: Source, split: str, fraction: float, group_by: GroupBy = "image") -> Source:
     """The images of "train" or "val". Raises DataError."""
-    for_val = set_aside(source, fraction)
-    return Chosen(source, np.flatnonzero(for_val if split == "val" else ~for_val).tolist())
+    for_val, remarks = set_aside(source, fraction, group_by)
+    found = Chosen(source, np.flatnonzero(for_val if split == "val" else ~for_val).tolist())
+    found.remarks = [*source.remarks, *remarks]
+    return found
 
 
 def _hash(text: str) -> int:

@@ -9,6 +9,7 @@ Source: https://github.com/webdataset/webdataset, 'The WebDataset Format'.
 
 from __future__ import annotations
 
+import io
 import itertools
 import os
 import re
@@ -22,7 +23,7 @@ import numpy as np
 from pipelines.errors import DataError
 from pipelines.files import open_file, understood
 from pipelines.sources.base import IMAGE_SUFFIXES, check_label
-from pipelines.sources.shards import Entry, ShardSource
+from pipelines.sources.shards import Entry, ShardSource, shard_name
 from pipelines.sources.system_files import is_system
 
 _BLOCK = 512  # bytes, the unit of a tar file
@@ -35,7 +36,7 @@ _COMPRESSIONS = {rb"\x1f\x8b": "gzip", rb"BZh[1-9]1AY&SY": "bzip2", rb"\xfd7zXZ\
 class TarSource(ShardSource):
     """Images in tar shards."""
 
-    INDEX_VERSION = 3
+    INDEX_VERSION = 4
 
     @staticmethod
     def scan(file: Path) -> list[Entry]:
@@ -47,26 +48,51 @@ class TarSource(ShardSource):
             raise DataError(f"{file}: cannot be read ({error.strerror}); check the disk and permissions") from None
 
     def _index(self) -> tuple[np.ndarray, ...]:
-        file, offset, size, label = super()._index()
+        index = super()._index()
+        file, offset, _, label, begin, _ = index
         is_beside = label == _BESIDE
         if number := int(is_beside.sum()):
             first = int(is_beside.argmax())
-            name = self.describe(self.files[file[first]], int(offset[first]))
+            shard = self.files[file[first]]
+            with open_file(shard) as opened:
+                opened.seek(int(begin[first]))
+                name = f"{shard}/{_name_in(opened.read(int(offset[first] - begin[first])))}"
             those = f"files are left out, {name} and others" if number > 1 else f"file is left out: {name}"
             self.remarks = [f"{self.path}: beside the samples' images and labels {number:,} {those}"]
         if is_beside.all():
             raise DataError(f"{self.path}: the shards hold no image with a label in .cls; write them anew")
-        return file[~is_beside], offset[~is_beside], size[~is_beside], label[~is_beside]
+        return tuple(column[~is_beside] for column in index)
 
-    def describe(self, file: Path, offset: int) -> str:
-        with file.open("rb") as opened:
-            opened.seek(offset - _BLOCK)  # a member's header, which begins with its name, is the block before its bytes
-            name = opened.read(100).rstrip(b"\0")
-        return f"{file}/{name.decode(errors='replace')}"
+    def name(self, i: int) -> str:
+        return f"{self.files[self._file[i]]}/{self._member(i)}"
+
+    def identity(self, i: int, fully: bool = False) -> str:
+        shard = shard_name(self.files[self._file[i]])
+        return f"{shard}/{self._member(i)}" if fully else self._member(i)
+
+    def group(self, i: int) -> str:
+        return self._member(i).rpartition("/")[0]
+
+    def _member(self, i: int) -> str:
+        """The name in the tar file, of any length: it may stand in headers of its own."""
+        begin, end = int(self._begin[i]), int(self._offset[i])
+        return _name_in(self._maps[self._file[i]].stretch(begin, end - begin).tobytes()) or f"image at byte {end}"
 
 
 def is_tar(path: Path) -> bool:
     return path.suffix == ".tar" or path.name.endswith(_COMPRESSED)
+
+
+def _name_in(headers: bytes) -> str:
+    """The name of a member that begins with these headers; "" where they are none, as in a shard that was cut since."""
+    try:
+        if len(headers) == _BLOCK:
+            return tarfile.TarInfo.frombuf(headers, "utf-8", "surrogateescape").name
+        with tarfile.open(fileobj=io.BytesIO(headers), mode="r:", encoding="utf-8") as tar:
+            member = tar.next()
+    except tarfile.TarError:
+        return ""
+    return member.name if member else ""
 
 
 def _split(name: str) -> tuple[str, str]:
@@ -113,9 +139,9 @@ def _entries(tar: tarfile.TarFile, file: Path) -> list[Entry]:
                             "its own for each sample")
     beside += itertools.chain.from_iterable(found for key, found in images.items() if key not in samples)
     beside += itertools.chain.from_iterable(found for key, found in others.items() if not _is_of(key, samples))
-    return [*(Entry(images[key][0].offset_data, images[key][0].size, _parse_label(tar, labels[key][0], file))
-              for key in images if key in samples),
-            *(Entry(member.offset_data, 0, _BESIDE) for member in beside)]
+    return [*(Entry(images[key][0].offset_data, images[key][0].size, _parse_label(tar, labels[key][0], file),
+                    images[key][0].offset) for key in images if key in samples),
+            *(Entry(member.offset_data, 0, _BESIDE, member.offset) for member in beside)]
 
 
 def _parse_label(tar: tarfile.TarFile, member: tarfile.TarInfo, file: Path) -> int:

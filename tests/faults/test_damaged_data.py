@@ -21,6 +21,7 @@ from PIL import Image
 
 from common.errors import UserError
 from pipelines import make_records
+from pipelines.crc32c import masked_crc32c
 from pipelines.inspect_image import inspect_image
 from pipelines.make_records import Options, plan_files, plan_train_tar, read_labels
 from pipelines.recordio import BrokenRecordError, pack_record
@@ -116,8 +117,13 @@ def write_examples(folder: Path) -> Path:
 
     path = folder / "train.tfrecord"
     payloads = [example(1 + i % 2) for i in range(4)]
-    path.write_bytes(b"".join(struct.pack("<QI", len(data), 0) + data + bytes(4) for data in payloads))
+    path.write_bytes(b"".join(summed(struct.pack("<Q", len(data))) + summed(data) for data in payloads))
     return path
+
+
+def summed(data: bytes) -> bytes:
+    """The bytes, and their checksum behind them."""
+    return data + masked_crc32c(np.frombuffer(data, np.uint8)[None]).tobytes()
 
 
 def write_cifar(folder: Path, binary: bool, protocol: int = 2) -> Path:

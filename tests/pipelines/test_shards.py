@@ -7,19 +7,18 @@ import gzip
 import lzma
 import os
 import re
-import struct
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from image_helpers import Images, encode, samples, smooth_image, write_tar
+from image_helpers import Images, encode, example, samples, smooth_image, write_tar, write_tfrecord
 
 from pipelines import DataError, LoaderConfig, open_loader
 from pipelines.__main__ import main
 from pipelines.make_records import tar_kind
-from pipelines.sources import open_source
+from pipelines.sources import ShardSource, open_source
 from pipelines.verify import verify_split
 
 
@@ -36,34 +35,6 @@ def make_images(rng: np.random.Generator) -> Callable[[int], Images]:
         return [(encode(smooth_image(rng, int(w), int(h))), i % 4) for i, (w, h) in enumerate(sizes)]
 
     return make
-
-
-def varint(value: int) -> bytes:
-    out = b""
-    while value >= 0x80:
-        out, value = out + bytes([value & 0x7F | 0x80]), value >> 7
-    return out + bytes([value])
-
-
-def field(number: int, content: bytes) -> bytes:
-    return varint(number << 3 | 2) + varint(len(content)) + content
-
-
-def example(image: bytes, label: int, keys: tuple[str, str] = ("image/encoded", "image/class/label"),
-            packed: bool = True) -> bytes:
-    number = varint(label & (1 << 64) - 1)
-    features = {
-        keys[0]: field(1, field(1, image)),
-        "image/class/text": field(1, field(1, b"a name") + field(1, b"another")),
-        "image/object/bbox/xmin": field(2, field(1, struct.pack("<2f", 0.5, 1))),
-        keys[1]: field(3, field(1, number) if packed else varint(1 << 3) + number),
-    }
-    return field(1, b"".join(field(1, field(1, key.encode()) + field(2, value)) for key, value in features.items()))
-
-
-def write_tfrecord(path: Path, payloads: list[bytes]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(b"".join(struct.pack("<QI", len(data), 0) + data + bytes(4) for data in payloads))
 
 
 def content(data: Path, split: str = "train") -> Images:
@@ -147,6 +118,28 @@ def test_the_index_is_made_once_and_anew_when_a_shard_changes(make_images, tmp_p
     write_tar(shard, samples(images[:2]))
     os.utime(shard, ns=(1, 1))
     assert content(shard.parent) == images[:2]
+
+
+@pytest.mark.parametrize("stored", ["tar", "tfrecord"])
+@pytest.mark.parametrize("is_told", [True, False])
+def test_other_labels_of_the_same_size_and_time(make_images, tmp_path, monkeypatch, stored, is_told):
+    """As rsync -a writes them. Where the system told nothing, the bytes around the images do."""
+    def write(labels: list[int]) -> None:
+        if stored == "tar":
+            write_tar(shard, samples([(image, label) for (image, _), label in zip(images, labels, strict=True)]))
+        else:
+            write_tfrecord(shard, [example(image, label, ("image", "label")) for (image, _), label in
+                                   zip(images, labels, strict=True)])
+        os.utime(shard, ns=(1, 1))
+
+    shard, images = tmp_path / f"data/train.{stored}", make_images(12)
+    shard.parent.mkdir()
+    if not is_told:
+        monkeypatch.setattr(ShardSource, "_key", lambda self: "always the same")
+    for labels in ([i % 4 for i in range(12)], [i % 3 for i in range(12)], [0, *(i % 3 for i in range(1, 11)), 1]):
+        write(labels)
+        source = open_source(shard, "train")
+        assert [source.label(i) for i in range(12)] == labels
 
 
 def test_make_records_and_verify_take_shards(make_images, tmp_path, capsys):
@@ -361,4 +354,5 @@ def test_verify_names_the_folder_of_several_shards(make_images, tmp_path, capsys
         write_tfrecord(tmp_path / name, [example(image, label + 1) for image, label in make_images(3 + i)])
     assert main(["verify", str(tmp_path)]) == 0
     assert capsys.readouterr().out.splitlines() == [
+        f"{tmp_path}: labels (image/class/label) count from 1 (--first-label)",
         f"{tmp_path} (train): 7 images, 0 unusable", f"{tmp_path}/validation-00000-of-00001: 5 images, 0 unusable"]

@@ -1,5 +1,6 @@
 """--val-split: part of each class for validation, by a hash of the files' names."""
 
+import tarfile
 from collections import Counter
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from image_helpers import samples, write_folder, write_records, write_tar
 
 from pipelines import DataError, LoaderConfig, open_loader
 from pipelines.sources import open_source, same_images, splits_of
+from pipelines.verify import verify_split
 
 
 def files(data, split, fraction, num_classes=None):
@@ -176,3 +178,149 @@ def test_files_of_one_name_in_several_classes_are_not_all_on_one_side(tmp_path):
     empty_images(tmp_path, [f"{label}/{i}.jpg" for label in range(40) for i in range(3)])
     chosen = Counter(name.split("/")[1] for name in files(tmp_path, "val", 1 / 3))
     assert len(chosen) == 3
+
+
+def shares(data, fraction=0.1, **how):
+    """Images of each class on both sides."""
+    parts = [open_source(data, split, val_split=fraction, **how) for split in ("train", "val")]
+    return [Counter(part.class_names[part.label(i)] for i in range(len(part))) for part in parts]
+
+
+def sides(data, fraction=0.1, **how):
+    """The names of the images for validation."""
+    part = open_source(data, "val", val_split=fraction, **how)
+    return {part.name(i) for i in range(len(part))}
+
+
+def test_files_of_one_name_in_folders_of_their_own(tmp_path):
+    """CLASS/itemNNN/photo.jpg: by the base name, all images of a class were on one side."""
+    names = [f"class{label}/item{i:03}/photo.jpg" for label in range(8) for i in range(40)]
+    empty_images(tmp_path / "data", names)
+    train, val = shares(tmp_path / "data")
+    assert all(1 <= val[f"class{label}"] <= 12 and train[f"class{label}"] + val[f"class{label}"] == 40
+               for label in range(8))
+    assert 16 <= sum(val.values()) <= 48  # 32, with a standard deviation of 5.4
+    before = sides(tmp_path / "data")
+    empty_images(tmp_path / "data", [f"class{label}/{name}/photo.jpg" for label in range(8) for name in ("a", "z")])
+    assert before == sides(tmp_path / "data") & {str(tmp_path / "data" / name) for name in names}
+
+
+def test_a_list_of_such_files_has_the_same_parts(tmp_path):
+    names = [f"class{label}/item{i:03}/photo.jpg" for label in range(3) for i in range(20)]
+    empty_images(tmp_path / "data" / "train", names)
+    for fraction in (0.1, 0.4):
+        from_folder = sides(tmp_path / "data", fraction)
+        lines = [f"0\t{name[5]}\ttrain/{name}\n" for name in reversed(names)]
+        (tmp_path / "data" / "train.lst").write_text("".join(lines))
+        assert open_source(tmp_path / "data", "train").path.name == "train.lst"
+        assert sides(tmp_path / "data", fraction) == from_folder
+        (tmp_path / "data" / "train.lst").unlink()
+
+
+def test_a_file_that_a_list_has_twice_is_on_one_side(tmp_path):
+    names = [f"{label}/{i}.jpg" for label in "ab" for i in range(10)]
+    empty_images(tmp_path, names)
+    (tmp_path / "train.lst").write_text("".join(f"0\t{'ab'.index(name[0])}\t{name}\n" for name in names * 2))
+    parts = [open_source(tmp_path, split, val_split=0.3) for split in ("train", "val")]
+    train, val = ({part.name(i) for i in range(len(part))} for part in parts)
+    assert not train & val and len(train | val) == 20 and sum(map(len, parts)) == 40
+
+
+def test_equal_keys_in_each_shard(tmp_path):
+    def write(shard: str) -> None:
+        write_tar(tmp_path / "data" / f"{shard}.tar", samples([(b"x", i % 2) for i in range(4)]))
+
+    for shard in range(40):
+        write(f"{shard:02}")
+    train, val = shares(tmp_path / "data", 0.2)
+    assert all(6 <= val[label] <= 26 and train[label] + val[label] == 80 for label in "01")  # 16 +/- 3.6
+    before = sides(tmp_path / "data", 0.2)
+    write("40")
+    assert before == {name for name in sides(tmp_path / "data", 0.2) if "/40.tar/" not in name}
+
+
+@pytest.mark.parametrize("name", ["x" * 110, "x" * 300, "\N{SNOWMAN}" * 20, "folder" * 20 + "/\u00e9"])
+def test_keys_that_no_plain_header_holds(tmp_path, name):
+    """Their images were called by the first hundred bytes of their names, and so all alike."""
+    members = {f"{name}{i:02}.{ending}": content for i in range(40) for ending, content in
+               (("cls", b"%d" % (i % 2)), ("jpg", b"x"))}
+    for format in (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT):
+        write_tar(tmp_path / f"{format}.tar", members, format)
+        source = open_source(tmp_path / f"{format}.tar", "train")
+        assert [source.name(i) for i in range(40)] == [f"{tmp_path}/{format}.tar/{name}{i:02}.jpg" for i in range(40)]
+        train, val = shares(tmp_path / f"{format}.tar", 0.3)
+        assert all(1 <= val[label] <= 14 and train[label] + val[label] == 20 for label in "01")
+    parts = [{name.split("/")[-1] for name in sides(tmp_path / f"{format}.tar", 0.3)} for format in
+             (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT)]
+    assert parts[0] == parts[1]
+
+
+def test_an_index_whose_keys_are_all_0(tmp_path):
+    path = tmp_path / "train.rec"
+    write_records(path, [b"image"] * 60, [float(i % 2) for i in range(60)])
+    lines = path.with_suffix(".idx").read_text().splitlines()
+    path.with_suffix(".idx").write_text("".join(f"0\t{line.split()[1]}\n" for line in lines))
+    train, val = shares(path, 0.2)
+    assert all(1 <= val[label] <= 14 and train[label] + val[label] == 30 for label in "01")
+    names = sides(path, 0.2)
+    assert len(names) == sum(val.values()) and all("train.rec record 0 (byte " in name for name in names)
+    report = verify_split(str(path), "train")
+    assert len({image.name for image in report.usable} | {name for name, _ in report.findings}) == 60
+
+
+def test_the_parts_of_names_that_were_right_before_stay(tmp_path):
+    """Class folders of files, keys of records and of shards: their hashes are what they were."""
+    empty_images(tmp_path / "files", [f"{label}/{i}.jpg" for label in "ab" for i in range(12)])
+    expected = {f"a/{i}.jpg" for i in (1, 5, 8)} | {f"b/{i}.jpg" for i in (4, 5, 6, 8, 11)}
+    assert files(tmp_path / "files", "val", 0.25) == expected
+    write_records(tmp_path / "train.rec", [b"image"] * 24, [float(i % 2) for i in range(24)])
+    expected = {f"train.rec record {i}" for i in (1, 4, 7, 10, 19, 20, 22, 23)}
+    assert {Path(name).name for name in sides(tmp_path / "train.rec", 0.25)} == expected
+    write_tar(tmp_path / "train.tar", samples([(b"x", i % 2) for i in range(24)]))
+    expected = {f"train.tar/{i:04}.jpg" for i in (1, 3, 6, 16, 22)}
+    assert files(tmp_path / "train.tar", "val", 0.25) == expected
+
+
+def test_groups_stay_together(tmp_path):
+    names = [f"{label}/video{v:02}/{part}/{i}.jpg" for label in "abcd" for v in range(20) for part in "xy"
+             for i in range(3)]
+    empty_images(tmp_path / "data", names + [f"a/{i}.jpg" for i in range(20)])
+
+    def groups(paths):
+        return {tuple(path.removeprefix(f"{tmp_path}/data/").split("/")[:2]) for path in paths}
+
+    val = sides(tmp_path / "data", 0.2, val_group_by="folder")
+    train = {str(tmp_path / "data" / name) for name in names} - val
+    assert not groups(val) & groups(train)
+    assert 5 <= len([group for group in groups(val) if group[1].startswith("video")]) <= 30  # 16 +/- 3.6
+    assert any(group[1] == f"{i}.jpg" for group in groups(val) for i in range(20))  # those in no folder, one by one
+    every = sides(tmp_path / "data", 0.2)
+    assert groups(every) & groups({str(tmp_path / "data" / name) for name in names} - every)
+    lines = [f"0\t{i % 2}\tvideos/v{i // 8}/{i}.jpg\n" for i in range(160)]
+    (tmp_path / "train.lst").write_text("".join(lines))
+    found = {Path(name).parent.name for name in sides(tmp_path / "train.lst", 0.2, val_group_by="folder")}
+    assert 1 <= len(found) <= 12
+    write_tar(tmp_path / "train.tar", {f"v{i // 8}/{i}.{ending}": b"%d" % (i % 2) for i in range(160)
+                                       for ending in ("cls", "jpg")})
+    found = sides(tmp_path / "train.tar", 0.2, val_group_by="folder")
+    assert len(found) == 8 * len({Path(name).parent.name for name in found})
+    with pytest.raises(DataError, match="no class has images of two folders, one to train on"):
+        empty_images(tmp_path / "one", [f"a/images/{i}.jpg" for i in range(20)])
+        open_source(tmp_path / "one", "val", val_split=0.5, val_group_by="folder")
+
+
+def test_shares_that_are_far_off_are_told(tmp_path):
+    empty_images(tmp_path / "data", [f"{label}/{v}/{i}.jpg" for label in "ab" for v in "xy" for i in range(20)]
+                 + [f"c/{i:02}.jpg" for i in range(40)] + ["d/one.jpg"])
+    for split in ("train", "val"):
+        remark, = open_source(tmp_path / "data", split, val_split=0.1, val_group_by="folder").remarks
+        assert remark == (f"{tmp_path}/data: --val-split 0.1 is far off in some classes, for validation are: "
+                          "a 20 of 40, b 20 of 40")
+        assert not open_source(tmp_path / "data", split, val_split=0.1).remarks
+
+
+def test_a_group_of_several_classes(tmp_path):
+    """A class has training images before it has images for validation."""
+    (tmp_path / "train.lst").write_text("0\t0\tv/1.jpg\n1\t1\tv/2.jpg\n2\t0\tw/3.jpg\n")
+    train, val = shares(tmp_path / "train.lst", 0.9, val_group_by="folder")
+    assert train == {"0": 1, "1": 1} and val == {"0": 1}

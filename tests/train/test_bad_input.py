@@ -14,11 +14,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from common.nvidia_gpus import GpuInfo
 from graph_passes import GraphError
+from pipelines import LoaderConfig, open_loader
 from train import checkpoint, devices
 from train.command_line import read
+from train.commands.session import name_images
 from train.config import Config
 from train.errors import TrainError
 from train.loop import Trainer
@@ -435,3 +438,24 @@ def test_validation_too_large_for_the_machine(fails, run_train, tiny_options, mo
         assert re.match(r"error: inference on batches of 4 images of 8192x8192 needs a tensor of more than 2\^31 "
                         "elements, which MXNet does not have: ", fails(*command, "--val-image-size", "8192"))
     assert not (tmp_path / "run").exists()
+
+
+def test_an_image_that_two_processes_have_met_is_skipped_once(tmp_path, capfd):
+    """The second one's images of the last batch are all bad: it looks at the first one's for others."""
+    folder = tmp_path / "images" / "val"
+    for label in "ab":
+        (folder / label).mkdir(parents=True)
+    for number in range(13):
+        path = folder / "ab"[number > 6] / f"{number:02}.png"
+        Image.new("RGB", (40, 40), (9 * number, 0, 0)).save(path)
+        if number in (0, 12):
+            path.write_bytes(b"")
+    settings = LoaderConfig(data=str(tmp_path / "images"), split="val", batch_size=5, image_size=32, device="cpu",
+                            num_threads=1, on_bad_image="skip")
+    with open_loader(settings, shard=(0, 2)) as one, open_loader(settings, shard=(1, 2)) as two:
+        assert sum(batch.num_valid for loader in (one, two) for batch in loader) == 11
+        found = [(loader.bad_images, loader.damaged_images) for loader in (one, two)]
+        skipped = name_images(one, SimpleNamespace(rank=0, gather=lambda own: found))
+    assert sorted(file for file, _ in skipped) == [f"{folder}/a/00.png", f"{folder}/b/12.png"]
+    assert sum(len(bad) for bad, _ in found) == 3  # else this tests nothing
+    assert capfd.readouterr().err.count("skipped ") == 2

@@ -44,7 +44,36 @@ def test_numbers_on_both_sides_and_a_network_without_names():
     assert matched.labels == [0, 1, 2, 3] and matched.note.startswith(f"{NETWORK} has no names of classes")
     ten = plain(*sorted(map(str, range(11))))  # folders called 0, 1, 10, 2, ...
     assert match("DATA", ten[::-1], ten, NETWORK, is_whole=True).labels == list(range(10, -1, -1))
-    assert "class numbers" in match("DATA", padded([], 11), ten, NETWORK, is_whole=True).note
+    in_order = [0, 1, 3, 4, 5, 6, 7, 8, 9, 10, 2]
+    assert match("DATA", padded([], 11), ten, NETWORK, is_whole=True).labels == in_order
+    matched = match("DATA", ten, padded([], 11), NETWORK, is_whole=True)
+    assert [in_order[label] for label in range(11)] == np.argsort(matched.labels).tolist()
+    assert "are told apart by their names" in matched.note
+
+
+@pytest.mark.parametrize("found, known, labels", [
+    (NUMBERED[:3], plain("00", "01", "02", "03"), [0, 1, 2]),
+    (plain("03", "00"), NUMBERED, [3, 0]),
+    (padded([], 8), plain("3", "5", "7"), [-1, -1, -1, 0, -1, 1, -1, 2]),  # if no image has 0, 1, 2, 4, 6
+    (plain("0", "1", "10", "2"), [*KNOWN, *plain(*"ghijklm")], [0, 1, 10, 2]),  # numbers of classes with names
+    (plain("cat", "dog"), plain("1", "0"), [1, 0]),
+    ([("10", "ten"), ("2", "two")], padded([], 11), [10, 2]),  # folders to go by
+    (padded([], 3), [("2", "two"), ("0", "zero"), ("1", "one")], [1, 2, 0]),
+    ([("0", "dog"), ("1", "cat")], plain("cat", "dog"), [1, 0]),
+    (plain("0", "1", "3"), padded(plain("0", "1", "3"), 4), [0, 1, 2]),  # the class 3 that no image shows is another
+    (padded([], 4), padded(plain("0", "1", "3"), 4), [0, 1, -1, 2]),
+    (plain("b", "3"), padded(plain("a", "b", "3"), 4), [1, 2]),
+], ids=str)
+def test_names_that_are_numbers_are_numbers(found, known, labels):
+    met = [label for label, number in enumerate(labels) if number >= 0]
+    assert match("DATA", found, known, NETWORK, is_whole=False, met=lambda: met).labels == labels
+    if -1 in labels:
+        with pytest.raises(TrainError, match=f"the class {found[labels.index(-1)][1]!r} of DATA is none of the"):
+            match("DATA", found, known, NETWORK, is_whole=False)
+
+
+def test_numbers_that_two_folders_share_are_names():
+    assert match("DATA", plain("1", "01"), plain("01", "1"), NETWORK, is_whole=True).labels == [1, 0]
 
 
 @pytest.mark.parametrize("found, known, is_whole, sentence", [

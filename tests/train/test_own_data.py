@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from several_processes import needs_horovod, run_processes
 
+from pipelines.crc32c import masked_crc32c
+from pipelines.recordio import pack_record
 from pipelines.sources import open_source
 from train import checkpoint, models
 from train.build import class_weights, open_split, training_graph
@@ -66,6 +69,48 @@ def test_a_folder_without_val_is_split(run_train, options, uneven_data, tmp_path
     assert code == 0 and "30 images, loss" in out, err  # other data, all of them
     code, out, err = run_train("validate", "--checkpoint", folder, "--data", tmp_path / "x", "--val-split", "0.3")
     assert code == 0 and f"{numbers[2]} images, loss" in out, err
+
+
+def write_tfrecord(path, images):
+    """Of (encoded image, label)."""
+    def field(number, content):
+        size = bytes([len(content)]) if len(content) < 128 else bytes([len(content) % 128 | 128, len(content) // 128])
+        return bytes([number << 3 | 2]) + size + content
+
+    def summed(data):
+        return data + masked_crc32c(np.frombuffer(data, np.uint8)[None]).tobytes()
+
+    records = []
+    for image, label in images:
+        features = {b"image/encoded": field(1, field(1, image)), b"image/class/label": field(3, bytes([8, label]))}
+        example = field(1, b"".join(field(1, field(1, key) + field(2, value)) for key, value in features.items()))
+        records.append(summed(struct.pack("<Q", len(example))) + summed(example))
+    path.write_bytes(b"".join(records))
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("undrawn")
+def test_a_network_remembers_where_labels_count_from(run_train, tiny_options, tiny_data, tmp_path):
+    """So that validation images alone, of which none is of the first class, are not counted from their own first."""
+    images = [(file.read_bytes(), int(file.parent.name[-1])) for file in sorted(tiny_data.glob("*/*.jpg"))]
+    data = tmp_path / "data"
+    data.mkdir()
+    write_tfrecord(data / "train-00000-of-00001", images)
+    write_tfrecord(data / "validation-00000-of-00001", [image for image in images if image[1]])
+    code, out, err = run_train("--output", tmp_path / "run", *tiny_options, "--data", data, "--num-classes", "3")
+    assert code == 0, err
+    assert out.count(f"{data}: labels (image/class/label) count from 0 (--first-label)") == 1
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["first_label"] == "0"
+    assert last_of(tmp_path / "run").config.first_label == "0"
+    said = []
+    for place in (data, data / "validation-00000-of-00001"):
+        code, out, err = run_train("validate", "--checkpoint", tmp_path / "run", "--data", place)
+        assert code == 0, err
+        assert "labels (image/class/label) count from 0" in err
+        said.append(out.splitlines()[-1])
+    assert said[0] == said[1]
+    code, out, err = run_train("--resume", tmp_path / "run", "--epochs", "3")
+    assert code == 0 and "first-label" not in out.replace("(--first-label)", ""), out + err
 
 
 @pytest.mark.long
@@ -160,6 +205,32 @@ def test_class_weights(run_train, options, tmp_path):
     assert (f"--class-weights 0.5: the classes have 3 to 18 images, and weigh {weights[0]:.4g} to {weights[2]:.4g}"
             in out)
     assert "balanced accuracy" in run_train("validate", "--checkpoint", folder)[1]
+
+
+@pytest.mark.parametrize("stored", ["records", "tfrecord"])
+def test_folders_called_by_numbers_and_numbers(tiny_data, tmp_path, stored):
+    """Folders in the order 0, 1, 10, 11, 2 and labels 0 to 11 are the same classes, whichever is for training."""
+    image = next(tiny_data.glob("*/*.jpg")).read_bytes()
+    for way, (of_folders, other) in enumerate((("train", "val"), ("val", "train"))):
+        data = tmp_path / str(way)
+        for label in range(12):
+            (data / of_folders / str(label)).mkdir(parents=True)
+            (data / of_folders / str(label) / "image.jpg").write_bytes(image)
+        if stored == "tfrecord":
+            (data / other).mkdir()
+            write_tfrecord(data / other / "0.tfrecord", [(image, label) for label in range(12)])
+        else:
+            parts = [pack_record(label, image, label) for label in range(12)]
+            (data / f"{other}.rec").write_bytes(b"".join(parts))
+            (data / f"{other}.idx").write_text("".join(f"{i}\t{i * len(parts[0])}\n" for i in range(12)))
+        config = Config(data=str(data), batch_size=12, image_size=32, val_image_size=32, num_threads=1)
+        placement = Placement("mxnet", "cpu(0)", "")
+        with open_split(config, "train", placement, Workers()) as train_loader:
+            classes = train_loader.classes
+        with open_split(config, "val", placement, Workers(), classes, "the training images") as loader:
+            labels = next(iter(loader)).label.asnumpy().astype(int).tolist()
+        own = range(12) if other == "val" else sorted(range(12), key=str)
+        assert [int(classes[label][1]) for label in labels] == list(own)
 
 
 @pytest.mark.parametrize("padding", [0, 2])

@@ -369,9 +369,10 @@ def test_averages_begin_in_mid_run(tiny_options, tmp_path, run_train):
     assert code == 0, err
     after = checkpoint.load(checkpoint.find(str(folder)))
     decay = 5 / 14  # of the sixth step
-    for name, start in (before.params | before.aux).items():
-        expected = decay * start + (1 - decay) * (after.params | after.aux)[name]
-        np.testing.assert_allclose(after.ema[name], expected, rtol=1e-5, atol=1e-6, err_msg=name)
+    for name, start in (before.params | before.biased.aux).items():
+        expected = decay * start + (1 - decay) * (after.params | after.biased.aux)[name]
+        averages = after.ema | after.biased.averages
+        np.testing.assert_allclose(averages[name], expected, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 @pytest.mark.long

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+LIGHT = (ROOT / "tests" / "light").resolve(strict=True)
 NOTHING = {"PATH": os.environ["PATH"]}
 ODD = {
     **NOTHING, "LANG": "xx_YY.nothing", "LC_ALL": "xx_YY.nothing", "TERM": "no terminal", "COLUMNS": "0", "LINES": "x",
@@ -29,12 +30,12 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Run:
     """Runs Python, which must end well, without a terminal."""
     variables, prepare = SURROUNDINGS[request.param]
 
-    def run(*arguments: object, narrow: bool = False) -> subprocess.CompletedProcess[str]:
-        paths = [str(ROOT), *[str(Path(__file__).parent / "narrow")] * narrow]
+    def run(*arguments: object, light: bool = False) -> subprocess.CompletedProcess[str]:
+        paths = [str(ROOT), *[str(LIGHT)] * light]
         done = subprocess.run(
             ["sh", "-c", f'{prepare}\nexec "$@"', "sh", sys.executable, *map(str, arguments)], cwd=tmp_path, text=True,
-            env={**variables, "PYTHONPATH": os.pathsep.join(paths)}, stdin=subprocess.DEVNULL, capture_output=True,
-            start_new_session=True, timeout=600)
+            env={**variables, "PYTHONPATH": os.pathsep.join(paths), "REPORT": "1"}, stdin=subprocess.DEVNULL,
+            capture_output=True, start_new_session=True, timeout=600)
         assert done.returncode == 0, done.stderr
         return done
 
@@ -71,10 +72,10 @@ def test_a_network_is_shown(run):
 
 @pytest.mark.long
 def test_a_network_is_trained_and_predicts(run, tiny_options, tiny_data, tmp_path):
-    trained = run("-m", "train", *tiny_options, "--max-steps", 2, "--output", "run", narrow=True)
+    trained = run("-m", "train", *tiny_options, "--max-steps", 2, "--output", "run", light=True)
     assert "stopped after step 2" in trained.stdout and (tmp_path / "run" / "report" / "report.md").is_file()
     predicted = run("-m", "train", "predict", "--checkpoint", "run", tiny_data / "class1" / "3.jpg", "--device", "cpu",
-                    narrow=True)
+                    light=True)
     image, *guesses = predicted.stdout.splitlines()
     assert image == str(tiny_data / "class1" / "3.jpg") and len(guesses) == 3
     said = (trained.stderr + predicted.stderr).splitlines()

@@ -124,7 +124,7 @@ def choose(config: LoaderConfig, count: int | None, seed: int) -> list[int]:
 
     Raises DataError, and TrainError where there are fewer than `count` or MIN_IMAGES.
     """
-    total = len(open_source(config.data, config.split, config.num_classes, config.val_split))
+    total = len(open_source(config.data, config.split, **config.reading))
     if total < MIN_IMAGES:
         raise TrainError(f"{config.data} has {total} training images, too few to calibrate on: give data with "
                          f"{MIN_IMAGES} or more")

@@ -27,7 +27,6 @@ from train.checkpoint import Checkpoint
 from train.config import CONFIG_FILE, Config
 from train.errors import LostProcessError, TrainError
 from train.loop import Trainer
-from train.optimizer import ema_in_use
 from train.options.data import SYNTHETIC
 from train.options.run import LIST_PRESETS
 from train.processes.distributed import Workers, drain_engine, is_elastic
@@ -108,14 +107,15 @@ def name_images(loader: Loader, workers: Workers) -> list[tuple[str, str]]:
     """Name, on stderr, what of the data is left out, and the images that a loader's processes have skipped, or used
     though they are damaged; returns the skipped ones and why each was. A collective operation."""
     found = workers.gather((loader.bad_images, loader.damaged_images))
+    # Two may have met one image: a process whose own images of a batch are all bad looks at the others' for a good one.
+    bad, damaged = (dict(image for of_process in found for image in of_process[kind]) for kind in range(2))
     if workers.rank == 0:
         for remark in loader.remarks:
             print(remark, file=sys.stderr)
-        for of_process in found:
-            for sentence, images in zip(IMAGE_EVENTS.values(), of_process, strict=True):
-                for file, reason in images:
-                    print(sentence.format(file=file, reason=reason), file=sys.stderr)
-    return [image for bad, _ in found for image in bad]
+        for sentence, images in zip(IMAGE_EVENTS.values(), (bad, damaged), strict=True):
+            for file, reason in images.items():
+                print(sentence.format(file=file, reason=reason), file=sys.stderr)
+    return list(bad.items())
 
 
 def shown_skipped(number: int) -> str:
@@ -253,7 +253,7 @@ def _write_report(recorder: Recorder, run_folder: Path, trainer: Trainer | None)
             images = f"{VALIDATION} images" if recorder.evaluated == VALIDATION else recorder.evaluated
             describe(outcomes, trainer.val_loader, epoch, images).save(folder)
         try:
-            with ema_in_use(trainer.optimizer):
+            with trainer.evaluating():
                 found = predict_some(trainer.executor, trainer.val_loader, trainer.progress.epoch, recorder.evaluated)
             predictions.save(found, folder)
         except DataError as error:  # the run is complete all the same

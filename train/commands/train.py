@@ -33,6 +33,7 @@ from train.processes.distributed import Workers, is_elastic, is_lost_process
 from train.reporting.metrics import TRAINING_IMAGES
 from train.reporting.recorder import Recorder
 from train.schedule import image_sizes
+from train.statistics import without_variance
 from train.weights import Weights, settings, starting_point
 from train.weights import read as read_weights
 
@@ -126,6 +127,7 @@ def open_trainer(
             bn_group = join_bn_group(config, placement, workers)
             known = (start.classes, "the network that the run goes on with") if start else ()
             train_loader = loaders.enter_context(open_split(config, "train", placement, workers, *known))
+            config = replace(config, first_label=train_loader.config.first_label)
             if config.accumulate > train_loader.num_batches:  # the learning rate is for all of a step's images
                 raise TrainError(f"--accumulate {config.accumulate} is more than the {train_loader.num_batches} "
                                  "batches of an epoch, and a step ends with its epoch: lower it")
@@ -165,6 +167,7 @@ def _note(trainer: Trainer, recorder: Recorder) -> None:
     """What there is to know about the run before its first step."""
     _note_origin(trainer, recorder)
     _note_frozen(trainer, recorder)
+    _note_lone_values(trainer, recorder)
     _note_memory(trainer, recorder)
     _note_data(trainer, recorder)
 
@@ -182,6 +185,17 @@ def _note_frozen(trainer: Trainer, recorder: Recorder) -> None:
         sizes = {name: math.prod(array.shape) for name, array in executor.params.items()}
         trained = sum(size for name, size in sizes.items() if name not in executor.frozen)
         recorder.say(f"{trained:,} of {sum(sizes.values()):,} parameters are trained (--freeze {layers})")
+
+
+def _note_lone_values(trainer: Trainer, recorder: Recorder) -> None:
+    """Where BatchNorm has nothing to take a variance of, so that the loss would stay where it is for ever."""
+    config = trainer.config
+    size = min(image_sizes(config))
+    if names := without_variance(trainer.executor, size, config.bn_group):
+        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        recorder.say(f"{names[-1]}{others} have one value per channel to normalise in batches of one image of {size} "
+                     "pixels, so that all images are the same behind them and the network hardly learns: raise "
+                     "--batch-size or --image-size")
 
 
 def _note_memory(trainer: Trainer, recorder: Recorder) -> None:

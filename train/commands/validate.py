@@ -72,7 +72,7 @@ def main(values: Mapping[str, Any]) -> None:
               f"loss {loss:.4f}, top-1 {top1:.2%}" + f", top-5 {top5:.2%}" * is_top5_told
               + f", balanced accuracy {balanced:.2%}" * is_balance_wanted)
         per_class, *_ = validation.outcomes.by_class(trained.num_classes)
-        if unseen := [loader.classes[label] for label in loader.labels if not per_class[label]]:
+        if unseen := [loader.classes[label] for label in loader.labels if label >= 0 and not per_class[label]]:
             print(f"{config.data}: no image of these classes was validated on, so accuracy says nothing about them: "
                   f"{some(unseen)} (add some)", file=sys.stderr)
         if folder:

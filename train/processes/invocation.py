@@ -57,6 +57,6 @@ def command_line() -> str:
     """The command that started this process, or the launcher that did, ready to be copied into a shell."""
     if LAUNCHER_VARIABLE in os.environ:
         return f"{launcher()} {shlex.join(words_of(sys.orig_argv))}"
-    if is_console() and sys.orig_argv[1] == os.environ[CALLED_AS]:
+    if is_console() and os.path.abspath(sys.orig_argv[1]) == os.environ[CALLED_AS]:
         return shlex.join([CONSOLE_COMMAND, *sys.orig_argv[2:]])
     return shlex.join(["python", *sys.orig_argv[1:]])

@@ -67,7 +67,7 @@ class LaunchOptions:
     """Train on several GPUs of this machine, or in several processes on a machine without one (Horovod: NCCL or Gloo).
 
     The learning rate is given for a global batch of 256 images; the program scales it with PROCESSES x BATCH_SIZE.
-    python -m train train --help lists its options. The script takes -p NAME too, which stands for the settings of
+    python -m train train --help lists its options. In a checkout the script also takes -p NAME, the settings of
     scripts/platforms/NAME.sh, and PYTHON=/path/to/python uses that environment instead of .venv. Example, two processes
     on a CPU:
 

@@ -28,11 +28,11 @@ from typing import Annotated
 from common.command_line import Positive, exit_code_of, given_and_rest, part_of, to_arguments
 from common.errors import ProgramError
 from common.output import make_lasting, print_error
-from common.program import LAUNCH, MULTI_HOST, PROGRAMS, as_typed, own_process
+from common.program import LAUNCH, MULTI_HOST, PROGRAMS, own_process
 from train.__main__ import understood
 from train.errors import TrainError
 from train.processes import launch
-from train.processes.invocation import LAUNCHER_VARIABLE
+from train.processes.invocation import LAUNCHER_VARIABLE, script
 from train.processes.worker import TOLD, WAY_OUT, how_it_ended
 
 SECONDS_TO_SAVE = 60  # that a process of the run has when it is told to end, and to report
@@ -156,7 +156,7 @@ def main(arguments: Sequence[str]) -> int:
     if not count:
         raise TrainError(f"the host discovery script {own.host_discovery_script} names no machine yet; give -n, the "
                          "processes to wait for")
-    os.environ[LAUNCHER_VARIABLE] = f"{as_typed(PROGRAMS[MULTI_HOST].script)} {shlex.join(['-n', str(count), *words])}"
+    os.environ[LAUNCHER_VARIABLE] = f"{script(MULTI_HOST)} {shlex.join(['-n', str(count), *words])}"
     # Horovod has a shell run the script.
     words = [shlex.quote(word) if word == own.host_discovery_script else word for word in words]
     asked = ["--gloo", "-np", str(count), *words, *own_process(PROGRAMS[LAUNCH].word), *passed]

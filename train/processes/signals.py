@@ -180,7 +180,8 @@ def guard(speaks: bool) -> None:
             _stand_guard(numbers, ward, speaks)
         finally:
             os._exit(0)
-    os.close(numbers)
+    # This end stays open here too: where somebody has ended the guard, each signal would be written into a pipe that
+    # nobody reads, an error that Python prints, and a SIGPIPE, which is written there too.
     os.set_blocking(_to_guard, False)
     signal.set_wakeup_fd(_to_guard, warn_on_full_buffer=False)
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from common.errors import EXIT_USER_ERROR
 from common.mxnet_compat import given_threads
-from common.program import REPORT, start_of
+from common.program import REPORT, is_own, start_of
 from train.errors import EXIT_HUNG_PROCESS, EXIT_LOST_PROCESS, TrainError
 from train.processes import topology
 from train.processes.guard import Guard
@@ -127,7 +127,7 @@ class Processes:
         """Start the process of a slot."""
         variables = {**os.environ, **slot.environment, **environment, **self.watch.begin(slot.number)}
         self.watch.records[slot.number].rank = int(environment["HOROVOD_RANK"])
-        is_ours = "resnet_mxnet" in self.command
+        is_ours = is_own(self.command)
         process = subprocess.Popen(self.command, env=variables, pass_fds=(self.watch.descriptor,),
                                    preexec_fn=_stop_ours_with_us if is_ours else stop_with_us)
         self.all.append(Worker(slot, process))

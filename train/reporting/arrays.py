@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from common import files
+from train.content import content_of_file
 from train.errors import TrainError
 
 T = TypeVar("T")
@@ -32,8 +33,11 @@ def read(path: Path, make: Callable[[Mapping[str, np.ndarray]], T]) -> T | None:
     """What `make` makes of the arrays; None where there is no file. Raises TrainError where it cannot be read."""
     if not path.is_file():
         return None
+    def sentence(fault: object) -> str:
+        return f"{path} cannot be read ({fault}): delete it, and the report comes without it"
+
     try:
-        with np.load(path) as values:
+        with content_of_file(sentence), np.load(path, allow_pickle=False) as values:
             return make(values)
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        raise TrainError(f"{path} cannot be read ({error}): delete it, and the report comes without it") from None
+    except OSError as error:
+        raise TrainError(sentence(error)) from None

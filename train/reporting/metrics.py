@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from train.errors import TrainError
+from train.content import content_of_file
 from train.options.language_model import LANGUAGE_MODEL
 from train.reporting.gpu_monitor import GpuReadings
 
@@ -379,14 +379,11 @@ class RunRecord:
         Raises TrainError where a line is not one of a run's metrics.
         """
         record = cls(config={}, command="", images_per_step=1)
-        for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), start=1):
-            if not text.endswith("\n"):
-                break
-            try:
-                record.apply(json.loads(text))
-            except (ValueError, KeyError, TypeError, AttributeError):
-                raise TrainError(
-                    f"line {number} of {path} is not a line of a run's metrics ({text[:40].strip()!r}): "
-                    "delete that line, or the file to start the record anew"
-                ) from None
+        *lines, _ = path.read_bytes().split(b"\n")
+        for number, line in enumerate(lines, start=1):
+            beginning = line[:40].decode(errors="backslashreplace").strip()
+            with content_of_file(lambda _, number=number, beginning=beginning:  # type: ignore[misc]
+                                 f"line {number} of {path} is not a line of a run's metrics ({beginning!r}): delete "
+                                 "that line, or the file to start the record anew"):
+                record.apply(json.loads(line))
         return record

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import itertools
 import json
 import os
 import shutil
@@ -41,7 +42,7 @@ class Form(ABC):
     """How a record is written. `names` are the classes, in the network's order; `top`: how many each record has."""
 
     def __init__(self, names: Sequence[str], top: int) -> None:
-        self.top = top
+        self.names, self.top = names, top
         self.beginnings = [self._beginning(name, index) for index, name in enumerate(names)]  # all but a probability
 
     header = b""
@@ -58,8 +59,8 @@ class Form(ABC):
 
     @abstractmethod
     def records(self, lines: Iterable[str]) -> Iterator[tuple[str, bool]]:
-        """Of each record, the file, and whether it cannot be read. Takes no line more than the record has. Raises
-        ValueError, KeyError, TypeError or csv.Error for one that is not whole."""
+        """Of each record, the file, and whether it cannot be read. Takes no line more than the record has. Raises any
+        exception for one that is not whole, or not as this program writes it."""
 
     @abstractmethod
     def _beginning(self, name: str, index: int) -> str: ...
@@ -81,9 +82,13 @@ class Csv(Form):
 
     def records(self, lines: Iterable[str]) -> Iterator[tuple[str, bool]]:
         for record in csv.reader(lines, strict=True):
-            if len(record) != len(self.columns):
-                raise ValueError(f"{len(record)} columns")
-            yield record[0], record[-1] != ""
+            file, *fields, error = record
+            guesses = [[self.names[index := _number(text)], str(index), f"{float(probability):.6g}"]
+                       for text, probability in zip(fields[1::3], fields[2::3], strict=True) if not error]
+            if fields != (["" for _ in self.columns[1:-1]] if error else list(itertools.chain(*guesses))) or (
+                    len(record) != len(self.columns)):
+                raise ValueError("it is not as it was written")
+            yield file, error != ""
 
     def _beginning(self, name: str, index: int) -> str:
         return f",{_quoted(name)},{index},"
@@ -99,7 +104,13 @@ class JsonLines(Form):
     def records(self, lines: Iterable[str]) -> Iterator[tuple[str, bool]]:
         for line in lines:
             record = json.loads(line)
-            yield record["file"], "error" in record
+            file, guesses, error = record["file"], record["predictions"], record.get("error", "")
+            indices = [_number(str(guess["index"])) for guess in guesses]
+            written = self.failure(file, error) if error else self.prediction(
+                file, indices, [guess["probability"] for guess in guesses])
+            if written != line or len(guesses) != (0 if error else self.top):
+                raise ValueError("it is not as it was written")
+            yield file, error != ""
 
     def _beginning(self, name: str, index: int) -> str:
         return f'{{"class": {json.dumps(name)}, "index": {index}, "probability": '
@@ -185,7 +196,9 @@ class PredictionFile:
                                          f"{wanted}: give the same images in the same order, or another --output")
                     done, bad = done + 1, bad + is_bad
                     end, line = lines.end, first + lines.number
-            except (ValueError, KeyError, TypeError, csv.Error):
+            except TrainError:
+                raise
+            except Exception:  # as `content_of_file` says
                 # A name may have line breaks, and be cut after one of them.
                 name = _quoted(images[done]).encode(ENCODING, ERRORS) if done < len(images) else b""
                 reading.seek(end)
@@ -262,7 +275,7 @@ class PredictionFile:
         except OSError as error:
             raise TrainError(f"cannot read {path}, which says what {self.path.name} was begun with ({error.strerror}): "
                              "see that it can be read, or give another --output") from None
-        except (ValueError, KeyError, TypeError):
+        except Exception:  # as `content_of_file` says
             raise TrainError(f"{path}, which says what {self.path.name} was begun with, is damaged: put back a copy of "
                              "it, or give another --output") from None
         for name, words in same.items():
@@ -304,6 +317,13 @@ def most_likely(probabilities: np.ndarray, top: int) -> tuple[np.ndarray, np.nda
         classes[:, rank] = left.argmax(axis=1)
         left[images, classes[:, rank]] = -np.inf
     return classes, np.take_along_axis(probabilities, classes, axis=1)
+
+
+def _number(text: str) -> int:
+    """Of a class. Raises ValueError for what is none."""
+    if not (text.isascii() and text.isdecimal()):
+        raise ValueError(f"{text!r} is no number of a class")
+    return int(text)
 
 
 def _quoted(text: str) -> str:

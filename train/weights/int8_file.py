@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import zipfile
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from graph_passes.passes.quantise import Kept
 from train import checkpoint, models
 from train.checkpoint import Checkpoint
 from train.config import Config
+from train.content import content_of_file
 from train.devices import Placement
 from train.errors import TrainError
 
@@ -115,25 +115,27 @@ def load(place: str, trained: Checkpoint) -> Int8Network:
     path = path_of(place)
     again = f"run python -m train quantize --checkpoint {place}"
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            meta = json.loads(archive["meta"].item())
-            if meta.pop("format") != FORMAT or meta.pop("version") != VERSION:
-                raise ValueError(f"it is not of the format {FORMAT}, version {VERSION}")
-            params = {name.removeprefix("params/"): archive[name] for name in archive.files if name != "meta"}
-        network = Int8Network(**{**meta, "kept": Kept(**meta["kept"]), "params": params})
-        found = network.checksum == checksum(trained)
-        if found:
-            _check(network, trained)
+        with content_of_file(lambda reason: f"{path} is no complete network in INT8 ({reason}): {again}"):
+            network = _read(path)
+            found = network.checksum == checksum(trained)
+            if found:
+                _check(network, trained)
     except FileNotFoundError:
         raise TrainError(f"there is no {path}, the network in INT8: {again} first") from None
     except OSError as error:
         raise TrainError(f"cannot read {path} ({error.strerror or error}): {again}") from None
-    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, KeyError, TypeError, AttributeError,
-            GraphError) as error:
-        raise TrainError(f"{path} is no complete network in INT8 ({error}): {again}") from None
     if not found:
         raise TrainError(f"{path} was made of other weights than {place} has now: {again}")
     return network
+
+
+def _read(path: Path) -> Int8Network:
+    with np.load(path, allow_pickle=False) as archive:
+        meta = json.loads(archive["meta"].item())
+        if meta.pop("format") != FORMAT or meta.pop("version") != VERSION:
+            raise ValueError(f"it is not of the format {FORMAT}, version {VERSION}")
+        params = {name.removeprefix("params/"): archive[name] for name in archive.files if name != "meta"}
+    return Int8Network(**{**meta, "kept": Kept(**meta["kept"]), "params": params})
 
 
 def check_images(network: Int8Network, place: str, config: Config) -> None:
@@ -162,8 +164,11 @@ def executor_of(network: Int8Network, trained: Checkpoint, config: Config, place
 
 def _check(network: Int8Network, trained: Checkpoint) -> None:
     """Raise ValueError where the arrays are not those of the graph."""
-    graph, size = network.graph(trained), network.prepared(trained).config.inference_image_size
-    shapes = graph.infer_shapes({"data": (1, size, size, 3), "softmax_label": (1,)})
+    try:
+        graph, size = network.graph(trained), network.prepared(trained).config.inference_image_size
+        shapes = graph.infer_shapes({"data": (1, size, size, 3), "softmax_label": (1,)})
+    except GraphError as error:
+        raise ValueError(error) from None
     dtypes = passes.tensor_dtypes(graph)
     wanted = {name: (shapes[Ref(name)], dtypes[Ref(name)]) for name in graph.variables
               if name not in ("data", "softmax_label")}

@@ -20,6 +20,7 @@ import numpy as np
 from graph_passes.passes.fold_bn import foldings
 from train import models
 from train.checkpoint import Checkpoint
+from train.content import content_of_file
 from train.errors import TrainError
 from train.weights import record
 from train.weights.record import Record
@@ -46,10 +47,9 @@ def read(path: Path) -> tuple[Arrays, Record]:
     """
     try:
         import onnx
-        from google.protobuf.message import DecodeError
     except ImportError:
         raise TrainError(f"{path} needs the package onnx: run make setup, or pip install onnx") from None
-    try:
+    with content_of_file(lambda reason: f"{path} is no complete ONNX file ({reason}): write it once more"):
         model = onnx.load_model(str(path), load_external_data=False)
         about = {entry.key: entry.value for entry in model.metadata_props}
         if model.producer_name not in PRODUCERS or "batch_norms" not in about:
@@ -62,8 +62,6 @@ def read(path: Path) -> tuple[Arrays, Record]:
             raise ValueError("its numbers are in another file")
         arrays = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
         return _unfold(arrays, about), _record(path, about)
-    except (DecodeError, ValueError, LookupError, TypeError, AttributeError, OverflowError, MemoryError) as error:
-        raise TrainError(f"{path} is no complete ONNX file ({error}): write it once more") from None
 
 
 def _unfold(arrays: Arrays, about: Mapping[str, str]) -> Arrays:

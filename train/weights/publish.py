@@ -11,7 +11,7 @@ from train import models
 from train.checkpoint import Checkpoint
 from train.errors import TrainError
 from train.models.libraries import TORCH
-from train.weights import torch_file
+from train.weights import safetensors_file, torch_file
 from train.weights.recognise import COUNTER
 
 Arrays = dict[str, np.ndarray]
@@ -50,15 +50,6 @@ def content(tensors: Mapping[str, np.ndarray], file: Path) -> bytes:
     return _FORMS[file.suffix.lower()](tensors)
 
 
-def _safetensors(tensors: Mapping[str, np.ndarray]) -> bytes:
-    try:
-        from safetensors.numpy import save
-    except ImportError:
-        raise TrainError("a .safetensors file needs the package safetensors: run make setup, or pip install safetensors"
-                         ) from None
-    return save(dict(tensors), metadata={"format": "pt"})
-
-
 _FORMS: Mapping[str, Callable[[Mapping[str, np.ndarray]], bytes]] = {
-    ".pth": torch_file.content, ".pt": torch_file.content, ".safetensors": _safetensors,
+    ".pth": torch_file.content, ".pt": torch_file.content, ".safetensors": safetensors_file.content,
 }

@@ -20,7 +20,6 @@ import pickle
 import re
 import struct
 import zipfile
-import zlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -28,6 +27,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
+from train.content import content_of_file
 from train.errors import TrainError
 
 HOW_TO_SAVE = "save it with torch.save(model.state_dict(), FILE)"
@@ -49,10 +49,6 @@ _MOST_AXES = 32  # NumPy's limit before version 2
 # such a program validates.
 _WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model", "model_state_dict")
 _PREFIX = re.compile(r"^(?:module\.|_orig_mod\.)+")
-
-# What is raised for a pickle that is none, or is not made as torch.save makes it, and for a broken zip.
-_BROKEN = (pickle.UnpicklingError, zipfile.BadZipFile, zlib.error, struct.error, EOFError, ValueError, LookupError,
-           TypeError, AttributeError, OverflowError, MemoryError, RuntimeError, AssertionError)
 
 
 class _Forbidden(Exception):
@@ -119,15 +115,14 @@ def read(path: Path) -> dict[str, np.ndarray]:
         start = file.read(512)
     if not start.startswith(_ZIP):
         raise TrainError(_not_a_zip(path, start))
-    try:
-        with zipfile.ZipFile(path) as archive:
-            value = _read(archive)
-    except _Forbidden as error:
-        raise TrainError(f"{path} holds more than tensors and plain containers ({error}), and nothing of it was "
-                         f"executed: {HOW_TO_SAVE}") from None
-    except _BROKEN as error:
-        raise TrainError(f"{path} is no complete file of PyTorch ({str(error) or type(error).__name__}): fetch or "
-                         "write it once more") from None
+    with content_of_file(lambda reason: f"{path} is no complete file of PyTorch ({reason}): fetch or write it once "
+                                        "more"):
+        try:
+            with zipfile.ZipFile(path) as archive:
+                value = _read(archive)
+        except _Forbidden as error:
+            raise TrainError(f"{path} holds more than tensors and plain containers ({error}), and nothing of it was "
+                             f"executed: {HOW_TO_SAVE}") from None
     wrapped = [value.get(key) for key in _WRAPPERS] if isinstance(value, dict) else []
     for found in (value, *wrapped):
         if isinstance(found, dict) and found and all(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import errno
 import io
@@ -492,6 +493,40 @@ def test_records_are_read_back():
         if isinstance(form, Csv):
             read = list(csv.reader(io.StringIO(text, newline="")))
             assert read[0] == [files[0], names[0], "0", "0.25", ""] and read[3] == [files[0], "", "", "", 'no, "none"']
+
+
+@pytest.mark.parametrize("form", [Csv(CLASS_NAMES, 2), JsonLines(CLASS_NAMES, 2)])
+def test_no_changed_byte_of_a_record_counts_as_done(form):
+    """But in a probability, or in the words of a fault, which nobody can see."""
+    file = "one.jpg"
+    for whole, unseen in ((form.prediction(file, [1, 0], [0.75, 0.125]), ("0.75", "0.125")),
+                          (form.failure(file, "no image"), ("no image",))):
+        (seen,) = form.records([whole])
+        hidden = {place for text in unseen for place in range(whole.index(text), whole.index(text) + len(text))}
+        for place in set(range(len(whole) - 1)) - hidden:
+            for other in {"x", "0", "\x7f"} - {whole[place]}:
+                found = []
+                with contextlib.suppress(Exception):
+                    found += form.records([whole[:place] + other + whole[place + 1 :]])
+                assert seen[0] not in [name for name, _ in found], (place, other, found)
+
+
+@pytest.mark.parametrize("form, whole, changed", [
+    (Csv, ",four,3,", ",four,03,"), (Csv, ",four,3,", ",four,-1,"), (Csv, ",four,3,", ",four,2,"),
+    (JsonLines, '"index": 3', '"index": -1'), (JsonLines, '"predictions"', '"predictionz"'),
+    (JsonLines, '"probability": 0.25', '"probabilitx": 0.25'), (JsonLines, '"file"', '"fine"'),
+])
+def test_damaged_records_are_refused(tmp_path, form, whole, changed):
+    path = tmp_path / f"out{'.csv' if form is Csv else '.jsonl'}"
+    with PredictionFile(path, CLASS_NAMES, 2, {}, {}) as file:
+        file.go_on(["a.jpg", "b.jpg"])
+        file.write([file.form.prediction(name, [3, 0], [0.5, 0.25]) for name in ("a.jpg", "b.jpg")])
+    text = path.read_text()
+    assert whole in text
+    path.write_text(text.replace(whole, changed, 1))
+    with (PredictionFile(path, CLASS_NAMES, 2, {}, {}) as file,
+          pytest.raises(TrainError, match=r"is damaged in line \d, after 0 images: repair")):
+        file.go_on(["a.jpg", "b.jpg"])
 
 
 @pytest.mark.long

@@ -173,3 +173,25 @@ def test_the_guard_ends_with_its_process(start):
     process = start("block()")
     process.kill()
     assert process.communicate(timeout=LIMIT) == ("", "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+def test_without_its_guard_a_process_listens_all_the_same(start, number):
+    """Somebody has ended the guard: a signal is a request, and no trace of a broken pipe."""
+    process = start("""
+        import os, time
+        children = f"/proc/self/task/{os.getpid()}/children"
+        guards = [int(number) for number in open(children).read().split()]
+        for guard in guards:
+            os.kill(guard, signal.SIGKILL)
+            os.waitpid(guard, 0)
+        with signals.Signals() as requests:
+            print("ready", flush=True)
+            while not (requests.stop or requests.save):
+                time.sleep(0.01)
+            time.sleep(0.1)
+            print(len(guards), int(requests.stop), requests.save, flush=True)
+    """)
+    process.send_signal(number)
+    is_save = number == signal.SIGUSR1
+    assert process.communicate(timeout=LIMIT) == (f"1 {0 if is_save else number:d} {is_save}\n", "")
