@@ -58,7 +58,8 @@ def inspect_image(encoded: bytes, max_pixels: int = MAX_PIXELS, decode: bool = T
     more than `max_pixels` is not decoded."""
     if not encoded:
         return Finding("empty", "holds no bytes", False)
-    is_doubtful = _DOUBTFUL.match(encoded) is not None
+    reason = reason_for_pillow(lambda at, size: encoded[at : at + size])
+    is_doubtful = not reason and _DOUBTFUL.match(encoded) is not None
     ImageFile.LOAD_TRUNCATED_IMAGES = False
     try:
         with warnings.catch_warnings():
@@ -80,7 +81,7 @@ def inspect_image(encoded: bytes, max_pixels: int = MAX_PIXELS, decode: bool = T
         return Finding("format", f"{image_format} images cannot be decoded; convert it to JPEG", False)
     if image_format == "TIFF" and mode in _UNDECODABLE_TIFF:
         return Finding("format", f"TIFF of {_UNDECODABLE_TIFF[mode]} cannot be decoded; convert it to JPEG", False)
-    if reason := reason_for_pillow(lambda at, size: encoded[at : at + size]):
+    if reason:
         return Finding(BY_PILLOW, f"{reason}: it is decoded by Pillow", True)
     if mode == "CMYK":
         return Finding("CMYK", "is converted to RGB when it is read", True)

@@ -201,9 +201,11 @@ def twelve_bits(jpeg: bytes) -> bytes:
 
 # What DALI refuses and Pillow reads, and what neither reads.
 VALID = {"PNG without its last byte": KINDS["PNG RGB"][:-1],
+         "a letter for a blank in an ASCII PPM, which DALI decodes": b"q".join(KINDS["P3 of 255"].rsplit(b" ", 1)),
          "ASCII PGM of odd blanks": b"P2\t#x\n2\r2 #y\n255\n1 2\n3 4"}
 INVALID = {"12-bit JPEG": twelve_bits(KINDS["JPEG 4:2:0"]), "half a PNG": KINDS["PNG RGB"][:300],
            "half a bare CMYK JPEG": KINDS["bare CMYK JPEG"][:-500], "half a PPM": KINDS["P6 of 100"][:-500],
+           "a letter in an ASCII PPM of 100": KINDS["P3 of 100"][:-20] + b"q" + KINDS["P3 of 100"][-19:],
            "TIFF of numbers": encode(BASE.convert("F"), "TIFF")}
 
 
