@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
+import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -21,11 +23,13 @@ import numpy as np
 from common.mxnet_compat import mx
 from pipelines.augment import WINDOW, Augmenter, source_code
 from pipelines.balance import draw_balanced
+from pipelines.by_pillow import PillowImages, reason_for_pillow
 from pipelines.decoder_messages import DecoderCheck, decoder_messages
 from pipelines.errors import DataError
+from pipelines.files import open_file
 from pipelines.gpu import GpuDevice
-from pipelines.graph import GraphConfig, ImageInputs, build_pipeline, random_inputs
-from pipelines.inspect_image import inspect_image
+from pipelines.graph import GraphConfig, ImageInputs, build_pipeline, longest_side, middle, random_inputs
+from pipelines.inspect_image import BY_PILLOW, Finding, inspect_image, verdict
 from pipelines.loader import Batch, Loader, LoaderConfig
 from pipelines.progress import num_cores
 from pipelines.recordio import BrokenRecordError
@@ -41,6 +45,8 @@ THUMBNAIL_BYTES = 8192
 # Images of more bytes, about two megapixels, are resized before they wait for the step: the windows of a batch of 256
 # take about 1 GB then, and those of some batches wait.
 LARGE_BYTES = 500_000
+
+log = logging.getLogger("pipelines.dali_loader")
 
 
 class Plan(NamedTuple):
@@ -61,6 +67,9 @@ class DaliLoader(Loader):
         self.remarks = source.remarks
         self.damaged = dict(source.damaged)
         self._looked_at: set[int] = set()  # images that the decoder was asked about, each alone
+        self._by_pillow = PillowImages()  # images that Pillow has decoded in DALI's place
+        self._is_known = np.zeros(len(source), np.bool_)  # images whose headers were looked at for that
+        self._pool = ThreadPoolExecutor(config.num_threads or num_cores())  # its threads begin when there is work
         self._graph = GraphConfig(
             training=config.split == "train",
             transform=config.transform,
@@ -75,6 +84,7 @@ class DaliLoader(Loader):
             max_pixels=config.max_pixels,
             large_images=config.device == "gpu" and source.mean_encoded_bytes > LARGE_BYTES,
         )
+        self._longest_side = longest_side(self._graph)
         self._pipeline: Any = None
         self._augmenter: Augmenter | None = None
         self._plans: deque[Plan] = deque()  # made ahead, the next to be returned first
@@ -114,6 +124,8 @@ class DaliLoader(Loader):
         self._pipeline = self._prepared = None
         self._plans.clear()
         self._recent.clear()
+        self._pool.shutdown()
+        self._by_pillow.close()
 
     def _name(self, i: int) -> str:
         return self._source.name(i)
@@ -248,6 +260,7 @@ class DaliLoader(Loader):
         """Images of a batch, and what the graph is fed with for them: those of this process's share that are not bad,
         filled up with repetitions. How many of them count, and how many were bad."""
         count, wanted = self.config.batch_size, self._wanted(epoch, batch)
+        self._look_at_files(wanted)
         good = [(i, image) for i in wanted if (image := self._feed(i)) is not None]
         filling = good
         if not good:
@@ -266,10 +279,61 @@ class DaliLoader(Loader):
         if i in self.bad:
             return None
         try:
-            return self._source.feed(i)
+            image = self._source.feed(i)
         except (OSError, BrokenRecordError) as error:
             self._mark_bad(i, _reason(error))
             return None
+        if self._graph.feeds == "pixels":
+            return middle(image, self._longest_side) if self._longest_side else image
+        if not self._is_known[i]:
+            self._is_known[i] = True
+            if reason := self._header(i, image):
+                self._decode_by_pillow([(i, reason)])
+                if i in self.bad:
+                    return None
+        return self._by_pillow.feed(i, self._graph.feeds) if i in self._by_pillow else image
+
+    def _look_at_files(self, indices: Sequence[int]) -> None:
+        """Have Pillow decode those of some image files that DALI decodes otherwise, by the header of each that is met
+        for the first time: all at once, as headers wait for the disk."""
+        new = [i for i in indices if not self._is_known[i] and i not in self.bad]
+        if not new or self._graph.feeds != "paths":
+            return
+        self._is_known[new] = True
+        reasons = self._pool.map(self._header, new)
+        self._decode_by_pillow([(i, reason) for i, reason in zip(new, reasons, strict=True) if reason])
+
+    def _header(self, i: int, fed: np.ndarray | None = None) -> str:
+        """Why Pillow is to decode an image, by its header; "" also for one that cannot be read. `fed`: as Source.feed
+        gives it."""
+        try:
+            fed = self._source.feed(i) if fed is None else fed
+            if self._graph.feeds == "bytes":
+                return reason_for_pillow(lambda at, size: fed[at : at + size].tobytes())
+            with open_file(Path(os.fsdecode(fed.tobytes()))) as file:
+                end = os.fstat(file.fileno()).st_size
+                return reason_for_pillow(lambda at, size: os.pread(file.fileno(), min(size, max(0, end - at)), at))
+        except (OSError, BrokenRecordError):
+            return ""
+
+    def _decode_by_pillow(self, which: Sequence[tuple[int, str]]) -> None:
+        """Have Pillow decode images that DALI does not decode, or not rightly, for the reasons given."""
+        if which and not len(self._by_pillow):
+            log.warning("%s: %s; it and others that DALI does not decode rightly are decoded by Pillow, each once",
+                        self._source.name(which[0][0]), which[0][1])
+        for (i, _), fault in zip(which, self._pool.map(self._add_by_pillow, [i for i, _ in which]), strict=True):
+            if fault:
+                self._mark_bad(i, fault)
+
+    def _add_by_pillow(self, i: int) -> str:
+        """Decode an image; returns why it cannot be, or ""."""
+        if fault := self._fault(i):
+            return fault
+        try:
+            self._by_pillow.add(i, self._source.read(i).tobytes())
+        except Exception as error:  # no list has all that Pillow raises
+            return f"neither DALI nor Pillow can decode it ({' '.join(str(error).split())})"
+        return ""
 
     def _with_randoms(self, epoch: int, batch: int, inputs: ImageInputs) -> ImageInputs:
         if not self._graph.training:
@@ -287,20 +351,25 @@ class DaliLoader(Loader):
         To look costs about as much as to load. But each failure costs a new pipeline, so every further one looks ahead
         at twice as many batches: a data set with many broken images pays for a `verify`, one with a single one hardly.
         """
-        before = len(self.bad)
+        before = len(self.bad) + len(self._by_pillow)
         under_way = {i for plan in self._plans for i in plan.indices}
         self._source.check(under_way)
-        looked_at = sorted((under_way | self._images_ahead()) - self.bad.keys())
-        with ThreadPoolExecutor(self.config.num_threads or num_cores()) as pool:
-            for i, reason in zip(looked_at, pool.map(self._fault, looked_at), strict=True):
-                if reason:
-                    self._mark_bad(i, reason)
+        looked_at = sorted(i for i in (under_way | self._images_ahead()) - self.bad.keys() if i not in self._by_pillow)
+        findings = dict(zip(looked_at, self._pool.map(self._finding, looked_at), strict=True))
+        doubtful = [i for i, finding in findings.items() if finding and finding.doubtful]
+        said = self._decoder_check()(doubtful, alone=doubtful)
+        for i, finding in findings.items():
+            if finding and not finding.usable:
+                self._settle(i, finding, said.get(i, ""))
         if self.bad.keys().isdisjoint(under_way):
-            for i in _undecodable(self._graph, self._source, under_way):
-                self._mark_bad(i, "DALI cannot decode it")
+            for i in list(_undecodable(self._graph, self._feed, under_way)):
+                if i in self._by_pillow:
+                    self._mark_bad(i, "DALI cannot decode it, nor what Pillow made of it")
+                else:
+                    self._decode_by_pillow([(i, "DALI cannot decode it")])
         if self.config.on_bad_image == "skip":
             self._look_further_ahead()
-        return len(self.bad) > before
+        return len(self.bad) + len(self._by_pillow) > before
 
     def _find_damaged(self, plan: Plan) -> bool:
         """Find the images of which the decoder has written a message, among those of this batch and those on their way.
@@ -314,15 +383,25 @@ class DaliLoader(Loader):
         self._pipeline = None  # else it would go on decoding, and writing messages
         places = sorted((under_way | self._images_ahead()) - self._looked_at - self.bad.keys())
         self._looked_at.update(places)
-        found = DecoderCheck(self._source.read, self.config.num_threads, self.config.max_pixels)(places)
+        found = self._decoder_check()(places)
         if found:
             self._look_further_ahead()
         for i, message in found.items():
-            if reason := self._fault(i):  # DALI has tried another decoder: what `verify` calls unusable is not used
-                self._mark_bad(i, reason)
-            else:
-                self.damaged[i] = f"the decoder says: {message}"
+            self._settle(i, self._finding(i), message)
         return True
+
+    def _decoder_check(self) -> DecoderCheck:
+        return DecoderCheck(self._source.read, self.config.num_threads, self.config.max_pixels)
+
+    def _settle(self, i: int, finding: Finding | None, decoder: str) -> None:
+        """Go on with an image as `verify` judges it, by what Pillow finds and the decoder says."""
+        judged = verdict(finding, decoder)
+        if judged and not judged.usable:
+            self._mark_bad(i, f"{judged.kind}, {judged.detail}")
+        elif judged and judged.kind == BY_PILLOW:
+            self._decode_by_pillow([(i, judged.detail)])
+        elif judged and judged.kind == "damaged":
+            self.damaged[i] = judged.detail
 
     def _images_ahead(self) -> set[int]:
         """Those of some batches after the ones under way."""
@@ -333,12 +412,16 @@ class DaliLoader(Loader):
         self._num_looked_ahead = min(max(1, 2 * self._num_looked_ahead), self.num_batches)
 
     def _fault(self, i: int) -> str:
-        """Why an image cannot be decoded, or ""."""
-        try:
-            finding = inspect_image(self._source.read(i).tobytes(), self.config.max_pixels)
-        except (OSError, BrokenRecordError) as error:
-            return _reason(error)
+        """Why Pillow cannot decode an image, or ""."""
+        finding = self._finding(i)
         return f"{finding.kind}, {finding.detail}" if finding and not finding.usable else ""
+
+    def _finding(self, i: int) -> Finding | None:
+        """What Pillow says of an image."""
+        try:
+            return inspect_image(self._source.read(i).tobytes(), self.config.max_pixels)
+        except (OSError, BrokenRecordError) as error:
+            return Finding("unreadable", _reason(error), False)
 
     def _mark_bad(self, i: int, reason: str) -> None:
         self._source.check([i])
@@ -377,12 +460,12 @@ def decodes_on_cpu(config: LoaderConfig, source: Source) -> bool:
     return 0 < source.mean_encoded_bytes < THUMBNAIL_BYTES
 
 
-def _undecodable(graph: GraphConfig, source: Source, indices: Iterable[int]) -> Iterator[int]:
-    """Those of some images that DALI cannot decode, each tried alone."""
+def _undecodable(graph: GraphConfig, fed: Callable[[int], np.ndarray | None], indices: Iterable[int]) -> Iterator[int]:
+    """Those of some images that DALI cannot decode, each tried alone; `fed` gives what the graph gets for them."""
     one: list[int] = [0]
 
     def feed() -> ImageInputs:
-        return ImageInputs([source.feed(one[0])], np.zeros(1, np.float32))
+        return ImageInputs([fed(one[0])], np.zeros(1, np.float32))
 
     pipeline: Any = None
     for one[0] in sorted(indices):

@@ -19,12 +19,13 @@ import os
 import re
 import select
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import numpy as np
 
 from pipelines.graph import GraphConfig, ImageInputs, build_pipeline
+from pipelines.inspect_image import REFUSED
 from pipelines.progress import num_cores
 from pipelines.recordio import BrokenRecordError
 from pipelines.transform import MAX_PIXELS, ImageTransform
@@ -118,11 +119,14 @@ class DecoderCheck:
         self._pipeline: Any = None
         self._images: list[np.ndarray] = []  # to be decoded next
 
-    def __call__(self, indices: Sequence[int]) -> dict[int, str]:
-        """What the decoder says of some images; those that cannot be decoded, and those of which it says nothing, are
-        left out. Nothing else in this process may decode meanwhile."""
+    def __call__(self, indices: Sequence[int], alone: Container[int] = ()) -> dict[int, str]:
+        """What the decoder says of some images, or REFUSED; those of which it says nothing, and those that cannot be
+        read, are left out. `alone`: images that it is likely to refuse. Nothing else in this process may decode
+        meanwhile."""
         found: dict[int, str] = {}
-        groups = [indices[start : start + GROUP_SIZE] for start in range(0, len(indices), GROUP_SIZE)]
+        others = [i for i in indices if i not in alone]
+        groups = [others[start : start + GROUP_SIZE] for start in range(0, len(others), GROUP_SIZE)]
+        groups += [[i] for i in indices if i in alone]
         while groups:
             group = groups.pop()
             lines = self._decode(group)
@@ -147,7 +151,7 @@ class DecoderCheck:
             self._pipeline.run()
         except RuntimeError:  # at one of them at least
             self._pipeline = None
-            return ["cannot be decoded"] if len(indices) > 1 else []
+            return [REFUSED]
         return decoder_messages().take()
 
     def _feed(self) -> ImageInputs:

@@ -56,6 +56,7 @@ PREALLOCATED_PIXELS = 2500
 # nvImageCodec says several times that its optional libraries for JPEG 2000 and TIFF are not installed: these are
 # decoded on the CPU then.
 _MISSING_CODECS = re.compile(rb"nvjpeg2k|nvjpeg2000|nvtiff", re.IGNORECASE)
+LONGEST_SIDE = 64.0  # times the shorter one; photographs have no more than 10
 STAGES = ("read", "decode", "resize", "full")
 
 
@@ -366,8 +367,8 @@ def _image(config: GraphConfig, inputs: ImageInputs, values: Derived, operations
             mirror = 0
         image = fn.resize(image, size=inputs.size, interp_type=kind, **flip)
     else:
-        shorter = max(config.image_size, round(config.image_size / transform.val_crop_fraction))
-        image = fn.resize(image, resize_shorter=shorter, interp_type=INTERPOLATIONS[transform.interpolation])
+        kind = INTERPOLATIONS[transform.interpolation]
+        image = fn.resize(image, resize_shorter=shorter_side(config), interp_type=kind)
     if config.stage == "resize" or config.is_finished_by_kernels:
         return image
     for each in operations:
@@ -440,7 +441,7 @@ def _decoded(config: GraphConfig, inputs: ImageInputs, whole: bool) -> Any:
     shape = fn.peek_image_shape(inputs.image, dtype=types.FLOAT)
     is_too_large = shape[0] * shape[1] > float(config.max_pixels)
     height, width = shape[3 * is_too_large], shape[1]  # there is no shape[3]: DALI's way to raise an error
-    start, size = _whole(height, width) if whole else _random_window(height, width, inputs)
+    start, size = _whole(height, width, config) if whole else _random_window(height, width, inputs)
     image = fn.decoders.image_slice(
         inputs.image,
         start,
@@ -454,10 +455,40 @@ def _decoded(config: GraphConfig, inputs: ImageInputs, whole: bool) -> Any:
     return image.gpu() if config.device == "gpu" and config.cpu_decoder else image
 
 
-def _whole(height: Any, width: Any) -> tuple[Any, Any]:
-    """Start and size of the window that is all of the image, as fractions (x, y)."""
-    zero = 0.0 * fn.stack(width, height)
-    return zero, zero + 1.0
+def _whole(height: Any, width: Any, config: GraphConfig) -> tuple[Any, Any]:
+    """Start and size of the window that is all of the image, as fractions (x, y); in validation, of a very long image
+    its middle."""
+    most = longest_side(config)
+    if not most:
+        zero = 0.0 * fn.stack(width, height)
+        return zero, zero + 1.0
+    size = dali_math.min(1.0, most * fn.stack(height / width, width / height))
+    return 0.5 - 0.5 * size, size
+
+
+def longest_side(config: GraphConfig) -> float:
+    """How many times its shorter side a validation image may be long, whose middle alone is cropped: what is longer
+    would be millions of pixels after the resize, for nothing; and the resize makes no more than `max_pixels`. 0 where
+    nothing is resized so."""
+    if config.training or config.stage in ("read", "decode"):
+        return 0.0
+    return max(2.0, min(LONGEST_SIDE, config.max_pixels / shorter_side(config) ** 2))
+
+
+def shorter_side(config: GraphConfig) -> int:
+    """What the resize of validation makes of an image's shorter side, in pixels."""
+    return max(config.image_size, round(config.image_size / config.transform.val_crop_fraction))
+
+
+def middle(image: np.ndarray, most: float) -> np.ndarray:
+    """The window of `_whole` of an image that comes decoded (height, width, 3)."""
+    if max(image.shape[:2]) <= most * min(image.shape[:2]):
+        return image
+    height, width = image.shape[:2]
+    size = np.minimum(1.0, most * np.array([width / height, height / width]))
+    corners = 0.5 - 0.5 * size, 0.5 + 0.5 * size
+    (top, left), (bottom, right) = (np.floor(corner * (height, width) + 0.5).astype(int) for corner in corners)
+    return np.ascontiguousarray(image[top:bottom, left:right])
 
 
 def _random_window(height: Any, width: Any, inputs: ImageInputs) -> tuple[Any, Any]:

@@ -30,7 +30,7 @@ from common.files import check_place, expanded
 from pipelines.decoder_messages import GROUP_SIZE, DecoderCheck
 from pipelines.errors import DataError, check_not_negative, check_positive
 from pipelines.files import link_beside, read_file, read_lines, write_text
-from pipelines.inspect_image import Finding, inspect_image
+from pipelines.inspect_image import Finding, inspect_image, verdict
 from pipelines.options import AUTO, MAX_CLASSES, FirstLabel
 from pipelines.progress import map_in_order
 from pipelines.recordio import (
@@ -132,9 +132,10 @@ def verify_split(
     title = f"verifying {path.name}"
     looked_at = list(map_in_order(partial(_look_at, max_pixels), items, len(items), title, num_threads))
     results = [finding for finding, _ in looked_at]
-    fine = [i for i, finding in enumerate(results) if finding is None]
-    for i, message in _messages(items, fine, f"decoding {path.name}", num_threads, max_pixels):
-        results[i] = Finding("damaged", f"the decoder says: {message}", True)
+    asked = [i for i, finding in enumerate(results) if finding is None or finding.usable or finding.doubtful]
+    said = dict(_messages(items, asked, results, f"decoding {path.name}", num_threads, max_pixels))
+    for i in asked:
+        results[i] = verdict(results[i], said.get(i, ""))
     for item, finding, (_, digest) in zip(items, results, looked_at, strict=True):
         if finding:
             findings.append((item.name, finding))
@@ -251,12 +252,14 @@ def _look_at(max_pixels: int, item: Item) -> tuple[Finding | None, bytes]:
 
 
 def _messages(
-    items: list[Item], places: list[int], title: str, num_threads: int, max_pixels: int
+    items: list[Item], places: list[int], findings: list[Finding | None], title: str, num_threads: int, max_pixels: int
 ) -> Iterator[tuple[int, str]]:
     """The places of the images of which the loader's decoder has something to say, and what that is."""
     check = DecoderCheck(lambda i: np.frombuffer(items[i].read(), np.uint8), num_threads, max_pixels)
+    doubtful = {i for i in places if (finding := findings[i]) and finding.doubtful}
     groups = [places[start : start + GROUP_SIZE] for start in range(0, len(places), GROUP_SIZE)]
-    for found in map_in_order(check, groups, len(places), title, num_threads=1, size=len):  # it has threads of its own
+    judge = partial(check, alone=doubtful)
+    for found in map_in_order(judge, groups, len(places), title, num_threads=1, size=len):  # it has threads of its own
         yield from found.items()
 
 

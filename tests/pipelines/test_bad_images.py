@@ -1,6 +1,7 @@
 """Odd and broken images: the decodable ones just work, the broken ones are named, and skipped or refused."""
 
 import re
+import resource
 import struct
 import zlib
 from dataclasses import replace
@@ -11,7 +12,7 @@ from image_helpers import encode, smooth_image, write_records
 from PIL import Image
 
 from common.mxnet_compat import mx
-from pipelines import DataError, ImageTransform, LoaderConfig, open_files, open_loader
+from pipelines import DataError, ImageTransform, LoaderConfig, graph, open_files, open_loader
 from pipelines.dali_loader import DaliLoader
 from pipelines.inspect_image import inspect_image
 from pipelines.make_records import Options, plan_files
@@ -37,6 +38,7 @@ DECODABLE = {
     "PNG with alpha": lambda seed: encode(colour_image(seed).convert("RGBA"), "PNG"),
     "PNG with palette": lambda seed: encode(colour_image(seed).convert("P"), "PNG"),
     "16-bit PNG": lambda seed: encode(sixteen_bits(seed), "PNG"),
+    "TIFF of 1 bit": lambda seed: encode(colour_image(seed).convert("1"), "TIFF"),
     "BMP": lambda seed: encode(colour_image(seed), "BMP"),
     "one pixel": lambda seed: encode(Image.new("RGB", (1, 1), (seed, 100, 200))),
 }
@@ -48,7 +50,7 @@ BROKEN = {
     "truncated JPEG": lambda seed: encode(colour_image(seed))[:-400],
     "truncated PNG": lambda seed: encode(colour_image(seed), "PNG")[:500],
     "GIF": lambda seed: encode(colour_image(seed), "GIF"),
-    "TIFF of 1 bit": lambda seed: encode(colour_image(seed).convert("1"), "TIFF"),
+    "TIFF of floating-point numbers": lambda seed: encode(colour_image(seed).convert("F"), "TIFF"),
 }
 
 
@@ -68,7 +70,8 @@ def test_decodable_images_just_work(tmp_path, kind, split):
 
 
 def test_all_kinds_show_the_same_picture(tmp_path):
-    kinds = [kind for kind in DECODABLE if kind not in ("one pixel", "16-bit PNG", "grey JPEG", "PNG with palette")]
+    others = ("one pixel", "TIFF of 1 bit", "16-bit PNG", "grey JPEG", "PNG with palette")
+    kinds = [kind for kind in DECODABLE if kind not in others]
     path = tmp_path / "data.rec"
     write_records(path, [DECODABLE[kind](5) for kind in kinds], [0.0] * len(kinds))
     pixels = next(iter(open_loader(config(path, split="val")))).data.asnumpy()[: len(kinds)] * 57  # about 0 to 255
@@ -266,3 +269,44 @@ def test_a_very_large_image_is_not_decoded(tmp_path):
     assert verify_split(str(tmp_path), "train").findings[0][1].kind == "too large"  # and not "truncated", as it is
     with pytest.raises(DataError, match="too large"):
         write_image_records(plan_files(tmp_path, "train"), tmp_path / "out", "train", Options())
+
+
+@pytest.mark.parametrize("size", [(1, 20_000), (20_000, 1), (3, 1000), (1000, 3), (60, 80)])
+@pytest.mark.parametrize("cache", [0.0, 1.0])
+def test_very_long_images_take_little_memory_in_validation(tmp_path, size, cache):
+    """Of such an image the resize made 256 x 5,120,000 pixels, of which the crop took 256; the picture is the same."""
+    width, height = size
+    ramp = np.add.outer(np.arange(height), np.arange(width)) * 255 // (height + width)
+    pixels = np.repeat(ramp[..., None], 3, axis=2).astype(np.uint8)
+    write_records(tmp_path / "train.rec", [encode(Image.fromarray(pixels), "PNG")], [0.0])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    transform = ImageTransform(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
+    options = {"split": "val", "batch_size": 1, "image_size": 224, "cache_gib": cache, "transform": transform}
+    with open_loader(config(tmp_path / "train.rec", **options)) as loader:
+        image = next(iter(loader)).data.asnumpy()[0]
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400_000  # KiB
+    assert np.abs(image[112, 112] - pixels[height // 2, width // 2].astype(float)).max() < 3
+    longer = 1 if width > height else 0
+    assert np.abs(np.diff(image.mean(axis=(1 - longer, 2)))).max() < 3
+
+
+def test_an_image_of_a_usual_shape_is_validated_whole(tmp_path, monkeypatch):
+    """To the bit: its window is not changed by the bound."""
+    sizes = ((640, 10), (37, 53), (100, 100), (10, 640), (7, 400))
+    images = [encode(smooth_image(np.random.default_rng(i), *size)) for i, size in enumerate(sizes)]
+    write_records(tmp_path / "train.rec", images, [0.0] * 5)
+
+    def batch(longest: float) -> np.ndarray:
+        monkeypatch.setattr(graph, "LONGEST_SIDE", longest)
+        with open_loader(config(tmp_path / "train.rec", split="val", batch_size=5, image_size=32)) as loader:
+            return next(iter(loader)).data.asnumpy()
+
+    np.testing.assert_array_equal(batch(64.0), batch(1e9))
+
+
+def test_what_the_resize_makes_is_bounded_by_max_pixels():
+    transform = ImageTransform(val_crop_fraction=1.0)
+    options = {"training": False, "transform": transform, "dtype": "float32", "channels": 3, "device": "cpu"}
+    for image_size, max_pixels, expected in ((224, MAX_PIXELS, 64), (1000, 10_000_000, 10), (1000, 100, 2)):
+        found = graph.longest_side(graph.GraphConfig(image_size=image_size, max_pixels=max_pixels, **options))
+        assert found == expected

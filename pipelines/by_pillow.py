@@ -1,0 +1,136 @@
+"""Images that Pillow decodes in DALI's place: those that DALI decodes otherwise, by their headers, and those that it
+refuses although they are valid.
+
+Found by comparing both on all kinds of files that are read (DALI 2.4; tests/pipelines/test_kinds_of_images.py): a CMYK
+JPEG without Adobe's marker comes out inverted, a PPM's largest value is taken for 255 whatever its header says, a grey
+TIFF is blended with its alpha channel, L*a*b* is taken for RGB, and some WebP files with EXIF data are refused.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageOps
+
+Read = Callable[[int, int], bytes]  # offset and number of bytes of an encoded image -> these, as far as there are any
+
+_STANDALONE = frozenset({0x01, *range(0xD0, 0xDA)})  # JPEG's markers without a segment
+_NO_FRAMES = frozenset({0xC4, 0xC8, 0xCC})  # among the markers 0xC0 to 0xCF, which begin a frame
+_ADOBE, _SCAN, _MOST_SEGMENTS = 0xEE, 0xDA, 1000
+_BLANK = rb"(?:\s|#[^\n]*\n)+"
+_PNM = re.compile(rb"P[2356]" + _BLANK + rb"\d+" + _BLANK + rb"\d+" + _BLANK + rb"(\d+)")
+_PNM_VALUES = (255, 65535)  # the largest values that DALI reads rightly
+_TIFF_MODES = frozenset({"L", "P", "RGB", "RGBA", "CMYK", "YCbCr", "I;16", "I;16B"})  # Pillow's
+_HEADER = 4096  # bytes
+
+
+def reason_for_pillow(read: Read) -> str:
+    """Why Pillow is to decode an image, by its header; "" for nearly all."""
+    beginning = read(0, 4)
+    if beginning[:2] == b"\xff\xd8":
+        return _of_jpeg(read)
+    if beginning == b"RIFF" and read(8, 8) == b"WEBPVP8X":
+        return _of_webp(read)
+    if re.match(rb"P[2356]\s", beginning):
+        match = _PNM.match(read(0, _HEADER))
+        is_other = match and int(match[1]) not in _PNM_VALUES
+        return f"its largest value is {int(match[1])}" if match and is_other else ""
+    if beginning in (b"II*\0", b"MM\0*"):
+        return _of_tiff(read)
+    return ""
+
+
+def _of_jpeg(read: Read) -> str:
+    """Walks through the segments up to the frame's header, of CMYK images up to the first scan."""
+    at, is_cmyk = 2, False
+    for _ in range(_MOST_SEGMENTS):
+        head = read(at, 10)
+        if len(head) < 4 or head[0] != 0xFF:
+            return ""  # damaged: the decoders will say so
+        kind = head[1]
+        if kind == _SCAN:
+            return "it is CMYK without Adobe's marker" if is_cmyk else ""
+        if kind == _ADOBE and head[4:9] == b"Adobe":
+            return ""
+        if 0xC0 <= kind <= 0xCF and kind not in _NO_FRAMES:
+            frame = read(at + 4, 6)  # precision, height, width, components
+            if len(frame) < 6 or frame[0] != 8:
+                return f"it has {frame[0]} bits a value" if frame else ""
+            if frame[5] != 4:
+                return ""
+            is_cmyk = True
+        at += 1 if kind == 0xFF else 2 if kind in _STANDALONE else 2 + int.from_bytes(head[2:4], "big")
+    return ""
+
+
+def _of_webp(read: Read) -> str:
+    """nvImageCodec does not find EXIF data behind a chunk of odd size, which a byte of padding follows."""
+    at, is_odd = 12, False
+    for _ in range(_MOST_SEGMENTS):
+        head = read(at, 8)
+        if len(head) < 8 or head[:4] == b"EXIF":
+            return "its EXIF data lie behind a chunk of odd size" if is_odd and len(head) == 8 else ""
+        size = int.from_bytes(head[4:], "little")
+        is_odd = is_odd or size % 2 == 1
+        at += 8 + size + size % 2
+    return ""
+
+
+def _of_tiff(read: Read) -> str:
+    try:
+        with Image.open(io.BytesIO(read(0, 1 << 40))) as image:
+            return "" if image.mode in _TIFF_MODES else f"it is a TIFF of mode {image.mode}"
+    except Exception:  # the decoders will say so
+        return ""
+
+
+def by_pillow(encoded: bytes) -> bytes:
+    """The image as a PNG of 8-bit RGB, upright; raises whatever Pillow does."""
+    with Image.open(io.BytesIO(encoded)) as image:
+        upright = ImageOps.exif_transpose(image)
+        if upright.mode.startswith("I"):  # 16 bits, which Pillow would clip at 255
+            upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
+        buffer = io.BytesIO()
+        upright.convert("RGB").save(buffer, "PNG", compress_level=1)
+        return buffer.getvalue()
+
+
+class PillowImages:
+    """Images that Pillow has decoded, each once: kept as PNG files in a temporary folder until `close`."""
+
+    def __init__(self) -> None:
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._files: dict[int, Path] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __contains__(self, i: int) -> bool:
+        return i in self._files
+
+    def add(self, i: int, encoded: bytes) -> None:
+        """Decode image `i`; raises whatever Pillow does, and OSError where there is no space."""
+        with self._lock:  # several threads add images
+            self._folder = self._folder or tempfile.TemporaryDirectory(prefix="resnet-mxnet-")
+        path = Path(self._folder.name, f"{i}.png")
+        path.write_bytes(by_pillow(encoded))
+        self._files[i] = path
+
+    def feed(self, i: int, feeds: str) -> np.ndarray:
+        """What the DALI graph gets for it, as Source.feed: the "bytes" or the "paths" of a file."""
+        path = self._files[i]
+        return np.frombuffer(os.fsencode(path), np.uint8) if feeds == "paths" else np.fromfile(path, np.uint8)
+
+    def close(self) -> None:
+        if self._folder:
+            self._folder.cleanup()
+        self._folder = None
+        self._files.clear()
