@@ -25,12 +25,12 @@ def norm_pair(graph: Graph) -> Graph:
     moved: dict[Ref, Ref] = {}
     for norm in graph:
         shortcut = _added(graph, norm)
-        if shortcut is None:
+        halves = [_backward(graph, one) for one in (norm, shortcut)] if shortcut else []
+        if shortcut is None or not all(halves):
             continue
+        reductions, applies = zip(*halves, strict=True)
         factors = [] if norm["no_factors"] else [norm.input("factors")]
         pair = norm.derive("BatchNormPairApply", norm.name, (*norm.inputs[:6], *shortcut.inputs, *factors))
-        reductions, applies = ([_reader(graph, one.output("saved"), half) for one in (norm, shortcut)]
-                               for half in ("BackwardReduce", "BackwardApply"))
         reduction = _reduction(*reductions)
         apply = applies[0].derive("BatchNormPairBackwardApply", applies[0].name, (
             reduction.output("masked_grad"),
@@ -54,9 +54,12 @@ def _added(graph: Graph, norm: Node) -> Node | None:
     return other if alone and all(norm[name] == other[name] for name in _SAME) else None
 
 
-def _reader(graph: Graph, saved: Ref, half: str) -> Node:
-    """The half of a BatchNorm's backward pass, by what the forward pass has left for it."""
-    return next(reader for reader in graph.consumers[saved] if reader.op.endswith(half))
+def _backward(graph: Graph, norm: Node) -> tuple[Node, ...]:
+    """The halves of a BatchNorm's backward pass; none where one of them is fused with something else already."""
+    readers = graph.consumers[norm.output("saved")]
+    found = [next((reader for reader in readers if reader.op.endswith(half)), None)
+             for half in ("BackwardReduce", "BackwardApply")]
+    return tuple(node for node in found if node) if all(found) else ()
 
 
 def _reduction(one: Node, other: Node) -> Node:
