@@ -51,7 +51,9 @@ class Values:
         """The numbers of what a node gives, from those of what it reads."""
         if node.is_variable:
             return [self("variable", attrs=(node.name,))]
-        return list(_BODIES.get(node.op, _primitive)(_Body(self, node, inputs)))
+        found = list(_BODIES.get(node.op, _primitive)(_Body(self, node, inputs)))
+        hidden = range(len(found), node.num_outputs)  # MXNet's, of which no description knows: a workspace of Pooling
+        return found + [self("hidden", *inputs, attrs=(node.op, node.name), output=index) for index in hidden]
 
 
 def number(graph: Graph, values: Values | None = None) -> dict[Ref, int]:

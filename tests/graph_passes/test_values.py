@@ -1,10 +1,10 @@
-"""Value numbering: no fusing pass changes what an output of the graph is, in whatever order the passes run; and tensors
-of one number are the same arrays."""
+"""Value numbering: no cover changes what an output of the graph is, whichever candidates are taken and in whatever
+order they were found; and tensors of one number are the same arrays."""
 
 from __future__ import annotations
 
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -14,6 +14,8 @@ from step_networks import random_variables
 from test_fused_step import NETWORKS, network
 
 from graph_passes import Graph, Node, Ref, passes, pipeline
+from graph_passes.candidates import Candidates
+from graph_passes.choice import Price, chosen_of, fewest
 from graph_passes.executors.reference import evaluate
 from graph_passes.operators import OPERATORS
 from graph_passes.operators.dropout import SEED
@@ -21,7 +23,7 @@ from graph_passes.passes.quantise import Kept
 from graph_passes.values import Values, number
 from train import models
 
-Listed = Mapping[str, pipeline.Pass]
+Shapes = dict[str, tuple[int, ...]]
 VARIANTS: dict[str, Callable[[Graph], Graph]] = {
     "plain": lambda graph: graph,
     "frozen": lambda graph: passes.freeze(graph, "stage2"),
@@ -29,28 +31,24 @@ VARIANTS: dict[str, Callable[[Graph], Graph]] = {
     "dropping": lambda graph: passes.dropout(passes.stochastic_depth(graph, 0.2, "image"), 0.1),
     "dropping batches": lambda graph: passes.stochastic_depth(graph, 0.2, "block"),
 }
-FIRST_FUSING = {"training": "norm_pair", "inference": "stem_pool", "int8": "quantised_way"}
+KINDS = ("training", "inference", "int8")
 
 
-def any_way(chance: random.Random) -> passes.Choose:
-    return lambda graph, node, ways: chance.choice([*ways])
-
-
-def listed_for(kind: str, shapes: dict[str, tuple[int, ...]], chance: random.Random) -> Listed:
+def before_the_cover(kind: str, graph: Graph, shapes: Shapes) -> Graph:
+    """As the rules of fusions find it."""
     if kind == "int8":
         scales: dict[str, float] = defaultdict(lambda: 0.5)
-        return pipeline.gpu_quantised_passes("float16", scales, Kept(), any_way(chance))
-    if kind == "training":
-        return pipeline.training_passes(shapes, "float16", any_way(chance))
-    return pipeline.inference_passes("float16", any_way(chance))
+        listed = pipeline.gpu_quantised_passes("float16", scales, Kept(first=True), fewest)
+    elif kind == "training":
+        listed = pipeline.training_passes(shapes, "float16", fewest)
+    else:
+        listed = pipeline.inference_passes("float16", fewest)
+    return pipeline.run({name: each for name, each in listed.items() if name != "cover"}, graph)
 
 
-def split(listed: Listed, kind: str, graph: Graph) -> tuple[Graph, dict[str, pipeline.Pass]]:
-    """The graph as the fusing passes find it, and these."""
-    names = [*listed]
-    first = names.index(FIRST_FUSING[kind])
-    return pipeline.run({name: listed[name] for name in names[:first]}, graph), {
-        name: listed[name] for name in names[first:]}
+def any_price(chance: random.Random) -> Price:
+    """For which anything may be taken, also more than is needed: some kernels cost nothing."""
+    return lambda table: [chance.choice([0.0, chance.random(), 1.0]) for _ in table]
 
 
 def outputs(graph: Graph, values: Values) -> list[int]:
@@ -58,40 +56,52 @@ def outputs(graph: Graph, values: Values) -> list[int]:
     return [found[ref] for ref in graph.outputs]
 
 
-def check_in_any_order(kind: str, graph: Graph, shapes: dict[str, tuple[int, ...]], chance: random.Random,
-                       orders: int) -> int:
-    """Each pass alone, then all in random orders; how many of them changed the graph."""
-    changed = 0
-    for order in range(1 + orders):
-        before, fusing = split(listed_for(kind, shapes, chance), kind, graph)
-        values = Values()
-        wanted = outputs(before, values)
-        after = before
-        for name in chance.sample([*fusing], len(fusing)):
-            last = before if order == 0 else after
-            after = fusing[name](last)
-            changed += after != last
-            assert outputs(after, values) == wanted, name
-    return changed
+def check_covers(kind: str, graph: Graph, shapes: Shapes, chance: random.Random, covers: int) -> set[str]:
+    """Of any price; all operators that were taken."""
+    before = before_the_cover(kind, graph, shapes)
+    values, sizes = Values(), before.infer_shapes(shapes)
+    wanted, taken = outputs(before, values), set[str]()
+    for _ in range(covers):
+        after = pipeline.cover(before, any_price(chance), sizes)
+        assert outputs(after, values) == wanted
+        assert after.infer_shapes(shapes).keys() >= {*after.outputs}
+        taken |= after.operators().keys()
+    return taken
 
 
 @pytest.mark.parametrize("kind", ["training", "inference"])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_no_fusing_pass_changes_an_output(name: str, kind: str, rng: np.random.Generator) -> None:
+def test_no_cover_changes_an_output(name: str, kind: str, rng: np.random.Generator) -> None:
     graph, shapes = network(name)
-    check_in_any_order(kind, graph, shapes, random.Random(int(rng.integers(2**32))), orders=4)
+    check_covers(kind, graph, shapes, random.Random(int(rng.integers(2**32))), covers=6)
 
 
 @pytest.mark.long(but=["*resnet50-plain"])
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", ["resnet18", "resnet50"])
-@pytest.mark.parametrize("kind", FIRST_FUSING)
-def test_no_fusing_pass_changes_an_output_of_a_resnet(kind: str, name: str, variant: str,
-                                                      rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_cover_changes_an_output_of_a_resnet(kind: str, name: str, variant: str, rng: np.random.Generator) -> None:
     graph = VARIANTS[variant](models.create(name, 10).graph)
     shapes = {"data": (2, 64, 64, 3), "softmax_label": (2,)}
-    chance = random.Random(int(rng.integers(2**32)))
-    assert check_in_any_order(kind, graph, shapes, chance, orders=3) >= 4
+    taken = check_covers(kind, graph, shapes, random.Random(int(rng.integers(2**32))), covers=4)
+    assert len([op for op in taken if op in OPERATORS and OPERATORS[op].fused]) >= 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_order_of_the_rules_decides_nothing(kind: str, rng: np.random.Generator) -> None:
+    """Neither what is listed nor, where prices differ, what is taken."""
+    shapes = {"data": (2, 64, 64, 3), "softmax_label": (2,)}
+    before = before_the_cover(kind, models.create("resnet50", 10).graph, shapes)
+    chance, sizes = random.Random(int(rng.integers(2**32))), before.infer_shapes(shapes)
+    prices: dict[tuple[str, str], float] = defaultdict(chance.random)
+    found = []
+    for _ in range(3):
+        table = Candidates(before, sizes)
+        table.apply(chance.sample(pipeline.RULES, len(pipeline.RULES)))
+        priced = [prices[each.label, each.node.name] for each in table]
+        taken = table.graph_of(chosen_of(table, priced))
+        found.append((Counter((each.label, each.node.name) for each in table), taken.operators(), taken.outputs))
+    assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.long(but=["*basic blocks", "*biases", "*words", "*strided bottlenecks"])
@@ -105,10 +115,10 @@ def test_tensors_of_one_number_are_the_same(name: str, kind: str, rng: np.random
     if kind == "inference":
         given |= passes.fold_bn_params(pipeline.run(pipeline.FUSED, graph), given, given)
     chance, values, seen = random.Random(int(rng.integers(2**32))), Values(), dict[int, np.ndarray]()
+    before = before_the_cover(kind, graph, shapes)
+    compare(before, values, given, seen)
     for _ in range(4):
-        before, fusing = split(listed_for(kind, shapes, chance), kind, graph)
-        compare(before, values, given, seen)
-        compare(pipeline.run(fusing, before), values, given, seen)
+        compare(pipeline.cover(before, any_price(chance), before.infer_shapes(shapes)), values, given, seen)
     assert len(seen) > 10
 
 
@@ -136,11 +146,9 @@ def test_integers_of_one_number_are_the_same(name: str, rng: np.random.Generator
     graph = pipeline.run(pipeline.quantised_passes("float32", case.scales, case.kept), case.network)
     given = case.params | {"data": case.images, "softmax_label": np.zeros(2)}
     values, seen, chance = Values(), dict[int, np.ndarray](), random.Random(int(rng.integers(2**32)))
-    fusing = {each: run for each, run in listed_for("int8", case.shapes, chance).items()
-              if each in ("quantised_sum", "quantised_pair")}
     compare(graph, values, given, seen)
-    for order in (["quantised_sum", "quantised_pair"], ["quantised_pair", "quantised_sum"]):
-        after = pipeline.run({each: fusing[each] for each in order}, graph)
+    for _ in range(4):
+        after = pipeline.cover(graph, any_price(chance))
         assert outputs(after, values) == outputs(graph, values)
         compare(after, values, given, seen)
 
@@ -162,3 +170,16 @@ def test_what_differs_has_other_numbers() -> None:
     found = number(Graph([x, y, w, *nodes, *same], [Ref(name) for name in names]))
     assert len({found[Ref(node.name)] for node in (x, y, w, *nodes)}) == 3 + len(nodes)
     assert all(found[Ref(node.name)] == found[Ref(node.name[0])] for node in same)
+
+
+def test_what_a_graph_computes_twice_stays_two_tensors() -> None:
+    """Each of them is an output with a place of its own: a gradient of another parameter."""
+    x, w = Node("null", "x"), Node("null", "w")
+    attrs = {"kernel": (1, 1), "num_filter": 8, "no_bias": True, "layout": "NHWC", "dtype": "float16"}
+    twice = [Node("Convolution", name, (Ref("x"), Ref("w")), attrs) for name in ("a", "b")]
+    zeros = [Node("Zeros", name, (), {"shape": (8,)}) for name in ("c", "d")]
+    sums = [Node("BatchNormStatistics", f"{each.name}_sums", (Ref(each.name),), {"axis": 3}) for each in twice]
+    graph = Graph([x, w, *twice, *zeros, *sums], [*map(Ref, ("a", "b", "c", "d", "a_sums", "b_sums"))])
+    after = pipeline.cover(graph, fewest)
+    assert len({*after.outputs}) == 6
+    assert after.operators() == {"ConvolutionStatistics": 1, "Convolution": 1, "Zeros": 2, "BatchNormStatistics": 1}
