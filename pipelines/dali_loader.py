@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,10 +22,9 @@ import numpy as np
 from common.mxnet_compat import mx
 from pipelines.augment import WINDOW, Augmenter, source_code
 from pipelines.balance import draw_balanced
-from pipelines.by_pillow import PillowImages, reason_for_pillow
+from pipelines.by_pillow import PillowImages, reason_for_pillow, reason_for_pillow_of_file
 from pipelines.decoder_messages import DecoderCheck, decoder_messages
 from pipelines.errors import DataError
-from pipelines.files import open_file
 from pipelines.gpu import GpuDevice
 from pipelines.graph import GraphConfig, ImageInputs, build_pipeline, longest_side, middle, random_inputs
 from pipelines.inspect_image import BY_PILLOW, Finding, inspect_image, verdict
@@ -310,9 +308,7 @@ class DaliLoader(Loader):
             fed = self._source.feed(i) if fed is None else fed
             if self._graph.feeds == "bytes":
                 return reason_for_pillow(lambda at, size: fed[at : at + size].tobytes())
-            with open_file(Path(os.fsdecode(fed.tobytes()))) as file:
-                end = os.fstat(file.fileno()).st_size
-                return reason_for_pillow(lambda at, size: os.pread(file.fileno(), min(size, max(0, end - at)), at))
+            return reason_for_pillow_of_file(fed.tobytes())
         except (OSError, BrokenRecordError):
             return ""
 
