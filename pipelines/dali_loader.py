@@ -422,7 +422,7 @@ class DaliLoader(Loader):
             self.damaged[i] = judged.detail
 
     def _images_ahead(self) -> set[int]:
-        """Those of some batches after the ones under way."""
+        """The images of some batches after the ones under way."""
         ahead = range(self._planned, self._planned + self._num_looked_ahead)
         return {i for number in ahead for i in self._wanted(*divmod(number, self.num_batches))}
 
@@ -479,7 +479,7 @@ def decodes_on_cpu(config: LoaderConfig, source: Source) -> bool:
 
 
 def _undecodable(graph: GraphConfig, fed: Callable[[int], np.ndarray | None], indices: Iterable[int]) -> Iterator[int]:
-    """Those of some images that DALI cannot decode, each tried alone; `fed` gives what the graph gets for them."""
+    """The images among `indices` that DALI cannot decode, each tried alone; `fed(i)` is what the graph gets."""
     one: list[int] = [0]
 
     def feed() -> ImageInputs:

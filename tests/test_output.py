@@ -123,7 +123,7 @@ def test_programs_on_a_full_disk(arguments):
 
 
 def test_all_programs_end_in_the_same_way():
-    """Those that only our own programs start need not."""
+    """Except for programs that only our own programs start."""
     programs = [path for package in ("train", "pipelines", "graph_passes", "benchmarks")
                 for path in ROOT.glob(f"{package}/**/*.py") if '__name__ == "__main__"' in path.read_text()]
     others = {path.stem for path in programs if not re.search(r"exit_code_of\(|\brun\(main\)", path.read_text())}

@@ -59,8 +59,8 @@ class Form(ABC):
 
     @abstractmethod
     def records(self, lines: Iterable[str]) -> Iterator[tuple[str, bool]]:
-        """Of each record, the file, and whether it cannot be read. Takes no line more than the record has. Raises any
-        exception for one that is not whole, or not as this program writes it."""
+        """The file of each record, and whether that file cannot be read. Reads no line beyond the record. Raises any
+        exception for a record that is not whole, or not as this program writes it."""
 
     @abstractmethod
     def _beginning(self, name: str, index: int) -> str: ...
@@ -320,7 +320,7 @@ def most_likely(probabilities: np.ndarray, top: int) -> tuple[np.ndarray, np.nda
 
 
 def _number(text: str) -> int:
-    """Of a class. Raises ValueError for what is none."""
+    """The number of a class. Raises ValueError for other text."""
     if not (text.isascii() and text.isdecimal()):
         raise ValueError(f"{text!r} is no number of a class")
     return int(text)
