@@ -25,7 +25,7 @@ from train.commands.session import (
     steps_allowed,
     train,
 )
-from train.config import Config, check_untrained, configure
+from train.config import FOUND_IN_DATA, Config, check_untrained, configure
 from train.errors import TrainError
 from train.loop import Trainer
 from train.presets import load_preset
@@ -127,7 +127,7 @@ def open_trainer(
             bn_group = join_bn_group(config, placement, workers)
             known = (start.classes, "the network that the run goes on with") if start else ()
             train_loader = loaders.enter_context(open_split(config, "train", placement, workers, *known))
-            config = replace(config, first_label=train_loader.config.first_label)
+            config = replace(config, **{name: getattr(train_loader.config, name) for name in FOUND_IN_DATA})
             if config.accumulate > train_loader.num_batches:  # the learning rate is for all of a step's images
                 raise TrainError(f"--accumulate {config.accumulate} is more than the {train_loader.num_batches} "
                                  "batches of an epoch, and a step ends with its epoch: lower it")
