@@ -29,7 +29,8 @@ CONFIG_FILE = "config.json"  # in a run's folder: its configuration
 LONGEST_WARMUP = 0.2  # part of a run that is shorter than its preset's
 OF_A_SESSION = ("output", "weights", "resume", "max_steps", "time_limit")  # options that a run may go on with others of
 
-FOUND_IN_DATA = ("first_label", "labels")  # options whose "auto" a run replaces by what its data have
+# Options whose "auto" a run replaces by what its data have, and what that may be.
+FOUND_IN_DATA: Mapping[str, tuple[str, ...]] = {"first_label": ("0", "1"), "labels": ("fine",)}
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,6 @@ read by cifar100.py, with what both have in common from here.
 
 from __future__ import annotations
 
-import io
-import pickle
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,8 +19,10 @@ import numpy as np
 
 from pipelines.errors import DataError
 from pipelines.files import read_file, read_lines, understood
+from pipelines.sources import pickles
 from pipelines.sources.base import Classes, Source, parse_classes, read_classes
 from pipelines.sources.folders import some
+from pipelines.sources.pickles import text_of
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 NUM_BATCHES = 5  # files of CIFAR-10's training images
@@ -136,17 +136,11 @@ def read_names(path: Path) -> list[str]:
     return check_names(path, [key for key, _ in parse_classes(read_lines(path), separator="\t")])
 
 
-def text_of(value: Any) -> str:
-    """A string of a pickle, which Python 2 wrote as bytes."""
-    return value.decode() if isinstance(value, bytes) else str(value)
-
-
 def unpickled(file: Path, what: str) -> dict[str, Any]:
     """The dictionary of a pickle by its keys as text, whether Python 2 or 3 wrote them. Raises DataError."""
-    content = io.BytesIO(read_file(file))
+    content = read_file(file)
     with understood(file, f"is no {what}", WAY_OUT):
-        found = _ArrayUnpickler(content, encoding="bytes").load()
-        return {text_of(key): value for key, value in found.items()}
+        return {text_of(key): value for key, value in pickles.load(content).items()}
 
 
 def images_and_labels(file: Path, batch: Mapping[str, Any], key: str, what: str) -> tuple[np.ndarray, np.ndarray]:
@@ -226,17 +220,6 @@ def _check_number(files: Sequence[Path], said: Sequence[str], is_cifar10: bool) 
         raise _missing(files[-1].with_name(f"data_batch_{len(files) + 1}{files[-1].suffix}"))
     return [f"{files[0].parent}: has {len(files)} batches of training images, which are all read, and CIFAR-10 has "
             f"{NUM_BATCHES}"]
-
-
-class _ArrayUnpickler(pickle.Unpickler):
-    """Knows NumPy arrays and plain containers only: a pickle can otherwise run any code."""
-
-    _ALLOWED = frozenset({"_reconstruct", "_frombuffer", "ndarray", "dtype", "encode"})
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module.split(".")[0] in ("numpy", "_codecs") and name in self._ALLOWED:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
 
 
 def _missing(file: Path) -> DataError:

@@ -23,9 +23,9 @@ from pipelines.sources.cifar import (
     chosen_classes,
     images_and_labels,
     read_names,
-    text_of,
     unpickled,
 )
+from pipelines.sources.pickles import text_of
 
 LabelSet = Literal["fine", "coarse"]
 FINE = (

@@ -221,6 +221,8 @@ def _note_data(trainer: Trainer, recorder: Recorder) -> None:
         found += f", {val_loader.num_images:,} for validation"
     if config.val_split:
         found += f" (--val-split {config.val_split:g})"
+    if config.labels != Config.labels:
+        found += f" (--labels {config.labels})"
     recorder.say(found)
     if on_training_images:
         recorder.say(f"{config.data} has no validation images of its own (docs/data.md): accuracy after an epoch is "
