@@ -3,7 +3,7 @@
 A pickle can call any function that its reader lets it find. NumPy's own ones are not let in either: the state that they
 take from a pickle is not checked, and a damaged one makes the process crash (NumPy 1.26: `dtype.__setstate__` with six
 values). Classes of this module stand in for them; they keep the bytes, and NumPy sees these with a checked type and
-shape.
+shape. Nor does a damaged number in a pickle decide how much memory is taken: all of them are looked at first.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
+import pickletools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -22,7 +23,16 @@ import numpy as np
 def load(content: bytes) -> Any:
     """What a pickle holds: dictionaries, lists, text, numbers, and for each array an object that `np.asarray` takes.
     Texts of Python 2 are bytes. Raises UnpicklingError, and whatever else a damaged pickle leads to."""
+    _check_sizes(content)
     return _Unpickler(io.BytesIO(content), encoding="bytes").load()
+
+
+def _check_sizes(content: bytes) -> None:
+    """Raise ValueError where a length is beyond the content's end, which `genops` sees, and UnpicklingError where a
+    place in the memo is higher than there can be any: the unpickler takes memory for all places below."""
+    for code, argument, _ in pickletools.genops(content):
+        if code.name.endswith("PUT") and isinstance(argument, int) and argument > len(content):
+            raise pickle.UnpicklingError(f"it has a number that cannot be, {argument:,}")
 
 
 def text_of(value: object) -> str:
