@@ -35,14 +35,14 @@ from trainings import KeptLines, Line
 from common.command_line import Positive, read_options
 from common.environment import versions
 from common.errors import ProgramError, UserError
+from gpu_report.recurrent import layer_graph
 from graph_passes import Graph, passes
 from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.function import DeviceFunction
 from graph_passes.executors.cuda.toolchain import Toolchain, toolchain
 from graph_passes.operators.rnn import flops
 from graph_passes.passes.rnn_algorithm import rnn_algorithm
-from train.gpu_report.recurrent import layer_graph
-from train.reporting.gpu_monitor import GpuMonitor
+from train.recording.gpu_monitor import GpuMonitor
 from train.timing import standard_error_of_median
 
 PEER = Path(__file__).with_name("peer_rnn.py")

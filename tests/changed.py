@@ -19,7 +19,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = ("common", "train", "pipelines", "graph_passes", "resnet_mxnet", "benchmarks", "scripts", "tests")
+SOURCES = ("common", "train", "gpu_report", "pipelines", "graph_passes", "resnet_mxnet", "benchmarks", "scripts",
+           "tests")
 MOST_FILES = 6  # of tests, which take about ten seconds each on one core
 MAIN = ("origin/main", "main")
 

@@ -32,7 +32,7 @@ from train.models.network import Network
 from train.options.data import SYNTHETIC, LoaderOptions
 from train.processes import topology
 from train.processes.distributed import Workers, is_elastic
-from train.reporting.metrics import TRAINING_IMAGES, VALIDATION
+from train.recording.metrics import TRAINING_IMAGES, VALIDATION
 from train.schedule import image_sizes
 from train.weights.int8_file import Int8Network, executor_of
 

@@ -35,10 +35,10 @@ from train.processes.distributed import GradientAllReduce, Workers
 from train.processes.invocation import launcher
 from train.processes.pulse import Activity, pulse
 from train.processes.signals import Signals, StoppedBySignal
-from train.reporting.gpu_monitor import GpuMonitor, GpuReadings
-from train.reporting.metrics import VALIDATION, accuracy_of
-from train.reporting.outcomes import Outcomes
-from train.reporting.recorder import IMAGE_EVENTS, Recorder
+from train.recording.gpu_monitor import GpuMonitor, GpuReadings
+from train.recording.metrics import VALIDATION, accuracy_of
+from train.recording.outcomes import Outcomes
+from train.recording.recorder import IMAGE_EVENTS, Recorder
 from train.schedule import make_schedule
 from train.statistics import InitialShares
 from train.validation import Validation, validate

@@ -15,7 +15,7 @@ from train.checkpoint import Checkpoint
 from train.config import Config
 from train.models import resnet
 from train.models.network import init_params
-from train.reporting import plots
+from train.report import plots
 
 NUM_CLASSES = 3
 IMAGES_PER_CLASS = 9

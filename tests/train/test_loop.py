@@ -27,9 +27,9 @@ from train.commands.benchmark import standard_error_of_median
 from train.loop import Trainer
 from train.models.network import init_params
 from train.models.resnet import resnet
-from train.reporting.gpu_monitor import GpuReadings
-from train.reporting.metrics import RunRecord
-from train.reporting.recorder import Recorder
+from train.recording.gpu_monitor import GpuReadings
+from train.recording.metrics import RunRecord
+from train.recording.recorder import Recorder
 from train.validation import printed_progress
 
 pytestmark = pytest.mark.usefixtures("narrow_network")

@@ -19,7 +19,7 @@ from graph_passes.executors.mxnet import MXNetExecutor
 from train import checkpoint, loop
 from train.commands import session
 from train.loop import Trainer
-from train.reporting.metrics import RunRecord
+from train.recording.metrics import RunRecord
 
 pytestmark = pytest.mark.usefixtures("narrow_network")
 

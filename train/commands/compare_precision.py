@@ -25,7 +25,6 @@ from common.errors import error_of
 from common.program import TRAIN, own_process
 from pipelines.options import AUTO
 from train import devices, models
-from train.commands.options import Comparison
 from train.config import (
     CONFIG_FILE,
     FOUND_IN_DATA,
@@ -36,11 +35,12 @@ from train.config import (
     default_warmup,
 )
 from train.errors import TrainError
+from train.options.commands import Comparison
 from train.presets import load_preset
 from train.processes.signals import STOPPING, StoppedBySignal, ending, handled
 from train.processes.worker import stop_with_us
-from train.reporting import plots
-from train.reporting.metrics import METRICS_FILE, VALIDATION, RunRecord, accuracy_of, tells_top5
+from train.recording.metrics import METRICS_FILE, VALIDATION, RunRecord, accuracy_of, tells_top5
+from train.report import plots
 
 RESULT = "comparison.json"
 

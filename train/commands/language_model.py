@@ -32,9 +32,9 @@ from train.loop import Trainer
 from train.options.language_model import GENERATED, LanguageModelOptions
 from train.processes.distributed import Workers, is_lost_process
 from train.processes.invocation import launcher
-from train.reporting import language_model
-from train.reporting.language_model import Facts
-from train.reporting.recorder import Recorder
+from train.recording.recorder import Recorder
+from train.report import language_model
+from train.report.language_model import Facts
 
 GENERATED_WORDS, GENERATED_DIFFERENT = 200_000, 200
 

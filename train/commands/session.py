@@ -33,11 +33,11 @@ from train.options.run import LIST_PRESETS
 from train.processes.distributed import Workers, drain_engine, is_elastic
 from train.processes.pulse import Activity, pulse
 from train.processes.signals import StoppedBySignal, is_first
-from train.reporting import predictions
-from train.reporting.inspection import describe, predict_some
-from train.reporting.metrics import IMAGES, METRICS_FILE, VALIDATION
-from train.reporting.recorder import IMAGE_EVENTS, Recorder
-from train.reporting.report import write_report
+from train.recording.metrics import IMAGES, METRICS_FILE, VALIDATION
+from train.recording.recorder import IMAGE_EVENTS, Recorder
+from train.report import predictions
+from train.report.inspection import describe, predict_some
+from train.report.page import write_report
 
 LOADER_SECONDS = 2.0  # how long the loader alone is measured
 AUTO = "auto"  # value of --resume: go on with the run in --output, or begin it

@@ -38,8 +38,8 @@ from train.errors import TrainError
 from train.loop import Trainer
 from train.presets import load_preset
 from train.processes.distributed import Workers, is_elastic, is_lost_process
-from train.reporting.metrics import TRAINING_IMAGES, VALIDATION
-from train.reporting.recorder import Recorder
+from train.recording.metrics import TRAINING_IMAGES, VALIDATION
+from train.recording.recorder import Recorder
 from train.schedule import image_sizes
 from train.statistics import without_variance
 from train.weights import Weights, settings, starting_point

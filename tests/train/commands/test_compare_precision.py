@@ -24,8 +24,8 @@ from train.config import Config, configure
 from train.errors import TrainError
 from train.presets import load_preset
 from train.processes.signals import StoppedBySignal
-from train.reporting import plots
-from train.reporting.metrics import EpochRow, RunRecord
+from train.recording.metrics import EpochRow, RunRecord
+from train.report import plots
 
 OPTIONS = ["--epochs", "1", "--log-every", "2", "--label-smoothing", "0", "--validate-every", "0"]
 

@@ -14,7 +14,7 @@ from several_processes import needs_horovod, run_processes
 from train import checkpoint, models
 from train.models.network import init_params
 from train.processes.distributed import Workers
-from train.reporting.metrics import METRICS_FILE, RunRecord
+from train.recording.metrics import METRICS_FILE, RunRecord
 
 # Five tests in one start of the processes, the mistake last: after it they end.
 SESSION = """
