@@ -55,7 +55,7 @@ def measure(bench: Bench) -> Section:
     where = "cuda" if bench.on_gpu else "cpu"
     sizes = (GEMMS, CONVOLUTIONS) if bench.on_gpu else (SMALL_GEMMS, SMALL_CONVOLUTIONS)
     bench.figures = [figure for figure in bench.figures if figure.what != TOTAL]  # of an earlier start
-    module = importlib.import_module(f"train.gpu_report.kernels_{where}")
+    module = importlib.import_module(f"gpu_report.kernels_{where}")
     with contextlib.closing(module.open_machine(bench.placement)) as machine:
         if not bench.has(COPY, "", ""):
             _measure_copy(bench, machine)

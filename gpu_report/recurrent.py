@@ -75,7 +75,7 @@ def measure(bench: Bench) -> Section:
         bench.leave_out("the section", f"it is measured through cuDNN 9, which {bench.device} cannot run")
         return bench.found()
     where = "cuda" if bench.on_gpu else "cpu"
-    module = importlib.import_module(f"train.gpu_report.recurrent_{where}")
+    module = importlib.import_module(f"gpu_report.recurrent_{where}")
     with contextlib.closing(module.open_machine(bench.placement)) as machine:
         for task in _tasks(machine, LAYERS if bench.on_gpu else SMALL_LAYERS):
             bench.time(task)
