@@ -159,7 +159,7 @@ def _done(report: Report) -> set[str]:
 def _begun(folder: Path, placement: Placement, sections: set[str], counts_cost_again: bool) -> tuple[Report, set[str]]:
     """The report in the folder, or one without sections, and the sections that are done. Its commands, a line each, and
     its date have this start's, where that adds to it. Raises UserError where it is of another device or commit, or of
-    other versions of libraries, and there is something to measure, or where it cannot be gone on with."""
+    other versions of libraries, and there is something to measure, or where it cannot be resumed."""
     hardware = environment.hardware()
     device = hardware["gpus"][0] if placement.device.startswith("gpu") else hardware["cpu"]
     commit = environment.git_commit()

@@ -182,7 +182,7 @@ def test_an_image_that_validation_cannot_decode_loses_nothing(tiny_data, tiny_op
     folder = tmp_path / "run"
     code, out, err = run_train("--output", folder, *tiny_options, "--data", tmp_path / "data")
     assert code == 2 and str(broken) in err.splitlines()[-1]
-    assert f"step {STEPS_PER_EPOCH} is saved; with that mended go on with: {start_of(TRAIN)} --resume {folder}" in out
+    assert f"step {STEPS_PER_EPOCH} is saved; fix that, then resume with: {start_of(TRAIN)} --resume {folder}" in out
     assert checkpoint.load(checkpoint.find(str(folder))).progress.step == STEPS_PER_EPOCH
     broken.write_bytes(whole)
     code, out, err = run_train("--resume", folder)
@@ -220,7 +220,7 @@ def test_images_that_training_cannot_decode_any_more_lose_nothing(unbroken, tiny
     code, out, err = run_train("--output", folder, *tiny_options, "--data", data, "--cache", "0")
     assert code == 2 and str(data) in err.splitlines()[-1], err
     saved = checkpoint.load(checkpoint.find(str(folder))).progress.step
-    assert 2 <= saved < STEPS_PER_EPOCH and f"step {saved} is saved; with that mended go on with: " in out
+    assert 2 <= saved < STEPS_PER_EPOCH and f"step {saved} is saved; fix that, then resume with: " in out
     monkeypatch.setattr(Trainer, "step", step)
     shutil.copytree(tiny_data, data, dirs_exist_ok=True)
     assert run_train("--resume", folder)[0] == 0

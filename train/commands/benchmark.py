@@ -106,7 +106,7 @@ def benchmark(trainer: Trainer, recorder: Recorder, wanted: Measurement) -> Resu
             error = standard_error_of_median(counted) / float(np.median(counted))
         over = now - start > 60 * wanted.limit_minutes
         (done,) = trainer.workers.vote([error < PRECISION or (over and len(counted) >= 2)])
-        done |= trainer.progress.step == most
+        done |= trainer.state.progress.step == most
         trainer.end_step(recorder, read_now=done)
         if trainer.is_stuck:
             raise trainer.stuck()

@@ -67,7 +67,7 @@ def main(values: Mapping[str, Any]) -> None:
         params = start.params if start else model.initial_values(config.seed)
         executor.set_params(params, {})
         trainer = Trainer(config, workers, executor, loaders[0], loaders[1], folder, start)
-    trainer.go_on = f"{launcher()} language-model --resume {shlex.quote(str(folder))}"
+    trainer.saver.resume_command = f"{launcher()} language-model --resume {shlex.quote(str(folder))}"
     unknown = float(np.mean(tokens[end:] == 0))  # a network that always says <unk> is right with these
     facts = Facts(_precision(config, placement), sum(array.size for array in params.values()), num_known(known),
                   loaders[0].num_images, loaders[1].num_images, unknown, best_possible)

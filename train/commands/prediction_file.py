@@ -265,7 +265,7 @@ class PredictionFile:
                              "which goes on from there") from None
 
     def _check(self, path: Path, about: Mapping[str, Any], same: Mapping[str, str]) -> None:
-        """Raise TrainError where the file cannot be gone on with."""
+        """Raise TrainError where the file cannot be resumed."""
         try:
             found = json.loads(path.read_bytes())
             before = {name: found[name] for name in same}

@@ -134,7 +134,7 @@ def shown_skipped(number: int) -> str:
 
 def open_recorder(trainer: Trainer, num_epochs: int | None, warmup_steps: int = 10) -> Recorder:
     """Make the run's folder with the recorder in it, and its config.json. Raises TrainError where that fails."""
-    config, workers, progress = trainer.stated, trainer.workers, trainer.progress
+    config, workers, progress = trainer.state.stated, trainer.workers, trainer.state.progress
     is_apart = is_elastic() and progress.step > 0 and not (trainer.run_folder / METRICS_FILE).exists()
     recorder = Recorder(
         trainer.run_folder,
@@ -163,7 +163,7 @@ def open_recorder(trainer: Trainer, num_epochs: int | None, warmup_steps: int = 
 
 
 def _write_config(trainer: Trainer) -> None:
-    content = json.dumps(trainer.stated.to_dict(), indent=2).encode() + b"\n"
+    content = json.dumps(trainer.state.stated.to_dict(), indent=2).encode() + b"\n"
     files.write(trainer.run_folder / CONFIG_FILE, content)
 
 
@@ -180,7 +180,7 @@ def train(trainer: Trainer, note: Callable[[Trainer, Recorder], None]) -> None:
             trainer.run(recorder)
             if trainer.config.data != SYNTHETIC:  # which is made once and costs nothing
                 recorder.loader_speed(measure_loader(trainer.train_loader, trainer.workers))
-                trainer.save(recorder)  # again, if somebody has removed it meanwhile
+                trainer.saver.save(recorder)  # again, if somebody has removed it meanwhile
     except StoppedBySignal:
         report(recorder, trainer.run_folder)
         raise
@@ -193,7 +193,7 @@ def lost_process(trainer: Trainer) -> LostProcessError:
     """What ends a run that has lost the connection to another of its processes."""
     drain_engine()
     return LostProcessError("the connection to another process of this run is lost; go on from the last checkpoint, if "
-                            f"there is one, with: {trainer.go_on}")
+                            f"there is one, with: {trainer.saver.resume_command}")
 
 
 def _check_complete(trainer: Trainer, recorder: Recorder) -> None:
@@ -263,7 +263,8 @@ def _write_report(recorder: Recorder, run_folder: Path, trainer: Trainer | None)
             describe(outcomes, trainer.val_loader, epoch, images).save(folder)
         try:
             with trainer.evaluating():
-                found = predict_some(trainer.executor, trainer.val_loader, trainer.progress.epoch, recorder.evaluated)
+                found = predict_some(trainer.executor, trainer.val_loader, trainer.state.progress.epoch,
+                                     recorder.evaluated)
             predictions.save(found, folder)
         except DataError as error:  # the run is complete all the same
             print(f"no picture of predictions: {error}", flush=True)

@@ -86,7 +86,7 @@ def _elastic_session(values: Mapping[str, Any], state: RunState) -> None:
     if not state.beginning:
         state.beginning = begin(values, workers)
     with open_trainer(state.beginning, workers, state.executor, state.commit) as (trainer, _):
-        state.capture, state.executor = trainer.capture, trainer.executor
+        state.capture, state.executor = trainer.saver.capture, trainer.executor
         train(trainer, _note)
 
 
