@@ -243,8 +243,8 @@ def _flatten(arrays: Sequence[Any]) -> list[_Flat]:
 def is_lost_process(error: Exception) -> bool:
     """Whether `error` says that an operation among the processes failed, as when one of them has ended.
 
-    Where it went through MXNet's engine, what Gloo, NCCL or Horovod said arrives as MXNet's error, whose text alone
-    tells; else it is Horovod's HorovodInternalError.
+    It is Horovod's HorovodInternalError; a Horovod that was not built here tells MXNet instead, and what Gloo, NCCL or
+    Horovod said arrives as MXNet's error, whose text alone tells.
     """
     if isinstance(error, mx.base.MXNetError):
         return LOST_PROCESS.search(str(error)) is not None
@@ -252,14 +252,23 @@ def is_lost_process(error: Exception) -> bool:
 
 
 def drain_engine() -> None:
-    """Wait for all that MXNet has under way, and forget its errors: they would come up again wherever it waits next."""
+    """Wait for all that MXNet has under way, and forget what failed: it would come up again wherever it waits next."""
     done = False
     while not done:
+        if is_of_several():
+            _forget_failure()
         try:
             mx.nd.waitall()
             done = True
-        except mx.base.MXNetError:
-            pass
+        except Exception as error:
+            if not (isinstance(error, mx.base.MXNetError) or is_lost_process(error)):
+                raise
+
+
+def _forget_failure() -> None:
+    from train.processes.horovod_mxnet import forget_failure
+
+    forget_failure()
 
 
 def _import_horovod(size: int) -> Any:

@@ -152,6 +152,7 @@ def run(session: Callable[[RunState], None]) -> None:
         nonlocal connections
         _hang_up(connections)
         hvd.shutdown()
+        drain_engine()  # of what failed between two sessions
         connections = _join()
 
     run_fn(guarded, reset)(RunState())
