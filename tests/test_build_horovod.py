@@ -39,7 +39,10 @@ struct Status {
   std::string reason() const { return text; }
 };
 namespace dmlc { struct Error { Error(std::string) {} }; }
-struct CallbackOnComplete { void operator()(dmlc::Error* error = nullptr) { ended += error ? 100 : 1; } static int ended; };
+struct CallbackOnComplete {
+  static int ended;
+  void operator()(dmlc::Error* error = nullptr) { ended += error ? 100 : 1; }
+};
 int CallbackOnComplete::ended = 0;
 namespace common { Status initialized; Status CheckInitialized() { return initialized; } }
 Status enqueued;
