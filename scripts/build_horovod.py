@@ -104,6 +104,37 @@ inline void InvokeCompleteCallback("""),
     if (entries.empty() || entries[0].device == CPU_DEVICE_ID) throw;
     return;
 """),
+    # Where another process is lost while they connect, Gloo throws in Horovod's thread, and nobody caught it: the
+    # process was aborted. Python is told now, and may begin again.
+    ("horovod/common/operations.cc", """\
+    global_gloo_context.Initialize(ParseGlooIface());
+  }
+  if (state.control_operation == LibType::GLOO) {
+    // Initializes global controller
+    state.process_set_table.Initialize(global_gloo_context);
+  }
+""", """\
+    try {
+      global_gloo_context.Initialize(ParseGlooIface());
+      if (state.control_operation == LibType::GLOO) {
+        // Initializes global controller
+        state.process_set_table.Initialize(global_gloo_context);
+      }
+    } catch (const std::exception& ex) {
+      LOG(ERROR) << "Horovod could not be initialized: " << ex.what();
+      state.process_set_table.Finalize(global_gloo_context, SHUT_DOWN_ERROR);
+      global_gloo_context.Finalize();
+      state.initialization_failed = true;
+      return;
+    }
+  }
+"""),
+    ("horovod/common/operations.cc", """\
+    horovod_global.initialization_done = false;
+    horovod_global.background""", """\
+    horovod_global.initialization_done = false;
+    horovod_global.initialization_failed = false;
+    horovod_global.background"""),
     # An operation that came between Horovod's end and the look whether it has ended was never completed.
     ("horovod/common/tensor_queue.h", "  mutable std::mutex mutex_;", """\
   mutable std::mutex mutex_;

@@ -64,6 +64,14 @@ void DoHorovodOperation(void* on_complete_ptr) {
 }
 """,
     "horovod/common/operations.cc": """
+    global_gloo_context.Initialize(ParseGlooIface());
+  }
+  if (state.control_operation == LibType::GLOO) {
+    // Initializes global controller
+    state.process_set_table.Initialize(global_gloo_context);
+  }
+    horovod_global.initialization_done = false;
+    horovod_global.background_thread = std::thread();
   } catch (const std::exception& ex) {
     status = Status::UnknownError(ex.what());
   }
@@ -162,6 +170,7 @@ def test_what_a_loss_needs_is_mended(build, source):
     read = {name: (source / name).read_text() for name in LOSS}
     operations = read["horovod/common/operations.cc"]
     assert operations.index("e.FinishWithCallback(status)") < operations.index("device == CPU_DEVICE_ID) throw;")
+    assert operations.count("initialization_failed = true;") == operations.count("initialization_failed = false;") == 1
     assert read["horovod/common/tensor_queue.cc"].count("if (!ended_.ok()) return ended_;") == 2
     assert read["horovod/common/tensor_queue.cc"].count("ended_ = status;") == 1
     assert "tensor_queue.Begin();" in read["horovod/common/process_set.cc"]

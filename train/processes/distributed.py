@@ -19,7 +19,7 @@ from common.errors import UserError
 from common.mxnet_compat import mx
 from graph_passes.executors import Executor
 from graph_passes.executors.cuda.executor import CudaExecutor
-from train.errors import NoHorovodError, TrainError
+from train.errors import LostProcessError, NoHorovodError, TrainError
 from train.processes.allreduce import BucketAllReduce
 from train.processes.invocation import is_of_several
 from train.processes.pulse import pulse
@@ -64,6 +64,8 @@ class Workers:
     order."""
 
     def __init__(self) -> None:
+        """Raises LostProcessError where another process is lost while they connect, HorovodInternalError in an elastic
+        run."""
         self.size, self.rank, self.local_rank, self.local_size = 1, 0, 0, 1
         self._hvd: Any = None
         # Of the last `vote` about each thing: its all-reduce, under way, and what it answered.
@@ -81,7 +83,7 @@ class Workers:
             if is_elastic():
                 for name in NOT_ELASTIC:
                     os.environ.pop(name, None)
-            self._hvd.init()
+            _connect(self._hvd)
             self.size, self.rank = self._hvd.size(), self._hvd.rank()
             self.local_rank, self.local_size = self._hvd.local_rank(), self._hvd.local_size()
 
@@ -269,6 +271,18 @@ def _forget_failure() -> None:
     from train.processes.horovod_mxnet import forget_failure
 
     forget_failure()
+
+
+def _connect(hvd: Any) -> None:
+    """As `Workers`."""
+    from horovod.common.exceptions import HorovodInternalError
+
+    try:
+        hvd.init()
+    except ValueError:  # Horovod has logged the reason
+        hvd.shutdown()
+        sentence = "the processes could not connect to each other: one of them is lost, or cannot be reached"
+        raise HorovodInternalError(sentence) if is_elastic() else LostProcessError(sentence) from None
 
 
 def _import_horovod(size: int) -> Any:
