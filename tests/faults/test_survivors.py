@@ -78,10 +78,12 @@ SCRIPT = """
 
     def wait(pid, deadline):
         '''Its exit code, or "hangs".'''
-        while time.monotonic() < deadline:
+        while True:
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 return os.waitstatus_to_exitcode(status)
+            if time.monotonic() > deadline:
+                break
             time.sleep(0.01)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
