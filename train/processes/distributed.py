@@ -70,10 +70,6 @@ class Workers:
         self._hvd: Any = None
         # Of the last `vote` about each thing: its all-reduce, under way, and what it answered.
         self._votes: dict[str, tuple[Any, list[bool]]] = {}
-        # Of the last `all_reduce` of each name, which may be under way. When a process is lost, Horovod's thread would
-        # else be the last to hold them, and delete them while MXNet's threads see that what follows has failed: each
-        # adds to MXNet's list of errors, which no lock guards, and that has ended the process with a corrupt heap.
-        self._flats: dict[str, list[_Flat]] = {}
         if is_of_several():
             self._hvd = _import_horovod(int(os.environ["HOROVOD_SIZE"]))
             for name, value in HOROVOD_SETTINGS.items():
@@ -112,8 +108,7 @@ class Workers:
     def all_reduce(self, arrays: Sequence[Any], name: str) -> None:
         """Replace each fp32 MXNet array by its mean over all ranks; `name` tells groups of arrays apart."""
         if self._hvd:
-            self._flats[name] = _flatten(arrays)
-            self.all_reduce_flat(self._flats[name], name)
+            self.all_reduce_flat(_flatten(arrays), name)
 
     def all_reduce_flat(self, flats: Sequence[_Flat], name: str) -> None:
         """Replace flat arrays by their means over all ranks: those that this is done with again and again."""

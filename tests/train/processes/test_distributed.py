@@ -278,6 +278,31 @@ def test_one_process_is_its_own_mean():
 
 @pytest.mark.long
 @needs_horovod
+def test_nobody_gets_the_values_of_an_operation_that_failed():
+    """Whoever waits for anything is told, until that is forgotten; Horovod goes on."""
+    script = """
+        from common.mxnet_compat import mx
+        from train.processes.distributed import Workers, drain_engine, is_lost_process
+
+        workers = Workers()
+        workers.all_reduce([mx.nd.zeros((1 + workers.rank,))], "of different sizes")
+        other = mx.nd.ones((1,))
+        for wait in 2 * (mx.nd.waitall, other.wait_to_read, other.asnumpy):
+            try:
+                wait()
+            except Exception as error:
+                assert is_lost_process(error) and "Mismatched" in str(error), error
+            else:
+                raise AssertionError(wait)
+        drain_engine()
+        print(f"{workers.sum([1.0])}\\n", end="", flush=True)
+    """
+    done = run_processes(script)
+    assert (done.returncode, done.stdout) == (0, 2 * "[2.0]\n"), done.stderr
+
+
+@pytest.mark.long
+@needs_horovod
 @pytest.mark.parametrize("elastic, error", [("0", "LostProcessError"), ("1", "HorovodInternalError")])
 def test_processes_that_cannot_connect(elastic, error):
     """The other one never comes: it is told, and not the end of this one by SIGABRT."""
