@@ -50,10 +50,12 @@ REPLACED = (
 
     # What fails when a process is lost. MXNet notes the errors of its operations without a lock: several that fail at
     # once have corrupted its heap. So each completes without an error, and Python asks for the first reason after each
-    # wait (train/processes/horovod_mxnet.py).
+    # wait (train/processes/horovod_mxnet.py). A program that does not ask is told by MXNet as ever.
     ("horovod/mxnet/mpi_ops.cc", "inline void InvokeCompleteCallback(", """\
+static std::atomic_bool keeps_failures{false};
 static std::mutex failure_mutex;
 static std::string failure;
+extern "C" void horovod_mxnet_keep_failures() { keeps_failures = true; }
 // The first reason for which an operation has failed since it was last forgotten, or null; valid until this thread's
 // next call.
 extern "C" const char* horovod_mxnet_failure() {
@@ -72,11 +74,16 @@ inline void InvokeCompleteCallback("""),
     auto error = dmlc::Error(status.reason());
     on_complete(&error);
 """, """\
-    {
-      std::lock_guard<std::mutex> guard(failure_mutex);
-      if (failure.empty()) failure = status.reason().empty() ? "unknown" : status.reason();
+    if (keeps_failures) {
+      {
+        std::lock_guard<std::mutex> guard(failure_mutex);
+        if (failure.empty()) failure = status.reason().empty() ? "unknown" : status.reason();
+      }
+      on_complete();
+      return;
     }
-    on_complete();
+    auto error = dmlc::Error(status.reason());
+    on_complete(&error);
 """),
     # So do those that Horovod does not take any more, which else throw in MXNet's thread.
     ("horovod/mxnet/mpi_ops.cc", """\

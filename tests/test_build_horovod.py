@@ -30,6 +30,7 @@ HOROVOD = {
 # What is mended for the loss of a process, in as much of the source as it needs to be compiled and called.
 LOSS = {
     "horovod/mxnet/mpi_ops.cc": """
+#include <atomic>
 #include <functional>
 #include <mutex>
 #include <string>
@@ -111,6 +112,11 @@ int main() {
   assert(!horovod_mxnet_failure());
   InvokeCompleteCallback(done, Status{});
   assert(!horovod_mxnet_failure());
+  enqueued.text = "told to MXNet, as nobody has asked for it";
+  DoHorovodOperation(&done);
+  assert(!horovod_mxnet_failure() && done.ended == 101);
+  done.ended = 1;
+  horovod_mxnet_keep_failures();
   enqueued.text = "first";
   DoHorovodOperation(&done);
   assert(horovod_mxnet_failure() == std::string("first"));

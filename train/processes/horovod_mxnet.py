@@ -31,7 +31,7 @@ finally:
 __all__ = ["forget_failure", "hvd"]
 
 # A Horovod that scripts/build_horovod.py has not built tells MXNet.
-KEEPS_FAILURE = hasattr(LIBRARY, "horovod_mxnet_failure")
+KEEPS_FAILURE = hasattr(LIBRARY, "horovod_mxnet_keep_failures")
 WAITS = ("MXNDArraySyncCopyToCPU", "MXNDArrayWaitToRead", "MXNDArrayWaitToWrite", "MXNDArrayWaitAll")
 
 
@@ -49,6 +49,7 @@ def _raise_failure(result: int, function: Any, arguments: Any) -> int:
 
 
 if KEEPS_FAILURE:
+    LIBRARY.horovod_mxnet_keep_failures()
     LIBRARY.horovod_mxnet_failure.restype = ctypes.c_char_p
     for _name in WAITS:
         getattr(mx.base._LIB, _name).errcheck = _raise_failure
