@@ -18,9 +18,10 @@ LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 
 
 def anchors(page: str) -> set[str]:
-    """Names by which GitHub links to the headings of a page."""
+    """Names by which GitHub links to the headings of a page, and those that headings had before (`<a id="...">`)."""
     headings = re.findall(r"^#+ (.*)$", page, flags=re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+    former = re.findall(r'^<a id="([^"]+)"></a>$', page, flags=re.MULTILINE)
+    return {*former, *(re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings)}
 
 
 def dead_links(text: str, folder: Path) -> list[str]:
