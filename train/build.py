@@ -97,6 +97,7 @@ def open_split(config: Config, split: str, placement: Placement, workers: Worker
             val_split=config.val_split,
             val_group_by=config.val_group_by,
             first_label=config.first_label,
+            labels=config.labels,
             balance=config.balance,
             repeated_augmentation=config.repeated_augmentation,
             image_size=config.image_size if split == "train" else config.inference_image_size,

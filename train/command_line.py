@@ -45,8 +45,9 @@ def read(options: type, arguments: Sequence[str], *, command: str) -> dict[str, 
         default = SimpleNamespace(**{field.name: "" for field in dataclasses.fields(options)})
     values = given(options, arguments, prog=f"python -m train {command}", default=default)
     check_limits(values, _LIMITS)
-    for name in (*values.get("models", ()), *([values["model"]] if "model" in values else [])):
-        models.check(name)
+    if "model" in values:
+        models.check(values["model"])
+    models.named(values.get("models", ()))
     if "optimizer" in values:
         check_optimizer(values["optimizer"])
     return values

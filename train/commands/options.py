@@ -104,12 +104,14 @@ class Comparison:
     )
     """Precisions to train in; the CPU has float32 only."""
     models: Annotated[tuple[str, ...], "NAME"] = ()
-    """Networks to train; default: the one of --model."""
+    """Networks to train, by their names or by a family's (resnet: resnet18 to resnet152), or all; default: the one of
+    --model."""
 
 
 @dataclass(frozen=True)
 class CompareOptions(TrainingOptions, Comparison):
-    """Do the same training in fp32, TF32, fp16 and bf16, and show the results side by side."""
+    """Do the same training in fp32, TF32, fp16 and bf16, of one network or of several, and show the results side by
+    side. The same command goes on where it was stopped."""
 
 
 @dataclass(frozen=True)

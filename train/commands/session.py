@@ -21,6 +21,7 @@ from common.program import REPORT, start_of
 from pipelines import DataError, Loader
 from pipelines.options import SAMPLES
 from pipelines.samples import SAMPLES_FOLDER, make_samples
+from pipelines.sources import has_label_sets
 from train import checkpoint, demonstration, devices
 from train.build import evaluated_images
 from train.checkpoint import Checkpoint
@@ -82,11 +83,19 @@ def run_folder_of(config: Config, resumed_file: Path | None = None) -> Path:
 
 
 def of_network(config: Config, values: Mapping[str, Any], trained: Checkpoint) -> Config:
-    """The configuration with the number of classes of a trained network. Raises TrainError where another is given."""
+    """The configuration with the number of classes of a trained network, and with its labels where the data have them.
+    Raises TrainError where others are given."""
     wanted, has = values.get("num_classes"), trained.num_classes
     if wanted and wanted != has:
         raise TrainError(f"--num-classes {wanted} is not for a network that has {has} classes already: leave it out, "
                          "or train a new one")
+    unsaid, learned = Config.labels, trained.config.labels
+    chosen = values.get("labels", unsaid)
+    if unsaid not in (chosen, learned) and chosen != learned:
+        raise TrainError(f"--labels {chosen} is not for a network that was trained on the {learned} labels: leave it "
+                         "out, or train a new one")
+    if chosen == unsaid != learned:
+        config = replace(config, labels=learned if has_label_sets(config.data) else unsaid)
     return replace(config, num_classes=has if config.num_classes else 0)
 
 

@@ -33,7 +33,7 @@ from train.commands.session import (
     steps_allowed,
     train,
 )
-from train.config import Config, check_untrained, configure
+from train.config import FOUND_IN_DATA, Config, check_untrained, configure
 from train.errors import TrainError
 from train.loop import Trainer
 from train.presets import load_preset
@@ -135,7 +135,7 @@ def open_trainer(
             bn_group = join_bn_group(config, placement, workers)
             known = (start.classes, "the network that the run goes on with") if start else ()
             train_loader = loaders.enter_context(open_split(config, "train", placement, workers, *known))
-            config = replace(config, first_label=train_loader.config.first_label)
+            config = replace(config, **{name: getattr(train_loader.config, name) for name in FOUND_IN_DATA})
             if config.accumulate > train_loader.num_batches:  # the learning rate is for all of a step's images
                 raise TrainError(f"--accumulate {config.accumulate} is more than the {train_loader.num_batches} "
                                  "batches of an epoch, and a step ends with its epoch: lower it")
@@ -232,6 +232,8 @@ def _note_data(trainer: Trainer, recorder: Recorder) -> None:
         found += f", {val_loader.num_images:,} for validation"
     if config.val_split:
         found += f" (--val-split {config.val_split:g})"
+    if config.labels != Config.labels:
+        found += f" (--labels {config.labels})"
     recorder.say(found)
     if on_training_images:
         recorder.say(f"{config.data} has no validation images of its own (docs/data.md): accuracy after an epoch is "
