@@ -338,3 +338,24 @@ def test_killed_launcher_leaves_no_process(tmp_path, stop):
                 os.kill(pid, signal.SIGSTOP)
         launcher.kill()
     wait_until(lambda: not any(map(is_there, all_of_it)))
+
+
+@pytest.mark.long
+@needs_horovod
+def test_elastic_run_in_which_one_after_the_other_hangs():
+    """With --cooldown: it ends. Nobody had read what rank 0 printed, so each new rank 0 hung like the one before."""
+    script = """if True:
+        import os, time
+        from train.processes.pulse import pulse
+
+        while True:
+            time.sleep(0.05)
+            if os.environ["HOROVOD_HOSTNAME"] == "slot1":
+                pulse.begin_collective()
+    """
+    starter = ("import sys; from train.processes.launch import *; slots, _ = plan(2, on_cpu=True); "
+               "sys.exit(launch_elastic(slots, [sys.executable, '-c', sys.argv[1]], 1, 0.1, 0.2))")
+    done = subprocess.run([sys.executable, "-c", starter, script], capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == EXIT_HUNG_PROCESS, done.stderr
+    assert done.stderr.count("it hangs and is killed") == 3
+    assert "; 3 have hung without a step in between, so the run ends; " in done.stderr.splitlines()[-1]
