@@ -333,7 +333,7 @@ def test_steps_are_written_down_before_they_are_committed(run_train, tiny_option
     def run_and_commit(self, recorder):
         def commit():
             lines = read_lines(folder, "steps")
-            committed.append((self.progress.step, lines[-1]["step"] if lines else 0))
+            committed.append((self.state.progress.step, lines[-1]["step"] if lines else 0))
 
         self.commit = commit
         run(self, recorder)

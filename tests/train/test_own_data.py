@@ -241,7 +241,7 @@ def test_images_of_one_class_are_refused(tiny_data, tmp_path, stored):
         for i in range(4):
             shutil.copyfile(file, data / "c" / f"{i}.jpg")
     elif stored == "tfrecord":
-        write_tfrecord(data / "train.tfrecord", [(file.read_bytes(), 3)] * 4)
+        write_tfrecord(data / "train.tfrecord", [example(file.read_bytes(), 3)] * 4)
     elif stored == "list":
         name = file.parent.name
         (data / "train.lst").write_text("".join(f"{i}\t2\t{file}\n" for i in range(4)))
