@@ -503,7 +503,7 @@ def test_another_global_batch(tiny_options, tmp_path, run_train):
 
     def watched_step(self, batches):
         if not seen:
-            momentum = self.optimizer.state["momentum"]
+            momentum = self.state.optimizer.state["momentum"]
             seen.update({name: array.asnumpy() for name, array in momentum.items()}, trainer=self,
                         start=(self.train_loader.batch, self.schedule_step, self.state.progress.step))
         return step(self, batches)
