@@ -1,5 +1,6 @@
 # make train-1gpu         train ResNet-50 on this machine's GPU, or on the CPU where there is none
 # make compare-precision  train the same preset in fp32, TF32, fp16 and bf16: time, memory, speed, accuracy side by side
+# make compare-resnets    ResNet-18 to 152 on CIFAR-100 (or DATA=...), in full (fp32) and mixed (fp16) precision, one table
 # make gpu-report         what this GPU can do: kernels, training, inference, cost, in < 10 minutes; ARGS="--compare ..."
 # make bench-scaling      images/sec on 1, 2, 4 and 8 GPUs of this machine, with plots
 # make test               lint, type check and all tests that are not long, JOBS=2 test files side by side, shuffled
@@ -30,8 +31,8 @@ JOBS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 GPU_JOBS ?= $(shell cores=$$(nproc); mib=$$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>&- | head -1); \
 	printf '%s\n' 12 $$cores $$(($${mib:-120000} / 10000)) | sort -n | head -1)
 
-.PHONY: help setup train-1gpu compare-precision gpu-report bench-scaling lint test test-long test-all check test-gpu \
-	test-faults sanitize clean
+.PHONY: help setup train-1gpu compare-precision compare-resnets gpu-report bench-scaling lint test test-long test-all check \
+	test-gpu test-faults sanitize clean
 
 help:
 	@sed -n '/^$$/q; s/^# \?//p' Makefile
@@ -50,6 +51,10 @@ train-1gpu: $(RUN)
 
 compare-precision: $(RUN)
 	@$(PYTHON) -m train compare-precision $(if $(DATA),--data "$(DATA)") $(ARGS)
+
+compare-resnets: $(RUN)
+	@$(PYTHON) -m train compare-precision --config cifar100_resnet18 --models resnet --precisions float32 float16 \
+		$(if $(DATA),--data "$(DATA)") $(ARGS)
 
 gpu-report: $(RUN)
 	@$(PYTHON) -m train gpu-report $(if $(DATA),--data "$(DATA)") $(ARGS)

@@ -24,7 +24,7 @@ from train.build import join_bn_group
 from train.config import Config
 from train.devices import Placement
 from train.processes.distributed import Workers
-from train.reporting.gpu_monitor import GpuMonitor
+from train.recording.gpu_monitor import GpuMonitor
 
 ROUNDS = 3
 IMAGES_PER_SEC = 10_000  # of a GPU, about: how many steps three seconds are

@@ -28,7 +28,7 @@ from common.command_line import Positive, read_options
 from common.environment import git_commit, hardware
 from common.errors import error_of
 from train.presets import load_preset, presets
-from train.reporting.metrics import RunRecord
+from train.recording.metrics import RunRecord
 from train.schedule import image_sizes
 
 FILE = "preset_rates_1gpu.jsonl"

@@ -35,6 +35,7 @@ from trainings import KeptLines, Line
 from common.command_line import Positive, read_options
 from common.environment import versions
 from common.errors import ProgramError, UserError
+from gpu_report.recurrent import layer_graph
 from graph_passes import Graph, passes
 from graph_passes.choice import limited
 from graph_passes.executors.cuda.device import Gpu
@@ -42,8 +43,7 @@ from graph_passes.executors.cuda.function import DeviceFunction
 from graph_passes.executors.cuda.toolchain import Toolchain, toolchain
 from graph_passes.operators.rnn import flops
 from graph_passes.pipeline import cover
-from train.gpu_report.recurrent import layer_graph
-from train.reporting.gpu_monitor import GpuMonitor
+from train.recording.gpu_monitor import GpuMonitor
 from train.timing import standard_error_of_median
 
 PEER = Path(__file__).with_name("peer_rnn.py")

@@ -41,7 +41,7 @@ from graph_passes.executors.cuda.buckets import Bucket
 from train.config import Config
 from train.processes.allreduce import BucketAllReduce
 from train.processes.distributed import Workers
-from train.reporting.gpu_monitor import GpuMonitor
+from train.recording.gpu_monitor import GpuMonitor
 
 PEER = Path(__file__).with_name("peer_pytorch.py")
 # The peer's is its own name.

@@ -40,7 +40,7 @@ from graph_passes.executors.cuda.quantised_executor import QuantisedCudaExecutor
 from train import models
 from train.commands.quantize import untrained
 from train.devices import Placement
-from train.reporting.gpu_monitor import GpuMonitor
+from train.recording.gpu_monitor import GpuMonitor
 from train.weights import int8_file
 
 CLASSES = 1000

@@ -48,9 +48,9 @@ from train.loop import Trainer, frozen_heap
 from train.options.data import SYNTHETIC
 from train.presets import load_preset
 from train.processes.distributed import Workers
-from train.reporting.gpu_monitor import GpuReadings
+from train.recording.gpu_monitor import GpuReadings
 
-GPU_READINGS = ("power", "clock", "power_capped")  # units: train/reporting/gpu_monitor.py
+GPU_READINGS = ("power", "clock", "power_capped")  # units: train/recording/gpu_monitor.py
 NUM_CORES = num_cores()
 LOADER_SECONDS = 3.0  # for which the loader alone is measured
 

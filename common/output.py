@@ -6,8 +6,11 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import select
 import sys
+import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 from common.program import as_typed
@@ -129,3 +132,21 @@ def _descriptor_of(stream: Any) -> _Descriptor | None:
     buffer = getattr(stream, "buffer", None)
     raw = getattr(buffer, "raw", buffer)
     return raw if isinstance(raw, _Descriptor) else None
+
+
+@contextlib.contextmanager
+def without_lines(unwanted: re.Pattern[bytes]) -> Iterator[None]:
+    """Inside, lines that match `unwanted` are kept off standard error, where libraries write them by file descriptor;
+    all others appear afterwards."""
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    with tempfile.TemporaryFile() as caught:
+        os.dup2(caught.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            caught.seek(0)
+            os.write(2, b"".join(line for line in caught if not unwanted.search(line)))

@@ -17,13 +17,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-PACKAGES = ("common", "train", "pipelines", "graph_passes", "resnet_mxnet")
+PACKAGES = ("common", "train", "gpu_report", "pipelines", "graph_passes", "resnet_mxnet")
 CONSOLE_COMMAND = "resnet-mxnet"
 # Environment variable with the path of the console command, in its own process and in those that it starts.
 CALLED_AS = "RESNET_CALLED_AS"
 
 TRAIN = "train"  # its commands are the console command's own: `resnet-mxnet predict`
-LAUNCH, MULTI_HOST, REPORT = "train.processes.launch", "train.processes.multi_host", "train.reporting.report"
+LAUNCH, MULTI_HOST, REPORT = "train.processes.launch", "train.processes.multi_host", "train.report.page"
 GUARD = "train.processes.guard"  # no user starts it: its word is its module's name
 
 

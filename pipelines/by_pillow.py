@@ -47,6 +47,22 @@ def reason_for_pillow(read: Read) -> str:
     return ""
 
 
+def reason_for_pillow_of_file(path: bytes) -> str:
+    """The same for an image file, mostly with one read; raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        beginning = os.pread(descriptor, _HEADER, 0)
+        end = os.fstat(descriptor).st_size
+
+        def read(at: int, size: int) -> bytes:
+            is_read = at + size <= len(beginning)
+            return beginning[at : at + size] if is_read else os.pread(descriptor, min(size, max(0, end - at)), at)
+
+        return reason_for_pillow(read)
+    finally:
+        os.close(descriptor)
+
+
 def _of_jpeg(read: Read) -> str:
     """Walks through the segments up to the frame's header, of CMYK images up to the first scan."""
     at, is_cmyk = 2, False

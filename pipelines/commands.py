@@ -98,11 +98,12 @@ def _reports(options: VerifyOptions) -> list[Report]:
         if options.split:
             raise DataError(f"--val-split {options.val_split:g} compares two parts of the training images: leave out "
                             f"--split {options.split}")
-        part = open_source(data, "val", num_classes, options.val_split, options.val_group_by, options.first_label)
+        part = open_source(data, "val", num_classes, options.val_split, options.val_group_by, options.first_label,
+                           options.labels)
         in_val = {part.name(i) for i in range(len(part))}
     splits = [options.split] if options.split else ["train"] if in_val else splits_of(data)
     found = {split: verify_split(data, split, options.num_threads, num_classes, options.max_pixels,
-                                 options.write_clean_, options.first_label) for split in splits}
+                                 options.write_clean_, options.first_label, options.labels) for split in splits}
     if in_val:
         found["train"] = found["train"]._replace(remarks=list(dict.fromkeys([*found["train"].remarks, *part.remarks])))
         found["train"] = leave_out_duplicates(found["train"], [u for u in found["train"].usable if u.name in in_val])
@@ -179,6 +180,7 @@ def show(options: ShowOptions) -> int:
                             f"{options.auto_augment}: leave it out, or give --auto-augment {policies[0]}")
     config = LoaderConfig(
         data=data_path(options.data),
+        labels=options.labels,
         split=options.split,
         batch_size=1,
         image_size=options.image_size,

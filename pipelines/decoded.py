@@ -39,7 +39,8 @@ class DecodedSource(Source):
         self, source: Source, pixels: dict[int, np.ndarray], broken: dict[int, str], damaged: dict[int, str]
     ):
         self.path: Path = source.path
-        self.classes, self.remarks, self.first_label = source.classes, source.remarks, source.first_label
+        self.classes, self.remarks = source.classes, source.remarks
+        self.first_label, self.label_set = source.first_label, source.label_set
         self.cache_bytes = sum(image.nbytes for image in pixels.values())
         self.damaged = damaged
         self._source = source

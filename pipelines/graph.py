@@ -20,12 +20,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import os
 import re
-import sys
-import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -33,6 +30,7 @@ import numpy as np
 import nvidia.dali.math as dali_math
 from nvidia import dali
 
+from common.output import without_lines
 from pipelines import augment, policies
 from pipelines.operations import Numbers, applied, colour_numbers, mean_grey, numbers, on_those, solarised
 from pipelines.transform import MAX_PIXELS, MOST_OPERATIONS, ImageTransform
@@ -322,23 +320,6 @@ def _fed(config: GraphConfig) -> tuple[list[str], list[str], int]:
         derived_fields += ["coloured", "matrix", *(["centre"] if transform.contrast else [])]
     derived_fields += ["blurred"] * bool(transform.blur) + ["solarised"] * bool(transform.solarise)
     return fields, derived_fields, num_operations
-
-
-@contextlib.contextmanager
-def without_lines(unwanted: re.Pattern[bytes]) -> Iterator[None]:
-    """Keep lines off stderr that a library writes there by itself; all others appear afterwards."""
-    sys.stderr.flush()
-    stderr = os.dup(2)
-    with tempfile.TemporaryFile() as caught:
-        os.dup2(caught.fileno(), 2)
-        try:
-            yield
-        finally:
-            sys.stderr.flush()
-            os.dup2(stderr, 2)
-            os.close(stderr)
-            caught.seek(0)
-            os.write(2, b"".join(line for line in caught if not unwanted.search(line)))
 
 
 def _image(config: GraphConfig, inputs: ImageInputs, values: Derived, operations: list[Numbers]) -> Any:

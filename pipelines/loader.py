@@ -18,7 +18,7 @@ import numpy as np
 from common.mxnet_compat import mx
 from common.nvidia_gpus import find_gpus
 from pipelines.errors import DataError, check_not_negative, check_positive
-from pipelines.options import AUTO, FirstLabel, GroupBy
+from pipelines.options import AUTO, FirstLabel, GroupBy, Labels
 from pipelines.sources.base import Classes
 from pipelines.transform import MAX_PIXELS, ImageTransform
 
@@ -31,10 +31,11 @@ _CHOICES = {
     "on_bad_image": ("error", "skip"),
     "val_group_by": ("image", "folder"),
     "first_label": (AUTO, "0", "1"),
+    "labels": (AUTO, "fine", "coarse"),
 }
 
 # What decides on an epoch's images, besides the seed, and what it is where a saved position does not say.
-_IN_THE_ORDER = {"val_split": 0, "val_group_by": "image", "balance": 0, "repeated_augmentation": 0}
+_IN_THE_ORDER = {"val_split": 0, "val_group_by": "image", "balance": 0, "repeated_augmentation": 0, "labels": AUTO}
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class LoaderConfig:
     val_split: float = 0.0  # of data without a split "val": this fraction of the training images is that
     val_group_by: GroupBy = "image"  # with val_split: what stays on one side, an "image" or all of a "folder"
     first_label: FirstLabel = AUTO  # of TFRecord files: the label of the first class, "0" or "1"
+    labels: Labels = AUTO  # of CIFAR-100's own files: "fine" or "coarse"; auto: fine
     balance: float = 0.0  # training: how equally often classes are drawn, from as they come (0) to equally often (1)
     repeated_augmentation: int = 0  # training: copies of an image that a global batch holds; 0: no copies
     batch_size: int = 32  # images a process
@@ -101,7 +103,8 @@ class LoaderConfig:
     @property
     def reading(self) -> dict[str, Any]:
         """How `open_source` is to read the data."""
-        return {name: getattr(self, name) for name in ("num_classes", "val_split", "val_group_by", "first_label")}
+        names = ("num_classes", "val_split", "val_group_by", "first_label", "labels")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def context(self) -> Any:
@@ -122,8 +125,8 @@ class Loader(ABC):
     """Iterating gives the batches of the current epoch from where it stands; its end begins the next epoch."""
 
     # What must be the same for a position to mean the same images, as the user knows it, and what else can be done.
-    _way_out = ("resume with the same data, seed, --val-split, --balance and --repeated-augmentation, or begin a new "
-                "run on this data from the weights of that one with --weights RUN")
+    _way_out = ("resume with the same data, seed, --labels, --val-split, --balance and --repeated-augmentation, or "
+                "begin a new run on this data from the weights of that one with --weights RUN")
 
     def __init__(self, config: LoaderConfig, shard: tuple[int, int], num_images: int, classes: Classes):
         if config.device == "gpu":

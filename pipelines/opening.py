@@ -8,7 +8,7 @@ from pipelines.dali_loader import DaliLoader
 from pipelines.decoded import decode_once
 from pipelines.errors import DataError
 from pipelines.loader import Loader, LoaderConfig
-from pipelines.sources import open_source
+from pipelines.sources import check_label_set, open_source
 from pipelines.synthetic import SyntheticLoader
 from pipelines.tuning import tune
 
@@ -22,8 +22,9 @@ def open_loader(config: LoaderConfig, shard: tuple[int, int] = (0, 1)) -> Loader
         if config.val_split or config.balance:
             raise DataError("synthetic images have a validation split, and as many of each class; leave out "
                             f"{'--val-split' if config.val_split else '--balance'}")
+        check_label_set("synthetic", "synthetic", config.labels)
         return SyntheticLoader(config, shard)
     source = open_source(config.data, config.split, **config.reading)
-    config = replace(config, first_label=source.first_label)
+    config = replace(config, first_label=source.first_label, labels=source.label_set)
     source = decode_once(config, source)
     return DaliLoader(tune(config, source, shard), shard, source)

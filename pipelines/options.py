@@ -15,7 +15,8 @@ MAX_CLASSES = 1_000_000
 Split = Literal["train", "val"]
 GroupBy = Literal["image", "folder"]  # with --val-split: what stays on one side
 FirstLabel = Literal["auto", "0", "1"]  # of TFRecord files: the label of the first class
-AUTO: Literal["auto"] = "auto"  # the training images decide
+Labels = Literal["auto", "fine", "coarse"]  # of CIFAR-100's own files; auto: fine
+AUTO: Literal["auto"] = "auto"  # the data decide
 OptionalFile = Annotated[Path | None, "FILE"]
 
 
@@ -34,12 +35,12 @@ class MakeRecordsOptions(SizeLimit):
     split: Split | None = None
     """What to convert; default: all that SOURCE holds."""
     val_split: float = 0.0
-    """Of data without val: write this fraction of each class's images as val, those that training with the same
-    --val-split would set aside."""
+    """For data without val: write this fraction of each class's images as val, the images that training with the
+    same --val-split would set aside."""
     val_group_by: GroupBy = "image"
     """What --val-split keeps on one side, as in training."""
     first_label: FirstLabel = "auto"
-    """Of TFRecord files: the label of the first class, as in training."""
+    """For TFRecord files: the label of the first class, as in training."""
     labels: OptionalFile = None
     """Labels of the validation tar: a synset on each line, or lines of file name and label."""
     classes: OptionalFile = None
@@ -66,11 +67,13 @@ class VerifyOptions(SizeLimit):
     split: Split | None = None
     """What to look at; default: all that DATA holds."""
     val_split: float = 0.0
-    """Of data without val: which images are for validation, as in training, to find those that are on both sides."""
+    """For data without val: which images are for validation, as in training, to find images that are on both sides."""
     val_group_by: GroupBy = "image"
     """What --val-split keeps on one side, as in training."""
     first_label: FirstLabel = "auto"
-    """Of TFRecord files: the label of the first class, as in training."""
+    """For TFRecord files: the label of the first class, as in training."""
+    labels: Labels = "auto"
+    """For CIFAR-100's own files: the 100 fine labels or the 20 coarse ones; auto: fine."""
     write_clean_: bool = False
     """Write an .idx (RecordIO) or a .lst (folders) without the unusable ones, which the loader then uses; the
     former one is kept as NAME.orig. A missing or wrong .idx is made anew from the .rec file."""
@@ -121,6 +124,8 @@ class ShowOptions(ImageTransform):
     images."""
     output: Path
     """The file; .jpg makes it a JPEG."""
+    labels: Labels = "auto"
+    """For CIFAR-100's own files: name the 100 fine classes or the 20 coarse ones; auto: fine."""
     split: Split = "train"
     """train shows augmented samples, val those of the validation."""
     each: bool = False

@@ -31,7 +31,7 @@ from pipelines.decoder_messages import GROUP_SIZE, DecoderCheck
 from pipelines.errors import DataError, check_not_negative, check_positive
 from pipelines.files import link_beside, read_file, read_lines, write_text
 from pipelines.inspect_image import Finding, inspect_image, verdict
-from pipelines.options import AUTO, MAX_CLASSES, FirstLabel
+from pipelines.options import AUTO, MAX_CLASSES, FirstLabel, Labels
 from pipelines.progress import map_in_order
 from pipelines.recordio import (
     BrokenRecordError,
@@ -41,7 +41,16 @@ from pipelines.recordio import (
     read_index,
     record_names,
 )
-from pipelines.sources import Classes, Source, beside, locate, open_source, read_classes, same_images
+from pipelines.sources import (
+    Classes,
+    Source,
+    beside,
+    check_label_set,
+    locate,
+    open_source,
+    read_classes,
+    same_images,
+)
 from pipelines.sources.base import ONE_HOT_REMARK, is_one_hot, nfc
 from pipelines.sources.folders import find_images, list_entry, list_remarks, some
 from pipelines.sources.records import class_number, index_remarks
@@ -96,13 +105,14 @@ class Report(NamedTuple):
 
 def verify_split(
     data: str, split: str, num_threads: int = 0, num_classes: int | None = None, max_pixels: int = MAX_PIXELS,
-    to_clean: bool = False, first_label: FirstLabel = AUTO,
+    to_clean: bool = False, first_label: FirstLabel = AUTO, labels: Labels = AUTO,
 ) -> Report:
     """Look at all images of one split. Raises DataError if there is no such data; and UserError, before it looks, if
     there is no place for what `write_clean` writes where that is `to_clean`."""
     check_not_negative(num_threads=num_threads)
     check_positive(max_pixels=max_pixels, num_classes=1 if num_classes is None else num_classes)
     found = locate(data, split)
+    check_label_set(data, found.format, labels)
     path = found.path
     findings: list[tuple[str, Finding]] = []
     remarks: list[str] = []
@@ -121,7 +131,7 @@ def verify_split(
         clean_path = path / f"{split}.lst" if path == expanded(data) else path.parent / f"{split}.lst"
         items = [item._replace(line=_relative(item, clean_path.parent)) for item in items]
     else:
-        source = open_source(data, split, num_classes, first_label=first_label)
+        source = open_source(data, split, num_classes, first_label=first_label, labels=labels)
         classes, items, remarks = source.classes, _source_items(source), list(source.remarks)
     if split == "train" and found.format in ("RecordIO", "list", "folders"):
         remarks += beside(found, data)

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = str(Path(__file__).resolve().parents[1])
-PACKAGES = ("common", "train", "pipelines", "graph_passes")
+PACKAGES = ("common", "train", "gpu_report", "pipelines", "graph_passes")
 
 
 class OwnPackages:

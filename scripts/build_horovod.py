@@ -47,6 +47,161 @@ REPLACED = (
     ("horovod/mxnet/mpi_ops.cc", "ops_param->op_names[0]", "std::string(ops_param->op_names[0])"),
     # Only driver packages for developers bring the name without a number.
     ("horovod/mxnet/cuda_util.cc", '"libcuda.so"', '"libcuda.so.1"'),
+
+    # What fails when a process is lost. MXNet notes the errors of its operations without a lock: several that fail at
+    # once have corrupted its heap. So each completes without an error, and Python asks for the first reason after each
+    # wait (train/processes/horovod_mxnet.py). A program that does not ask is told by MXNet as ever.
+    ("horovod/mxnet/mpi_ops.cc", "inline void InvokeCompleteCallback(", """\
+static std::atomic_bool keeps_failures{false};
+static std::mutex failure_mutex;
+static std::string failure;
+extern "C" void horovod_mxnet_keep_failures() { keeps_failures = true; }
+// The first reason for which an operation has failed since it was last forgotten, or null; valid until this thread's
+// next call.
+extern "C" const char* horovod_mxnet_failure() {
+  static thread_local std::string copy;
+  std::lock_guard<std::mutex> guard(failure_mutex);
+  copy = failure;
+  return copy.empty() ? nullptr : copy.c_str();
+}
+extern "C" void horovod_mxnet_forget_failure() {
+  std::lock_guard<std::mutex> guard(failure_mutex);
+  failure.clear();
+}
+
+inline void InvokeCompleteCallback("""),
+    ("horovod/mxnet/mpi_ops.cc", """\
+    auto error = dmlc::Error(status.reason());
+    on_complete(&error);
+""", """\
+    if (keeps_failures) {
+      {
+        std::lock_guard<std::mutex> guard(failure_mutex);
+        if (failure.empty()) failure = status.reason().empty() ? "unknown" : status.reason();
+      }
+      on_complete();
+      return;
+    }
+    auto error = dmlc::Error(status.reason());
+    on_complete(&error);
+"""),
+    # So do those that Horovod does not take any more, which else throw in MXNet's thread.
+    ("horovod/mxnet/mpi_ops.cc", """\
+  ThrowIfError(common::CheckInitialized());
+
+  auto on_complete = *static_cast<CallbackOnComplete*>(on_complete_ptr);
+""", """\
+  auto on_complete = *static_cast<CallbackOnComplete*>(on_complete_ptr);
+  const Status initialized = common::CheckInitialized();
+  if (!initialized.ok()) {
+    InvokeCompleteCallback(on_complete, initialized);
+    return;
+  }
+"""),
+    ("horovod/mxnet/mpi_ops.cc", "ThrowIfError(enqueue_result);",
+     "if (!enqueue_result.ok()) InvokeCompleteCallback(on_complete, enqueue_result);"),
+    # An operation that Gloo breaks off leaves its connections in the middle of a message. Horovod went on to the next
+    # one, which waited for a process that waited for the first one, until Gloo's time-out. Now it ends at once.
+    ("horovod/common/operations.cc", "    status = Status::UnknownError(ex.what());\n", """\
+    status = Status::UnknownError(ex.what());
+    for (auto& e : entries) {
+      timeline.End(e.tensor_name, nullptr);
+      e.FinishWithCallback(status);
+    }
+    if (entries.empty() || entries[0].device == CPU_DEVICE_ID) throw;
+    return;
+"""),
+    # Where another process is lost while they connect, Gloo throws in Horovod's thread, and nobody caught it: the
+    # process was aborted. Python is told now, and may begin again.
+    ("horovod/common/operations.cc", """\
+    global_gloo_context.Initialize(ParseGlooIface());
+  }
+  if (state.control_operation == LibType::GLOO) {
+    // Initializes global controller
+    state.process_set_table.Initialize(global_gloo_context);
+  }
+""", """\
+    try {
+      global_gloo_context.Initialize(ParseGlooIface());
+      if (state.control_operation == LibType::GLOO) {
+        // Initializes global controller
+        state.process_set_table.Initialize(global_gloo_context);
+      }
+    } catch (const std::exception& ex) {
+      LOG(ERROR) << "Horovod could not be initialized: " << ex.what();
+      state.process_set_table.Finalize(global_gloo_context, SHUT_DOWN_ERROR);
+      global_gloo_context.Finalize();
+      state.initialization_failed = true;
+      return;
+    }
+  }
+"""),
+    ("horovod/common/operations.cc", """\
+    horovod_global.initialization_done = false;
+    horovod_global.background""", """\
+    horovod_global.initialization_done = false;
+    horovod_global.initialization_failed = false;
+    horovod_global.background"""),
+    # An operation that came between Horovod's end and the look whether it has ended was never completed.
+    ("horovod/common/tensor_queue.h", "  mutable std::mutex mutex_;", """\
+  mutable std::mutex mutex_;
+  Status ended_ = Status::OK();  // else why nothing is taken any more
+
+public:
+  void Begin() {
+    std::lock_guard<std::mutex> guard(mutex_);
+    ended_ = Status::OK();
+  }
+
+protected:"""),
+    ("horovod/common/tensor_queue.cc", """\
+  std::lock_guard<std::mutex> guard(mutex_);
+  for (auto& e : tensor_table_) {
+    e.second.FinishWithCallback(status);
+""", """\
+  std::lock_guard<std::mutex> guard(mutex_);
+  ended_ = status;
+  for (auto& e : tensor_table_) {
+    e.second.FinishWithCallback(status);
+"""),
+    ("horovod/common/tensor_queue.cc", """\
+  std::lock_guard<std::mutex> guard(mutex_);
+  if (tensor_table_.find(e.tensor_name)""", """\
+  std::lock_guard<std::mutex> guard(mutex_);
+  if (!ended_.ok()) return ended_;
+  if (tensor_table_.find(e.tensor_name)"""),
+    ("horovod/common/tensor_queue.cc", """\
+  std::lock_guard<std::mutex> guard(mutex_);
+
+  for (std::size_t i = 0; i < entries.size(); ++i) {
+    if (tensor_table_.find""", """\
+  std::lock_guard<std::mutex> guard(mutex_);
+  if (!ended_.ok()) return ended_;
+  for (std::size_t i = 0; i < entries.size(); ++i) {
+    if (tensor_table_.find"""),
+    ("horovod/common/process_set.cc", """\
+  LOG(TRACE) << "Initializing new process set with Gloo: \"""", """\
+  tensor_queue.Begin();
+  LOG(TRACE) << "Initializing new process set with Gloo: \""""),
+    # What a connection's end throws in Gloo's own thread, which nobody catches there, ended the process.
+    ("third_party/gloo/gloo/transport/tcp/pair.cc", "    handleReadWrite(events);\n", """\
+    try {
+      handleReadWrite(events);
+    } catch (const std::exception&) {
+      if (ex_ == nullptr) signalException(std::current_exception());
+    }
+"""),
+    # An operation in the middle of its message was not told of the connection's end, and waited for the time-out.
+    ("third_party/gloo/gloo/transport/tcp/pair.cc", "  // Loop through posted send operations.\n", """\
+  auto tell = [&ex](const Op& op) {
+    NonOwningPtr<UnboundBuffer> buf(op.ubuf);
+    if (buf) buf->signalException(ex);
+  };
+  tell(rx_);
+  for (auto& op : tx_) tell(op);
+
+  // Loop through posted send operations.
+"""),
 )
 
 # Source files, in parts that are compiled as one file each: reading headers is most of the work.

@@ -4,7 +4,7 @@
 
 Changed is what differs from that commit (if none is given: from where this branch left main), and what is not committed
 yet. A file's tests are the file of tests itself; those at the same place under tests/; those that import it, or what
-imports it; and where there are none, those that name it. Of many the nearest are run, and `make test` runs all.
+imports it; and where there are none, those that name it. If there are many, the nearest are run; `make test` runs all.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = ("common", "train", "pipelines", "graph_passes", "resnet_mxnet", "benchmarks", "scripts", "tests")
+SOURCES = ("common", "train", "gpu_report", "pipelines", "graph_passes", "resnet_mxnet", "benchmarks", "scripts",
+           "tests")
 MOST_FILES = 6  # of tests, which take about ten seconds each on one core
 MAIN = ("origin/main", "main")
 
@@ -107,7 +108,7 @@ class Project:
         return len(self._imports[test]), test
 
     def _that_name(self, path: str, word: str = "") -> list[str]:
-        """Those in its folder first. `word`: what to look for, if not the file's name."""
+        """Tests that name the file, those in its folder first. `word`: what to look for, if not the file's name."""
         name = Path(path).name
         pattern = re.compile(rf"(?<!\w){re.escape(word or (name if '.' in name else path))}\b")
         tests = [test for test in self._tests if pattern.search(self._sources[test])]
@@ -125,7 +126,7 @@ class Project:
 
 
 def nearest(tests: Iterable[list[str]]) -> list[str]:
-    """Of each changed file's tests in turn: the first of all, the second of all, and so on."""
+    """The first test of each changed file, then the second of each, and so on."""
     lists = list(tests)
     turns = [each[place] for place in range(max(map(len, lists), default=0)) for each in lists if place < len(each)]
     return list(dict.fromkeys(turns))

@@ -27,6 +27,106 @@ HOROVOD = {
                                 "auto name(Parameters* ops_param) { return ops_param->op_names[0]; }\n",
     "horovod/mxnet/cuda_util.cc": 'const char* driver = "libcuda.so";\n',
 }
+# What is mended for the loss of a process, in as much of the source as it needs to be compiled and called.
+LOSS = {
+    "horovod/mxnet/mpi_ops.cc": """
+#include <atomic>
+#include <functional>
+#include <mutex>
+#include <string>
+struct Status {
+  std::string text;
+  bool ok() const { return text.empty(); }
+  std::string reason() const { return text; }
+};
+namespace dmlc { struct Error { Error(std::string) {} }; }
+struct CallbackOnComplete {
+  static int ended;
+  void operator()(dmlc::Error* error = nullptr) { ended += error ? 100 : 1; }
+};
+int CallbackOnComplete::ended = 0;
+namespace common { Status initialized; Status CheckInitialized() { return initialized; } }
+Status enqueued;
+inline void InvokeCompleteCallback(CallbackOnComplete on_complete, const Status& status) {
+  if (status.ok()) {
+    on_complete();
+  } else {
+    auto error = dmlc::Error(status.reason());
+    on_complete(&error);
+  }
+}
+void ThrowIfError(const Status& status) { if (!status.ok()) throw 1; }
+void DoHorovodOperation(void* on_complete_ptr) {
+  ThrowIfError(common::CheckInitialized());
+
+  auto on_complete = *static_cast<CallbackOnComplete*>(on_complete_ptr);
+  Status enqueue_result = enqueued;
+  ThrowIfError(enqueue_result);
+}
+""",
+    "horovod/common/operations.cc": """
+    global_gloo_context.Initialize(ParseGlooIface());
+  }
+  if (state.control_operation == LibType::GLOO) {
+    // Initializes global controller
+    state.process_set_table.Initialize(global_gloo_context);
+  }
+    horovod_global.initialization_done = false;
+    horovod_global.background_thread = std::thread();
+  } catch (const std::exception& ex) {
+    status = Status::UnknownError(ex.what());
+  }
+""",
+    "horovod/common/tensor_queue.h": """
+protected:
+  mutable std::mutex mutex_;
+""",
+    "horovod/common/tensor_queue.cc": """
+Status TensorQueue::AddToTensorQueue(TensorTableEntry& e, Request& message) {
+  std::lock_guard<std::mutex> guard(mutex_);
+  if (tensor_table_.find(e.tensor_name) != tensor_table_.end()) {
+Status TensorQueue::AddToTensorQueueMulti(std::vector<TensorTableEntry>& entries) {
+  std::lock_guard<std::mutex> guard(mutex_);
+
+  for (std::size_t i = 0; i < entries.size(); ++i) {
+    if (tensor_table_.find(entries[i].tensor_name) != tensor_table_.end()) {
+void TensorQueue::FinalizeTensorQueue(const Status& status) {
+  std::lock_guard<std::mutex> guard(mutex_);
+  for (auto& e : tensor_table_) {
+    e.second.FinishWithCallback(status);
+""",
+    "horovod/common/process_set.cc": """
+  LOG(TRACE) << "Initializing new process set with Gloo: "
+""",
+    "third_party/gloo/gloo/transport/tcp/pair.cc": """
+    handleReadWrite(events);
+    return;
+  // Loop through posted send operations.
+""",
+}
+# An operation that completes, one that Horovod does not take, and one that comes when Horovod is not there.
+CALLS = """
+#include <cassert>
+int main() {
+  CallbackOnComplete done;
+  assert(!horovod_mxnet_failure());
+  InvokeCompleteCallback(done, Status{});
+  assert(!horovod_mxnet_failure());
+  enqueued.text = "told to MXNet, as nobody has asked for it";
+  DoHorovodOperation(&done);
+  assert(!horovod_mxnet_failure() && done.ended == 101);
+  done.ended = 1;
+  horovod_mxnet_keep_failures();
+  enqueued.text = "first";
+  DoHorovodOperation(&done);
+  assert(horovod_mxnet_failure() == std::string("first"));
+  common::initialized.text = "second";
+  DoHorovodOperation(&done);
+  assert(horovod_mxnet_failure() == std::string("first") && done.ended == 3);
+  horovod_mxnet_forget_failure();
+  assert(!horovod_mxnet_failure());
+}
+"""
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +141,10 @@ def build() -> Any:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    for name, text in HOROVOD.items():
+    for name in HOROVOD | LOSS:
         path = tmp_path / "horovod-0.28.1" / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        path.write_text(LOSS.get(name, "") + HOROVOD.get(name, ""))
     return tmp_path / "horovod-0.28.1"
 
 
@@ -56,6 +156,32 @@ def test_the_source_is_mended_for_compilers_of_today(build, source):
         subprocess.run(["g++", "-fsyntax-only", "-x", "c++", source / name], check=True)
     assert "return std::string(ops_param->op_names[0])" in (source / "horovod/mxnet/mpi_ops.cc").read_text()
     assert '"libcuda.so.1"' in (source / "horovod/mxnet/cuda_util.cc").read_text()
+
+
+@pytest.mark.long
+@needs_compiler
+def test_an_operation_that_fails_is_no_error_to_mxnet(build, source):
+    """Its reason, the first one, is asked for."""
+    build.mend(source)
+    program = source / "horovod/mxnet/mpi_ops.cc"
+    program.write_text(program.read_text() + CALLS)
+    subprocess.run(["g++", program, "-o", source / "program"], check=True)
+    subprocess.run([source / "program"], check=True)
+
+
+def test_what_a_loss_needs_is_mended(build, source):
+    """A failed operation of the host ends Horovod; a queue that has ended takes nothing; Gloo's thread throws nothing,
+    and tells all that wait."""
+    build.mend(source)
+    read = {name: (source / name).read_text() for name in LOSS}
+    operations = read["horovod/common/operations.cc"]
+    assert operations.index("e.FinishWithCallback(status)") < operations.index("device == CPU_DEVICE_ID) throw;")
+    assert operations.count("initialization_failed = true;") == operations.count("initialization_failed = false;") == 1
+    assert read["horovod/common/tensor_queue.cc"].count("if (!ended_.ok()) return ended_;") == 2
+    assert read["horovod/common/tensor_queue.cc"].count("ended_ = status;") == 1
+    assert "tensor_queue.Begin();" in read["horovod/common/process_set.cc"]
+    pair = read["third_party/gloo/gloo/transport/tcp/pair.cc"]
+    assert "if (ex_ == nullptr) signalException(std::current_exception());" in pair and "tell(rx_);" in pair
 
 
 def test_another_source_is_refused(build, source):

@@ -22,7 +22,7 @@ from train.errors import EXIT_HUNG_PROCESS, EXIT_LOST_PROCESS
 from train.presets import presets
 from train.processes.launch import LaunchOptions
 from train.processes.multi_host import MultiHostOptions
-from train.reporting import metrics
+from train.recording import metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMISED = Path(__file__).with_name("promised.json")

@@ -109,7 +109,7 @@ def test_the_finder_knows_all_packages() -> None:
     ("run python -m train quantize --checkpoint x", "run resnet-mxnet quantize --checkpoint x"),
     ("`python -m pipelines verify`", "`resnet-mxnet data verify`"),
     ("scripts/dgx1_8gpu.sh -n 2", "resnet-mxnet launch -n 2"),
-    ("python -m train.reporting.report RUN", "resnet-mxnet report RUN"),
+    ("python -m train.report.page RUN", "resnet-mxnet report RUN"),
     ("python -m train.", "resnet-mxnet."),
     ("python -m train.processes.guard", "python -m train.processes.guard"),
 ])

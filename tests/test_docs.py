@@ -13,14 +13,19 @@ from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {str(path.relative_to(ROOT)): path for path in (*sorted(ROOT.glob("*.md")), ROOT / "benchmarks/README.md",
-                                                        *sorted((ROOT / "docs").glob("*.md")))}
+                                                        *sorted((ROOT / "docs").glob("*.md")),
+                                                        ROOT / "tests/docs_questions.md")}
+LONGEST_PARAGRAPH = 5  # lines
+FOR_MAINTAINERS = {"cuda_executor.md", "performance.md"}  # whose paragraphs may be longer
+FOR_USERS = [page for page, path in PAGES.items() if path.parent.name == "docs" and path.name not in FOR_MAINTAINERS]
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 
 
 def anchors(page: str) -> set[str]:
-    """Names by which GitHub links to the headings of a page."""
+    """Names by which GitHub links to the headings of a page, and those that headings had before (`<a id="...">`)."""
     headings = re.findall(r"^#+ (.*)$", page, flags=re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+    former = re.findall(r'^<a id="([^"]+)"></a>$', page, flags=re.MULTILINE)
+    return {*former, *(re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings)}
 
 
 def dead_links(text: str, folder: Path) -> list[str]:
@@ -33,6 +38,14 @@ def dead_links(text: str, folder: Path) -> list[str]:
         if not page.exists() or (anchor and anchor not in anchors(page.read_text() if path else text)):
             found.append(target)
     return found
+
+
+def long_paragraphs(text: str) -> list[str]:
+    """First lines of the paragraphs, and of the items of lists, that have too many lines."""
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    blocks = re.split(r"\n(?:\s*\n|(?=- |\d+\. |\||#|    \S))", text)
+    return [lines[0] for block in blocks if not re.match(r"[|#!]|    ", block)
+            and len(lines := block.strip().splitlines()) > LONGEST_PARAGRAPH]
 
 
 def wrong_figures(text: str, folder: Path) -> Iterator[str]:
@@ -48,6 +61,11 @@ def wrong_figures(text: str, folder: Path) -> Iterator[str]:
 @pytest.mark.parametrize("page", PAGES)
 def test_links(page: str) -> None:
     assert dead_links(PAGES[page].read_text(), PAGES[page].parent) == []
+
+
+@pytest.mark.parametrize("page", FOR_USERS)
+def test_paragraphs_are_short(page: str) -> None:
+    assert long_paragraphs(PAGES[page].read_text()) == []
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -73,3 +91,5 @@ def test_mistakes_are_found(tmp_path: Path) -> None:
     text = "[1,235](result.json) [1,234.5 s](result.json) [a](page.md#the-cuda-executor) [b](#below) [c](none.md)"
     assert dead_links(text, tmp_path) == ["#below", "none.md"]
     assert list(wrong_figures(text, tmp_path)) == ["1,234.5 s, where result.json has 1234.56"]
+    text = "# Heading\n\n" + 5 * "five lines\n" + "\n" + 9 * "    code\n" + "\n- six" + 5 * "\n  lines" + "\n- item\n"
+    assert long_paragraphs(text) == ["- six"]

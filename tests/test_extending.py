@@ -180,7 +180,7 @@ NUM_FILES = {"A fused operator": 6, "A model": 2, "An optimizer": 3, "An augment
 def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the packages with all pieces in it."""
     root = tmp_path_factory.mktemp("extended")
-    for package in ("common", "graph_passes", "pipelines", "train"):
+    for package in ("common", "graph_passes", "gpu_report", "pipelines", "train"):
         shutil.copytree(ROOT / package, root / package, ignore=shutil.ignore_patterns("__pycache__"))
     for _, piece in pieces(PAGE.read_text()):
         path = root / piece.file

@@ -23,7 +23,7 @@ import pytest
 from common import mxnet_hook
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-PACKAGES = ("train", "pipelines", "graph_passes", "common", "resnet_mxnet")
+PACKAGES = ("train", "gpu_report", "pipelines", "graph_passes", "common", "resnet_mxnet")
 CUDA_LIBRARIES = {"cuda", "cudnn", "cupy", "torch"}
 CUDA_PLACES = {Path("graph_passes/executors/cuda"), Path("pipelines/gpu.py")}
 
@@ -56,9 +56,10 @@ def test_mxnet_comes_through_one_place(folder: str) -> None:
 
 @pytest.mark.parametrize(
     ("package", "others"),
-    [("common", {"train", "pipelines", "graph_passes", "resnet_mxnet"}),
-     ("pipelines", {"train", "graph_passes", "resnet_mxnet"}), ("graph_passes", {"train", "pipelines", "resnet_mxnet"}),
-     ("train", {"resnet_mxnet"}), ("resnet_mxnet", set())],
+    [("common", {"train", "gpu_report", "pipelines", "graph_passes", "resnet_mxnet"}),
+     ("pipelines", {"train", "gpu_report", "graph_passes", "resnet_mxnet"}),
+     ("graph_passes", {"train", "gpu_report", "pipelines", "resnet_mxnet"}),
+     ("train", {"gpu_report", "resnet_mxnet"}), ("gpu_report", {"resnet_mxnet"}), ("resnet_mxnet", {"gpu_report"})],
 )
 def test_packages_import_only_what_is_below_them(package: str, others: set[str]) -> None:
     forbidden = others | {"scripts", "tests", "benchmarks"}
@@ -224,10 +225,11 @@ def test_benchmarks_find_what_they_import() -> None:
     assert "bn_group" in programs and result.returncode == 0, result.stderr
 
 
-def test_no_module_imports_in_a_circle() -> None:
-    """Imports inside functions and for type checkers count too; `from package import module` imports the module."""
+def imports_of_modules() -> dict[str, set[str]]:
+    """What each module imports of ours, inside functions and for type checkers too; `from package import module`
+    imports the module."""
     modules = {".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__"): path
-               for package in (*PACKAGES, "common") for path in files(package)}
+               for package in PACKAGES for path in files(package)}
     imports: dict[str, set[str]] = {}
     for module, path in modules.items():
         found = imports.setdefault(module, set())
@@ -239,4 +241,24 @@ def test_no_module_imports_in_a_circle() -> None:
                 found.update(name if name in modules else node.module for name in names)
         found &= modules.keys() - {module}
     assert len(imports) > 100
-    graphlib.TopologicalSorter(imports).prepare()  # raises CycleError, with the circle
+    return imports
+
+
+def test_no_module_imports_in_a_circle() -> None:
+    graphlib.TopologicalSorter(imports_of_modules()).prepare()  # raises CycleError, with the circle
+
+
+def test_no_folder_imports_in_a_circle() -> None:
+    """A folder is one node; where it holds other folders, each of its modules is one."""
+
+    def node(module: str) -> str:
+        place = REPOSITORY.joinpath(*module.split("."))
+        folder = place if place.is_dir() else place.parent
+        has_folders = any(path.is_dir() and path.name != "__pycache__" for path in folder.iterdir())
+        return module if has_folders else folder.relative_to(REPOSITORY).as_posix()
+
+    imports: dict[str, set[str]] = {}
+    for module, found in imports_of_modules().items():
+        imports.setdefault(node(module), set()).update({node(each) for each in found} - {node(module)})
+    assert {"gpu_report", "train/recording", "train/report", "train.loop"} <= imports.keys()
+    graphlib.TopologicalSorter(imports).prepare()

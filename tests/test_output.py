@@ -115,7 +115,7 @@ def test_an_end_where_output_fails(failing, how, unbuffered):
 @pytest.mark.parametrize("arguments", [
     "-m train --help", "-m train predict --help", "-m train --config ?", "-m pipelines --version",
     "-m graph_passes show --help", "-m train.processes.launch --help", "-m train.processes.multi_host --help",
-    "-m train.reporting.report --help", "-m resnet_mxnet predict --help", "benchmarks/overview.py --help",
+    "-m train.report.page --help", "-m resnet_mxnet predict --help", "benchmarks/overview.py --help",
 ])
 def test_programs_on_a_full_disk(arguments):
     process = started(arguments.split(), {1}, "full", cwd=ROOT)
@@ -123,8 +123,8 @@ def test_programs_on_a_full_disk(arguments):
 
 
 def test_all_programs_end_in_the_same_way():
-    """Those that only our own programs start need not."""
-    programs = [path for package in ("train", "pipelines", "graph_passes", "benchmarks")
+    """Except for programs that only our own programs start."""
+    programs = [path for package in ("train", "gpu_report", "pipelines", "graph_passes", "benchmarks")
                 for path in ROOT.glob(f"{package}/**/*.py") if '__name__ == "__main__"' in path.read_text()]
     others = {path.stem for path in programs if not re.search(r"exit_code_of\(|\brun\(main\)", path.read_text())}
     assert others == {"guard", "parity_peer", "peer_cifar10", "peer_finetune", "peer_pytorch", "peer_recipe",

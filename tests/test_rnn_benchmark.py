@@ -15,7 +15,7 @@ import pytest
 from common.errors import ProgramError, UserError
 from graph_passes import Ref
 from graph_passes.operators.rnn import ALGORITHMS
-from train.reporting.gpu_monitor import GpuReadings
+from train.recording.gpu_monitor import GpuReadings
 
 # Stands in for peer_rnn.py: 0.4 ms as it is written, 0.3 ms in a CUDA graph.
 FAKE_PEER = """

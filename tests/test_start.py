@@ -147,7 +147,8 @@ def test_ctrl_c_once_all_is_imported(monkeypatch, capsys, name, steps, said):
         def load():
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(program, "understood", lambda arguments: (Stopped, {}))
+    monkeypatch.setattr(program, "understood", lambda arguments: (name, {}))
+    monkeypatch.setitem(program.COMMANDS, name, Stopped)
     monkeypatch.setattr(pulse, "_record", Record(step=steps))
     assert program.main([]) == 130
     assert capsys.readouterr().err == said

@@ -19,7 +19,7 @@ from test_results import faults
 
 from common.errors import ProgramError, UserError
 from graph_passes.executors.base import Metrics
-from train.reporting.gpu_monitor import GpuReadings
+from train.recording.gpu_monitor import GpuReadings
 
 # Stands in for peer_pytorch.py: a step takes 30 ms, in a CUDA graph 20; the losses are what --losses says.
 FAKE_PEER = """

@@ -13,44 +13,16 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
-from common.command_line import HELP, VERSION, VERSIONS, Command, choose_command, describe_commands, exit_code_of
-from common.errors import ProgramError, UserError
+from common.command_line import HELP, VERSION, VERSIONS, describe_commands, exit_code_of
+from common.errors import ProgramError
 from common.output import make_lasting
 from common.program import summaries
-from train.command_line import read
-from train.commands.options import (
-    BenchmarkOptions,
-    CompareOptions,
-    ExportOptions,
-    GpuReportOptions,
-    PredictOptions,
-    QuantizeOptions,
-    ValidateOptions,
-)
-from train.config import Config
+from train.command_line import COMMANDS, OF_ONE_PROCESS, PROG, command_options, understood
 from train.errors import TrainError
-from train.options.language_model import LanguageModelOptions
 from train.presets import presets
 from train.processes.invocation import is_of_several
 from train.processes.pulse import pulse
-
-# What each takes, and what is called with the values that the command line gives. The rest of this program is imported
-# there: MXNet and DALI take seconds.
-COMMANDS = {
-    "train": Command(Config, "train.commands.train:main", outlasts_output=True),
-    "validate": Command(ValidateOptions, "train.commands.validate:main"),
-    "benchmark": Command(BenchmarkOptions, "train.commands.benchmark:main", outlasts_output=True),
-    "compare-precision": Command(CompareOptions, "train.commands.compare_precision:main"),
-    "gpu-report": Command(GpuReportOptions, "train.commands.gpu_report:main"),
-    "language-model": Command(LanguageModelOptions, "train.commands.language_model:main", outlasts_output=True),
-    "predict": Command(PredictOptions, "train.commands.predict:main"),
-    "quantize": Command(QuantizeOptions, "train.commands.quantize:main"),
-    "export": Command(ExportOptions, "train.commands.export:main"),
-}
-OF_ONE_PROCESS = ("compare-precision", "gpu-report", "quantize", "export")
-PROG = "python -m train"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -60,14 +32,16 @@ def main(arguments: Sequence[str]) -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     if arguments and arguments[0] in HELP:
-        print(describe_commands({**_options(), **summaries()}, prog=PROG, default="train",
+        print(describe_commands({**command_options(), **summaries()}, prog=PROG, default="train",
                                 note=f"Presets: {', '.join(presets())}."))
         return 0
     if arguments and arguments[0] == VERSION:
         VERSIONS.load()()
         return 0
     try:
-        command, values = understood(arguments)
+        name, values = understood(arguments)
+        _check_processes(name)
+        command = COMMANDS[name]
         if command.outlasts_output:
             make_lasting()
         if __name__ == "__main__":
@@ -96,23 +70,13 @@ def _run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def understood(arguments: Sequence[str]) -> tuple[Command, dict[str, Any]]:
-    """The command that is asked for, and the values given for its options. Raises TrainError: all processes of a run
-    have the same command line."""
-    try:
-        name, rest = choose_command(_options(), arguments, prog=PROG, default="train", others=summaries())
-        if name in OF_ONE_PROCESS and is_of_several() and int(os.environ["HOROVOD_SIZE"]) > 1:
-            raise UserError(f"{name} works in one process: use {PROG} {name}")
-        if name != "train" and os.environ.get("HOROVOD_ELASTIC") == "1":
-            raise UserError(f"--min-np is for training with images: {name} cannot go on without a process that is "
-                            "lost; leave it out")
-        return COMMANDS[name], read(COMMANDS[name].options, rest, command=name)
-    except UserError as error:
-        raise TrainError(str(error), on_all_ranks=True) from None
-
-
-def _options() -> dict[str, type]:
-    return {name: command.options for name, command in COMMANDS.items()}
+def _check_processes(name: str) -> None:
+    """Refuse a command that several processes, or an elastic run, cannot do. Raises TrainError, on all ranks."""
+    if name in OF_ONE_PROCESS and is_of_several() and int(os.environ["HOROVOD_SIZE"]) > 1:
+        raise TrainError(f"{name} works in one process: use {PROG} {name}", on_all_ranks=True)
+    if name != "train" and os.environ.get("HOROVOD_ELASTIC") == "1":
+        raise TrainError(f"--min-np is for training with images: {name} cannot go on without a process that is lost; "
+                         "leave it out", on_all_ranks=True)
 
 
 if __name__ == "__main__":

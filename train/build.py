@@ -32,7 +32,7 @@ from train.models.network import Network
 from train.options.data import SYNTHETIC, LoaderOptions
 from train.processes import topology
 from train.processes.distributed import Workers, is_elastic
-from train.reporting.metrics import TRAINING_IMAGES, VALIDATION
+from train.recording.metrics import TRAINING_IMAGES, VALIDATION
 from train.schedule import image_sizes
 from train.weights.int8_file import Int8Network, executor_of
 
@@ -97,6 +97,7 @@ def open_split(config: Config, split: str, placement: Placement, workers: Worker
             val_split=config.val_split,
             val_group_by=config.val_group_by,
             first_label=config.first_label,
+            labels=config.labels,
             balance=config.balance,
             repeated_augmentation=config.repeated_augmentation,
             image_size=config.image_size if split == "train" else config.inference_image_size,

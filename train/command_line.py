@@ -1,4 +1,4 @@
-"""The command line of `python -m train`: the values that it gives to a command's options, each of them checked."""
+"""The command line of `python -m train`: its commands, and the values given for their options, each of them checked."""
 
 from __future__ import annotations
 
@@ -7,15 +7,42 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from common.command_line import given, given_value
+from common.command_line import Command, choose_command, given, given_value
+from common.errors import UserError
+from common.program import summaries
 from train import models
-from train.commands import options as commands
-from train.config import check_optimizer
+from train.config import Config, check_optimizer
 from train.errors import TrainError
-from train.options import training
+from train.options import commands, training
+from train.options.commands import (
+    BenchmarkOptions,
+    CompareOptions,
+    ExportOptions,
+    GpuReportOptions,
+    PredictOptions,
+    QuantizeOptions,
+    ValidateOptions,
+)
+from train.options.language_model import LanguageModelOptions
 from train.options.limits import check_limits
 from train.options.run import DEFAULT_PRESET, LIST_PRESETS, DeviceOptions, RunOptions
 from train.presets import describe_presets, load_preset
+
+# What each takes, and what is called with the values that the command line gives. The rest of this program is imported
+# there: MXNet and DALI take seconds.
+COMMANDS = {
+    "train": Command(Config, "train.commands.train:main", outlasts_output=True),
+    "validate": Command(ValidateOptions, "train.commands.validate:main"),
+    "benchmark": Command(BenchmarkOptions, "train.commands.benchmark:main", outlasts_output=True),
+    "compare-precision": Command(CompareOptions, "train.commands.compare_precision:main"),
+    "gpu-report": Command(GpuReportOptions, "gpu_report.command:main"),
+    "language-model": Command(LanguageModelOptions, "train.commands.language_model:main", outlasts_output=True),
+    "predict": Command(PredictOptions, "train.commands.predict:main"),
+    "quantize": Command(QuantizeOptions, "train.commands.quantize:main"),
+    "export": Command(ExportOptions, "train.commands.export:main"),
+}
+OF_ONE_PROCESS = ("compare-precision", "gpu-report", "quantize", "export")
+PROG = "python -m train"
 
 _LIMITS = training.LIMITS | commands.LIMITS
 
@@ -43,10 +70,25 @@ def read(options: type, arguments: Sequence[str], *, command: str) -> dict[str, 
         default = load_preset(preset or DEFAULT_PRESET)
     elif issubclass(options, DeviceOptions):  # the defaults are in a checkpoint, and help does not tell them
         default = SimpleNamespace(**{field.name: "" for field in dataclasses.fields(options)})
-    values = given(options, arguments, prog=f"python -m train {command}", default=default)
+    values = given(options, arguments, prog=f"{PROG} {command}", default=default)
     check_limits(values, _LIMITS)
-    for name in (*values.get("models", ()), *([values["model"]] if "model" in values else [])):
-        models.check(name)
+    if "model" in values:
+        models.check(values["model"])
+    models.named(values.get("models", ()))
     if "optimizer" in values:
         check_optimizer(values["optimizer"])
     return values
+
+
+def understood(arguments: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    """The name of the command that is asked for, and the values given for its options. Raises TrainError: all processes
+    of a run have the same command line."""
+    try:
+        name, rest = choose_command(command_options(), arguments, prog=PROG, default="train", others=summaries())
+        return name, read(COMMANDS[name].options, rest, command=name)
+    except UserError as error:
+        raise TrainError(str(error), on_all_ranks=True) from None
+
+
+def command_options() -> dict[str, type]:
+    return {name: command.options for name, command in COMMANDS.items()}

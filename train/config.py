@@ -29,6 +29,9 @@ CONFIG_FILE = "config.json"  # in a run's folder: its configuration
 LONGEST_WARMUP = 0.2  # part of a run that is shorter than its preset's
 OF_A_SESSION = ("output", "weights", "resume", "max_steps", "time_limit")  # options that a run may go on with others of
 
+# Options whose "auto" a run replaces by what its data have, and what that may be.
+FOUND_IN_DATA: Mapping[str, tuple[str, ...]] = {"first_label": ("0", "1"), "labels": ("fine",)}
+
 
 @dataclass(frozen=True)
 class Config(BeginningOptions, TrainingOptions):
@@ -187,7 +190,7 @@ def changes(before: Config, now: Config) -> list[str]:
     """The options that differ where a run goes on, with both values, those of a session left out."""
     return [f"{option_name(name)} {shown(value)} (before: {shown(before.chosen[name])})"
             for name, value in now.chosen.items() if value != before.chosen[name] and name not in OF_A_SESSION
-            and (name, before.chosen[name]) != ("first_label", AUTO)]  # an older run has not written what it found
+            and not (name in FOUND_IN_DATA and before.chosen[name] == AUTO)]  # an older run has not written it
 
 
 # --- what goes together ---

@@ -13,8 +13,7 @@ import math
 import shlex
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,32 +21,29 @@ from typing import Any
 import numpy as np
 
 from common.errors import UserError
-from graph_passes import optimizers
 from graph_passes.executors import Draws, Executor, Metrics
 from pipelines import Batch, DataError, Loader
-from train.checkpoint import BEST, Biased, Checkpoint, CheckpointFolder, Progress
-from train.checkpoint import FOLDER as CHECKPOINTS
+from train.checkpoint import Checkpoint
 from train.config import Config, changes
 from train.draws import draw
 from train.errors import LostProcessError, TrainError
-from train.optimizer import ema_decay, ema_in_use, make_optimizer
+from train.optimizer import ema_decay, ema_in_use
 from train.processes.distributed import GradientAllReduce, Workers
 from train.processes.invocation import launcher
 from train.processes.pulse import Activity, pulse
 from train.processes.signals import Signals, StoppedBySignal
-from train.reporting.gpu_monitor import GpuMonitor, GpuReadings
-from train.reporting.metrics import VALIDATION, accuracy_of
-from train.reporting.outcomes import Outcomes
-from train.reporting.recorder import IMAGE_EVENTS, Recorder
+from train.recording.gpu_monitor import GpuMonitor, GpuReadings
+from train.recording.metrics import VALIDATION, accuracy_of
+from train.recording.outcomes import Outcomes
+from train.recording.recorder import IMAGE_EVENTS, Recorder
+from train.run_state import RunState
+from train.saver import Saver
 from train.schedule import make_schedule
-from train.statistics import InitialShares
 from train.validation import Validation, validate
 
 # So many steps in a row whose gradients are not finite end a run. From the highest loss scale, 2^24, it takes 24 of
 # them to get down to 1, below which it does not go.
 MAX_SKIPPED_STEPS = 50
-
-FRESH_SECONDS = 30.0  # a checkpoint of this age need not be followed by one before validation
 
 # Where gradients are clipped to less than one part in so many, the run says so. (The first steps of `cifar10_strong` on
 # a CPU have norms of about 20 times its --clip-norm.)
@@ -89,74 +85,55 @@ class Trainer:
         Raises TrainError or DataError where it does not fit this run.
         """
         self.config = config
-        self.stated = config  # what the run's files say
         self.before = checkpoint.config if checkpoint else config  # what its last step had
         self.workers = workers
         self.executor = executor
         self.train_loader = train_loader
+        self.state = RunState(config, workers, executor, train_loader)
+        # What the user should know about how the run goes on, and the options that it goes on with others of.
+        self.notes = self.state.restore(checkpoint) if checkpoint else []
+        self.changes = changes(self.before, config)
         self.val_loader = val_loader
         self.validated: tuple[int, Outcomes] | None = None  # in this session last: after so many epochs, with this
         self.run_folder = run_folder
         self.commit = commit
-        self.optimizer = make_optimizer(executor, config)
         self.all_reduce: GradientAllReduce | None = None  # of several processes, once they have been joined
-        self.shares = InitialShares(executor)
-        self.steps_per_epoch = math.ceil(train_loader.num_batches / config.accumulate)
-        self.learning_rate = make_schedule(config, self.steps_per_epoch, workers.size)
-        self.checkpoints = CheckpointFolder(run_folder, config.keep_checkpoints)
-        self.progress = Progress()
+        self.learning_rate = make_schedule(config, self.state.steps_per_epoch, workers.size)
         self.num_batches = 0  # of the last step, on each process
         self.origin: list[str] = []  # what its initial weights are, where they are trained ones
-        self.go_on = f"{launcher()} --resume {shlex.quote(str(run_folder))}"  # the command that does so
-        self.notes: list[str] = []  # what the user should know about how the run goes on
-        self.changes: list[str] = []  # options that it goes on with others of
+        self.saver = Saver(self.state, run_folder, f"{launcher()} --resume {shlex.quote(str(run_folder))}")
         self.receive_metrics: Callable[[], Metrics] | None = None  # those asked for at the last log line
-        self.metrics_steps = (1, 0)  # first and last step that they are of
+        step = self.state.progress.step
+        self.metrics_steps = (step, step) if checkpoint else (1, 0)  # first and last step that they are of
         self.skipped_steps = self.skipped_in_a_row = 0  # as in the metrics received last (`Executor.skipped_steps`)
         self.monitor = GpuMonitor(executor.gpu_bus_id) if executor.gpu_bus_id else None
         self.reported_bad: set[tuple[str, str]] = set()
         self.has_told_of_clipping = False
-        self.last_saved: Path | None = None
-        self.saved_progress: Progress | None = None  # what is in it
-        self.last_saved_at = time.monotonic()
         self.started_at = time.monotonic()
-        if checkpoint:
-            self._restore(checkpoint)
 
     def join(self) -> None:
         """Begin to work with the other processes, all of them from rank 0's state. Raises TrainError."""
         if self.workers.alone:
             return
         self.all_reduce = self.workers.gradient_all_reduce(self.executor)
-        executor, broadcast = self.executor, self.workers.broadcast
-        params, aux = executor.get_params()
-        executor.set_params(broadcast(params, "params"), broadcast(aux, "aux"))
-        for name, live in (*self.optimizer.state.items(), ("ema", self.optimizer.ema)):
-            canonical = {key: executor.to_canonical(key, array) for key, array in live.items()}
-            self._assign(live, broadcast(canonical, name))
+        self.state.share()
 
     def settle(self) -> None:
         """Where a run that is gone on with has no step left, its files go on to say what its last step had. A
         collective operation."""
-        progress, epochs = self.progress, self.config.epochs
-        self._look_for_best()
+        progress, epochs = self.state.progress, self.config.epochs
+        self.saver.look_for_best()
         if progress.epoch >= epochs:
             self.notes = [f"nothing left to train: epoch {epochs} of {epochs} is done; a higher --epochs adds some"]
         elif not (self._steps_used_up() or self._settled(VALIDATION)):
             return
-        self.stated, self.changes = self.before, []
-
-    def _assign(self, live: Mapping[str, Any], values: Mapping[str, np.ndarray]) -> None:
-        """Set the executor's or optimizer's arrays from canonical ones."""
-        for name, value in values.items():
-            if name in live:  # else it is frozen
-                live[name][:] = self.executor.from_canonical(name, value)
+        self.state.stated, self.changes = self.before, []
 
     # --- the loop ---
 
     def run(self, recorder: Recorder) -> None:
         """Train until the last epoch, or until a limit or the target is reached. Raises StoppedBySignal, TrainError."""
-        progress, epochs = self.progress, self.config.epochs
+        progress, epochs = self.state.progress, self.config.epochs
         stop = self._steps_used_up() or self._settled(recorder.evaluated)  # a resumed run may have done it before
         if self.changes:
             recorder.say(f"going on with other options: {', '.join(self.changes)}")
@@ -172,7 +149,7 @@ class Trainer:
             if stop:
                 recorder.say(stop)
                 recorder.event("stop", reason=stop)
-            self.save(recorder)
+            self.saver.save(recorder)
 
     @contextlib.contextmanager
     def monitoring(self, recorder: Recorder) -> Iterator[None]:
@@ -189,29 +166,29 @@ class Trainer:
 
     def _train_epoch(self, recorder: Recorder, signals: Signals) -> str:
         """The steps that the epoch has left. Returns why the run ends before them, or ""."""
-        progress = self.progress
+        progress = self.state.progress
         sizes = self.train_loader.config
         if progress.epoch and sizes.size_in(progress.epoch) != sizes.size_in(progress.epoch - 1):
             recorder.say(f"epoch {progress.epoch + 1}: images of {sizes.size_in(progress.epoch)} pixels from now on")
             pulse.lose_pace()  # the network is built for them
-        recorder.begin_epoch(progress.epoch, self.steps_per_epoch, progress.epoch_step)
+        recorder.begin_epoch(progress.epoch, self.state.steps_per_epoch, progress.epoch_step)
         if self.train_loader.epoch > progress.epoch:  # resumed where validation had begun
             return ""
         batches = recorder.timed(self.train_loader)
         while self._step_or_save(batches, recorder):
             recorder.stop_clock(self.executor.idle_seconds)
             save, stop_signal, time_up = self.workers.vote(
-                [signals.save or self._save_due(), _is_to_stop(signals), self._time_up()]
+                [signals.save or self.saver.is_due(), _is_to_stop(signals), self._time_up()]
             )
             save |= stop_signal
             commits = self.commit is not None and progress.step % self.config.commit_every == 0
             self.end_step(recorder, read_now=save or time_up or commits or progress.step == self.config.max_steps)
             if self.is_stuck:
-                self.save(recorder)
+                self.saver.save(recorder)
                 raise self.stuck()
             if save:
                 signals.save = False
-                self.save(recorder)
+                self.saver.save(recorder)
             if self.commit and commits:  # its steps are written down by now: who goes on from it has them
                 with recorder.phase("commit"):
                     pulse.show(Activity.SAVING)
@@ -229,21 +206,21 @@ class Trainer:
         try:
             return self.step(batches)
         except DataError:
-            if self.workers.alone and self.progress.step:
-                self._save_for_the_mended(recorder)
+            if self.workers.alone and self.state.progress.step:
+                self.saver.save_before_error(recorder)
             raise
 
     def _stopped(self, signals: Signals) -> StoppedBySignal:
         """What ends the run once its state is saved."""
         return StoppedBySignal(
             signals.stop or signal.SIGTERM,  # with several processes, another one may have got it
-            f"stopped after step {self.progress.step} with a checkpoint; go on with: {self.go_on}",
+            f"stopped after step {self.state.progress.step} with a checkpoint; go on with: {self.saver.resume_command}",
         )
 
     @property
     def schedule_step(self) -> int:
         """The optimizer steps done, had all of them had today's global batch: what the schedule counts."""
-        return self.progress.epoch * self.steps_per_epoch + self.progress.epoch_step
+        return self.state.progress.epoch * self.state.steps_per_epoch + self.state.progress.epoch_step
 
     def step(self, batches: Iterator[Batch]) -> bool:
         """One optimizer step on the next batches; False where the epoch has none left."""
@@ -264,18 +241,18 @@ class Trainer:
         self.num_batches = count
         if self.all_reduce:
             self.all_reduce.finish()
-        decay = ema_decay(self.config.ema_decay, self.progress.step)
-        self.optimizer.step(self.learning_rate(self.schedule_step), scale=1 / count, ema_decay=decay)
-        self.shares.step(count, decay)
+        decay = ema_decay(self.config.ema_decay, self.state.progress.step)
+        self.state.optimizer.step(self.learning_rate(self.schedule_step), scale=1 / count, ema_decay=decay)
+        self.state.shares.step(count, decay)
         self.executor.end_step()
-        self.progress.step += 1
-        self.progress.epoch_step += 1
-        pulse.end_step(self.progress.epoch, self.progress.step)
+        self.state.progress.step += 1
+        self.state.progress.epoch_step += 1
+        pulse.end_step(self.state.progress.epoch, self.state.progress.step)
         return True
 
     def _draws(self, number: int) -> Draws:
         """What is random in the pass over batch `number` of the step under way."""
-        config, progress = self.config, self.progress
+        config, progress = self.config, self.state.progress
         batch = progress.epoch_step * config.accumulate + number
         return draw(config, progress.epoch, batch, self.workers.rank)
 
@@ -294,8 +271,8 @@ class Trainer:
         if recorder.log_due or read_now:
             recorder.close_interval()
             self.receive_metrics = self.executor.request_metrics()
-            self.metrics_steps = (self.metrics_steps[1] + 1, self.progress.step)
-        if read_now or self.progress.epoch_step == self.steps_per_epoch:
+            self.metrics_steps = (self.metrics_steps[1] + 1, self.state.progress.step)
+        if read_now or self.state.progress.epoch_step == self.state.steps_per_epoch:
             self._log(recorder)
 
     def _log(self, recorder: Recorder) -> None:
@@ -317,7 +294,7 @@ class Trainer:
             recorder.log(metrics, gpu, slowest, self.skipped_steps - before, self.executor.gradient_norm)
             self._tell_of_clipping(recorder)
             if not math.isfinite(metrics.loss_sum):
-                raise self._diverged(*self.metrics_steps)
+                raise self.saver.diverged(*self.metrics_steps)
 
     def _tell_of_clipping(self, recorder: Recorder) -> None:
         """Say so once where it leaves next to nothing of the gradients: the loss alone would not show why it stays."""
@@ -330,10 +307,10 @@ class Trainer:
 
     def _end_epoch(self, recorder: Recorder, signals: Signals) -> str:
         """Validate if it is time to. Returns why the run ends here, or ""."""
-        config, progress = self.config, self.progress
+        config, progress = self.config, self.state.progress
         done = progress.epoch + 1
         self._report_bad_images(recorder, self.train_loader)
-        self._look_for_removed(recorder)
+        self.saver.look_for_removed(recorder)
         is_due = config.validate_every and (done % config.validate_every == 0 or done == config.epochs)
         validation = self._validate(recorder, signals, self.val_loader) if self.val_loader and is_due else None
         progress.epoch, progress.epoch_step = done, 0
@@ -346,14 +323,14 @@ class Trainer:
         top1 = metrics.top1 / metrics.count
         if top1 > progress.best_top1:
             progress.best_top1, progress.validations_since_best = top1, 0
-            self.save(recorder, is_best=True)
+            self.saver.save(recorder, is_best=True)
         else:
             progress.validations_since_best += 1
         return self._settled(recorder.evaluated)
 
     def _settled(self, images: str) -> str:
         """Why the accuracies on `images` so far end the run, or ""; also of a run that goes on after it."""
-        config, progress, evaluated = self.config, self.progress, accuracy_of(images)
+        config, progress, evaluated = self.config, self.state.progress, accuracy_of(images)
         if 0 < config.target_accuracy <= progress.best_top1:
             return (f"stopped: the {evaluated} is {progress.best_top1:.4f} and has reached the target of "
                     f"{config.target_accuracy:g}")
@@ -365,9 +342,7 @@ class Trainer:
     def _validate(self, recorder: Recorder, signals: Signals, loader: Loader) -> Validation:
         """Validate after an epoch's last step, whose state is saved whatever becomes of the validation: a resumed run
         begins with it. Raises StoppedBySignal, and UserError where an image cannot be read."""
-        age = time.monotonic() - self.last_saved_at
-        if self.workers.sum([self.workers.rank == 0 and age > FRESH_SECONDS])[0]:
-            self.save(recorder)
+        self.saver.save_unless_fresh(recorder)
         try:
             with recorder.phase("validation"), self.evaluating(together=True):
                 validation = validate(self.executor, loader, self.workers, lambda: _is_to_stop(signals),
@@ -375,12 +350,12 @@ class Trainer:
         except LostProcessError:
             raise
         except UserError:
-            self._save_for_the_mended(recorder)
+            self.saver.save_before_error(recorder)
             raise
         if not validation:
-            self.save(recorder)
+            self.saver.save(recorder)
             raise self._stopped(signals)
-        self.validated = self.progress.epoch + 1, validation.outcomes
+        self.validated = self.state.progress.epoch + 1, validation.outcomes
         self._report_bad_images(recorder, loader)
         return validation
 
@@ -389,10 +364,10 @@ class Trainer:
         """Inside, the executor computes with what is to be validated: the moving averages, if there are any, and
         BatchNorm's statistics without their initial values. `together`: with those of all processes averaged; a
         collective operation."""
-        with ema_in_use(self.optimizer):
+        with ema_in_use(self.state.optimizer):
             if together:
                 self.workers.all_reduce_on_host(self.executor.trained_statistics, "aux")
-            with self.shares.divided_out(self.executor, is_averaged=bool(self.optimizer.ema)):
+            with self.state.shares.divided_out(self.executor, is_averaged=bool(self.state.optimizer.ema)):
                 yield
 
     def _report_bad_images(self, recorder: Recorder, loader: Loader) -> None:
@@ -408,140 +383,7 @@ class Trainer:
                     recorder.name_image(kind, file, reason)
             self.reported_bad.update(bad, damaged)
 
-    # --- saving and restoring ---
-
-    def save(self, recorder: Recorder, is_best: bool = False) -> None:
-        """Write a checkpoint of this state, unless the last one is it. Raises TrainError: not finite, or no room."""
-        self._look_for_removed(recorder)
-        if self.progress == self.saved_progress and not is_best:
-            return
-        path = self.checkpoints.path_of(self.progress.step)
-        with recorder.phase("checkpoint"):
-            pulse.show(Activity.SAVING)
-            checkpoint = self.capture()
-            with self.workers.agreement():
-                if self.workers.rank == 0:
-                    self.checkpoints.save(checkpoint, is_best)
-        self.last_saved, self.last_saved_at = path, time.monotonic()
-        self.saved_progress = replace(self.progress)
-        recorder.event("checkpoint", file=path.name, is_best=is_best)
-
-    def _save_for_the_mended(self, recorder: Recorder) -> None:
-        """Before a user's mistake ends the run."""
-        self.save(recorder)
-        recorder.say(f"step {self.progress.step} is saved; with that mended go on with: {self.go_on}")
-
-    def _look_for_removed(self, recorder: Recorder) -> None:
-        """Say which checkpoints somebody has removed, and count on none of them."""
-        removed = self.checkpoints.removed() if self.workers.rank == 0 else []
-        recorder.removed([f"{CHECKPOINTS}/{name}" for name in removed])
-        any_removed, best_removed = self.workers.sum([len(removed), BEST in removed])
-        if any_removed:
-            self.saved_progress = None
-        if best_removed:
-            self._forget_best()
-
-    def _look_for_best(self) -> None:
-        """A run may go on in another folder than it began in, or where somebody has removed files meanwhile."""
-        if self.workers.sum([self.workers.rank == 0 and not self.checkpoints.has_best])[0]:
-            self._forget_best()
-
-    def _forget_best(self) -> None:
-        self.progress.best_top1 = -1.0  # best.npz always holds the weights of this accuracy
-        self.progress.validations_since_best = 0
-
-    def capture(self) -> Checkpoint:
-        """All of this run's state; a collective operation. Raises TrainError where parameters are not finite."""
-        executor = self.executor
-        executor.synchronize()
-        self.workers.all_reduce_on_host(executor.trained_statistics, "aux")  # each process has seen other images
-        params, aux = executor.get_params()
-        ema = self.optimizer.ema
-        self.workers.all_reduce_on_host([ema[name] for name in aux if name in ema], "ema aux")
-        if not all(np.isfinite(array).all() for arrays in (params, aux) for array in arrays.values()):
-            raise self._diverged(self.progress.step, self.progress.step)
-        unbiased, biased = self.shares.divide_out(aux, self.shares.own)
-        averages = {name: executor.to_canonical(name, ema[name]) if name in ema else array
-                    for name, array in {**params, **aux}.items()} if ema else {}
-        shares = self.shares.averaged if ema else {}
-        unbiased_averages, biased_averages = self.shares.divide_out(averages, shares)
-        return Checkpoint(
-            params=params,
-            aux=aux | unbiased,
-            state={slot: {name: executor.to_canonical(name, array) for name, array in arrays.items()}
-                   for slot, arrays in self.optimizer.state.items()},
-            ema=averages | unbiased_averages,
-            biased=Biased(biased, biased_averages, dict(self.shares.own), dict(shares)),
-            scalars=dict(self.optimizer.scalars),
-            config=self.stated,
-            class_names=self.train_loader.class_names,
-            class_keys=[key for key, _ in self.train_loader.classes],
-            progress=replace(self.progress),
-            loader_states=self.workers.gather(self.train_loader.state()),
-            numpy_rng=np.random.get_state(legacy=False),
-        )
-
-    def _restore(self, checkpoint: Checkpoint) -> None:
-        """Take over all but the parameters, which the executor was built with."""
-        before, states = checkpoint.config, checkpoint.loader_states
-        if not states:
-            raise _incomplete(checkpoint, "no position in the training images")
-        self.changes = changes(before, self.config)
-        try:
-            self.train_loader.restore(states[self.workers.rank % len(states)])
-        except DataError as error:
-            raise DataError(f"{checkpoint.named}: {error}") from None
-        images, images_before = self.config.global_batch(self.workers.size), before.global_batch(len(states))
-        if images != images_before:
-            processes = "1 process" if self.workers.size == 1 else f"{self.workers.size} processes"
-            self.notes.append(f"going on with {images} images a step ({processes}) after {images_before} "
-                              f"({len(states)}): the learning rate is scaled with them")
-        if before.freeze != self.config.freeze:
-            then, now = (f"--freeze {each.freeze}" if each.freeze else "no --freeze" for each in (before, self.config))
-            raise TrainError(f"{checkpoint.named} is of a run with {then}, and this one has {now}: to train other "
-                             "layers, begin a new run from its weights (--weights)", on_all_ranks=True)
-        state = self.optimizer.state
-        if checkpoint.state.keys() != state.keys():
-            if before.optimizer == self.config.optimizer:
-                raise _incomplete(checkpoint, f"no state of its optimizer, which has {', '.join(state)}")
-            raise TrainError(f"{checkpoint.named} is of a run with --optimizer {before.optimizer}, from whose state "
-                             f"{self.config.optimizer} cannot go on: leave out --optimizer", on_all_ranks=True)
-        # The learning rate is inside the momentum, so that follows it (Goyal et al., arXiv:1706.02677, section 3).
-        jump, rate_in = np.float32(images / images_before), optimizers.rule_of(self.config.optimizer).rate_in
-        for slot, arrays in checkpoint.state.items():
-            if missing := sorted(state[slot].keys() - arrays.keys()):
-                raise _incomplete(checkpoint, f"no {slot} of {missing[0]}")
-            scale = jump if slot in rate_in else np.float32(1)
-            self._assign(state[slot], {name: array * scale for name, array in arrays.items()})
-        biased = checkpoint.biased
-        self._assign(self.executor.aux, biased.aux)
-        if self.optimizer.ema:
-            self._assign(self.optimizer.ema, checkpoint.ema | biased.averages if checkpoint.ema else
-                         checkpoint.params | checkpoint.aux | biased.aux)
-        self.shares.restore(biased.aux_shares, biased.average_shares if checkpoint.ema else biased.aux_shares)
-        self.optimizer.scalars = checkpoint.scalars
-        try:
-            np.random.set_state(checkpoint.numpy_rng)
-        except (ValueError, LookupError, TypeError, OverflowError) as error:
-            raise _incomplete(checkpoint, f"no state of NumPy's random numbers ({error})") from None
-        self.progress = replace(checkpoint.progress)
-        if checkpoint.is_at_limit and not self.config.max_steps:
-            self.notes.append(f"--max-steps {before.max_steps} has been reached and is dropped: the run goes on to the "
-                              "end of its epochs")
-        if self.train_loader.epoch == self.progress.epoch:
-            self.progress.epoch_step = math.ceil(self.train_loader.batch / self.config.accumulate)
-        elif self.train_loader.epoch > self.progress.epoch:  # in validation
-            self.progress.epoch_step = self.steps_per_epoch
-        self.metrics_steps = (self.progress.step, self.progress.step)
-        resumed = self.checkpoints.path_of(self.progress.step)
-        if resumed.exists():
-            self.last_saved, self.saved_progress = resumed, replace(self.progress)
-
     # --- conditions ---
-
-    def _save_due(self) -> bool:
-        minutes = self.config.checkpoint_minutes
-        return self.workers.rank == 0 and 0 < 60 * minutes <= time.monotonic() - self.last_saved_at
 
     def _time_up(self) -> bool:
         limit = self.config.time_limit
@@ -549,7 +391,7 @@ class Trainer:
 
     def _steps_used_up(self) -> str:
         """Why the run ends here where --max-steps are done, else ""."""
-        done, limit = self.progress.step, self.config.max_steps
+        done, limit = self.state.progress.step, self.config.max_steps
         return f"stopped after step {done}: --max-steps is {limit}" if 0 < limit <= done else ""
 
     @property
@@ -559,28 +401,15 @@ class Trainer:
 
     def stuck(self) -> TrainError:
         """The error for it."""
-        saved = f"; the weights are in {self.last_saved}" if self.last_saved else ""
+        progress = self.state.progress
+        saved = f"; the weights are in {self.saver.last_saved}" if self.saver.last_saved else ""
         return TrainError(
             f"{self.skipped_in_a_row} steps in a row have changed no weight, since gradients are not finite even at a "
-            f"loss scale of 1 (step {self.progress.step}, epoch {self.progress.epoch + 1}){saved}: go on with --dtype "
+            f"loss scale of 1 (step {progress.step}, epoch {progress.epoch + 1}){saved}: go on with --dtype "
             f"bfloat16, or begin anew with a lower --learning-rate (now {self.config.shown_rate})",
-            on_all_ranks=True,
-        )
-
-    def _diverged(self, first: int, last: int) -> TrainError:
-        steps = f"step {last}" if first == last else f"steps {first} to {last}"
-        saved = f"the last good checkpoint is {self.last_saved}" if self.last_saved else "there is no checkpoint yet"
-        return TrainError(
-            f"the loss is no finite number any more ({steps}, epoch {self.progress.epoch + 1}); {saved}: "
-            f"{self.config.calmer}",
             on_all_ranks=True,
         )
 
 
 def _is_to_stop(signals: Signals) -> bool:
     return signals.stop > 0 or pulse.is_to_stop
-
-
-def _incomplete(checkpoint: Checkpoint, fault: str) -> TrainError:
-    return TrainError(f"{checkpoint.named} cannot be gone on with, since it holds {fault}: use another one of its "
-                      "folder", on_all_ranks=True)

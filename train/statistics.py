@@ -42,8 +42,8 @@ class InitialShares:
     """
 
     def __init__(self, executor: Executor) -> None:
-        """Of a run that begins with what `executor` holds: statistics with other values than the initial ones have been
-        trained before."""
+        """For a run that begins with the values that `executor` holds: statistics that differ from the initial values
+        have been trained before."""
         self._rules = {name: _Rule(use.node["momentum"], float(use.input == "moving_var"))
                        for name, use in roles.uses(executor.graph).items()
                        if use.input in RUNNING and name not in executor.frozen}

@@ -11,8 +11,8 @@ from graph_passes.executors import Executor, Metrics
 from pipelines import Batch, Loader
 from train.processes.distributed import Workers
 from train.processes.pulse import Activity, pulse
-from train.reporting.outcomes import Outcomes
-from train.reporting.recorder import LONGEST_SILENCE
+from train.recording.outcomes import Outcomes
+from train.recording.recorder import LONGEST_SILENCE
 
 
 class Validation(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common.mxnet_compat import mx
+from common.output import without_lines
 from graph_passes.errors import GraphError
 from graph_passes.executors.base import NO_DRAWS, TOP_K, Draws, Executor, Metrics, parse_device
 from graph_passes.graph import VARIABLE, Graph, Node, Ref
@@ -149,7 +150,7 @@ class MXNetExecutor(Executor):
         inputs = {name: mx.nd.zeros(shape, ctx=self._context) for name, shape in {**shapes, **masks}.items()}
         requests = dict.fromkeys({**self.params, **inputs}, "null") | dict.fromkeys(self.grads, grad_req)
         arguments = {**self.params, **inputs}
-        with _stderr_closed():
+        with without_lines(_ANY_LINE):
             executor = self._symbols[grad_req].bind(
                 self._context, arguments, self.grads, requests, self.aux, shared_exec=shared
             )
@@ -165,7 +166,7 @@ class MXNetExecutor(Executor):
         if not pools or grad_req in self._trained:
             yield
             return
-        with _stderr_closed():
+        with without_lines(_ANY_LINE):
             yield
             mx.nd.waitall()
         self._trained.add(grad_req)
@@ -223,20 +224,8 @@ def _infer_shapes(symbol: Any, inputs: Mapping[str, Sequence[int]]) -> tuple[dic
     )
 
 
-@contextlib.contextmanager
-def _stderr_closed() -> Iterator[None]:
-    """For what MXNet logs and no setting turns off: binding, of MXNET_SUBGRAPH_BACKEND (common/mxnet_compat.py)."""
-    sys.stderr.flush()
-    saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, 2)
-        yield
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)
-        os.close(nowhere)
-
-
+# What MXNet logs when it binds, and no setting turns off: MXNET_SUBGRAPH_BACKEND (common/mxnet_compat.py).
+_ANY_LINE = re.compile(b"")
 _DROPPING = ("DropoutImages", "DropoutElements")
 
 

@@ -15,10 +15,11 @@ from typing import NamedTuple
 from common.files import expanded
 from common.imagenet import in_words
 from pipelines.errors import DataError
-from pipelines.options import AUTO, FirstLabel, GroupBy
-from pipelines.sources import cifar, folders, records, shards
+from pipelines.options import AUTO, FirstLabel, GroupBy, Labels
+from pipelines.sources import cifar, cifar100, folders, records, shards
 from pipelines.sources.base import Chosen, Classes, Source, class_list, place_of, read_classes, unread_list
 from pipelines.sources.cifar import CifarSource
+from pipelines.sources.cifar100 import Cifar100Source
 from pipelines.sources.folders import FileSource, some
 from pipelines.sources.records import RecordSource
 from pipelines.sources.shards import ShardSource, check_complete
@@ -37,7 +38,9 @@ __all__ = [
     "ShardSource",
     "Source",
     "beside",
+    "check_label_set",
     "class_list",
+    "has_label_sets",
     "locate",
     "open_source",
     "read_classes",
@@ -52,6 +55,7 @@ class Reading(NamedTuple):
     num_classes: int | None = None  # if given
     first_label: FirstLabel = AUTO  # see TFRecordSource
     train: Sequence[Path] = ()  # the training images' files, where those of another split are opened
+    labels: Labels = AUTO  # see Cifar100Source
 
 
 class Format(NamedTuple):
@@ -71,15 +75,20 @@ FORMATS = {
         "tar shards (WebDataset)", shards.find(is_tar), lambda files, split, how: TarSource(files, how.num_classes)
     ),
     "TFRecord": Format(
-        "TFRecord files", shards.find(is_tfrecord), lambda files, split, how: TFRecordSource(files, *how)
+        "TFRecord files", shards.find(is_tfrecord),
+        lambda files, split, how: TFRecordSource(files, how.num_classes, how.first_label, how.train)
     ),
     "CIFAR-10": Format("CIFAR-10's own files", cifar.find, lambda files, split, _: CifarSource(files)),
+    "CIFAR-100": Format(
+        "CIFAR-100's own files", cifar100.find, lambda files, split, how: Cifar100Source(files, how.labels)
+    ),
     "folders": Format(
         "a folder of class folders", folders.find_folders, lambda files, split, _: folders.open_folders(files[0], split)
     ),
 }
 
 
+_WITH_LABEL_SETS = ("CIFAR-100",)
 _OTHER = {"train": "val", "val": "train"}
 
 
@@ -96,7 +105,7 @@ class Location(NamedTuple):
 
 def open_source(
     data: str | Path, split: str, num_classes: int | None = None, val_split: float = 0.0,
-    val_group_by: GroupBy = "image", first_label: FirstLabel = AUTO,
+    val_group_by: GroupBy = "image", first_label: FirstLabel = AUTO, labels: Labels = AUTO,
 ) -> Source:
     """Find and open one split of a data set; raises DataError.
 
@@ -107,15 +116,17 @@ def open_source(
         val_split: this fraction of the training images is the split "val", which the data must not have.
         val_group_by: what stays on one side then: an "image", or all images of a "folder" within a class.
         first_label: of TFRecord files, the label of the first class: "0", "1" or "auto".
+        labels: of CIFAR-100's own files, the labels that are read: "fine", "coarse", or "auto", which is fine.
     """
     try:
         if val_split:
             _check_val_split(data, val_split)
         stored = "train" if val_split else split
         found = locate(data, stored)
+        check_label_set(data, found.format, labels)
         train = _find(expanded(data), "train") if stored == "val" else None
         is_apart = train is not None and train.format == found.format and train.files != found.files
-        how = Reading(num_classes, first_label, train.files if train and is_apart else ())
+        how = Reading(num_classes, first_label, train.files if train and is_apart else (), labels)
         source = FORMATS[found.format].open(found.files, stored, how)
         source.classes = in_words(source.classes)
         folder = found.files[0] if found.files[0].is_dir() else found.files[0].parent
@@ -154,6 +165,18 @@ def locate(data: str | Path, split: str) -> Location:
     raise DataError(
         f"data path {path} {problem}; give {known}, or a folder with train and val as any of these"
     )
+
+
+def has_label_sets(data: str | Path) -> bool:
+    """Whether each image there has a fine and a coarse label, of which --labels chooses one."""
+    return any((found := _find(expanded(data), split)) and found.format in _WITH_LABEL_SETS for split in _OTHER)
+
+
+def check_label_set(data: str | Path, format: str, labels: Labels) -> None:
+    """Raise DataError where --labels is given for data that have one label for each image."""
+    if labels != AUTO and format not in _WITH_LABEL_SETS:
+        raise DataError(f"{data}: has one label for each image, and --labels {labels} chooses between the two of "
+                        "CIFAR-100's own files: leave it out")
 
 
 def splits_of(data: str | Path) -> list[str]:
@@ -217,6 +240,16 @@ def _find(path: Path, split: str) -> Location | None:
     for name, entry in FORMATS.items():
         files = entry.find(path, split)
         if files and not (files == entry.find(path, other) and any(format.find(path, other) for format in before)):
+            if name == "CIFAR-10":
+                _check_one_cifar(path, split, files)
             return Location(name, files)
         before.append(entry)
     return None
+
+
+def _check_one_cifar(path: Path, split: str, files: list[Path]) -> None:
+    """Raise DataError where CIFAR-100 lies beside the files of CIFAR-10: a user may mean either."""
+    if others := cifar100.find(path, split):
+        folders = sorted({files[0].parent, others[0].parent})
+        way_out = f"give {' or '.join(map(str, folders))}" if len(folders) > 1 else "give each a folder of its own"
+        raise DataError(f"{path}: holds CIFAR-10 ({files[0].name}) and CIFAR-100 ({others[0].name}); {way_out}")

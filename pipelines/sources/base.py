@@ -15,7 +15,7 @@ import numpy as np
 
 from pipelines.errors import DataError
 from pipelines.files import read_lines
-from pipelines.options import AUTO, MAX_CLASSES, FirstLabel
+from pipelines.options import AUTO, MAX_CLASSES, FirstLabel, Labels
 from pipelines.recordio import BrokenRecordError
 
 Classes = list[tuple[str, str]]  # (folder or synset, name to show) in the order of the labels
@@ -37,6 +37,7 @@ class Source(ABC):
     cache_bytes: int = 0  # memory that decoded images take
     remarks: Sequence[str] = ()  # sentences for the owner of the data: what of it is left out, how labels are read
     first_label: FirstLabel = AUTO  # the label of the first class, "0" or "1", where the format can have either
+    label_set: Labels = AUTO  # "fine" or "coarse", where each image has a label of both
 
     @property
     def class_names(self) -> list[str]:
@@ -99,7 +100,7 @@ class Chosen(Source):
 
     def __init__(self, source: Source, indices: Sequence[int]) -> None:
         self.path, self.classes, self.feeds, self.remarks = source.path, source.classes, source.feeds, source.remarks
-        self.first_label = source.first_label
+        self.first_label, self.label_set = source.first_label, source.label_set
         self.source, self.indices = source, list(indices)
 
     def __len__(self) -> int:

@@ -2,62 +2,80 @@
 
 Format: https://www.cs.toronto.edu/~kriz/cifar.html. The pixels are stored bare; the decoder gets each image as a PPM
 file, which is a short header and the pixels as they are, so that nothing is lost and all else is as for JPEGs.
+
+Other data in this layout have a batches.meta with their own classes, and any number of batches. CIFAR-100's files are
+read by cifar100.py, with what both have in common from here.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pipelines.errors import DataError
-from pipelines.files import read_file, understood
-from pipelines.sources.base import Classes, Source, read_classes
+from pipelines.files import read_file, read_lines, understood
+from pipelines.sources import pickles
+from pipelines.sources.base import Classes, Source, parse_classes, read_classes
+from pipelines.sources.folders import some
+from pipelines.sources.pickles import text_of
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+NUM_BATCHES = 5  # files of CIFAR-10's training images
 PIXELS = 32  # height and width
-_IMAGE_BYTES = 3 * PIXELS * PIXELS
+IMAGE_BYTES = 3 * PIXELS * PIXELS
+WAY_OUT = "unpack the archive again"
+_ROW = 1 + IMAGE_BYTES  # bytes of an image in a .bin file, its label first
 _PPM_HEADER = np.frombuffer(b"P6\n%d %d\n255\n" % (PIXELS, PIXELS), np.uint8)
-_FILES = {"train": [f"data_batch_{number}" for number in range(1, 6)], "val": ["test_batch"]}
-_WAY_OUT = "unpack the archive again"
 _ARCHIVES = (("cifar-10-batches-py", ""), ("cifar-10-batches-bin", ".bin"))  # folder, ending of the files
 
 
 def find(path: Path, split: str) -> list[Path]:
-    """PATH/data_batch_1 ... or PATH/data_batch_1.bin ..., or these in the folder that CIFAR-10's archives unpack to."""
+    """PATH/data_batch_1 ... or PATH/data_batch_1.bin ..., or these in the folder that CIFAR-10's archives unpack to.
+
+    All batches up to the last one that is there, also those that are missing."""
     for archive, ending in _ARCHIVES:
         for folder in (path, path / archive):
-            files = [folder / f"{name}{ending}" for name in _FILES[split]]
+            if split == "val":
+                files = [folder / f"test_batch{ending}"]
+            else:
+                names = re.compile(rf"data_batch_([1-9]\d{{0,3}}){re.escape(ending)}")
+                found = [match for file in folder.glob("data_batch_*") if (match := names.fullmatch(file.name))]
+                last = max((int(match[1]) for match in found), default=0)
+                files = [folder / f"data_batch_{number}{ending}" for number in range(1, last + 1)]
             if any(file.is_file() for file in files):
                 return files
     return []
 
 
-class CifarSource(Source):
-    """One split, all of it in memory (3 kB an image)."""
+class PixelSource(Source):
+    """Images of 32x32 pixels, all of them in memory (3 kB an image).
+
+    Args:
+        files: that the images are from.
+        images: of each file, (N, 3072) uint8: planes of red, green and blue.
+        labels: of each file, (N,).
+    """
 
     feeds = "bytes"
 
-    def __init__(self, files: list[Path]):
-        self.path = files[0].parent
-        self.classes: Classes = read_classes(self.path) or [(name, name) for name in CLASSES]
-        images, labels = zip(*(_read_bin(file) if file.suffix == ".bin" else _read_pickle(file) for file in files),
-                             strict=True)
+    def __init__(self, files: Sequence[Path], images: Sequence[np.ndarray], labels: Sequence[np.ndarray],
+                 classes: Classes) -> None:
+        self.path, self.classes = files[0].parent, classes
         planes = np.concatenate(images).reshape(-1, 3, PIXELS, PIXELS)
         pixels = planes.transpose(0, 2, 3, 1).reshape(len(planes), -1)
         header = np.broadcast_to(_PPM_HEADER, (len(pixels), len(_PPM_HEADER)))
         self._encoded = np.concatenate([header, pixels], axis=1)
         self._labels = np.concatenate(labels)
         self._names = [f"{file} image {i}" for file, part in zip(files, labels, strict=True) for i in range(len(part))]
-        wrong = np.flatnonzero((self._labels < 0) | (self._labels >= len(self.classes)))
+        wrong = np.flatnonzero((self._labels < 0) | (self._labels >= len(classes)))
         if len(wrong):
-            raise DataError(
-                f"{self._names[wrong[0]]}: label {self._labels[wrong[0]]} is outside the {len(self.classes)} classes; "
-                "unpack the archive of CIFAR-10 again"
-            )
+            raise DataError(f"{self._names[wrong[0]]}: label {self._labels[wrong[0]]} is outside the {len(classes)} "
+                            f"classes; {WAY_OUT}, or correct the list of the classes beside it")
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -75,46 +93,134 @@ class CifarSource(Source):
         return self._encoded[i]
 
 
-def _read_bin(file: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Images (N, 3072), planes of red, green and blue, and labels (N,)."""
-    content = np.frombuffer(_content(file), np.uint8)
-    if not len(content) or len(content) % (1 + _IMAGE_BYTES):
-        raise _broken(file, f"its {len(content)} bytes are no whole number of images of {1 + _IMAGE_BYTES}")
-    rows = content.reshape(-1, 1 + _IMAGE_BYTES)
-    return rows[:, 1:], rows[:, 0].astype(np.int64)
+class CifarSource(PixelSource):
+    """One split in the layout of CIFAR-10."""
+
+    def __init__(self, files: list[Path]) -> None:
+        if missing := [file for file in files if not file.exists()]:
+            raise _missing(missing[0])
+        folder, is_binary = files[0].parent, files[0].suffix == ".bin"
+        meta = _read_meta(folder, is_binary)
+        names = meta.get("label_names", CLASSES)
+        batches = [_read_bin(file) if is_binary else _read_pickle(file) for file in files]
+        images, labels, said = zip(*batches, strict=True)
+        super().__init__(files, images, labels, chosen_classes(folder, names))
+        self.remarks = _contradictions(meta, files, labels)
+        if files[0].stem == "data_batch_1":
+            self.remarks += _check_number(files, said, is_cifar10=tuple(names) == CLASSES)
 
 
-def _read_pickle(file: Path) -> tuple[np.ndarray, np.ndarray]:
-    content = io.BytesIO(_content(file))
-    with understood(file, "is no CIFAR-10 file, a pickle with data and labels", _WAY_OUT):
-        batch = _ArrayUnpickler(content, encoding="bytes").load()
-        images, labels = np.asarray(batch[b"data"]), np.asarray(batch[b"labels"], np.int64)
-    if images.dtype != np.uint8 or images.shape != (len(labels), _IMAGE_BYTES) or not len(labels):
-        raise _broken(file, f"its data is {images.dtype} of shape {images.shape} for {len(labels)} labels")
+def chosen_classes(folder: Path, names: Sequence[str], way_out: str = "") -> Classes:
+    """The classes of a classes.txt in the folder, of which there must be as many as names; or else these names."""
+    listed = read_classes(folder)
+    if listed and len(listed) != len(names):
+        raise DataError(f"{folder}: classes.txt lists {len(listed)} classes, and the data have {len(names)}"
+                        f" ({some(list(names))}); correct it or remove it{way_out}")
+    return listed or [(name, name) for name in names]
+
+
+def check_names(path: Path, names: Sequence[str]) -> list[str]:
+    """The names of the classes that a file lists; raises DataError where they name no classes."""
+    if not names:
+        raise DataError(f"{path}: lists no class; {WAY_OUT}")
+    if any(not name.strip() for name in names):
+        raise DataError(f"{path}: one of the class names in it is empty; {WAY_OUT}")
+    (name, times), = Counter(names).most_common(1)
+    if times > 1:
+        raise DataError(f"{path}: the class name {name!r} is in it twice; every class needs another one")
+    return list(names)
+
+
+def read_names(path: Path) -> list[str]:
+    """The class names of a text file with one in each line. Raises DataError."""
+    return check_names(path, [key for key, _ in parse_classes(read_lines(path), separator="\t")])
+
+
+def unpickled(file: Path, what: str) -> dict[str, Any]:
+    """The dictionary of a pickle by its keys as text, whether Python 2 or 3 wrote them. Raises DataError."""
+    content = read_file(file)
+    with understood(file, f"is no {what}", WAY_OUT):
+        return {text_of(key): value for key, value in pickles.load(content).items()}
+
+
+def images_and_labels(file: Path, batch: Mapping[str, Any], key: str, what: str) -> tuple[np.ndarray, np.ndarray]:
+    """Images (N, 3072) and labels (N,) of a pickle, the labels under this key. Raises DataError."""
+    with understood(file, f"is no {what}", WAY_OUT):
+        images, labels = np.asarray(batch["data"]), np.asarray(batch[key])
+        if len(labels) and labels.dtype.kind not in "iu":
+            raise ValueError(f"its labels are {labels.dtype}, no whole numbers")
+        labels = labels.astype(np.int64)
+    if images.dtype != np.uint8 or labels.ndim != 1 or images.shape != (len(labels), IMAGE_BYTES) or not len(labels):
+        raise DataError(f"{file}: is no {what}: its data is {images.dtype} of shape {images.shape} for {len(labels)} "
+                        f"labels; {WAY_OUT}")
     return images, labels
 
 
-class _ArrayUnpickler(pickle.Unpickler):
-    """Knows NumPy arrays and plain containers only: a pickle can otherwise run any code."""
+def _read_bin(file: Path) -> tuple[np.ndarray, np.ndarray, str]:
+    """Images (N, 3072), labels (N,), and what the file says of itself, which is nothing."""
+    content = np.frombuffer(read_file(file), np.uint8)
+    if not len(content) or len(content) % _ROW:
+        of_cifar100 = len(content) and not len(content) % (1 + _ROW)
+        way_out = f"call it train.bin or test.bin if it is CIFAR-100's ({1 + _ROW} each)" if of_cifar100 else WAY_OUT
+        raise DataError(f"{file}: is no CIFAR-10 file: its {len(content)} bytes are no whole number of images of "
+                        f"{_ROW}; {way_out}")
+    rows = content.reshape(-1, _ROW)
+    return rows[:, 1:], rows[:, 0].astype(np.int64), ""
 
-    _ALLOWED = frozenset({"_reconstruct", "_frombuffer", "ndarray", "dtype", "encode"})
 
-    def find_class(self, module: str, name: str) -> Any:
-        if module.split(".")[0] in ("numpy", "_codecs") and name in self._ALLOWED:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+def _read_pickle(file: Path) -> tuple[np.ndarray, np.ndarray, str]:
+    """Images (N, 3072), labels (N,), and what the file says of itself, as 'training batch 1 of 5'."""
+    what = "CIFAR-10 file, a pickle with data and labels"
+    batch = unpickled(file, what)
+    images, labels = images_and_labels(file, batch, "labels", what)
+    said = batch.get("batch_label", "")
+    return images, labels, said.decode(errors="replace") if isinstance(said, bytes) else str(said)
 
 
-def _content(file: Path) -> bytes:
-    try:
-        return read_file(file)
-    except FileNotFoundError:
-        raise _missing(file) from None
+def _read_meta(folder: Path, is_binary: bool) -> dict[str, Any]:
+    """What batches.meta says, or batches.meta.txt beside .bin files: `label_names` and perhaps more; {} without one."""
+    path = folder / ("batches.meta.txt" if is_binary else "batches.meta")
+    if not path.is_file():
+        return {}
+    if is_binary:
+        return {"label_names": read_names(path)}
+    what = "batches.meta of CIFAR-10's layout, a pickle with label_names"
+    meta = unpickled(path, what)
+    with understood(path, f"is no {what}", WAY_OUT):
+        names = [text_of(name) for name in meta["label_names"]]
+        counts: dict[str, Any] = {key: int(meta[key]) for key in ("num_cases_per_batch", "num_vis") if key in meta}
+    return {"label_names": check_names(path, names), **counts}
+
+
+def _contradictions(meta: Mapping[str, Any], files: Sequence[Path], labels: Sequence[np.ndarray]) -> list[str]:
+    """A sentence for each number of batches.meta that the files do not have: they are read as they are."""
+    path, remarks = files[0].with_name("batches.meta"), []
+    if (size := meta.get("num_vis", IMAGE_BYTES)) != IMAGE_BYTES:
+        remarks.append(f"{path}: says that an image has {size:,} values (num_vis), and those of the batches have "
+                       f"{IMAGE_BYTES:,}")
+    count = meta.get("num_cases_per_batch", 0)
+    others = [f"{file.name} has {len(part):,}" for file, part in zip(files, labels, strict=True) if len(part) != count]
+    if count and others:
+        remarks.append(f"{path}: says that each batch has {count:,} images (num_cases_per_batch), but {some(others)}; "
+                       "all of them are read")
+    return remarks
+
+
+def _check_number(files: Sequence[Path], said: Sequence[str], is_cifar10: bool) -> list[str]:
+    """Raise DataError where batches are missing, as they say themselves ('training batch 1 of 5') or as CIFAR-10 has
+    them; a sentence where there are more than CIFAR-10 has."""
+    of_files = [re.search(r"\bof (\d{1,6})$", text) for text in said]
+    for file, text, number in zip(files, said, of_files, strict=True):
+        if number and int(number[1]) != len(files):
+            raise DataError(f"{file}: is {text!r} by what it says, and there are {len(files)}; put the missing ones "
+                            "there, or take away those of other data")
+    if not is_cifar10 or any(of_files) or len(files) == NUM_BATCHES:
+        return []
+    if len(files) < NUM_BATCHES:
+        raise _missing(files[-1].with_name(f"data_batch_{len(files) + 1}{files[-1].suffix}"))
+    return [f"{files[0].parent}: has {len(files)} batches of training images, which are all read, and CIFAR-10 has "
+            f"{NUM_BATCHES}"]
 
 
 def _missing(file: Path) -> DataError:
-    return DataError(f"{file} is missing beside CIFAR-10's other files; {_WAY_OUT}")
-
-
-def _broken(file: Path, reason: str) -> DataError:
-    return DataError(f"{file}: is no CIFAR-10 file: {reason}; {_WAY_OUT}")
+    return DataError(f"{file} is missing beside CIFAR-10's other files; {WAY_OUT}")

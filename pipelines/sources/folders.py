@@ -24,7 +24,7 @@ UNREAD_SUFFIXES = frozenset({
     ".dng", ".cr2", ".cr3", ".crw", ".nef", ".nrw", ".arw", ".sr2", ".srf", ".orf", ".rw2", ".raf", ".pef", ".srw",
     ".raw", ".rwl", ".iiq", ".3fr", ".erf", ".kdc", ".dcr", ".mos", ".mrw",
 })  # fmt: skip
-# Of these the content need not be looked at to see that they are no images.
+# Endings of files that are no images, whatever they contain.
 _NO_IMAGES = frozenset({
     ".txt", ".xml", ".json", ".jsonl", ".csv", ".tsv", ".md", ".html", ".htm", ".yaml", ".yml", ".toml", ".ini", ".cfg",
     ".log", ".py", ".sh", ".npy", ".npz", ".mat", ".pkl", ".pickle", ".h5", ".db", ".pdf", ".zip", ".gz", ".tgz",
@@ -102,7 +102,7 @@ class FileSource(Source):
         return "/".join(self._path(i)[1])
 
     def group(self, i: int) -> str:
-        """Of class folders the first folder within one, else the file's folder."""
+        """The first folder within the class folder; in a list of files, the file's folder."""
         is_in_class, parts = self._path(i)
         if is_in_class:
             return "/".join((self.classes[self.label(i)][0], parts[0])) if len(parts) > 1 else ""
@@ -230,7 +230,7 @@ def image_files(folder: Path, left_out: LeftOut) -> list[Path]:
 def _images_beside(path: Path) -> int:
     """How many images lie in the folder itself."""
     with os.scandir(path) as entries:
-        # Of links the ending decides: one without leads to no folder, which is told as that.
+        # A link is an image by its ending alone; a link without one leads to no folder, which is an error of its own.
         return sum(_is_image(entry.name, "" if entry.is_symlink() else entry.path) and not entry.is_dir()
                    for entry in entries)
 
@@ -243,8 +243,8 @@ def _is_image(name: str, path: str = "") -> bool:
 
 
 def _no_image(path: str) -> str:
-    """As what a file is left out, a key of LeftOut; "" for an image whose ending does not tell, and for hidden files
-    that are none."""
+    """Why a file is left out, a key of LeftOut; "" for an image with another ending, and for hidden files that are no
+    images."""
     name = os.path.basename(path)
     ending = os.path.splitext(name)[1].lower()
     if name.startswith("."):

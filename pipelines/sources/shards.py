@@ -101,7 +101,7 @@ class ShardSource(Source):
         return self.files[self._file[i]], int(self._offset[i]), int(self._size[i])
 
     def _index(self) -> tuple[np.ndarray, ...]:
-        """Of all images: number of the file, and the fields of Entry (int64)."""
+        """For each image the number of its file and the fields of Entry: (1 + fields, images) int64."""
         key = self._key()
         cache = Cache("indexes of shards")
         if saved := cache.read(key):
@@ -120,7 +120,7 @@ class ShardSource(Source):
         return tuple(index)
 
     def _key(self) -> str:
-        """Of the index: what the system tells of the files."""
+        """The key of the index in the cache: what the system tells of the files."""
         stats = [file.stat() for file in self.files]
         identity = [type(self).__name__, self.INDEX_VERSION] + [
             [str(file.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
@@ -129,8 +129,8 @@ class ShardSource(Source):
         return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
     def _digest(self, index: np.ndarray) -> bytes:
-        """Of what lies around some images of each shard, their headers and labels: a shard may be written anew with
-        the same size and times, where the file system tells no more of it."""
+        """A digest of the bytes around some images of each shard, which are their headers and labels: a shard may have
+        been rewritten with the same size and times, and some file systems tell no more."""
         digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
         numbers, offsets, sizes = index[:3]
         ends = np.searchsorted(numbers, range(len(self.files) + 1)).tolist()

@@ -179,8 +179,9 @@ class TFRecordSource(ShardSource):
 
 
 def is_tfrecord(path: Path) -> bool:
-    """train-00000-of-01024, imagenet2012-train.tfrecord-00000-of-01024, train.tfrecord, train.tfrecords."""
-    return re.search(r"\.tfrecords?$|-\d{5}-of-\d{5}$", path.name) is not None
+    """train-00000-of-01024, imagenet2012-train.tfrecord-00000-of-01024, train.tfrecord, train.tfrecords,
+    train.tfrec."""
+    return re.search(r"\.tfrec(?:ords?)?$|-\d{5}-of-\d{5}$", path.name) is not None
 
 
 def _fits(stretch: np.ndarray, size: int) -> bool:

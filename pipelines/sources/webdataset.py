@@ -96,7 +96,7 @@ def _name_in(headers: bytes) -> str:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """Of a member: all of its name but the last ending, and that in small letters."""
+    """A member's name without its last ending, and that ending in small letters."""
     folder, _, name = name.rpartition("/")
     stem, _, ending = name.rpartition(".") if "." in name else (name, "", "")
     return f"{folder}/{stem}", ending.lower()

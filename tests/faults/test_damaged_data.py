@@ -12,6 +12,7 @@ import pickle
 import struct
 import tarfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -123,6 +124,29 @@ def write_cifar(folder: Path, binary: bool, protocol: int = 2) -> Path:
     return path
 
 
+def write_cifar_meta(folder: Path) -> Path:
+    write_cifar(folder, binary=False)
+    path = folder / "batches.meta"
+    meta = {b"label_names": [f"class {i}".encode() for i in range(6)], b"num_cases_per_batch": 2, b"num_vis": 3072}
+    path.write_bytes(pickle.dumps(meta, protocol=2))
+    return path
+
+
+def write_cifar100(folder: Path, name: str) -> Path:
+    """Two images with both of their labels, and the lists of the classes; the file of that name is to be damaged."""
+    images = np.random.default_rng(0).integers(0, 256, (2, 3072), np.uint8)
+    if name.endswith((".bin", ".txt")):
+        (folder / "train.bin").write_bytes(b"".join(bytes([3, 70]) + image.tobytes() for image in images))
+        (folder / "fine_label_names.txt").write_text("".join(f"class {i}\n" for i in range(100)))
+    else:
+        batch = {b"data": images, b"fine_labels": [70, 1], b"coarse_labels": [3, 1]}
+        names = {f"{kind}_label_names": [f"class {i}" for i in range(count)] for kind, count in
+                 (("fine", 100), ("coarse", 20))}
+        for file, content in (("train", batch), ("meta", names)):
+            (folder / file).write_bytes(pickle.dumps(content, protocol=2))
+    return folder / name
+
+
 def write_labels(folder: Path) -> Path:
     path = folder / "labels.txt"
     path.write_text("ImageId,PredictionString\na,n1 1 2 3 4\nb,n2 1 2 3 4\n")
@@ -169,6 +193,9 @@ READERS: dict[str, tuple[Callable[[Path], Path], Callable[[Path], object]]] = {
     "CIFAR-10 pickle": (lambda folder: write_cifar(folder, binary=False), read_data),
     "CIFAR-10 pickle of protocol 5": (lambda folder: write_cifar(folder, binary=False, protocol=5), read_data),
     "CIFAR-10 binary": (lambda folder: write_cifar(folder, binary=True), read_data),
+    "batches.meta": (write_cifar_meta, read_data),
+    **{f"CIFAR-100 {name}": (partial(write_cifar100, name=name), read_data)
+       for name in ("train", "meta", "train.bin", "fine_label_names.txt")},
     "labels of ILSVRC": (write_labels, lambda path: read_labels(path, ["a", "b"], [("n1", "x"), ("n2", "y")])),
     "text": (write_words, read_words),
     "list to predict": (write_words, lambda path: image_paths([path])),

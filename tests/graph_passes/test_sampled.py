@@ -67,7 +67,7 @@ CASES = [(name, way) for name in NETWORKS for way in PRICES]
 
 @pytest.fixture(scope="module", params=CASES, ids=[f"{name}-{way}" for name, way in CASES])
 def calls(request: pytest.FixtureRequest, seed: int) -> list[Call]:
-    """Those of a network's step, which two tests look at and nobody changes."""
+    """The calls of a network's step; two tests read them, none changes them."""
     return list(computed(*request.param, np.random.default_rng([seed, CASES.index(request.param)])))
 
 

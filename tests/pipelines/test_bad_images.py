@@ -274,7 +274,7 @@ def test_a_very_large_image_is_not_decoded(tmp_path):
 @pytest.mark.parametrize("size", [(1, 20_000), (20_000, 1), (3, 1000), (1000, 3), (60, 80)])
 @pytest.mark.parametrize("cache", [0.0, 1.0])
 def test_very_long_images_take_little_memory_in_validation(tmp_path, size, cache):
-    """Of such an image the resize made 256 x 5,120,000 pixels, of which the crop took 256; the picture is the same."""
+    """The resize made 256 x 5,120,000 pixels of it, and the crop took 256; the picture is the same."""
     width, height = size
     ramp = np.add.outer(np.arange(height), np.arange(width)) * 255 // (height + width)
     pixels = np.repeat(ramp[..., None], 3, axis=2).astype(np.uint8)

@@ -3,6 +3,7 @@ files; and what `verify` says of it is what training does."""
 
 import base64
 import io
+import os
 import struct
 import tempfile
 import time
@@ -17,8 +18,8 @@ from image_helpers import encode, smooth_image, write_records
 from PIL import Image, ImageOps
 
 from pipelines import DataError, ImageTransform, LoaderConfig, open_files, open_loader
-from pipelines.by_pillow import PillowImages, reason_for_pillow
-from pipelines.dali_loader import DaliLoader
+from pipelines.by_pillow import PillowImages, reason_for_pillow, reason_for_pillow_of_file
+from pipelines.dali_loader import LOOK_AHEAD, DaliLoader
 from pipelines.sources import open_source
 from pipelines.verify import verify_split
 
@@ -267,3 +268,44 @@ def test_the_header_of_a_usual_image_is_read_in_a_few_pieces():
         return KINDS["JPEG 4:2:0"][at : at + size]
 
     assert reason_for_pillow(read) == "" and len(pieces) < 10 and sum(pieces) < 100
+
+
+@pytest.mark.parametrize("name", list(KINDS))
+def test_the_header_of_a_file_is_judged_as_that_of_its_bytes(tmp_path, name):
+    path = tmp_path / "image"
+    path.write_bytes(KINDS[name])
+    of_bytes = reason_for_pillow(lambda at, size: KINDS[name][at : at + size])
+    assert reason_for_pillow_of_file(os.fsencode(path)) == of_bytes
+
+
+@pytest.mark.parametrize("feeds", ["bytes", "paths"])
+def test_headers_are_looked_at_once_and_before_their_batch_is_planned(tmp_path, monkeypatch, feeds):
+    asked: list[int] = []
+    header = DaliLoader._header
+    monkeypatch.setattr(DaliLoader, "_header", lambda self, i: asked.append(i) or header(self, i))
+    images = [encode(BASE)] * 12 + [KINDS["bare CMYK JPEG"], encode(BASE)] * 3
+    data = write(tmp_path, feeds, images)
+    config = LoaderConfig(data=str(data), batch_size=3, image_size=16, num_threads=1)
+    with DaliLoader(config, (0, 1), open_source(data, "train")) as loader:
+        batches = iter(loader)
+        seen = list(next(batches).indices)
+        assert set(seen) < set(asked) < set(range(18))  # some batches ahead, not all
+        seen += [i for batch in batches for i in batch.indices]
+        assert sorted(seen) == list(range(18)) and len(loader._by_pillow) == 3
+        again = len(asked) - 18  # of the next epoch, before their batch of this one was planned
+        assert set(asked) == set(range(18)) and again <= 3 * LOOK_AHEAD
+        state = loader.state()
+        list(loader)  # the next epoch
+        loader.restore(state)
+        assert len(list(loader)) == 6 and len(asked) == 18 + again
+
+
+def test_an_image_that_fills_up_a_batch_is_looked_at_too(tmp_path):
+    """A batch of broken images is filled with the first whole one of all, whose own batch is still to come."""
+    whole = KINDS["bare CMYK JPEG"]
+    data = write(tmp_path, "bytes", [b"broken"] * 4 + [whole] * 4)
+    config = LoaderConfig(data=str(data), split="val", batch_size=4, image_size=16, num_threads=1, on_bad_image="skip")
+    with DaliLoader(config, (0, 1), open_source(data, "val"), stage="decode") as loader:
+        images, _, plan = loader.run()
+        assert plan.num_valid == 0 and plan.indices[0] == 4
+        assert np.abs(np.array(images.at(0)).astype(int) - reference(whole)).max() <= TOLERANCE

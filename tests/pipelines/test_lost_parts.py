@@ -114,7 +114,7 @@ def test_an_index_cut_or_doubled_at_the_end_of_a_line(tmp_path, monkeypatch, is_
     monkeypatch.setattr(records, "_SMALL_FILE", 1 << 28 if is_small else 0)
     monkeypatch.setattr(records, "_NUM_SPOT_CHECKS", num_spots)
     path, index = tmp_path / "train.rec", tmp_path / "train.idx"
-    write_records(path, images(9), [0.0] * 9)
+    write_records(path, images(9), [float(i % 2) for i in range(9)])
     whole = index.read_text()
     lines = whole.splitlines(keepends=True)
     assert not open_source(path, "train").remarks
@@ -211,7 +211,7 @@ def test_sixty_samples_with_dots_are_sixty(tmp_path):
 
 
 def test_what_belongs_to_no_sample_of_a_shard_is_counted(tmp_path):
-    members = samples([(image, 0) for image in images(2)]) | {
+    members = samples([(image, i) for i, image in enumerate(images(2))]) | {
         "readme.txt": b"x", "9.json": b"{}", "._0000.jpg": b"x", "@eaDir/0000.jpg": b"x"}
     write_tar(tmp_path / "train.tar", members)
     for _ in range(2):  # the second time from the index that is kept
@@ -229,10 +229,10 @@ def test_what_belongs_to_no_sample_of_a_shard_is_counted(tmp_path):
 ])
 def test_shards_of_no_split_are_counted(tmp_path, names, read, others):
     for name in names:
-        write_tar(tmp_path / f"data/{name}.tar", samples([(images(1)[0], 0)]))
+        write_tar(tmp_path / f"data/{name}.tar", samples([(image, i) for i, image in enumerate(images(2))]))
     remarks = [f"{tmp_path}/data: {others.count('.tar')} of the {OTHERS}{others}"] if others else []
     source = open_source(tmp_path / "data", "train")
-    assert len(source) == read and list(source.remarks) == remarks
+    assert len(source) == 2 * read and list(source.remarks) == remarks
     assert list(verify_split(str(tmp_path / "data"), "train").remarks) == remarks
 
 

@@ -51,6 +51,8 @@ TAR_LAYOUTS = {
 TFRECORD_LAYOUTS = {
     "TensorFlow": ("train-00000-of-00002", "train-00001-of-00002", "validation-00000-of-00001"),
     "TFDS": ("i2012-train.tfrecord-00000-of-00002", "i2012-train.tfrecord-00001-of-00002", "i2012-val.tfrecord"),
+    "Kaggle": ("ld_train00-1338.tfrec", "ld_train01-1338.tfrec", "ld_val00-669.tfrec"),
+    "folders": ("train/00-512x512-798.tfrec", "train/01-512x512-798.tfrec", "val/00-512x512-232.tfrec"),
 }
 
 

@@ -146,7 +146,7 @@ def test_resuming_with_another_part_is_refused(tmp_path):
         same.restore(before.state())
         with pytest.raises(DataError, match="belongs to val_split 0.3, but this loader has 0"):
             other.restore(before.state())
-        with pytest.raises(DataError, match="belongs to balance 1.*resume with the same data, seed, --val-split, --b"):
+        with pytest.raises(DataError, match="belongs to balance 1.*resume with the same data, seed, --labels, --v"):
             other.restore(drawn.state())
 
 

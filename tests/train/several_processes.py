@@ -46,7 +46,10 @@ def run_processes(
 
 
 class Run:
-    """A run on generated images; on the CPU an epoch of them is longer than any test."""
+    """A run on generated images; on the CPU an epoch of them is longer than any test.
+
+    What it prints goes to files: a pipe that nobody reads is full after some hundred steps, and the run waits for ever.
+    """
 
     def __init__(self, folder: Path, device: str, processes: int, *options: str) -> None:
         self.folder = folder
@@ -54,14 +57,26 @@ class Run:
         if device == "cpu":
             options = (*options, "--model", "resnet18", "--image-size", "32", "--num-threads", "1")
             environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(light=True)}
-        self.process = subprocess.Popen(
-            ["bash", SCRIPT, "-n", str(processes), *options, "-b", str(BATCH), "--device", device, "--epochs", "90",
-             "--config", "cpu_sample", "--data", "synthetic", "--no-tensorboard", "--warmup-epochs", "0",
-             "--log-every", "1", "--checkpoint-minutes", "0", "--validate-every", "0", "--optimizer", "sgd",
-             "--learning-rate", "0.16", "--momentum", "0.9", "--weight-decay", "1e-4",
-             "--commit-every", str(COMMIT_EVERY), "--output", folder],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
-        )
+        with self._words("out").open("w") as out, self._words("err").open("w") as err:
+            self.process = subprocess.Popen(
+                ["bash", SCRIPT, "-n", str(processes), *options, "-b", str(BATCH), "--device", device, "--epochs", "90",
+                 "--config", "cpu_sample", "--data", "synthetic", "--no-tensorboard", "--warmup-epochs", "0",
+                 "--log-every", "1", "--checkpoint-minutes", "0", "--validate-every", "0", "--optimizer", "sgd",
+                 "--learning-rate", "0.16", "--momentum", "0.9", "--weight-decay", "1e-4",
+                 "--commit-every", str(COMMIT_EVERY), "--output", folder],
+                stdout=out, stderr=err, env=environment,
+            )
+
+    def _words(self, kind: str) -> Path:
+        return self.folder.with_name(f"{self.folder.name}.{kind}")
+
+    @property
+    def out(self) -> str:
+        return self._words("out").read_text()
+
+    @property
+    def err(self) -> str:
+        return self._words("err").read_text()
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         path = self.folder / "metrics.jsonl"
@@ -75,8 +90,8 @@ class Run:
     def wait_for(self, condition: Callable[[], object], seconds: float = LIMIT) -> None:
         end = time.monotonic() + seconds
         while not condition():
-            assert self.process.poll() is None, self.process.communicate()
-            assert time.monotonic() < end, self.events("session")
+            assert self.process.poll() is None, self.out + self.err
+            assert time.monotonic() < end, f"{self.events('session')} {self.err}"
             time.sleep(0.05)
 
     def last_step(self) -> int:
@@ -97,8 +112,8 @@ class Run:
         return found
 
     def end(self) -> tuple[int, str, str]:
-        out, err = self.process.communicate(timeout=LIMIT)
-        return self.process.returncode, out, err
+        code = self.process.wait(LIMIT)
+        return code, self.out, self.err
 
 
 def _children_of_threads(pid: int) -> Iterator[str]:

@@ -322,7 +322,7 @@ def test_nan_stops_and_keeps_the_last_good_checkpoint(fails, tiny_options, tmp_p
     step = Trainer.step
 
     def poisoned_step(self, batches):
-        if self.progress.step == 4:
+        if self.state.progress.step == 4:
             self.executor.params["classifier_weight"][0, 0] = np.nan
         return step(self, batches)
 

@@ -16,8 +16,8 @@ import pytest
 from train import TrainError, checkpoint
 from train.checkpoint import Checkpoint, CheckpointFolder, Progress
 from train.config import Config
-from train.reporting import predictions
-from train.reporting.predictions import Predictions
+from train.report import predictions
+from train.report.predictions import Predictions
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from graph_passes.executors.cuda.statistics_group import MAX_MEMBERS
 from pipelines import ImageTransform, transform
 from train import TrainError, models
 from train.command_line import read
-from train.commands.options import BenchmarkOptions, CompareOptions, Measurement, PredictOptions, ValidateOptions
 from train.config import Config, check, configure
 from train.options import data, network, optimizer, run
+from train.options.commands import BenchmarkOptions, CompareOptions, Measurement, PredictOptions, ValidateOptions
 from train.options.run import DEFAULT_PRESET, MAX_BN_GROUP
 from train.presets import load_preset, presets
 

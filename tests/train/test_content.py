@@ -16,7 +16,7 @@ from train import TrainError, checkpoint, models
 from train.checkpoint import Checkpoint
 from train.commands.export import mxnet_params
 from train.config import Config
-from train.reporting.metrics import RunRecord
+from train.recording.metrics import RunRecord
 from train.weights import files, params_file, safetensors_file
 
 pytestmark = pytest.mark.usefixtures("narrow_network")

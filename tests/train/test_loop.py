@@ -27,9 +27,9 @@ from train.commands.benchmark import standard_error_of_median
 from train.loop import Trainer
 from train.models.network import init_params
 from train.models.resnet import resnet
-from train.reporting.gpu_monitor import GpuReadings
-from train.reporting.metrics import RunRecord
-from train.reporting.recorder import Recorder
+from train.recording.gpu_monitor import GpuReadings
+from train.recording.metrics import RunRecord
+from train.recording.recorder import Recorder
 from train.validation import printed_progress
 
 pytestmark = pytest.mark.usefixtures("narrow_network")
@@ -333,7 +333,7 @@ def test_steps_are_written_down_before_they_are_committed(run_train, tiny_option
     def run_and_commit(self, recorder):
         def commit():
             lines = read_lines(folder, "steps")
-            committed.append((self.progress.step, lines[-1]["step"] if lines else 0))
+            committed.append((self.state.progress.step, lines[-1]["step"] if lines else 0))
 
         self.commit = commit
         run(self, recorder)

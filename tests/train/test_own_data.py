@@ -139,7 +139,7 @@ def test_a_stopped_run_goes_on_to_the_same_bits(run_train, options, tmp_path):
     for name, value in (whole.params | whole.aux).items():
         assert np.array_equal(value, (parts.params | parts.aux)[name]), name
     code, _, err = run_train("--resume", tmp_path / "parts", "--epochs", "3", "--val-split", "0.2")
-    assert code == 2 and "resume with the same data, seed, --val-split, --balance and" in err
+    assert code == 2 and "resume with the same data, seed, --labels, --val-split, --balance and" in err
 
 
 @pytest.mark.long
@@ -241,7 +241,7 @@ def test_images_of_one_class_are_refused(tiny_data, tmp_path, stored):
         for i in range(4):
             shutil.copyfile(file, data / "c" / f"{i}.jpg")
     elif stored == "tfrecord":
-        write_tfrecord(data / "train.tfrecord", [(file.read_bytes(), 3)] * 4)
+        write_tfrecord(data / "train.tfrecord", [example(file.read_bytes(), 3)] * 4)
     elif stored == "list":
         name = file.parent.name
         (data / "train.lst").write_text("".join(f"{i}\t2\t{file}\n" for i in range(4)))

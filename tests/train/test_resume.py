@@ -16,10 +16,10 @@ import pytest
 
 from common.program import TRAIN, start_of
 from graph_passes.executors.mxnet import MXNetExecutor
-from train import checkpoint, loop
+from train import checkpoint, loop, saver
 from train.commands import session
 from train.loop import Trainer
-from train.reporting.metrics import RunRecord
+from train.recording.metrics import RunRecord
 
 pytestmark = pytest.mark.usefixtures("narrow_network")
 
@@ -62,7 +62,7 @@ def test_sigterm(unbroken, tiny_options, tmp_path, run_train, monkeypatch, signa
                    RunRecord.read_jsonl(folder / "metrics.jsonl").step_ms)
 
     def signalled_step(self, batches):
-        if self.progress.step == signal_at - 1:
+        if self.state.progress.step == signal_at - 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return step(self, batches)
 
@@ -91,7 +91,7 @@ def test_limits_that_are_not_reached_stay(unbroken, tiny_options, tmp_path, run_
     step, folder = Trainer.step, tmp_path / "run"
 
     def signalled_step(self, batches):
-        if self.progress.step == 1:
+        if self.state.progress.step == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return step(self, batches)
 
@@ -136,7 +136,7 @@ def test_other_signals_save_too(number, tiny_options, tmp_path, run_train, monke
     step = Trainer.step
 
     def signalled_step(self, batches):
-        if self.progress.step == 1:
+        if self.state.progress.step == 1:
             signal.raise_signal(number)
         return step(self, batches)
 
@@ -182,7 +182,7 @@ def test_an_image_that_validation_cannot_decode_loses_nothing(tiny_data, tiny_op
     folder = tmp_path / "run"
     code, out, err = run_train("--output", folder, *tiny_options, "--data", tmp_path / "data")
     assert code == 2 and str(broken) in err.splitlines()[-1]
-    assert f"step {STEPS_PER_EPOCH} is saved; with that mended go on with: {start_of(TRAIN)} --resume {folder}" in out
+    assert f"step {STEPS_PER_EPOCH} is saved; fix that, then resume with: {start_of(TRAIN)} --resume {folder}" in out
     assert checkpoint.load(checkpoint.find(str(folder))).progress.step == STEPS_PER_EPOCH
     broken.write_bytes(whole)
     code, out, err = run_train("--resume", folder)
@@ -211,7 +211,7 @@ def test_images_that_training_cannot_decode_any_more_lose_nothing(unbroken, tiny
     step = Trainer.step
 
     def breaking_step(self, batches):
-        if self.progress.step == 2:  # the batches that are under way have been read
+        if self.state.progress.step == 2:  # the batches that are under way have been read
             for image in data.rglob("*.jpg"):
                 image.write_bytes(b"no image")
         return step(self, batches)
@@ -220,7 +220,7 @@ def test_images_that_training_cannot_decode_any_more_lose_nothing(unbroken, tiny
     code, out, err = run_train("--output", folder, *tiny_options, "--data", data, "--cache", "0")
     assert code == 2 and str(data) in err.splitlines()[-1], err
     saved = checkpoint.load(checkpoint.find(str(folder))).progress.step
-    assert 2 <= saved < STEPS_PER_EPOCH and f"step {saved} is saved; with that mended go on with: " in out
+    assert 2 <= saved < STEPS_PER_EPOCH and f"step {saved} is saved; fix that, then resume with: " in out
     monkeypatch.setattr(Trainer, "step", step)
     shutil.copytree(tiny_data, data, dirs_exist_ok=True)
     assert run_train("--resume", folder)[0] == 0
@@ -238,7 +238,7 @@ def test_a_checkpoint_precedes_a_validation_unless_there_is_a_fresh_one(tiny_opt
     monkeypatch.setattr(loop, "validate", dying_validate)
     for seconds in (0.0, 1000.0):
         folder = tmp_path / f"{seconds}"
-        monkeypatch.setattr(loop, "FRESH_SECONDS", seconds)
+        monkeypatch.setattr(saver, "FRESH_SECONDS", seconds)
         assert run_train("--output", folder, *tiny_options)[0] == 1
     assert seen == [[f"step-{STEPS_PER_EPOCH:08d}.npz"], []]
 
@@ -267,7 +267,7 @@ def test_files_that_are_removed_in_mid_run(gone, named, unbroken, tiny_options, 
     step = Trainer.step
 
     def robbed_step(self, batches):
-        if self.progress.step == 9:
+        if self.state.progress.step == 9:
             path = folder / gone
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         return step(self, batches)
@@ -392,7 +392,7 @@ def test_sigkill_in_mid_epoch_after_a_timed_checkpoint(unbroken, tiny_options, t
         step = Trainer.step
 
         def dying_step(self, batches):
-            if self.progress.step == 8:
+            if self.state.progress.step == 8:
                 os.kill(os.getpid(), signal.SIGKILL)
             return step(self, batches)
 
@@ -416,7 +416,7 @@ def test_sigusr1_saves_and_goes_on(unbroken, tiny_options, tmp_path, run_train, 
     step = Trainer.step
 
     def signalled_step(self, batches):
-        if self.progress.step == 3:
+        if self.state.progress.step == 3:
             os.kill(os.getpid(), signal.SIGUSR1)
         return step(self, batches)
 
@@ -503,9 +503,9 @@ def test_another_global_batch(tiny_options, tmp_path, run_train):
 
     def watched_step(self, batches):
         if not seen:
-            momentum = self.optimizer.state["momentum"]
+            momentum = self.state.optimizer.state["momentum"]
             seen.update({name: array.asnumpy() for name, array in momentum.items()}, trainer=self,
-                        start=(self.train_loader.batch, self.schedule_step, self.progress.step))
+                        start=(self.train_loader.batch, self.schedule_step, self.state.progress.step))
         return step(self, batches)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -16,15 +16,15 @@ from common.command_line import part_of
 from train import devices
 from train.build import build_executor, check_memory, class_weights, join_bn_group, open_split
 from train.commands.benchmark_inference import measure_inference
-from train.commands.options import Measurement
 from train.commands.profile import write_profile
 from train.commands.session import measure_loader, name_preset, open_recorder, prepare, report, run_folder_of
 from train.config import Config, configure
 from train.errors import TrainError
 from train.loop import Trainer, frozen_heap
+from train.options.commands import Measurement
 from train.options.data import SYNTHETIC
 from train.processes.distributed import Workers
-from train.reporting.recorder import Recorder
+from train.recording.recorder import Recorder
 from train.timing import PRECISION, standard_error_of_median
 
 
@@ -106,7 +106,7 @@ def benchmark(trainer: Trainer, recorder: Recorder, wanted: Measurement) -> Resu
             error = standard_error_of_median(counted) / float(np.median(counted))
         over = now - start > 60 * wanted.limit_minutes
         (done,) = trainer.workers.vote([error < PRECISION or (over and len(counted) >= 2)])
-        done |= trainer.progress.step == most
+        done |= trainer.state.progress.step == most
         trainer.end_step(recorder, read_now=done)
         if trainer.is_stuck:
             raise trainer.stuck()

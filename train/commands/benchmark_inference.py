@@ -49,8 +49,8 @@ from train.presets import load_preset
 from train.processes.distributed import Workers
 from train.processes.invocation import command_line
 from train.processes.signals import StoppedBySignal, ending_with
-from train.reporting.gpu_monitor import UNKNOWN, GpuMonitor, GpuReadings
-from train.reporting.inference import LATENCY_BATCH, Point, error_of_passes, plot, scenarios
+from train.recording.gpu_monitor import UNKNOWN, GpuMonitor, GpuReadings
+from train.report.inference import LATENCY_BATCH, Point, error_of_passes, plot, scenarios
 from train.timing import PRECISION
 from train.weights.int8_file import executor_of
 

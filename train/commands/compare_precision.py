@@ -1,7 +1,8 @@
 """The command compare-precision: one preset trained in each precision, and what that costs and gives, side by side.
 
-Every run is a process of its own, `python -m train` with the same options, in a folder of its own. The command may be
-repeated: runs that are complete are not done again, one that was interrupted goes on.
+Every run is a process of its own, `python -m train` with the same options, in a folder of its own: one for each network
+and precision. The command may be repeated: runs that are complete are not done again, one that was interrupted goes on.
+The table is written after each run, with the rows that there are.
 """
 
 from __future__ import annotations
@@ -22,15 +23,24 @@ from common import files
 from common.command_line import option_name, part_of, to_arguments
 from common.errors import error_of
 from common.program import TRAIN, own_process
-from train import devices
-from train.commands.options import Comparison
-from train.config import CONFIG_FILE, OF_A_SESSION, Config, check_untrained, configure, default_warmup
+from pipelines.options import AUTO
+from train import devices, models
+from train.config import (
+    CONFIG_FILE,
+    FOUND_IN_DATA,
+    OF_A_SESSION,
+    Config,
+    check_untrained,
+    configure,
+    default_warmup,
+)
 from train.errors import TrainError
+from train.options.commands import Comparison
 from train.presets import load_preset
 from train.processes.signals import STOPPING, StoppedBySignal, ending, handled
 from train.processes.worker import stop_with_us
-from train.reporting import plots
-from train.reporting.metrics import METRICS_FILE, VALIDATION, RunRecord, accuracy_of, tells_top5
+from train.recording.metrics import METRICS_FILE, VALIDATION, RunRecord, accuracy_of, tells_top5
+from train.report import plots
 
 RESULT = "comparison.json"
 
@@ -64,26 +74,28 @@ def main(values: Mapping[str, Any]) -> None:
     check_untrained(values)
     config = configure(values, devices.default_config(values, local_rank=0))
     wanted = part_of(Comparison, values)
+    networks = models.named(wanted.models) or [config.model]
     output = Path(config.output or f"runs/compare_precision-{config.config}")
     files.check_place(output / RESULT, "give another --output")
     placement = devices.choose(config, local_rank=0)
-    precisions: Sequence[str] = wanted.precisions
+    precisions: Sequence[str] = list(dict.fromkeys(wanted.precisions))
     if placement.executor != "cuda":
         precisions = ["float32"]
         print(f"only float32 is trained here: the other precisions need the cuda executor, and this run has the "
               f"{placement.executor} executor", flush=True)
-    runs = {}
-    for model in wanted.models or (config.model,):
-        for precision in precisions:
-            folder = output / f"{model}_{precision}"
-            own = replace(config, model=model, output=str(folder), **PRECISIONS[precision])
-            print(f"== {model} in {precision}", flush=True)
-            runs[model, precision] = run_training(own, folder)
-    rows = [_row(model, precision, record) for (model, precision), record in runs.items()]
-    title = f"{config.config}: {_machine(next(iter(runs.values())))}"
-    figure = plots.precisions({model: {p: runs[model, p] for m, p in runs if m == model} for model, _ in runs}, title)
-    files.write(output / RESULT, json.dumps([dataclasses.asdict(row) for row in rows], indent=1).encode())
-    files.write(output / "comparison.md", f"# {title}\n\n{_markdown(rows)}".encode())
+    cells = [(model, precision) for model in networks for precision in precisions]
+    runs: dict[tuple[str, str], RunRecord] = {}
+    for number, (model, precision) in enumerate(cells, start=1):
+        folder = output / f"{model}_{precision}"
+        own = replace(config, model=model, output=str(folder), **PRECISIONS[precision])
+        print(f"== {model} in {precision}" + f" ({number} of {len(cells)})" * (len(cells) > 1), flush=True)
+        runs[model, precision] = run_training(own, folder)
+        rows = [_row(*cell, record) for cell, record in runs.items()]
+        title = f"{config.config}: {_machine(next(iter(runs.values())))}"
+        so_far = f"{number} of {len(cells)} runs so far.\n\n" * (number < len(cells))
+        files.write(output / RESULT, json.dumps([dataclasses.asdict(row) for row in rows], indent=1).encode())
+        files.write(output / "comparison.md", f"# {title}\n\n{so_far}{_markdown(rows)}".encode())
+    figure = plots.precisions({model: {p: runs[model, p] for p in precisions} for model in networks}, title)
     files.write(output / "comparison.png", figure)
     _print(rows)
     print(f"comparison: {output / 'comparison.md'}, {output / 'comparison.png'}")
@@ -131,7 +143,8 @@ def _check_same(config: Config, config_file: Path) -> None:
     """Raise TrainError where the run in the folder has other settings."""
     there, here = Config.from_dict(json.loads(config_file.read_text())).to_dict(), config.to_dict()
     for name, value in here.items():
-        if name not in OF_A_SESSION and there.get(name) != value:
+        may_be = FOUND_IN_DATA.get(name, ()) if value == AUTO else ()
+        if name not in OF_A_SESSION and there.get(name) not in (value, *may_be):
             option = option_name(name)
             raise TrainError(f"the run in {config_file.parent} was made with {option} {there.get(name)}, this "
                              f"comparison has {value}: give another --output, or the same {option}")

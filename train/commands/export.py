@@ -26,9 +26,9 @@ from graph_passes.passes import quantise
 from train import models, weights
 from train.build import build_executor, with_loss
 from train.checkpoint import Checkpoint
-from train.commands.options import ExportOptions
 from train.devices import Placement
 from train.errors import TrainError
+from train.options.commands import ExportOptions
 from train.weights import int8_file, onnx_file, publish, record
 from train.weights.int8_file import Int8Network
 

@@ -32,9 +32,9 @@ from train.loop import Trainer
 from train.options.language_model import GENERATED, LanguageModelOptions
 from train.processes.distributed import Workers, is_lost_process
 from train.processes.invocation import launcher
-from train.reporting import language_model
-from train.reporting.language_model import Facts
-from train.reporting.recorder import Recorder
+from train.recording.recorder import Recorder
+from train.report import language_model
+from train.report.language_model import Facts
 
 GENERATED_WORDS, GENERATED_DIFFERENT = 200_000, 200
 
@@ -67,7 +67,7 @@ def main(values: Mapping[str, Any]) -> None:
         params = start.params if start else model.initial_values(config.seed)
         executor.set_params(params, {})
         trainer = Trainer(config, workers, executor, loaders[0], loaders[1], folder, start)
-    trainer.go_on = f"{launcher()} language-model --resume {shlex.quote(str(folder))}"
+    trainer.saver.resume_command = f"{launcher()} language-model --resume {shlex.quote(str(folder))}"
     unknown = float(np.mean(tokens[end:] == 0))  # a network that always says <unk> is right with these
     facts = Facts(_precision(config, placement), sum(array.size for array in params.values()), num_known(known),
                   loaders[0].num_images, loaders[1].num_images, unknown, best_possible)

@@ -28,11 +28,11 @@ from train import devices, weights
 from train.build import inference_executor
 from train.classes import printable
 from train.commands.image_paths import image_paths
-from train.commands.options import PredictOptions
 from train.commands.predict_to_file import finite, name_damaged, predict_to_file, top_of
+from train.commands.prediction_file import most_likely
 from train.errors import TrainError
+from train.options.commands import PredictOptions
 from train.processes.distributed import Workers
-from train.reporting.prediction_file import most_likely
 from train.weights import int8_file
 
 

@@ -30,15 +30,15 @@ from train import devices, weights
 from train.build import inference_executor, loader_settings, network_dtype
 from train.checkpoint import Checkpoint
 from train.commands.image_paths import image_paths
-from train.commands.options import PredictOptions
+from train.commands.prediction_file import Found, PredictionFile, check_name, most_likely
 from train.config import Config
 from train.devices import Placement
 from train.errors import TrainError
+from train.options.commands import PredictOptions
 from train.processes.distributed import Workers
 from train.processes.invocation import command_line
 from train.processes.pulse import Activity, pulse
 from train.processes.signals import ending_with
-from train.reporting.prediction_file import Found, PredictionFile, check_name, most_likely
 from train.weights import int8_file
 from train.weights.int8_file import Int8Network
 

@@ -29,14 +29,14 @@ from pipelines.sources import open_source
 from train import models, weights
 from train.build import build_executor, evaluated_images, open_split
 from train.checkpoint import Checkpoint
-from train.commands.options import QuantizeOptions
 from train.commands.session import name_images, of_network, prepare, shown_skipped
 from train.config import Config, configure
 from train.devices import Placement
 from train.errors import TrainError
+from train.options.commands import QuantizeOptions
 from train.processes.distributed import Workers
 from train.processes.signals import ending_with
-from train.reporting.metrics import TRAINING_IMAGES, tells_top5
+from train.recording.metrics import TRAINING_IMAGES, tells_top5
 from train.validation import printed_progress, validate
 from train.weights import int8_file
 from train.weights.int8_file import Int8Network, executor_of

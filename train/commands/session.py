@@ -21,6 +21,7 @@ from common.program import REPORT, start_of
 from pipelines import DataError, Loader
 from pipelines.options import SAMPLES
 from pipelines.samples import SAMPLES_FOLDER, make_samples
+from pipelines.sources import has_label_sets
 from train import checkpoint, demonstration, devices
 from train.build import evaluated_images
 from train.checkpoint import Checkpoint
@@ -32,11 +33,11 @@ from train.options.run import LIST_PRESETS
 from train.processes.distributed import Workers, drain_engine, is_elastic
 from train.processes.pulse import Activity, pulse
 from train.processes.signals import StoppedBySignal, is_first
-from train.reporting import predictions
-from train.reporting.inspection import describe, predict_some
-from train.reporting.metrics import IMAGES, METRICS_FILE, VALIDATION
-from train.reporting.recorder import IMAGE_EVENTS, Recorder
-from train.reporting.report import write_report
+from train.recording.metrics import IMAGES, METRICS_FILE, VALIDATION
+from train.recording.recorder import IMAGE_EVENTS, Recorder
+from train.report import predictions
+from train.report.inspection import describe, predict_some
+from train.report.page import write_report
 
 LOADER_SECONDS = 2.0  # how long the loader alone is measured
 AUTO = "auto"  # value of --resume: go on with the run in --output, or begin it
@@ -82,11 +83,19 @@ def run_folder_of(config: Config, resumed_file: Path | None = None) -> Path:
 
 
 def of_network(config: Config, values: Mapping[str, Any], trained: Checkpoint) -> Config:
-    """The configuration with the number of classes of a trained network. Raises TrainError where another is given."""
+    """The configuration with the number of classes of a trained network, and with its labels where the data have them.
+    Raises TrainError where others are given."""
     wanted, has = values.get("num_classes"), trained.num_classes
     if wanted and wanted != has:
         raise TrainError(f"--num-classes {wanted} is not for a network that has {has} classes already: leave it out, "
                          "or train a new one")
+    unsaid, learned = Config.labels, trained.config.labels
+    chosen = values.get("labels", unsaid)
+    if unsaid not in (chosen, learned) and chosen != learned:
+        raise TrainError(f"--labels {chosen} is not for a network that was trained on the {learned} labels: leave it "
+                         "out, or train a new one")
+    if chosen == unsaid != learned:
+        config = replace(config, labels=learned if has_label_sets(config.data) else unsaid)
     return replace(config, num_classes=has if config.num_classes else 0)
 
 
@@ -125,7 +134,7 @@ def shown_skipped(number: int) -> str:
 
 def open_recorder(trainer: Trainer, num_epochs: int | None, warmup_steps: int = 10) -> Recorder:
     """Make the run's folder with the recorder in it, and its config.json. Raises TrainError where that fails."""
-    config, workers, progress = trainer.stated, trainer.workers, trainer.progress
+    config, workers, progress = trainer.state.stated, trainer.workers, trainer.state.progress
     is_apart = is_elastic() and progress.step > 0 and not (trainer.run_folder / METRICS_FILE).exists()
     recorder = Recorder(
         trainer.run_folder,
@@ -154,7 +163,7 @@ def open_recorder(trainer: Trainer, num_epochs: int | None, warmup_steps: int = 
 
 
 def _write_config(trainer: Trainer) -> None:
-    content = json.dumps(trainer.stated.to_dict(), indent=2).encode() + b"\n"
+    content = json.dumps(trainer.state.stated.to_dict(), indent=2).encode() + b"\n"
     files.write(trainer.run_folder / CONFIG_FILE, content)
 
 
@@ -171,7 +180,7 @@ def train(trainer: Trainer, note: Callable[[Trainer, Recorder], None]) -> None:
             trainer.run(recorder)
             if trainer.config.data != SYNTHETIC:  # which is made once and costs nothing
                 recorder.loader_speed(measure_loader(trainer.train_loader, trainer.workers))
-                trainer.save(recorder)  # again, if somebody has removed it meanwhile
+                trainer.saver.save(recorder)  # again, if somebody has removed it meanwhile
     except StoppedBySignal:
         report(recorder, trainer.run_folder)
         raise
@@ -184,7 +193,7 @@ def lost_process(trainer: Trainer) -> LostProcessError:
     """What ends a run that has lost the connection to another of its processes."""
     drain_engine()
     return LostProcessError("the connection to another process of this run is lost; go on from the last checkpoint, if "
-                            f"there is one, with: {trainer.go_on}")
+                            f"there is one, with: {trainer.saver.resume_command}")
 
 
 def _check_complete(trainer: Trainer, recorder: Recorder) -> None:
@@ -254,7 +263,8 @@ def _write_report(recorder: Recorder, run_folder: Path, trainer: Trainer | None)
             describe(outcomes, trainer.val_loader, epoch, images).save(folder)
         try:
             with trainer.evaluating():
-                found = predict_some(trainer.executor, trainer.val_loader, trainer.progress.epoch, recorder.evaluated)
+                found = predict_some(trainer.executor, trainer.val_loader, trainer.state.progress.epoch,
+                                     recorder.evaluated)
             predictions.save(found, folder)
         except DataError as error:  # the run is complete all the same
             print(f"no picture of predictions: {error}", flush=True)

@@ -33,13 +33,13 @@ from train.commands.session import (
     steps_allowed,
     train,
 )
-from train.config import Config, check_untrained, configure
+from train.config import FOUND_IN_DATA, Config, check_untrained, configure
 from train.errors import TrainError
 from train.loop import Trainer
 from train.presets import load_preset
 from train.processes.distributed import Workers, is_elastic, is_lost_process
-from train.reporting.metrics import TRAINING_IMAGES, VALIDATION
-from train.reporting.recorder import Recorder
+from train.recording.metrics import TRAINING_IMAGES, VALIDATION
+from train.recording.recorder import Recorder
 from train.schedule import image_sizes
 from train.statistics import without_variance
 from train.weights import Weights, settings, starting_point
@@ -86,7 +86,7 @@ def _elastic_session(values: Mapping[str, Any], state: RunState) -> None:
     if not state.beginning:
         state.beginning = begin(values, workers)
     with open_trainer(state.beginning, workers, state.executor, state.commit) as (trainer, _):
-        state.capture, state.executor = trainer.capture, trainer.executor
+        state.capture, state.executor = trainer.saver.capture, trainer.executor
         train(trainer, _note)
 
 
@@ -135,7 +135,7 @@ def open_trainer(
             bn_group = join_bn_group(config, placement, workers)
             known = (start.classes, "the network that the run goes on with") if start else ()
             train_loader = loaders.enter_context(open_split(config, "train", placement, workers, *known))
-            config = replace(config, first_label=train_loader.config.first_label)
+            config = replace(config, **{name: getattr(train_loader.config, name) for name in FOUND_IN_DATA})
             if config.accumulate > train_loader.num_batches:  # the learning rate is for all of a step's images
                 raise TrainError(f"--accumulate {config.accumulate} is more than the {train_loader.num_batches} "
                                  "batches of an epoch, and a step ends with its epoch: lower it")
@@ -232,6 +232,8 @@ def _note_data(trainer: Trainer, recorder: Recorder) -> None:
         found += f", {val_loader.num_images:,} for validation"
     if config.val_split:
         found += f" (--val-split {config.val_split:g})"
+    if config.labels != Config.labels:
+        found += f" (--labels {config.labels})"
     recorder.say(found)
     if on_training_images:
         recorder.say(f"{config.data} has no validation images of its own (docs/data.md): accuracy after an epoch is "

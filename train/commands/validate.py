@@ -19,10 +19,10 @@ from train.devices import for_int8
 from train.errors import TrainError
 from train.processes.distributed import Workers
 from train.processes.invocation import command_line
-from train.reporting.document import Tiles
-from train.reporting.inspection import describe
-from train.reporting.metrics import TRAINING_IMAGES, tells_top5
-from train.reporting.report import write_validation
+from train.recording.metrics import TRAINING_IMAGES, tells_top5
+from train.report.document import Tiles
+from train.report.inspection import describe
+from train.report.page import write_validation
 from train.validation import printed_progress, validate
 from train.weights import int8_file
 

@@ -9,7 +9,7 @@ To add a family: its file in this folder, and its line in `FAMILIES`.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from common.command_line import nearest
@@ -30,10 +30,23 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     "wide_resnet": ("wide_resnet50_2", "wide_resnet101_2"),
 }
 
+ALL = "all"  # where several may be named: every network
+
 
 def names() -> list[str]:
     """Of all networks."""
     return [name for family in FAMILIES.values() for name in family]
+
+
+def named(words: Iterable[str]) -> list[str]:
+    """The networks that are meant, each once: by their names, by a family's (resnet), or `all`. Raises TrainError."""
+    meant: dict[str, None] = {}
+    for word in words:
+        of_word = names() if word == ALL else FAMILIES.get(word, (word,))
+        for name in of_word:
+            check(name)
+        meant |= dict.fromkeys(of_word)
+    return list(meant)
 
 
 def check(name: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from graph_passes import Graph, roles
+from graph_passes import Graph, Ref, roles
 from graph_passes.roles import Use
 
 Symbol = Any  # mx.sym.Symbol; MXNet has no type stubs
@@ -81,10 +81,10 @@ def init_params(symbol: Symbol, seed: int, channels: int = 3,
 
 def value_shapes(symbol: Symbol, channels: int = 3) -> tuple[Shapes, Shapes]:
     """Of a network's parameters and of its running statistics, canonical, by name."""
-    arguments, _, aux = symbol.infer_shape(data=(1, 224, 224, channels))
-    params = dict(zip(symbol.list_arguments(), arguments, strict=True))
-    del params["data"], params["softmax_label"]
-    return params, dict(zip(symbol.list_auxiliary_states(), aux, strict=True))
+    graph = Graph.from_json(symbol.tojson())
+    shapes = graph.infer_shapes({"data": (1, 224, 224, channels), "softmax_label": (1,)})
+    params = {name: shapes[Ref(name)] for name in graph.arguments if name not in ("data", "softmax_label")}
+    return params, {name: shapes[Ref(name)] for name in graph.aux}
 
 
 def _deviation(use: Use, shape: tuple[int, ...]) -> np.float32:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from common.limits import AT_LEAST_1, BELOW_1, FRACTION, Limit, between
 from pipelines import transform
-from pipelines.options import MAX_CLASSES, SAMPLES, FirstLabel, GroupBy
+from pipelines.options import MAX_CLASSES, SAMPLES, FirstLabel, GroupBy, Labels
 from pipelines.transform import Augmentation, CentreCrop, Normalisation, SizeLimit
 
 SYNTHETIC = "synthetic"  # value of `data` for generated images
@@ -22,18 +22,21 @@ class DataOptions:
 
     data: Annotated[str, "PATH"] = SAMPLES
     """Folder or file of images, in any form of docs/data.md: folders of classes, RecordIO, WebDataset, TFRecord,
-    CIFAR-10's own files; samples: the built-in sample set; synthetic: generated images."""
+    CIFAR-10's and CIFAR-100's own files; samples: the built-in sample set; synthetic: generated images."""
     num_classes: int = 0
     """Classes of the network; 0: as many as the data has."""
     val_split: float = 0.0
-    """Of data without images for validation: set this fraction of each class's aside for it, by a hash of the files'
-    names, so that an image stays on its side when others come; 0: none."""
+    """For data without validation images: set this fraction of each class's images aside for validation, by a hash of
+    the files' names, so that an image stays on its side when others are added; 0: none."""
     val_group_by: GroupBy = "image"
     """With --val-split, what stays on one side: each image by itself, or all images of a folder within a class (the
     frames of a video, the views of an item)."""
     first_label: FirstLabel = "auto"
-    """Of TFRecord files: the label of the first class; auto: 1 for image/class/label, as TensorFlow's ImageNet has it,
+    """For TFRecord files: the label of the first class; auto: 1 for image/class/label, as TensorFlow's ImageNet has it,
     unless a training image has the label 0; a network that is trained so remembers it."""
+    labels: Labels = "auto"
+    """For CIFAR-100's own files: the 100 fine labels or the 20 coarse ones; auto: fine, for a trained network those
+    that it was trained on."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from common.errors import UserError
 from common.mxnet_compat import mx
 from graph_passes.executors import Executor
 from graph_passes.executors.cuda.executor import CudaExecutor
-from train.errors import NoHorovodError, TrainError
+from train.errors import LostProcessError, NoHorovodError, TrainError
 from train.processes.allreduce import BucketAllReduce
 from train.processes.invocation import is_of_several
 from train.processes.pulse import pulse
@@ -64,14 +64,12 @@ class Workers:
     order."""
 
     def __init__(self) -> None:
+        """Raises LostProcessError where another process is lost while they connect, HorovodInternalError in an elastic
+        run."""
         self.size, self.rank, self.local_rank, self.local_size = 1, 0, 0, 1
         self._hvd: Any = None
         # Of the last `vote` about each thing: its all-reduce, under way, and what it answered.
         self._votes: dict[str, tuple[Any, list[bool]]] = {}
-        # Of the last `all_reduce` of each name, which may be under way. When a process is lost, Horovod's thread would
-        # else be the last to hold them, and delete them while MXNet's threads see that what follows has failed: each
-        # adds to MXNet's list of errors, which no lock guards, and that has ended the process with a corrupt heap.
-        self._flats: dict[str, list[_Flat]] = {}
         if is_of_several():
             self._hvd = _import_horovod(int(os.environ["HOROVOD_SIZE"]))
             for name, value in HOROVOD_SETTINGS.items():
@@ -81,7 +79,7 @@ class Workers:
             if is_elastic():
                 for name in NOT_ELASTIC:
                     os.environ.pop(name, None)
-            self._hvd.init()
+            _connect(self._hvd)
             self.size, self.rank = self._hvd.size(), self._hvd.rank()
             self.local_rank, self.local_size = self._hvd.local_rank(), self._hvd.local_size()
 
@@ -110,8 +108,7 @@ class Workers:
     def all_reduce(self, arrays: Sequence[Any], name: str) -> None:
         """Replace each fp32 MXNet array by its mean over all ranks; `name` tells groups of arrays apart."""
         if self._hvd:
-            self._flats[name] = _flatten(arrays)
-            self.all_reduce_flat(self._flats[name], name)
+            self.all_reduce_flat(_flatten(arrays), name)
 
     def all_reduce_flat(self, flats: Sequence[_Flat], name: str) -> None:
         """Replace flat arrays by their means over all ranks: those that this is done with again and again."""
@@ -243,8 +240,8 @@ def _flatten(arrays: Sequence[Any]) -> list[_Flat]:
 def is_lost_process(error: Exception) -> bool:
     """Whether `error` says that an operation among the processes failed, as when one of them has ended.
 
-    Where it went through MXNet's engine, what Gloo, NCCL or Horovod said arrives as MXNet's error, whose text alone
-    tells; else it is Horovod's HorovodInternalError.
+    It is Horovod's HorovodInternalError; a Horovod that was not built here tells MXNet instead, and what Gloo, NCCL or
+    Horovod said arrives as MXNet's error, whose text alone tells.
     """
     if isinstance(error, mx.base.MXNetError):
         return LOST_PROCESS.search(str(error)) is not None
@@ -252,14 +249,35 @@ def is_lost_process(error: Exception) -> bool:
 
 
 def drain_engine() -> None:
-    """Wait for all that MXNet has under way, and forget its errors: they would come up again wherever it waits next."""
+    """Wait for all that MXNet has under way, and forget what failed: it would come up again wherever it waits next."""
     done = False
     while not done:
+        if is_of_several():
+            _forget_failure()
         try:
             mx.nd.waitall()
             done = True
-        except mx.base.MXNetError:
-            pass
+        except Exception as error:
+            if not (isinstance(error, mx.base.MXNetError) or is_lost_process(error)):
+                raise
+
+
+def _forget_failure() -> None:
+    from train.processes.horovod_mxnet import forget_failure
+
+    forget_failure()
+
+
+def _connect(hvd: Any) -> None:
+    """As `Workers`."""
+    from horovod.common.exceptions import HorovodInternalError
+
+    try:
+        hvd.init()
+    except ValueError:  # Horovod has logged the reason
+        hvd.shutdown()
+        sentence = "the processes could not connect to each other: one of them is lost, or cannot be reached"
+        raise HorovodInternalError(sentence) if is_elastic() else LostProcessError(sentence) from None
 
 
 def _import_horovod(size: int) -> Any:

@@ -26,7 +26,7 @@ from horovod.runner.elastic.worker import HostUpdateResult
 
 from graph_passes.executors import Executor
 from train.checkpoint import Checkpoint
-from train.errors import TrainError
+from train.errors import LostProcessError, TrainError
 from train.processes.distributed import Workers, drain_engine, is_lost_process
 from train.processes.horovod_mxnet import hvd
 from train.processes.pulse import BEGINNING, pulse
@@ -152,18 +152,25 @@ def run(session: Callable[[RunState], None]) -> None:
         nonlocal connections
         _hang_up(connections)
         hvd.shutdown()
+        drain_engine()  # of what failed between two sessions
         connections = _join()
 
     run_fn(guarded, reset)(RunState())
 
 
-def _join() -> dict[int, str]:
-    """Become one of the processes that the launcher wants now; returns the connections made for that, by descriptor."""
+def _join(attempts: int = 3) -> dict[int, str]:
+    """Become one of the processes that the launcher wants now; returns the connections made for that, by descriptor.
+    Raises LostProcessError where they cannot connect."""
     if pulse.is_watched:  # by our own launcher; under horovodrun, Horovod gives out the ranks
         rank, size = map(str, pulse.wait_for_place())
         os.environ.update(HOROVOD_RANK=rank, HOROVOD_SIZE=size, HOROVOD_CROSS_RANK=rank, HOROVOD_CROSS_SIZE=size)
     before = _sockets()
-    workers = Workers()
+    try:
+        workers = Workers()
+    except HorovodInternalError as error:  # another process was lost meanwhile
+        if attempts == 1:
+            raise LostProcessError(f"{error}; {WAY_OUT}") from None
+        return _join(attempts - 1)
     pulse.lose_pace()
     os.environ.update(HOROVOD_RANK=str(workers.rank), HOROVOD_SIZE=str(workers.size))
     return {number: name for number, name in _sockets().items() if before.get(number) != name}

@@ -48,6 +48,8 @@ class ElasticRun:
         self._ended: list[Worker] = []  # those whose end has been seen
         self._hung: dict[int, str] = {}  # by process id: those that were killed because they hung, and what is said
         self._losses = [0] * len(slots)  # by number of the slot
+        self._hangs = 0  # losses of processes that hung since the run took its last step
+        self._furthest = 0  # step that any process has done by the latest loss
         self._returns: dict[int, float] = {}  # by number of a slot that is given up: when it is tried again, seconds
         self._code: int | None = None  # of a run that ends because of a loss
 
@@ -144,9 +146,14 @@ class ElasticRun:
         why = why or worker.last_words()
         running = self._processes.running
         left, least = len(running), self._min_processes
+        furthest = max(record.step for record in self._processes.watch.records)
+        self._hangs = (self._hangs if furthest <= self._furthest else 0) + (worker.process.pid in self._hung)
+        self._furthest = max(furthest, self._furthest)
         if self._is_over:
             if worker in self._members:
                 self._give_up(code, self._processes.end_of_run(why))
+        elif self._hangs > len(self._slots):  # as where nobody reads what rank 0 prints, whoever that is
+            self._give_up(code, f"{why}; {self._hangs} have hung without a step in between, so the run ends; {WAY_OUT}")
         elif left < least and not (left and self._cooldown):
             self._give_up(code, f"{why}; {left} {'is' if left == 1 else 'are'} left, but --min-np is {least}, so the "
                                 f"run ends; {WAY_OUT}")

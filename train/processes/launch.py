@@ -32,7 +32,7 @@ from common.command_line import Positive, exit_code_of, given_and_rest, given_va
 from common.errors import EXIT_USER_ERROR
 from common.output import make_lasting, print_error
 from common.program import LAUNCH, PROGRAMS, TRAIN, own_process
-from train.__main__ import understood
+from train.command_line import COMMANDS, understood
 from train.errors import EXIT_HUNG_PROCESS, EXIT_LOST_PROCESS, NoHorovodError, TrainError
 from train.processes import topology
 from train.processes.invocation import LAUNCHER_VARIABLE, ROOT, is_of_several, is_own_environment, script
@@ -230,8 +230,8 @@ def main(arguments: Sequence[str]) -> int:
         topology.check_host_name()
         slots, _ = plan(int(os.environ["HOROVOD_LOCAL_SIZE"]), on_cpu)
         _become(command, slots[int(os.environ["HOROVOD_LOCAL_RANK"])])
-    run, _ = understood(passed)  # a mistake is told before Horovod is compiled, and once
-    if run.outlasts_output:
+    name, _ = understood(passed)  # a mistake is told before Horovod is compiled, and once
+    if COMMANDS[name].outlasts_output:
         make_lasting()
     slots, notes = plan(own.processes, on_cpu)
     if own.min_np and own.min_np > len(slots):

@@ -29,7 +29,7 @@ from common.command_line import Positive, exit_code_of, given_and_rest, part_of,
 from common.errors import ProgramError
 from common.output import make_lasting, print_error
 from common.program import LAUNCH, MULTI_HOST, PROGRAMS, own_process
-from train.__main__ import understood
+from train.command_line import COMMANDS, understood
 from train.errors import TrainError
 from train.processes import launch
 from train.processes.invocation import LAUNCHER_VARIABLE, script
@@ -140,8 +140,8 @@ def read_hosts(own: MultiHostOptions) -> dict[str, int]:
 def main(arguments: Sequence[str]) -> int:
     own, words, passed = parse(arguments)
     _, of_run = launch.parse(passed)
-    run, _ = understood(of_run)  # a mistake is told here, and once
-    if run.outlasts_output:
+    name, _ = understood(of_run)  # a mistake is told here, and once
+    if COMMANDS[name].outlasts_output:
         make_lasting()
     hosts = read_hosts(own)
     available = sum(hosts.values())

@@ -51,7 +51,7 @@ def content(tensors: Mapping[str, np.ndarray]) -> bytes:
 
 
 def _checksum(values: Mapping[str, Any], shapes: Mapping[str, Any]) -> str:
-    """Of names, shapes and bytes, whatever their order in the file."""
+    """The checksum of names, shapes and bytes, whatever their order in the file."""
     digest = hashlib.sha256()
     for name in sorted(values):
         digest.update(json.dumps([name, list(shapes[name])]).encode())

@@ -23,7 +23,7 @@ from train.commands.benchmark_inference import images, measure, precisions
 from train.config import Config
 from train.devices import Placement
 from train.errors import TrainError
-from train.reporting.inference import Point, error_of_passes, plot, scenarios
+from train.report.inference import Point, error_of_passes, plot, scenarios
 
 TINY = ("--model", "resnet18", "--image-size", "32", "--num-classes", "3")
 

@@ -5,23 +5,27 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from several_processes import LIMIT, python_path
 
 from common.command_line import given, to_arguments
+from train import models
 from train.command_line import read
 from train.commands import compare_precision
 from train.config import Config, configure
+from train.errors import TrainError
 from train.presets import load_preset
 from train.processes.signals import StoppedBySignal
-from train.reporting import plots
-from train.reporting.metrics import EpochRow, RunRecord
+from train.recording.metrics import EpochRow, RunRecord
+from train.report import plots
 
 OPTIONS = ["--epochs", "1", "--log-every", "2", "--label-smoothing", "0", "--validate-every", "0"]
 
@@ -119,6 +123,74 @@ def test_a_run_of_the_comparison_has_its_preset(preset, options):
     again = configure(read(Config, arguments, command="train"), default)
     assert again == dataclasses.replace(config, resume="auto")
     assert config.config == preset
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("narrow_network")
+def test_several_networks_on_cifar100(run_train, tmp_path, rng, monkeypatch):
+    """The table has a row for each run that is complete, also where the command ends before the last."""
+    monkeypatch.setenv("PYTHONPATH", python_path(light=True))
+    data, folder = tmp_path / "cifar-100-python", tmp_path / "compared"
+    write_cifar100(data, rng)
+    arguments = ["compare-precision", "--config", "cifar100_resnet18", "--models", "resnet18", "resnet34",
+                 "--precisions", "float32", "float16", "float32", "--data", data, "--labels", "coarse", "--image-size",
+                 "32", "--batch-size", "4", "--device", "cpu", "--num-threads", "1", "--no-tensorboard", "--epochs",
+                 "1", "--output", folder]
+    done = compare_precision.run_training
+
+    def first_only(config, run):
+        if run.name != "resnet18_float32":
+            raise TrainError("the disk is full")
+        return done(config, run)
+
+    monkeypatch.setattr(compare_precision, "run_training", first_only)
+    code, out, err = run_train(*arguments)
+    assert code == 2 and err.endswith("error: the disk is full\n")
+    assert "== resnet18 in float32 (1 of 2)" in out and "== resnet34 in float32 (2 of 2)" in out
+    lines = (folder / "comparison.md").read_text().splitlines()
+    assert lines[2] == "1 of 2 runs so far." and lines[-1].startswith("| resnet18 | float32 |")
+    monkeypatch.setattr(compare_precision, "run_training", done)
+
+    code, out, err = run_train(*arguments)
+    assert code == 0, err
+    assert out.count("complete: not done again") == 1
+    assert "so far" not in (folder / "comparison.md").read_text()
+    rows = json.loads((folder / "comparison.json").read_text())
+    assert [(row["model"], row["precision"], row["num_classes"]) for row in rows] == [
+        ("resnet18", "float32", 20), ("resnet34", "float32", 20)]
+    assert all(row["evaluated"] == "validation" and 0 <= row["top1"] <= 1 for row in rows)
+
+    code, _, err = run_train(*(word for word in arguments if word not in ("--labels", "coarse")))
+    assert code == 2 and "was made with --labels coarse, this comparison has auto" in err, "which would be fine"
+
+
+def write_cifar100(folder: Path, rng: np.random.Generator) -> None:
+    """Four training images and four of validation, each of another superclass."""
+    folder.mkdir()
+    for name in ("train", "test"):
+        batch = {b"data": rng.integers(0, 256, (4, 3072), np.uint8), b"fine_labels": [5, 6, 7, 8],
+                 b"coarse_labels": [0, 1, 2, 3]}
+        (folder / name).write_bytes(pickle.dumps(batch, protocol=2))
+
+
+def test_what_a_run_found_in_its_data_is_no_other_setting(tmp_path):
+    """Repeated, the command has "auto" where the configuration of a run says what that was."""
+    config = load_preset("cpu_sample")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(dataclasses.replace(config, first_label="1", labels="fine").to_dict()))
+    compare_precision._check_same(config, file)
+    with pytest.raises(TrainError, match="was made with --first-label 1, this comparison has 0"):
+        compare_precision._check_same(dataclasses.replace(config, first_label="0"), file)
+
+
+def test_networks_by_family():
+    family = ["resnet18", "resnet34", "resnet50", "resnet101", "resnet152"]
+    assert models.named(["resnet"]) == family
+    assert models.named(["resnet50", "resnet", "resnext50_32x4d"]) == ["resnet50", *(name for name in family if name !=
+                                                                       "resnet50"), "resnext50_32x4d"]
+    assert models.named(["all"]) == models.names() and models.named([]) == []
+    with pytest.raises(TrainError, match="there is no model 'resnet51'; did you mean resnet50"):
+        models.named(["resnet", "resnet51"])
 
 
 def test_a_comparison_of_nothing(run_train, tiny_options):

@@ -21,11 +21,11 @@ from train import models
 from train.checkpoint import Checkpoint, save
 from train.command_line import read
 from train.commands import export, predict
-from train.commands.options import ExportOptions, PredictOptions
 from train.config import Config
 from train.errors import TrainError
 from train.models.network import init_params
 from train.models.resnet import resnet
+from train.options.commands import ExportOptions, PredictOptions
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")

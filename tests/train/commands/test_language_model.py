@@ -17,7 +17,7 @@ from graph_passes import Ref
 from graph_passes.choice import fewest
 from graph_passes.executors.reference import backward, forward, run
 from graph_passes.pipeline import training_step
-from train import checkpoint, loop
+from train import checkpoint, loop, saver
 from train.config import Config
 from train.language_model import LanguageModel
 from train.schedule import Schedule
@@ -77,7 +77,7 @@ def test_resume(run_train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     whole, parts = ([*SMALL, "--text", text, "--epochs", "2", "--output", tmp_path / name] for name in ("one", "two"))
     _, out, _ = run_train(*whole)
     with monkeypatch.context() as patch:
-        patch.setattr(loop.Trainer, "_save_due", lambda self: bool(signal.raise_signal(signal.SIGTERM)))
+        patch.setattr(saver.Saver, "is_due", lambda self: bool(signal.raise_signal(signal.SIGTERM)))
         code, stopped, _ = run_train(*parts)
     assert code == 143
     assert stopped.splitlines()[-1].endswith(f" -m train language-model --resume {tmp_path / 'two'}")

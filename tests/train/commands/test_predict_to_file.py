@@ -24,16 +24,15 @@ from several_processes import SCRIPT, needs_horovod, python_path
 from common.errors import UserError
 from train.checkpoint import Checkpoint, save
 from train.command_line import read
-from train.commands import predict, predict_to_file
-from train.commands.options import PredictOptions
+from train.commands import predict, predict_to_file, prediction_file
 from train.commands.predict_to_file import top_of
+from train.commands.prediction_file import Csv, JsonLines, PredictionFile, most_likely
 from train.config import Config
 from train.errors import TrainError
 from train.models.network import init_params
 from train.models.resnet import resnet
+from train.options.commands import PredictOptions
 from train.processes.signals import StoppedBySignal
-from train.reporting import prediction_file
-from train.reporting.prediction_file import Csv, JsonLines, PredictionFile, most_likely
 
 SIZE, BATCH = 32, 4
 CLASS_NAMES = ["plain", 'with "quotes", and commas', "ünïcode", "four"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -9,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from several_processes import needs_horovod, run_processes
+from several_processes import REPOSITORY, needs_horovod, run_processes
 
 from train import checkpoint, models
 from train.models.network import init_params
 from train.processes.distributed import Workers
-from train.reporting.metrics import METRICS_FILE, RunRecord
+from train.recording.metrics import METRICS_FILE, RunRecord
 
 # Five tests in one start of the processes, the mistake last: after it they end.
 SESSION = """
@@ -273,3 +274,58 @@ def test_one_process_is_its_own_mean():
     assert workers.sum([1.5, 2.0]) == [1.5, 2.0]
     assert workers.vote([True, False]) == [True, False]
     assert workers.gather("x") == ["x"]
+
+
+@pytest.mark.long
+@needs_horovod
+def test_nobody_gets_the_values_of_an_operation_that_failed():
+    """Whoever waits for anything is told, until that is forgotten; Horovod goes on."""
+    script = """
+        from common.mxnet_compat import mx
+        from train.processes.distributed import Workers, drain_engine, is_lost_process
+
+        workers = Workers()
+        workers.all_reduce([mx.nd.zeros((1 + workers.rank,))], "of different sizes")
+        other = mx.nd.ones((1,))
+        for wait in 2 * (mx.nd.waitall, other.wait_to_read, other.asnumpy):
+            try:
+                wait()
+            except Exception as error:
+                assert is_lost_process(error) and "Mismatched" in str(error), error
+            else:
+                raise AssertionError(wait)
+        drain_engine()
+        print(f"{workers.sum([1.0])}\\n", end="", flush=True)
+    """
+    done = run_processes(script)
+    assert (done.returncode, done.stdout) == (0, 2 * "[2.0]\n"), done.stderr
+
+
+@pytest.mark.long
+@needs_horovod
+@pytest.mark.parametrize("elastic, error", [("0", "LostProcessError"), ("1", "HorovodInternalError")])
+def test_processes_that_cannot_connect(elastic, error):
+    """The other one never comes: it is told, and not the end of this one by SIGABRT."""
+    script = """if True:
+        import os
+        from horovod.runner.common.util.hosts import SlotInfo
+        from horovod.runner.gloo_run import create_slot_env_vars
+        from horovod.runner.http.http_server import RendezvousServer
+        from train.processes.distributed import Workers
+        from train.processes.worker import on_this_machine
+
+        places = [SlotInfo(f"slot{rank}", rank, 0, rank, 2, 1, 2) for rank in range(2)]
+        server = RendezvousServer()
+        os.environ.update(**on_this_machine(0), **create_slot_env_vars(places[0]))
+        os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"] = str(server.start())
+        server.init(places)
+        try:
+            Workers()
+        except Exception as error:
+            print(type(error).__name__, error)
+        os._exit(0)  # the server has a thread
+    """
+    done = subprocess.run([sys.executable, "-u", "-c", script], capture_output=True, text=True, cwd=REPOSITORY,
+                          env={**os.environ, "HOROVOD_GLOO_TIMEOUT_SECONDS": "1", "HOROVOD_ELASTIC": elastic})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{error} the processes could not connect to each other"), done.stderr

@@ -387,7 +387,7 @@ def test_process_without_memory_ends_the_run(tiny_options, tmp_path):
         step = Trainer.step
 
         def failing_step(self, batches):
-            if self.workers.rank == 1 and self.progress.step == 2:
+            if self.workers.rank == 1 and self.state.progress.step == 2:
                 raise MemoryError("std::bad_alloc")
             return step(self, batches)
 
@@ -451,7 +451,7 @@ def test_gpu_without_memory_ends_the_run(tiny_options, tmp_path):
         step = Trainer.step
 
         def taking_step(self, batches):
-            if self.workers.rank == 1 and self.progress.step == 2:
+            if self.workers.rank == 1 and self.state.progress.step == 2:
                 gpu = self.executor.gpu
                 gpu.allocate(gpu.memory()[0] + 2**30)
             return step(self, batches)

@@ -240,7 +240,7 @@ BLOCKED = """
     draws = Trainer._draws
 
     def blocking_draws(self, number):
-        if self.workers.rank == 1 and self.progress.step == 4:
+        if self.workers.rank == 1 and self.state.progress.step == 4:
             print("half a line", end="", file=sys.stderr, flush=True)
             ctypes.PyDLL(None).sleep(1000)  # with Python's lock: no signal handler and no thread runs
         return draws(self, number)
@@ -293,7 +293,7 @@ def test_gpu_that_hangs(tiny_options, tmp_path, min_np):
         draws = Trainer._draws
 
         def hanging_draws(self, number):
-            if self.workers.rank == 1 and self.progress.step == 5:
+            if self.workers.rank == 1 and self.state.progress.step == 5:
                 gpu, pause = self.executor.gpu, ctypes.cast(ctypes.CDLL(None).pause, ctypes.c_void_p).value
                 gpu.check(gpu._driver.cuLaunchHostFunc(gpu.stream_handle, gpu._driver.CUhostFn(pause), 0))
             return draws(self, number)
@@ -338,3 +338,24 @@ def test_killed_launcher_leaves_no_process(tmp_path, stop):
                 os.kill(pid, signal.SIGSTOP)
         launcher.kill()
     wait_until(lambda: not any(map(is_there, all_of_it)))
+
+
+@pytest.mark.long
+@needs_horovod
+def test_elastic_run_in_which_one_after_the_other_hangs():
+    """With --cooldown: it ends. Nobody had read what rank 0 printed, so each new rank 0 hung like the one before."""
+    script = """if True:
+        import os, time
+        from train.processes.pulse import pulse
+
+        while True:
+            time.sleep(0.05)
+            if os.environ["HOROVOD_HOSTNAME"] == "slot1":
+                pulse.begin_collective()
+    """
+    starter = ("import sys; from train.processes.launch import *; slots, _ = plan(2, on_cpu=True); "
+               "sys.exit(launch_elastic(slots, [sys.executable, '-c', sys.argv[1]], 1, 0.1, 0.2))")
+    done = subprocess.run([sys.executable, "-c", starter, script], capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == EXIT_HUNG_PROCESS, done.stderr
+    assert done.stderr.count("it hangs and is killed") == 3
+    assert "; 3 have hung without a step in between, so the run ends; " in done.stderr.splitlines()[-1]

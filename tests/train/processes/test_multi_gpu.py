@@ -383,7 +383,7 @@ step = Trainer.step
 
 
 def step_or_die(trainer, batches):
-    if trainer.progress.step == 5 and trainer.workers.rank == 1:
+    if trainer.state.progress.step == 5 and trainer.workers.rank == 1:
         pathlib.Path(sys.argv[1]).touch()
         os.kill(os.getpid(), signal.SIGKILL)
     return step(trainer, batches)

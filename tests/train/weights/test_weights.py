@@ -19,10 +19,10 @@ from train.build import build_executor
 from train.checkpoint import Checkpoint, Progress, save
 from train.command_line import read
 from train.commands import export
-from train.commands.options import ExportOptions
 from train.config import Config
 from train.errors import TrainError
 from train.models import resnet
+from train.options.commands import ExportOptions
 from train.weights import files, publish, torch_file
 from train.weights.record import MEAN, STD
 

@@ -1,0 +1,221 @@
+"""The command gpu-report: what this GPU can do, as buyers compare GPUs; and such reports side by side.
+
+Each figure is written to report.json once it is measured, so the same command goes on where it was stopped or killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from datetime import datetime, timezone
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from common import environment, files
+from common.command_line import option_name, part_of
+from gpu_report import comparison, cost
+from gpu_report.figures import FILE, Report, Section, shown
+from gpu_report.page import check_page, write_page
+from gpu_report.section import Bench
+from graph_passes.executors.base import parse_device
+from graph_passes.executors.cuda.device import Gpu
+from train import devices
+from train.config import Config
+from train.devices import Placement
+from train.errors import TrainError
+from train.options.commands import GpuReportOptions
+from train.processes.invocation import command_line
+from train.processes.signals import ending_with
+from train.recording.gpu_monitor import GpuMonitor
+
+# Each is a module of gpu_report; its part of --minutes. Inference, which chooses kernels for each batch size and
+# precision and so has no end in ten minutes, has what the others leave.
+SECTIONS = {"kernels": 0.2, "recurrent": 0.1, "cost": 0.1, "training": 0.45, "inference": 0.15}
+OF_COST = ("data", *cost.COUNTED_BY)  # options of that section alone
+LOOK_SECONDS, LITTLE = 0.3, 0.25  # how long, and up to what share, a machine is taken for idle
+FOLDER, COMPARISON_FOLDER = Path("runs/gpu_report"), Path("runs/gpu_comparison")
+
+
+def main(values: Mapping[str, Any]) -> None:
+    """Measure and report, or compare, by the options given. Raises UserError and StoppedBySignal."""
+    wanted = part_of(GpuReportOptions, values)
+    wanted = replace(wanted, sections=tuple(dict.fromkeys(wanted.sections)))  # each once
+    with ending_with("stopped: repeat the command to go on"):
+        if wanted.compare:
+            _compare(wanted, values)
+        else:
+            _report(wanted, values)
+
+
+def _report(wanted: GpuReportOptions, values: Mapping[str, Any]) -> None:
+    for name in OF_COST:
+        if name in values and "cost" not in wanted.sections:
+            raise TrainError(f"{option_name(name)} is for the section cost, which is not measured: leave it out, or "
+                             "add cost to --sections")
+    if wanted.data:
+        cost.check_data(wanted.data)  # before what takes minutes
+    placement = devices.choose(Config(device=wanted.device), local_rank=0)
+    if placement.note:
+        print(placement.note, flush=True)
+    folder = Path(wanted.output or FOLDER)
+    with _alone_in(folder):
+        busy = _busy(placement)
+        if busy:
+            print(f"other programs use {busy}: what is measured beside them is slower; end them, and begin anew with "
+                  "another --output", flush=True)
+        _measure(wanted, values, placement, folder, busy)
+
+
+def _busy(placement: Placement) -> str:
+    """What of this machine is used, by whatever program, before anything is measured; "" where it is little."""
+    monitor = None
+    if placement.executor == "cuda":
+        monitor = GpuMonitor(Gpu(parse_device(placement.device)[1]).device.pci_bus_id)
+        monitor.sample()
+    processor = psutil.cpu_percent(interval=LOOK_SECONDS) / 100
+    used = {"processor": processor}
+    if monitor:
+        monitor.sample()
+        used["GPU"] = monitor.take().utilization
+    return " and ".join(f"{share:.0%} of the {what}" for what, share in used.items() if share > LITTLE)
+
+
+def _measure(wanted: GpuReportOptions, values: Mapping[str, Any], placement: Placement, folder: Path,
+             busy: str) -> None:
+    """Go on with the report in the folder, or begin it. `busy`: what other programs use of the machine."""
+    # From the run that there is, with what was given before and is not given now.
+    counts_cost_again = not values.keys().isdisjoint(OF_COST)
+    report, done = _begun(folder, placement, set(wanted.sections), counts_cost_again)
+    if counts_cost_again and "cost" in report.sections:
+        before = cost.given_before(folder, report.sections["cost"])
+        wanted = replace(wanted, **{name: value for name, value in before.items() if name not in values})
+    if busy and not set(wanted.sections) <= done:
+        sentence = (f"Other programs used {busy} at the start on {shown(_now())}: what was measured then may be too "
+                    "slow.")
+        report = replace(report, about={**report.about, "beside": [*report.beside, sentence]})
+    report.write(folder / FILE)  # a folder that cannot be written is not to be found out after minutes
+    ends_at = time.monotonic() + 60 * wanted.minutes
+    for number, name in enumerate(wanted.sections, start=1):
+        if name in done:
+            print(f"== {name}: complete, not done again", flush=True)
+            continue
+        print(f"== {name} ({number} of {len(wanted.sections)})", flush=True)
+        ahead = sum(SECTIONS[each] for each in wanted.sections[number - 1 :] if each not in done)
+        left = max(0.0, ends_at - time.monotonic())
+        seconds = left * SECTIONS[name] / ahead  # what the sections before have not needed is shared
+        bench = Bench(placement, report.device, folder, seconds, wanted.data, wanted.target_accuracy,
+                      wanted.price_per_hour, report.sections.get(name, Section(())),
+                      save=partial(_write, report, folder, name))
+        try:
+            section = importlib.import_module(f"gpu_report.{name}").measure(bench)
+        except BaseException:  # a signal too
+            bench.keep()  # what is left out, and why
+            raise
+        earlier = bench.begun.seconds
+        print(f"== {name}: {section.seconds - earlier:.0f} s{f', {earlier:.0f} s before' * bool(earlier)}", flush=True)
+        report = _write(report, folder, name, section)
+    write_page(folder, report)
+    print(f"report: {folder / 'report.md'}, {folder / 'report.html'}, {folder / FILE}")
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Inside, no other process measures into the folder, whose figures would take the place of this one's. Raises
+    TrainError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        opened = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise TrainError(f"cannot write to {folder} ({error.strerror}): "
+                         f"{files.way_out(error, 'give another --output')}") from None
+    try:
+        if not files.lock(opened):
+            raise TrainError(f"another process is measuring into {folder}: wait for its end, which two at "
+                             "once would only put off")
+        yield
+    finally:
+        os.close(opened)
+
+
+def _write(report: Report, folder: Path, name: str, section: Section) -> Report:
+    """The report with that section, in the folder too. Raises UserError where it cannot be written."""
+    report = report.with_section(name, section)
+    report.write(folder / FILE)
+    return report
+
+
+def _done(report: Report) -> set[str]:
+    """The sections in which another start would find no more."""
+    return {name for name, section in report.sections.items() if section.figures and section.complete}
+
+
+def _begun(folder: Path, placement: Placement, sections: set[str], counts_cost_again: bool) -> tuple[Report, set[str]]:
+    """The report in the folder, or one without sections, and the sections that are done. Its commands, a line each, and
+    its date have this start's, where that adds to it. Raises UserError where it is of another device or commit, or of
+    other versions of libraries, and there is something to measure, or where it cannot be resumed."""
+    hardware = environment.hardware()
+    device = hardware["gpus"][0] if placement.device.startswith("gpu") else hardware["cpu"]
+    commit = environment.git_commit()
+    about: dict[str, Any] = {
+        "hardware": hardware, "executor": placement.executor, "versions": environment.versions(), "commit": commit,
+        "command": command_line(), "date": _now()}
+    if not (folder / FILE).exists():
+        _check_pages(folder, "report")
+        return Report(device, {}, about), set()
+    report = Report.read(folder / FILE, way_out="to measure anew, give another --output")
+    done = _done(report)
+    if counts_cost_again and not (folder / cost.RUN_FOLDER).exists():
+        done -= {"cost"}
+    measures = not sections <= done
+    for what, there, here in (("device", report.device, device), ("commit", report.about.get("commit"), commit)):
+        if there != here and measures:
+            raise TrainError(f"the report in {folder} is of the {what} {there}, and this is {here}: give another "
+                             "--output")
+    try:
+        check_page(report)
+    except ValueError as error:
+        raise TrainError(f"the report in {folder} was not measured by this command ({error}): give another "
+                         "--output") from None
+    versions, here = report.about.get("versions", {}), about["versions"]
+    others = sorted(name for name in {*versions, *here} if versions.get(name) != here.get(name))
+    if measures and versions and others:
+        raise TrainError(f"the report in {folder} was measured with another version of {' and '.join(others)}: give "
+                         "another --output")
+    if counts_cost_again:
+        done -= {"cost"}
+    if not sections <= done:
+        commands = [*str(report.about.get("command", "")).splitlines(), about["command"]]
+        about["command"] = "\n".join(dict.fromkeys(commands))
+        latest = ("command", "date") if measures else ("command",)
+        report = replace(report, about={**report.about, **{name: about[name] for name in latest}})
+    return report, done
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def _check_pages(folder: Path, name: str) -> None:
+    """Raise TrainError where pages of this name in the folder are others than those that would take their place."""
+    for page in (f"{name}.md", f"{name}.html"):
+        if (folder / page).exists() and not (folder / f"{name}.json").exists():
+            raise TrainError(f"{folder} has a {page} that is not of this command ({name}.json is missing beside it): "
+                             "give another --output, or move it away")
+
+
+def _compare(wanted: GpuReportOptions, values: Mapping[str, Any]) -> None:
+    for name in values.keys() - {"compare", "output"}:
+        raise TrainError(f"{option_name(name)} has no effect on --compare, which measures nothing: leave it out")
+    if len(wanted.compare) < 2:
+        raise TrainError(f"--compare {wanted.compare[0]}: that is one report: give two or more")
+    folder = Path(wanted.output or COMPARISON_FOLDER)
+    _check_pages(folder, "comparison")
+    comparison.write(folder, [Report.read(path) for path in wanted.compare])
+    print(f"comparison: {folder / 'comparison.md'}, {folder / 'comparison.html'}")

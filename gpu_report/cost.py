@@ -1,0 +1,157 @@
+"""Section cost: time and money to an accuracy on CIFAR-10, by a whole run of `python -m train` as a user starts it.
+
+On a CPU it is the built-in sample set, which trains in a minute. Time counts from the beginning of the first step to
+the end of a validation, with all that is between but the writing of checkpoints and what a kill has made the run do
+twice; starting the program, which chooses kernels, is given apart.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gpu_report.figures import PRICE, Figure, Section
+from gpu_report.section import Bench
+from pipelines.options import SAMPLES
+from pipelines.sources import open_source
+from train.commands.compare_precision import run_training
+from train.config import CONFIG_FILE, Config, default_warmup
+from train.errors import TrainError
+from train.presets import load_preset
+from train.recording.metrics import METRICS_FILE
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is trained: `what` in tables, the preset, its length and the accuracy that counts by default."""
+
+    what: str
+    preset: str
+    epochs: int
+    target_accuracy: float
+
+
+# 88 %: what PyTorch reaches with this recipe, less two standard deviations, was 88.4 % (docs/recipes.md).
+CIFAR10 = Recipe("CIFAR-10, ResNet-18, 128 pixels", "cifar10_resnet18", 18, 0.88)
+SAMPLE = Recipe("sample set, ResNet-50, 32 pixels", "cpu_sample", 3, 0.5)
+
+LEAST_SECONDS = 30.0  # with less the run, which takes longer, on a CPU a minute or two, is not begun
+RUN_FOLDER = "cost_run"  # in the folder of the report
+WHOLE_RUN = "the whole run"  # the size of a figure, which there always is
+COUNTED_BY = ("target_accuracy", "price_per_hour")  # options, which that figure keeps
+CIFAR10_IMAGES, CIFAR10_CLASSES = {"train": 50_000, "val": 10_000}, 10
+
+
+def check_data(data: str) -> None:
+    """See that the images there are as many as CIFAR-10's, under whose name the figures stand.
+
+    Raises:
+        DataError: there are no images, or they cannot be read.
+        TrainError: there are others.
+    """
+    if data == SAMPLES:
+        raise TrainError("--data samples is not CIFAR-10: leave it out; on a CPU the section cost then trains on the "
+                         "sample set")
+    for split, num_images in CIFAR10_IMAGES.items():
+        source = open_source(data, split, CIFAR10_CLASSES)
+        if (len(source), len(source.classes)) != (num_images, CIFAR10_CLASSES):
+            raise TrainError(
+                f"--data {data} holds {len(source):,} images of {len(source.classes):,} classes as {split}, and "
+                f"CIFAR-10, which the section cost trains on, has {num_images:,} of {CIFAR10_CLASSES}: "
+                "give a place that holds it, or leave --data out"
+            )
+
+
+def measure(bench: Bench) -> Section:
+    """The run; it goes on where it was stopped. Of one that is complete, time and price are counted once more, as
+    another target or price may be given."""
+    if bench.on_gpu and not bench.data:
+        bench.leave_out("time and cost to accuracy", "no CIFAR-10 was given: add --data and a place that holds it "
+                                                     "(docs/data.md)")
+        return bench.found()
+    folder = bench.folder / RUN_FOLDER
+    if not bench.figures and not folder.exists() and not bench.has_time("time and cost to accuracy", LEAST_SECONDS):
+        return bench.found()
+    recipe = CIFAR10 if bench.data else SAMPLE
+    config = _config(bench, recipe)
+    launched = time.time()
+    run_training(config, folder)
+    startup = (folder / CONFIG_FILE).stat().st_mtime - launched  # it is written when everything is built
+    if startup < 0:  # a run that was complete was not started now
+        startup = max((figure.more.get("startup_seconds", 0.0) for figure in bench.figures), default=0.0)
+    bench.figures = []
+    precision = "fp16" if bench.on_gpu and bench.placement.executor == "cuda" else "fp32"
+    lines = (folder / METRICS_FILE).read_text(encoding="utf-8").splitlines()
+    bench.add(*_figures(bench, recipe, validations(map(json.loads, lines)), precision, startup))
+    return bench.found()
+
+
+def given_before(folder: Path, section: Section) -> dict[str, Any]:
+    """The options by which the section in that folder of a report was counted, those that were given: --data and
+    COUNTED_BY, by name."""
+    whole = [figure for figure in section.figures if (figure.size, figure.unit) == (WHOLE_RUN, "s")]
+    found = {name: figure.more[name] for figure in whole for name in COUNTED_BY if name in figure.more}
+    config_file = folder / RUN_FOLDER / CONFIG_FILE
+    if config_file.exists():
+        data = json.loads(config_file.read_text(encoding="utf-8"))["data"]
+        found |= {"data": data} if data != load_preset(SAMPLE.preset).data else {}
+    return found
+
+
+class Validation(NamedTuple):
+    """After an epoch."""
+
+    epoch: int  # counted from 1
+    seconds: float  # since the beginning of the first step
+    top1: float  # fraction of the images
+
+
+def validations(lines: Iterable[Mapping[str, Any]]) -> list[Validation]:
+    """Those of a run, from the lines of its metrics.jsonl. What was done again, after a kill, counts once: a session
+    that goes on from a checkpoint goes on with the seconds that had counted there."""
+    found: dict[int, Validation] = {}
+    left_out = 0.0  # seconds of the run that do not count
+    counted: dict[int, float] = {}  # seconds, by the steps that were done by then
+    is_first_session = True
+    for line in lines:
+        event = line["event"]
+        if event == "session":
+            if not is_first_session:
+                left_out = line["time"] - counted.get(line["step"], 0.0)
+            is_first_session = False
+        elif event == "phase" and line["name"] == "checkpoint":
+            left_out += line["seconds"]
+        elif event in ("steps", "checkpoint"):  # the former for a kill between a checkpoint and the word of it
+            counted[line["step"]] = line["time"] - left_out
+        elif event == "epoch" and line["val_top1"] is not None:
+            found[line["epoch"]] = Validation(line["epoch"], line["time"] - left_out, line["val_top1"])
+    return list(found.values())
+
+
+def _config(bench: Bench, recipe: Recipe) -> Config:
+    preset = load_preset(recipe.preset)
+    return replace(preset, epochs=recipe.epochs, warmup_epochs=default_warmup(preset, recipe.epochs),
+                   data=bench.data or preset.data, device="gpu" if bench.on_gpu else "cpu",
+                   tensorboard=False, validate_every=1, checkpoint_minutes=0.0, output=str(bench.folder / RUN_FOLDER))
+
+
+def _figures(bench: Bench, recipe: Recipe, rows: Sequence[Validation], precision: str,
+             startup: float) -> Iterator[Figure]:
+    target = bench.target_accuracy or recipe.target_accuracy
+    percent = f"{100 * target:.10g}%"  # as many digits as it has: figures of other targets are not compared
+    for epoch, seconds, top1 in rows:
+        yield Figure(recipe.what, f"epoch {epoch}", precision, 100 * top1, "top-1 %", more={"seconds": seconds})
+    reached = next((seconds for _, seconds, top1 in rows if top1 >= target), None)
+    if reached is None:
+        bench.leave_out(f"the time to {percent}", f"{rows[-1].epoch} epochs end at {rows[-1].top1:.1%}")
+    spans = {} if reached is None else {f"to {percent} top-1": reached}
+    more = {"startup_seconds": startup} if startup > 0 else {}
+    given = {name: value for name in COUNTED_BY if (value := getattr(bench, name))}
+    for size, seconds in (spans | {WHOLE_RUN: rows[-1].seconds}).items():
+        yield Figure(recipe.what, size, precision, seconds, "s", more=more | given if size == WHOLE_RUN else more)
+        if bench.price_per_hour:
+            yield Figure(recipe.what, size, precision, bench.price_per_hour * seconds / 3600, PRICE)

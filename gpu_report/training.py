@@ -1,0 +1,126 @@
+"""Section training: steps of ResNet-18 to 152 by precision, on generated images.
+
+A step is what `python -m train` does for a batch: forward, loss, backward, SGD with momentum. All gammas are 1 at the
+start, as in benchmarks of speed; batches take turns. Where the batch does not fit, the half of it is tried.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import cycle
+from time import perf_counter
+
+import numpy as np
+
+from common.errors import ProgramError
+from common.mxnet_compat import mx
+from gpu_report.figures import Figure, Section
+from gpu_report.section import Bench
+from graph_passes.errors import CapacityError, PassingError
+from graph_passes.executors import Executor
+from train.build import build_executor, check_memory
+from train.commands.benchmark_inference import CLASSES, images, memory_in_use, precisions
+from train.config import Config
+from train.optimizer import make_optimizer
+from train.options.optimizer import REFERENCE_BATCH
+from train.recording.gpu_monitor import UNKNOWN, GpuMonitor, GpuReadings
+from train.timing import Timing, repeat
+
+IMAGE_SIZE = 224  # pixels
+GPU_MODELS, GPU_BATCH = (50, 18, 34, 101, 152), 256  # that which is missed most where the time is short comes first
+CPU_MODELS, CPU_BATCH = (18, 50), 4
+WARM_UP_SECONDS, LEAST_SECONDS, LIMIT_SECONDS = 1.0, 1.5, 6.0  # of one network and precision, on a GPU
+CPU_LIMIT_SECONDS = 15.0  # whose steps take long
+
+
+def named(depth: int) -> str:
+    """A network, as tables have it."""
+    return f"ResNet-{depth}, {IMAGE_SIZE} pixels"
+
+
+def measure(bench: Bench) -> Section:
+    """All networks in all precisions; what does not fit, or has no time left, is noted."""
+    models, batch = (GPU_MODELS, GPU_BATCH) if bench.on_gpu else (CPU_MODELS, CPU_BATCH)
+    default = Config(batch_size=batch, image_size=IMAGE_SIZE, zero_init_residual=False)
+    chosen = precisions(default, bench.placement, is_chosen=False)
+    for depth, precision in in_turn(models, list(chosen)):
+        if bench.has(named(depth), "batch ", precision) or not bench.has_time(f"{named(depth)} in {precision}"):
+            continue
+        _measure(bench, depth, precision, replace(chosen[precision], model=f"resnet{depth}"))
+    return bench.found()
+
+
+def in_turn(models: Sequence[int], names: Sequence[str]) -> list[tuple[int, str]]:
+    """The first network in all precisions, then the others in the first precision, in the second, ..."""
+    return [(models[0], name) for name in names] + [(model, name) for name in names for model in models[1:]]
+
+
+def _measure(bench: Bench, depth: int, precision: str, config: Config) -> None:
+    """With the largest batch of `config`'s, its half, and so on, that fits."""
+    what, batch = named(depth), config.batch_size
+    while batch:
+        bench.free_memory()
+        fitting = replace(config, batch_size=batch)
+        try:
+            bench.add(_figure(bench, what, precision, fitting))
+            return
+        except (CapacityError, PassingError):
+            bench.leave_out(f"{what} in {precision} with batch {batch}", "there is no room for it in memory")
+        batch //= 2
+
+
+def _figure(bench: Bench, what: str, precision: str, config: Config) -> Figure:
+    """Raises CapacityError or PassingError where the batch does not fit."""
+    check_memory(config, CLASSES, config.image_size, bench.placement)
+    executor = build_executor(config, CLASSES, config.image_size, bench.placement, None)
+    try:
+        timing, readings = _steps(bench, executor, config)
+        per_second = config.batch_size / timing.median
+        more = {"memory_gib": memory_in_use(readings), "largest_batch": executor.largest_batch() or math.nan,
+                "joules_per_image": readings.power / per_second, "watts": readings.power, "sm_mhz": readings.clock}
+    finally:
+        executor.close()
+    return Figure(what, f"batch {config.batch_size}", precision, per_second, "images/sec", timing.error, timing.limit,
+                  {name: value for name, value in more.items() if math.isfinite(value)})
+
+
+def _steps(bench: Bench, executor: Executor, config: Config) -> tuple[Timing, GpuReadings]:
+    """Time of a step in s, and what the GPU's meters said meanwhile. Raises ProgramError where it did not train."""
+    optimizer = make_optimizer(executor, config)
+    gpu = mx.gpu(0) if bench.on_gpu else mx.cpu()
+    labels = np.random.default_rng(config.seed).integers(0, CLASSES, config.batch_size)
+    label = mx.nd.array(labels, gpu)
+    batches = cycle(images(config, bench.placement, config.batch_size))
+    rate = 0.1 * config.batch_size / REFERENCE_BATCH
+    last_end = perf_counter()
+
+    def step() -> float:
+        """Between the ends of two steps: `end_step` waits for the one before."""
+        nonlocal last_end
+        executor.forward_backward(next(batches), label)
+        optimizer.step(rate)
+        executor.end_step()
+        before, last_end = last_end, perf_counter()
+        return last_end - before
+
+    warm_until = last_end + (WARM_UP_SECONDS if bench.on_gpu else 0.0)
+    step()
+    while perf_counter() < warm_until:
+        step()
+    executor.read_metrics()  # those of the warm-up
+    skipped, last_end = executor.skipped_steps, perf_counter()
+    monitor = GpuMonitor(executor.gpu_bus_id) if executor.gpu_bus_id else None
+    if monitor:
+        monitor.start()
+        monitor.take()
+    timing = repeat(step, *((LIMIT_SECONDS, LEAST_SECONDS) if bench.on_gpu else (CPU_LIMIT_SECONDS, 0.0)))
+    if monitor:
+        monitor.sample()
+        monitor.close()
+    metrics = executor.read_metrics()
+    if not math.isfinite(metrics.loss_sum) or executor.skipped_steps > skipped:
+        raise ProgramError(f"the timed steps of {config.model} did not all train: their loss is {metrics.loss_sum}, "
+                           f"and {executor.skipped_steps - skipped} changed no weight")
+    return timing, monitor.take() if monitor else UNKNOWN

@@ -1,0 +1,108 @@
+"""Reads pickles of NumPy arrays in plain containers, without running anything that a pickle asks for.
+
+A pickle can call any function that its reader lets it find. NumPy's own ones are not let in either: the state that they
+take from a pickle is not checked, and a damaged one makes the process crash (NumPy 1.26: `dtype.__setstate__` with six
+values). Classes of this module stand in for them; they keep the bytes, and NumPy sees these with a checked type and
+shape. Nor does a damaged number in a pickle decide how much memory is taken: all of them are looked at first.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import pickletools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+
+def load(content: bytes) -> Any:
+    """What a pickle holds: dictionaries, lists, text, numbers, and for each array an object that `np.asarray` takes.
+    Texts of Python 2 are bytes. Raises UnpicklingError, and whatever else a damaged pickle leads to."""
+    _check_sizes(content)
+    return _Unpickler(io.BytesIO(content), encoding="bytes").load()
+
+
+def _check_sizes(content: bytes) -> None:
+    """Raise ValueError where a length is beyond the content's end, which `genops` sees, and UnpicklingError where a
+    place in the memo is higher than there can be any: the unpickler takes memory for all places below."""
+    for code, argument, _ in pickletools.genops(content):
+        if code.name.endswith("PUT") and isinstance(argument, int) and argument > len(content):
+            raise pickle.UnpicklingError(f"it has a number that cannot be, {argument:,}")
+
+
+def text_of(value: object) -> str:
+    """A text of a pickle, which Python 2 wrote as bytes. Raises TypeError for what is none."""
+    if isinstance(value, bytes):
+        return value.decode()
+    if not isinstance(value, str):
+        raise TypeError(f"it has a {type(value).__name__} where a text belongs")
+    return value
+
+
+class _Dtype:
+    """Stands in for numpy.dtype: whole numbers and floats."""
+
+    def __init__(self, code: object, *_: object) -> None:
+        if not re.fullmatch("[<>|=]?[iuf][1248]", name := text_of(code)):
+            raise pickle.UnpicklingError(f"it holds an array of {name[:20]!r}, no numbers")
+        self.dtype = np.dtype(name)
+
+    def __setstate__(self, state: Sequence[object]) -> None:
+        order = text_of(state[1])
+        if order not in ("<", ">", "|", "="):
+            raise pickle.UnpicklingError(f"it has {order[:20]!r} where the order of bytes belongs")
+        self.dtype = np.dtype(order + self.dtype.str[1:])
+
+
+class _Array:
+    """Stands in for numpy.ndarray, whose bytes come in a second step."""
+
+    value: np.ndarray
+
+    def __setstate__(self, state: Sequence[Any]) -> None:
+        _, shape, dtype, is_fortran, content = state
+        self.value = _array(content, dtype, shape, "F" if is_fortran else "C")
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self.value, dtype)
+
+
+def _array(content: bytes | bytearray, dtype: _Dtype, shape: tuple[int, ...], order: Any) -> np.ndarray:
+    if not isinstance(content, bytes | bytearray):
+        raise TypeError(f"it has a {type(content).__name__} where the bytes of an array belong")
+    if math.prod(shape) * dtype.dtype.itemsize != len(content):
+        raise ValueError(f"an array in it has {len(content)} bytes, which do not fit its shape")
+    return np.frombuffer(content, dtype.dtype).reshape(shape, order=order)
+
+
+def _reconstruct(*_: object) -> _Array:
+    return _Array()
+
+
+def _encode(text: str, encoding: str) -> bytes:
+    """Protocol 2 of Python 3 writes bytes as text."""
+    if encoding != "latin1":
+        raise pickle.UnpicklingError(f"it asks for the encoding {encoding[:20]!r}")
+    return text.encode("latin1")
+
+
+_STAND_INS: Mapping[tuple[str, str], Callable[..., Any]] = MappingProxyType({
+    ("_codecs", "encode"): _encode,
+    ("numpy", "dtype"): _Dtype,
+    ("numpy", "ndarray"): _Array,
+    **{(f"numpy.{core}.multiarray", "_reconstruct"): _reconstruct for core in ("core", "_core")},
+    **{(f"numpy.{core}.numeric", "_frombuffer"): _array for core in ("core", "_core")},
+})
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return _STAND_INS[module, name]
+        except KeyError:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}") from None

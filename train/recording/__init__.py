@@ -1,0 +1,1 @@
+"""What a live run writes: log lines, metrics.jsonl, TensorBoard's event file and MLPerf's lines."""

@@ -1,0 +1,394 @@
+"""What a run measures: the speed of steps, and the `RunRecord` that metrics.jsonl, report.json and the report hold.
+
+A run's metrics.jsonl has one JSON object per line. `RunRecord.apply` takes in one such line: the recorder goes that way
+while a run lasts, `RunRecord.read_jsonl` afterwards, so a killed run's record is complete up to its last line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from train.content import content_of_file
+from train.options.language_model import LANGUAGE_MODEL
+from train.recording.gpu_monitor import GpuReadings
+
+SCHEMA = 1
+METRICS_FILE = "metrics.jsonl"  # in a run's output folder
+
+UNITS = {
+    "images": "of a language model's run: words",
+    "time": "s since the start of the run, summed over its sessions",
+    "step": "optimizer steps done since the start of the run",
+    "epoch": "epochs, counted from 1",
+    "step_ms": "ms",
+    "loader_wait_ms": "ms",
+    "compute_ms": "ms",
+    "images_per_sec": "images/s, all processes together; without a session's first step where there are others",
+    "images_per_sec_uncertainty": "images/s, standard error of the mean; null for a single step",
+    "images_per_sec_jitter": "images/s, 1.4826 x median absolute deviation; null for a single step",
+    "loader_images_per_sec": "images/s, all processes together",
+    "loss": "nats per image",
+    "top1": "fraction of images",
+    "top5": "fraction of images",
+    "balanced_top1": "fraction of images, mean of the classes; of uneven classes, and with --balance",
+    "learning_rate": "1",
+    "last_step_images": "images of the last of the steps, where it has fewer than --accumulate batches",
+    "skipped_steps": "optimizer steps that changed no weight, since a gradient was not finite",
+    "skipped_images": "images of the epoch and its validation that cannot be decoded",
+    "gradient_norm": "norm of all gradients of the last of the steps together, before clipping; with --clip-norm",
+    "gpu_power": "W, all GPUs together",
+    "gpu_utilization": "fraction of the time in which a kernel ran, mean of the GPUs",
+    "gpu_memory": "GiB in use by any program, mean of the GPUs",
+    "gpu_clock": "MHz of the multiprocessors, mean of the GPUs",
+    "gpu_power_capped": "fraction of the time in which the power limit held the clock down, mean of the GPUs",
+    "price": "whatever --price-per-hour is in",
+    "hours": "h",
+    "seconds": "s",
+}
+
+
+IMAGES, WORDS = "images", "words"  # what the examples of a run are: words those of a language model
+
+
+class Speed(NamedTuple):
+    """Examples/sec of a series of steps: mean, standard error of the mean, jitter; a single step has only the first."""
+
+    mean: float
+    uncertainty: float | None
+    jitter: float | None
+
+    @property
+    def spread(self) -> str:
+        """The last two, in words."""
+        if self.uncertainty is None or self.jitter is None:
+            return "(a single step)"
+        return f"+/- {self.uncertainty:,.1f} (jitter = {self.jitter:,.1f})"
+
+    def __str__(self) -> str:
+        return f"{self.mean:.1f} {self.spread.replace(',', '')}"
+
+
+def speed(step_ms: Sequence[float] | np.ndarray, images_per_step: int | np.ndarray) -> Speed:
+    """Speed of steps of `images_per_step` images, of each or of all, that took `step_ms` milliseconds each, as in
+    tf_cnn_benchmarks.
+
+    Mean: images over the mean step time. Uncertainty: standard deviation of the steps' speeds over the root of their
+    number. Jitter: 1.4826 times the median absolute deviation of the speeds, a standard deviation robust to outliers.
+    Source: github.com/tensorflow/benchmarks, scripts/tf_cnn_benchmarks/benchmark_cnn.py, `get_perf_timing`.
+    """
+    seconds = np.asarray(step_ms, dtype=np.float64) / 1e3
+    if not len(seconds):
+        raise ValueError("speed() needs at least one step")
+    mean, speeds = float(np.mean(images_per_step) / seconds.mean()), images_per_step / seconds
+    if len(seconds) == 1:
+        return Speed(mean, None, None)
+    return Speed(
+        mean=mean,
+        uncertainty=float(speeds.std() / math.sqrt(len(speeds))),
+        jitter=float(1.4826 * np.median(np.abs(speeds - np.median(speeds)))),
+    )
+
+
+def perplexity(loss: float) -> float:
+    """Of a language model with this mean loss of a word, in nats: exp of it; infinite where a float has no room."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+def shown_perplexity(loss: float) -> str:
+    """The same for people: of one that has diverged, no more than its size."""
+    value = perplexity(loss)
+    return f"{value:,.2f}" if value < 1e6 else f"{value:.1e}"
+
+
+VALIDATION, TRAINING_IMAGES = "validation", "training images"
+# What the accuracy after an epoch may be of, and how its fields begin in an `EpochRow`, metrics.jsonl and TensorBoard.
+EVALUATED = {VALIDATION: "val", TRAINING_IMAGES: "train_eval"}
+
+
+def accuracy_of(images: str, top: str = "top-1") -> str:
+    """An accuracy by its name: of the validation images, or of the training images where there are no others."""
+    return f"{VALIDATION} {top}" if images == VALIDATION else f"{top} on the {images}"
+
+
+def tells_top5(num_classes: int | None) -> bool:
+    """Whether a top-5 accuracy among so many classes (None: not known) says anything; of five it is always 100 %."""
+    return num_classes is None or num_classes > 5
+
+
+class Evaluation(NamedTuple):
+    """What the network, as it is after an epoch, makes of some images."""
+
+    images: str  # VALIDATION or TRAINING_IMAGES
+    loss: float
+    top1: float  # fraction of the images
+    top5: float
+    balanced_top1: float | None  # the mean of the classes; of uneven ones, and with --balance
+
+
+@dataclass
+class EpochRow:
+    """Results of one epoch. Accuracies are fractions; None where there was no evaluation on such images."""
+
+    epoch: int  # counted from 1
+    hours: float  # training time since the start of the run when the epoch's validation had ended
+    images_per_sec: float | None  # training steps only; None where all of them were warm-up
+    train_loss: float | None = None
+    train_top1: float | None = None
+    val_loss: float | None = None
+    val_top1: float | None = None
+    val_top5: float | None = None
+    val_balanced_top1: float | None = None
+    train_eval_loss: float | None = None  # of the training images, seen as in validation: the data has no others
+    train_eval_top1: float | None = None
+    train_eval_top5: float | None = None
+    train_eval_balanced_top1: float | None = None
+    skipped_images: int = 0  # of training and validation, that cannot be decoded
+
+    @property
+    def evaluation(self) -> Evaluation | None:
+        """Of validation images, or of the training images where there are no others; None: not in this epoch."""
+        for images, prefix in EVALUATED.items():
+            values = [getattr(self, f"{prefix}_{name}") for name in Evaluation._fields[1:]]
+            if values[1] is not None:
+                return Evaluation(images, *values)
+        return None
+
+
+@dataclass
+class LossPoint:
+    """Mean over the steps since the point before it."""
+
+    step: int
+    epoch: float  # with the fraction done
+    loss: float
+    top1: float
+    learning_rate: float
+    skipped_steps: int = 0  # of these steps, those that changed no weight; runs of earlier versions do not say
+
+
+@dataclass
+class GpuPoint:
+    """Readings over the steps since the point before it, see `gpu_monitor.GpuReadings`; None: not known."""
+
+    step: int
+    power: float | None
+    utilization: float | None
+    memory: float | None
+    clock: float | None = None  # runs of earlier versions have neither
+    power_capped: float | None = None
+
+
+@dataclass
+class RunRecord:
+    """Everything a report says about one run, over all its sessions.
+
+    In the lists by step, item i belongs to step `steps_before` + i + 1.
+    """
+
+    config: dict[str, Any]  # of the last session
+    command: str  # of the first session
+    images_per_step: int  # of the last session, all processes and accumulated batches together
+    num_processes: int = 1
+    num_classes: int | None = None  # that the network tells apart; runs of earlier versions do not say
+    warmup_steps: int = 0  # first steps of every session that no throughput counts
+    steps_before: int = 0  # steps that the checkpoint had behind it, where a run began from another run's
+    start_date: str = ""  # ISO 8601, UTC
+    git_commit: str | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+    hardware: dict[str, Any] = field(default_factory=dict)
+    step_ms: list[float] = field(default_factory=list)  # batch asked for -> parameters updated
+    loader_wait_ms: list[float] = field(default_factory=list)  # of it, the longest that a process waited for its batch
+    compute_ms: list[float] = field(default_factory=list)  # the rest
+    short_steps: list[list[int]] = field(default_factory=list)  # index and images of those with fewer images
+    session_starts: list[int] = field(default_factory=list)  # steps done when each session began
+    session_images: list[int] = field(default_factory=list)  # per step, of each of them
+    seconds: float = 0.0  # total over the sessions
+    phase_seconds: dict[str, float] = field(default_factory=dict)  # validation, checkpoint, ...: time outside the steps
+    loader_images_per_sec: float | None = None  # the loader alone, all processes together
+    epochs: list[EpochRow] = field(default_factory=list)
+    loss_curve: list[LossPoint] = field(default_factory=list)
+    gpu_curve: list[GpuPoint] = field(default_factory=list)  # empty without a GPU
+    events: list[dict[str, Any]] = field(default_factory=list)  # checkpoints, bad images, resumes, ...: {"event": ...}
+    schema: int = SCHEMA
+
+    @property
+    def examples(self) -> str:
+        """What is counted as images in all names here: IMAGES, or the WORDS of a language model."""
+        return WORDS if self.config.get("config") == LANGUAGE_MODEL else IMAGES
+
+    @property
+    def tells_top5(self) -> bool:
+        """Whether its top-5 accuracy is for people too."""
+        return tells_top5(self.num_classes)
+
+    def speed(self) -> Speed:
+        """Speed of the whole run, waits for the loader included, warm-up, validation and checkpoints excluded."""
+        return speed(np.asarray(self.step_ms)[self.counted_steps], self.images[self.counted_steps])
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> RunRecord:
+        """The inverse of `to_dict`; raises TypeError or KeyError for anything else."""
+        known = {f.name for f in dataclasses.fields(cls)}
+        record = cls(**{name: value for name, value in values.items() if name in known})
+        record.epochs = [EpochRow(**row) for row in values["epochs"]]
+        record.loss_curve = [LossPoint(**point) for point in values["loss_curve"]]
+        record.gpu_curve = [GpuPoint(**point) for point in values.get("gpu_curve", ())]
+        return record
+
+    @property
+    def images(self) -> np.ndarray:
+        """Of each step."""
+        images = np.full(len(self.step_ms), self.images_per_step)
+        for start, number in zip(self.session_starts, self.session_images, strict=False):  # none in older reports
+            images[start:] = number
+        for index, number in self.short_steps:
+            images[index] = number
+        return images
+
+    @property
+    def counted_steps(self) -> np.ndarray:
+        """Indices of the steps that throughput counts: all but the first `warmup_steps` of every session.
+
+        A run too short for that keeps its last step of each session.
+        """
+        bounds = [*self.session_starts, len(self.step_ms)] if self.session_starts else [0, len(self.step_ms)]
+        parts = [
+            np.arange(min(first + self.warmup_steps, last - 1), last)
+            for first, last in itertools.pairwise(bounds)
+            if last > first
+        ]
+        return np.concatenate(parts) if parts else np.arange(0)
+
+    @property
+    def price(self) -> float | None:
+        """Of the whole run so far, validation and interruptions that ran on included; None without a price per hour."""
+        per_hour = self.config.get("price_per_hour")
+        return per_hour * self.seconds / 3600 if per_hour else None
+
+    @property
+    def skipped_steps(self) -> int:
+        """Those that changed no weight, since a gradient was not finite."""
+        return sum(point.skipped_steps for point in self.loss_curve)
+
+    @property
+    def steps_done(self) -> int:
+        return self.steps_before + len(self.step_ms)
+
+    def epoch_row(self, epoch: int, first_step: int, hours: float) -> EpochRow:
+        """What the training steps of an epoch gave, which is that of all steps after `first_step`."""
+        # Each point of the curve is a mean over the steps since the point before.
+        points = [point for point in self.loss_curve if point.step > first_step]
+        weights = np.diff([first_step, *(point.step for point in points)])
+        counted = self.counted_steps
+        # Of a session shorter than its warm-up the last step is counted, which is no epoch's speed.
+        warm = max(first_step - self.steps_before, self.session_starts[-1] + self.warmup_steps)
+        counted = counted[counted >= warm]
+        ms = np.asarray(self.step_ms)[counted].sum()
+        return EpochRow(
+            epoch=epoch,
+            hours=hours,
+            images_per_sec=self.images[counted].sum() / (ms / 1e3) if ms else None,
+            train_loss=float(np.average([p.loss for p in points], weights=weights)) if points else None,
+            train_top1=float(np.average([p.top1 for p in points], weights=weights)) if points else None,
+        )
+
+    def apply(self, line: Mapping[str, Any]) -> None:
+        """Take in one line of metrics.jsonl; recorder and `read_jsonl` both go this way, so they cannot disagree."""
+        kind = line["event"]
+        self.seconds = max(self.seconds, float(line.get("time", 0.0)))
+        if kind == "units":
+            return
+        if kind == "session":
+            self._begin_session(line)
+        elif kind == "steps":
+            self.step_ms += line["step_ms"]
+            self.loader_wait_ms += line["loader_wait_ms"]
+            self.compute_ms += line["compute_ms"]
+            if "last_step_images" in line:
+                self.short_steps.append([len(self.step_ms) - 1, line["last_step_images"]])
+            if line["loss"] is not None:
+                known = {f.name: line[f.name] for f in dataclasses.fields(LossPoint) if f.name in line}
+                self.loss_curve.append(LossPoint(**known))
+            if "gpu_power" in line:
+                self.gpu_curve.append(GpuPoint(line["step"], *(line.get(f"gpu_{f}") for f in GpuReadings._fields)))
+        elif kind == "epoch":
+            # Earlier versions did not tell the training images from those of validation.
+            names = [field.name for field in dataclasses.fields(EpochRow)]
+            self.epochs.append(EpochRow(**{name: line[name] for name in names if name in line}))
+        elif kind == "phase":
+            self.phase_seconds[line["name"]] = self.phase_seconds.get(line["name"], 0.0) + line["seconds"]
+        elif kind == "loader":
+            self.loader_images_per_sec = line["images_per_sec"]
+        else:
+            self.events.append(dict(line))
+
+    def _begin_session(self, line: Mapping[str, Any]) -> None:
+        """A first start, or a resume at `step`: what an interrupted session did beyond its last checkpoint is dropped,
+        since it is done again; only the time that it took stays in `seconds`. Where steps that the checkpoint has
+        behind it are missing (another run's, or lost in a power cut), what is recorded by step begins here."""
+        if not self.session_starts:
+            self.start_date, self.command = line["date"], line["command"]
+        else:
+            self.events.append(self._resumed(line))
+        keep = line["step"] - self.steps_before
+        if not 0 <= keep <= len(self.step_ms):
+            self.steps_before, keep = line["step"], 0
+            self.loss_curve, self.gpu_curve = [], []
+        for steps in (self.step_ms, self.loader_wait_ms, self.compute_ms):
+            del steps[keep:]
+        self.short_steps = [short for short in self.short_steps if short[0] < keep]
+        self.session_starts = [start for start in self.session_starts if start < keep] + [keep]
+        self.session_images = [*self.session_images[: len(self.session_starts) - 1], line["images_per_step"]]
+        self.loss_curve = [point for point in self.loss_curve if point.step <= line["step"]]
+        self.gpu_curve = [point for point in self.gpu_curve if point.step <= line["step"]]
+        self.epochs = [row for row in self.epochs if row.epoch < line["epoch"]]
+        for name in ("config", "images_per_step", "num_processes", "warmup_steps"):
+            setattr(self, name, line[name])
+        self.num_classes = line.get("num_classes")
+        for name in ("git_commit", "versions", "hardware"):
+            setattr(self, name, line[name])
+
+    def _resumed(self, line: Mapping[str, Any]) -> dict[str, Any]:
+        """The event of a later session: what it undoes, and how many processes it has, where they are others."""
+        event = {key: line[key] for key in ("time", "step", "date", "command")} | {"event": "resume"}
+        if (undone := self.steps_before + len(self.step_ms) - line["step"]) > 0:
+            event["steps_undone"] = undone
+        if line["num_processes"] != self.num_processes:
+            event["processes"] = f"{line['num_processes']}, before {self.num_processes}"
+        return event
+
+    @classmethod
+    def read_jsonl(cls, path: Path) -> RunRecord:
+        """Read the record of a run back from its metrics.jsonl; a last line cut off by a kill is left out.
+
+        Raises TrainError where a line is not one of a run's metrics.
+        """
+        record = cls(config={}, command="", images_per_step=1)
+        *lines, _ = path.read_bytes().split(b"\n")
+        for number, line in enumerate(lines, start=1):
+            record._apply_line(line, f"line {number} of {path}")
+        return record
+
+    def _apply_line(self, line: bytes, place: str) -> None:
+        def sentence(_: str) -> str:
+            beginning = line[:40].decode(errors="backslashreplace").strip()
+            return (f"{place} is not a line of a run's metrics ({beginning!r}): delete that line, or the file to start "
+                    "the record anew")
+
+        with content_of_file(sentence):
+            self.apply(json.loads(line))

@@ -1,0 +1,68 @@
+"""A run's metrics.jsonl while the run lasts: lines appended to it, and the record that they add up to."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from train.errors import TrainError
+from train.recording.log_file import LogFile
+from train.recording.metrics import SCHEMA, UNITS, RunRecord
+
+
+class MetricsFile(LogFile):
+    """Begins the file `path`, or continues the one that is there (a resumed run).
+
+    Each event becomes one line at once, so that a killed run keeps what it has logged, and goes into `record`.
+    `clock` tells seconds. The file's folder is made if need be. While it is open it is locked, so that no two processes
+    write into one run. Raises TrainError where the file is foreign, locked or cannot be written.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float]) -> None:
+        self.record = RunRecord(config={}, command="", images_per_step=1)
+        self._clock = clock
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            super().__init__(path, locked=True)
+            _cut_unfinished_line(path)
+            self.record = RunRecord.read_jsonl(path)
+        except OSError as error:
+            raise TrainError(f"cannot write {path} ({error.strerror}): give another --output folder") from None
+        self._run_start = clock() - self.record.seconds
+        if path.stat().st_size == 0:
+            self.write("units", schema=SCHEMA, units=UNITS)
+
+    def seconds(self) -> float:
+        """Since the start of the run, over its sessions."""
+        return self._clock() - self._run_start
+
+    def write(self, event: str, **fields: Any) -> None:
+        """Append an event. Raises TrainError where the disk is full."""
+        if self._file.closed:
+            return
+        line = _finite({"event": event, "time": round(self.seconds(), 3), **fields})
+        self._append(json.dumps(line))
+        self.record.apply(line)
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows neither NaN nor infinity: both become null."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _cut_unfinished_line(path: Path) -> None:
+    """Cut off a last line that a kill left without its end, so that appending starts on a new line."""
+    content = path.read_bytes()
+    end = content.rfind(b"\n") + 1
+    if end < len(content):
+        with path.open("r+b") as file:
+            file.truncate(end)

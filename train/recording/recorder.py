@@ -1,0 +1,390 @@
+"""The recorder: what the training loop tells it goes to the terminal, metrics.jsonl, TensorBoard and MLPerf lines.
+
+    with Recorder(folder, config=..., images_per_step=..., num_epochs=..., log_every=...) as recorder:
+        for epoch in range(first_epoch, num_epochs):
+            recorder.begin_epoch(epoch, num_steps)
+            for batch in recorder.timed(loader):
+                ...                                                 # forward, backward, update
+                recorder.stop_clock()
+                recorder.end_step(learning_rate)
+                if recorder.log_due:
+                    recorder.close_interval()
+                    recorder.log(read_metrics())                    # now, or one step later
+            with recorder.phase("validation"):
+                ...
+            recorder.end_epoch(validation_metrics)
+    write_report(folder / "report", recorder.record)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from rich.console import Console
+
+from graph_passes.executors import Metrics
+from train.errors import TrainError
+from train.recording.gpu_monitor import GpuReadings
+from train.recording.metrics import EVALUATED, VALIDATION, RunRecord, Speed
+from train.recording.run_logs import RunLogs
+from train.recording.step_clock import Interval, Place, StepClock
+from train.recording.terminal import Terminal
+
+LONGEST_SILENCE = 10.0  # seconds of steps without a line on the terminal, after which one comes between two log lines
+# What is said of an image, by the event that it becomes.
+IMAGE_EVENTS = {"bad_image": "skipped {file}: {reason}",
+                "damaged_image": "a damaged image is used as it decodes: {file}: {reason}"}
+
+T = TypeVar("T")
+
+
+class Recorder:
+    """Measures a run and writes down what happened. Methods are called in the order shown above.
+
+    Every rank makes one, since `log_due` must be the same on each; only the `enabled` one (rank 0) writes and prints.
+
+    Args:
+        folder: the run's output folder; a metrics.jsonl in it is continued (a resumed run).
+        config: the resolved configuration, as plain JSON values.
+        images_per_step: images per optimizer step, over all processes and accumulated batches.
+        num_epochs: epochs of the whole run, for the time left; None: nobody can tell its end.
+        log_every: optimizer steps between two log lines.
+        num_processes: for the report.
+        num_classes: that the network tells apart; of five and fewer no top-5 accuracy is shown. None: not known.
+        evaluated: which images validation sees, one of `metrics.EVALUATED`.
+        first_step: optimizer steps that the checkpoint resumed from has behind it.
+        first_epoch: whole epochs likewise.
+        warmup_steps: first steps of a session that no throughput counts: libraries choose kernels, caches fill.
+        tensorboard, mlperf: write these logs too.
+        console: where to print, see `Terminal`.
+        clock: seconds; tests replace it.
+
+    Raises:
+        TrainError: the folder's metrics.jsonl is foreign, cannot be written, or is being written by another process.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        config: Mapping[str, Any],
+        images_per_step: int,
+        num_epochs: int | None,
+        log_every: int,
+        enabled: bool = True,
+        num_processes: int = 1,
+        num_classes: int | None = None,
+        evaluated: str = VALIDATION,
+        first_step: int = 0,
+        first_epoch: int = 0,
+        warmup_steps: int = 10,
+        tensorboard: bool = True,
+        mlperf: bool = False,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.enabled = enabled
+        self.folder = folder
+        self.all_removed: list[str] = []
+        self.num_skipped = 0  # images of this epoch that were skipped, as far as the loop has counted them
+        self.evaluated = evaluated
+        self.log_every = log_every
+        self.record = RunRecord(config={}, command="", images_per_step=images_per_step)
+        self._place = Place(num_epochs, first_step, first_epoch, first_step)
+        self._clock = StepClock(clock, first_step, warmup_steps)
+        self._first_step = self._last_log = first_step
+        self._next_log = first_step + 1  # the first step has a line: the run has begun, and with this loss
+        self._last_line = clock()  # of the terminal
+        self._phase = ""  # the last one
+        self._learning_rate = 0.0  # of the last step
+        self._last_step_images: int | None = None  # where it had fewer than the others
+        self._interval: Interval | None = None  # closed, its metrics still to come
+        self._skipped_steps = 0  # since the last log line
+        self._logs: RunLogs | None = None
+        self._terminal: Terminal | None = None
+        self._named_bad: set[str] = set()  # bad and damaged images that the run's metrics name
+        self._num_damaged = 0
+        if not enabled:
+            return
+
+        self._logs = RunLogs(folder, clock)
+        self.record = self._logs.record
+        self._named_bad.update(event["file"] for event in self.record.events if event["event"] in IMAGE_EVENTS)
+        self._logs.begin_session(self._place, config, images_per_step=images_per_step, num_processes=num_processes,
+                                 num_classes=num_classes, warmup_steps=warmup_steps, tensorboard=tensorboard,
+                                 mlperf=mlperf)
+        self._terminal = Terminal(num_epochs, console, self.record.examples, self.record.tells_top5)
+
+    # --- steps ---
+
+    def begin_epoch(self, epoch: int, num_steps: int, first_step: int = 0) -> None:
+        """Epoch `epoch` (from 0) of `num_steps` steps begins, at its step `first_step` if resumed in the middle."""
+        self._place.begin_epoch(epoch, num_steps, first_step)
+        if self._logs and self._terminal:
+            self._logs.begin_epoch(epoch + 1)
+            self._terminal.begin_epoch(epoch, num_steps, first_step)
+        self._last_line = self._clock.now()
+        self._clock.begin_epoch(is_whole=not first_step)
+
+    def timed(self, batches: Iterable[T]) -> Iterator[T]:
+        """Pass batches through; the time that each takes to arrive counts as the step's wait for the loader.
+
+        A loader's `bad_images` and `damaged_images` (file or record, reason) become events, and lines on the terminal,
+        as they are found, or now if it has met them before.
+        """
+        iterator = iter(batches)
+        while True:
+            start = self._clock.now()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            self._clock.waited_since(start)
+            for file, reason in _bad_images(batches):
+                if file not in self._named_bad:
+                    self._named_bad.add(file)
+                    self.name_image("bad_image", file, reason)
+            for file, message in _damaged_images(batches):
+                if file not in self._named_bad:
+                    self._named_bad.add(file)
+                    self._num_damaged += 1
+                    self.event("damaged_image", file=file, reason=message)
+                    self.say(f"a damaged image is used as it decodes ({self._num_damaged} so far): {file}: {message}")
+            yield batch
+
+    @property
+    def log_due(self) -> bool:
+        """Whether the step that has just ended is one with a log line, so that the loop should ask for the metrics.
+
+        The first step of a session and the last one of an epoch always are.
+        """
+        place = self._place
+        is_last = place.epoch_step == place.epoch_steps
+        return place.step > self._last_log and (place.step >= self._next_log or is_last)
+
+    @property
+    def is_first_step(self) -> bool:
+        """Whether the step that has just ended is the session's first."""
+        return self._place.step == self._first_step + 1
+
+    def stop_clock(self, idle_seconds: float | None = None) -> None:
+        """The step under way is over; what follows until `end_step` counts in the next step.
+
+        For devices that work a step ahead (`Executor.end_step`), whose step ends when the one before it is done: to
+        wait for the device then is to wait for the latest step, as the next step would have done. Such a device still
+        computes while the loop waits for a batch; `idle_seconds`, for which it stood still in the step before, is all
+        that this waiting can have cost (`Executor.idle_seconds`).
+        """
+        self._clock.stop(idle_seconds)
+
+    def end_step(self, learning_rate: float, images: int | None = None) -> None:
+        """An optimizer step with this learning rate has ended; with so many images, where its epoch had no more."""
+        self._place.step += 1
+        self._learning_rate, self._last_step_images = learning_rate, images
+        self._clock.end_step(self._place.step, self.record.images_per_step if images is None else images)
+        if self._terminal:
+            self._terminal.end_step()
+            if self._is_quiet and not (self.log_due or self._interval):
+                self._show_line(str(self._place), self._recent_speed, None, learning_rate, self._time_left)
+
+    @property
+    def _is_quiet(self) -> bool:
+        """Whether the terminal's last line is long past."""
+        return self._clock.now() - self._last_line > LONGEST_SILENCE
+
+    @property
+    def _recent_speed(self) -> Speed:
+        return self._clock.recent_speed()
+
+    @property
+    def _time_left(self) -> str:
+        return self._clock.time_left(self._place)
+
+    def _show_line(
+        self, place: str, rate: Speed | None, loss: float | None, learning_rate: float, time_left: str,
+        skipped_steps: int = 0
+    ) -> None:
+        assert self._terminal
+        self._terminal.log_step(place, rate, loss, learning_rate, time_left, skipped_steps)
+        self._last_line = self._clock.now()
+
+    def close_interval(self) -> None:
+        """The metrics have been asked for: those that `log` gets belong to the steps up to the one that has just ended.
+
+        To be called where `log_due` says so, which puts a line on the terminal, and wherever else metrics are read.
+        """
+        assert self._interval is None, "the metrics of the interval before have not come yet"
+        place = self._place
+        starts = self.is_first_step and place.epoch_steps > 1  # such a step's time says nothing of those that follow
+        self._interval = Interval(
+            step=place.step,
+            epoch=place.epochs_done,
+            place=str(place),
+            learning_rate=self._learning_rate,
+            is_logged=self.log_due,
+            time_left=self._time_left,
+            rate=None if starts else self._recent_speed,
+            times=self._clock.take(),
+            last_step_images=self._last_step_images,
+        )
+        if self.log_due:
+            self._last_log = place.step
+            self._next_log = (self._first_step if self.is_first_step else place.step) + self.log_every
+
+    @property
+    def loader_waits(self) -> list[float]:
+        """Of each step of the closed interval: ms for which this process waited for its batch."""
+        assert self._interval, "close_interval() comes first"
+        return self._interval.times.loader_wait_ms
+
+    def log(
+        self, metrics: Metrics, gpu: GpuReadings | None = None, loader_waits: Sequence[float] | None = None,
+        skipped_steps: int = 0, gradient_norm: float | None = None
+    ) -> None:
+        """The metrics of the closed interval: sums over all its images, over all processes; and the GPUs' readings.
+
+        `loader_waits`: as the property of that name, but of the process that waited longest, for which all wait.
+        `skipped_steps`: those of the interval that changed no weight, since a gradient was not finite.
+        `gradient_norm`: of its last step, where gradients are clipped.
+        """
+        interval, self._interval = self._interval, None
+        assert interval, "close_interval() comes first"
+        if loader_waits is not None:
+            interval.times.set_waits(loader_waits)
+        self._clock.hold()  # the wait for them
+        logs = self._whole_logs()
+        if not (logs and self._terminal):
+            return
+        logs.steps(interval, metrics, gpu, skipped_steps, gradient_norm)
+        self._skipped_steps += skipped_steps
+        if interval.is_logged:
+            loss = self.record.loss_curve[-1].loss if self.record.loss_curve else None
+            self._show_line(interval.place, interval.rate, loss, interval.learning_rate, interval.time_left,
+                            self._skipped_steps)
+            self._skipped_steps = 0
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time outside the steps (`validation`, `checkpoint`, ...), told apart in the report."""
+        start = self._clock.now()
+        is_validation = name == VALIDATION
+        if is_validation and self.evaluated != VALIDATION:
+            name = f"evaluation on the {self.evaluated}"
+        if self._logs and is_validation:
+            self._logs.begin_validation(self._place.epoch + 1)
+        self._phase = name
+        if self._terminal:
+            self._terminal.show(name)
+        yield
+        seconds = self._clock.now() - start
+        if self._terminal:
+            self._terminal.show()
+        self._clock.leave_out(seconds)  # a checkpoint in mid-epoch is no part of the next step
+        if self._logs and is_validation:
+            self._logs.end_validation(self._place.epoch + 1)
+        self._emit("phase", name=name, seconds=seconds)
+
+    def show_progress(self, done: int, total: int) -> None:
+        """So many batches of the phase under way are done: a line, where the last one is long past."""
+        if self._terminal and self._is_quiet:
+            self.say(f"{self._phase}: batch {done} of {total}")
+            self._last_line = self._clock.now()
+
+    def end_epoch(self, validation: Metrics | None = None, balanced_top1: float | None = None) -> None:
+        """The epoch's steps, and its validation if there was one, have ended; `balanced_top1` where it is told."""
+        if not (self._logs and self._terminal):
+            return
+        self._write_unread()
+        row = self.record.epoch_row(self._place.epoch + 1, self._place.epoch_first_step, self._logs.hours())
+        if validation:
+            sums = {"loss": validation.loss_sum, "top1": validation.top1, "top5": validation.top5}
+            for name, value in sums.items():
+                setattr(row, f"{EVALUATED[self.evaluated]}_{name}", value / validation.count)
+            setattr(row, f"{EVALUATED[self.evaluated]}_balanced_top1", balanced_top1)
+        row.skipped_images, self.num_skipped = self.num_skipped, 0
+        self._emit("epoch", **vars(row))
+        self._terminal.end_epoch(row)
+        self._logs.end_epoch(row, self._place.step)
+
+    # --- anything else ---
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Something worth a line in metrics.jsonl and the report: `checkpoint`, `bad_image`, `stop`, ..."""
+        self._emit(kind, step=self._place.step, **fields)
+
+    def name_image(self, kind: str, file: str, reason: str) -> None:
+        """An image is skipped, or used though it is damaged: one of IMAGE_EVENTS."""
+        self.say(IMAGE_EVENTS[kind].format(file=file, reason=reason))
+        self.event(kind, file=file, reason=reason)
+
+    def loader_speed(self, images_per_sec: float) -> None:
+        """Speed of the loader alone, over all processes, as the loop measured it."""
+        self._emit("loader", images_per_sec=images_per_sec)
+
+    def removed(self, names: Sequence[str]) -> None:
+        """Somebody has removed these files of the run's folder: said here, and again at the end (`all_removed`)."""
+        if names:
+            self.all_removed += names
+            self.say(f"removed while the run goes on: {', '.join(names)} in {self.folder}; what is still known will be "
+                     "written again")
+            self.event("removed", files=list(names))
+
+    def say(self, text: str) -> None:
+        """Print a line, above the progress bar where there is one."""
+        if self._terminal:
+            self._terminal.say(text)
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._terminal:
+            return
+        self._terminal.close()
+        # A full disk may be the very reason for the end: what can be written is, the first error is the one to show.
+        with contextlib.suppress(TrainError):
+            self._write_unread()
+            if logs := self._whole_logs():
+                logs.end(self._place.step, completed=error is None)
+        if self._logs:
+            self._logs.close()
+        if error is None and len(self.record.counted_steps):
+            self.say(f"total {self.record.examples}/sec: {self.record.speed().mean:.1f}")
+
+    # --- inside ---
+
+    def _emit(self, event: str, **fields: Any) -> None:
+        if logs := self._whole_logs():
+            logs.emit(event, **fields)
+
+    def _whole_logs(self) -> RunLogs | None:
+        """None on ranks that have none. What somebody has removed of them is written anew, and that is told."""
+        if self._logs:
+            self.removed(self._logs.restored())
+        return self._logs
+
+    def _write_unread(self) -> None:
+        """Write the steps whose metrics nobody has read, or will read."""
+        if self._interval and (logs := self._whole_logs()):
+            logs.steps(self._interval, None)
+            self._interval = None
+        if self._clock.has_steps:
+            self.close_interval()
+            self._write_unread()
+
+
+def _bad_images(batches: object) -> Sequence[tuple[str, str]]:
+    """(file or record, reason) of the images that a loader has skipped so far; plain iterables have none."""
+    return getattr(batches, "bad_images", ())
+
+
+def _damaged_images(batches: object) -> Sequence[tuple[str, str]]:
+    """(file or record, what its decoder says) of the images that a loader has used so far though they are damaged."""
+    return getattr(batches, "damaged_images", ())

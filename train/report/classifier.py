@@ -1,0 +1,167 @@
+"""A trained classifier for people: what it takes for what, its surest mistakes, whether its probabilities are true.
+
+It is kept in a file of the report's folder, from which the report shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from train.recording.metrics import TRAINING_IMAGES
+from train.recording.outcomes import NUM_BINS, Outcomes
+from train.report import arrays, classifier_plots, plots
+from train.report.document import Block, Heading, Plot, Table, Text
+from train.report.predictions import Predictions
+
+FILE = "classifier.npz"  # in the report's folder, beside its pictures
+CONFUSION, MISTAKES, CALIBRATION = "confusion.png", "mistakes.png", "calibration.png"
+MAX_MATRIX = 50  # classes: a picture of more is grain
+MAX_TABLE = 20  # classes that a table has all of; of more it has the first and the last
+NUM_ENDS = 10  # so many of each
+NUM_CONFUSED = 10  # pairs named beside the picture of all; without it twice as many
+
+
+@dataclass(frozen=True)
+class Classifier:
+    """Of a network and a data split."""
+
+    outcomes: Outcomes
+    names: list[str]  # of all classes that the network knows, each different
+    files: list[str]  # file or record of each of the outcomes' mistakes; empty for images that have none
+    pictures: np.ndarray  # uint8 (S, size, size, 3): of those of them that could be read again
+    shown: np.ndarray  # int (S,): which of the mistakes these are
+    images: str  # what the images are, in words
+    epoch: int  # whole epochs of training that the network has behind it; 0: not known
+
+    def save(self, folder: Path) -> None:
+        """Write it into a report's folder. Raises UserError where that fails."""
+        values = {**vars(self), **vars(self.outcomes)}
+        del values["outcomes"]
+        arrays.save(folder / FILE, values)
+
+    @property
+    def is_of_training(self) -> bool:
+        """Whether it has been shown the very images that it was trained on."""
+        return self.images == TRAINING_IMAGES
+
+    @property
+    def class_accuracy(self) -> np.ndarray:
+        """float (classes,): the share of a class's images that is taken for it; NaN for one without images."""
+        images, right, _ = self.outcomes.by_class(len(self.names))
+        return np.divide(right, images, out=np.full(len(images), np.nan), where=images > 0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As report.json has it: lists by class are in the order of `classes`."""
+        outcomes, names = self.outcomes, self.names
+        images, right, guessed = outcomes.by_class(len(names))
+        return {
+            "images": self.images,
+            "count": outcomes.num_images,
+            "epoch": self.epoch,
+            "top1": float(right.sum() / outcomes.num_images),
+            "balanced_top1": outcomes.balanced_accuracy,
+            "calibration_error": outcomes.calibration_error,
+            "classes": names,
+            "class_images": images.tolist(),
+            "class_right": right.tolist(),
+            "class_guessed": guessed.tolist(),
+            "confused": [{"true": names[true], "guessed": names[guess], "count": int(count)}
+                         for true, guess, count in outcomes.confused(2 * NUM_CONFUSED)],
+            "mistakes": [{"file": file, "true": names[true], "guessed": names[guess], "probability": float(sure)}
+                         for file, (_, true, guess), sure in self._mistakes()],
+            "calibration": [{"above": m / NUM_BINS, "count": int(count), "right": int(hits), "probability": p / count}
+                            for m, (count, hits, p) in enumerate(outcomes.bins.tolist()) if count],
+        }
+
+    def _mistakes(self) -> list[tuple[str, np.ndarray, float]]:
+        return list(zip(self.files, self.outcomes.mistakes, self.outcomes.sureness, strict=False))
+
+    @property
+    def figures(self) -> dict[str, Callable[[plots.Theme], bytes]]:
+        """What draws its pictures, by their files."""
+        drawn: dict[str, Callable[[plots.Theme], bytes]] = {}
+        if len(self.names) <= MAX_MATRIX:
+            matrix = self.outcomes.confusion(len(self.names))
+            drawn[CONFUSION] = lambda theme: classifier_plots.confusion(matrix, self.names, theme)
+        if len(self.shown):
+            _, true, guess = self.outcomes.mistakes[self.shown].T
+            sheet = Predictions(self.pictures, [self.names[i] for i in true], [self.names[i] for i in guess],
+                                self.outcomes.sureness[self.shown], self.epoch)
+            drawn[MISTAKES] = lambda theme: plots.contact_sheet(sheet, "The surest mistakes", "", theme)
+        drawn[CALIBRATION] = lambda theme: classifier_plots.calibration(self.outcomes, theme)
+        return drawn
+
+    def blocks(self, best_epoch: int = 0) -> list[Block]:
+        """Its part of a report; `best_epoch`: that with the weights which are used from now on, 0 if these are."""
+        outcomes, figures = self.outcomes, self.figures
+        known = self.to_dict()
+        what = f"{outcomes.num_images:,} {self.images}"
+        after = f" after {self.epoch} epoch{'s' * (self.epoch != 1)}" if self.epoch else ""
+        caveat = (" These are the images that it was trained on: none of this says how it does on others."
+                  if self.is_of_training else "")
+        if best_epoch not in (0, self.epoch):
+            caveat += (f" The best weights, which validate, predict and export take, are those of epoch {best_epoch}: "
+                       "python -m train validate --checkpoint RUN --report FOLDER shows what they do.")
+        text = (f"What the network makes of {what}{after}: top-1 {known['top1']:.2%}, balanced accuracy (the mean over "
+                f"the classes) {known['balanced_top1']:.2%}.{caveat}")
+        blocks: list[Block] = [Heading("The classifier" + f" on the {TRAINING_IMAGES}" * self.is_of_training),
+                               Text(text)]
+        if CONFUSION in figures:
+            blocks += [Plot(CONFUSION, "A row has the images of a class, a column those taken for one: on the diagonal "
+                                       "the right ones, beside it what the others are taken for. The stronger the "
+                                       "colour, the larger the share of the row.")]
+        blocks += [self._confused_table(NUM_CONFUSED if CONFUSION in figures else 2 * NUM_CONFUSED)]
+        blocks += self._class_table()
+        if MISTAKES in figures:
+            blocks += [Plot(MISTAKES, f"Of the {what}, the {len(self.shown)} wrong guesses with the highest "
+                                      "probability. Images with a wrong label show up here first.")]
+        if self.files:
+            rows = [(file, self.names[true], self.names[guess], f"{sure:.1%}")
+                    for file, (_, true, guess), sure in self._mistakes()]
+            blocks += [Table(("file", "is", "taken for", "probability"), rows, folded="Files of the surest mistakes")]
+        blocks += [Plot(CALIBRATION, f"Calibration on the {what}: of guesses with a probability of 80 %, 80 % should "
+                                     "be right. The expected calibration error (ECE), which is the mean distance from "
+                                     f"that, is {outcomes.calibration_error:.2%}.")]
+        return blocks
+
+    def _confused_table(self, count: int) -> Block:
+        images, *_ = self.outcomes.by_class(len(self.names))
+        rows = [(self.names[true], self.names[guess], f"{times:,}", f"{times / images[true]:.1%}")
+                for true, guess, times in self.outcomes.confused(count)]
+        if not rows:
+            return Text("No image is taken for one of another class.")
+        return Table(("class", "confused with", "images", "of the class"), rows)
+
+    def _class_table(self) -> list[Block]:
+        """Accuracy by class, the lowest first; of many classes both ends."""
+        images, right, guessed = self.outcomes.by_class(len(self.names))
+        accuracy = self.class_accuracy
+        seen = np.flatnonzero(images)
+        order = seen[np.lexsort((seen, -images[seen], accuracy[seen]))]
+        rows: list[Sequence[str]] = [
+            (self.names[i], f"{accuracy[i]:.1%}", f"{right[i]:,} of {images[i]:,}",
+             f"{right[i] / guessed[i]:.1%}" if guessed[i] else "none", f"{guessed[i]:,}")
+            for i in (order if len(order) <= MAX_TABLE else np.concatenate([order[:NUM_ENDS], order[-NUM_ENDS:]]))
+        ]
+        notes = []
+        if len(order) > MAX_TABLE:
+            rows.insert(NUM_ENDS, ("...",) + ("",) * 4)
+            notes += [f"These are the {NUM_ENDS} classes with the lowest accuracy and the {NUM_ENDS} with the highest, "
+                      f"of {len(order):,}; report.json has all."]
+        if without := len(self.names) - len(order):
+            notes += [f"{without:,} class{'es' * (without > 1)} of the network {'have' if without > 1 else 'has'} no "
+                      "image here."]
+        head = ("class", "accuracy", "right", "precision", "taken for it")
+        return [Table(head, rows), *([Text(" ".join(notes))] if notes else [])]
+
+
+def read(folder: Path) -> Classifier | None:
+    """The one that a report's folder holds; None where there is none. Raises TrainError where it cannot be read."""
+    return arrays.read(folder / FILE, lambda values: Classifier(
+        Outcomes(values["pairs"], values["bins"], values["mistakes"], values["sureness"]), values["names"].tolist(),
+        values["files"].tolist(), values["pictures"], values["shown"], str(values["images"]), int(values["epoch"])))

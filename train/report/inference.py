@@ -1,0 +1,123 @@
+"""What a sweep of inference has found: its points, MLPerf's scenarios among them, and a plot."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from train.report import plots
+from train.report.plots import LIGHT
+from train.timing import relative_error
+
+LATENCY_BATCH = 32  # images, the largest batch whose latency is measured
+
+
+@dataclass(frozen=True)
+class Point:
+    """One precision at one batch size."""
+
+    precision: str
+    batch: int
+    images_per_sec: float  # of all passes of the throughput
+    pass_ms: np.ndarray  # between their ends
+    latency_ms: np.ndarray  # of passes that run alone; none of a large batch
+    memory_gib: float  # in use on the GPU, or by the process
+    joules_per_image: float  # NaN where power is not known
+    watts: float
+    sm_mhz: float
+
+    @property
+    def p50(self) -> float | None:
+        return self._percentile(50)
+
+    @property
+    def p90(self) -> float | None:
+        return self._percentile(90)
+
+    @property
+    def p99(self) -> float | None:
+        return self._percentile(99)
+
+    def _percentile(self, percent: int) -> float | None:
+        """ms; None where so few passes do not tell it."""
+        if len(self.latency_ms) * (100 - percent) < 100:
+            return None
+        return float(np.percentile(self.latency_ms, percent))
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values: null for what is not known."""
+        def known(value: float) -> float | None:
+            return value if math.isfinite(value) else None
+
+        return {
+            "precision": self.precision, "batch": self.batch, "images_per_sec": self.images_per_sec,
+            "latency_ms": {"p50": self.p50, "p90": self.p90, "p99": self.p99}, "memory_gib": self.memory_gib,
+            "joules_per_image": known(self.joules_per_image), "watts": known(self.watts), "sm_mhz": known(self.sm_mhz),
+            "pass_ms": self.pass_ms.round(4).tolist(), "pass_latency_ms": self.latency_ms.round(4).tolist(),
+        }
+
+
+def error_of_passes(passes: np.ndarray) -> float:
+    """Standard error of the median time of two passes in a row, relative to it; infinite where there are too few. Two,
+    because so many are under way at once, and on a CPU they end together."""
+    return relative_error(passes[: len(passes) // 2 * 2].reshape(-1, 2).sum(axis=1))
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A figure by MLPerf's name."""
+
+    value: float
+    unit: str
+    precision: str
+    batch: int
+
+    def __str__(self) -> str:
+        return f"{self.value:,.2f} {self.unit} ({self.precision}, batch {self.batch:,})"
+
+
+def scenarios(points: Sequence[Point]) -> dict[str, Scenario]:
+    """The best of each; single stream only where batch 1 was measured often enough."""
+    single = [(point.p90, point) for point in points if point.batch == 1 and point.p90]
+    found = {}
+    if single:
+        latency, point = min(single, key=lambda pair: pair[0])
+        found["single stream"] = Scenario(latency, "ms, 90th percentile", point.precision, 1)
+    best = max(points, key=lambda point: point.images_per_sec)
+    found["offline"] = Scenario(best.images_per_sec, "images/sec", best.precision, best.batch)
+    return found
+
+
+def plot(points: Sequence[Point], title: str) -> bytes:
+    """PNG: images/sec over the batch size at the left; at the right the latency, p50 as a line, and from there up to
+    p99, or p90 where some passes were too few for that, as a band."""
+    theme, batches = LIGHT, sorted({point.batch for point in points})
+    figure = plots._figure(9, 3.8, theme)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=theme.text)
+    left, right = figure.subplots(1, 2)
+    knows_p99 = all(point.p99 for point in points if point.batch <= LATENCY_BATCH)
+    for color, name in zip(theme.parts, dict.fromkeys(point.precision for point in points), strict=False):
+        own = [point for point in points if point.precision == name]
+        left.plot([point.batch for point in own], [point.images_per_sec for point in own], "o-", color=color,
+                  label=name, **plots._DOTTED)
+        timed = [(point.batch, point.p50, point.p99 if knows_p99 else point.p90) for point in own if point.p50]
+        if timed:
+            x, typical, slow = (np.array(column, float) for column in zip(*timed, strict=True))
+            right.plot(x, typical, "o-", color=color, label=name, **plots._DOTTED)
+            right.fill_between(x, typical, slow, color=color, alpha=0.25, linewidth=0)
+    plots._styled(left, theme, "Throughput", "batch size", "images/sec")
+    plots._styled(right, theme, "Latency", "batch size", f"ms: p50, shaded up to p{99 if knows_p99 else 90}")
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.set_ylim(0, 1.08 * axes.dataLim.ymax if axes.lines else None)  # no latencies where no batch is that small
+        axes.yaxis.set_major_formatter("{x:,g}")
+    left.set_xticks(batches[:: 1 + len(batches) // 8])
+    right.set_xticks([batch for batch in batches if batch <= LATENCY_BATCH])
+    figure.legend(*left.get_legend_handles_labels(), loc="upper right", ncols=len(theme.parts), frameon=False,
+                  labelcolor=theme.text, fontsize=9, handlelength=1.6, columnspacing=1.4)  # beside the title
+    return plots._png(figure, theme)

@@ -1,0 +1,333 @@
+"""The plots of a report: PNG bytes from a RunRecord, in a light and a dark version of the same figures."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+from common.drawing import fitting, font, matplotlib
+from train.recording.metrics import VALIDATION, Evaluation, RunRecord, accuracy_of, perplexity
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from train.report.predictions import Predictions
+
+PERPLEXITY_ROOM = 1.5  # times the highest one in validation, or in training after the first of these
+MAX_POINTS = 1500  # more than a plot has pixels for: longer series are drawn as medians of equal parts
+
+
+@dataclass(frozen=True)
+class Theme:
+    """Colours of one version. The series colours stay apart for colour-blind readers and in grey print."""
+
+    background: str
+    text: str
+    muted: str
+    grid: str
+    series: tuple[str, str, str]
+    parts: tuple[str, ...]  # of a stacked bar, whose last part is muted
+
+
+LIGHT = Theme(
+    background="#ffffff",
+    text="#1f2328",
+    muted="#6e7781",
+    grid="#e4e8ec",
+    series=("#0b62c4", "#d9622b", "#2a9d6f"),
+    parts=("#0b62c4", "#d9622b", "#2a9d6f", "#8a63d2", "#c9a227"),
+)
+DARK = Theme(
+    background="#0f1319",
+    text="#e6edf3",
+    muted="#8b949e",
+    grid="#262c35",
+    series=("#58a6ff", "#f0883e", "#4fc794"),
+    parts=("#58a6ff", "#f0883e", "#4fc794", "#b392f0", "#e3c04f"),
+)
+
+
+def throughput(record: RunRecord, theme: Theme) -> bytes:
+    """Images/sec (words/sec) of every step over training time, with its running median and the warm-up greyed."""
+    speeds = record.images / (np.asarray(record.step_ms) / 1e3)
+    hours = np.cumsum(record.step_ms) / 3.6e6
+    unit, scale = _time_unit(hours[-1])
+    counted = np.zeros(len(speeds), dtype=bool)
+    counted[record.counted_steps] = True
+    figure, axes = _figure_with_axes(theme, "Throughput", f"training time ({unit})", f"{record.examples}/sec")
+    x, y = _thin(hours[counted] * scale, speeds[counted])
+    dots: dict[str, Any] = {"marker": "o", "markersize": 2.5, "linestyle": "none", "markeredgewidth": 0}
+    axes.plot(x, y, color=theme.series[0], alpha=0.35, label="one step" if len(x) == counted.sum() else "steps", **dots)
+    axes.plot(hours[~counted] * scale, speeds[~counted], color=theme.muted, alpha=0.6, label="warm-up", **dots)
+    axes.plot(x, _running_median(y, max(len(y) // 20, 5)), color=theme.series[0], linewidth=1.8, label="running median")
+    typical = float(np.median(speeds[counted]))
+    # An outlier three times the typical speed is an artefact of the clock and would squash all the rest.
+    axes.set_ylim(0, 1.15 * min(float(np.max(speeds[counted])), 3 * typical))
+    axes.yaxis.set_major_formatter("{x:,g}")
+    _legend(axes, theme)
+    return _png(figure, theme)
+
+
+def loss(record: RunRecord, theme: Theme) -> bytes:
+    """Training loss by epoch, and that of validation where there is one."""
+    figure, axes = _figure_with_axes(theme, "Loss", "epoch", f"nats per {record.examples[:-1]}")
+    x, y = _thin(np.array([p.epoch for p in record.loss_curve]), np.array([p.loss for p in record.loss_curve]))
+    axes.plot(x, y, color=theme.series[0], linewidth=1.6, label="training")
+    for images, points in _evaluations(record).items():
+        label = images if images == VALIDATION else f"{images}, after the epoch"
+        axes.plot([epoch for epoch, _ in points], [found.loss for _, found in points], "o-", color=theme.series[1],
+                  **_DOTTED, label=label)
+    axes.set_ylim(0, 1.08 * axes.dataLim.ymax)
+    _epochs_from_0(axes)
+    _legend(axes, theme)
+    return _png(figure, theme)
+
+
+def accuracy(record: RunRecord, theme: Theme) -> bytes:
+    """Training top-1, and top-1 and top-5 of validation by epoch, in percent."""
+    figure, axes = _figure_with_axes(theme, "Accuracy", "epoch", "correct (%)")
+    series = [("training top-1", theme.series[0], [(row.epoch, row.train_top1) for row in record.epochs])]
+    for images, rows in _evaluations(record).items():
+        series.append((accuracy_of(images), theme.series[1], [(epoch, found.top1) for epoch, found in rows]))
+        if record.tells_top5:
+            name = accuracy_of(images, "top-5")
+            series.append((name, theme.series[2], [(epoch, found.top5) for epoch, found in rows]))
+    for label, color, points in series:
+        known = [(epoch, 100 * value) for epoch, value in points if value is not None]
+        if known:
+            x, y = zip(*known, strict=True)
+            axes.plot(x, y, "o-", color=color, label=label, **_DOTTED)
+    axes.set_ylim(0, 102)
+    _epochs_from_0(axes)
+    _legend(axes, theme)
+    return _png(figure, theme)
+
+
+def perplexities(record: RunRecord, best_possible: float | None, theme: Theme) -> bytes:
+    """Perplexity of a language model in training and, after each epoch, in validation; and the best possible one where
+    it is known."""
+    figure, axes = _figure_with_axes(theme, "Perplexity", "epoch", "")
+    x, losses = _thin(np.array([p.epoch for p in record.loss_curve]), np.array([p.loss for p in record.loss_curve]))
+    training = [perplexity(loss) for loss in losses]
+    axes.plot(x, training, color=theme.series[0], linewidth=1.6, label="training")
+    validated = [(row.epoch, perplexity(row.val_loss)) for row in record.epochs if row.val_loss is not None]
+    if validated:
+        axes.plot(*zip(*validated, strict=True), "o-", color=theme.series[1], **_DOTTED, label=VALIDATION)
+    if best_possible:
+        axes.axhline(best_possible, color=theme.muted, linewidth=1.2, linestyle="--", label="best possible")
+    if validated:
+        top = perplexity_top(record)
+        lowest = min(*training, *(value for _, value in validated), best_possible or math.inf)
+        axes.set_ylim(lowest - 0.1 * (top - lowest), top)
+    _epochs_from_0(axes)
+    _legend(axes, theme)
+    return _png(figure, theme)
+
+
+def perplexity_top(record: RunRecord) -> float:
+    """Where that plot ends: training begins with the perplexity of guessing, the size of the vocabulary, which would
+    squash all the rest. inf without a validation."""
+    validated = [(row.epoch, row.val_loss) for row in record.epochs if row.val_loss is not None]
+    if not validated:
+        return math.inf
+    later = [point for point in record.loss_curve if point.epoch >= validated[0][0]] or record.loss_curve[-1:]
+    return PERPLEXITY_ROOM * perplexity(max([loss for _, loss in validated] + [point.loss for point in later]))
+
+
+def _evaluations(record: RunRecord) -> dict[str, list[tuple[int, Evaluation]]]:
+    """By the images that they are of: the evaluations of a run, each with its epoch."""
+    found: dict[str, list[tuple[int, Evaluation]]] = {}
+    for row in record.epochs:
+        if row.evaluation:
+            found.setdefault(row.evaluation.images, []).append((row.epoch, row.evaluation))
+    return found
+
+
+def gpu(record: RunRecord, theme: Theme) -> bytes:
+    """Utilisation and power of the GPUs over training time, one above the other."""
+    hours = np.cumsum(record.step_ms) / 3.6e6
+    unit, scale = _time_unit(hours[-1])
+    figure = _figure(8, 4.6, theme)
+    panels = (
+        ("GPU utilisation", "%", theme.series[0], [(p.step, 100 * p.utilization) for p in record.gpu_curve
+                                                   if p.utilization is not None]),
+        ("GPU power", "W", theme.series[1], [(p.step, p.power) for p in record.gpu_curve if p.power is not None]),
+    )
+    for row, (title, what, color, points) in enumerate(panels, start=1):
+        axes = _styled(figure.add_subplot(2, 1, row, facecolor=theme.background), theme, title,
+                       f"training time ({unit})" if row == 2 else "", what)
+        if points:
+            steps, values = (np.array(column, dtype=float) for column in zip(*points, strict=True))
+            x, y = _thin(hours[steps.astype(int) - record.steps_before - 1] * scale, values)
+            axes.plot(x, y, color=color, linewidth=1.6)
+            axes.set_ylim(0, 1.15 * float(y.max()) if row == 2 else 105)
+        axes.set_xlim(0, float(hours[-1]) * scale)
+    return _png(figure, theme)
+
+
+def time_split(seconds: Mapping[str, float], theme: Theme) -> bytes:
+    """One bar: where the time of the run went; `seconds` by part, the last one being the rest."""
+    figure, axes = _figure_with_axes(theme, "Where the time went", "", "", height=1.6)
+    total = sum(seconds.values())
+    left = 0.0
+    colors = [*(theme.parts * len(seconds))[: len(seconds) - 1], theme.muted]
+    for (name, value), color in zip(seconds.items(), colors, strict=True):
+        share = 100 * value / total
+        label = f"{name} {share:.1f} %"
+        axes.barh(0, share, left=left, color=color, edgecolor=theme.background, linewidth=1.5, label=label)
+        left += share
+    axes.set_xlim(0, 100)
+    axes.set_ylim(-0.5, 0.5)
+    axes.axis("off")
+    figure.legend(
+        loc="outside lower left", ncols=3, frameon=False, labelcolor=theme.text, fontsize=9,
+        handlelength=1.0, handleheight=1.0, columnspacing=2.5,
+    )
+    return _png(figure, theme)
+
+
+_COLUMNS, _TOP = 6, 58  # pictures in a row; pixels above the first row
+_CELL, _PICTURE, _LINE = 192, 168, 22  # pixels of a cell's width, of a picture in it, of a line of text
+
+
+def predictions(shown: Predictions, theme: Theme) -> bytes:
+    """The contact sheet of predictions, with the number of those that are right."""
+    return contact_sheet(shown, "Predictions", f"{shown.num_right} of {len(shown.true)} right", theme)
+
+
+def contact_sheet(shown: Predictions, title: str, note: str, theme: Theme) -> bytes:
+    """Images with what the network makes of them: its guess, how sure it is of it (also as a bar), and whether it is
+    right; where it is not, a frame and the true class."""
+    columns = min(_COLUMNS, len(shown.true))
+    height = _PICTURE + 3 * _LINE + 24
+    sheet = Image.new("RGB", (_COLUMNS * _CELL, _TOP + math.ceil(len(shown.true) / columns) * height), theme.background)
+    draw = ImageDraw.Draw(sheet)
+    margin = (_CELL - _PICTURE) // 2
+    draw.text((margin, 12), title, theme.text, font(23, bold=True))
+    draw.text((sheet.width - margin, 16), note, theme.muted, font(19), anchor="ra")
+    for i, (true, guess, probability) in enumerate(zip(shown.true, shown.guessed, shown.probability, strict=True)):
+        x, y = i % columns * _CELL + margin, _TOP + i // columns * height
+        is_right = guess == true
+        color = theme.series[2 if is_right else 1]
+        if not is_right:
+            draw.rectangle((x - 5, y - 5, x + _PICTURE + 4, y + _PICTURE + 4), color)
+        picture = Image.fromarray(shown.pictures[i]).resize((_PICTURE, _PICTURE), Image.Resampling.LANCZOS)
+        sheet.paste(picture, (x, y))
+        y += _PICTURE + 9
+        bar = _PICTURE - 56  # beside it the percentage
+        draw.rectangle((x, y + 5, x + bar, y + 10), theme.grid)
+        draw.rectangle((x, y + 5, x + round(bar * float(probability)), y + 10), color)
+        draw.text((x + _PICTURE, y), f"{100 * float(probability):.0f} %", theme.muted, font(15), anchor="ra")
+        y += _LINE - 2
+        name = fitting(f"{'✓' if is_right else '✗'} {guess}", font(16, bold=True), _PICTURE)
+        draw.text((x, y), name, color, font(16, bold=True))
+        if not is_right:
+            draw.text((x, y + _LINE), fitting(f"is: {true}", font(16), _PICTURE), theme.text, font(16))
+    buffer = io.BytesIO()
+    sheet.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def precisions(runs: Mapping[str, Mapping[str, RunRecord]], title: str) -> bytes:
+    """Runs by model and precision: accuracy (without validation: loss) over the time of the run, and images/sec."""
+    theme, models = LIGHT, list(runs)
+    figure = _figure(9, 3.2 * len(models) + 0.4, theme)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=theme.text)
+    grid = figure.subplots(len(models), 2, squeeze=False, width_ratios=(2, 1))
+    for (left, right), model in zip(grid, models, strict=True):
+        for color, (name, record) in zip(theme.parts, runs[model].items(), strict=False):
+            rows = [(row.hours, row.evaluation) for row in record.epochs if row.evaluation]
+            if rows:
+                hours, top1 = np.array([(hours, found.top1) for hours, found in rows]).T
+                left.plot(3600 * hours, 100 * top1, "o-", color=color, label=name, **_DOTTED)
+            else:
+                seconds = np.cumsum(record.step_ms) / 1e3
+                points = [point for point in record.loss_curve if point.step <= len(seconds)]
+                left.plot([seconds[point.step - 1] for point in points], [point.loss for point in points], color=color,
+                          label=name, linewidth=1.6)
+            bar = right.barh(name, record.speed().mean, color=color)
+            right.bar_label(bar, fmt="{:,.0f}", padding=3, color=theme.muted, fontsize=9)
+        what = f"{accuracy_of(rows[-1][1].images)} (%)" if rows else "training loss"
+        _styled(left, theme, model, "training time (s)", what)
+        _styled(right, theme, "", "images/sec", "")
+        right.grid(visible=False)
+        right.invert_yaxis()
+        right.set_xmargin(0.25)
+        _legend(left, theme)
+    return _png(figure, theme)
+
+
+_DOTTED: dict[str, Any] = {"linewidth": 1.6, "markersize": 4}
+
+
+def _figure(width: float, height: float, theme: Theme) -> Figure:
+    """An empty figure; inches."""
+    matplotlib()
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), dpi=144, facecolor=theme.background, layout="constrained")
+
+
+def _figure_with_axes(theme: Theme, title: str, x_label: str, y_label: str, height: float = 3.4) -> tuple[Figure, Axes]:
+    figure = _figure(8, height, theme)
+    return figure, _styled(figure.add_subplot(facecolor=theme.background), theme, title, x_label, y_label)
+
+
+def _styled(axes: Axes, theme: Theme, title: str, x_label: str, y_label: str) -> Axes:
+    axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=theme.text)
+    axes.set_xlabel(x_label, color=theme.muted)
+    axes.set_ylabel(y_label, color=theme.muted)
+    axes.tick_params(colors=theme.muted, length=0)
+    axes.grid(axis="y", color=theme.grid, linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(theme.grid)
+    return axes
+
+
+def _epochs_from_0(axes: Axes) -> None:
+    """Whole epochs along the axis, where there are some."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_xlim(left=0)
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+
+
+def _legend(axes: Axes, theme: Theme) -> None:
+    """Above the axes, at the right of the title: never on top of data."""
+    axes.legend(
+        loc="lower right", bbox_to_anchor=(1, 1), ncols=4, frameon=False, labelcolor=theme.text, fontsize=9,
+        borderaxespad=0.2, handlelength=1.6, columnspacing=1.4,
+    )
+
+
+def _png(figure: Figure, theme: Theme) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", facecolor=theme.background)
+    return buffer.getvalue()
+
+
+def _time_unit(hours: float) -> tuple[str, float]:
+    """Unit that suits a span of time, and how many of it an hour has."""
+    return ("h", 1.0) if hours >= 3 else ("min", 60.0) if hours >= 1 / 20 else ("s", 3600.0)
+
+
+def _thin(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """At most MAX_POINTS points: medians of consecutive parts."""
+    if len(x) <= MAX_POINTS:
+        return x, y
+    parts = np.array_split(np.arange(len(x)), MAX_POINTS)
+    return np.array([np.median(x[part]) for part in parts]), np.array([np.median(y[part]) for part in parts])
+
+
+def _running_median(values: np.ndarray, width: int) -> np.ndarray:
+    half = width // 2
+    return np.array([np.median(values[max(i - half, 0) : i + half + 1]) for i in range(len(values))])

@@ -1,0 +1,165 @@
+"""The state of a run: shared by its processes, captured for a checkpoint, restored from one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from graph_passes import optimizers
+from graph_passes.executors import Executor
+from pipelines import DataError, Loader
+from train.checkpoint import Biased, Checkpoint, Progress
+from train.config import Config
+from train.errors import TrainError
+from train.optimizer import make_optimizer
+from train.processes.distributed import Workers
+from train.statistics import InitialShares
+
+
+class RunState:
+    """Parameters, optimizer, statistics, and the positions in the epochs and in the training images."""
+
+    def __init__(self, config: Config, workers: Workers, executor: Executor, train_loader: Loader) -> None:
+        self.config = config
+        self.stated = config  # what the run's files say
+        self.workers, self.executor, self.train_loader = workers, executor, train_loader
+        self.optimizer = make_optimizer(executor, config)
+        self.shares = InitialShares(executor)
+        self.progress = Progress()
+        self.steps_per_epoch = math.ceil(train_loader.num_batches / config.accumulate)
+
+    def share(self) -> None:
+        """Give all processes rank 0's parameters and optimizer; a collective operation."""
+        executor, broadcast = self.executor, self.workers.broadcast
+        params, aux = executor.get_params()
+        executor.set_params(broadcast(params, "params"), broadcast(aux, "aux"))
+        for name, live in (*self.optimizer.state.items(), ("ema", self.optimizer.ema)):
+            canonical = {key: executor.to_canonical(key, array) for key, array in live.items()}
+            self._assign(live, broadcast(canonical, name))
+
+    def _assign(self, live: Mapping[str, Any], values: Mapping[str, np.ndarray]) -> None:
+        """Set the executor's or optimizer's arrays from canonical ones."""
+        for name, value in values.items():
+            if name in live:  # else it is frozen
+                live[name][:] = self.executor.from_canonical(name, value)
+
+    def capture(self) -> Checkpoint:
+        """All of it; a collective operation."""
+        executor = self.executor
+        executor.synchronize()
+        self.workers.all_reduce_on_host(executor.trained_statistics, "aux")  # each process has seen other images
+        params, aux = executor.get_params()
+        ema = self.optimizer.ema
+        self.workers.all_reduce_on_host([ema[name] for name in aux if name in ema], "ema aux")
+        unbiased, biased = self.shares.divide_out(aux, self.shares.own)
+        averages = {name: executor.to_canonical(name, ema[name]) if name in ema else array
+                    for name, array in {**params, **aux}.items()} if ema else {}
+        shares = self.shares.averaged if ema else {}
+        unbiased_averages, biased_averages = self.shares.divide_out(averages, shares)
+        return Checkpoint(
+            params=params,
+            aux=aux | unbiased,
+            state={slot: {name: executor.to_canonical(name, array) for name, array in arrays.items()}
+                   for slot, arrays in self.optimizer.state.items()},
+            ema=averages | unbiased_averages,
+            biased=Biased(biased, biased_averages, dict(self.shares.own), dict(shares)),
+            scalars=dict(self.optimizer.scalars),
+            config=self.stated,
+            class_names=self.train_loader.class_names,
+            class_keys=[key for key, _ in self.train_loader.classes],
+            progress=replace(self.progress),
+            loader_states=self.workers.gather(self.train_loader.state()),
+            numpy_rng=np.random.get_state(legacy=False),
+        )
+
+    def restore(self, checkpoint: Checkpoint) -> list[str]:
+        """Take over all but the parameters, which the executor was built with. Returns what the user should know about
+        how the run goes on. Raises TrainError or DataError where the checkpoint does not fit this run."""
+        if not checkpoint.loader_states:
+            raise _incomplete(checkpoint, "no position in the training images")
+        self._restore_loader(checkpoint)
+        self._check_frozen(checkpoint)
+        self._restore_optimizer(checkpoint)
+        self._restore_statistics(checkpoint)
+        try:
+            np.random.set_state(checkpoint.numpy_rng)
+        except (ValueError, LookupError, TypeError, OverflowError) as error:
+            raise _incomplete(checkpoint, f"no state of NumPy's random numbers ({error})") from None
+        self._restore_progress(checkpoint)
+        return self._notes(checkpoint)
+
+    def _restore_loader(self, checkpoint: Checkpoint) -> None:
+        states = checkpoint.loader_states
+        try:
+            self.train_loader.restore(states[self.workers.rank % len(states)])
+        except DataError as error:
+            raise DataError(f"{checkpoint.named}: {error}") from None
+
+    def _check_frozen(self, checkpoint: Checkpoint) -> None:
+        if checkpoint.config.freeze == self.config.freeze:
+            return
+        then, now = (f"--freeze {each.freeze}" if each.freeze else "no --freeze"
+                     for each in (checkpoint.config, self.config))
+        raise TrainError(f"{checkpoint.named} is of a run with {then}, and this one has {now}: to train other layers, "
+                         "begin a new run from its weights (--weights)", on_all_ranks=True)
+
+    def _restore_optimizer(self, checkpoint: Checkpoint) -> None:
+        before, state = checkpoint.config, self.optimizer.state
+        if checkpoint.state.keys() != state.keys():
+            if before.optimizer == self.config.optimizer:
+                raise _incomplete(checkpoint, f"no state of its optimizer, which has {', '.join(state)}")
+            raise TrainError(f"{checkpoint.named} is of a run with --optimizer {before.optimizer}, from whose state "
+                             f"{self.config.optimizer} cannot go on: leave out --optimizer", on_all_ranks=True)
+        # Momentum is a sum of steps, each with its learning rate. Where the rate jumps with the global batch, momentum
+        # is scaled likewise (Goyal et al., arXiv:1706.02677, section 3).
+        images, images_before = self._images(checkpoint)
+        jump, rate_in = np.float32(images / images_before), optimizers.rule_of(self.config.optimizer).rate_in
+        for slot, arrays in checkpoint.state.items():
+            if missing := sorted(state[slot].keys() - arrays.keys()):
+                raise _incomplete(checkpoint, f"no {slot} of {missing[0]}")
+            scale = jump if slot in rate_in else np.float32(1)
+            self._assign(state[slot], {name: array * scale for name, array in arrays.items()})
+        self.optimizer.scalars = checkpoint.scalars
+
+    def _restore_statistics(self, checkpoint: Checkpoint) -> None:
+        """BatchNorm's running statistics with what they hold of their initial values, and the moving averages."""
+        biased = checkpoint.biased
+        self._assign(self.executor.aux, biased.aux)
+        if self.optimizer.ema:
+            self._assign(self.optimizer.ema, checkpoint.ema | biased.averages if checkpoint.ema else
+                         checkpoint.params | checkpoint.aux | biased.aux)
+        self.shares.restore(biased.aux_shares, biased.average_shares if checkpoint.ema else biased.aux_shares)
+
+    def _restore_progress(self, checkpoint: Checkpoint) -> None:
+        self.progress = replace(checkpoint.progress)
+        if self.train_loader.epoch == self.progress.epoch:
+            self.progress.epoch_step = math.ceil(self.train_loader.batch / self.config.accumulate)
+        elif self.train_loader.epoch > self.progress.epoch:  # in validation
+            self.progress.epoch_step = self.steps_per_epoch
+
+    def _notes(self, checkpoint: Checkpoint) -> list[str]:
+        """What the user should know about how the run goes on."""
+        notes: list[str] = []
+        images, images_before = self._images(checkpoint)
+        if images != images_before:
+            processes = "1 process" if self.workers.size == 1 else f"{self.workers.size} processes"
+            notes.append(f"going on with {images} images a step ({processes}) after {images_before} "
+                         f"({len(checkpoint.loader_states)}): the learning rate is scaled with them")
+        if checkpoint.is_at_limit and not self.config.max_steps:
+            notes.append(f"--max-steps {checkpoint.config.max_steps} has been reached and is dropped: the run goes on "
+                         "to the end of its epochs")
+        return notes
+
+    def _images(self, checkpoint: Checkpoint) -> tuple[int, int]:
+        """Images a step, now and before."""
+        return (self.config.global_batch(self.workers.size),
+                checkpoint.config.global_batch(len(checkpoint.loader_states)))
+
+
+def _incomplete(checkpoint: Checkpoint, fault: str) -> TrainError:
+    return TrainError(f"{checkpoint.named} cannot be resumed, since it holds {fault}: use another one of its folder",
+                      on_all_ranks=True)

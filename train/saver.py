@@ -1,0 +1,105 @@
+"""Saving a run: when a checkpoint is due, what was saved last, and checkpoints that somebody has removed."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from train.checkpoint import BEST, FOLDER, Checkpoint, CheckpointFolder, Progress
+from train.errors import TrainError
+from train.processes.pulse import Activity, pulse
+from train.recording.recorder import Recorder
+from train.run_state import RunState
+
+FRESH_SECONDS = 30.0  # a checkpoint of this age need not be followed by one before validation
+
+
+class Saver:
+    """Writes the checkpoints of a run into its folder."""
+
+    def __init__(self, state: RunState, run_folder: Path, resume_command: str) -> None:
+        """`state`: restored already, where the run goes on from a checkpoint."""
+        self.state = state
+        self.resume_command = resume_command
+        self.checkpoints = CheckpointFolder(run_folder, state.config.keep_checkpoints)
+        self.last_saved: Path | None = None
+        self.saved_progress: Progress | None = None  # what is in it
+        self.saved_at = time.monotonic()
+        resumed = self.checkpoints.path_of(state.progress.step)
+        if state.progress.step and resumed.exists():
+            self.last_saved, self.saved_progress = resumed, replace(state.progress)
+
+    def is_due(self) -> bool:
+        """Whether rank 0 asks for a checkpoint, by the time since the last one."""
+        minutes = self.state.config.checkpoint_minutes
+        return self.state.workers.rank == 0 and 0 < 60 * minutes <= time.monotonic() - self.saved_at
+
+    def save_unless_fresh(self, recorder: Recorder) -> None:
+        """Save, unless the last checkpoint is some seconds old; a collective operation."""
+        workers = self.state.workers
+        if workers.sum([workers.rank == 0 and time.monotonic() - self.saved_at > FRESH_SECONDS])[0]:
+            self.save(recorder)
+
+    def save(self, recorder: Recorder, is_best: bool = False) -> None:
+        """Write a checkpoint of this state, unless the last one is it. Raises TrainError: not finite, or no room."""
+        workers, progress = self.state.workers, self.state.progress
+        self.look_for_removed(recorder)
+        if progress == self.saved_progress and not is_best:
+            return
+        path = self.checkpoints.path_of(progress.step)
+        with recorder.phase("checkpoint"):
+            pulse.show(Activity.SAVING)
+            checkpoint = self.capture()
+            with workers.agreement():
+                if workers.rank == 0:
+                    self.checkpoints.save(checkpoint, is_best)
+        self.last_saved, self.saved_at = path, time.monotonic()
+        self.saved_progress = replace(progress)
+        recorder.event("checkpoint", file=path.name, is_best=is_best)
+
+    def save_before_error(self, recorder: Recorder) -> None:
+        """Save before a user's mistake ends the run, and say how to go on."""
+        self.save(recorder)
+        recorder.say(f"step {self.state.progress.step} is saved; fix that, then resume with: {self.resume_command}")
+
+    def capture(self) -> Checkpoint:
+        """The checkpoint of this state; a collective operation. Raises TrainError where parameters are not finite."""
+        checkpoint, step = self.state.capture(), self.state.progress.step
+        if not all(np.isfinite(array).all() for arrays in (checkpoint.params, checkpoint.aux)
+                   for array in arrays.values()):
+            raise self.diverged(step, step)
+        return checkpoint
+
+    def diverged(self, first: int, last: int) -> TrainError:
+        """The error for a loss that is not finite in these steps."""
+        steps = f"step {last}" if first == last else f"steps {first} to {last}"
+        saved = f"the last good checkpoint is {self.last_saved}" if self.last_saved else "there is no checkpoint yet"
+        return TrainError(
+            f"the loss is no finite number any more ({steps}, epoch {self.state.progress.epoch + 1}); {saved}: "
+            f"{self.state.config.calmer}",
+            on_all_ranks=True,
+        )
+
+    def look_for_removed(self, recorder: Recorder) -> None:
+        """Say which checkpoints somebody has removed, and count on none of them."""
+        workers = self.state.workers
+        removed = self.checkpoints.removed() if workers.rank == 0 else []
+        recorder.removed([f"{FOLDER}/{name}" for name in removed])
+        any_removed, best_removed = workers.sum([len(removed), BEST in removed])
+        if any_removed:
+            self.saved_progress = None
+        if best_removed:
+            self._forget_best()
+
+    def look_for_best(self) -> None:
+        """A run may go on in another folder than it began in, or where somebody has removed files meanwhile."""
+        workers = self.state.workers
+        if workers.sum([workers.rank == 0 and not self.checkpoints.has_best])[0]:
+            self._forget_best()
+
+    def _forget_best(self) -> None:
+        self.state.progress.best_top1 = -1.0  # best.npz always holds the weights of this accuracy
+        self.state.progress.validations_since_best = 0
