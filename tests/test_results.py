@@ -217,7 +217,7 @@ def test_a_wrong_result_is_found(key: str, wrong: Any) -> None:
     ("parity_pytorch", ("--data", "nowhere"), "error: PEER_PYTHON is not set"),
     ("cifar10_time_to_accuracy", ("--seeds", "1"), "error: --seeds 1: at least 2 are needed"),
     ("bn_group", ("--gpus", "64"), "error: --gpus 64 must be from 2 to the number of NVIDIA GPUs here"),
-    ("scaling_model", ("--results", "nowhere"), "error: nowhere/resnet50_fp16_b256_profile.txt is missing"),
+    ("scaling_model", ("--results", "nowhere"), "error: nowhere/scaling_b64_4gpu.jsonl is missing"),
 ])
 def test_bad_input_of_a_program(program, arguments, sentence, tmp_path, monkeypatch, capsys):
     """One sentence and exit code 2, as from every command line of this project."""

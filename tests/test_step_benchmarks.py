@@ -344,7 +344,8 @@ def test_pages_hold_the_present_figures(benchmark_module: Callable[[str], Any]) 
     assert stale == []
     shown = [(page.name, match[2]) for page in tables.PAGES for match in tables.TABLE.finditer(page.read_text())]
     assert shown == [("README.md", "results"), ("cuda_executor.md", "speed"), ("performance.md", "profile"),
-                     ("performance.md", "inference"), ("performance.md", "int8"), ("recipes.md", "ingredients")]
+                     ("performance.md", "inference"), ("performance.md", "int8"), ("recipes.md", "ingredients"),
+                     ("scaling_model.md", "scaling_error"), ("scaling_model.md", "scaling_plan")]
 
 
 def test_seeded_peer_choice(benchmark_module: Callable[[str], Any]) -> None:
