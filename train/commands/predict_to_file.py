@@ -124,11 +124,8 @@ def top_of(options: PredictOptions, trained: Checkpoint) -> int:
     return min(options.top, trained.num_classes)
 
 
-def _job(options: PredictOptions, values: Mapping[str, Any], workers: Workers) -> Job:
-    for name in ("json", "contact_sheet"):
-        if getattr(options, name):
-            raise TrainError(f"{option_name(name)} is for predictions that are printed, and --output writes them to a "
-                             "file: leave out one of the two")
+def prepare(options: PredictOptions, workers: Workers) -> Job:
+    """Read the weights and choose the device. Raises UserError."""
     trained = weights.load(options.checkpoint, quiet=workers.rank > 0)
     if int8 := int8_file.load(options.checkpoint, trained) if options.int8 else None:
         trained = int8.prepared(trained)
@@ -137,12 +134,20 @@ def _job(options: PredictOptions, values: Mapping[str, Any], workers: Workers) -
     if int8:
         config = devices.for_int8(config, vars(options))
     placement = devices.choose(config, workers.local_rank)
-    if placement.note and workers.rank == 0:
-        print(placement.note, flush=True)
-    if "batch_size" not in values and placement.device.startswith("gpu"):
-        config = replace(config, batch_size=GPU_BATCH)
-    options = replace(options, on_bad_image=values.get("on_bad_image", "skip"))
     return Job(options, trained, config, placement, top_of(options, trained), workers, int8)
+
+
+def _job(options: PredictOptions, values: Mapping[str, Any], workers: Workers) -> Job:
+    for name in ("json", "contact_sheet"):
+        if getattr(options, name):
+            raise TrainError(f"{option_name(name)} is for predictions that are printed, and --output writes them to a "
+                             "file: leave out one of the two")
+    job = prepare(replace(options, on_bad_image=values.get("on_bad_image", "skip")), workers)
+    if job.placement.note and workers.rank == 0:
+        print(job.placement.note, flush=True)
+    if "batch_size" not in values and job.placement.device.startswith("gpu"):
+        job = job._replace(config=replace(job.config, batch_size=GPU_BATCH))
+    return job
 
 
 def _about(job: Job) -> dict[str, Any]:
