@@ -126,8 +126,8 @@ def fit(rows: Sequence[Row], most_gpus: int = 4) -> Machine:
 
 
 def table(heads: str, rows: Iterable[Iterable[object]]) -> list[str]:
-    lines = [heads, *(" | ".join(map(str, row)) for row in rows)]
-    return [f"| {lines[0]} |", "|---" * (heads.count("|") + 1) + "|", *(f"| {line} |" for line in lines[1:])]
+    head, *lines = [f"| {line} |" for line in (heads, *(" | ".join(map(str, row)) for row in rows))]
+    return [head, "|---" * (head.count("|") - 1) + "|", *lines]
 
 
 def error_table(rows: Sequence[Row]) -> list[str]:
@@ -147,11 +147,10 @@ def plan_table(rows: Sequence[Row]) -> list[str]:
     wanted = [(gpus, batch, NCCL) for batch in (256, 64, 16) for gpus in (8, 64, 3584)]
     cells = []
     for gpus, batch, allowed in (*wanted, (3584, 16, ("switches",))):
-        step = predict(fit(rows), gpus, batch, allowed)
-        cells.append((
-            f"{gpus:,}", batch, f"{step.ms:.2f}", f"{step.alone_ms:.2f}", f"{step.beside_ms - step.alone_ms:.2f}",
-            f"{step.slowest_ms - step.beside_ms:.2f}", f"{step.exposed_ms:.2f}", f"{step.all_reduce_ms:.2f}, "
-            f"{step.algorithm}", f"{1e3 * batch / step.ms:,.0f}", f"{step.alone_ms / step.ms:.1%}"))
+        ms, alone, beside, slowest, exposed, all_reduce, by = predict(fit(rows), gpus, batch, allowed)
+        times = (f"{each:.2f}" for each in (ms, alone, beside - alone, slowest - beside, exposed))
+        cells.append((f"{gpus:,}", batch, *times, f"{all_reduce:.2f}, {by}", f"{1e3 * batch / ms:,.0f}",
+                      f"{alone / ms:.1%}"))
     return table("GPUs | batch on each | step, ms | one GPU alone | others beside it | the slowest | not hidden | "
                  "all-reduces | images/sec of each | efficiency", cells)
 

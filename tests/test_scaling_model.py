@@ -24,9 +24,9 @@ def model(benchmark_module: Callable[[str], Any]) -> Any:
 def test_all_reduces(model: Any) -> None:
     """In one host a ring is 2 (n - 1) / n of the bytes and 2 (n - 1) hops; on many hosts a tree is faster."""
     machine = replace(model.fit(model.measurements()), nvlink_gbs=100.0, message_us=40.0, nvlink_hop_us=5.0)
-    for gpus in range(2, 9):
-        expected = 2 * (gpus - 1) / gpus * 0.5 + (40 + (2 * (gpus - 1) - 2) * 5) / 1e3
-        assert model.all_reduce_ms(50e6, gpus, machine, "ring") == pytest.approx(expected)
+    for n in range(2, 9):
+        expected = 2 * (n - 1) / n * 0.5 + (40 + (2 * (n - 1) - 2) * 5) / 1e3
+        assert model.all_reduce_ms(50e6, n, machine, "ring") == pytest.approx(expected)
     assert model.all_reduce_ms(0, 3584, machine, "ring") > 10 * model.all_reduce_ms(0, 3584, machine, "tree")
     free = replace(machine, nvlink_hop_us=0.0, network_hop_us=0.0, message_us=0.0)
     for algorithm in (*model.NCCL, "switches"):
