@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import scaling_model
 from record import RESULTS, ROOT, run
 
 from common.command_line import read_options
@@ -224,6 +225,8 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
     "inference": partial(profile_table, name="resnet50_fp16_b256_inference_profile", operations=INFERENCE),
     "int8": partial(profile_table, name="resnet50_int8_b256_inference_profile", operations=INT8),
     "ingredients": ingredients_table,
+    "scaling_error": lambda _: scaling_model.error_table(scaling_model.measurements()),
+    "scaling_plan": lambda _: scaling_model.plan_table(scaling_model.measurements()),
 }
 
 

@@ -24,16 +24,14 @@ from rich.table import Table
 from common import files
 from common.drawing import fitting, font
 from pipelines import open_files
-from train import devices, weights
 from train.build import inference_executor
 from train.classes import printable
 from train.commands.image_paths import image_paths
-from train.commands.predict_to_file import finite, name_damaged, predict_to_file, top_of
+from train.commands.predict_to_file import finite, name_damaged, predict_to_file, prepare
 from train.commands.prediction_file import most_likely
 from train.errors import TrainError
 from train.options.commands import PredictOptions
 from train.processes.distributed import Workers
-from train.weights import int8_file
 
 
 @dataclass(frozen=True)
@@ -82,27 +80,15 @@ def main(values: Mapping[str, Any]) -> None:
 
 def predict(options: PredictOptions) -> list[Prediction]:
     """Predictions for the given image files, in their order. Raises TrainError or DataError for a user's mistake."""
-    trained = weights.load(options.checkpoint)
-    top = top_of(options, trained)
-    if int8 := int8_file.load(options.checkpoint, trained) if options.int8 else None:
-        trained = int8.prepared(trained)
-    config = replace(
-        trained.config,
-        batch_size=min(options.batch_size, len(options.images)),
-        device=options.device,
-        executor=options.executor,
-        dtype="auto",
-    )
-    if int8:
-        config = devices.for_int8(config, vars(options))
-    placement = devices.choose(config, local_rank=0)
-    executor = inference_executor(trained, int8, config, placement)
-    predictions = []
+    job = prepare(options, Workers())
+    config = replace(job.config, batch_size=min(options.batch_size, len(options.images)))
+    executor = inference_executor(job.trained, job.int8, config, job.placement)
+    predictions, names = [], job.trained.class_names
     with open_files(
         options.images,
         config.inference_image_size,
         config.batch_size,
-        device=placement.device.partition("(")[0],
+        device=job.placement.device.partition("(")[0],
         on_bad_image=options.on_bad_image,
         max_pixels=options.max_pixels,
         num_threads=options.num_threads,
@@ -112,13 +98,13 @@ def predict(options: PredictOptions) -> list[Prediction]:
         for batch in loader:
             executor.infer(batch.data)
             probabilities = finite(executor.request_probabilities()()[: batch.num_valid], options)
-            classes, best = most_likely(probabilities, top)
+            classes, best = most_likely(probabilities, job.top)
             positions = batch.label.asnumpy()[: batch.num_valid].astype(int)
             pixels = batch.data.asnumpy()[: batch.num_valid, ..., :3] * config.std + config.mean
             pictures = pixels.round().clip(0, 255).astype(np.uint8)
             for position, indices, values, picture in zip(positions, classes.tolist(), best.tolist(), pictures,
                                                           strict=True):
-                guesses = [Guess(trained.class_names[i], i, value) for i, value in zip(indices, values, strict=True)]
+                guesses = [Guess(names[i], i, value) for i, value in zip(indices, values, strict=True)]
                 predictions.append(Prediction(options.images[position], guesses, picture))
         name_damaged(loader)
     return predictions
