@@ -44,6 +44,8 @@ def mend() -> None:
         import setuptools  # noqa: F401  supplies distutils
     # oneDNN's subgraph fusion rewrites bound Symbols and gave wrong residual sums; our own passes do the fusing.
     os.environ.setdefault("MXNET_SUBGRAPH_BACKEND", "NONE")
+    # Else the first softmax of a process prints eight lines about a copy that oneDNN makes.
+    os.environ.setdefault("MXNET_STORAGE_FALLBACK_LOG_VERBOSE", "0")
     # CUDA's default of 8 hardware queues is fewer than DALI's decoders have streams: the training step then shares a
     # queue with them, and decoding waits for whole steps (38 instead of 28 ms a step: ResNet-50, batch 256, one H200).
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
