@@ -100,7 +100,7 @@ batch_norm_apply(const Packed<T> *x, const Packed<T> *residual, const float *sum
             float v[VEC], r[VEC];
             unpack(packed[u], v);
             if (ADD) unpack(packed_residual[u], r);
-            const float factor = DROP ? factor_of(rows - 1 - (i + u * stride), factors, first_factor, pixels) : 1;
+            const float factor = DROP ? drop_factor(rows - 1 - (i + u * stride), factors, first_factor, pixels) : 1;
             uint32 bits = 0;
 #pragma unroll
             for (int k = 0; k < VEC; ++k) {
@@ -128,7 +128,7 @@ enum Relu { NO_RELU, RECOMPUTED, BITS };  // how the backward pass knows where R
 // With DROP, the sums are of dz times the image's factor.
 // Shapes: x, dy, dz (rows, C); dy2 likewise, or (rows of the grid, C); mask (rows, C / 8) bytes; saved (2, C), gamma, beta,
 // dgamma, dbeta (C), partials (gridDim.y, 2, C), factors fp32; tickets (gridDim.x).
-template <class T, Relu RELU, Second SECOND, bool WRITE, bool DROP>
+template <class T, Relu RELU, SecondGradient SECOND, bool WRITE, bool DROP>
 __global__ void __launch_bounds__(REDUCE_THREADS, 1)
 batch_norm_backward_reduce(const Packed<T> *x, const Packed<T> *dy, const Packed<T> *dy2, const uint8 *mask,
                            Packed<T> *dz, const float *saved, const float *gamma, const float *beta, float *dgamma,
@@ -164,7 +164,7 @@ batch_norm_backward_reduce(const Packed<T> *x, const Packed<T> *dy, const Packed
                 unpack(px[u], v);
                 unpack(pdy[u], g);
                 if (TWO) unpack(pdy2[u], g2);
-                const float factor = DROP ? factor_of(row + u * stride, factors, first_factor, pixels) : 1;
+                const float factor = DROP ? drop_factor(row + u * stride, factors, first_factor, pixels) : 1;
 #pragma unroll
                 for (int k = 0; k < VEC; ++k) {
                     if (TWO) g[k] += g2[k];
@@ -210,7 +210,7 @@ batch_norm_backward_apply(const Packed<T> *x, const Packed<T> *dy, const Packed<
         unpack(px, v);
         unpack(pdy, g);
         if (ADD) unpack(packed_addend, a);
-        const float factor = DROP ? factor_of(rows - 1 - i, factors, first_factor, pixels) : 1;
+        const float factor = DROP ? drop_factor(rows - 1 - i, factors, first_factor, pixels) : 1;
 #pragma unroll
         for (int k = 0; k < VEC; ++k) {
             if (RELU == RECOMPUTED && !(v[k] * of.scale[k] + of.shift[k] > 0)) g[k] = 0;

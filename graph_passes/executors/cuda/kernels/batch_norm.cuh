@@ -27,14 +27,14 @@ constexpr int LOADS = 4;
 // and AT_ONCE of each are under way.
 // Shapes: of_part (max(PARTS, SPLITS), N, COLUMNS), partials (gridDim.y, N, columns) fp32; tickets (gridDim.x), 0
 // before the launch and after it.
-template <int THREADS, int PARTS, int N, int COLUMNS, int AT_ONCE = 9, class Finish, class Meet = MeetAll>
+template <int THREADS, int PARTS, int N, int COLUMNS, int AT_ONCE = 9, class Finish, class Sync = BlockBarrier>
 __device__ inline void reduce_parts(float *of_part, float *partials, uint32 *tickets, int columns, Finish finish,
-                                    Meet meet = {}) {
+                                    Sync sync = {}) {
     constexpr int VALUES = N * COLUMNS, QUADS = VALUES / 4;
     constexpr int SPLITS = THREADS / QUADS;  // threads that share four values; H200: up to 132 blocks
     static_assert(THREADS >= QUADS && THREADS >= COLUMNS && COLUMNS % 4 == 0);
     const int thread = threadIdx.y * blockDim.x + threadIdx.x, first = blockIdx.x * COLUMNS, blocks = gridDim.y;
-    meet();
+    sync();
 #pragma unroll
     for (int i = 0; i < (VALUES + THREADS - 1) / THREADS; ++i) {
         const int value = i * THREADS + thread;
@@ -46,13 +46,13 @@ __device__ inline void reduce_parts(float *of_part, float *partials, uint32 *tic
             __threadfence();
         }
     }
-    meet();
+    sync();
     bool is_last = false;
     if (thread == 0) {
         is_last = atomicAdd(&tickets[blockIdx.x], 1) == blocks - 1;
         if (is_last) tickets[blockIdx.x] = 0;
     }
-    if (!meet.any(is_last)) return;
+    if (!sync.any(is_last)) return;
     __threadfence();
 
     const int split = thread / QUADS, value = thread % QUADS * 4, column = first + value % COLUMNS;
@@ -78,7 +78,7 @@ __device__ inline void reduce_parts(float *of_part, float *partials, uint32 *tic
         }
         reinterpret_cast<float4 *>(of_part)[thread] = total;
     }
-    meet();
+    sync();
     if (thread < COLUMNS && first + thread < columns) {
         float totals[N] = {};
 #pragma unroll
@@ -113,13 +113,13 @@ __device__ void reduce_over_rows(float (&sums)[N][VEC], float *partials, uint32 
 // Where DROP, a BatchNorm's output is multiplied by the factor of its image, 0 or 1 / (1 - p), before the residual is added
 // (operators/dropout.py). `factors` are those of all such BatchNorms, `first_factor` the place of the first image's in this
 // one's; an image has `pixels` rows.
-__device__ inline float factor_of(uint32 row, const float *factors, uint32 first_factor, uint32 pixels) {
+__device__ inline float drop_factor(uint32 row, const float *factors, uint32 first_factor, uint32 pixels) {
     return factors[first_factor + row / pixels];
 }
 
 // --- a second gradient of the same tensor ---
 
-enum Second { NONE, WHOLE, COMPACT };  // what is added to the first: nothing, a gradient of all pixels, or of those of a `Grid`
+enum SecondGradient { NONE, WHOLE, COMPACT };  // what is added to the first: nothing, a gradient of all pixels, or of those of a `Grid`
 
 // Divides numbers below 2^31 without a division: Granlund and Montgomery, "Division by invariant integers using
 // multiplication", PLDI 1994.
@@ -148,7 +148,7 @@ struct Grid {
 };
 
 // A thread's 8 channels of one row of the second gradient, which lie at `at` where it has all rows.
-template <Second SECOND, class T>
+template <SecondGradient SECOND, class T>
 __device__ inline Packed<T> second_of(const Packed<T> *second, uint32 at, uint32 row, uint32 pitch, int channel,
                                       const Grid &grid) {
     if (SECOND == WHOLE) return second[at];

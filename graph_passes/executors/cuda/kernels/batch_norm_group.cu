@@ -76,17 +76,17 @@ group_statistics(const float *sums, bool about_mean, float *result, uint32 rows,
             return member == own ? own_value : receive(word, number, fault, limit);
         };
         // The members' means about that of the first, for the same reason as the sums.
-        const float near = of_member(0, 0, own_mean);
+        const float pivot = of_member(0, 0, own_mean);
         float sum = 0, var = 0;
 #pragma unroll 1
         for (int member = 0; member < size; ++member) {
-            const float of_mean = of_member(member, 0, own_mean) - near;
+            const float of_mean = of_member(member, 0, own_mean) - pivot;
             sum += of_mean;
             var += of_member(member, 1, own_var) + of_mean * of_mean;
         }
         result[c] = 0;
         result[channels + c] = (var / size - sum / size * (sum / size)) * rows;
-        result[2 * channels + c] = near + sum / size;
+        result[2 * channels + c] = pivot + sum / size;
     }
     __syncthreads();  // all have read the number
     if (threadIdx.x == 0) numbers[blockIdx.x] = number;

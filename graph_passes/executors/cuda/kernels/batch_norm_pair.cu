@@ -37,7 +37,7 @@ batch_norm_pair_apply(const Packed<T> *x, const Packed<T> *x_2, const float *sum
         float v[VEC], v_2[VEC];
         unpack(x[at], v);
         unpack(x_2[at], v_2);
-        const float factor = DROP ? factor_of(rows - 1 - i, factors, first_factor, pixels) : 1;
+        const float factor = DROP ? drop_factor(rows - 1 - i, factors, first_factor, pixels) : 1;
         uint32 bits = 0;
 #pragma unroll
         for (int k = 0; k < VEC; ++k) {
@@ -55,7 +55,7 @@ batch_norm_pair_apply(const Packed<T> *x, const Packed<T> *x_2, const float *sum
 // dy + dy2, where ReLU let it through, is stored for batch_norm_pair_backward_apply.
 // Shapes: x, x_2, dy, dz (rows, C); dy2 likewise, or (rows of the grid, C); mask (rows, C / 8) bytes; saved (2, C), dgamma,
 // dbeta (C) fp32, and those with _2; partials (gridDim.y, 3 + DROP, C), factors fp32; tickets (gridDim.x).
-template <class T, Second SECOND, bool DROP>
+template <class T, SecondGradient SECOND, bool DROP>
 __global__ void __launch_bounds__(REDUCE_THREADS, 1)
 batch_norm_pair_backward_reduce(const Packed<T> *x, const Packed<T> *x_2, const Packed<T> *dy, const Packed<T> *dy2,
                                 const uint8 *mask, Packed<T> *dz, const float *saved, const float *saved_2,
@@ -77,7 +77,7 @@ batch_norm_pair_backward_reduce(const Packed<T> *x, const Packed<T> *x_2, const 
             unpack(x_2[at], v_2);
             unpack(dy[at], g);
             if (TWO) unpack(second_of<SECOND>(dy2, at, row, pitch, channel, grid), g2);
-            const float factor = DROP ? factor_of(row, factors, first_factor, pixels) : 1;
+            const float factor = DROP ? drop_factor(row, factors, first_factor, pixels) : 1;
 #pragma unroll
             for (int k = 0; k < VEC; ++k) {
                 if (TWO) g[k] += g2[k];
@@ -134,7 +134,7 @@ batch_norm_pair_backward_apply(const Packed<T> *x, const Packed<T> *x_2, const P
             unpack(px[u], v);
             unpack(px_2[u], v_2);
             unpack(pdz[u], g);
-            const float factor = DROP ? factor_of(rows - 1 - (i + u * stride), factors, first_factor, pixels) : 1;
+            const float factor = DROP ? drop_factor(rows - 1 - (i + u * stride), factors, first_factor, pixels) : 1;
 #pragma unroll
             for (int k = 0; k < VEC; ++k) {
                 v[k] = to.of(k, of.scale[k], DROP ? g[k] * factor : g[k], v[k]);

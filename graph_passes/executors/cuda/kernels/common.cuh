@@ -28,13 +28,13 @@ constexpr int WARP = 32;
 
 // --- threads of a block that wait for each other ---
 
-struct MeetAll {
+struct BlockBarrier {
     __device__ void operator()() const { __syncthreads(); }
     // Whether it is so for any of them.
     __device__ bool any(bool is) const { return __syncthreads_or(is); }
 };
 // Whole warps, so many threads of them, at the barrier of this number, from 1 on.
-template <int BARRIER, int THREADS> struct Meet {
+template <int BARRIER, int THREADS> struct NamedBarrier {
     __device__ void operator()() const { asm volatile("bar.sync %0, %1;" :: "n"(BARRIER), "n"(THREADS) : "memory"); }
     __device__ bool any(bool is) const {
         uint32 found;
@@ -47,7 +47,7 @@ template <int BARRIER, int THREADS> struct Meet {
     }
 };
 // A team of so many threads, of several in a block: each has a barrier of its own.
-template <int THREADS> __device__ inline void meet_team(int team) {
+template <int THREADS> __device__ inline void team_sync(int team) {
     asm volatile("bar.sync %0, %1;" :: "r"(team + 1), "n"(THREADS) : "memory");
 }
 

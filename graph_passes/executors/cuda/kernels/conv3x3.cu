@@ -20,14 +20,14 @@
 // sign of what it makes of x again. A tile of x, too, is brought to shared memory; a warp takes its channels from there and
 // leaves the gradient in their place. So the tile of dy is free as soon as it has been multiplied: two places are enough.
 #include "batch_norm.cuh"
-#include "copy_engine.cuh"
+#include "tma.cuh"
 #include "moments.cuh"
 #include "warpgroup.cuh"
 
 constexpr int CHANNELS = 64, TAPS = 9, PIXEL_VECTORS = CHANNELS / VEC, TAP_VECTORS = CHANNELS * PIXEL_VECTORS;
 constexpr int GROUPS = 29;  // of 8 pixels, that one product makes: at 56x56 four rows of an image
-constexpr int TEAMS = 2, TEAM_WARPS = 4, TEAM_THREADS = TEAM_WARPS * WARP, MULTIPLYING = TEAMS * TEAM_THREADS;
-constexpr int THREADS = MULTIPLYING + WARP;
+constexpr int TEAMS = 2, TEAM_WARPS = 4, TEAM_THREADS = TEAM_WARPS * WARP, MMA_THREADS = TEAMS * TEAM_THREADS;
+constexpr int THREADS = MMA_THREADS + WARP;
 constexpr int MAX_PLACES = 3;  // of tiles in shared memory
 constexpr int VECTOR_BYTES = 16;
 constexpr int RESULT_VECTORS = GROUPS * 8 * PIXEL_VECTORS;  // of a place where x is brought and the gradient left
@@ -35,9 +35,9 @@ constexpr int RESULT_VECTORS = GROUPS * 8 * PIXEL_VECTORS;  // of a place where 
 // At the start of shared memory. Behind it lie the tiles, for the sums of a gradient a place for each team's result, then the
 // weights, tap by tap.
 struct alignas(1024) Control {
-    Moments of_part[MULTIPLYING / CHANNELS][CHANNELS];
+    Moments of_part[MMA_THREADS / CHANNELS][CHANNELS];
     float mean[CHANNELS], scale[CHANNELS], shift[CHANNELS];  // of the BatchNorm before the convolution
-    uint64 weights, full[MAX_PLACES], empty[MAX_PLACES], turn[TEAMS], x_full[TEAMS], x_empty[TEAMS];
+    uint64 weights, full[MAX_PLACES], empty[MAX_PLACES], order[TEAMS], x_full[TEAMS], x_empty[TEAMS];
 };
 
 // The BatchNorm + ReLU that made the convolution's data from x, and where the sums of its backward pass go.
@@ -75,26 +75,26 @@ struct Strip {
 template <bool REDUCE, class At>
 __device__ inline void load(const TensorMap &x, const TensorMap &w, const TensorMap *norm_x, Control &control, uint4 *tiles,
                             uint4 *results, uint4 *weights, const TiledImages &images, At at) {
-    arrive_expecting(control.weights, TAPS * TAP_VECTORS * VECTOR_BYTES);
-    for (int tap = 0; tap < TAPS; ++tap) load_tile(weights + tap * TAP_VECTORS, w, tap * CHANNELS, 0, 0, control.weights);
+    arrive_expect_tx(control.weights, TAPS * TAP_VECTORS * VECTOR_BYTES);
+    for (int tap = 0; tap < TAPS; ++tap) tma_load(weights + tap * TAP_VECTORS, w, tap * CHANNELS, 0, 0, control.weights);
     const int row_vectors = images.pitch() * PIXEL_VECTORS;
-    Turn turn, team;
-    for (uint32 i = blockIdx.y; i < images.tiles(); i += gridDim.y, turn.next(images.places), team.next(TEAMS)) {
+    PipelineState pipe, team;
+    for (uint32 i = blockIdx.y; i < images.tiles(); i += gridDim.y, pipe.advance(images.places), team.advance(TEAMS)) {
         const Strip strip(images, at(i));
-        uint4 *const tile = tiles + turn.place * images.place_vectors;
-        wait_for_phase(control.empty[turn.place], turn.parity ^ 1);  // at once in the first turn
-        arrive_expecting(control.full[turn.place], (images.rows + 2) * row_vectors * VECTOR_BYTES);
+        uint4 *const tile = tiles + pipe.index * images.place_vectors;
+        mbarrier_wait(control.empty[pipe.index], pipe.phase ^ 1);  // at once in the first turn
+        arrive_expect_tx(control.full[pipe.index], (images.rows + 2) * row_vectors * VECTOR_BYTES);
         for (int r = 0; r < images.rows + 2; ++r) {
             const int row = strip.row + r - 1;
             const bool there = row >= 0 && row < images.height;  // else zeros, as from any line outside of the map
-            load_tile(tile + r * row_vectors, x, 0, -1, there ? strip.line + r - 1 : -1, control.full[turn.place]);
+            tma_load(tile + r * row_vectors, x, 0, -1, there ? strip.line + r - 1 : -1, control.full[pipe.index]);
         }
         if (!REDUCE) continue;
-        uint4 *const result = results + team.place * RESULT_VECTORS;
-        wait_for_phase(control.x_empty[team.place], team.parity ^ 1);
-        arrive_expecting(control.x_full[team.place], strip.rows * images.width * PIXEL_VECTORS * VECTOR_BYTES);
+        uint4 *const result = results + team.index * RESULT_VECTORS;
+        mbarrier_wait(control.x_empty[team.index], team.phase ^ 1);
+        arrive_expect_tx(control.x_full[team.index], strip.rows * images.width * PIXEL_VECTORS * VECTOR_BYTES);
         for (int r = 0; r < strip.rows; ++r)
-            load_tile(result + r * row_vectors, *norm_x, 0, 0, strip.line + r, control.x_full[team.place]);
+            tma_load(result + r * row_vectors, *norm_x, 0, 0, strip.line + r, control.x_full[team.index]);
     }
 }
 
@@ -132,19 +132,19 @@ __device__ inline void normalise(uint4 *tile, const Control &control, const Tile
 // products += the convolution of a tile, or with BACKWARD what it is for the gradient of the data.
 template <class T, bool BACKWARD>
 __device__ inline void multiply_tile(float (&products)[GROUPS][4], const uint4 *weights, const uint4 *tile, int pitch) {
-    open_products();
+    wgmma_fence();
 #pragma unroll
     for (int tap = 0; tap < TAPS; ++tap) {
-        const uint64 pixels = matrix(tile + (tap / 3 * pitch + tap % 3) * PIXEL_VECTORS);
+        const uint64 pixels = smem_desc(tile + (tap / 3 * pitch + tap % 3) * PIXEL_VECTORS);
         const uint4 *const of_tap = weights + (BACKWARD ? TAPS - 1 - tap : tap) * TAP_VECTORS;
 #pragma unroll
         for (int s = 0; s < CHANNELS / 16; ++s)
             if constexpr (BACKWARD)
-                multiply_columns_by_rows(products, matrix(of_tap + s * 16 * PIXEL_VECTORS), pixels + s * 2, T{});
+                wgmma_mn_k(products, smem_desc(of_tap + s * 16 * PIXEL_VECTORS), pixels + s * 2, T{});
             else
-                multiply_rows(products, matrix(of_tap + s * 2), pixels + s * 2, T{});
+                wgmma_k_k(products, smem_desc(of_tap + s * 2), pixels + s * 2, T{});
     }
-    close_products();
+    wgmma_commit();
 }
 
 // Which pixels of a tile, of those that a thread has, are in a column of the image: bit 2 * g + e is of pixel e of group g.
@@ -160,7 +160,7 @@ __device__ inline uint64 first_pixels(int lane, int pixels) {
     return (1ull << (from_own / 8 * 2 + min(from_own % 8, 2))) - 1;
 }
 
-constexpr Meet<3, MULTIPLYING> meet_multiplying{};
+constexpr NamedBarrier<3, MMA_THREADS> sync_mma_warps{};
 
 // Over the four threads of a filter.
 __device__ inline float sum_over_pixels(float v) {
@@ -171,7 +171,7 @@ __device__ inline float sum_over_pixels(float v) {
 
 // A thread's sums over the pixels of its two filters: of what differs from a value near the mean, and of its square.
 struct Sums {
-    float near[2] = {}, acc[2][2] = {};
+    float pivot[2] = {}, acc[2][2] = {};
     uint32 counted = 0;  // pixels, of all threads of a filter
 
     // Those of a tile, which have these bits in `inside`; m as `convolve` has it. All threads of a filter take the same value.
@@ -180,16 +180,16 @@ struct Sums {
         float of_tile[2][2] = {};
 #pragma unroll
         for (int f = 0; f < 2; ++f) {
-            if (counted == 0) near[f] = __shfl_sync(0xffffffff, unpack_two<T>(m[0][f]).x, lane & ~3);
+            if (counted == 0) pivot[f] = __shfl_sync(0xffffffff, unpack_two<T>(m[0][f]).x, lane & ~3);
 #pragma unroll
             for (int g = 0; g < GROUPS; ++g) {
                 const float2 v = unpack_two<T>(m[g][f]);
-                const float from_near[2] = {v.x - near[f], v.y - near[f]};
+                const float deviation[2] = {v.x - pivot[f], v.y - pivot[f]};
 #pragma unroll
                 for (int e = 0; e < 2; ++e)
                     if (inside >> (2 * g + e) & 1) {
-                        of_tile[f][0] += from_near[e];
-                        of_tile[f][1] += from_near[e] * from_near[e];
+                        of_tile[f][0] += deviation[e];
+                        of_tile[f][1] += deviation[e] * deviation[e];
                     }
             }
 #pragma unroll
@@ -200,7 +200,7 @@ struct Sums {
 
     // Of all threads of the first (0) or second (1) filter.
     __device__ Moments moments(int f) const {
-        return Moments::about(near[f], counted, sum_over_pixels(acc[f][0]), sum_over_pixels(acc[f][1]));
+        return Moments::from_sums(pivot[f], counted, sum_over_pixels(acc[f][0]), sum_over_pixels(acc[f][1]));
     }
 };
 
@@ -251,19 +251,19 @@ __device__ inline void mask_tile(uint4 *at, const float (&products)[GROUPS][4], 
     constexpr int LAST = GROUPS - 1, STEP = 8 * PIXEL_VECTORS;
     float of_tile[2][2] = {};
     uint32 m[2][4], last[2];
-    load_transposed(m[0], at);
+    ldmatrix_trans(m[0], at);
 #pragma unroll
     for (int g = 0; g < LAST; g += 2) {
         uint32 (&now)[4] = m[g / 2 % 2];
         if (g + 2 < LAST)
-            load_transposed(m[(g / 2 + 1) % 2], at + (g + 2) * STEP);
+            ldmatrix_trans(m[(g / 2 + 1) % 2], at + (g + 2) * STEP);
         else
-            load_transposed(last, at + LAST * STEP);
+            ldmatrix_trans(last, at + LAST * STEP);
         mask_groups<T>(now, &products[g], inside >> 2 * g, of, of_tile);
-        store_transposed(at + g * STEP, now);
+        stmatrix_trans(at + g * STEP, now);
     }
     mask_groups<T>(last, &products[LAST], inside >> 2 * LAST, of, of_tile);
-    store_transposed(at + LAST * STEP, last);
+    stmatrix_trans(at + LAST * STEP, last);
 #pragma unroll
     for (int f = 0; f < 2; ++f)
 #pragma unroll
@@ -285,18 +285,18 @@ __device__ inline void convolve(const TensorMap &x, const TensorMap &w, const Te
     const auto at = [&](uint32 i) { return RELU ? images.tiles() - 1 - i : i; };
 
     if (threadIdx.x == 0) {
-        init_barrier(control.weights, 1);
+        mbarrier_init(control.weights, 1);
         for (int place = 0; place < images.places; ++place) {
-            init_barrier(control.full[place], 1);
-            init_barrier(control.empty[place], REDUCE ? TEAM_WARPS : 1);
+            mbarrier_init(control.full[place], 1);
+            mbarrier_init(control.empty[place], REDUCE ? TEAM_WARPS : 1);
         }
         for (int team = 0; team < TEAMS; ++team) {
-            init_barrier(control.turn[team], TEAM_WARPS);
+            mbarrier_init(control.order[team], TEAM_WARPS);
             if (!REDUCE) continue;
-            init_barrier(control.x_full[team], 1);
-            init_barrier(control.x_empty[team], 1);
+            mbarrier_init(control.x_full[team], 1);
+            mbarrier_init(control.x_empty[team], 1);
         }
-        show_barriers();
+        fence_barrier_init();
     }
     if (REDUCE && threadIdx.x < CHANNELS / VEC) {
         const int c = threadIdx.x * VEC;
@@ -312,8 +312,8 @@ __device__ inline void convolve(const TensorMap &x, const TensorMap &w, const Te
         store_floats(control.shift + c, of.shift);
     }
     __syncthreads();
-    const bool multiplies = warp < MULTIPLYING / WARP;
-    if (!multiplies) {
+    const bool is_mma_warp = warp < MMA_THREADS / WARP;
+    if (!is_mma_warp) {
         if (lane == 0) load<REDUCE>(x, w, norm.x, control, tiles, results, weights, images, at);
         if (!REDUCE) return;
         __syncwarp();
@@ -326,23 +326,23 @@ __device__ inline void convolve(const TensorMap &x, const TensorMap &w, const Te
     const uint64 inside = SUMS || REDUCE ? columns_inside(lane, images.width, pitch) : 0;
     Sums of_filters;
     float of_gradient[2][2] = {};
-    Turn turn;
+    PipelineState pipe;
     uint32 round = 0;
-    if (team > 0) turn.next(images.places);
-    wait_for_phase(control.weights, 0);
-    for (uint32 i = blockIdx.y + team * gridDim.y; multiplies && i < images.tiles(); i += TEAMS * gridDim.y, ++round) {
+    if (team > 0) pipe.advance(images.places);
+    mbarrier_wait(control.weights, 0);
+    for (uint32 i = blockIdx.y + team * gridDim.y; is_mma_warp && i < images.tiles(); i += TEAMS * gridDim.y, ++round) {
         const Strip strip(images, at(i));
-        uint4 *const tile = tiles + turn.place * images.place_vectors;
+        uint4 *const tile = tiles + pipe.index * images.place_vectors;
         uint4 *const result = REDUCE ? results + team * RESULT_VECTORS : tile;
         if constexpr (NORM) {
             // The other team has seen the tile that was there before, or it could not have given us our last turn.
-            wait_for_phase(control.full[turn.place], turn.parity);
+            mbarrier_wait(control.full[pipe.index], pipe.phase);
             normalise<T>(tile, control, images, strip, in_team);
-            show_to_copies();  // and to products
-            meet_team<TEAM_THREADS>(team);
+            tma_store_fence();  // and to products
+            team_sync<TEAM_THREADS>(team);
             if (in_team == 0)
                 for (int r = 0; r < strip.rows; ++r)
-                    store_tile(*made, 0, 0, strip.line + r, tile + ((r + 1) * pitch + 1) * PIXEL_VECTORS);
+                    tma_store(*made, 0, 0, strip.line + r, tile + ((r + 1) * pitch + 1) * PIXEL_VECTORS);
             __syncwarp();
         }
         float products[GROUPS][4];
@@ -352,18 +352,18 @@ __device__ inline void convolve(const TensorMap &x, const TensorMap &w, const Te
             for (int e = 0; e < 4; ++e) products[g][e] = biases[e / 2];
 
         // One team after the other. Only then for the tile: the other team has seen the one that was there before.
-        wait_for_phase(control.turn[team], (round + 1 - team) & 1);
-        if (!NORM) wait_for_phase(control.full[turn.place], turn.parity);
+        mbarrier_wait(control.order[team], (round + 1 - team) & 1);
+        if (!NORM) mbarrier_wait(control.full[pipe.index], pipe.phase);
         multiply_tile<T, BACKWARD>(products, weights, tile, pitch);
-        if (lane == 0) arrive(control.turn[1 - team]);
-        wait_for_products();
-        hold_products(products);
+        if (lane == 0) arrive(control.order[1 - team]);
+        wgmma_wait();
+        wgmma_fence_operand(products);
 
         const uint64 counted = inside & first_pixels(lane, strip.rows * pitch);
         uint32 m[GROUPS][2];  // two pixels each, of both filters
         if constexpr (REDUCE) {
-            if (lane == 0) arrive(control.empty[turn.place]);
-            wait_for_phase(control.x_full[team], round & 1);
+            if (lane == 0) arrive(control.empty[pipe.index]);
+            mbarrier_wait(control.x_full[team], round & 1);
             mask_tile<T>(result + matrix_row, products, counted, Channels(control, filter), of_gradient);
         } else {
 #pragma unroll
@@ -373,25 +373,25 @@ __device__ inline void convolve(const TensorMap &x, const TensorMap &w, const Te
                     const float left = products[g][2 * f], right = products[g][2 * f + 1];
                     m[g][f] = RELU ? pack_two<T>(relu(left), relu(right)) : pack_two<T>(left, right);
                 }
-            if (NORM && in_team == 0) wait_for_stores<0>();
-            meet_team<TEAM_THREADS>(team);  // all have read the tile
+            if (NORM && in_team == 0) tma_store_wait<0>();
+            team_sync<TEAM_THREADS>(team);  // all have read the tile
 #pragma unroll
             for (int g = 0; g < GROUPS - 1; g += 2)
-                store_transposed(result + g * 8 * PIXEL_VECTORS + matrix_row, {m[g][0], m[g][1], m[g + 1][0], m[g + 1][1]});
-            store_transposed(result + (GROUPS - 1) * 8 * PIXEL_VECTORS + matrix_row, m[GROUPS - 1]);
+                stmatrix_trans(result + g * 8 * PIXEL_VECTORS + matrix_row, {m[g][0], m[g][1], m[g + 1][0], m[g + 1][1]});
+            stmatrix_trans(result + (GROUPS - 1) * 8 * PIXEL_VECTORS + matrix_row, m[GROUPS - 1]);
         }
-        show_to_copies();
-        meet_team<TEAM_THREADS>(team);
+        tma_store_fence();
+        team_sync<TEAM_THREADS>(team);
         if (in_team == 0)
-            for (int r = 0; r < strip.rows; ++r) store_tile(y, 0, 0, strip.line + r, result + r * pitch * PIXEL_VECTORS);
+            for (int r = 0; r < strip.rows; ++r) tma_store(y, 0, 0, strip.line + r, result + r * pitch * PIXEL_VECTORS);
 
         if (SUMS) of_filters.add<T>(m, counted, strip.rows * images.width, lane);
         if (in_team == 0) {
-            wait_for_stores<0>();
-            arrive(REDUCE ? control.x_empty[team] : control.empty[turn.place]);
+            tma_store_wait<0>();
+            arrive(REDUCE ? control.x_empty[team] : control.empty[pipe.index]);
         }
         __syncwarp();  // products are started by whole warps
-        for (int t = 0; t < TEAMS; ++t) turn.next(images.places);
+        for (int t = 0; t < TEAMS; ++t) pipe.advance(images.places);
     }
     if constexpr (SUMS) {
 #pragma unroll
@@ -399,8 +399,8 @@ __device__ inline void convolve(const TensorMap &x, const TensorMap &w, const Te
             const Moments of_filter = of_filters.moments(f);
             if (lane % 4 == 0) control.of_part[team][filter + f * 8] = of_filter;
         }
-        write_sums_of_columns<CHANNELS, MULTIPLYING>(&control.of_part[0][0], TEAMS, 0, CHANNELS, partials, tickets,
-                                                     sums, meet_multiplying);
+        finish_column_moments<CHANNELS, MMA_THREADS>(&control.of_part[0][0], TEAMS, 0, CHANNELS, partials, tickets,
+                                                     sums, sync_mma_warps);
     }
     if constexpr (REDUCE) {
         float *const of_teams = reinterpret_cast<float *>(tiles);
@@ -410,7 +410,7 @@ __device__ inline void convolve(const TensorMap &x, const TensorMap &w, const Te
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
                 const float sum = sum_over_pixels(of_gradient[f][j]);
-                if (multiplies && lane % 4 == 0) of_teams[(team * 2 + j) * CHANNELS + filter + f * 8] = sum;
+                if (is_mma_warp && lane % 4 == 0) of_teams[(team * 2 + j) * CHANNELS + filter + f * 8] = sum;
             }
         reduce_parts<THREADS, TEAMS, 2, CHANNELS>(of_teams, partials, tickets, CHANNELS, [=](int n, const float (&of)[2]) {
             norm.dbeta[n] = of[0];

@@ -13,7 +13,7 @@ __device__ inline void columns_of(const float (*products)[4], bool high, float (
     for (int k = 0; k < VEC; ++k) v[k] = products[k / 2][(high ? 2 : 0) + k % 2];
 }
 
-// Weights (K, C), `COLUMNS` of them from column `first` on, as rows of k for `multiply_rows`, and in such an order that the 8
+// Weights (K, C), `COLUMNS` of them from column `first` on, as rows of k for `wgmma_k_k`, and in such an order that the 8
 // columns of one row of the product that a thread has are neighbours: of 32 columns, those that thread t of a quad calls
 // 2t, 2t + 1 of product j are 8t + 2j, 8t + 2j + 1.
 template <class T, int K, int COLUMNS>
@@ -67,7 +67,7 @@ template <int K_, bool ADD_, bool PAIR_> struct Shape {
 // Of one tile: tiles as in warpgroup.cuh, by chunks of 64 channels.
 template <class S> struct Stage {
     uint4 dy[S::CHUNKS][S::ROWS * 8];
-    uint4 behind[1 + S::ADD + S::PAIR][S::COLUMN_CHUNKS][S::ROWS * 8];  // x, addend, x_2
+    uint4 inputs[1 + S::ADD + S::PAIR][S::COLUMN_CHUNKS][S::ROWS * 8];  // x, addend, x_2
 };
 
 template <class S> struct Shared {
@@ -81,7 +81,7 @@ template <class S> struct Shared {
 // Shapes: dy (rows, K); w (K, C); x, x_2, dz (rows, C); addend likewise, or (rows of the grid, C); mask (rows, C / 8) bytes;
 // saved (2, C), dgamma, dbeta (C) fp32, and those with _2; partials (gridDim.y, 2 + PAIR, or 4 with PAIR and DROP, C), factors
 // fp32; tickets (gridDim.x). columns = C.
-template <class T, int K, Second SECOND, bool PAIR, bool DROP>
+template <class T, int K, SecondGradient SECOND, bool PAIR, bool DROP>
 __global__ void __launch_bounds__(Shape<K, SECOND != NONE, PAIR>::THREADS, 1)
 dgrad_reduce(const Packed<T> *dy, const T *w, const Packed<T> *x, const Packed<T> *x_2, const Packed<T> *addend,
              const uint8 *mask, Packed<T> *dz, const float *saved, const float *saved_2, float *dgamma, float *dgamma_2,
@@ -112,24 +112,24 @@ dgrad_reduce(const Packed<T> *dy, const T *w, const Packed<T> *x, const Packed<T
             const uint32 row = tile * S::ROWS + copied_row;
 #pragma unroll
             for (int c = 0; c < S::CHUNKS; ++c)
-                copy_ahead(&stage.dy[c][copied], dy + (row < rows ? row * (K / VEC) + c * 8 + copied_vector : 0), row < rows);
+                cp_async_zfill(&stage.dy[c][copied], dy + (row < rows ? row * (K / VEC) + c * 8 + copied_vector : 0), row < rows);
             const uint32 added_row = SECOND == COMPACT ? grid.row_of(row) : NOWHERE;
 #pragma unroll
             for (int c = 0; c < S::COLUMN_CHUNKS; ++c) {
                 const int at_column = first_column + c * 64 + copied_vector * VEC;
                 const bool there = row < rows && at_column < columns;
                 const uint32 at = there ? row * pitch + at_column / VEC : 0;
-                copy_ahead(&stage.behind[0][c][copied], x + at, there);
-                if (SECOND == WHOLE) copy_ahead(&stage.behind[S::ADD][c][copied], addend + at, there);
+                cp_async_zfill(&stage.inputs[0][c][copied], x + at, there);
+                if (SECOND == WHOLE) cp_async_zfill(&stage.inputs[S::ADD][c][copied], addend + at, there);
                 if (SECOND == COMPACT) {
                     const bool added = there && added_row != NOWHERE;
-                    copy_ahead(&stage.behind[S::ADD][c][copied],
-                               addend + (added ? added_row * pitch + at_column / VEC : 0), added);
+                    cp_async_zfill(&stage.inputs[S::ADD][c][copied],
+                                   addend + (added ? added_row * pitch + at_column / VEC : 0), added);
                 }
-                if (PAIR) copy_ahead(&stage.behind[S::ADD + S::PAIR][c][copied], x_2 + at, there);
+                if (PAIR) cp_async_zfill(&stage.inputs[S::ADD + S::PAIR][c][copied], x_2 + at, there);
             }
         }
-        close_copies();
+        cp_async_commit();
     };
     uint32 bits[S::QUARTERS][2];
     const auto load_bits = [&](uint32 tile) {
@@ -153,27 +153,27 @@ dgrad_reduce(const Packed<T> *dy, const T *w, const Packed<T> *x, const Packed<T
             load_floats(saved + column_of(q), mean[q]);
             if (PAIR) load_floats(saved_2 + column_of(q), mean_2[q]);
         }
-    show_to_products();
+    fence_view_async_shared();
     __syncthreads();  // the weights are there
 
     float sums[S::QUARTERS][SUMS][VEC] = {};
     int now = 0;
     for (uint32 tile = first_tile; tile < tiles; tile += step, now = (now + 1) % STAGES) {
         const Stage<S> &stage = stages[now];
-        wait_for_copies<STAGES - 2>();
-        show_to_products();
-        meet_team<S::TEAM_THREADS>(team);  // the tile is there, and the team is done with the one before
+        cp_async_wait<STAGES - 2>();
+        fence_view_async_shared();
+        team_sync<S::TEAM_THREADS>(team);  // the tile is there, and the team is done with the one before
         copy_tile(tile + (STAGES - 1) * step, stages[(now + STAGES - 1) % STAGES]);
 
         float products[S::QUARTERS * 4][4] = {};
-        open_products();
+        wgmma_fence();
 #pragma unroll
         for (int s = 0; s < K / 16; ++s)
-            multiply_rows(products, matrix(stage.dy[s / 4] + s % 4 * 2),
-                          matrix(shared.weights[s / 4] + quarter * 32 * 8 + s % 4 * 2), T{});
-        close_products();
-        wait_for_products();
-        hold_products(products);
+            wgmma_k_k(products, smem_desc(stage.dy[s / 4] + s % 4 * 2),
+                      smem_desc(shared.weights[s / 4] + quarter * 32 * 8 + s % 4 * 2), T{});
+        wgmma_commit();
+        wgmma_wait();
+        wgmma_fence_operand(products);
 #pragma unroll
         for (int q = 0; q < S::QUARTERS; ++q)
 #pragma unroll
@@ -183,10 +183,10 @@ dgrad_reduce(const Packed<T> *dy, const T *w, const Packed<T> *x, const Packed<T
                 const uint32 row = tile * S::ROWS + in_tile;
                 float g[VEC], g2[VEC], v[VEC], v_2[VEC];
                 columns_of(products + q * 4, r, g);
-                unpack(packed<T>(stage.behind[0][chunk][at]), v);
-                if (ADD) unpack(packed<T>(stage.behind[S::ADD][chunk][at]), g2);
-                if (PAIR) unpack(packed<T>(stage.behind[S::ADD + S::PAIR][chunk][at]), v_2);
-                const float factor = DROP ? factor_of(row < rows ? row : 0, factors, first_factor, pixels) : 1;
+                unpack(packed<T>(stage.inputs[0][chunk][at]), v);
+                if (ADD) unpack(packed<T>(stage.inputs[S::ADD][chunk][at]), g2);
+                if (PAIR) unpack(packed<T>(stage.inputs[S::ADD + S::PAIR][chunk][at]), v_2);
+                const float factor = DROP ? drop_factor(row < rows ? row : 0, factors, first_factor, pixels) : 1;
 #pragma unroll
                 for (int k = 0; k < VEC; ++k) {
                     if (ADD) g[k] += g2[k];

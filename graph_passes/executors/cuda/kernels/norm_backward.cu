@@ -3,7 +3,7 @@
 // whose weights one block has no registers for the gradient, are for clusters of two blocks, which have half of the channels
 // each that the convolution makes.
 #include "batch_norm.cuh"
-#include "copy_engine.cuh"
+#include "tma.cuh"
 #include "warpgroup.cuh"
 
 constexpr int OWN_COLUMNS = 64, CHUNK = 64, VECTOR_BYTES = 16;
@@ -12,7 +12,7 @@ constexpr int GROUP_WARPS = 4, GROUP = GROUP_WARPS * WARP, GROUPS = 4, WEIGHT_WA
 constexpr int CHUNK_VECTORS = CHUNK / VEC, TILE_VECTORS = ROWS * CHUNK_VECTORS, PIECE_VECTORS = PIECE_ROWS * CHUNK_VECTORS;
 constexpr int PIECE_BYTES = PIECE_VECTORS * VECTOR_BYTES;  // of 64 channels
 constexpr int WARP_ROWS = WARP / CHUNK_VECTORS;            // of a chunk, that a warp prepares at once
-constexpr int X_PLACES = 5;  // of pieces of x, for each warp that prepares dz
+constexpr int X_SLOTS = 5;  // of pieces of x, for each warp that prepares dz
 constexpr int COPIERS = 2;  // threads that share the copies to a stage
 
 // How the work is shared. All blocks of a cluster walk over the same tiles of rows, each with its channels. Of a block's groups
@@ -28,9 +28,9 @@ template <int K_, int COLUMNS_> struct Shape {
     static constexpr int AT_ONCE = BLOCKS == 1 ? 4 : 2;  // vectors of dz and of x that a thread reads before it works on them
     static constexpr int INPUT_ROWS = WEIGHT_WARPS / COLUMN_CHUNKS * WARP_ROWS;  // that these warps prepare at once
     // Registers, of 128 that each thread begins with.
-    static constexpr int OF_PREPARING = BLOCKS == 1 ? 120 : 80, OF_DATA = 112, OF_WEIGHTS = BLOCKS == 1 ? 136 : 160;
+    static constexpr int REGS_NORM = BLOCKS == 1 ? 120 : 80, REGS_DGRAD = 112, REGS_WGRAD = BLOCKS == 1 ? 136 : 160;
     static_assert(CHUNKS * PARTS == GROUP_WARPS && PIECES % PARTS == 0 && INPUT_ROWS % 8 == 0, "shares");
-    static_assert(OF_PREPARING + OF_DATA + 2 * OF_WEIGHTS <= GROUPS * 128, "registers");
+    static_assert(REGS_NORM + REGS_DGRAD + 2 * REGS_WGRAD <= GROUPS * 128, "registers");
 };
 
 // Of one tile: tiles as in warpgroup.cuh, by chunks of 64 channels.
@@ -42,12 +42,12 @@ template <class S> struct Stage {
 template <class S> struct Shared {
     uint4 weights[S::CHUNKS][S::COLUMN_CHUNKS][TILE_VECTORS];
     Stage<S> stages[S::STAGES];
-    uint4 x[GROUP_WARPS][X_PLACES][PIECE_VECTORS];
+    uint4 x[GROUP_WARPS][X_SLOTS][PIECE_VECTORS];
     float4 received[S::BLOCKS == 1 ? 1 : OWN_COLUMNS / 8][GROUP];  // what the other block adds to each thread's; sums at last
-    float behind_mean[S::COLUMNS], behind_scale[S::COLUMNS], behind_shift[S::COLUMNS];  // of the earlier BatchNorm
+    float prev_mean[S::COLUMNS], prev_scale[S::COLUMNS], prev_shift[S::COLUMNS];  // of the earlier BatchNorm
     // A piece of dz and of the earlier BatchNorm's data is there; a tile is prepared; nobody multiplies it any more.
     uint64 full[S::STAGES][PIECES], prepared[S::STAGES], empty[S::STAGES];
-    uint64 x_full[GROUP_WARPS][X_PLACES];
+    uint64 x_full[GROUP_WARPS][X_SLOTS];
     // `received` has come; the other block has read what has been sent there. A phase of each is a tile, and nobody misses one:
     // the next `arrived` needs what is sent after all warps here have read, the next `read` what all warps here send.
     uint64 arrived, read;
@@ -90,7 +90,7 @@ __device__ inline float sum_over_rows(float (&v)[VEC], int lane) {
 __device__ inline int own_column(int lane) { return lane / 4 % 2 * 4 + lane / 8 % 2 * 2 + lane / 16; }
 
 // The group that makes the gradient of the convolution's input, without the others: these are done before it.
-constexpr Meet<2, GROUP> meet_group{};
+constexpr NamedBarrier<2, GROUP> sync_group{};
 
 // For each channel of the later BatchNorm: dx = scale * dz + b * x + c; with RELU, dz counts where x * scale + shift > 0; with
 // DROP, it is multiplied by the image's factor.
@@ -105,10 +105,10 @@ constexpr Meet<2, GROUP> meet_group{};
 template <class T, int K, int COLUMNS, bool RELU, bool REDUCE, bool DROP>
 __global__ void __cluster_dims__(COLUMNS / OWN_COLUMNS, 1, 1) __launch_bounds__(THREADS, 1)
 norm_backward(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorMap x,
-              const __grid_constant__ TensorMap behind_tiles, const float *saved, const float *gamma,
+              const __grid_constant__ TensorMap prev_tiles, const float *saved, const float *gamma,
               const float *beta, const float *dgamma, const float *dbeta, const Packed<T> *w,
-              const Packed<T> *behind, Packed<T> *out, const float *behind_saved, const float *behind_gamma,
-              const float *behind_beta, float *behind_dgamma, float *behind_dbeta, float *dw_parts, float *partials,
+              const Packed<T> *prev, Packed<T> *out, const float *prev_saved, const float *prev_gamma,
+              const float *prev_beta, float *prev_dgamma, float *prev_dbeta, float *dw_parts, float *partials,
               uint32 *tickets, uint32 rows, const float *factors, uint32 first_factor, uint32 pixels) {
     using S = Shape<K, COLUMNS>;
     constexpr int STAGES = S::STAGES;
@@ -117,52 +117,52 @@ norm_backward(const __grid_constant__ TensorMap dz, const __grid_constant__ Tens
     const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // one for all, to the compiler
     const int group = warp / GROUP_WARPS, warp_m = warp % GROUP_WARPS;
     const uint32 tiles = (rows + ROWS - 1) / ROWS, rank = blockIdx.x, first_channel = rank * S::K;
-    Turn turn;
+    PipelineState pipe;
 
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
-            for (int piece = 0; piece < PIECES; ++piece) init_barrier(shared.full[s][piece], 1);
-            init_barrier(shared.prepared[s], GROUP_WARPS + (REDUCE ? WEIGHT_WARPS : 0));
-            init_barrier(shared.empty[s], (GROUPS - 1) * GROUP_WARPS);
+            for (int piece = 0; piece < PIECES; ++piece) mbarrier_init(shared.full[s][piece], 1);
+            mbarrier_init(shared.prepared[s], GROUP_WARPS + (REDUCE ? WEIGHT_WARPS : 0));
+            mbarrier_init(shared.empty[s], (GROUPS - 1) * GROUP_WARPS);
         }
         for (int i = 0; i < GROUP_WARPS; ++i)
-            for (int place = 0; place < X_PLACES; ++place) init_barrier(shared.x_full[i][place], 1);
-        init_barrier(shared.arrived, 1);
-        init_barrier(shared.read, GROUP_WARPS);
-        show_barriers();
+            for (int slot = 0; slot < X_SLOTS; ++slot) mbarrier_init(shared.x_full[i][slot], 1);
+        mbarrier_init(shared.arrived, 1);
+        mbarrier_init(shared.read, GROUP_WARPS);
+        fence_barrier_init();
     }
-    meet_cluster();
+    cluster_sync();
 
     if (group == 1) {
-        leave_registers<S::OF_PREPARING>();
+        setmaxnreg_dec<S::REGS_NORM>();
         const int chunk = warp_m % S::CHUNKS, part = warp_m / S::CHUNKS, own_row = lane / 8, vector = lane % 8;
         const int channel = first_channel + chunk * CHUNK + vector * VEC;
         // The warp's n-th piece.
         const auto load_x = [&](int n) {
             const uint32 tile = blockIdx.y + n / S::CHUNKS * gridDim.y;
             if (tile >= tiles) return;
-            uint64 &full = shared.x_full[warp_m][n % X_PLACES];
-            arrive_expecting(full, PIECE_BYTES);
-            load_tile(shared.x[warp_m][n % X_PLACES], x, first_channel + chunk * CHUNK,
-                      tile * ROWS + (n % S::CHUNKS * S::PARTS + part) * PIECE_ROWS, 0, full);
+            uint64 &full = shared.x_full[warp_m][n % X_SLOTS];
+            arrive_expect_tx(full, PIECE_BYTES);
+            tma_load(shared.x[warp_m][n % X_SLOTS], x, first_channel + chunk * CHUNK,
+                     tile * ROWS + (n % S::CHUNKS * S::PARTS + part) * PIECE_ROWS, 0, full);
         };
         const Backward of(saved, gamma, RELU ? beta : nullptr, channel, K);
         const InputGradient to(of, dgamma, dbeta, rows, channel);
-        if (elected())
-            for (int n = 0; n < X_PLACES; ++n) load_x(n);
+        if (elect_one())
+            for (int n = 0; n < X_SLOTS; ++n) load_x(n);
         // Of 8 rows a thread has two.
         const int own_at[2] = {swizzled(own_row, vector), swizzled(own_row + 4, vector)};
 
-        Turn x_turn;
-        int next = X_PLACES;
-        for (uint32 tile = blockIdx.y; tile < tiles; tile += gridDim.y, turn.next(STAGES)) {
-            Stage<S> &stage = shared.stages[turn.place];
+        PipelineState x_pipe;
+        int next = X_SLOTS;
+        for (uint32 tile = blockIdx.y; tile < tiles; tile += gridDim.y, pipe.advance(STAGES)) {
+            Stage<S> &stage = shared.stages[pipe.index];
             for (int piece = 0; piece < PIECES; ++piece) {
-                wait_for_phase(shared.full[turn.place][piece], turn.parity);
+                mbarrier_wait(shared.full[pipe.index][piece], pipe.phase);
                 if (piece % S::PARTS != part) continue;
-                wait_for_phase(shared.x_full[warp_m][x_turn.place], x_turn.parity);
+                mbarrier_wait(shared.x_full[warp_m][x_pipe.index], x_pipe.phase);
                 uint4 *const dz_piece = stage.dz[chunk] + piece * PIECE_VECTORS;
-                const uint4 *const x_piece = shared.x[warp_m][x_turn.place];
+                const uint4 *const x_piece = shared.x[warp_m][x_pipe.index];
 #pragma unroll
                 for (int first = 0; first < PIECE_ROWS / WARP_ROWS; first += S::AT_ONCE) {
                     uint4 own_dz[S::AT_ONCE], own_x[S::AT_ONCE];
@@ -178,7 +178,7 @@ norm_backward(const __grid_constant__ TensorMap dz, const __grid_constant__ Tens
                         unpack(packed<T>(own_dz[i]), g);
                         unpack(packed<T>(own_x[i]), v);
                         const uint32 row = tile * ROWS + piece * PIECE_ROWS + (first + i) * WARP_ROWS + own_row;
-                        const float factor = DROP ? factor_of(row < rows ? row : 0, factors, first_factor, pixels) : 1;
+                        const float factor = DROP ? drop_factor(row < rows ? row : 0, factors, first_factor, pixels) : 1;
 #pragma unroll
                         for (int k = 0; k < VEC; ++k) {
                             if (RELU && !(v[k] * of.scale[k] + of.shift[k] > 0)) g[k] = 0;
@@ -189,98 +189,98 @@ norm_backward(const __grid_constant__ TensorMap dz, const __grid_constant__ Tens
                     }
                 }
                 __syncwarp();
-                if (elected()) load_x(next);
+                if (elect_one()) load_x(next);
                 ++next;
-                x_turn.next(X_PLACES);
+                x_pipe.advance(X_SLOTS);
             }
-            show_to_products();
+            fence_view_async_shared();
             __syncwarp();
-            if (lane == 0) arrive(shared.prepared[turn.place]);
+            if (lane == 0) arrive(shared.prepared[pipe.index]);
         }
-        meet_cluster();
+        cluster_sync();
         return;
     }
 
     // For a warp of each of the last two groups, on a scheduler of its own. Rows that are not there are zeros.
     const int part = group - 2;
     const bool copies = group > 1 && warp_m == part;
-    const auto load_pieces = [&](uint32 tile, int place) {
-        if (!elected()) return;
-        Stage<S> &stage = shared.stages[place];
+    const auto load_pieces = [&](uint32 tile, int slot) {
+        if (!elect_one()) return;
+        Stage<S> &stage = shared.stages[slot];
 #pragma unroll
         for (int i = 0; i < PIECES / COPIERS; ++i) {
             const int piece = i * COPIERS + part, row = tile * ROWS + piece * PIECE_ROWS, at = piece * PIECE_VECTORS;
-            uint64 &full = shared.full[place][piece];
-            arrive_expecting(full, (S::CHUNKS + S::COLUMN_CHUNKS) * PIECE_BYTES);
+            uint64 &full = shared.full[slot][piece];
+            arrive_expect_tx(full, (S::CHUNKS + S::COLUMN_CHUNKS) * PIECE_BYTES);
 #pragma unroll
-            for (int c = 0; c < S::CHUNKS; ++c) load_tile(stage.dz[c] + at, dz, first_channel + c * CHUNK, row, 0, full);
+            for (int c = 0; c < S::CHUNKS; ++c) tma_load(stage.dz[c] + at, dz, first_channel + c * CHUNK, row, 0, full);
 #pragma unroll
             for (int c = 0; c < S::COLUMN_CHUNKS; ++c)
-                load_tile(stage.input[c] + at, behind_tiles, c * CHUNK, row, 0, full);
+                tma_load(stage.input[c] + at, prev_tiles, c * CHUNK, row, 0, full);
         }
     };
     if (REDUCE && threadIdx.x < COLUMNS / VEC) {
         const int c = threadIdx.x * VEC;
-        const Backward of_behind(behind_saved, behind_gamma, behind_beta, c, COLUMNS);
-        store_floats(shared.behind_mean + c, of_behind.mean);
-        store_floats(shared.behind_scale + c, of_behind.scale);
-        store_floats(shared.behind_shift + c, of_behind.shift);
+        const Backward of_prev(prev_saved, prev_gamma, prev_beta, c, COLUMNS);
+        store_floats(shared.prev_mean + c, of_prev.mean);
+        store_floats(shared.prev_scale + c, of_prev.scale);
+        store_floats(shared.prev_shift + c, of_prev.shift);
     }
     const Weights<T, S> weights(w + size_t(first_channel) * (COLUMNS / VEC));
     if (copies)
         for (uint32 s = 0, tile = blockIdx.y; s < STAGES && tile < tiles; ++s, tile += gridDim.y) load_pieces(tile, s);
 
     weights.store(shared);
-    show_to_products();
+    fence_view_async_shared();
     asm volatile("barrier.sync 1, %0;" :: "n"(THREADS - GROUP) : "memory");
 
     if (group > 1) {
-        take_registers<S::OF_WEIGHTS>();
+        setmaxnreg_inc<S::REGS_WGRAD>();
         const int own = warp - 2 * GROUP_WARPS, input_chunk = own % S::COLUMN_CHUNKS;
         const int first_row = own / S::COLUMN_CHUNKS * WARP_ROWS;  // of the input, that this warp prepares
-        const auto prepare_input = [&](uint32 tile, const Turn &turn) {
+        const auto prepare_input = [&](uint32 tile, const PipelineState &pipe) {
             if (!REDUCE || tile >= tiles) return;
-            uint4 *const input = shared.stages[turn.place].input[input_chunk] + swizzled(first_row + lane / 8, lane % 8);
+            uint4 *const input = shared.stages[pipe.index].input[input_chunk] + swizzled(first_row + lane / 8, lane % 8);
             const int column = input_chunk * CHUNK + lane % 8 * VEC;
 #pragma unroll
             for (int row = 0; row < ROWS; row += S::INPUT_ROWS) {
-                wait_for_phase(shared.full[turn.place][(row + first_row) / PIECE_ROWS], turn.parity);
+                mbarrier_wait(shared.full[pipe.index][(row + first_row) / PIECE_ROWS], pipe.phase);
                 uint4 &at = input[row * CHUNK_VECTORS];
                 float v[VEC], scale[VEC], shift[VEC];
                 unpack(packed<T>(at), v);
-                load_floats(shared.behind_scale + column, scale);
-                load_floats(shared.behind_shift + column, shift);
+                load_floats(shared.prev_scale + column, scale);
+                load_floats(shared.prev_shift + column, shift);
 #pragma unroll
                 for (int k = 0; k < VEC; ++k) v[k] = relu(v[k] * scale[k] + shift[k]);
                 at = words(pack<T>(v));
             }
-            show_to_products();
+            fence_view_async_shared();
             __syncwarp();
-            if (lane == 0) arrive(shared.prepared[turn.place]);
+            if (lane == 0) arrive(shared.prepared[pipe.index]);
         };
-        Turn next_turn;
-        prepare_input(blockIdx.y, next_turn);
+        PipelineState next_pipe;
+        prepare_input(blockIdx.y, next_pipe);
         float dw[S::CHUNKS_PER_GROUP][COLUMNS / 8][4] = {};
-        for (uint32 tile = blockIdx.y; tile < tiles; tile += gridDim.y, turn.next(STAGES)) {
-            const Stage<S> &stage = shared.stages[turn.place];
-            wait_for_phase(shared.prepared[turn.place], turn.parity);
-            open_products();
+        for (uint32 tile = blockIdx.y; tile < tiles; tile += gridDim.y, pipe.advance(STAGES)) {
+            const Stage<S> &stage = shared.stages[pipe.index];
+            mbarrier_wait(shared.prepared[pipe.index], pipe.phase);
+            wgmma_fence();
 #pragma unroll
             for (int s = 0; s < ROWS / 16; ++s)
 #pragma unroll
                 for (int m = 0; m < S::CHUNKS_PER_GROUP; ++m)
-                    multiply_columns(dw[m], matrix(stage.dz[(part + m * 2) % S::CHUNKS] + s * 16 * CHUNK_VECTORS),
-                                     matrix_of_columns(stage.input[0] + s * 16 * CHUNK_VECTORS), T{});
-            close_products();
-            wait_for_products();
-            if (lane == 0) arrive(shared.empty[turn.place]);
+                    wgmma_mn_mn(dw[m], smem_desc(stage.dz[(part + m * 2) % S::CHUNKS] + s * 16 * CHUNK_VECTORS),
+                                smem_desc_mn(stage.input[0] + s * 16 * CHUNK_VECTORS), T{});
+            wgmma_commit();
+            wgmma_wait();
+            if (lane == 0) arrive(shared.empty[pipe.index]);
             if (copies && tile + STAGES * gridDim.y < tiles) {
-                wait_for_phase(shared.empty[turn.place], turn.parity);
-                load_pieces(tile + STAGES * gridDim.y, turn.place);
+                mbarrier_wait(shared.empty[pipe.index], pipe.phase);
+                load_pieces(tile + STAGES * gridDim.y, pipe.index);
             }
             __syncwarp();
-            next_turn.next(STAGES);
-            prepare_input(tile + gridDim.y, next_turn);
+            next_pipe.advance(STAGES);
+            prepare_input(tile + gridDim.y, next_pipe);
         }
 #pragma unroll
         for (int m = 0; m < S::CHUNKS_PER_GROUP; ++m) {
@@ -293,36 +293,36 @@ norm_backward(const __grid_constant__ TensorMap dz, const __grid_constant__ Tens
                 for (int r = 0; r < 2; ++r)
                     *reinterpret_cast<float2 *>(to + r * 8 * COLUMNS + n * 8) = float2{dw[m][n][r * 2], dw[m][n][r * 2 + 1]};
         }
-        meet_cluster();
+        cluster_sync();
         return;
     }
 
-    leave_registers<S::OF_DATA>();
+    setmaxnreg_dec<S::REGS_DGRAD>();
     constexpr int QUARTERS = OWN_COLUMNS / 32;  // a thread has 8 columns of each, of two rows
     constexpr int STEPS = S::K / 16, PRODUCTS = OWN_COLUMNS / 8;  // of a series, and of 8 columns each in it
     const int thread = threadIdx.x, column = rank * OWN_COLUMNS + lane % 4 * VEC;
     constexpr bool EXCHANGES = S::BLOCKS == 2;
-    const uint32 other = EXCHANGES ? rank ^ 1 : 0, there = address_in(&shared.received[0][thread], other);
-    const uint32 arrived_there = address_in(&shared.arrived, other), read_there = address_in(&shared.read, other);
-    const uint64 own_weights = matrix(shared.weights[0][0]), others_weights = matrix(shared.weights[0][S::COLUMN_CHUNKS - 1]);
+    const uint32 other = EXCHANGES ? rank ^ 1 : 0, there = cluster_address(&shared.received[0][thread], other);
+    const uint32 arrived_there = cluster_address(&shared.arrived, other), read_there = cluster_address(&shared.read, other);
+    const uint64 own_weights = smem_desc(shared.weights[0][0]), others_weights = smem_desc(shared.weights[0][S::COLUMN_CHUNKS - 1]);
     // A series. Its operands are sums: where `matrix` makes each, the compiler keeps 16 and runs out of registers.
     const auto multiply = [](float (&products)[PRODUCTS][4], uint64 tile, uint64 weights) {
 #pragma unroll
         for (int s = 0; s < STEPS; ++s)
-            multiply_rows_by_columns(products, tile + (s / 4 * TILE_VECTORS + s % 4 * 2),
-                                     weights + (s / 4 * S::COLUMN_CHUNKS * TILE_VECTORS + s % 4 * 16 * CHUNK_VECTORS), T{});
-        close_products();
+            wgmma_k_mn(products, tile + (s / 4 * TILE_VECTORS + s % 4 * 2),
+                       weights + (s / 4 * S::COLUMN_CHUNKS * TILE_VECTORS + s % 4 * 16 * CHUNK_VECTORS), T{});
+        wgmma_commit();
     };
     float sums[2][QUARTERS] = {};  // of the thread's one column of each
     uint32 parity = 0;
-    for (uint32 tile = blockIdx.y; tile < tiles; tile += gridDim.y, turn.next(STAGES), parity ^= 1) {
-        const Stage<S> &stage = shared.stages[turn.place];
+    for (uint32 tile = blockIdx.y; tile < tiles; tile += gridDim.y, pipe.advance(STAGES), parity ^= 1) {
+        const Stage<S> &stage = shared.stages[pipe.index];
         float own[PRODUCTS][4] = {}, others[PRODUCTS][4] = {};
-        const uint64 of_dz = matrix(stage.dz[0]);
-        if (EXCHANGES && thread == 0) arrive_expecting(shared.arrived, sizeof(shared.received));
-        wait_for_phase(shared.prepared[turn.place], turn.parity);
-        hold_products(own);  // so that nothing is done with it between the series, for which the second would wait
-        open_products();
+        const uint64 of_dz = smem_desc(stage.dz[0]);
+        if (EXCHANGES && thread == 0) arrive_expect_tx(shared.arrived, sizeof(shared.received));
+        mbarrier_wait(shared.prepared[pipe.index], pipe.phase);
+        wgmma_fence_operand(own);  // so that nothing is done with it between the series, for which the second would wait
+        wgmma_fence();
         if (EXCHANGES) multiply(others, of_dz, others_weights);
         multiply(own, of_dz, own_weights);
 
@@ -334,21 +334,21 @@ norm_backward(const __grid_constant__ TensorMap dz, const __grid_constant__ Tens
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
                     const uint32 row = first_row + r * 8;
-                    read[q][r] = behind[(row < rows ? row * (COLUMNS / VEC) : 0) + (column + q * 32) / VEC];
+                    read[q][r] = prev[(row < rows ? row * (COLUMNS / VEC) : 0) + (column + q * 32) / VEC];
                 }
         if (EXCHANGES) {  // what the other block needs is sent while our own is multiplied
-            wait_for_products_before_last();
-            hold_products(others);
-            wait_for_phase(shared.read, parity ^ 1);  // at once for the first tile
+            wgmma_wait<1>();
+            wgmma_fence_operand(others);
+            mbarrier_wait(shared.read, parity ^ 1);  // at once for the first tile
 #pragma unroll
             for (int j = 0; j < PRODUCTS; ++j)
-                store_there(there + j * GROUP * VECTOR_BYTES, others[j], arrived_there);
+                st_async(there + j * GROUP * VECTOR_BYTES, others[j], arrived_there);
         }
-        wait_for_products();
-        hold_products(own);
-        if (lane == 0) arrive(shared.empty[turn.place]);
+        wgmma_wait();
+        wgmma_fence_operand(own);
+        if (lane == 0) arrive(shared.empty[pipe.index]);
         if constexpr (EXCHANGES) {
-            wait_for_phase(shared.arrived, parity);
+            mbarrier_wait(shared.arrived, parity);
 #pragma unroll
             for (int j = 0; j < PRODUCTS; ++j) {
                 const float4 more = shared.received[j][thread];
@@ -357,18 +357,18 @@ norm_backward(const __grid_constant__ TensorMap dz, const __grid_constant__ Tens
                 own[j][2] += more.z;
                 own[j][3] += more.w;
             }
-            hold_products(own);
+            wgmma_fence_operand(own);
             __syncwarp();
-            if (lane == 0) arrive_there(read_there);
+            if (lane == 0) arrive_remote(read_there);
         }
 #pragma unroll
         for (int q = 0; q < QUARTERS; ++q) {
             const int c = column + q * 32;
             float mean[VEC], scale[VEC], shift[VEC];
             if (REDUCE) {
-                load_floats(shared.behind_mean + c, mean);
-                load_floats(shared.behind_scale + c, scale);
-                load_floats(shared.behind_shift + c, shift);
+                load_floats(shared.prev_mean + c, mean);
+                load_floats(shared.prev_scale + c, scale);
+                load_floats(shared.prev_shift + c, shift);
             }
             float of_rows[2][VEC];  // over this thread's two
 #pragma unroll
@@ -395,7 +395,7 @@ norm_backward(const __grid_constant__ TensorMap dz, const __grid_constant__ Tens
         }
     }
     if (REDUCE) {
-        meet_group();  // `received` is of no more use: what the other block sends for the last tile has come
+        sync_group();  // `received` is of no more use: what the other block sends for the last tile has come
         float *const of_warp = reinterpret_cast<float *>(shared.received) + warp_m * 2 * OWN_COLUMNS;
 #pragma unroll
         for (int j = 0; j < 2; ++j)
@@ -403,11 +403,11 @@ norm_backward(const __grid_constant__ TensorMap dz, const __grid_constant__ Tens
             for (int q = 0; q < QUARTERS; ++q) of_warp[j * OWN_COLUMNS + q * 32 + lane % 4 * VEC + own_column(lane)] = sums[j][q];
         reduce_parts<GROUP, GROUP_WARPS, 2, OWN_COLUMNS>(reinterpret_cast<float *>(shared.received), partials, tickets, COLUMNS,
                                                          [=](int n, const float (&of)[2]) {
-            behind_dgamma[n] = of[1] * behind_saved[COLUMNS + n];
-            behind_dbeta[n] = of[0];
-        }, meet_group);
+            prev_dgamma[n] = of[1] * prev_saved[COLUMNS + n];
+            prev_dbeta[n] = of[0];
+        }, sync_group);
     }
-    meet_cluster();  // until here the other block may tell us that it has read
+    cluster_sync();  // until here the other block may tell us that it has read
 }
 
 // sum[i] = sum over `parts` of part[i], always in the same order; 8 neighbours a thread, and 16 threads for each sum,

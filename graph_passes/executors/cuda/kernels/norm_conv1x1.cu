@@ -11,12 +11,12 @@ template <int COLUMNS> constexpr bool STREAMED = COLUMNS > 128;
 template <int COLUMNS> constexpr int BLOCK = STREAMED<COLUMNS> ? STREAMING : THREADS;
 
 // For one thread: starts the copies of a team's tiles of x and of what is added, from the last rows on.
-__device__ inline void load_both(const Stages &stages, const TensorMap &x, const TensorMap &addend, const Share &share) {
-    Turn turn;
-    for (uint32 n = share.first; n < share.end; n += share.step)
+__device__ inline void load_both(const Stages &stages, const TensorMap &x, const TensorMap &addend, const TileRange &range) {
+    PipelineState pipe;
+    for (uint32 n = range.first; n < range.end; n += range.step)
         for (int c = 0; c < stages.chunks; ++c) {
-            const Corner at{c * CHUNK, int(share.end - 1 - n) * ROWS};
-            load_two(stages, turn, x, at, addend, at);
+            const Corner at{c * CHUNK, int(range.end - 1 - n) * ROWS};
+            load_two(stages, pipe, x, at, addend, at);
         }
 }
 
@@ -27,8 +27,8 @@ template <class T, bool PAIR>
 __device__ inline void normalise(const Affine &of, const uint4 *x, const uint4 *addend, int pair, int lane, uint32 (&m)[4],
                                  uint32 (&bits)[4]) {
     uint32 added[4];
-    load_pair(m, x + matrix_row(lane, pair));
-    load_pair(added, addend + matrix_row(lane, pair));
+    ldmatrix_x4(m, x + matrix_row(lane, pair));
+    ldmatrix_x4(added, addend + matrix_row(lane, pair));
 #pragma unroll
     for (int i = 0; i < 4; ++i) {  // rows below 8 and others, of 8 columns, then of the next 8
         const int first = pair * 16 + i / 2 * 8 + lane % 4 * 2;
@@ -83,40 +83,40 @@ norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
     Control &control = all.control;
     Affine *const affine = reinterpret_cast<Affine *>(memory + sizeof(NormControl) / VECTOR_BYTES);
     uint4 *const weights = memory + sizeof(NormControl) / VECTOR_BYTES + affine_vectors(chunks);
-    uint4 *const all_tiles = weights + (STREAMED<COLUMNS> ? WEIGHT_PLACES : chunks) * COLUMNS * CHUNK_VECTORS;
+    uint4 *const all_tiles = weights + (STREAMED<COLUMNS> ? WEIGHT_STAGES : chunks) * COLUMNS * CHUNK_VECTORS;
     uint4 *const all_results = all_tiles + TEAMS * stages * 2 * TILE_VECTORS;
     const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // one for all, to the compiler
-    const bool multiplies = warp < MULTIPLYING;
-    const int team = multiplies ? warp / TEAM_WARPS : warp - MULTIPLYING;
-    const Share share{blockIdx.y * TEAMS + team, (rows + ROWS - 1) / ROWS, gridDim.y * TEAMS};
-    const uint32 rounds = (share.end - blockIdx.y * TEAMS + share.step - 1) / share.step;  // of the first team's tiles
+    const bool is_mma_warp = warp < MMA_WARPS;
+    const int team = is_mma_warp ? warp / TEAM_WARPS : warp - MMA_WARPS;
+    const TileRange range{blockIdx.y * TEAMS + team, (rows + ROWS - 1) / ROWS, gridDim.y * TEAMS};
+    const uint32 rounds = (range.end - blockIdx.y * TEAMS + range.step - 1) / range.step;  // of the first team's tiles
 
     if (threadIdx.x == 0) init_barriers(all, stages);
     __syncthreads();
 
     const Stages own{all_tiles + team * stages * 2 * TILE_VECTORS, control.full[team], control.empty[team], chunks, stages};
-    if (!multiplies) {
-        if (STREAMED<COLUMNS>) leave_registers<24>();
+    if (!is_mma_warp) {
+        if (STREAMED<COLUMNS>) setmaxnreg_dec<24>();
         if (STREAMED<COLUMNS> && lane == 0 && team == TEAMS)
             stream_weights<COLUMNS>(weights, all, chunks, rounds, [&](uint4 *to, int c, uint64 &full) {
-                load_tile(to, w, c * CHUNK, 0, 0, full);
+                tma_load(to, w, c * CHUNK, 0, 0, full);
             });
         if (lane == 0 && team < TEAMS) {
             if (team == 0) {
-                fetch_map(y);
-                fetch_map(z);
+                prefetch_tensormap(y);
+                prefetch_tensormap(z);
                 if (!STREAMED<COLUMNS>) {
-                    arrive_expecting(control.weights, chunks * COLUMNS * CHUNK_VECTORS * VECTOR_BYTES);
+                    arrive_expect_tx(control.weights, chunks * COLUMNS * CHUNK_VECTORS * VECTOR_BYTES);
                     load_weights<COLUMNS>(weights, w, chunks, 0, control.weights);
                 }
             }
-            load_both(own, x, addend, share);
+            load_both(own, x, addend, range);
         }
         return;
     }
-    if (STREAMED<COLUMNS>) take_registers<240>();
+    if (STREAMED<COLUMNS>) setmaxnreg_inc<240>();
     // While the first tiles are on their way.
-    for (int vector = threadIdx.x; vector < chunks * CHUNK_VECTORS; vector += MULTIPLYING * WARP) {
+    for (int vector = threadIdx.x; vector < chunks * CHUNK_VECTORS; vector += MMA_WARPS * WARP) {
         const int channel = vector * VEC, channels = chunks * CHUNK, at = channel % CHUNK;
         Affine &to = affine[vector / CHUNK_VECTORS];
         const Forward of(sums, about_mean, gamma, beta, saved, running_mean, running_var, eps, momentum, rows, channel,
@@ -134,72 +134,72 @@ norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
         store_floats(to.scale + at, of.scale);
         store_floats(to.shift + at, shift);
     }
-    meet_multiplying();
-    float near[PARTS][2] = {}, of_column[PARTS][2][2] = {};  // of the two columns of each part that a thread sums up
+    sync_mma_warps();
+    float pivot[PARTS][2] = {}, of_column[PARTS][2][2] = {};  // of the two columns of each part that a thread sums up
     uint32 counted = 0;                                      // rows
     uint4 *const result = all_results + warp * RESULT_VECTORS;
     const int own_row = warp % TEAM_WARPS * WARP_ROWS;
-    Turn turn, of_weights;
+    PipelineState pipe, of_weights;
     uint32 round = 0;
-    if (!STREAMED<COLUMNS>) wait_for_phase(control.weights, 0);
-    for (uint32 n = share.first; n < share.end; n += share.step, ++round) {
-        const uint32 row = (share.end - 1 - n) * ROWS + own_row;
+    if (!STREAMED<COLUMNS>) mbarrier_wait(control.weights, 0);
+    for (uint32 n = range.first; n < range.end; n += range.step, ++round) {
+        const uint32 row = (range.end - 1 - n) * ROWS + own_row;
         const int rows_here = max(0, min(WARP_ROWS, int(rows - row)));
         float products[COLUMNS / 8][4] = {};
 #pragma unroll 1
-        for (int c = 0; c < chunks; ++c, turn.next(stages)) {
-            const uint4 *const part_of_x = own.tiles + (turn.place * 2 * ROWS + own_row) * CHUNK_VECTORS;
+        for (int c = 0; c < chunks; ++c, pipe.advance(stages)) {
+            const uint4 *const part_of_x = own.tiles + (pipe.index * 2 * ROWS + own_row) * CHUNK_VECTORS;
             uint32 m[CHUNK / 16][4], bits[4] = {};
-            wait_for_phase(own.full[turn.place], turn.parity);
+            mbarrier_wait(own.full[pipe.index], pipe.phase);
 #pragma unroll
             for (int pair = 0; pair < CHUNK / 16; ++pair)
                 normalise<T, PAIR>(affine[c], part_of_x, part_of_x + TILE_VECTORS, pair, lane, m[pair], bits);
             __syncwarp();
-            if (lane == 0) arrive(own.empty[turn.place]);
-            free_result(lane);
+            if (lane == 0) arrive(own.empty[pipe.index]);
+            acquire_result(lane);
 #pragma unroll
-            for (int pair = 0; pair < CHUNK / 16; ++pair) store_pair(result + matrix_row(lane, pair), m[pair]);
+            for (int pair = 0; pair < CHUNK / 16; ++pair) stmatrix_x4(result + matrix_row(lane, pair), m[pair]);
             store_result(y, c * CHUNK, row, result, lane);
-            if (STREAMED<COLUMNS>) wait_for_phase(all.full[of_weights.place], of_weights.parity);
-            const uint4 *const b = weights + (STREAMED<COLUMNS> ? of_weights.place : c) * COLUMNS * CHUNK_VECTORS;
-            open_products();
+            if (STREAMED<COLUMNS>) mbarrier_wait(all.full[of_weights.index], of_weights.phase);
+            const uint4 *const b = weights + (STREAMED<COLUMNS> ? of_weights.index : c) * COLUMNS * CHUNK_VECTORS;
+            wgmma_fence();
 #pragma unroll
-            for (int s = 0; s < CHUNK / 16; ++s) multiply_rows(products, m[s], matrix(b + s * 2), T{});
-            close_products();
+            for (int s = 0; s < CHUNK / 16; ++s) wgmma_k_k(products, m[s], smem_desc(b + s * 2), T{});
+            wgmma_commit();
             const uint32 word = gathered(bits, lane);
             const int row_of_word = lane / 4 + (lane & 2) * 4;  // of the warp's
             if (row_of_word < rows_here) mask[((row + row_of_word) * chunks + c) * 2 + lane % 2] = word;
-            wait_for_products();  // `m` is free, too
-            hold_products(products);
-            if (STREAMED<COLUMNS>) free_weights(all, of_weights, lane);
+            wgmma_wait();  // `m` is free, too
+            wgmma_fence_operand(products);
+            if (STREAMED<COLUMNS>) release_weights(all, of_weights, lane);
         }
 
 #pragma unroll
         for (int p = 0; p < PARTS; ++p) {
-            free_result(lane);
+            acquire_result(lane);
             finish_part<T, false, false>(products, p, result, lane);
             store_result(z, p * CHUNK, row, result, lane);
             if (counted == 0 && rows_here > 0) {
                 const float2 first = unpack_two<T>(reinterpret_cast<const uint32 *>(result)[lane]);
-                near[p][0] = first.x;
-                near[p][1] = first.y;
+                pivot[p][0] = first.x;
+                pivot[p][1] = first.y;
             }
-            add_rows<T>(result, rows_here, lane, near[p], of_column[p]);
+            add_rows<T>(result, rows_here, lane, pivot[p], of_column[p]);
         }
         counted += rows_here;
     }
     if (STREAMED<COLUMNS>) skip_weights(all, of_weights, (rounds - round) * chunks, lane);
-    if (lane == 0) wait_for_stores<0>();
+    if (lane == 0) tma_store_wait<0>();
 
     // Over the warps, then over the blocks.
-    meet_multiplying();  // the tiles were here
+    sync_mma_warps();  // the tiles were here
     Moments *const of_warps = reinterpret_cast<Moments *>(all_tiles);
 #pragma unroll
     for (int p = 0; p < PARTS; ++p)
 #pragma unroll
         for (int k = 0; k < 2; ++k)
             of_warps[warp * COLUMNS + p * CHUNK + lane * 2 + k] =
-                Moments::about(near[p][k], counted, of_column[p][k][0], of_column[p][k][1]);
-    write_sums_of_columns<COLUMNS, MULTIPLYING * WARP>(of_warps, MULTIPLYING, 0, columns, partials, tickets, sums_of_z,
-                                                       meet_multiplying);
+                Moments::from_sums(pivot[p][k], counted, of_column[p][k][0], of_column[p][k][1]);
+    finish_column_moments<COLUMNS, MMA_WARPS * WARP>(of_warps, MMA_WARPS, 0, columns, partials, tickets, sums_of_z,
+                                                     sync_mma_warps);
 }

@@ -11,7 +11,7 @@ template <int GROUPS_, int COLUMNS_> struct Tile {
     static constexpr int BLOCKS = GROUPS * COLUMNS > 256 ? 1 : GROUPS == 1 ? 4 : COLUMNS == 64 ? 3 : 2;  // on a multiprocessor
     static constexpr int STAGES = GROUPS * COLUMNS > 256 ? 4 : 3;
     // Products of chunks that are under way when the next ones are started: a block that is alone must not pause.
-    static constexpr int OPEN = BLOCKS == 1 ? 1 : 0, AHEAD = STAGES - 1 - OPEN;
+    static constexpr int PENDING = BLOCKS == 1 ? 1 : 0, AHEAD = STAGES - 1 - PENDING;
 };
 
 // Tiles as in warpgroup.cuh: rows of 128 bytes.
@@ -88,7 +88,7 @@ quantised_conv(const uint4 *x, const uint4 *weight, const float *multiplier, con
             for (int i = 0; i < ROW_COPIES; ++i) {
                 const bool there = in_window && (ONE ? top[i] == 0 : uint32(top[i] + down) < uint32(c.height) &&
                                                                       uint32(left[i] + right) < uint32(c.width));
-                copy_cached(&stage.rows[swizzled(copied_row + i * COPIED_ROWS, copied_vector)],
+                cp_async_zfill_l1(&stage.rows[swizzled(copied_row + i * COPIED_ROWS, copied_vector)],
                            x + (there ? pixel[i] * vectors + offset : 0), there);
             }
             const int of_filter = (at.tap_h * c.kernel_w + at.tap_w) * vectors + at.channel;
@@ -96,12 +96,12 @@ quantised_conv(const uint4 *x, const uint4 *weight, const float *multiplier, con
             for (int i = 0; i < COLUMN_COPIES; ++i) {
                 const int column = copied_row + i * COPIED_ROWS, filter = first_column + filter_of(column);
                 const bool there = in_window && filter < c.filters;
-                copy_cached(&stage.columns[swizzled(column, copied_vector)],
+                cp_async_zfill_l1(&stage.columns[swizzled(column, copied_vector)],
                            weight + (there ? filter * taps * vectors + of_filter : 0), there);
             }
             at.advance(c);
         }
-        close_copies();
+        cp_async_commit();
     };
 
     Results<T, COLUMNS, ADD, RELU> results{multiplier, bias, y, addend_share, c.filters,
@@ -119,18 +119,18 @@ quantised_conv(const uint4 *x, const uint4 *weight, const float *multiplier, con
     results.start(products);
     for (int chunk = 0; chunk < chunks; ++chunk) {
         const Stage<S> &stage = stages[chunk % STAGES];
-        wait_for_copies<S::AHEAD - 1>();
-        show_integers();
+        cp_async_wait<S::AHEAD - 1>();
+        int8_fence_view_async_shared();
         __syncthreads();  // the chunk is there, and everybody is done with the one OPEN + 1 before
-        open_integers();
+        int8_mma_fence();
 #pragma unroll
         for (int k = 0; k < 4; ++k)
-            multiply_integers(products, stage.rows + warp / 4 * 64 * 8 + k * 2, stage.columns + k * 2);
-        close_integers();
+            int8_mma(products, stage.rows + warp / 4 * 64 * 8 + k * 2, stage.columns + k * 2);
+        int8_mma_commit();
         copy_chunk(chunk + S::AHEAD);
-        wait_for_integers<S::OPEN>();
+        int8_mma_wait<S::PENDING>();
     }
-    wait_for_integers();
-    hold_integers(products);
+    int8_mma_wait();
+    int8_mma_fence_operand(products);
     results.store(products);
 }

@@ -10,7 +10,7 @@
 constexpr int GROUPS = 2, ROWS = 64 * GROUPS, THREADS = 128 * GROUPS;
 
 // Rows of 32 bytes, of which each begins 16 bytes behind the one before; their second halves are `vectors` behind the first.
-__device__ inline uint64 overlapping_rows(const uint4 *at, int vectors) {
+__device__ inline uint64 smem_desc_window_rows(const uint4 *at, int vectors) {
     return (__cvta_generic_to_shared(at) & 0x3ffff) >> 4 | uint64(vectors) << 16 | 8ull << 32;
 }
 
@@ -35,8 +35,8 @@ quantised_conv_squares(const uint4 *x, const uint4 *weight, const float *multipl
 
     for (int i = threadIdx.x; i < VECTORS * COLUMNS; i += THREADS) {
         const int vector = i % VECTORS, column = i / VECTORS, filter = first_column + filter_of(column);
-        copy_ahead(memory + (vector / 8 * COLUMNS * 8 + swizzled(column, vector % 8)),
-                   weight + (filter < filters ? filter * VECTORS + vector : 0), filter < filters);
+        cp_async_zfill(memory + (vector / 8 * COLUMNS * 8 + swizzled(column, vector % 8)),
+                       weight + (filter < filters ? filter * VECTORS + vector : 0), filter < filters);
     }
     const auto copy_tile = [&](uint32 tile, int stage) {
         if (tile < tiles)
@@ -52,31 +52,31 @@ quantised_conv_squares(const uint4 *x, const uint4 *weight, const float *multipl
                     there = there && uint32(row) < uint32(rows) && uint32(column) < uint32(columns);
                     from = (image * rows + row) * columns + column;
                 }
-                copy_ahead(pixels + ((stage * PLANES + plane) * patch + pixel), x + (there ? from * PLANES + plane : 0), there);
+                cp_async_zfill(pixels + ((stage * PLANES + plane) * patch + pixel), x + (there ? from * PLANES + plane : 0), there);
             }
-        close_copies();
+        cp_async_commit();
     };
     for (int s = 0; s < STAGES - 1; ++s) copy_tile(blockIdx.x + s * gridDim.x, s);
 
     int now = 0;
     for (uint32 tile = blockIdx.x; tile < tiles; tile += gridDim.x, now = (now + 1) % STAGES) {
-        wait_for_copies<STAGES - 2>();
-        show_to_products();
+        cp_async_wait<STAGES - 2>();
+        fence_view_async_shared();
         __syncthreads();  // the tile is there, and everybody is done with the one before
         Results<T, COLUMNS, false, RELU> results{multiplier, bias, y, 0, filters, first_column + lane % 4 * VECTOR};
         int products[COLUMNS / 8][4];
         results.start(products);
         const uint4 *rows = pixels + (now * PLANES * patch + warp / 4 * 64);
-        open_products();
+        wgmma_fence();
 #pragma unroll
         for (int v = 0; v < VECTORS; v += 2) {
             const int tap = v / PLANES;
-            multiply_integers(products,
-                              overlapping_rows(rows + (v % PLANES * patch + tap / KERNEL * width + tap % KERNEL),
-                                               PLANES == 1 ? 1 : patch),
-                              matrix(memory + (v / 8 * COLUMNS * 8 + v % 8)));
+            int8_mma(products,
+                     smem_desc_window_rows(rows + (v % PLANES * patch + tap / KERNEL * width + tap % KERNEL),
+                                           PLANES == 1 ? 1 : patch),
+                     smem_desc(memory + (v / 8 * COLUMNS * 8 + v % 8)));
         }
-        close_products();
+        wgmma_commit();
         copy_tile(tile + (STAGES - 1) * gridDim.x, (now + STAGES - 1) % STAGES);
 
         const int out_height = height - KERNEL + 1, out_width = width - KERNEL + 1;
@@ -87,8 +87,8 @@ quantised_conv_squares(const uint4 *x, const uint4 *weight, const float *multipl
             results.there[r] = place < places && column < out_width && image_row < out_height;
             results.row[r] = (image * out_height + image_row) * out_width + column;
         }
-        wait_for_products();
-        hold_integers(products);
+        wgmma_wait();
+        int8_mma_fence_operand(products);
         results.store(products);
     }
 }

@@ -7,7 +7,7 @@
 //
 // Multipliers are not negative (they are quotients of scales), so what is larger as a sum is not smaller as a result: maxima
 // are taken of the sums, and only they are requantised. Of lines first: those need no other thread's.
-#include "copy_engine.cuh"
+#include "tma.cuh"
 #include "integer_products.cuh"
 
 constexpr int KERNEL = 4, FILTERS = 64, STEPS = KERNEL * KERNEL / 2;  // squares of a window's side; products of 32 bytes
@@ -44,8 +44,8 @@ quantised_stem_pool(const uint4 *x, const uint32 *weight, const float *multiplie
     const int team = __shfl_sync(0xffffffff, threadIdx.x / TEAM_THREADS, 0);  // one for all, to the compiler
     if (threadIdx.x == 0) {
         for (int t = 0; t < TEAMS; ++t)
-            for (int p = 0; p < LINES; ++p) init_barrier(shared.full[t][p], 1);
-        show_barriers();
+            for (int p = 0; p < LINES; ++p) mbarrier_init(shared.full[t][p], 1);
+        fence_barrier_init();
     }
     __syncthreads();
 
@@ -65,8 +65,8 @@ quantised_stem_pool(const uint4 *x, const uint32 *weight, const float *multiplie
     const auto load_before = [&](uint32 line) {
         for (; loaded < min(line, end_line); ++loaded) {
             const int place = (loaded - first_line) % LINES;
-            arrive_expecting(shared.full[team][place], width * VECTOR);
-            load_bytes(shared.lines[team][place], x + size_t(loaded) * width, width * VECTOR, shared.full[team][place]);
+            arrive_expect_tx(shared.full[team][place], width * VECTOR);
+            tma_load_bulk(shared.lines[team][place], x + size_t(loaded) * width, width * VECTOR, shared.full[team][place]);
         }
     };
     if (in_team == 0) load_before(first_line + LINES);
@@ -86,20 +86,20 @@ quantised_stem_pool(const uint4 *x, const uint32 *weight, const float *multiplie
     uint32 there = first_line;  // lines before this one have come
     const auto multiply = [&](int(&products)[GROUPS][4], uint32 line) {
         for (; there < line + KERNEL; ++there)
-            wait_for_phase(shared.full[team][(there - first_line) % LINES], (there - first_line) / LINES % 2);
+            mbarrier_wait(shared.full[team][(there - first_line) % LINES], (there - first_line) / LINES % 2);
 #pragma unroll
         for (int g = 0; g < GROUPS; ++g)
 #pragma unroll
             for (int e = 0; e < 4; ++e) products[g][e] = biases[e / 2];
-        open_integers();
+        int8_mma_fence();
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
             const uint4 *of_row = shared.lines[team][(line + step / 2 - first_line) % LINES];
-            multiply_integers(products, weights[step], overlapping(of_row + step % 2 * 2));
+            int8_mma(products, weights[step], smem_desc_windows(of_row + step % 2 * 2));
         }
-        close_integers();
-        wait_for_integers();
-        hold_integers(products);
+        int8_mma_commit();
+        int8_mma_wait();
+        int8_mma_fence_operand(products);
     };
 
     int most[GROUPS][4];  // of the lines of a window so far

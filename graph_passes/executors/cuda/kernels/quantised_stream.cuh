@@ -40,27 +40,27 @@ template <int COLUMNS> __device__ inline int streamed_filter(int column) {
 
 // A series of products of the first STEPS * STEP channels of a chunk.
 template <int STEPS, int EIGHTS> __device__ inline void multiply_chunk(int (&c)[EIGHTS][4], const uint4 *a, const uint4 *b) {
-    open_integers();
+    int8_mma_fence();
 #pragma unroll
-    for (int s = 0; s < STEPS; ++s) multiply_integers(c, a + s * 2, b + s * 2);
-    close_integers();
+    for (int s = 0; s < STEPS; ++s) int8_mma(c, a + s * 2, b + s * 2);
+    int8_mma_commit();
 }
 
 // The multiplying warps keep weights while the others have the first tiles brought.
-template <int TEAMS> constexpr int MULTIPLYING_THREADS = TEAMS * TEAM_WARPS * WARP;
-template <int TEAMS> __device__ inline void meet_multiplying() {
-    asm volatile("bar.sync 1, %0;" :: "n"(MULTIPLYING_THREADS<TEAMS>) : "memory");
+template <int TEAMS> constexpr int MMA_THREADS = TEAMS * TEAM_WARPS * WARP;
+template <int TEAMS> __device__ inline void sync_mma_warps() {
+    asm volatile("bar.sync 1, %0;" :: "n"(MMA_THREADS<TEAMS>) : "memory");
 }
 
 // Keeps the weights of COLUMNS filters from `first_column` on, in tiles of 128 channels; nobody waits for the copies.
 template <int TEAMS, int COLUMNS>
 __device__ inline void keep_weights(uint4 *to, const uint4 *weight, int chunks, int channels, int first_column, int filters) {
-    for (int i = threadIdx.x; i < chunks * COLUMNS * CHUNK_VECTORS; i += MULTIPLYING_THREADS<TEAMS>) {
+    for (int i = threadIdx.x; i < chunks * COLUMNS * CHUNK_VECTORS; i += MMA_THREADS<TEAMS>) {
         const int vector = i % CHUNK_VECTORS, column = i / CHUNK_VECTORS % COLUMNS, chunk = i / CHUNK_VECTORS / COLUMNS;
         const int filter = first_column + streamed_filter<COLUMNS>(column), at = chunk * CHUNK_VECTORS + vector;
         const bool there = filter < filters && at * VECTOR < channels;
-        copy_ahead(to + (chunk * COLUMNS * CHUNK_VECTORS + swizzled(column, vector)),
-                   weight + (there ? filter * (channels / VECTOR) + at : 0), there);
+        cp_async_zfill(to + (chunk * COLUMNS * CHUNK_VECTORS + swizzled(column, vector)),
+                       weight + (there ? filter * (channels / VECTOR) + at : 0), there);
     }
 }
 
@@ -68,7 +68,7 @@ __device__ inline void keep_weights(uint4 *to, const uint4 *weight, int chunks, 
 template <int TEAMS, int COLUMNS>
 __device__ inline void keep_factors(Factors<COLUMNS> &to, const float *multiplier, const int *bias, float unit,
                                     int first_column, int filters) {
-    for (int n = threadIdx.x; n < COLUMNS; n += MULTIPLYING_THREADS<TEAMS>) {
+    for (int n = threadIdx.x; n < COLUMNS; n += MMA_THREADS<TEAMS>) {
         const int filter = first_column + streamed_filter<COLUMNS>(n);
         const int thread = n % 8 / 2, k = n % 2;
         int *const sums = reinterpret_cast<int *>(&to.bias[n / 8][thread]);
@@ -84,19 +84,19 @@ struct Stages { uint4 *tiles; uint64 *full, *empty; int number; };
 // For one thread: starts the copies of the team's tiles, as places for them become free: of each `chunks` of x, and with TWO
 // then `chunks_2` of x_2, whose rows are those of y.
 template <bool TWO>
-__device__ inline void load_tiles(const Stages &stages, const TensorMap &x, int chunks, const Share &share,
-                                  const TileWalk &walk, const TensorMap &x_2, int chunks_2) {
-    Turn turn;
-    for (uint32 tile = share.first; tile < share.end; tile += share.step)
-        for (int c = 0; c < chunks + (TWO ? chunks_2 : 0); ++c, turn.next(stages.number)) {
-            wait_for_phase(stages.empty[turn.place], turn.parity ^ 1);  // at once in the first turn
-            uint64 &full = stages.full[turn.place];
-            uint4 *const to = stages.tiles + turn.place * TILE_VECTORS;
-            arrive_expecting(full, walk.rows * CHUNK);
+__device__ inline void load_tiles(const Stages &stages, const TensorMap &x, int chunks, const TileRange &range,
+                                  const TileStep &walk, const TensorMap &x_2, int chunks_2) {
+    PipelineState pipe;
+    for (uint32 tile = range.first; tile < range.end; tile += range.step)
+        for (int c = 0; c < chunks + (TWO ? chunks_2 : 0); ++c, pipe.advance(stages.number)) {
+            mbarrier_wait(stages.empty[pipe.index], pipe.phase ^ 1);  // at once in the first turn
+            uint64 &full = stages.full[pipe.index];
+            uint4 *const to = stages.tiles + pipe.index * TILE_VECTORS;
+            arrive_expect_tx(full, walk.rows * CHUNK);
             if (TWO && c >= chunks)
-                load_tile(to, x_2, (c - chunks) * CHUNK, tile * walk.y_row, tile * walk.y_line, full);
+                tma_load(to, x_2, (c - chunks) * CHUNK, tile * walk.y_row, tile * walk.y_line, full);
             else
-                load_tile(to, x, c * CHUNK, tile * walk.x_row, tile * walk.x_line, full);
+                tma_load(to, x, c * CHUNK, tile * walk.x_row, tile * walk.x_line, full);
         }
 }
 
@@ -104,12 +104,12 @@ template <int TEAMS, int COLUMNS, int CONVOLUTIONS>
 __device__ inline void init_barriers(Control<TEAMS, COLUMNS, CONVOLUTIONS> &control, int stages, int results_added) {
     for (int t = 0; t < TEAMS; ++t)
         for (int s = 0; s < stages; ++s) {
-            init_barrier(control.full[t][s], 1);
-            init_barrier(control.empty[t][s], TEAM_WARPS);
+            mbarrier_init(control.full[t][s], 1);
+            mbarrier_init(control.empty[t][s], TEAM_WARPS);
         }
     for (int i = 0; i < TEAMS * TEAM_WARPS; ++i)
-        for (int r = 0; r < results_added; ++r) init_barrier(control.addend[i][r], 1);
-    show_barriers();
+        for (int r = 0; r < results_added; ++r) mbarrier_init(control.addend[i][r], 1);
+    fence_barrier_init();
 }
 
 using Addends = AddendsOf<CHUNK, RESULT_VECTORS>;
@@ -127,22 +127,22 @@ __device__ inline void begin_with_bias(int (&products)[EIGHTS][4], const Factors
 // products = bias + x * weight over the next `chunks` of the team's tiles.
 template <int EIGHTS>
 __device__ inline void multiply_tile(int (&products)[EIGHTS][4], const Factors<EIGHTS * 8> &factors, const uint4 *weights,
-                                     int chunks, int channels, const Stages &stages, Turn &turn, int lane) {
+                                     int chunks, int channels, const Stages &stages, PipelineState &pipe, int lane) {
     begin_with_bias(products, factors, lane);
     int before = 0;  // the place of the chunk before
-    for (int c = 0; c < chunks; ++c, turn.next(stages.number)) {
-        wait_for_phase(stages.full[turn.place], turn.parity);
-        const uint4 *a = stages.tiles + turn.place * TILE_VECTORS, *b = weights + c * EIGHTS * 8 * CHUNK_VECTORS;
+    for (int c = 0; c < chunks; ++c, pipe.advance(stages.number)) {
+        mbarrier_wait(stages.full[pipe.index], pipe.phase);
+        const uint4 *a = stages.tiles + pipe.index * TILE_VECTORS, *b = weights + c * EIGHTS * 8 * CHUNK_VECTORS;
         if (channels - c * CHUNK > CHUNK / 2)
             multiply_chunk<CHUNK / STEP>(products, a, b);
         else
             multiply_chunk<CHUNK / STEP / 2>(products, a, b);  // the rest is zeros
-        wait_for_integers<1>();
+        int8_mma_wait<1>();
         if (c > 0 && lane == 0) arrive(stages.empty[before]);
-        before = turn.place;
+        before = pipe.index;
     }
-    wait_for_integers();
-    hold_integers(products);
+    int8_mma_wait();
+    int8_mma_fence_operand(products);
     if (lane == 0) arrive(stages.empty[before]);
 }
 

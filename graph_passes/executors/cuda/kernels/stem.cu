@@ -43,14 +43,14 @@ __device__ inline void copy_image_rows(uint4 *to, int pitch, const T *x, int ima
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
-template <int OPEN> __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(OPEN) : "memory"); }
+template <int PENDING> __device__ inline void cp_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
 
 // Four 8x8 matrices; each thread gives the address of one row: threads 0 to 7 of the first, 8 to 15 of the second ...
-__device__ inline void load_matrices(uint32 (&m)[4], uint32 address) {
+__device__ inline void ldmatrix_x4(uint32 (&m)[4], uint32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(address) : "memory");
 }
-__device__ inline void load_transposed(uint32 (&m)[4], uint32 address) {
+__device__ inline void ldmatrix_trans(uint32 (&m)[4], uint32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(address) : "memory");
 }
@@ -104,7 +104,7 @@ stem_fprop(const T *x, const T *w, Packed<T> *y, float *sums, Moments *partials,
     }
     __syncthreads();
 
-    float acc[2][VEC] = {}, near[VEC] = {};
+    float acc[2][VEC] = {}, pivot[VEC] = {};
     uint32 pixels = 0;  // of this warp so far
     uint32 item = blockIdx.x;
     if (item < items) copy_image_rows(shared, pitch, x, item / groups, item % groups * OUT_ROWS, size);
@@ -112,9 +112,9 @@ stem_fprop(const T *x, const T *w, Packed<T> *y, float *sums, Moments *partials,
         const uint32 next = item + gridDim.x;
         if (next < items) {
             copy_image_rows(shared + (turn ^ 1) * IN_ROWS * pitch, pitch, x, next / groups, next % groups * OUT_ROWS, size);
-            wait_for_copies<1>();
+            cp_async_wait<1>();
         } else {
-            wait_for_copies<0>();
+            cp_async_wait<0>();
         }
         __syncthreads();
         const int out_row = item % groups * OUT_ROWS + own_row;
@@ -126,13 +126,13 @@ stem_fprop(const T *x, const T *w, Packed<T> *y, float *sums, Moments *partials,
 #pragma unroll
             for (int step = 0; step < 2 * SIZE; ++step) {
                 uint32 a[4];
-                load_matrices(a, start + (step / 2 * pitch + step % 2 * 2) * LANES);
+                ldmatrix_x4(a, start + (step / 2 * pitch + step % 2 * 2) * LANES);
 #pragma unroll
                 for (int j = 0; j < 4; ++j) multiply_add<T>(c[j], a, weights[step][j][0], weights[step][j][1]);
             }
             if (pixels == 0)  // the first column is that of lanes 0 to 3
 #pragma unroll
-                for (int k = 0; k < VEC; ++k) near[k] = __shfl_sync(0xffffffff, c[k / 2][k % 2], lane % 4);
+                for (int k = 0; k < VEC; ++k) pivot[k] = __shfl_sync(0xffffffff, c[k / 2][k % 2], lane % 4);
             pixels += min(16, size.out_width - tile * 16);
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
@@ -146,7 +146,7 @@ stem_fprop(const T *x, const T *w, Packed<T> *y, float *sums, Moments *partials,
                 unpack(packed, v);
 #pragma unroll
                 for (int k = 0; k < VEC; ++k) {
-                    v[k] -= near[k];
+                    v[k] -= pivot[k];
                     acc[0][k] += v[k];
                     acc[1][k] += v[k] * v[k];
                 }
@@ -168,9 +168,9 @@ stem_fprop(const T *x, const T *w, Packed<T> *y, float *sums, Moments *partials,
     if (lane < 4) {
 #pragma unroll
         for (int k = 0; k < VEC; ++k)
-            of_part[own_row][half_of_filters * 32 + lane * VEC + k] = Moments::about(near[k], pixels, acc[0][k], acc[1][k]);
+            of_part[own_row][half_of_filters * 32 + lane * VEC + k] = Moments::from_sums(pivot[k], pixels, acc[0][k], acc[1][k]);
     }
-    write_sums(of_part, OUT_ROWS, partials, tickets, sums);
+    finish_moments(of_part, OUT_ROWS, partials, tickets, sums);
 }
 
 // --- gradient of the weights ---
@@ -223,18 +223,18 @@ stem_wgrad(const T *data, const Packed<T> *x, const Packed<T> *dz, const uint2 *
                 *to = inside ? *reinterpret_cast<const uint4 *>(&dy) : make_uint4(0, 0, 0, 0);
             });
         }
-        wait_for_copies<0>();
+        cp_async_wait<0>();
         __syncthreads();
         for (int i = 0; i < OUT_ROWS * tiles; ++i) {
             const int row = i / tiles, tile = i - row * tiles;
             uint32 a[2][4];
 #pragma unroll
             for (int m = 0; m < 2; ++m)
-                load_transposed(a[m], dy_start + (row * dy_pitch + tile * 16) * FILTER_VECTORS * LANES + dy_vector[m]);
+                ldmatrix_trans(a[m], dy_start + (row * dy_pitch + tile * 16) * FILTER_VECTORS * LANES + dy_vector[m]);
 #pragma unroll
             for (int g = 0; g < GROUPS_OF_K; g += 2) {
                 uint32 b[4];
-                load_transposed(b, k_start[g / 2] + (2 * row * pitch + tile * 16) * LANES);
+                ldmatrix_trans(b, k_start[g / 2] + (2 * row * pitch + tile * 16) * LANES);
 #pragma unroll
                 for (int m = 0; m < 2; ++m) {
                     multiply_add<T>(acc[m][g], a[m], b[0], b[1]);

@@ -26,25 +26,25 @@ stem_pool(const T *x, const T *w, const float *bias, const __grid_constant__ Ten
     extern __shared__ __align__(1024) uint4 memory[];
     Shared &shared = *reinterpret_cast<Shared *>(memory);
     const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // one for all, to the compiler
-    const bool multiplies = warp < MULTIPLYING / WARP;
-    const int team = multiplies ? warp / 4 : warp - MULTIPLYING / WARP;
+    const bool is_mma_warp = warp < MMA_THREADS / WARP;
+    const int team = is_mma_warp ? warp / 4 : warp - MMA_THREADS / WARP;
     const int strips = (size.pooled_height + strip - 1) / strip, items = images * strips;
 
     shared.images.init();
 
-    if (!multiplies) {
-        leave_registers<OF_COPYING>();
-        Turn turn;
+    if (!is_mma_warp) {
+        setmaxnreg_dec<REGS_PRODUCER>();
+        PipelineState pipe;
         for (int item = blockIdx.x * TEAMS + team; lane == 0 && team < TEAMS && item < items; item += gridDim.x * TEAMS) {
             const int image = item / strips, first = item % strips * strip, end = min(first + strip, size.pooled_height);
             const int first_row = max(2 * first - 1, 0), end_row = min(2 * end, size.out_height);
-            shared.images.copy(team, turn, x + int64_t(image) * size.height * size.width * IMAGE_CHANNELS, size.height,
+            shared.images.copy(team, pipe, x + int64_t(image) * size.height * size.width * IMAGE_CHANNELS, size.height,
                                size.width, first_row, end_row);
         }
         return;
     }
 
-    take_registers<OF_MULTIPLYING>();
+    setmaxnreg_inc<REGS_MMA>();
     Multiplier<T> multiplier(shared.images, team, w);
     const int in_team = threadIdx.x % TEAM_THREADS, filter = multiplier.filter();
     const float biases[2] = {bias[filter], bias[filter + 8]};
@@ -54,7 +54,7 @@ stem_pool(const T *x, const T *w, const float *bias, const __grid_constant__ Ten
         const int image = item / strips, first = item % strips * strip, end = min(first + strip, size.pooled_height);
         const int first_row = max(2 * first - 1, 0), end_row = min(2 * end, size.out_height);
         float most[GROUPS][2] = {};  // of the rows of a window so far; ReLU gives nothing below 0
-        multiplier.open();
+        multiplier.begin_strip();
         for (int row = first_row; row < end_row; ++row) {
             float products[GROUPS][4];
 #pragma unroll
@@ -84,8 +84,8 @@ stem_pool(const T *x, const T *w, const float *bias, const __grid_constant__ Ten
             if (!ends_window) continue;
             if (row > 2 * first || row + 1 == size.out_height) {  // not the row before a strip's first window
                 uint4 *const pooled = shared.pooled[team][buffer];
-                if (in_team == 0) wait_for_stores<1>();
-                meet_team<TEAM_THREADS>(team);
+                if (in_team == 0) tma_store_wait<1>();
+                team_sync<TEAM_THREADS>(team);
 #pragma unroll
                 for (int g = 0; g < GROUPS; ++g)
 #pragma unroll
@@ -94,10 +94,10 @@ stem_pool(const T *x, const T *w, const float *bias, const __grid_constant__ Ten
                         if (u < size.pooled_width)
                             reinterpret_cast<T *>(&pooled[swizzled(u, of / VEC)])[of % VEC] = from_float<T>(most[g][f]);
                     }
-                show_to_copies();
-                meet_team<TEAM_THREADS>(team);
+                tma_store_fence();
+                team_sync<TEAM_THREADS>(team);
                 if (in_team == 0)
-                    store_tile(y, 0, (image * size.pooled_height + row / 2) * size.pooled_width, 0, pooled);
+                    tma_store(y, 0, (image * size.pooled_height + row / 2) * size.pooled_width, 0, pooled);
                 buffer ^= 1;
             }
 #pragma unroll
@@ -105,7 +105,7 @@ stem_pool(const T *x, const T *w, const float *bias, const __grid_constant__ Ten
 #pragma unroll
                 for (int f = 0; f < 2; ++f) most[g][f] = products[g][2 * f];
         }
-        multiplier.close();
+        multiplier.end_strip();
     }
-    if (in_team == 0) wait_for_stores<0>();
+    if (in_team == 0) tma_store_wait<0>();
 }

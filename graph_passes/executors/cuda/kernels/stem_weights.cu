@@ -7,17 +7,17 @@
 // As a matrix product, dw[filter, k] = sum over pixels of dy[pixel, filter] * window[pixel, k]. For each of the 7 kernel rows,
 // k runs over 8 taps (the first is padding: nobody reads its sums) of 4 channels: 64 bytes of one image row, 4 vectors,
 // which start one vector later for each next pixel. So the 7 kernel rows' vectors of one place are a matrix of 56 columns
-// where they lie in shared memory (`overlapping_columns`), and four such matrices are all of k.
+// where they lie in shared memory (`smem_desc_windows_mn`), and four such matrices are all of k.
 #include "batch_norm_pool.cuh"
-#include "copy_engine.cuh"
+#include "tma.cuh"
 #include "warpgroup.cuh"
 
 constexpr int SIZE = 7, TAPS = SIZE + 1, IMAGE_CHANNELS = 4, PIXEL_BYTES = 2 * IMAGE_CHANNELS, FILTERS = 64;
 constexpr int FILTER_VECTORS = FILTERS / VEC, ROW_OF_K = TAPS * IMAGE_CHANNELS, PLACES = ROW_OF_K / VEC;
-constexpr int MULTIPLYING = 4, MAKING = 15, WARPS = MULTIPLYING + MAKING + 1, THREADS = WARPS * WARP;
+constexpr int MMA_WARPS = 4, DY_WARPS = 15, WARPS = MMA_WARPS + DY_WARPS + 1, THREADS = WARPS * WARP;
 // Registers of a thread: what the launch gives, in which 112 sums have no place; and what is made of that.
-constexpr int REGISTERS = 65536 / THREADS / 8 * 8, OF_MULTIPLYING = 160, OF_OTHERS = 80;
-static_assert(MULTIPLYING * OF_MULTIPLYING + (WARPS - MULTIPLYING) * OF_OTHERS <= WARPS * REGISTERS, "none is ever free");
+constexpr int REGISTERS = 65536 / THREADS / 8 * 8, REGS_MMA = 160, REGS_OTHERS = 80;
+static_assert(MMA_WARPS * REGS_MMA + (WARPS - MMA_WARPS) * REGS_OTHERS <= WARPS * REGISTERS, "none is ever free");
 constexpr int STEP = 16;                                // pixels that a product sums over
 constexpr int OUT_ROWS = 2, IN_ROWS = 2 * OUT_ROWS + SIZE - 2, WINDOW_ROWS = 2;  // of one item of work
 constexpr int LEFT = 2;                                 // vectors of zeros left of an image row
@@ -27,12 +27,12 @@ constexpr int MAX_STAGES = 8;
 struct alignas(1024) Control { uint64 full[MAX_STAGES], empty[MAX_STAGES]; };
 
 // Barriers of the block, one for each place: whole warps make an item there, and those that multiply wait for all of it.
-constexpr int MEETING = (MULTIPLYING + MAKING) * WARP;
-__device__ inline void tell_made(int place) {
-    asm volatile("bar.arrive %0, %1;" :: "r"(place + 1), "n"(MEETING) : "memory");
+constexpr int SYNC_THREADS = (MMA_WARPS + DY_WARPS) * WARP;
+__device__ inline void signal_made(int place) {
+    asm volatile("bar.arrive %0, %1;" :: "r"(place + 1), "n"(SYNC_THREADS) : "memory");
 }
 __device__ inline void wait_until_made(int place) {
-    asm volatile("bar.sync %0, %1;" :: "r"(place + 1), "n"(MEETING) : "memory");
+    asm volatile("bar.sync %0, %1;" :: "r"(place + 1), "n"(SYNC_THREADS) : "memory");
 }
 
 // How `stages` items lie behind it: vectors of one, and pixels of a row of the gradient, a multiple of STEP.
@@ -66,54 +66,54 @@ stem_weights(const __grid_constant__ TensorMap x, const T *data, const T *dz, co
     Control &control = *reinterpret_cast<Control *>(memory);
     const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // one for all, to the compiler
     const int squares_down = (size.out_height + 1) / 2;
-    const auto stage_at = [&](const Turn &turn) { return Stage(memory, layout, turn.place, pool.out_width); };
+    const auto stage_at = [&](const PipelineState &pipe) { return Stage(memory, layout, pipe.index, pool.out_width); };
 
     // Beside the image rows there stay zeros.
     for (int i = sizeof(Control) / 16 + threadIdx.x; i < int(sizeof(Control) / 16) + layout.stages * layout.stage_vectors;
          i += THREADS)
         memory[i] = make_uint4(0, 0, 0, 0);
-    show_to_products();
+    fence_view_async_shared();
     if (threadIdx.x == 0) {
         for (int s = 0; s < layout.stages; ++s) {
-            init_barrier(control.full[s], 1);
-            init_barrier(control.empty[s], MULTIPLYING);
+            mbarrier_init(control.full[s], 1);
+            mbarrier_init(control.empty[s], MMA_WARPS);
         }
-        show_barriers();
+        fence_barrier_init();
     }
     __syncthreads();
 
-    Turn turn;
-    if (warp < MULTIPLYING) {
-        take_registers<OF_MULTIPLYING>();
+    PipelineState pipe;
+    if (warp < MMA_WARPS) {
+        setmaxnreg_inc<REGS_MMA>();
         const int pixel = lane / 16 * 8 + lane % 8, vector = warp * 2 + lane / 8 % 2;  // this thread's row of the matrices
         float sums[PLACES][SIZE][4] = {};
-        for (int item = blockIdx.x; item < items; item += gridDim.x, turn.next(layout.stages)) {
-            const Stage stage = stage_at(turn);
-            wait_for_phase(control.full[turn.place], turn.parity);
-            wait_until_made(turn.place);
+        for (int item = blockIdx.x; item < items; item += gridDim.x, pipe.advance(layout.stages)) {
+            const Stage stage = stage_at(pipe);
+            mbarrier_wait(control.full[pipe.index], pipe.phase);
+            wait_until_made(pipe.index);
             for (int first = 0; first < layout.pixels; first += STEP) {
                 uint32 dy[OUT_ROWS][4];
 #pragma unroll
                 for (int row = 0; row < OUT_ROWS; ++row) {
-                    load_transposed(dy[row], stage.x + swizzled(row * layout.pixels + first + pixel, vector));
-                    open_products();
+                    ldmatrix_trans(dy[row], stage.x + swizzled(row * layout.pixels + first + pixel, vector));
+                    wgmma_fence();
 #pragma unroll
                     for (int place = 0; place < PLACES; ++place)
-                        multiply_columns(sums[place], dy[row],
-                                         overlapping_columns(stage.image + 2 * row * stage.pitch + first + place, stage.pitch),
-                                         T{});
-                    close_products();
-                    wait_for_products_before_last();
+                        wgmma_mn_mn(sums[place], dy[row],
+                                    smem_desc_windows_mn(stage.image + 2 * row * stage.pitch + first + place, stage.pitch),
+                                    T{});
+                    wgmma_commit();
+                    wgmma_wait<1>();
                 }
             }
-            wait_for_products();
+            wgmma_wait();
             __syncwarp();  // all threads have read the gradient
-            if (lane == 0) arrive(control.empty[turn.place]);
+            if (lane == 0) arrive(control.empty[pipe.index]);
         }
         float *own = partials + size_t(blockIdx.x) * FILTERS * SIZE * ROW_OF_K;
 #pragma unroll
         for (int place = 0; place < PLACES; ++place) {
-            hold_products(sums[place]);
+            wgmma_fence_operand(sums[place]);
 #pragma unroll
             for (int row = 0; row < SIZE; ++row)
 #pragma unroll
@@ -125,18 +125,18 @@ stem_weights(const __grid_constant__ TensorMap x, const T *data, const T *dz, co
         return;
     }
 
-    leave_registers<OF_OTHERS>();
-    if (warp < MULTIPLYING + MAKING) {
-        const int thread = threadIdx.x - MULTIPLYING * WARP, vector = thread % FILTER_VECTORS;
+    setmaxnreg_dec<REGS_OTHERS>();
+    if (warp < MMA_WARPS + DY_WARPS) {
+        const int thread = threadIdx.x - MMA_WARPS * WARP, vector = thread % FILTER_VECTORS;
         const PoolGradient<T> gradient(saved, gamma, dgamma, dbeta, rows, vector * VEC, FILTERS);
         const auto pixel_at = [&](uint4 *x, int row, int column) {
             return reinterpret_cast<Packed<T> *>(x + row * layout.pixels * FILTER_VECTORS + swizzled(column, vector));
         };
-        for (int item = blockIdx.x; item < items; item += gridDim.x, turn.next(layout.stages)) {
-            const Stage stage = stage_at(turn);
+        for (int item = blockIdx.x; item < items; item += gridDim.x, pipe.advance(layout.stages)) {
+            const Stage stage = stage_at(pipe);
             const int square_row = item % squares_down;
-            wait_for_phase(control.full[turn.place], turn.parity);
-            for (int square = thread / FILTER_VECTORS; square < pool.out_width; square += MAKING * WARP / FILTER_VECTORS) {
+            mbarrier_wait(control.full[pipe.index], pipe.phase);
+            for (int square = thread / FILTER_VECTORS; square < pool.out_width; square += DY_WARPS * WARP / FILTER_VECTORS) {
                 uint2 places[2][2];
                 Packed<T> packed_dz[2][2], packed[2][2];
 #pragma unroll
@@ -164,36 +164,36 @@ stem_weights(const __grid_constant__ TensorMap x, const T *data, const T *dz, co
                                 *reinterpret_cast<uint4 *>(at) = make_uint4(0, 0, 0, 0);
                         }
             }
-            show_to_copies();  // the next thing written there
+            tma_store_fence();  // the next thing written there
             __syncwarp();
-            tell_made(turn.place);
+            signal_made(pipe.index);
         }
         return;
     }
 
     const uint32 row_bytes = size.width * PIXEL_BYTES, winner_bytes = pool.out_width * FILTERS, dz_bytes = 2 * winner_bytes;
-    for (int item = blockIdx.x; item < items; item += gridDim.x, turn.next(layout.stages)) {
-        const Stage stage = stage_at(turn);
+    for (int item = blockIdx.x; item < items; item += gridDim.x, pipe.advance(layout.stages)) {
+        const Stage stage = stage_at(pipe);
         const int image = item / squares_down, square_row = item % squares_down, first_row = 2 * OUT_ROWS * square_row - 3;
         const int there_from = max(0, -first_row), there_to = min(IN_ROWS, size.height - first_row);  // of the image's rows
         const int windows = min(WINDOW_ROWS, pool.out_height - square_row);
-        wait_for_phase(control.empty[turn.place], turn.parity ^ 1);  // at once in the first turn
+        mbarrier_wait(control.empty[pipe.index], pipe.phase ^ 1);  // at once in the first turn
         if (there_to - there_from < IN_ROWS) {
             for (int i = lane; i < IN_ROWS * stage.pitch; i += WARP)
                 if (i < there_from * stage.pitch || i >= there_to * stage.pitch) stage.image[i] = make_uint4(0, 0, 0, 0);
-            show_to_products();
+            fence_view_async_shared();
         }
         __syncwarp();
         if (lane != 0) continue;
-        uint64 &full = control.full[turn.place];
-        arrive_expecting(full, OUT_ROWS * layout.pixels * FILTER_VECTORS * 16 + (there_to - there_from) * row_bytes +
+        uint64 &full = control.full[pipe.index];
+        arrive_expect_tx(full, OUT_ROWS * layout.pixels * FILTER_VECTORS * 16 + (there_to - there_from) * row_bytes +
                                    windows * (dz_bytes + winner_bytes));
-        load_tile(stage.x, x, 0, 0, image * size.out_height + OUT_ROWS * square_row, full);
+        tma_load(stage.x, x, 0, 0, image * size.out_height + OUT_ROWS * square_row, full);
         const size_t window_row = size_t(image) * pool.out_height + square_row;
-        load_bytes(stage.dz, dz + window_row * pool.out_width * FILTERS, windows * dz_bytes, full);
-        load_bytes(stage.winner, winner + window_row * pool.out_width * FILTERS, windows * winner_bytes, full);
+        tma_load_bulk(stage.dz, dz + window_row * pool.out_width * FILTERS, windows * dz_bytes, full);
+        tma_load_bulk(stage.winner, winner + window_row * pool.out_width * FILTERS, windows * winner_bytes, full);
         for (int row = there_from; row < there_to; ++row)
-            load_bytes(stage.image + row * stage.pitch + LEFT,
-                       data + (size_t(image) * size.height + first_row + row) * size.width * IMAGE_CHANNELS, row_bytes, full);
+            tma_load_bulk(stage.image + row * stage.pitch + LEFT,
+                          data + (size_t(image) * size.height + first_row + row) * size.width * IMAGE_CHANNELS, row_bytes, full);
     }
 }
