@@ -70,7 +70,7 @@ batch_norm_apply(const Packed<T> *x, const Packed<T> *residual, const float *sum
                  float eps, float momentum, uint32 rows, int channels, const float *factors, uint32 first_factor,
                  uint32 pixels) {
     constexpr int DEPTH = ADD ? 1 : LOADS;
-    __shared__ __align__(16) SharedForward made;
+    __shared__ __align__(16) SharedForward forward;
     const int channel = (blockIdx.x * TILE + threadIdx.x) * VEC;
     const uint32 stride = gridDim.y * APPLY_ROWS, pitch = channels / VEC;
     uint32 i = channel < channels ? blockIdx.y * APPLY_ROWS + threadIdx.y : rows;
@@ -87,10 +87,10 @@ batch_norm_apply(const Packed<T> *x, const Packed<T> *residual, const float *sum
         }
         if (first) {
             if (threadIdx.y == 0 && channel < channels)
-                made.keep(Forward(sums, about_mean, gamma, beta, saved, running_mean, running_var, eps, momentum, rows,
-                                  channel, channels));
+                forward.keep(Forward(sums, about_mean, gamma, beta, saved, running_mean, running_var, eps, momentum, rows,
+                                     channel, channels));
             __syncthreads();
-            made.load_own(scale, shift);
+            forward.load_own(scale, shift);
             first = false;
         }
 #pragma unroll

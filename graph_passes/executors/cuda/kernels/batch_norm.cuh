@@ -27,7 +27,7 @@ constexpr int LOADS = 4;
 // and AT_ONCE of each are under way.
 // Shapes: of_part (max(PARTS, SPLITS), N, COLUMNS), partials (gridDim.y, N, columns) fp32; tickets (gridDim.x), 0
 // before the launch and after it.
-template <int THREADS, int PARTS, int N, int COLUMNS, int AT_ONCE = 9, class Finish, class Sync = BlockBarrier>
+template <int THREADS, int PARTS, int N, int COLUMNS, int IN_FLIGHT = 9, class Finish, class Sync = BlockBarrier>
 __device__ inline void reduce_parts(float *of_part, float *partials, uint32 *tickets, int columns, Finish finish,
                                     Sync sync = {}) {
     constexpr int VALUES = N * COLUMNS, QUADS = VALUES / 4;
@@ -60,16 +60,16 @@ __device__ inline void reduce_parts(float *of_part, float *partials, uint32 *tic
         const float4 *const from = reinterpret_cast<const float4 *>(partials + value / COLUMNS * columns + column);
         const uint32 pitch = N * columns / 4;
         float4 total = make_float4(0, 0, 0, 0);
-        for (int next = split; next < blocks; next += AT_ONCE * SPLITS) {
-            float4 of_block[AT_ONCE];
+        for (int next = split; next < blocks; next += IN_FLIGHT * SPLITS) {
+            float4 of_block[IN_FLIGHT];
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i) {
+            for (int i = 0; i < IN_FLIGHT; ++i) {
                 const int block = next + i * SPLITS;
                 of_block[i] = make_float4(0, 0, 0, 0);
                 if (block < blocks && column < columns) of_block[i] = __ldcg(from + block * pitch);
             }
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i) {
+            for (int i = 0; i < IN_FLIGHT; ++i) {
                 total.x += of_block[i].x;
                 total.y += of_block[i].y;
                 total.z += of_block[i].z;
@@ -215,7 +215,7 @@ struct Forward {
 };
 
 // What `Forward` takes, of a BatchNorm that a convolution's kernel does on the way.
-struct Before {
+struct FusedNorm {
     const float *sums;
     bool about_mean;
     const float *gamma, *beta;

@@ -86,15 +86,15 @@ batch_norm_relu_max_pool(const Packed<T> *x, const float *sums, bool about_mean,
                          Packed<T> *y, uint2 *winner, Packed<T> *x_winner, float *saved, float *running_mean,
                          float *running_var, float eps, float momentum, Image size, uint32 rows, uint32 strips,
                          int channels) {
-    __shared__ __align__(16) SharedForward made;
+    __shared__ __align__(16) SharedForward forward;
     const int channel = (blockIdx.x * TILE + threadIdx.x) * VEC, pitch = channels / VEC, vector = channel / VEC;
     if (threadIdx.y == 0 && channel < channels)
-        made.keep(Forward(sums, about_mean, gamma, beta, saved, running_mean, running_var, eps, momentum, rows, channel,
-                          channels));
+        forward.keep(Forward(sums, about_mean, gamma, beta, saved, running_mean, running_var, eps, momentum, rows, channel,
+                             channels));
     __syncthreads();
     if (channel >= channels) return;
     float scale[VEC], shift[VEC];
-    made.load_own(scale, shift);
+    forward.load_own(scale, shift);
     Words<T> flip, least;
 #pragma unroll
     for (int k = 0; k < VEC; ++k) {
@@ -142,7 +142,7 @@ batch_norm_relu_max_pool(const Packed<T> *x, const float *sums, bool about_mean,
             x_winner[to] = value.packed;
             float v[VEC];
             unpack(value.packed, v);
-            made.load_own(scale, shift);  // in registers all the time they would be too many
+            forward.load_own(scale, shift);  // in registers all the time they would be too many
             uint2 places = {0, 0};
 #pragma unroll
             for (int k = 0; k < VEC; ++k) {

@@ -17,7 +17,7 @@ conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
                 const __grid_constant__ TensorMap x_2, const __grid_constant__ TensorMap w_2, const float *bias_2,
                 int chunks_2) {
     constexpr int PARTS = COLUMNS / CHUNK;
-    static_assert(sizeof(Control) == 2048, "as lowering/conv1x1_forward.py counts");
+    static_assert(sizeof(Control) == 2048, "equals the size in lowering/conv1x1_forward.py");
     extern __shared__ __align__(1024) uint4 memory[];
     Control &control = *reinterpret_cast<Control *>(memory);
     uint4 *const weights = memory + sizeof(Control) / VECTOR_BYTES;
@@ -62,7 +62,7 @@ conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
         mbarrier_wait(control.weights, 0);
         for (uint32 tile = range.first; tile < range.end; tile += range.step) {
             float products[COLUMNS / 8][4];
-            begin_with(products, control.bias, lane);
+            init_accumulators(products, control.bias, lane);
             multiply_tile<T>(products, weights, own, pipe, lane);
 
 #pragma unroll

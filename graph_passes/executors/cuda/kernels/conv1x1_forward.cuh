@@ -41,9 +41,9 @@ __device__ inline void stmatrix_x4(uint4 *at, const uint32 (&m)[4]) {
 // Sums of 64 columns over a warp's 16 rows. `v[2 * j + k]` is of column 8 * j + lane % 4 * 2 + k over two rows; what is left in
 // v[0] and v[1] is of columns lane * 2 and lane * 2 + 1 over all.
 __device__ inline void sum_over_rows(float (&v)[16], int lane) {
-    halve<8, 16>(v, lane);
-    halve<4, 8>(v, lane);
-    halve<2, 4>(v, lane);
+    reduce_scatter<8, 16>(v, lane);
+    reduce_scatter<4, 8>(v, lane);
+    reduce_scatter<2, 4>(v, lane);
 }
 
 // --- the tiles of a team ---
@@ -99,7 +99,7 @@ using Addends = AddendsOf<CHUNK, RESULT_VECTORS>;
 constexpr NamedBarrier<1, MMA_WARPS * WARP> sync_mma_warps{};
 
 // The bias, to which the products are added.
-template <int N> __device__ inline void begin_with(float (&products)[N][4], const float *bias, int lane) {
+template <int N> __device__ inline void init_accumulators(float (&products)[N][4], const float *bias, int lane) {
 #pragma unroll
     for (int j = 0; j < N; ++j) {
         const float2 b = *reinterpret_cast<const float2 *>(&bias[j * 8 + lane % 4 * 2]);

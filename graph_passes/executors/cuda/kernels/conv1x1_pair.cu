@@ -25,7 +25,7 @@ conv1x1_pair(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
              const __grid_constant__ TensorMap w_2, const __grid_constant__ TensorMap z, const float *bias,
              const float *bias_2, uint32 rows, TileStep walk, int columns, int columns_2, int chunks, int stages, int results) {
     constexpr int SECOND_PARTS = SECOND / CHUNK;
-    static_assert(sizeof(PairControl) == 3072, "as lowering/conv1x1_pair.py counts");
+    static_assert(sizeof(PairControl) == 3072, "equals the size in lowering/conv1x1_pair.py");
     extern __shared__ __align__(1024) uint4 memory[];
     PairControl &both = *reinterpret_cast<PairControl *>(memory);
     Control &control = both.control;
@@ -70,8 +70,8 @@ conv1x1_pair(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
         for (uint32 tile = range.first; tile < range.end; tile += range.step) {
             const int row = tile * walk.y_row + own_row;
             float products[COLUMNS / 8][4], second[SECOND / 8][4];
-            begin_with(products, control.bias, lane);
-            begin_with(second, both.bias, lane);
+            init_accumulators(products, control.bias, lane);
+            init_accumulators(second, both.bias, lane);
             multiply_tile<T>(products, weights, own, pipe, lane);
 #pragma unroll
             for (int p = 0; p < PARTS; ++p) {

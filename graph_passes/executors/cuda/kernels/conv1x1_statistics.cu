@@ -19,7 +19,7 @@ template <class T> __device__ inline void normalise(const Affine &of, const uint
 #pragma unroll
     for (int i = 0; i < 4; ++i) {  // rows below 8 and others, of 8 columns, then of the next 8
         const int first = pair * 16 + i / 2 * 8 + lane % 4 * 2;
-        const float2 scale = two_of(of.scale, first), shift = two_of(of.shift, first), v = unpack_two<T>(m[i]);
+        const float2 scale = load_float2(of.scale, first), shift = load_float2(of.shift, first), v = unpack_two<T>(m[i]);
         m[i] = pack_two<T>(relu(v.x * scale.x + shift.x), relu(v.y * scale.y + shift.y));
     }
 }
@@ -48,13 +48,13 @@ __device__ inline void multiply_normalised(float (&products)[N][4], const uint4 
     }
 }
 
-// What the kernels below have in common. `made`: the map of what BatchNorm + ReLU give, null where nobody reads it.
+// What the kernels below have in common. `norm_out`: the map of what BatchNorm + ReLU give, null where nobody reads it.
 template <class T, int COLUMNS, int PEERS, bool NORM>
-__device__ inline void convolve(const TensorMap &x, const TensorMap &w, const TensorMap &y, const Before &before,
-                                const TensorMap *made, float *sums, float *partials, uint32 *tickets, uint32 rows,
+__device__ inline void convolve(const TensorMap &x, const TensorMap &w, const TensorMap &y, const FusedNorm &before,
+                                const TensorMap *norm_out, float *sums, float *partials, uint32 *tickets, uint32 rows,
                                 const TileStep &walk, int columns, int chunks, int stages, int results) {
-    constexpr int PARTS = COLUMNS / CHUNK, UNDER_WAY = 2;  // of the results that are copied away
-    static_assert(sizeof(Control) == 2048 && sizeof(Affine) == 768, "as lowering/conv1x1_forward.py counts");
+    constexpr int PARTS = COLUMNS / CHUNK, STORES_IN_FLIGHT = 2;  // of the results that are copied away
+    static_assert(sizeof(Control) == 2048 && sizeof(Affine) == 768, "equals the size in lowering/conv1x1_forward.py");
     extern __shared__ __align__(1024) uint4 memory[];
     Control &control = *reinterpret_cast<Control *>(memory);
     Affine *const affine = reinterpret_cast<Affine *>(memory + sizeof(Control) / VECTOR_BYTES);
@@ -124,21 +124,21 @@ __device__ inline void convolve(const TensorMap &x, const TensorMap &w, const Te
         }
     } else {
         uint4 *const own_results = all_results + warp * results * RESULT_VECTORS;
-        uint4 *const own_made = all_results + (MMA_WARPS * results + warp) * RESULT_VECTORS;
+        uint4 *const own_norm_out = all_results + (MMA_WARPS * results + warp) * RESULT_VECTORS;
         const int own_row = warp % TEAM_WARPS * WARP_ROWS;
         PipelineState pipe, result, of_blocks;
         mbarrier_wait(control.weights, 0);
         for (uint32 tile = range.first; tile < range.end; tile += range.step) {
             float products[COLUMNS / 8][4] = {};
             if constexpr (NORM) {
-                const bool keeps = made && of_blocks.index == blockIdx.x;
+                const bool keeps = norm_out && of_blocks.index == blockIdx.x;
                 multiply_normalised<T, PEERS>(products, weights, affine, own, pipe, own_row, lane,
                                               [&](int c, const uint32 (&m)[CHUNK / 16][4]) {
                     if (!keeps) return;
                     acquire_result(lane);
 #pragma unroll
-                    for (int pair = 0; pair < CHUNK / 16; ++pair) stmatrix_x4(own_made + matrix_row(lane, pair), m[pair]);
-                    store_result(*made, c * CHUNK, tile * ROWS + own_row, own_made, lane);
+                    for (int pair = 0; pair < CHUNK / 16; ++pair) stmatrix_x4(own_norm_out + matrix_row(lane, pair), m[pair]);
+                    store_result(*norm_out, c * CHUNK, tile * ROWS + own_row, own_norm_out, lane);
                 });
                 of_blocks.advance(gridDim.x);
             } else {
@@ -149,7 +149,7 @@ __device__ inline void convolve(const TensorMap &x, const TensorMap &w, const Te
             for (int p = 0; p < PARTS; ++p) {
                 uint4 *const part = own_results + result.index * RESULT_VECTORS;
                 mbarrier_wait(result_empty(warp, result.index), result.phase ^ 1);  // at once in the first turn
-                if (lane == 0) tma_store_wait<UNDER_WAY>();
+                if (lane == 0) tma_store_wait<STORES_IN_FLIGHT>();
                 __syncwarp();
                 finish_part<T, false, false>(products, p, part, lane);
                 tma_store_fence();
@@ -210,7 +210,7 @@ norm_relu_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ T
                   const float *beta, float *saved, float *running_mean, float *running_var, float eps, float momentum,
                   float *sums_of_z, float *partials, uint32 *tickets, uint32 rows, TileStep walk, int columns, int chunks,
                   int stages, int results) {
-    const Before before{sums, about_mean, gamma, beta, saved, running_mean, running_var, eps, momentum};
+    const FusedNorm before{sums, about_mean, gamma, beta, saved, running_mean, running_var, eps, momentum};
     convolve<T, COLUMNS, PEERS, true>(x, w, z, before, is_read ? &y : nullptr, sums_of_z, partials, tickets, rows, walk, columns,
                                       chunks, stages, results);
 }

@@ -103,22 +103,22 @@ __device__ inline void load(const TensorMap &x, const TensorMap &w, const Tensor
 template <class T>
 __device__ inline void normalise(uint4 *tile, const Control &control, const TiledImages &images, const Strip &strip,
                                  int in_team) {
-    constexpr int STEP = TEAM_THREADS / PIXEL_VECTORS, AT_ONCE = 4;
-    static_assert(STEP % 8 == 0, "pixels that are swizzled alike");
+    constexpr int STEP = TEAM_THREADS / PIXEL_VECTORS, IN_FLIGHT = 4;
+    static_assert(STEP % 8 == 0, "a thread's pixels have equal swizzles");
     const int pitch = images.pitch(), vector = in_team % PIXEL_VECTORS, own = in_team / PIXEL_VECTORS;
     float scale[VEC], shift[VEC];
     load_floats(control.scale + vector * VEC, scale);
     load_floats(control.shift + vector * VEC, shift);
     const int begin = max(0, 1 - strip.row), end = min(images.rows + 2, images.height + 1 - strip.row);  // rows of the image
     for (int row = begin; row < end; ++row)
-        for (int first = own; first < images.width; first += AT_ONCE * STEP) {
+        for (int first = own; first < images.width; first += IN_FLIGHT * STEP) {
             uint4 *const at = tile + swizzled(row * pitch + 1 + first, vector);
-            uint4 raw[AT_ONCE];
+            uint4 raw[IN_FLIGHT];
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i)
+            for (int i = 0; i < IN_FLIGHT; ++i)
                 if (first + i * STEP < images.width) raw[i] = at[i * STEP * PIXEL_VECTORS];
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i) {
+            for (int i = 0; i < IN_FLIGHT; ++i) {
                 if (first + i * STEP >= images.width) continue;
                 float v[VEC];
                 unpack(packed<T>(raw[i]), v);
@@ -270,12 +270,12 @@ __device__ inline void mask_tile(uint4 *at, const float (&products)[GROUPS][4], 
         for (int j = 0; j < 2; ++j) sums[f][j] += of_tile[f][j];
 }
 
-// What the kernels below have in common. `made`: the map of what the BatchNorm before it gives.
+// What the kernels below have in common. `norm_out`: the map of what the BatchNorm before it gives.
 template <class T, bool SUMS, bool RELU, bool BACKWARD, bool REDUCE, bool NORM>
 __device__ inline void convolve(const TensorMap &x, const TensorMap &w, const TensorMap &y, const float *bias, float *sums,
-                                const Norm &norm, const Before &before, const TensorMap *made, float *partials,
+                                const Norm &norm, const FusedNorm &before, const TensorMap *norm_out, float *partials,
                                 uint32 *tickets, const TiledImages &images) {
-    static_assert(sizeof(Control) == 4096, "as lowering/conv3x3.py counts");
+    static_assert(sizeof(Control) == 4096, "equals the size in lowering/conv3x3.py");
     extern __shared__ __align__(1024) uint4 memory[];
     Control &control = *reinterpret_cast<Control *>(memory);
     uint4 *const tiles = memory + sizeof(Control) / VECTOR_BYTES, *const results = tiles + images.places * images.place_vectors;
@@ -342,7 +342,7 @@ __device__ inline void convolve(const TensorMap &x, const TensorMap &w, const Te
             team_sync<TEAM_THREADS>(team);
             if (in_team == 0)
                 for (int r = 0; r < strip.rows; ++r)
-                    tma_store(*made, 0, 0, strip.line + r, tile + ((r + 1) * pitch + 1) * PIXEL_VECTORS);
+                    tma_store(*norm_out, 0, 0, strip.line + r, tile + ((r + 1) * pitch + 1) * PIXEL_VECTORS);
             __syncwarp();
         }
         float products[GROUPS][4];
@@ -441,7 +441,7 @@ norm_conv3x3(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
              const __grid_constant__ TensorMap z, const float *sums, bool about_mean, const float *gamma, const float *beta,
              float *saved, float *running_mean, float *running_var, float eps, float momentum, float *sums_of_z,
              float *partials, uint32 *tickets, const __grid_constant__ TiledImages images) {
-    const Before before{sums, about_mean, gamma, beta, saved, running_mean, running_var, eps, momentum};
+    const FusedNorm before{sums, about_mean, gamma, beta, saved, running_mean, running_var, eps, momentum};
     convolve<T, true, false, false, false, true>(x, w, z, nullptr, sums_of_z, {}, before, &y, partials, tickets, images);
 }
 

@@ -61,7 +61,7 @@ template <int K_, bool ADD_, bool PAIR_> struct Shape {
     static constexpr int WARPS_N = 4 / TEAMS, QUARTERS = TEAMS, TEAM_THREADS = WARPS_M * WARPS_N * WARP;
     static constexpr int CHUNKS = K / 64, COLUMN_CHUNKS = COLUMNS / 64, THREADS = TEAMS * TEAM_THREADS;
     static constexpr int ROWS_AT_ONCE = TEAM_THREADS / 8;  // of a chunk, that a team copies
-    static_assert(ROWS % ROWS_AT_ONCE == 0 && ROWS_AT_ONCE % 8 == 0, "rows that are swizzled alike");
+    static_assert(ROWS % ROWS_AT_ONCE == 0 && ROWS_AT_ONCE % 8 == 0, "a thread's rows have equal swizzles");
 };
 
 // Of one tile: tiles as in warpgroup.cuh, by chunks of 64 channels.

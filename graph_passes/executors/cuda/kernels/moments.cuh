@@ -20,9 +20,9 @@ struct Moments {
 };
 
 // Of the values of at(first), at(first + step), ... together, always in this order; AT_ONCE of them are read ahead.
-template <int AT_ONCE = 8, class At> __device__ Moments combine(int first, int end, int step, At at) {
+template <int IN_FLIGHT = 8, class At> __device__ Moments combine(int first, int end, int step, At at) {
     float pivot = 0, count = 0, sum = 0, sum_of_squares = 0;
-#pragma unroll AT_ONCE
+#pragma unroll IN_FLIGHT
     for (int i = first; i < end; i += step) {
         const Moments part = at(i);
         if (i == first) pivot = part.mean;
@@ -44,7 +44,7 @@ template <int AT_ONCE = 8, class At> __device__ Moments combine(int first, int e
 template <int COLUMNS, int THREADS, class Sync>
 __device__ inline void finish_column_moments(Moments *of_part, int parts, int first, int columns, float *partials,
                                              uint32 *tickets, float *sums, Sync sync) {
-    constexpr int SPLITS = THREADS / COLUMNS, AT_ONCE = 33;  // SPLITS threads of the last block share a column; H200: 132 blocks
+    constexpr int SPLITS = THREADS / COLUMNS, IN_FLIGHT = 33;  // SPLITS threads of the last block share a column; H200: 132 blocks
     // Of each block and column the mean and the sum of squares; behind them how many rows each block has.
     float2 *const of_blocks = reinterpret_cast<float2 *>(partials);
     float *const counts = partials + 2 * gridDim.y * columns + blockIdx.x * gridDim.y;
@@ -67,9 +67,9 @@ __device__ inline void finish_column_moments(Moments *of_part, int parts, int fi
     if (!sync.any(is_last)) return;
     __threadfence();
     if (has_column) {
-        constexpr int STEP = SPLITS * AT_ONCE;
+        constexpr int STEP = SPLITS * IN_FLIGHT;
         const int blocks = gridDim.y, end = (blocks + STEP - 1) / STEP * STEP;
-        of_part[split * COLUMNS + column] = combine<AT_ONCE>(split, end, SPLITS, [&](int block) -> Moments {
+        of_part[split * COLUMNS + column] = combine<IN_FLIGHT>(split, end, SPLITS, [&](int block) -> Moments {
             if (block >= blocks) return {};
             const float2 of_block = __ldcg(&of_blocks[block * columns + n]);
             return {__ldcg(&counts[block]), of_block.x, of_block.y};
@@ -104,9 +104,9 @@ __device__ inline void finish_moments(Moments (&of_part)[PARTS][FILTERS], int ow
     }
     if (!sync.any(is_last)) return;
     __threadfence();
-    constexpr int AT_ONCE = 14, STEP = PARTS * AT_ONCE;  // H200: 132 blocks, in two or three rounds
+    constexpr int IN_FLIGHT = 14, STEP = PARTS * IN_FLIGHT;  // H200: 132 blocks, in two or three rounds
     const int blocks = gridDim.x, end = (blocks + STEP - 1) / STEP * STEP;
-    of_part[part][filter] = combine<AT_ONCE>(part, end, PARTS, [=](int block) -> Moments {
+    of_part[part][filter] = combine<IN_FLIGHT>(part, end, PARTS, [=](int block) -> Moments {
         if (block >= blocks) return {};
         return Moments::load_written(&partials[block * FILTERS + filter]);
     });

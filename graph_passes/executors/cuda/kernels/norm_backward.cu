@@ -25,12 +25,12 @@ template <int K_, int COLUMNS_> struct Shape {
     static constexpr int COLUMNS = COLUMNS_, COLUMN_CHUNKS = COLUMNS / CHUNK, BLOCKS = COLUMNS / OWN_COLUMNS;
     static constexpr int K = K_ / BLOCKS, CHUNKS = K / CHUNK, PARTS = GROUP_WARPS / CHUNKS, CHUNKS_PER_GROUP = (CHUNKS + 1) / 2;
     static constexpr int STAGES = BLOCKS == 1 ? 3 : 2;
-    static constexpr int AT_ONCE = BLOCKS == 1 ? 4 : 2;  // vectors of dz and of x that a thread reads before it works on them
+    static constexpr int IN_FLIGHT = BLOCKS == 1 ? 4 : 2;  // vectors of dz and of x that a thread reads before it works on them
     static constexpr int INPUT_ROWS = WEIGHT_WARPS / COLUMN_CHUNKS * WARP_ROWS;  // that these warps prepare at once
     // Registers, of 128 that each thread begins with.
     static constexpr int REGS_NORM = BLOCKS == 1 ? 120 : 80, REGS_DGRAD = 112, REGS_WGRAD = BLOCKS == 1 ? 136 : 160;
-    static_assert(CHUNKS * PARTS == GROUP_WARPS && PIECES % PARTS == 0 && INPUT_ROWS % 8 == 0, "shares");
-    static_assert(REGS_NORM + REGS_DGRAD + 2 * REGS_WGRAD <= GROUPS * 128, "registers");
+    static_assert(CHUNKS * PARTS == GROUP_WARPS && PIECES % PARTS == 0 && INPUT_ROWS % 8 == 0, "the work is split evenly");
+    static_assert(REGS_NORM + REGS_DGRAD + 2 * REGS_WGRAD <= GROUPS * 128, "the registers of the block");
 };
 
 // Of one tile: tiles as in warpgroup.cuh, by chunks of 64 channels.
@@ -57,19 +57,19 @@ template <class S> struct Shared {
 // of dgrad_reduce.cu. By all threads but those that prepare dz. These parameters are asked for before the first tiles: behind what
 // all blocks ask for at once they come 4 microseconds later.
 template <class T, class S> struct Weights {
-    static constexpr int THEIRS = THREADS - GROUP, ROW = S::COLUMNS / VEC, ALL = S::K * ROW;
-    uint4 own[(ALL + THEIRS - 1) / THEIRS];
+    static constexpr int LOADING_THREADS = THREADS - GROUP, ROW = S::COLUMNS / VEC, ALL = S::K * ROW;
+    uint4 own[(ALL + LOADING_THREADS - 1) / LOADING_THREADS];
     const int first = threadIdx.x < GROUP ? threadIdx.x : threadIdx.x - GROUP;
 
     __device__ explicit Weights(const Packed<T> *w) {
 #pragma unroll
-        for (int i = 0; i * THEIRS < ALL; ++i)
-            if (first + i * THEIRS < ALL) own[i] = words(w[first + i * THEIRS]);
+        for (int i = 0; i * LOADING_THREADS < ALL; ++i)
+            if (first + i * LOADING_THREADS < ALL) own[i] = words(w[first + i * LOADING_THREADS]);
     }
     __device__ void store(Shared<S> &shared) const {
 #pragma unroll
-        for (int i = 0; i * THEIRS < ALL; ++i) {
-            const int at = first + i * THEIRS, k = at / ROW, vector = at % ROW;
+        for (int i = 0; i * LOADING_THREADS < ALL; ++i) {
+            const int at = first + i * LOADING_THREADS, k = at / ROW, vector = at % ROW;
             if (at >= ALL) break;
             uint4 *const tile = shared.weights[k / CHUNK][vector / CHUNK_VECTORS ^ blockIdx.x];
             const uint32 pairs[4] = {own[i].x, own[i].y, own[i].z, own[i].w};
@@ -82,9 +82,9 @@ template <class T, class S> struct Weights {
 
 // Of 8 columns over the 8 rows of a warp, which are 4 lanes apart, the sum of one: `own_column`.
 __device__ inline float sum_over_rows(float (&v)[VEC], int lane) {
-    halve<4, 4>(v, lane);
-    halve<2, 8>(v, lane);
-    halve<1, 16>(v, lane);
+    reduce_scatter<4, 4>(v, lane);
+    reduce_scatter<2, 8>(v, lane);
+    reduce_scatter<1, 16>(v, lane);
     return v[0];
 }
 __device__ inline int own_column(int lane) { return lane / 4 % 2 * 4 + lane / 8 % 2 * 2 + lane / 16; }
@@ -164,16 +164,16 @@ norm_backward(const __grid_constant__ TensorMap dz, const __grid_constant__ Tens
                 uint4 *const dz_piece = stage.dz[chunk] + piece * PIECE_VECTORS;
                 const uint4 *const x_piece = shared.x[warp_m][x_pipe.index];
 #pragma unroll
-                for (int first = 0; first < PIECE_ROWS / WARP_ROWS; first += S::AT_ONCE) {
-                    uint4 own_dz[S::AT_ONCE], own_x[S::AT_ONCE];
+                for (int first = 0; first < PIECE_ROWS / WARP_ROWS; first += S::IN_FLIGHT) {
+                    uint4 own_dz[S::IN_FLIGHT], own_x[S::IN_FLIGHT];
                     const auto at = [&](int i) { return own_at[i % 2] + (first + i) / 2 * 8 * CHUNK_VECTORS; };
 #pragma unroll
-                    for (int i = 0; i < S::AT_ONCE; ++i) {
+                    for (int i = 0; i < S::IN_FLIGHT; ++i) {
                         own_dz[i] = dz_piece[at(i)];
                         own_x[i] = x_piece[at(i)];
                     }
 #pragma unroll
-                    for (int i = 0; i < S::AT_ONCE; ++i) {
+                    for (int i = 0; i < S::IN_FLIGHT; ++i) {
                         float g[VEC], v[VEC];
                         unpack(packed<T>(own_dz[i]), g);
                         unpack(packed<T>(own_x[i]), v);
@@ -416,18 +416,18 @@ norm_backward(const __grid_constant__ TensorMap dz, const __grid_constant__ Tens
 template <class T>
 __global__ void __launch_bounds__(256, 1)  // more registers than a thread has otherwise
 sum_parts(const float *parts, Packed<T> *sum, int num_parts, uint32 vectors) {
-    constexpr int GROUPS = 16, AT_ONCE = 9;  // H200: 132 parts
+    constexpr int GROUPS = 16, IN_FLIGHT = 9;  // H200: 132 parts
     const uint32 i = (blockIdx.x * blockDim.x + threadIdx.x) / GROUPS;
     float total[VEC] = {};
-    for (int next = threadIdx.x % GROUPS; i < vectors && next < num_parts; next += AT_ONCE * GROUPS) {
-        float v[AT_ONCE][VEC] = {};
+    for (int next = threadIdx.x % GROUPS; i < vectors && next < num_parts; next += IN_FLIGHT * GROUPS) {
+        float v[IN_FLIGHT][VEC] = {};
 #pragma unroll
-        for (int j = 0; j < AT_ONCE; ++j) {
+        for (int j = 0; j < IN_FLIGHT; ++j) {
             const int part = next + j * GROUPS;
             if (part < num_parts) load_floats(parts + (size_t(part) * vectors + i) * VEC, v[j]);
         }
 #pragma unroll
-        for (int j = 0; j < AT_ONCE; ++j)
+        for (int j = 0; j < IN_FLIGHT; ++j)
 #pragma unroll
             for (int k = 0; k < VEC; ++k) total[k] += v[j][k];
     }

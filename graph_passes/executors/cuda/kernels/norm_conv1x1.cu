@@ -32,10 +32,10 @@ __device__ inline void normalise(const Affine &of, const uint4 *x, const uint4 *
 #pragma unroll
     for (int i = 0; i < 4; ++i) {  // rows below 8 and others, of 8 columns, then of the next 8
         const int first = pair * 16 + i / 2 * 8 + lane % 4 * 2;
-        const float2 scale = two_of(of.scale, first), shift = two_of(of.shift, first), more = unpack_two<T>(added[i]);
+        const float2 scale = load_float2(of.scale, first), shift = load_float2(of.shift, first), more = unpack_two<T>(added[i]);
         float2 v = unpack_two<T>(m[i]);
         if (PAIR) {
-            const float2 scale_2 = two_of(of.scale_2, first);
+            const float2 scale_2 = load_float2(of.scale_2, first);
             v.x = v.x * scale.x + (more.x * scale_2.x + shift.x);
             v.y = v.y * scale.y + (more.y * scale_2.y + shift.y);
         } else {
@@ -77,7 +77,7 @@ norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
              float *running_mean_2, float *running_var, float *running_var_2, float eps, float momentum, float *sums_of_z,
              float *partials, uint32 *tickets, uint32 rows, int columns, int chunks, int stages) {
     constexpr int PARTS = COLUMNS / CHUNK;
-    static_assert(sizeof(NormControl) == 3072 && sizeof(Affine) == 768, "as lowering/norm_conv1x1.py counts");
+    static_assert(sizeof(NormControl) == 3072 && sizeof(Affine) == 768, "equals the size in lowering/norm_conv1x1.py");
     extern __shared__ __align__(1024) uint4 memory[];
     NormControl &all = *reinterpret_cast<NormControl *>(memory);
     Control &control = all.control;

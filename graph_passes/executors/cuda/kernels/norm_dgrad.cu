@@ -31,7 +31,7 @@ __device__ inline void make_gradient(const Affine &of, const uint4 *dz, const ui
 #pragma unroll
     for (int i = 0; i < 4; ++i) {  // rows below 8 and others, of 8 columns, then of the next 8
         const int first = pair * 16 + i / 2 * 8 + lane % 4 * 2;
-        const float2 scale = two_of(of.scale, first), b = two_of(of.scale_2, first), c = two_of(of.shift, first);
+        const float2 scale = load_float2(of.scale, first), b = load_float2(of.scale_2, first), c = load_float2(of.shift, first);
         const float2 g = unpack_two<T>(m[i]), v = unpack_two<T>(of_x[i]);
         m[i] = pack_two<T>(scale.x * g.x + (b.x * v.x + c.x), scale.y * g.y + (b.y * v.y + c.y));
     }
@@ -52,8 +52,8 @@ norm_dgrad(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorM
            float *prev_dgamma, float *prev_dbeta, float *partials, uint32 *tickets, uint32 rows, int columns, int chunks,
            int stages) {
     constexpr int PARTS = COLUMNS / CHUNK, SUMS = 2;
-    static_assert(sizeof(DgradControl) == 5120 && sizeof(Affine) == 768, "as lowering/norm_dgrad.py counts");
-    static_assert(PARTS % 2 == 0, "two parts of `behind` come at once");
+    static_assert(sizeof(DgradControl) == 5120 && sizeof(Affine) == 768, "equals the size in lowering/norm_dgrad.py");
+    static_assert(PARTS % 2 == 0, "two parts of `prev` are loaded at once");
     extern __shared__ __align__(1024) uint4 memory[];
     DgradControl &of_prev = *reinterpret_cast<DgradControl *>(memory);
     NormControl &all = of_prev.norm;
@@ -151,8 +151,8 @@ norm_dgrad(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorM
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     const int r = i % 2, j = pair * 2 + i / 2, n = p * CHUNK + j * 8 + quad_column;
-                    const float2 v = unpack_two<T>(x_bits[i]), mu = two_of(mean, n);
-                    const float2 scale = two_of(of_prev.scale, n), shift = two_of(of_prev.shift, n);
+                    const float2 v = unpack_two<T>(x_bits[i]), mu = load_float2(mean, n);
+                    const float2 scale = load_float2(of_prev.scale, n), shift = load_float2(of_prev.shift, n);
                     float g[2] = {products[p * 8 + j][r * 2], products[p * 8 + j][r * 2 + 1]};
                     if (!there[r] || !(v.x * scale.x + shift.x > 0)) g[0] = 0;
                     if (!there[r] || !(v.y * scale.y + shift.y > 0)) g[1] = 0;

@@ -26,7 +26,7 @@ struct Affine { float scale[CHUNK], shift[CHUNK], scale_2[CHUNK]; };
 // What they take: tiles begin at multiples of 1024 bytes.
 __device__ inline int affine_vectors(int chunks) { return (chunks * int(sizeof(Affine)) + 1023) / 1024 * 1024 / VECTOR_BYTES; }
 
-__device__ inline float2 two_of(const float *of, int first) { return *reinterpret_cast<const float2 *>(of + first); }
+__device__ inline float2 load_float2(const float *of, int first) { return *reinterpret_cast<const float2 *>(of + first); }
 
 // For one thread.
 __device__ inline void init_barriers(NormControl &all, int stages) {

@@ -144,16 +144,16 @@ template <class T>
 __global__ void global_average_pool(const Packed<T> *x, Packed<T> *y, uint32 vectors, int pixels, int pitch) {
     const uint32 at = blockIdx.x * blockDim.x + threadIdx.x;  // over images * pitch
     if (at >= vectors) return;
-    constexpr int AT_ONCE = 7;
+    constexpr int IN_FLIGHT = 7;
     const Packed<T> *image = x + size_t(at / pitch) * pixels * pitch + at % pitch;
     float sum[VEC] = {};
-    for (int first = 0; first < pixels; first += AT_ONCE) {
-        Packed<T> packed[AT_ONCE];
+    for (int first = 0; first < pixels; first += IN_FLIGHT) {
+        Packed<T> packed[IN_FLIGHT];
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i)
+        for (int i = 0; i < IN_FLIGHT; ++i)
             if (first + i < pixels) packed[i] = image[(first + i) * pitch];
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
+        for (int i = 0; i < IN_FLIGHT; ++i) {
             if (first + i >= pixels) continue;
             float v[VEC];
             unpack(packed[i], v);

@@ -20,7 +20,7 @@ quantised_conv_stream(const __grid_constant__ TensorMap x, const __grid_constant
                       uint32 rows, TileStep walk, int channels, int filters, float addend_share, int chunks, int stages,
                       int results, const __grid_constant__ TensorMap x_2, const uint4 *weight_2, const float *multiplier_2,
                       const int *bias_2, int channels_2, int chunks_2) {
-    static_assert(!(ADD && TWO), "what is added is one or the other");
+    static_assert(!(ADD && TWO), "either an addend or a second convolution");
     constexpr int PARTS = COLUMNS / CHUNK, CONVOLUTIONS = TWO ? 2 : 1, MMA_WARPS = TEAMS * TEAM_WARPS;
     extern __shared__ __align__(1024) uint4 memory[];
     auto &control = *reinterpret_cast<Control<TEAMS, COLUMNS, CONVOLUTIONS> *>(memory);
@@ -53,11 +53,11 @@ quantised_conv_stream(const __grid_constant__ TensorMap x, const __grid_constant
     if (ADD && lane == 0)
         for (int slot = 0; slot < results; ++slot) addends.load(slot);
 
-    keep_weights<TEAMS, COLUMNS>(weights, weight, chunks, channels, first_column, filters);
-    if (TWO) keep_weights<TEAMS, COLUMNS>(weights_2, weight_2, chunks_2, channels_2, first_column, filters);
+    load_weights<TEAMS, COLUMNS>(weights, weight, chunks, channels, first_column, filters);
+    if (TWO) load_weights<TEAMS, COLUMNS>(weights_2, weight_2, chunks_2, channels_2, first_column, filters);
     cp_async_commit();
-    keep_factors<TEAMS>(factors, multiplier, bias, TWO ? ToShifted::UNIT : Bytes<RELU>::UNIT, first_column, filters);
-    if (TWO) keep_factors<TEAMS>(factors_2, multiplier_2, bias_2, Bytes<RELU>::UNIT, first_column, filters);
+    load_factors<TEAMS>(factors, multiplier, bias, TWO ? ToShifted::UNIT : Bytes<RELU>::UNIT, first_column, filters);
+    if (TWO) load_factors<TEAMS>(factors_2, multiplier_2, bias_2, Bytes<RELU>::UNIT, first_column, filters);
     cp_async_wait<0>();
     fence_view_async_shared();  // the weights
     sync_mma_warps<TEAMS>();

@@ -23,7 +23,7 @@ template <int Z_COLUMNS, bool TWO> struct alignas(1024) PairControl {
 // The weights (K_Z, K) of the second convolution. In tiles of 128 channels, of which a product takes 32: as thread t of a quad
 // has them in `Words`, its words are those at t and t + 4.
 template <int Z_COLUMNS>
-__device__ inline void keep_second_weights(uint4 *to, const uint32 *weight, int channels, int filters) {
+__device__ inline void load_second_weights(uint4 *to, const uint32 *weight, int channels, int filters) {
     for (int i = threadIdx.x; i < PARTS * Z_COLUMNS * CHUNK_VECTORS; i += MMA_THREADS<TEAMS>) {
         const int vector = i % CHUNK_VECTORS, column = i / CHUNK_VECTORS % Z_COLUMNS, part = i / CHUNK_VECTORS / Z_COLUMNS;
         const int filter = streamed_filter<Z_COLUMNS>(column);
@@ -85,13 +85,13 @@ quantised_pair(const __grid_constant__ TensorMap x, const __grid_constant__ Tens
         if (!TWO && lane == 0)
             for (int slot = 0; slot < results; ++slot) addends.load(slot);
 
-        keep_weights<TEAMS, COLUMNS>(weights, weight, chunks, channels, 0, filters);
-        if (TWO) keep_weights<TEAMS, COLUMNS>(weights_2, weight_2, chunks_2, channels_2, 0, filters);
+        load_weights<TEAMS, COLUMNS>(weights, weight, chunks, channels, 0, filters);
+        if (TWO) load_weights<TEAMS, COLUMNS>(weights_2, weight_2, chunks_2, channels_2, 0, filters);
         cp_async_commit();
-        keep_second_weights<Z_COLUMNS>(weights_z, weight_z, filters, filters_z);
-        keep_factors<TEAMS>(factors, multiplier, bias, TWO ? ToShifted::UNIT : Bytes<true>::UNIT, 0, filters);
-        if (TWO) keep_factors<TEAMS>(factors_2, multiplier_2, bias_2, Bytes<true>::UNIT, 0, filters);
-        keep_factors<TEAMS>(both.of_z, multiplier_z, bias_z, Bytes<true>::UNIT, 0, filters_z);
+        load_second_weights<Z_COLUMNS>(weights_z, weight_z, filters, filters_z);
+        load_factors<TEAMS>(factors, multiplier, bias, TWO ? ToShifted::UNIT : Bytes<true>::UNIT, 0, filters);
+        if (TWO) load_factors<TEAMS>(factors_2, multiplier_2, bias_2, Bytes<true>::UNIT, 0, filters);
+        load_factors<TEAMS>(both.of_z, multiplier_z, bias_z, Bytes<true>::UNIT, 0, filters_z);
         cp_async_wait<0>();
         fence_view_async_shared();  // the weights
         sync_mma_warps<TEAMS>();
@@ -113,7 +113,7 @@ quantised_pair(const __grid_constant__ TensorMap x, const __grid_constant__ Tens
                 for (int p = 0; p < PARTS; ++p) requantise(products, p, factors, words[p], lane, ToShifted{});
                 multiply_tile(products, factors_2, weights_2, chunks_2, channels_2, own, pipe, lane);
             }
-            begin_with_bias(products_z, both.of_z, lane);
+            init_accumulators(products_z, both.of_z, lane);
 #pragma unroll
             for (int p = 0; p < PARTS; ++p) {
                 uint4 *const part = own_results + result.index * RESULT_VECTORS;

@@ -54,7 +54,7 @@ template <int TEAMS> __device__ inline void sync_mma_warps() {
 
 // Keeps the weights of COLUMNS filters from `first_column` on, in tiles of 128 channels; nobody waits for the copies.
 template <int TEAMS, int COLUMNS>
-__device__ inline void keep_weights(uint4 *to, const uint4 *weight, int chunks, int channels, int first_column, int filters) {
+__device__ inline void load_weights(uint4 *to, const uint4 *weight, int chunks, int channels, int first_column, int filters) {
     for (int i = threadIdx.x; i < chunks * COLUMNS * CHUNK_VECTORS; i += MMA_THREADS<TEAMS>) {
         const int vector = i % CHUNK_VECTORS, column = i / CHUNK_VECTORS % COLUMNS, chunk = i / CHUNK_VECTORS / COLUMNS;
         const int filter = first_column + streamed_filter<COLUMNS>(column), at = chunk * CHUNK_VECTORS + vector;
@@ -66,7 +66,7 @@ __device__ inline void keep_weights(uint4 *to, const uint4 *weight, int chunks, 
 
 // Keeps multipliers, in `unit`, a power of 2, and biases.
 template <int TEAMS, int COLUMNS>
-__device__ inline void keep_factors(Factors<COLUMNS> &to, const float *multiplier, const int *bias, float unit,
+__device__ inline void load_factors(Factors<COLUMNS> &to, const float *multiplier, const int *bias, float unit,
                                     int first_column, int filters) {
     for (int n = threadIdx.x; n < COLUMNS; n += MMA_THREADS<TEAMS>) {
         const int filter = first_column + streamed_filter<COLUMNS>(n);
@@ -116,7 +116,7 @@ using Addends = AddendsOf<CHUNK, RESULT_VECTORS>;
 
 // The bias, to which the products are added.
 template <int EIGHTS>
-__device__ inline void begin_with_bias(int (&products)[EIGHTS][4], const Factors<EIGHTS * 8> &factors, int lane) {
+__device__ inline void init_accumulators(int (&products)[EIGHTS][4], const Factors<EIGHTS * 8> &factors, int lane) {
 #pragma unroll
     for (int j = 0; j < EIGHTS; ++j) {
         const int4 b = factors.bias[j][lane % 4];
@@ -128,7 +128,7 @@ __device__ inline void begin_with_bias(int (&products)[EIGHTS][4], const Factors
 template <int EIGHTS>
 __device__ inline void multiply_tile(int (&products)[EIGHTS][4], const Factors<EIGHTS * 8> &factors, const uint4 *weights,
                                      int chunks, int channels, const Stages &stages, PipelineState &pipe, int lane) {
-    begin_with_bias(products, factors, lane);
+    init_accumulators(products, factors, lane);
     int before = 0;  // the place of the chunk before
     for (int c = 0; c < chunks; ++c, pipe.advance(stages.number)) {
         mbarrier_wait(stages.full[pipe.index], pipe.phase);

@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(THREADS, 1)
 stem_fprop(const T *x, const T *w, Packed<T> *y, float *sums, Moments *partials, uint32 *tickets, Image size,
            uint32 items, int tiles) {
     constexpr int PARTS = THREADS / FILTERS;
-    static_assert(PARTS == OUT_ROWS, "they share memory");
+    static_assert(PARTS == OUT_ROWS, "of_part has as many rows for both uses");
     extern __shared__ uint4 shared[];
     __shared__ Moments of_part[OUT_ROWS][FILTERS];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, half_of_filters = warp % 2, own_row = warp / 2;

@@ -17,7 +17,8 @@ constexpr int FILTER_VECTORS = FILTERS / VEC, ROW_OF_K = TAPS * IMAGE_CHANNELS, 
 constexpr int MMA_WARPS = 4, DY_WARPS = 15, WARPS = MMA_WARPS + DY_WARPS + 1, THREADS = WARPS * WARP;
 // Registers of a thread: what the launch gives, in which 112 sums have no place; and what is made of that.
 constexpr int REGISTERS = 65536 / THREADS / 8 * 8, REGS_MMA = 160, REGS_OTHERS = 80;
-static_assert(MMA_WARPS * REGS_MMA + (WARPS - MMA_WARPS) * REGS_OTHERS <= WARPS * REGISTERS, "none is ever free");
+static_assert(MMA_WARPS * REGS_MMA + (WARPS - MMA_WARPS) * REGS_OTHERS <= WARPS * REGISTERS,
+              "setmaxnreg cannot give more registers than the launch");
 constexpr int STEP = 16;                                // pixels that a product sums over
 constexpr int OUT_ROWS = 2, IN_ROWS = 2 * OUT_ROWS + SIZE - 2, WINDOW_ROWS = 2;  // of one item of work
 constexpr int LEFT = 2;                                 // vectors of zeros left of an image row

@@ -13,7 +13,9 @@ __device__ inline void cp_async_zfill(uint4 *to, const void *from, bool there) {
 }
 __device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Until at most `OPEN` of the groups of copies that this thread has closed are under way.
-template <int PENDING> __device__ inline void cp_async_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(PENDING) : "memory"); }
+template <int PENDING> __device__ inline void cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;" :: "n"(PENDING) : "memory");
+}
 
 __device__ inline int swizzled(int row, int vector) { return row * 8 + (vector ^ row % 8); }
 
@@ -78,7 +80,7 @@ template <class T> __device__ inline uint32 pack_two(float first, float second) 
 }
 
 // Of 2 * HALF values a thread keeps half, and adds to them what the thread at this DISTANCE has of them.
-template <int HALF, int DISTANCE, int N> __device__ inline void halve(float (&v)[N], int lane) {
+template <int HALF, int DISTANCE, int N> __device__ inline void reduce_scatter(float (&v)[N], int lane) {
     const bool upper = lane & DISTANCE;
 #pragma unroll
     for (int i = 0; i < HALF; ++i) {
