@@ -1,21 +1,21 @@
-// Hopper's copy engine (TMA): one thread starts copies of whole tiles between a tensor and shared memory. PTX ISA, "Data
-// Movement and Conversion Instructions: Tensor copy" and "Parallel Synchronization: mbarrier".
+// TMA, mbarriers and clusters of Hopper. One thread starts the copy of a whole tile between a tensor and shared memory. PTX
+// ISA, "Data Movement and Conversion Instructions: Tensor copy" and "Parallel Synchronization: mbarrier".
 #pragma once
 #include "common.cuh"
 
-// How a tensor of lines, rows and columns lies in memory, and the size of a tile of it: made by `Gpu.tensor_map`. A kernel has
-// it as a parameter that is `const __grid_constant__`. Tiles lie in shared memory as warpgroup.cuh says; what is outside of the
-// tensor is read as zeros, and not written.
+// The tensor map (CUtensorMap): the layout of a tensor of lines, rows and columns, and the size of its tiles.
+// `Gpu.tensor_map` makes it; a kernel takes it as a `const __grid_constant__` parameter. Tiles have the layout of
+// warpgroup.cuh. Elements outside the tensor are read as zeros and not written.
 struct alignas(64) TensorMap { uint64 words[16]; };
 
 __device__ inline uint32 smem_address(const void *shared) { return uint32(__cvta_generic_to_shared(shared)); }
 
-// --- barriers in shared memory: a phase ends when `arrivals` threads have arrived and all bytes expected have come ---
+// --- mbarriers: a phase ends when `arrivals` threads have arrived and all expected bytes have come ---
 
 __device__ inline void mbarrier_init(uint64 &barrier, uint32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(smem_address(&barrier)), "r"(arrivals) : "memory");
 }
-// After the last `mbarrier_init` and before a barrier of the block.
+// Call after the last `mbarrier_init`, before the block's first barrier.
 __device__ inline void fence_barrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;\n\tfence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -25,11 +25,11 @@ __device__ inline void arrive(uint64 &barrier) {
 __device__ inline void arrive_expect_tx(uint64 &barrier, uint32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(smem_address(&barrier)), "r"(bytes) : "memory");
 }
-// Once all copies of 16 bytes that this thread has started are there.
+// Arrives once all cp.async copies that this thread has started are complete.
 __device__ inline void cp_async_arrive_noinc(uint64 &barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" :: "r"(smem_address(&barrier)) : "memory");
 }
-// Until the phase of this parity has ended. Who waits must have seen the phase before it end.
+// Waits until the phase with this parity has ended. The caller must have seen the phase before it end.
 __device__ inline void mbarrier_wait(uint64 &barrier, uint32 parity) {
     uint32 ended;
     do {
@@ -40,7 +40,7 @@ __device__ inline void mbarrier_wait(uint64 &barrier, uint32 parity) {
     } while (!ended);
 }
 
-// Places that are used in turn, each with a barrier of its own: where we are, and the parity of the phase there.
+// Position in a circular buffer of stages, each with its own mbarrier: the stage's index and the parity of its current phase.
 struct PipelineState {
     int index = 0;
     uint32 phase = 0;
@@ -53,48 +53,48 @@ struct PipelineState {
     }
 };
 
-// Of a tile of a 1x1 convolution: how many rows it has, and from one to the next the steps in rows and lines, of x and of y.
+// Tile of a 1x1 convolution: how many rows it has, and the step from one tile to the next, in rows and lines of x and of y.
 struct TileStep { int rows, x_row, x_line, y_row, y_line; };
 
-// --- clusters of blocks, which reach into each other's shared memory ---
+// --- clusters: blocks that access each other's shared memory ---
 
 __device__ inline int cluster_rank() {
     int rank;
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
 }
-// All threads of a cluster. Until then a block's shared memory stays.
+// Barrier of all threads of a cluster. A block must not exit before it while other blocks access its shared memory.
 __device__ inline void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
 }
-// At the barrier that has this place in another block. It tells that this thread has read, not what it has written: that would
-// wait for all its writes.
+// Arrives at the same mbarrier in the block of this rank. This publishes only that this thread has read. Publishing its
+// writes would wait for all of them.
 __device__ inline void arrive_remote(int block, uint64 &barrier) {
     asm volatile("{\n\t.reg .b32 there;\n\t"
                  "mapa.shared::cluster.u32 there, %0, %1;\n\t"
                  "mbarrier.arrive.shared::cluster.b64 _, [there];\n\t}"
                  :: "r"(smem_address(&barrier)), "r"(block) : "memory");
 }
-// Where the block of this rank has what lies here in our shared memory.
+// Cluster address of the same shared-memory location in the block of this rank.
 __device__ inline uint32 cluster_address(const void *shared, uint32 rank) {
     uint32 there;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(smem_address(shared)), "r"(rank));
     return there;
 }
-// Asynchronous; the bytes end a phase of `barrier`, which is there too.
+// Asynchronous store of 16 bytes to another block. The bytes count towards a phase of that block's `barrier`.
 __device__ inline void st_async(uint32 to, const float (&v)[4], uint32 barrier) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
                  :: "r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(barrier) : "memory");
 }
-// What this thread has read the other block may write over when it has waited for `barrier`, which is there.
+// Arrives at another block's `barrier`: after waiting for it, that block may overwrite what this thread has read.
 __device__ inline void arrive_remote(uint32 barrier) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" :: "r"(barrier) : "memory");
 }
 
 // --- copies ---
 
-// One thread of a warp, all of which come here. Where the thread is chosen by its number, the compiler makes a loop over the warp's
-// threads of each copy, with twice as many instructions.
+// Elects one thread of a converged warp. If the thread is chosen by its number instead, the compiler turns each copy into a
+// loop over the warp's threads, with twice as many instructions.
 __device__ inline bool elect_one() {
     uint32 is;
     asm volatile("{\n\t.reg .pred is;\n\t"
@@ -107,12 +107,13 @@ __device__ inline bool elect_one() {
 __device__ inline void prefetch_tensormap(const TensorMap &map) {
     asm volatile("prefetch.tensormap [%0];" :: "l"(&map) : "memory");
 }
-// The tile that starts at this place; its bytes end a phase of `barrier`.
+// Starts the load of the tile at these coordinates. The bytes count towards a phase of `barrier`.
 __device__ inline void tma_load(uint4 *to, const TensorMap &map, int column, int row, int line, uint64 &barrier) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
                  :: "r"(smem_address(to)), "l"(&map), "r"(column), "r"(row), "r"(line), "r"(smem_address(&barrier)) : "memory");
 }
-// The same to this place in all BLOCKS of a cluster, in each of which its bytes end a phase of the barrier there.
+// Loads the tile to the same address in all BLOCKS of a cluster (multicast). In each block the bytes count towards a phase of
+// its own barrier.
 template <int BLOCKS>
 __device__ inline void tma_load_multicast(uint4 *to, const TensorMap &map, int column, int row, int line, uint64 &barrier) {
     if constexpr (BLOCKS == 1)
@@ -123,7 +124,7 @@ __device__ inline void tma_load_multicast(uint4 *to, const TensorMap &map, int c
                      :: "r"(smem_address(to)), "l"(&map), "r"(column), "r"(row), "r"(line), "r"(smem_address(&barrier)),
                         "h"((unsigned short)((1 << BLOCKS) - 1)) : "memory");
 }
-// Of a tensor of layers of lines, and of several of these.
+// Loads of tiles from tensors with 4 dimensions (with layers of lines) and with 5 (several such tensors).
 __device__ inline void tma_load(uint4 *to, const TensorMap &map, int column, int row, int line, int layer, uint64 &barrier) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
                  "[%6];"
@@ -137,7 +138,7 @@ __device__ inline void tma_load(uint4 *to, const TensorMap &map, int column, int
                  :: "r"(smem_address(to)), "l"(&map), "r"(column), "r"(row), "r"(line), "r"(layer), "r"(tensor),
                     "r"(smem_address(&barrier)) : "memory");
 }
-// The same in all BLOCKS of a cluster.
+// Multicast of a 4-dimensional tile to all BLOCKS of a cluster.
 template <int BLOCKS>
 __device__ inline void tma_load_multicast(uint4 *to, const TensorMap &map, int column, int row, int line, int layer,
                                           uint64 &barrier) {
@@ -146,12 +147,13 @@ __device__ inline void tma_load_multicast(uint4 *to, const TensorMap &map, int c
                  :: "r"(smem_address(to)), "l"(&map), "r"(column), "r"(row), "r"(line), "r"(layer), "r"(smem_address(&barrier)),
                     "h"((unsigned short)((1 << BLOCKS) - 1)) : "memory");
 }
-// Bytes that follow each other; `bytes` and both places are multiples of 16.
+// Loads `bytes` contiguous bytes; size and addresses are multiples of 16.
 __device__ inline void tma_load_bulk(void *to, const void *from, uint32 bytes, uint64 &barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  :: "r"(smem_address(to)), "l"(from), "r"(bytes), "r"(smem_address(&barrier)) : "memory");
 }
-// What other threads wrote there must have been shown (`tma_store_fence`) before they met this one.
+// Starts the store of a tile. Threads that wrote the tile must have called `tma_store_fence` and then a barrier with this
+// thread.
 __device__ inline void tma_store(const TensorMap &map, int column, int row, int line, const uint4 *from) {
     asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];\n\t"
                  "cp.async.bulk.commit_group;"
@@ -163,7 +165,7 @@ __device__ inline void tma_store(const TensorMap &map, int column, int row, int 
                  :: "l"(&map), "r"(column), "r"(row), "r"(line), "r"(layer), "r"(smem_address(from)) : "memory");
 }
 __device__ inline void tma_store_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// Until all but the last `OPEN` stores of this thread have read shared memory.
+// Waits until all but the last `PENDING` stores of this thread have finished reading shared memory.
 template <int PENDING> __device__ inline void tma_store_wait() {
     asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(PENDING) : "memory");
 }
