@@ -1,14 +1,13 @@
-// The forward pass of a 1x1 convolution in inference, with what follows it: bias, sum and ReLU; or of two whose sum is wanted,
-// as one product over the channels of both. conv1x1_forward.cuh says how it works.
+// Forward pass of a 1x1 convolution in inference, fused with bias, addition and ReLU. Optionally computes the sum of two
+// convolutions, as one product over the channels of both. conv1x1_forward.cuh explains the design.
 #include "conv1x1_forward.cuh"
 
-// y = x * w + bias (+ addend), then ReLU with RELU; a null `bias` is none. With TWO, also + x_2 * w_2 + bias_2. The maps
-// are of these matrices: of x and x_2 by tiles of `walk.rows` rows and 64 columns, of w and w_2 by tiles of COLUMNS rows and 64
-// columns, of y and addend by those of 16 rows and 64 columns. With stride 2 the map of x leaves pixels out, a tile of it is
-// whole lines of an image, and a line of the map of y is a tile; that of x_2 has the lines of y. gridDim.x blocks share the
-// columns, gridDim.y the rows.
-// Shapes: x (rows, C), w (K, C), x_2 (rows, C_2), w_2 (K, C_2), y and addend (rows, K); bias and bias_2 (K) fp32. columns = K; C
-// fits into all but the last `chunks_2` of `chunks` of 64 channels, and C_2 into these.
+// y = x * w + bias (+ addend), with RELU followed by ReLU; `bias` may be null. With TWO, x_2 * w_2 + bias_2 is added as well.
+// Tiles of the tensor maps: x and x_2 `walk.rows` rows and 64 columns; w and w_2 COLUMNS rows and 64 columns; y and addend 16
+// rows and 64 columns. With stride 2, the map of x skips pixels: a tile of x is whole lines of an image, and a line of the
+// map of y is a tile. The map of x_2 has the lines of y. gridDim.x blocks share the columns, gridDim.y the rows.
+// Shapes: x (rows, C), w (K, C), x_2 (rows, C_2), w_2 (K, C_2), y and addend (rows, K); bias and bias_2 (K) fp32. columns =
+// K. C_2 fits into the last `chunks_2` of `chunks` chunks of 64 channels, and C into the chunks before them.
 template <class T, int COLUMNS, bool ADD, bool RELU, bool TWO>
 __global__ void __launch_bounds__(THREADS, 1)
 conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,
@@ -23,7 +22,7 @@ conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
     uint4 *const weights = memory + sizeof(Control) / VECTOR_BYTES;
     uint4 *const tiles_of_x = weights + chunks * COLUMNS * CHUNK_VECTORS;
     uint4 *const all_results = tiles_of_x + TEAMS * stages * TILE_VECTORS;
-    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // one for all, to the compiler
+    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // warp-uniform
     const bool is_mma_warp = warp < MMA_WARPS;
     const int team = is_mma_warp ? warp / TEAM_WARPS : warp - MMA_WARPS;
     const int first_column = blockIdx.x * COLUMNS, chunks_1 = TWO ? chunks - chunks_2 : chunks;

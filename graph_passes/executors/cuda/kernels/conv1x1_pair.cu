@@ -1,23 +1,24 @@
-// Two 1x1 convolutions after one another in one launch: the last of a residual block, with the sum, and the first of the next
-// block. What is between them is written, for the next sum reads it too, but not read again. conv1x1_forward.cuh says how the
-// first works.
+// Two consecutive 1x1 convolutions in one launch: the last of a residual block, with the addition, and the first of the next
+// block. The tensor between them is written, because the next addition reads it, but it is not read again here.
+// conv1x1_forward.cuh explains the first convolution.
 //
-// A warp has all columns of its rows. What it has rounded and stored of them is, in the same registers, the first operand of
-// the second product: a thread's two neighbours in a row are where `mma.m16n8k16` has them, in what it gives and in what it
-// takes. So nothing waits for shared memory, and only in starting products do the four warps of a team meet.
+// A warp has all columns of its rows. The values that it has rounded and stored are, in the same registers, the A operand of
+// the second product: the accumulator layout of `mma.m16n8k16` equals its A fragment layout. So the second product needs no
+// shared memory for A, and the four warps of a team synchronise only to start wgmma.
 #include "conv1x1_forward.cuh"
 
 constexpr int COLUMNS = MAX_COLUMNS, PARTS = COLUMNS / CHUNK, MAX_SECOND = 128;  // of y, and of z
-constexpr int PAIR_THREADS = (MMA_WARPS + 4) * WARP;  // registers go from four warps to others, so two more start and end
+// setmaxnreg works on whole warpgroups: two of the four producer warps have nothing else to do
+constexpr int PAIR_THREADS = (MMA_WARPS + 4) * WARP;
 
-// At the start of shared memory. Behind it, in vectors: the weights of both, (chunks, COLUMNS * 8) and (PARTS, SECOND * 8);
-// `stages` tiles of each team's x; `results` parts of each multiplying warp's y; those of its z.
+// At the start of shared memory. Then follow, in vectors: the weights of both convolutions, (chunks, COLUMNS * 8) and (PARTS,
+// SECOND * 8); `stages` tiles of x for each team; `results` parts of y for each MMA warp; z of each MMA warp.
 struct alignas(1024) PairControl { Control control; float bias[MAX_SECOND]; };
 
-// y = ReLU(x * w + bias + addend), rounded, and z = ReLU(y * w_2 + bias_2). The maps are as for conv1x1_forward, that of w_2
-// by tiles of SECOND rows and 64 columns, of z by those of 16 rows and 64 columns. gridDim.y blocks share the rows.
-// Shapes: x (rows, C), w (K, C), y and addend (rows, K), w_2 (K_2, K), z (rows, K_2); bias (K), bias_2 (K_2) fp32. columns = K
-// is COLUMNS at most, columns_2 = K_2 is SECOND at most; C fits into `chunks` of 64 channels.
+// y = ReLU(x * w + bias + addend), rounded, and z = ReLU(y * w_2 + bias_2). The tensor maps are as for conv1x1_forward; w_2
+// has tiles of SECOND rows and 64 columns, z of 16 rows and 64 columns. gridDim.y blocks share the rows.
+// Shapes: x (rows, C), w (K, C), y and addend (rows, K), w_2 (K_2, K), z (rows, K_2); bias (K), bias_2 (K_2) fp32. columns =
+// K <= COLUMNS, columns_2 = K_2 <= SECOND; C fits into `chunks` of 64 channels.
 template <class T, int SECOND>
 __global__ void __launch_bounds__(PAIR_THREADS, 1)
 conv1x1_pair(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,
@@ -33,7 +34,7 @@ conv1x1_pair(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
     uint4 *const weights_2 = weights + chunks * COLUMNS * CHUNK_VECTORS;
     uint4 *const tiles_of_x = weights_2 + PARTS * SECOND * CHUNK_VECTORS;
     uint4 *const all_results = tiles_of_x + TEAMS * stages * TILE_VECTORS;
-    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // one for all, to the compiler
+    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // warp-uniform
     const bool is_mma_warp = warp < MMA_WARPS;
     const int team = is_mma_warp ? warp / TEAM_WARPS : warp - MMA_WARPS;
     const TileRange range{blockIdx.y * TEAMS + team, (rows + walk.rows - 1) / walk.rows, gridDim.y * TEAMS};
@@ -57,7 +58,7 @@ conv1x1_pair(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
             load_tiles(own, x, range, walk);
         }
     } else {
-        setmaxnreg_inc<240>();  // products of both, and what is between them
+        setmaxnreg_inc<240>();  // accumulators of both products, and the fragments between them
         uint4 *const own_results = all_results + warp * results * RESULT_VECTORS;
         uint4 *const own_z = all_results + (MMA_WARPS * results + warp * SECOND_PARTS) * RESULT_VECTORS;
         const int own_row = warp % TEAM_WARPS * WARP_ROWS;
@@ -99,7 +100,8 @@ conv1x1_pair(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
             }
             wgmma_wait();
             wgmma_fence_operand(second);
-            // The places of z are free: stores of y that came after those of the last z have been waited for.
+            // The slots of z are free: this warp has already waited for stores of y that were started after the last stores
+            // of z.
 #pragma unroll
             for (int p = 0; p < SECOND_PARTS; ++p) finish_part<T, false, true>(second, p, own_z + p * RESULT_VECTORS, lane);
             tma_store_fence();

@@ -1,11 +1,11 @@
-// The gradient of a 1x1 convolution's input, and the sums of the BatchNorm backward that reads it: what dgrad_reduce.cu
-// computes, laid out as conv1x1_forward.cuh says, with dy for x and dz for y.
+// The gradient of a 1x1 convolution's input, with the sums of the BatchNorm backward pass that reads it. Computes what
+// dgrad_reduce.cu computes, with the design of conv1x1_forward.cuh: dy takes the place of x, and dz that of y.
 #include "batch_norm.cuh"
 #include "conv1x1_forward.cuh"
 
-constexpr int COLUMNS = 128, PARTS = COLUMNS / CHUNK;  // of dz
+constexpr int COLUMNS = 128, PARTS = COLUMNS / CHUNK;  // columns of dz per block
 
-// The ReLU bits of a thread's two rows in 16 of a part's columns, which are two bytes each, on their way.
+// Prefetched ReLU bits of a thread's two rows, for 16 of a part's columns: two bytes per row.
 struct Bits {
     uint32 bytes[4];
 
@@ -20,8 +20,7 @@ struct Bits {
     __device__ uint32 packed_bits() const { return bytes[0] | bytes[1] << 8 | bytes[2] << 16 | bytes[3] << 24; }
 };
 
-// What a warp adds to its part of each tile, as `Addends`, from a gradient that has the rows of a grid. All of the warp's
-// threads copy; what is not there is zeros.
+// Like `Addends`, for an addend that has only the rows of a grid. All threads of the warp copy; missing rows become zeros.
 template <class T> struct CompactAddends {
     const Packed<T> *from;
     const Grid &grid;
@@ -31,7 +30,7 @@ template <class T> struct CompactAddends {
     int first_column, own_row, parts;
     uint32 rows;
     int columns, lane, part = 0;
-    uint32 its_row = NOWHERE;  // of that gradient: of the tile's row `lane % WARP_ROWS`
+    uint32 its_row = NOWHERE;  // row of the compact gradient for row `lane % WARP_ROWS` of the tile
 
     __device__ void load(int slot) {
         if (range.first >= range.end) return;
@@ -56,14 +55,14 @@ template <class T> struct CompactAddends {
     }
 };
 
-// dz = dy * w, plus `addend` unless SECOND is NONE, where the ReLU bits in `mask` let it through; and of dz the sums that
-// batch_norm_backward_reduce makes. DROP is as it is there. The maps are of these matrices: of dy and of w, which is OHWI, by
-// tiles of 64 rows and 64 columns, of the others by those of 16 rows and 64 columns. With COMPACT the addend is `compact`.
-// gridDim.x blocks share the columns, gridDim.y the rows. Behind `Control`, shared memory has in vectors: the weights, (chunks,
-// PARTS) tiles; `stages` tiles of each team's dy; of each multiplying warp two parts of dz, then `ahead` parts of x and of addend.
-// Shapes: dy (rows, K); w (K, C); x, addend, dz (rows, C); compact (rows of the grid, C); mask (rows, C / 8) bytes; saved (2, C),
-// dgamma, dbeta (C), partials (gridDim.y, 2, C), factors fp32; tickets (gridDim.x). columns = C; K fits into `chunks` of 64
-// channels.
+// dz = dy * w, plus `addend` unless SECOND is NONE, masked by ReLU's bits in `mask`. Also computes the sums of
+// batch_norm_backward_reduce. DROP is as there. With COMPACT the addend is `compact`.
+// Tiles of the tensor maps: dy and w (OHWI) 64 rows and 64 columns, the others 16 rows and 64 columns. gridDim.x blocks share
+// the columns, gridDim.y the rows. After `Control`, shared memory has, in vectors: the weights, (chunks, PARTS) tiles;
+// `stages` tiles of dy for each team; for each MMA warp two parts of dz, `ahead` parts of x and `ahead` parts of the addend.
+// Shapes: dy (rows, K); w (K, C); x, addend, dz (rows, C); compact (rows of the grid, C); mask (rows, C / 8) bytes; saved (2,
+// C), dgamma, dbeta (C), partials (gridDim.y, 2, C), factors fp32; tickets (gridDim.x). columns = C; K fits into `chunks` of
+// 64 channels.
 template <class T, SecondGradient SECOND, bool DROP>
 __global__ void __launch_bounds__(THREADS, 1)
 dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap x,
@@ -76,11 +75,11 @@ dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ Tenso
     static_assert(sizeof(Control) == 2048, "equals the size in lowering/conv1x1_forward.py");
     extern __shared__ __align__(1024) uint4 memory[];
     Control &control = *reinterpret_cast<Control *>(memory);
-    float *const mean = control.bias;  // there is no bias
+    float *const mean = control.bias;  // this convolution has no bias
     uint4 *const weights = memory + sizeof(Control) / VECTOR_BYTES;
     uint4 *const tiles_of_dy = weights + chunks * PARTS * TILE_VECTORS;
     uint4 *const all_results = tiles_of_dy + TEAMS * stages * TILE_VECTORS;
-    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // one for all, to the compiler
+    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // warp-uniform
     const bool is_mma_warp = warp < MMA_WARPS;
     const int team = is_mma_warp ? warp / TEAM_WARPS : warp - MMA_WARPS;
     const int first_column = blockIdx.x * COLUMNS;
@@ -97,7 +96,7 @@ dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ Tenso
     __syncthreads();
 
     const Stages own{tiles_of_dy + team * stages * TILE_VECTORS, control.full[team], control.empty[team], chunks, stages};
-    float sums[SUMS][PARTS][2] = {};  // of the two columns of each part that a thread sums up
+    float sums[SUMS][PARTS][2] = {};  // for the two columns of each part that this thread sums
     if (!is_mma_warp) {
         if (lane == 0) {
             if (team == 0) {
@@ -114,7 +113,7 @@ dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ Tenso
         uint4 *const own_x = own_results + 2 * RESULT_VECTORS, *const own_addend = own_x + ahead * RESULT_VECTORS;
         const int own_row = warp % TEAM_WARPS * WARP_ROWS, quad_column = lane % 4 * 2;
 
-        // All of a part arrives at one barrier.
+        // All operands of a part arrive at one barrier.
         uint64 *const arrived = control.addend[warp];
         Addends parts_of_x{x, walk, arrived, own_x, range, first_column, own_row, PARTS};
         Addends parts_of_addend{addend, walk, arrived, own_addend, range, first_column, own_row, PARTS};
@@ -151,9 +150,9 @@ dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ Tenso
                 uint4 *const dz_part = own_results + result.index * RESULT_VECTORS;
                 const int from = part.index * RESULT_VECTORS;
                 mbarrier_wait(arrived[part.index], part.phase);
-                if (lane == 0) tma_store_wait<1>();  // of two parts of dz, the one before the last
+                if (lane == 0) tma_store_wait<1>();  // the store from this buffer, the last but one, is done
                 __syncwarp();
-                float of_rows[SUMS][16];  // over this thread's two
+                float of_rows[SUMS][16];  // sums over this thread's two rows
 #pragma unroll
                 for (int pair = 0; pair < CHUNK / 16; ++pair) {
                     const int at = matrix_row(lane, pair);
@@ -174,7 +173,7 @@ dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ Tenso
                         }
 #pragma unroll
                         for (int k = 0; k < 2; ++k) {
-                            // Bits are 0 in rows that are not there, and so is dy.
+                            // In rows past the end both the bits and dy are 0.
                             if (!(open >> (r * 16 + i / 2 * 8 + k) & 1)) g[k] = 0;
                             const float own_g = DROP ? g[k] * factor[r] : g[k];
                             const auto add = [&](int sum, float term) {
@@ -208,7 +207,7 @@ dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ Tenso
         if (lane == 0) tma_store_wait<0>();
     }
 
-    __syncthreads();  // the results were here
+    __syncthreads();  // reuses the memory of the results
     float *const of_warps = reinterpret_cast<float *>(all_results);
     if (is_mma_warp)
 #pragma unroll

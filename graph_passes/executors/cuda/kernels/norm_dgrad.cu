@@ -1,15 +1,16 @@
-// The backward pass from a BatchNorm through the 1x1 convolution before it to the BatchNorm before that, where the gradients of
-// the convolution's data and of its weights are no launch of one kernel, as in norm_backward.cu: the gradient between BatchNorm
-// and convolution is written, for that of the weights, but that of the data is made of what is still on the chip.
+// Backward from a BatchNorm through the 1x1 convolution before it to the BatchNorm before that. Unlike norm_backward.cu, it
+// leaves the gradient of the weights to another kernel: dx, the gradient between BatchNorm and convolution, is written for
+// that kernel. The gradient of the data is computed from dx while dx is still in registers.
 //
-// It is laid out as norm_stream.cuh says, with the weights streamed. A tile of what the earlier BatchNorm has read comes behind
-// those of dz and x, to their places, when there is only the end of a tile's work left.
+// norm_stream.cuh explains the design; the weights are streamed. The tile of the earlier BatchNorm's input is loaded after
+// the tiles of dz and x, into their stages: it is needed only at the end of a tile's work.
 #include "norm_stream.cuh"
 
-// At the start of shared memory: NormControl, whose `bias` has means, for there is no bias; and of the earlier BatchNorm:
+// At the start of shared memory. `bias` of NormControl has the means of the earlier BatchNorm, as there is no bias; scale and
+// shift are of this BatchNorm, too.
 struct alignas(1024) DgradControl { NormControl norm; float scale[MAX_COLUMNS], shift[MAX_COLUMNS]; };
 
-// For one thread: starts the copies of a team's tiles of dz and x, and then of `behind`, from the last rows on.
+// Called by one thread. Starts the loads of a team's tiles of dz and x, then of `prev`, from the last rows on.
 template <int PARTS>
 __device__ inline void load_rows(const Stages &stages, const TensorMap &dz, const TensorMap &x, const TensorMap &prev,
                                  const TileRange &range) {
@@ -22,14 +23,14 @@ __device__ inline void load_rows(const Stages &stages, const TensorMap &dz, cons
     }
 }
 
-// `m` is the gradient of what the BatchNorm has read, 16 columns of a warp's rows, the `pair`-th such.
+// m = the gradient of the BatchNorm's input, for 16 columns of a warp's rows, the `pair`-th such group.
 template <class T>
 __device__ inline void make_gradient(const Affine &of, const uint4 *dz, const uint4 *x, int pair, int lane, uint32 (&m)[4]) {
     uint32 of_x[4];
     ldmatrix_x4(m, dz + matrix_row(lane, pair));
     ldmatrix_x4(of_x, x + matrix_row(lane, pair));
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {  // rows below 8 and others, of 8 columns, then of the next 8
+    for (int i = 0; i < 4; ++i) {  // i % 2: rows 0-7 or 8-15; i / 2: first or second 8 columns
         const int first = pair * 16 + i / 2 * 8 + lane % 4 * 2;
         const float2 scale = load_float2(of.scale, first), b = load_float2(of.scale_2, first), c = load_float2(of.shift, first);
         const float2 g = unpack_two<T>(m[i]), v = unpack_two<T>(of_x[i]);
@@ -37,12 +38,13 @@ __device__ inline void make_gradient(const Affine &of, const uint4 *dz, const ui
     }
 }
 
-// dx = scale * dz + b * x + c, as `InputGradient` has it; and dz_behind = dx * w where relu(BatchNorm(behind)) let it through,
-// with the sums that batch_norm_backward_reduce makes of it. The maps are of dz, x, behind and of w, which is OHWI, by tiles of
-// 64 rows and columns, of dx and dz_behind by those of 16 rows and 64 columns. gridDim.y blocks share the rows.
-// Shapes: dz, x, dx (rows, K); w (K, C); behind, dz_behind (rows, C); saved (2, K), gamma, dgamma, dbeta (K), behind_saved
-// (2, C), behind_gamma, behind_beta, behind_dgamma, behind_dbeta (C), partials (gridDim.y, 2, C) fp32; tickets (1).
-// K = chunks * 64; columns = C is COLUMNS at most.
+// dx = scale * dz + b * x + c by `InputGradient`. dz_prev = dx * w, masked where relu(BatchNorm(prev)) is 0, with the sums of
+// batch_norm_backward_reduce.
+// Tiles of the tensor maps: dz, x, prev and w (OHWI) 64 rows and columns, dx and dz_prev 16 rows and 64 columns. gridDim.y
+// blocks share the rows.
+// Shapes: dz, x, dx (rows, K); w (K, C); prev, dz_prev (rows, C); saved (2, K), gamma, dgamma, dbeta (K), prev_saved (2, C),
+// prev_gamma, prev_beta, prev_dgamma, prev_dbeta (C), partials (gridDim.y, 2, C) fp32; tickets (1). K = chunks * 64; columns
+// = C <= COLUMNS.
 template <class T, int COLUMNS>
 __global__ void __launch_bounds__(STREAMING, 1)
 norm_dgrad(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,
@@ -63,11 +65,11 @@ norm_dgrad(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorM
     uint4 *const weights = memory + sizeof(DgradControl) / VECTOR_BYTES + affine_vectors(chunks);
     uint4 *const all_tiles = weights + WEIGHT_STAGES * COLUMNS * CHUNK_VECTORS;
     uint4 *const all_results = all_tiles + TEAMS * stages * 2 * TILE_VECTORS;
-    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // one for all, to the compiler
+    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // warp-uniform
     const bool is_mma_warp = warp < MMA_WARPS;
     const int team = is_mma_warp ? warp / TEAM_WARPS : warp - MMA_WARPS;
     const TileRange range{blockIdx.y * TEAMS + team, (rows + ROWS - 1) / ROWS, gridDim.y * TEAMS};
-    const uint32 rounds = (range.end - blockIdx.y * TEAMS + range.step - 1) / range.step;  // of the first team's tiles
+    const uint32 rounds = (range.end - blockIdx.y * TEAMS + range.step - 1) / range.step;  // tiles of team 0
 
     if (threadIdx.x == 0) init_barriers(all, stages);
     __syncthreads();
@@ -86,7 +88,7 @@ norm_dgrad(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorM
         return;
     }
     setmaxnreg_inc<240>();
-    // While the first tiles are on their way.
+    // Overlaps with the loads of the first tiles.
     for (int vector = threadIdx.x; vector < chunks * CHUNK_VECTORS; vector += MMA_WARPS * WARP) {
         const int channel = vector * VEC, at = channel % CHUNK;
         const Backward of(saved, gamma, nullptr, channel, chunks * CHUNK);
@@ -103,7 +105,7 @@ norm_dgrad(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorM
         store_floats(of_prev.shift + column, of.shift);
     }
     sync_mma_warps();
-    float sums[SUMS][PARTS][2] = {};  // of the two columns of each part that a thread sums up
+    float sums[SUMS][PARTS][2] = {};  // for the two columns of each part that this thread sums
     uint4 *const result = all_results + warp * RESULT_VECTORS;
     const int own_row = warp % TEAM_WARPS * WARP_ROWS, quad_column = lane % 4 * 2;
     PipelineState pipe, of_weights;
@@ -132,18 +134,18 @@ norm_dgrad(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorM
             for (int s = 0; s < CHUNK / 16; ++s)
                 wgmma_k_mn(products, m[s], smem_desc_mn(b + s * 16 * CHUNK_VECTORS), T{});
             wgmma_commit();
-            wgmma_wait();  // `m` is free, too
+            wgmma_wait();  // from here on `m` may be overwritten
             wgmma_fence_operand(products);
             release_weights(all, of_weights, lane);
         }
 
-        const bool there[2] = {row + lane / 4 < rows, row + lane / 4 + 8 < rows};  // else dx is c, and not 0
+        const bool there[2] = {row + lane / 4 < rows, row + lane / 4 + 8 < rows};  // past the end dx is c, not 0
 #pragma unroll
         for (int p = 0; p < PARTS; ++p) {
             const uint4 *const part = own.tiles + ((pipe.index * 2 + p % 2) * ROWS + own_row) * CHUNK_VECTORS;
             if (p % 2 == 0) mbarrier_wait(own.full[pipe.index], pipe.phase);
             acquire_result(lane);
-            float of_rows[SUMS][16];  // over this thread's two
+            float of_rows[SUMS][16];  // sums over this thread's two rows
 #pragma unroll
             for (int pair = 0; pair < CHUNK / 16; ++pair) {
                 uint32 x_bits[4], g_bits[4];
@@ -184,7 +186,7 @@ norm_dgrad(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorM
     skip_weights(all, of_weights, (rounds - round) * chunks, lane);
     if (lane == 0) tma_store_wait<0>();
 
-    sync_mma_warps();  // the tiles were here
+    sync_mma_warps();  // reuses the memory of the tiles
     float *const of_warps = reinterpret_cast<float *>(all_tiles);
 #pragma unroll
     for (int sum = 0; sum < SUMS; ++sum)
