@@ -1,16 +1,16 @@
-// INT8 1x1 convolutions that are bound by memory, on Hopper; or one together with the convolution at a projection shortcut that
-// is added to it, whose integers stay in registers. quantised_stream.cuh says how they work.
+// INT8 1x1 convolutions that are bound by memory, on Hopper. Optionally fused with the convolution of a projection shortcut,
+// whose results are added and stay in registers. quantised_stream.cuh explains the design.
 #include "quantised_stream.cuh"
 
 template <int TEAMS> constexpr int THREADS = TEAMS * (TEAM_WARPS + 1) * WARP;
-template <int TEAMS, int COLUMNS> constexpr int BLOCKS = 2 * MAX_COLUMNS / (TEAMS * COLUMNS);  // on a multiprocessor
+template <int TEAMS, int COLUMNS> constexpr int BLOCKS = 2 * MAX_COLUMNS / (TEAMS * COLUMNS);  // blocks per SM
 
-// The maps are of these matrices: of x by tiles of `walk.rows` rows and 128 columns, of y and addend by those of 16 rows and
-// 128 columns. With stride 2 the map of x leaves pixels out, a tile of it is whole lines of an image, and a line of the map of
-// y is a tile. gridDim.x blocks share the columns, gridDim.y the rows.
+// Tiles of the tensor maps: x `walk.rows` rows and 128 columns, y and addend 16 rows and 128 columns. With stride 2, the map
+// of x skips pixels: a tile of x is whole lines of an image, and a line of the map of y is a tile. gridDim.x blocks share the
+// columns, gridDim.y the rows.
 //
-// With TWO, x is that of a projection shortcut, whose integers are added to the convolution of x_2; the map of x_2 has the
-// lines of y. C and C_2 fit into `chunks` and `chunks_2` of 128 channels.
+// With TWO, x is the input of a projection shortcut, whose results are added to the convolution of x_2; the map of x_2 has
+// the lines of y. C and C_2 fit into `chunks` and `chunks_2` of 128 channels.
 // Shapes: x (rows, C), weight (K, C), x_2 (rows, C_2), weight_2 (K, C_2), addend and y (rows, K) int8; multiplier and
 // multiplier_2 (K) fp32; bias and bias_2 (K) int32. C, C_2 and K are multiples of 16, filters = K.
 template <int TEAMS, int COLUMNS, bool ADD, bool RELU, bool TWO>
@@ -24,12 +24,13 @@ quantised_conv_stream(const __grid_constant__ TensorMap x, const __grid_constant
     constexpr int PARTS = COLUMNS / CHUNK, CONVOLUTIONS = TWO ? 2 : 1, MMA_WARPS = TEAMS * TEAM_WARPS;
     extern __shared__ __align__(1024) uint4 memory[];
     auto &control = *reinterpret_cast<Control<TEAMS, COLUMNS, CONVOLUTIONS> *>(memory);
-    Factors<COLUMNS> &factors = control.factors[0], &factors_2 = control.factors[CONVOLUTIONS - 1];  // one, if not TWO
+    // the same object unless TWO
+    Factors<COLUMNS> &factors = control.factors[0], &factors_2 = control.factors[CONVOLUTIONS - 1];
     uint4 *const weights = memory + sizeof(control) / VECTOR_BYTES;
     uint4 *const weights_2 = weights + chunks * COLUMNS * CHUNK_VECTORS;
     uint4 *const tiles_of_x = weights_2 + (TWO ? chunks_2 * COLUMNS * CHUNK_VECTORS : 0);
     uint4 *const all_results = tiles_of_x + TEAMS * stages * TILE_VECTORS;
-    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // one for all, to the compiler
+    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // warp-uniform
     const bool is_mma_warp = warp < MMA_WARPS;
     const int team = is_mma_warp ? warp / TEAM_WARPS : warp - MMA_WARPS;
     const int first_column = blockIdx.x * COLUMNS;
@@ -59,7 +60,7 @@ quantised_conv_stream(const __grid_constant__ TensorMap x, const __grid_constant
     load_factors<TEAMS>(factors, multiplier, bias, TWO ? ToShifted::UNIT : Bytes<RELU>::UNIT, first_column, filters);
     if (TWO) load_factors<TEAMS>(factors_2, multiplier_2, bias_2, Bytes<RELU>::UNIT, first_column, filters);
     cp_async_wait<0>();
-    fence_view_async_shared();  // the weights
+    fence_view_async_shared();  // makes the weights visible to wgmma
     sync_mma_warps<TEAMS>();
 
     PipelineState pipe, result;
@@ -79,7 +80,7 @@ quantised_conv_stream(const __grid_constant__ TensorMap x, const __grid_constant
             if (ADD) {
                 mbarrier_wait(control.addend[warp][result.index], result.phase);
             } else {
-                if (lane == 0) {  // of two results, for the one before the last
+                if (lane == 0) {  // the slot of this result is free: with two slots, wait for the store before the last
                     if (results > 1)
                         tma_store_wait<1>();
                     else

@@ -1,27 +1,29 @@
-// Two INT8 1x1 convolutions after one another in one launch, on Hopper: the last of a residual block, with the sum, and the
-// first of the next block; the former also together with that of a projection shortcut. What is between them is written, for
-// the next sum reads it too, but not read again.
-// quantised_stream.cuh says how the first works.
+// Two consecutive INT8 1x1 convolutions in one launch, on Hopper: the last of a residual block, with the addition, and the
+// first of the next block. The first can also be fused with the convolution of a projection shortcut. The tensor between them
+// is written, because the next addition reads it, but it is not read again here. quantised_stream.cuh explains the first
+// convolution.
 //
-// A warp has all columns of its rows. What it has requantised of them is, in the same registers, the first operand of the
-// second product: in sums over K any order of K will do, so the weights are kept in the order that a thread has.
+// A warp has all columns of its rows. The values that it has requantised are, in the same registers, the A operand of the
+// second product. A sum over K may have any order of K, so the second convolution's weights are stored in the order of the
+// registers.
 #include "quantised_stream.cuh"
 
 constexpr int TEAMS = 2, MMA_WARPS = TEAMS * TEAM_WARPS;
 constexpr int COLUMNS = MAX_COLUMNS, PARTS = COLUMNS / CHUNK;  // of y
-constexpr int PAIR_THREADS = (MMA_WARPS + 4) * WARP;  // registers go from four warps to others, so two more start and end
-constexpr int WORD = 4;                                 // channels
+// setmaxnreg works on whole warpgroups: two of the four producer warps have nothing else to do
+constexpr int PAIR_THREADS = (MMA_WARPS + 4) * WARP;
+constexpr int WORD = 4;                                 // channels of a word
 
-// At the start of shared memory. Behind it, in vectors: the weights of all, (chunks, COLUMNS * 8), with a shortcut (chunks_2,
-// COLUMNS * 8), and (PARTS, Z_COLUMNS * 8); `stages` tiles of each team's x; `results` parts of each multiplying warp's y; a
-// part of its z.
+// At the start of shared memory. Then follow, in vectors: the weights (chunks, COLUMNS * 8), with a shortcut (chunks_2,
+// COLUMNS * 8), and of the second convolution (PARTS, Z_COLUMNS * 8); `stages` tiles of x for each team; `results` parts of y
+// for each MMA warp; a part of z for each MMA warp.
 template <int Z_COLUMNS, bool TWO> struct alignas(1024) PairControl {
     Control<TEAMS, COLUMNS, TWO ? 2 : 1> of_y;
     Factors<Z_COLUMNS> of_z;
 };
 
-// The weights (K_Z, K) of the second convolution. In tiles of 128 channels, of which a product takes 32: as thread t of a quad
-// has them in `Words`, its words are those at t and t + 4.
+// Loads the second convolution's weights (K_Z, K), in tiles of 128 channels; one wgmma takes 32. They are in the register
+// order of `Words`: the A fragment words t and t + 4 belong to thread t of a quad.
 template <int Z_COLUMNS>
 __device__ inline void load_second_weights(uint4 *to, const uint32 *weight, int channels, int filters) {
     for (int i = threadIdx.x; i < PARTS * Z_COLUMNS * CHUNK_VECTORS; i += MMA_THREADS<TEAMS>) {
@@ -37,11 +39,12 @@ __device__ inline void load_second_weights(uint4 *to, const uint32 *weight, int 
     }
 }
 
-// y as by quantised_conv_stream with ReLU, and an addend or TWO convolutions, and z the convolution of y, requantised, then
-// ReLU. The map of z is by tiles of 16 rows and 128 columns, with the lines of y. gridDim.y blocks share the rows.
+// y = the result of quantised_conv_stream with ReLU and an addend, or with TWO convolutions. z = the convolution of y,
+// requantised, then ReLU. The tensor map of z has tiles of 16 rows and 128 columns, and the lines of y. gridDim.y blocks
+// share the rows.
 // Shapes: x (rows, C), weight (K, C), x_2 (rows, C_2), weight_2 (K, C_2), addend and y (rows, K), weight_z (K_Z, K), z (rows,
 // K_Z) int8; multiplier and multiplier_2 (K), multiplier_z (K_Z) fp32; bias and bias_2 (K), bias_z (K_Z) int32. C, C_2, K and
-// K_Z are multiples of 16; filters = K is COLUMNS at most, filters_z = K_Z is Z_COLUMNS at most.
+// K_Z are multiples of 16; filters = K <= COLUMNS, filters_z = K_Z <= Z_COLUMNS.
 template <int Z_COLUMNS, bool TWO>
 __global__ void __launch_bounds__(PAIR_THREADS, 1)
 quantised_pair(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap addend,
@@ -54,13 +57,14 @@ quantised_pair(const __grid_constant__ TensorMap x, const __grid_constant__ Tens
     extern __shared__ __align__(1024) uint4 memory[];
     auto &both = *reinterpret_cast<PairControl<Z_COLUMNS, TWO> *>(memory);
     auto &control = both.of_y;
-    Factors<COLUMNS> &factors = control.factors[0], &factors_2 = control.factors[CONVOLUTIONS - 1];  // one, if not TWO
+    // the same object unless TWO
+    Factors<COLUMNS> &factors = control.factors[0], &factors_2 = control.factors[CONVOLUTIONS - 1];
     uint4 *const weights = memory + sizeof(both) / VECTOR_BYTES;
     uint4 *const weights_2 = weights + chunks * COLUMNS * CHUNK_VECTORS;
     uint4 *const weights_z = weights_2 + (TWO ? chunks_2 * COLUMNS * CHUNK_VECTORS : 0);
     uint4 *const tiles_of_x = weights_z + PARTS * Z_COLUMNS * CHUNK_VECTORS;
     uint4 *const all_results = tiles_of_x + TEAMS * stages * TILE_VECTORS;
-    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // one for all, to the compiler
+    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // warp-uniform
     const bool is_mma_warp = warp < MMA_WARPS;
     const int team = is_mma_warp ? warp / TEAM_WARPS : warp - MMA_WARPS;
     const TileRange range{blockIdx.y * TEAMS + team, (rows + walk.rows - 1) / walk.rows, gridDim.y * TEAMS};
@@ -77,7 +81,7 @@ quantised_pair(const __grid_constant__ TensorMap x, const __grid_constant__ Tens
             load_tiles<TWO>(own, x, chunks, range, walk, x_2, chunks_2);
         }
     } else {
-        setmaxnreg_inc<240>();  // products of both, and what is between them
+        setmaxnreg_inc<240>();  // accumulators of both products, and the fragments between them
         uint4 *const own_results = all_results + warp * results * RESULT_VECTORS;
         uint4 *const own_z = all_results + (MMA_WARPS * results + warp) * RESULT_VECTORS;
         const int own_row = warp % TEAM_WARPS * WARP_ROWS;
@@ -93,10 +97,10 @@ quantised_pair(const __grid_constant__ TensorMap x, const __grid_constant__ Tens
         if (TWO) load_factors<TEAMS>(factors_2, multiplier_2, bias_2, Bytes<true>::UNIT, 0, filters);
         load_factors<TEAMS>(both.of_z, multiplier_z, bias_z, Bytes<true>::UNIT, 0, filters_z);
         cp_async_wait<0>();
-        fence_view_async_shared();  // the weights
+        fence_view_async_shared();  // makes the weights visible to wgmma
         sync_mma_warps<TEAMS>();
 
-        // Of the stores of a tile, PARTS of y and one of z, those before the last PARTS. Then the next place is free.
+        // A tile has PARTS stores of y and one of z. When all but the last PARTS are done, the next slot is free.
         const auto wait_for_place = [&] {
             if (lane == 0) tma_store_wait<PARTS>();
             __syncwarp();
