@@ -1,8 +1,8 @@
-// ResNet's first convolution in training, on Hopper: 7x7 with stride 2 and padding 3 on 4-channel images, 64 filters, with the
-// sums of BatchNorm, as `stem_fprop` of stem.cu computes them.
+// ResNet's first convolution in training, on Hopper: 7x7 with stride 2 and padding 3 on 4-channel images, 64 filters, with
+// the sums of BatchNorm. Computes what `stem_fprop` of stem.cu computes.
 //
-// At batch 256 and 224 pixels an H200 reads and writes 514 MB for it (0.13 ms at 4.1 TB/s) and multiplies 92 GFLOP (0.09 ms
-// at the highest rate): while one team rounds, adds up and stores, the others multiply.
+// At batch 256 and 224 pixels an H200 reads and writes 514 MB (0.13 ms at 4.1 TB/s) and multiplies 92 GFLOP (0.09 ms at the
+// highest rate). While one team rounds, sums and stores, the other teams multiply.
 #include "moments.cuh"
 #include "stem_rows.cuh"
 
@@ -11,14 +11,14 @@ constexpr NamedBarrier<TEAMS + 1, MMA_THREADS> sync_mma_warps{};
 
 struct Shared {
     ImageRows images;
-    alignas(1024) uint4 results[TEAMS][RESULTS][RESULT_VECTORS];  // a row of the output: 64 filters a pixel, swizzled
+    alignas(1024) uint4 results[TEAMS][RESULTS][RESULT_VECTORS];  // a row of the output: 64 filters per pixel, swizzled
 };
 
 struct Sizes { int height, width, out_height, out_width; };
 
-// y = the convolution; sums = those of y per filter about its mean, in a fixed order. A team walks down `strip` rows of y of
-// an image, each of which is one tile of the map of y: a matrix of 64 columns. A warp sums about the first value of each
-// filter that it makes.
+// y = the convolution. `sums` are the sums of y about the mean of each filter, in a fixed order. A team walks down `strip`
+// rows of y of an image; each row is one tile of the tensor map of y, a matrix of 64 columns. A warp accumulates about the
+// first value that it computes of each filter.
 // Shapes: x (N, H, W, 4), w (K, 7, 7, 4) with K = FILTERS, y (N, OH, OW, K); sums (3, K), partials (gridDim.x, K, 3) fp32;
 // tickets (1). W is even and 224 at most.
 template <class T>
@@ -28,7 +28,7 @@ stem_forward(const T *x, const T *w, const __grid_constant__ TensorMap y, float 
     extern __shared__ __align__(1024) uint4 memory[];
     Shared &shared = *reinterpret_cast<Shared *>(memory);
     __shared__ Moments of_part[PARTS][FILTERS];
-    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // one for all, to the compiler
+    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // warp-uniform
     const bool is_mma_warp = warp < MMA_THREADS / WARP;
     const int team = is_mma_warp ? warp / 4 : warp - MMA_THREADS / WARP;
     const int strips = (size.out_height + strip - 1) / strip, items = images * strips;
@@ -48,16 +48,17 @@ stem_forward(const T *x, const T *w, const __grid_constant__ TensorMap y, float 
     setmaxnreg_inc<REGS_MMA>();
     Multiplier<T> multiplier(shared.images, team, w);
     const int in_team = threadIdx.x % TEAM_THREADS;
-    // This thread's row of the matrices: of two groups of 8 pixels, and of 8 filters and the next 8.
+    // Index of this lane's matrix row for stmatrix: two groups of 8 pixels, times two groups of 8 filters.
     const int matrix_row = swizzled(lane / 16 * 8 + lane % 8, in_team / WARP * 2 + lane / 8 % 2);
-    float pivot[2] = {}, acc[2][2] = {};  // of `multiplier.filter()` and 8 further down: sums of y - near, of its square
-    uint32 counted = 0;                  // pixels
+    float pivot[2] = {}, acc[2][2] = {};  // of filters `multiplier.filter()` and + 8: sums of y - pivot and of (y - pivot)^2
+    uint32 counted = 0;                  // pixels summed so far
     int buffer = 0;
     for (int item = blockIdx.x * TEAMS + team; item < items; item += gridDim.x * TEAMS) {
         const int image = item / strips, first = item % strips * strip, end = min(first + strip, size.out_height);
         multiplier.begin_strip();
         for (int row = first; row < end; ++row, buffer ^= 1) {
-            // Of bf16, which has few different values, thousands of sums in a row would all round the same way.
+            // Each row is summed by itself first: bf16 has few distinct values, and thousands of additions to one sum would
+            // all round in the same direction.
             float products[GROUPS][4] = {}, of_row[2][2] = {};
             multiplier.row(products, row, size.height);
             if (counted == 0)
