@@ -49,9 +49,8 @@ struct Norm {
     float *dgamma, *dbeta;
 };
 
-// Images of height x width pixels, cut into tiles of `rows` rows. The tensor map has the rows of all images; a tile starts at
-// each row whose index in its image is a multiple of `rows`. Shared memory has `places` slots for tiles, `place_vectors`
-// each.
+// Images of height x width pixels. Each image is cut into tiles of `rows` rows; its last tile may have fewer. The tensor map
+// has the rows of all images. Shared memory has `places` slots for tiles, `place_vectors` each.
 struct TiledImages {
     int images, height, width, rows, places, place_vectors;
 

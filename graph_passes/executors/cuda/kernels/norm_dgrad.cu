@@ -6,8 +6,8 @@
 // the tiles of dz and x, into their stages: it is needed only at the end of a tile's work.
 #include "norm_stream.cuh"
 
-// At the start of shared memory. `bias` of NormControl has the means of the earlier BatchNorm, as there is no bias; scale and
-// shift are of this BatchNorm, too.
+// At the start of shared memory: mean, scale and shift of the earlier BatchNorm. The means are in `bias` of NormControl, as
+// this convolution has no bias.
 struct alignas(1024) DgradControl { NormControl norm; float scale[MAX_COLUMNS], shift[MAX_COLUMNS]; };
 
 // Called by one thread. Starts the loads of a team's tiles of dz and x, then of `prev`, from the last rows on.

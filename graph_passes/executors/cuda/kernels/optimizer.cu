@@ -87,7 +87,7 @@ struct AdamW {
         : beta1(state.constants[0]), rest1(state.constants[1]), beta2(state.constants[3]), rest2(state.constants[4]),
           epsilon(state.constants[6]) {
         const float t = state.updates + 1;
-        correction1 = -expm1f(t * state.constants[2]);  // constants: log(beta)
+        correction1 = -expm1f(t * state.constants[2]);  // state.constants[2] and [5] are log(beta1) and log(beta2)
         correction2 = -expm1f(t * state.constants[5]);
     }
 

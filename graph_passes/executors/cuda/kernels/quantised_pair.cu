@@ -100,7 +100,8 @@ quantised_pair(const __grid_constant__ TensorMap x, const __grid_constant__ Tens
         fence_view_async_shared();  // makes the weights visible to wgmma
         sync_mma_warps<TEAMS>();
 
-        // A tile has PARTS stores of y and one of z. When all but the last PARTS are done, the next slot is free.
+        // Waits until the next slot is free. A tile has PARTS + 1 stores, PARTS of y and one of z; the slot's last store is older
+        // than the latest PARTS stores.
         const auto wait_for_place = [&] {
             if (lane == 0) tma_store_wait<PARTS>();
             __syncwarp();
