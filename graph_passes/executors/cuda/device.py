@@ -222,7 +222,7 @@ class Gpu:
 
     def tensor_map(self, address: int, dtype: str, tiling: Tiling) -> Any:
         """A tensor at `address` as the copy engine of a Hopper GPU is told of it: an argument for a kernel (`TensorMap`
-        of kernels/copy_engine.cuh). A row of a tile has 128 bytes, or 64, which are swizzled. Without an address a map
+        of kernels/tma.cuh). A row of a tile has 128 bytes, or 64, which are swizzled. Without an address a map
         that is not for use."""
         if not address:
             return (ctypes.c_uint64 * TENSOR_MAP_WORDS)()
