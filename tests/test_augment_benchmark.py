@@ -41,7 +41,7 @@ def test_without_cupti(benchmark_module: Callable[[str], Any], monkeypatch: pyte
         raise RuntimeError(name)
 
     monkeypatch.setattr(pathfinder, "load_nvidia_dynamic_lib", nowhere)
-    with pytest.raises(UserError, match="CUPTI is missing, .*: install the CUDA toolkit"), \
+    with pytest.raises(UserError, match="CUPTI, .*, is missing: install the CUDA toolkit"), \
             benchmark_module("trace_gpu").KernelTrace():
         pass
     assert benchmark_module("augment_gpu").traced(lambda: None) == {}
@@ -96,7 +96,7 @@ def test_lines_are_written_as_they_are_measured(benchmark_module: Callable[[str]
     monkeypatch.setattr(sys, "argv", ["augment_gpu.py", "--batch", "64"])
     augment_gpu.main()
     monkeypatch.setattr(sys, "argv", ["augment_gpu.py", "--augmentations", "swirl"])
-    with pytest.raises(UserError, match="--augmentations swirl: there are crop and flip, random erasing, "):
+    with pytest.raises(UserError, match="--augmentations swirl: choose from crop and flip, random erasing, "):
         augment_gpu.main()
     lines = [json.loads(line) for line in (tmp_path / "augment_1gpu.jsonl").read_text().splitlines()]
     assert [(line["name"], line["batch"]) for line in lines] == [("plain", 64), ("all images: warp", 64)]

@@ -30,5 +30,5 @@ def test_what_is_published(program: Any, tmp_path: Path, capsys: pytest.CaptureF
     assert found["value"] == pytest.approx(91.5) and found["peer"]["value"] == pytest.approx(92)
     assert found["unit"] == "top-1 %"
     assert "at most 0.50 points lost" in capsys.readouterr().out
-    with pytest.raises(ProgramError, match="INT8 has lost 2.00 points of top-1, more than 1"):
+    with pytest.raises(ProgramError, match="INT8 has lost 2.00 percentage points of top-1, more than 1"):
         program.publish("x", [{**line, "top1_int8": line["top1_float32"] - 0.02} for line in lines], tmp_path)

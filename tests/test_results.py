@@ -215,7 +215,7 @@ def test_a_wrong_result_is_found(key: str, wrong: Any) -> None:
     ("loader_cpu", ("--data", "nowhere"), "error: data path nowhere does not exist"),
     ("learn_gpu", ("--data", "."), "error: --data . has 0 folders with .JPEG files"),
     ("parity_pytorch", ("--data", "nowhere"), "error: PEER_PYTHON is not set"),
-    ("cifar10_time_to_accuracy", ("--seeds", "1"), "error: --seeds 1: at least 2 are needed"),
+    ("cifar10_time_to_accuracy", ("--seeds", "1"), "error: --seeds 1: give at least 2"),
     ("bn_group", ("--gpus", "64"), "error: --gpus 64 must be from 2 to the number of NVIDIA GPUs here"),
     ("scaling_model", ("--results", "nowhere"), "error: nowhere/scaling_b64_4gpu.jsonl is missing"),
 ])

@@ -34,12 +34,12 @@ def rnn_layers(benchmark_module: Callable[[str], Any]) -> Any:
 
 
 def turn_of(rnn_layers: Any, **changes: Any) -> Any:
-    return rnn_layers.Turn(**{"mode": "lstm", "hidden": 8, "batch": 3, "steps": 5, "dtype": "float16",
+    return rnn_layers.LayerCase(**{"mode": "lstm", "hidden": 8, "batch": 3, "steps": 5, "dtype": "float16",
                               "use": "training", "limit_seconds": 1.0, "warm_up_seconds": 0.0, **changes})
 
 
 def test_all_combinations_are_measured(rnn_layers: Any) -> None:
-    turns = list(rnn_layers.turns_of(rnn_layers.Options()))
+    turns = list(rnn_layers.cases_of(rnn_layers.Options()))
     assert len({turn.name for turn in turns}) == len(turns) == 3 * 2 * len(rnn_layers.SIZES)
     assert "lstm_fp16_h4096_b128_t25_training" in {turn.name for turn in turns}
 
@@ -47,7 +47,7 @@ def test_all_combinations_are_measured(rnn_layers: Any) -> None:
 @pytest.mark.parametrize("size", ["1024/128", "1024/128/0", "1024/128/x", "1/2/3/4"])
 def test_no_size(rnn_layers: Any, size: str) -> None:
     with pytest.raises(UserError, match=f"--sizes has {size}: give hidden/batch/steps"):
-        list(rnn_layers.turns_of(rnn_layers.Options(sizes=(size,))))
+        list(rnn_layers.cases_of(rnn_layers.Options(sizes=(size,))))
 
 
 @pytest.mark.parametrize("mode, gradients", [("lstm", 4), ("gru", 3)])
@@ -171,5 +171,5 @@ def test_what_is_written(measured: Callable[..., list[dict[str, Any]]], capsys: 
 
 
 def test_what_is_not_finite_is_not_written(measured: Callable[..., list[dict[str, Any]]]) -> None:
-    with pytest.raises(ProgramError, match="eager computed numbers that are not finite, for lstm_fp16_h13"):
+    with pytest.raises(ProgramError, match="eager computed numbers that are not finite for lstm_fp16_h13"):
         measured("--sizes", "13/3/5", "--dtypes", "float16", "--uses", "training")

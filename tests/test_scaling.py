@@ -138,8 +138,8 @@ def test_redraw_keeps_what_another_run_has_left(scaling: Any, tmp_path: Path, mo
     monkeypatch.setattr("sys.argv", ["scaling.py", "--redraw", str(trial), "--results", str(results)])
     assert exit_code_of(scaling.main) == 2
     (error,) = capsys.readouterr().err.splitlines()
-    assert error == (f"error: --redraw {trial} is another run than {results / 'scaling_b100_2gpu.jsonl'}, whose table "
-                     "and plots would be overwritten: give another --results")
+    assert error == (f"error: --redraw {trial} would overwrite the table and plots of another run, "
+                     f"{results / 'scaling_b100_2gpu.jsonl'}: give another --results")
     assert {path.name: path.read_bytes() for path in results.iterdir()} == before
 
 
@@ -155,7 +155,7 @@ def test_redraw_of_a_run_that_was_stopped(scaling: Any, tmp_path: Path) -> None:
 def test_redraw_of_another_file(scaling: Any, tmp_path: Path, text: str) -> None:
     other = tmp_path / "other.jsonl"
     other.write_text(text)
-    with pytest.raises(UserError, match="other.jsonl is no file of scaling.py, or is cut off"):
+    with pytest.raises(UserError, match="other.jsonl is not a file of scaling.py, or is cut off"):
         scaling.redraw(other, tmp_path)
     assert [*tmp_path.iterdir()] == [other]
 
@@ -183,7 +183,7 @@ def test_redraw_of_damaged_rows(scaling: Any, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("sys.argv", ["scaling.py", "--redraw", str(file), "--results", str(results)])
     assert exit_code_of(scaling.main) == 2
     (error,) = capsys.readouterr().err.splitlines()
-    assert error.startswith(f"error: --redraw {file} is no file of scaling.py, or is cut off (")
+    assert error.startswith(f"error: --redraw {file} is not a file of scaling.py, or is cut off (")
     assert not results.exists()
 
 

@@ -186,7 +186,7 @@ def test_steps_that_did_not_train_are_not_published(measured: Callable[..., dict
 
 
 def test_answers_that_are_no_probabilities_are_not_published(measured: Callable[..., dict[str, Any]]) -> None:
-    with pytest.raises(ProgramError, match="ours computed no probabilities: those of an image add up to"):
+    with pytest.raises(ProgramError, match="ours computed wrong probabilities: an image.s add up to"):
         measured("--inference", "--rounds", "1", losses=[0.9])
 
 
@@ -437,7 +437,7 @@ class TestIngredients:
 
     def test_it_goes_on_where_it_stopped(self, program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                          capsys: pytest.CaptureFixture[str]) -> None:
-        from step_jpeg import Turn
+        from step_jpeg import TimedSteps
 
         measured: list[str] = []
 
@@ -445,7 +445,7 @@ class TestIngredients:
             if len(measured) == 2:
                 raise ProgramError("the GPU is gone")
             measured.append(name)
-            turns = [[Turn([ms] * 5, 0.0, GpuReadings(690.0, 1.0, 10.0, 1810.0, 1.0))] for ms in (20.0, 20.5)]
+            turns = [[TimedSteps([ms] * 5, 0.0, GpuReadings(690.0, 1.0, 10.0, 1810.0, 1.0))] for ms in (20.0, 20.5)]
             return program.line_of(name, *turns)
 
         monkeypatch.setattr(program, "compare", compare)

@@ -157,7 +157,8 @@ def test_resuming_among_broken_images_gives_equal_bits(tmp_path):
 def test_nothing_but_broken_images(tmp_path):
     path = tmp_path / "data.rec"
     write_records(path, [b"no image"] * 9, [0.0] * 9)
-    reason = "none of the 9 images can be decoded, from .*data.rec record 0 on: not an image, begins with b'no image'"
+    reason = ("none of the 9 images can be decoded, for example .*data.rec record 0: not an image, begins with "
+              "b'no image'")
     with pytest.raises(DataError, match=reason):
         list(open_loader(config(path, on_bad_image="skip")))
 

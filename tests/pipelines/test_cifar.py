@@ -71,9 +71,9 @@ def one_file(folder):
     ("spoil", "message"),
     [
         (lambda file: file.unlink(), "is missing beside CIFAR-10's other files"),
-        (lambda file: file.write_bytes(file.read_bytes()[:-5]), "is no CIFAR-10 file"),
-        (lambda file: file.write_bytes(b""), "is no CIFAR-10 file"),
-        (lambda file: file.write_bytes(file.read_bytes()[:40]), "is no CIFAR-10 file"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-5]), "is not a CIFAR-10 file"),
+        (lambda file: file.write_bytes(b""), "is not a CIFAR-10 file"),
+        (lambda file: file.write_bytes(file.read_bytes()[:40]), "is not a CIFAR-10 file"),
     ],
 )
 def test_broken_files(cifar, spoil, message):
@@ -114,7 +114,7 @@ def test_pickles_with_a_changed_letter_get_one_sentence(tmp_path, rng, old, new)
     content = path.read_bytes()
     assert old in content
     path.write_bytes(content.replace(old, new))
-    with pytest.raises(DataError, match="test_batch: is no CIFAR-10 file, a pickle with data and labels"):
+    with pytest.raises(DataError, match="test_batch: is not a CIFAR-10 file, a pickle with data and labels"):
         open_source(tmp_path, "val")
 
 

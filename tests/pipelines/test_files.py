@@ -98,7 +98,7 @@ def test_a_pipe_in_place_of_a_file_that_is_written(folder, tmp_path, name):
     plan, path = plan_files(folder, "train"), tmp_path / "out" / name
     path.parent.mkdir()
     os.mkfifo(path)
-    with pytest.raises(DataError, match=rf"{path}: cannot be written \(a named pipe, not a file\); mend that, and the"):
+    with pytest.raises(DataError, match=rf"{path}: cannot be written \(a named pipe, not a file\); fix that, then"):
         make_records.write_records(plan, path.parent, "train", Options())
     path.unlink()
     assert make_records.write_records(plan, path.parent, "train", Options()) == (12, [])

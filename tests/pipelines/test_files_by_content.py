@@ -62,7 +62,7 @@ def test_what_is_no_image_is_counted_and_named(tmp_path, capsys):
     copies = ", ".join(f"{tmp_path}/a/{name}" for name in ("1.jpg~", "2.jpg.crdownload", "3.jpg.bak"))
     remarks = [f"{tmp_path}: copies and unfinished files are left out: {copies}",
                f"{tmp_path}: files of formats that are not read are left out: 1 .nef (convert them to JPEG or PNG)",
-               f"{tmp_path}: files that are no images, by their ending or content, are left out: 4 without an ending, "
+               f"{tmp_path}: files that are not images, by their suffix or content, are left out: 4 without an ending, "
                "2 .dat, 2 .xml, 1 .md"]
     assert list(source.remarks) == verify_split(str(tmp_path), "train").remarks == remarks
     capsys.readouterr()

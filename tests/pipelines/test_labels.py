@@ -57,7 +57,7 @@ def test_an_image_of_the_background_does_not_shift_a_split(tmp_path, image):
     assert labels(with_it) == [0, 1, 2, 3, 4] and labels(with_it, "val") == [1, 2, 3, 4]
     data = shards(tmp_path / "val", image, [1, 2, 3, 4], [1, 0, 4])
     assert labels(data) == [0, 1, 2, 3]
-    with pytest.raises(DataError, match=r"validation-.*, image at byte \d+: has the label 0, and labels count from 1 "
+    with pytest.raises(DataError, match=r"validation-.*, image at byte \d+: has the label 0, but labels count from 1 "
                                         r"in this data set: leave such images out, or give --first-label 0$"):
         open_source(data, "val")
     assert labels(data, "val", first_label="0") == [1, 0, 4] and labels(data, first_label="0") == [1, 2, 3, 4]
@@ -87,7 +87,7 @@ def test_a_feature_that_is_merely_present_changes_nothing(tmp_path, image):
 @pytest.mark.parametrize("keys", [TFDS, ("image/encoded", "image/class/label")])
 def test_an_empty_list_is_no_label(tmp_path, image, keys):
     write_tfrecord(tmp_path / "train.tfrecord", [example(image, [], keys)])
-    with pytest.raises(DataError, match="the record at byte 0 has the features .*; an image .* is looked for as"):
+    with pytest.raises(DataError, match="the record at byte 0 has the features .*; it needs an image .* as"):
         open_source(tmp_path, "train")
 
 
@@ -114,11 +114,11 @@ def test_a_list_of_classes_contradicts(tmp_path, image):
 def test_labels_of_two_kinds_are_refused(tmp_path, image):
     path = tmp_path / "mixed" / "train.tfrecord"
     write_tfrecord(path, [example(image, 1), example(image, 1, TFDS)])
-    with pytest.raises(DataError, match="some of its labels are image/class/label and some label, which need not"):
+    with pytest.raises(DataError, match="some of its labels are image/class/label and some label, which may"):
         open_source(path, "train")
     data = shards(tmp_path, image, [1, 2], [])
     shards(tmp_path, image, [], [0, 1], TFDS)
-    with pytest.raises(DataError, match="its labels are label, and those of the training images image/class/label"):
+    with pytest.raises(DataError, match="its labels are label, but those of the training images are image/class/label"):
         open_source(data, "val")
     assert labels(data, "val", first_label="0") == [0, 1]
 
@@ -150,8 +150,8 @@ def test_one_hot_vectors_are_read_as_their_class(tmp_path, image):
 @pytest.mark.parametrize("several", [[2, 5], [0, 0], [1, 1, 0], [-1, 1]])
 def test_several_labels_are_refused(tmp_path, image, several):
     data = shards(tmp_path, image, [several], [])
-    with pytest.raises(DataError, match=rf"the record at byte 0 has {len(several)} labels \({several[0]}, .*\), and "
-                                        "an image is trained on with one class: write one class number for each"):
+    with pytest.raises(DataError, match=rf"the record at byte 0 has {len(several)} labels \({several[0]}, .*\), but "
+                                        "training needs one class per image: write one class number for each image"):
         open_source(data, "train")
 
 
@@ -179,7 +179,7 @@ def test_verify_tells_of_classes_without_images(tmp_path, image, capsys):
 
 @pytest.mark.parametrize("stored", ["tar", "tfrecord", "list", "folders"])
 def test_make_records_of_validation_without_a_class(tmp_path, image, stored):
-    """It ended with "lists other classes than the images have", when train.rec was written."""
+    """It ended with "lists other classes than those of the images", when train.rec was written."""
     data, out = tmp_path / "in", tmp_path / "out"
     data.mkdir()
     for split, those in (("train", [0, 1, 2, 3]), ("val", [2, 0, 1])):
@@ -207,7 +207,7 @@ def test_make_records_of_validation_with_a_class_of_its_own(tmp_path, image, cap
     for split, those in (("train", [0, 1]), ("val", [0, 1, 2])):
         write_tar(tmp_path / "in" / f"{split}.tar", samples([(image, label) for label in those]))
     assert main(["make-records", str(tmp_path / "in"), str(tmp_path / "out")]) == 2
-    assert "in: val has images of classes that training has not: 2; remove them, or" in capsys.readouterr().err
+    assert "in: val has images of classes without training images: 2; remove them, or" in capsys.readouterr().err
     assert not (tmp_path / "out" / "train.rec").exists()
 
 
@@ -228,7 +228,7 @@ def test_two_forms_of_a_name_are_one_class(tmp_path, image):
     assert source.class_names == ["bar", NFD, "zoo"]  # the first in the order of the names
     assert [source.label(i) for i in range(4)] == [0, 1, 1, 2]
     remark, = source.remarks
-    assert remark.endswith(f"(NFC or NFD), and are the same classes: {NFC}")
+    assert remark.endswith(f"(NFC or NFD), and count as these classes: {NFC}")
     report = verify_split(str(tmp_path), "train")
     assert report.remarks == [remark] and not report.findings and [u.label for u in report.usable] == [0, 1, 1, 2]
     (tmp_path / "classes.txt").write_text(f"{NFC}\nzoo\nbar\n")
@@ -244,7 +244,7 @@ def test_training_and_validation_in_two_forms(tmp_path, image, train, val):
     one_image_each(tmp_path / "val", image, val, "zoo")
     source = open_source(tmp_path, "val")
     assert source.class_names == ["bar", train, "zoo"] and [source.label(i) for i in range(2)] == [1, 2]
-    assert source.remarks[0].endswith(f"and are the same classes: {val}")
+    assert source.remarks[0].endswith(f"and count as these classes: {val}")
     assert not open_source(tmp_path, "train").remarks
     assert main(["make-records", str(tmp_path), str(tmp_path / "out")]) == 0
     assert sorted(labels(tmp_path / "out", "val")) == [1, 2]
@@ -283,8 +283,8 @@ def test_a_list_of_classes_above_the_data_is_a_neighbours(tmp_path, image, store
         assert source.class_names != own and not source.remarks
     else:
         assert source.class_names == own
-        assert source.remarks == [f"{above} is not read: it lies above {folder}, which has no list of classes (copy it "
-                                  "there if it is of these classes)"]
+        assert source.remarks == [f"{above} is not read: it lies above {folder}, which has no list of classes (copy "
+                                  "the file there if it lists the classes of these images)"]
     (folder / "classes.txt").write_text(above.read_text())
     assert open_source(data, "train").class_names != own and not open_source(data, "train").remarks
 
@@ -316,8 +316,8 @@ def test_records_with_several_labels_are_refused(tmp_path, image, several, names
     write_several(path, image, several)
     if names:
         (tmp_path / "classes.txt").write_text(names)
-    with pytest.raises(DataError, match=rf"train.rec record 0 has {len(several[0])} labels \(.*\), and an image is "
-                                        r"trained on with one class: write one class number for each, or a one-hot"):
+    with pytest.raises(DataError, match=rf"train.rec record 0 has {len(several[0])} labels \(.*\), but training "
+                                        r"needs one class per image: write one class number for each image, or a one"):
         open_source(path, "train")
     name, finding = verify_split(str(path), "train").findings[0]
     assert (name, finding.kind) == (f"{path} record 0", "label") and f"has {len(several[0])} labels" in finding.detail
@@ -438,5 +438,5 @@ def test_a_flipped_bit_without_an_undamaged_record(tmp_path, image):
     path = tmp_path / "train.tfrecord"
     write_tfrecord(path, [example(image, 1)])
     flip(path, path.stat().st_size - 8)
-    with pytest.raises(DataError, match="train.tfrecord: none of its records fits its checksum"):
+    with pytest.raises(DataError, match="train.tfrecord: no record matches its checksum"):
         open_source(path, "train")

@@ -611,7 +611,7 @@ def test_values_that_cannot_be(numbered, options, message):
 
 def test_a_gpu_that_is_not_there(numbered):
     for data in (numbered, "synthetic"):
-        with pytest.raises(DataError, match=r"GPU 99 is asked for, but CUDA finds \d+ here"):
+        with pytest.raises(DataError, match=r"GPU 99 is requested, but CUDA finds \d+ GPUs here"):
             open_loader(config(data, device="gpu", device_id=99))
 
 

@@ -95,7 +95,7 @@ def test_make_records_says_what_it_leaves_out(tmp_path, capsys):
     *remarks, train, val = out.splitlines()
     assert code == 0 and "train.rec" in train and "val.rec" in val
     assert remarks == [f"{tmp_path}/in: {remark}" for remark in (
-        "no class is made of folders without an image: empty",
+        "folders without an image do not count as classes: empty",
         f"links to folders are left out: {tmp_path}/in/c00/link",
         f"hidden images are left out: {tmp_path}/in/c01/.000.jpg",
         "files of formats that are not read are left out: 2 .gif (convert them to JPEG or PNG)",
@@ -253,7 +253,7 @@ def test_make_samples(tmp_path, capsys):
         (["make-records", "{tmp}", "{tmp}/out", "--classes", "a"], "--classes a is for ILSVRC2012's tar files"),
         (["make-samples", "{tmp}", "--num-train", "0"], "0 training"),
         (["make-samples", "{tmp}/new", "--seed", "-1"], "seed is -1"),
-        (["make-samples", "{tmp}/text.tar"], "holds something else"),
+        (["make-samples", "{tmp}/text.tar"], "holds something other"),
     ],
 )
 def test_mistakes_get_one_sentence_and_exit_code_2(tmp_path, capsys, arguments, message):

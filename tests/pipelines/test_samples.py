@@ -23,7 +23,7 @@ def test_made_once_and_the_same_for_the_same_seed(tmp_path):
     assert all(first[name] != other[name] for name in first)
     assert len(set(first.values())) == len(first)  # no picture twice
     assert not make_samples(tmp_path / "a", 2, 1, 0)
-    with pytest.raises(DataError, match="holds something else than this sample set"):
+    with pytest.raises(DataError, match="holds something other than this sample set"):
         make_samples(tmp_path / "a", 3, 1, 0)
     assert contents(tmp_path / "a") == first
 
@@ -63,7 +63,7 @@ def test_a_set_of_another_version_is_named_and_kept(tmp_path):
     with pytest.raises(DataError, match="holds the sample set of another version of this program: remove that folder"):
         make_samples(tmp_path / "a", 1, 1)
     marker.write_text("{")
-    with pytest.raises(DataError, match="holds something else than this sample set"):
+    with pytest.raises(DataError, match="holds something other than this sample set"):
         make_samples(tmp_path / "a", 1, 1)
     assert contents(tmp_path / "a").keys() == before.keys()
 
@@ -122,8 +122,8 @@ def test_colour_does_not_give_the_class_away():
 
 def test_no_place_to_write(tmp_path):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(DataError, match=r"cannot be written|holds something else"):
+    with pytest.raises(DataError, match=r"cannot be written|holds something other"):
         make_samples(tmp_path / "file" / "set", 1, 1)
-    with pytest.raises(DataError, match="holds something else"):
+    with pytest.raises(DataError, match="holds something other"):
         make_samples(tmp_path / "file", 1, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -200,7 +200,7 @@ def tar_with_a_word_for_a_label(path: Path, image: bytes) -> str:
 
 def tar_with_a_huge_label(path: Path, image: bytes) -> str:
     write_tar(path, {"1.cls": b"5000000000", "1.jpg": image})
-    return r"/1\.cls: label 5000000000 is no class number \(0 to 999,999\); correct it"
+    return r"/1\.cls: label 5000000000 is not a class number \(0 to 999,999\); correct it"
 
 
 def tar_with_a_sample_twice(path: Path, image: bytes) -> str:
@@ -249,7 +249,7 @@ def compressed_tfrecord(path: Path, image: bytes) -> str:
 
 def foreign_features(path: Path, image: bytes) -> str:
     write_tfrecord(path, [example(image, 0, ("picture", "kind"))])
-    return r"has the features image/class/text, image/object/bbox/xmin, kind, picture; an image .* image/encoded or"
+    return r"has the features image/class/text, image/object/bbox/xmin, kind, picture; it needs an image .* or image,"
 
 
 def label_of_another_type(path: Path, image: bytes) -> str:
@@ -265,7 +265,7 @@ def no_label(path: Path, image: bytes) -> str:
 
 def huge_label(path: Path, image: bytes) -> str:
     write_tfrecord(path, [example(image, 1, ("image", "label")), example(image, 10**12, ("image", "label"))])
-    return r"the record at byte \d{3,}: label 1000000000000 is no class number \(0 to 999,999\); correct it"
+    return r"the record at byte \d{3,}: label 1000000000000 is not a class number \(0 to 999,999\); correct it"
 
 
 def no_example(path: Path, image: bytes) -> str:
@@ -296,13 +296,13 @@ def test_compressed_tar(tmp_path):
                              ("train-0.tar", bz2.compress(b"x")), ("train-0.tar", lzma.compress(b"x"))):
         path = tmp_path / name
         path.write_bytes(compressed)
-        with pytest.raises(DataError, match=rf"{name}: is compressed with (gzip|bzip2|xz), and images"):
+        with pytest.raises(DataError, match=rf"{name}: is compressed with (gzip|bzip2|xz), but images"):
             open_source(path, "train")
-        with pytest.raises(DataError, match=rf"{name}: is compressed with (gzip|bzip2|xz), and images"):
+        with pytest.raises(DataError, match=rf"{name}: is compressed with (gzip|bzip2|xz), but images"):
             tar_kind(path)
         path.unlink()
     (tmp_path / "train-0.tar.gz").write_bytes(gzip.compress(b"x"))
-    with pytest.raises(DataError, match=r"train-0\.tar\.gz: is compressed with gzip, and images"):
+    with pytest.raises(DataError, match=r"train-0\.tar\.gz: is compressed with gzip, but images"):
         open_source(tmp_path, "train")
 
 
@@ -333,7 +333,7 @@ def test_missing_shards_are_named(make_images, tmp_path, name):
 
     images = make_images(5)
     write("some", 1, images)
-    missing = f"{tmp_path}/some: there are no shards {name % 0}, {name % 2}, as the names of the others tell; put them"
+    missing = f"{tmp_path}/some: by the names of the other shards, {name % 0}, {name % 2} must exist but do not; add"
     with pytest.raises(DataError, match=re.escape(missing)):
         open_source(tmp_path / "some", "train")
     assert content(tmp_path / "some" / (name % 1)) == images
@@ -348,7 +348,7 @@ def test_missing_shards_of_the_other_split_do_not_matter(make_images, tmp_path):
     write_tar(tmp_path / "train-00000-of-00001.tar", samples(images))
     write_tar(tmp_path / "val-00000-of-00002.tar", samples(images))
     assert content(tmp_path) == images
-    with pytest.raises(DataError, match=r"there are no shards val-00001-of-00002\.tar"):
+    with pytest.raises(DataError, match=r"by the names of the other shards, val-00001-of-00002\.tar must exist"):
         open_source(tmp_path, "val")
 
 

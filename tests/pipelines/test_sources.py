@@ -155,10 +155,10 @@ def test_folders_without_an_image_are_no_classes(tmp_path, capsys):
     (tmp_path / "train/b/notes.txt").write_text("")
     (tmp_path / "train/__MACOSX/x/1.jpg").write_bytes(b"no image")
     (tmp_path / "train/c01/1.gif").write_bytes(b"GIF89a")
-    empty = f"{tmp_path}/train: no class is made of folders without an image: a, b"
+    empty = f"{tmp_path}/train: folders without an image do not count as classes: a, b"
     unread = f"{tmp_path}/train: files of formats that are not read are left out: 1 .gif (convert them to JPEG or PNG)"
     system = f"{tmp_path}/train: folders and files that systems make are left out: {tmp_path}/train/__MACOSX"
-    text = f"{tmp_path}/train: files that are no images, by their ending or content, are left out: 1 .txt"
+    text = f"{tmp_path}/train: files that are not images, by their suffix or content, are left out: 1 .txt"
     train, val = (open_source(tmp_path, split) for split in ("train", "val"))
     assert train.class_names == val.class_names == ["c00", "c01", "c02"]
     assert (list(train.remarks), list(val.remarks)) == ([empty, system, unread, text], [])
@@ -255,7 +255,7 @@ def test_what_to_do_without_validation_images(numbered):
 def splits_of_other_names(tmp_path):
     write_folder(tmp_path / "test", 2, 2, seed=1)
     write_folder(tmp_path / "Training", 2, 2, seed=1)
-    return tmp_path, r"holds Training, test: no classes but parts of a data set; call the one to train on train"
+    return tmp_path, r"holds Training, test, which are splits and not classes; rename the folder to train on to"
 
 
 def formats_that_are_not_read(tmp_path):
@@ -335,7 +335,7 @@ def doubled_class(tmp_path):
 def class_list_in_latin1(tmp_path):
     path = records(tmp_path)
     (path.parent / "classes.txt").write_bytes("a\ncafé\n".encode("latin-1"))
-    return path, r"classes\.txt: is no UTF-8 text \(byte 5\); save it as UTF-8"
+    return path, r"classes\.txt: is not UTF-8 text \(byte 5\); save it as UTF-8"
 
 
 def broken_list(tmp_path):
@@ -350,20 +350,20 @@ def several_labels_in_a_list(tmp_path):
 
 def huge_label_in_a_list(tmp_path):
     (tmp_path / "train.lst").write_text("0\t0\ta.jpg\n1\t5000000000\tb.jpg\n")
-    return tmp_path, r"train\.lst line 2: label 5000000000 is no class number \(0 to 999,999\); correct it"
+    return tmp_path, r"train\.lst line 2: label 5000000000 is not a class number \(0 to 999,999\); correct it"
 
 
 def negative_label_in_a_list(tmp_path):
     (tmp_path / "train.lst").write_text("0\t-1\ta.jpg\n")
-    return tmp_path, r"train\.lst line 1: label -1 is no class number"
+    return tmp_path, r"train\.lst line 1: label -1 is not a class number"
 
 
 def huge_label_in_records(tmp_path):
-    return records(tmp_path, labels=(0.0, 5e9), classes=""), r"train\.rec record 1: label 5000000000 is no class number"
+    return records(tmp_path, labels=(0.0, 5e9), classes=""), r"train\.rec record 1: label 5000000000 is not a class"
 
 
 def label_that_is_no_number(tmp_path):
-    return records(tmp_path, labels=(0.0, np.nan), classes=""), r"train\.rec record 1: label nan is no class number"
+    return records(tmp_path, labels=(0.0, np.nan), classes=""), r"train\.rec record 1: label nan is not a class number"
 
 
 def empty_list(tmp_path):

@@ -94,9 +94,9 @@ def test_shards_and_positions() -> None:
 
 
 def test_what_is_too_short() -> None:
-    with pytest.raises(DataError, match="train has 20 of its words .*, too few for 3 sequences of 5 steps"):
+    with pytest.raises(DataError, match="train has 20 words .*, too few for 3 sequences of 5 steps"):
         loader(np.arange(20))
-    with pytest.raises(DataError, match="a batch of 7 words cannot be 5 steps"):
+    with pytest.raises(DataError, match="a batch of 7 words cannot be divided into sequences of 5 steps"):
         TextLoader(LoaderConfig(data="text", batch_size=7), (0, 1), np.arange(100), [], STEPS)
 
 

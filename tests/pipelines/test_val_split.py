@@ -314,7 +314,7 @@ def test_shares_that_are_far_off_are_told(tmp_path):
                  + [f"c/{i:02}.jpg" for i in range(40)] + ["d/one.jpg"])
     for split in ("train", "val"):
         remark, = open_source(tmp_path / "data", split, val_split=0.1, val_group_by="folder").remarks
-        assert remark == (f"{tmp_path}/data: --val-split 0.1 is far off in some classes, for validation are: "
+        assert remark == (f"{tmp_path}/data: some classes have a validation share far from --val-split 0.1: "
                           "a 20 of 40, b 20 of 40")
         assert not open_source(tmp_path / "data", split, val_split=0.1).remarks
 

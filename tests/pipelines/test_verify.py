@@ -88,7 +88,7 @@ def test_a_name_that_a_list_cannot_hold_is_refused(tmp_path, name):
     files[0].rename(files[0].with_name(name))
     report = verify_split(str(tmp_path), "train")
     assert report.num_unusable == 0
-    with pytest.raises(DataError, match=r"train\.lst: a line of it cannot hold ") as error:
+    with pytest.raises(DataError, match=r"train\.lst: a line cannot hold the name ") as error:
         write_clean(report)
     assert f"{name!a}"[1:] in str(error.value) and "\n" not in str(error.value)
     assert not (tmp_path / "train.lst").exists()
