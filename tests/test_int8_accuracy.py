@@ -1,4 +1,4 @@
-"""The program that measures what INT8 costs in accuracy: what it trains, and what it publishes."""
+"""benchmarks/int8_accuracy.py: the runs that it trains, and the figure that it publishes."""
 
 from __future__ import annotations
 

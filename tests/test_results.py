@@ -1,4 +1,4 @@
-"""Every published figure follows from the raw data in its file (benchmarks/README.md says what a file holds)."""
+"""Every published figure follows from the raw data in its file (benchmarks/README.md describes the files)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PEER_KEYS = {"name", "value", "mean", "versions", "step_ms", "others"}
 
 
 def faults(result: dict[str, Any], file_name: str) -> list[str]:
-    """What is wrong with a result, in words; empty for a good one."""
+    """The faults of a result, in words; empty for a correct one."""
     if result.keys() != KEYS:
         return [f"keys differ: {sorted(result.keys() ^ KEYS)}"]
     found = []
@@ -82,12 +82,12 @@ def faults(result: dict[str, Any], file_name: str) -> list[str]:
 
 
 def missing(result: dict[str, Any], value: float) -> list[str]:
-    """What is wrong with the other side's times, and with power and clock of a step on GPUs."""
+    """Faults of the peer's times, and of power and clock of a step on GPUs."""
     found = []
     if peer := result["peer"]:
         if not peer["step_ms"]:
             return ["the peer's step_ms is empty"]
-        # Its times are of steps of as many images.
+        # The peer's steps have as many images as ours.
         expected = value * statistics.median(result["step_ms"]) / statistics.median(peer["step_ms"])
         if result["unit"] != "images/sec":
             expected = statistics.median(peer["step_ms"]) / (1e3 if result["unit"] == "seconds" else 1)
@@ -108,7 +108,7 @@ def test_published_result(path: Path) -> None:
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_published_result_is_explained(path: Path) -> None:
-    """Its name, or the pattern that it follows."""
+    """benchmarks/README.md has the result's name, or the pattern of its name."""
     names = re.findall(r"`results/([\w<>]+)\.json`", (BENCHMARKS / "README.md").read_text())
     assert any(re.fullmatch(re.sub("<[a-z]+>", r"\\w+?", name), path.stem) for name in names)
 
@@ -220,7 +220,7 @@ def test_a_wrong_result_is_found(key: str, wrong: Any) -> None:
     ("scaling_model", ("--results", "nowhere"), "error: nowhere/scaling_b64_4gpu.jsonl is missing"),
 ])
 def test_bad_input_of_a_program(program, arguments, sentence, tmp_path, monkeypatch, capsys):
-    """One sentence and exit code 2, as from every command line of this project."""
+    """It prints one sentence and exits with code 2, like every command line of this project."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setattr("sys.argv", [f"{program}.py", *arguments])

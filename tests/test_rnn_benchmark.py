@@ -1,4 +1,4 @@
-"""The benchmark of recurrent layers: what it asks of both sides, when it stops repeating, and what it writes."""
+"""The benchmark of recurrent layers: its requests to both sides, the end of its repetitions, and its results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from graph_passes import Ref
 from graph_passes.operators.rnn import ALGORITHMS
 from train.recording.gpu_monitor import GpuReadings
 
-# Stands in for peer_rnn.py: 0.4 ms as it is written, 0.3 ms in a CUDA graph.
+# Stands in for peer_rnn.py: a step takes 0.4 ms eagerly, 0.3 ms as a CUDA graph.
 FAKE_PEER = """
 import json, sys
 for line in sys.stdin:
@@ -52,7 +52,7 @@ def test_no_size(rnn_layers: Any, size: str) -> None:
 
 @pytest.mark.parametrize("mode, gradients", [("lstm", 4), ("gru", 3)])
 def test_the_layer(rnn_layers: Any, mode: str, gradients: int) -> None:
-    """Both uses; in training, gradients of data, weights and initial states."""
+    """Both uses; training has gradients of data, weights and initial states."""
     turn = turn_of(rnn_layers, mode=mode)
     graph = turn.graph
     sizes = graph.infer_shapes(turn.shapes)
@@ -74,7 +74,7 @@ def test_numbers_that_are_not_finite_are_seen(rnn_layers: Any, dtype: str, rng: 
 
 
 class Clock:
-    """A GPU on which a step takes as long as `step_ms` says next, and time passes by that alone."""
+    """A fake GPU: a step takes the next time of `step_ms`, and nothing else takes time."""
 
     def __init__(self, step_ms: Callable[[int], float]) -> None:
         self.now, self.steps, self.step_ms = 0.0, 0, step_ms
@@ -99,7 +99,7 @@ class Clock:
 
 
 def test_repetition_ends_when_the_median_is_known(rnn_layers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An even series at once, with so many steps in a sample that it is long enough; an uneven one at its limit."""
+    """It ends at once for constant times, with enough steps per sample; for varying times, at its limit."""
     monkeypatch.setattr(rnn_layers, "time", SimpleNamespace(monotonic=lambda: clock.now))
     turn = turn_of(rnn_layers, warm_up_seconds=0.01)
     clock = Clock(lambda step: 0.5)
@@ -113,7 +113,7 @@ def test_repetition_ends_when_the_median_is_known(rnn_layers: Any, monkeypatch: 
 
 @pytest.fixture
 def measured(rnn_layers: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
-    """Runs the program with a layer of 0.2 ms and the fake peer; the lines that it wrote."""
+    """Run the program with a layer of 0.2 ms and the fake peer; returns the lines that it wrote."""
     program = tmp_path / "peer.py"
     program.write_text(FAKE_PEER)
     monkeypatch.setattr(rnn_layers, "PEER", program)

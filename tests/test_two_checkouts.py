@@ -1,4 +1,4 @@
-"""What benchmarks/two_checkouts.py refuses before anything is measured."""
+"""The inputs that benchmarks/two_checkouts.py refuses before it measures."""
 
 from __future__ import annotations
 

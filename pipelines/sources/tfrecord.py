@@ -194,7 +194,7 @@ def _fits(stretch: np.ndarray, size: int) -> bool:
 def _records(data: mmap.mmap, file: Path) -> list[Stretch]:
     """Find the payloads of all records. Raises DataError if a record's length does not match its checksum."""
     if data[:2] == b"\x1f\x8b":
-        raise DataError(f"{file}: is compressed with gzip, and images are read from the middle of shards; unpack it")
+        raise DataError(f"{file}: is compressed with gzip, but images must be read from its middle; unpack it")
     found: list[Stretch] = []
     end = offset = 0
     while offset + _HEADER_BYTES <= len(data) and (not found or end > found[-1][0]):  # stop at zeros
@@ -207,11 +207,11 @@ def _records(data: mmap.mmap, file: Path) -> list[Stretch]:
     stored = headers[:, _LENGTH.size :].copy().view("<u4")[:, 0]
     wrong = np.flatnonzero(masked_crc32c(headers[:, : _LENGTH.size]) != stored)
     if len(wrong):
-        raise DataError(f"{file}: is damaged or no TFRecord file (the length of the record at byte "
+        raise DataError(f"{file}: is damaged or not a TFRecord file (the length of the record at byte "
                         f"{found[wrong[0]][0] - _HEADER_BYTES} does not fit its checksum); download it again")
     if offset != len(data):
         last = found.pop()[0] - _HEADER_BYTES if offset > len(data) else offset
-        raise DataError(f"{file}: is truncated or no TFRecord file (the record at byte {last} ends behind its "
+        raise DataError(f"{file}: is truncated or not a TFRecord file (the record at byte {last} goes beyond its "
                         f"{len(data)} bytes); download it again")
     return found
 

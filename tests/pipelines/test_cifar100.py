@@ -1,4 +1,4 @@
-"""CIFAR-100's files, in both of their forms, and other data in CIFAR-10's layout."""
+"""CIFAR-100's files (pickles and .bin), and other data in CIFAR-10's layout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPLITS = {"train": "train", "test": "val"}
 
 
 class Made(NamedTuple):
-    """Files, and what is in them."""
+    """The folder of generated files, and their content."""
 
     folder: Path
     images: np.ndarray  # (N, 3, 32, 32)
@@ -31,7 +31,7 @@ class Made(NamedTuple):
 
 def write_cifar100(folder: Path, kind: str, name: str, images: np.ndarray, fine: np.ndarray, coarse: np.ndarray
                    ) -> None:
-    """One split, as the archives of the project's page have it."""
+    """Write one split in the format of the archives on CIFAR's page."""
     folder.mkdir(parents=True, exist_ok=True)
     if kind == "binary":
         rows = [bytes([c, f]) + image.tobytes() for image, f, c in zip(images, fine, coarse, strict=True)]
@@ -49,7 +49,7 @@ def write_cifar100(folder: Path, kind: str, name: str, images: np.ndarray, fine:
 
 
 def make(folder: Path, kind: str, rng: np.random.Generator, num_train: int = 12, num_val: int = 5) -> Made:
-    """Both splits; the labels have the highest ones among them."""
+    """Write both splits; the labels include the highest possible ones."""
     count = num_train + num_val
     images = rng.integers(0, 256, (count, 3, 32, 32), np.uint8)
     fine, coarse = rng.integers(0, 100, count), rng.integers(0, 20, count)
@@ -92,7 +92,7 @@ def test_pixels_and_both_labels(cifar100):
 
 
 def test_as_a_user_may_have_unpacked_them(cifar100, tmp_path):
-    """In any folder, and without the lists of classes."""
+    """The files may lie in any folder, and without the lists of classes."""
     folder, _, fine, _ = cifar100
     elsewhere = folder.rename(tmp_path / "elsewhere")
     assert labels(elsewhere) == fine[:12].tolist()
@@ -144,7 +144,7 @@ def test_labels_are_refused_for_generated_images():
 
 
 def test_a_position_is_of_its_labels(cifar100):
-    """Though the images of an epoch are the same with either."""
+    """A saved position is refused with other labels, although both kinds of labels have the same images."""
     config = {"data": str(cifar100.folder), "batch_size": 4, "image_size": 32, "num_threads": 1}
     with open_loader(LoaderConfig(**config, labels="coarse")) as loader:
         state = loader.state()
@@ -241,7 +241,7 @@ def test_pickles_run_no_code(tmp_path, monkeypatch):
 
 
 def test_labels_that_are_no_whole_numbers(tmp_path, rng):
-    """They would be cut off."""
+    """They are refused instead of being truncated."""
     images = rng.integers(0, 256, (2, 3072), np.uint8)
     (tmp_path / "train").write_bytes(pickle.dumps({"data": images, "fine_labels": [0.5, 1.0]}))
     with pytest.raises(DataError, match="its labels are float64, not whole numbers"):
@@ -249,7 +249,7 @@ def test_labels_that_are_no_whole_numbers(tmp_path, rng):
 
 
 def test_a_folder_train_is_none_of_them(tmp_path, rng):
-    """Nor is any other file of that name."""
+    """A folder called train, or any other file of that name, is not taken for CIFAR-100's."""
     for name in ("train/a", "train/b"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "0.jpg").write_bytes(encode(smooth_image(rng, 32, 32)))
@@ -276,7 +276,8 @@ def test_a_binary_file_under_the_name_of_the_other(tmp_path):
 
 
 def test_a_size_that_fits_both(tmp_path):
-    """3,074 images of CIFAR-10, or 3,073 of CIFAR-100: the name tells, and the labels where they cannot be."""
+    """The file may be 3,074 images of CIFAR-10 or 3,073 of CIFAR-100. The name decides, unless a label is
+    impossible."""
     path = tmp_path / "train.bin"
     path.write_bytes(bytes(3073 * 3074))
     assert len(open_source(tmp_path, "train")) == 3073
@@ -288,7 +289,7 @@ def test_a_size_that_fits_both(tmp_path):
 
 
 def test_both_in_one_folder(cifar100):
-    """As torchvision downloads them."""
+    """CIFAR-10 and CIFAR-100 in one folder, as torchvision downloads them."""
     folder = cifar100.folder.parent
     batches = folder / "cifar-10-batches-bin"
     batches.mkdir()
@@ -304,7 +305,7 @@ def test_both_in_one_folder(cifar100):
 
 def write_batches(folder: Path, rng: np.random.Generator, count: int, size: int = 3, kind: str = "py",
                   said: str = "", num_labels: int = 3) -> list[int]:
-    """So many batches, and the labels of all."""
+    """Write `count` batches; returns the labels of all images."""
     found: list[int] = []
     for number in range(1, count + 1):
         images, own = rng.integers(0, 256, (size, 3072), np.uint8), rng.integers(0, num_labels, size).tolist()
@@ -360,7 +361,7 @@ def test_batches_that_are_missing(tmp_path, rng):
     write_batches(tmp_path, rng, 4, num_labels=10)
     with pytest.raises(DataError, match="data_batch_5 is missing beside CIFAR-10's other files"):
         open_source(tmp_path, "train")
-    write_batches(tmp_path, rng, 4, said="training batch {} of 4")  # they say themselves that they are all
+    write_batches(tmp_path, rng, 4, said="training batch {} of 4")  # their batch labels say that there are four
     assert len(open_source(tmp_path, "train")) == 12
     write_batches(tmp_path, rng, 4, said="training batch {} of 5")
     with pytest.raises(DataError, match="data_batch_1: calls itself 'training batch 1 of 5', but there are 4 batches;"):

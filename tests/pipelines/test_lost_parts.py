@@ -1,4 +1,4 @@
-"""Files that lost a part, or have one twice, and look whole: refused or told, never fewer images in silence."""
+"""Files that lost or repeat a part but look whole: they are refused or reported; images are never lost silently."""
 
 import io
 import shutil
@@ -90,7 +90,7 @@ def test_any_number_of_zeros_ends_a_tar(tmp_path, zeros):
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 @pytest.mark.parametrize("place", ["inner", "outer", "val"])
 def test_tar_files_of_ilsvrc(tmp_path, damage, place):
-    """A synset's tar file within the one of training, that one itself, and that of validation."""
+    """Damages in a synset's tar file inside the training tar, in the training tar itself, and in the validation tar."""
     inner = tar_of({f"{i}.JPEG": image for i, image in enumerate(images(6))})
     path, labels = tmp_path / "val.tar", tmp_path / "labels.txt"
     labels.write_text("n01440764\n" * 6)
@@ -182,7 +182,7 @@ def test_labels_that_contradict_each_other(tmp_path):
 
 
 def test_a_copy_of_a_shard_is_read(tmp_path):
-    """What is refused is remembered for no other file."""
+    """A refusal is not remembered for other files."""
     write_tar(tmp_path / "a/train-0.tar", samples([(image, 0) for image in images(2)]))
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     assert len(open_source(tmp_path / "b", "train")) == 2
@@ -192,7 +192,7 @@ def test_a_copy_of_a_shard_is_read(tmp_path):
 
 
 def test_names_with_dots_in_webdataset(tmp_path):
-    """Before the last ending; and other members of a sample, with endings of several parts, stay those."""
+    """Names may have dots before the last suffix; suffixes of several parts still belong to their sample."""
     one, two = images(2)
     write_tar(tmp_path / "train.tar", {
         "v1.0/photo.1.jpg": one, "v1.0/photo.1.cls": b"0", "v1.0/photo.2.jpg": two, "v1.0/photo.2.cls": b"1",
@@ -215,7 +215,7 @@ def test_what_belongs_to_no_sample_of_a_shard_is_counted(tmp_path):
     members = samples([(image, i) for i, image in enumerate(images(2))]) | {
         "readme.txt": b"x", "9.json": b"{}", "._0000.jpg": b"x", "@eaDir/0000.jpg": b"x"}
     write_tar(tmp_path / "train.tar", members)
-    for _ in range(2):  # the second time from the index that is kept
+    for _ in range(2):  # the second time from the cached index
         (told,) = open_source(tmp_path, "train").remarks
         assert "4 files are left out, " in told
     assert verify_split(str(tmp_path), "train").remarks == [told]
@@ -262,19 +262,19 @@ def test_a_class_with_the_name_of_a_split(tmp_path, split):
         (tmp_path / name / "c00").rmdir()
     for each in ("train", "val"):
         assert open_source(tmp_path, each).class_names == sorted(["airplane", "bus", "car", split])
-    write_folder(tmp_path / split, 2, 2, seed=1)  # now with folders in it: it may be either
+    write_folder(tmp_path / split, 2, 2, seed=1)  # now it contains folders, so it may be a split or a class
     with pytest.raises(DataError, match=f"holds airplane, bus, car beside {split}, so {split} may be a split or"):
         open_source(tmp_path, split)
     with pytest.raises(DataError, match=f"move them into a folder {tmp_path}/train; for {split} alone, give"):
         verify_split(str(tmp_path), split)
-    assert open_source(tmp_path / split, split).class_names == ["c00", "c01"]  # a way out
+    assert open_source(tmp_path / split, split).class_names == ["c00", "c01"]  # the first way out
     (tmp_path / "data/train").mkdir(parents=True)
     for name in ("airplane", "bus", "car", split):
         (tmp_path / name).rename(tmp_path / "data/train" / name)
-    assert open_source(tmp_path / "data", "train").class_names == sorted(["airplane", "bus", "car", split])  # the other
+    assert open_source(tmp_path / "data", "train").class_names == sorted(["airplane", "bus", "car", split])  # second
     (tmp_path / "data/extra").mkdir()
     write_folder(tmp_path / "data/extra", 2, 1, seed=1)
-    assert len(open_source(tmp_path / "data", "train").classes) == 4  # one other folder: told, not refused
+    assert len(open_source(tmp_path / "data", "train").classes) == 4  # one other folder is reported, not refused
 
 
 @pytest.mark.parametrize("other", ["test1", "val.rec", "testing", "val_annotations.txt"])

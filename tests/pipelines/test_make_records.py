@@ -1,4 +1,4 @@
-"""Writing RecordIO: from folders and from tar files like ILSVRC2012's, interrupted and not."""
+"""Writing RecordIO from folders and from tar files like ILSVRC2012's, with and without interruptions."""
 
 import errno
 import fcntl
@@ -35,7 +35,7 @@ def tar_of(files: dict[str, bytes]) -> bytes:
 
 @pytest.fixture
 def tars(tmp_path):
-    """A training and a validation tar as ILSVRC2012 has them, and what is in them: name -> bytes."""
+    """A training and a validation tar like ILSVRC2012's, and their content: name -> bytes."""
     rng = np.random.default_rng(3)
 
     def picture():
@@ -151,7 +151,7 @@ def test_interrupted_work_goes_on_to_equal_files(tmp_path, monkeypatch, stop):
     with pytest.raises(KeyboardInterrupt):
         write_records(plan, tmp_path / "parts", "train", options)
     assert not (tmp_path / "parts/train.rec").exists()
-    # As if the machine had stopped in the middle of both writes.
+    # Simulate a machine that stopped in the middle of both writes.
     with (tmp_path / "parts/.train.rec.partial").open("ab") as file:
         file.write(b"torn")
     with (tmp_path / "parts/.train.journal").open("a") as file:
@@ -209,7 +209,7 @@ def test_bad_images(tmp_path):
     plan = plan_files(tmp_path / "images", "train")
     with pytest.raises(DataError, match=r"empty, holds no bytes; replace it"):
         write_records(plan, tmp_path / "out", "train", Options())
-    # Copying looks at the headers only; what is shrunk is decoded, so the truncated one is found too.
+    # Copying reads only the headers; shrinking decodes the images, which also finds the truncated one.
     count, skipped = write_records(plan, tmp_path / "out", "train", Options(skip_bad=True))
     assert (count, [name for name, _ in skipped]) == (8, [str(files[4])])
     count, skipped = write_records(plan, tmp_path / "small", "train", Options(resize=32, skip_bad=True))
@@ -230,7 +230,8 @@ def test_two_at_once_are_refused(tmp_path):
 
 @pytest.mark.parametrize("function", ["flock", "new_record_path"])
 def test_a_lock_that_comes_late_spares_the_finished_file(tmp_path, monkeypatch, function):
-    """The other process finishes between this one's opening of the unfinished file and its lock, or before that."""
+    """The other process finishes after this one has opened the unfinished file but before it locks it, or even
+    earlier."""
     write_folder(tmp_path / "images", 4, 2, seed=1)
     plan = plan_files(tmp_path / "images", "train")
     module = fcntl if function == "flock" else make_records
@@ -250,7 +251,8 @@ def test_a_lock_that_comes_late_spares_the_finished_file(tmp_path, monkeypatch, 
 
 
 def test_a_journal_does_not_outlive_its_records(tmp_path, monkeypatch):
-    """Else, once a file is removed that was finished at the last moment, the next one would begin with zeros."""
+    """If the journal survived a conversion that finished at the last moment, the next conversion would begin with
+    zeros."""
     images = {file.read_bytes() for file in write_folder(tmp_path / "images", 4, 2, seed=1)}
     plan = plan_files(tmp_path / "images", "train")
     replace = os.replace
@@ -277,7 +279,7 @@ def test_a_journal_does_not_outlive_its_records(tmp_path, monkeypatch):
     ("classes.txt", lambda file: file.write_bytes(b"caf\xe9\n"), r"classes\.txt: lists other classes than those of"),
 ])
 def test_unfinished_work_that_is_damaged_is_not_gone_on_with(tmp_path, name, damage, message):
-    """What is missing from the records would become zeros."""
+    """Bytes missing from the records would otherwise become zeros."""
     images = write_folder(tmp_path / "images", 9, 3, seed=1)
     images[np.random.default_rng(0).permutation(9)[-1]].write_bytes(b"none")  # the last one to be written
     plan = plan_files(tmp_path / "images", "train")
@@ -291,7 +293,7 @@ def test_unfinished_work_that_is_damaged_is_not_gone_on_with(tmp_path, name, dam
 
 @pytest.mark.parametrize("name", ["classes.txt", ".train.journal", ".train.rec.partial"])
 def test_a_full_disk_leaves_nothing_half_written(tmp_path, monkeypatch, name):
-    """The disk is full when `name` is written; with space the same command goes on."""
+    """The disk is full when `name` is written; once there is space, the same command resumes."""
     write_folder(tmp_path / "images", 9, 3, seed=1)
     plan = plan_files(tmp_path / "images", "train")
     write_bytes, append = files.write_bytes, make_records._Journal.append
@@ -334,7 +336,7 @@ def test_other_classes_are_not_mixed_in(tmp_path):
 
 @pytest.mark.parametrize("name", ["two\nlines", "a\ttab", " blank", "blank ", "line\u2028separator"])
 def test_a_class_that_a_line_cannot_hold_is_refused(tmp_path, name):
-    """Its records would have other classes than the folders that they are made of."""
+    """Otherwise its records would have other classes than their folders."""
     write_folder(tmp_path / "data" / "train", 4, 2, seed=1)
     (tmp_path / "data" / "train" / "c01").rename(tmp_path / "data" / "train" / name)
     with pytest.raises(DataError, match=r"classes\.txt: cannot hold the class name") as error:

@@ -1,4 +1,5 @@
-"""WebDataset and TFRecord shards: the same images and labels as in the files they were made of, and what is refused."""
+"""WebDataset and TFRecord shards: they give the images and labels of the files that they were made from; and damaged
+ones are refused."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def own_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def make_images(rng: np.random.Generator) -> Callable[[int], Images]:
-    """Of as many images as are asked for, of four classes."""
+    """Make `count` images of four classes."""
     def make(count: int) -> Images:
         sizes = rng.integers(30, 90, (count, 2))
         return [(encode(smooth_image(rng, int(w), int(h))), i % 4) for i, (w, h) in enumerate(sizes)]
@@ -43,7 +44,7 @@ def content(data: Path, split: str = "train") -> Images:
     return [(source.read(i).tobytes(), source.label(i)) for i in range(len(source))]
 
 
-# One way of naming and writing shards each: path of the two shards of training, and of the one of validation.
+# Ways to name shards: paths of two training shards and of one validation shard.
 TAR_LAYOUTS = {
     "folders": ("train/000000.tar", "train/000001.tar", "val/000000.tar"),
     "names": ("imagenet1k-train-0000.tar", "imagenet1k-train-0001.tar", "imagenet1k-validation-00.tar"),
@@ -62,7 +63,7 @@ def test_tar_shards(make_images, tmp_path, layout, tar_format):
     first, second, val = make_images(5), make_images(4), make_images(3)
     a, b, c = (tmp_path / name for name in TAR_LAYOUTS[layout])
     write_tar(a, samples(first), tar_format)
-    write_tar(b, samples(second, 5, folder="deep/" + "x" * 120 + "/"), tar_format)  # longer than a plain header holds
+    write_tar(b, samples(second, 5, folder="deep/" + "x" * 120 + "/"), tar_format)  # a name too long for a plain header
     write_tar(c, samples(val), tar_format)
     assert content(tmp_path) == first + second
     assert content(tmp_path, "val") == val
@@ -91,7 +92,7 @@ def test_labels_that_begin_at_0_stay(make_images, tmp_path):
 
 
 def test_shards_give_the_batches_of_the_files_they_were_made_of(make_images, tmp_path):
-    """A batch is a function of seed, epoch and number, whatever the images are stored in."""
+    """A batch depends on seed, epoch and number only, not on the storage format."""
     images = make_images(11)
     write_tar(tmp_path / "tar/train-0.tar", samples(images[:6]))
     write_tar(tmp_path / "tar/train-1.tar", samples(images[6:], 6))
@@ -126,7 +127,7 @@ def test_the_index_is_made_once_and_anew_when_a_shard_changes(make_images, tmp_p
 @pytest.mark.parametrize("stored", ["tar", "tfrecord"])
 @pytest.mark.parametrize("is_told", [True, False])
 def test_other_labels_of_the_same_size_and_time(make_images, tmp_path, monkeypatch, stored, is_told):
-    """As rsync -a writes them. Where the system told nothing, the bytes around the images do."""
+    """Such files come from rsync -a. If the file system shows no difference, the bytes around the images do."""
     def write(labels: list[int]) -> None:
         if stored == "tar":
             write_tar(shard, samples([(image, label) for (image, _), label in zip(images, labels, strict=True)]))
@@ -155,7 +156,7 @@ def test_make_records_and_verify_take_shards(make_images, tmp_path, capsys):
     ]
     assert main(["verify", str(tmp_path / "tar"), "--write-clean"]) == 2
     assert "--on-bad-image skip" in capsys.readouterr().err
-    # Without decoding, only what has no image header is noticed; with --resize everything is.
+    # Without --resize only a missing image header is noticed; with --resize every image is decoded.
     arguments = ["make-records", str(tmp_path / "tar"), str(tmp_path / "rec"), "--resize", "1000"]
     assert main(arguments) == 2
     assert "train-0.tar/0003.jpg: " in capsys.readouterr().err
@@ -228,13 +229,13 @@ def tar_of_tars(path: Path, image: bytes) -> str:
 def truncated_tfrecord(path: Path, image: bytes) -> str:
     write_tfrecord(path, [example(image, 0), example(image, 1)])
     path.write_bytes(path.read_bytes()[:-100])
-    return r"is truncated or no TFRecord file \(the record at byte \d+ ends behind its \d+ bytes\); download"
+    return r"is truncated or not a TFRecord file \(the record at byte \d+ goes beyond its \d+ bytes\); download"
 
 
 def tfrecord_cut_in_a_length(path: Path, image: bytes) -> str:
     write_tfrecord(path, [example(image, 0)])
     path.write_bytes(path.read_bytes() + b"abc")
-    return r"is truncated or no TFRecord file"
+    return r"is truncated or not a TFRecord file"
 
 
 def empty_tfrecord(path: Path, image: bytes) -> str:
@@ -291,7 +292,7 @@ def test_mistakes_get_one_sentence(make_images, tmp_path, mistake):
 
 
 def test_compressed_tar(tmp_path):
-    """Whatever its name is."""
+    """It is recognised whatever its name."""
     for name, compressed in (("train-0.tar.gz", gzip.compress(b"x")), ("train-0.tar", gzip.compress(b"x")),
                              ("train-0.tar", bz2.compress(b"x")), ("train-0.tar", lzma.compress(b"x"))):
         path = tmp_path / name
@@ -323,7 +324,7 @@ def test_label_outside_the_classes(make_images, tmp_path):
 
 @pytest.mark.parametrize("name", ["train-%05d-of-00003", "a-train.tfrecord-%05d-of-00003", "train-%05d-of-00003.tar"])
 def test_missing_shards_are_named(make_images, tmp_path, name):
-    """Counted from 0 or from 1; one that is given by itself is read alone."""
+    """Shards may count from 0 or from 1; a single given shard is read alone."""
     def write(folder: str, number: int, images: Images) -> None:
         path = tmp_path / folder / (name % number)
         if path.suffix == ".tar":

@@ -1,4 +1,4 @@
-"""Where data is looked for, and what is said when it is not as it should be."""
+"""Where data are searched, and the messages about data that are missing or wrong."""
 
 import errno
 import os
@@ -34,17 +34,17 @@ def test_layouts_of_folders(tmp_path):
     # Class folders without splits serve both.
     assert found(tmp_path / "all/train", "train") == found(tmp_path / "all/train", "val") == (expected, names)
     # classes.txt decides on numbers and names.
-    (tmp_path / "all/classes.txt").write_bytes(b"\xef\xbb\xbfc02\tthird\r\nc01\r\nc00\tfirst, of all")  # of Windows
+    (tmp_path / "all/classes.txt").write_bytes(b"\xef\xbb\xbfc02\tthird\r\nc01\r\nc00\tfirst, of all")  # Windows
     images, names = found(tmp_path / "all", "train")
     assert dict(images)["000.JPEG"] == 2
     assert names == ["third", "c01", "first, of all"]
-    # A list goes before the folder.
+    # A list takes precedence over the folder.
     (tmp_path / "all/train.lst").write_text("7\t1\ttrain/c01/001.JPEG\n8\t0.0\ttrain/c02/002.JPEG\n")
     assert found(tmp_path / "all", "train")[0] == [("001.JPEG", 1), ("002.JPEG", 0)]
 
 
 def test_words_for_imagenets_folders(tmp_path):
-    """Names that somebody gave stay."""
+    """Names that a user gave stay unchanged."""
     write_folder(tmp_path / "train", 4, 4, seed=1)
     for number, name in enumerate(("n01440764", "n04553703", "n99999999")):
         shutil.move(tmp_path / f"train/c{number:02}", tmp_path / "train" / name)
@@ -68,7 +68,7 @@ def test_layouts_of_records(tmp_path, numbered):
 
 
 def test_folders_within_class_folders(tmp_path):
-    """As Tiny ImageNet has them; a list of them names the classes all the same."""
+    """As in Tiny ImageNet; a list of such files still gives the classes their names."""
     files = write_folder(tmp_path / "train", 6, 3, seed=1)
     for file in files[1:]:
         (file.parent / "images").mkdir(exist_ok=True)
@@ -94,7 +94,7 @@ def test_images_beside_the_folders_of_classes_are_told(tmp_path):
 
 
 def test_links_that_lead_to_no_class_folder_are_told(tmp_path):
-    """Those to a class folder are one; those to files with an ending are files beside the classes."""
+    """A link to a class folder is a class; a link to a file with a suffix is a file beside the classes."""
     train = tmp_path / "train"
     first, *_ = write_folder(train, 4, 2, seed=1)
     (tmp_path / "names.txt").write_text("")
@@ -110,7 +110,7 @@ def test_links_that_lead_to_no_class_folder_are_told(tmp_path):
 
 
 def test_hidden_folders_in_the_place_of_classes_are_told(tmp_path):
-    """With those within classes; none of them is a class."""
+    """They are reported together with hidden folders inside classes; none is a class."""
     for name in (".tail", ".git", "c01/.cache"):
         write_folder(tmp_path / name, 1, 1, seed=1)
     write_folder(tmp_path, 4, 2, seed=1)
@@ -122,7 +122,7 @@ def test_hidden_folders_in_the_place_of_classes_are_told(tmp_path):
 
 
 def test_validation_that_is_training_by_links_is_told(tmp_path):
-    """Of some classes, of all, and of all at once."""
+    """The links may lead to some classes, to all of them, or to the whole training folder."""
     train, val = tmp_path / "train", tmp_path / "val"
     write_folder(train, 6, 3, seed=1)
     write_folder(val / "c02", 1, 1, seed=2)
@@ -147,7 +147,7 @@ def test_validation_that_is_training_by_links_is_told(tmp_path):
 
 
 def test_folders_without_an_image_are_no_classes(tmp_path, capsys):
-    """But those of a classes.txt are, and an empty folder of validation images is one of a class without any."""
+    """But classes of a classes.txt count without images, and so does an empty validation folder of a training class."""
     write_folder(tmp_path / "train", 6, 3, seed=1)
     write_folder(tmp_path / "val", 2, 2, seed=1)
     for name in ("train/a", "train/b/c", "train/__MACOSX/x", "val/c02"):
@@ -170,7 +170,7 @@ def test_folders_without_an_image_are_no_classes(tmp_path, capsys):
 
 
 def test_names_of_classes_in_a_list(tmp_path):
-    """The folders, where they tell the classes apart; paths may be absolute, or relative to the list."""
+    """The folders' names, if they tell the classes apart; paths may be absolute, or relative to the list."""
     image, *_ = write_folder(tmp_path / "images", 1, 1, seed=1)
     for files, names in (
         (("a/1.jpg", "b/2.jpg"), ["a", "b"]),
@@ -195,7 +195,7 @@ def records(tmp_path, labels=(0.0, 1.0), classes="a\nb\n"):
 
 
 def test_a_broken_record_does_not_hide_the_classes(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources.records, "_NUM_SPOT_CHECKS", 1)  # so that it is not noticed when the file is opened
+    monkeypatch.setattr(sources.records, "_NUM_SPOT_CHECKS", 1)  # so that opening the file does not notice it
     path = records(tmp_path, labels=(0.0, 4.0, 2.0), classes="")
     offset = int(path.with_suffix(".idx").read_text().split()[5])
     with path.open("r+b") as file:
@@ -417,7 +417,7 @@ def test_mistakes_get_one_sentence(tmp_path, mistake):
 
 @pytest.mark.parametrize("folder", ["train", "train/c01"])
 def test_unreadable_folders(tmp_path, monkeypatch, folder):
-    """Also where the tests run as root, who may read everything."""
+    """Works even if the tests run as root, who may read everything."""
     write_folder(tmp_path / "train", 4, 2, seed=1)
     scandir = os.scandir
 
