@@ -82,7 +82,7 @@ class CudaMachine:
 
     def _place(self, sizes: Sequence[int], dtypes: Sequence[str]) -> list[int]:
         """Addresses of so many bytes each, filled with random values of the types; "": with anything. Raises
-        PassingError where they do not fit."""
+        TransientError where they do not fit."""
         address = self._arena.reserve(sum(map(aligned, sizes)))
         addresses = []
         for size, dtype in zip(sizes, dtypes, strict=True):

@@ -18,7 +18,7 @@ from common.errors import ProgramError
 from common.mxnet_compat import mx
 from gpu_report.figures import Figure, Section
 from gpu_report.section import Bench
-from graph_passes.errors import CapacityError, PassingError
+from graph_passes.errors import CapacityError, TransientError
 from graph_passes.executors import Executor
 from train.build import build_executor, check_memory
 from train.commands.benchmark_inference import CLASSES, images, memory_in_use, precisions
@@ -66,13 +66,13 @@ def _measure(bench: Bench, depth: int, precision: str, config: Config) -> None:
         try:
             bench.add(_figure(bench, what, precision, fitting))
             return
-        except (CapacityError, PassingError):
+        except (CapacityError, TransientError):
             bench.leave_out(f"{what} in {precision} with batch {batch}", "there is no room for it in memory")
         batch //= 2
 
 
 def _figure(bench: Bench, what: str, precision: str, config: Config) -> Figure:
-    """Raises CapacityError or PassingError where the batch does not fit."""
+    """Raises CapacityError or TransientError where the batch does not fit."""
     check_memory(config, CLASSES, config.image_size, bench.placement)
     executor = build_executor(config, CLASSES, config.image_size, bench.placement, None)
     try:
