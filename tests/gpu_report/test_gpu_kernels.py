@@ -128,7 +128,7 @@ def test_problems_for_cudnn():
     assert (problem.x, problem.w, problem.y) == ((2, 7, 9, 3), (5, 2, 3, 3), (2, 6, 5, 5))
     assert (problem.pad, problem.stride, problem.flops) == ((0, 1), (1, 2), ODD.flops)
     assert kernels_cuda._problem(deepbench.CONVOLUTIONS[4], "fprop", "int8").kind == "fprop_bias_relu"
-    with pytest.raises(GraphError, match="3 channels with 5 filters not in 8 bits, where they are multiples of 16"):
+    with pytest.raises(GraphError, match="3 channels with 5 filters: both must be multiples of 16"):
         kernels_cuda._problem(ODD, "fprop", "float8")
 
 
