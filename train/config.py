@@ -53,7 +53,7 @@ class Config(BeginningOptions, TrainingOptions):
         return f"{self.learning_rate:g} per {REFERENCE_BATCH} images"
 
     @property
-    def calmer(self) -> str:
+    def divergence_advice(self) -> str:
         """What to do where training diverges."""
         return f"lower --learning-rate (now {self.shown_rate}) or lengthen --warmup-epochs"
 

@@ -42,7 +42,7 @@ class LanguageModelConfig(Config):
         return f"{self.options.learning_rate:g}"
 
     @property
-    def calmer(self) -> str:
+    def divergence_advice(self) -> str:
         return f"lower --learning-rate (now {self.shown_rate})"
 
     @classmethod

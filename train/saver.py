@@ -79,7 +79,7 @@ class Saver:
         saved = f"the last good checkpoint is {self.last_saved}" if self.last_saved else "there is no checkpoint yet"
         return TrainError(
             f"the loss is no finite number any more ({steps}, epoch {self.state.progress.epoch + 1}); {saved}: "
-            f"{self.state.config.calmer}",
+            f"{self.state.config.divergence_advice}",
             on_all_ranks=True,
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graph_passes.errors import GraphError, PassingError
+from graph_passes.errors import GraphError, TransientError
 from graph_passes.graph import Graph, Node
 from graph_passes.passes.choice import Choose
 
@@ -31,7 +31,7 @@ def quantised_way(graph: Graph, choose: Choose) -> Graph:
 def _way(graph: Graph, node: Node, choose: Choose) -> str:
     try:
         return choose(graph, node, {way: [node.with_attrs(way=way)] for way in (TAPS, SQUARES, *TILES, *STREAMS)})
-    except PassingError:
+    except TransientError:
         raise
     except GraphError:  # no tile is for this shape, or this GPU: never one of several ways, as it is far slower
         return DIRECT

@@ -32,7 +32,7 @@ from common import environment, files
 from common.command_line import option_name
 from common.errors import ProgramError
 from common.mxnet_compat import mx
-from graph_passes.errors import CapacityError, PassingError
+from graph_passes.errors import CapacityError, TransientError
 from graph_passes.executors import Executor
 from graph_passes.passes import BACKBONE
 from train import devices
@@ -152,7 +152,7 @@ def sweep(precision: str, config: Config, placement: Placement, num_classes: int
                 return
             try:
                 point = measure(executor, precision, images(config, placement, batch), seconds)
-            except (CapacityError, PassingError):  # memory that kernels need besides; what is measured stays
+            except (CapacityError, TransientError):  # memory that kernels need besides; what is measured stays
                 print(_left_out(precision, batch), flush=True)
                 return
             finally:
@@ -185,7 +185,7 @@ def _build(precision: str, config: Config, placement: Placement, num_classes: in
             return executor_of(network, trained, config, placement)
         check_memory(config, num_classes, config.image_size, placement)
         return build_executor(config, num_classes, config.image_size, placement, None)
-    except (CapacityError, PassingError):
+    except (CapacityError, TransientError):
         print(_left_out(precision, batch), flush=True)
         return None
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from common.disk_cache import Cache
-from graph_passes.errors import GraphError, PassingError
+from graph_passes.errors import GraphError, TransientError
 from graph_passes.executors.cuda.arena import Arena
 from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.kernels import sources_digest
@@ -74,7 +74,7 @@ class Planner:
         for name, way in ways.items():
             try:
                 way()
-            except PassingError:
+            except TransientError:
                 raise
             except GraphError as error:
                 reasons[name] = error
@@ -100,7 +100,7 @@ class Planner:
                 reasons[name] = error
         if min(times.values()) == math.inf:
             raise _most_useful(reasons)
-        return times, not any(isinstance(reason, PassingError) for reason in reasons.values())
+        return times, not any(isinstance(reason, TransientError) for reason in reasons.values())
 
     def save(self) -> None:
         """Keep the times taken since the last call on disk."""

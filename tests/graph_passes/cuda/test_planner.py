@@ -10,7 +10,7 @@ import pytest
 
 from common.disk_cache import Cache
 from graph_passes import GraphError
-from graph_passes.errors import PassingError
+from graph_passes.errors import TransientError
 from graph_passes.executors.cuda.arena import Arena
 from graph_passes.executors.cuda.planner import Decision, Planner
 from graph_passes.executors.cuda.profile import format_decisions
@@ -40,7 +40,7 @@ class FakeGpu:
     def time_ms(self, enqueue: Any) -> float:
         if self.is_full:
             self.is_full = False
-            raise PassingError("the GPU has no memory left")
+            raise TransientError("the GPU has no memory left")
         self.timed += 1
         start = self.clock
         enqueue()
@@ -125,7 +125,7 @@ def test_no_way_at_all_is_an_error(tmp_path: Path) -> None:
 def test_what_could_not_be_timed_now_is_not_remembered(tmp_path: Path) -> None:
     """Neither of a GPU without memory, nor of a convolution that was not found in time, is the next process told."""
     def unfinished() -> Program:
-        raise PassingError("not found in time")
+        raise TransientError("not found in time")
 
     gpu = FakeGpu()
     emits = {name: way(gpu, name, milliseconds).emit for name, milliseconds in (("fused", 1.0), ("separate", 2.0))}
@@ -138,7 +138,7 @@ def test_what_could_not_be_timed_now_is_not_remembered(tmp_path: Path) -> None:
         assert now.fastest("other", "problem", ways).times == decision.times
         assert gpu.timed == timed, "one answer a process"
         now.save()
-    with pytest.raises(PassingError):
+    with pytest.raises(TransientError):
         planner(gpu, tmp_path, deterministic=True).first({"fused": unfinished, "separate": emits["separate"]})
     assert planner(gpu, tmp_path).fastest("node", "problem", emits).chosen == "fused"
 

@@ -16,7 +16,7 @@ from test_without_gpu import FakeConvolutions, FakeGpu, FakeKernels
 
 from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError, Ref, passes, pipeline
-from graph_passes.errors import PassingError
+from graph_passes.errors import TransientError
 from graph_passes.executors import reference
 from graph_passes.executors.cuda import compiled, network, toolchain
 from graph_passes.executors.cuda.choices import Choices
@@ -307,9 +307,9 @@ def test_each_convolution_is_asked_for(rng: np.random.Generator) -> None:
     assert [node["way"] for node in chosen if node.op == "QuantisedConvolution"] == [DIRECT] + 19 * [[*TILES][1]]
 
     def short(graph: Graph, node: Any, ways: passes.Ways) -> str:
-        raise PassingError("no memory now")
+        raise TransientError("no memory now")
 
-    with pytest.raises(PassingError):
+    with pytest.raises(TransientError):
         quantised_way(graph, short)
 
 
