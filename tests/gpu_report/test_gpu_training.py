@@ -131,7 +131,8 @@ def test_memory_that_kernels_need_besides(bench, monkeypatch):
 
 
 @pytest.mark.parametrize("behaviour, sentence", [
-    ({"loss": math.nan}, "not all timed steps of resnet50 trained: the sum of their losses is nan, and 0 of them changed no weight"),
+    ({"loss": math.nan}, "not all timed steps of resnet50 trained: the sum of their losses is nan, and 0 of them "
+                         "changed no weight"),
     ({"skips": True}, "the sum of their losses is 1.0, and 1 of them changed no weight"),
 ])
 def test_steps_that_do_not_train(bench, monkeypatch, behaviour, sentence):
