@@ -181,7 +181,7 @@ make_environment() {
     local python said
     # Removes only an unfinished environment, not another folder that VENV may name.
     [ ! -e "$venv" ] || [ -e "$venv/pyvenv.cfg" ] || rmdir "$venv" 2>/dev/null ||
-        fail "$venv is there and is no virtual environment: remove it, or name another place"
+        fail "$venv exists and is not a virtual environment: remove it, or name another place"
     python=$(find_python) || fail "$(why_no_python), then make again"
     [ ! -e "$venv/.done-packages" ] || say "the Python of $venv was removed or replaced since it was made"
     { rm -rf "$venv" && mkdir -p "$venv"; } 2>/dev/null ||
@@ -242,7 +242,7 @@ build_horovod() {
         fail "Horovod could not be built: $(reason) (log: $log); everything but several processes works without"
 }
 
-trap 'printf "\nerror: interrupted; make goes on where it was\n" >&2; exit 130' INT TERM
+trap 'printf "\nerror: interrupted; make resumes where it was\n" >&2; exit 130' INT TERM
 find_kind
 # Only one setup may run at a time, because creating the environment removes an unfinished one. The lock is on this
 # script, which always exists and can be read. If the file system does not support locks, setup runs without one.

@@ -176,7 +176,7 @@ def load(path: Path) -> Checkpoint:
                 group, _, name = member.removesuffix(".npy").rpartition("/")
                 if group:
                     array = np.lib.format.read_array(io.BytesIO(archive.read(member)), allow_pickle=False)
-                    group = "state/momentum" if group == "momenta" else group  # as version 1 called it
+                    group = "state/momentum" if group == "momenta" else group  # version 1 wrote momenta/<name>
                     groups.setdefault(group, {})[name] = array
             loader = groups["loader"]
             return Checkpoint(

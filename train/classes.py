@@ -63,8 +63,8 @@ def match(
 
 
 def _by_number(data: str, found: Classes, known: Classes, whose: str) -> tuple[list[int] | None, str]:
-    """Labels for classes that are numbers on at least one side, -1 for a class that the network lacks, or None; and a
-    note if only one side has numbers."""
+    """Match classes whose names are numbers on at least one side. Returns the labels (-1 for a class that the network
+    lacks) or None, and a note if only one side has numbers."""
     of_found, of_known = _numbers(found), _numbers(known)
     sides = ((data, found), (whose, known))
     places = [place for place, classes in sides if _numbers(classes, names_alone=True)]

@@ -279,7 +279,7 @@ def test_files_that_are_removed_in_mid_run(gone, named, unbroken, tiny_options, 
     assert (f"error: the run has ended, but {named} been removed from {folder} meanwhile: what was still known "
             f"is written again{lost}\n") in err
     if gone != "config.json":
-        assert out.count("removed while the run goes on: ") == named.count("/best") + named.count("metrics")
+        assert out.count("removed while the run continues: ") == named.count("/best") + named.count("metrics")
     wanted = unbroken
     if "best.npz" in named:  # whatever it was, the validation after that is the best
         epochs = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())

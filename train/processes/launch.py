@@ -152,10 +152,11 @@ def _wait(processes: Processes) -> int:
     """Wait until all processes have ended, until GRACE_SECONDS after the first failure, or until a second request to
     stop.
 
-    A process that stopped on request has not failed, because process 0 may still be writing the report; nor has a
-    process that was killed after that. If the run fails, the last words of the process at fault (or that it hung) are
-    printed after the messages of Horovod and the other processes, which fail because of it, perhaps even before it is
-    gone. Nothing is printed if it ended by a signal that was passed on, as it does during its start.
+    A process that stopped on request has not failed, because process 0 may still be writing the report. A process that
+    was killed after such a request has not failed either. If the run fails, the last words of the process at fault are
+    printed (or that it hung). They come after the messages of Horovod and of the other processes, which fail because of
+    it, perhaps even before it is gone. Nothing is printed for a process that ended during its start by a signal that
+    was passed on.
     """
     failed: list[Worker] = []  # in the order of detection
     hang: EndedHang | None = None

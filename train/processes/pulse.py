@@ -123,8 +123,8 @@ class Pulse:
         self._record.beats += 1
 
     def begin_collective(self) -> None:
-        """Record the beginning of an operation that all processes do in the same order. During a slow activity it
-        counts as part of that activity."""
+        """Record the beginning of an operation that all processes do in the same order. If a slow activity
+        (`takes_time`) is being shown, the operation is part of it, and the activity stays."""
         self._record.collectives += 1
         takes_time = Activity(self._record.activity).takes_time
         self.show(Activity(self._record.activity) if takes_time else Activity.TOGETHER)

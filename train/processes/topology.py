@@ -81,7 +81,7 @@ def _read(nvml: Any, visible: str, count: int) -> GpuPlace:
         else:
             raise TrainError(f"CUDA_VISIBLE_DEVICES names GPU {visible}, but this machine has {count}; correct it")
     except nvml.NVMLError:
-        raise TrainError(f"CUDA_VISIBLE_DEVICES names {visible!r}, which is no GPU here; correct it") from None
+        raise TrainError(f"CUDA_VISIBLE_DEVICES names {visible!r}, which is not a GPU here; correct it") from None
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     cores: frozenset[int] = frozenset()
     with contextlib.suppress(nvml.NVMLError):

@@ -233,8 +233,8 @@ class Processes:
 
 
 def stop_with_us() -> None:
-    """For a new process (`preexec_fn`): get SIGTERM when the parent is killed, to save and free the GPU. (For the
-    processes of a run, `Guard` covers processes that do not react.)"""
+    """For a new process (`preexec_fn`): request SIGTERM for the death of the parent, to save a checkpoint and free the
+    GPU. (In a run of several processes, `Guard` also ends those that do not react.)"""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

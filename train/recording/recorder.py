@@ -336,8 +336,8 @@ class Recorder:
         """Report that these files of the run's folder were removed; repeated at the end (`all_removed`)."""
         if names:
             self.all_removed += names
-            self.say(f"removed while the run goes on: {', '.join(names)} in {self.folder}; what is still known will be "
-                     "written again")
+            self.say(f"removed while the run continues: {', '.join(names)} in {self.folder}; what is still known will "
+                     "be written again")
             self.event("removed", files=list(names))
 
     def say(self, text: str) -> None:

@@ -59,7 +59,7 @@ def read(path: Path) -> tuple[Arrays, Record]:
             raise TrainError(f"{path} is an export in INT8, from which float weights cannot be restored: give the "
                              "run folder or checkpoint that it was made from, or an export without --int8")
         if any(tensor.data_location == onnx.TensorProto.EXTERNAL for tensor in model.graph.initializer):
-            raise ValueError("its numbers are in another file")
+            raise ValueError("its weights are in a separate file")
         arrays = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
         return _unfold(arrays, about), _record(path, about)
 
@@ -99,9 +99,9 @@ def _value(about: Mapping[str, str], name: str) -> Any:
     try:
         return json.loads(about[name])
     except KeyError:
-        raise ValueError(f"it does not say its {name}") from None
+        raise ValueError(f"its metadata lacks {name}") from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"its {name} is no JSON, {error}") from None
+        raise ValueError(f"its {name} is not JSON, {error}") from None
 
 
 def _text(array: np.ndarray) -> str:

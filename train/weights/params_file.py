@@ -35,7 +35,7 @@ def check(path: Path) -> None:
     with path.open("rb") as file:
         walk = _Walk(file, path.stat().st_size)
         if walk.number("Q") != MAGIC or walk.number("Q"):
-            raise ValueError("it does not begin as one of MXNet's")
+            raise ValueError("it does not begin like a file of MXNet")
         arrays = walk.number("Q")
         for _ in range(arrays):
             _pass_array(walk)
@@ -63,7 +63,7 @@ def _pass_array(walk: _Walk) -> None:
         raise ValueError(f"an array was on the device {number} of kind {device}")
     item = ITEM_BYTES.get(walk.number("i"), 0)
     if not item or min(shape, default=0) < 0:
-        raise ValueError(f"an array has a type or the shape {shape}, which MXNet has not")
+        raise ValueError(f"an array has a type or shape ({shape}) that MXNet does not have")
     walk.skip(item * math.prod(shape))
 
 
@@ -86,5 +86,5 @@ class _Walk:
 
     def _take(self, size: int) -> None:
         if size > self.left:
-            raise ValueError(f"{size} bytes are to follow, and {self.left} do")
+            raise ValueError(f"{size} bytes should follow, but only {self.left} do")
         self.left -= size

@@ -500,8 +500,8 @@ def exported(tmp_path_factory) -> Path:
     ({"class_keys": '["a", "a", "b"]'}, "its class_keys contain a name twice"),
     ({"class_keys": "[[], {}, 1]"}, "its class_keys are not a list of names"),
     ({"class_names": '["a", "b"]'}, "it has 3 class_keys, but 2 names to show for them"),
-    ({"class_names": None}, "it does not say its class_names"),
-    ({"batch_norms": 100_000 * "["}, "its batch_norms is no JSON, maximum recursion depth"),
+    ({"class_names": None}, "its metadata lacks class_names"),
+    ({"batch_norms": 100_000 * "["}, "its batch_norms is not JSON, maximum recursion depth"),
     ({"batch_norms": "{}"}, "its batch_norms have no stem_bn"),
     ({"batch_norms": "3"}, "is not a complete ONNX file ("),
 ])
@@ -523,7 +523,7 @@ def test_onnx_without_its_numbers(name, exported, tmp_path):
     tensor.data_location = onnx.TensorProto.EXTERNAL
     tensor.external_data.add(key="location", value="/etc/passwd")
     (tmp_path / "w.onnx").write_bytes(model.SerializeToString())
-    assert "is not a complete ONNX file (its numbers are in another file)" in refused(str(tmp_path / "w.onnx"))
+    assert "is not a complete ONNX file (its weights are in a separate file)" in refused(str(tmp_path / "w.onnx"))
     model.graph.initializer.remove(tensor)
     onnx.save(model, tmp_path / "w.onnx")
     assert f"is not a complete ONNX file (it has no {name}): write it again" in refused(str(tmp_path / "w.onnx"))
