@@ -65,7 +65,7 @@ def _check_kind(path: Path) -> None:
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "it is no regular file")
+        raise OSError(errno.EINVAL, "it is not a regular file")
     if path.is_symlink() and not path.exists():  # the disk of its target may not be mounted at present
         raise OSError(errno.EINVAL, "it is a link to a file that is not there")
 

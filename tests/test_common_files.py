@@ -13,7 +13,8 @@ from common.files import check_place, write
 
 @pytest.mark.parametrize("name, reason", [
     ("file/x", "Not a directory"), ("file/new/x", "Not a directory"), ("folder", "Is a directory"),
-    ("nowhere/x", "No such file or directory"), ("pipe", "it is no regular file"), ("device", "it is no regular file"),
+    ("nowhere/x", "No such file or directory"), ("pipe", "it is not a regular file"),
+    ("device", "it is not a regular file"),
 ])
 def test_no_place(name, reason, tmp_path):
     """The check's message equals that of writing, except for the advice."""

@@ -365,7 +365,7 @@ def test_interrupted(venv):
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)
     _, error = process.communicate(timeout=LIMIT)
-    assert process.returncode == 130 and error.endswith("error: interrupted; make goes on where it was\n")
+    assert process.returncode == 130 and error.endswith("error: interrupted; make resumes where it was\n")
     assert not (venv / ".ready").exists()
     write_program(venv / "bin" / "pip", "")
     assert subprocess.run(command).returncode == 0
@@ -377,7 +377,7 @@ def test_a_folder_that_is_no_environment_is_left_alone(tmp_path: Path) -> None:
     precious.write_text("years")
     found = subprocess.run(["bash", str(SCRIPT), "run", str(precious.parent)], capture_output=True, text=True)
     assert found.returncode == 2 and precious.read_text() == "years"
-    assert found.stderr == (f"error: {precious.parent} is there and is no virtual environment: remove it, or name "
+    assert found.stderr == (f"error: {precious.parent} exists and is not a virtual environment: remove it, or name "
                             "another place\n")
 
 

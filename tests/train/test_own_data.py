@@ -159,8 +159,8 @@ def test_two_processes_validate_each_image_once(options, uneven_data, tmp_path, 
 
 @pytest.mark.parametrize("wrong, sentence", [
     (["--val-split", "1"], "--val-split 1.0 must be at least 0 and below 1"),
-    (["--label-smoothing", "0.7"], "--label-smoothing 0.7 gives the right one of 3 classes no larger share than a "
-                                   "wrong one: give less than 0.667, 0.1 is usual"),
+    (["--label-smoothing", "0.7"], "--label-smoothing 0.7 gives the right class no larger share than a "
+                                   "wrong one (3 classes): give less than 0.667, 0.1 is usual"),
     (["--balance", "2"], "--balance 2.0 must be a fraction from 0 to 1"),
     (["--data", "synthetic", "--val-split", "0.1"], "have a validation split, and as many of each class; leave out"),
     (["--data", "{tmp}/single", "--val-split", "0.1"], "no class has two images, one to train on and one for --val-sp"),
@@ -247,7 +247,7 @@ def test_images_of_one_class_are_refused(tiny_data, tmp_path, stored):
         (data / "train.lst").write_text("".join(f"{i}\t2\t{file}\n" for i in range(4)))
     else:
         write_records(data / "train.rec", file.read_bytes(), [2] * 4)
-    with pytest.raises(TrainError, match=f"data has images of one class only, {name!r}, and there is nothing to tell"):
+    with pytest.raises(TrainError, match=f"data has images of one class only, {name!r}, so there is nothing"):
         loader_of(data)
 
 

@@ -1,4 +1,4 @@
-"""Prediction: the most likely classes of given image files, printed; `predict_to_file` has the way for many.
+"""Prediction: print the most likely classes of given image files. `predict_to_file` serves large numbers of images.
 
     python -m train predict --checkpoint runs/my-run picture1.jpg folder/ [--json] [--contact-sheet sheet.png]
     python -m train predict --checkpoint runs/my-run folder/ --output predictions.csv
@@ -36,7 +36,7 @@ from train.processes.distributed import Workers
 
 @dataclass(frozen=True)
 class Guess:
-    """One class that an image may belong to."""
+    """A possible class of an image."""
 
     name: str
     index: int
@@ -45,15 +45,15 @@ class Guess:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the network says about one file, the most likely class first."""
+    """The predictions for one file, the most likely class first."""
 
     file: Path
     guesses: list[Guess]
-    picture: np.ndarray  # uint8 (size, size, 3): what the network saw
+    picture: np.ndarray  # uint8 (size, size, 3): the network's input
 
 
 def main(values: Mapping[str, Any]) -> None:
-    """Predict, by the options given. Raises UserError."""
+    """Predict and print. Raises UserError."""
     options, workers = PredictOptions(**values), Workers()
     if not options.checkpoint:
         raise TrainError("prediction needs trained weights: give --checkpoint with a run folder, a checkpoint or a "
@@ -62,14 +62,15 @@ def main(values: Mapping[str, Any]) -> None:
         predict_to_file(options, values, workers)
         return
     if workers.size > 1:
-        raise TrainError("several processes predict into a file: give --output, or use python -m train predict",
+        raise TrainError("several processes can only predict into a file: give --output, or use "
+                         "python -m train predict",
                          on_all_ranks=True)
     options = replace(options, images=tuple(image_paths(options.images)))
     if options.contact_sheet:
         _check_sheet(Path(options.contact_sheet), options.images)
     predictions = predict(options)
     for file in sorted(set(options.images) - {prediction.file for prediction in predictions}):
-        print(f"skipped, no readable image: {file}", file=sys.stderr)
+        print(f"skipped, not a readable image: {file}", file=sys.stderr)
     if options.contact_sheet:
         files.write(Path(options.contact_sheet), contact_sheet(predictions))
     if options.json:
@@ -111,9 +112,9 @@ def predict(options: PredictOptions) -> list[Prediction]:
 
 
 def _check_sheet(sheet: Path, images: Sequence[Path]) -> None:
-    """Raise UserError where it would be written over a photograph, or cannot be written."""
+    """Raise UserError if the sheet would replace one of the images, or cannot be written."""
     if sheet.suffix.lower() != ".png":
-        raise TrainError(f"--contact-sheet {sheet} must end in .png, as the sheet is one")
+        raise TrainError(f"--contact-sheet {sheet} must end in .png: the sheet is a PNG image")
     if sheet.resolve() in {image.resolve() for image in images}:
         raise TrainError(f"--contact-sheet {sheet} is one of the images, which it would replace: give another name")
     files.check_place(sheet, "give another --contact-sheet")
@@ -137,14 +138,15 @@ def _print(predictions: Sequence[Prediction]) -> None:
 
 # --- the contact sheet ---
 
-_CELL, _GAP, _LINE, _GUESSES = 224, 20, 20, 3  # pixels of a picture, between pictures and of a line; lines of guesses
+_CELL, _GAP, _LINE, _GUESSES = 224, 20, 20, 3  # pixels: a picture, a gap, a line of text; lines of guesses
 _PAPER, _INK, _FAINT, _BAR = "#ffffff", "#1f2328", "#6e7781", "#d6e6f7"
 
 
 def contact_sheet(predictions: Sequence[Prediction], columns: int = 6) -> bytes:
-    """A PNG with every picture, its file name and its three most likely classes, each over a bar of that length.
+    """A PNG with every picture, its file name and its three most likely classes, each over a bar whose length is its
+    probability.
 
-    Raises TrainError where there is no prediction to show.
+    Raises TrainError if there is no prediction to show.
     """
     if not predictions:
         raise TrainError("there is no prediction to draw on the contact sheet: all images were skipped")
@@ -159,7 +161,7 @@ def contact_sheet(predictions: Sequence[Prediction], columns: int = 6) -> bytes:
         y = _GAP + i // columns * (height + _GAP)
         sheet.paste(Image.fromarray(prediction.picture).resize((_CELL, _CELL), Image.Resampling.BICUBIC), (x, y))
         y += _CELL + 6
-        name = printable(str(Path(*prediction.file.parts[-2:])))  # the folder is often the true class
+        name = printable(str(Path(*prediction.file.parts[-2:])))  # with the folder, which is often the true class
         draw.text((x, y), fitting(name, regular, _CELL), _FAINT, regular)
         for rank, guess in enumerate(prediction.guesses[:_GUESSES]):
             y += _LINE
