@@ -489,7 +489,7 @@ def exported(tmp_path_factory) -> Path:
     ({"resize_shorter": "0"}, "its resize_shorter 0 is not at least its center_crop, 40"),
     ({"resize_shorter": "1" + 400 * "0"}, "its center_crop / resize_shorter 0.0 is not from 0.1 to 1"),
     ({"center_crop": "-5"}, "its center_crop -5 is not from 32 to 8192"),
-    ({"center_crop": "large"}, "its center_crop is no JSON"),
+    ({"center_crop": "large"}, "its center_crop is not JSON"),
     ({"mean": '["a", "b", "c"]'}, "its mean ['a', 'b', 'c'] is not three numbers from 0 to 255"),
     ({"mean": "[1, 2]"}, "its mean [1, 2] is not three numbers"),
     ({"mean": "1"}, "its mean 1 is not three numbers"),
