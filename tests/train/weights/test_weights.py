@@ -402,14 +402,14 @@ def test_another_model_than_asked_for(state, tmp_path):
 
 @pytest.mark.long(but=["fc.*"])
 @pytest.mark.parametrize("name, change, words", [
-    ("layer2.1.bn1.weight", lambda array: array * np.float32(np.nan), "its layer2.1.bn1.weight holds what is no"),
+    ("layer2.1.bn1.weight", lambda array: array * np.float32(np.nan), "its layer2.1.bn1.weight has values that are not"),
     ("conv1.weight", lambda array: array.astype(np.float64) * 1e300, "its conv1.weight has values that are not finite"),
     ("bn1.running_var", lambda array: -array, "its bn1.running_var holds a negative variance"),
     ("fc.weight", lambda array: array.astype(np.int8), "its fc.weight is int8, not floating-point"),
     ("fc.bias", lambda array: array[:3], "the nearest is resnet18, whose fc.weight and fc.bias have a row for each "
                                          "class, and not the shapes (5, 16) and (3,): give"),
     ("fc.bias", lambda array: array[0], "the nearest is resnet18, whose fc.bias is (1000,) and not ()"),
-    ("bn1.num_batches_tracked", lambda array: np.zeros(2, np.int64), "its bn1.num_batches_tracked is no number of"),
+    ("bn1.num_batches_tracked", lambda array: np.zeros(2, np.int64), "its bn1.num_batches_tracked is not a number of"),
     ("bn1.num_batches_tracked", lambda array: np.array(np.nan), "its bn1.num_batches_tracked is not a number of"),
     ("bn1.num_batches_tracked", lambda array: np.array(np.inf), "its bn1.num_batches_tracked is not a number of"),
     ("bn1.num_batches_tracked", lambda array: -1 - array, "its bn1.num_batches_tracked is not a number of"),
