@@ -482,13 +482,18 @@ def _unlisted(path: Path, listed: Set[str]) -> int:
 
 
 def _folder_names(files: list[Path], labels: list[int]) -> list[str]:
-    """Names for classes 0 to the highest label: the folders of their files, or numbers if folders are ambiguous."""
-    first = dict(zip(reversed(labels), reversed(files), strict=True))  # label -> its first file
-    folder_of = {label: file.parent.name for label, file in first.items()}
-    if len(set(folder_of.values())) < len(folder_of):  # CLASS/images/FILE
-        folders = {label: os.path.abspath(file.parent) for label, file in first.items()}
-        shared = os.path.commonpath(folders.values())
-        folder_of = {label: os.path.relpath(folder, shared).split(os.sep)[0] for label, folder in folders.items()}
-    if len(set(folder_of.values()) - {os.curdir}) < len(folder_of):
-        folder_of = {}
-    return [folder_of.get(label, str(label)) for label in range(max(labels) + 1)]
+    """Names for classes 0 to the highest label: the folders of their files, or numbers if folders are ambiguous.
+
+    Folders name classes only if all files of a label are in folders of one name, and no other label's files are: the
+    last folder of each path (CLASS/FILE), or the first one below the folder that all share (CLASS/images/FILE). A list
+    whose folders are sessions or cameras has numbers.
+    """
+    folders = {(label, os.path.dirname(file)) for label, file in zip(labels, files, strict=True)}
+    places = [(label, os.path.abspath(folder)) for label, folder in folders]
+    shared = os.path.commonpath([place for _, place in places])
+    firsts = {(label, os.path.relpath(place, shared).split(os.sep)[0]) for label, place in places}
+    for pairs in ({(label, os.path.basename(place)) for label, place in places}, firsts):
+        names = dict(pairs)
+        if len(pairs) == len(names) == len(set(names.values()) - {os.curdir}):
+            return [names.get(label, str(label)) for label in range(max(labels) + 1)]
+    return [str(label) for label in range(max(labels) + 1)]

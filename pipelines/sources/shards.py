@@ -31,7 +31,7 @@ from pipelines.sources.folders import some
 
 _DIGEST_BYTES = 16  # size of an index's digest
 _NUM_DIGESTED, _AROUND = 16, 4096  # it covers this many images per shard, and this many bytes before and after each
-SPLIT_NAMES = {"train": "train", "val": "val(?:id(?:ation)?)?"}
+SPLIT_NAMES = {"train": "train(?:ing)?", "val": "val(?:id(?:ation)?)?"}
 
 
 class Entry(NamedTuple):
@@ -152,7 +152,7 @@ def find(is_shard: Callable[[Path], bool]) -> Callable[[Path, str], list[Path]]:
     """A function that finds the shards of a split at a data path, sorted by name.
 
     They are PATH itself; or all shards in PATH/SPLIT; or the shards in PATH with the split in their names; or all
-    shards in PATH if no name contains a split.
+    shards in PATH if no name contains a split. The function raises DataError for a name that contains several.
     """
 
     def find_shards(path: Path, split: str) -> list[Path]:
@@ -161,6 +161,9 @@ def find(is_shard: Callable[[Path], bool]) -> Callable[[Path, str], list[Path]]:
         if any((path / name).is_dir() for name in SPLIT_NAMES):
             return _all(path / split)
         shards = _all(path)
+        if both := [file for file in shards if sum(_names(file, name) for name in SPLIT_NAMES) > 1]:
+            raise DataError(f"{both[0]}: its name holds the words of several splits ({', '.join(SPLIT_NAMES)}), so it "
+                            f"would be in each of them; move the shards into {path / 'train'} and {path / 'val'}")
         named = {name: [file for file in shards if _names(file, name)] for name in SPLIT_NAMES}
         return named[split] if any(named.values()) else shards
 
@@ -191,7 +194,7 @@ def shard_name(file: Path) -> str:
 
 
 def _names(file: Path, split: str) -> bool:
-    return re.search(rf"(?:^|[-_.]){SPLIT_NAMES[split]}(?:[-_.\d]|$)", file.name) is not None
+    return re.search(rf"(?:^|[-_.]){SPLIT_NAMES[split]}(?:[-_.\d]|$)", file.name, re.IGNORECASE) is not None
 
 
 def _allow_open_files(count: int) -> None:

@@ -440,3 +440,33 @@ def test_a_flipped_bit_without_an_undamaged_record(tmp_path, image):
     flip(path, path.stat().st_size - 8)
     with pytest.raises(DataError, match="train.tfrecord: no record matches its checksum"):
         open_source(path, "train")
+
+
+def test_folders_that_hold_several_classes_name_none_in_a_list(tmp_path):
+    """Such as sessions of a camera. The first file of each label gave the name, so another list swapped classes."""
+    rng = np.random.default_rng(7)
+    for name in ("s1", "s2"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+    for split, first in (("train", 0), ("val", 1)):
+        lines = []
+        for i in range(8):
+            label, session = i % 2, "s1" if (i // 2 + i + first) % 2 else "s2"
+            file = f"images/{session}/{split}{i}.jpg"
+            (tmp_path / file).write_bytes(encode(smooth_image(rng, 20, 20)))
+            lines.append(f"{i}\t{label}\t{file}\n")
+        (tmp_path / f"{split}.lst").write_text("".join(lines))
+    for split in ("train", "val"):
+        source = open_source(tmp_path, split)
+        assert source.class_names == ["0", "1"]
+        assert [source.label(i) for i in range(8)] == [i % 2 for i in range(8)]
+
+
+@pytest.mark.parametrize("files", [("a/x.jpg", "a/y.jpg", "b/x.jpg"), ("a/1/x.jpg", "a/2/y.jpg", "b/1/x.jpg")])
+def test_folders_that_hold_one_class_each_name_them_in_a_list(tmp_path, files):
+    image = encode(smooth_image(np.random.default_rng(8), 20, 20))
+    for file in files:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_bytes(image)
+    lines = [f"{number}\t{int(file[0] == 'b')}\t{file}\n" for number, file in enumerate(files)]
+    (tmp_path / "train.lst").write_text("".join(lines))
+    assert open_source(tmp_path, "train").class_names == ["a", "b"]

@@ -295,3 +295,19 @@ def test_weights_of_classes(padding, uneven_data):
     assert weights == pytest.approx([30 / 3 / 18, 30 / 3 / 9, 30 / 3 / 3] + padding * [1.0])
     graph = training_graph(config, models.create("resnet18", 3 + padding), weights)
     assert graph["softmax"]["class_weights"] == pytest.approx(weights)
+
+
+@pytest.mark.long
+def test_validation_on_moved_data_says_that_training_images_are_among_it(run_train, tiny_data, tmp_path):
+    data, moved = tmp_path / "data", tmp_path / "moved"
+    shutil.copytree(tiny_data, data)
+    code, _, err = run_train("--data", data, "--val-split", "0.3", "--output", tmp_path / "run", "--model", "resnet18",
+                             "--image-size", "32", "--batch-size", "4", "--device", "cpu", "--num-threads", "1",
+                             "--no-tensorboard", "--epochs", "1", "--max-steps", "2")
+    assert code == 0, err
+    shutil.copytree(data, moved)
+    said = f"{moved}: all its images were validated on; the network's run kept 0.3 of each class of {data}"
+    for place, options, is_said in ((moved, (), True), (moved, ("--val-split", "0.3"), False), (data, (), False)):
+        code, _, err = run_train("validate", "--checkpoint", tmp_path / "run", "--data", place, "--device", "cpu",
+                                 *options)
+        assert code == 0 and (said in err) == is_said, err

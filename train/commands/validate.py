@@ -72,6 +72,11 @@ def main(values: Mapping[str, Any]) -> None:
               f"loss {loss:.4f}, top-1 {top1:.2%}" + f", top-5 {top5:.2%}" * is_top5_told
               + f", balanced accuracy {balanced:.2%}" * is_balance_wanted)
         per_class, *_ = validation.outcomes.by_class(trained.num_classes)
+        if trained.config.val_split and not config.val_split and not is_same:
+            share = f"{trained.config.val_split:g}"
+            print(f"{config.data}: all its images were validated on; the network's run kept {share} of each class of "
+                  f"{trained.config.data} for validation, so give --val-split {share} if these are the same images",
+                  file=sys.stderr)
         # Data without class names does not say which further classes it has.
         expected = range(trained.num_classes) if is_numbered(loader.own_classes) else loader.labels
         if unseen := [loader.classes[label] for label in expected if label >= 0 and not per_class[label]]:
