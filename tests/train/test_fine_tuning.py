@@ -68,7 +68,7 @@ def test_other_layers_cannot_be_frozen_by_going_on(run_train, tiny_options, tmp_
     folder = tmp_path / "run"
     assert run_train("--output", folder, *tiny_options, "--max-steps", "1")[0] == 0
     code, _, err = run_train("--resume", folder, "--freeze", "stem")
-    assert code == 2 and "no --freeze, and this one has --freeze stem: to train other layers, begin a new run" in err
+    assert code == 2 and "no --freeze, but this one has --freeze stem: to train other layers, begin a new run" in err
     assert last_of(folder).progress.step == 1
 
 
