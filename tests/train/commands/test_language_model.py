@@ -87,12 +87,12 @@ def test_resume(run_train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             (["--text", other], f"to a run with another vocabulary than that of {other}: give the original --text, or"),
             (["--text", longer], "resume with the same text, sequences, steps, seed and number of processes"),
             (["--hidden", "8"], "to a run with --hidden 16, but this one has --hidden 8: leave it out, or begin a new"),
-            (["--sequences", "8"], "of a run with --sequences 16, and this one has --sequences 8: leave it out, or")):
+            (["--sequences", "8"], "to a run with --sequences 16, but this one has --sequences 8: leave it out, or")):
         code, _, err = run_train(*go_on, *options)
         assert code == 2 and sentence in err and err.count("\n") == 1, err
         assert err.startswith(f"error: the checkpoint {checkpoint.find(str(tmp_path / 'two'))}")
     code, _, err = run_train("validate", "--checkpoint", tmp_path / "two")
-    assert code == 2 and "belongs to a language model, and not of a network for images" in err
+    assert code == 2 and "belongs to a language model, not to a network for images" in err
     code, again, err = run_train(*go_on, "--log-every", "50")
     assert code == 0, err
     assert "resuming with other options: --log-every 50 (before: 100)\n" in again
