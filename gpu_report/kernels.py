@@ -8,7 +8,6 @@ forward pass, its data gradient and its weight gradient are timed separately; "t
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Protocol
@@ -49,13 +48,11 @@ class Machine(Protocol):
 
 def measure(bench: Bench) -> Section:
     """Time all kernels. A kernel that the device lacks, or has no time for, is noted."""
-    if bench.on_gpu and bench.placement.executor != "cuda":
-        bench.leave_out("the section", f"it is measured through cuDNN 9, which {bench.device} cannot run")
+    module = bench.machine_module("kernels")
+    if module is None:
         return bench.found()
-    where = "cuda" if bench.on_gpu else "cpu"
     sizes = (GEMMS, CONVOLUTIONS) if bench.on_gpu else (SMALL_GEMMS, SMALL_CONVOLUTIONS)
     bench.figures = [figure for figure in bench.figures if figure.what != TOTAL]  # an earlier start may have left some
-    module = importlib.import_module(f"gpu_report.kernels_{where}")
     with contextlib.closing(module.open_machine(bench.placement)) as machine:
         if not bench.has(COPY, "", ""):
             _measure_copy(bench, machine)

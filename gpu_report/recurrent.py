@@ -7,7 +7,6 @@ layer has hidden units. Training computes the gradients of data, weights and ini
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -71,11 +70,9 @@ class Machine(Protocol):
 
 def measure(bench: Bench) -> Section:
     """Time all layers. A layer that the device lacks, or has no time for, is noted."""
-    if bench.on_gpu and bench.placement.executor != "cuda":
-        bench.leave_out("the section", f"it is measured through cuDNN 9, which {bench.device} cannot run")
+    module = bench.machine_module("recurrent")
+    if module is None:
         return bench.found()
-    where = "cuda" if bench.on_gpu else "cpu"
-    module = importlib.import_module(f"gpu_report.recurrent_{where}")
     with contextlib.closing(module.open_machine(bench.placement)) as machine:
         for task in _tasks(machine, LAYERS if bench.on_gpu else SMALL_LAYERS):
             bench.time(task)

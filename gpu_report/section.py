@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 from common.errors import UserError
@@ -77,6 +79,14 @@ class Bench:
     def spent(self) -> float:
         """Seconds since the section began."""
         return self.clock() - self._start
+
+    def machine_module(self, section: str) -> ModuleType | None:
+        """The module that opens the machine of `section` on this device; None, with a note, on a GPU without cuDNN 9.
+        """
+        if self.on_gpu and self.placement.executor != "cuda":
+            self.leave_out("the section", f"it is measured through cuDNN 9, which {self.device} cannot run")
+            return None
+        return importlib.import_module(f"gpu_report.{section}_{'cuda' if self.on_gpu else 'cpu'}")
 
     def free_memory(self) -> None:
         """Free the memory that earlier networks have left. It would otherwise count as used by the next one, because
