@@ -5,11 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import re
 import select
 import sys
-import tempfile
-from collections.abc import Iterator
 from typing import Any
 
 from common.program import as_typed
@@ -132,21 +129,3 @@ def _descriptor_of(stream: Any) -> _Descriptor | None:
     buffer = getattr(stream, "buffer", None)
     raw = getattr(buffer, "raw", buffer)
     return raw if isinstance(raw, _Descriptor) else None
-
-
-@contextlib.contextmanager
-def without_lines(unwanted: re.Pattern[bytes]) -> Iterator[None]:
-    """Inside, lines on standard error that match `unwanted` are dropped, also those that libraries write by file
-    descriptor. All other lines appear at the end of the block."""
-    sys.stderr.flush()
-    stderr = os.dup(2)
-    with tempfile.TemporaryFile() as caught:
-        os.dup2(caught.fileno(), 2)
-        try:
-            yield
-        finally:
-            sys.stderr.flush()
-            os.dup2(stderr, 2)
-            os.close(stderr)
-            caught.seek(0)
-            os.write(2, b"".join(line for line in caught if not unwanted.search(line)))

@@ -31,7 +31,7 @@ import numpy as np
 import nvidia.dali.math as dali_math
 from nvidia import dali
 
-from common.output import without_lines
+from common.quiet import without_lines
 from pipelines import augment, policies
 from pipelines.operations import Numbers, applied, colour_numbers, mean_grey, numbers, on_those, solarised
 from pipelines.transform import MAX_PIXELS, MOST_OPERATIONS, ImageTransform

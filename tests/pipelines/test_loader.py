@@ -14,7 +14,7 @@ from image_helpers import EVERYTHING, operated, write_folder, write_records
 from PIL import Image
 
 from common.mxnet_compat import mx
-from common.output import without_lines
+from common.quiet import without_lines
 from pipelines import MEAN, STD, DataError, ImageTransform, LoaderConfig, dali_loader, open_files, open_loader
 from pipelines.dali_loader import READ_AHEAD, DaliLoader, decodes_on_cpu
 from pipelines.graph import (
