@@ -311,7 +311,7 @@ class DaliLoader(Loader):
     def _feed_unseen(self, i: int) -> np.ndarray | None:
         """`_feed` for an image of any batch, whose header may not have been inspected yet."""
         if self._graph.feeds != "pixels" and not self._is_known[i]:
-            self._end_look(Look(np.array([i]), [self._pool.submit(self._by_header, [i])]))
+            self._end_inspection([i], self._by_header([i]))
         return self._feed(i)
 
     def _look_at_headers(self, number: int) -> Look:
@@ -322,9 +322,12 @@ class DaliLoader(Loader):
         return Look(new, [self._pool.submit(self._by_header, part) for part in parts])
 
     def _end_look(self, look: Look) -> None:
-        found = [each for part in look.found for each in part.result()]
+        self._end_inspection(look.new, [each for part in look.found for each in part.result()])
+
+    def _end_inspection(self, indices: Sequence[int] | np.ndarray, found: Sequence[tuple[int, str]]) -> None:
+        """Have Pillow decode `found`, the images among `indices` that it must decode, with the reason."""
         self._decode_by_pillow([(i, reason) for i, reason in found if i not in self._by_pillow and i not in self.bad])
-        self._is_known[look.new] = True
+        self._is_known[indices] = True
 
     def _by_header(self, indices: Sequence[int]) -> list[tuple[int, str]]:
         """The images among `indices` that Pillow must decode, with the reason."""

@@ -161,10 +161,10 @@ def find(is_shard: Callable[[Path], bool]) -> Callable[[Path, str], list[Path]]:
         if any((path / name).is_dir() for name in SPLIT_NAMES):
             return _all(path / split)
         shards = _all(path)
-        if both := [file for file in shards if sum(_names(file, name) for name in SPLIT_NAMES) > 1]:
+        named = {name: [file for file in shards if _names(file, name)] for name in SPLIT_NAMES}
+        if both := sorted(set.intersection(*map(set, named.values()))):
             raise DataError(f"{both[0]}: its name holds the words of several splits ({', '.join(SPLIT_NAMES)}), so it "
                             f"would be in each of them; move the shards into {path / 'train'} and {path / 'val'}")
-        named = {name: [file for file in shards if _names(file, name)] for name in SPLIT_NAMES}
         return named[split] if any(named.values()) else shards
 
     def _all(folder: Path) -> list[Path]:
