@@ -1,7 +1,7 @@
-"""Predictions of any number of images, written to a file as they come; several processes share the images.
+"""Predictions of any number of images, written to a file batch by batch; several processes share the images.
 
-Reading and decoding (DALI), the network, and the finding and writing of the most likely classes overlap: each works on
-another batch, and nothing is kept of one that is written.
+Decoding (DALI), the network, and writing the most likely classes overlap: each works on a different batch. No batch is
+kept once it is written.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ WAITING_WRITES = 4  # batches
 LOG_SECONDS = 30.0  # between two lines of progress where no terminal shows a bar
 NAMED = 5  # damaged images
 
-# What must be equal where a file is gone on with, of what is written beside it, and its name in messages.
+# The keys of the JSON file beside it that must be equal to resume a file, and their names in messages.
 SAME = {"numbers": "kind of numbers", "weights": "network, by the SHA-256 of its weights", "top": "--top",
         "image_size": "image size", "part": "share of the images"}
 
@@ -60,12 +60,12 @@ class Job(NamedTuple):
     placement: Placement
     top: int
     workers: Workers
-    int8: Int8Network | None  # in place of the network in floats
+    int8: Int8Network | None  # replaces the network in floats
 
 
 class Totals(NamedTuple):
-    """Images that a session has predicted, that it could not read, that are damaged, and that sessions before it could
-    not read; and the seconds that it took."""
+    """Numbers of images: predicted by this session, unreadable, damaged, and unreadable in earlier sessions; and the
+    session's seconds."""
 
     good: int = 0
     bad: int = 0
@@ -75,8 +75,8 @@ class Totals(NamedTuple):
 
 
 def predict_to_file(options: PredictOptions, values: Mapping[str, Any], workers: Workers) -> None:
-    """Predict, and write `options.output`; `values` are the options that were given. Raises UserError,
-    and StoppedBySignal."""
+    """Predict and write `options.output`. `values`: the options given on the command line. Raises UserError and
+    StoppedBySignal."""
     path = Path(options.output)
     with ending_with(f"stopped: the same command goes on where {path} ends"), ExitStack() as opened:
 
@@ -94,7 +94,7 @@ def predict_to_file(options: PredictOptions, values: Mapping[str, Any], workers:
                 whole, before = open_file(path, "all", images)
                 if before.records:
                     print(f"{path} has {before.records:,} of {len(images):,} images", flush=True)
-        images, first = workers.gather((images, before.records))[0]  # the same, though a folder be just being filled
+        images, first = workers.gather((images, before.records))[0]  # one list, even while a folder is filled
         parts: list[Path] = []
         with workers.agreement():
             if workers.size == 1 or first == len(images):
@@ -116,8 +116,8 @@ def predict_to_file(options: PredictOptions, values: Mapping[str, Any], workers:
 
 
 def top_of(options: PredictOptions, trained: Checkpoint) -> int:
-    """How many classes are given for an image: five by default, or all of a network that has fewer. Raises TrainError
-    for more than it has."""
+    """The number of classes listed for an image: five by default, or all if the network has fewer. Raises TrainError
+    if more are requested than it has."""
     if options.top > trained.num_classes and options.top != PredictOptions.top:
         raise TrainError(f"--top {options.top} is more than the {trained.num_classes} classes of {options.checkpoint}: "
                          "give at most that many")
@@ -151,7 +151,7 @@ def _job(options: PredictOptions, values: Mapping[str, Any], workers: Workers) -
 
 
 def _about(job: Job) -> dict[str, Any]:
-    """What the predictions are made with."""
+    """What makes the predictions: the content of the JSON file beside them."""
     digest = hashlib.sha256(repr(job.trained.class_names).encode(errors="surrogateescape"))
     values = job.int8.params if job.int8 else job.trained.params | job.trained.aux
     for name, array in sorted(values.items()):
@@ -169,7 +169,7 @@ def _predict(job: Job, images: Sequence[str], file: PredictionFile) -> Totals:
     """Predict these images, in their order, and append them to the file. Raises UserError."""
     if not images:
         return Totals()
-    pulse.show(Activity.VALIDATING)  # the first batch waits until the network is built, or compiled
+    pulse.show(Activity.VALIDATING)  # the first batch waits for the network to be built or compiled
     size = min(job.config.batch_size, len(images))
     config = replace(job.config, batch_size=size)
     settings = loader_settings(job.options, config, job.placement, job.workers)
@@ -180,7 +180,7 @@ def _predict(job: Job, images: Sequence[str], file: PredictionFile) -> Totals:
         with _progress(len(images), job.workers) as advance, ThreadPoolExecutor(1) as writer:
 
             def write(begin: int, indices: Sequence[int], probabilities: np.ndarray) -> int:
-                """Append the records of a batch, `indices` being its readable images; how many they are."""
+                """Append a batch's records, and return their number. `indices`: its readable images."""
                 classes, best = most_likely(probabilities, job.top)
                 known = {i: file.form.prediction(images[i], *found) for i, *found in zip(
                     indices, classes.tolist(), best.tolist(), strict=True)}
@@ -193,7 +193,7 @@ def _predict(job: Job, images: Sequence[str], file: PredictionFile) -> Totals:
                 waiting.append(writer.submit(write, begin, indices, probabilities))
                 good += len(indices)
                 while len(waiting) > WAITING_WRITES:
-                    advance(waiting.popleft().result())  # raises what the writer has raised
+                    advance(waiting.popleft().result())  # raises the writer's exception
             while waiting:
                 advance(waiting.popleft().result())
         name_damaged(loader)
@@ -202,8 +202,8 @@ def _predict(job: Job, images: Sequence[str], file: PredictionFile) -> Totals:
 
 def _requests(executor: Executor, loader: Loader,
               num_images: int) -> Iterator[tuple[int, Sequence[int], Callable[[], np.ndarray]]]:
-    """For each batch the number of its first image, its readable images, and what fetches their probabilities; given
-    when the device computes the next batch."""
+    """For each batch: the number of its first image, its readable images, and a function that fetches their
+    probabilities. A batch is yielded once the device computes the next one."""
     begin, size = 0, loader.config.batch_size
     requested: list[tuple[int, Sequence[int], Callable[[], np.ndarray]]] = []
     try:
@@ -215,15 +215,15 @@ def _requests(executor: Executor, loader: Loader,
                 yield requested.pop(0)
             pulse.show(Activity.LOADING)
     except DataError:
-        if len(loader.bad) < num_images:  # else there is no readable image at all, which the file says
+        if len(loader.bad) < num_images:  # otherwise no image is readable, and the file says so
             raise
     yield from requested
-    for rest in range(begin, num_images, size):  # none of the last ones can be read
+    for rest in range(begin, num_images, size):  # the remaining images are all unreadable
         yield rest, (), lambda: np.empty((0, 1), np.float32)
 
 
 def finite(probabilities: np.ndarray, options: PredictOptions) -> np.ndarray:
-    """The same. Raises TrainError where some are no numbers, of which none is the largest."""
+    """Return `probabilities`. Raises TrainError if some are not finite, since they have no largest."""
     if not np.isfinite(probabilities).all():
         raise TrainError(f"{options.checkpoint} gives probabilities that are no numbers: its weights are too large for "
                          "the precision that it computes in; give --device cpu, which computes in float32, or other "
@@ -232,7 +232,7 @@ def finite(probabilities: np.ndarray, options: PredictOptions) -> np.ndarray:
 
 
 def name_damaged(loader: Loader) -> None:
-    """On stderr, the first of the images that were predicted though they are damaged."""
+    """Print the first of the images that were predicted although damaged, on stderr."""
     damaged = loader.damaged_images
     for name, message in damaged[:NAMED]:
         print(f"{name}: {message}; predicted as it decodes", file=sys.stderr)
@@ -242,8 +242,8 @@ def name_damaged(loader: Loader) -> None:
 
 @contextmanager
 def _progress(total: int, workers: Workers) -> Iterator[Callable[[int], None]]:
-    """Shows images done, images/sec and time left on stderr: a bar on a terminal, else a line now and then. Process 0
-    shows those of its share."""
+    """Show images done, images/sec and time left on stderr: a bar on a terminal, otherwise lines at intervals.
+    Process 0 shows its own share."""
     share = f" (process 0 of {workers.size})" if workers.size > 1 else ""
     done, start = 0, time.monotonic()
     said = start

@@ -1,10 +1,10 @@
-"""The file of many predictions, one image a record: CSV, or JSON lines. It grows batch by batch, and a later run goes
-on where it ends.
+"""The file of many predictions, one record per image, as CSV or JSON lines. It grows batch by batch, and a later run
+resumes it.
 
-Of CSV the columns are `file`, then `class`, `index` and `probability` of the most likely class, `class_2`, `index_2`,
-`probability_2` of the next one and so on, and `error`. A JSON line has the form that `predict --json` prints. An image
-that cannot be read has no classes, but the reason in `error`. What the predictions were made with is in a file of JSON
-beside it, by which a run knows whether it may go on.
+The CSV columns are `file`; then `class`, `index` and `probability` of the most likely class; `class_2`, `index_2` and
+`probability_2` of the second, and so on; and `error`. A JSON line has the form that `predict --json` prints. The record
+of an image that cannot be read has no classes, and the reason in `error`. A JSON file beside it says what made the
+predictions, so that a later run can check whether it may resume.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import os
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -23,6 +24,7 @@ import numpy as np
 
 from common import files
 from train.errors import TrainError
+from train.recording.log_file import writing
 
 ABOUT = ".about.json"  # ends the name of the file beside it
 MOST_PASSES = 100  # over the probabilities: one takes 0.3 us for 1,000 classes, and to sort them takes 72 us (one core)
@@ -30,20 +32,20 @@ ENCODING, ERRORS = "utf-8", "surrogateescape"  # names of files are bytes, which
 
 
 class Found(NamedTuple):
-    """What a file has: records, and how many of them are of images that cannot be read."""
+    """The number of a file's records, and how many of their images cannot be read."""
 
     records: int
     bad: int
 
 
 def _csv_field(text: str) -> str:
-    """RFC 4180."""
+    """The text as a CSV field (RFC 4180)."""
     return '"' + text.replace('"', '""') + '"' if set(text) & set(',"\r\n') else text
 
 
 class Form(ABC):
-    """How a record is written, and read back. `names` are the classes, in the network's order; `top`: how many each
-    record has."""
+    """How a record is written and read back. `names`: the classes, in the network's order; `top`: classes in a record.
+    """
 
     header = b""
     quote: Callable[[str], str]
@@ -85,7 +87,7 @@ class Form(ABC):
 
     @abstractmethod
     def parsed(self, lines: Iterable[str]) -> Iterator[tuple[str, list[int], list[float], str]]:
-        """Of each record the file, the classes and their probabilities, and the reason, "" for a good image."""
+        """For each record: its file, classes, probabilities, and why the image cannot be read ("" if it can)."""
 
 
 class Csv(Form):
@@ -123,17 +125,17 @@ def check_name(path: Path) -> None:
         raise TrainError(f"--output {path} must end in {' or '.join(FORMS)}, which says how it is written")
 
 
-class PredictionFile(contextlib.AbstractContextManager["PredictionFile"]):
-    """Begins the file, or goes on with the one that is there; locked while it is open, so that no two write to it.
+class PredictionFile(AbstractContextManager["PredictionFile"]):
+    """Creates the file, or resumes the existing one. It is locked while open, so only one process writes to it.
 
     Args:
-        path: whose ending is one of `FORMS`.
-        names: of the classes, in the network's order.
-        top: classes a record.
-        about: what the predictions are made with, JSON values.
-        same: those names in `about` that must be equal where a file is gone on with, and their words in a message.
+        path: its suffix is one of `FORMS`.
+        names: the classes, in the network's order.
+        top: classes in a record.
+        about: what makes the predictions, as JSON values.
+        same: the keys of `about` that must be equal to resume a file, and their names in a message.
 
-    Raises TrainError where the file is foreign, locked or cannot be written; it is left as it is then.
+    Raises TrainError if the file is foreign, locked or cannot be written; the file is then unchanged.
     """
 
     def __init__(self, path: Path, names: Sequence[str], top: int, about: Mapping[str, Any],
@@ -179,8 +181,8 @@ class PredictionFile(contextlib.AbstractContextManager["PredictionFile"]):
             raise TrainError(f"{self.path} was begun with another {words}: {before}, now {now}; give another --output")
 
     def go_on(self, images: Sequence[str]) -> Found:
-        """What the file has, which is of the first ones of the images. An unfinished record at its end, as a kill
-        leaves it, is cut off. Raises TrainError where it has others, or is damaged before its end."""
+        """Check that the file's records are of the first images, and count them. Cuts off an unfinished record at its
+        end, which a kill leaves. Raises TrainError if it has other images, or is damaged before its end."""
         header, end, found = self.form.header, 0, Found(0, 0)
         with self.path.open("rb") as reading:
             if (beginning := reading.read(len(header))) == header:
@@ -194,7 +196,7 @@ class PredictionFile(contextlib.AbstractContextManager["PredictionFile"]):
         return found
 
     def _read(self, reading: BinaryIO, images: Sequence[str]) -> tuple[Found, int]:
-        """What is behind the header, and the byte where the last whole record ends. Raises TrainError."""
+        """The records behind the header, and the byte at which the last whole record ends. Raises TrainError."""
         end, done, bad = reading.tell(), 0, 0
         lines = (line.decode(ENCODING, ERRORS) for line in reading if line.endswith(b"\n"))
         try:
@@ -220,8 +222,8 @@ class PredictionFile(contextlib.AbstractContextManager["PredictionFile"]):
         return Found(done, bad), end
 
     def write(self, records: Iterable[str]) -> None:
-        """Append records. Raises TrainError where that fails: what is whole remains, and nothing more is written, which
-        would come behind a gap."""
+        """Append records. Raises TrainError if that fails; whole records remain, and nothing more is written, since it
+        would follow a gap."""
         with _writing(self.path):
             try:
                 self._write("".join(records).encode(ENCODING, ERRORS))
@@ -230,15 +232,15 @@ class PredictionFile(contextlib.AbstractContextManager["PredictionFile"]):
                 raise
 
     def _write(self, content: bytes) -> None:
-        """All of it; a disk that is nearly full takes a part first."""
+        """Write all of `content`; a nearly full disk may take only a part at first."""
         view = memoryview(content)
         while view:
             view = view[self._file.write(view) :]
 
     def take_over(self, parts: Sequence[Path]) -> None:
-        """Append the records of other such files, all of them or none, and remove these. Raises TrainError.
+        """Append the records of the files `parts`, all or none, and remove `parts`. Raises TrainError.
 
-        The file is then another one of that name: nothing more is to be written.
+        A new file replaces this one, so nothing more may be written here.
         """
         parts = [part for part in parts if part.exists()]
         if not parts:
@@ -264,19 +266,13 @@ class PredictionFile(contextlib.AbstractContextManager["PredictionFile"]):
         self.close()
 
 
-@contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise TrainError(f"cannot write {path} ({error.strerror}): "
-                         f"{files.way_out(error, 'see that it can be written')} and give the same command again, "
-                         "which goes on from there") from None
+def _writing(path: Path) -> AbstractContextManager[None]:
+    return writing(path, "give the same command again, which goes on from there")
 
 
 def most_likely(probabilities: np.ndarray, top: int) -> tuple[np.ndarray, np.ndarray]:
-    """The classes (N, top) of the largest of the probabilities (N, classes), the largest first and of equal ones the
-    first, and these (N, top)."""
+    """The `top` largest of the probabilities (N, classes): classes (N, top) and probabilities (N, top), the largest
+    first; among equal ones, the first class."""
     if top > MOST_PASSES:
         classes = np.argsort(-probabilities, axis=1, kind="stable")[:, :top]
     else:

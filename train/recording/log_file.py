@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Any, TextIO
 
@@ -13,13 +14,18 @@ from train.errors import TrainError
 
 
 @contextlib.contextmanager
-def log_of_run(path: Path) -> Iterator[None]:
-    """Inside, `path` in a run's folder is written. Raises TrainError if that fails."""
+def writing(path: Path, advice: str) -> Iterator[None]:
+    """Inside, `path` is written. Raises TrainError if that fails; `advice` says what to do once it can be written."""
     try:
         yield
     except OSError as error:
         raise TrainError(f"cannot write {path} ({error.strerror}): {way_out(error, 'see that it can be written')} and "
-                         f"start again, with --resume {path.parent} where that has a checkpoint") from None
+                         f"{advice}") from None
+
+
+def log_of_run(path: Path) -> AbstractContextManager[None]:
+    """Inside, `path` in a run's folder is written. Raises TrainError if that fails."""
+    return writing(path, f"start again, with --resume {path.parent} where that has a checkpoint")
 
 
 def content_of(file: IO[Any]) -> bytes:
