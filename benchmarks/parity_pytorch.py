@@ -176,8 +176,8 @@ def pairs(runs: list[Run]) -> dict[str, tuple[Run, Run]]:
 def compare(runs: list[Run]) -> dict[str, dict[str, float]]:
     """Differences between the losses of each pair of runs.
 
-    Of the smoothed losses: the mean, the largest, and the mean over the second half of the steps, where the learning
-    rate falls. Of the unsmoothed losses: the largest over the first 20 steps.
+    Three are for the smoothed losses: the mean, the largest, and the mean over the second half of the steps, where the
+    learning rate falls. One is for the unsmoothed losses: the largest over the first 20 steps.
     """
     compared = {}
     for words, (a, b) in pairs(runs).items():

@@ -226,7 +226,8 @@ install_packages() {
     fi
 }
 
-# The compiler's runtime libraries, which MXNet's wheel takes from the system. Those of driver and CUDA come otherwise.
+# Checks the compiler's runtime libraries, which MXNet's wheel takes from the system. CUDA's libraries come with the
+# driver and with pip packages.
 require_libraries() {
     local missing
     missing=$(ldd "$venv"/lib/python3*/site-packages/mxnet/libmxnet.so 2>/dev/null |
