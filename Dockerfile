@@ -13,6 +13,7 @@ WORKDIR /resnet
 # What the set-up reads, alone: it is repeated when that changes, and not with every other file.
 COPY LICENSE Makefile README.md pyproject.toml ./
 COPY common common
+COPY gpu_report/__init__.py gpu_report/
 COPY graph_passes/__init__.py graph_passes/
 COPY pipelines/__init__.py pipelines/
 COPY resnet_mxnet/__init__.py resnet_mxnet/

@@ -4,14 +4,14 @@
 # make gpu-report         what this GPU can do: kernels, training, inference, cost, in < 10 minutes; ARGS="--compare ..."
 # make bench-scaling      images/sec on 1, 2, 4 and 8 GPUs of this machine, with plots
 # make test               lint, type check and all tests that are not long, JOBS=2 test files side by side, shuffled
-# make test-long          the long ones; make test-all: both, which is everything that needs no GPU
+# make test-long          all long tests; make test-all: both kinds, which is everything that needs no GPU
 # make check              ruff, mypy and the tests of files changed since main, or SINCE=COMMIT, in a minute
-# make test-gpu           the tests that need a GPU, GPU_JOBS=12 side by side and then those that need it alone
+# make test-gpu           the tests that need a GPU: GPU_JOBS=12 in parallel, then the ones that need the GPU alone
 # make sanitize           compute-sanitizer (of the CUDA toolkit) over every kernel: memory, races, barriers
 # make test-faults        kills, stops, full disks, lost files at random moments, TRIES=20 of each (docs/reliability.md)
-# make setup              .venv alone, with all that the others need; make clean removes it
+# make setup              only set up .venv, with everything for the commands above; make clean removes it
 #
-# Each of them first sets up what it needs in .venv. PYTHON=/path/to/python uses that environment and sets nothing up.
+# Each command first sets up .venv as needed. PYTHON=/path/to/python uses another environment and sets nothing up.
 # DATA=/path              train on your own data: folders of classes, RecordIO and others (docs/data.md)
 # ARGS="--epochs 5 ..."   further options: .venv/bin/python -m train train --help lists them
 
@@ -21,13 +21,13 @@ PYTHON := .venv/bin/python
 RUN := .venv/.ready
 TOOLS := .venv/.ready-test
 HOROVOD := .venv/.ready-horovod
-# Where the Python under it was upgraded or removed, its packages are not found any more: it is set up anew.
+# If the system's Python was upgraded or removed, .venv no longer finds its packages and is set up again.
 $(if $(wildcard .venv/.ready),$(shell .venv/bin/python -c 'import pip' >/dev/null 2>&1 || rm -f .venv/.ready*))
 endif
 
-# One for each core, four at most: each takes up to a gigabyte of memory.
+# One test process per core, at most four: each needs up to a gigabyte of memory.
 JOBS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
-# A process of tests on a GPU takes a core too, and up to ten gigabytes of the GPU's memory.
+# A test process on a GPU needs a core, and up to ten gigabytes of the GPU's memory.
 GPU_JOBS ?= $(shell cores=$$(nproc); mib=$$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>&- | head -1); \
 	printf '%s\n' 12 $$cores $$(($${mib:-120000} / 10000)) | sort -n | head -1)
 
@@ -59,14 +59,14 @@ compare-resnets: $(RUN)
 gpu-report: $(RUN)
 	@$(PYTHON) -m train gpu-report $(if $(DATA),--data "$(DATA)") $(ARGS)
 
-# $(call stage,NAME,COMMAND): says what runs, and how long it took.
+# $(call stage,NAME,COMMAND) runs a command, and prints its name and duration.
 stage = printf '== %s\n' "$(1)"; start=$$(date +%s); $(2) && printf '== %s: %d s\n' "$(1)" $$(($$(date +%s) - start))
 
 lint: $(TOOLS)
 	@$(call stage,ruff,$(PYTHON) -m ruff check)
 	@$(call stage,mypy,$(PYTHON) -m mypy)
 
-# A process that dies is not started again: the test that it died of is named, and the others end.
+# A test process that dies is not restarted: pytest names the test that killed it, and stops.
 tests = $(PYTHON) -m pytest -m "not gpu and not slow$(1)" -n $(JOBS) --max-worker-restart 0 $(ARGS)
 
 test: lint $(HOROVOD)
@@ -81,8 +81,8 @@ test-all: lint $(HOROVOD)
 check: $(TOOLS) $(HOROVOD)
 	@$(call stage,check,$(PYTHON) tests/changed.py $(if $(SINCE),--since "$(SINCE)") -n 1 $(ARGS))
 
-# Single tests, not files: a few files have most of them. Where some fail, the second stage runs nevertheless; and where ARGS
-# names files of one stage only, the other has none, which is pytest's exit code 5.
+# Tests are distributed one by one, not by file, because a few files have most of them. The second stage runs even if
+# tests of the first one fail. If ARGS names files of one stage only, the other has no tests, and pytest exits with 5.
 test-gpu: $(TOOLS) $(HOROVOD)
 	@$(call stage,pytest on GPUs,{ $(PYTHON) -m pytest -m "gpu and not alone" -n $(GPU_JOBS) --dist worksteal $(ARGS) || test $$? = 5; }); \
 	 side_by_side=$$?; \

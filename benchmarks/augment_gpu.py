@@ -1,13 +1,13 @@
-"""What augmenting costs on a GPU: the loader alone with each augmentation, and what it takes from the GPU.
+"""Measures the cost of augmentation on a GPU: the loader's speed and GPU time with each augmentation.
 
     python benchmarks/augment_gpu.py [--data FOLDER]
 
-A step that trains beside the loader shares the GPU with it. So for each augmentation there is, beside the loader's
-images/sec, what the GPU does for one batch, made alone: launches, and the sum of their times, those of our own kernels
-(pipelines/augment.cu) apart. Then these kernels alone, where all images of a batch have an operation of one family, of
-images that have their size already: the time of what a policy mixes. Writes both as lines of
-results/augment_1gpu.jsonl. Times and launches are CUPTI's (trace_gpu.py); without it they are left out. The images are
-those of loader_gpu.py.
+The loader shares the GPU with the training step. So for each augmentation this program measures the loader's
+images/sec, and the GPU's work for a single batch: number of launches, and the sum of their times, with our own kernels
+(pipelines/augment.cu) listed separately. Then it measures these kernels alone on images that need no resize, with one
+family of operations for all images of a batch: policies mix these families. Writes both as lines of
+results/augment_1gpu.jsonl. Times and launches come from CUPTI (trace_gpu.py); without it they are left out. The images
+are those of loader_gpu.py.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from pipelines.tuning import tune
 
 NAME = "augment_1gpu"
 OURS = ("resize_images", "resize_and_finish", "change_images", "finish_images", "measure_images")
-BATCHES = 8  # that are traced
+BATCHES = 8  # number of traced batches
 AUGMENTATIONS: dict[str, dict[str, Any]] = {
     "crop and flip": {},
     "random erasing": {"random_erasing": 1.0},
@@ -59,7 +59,7 @@ OPERATIONS = {
 
 @dataclass(frozen=True)
 class Options:
-    """What is measured."""
+    """Options of the measurement."""
 
     data: Path = SAMPLE
     """Class folders with JPEGs."""
@@ -68,17 +68,17 @@ class Options:
     size: Positive = 224
     """Height and width of an image."""
     seconds: float = 2.0
-    """For the loader with each augmentation."""
+    """Measuring time of the loader with each augmentation."""
     augmentations: Annotated[tuple[str, ...], "NAME"] = tuple(AUGMENTATIONS)
-    """Which of them."""
+    """Augmentations to measure."""
     hw_decoder_load: float = -1.0
-    """Part of the images for the GPU's JPEG engine; below 0: as the loader finds it."""
+    """Fraction of the images for the GPU's JPEG engine; below 0: the loader chooses."""
 
 
 def main() -> None:
     options = read_options(Options)
     if unknown := set(options.augmentations) - set(AUGMENTATIONS):
-        raise UserError(f"--augmentations {', '.join(sorted(unknown))}: there are {', '.join(AUGMENTATIONS)}")
+        raise UserError(f"--augmentations {', '.join(sorted(unknown))}: choose from {', '.join(AUGMENTATIONS)}")
     machine = {"hardware": f"1x {hardware()['gpus'][0]}" if hardware()["gpus"] else "", "commit": git_commit() or ""}
     lines: list[dict[str, Any]] = []
     for line in (*measure_loaders(options), *measure_families(options)):
@@ -88,7 +88,7 @@ def main() -> None:
 
 
 def shown(line: dict[str, Any]) -> str:
-    """The line for people."""
+    """A result line as text."""
     speed = f"{line['images_per_sec']:>8,.0f} images/sec" if "images_per_sec" in line else 19 * " "
     work = ""
     if "launches" in line:
@@ -98,7 +98,7 @@ def shown(line: dict[str, Any]) -> str:
 
 
 def measure_loaders(options: Options) -> Iterator[dict[str, Any]]:
-    """A line for each of AUGMENTATIONS."""
+    """Measure the loader with each augmentation; yields one result line each."""
     with tempfile.TemporaryDirectory() as folder:
         config = LoaderConfig(
             data=str(repeated_records(options.data, Path(folder))), batch_size=options.batch, image_size=options.size,
@@ -114,13 +114,13 @@ def measure_loaders(options: Options) -> Iterator[dict[str, Any]]:
 
 
 def measure_families(options: Options) -> Iterator[dict[str, Any]]:
-    """A line for each of OPERATIONS: our kernels alone."""
+    """Measure our kernels alone with each of OPERATIONS; yields one result line each."""
     count, size = options.batch, options.size
     transform = ImageTransform(auto_augment="trivialaugment")
     device = GpuDevice(0, source_code(transform, "float16", 4))
     augmenter = Augmenter(transform, "float16", 4, device)
     sizes = np.full((count, 2), size, np.float32)
-    # Blocks of eight pixels, as photographs have neighbours that are alike: counting noise is faster.
+    # Blocks of eight equal pixels: in photographs, too, neighbours are similar. Histograms of noise would be faster.
     pixels = np.random.default_rng(0).integers(0, 256, (count, -(-size // 8), -(-size // 8), 3), np.uint8)
     images = pixels.repeat(8, axis=1).repeat(8, axis=2)[:, :size, :size]
     inputs = ImageInputs(None, None, mirror=np.arange(count, dtype=np.int32) % 2, size=sizes)
@@ -143,8 +143,10 @@ def measure_families(options: Options) -> Iterator[dict[str, Any]]:
 
 
 def traced_loader(config: LoaderConfig, source: Source) -> dict[str, Any]:
-    """What the GPU does for one batch of a loader, which makes them one by one here: of batches made ahead, some are
-    ready before the trace begins, and as many are not when it ends."""
+    """The GPU's work for one batch of a loader.
+
+    The loader makes no batches ahead here: those would be ready before the trace begins, or unfinished when it ends.
+    """
     loader = DaliLoader(replace(config, prefetch=1), (0, 1), source)
     with loader:
         loader.run()  # compiles and allocates
@@ -152,8 +154,8 @@ def traced_loader(config: LoaderConfig, source: Source) -> dict[str, Any]:
 
 
 def traced(batch: Callable[[], Any]) -> dict[str, Any]:
-    """What the GPU does for one `batch`, which is complete when that returns: a mean; the five kernels that take
-    longest by name. Empty without CUPTI."""
+    """The GPU's mean work for one call of `batch`, which must return only when its work is complete; and the names of
+    the five slowest kernels. Empty without CUPTI."""
     try:
         with KernelTrace() as trace:
             for _ in range(BATCHES):

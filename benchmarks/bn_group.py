@@ -1,10 +1,10 @@
-"""What shared BatchNorm statistics (`--bn-group`) cost: the compiled step on several GPUs, synthetic data.
+"""Measures the cost of shared BatchNorm statistics (`--bn-group`): the compiled step on several GPUs, synthetic data.
 
     python benchmarks/bn_group.py [--gpus 4] [--batch 64]
 
-Groups of 1, 2, 4 ... GPUs as far as there are, in turn in the same processes. Writes, for each size above 1,
+Groups of 1, 2, 4 ... up to all GPUs alternate in the same processes. For each group size above 1, writes
 results/resnet50_fp16_b<batch>_bn_group<size>_synthetic_<n>gpu.json; the peer is the step without groups. A step's time
-is that of the slowest process.
+is the time of the slowest process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from train.processes.distributed import Workers
 from train.recording.gpu_monitor import GpuMonitor
 
 ROUNDS = 3
-IMAGES_PER_SEC = 10_000  # of a GPU, about: how many steps three seconds are
+IMAGES_PER_SEC = 10_000  # of one GPU, roughly; used to convert three seconds to steps
 
 
 def sizes(num_gpus: int) -> list[int]:
@@ -36,18 +36,18 @@ def sizes(num_gpus: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Options(SeveralGpusOptions):
-    """What is measured on how many GPUs."""
+    """Options of the measurement."""
 
     batch: Positive = 64
     """Images on each GPU."""
     steps: Positive = 20
-    """Counted steps in each turn."""
+    """Timed steps in each round."""
     gpus: Positive = 4
-    """How many to use."""
+    """Number of GPUs to use."""
 
 
 def measure(arguments: Options) -> None:
-    """What each process does; rank 0 writes the times by size of group to --worker."""
+    """The work of each process; rank 0 writes the times by group size to --worker."""
     workers = Workers()
     placement = Placement("cuda", f"gpu({workers.local_rank})", "")
     made = {}
@@ -59,13 +59,13 @@ def measure(arguments: Options) -> None:
     monitor = GpuMonitor(made[1][0].gpu_bus_id)
     monitor.start()
     found: dict[int, dict[str, list[float]]] = {size: {"step_ms": [], "watts": [], "sm_mhz": []} for size in made}
-    warm_up = round(WARM_UP_SECONDS * IMAGES_PER_SEC / arguments.batch)  # steps, as many in all processes
+    warm_up = round(WARM_UP_SECONDS * IMAGES_PER_SEC / arguments.batch)  # steps, equal in all processes
     for _, size in itertools.product(range(ROUNDS), made):
         executor, in_turn, all_reduce = made[size]
         ends = [executor.gpu.timing_event() for _ in range(arguments.steps + 1)]
         for number in range(-warm_up, len(ends)):
             if number == 0:
-                executor.read_metrics()  # those of the warm-up
+                executor.read_metrics()  # drop the warm-up's metrics
                 monitor.sample()
                 monitor.take()
                 scale_before = loss_scale(executor)
@@ -76,7 +76,7 @@ def measure(arguments: Options) -> None:
             if number >= 0:
                 executor.gpu.record(ends[number])
             executor.end_step()
-        metrics = executor.read_metrics()  # which also tells of a GPU that has waited in vain
+        metrics = executor.read_metrics()  # also reports a GPU that timed out waiting
         check_trained(f"groups of {size}", [metrics.loss_sum / metrics.count], [scale_before, loss_scale(executor)])
         monitor.sample()
         readings = monitor.take()

@@ -2,17 +2,17 @@
 
     python benchmarks/cifar10_gpus.py [--gpus 2] [--epochs 18]
 
-The preset's recipe in three ways, each from several seeds:
+It trains the preset's recipe in three ways, each from several seeds:
 
-    1 GPU                 as the preset has it
-    1 GPU, n passes       a step for n batches (`--accumulate n`): the global batch of n GPUs, on one
+    1 GPU                 the unchanged preset
+    1 GPU, n passes       one step for n batches (`--accumulate n`): the global batch of n GPUs on one GPU
     n GPUs                each with the preset's batch
 
-The second and the third are one recipe, so their accuracies must agree within the seeds; the first shows what the
-larger batch itself costs. The runs on one GPU go side by side, each on its own GPU and cores, so that their times are
-no measure of one GPU: the machine's cores and memory are shared. Writes results/cifar10_<epochs>ep_<n>gpu.jsonl (every
-validation; the same command goes on where it was stopped), .png and .json: seconds of training and validation on n
-GPUs, one for each seed.
+The second and the third way are the same recipe, so their accuracies must agree within the spread of the seeds. The
+first way shows the cost of the larger batch itself. Runs on one GPU go side by side, each on its own GPU and cores. But
+they share the machine's cores and memory, so their times are not those of a single run. Writes
+results/cifar10_<epochs>ep_<n>gpu.jsonl (every validation; the same command resumes), .png and .json: seconds of
+training and validation on n GPUs, one value for each seed.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from train.processes.launch import Slot, plan
 
 
 class Way(NamedTuple):
-    """To train."""
+    """One way to train the recipe."""
 
     name: str
     gpus: int
-    passes: int  # of a step
+    passes: int  # forward and backward passes per step
 
 
 def ways(num_gpus: int) -> tuple[Way, Way, Way]:
@@ -53,7 +53,7 @@ def ways(num_gpus: int) -> tuple[Way, Way, Way]:
 
 
 def start(way: Way, slot: Slot, options: Sequence[str]) -> subprocess.Popen[bytes]:
-    """The program on the GPU and the cores of `slot`, or on as many GPUs as the way has."""
+    """Start a training run on the GPU and the cores of `slot`, or on several GPUs if the way uses them."""
     alone = way.gpus == 1
     module = ["train"] if alone else ["train.processes.launch", "-n", str(way.gpus)]
     visible = {"CUDA_VISIBLE_DEVICES": slot.gpu.visible, **slot.environment} if alone and slot.gpu else {}
@@ -65,7 +65,7 @@ def start(way: Way, slot: Slot, options: Sequence[str]) -> subprocess.Popen[byte
 
 
 def train(runs: Sequence[tuple[Way, int]], slots: Sequence[Slot], config: Config, data: Path) -> list[Line]:
-    """Runs side by side, each a way and a seed, with a slot of its own; their validations."""
+    """Train runs, each a way and a seed, side by side in their own slots; returns their validations."""
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as running:
         launched = time.time()
         folders = [Path(scratch) / str(number) for number, _ in enumerate(runs)]
@@ -98,7 +98,7 @@ def plot(lines: Sequence[Line], num_gpus: int, path: Path) -> None:
 
 
 def measure(kept: KeptLines, num_gpus: int, seeds: Sequence[int], config: Config, data: Path) -> None:
-    """Train and keep what is not kept yet: runs on one GPU so many side by side, then those on all, one by one."""
+    """Train all runs that `kept` lacks: first runs on one GPU, side by side, then runs on all GPUs, one by one."""
     slots, _ = plan(num_gpus, on_cpu=False)
     done = {(line["program"], line["seed"]) for line in kept.lines}
     left = [(way, seed) for seed in seeds for way in ways(num_gpus) if (way.name, seed) not in done]
@@ -109,7 +109,7 @@ def measure(kept: KeptLines, num_gpus: int, seeds: Sequence[int], config: Config
 
 
 def publish(lines: Sequence[Line], name: str, num_gpus: int, folder: Path) -> None:
-    """The picture and the figure from the validations of all runs."""
+    """Write the plot and the figure from the validations of all runs."""
     plot(lines, num_gpus, folder / f"{name}.png")
     runs = {way: by_seed(lines, way.name) for way in ways(num_gpus)}
     print(*(summary(way.name, validated) for way, validated in runs.items()), sep="\n")
@@ -119,12 +119,12 @@ def publish(lines: Sequence[Line], name: str, num_gpus: int, folder: Path) -> No
 
 @dataclass(frozen=True)
 class Options(TrainingOptions):
-    """What is trained on how many GPUs."""
+    """Options of the measurement."""
 
     gpus: Positive = 2
-    """How many to use."""
+    """Number of GPUs to use."""
     epochs: Positive = 18
-    """Of each run."""
+    """Epochs of each run."""
 
 
 def main() -> None:

@@ -1,22 +1,21 @@
-"""One strong recipe with all of today's ingredients on CIFAR-10: ours against PyTorch, and what each ingredient adds.
+"""A strong recipe with today's training techniques on CIFAR-10: ours against PyTorch, and the gain of each technique.
 
     PEER_PYTHON=/path/to/python-with-torch python benchmarks/cifar10_recipe.py
     PEER_PYTHON=... python benchmarks/cifar10_recipe.py --images-per-class 12 --batch-size 24 --image-size 32 \\
         --epochs 2 --results FOLDER                                                                # a try on a CPU
 
-First ours, `python -m train --config cifar10_strong` as a user starts it, and PyTorch (peer_recipe.py) train with the
-same constants in turn, alone on the GPU, three seeds each. What counts as time is as in cifar10_time_to_accuracy.py.
-PyTorch augments whole batches on the GPU, compiled; the speed of a DataLoader with torchvision's own transforms, which
-could feed it instead, is measured beside. Then ours trains with one ingredient left out at a time, several runs side by
-side: accuracies, not times, are what counts there.
+First ours (`python -m train --config cifar10_strong`, as a user starts it) and PyTorch (peer_recipe.py) train with
+equal constants, alternating, alone on the GPU, with three seeds each. Times count as in cifar10_time_to_accuracy.py.
+PyTorch augments whole batches on the GPU with compiled code; the speed of a DataLoader with torchvision's own
+transforms, the alternative, is measured too. Then ours trains with one ingredient (technique) left out at a time,
+several runs side by side: there only the accuracies count, not the times.
 
     python benchmarks/cifar10_recipe.py --epochs 100 --parts ingredients --without nothing "all of these" \\
-        --results benchmarks/results/cifar10_recipe_100ep            # whether they pay in a longer training
+        --results benchmarks/results/cifar10_recipe_100ep            # do they pay off in a longer training?
 
-Every run is written as it ends to results/cifar10_recipe_1gpu.jsonl, from which the same command goes on where it was
-stopped, or where `--limit` let no further run begin. When a part is complete it is published: .json (top-1 in % of the
-last epoch, a value for each seed), cifar10_recipe_seconds_1gpu.json (of whole runs) and .png, and the table of the
-ingredients is printed.
+Every finished run is written to results/cifar10_recipe_1gpu.jsonl. The same command resumes there after an interruption
+or after `--limit`. A complete part is published: .json (top-1 in % of the last epoch, a value for each seed),
+cifar10_recipe_seconds_1gpu.json (seconds of whole runs) and .png; the table of the ingredients is printed.
 """
 
 from __future__ import annotations
@@ -59,10 +58,10 @@ from train.presets import load_preset
 
 NAME, SECONDS = "cifar10_recipe_1gpu", "cifar10_recipe_seconds_1gpu"
 PEER = Path(__file__).with_name("peer_recipe.py")
-LOADER_SECONDS = 5.0  # of warm-up: workers start one after the other
+LOADER_SECONDS = 5.0  # warm-up, because workers start one after the other
 NEW = ("auto_augment", "random_erasing", "mixup", "cutmix", "cutmix_share", "stochastic_depth",
-       "repeated_augmentation", "clip_norm")  # options that peer_recipe.py knows besides peer_cifar10.py's
-# What is left out of the recipe, and how.
+       "repeated_augmentation", "clip_norm")  # options that peer_recipe.py has beyond peer_cifar10.py's
+# Ingredient -> the options that leave it out of the recipe.
 INGREDIENTS: dict[str, dict[str, Any]] = {
     "TrivialAugment": {"auto_augment": "none"},
     "random erasing": {"random_erasing": 0.0},
@@ -81,26 +80,26 @@ PartName = Literal["comparison", "ingredients"]
 
 @dataclass(frozen=True)
 class Options(SideBySide, TrainingOptions):
-    """What is trained."""
+    """Options of the measurement."""
 
     preset: str = "cifar10_strong"
-    """Whose network, images and recipe are taken."""
+    """The preset that defines network, images and recipe."""
     parts: tuple[PartName, ...] = ("comparison", "ingredients")
-    """Against PyTorch, and with one ingredient left out at a time."""
+    """comparison: against PyTorch; ingredients: with one ingredient left out at a time."""
     without: Annotated[tuple[str, ...], "NAME"] = ()
-    """What is left out in `ingredients`, by the names in its table; nothing given: each in turn."""
+    """Ingredients to leave out in `ingredients`, by the names in its table; default: each one."""
     epochs: int = 0
-    """Of each run; 0: those of the preset."""
+    """Epochs of each run; 0: the preset's."""
     image_size: int = 0
-    """Pixels; 0: those of the preset."""
+    """Pixels; 0: the preset's."""
     batch_size: int = 0
-    """Images; 0: those of the preset."""
+    """Images; 0: the preset's."""
     images_per_class: int = 0
-    """Train and validate with so many only, for a try; 0: all."""
+    """For a quick try, train and validate with this many images of each class only; 0: all."""
 
 
 def configuration(arguments: Options) -> Config:
-    """The recipe that is trained."""
+    """The preset with the given options."""
     preset = load_preset(arguments.preset)
     given = {name: value for name in ("epochs", "image_size", "batch_size") if (value := getattr(arguments, name))}
     warmup = preset.warmup_epochs * given.get("epochs", preset.epochs) / preset.epochs
@@ -108,29 +107,30 @@ def configuration(arguments: Options) -> Config:
 
 
 def variants(config: Config, num_classes: int) -> dict[str, Config]:
-    """The recipe without each ingredient that it has, without all of them, and with BCE for softmax."""
+    """The recipe without each of its ingredients, without all of them, and with BCE instead of softmax."""
     found = {NONE_LEFT_OUT: config}
     for name, off in INGREDIENTS.items():
         without = replace(config, **off)
         found |= {name: without} if without != config else {}
     found[ALL] = replace(config, **{option: off for changes in INGREDIENTS.values() for option, off in changes.items()})
-    # BCE's gradients, a mean over the classes too, are so much the smaller; it smooths nothing (arXiv:2110.00476).
+    # BCE also averages over the classes, so its gradients are that much smaller; it has no label smoothing
+    # (arXiv:2110.00476).
     found[BCE] = replace(config, loss="bce", label_smoothing=0.0, learning_rate=config.learning_rate * num_classes,
                          clip_norm=config.clip_norm / num_classes)
     return found
 
 
 def peer_recipe(config: Config, num_classes: int, num_images: int) -> dict[str, Any]:
-    """The recipe as peer_recipe.py takes it. Raises UserError for what that has not."""
+    """The recipe in peer_recipe.py's form. Raises UserError for a setting that the peer does not have."""
     if config.auto_augment not in ("none", "trivialaugment"):
-        raise UserError(f"--preset {config.config} has --auto-augment {config.auto_augment}, and the peer knows "
-                        "trivialaugment only: give a preset with that")
+        raise UserError(f"--preset {config.config} has --auto-augment {config.auto_augment}, but the peer only has "
+                        "trivialaugment: give a preset with trivialaugment")
     return recipe(config, num_classes, num_images, knows=NEW) | {name: getattr(config, name) for name in NEW} | {
         "loader_seconds": LOADER_SECONDS}
 
 
 def few(data: Path, per_class: int, folder: Path) -> Path:
-    """Class folders with so many training and validation images of each class."""
+    """Write class folders with `per_class` training and `per_class` validation images of each class."""
     for split in ("train", "val"):
         source = open_source(data, split)
         write_images(source, range(len(source.classes)), folder / split, per_class)
@@ -141,27 +141,27 @@ def few(data: Path, per_class: int, folder: Path) -> Path:
 
 
 def compared(lines: Sequence[Line]) -> list[Line]:
-    """The validations of the comparison."""
+    """The lines of the comparison's validations."""
     return [line for line in lines if line["part"] == "comparison"]
 
 
 def has(lines: Sequence[Line], **values: Any) -> bool:
-    """Whether one of them has these values."""
+    """Whether one of the lines has these values."""
     return any(line.items() >= values.items() for line in lines)
 
 
 def compare(kept: KeptLines, config: Config, arguments: Options, data: Path, folder: Path, ends: float) -> bool:
-    """Train ours and PyTorch's in turn, those runs that `kept` has not; whether all are there."""
+    """Train the runs of ours and of PyTorch that `kept` lacks, alternating; returns whether all are complete."""
     wanted = [(program, seed) for seed in range(1, arguments.seeds + 1) for program in ("ours", "pytorch")
               if not has(compared(kept.lines), program=program, seed=seed)]
     loader_is_there = has(kept.lines, part="loader")
     if not wanted and loader_is_there:
         return True
-    arrays: dict[str, Any] = decoded(data)  # Any: NumPy 2 says that savez may be given a bool
+    arrays: dict[str, Any] = decoded(data)  # Any: in NumPy 2's types, savez's keywords include a bool
     np.savez(folder / "arrays.npz", **arrays)
     constants = peer_recipe(config, int(arrays["val_labels"].max()) + 1, len(arrays["train_labels"]))
     peer = Peer(constants | {"arrays": str(folder / "arrays.npz")}, PEER)
-    # This run fills the caches of compiled kernels and chosen plans, as PyTorch's warm-up does meanwhile.
+    # This run fills our caches of compiled kernels and chosen plans, as PyTorch's own warm-up does.
     list(run_ours(one_of_each_size(config), data, 0, folder / "warm-up"))
     peer_name = peer.wait()
     for program, seed in wanted:
@@ -179,11 +179,13 @@ def compare(kept: KeptLines, config: Config, arguments: Options, data: Path, fol
 
 def leave_out(kept: KeptLines, config: Config, num_classes: int, arguments: Options, data: Path, folder: Path,
               ends: float) -> bool:
-    """Train with one ingredient left out at a time, side by side, those runs that `kept` has not; whether all are
-    there. Seed by seed, so that what is stopped has all ingredients of some seeds."""
+    """Train the runs with one ingredient left out that `kept` lacks, side by side; returns whether all are complete.
+
+    It goes seed by seed, so that an interrupted measurement has all ingredients for some seeds.
+    """
     possible = variants(config, num_classes)
     if unknown := set(arguments.without) - possible.keys():
-        raise UserError(f"--without {', '.join(sorted(unknown))}: there are {', '.join(possible)}")
+        raise UserError(f"--without {', '.join(sorted(unknown))}: choose from {', '.join(possible)}")
     cases = [(name, possible[name], seed) for seed, name in itertools.product(
         range(1, arguments.seeds + 1), arguments.without or possible)
         if not has(kept.lines, part="ingredients", without=name, seed=seed)]
@@ -198,23 +200,23 @@ def leave_out(kept: KeptLines, config: Config, num_classes: int, arguments: Opti
 
 
 def last_top1(run: Path) -> float:
-    """Of a run's last validation, as a fraction."""
+    """Top-1 of a run's last validation, as a fraction."""
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     top1: float = [line["val_top1"] for line in lines if line["event"] == "epoch" and line["val_top1"] is not None][-1]
     return top1
 
 
-# --- what is made of them ---
+# --- table, plot and figures ---
 
 
 def without(lines: Sequence[Line], name: str) -> dict[int, float]:
-    """Top-1 in % by seed."""
+    """Top-1 in % by seed, of the runs without an ingredient."""
     return {line["seed"]: 100 * line["top1"] for line in lines
             if line["part"] == "ingredients" and line["without"] == name}
 
 
 def table(lines: Sequence[Line]) -> str:
-    """What each ingredient adds, in Markdown: accuracies, and differences of the same seeds."""
+    """The gain of each ingredient as a Markdown table: accuracies, and differences between runs of equal seeds."""
     whole = without(lines, NONE_LEFT_OUT)
     rows = ["| left out | top-1, % | it adds, points |", "|---|---|---|"]
     for name in (NONE_LEFT_OUT, *INGREDIENTS, ALL, BCE):
@@ -228,7 +230,7 @@ def table(lines: Sequence[Line]) -> str:
 
 
 def plot(lines: Sequence[Line], path: Path) -> None:
-    """Accuracy over seconds, and accuracy without each ingredient."""
+    """Plot accuracy over seconds, and accuracy without each ingredient."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -258,7 +260,7 @@ def plot(lines: Sequence[Line], path: Path) -> None:
 
 
 def publish(lines: Sequence[Line], folder: Path, parts: Sequence[PartName]) -> None:
-    """The picture, and the figures of the comparison where that is complete and among these parts."""
+    """Write the plot, and the figures of the comparison if it is complete and one of `parts`."""
     folder.mkdir(parents=True, exist_ok=True)
     plot(lines, folder / f"{NAME}.png")
     ours, theirs = (by_seed(compared(lines), program) for program in ("ours", "pytorch"))
@@ -272,7 +274,7 @@ def publish(lines: Sequence[Line], folder: Path, parts: Sequence[PartName]) -> N
 
 
 def about(config: Config, arguments: Options) -> dict[str, Any]:
-    """What all lines of a file have in common."""
+    """The settings that all lines of a file share."""
     changed: Mapping[str, Any] = {field.name: value for field in dataclasses.fields(config)
                                   if (value := getattr(config, field.name)) != field.default}
     return {"recipe": dict(changed), "images_per_class": arguments.images_per_class}

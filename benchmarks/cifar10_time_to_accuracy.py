@@ -1,17 +1,18 @@
-"""Time to accuracy on CIFAR-10: ours from JPEGs against PyTorch with the same recipe, in turn, in one run.
+"""Time to accuracy on CIFAR-10: ours from JPEGs against PyTorch with the same recipe, in alternating runs.
 
     PEER_PYTHON=/path/to/python-with-torch python benchmarks/cifar10_time_to_accuracy.py
 
-Ours is `python -m train --config cifar10_resnet18` as a user starts it: images decoded once at its start, and cropped,
-resized and mirrored by the DALI graph in every epoch. PyTorch (peer_cifar10.py) has all images decoded on the GPU. Both
-train with the same constants, augment alike, and validate the moving average of the weights after the same epochs.
+Ours is `python -m train --config cifar10_resnet18` as a user starts it: it decodes the images once at its start, and
+the DALI graph crops, resizes and mirrors them in every epoch. PyTorch (peer_cifar10.py) keeps all decoded images on the
+GPU. Both train with equal constants, use the same augmentation, and validate the moving average of the weights after
+the same epochs.
 
-What counts as time: from the beginning of the first training step to the end of a validation, all training and all
-validations in between. What does not: start-up (imports, opening and for PyTorch decoding the data, compilation and
-choice of kernels; given apart) and ours' writing of checkpoints, which PyTorch's side does not do.
+Time counts from the start of the first training step to the end of a validation, and includes all training and all
+validations in between. It excludes start-up, which is reported separately (imports, opening the data, decoding them for
+PyTorch, compilation, choice of kernels), and our writing of checkpoints, because PyTorch's side writes none.
 
-The target is PyTorch's own final accuracy: the mean of its seeds less twice their standard deviation, so that every
-seed of an equally good program reaches it. Writes results/cifar10_time_to_accuracy.json (seconds to the target, one for
+The target is PyTorch's own final accuracy: the mean over its seeds minus two standard deviations, so that every seed of
+an equally good program reaches it. Writes results/cifar10_time_to_accuracy.json (seconds to the target, one value for
 each seed), .jsonl (a line for each validation of all runs) and .png.
 """
 
@@ -40,15 +41,16 @@ from train.schedule import image_sizes, make_schedule
 
 NAME = "cifar10_time_to_accuracy"
 PEER = Path(__file__).with_name("peer_cifar10.py")
-# Options of a preset that the peer is not given by their names.
+# Preset options that the peer does not get under their own names.
 TAKEN_OTHERWISE = ("config", "data", "learning_rate", "final_learning_rate", "label_smoothing", "image_size",
                    "first_image_size", "resize_epochs", "val_image_size", "val_crop_fraction")
 
 
 def recipe(config: Config, num_classes: int, num_images: int, knows: Sequence[str] = ()) -> dict[str, Any]:
-    """The preset as peer_cifar10.py takes it. `knows`: options that another peer knows besides; the caller adds them.
+    """The preset in peer_cifar10.py's form.
 
-    Raises UserError for a preset with anything that the peer has not.
+    `knows` names further options that another peer supports; the caller adds their values. Raises UserError for a
+    preset with a setting that the peer does not have.
     """
     peak = make_schedule(config, num_images // config.batch_size, num_processes=1)
     names = ("model", "batch_size", "epochs", "warmup_epochs", "momentum", "nesterov", "weight_decay", "crop_padding",
@@ -58,10 +60,10 @@ def recipe(config: Config, num_classes: int, num_images: int, knows: Sequence[st
                and field.name not in (*names, *TAKEN_OTHERWISE, *knows)]
     if foreign or not config.crop_padding:
         raise UserError(f"--preset {config.config} has {', '.join(foreign) or 'no --crop-padding'}, unlike the peer: "
-                        "give one that trains on crops of padded images, by SGD with a cosine schedule, and with "
-                        "nothing that the peer does not know")
+                        "give a preset that trains on crops of padded images, by SGD with a cosine schedule, and that "
+                        "uses no other options")
     return {name: getattr(config, name) for name in names} | {
-        # Ours goes to the wrong classes only, as MXNet has it, PyTorch's to all of them.
+        # Our label smoothing is spread over the wrong classes only, as in MXNet; PyTorch's is spread over all classes.
         "label_smoothing": config.label_smoothing * num_classes / (num_classes - 1),
         "num_classes": num_classes,
         "image_sizes": image_sizes(config),
@@ -72,38 +74,38 @@ def recipe(config: Config, num_classes: int, num_images: int, knows: Sequence[st
 
 
 def in_epochs(config: Config, epochs: int) -> Config:
-    """The recipe in so many epochs: the image size rises in the same part of them."""
+    """Stretch the recipe to `epochs` epochs; the image size rises during the same fraction of them."""
     start, end = (epoch * epochs / config.epochs for epoch in config.resize_epochs)
     return replace(config, epochs=epochs, resize_epochs=(start, end))
 
 
 def one_of_each_size(config: Config) -> Config:
-    """A run with one epoch of each image size, the shortest that meets all kernels."""
+    """A run with one epoch of each image size: the shortest run that uses all kernels."""
     last = len(set(image_sizes(config))) - 1
     return replace(config, epochs=last + 1, warmup_epochs=0.0, resize_epochs=(0.0, float(last)))
 
 
 def run_ours(config: Config, data: Path, seed: int, folder: Path) -> Iterator[Line]:
-    """A run of the program; its validations."""
+    """Train once with our program; yields its validations."""
     launched = time.time()
     train(config, data, seed, folder)
     yield from validations(folder, launched, "ours", seed)
 
 
 class Peer(LinePeer):
-    """A program such as peer_cifar10.py, started once: it stays compiled between the seeds."""
+    """A program such as peer_cifar10.py, started once, so that it stays compiled between the seeds."""
 
     def __init__(self, config: dict[str, Any], program: Path = PEER) -> None:
         super().__init__(program)
         self.say(json.dumps(config))
 
     def wait(self) -> str:
-        """Until it is ready; its name."""
+        """Wait until the peer is ready; returns its name."""
         self._started = json.loads(self.answer())
         return f"PyTorch {self._started['torch']}, torch.compile"
 
     def run(self, seed: int) -> Iterator[Line]:
-        """Train once; its validations."""
+        """Train once; yields the validations."""
         self.say(str(seed))
         while line := self.answer().strip():
             yield {"program": "pytorch", "seed": seed, **json.loads(line),
@@ -111,13 +113,13 @@ class Peer(LinePeer):
 
 
 def by_seed(lines: Sequence[Line], program: str) -> list[list[Line]]:
-    """The validations of each run, in order."""
+    """The validations of a program, grouped by run, in order."""
     seeds = sorted({line["seed"] for line in lines if line["program"] == program})
     return [[line for line in lines if line["program"] == program and line["seed"] == seed] for seed in seeds]
 
 
 def seconds_to(target: float, runs: Sequence[Sequence[Line]]) -> list[float]:
-    """Of each run, when it first reached the target."""
+    """For each run, the seconds until it first reached the target."""
     reached = [next((line["seconds"] for line in run if line["top1"] >= target), None) for run in runs]
     if None in reached:
         missed = runs[reached.index(None)][0]
@@ -150,7 +152,7 @@ def plot(lines: Sequence[Line], target: float, peer_name: str, path: Path) -> No
 
 
 def publish(lines: Sequence[Line], peer_name: str, folder: Path = record.RESULTS) -> None:
-    """The three files of the result from the validations of all runs."""
+    """Write the three result files from the validations of all runs."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{NAME}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     ours, theirs = by_seed(lines, "ours"), by_seed(lines, "pytorch")
@@ -164,27 +166,27 @@ def publish(lines: Sequence[Line], peer_name: str, folder: Path = record.RESULTS
 
 @dataclass(frozen=True)
 class Options(TrainingOptions):
-    """What is trained."""
+    """Options of the measurement."""
 
     epochs: int = 0
-    """Of both; 0: those of the preset."""
+    """Epochs of both programs' runs; 0: the preset's."""
 
 
 def main() -> None:
     arguments = read_options(Options)
     if arguments.seeds < 2:
-        raise UserError(f"--seeds {arguments.seeds}: at least 2 are needed, for the spread that makes the target")
+        raise UserError(f"--seeds {arguments.seeds}: give at least 2, because the target depends on their spread")
     require_peer()
     config = load_preset(arguments.preset)
     if arguments.epochs:
         config = in_epochs(config, arguments.epochs)
-    arrays: dict[str, Any] = decoded(arguments.data)  # Any: NumPy 2 says that savez may be given a bool
+    arrays: dict[str, Any] = decoded(arguments.data)  # Any: in NumPy 2's types, savez's keywords include a bool
     lines: list[Line] = []
     with tempfile.TemporaryDirectory() as scratch:
         np.savez(Path(scratch) / "arrays.npz", **arrays)
         constants = recipe(config, int(arrays["val_labels"].max()) + 1, len(arrays["train_labels"]))
         peer = Peer(constants | {"arrays": str(Path(scratch) / "arrays.npz")})
-        # This run fills the caches of compiled kernels and chosen plans, as PyTorch's warm-up does meanwhile.
+        # This run fills our caches of compiled kernels and chosen plans, as PyTorch's own warm-up does.
         list(run_ours(one_of_each_size(config), arguments.data, 0, Path(scratch) / "warm-up"))
         peer_name = peer.wait()
         for seed in range(1, arguments.seeds + 1):

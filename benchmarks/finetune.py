@@ -1,21 +1,21 @@
-"""Fine-tuning with few images: CIFAR-10, ours against PyTorch from the same weights, with the same recipe, in one run.
+"""Fine-tuning with few images: CIFAR-10, ours against PyTorch, from equal weights, with one recipe.
 
     PEER_PYTHON=/path/to/python-with-torch python benchmarks/finetune.py
 
-A ResNet-18 is trained on five classes of CIFAR-10 and exported for torchvision. On the other five classes, with 20, 100
-and 500 training images of each, both programs then train
+First a ResNet-18 is trained on five classes of CIFAR-10 and exported for torchvision. Then both programs train on the
+other five classes, with 20, 100 and 500 training images per class:
 
-    whole     all weights, from those
-    head      the classifier alone, the rest frozen
-    nothing   all weights, from random ones
+    whole     all weights, starting from the exported ones
+    head      the classifier alone; the rest stays frozen
+    nothing   all weights, starting from random ones
 
-with the same constants from three seeds, and validate on the 5,000 validation images of these classes. Ours is
-`python -m train` as a user starts it. A seed draws the new classifier, the order, the augmentation, and which
-training images are taken: those are the same for both.
+Both use equal constants and three seeds, and validate on the 5,000 validation images of these classes. Ours is
+`python -m train` as a user starts it. A seed draws the new classifier, the order, the augmentation, and the training
+images; the images are equal for both programs.
 
-Every run is written as it ends to results/finetune_1gpu.jsonl (its final top-1), from which the same command goes on
-where it was stopped, or where `--limit` let no further run begin; the weights to start from are then made again, to the
-same bits. When all are there: .png and .json, top-1 in % of whole networks with 100 images a class, one for each seed.
+Every finished run is written to results/finetune_1gpu.jsonl (its final top-1). The same command resumes there after an
+interruption or after `--limit`; the exported weights are then made again, with identical bits. When all runs are
+complete, writes .png and .json: top-1 in % of whole networks with 100 images per class, one value for each seed.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ from train.presets import load_preset
 
 NAME = "finetune_1gpu"
 PEER = Path(__file__).with_name("peer_finetune.py")
-NUM_PRETRAINED = 5  # classes, the first of the data set
+NUM_PRETRAINED = 5  # the first classes of the data set
 WAYS = ("whole", "head", "nothing")
-# Training images a class, and epochs: with fewer images an epoch has fewer steps.
+# Training images per class -> epochs: with fewer images an epoch has fewer steps.
 SIZES = {20: 40, 100: 20, 500: 10}
 PUBLISHED = ("whole", 100)
 
 
 class Case(NamedTuple):
-    """What one run trains."""
+    """The settings of one run."""
 
     way: str
     images_per_class: int
@@ -79,7 +79,7 @@ def cases(seeds: int) -> list[Case]:
 
 
 def write_data(data: Path, folder: Path, seeds: int) -> None:
-    """`pretrain`, and `<images a class>-<seed>` for each case; the validation images are those of the classes."""
+    """Write the folders `pretrain` and, for each case, `<images per class>-<seed>`, with their classes' images."""
     train, val = (open_source(data, split) for split in ("train", "val"))
     first, others = np.split(np.arange(len(train.classes)), [NUM_PRETRAINED])
     write_images(train, first, folder / "pretrain" / "train")
@@ -91,13 +91,13 @@ def write_data(data: Path, folder: Path, seeds: int) -> None:
 
 
 def configured(preset: Config, images_per_class: int) -> Config:
-    """The recipe of a case: that of the preset with short steps, for few images."""
+    """The recipe of a case: the preset's, with smaller steps for few images."""
     return replace(preset, epochs=SIZES[images_per_class], batch_size=50, learning_rate=0.1, warmup_epochs=1.0,
                    cutout=0.0, validate_every=SIZES[images_per_class])
 
 
 def pretrain(preset: Config, epochs: int, folder: Path) -> None:
-    """Train on the first classes, into `pretrained`, with the weights for torchvision in `weights.pth` beside it."""
+    """Train on the first classes into the folder `pretrained`, and export `weights.pth` for torchvision beside it."""
     run = folder / "pretrained"
     short = replace(preset, epochs=epochs, warmup_epochs=default_warmup(preset, epochs), deterministic=True)
     train(short, folder / "pretrain", preset.seed, run)
@@ -105,7 +105,7 @@ def pretrain(preset: Config, epochs: int, folder: Path) -> None:
 
 
 def ours(case: Case, preset: Config, folder: Path) -> Line:
-    """A run of the program."""
+    """Train one case with our program."""
     run = folder / f"ours-{case.way}-{case.images_per_class}-{case.seed}"
     start = [] if case.way == "nothing" else ["--weights", folder / "pretrained"]
     frozen = ["--freeze", "backbone"] if case.way == "head" else []
@@ -126,7 +126,7 @@ class Peer(LinePeer):
         data = folder / f"{case.images_per_class}-{case.seed}"
         arrays = data / "arrays.npz"
         if not arrays.exists():
-            images: dict[str, Any] = decoded(data)  # Any: NumPy 2 says that savez may be given a bool
+            images: dict[str, Any] = decoded(data)  # Any: in NumPy 2's types, savez's keywords include a bool
             np.savez(arrays, **images)
         with np.load(arrays) as loaded:
             labels = loaded["train_labels"]
@@ -139,7 +139,7 @@ class Peer(LinePeer):
 
 
 def measure(kept: KeptLines, arguments: Options) -> bool:
-    """Train what `kept` has not, PyTorch's one after the other beside ours; whether all is there."""
+    """Train the runs that `kept` lacks; PyTorch's go one by one beside ours. Returns whether all are complete."""
     preset, ends = load_preset(arguments.preset), time.monotonic() + arguments.limit
     known = {(line["program"], *(line[field] for field in Case._fields)) for line in kept.lines}
     left = {program: [case for case in cases(arguments.seeds) if (program, *case) not in known]
@@ -158,14 +158,14 @@ def measure(kept: KeptLines, arguments: Options) -> bool:
 
 
 def top1s(lines: Sequence[Line], program: str, way: str, images_per_class: int) -> list[float]:
-    """In % of each seed."""
+    """Top-1 in % of each seed."""
     found = {line["seed"]: 100 * line["top1"] for line in lines
              if (line["program"], line["way"], line["images_per_class"]) == (program, way, images_per_class)}
     return [found[seed] for seed in sorted(found)]
 
 
 def table(lines: Sequence[Line]) -> str:
-    """Mean and standard deviation of each case, in Markdown."""
+    """Mean and standard deviation of each case as a Markdown table."""
     def cell(program: str, way: str, count: int) -> str:
         return mean_and_deviation(top1s(lines, program, way, count))
 
@@ -199,7 +199,7 @@ def plot(lines: Sequence[Line], path: Path) -> None:
 
 
 def publish(lines: Sequence[Line], folder: Path = record.RESULTS) -> None:
-    """The picture and the figure."""
+    """Write the plot and the figure."""
     plot(lines, folder / f"{NAME}.png")
     print(table(lines))
     own, theirs = (top1s(lines, program, *PUBLISHED) for program in ("ours", "pytorch"))
@@ -209,10 +209,10 @@ def publish(lines: Sequence[Line], folder: Path = record.RESULTS) -> None:
 
 @dataclass(frozen=True)
 class Options(SideBySide, TrainingOptions):
-    """What is trained."""
+    """Options of the measurement."""
 
     epochs: Positive = 12
-    """Of the training on the first five classes."""
+    """Epochs of the training on the first five classes."""
 
 
 def main() -> None:

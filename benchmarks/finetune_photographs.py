@@ -1,18 +1,18 @@
-"""From trained weights to own classes of photographs at 224 pixels: the seconds of a whole run, as a user starts it.
+"""Fine-tuning trained weights on new classes of photographs at 224 pixels: the seconds of a whole run.
 
     python benchmarks/finetune_photographs.py
 
-ResNet-50 memorises the photographs of RESNET_REAL_DATA/imagenet_sample, each in a class of its own (preset
-overfit_900). Of some of them other classes are made, each of photographs that follow each other in the order of
-ImageNet, which are of related things. On these a new run begins with the first one's weights, three times, with another
-seed each:
+First ResNet-50 memorises the photographs of RESNET_REAL_DATA/imagenet_sample, each as its own class (preset
+overfit_900). Then some of the photographs are regrouped into new classes; a class consists of neighbours in ImageNet's
+order, which show related things. Three new runs with different seeds train on these classes, starting from the first
+run's weights:
 
     python -m train --config finetune --weights RUN --data FOLDER --target-accuracy 0.95
 
-The time is that from the command to its end, when the report is written. The accuracy is that on the training images,
-as there are no others.
+The time is that of the whole command, report included. The accuracy is measured on the training images, as there are no
+others.
 
-Writes results/finetune_photographs_1gpu.jsonl (of each run seconds, epochs and top-1) and .json (the seconds).
+Writes results/finetune_photographs_1gpu.jsonl (seconds, epochs and top-1 of each run) and .json (the seconds).
 """
 
 from __future__ import annotations
@@ -35,34 +35,34 @@ from train.presets import load_preset
 NAME = "finetune_photographs_1gpu"
 NUM_CLASSES, IMAGES_PER_CLASS = 10, 20
 TARGET = 0.95
-LEARNING_RATE = 0.1  # the preset's is for thousands of steps; here an epoch has three
+LEARNING_RATE = 0.1  # the preset's rate suits thousands of steps; here an epoch has three
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is trained."""
+    """Options of the measurement."""
 
     data: Path = record.REAL_DATA / "imagenet_sample"
     """Class folders of photographs."""
     seeds: Positive = 3
     """Runs on the other classes; a published result needs 3."""
     preset: str = "overfit_900"
-    """Of the run whose weights are taken."""
+    """Preset of the first run, whose weights are fine-tuned."""
     epochs: Positive = 100
-    """Of each run on the other classes, at most."""
+    """Largest number of epochs of each run on the new classes."""
     results: Path = record.RESULTS
     """Folder to write to."""
 
 
 def write_data(data: Path, folder: Path) -> None:
-    """Class folders `group0` ..., each with the photographs of so many classes of `data`."""
+    """Write class folders `group0` ..., each with the photographs of several neighbouring classes of `data`."""
     classes = sorted(path for path in data.iterdir() if path.is_dir())
     for number, path in enumerate(classes[:NUM_CLASSES * IMAGES_PER_CLASS]):
         shutil.copytree(path, folder / f"group{number // IMAGES_PER_CLASS}", dirs_exist_ok=True)
 
 
 def measure(arguments: Options) -> Iterator[Line]:
-    """The lines of all runs."""
+    """Train all runs; yields a result line for each."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         write_data(arguments.data, folder / "groups")

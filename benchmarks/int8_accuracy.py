@@ -1,12 +1,12 @@
-"""What INT8 costs in accuracy, from nothing: networks are trained on CIFAR-10, quantised, and validated in both forms.
+"""The accuracy that INT8 costs: trains networks on CIFAR-10, quantises them, and validates them in fp32 and INT8.
 
     python benchmarks/int8_accuracy.py                                                           # on a GPU
     python benchmarks/int8_accuracy.py --preset cifar10_resnet18 --image-size 32 --epochs 4 --results FOLDER  # on a CPU
 
-Each run is `python -m train --config PRESET` and then `python -m train quantize`, as a user starts them; top-1 of all
-validation images is what the latter prints, of the same weights in fp32 and in INT8. Every run is written as it ends to
-results/<name>.jsonl, from which the same command goes on where it was stopped, and is published as results/<name>.json
-(top-1 in %, peer: fp32); <name> is the preset's network with _int8_accuracy.
+Each run is `python -m train --config PRESET` and then `python -m train quantize`, as a user starts them. `quantize`
+prints the top-1 over all validation images, for equal weights in fp32 and in INT8. Every finished run is written to
+results/<name>.jsonl, and the same command resumes there. The result is published as results/<name>.json (top-1 in %,
+peer: fp32); <name> is the preset's network with _int8_accuracy.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from train.config import Config
 from train.presets import load_preset
 from train.weights import int8_file
 
-LOSS = 1.0  # points of top-1 that INT8 should not lose
+LOSS = 1.0  # percentage points of top-1 that INT8 may lose at most
 
 
 @dataclass(frozen=True)
 class Options(TrainingOptions):
-    """What is trained."""
+    """Options of the measurement."""
 
     epochs: int = 0
-    """Of each run; 0: those of the preset."""
+    """Epochs of each run; 0: the preset's."""
     image_size: int = 0
-    """Pixels; 0: those of the preset."""
+    """Pixels; 0: the preset's."""
     batch_size: int = 0
-    """Images; 0: those of the preset."""
+    """Images; 0: the preset's."""
     calibration: Literal["max", "percentile", "entropy"] = "entropy"
-    """How ranges are found."""
+    """Method that finds the ranges of the activations."""
 
 
 def configuration(arguments: Options) -> Config:
-    """The recipe that is trained."""
+    """The preset with the given options."""
     given = {name: value for name in ("epochs", "image_size", "batch_size") if (value := getattr(arguments, name))}
     preset = load_preset(arguments.preset)
     warmup = preset.warmup_epochs * given.get("epochs", preset.epochs) / preset.epochs
@@ -54,7 +54,7 @@ def configuration(arguments: Options) -> Config:
 
 
 def measured(config: Config, arguments: Options, seed: int, folder: Path) -> Line:
-    """Train and quantise once; top-1 of both precisions, from 0 to 1."""
+    """Train and quantise once; returns top-1 in both precisions, from 0 to 1."""
     run = folder / f"{config.model}-{seed}"
     train(config, arguments.data, seed, run)
     words = ("quantize", "--checkpoint", run, "--calibration", arguments.calibration)
@@ -65,14 +65,14 @@ def measured(config: Config, arguments: Options, seed: int, folder: Path) -> Lin
 
 
 def publish(name: str, lines: Sequence[Line], folder: Path) -> None:
-    """Write the figure, and a line on what INT8 costs. Raises ProgramError where that is too much."""
+    """Write the figure, and a line with INT8's cost. Raises ProgramError if the cost is above LOSS."""
     exact, int8 = ([100 * line[f"top1_{precision}"] for line in lines] for precision in ("float32", "int8"))
     record.write_result(name, int8, peer=record.Peer("fp32", exact), folder=folder, unit="top-1 %")
     lost = [before - after for before, after in zip(exact, int8, strict=True)]
     print(f"top-1 in fp32 {mean_and_deviation(exact)} %, in INT8 {mean_and_deviation(int8)} %; at most "
           f"{max(lost):.2f} points lost")
     if max(lost) > LOSS:
-        raise ProgramError(f"INT8 has lost {max(lost):.2f} points of top-1, more than {LOSS:g}")
+        raise ProgramError(f"INT8 has lost {max(lost):.2f} percentage points of top-1, more than {LOSS:g}")
 
 
 def main() -> None:

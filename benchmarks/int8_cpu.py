@@ -1,10 +1,11 @@
-"""ResNet-50 in INT8 against fp32, both in ONNX Runtime on this CPU, in turn. Writes results/resnet50_int8_cpu.json.
+"""ResNet-50 in INT8 against fp32, both in ONNX Runtime on this CPU, alternating.
 
     python benchmarks/int8_cpu.py
 
-Both are files that `python -m train export --onnx` writes of the same untrained network, one by `--int8 onnxruntime`.
-INT8 is calibrated on random images, as speed does not depend on the values. ONNX Runtime optimises both files as it
-likes, on all physical cores. A CPU with VNNI has instructions for sums of INT8 products; the JSON names the CPU.
+Writes results/resnet50_int8_cpu.json. `python -m train export --onnx` writes both files from one untrained network, the
+INT8 file with `--int8 onnxruntime`. INT8 is calibrated on random images, because speed does not depend on the values.
+ONNX Runtime applies its default optimisations to both files, and uses all physical cores. A CPU with VNNI has
+instructions for sums of INT8 products; the JSON names the CPU.
 """
 
 from __future__ import annotations
@@ -24,28 +25,28 @@ from train.commands.quantize import untrained
 
 @dataclass(frozen=True)
 class Options:
-    """What is measured."""
+    """Options of the measurement."""
 
     batch: Positive = 8
-    """Images a pass."""
+    """Images per pass."""
     size: Positive = 224
     """Height and width of an image."""
     rounds: Positive = 60
-    """Counted passes of each."""
+    """Timed passes in each precision."""
     model: str = "resnet50"
-    """The network; the figure is called after it."""
+    """The network; the figure is named after it."""
     classes: Positive = 1000
-    """Its classes."""
+    """Number of classes."""
 
 
 def network_files(model: str, classes: int, size: int) -> dict[str, bytes]:
-    """The content of both ONNX files by precision."""
+    """The content of both ONNX files, keyed by precision."""
     trained, int8 = untrained(model, classes, size)
     return {"int8": export_onnx(trained, int8)[0], "fp32": export_onnx(trained)[0]}
 
 
 def passes(contents: dict[str, bytes], images_nchw: np.ndarray, threads: int) -> dict[str, Callable[[], object]]:
-    """By precision what runs the network once. Raises UserError without ONNX Runtime."""
+    """For each precision, a function that runs the network once. Raises UserError without ONNX Runtime."""
     try:
         import onnxruntime
     except ImportError:

@@ -1,13 +1,14 @@
-"""Does it learn? 200 steps of the cuda executor on one fixed batch of real JPEGs, in each precision (float32
-without TF32).
+"""Checks that the cuda executor learns: 200 steps on one fixed batch of real JPEGs, in each precision (float32 without
+TF32).
 
     python benchmarks/learn_gpu.py --data /path/to/imagenet_sample
     python benchmarks/learn_gpu.py --plot
 
-The first writes results/learn_fixed_batch_1gpu.jsonl: a line for each dtype with the loss (nats per image) and the
-top-1 hits of every step, before its update. `--plot` draws that file as results/learn_fixed_batch_1gpu.png. The batch:
-the first image of each of the first 64 classes, shorter side resized to 256, the middle 224 x 224; ResNet-50, the same
-initial weights, SGD with momentum, the learning rate falling to 0 along a cosine.
+The first command writes results/learn_fixed_batch_1gpu.jsonl: for each dtype a line with the loss (nats per image) and
+the top-1 hits of every step, before its update. `--plot` draws this file as results/learn_fixed_batch_1gpu.png. The
+batch holds the first image of each of the first 64 classes, with the shorter side resized to 256, cropped to the middle
+224 x 224. All precisions train ResNet-50 from equal initial weights, by SGD with momentum; the learning rate falls to 0
+along a cosine.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ RESULT = RESULTS / "learn_fixed_batch_1gpu.jsonl"
 
 
 def load_batch(folder: Path, size: int = SIZE) -> tuple[np.ndarray, np.ndarray]:
-    """Images (BATCH, size, size, 3) normalised, float32, and labels; the folder has a folder for each class."""
+    """Load normalised float32 images (BATCH, size, size, 3) and labels from a folder of class folders."""
     from PIL import Image
 
     classes = sorted({path.parent for path in folder.glob("*/*.JPEG")})[:BATCH]
     if len(classes) < BATCH:
-        raise UserError(f"--data {folder} has {len(classes)} folders with .JPEG files, {BATCH} are needed; "
-                         "give another one")
+        raise UserError(f"--data {folder} has {len(classes)} folders with .JPEG files, but {BATCH} are needed; "
+                         "give another folder")
     images = []
     for path in classes:
         with Image.open(min(path.glob("*.JPEG"))) as file:
@@ -98,14 +99,14 @@ def plot() -> None:
 
 @dataclass(frozen=True)
 class Options:
-    """What is trained or drawn."""
+    """Options of the measurement."""
 
     data: Path | None = None
     """Folder of class folders with JPEGs."""
     dtypes: tuple[Literal["float16", "bfloat16", "float32"], ...] = ("float16", "bfloat16", "float32")
     """Precisions to train in."""
     plot: bool = False
-    """Draw what an earlier run has written."""
+    """Only draw the results of an earlier run."""
 
 
 def main() -> None:

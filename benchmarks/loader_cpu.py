@@ -1,13 +1,13 @@
-"""Our loader on the CPU against MXNet's ImageRecordIter on the same file, in turn, in one run. Writes
-results/loader_cpu.json.
+"""Our loader on the CPU against MXNet's ImageRecordIter on the same file, alternating. Writes results/loader_cpu.json.
 
     python benchmarks/loader_cpu.py [--data FOLDER]
 
-Both read one RecordIO file made of the given images (default: the real ImageNet JPEGs in $RESNET_REAL_DATA), decode,
-cut out a random window of 8 to 100 % of the area with ratio 3/4 to 4/3, resize it to 224x224, flip every other one,
-subtract the mean, divide by the deviation and give fp32 batches. Both are asked for as many threads; ImageRecordIter
-takes at most half the cores less one, and at least one (it says so when it starts). Ours filters when it shrinks an
-image, ImageRecordIter takes four pixels; ours comes as NHWC, theirs as NCHW, which is what each one's network wants.
+Both read one RecordIO file made of the given images (default: the real ImageNet JPEGs in $RESNET_REAL_DATA). They
+decode, cut out a random window of 8 to 100 % of the area with ratio 3/4 to 4/3, resize it to 224x224, flip every second
+image, subtract the mean, divide by the standard deviation, and return fp32 batches. Both get the same number of
+threads, but ImageRecordIter uses at most half the cores minus one, and at least one (it says so when it starts). Ours
+antialiases when it shrinks an image, ImageRecordIter interpolates four pixels. Ours returns NHWC, theirs NCHW, as the
+networks need.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NextBatch = Callable[[], None]
 
 def our_loader(data: Path, batch: int, size: int, threads: int) -> NextBatch:
     loader = open_loader(LoaderConfig(data=str(data), batch_size=batch, image_size=size, num_threads=threads))
-    batches = itertools.chain.from_iterable(itertools.repeat(loader))  # one epoch after the other
+    batches = itertools.chain.from_iterable(itertools.repeat(loader))  # epochs without end
 
     def next_batch() -> None:
         next(batches).data.wait_to_read()
@@ -72,8 +72,11 @@ def image_record_iter(data: Path, batch: int, size: int, threads: int) -> NextBa
 
 
 def measure(programs: dict[str, NextBatch], num_rounds: int, num_batches: int, warm_up: int) -> dict[str, list[float]]:
-    """Times of a batch in ms, one for each round: the mean over `num_batches` after `warm_up` others, as many as can
-    have lain ready. While one program is measured the other's queues are full, and its threads stand still."""
+    """For each program, the ms per batch in each round: the mean over `num_batches`.
+
+    `warm_up` batches come first, as many as may lie ready in the queues. While one program is measured, the other's
+    queues are full, so its threads do nothing.
+    """
     times: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(num_rounds):
         for name, next_batch in programs.items():
@@ -88,7 +91,7 @@ def measure(programs: dict[str, NextBatch], num_rounds: int, num_batches: int, w
 
 @dataclass(frozen=True)
 class LoaderOptions:
-    """What is measured."""
+    """Options of the measurement."""
 
     data: Path = SAMPLE
     """Class folders with JPEGs."""
@@ -97,7 +100,7 @@ class LoaderOptions:
     size: Positive = 224
     """Height and width of an image."""
     threads: Positive = NUM_CORES
-    """Of each program."""
+    """Threads of each program."""
     rounds: Positive = 9
     """Measurements of each program."""
 
@@ -109,7 +112,7 @@ def main() -> None:
         num_images, _ = write_records(plan_files(arguments.data, "train"), records, "train", Options())
         settings = (records, arguments.batch, arguments.size, arguments.threads)
         programs = {"ours": our_loader(*settings), "peer": image_record_iter(*settings)}
-        # ImageRecordIter decodes hundreds of images ahead, so an epoch of 900 images goes by before two are timed.
+        # ImageRecordIter decodes hundreds of images ahead, so few batches of a 900-image epoch could be timed.
         epoch = num_images // arguments.batch
         times = measure(programs, arguments.rounds, num_batches=2 * epoch, warm_up=epoch)
     write_result("loader_cpu", times["ours"], arguments.batch, Peer("MXNet ImageRecordIter", times["peer"]))

@@ -1,12 +1,12 @@
-"""Our loader on the GPU against torchvision's DataLoader, on the same images, in turn, in one run.
+"""Our loader on the GPU against PyTorch's DataLoader with torchvision, on the same images, alternating.
 
     PEER_PYTHON=/path/to/python-with-torch python benchmarks/loader_gpu.py [--data FOLDER]
 
-Writes results/loader_jpeg_1gpu.json, and the speed with other settings, the loader on the CPU among them, as lines of
+Writes results/loader_jpeg_1gpu.json. Speeds with other settings, among them the loader on the CPU, are lines of
 results/loader_jpeg_1gpu.jsonl. Both read the given images (default: the real ImageNet JPEGs in $RESNET_REAL_DATA) over
 and over, ours from a RecordIO file made of them, the peer from their folders. Ours decodes a random window, resizes it,
-flips and normalises to batches of NHWC fp16 with 4 channels in the GPU's memory; the peer's are fp32 in pinned memory
-of the host. Both have all cores.
+flips and normalises; its batches are NHWC fp16 with 4 channels in the GPU's memory. The peer's batches are fp32 in
+pinned memory of the host. Both may use all cores.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from pipelines.tuning import tune
 
 NUM_CORES = num_cores()
 NAME = "loader_jpeg_1gpu"
-REPEATS = 400  # of the images in an epoch, which are few: more than a benchmark takes, on several GPUs too
+REPEATS = 400  # times the few images occur in an epoch, so that no benchmark, on any number of GPUs, uses them up
 
 
 def repeated_records(images: Path, folder: Path) -> Path:
-    """A RecordIO file of the images, with an index that names each of them many times; returns its folder."""
+    """Write a RecordIO file of the images, with an index that names each image many times; returns its folder."""
     count, _ = write_records(plan_files(images, "train"), folder, "train", Options())
     offsets = [line.split("\t")[1] for line in (folder / "train.idx").read_text().splitlines()]
     lines = [f"{turn * count + key}\t{offset}\n" for turn in range(REPEATS) for key, offset in enumerate(offsets)]
@@ -46,13 +46,13 @@ def repeated_records(images: Path, folder: Path) -> Path:
 
 
 def write_lines(name: str, lines: list[dict[str, Any]]) -> None:
-    """What was measured beside a published figure, one JSON object a line."""
+    """Write measurements that accompany a published figure, one JSON object per line."""
     (RESULTS / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 @dataclass(frozen=True)
 class LoaderOptions:
-    """What is measured."""
+    """Options of the measurement."""
 
     data: Path = SAMPLE
     """Class folders with JPEGs."""
@@ -61,13 +61,13 @@ class LoaderOptions:
     size: Positive = 224
     """Height and width of an image."""
     workers: Positive = NUM_CORES
-    """Processes of the peer."""
+    """Worker processes of the peer."""
     rounds: Positive = 2
-    """Turns of ours and the peer."""
+    """Rounds; ours and the peer alternate."""
     seconds: float = 3.0
-    """For each turn of ours, and half for each setting."""
+    """Seconds of ours in each round; half for each other setting."""
     device: Literal["gpu", "cpu"] = "gpu"
-    """cpu: to try this program out."""
+    """cpu is for trying this program out."""
 
 
 def main() -> None:

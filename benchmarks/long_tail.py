@@ -1,16 +1,16 @@
-"""Unbalanced CIFAR-10: balanced accuracy with and without `--balance`, in one run.
+"""Unbalanced CIFAR-10: balanced accuracy with and without `--balance`.
 
     python benchmarks/long_tail.py
     python benchmarks/long_tail.py --largest 40 --imbalance 10 --val-images 10 --epochs 1 --seeds 1   # a try on a CPU
 
-Of the most frequent class 5,000 training images are kept, of the next ones fewer and fewer, down to a hundredth
-(exponential profile of Cui et al., arXiv:1901.05555, section 5.1: 12,406 images); which ones, the seed draws. A
-ResNet-18 is trained on them from nothing as a user starts it, with `--balance 0`, 0.5 and 1, and validated on the
-10,000 validation images, which are as many of each class.
+The most frequent class keeps 5,000 training images, the next classes fewer and fewer, down to a hundredth (exponential
+profile of Cui et al., arXiv:1901.05555, section 5.1: 12,406 images); the seed draws which images. A ResNet-18 trains on
+them from random weights, as a user starts it, with `--balance 0`, 0.5 and 1. It validates on the 10,000 validation
+images, which are equally many of each class.
 
-Every run is written as it ends to results/long_tail_1gpu.jsonl (balanced accuracy, and that of the three rarest
-classes), from which the same command goes on where it was stopped, or where `--limit` let no further run begin. When
-all are there, from three seeds on, .json: balanced accuracy in % with `--balance 1`, its peer being the same without.
+Every finished run is written to results/long_tail_1gpu.jsonl (balanced accuracy, and the accuracy of the three rarest
+classes). The same command resumes there after an interruption or after `--limit`. When the runs of at least three seeds
+are complete, writes .json: balanced accuracy in % with `--balance 1`; the peer is training without it.
 """
 
 from __future__ import annotations
@@ -45,31 +45,31 @@ from train.presets import load_preset
 
 NAME = "long_tail_1gpu"
 BALANCES = (0.0, 0.5, 1.0)
-NUM_RARE = 3  # classes
-BATCH_SIZE, WARMUP_EPOCHS = 128, 1.0  # an epoch is short: the preset's batch would be 24 steps
+NUM_RARE = 3  # rarest classes, reported separately
+BATCH_SIZE, WARMUP_EPOCHS = 128, 1.0  # the preset's batch would give only 24 steps per epoch
 
 
 @dataclass(frozen=True)
 class Options(SideBySide, TrainingOptions):
-    """What is trained."""
+    """Options of the measurement."""
 
     largest: Positive = 5000
     """Training images of the most frequent class."""
     imbalance: float = 100.0
-    """So many times those of the rarest class."""
+    """Images of the most frequent class / images of the rarest class."""
     val_images: Positive = 1000
     """Validation images of each class."""
     epochs: Positive = 50
-    """Of each run."""
+    """Epochs of each run."""
 
 
 def class_sizes(largest: int, imbalance: float, num_classes: int) -> list[int]:
-    """Images of each class, the most frequent first: they fall by the same factor from class to class."""
+    """The number of images of each class, most frequent first; it falls by a constant factor."""
     return [max(1, int(largest * imbalance ** (-label / (num_classes - 1)))) for label in range(num_classes)]
 
 
 def write_data(arguments: Options, train: Source, val: Source, folder: Path) -> None:
-    """`<seed>/train` and `<seed>/val` as class folders."""
+    """Write `<seed>/train` and `<seed>/val` as class folders."""
     sizes = class_sizes(arguments.largest, arguments.imbalance, len(train.classes))
     write_images(val, range(len(val.classes)), folder / "val", arguments.val_images)
     for seed in range(1, arguments.seeds + 1):
@@ -79,7 +79,7 @@ def write_data(arguments: Options, train: Source, val: Source, folder: Path) -> 
 
 
 def train_once(arguments: Options, balance: float, seed: int, folder: Path) -> Line:
-    """A run of the program."""
+    """Train once with our program."""
     run = folder / f"run-{balance:g}-{seed}"
     config = replace(load_preset(arguments.preset), balance=balance, batch_size=BATCH_SIZE, epochs=arguments.epochs,
                      warmup_epochs=WARMUP_EPOCHS, validate_every=arguments.epochs)
@@ -91,7 +91,7 @@ def train_once(arguments: Options, balance: float, seed: int, folder: Path) -> L
 
 
 def measure(kept: KeptLines, arguments: Options) -> bool:
-    """Train what `kept` has not; whether all is there."""
+    """Train the runs that `kept` lacks; returns whether all are complete."""
     ends = time.monotonic() + arguments.limit
     known = {(line["balance"], line["seed"]) for line in kept.lines}
     left = [case for case in itertools.product(BALANCES, range(1, arguments.seeds + 1)) if case not in known]
@@ -102,12 +102,12 @@ def measure(kept: KeptLines, arguments: Options) -> bool:
 
 
 def of(lines: Sequence[Line], balance: float, figure: str) -> list[float]:
-    """In %, of each seed."""
+    """A figure of the runs with `balance`, in %, one value for each seed."""
     return [100 * line[figure] for line in lines if line["balance"] == balance]
 
 
 def table(lines: Sequence[Line]) -> str:
-    """Mean and standard deviation, in Markdown."""
+    """Mean and standard deviation as a Markdown table."""
     def cell(balance: float, figure: str) -> str:
         return mean_and_deviation(of(lines, balance, figure))
 
@@ -117,7 +117,7 @@ def table(lines: Sequence[Line]) -> str:
 
 
 def publish(lines: Sequence[Line], folder: Path) -> None:
-    """The figure, and the table."""
+    """Write the figure and print the table."""
     print(table(lines))
     plain, *_, balanced = (of(lines, balance, "balanced_accuracy") for balance in BALANCES)
     if len(plain) >= record.MIN_RUNS:

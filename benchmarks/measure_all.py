@@ -4,12 +4,12 @@
     PEER_PYTHON=/path/to/python-with-torch python benchmarks/measure_all.py --sections step small --limit 200
     python benchmarks/measure_all.py --list
 
-First PyTorch compiles all the steps that are to be measured, several at a time, without running them: what
-torch.compile leaves on disk shortens its start later. Then the programs of SECTIONS run, one after the other with
-nothing beside them, each in a process of its own; a section is meant to take less than four minutes. Each program
-writes its files under results/. `python benchmarks/tables.py` then puts them into the pages.
-What fails is named at the end, with exit code 1; the other figures are measured all the same. `--limit`: begin no
-further program after so many seconds, and say which are left.
+First PyTorch compiles all steps to be measured, several at a time, without running them: torch.compile's cache on disk
+shortens its start later. Then the programs of SECTIONS run one after the other, each alone in its own process; a
+section should take less than four minutes. Each program writes its files under results/. `python benchmarks/tables.py`
+then puts them into the pages.
+If a program fails, the others still run; failures are named at the end, with exit code 1. With `--limit`, no program
+starts after so many seconds, and the remaining ones are named.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SectionName = Literal["step", "small", "inference", "jpeg", "trivialaugment", "r
                       "frozen", "presets", "shallow", "resnet101", "resnet152", "resnext50", "resnext101", "variants",
                       "precision", "recurrent", "recurrent_others", "cpu"]
 PROFILES = "benchmarks/results/resnet50"
-# Steps: about a second's work in a turn, and enough for a median.
+# Numbers of steps: about one second of work per round, and enough for a median.
 SECTIONS: dict[SectionName, tuple[str, ...]] = {
     "step": (f"step_gpu.py --batch 256 --steps 100 --profile {PROFILES}_fp16_b256_profile.txt",
              "step_gpu.py --batch 256 --steps 60 --dtype bfloat16"),
@@ -66,16 +66,16 @@ SECTIONS: dict[SectionName, tuple[str, ...]] = {
     "cpu": ("step_cpu.py", "loader_cpu.py", "int8_cpu.py"),
 }
 COMPILE_SECONDS = 300
-COMPILERS = 6  # at a time: each takes several cores and about 5 GiB
-ON_GPU = tuple(name for name in SECTIONS if name != "cpu")  # that one is for a machine whose CPU counts
+COMPILERS = 6  # run at a time; each takes several cores and about 5 GiB
+ON_GPU = tuple(name for name in SECTIONS if name != "cpu")  # "cpu" needs a machine whose CPU is to be measured
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is measured."""
+    """Options of the measurement."""
 
     sections: tuple[SectionName, ...] = ON_GPU
-    """In this order."""
+    """Sections to measure, in this order."""
     limit: Positive = 24 * 3600
     """Seconds after which no further program begins."""
     compile_first: bool = True
@@ -85,7 +85,7 @@ class Options:
 
 
 def compile_one(options: Sequence[str]) -> int:
-    """Exit code of a peer that only compiles; one that takes too long is ended."""
+    """Run a peer that only compiles, and return its exit code; it is ended if it takes too long."""
     peer = start_peer(PEER, "--compile-only", *options)
     try:
         return peer.wait(COMPILE_SECONDS)
@@ -95,14 +95,14 @@ def compile_one(options: Sequence[str]) -> int:
 
 
 def compile_first(commands: Sequence[str]) -> None:
-    """Have PyTorch compile the steps that these commands measure, COMPILERS at a time. What fails here is told when it
-    is measured."""
+    """Have PyTorch compile the steps that these commands measure, COMPILERS at a time. A failure is not reported here,
+    but when the step is measured."""
     import step_gpu
 
     measured = [step_gpu.Options(**given(step_gpu.Options, options, prog=program))
                 for program, *options in map(str.split, commands) if program == "step_gpu.py"]
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, num_cores() // COMPILERS)))
-    os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE", "1")  # by itself so in newer versions
+    os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE", "1")  # the default in newer versions
     begin = time.monotonic()
     with ThreadPoolExecutor(COMPILERS) as pool:
         ends = [pool.submit(compile_one, step_gpu.peer_options(options)) for options in measured
@@ -113,7 +113,7 @@ def compile_first(commands: Sequence[str]) -> None:
 
 
 def measure(commands: Sequence[str], limit: float) -> tuple[list[str], list[str]]:
-    """Run them; those that failed, and those that were not begun within `limit` seconds."""
+    """Run the commands; returns the failed ones, and those that had not started after `limit` seconds."""
     begin = time.monotonic()
     failed: list[str] = []
     for number, command in enumerate(commands):

@@ -1,4 +1,4 @@
-"""The README's picture: training ResNet-50 on H200 GPUs, images/sec of each, from the files in results/.
+"""Draws the README's picture from the files in results/: training ResNet-50 on H200 GPUs, images/sec per GPU.
 
     python benchmarks/overview.py       # writes results/overview.png; needs no GPU
 """
@@ -26,17 +26,17 @@ OURS, OTHERS = "#1f77b4", "#b0b0b0"
 
 @dataclass(frozen=True)
 class Options:
-    """There are none."""
+    """This program has no options."""
 
 
 class Bar(NamedTuple):
     label: str
-    images_per_sec: float  # of one GPU
+    images_per_sec: float  # per GPU
     is_ours: bool = False
 
 
 def bars() -> list[Bar]:
-    """Fastest first; of the commit that README's table is of."""
+    """The bars, fastest first, from figures of the commit of README's table."""
     labels = {MAIN: "ours, synthetic data", JPEG: "ours, from JPEGs",
               "resnet50_fp16_b256_jpeg_2gpu": "ours, from JPEGs, 2 GPUs",
               "resnet50_fp16_b256_jpeg_4gpu": "ours, from JPEGs, 4 GPUs"}
@@ -69,7 +69,7 @@ def plot(bars: list[Bar], path: Path) -> None:
     axes.xaxis.set_visible(False)
     axes.tick_params(left=False)
     axes.spines[:].set_visible(False)
-    # The figures go into the file, too: a test tells when the picture is older than the results.
+    # The PNG also stores the figures: a test compares them with the results, to detect an outdated picture.
     figure.savefig(path, dpi=150, metadata={"Description": json.dumps(bars)})
     plt.close(figure)
 

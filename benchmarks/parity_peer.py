@@ -2,10 +2,10 @@
 
     python benchmarks/parity_peer.py FOLDER float16:0 float32:0 float16:1 float32:0:nudged
 
-FOLDER is what parity_pytorch.py has prepared; each run is a precision and the number of an order of batches; "nudged"
-changes the initial weights in their last digit. Prints one line of JSON for each run. torchvision's ResNet (v1.5, as
-ours), channels_last, float16 through automatic mixed precision. Runs in an interpreter of its own (PEER_PYTHON): this
-project itself never imports PyTorch.
+parity_pytorch.py prepares FOLDER. A run is given as a precision and the number of a batch order; "nudged" changes the
+initial weights in their last digit. Prints one line of JSON for each run. It trains torchvision's ResNet (v1.5, like
+ours), in channels_last; float16 means automatic mixed precision. It runs in its own interpreter (PEER_PYTHON), because
+this project itself never imports PyTorch.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import numpy as np
 import torch
 import torchvision
 
-NUDGE = 1e-7  # relative; float32 has steps of 0.6e-7 to 1.2e-7
-# Ends of our names -> torchvision's
+NUDGE = 1e-7  # relative change; float32 has relative steps of 0.6e-7 to 1.2e-7
+# Suffixes of our parameter names -> torchvision's
 ENDS = {"_gamma": ".weight", "_beta": ".bias", "_weight": ".weight", "_bias": ".bias",
         "_moving_mean": ".running_mean", "_moving_var": ".running_var"}
 PARTS = {"stem_conv": "conv1", "stem_bn": "bn1", "shortcut_conv": "downsample.0", "shortcut_bn": "downsample.1",
@@ -29,7 +29,7 @@ PARTS = {"stem_conv": "conv1", "stem_bn": "bn1", "shortcut_conv": "downsample.0"
 
 
 def torchvision_name(name: str) -> str:
-    """Our name of a parameter or running statistic -> torchvision's."""
+    """Convert our name of a parameter or running statistic to torchvision's."""
     name = re.sub(r"stage(\d)_block(\d+)_", lambda match: f"layer{match[1]}.{int(match[2]) - 1}.", name)
     for part, theirs in PARTS.items():
         name = name.replace(part, theirs)
@@ -54,8 +54,11 @@ def load_network(folder: Path, model: str, num_classes: int, nudged: bool) -> to
 
 
 class Sgd:
-    """SGD with the learning rate inside the momentum, as MXNet has it: torch's own, with the momentum scaled wherever
-    the learning rate changes. No weight decay for BatchNorm and biases."""
+    """SGD with the learning rate inside the momentum, as in MXNet.
+
+    This is torch's SGD, but the momentum is scaled whenever the learning rate changes. BatchNorm and biases have no
+    weight decay.
+    """
 
     def __init__(self, network: torch.nn.Module, momentum: float, nesterov: bool,
                  weight_decay: float) -> None:
@@ -75,7 +78,8 @@ class Sgd:
 
 
 def train(folder: Path, recipe: dict[str, Any], dtype: str, order: int, nudged: bool) -> dict[str, Any]:
-    """Loss of every step, before its update; loss and top-1 of the validation images at the end."""
+    """Train; returns the loss of every step before its update, and the final loss and top-1 of the validation images.
+    """
     device = recipe["device"]
     network = load_network(folder, recipe["model"], recipe["num_classes"], nudged).to(device)
     optimizer = Sgd(network, recipe["momentum"], recipe["nesterov"], recipe["weight_decay"])
@@ -87,11 +91,11 @@ def train(folder: Path, recipe: dict[str, Any], dtype: str, order: int, nudged: 
         data = np.load(folder / f"{name}_data.npy", mmap_mode="r")[number]
         images = torch.from_numpy(np.array(data)).to(device)
         label = np.load(folder / f"{name}_label.npy", mmap_mode="r")[number]
-        # NHWC in memory, as channels_last has it
+        # NHWC in memory, which is channels_last
         return images.permute(0, 3, 1, 2).float(), torch.from_numpy(label.astype(np.int64)).to(device)
 
     def loss_of(scores: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        """Targets as MXNet's: smoothing / (classes - 1) for each wrong class."""
+        """Cross-entropy with MXNet's targets: smoothing / (classes - 1) for each wrong class."""
         targets = torch.full_like(scores, smoothing / (num_classes - 1), dtype=torch.float32)
         targets.scatter_(1, label[:, None], 1 - smoothing)
         return torch.nn.functional.cross_entropy(scores.float(), targets)

@@ -1,15 +1,16 @@
-"""Do we train as PyTorch does? Both from the same weights, on the same batches in the same order, with one recipe.
+"""Do we train as PyTorch does? Both start from equal weights, and train on equal batches with one recipe.
 
     PEER_PYTHON=/path/to/python-with-torch python benchmarks/parity_pytorch.py --data /path/to/cifar10
     ... --device cpu --preset cifar10_resnet18 --batch 32 --size 64 --steps 40                # minutes on two cores
 
-Trains a ResNet with the constants of a preset: ours and PyTorch (parity_peer.py) in float16 and in float32 without
-TF32, on a CPU in float32 only. Two yardsticks for the difference: both once more on another order of the images with
-other crops, as another seed gives; and PyTorch in float32 once more from initial weights that differ in their last
-digit. The latter is what rounding alone does, as training magnifies it: no two correct programs can agree better.
+Trains a ResNet with the constants of a preset, by ours and by PyTorch (parity_peer.py), in float16 and in float32
+without TF32; on a CPU in float32 only. Two further experiments tell how large a difference is normal. Both programs
+train again with another order of the images and other crops, as with another seed. And PyTorch trains again in float32
+from initial weights that differ in their last digit. The latter shows the effect of rounding, which training magnifies:
+no two correct programs can agree better.
 
-Writes results/parity_pytorch.jsonl (of a CPU: parity_pytorch_cpu.jsonl), one line for each run with the loss of every
-step, and last a line that compares; and a .png beside it.
+Writes results/parity_pytorch.jsonl (on a CPU: parity_pytorch_cpu.jsonl): one line for each run with the loss of every
+step, then one line with the comparison. Also writes a .png beside it.
 """
 
 from __future__ import annotations
@@ -47,28 +48,28 @@ Run = dict[str, Any]  # side, dtype, order, nudged, loss, val_loss, val_top1
 
 @dataclass(frozen=True)
 class Options:
-    """What both train."""
+    """Options of the measurement."""
 
     data: Path | None = None
     """Images, as for python -m train."""
     preset: str = "resnet50_90ep"
-    """Whose constants both take."""
+    """Preset with the constants of both programs."""
     model: str = ""
-    """A ResNet; default: that of the preset."""
+    """A ResNet; default: the preset's."""
     learning_rate: float = 0.0
-    """For 256 images; 0: that of the preset."""
+    """For 256 images; 0: the preset's."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
-    """Where ours computes."""
+    """Device of our program."""
     batch: Positive = 64
-    """Images in a step."""
+    """Images per step."""
     size: Positive = 112
     """Pixels, height and width."""
     steps: Positive = 300
-    """Of each run."""
+    """Steps of each run."""
 
 
 def make_config(arguments: Options) -> Config:
-    """The preset's constants in one 'epoch' of so many steps, a sixth of them warm-up."""
+    """The preset's constants, in one 'epoch' of `--steps` steps, a sixth of them warm-up."""
     preset = load_preset(arguments.preset)
     return replace(preset, data=str(arguments.data), model=arguments.model or preset.model, image_size=arguments.size,
                    learning_rate=arguments.learning_rate or preset.learning_rate, batch_size=arguments.batch,
@@ -76,8 +77,8 @@ def make_config(arguments: Options) -> Config:
 
 
 def write_batches(folder: Path, name: str, config: Config, split: str, num_batches: int, seed: int) -> int:
-    """What our loader gives, as (batches, N, H, W, 3) float16 and (batches, N) float32; returns the number of classes.
-    """
+    """Write batches of our loader, (batches, N, H, W, 3) float16, and their labels, (batches, N) float32; returns the
+    number of classes."""
     loader = open_loader(LoaderConfig(data=config.data, split=split, batch_size=config.batch_size, seed=seed,
                                       image_size=config.image_size, transform=config.transform))
     shape = (num_batches, config.batch_size, config.image_size, config.image_size, 3)
@@ -95,14 +96,14 @@ def write_batches(folder: Path, name: str, config: Config, split: str, num_batch
 
 
 def prepare(folder: Path, config: Config, steps: int, on_gpu: bool) -> dict[str, Any]:
-    """Batches, initial weights and recipe as files that both sides read; returns the recipe."""
+    """Write batches, initial weights and recipe to files that both sides read; returns the recipe."""
     val_batches = VAL_IMAGES // config.batch_size
     for order in (0, 1):
         num_classes = write_batches(folder, f"order{order}", config, "train", steps, seed=order)
     write_batches(folder, "val", config, "val", val_batches, seed=0)
     network = models.create(config.model, num_classes)
     params, aux = network.initial_values(config.seed, zero_init_residual=config.zero_init_residual)
-    weights: dict[str, Any] = {**params, **aux}  # Any: NumPy 2 says that savez may be given a bool
+    weights: dict[str, Any] = {**params, **aux}  # Any: in NumPy 2's types, savez's keywords include a bool
     np.savez(folder / "weights.npz", **weights)
     schedule = make_schedule(config, steps, num_processes=1)
     recipe = {"model": config.model, "num_classes": num_classes, "momentum": config.momentum,
@@ -147,7 +148,7 @@ def end_peer(peer: subprocess.Popen[str]) -> list[Run]:
 
 
 def smoothed(run: Run) -> np.ndarray:
-    """The loss, averaged over WINDOW steps."""
+    """A run's loss, averaged over WINDOW steps."""
     return np.convolve(run["loss"], np.ones(WINDOW) / WINDOW, mode="valid")
 
 
@@ -156,7 +157,7 @@ def difference(a: Run, b: Run) -> np.ndarray:
 
 
 def pairs(runs: list[Run]) -> dict[str, tuple[Run, Run]]:
-    """The curves to compare, by what tells them apart."""
+    """The pairs of runs to compare, keyed by their difference."""
     found = {(run["side"].split()[0], run["dtype"], run["order"]): run for run in runs if not run["nudged"]}
     compared = {}
     for dtype in dict.fromkeys(run["dtype"] for run in runs):
@@ -173,8 +174,11 @@ def pairs(runs: list[Run]) -> dict[str, tuple[Run, Run]]:
 
 
 def compare(runs: list[Run]) -> dict[str, dict[str, float]]:
-    """Mean and largest difference of the smoothed losses, the mean over the later half of the steps, when the learning
-    rate falls, and the largest of the first 20 steps' own losses."""
+    """Differences between the losses of each pair of runs.
+
+    Three are for the smoothed losses: the mean, the largest, and the mean over the second half of the steps, where the
+    learning rate falls. One is for the unsmoothed losses: the largest over the first 20 steps.
+    """
     compared = {}
     for words, (a, b) in pairs(runs).items():
         apart = difference(a, b)
@@ -205,7 +209,7 @@ def plot(runs: list[Run], title: str, path: Path) -> None:
 
 
 def command(arguments: Options) -> str:
-    """The command line that does it again, without this machine's paths."""
+    """The command line that repeats this run, without this machine's paths."""
     assert arguments.data
     given = {**vars(arguments), "data": arguments.data.name}
     options = (f"--{key.replace('_', '-')} {value}" for key, value in given.items())

@@ -1,12 +1,11 @@
-"""Augmentations of PyTorch's side on the GPU: what torchvision does to one image at a time, to a batch at once.
+"""Augmentations of PyTorch's side on the GPU: torchvision's operations, applied to a whole batch at once.
 
-torchvision's transforms v2 draw once for all images of a batch, so that each image must go through them alone: on the
-CPU, in the workers of a DataLoader. These are the same operations with the same magnitudes
-(torchvision.transforms.v2.TrivialAugmentWide, RandomErasing), each image with its own draw, in tensor operations that
-torch.compile fuses; tests/test_peers.py holds them against torchvision's, pixel by pixel. The peer is thus not slowed
-down by its CPU.
+torchvision's transforms v2 draw once for all images of a batch. So each image must go through them alone, on the CPU,
+in the workers of a DataLoader. This module has the operations and magnitudes of torchvision.transforms.v2's
+TrivialAugmentWide and RandomErasing, but draws for each image, in tensor operations that torch.compile fuses. So the
+peer is not slowed down by its CPU. tests/test_peers.py compares the results with torchvision's, pixel by pixel.
 
-Images are (N, 3, H, W) float32 with whole grey levels from 0 to 255, as after each operation of torchvision's on uint8.
+Images are (N, 3, H, W) float32 with whole grey levels from 0 to 255, as torchvision's operations on uint8 return them.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-BINS = 31  # of magnitudes
-# In the order of torchvision's table: the magnitudes, and whether their sign is random. Of Posterize they are the bits
-# that stay, of Solarize the threshold as a part of white.
+BINS = 31  # number of magnitudes
+# In the order of torchvision's table: the magnitudes, and whether their sign is random. Posterize's magnitudes are the
+# bits that stay, Solarize's are the threshold as a fraction of white.
 NONE = torch.zeros(BINS)
 OPERATIONS: dict[str, tuple[torch.Tensor, bool]] = {
     "Identity": (NONE, False),
@@ -31,11 +30,11 @@ OPERATIONS: dict[str, tuple[torch.Tensor, bool]] = {
 }
 NUMBER = {name: number for number, name in enumerate(OPERATIONS)}
 GREY = (0.2989, 0.587, 0.114)
-MAX_TRIES = 10  # of a rectangle that fits, as torchvision has it
+MAX_TRIES = 10  # rectangles drawn until one fits, as in torchvision
 
 
 def draw_trivial_augment(count: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Operation (N,) and signed magnitude (N,) of each image."""
+    """Draw the operation (N,) and the signed magnitude (N,) of each image."""
     magnitudes = torch.stack([of_one for of_one, _ in OPERATIONS.values()]).to(device)
     signed = torch.tensor([of_one for _, of_one in OPERATIONS.values()], device=device)
     operation = torch.randint(len(OPERATIONS), (count,), device=device)
@@ -45,18 +44,18 @@ def draw_trivial_augment(count: int, device: str) -> tuple[torch.Tensor, torch.T
 
 
 def trivial_augment(images: torch.Tensor, operation: torch.Tensor, magnitude: torch.Tensor) -> torch.Tensor:
-    """Do to each image its operation."""
+    """Apply to each image its operation."""
     number, by = operation[:, None, None, None], magnitude[:, None, None, None]
     moved = _affine(images, operation, magnitude)
     grey = (images * torch.tensor(GREY, device=images.device)[:, None, None]).sum(1, keepdim=True).floor()
     other = torch.where(number == NUMBER["Color"], grey, torch.zeros_like(grey)).expand_as(images)
     other = torch.where(number == NUMBER["Contrast"], grey.mean((1, 2, 3), keepdim=True), other)
     blends = (number >= NUMBER["Brightness"]) & (number <= NUMBER["Sharpness"])
-    # As torchvision computes them: another order of operations would fall just below a whole level, and be cut.
+    # The order of operations is torchvision's: another order could give just less than a whole level, and lose one.
     blended = torch.where(number == NUMBER["Sharpness"], images + (_smoothed(images) - images) * -by,
                           images * (1 + by) + other * -by).clamp(0, 255).floor()
     result = torch.where(blends, blended, moved)
-    step = torch.exp2(8 - by.clamp(0, 8))  # of grey levels that are left
+    step = torch.exp2(8 - by.clamp(0, 8))  # distance between the remaining grey levels
     result = torch.where(number == NUMBER["Posterize"], (images / step).floor() * step, result)
     inverted = torch.where(images >= 255 * by, 255 - images, images)
     result = torch.where(number == NUMBER["Solarize"], inverted, result)
@@ -65,7 +64,7 @@ def trivial_augment(images: torch.Tensor, operation: torch.Tensor, magnitude: to
 
 
 def _affine(images: torch.Tensor, operation: torch.Tensor, magnitude: torch.Tensor) -> torch.Tensor:
-    """Sheared, shifted or turned images, the nearest pixel of each, black outside; others as they are."""
+    """Shear, translate or rotate images (nearest neighbour, black outside); images with other operations stay equal."""
     height, width = images.shape[2:]
 
     def only(name: str, value: torch.Tensor) -> torch.Tensor:
@@ -87,7 +86,7 @@ def _affine(images: torch.Tensor, operation: torch.Tensor, magnitude: torch.Tens
 
 
 def _smoothed(images: torch.Tensor) -> torch.Tensor:
-    """What sharpness is measured against: each pixel with its neighbours, whole grey levels; the border as it is."""
+    """The smoothed images that the sharpness operation blends with: whole grey levels; the border stays as it is."""
     kernel = torch.ones(3, 1, 3, 3, device=images.device)
     kernel[:, :, 1, 1] = 5
     inner = (F.conv2d(images, kernel, groups=3) / 13).round()
@@ -96,14 +95,14 @@ def _smoothed(images: torch.Tensor) -> torch.Tensor:
 
 
 def _stretched(images: torch.Tensor) -> torch.Tensor:
-    """Each channel from 0 to 255."""
+    """Stretch each channel to 0 to 255."""
     low, high = images.amin((2, 3), keepdim=True), images.amax((2, 3), keepdim=True)
     stretched = ((images - low) / ((high - low).clamp(min=1) / 255)).clamp(0, 255).floor()
     return torch.where(high == low, images, stretched)
 
 
 def _equalized(images: torch.Tensor) -> torch.Tensor:
-    """Each channel with a flat histogram."""
+    """Equalize the histogram of each channel."""
     flat = images.flatten(2).long()
     counts = torch.zeros(*flat.shape[:2], 256, device=images.device, dtype=torch.int32)
     counts = counts.scatter_add(2, flat, torch.ones_like(flat, dtype=torch.int32))
@@ -116,8 +115,10 @@ def _equalized(images: torch.Tensor) -> torch.Tensor:
 
 
 def draw_rectangles(count: int, probability: float, height: int, width: int, device: str) -> torch.Tensor:
-    """Of each image left, top, right and bottom of the rectangle that is erased, in pixels, (N, 4); all 0 where none
-    is. torchvision's scale and ratio: 0.02 to 0.33 of the area, 0.3 to 3.3."""
+    """Draw the rectangle to erase in each image: left, top, right, bottom in pixels, (N, 4); all 0 to erase none.
+
+    Scale and ratio are torchvision's: 0.02 to 0.33 of the area, 0.3 to 3.3.
+    """
     area = height * width * torch.empty(count, MAX_TRIES, device=device).uniform_(0.02, 0.33)
     ratio = torch.empty(count, MAX_TRIES, device=device).uniform_(*torch.log(torch.tensor([0.3, 3.3])).tolist()).exp()
     tall, wide = (area * ratio).sqrt().round(), (area / ratio).sqrt().round()
@@ -131,7 +132,7 @@ def draw_rectangles(count: int, probability: float, height: int, width: int, dev
 
 
 def inside(rectangles: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Which pixels lie in rectangles (N, 4) of left, top, right and bottom: (N, 1, H, W) bool."""
+    """Whether each pixel lies in its image's rectangle (N, 4: left, top, right, bottom): (N, 1, H, W) bool."""
     left, top, right, bottom = rectangles.unbind(1)
     x, y = (torch.arange(side, device=rectangles.device) for side in (width, height))
     in_x, in_y = (x >= left[:, None]) & (x < right[:, None]), (y >= top[:, None]) & (y < bottom[:, None])

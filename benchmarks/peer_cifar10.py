@@ -1,9 +1,9 @@
-"""PyTorch's side of cifar10_time_to_accuracy.py, which starts it: the same recipe with PyTorch's usual best practice.
+"""PyTorch's side of cifar10_time_to_accuracy.py, which starts it: its recipe with PyTorch's usual best practice.
 
-Images lie decoded and padded on the GPU before the clock starts; crops, mirroring, cutout and resizing run there too,
-compiled; torchvision's ResNet v1.5, channels_last, fp16 autocast with a gradient scaler, fused
-SGD, `torch.compile`, moving averages in one launch. Reads the recipe, a JSON object, and then a seed a line from
-standard input, and prints a JSON line for each validation.
+The images are decoded and padded on the GPU before the clock starts. Compiled code on the GPU crops, mirrors, cuts out
+and resizes them. The rest is torchvision's ResNet v1.5, channels_last, fp16 autocast with a gradient scaler, fused SGD,
+`torch.compile`, and moving averages in one launch. Standard input holds the recipe as a JSON object, then one seed per
+line; the program prints a JSON line for each validation.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ VAL_BATCH = 1000
 
 def crops(padded: torch.Tensor, indices: torch.Tensor, corner: torch.Tensor, mirror: torch.Tensor, hole: torch.Tensor,
           cutout: float, fill: torch.Tensor, side: int) -> torch.Tensor:
-    """Square crops of `side` pixels with a hole, as our pipeline makes them: (N, side, side, C).
+    """Make square crops of `side` pixels with a hole, as our pipeline does: (N, side, side, C).
 
     Args:
         padded: all images, (num_images, height, width, C).
-        indices: of the images to take, (N,).
+        indices: numbers of the images to take, (N,).
         corner: left and top of each crop, (N, 2) integers.
         mirror: whether to flip a crop from left to right, (N,) bool.
-        hole: centre of the square that is filled, before the flip, x and y in [0, 1), (N, 2).
-        cutout: side of that square as part of the crop's.
-        fill: its colour, (C,).
+        hole: centre of the filled square before the flip, x and y in [0, 1), (N, 2).
+        cutout: side of the filled square as a fraction of the crop's side.
+        fill: colour of the square, (C,).
     """
     pixels = torch.arange(side, device=padded.device)
     x, y = torch.where(mirror[:, None], pixels.flip(0), pixels), pixels.expand(len(indices), side)
@@ -73,7 +73,7 @@ class Recipe:
         self.reset(seed=0)
 
     def network(self) -> torch.nn.Module:
-        """With initial weights of the same distributions as ours (train/models/network.py: init_params)."""
+        """A network whose initial weights have our distributions (train/models/network.py: init_params)."""
         network = torchvision.models.get_model(self.config["model"], num_classes=self.config["num_classes"],
                                                zero_init_residual=self.config["zero_init_residual"])
         torch.nn.init.normal_(network.fc.weight, std=0.01)
@@ -81,7 +81,7 @@ class Recipe:
         return network
 
     def reset(self, seed: int) -> None:
-        """Begin anew, with what is compiled."""
+        """Start a new training; compiled code is kept."""
         torch.manual_seed(seed)
         self.model.load_state_dict(self.network().state_dict())
         self.optimizer.state.clear()
@@ -89,17 +89,17 @@ class Recipe:
 
     @property
     def autocast(self) -> torch.autocast:
-        """float16 on a GPU; a CPU is for trying this out."""
+        """Autocast to float16 on a GPU; a CPU is for trying this program out."""
         return torch.autocast(self.device, torch.float16 if self.device == "cuda" else torch.bfloat16)
 
     def network_input(self, images: torch.Tensor, size: int) -> torch.Tensor:
-        """uint8 images (N, height, width, C) normalised and resized: (N, C, size, size), channels_last, float16."""
+        """Normalise and resize uint8 images (N, height, width, C) to (N, C, size, size), channels_last, float16."""
         pixels = ((images.float() - self.mean) / self.std).permute(0, 3, 1, 2)
         pixels = F.interpolate(pixels, size=(size, size), mode="bilinear", align_corners=False)
         return pixels.half().contiguous(memory_format=torch.channels_last)
 
     def training_images(self, indices: torch.Tensor) -> torch.Tensor:
-        """Augmented, (N, side, side, C) uint8."""
+        """Augmented images, (N, side, side, C) uint8."""
         config, count = self.config, len(indices)
         corner = torch.randint(0, 2 * config["crop_padding"] + 1, (count, 2), device=self.device)
         mirror = torch.rand(count, device=self.device) < 0.5
@@ -107,11 +107,11 @@ class Recipe:
         return self.crops(self.padded, indices, corner, mirror, hole, config["cutout"], self.fill, self.side)
 
     def order(self, epoch: int) -> torch.Tensor:
-        """The images of an epoch that begins, (count,)."""
+        """Draw the order of the images in an epoch, (count,)."""
         return torch.randperm(len(self.padded), device=self.device)
 
     def learning_rate(self, step: int, steps: int, warmup: int) -> float:
-        """As train/schedule.py: linear warm-up, then a cosine."""
+        """The schedule of train/schedule.py: linear warm-up, then a cosine."""
         if step < warmup:
             return self.config["peak_learning_rate"] * (step + 1) / warmup
         final = self.config["final_learning_rate"]
@@ -119,7 +119,7 @@ class Recipe:
         return final + (self.config["peak_learning_rate"] - final) * (1 + math.cos(math.pi * done)) / 2
 
     def step(self, number: int, indices: torch.Tensor, image_size: int) -> torch.Tensor:
-        """Optimizer step `number`, from 0, on some images; their loss."""
+        """Run optimizer step `number`, counted from 0, on some images; returns their loss."""
         config = self.config
         images = self.inputs(self.training_images(indices), image_size)
         with self.autocast:
@@ -129,7 +129,7 @@ class Recipe:
         return loss.detach()
 
     def update(self, number: int, loss: torch.Tensor) -> None:
-        """From the loss of step `number` to the new weights and their averages."""
+        """Update the weights and their averages from the loss of step `number`."""
         self.scaler.scale(loss).backward()
         if clip_norm := self.config.get("clip_norm"):
             self.scaler.unscale_(self.optimizer)
@@ -138,13 +138,13 @@ class Recipe:
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         if self.config["ema_decay"]:
-            decay = min(self.config["ema_decay"], number / (9 + number))  # as train/optimizer.py
+            decay = min(self.config["ema_decay"], number / (9 + number))  # as in train/optimizer.py
             with torch.no_grad():
                 torch._foreach_lerp_(self.averages, self.averaged, 1 - decay)
 
     @torch.no_grad()
     def validate(self) -> float:
-        """Top-1 as a fraction, of the averages where there are any."""
+        """Top-1 as a fraction, with the averaged weights if there are any."""
         if self.config["ema_decay"]:
             own = [tensor.clone() for tensor in self.averaged]
             torch._foreach_copy_(self.averaged, self.averages)
@@ -160,7 +160,7 @@ class Recipe:
         return hits.item() / len(self.val_x)
 
     def warm_up(self) -> None:
-        """Compile, let cuDNN choose and memory be allocated."""
+        """Compile, let cuDNN choose its kernels, and allocate memory."""
         for image_size in sorted(set(self.config["image_sizes"])):
             for number in range(3):
                 self.step(number, torch.arange(self.config["batch_size"], device=self.device), image_size)
@@ -168,7 +168,8 @@ class Recipe:
 
 
 def train(recipe: Recipe, seed: int) -> None:
-    """The whole run; a line for each validation, with the seconds since the first step began, and an empty one."""
+    """Train a whole run; prints a line for each validation, with the seconds since the first step began, and then an
+    empty line."""
     recipe.reset(seed)
     config, count = recipe.config, len(recipe.padded)
     batch, epochs = config["batch_size"], config["epochs"]

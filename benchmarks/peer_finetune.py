@@ -1,10 +1,10 @@
-"""PyTorch's side of finetune.py, which starts it: the same weights, images and recipe, with torchvision's ResNet.
+"""PyTorch's side of finetune.py, which starts it: equal weights, images and recipe, with torchvision's ResNet.
 
-Reads a job a line from standard input, a JSON object: what peer_cifar10.py takes, and
-    weights   a state_dict as `export --torchvision` writes it, or none: train from nothing
-    frozen    whether the classifier alone is trained; all BatchNorms then keep the statistics of the weights
-    seed      of the new classifier, the order of the images and their augmentation
-It answers a line with the validation top-1 after the last epoch. Nothing is compiled: jobs take seconds.
+Each line of standard input is a job, a JSON object with peer_cifar10.py's fields and
+    weights   a state_dict as `export --torchvision` writes it; none: train from random weights
+    frozen    whether only the classifier is trained; all BatchNorms then keep the statistics of the weights
+    seed      seed of the new classifier, the order of the images and their augmentation
+The answer is a line with the validation top-1 after the last epoch. Nothing is compiled, as jobs take seconds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import sys
 from typing import Any
 
-os.environ["TORCHDYNAMO_DISABLE"] = "1"  # before PyTorch is imported
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # must be set before PyTorch is imported
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from peer_cifar10 import Recipe
 
 
 class FineTuning(Recipe):
-    """A recipe that starts from a state_dict, whole or the classifier alone."""
+    """A recipe that starts from a state_dict, and trains the whole network or only the classifier."""
 
     def network(self) -> torch.nn.Module:
         network = super().network()
@@ -33,10 +33,10 @@ class FineTuning(Recipe):
         return network
 
     def freeze(self) -> None:
-        """Train the classifier alone."""
+        """Freeze everything except the classifier."""
         for module in self.model.modules():
             if isinstance(module, torch.nn.BatchNorm2d):
-                module.momentum = 0.0  # the running statistics stay
+                module.momentum = 0.0  # keeps the running statistics
                 module.eval()
                 module.train = lambda mode=True, module=module: module  # type: ignore[method-assign]
         for name, parameter in self.model.named_parameters():
@@ -44,7 +44,7 @@ class FineTuning(Recipe):
 
 
 def top1_of(job: dict[str, Any]) -> float:
-    """Train as the job says; the top-1 of the last validation as a fraction."""
+    """Run a job; returns the top-1 of the last validation as a fraction."""
     torch.manual_seed(job["seed"])
     recipe = FineTuning(job, np.load(job["arrays"]))
     if job["frozen"]:

@@ -1,27 +1,27 @@
-"""The peer: PyTorch's ResNet step on synthetic data or JPEGs; step_gpu.py starts it and takes turns with it.
+"""The peer: PyTorch's ResNet step on synthetic data or JPEGs; step_gpu.py starts it and alternates with it.
 
     python benchmarks/peer_pytorch.py --batch 256                   # then type: compile
     python benchmarks/peer_pytorch.py --data IMAGES --workers 16    # then type: eager
     torchrun --standalone --nproc_per_node=4 --virtual-local-rank benchmarks/peer_pytorch.py --ddp
 
-torchvision's ResNet (v1.5, as ours), or timm's network where torchvision has none of that name, channels_last,
-automatic mixed precision, fused SGD with momentum, cuDNN autotuning. As ours it starts from all gammas 1 and, in fp16,
-from a loss scale of 1,024; six batches take turns, each turn begins with three seconds of warm-up.
+It trains torchvision's ResNet (v1.5, like ours), or timm's network if torchvision has none of that name: channels_last,
+automatic mixed precision, fused SGD with momentum, cuDNN autotuning. Like ours, it starts with all gammas 1 and, in
+fp16, with a loss scale of 1,024. Six batches alternate, and each measurement begins with three seconds of warm-up.
 
-Each line of its standard input is a way to run, in which it measures `--steps` steps and prints one line of JSON:
+Each line of standard input names a mode; the program measures `--steps` steps in it and prints one line of JSON:
 
-    eager             as it is written
+    eager             as written
     compile           through torch.compile
-    graph             the same, with the whole step, optimizer and loss scaling included, replayed as one CUDA graph, so
-                      that nothing waits for the host
-    reduce-overhead   through torch.compile in the mode of that name: CUDA graphs of forward and backward pass
+    graph             through torch.compile, with the whole step, optimizer and loss scaling included, replayed as one
+                      CUDA graph, so that nothing waits for the host
+    reduce-overhead   through torch.compile's mode "reduce-overhead": CUDA graphs of forward and backward pass
 
-It ends with its input. With `--ddp`, on several GPUs through DistributedDataParallel and torch.compile, it measures
-once, and the first process prints. With `--compile-only` it compiles, so that torch.compile finds its work on disk when
-it is started again, and ends. With `--data`, a folder of class folders, the batches come from torchvision as usual:
-ImageFolder, RandomResizedCrop, flip, a policy of `--auto-augment`, normalise, `--random-erasing`, a DataLoader with
-`--workers` processes and pinned memory; with `--loader-only` nothing is done with them. Runs in an interpreter of its
-own (the programs beside it start the one named by PEER_PYTHON): this project itself never imports PyTorch.
+The program ends when its input ends. With `--ddp` it measures once on several GPUs, through DistributedDataParallel and
+torch.compile, and the first process prints. With `--compile-only` it only compiles, to fill torch.compile's cache on
+disk. With `--data`, a folder of class folders, the batches come from torchvision as usual: ImageFolder,
+RandomResizedCrop, flip, a policy of `--auto-augment`, normalise, `--random-erasing`, and a DataLoader with `--workers`
+processes and pinned memory; with `--loader-only` they are loaded and not used. It runs in its own interpreter (the
+other programs start the one named by PEER_PYTHON), because this project itself never imports PyTorch.
 """
 
 from __future__ import annotations
@@ -42,23 +42,24 @@ import torchvision
 from torch.distributed.elastic.multiprocessing.errors import record
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-REPEATS = 100  # of a small set of images, so that no epoch ends while it is measured
-WARM_UP_SECONDS, NUM_BATCHES = 3.0, 6  # as step_gpu.py has them
-LOSS_SCALE, GROWTH_INTERVAL = 1024.0, 2000  # as the cuda executor has them
+REPEATS = 100  # times a small set of images is repeated, so that no epoch ends during a measurement
+WARM_UP_SECONDS, NUM_BATCHES = 3.0, 6  # equal to step_gpu.py's
+LOSS_SCALE, GROWTH_INTERVAL = 1024.0, 2000  # equal to the cuda executor's
 CAPTURE_WARM_UP = 11  # steps before a capture; torch.cuda's notes ask for some, 11 for DistributedDataParallel
-PREFETCH = 2  # batches that each worker has ready, PyTorch's default
-STRETCHES = 5  # that the loader is timed for
+PREFETCH = 2  # batches that each worker keeps ready, PyTorch's default
+STRETCHES = 5  # timed intervals of the loader
 NAMES = {"eager": "eager", "compile": "torch.compile", "graph": "torch.compile in a CUDA graph",
          "reduce-overhead": "torch.compile, reduce-overhead"}
 VERSIONS = {"python": platform.python_version(), "torch": torch.__version__, "torchvision": torchvision.__version__,
             "cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
 
 Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]
-Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # images, labels -> loss, or probabilities by inference
+Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (images, labels) -> loss; in inference: probabilities
 
 
 def make_network(name: str) -> torch.nn.Module:
-    """With all gammas 1; some of timm's set the last one of each branch to 0, whose gradients then draw less power."""
+    """Build a network with all gammas 1. Some of timm's networks set the last gamma of each branch to 0; their zero
+    gradients would make the GPU draw less power."""
     if name in torchvision.models.list_models():
         network = torchvision.models.get_model(name)
     else:
@@ -72,7 +73,7 @@ def make_network(name: str) -> torch.nn.Module:
 
 
 def load_batches(arguments: argparse.Namespace) -> Batches:
-    """Batches on the host, without end."""
+    """Yield batches on the host, without end."""
     from torchvision import transforms
 
     policy = {"none": [], "trivialaugment": [transforms.TrivialAugmentWide()],
@@ -91,13 +92,13 @@ def load_batches(arguments: argparse.Namespace) -> Batches:
 
 
 def drain(batches: Batches, workers: int) -> None:
-    """Take what lies ready, which was loaded while nobody waited for it, and one batch more of each worker."""
+    """Discard the batches that were loaded ahead while nothing was timed, and one more batch of each worker."""
     for _ in range((PREFETCH + 1) * workers):
         next(batches)
 
 
 def measure_loader(batches: Batches, workers: int) -> list[float]:
-    """Milliseconds of a batch, each the mean of a stretch of one batch of every worker: they come in bursts."""
+    """Milliseconds per batch. Batches come in bursts, so each value is a mean over one batch of every worker."""
     times = [time.perf_counter()]
     for _ in range(STRETCHES):
         for _ in range(workers):
@@ -107,7 +108,7 @@ def measure_loader(batches: Batches, workers: int) -> list[float]:
 
 
 class HostEvent:
-    """What torch.cuda.Event is for a GPU."""
+    """A stand-in for torch.cuda.Event on a CPU."""
 
     def record(self) -> None:
         self.seconds = time.perf_counter()
@@ -117,7 +118,7 @@ class HostEvent:
 
 
 class Peer:
-    """A network and its optimizer on this process's device, and the ways to run their step."""
+    """A network and its optimizer on this process's device, and their step in each mode."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.device, self.inference = arguments.device, arguments.inference
@@ -136,7 +137,7 @@ class Peer:
         self.steps: dict[str, Step] = {}
 
     def synthetic(self, batch: int, size: int) -> Batches:
-        """Batches on the device that take turns, without end."""
+        """Yield a few batches on the device in rotation, without end."""
         shape = (batch, 3, size, size)
         return itertools.cycle([
             (torch.randn(shape, device=self.device, dtype=self.dtype).to(memory_format=torch.channels_last),
@@ -144,7 +145,7 @@ class Peer:
         ])
 
     def step(self, mode: str, batches: Batches) -> Step:
-        """The step in this way to run; made when it is first asked for."""
+        """The step in this mode; it is built at its first use."""
         if mode not in self.steps:
             if mode == "graph":
                 self.steps[mode] = captured(self.step("compile", batches), *next(batches))
@@ -173,9 +174,9 @@ class Peer:
 
 
 def compile_only(peer: Peer, batches: Batches) -> None:
-    """Have torch.compile compile the step, forward and backward, and end this process before it runs."""
+    """Have torch.compile compile the step, forward and backward, and end this process before the step runs."""
     def compile_and_leave(graph: Any, inputs: Any) -> None:
-        from torch._inductor.compile_fx import compile_fx  # what torch.compile calls
+        from torch._inductor.compile_fx import compile_fx  # the function that torch.compile calls
 
         compile_fx(graph, inputs)
         os._exit(0)
@@ -184,8 +185,10 @@ def compile_only(peer: Peer, batches: Batches) -> None:
 
 
 def captured(step: Step, *example: torch.Tensor) -> Step:
-    """The step as a CUDA graph, on a batch of its own that the given one is copied to. The whole of it can be captured:
-    a fused optimizer leaves it to the GPU whether gradients have overflowed."""
+    """Capture the step as a CUDA graph, with a static batch that each given batch is copied to.
+
+    The whole step can be captured, because with a fused optimizer the GPU itself decides whether gradients overflowed.
+    """
     own = [tensor.clone() for tensor in example]
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -208,8 +211,11 @@ def captured(step: Step, *example: torch.Tensor) -> Step:
 
 def measure(peer: Peer, mode: str, batches: Batches, arguments: argparse.Namespace,
             before_timing: Callable[[], None]) -> dict[str, Any]:
-    """One turn: the step times in ms, the loss of the last of them (by inference the mean sum of an image's
-    probabilities), the loss scale before and after them, and the most memory that tensors took."""
+    """Measure once in a mode.
+
+    Returns the step times in ms, the loss of the last step (in inference: the mean sum of an image's probabilities),
+    the loss scale before and after the steps, and the peak memory of tensors.
+    """
     on_gpu = peer.device == "cuda"
     synchronize = torch.cuda.synchronize if on_gpu else lambda: None
     step = peer.step(mode, batches)
@@ -221,7 +227,7 @@ def measure(peer: Peer, mode: str, batches: Batches, arguments: argparse.Namespa
             labels = labels.to(peer.device, non_blocking=True)
         return step(images, labels)
 
-    for _ in range(arguments.warm_up or 1):  # the first one compiles
+    for _ in range(arguments.warm_up or 1):  # the first step compiles
         next_step()
     begin = time.monotonic()
     while not arguments.warm_up and time.monotonic() - begin < arguments.warm_up_seconds:
@@ -247,7 +253,7 @@ def measure(peer: Peer, mode: str, batches: Batches, arguments: argparse.Namespa
     }
 
 
-@record  # what goes wrong on one GPU of several stands in torch.distributed.run's last words
+@record  # lets torch.distributed.run report an error of one of several processes
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="resnet50", help="of torchvision, or else of timm")
@@ -285,12 +291,12 @@ def main() -> None:
 
     torch.backends.cudnn.benchmark = True
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = arguments.dtype == "tf32"
-    if hasattr(torch._functorch.config, "force_non_lazy_backward_lowering"):  # newer versions have it
-        torch._functorch.config.force_non_lazy_backward_lowering = True  # compiled together with the forward pass
+    if hasattr(torch._functorch.config, "force_non_lazy_backward_lowering"):  # exists in newer versions
+        torch._functorch.config.force_non_lazy_backward_lowering = True  # compile it together with the forward pass
     before_timing: Callable[[], None] = (lambda: drain(batches, arguments.workers)) if batches else lambda: None
     peer: Peer | None = None
     for line in ["compile"] if arguments.ddp or arguments.compile_only else sys.stdin:
-        if peer is None:  # only now, so that this may wait without taking the GPU's memory
+        if peer is None:  # built late, so that a waiting peer takes no GPU memory
             peer = Peer(arguments)
             feed = batches or peer.synthetic(arguments.batch, arguments.size)
         if arguments.compile_only:

@@ -1,15 +1,15 @@
 """PyTorch's side of cifar10_recipe.py, which starts it: a strong recipe with PyTorch's usual best practice.
 
-As peer_cifar10.py, from which it has all that is not said here, with what today's recipes add: TrivialAugment and
-random erasing on the GPU, each image with its own draw (peer_augment.py), mixup or CutMix, label smoothing, stochastic
-depth by torchvision's operator, repeated augmentation, and clipping by torch.nn.utils.clip_grad_norm_. Images, mixing
-included, are made by one compiled function. Reads the recipe, a JSON object, and then lines from standard input:
+It extends peer_cifar10.py by today's techniques: TrivialAugment and random erasing on the GPU, drawn for each image
+(peer_augment.py), mixup or CutMix, label smoothing, stochastic depth by torchvision's operator, repeated augmentation,
+and clipping by torch.nn.utils.clip_grad_norm_. One compiled function makes the images, mixing included. Standard input
+holds the recipe as a JSON object, and then lines:
 
-    a seed    trains, and prints a JSON line for each validation and an empty one
-    loader    prints images/sec of a DataLoader in which torchvision's own transforms make the same images on the CPU's
-              cores: what training from it could reach at most
+    a seed    trains, and prints a JSON line for each validation, then an empty line
+    loader    prints images/sec of a DataLoader in which torchvision's own transforms make equal images on the CPU's
+              cores: an upper limit for training from it
 
-Without a GPU nothing is compiled: a CPU is for trying this out.
+Without a GPU nothing is compiled: a CPU is for trying this program out.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from torchvision.transforms import v2
 
 
 def forward_with_drop(self: Any, x: torch.Tensor) -> torch.Tensor:
-    """torchvision's BasicBlock, whose branch is dropped for some images in training."""
+    """The forward pass of torchvision's BasicBlock, with stochastic depth (per sample) in training."""
     branch = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
     branch = stochastic_depth(branch, self.drop_rate, "row", self.training)
     return self.relu(branch + (x if self.downsample is None else self.downsample(x)))
 
 
 class StrongRecipe(Recipe):
-    """The recipe with all ingredients, each of which may be off."""
+    """The recipe with all techniques; each may be off."""
 
     def __init__(self, config: dict[str, Any], arrays: Any, device: str = "cuda") -> None:
         super().__init__(config, arrays, device)
@@ -56,13 +56,13 @@ class StrongRecipe(Recipe):
         return network
 
     def order(self, epoch: int) -> torch.Tensor:
-        """With repeated augmentation each of the first images of the order so many times in a row."""
+        """The order of an epoch; with repeated augmentation, only its first images, each several times in a row."""
         self.mixing = self.draw_mixing(epoch)
         order, copies = super().order(epoch), max(1, self.config["repeated_augmentation"])
         return order[: -(-len(order) // copies)].repeat_interleave(copies)[: len(order)]
 
     def draw_mixing(self, epoch: int) -> torch.Tensor:
-        """Of each batch of an epoch lambda, and left, top, right and bottom of CutMix's box: (batches, 5)."""
+        """Draw, for each batch of an epoch, lambda and CutMix's box (left, top, right, bottom): (batches, 5)."""
         config, size = self.config, self.config["image_sizes"][epoch]
         rng = np.random.default_rng(torch.randint(1 << 31, ()).item())
         drawn = np.zeros((len(self.padded) // config["batch_size"], 5), np.float32)
@@ -78,7 +78,7 @@ class StrongRecipe(Recipe):
 
     def training_input(self, images: torch.Tensor, size: int, operation: torch.Tensor, magnitude: torch.Tensor,
                        erased: torch.Tensor, mixing: torch.Tensor) -> torch.Tensor:
-        """Crops (N, side, side, C) uint8 resized, augmented, normalised, erased and mixed: (N, C, size, size)."""
+        """Resize, augment, normalise, erase and mix crops (N, side, side, C) uint8: returns (N, C, size, size)."""
         pixels = F.interpolate(images.permute(0, 3, 1, 2).float(), size=(size, size), mode="bilinear").round()
         if self.config["auto_augment"] == "trivialaugment":
             pixels = trivial_augment(pixels, operation, magnitude)
@@ -110,7 +110,7 @@ class StrongRecipe(Recipe):
 
 
 class Images(torch.utils.data.Dataset):
-    """The training images as torchvision's transforms make them."""
+    """The training images, made by torchvision's transforms."""
 
     def __init__(self, config: dict[str, Any], images: np.ndarray, labels: np.ndarray) -> None:
         self.images, self.labels = images, labels
@@ -127,12 +127,12 @@ class Images(torch.utils.data.Dataset):
         return len(self.images)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        # Pillow's images: on small ones its operations take less time than tensors'.
+        # Pillow images, because on small images Pillow's operations are faster than those on tensors.
         return self.transform(Image.fromarray(self.images[index])), int(self.labels[index])
 
 
 def loader_speed(config: dict[str, Any], arrays: Any) -> dict[str, Any]:
-    """Of a DataLoader with a process on each core, its batches in pinned memory on a machine with a GPU."""
+    """The speed of a DataLoader with one process per core, and batches in pinned memory if there is a GPU."""
     workers = len(os.sched_getaffinity(0))
     dataset = Images(config, arrays["train_images"], arrays["train_labels"])
     loader = torch.utils.data.DataLoader(dataset, config["batch_size"], shuffle=True, num_workers=workers,

@@ -1,15 +1,15 @@
-"""The peer of rnn_layers.py, which starts it and takes turns with it: PyTorch's nn.LSTM, nn.GRU and nn.RNN.
+"""The peer of rnn_layers.py, which starts it and alternates with it: PyTorch's nn.LSTM, nn.GRU and nn.RNN.
 
     python benchmarks/peer_rnn.py       # then type: {"way": "graph", "mode": "lstm", "hidden": 1024, ...}
 
-Each line of its standard input is a turn, in JSON: what rnn_layers.py's `Turn` has, and a way to run it:
+Each line of standard input is a measurement in JSON: the fields of rnn_layers.py's `LayerCase`, and a way to run it:
 
-    eager   as it is written, forward and, in training, backward
-    graph   the same, replayed as one CUDA graph, so that nothing waits for the host
+    eager   as written: forward and, in training, backward
+    graph   the eager computation replayed as one CUDA graph, so that nothing waits for the host
 
-It answers with a line: the milliseconds of each timed repetition, and whether all results were finite. All is in the
-given precision (weights too), in fp32 with TF32 or without. In training the gradients of data, weights and initial
-states are made anew, as ours are. It runs in an interpreter of its own, the one named by PEER_PYTHON.
+The answer is a line with the milliseconds of each timed repetition, and whether all results were finite. Everything,
+weights included, is in the given precision; fp32 is with or without TF32. In training, the gradients of data, weights
+and initial states are written anew in each step, as in ours. It runs in its own interpreter, named by PEER_PYTHON.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ import torch
 VERSIONS = {"python": platform.python_version(), "torch": torch.__version__, "cuda": str(torch.version.cuda),
             "cudnn": str(torch.backends.cudnn.version())}
 NAMES = {"eager": "eager", "graph": "in a CUDA graph"}
-CAPTURE_WARM_UP = 3  # torch.cuda's notes ask for some steps before a capture
+CAPTURE_WARM_UP = 3  # steps before a capture, which torch.cuda's notes ask for
 
 
 class Layer:
-    """One recurrent layer with random inputs, and what is done with it."""
+    """One recurrent layer with random inputs, and its step in eager mode or as a CUDA graph."""
 
     def __init__(self, turn: dict[str, Any]) -> None:
         dtype = torch.float32 if turn["dtype"] in ("tf32", "float32") else getattr(torch, turn["dtype"])
@@ -79,7 +79,7 @@ class Layer:
 
 
 def repeat(step: Callable[[], None], turn: dict[str, Any]) -> list[float]:
-    """As rnn_layers.py's `repeat`: milliseconds of a step, in samples of so many that each is long enough."""
+    """Milliseconds of a step, like rnn_layers.py's `repeat`; a sample has enough steps to be timed exactly."""
     begin = time.monotonic()
     num_steps = 0
     while time.monotonic() - begin < turn["warm_up_seconds"]:
@@ -102,8 +102,8 @@ def repeat(step: Callable[[], None], turn: dict[str, Any]) -> list[float]:
 
 
 def error_of_median(samples: list[float]) -> float:
-    """Relative standard error, from the order statistics that bound the median's 95 % confidence interval (McKean and
-    Schrader, 1984)."""
+    """Relative standard error of the median, from the order statistics that bound its 95 % confidence interval (McKean
+    and Schrader, 1984)."""
     ordered, z = sorted(samples), 1.96
     below = max(0, math.floor((len(samples) + 1) / 2 - z * math.sqrt(len(samples) / 4)) - 1)
     return (ordered[-1 - below] - ordered[below]) / (2 * z) / statistics.median(samples)

@@ -1,12 +1,12 @@
-"""PyTorch's side of weights_pytorch.py: makes networks with random weights, and loads what this program makes of them.
+"""PyTorch's side of weights_pytorch.py: makes networks with random weights, and checks the files that we convert.
 
     python benchmarks/peer_weights.py make FOLDER DEVICE resnet50 resnet50d     # weights, images and logits
-    python benchmarks/peer_weights.py check FOLDER resnet50 resnet50d           # prints what is not equal to the bit
+    python benchmarks/peer_weights.py check FOLDER resnet50 resnet50d           # prints tensors that are not bit-equal
     python benchmarks/peer_weights.py small FOLDER                              # the files of the tests
 
-Networks are torchvision's, or timm's where torchvision has none of that name. Their running statistics are those of
-random images, changed at random, so that every tensor has a size that float16 can hold. Runs in an interpreter of its
-own (PEER_PYTHON): this project itself never imports PyTorch.
+Networks are torchvision's, or timm's if torchvision has none of that name. Their running statistics come from random
+images and are then changed at random, so that all tensors keep within float16's range. It runs in its own interpreter
+(PEER_PYTHON), because this project itself never imports PyTorch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 NUM_IMAGES, SIZE = 2, 224
-LOGITS = 2.0  # their standard deviation: no probability is so small that it is 0
+LOGITS = 2.0  # standard deviation of the logits; small enough that no probability becomes 0
 SMALL_WIDTH, SMALL_CLASSES, SMALL_SIZE = 2, 5, 40
 
 
@@ -35,7 +35,7 @@ def create(model: str) -> nn.Module:
 
 
 def narrow_resnet18(width: int, classes: int) -> nn.Module:
-    """torchvision's ResNet-18 with so many channels where it has 64."""
+    """torchvision's ResNet-18 with `width` channels instead of 64, and other layers in proportion."""
     network = torchvision.models.resnet18(num_classes=classes)
     network.inplanes = width
     network.conv1, network.bn1 = nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width)
@@ -48,15 +48,15 @@ def narrow_resnet18(width: int, classes: int) -> nn.Module:
 
 @torch.no_grad()
 def randomise(network: nn.Module, images: torch.Tensor) -> None:
-    """Random weights and running statistics, of the sizes that training makes."""
+    """Set random weights and running statistics of realistic magnitudes."""
     norms = [module for module in network.modules() if isinstance(module, nn.BatchNorm2d)]
     last = [block.bn3 if hasattr(block, "bn3") else block.bn2 for block in network.modules() if hasattr(block, "bn2")]
     for norm in norms:
-        # Branches of full size in random blocks magnify rounding from block to block, as trained networks do not:
-        # PyTorch's own float32 was 3e-5 from its float64 in ResNet-101.
+        # Random blocks with full-size branches magnify rounding from block to block, unlike trained networks:
+        # PyTorch's own float32 was 3e-5 off its float64 in ResNet-101.
         nn.init.uniform_(norm.weight, *((0.1, 0.4) if norm in last else (0.5, 1.5)))
         nn.init.uniform_(norm.bias, -0.5, 0.5)
-        norm.momentum = 1.0  # the statistics of these images
+        norm.momentum = 1.0  # running statistics become those of these images
     network.train()(images)
     for norm in norms:
         norm.running_mean += 0.2 * norm.running_var.sqrt() * torch.randn_like(norm.running_mean)
@@ -87,7 +87,7 @@ def make(folder: Path, device: str, models: list[str]) -> None:
 
 
 def check(folder: Path, models: list[str]) -> None:
-    """Prints, for each model, the names whose tensors differ after the round trip, in any form of file."""
+    """Print, for each model, the names of tensors that differ after the round trip, in either file format."""
     for model in models:
         before = torch.load(folder / f"{model}.pth", weights_only=True)
         differing = []
@@ -101,8 +101,8 @@ def check(folder: Path, models: list[str]) -> None:
 
 @torch.no_grad()
 def small(folder: Path) -> None:
-    """resnet18_small.pth with, in resnet18_small.npz, images (N, H, W, 3) and logits (N, classes); and tensors.pth,
-    what tensors can be like."""
+    """Write resnet18_small.pth; resnet18_small.npz with images (N, H, W, 3) and logits (N, classes); and tensors.pth
+    with all kinds of tensors."""
     torch.manual_seed(0)
     network = narrow_resnet18(SMALL_WIDTH, SMALL_CLASSES)
     images = torch.randn(8, 3, SMALL_SIZE, SMALL_SIZE, generator=torch.Generator().manual_seed(1))

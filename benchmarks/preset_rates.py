@@ -1,11 +1,11 @@
-"""Images/sec of the steps of the ImageNet presets on one GPU, on synthetic data, and the hours that they make.
+"""Images/sec of the ImageNet presets' steps on one GPU, on synthetic data, and the resulting hours of training.
 
     python benchmarks/preset_rates.py [--presets resnet50_a1_600ep resnet50_a3_100ep]
 
-Each preset is measured at each of its image sizes by `python -m train benchmark`, batch size, accumulation, optimizer
-and all other options as it has them, on a GPU that has warmed up. Writes results/preset_rates_1gpu.jsonl, a line for
-each as it is measured; lines of this commit and this kind of GPU are not measured again, so the same command goes on
-where it was stopped. Then prints a table for docs/recipes.md: hours are those of the steps alone, for all epochs of
+`python -m train benchmark` measures each preset at each of its image sizes, with the preset's batch size, accumulation,
+optimizer and all other options, on a warmed-up GPU. Each measurement is written at once as a line of
+results/preset_rates_1gpu.jsonl. Lines of this commit and this kind of GPU are not measured again, so the same command
+resumes. Then the program prints a table for docs/recipes.md; its hours are those of the steps alone, for all epochs of
 ImageNet's training images.
 """
 
@@ -32,8 +32,8 @@ from train.recording.metrics import RunRecord
 from train.schedule import image_sizes
 
 FILE = "preset_rates_1gpu.jsonl"
-WARM_UP = 150  # steps, which are three seconds: a cool GPU is faster, and so is one with gammas of 0, as runs begin
-IMAGES = 1_281_167  # for training, of ImageNet (ILSVRC2012)
+WARM_UP = 150  # steps (three seconds): a cool GPU is faster, and so are the first steps of a run, with gammas of 0
+IMAGES = 1_281_167  # ImageNet's training images (ILSVRC2012)
 
 Line = dict[str, Any]
 
@@ -45,27 +45,27 @@ def of_imagenet() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Options:
-    """What is measured."""
+    """Options of the measurement."""
 
     presets: Annotated[tuple[str, ...], "NAME"] = of_imagenet()
-    """Presets."""
+    """Presets to measure."""
     steps: Positive = 40
-    """Counted steps of each."""
+    """Timed steps of each measurement."""
     limit: Positive = 24 * 3600
-    """Seconds after which no further one begins; the same command goes on later."""
+    """Seconds after which no further measurement begins; the same command resumes later."""
     results: Path = record.RESULTS
     """Folder to write to."""
 
 
 def command(preset: str, image_size: int, steps: int) -> list[str]:
-    """That measures it, without interpreter and folder."""
+    """The command that measures a preset at one image size, without interpreter and folder."""
     return ["-m", "train", "benchmark", "--config", preset, "--data", "synthetic", "--num-classes", "1000",
             "--image-size", str(image_size), "--no-tensorboard", "--warmup-steps", str(WARM_UP),
             "--min-steps", str(steps), "--limit-steps", str(steps)]
 
 
 def measure(preset: str, image_size: int, steps: int) -> Line:
-    """Run it; raises its error."""
+    """Measure a preset at one image size; raises the command's error."""
     words = command(preset, image_size, steps)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "run"
@@ -83,7 +83,7 @@ def measure(preset: str, image_size: int, steps: int) -> Line:
 
 
 def machine() -> dict[str, Any]:
-    """What lines must share to be compared."""
+    """The values that lines must share to be comparable."""
     gpus = hardware()["gpus"]
     return {"hardware": f"1x {gpus[0]}" if gpus else hardware()["cpu"], "commit": git_commit()}
 
@@ -94,7 +94,7 @@ def is_of(line: Mapping[str, Any], **values: Any) -> bool:
 
 
 def table(lines: Sequence[Line]) -> str:
-    """Presets all of whose sizes are measured, in Markdown."""
+    """A Markdown table of the presets whose image sizes are all measured."""
     rows = ["| preset | images a step | images/sec | hours |", "|---|---|---|---|"]
     for name in dict.fromkeys(line["preset"] for line in lines):
         of_preset = {line["image_size"]: line for line in lines if line["preset"] == name}
@@ -120,7 +120,7 @@ def main() -> None:
             print("--limit: not all have begun; the same command goes on", file=sys.stderr)
             break
         new = measure(name, size, arguments.steps)
-        # A preset that is gone has no figures.
+        # Drop lines of presets that no longer exist.
         lines = [line for line in lines if not is_of(line, preset=name, image_size=size)
                  and line["preset"] in presets()] + [new]
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -1,5 +1,6 @@
-"""What the programs of this folder share, above all `write_result`: a published figure with its raw data, written to
-benchmarks/results/<name>.json; README.md says what that holds.
+"""Shared by all programs of this folder: `write_result` writes a published figure to benchmarks/results/<name>.json.
+
+The file also holds the figure's raw data; README.md describes its fields.
 
     from record import Peer, write_result
     write_result("step_cpu", step_ms=ours, images_per_step=32, peer=Peer("stock Gluon", theirs))
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:  # the project need not be installed: all programs here import this first
+if str(ROOT) not in sys.path:  # lets the programs run without an installed project: all import this module first
     sys.path.insert(0, str(ROOT))
 
 from common import environment  # noqa: E402
@@ -32,41 +33,43 @@ from common.errors import ProgramError, UserError  # noqa: E402
 RESULTS = ROOT / "benchmarks" / "results"
 REAL_DATA = Path(os.environ.get("RESNET_REAL_DATA", ROOT.parent / "shared" / "data"))
 SAMPLE = REAL_DATA / "imagenet_sample"
-MIN_STEPS, MIN_RUNS = 5, 3  # of a figure in images/sec, and of one in seconds
+MIN_STEPS, MIN_RUNS = 5, 3  # least number of times for a figure in images/sec, and for one in seconds
 
 
 def run(main: Callable[[], None]) -> None:
-    """Run a program of this folder; exit code 2 for a user's mistake, 1 for what else goes wrong."""
+    """Run a program of this folder; exits with code 2 for a user's mistake, with 1 for any other error."""
     sys.exit(exit_code_of(main))
 
 
 def flags(arguments: object, *names: str) -> list[str]:
-    """These options as another program takes them."""
+    """The named options as command-line words for another program."""
     return [text for name in names for text in (f"--{name.replace('_', '-')}", str(getattr(arguments, name)))]
 
 
 @dataclass(frozen=True)
 class Peer:
-    """What a figure is compared with, measured in the same run."""
+    """The program that a figure is compared with, measured in the same run."""
 
     name: str
     step_ms: Sequence[float]
-    """Raw times of steps of as many images as ours, or of whole runs, in ms."""
+    """Raw times in ms: of steps with as many images as ours, or of whole runs."""
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Of its libraries, where they are not ours."""
+    """Versions of the peer's libraries, if they differ from ours."""
     others: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """Times of its other ways to run, which were slower, by name."""
+    """Times of the peer's slower modes, by name."""
 
 
 def best_peer(ways: Mapping[str, Sequence[float]], versions: Mapping[str, str]) -> Peer:
-    """The way to run, of those that were measured, with the least median time."""
+    """The mode with the least median time."""
     best = min(ways, key=lambda name: statistics.median(ways[name]))
     return Peer(best, ways[best], versions, {name: times for name, times in ways.items() if name != best})
 
 
 def times_in_turn(ways: Mapping[str, Callable[[], object]], rounds: int, warm_up: int) -> dict[str, list[float]]:
-    """Times in ms of what computes on the CPU, by name: one run of each in turn, so that a slow spell of the machine
-    hits them all."""
+    """Time several functions on the CPU, alternating, so that a slow spell of the machine hits all of them.
+
+    Returns the times in ms by name.
+    """
     times: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(warm_up + rounds):
         for name, once in ways.items():
@@ -78,8 +81,8 @@ def times_in_turn(ways: Mapping[str, Callable[[], object]], rounds: int, warm_up
 
 
 def check_trained(what: str, losses: Sequence[float], loss_scales: Sequence[float]) -> None:
-    """Raises ProgramError where the timed steps did no work that counts: a mean loss of a turn that is not finite, or a
-    loss scale that fell, as it does when a step is skipped. `loss_scales`: before and after each turn, in order."""
+    """Raise ProgramError if the timed steps did not train: if a round's mean loss is not finite, or a loss scale fell,
+    which means that a step was skipped. `loss_scales` holds the scale before and after each round, in order."""
     if not all(map(math.isfinite, losses)):
         raise ProgramError(f"the timed steps of {what} did not train: their loss is {losses}; nothing is published")
     if any(after < before for before, after in zip(loss_scales[::2], loss_scales[1::2], strict=True)):
@@ -88,13 +91,16 @@ def check_trained(what: str, losses: Sequence[float], loss_scales: Sequence[floa
 
 
 def statistics_of(step_ms: Sequence[float], images_per_step: int | None, unit: str = "") -> dict[str, Any]:
-    """`value` (median), `mean` and `spread` (half the interquartile range) with their `unit`: images/sec, or seconds
-    where there are no images to count. The mean of a speed is that of all images over all the time. Of another unit
-    the raw values are those of the figure themselves."""
+    """`value` (median), `mean` and `spread` (half the interquartile range) with their `unit`.
+
+    The unit is images/sec, or seconds if there are no images to count. The mean speed is all images divided by all
+    time. If `unit` is given, `step_ms` holds values of this unit instead of times.
+    """
     if unit:
         quartile1, median, quartile3 = statistics.quantiles(step_ms, n=4, method="inclusive")
         return {"value": median, "mean": statistics.fmean(step_ms), "unit": unit, "spread": (quartile3 - quartile1) / 2}
-    # Of the times: with an even number of them the median of the speeds is another speed than that of the median time.
+    # Take the quantiles of the times. With an even number of times, the median speed is not the speed of the median
+    # time.
     marks = [*statistics.quantiles(step_ms, n=4, method="inclusive"), statistics.fmean(step_ms)]
     first, median, third, mean = [images_per_step * 1e3 / ms if images_per_step else ms / 1e3 for ms in marks]
     return {"value": median, "mean": mean, "unit": "images/sec" if images_per_step else "seconds",
@@ -102,7 +108,7 @@ def statistics_of(step_ms: Sequence[float], images_per_step: int | None, unit: s
 
 
 def rounded(step_ms: Sequence[float]) -> list[float]:
-    """To 0.1 us: the shortest steps, of inference, take 0.4 ms."""
+    """Round to 0.1 us: the shortest steps, those of inference, take 0.4 ms."""
     return [round(ms, 4) for ms in step_ms]
 
 
@@ -118,15 +124,15 @@ def write_result(
 ) -> Path:
     """Write one figure and print it.
 
-    step_ms          raw times of all counted steps, warm-up left out, in ms; at least MIN_STEPS, or MIN_RUNS
+    step_ms          raw times of all timed steps in ms, without warm-up; at least MIN_STEPS, or MIN_RUNS
     images_per_step  images in one step (of all GPUs); None for a figure in seconds
-    watts, sm_mhz    power and clock of the GPU in these steps, means; NaN where nothing tells them
-    unit             of a figure that is no time, such as "top-1 %": `step_ms` then has the values of all runs
+    watts, sm_mhz    mean power and clock of the GPU in these steps; NaN if unknown
+    unit             for a figure that is not a time, such as "top-1 %": `step_ms` then has the values of all runs
     """
     least = MIN_STEPS if images_per_step else MIN_RUNS
     if len(step_ms) < least:
-        raise UserError(f"{name}: a figure needs at least {least} times, and {len(step_ms)} were measured; ask for "
-                        "more steps, rounds or seeds")
+        raise UserError(f"{name}: a figure needs at least {least} times, but {len(step_ms)} were measured; give more "
+                        "steps, rounds or seeds")
     found = statistics_of(step_ms, images_per_step, unit)
     script, *arguments = sys.argv
     result = {
@@ -157,7 +163,7 @@ def write_result(
 
 
 def _described(peer: Peer, images_per_step: int | None, unit: str) -> dict[str, Any]:
-    """As a file holds it."""
+    """The peer in the form of a result file."""
     found = statistics_of(peer.step_ms, images_per_step, unit)
     others = {name: rounded(times) for name, times in peer.others.items()}
     return {"name": peer.name, "value": found["value"], "mean": found["mean"], "versions": dict(peer.versions),
@@ -165,8 +171,10 @@ def _described(peer: Peer, images_per_step: int | None, unit: str) -> dict[str, 
 
 
 def _hardware(name: str) -> str:
-    """The GPUs that the figure's name tells of, or one, though the machine may have more. Of a figure whose name says
-    'cpu', and where there is no GPU, its cores."""
+    """The hardware of a figure: as many GPUs as its name says, or one, although the machine may have more.
+
+    The CPU cores, if the name ends in 'cpu' or there is no GPU.
+    """
     machine = environment.hardware()
     if machine["gpus"] and not name.endswith("cpu"):
         used = re.search(r"(\d+)gpu$", name)

@@ -1,17 +1,16 @@
-"""Recurrent layers on one GPU against PyTorch's, in turn, in one run: forward and backward, and inference.
+"""Recurrent layers on one GPU against PyTorch's, alternating: forward and backward, and inference.
 
     PEER_PYTHON=/path/to/python-with-torch python benchmarks/rnn_layers.py
     python benchmarks/rnn_layers.py --sizes 1024/128/25 --dtypes float16 --uses training     # hidden/batch/steps
 
-For each size, use and precision, ours (the graph's RNN operator as the cuda executor runs it, with the algorithm that
-the planner finds the fastest of `--algorithms`) takes turns with PyTorch's nn.LSTM (benchmarks/peer_rnn.py), as it is
-written and in a CUDA graph; the faster one is the peer. Data has as many features as the layer has hidden units; data,
-weights and states are in the precision measured. In training all gradients are made: of data, weights and initial
-states.
+For each size, use and precision, ours alternates with PyTorch's nn.LSTM (benchmarks/peer_rnn.py). Ours is the graph's
+RNN operator in the cuda executor, with the algorithm of `--algorithms` that the planner finds fastest. PyTorch runs
+eagerly and as a CUDA graph; the faster one is the peer. Data has as many features as the layer has hidden units; data,
+weights and states are in the measured precision. Training computes all gradients: of data, weights and initial states.
 
-A turn begins with a warm-up, and ends when the standard error of the median is below 1 %, or at its limit. Writes
-results/rnn_layers_1gpu.jsonl: a line for each, with all times in ms, and goes on where it was stopped. What is not
-finite on either side is an error.
+A measurement begins with a warm-up, and ends when the standard error of the median is below 1 %, or at its time limit.
+Writes a line for each case, with all times in ms, to results/rnn_layers_1gpu.jsonl, and resumes from that file. A
+result that is not finite, on either side, is an error.
 """
 
 from __future__ import annotations
@@ -47,11 +46,11 @@ from train.recording.gpu_monitor import GpuMonitor
 from train.timing import standard_error_of_median
 
 PEER = Path(__file__).with_name("peer_rnn.py")
-# Hidden, batch, steps. Articles' (32 steps, hidden 128 to 1,024), the issue's (25 steps), and around them.
+# hidden/batch/steps: sizes from articles (32 steps, hidden 128 to 1,024), from the issue (25 steps), and similar ones.
 SIZES = ("128/128/32", "256/128/32", "512/128/32", "1024/128/32", "1024/128/25", "2048/128/25", "4096/128/25",
          "512/64/25", "1024/64/25", "1024/256/25", "2048/64/25", "2048/256/25", "512/128/128", "1024/128/128")
 SHORT = {"float16": "fp16", "bfloat16": "bf16", "tf32": "tf32", "float32": "fp32"}
-SAMPLE_MS = 2.0  # of repetitions between two events, which cost 0.002 ms themselves
+SAMPLE_MS = 2.0  # time of the repetitions between two CUDA events; the events themselves cost 0.002 ms
 LEAST_SAMPLES, WANTED_ERROR = 12, 0.01
 
 Dtype = Literal["float16", "bfloat16", "tf32", "float32"]
@@ -61,31 +60,31 @@ Algorithm = Literal["standard", "persist_static", "persist_static_small_h"]
 
 @dataclass(frozen=True)
 class Options:
-    """What is measured."""
+    """Options of the measurement."""
 
     sizes: tuple[str, ...] = SIZES
     """Hidden units/sequences in a batch/steps."""
     dtypes: tuple[Dtype, ...] = ("float16", "bfloat16", "tf32")
     """Precisions."""
     uses: tuple[Use, ...] = ("training", "inference")
-    """Forward and backward pass, or the forward pass alone."""
+    """training: forward and backward pass; inference: forward pass alone."""
     mode: Literal["lstm", "gru", "rnn_tanh"] = "lstm"
     """Kind of layer."""
     algorithms: tuple[Algorithm, ...] = ("standard", "persist_static", "persist_static_small_h")
-    """cuDNN's algorithms, of which ours takes the fastest."""
+    """cuDNN's algorithms; ours takes the fastest."""
     rounds: Positive = 2
-    """Turns of ours and of each way to run PyTorch."""
+    """Measurements of ours and of each PyTorch mode, alternating."""
     limit: float = 1.0
-    """Seconds after which a turn ends, warm-up not counted."""
+    """Seconds after which a measurement ends, without warm-up."""
     warm_up: float = 0.3
-    """Seconds before what is timed in a turn."""
+    """Seconds of warm-up in each measurement."""
     results: Path = RESULTS
     """Folder to write to."""
 
 
 @dataclass(frozen=True)
-class Turn:
-    """One layer to be measured, and for how long."""
+class LayerCase:
+    """One layer to measure, with the limits of the measurement."""
 
     mode: str
     hidden: int
@@ -110,7 +109,7 @@ class Turn:
 
     @property
     def graph(self) -> Graph:
-        """The layer; in training with its gradients."""
+        """The graph of the layer, with gradients in training."""
         return layer_graph(self.mode, self.hidden, self.use == "training")
 
     @property
@@ -118,8 +117,8 @@ class Turn:
         return "float32" if self.dtype == "tf32" else self.dtype
 
 
-def turns_of(options: Options) -> Iterator[Turn]:
-    """Raises UserError for a size that is none."""
+def cases_of(options: Options) -> Iterator[LayerCase]:
+    """Yield all cases of the options. Raises UserError for an invalid size."""
     for dtype in options.dtypes:
         for use in options.uses:
             for size in options.sizes:
@@ -127,30 +126,30 @@ def turns_of(options: Options) -> Iterator[Turn]:
                 if len(parts) != 3 or not all(part.isdecimal() and int(part) for part in parts):
                     raise UserError(f"--sizes has {size}: give hidden/batch/steps, such as 1024/128/25")
                 hidden, batch, steps = map(int, parts)
-                yield Turn(options.mode, hidden, batch, steps, dtype, use, options.limit, options.warm_up)
+                yield LayerCase(options.mode, hidden, batch, steps, dtype, use, options.limit, options.warm_up)
 
 
 class Ours:
-    """The layer on the GPU, as the cuda executor runs it."""
+    """The layer on the GPU, run by the cuda executor."""
 
-    def __init__(self, tools: Toolchain, turn: Turn, algorithms: Sequence[str]) -> None:
-        self._gpu, self._turn = tools.gpu, turn
-        marked = passes.precision(turn.graph, turn.network_dtype)
+    def __init__(self, tools: Toolchain, case: LayerCase, algorithms: Sequence[str]) -> None:
+        self._gpu, self._case = tools.gpu, case
+        marked = passes.precision(case.graph, case.network_dtype)
         self._function = DeviceFunction(
             lambda price: cover(marked, limited(price, lambda each: each.node.get("algorithm") in (None, *algorithms))),
-            turn.shapes, turn.network_dtype, tools)
+            case.shapes, case.network_dtype, tools)
         random = np.random.default_rng(0)
         for name, buffer in self._function.variables.items():
             values = random.standard_normal(buffer.shape, np.float32)
-            if name == "parameters":  # PyTorch's initial weights
-                values = random.uniform(-1, 1, buffer.shape).astype(np.float32) / math.sqrt(turn.hidden)
+            if name == "parameters":  # initialised like PyTorch's weights
+                values = random.uniform(-1, 1, buffer.shape).astype(np.float32) / math.sqrt(case.hidden)
             self._gpu.upload(buffer.address, stored(values * (not name.startswith("state")), buffer.dtype))
         self.algorithm = self._function.graph["rnn"]["algorithm"]
         self.times = {kernel: ms for choice in self._function.choices
                       for kernel, ms in ((choice.kernel, choice.price), *choice.rivals)}
 
     def measure(self) -> dict[str, Any]:
-        return {"step_ms": repeat(self._gpu, self._function, self._turn), "finite": self._is_finite()}
+        return {"step_ms": repeat(self._gpu, self._function, self._case), "finite": self._is_finite()}
 
     def close(self) -> None:
         self._function.close()
@@ -161,36 +160,36 @@ class Ours:
 
 
 def stored(values: np.ndarray, dtype: str) -> np.ndarray:
-    """fp32 values as the bits of the dtype, bfloat16 cut off."""
+    """Convert fp32 values to the bits of the dtype; bfloat16 is truncated."""
     if dtype == "bfloat16":
         return (np.ascontiguousarray(values, np.float32).view(np.uint32) >> 16).astype(np.uint16)
     return values.astype(dtype)
 
 
 def bits_of(dtype: str) -> str:
-    """The integer of its size."""
+    """The unsigned integer type of the dtype's size."""
     return "uint32" if dtype == "float32" else "uint16"
 
 
 def is_finite(bits: np.ndarray, dtype: str) -> bool:
-    """Whether no number has all bits of the exponent set."""
+    """Whether all numbers are finite: none has all bits of its exponent set."""
     exponent = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}[dtype]
     return not bool(((bits & exponent) == exponent).any())
 
 
-def repeat(gpu: Gpu, step: Callable[[], None], turn: Turn) -> list[float]:
-    """Milliseconds of a step, in samples of so many steps that each takes long enough, until their median is known."""
+def repeat(gpu: Gpu, step: Callable[[], None], case: LayerCase) -> list[float]:
+    """Milliseconds of a step: takes samples, each of enough steps to be timed exactly, until the median is exact."""
     begin, num_steps = time.monotonic(), 0
-    while time.monotonic() - begin < turn.warm_up_seconds:
+    while time.monotonic() - begin < case.warm_up_seconds:
         step()
         gpu.synchronize()
         num_steps += 1
-    per_sample = max(1, math.ceil(turn.sample_ms / (1e3 * turn.warm_up_seconds / num_steps)))
+    per_sample = max(1, math.ceil(case.sample_ms / (1e3 * case.warm_up_seconds / num_steps)))
     start, end = gpu.timing_event(), gpu.timing_event()
     samples: list[float] = []
     begin = time.monotonic()
-    while len(samples) < turn.least_samples or (
-            time.monotonic() - begin < turn.limit_seconds and relative_error(samples) > turn.wanted_error):
+    while len(samples) < case.least_samples or (
+            time.monotonic() - begin < case.limit_seconds and relative_error(samples) > case.wanted_error):
         gpu.record(start)
         for _ in range(per_sample):
             step()
@@ -201,14 +200,14 @@ def repeat(gpu: Gpu, step: Callable[[], None], turn: Turn) -> list[float]:
 
 
 def relative_error(samples: Sequence[float]) -> float:
-    """Standard error of the median, relative to it."""
+    """Standard error of the median, relative to the median."""
     return standard_error_of_median(samples) / statistics.median(samples)
 
 
-def measure(tools: Toolchain, monitor: GpuMonitor, peer: LinePeer | None, turn: Turn, rounds: int,
+def measure(tools: Toolchain, monitor: GpuMonitor, peer: LinePeer | None, case: LayerCase, rounds: int,
             algorithms: Sequence[str]) -> Line:
-    """Both sides in turn. Raises ProgramError where what was computed is not finite."""
-    ours = Ours(tools, turn, algorithms)
+    """Measure both sides, alternating. Raises ProgramError if a computed number is not finite."""
+    ours = Ours(tools, case, algorithms)
     readings = []
 
     def own_turn() -> dict[str, Any]:
@@ -220,7 +219,7 @@ def measure(tools: Toolchain, monitor: GpuMonitor, peer: LinePeer | None, turn: 
 
     def peer_turn(way: str) -> dict[str, Any]:
         assert peer
-        peer.say(json.dumps({**asdict(turn), "way": way}))
+        peer.say(json.dumps({**asdict(case), "way": way}))
         answer: dict[str, Any] = json.loads(peer.answer())
         return answer
 
@@ -231,12 +230,12 @@ def measure(tools: Toolchain, monitor: GpuMonitor, peer: LinePeer | None, turn: 
     ours.close()
     for who, of_one in turns.items():
         if not all(each["finite"] for each in of_one):
-            raise ProgramError(f"{who} computed numbers that are not finite, for {turn.name}: nothing is published")
+            raise ProgramError(f"{who} computed numbers that are not finite for {case.name}: nothing is published")
     times = {who: [ms for each in of_one for ms in each["step_ms"]] for who, of_one in turns.items()}
     median = statistics.median(times["ours"])
-    operations = flops(turn.graph["rnn"], turn.shapes["data"]) * (3 if turn.use == "training" else 1)
+    operations = flops(case.graph["rnn"], case.shapes["data"]) * (3 if case.use == "training" else 1)
     line: Line = {
-        "name": turn.name, "ms": round(median, 5), "mean_ms": round(statistics.fmean(times["ours"]), 5),
+        "name": case.name, "ms": round(median, 5), "mean_ms": round(statistics.fmean(times["ours"]), 5),
         "relative_error": round(relative_error(times["ours"]), 5), "tflops": round(operations / median / 1e9, 2),
         "algorithm": ours.algorithm, "algorithm_ms": {way: round(ms, 5) for way, ms in ours.times.items()},
         "watts": round(statistics.fmean(each.power for each in readings), 1),
@@ -255,7 +254,8 @@ def measure(tools: Toolchain, monitor: GpuMonitor, peer: LinePeer | None, turn: 
 
 
 def described(line: Line) -> str:
-    """In one row for people: ms, how exact, TFLOP/s, algorithm; PyTorch's ms in each way, and the ratio to the best."""
+    """A line as text: ms with standard error, TFLOP/s, algorithm; PyTorch's ms in each mode, and the ratio to the best.
+    """
     row = (f"{line['name']:<36} {line['ms']:>8.4f} ms +-{line['relative_error']:>6.2%} {line['tflops']:>7.1f} TFLOP/s "
            f"{line['algorithm']:<22}")
     if line["peer"]:
@@ -267,7 +267,7 @@ def described(line: Line) -> str:
 
 
 def geometric_mean(lines: Sequence[Line]) -> str:
-    """Of the ratios, in a sentence; empty where there are none."""
+    """A sentence with the geometric mean of the ratios; empty if there are none."""
     ratios = [line["ratio"] for line in lines if line["ratio"]]
     if not ratios:
         return ""
@@ -277,7 +277,7 @@ def geometric_mean(lines: Sequence[Line]) -> str:
 
 def main() -> None:
     options = read_options(Options)
-    turns = list(turns_of(options))
+    cases = list(cases_of(options))
     kept = KeptLines(options.results / "rnn_layers_1gpu.jsonl", {
         "what": "recurrent layers, ms of a step", "rounds": options.rounds, "limit_seconds": options.limit,
         "algorithms": options.algorithms, "versions": versions()})
@@ -290,9 +290,9 @@ def main() -> None:
             peer = stack.enter_context(contextlib.closing(LinePeer(PEER)))
         monitor = stack.enter_context(contextlib.closing(GpuMonitor(gpu.device.pci_bus_id)))
         monitor.start()
-        for turn in turns:
-            if turn.name not in measured:
-                kept.add(measure(tools[turn.dtype == "tf32"], monitor, peer, turn, options.rounds, options.algorithms),
+        for case in cases:
+            if case.name not in measured:
+                kept.add(measure(tools[case.dtype == "tf32"], monitor, peer, case, options.rounds, options.algorithms),
                          show=False)
                 print(described(kept.lines[-1]), flush=True)
     print(geometric_mean(kept.lines))

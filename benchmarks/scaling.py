@@ -1,15 +1,17 @@
-"""Training on 1, 2, 4 and 8 GPUs of one machine, each with the same batch: images/sec, and what the all-reduce costs.
+"""Training on 1, 2, 4 and 8 GPUs of one machine, with equal batch per GPU: images/sec, and the all-reduce's cost.
 
     PEER_PYTHON=/path/to/python-with-torch python benchmarks/scaling.py [--data FOLDER]
 
-For each number of GPUs as far as the machine has them: our compiled step on synthetic data that lies on the GPU; the
-whole program, `python -m train benchmark`, on JPEGs (those of loader_gpu.py); PyTorch's DistributedDataParallel with
-torch.compile on synthetic data, on the fewest and the most GPUs. Without images or PEER_PYTHON their part is left out.
-Writes, n being the most GPUs, results/scaling_b<batch>_<n>gpu.jsonl (a line for each measurement, raw times included),
-the table (.md) and plot (.png) of that name, and allreduce_timeline_b<batch>_<n>gpu.png; and for each number from two
-on resnet50_fp16_b<batch>_<synthetic|jpeg>_<number>gpu.json, whose peer is so many times our own figure for one GPU. A
-step's time is that of the slowest process. Each row is written as soon as it is measured. `--redraw FILE` measures
-nothing: it makes the table and the plots of an earlier run's .jsonl, and writes no rows.
+For each number of GPUs that the machine has, this measures three things:
+- our compiled step on synthetic data that lies on the GPU;
+- the whole program, `python -m train benchmark`, on JPEGs (those of loader_gpu.py);
+- PyTorch's DistributedDataParallel with torch.compile on synthetic data, on the fewest and the most GPUs.
+Without images or without PEER_PYTHON, that part is left out. A step's time is the time of the slowest process.
+
+With n the largest number of GPUs, writes results/scaling_b<batch>_<n>gpu.jsonl (a line for each measurement, with raw
+times, written at once), its table (.md) and plot (.png), and allreduce_timeline_b<batch>_<n>gpu.png. For each number of
+GPUs from two on, writes resnet50_fp16_b<batch>_<synthetic|jpeg>_<number>gpu.json; its peer is our figure for one GPU
+times this number. `--redraw FILE` measures nothing: it draws the table and the plots from an earlier run's .jsonl.
 """
 
 from __future__ import annotations
@@ -44,47 +46,47 @@ from train.processes.distributed import Workers
 from train.recording.gpu_monitor import GpuMonitor
 
 PEER = Path(__file__).with_name("peer_pytorch.py")
-# The peer's is its own name.
+# The peer's title is its own name.
 LABELS = {"synthetic": "ours, synthetic", "jpeg": "ours, JPEGs"}
-TURNS = 2  # of each GPU alone and all together
-ALONE_REPEATS = 10  # of the all-reduces that are measured with nothing beside them
+TURNS = 2  # rounds, each with every GPU alone and all GPUs together
+ALONE_REPEATS = 10  # repetitions of the all-reduces that run with nothing beside them
 Row = dict[str, Any]
-DAMAGED = (ValueError, KeyError, TypeError, ArithmeticError)  # raised by what reads a file that is cut off, or another
+DAMAGED = (ValueError, KeyError, TypeError, ArithmeticError)  # errors on reading a truncated or foreign file
 
 
 # --- one process ---
 
 
 class Moments(NamedTuple):
-    """CUDA events of a step, in their order."""
+    """The CUDA events of a step, in order."""
 
     start: Any
-    computed: Any  # the backward pass is over
-    reduced: Any  # all gradients are averaged
+    computed: Any  # end of the backward pass
+    reduced: Any  # all gradients have been averaged
     end: Any
 
 
 @dataclass(frozen=True)
 class Options(SeveralGpusOptions):
-    """What is measured on how many GPUs."""
+    """Options of the measurement."""
 
     data: Path = SAMPLE
     """Class folders with JPEGs."""
     warm_up: int = 120
-    """Steps before; 3 s of work, since a GPU that has been idle exceeds its power limit for the first second
+    """Warm-up steps, about 3 s of work: after an idle time, a GPU exceeds its power limit for the first second
     (docs/multi_gpu.md)."""
     buckets: Positive = Config().buckets
-    """Parts in which gradients are averaged."""
+    """Number of buckets in which gradients are averaged."""
     wire_dtype: Literal["auto", "float32"] = "auto"
     """Type in which gradients are averaged."""
     gpus: tuple[Positive, ...] = (1, 2, 4, 8)
-    """Numbers of GPUs to measure on, as far as they are there."""
+    """Numbers of GPUs to measure on, if the machine has them."""
     redraw: Annotated[Path | None, "FILE"] = None
-    """Measure nothing: make table and plots of the scaling_*.jsonl of an earlier run, and no .jsonl."""
+    """Measure nothing, and draw the table and the plots from an earlier run's scaling_*.jsonl."""
 
 
 class Steps:
-    """Training steps on batches that lie on this process's GPU and take turns."""
+    """Training steps on a few batches that lie on this process's GPU and alternate."""
 
     def __init__(self, workers: Workers, arguments: Options) -> None:
         wire = None if arguments.wire_dtype == "auto" else arguments.wire_dtype
@@ -95,8 +97,11 @@ class Steps:
         self.monitor = GpuMonitor(self.executor.gpu_bus_id)
 
     def run(self, count: int, all_reduce: BucketAllReduce | None, one_by_one: bool = False) -> list[Moments]:
-        """So many steps, with the mean of all processes' gradients or without. `one_by_one`: each bucket is handed over
-        when the one before is in the GPU's queue, so that `done` is recorded behind that bucket and not behind all."""
+        """Run `count` steps; with `all_reduce`, average the gradients of all processes.
+
+        With `one_by_one`, each bucket is handed over when the previous bucket is in the GPU's queue, so that its event
+        `done` is recorded directly after the bucket and not after all buckets.
+        """
         def start(bucket: Bucket) -> None:
             if all_reduce:
                 all_reduce.start(bucket)
@@ -119,7 +124,7 @@ class Steps:
         return steps
 
     def timeline(self, all_reduce: BucketAllReduce) -> Row:
-        """Of one step, in ms since its begin: when each bucket was computed and averaged, and its other moments."""
+        """The events of one step, in ms from its start: when each bucket was computed and averaged, and the others."""
         gpu = self.executor.gpu
         begin, *others = self.run(3, all_reduce, one_by_one=True)[-1]
         return {"buckets": [[gpu.elapsed_ms(begin, event) for event in (bucket.ready, bucket.done)]
@@ -127,10 +132,10 @@ class Steps:
                 "parts": [gpu.elapsed_ms(begin, event) for event in others]}
 
     def all_reduce_ms(self, all_reduce: BucketAllReduce) -> list[float]:
-        """Of each bucket's all-reduce with nothing beside it.
+        """The time of each bucket's all-reduce in ms, with nothing beside it.
 
-        It follows those of a whole pass, which the GPUs leave at the same time, and is enqueued while that pass or the
-        one before still runs: so there is no wait in it, neither for another GPU nor for a host.
+        It contains no wait, neither for another GPU nor for a host. The timed all-reduce follows the all-reduces of a
+        whole pass, which all GPUs finish at the same time, and it is enqueued while that pass or the one before runs.
         """
         executor = self.executor
         executor.forward_backward(*next(self.batches))
@@ -145,19 +150,19 @@ class Steps:
 
 
 @dataclass
-class Turns:
-    """What one process has measured of its steps, in ms, in all turns of one kind."""
+class ProcessTimes:
+    """The step times of one process in ms, over all rounds in which GPUs work alone, or all together."""
 
     step_ms: list[float] = field(default_factory=list)
     pass_ms: list[float] = field(default_factory=list)
-    wait_ms: list[float] = field(default_factory=list)  # from the end of the pass until gradients are averaged
-    nvlink_bytes: int | None = None  # that this GPU has sent in a step of the last turn
-    watts: list[float] = field(default_factory=list)  # mean power of each turn
-    sm_mhz: list[float] = field(default_factory=list)  # mean clock of each turn
+    wait_ms: list[float] = field(default_factory=list)  # from the end of the backward pass until gradients are averaged
+    nvlink_bytes: int | None = None  # that this GPU sent per step in the last round
+    watts: list[float] = field(default_factory=list)  # mean power in each round
+    sm_mhz: list[float] = field(default_factory=list)  # mean clock in each round
 
     def measure(self, steps: Steps, count: int, all_reduce: BucketAllReduce | None) -> None:
         executor, gpu = steps.executor, steps.executor.gpu
-        executor.read_metrics()  # those of the steps before
+        executor.read_metrics()  # drop the metrics of earlier steps
         scale_before = loss_scale(executor)
         steps.monitor.sample()
         steps.monitor.take()
@@ -176,16 +181,16 @@ class Turns:
 
 
 def measure_synthetic(arguments: Options) -> None:
-    """What each process of `run_synthetic` does; rank 0 writes the row to --worker."""
+    """The work of each process of `run_synthetic`; rank 0 writes the row to --worker."""
     workers = Workers()
     steps = Steps(workers, arguments)
     all_reduce = None if workers.alone else workers.bucket_all_reduce(steps.executor)
     steps.monitor.start()
-    nvlink_bytes(workers.local_rank)  # starts NVML; in between the GPU would be idle and then exceed its power limit
+    nvlink_bytes(workers.local_rank)  # starts NVML now; later the GPU would idle for it
     steps.run(arguments.warm_up, all_reduce)
-    alone, together = Turns(), Turns()
+    alone, together = ProcessTimes(), ProcessTimes()
     for _ in range(TURNS):
-        workers.sum([0])  # all start together
+        workers.sum([0])  # a barrier: all processes start together
         alone.measure(steps, arguments.steps, None)
         if all_reduce:
             workers.sum([0])
@@ -200,9 +205,9 @@ def measure_synthetic(arguments: Options) -> None:
         arguments.worker.write_text(json.dumps(row))
 
 
-def make_row(workers: Workers, steps: Steps, batch: int, alone: Turns, together: Turns,
+def make_row(workers: Workers, steps: Steps, batch: int, alone: ProcessTimes, together: ProcessTimes,
              all_reduce: BucketAllReduce) -> Row:
-    """Of all processes together; a collective operation."""
+    """Combine the times of all processes into a row; a collective operation."""
     repeats = [steps.all_reduce_ms(all_reduce) for _ in range(ALONE_REPEATS)]
     waits = workers.gather(together.wait_ms)
     row: Row = {
@@ -211,14 +216,14 @@ def make_row(workers: Workers, steps: Steps, batch: int, alone: Turns, together:
         "each_alone_ms": [statistics.median(times) for times in workers.gather(alone.step_ms)],
         "buckets": [(bucket.name, bucket.num_bytes, bucket.dtype) for bucket in steps.executor.buckets],
         "nvlink_bytes": together.nvlink_bytes,
-        # The GPU that is the last to have computed waits for nothing but the all-reduce.
+        # The GPU that finishes its backward pass last waits only for the all-reduce.
         "exposed_ms": [min(times) for times in zip(*waits, strict=True)],
         "all_reduce_ms": [statistics.median(times) for times in zip(*repeats, strict=True)],  # of each bucket
         "timeline": steps.timeline(all_reduce),
-        "watts": statistics.fmean(itertools.chain(*workers.gather(together.watts))),  # of a GPU
+        "watts": statistics.fmean(itertools.chain(*workers.gather(together.watts))),  # per GPU
         "sm_mhz": statistics.fmean(itertools.chain(*workers.gather(together.sm_mhz))),
     }
-    # Means over the GPUs, of each step: of the passes, and of what they wait for until gradients are averaged.
+    # For each step, means over the GPUs: of the pass, and of the wait until gradients are averaged.
     for name, times in (("pass_alone_ms", workers.gather(alone.pass_ms)),
                         ("pass_ms", workers.gather(together.pass_ms)), ("wait_ms", waits)):
         row[name] = [statistics.fmean(each) for each in zip(*times, strict=True)]
@@ -226,7 +231,7 @@ def make_row(workers: Workers, steps: Steps, batch: int, alone: Turns, together:
 
 
 def nvlink_bytes(device_id: int) -> int | None:
-    """Payload that this GPU has sent over all its NVLinks since the driver started; None where NVML does not tell."""
+    """Payload bytes that this GPU has sent over all its NVLinks since the driver started; None if NVML has no count."""
     import pynvml
 
     try:
@@ -238,10 +243,10 @@ def nvlink_bytes(device_id: int) -> int | None:
         )
     except pynvml.NVMLError:
         return None
-    return None if value.nvmlReturn != pynvml.NVML_SUCCESS else 1024 * int(value.value.ullVal)  # it counts KiB
+    return None if value.nvmlReturn != pynvml.NVML_SUCCESS else 1024 * int(value.value.ullVal)  # NVML counts KiB
 
 
-# --- all of them ---
+# --- all processes ---
 
 
 def run_synthetic(count: int, arguments: Options) -> list[Row]:
@@ -264,14 +269,16 @@ def run_jpeg(count: int, arguments: Options, folder: Path, records: Path) -> lis
     row: Row = {"what": "jpeg", "gpus": count, "batch": arguments.batch,
                 **{name: record[name][arguments.warm_up :] for name in ("step_ms", "loader_wait_ms")}}
     meters = record["summary"]
-    if meters["gpu_power"]:  # None where NVML does not tell
+    if meters["gpu_power"]:  # None if NVML has no reading
         row |= {"watts": meters["gpu_power"] / count, "sm_mhz": meters["gpu_clock"]}
     return [row]
 
 
 def run_peer(count: int, arguments: Options) -> list[Row]:
-    """PyTorch's DistributedDataParallel, in an environment without our own libraries. Each process sees its own GPU
-    alone, as number 0, so that all share what torch.compile keeps on disk."""
+    """Measure PyTorch's DistributedDataParallel, in an environment without our own libraries.
+
+    Each process sees only its own GPU, as number 0, so that all share torch.compile's cache on disk.
+    """
     command = [os.environ["PEER_PYTHON"], "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}",
                "--virtual-local-rank", PEER, "--ddp", "--learning-rate", learning_rate(arguments.batch),
                *flags(arguments, "batch", "steps", "warm_up")]
@@ -289,21 +296,24 @@ def images_per_sec(row: Row) -> float:
 
 
 def single_of(row: Row, rows: list[Row]) -> Row | None:
-    """The row of one GPU for what this row measures on several with the same batch; None where it was not measured."""
+    """The one-GPU row with this row's program and batch; None if it was not measured."""
     wanted = row["what"], row["batch"], 1
     return next((other for other in rows if (other["what"], other["batch"], other["gpus"]) == wanted), None)
 
 
 def sent_bytes(row: Row) -> float:
-    """What each GPU must send in a step: a ring all-reduce of M bytes over n GPUs sends 2 M (n - 1) / n."""
+    """Bytes that each GPU must send per step: a ring all-reduce of M bytes over n GPUs sends 2 M (n - 1) / n."""
     return 2 * (row["gpus"] - 1) / row["gpus"] * sum(num_bytes for _, num_bytes, _ in row["buckets"])
 
 
 def table(rows: list[Row]) -> str:
-    """Markdown. `efficiency` is of n times one GPU while the others rest, `of all alone` of what the same GPUs make
-    when each trains alone, all at once. What a step of several takes longer than that of a mean GPU alone is in three
-    columns: the pass slowed by the all-reduces beside it, the wait for the slowest GPU, and what is exposed of the
-    all-reduces."""
+    """The Markdown table.
+
+    `efficiency` is the speed relative to n times one GPU whose neighbours rest; `of all alone` is relative to n GPUs
+    that all train at once, but each alone. Three columns explain why a step on several GPUs takes longer than the step
+    of a mean GPU alone: the pass is slowed down by concurrent all-reduces, a GPU waits for the slowest GPU, and a part
+    of the all-reduces is exposed.
+    """
     heads = ("", "GPUs", "images/sec", "per GPU", "efficiency", "joules per image", "mean GPU alone", "slowest",
              "of all alone", "pass slowed by", "wait for the slowest", "all-reduce alone", "exposed", "hidden",
              "GPU sends")
@@ -331,7 +341,7 @@ def table(rows: list[Row]) -> str:
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """Images/sec against GPUs, one line for each kind of measurement; dashed: so many times one GPU."""
+    """Plot images/sec over GPUs, one line for each kind of measurement; dashed: linear scaling from one GPU."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -357,7 +367,7 @@ def plot(rows: list[Row], path: Path) -> None:
 
 
 def plot_timeline(row: Row, path: Path) -> None:
-    """A step: computing above, all-reduces below; and its end once more, where microseconds can be seen."""
+    """Plot a step: computation above, all-reduces below; and a second time its end, enlarged to show microseconds."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -372,7 +382,7 @@ def plot_timeline(row: Row, path: Path) -> None:
             axes.broken_barh([(start, stop - start)], (1.1, 0.8), color=colour, label=name)
         before, small = 0.0, []
         for (name, num_bytes, dtype), (ready, done) in zip(row["buckets"], row["timeline"]["buckets"], strict=True):
-            start = max(ready, before)  # one bucket after the other
+            start = max(ready, before)  # buckets are averaged one after the other
             axes.broken_barh([(start, done - start)], (0.1, 0.8), color="tab:orange", edgecolor="black", linewidth=0.5)
             text = f"{name}, {num_bytes / 1e6:.1f} MB {dtype}: {1e3 * (done - start):.0f} us"
             if num_bytes < 2e6:
@@ -395,11 +405,14 @@ def plot_timeline(row: Row, path: Path) -> None:
 
 
 def read_rows(text: str) -> list[Row]:
-    """The rows of a scaling_*.jsonl. Raises one of DAMAGED where they lack what tables and plots are made of: there is
-    one batch, times are positive, of waits (for a GPU, the all-reduces or the loader) also 0, and buckets have all."""
+    """Read the rows of a scaling_*.jsonl. Raises one of DAMAGED if they cannot be drawn.
+
+    All rows must have one batch size. Times must be positive; waits (for a GPU, the all-reduces or the loader) may be
+    0. Rows with buckets must have all fields of buckets.
+    """
     rows: list[Row] = [json.loads(line) for line in text.splitlines()]
     if len({row["batch"] for row in rows}) != 1:
-        raise ValueError("there are no rows, or rows of several batches")
+        raise ValueError("there are no rows, or rows with different batch sizes")
     for row in rows:
         counts, waits = [row["gpus"], row["batch"]], [*row.get("loader_wait_ms", [])]
         lists: list[list[Any]] = [counts, row["step_ms"], [row.get("watts", 1)]]
@@ -415,25 +428,25 @@ def read_rows(text: str) -> list[Row]:
         numbers = [*itertools.chain(*lists), *(wait or 1 for wait in waits)]
         if (not all(lists) or num_alone != row["gpus"] or not all(type(count) is int for count in counts)
                 or not all(type(number) in (int, float) and 0 < number < math.inf for number in numbers)):
-            raise ValueError(f"the row of {row['what']} on {row['gpus']} GPUs has not all numbers, or impossible ones")
+            raise ValueError(f"the row of {row['what']} on {row['gpus']} GPUs has missing or impossible numbers")
     return rows
 
 
 def redraw(path: Path, results: Path) -> None:
-    """Table and plots of what was measured, under the number of GPUs that its file is named by. Raises UserError where
-    they would take the place of another run's."""
+    """Draw the table and plots of an earlier run, named by the number of GPUs in its file's name. Raises UserError if
+    they would overwrite another run's."""
     text = path.read_bytes()
     try:
         rows = read_rows(text.decode())
         name = re.fullmatch(r"scaling_b\d+_(\d+)gpu", path.stem)
         num_gpus, drawn = int(name[1]) if name else max(row["gpus"] for row in rows), table(rows)
     except DAMAGED as error:
-        raise UserError(f"--redraw {path} is no file of {Path(__file__).name}, or is cut off "
-                        f"({type(error).__name__}: {error}); give another one, or measure again") from None
+        raise UserError(f"--redraw {path} is not a file of {Path(__file__).name}, or is cut off "
+                        f"({type(error).__name__}: {error}); give another file, or measure again") from None
     measured = path_of_rows(rows, num_gpus, results)
     if measured.exists() and measured.read_bytes() != text:
-        raise UserError(f"--redraw {path} is another run than {measured}, whose table and plots would be overwritten: "
-                        "give another --results")
+        raise UserError(f"--redraw {path} would overwrite the table and plots of another run, {measured}: give another "
+                        "--results")
     draw(rows, measured)
     print(drawn)
 
@@ -469,7 +482,7 @@ def main() -> None:
             failed += not measured
             rows = sorted([*rows, *measured], key=order)
             if rows:
-                write(rows, max(counts), arguments.results)  # at once, as the peer may take minutes to compile
+                write(rows, max(counts), arguments.results)  # now, as the peer may take minutes to compile
             for row in measured:
                 publish(row, rows, arguments.results)
     print(table(rows))
@@ -478,12 +491,12 @@ def main() -> None:
 
 
 def order(row: Row) -> tuple[bool, int, str]:
-    """Ours first."""
+    """Sort key of rows: ours first."""
     return row["what"] not in LABELS, row["gpus"], row["what"]
 
 
 def write(rows: list[Row], num_gpus: int, folder: Path) -> None:
-    """The rows, their table and their plots, under the name of the whole run. Raises UserError."""
+    """Write the rows, their table and their plots, named by the whole run. Raises UserError."""
     path = path_of_rows(rows, num_gpus, folder)
     files.write(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
     draw(rows, path)
@@ -494,16 +507,16 @@ def path_of_rows(rows: list[Row], num_gpus: int, folder: Path) -> Path:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """The table and the plots, beside where the file of the rows is or would be. Raises UserError."""
+    """Draw the table and the plots beside `path`, the file of the rows, which need not exist. Raises UserError."""
     files.write(path.with_suffix(".md"), f"{table(rows)}\n".encode())
-    plot(rows, path.with_suffix(".png"))  # which --redraw makes again
+    plot(rows, path.with_suffix(".png"))  # --redraw makes it, too
     with_buckets = [row for row in rows if "buckets" in row]
-    if with_buckets:  # of the most GPUs
+    if with_buckets:  # the row with the most GPUs
         plot_timeline(with_buckets[-1], path.with_name(f"{path.stem.replace('scaling', 'allreduce_timeline')}.png"))
 
 
 def publish(row: Row, rows: list[Row], folder: Path) -> None:
-    """A row of ours on several GPUs as a figure, beside one GPU of the same run."""
+    """Publish a row of ours on several GPUs as a figure; the peer is one GPU of the same run."""
     single = single_of({**row, "what": "synthetic"}, rows)
     if row["what"] in LABELS and row["gpus"] > 1 and single:
         write_result(f"resnet50_fp16_b{row['batch']}_{row['what']}_{row['gpus']}gpu", row["step_ms"],

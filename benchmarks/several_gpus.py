@@ -1,4 +1,4 @@
-"""What the programs that measure on several GPUs share: options, a check, and the processes in which they measure."""
+"""Shared by the programs that measure on several GPUs: options, a check, and starting the measuring processes."""
 
 from __future__ import annotations
 
@@ -26,28 +26,30 @@ sys.exit(launch(plan(int(sys.argv[1]), on_cpu=False)[0], sys.argv[2:]))"""
 
 @dataclass(frozen=True)
 class SeveralGpusOptions:
-    """What all such programs take."""
+    """Options of all programs that measure on several GPUs."""
 
     batch: Positive = 256
     """Images on each GPU."""
     steps: Positive = 50
-    """Counted steps in each turn."""
+    """Timed steps in each round."""
     results: Path = RESULTS
     """Folder to write to."""
     worker: Annotated[Path | None, "FILE"] = None
-    """Of the processes that `measure_in_processes` starts: the first one writes there what it measured."""
+    """For processes that `measure_in_processes` starts: the file to which the first one writes its measurements."""
 
 
 def check_gpus(count: int) -> None:
-    """Raises UserError where `--gpus` asks for one GPU, or for more than this machine has."""
+    """Raise UserError if `--gpus` asks for one GPU, or for more than this machine has."""
     num_gpus = len(find_gpus())
     if not 2 <= count <= num_gpus:
         raise UserError(f"--gpus {count} must be from 2 to the number of NVIDIA GPUs here, {num_gpus}")
 
 
 def measure_in_processes(count: int, program: str, options: Sequence[str]) -> Any:
-    """Start a program of this folder with these options and `--worker FILE` in so many processes, each with a GPU; what
-    its first process has written to that file as JSON, or None where it failed."""
+    """Start a program of this folder with these options and `--worker FILE` in `count` processes, each with a GPU.
+
+    Returns the JSON that the first process wrote to the file, or None if the program failed.
+    """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "measured.json"
         launch = [] if count == 1 else [sys.executable, "-c", LAUNCH, count]
@@ -56,7 +58,7 @@ def measure_in_processes(count: int, program: str, options: Sequence[str]) -> An
 
 
 def run_command(command: Sequence[object], environment: dict[str, str] | None = None) -> str | None:
-    """What a command prints, or None where it failed, with its last words on our standard error."""
+    """Run a command and return its output; if it failed, returns None, and prints its last words on standard error."""
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", **(environment or {})}
     words = [str(word) for word in command]
     done = subprocess.run(words, capture_output=True, text=True, env=env, cwd=ROOT)

@@ -1,12 +1,12 @@
-"""Our ResNet-50 training step on the CPU against stock Gluon's, in turn, in one run. Writes results/step_cpu.json.
+"""Our ResNet-50 training step on the CPU against stock Gluon's, alternating. Writes results/step_cpu.json.
 
     python benchmarks/step_cpu.py
 
-Ours is what `python -m train` does: the mxnet executor, SGD with momentum, loss, top-1 and top-5.
+Ours is the step of `python -m train`: the mxnet executor, SGD with momentum, loss, top-1 and top-5.
 The peer is MXNet's own recipe: the model zoo's resnet50_v1, hybridized with static memory, gluon.Trainer with the same
-SGD, no metrics. It does less arithmetic than our v1.5, as its stride is in the first 1x1 convolution of a block.
-Synthetic data that lies ready in memory: ours NHWC, as the loader gives it, theirs NCHW. fp32. Both compute on all
-physical cores (common/mxnet_compat.py); left to itself, MXNet takes half of the logical ones.
+SGD, no metrics. It does less arithmetic than our v1.5, because its stride is in the first 1x1 convolution of a block.
+Both read synthetic fp32 data from memory: ours in NHWC, as our loader returns it, theirs in NCHW. Both use all physical
+cores (common/mxnet_compat.py); by default MXNet would use half of the logical cores.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ def _labels(batch: int) -> mx.nd.NDArray:
 
 @dataclass(frozen=True)
 class Options:
-    """What is measured."""
+    """Options of the measurement."""
 
     batch: Positive = 32
-    """Images a step."""
+    """Images per step."""
     size: Positive = 64
     """Height and width of an image."""
     rounds: Positive = 60
-    """Counted steps of each program."""
+    """Timed steps of each program."""
 
 
 def main() -> None:

@@ -1,11 +1,11 @@
-"""The step with the beginning of the network frozen, beside the whole step, in turn, in one process, on one GPU.
+"""The step with the first layers frozen against the whole step, alternating in one process on one GPU.
 
     python benchmarks/step_frozen.py
 
-Measured as step_ingredients.py measures: the steps of `python -m train` on synthetic data, of the preset resnet50_90ep,
-with `--freeze` and without. Writes results/<model>_fp16_b<batch>_frozen_1gpu.json, the step that trains the classifier
-alone, whose peer is the whole step in the same turns, and as lines of the .jsonl file of that name both sides' step
-times for each frozen beginning. The same command goes on where it was stopped.
+Measures like step_ingredients.py: the steps of `python -m train` on synthetic data, of the preset resnet50_90ep, with
+and without `--freeze`. Writes results/<model>_fp16_b<batch>_frozen_1gpu.json: the step that trains only the classifier,
+with the whole step as its peer. The .jsonl file of that name has a line for each choice of frozen layers, with both
+sides' step times. The same command resumes.
 """
 
 from __future__ import annotations

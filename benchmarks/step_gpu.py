@@ -1,18 +1,18 @@
-"""Our compiled step on one GPU against PyTorch's, in turn, in one run, on synthetic data.
+"""Our compiled step on one GPU against PyTorch's, alternating, on synthetic data.
 
     PEER_PYTHON=/path/to/python-with-torch python benchmarks/step_gpu.py --batch 256 --profile profile.txt
 
-Writes results/<model>_<fp16|bf16|tf32|fp32>_b<batch>_synthetic_1gpu.json, and the memory that both need as a line
-of results/memory_1gpu.jsonl. Ours is what a training step of the cuda executor is: taking the batch from an MXNet array
-on the GPU, forward, loss and top-1/top-5, backward, optimizer with loss scaling. The peer (benchmarks/peer_pytorch.py)
-does the same without top-1/top-5, in each of the ways to run that `--peers` names; the fastest of them is the figure's
-peer, and the file holds the times of all. Without PEER_PYTHON there is no peer. `--inference` measures inference, up to
-the probabilities on the GPU, and writes results/<model>_<...>_b<batch>_inference_synthetic_1gpu.json; with
-`--dtype int8` ours in INT8 (`train/commands/quantize.py`) against the peer in float16, which is the least that it has.
+Writes results/<model>_<fp16|bf16|tf32|fp32>_b<batch>_synthetic_1gpu.json, and both sides' memory as a line of
+results/memory_1gpu.jsonl. Ours is a training step of the cuda executor: take the batch from an MXNet array on the GPU,
+forward, loss and top-1/top-5, backward, optimizer with loss scaling. The peer (benchmarks/peer_pytorch.py) does the
+same without top-1/top-5, in each of the modes in `--peers`. The fastest mode is the figure's peer; the file holds the
+times of all modes. Without PEER_PYTHON there is no peer. `--inference` measures inference, up to the probabilities on
+the GPU, and writes results/<model>_<...>_b<batch>_inference_synthetic_1gpu.json. There, `--dtype int8` compares ours in
+INT8 (`train/commands/quantize.py`) with the peer in float16, the peer's lowest precision.
 
-Both sides start from all gammas 1, the same learning rate and loss scale, take turns between six batches, and warm up
-for three seconds before each turn. Step times are from CUDA events, one after each step; nothing waits for the host.
-Nothing is written where the timed steps did not train: where a loss is not finite, or a step was skipped.
+Both sides start with all gammas 1 and with equal learning rate and loss scale. Both rotate through six batches, and
+warm up for three seconds before each measurement. Step times come from CUDA events, one after each step; nothing waits
+for the host. Nothing is written if the timed steps did not train: if a loss is not finite, or a step was skipped.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from train.weights import int8_file
 
 CLASSES = 1000
 WARM_UP_SECONDS, NUM_BATCHES = 3.0, 6
-CALIBRATION_SIZE = 64  # pixels: no scale depends on it
+CALIBRATION_SIZE = 64  # pixels; the scales do not depend on the size
 SHORT = {"float16": "fp16", "bfloat16": "bf16", "tf32": "tf32", "float32": "fp32", "int8": "int8"}
 MEMORY = RESULTS / "memory_1gpu.jsonl"
 PeerMode = Literal["eager", "compile", "graph", "reduce-overhead"]
@@ -53,12 +53,12 @@ Measured = CudaExecutor | QuantisedCudaExecutor
 
 
 def learning_rate(batch: int) -> float:
-    """0.1 for 256 images (Goyal et al., arXiv:1706.02677)."""
+    """The learning rate: 0.1 for 256 images (Goyal et al., arXiv:1706.02677)."""
     return 0.1 * batch / 256
 
 
 def make_int8(model: str, batch: int, size: int) -> tuple[QuantisedCudaExecutor, list[tuple[Any, Any]]]:
-    """As `make_step`, of inference in INT8."""
+    """`make_step` for inference in INT8."""
     trained, network = untrained(model, CLASSES, CALIBRATION_SIZE)
     config = replace(trained.config, batch_size=batch, image_size=size, val_image_size=0)
     executor = int8_file.executor_of(network, trained, config, Placement("cuda", "gpu(0)", ""))
@@ -68,8 +68,8 @@ def make_int8(model: str, batch: int, size: int) -> tuple[QuantisedCudaExecutor,
 
 def make_step(model: str, batch: int, size: int, dtype: str, device_id: int = 0,
               **options: Any) -> tuple[CudaExecutor, list[tuple[Any, Any]]]:
-    """The executor, all gammas 1, and the batches that take turns, on the GPU, as a loader gives them: NHWC, 16-bit,
-    padded to 4 channels."""
+    """Build the executor, with all gammas 1, and a few batches on the GPU in the loader's layout: NHWC, 16-bit, padded
+    to 4 channels."""
     network = models.create(model, CLASSES, label_smoothing=0.1)
     shapes = {"data": (batch, size, size, 4), "softmax_label": (batch,)}
     executor = create_executor("cuda", network.graph, shapes, device=f"gpu({device_id})",
@@ -80,7 +80,7 @@ def make_step(model: str, batch: int, size: int, dtype: str, device_id: int = 0,
 
 
 def random_batch(shape: tuple[int, ...], dtype: str, gpu: Any) -> tuple[Any, Any]:
-    """Images and labels on a GPU."""
+    """Make random images and labels on a GPU."""
     data = mx.nd.random.normal(shape=shape)
     data[:, :, :, 3] = 0
     label = mx.nd.floor(mx.nd.random.uniform(0, CLASSES, shape[:1]))
@@ -88,14 +88,17 @@ def random_batch(shape: tuple[int, ...], dtype: str, gpu: Any) -> tuple[Any, Any
 
 
 def loss_scale(executor: Measured) -> float:
-    """1 where nothing scales the loss."""
+    """The executor's loss scale; 1 if it does not scale the loss."""
     return 1.0 if isinstance(executor, QuantisedCudaExecutor) else executor.get_scalars().get("loss_scale", 1.0)
 
 
 def measure(executor: Measured, monitor: GpuMonitor, batches: Sequence[tuple[Any, Any]], steps: int,
             inference: bool = False, warm_up_seconds: float = WARM_UP_SECONDS) -> dict[str, Any]:
-    """One turn, after warm-up: the step times in ms, the mean loss of these steps (by inference the mean sum of an
-    image's probabilities), the loss scale before and after them, power in W and clock in MHz."""
+    """Warm up, then measure once.
+
+    Returns the step times in ms, the mean loss of these steps (in inference: the mean sum of an image's probabilities),
+    the loss scale before and after them, power in W and clock in MHz.
+    """
     in_turn = itertools.cycle(batches)
     answer: Any = None
 
@@ -110,13 +113,13 @@ def measure(executor: Measured, monitor: GpuMonitor, batches: Sequence[tuple[Any
 
     gpu = executor.gpu
     events = [gpu.timing_event() for _ in range(steps + 1)]
-    step()  # inference is compiled when it is first asked for
+    step()  # the first call of inference compiles
     executor.synchronize()
     begin = time.monotonic()
     while time.monotonic() - begin < warm_up_seconds:
         step()
         executor.synchronize()
-    executor.read_metrics()  # those of the warm-up
+    executor.read_metrics()  # drop the warm-up's metrics
     scale_before = loss_scale(executor)
     monitor.sample()
     monitor.take()
@@ -136,51 +139,51 @@ def measure(executor: Measured, monitor: GpuMonitor, batches: Sequence[tuple[Any
 
 @dataclass(frozen=True)
 class Options:
-    """What is measured."""
+    """Options of the measurement."""
 
     model: str = "resnet50"
-    """PyTorch's torchvision or timm knows most of them."""
+    """A network; torchvision or timm has most of them for the peer."""
     batch: Positive = 256
-    """Images a step."""
+    """Images per step."""
     size: Positive = 224
     """Height and width of an image."""
     dtype: Literal["float16", "bfloat16", "tf32", "float32", "int8"] = "float16"
     """Precision; int8 is for --inference."""
     steps: Positive = 50
-    """Counted steps in each turn."""
+    """Timed steps in each round."""
     rounds: Positive = 2
-    """Turns of ours and the peer."""
+    """Rounds; ours and the peer alternate."""
     peers: tuple[PeerMode, ...] = ("compile", "graph")
-    """Ways to run PyTorch, the first of which tells its memory; peer_pytorch.py explains them."""
+    """PyTorch's modes (see peer_pytorch.py); its memory is measured in the first one."""
     profile: Path | None = None
     """Write one line per kernel of the step, or of inference, to this file."""
     inference: bool = False
-    """Forward with folded BatchNorm, from batch to answer."""
+    """Measure inference: forward with folded BatchNorm, from the batch to the probabilities."""
 
 
 def peer_options(arguments: Options) -> list[str]:
-    """Of peer_pytorch.py."""
+    """The options for peer_pytorch.py."""
     arguments = replace(arguments, dtype="float16") if arguments.dtype == "int8" else arguments
     return [*flags(arguments, "model", "batch", "size", "dtype", "steps"), "--learning-rate",
             str(learning_rate(arguments.batch)), *["--inference"] * arguments.inference]
 
 
 def write_memory(name: str, figures: dict[str, Any]) -> None:
-    """Put one line into results/memory_1gpu.jsonl, in place of the one of that name."""
+    """Write one line to results/memory_1gpu.jsonl; it replaces the line of that name."""
     lines = MEMORY.read_text().splitlines() if MEMORY.exists() else []
     others = [line for line in lines if json.loads(line)["name"] != name]
     MEMORY.write_text("\n".join([*others, json.dumps({"name": name, **figures})]) + "\n")
 
 
 def check_probabilities(who: str, sums: Sequence[float]) -> None:
-    """Raises ProgramError where an image's probabilities, rounded to 16 bits or not, do not add up to 1."""
+    """Raise ProgramError if an image's probabilities, perhaps rounded to 16 bits, do not add up to 1."""
     if not all(abs(each - 1) < 0.01 for each in sums):
-        raise ProgramError(f"{who} computed no probabilities: those of an image add up to {sums}; nothing is published")
+        raise ProgramError(f"{who} computed wrong probabilities: an image's add up to {sums}; nothing is published")
 
 
 def publish(name: str, batch: int, ours: Sequence[dict[str, Any]], theirs: dict[str, list[dict[str, Any]]],
             versions: dict[str, str]) -> None:
-    """Check that all turns trained, and write the figure. `theirs`: by way to run."""
+    """Check that all rounds trained, and write the figure. `theirs` holds the peer's results by mode."""
     for who, turns in (("ours", ours), *((turns[0]["name"], turns) for turns in theirs.values())):
         check_trained(who, [turn["loss"] for turn in turns], [scale for turn in turns for scale in turn["loss_scales"]])
     ways = {turns[0]["name"]: all_times(turns) for turns in theirs.values()}
@@ -197,7 +200,7 @@ def main() -> None:
     arguments = read_options(Options)
     if arguments.dtype == "int8" and not arguments.inference:
         raise UserError("--dtype int8 is for --inference: add it, or give another precision")
-    # It imports PyTorch meanwhile, and takes nothing of the GPU before its first turn.
+    # The peer imports PyTorch meanwhile; it takes no GPU memory before its first measurement.
     peer = TorchPeer(*peer_options(arguments)) if "PEER_PYTHON" in os.environ else None
     started = time.monotonic()
     executor: Measured
@@ -216,7 +219,7 @@ def main() -> None:
     def peer_turn(mode: str) -> dict[str, Any]:
         assert peer
         turn = peer.measure(mode)
-        if "peer" not in memory:  # its first turn: what other ways to run need besides is not in there
+        if "peer" not in memory:  # its first measurement, which does not contain the memory of further modes
             memory.update(peer=turn["name"], peer_in_use_gib=gib(free - executor.gpu.memory()[0]),
                           peer_peak_allocated_gib=gib(turn["allocated_bytes"]))
         return turn

@@ -1,15 +1,14 @@
-"""The step with each ingredient of today's recipes, beside the step without, in turn, in one process, on one GPU.
+"""The cost per step of each technique of today's recipes, on one GPU: steps with and without it alternate.
 
     python benchmarks/step_ingredients.py
 
-For each ingredient both steps are made and take turns: those of `python -m train`, as in step_jpeg.py, on synthetic
-data, of the preset resnet50_90ep from all gammas 1, both from the same weights and running statistics. What is random
-in a step is drawn as in a run, on the host.
+For each technique ("ingredient") there is a step with and a step without it, both in one process: the steps of
+`python -m train`, as in step_jpeg.py, on synthetic data, of the preset resnet50_90ep with all gammas 1. Both start from
+equal weights and running statistics. Random numbers are drawn on the host, as in a run.
 
-Writes results/<model>_fp16_b<batch>_ingredients_1gpu.json, the step with all of them together, whose peer is the step
-without any in the same turns, and as lines of the .jsonl file of that name both sides' step times for each ingredient,
-and how much longer the step takes, in %. Lines are written as they are measured, and the same command goes on where it
-was stopped.
+Writes results/<model>_fp16_b<batch>_ingredients_1gpu.json: the step with all ingredients together; its peer is the step
+without any. The .jsonl file of that name has a line for each ingredient: both sides' step times, and how much longer
+the step takes, in %. Each line is written at once, and the same command resumes.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from record import RESULTS, Peer, rounded, run, write_result
-from step_jpeg import GPU_READINGS, Turn, endless, measure, start_trainer
+from step_jpeg import GPU_READINGS, TimedSteps, endless, measure, start_trainer
 from torch_peer import take_turns
 from trainings import KeptLines, Line
 
@@ -36,7 +35,7 @@ from train.loop import Trainer
 from train.options.data import SYNTHETIC
 from train.presets import load_preset
 
-# By name, what an ingredient changes in the preset.
+# Ingredient -> its options, which change the preset.
 INGREDIENTS: dict[str, dict[str, Any]] = {
     "mixup 0.2": {"mixup": 0.2},
     "CutMix 1": {"cutmix": 1.0},
@@ -46,7 +45,7 @@ INGREDIENTS: dict[str, dict[str, Any]] = {
     "dropout 0.1": {"dropout": 0.1},
     "clipping 1": {"clip_norm": 1.0},
 }
-SETTLING_STEPS = 100  # running statistics keep 0.9 of what they were in each
+SETTLING_STEPS = 100  # each step keeps 0.9 of the old running statistics
 ALL = "all together"
 TOGETHER = {"mixup": 0.2, "cutmix": 1.0, "loss": "bce", "label_smoothing": 0.0, "stochastic_depth": 0.05,
             "dropout": 0.1, "clip_norm": 1.0}
@@ -54,28 +53,28 @@ TOGETHER = {"mixup": 0.2, "cutmix": 1.0, "loss": "bce", "label_smoothing": 0.0, 
 
 @dataclass(frozen=True)
 class Options:
-    """What is measured."""
+    """Options of the measurement."""
 
     model: str = "resnet50"
     """Network."""
     batch: Positive = 256
-    """Images a step."""
+    """Images per step."""
     steps: Positive = 80
-    """Counted steps in each turn."""
+    """Timed steps in each round."""
     rounds: Positive = 3
-    """Turns of both."""
+    """Rounds; both steps alternate."""
     results: Path = RESULTS
     """Folder to write to."""
 
 
 def configuration(arguments: Options, changes: dict[str, Any]) -> Config:
-    """The step that is measured."""
+    """The configuration of the measured step."""
     return replace(load_preset("resnet50_90ep"), data=SYNTHETIC, model=arguments.model, batch_size=arguments.batch,
                    num_classes=1000, dtype="float16", executor="cuda", zero_init_residual=False, **changes)
 
 
-def line_of(name: str, without: Sequence[Turn], with_it: Sequence[Turn]) -> Line:
-    """Both sides' step times, and by how much the step with the ingredient is longer, of the medians, in %."""
+def line_of(name: str, without: Sequence[TimedSteps], with_it: Sequence[TimedSteps]) -> Line:
+    """A result line: both sides' step times, and by how many % the median step with the ingredient is longer."""
     times = {side: rounded([ms for turn in turns for ms in turn.step_ms])
              for side, turns in (("without_ms", without), ("step_ms", with_it))}
     medians = {side: statistics.median(of_side) for side, of_side in times.items()}
@@ -85,15 +84,17 @@ def line_of(name: str, without: Sequence[Turn], with_it: Sequence[Turn]) -> Line
 
 
 def settle_statistics(trainer: Trainer, images: Loader) -> None:
-    """Let the running statistics, with which frozen BatchNorms normalise, become those of the weights as they are: of
-    weights that move they lag behind, and what the blocks amplify is then beyond float16."""
+    """Run steps without updates until the running statistics, which frozen BatchNorms use, fit the present weights.
+
+    While weights move, the statistics lag behind; the blocks amplify the mismatch beyond float16's range.
+    """
     for batch in itertools.islice(endless(images), SETTLING_STEPS):
         trainer.executor.forward_backward(batch.data, batch.label)
     trainer.executor.read_metrics()
 
 
 def compare(arguments: Options, name: str, changes: dict[str, Any], folder: Path) -> Line:
-    """The step without and with an ingredient, in turn."""
+    """Measure the step without and with an ingredient, alternating."""
     trainers = {side: start_trainer(configuration(arguments, of_side), folder)
                 for side, of_side in (("without", {}), ("with", changes))}
     settle_statistics(*trainers["without"])
@@ -109,14 +110,14 @@ def compare(arguments: Options, name: str, changes: dict[str, Any], folder: Path
 
 
 def described(line: Line) -> str:
-    """In one line for people."""
+    """A result line as text."""
     without, with_it = (statistics.median(line[side]) for side in ("without_ms", "step_ms"))
     return f"{line['change']}: {with_it:.3f} ms, without {without:.3f} ms: {line['longer_percent']:+.2f} %"
 
 
 def measure_all(arguments: Options, name: str, changes: dict[str, dict[str, Any]], headline: str,
                 peer_name: str) -> None:
-    """Measure the changes that results/`name`.jsonl has not, and publish the one called `headline` as `name`."""
+    """Measure the changes that results/`name`.jsonl lacks, and publish the change `headline` as the figure `name`."""
     kept = KeptLines(arguments.results / f"{name}.jsonl", {"steps": arguments.steps, "rounds": arguments.rounds})
     measured = {line["change"] for line in kept.lines}
     with tempfile.TemporaryDirectory() as folder:

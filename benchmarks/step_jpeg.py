@@ -1,18 +1,18 @@
-"""Training from JPEGs against the same training on synthetic data, in turn, in one run; and PyTorch beside it.
+"""Training from JPEGs against the same training on synthetic data, alternating; and PyTorch for comparison.
 
     PEER_PYTHON=/path/to/python-with-torch python benchmarks/step_jpeg.py [--data FOLDER]
 
-Writes results/<model>_fp16_b<batch>_jpeg_1gpu.json, whose peer is our own step on synthetic data, and, as lines of the
-.jsonl file of that name, both with the time for which the GPU stood still, its power and its clock (a GPU at its power
-limit lowers its clock), our loader alone, and PyTorch's training step fed by torchvision's DataLoader (peer_pytorch.py;
-eager, which its loader does not keep busy). With `--auto-augment` the name is <model>_fp16_b<batch>_jpeg_<policy>_1gpu,
-and of PyTorch it is that DataLoader alone, with the same transforms. Ours are the steps of `python -m train`: the
-loader, the executor and the optimizer of the preset resnet50_90ep from all gammas 1, through `Trainer.step`. The images
-are those of loader_gpu.py. Each turn begins with three seconds of warm-up. Step times are from CUDA events, one after
-each step. Nothing is written where the timed steps did not train.
+Writes results/<model>_fp16_b<batch>_jpeg_1gpu.json; its peer is our own step on synthetic data. The .jsonl file of that
+name has lines for both steps, with the GPU's idle time, power and clock (a GPU at its power limit lowers its clock);
+for our loader alone; and for PyTorch's training step fed by its DataLoader (peer_pytorch.py; eager, as even this step
+is faster than the loader). With `--auto-augment` the name is <model>_fp16_b<batch>_jpeg_<policy>_1gpu, and PyTorch's
+line is for its DataLoader alone, with equal transforms. Ours are the steps of `python -m train`: the loader, the
+executor and the optimizer of the preset resnet50_90ep with all gammas 1, through `Trainer.step`. The images are those
+of loader_gpu.py. Each measurement begins with three seconds of warm-up. Step times come from CUDA events, one after
+each step. Nothing is written if the timed steps did not train.
 
-`--sweep` measures instead how much the loader slows the step down with other settings, each in turn with synthetic
-data, and writes them to results/<model>_fp16_b<batch>_jpeg_settings.jsonl.
+`--sweep` instead measures how much the loader slows the step down with other settings, each alternating with synthetic
+data, and writes the results to results/<model>_fp16_b<batch>_jpeg_settings.jsonl.
 """
 
 from __future__ import annotations
@@ -52,22 +52,22 @@ from train.recording.gpu_monitor import GpuReadings
 
 GPU_READINGS = ("power", "clock", "power_capped")  # units: train/recording/gpu_monitor.py
 NUM_CORES = num_cores()
-LOADER_SECONDS = 3.0  # for which the loader alone is measured
+LOADER_SECONDS = 3.0  # measuring time of the loader alone
 
 
 def endless(loader: Loader) -> Iterator[Batch]:
     return itertools.chain.from_iterable(itertools.repeat(loader))
 
 
-class Turn(NamedTuple):
-    """Some steps in a row, warm-up left out."""
+class TimedSteps(NamedTuple):
+    """Timed steps in a row, without warm-up."""
 
     step_ms: list[float]
-    idle_share: float  # fraction of the time for which the GPU waited for batches
-    gpu: GpuReadings  # means
+    idle_share: float  # fraction of the time in which the GPU waited for batches
+    gpu: GpuReadings  # mean values
 
 
-def measure(trainer: Trainer, batches: Iterator[Batch], steps: int) -> Turn:
+def measure(trainer: Trainer, batches: Iterator[Batch], steps: int) -> TimedSteps:
     executor = trainer.executor
     assert isinstance(executor, CudaExecutor) and trainer.monitor
     gpu = executor.gpu
@@ -77,46 +77,46 @@ def measure(trainer: Trainer, batches: Iterator[Batch], steps: int) -> Turn:
         begin = time.monotonic()
         while time.monotonic() - begin < WARM_UP_SECONDS:
             trainer.step(batches)
-        executor.read_metrics()  # those of the warm-up
+        executor.read_metrics()  # drop the warm-up's metrics
         scale_before = loss_scale(executor)
-        trainer.monitor.take()  # what comes now is of the timed steps
-        trainer.step(batches)  # the GPU has waited: from the next one on it has work ahead
+        trainer.monitor.take()  # start new readings for the timed steps
+        trainer.step(batches)  # not timed, as the GPU waits for it; later steps are queued ahead
         gpu.record(events[0])
         for number, end in enumerate(events[1:]):
             trainer.step(batches)
-            idle += executor.idle_seconds or 0.0 if number else 0.0  # `idle_seconds` is that of the step before
+            idle += executor.idle_seconds or 0.0 if number else 0.0  # `idle_seconds` belongs to the previous step
             gpu.record(end)
     executor.synchronize()
     metrics = executor.read_metrics()
     check_trained("ours", [metrics.loss_sum / metrics.count], [scale_before, loss_scale(executor)])
     times = [gpu.elapsed_ms(start, end) for start, end in itertools.pairwise(events)]
-    return Turn(times, 1e3 * idle / sum(times), trainer.monitor.take())
+    return TimedSteps(times, 1e3 * idle / sum(times), trainer.monitor.take())
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is measured."""
+    """Options of the measurement."""
 
     data: Path = SAMPLE
     """Class folders with JPEGs."""
     model: str = "resnet50"
-    """That PyTorch's torchvision knows too."""
+    """A network that torchvision has, too."""
     batch: Positive = 256
-    """Images a step."""
+    """Images per step."""
     steps: Positive = 80
-    """Counted steps in each turn."""
+    """Timed steps in each round."""
     rounds: Positive = 3
-    """Turns of both."""
+    """Rounds; both steps alternate."""
     threads: int = 0
-    """Of our loader; 0: all cores."""
+    """Threads of our loader; 0: all cores."""
     workers: Positive = NUM_CORES
-    """Processes of the peer's loader."""
+    """Worker processes of the peer's loader."""
     auto_augment: Literal["none", "trivialaugment", "randaugment"] = "none"
-    """Policy of random operations on each image, those of torchvision's transforms of these names."""
+    """Policy of random operations on each image, as in torchvision's transforms."""
     random_erasing: float = 0.0
-    """Probability with which a rectangle of an image is erased."""
+    """Probability of erasing a rectangle of an image."""
     sweep: bool = False
-    """Measure other settings of the loader, and nothing else."""
+    """Only measure other settings of the loader."""
 
 
 def main() -> None:
@@ -144,7 +144,7 @@ def main() -> None:
 
 
 def run_peer(arguments: Options) -> dict[str, Any]:
-    """Name and times of PyTorch's training from JPEGs; with a policy, of its loader alone."""
+    """Measure PyTorch's training from JPEGs; with a policy, its loader alone. Returns the peer's name and times."""
     options = flags(arguments, "data", "workers", "batch", "auto_augment", "random_erasing")
     alone = arguments.auto_augment != "none"
     training = ["--model", arguments.model, "--steps", str(5 * arguments.workers)]
@@ -154,13 +154,13 @@ def run_peer(arguments: Options) -> dict[str, Any]:
     if alone:
         return {"name": turn["name"], "step_ms": rounded(turn["step_ms"])}
     check_trained(turn["name"], [turn["loss"]], turn["loss_scales"])
-    # Its batches come in bursts, one of each worker: a time is the mean of such a stretch.
+    # Batches come in bursts, one of each worker, so each time is the mean over one burst.
     stretches = np.reshape(turn["step_ms"], (-1, arguments.workers)).mean(axis=1)
     return {"name": turn["name"], "step_ms": rounded(list(map(float, stretches)))}
 
 
 def with_speed(line: dict[str, Any], batch: int) -> dict[str, Any]:
-    """The line with images/sec, which are printed too."""
+    """Add images/sec to a result line, and print them."""
     images_per_sec = batch * 1e3 / statistics.median(line["step_ms"])
     text = f"{line['name']}: {images_per_sec:,.0f} images/sec"
     if "idle_share" in line:
@@ -171,7 +171,7 @@ def with_speed(line: dict[str, Any], batch: int) -> dict[str, Any]:
 
 
 def start_trainer(config: Config, run_folder: Path) -> tuple[Trainer, Loader]:
-    """What trains, and its loader."""
+    """Build a trainer and its loader."""
     workers = Workers()
     placement = devices.choose(config, 0)
     loader = open_split(config, "train", placement, workers)
@@ -183,14 +183,14 @@ def start_trainer(config: Config, run_folder: Path) -> tuple[Trainer, Loader]:
 
 
 def start(config: Config, run_folder: Path) -> tuple[Trainer, Loader, Loader]:
-    """What trains; and the loaders, from JPEGs and of synthetic data."""
+    """Build a trainer, its loader of JPEGs, and a loader of synthetic data."""
     trainer, loader = start_trainer(config, run_folder)
     synthetic = open_split(replace(config, data=SYNTHETIC), "train", devices.choose(config, 0), trainer.workers)
     return trainer, loader, synthetic
 
 
 def run_ours(config: Config, run_folder: Path, rounds: int, steps: int) -> list[dict[str, Any]]:
-    """Name, step times and share of idle time: from JPEGs, and on synthetic data; and those of the loader alone."""
+    """Measure ours: result lines for the steps from JPEGs, the steps on synthetic data, and the loader alone."""
     trainer, loader, synthetic = start(config, run_folder)
     turns = take_turns(rounds, {
         f"JPEG, hw_decoder_load {loader.config.hw_decoder_load}": partial(measure, trainer, endless(loader), steps),
@@ -207,7 +207,7 @@ def run_ours(config: Config, run_folder: Path, rounds: int, steps: int) -> list[
 
 
 def sweep(config: Config, run_folder: Path, rounds: int, steps: int, name: str) -> None:
-    """Time the step with other settings of the loader, each in turn with synthetic data; print and write them."""
+    """Time the step with other settings of the loader, alternating with synthetic data; print and write the results."""
     trainer, first, synthetic = start(config, run_folder)
     default, generated = first.config, endless(synthetic)
     first.close()

@@ -2,10 +2,9 @@
 
     python benchmarks/tables.py
 
-Between the lines `<!-- table NAME -->` and `<!-- end of table -->` of a page stands the table of that name. Its rows
-are the figures measured at the commit of MAIN, those of GPUs on the same kind of GPU: what was measured otherwise is
-left out until it is measured again. And whatever number a page links to a file under results/ becomes that file's
-value.
+It replaces the text between the lines `<!-- table NAME -->` and `<!-- end of table -->` of a page by the table NAME. A
+table's rows are figures measured at the commit of MAIN and, for GPUs, on MAIN's kind of GPU; other figures are left out
+until they are measured again. It also updates every number in a page that links to a file under results/.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import scaling_model
 from record import RESULTS, ROOT, run
 
 from common.command_line import read_options
@@ -28,7 +28,7 @@ PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / 
 TABLE = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 LINKED_NUMBER = re.compile(r"\[([\d,]+(?:\.(\d+))?)([^\]]*)\]\(([^)\s]+\.json)\)")
 Figure = dict[str, Any]
-# Of the step's operations, as a profile names them.
+# Table row -> the training step's operations, named as in a profile.
 OPERATIONS = {
     "convolutions forward, most with statistics": ("fprop_stats", "fprop", "conv1x1_forward", "conv1x1_statistics",
                                                      "conv3x3_forward"),
@@ -47,7 +47,7 @@ OPERATIONS = {
              "batch_norm_relu_max_pool_backward_reduce"),
     "statistics not taken by a convolution": ("batch_norm_statistics",),
 }
-# The same of inference, in fp16 and in INT8.
+# Table row -> operations of inference, in fp16 and in INT8.
 INFERENCE = {
     "1x1 convolutions of our own": ("conv1x1_forward",),
     "those that end a block, with the next": ("conv1x1_pair",),
@@ -66,10 +66,10 @@ OTHER = "loss, pooling and the like"
 
 
 class Row(NamedTuple):
-    """A row of README's table."""
+    """A row of the README's table."""
 
     label: str
-    name: str  # of the figure
+    name: str  # the figure's name
 
 
 README_ROWS = (
@@ -105,8 +105,7 @@ def load(name: str) -> Figure | None:
 
 
 def of_one_commit(names: Iterable[str]) -> Iterator[Figure]:
-    """Those of the figures that were measured at the main one's commit and, where not on a CPU, on its kind of GPU, in
-    order."""
+    """The figures that were measured at MAIN's commit and, unless on a CPU, on MAIN's kind of GPU, in order."""
     main = load(MAIN)
     for name in names:
         figure = load(name)
@@ -116,7 +115,7 @@ def of_one_commit(names: Iterable[str]) -> Iterator[Figure]:
 
 
 def _gpu(figure: Figure) -> str:
-    """The kind, without their number."""
+    """The kind of a figure's GPUs, without their number."""
     return str(figure["hardware"]).partition("x ")[2]
 
 
@@ -129,18 +128,18 @@ def link(figure: Figure, page: Path) -> str:
 
 
 def peer_name(figure: Figure) -> str:
-    """Without the version, which the table's first line names."""
+    """The peer's name without its version, which the table's first line states."""
     return re.sub(r"^PyTorch \S+ ", "PyTorch, ", figure["peer"]["name"])
 
 
 def ratio(figure: Figure) -> str:
-    """In percent against a figure of our own, which is what could be had at best."""
+    """A figure's ratio to its peer, as text. In percent if the peer is our own figure, which is the upper limit."""
     own = re.search(r"^our |one GPU|without groups", figure["peer"]["name"])
     return f"{figure['ratio']:.1%}".replace("%", " %") if own else f"{figure['ratio']:.2f} times"
 
 
 def where(figure: Figure) -> str:
-    """Machine, versions, commit and day of the main figure."""
+    """The machine, versions, commit and day of the main figure."""
     versions = figure["versions"]
     cudnn = next((versions[name] for name in versions if "cudnn" in name and "frontend" not in name), None)
     parts = [figure["hardware"], f"cuDNN {cudnn}" if cudnn else "", "PyTorch " + torch if
@@ -150,7 +149,7 @@ def where(figure: Figure) -> str:
 
 
 def results_table(page: Path) -> list[str]:
-    """README's."""
+    """The README's table."""
     labels = {row.name: row.label for row in README_ROWS}
     lines: list[str] = []
     for figure in of_one_commit(labels):
@@ -164,7 +163,7 @@ def results_table(page: Path) -> list[str]:
 
 
 def step_names() -> list[str]:
-    """Of all steps on one GPU: networks in the order of NETWORKS, then precisions, then batch sizes."""
+    """The names of all step figures on one GPU, ordered by network (as in NETWORKS), precision and batch size."""
     shape = re.compile(r"(\w+)_(fp16|bf16|tf32|fp32)_b(\d+)_(inference_)?synthetic_1gpu")
     found = {match[0]: match for path in RESULTS.glob("*.json") if (match := shape.fullmatch(path.stem))}
     networks, dtypes = list(NETWORKS), list(DTYPES)
@@ -173,7 +172,7 @@ def step_names() -> list[str]:
 
 
 def speed_table(page: Path) -> list[str]:
-    """That of docs/cuda_executor.md: all networks, precisions and batch sizes."""
+    """The table of docs/cuda_executor.md: all networks, precisions and batch sizes."""
     lines_of_memory = (RESULTS / "memory_1gpu.jsonl").read_text().splitlines()
     memory = {row["name"]: row for row in map(json.loads, lines_of_memory)}
     lines = ["| network | precision, batch | ours: median, mean | PyTorch | ratio | ours: W, MHz | memory: ours, "
@@ -196,7 +195,7 @@ def speed_table(page: Path) -> list[str]:
 
 def profile_table(_: Path, name: str = "resnet50_fp16_b256_profile",
                   operations: Mapping[str, Sequence[str]] = OPERATIONS) -> list[str]:
-    """Where a step's time goes, from the profile's sums by operation."""
+    """The table of a step's time by operation, from a profile's sums."""
     text = (RESULTS / f"{name}.txt").read_text()
     sums = re.findall(r"^(\w+) +(\d+) +([\d.]+) +([\d.]+) +[\d.]+ +\d+ +\d+%$", text.partition("\noperation")[2], re.M)
     groups: dict[str, list[float]] = {label: [0, 0, 0] for label in (*operations, OTHER, "sum")}
@@ -210,7 +209,7 @@ def profile_table(_: Path, name: str = "resnet50_fp16_b256_profile",
 
 
 def ingredients_table(_: Path) -> list[str]:
-    """What each ingredient of a recipe costs, in turn with the step without it."""
+    """The table of each ingredient's cost per step, measured alternating with the step without it."""
     _about, *rows = map(json.loads, (RESULTS / "resnet50_fp16_b256_ingredients_1gpu.jsonl").read_text().splitlines())
     lines = ["| | step, ms | without, ms | longer by |", "|---|---|---|---|"]
     return lines + [f"| {row['change']} | {statistics.median(row['step_ms']):.2f} | "
@@ -224,11 +223,13 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
     "inference": partial(profile_table, name="resnet50_fp16_b256_inference_profile", operations=INFERENCE),
     "int8": partial(profile_table, name="resnet50_int8_b256_inference_profile", operations=INT8),
     "ingredients": ingredients_table,
+    "scaling_error": lambda _: scaling_model.error_table(scaling_model.measurements()),
+    "scaling_plan": lambda _: scaling_model.plan_table(scaling_model.measurements()),
 }
 
 
 def updated(text: str, page: Path) -> str:
-    """The page's text with the present figures."""
+    """The page's text with its tables and linked numbers updated."""
     def table(match: re.Match[str]) -> str:
         return f"{match[1]}{''.join(line + chr(10) for line in TABLES[match[2]](page))}{match[3]}"
 
@@ -244,7 +245,7 @@ def updated(text: str, page: Path) -> str:
 
 @dataclass(frozen=True)
 class Options:
-    """There are none."""
+    """This program has no options."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Starts the peers, and takes turns with them. PyTorch runs in an interpreter of its own: PEER_PYTHON."""
+"""Starts the peers and alternates with them. PyTorch runs in its own interpreter, PEER_PYTHON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PEER = Path(__file__).with_name("peer_pytorch.py")
 
 
 def require_peer() -> None:
-    """Raise UserError where there is no interpreter for it."""
+    """Raise UserError if PEER_PYTHON is not set."""
     if "PEER_PYTHON" not in os.environ:
         raise UserError("PEER_PYTHON is not set: let it name a Python interpreter with PyTorch and torchvision")
 
@@ -33,18 +33,18 @@ def start_peer(script: Path, *options: object) -> subprocess.Popen[str]:
 
 
 class LinePeer:
-    """A peer's program that answers lines with lines, kept running in between."""
+    """A peer's program that answers each line with a line, and keeps running in between."""
 
     def __init__(self, script: Path, *options: object) -> None:
         self._process = start_peer(script, *options)
 
     def say(self, line: str) -> None:
         assert self._process.stdin
-        with contextlib.suppress(BrokenPipeError):  # it has ended, which the empty answer tells
+        with contextlib.suppress(BrokenPipeError):  # it has ended; the empty answer will show that
             print(line, file=self._process.stdin, flush=True)
 
     def answer(self) -> str:
-        """Its next line. Raises ProgramError where it has ended."""
+        """The peer's next line. Raises ProgramError if it has ended."""
         assert self._process.stdout
         line = self._process.stdout.readline()
         if not line:
@@ -52,19 +52,19 @@ class LinePeer:
         return line
 
     def close(self) -> None:
-        """End its input, and wait for its end."""
+        """Close the peer's input, and wait until it ends."""
         self._process.communicate()
 
 
 class TorchPeer(LinePeer):
-    """peer_pytorch.py with these options, kept running between its turns."""
+    """peer_pytorch.py with the given options, kept running between measurements."""
 
     def __init__(self, *options: str) -> None:
         super().__init__(PEER, *options)
-        self.versions: dict[str, str] = {}  # of its libraries, from its first turn on
+        self.versions: dict[str, str] = {}  # of the peer's libraries; known after its first measurement
 
     def measure(self, mode: str = "eager") -> dict[str, Any]:
-        """One turn in this way to run: what peer_pytorch.py prints. Raises ProgramError where it has ended."""
+        """Measure once in a mode; returns the output of peer_pytorch.py. Raises ProgramError if it has ended."""
         self.say(mode)
         turn: dict[str, Any] = json.loads(self.answer())
         self.versions = turn["versions"]
@@ -75,7 +75,7 @@ T = TypeVar("T")
 
 
 def take_turns(rounds: int, programs: Mapping[str, Callable[[], T]]) -> dict[str, list[T]]:
-    """Call each of the programs once in each round; what they gave, by name. A slow spell of the machine hits all."""
+    """Call each program once in each round; returns their results by name. So a slow spell of the machine hits all."""
     turns: dict[str, list[T]] = {name: [] for name in programs}
     for _ in range(rounds):
         for name, program in programs.items():
@@ -84,5 +84,5 @@ def take_turns(rounds: int, programs: Mapping[str, Callable[[], T]]) -> dict[str
 
 
 def all_times(turns: Iterable[Mapping[str, Any]]) -> list[float]:
-    """The step times of a program's turns, in order."""
+    """The step times of all rounds of a program, in order."""
     return [ms for turn in turns for ms in turn["step_ms"]]

@@ -1,11 +1,11 @@
-"""What a stretch of a program runs on the GPU, whoever launched it: kernels, copies and fills, and how long each took.
+"""Records all kernels, copies and fills that run on the GPU during a part of a program, with their times.
 
     with KernelTrace() as trace:
         ...
-    trace.launches  # of this stretch
+    trace.launches  # the work of this block
 
-From NVIDIA's CUPTI, which comes with the CUDA toolkit, or as the package nvidia-cuda-cupti-cu12; its activity records
-are read in place (cupti_activity.h). Recording slows the host down, so what is traced is not timed as well.
+It uses NVIDIA's CUPTI, which comes with the CUDA toolkit or as the package nvidia-cuda-cupti-cu12, and reads CUPTI's
+activity records in place (cupti_activity.h). Recording slows the host down, so a traced block should not be timed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from common.errors import UserError
 
 _COPY, _FILL, _KERNEL = _KINDS = 1, 2, 10  # CUpti_ActivityKind
-_TIMES, _NAME = 16, 104  # where in a record its start and end are, and a kernel's name
+_TIMES, _NAME = 16, 104  # byte offsets in a record: of its start and end times, and of a kernel's name
 _BUFFER_BYTES = 4 << 20
 _REQUESTED = ctypes.CFUNCTYPE(None, *3 * [ctypes.POINTER(ctypes.c_size_t)])
 _COMPLETED = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t)
@@ -25,14 +25,16 @@ _COMPLETED = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_v
 class Launch(NamedTuple):
     """One kernel, copy or fill."""
 
-    name: str  # a kernel's, mangled; else "copy" or "fill"
+    name: str  # a kernel's mangled name; otherwise "copy" or "fill"
     start: int  # nanoseconds
     end: int
 
 
 class KernelTrace:
-    """Records what runs on all GPUs of this process between begin and end of the context. One at a time. Raises
-    UserError where CUPTI is missing or refuses."""
+    """A context that records the work on all GPUs of this process; only one at a time.
+
+    Raises UserError if CUPTI is missing or refuses.
+    """
 
     _registered: Any = None  # CUPTI keeps the callbacks for the life of the process, and so do we
 
@@ -62,7 +64,7 @@ class KernelTrace:
 
 
 class _Buffers:
-    """The memory that CUPTI writes records to, and what reads them."""
+    """The memory that CUPTI writes records to, and the callbacks that read them."""
 
     def __init__(self, cupti: Any) -> None:
         self._cupti = cupti
@@ -85,7 +87,7 @@ class _Buffers:
 
 
 def parsed(record: int) -> Launch:
-    """The activity record at an address."""
+    """Parse the activity record at an address."""
     kind = ctypes.c_uint32.from_address(record).value
     start, end = (ctypes.c_uint64 * 2).from_address(record + _TIMES)
     if kind != _KERNEL:
@@ -98,8 +100,8 @@ def _cupti() -> Any:
         from cuda.pathfinder import load_nvidia_dynamic_lib
 
         return ctypes.CDLL(load_nvidia_dynamic_lib("cupti").abs_path)
-    except Exception as error:  # of several kinds, where it is found nowhere
-        raise UserError("CUPTI is missing, which sees what runs on a GPU: install the CUDA toolkit, or "
+    except Exception as error:  # several types of errors mean that it was not found
+        raise UserError("CUPTI, which traces the work of a GPU, is missing: install the CUDA toolkit, or "
                         f"nvidia-cuda-cupti-cu12 ({type(error).__name__})") from None
 
 
@@ -107,4 +109,4 @@ def _check(cupti: Any, status: int) -> None:
     if status:
         text = ctypes.c_char_p()
         cupti.cuptiGetResultString(status, ctypes.byref(text))
-        raise UserError(f"CUPTI does not record here: {(text.value or b'').decode()} ({status})")
+        raise UserError(f"CUPTI cannot record here: {(text.value or b'').decode()} ({status})")

@@ -1,5 +1,5 @@
-"""What the programs that train whole runs share: their options and data, `python -m train` as a user starts it, what it
-has found, and results that are kept as they come."""
+"""Shared by the programs that train whole runs: options, data, starting `python -m train` as a user does, reading its
+validations, and results that are kept as they come."""
 
 from __future__ import annotations
 
@@ -27,38 +27,38 @@ from pipelines.sources import Source, open_source
 from train.config import Config
 from train.presets import load_preset
 
-Line = dict[str, Any]  # of a .jsonl
+Line = dict[str, Any]  # a line of a .jsonl
 
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """What is trained."""
+    """Options of programs that train."""
 
     preset: str = "cifar10_resnet18"
-    """Whose network, images and recipe are taken."""
+    """The preset that defines network, images and recipe."""
     data: Path = record.REAL_DATA / "cifar10"
     """CIFAR-10 in any form that the loader reads."""
     seeds: Positive = 3
-    """Runs of each; a published result needs 3."""
+    """Number of runs of each kind; a published result needs 3."""
     results: Path = record.RESULTS
     """Folder to write to."""
 
 
 @dataclass(frozen=True)
 class SideBySide:
-    """What is trained."""
+    """Options of programs that train several runs at a time."""
 
     side_by_side: Positive = 4
-    """Runs of ours at a time where accuracies are what counts: they are too small to fill a GPU."""
+    """Runs of ours at a time when only accuracies count: one run is too small to fill a GPU."""
     limit: Positive = 24 * 3600
-    """Seconds after which no further run begins; the same command goes on later."""
+    """Seconds after which no further run begins; the same command resumes later."""
 
 
 # --- data ---
 
 
 def decoded(data: Path) -> dict[str, np.ndarray]:
-    """All images (N, 32, 32, 3) uint8 and labels (N,) of both splits."""
+    """Decode both splits: all images (N, 32, 32, 3) uint8, and labels (N,)."""
     arrays: dict[str, np.ndarray] = {"mean": np.array(MEAN, np.float32), "std": np.array(STD, np.float32)}
     for split in ("train", "val"):
         source = decode_once(LoaderConfig(data=str(data), split=split, cache_gib=None), open_source(data, split))
@@ -69,7 +69,7 @@ def decoded(data: Path) -> dict[str, np.ndarray]:
 
 def write_images(source: Source, classes: Iterable[int], folder: Path, per_class: int | None = None,
                  seed: int = 0) -> None:
-    """Class folders with the encoded images of these classes, or with so many of each, sampled by the seed."""
+    """Write class folders with the encoded images of some classes: all, or a number of each sampled by the seed."""
     labels = np.array([source.label(i) for i in range(len(source))])
     for label in classes:
         (indices,) = np.nonzero(labels == label)
@@ -85,8 +85,8 @@ def write_images(source: Source, classes: Iterable[int], folder: Path, per_class
 
 
 def options_of(config: Config) -> list[str]:
-    """Options of `python -m train` that make of a preset this configuration: those that differ, and the warm-up, which
-    by default depends on the number of epochs."""
+    """The options of `python -m train` that turn a preset into this configuration: all that differ from the preset, and
+    the warm-up, whose default depends on the number of epochs."""
     preset = load_preset(config.config)
     changed = [name for name, value in vars(config).items()
                if value != getattr(preset, name) or name == "warmup_epochs"]
@@ -105,7 +105,7 @@ def command(*arguments: object) -> list[str]:
 
 
 def run_program(words: Sequence[str], log: Path) -> None:
-    """Run it with its output in a file; raises its error."""
+    """Run a command with its output in a file; raises its error."""
     with log.open("w") as output:
         code = subprocess.run(words, cwd=record.ROOT, stdout=output, stderr=subprocess.STDOUT).returncode
     if code:
@@ -113,21 +113,21 @@ def run_program(words: Sequence[str], log: Path) -> None:
 
 
 def arguments_of(config: Config, data: Path, seed: int, run: Path) -> list[str]:
-    """What `python -m train` is given for a run with its results in the folder `run`."""
+    """The arguments of `python -m train` for a run whose results go to the folder `run`."""
     return ["--config", config.config, "--data", str(data), "--seed", str(seed), *options_of(config), "--output",
             str(run), "--no-tensorboard"]
 
 
 def train(config: Config, data: Path, seed: int, run: Path, *others: object) -> None:
-    """A whole run, in the folder `run`, its output in a file beside it; raises its error."""
+    """Train a whole run in the folder `run`, with its output in a file beside it; raises its error."""
     run_program(command(*arguments_of(config, data, seed, run), *others), run.with_name(f"{run.name}.log"))
 
 
 def validations(folder: Path, launched: float, program: str, seed: int) -> Iterator[Line]:
-    """Those of a run that was launched at `launched`, as time.time() has it. Seconds are from the beginning of the
-    first step, less those of writing checkpoints."""
-    startup = (folder / "config.json").stat().st_mtime - launched  # written when everything is built
-    apart = 0.0  # seconds
+    """Yield the validations of a run that was launched at the time.time() `launched`. Their seconds count from the
+    start of the first step, without the time for writing checkpoints."""
+    startup = (folder / "config.json").stat().st_mtime - launched  # it is written when everything is built
+    apart = 0.0  # seconds that do not count
     for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
         if line["event"] == "phase" and line["name"] == "checkpoint":
             apart += line["seconds"]
@@ -140,10 +140,10 @@ def validations(folder: Path, launched: float, program: str, seed: int) -> Itera
 
 
 class KeptLines:
-    """The lines of a .jsonl, written as they come, so that a program goes on where it was stopped.
+    """The lines of a .jsonl, each written at once, so that a stopped program can resume.
 
-    The file's first line is what all lines have in common, `about`, such as the recipe, and commit and GPU: lines of
-    other ones are not those that this run would make, and are replaced.
+    The file's first line holds the settings `about` that all lines share, such as the recipe, and the commit and GPU.
+    If they differ from the present ones, this run would give other lines, so the old lines are replaced.
     """
 
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
@@ -154,7 +154,7 @@ class KeptLines:
             self.lines = rest if first == json.loads(json.dumps(self._about)) else []
 
     def add(self, *lines: Line, show: bool = True) -> None:
-        """Write them, and print them; those of one call are written together or not at all."""
+        """Write and print lines; the lines of one call are written together or not at all."""
         self.lines += lines
         self._path.parent.mkdir(parents=True, exist_ok=True)
         partial = self._path.with_suffix(".partial")
@@ -169,8 +169,10 @@ Start = Callable[..., "Future[Line | None]"]
 
 @contextlib.contextmanager
 def until(ends: float, side_by_side: int) -> Iterator[Start]:
-    """Inside, a function that calls another one with its arguments, so many at a time, unless time.monotonic() has
-    come to `ends` by then: the result is None instead."""
+    """A context that gives a function to start calls in threads, at most `side_by_side` at a time.
+
+    A call that would begin after time.monotonic() has passed `ends` returns None instead.
+    """
     def in_time(run: Callable[..., Line], *arguments: object) -> Line | None:
         return run(*arguments) if time.monotonic() < ends else None
 
@@ -179,8 +181,10 @@ def until(ends: float, side_by_side: int) -> Iterator[Start]:
 
 
 def keep_all(kept: KeptLines, runs: Sequence[Future[Line | None]]) -> bool:
-    """Keep their lines as they end; whether all have run, for which there may have been no time. Raises what a run
-    raises, and begins no further one then: what one fails of, others would fail of too."""
+    """Keep the lines of runs as they end; returns whether all have run, as time may have been short.
+
+    Raises the error of a failed run; then no further run begins, because it would probably fail, too.
+    """
     done = True
     try:
         for run in as_completed(runs):
@@ -199,5 +203,5 @@ def tell_what_is_left() -> None:
 
 
 def mean_and_deviation(values: Sequence[float]) -> str:
-    """With one decimal; of one value without a deviation."""
+    """Mean and standard deviation as text, with one decimal; a single value has no deviation."""
     return f"{statistics.mean(values):.1f}" + (f" +/- {statistics.stdev(values):.1f}" if len(values) > 1 else "")

@@ -1,11 +1,12 @@
-"""The training step of this checkout and of another one, in turn, on one GPU, on synthetic data.
+"""The training step of this checkout against another checkout's, alternating, on one GPU, on synthetic data.
 
     git worktree add ../other COMMIT && python benchmarks/two_checkouts.py ../other --batch 256
 
-Did a change make the step slower? Each checkout has a process of its own, which waits while the other one is measured;
-both share the cache of kernel choices. All gammas are 1 at the start, six batches take turns, each turn begins with
-three seconds of warm-up. Appends a line to results/two_checkouts_1gpu.jsonl: for both commits every step's time in ms,
-seconds of the start (of the second one from a warm cache) and the GPU's memory in use, in MiB.
+It tells whether a change made the step slower. Each checkout has its own process, which waits while the other one is
+measured; both share the cache of kernel choices. All gammas are 1 at the start, six batches alternate, and each
+measurement begins with three seconds of warm-up. Appends a line to results/two_checkouts_1gpu.jsonl. It holds, for both
+commits, every step's time in ms, the seconds of start-up (the second checkout starts with a warm cache), and the GPU's
+memory in use in MiB.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ WARM_UP_SECONDS, NUM_BATCHES, LEARNING_RATE = 3, 6, 0.05
 
 @dataclass(frozen=True)
 class Options:
-    """What is compared."""
+    """Options of the measurement."""
 
     other: Annotated[Path, "FOLDER"]
     """The other checkout."""
@@ -42,12 +43,12 @@ class Options:
     dtype: Literal["float16", "bfloat16", "float32"] = "float16"
     """Type of the tensors."""
     turns: Positive = 4
-    """How often each is measured."""
+    """Measurements of each checkout."""
     steps: Positive = 100
-    """Counted steps in a turn."""
+    """Timed steps in each measurement."""
 
 
-# Runs in the checkout that is measured, with its modules: what it takes to build a step is all that it must have.
+# Runs in the measured checkout, with its modules; the checkout only needs the code that builds a step.
 WORKER = f"""
 import json, sys, time
 begin = time.time()
@@ -99,7 +100,7 @@ for line in sys.stdin:
 
 
 class Checkout:
-    """A process that measures steps of the checkout in `folder`, when it is asked to."""
+    """A process that measures steps of the checkout in `folder` on request."""
 
     def __init__(self, folder: Path, arguments: Options) -> None:
         command = [sys.executable, "-c", WORKER, str(arguments.batch), arguments.dtype]
@@ -125,13 +126,13 @@ class Checkout:
         assert self._process.stdout
         line = self._process.stdout.readline()
         if not line:
-            raise ProgramError(f"the step of {self._folder} ended with code {self._process.wait()}; its words are "
-                               "above")
+            raise ProgramError(f"the step of {self._folder} ended with exit code {self._process.wait()}: see its "
+                               "message above")
         return json.loads(line)
 
 
 def memory_in_use() -> int:
-    """MiB, of all programs on the first GPU."""
+    """Memory in use on the first GPU by all programs, in MiB."""
     query = ["nvidia-smi", "--id=0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout)
 
@@ -139,7 +140,8 @@ def memory_in_use() -> int:
 def main() -> None:
     arguments = read_options(Options)
     if not (arguments.other / "train").is_dir():
-        raise UserError(f"{arguments.other} is no checkout of this project; git worktree add FOLDER COMMIT makes one")
+        raise UserError(f"{arguments.other} is not a checkout of this project; make one with git worktree add FOLDER "
+                        "COMMIT")
     if not find_gpus():
         raise UserError("steps are compared on an NVIDIA GPU, and there is none here")
     folders = {"other": arguments.other.resolve(), "this": ROOT}

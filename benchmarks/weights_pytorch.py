@@ -1,16 +1,17 @@
-"""Does a network with PyTorch's weights compute what PyTorch computes, and do these come back unchanged?
+"""Checks that a network with PyTorch's weights computes PyTorch's logits, and that its weights convert back exactly.
 
     PEER_PYTHON=/path/to/python-with-torch-and-timm python benchmarks/weights_pytorch.py
     ... --device gpu            # in float16 on a GPU, against PyTorch in float32 without TF32
 
-For each network PyTorch (peer_weights.py) makes random weights and BatchNorm statistics, and the logits of random
-images of 224 pixels, in float32 and in float64. Ours reads the weights from .pth and from .safetensors, computes, and
-writes both forms, which PyTorch loads strictly and compares bit for bit. Logits are compared with those in float64,
-less their mean over the classes, which probabilities do not tell: the largest difference, relative to the largest
-logit. That of PyTorch in float32 stands beside it: what rounding alone makes.
+For each network, PyTorch (peer_weights.py) makes random weights and BatchNorm statistics, and computes the logits of
+random images of 224 pixels, in float32 and in float64. Ours reads the weights from .pth and from .safetensors,
+computes, and writes both formats; PyTorch loads them strictly and compares them bit for bit. Our logits are compared
+with the float64 logits, both minus their mean over the classes, which probabilities do not contain. The result is the
+largest difference relative to the largest logit. The difference of PyTorch's float32 logits shows the effect of
+rounding alone.
 
-Writes results/weights_pytorch.jsonl (of a CPU: weights_pytorch_cpu.jsonl): one line for each network, and last one with
-machine and versions. Ends with exit code 1 where a network differs by more than LIMITS.
+Writes results/weights_pytorch.jsonl (on a CPU: weights_pytorch_cpu.jsonl): one line for each network, then one line
+with machine and versions. Ends with exit code 1 if a network differs by more than LIMITS.
 """
 
 from __future__ import annotations
@@ -41,23 +42,23 @@ from train.weights import publish
 PEER = Path(__file__).with_name("peer_weights.py")
 MODELS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "resnext50_32x4d", "wide_resnet50_2",
           "resnet50d")
-# Those that this machine can read and write.
+# The weight file formats that this machine can read and write.
 FORMS = (".pth", ".safetensors") if importlib.util.find_spec("safetensors") else (".pth",)
 LIMITS = {"float32": 1e-5, "float16": 1e-2}
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is compared."""
+    """Options of the comparison."""
 
     models: tuple[str, ...] = MODELS
-    """Networks, of torchvision or timm."""
+    """Networks of torchvision or timm."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
-    """Where ours computes; on a GPU in float16."""
+    """Device of our program; on a GPU it computes in float16."""
 
 
 def peer(*options: object) -> list[dict[str, Any]]:
-    """Run the peer to its end; the lines of JSON that it prints. Raises ProgramError."""
+    """Run the peer to its end; returns its JSON lines. Raises ProgramError."""
     process: subprocess.Popen[str] = start_peer(PEER, *options)
     lines, _ = process.communicate()
     if process.returncode:
@@ -66,7 +67,7 @@ def peer(*options: object) -> list[dict[str, Any]]:
 
 
 def centred_logits(trained: Checkpoint, images: np.ndarray, placement: devices.Placement) -> np.ndarray:
-    """Of images (N, H, W, 3), (N, classes): the logits less their mean, from our executor's probabilities."""
+    """The logits minus their mean, (N, classes), from our executor's probabilities for images (N, H, W, 3)."""
     config = replace(trained.config, batch_size=len(images))
     executor = build_executor(config, trained.num_classes, images.shape[1], placement, trained)
     data = mx.nd.array(images).as_in_context(mx.Context(*parse_device(placement.device)))
@@ -75,8 +76,8 @@ def centred_logits(trained: Checkpoint, images: np.ndarray, placement: devices.P
 
 
 def compare(folder: Path, model: str, images: np.ndarray, placement: devices.Placement) -> tuple[float, float]:
-    """The largest relative differences of the logits from PyTorch's in float64: ours, and PyTorch's in float32. Writes
-    the weights back in both forms."""
+    """The largest relative difference from PyTorch's float64 logits, for our logits and for PyTorch's float32 logits.
+    Also writes the weights back in both formats."""
     with np.load(folder / f"{model}.npz") as made:
         wanted, theirs = (made[dtype] - made[dtype].mean(axis=1, keepdims=True) for dtype in ("float64", "float32"))
     differences = []
@@ -116,7 +117,7 @@ def main() -> None:
     path.write_text("".join(f"{json.dumps(line)}\n" for line in results))
     if bad := [line["model"] for line in results[:-1]
                if line["differing"] or not line["largest_relative_difference"] <= line["limit"]]:
-        raise ProgramError(f"{', '.join(bad)} differ from PyTorch's by more than they may: see above")
+        raise ProgramError(f"{', '.join(bad)} differ from PyTorch by more than the limit: see above")
 
 
 if __name__ == "__main__":

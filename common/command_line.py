@@ -1,8 +1,8 @@
-"""Command lines of all programs here: options from typed declarations, a mistake told in one sentence, exit codes.
+"""The command lines of all programs: options from typed declarations, one-sentence errors, exit codes.
 
-A dataclass declares what a command takes: its fields are the options, with their types and defaults, and the docstrings
-have the help. `given` reads a command line by such a declaration; a `Command` names what is then imported and run;
-`exit_code_of` runs a program to its end.
+A dataclass declares what a command takes: its fields are the options, with their types and defaults, and its docstrings
+are the help texts. `given` parses a command line by that declaration. A `Command` names the function that is imported
+and run afterwards. `exit_code_of` runs a whole program.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _METAVARS = {int: "N", float: "X", str: "NAME", Path: "PATH"}
 
 
 def exit_code_of(main: Callable[[], int | None]) -> int:
-    """Run a program to its end; its exit code. What ends it early is told in one sentence on stderr."""
+    """Run a program and return its exit code. An error that ends it is printed on stderr as one sentence."""
     make_safe()
     try:
         return _code_at_end(main)
@@ -52,9 +52,10 @@ def exit_code_of(main: Callable[[], int | None]) -> int:
         print_error(sentence)
         return EXIT_USER_ERROR
     except OSError as error:
-        if error.errno is None:  # not the system's answer: a library that cannot be loaded
+        if error.errno is None:  # not from the operating system: ctypes raises this for a library that cannot be loaded
             raise
-        if error is failed_output() and isinstance(error, BrokenPipeError):  # `| head` has seen enough
+        # the reader has closed the pipe, as `| head` does
+        if error is failed_output() and isinstance(error, BrokenPipeError):
             return EXIT_PIPE_CLOSED
         where, what = error.filename or "input or output", error.strerror or error
         print_error(f"{where}: {what}; check path, permissions and disk")
@@ -62,11 +63,11 @@ def exit_code_of(main: Callable[[], int | None]) -> int:
     except KeyboardInterrupt:
         return EXIT_CTRL_C
     finally:
-        failed_output()  # else Python, when it ends, complains of what it cannot write
+        failed_output()  # otherwise Python prints a traceback at exit for output that it cannot flush
 
 
 def _code_at_end(main: Callable[[], int | None]) -> int:
-    """Raises a failed write to standard output, even if a library has caught it and exited."""
+    """The program's exit code. Raises the first failed write to standard output, even if a library has swallowed it."""
     try:
         code = main() or 0
         if code:
@@ -79,22 +80,22 @@ def _code_at_end(main: Callable[[], int | None]) -> int:
     return 0
 
 
-# --- a command line, by its declaration ---
+# --- parsing a command line by its declaration ---
 
 
 def given(options: type, arguments: Sequence[str], *, prog: str, default: object | None = None,
           description: str = "") -> dict[str, Any]:
-    """The values that a command line gives to the fields of `options`; those that it leaves out are not in the result.
+    """Parse a command line. Returns the values that it gives for fields of `options`, and no defaults.
 
     Args:
-        options: a dataclass. A field with a default is an option `--field-name`, one without is an argument without a
-            name. Types are bool, int, float, str, Path, a Literal, a tuple of these, or one of these or None.
-            `Annotated[type, ...]` adds what else there is to say: "FILE", the word that stands for the value in the
-            help; "-f", another name; a function that makes a value from text or says what it needs.
-        arguments: what follows the command's name on the command line.
-        prog: how the command is called, for help and errors.
-        default: an object whose attributes are the defaults that help is to name, where not those of `options`.
-        description: what help begins with, where not the docstring of `options`.
+        options: a dataclass. A field with a default is the option `--field-name`; a field without one is a positional
+            argument. Types: bool, int, float, str, Path, a Literal, a tuple of one of these, or one of these or None.
+            `Annotated[type, ...]` can add "FILE", the placeholder of the value in the help; "-f", a second name; a
+            function that converts the text, or raises an error that says what the option needs.
+        arguments: the command line after the command's name.
+        prog: the name of the command in help and errors.
+        default: an object whose attributes are shown as the defaults in the help; None: the defaults of `options`.
+        description: the first paragraph of the help; "": the docstring of `options`.
 
     Raises:
         UserError: an unknown option, or a value that is not allowed.
@@ -109,10 +110,10 @@ def given(options: type, arguments: Sequence[str], *, prog: str, default: object
 
 def given_and_rest(options: type, arguments: Sequence[str], *, prog: str,
                    rest: str) -> tuple[dict[str, Any], list[str]]:
-    """What `given` reads, of a program that hands on all that it does not know; `rest` says in its usage what that may
-    be.
+    """Parse as `given` does, for a program that passes unknown arguments on to another program. `rest` describes those
+    arguments in the usage line.
 
-    Returns the values, and the arguments to be handed on. Raises as `given`, SystemExit after `--version` too.
+    Returns the values, and the arguments to pass on. Raises as `given`, SystemExit after `--version` too.
     """
     if not set(HELP).isdisjoint(arguments):
         _make_parser(options, prog, with_help=True, rest=rest).parse_args(["--help"])
@@ -123,26 +124,27 @@ def given_and_rest(options: type, arguments: Sequence[str], *, prog: str,
 
 
 def read_options(options: type[T]) -> T:
-    """What the command line gives to a program of one file, whose docstring is its help. Raises as `given`."""
+    """Parse the command line of a single-file program, whose module docstring is its help. Raises as `given`."""
     return options(**given(options, sys.argv[1:], prog=Path(sys.argv[0]).name,
                            description=inspect.getdoc(sys.modules[options.__module__]) or ""))
 
 
 def part_of(options: type[T], values: Mapping[str, Any]) -> T:
-    """Of the values that a command line gives, those for the options that the dataclass `options` declares."""
+    """An instance of the dataclass `options`, made of those of `values` that are its fields."""
     known = {field.name for field in dataclasses.fields(options)}  # type: ignore[arg-type]  # a dataclass
     return options(**{name: value for name, value in values.items() if name in known})
 
 
 class Command(NamedTuple):
-    """A command of a program: what it takes, and what it does.
+    """A command of a program: its options, and the function that it calls.
 
-    The second is imported only when a command line has been understood: help and mistakes do not wait for its imports.
+    The function's module is imported only after the command line has been parsed, so help and error messages are fast.
     """
 
-    options: type  # the dataclass that declares them, in a module that imports nothing slow
+    options: type  # a dataclass, in a module that imports nothing slow
     function: str  # as "module:function"
-    outlasts_output: bool = False  # goes on where standard output cannot be written, which is not what it is run for
+    # keeps running when standard output cannot be written, because its result lies elsewhere
+    outlasts_output: bool = False
 
     def load(self) -> Callable[..., int | None]:
         """Import the function."""
@@ -150,7 +152,7 @@ class Command(NamedTuple):
         return getattr(importlib.import_module(module), name)
 
 
-VERSIONS = Command(type(None), "common.environment:show_versions")  # what --version does
+VERSIONS = Command(type(None), "common.environment:show_versions")  # run by --version
 
 
 def _show_versions() -> typing.NoReturn:
@@ -159,7 +161,7 @@ def _show_versions() -> typing.NoReturn:
 
 
 def run_command(commands: Mapping[str, Command], arguments: Sequence[str], *, prog: str) -> int | None:
-    """Run the command that a command line names, with its options, for a program of several."""
+    """For a program of several commands: run the one that the command line names, with its options."""
     options = {name: command.options for name, command in commands.items()}
     if arguments and arguments[0] in HELP:
         print(describe_commands(options, prog=prog))
@@ -173,10 +175,10 @@ def run_command(commands: Mapping[str, Command], arguments: Sequence[str], *, pr
 
 def choose_command(commands: Mapping[str, type], arguments: Sequence[str], *, prog: str,
                    default: str | None = None, others: Iterable[str] = ()) -> tuple[str, Sequence[str]]:
-    """The command that a command line begins with, or else the default one, and the arguments that follow. `others`:
-    further valid names, for 'did you mean' only.
+    """The command at the beginning of a command line (or `default`), and the arguments after it.
 
-    Raises UserError for none or an unknown one, and for an option that only others of the commands have.
+    `others`: further valid names, for 'did you mean' only. Raises UserError for a missing or unknown command, and for
+    an option that belongs to other commands only.
     """
     if arguments and not arguments[0].startswith("-"):
         name, *arguments = arguments
@@ -202,8 +204,8 @@ def choose_command(commands: Mapping[str, type], arguments: Sequence[str], *, pr
 
 def describe_commands(commands: Mapping[str, type | str], *, prog: str, default: str | None = None,
                       note: str = "") -> str:
-    """Help on a program of several commands, with a note at the end. A command is described by its string, or by
-    the first line of its docstring."""
+    """The help of a program of several commands, ending in `note`. The summary of a command is its string, or the first
+    line of its docstring."""
     prog = as_typed(prog)
     lines = [f"usage: {prog} {'[COMMAND]' if default else 'COMMAND'} [--option value ...]", "", "commands:"]
     indent = max(map(len, commands)) + 4
@@ -217,7 +219,7 @@ def describe_commands(commands: Mapping[str, type | str], *, prog: str, default:
 
 
 def to_arguments(config: object, default: object) -> list[str]:
-    """The options that make `config` out of `default`, a dataclass of the same kind."""
+    """The command-line options that turn `default` into `config`, a dataclass of the same type."""
     arguments = []
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
         value, option = getattr(config, field.name), option_name(field.name)
@@ -231,50 +233,51 @@ def to_arguments(config: object, default: object) -> list[str]:
 
 
 def option_name(field: str) -> str:
-    """`json_` is --json: an underscore at the end only tells a field from a module."""
+    """`json_` becomes --json: the underscore at the end only avoids the name of a module."""
     return "--" + field.rstrip("_").replace("_", "-")
 
 
 def given_value(arguments: Sequence[str], option: str) -> str | None:
-    """The value of `option` on a command line whose other options are not known yet: "" where none follows it, None
-    where it is not given."""
+    """The value of `option` on a command line whose other options are not declared. "": the option is the last word;
+    None: the option is not given."""
     parser = _Parser(add_help=False)
     parser.add_argument(option, nargs="?", const="", dest="value")
-    return parser.parse_known_args([word for word in arguments if word])[0].value  # an empty one is refused later
+    return parser.parse_known_args([word for word in arguments if word])[0].value  # empty words are refused later
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
-    """'; did you mean X?', to be put after the wrong name, or nothing where no known one is near."""
+    """'; did you mean X?', to append to a message about a wrong name; "" where no known name is close."""
     bare = {name.lstrip("-"): name for name in sorted(known)}
-    initials = {"".join(part[:1] for part in name.split("-")): name for name in bare if "-" in name}  # --lr, --wd
+    # so that --lr finds --learning-rate
+    initials = {"".join(part[:1] for part in name.split("-")): name for name in bare if "-" in name}
     wrong = wrong.lstrip("-")
     close = [initials[wrong]] if wrong in initials else difflib.get_close_matches(wrong, bare, n=1)
     return f"; did you mean {bare[close[0]]}?" if close else ""
 
 
 def nearest(wrong: str, known: Iterable[str]) -> str:
-    """'; did you mean X?', or a list of what there is where no known name is near."""
+    """'; did you mean X?', or the list of known names where none is close."""
     return did_you_mean(wrong, known) or f"; there are: {', '.join(sorted(known))}"
 
 
 def positive_int(text: str) -> int:
-    """A whole number above 0."""
+    """Convert an option's text to a whole number above 0."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"needs a whole number above 0, not {text!r}")
     return int(text)
 
 
-Positive = Annotated[int, positive_int]  # the type of an option
+Positive = Annotated[int, positive_int]  # an option's type
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse's parser, which raises a mistake as a UserError; names of options may have underscores for hyphens."""
+    """An argparse parser that raises UserError for a mistake, and accepts underscores for hyphens in option names."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **settings)
-        self.color = False  # Python 3.14 colours help, but not what this project writes itself
+        self.color = False  # Python 3.14 would colour argparse's part of the help, but not this project's own
 
-    def parse_known_args(  # type: ignore[override]  # overloads that only tell the type of the namespace
+    def parse_known_args(  # type: ignore[override]  # the overloads differ only in the type of the namespace
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> Any:
         return super().parse_known_args(self._checked(args), namespace)
@@ -286,7 +289,7 @@ class _Parser(argparse.ArgumentParser):
         if unknown:
             name = next((word for word in unknown if word.startswith("-")), unknown[0]).partition("=")[0]
             if name.strip("-") and name.startswith("-"):
-                # Single letters are all near.
+                # Every single-letter option is close to every other one, so no suggestion is made for these.
                 known = [*self._option_string_actions, *HELP, VERSION] if name.startswith("--") else ()
                 self.error(f"there is no option {name}{did_you_mean(name, known)}")
             self.error(f"{name} belongs to no option")
@@ -298,24 +301,24 @@ class _Parser(argparse.ArgumentParser):
         for i, word in enumerate(words):
             name, equals, value = word.partition("=")
             is_option = word.startswith("--") and i < num_before
-            if not word or (is_option and equals and not value):  # a shell variable that is not set
+            if not word or (is_option and equals and not value):  # from a shell variable that is not set
                 option = name or (words[i - 1] if i else self.prog)
                 raise UserError(f"{option} is followed by an empty value: give one, or leave it out")
             if is_option:
                 words[i] = name.replace("_", "-") + equals + value
             elif i > num_before:
-                words[i] = re.sub("^-(?=.)", "./-", word)  # which argparse does not take for an option
+                words[i] = re.sub("^-(?=.)", "./-", word)  # argparse takes ./-name for a file, not for an option
         return words
 
     def error(self, message: str) -> typing.NoReturn:
         raise UserError(f"{_plain_words(message)} (see {self.prog} --help)")
 
 
-# --- how it is done ---
+# --- helpers ---
 
 
 def _before_dashes(words: Sequence[str]) -> list[str]:
-    """The words that may be options: behind "--" are names of files, whatever they begin with."""
+    """The words before "--". All words after it are file names, even if they begin with a hyphen."""
     return list(itertools.takewhile(lambda word: word != "--", words))
 
 
@@ -328,26 +331,26 @@ class _HelpFormatter(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=26, width=_help_width())
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        """A description; its paragraphs with indented lines are left as they are."""
+        """Wrap a description; paragraphs with indented lines are left as they are."""
         return "\n\n".join(part if re.search("^ ", part, re.MULTILINE) else textwrap.fill(part, width)
                            for part in text.strip().split("\n\n"))
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        """-t, --target FILE: as Python 3.13 writes it, which names the value once."""
+        """-t, --target FILE: name the value once, as Python 3.13 does."""
         if not action.option_strings or action.nargs == 0:
             return super()._format_action_invocation(action)
         value = self._format_args(action, self._get_default_metavar_for_optional(action))
         return f"{', '.join(action.option_strings)} {value}"
 
     def _split_lines(self, text: str, width: int) -> list[str]:
-        return textwrap.wrap(text, width, break_on_hyphens=False)  # which are in names of options
+        return textwrap.wrap(text, width, break_on_hyphens=False)  # option names have hyphens
 
 
 def _plain_words(message: str) -> str:
-    """argparse's message in the words of this project."""
+    """argparse's error message in this project's wording."""
     message = message.removeprefix("argument ")
     if "invalid choice" in message:
-        message = message.replace("'", "")  # around the names, in some versions of Python
+        message = message.replace("'", "")  # some versions of Python quote the choices
     for pattern, words in {
         r"the following arguments are required: (.*)": r"\1 must be given",
         r"(\S+): invalid choice: (.*) \(choose from (.*)\)": r"\1 \2 is not one of \3",
@@ -390,7 +393,7 @@ def _make_parser(options: type, prog: str, default: object | None = None, with_h
                 continue
             value = getattr(default, name, defaults[name])
             text, takes = texts.get(name, "") + _default_text(value), _takes(hints[name])
-            if default is None and value is False:  # no preset can have switched it on
+            if default is None and value is False:  # no preset can have turned it on, so there is no --no- form
                 text, takes = texts.get(name, ""), {"action": "store_true"}
             names_of_it = [*_other_names(hints[name]), option_name(name)]
             group.add_argument(*names_of_it, dest=name, help=text.replace("%", "%%"), **takes)
@@ -398,7 +401,7 @@ def _make_parser(options: type, prog: str, default: object | None = None, with_h
 
 
 def _takes(hint: Any, metavar: str | None = None) -> dict[str, Any]:
-    """What argparse is told about a parameter of this type."""
+    """The arguments of `add_argument` for an option of this type."""
     convert = None
     while (origin := typing.get_origin(hint)) in (Annotated, types.UnionType, typing.Union):
         if origin is Annotated:
@@ -423,8 +426,8 @@ def _other_names(hint: Any) -> list[str]:
 
 
 def _groups(options: type) -> dict[str, list[str]]:
-    """Names of the fields by the title of their group. Fields that a dataclass has from a base class are a group with
-    the first line of the base's docstring as its title; its own have the title ""."""
+    """Field names by the title of their help group. Inherited fields form a group whose title is the first line of the
+    base class's docstring; the class's own fields have the title ""."""
     groups: dict[str, list[str]] = {"": []}
     for name in inspect.signature(options).parameters:
         owner = next(base for base in options.__mro__ if name in inspect.get_annotations(base))
@@ -434,7 +437,7 @@ def _groups(options: type) -> dict[str, list[str]]:
 
 
 def _help_texts(options: type) -> dict[str, str]:
-    """The docstring of each field, on one line."""
+    """The docstring of each field, joined to one line."""
     texts: dict[str, str] = {}
     for kind in reversed(options.__mro__[:-1]):
         texts |= _field_docstrings(inspect.getfile(kind)).get(kind.__name__, {})
@@ -443,7 +446,7 @@ def _help_texts(options: type) -> dict[str, str]:
 
 @functools.cache
 def _field_docstrings(file: str) -> dict[str, dict[str, str]]:
-    """Those of the classes in a source file, by class and field: Python keeps none of them."""
+    """Field docstrings by class and field, parsed from a source file: Python does not keep them at run time."""
     found: dict[str, dict[str, str]] = {}
     for statement in ast.parse(Path(file).read_text(encoding="utf-8")).body:
         if isinstance(statement, ast.ClassDef):

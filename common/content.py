@@ -1,4 +1,4 @@
-"""Reading a file's content by a library: whatever the library raises becomes one sentence of ours."""
+"""Reading a file's content with a library, any exception of which becomes one sentence of ours."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from common.errors import ProgramError
 
 @contextlib.contextmanager
 def refused_as(refusal: Callable[[Exception], ProgramError]) -> Iterator[None]:
-    """Inside, a library reads a file's content. Whatever it raises because of that content is raised as refusal(error).
+    """Inside, a library reads a file's content. Any exception that the content causes is raised as refusal(error).
 
-    All exceptions are meant, for no list of them is complete: a changed byte in a zip of NumPy's arrays alone raises
-    BadZipFile, zlib.error, ValueError, NotImplementedError (a compression), RuntimeError (an encryption flag),
-    tokenize.TokenError (an array's header) and more; one in a pickle LookupError or ModuleNotFoundError. OSError, of a
-    file that cannot be read, and sentences of ours pass.
+    All exception types are caught, because no list of them is complete. In a zip of NumPy arrays, one changed byte
+    raises BadZipFile, zlib.error, ValueError, NotImplementedError (a compression), RuntimeError (an encryption flag),
+    tokenize.TokenError (an array's header) and more; in a pickle, LookupError or ModuleNotFoundError. OSError (the file
+    cannot be read) and our own ProgramError pass unchanged.
     """
     try:
         yield

@@ -1,7 +1,8 @@
-"""What is worked out once and kept on disk: compiled kernels, the choice of cuDNN plans, loader settings, indexes.
+"""A disk cache for results that are slow to compute: compiled kernels, cuDNN plans, loader settings, indexes.
 
-Files lie in `$RESNET_CACHE`, else `$XDG_CACHE_HOME/resnet-mxnet`, else `~/.cache/resnet-mxnet`, in a folder named
-after what they hold good for (GPU, versions of driver and libraries), so that nothing made for another is ever read.
+Files lie in `$RESNET_CACHE`, else `$XDG_CACHE_HOME/resnet-mxnet`, else `~/.cache/resnet-mxnet`. The folder's name holds
+everything that its entries depend on (GPU, versions of driver and libraries), so an entry made on another configuration
+is never read.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ log = logging.getLogger("disk_cache")
 
 
 def default_folder() -> Path | None:
-    """None where there is no home: $HOME is not set and the system does not know the user, as in a container."""
+    """The folder of the cache. None where there is no home folder: $HOME is not set and the system does not know the
+    user, as in a container."""
     if folder := os.environ.get("RESNET_CACHE"):
         return Path(folder)
     caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
@@ -36,8 +38,8 @@ def _say_that_nothing_is_kept() -> None:
 
 
 class Cache:
-    """Named byte strings in one folder. A damaged entry counts as absent, with a warning; a folder that cannot be
-    written only costs the time of working things out again."""
+    """Named byte strings in one folder. A damaged entry counts as absent, with a warning. A folder that cannot be
+    written only means that results are computed again."""
 
     def __init__(self, holds_for: str, root: Path | None = None) -> None:
         place = root or default_folder()
@@ -58,7 +60,7 @@ class Cache:
         return body
 
     def write(self, name: str, body: bytes) -> None:
-        """Atomic: other processes that start at the same time see the old entry or the new one."""
+        """Write an entry atomically: a process that starts meanwhile reads the old entry or the new one."""
         if not self.folder:
             return _say_that_nothing_is_kept()
         try:

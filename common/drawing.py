@@ -1,4 +1,4 @@
-"""What all pictures of a run are drawn with: matplotlib, and its letters."""
+"""matplotlib and its font, for all pictures of a run."""
 
 from __future__ import annotations
 
@@ -12,23 +12,26 @@ from PIL import ImageFont
 
 
 def matplotlib() -> Any:
-    """The package, which is slow to import, and most processes of a run draw nothing. Where the home folder cannot be
-    written it works with a temporary one, and its word on that is of no use here."""
+    """Import matplotlib, on demand: the import is slow, and most processes of a run draw nothing.
+
+    Where the home folder cannot be written, matplotlib works with a temporary one; its warning about that is
+    suppressed.
+    """
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     package = importlib.import_module("matplotlib")
-    package.rcParams["text.parse_math"] = False  # a name with two dollar signs is no formula
+    package.rcParams["text.parse_math"] = False  # a class name with two dollar signs is not a formula
     return package
 
 
 @functools.cache
 def font(size: int, bold: bool = False) -> ImageFont.FreeTypeFont:
-    """DejaVu Sans as matplotlib has it: the same on every machine. `size` in pixels."""
+    """The DejaVu Sans that matplotlib ships, identical on every machine. `size` in pixels."""
     name = f"DejaVuSans{'-Bold' * bold}.ttf"
     return ImageFont.truetype(str(Path(matplotlib().get_data_path()) / "fonts" / "ttf" / name), size)
 
 
 def fitting(text: str, font: ImageFont.FreeTypeFont, width: float) -> str:
-    """The text, cut with an ellipsis to fit into `width` pixels."""
+    """The text, shortened with an ellipsis if it is wider than `width` pixels."""
     if font.getlength(text) <= width:
         return text
     while text and font.getlength(f"{text}…") > width:

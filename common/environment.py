@@ -1,4 +1,4 @@
-"""Where something runs: the machine, the versions and the commit, as reports, results and `--version` name them."""
+"""The environment of a run: the machine, the library versions and the commit, for reports, results and `--version`."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def show_versions() -> None:
-    """The option --version of the programs."""
+    """Print what --version shows."""
     print(describe())
 
 
 def describe() -> str:
-    """What `--version` prints: this project's version and commit, and a line for each library that it stands on."""
+    """The text of `--version`: this project's version and commit, and one line for each library that it uses."""
     commit, found = git_commit(), versions()
     lines = [f"{PROJECT} {project_version()}" + (f", commit {commit}" if commit else "")]
     for library in ("python", "mxnet", "nvidia-dali", "horovod"):
@@ -38,7 +38,8 @@ def describe() -> str:
 
 
 def project_version() -> str:
-    """From the checkout, where this is one, since that is what runs; else what was installed."""
+    """The version in the checkout's pyproject.toml, because a checkout runs its own code; otherwise the installed
+    one."""
     with contextlib.suppress(OSError):
         if match := re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE):
             return match[1]
@@ -49,10 +50,10 @@ def project_version() -> str:
 
 @functools.cache
 def git_commit() -> str | None:
-    """Commit of this project's checkout, with '-dirty' where tracked files differ from it; or of the source archive
-    that was unpacked here, in whose `.git_archival.txt` git has written it. None where it is neither.
+    """The commit of this checkout, with '-dirty' where tracked files differ from it; or the commit of an unpacked
+    source archive, which git has written into `.git_archival.txt`. None for neither.
 
-    Benchmark results do not count as a difference: measuring one figure must not mark the next one as dirty.
+    Changed benchmark results do not count as a difference: measuring one figure must not mark the next one as dirty.
     """
     if not (ROOT / ".git").exists():
         return _archived_commit(ROOT)
@@ -77,9 +78,9 @@ def _archived_commit(root: Path) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the libraries that a result depends on, by package name; without importing them.
+    """Versions of Python and of the libraries that a result depends on, by package name, without importing them.
 
-    What pip does not know, because it was copied or comes with the system, is asked for its version itself.
+    A library that pip does not know (copied, or from the system's packages) is asked for its version itself.
     """
     found = {"python": platform.python_version(), "os": platform.platform()}
     for package in (
@@ -98,7 +99,7 @@ def versions() -> dict[str, str]:
 
 
 def _mxnet_version() -> str | None:
-    """What MXNet's own files say, without importing it."""
+    """MXNet's version from its own files, without importing it."""
     with contextlib.suppress(ImportError, OSError):
         spec = importlib.util.find_spec("mxnet")
         if spec and spec.origin:
@@ -109,7 +110,8 @@ def _mxnet_version() -> str | None:
 
 
 def hardware() -> dict[str, Any]:
-    """CPU model; cores and NVIDIA GPUs that this process may use; memory in GiB; the GPUs' driver, where NVML tells."""
+    """CPU model; cores and NVIDIA GPUs that this process may use; memory in GiB; GPU driver version, if NVML is
+    there."""
     cpu = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -122,7 +124,7 @@ def hardware() -> dict[str, Any]:
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "gpus": [gpu.name for gpu in find_gpus()],
     }
-    with contextlib.suppress(Exception):  # no NVML, no driver
+    with contextlib.suppress(Exception):  # neither NVML nor a driver
         import pynvml
 
         pynvml.nvmlInit()

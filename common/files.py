@@ -1,4 +1,4 @@
-"""Files that are written complete or not at all and by one process at a time, and what to say where that fails."""
+"""Files written atomically and by one process at a time, and error messages for writes that fail."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from common.errors import UserError
 
 
 def expanded(path: str | Path) -> Path:
-    """`path` with a leading `~` or `~NAME` expanded; unchanged where there is no home (Path.expanduser raises then)."""
+    """`path` with a leading `~` or `~NAME` expanded; unchanged if there is no home (Path.expanduser would raise)."""
     return Path(os.path.expanduser(path))
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A name in the same folder to write to, which takes the place of `path` when all went well, and is gone otherwise.
+    """Yields a temporary path in the same folder. It replaces `path` if the block succeeds, and is deleted otherwise.
     Raises OSError."""
     _check_kind(path)
     partial = path.with_name(f".{path.name}.partial")
@@ -35,13 +35,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file in one step, over one that is there; raises OSError, and then leaves nothing behind."""
+    """Write or replace a file atomically. Raises OSError, and then leaves no temporary file behind."""
     with replacing(path) as partial:
         partial.write_bytes(content)
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file in one step, making its folder if need be. Raises UserError where that fails."""
+    """Write a file atomically, creating its folder if needed. Raises UserError where that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_bytes(path, content)
@@ -50,24 +50,23 @@ def write(path: Path, content: bytes) -> None:
 
 
 def check_place(path: Path, otherwise: str) -> None:
-    """See that `write` would find a place for the file, before what takes minutes, and make nothing. Raises UserError,
-    which gives the advice `otherwise`."""
+    """Check, before minutes of work, that `write` will be able to write the file; creates nothing. Raises UserError
+    with the advice `otherwise`."""
     try:
         _check_kind(path)
         nearest = next(folder for folder in path.parents if os.path.lexists(folder))
-        tempfile.TemporaryFile(dir=nearest).close()  # permissions do not tell all: file systems may be read-only
+        tempfile.TemporaryFile(dir=nearest).close()  # permission bits are not enough: the file system may be read-only
     except OSError as error:
         raise _no_place(path, error, otherwise) from None
 
 
 def _check_kind(path: Path) -> None:
-    """Raise OSError where a file would take the place of what is none: a folder, a device, a pipe; and that
-    of a link that leads nowhere."""
+    """Raise OSError where writing a file would replace a folder, a device, a pipe, or a link that leads nowhere."""
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "it is no regular file")
-    if path.is_symlink() and not path.exists():  # what it leads to may be on a disk that is not there at present
+        raise OSError(errno.EINVAL, "it is not a regular file")
+    if path.is_symlink() and not path.exists():  # the disk of its target may not be mounted at present
         raise OSError(errno.EINVAL, "it is a link to a file that is not there")
 
 
@@ -76,17 +75,18 @@ def _no_place(path: Path, error: OSError, otherwise: str) -> UserError:
 
 
 def lock(opened: IO[Any] | int) -> bool:
-    """Lock a file, or a folder's descriptor, until it is closed, which the end of the process does too; False where
-    another process has done so."""
+    """Lock a file, or a folder's descriptor, until it is closed or the process ends. False if another process holds the
+    lock."""
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
-        pass  # some network file systems have no locks
+        pass  # some network file systems do not support locks
     return True
 
 
 def way_out(error: OSError, otherwise: str) -> str:
-    """What to do about a file that could not be written: `otherwise` where it is not for want of room."""
+    """The advice for a file that could not be written: "make room" if the disk or quota is full, otherwise
+    `otherwise`."""
     return "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else otherwise

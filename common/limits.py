@@ -1,4 +1,4 @@
-"""What the values of options must be: a test and its words."""
+"""Limits of option values: each is a test and the words that describe it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Limit = tuple[Callable[[Any], bool], str]
 
 
 def between(low: float, high: float, what: str = "") -> Limit:
-    """From the one to the other. `what`: what such a value is called."""
+    """A value from `low` to `high`, both included. `what` names the value in messages."""
     return lambda value: low <= value <= high, f"{what} from {low} to {high}".strip()
 
 

@@ -1,7 +1,7 @@
-"""The one place through which MXNet is imported: `from common.mxnet_compat import mx`.
+"""The only place that imports MXNet: `from common.mxnet_compat import mx`.
 
-Where it cannot be imported, the program ends with one sentence that says why. `common.mxnet_hook` mends what
-MXNet 1.9.1 needs from newer versions of NumPy and Python.
+Where MXNet cannot be imported, the program ends with one sentence that says why. `common.mxnet_hook` restores what
+MXNet 1.9.1 needs and newer versions of NumPy and Python have removed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from common import mxnet_hook
 from common.errors import ProgramError, UserError
 from common.packages import how_to_install
 
-MAX_THREADS = 1024  # OpenMP dies of many times more
+MAX_THREADS = 1024  # OpenMP crashes with many times more
 ENGINES = ("NaiveEngine", "ThreadedEngine", "ThreadedEnginePerDevice")
 PACKAGES_OF_MXNET = {"graphviz": "graphviz<0.9", "setuptools": "setuptools<81"}
 
@@ -26,8 +26,8 @@ mx: Any  # the mxnet module, imported at first use by __getattr__ below
 
 
 def given_threads() -> str:
-    """The threads that the user wants for what is computed on the CPU, or "". Raises UserError for a
-    value that MXNet or OpenMP would crash on."""
+    """OMP_NUM_THREADS, the user's number of CPU threads; "" if it is not set. Raises UserError for a value that MXNet
+    or OpenMP would crash on."""
     given = os.environ.get("OMP_NUM_THREADS", "").strip()
     if given and not (given.isdecimal() and 1 <= int(given) <= MAX_THREADS):
         raise UserError(f"OMP_NUM_THREADS is {given!r}: give a whole number from 1 to {MAX_THREADS:,}, or unset it")
@@ -35,7 +35,7 @@ def given_threads() -> str:
 
 
 def _check_variables() -> None:
-    """Raises UserError for a value that MXNet would crash on."""
+    """Raise UserError for an environment variable whose value MXNet would crash on."""
     for name, value in os.environ.items():
         if name == "MXNET_ENGINE_TYPE" and value not in ENGINES:
             raise UserError(f"{name} is {value!r}: give {', '.join(ENGINES[:-1])} or {ENGINES[-1]}, or unset it")
@@ -45,7 +45,9 @@ def _check_variables() -> None:
 
 def _import_mxnet() -> Any:
     _check_variables()
-    # Our passes fuse. Another choice, which the hook leaves to other programs, may give wrong sums (see there).
+    # Our own passes fuse operators. MXNet's fusion, which the hook leaves available to other programs, may give wrong
+    # sums
+    # (see mxnet_hook.py).
     os.environ["MXNET_SUBGRAPH_BACKEND"] = "NONE"
     try:
         return importlib.import_module("mxnet")
@@ -58,7 +60,7 @@ def _import_mxnet() -> Any:
         if error.name == "mxnet":
             raise UserError(how_to_install(error) or str(error)) from None
         raise UserError(_missing(error.name or str(error))) from None
-    except (AttributeError, ImportError) as error:  # AttributeError of __getattr__ would mean "no name 'mx'"
+    except (AttributeError, ImportError) as error:  # an AttributeError from __getattr__ would be read as "no name 'mx'"
         raise ProgramError(f"MXNet cannot be imported with Python {platform.python_version()} and NumPy "
                            f"{metadata.version('numpy')} ({error}): run make setup, which installs a NumPy that it "
                            "works with (without make: pip install numpy==1.26.4, on Python below 3.13)") from None
@@ -79,7 +81,7 @@ def __getattr__(name: str) -> Any:
     if name == "mx":
         threads_given = "mxnet" in sys.modules or given_threads()
         mxnet = _import_mxnet()
-        if not threads_given:  # MXNet has read it; programs started from here may have fewer cores
+        if not threads_given:  # MXNet has read the variable; child programs may have fewer cores
             os.environ.pop("OMP_NUM_THREADS", None)
         return mxnet
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

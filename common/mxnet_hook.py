@@ -1,8 +1,8 @@
-"""Mends what MXNet 1.9.1 uses and newer versions of NumPy and Python have removed, just before MXNet is imported.
+"""Restores what MXNet 1.9.1 uses and newer versions of NumPy and Python have removed, just before MXNet is imported.
 
-Installed as `site-packages/resnet_mxnet_hook.py`, since programs such as horovodrun import MXNet themselves.
-`resnet_mxnet_hook.pth` runs at every start of Python, and imports this module once somebody imports `mxnet`. So it
-imports nothing of this project, and slow modules only inside functions.
+Installed as `site-packages/resnet_mxnet_hook.py`, because programs such as horovodrun import MXNet themselves.
+`resnet_mxnet_hook.pth` runs at every start of Python and imports this module once a program imports `mxnet`. Therefore
+this module imports nothing of this project, and slow modules only inside functions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FINANCIAL_FUNCTIONS = ("mirr", "npv", "pmt", "ppmt", "pv", "rate")
 
 
 class MXNetHook:
-    """A meta path finder. The one of `resnet_mxnet_hook.pth` has the same name."""
+    """A meta path finder. The finder in `resnet_mxnet_hook.pth` has the same name."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
@@ -31,7 +31,7 @@ class MXNetHook:
 
 
 def install() -> type[MXNetHook]:
-    """Have MXNet mended when it is looked for: by this copy of the hook, in place of any other copy."""
+    """Patch MXNet when it is imported, with this copy of the hook in place of any other copy."""
     others = [finder for finder in sys.meta_path if getattr(finder, "__name__", "") != MXNetHook.__name__]
     sys.meta_path[:] = [MXNetHook, *others]
     return MXNetHook
@@ -42,8 +42,10 @@ def mend() -> None:
     _mend_numpy()
     if sys.version_info >= (3, 12):
         import setuptools  # noqa: F401  supplies distutils
-    # oneDNN's subgraph fusion rewrites bound Symbols and gave wrong residual sums; our own passes do the fusing.
+    # oneDNN's subgraph fusion rewrites bound Symbols and gave wrong sums of residuals; our own passes do the fusing.
     os.environ.setdefault("MXNET_SUBGRAPH_BACKEND", "NONE")
+    # Else the first softmax of a process prints eight lines about a copy that oneDNN makes.
+    os.environ.setdefault("MXNET_STORAGE_FALLBACK_LOG_VERBOSE", "0")
     # CUDA's default of 8 hardware queues is fewer than DALI's decoders have streams: the training step then shares a
     # queue with them, and decoding waits for whole steps (38 instead of 28 ms a step: ResNet-50, batch 256, one H200).
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
@@ -52,7 +54,7 @@ def mend() -> None:
 
 
 def _mend_numpy() -> None:
-    """Give NumPy back the names that MXNet reads, each only where it is missing."""
+    """Add to NumPy the names that MXNet reads and that are missing."""
     import numpy
 
     np: Any = numpy
@@ -83,10 +85,10 @@ def _financial_function(name: str) -> Callable[..., Any]:
 
 
 def num_compute_threads() -> int:
-    """One for each physical core that this process may use and shares with no other process of the run.
+    """One thread for each physical core that this process may use and shares with no other process of the run.
 
-    MXNet itself takes half the logical ones, which is half the machine where a core has one thread, as on most virtual
-    machines: ResNet-50 trained 1.7 times as fast on two such cores with both in use.
+    MXNet's own default is half the logical cores. Where a core has one thread, as on most virtual machines, that leaves
+    half the machine idle: ResNet-50 trained 1.7 times as fast on two such cores with both in use.
     """
     import psutil
 
@@ -95,7 +97,7 @@ def num_compute_threads() -> int:
 
 
 class _MXNetLoader(importlib.machinery.SourceFileLoader):
-    """Mends when MXNet is imported, and not when somebody only looks whether it is there."""
+    """Applies the patches when MXNet is imported, but not when a program only checks that it is installed."""
 
     def exec_module(self, module: ModuleType) -> None:
         mend()
@@ -103,7 +105,7 @@ class _MXNetLoader(importlib.machinery.SourceFileLoader):
 
 
 class _RecordIOLoader(importlib.machinery.SourceFileLoader):
-    """pack() and pack_img() call tostring(), an old name of tobytes() that NumPy 2.3 removed."""
+    """For mxnet.recordio: pack() and pack_img() call tostring(), an old name of tobytes() that NumPy 2.3 removed."""
 
     def get_code(self, fullname: str) -> CodeType:
         source = self.get_data(self.path).replace(b".tostring()", b".tobytes()")
@@ -111,7 +113,7 @@ class _RecordIOLoader(importlib.machinery.SourceFileLoader):
 
 
 class _TextLoader(importlib.machinery.SourceFileLoader):
-    """The module writes operators' parameters with str(), which gets the meaning that it had with NumPy 1."""
+    """For a module that writes operators' parameters with str(): gives str() the behaviour of NumPy 1."""
 
     def exec_module(self, module: ModuleType) -> None:
         vars(module)["str"] = _text
@@ -119,7 +121,7 @@ class _TextLoader(importlib.machinery.SourceFileLoader):
 
 
 def _text(value: object) -> str:
-    """str(value), but with NumPy's numbers in a tuple as plain ones: (4, 2), not (4, np.int64(2))."""
+    """str(value), but NumPy numbers in a tuple print as plain ones: (4, 2), not (4, np.int64(2))."""
     text = str(value)
     if "np." in text:
         import numpy as np

@@ -1,4 +1,4 @@
-"""The NVIDIA GPUs that this process may use, asked from the driver alone: no CUDA library need be installed."""
+"""The NVIDIA GPUs that this process may use. Only the driver is asked, so no CUDA library needs to be installed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76  # CUdevice_attribute in CUDA's dr
 
 
 class GpuInfo(NamedTuple):
-    """What the driver says of a GPU."""
+    """A GPU as the driver describes it."""
 
     name: str
     capability: tuple[int, int]
@@ -19,7 +19,7 @@ class GpuInfo(NamedTuple):
 
 
 def find_gpus() -> list[GpuInfo]:
-    """In the order of their numbers; empty where there is none."""
+    """The GPUs in the order of their device numbers; an empty list if there is none."""
     driver = _driver()
     count = ctypes.c_int(0)
     if driver is None or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
@@ -37,7 +37,7 @@ def find_gpus() -> list[GpuInfo]:
 
 
 def driver_cuda_version() -> int:
-    """The newest CUDA that the driver runs, 12080 for 12.8; 0 where there is no driver."""
+    """The newest CUDA version that the driver supports, 12080 for 12.8; 0 without a driver."""
     driver = _driver()
     version = ctypes.c_int(0)
     if driver is not None:
@@ -46,7 +46,7 @@ def driver_cuda_version() -> int:
 
 
 def _driver() -> ctypes.CDLL | None:
-    """CUDA's driver, ready for calls; None where it is missing or finds no GPU."""
+    """CUDA's driver library, initialised; None if it is missing or finds no GPU."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

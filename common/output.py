@@ -1,67 +1,64 @@
-"""Standard output and standard error: line by line, and a write that fails ends a program in one sentence, or not at
-all."""
+"""Line-buffered standard output and error. A failed write ends a program with one sentence, or is ignored."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import os
-import re
 import select
 import sys
-import tempfile
-from collections.abc import Iterator
 from typing import Any
 
 from common.program import as_typed
 
 
 def make_safe() -> None:
-    """For the start of a program. Input and output that are closed (`<&-`, `>&-`), full, or a pipe that nobody reads,
-    and output whose locale lacks a character, must not end in a trace; and a line is written when it is printed, into a
-    file too.
+    """Called at the start of a program. Afterwards none of these ends in a stack trace: closed input or output (`<&-`,
+    `>&-`), a full disk, a pipe that nobody reads, a locale that lacks a character. Each line is written when it is
+    printed, also into a file.
 
-    A closed descriptor would be given to the first file that the program opens, where what is printed would end up.
+    A closed descriptor would otherwise be reused by the first file that the program opens, and printed text would end
+    up in that file.
     """
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free: this one
+            os.open(os.devnull, os.O_RDWR)  # open() takes the lowest free number, which is this descriptor
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # as Python has it where it was started without
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  # until the program ends
+        if getattr(sys, name) is None:  # Python sets it to None if the descriptor was closed at the start
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  # open until the program ends
     for name, errors in (("stdout", "replace"), ("stderr", "backslashreplace")):
         stream = getattr(sys, name)
         if _descriptor_of(stream) or not isinstance(stream, io.TextIOWrapper):
             continue
         if type(stream) is io.TextIOWrapper and stream.fileno() in (1, 2):
             setattr(sys, name, _safe(stream, errors))
-        else:  # somebody else's, such as pytest's
+        else:  # another library's stream, such as pytest's
             stream.reconfigure(errors=errors)
     if not os.environ.get("COLUMNS", "1").strip("0").isdecimal():
-        del os.environ["COLUMNS"]  # rich prints nothing into 0 columns
+        del os.environ["COLUMNS"]  # with 0 columns rich prints nothing
 
 
 def _safe(stream: io.TextIOWrapper, errors: str) -> io.TextIOWrapper:
-    """The same stream on a `_Descriptor`."""
+    """The stream, rebuilt on a `_Descriptor`."""
     with contextlib.suppress(OSError):
         stream.flush()
-    is_buffered = isinstance(stream.buffer, io.BufferedWriter)  # not with `python -u`
+    is_buffered = isinstance(stream.buffer, io.BufferedWriter)  # `python -u` makes it unbuffered
     descriptor: Any = _Descriptor(stream.fileno())
     return io.TextIOWrapper(io.BufferedWriter(descriptor) if is_buffered else descriptor, stream.encoding, errors,
                             line_buffering=True, write_through=stream.write_through)
 
 
 def make_lasting() -> None:
-    """From now on nothing that is printed raises OSError. What cannot be written to standard output goes to standard
+    """From now on printing never raises OSError: text that cannot be written to standard output goes to standard
     error."""
     if descriptor := _descriptor_of(sys.stdout):
         descriptor.lasting = True
 
 
 def failed_output() -> OSError | None:
-    """Flushes standard output; returns its first failed write, which a library may have swallowed."""
+    """Flush standard output and return its first failed write, which a library may have swallowed."""
     with contextlib.suppress(OSError):
         sys.stdout.flush()
     descriptor = _descriptor_of(sys.stdout)
@@ -69,24 +66,24 @@ def failed_output() -> OSError | None:
 
 
 def print_error(sentence: object, apart: bool = False) -> None:
-    """`print_line` for what ends a program."""
+    """Print the error that ends a program; `apart` as in `print_line`."""
     print_line(f"error: {as_typed(str(sentence))}", apart)
 
 
 def print_line(text: str, apart: bool = False) -> None:
-    """On stderr, in one piece: other processes write there too, and print writes its end apart where PYTHONUNBUFFERED
-    is set. `apart`: below an empty line, as a process that was killed may have left half a line there, for Horovod and
-    MXNet write theirs in pieces."""
+    """Print a line on stderr in one write, so that lines of other processes do not land inside it: print() writes the
+    line's end separately where PYTHONUNBUFFERED is set. `apart`: print an empty line first, because a process that was
+    killed may have left half a line (Horovod and MXNet write theirs in pieces)."""
     sys.stderr.write("\n" * apart + f"{text}\n")
     sys.stderr.flush()
 
 
 class _Descriptor(io.FileIO):
-    """Standard output or standard error.
+    """The file under standard output or standard error.
 
-    Standard error takes everything: what cannot be written is dropped. So does standard output that is `lasting`: from
-    the first failure on, standard error or nothing takes its place. Else that failure is raised, once, and kept: what
-    is printed until the program has ended is dropped, and Python itself has nothing to complain of when it ends.
+    Standard error never fails: text that cannot be written is dropped. Standard output is the same once it is
+    `lasting`: after the first failure standard error takes its place, or nothing if that fails too. Otherwise the first
+    failure is raised once and kept. All later text is dropped, so Python finds nothing to complain about when it exits.
     """
 
     def __init__(self, number: int) -> None:
@@ -109,8 +106,8 @@ class _Descriptor(io.FileIO):
     def _write_all(self, data: Any) -> None:
         left = memoryview(data)
         while left:
-            count = super().write(left)  # fewer, where the disk becomes full or a signal comes
-            if count is None:  # another program has made the descriptor one that does not wait
+            count = super().write(left)  # fewer bytes if the disk fills up or a signal arrives
+            if count is None:  # another program has made the descriptor non-blocking
                 select.select([], [self], [])
             left = left[count or 0:]
 
@@ -128,25 +125,7 @@ class _Descriptor(io.FileIO):
 
 
 def _descriptor_of(stream: Any) -> _Descriptor | None:
-    """Under a stream that `make_safe` has made; None under another one, such as pytest's."""
+    """The `_Descriptor` of a stream that `make_safe` has rebuilt; None for another stream, such as pytest's."""
     buffer = getattr(stream, "buffer", None)
     raw = getattr(buffer, "raw", buffer)
     return raw if isinstance(raw, _Descriptor) else None
-
-
-@contextlib.contextmanager
-def without_lines(unwanted: re.Pattern[bytes]) -> Iterator[None]:
-    """Inside, lines that match `unwanted` are kept off standard error, where libraries write them by file descriptor;
-    all others appear afterwards."""
-    sys.stderr.flush()
-    stderr = os.dup(2)
-    with tempfile.TemporaryFile() as caught:
-        os.dup2(caught.fileno(), 2)
-        try:
-            yield
-        finally:
-            sys.stderr.flush()
-            os.dup2(stderr, 2)
-            os.close(stderr)
-            caught.seek(0)
-            os.write(2, b"".join(line for line in caught if not unwanted.search(line)))

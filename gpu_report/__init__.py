@@ -1,5 +1,5 @@
-"""What a GPU can do, as buyers compare GPUs: the sections of `python -m train gpu-report`, and what they find.
+"""The report of `python -m train gpu-report`: a GPU's speed and cost, by the figures that buyers compare.
 
-`figures.py` has the figures and the file that holds them; `section.py` what a section is given; each section is a
-module with one function, `measure`.
+`figures.py` defines a figure and the file that holds them. `section.py` defines what a section receives. Each section
+is a module with one function, `measure`.
 """

@@ -1,6 +1,6 @@
-"""The command gpu-report: what this GPU can do, as buyers compare GPUs; and such reports side by side.
+"""The command gpu-report: measure this GPU by the figures that buyers compare, or set reports side by side.
 
-Each figure is written to report.json once it is measured, so the same command goes on where it was stopped or killed.
+Each figure is written to report.json as soon as it is measured, so after a stop or a kill the same command resumes.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from train.processes.invocation import command_line
 from train.processes.signals import ending_with
 from train.recording.gpu_monitor import GpuMonitor
 
-# Each is a module of gpu_report; its part of --minutes. Inference, which chooses kernels for each batch size and
-# precision and so has no end in ten minutes, has what the others leave.
+# Section (a module of gpu_report) -> its part of --minutes. Inference chooses kernels for each batch size and
+# precision, which takes more than ten minutes in all; it gets the time that the other sections leave.
 SECTIONS = {"kernels": 0.2, "recurrent": 0.1, "cost": 0.1, "training": 0.45, "inference": 0.15}
-OF_COST = ("data", *cost.COUNTED_BY)  # options of that section alone
-LOOK_SECONDS, LITTLE = 0.3, 0.25  # how long, and up to what share, a machine is taken for idle
+OF_COST = ("data", *cost.COUNTED_BY)  # options of the section cost only
+LOOK_SECONDS, LITTLE = 0.3, 0.25  # the load is measured for so long; a machine with a lower share in use counts as idle
 FOLDER, COMPARISON_FOLDER = Path("runs/gpu_report"), Path("runs/gpu_comparison")
 
 
 def main(values: Mapping[str, Any]) -> None:
-    """Measure and report, or compare, by the options given. Raises UserError and StoppedBySignal."""
+    """Run the command: measure and write a report, or compare reports. Raises UserError and StoppedBySignal."""
     wanted = part_of(GpuReportOptions, values)
-    wanted = replace(wanted, sections=tuple(dict.fromkeys(wanted.sections)))  # each once
-    with ending_with("stopped: repeat the command to go on"):
+    wanted = replace(wanted, sections=tuple(dict.fromkeys(wanted.sections)))  # without repetitions
+    with ending_with("stopped: repeat the command to resume"):
         if wanted.compare:
             _compare(wanted, values)
         else:
@@ -57,10 +57,10 @@ def main(values: Mapping[str, Any]) -> None:
 def _report(wanted: GpuReportOptions, values: Mapping[str, Any]) -> None:
     for name in OF_COST:
         if name in values and "cost" not in wanted.sections:
-            raise TrainError(f"{option_name(name)} is for the section cost, which is not measured: leave it out, or "
-                             "add cost to --sections")
+            raise TrainError(f"{option_name(name)} belongs to the section cost, which is not in --sections: leave it "
+                             "out, or add cost to --sections")
     if wanted.data:
-        cost.check_data(wanted.data)  # before what takes minutes
+        cost.check_data(wanted.data)  # before the measurements, which take minutes
     placement = devices.choose(Config(device=wanted.device), local_rank=0)
     if placement.note:
         print(placement.note, flush=True)
@@ -68,13 +68,13 @@ def _report(wanted: GpuReportOptions, values: Mapping[str, Any]) -> None:
     with _alone_in(folder):
         busy = _busy(placement)
         if busy:
-            print(f"other programs use {busy}: what is measured beside them is slower; end them, and begin anew with "
+            print(f"other programs use {busy}, so the figures will be too slow: end them, and begin anew with "
                   "another --output", flush=True)
         _measure(wanted, values, placement, folder, busy)
 
 
 def _busy(placement: Placement) -> str:
-    """What of this machine is used, by whatever program, before anything is measured; "" where it is little."""
+    """Which share of this machine is in use before the measurements, in words; "" if it is small."""
     monitor = None
     if placement.executor == "cuda":
         monitor = GpuMonitor(Gpu(parse_device(placement.device)[1]).device.pci_bus_id)
@@ -89,34 +89,35 @@ def _busy(placement: Placement) -> str:
 
 def _measure(wanted: GpuReportOptions, values: Mapping[str, Any], placement: Placement, folder: Path,
              busy: str) -> None:
-    """Go on with the report in the folder, or begin it. `busy`: what other programs use of the machine."""
-    # From the run that there is, with what was given before and is not given now.
+    """Resume the report in the folder, or begin a new one. `busy`: what other programs use of the machine."""
+    # An option of the section cost was given: time and cost are counted again from the existing run. Options that were
+    # given earlier and not now keep their values.
     counts_cost_again = not values.keys().isdisjoint(OF_COST)
     report, done = _begun(folder, placement, set(wanted.sections), counts_cost_again)
     if counts_cost_again and "cost" in report.sections:
         before = cost.given_before(folder, report.sections["cost"])
         wanted = replace(wanted, **{name: value for name, value in before.items() if name not in values})
     if busy and not set(wanted.sections) <= done:
-        sentence = (f"Other programs used {busy} at the start on {shown(_now())}: what was measured then may be too "
+        sentence = (f"Other programs used {busy} at the start on {shown(_now())}: figures measured then may be too "
                     "slow.")
         report = replace(report, about={**report.about, "beside": [*report.beside, sentence]})
-    report.write(folder / FILE)  # a folder that cannot be written is not to be found out after minutes
+    report.write(folder / FILE)  # fails now, not after minutes, if the folder cannot be written
     ends_at = time.monotonic() + 60 * wanted.minutes
     for number, name in enumerate(wanted.sections, start=1):
         if name in done:
-            print(f"== {name}: complete, not done again", flush=True)
+            print(f"== {name}: already complete, skipped", flush=True)
             continue
         print(f"== {name} ({number} of {len(wanted.sections)})", flush=True)
         ahead = sum(SECTIONS[each] for each in wanted.sections[number - 1 :] if each not in done)
         left = max(0.0, ends_at - time.monotonic())
-        seconds = left * SECTIONS[name] / ahead  # what the sections before have not needed is shared
+        seconds = left * SECTIONS[name] / ahead  # unused time of earlier sections is shared among the rest
         bench = Bench(placement, report.device, folder, seconds, wanted.data, wanted.target_accuracy,
                       wanted.price_per_hour, report.sections.get(name, Section(())),
                       save=partial(_write, report, folder, name))
         try:
             section = importlib.import_module(f"gpu_report.{name}").measure(bench)
-        except BaseException:  # a signal too
-            bench.keep()  # what is left out, and why
+        except BaseException:  # also for a signal
+            bench.keep()  # writes which figures are left out, and why
             raise
         earlier = bench.begun.seconds
         print(f"== {name}: {section.seconds - earlier:.0f} s{f', {earlier:.0f} s before' * bool(earlier)}", flush=True)
@@ -127,8 +128,7 @@ def _measure(wanted: GpuReportOptions, values: Mapping[str, Any], placement: Pla
 
 @contextlib.contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Inside, no other process measures into the folder, whose figures would take the place of this one's. Raises
-    TrainError."""
+    """Hold a lock on the folder, so that no other process overwrites its figures. Raises TrainError if it is taken."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         opened = os.open(folder, os.O_RDONLY)
@@ -137,29 +137,32 @@ def _alone_in(folder: Path) -> Iterator[None]:
                          f"{files.way_out(error, 'give another --output')}") from None
     try:
         if not files.lock(opened):
-            raise TrainError(f"another process is measuring into {folder}: wait for its end, which two at "
-                             "once would only put off")
+            raise TrainError(f"another process is measuring into {folder}: wait until it ends; two at "
+                             "once would only slow each other down")
         yield
     finally:
         os.close(opened)
 
 
 def _write(report: Report, folder: Path, name: str, section: Section) -> Report:
-    """The report with that section, in the folder too. Raises UserError where it cannot be written."""
+    """Add the section to the report and write the report into the folder. Raises UserError if it cannot be written."""
     report = report.with_section(name, section)
     report.write(folder / FILE)
     return report
 
 
 def _done(report: Report) -> set[str]:
-    """The sections in which another start would find no more."""
+    """The sections that are complete, so that another start would measure nothing more."""
     return {name for name, section in report.sections.items() if section.figures and section.complete}
 
 
 def _begun(folder: Path, placement: Placement, sections: set[str], counts_cost_again: bool) -> tuple[Report, set[str]]:
-    """The report in the folder, or one without sections, and the sections that are done. Its commands, a line each, and
-    its date have this start's, where that adds to it. Raises UserError where it is of another device or commit, or of
-    other versions of libraries, and there is something to measure, or where it cannot be resumed."""
+    """The report in the folder, or a new empty one, and the names of its complete sections.
+
+    The report's commands (one per line) and date get those of this start, if this start will add to it. Raises
+    UserError if the report cannot be resumed, or if there is something to measure and the report is of another device
+    or commit, or of other library versions.
+    """
     hardware = environment.hardware()
     device = hardware["gpus"][0] if placement.device.startswith("gpu") else hardware["cpu"]
     commit = environment.git_commit()
@@ -176,7 +179,7 @@ def _begun(folder: Path, placement: Placement, sections: set[str], counts_cost_a
     measures = not sections <= done
     for what, there, here in (("device", report.device, device), ("commit", report.about.get("commit"), commit)):
         if there != here and measures:
-            raise TrainError(f"the report in {folder} is of the {what} {there}, and this is {here}: give another "
+            raise TrainError(f"the report in {folder} was measured with the {what} {there}, not {here}: give another "
                              "--output")
     try:
         check_page(report)
@@ -203,18 +206,19 @@ def _now() -> str:
 
 
 def _check_pages(folder: Path, name: str) -> None:
-    """Raise TrainError where pages of this name in the folder are others than those that would take their place."""
+    """Raise TrainError if the folder has pages of this name that another program wrote and that would be
+    overwritten."""
     for page in (f"{name}.md", f"{name}.html"):
         if (folder / page).exists() and not (folder / f"{name}.json").exists():
-            raise TrainError(f"{folder} has a {page} that is not of this command ({name}.json is missing beside it): "
-                             "give another --output, or move it away")
+            raise TrainError(f"{folder} has a {page} that this command did not write (there is no {name}.json beside "
+                             "it): give another --output, or move it away")
 
 
 def _compare(wanted: GpuReportOptions, values: Mapping[str, Any]) -> None:
     for name in values.keys() - {"compare", "output"}:
-        raise TrainError(f"{option_name(name)} has no effect on --compare, which measures nothing: leave it out")
+        raise TrainError(f"{option_name(name)} has no effect with --compare, which measures nothing: leave it out")
     if len(wanted.compare) < 2:
-        raise TrainError(f"--compare {wanted.compare[0]}: that is one report: give two or more")
+        raise TrainError(f"--compare {wanted.compare[0]} is a single report: give two or more")
     folder = Path(wanted.output or COMPARISON_FOLDER)
     _check_pages(folder, "comparison")
     comparison.write(folder, [Report.read(path) for path in wanted.compare])

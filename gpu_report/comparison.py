@@ -1,7 +1,7 @@
-"""Reports on GPUs side by side: comparison.md, comparison.html, comparison.json and a plot, with ratios to the first.
+"""GPU reports side by side: comparison.md, comparison.html, comparison.json and a plot, with ratios to the first.
 
-Figures are set side by side that have the same section, kernel or network, size and precision. Published tables often
-have another batch than a report, so the best over all batches is compared too, as articles on GPUs do.
+Two figures are compared if they agree in section, kernel or network, size and precision. Published tables often use
+another batch size than a report, so the best figure over all batch sizes is compared too, as articles on GPUs do.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from gpu_report.figures import LESS_IS_BETTER, PRECISIONS, PRICE, Figure, Key, R
 from train.report.document import Block, Heading, Plot, Table, Text
 from train.report.page import write_pages
 
-Row = tuple[Key, list["Figure | None"]]  # of each report; None where it has not measured that
+Row = tuple[Key, list["Figure | None"]]  # one figure per report; None if the report lacks it
 BATCH, BEST = "batch ", "best batch"
 
 
 def write(folder: Path, reports: Sequence[Report]) -> None:
-    """Write the comparison into `folder`. Raises UserError where no two of the reports have a figure in common."""
+    """Write the comparison into `folder`. Raises UserError if no two of the reports have a figure in common."""
     rows = rows_of(reports)
     if not rows:
         found = "; ".join(f"{report.device}: {', '.join(report.sections) or 'no section'}" for report in reports)
@@ -49,7 +49,7 @@ def write(folder: Path, reports: Sequence[Report]) -> None:
 
 
 def rows_of(reports: Sequence[Report]) -> list[Row]:
-    """What two reports at least have measured, in the order of the first that has."""
+    """The figures that at least two reports have, in the order of the first report that has each."""
     found = [{**report.figures(), **best_of_batches(report)} for report in reports]
     keys = dict.fromkeys(key for figures in found for key in figures)
     rows = [(key, [figures.get(key) for figures in found]) for key in keys if key.unit != "top-1 %"]
@@ -57,12 +57,12 @@ def rows_of(reports: Sequence[Report]) -> list[Row]:
 
 
 def _is_said_twice(row: Row, keys: Collection[Key]) -> bool:
-    """Whether it is of the best batch, where there is but one."""
+    """Whether the row repeats another one: the best batch, where only one batch size was measured."""
     return row[0].size == BEST and sum(key._replace(size=BEST) == row[0] for key in keys) == 2
 
 
 def best_of_batches(report: Report) -> dict[Key, Figure]:
-    """Of what is measured at several batch sizes, the fastest, by precision."""
+    """The fastest figure over all batch sizes, for each network and precision."""
     best: dict[Key, Figure] = {}
     for key, figure in report.figures().items():
         if key.size.startswith(BATCH) and key.unit not in LESS_IS_BETTER:
@@ -73,14 +73,14 @@ def best_of_batches(report: Report) -> dict[Key, Figure]:
 
 
 def ratio(key: Key, figure: Figure | None, base: Figure | None) -> float:
-    """How many times as good as `base`; NaN where one of them is not known."""
+    """How many times as good as `base` the figure is; NaN if one of the two is missing."""
     if figure is None or base is None:
         return math.nan
     return base.value / figure.value if key.unit in LESS_IS_BETTER else figure.value / base.value
 
 
 def summary(rows: Sequence[Row], num_reports: int) -> dict[str, list[float]]:
-    """Geometric means of the ratios to the first report, by section, kind and precision; NaN where there are none."""
+    """Geometric means of the ratios to the first report, by section, kind and precision; NaN without any ratio."""
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for key, figures in rows:
         if figures[0] is not None:
@@ -94,7 +94,7 @@ def summary(rows: Sequence[Row], num_reports: int) -> dict[str, list[float]]:
 
 
 def _kind(key: Key) -> str:
-    """What is drawn together: networks apart, all sizes of a kernel together, prices apart from times."""
+    """The group in the plot: each network is its own, all sizes of a kernel share one, prices are apart from times."""
     if key.unit == PRICE:
         return f"{key.what}, {PRICE}"
     return f"{key.what}, {key.size}" if key.size == BEST else key.what
@@ -113,7 +113,7 @@ def _geometric_mean(values: Sequence[float]) -> float:
 
 
 def _names(reports: Sequence[Report]) -> list[str]:
-    """Of the devices; those of one name are told apart by commit, and where that is the same by place."""
+    """Names of the devices. Reports with equal device names are told apart by commit, or else by position."""
     names = [report.device for report in reports]
     commits = [str(report.about.get("commit") or "")[:7] for report in reports]
     for marks in (commits, [str(place) for place in range(1, len(reports) + 1)]):
@@ -124,7 +124,7 @@ def _names(reports: Sequence[Report]) -> list[str]:
 
 def _summary_blocks(values: Mapping[str, Sequence[float]], devices: Sequence[str], meaning: str) -> list[Block]:
     if not values:
-        return [Text(f"{devices[0]} has no figure in common with the others, which are compared among themselves.")]
+        return [Text(f"{devices[0]} has no figure in common with the others; the ratios are among the others.")]
     rows = [(name, *(_times(value) for value in own[1:])) for name, own in values.items()]
     return [Heading("In one view"),
             Text("Geometric means over all sizes that both have measured."),
@@ -154,7 +154,7 @@ def _times(value: float) -> str:
 
 
 def _missing(reports: Sequence[Report], devices: Sequence[str]) -> list[Block]:
-    """Sections of which some report has figures and another has none."""
+    """A note on each section that is in one report and missing from another."""
     measured = [[name for name, section in report.sections.items() if section.figures] for report in reports]
     names = dict.fromkeys(itertools.chain.from_iterable(measured))
     rows = [(device, ", ".join(missing)) for device, own in zip(devices, measured, strict=True)
@@ -163,7 +163,7 @@ def _missing(reports: Sequence[Report], devices: Sequence[str]) -> list[Block]:
 
 
 def _source(report: Report) -> str:
-    """Where its figures are from."""
+    """Where a report's figures come from: a source, or date, commit and command."""
     urls = dict.fromkeys(figure.source for section in report.sections.values() for figure in section.figures
                          if figure.source)
     if urls:

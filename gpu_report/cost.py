@@ -1,8 +1,8 @@
 """Section cost: time and money to an accuracy on CIFAR-10, by a whole run of `python -m train` as a user starts it.
 
-On a CPU it is the built-in sample set, which trains in a minute. Time counts from the beginning of the first step to
-the end of a validation, with all that is between but the writing of checkpoints and what a kill has made the run do
-twice; starting the program, which chooses kernels, is given apart.
+On a CPU the run trains on the built-in sample set, which takes a minute. The time counts from the first step to the end
+of a validation. It includes everything between except the writing of checkpoints and the steps that a kill has made the
+run repeat. The start-up of the program, which chooses kernels, is reported separately.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from train.recording.metrics import METRICS_FILE
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is trained: `what` in tables, the preset, its length and the accuracy that counts by default."""
+    """A training to measure: its name in tables (`what`), preset, epochs, and default target accuracy."""
 
     what: str
     preset: str
@@ -35,23 +35,23 @@ class Recipe:
     target_accuracy: float
 
 
-# 88 %: what PyTorch reaches with this recipe, less two standard deviations, was 88.4 % (docs/recipes.md).
+# 88 %: PyTorch's accuracy with this recipe minus two standard deviations was 88.4 % (docs/recipes.md).
 CIFAR10 = Recipe("CIFAR-10, ResNet-18, 128 pixels", "cifar10_resnet18", 18, 0.88)
 SAMPLE = Recipe("sample set, ResNet-50, 32 pixels", "cpu_sample", 3, 0.5)
 
-LEAST_SECONDS = 30.0  # with less the run, which takes longer, on a CPU a minute or two, is not begun
-RUN_FOLDER = "cost_run"  # in the folder of the report
-WHOLE_RUN = "the whole run"  # the size of a figure, which there always is
-COUNTED_BY = ("target_accuracy", "price_per_hour")  # options, which that figure keeps
+LEAST_SECONDS = 30.0  # the run is not begun with less time left; it takes longer, a minute or two on a CPU
+RUN_FOLDER = "cost_run"  # inside the report's folder
+WHOLE_RUN = "the whole run"  # the size of the figure that every run gives
+COUNTED_BY = ("target_accuracy", "price_per_hour")  # options that the figure WHOLE_RUN records
 CIFAR10_IMAGES, CIFAR10_CLASSES = {"train": 50_000, "val": 10_000}, 10
 
 
 def check_data(data: str) -> None:
-    """See that the images there are as many as CIFAR-10's, under whose name the figures stand.
+    """Check that the data has as many images and classes as CIFAR-10, whose name the figures carry.
 
     Raises:
         DataError: there are no images, or they cannot be read.
-        TrainError: there are others.
+        TrainError: the number of images or classes differs.
     """
     if data == SAMPLES:
         raise TrainError("--data samples is not CIFAR-10: leave it out; on a CPU the section cost then trains on the "
@@ -67,10 +67,9 @@ def check_data(data: str) -> None:
 
 
 def measure(bench: Bench) -> Section:
-    """The run; it goes on where it was stopped. Of one that is complete, time and price are counted once more, as
-    another target or price may be given."""
+    """Do or resume the run. If it is complete, only count time and price again, for a new target or price."""
     if bench.on_gpu and not bench.data:
-        bench.leave_out("time and cost to accuracy", "no CIFAR-10 was given: add --data and a place that holds it "
+        bench.leave_out("time and cost to accuracy", "CIFAR-10 is missing: give its place with --data "
                                                      "(docs/data.md)")
         return bench.found()
     folder = bench.folder / RUN_FOLDER
@@ -80,8 +79,8 @@ def measure(bench: Bench) -> Section:
     config = _config(bench, recipe)
     launched = time.time()
     run_training(config, folder)
-    startup = (folder / CONFIG_FILE).stat().st_mtime - launched  # it is written when everything is built
-    if startup < 0:  # a run that was complete was not started now
+    startup = (folder / CONFIG_FILE).stat().st_mtime - launched  # the configuration is written once everything is built
+    if startup < 0:  # a run that was complete already has not been started now
         startup = max((figure.more.get("startup_seconds", 0.0) for figure in bench.figures), default=0.0)
     bench.figures = []
     precision = "fp16" if bench.on_gpu and bench.placement.executor == "cuda" else "fp32"
@@ -91,8 +90,7 @@ def measure(bench: Bench) -> Section:
 
 
 def given_before(folder: Path, section: Section) -> dict[str, Any]:
-    """The options by which the section in that folder of a report was counted, those that were given: --data and
-    COUNTED_BY, by name."""
+    """The options with which an earlier start counted this section: --data and COUNTED_BY, by name, if given."""
     whole = [figure for figure in section.figures if (figure.size, figure.unit) == (WHOLE_RUN, "s")]
     found = {name: figure.more[name] for figure in whole for name in COUNTED_BY if name in figure.more}
     config_file = folder / RUN_FOLDER / CONFIG_FILE
@@ -103,7 +101,7 @@ def given_before(folder: Path, section: Section) -> dict[str, Any]:
 
 
 class Validation(NamedTuple):
-    """After an epoch."""
+    """The validation after an epoch."""
 
     epoch: int  # counted from 1
     seconds: float  # since the beginning of the first step
@@ -111,11 +109,14 @@ class Validation(NamedTuple):
 
 
 def validations(lines: Iterable[Mapping[str, Any]]) -> list[Validation]:
-    """Those of a run, from the lines of its metrics.jsonl. What was done again, after a kill, counts once: a session
-    that goes on from a checkpoint goes on with the seconds that had counted there."""
+    """A run's validations, from the lines of its metrics.jsonl.
+
+    Steps that were repeated after a kill count once: a session that resumes from a checkpoint starts from the seconds
+    that had counted at that checkpoint.
+    """
     found: dict[int, Validation] = {}
-    left_out = 0.0  # seconds of the run that do not count
-    counted: dict[int, float] = {}  # seconds, by the steps that were done by then
+    left_out = 0.0  # seconds of the run that are not counted
+    counted: dict[int, float] = {}  # optimizer steps done -> seconds counted by then
     is_first_session = True
     for line in lines:
         event = line["event"]
@@ -125,7 +126,7 @@ def validations(lines: Iterable[Mapping[str, Any]]) -> list[Validation]:
             is_first_session = False
         elif event == "phase" and line["name"] == "checkpoint":
             left_out += line["seconds"]
-        elif event in ("steps", "checkpoint"):  # the former for a kill between a checkpoint and the word of it
+        elif event in ("steps", "checkpoint"):  # a kill may precede the checkpoint's own line
             counted[line["step"]] = line["time"] - left_out
         elif event == "epoch" and line["val_top1"] is not None:
             found[line["epoch"]] = Validation(line["epoch"], line["time"] - left_out, line["val_top1"])
@@ -142,12 +143,12 @@ def _config(bench: Bench, recipe: Recipe) -> Config:
 def _figures(bench: Bench, recipe: Recipe, rows: Sequence[Validation], precision: str,
              startup: float) -> Iterator[Figure]:
     target = bench.target_accuracy or recipe.target_accuracy
-    percent = f"{100 * target:.10g}%"  # as many digits as it has: figures of other targets are not compared
+    percent = f"{100 * target:.10g}%"  # all digits: figures are compared only if their targets are equal
     for epoch, seconds, top1 in rows:
         yield Figure(recipe.what, f"epoch {epoch}", precision, 100 * top1, "top-1 %", more={"seconds": seconds})
     reached = next((seconds for _, seconds, top1 in rows if top1 >= target), None)
     if reached is None:
-        bench.leave_out(f"the time to {percent}", f"{rows[-1].epoch} epochs end at {rows[-1].top1:.1%}")
+        bench.leave_out(f"the time to {percent}", f"{rows[-1].epoch} epochs reach only {rows[-1].top1:.1%}")
     spans = {} if reached is None else {f"to {percent} top-1": reached}
     more = {"startup_seconds": startup} if startup > 0 else {}
     given = {name: value for name in COUNTED_BY if (value := getattr(bench, name))}

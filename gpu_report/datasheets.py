@@ -1,7 +1,7 @@
-"""What the makers' datasheets promise, without sparsity: TFLOP/s (TOP/s in int8) by precision, and memory bandwidth.
+"""Peak figures from the makers' datasheets, without sparsity: TFLOP/s (TOP/s in int8) and memory bandwidth in GB/s.
 
-The larger figures that datasheets of Ampere and later name first are with sparsity: those here are half of them.
-16-bit and 8-bit products are tensor cores' where there are any, with sums in fp32 or int32.
+Datasheets of Ampere and later GPUs first name figures with sparsity; the ones here are half of them. The 16-bit and
+8-bit figures are those of tensor cores where a GPU has them, with sums in fp32 or int32.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Datasheet:
-    """`names`: what the driver calls the GPU begins with one of them. `source`: where the figures are from."""
+    """A datasheet. `names`: beginnings of the driver's names for the GPU. `source`: the address of the figures."""
 
     names: tuple[str, ...]
-    tflops: Mapping[str, float]  # by precision
+    tflops: Mapping[str, float]  # precision -> TFLOP/s
     gigabytes_per_second: float
     source: str
 
 
 def _tensor_cores(fp32: float, tf32_sparse: float, fp16_sparse: float, fp8_sparse: float) -> dict[str, float]:
-    """From a datasheet that names the figures with sparsity."""
+    """TFLOP/s by precision, from a datasheet that states the tensor cores' figures with sparsity."""
     fp16, fp8 = fp16_sparse / 2, fp8_sparse / 2
     return {"fp32": fp32, "tf32": tf32_sparse / 2, "fp16": fp16, "bf16": fp16, "fp8": fp8, "int8": fp8}
 
@@ -29,7 +29,7 @@ def _tensor_cores(fp32: float, tf32_sparse: float, fp16_sparse: float, fp8_spars
 _SXM, _NVL = _tensor_cores(67, 989, 1979, 3958), _tensor_cores(60, 835, 1671, 3341)  # Hopper
 _AMPERE = {"fp32": 19.5, "tf32": 156.0, "fp16": 312.0, "bf16": 312.0, "int8": 624.0}
 
-# A longer name stands before a shorter one that it begins with.
+# A name that extends another one comes before it.
 DATASHEETS = (
     Datasheet(("NVIDIA H200 NVL",), _NVL, 4800, "https://www.nvidia.com/en-us/data-center/h200/"),
     Datasheet(("NVIDIA H200",), _SXM, 4800, "https://www.nvidia.com/en-us/data-center/h200/"),
@@ -55,10 +55,10 @@ DATASHEETS = (
 
 
 def datasheet_of(device: str) -> Datasheet | None:
-    """By the driver's name of a GPU; None for one that is not listed."""
+    """The datasheet of a GPU, by the driver's name for it; None if it is not listed."""
     return next((sheet for sheet in DATASHEETS for name in sheet.names if _is(device, name)), None)
 
 
 def _is(device: str, name: str) -> bool:
-    """An L40 is no L4."""
+    """Whether the device is the GPU `name`, as a whole word: an L40 is not an L4."""
     return device.startswith(name) and not device[len(name) :][:1].isalnum()

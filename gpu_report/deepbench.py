@@ -1,4 +1,4 @@
-"""Sizes of DeepBench's kernels: of each of its groups the ends and the middle, for all of them take an hour.
+"""Kernel sizes of DeepBench. From each of its groups only the ends and the middle, because all would take an hour.
 
 Source: github.com/baidu-research/DeepBench, code/kernels/gemm_problems.h and conv_problems.h, training and server
 inference sets, at commits 0201198 and 1a81dcb.
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Gemm(NamedTuple):
-    """C (m x n) = A (m x k) times B (k x n), column-major as BLAS has them; either may be stored transposed."""
+    """C (m x n) = A (m x k) times B (k x n), column-major as in BLAS. A and B may each be stored transposed."""
 
     m: int
     n: int
@@ -28,7 +28,7 @@ class Gemm(NamedTuple):
 
 
 class Convolution(NamedTuple):
-    """A convolution of `n` images with `k` filters; order of the fields as in conv_problems.h."""
+    """A convolution of `n` images with `k` filters; the fields are in the order of conv_problems.h."""
 
     width: int
     height: int
@@ -52,7 +52,7 @@ class Convolution(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """Of the forward pass, and of each of the two gradients."""
+        """FLOPs of the forward pass, and also of each of the two gradients."""
         return 2 * self.n * self.out_height * self.out_width * self.k * self.c * self.filter_height * self.filter_width
 
     def __str__(self) -> str:
@@ -87,7 +87,7 @@ CONVOLUTIONS = (
     Convolution(28, 28, 512, 16, 1024, 1, 1, 0, 0, 2, 2),
     Convolution(350, 80, 64, 16, 64, 3, 3, 1, 1, 1, 1),  # speaker identification
 )
-# What a CPU does in a tenth of a second or less.
+# Sizes that a CPU computes in a tenth of a second or less.
 SMALL_GEMMS = (Gemm(1760, 16, 1760), Gemm(1760, 128, 1760), Gemm(2560, 64, 2560), Gemm(3072, 128, 1024, True, False),
                Gemm(1024, 16, 512), Gemm(1024, 700, 512))
 SMALL_CONVOLUTIONS = tuple(size for size in CONVOLUTIONS if size.flops < 3e9)

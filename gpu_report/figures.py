@@ -1,4 +1,4 @@
-"""The figures of a report on a GPU, and report.json, which keeps them and which `--compare` reads."""
+"""The figures of a GPU report, and the file report.json, which stores them and which `--compare` reads."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from typing import Any, NamedTuple, TypeVar
 from common import files
 from common.errors import UserError
 
-NAME, VERSION = "gpu-report", 1  # of the file; another version is not read
+NAME, VERSION = "gpu-report", 1  # of the file format; other versions are refused
 FILE = "report.json"
-PRICE = "price"  # a unit: of the currency of --price-per-hour
-# Of which less is better; of all others more.
+PRICE = "price"  # a unit: the currency of --price-per-hour
+# Units in which less is better. In all other units more is better.
 LESS_IS_BETTER = frozenset({"ms", "s", PRICE})
-SMALLEST, LARGEST = 1e-12, 1e15  # in any of the units: what is beyond them was never measured, and ratios overflow
-KINDS = {str: "words", bool: "true or false", list: "a list", dict: "an object"}  # of JSON, in messages
-PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8", "int8")  # in the order of tables
+SMALLEST, LARGEST = 1e-12, 1e15  # limits in any unit: no measurement is beyond them, and ratios would overflow
+KINDS = {str: "words", bool: "true or false", list: "a list", dict: "an object"}  # names of JSON types in messages
+PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8", "int8")  # in the order in which tables list them
 
 Value = TypeVar("Value", str, bool, list, dict)
 
 
 def shown(date: str) -> str:
-    """A date of a report, in UTC, for people."""
+    """A report's date in readable form, in UTC."""
     return date.replace("T", " ").replace("+00:00", " UTC")
 
 
 class Key(NamedTuple):
-    """What two reports must have measured alike to be compared."""
+    """The properties in which two figures must agree to be compared."""
 
     section: str
     what: str
@@ -43,17 +43,17 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured figure, or a published one.
+    """One measured or published figure.
 
     Args:
-        what: is measured, such as "GEMM" or "ResNet-50, 224 pixels".
-        size: of it, such as "5124 x 9124 x 2560 TN" or "batch 256".
-        precision: one of PRECISIONS; "" where it has none.
+        what: the kernel or network, such as "GEMM" or "ResNet-50, 224 pixels".
+        size: its size, such as "5124 x 9124 x 2560 TN" or "batch 256".
+        precision: one of PRECISIONS; "" if it has none.
         value: in `unit`: ms, s, images/sec, GB/s, top-1 %, price.
-        error: standard error of the median over the median; None where it is not known.
-        limit: what ended the timing before that was under 1 %, in words; "" where nothing did.
+        error: standard error of the median divided by the median; None if unknown.
+        limit: what ended the timing before its error was under 1 %, in words; "" if nothing did.
         more: further values by name, such as tflops, of_datasheet, memory_gib, joules_per_image.
-        source: URL, of a published figure.
+        source: the address of a published figure.
     """
 
     what: str
@@ -69,8 +69,8 @@ class Figure:
 
 @dataclass(frozen=True)
 class Section:
-    """What one section has found, and in how many seconds. `notes`: what is left out and why, a sentence each.
-    `complete`: not for want of time, so that another start would find no more."""
+    """The figures of one section, and the seconds that it took. `notes`: one sentence for each figure that is left out,
+    with the reason. `complete`: False if figures are missing for lack of time, so that another start would add some."""
 
     figures: tuple[Figure, ...]
     notes: tuple[str, ...] = ()
@@ -80,8 +80,8 @@ class Section:
 
 @dataclass(frozen=True)
 class Report:
-    """The figures of one device. `about`: its hardware, versions, commit, command, date, and `beside`, a sentence for
-    each start beside other programs; of published ones, a note."""
+    """The figures of one device. `about`: hardware, versions, commit, command, date, and `beside`, a sentence for each
+    start while other programs ran; for published figures, a note."""
 
     device: str
     sections: Mapping[str, Section]
@@ -102,13 +102,13 @@ class Report:
         return {"name": NAME, "version": VERSION, **dataclasses.asdict(self)}
 
     def write(self, path: Path) -> None:
-        """Raises UserError where that fails."""
+        """Write the report as JSON. Raises UserError if that fails."""
         files.write(path, json.dumps(self.to_dict(), indent=1, allow_nan=False).encode() + b"\n")
 
     @classmethod
     def read(cls, path: Path, way_out: str = "") -> Report:
-        """The inverse of `write`, of the file or of the folder that it lies in. Raises UserError for what is no report,
-        or one of another version, with `way_out` as its advice if one is given."""
+        """Read a report from its file or its folder. Raises UserError for a file that is not a report, or is one of
+        another version; `way_out`, if given, is the message's advice."""
         def wrong(what: str, advice: str) -> UserError:
             return UserError(f"{what}: {way_out or advice}")
 
@@ -121,9 +121,9 @@ class Report:
         except (ValueError, RecursionError):
             raise wrong(f"{path} is not JSON", f"give the {FILE} of a report") from None
         if not isinstance(values, dict) or values.get("name") != NAME:
-            raise wrong(f"{path} is no report on a GPU", f"give the {FILE} that python -m train gpu-report writes")
+            raise wrong(f"{path} is not a GPU report", f"give the {FILE} that python -m train gpu-report writes")
         if type(values.get("version")) is not int or values["version"] != VERSION:
-            raise wrong(f"{path} is a report of version {values.get('version')!r}, and this program reads version "
+            raise wrong(f"{path} is a report of version {values.get('version')!r}, but this program reads version "
                         f"{VERSION}", "make it anew, or compare with the program that wrote it")
         try:
             about, sections = (_checked(dict, name, values.get(name, {})) for name in ("about", "sections"))
@@ -133,11 +133,11 @@ class Report:
             return cls(_name("device", values.get("device")),
                        {name: _section(f"sections.{name}", section) for name, section in sections.items()}, about)
         except ValueError as error:
-            raise wrong(f"{path} is damaged, or was written by hand wrongly ({error})", "make it anew") from None
+            raise wrong(f"{path} is damaged, or was edited by hand ({error})", "make it anew") from None
 
 
 def _section(place: str, values: Any) -> Section:
-    """A section as it is in a file, at this place. Raises ValueError, as the next ones do."""
+    """A section from its JSON values; `place` is its path in the file. Raises ValueError, as the functions below do."""
     _checked(dict, place, values)
     figures = _checked(list, f"{place}.figures", values.get("figures"))
     notes = _checked(list, f"{place}.notes", values.get("notes", []))
@@ -148,10 +148,10 @@ def _section(place: str, values: Any) -> Section:
 
 
 def _figure(place: str, values: Any) -> Figure:
-    """One that can be compared."""
+    """A figure from its JSON values, checked so that it can be compared."""
     _checked(dict, place, values)
     if unknown := sorted(values.keys() - {field.name for field in dataclasses.fields(Figure)}):
-        raise ValueError(f"{place} has {reprlib.repr(unknown[0])}, which no figure has")
+        raise ValueError(f"{place} has {reprlib.repr(unknown[0])}, which is not a field of a figure")
     for name in ("what", "size", "precision", "unit"):
         _name(f"{place}.{name}", values.get(name), may_be_empty=name in ("size", "precision"))
     if values["precision"] not in ("", *PRECISIONS):
@@ -172,15 +172,15 @@ def _number(place: str, value: Any) -> float:
     if type(value) not in (int, float):
         raise ValueError(f"{place} is {reprlib.repr(value)}, where a number belongs")
     if not (value == 0 or SMALLEST <= value <= LARGEST):
-        raise ValueError(f"{place} is {reprlib.repr(value)}, which nothing measures")
+        raise ValueError(f"{place} is {reprlib.repr(value)}, which no measurement can give")
     return value
 
 
 def _name(place: str, value: Any, may_be_empty: bool = False) -> str:
-    """One that pages and plots can show."""
+    """A name, checked so that pages and plots can show it."""
     if not _checked(str, place, value) and not may_be_empty:
         raise ValueError(f"{place} is empty")
-    if any(unicodedata.category(letter) in ("Cc", "Cs") for letter in value):  # control characters, and halves of pairs
+    if any(unicodedata.category(letter) in ("Cc", "Cs") for letter in value):  # controls, halves of surrogate pairs
         raise ValueError(f"{place} is {reprlib.repr(value)}, which has characters that cannot be shown")
     return value
 
@@ -192,6 +192,6 @@ def _checked(kind: type[Value], place: str, value: Any) -> Value:
 
 
 def precisions_of(figures: Iterable[Figure]) -> list[str]:
-    """Those that occur, in the order of tables."""
+    """The precisions of the figures, in the order of PRECISIONS."""
     found = {figure.precision for figure in figures}
     return [precision for precision in PRECISIONS if precision in found]

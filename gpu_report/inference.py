@@ -1,5 +1,5 @@
-"""Section inference: ResNet-50 over batch sizes and precisions, as `python -m train benchmark --inference` has it; on
-the cuda executor in INT8 too."""
+"""Section inference: ResNet-50 by batch size and precision, as `python -m train benchmark --inference` measures it; on
+the cuda executor also in INT8."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from train.timing import PRECISION
 
 DEPTH = 50
 GPU_BATCHES, CPU_BATCHES = (1, 8, 32, 128, 256), (1, 8)
-SECONDS, CPU_SECONDS = 1.0, 4.0  # of the warm-up, the latency and the throughput of one point, each at least
+SECONDS, CPU_SECONDS = 1.0, 4.0  # at least, for each of warm-up, latency and throughput of one point
 
 
 def measure(bench: Bench) -> Section:
-    """All precisions with the largest batch, then with the others: that which is missed most where the time is short
-    comes first. Where no time is left, and batches that do not fit, are noted."""
+    """Measure all precisions with the largest batch first, then with the others, so that the most important figures
+    exist if the time runs out. Points without time, and batches that do not fit into memory, are noted."""
     config = Config(model=f"resnet{DEPTH}", image_size=IMAGE_SIZE)
     batches = GPU_BATCHES if bench.on_gpu else CPU_BATCHES
     measured = precisions(config, bench.placement, is_chosen=False)
@@ -37,20 +37,21 @@ def measure(bench: Bench) -> Section:
 
 
 def _measure(bench: Bench, precision: str, config: Config, missing: Sequence[int]) -> None:
-    """These batches of a precision, the smallest first, as far as there is time."""
+    """Measure the missing batch sizes of a precision, the smallest first, until the time is over."""
     if not _has_time(bench, precision, missing):
         return
     bench.free_memory()
     seconds = SECONDS if bench.on_gpu else CPU_SECONDS
     reason = "there is no room for it in memory"
     try:
-        with closing(sweep(precision, config, bench.placement, CLASSES, missing, seconds)) as points:  # prints them
+        # it prints each point
+        with closing(sweep(precision, config, bench.placement, CLASSES, missing, seconds)) as points:
             for point in points:
                 bench.keep(_figure(point))
                 left = _missing(bench, precision, missing)
                 if left and not _has_time(bench, precision, left):
                     return
-    except GraphError as error:  # what this GPU has no kernels for
+    except GraphError as error:  # this GPU has no kernels for the precision
         reason = str(error)
     for batch in _missing(bench, precision, missing):
         bench.leave_out(f"{precision} with batch {batch}", reason)
@@ -61,7 +62,7 @@ def _has_time(bench: Bench, precision: str, batches: Sequence[int]) -> bool:
 
 
 def _missing(bench: Bench, precision: str, batches: Sequence[int]) -> list[int]:
-    """Those of the batches that are not measured yet."""
+    """The batch sizes that are not measured yet."""
     found = {figure.size for figure in bench.figures if figure.precision == precision}
     return [batch for batch in batches if _size(batch) not in found]
 

@@ -1,14 +1,13 @@
-"""Section kernels: products of matrices and convolutions in DeepBench's sizes, by precision, and copies.
+"""Section kernels: matrix products and convolutions in DeepBench's sizes by precision, and copies.
 
-Operands are random and the same in each repetition, as in DeepBench, so small ones stay in the cache. A convolution's
-forward pass, the gradient of its data and that of its weights are timed apart; "total" is their sum, as DeepBench gives
-it. In 8 bits there is a forward pass only, with bias and ReLU, as inference has it.
+Operands are random and identical in each repetition, as in DeepBench, so small ones stay in the cache. A convolution's
+forward pass, its data gradient and its weight gradient are timed separately; "total" is their sum, as in DeepBench. In
+8 bits only the forward pass is timed, with bias and ReLU, as inference uses it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Protocol
@@ -27,16 +26,16 @@ from gpu_report.figures import Figure, Section
 from gpu_report.section import Bench, Sampler, Task
 from train.timing import repeat
 
-WARM_UP_SECONDS = 1.0  # of a GPU, whose clocks rise when it has work: the copy is the first that it has
+WARM_UP_SECONDS = 1.0  # for a GPU, whose clock rises only under load; the copy is the first kernel
 PASSES = ("forward", "data gradient", "weight gradient")
 COPY, GEMM, CONVOLUTION, TOTAL = "copy", "GEMM", "convolution", "convolution, total"
 
 
 class Machine(Protocol):
-    """A device that kernels are timed on. What times them raises UserError where it cannot do that."""
+    """A device on which kernels are timed. Its samplers raise UserError for a kernel that the device cannot run."""
 
     precisions: tuple[str, ...]
-    copy_bytes: int  # that a copy reads; it writes as many
+    copy_bytes: int  # a copy reads so many bytes, and writes as many
 
     def copy(self) -> Sampler: ...
 
@@ -48,14 +47,12 @@ class Machine(Protocol):
 
 
 def measure(bench: Bench) -> Section:
-    """All of them; what the device has not, or has no time for, is noted."""
-    if bench.on_gpu and bench.placement.executor != "cuda":
-        bench.leave_out("the section", f"it is measured through cuDNN 9, which {bench.device} cannot run")
+    """Time all kernels. A kernel that the device lacks, or has no time for, is noted."""
+    module = bench.machine_module("kernels")
+    if module is None:
         return bench.found()
-    where = "cuda" if bench.on_gpu else "cpu"
     sizes = (GEMMS, CONVOLUTIONS) if bench.on_gpu else (SMALL_GEMMS, SMALL_CONVOLUTIONS)
-    bench.figures = [figure for figure in bench.figures if figure.what != TOTAL]  # of an earlier start
-    module = importlib.import_module(f"gpu_report.kernels_{where}")
+    bench.figures = [figure for figure in bench.figures if figure.what != TOTAL]  # an earlier start may have left some
     with contextlib.closing(module.open_machine(bench.placement)) as machine:
         if not bench.has(COPY, "", ""):
             _measure_copy(bench, machine)
@@ -79,7 +76,7 @@ def _measure_copy(bench: Bench, machine: Machine) -> None:
 
 
 def _tasks(machine: Machine, gemms: Iterable[Gemm], convolutions: Iterable[Convolution]) -> Iterator[Task]:
-    """In the order of what is missed most where the time is short."""
+    """The timings, the most important ones first, in case the time runs out."""
     for gemm in gemms:
         for precision in machine.precisions:
             yield Task(GEMM, str(gemm), precision, gemm.flops, partial(machine.gemm, gemm, precision))
@@ -91,7 +88,7 @@ def _tasks(machine: Machine, gemms: Iterable[Gemm], convolutions: Iterable[Convo
 
 
 def totals(figures: Iterable[Figure]) -> Iterator[Figure]:
-    """The sums of the three passes of each convolution and precision that has all of them."""
+    """For each convolution and precision with all three passes, the sum of the passes."""
     found: dict[tuple[str, str], list[Figure]] = {}
     for figure in figures:
         if figure.what in (f"{CONVOLUTION} {direction}" for direction in PASSES):
@@ -102,13 +99,13 @@ def totals(figures: Iterable[Figure]) -> Iterator[Figure]:
             flops = sum(each.more["tflops"] * each.value for each in passes)
             errors = [each.error for each in passes if each.error is not None]
             yield Figure(TOTAL, size, precision, milliseconds, "ms",
-                         max(errors) if len(errors) == len(passes) else None,  # of one it is not known
+                         max(errors) if len(errors) == len(passes) else None,  # unknown if one pass has none
                          "as one of its passes" if any(each.limit for each in passes) else "",
                          {"tflops": flops / milliseconds})
 
 
 def with_shares(figures: Iterable[Figure], device: str) -> Iterator[Figure]:
-    """The figures with their shares of what the datasheet promises, and of the best GEMM of the same precision."""
+    """The figures with their share of the datasheet's peak, and of the best GEMM in the same precision."""
     figures, sheet = list(figures), datasheet_of(device)
     best: dict[str, float] = {}
     for figure in figures:

@@ -1,4 +1,4 @@
-"""Kernels on the CPU, in fp32, through MXNet as the mxnet executor has them: a small part of what a GPU is given."""
+"""Kernels on the CPU, in fp32, through MXNet as in the mxnet executor: a small part of the kernels for a GPU."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class CpuMachine:
     """`kernels.Machine` on the CPU."""
 
     precisions = ("fp32",)
-    copy_bytes = 256 << 20  # large against every cache
+    copy_bytes = 256 << 20  # larger than any cache
 
     def close(self) -> None:
-        """Nothing is kept."""
+        """Does nothing: the CPU holds no memory for it."""
 
     @contextlib.contextmanager
     def copy(self) -> Iterator[Callable[[], float]]:
@@ -57,7 +57,7 @@ class CpuMachine:
                                      pad=(size.pad_height, size.pad_width))
 
         def backward() -> float:
-            """Of what a gradient is attached to."""
+            """Time the backward pass to the arrays that have a gradient attached."""
             with mx.autograd.record():
                 result = forward()
             result.wait_to_read()

@@ -1,4 +1,4 @@
-"""Kernels on an NVIDIA GPU: products through cuBLASLt, convolutions through cuDNN as the cuda executor chooses them."""
+"""Kernels on an NVIDIA GPU: matrix products with cuBLASLt, convolutions with the cuDNN plans of the cuda executor."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from graph_passes.executors.cuda.toolchain import toolchain
 from graph_passes.passes.memory import aligned
 from train.devices import Placement
 
-SAMPLE_MS = 1.0  # of one sample, which holds so many launches as that takes
+SAMPLE_MS = 1.0  # duration of one sample, which is a series of launches
 MAX_LAUNCHES = 100
-# For cuDNN's plans for one fused convolution: enough to try them all. Of half a second, as in networks, FP8 has two
-# thirds of its speed.
+# Time for trying cuDNN's plans for one fused convolution: enough for all of them. With half a second, as in networks,
+# FP8 reaches two thirds of its speed.
 FUSED_SECONDS = 10.0
 DTYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp8": "float8", "int8": "int8"}
 KINDS = {"forward": "fprop", "data gradient": "dgrad", "weight gradient": "wgrad"}
@@ -29,7 +29,7 @@ LEAST_CAPABILITY = {"tf32": (8, 0), "bf16": (8, 0), "fp8": (8, 9)}  # compute ca
 
 
 def open_machine(placement: Placement) -> CudaMachine:
-    """Raises GraphError where a library is missing."""
+    """The GPU, ready to time kernels. Raises GraphError if a library is missing."""
     return CudaMachine(parse_device(placement.device)[1])
 
 
@@ -48,7 +48,7 @@ class CudaMachine:
                                 if self.gpu.capability >= LEAST_CAPABILITY.get(precision, (0, 0)))
 
     def close(self) -> None:
-        """Give back the memory, which the sections behind this one measure in."""
+        """Free the memory for the next sections."""
         self.gpu.free_all()
 
     @contextlib.contextmanager
@@ -81,8 +81,8 @@ class CudaMachine:
         library.save()
 
     def _place(self, sizes: Sequence[int], dtypes: Sequence[str]) -> list[int]:
-        """Addresses of so many bytes each, filled with random values of the types; "": with anything. Raises
-        PassingError where they do not fit."""
+        """Allocate buffers of these sizes in bytes, and fill each with random values of its type; "" for a type: with
+        any content. Returns their addresses. Raises TransientError if they do not fit."""
         address = self._arena.reserve(sum(map(aligned, sizes)))
         addresses = []
         for size, dtype in zip(sizes, dtypes, strict=True):
@@ -100,10 +100,10 @@ class CudaMachine:
 
 
 def _problem(size: Convolution, kind: str, dtype: str) -> Problem:
-    """As cuDNN is asked for it. Raises GraphError for channels that a type cannot have."""
+    """The convolution as a cuDNN problem. Raises GraphError for numbers of channels that the type does not allow."""
     multiple = {"float32": 1, "float16": 1, "bfloat16": 1}.get(dtype, 16)
     if size.c % multiple or size.k % multiple:
-        raise GraphError(f"cuDNN convolves {size.c} channels with {size.k} filters not in 8 bits, where they are "
+        raise GraphError(f"cuDNN has no 8-bit convolution of {size.c} channels with {size.k} filters: both must be "
                          f"multiples of {multiple}")
     if multiple > 1:
         kind = "fprop_bias_relu"

@@ -1,4 +1,4 @@
-"""The report on a GPU: report.md, report.html with its plots inside, PNG plots, and report.json."""
+"""The pages of a GPU report: report.md, report.html with its plots inside, PNG plots, and report.json."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from train.report.plots import Theme
 
 KERNELS = {GEMM: "Products of matrices", TOTAL: "Convolutions, all three passes together",
            **{f"{CONVOLUTION} {direction}": f"Convolutions, {direction}" for direction in PASSES}}
-Drawings = dict[str, Callable[[Theme], bytes]]  # by file name
+Drawings = dict[str, Callable[[Theme], bytes]]  # file name -> function that draws it
 
 
 def check_page(report: Report) -> None:
-    """Raises ValueError, with the place, for what no section finds, so that no page can be made of it: it was written
-    by hand, or is a published figure."""
+    """Raise ValueError, with the place in the file, for a figure that no section measures and no page can show: the
+    file was edited by hand, or has published figures."""
     for name in ("hardware", "versions"):
         if not isinstance(report.about.get(name, {}), dict):
             raise ValueError(f"about.{name} is {reprlib.repr(report.about[name])}")
@@ -35,7 +35,7 @@ def check_page(report: Report) -> None:
 
 
 def _has_place(section: str, figure: Figure) -> bool:
-    """Whether a page can show that figure in that section."""
+    """Whether the page has a place for the figure in this section."""
     match section:
         case "kernels":
             return figure.what == COPY or (figure.what in KERNELS and _is_timed(figure))
@@ -51,17 +51,17 @@ def _has_place(section: str, figure: Figure) -> bool:
 
 
 def _is_timed(figure: Figure) -> bool:
-    """As a kernel or a layer is."""
+    """Whether the figure is a time, as for a kernel or a layer."""
     return figure.unit == "ms" and bool(figure.precision) and "tflops" in figure.more
 
 
 def _is_rate(figure: Figure) -> bool:
-    """As that of a network is."""
+    """Whether the figure is a rate, as for a network."""
     return figure.unit == "images/sec" and bool(figure.precision)
 
 
 def write_page(folder: Path, report: Report) -> None:
-    """Write all files of the report into `folder`. Raises UserError for a folder that cannot be written."""
+    """Write all files of the report into `folder`. Raises UserError if the folder cannot be written."""
     drawings: Drawings = {}
     tiles = _tiles(report)
     blocks: list[Block] = [*([Tiles(tiles)] if tiles else []), *_made(report)]
@@ -76,7 +76,7 @@ def write_page(folder: Path, report: Report) -> None:
 
 
 def _tiles(report: Report) -> list[tuple[str, str]]:
-    """The figures to see first."""
+    """The main figures, for the top of the page."""
     found = []
     for what, name, words in (
         (GEMM, "kernels", "TFLOP/s in the best product of matrices, {precision}"),
@@ -248,11 +248,11 @@ def _cost(report: Report, section: Section, drawings: Drawings) -> list[Block]:
     ]
 
 
-# --- what else is said ---
+# --- remarks ---
 
 
 def _uncertain(report: Report) -> list[Block]:
-    """Figures that are not known to 1 %, of those that are timed more than once."""
+    """A list of the repeated timings whose error is above 1 %."""
     figures = [figure for section in report.sections.values() for figure in section.figures]
     if not any(figure.limit or figure.error is not None for figure in figures):
         return []
@@ -295,5 +295,5 @@ def _error(figure: Figure) -> str:
 
 
 def _number(value: float) -> str:
-    """Three digits, or all before the point."""
+    """The value with three significant digits, or with all digits before the decimal point."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"

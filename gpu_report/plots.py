@@ -1,4 +1,4 @@
-"""The plots of a report on a GPU, and of several side by side: PNG bytes in the colours of a theme."""
+"""The plots of GPU reports and comparisons: PNG bytes in a theme's colours."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from train.report.plots import Theme
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-DOTS, BARS = 0.22, 0.2  # inches of height for a line of dots, and for a bar
+DOTS, BARS = 0.22, 0.2  # height in inches of a line of dots, and of a bar
 
 
 def _colors(theme: Theme) -> dict[str, str]:
-    """The same for a precision in all plots."""
+    """Colours by precision, equal in all plots."""
     blue, orange, green, violet, yellow = theme.parts
     return dict(zip(PRECISIONS, (theme.muted, orange, blue, green, violet, yellow), strict=True))
 
 
 def kernels(figures: Sequence[Figure], titles: Mapping[str, str], theme: Theme) -> bytes:
-    """TFLOP/s of each size, a dot for each precision; a panel for each kind of kernel, one above the other, under its
-    own name where `titles` has none for it."""
+    """TFLOP/s of each size, with a dot per precision and a panel per kind of kernel. A panel's title is in `titles`,
+    else the kind's own name."""
     kinds = list(dict.fromkeys(figure.what for figure in figures))
     sizes = {kind: list(dict.fromkeys(figure.size for figure in figures if figure.what == kind)) for kind in kinds}
     lines = [len(sizes[kind]) for kind in kinds]
@@ -50,7 +50,7 @@ def kernels(figures: Sequence[Figure], titles: Mapping[str, str], theme: Theme) 
 
 
 def bars(figures: Sequence[Figure], title: str, unit: str, theme: Theme) -> bytes:
-    """Horizontal bars of the values, in groups by what they are of, a bar for each precision."""
+    """Horizontal bars of the values, grouped by what is measured, with a bar per precision."""
     groups = list(dict.fromkeys(figure.what for figure in figures))
     names = precisions_of(figures)
     figure, axes = plots._figure_with_axes(theme, title, unit, "", height=BARS * len(figures) + 0.12 * len(groups) + 1)
@@ -70,16 +70,15 @@ def bars(figures: Sequence[Figure], title: str, unit: str, theme: Theme) -> byte
     axes.set_xlim(left=0)
     axes.xaxis.set_major_formatter("{x:,g}")
     axes.grid(visible=False)
-    for precision in names:  # each once, in order
+    for precision in names:  # without repetitions, in order
         axes.plot([], [], "s", color=_colors(theme)[precision], label=precision)
     _in_columns(axes, theme)
     return plots._png(figure, theme)
 
 
 def over_batches(figures: Sequence[Figure], theme: Theme) -> bytes:
-    """Images/sec over the batch size, a line for each precision; beside it the latency, its median, where one is
-    known."""
-    is_timed = any("latency_p50_ms" in each.more for each in figures)  # those of small batches are
+    """Images/sec over the batch size, a line per precision; beside it the median latency, if any is known."""
+    is_timed = any("latency_p50_ms" in each.more for each in figures)  # only small batches have a latency
     figure = plots._figure(9, 3.6, theme)
     panels = list(figure.subplots(1, 1 + is_timed, squeeze=False)[0])
     left, right = panels[0], panels[-1]
@@ -106,17 +105,18 @@ def over_batches(figures: Sequence[Figure], theme: Theme) -> bytes:
         right.set_ylim(right.dataLim.ymin / 2, 2 * right.dataLim.ymax)
     for axes in panels:
         axes.yaxis.set_major_formatter("{x:,g}")
-    left.legend(loc="upper left", frameon=False, labelcolor=theme.text, fontsize=9)  # where small batches leave room
+    # rates of small batches leave room there
+    left.legend(loc="upper left", frameon=False, labelcolor=theme.text, fontsize=9)
     return plots._png(figure, theme)
 
 
 def batch_of(figure: Figure) -> int:
-    """Of a figure whose size is "batch N"."""
+    """The batch size of a figure whose size is "batch N"."""
     return int(figure.size.removeprefix("batch "))
 
 
 def accuracy(figures: Sequence[Figure], title: str, price_per_second: float, theme: Theme) -> bytes:
-    """Top-1 over the seconds of a run, and over its price where there is one."""
+    """Top-1 over the seconds of a run, and over its price if it has one."""
     drawn, axes = plots._figure_with_axes(theme, title, "seconds of training and validation", "top-1, %")
     axes.plot([each.more["seconds"] for each in figures], [each.value for each in figures], "o-",
               color=theme.series[0], **plots._DOTTED)
@@ -133,20 +133,20 @@ def accuracy(figures: Sequence[Figure], title: str, price_per_second: float, the
 
 
 def ratios(values: Mapping[str, Sequence[float]], devices: Sequence[str], meaning: str, theme: Theme) -> bytes:
-    """How many times as fast as the first device the others are, by kind of figure; NaN where that is not known. There
-    is no title, as devices have long names. `meaning`: of the values, in words."""
+    """Ratios to the first device, by kind of figure; NaN: unknown. There is no title, because device names are long.
+    `meaning`: what a ratio means, in words."""
     others = devices[1:]
     lines = sum(math.isfinite(value) for own in values.values() for value in own[1:])
     figure, axes = plots._figure_with_axes(theme, "", "", "", height=BARS * lines + 0.12 * len(values) + 1.2)
     axes.set_xlabel(textwrap.fill(f"{meaning}, on a logarithmic scale", 80), loc="right")
     place, ticks = 0.0, []
-    rounds = 1 + len(others) // len(theme.parts)  # of the same colors, each paler than the one before
+    rounds = 1 + len(others) // len(theme.parts)  # a further round repeats the colours, paler
     colors = [(color, 0.6**paler) for paler in range(rounds) for color in theme.parts][: len(others)]
     for own in values.values():
         first = place
         for value, color in zip(own[1:], colors, strict=True):
             if math.isfinite(value):
-                bar = axes.barh(place, value - 1, left=1, color=color, height=0.85)  # to the left: slower
+                bar = axes.barh(place, value - 1, left=1, color=color, height=0.85)  # a bar to the left means slower
                 axes.bar_label(bar, [f"{value:.3g}"], padding=3, color=theme.muted, fontsize=8)
                 place -= 1
         ticks.append((first + place + 1) / 2)
@@ -163,13 +163,13 @@ def ratios(values: Mapping[str, Sequence[float]], devices: Sequence[str], meanin
 
 
 def _logarithmic(*panels: Axes) -> None:
-    """The x axis that they share, with ticks at 1, 2, 5, 10, ..., 1, 10, ... where those are many, 1, 2, 3, ... where
-    few, and as on a linear axis where there would be none."""
+    """Give the panels a logarithmic x axis. Ticks are at 1, 2, 5, 10, ...; over many decades at 1, 10, ...; over few at
+    1, 2, 3, ...; and linear where none of these falls into the range."""
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
     for axes in panels:
         axes.set_xscale("log")
-    low, high = panels[0].get_xlim()  # which are a decade apart and more where there is a single figure
+    low, high = panels[0].get_xlim()  # with a single figure matplotlib's limits span a decade or more
     subs = range(1, 10) if high < 5 * low else (1, 2, 5) if high < 300 * low else (1,)
     for axes in panels:
         axes.xaxis.set_major_locator(MaxNLocator(5) if high < 3 * low else LogLocator(subs=subs))
@@ -178,6 +178,6 @@ def _logarithmic(*panels: Axes) -> None:
 
 
 def _in_columns(axes: Axes, theme: Theme, columns: int = 6) -> None:
-    """The legend above the axes, at the right of the title."""
+    """Put the legend above the axes, to the right of the title."""
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=columns, frameon=False, labelcolor=theme.text,
                 fontsize=9, borderaxespad=0.2, handlelength=1.0, columnspacing=1.2)

@@ -1,13 +1,12 @@
-"""Section recurrent: single layers, forward and backward and inference, by precision.
+"""Section recurrent: single recurrent layers, forward and backward and inference, by precision.
 
-Sizes are DeepBench's (rnn_problems.h, training) and those of articles on GPUs. Data has as many features as the layer
-has hidden units; in training the gradients of data, weights and initial states are made.
+Sizes are those of DeepBench (rnn_problems.h, training) and of articles on GPUs. The data has as many features as the
+layer has hidden units. Training computes the gradients of data, weights and initial states.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -22,16 +21,16 @@ NAMES = {"lstm": "LSTM", "gru": "GRU", "rnn_relu": "RNN with ReLU"}
 
 
 class Layer(NamedTuple):
-    """A recurrent layer and what it is given."""
+    """A recurrent layer and the size of its input."""
 
-    mode: str  # as MXNet's RNN has it
+    mode: str  # of MXNet's RNN operator
     hidden: int
     batch: int
     steps: int
 
     @property
     def flops(self) -> int:
-        """Of the products of a forward pass."""
+        """FLOPs of the matrix products of a forward pass."""
         return 2 * self.steps * self.batch * GATES[self.mode] * self.hidden * 2 * self.hidden
 
     def __str__(self) -> str:
@@ -47,7 +46,7 @@ SMALL_LAYERS = tuple(layer for layer in LAYERS if layer.hidden <= 256)  # for a 
 
 
 def layer_graph(mode: str, hidden: int, is_training: bool) -> Graph:
-    """A layer; in training with its gradients, `head` being that of its output."""
+    """The graph of a layer; in training with its gradients, where `head` is the gradient of the output."""
     names = ["data", "parameters", "state", *["state_cell"] * (mode == "lstm")]
     attrs = {"mode": mode, "state_size": hidden, "num_layers": 1}
     inputs = tuple(map(Ref, names))
@@ -60,7 +59,7 @@ def layer_graph(mode: str, hidden: int, is_training: bool) -> Graph:
 
 
 class Machine(Protocol):
-    """A device that layers are timed on. `layer` raises UserError where it cannot do that."""
+    """A device on which layers are timed. `layer` raises UserError for a layer that the device cannot run."""
 
     precisions: tuple[str, ...]
 
@@ -70,12 +69,10 @@ class Machine(Protocol):
 
 
 def measure(bench: Bench) -> Section:
-    """All layers; what the device has not, or has no time for, is noted."""
-    if bench.on_gpu and bench.placement.executor != "cuda":
-        bench.leave_out("the section", f"it is measured through cuDNN 9, which {bench.device} cannot run")
+    """Time all layers. A layer that the device lacks, or has no time for, is noted."""
+    module = bench.machine_module("recurrent")
+    if module is None:
         return bench.found()
-    where = "cuda" if bench.on_gpu else "cpu"
-    module = importlib.import_module(f"gpu_report.recurrent_{where}")
     with contextlib.closing(module.open_machine(bench.placement)) as machine:
         for task in _tasks(machine, LAYERS if bench.on_gpu else SMALL_LAYERS):
             bench.time(task)
@@ -85,6 +82,7 @@ def measure(bench: Bench) -> Section:
 def _tasks(machine: Machine, layers: Iterable[Layer]) -> Iterator[Task]:
     for layer in layers:
         for precision in machine.precisions:
-            for use, passes in ((TRAINING, 3), (INFERENCE, 1)):  # each of the two gradients takes as many products
+            # the data gradient and the weight gradient each take as many products as the forward pass
+            for use, passes in ((TRAINING, 3), (INFERENCE, 1)):
                 yield Task(f"{NAMES[layer.mode]}, {use}", str(layer), precision, passes * layer.flops,
                            partial(machine.layer, layer, use, precision))

@@ -24,7 +24,7 @@ class CpuMachine:
     precisions = ("fp32",)
 
     def close(self) -> None:
-        """Nothing is kept."""
+        """Does nothing: the CPU holds no memory for it."""
 
     @contextlib.contextmanager
     def layer(self, layer: Layer, use: str, precision: str) -> Iterator[Callable[[], float]]:

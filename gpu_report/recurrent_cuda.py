@@ -1,4 +1,4 @@
-"""Recurrent layers on an NVIDIA GPU, through cuDNN as the cuda executor chooses its algorithms."""
+"""Recurrent layers on an NVIDIA GPU, with the cuDNN algorithms that the cuda executor chooses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from train.devices import Placement
 
 
 def open_machine(placement: Placement) -> CudaMachine:
-    """Raises GraphError where a library is missing."""
+    """The GPU, ready to time layers. Raises GraphError if a library is missing."""
     return CudaMachine(parse_device(placement.device)[1])
 
 
@@ -34,7 +34,7 @@ class CudaMachine:
                                 if self.gpu.capability >= LEAST_CAPABILITY.get(precision, (0, 0)))
 
     def close(self) -> None:
-        """Give back the memory, which the sections behind this one measure in."""
+        """Free the memory for the next sections."""
         self.gpu.free_all()
 
     @contextlib.contextmanager
@@ -52,7 +52,7 @@ class CudaMachine:
             function.close()
 
     def _fill(self, function: DeviceFunction, layer: Layer) -> None:
-        """Random data, and weights of a size that keeps states within range; initial states are 0."""
+        """Fill in random data, weights small enough to keep the states in range, and initial states of 0."""
         rng = np.random.default_rng(0)
         for name, buffer in function.variables.items():
             if name.startswith("state"):
@@ -65,7 +65,7 @@ class CudaMachine:
             self.gpu.upload(buffer.address, values if buffer.dtype == "bfloat16" else values.astype(buffer.dtype))
 
     def _sampler(self, function: DeviceFunction) -> Callable[[], float]:
-        """What times once: ms of one call, of so many as take SAMPLE_MS together."""
+        """A function that takes one sample: ms per call, averaged over as many calls as take SAMPLE_MS together."""
         start, end = self.gpu.timing_event(), self.gpu.timing_event()
 
         def timed(calls: int) -> float:

@@ -1,13 +1,15 @@
-"""What a section of the report is given, and how it tells how far it is."""
+"""The `Bench` that each section of the report receives: where it measures, for how long, and where figures go."""
 
 from __future__ import annotations
 
 import gc
+import importlib
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 from common.errors import UserError
@@ -16,9 +18,9 @@ from gpu_report.figures import Figure, Section
 from train.devices import Placement
 from train.timing import repeat
 
-LIMIT_SECONDS, CPU_LIMIT_SECONDS = 1.0, 8.0  # of the timing of a kernel or a layer
-MOST_LISTED = 8  # things that were left out for one reason
-Sampler = AbstractContextManager[Callable[[], float]]  # of what times once: ms
+LIMIT_SECONDS, CPU_LIMIT_SECONDS = 1.0, 8.0  # for timing one kernel or layer
+MOST_LISTED = 8  # names listed for one reason of being left out
+Sampler = AbstractContextManager[Callable[[], float]]  # yields a function that takes one sample, in ms
 
 
 class Task(NamedTuple):
@@ -28,23 +30,23 @@ class Task(NamedTuple):
     size: str
     precision: str
     flops: int
-    sampler: Callable[[], Sampler]  # raises UserError for what the device cannot do
+    sampler: Callable[[], Sampler]  # raises UserError if the device cannot run it
 
 
 @dataclass
 class Bench:
-    """Where and how long a section measures; `add`, `keep` and `leave_out` collect what it finds. Where its time was
-    over, or it was stopped or killed, the next start goes on with what it has found: `begun`.
+    """Where and how long a section measures; `add`, `keep` and `leave_out` collect its results. After a stop, a kill or
+    the end of its time, the next start resumes from `begun`, the results so far.
 
     Args:
-        placement: the device, and what computes on it.
-        device: its name.
-        folder: of the report, for files of the section's own.
-        seconds: that the section has. What would begin after them is left out, and said.
-        data: CIFAR-10 in any form that the loader reads; "" where it is not given.
-        target_accuracy: top-1 that time and cost are counted to, as a fraction.
-        price_per_hour: of the machine, in any currency; 0: not known.
-        save: writes down the section as far as it has come. Raises UserError.
+        placement: the device and its executor.
+        device: the device's name.
+        folder: the report's folder, for the section's own files.
+        seconds: the section's time. A measurement that would begin later is left out, with a note.
+        data: CIFAR-10 in any form that the loader reads; "" if not given.
+        target_accuracy: the top-1 to which time and cost are counted, as a fraction.
+        price_per_hour: the price of the machine, in any currency; 0: unknown.
+        save: writes the section's results so far to disk. Raises UserError.
     """
 
     placement: Placement
@@ -57,7 +59,7 @@ class Bench:
     begun: Section = field(default_factory=lambda: Section(()))
     save: Callable[[Section], object] = lambda section: None
     clock: Callable[[], float] = time.monotonic
-    left_out: dict[str, list[str]] = field(default_factory=dict)  # what, by the reason
+    left_out: dict[str, list[str]] = field(default_factory=dict)  # reason -> names
 
     def __post_init__(self) -> None:
         self._start = self.clock()
@@ -70,7 +72,7 @@ class Bench:
 
     @property
     def limit_seconds(self) -> float:
-        """Of the timing of a kernel or a layer."""
+        """The time limit for one kernel or layer."""
         return LIMIT_SECONDS if self.on_gpu else CPU_LIMIT_SECONDS
 
     @property
@@ -78,25 +80,33 @@ class Bench:
         """Seconds since the section began."""
         return self.clock() - self._start
 
+    def machine_module(self, section: str) -> ModuleType | None:
+        """The module that opens the machine of `section` on this device; None, with a note, on a GPU without cuDNN 9.
+        """
+        if self.on_gpu and self.placement.executor != "cuda":
+            self.leave_out("the section", f"it is measured through cuDNN 9, which {self.device} cannot run")
+            return None
+        return importlib.import_module(f"gpu_report.{section}_{'cuda' if self.on_gpu else 'cpu'}")
+
     def free_memory(self) -> None:
-        """Give back what networks before have left, which would count as in use by the next one: on a GPU MXNet keeps
-        memory for arrays to come."""
+        """Free the memory that earlier networks have left. It would otherwise count as used by the next one, because
+        MXNet keeps GPU memory for later arrays."""
         if self.on_gpu:
-            gc.collect()  # executors are in cycles
+            gc.collect()  # executors are in reference cycles
             gpu = mx.gpu(0)
-            # It refuses to free on a device that it has not used yet. A copy uses it without a kernel, of which MXNet
-            # has none for newer GPUs.
+            # MXNet refuses to free memory on a device that it has not used yet. A copy uses the device without a kernel
+            # (MXNet has no kernels for newer GPUs).
             mx.nd.array([0.0], gpu).wait_to_read()
             gpu.empty_cache()
 
     def has(self, what: str, size: str, precision: str) -> bool:
-        """Whether that is measured already; a size may be the beginning of one."""
+        """Whether the figure is measured already; `size` may be only its beginning."""
         return any((figure.what, figure.precision) == (what, precision) and figure.size.startswith(size)
                    for figure in self.figures)
 
     def has_time(self, for_what: str, least: float = 0.0) -> bool:
-        """Whether something more may begin, which takes so many seconds at `least`; what may not is left out, and the
-        same command measures it."""
+        """Whether there is time for a measurement that takes at least `least` seconds. If not, it is noted as left out,
+        and the same command measures it later."""
         if self.spent > self.seconds:
             why = f"the section's {self.seconds:.0f} s were over"
         elif least > self.seconds:
@@ -104,11 +114,11 @@ class Bench:
         else:
             return True
         self._late = True
-        self.leave_out(for_what, f"{why}; the same command goes on with it")
+        self.leave_out(for_what, f"{why}; repeat the command to measure it")
         return False
 
     def add(self, *figures: Figure) -> None:
-        """Keep them, and print a line for each."""
+        """Keep the figures, and print a line for each."""
         self.keep(*figures)
         for figure in figures:
             error = f" +/- {figure.error:.1%}" if figure.error is not None else ""
@@ -118,12 +128,12 @@ class Bench:
             print(f"  {name}: {value} {figure.unit}{error}{limit}", flush=True)
 
     def keep(self, *figures: Figure) -> None:
-        """With what was found before, on the disk too: whatever ends the program, the next start has them."""
+        """Add figures to the results and save them to disk, so that the next start has them however this one ends."""
         self.figures += figures
         self.save(replace(self.found(), complete=False))
 
     def time(self, task: Task) -> None:
-        """Do it, unless it is done, and add what it finds; or leave it out."""
+        """Take the timing and add its figure, unless it is measured already; or note why it is left out."""
         name = f"{task.what} {task.size} in {task.precision}"
         if self.has(task.what, task.size, task.precision) or not self.has_time(name):
             return
@@ -138,7 +148,7 @@ class Bench:
                         {"tflops": task.flops / timing.median / 1e9}))
 
     def leave_out(self, what: str, reason: str) -> None:
-        """Note that something is not measured, and print it."""
+        """Note, and print, that a measurement is left out."""
         self.left_out.setdefault(reason, []).append(what)
         print(f"  {what}: left out, {reason}", flush=True)
 
@@ -148,7 +158,7 @@ class Bench:
 
 
 def _listed(whats: list[str]) -> str:
-    """All of them; of very many the first."""
+    """The names, joined; only the first ones if there are many."""
     more = len(whats) - MOST_LISTED
     shown = whats if more <= 0 else [*whats[:MOST_LISTED], f"{more} more"]
     return " and ".join(filter(None, ("; ".join(shown[:-1]), shown[-1])))

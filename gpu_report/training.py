@@ -1,7 +1,7 @@
 """Section training: steps of ResNet-18 to 152 by precision, on generated images.
 
-A step is what `python -m train` does for a batch: forward, loss, backward, SGD with momentum. All gammas are 1 at the
-start, as in benchmarks of speed; batches take turns. Where the batch does not fit, the half of it is tried.
+A step is the one that `python -m train` takes for a batch: forward, loss, backward, SGD with momentum. All gammas start
+at 1, as in speed benchmarks, and several batches alternate. If a batch does not fit into memory, half of it is tried.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from common.errors import ProgramError
 from common.mxnet_compat import mx
 from gpu_report.figures import Figure, Section
 from gpu_report.section import Bench
-from graph_passes.errors import CapacityError, PassingError
+from graph_passes.errors import CapacityError, TransientError
 from graph_passes.executors import Executor
 from train.build import build_executor, check_memory
 from train.commands.benchmark_inference import CLASSES, images, memory_in_use, precisions
@@ -29,19 +29,19 @@ from train.recording.gpu_monitor import UNKNOWN, GpuMonitor, GpuReadings
 from train.timing import Timing, repeat
 
 IMAGE_SIZE = 224  # pixels
-GPU_MODELS, GPU_BATCH = (50, 18, 34, 101, 152), 256  # that which is missed most where the time is short comes first
+GPU_MODELS, GPU_BATCH = (50, 18, 34, 101, 152), 256  # most important first, in case the time runs out
 CPU_MODELS, CPU_BATCH = (18, 50), 4
-WARM_UP_SECONDS, LEAST_SECONDS, LIMIT_SECONDS = 1.0, 1.5, 6.0  # of one network and precision, on a GPU
-CPU_LIMIT_SECONDS = 15.0  # whose steps take long
+WARM_UP_SECONDS, LEAST_SECONDS, LIMIT_SECONDS = 1.0, 1.5, 6.0  # for one network and precision, on a GPU
+CPU_LIMIT_SECONDS = 15.0  # steps on a CPU take long
 
 
 def named(depth: int) -> str:
-    """A network, as tables have it."""
+    """A network's name in tables."""
     return f"ResNet-{depth}, {IMAGE_SIZE} pixels"
 
 
 def measure(bench: Bench) -> Section:
-    """All networks in all precisions; what does not fit, or has no time left, is noted."""
+    """Time all networks in all precisions. One that does not fit into memory, or has no time left, is noted."""
     models, batch = (GPU_MODELS, GPU_BATCH) if bench.on_gpu else (CPU_MODELS, CPU_BATCH)
     default = Config(batch_size=batch, image_size=IMAGE_SIZE, zero_init_residual=False)
     chosen = precisions(default, bench.placement, is_chosen=False)
@@ -53,12 +53,12 @@ def measure(bench: Bench) -> Section:
 
 
 def in_turn(models: Sequence[int], names: Sequence[str]) -> list[tuple[int, str]]:
-    """The first network in all precisions, then the others in the first precision, in the second, ..."""
+    """The order of the measurements: the first network in all precisions, then the others, precision by precision."""
     return [(models[0], name) for name in names] + [(model, name) for name in names for model in models[1:]]
 
 
 def _measure(bench: Bench, depth: int, precision: str, config: Config) -> None:
-    """With the largest batch of `config`'s, its half, and so on, that fits."""
+    """Time the largest of `config`'s batch, its half, its quarter and so on that fits."""
     what, batch = named(depth), config.batch_size
     while batch:
         bench.free_memory()
@@ -66,13 +66,13 @@ def _measure(bench: Bench, depth: int, precision: str, config: Config) -> None:
         try:
             bench.add(_figure(bench, what, precision, fitting))
             return
-        except (CapacityError, PassingError):
+        except (CapacityError, TransientError):
             bench.leave_out(f"{what} in {precision} with batch {batch}", "there is no room for it in memory")
         batch //= 2
 
 
 def _figure(bench: Bench, what: str, precision: str, config: Config) -> Figure:
-    """Raises CapacityError or PassingError where the batch does not fit."""
+    """Time one network. Raises CapacityError or TransientError if the batch does not fit."""
     check_memory(config, CLASSES, config.image_size, bench.placement)
     executor = build_executor(config, CLASSES, config.image_size, bench.placement, None)
     try:
@@ -87,7 +87,7 @@ def _figure(bench: Bench, what: str, precision: str, config: Config) -> Figure:
 
 
 def _steps(bench: Bench, executor: Executor, config: Config) -> tuple[Timing, GpuReadings]:
-    """Time of a step in s, and what the GPU's meters said meanwhile. Raises ProgramError where it did not train."""
+    """The time of a step in s, and the GPU's readings meanwhile. Raises ProgramError if a step did not train."""
     optimizer = make_optimizer(executor, config)
     gpu = mx.gpu(0) if bench.on_gpu else mx.cpu()
     labels = np.random.default_rng(config.seed).integers(0, CLASSES, config.batch_size)
@@ -97,7 +97,7 @@ def _steps(bench: Bench, executor: Executor, config: Config) -> tuple[Timing, Gp
     last_end = perf_counter()
 
     def step() -> float:
-        """Between the ends of two steps: `end_step` waits for the one before."""
+        """Seconds between the ends of two steps: `end_step` waits for the step before."""
         nonlocal last_end
         executor.forward_backward(next(batches), label)
         optimizer.step(rate)
@@ -109,7 +109,7 @@ def _steps(bench: Bench, executor: Executor, config: Config) -> tuple[Timing, Gp
     step()
     while perf_counter() < warm_until:
         step()
-    executor.read_metrics()  # those of the warm-up
+    executor.read_metrics()  # discards the warm-up's metrics
     skipped, last_end = executor.skipped_steps, perf_counter()
     monitor = GpuMonitor(executor.gpu_bus_id) if executor.gpu_bus_id else None
     if monitor:
@@ -121,6 +121,6 @@ def _steps(bench: Bench, executor: Executor, config: Config) -> tuple[Timing, Gp
         monitor.close()
     metrics = executor.read_metrics()
     if not math.isfinite(metrics.loss_sum) or executor.skipped_steps > skipped:
-        raise ProgramError(f"the timed steps of {config.model} did not all train: their loss is {metrics.loss_sum}, "
-                           f"and {executor.skipped_steps - skipped} changed no weight")
+        raise ProgramError(f"not all timed steps of {config.model} trained: the sum of their losses is "
+                           f"{metrics.loss_sum}, and {executor.skipped_steps - skipped} of them changed no weight")
     return timing, monitor.take() if monitor else UNKNOWN

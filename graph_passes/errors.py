@@ -11,6 +11,6 @@ class CapacityError(GraphError):
     """A batch is larger than a device has room for."""
 
 
-class PassingError(GraphError):
+class TransientError(GraphError):
     """What was asked for cannot be had now, but perhaps another time, as memory or time ran out: nobody is to remember
     it as a refusal."""

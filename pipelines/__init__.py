@@ -1,6 +1,6 @@
 """Images from any of the formats in sources/, decoded and augmented by DALI, as batches in MXNet arrays.
 
-What this package is used for is imported at its first use: `python -m pipelines --help` does not wait for DALI.
+A public name is imported when it is first used, so `python -m pipelines --help` does not wait for DALI.
 """
 
 from __future__ import annotations

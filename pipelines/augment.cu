@@ -1,45 +1,46 @@
-// What training does to decoded images on a GPU: the resize, the operations of a policy, colours, blur, solarising, erasing
-// and normalising, of a whole batch at once. augment.py launches these kernels, and puts before this file: `enum Family`,
-// MEAN, PER_STD (1 / standard deviation), MEAN_COLOUR (R, G, B, 0 to 255), FILL, CUTOUT (the side of the square that is cut
-// from each window, as a fraction; 0 for none), SOLARISES and ERASES (whether any image is), CHANNELS, BLOCK (threads of a
-// block), and HALF where the batch is to be in 16 bits.
+// Augments a decoded batch on a GPU for training: resize, policy operations, colours, blur, solarise, erase, normalise.
 //
-// Resized images are changed in rounds, one `Change` of each image in each, of its own family and with its own numbers; the
-// last round also writes the batch, and where there is none, the resize does. So the launches are as few as the rounds,
-// whatever the images' operations are. Between the rounds pixels are bytes, as they are in Pillow.
+// augment.py launches these kernels. It puts definitions before this file: `enum Family`, MEAN, PER_STD (1 / standard
+// deviation), MEAN_COLOUR (R, G, B, 0 to 255), FILL (grey outside an image), CUTOUT (side of the square cut from each
+// window, as a fraction; 0 for none), SOLARISES and ERASES (whether any image is solarised or erased), CHANNELS, BLOCK
+// (threads of a block), and HALF if the batch is fp16.
 //
-// Shapes, as elsewhere: N images of H x W pixels. windows: (N,), each of its own size. x: the images resized,
-// (N, H, W, 3) uint8. changes: (N, rounds). finishes: (N,). statistics: (N, 3).
+// Resized images are changed in rounds. In each round, every image has one `Change`, with its own family and numbers. The
+// last round also writes the batch; without rounds, the resize does. So there are only as many launches as rounds, whatever
+// the images' operations are. Between rounds pixels are bytes, as in Pillow.
+//
+// Shapes: N images of H x W pixels. windows: (N,), each of its own size. x: the resized images, (N, H, W, 3) uint8.
+// changes: (N, rounds). finishes: (N,). statistics: (N, 3).
 
 using uint8 = unsigned char;
 using uint32 = unsigned int;
 
-// The part of an image that was decoded. As WINDOW in augment.py.
+// The decoded part of an image. Layout: WINDOW in augment.py.
 struct Window {
     const uint8 *pixels;  // (height, width, 3)
     int height, width;
 };
 
-// What one round does to an image. As CHANGE in augment.py.
+// The change of one image in one round. Layout: CHANGE in augment.py.
 struct Change {
     int family;
-    float place[2][3];                // WARP: from a place (x, y, 1) in the output to that in the input, in pixels
-    float colour[3][4];               // MATRIX, COLOURS: from a colour (R, G, B, 1) to another
-    float centre;                     // COLOURS: what part of the image's mean grey is added
+    float place[2][3];                // WARP: maps a position (x, y, 1) in the output to one in the input, in pixels
+    float colour[3][4];               // MATRIX, COLOURS: maps a colour (R, G, B, 1) to the new colour
+    float centre;                     // COLOURS: fraction of the image's mean grey to add
     float factor;                     // CONTRAST, SHARPNESS
-    int threshold, mask, lift;        // BITS: inverted from here on; bits that are kept; added to pixels below 128
+    int threshold, mask, lift;        // BITS: invert values from here on; bits to keep; add this to values below 128
     float sigma;                      // BLUR_X, BLUR_Y: standard deviation, in pixels
 };
 
-// What is done to an image at its resize, and at the end. As FINISH in augment.py.
+// The parameters of an image's resize and of its last steps. Layout: FINISH in augment.py.
 struct Finish {
     int mirror, cubic;  // cubic: bicubic, else bilinear
-    float hole[2];      // of CUTOUT: left and top, as fractions of the window
+    float hole[2];      // CUTOUT: left and top of the square, as fractions of the window
     int solarise;
     int top, left, bottom, right;  // the erased rectangle
 };
 
-// Of an image, in pixels.
+// A rectangle of an image, in pixels.
 struct Rectangle {
     int top, left, bottom, right;
 
@@ -48,10 +49,10 @@ struct Rectangle {
     }
 };
 
-// Of one channel of one image, for the families that ask for it.
+// Statistics of one channel of one image, for the families that need them.
 struct Statistics {
     float mean;
-    uint8 table[256];  // AUTO_CONTRAST, EQUALIZE: what each level becomes
+    uint8 table[256];  // AUTO_CONTRAST, EQUALIZE: the new value of each level
 };
 
 #ifdef HALF
@@ -73,13 +74,15 @@ struct Colour {
     __device__ float &operator[](int c) { return channel[c]; }
 };
 
-constexpr float UNITS = 8388608.f;  // 2^23, whose last bit is a unit: a conversion takes a GPU as long as eight additions
+// Adding 2^23, whose lowest mantissa bit is worth 1, rounds to a whole number. A conversion instruction would take as long
+// as eight additions.
+constexpr float UNITS = 8388608.f;
 
-// The nearest number of a byte; the byte.
+// Round to the nearest byte value, returned as a float; as a byte.
 __device__ inline float to_level(float v) { return (fminf(fmaxf(v, 0.f), 255.f) + UNITS) - UNITS; }
 __device__ inline uint8 to_byte(float v) { return uint8(__float_as_uint(fminf(fmaxf(v, 0.f), 255.f) + UNITS)); }
 
-// The fraction cut off, as Pillow does it.
+// Clamp to 0..255 and truncate, as Pillow does.
 __device__ inline float cut(float v) { return truncf(fminf(fmaxf(v, 0.f), 255.f)); }
 
 // Pillow's Image.blend.
@@ -97,9 +100,9 @@ struct Image {
         return {{float(p[0]), float(p[1]), float(p[2])}};
     }
 
-    // Bilinear; beyond the image lies FILL.
+    // Bilinear interpolation; pixels outside the image are FILL.
     __device__ Colour between(float y, float x) const {
-        // Far outside it makes no difference where; whole numbers end somewhere.
+        // Clamp positions far outside, which all read FILL, so that they fit an int.
         const float row = floorf(fminf(fmaxf(y, -2.f), height + 1.f)), column = floorf(fminf(fmaxf(x, -2.f), width + 1.f));
         const float below = fminf(fmaxf(y - row, 0.f), 1.f), right = fminf(fmaxf(x - column, 0.f), 1.f);
         Colour sum = {{0, 0, 0}};
@@ -114,13 +117,13 @@ struct Image {
     }
 };
 
-// The place that stands for one outside, if the border is a mirror, in the middle of its outermost pixel.
+// Reflects a position outside the image about the centre of the outermost pixel.
 __device__ inline int reflected(int at, int size) {
     while (size > 1 && (at < 0 || at >= size)) at = at < 0 ? -at : 2 * (size - 1) - at;
     return size > 1 ? at : 0;
 }
 
-// Pillow's ImageFilter.SMOOTH, blended with the image. The outermost pixels stay as they are.
+// Blends Pillow's ImageFilter.SMOOTH with the image. The outermost pixels stay as they are.
 __device__ inline Colour sharpened(const Image &image, int y, int x, float factor) {
     Colour here = image.at(y, x), sum = {{0, 0, 0}};
     if (y == 0 || x == 0 || y == image.height - 1 || x == image.width - 1) return here;
@@ -132,7 +135,7 @@ __device__ inline Colour sharpened(const Image &image, int y, int x, float facto
     return here;
 }
 
-// Along one direction, by a Gaussian that ends after three standard deviations.
+// Blurs along one direction with a Gaussian that ends after three standard deviations.
 __device__ inline Colour blurred(const Image &image, int y, int x, float sigma, bool along_x) {
     const int radius = int(ceilf(3 * sigma));
     Colour sum = {{0, 0, 0}};
@@ -147,7 +150,7 @@ __device__ inline Colour blurred(const Image &image, int y, int x, float sigma, 
     return sum;
 }
 
-// The pixel after the image's change; the fraction is still to be rounded.
+// The pixel after the image's change, not yet rounded.
 __device__ inline Colour changed(const Image &image, int y, int x, const Change &change, const Statistics *statistics) {
     if (change.family == WARP) {
         const float u = x + 0.5f, v = y + 0.5f;
@@ -180,7 +183,7 @@ __device__ inline Colour changed(const Image &image, int y, int x, const Change 
     return to;
 }
 
-// What the batch gets for a pixel; a fourth channel is zero.
+// The final pixel of the batch: solarised, erased, normalised. A fourth channel is zero.
 __device__ inline Pixel finished(Colour colour, int row, int column, const Finish &finish) {
     const Rectangle erased = {finish.top, finish.left, finish.bottom, finish.right};
     Pixel pixel = {};
@@ -195,13 +198,14 @@ __device__ inline Pixel finished(Colour colour, int row, int column, const Finis
 
 __device__ inline int clamped(int at, int low, int high) { return at < low ? low : at > high ? high : at; }
 
-// The resize in one direction, as DALI's: an output pixel is the mean of the input pixels around its place, weighted by
-// their distance; where the image shrinks, of as many more. Beyond the border its outermost pixel goes on.
+// The resize in one direction, equal to DALI's. An output pixel is the mean of the input pixels around its position,
+// weighted by distance; where the image shrinks, the range of input pixels grows accordingly. Beyond the border, the
+// outermost pixel is repeated.
 template <bool CUBIC> struct Axis {
     int input;        // pixels
-    float scale;      // pixels of the input for each of the output
-    float narrowing;  // from a distance to that in an image that does not shrink
-    float reach;      // pixels of the input to each side that count
+    float scale;      // input pixels per output pixel
+    float narrowing;  // 1 / scale where the image shrinks, else 1: multiplies distances
+    float reach;      // input pixels that count on each side
 
     __device__ Axis(int input, int output) : input(input) {
         scale = float(input) / output;
@@ -221,23 +225,24 @@ template <bool CUBIC> struct Axis {
     }
 };
 
-// The square that is cut from a window; part of it may lie outside.
+// The square that cutout removes from a window; part of it may lie outside.
 __device__ inline Rectangle hole_of(const Window &window, const Finish &how) {
     const float x = how.hole[0], y = how.hole[1];
     return {int(y * window.height), int(x * window.width), int((y + CUTOUT) * window.height), int((x + CUTOUT) * window.width)};
 }
 
-constexpr int ROWS = 8;     // of the output that a block makes: so many pixels share the weight of a column
-constexpr int CHUNK = 512;  // columns of the input that it has in shared memory at a time
-constexpr int PIXELS = 4;   // of the input that a thread sums at a time, which are three words
-constexpr int PAIR = 2;     // rows of the output that it sums them for: most of what they read is the same
-constexpr int BLOCKS = 3;   // at a time on a multiprocessor: while some wait for the input, others sum
+constexpr int ROWS = 8;     // output rows per block; their pixels share the weights of a column
+constexpr int CHUNK = 512;  // input columns in shared memory at a time
+constexpr int PIXELS = 4;   // input pixels that a thread sums at a time: three words
+constexpr int PAIR = 2;     // output rows that a thread sums for at a time: they read mostly equal input rows
+constexpr int BLOCKS = 3;   // resident blocks per multiprocessor: some sum while others wait for input
 using Sums = float[ROWS][3][CHUNK];
 
-// A window in words of four bytes: a GPU reads a word as fast as a byte. The first and the last may reach beyond it.
+// A window read in words of four bytes, as a GPU reads a word as fast as a byte. The first and the last word may reach
+// beyond the window.
 struct Words {
     const uint32 *words;
-    uint32 before, last;  // bytes before the window in the first word; the number of the last word
+    uint32 before, last;  // bytes of the first word before the window; index of the last word
 
     __device__ Words(const Window &window) {
         before = reinterpret_cast<unsigned long long>(window.pixels) % 4;
@@ -245,7 +250,7 @@ struct Words {
         last = (before + 3ll * window.height * window.width - 1) / 4;
     }
 
-    // PIXELS pixels from this one on; what comes after the window is of its last word.
+    // Read PIXELS pixels from `pixel` on; beyond the window, the last word is repeated.
     __device__ void read(uint32 pixel, uint32 (&three)[3]) const {
         const uint32 byte = before + 3 * pixel, first = byte / 4;
         uint32 four[4];
@@ -254,15 +259,15 @@ struct Words {
     }
 };
 
-// One byte of a word, as the last bits of UNITS.
+// One byte of a word as a float: the byte becomes the lowest bits of UNITS, which is then subtracted.
 __device__ inline float number(uint32 word, int byte) {
     return __uint_as_float(__byte_perm(word, __float_as_uint(UNITS), 0x7440 + byte)) - UNITS;
 }
 
 struct alignas(16) Four { float number[PIXELS]; };
 
-// The resize down the columns: ROWS rows of the output, from `top` on, of `count` columns of the input, from `start` on.
-// Of each channel by itself: neighbouring threads then read neighbouring numbers.
+// The vertical resize: computes ROWS output rows from `top` on, for `count` input columns from `start` on. The channels
+// are stored separately, so that neighbouring threads later read neighbouring numbers.
 template <bool CUBIC>
 __device__ inline void sum_rows(const Window &window, const Rectangle hole, const Axis<CUBIC> axis, int top, int height,
                                 int start, int count, Sums &sums) {
@@ -297,7 +302,8 @@ __device__ inline void sum_rows(const Window &window, const Rectangle hole, cons
     }
 }
 
-// Calls write(row, column, colour) for ROWS rows of an image, the fraction still to be rounded. A thread for each column.
+// Resizes ROWS rows of an image and calls write(row, column, colour) for each pixel, not yet rounded. One thread per
+// output column.
 template <bool CUBIC, class Write>
 __device__ inline void resized(const Window window, const Finish &how, int height, int width, Sums &sums, Write write) {
     const Axis<CUBIC> down(window.height, height), along(window.width, width);
@@ -312,11 +318,12 @@ __device__ inline void resized(const Window window, const Finish &how, int heigh
         float weights = 0;
         for (int start = begin; start < end; start += CHUNK) {
             const int stop = clamped(start + CHUNK, 0, end);
-            __syncthreads();  // all have read the chunk before
+            __syncthreads();  // all threads have read the previous chunk
             sum_rows(window, hole, down, top, height, start, stop - start, sums);
             __syncthreads();
             if (x >= width) continue;
-            int from = along.first(x), to = along.last(x);  // that lie in this chunk; beyond the border: in the outermost
+            int from = along.first(x), to = along.last(x);  // limited to this chunk below; the first and last chunks also
+                                                            // serve the positions beyond the border
             if (start > begin && from < start) from = start;
             if (stop < end && to >= stop) to = stop - 1;
             for (int at = from; at <= to; ++at) {
@@ -335,7 +342,7 @@ __device__ inline void resized(const Window window, const Finish &how, int heigh
     }
 }
 
-// The same, by the image's kind of resize.
+// Resizes with the image's interpolation.
 template <class Write>
 __device__ inline void resized(const Window &window, const Finish &how, int height, int width, Write write) {
     alignas(Four) __shared__ Sums sums;
@@ -345,7 +352,7 @@ __device__ inline void resized(const Window &window, const Finish &how, int heig
         resized<false>(window, how, height, width, sums, write);
 }
 
-// The resize, before rounds. Shapes: y (N, H, W, 3). A block for ROWS rows (blockIdx.x) of an image (blockIdx.y).
+// The resize, if rounds follow. Shapes: y (N, H, W, 3). A block makes ROWS rows (blockIdx.x) of an image (blockIdx.y).
 extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS)
 resize_images(const Window *windows, const Finish *finishes, uint8 *__restrict__ y, int height, int width) {
     const int n = blockIdx.y;
@@ -355,7 +362,7 @@ resize_images(const Window *windows, const Finish *finishes, uint8 *__restrict__
     });
 }
 
-// The resize where no round follows. Shapes: y (N, H, W, CHANNELS). Blocks as above.
+// The resize, if no round follows. Shapes: y (N, H, W, CHANNELS). Blocks as in resize_images.
 extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS)
 resize_and_finish(const Window *windows, const Finish *finishes, Pixel *__restrict__ y, int height, int width) {
     const int n = blockIdx.y;
@@ -364,7 +371,7 @@ resize_and_finish(const Window *windows, const Finish *finishes, Pixel *__restri
     });
 }
 
-// A round but the last. Shapes: y as x. A thread for each pixel; blockIdx.y: the image.
+// A round other than the last. Shapes: y like x. One thread per pixel; blockIdx.y is the image.
 extern "C" __global__ void change_images(const uint8 *__restrict__ x, const Change *changes, const Statistics *statistics,
                                          uint8 *__restrict__ y, int height, int width, int round, int rounds) {
     const int at = blockIdx.x * blockDim.x + threadIdx.x, pixels = height * width, n = blockIdx.y;
@@ -374,7 +381,7 @@ extern "C" __global__ void change_images(const uint8 *__restrict__ x, const Chan
     for (int c = 0; c < 3; ++c) y[3 * (1ll * n * pixels + at) + c] = to_byte(colour[c]);
 }
 
-// The last round. Shapes: y (N, H, W, CHANNELS). Threads as above.
+// The last round. Shapes: y (N, H, W, CHANNELS). Threads as in change_images.
 extern "C" __global__ void finish_images(const uint8 *__restrict__ x, const Change *changes, const Statistics *statistics,
                                          const Finish *finishes, Pixel *__restrict__ y, int height, int width, int round,
                                          int rounds) {
@@ -386,9 +393,9 @@ extern "C" __global__ void finish_images(const uint8 *__restrict__ x, const Chan
     y[1ll * n * pixels + at] = finished(colour, row, column, finishes[n]);
 }
 
-constexpr int HISTOGRAMS = 8;  // side by side: threads that count the same level at once wait for each other
+constexpr int HISTOGRAMS = 8;  // several, because threads that count in one entry at once wait for each other
 
-// Before a round: the statistics that its families ask for. A block for each channel (blockIdx.x) of an image
+// Before a round: measures the statistics that its families need. One block per channel (blockIdx.x) of an image
 // (blockIdx.y).
 extern "C" __global__ void measure_images(const uint8 *__restrict__ x, const Change *changes, Statistics *statistics,
                                           int pixels, int round, int rounds) {
@@ -397,7 +404,7 @@ extern "C" __global__ void measure_images(const uint8 *__restrict__ x, const Cha
     const bool has_table = change.family == AUTO_CONTRAST || change.family == EQUALIZE;
     if (!has_table && change.family != CONTRAST && !(change.family == COLOURS && change.centre != 0)) return;
 
-    __shared__ uint32 counts[HISTOGRAMS][256];  // the pixels of each level; their sum is then in the first
+    __shared__ uint32 counts[HISTOGRAMS][256];  // pixels of each level; summed into counts[0] below
     for (int i = first; i < HISTOGRAMS * 256; i += stride) counts[i / 256][i % 256] = 0;
     __syncthreads();
     const uint8 *levels = x + 3ll * n * pixels + channel;
@@ -418,7 +425,7 @@ extern "C" __global__ void measure_images(const uint8 *__restrict__ x, const Cha
     Statistics &found = statistics[3 * n + channel];
     if (first == 0) found.mean = float(sum) / pixels;
     if (!has_table) return;
-    const uint32 step = (pixels - count[high]) / 255;  // EQUALIZE: pixels for each level that is written
+    const uint32 step = (pixels - count[high]) / 255;  // EQUALIZE: pixels per output level
     for (int level = first; level < 256; level += stride) {
         int to = level;
         if (change.family == AUTO_CONTRAST && high > low) {

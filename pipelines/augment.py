@@ -1,12 +1,12 @@
-"""Augmenting on a GPU: what follows the decoding, of a whole batch in a few launches of our own kernels (augment.cu).
+"""Augmentation on a GPU: a few launches of our own kernels (augment.cu) augment a whole decoded batch.
 
-DALI has an operator for each thing, and each prepares and launches its own: a policy's fifteen operations were about
-sixty launches, and twice that for RandAugment. Here one launch resizes all windows of a batch, whatever their sizes.
-Then an image is changed by the family of its own operation, whichever that is, in one launch for the whole batch, a
-round. The last round also erases, normalises and writes the batch; where there is none, the resize does. So plain
-crops and flips are one launch, TrivialAugment is three (one measures the images that need it), RandAugment five.
+DALI has one operator for each operation, and each operator launches its own kernels: a policy's fifteen operations
+took about sixty launches, and RandAugment took twice that. Here one launch resizes all windows of a batch, whatever
+their sizes. Then each round is one launch that applies to every image of the batch the operation drawn for that image.
+The last round also erases, normalises and writes the batch; without rounds, the resize launch does that. So plain
+crops and flips take one launch, TrivialAugment takes three (one measures the images that need it), RandAugment five.
 
-On the CPU the same numbers (operations.py) go to DALI's operators, in graph.py.
+On the CPU, graph.py passes the numbers that describe the operations (operations.py) to DALI's operators instead.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from pipelines.operations import FAMILIES, Numbers
 from pipelines.transform import ImageTransform
 
 SOURCE = Path(__file__).with_name("augment.cu")
-# What a round can do to an image: an operation's family, or one of the augmentations that follow the policy.
+# A round applies one of these to an image: an operation's family, or one of the augmentations that follow the policy.
 FAMILY_NUMBER = {
     name: number
     for number, name in enumerate(("identity", *dict.fromkeys(FAMILIES.values()), "colours", "blur_x", "blur_y"))
 }
-MEASURED = {"contrast", "auto_contrast", "equalize"}  # those that need to know more of an image than single pixels
-# The structs of these names in augment.cu.
+MEASURED = {"contrast", "auto_contrast", "equalize"}  # families that need statistics of the whole image
+# Layouts of the structs Window, Change and Finish in augment.cu.
 WINDOW = np.dtype([("address", np.uint64), ("height", np.int32), ("width", np.int32)])
 CHANGE = np.dtype([
     ("family", np.int32), ("place", np.float32, (2, 3)), ("colour", np.float32, (3, 4)), ("centre", np.float32),
@@ -37,14 +37,13 @@ CHANGE = np.dtype([
 FINISH = np.dtype([
     ("mirror", np.int32), ("cubic", np.int32), ("hole", np.float32, 2), ("solarise", np.int32), ("erased", np.int32, 4),
 ])  # fmt: skip
-STATISTICS_BYTES = 4 + 256  # of a channel of an image
+STATISTICS_BYTES = 4 + 256  # for one channel of one image
 BLOCK, MEASURING_BLOCK = 256, 1024  # threads
-RESIZED_ROWS = 8  # that a block makes: ROWS in augment.cu
+RESIZED_ROWS = 8  # output rows per block: ROWS in augment.cu
 
 
 def measured_rounds(transform: ImageTransform) -> list[bool]:
-    """For each round, none where nothing but the end follows the resize, whether some images may have to be measured
-    before it."""
+    """One entry per round: whether some images may need measuring before it. Empty if no round follows the resize."""
     is_measured = transform.auto_augment != "none" and not MEASURED.isdisjoint(policies.families(transform))
     rounds = [is_measured] * policies.num_operations(transform)
     if transform.changes_colours:
@@ -54,15 +53,18 @@ def measured_rounds(transform: ImageTransform) -> list[bool]:
 
 
 def num_arrays(transform: ImageTransform) -> int:
-    """How many `changes` gives."""
+    """How many arrays `changes` returns."""
     return 2 if measured_rounds(transform) else 1
 
 
 def changes(
     transform: ImageTransform, inputs: Any, values: Any, operations: Iterable[Numbers]
 ) -> tuple[np.ndarray, ...]:
-    """What is done to each of N images, as the kernels read it: (N,) of FINISH and, where there are rounds,
-    (N, rounds) of CHANGE, as bytes. `inputs` and `values` are the ImageInputs and Derived of graph.py."""
+    """The augmentation of each of N images in the layout that the kernels read, as bytes.
+
+    Returns (N,) of FINISH and, if there are rounds, (N, rounds) of CHANGE. `inputs` and `values` are the ImageInputs
+    and Derived of graph.py.
+    """
     count = len(inputs.size)
     rounds = [_operation(each) for each in operations]
     if transform.changes_colours:
@@ -94,7 +96,7 @@ def changes(
 
 
 def _operation(these: Numbers) -> np.ndarray:
-    """(N,) of CHANGE."""
+    """One policy operation on N images, as (N,) of CHANGE."""
     change = np.zeros(len(these.factor), CHANGE)
     for name in dict.fromkeys(FAMILIES.values()):
         change["family"] += FAMILY_NUMBER[name] * getattr(these, name)
@@ -107,19 +109,19 @@ class Device(Protocol):
     """Where the kernels run: GpuDevice of gpu.py."""
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
-        """Fresh memory there, as an array."""
+        """Allocate an array on the device."""
 
     def address(self, array: Any) -> int:
-        """Where such an array begins."""
+        """The device address at which an array begins."""
 
     def upload(self, array: Any, values: np.ndarray) -> None:
-        """Copy `values` into an array of as many bytes, in the order of the launches."""
+        """Copy `values` into a device array of equal size in bytes; ordered with the launches."""
 
     def launch(self, kernel: str, grid: tuple[int, int], block: int, *arguments: int | np.int32) -> None:
-        """Run a kernel: an `int` argument is an address. In the order of the calls, and perhaps later."""
+        """Queue a kernel; kernels run in the order of the calls. An `int` argument is an address."""
 
     def synchronize(self) -> None:
-        """Wait for what was launched."""
+        """Wait until all queued kernels have finished."""
 
 
 class Augmenter:
@@ -130,15 +132,18 @@ class Augmenter:
         self._dtype, self._channels, self._device = dtype, channels, device
 
     def __call__(self, size: tuple[int, int], windows: np.ndarray, finishes: int, changes: int = 0) -> Any:
-        """The batch of `size` (H, W) of N `windows` (N,) of WINDOW, all pixels uint8. The arrays that the function
-        `changes` gave for them lie at addresses. The batch is complete when this returns."""
+        """Make the batch of `size` (H, W) from N decoded windows; it is complete when this returns.
+
+        `windows` is (N,) of WINDOW, with uint8 pixels. `finishes` and `changes` are the device addresses of the arrays
+        that the function `changes` returned for these windows.
+        """
         count, (height, width) = len(windows), size
         device, rounds, shape = self._device, len(self._measured), (np.int32(height), np.int32(width))
         batch = device.empty((count, *size, self._channels), self._dtype)
         placed = device.empty((windows.nbytes,), "uint8")
         device.upload(placed, windows)
         statistics = device.empty((count * 3 * STATISTICS_BYTES,), "uint8") if any(self._measured) else None
-        # Written in turn: the resized images, and those after each round but the last.
+        # Two buffers that alternate: they hold the resized images, then the output of each round except the last.
         between = [device.empty((count, *size, 3), "uint8") for _ in range(min(rounds, 2))]
         measurements = device.address(statistics) if statistics is not None else 0
         images = device.address(between[0] if between else batch)
@@ -162,7 +167,7 @@ class Augmenter:
 
 
 def source_code(transform: ImageTransform, dtype: str, channels: int) -> str:
-    """augment.cu, with what it leaves open."""
+    """augment.cu, preceded by definitions of the constants that it leaves open."""
 
     def floats(name: str, values: Iterable[float]) -> str:
         return f"__constant__ float {name}[] = {{{', '.join(f'{value:.9e}f' for value in values)}}};"

@@ -1,4 +1,4 @@
-"""The loader alone: images/sec when the graph stops after each of its stages, and with other settings."""
+"""Measures the loader alone: images/sec up to each stage of the graph, and with other settings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LoaderSpeed(NamedTuple):
 
     images_per_sec: float  # median over the batches
     spread: float  # half the interquartile range, images/sec
-    step_ms: list[float]  # every timed stretch, per batch
+    step_ms: list[float]  # ms per batch in each timed interval
 
 
 def bench_stages(config: LoaderConfig, seconds: float = 4.0) -> dict[str, LoaderSpeed]:
@@ -33,8 +33,10 @@ def bench_stages(config: LoaderConfig, seconds: float = 4.0) -> dict[str, Loader
 
 
 def bench_settings(config: LoaderConfig, seconds: float = 4.0) -> Iterator[tuple[dict[str, Any], LoaderSpeed]]:
-    """Time the whole loader with other settings for about `seconds` each: what differs from `config`, and the speed.
-    On the GPU the last is the loader on the CPU. Raises DataError."""
+    """Time the whole loader with other settings, for about `seconds` each. Raises DataError.
+
+    Yields the fields that differ from `config`, and the speed. For device "gpu" the last setting is device "cpu".
+    """
     source = decode_once(config, open_source(config.data, config.split, config.num_classes))
     for changes in _changes(config):
         yield changes, time_loader(DaliLoader(replace(config, **changes), (0, 1), source), seconds)
@@ -54,8 +56,8 @@ def _changes(config: LoaderConfig) -> list[dict[str, Any]]:
 
 
 def time_loader(loader: DaliLoader, seconds: float) -> LoaderSpeed:
-    """Time a fresh loader for about `seconds`, after a warm-up that fills its queues; closes it. Raises DataError."""
-    # A batch's own time jumps with the queue's filling; stretches as long as a tenth of the whole do not.
+    """Time a new loader for about `seconds` after a warm-up that fills its queues, and close it. Raises DataError."""
+    # The time of a single batch jumps with how full the queue is; an interval of a tenth of `seconds` averages that.
     step_ms: list[float] = []
     with loader:
         for _ in range(loader.config.prefetch + 2):

@@ -1,9 +1,9 @@
-"""What is left of a mapped file that has lost bytes: zeros in their place, where reading them would end the process.
+"""Keeps the process alive when a memory-mapped file loses bytes: a SIGBUS handler puts zeros in their place.
 
-The system answers the reading of a page that a mapped file no longer has, or that its disk cannot give, with SIGBUS,
-whose default is the process's end without a word; and it comes to whichever thread reads, most often one of DALI's. So
-the page is replaced by zeros and the file marked, for its reader to say so in its own place (`MappedFile.check`).
-systemd does the same for its journals (src/basic/sigbus.c).
+Linux sends SIGBUS to a thread that reads a page which the file no longer has or the disk cannot deliver. By default
+SIGBUS ends the process without a message, and the reading thread is most often one of DALI's. The handler replaces the
+page by zeros and marks the file as damaged; whoever reads the file asks `MappedFile.check` and reports the loss.
+systemd reads its journals in this way, too (src/basic/sigbus.c).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import signal
 import weakref
 from typing import Any, Protocol
 
-_ADDRESS_OFFSET = 16  # bytes, of si_addr in siginfo_t on 64-bit Linux
-_MAP_FIXED, _SA_SIGINFO = 0x10, 4  # Linux's, for which Python has no names
+_ADDRESS_OFFSET = 16  # bytes from the start of siginfo_t to si_addr on 64-bit Linux
+_MAP_FIXED, _SA_SIGINFO = 0x10, 4  # Linux constants that Python has no names for
 
 
 class Mapped(Protocol):
@@ -23,7 +23,7 @@ class Mapped(Protocol):
 
     address: int  # of its first byte
     size: int  # bytes
-    is_damaged: bool  # set where bytes have been lost
+    is_damaged: bool  # set once bytes have been lost
 
 
 class _SigAction(ctypes.Structure):
@@ -37,7 +37,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
 _files: weakref.WeakSet[Any] = weakref.WeakSet()
-_before = _SigAction()  # what SIGBUS did
+_before = _SigAction()  # the SIGBUS handler that ours replaced
 
 
 def survive(file: Mapped) -> None:
@@ -45,7 +45,7 @@ def survive(file: Mapped) -> None:
     _files.add(file)
     found = _SigAction()
     _libc.sigaction(signal.SIGBUS, None, ctypes.byref(found))
-    if found.handler != _ours.handler:  # a library may have put its own there meanwhile
+    if found.handler != _ours.handler:  # a library may have installed its own handler meanwhile
         _libc.sigaction(signal.SIGBUS, ctypes.byref(_ours), ctypes.byref(_before))
 
 
@@ -59,7 +59,7 @@ def _handle(_number: int, info: int, _context: int) -> None:
             flags = _MAP_FIXED | mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
             _libc.mmap(page, file.address + file.size - page, mmap.PROT_READ, flags, -1, 0)
             return
-    _libc.sigaction(signal.SIGBUS, ctypes.byref(_before), None)  # the reading is repeated, and this is called
+    _libc.sigaction(signal.SIGBUS, ctypes.byref(_before), None)  # the read is repeated and calls the old handler
 
 
 _ours = _SigAction(ctypes.cast(_handle, ctypes.c_void_p).value, (ctypes.c_ulong * 16)(), _SA_SIGINFO, None)

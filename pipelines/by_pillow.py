@@ -1,9 +1,9 @@
-"""Images that Pillow decodes in DALI's place: those that DALI decodes otherwise, by their headers, and those that it
-refuses although they are valid.
+"""Decodes images with Pillow where DALI decodes them wrongly or refuses them although they are valid.
 
-Found by comparing both on all kinds of files that are read (DALI 2.4; tests/pipelines/test_kinds_of_images.py): a CMYK
-JPEG without Adobe's marker comes out inverted, a PPM's largest value is taken for 255 whatever its header says, a grey
-TIFF is blended with its alpha channel, L*a*b* is taken for RGB, and some WebP files with EXIF data are refused.
+An image's header tells whether DALI decodes it wrongly. The cases were found by comparing DALI and Pillow on all kinds
+of files that are read (DALI 2.4; tests/pipelines/test_kinds_of_images.py). DALI inverts a CMYK JPEG without Adobe's
+marker, takes a PPM's largest value for 255 whatever its header says, blends a grey TIFF with its alpha channel, takes
+L*a*b* for RGB, and refuses some WebP files with EXIF data.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageOps
 
-Read = Callable[[int, int], bytes]  # offset and number of bytes of an encoded image -> these, as far as there are any
+Read = Callable[[int, int], bytes]  # (offset, count) -> these bytes of an encoded image, fewer at its end
 
-_STANDALONE = frozenset({0x01, *range(0xD0, 0xDA)})  # JPEG's markers without a segment
-_NO_FRAMES = frozenset({0xC4, 0xC8, 0xCC})  # among the markers 0xC0 to 0xCF, which begin a frame
+_STANDALONE = frozenset({0x01, *range(0xD0, 0xDA)})  # JPEG markers that no segment follows
+_NO_FRAMES = frozenset({0xC4, 0xC8, 0xCC})  # JPEG markers from 0xC0 to 0xCF begin a frame, except these
 _ADOBE, _SCAN, _MOST_SEGMENTS = 0xEE, 0xDA, 1000
 _BLANK = rb"(?:\s|#[^\n]*\n)+"
 _PNM = re.compile(rb"P[2356]" + _BLANK + rb"\d+" + _BLANK + rb"\d+" + _BLANK + rb"(\d+)")
-_PNM_VALUES = (255, 65535)  # the largest values that DALI reads rightly
-_TIFF_MODES = frozenset({"L", "P", "RGB", "RGBA", "CMYK", "YCbCr", "I;16", "I;16B"})  # Pillow's
+_PNM_VALUES = (255, 65535)  # the largest values ("maxval") that DALI reads correctly
+_TIFF_MODES = frozenset({"L", "P", "RGB", "RGBA", "CMYK", "YCbCr", "I;16", "I;16B"})  # modes in Pillow
 _HEADER = 4096  # bytes
 
 
 def reason_for_pillow(read: Read) -> str:
-    """Why Pillow is to decode an image, by its header; "" for nearly all."""
+    """The reason, found in its header, why Pillow must decode an image; "" for nearly all images."""
     beginning = read(0, 4)
     if beginning[:2] == b"\xff\xd8":
         return _of_jpeg(read)
@@ -48,7 +48,7 @@ def reason_for_pillow(read: Read) -> str:
 
 
 def reason_for_pillow_of_file(path: bytes) -> str:
-    """The same for an image file, mostly with one read; raises OSError."""
+    """`reason_for_pillow` for an image file; usually needs one read. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         beginning = os.pread(descriptor, _HEADER, 0)
@@ -64,7 +64,7 @@ def reason_for_pillow_of_file(path: bytes) -> str:
 
 
 def _of_jpeg(read: Read) -> str:
-    """Walks through the segments up to the frame's header, of CMYK images up to the first scan."""
+    """Walk through the segments up to the frame header; in a CMYK image, up to the first scan."""
     at, is_cmyk = 2, False
     for _ in range(_MOST_SEGMENTS):
         head = read(at, 10)
@@ -87,7 +87,7 @@ def _of_jpeg(read: Read) -> str:
 
 
 def _of_webp(read: Read) -> str:
-    """nvImageCodec does not find EXIF data behind a chunk of odd size, which a byte of padding follows."""
+    """nvImageCodec ignores the padding byte after a chunk of odd size, so it does not find EXIF data behind one."""
     at, is_odd = 12, False
     for _ in range(_MOST_SEGMENTS):
         head = read(at, 8)
@@ -108,7 +108,7 @@ def _of_tiff(read: Read) -> str:
 
 
 def by_pillow(encoded: bytes) -> bytes:
-    """The image as a PNG of 8-bit RGB, upright; raises whatever Pillow does."""
+    """Decode an image with Pillow and return it upright, as an 8-bit RGB PNG; any error of Pillow's passes through."""
     with Image.open(io.BytesIO(encoded)) as image:
         upright = ImageOps.exif_transpose(image)
         if upright.mode.startswith("I"):  # 16 bits, which Pillow would clip at 255
@@ -119,7 +119,7 @@ def by_pillow(encoded: bytes) -> bytes:
 
 
 class PillowImages:
-    """Images that Pillow has decoded, each once: kept as PNG files in a temporary folder until `close`."""
+    """Images that Pillow has decoded once; they stay as PNG files in a temporary folder until `close`."""
 
     def __init__(self) -> None:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -133,7 +133,7 @@ class PillowImages:
         return i in self._files
 
     def add(self, i: int, encoded: bytes) -> None:
-        """Decode image `i`; raises whatever Pillow does, and OSError where there is no space."""
+        """Decode and keep image `i`. Raises OSError if the disk is full; any error of Pillow's passes through."""
         with self._lock:  # several threads add images
             self._folder = self._folder or tempfile.TemporaryDirectory(prefix="resnet-mxnet-")
         path = Path(self._folder.name, f"{i}.png")
@@ -141,7 +141,7 @@ class PillowImages:
         self._files[i] = path
 
     def feed(self, i: int, feeds: str) -> np.ndarray:
-        """What the DALI graph gets for it, as Source.feed: the "bytes" or the "paths" of a file."""
+        """The input of the DALI graph for image `i`, as from Source.feed: the PNG's "bytes" or its path ("paths")."""
         path = self._files[i]
         return np.frombuffer(os.fsencode(path), np.uint8) if feeds == "paths" else np.fromfile(path, np.uint8)
 

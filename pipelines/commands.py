@@ -1,4 +1,4 @@
-"""The commands of `python -m pipelines`. They give exit codes, and raise DataError."""
+"""The commands of `python -m pipelines`. Each returns an exit code or raises DataError."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def make_records(options: MakeRecordsOptions) -> int:
                             "ILSVRC2012 has them: leave it out")
         known = class_list(classes, separator=None) if classes else read_classes(output)
         if options.split not in (None, kind):
-            raise DataError(f"{source}: holds the {kind} images, not {options.split}; leave --split out")
+            raise DataError(f"{source}: holds the {kind} images, not those of {options.split}; leave out --split")
         plans = {kind: plan_train_tar(source, known) if kind == "train" else plan_val_tar(source, labels, known)}
     else:
         if classes:
             raise DataError(f"{source}: --classes {classes} is for ILSVRC2012's tar files; put a classes.txt beside it")
         both = ["train", "val"] if options.val_split else splits_of(str(source))
         names = [options.split] if options.split else both
-        if any(journal_path(output, name).exists() for name in names):  # interrupted; what is whole is done
+        if any(journal_path(output, name).exists() for name in names):  # interrupted: skip the splits that are complete
             names = [name for name in names if not (output / f"{name}.rec").exists()]
         reading = {"val_split": options.val_split, "val_group_by": options.val_group_by,
                    "first_label": options.first_label}
@@ -62,7 +62,7 @@ def make_records(options: MakeRecordsOptions) -> int:
         if "val" in plans and (of_training := plans["train"].classes if "train" in plans else read_classes(output)):
             plans["val"] = with_classes(plans["val"], of_training, f"{source}: val")
     for name in plans:
-        new_record_path(output, name)  # nothing is written if one of them is there
+        new_record_path(output, name)  # raises before anything is written if any of the files exists
     for remark in dict.fromkeys(remark for plan in plans.values() for remark in plan.remarks):
         print(remark)
     for name, plan in plans.items():
@@ -77,7 +77,7 @@ def make_records(options: MakeRecordsOptions) -> int:
 
 
 def verify(options: VerifyOptions) -> int:
-    """Look for unusable images; 1 where some were found and are not left out from now on."""
+    """Look for unusable images. Returns 1 if some were found and --write-clean did not leave them out."""
     console = Console()
     unusable = 0
     for report in _reports(options):
@@ -91,7 +91,7 @@ def verify(options: VerifyOptions) -> int:
 
 
 def _reports(options: VerifyOptions) -> list[Report]:
-    """Of each split that is asked for."""
+    """A report on each requested split; training images that are in validation too count as duplicates."""
     data, num_classes = data_path(options.data), options.num_classes
     in_val: set[str] = set()
     if options.val_split:
@@ -168,7 +168,7 @@ def _print_speeds(title: str, column: str, rows: dict[str, tuple[int, LoaderSpee
 
 
 def show(options: ShowOptions) -> int:
-    """Write a contact sheet of samples. Raises DataError for an option that would change nothing of them."""
+    """Write a contact sheet of samples. Raises DataError for an option that would have no effect on them."""
     given = [name for name, default in vars(Augmentation()).items() if getattr(options, name) != default]
     if given and options.split == "val":
         raise DataError(f"{option_name(given[0])} is for training images, and --split val shows those of validation: "

@@ -1,8 +1,8 @@
 """CRC32C (Castagnoli), the checksum of TFRecord files, in NumPy: about 100 MB a second.
 
-A CRC is linear. With R(x) the register after the bytes x from a register of 0, and S_k(r) the register r after k bytes
-of zeros, R(x y) = S_len(y)(R(x)) xor R(y). So neighbouring blocks of one length are joined pair by pair, all pairs at
-once, until one is left. S_k is two table lookups, of the register's halves.
+A CRC is linear. Let R(x) be the register after the bytes x, starting from 0, and S_k(r) the register r after k zero
+bytes. Then R(x y) = S_len(y)(R(x)) xor R(y). So neighbouring blocks of equal length are joined pair by pair, all pairs
+at once, until one block is left. S_k takes two table lookups, one for each half of the register.
 Source: https://www.rfc-editor.org/rfc/rfc3720#section-12.1; the mask is that of tensorflow/core/lib/hash/crc32c.h.
 """
 
@@ -28,19 +28,19 @@ def crc32c(rows: np.ndarray) -> np.ndarray:
     """The CRC32C of each row of bytes, uint8 (rows, size): uint32 (rows,)."""
     count, size = rows.shape
     padded = np.zeros((count, max(1, -(-size // _WORD)) * _WORD), np.uint8)
-    padded[:, padded.shape[1] - size :] = rows  # zeros in front leave a register of 0 as it is
+    padded[:, padded.shape[1] - size :] = rows  # leading zeros do not change a register of 0
     blocks, block = padded.view("<u4").astype(np.uint32), _WORD
     while blocks.shape[1] > 1:
         if blocks.shape[1] % 2:
             blocks = np.pad(blocks, ((0, 0), (1, 0)))
         blocks, block = _after_zeros(blocks[:, ::2], block) ^ blocks[:, 1::2], 2 * block
-    register = _after_zeros(blocks[:, 0], _WORD)  # the R of a word is S_4 of it, which was left out so far
+    register = _after_zeros(blocks[:, 0], _WORD)  # R(word) = S_4(word); applied once, here
     return register ^ _beginning(size) ^ _ONES
 
 
 @lru_cache(maxsize=1024)
 def _beginning(size: int) -> np.uint32:
-    """What a register of ones, with which a CRC begins, is after so many bytes of zeros."""
+    """The register after `size` zero bytes, starting from all ones as every CRC32C does."""
     register = np.full(1, _ONES)
     for bit in range(size.bit_length()):
         if size >> bit & 1:
@@ -49,14 +49,14 @@ def _beginning(size: int) -> np.uint32:
 
 
 def _after_zeros(registers: np.ndarray, count: int) -> np.ndarray:
-    """The registers after so many bytes of zeros, a power of 2."""
+    """The registers after `count` zero bytes; `count` is a power of 2."""
     low, high = _tables(count)
     return low[registers & np.uint32(0xFFFF)] ^ high[registers >> np.uint32(16)]
 
 
 @cache
 def _tables(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """S_count of all low halves of a register, and of all high ones."""
+    """Tables of S_count for every value of a register's low half, and of its high half."""
     halves = np.arange(1 << 16, dtype=np.uint32), np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)
     if count == 1:
         for registers in halves:

@@ -1,8 +1,8 @@
-"""The loader of real images: decides which images a batch holds, hands them to the DALI graph, and its output to MXNet.
+"""The loader of real images: chooses the images of each batch, feeds the DALI graph, and hands its output to MXNet.
 
-One process with batch 32 sees the images of two with batch 16, augmented alike. DALI gives up a whole batch when it
-cannot decode one image; then the culprit is looked for among the images under way, and the batch is made again without
-it. So clean data pays nothing for the check.
+One process with batch size 32 sees the images of two processes with batch size 16, augmented identically. DALI gives up
+a whole batch when it cannot decode one image. The loader then searches the batches in flight for that image and makes
+the batch again without it. So clean data pays nothing for the check.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from pipelines.recordio import BrokenRecordError
 from pipelines.sources import Chosen, FileSource, Source, open_source
 from pipelines.sources.base import labels_of
 
-READ_AHEAD = 4  # batches that are fetched from the disk before they are planned: 0.1 s at 10,000 images/s, many seeks
+READ_AHEAD = 4  # batches fetched from the disk before they are planned: 0.1 s at 10,000 images/s, time for many seeks
 
-# Batches whose headers are looked at before they are planned, this many images in one task of a thread: meanwhile the
-# loop waits for the GPU. Looked at when it is planned, a batch waited: 5,107 images/sec from class folders for 8,230,
-# 11,392 from RecordIO for 12,024 (one H200).
+# Image headers are inspected LOOK_AHEAD batches before they are needed, LOOKED_AT_TOGETHER images per thread task,
+# while the main loop waits for the GPU. Inspecting a batch's headers only when it was planned delayed it: 5,107 instead
+# of 8,230 images/sec from class folders, 11,392 instead of 12,024 from RecordIO (one H200).
 LOOK_AHEAD, LOOKED_AT_TOGETHER = 2, 32
 
-# Images of fewer bytes are decoded on the CPU for a GPU too: what the GPU's decoders take for an image, however small
-# it is, exceeds the decoding.
+# Images of fewer bytes are decoded on the CPU even for a GPU: the fixed cost per image of the GPU's decoders exceeds
+# their decoding on the CPU.
 THUMBNAIL_BYTES = 8192
 
-# Images of more bytes, about two megapixels, are resized before they wait for the step: the windows of a batch of 256
-# take about 1 GB then, and those of some batches wait.
+# Images of more bytes (about two megapixels) are resized before they wait for the training step: their windows take
+# about 1 GB for a batch of 256, and several batches wait at a time.
 LARGE_BYTES = 500_000
 
 log = logging.getLogger("pipelines.dali_loader")
@@ -57,30 +57,30 @@ class Plan(NamedTuple):
 
     indices: list[int]
     num_valid: int
-    num_skipped: int  # bad ones, in whose place others are
+    num_skipped: int  # bad images that others replace
     size: int  # pixels, height and width of the network's input
 
 
 class Look(NamedTuple):
-    """A look at the headers of a batch's images, under way in threads."""
+    """An inspection of the headers of a batch's images, running in threads."""
 
-    new: np.ndarray  # images that are met for the first time
-    found: list[Future[list[tuple[int, str]]]]  # those that Pillow is to decode, and why
+    new: np.ndarray  # images that are inspected for the first time
+    found: list[Future[list[tuple[int, str]]]]  # images that Pillow must decode, with the reason
 
 
 class DaliLoader(Loader):
-    """Images from a source, through the DALI graph (or its first stages)."""
+    """Loads images from a source through the DALI graph, or through its first stages."""
 
     def __init__(self, config: LoaderConfig, shard: tuple[int, int], source: Source, stage: str = "full"):
         super().__init__(config, shard, len(source), source.classes)
         self._source = source
         self.remarks = source.remarks
         self.damaged = dict(source.damaged)
-        self._looked_at: set[int] = set()  # images that the decoder was asked about, each alone
+        self._looked_at: set[int] = set()  # images that were checked for decoder messages
         self._by_pillow = PillowImages()  # images that Pillow has decoded in DALI's place
-        self._is_known = np.zeros(len(source), np.bool_)  # images whose headers were looked at for that
-        self._looks: dict[int, Look] = {}  # under way, by the batch that they are for
-        self._pool = ThreadPoolExecutor(config.num_threads or num_cores())  # its threads begin when there is work
+        self._is_known = np.zeros(len(source), np.bool_)  # images whose headers were inspected
+        self._looks: dict[int, Look] = {}  # running inspections by batch number, counted through all epochs
+        self._pool = ThreadPoolExecutor(config.num_threads or num_cores())  # starts its threads when there is work
         self._graph = GraphConfig(
             training=config.split == "train",
             transform=config.transform,
@@ -98,15 +98,15 @@ class DaliLoader(Loader):
         self._longest_side = longest_side(self._graph)
         self._pipeline: Any = None
         self._augmenter: Augmenter | None = None
-        self._plans: deque[Plan] = deque()  # made ahead, the next to be returned first
+        self._plans: deque[Plan] = deque()  # batches made ahead; the first is returned next
         self._prepared: tuple[Any, Any, Plan] | None = None
-        self._planned = 0  # the plan to be made next, batches counted through all epochs
-        self._read_ahead = 0  # the batch to be asked for next, counted likewise
+        self._planned = 0  # the next batch to plan, counted through all epochs
+        self._read_ahead = 0  # the next batch to fetch from the disk, counted through all epochs
         self._num_looked_ahead = 0  # batches, see _images_ahead
-        self._order = functools.lru_cache(maxsize=2)(self._shuffle)  # of this epoch and the next
+        self._order = functools.lru_cache(maxsize=2)(self._shuffle)  # keeps this epoch's and the next
         rank, size = shard
-        # This process's part of a global batch. Copies of an image, which follow each other, are dealt out to the
-        # processes (as DeiT's RASampler does), for whose BatchNorm and mixup they are so many images the fewer.
+        # This process's part of a global batch. Neighbouring copies of an image go to different processes, as in
+        # DeiT's RASampler: within one process, copies would leave BatchNorm and mixup with fewer different images.
         is_dealt = config.split == "train" and config.repeated_augmentation > 0
         self._share = slice(rank, None, size) if is_dealt else slice(rank * config.batch_size,
                                                                      (rank + 1) * config.batch_size)
@@ -116,8 +116,8 @@ class DaliLoader(Loader):
             sizes = [len(images) for images in self._images_by_class]
             self.remarks = [*source.remarks, f"--balance {config.balance:g}: the classes have {min(sizes):,} to "
                                              f"{max(sizes):,} images, and are drawn more equally often"]
-        # MXNet keeps an array alive until all work that it was handed to is done. A consumer that takes the bare
-        # pointer and launches work of its own has until two batches later.
+        # MXNet keeps an array alive until its own pending work is done. A consumer that takes the bare pointer and
+        # launches work of its own must finish before two more batches have been returned; we hold two here.
         self._recent: deque[tuple[Any, Any]] = deque(maxlen=2)
 
     @property
@@ -142,8 +142,8 @@ class DaliLoader(Loader):
         return self._source.name(i)
 
     def run(self) -> tuple[Any, Any, Plan]:
-        """Images and labels of the next batch as DALI's own lists of tensors, images that our kernels have augmented as
-        an MXNet array; and which images these are."""
+        """The next batch: images, labels and its Plan. DALI's output stays a list of tensors; images augmented by our
+        kernels are an MXNet array."""
         if self._prepared:
             prepared, self._prepared = self._prepared, None
             return prepared
@@ -153,7 +153,7 @@ class DaliLoader(Loader):
         return images, labels, plan
 
     def _augmented(self, images: Any, size: int, *changes: int) -> Any:
-        """The batch that the kernels of augment.cu make of images of any sizes, as an MXNet array."""
+        """Run the kernels of augment.cu on images of any sizes; returns the batch as an MXNet array."""
         if self._augmenter is None:
             config = self.config
             device = GpuDevice(config.device_id, source_code(config.transform, config.dtype, config.channels))
@@ -170,7 +170,7 @@ class DaliLoader(Loader):
                          f"{self.config.batch_size} images; use a smaller batch size, or free memory on that GPU")
 
     def _run_pipeline(self) -> tuple[Any, ...]:
-        """The graph's images and labels, which images these are, and what else the graph gives."""
+        """The graph's images and labels, the batch's Plan, and the graph's further outputs."""
         while True:
             try:
                 if self._pipeline is None:
@@ -183,7 +183,7 @@ class DaliLoader(Loader):
                 return images, labels, plan, *changes
             except (RuntimeError, MemoryError) as error:  # DALI gives up a whole batch for one image
                 self._pipeline = None
-                decoder_messages().take()  # what was on its way is decoded anew
+                decoder_messages().take()  # drop them: the batches in flight are decoded again
                 if "CUDA allocation failed" in str(error):  # DALI's words
                     raise self._no_memory() from error
                 if isinstance(error, MemoryError):
@@ -193,8 +193,9 @@ class DaliLoader(Loader):
 
     def _load(self) -> Batch:
         images, labels, plan = self.run()
-        # DALI's dynamic executor (its default) gives every batch memory of its own, which the DLPack capsule owns: the
-        # array is the pipeline's output itself, and goes back to DALI's pool when MXNet drops its last reference.
+        # DALI's dynamic executor (its default) gives every batch its own memory, owned by the DLPack capsule. The array
+        # is the pipeline's output without a copy; its memory returns to DALI's pool when MXNet drops its last
+        # reference.
         data, label = (output if isinstance(output, mx.nd.NDArray)
                        else mx.nd.from_dlpack(output.as_tensor().__dlpack__()) for output in (images, labels))
         self._recent.append((data, label))
@@ -202,10 +203,10 @@ class DaliLoader(Loader):
         return Batch(data, label, plan.num_valid, plan.indices[: plan.num_valid])
 
     def _start(self) -> None:
-        """Build the pipeline, to begin at the current position."""
+        """Build the pipeline so that it begins at the current position."""
         self._plans.clear()
         self._looks.clear()
-        decoder_messages()  # from now on they are caught
+        decoder_messages()  # starts to catch them
         self._planned = self._read_ahead = self.epoch * self.num_batches + self.batch
         config = self.config
         self._pipeline = build_pipeline(
@@ -218,7 +219,7 @@ class DaliLoader(Loader):
         )
 
     def _plan_next(self) -> ImageInputs:
-        """Decide on the next batch to be made; called by DALI, `prefetch` batches ahead."""
+        """Choose the images of the next batch; DALI calls this `prefetch` batches ahead."""
         epoch, batch = divmod(self._planned, self.num_batches)
         self._planned += 1
         while self._read_ahead < self._planned + READ_AHEAD:
@@ -234,7 +235,7 @@ class DaliLoader(Loader):
         return self._with_randoms(epoch, batch, ImageInputs(_joined(images), label))
 
     def _wanted(self, epoch: int, batch: int) -> list[int]:
-        """This process's share of a batch; in validation it may be short or empty."""
+        """The images of this process's share of a batch; in validation the share may be short or empty."""
         start = batch * self.global_batch
         end = min(start + self.global_batch, self.num_images)
         if self._graph.training:
@@ -242,9 +243,12 @@ class DaliLoader(Loader):
         return list(range(start, end)[self._share])
 
     def _shuffle(self, epoch: int) -> np.ndarray:
-        """An epoch's images, in its order: all of them, or with `balance` as many, drawn by class. With
-        `repeated_augmentation` N as many, but those of the first N-th only, each N times in a row (Hoffer et al.,
-        arXiv:1901.09335)."""
+        """An epoch's images in their order. Its length is always the number of images in the split.
+
+        By default this is a permutation of all images; with `balance` images are drawn by class. With
+        `repeated_augmentation` N, only the first 1/N of that order is used, each image N times in a row (Hoffer et al.,
+        arXiv:1901.09335).
+        """
         config = self.config
         rng = np.random.default_rng([config.seed, epoch])
         images = draw_balanced(self._images_by_class, config.balance, rng) if config.balance else self.num_images
@@ -263,7 +267,7 @@ class DaliLoader(Loader):
         return sizes
 
     def _sorted_by_class(self) -> dict[int, np.ndarray]:
-        """The images of each class that has some, by the data's class numbers, in their order."""
+        """The images of each class that has any, sorted by the data's own class numbers."""
         by_class: dict[int, list[int]] = {}
         for i in range(self.num_images):
             try:
@@ -273,8 +277,10 @@ class DaliLoader(Loader):
         return {label: np.array(by_class[label]) for label in sorted(by_class)}
 
     def _choose(self, epoch: int, batch: int) -> tuple[list[int], list[np.ndarray], int, int]:
-        """Images of a batch, and what the graph is fed with for them: those of this process's share that are not bad,
-        filled up with repetitions. How many of them count, and how many were bad."""
+        """Choose this process's images of a batch: its share without bad images, filled up with repetitions.
+
+        Returns the image numbers, the graph's input for each, how many of them count, and how many were bad.
+        """
         count, wanted = self.config.batch_size, self._wanted(epoch, batch)
         good = [(i, image) for i in wanted if (image := self._feed(i)) is not None]
         filling = good
@@ -283,14 +289,14 @@ class DaliLoader(Loader):
             filling = [next(((i, image) for i, image in everywhere if image is not None), (-1, np.empty(0)))]
             if filling[0][0] < 0:
                 first, reason = min(self.bad.items())
-                raise DataError(f"{self.config.data}: none of the {self.num_images} images can be decoded, from "
-                                f"{self._source.name(first)} on: {reason}; replace them")
+                raise DataError(f"{self.config.data}: none of the {self.num_images} images can be decoded, for example "
+                                f"{self._source.name(first)}: {reason}; replace them")
         chosen = [*good, *itertools.islice(itertools.cycle(filling), count - len(good))]
         indices, images = zip(*chosen, strict=True)
         return list(indices), list(images), count if self._graph.training else len(good), len(wanted) - len(good)
 
     def _feed(self, i: int) -> np.ndarray | None:
-        """What the graph gets for an image; None for one that is bad."""
+        """The graph's input for an image; None if the image is bad."""
         if i in self.bad:
             return None
         try:
@@ -303,29 +309,32 @@ class DaliLoader(Loader):
         return self._by_pillow.feed(i, self._graph.feeds) if i in self._by_pillow else image
 
     def _feed_unseen(self, i: int) -> np.ndarray | None:
-        """The same for an image of any batch."""
+        """`_feed` for an image of any batch, whose header may not have been inspected yet."""
         if self._graph.feeds != "pixels" and not self._is_known[i]:
-            self._end_look(Look(np.array([i]), [self._pool.submit(self._by_header, [i])]))
+            self._end_inspection([i], self._by_header([i]))
         return self._feed(i)
 
     def _look_at_headers(self, number: int) -> Look:
-        """Begin to look for images that DALI decodes otherwise than Pillow, in a batch, counted through all epochs."""
+        """Start to search batch `number`, counted through all epochs, for images that DALI decodes wrongly."""
         wanted = np.unique(np.array(self._wanted(*divmod(number, self.num_batches)), np.int64))
         new = wanted[~self._is_known[wanted]] if self._graph.feeds != "pixels" else wanted[:0]
         parts = [new[start : start + LOOKED_AT_TOGETHER].tolist() for start in range(0, len(new), LOOKED_AT_TOGETHER)]
         return Look(new, [self._pool.submit(self._by_header, part) for part in parts])
 
     def _end_look(self, look: Look) -> None:
-        found = [each for part in look.found for each in part.result()]
+        self._end_inspection(look.new, [each for part in look.found for each in part.result()])
+
+    def _end_inspection(self, indices: Sequence[int] | np.ndarray, found: Sequence[tuple[int, str]]) -> None:
+        """Have Pillow decode `found`, the images among `indices` that it must decode, with the reason."""
         self._decode_by_pillow([(i, reason) for i, reason in found if i not in self._by_pillow and i not in self.bad])
-        self._is_known[look.new] = True
+        self._is_known[indices] = True
 
     def _by_header(self, indices: Sequence[int]) -> list[tuple[int, str]]:
-        """Images that Pillow is to decode, and why."""
+        """The images among `indices` that Pillow must decode, with the reason."""
         return [(i, reason) for i in indices if (reason := self._header(i))]
 
     def _header(self, i: int) -> str:
-        """Why Pillow is to decode an image, by its header; "" also for one that cannot be read."""
+        """The reason, found in its header, why Pillow must decode an image; "" if none or if it cannot be read."""
         try:
             fed = self._source.feed(i)
             if self._graph.feeds == "paths":
@@ -335,16 +344,16 @@ class DaliLoader(Loader):
             return ""
 
     def _decode_by_pillow(self, which: Sequence[tuple[int, str]]) -> None:
-        """Have Pillow decode images that DALI does not decode, or not rightly, for the reasons given."""
+        """Have Pillow decode images that DALI refuses or decodes wrongly; `which` holds (image, reason)."""
         if which and not len(self._by_pillow):
-            log.warning("%s: %s; it and others that DALI does not decode rightly are decoded by Pillow, each once",
+            log.warning("%s: %s; Pillow decodes it and all other images that DALI does not decode correctly, once each",
                         self._source.name(which[0][0]), which[0][1])
         for (i, _), fault in zip(which, self._pool.map(self._add_by_pillow, [i for i, _ in which]), strict=True):
             if fault:
                 self._mark_bad(i, fault)
 
     def _add_by_pillow(self, i: int) -> str:
-        """Decode an image; returns why it cannot be, or ""."""
+        """Decode an image with Pillow; returns the reason if that fails, else ""."""
         if fault := self._fault(i):
             return fault
         try:
@@ -357,17 +366,18 @@ class DaliLoader(Loader):
         if not self._graph.training:
             return inputs
         count = self.config.batch_size
-        # Drawn for the whole global batch and cut, so that an image's augmentation does not depend on who loads it.
+        # Drawn for the whole global batch, then sliced: an image's augmentation must not depend on the process.
         rng = np.random.default_rng([self.config.seed, epoch, batch])
         randoms = random_inputs(rng, self.global_batch, self.config.transform)
         mine = {name: np.ascontiguousarray(values[self._share]) for name, values in randoms.items()}
         return inputs._replace(size=np.full((count, 2), self.config.size_in(epoch), np.float32), **mine)
 
     def _exclude_undecodable(self) -> bool:
-        """Find the images that cannot be decoded among those on their way; False if there are none.
+        """Search the batches in flight for images that cannot be decoded; returns False if there are none.
 
-        To look costs about as much as to load. But each failure costs a new pipeline, so every further one looks ahead
-        at twice as many batches: a data set with many broken images pays for a `verify`, one with a single one hardly.
+        Inspecting images costs about as much as loading them, but each failure costs a new pipeline. So every further
+        failure inspects twice as many batches ahead: a data set with many broken images pays the cost of a `verify`, a
+        data set with one broken image pays almost nothing.
         """
         before = len(self.bad) + len(self._by_pillow)
         under_way = {i for plan in self._plans for i in plan.indices}
@@ -382,7 +392,7 @@ class DaliLoader(Loader):
         if self.bad.keys().isdisjoint(under_way):
             for i in list(_undecodable(self._graph, self._feed, under_way)):
                 if i in self._by_pillow:
-                    self._mark_bad(i, "DALI cannot decode it, nor what Pillow made of it")
+                    self._mark_bad(i, "DALI cannot decode it, nor the PNG that Pillow made of it")
                 else:
                     self._decode_by_pillow([(i, "DALI cannot decode it")])
         if self.config.on_bad_image == "skip":
@@ -390,15 +400,16 @@ class DaliLoader(Loader):
         return len(self.bad) + len(self._by_pillow) > before
 
     def _find_damaged(self, plan: Plan) -> bool:
-        """Find the images of which the decoder has written a message, among those of this batch and those on their way.
-        True if they were looked for, which takes the pipeline: the batch is then to be made again.
+        """Find the images in this batch and in the batches in flight that the decoder's messages are about.
 
-        Each image is looked at once, and further ahead with each find, as for those that cannot be decoded.
+        Returns True if it searched. A search drops the pipeline, so this batch must then be made again. Each image is
+        checked once. Each search that finds some doubles the number of batches that the next one checks ahead, as in
+        `_exclude_undecodable`.
         """
         under_way = set(plan.indices).union(*(later.indices for later in self._plans))
         if under_way <= self._looked_at:
-            return False  # of one that is known
-        self._pipeline = None  # else it would go on decoding, and writing messages
+            return False  # the message is about an image that was checked before
+        self._pipeline = None  # it would go on decoding and writing messages
         places = sorted((under_way | self._images_ahead()) - self._looked_at - self.bad.keys())
         self._looked_at.update(places)
         found = self._decoder_check()(places)
@@ -412,7 +423,7 @@ class DaliLoader(Loader):
         return DecoderCheck(self._source.read, self.config.num_threads, self.config.max_pixels)
 
     def _settle(self, i: int, finding: Finding | None, decoder: str) -> None:
-        """Go on with an image as `verify` judges it, by what Pillow finds and the decoder says."""
+        """Treat an image as `verify` judges it: mark it bad, have Pillow decode it, or note its damage."""
         judged = verdict(finding, decoder)
         if judged and not judged.usable:
             self._mark_bad(i, f"{judged.kind}, {judged.detail}")
@@ -422,7 +433,7 @@ class DaliLoader(Loader):
             self.damaged[i] = judged.detail
 
     def _images_ahead(self) -> set[int]:
-        """The images of some batches after the ones under way."""
+        """The images of the next `_num_looked_ahead` batches after those in flight."""
         ahead = range(self._planned, self._planned + self._num_looked_ahead)
         return {i for number in ahead for i in self._wanted(*divmod(number, self.num_batches))}
 
@@ -430,12 +441,12 @@ class DaliLoader(Loader):
         self._num_looked_ahead = min(max(1, 2 * self._num_looked_ahead), self.num_batches)
 
     def _fault(self, i: int) -> str:
-        """Why Pillow cannot decode an image, or ""."""
+        """The reason why Pillow cannot decode an image, or ""."""
         finding = self._finding(i)
         return f"{finding.kind}, {finding.detail}" if finding and not finding.usable else ""
 
     def _finding(self, i: int) -> Finding | None:
-        """What Pillow says of an image."""
+        """Pillow's finding about an image, or the reason why it cannot be read."""
         try:
             return inspect_image(self._source.read(i).tobytes(), self.config.max_pixels)
         except (OSError, BrokenRecordError) as error:
@@ -452,34 +463,34 @@ class DaliLoader(Loader):
 
 
 def windows(images: Any) -> np.ndarray:
-    """Where the images of a list of DALI's lie, and their sizes: (N,) of WINDOW."""
+    """The addresses and sizes of the images in a DALI tensor list: (N,) of WINDOW."""
     found = np.empty(len(images), WINDOW)
     found["address"] = [images[i].data_ptr() for i in range(len(images))]
     found["height"], found["width"], _ = zip(*images.shape(), strict=True)
     if not (found["height"] * found["width"]).all():
-        raise DataError("a random crop of a very small image has no pixels; raise the first of --random-area")
+        raise DataError("a random crop of a very small image has no pixels; raise the first number of --random-area")
     return found
 
 
 def _reason(error: OSError | BrokenRecordError) -> str:
-    """Why an image cannot be read, in words."""
+    """The reason why an image cannot be read, in words."""
     return f"cannot be read ({error.strerror or error})" if isinstance(error, OSError) else str(error)
 
 
 def _joined(images: list[np.ndarray]) -> list[np.ndarray] | np.ndarray:
-    """Images of equal size as one array, which is handed to DALI in a hundredth of the time."""
+    """Images of equal size stacked into one array, which takes a hundredth of the time to hand to DALI."""
     return np.stack(images) if len({image.shape for image in images}) == 1 else images
 
 
 def decodes_on_cpu(config: LoaderConfig, source: Source) -> bool:
-    """Whether a pipeline on the GPU is to decode on the CPU."""
+    """Whether a pipeline on the GPU decodes on the CPU."""
     if config.device == "cpu" or config.decoder != "auto":
         return config.device == "gpu" and config.decoder == "cpu"
     return 0 < source.mean_encoded_bytes < THUMBNAIL_BYTES
 
 
 def _undecodable(graph: GraphConfig, fed: Callable[[int], np.ndarray | None], indices: Iterable[int]) -> Iterator[int]:
-    """The images among `indices` that DALI cannot decode, each tried alone; `fed(i)` is what the graph gets."""
+    """Try each image alone and yield those that DALI cannot decode; `fed(i)` is the graph's input for image i."""
     one: list[int] = [0]
 
     def feed() -> ImageInputs:
@@ -487,7 +498,7 @@ def _undecodable(graph: GraphConfig, fed: Callable[[int], np.ndarray | None], in
 
     pipeline: Any = None
     for one[0] in sorted(indices):
-        # All of the image, whichever window was wanted: it will be wanted elsewhere in the next epoch.
+        # training=False decodes the whole image: the next epoch will want another window of it.
         pipeline = pipeline or build_pipeline(replace(graph, training=False), feed, 1, 1, prefetch=1)
         try:
             pipeline.run()
@@ -502,11 +513,11 @@ def _last_line(error: Exception) -> str:
 
 
 def open_files(files: Sequence[str | Path], image_size: int, batch_size: int, **options: Any) -> DaliLoader:
-    """The loader of these image files, one at least, for prediction: in order, through the validation transform.
+    """The loader for prediction on image files: in order, through the validation transform.
 
-    `options` are further fields of LoaderConfig (device, dtype, channels, on_bad_image, ...). A batch's `label` holds
-    the positions of its images in `files`; only the first `num_valid` rows count. A file that is missing is a bad
-    image, as others are.
+    `files` holds at least one file. `options` are further fields of LoaderConfig (device, dtype, channels,
+    on_bad_image, ...). A batch's `label` holds the positions of its images in `files`; only the first `num_valid` rows
+    count. A missing file counts as a bad image.
     """
     config = LoaderConfig(data="files", split="val", image_size=image_size, batch_size=batch_size, **options)
     source = FileSource(Path(files[0]).parent, files, range(len(files)), [("", "")] * len(files))
@@ -514,7 +525,7 @@ def open_files(files: Sequence[str | Path], image_size: int, batch_size: int, **
 
 
 def open_chosen(config: LoaderConfig, indices: Sequence[int]) -> DaliLoader:
-    """The loader of those images of the split of `config`, in that order, through its validation transform, whichever
-    split that is. Raises DataError."""
+    """The loader of the chosen images of `config`'s split, in the given order, through the validation transform (for
+    either split). Raises DataError."""
     source = Chosen(open_source(config.data, config.split, **config.reading), indices)
     return DaliLoader(replace(config, split="val", prefetch=1), (0, 1), source)

@@ -1,7 +1,7 @@
-"""Images that are decoded once and kept in memory as pixels, for data sets that have room there.
+"""Decodes the images of a small data set once and keeps their pixels in memory.
 
-What a thumbnail costs the CPU beside a GPU is handing it to DALI and decoding it, in every epoch. Pixels of one size
-are handed over as one array a batch, and need no decoding.
+For thumbnails, the CPU spends most of its time on handing each encoded image to DALI and decoding it, in every epoch.
+Decoded images of one size are handed over as one array a batch, and need no decoding.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from pipelines.loader import LoaderConfig
 from pipelines.recordio import BrokenRecordError
 from pipelines.sources import Source
 
-# What is kept unasked. CIFAR-10 takes 0.14 GiB. With images of a photograph's size the GPU's JPEG engine is faster than
-# the way of their pixels to the GPU.
+# A split up to this size is kept by default. CIFAR-10 takes 0.14 GiB. For photographs, the GPU's JPEG engine decodes
+# faster than decoded pixels are copied to the GPU.
 SMALL_GIB = 0.25
-# A batch while the cache is filled: of many thumbnails, as there is a cost to each batch, and of few photographs, for
-# their memory.
+# Limits of a batch while the cache is filled: many thumbnails, because each batch has a fixed cost; few photographs,
+# because they take memory.
 _BATCH_BYTES, _MOST_IMAGES = 32 * 2**20, 1024
 
 log = logging.getLogger("pipelines.decoded")
 
 
 class DecodedSource(Source):
-    """The images of another source, decoded. One that is broken is met where it would be there."""
+    """The images of another source, decoded. A broken image raises when it is fed, as in the other source."""
 
     feeds = "pixels"
 
@@ -44,7 +44,7 @@ class DecodedSource(Source):
         self.cache_bytes = sum(image.nbytes for image in pixels.values())
         self.damaged = damaged
         self._source = source
-        self._pixels = pixels  # of image i, uint8 (height, width, 3); each image is here or in `broken`
+        self._pixels = pixels  # image -> uint8 (height, width, 3); each image is here or in `broken`
         self._broken = broken  # image -> reason
         self._labels = {i: source.label(i) for i in pixels}
 
@@ -69,7 +69,7 @@ class DecodedSource(Source):
 
 
 def decode_once(config: LoaderConfig, source: Source) -> Source:
-    """The source with all its images decoded, if they take no more than `cache_gib`; else the source as it is."""
+    """Decode the whole source if its pixels fit into `cache_gib`; otherwise return the source unchanged."""
     limit = (SMALL_GIB if config.cache_gib is None else config.cache_gib) * 2**30
     if not limit:
         return source
@@ -86,8 +86,8 @@ def decode_once(config: LoaderConfig, source: Source) -> Source:
 
 
 def _decode(config: LoaderConfig, source: Source, batch_size: int, limit: float) -> DecodedSource | None:
-    """Decode everything on the CPU, on all its threads; None as soon as it takes more than `limit` bytes."""
-    # As in validation: every image once, in order, and all of it.
+    """Decode all images on all CPU threads; returns None as soon as they take more than `limit` bytes."""
+    # Split "val" gives every image once, in order and uncropped.
     whole = replace(config, split="val", device="cpu", batch_size=batch_size, on_bad_image="skip")
     pixels: dict[int, np.ndarray] = {}
     num_bytes = 0
@@ -105,11 +105,11 @@ def _decode(config: LoaderConfig, source: Source, batch_size: int, limit: float)
 
 
 def _mean_decoded_bytes(source: Source) -> float:
-    """What a decoded image takes, by the headers of some; 0 where none can be read."""
+    """Mean bytes of a decoded image, estimated from the headers of a sample; 0 if none can be read."""
     sizes = []
     for encoded in source.sample():
         with (
-            contextlib.suppress(Exception),  # of what is no image, or is broken: the decoder will say so
+            contextlib.suppress(Exception),  # not an image, or broken: the decoder will report it
             Image.open(io.BytesIO(encoded)) as image,
         ):
             sizes.append(3 * image.width * image.height)

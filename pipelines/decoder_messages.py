@@ -1,12 +1,13 @@
-"""What the libraries that decode images say of damaged ones, and of which image they say it.
+"""Catches the messages of the image decoding libraries and finds the image that each message is about.
 
-libjpeg draws what it can of a damaged JPEG, counts it as decoded, and writes a line without the file's name to C's
-stderr: 'Corrupt JPEG data: premature end of data segment'. These lines are caught there, so that whoever had images
-decoded can ask whether there were any, and then have the images decoded in ever smaller groups to see whose they are.
+libjpeg decodes as much as it can of a damaged JPEG, reports success, and writes a line without the file's name to C's
+stderr: 'Corrupt JPEG data: premature end of data segment'. This module catches these lines. After decoding a batch, the
+caller asks whether there were any. If so, the images are decoded again in ever smaller groups, until each message
+belongs to one image.
 
-Lines of nvImageCodec itself, '[ERROR] [jpeg_parser] Invalid marker', are not among them: they go by C++'s std::cerr,
-which keeps the stream that it began with, and whoever catches the file descriptor loses the last words of a process
-that dies. They are of images that cannot be decoded, which are named as such.
+Messages of nvImageCodec itself ('[ERROR] [jpeg_parser] Invalid marker') are not caught. They go through C++'s
+std::cerr, which keeps the stream that it started with; redirecting the file descriptor instead would lose the last
+words of a process that dies. They concern images that cannot be decoded, which are reported anyway.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from pipelines.progress import num_cores
 from pipelines.recordio import BrokenRecordError
 from pipelines.transform import MAX_PIXELS, ImageTransform
 
-# What libjpeg says of what is in a file (jerror.h), and the way in which libpng begins its lines.
+# libjpeg's messages about the content of a file (jerror.h), and the prefix of libpng's lines.
 _OF_DECODERS = re.compile(
     r"\bJPEG\b|\bJFIF\b|^libpng |^Bogus |^Input file read error|^(Empty|Premature end of) input file|"
     r"^Invalid (component ID|SOS|progressive|restart)|^Unsupported (color|marker)|^Inconsistent progression|"
@@ -38,21 +39,21 @@ _OF_DECODERS = re.compile(
     r"^Unknown Adobe"
 )
 _LINE_BUFFERED = 1  # glibc's _IOLBF
-GROUP_SIZE = 64  # images decoded at once, to see whether there is a message at all
+GROUP_SIZE = 64  # images decoded together to see whether there is any message
 
 
 class DecoderMessages:
-    """C's stderr, without the lines of image decoders, which are kept until they are taken; all others go where they
-    went before. Python's own sys.stderr is another one.
+    """Replaces C's stderr: keeps the lines of image decoders until `take`, and passes all other lines on.
 
-    The variable `stderr` may be set 'just like any others' (manual of the GNU C Library, 'Standard Streams').
+    Python's sys.stderr is a separate stream and stays as it is. Setting the C variable `stderr` is allowed 'just like
+    any others' (manual of the GNU C Library, 'Standard Streams').
     """
 
     def __init__(self) -> None:
         self._taken: list[str] = []
         self._rest = b""
         self._lock = threading.Lock()
-        self._reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)  # a decoder never waits for who reads here
+        self._reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)  # a decoder must never wait for our reader
         libc = ctypes.CDLL(None)
         libc.fdopen.restype = ctypes.c_void_p
         libc.setvbuf.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
@@ -65,7 +66,7 @@ class DecoderMessages:
         atexit.register(self._end, variable, before)
 
     def take(self) -> list[str]:
-        """The lines of decoders since the last call."""
+        """The decoders' lines since the last call."""
         with self._lock:
             self._read()
             taken, self._taken = self._taken, []
@@ -98,17 +99,17 @@ class DecoderMessages:
 
 @functools.cache
 def decoder_messages() -> DecoderMessages:
-    """Those of this process, caught from the first call on."""
+    """The decoder messages of this process; the first call starts to catch them."""
     return DecoderMessages()
 
 
 class DecoderCheck:
-    """Asks the decoder of single images what it says of them.
+    """Finds out which of some images the decoder complains about.
 
     Args:
-        read: the encoded bytes of image `i` (uint8); raises OSError or BrokenRecordError.
-        num_threads: of the decoding; 0 takes all cores.
-        max_pixels: images of more are not decoded.
+        read: returns the encoded bytes of image `i` (uint8); raises OSError or BrokenRecordError.
+        num_threads: threads that decode; 0 takes all cores.
+        max_pixels: larger images are not decoded.
     """
 
     def __init__(self, read: Callable[[int], np.ndarray], num_threads: int = 0, max_pixels: int = MAX_PIXELS) -> None:
@@ -120,9 +121,11 @@ class DecoderCheck:
         self._images: list[np.ndarray] = []  # to be decoded next
 
     def __call__(self, indices: Sequence[int], alone: Container[int] = ()) -> dict[int, str]:
-        """What the decoder says of some images, or REFUSED; those of which it says nothing, and those that cannot be
-        read, are left out. `alone`: images that it is likely to refuse. Nothing else in this process may decode
-        meanwhile."""
+        """Map each image that the decoder complains about to its message, or to REFUSED.
+
+        Images that decode without a message and images that cannot be read are left out. Images in `alone`, which are
+        likely to be refused, are decoded one by one. Nothing else in this process may decode meanwhile.
+        """
         found: dict[int, str] = {}
         others = [i for i in indices if i not in alone]
         groups = [others[start : start + GROUP_SIZE] for start in range(0, len(others), GROUP_SIZE)]
@@ -143,13 +146,13 @@ class DecoderCheck:
                 self._images.append(self._read(i))
         if not self._images:
             return []
-        # No batch is made ahead: the messages are to be those of these images.
+        # prefetch=1: no batch is made ahead, so the messages are about these images only.
         self._pipeline = self._pipeline or build_pipeline(self._graph, self._feed, GROUP_SIZE, self._num_threads,
                                                           prefetch=1)
         decoder_messages().take()
         try:
             self._pipeline.run()
-        except RuntimeError:  # at one of them at least
+        except RuntimeError:  # at least one image was refused
             self._pipeline = None
             return [REFUSED]
         return decoder_messages().take()

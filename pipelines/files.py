@@ -1,4 +1,4 @@
-"""Files of a data set: text with names in it, and large ones that are mapped into memory."""
+"""Reads the files of a data set: text files that hold names, and large files that are mapped into memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from common.files import write_bytes
 from pipelines import bus_error
 from pipelines.errors import DataError
 
-_MOST_WORDS = 300  # letters of what a library says
+_MOST_WORDS = 300  # characters that we quote of a library's error
 _KINDS = {
     stat.S_IFIFO: "a named pipe",
     stat.S_IFSOCK: "a socket",
@@ -29,12 +29,12 @@ _KINDS = {
 
 
 def open_file(path: Path, mode: Literal["rb", "ab"] = "rb") -> BinaryIO:
-    """Open a file to read its bytes, or to add some. Raises OSError, also for what is no file: for a named pipe or a
-    device one might wait for ever."""
+    """Open a file to read or append bytes. Raises OSError, also for a named pipe or a device: reading could wait for
+    ever."""
     try:
         return open(path, mode, opener=_open_without_waiting)
     except ValueError:
-        check_is_file(path)  # which knows it in words
+        check_is_file(path)  # raises with a clear message
         raise
 
 
@@ -45,20 +45,20 @@ def read_file(path: Path) -> bytes:
 
 
 def understood(path: Path, problem: str, way_out: str) -> AbstractContextManager[None]:
-    """Inside, a library reads a file; whatever it raises on the content becomes a DataError of `problem` and `way_out`.
-    """
+    """A context in which a library reads a file: any error about the content becomes a DataError of `problem` and
+    `way_out`."""
 
     def refusal(error: Exception) -> DataError:
         words = " ".join(str(error).split())[:_MOST_WORDS].encode(errors="backslashreplace").decode()
         words = "".join(letter if letter.isprintable() else "?" for letter in words)
-        said = words if " " in words else f"{type(error).__name__} {words}".strip()  # a KeyError says the key only
+        said = words if " " in words else f"{type(error).__name__} {words}".strip()  # a KeyError's text is only the key
         return DataError(f"{path}: {problem} ({said}); {way_out}")
 
     return refused_as(refusal)
 
 
 def check_is_file(path: Path | str | bytes) -> None:
-    """Raise OSError for what is not there, or is no file."""
+    """Raise OSError if the path does not exist or is not a regular file."""
     try:
         status = os.stat(path)
     except ValueError:
@@ -68,10 +68,10 @@ def check_is_file(path: Path | str | bytes) -> None:
 
 def _open_without_waiting(path: str, flags: int) -> int:
     try:
-        # Else the opening of a pipe waits for somebody at its other end.
+        # Without O_NONBLOCK, opening a pipe waits for somebody at its other end.
         descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
     except OSError:
-        check_is_file(path)  # of a socket it knows more than "No such device or address"
+        check_is_file(path)  # names a socket, where the system says "No such device or address"
         raise
     try:
         _check_mode(os.fstat(descriptor), path)
@@ -88,8 +88,8 @@ def _check_mode(status: os.stat_result, path: Path | str | bytes) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a UTF-8 text file in one step, over one that is there; raises OSError, and DataError for a name in the text
-    that is in another encoding."""
+    """Write or replace a UTF-8 text file in one step. Raises OSError, and DataError if a name in the text is not
+    UTF-8."""
     try:
         content = text.encode()
     except UnicodeEncodeError as error:
@@ -101,8 +101,10 @@ def write_text(path: Path, text: str) -> None:
 
 
 def link_beside(path: Path, name: str) -> None:
-    """Let a file appear under a second name in its folder, which what takes its place appears under too: a symbolic
-    link. A copy where the file system has none. Nothing is done where that name is there already. Raises OSError."""
+    """Give a file a second name in its folder by a symbolic link, so that a later replacement has it too.
+
+    Copies the file if the file system has no links. Does nothing if the name exists already. Raises OSError.
+    """
     link = path.with_name(name)
     if link.exists():
         return
@@ -115,11 +117,11 @@ def link_beside(path: Path, name: str) -> None:
 def read_lines(path: Path) -> list[str]:
     """The lines of a text file that a user may have written; raises DataError."""
     try:
-        text = read_file(path).decode("utf-8-sig")  # Windows puts a mark before it
+        text = read_file(path).decode("utf-8-sig")  # Windows editors put a byte order mark first
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); check path and permissions") from None
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: is no UTF-8 text (byte {error.start}); save it as UTF-8") from None
+        raise DataError(f"{path}: is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
     if (place := text.find("\0")) >= 0:
         line = text.count("\n", 0, place) + 1
         raise DataError(f"{path} line {line}: holds a NUL, as a damaged file; put a whole one there")
@@ -127,11 +129,11 @@ def read_lines(path: Path) -> list[str]:
 
 
 class MappedFile:
-    """A file mapped into memory: reading a stretch costs no copy, and the operating system fetches its pages when they
-    are first touched, in whichever thread that is, or before, by `read_ahead`.
+    """A file mapped into memory, which is read without a copy.
 
-    Raises DataError for a file that is empty or cannot be read. Bytes that the file loses later, as it is cut short or
-    its disk fails, read as zeros from then on; who reads them is to ask `check` afterwards.
+    The operating system fetches a page when a thread first touches it, or earlier after `read_ahead`. Raises DataError
+    for a file that is empty or cannot be read. If the file loses bytes later, because it is cut short or its disk
+    fails, they read as zeros; so call `check` after reading.
     """
 
     def __init__(self, path: Path) -> None:
@@ -149,20 +151,21 @@ class MappedFile:
         bus_error.survive(self)
 
     def stretch(self, offset: int, size: int) -> np.ndarray:
-        """A view of some bytes."""
+        """A view of `size` bytes from `offset` on."""
         return self.bytes[offset : offset + size]
 
     def check(self) -> None:
-        """Raise DataError where the file has lost bytes since it was opened."""
+        """Raise DataError if the file has lost bytes since it was opened."""
         if (size := self.map.size()) < self.size:
             raise DataError(f"{self.path}: had {self.size:,} bytes when it was opened and has {size:,} now; put the "
                             "whole file back, and do not write data that is in use")
         if self.is_damaged:
-            raise DataError(f"{self.path}: bytes of it cannot be read any more; check the disk, or copy the file anew")
+            raise DataError(f"{self.path}: some of its bytes can no longer be read; check the disk, or copy the file "
+                            "again")
 
     def read_ahead(self, offset: int, size: int) -> None:
-        """These bytes will be wanted soon: have them read from the disk meanwhile, without waiting."""
+        """Ask the system to read these bytes from the disk in the background, as they will be needed soon."""
         if not 0 <= offset < self.size:
-            return  # of a damaged index; who reads there is told
+            return  # the index is damaged; reading the record will report it
         start = offset - offset % mmap.PAGESIZE
         self.map.madvise(mmap.MADV_WILLNEED, start, min(offset + size, len(self.map)) - start)

@@ -1,5 +1,8 @@
-"""A GPU for the loader's kernels: memory, a stream, compiling. The only module of this package that calls CUDA
-libraries, which are imported when a device is made, so that the package can be imported where they are missing."""
+"""Compiles and runs the loader's kernels on a GPU.
+
+Only this module of the package calls CUDA libraries. It imports them when a device is made, so the package can be
+imported on a machine without them.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,10 @@ from pipelines.errors import DataError
 
 
 class GpuDevice:
-    """A GPU: MXNet's memory, and a stream of its own, whose launches come before those of the training step. Raises
-    DataError where what compiles the kernels is missing."""
+    """A GPU with MXNet's memory and a stream of its own, which has priority over the training step's stream.
+
+    Raises DataError if the package that compiles the kernels is missing.
+    """
 
     def __init__(self, device_id: int, source: str) -> None:
         try:
@@ -45,11 +50,11 @@ class GpuDevice:
         return int(address.value or 0)
 
     def upload(self, array: Any, values: np.ndarray) -> None:
-        # `values` may change at once: what is copied from memory that is not pinned is taken from there first.
+        # The caller may overwrite `values` at once: CUDA first copies memory that is not pinned to a buffer of its own.
         status, = self._driver.cuMemcpyHtoDAsync(
             self.address(array), values.ctypes.data, values.nbytes, int(self._stream.handle))
         if int(status):
-            raise DataError(f"the loader cannot copy {values.nbytes} bytes to the GPU (CUDA's error {int(status)})")
+            raise DataError(f"the loader cannot copy {values.nbytes} bytes to the GPU (CUDA error {int(status)})")
 
     def launch(self, kernel: str, grid: tuple[int, int], block: int, *arguments: int | np.int32) -> None:
         if kernel not in self._kernels:
@@ -61,7 +66,7 @@ class GpuDevice:
 
 
 def compiled(source: str, architecture: str) -> bytes:
-    """Machine code of CUDA C++, for NVRTC's name of a GPU such as 'sm_90'; made once on each machine."""
+    """Compile CUDA C++ for an architecture such as 'sm_90' to machine code; done once on each machine, then cached."""
     from cuda.core import Program, ProgramOptions
 
     cache = Cache("loader kernels")

@@ -1,18 +1,19 @@
-"""The one DALI graph: training and validation, CPU and GPU, and its first stages alone for measuring.
+"""The DALI graph, for training and validation, on CPU and GPU; it can also stop after a stage, for measurements.
 
     encoded image -> decode (training: only a random window) -> resize -> crop, flip, normalise, pad channels -> NHWC
 
-Where the images come decoded (decoded.py), the window is cut out of the pixels instead, and so it is where it may
-reach beyond the image (`crop_padding`). Cutout, where it is wanted, follows the window; all other augmentations follow
-the resize, when the images of a batch have one size: the policy (policies.py, operations.py), colours, blur, erasing.
-On a GPU the graph of training ends with the windows, and the resize and what follows are done by kernels of our own
-(augment.py), which read the same numbers; large windows, which would fill the memory while they wait, it still resizes.
+The window is cut from the decoded pixels instead if the images come decoded (decoded.py) or if the window may reach
+beyond the image (`crop_padding`). Cutout follows the window. All other augmentations follow the resize, when the images
+of a batch have one size: the policy (policies.py, operations.py), colours, blur, erasing. On a GPU, the training graph
+ends with the windows. Our own kernels (augment.py) then resize and augment them from the same random numbers. Large
+windows would fill the memory while they wait, so the graph still resizes them.
 
-All random numbers come in from outside, drawn by the loader from (seed, epoch, batch), and no operator keeps a state.
-So any batch of any epoch can be computed at once: resuming needs two numbers, a broken image can be taken out without
-disturbing the others, and the CPU and GPU graphs see the same windows. (That is why the window is computed here and not
-by `decoders.image_random_crop`, whose generator is its own; the decoding is the same.) What does not depend on the
-image is computed outside, for a whole batch at once: an operator on the numbers of 512 images takes DALI 0.5 ms.
+The loader draws all random numbers from (seed, epoch, batch) and feeds them in; no operator keeps a state. So any batch
+of any epoch can be computed directly: resuming needs two numbers, a broken image can be removed without disturbing the
+others, and the CPU and GPU graphs see the same windows. For this reason the window is computed here and not by
+`decoders.image_random_crop`, which has a generator of its own; it decodes in the same way. Values that do not depend on
+the image are computed outside the graph, for a whole batch at once: a DALI operator on the numbers of 512 images takes
+0.5 ms.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import numpy as np
 import nvidia.dali.math as dali_math
 from nvidia import dali
 
-from common.output import without_lines
+from common.quiet import without_lines
 from pipelines import augment, policies
 from pipelines.operations import Numbers, applied, colour_numbers, mean_grey, numbers, on_those, solarised
 from pipelines.transform import MAX_PIXELS, MOST_OPERATIONS, ImageTransform
@@ -40,19 +41,20 @@ fn: Any = dali.fn
 types: Any = dali.types
 
 INTERPOLATIONS = {"bilinear": types.INTERP_LINEAR, "bicubic": types.INTERP_CUBIC}
-# Windows, and rectangles to erase, drawn for each training image; the first that fits is taken (torchvision draws as
-# many).
+# So many windows, and rectangles to erase, are drawn for each training image; the first that fits is taken. torchvision
+# draws this number, too.
 NUM_CANDIDATES = 10
 BLUR_SIGMA = (0.1, 2.0)  # pixels (SimCLR, arXiv:2002.05709, appendix A)
-# torchvision's defaults: the part of an image that is erased, and height / width.
+# torchvision's defaults: the erased fraction of an image's area, and the rectangle's height / width.
 ERASED_AREA, ERASED_RATIO = (0.02, 0.33), (0.3, 3.3)
 DEFAULT_HW_DECODER_LOAD = 0.65  # DALI's own
-# Pixels, width and height, that the GPU's decoders have memory ready for; larger images are decoded all the same, and
-# cost a pause (none of 900 of ImageNet is). Without it memory is taken and given back in every batch, for which the GPU
-# stops all its work: a training step beside it took 29.8 instead of 26.6 ms (ResNet-50, batch 256, one H200).
+# The GPU's decoders preallocate memory for images of this width and height, in pixels. Larger images are decoded too,
+# but cost a pause (none of 900 ImageNet images is larger). Without preallocation, memory is allocated and freed in
+# every batch, which stops all work of the GPU: a concurrent training step took 29.8 instead of 26.6 ms (ResNet-50,
+# batch 256, one H200).
 PREALLOCATED_PIXELS = 2500
-# nvImageCodec says several times that its optional libraries for JPEG 2000 and TIFF are not installed: these are
-# decoded on the CPU then.
+# nvImageCodec repeats that its optional libraries for JPEG 2000 and TIFF are not installed; the CPU decodes these
+# formats then.
 _MISSING_CODECS = re.compile(rb"nvjpeg2k|nvjpeg2000|nvtiff", re.IGNORECASE)
 LONGEST_SIDE = 64.0  # times the shorter one; photographs have no more than 10
 STAGES = ("read", "decode", "resize", "full")
@@ -60,7 +62,7 @@ STAGES = ("read", "decode", "resize", "full")
 
 @dataclass(frozen=True)
 class GraphConfig:
-    """What the graph computes."""
+    """The settings of a graph."""
 
     training: bool
     transform: ImageTransform
@@ -68,12 +70,12 @@ class GraphConfig:
     dtype: str  # "float32" or "float16"
     channels: int  # 3, or 4 with zeros in the last
     device: str  # "cpu" or "gpu"
-    feeds: str = "bytes"  # what the graph is fed with for each image: its "bytes", its file's "paths", or its "pixels"
+    feeds: str = "bytes"  # the form of the input images: encoded "bytes", "paths" of their files, or decoded "pixels"
     cpu_decoder: bool = False  # device "gpu": decode on the CPU, which is faster for thumbnails
     hw_decoder_load: float | None = None  # part of the images for the GPU's JPEG engine
     stage: str = "full"  # where to stop, one of STAGES
-    max_pixels: int = MAX_PIXELS  # images of more fail before they are decoded
-    large_images: bool = False  # device "gpu", training: their windows are not to wait in memory for augment.py
+    max_pixels: int = MAX_PIXELS  # larger images fail before they are decoded
+    large_images: bool = False  # device "gpu", training: resize in the graph, as the windows are too large to keep
 
     @property
     def is_finished_by_kernels(self) -> bool:
@@ -82,52 +84,52 @@ class GraphConfig:
 
     @property
     def is_resized_by_kernels(self) -> bool:
-        """Whether it ends with the windows; else augment.py gets images of their final size, and lets that be."""
+        """Whether the graph ends with the windows; otherwise it resizes, and augment.py keeps the size."""
         return self.is_finished_by_kernels and not self.large_images
 
 
 class ImageInputs(NamedTuple):
-    """What the graph reads for one batch of N images: lists of N, or NumPy arrays whose first axis is N."""
+    """The graph's inputs for one batch of N images: lists of N, or NumPy arrays whose first axis is N."""
 
-    image: Any  # uint8, the bytes of the image, or of its path, or its pixels (height, width, 3)
+    image: Any  # uint8: the encoded image, its path, or its pixels (height, width, 3)
     label: Any  # (N,) float32
     # For training only:
-    area: Any = None  # (N, NUM_CANDIDATES) float32, the window's part of the image's area
+    area: Any = None  # (N, NUM_CANDIDATES) float32, the window's fraction of the image's area
     log_ratio: Any = None  # (N, NUM_CANDIDATES) float32, logarithm of the window's width / height in pixels
-    position: Any = None  # (N, 2) float32 in [0, 1), where the window lies in the room that is left, x and y
+    position: Any = None  # (N, 2) float32 in [0, 1), the window's x and y as fractions of the free room
     mirror: Any = 0  # (N,) int32, 1 to flip from left to right
     shift: Any = None  # (N, 2) int32, for crop_padding: left and top of the window in the image, in pixels
-    hole: Any = None  # (N, 2) float32, for cutout: left and top of the hole in the window, as fractions of that
-    brightness: Any = None  # (N,) float32, what the pixels are multiplied by
-    colour: Any = None  # (N, 3) float32, factors of contrast and saturation, and the turn of the hue in degrees
-    chance: Any = None  # (N, 4) float32 in [0, 1): whether grey, blur, solarise, and which interpolation
+    hole: Any = None  # (N, 2) float32, for cutout: left and top of the hole, as fractions of the window
+    brightness: Any = None  # (N,) float32, factor for the pixels
+    colour: Any = None  # (N, 3) float32, contrast factor, saturation factor, hue rotation in degrees
+    chance: Any = None  # (N, 4) float32 in [0, 1), which decide on grey, blur, solarise and the interpolation
     sigma: Any = None  # (N,) float32, standard deviation of the blur in pixels
     policy: Any = None  # (N, MOST_OPERATIONS, 4) float32, policies.Draws.uniform
     policy_noise: Any = None  # (N, MOST_OPERATIONS) float32, policies.Draws.normal, for timm's RandAugment
     erasing: Any = None  # (N, 2, NUM_CANDIDATES) float32 in [0, 1), for random erasing: area, and width / height
-    erasing_place: Any = None  # (N, 3) float32 in [0, 1): whether, and where the rectangle lies, x and y
+    erasing_place: Any = None  # (N, 3) float32 in [0, 1): whether to erase, and the rectangle's x and y
     size: Any = None  # (N, 2) float32, height and width of the output in pixels, equal for all images of a batch
 
 
 class Derived(NamedTuple):
-    """What follows from a batch's random numbers and its size, as far as it is wanted: arrays whose first axis is N."""
+    """Values computed from a batch's random numbers and its size: arrays whose first axis is N, or None if unused."""
 
-    corner: Any = None  # (N, 2) float32, where the resize begins, y and x from 0 to 1: on the right to mirror the image
-    opposite: Any = None  # (N, 2) float32, where it ends
+    corner: Any = None  # (N, 2) float32, start of the resized region, y and x from 0 to 1; x = 1 mirrors the image
+    opposite: Any = None  # (N, 2) float32, end of the resized region
     erased: Any = None  # (N,) bool
     erased_from: Any = None  # (N, 2) float32, the erased rectangle in pixels: top and left
     erased_size: Any = None  # (N, 2) float32, height and width
-    coloured: Any = None  # (N,) bool, whether the following does something
-    matrix: Any = None  # (N, 3, 4) float32, from a colour (R, G, B, 1) to another
-    centre: Any = None  # (N,) float32, what part of the image's mean grey is added
+    coloured: Any = None  # (N,) bool, whether `matrix` and `centre` change the image
+    matrix: Any = None  # (N, 3, 4) float32, maps a colour (R, G, B, 1) to the new colour
+    centre: Any = None  # (N,) float32, the fraction of the image's mean grey that is added
     blurred: Any = None  # (N,) bool
     solarised: Any = None  # (N,) bool
     cubic: Any = False  # (N,) bool, whether the resize is bicubic
-    interpolation: Any = None  # (N,) int32, DALI's number for it, where it is random
+    interpolation: Any = None  # (N,) int32, DALI's number for the interpolation, if it is random
 
 
 def derived(transform: ImageTransform, inputs: ImageInputs) -> tuple[Derived, list[Numbers]]:
-    """And the numbers of the policy's operations, one after the other."""
+    """Compute the derived values of a batch, and the Numbers of each operation of the policy, in order."""
     height, width = map(int, inputs.size[0])
     values: dict[str, np.ndarray] = {}
     operations: list[Numbers] = []
@@ -168,7 +170,8 @@ def interpolation(transform: ImageTransform) -> str:
 def _rectangle(
     transform: ImageTransform, inputs: ImageInputs, height: int, width: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Whether, from where and how much is erased: torchvision's RandomErasing (Zhong et al., arXiv:1708.04896)."""
+    """Whether to erase, and the rectangle's corner and size: torchvision's RandomErasing (Zhong et al.,
+    arXiv:1708.04896)."""
     area = (ERASED_AREA[0] + (ERASED_AREA[1] - ERASED_AREA[0]) * inputs.erasing[:, 0]) * (height * width)
     log_ratio = [math.log(ratio) for ratio in ERASED_RATIO]
     ratio = np.exp(log_ratio[0] + (log_ratio[1] - log_ratio[0]) * inputs.erasing[:, 1])
@@ -182,9 +185,9 @@ def _rectangle(
 
 
 def random_inputs(rng: np.random.Generator, count: int, transform: ImageTransform) -> dict[str, np.ndarray]:
-    """Draw the random members of ImageInputs that this transform reads, for `count` images, by their names.
+    """Draw the random members of ImageInputs that this transform reads, for `count` images, keyed by their names.
 
-    The order of the draws is part of what a seed means: what is drawn for a new augmentation is drawn last.
+    A seed's result depends on the order of the draws, so the draws of a new augmentation must come last.
     """
 
     def uniform(*shape: int) -> np.ndarray:
@@ -203,7 +206,7 @@ def random_inputs(rng: np.random.Generator, count: int, transform: ImageTransfor
     ranges = (transform.contrast, transform.saturation, 360 * transform.hue)
     chance = colours or transform.blur or transform.solarise or transform.train_interpolation == "random"
     policy = transform.auto_augment
-    # Name, whether it is read, and its values.
+    # (name, whether this transform reads it, function that draws its values)
     draws: list[tuple[str, Any, Callable[[], np.ndarray]]] = [
         ("area", not padding, lambda: between(*transform.random_area, area)),
         ("log_ratio", not padding, lambda: between(narrowest, widest, log_ratio)),
@@ -222,7 +225,7 @@ def random_inputs(rng: np.random.Generator, count: int, transform: ImageTransfor
         ("erasing_place", transform.random_erasing, lambda: uniform(3)),
     ]
     is_read = {name: bool(read) for name, read, _ in draws}
-    while not is_read[draws[-1][0]]:  # nothing is drawn after it
+    while not is_read[draws[-1][0]]:  # nothing after it is read
         draws.pop()
     drawn = {name: draw() for name, _, draw in draws}
     return {name: values for name, values in drawn.items() if is_read[name]}
@@ -239,18 +242,17 @@ def build_pipeline(
     """A built DALI pipeline whose `run()` returns (images, labels); `source` is called once for each batch.
 
     The arrays that `source` returns are not copied, so it must not change them later.
-    Images have shape (N, height, width, channels), labels (N,) float32. A stage before "full" returns images of their
-    own sizes (uint8), and so does the whole graph where kernels are to resize them (`is_resized_by_kernels`). Where
-    kernels are to finish images (`is_finished_by_kernels`), what they read follows the labels: the arrays of
-    `augment.changes`.
+    Images have shape (N, height, width, channels), labels (N,) float32. A stage before "full" returns uint8 images of
+    individual sizes, and so does the full graph if kernels resize them (`is_resized_by_kernels`). If kernels finish
+    the images (`is_finished_by_kernels`), the arrays of `augment.changes` follow the labels.
     """
     transform = config.transform
     fields, derived_fields, num_operations = _fed(config)
     finishes = config.is_finished_by_kernels
     num_inputs = len(fields) + len(derived_fields) + num_operations * len(Numbers._fields)
     num_inputs += augment.num_arrays(transform) if finishes else 0
-    # DALI reads the arrays' memory without holding the arrays. The pipeline owns this list of those under way, through
-    # `feed`, and joins its threads before it lets go of it.
+    # DALI reads the arrays' memory but holds no reference to the arrays, so this queue does. The pipeline owns the
+    # queue through `feed`, and joins its threads before it releases it.
     under_way: deque[tuple[Any, ...]] = deque(maxlen=prefetch + 2)
 
     def feed() -> tuple[Any, ...]:
@@ -279,7 +281,7 @@ def build_pipeline(
         operations = [Numbers(*(next(nodes) for _ in Numbers._fields)) for _ in range(num_operations)]
         if config.feeds == "paths":
             inputs = inputs._replace(image=fn.io.file.read(inputs.image))
-        beside = [inputs.label, *nodes]  # what is left is for kernels
+        beside = [inputs.label, *nodes]  # the remaining nodes are the kernels' arrays
         if config.device == "gpu":
             beside = [node.gpu() for node in beside]
         return _image(config, inputs, values, operations), *beside
@@ -291,9 +293,11 @@ def build_pipeline(
 
 
 def _fed(config: GraphConfig) -> tuple[list[str], list[str], int]:
-    """What the graph reads: fields of ImageInputs and of Derived, and how many operations. What is for kernels, for a
-    stage that the graph does not reach, or for nothing that this transform does, is not fed: each costs DALI time in
-    every batch."""
+    """The inputs of the graph: fields of ImageInputs, fields of Derived, and the number of operations.
+
+    Every input costs DALI time in every batch. So values that only kernels read, values of a stage beyond the graph's
+    last, and values that this transform does not use are not fed.
+    """
     transform = config.transform
     fields = ["image", "label"]
     if not config.training or config.stage == "read":
@@ -324,26 +328,26 @@ def _fed(config: GraphConfig) -> tuple[list[str], list[str], int]:
 
 def _image(config: GraphConfig, inputs: ImageInputs, values: Derived, operations: list[Numbers]) -> Any:
     if config.stage == "read":
-        return fn.copy(inputs.image)  # else nobody would touch the bytes of a mapped file
+        return fn.copy(inputs.image)  # without a copy, nothing would read the bytes of a mapped file
     image = _window(config, inputs)
     if config.stage == "decode":
         return image
     transform = config.transform
     if config.training and transform.cutout and not config.is_finished_by_kernels:
-        # DeVries and Taylor, arXiv:1708.04552. Its centre is anywhere in the image, so part of it may lie outside.
-        # Never in training on a GPU: DALI's operator frees pinned memory before its copy to the GPU has been made, and
-        # wrong batches were seen beside other processes (DALI 2.4).
+        # Cutout (DeVries and Taylor, arXiv:1708.04552): the hole's centre is anywhere in the image, so part of the hole
+        # may lie outside. In training on a GPU our kernels do it: DALI's operator frees pinned memory before its copy
+        # to the GPU has finished, and batches were wrong while other processes used the GPU (DALI 2.4).
         hole = {"anchor": inputs.hole, "shape": 2 * [transform.cutout], "axis_names": "WH", "normalized": True}
         image = fn.erase(image, **hole, fill_value=transform.mean_colour)
     if config.is_resized_by_kernels:
         return image
-    # Both resizes filter before they shrink (antialias), as training and prediction must see the same pictures.
+    # Both resizes antialias when they shrink: training and prediction must see equal pictures.
     mirror = inputs.mirror
     if config.training:
         kind = INTERPOLATIONS.get(interpolation(transform)) or fn.cast(values.interpolation, dtype=types.INTERP_TYPE)
         flip = {}
         if operations:
-            # An operation with a direction follows the flip (torchvision's order), which costs nothing here.
+            # torchvision flips before the policy, whose operations have a direction. Flipping in the resize is free.
             flip = {"roi_start": values.corner, "roi_end": values.opposite, "roi_relative": True}
             mirror = 0
         image = fn.resize(image, size=inputs.size, interp_type=kind, **flip)
@@ -369,7 +373,7 @@ def _image(config: GraphConfig, inputs: ImageInputs, values: Derived, operations
 
 
 def _changed(transform: ImageTransform, image: Any, inputs: ImageInputs, values: Derived) -> Any:
-    """Images of the network's input's size after what follows the policy, each as it was drawn; on the CPU."""
+    """Apply the augmentations that follow the policy, on the CPU, to images of the network's input size."""
 
     def colour(image: Any, matrix: Any) -> Any:
         return fn.coord_transform(image, MT=matrix, dtype=types.UINT8)
@@ -398,10 +402,10 @@ def _changed(transform: ImageTransform, image: Any, inputs: ImageInputs, values:
 
 
 def _window(config: GraphConfig, inputs: ImageInputs) -> Any:
-    """The part of the image that is wanted, decoded, on the graph's device."""
+    """The decoded window of the image, on the graph's device."""
     padding = config.training and config.transform.crop_padding > 0
     if config.feeds == "pixels":
-        # Thumbnails whole, and cut there: one copy to the GPU, and less work for the CPU.
+        # Thumbnails are copied whole and cut on the graph's device: one copy to the GPU, and less work for the CPU.
         image = fn.reinterpret(inputs.image, layout="HWC")
         image = image.gpu() if config.device == "gpu" else image
         if config.training and not padding:
@@ -416,9 +420,9 @@ def _window(config: GraphConfig, inputs: ImageInputs) -> Any:
 
 
 def _decoded(config: GraphConfig, inputs: ImageInputs, whole: bool) -> Any:
-    """The whole image decoded, or a random window of it, on the graph's device."""
-    # The window depends on the image's header even where it is all of it, so that what is no image, or too large a one,
-    # ends there with an error: the decoder of DALI 2.4 reads freed memory when it refuses several in one batch.
+    """Decode the whole image or a random window of it, onto the graph's device."""
+    # The header is read even if the window is the whole image, so that an input that is not an image, or is too large,
+    # fails here: the decoder of DALI 2.4 reads freed memory when it refuses several images of one batch.
     shape = fn.peek_image_shape(inputs.image, dtype=types.FLOAT)
     is_too_large = shape[0] * shape[1] > float(config.max_pixels)
     height, width = shape[3 * is_too_large], shape[1]  # there is no shape[3]: DALI's way to raise an error
@@ -437,8 +441,8 @@ def _decoded(config: GraphConfig, inputs: ImageInputs, whole: bool) -> Any:
 
 
 def _whole(height: Any, width: Any, config: GraphConfig) -> tuple[Any, Any]:
-    """Start and size of the window that is all of the image, as fractions (x, y); in validation, of a very long image
-    its middle."""
+    """Start and size of the window that holds the whole image, as fractions (x, y); in validation, the window of a very
+    long image holds only its middle."""
     most = longest_side(config)
     if not most:
         zero = 0.0 * fn.stack(width, height)
@@ -448,21 +452,23 @@ def _whole(height: Any, width: Any, config: GraphConfig) -> tuple[Any, Any]:
 
 
 def longest_side(config: GraphConfig) -> float:
-    """How many times its shorter side a validation image may be long, whose middle alone is cropped: what is longer
-    would be millions of pixels after the resize, for nothing; and the resize makes no more than `max_pixels`. 0 where
-    nothing is resized so."""
+    """The largest longer / shorter side at which a validation image is resized whole; 0 if the graph does not resize.
+
+    A longer image loses its ends before the resize: it would become millions of pixels, only to have its middle
+    cropped. The limit also keeps the resized image within `max_pixels`.
+    """
     if config.training or config.stage in ("read", "decode"):
         return 0.0
     return max(2.0, min(LONGEST_SIDE, config.max_pixels / shorter_side(config) ** 2))
 
 
 def shorter_side(config: GraphConfig) -> int:
-    """What the resize of validation makes of an image's shorter side, in pixels."""
+    """The length of an image's shorter side after the resize of validation, in pixels."""
     return max(config.image_size, round(config.image_size / config.transform.val_crop_fraction))
 
 
 def middle(image: np.ndarray, most: float) -> np.ndarray:
-    """The window of `_whole` of an image that comes decoded (height, width, 3)."""
+    """Cut the window that `_whole` chooses from a decoded image (height, width, 3)."""
     if max(image.shape[:2]) <= most * min(image.shape[:2]):
         return image
     height, width = image.shape[:2]
@@ -475,19 +481,19 @@ def middle(image: np.ndarray, most: float) -> np.ndarray:
 def _random_window(height: Any, width: Any, inputs: ImageInputs) -> tuple[Any, Any]:
     """Start and size of the window to decode, both (x, y), as fractions of the image.
 
-    A window of a random part of the area and a random aspect ratio, the first of the candidates that fits into the
-    image (Szegedy et al., Going Deeper with Convolutions, 2014, section 6); if none does, the last, cut at the border.
-    It has a pixel at least, however small the image.
+    Each candidate has a random area and a random aspect ratio. The first one that fits into the image is taken (Szegedy
+    et al., Going Deeper with Convolutions, 2014, section 6); if none fits, the last one is cut at the border. The
+    window always has at least one pixel.
     """
-    aspect = dali_math.exp(inputs.log_ratio) * (height / width)  # of the fractions, not of the pixels
+    aspect = dali_math.exp(inputs.log_ratio) * (height / width)  # in fractions of the image, not in pixels
     w = dali_math.sqrt(inputs.area * aspect)
     h = dali_math.sqrt(inputs.area / aspect)
-    # The index of the first candidate that fits: one that does not is moved behind all others.
+    # The index of the first candidate that fits: adding NUM_CANDIDATES moves the others behind it.
     index = types.Constant(np.arange(NUM_CANDIDATES, dtype=np.float32), device="cpu")
     too_big = fn.cast((w > 1) | (h > 1), dtype=types.FLOAT)
     first = fn.reductions.min(index + NUM_CANDIDATES * too_big)
     chosen = fn.cast(index == dali_math.min(first, NUM_CANDIDATES - 1.0), dtype=types.FLOAT)
     size = fn.stack(fn.reductions.sum(w * chosen), fn.reductions.sum(h * chosen))
-    pixel = 1.01 / fn.stack(width, height)  # and a bit: DALI rounds both ends, which must not become the same
+    pixel = 1.01 / fn.stack(width, height)  # slightly more than a pixel, as DALI rounds both ends and they must differ
     size = dali_math.min(dali_math.max(size, pixel), 1.0)
     return inputs.position * (1.0 - size), size

@@ -1,4 +1,4 @@
-"""What is wrong, or worth knowing, about an encoded image: found by decoding it with Pillow."""
+"""Decodes an image with Pillow to find what is wrong with it or worth knowing about it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from PIL import Image, ImageFile, UnidentifiedImageError
 from pipelines.by_pillow import reason_for_pillow
 from pipelines.transform import MAX_PIXELS
 
-# What DALI's decoders read; Pillow knows more.
+# Formats that DALI's decoders read; Pillow reads more.
 DECODABLE_FORMATS = frozenset({"JPEG", "MPO", "PNG", "BMP", "TIFF", "WEBP", "PPM", "JPEG2000"})
 
-Image.MAX_IMAGE_PIXELS = None  # ours is another one, `max_pixels`
+Image.MAX_IMAGE_PIXELS = None  # we check our own limit, `max_pixels`
 
 _UNDECODABLE_TIFF = {"I": "32-bit integers", "F": "floating-point numbers"}  # by Pillow's modes
 _DOUBTFUL = re.compile(rb"II\*\0|MM\0\*|RIFF....WEBP|P[1-6]\s", re.DOTALL)
@@ -27,25 +27,25 @@ class Finding(NamedTuple):
     kind: str  # "empty", "not an image", "truncated", "broken", "too large", "format", or "damaged", "CMYK", "16-bit",
     #            BY_PILLOW
     detail: str
-    usable: bool  # the loader decodes it all the same
-    doubtful: bool = False  # of a format in which DALI decodes some images that Pillow refuses
+    usable: bool  # whether the loader decodes the image nevertheless
+    doubtful: bool = False  # whether DALI may decode it although Pillow refuses it, which some formats allow
 
 
 BY_PILLOW = "by Pillow"
-REFUSED = "cannot be decoded"  # for `verdict`, in place of what DALI's decoder says
+REFUSED = "cannot be decoded"  # for `verdict`, instead of a message of DALI's decoder
 
 
 def verdict(pillow: Finding | None, decoder: str) -> Finding | None:
-    """What training and `verify` make of an image, by what `inspect_image` found and what DALI's decoder said of it: ""
-    where it decoded it without a word, or REFUSED.
+    """Judge an image for training and `verify` from the finding of `inspect_image` and the message of DALI's decoder.
 
-    DALI draws what it can of a damaged image and says so; an image that Pillow refuses is not used then.
+    `decoder` is "" if DALI decoded the image without a message, or REFUSED. DALI decodes as much as it can of a damaged
+    image and writes a message; if there is a message and Pillow refuses the image, the image is not used.
     """
     if pillow and (pillow.kind in ("empty", "too large", "format", BY_PILLOW)):
         return pillow
     is_usable = pillow is None or pillow.usable
     if decoder == REFUSED:
-        return Finding(BY_PILLOW, "DALI cannot decode it: it is decoded by Pillow", True) if is_usable else pillow
+        return Finding(BY_PILLOW, "DALI cannot decode it, so Pillow does", True) if is_usable else pillow
     if decoder:
         return Finding("damaged", f"the decoder says: {decoder}", True) if is_usable else pillow
     if pillow and pillow.doubtful:
@@ -54,8 +54,10 @@ def verdict(pillow: Finding | None, decoder: str) -> Finding | None:
 
 
 def inspect_image(encoded: bytes, max_pixels: int = MAX_PIXELS, decode: bool = True) -> Finding | None:
-    """The worst finding about an image, or None for one without fault; without `decode` only its header is read. One of
-    more than `max_pixels` is not decoded."""
+    """The worst finding about an image, or None if it has no fault.
+
+    Without `decode`, only the header is read. An image of more than `max_pixels` is never decoded.
+    """
     if not encoded:
         return Finding("empty", "holds no bytes", False)
     reason = reason_for_pillow(lambda at, size: encoded[at : at + size])
@@ -70,11 +72,11 @@ def inspect_image(encoded: bytes, max_pixels: int = MAX_PIXELS, decode: bool = T
                     size = f"{image.width:,} x {image.height:,}"
                     return Finding("too large", f"has {size} pixels, more than --max-pixels {max_pixels}", False)
                 if decode:
-                    image.draft("RGB", (1, 1))  # JPEG: an eighth of the size is enough to walk through all of the data
+                    image.draft("RGB", (1, 1))  # JPEG: decoding at 1/8 size still reads all of the data
                     image.load()
     except UnidentifiedImageError:
         return Finding("not an image", f"begins with {encoded[:8]!r}", False, is_doubtful)
-    except Exception as error:  # struct.error, OverflowError, zlib.error: no list has all that Pillow raises
+    except Exception as error:  # struct.error, OverflowError, zlib.error: Pillow documents no complete list
         kind = "truncated" if "truncated" in str(error).lower() else "broken"
         return Finding(kind, " ".join(str(error).split()) or type(error).__name__, False, is_doubtful)
     if image_format not in DECODABLE_FORMATS:
@@ -82,7 +84,7 @@ def inspect_image(encoded: bytes, max_pixels: int = MAX_PIXELS, decode: bool = T
     if image_format == "TIFF" and mode in _UNDECODABLE_TIFF:
         return Finding("format", f"TIFF of {_UNDECODABLE_TIFF[mode]} cannot be decoded; convert it to JPEG", False)
     if reason:
-        return Finding(BY_PILLOW, f"{reason}: it is decoded by Pillow", True)
+        return Finding(BY_PILLOW, f"{reason}, so Pillow decodes it", True)
     if mode == "CMYK":
         return Finding("CMYK", "is converted to RGB when it is read", True)
     if mode.startswith("I;16") or mode == "I":

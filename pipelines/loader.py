@@ -1,8 +1,8 @@
-"""What every loader has in common: its configuration, its batches, and its position that can be saved and restored.
+"""The base of all loaders: configuration, batches, and a position that can be saved and restored.
 
-What a batch holds is a function of (seed, epoch, number of the batch) and nothing else. Global batch `k` holds the
-images `k * B ... (k + 1) * B - 1` of the epoch's order, B being the batch size times the number of processes, and each
-process has its share of them. So all processes have as many batches, and every validation image is in exactly one.
+The content of a batch depends only on (seed, epoch, batch number). Global batch `k` holds images `k * B` to
+`(k + 1) * B - 1` of the epoch's order, where B is the batch size times the number of processes; each process has its
+share of them. So all processes have equally many batches, and every validation image is in exactly one batch.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ _CHOICES = {
     "labels": (AUTO, "fine", "coarse"),
 }
 
-# What decides on an epoch's images, besides the seed, and what it is where a saved position does not say.
+# Options that, besides the seed, decide on an epoch's images, with their values where a saved position has none.
 _IN_THE_ORDER = {"val_split": 0, "val_group_by": "image", "balance": 0, "repeated_augmentation": 0, "labels": AUTO}
 
 
 @dataclass(frozen=True)
 class LoaderConfig:
-    """What to load and how; raises DataError for values that cannot be."""
+    """The options of a loader; raises DataError for an invalid value."""
 
     data: str  # a path as in sources/, or "synthetic"
     split: str = "train"  # "train" shuffles and augments, "val" does neither
-    val_split: float = 0.0  # of data without a split "val": this fraction of the training images is that
-    val_group_by: GroupBy = "image"  # with val_split: what stays on one side, an "image" or all of a "folder"
-    first_label: FirstLabel = AUTO  # of TFRecord files: the label of the first class, "0" or "1"
-    labels: Labels = AUTO  # of CIFAR-100's own files: "fine" or "coarse"; auto: fine
-    balance: float = 0.0  # training: how equally often classes are drawn, from as they come (0) to equally often (1)
-    repeated_augmentation: int = 0  # training: copies of an image that a global batch holds; 0: no copies
-    batch_size: int = 32  # images a process
+    val_split: float = 0.0  # for data without a split "val": the fraction of the training images used as "val"
+    val_group_by: GroupBy = "image"  # with val_split: single images are assigned, or each "folder" as a whole
+    first_label: FirstLabel = AUTO  # for TFRecord files: the label of the first class, "0" or "1"
+    labels: Labels = AUTO  # for CIFAR-100's own files: "fine" or "coarse"; auto: fine
+    balance: float = 0.0  # training: 0 draws classes as often as they occur in the data, 1 draws all equally often
+    repeated_augmentation: int = 0  # training: copies of each image in a global batch; 0: no copies
+    batch_size: int = 32  # images per process
     image_size: int = 224  # pixels, height and width
-    image_sizes: tuple[int, ...] = ()  # training: of the first epochs, one by one; image_size holds after them
+    image_sizes: tuple[int, ...] = ()  # training: the sizes of the first epochs, one each; then image_size
     dtype: str = "float32"  # or "float16"
     channels: int = 3  # or 4: a fourth channel of zeros, for kernels that want aligned pixels
     device: str = "cpu"  # or "gpu": decode and augment there
@@ -60,14 +60,14 @@ class LoaderConfig:
     num_threads: int = 0  # CPU threads of this process; 0: all cores (several processes on a machine must share them)
     seed: int = 0
     transform: ImageTransform = field(default_factory=ImageTransform)  # how images are cropped and augmented
-    on_bad_image: str = "error"  # or "skip": go on without images that cannot be decoded
-    max_pixels: int = MAX_PIXELS  # an image of more, by its header, is one that cannot be decoded
-    num_classes: int | None = None  # of synthetic data (default 10) and of RecordIO files without classes.txt
-    synthetic_images: int = 12_800  # images an epoch of synthetic training data; validation has a tenth
+    on_bad_image: str = "error"  # or "skip": leave out images that cannot be decoded
+    max_pixels: int = MAX_PIXELS  # an image of more, by its header, counts as one that cannot be decoded
+    num_classes: int | None = None  # for synthetic data (default 10) and RecordIO files without classes.txt
+    synthetic_images: int = 12_800  # images per epoch of synthetic training data; validation has a tenth
     prefetch: int = 3  # batches made ahead: one late batch does not stop the step
     decoder: str = "auto"  # device "gpu": decode on the "gpu" or the "cpu"; auto: thumbnails on the CPU
-    hw_decoder_load: float | None = None  # device "gpu": part of the images for the JPEG engine; None: measured once
-    cache_gib: float | None = 0.0  # keep the split decoded in memory if it takes no more; None: if it is small
+    hw_decoder_load: float | None = None  # device "gpu": fraction of images for the JPEG engine; None: measured once
+    cache_gib: float | None = 0.0  # keep the decoded split in memory if it fits in this; None: if it is small
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -102,7 +102,7 @@ class LoaderConfig:
 
     @property
     def reading(self) -> dict[str, Any]:
-        """How `open_source` is to read the data."""
+        """The arguments of `open_source` that decide how the data are read."""
         names = ("num_classes", "val_split", "val_group_by", "first_label", "labels")
         return {name: getattr(self, name) for name in names}
 
@@ -115,16 +115,16 @@ class LoaderConfig:
 class Batch(NamedTuple):
     """One batch of one process."""
 
-    data: Any  # mx.nd (N, size, size, channels), normalised, size being that of the epoch; read only
+    data: Any  # mx.nd (N, size, size, channels), normalised, `size` is the epoch's; read only
     label: Any  # mx.nd (N,) float32
-    num_valid: int  # in validation < N where images ran out or were skipped; the rest is padding that must not count
-    indices: Sequence[int] = ()  # of the first `num_valid`: which images of the split these are; none of synthetic ones
+    num_valid: int  # in validation < N if images ran out or were skipped; the rest is padding that must not count
+    indices: Sequence[int] = ()  # the numbers in the split of the first `num_valid` images; empty for synthetic data
 
 
 class Loader(ABC):
-    """Iterating gives the batches of the current epoch from where it stands; its end begins the next epoch."""
+    """Iterating yields the rest of the current epoch's batches; after the last one, the next epoch begins."""
 
-    # What must be the same for a position to mean the same images, as the user knows it, and what else can be done.
+    # For the error about a saved position: the options that must not change, and the alternative.
     _way_out = ("resume with the same data, seed, --labels, --val-split, --balance and --repeated-augmentation, or "
                 "begin a new run on this data from the weights of that one with --weights RUN")
 
@@ -133,18 +133,18 @@ class Loader(ABC):
             require_gpu(config.device_id)
         self.config = config
         self.shard = shard
-        self.num_images = num_images  # of the whole split
-        self.own_classes = self.classes = classes  # the data's, and in the order of the labels
-        self.labels: Sequence[int] = range(len(classes))  # of the data's own class numbers
-        self.remarks: Sequence[str] = ()  # sentences about what of the data is left out
+        self.num_images = num_images  # in the whole split
+        self.own_classes = self.classes = classes  # the data's own classes; the classes in the order of the labels
+        self.labels: Sequence[int] = range(len(classes))  # the data's own class number -> label
+        self.remarks: Sequence[str] = ()  # sentences about data that are left out
         self.bad: dict[int, str] = {}  # image -> reason
-        self.damaged: dict[int, str] = {}  # image -> what the decoder says of it, whose picture is used all the same
-        self.num_skipped = 0  # images of this process's batches of the epoch, or of the one that has just ended
+        self.damaged: dict[int, str] = {}  # image that is used although damaged -> the decoder's message
+        self.num_skipped = 0  # images skipped by this process in this epoch, or in the one that has just ended
         self.epoch = 0
-        self.batch = 0  # the next one of this epoch
+        self.batch = 0  # the number of the next batch in this epoch
         global_batch = config.batch_size * shard[1]
         if config.split == "train":
-            self.num_batches = num_images // global_batch  # what is left over differs in every epoch
+            self.num_batches = num_images // global_batch  # other images are left over in every epoch
             if self.num_batches == 0:
                 each = f" ({config.batch_size} on each of {shard[1]} processes)" if shard[1] > 1 else ""
                 raise DataError(
@@ -154,26 +154,26 @@ class Loader(ABC):
             if config.repeated_augmentation > global_batch:
                 raise DataError(
                     f"--repeated-augmentation {config.repeated_augmentation} is more than the {global_batch} images of "
-                    "a batch, which is to hold all copies of an image; lower it"
+                    "a batch, but all copies of an image must fit into one batch; lower it"
                 )
         else:
             self.num_batches = -(-num_images // global_batch)
 
     @property
     def class_names(self) -> list[str]:
-        """Names to show, in the order of the labels."""
+        """The names to show, in the order of the labels."""
         return [shown for _, shown in self.classes]
 
     def count_classes_as(self, classes: Classes, labels: Sequence[int]) -> None:
-        """From the next batch on, labels are numbers of these classes; `labels` has that of each class of the data."""
+        """From the next batch on, a label is a number in `classes`; `labels[k]` is the label of the data's class k."""
         self.classes, self.labels = classes, labels
 
     def labels_met(self) -> Iterator[int]:
-        """The data's own number of each class that an image of the split has, as soon as one is met."""
+        """Yield the data's own number of each class that has images in the split, when its first image is met."""
         return iter(range(len(self.labels)))
 
     def class_sizes(self) -> np.ndarray:
-        """How many images of the whole split each class has, in the order of the labels; about so of synthetic ones."""
+        """The number of images of each class in the whole split, by label; approximate for synthetic data."""
         return np.full(len(self.classes), max(1, self.num_images // len(self.classes)))
 
     def __iter__(self) -> Iterator[Batch]:
@@ -181,30 +181,30 @@ class Loader(ABC):
             self.num_skipped = 0
         while self.batch < self.num_batches:
             batch = self._load()
-            self.batch += 1  # before the consumer has it, so that `state` taken meanwhile points behind it
+            self.batch += 1  # before the yield: a `state` that the consumer takes points to the next batch
             yield batch
         self.epoch, self.batch = self.epoch + 1, 0
 
-    def prepare(self) -> None:  # noqa: B027  # where a batch costs nothing there is nothing to do
-        """Make the next batch before it is asked for, so that the memory that batches need is taken now."""
+    def prepare(self) -> None:  # noqa: B027  # a loader whose batches cost nothing has nothing to prepare
+        """Make the next batch now, so that the memory that batches need is allocated now."""
 
     def names(self, images: Sequence[int]) -> list[str]:
-        """Files or records of images of the split."""
+        """The files or records of some images of the split."""
         return [self._name(i) for i in images]
 
     @property
     def bad_images(self) -> list[tuple[str, str]]:
-        """(file or record, reason) of those that this process met and skipped."""
+        """(file or record, reason) of the images that this process skipped."""
         return [(self._name(i), reason) for i, reason in sorted(self.bad.items())]
 
     @property
     def damaged_images(self) -> list[tuple[str, str]]:
-        """(file or record, what its decoder says) of those that this process met and used as they decode."""
+        """(file or record, decoder's message) of the damaged images that this process used as they decode."""
         return [(self._name(i), message) for i, message in sorted(self.damaged.items())]
 
     @property
     def cache_bytes(self) -> int:
-        """Memory that images take which are kept decoded (`cache_gib`)."""
+        """Bytes of memory that the decoded images take (`cache_gib`)."""
         return 0
 
     def _name(self, i: int) -> str:
@@ -212,7 +212,7 @@ class Loader(ABC):
 
     @abstractmethod
     def _load(self) -> Batch:
-        """The batch that `epoch` and `batch` point at."""
+        """Load batch `batch` of epoch `epoch`."""
 
     @abstractmethod
     def close(self) -> None:
@@ -225,7 +225,7 @@ class Loader(ABC):
         self.close()
 
     def _identity(self) -> dict[str, Any]:
-        """What must be the same for a position to mean the same images."""
+        """The values that must not change between saving a position and restoring it."""
         config = self.config
         identity = {"split": config.split, "num_images": self.num_images, "seed": config.seed}
         return identity | {name: value for name, default in _IN_THE_ORDER.items()
@@ -233,7 +233,7 @@ class Loader(ABC):
 
     @property
     def global_batch(self) -> int:
-        """Images of a batch, over all processes."""
+        """The number of images in a batch over all processes."""
         return self.config.batch_size * self.shard[1]
 
     def state(self) -> bytes:
@@ -243,15 +243,15 @@ class Loader(ABC):
         return json.dumps(self._identity() | position | {"bad_images": list(self.bad.items())}).encode()
 
     def restore(self, state: bytes) -> None:
-        """Go to the position of `state`: the next batch is bit for bit the one that would have followed there.
+        """Go to the position of `state`: the next batch is bit for bit the one that would have followed.
 
-        Where the global batch was another one, it is the first batch that holds none of the images seen in the epoch:
-        fewer than one batch of images are passed over.
+        If the global batch size has changed, the next batch is the first that holds no image seen in this epoch; fewer
+        images than one batch are skipped.
         """
         try:
             saved = json.loads(state)
             epoch, batch, global_batch = (int(saved[name]) for name in ("epoch", "batch", "global_batch"))
-            num_skipped = int(saved.get("num_skipped", 0))  # none in older ones
+            num_skipped = int(saved.get("num_skipped", 0))  # older states have none
             if min(epoch, batch, global_batch, num_skipped) < 0:
                 raise ValueError
             bad = {int(i): str(reason) for i, reason in saved["bad_images"]}
@@ -267,9 +267,9 @@ class Loader(ABC):
 
 
 def require_gpu(device_id: int) -> None:
-    """Raise DataError where batches cannot be on that GPU."""
+    """Raise DataError if batches cannot be placed on this GPU."""
     count = len(find_gpus())
     if device_id >= count:
-        raise DataError(f"GPU {device_id} is asked for, but CUDA finds {count} here; load on the CPU")
+        raise DataError(f"GPU {device_id} is requested, but CUDA finds {count} GPUs here; load on the CPU")
     if not mx.runtime.Features().is_enabled("CUDA"):
         raise DataError("batches on the GPU need MXNet with CUDA; install the extra gpu, or load on the CPU")

@@ -1,11 +1,11 @@
 """Write RecordIO from the ILSVRC2012 tar files as they are downloaded, from class folders, lists or shards.
 
-A .rec file is read in long strides instead of a million small files. Images are copied unchanged unless `resize` asks
-for smaller ones, in an order that is random once and for all, so that readers that only shuffle within a window
-(MXNet's ImageRecordIter among them) see all classes mixed.
+A .rec file replaces a million small files, and is read in long stretches. Images are copied unchanged unless `resize`
+asks for smaller ones. They are written in a fixed random order, so that readers that only shuffle within a window (such
+as MXNet's ImageRecordIter) see all classes mixed.
 
-The work can be interrupted at any time: a journal beside the unfinished file says how far it is whole, and the same
-command goes on from there. The finished file appears under its name in one step.
+The work can be interrupted at any time: a journal beside the unfinished file records how far it is complete, and the
+same command resumes there. The finished file appears under its name in one step.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _COMMIT_EVERY = 1024  # images between two entries in the journal
 
 
 class Entry(NamedTuple):
-    """One image to be written: a stretch of a file (of a tar file, or the whole of its own)."""
+    """One image to be written: a byte range of a tar file or shard, or a whole image file."""
 
     label: int
     file: Path
@@ -51,21 +51,21 @@ class Entry(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What goes into one .rec file, in this order."""
+    """The content of one .rec file, before the shuffle."""
 
     entries: list[Entry]
     classes: Classes
-    remarks: Sequence[str] = ()  # what of the data is left out
+    remarks: Sequence[str] = ()  # sentences about data that are left out
 
 
 def plan_files(path: Path, split: str, **reading: Any) -> Plan:
-    """All images of one split in class folders, of a list or of shards; `reading` as for `open_source`."""
+    """Plan all images of one split of class folders, a list or shards; `reading` is passed to `open_source`."""
     source = open_source(path, split, **reading)
     source, chosen = (source.source, source.indices) if isinstance(source, Chosen) else (source, range(len(source)))
     if not isinstance(source, FileSource | ShardSource):
         raise DataError(
-            f"{source.path}: RecordIO files, CIFAR-10's own and their like need no conversion; give class folders, a "
-            ".lst file, shards or a tar file, or train on it as it is"
+            f"{source.path}: RecordIO files and CIFAR's own files need no conversion; give class folders, a .lst file, "
+            "shards or a tar file, or train on this data as it is"
         )
     try:
         entries = [Entry(source.label(i), *source.location(i), source.name(i)) for i in chosen]
@@ -76,18 +76,20 @@ def plan_files(path: Path, split: str, **reading: Any) -> Plan:
 
 
 def with_classes(plan: Plan, known: Classes, where: str) -> Plan:
-    """The plan of a split with the classes of the training images, of which it may lack some. Raises DataError where it
-    has images of another."""
+    """Renumber a plan's labels by the classes of the training images; the plan may lack some of them.
+
+    Raises DataError if the plan has images of a class that training does not have.
+    """
     number = {nfc(key): label for label, (key, _) in enumerate(known)}
     labels = [number.get(nfc(key), -1) for key, _ in plan.classes]
     if lost := sorted({plan.classes[entry.label][0] for entry in plan.entries if labels[entry.label] < 0}):
-        raise DataError(f"{where} has images of classes that training has not: {some(lost)}; remove them, or give "
-                        "training images of these classes too")
+        raise DataError(f"{where} has images of classes without training images: {some(lost)}; remove them, or add "
+                        "training images of these classes")
     return plan._replace(entries=[entry._replace(label=labels[entry.label]) for entry in plan.entries], classes=known)
 
 
 def plan_train_tar(path: Path, classes: Classes) -> Plan:
-    """ILSVRC2012_img_train.tar: one tar file for each synset, n01440764.tar and so on."""
+    """Plan ILSVRC2012_img_train.tar, which holds one tar file for each synset: n01440764.tar and so on."""
     entries: list[Entry] = []
     with _open_tar(path) as outer:
         members = sorted((member for member in outer if member.name.endswith(".tar")), key=lambda member: member.name)
@@ -98,15 +100,15 @@ def plan_train_tar(path: Path, classes: Classes) -> Plan:
             synset = Path(member.name).stem
             if synset not in number:
                 raise DataError(
-                    f"{path}: synset {synset} is not among the {len(classes)} classes of the list; give a complete one "
-                    f"with --classes"
+                    f"{path}: synset {synset} is not among the {len(classes)} classes of the list; give a complete "
+                    f"list with --classes"
                 )
             entries += _inner_tar(path, outer, member, number[synset])
     return Plan(entries, classes)
 
 
 def _inner_tar(path: Path, outer: tarfile.TarFile, member: tarfile.TarInfo, label: int) -> list[Entry]:
-    """The images of one synset's tar file within another one. Raises ReadError."""
+    """The images in one synset's tar file, which lies inside the outer tar file. Raises ReadError."""
     start = member.offset_data
     try:
         with tarfile.open(fileobj=outer.extractfile(member), mode="r:") as inner:
@@ -114,13 +116,13 @@ def _inner_tar(path: Path, outer: tarfile.TarFile, member: tarfile.TarInfo, labe
             check_end(path, start + inner.offset, start + member.size)
             return entries
     except tarfile.TarError as error:
-        raise tarfile.ReadError(f"{member.name} in it, whose bytes begin at {start}: {error}") from None
+        raise tarfile.ReadError(f"in its member {member.name}, which begins at byte {start}: {error}") from None
 
 
 def plan_val_tar(path: Path, labels: Path | None, classes: Classes) -> Plan:
-    """ILSVRC2012_img_val.tar: images without labels, which come from a second file."""
+    """Plan ILSVRC2012_img_val.tar, whose labels come from a second file."""
     if labels is None:
-        raise DataError(f"{path}: the validation tar has no labels in it; give a file of them with --labels")
+        raise DataError(f"{path}: the validation tar contains no labels; give a file of labels with --labels")
     if not classes:
         raise DataError(
             f"{path}: the order of the classes is not known; convert the training set into the same folder first, or "
@@ -135,7 +137,7 @@ def plan_val_tar(path: Path, labels: Path | None, classes: Classes) -> Plan:
 
 @contextlib.contextmanager
 def _open_tar(path: Path) -> Iterator[tarfile.TarFile]:
-    """An uncompressed tar file; raises DataError, also where it turns out to be cut off while it is read."""
+    """Open an uncompressed tar file. Raises DataError, also from inside the block if the file proves to be cut off."""
     try:
         check_not_compressed(path)
         with understood(path, "not a tar file that can be read", "download it again"), tarfile.open(path, "r:") as tar:
@@ -145,7 +147,10 @@ def _open_tar(path: Path) -> Iterator[tarfile.TarFile]:
 
 
 def _members(file: Path, tar: tarfile.TarFile, start: int, label_of: dict[str, int], where: str) -> Iterator[Entry]:
-    """The files of an uncompressed tar that begins at byte `start` of `file`; label "" is for those without another."""
+    """Yield the files of an uncompressed tar that begins at byte `start` of `file`.
+
+    `label_of` maps a file's stem to its label; its key "" holds the label of all other files.
+    """
     for member in tar:
         if member.isfile():
             label = label_of.get(Path(member.name).stem, label_of.get("", -1))
@@ -153,10 +158,11 @@ def _members(file: Path, tar: tarfile.TarFile, start: int, label_of: dict[str, i
 
 
 def read_labels(path: Path, names: list[str], classes: Classes) -> dict[str, int]:
-    """Labels of the validation images, by file name without its ending.
+    """Read the labels of the validation images, keyed by file name without its suffix.
 
-    Lines are `n01751748` for the images in the order of their names; or `ILSVRC2012_val_00000001.JPEG 65`, or
-    `ILSVRC2012_val_00000001,n01751748 ...` with a header (Kaggle's LOC_val_solution.csv).
+    There are three forms of lines: `n01751748`, one for each image in the order of their names;
+    `ILSVRC2012_val_00000001.JPEG 65`; or `ILSVRC2012_val_00000001,n01751748 ...` after a header (Kaggle's
+    LOC_val_solution.csv).
     """
     number = {key: label for label, (key, _) in enumerate(classes)}
     lines = [line.replace(",", " ").split() for line in read_lines(path) if line.strip()]
@@ -164,8 +170,8 @@ def read_labels(path: Path, names: list[str], classes: Classes) -> dict[str, int
     if all(len(fields) == 1 for fields in lines):
         if lines and lines[0][0].isdigit():
             raise DataError(
-                f"{path}: bare numbers are ILSVRC2012 ids, which do not count the synsets in order; give a file of "
-                f"synsets (n01751748), one a line, or of file name and label"
+                f"{path}: bare numbers are ILSVRC2012 ids, which do not number the synsets in their order; give lines "
+                f"with a synset (n01751748) each, or with file name and label"
             )
         if len(lines) != len(names):
             raise DataError(f"{path}: has {len(lines)} labels for {len(names)} images; give the file for these images")
@@ -173,7 +179,7 @@ def read_labels(path: Path, names: list[str], classes: Classes) -> dict[str, int
     label_of: dict[str, int] = {}
     for fields in lines:
         if len(fields) < 2:
-            raise DataError(f"{path}: {fields[0]!r} is alone in a line where others have file name and label; mend it")
+            raise DataError(f"{path}: {fields[0]!r} has no label in its line, as other lines have; add its label")
         value = fields[1]
         label = int(value) if value.isdigit() else number.get(value, -1)
         if not 0 <= label < len(classes):
@@ -189,14 +195,14 @@ def read_labels(path: Path, names: list[str], classes: Classes) -> dict[str, int
 
 @dataclass(frozen=True)
 class Options:
-    """How images are written; raises DataError for values that cannot be."""
+    """How images are written; raises DataError for an invalid value."""
 
-    resize: int = 0  # pixels of the shorter side, where it is longer; 0: images are copied as they are
-    quality: int = 95  # of the JPEGs that resizing writes
-    seed: int = 0  # of the order
+    resize: int = 0  # a longer shorter side is shrunk to this many pixels; 0: images are copied as they are
+    quality: int = 95  # JPEG quality of resized images
+    seed: int = 0  # of the shuffle
     num_threads: int = 0
     skip_bad: bool = False
-    max_pixels: int = MAX_PIXELS  # images of more are bad ones
+    max_pixels: int = MAX_PIXELS  # larger images count as bad
 
     def __post_init__(self) -> None:
         check_not_negative(resize=self.resize, seed=self.seed, num_threads=self.num_threads)
@@ -206,7 +212,7 @@ class Options:
 
 
 def new_record_path(output: Path, split: str) -> Path:
-    """Where a split's images will be written. Raises DataError where some are already."""
+    """The .rec file that a split's images will be written to. Raises DataError if it exists."""
     path = output / f"{split}.rec"
     if path.exists():
         raise DataError(f"{path} exists; remove it or choose another output folder")
@@ -214,9 +220,10 @@ def new_record_path(output: Path, split: str) -> Path:
 
 
 def write_records(plan: Plan, output: Path, split: str, options: Options) -> tuple[int, list[tuple[str, str]]]:
-    """Write output/SPLIT.rec, SPLIT.idx and classes.txt; returns the number of images and the (name, reason) skipped.
+    """Write output/SPLIT.rec, SPLIT.idx and classes.txt.
 
-    Raises DataError; what is finished so far stays and the next call goes on from there.
+    Returns the number of images, and (name, reason) of each skipped image. Raises DataError; finished records stay, and
+    the next call resumes after them.
     """
     record_path = new_record_path(output, split)
     order = np.random.default_rng(options.seed).permutation(len(plan.entries))
@@ -229,14 +236,14 @@ def write_records(plan: Plan, output: Path, split: str, options: Options) -> tup
             return journal.finish(record_path), skipped
     except OSError as error:
         raise DataError(
-            f"{error.filename or output}: cannot be written ({error.strerror}); mend that, and the same command goes "
-            "on where it stopped"
+            f"{error.filename or output}: cannot be written ({error.strerror}); fix that, then resume with the same "
+            "command"
         ) from None
 
 
 def share_records(output: Path) -> None:
-    """Let validation use the training records, as it uses the same images where these have no splits. Raises
-    DataError."""
+    """Link val.rec and val.idx to the training records, for data without splits, where validation uses the training
+    images. Raises DataError."""
     try:
         for ending in ("idx", "rec"):
             link_beside(output / f"train.{ending}", f"val.{ending}")
@@ -255,7 +262,7 @@ def _append(journal: _Journal, entries: list[Entry], options: Options, title: st
     skipped = []
     left: Iterable[tuple[int, Entry]] = list(enumerate(entries))[journal.num_done :]
     if journal.num_done:
-        title += f" (going on after {journal.num_done:,})"
+        title += f" (resuming after {journal.num_done:,})"
     for key, entry, record, problem in map_in_order(
         encode, left, len(entries) - journal.num_done, title, options.num_threads
     ):
@@ -269,7 +276,7 @@ def _append(journal: _Journal, entries: list[Entry], options: Options, title: st
 
 
 def _read(entry: Entry, options: Options) -> tuple[bytes, str]:
-    """An image as it is to be written, and what is wrong with it ("" if nothing)."""
+    """Read an image in the form to be written, and what is wrong with it ("" if nothing)."""
     try:
         with open_file(entry.file) as file:
             file.seek(entry.offset)
@@ -283,22 +290,22 @@ def _read(entry: Entry, options: Options) -> tuple[bytes, str]:
         return b"", f"{finding.kind}, {finding.detail}"
     try:
         return (_shrink(image, options) if options.resize else image), ""
-    except Exception as error:  # of its metadata: no list has all that Pillow raises
+    except Exception as error:  # a fault in its metadata: Pillow documents no complete list of exceptions
         return b"", f"cannot be resized ({error})"
 
 
 def _shrink(encoded: bytes, options: Options) -> bytes:
-    """The image with its shorter side at most `resize` pixels, as a JPEG; unchanged if it is small enough."""
+    """Shrink an image to a shorter side of `resize` pixels, as a JPEG; a small enough image stays unchanged."""
     with Image.open(io.BytesIO(encoded)) as image:
         scale = options.resize / min(image.size)
         if scale >= 1:
             return encoded
         size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
-        # Twice the size is left by the fast shrinking within the JPEG decoder, as it has no good filter.
+        # The JPEG decoder shrinks quickly but without a good filter, so it only shrinks to twice the final size.
         image.draft("RGB", (2 * size[0], 2 * size[1]))
         buffer = io.BytesIO()
-        exif = image.getexif()  # its orientation is applied by whoever decodes
-        # 16 bits (modes I;16 and I): Pillow itself would clip them at 255.
+        exif = image.getexif()  # kept, because decoders apply its orientation
+        # 16 bits (modes I;16 and I): Pillow itself would clip values at 255.
         eight_bits = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)) if image.mode.startswith("I") else image
         eight_bits.convert("RGB").resize(size, Image.Resampling.LANCZOS).save(
             buffer, "JPEG", quality=options.quality, exif=exif
@@ -307,25 +314,28 @@ def _shrink(encoded: bytes, options: Options) -> bytes:
 
 
 def journal_path(output: Path, split: str) -> Path:
-    """The file that is there while the records of a split are unfinished."""
+    """The journal, which exists while the records of a split are unfinished."""
     return output / f".{split}.journal"
 
 
 class _Journal:
-    """The unfinished .rec file and how far it is whole: lines of `key, offset, end`, written after the records are."""
+    """The unfinished .rec file and its journal, which has a line `key offset end` for each complete record.
+
+    A line is written after its record.
+    """
 
     def __init__(self, output: Path, split: str, fingerprint: str):
         self._records_path = output / f".{split}.rec.partial"
         self._path = journal_path(output, split)
         self._records = open_file(self._records_path, "ab")
         if not lock(self._records):
-            raise DataError(f"{self._records_path}: another process is writing it; wait until it is done")
+            raise DataError(f"{self._records_path}: another process is writing this file; wait until it is done")
         finished = output / f"{split}.rec"
-        if finished.exists():  # since it was looked for: what is open here is that very file, or a new one beside it
+        if finished.exists():  # just written by another process: our open file is that one, or a new file beside it
             if not os.path.samestat(os.fstat(self._records.fileno()), finished.stat()):
                 self._records_path.unlink()
             self._records.close()
-            raise DataError(f"{finished}: another process has just written it; use that, or remove it first")
+            raise DataError(f"{finished}: another process has just written this file; use it, or remove it first")
         self._lines: list[tuple[int, int, int]] = []
         done = 0
         if self._path.exists():
@@ -333,18 +343,18 @@ class _Journal:
             first, *lines = read_file(self._path).decode(errors="replace").splitlines(keepends=True) or [""]
             if first.strip() != fingerprint:
                 raise DataError(
-                    f"{self._path}: an interrupted conversion of other images or options lies there; repeat that "
+                    f"{self._path}: belongs to an interrupted conversion with other images or options; repeat that "
                     f"command, or {remedy}"
                 )
             try:
                 for line in lines:
-                    if line.endswith("\n"):  # else the interruption came while it was written
+                    if line.endswith("\n"):  # a line without its end was interrupted
                         key, offset, end = map(int, line.split())
                         self._lines.append((key, offset, end))
             except ValueError:
-                raise DataError(f"{self._path}: {line[:60]!r} in it is no place of a record; {remedy}") from None
+                raise DataError(f"{self._path}: line {line[:60]!r} is not `key offset end`; {remedy}") from None
             done = self._lines[-1][2] if self._lines else 0
-            if (size := self._records_path.stat().st_size) < done:  # truncate would make up for it with zeros
+            if (size := self._records_path.stat().st_size) < done:  # truncate() would fill the gap with zeros
                 raise DataError(f"{self._records_path}: has {size:,} of the {done:,} bytes that were written; {remedy}")
         self._records.truncate(done)  # what came after the journal's last line may be torn
         self._end = done
@@ -353,7 +363,7 @@ class _Journal:
 
     @property
     def num_done(self) -> int:
-        """Entries of the plan that need not be looked at again."""
+        """The number of entries of the plan that are done."""
         return self._lines[-1][0] + 1 if self._lines else 0
 
     def append(self, key: int, record: bytes) -> None:
@@ -364,9 +374,9 @@ class _Journal:
             self._commit()
 
     def finish(self, record_path: Path) -> int:
-        """Give the finished files their names; returns the number of records."""
+        """Give the finished files their final names; returns the number of records."""
         if not self._lines:
-            raise DataError(f"{record_path}: none of the images can be written; look at them with `verify`")
+            raise DataError(f"{record_path}: none of the images is usable; see why with `python -m pipelines verify`")
         self._commit()
         index = index_path(record_path)
         write_text(index, "".join(f"{key}\t{offset}\n" for key, offset, _ in self._lines))
@@ -397,7 +407,7 @@ class _Journal:
 
 
 def _fingerprint(entries: list[Entry], options: Options) -> str:
-    """What must be the same for an interrupted conversion to go on."""
+    """A digest of the values that must not change for an interrupted conversion to resume."""
     digest = hashlib.sha256(json.dumps([options.resize, options.quality, options.seed]).encode())
     for entry in entries:
         # Not the size: an image that stopped the conversion may be replaced.
@@ -409,19 +419,19 @@ def _write_classes(path: Path, classes: Classes) -> None:
     lines = [f"{key}\n" if key == shown else f"{key}\t{shown}\n" for key, shown in classes]
     for line, of_class in zip(lines, classes, strict=True):
         if parse_classes(line.splitlines(), separator="\t") != [of_class]:
-            raise DataError(f"{path}: a line of it cannot hold the class {of_class[0]!r}, of whose name a line break, "
-                            "a tab or blanks at an end would be lost; rename its folder")
+            raise DataError(f"{path}: cannot hold the class name {of_class[0]!r}, as a line break, a tab, or a blank "
+                            "at its start or end would be lost; rename its folder")
     text = "".join(lines)
     if path.exists():
         if read_file(path).decode(errors="replace").splitlines() != text.splitlines():
-            raise DataError(f"{path}: lists other classes than the images have; choose another output folder")
+            raise DataError(f"{path}: lists other classes than those of the images; choose another output folder")
         return
     write_text(path, text)
 
 
 def tar_kind(path: Path) -> str:
-    """What a tar file is: "train" or "val" of ILSVRC2012 (tar files, or images), or a "shard" of WebDataset. Raises
-    DataError."""
+    """The kind of a tar file: ILSVRC2012's "train" (holds tar files) or "val" (holds images), or a WebDataset "shard".
+    Raises DataError."""
     with _open_tar(path) as tar:
         names = [member.name for member in itertools.islice((member for member in tar if member.isfile()), 16)]
     if not names:

@@ -1,4 +1,4 @@
-"""The loader for a configuration."""
+"""Opens the loader that a configuration asks for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def open_loader(config: LoaderConfig, shard: tuple[int, int] = (0, 1)) -> Loader
     """The loader of a split; `shard` is (rank, number of processes). Raises DataError."""
     rank, size = shard
     if not 0 <= rank < size:
-        raise DataError(f"shard {rank} of {size} does not exist; ranks go from 0 to the number of processes less one")
+        raise DataError(f"shard {rank} of {size} does not exist; ranks go from 0 to the number of processes minus one")
     if config.data == "synthetic":
         if config.val_split or config.balance:
             raise DataError("synthetic images have a validation split, and as many of each class; leave out "

@@ -1,14 +1,15 @@
-"""The operations of TrivialAugment, RandAugment and AutoAugment, each image with its own operation and magnitude, which
-come from outside (policies.py chooses them): the numbers that they come down to, and what DALI does with these on the
-CPU. On GPUs they go to kernels of our own (augment.py).
+"""The operations of TrivialAugment, RandAugment and AutoAugment: their numbers, and their DALI graph on the CPU.
 
-What an operation does is what Pillow does (ImageOps, ImageEnhance, Image.transform), which the policies were found with
-and which torchvision and timm call. Magnitudes are Pillow's, too: an angle, a factor, a threshold.
+policies.py chooses an operation and a magnitude for each image. This module turns them into Numbers, and applies those
+to a batch with DALI on the CPU. On GPUs, our own kernels apply the Numbers (augment.py).
 
-Operations of one family are one computation whose numbers differ from image to image: every warp is an affine map,
-brightness, colour and grey are a matrix on the three channels, posterize, solarise and invert a few bits. For DALI the
-batch is split by family (seven splits for fifteen operations), each operator sees its own images only, and nobody
-touches those that stay as they are: for TrivialAugment 13 of 14 images are touched, most of them once.
+Each operation does what Pillow does (ImageOps, ImageEnhance, Image.transform): the policies were found with Pillow, and
+torchvision and timm call it. Magnitudes are Pillow's, too: an angle, a factor, a threshold.
+
+The operations of one family are one computation whose numbers differ from image to image. Every warp is an affine map;
+brightness, colour and grey are a matrix on the three channels; posterize, solarise and invert change a few bits. DALI
+splits the batch by family (seven splits for fifteen operations), so each operator sees only its own images, and the
+others are not touched. With TrivialAugment, 13 of 14 images are touched, most of them once.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from nvidia import dali
 fn: Any = dali.fn
 types: Any = dali.types
 
-LUMA = np.array((0.299, 0.587, 0.114), np.float32)  # of R, G, B: ITU-R BT.601, as Pillow's "L"
+LUMA = np.array((0.299, 0.587, 0.114), np.float32)  # weights of R, G, B: ITU-R BT.601, as Pillow's "L"
 YIQ = np.array([LUMA, (0.5959, -0.2746, -0.3213), (0.2115, -0.5227, 0.3112)])  # from R, G, B: NTSC, FCC 1953
 RGB = np.linalg.inv(YIQ)
-# Pillow cuts the fraction off where DALI rounds. Less than a half, so that what is whole stays so.
+# Pillow truncates where DALI rounds, so we subtract this first. Just below 0.5, so that whole numbers stay the same.
 CUT = 0.498
 # Pillow's ImageFilter.SMOOTH, less the image itself.
 BLURRED_LESS_IMAGE = np.array([[1, 1, 1], [1, 5 - 13, 1], [1, 1, 1]], np.float32) / 13
 
 
 class Operation(IntEnum):
-    """What can be done to an image; its magnitude."""
+    """An operation on an image; the comment gives the meaning of its magnitude."""
 
     IDENTITY = 0
     SHEAR_X = auto()  # pixels to the left for each pixel from the top
@@ -74,16 +75,16 @@ FAMILIES = {
 }
 
 
-# For each family whether an operation, by its number, is of it.
+# family -> bool by operation number: whether the operation belongs to the family
 _OF_FAMILY = {
     name: np.array([FAMILIES.get(each) == name for each in Operation]) for name in dict.fromkeys(FAMILIES.values())
 }
 
 
 class Numbers(NamedTuple):
-    """What the graph reads for one operation on each of N images."""
+    """The graph's inputs for one operation on each of N images."""
 
-    # (N,) bool, whether the image's operation is of that family:
+    # (N,) bool, whether the image's operation belongs to the family:
     warp: Any
     matrix: Any
     bits: Any
@@ -92,17 +93,20 @@ class Numbers(NamedTuple):
     sharpness: Any
     equalize: Any
     # The families' numbers:
-    place: Any  # warp: (N, 2, 3) float32, from a place (x, y, 1) in the output to that in the input, in pixels
-    colour: Any  # matrix: (N, 3, 4) float32, from a colour (R, G, B, 1) to another
+    place: Any  # warp: (N, 2, 3) float32, maps a position (x, y, 1) in the output to one in the input, in pixels
+    colour: Any  # matrix: (N, 3, 4) float32, maps a colour (R, G, B, 1) to the new colour
     factor: Any  # contrast and sharpness: (N,) float32
-    kernel: Any  # sharpness: (N, 3, 3) float32, what is added to the image, which follows from the factor
-    threshold: Any  # bits: (N,) int32, pixels from here on are inverted; 256: none
-    mask: Any  # bits: (N,) uint8, those that are kept
-    lift: Any  # bits: (N,) uint8, added to pixels below 128
+    kernel: Any  # sharpness: (N, 3, 3) float32, filter whose output is added to the image; follows from the factor
+    threshold: Any  # bits: (N,) int32, values from here on are inverted; 256: none
+    mask: Any  # bits: (N,) uint8, the bits that are kept
+    lift: Any  # bits: (N,) uint8, added to values below 128
 
 
 def numbers(operation: np.ndarray, magnitude: np.ndarray, height: int, width: int) -> Numbers:
-    """The numbers of one operation (N,) with its magnitude (N,) for each of N images of `height` x `width` pixels."""
+    """Compute the Numbers of one operation for each of N images of `height` x `width` pixels.
+
+    `operation` (N,) and `magnitude` (N,) are those of each image.
+    """
     count, magnitude = len(operation), np.asarray(magnitude, np.float64)
 
     def of(wanted: Operation, otherwise: float = 0.0) -> np.ndarray:
@@ -113,7 +117,7 @@ def numbers(operation: np.ndarray, magnitude: np.ndarray, height: int, width: in
     place[:, 0, 0] = place[:, 1, 1] = np.cos(angle)
     place[:, 0, 1] = of(Operation.SHEAR_X) - np.sin(angle)
     place[:, 1, 0] = of(Operation.SHEAR_Y) + np.sin(angle)
-    # Pillow turns about the centre, and shears from the upper left corner.
+    # Pillow rotates about the centre, and shears from the upper left corner.
     x, y = width / 2, height / 2
     place[:, 0, 2] = (1 - np.cos(angle)) * x + np.sin(angle) * y - of(Operation.TRANSLATE_X)
     place[:, 1, 2] = (1 - np.cos(angle)) * y - np.sin(angle) * x - of(Operation.TRANSLATE_Y)
@@ -137,19 +141,19 @@ def numbers(operation: np.ndarray, magnitude: np.ndarray, height: int, width: in
 
 
 def brightness_matrix(factor: np.ndarray) -> np.ndarray:
-    """(N, 3, 3), of N factors."""
+    """Matrices (N, 3, 3) that multiply a colour by N factors."""
     return factor[:, None, None] * np.eye(3)
 
 
 def saturation_matrix(factor: np.ndarray) -> np.ndarray:
-    """(N, 3, 3), of N factors: 0 is grey of equal luma, 1 changes nothing."""
+    """Matrices (N, 3, 3) for N saturation factors: 0 gives the grey of equal luma, 1 changes nothing."""
     return factor[:, None, None] * np.eye(3) + (1 - factor)[:, None, None] * LUMA
 
 
 def hue_matrix(degrees: np.ndarray) -> np.ndarray:
-    """(N, 3, 3), of N angles by which colours turn about the grey axis, from red to green, and keep their luma.
+    """Matrices (N, 3, 3) that rotate colours by N angles about the grey axis, from red to green, and keep their luma.
 
-    In YIQ, as DALI's `hue` does it. torchvision turns the hexagon of HSV, which is no matrix and moves the luma.
+    The rotation is in YIQ, as in DALI's `hue`. torchvision rotates in HSV, which is not linear and changes the luma.
     """
     angle = np.deg2rad(degrees)
     turn = np.zeros((len(angle), 3, 3))
@@ -162,10 +166,10 @@ def hue_matrix(degrees: np.ndarray) -> np.ndarray:
 def colour_numbers(
     brightness: np.ndarray, contrast: np.ndarray, saturation: np.ndarray, hue: np.ndarray, is_grey: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Matrices (N, 3, 4) and parts (N,) of the mean grey that are added, for N images.
+    """Matrices (N, 3, 4) for N images, and the fractions (N,) of an image's mean grey to add.
 
-    They are brightness, contrast, saturation, hue (in degrees) and grey, one after the other, without the limits of a
-    byte between them.
+    They apply brightness, contrast, saturation, hue (in degrees) and grey in this order, without clipping to a byte in
+    between.
     """
     linear = hue_matrix(hue) @ saturation_matrix(saturation) @ brightness_matrix(brightness * contrast)
     linear = saturation_matrix(1.0 - is_grey) @ linear
@@ -174,10 +178,10 @@ def colour_numbers(
 
 
 def applied(images: Any, these: Numbers, used: frozenset[str], fill: float, size: Any) -> Any:
-    """In a DALI graph on the CPU: the images (uint8, HWC, of equal size), each after its operation.
+    """In a DALI graph on the CPU, apply to each image (uint8, HWC, all of one size) its operation.
 
-    `used` are the families that occur; others get no branch. `fill` is the grey (0 to 255) of what a warp brings in
-    from outside the image, and `size` (N, 2) its height and width, both at least 3.
+    `used` holds the families that occur; others get no branch. `fill` is the grey (0 to 255) that a warp puts where it
+    reads outside the image. `size` (N, 2) holds the images' height and width, both at least 3.
     """
 
     def warp(image: Any, place: Any) -> Any:
@@ -214,10 +218,10 @@ def applied(images: Any, these: Numbers, used: frozenset[str], fill: float, size
 
 
 def on_those(chosen: Any, change: Callable[..., Any], images: Any, *values: Any) -> Any:
-    """The images, after `change` those for which `chosen` (N,) bool holds, which gets their part of the values.
+    """Apply `change` to the images where `chosen` (N,) bool is true; it also gets the values of these images.
 
-    The others are not touched, or even copied. (These are the operators of DALI's `if`, without its translation of the
-    source code around it, which takes seconds at each start.)
+    Other images are neither touched nor copied. These are the operators behind DALI's `if`. Using them directly avoids
+    DALI's translation of the surrounding source code, which takes seconds at each start.
     """
     mine, others = fn._conditional.split(images, predicate=chosen)
     mine = change(mine, *(fn._conditional.split(value, predicate=chosen)[0] for value in values))
@@ -225,12 +229,12 @@ def on_those(chosen: Any, change: Callable[..., Any], images: Any, *values: Any)
 
 
 def mean_grey(image: Any) -> Any:
-    """The mean luma of each image (1, 1, 1)."""
+    """The mean luma of each image, (1, 1, 1)."""
     return fn.coord_transform(fn.reductions.mean(image, axis_names="HW", keep_dims=True), M=LUMA.tolist())
 
 
 def solarised(image: Any) -> Any:
-    """Pillow's ImageOps.solarize: pixels from 128 on inverted."""
+    """Pillow's ImageOps.solarize: inverts values from 128 on."""
     return image ^ (_white() * (image >= types.Constant(128, dtype=types.UINT8)))
 
 
@@ -239,12 +243,13 @@ def _white() -> Any:
 
 
 def _cut(image: Any) -> Any:
-    """As bytes, with the fraction cut off, as Pillow does it."""
+    """Truncate to bytes, as Pillow does."""
     return fn.cast(image - CUT, dtype=types.UINT8)
 
 
 def _auto_contrast(image: Any) -> Any:
-    """Pillow's ImageOps.autocontrast: each channel from 0 to 255; one of a single value stays as it is."""
+    """Pillow's ImageOps.autocontrast: stretches each channel to 0 to 255; a channel of a single value stays as it is.
+    """
     low = fn.reductions.min(image, axis_names="HW", keep_dims=True)
     high = fn.reductions.max(image, axis_names="HW", keep_dims=True)
     spread = fn.cast(high > low, dtype=types.FLOAT)
@@ -255,13 +260,14 @@ def _auto_contrast(image: Any) -> Any:
 def _equalized(image: Any) -> Any:
     """Pillow's ImageOps.equalize.
 
-    Pillow maps a pixel by the number of darker ones, DALI (as OpenCV) by that of the pixels up to its own value. So the
-    inverted image becomes 255 less Pillow's, but for the scale: Pillow's is a whole number of pixels for each level.
+    Pillow maps a pixel by the number of darker pixels; DALI, like OpenCV, by the number of pixels up to its own value.
+    So DALI's result on the inverted image is 255 minus Pillow's result, except for the scale: Pillow rounds the number
+    of pixels per level down to a whole number.
     """
     exact = _white() - fn.equalize(_white() - image)
     below = image < fn.reductions.max(image, axis_names="HW", keep_dims=True)
     counted = fn.reductions.sum(fn.cast(below, dtype=types.FLOAT), axis_names="HW", keep_dims=True)
     step = dali_math.floor(counted / 255.0)
-    usable = fn.cast(step > 0.0, dtype=types.FLOAT)  # of fewer pixels Pillow leaves the image alone
+    usable = fn.cast(step > 0.0, dtype=types.FLOAT)  # with fewer pixels, Pillow leaves the image as it is
     scaled = exact * (counted / (255.0 * dali_math.max(step, 1.0)))
     return fn.cast(usable * scaled + (1.0 - usable) * image, dtype=types.UINT8)

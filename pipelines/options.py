@@ -1,4 +1,4 @@
-"""What the commands of this package take; imports nothing slow."""
+"""The options of this package's commands; imports nothing slow."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Annotated, Literal
 from pipelines.transform import ImageTransform, SizeLimit
 
 SAMPLES = "samples"  # as the data: the built-in sample set
-# ImageNet-21k has 21,841; this many make a classifier of 8 GB for ResNet-50. The names of all classes up to a label
-# that is wrong by more would fill the memory.
+# ImageNet-21k has 21,841 classes; a million give ResNet-50 a classifier of 8 GB. The limit catches damaged labels:
+# without it, the class names up to a huge label would fill the memory.
 MAX_CLASSES = 1_000_000
 Split = Literal["train", "val"]
-GroupBy = Literal["image", "folder"]  # with --val-split: what stays on one side
-FirstLabel = Literal["auto", "0", "1"]  # of TFRecord files: the label of the first class
-Labels = Literal["auto", "fine", "coarse"]  # of CIFAR-100's own files; auto: fine
-AUTO: Literal["auto"] = "auto"  # the data decide
+GroupBy = Literal["image", "folder"]  # with --val-split: whether images are assigned singly or by folder
+FirstLabel = Literal["auto", "0", "1"]  # for TFRecord files: the label of the first class
+Labels = Literal["auto", "fine", "coarse"]  # for CIFAR-100's own files; auto: fine
+AUTO: Literal["auto"] = "auto"  # decided by the data
 OptionalFile = Annotated[Path | None, "FILE"]
 
 
@@ -24,7 +24,7 @@ OptionalFile = Annotated[Path | None, "FILE"]
 class MakeRecordsOptions(SizeLimit):
     """Convert class folders, shards or ILSVRC2012 tar files to RecordIO.
 
-    Writes OUTPUT/train.rec, train.idx (or val) and classes.txt. Interrupted, the same command goes on where it stopped.
+    Writes OUTPUT/train.rec, train.idx (or val) and classes.txt. The same command resumes an interrupted conversion.
     """
 
     source: Path
@@ -33,7 +33,7 @@ class MakeRecordsOptions(SizeLimit):
     output: Path
     """The folder to write into."""
     split: Split | None = None
-    """What to convert; default: all that SOURCE holds."""
+    """The split to convert; default: all splits that SOURCE has."""
     val_split: float = 0.0
     """For data without val: write this fraction of each class's images as val, the images that training with the
     same --val-split would set aside."""
@@ -54,7 +54,7 @@ class MakeRecordsOptions(SizeLimit):
     num_threads: int = 0
     """0 takes all cores."""
     on_bad_image: Literal["error", "skip"] = "error"
-    """What to do with files that are no images (with --resize: that cannot be decoded)."""
+    """What to do with files that are not images (with --resize: images that cannot be decoded)."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ class VerifyOptions(SizeLimit):
     data: str
     """Where the images are, in any of the forms of docs/data.md; samples: the built-in sample set."""
     split: Split | None = None
-    """What to look at; default: all that DATA holds."""
+    """The split to check; default: all splits that DATA has."""
     val_split: float = 0.0
-    """For data without val: which images are for validation, as in training, to find images that are on both sides."""
+    """For data without val: the fraction set aside for validation, as in training, to find images on both sides."""
     val_group_by: GroupBy = "image"
     """What --val-split keeps on one side, as in training."""
     first_label: FirstLabel = "auto"
@@ -75,8 +75,8 @@ class VerifyOptions(SizeLimit):
     labels: Labels = "auto"
     """For CIFAR-100's own files: the 100 fine labels or the 20 coarse ones; auto: fine."""
     write_clean_: bool = False
-    """Write an .idx (RecordIO) or a .lst (folders) without the unusable ones, which the loader then uses; the
-    former one is kept as NAME.orig. A missing or wrong .idx is made anew from the .rec file."""
+    """Write an .idx (RecordIO) or a .lst (folders) without the unusable images, which the loader then reads; an
+    existing one is kept as NAME.orig. A missing or wrong .idx is rebuilt from the .rec file."""
     num_classes: int | None = None
     """How many classes a .rec file without a classes.txt has."""
     num_threads: int = 0
@@ -104,18 +104,18 @@ class BenchOptions:
     num_threads: int = 0
     """CPU threads; 0 takes all cores."""
     hw_decoder_load: float | None = None
-    """On the GPU, the part of the images that its JPEG engine decodes; default: 0.65."""
+    """On the GPU, the fraction of the images that its JPEG engine decodes; default: 0.65."""
     cache: float = 0.0
-    """GiB of memory; a split that takes no more is decoded before the measurement, and fed as pixels."""
+    """GiB of memory; a split that fits into it is decoded before the measurement, and fed as pixels."""
     seconds: float = 4.0
     """Time for each stage or setting."""
     sweep: bool = False
-    """Also measure the loader with other settings: part of the JPEG engine, threads, prefetch, batch size, CPU."""
+    """Also measure the loader with other settings: JPEG engine's fraction, threads, prefetch, batch size, CPU."""
     json_: OptionalFile = None
     """Write the figures there too, with all raw times."""
 
 
-@dataclass(frozen=True, kw_only=True)  # so that those without a default may follow those of ImageTransform
+@dataclass(frozen=True, kw_only=True)  # so that fields without a default may follow those of ImageTransform
 class ShowOptions(ImageTransform):
     """Write a contact sheet (PNG, or JPEG) of augmented samples with their class names: what the network sees."""
 
@@ -127,9 +127,9 @@ class ShowOptions(ImageTransform):
     labels: Labels = "auto"
     """For CIFAR-100's own files: name the 100 fine classes or the 20 coarse ones; auto: fine."""
     split: Split = "train"
-    """train shows augmented samples, val those of the validation."""
+    """train shows augmented training samples, val shows validation samples."""
     each: bool = False
-    """Show each augmentation alone instead of those that are asked for: a row of the same images for each."""
+    """Show one row for each augmentation alone, always with the same images; other augmentation options are ignored."""
     image_size: int = 224
     """Pixels, height and width."""
     rows: int = 4

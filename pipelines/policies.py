@@ -1,7 +1,7 @@
-"""Which operation is done to which image, and how strongly: TrivialAugment, RandAugment and AutoAugment.
+"""Chooses the operation for each image, and its strength: TrivialAugment, RandAugment and AutoAugment.
 
-A policy is a function of random numbers that are drawn elsewhere. Its constants are those of its source: torchvision's
-transforms/autoaugment.py, and timm's data/auto_augment.py for "randaugment-timm".
+A policy is a function of random numbers that are drawn elsewhere. Its constants come from torchvision's
+transforms/autoaugment.py, and for "randaugment-timm" from timm's data/auto_augment.py.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pipelines.transform import ImageTransform
 
 
 class Draws(NamedTuple):
-    """What a policy knows by chance, for each of N images and of the operations that may follow each other."""
+    """A policy's random numbers for each of N images and each of up to MOST_OPERATIONS operations in sequence."""
 
-    uniform: np.ndarray  # (N, MOST_OPERATIONS, 4) float32 in [0, 1): which operation, how strong, which sign, whether
-    normal: np.ndarray  # (N, MOST_OPERATIONS) float32, of mean 0 and variance 1; only randaugment-timm has it
+    uniform: np.ndarray  # (N, MOST_OPERATIONS, 4) float32 in [0, 1) for: operation, strength, sign, apply or not
+    normal: np.ndarray  # (N, MOST_OPERATIONS) float32 with mean 0 and variance 1; only randaugment-timm reads it
 
 
 # Cubuk et al., arXiv:1909.13719, table 6 (with the identity, without inversion), as torchvision numbers them.
@@ -61,7 +61,7 @@ _A, _C, _E, _I, _O, _P, _R, _S, _H, _X = (
     Operation.AUTO_CONTRAST, Operation.CONTRAST, Operation.EQUALIZE, Operation.INVERT, Operation.COLOR,
     Operation.POSTERIZE, Operation.ROTATE, Operation.SOLARIZE, Operation.SHARPNESS, Operation.SHEAR_X,
 )  # fmt: skip
-# Cubuk et al., arXiv:1805.09501, table 9: for ImageNet, two operations, each with its probability and magnitude of 9.
+# Cubuk et al., arXiv:1805.09501, table 9 (ImageNet): pairs of (operation, probability, magnitude from 0 to 9).
 AUTOAUGMENT = (
     ((_P, 0.4, 8), (_R, 0.6, 9)),
     ((_S, 0.6, 5), (_A, 0.6, 0)),
@@ -90,14 +90,14 @@ AUTOAUGMENT = (
     ((_E, 0.8, 0), (_E, 0.6, 0)),
 )
 TIMM_PROBABILITY = 0.5  # of each operation
-# What RandAugment and AutoAugment were made with: the largest translation of images of 331 pixels was 150.
+# RandAugment and AutoAugment were designed with translations of up to 150 pixels in images of 331 pixels.
 TRANSLATION = 150 / 331
 
 Chosen = tuple[np.ndarray, np.ndarray]  # (N,) Operation, (N,) its magnitude
 
 
 def num_operations(transform: ImageTransform) -> int:
-    """How many follow each other."""
+    """The number of operations that the policy applies to an image in sequence."""
     return {
         "none": 0,
         "trivialaugment": 1,
@@ -108,7 +108,7 @@ def num_operations(transform: ImageTransform) -> int:
 
 
 def families(transform: ImageTransform) -> frozenset[str]:
-    """Those of the operations that the policy may choose."""
+    """The families of the operations that the policy may choose."""
     used: Collection[Operation] = {
         "trivialaugment": OPERATIONS,
         "randaugment": OPERATIONS,
@@ -119,12 +119,12 @@ def families(transform: ImageTransform) -> frozenset[str]:
 
 
 def fill(transform: ImageTransform) -> float:
-    """The grey of what comes in from outside an image: torchvision's is black, timm's the mean colour."""
+    """The grey level for pixels outside an image: black in torchvision, the mean colour in timm."""
     return round(sum(transform.mean_colour) / 3) if transform.auto_augment == "randaugment-timm" else 0
 
 
 def chosen(transform: ImageTransform, draws: Draws, height: int, width: int) -> Iterator[Chosen]:
-    """The operations on images of `height` x `width` pixels, in their order."""
+    """Yield the operations on images of `height` x `width` pixels, in their order."""
     policies: dict[str, Callable[..., Chosen]] = {
         "trivialaugment": _trivialaugment,
         "randaugment": _randaugment,
@@ -136,7 +136,8 @@ def chosen(transform: ImageTransform, draws: Draws, height: int, width: int) -> 
 
 
 def _trivialaugment(_: ImageTransform, draws: Draws, number: int, height: int, width: int) -> Chosen:
-    """Müller and Hutter, arXiv:2103.10158: one operation of the wide space, of any of 31 strengths."""
+    """Müller and Hutter, arXiv:2103.10158: one operation from the wide search space, at a random one of 31 strengths.
+    """
     which, strength, sign, _ = draws.uniform[:, number].T
     operation = _one_of(OPERATIONS, which)
     level = np.floor(strength * 31) / 30
@@ -144,7 +145,7 @@ def _trivialaugment(_: ImageTransform, draws: Draws, number: int, height: int, w
 
 
 def _randaugment(transform: ImageTransform, draws: Draws, number: int, height: int, width: int) -> Chosen:
-    """arXiv:1909.13719: each operation equally likely, all of one strength of 31."""
+    """arXiv:1909.13719: all operations are equally likely, and have one fixed strength out of 31."""
     which, _, sign, _ = draws.uniform[:, number].T
     operation = _one_of(OPERATIONS, which)
     level = np.full(len(sign), transform.randaugment_magnitude / 30)
@@ -152,7 +153,7 @@ def _randaugment(transform: ImageTransform, draws: Draws, number: int, height: i
 
 
 def _autoaugment(_: ImageTransform, draws: Draws, number: int, height: int, width: int) -> Chosen:
-    """arXiv:1805.09501: one of 25 pairs of operations, each done with its own probability."""
+    """arXiv:1805.09501: one of 25 pairs of operations; each operation is applied with its own probability."""
     _, _, sign, whether = draws.uniform[:, number].T
     pair = _one_of(range(len(AUTOAUGMENT)), draws.uniform[:, 0, 0])
     operation, probability, bin_of_ten = np.array([pair[number] for pair in AUTOAUGMENT])[pair].T
@@ -161,12 +162,13 @@ def _autoaugment(_: ImageTransform, draws: Draws, number: int, height: int, widt
 
 
 def wide(operation: np.ndarray, level: np.ndarray, sign: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Magnitudes (N,) of TrivialAugment at levels from 0 to 1, with signs by a number below and above 1/2."""
+    """Magnitudes (N,) of TrivialAugment for `level` from 0 to 1; `sign` below 1/2 means plus, otherwise minus."""
     return _magnitude(operation, level, sign, 0.99, 135, 0.99, 6, (32, 32))
 
 
 def standard(operation: np.ndarray, level: np.ndarray, sign: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Magnitudes (N,) of RandAugment and AutoAugment, as `wide`, in images of `height` x `width` pixels."""
+    """Magnitudes (N,) of RandAugment and AutoAugment for images of `height` x `width` pixels; arguments as in `wide`.
+    """
     return _magnitude(operation, level, sign, 0.3, 30, 0.9, 4, (TRANSLATION * width, TRANSLATION * height))
 
 
@@ -180,7 +182,7 @@ def _magnitude(
     bits: int,
     translation: tuple[float, float],
 ) -> np.ndarray:
-    """With the largest of each operation, as torchvision has them."""
+    """Magnitudes (N,), given the largest magnitude of each operation; the formulas are torchvision's."""
     sign = np.where(sign < 0.5, 1, -1)
     by_operation = {
         (Operation.SHEAR_X, Operation.SHEAR_Y): sign * shear * level,
@@ -195,8 +197,8 @@ def _magnitude(
 
 
 def _randaugment_timm(transform: ImageTransform, draws: Draws, number: int, height: int, width: int) -> Chosen:
-    """timm's `rand-mM-mstdS-inc1`: each operation with probability 1/2, its strength M of 10 with normal noise, its
-    severity growing with M."""
+    """timm's `rand-mM-mstdS-inc1`: each operation is applied with probability 1/2, at strength M out of 10 plus normal
+    noise; all operations become more severe as M grows."""
     which, _, sign, whether = draws.uniform[:, number].T
     operation = np.where(whether < TIMM_PROBABILITY, _one_of(TIMM_OPERATIONS, which), Operation.IDENTITY)
     noise = transform.randaugment_magnitude_std * draws.normal[:, number]
@@ -209,7 +211,7 @@ def _randaugment_timm(transform: ImageTransform, draws: Draws, number: int, heig
         (Operation.ROTATE,): sign * 30 * level,
         (Operation.BRIGHTNESS, Operation.COLOR, Operation.CONTRAST, Operation.SHARPNESS):
             np.maximum(0.1, 1 + sign * 0.9 * level),
-        # timm keeps 0 bits at the largest strength, which Pillow refuses since its version 12: a black image.
+        # At the largest strength timm keeps 0 bits, a black image, which Pillow refuses since version 12; we keep 1.
         (Operation.POSTERIZE,): np.maximum(4 - _whole(4 * level), 1),
         (Operation.SOLARIZE,): 256 - _whole(256 * level),
         (Operation.SOLARIZE_ADD,): _whole(110 * level),
@@ -222,7 +224,7 @@ def _one_of(choices: tuple[Operation, ...] | range, uniform: np.ndarray) -> np.n
 
 
 def _whole(value: np.ndarray) -> np.ndarray:
-    """Without its fraction, whatever 16.0 has become in floating point."""
+    """Round down; rounding to 6 digits first keeps 15.9999999, which stands for 16, at 16."""
     return np.floor(np.round(value, 6))
 
 

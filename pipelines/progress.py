@@ -1,6 +1,6 @@
-"""Work spread over threads, in order, with a progress bar that shows rate and time left.
+"""Spreads work over threads, keeps its order, and shows a progress bar with rate and time left.
 
-Threads and not processes: reading, hashing, NumPy and Pillow's decoding and encoding all work without Python's lock.
+Threads suffice: reading, hashing, NumPy, and Pillow's decoding and encoding all release Python's global lock.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def num_cores() -> int:
 
 
 class _RateColumn(ProgressColumn):
-    """Images (or what `unit` says) a second."""
+    """Images, or other units, per second."""
 
     def __init__(self, unit: str) -> None:
         super().__init__()
@@ -37,7 +37,10 @@ class _RateColumn(ProgressColumn):
 
 
 def progress_bar(unit: str = "images", transient: bool = False) -> Progress:
-    """A bar on stderr with count, rate and time left; a `transient` one is for terminals and leaves nothing behind."""
+    """A progress bar on stderr with count, rate and time left.
+
+    A `transient` bar appears only on a terminal, and vanishes when it is done.
+    """
     columns = (
         TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), _RateColumn(unit),
         TimeRemainingColumn(),
@@ -56,10 +59,10 @@ def map_in_order(
     unit: str = "images",
     transient: bool = False,
 ) -> Iterator[Result]:
-    """Yield `function(item)` for all items in their order, a few items ahead of the consumer.
+    """Yield `function(item)` for all items in their order; threads work a few items ahead of the consumer.
 
-    `total` and `size` (of an item) count images (or what `unit` says), for the bar; `num_threads` 0 takes all cores; a
-    `transient` bar is for terminals and leaves nothing behind.
+    For the bar, `total` is the number of images (or other `unit`), and `size(item)` the number in one item.
+    `num_threads` 0 takes all cores. A `transient` bar appears only on a terminal, and vanishes when it is done.
     """
     num_threads = num_threads or num_cores()
     waiting: deque[tuple[Item, Future[Result]]] = deque()

@@ -1,10 +1,10 @@
-"""RecordIO, MXNet's file of many images: reading through memory mapping, and writing.
+"""Reads and writes RecordIO, MXNet's format of one file for many images; reading uses memory mapping.
 
-A record is `magic, flag and length, payload, padding to 4 bytes`; integers are little-endian uint32, the upper three
-bits of the second are the flag. A payload that holds the magic number at a multiple of 4 is cut there into several
-parts without it (flags 1, 2 ... 2, 3; a whole record has 0). The payload of an image is `flag, label, id, id2` (uint32,
-float32, two uint64), `flag` further float32 labels if flag > 0, and the encoded image. The index is a text file with a
-line `key <tab> offset` for each record. Source: dmlc-core's recordio.h and mxnet/recordio.py.
+A record is `magic, flag and length, payload, padding to 4 bytes`. Integers are little-endian uint32; the upper three
+bits of the second are the flag. Where a payload holds the magic number at a multiple of 4, it is split there into parts
+without the magic number (flags 1, 2 ... 2, 3; an unsplit record has flag 0). The payload of an image is `flag, label,
+id, id2` (uint32, float32, two uint64), then `flag` float32 labels if flag > 0, then the encoded image. The index is a
+text file with a line `key <tab> offset` for each record. Source: dmlc-core's recordio.h and mxnet/recordio.py.
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ MAGIC = 0xCED7230A
 _MAGIC_BYTES = struct.pack("<I", MAGIC)
 _RECORD_HEADER = struct.Struct("<II")
 _IMAGE_HEADER = struct.Struct("<IfQQ")
-_MAX_LENGTH = (1 << 29) - 1  # bytes in one part: three of the 32 bits are the flag
+_MAX_LENGTH = (1 << 29) - 1  # bytes in one part: three of the 32 bits hold the flag
 
 
 class Record(NamedTuple):
     """One image of a RecordIO file."""
 
     image: np.ndarray  # uint8, the encoded image; usually a view into the mapped file
-    labels: tuple[float, ...]  # one or more
+    labels: tuple[float, ...]  # at least one
 
     @property
     def label(self) -> float:
-        """The first of them."""
+        """The first label."""
         return self.labels[0]
 
 
 class BrokenRecordError(ValueError):
-    """Where the index points, the file holds no whole record; the text says what is there instead."""
+    """The file holds no whole record at an offset of the index; the message says what is there instead."""
 
 
 class ChecksumError(BrokenRecordError):
-    """The bytes of a record are others than those that its checksum was made of."""
+    """The bytes of a record do not match its checksum."""
 
 
 def index_path(record_path: Path) -> Path:
-    """The index that belongs to a RecordIO file: the same name ending in .idx."""
+    """The path of a RecordIO file's index: its name with the suffix .idx."""
     return record_path.with_suffix(".idx")
 
 
 def read_index(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Keys and byte offsets of an index file, two int64 arrays in the file's order."""
+    """Read the keys and byte offsets of an index file: two int64 arrays in the file's order."""
     try:
         text = read_file(path)
     except FileNotFoundError:
@@ -77,11 +77,13 @@ def read_index(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def record_names(path: Path, keys: ArrayLike, offsets: ArrayLike) -> Callable[[int], str]:
-    """How messages call the records of an index, by their places in it: by their keys, and where several have the
-    same, by where they are in the file, too."""
+    """A function that names the i-th record of an index for messages.
+
+    The name is the record's key; if several records share a key, it also has the byte offset.
+    """
     keys, offsets = np.asarray(keys), np.asarray(offsets)
 
-    @functools.cache  # an index may have millions of keys, and few runs ask for a name
+    @functools.cache  # computed on demand: an index may have millions of keys, and few runs need a name
     def repeated() -> frozenset[int]:
         values, times = np.unique(keys, return_counts=True)
         return frozenset(values[times > 1].tolist())
@@ -96,7 +98,7 @@ class RecordFile(MappedFile):
     """Random access to the records of a .rec file by their byte offsets. Images are views into the mapped file."""
 
     def read(self, offset: int) -> Record:
-        """The record at a byte offset; raises BrokenRecordError."""
+        """Read the record at a byte offset; raises BrokenRecordError."""
         payload, _ = self._payload(offset)
         if len(payload) < _IMAGE_HEADER.size:
             raise BrokenRecordError(f"a record of {len(payload)} bytes has no room for an image header")
@@ -108,7 +110,7 @@ class RecordFile(MappedFile):
         return Record(payload[start:], labels)
 
     def scan(self) -> Iterator[int]:
-        """Offsets of all whole records from the file's beginning on; damaged stretches are passed over."""
+        """Yield the offsets of all whole records from the start of the file; damaged stretches are skipped."""
         offset = 0
         while 0 <= offset < len(self.bytes):
             try:
@@ -120,24 +122,27 @@ class RecordFile(MappedFile):
             offset = end
 
     def end(self, offset: int) -> int:
-        """Where the record at a byte offset ends, and the next one begins; raises BrokenRecordError."""
+        """The byte at which the record at `offset` ends and the next one begins; raises BrokenRecordError."""
         return self._payload(offset)[1]
 
     def count(self, known: np.ndarray) -> int:
-        """How many whole records the file has; `known`: byte offsets of some. Only where these do not follow each other
-        from the first byte to the last, each in one part, every record is looked at."""
+        """The number of whole records in the file; `known` holds the byte offsets of some or all.
+
+        If the known records are unsplit and fill the file without a gap, their number is returned at once. Otherwise
+        the whole file is scanned.
+        """
         starts = np.unique(known)
         ends = np.append(starts[1:], len(self.bytes))
         if starts[0] == 0 and not (starts % 4).any() and starts[-1] + _RECORD_HEADER.size <= len(self.bytes):
             words = self.bytes[: len(self.bytes) // 4 * 4].view("<u4")
-            lengths = words[starts // 4 + 1].astype(np.int64)  # with a flag of 0
+            lengths = words[starts // 4 + 1].astype(np.int64)  # if the flag is 0
             whole = (words[starts // 4] == MAGIC) & (starts + _RECORD_HEADER.size + (lengths + 3) // 4 * 4 == ends)
             if whole.all():
                 return len(starts)
         return sum(1 for _ in self.scan())
 
     def _next_magic(self, offset: int) -> int:
-        """Where the magic number next stands at a multiple of 4; -1 if nowhere."""
+        """The next offset, a multiple of 4, that holds the magic number; -1 if there is none."""
         while (offset := self.map.find(_MAGIC_BYTES, offset)) % 4 and offset >= 0:
             offset += 1
         return offset
@@ -163,7 +168,7 @@ class RecordFile(MappedFile):
 
 
 def pack_record(label: float, image: bytes, key: int) -> bytes:
-    """The bytes of one whole record, ready to be appended to a .rec file."""
+    """Pack an image into the bytes of one whole record, ready to be appended to a .rec file."""
     payload = _IMAGE_HEADER.pack(0, label, key, 0) + image
     if len(payload) > _MAX_LENGTH:
         raise DataError(f"image {key} has {len(image)} bytes; a RecordIO record holds at most {_MAX_LENGTH}")
@@ -176,7 +181,7 @@ def pack_record(label: float, image: bytes, key: int) -> bytes:
 
 
 def _split_at_magic(payload: bytes) -> list[bytes]:
-    """Cut a payload at every magic number that lies at a multiple of 4 (it would be taken for a record's beginning)."""
+    """Split a payload at every magic number at a multiple of 4, which readers would take for the start of a record."""
     parts, start, search = [], 0, 0
     while (found := payload.find(_MAGIC_BYTES, search)) >= 0:
         if found % 4:

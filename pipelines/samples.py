@@ -1,12 +1,12 @@
 """The built-in sample set: twelve classes of textures, drawn by this file, for a first run without any download.
 
-Each image is a light pattern on a dark ground, both of random colour, at a random scale, angle and place, bent a
-little, under uneven light, with clutter in front of it and noise on it. Colour, brightness and size say nothing about
-the class, so a network must see the pattern. It is drawn as a scalar field over plane coordinates (u, v) whose unit is
-the pattern's period.
+Each image is a light pattern on a dark ground. Colours, scale, angle and place are random; the pattern is bent a
+little, lit unevenly, and covered with clutter and noise. Colour, brightness and size say nothing about the class, so a
+network must recognise the pattern. It is drawn as a scalar field over plane coordinates (u, v) whose unit is the
+pattern's period.
 
-The same files on every system: each number that multiplies a field is a Python one, because scalars of NumPy 1 and 2
-promote differently, and angles do not come from the C library.
+The files are identical on every system. For this, every number that multiplies a field is a Python number, as NumPy 1
+and 2 promote their scalars differently, and angles are not computed by the C library.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from pipelines.progress import map_in_order
 SAMPLES_FOLDER = Path("data/samples")
 NUM_TRAIN = 150  # images of each class
 NUM_VAL = 25
-_VERSION = 3  # changes with the drawing, so that an older set is not taken for this one
+_VERSION = 3  # raise it whenever the drawing changes, so that an older set is not mistaken for this one
 _MARKER = "samples.json"
 TINT = 50.0  # largest deviation of a colour's channel from grey, of 255
-_LUMA = np.array((0.299, 0.587, 0.114))  # of a colour, ITU-R BT.601
+_LUMA = np.array((0.299, 0.587, 0.114))  # weights of R, G, B: ITU-R BT.601
 
 Field = np.ndarray  # float32 (height, width)
 
@@ -52,7 +52,7 @@ def _inside(distance: Field) -> Field:
     return np.clip(0.5 - 12 * distance, 0, 1)
 
 
-# What _angle splits the arc tangent at, and the arc tangent there: its fp32 and what that leaves over.
+# _angle splits the arc tangent at _POINTS, whose arc tangents are _ANGLES (fp32) plus _REST (the rounding error).
 _POINTS = np.array((0, 0.5, 1, 1.5, 0), np.float32)  # the last one stands for infinity
 _ANGLES = np.array((0, 0.46364760399, 0.78539812565, 0.98279368877, 1.5707962513), np.float32)
 _REST = np.array((0, 5.0121582440e-09, 3.7748947079e-08, 3.4473217170e-08, 7.5497894159e-08), np.float32)
@@ -64,9 +64,9 @@ _PI, _REST_OF_PI = np.float32(np.pi), np.float32(-8.7422776573e-08)
 
 
 def _angle(v: Field, u: Field) -> Field:
-    """np.arctan2(v, u), but NaN where both are 0, by fdlibm's formula (Sun, 1993: e_atan2f.c, s_atanf.c), step by step.
+    """np.arctan2(v, u), but NaN where both are 0, computed like fdlibm's (Sun, 1993: e_atan2f.c, s_atanf.c).
 
-    NumPy's own comes from the C library, and has other last bits since glibc 2.41 and on CPUs with AVX-512.
+    NumPy's arctan2 comes from the C library; its last bits differ since glibc 2.41 and on CPUs with AVX-512.
     """
     with np.errstate(divide="ignore", invalid="ignore"):  # u may be 0
         x = np.abs(v / u)
@@ -111,7 +111,7 @@ def _chevrons(u: Field, v: Field, rng: np.random.Generator) -> Field:
 
 
 def _honeycomb(u: Field, v: Field, rng: np.random.Generator) -> Field:
-    # The centres of the hexagons are two rectangular lattices, each in the middle of the other; the nearer one counts.
+    # The centres of the hexagons form two rectangular lattices, shifted by half a cell; the nearest centre counts.
     height = np.sqrt(np.float32(3))
     x, y = _cell(u), height * _cell(v / height)
     other_x, other_y = _cell(u + 0.5), height * _cell(v / height + 0.5)
@@ -166,11 +166,12 @@ PATTERNS: dict[str, Callable[[Field, Field, np.random.Generator], Field]] = {
     "stripes": _stripes,
     "triangles": _triangles,
 }
-_CENTRED = ("rays", "rings", "spiral")  # one figure around a point in the picture, not a repeated cell
+_CENTRED = ("rays", "rings", "spiral")  # a single figure around a point of the picture, not a repeated cell
 
 
 def draw(pattern: str, rng: np.random.Generator) -> Image.Image:
-    """A picture of a class, its shorter side 96 to 160 pixels: three to five times what `cpu_sample` trains on."""
+    """Draw a picture of a class. Its shorter side has 96 to 160 pixels, three to five times `cpu_sample`'s image size.
+    """
     shorter, aspect = rng.uniform(96, 160), rng.uniform(1, 1.6)
     width, height = int(shorter * aspect), int(shorter)
     if rng.random() < 0.4:
@@ -189,9 +190,9 @@ def draw(pattern: str, rng: np.random.Generator) -> Image.Image:
 
 
 def _plane(x: Field, y: Field, centred: bool, rng: np.random.Generator) -> tuple[Field, Field]:
-    """Coordinates of the pattern's plane: turned, scaled, seen from the side, bent a little."""
+    """Coordinates of the pattern's plane: rotated, scaled, in perspective, slightly bent."""
     angle = rng.uniform(-0.15, 0.15)  # radians
-    periods = rng.uniform(2.5, 3.2)  # over the shorter side: one is ten pixels of an image of 32
+    periods = rng.uniform(2.5, 3.2)  # across the shorter side: in an image of 32 pixels a period has about ten
     tilt = rng.uniform(-0.1, 0.1, 2).tolist()
     depth = 1 + tilt[0] * x + tilt[1] * y
     phase = rng.uniform(0, 2 * np.pi, 2).tolist()
@@ -206,9 +207,9 @@ def _plane(x: Field, y: Field, centred: bool, rng: np.random.Generator) -> tuple
 
 
 def _two_colours(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """A dark and a light colour, tints of two greys that differ enough to be told apart."""
+    """Draw a dark and a light colour: tints of two clearly different greys."""
     while True:
-        dark, light = rng.uniform(20, 235, 2)  # their lumas
+        dark, light = rng.uniform(20, 235, 2)  # luma
         if light - dark > 60:
             break
     tints = rng.uniform(-TINT, TINT, (2, 3))
@@ -217,7 +218,7 @@ def _two_colours(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _clutter(image: np.ndarray, x: Field, y: Field, rng: np.random.Generator) -> np.ndarray:
-    """Perhaps a disc or a bar of another colour in front."""
+    """Draw, with probability 1/2, a disc or a bar of another colour in front."""
     for _ in range(rng.integers(0, 2)):
         left, top = rng.uniform(-0.6, 0.6, 2).tolist()
         size, angle = rng.uniform(0.05, 0.16), rng.uniform(0, np.pi)
@@ -230,8 +231,7 @@ def _clutter(image: np.ndarray, x: Field, y: Field, rng: np.random.Generator) ->
 
 
 def data_path(data: str) -> str:
-    """Where data are: of SAMPLES, the folder of the built-in set, which is drawn where it is not there yet. Raises
-    DataError."""
+    """The path of the data. SAMPLES stands for the built-in set's folder, and is drawn if missing. Raises DataError."""
     if data != SAMPLES:
         return data
     make_samples(SAMPLES_FOLDER)
@@ -243,7 +243,7 @@ def make_samples(
 ) -> bool:
     """Write the sample set into `folder` as train/CLASS/*.jpg and val/CLASS/*.jpg; raises DataError.
 
-    The same numbers and seed give the same files. Returns False, having done nothing, if the set is there already.
+    Equal numbers and seeds give equal files. Returns False, and does nothing, if the set exists already.
     """
     if num_train < 1 or num_val < 1:
         raise DataError(f"{num_train} training and {num_val} validation images a class; give at least 1 of each")
@@ -255,16 +255,16 @@ def make_samples(
             return False
         if found.get("version", _VERSION) != _VERSION:
             raise DataError(f"{folder} holds the sample set of another version of this program: remove that folder, "
-                            "which is then drawn anew, or choose another folder")
+                            "so that the set is drawn again, or choose another folder")
         if not folder.is_dir() or any(folder.iterdir()):
-            raise DataError(f"{folder} holds something else than this sample set; remove it or choose another folder")
+            raise DataError(f"{folder} holds something other than this sample set; remove it or choose another folder")
     jobs = [
         (split, pattern, i)
         for split, count in (("train", num_train), ("val", num_val))
         for pattern in PATTERNS
         for i in range(count)
     ]
-    # Not only the process's number: in containers that share the folder each may be number 1.
+    # The process id alone is not unique: containers that share the folder may all run as process 1.
     partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}-{secrets.token_hex(4)}")
 
     def write(job: tuple[str, str, int]) -> None:
@@ -280,7 +280,7 @@ def make_samples(
         for _ in map_in_order(write, jobs, len(jobs), "drawing the sample set", num_threads):
             pass
         (partial / _MARKER).write_text(json.dumps(description))
-        partial.rename(folder)  # all or nothing; what is replaced is an empty folder
+        partial.rename(folder)  # in one step; it replaces at most an empty folder
     except OSError as error:
         if _description_of(folder) == description:  # another process has drawn it meanwhile
             return False
@@ -293,7 +293,7 @@ def make_samples(
 
 
 def _description_of(folder: Path) -> dict[str, object]:
-    """What the marker of a sample set says; empty where there is none that can be read."""
+    """Read the marker file of a sample set; empty if there is no readable one."""
     try:
         found = json.loads((folder / _MARKER).read_text())
     except (OSError, ValueError):

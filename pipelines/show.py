@@ -1,4 +1,4 @@
-"""A contact sheet of what the network sees: samples as they come out of the loader, with the names of their classes."""
+"""Draws contact sheets of the network's input: samples as the loader returns them, with their class names."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from pipelines.transform import Augmentation
 _MARGIN, _GAP, _CAPTION = 24, 10, 22  # pixels
 _TOP = _MARGIN + 40
 _BACKGROUND, _INK, _FAINT = (250, 250, 248), (40, 40, 40), (130, 130, 130)
-_MOST_PIXELS = 10**8  # of a sheet: 0.3 GB
-_LEAST_TILE = 112  # small images are enlarged to this, in whole steps, so that their pixels stay visible
+_MOST_PIXELS = 10**8  # per sheet: 0.3 GB
+_LEAST_TILE = 112  # pixels; a smaller image is enlarged by a whole factor to at least this, so its pixels stay visible
 
 
-# Each augmentation alone, as options of the command line have it.
+# Each augmentation alone: its command-line option, and the fields of Augmentation.
 ALONE: dict[str, dict[str, Any]] = {
     "none": {},
     "--mirror": {"mirror": True},
@@ -50,7 +50,7 @@ ALONE: dict[str, dict[str, Any]] = {
 
 
 def contact_sheet(loader: Loader, rows: int, columns: int, title: str) -> Image.Image:
-    """The loader's next `rows * columns` images, un-normalised, each above its class name."""
+    """Draw the loader's next `rows * columns` images, with normalisation undone, each above its class name."""
     if rows < 1 or columns < 1:
         raise DataError(f"a sheet of {rows} rows and {columns} columns has no images; give at least 1 of each")
     sheet = _Sheet(rows, columns, loader.config.image_size, title)
@@ -60,7 +60,7 @@ def contact_sheet(loader: Loader, rows: int, columns: int, title: str) -> Image.
 
 
 def augmentation_sheet(config: LoaderConfig, columns: int, title: str) -> Image.Image:
-    """A row for each augmentation, alone, with its option: of the same `columns` images, the first that are loaded."""
+    """Draw one row for each augmentation alone, with its option; each row shows the loader's first `columns` images."""
     if columns < 1:
         raise DataError(f"a sheet of {columns} columns has no images; give at least 1")
     sheet = _Sheet(len(ALONE), columns, config.image_size, title)
@@ -72,12 +72,12 @@ def augmentation_sheet(config: LoaderConfig, columns: int, title: str) -> Image.
     return sheet.image
 
 
-# The fields of an augmentation with which it does nothing.
+# Values of Augmentation's fields that change nothing.
 _NOTHING = vars(Augmentation()) | {"mirror": False, "random_area": (1.0, 1.0)}
 
 
 class _Sheet:
-    """A picture of `rows` x `columns` tiles with captions; raises DataError if it were too large."""
+    """A picture of `rows` x `columns` tiles with captions; raises DataError if it would be too large."""
 
     def __init__(self, rows: int, columns: int, pixels: int, title: str):
         self._tile = pixels * -(-_LEAST_TILE // pixels) if pixels < _LEAST_TILE else pixels
@@ -93,7 +93,7 @@ class _Sheet:
         self._pen.text((_MARGIN, _MARGIN - 4), title, _INK, font(20))
 
     def add(self, pixels: np.ndarray, caption: str, columns: int = 1) -> None:
-        """The next tile, with a caption as wide as some of them."""
+        """Add the next tile; its caption may be as wide as `columns` tiles."""
         row, column = divmod(self._count, self._columns)
         x, y = _MARGIN + column * (self._tile + _GAP), _TOP + row * (self._tile + _CAPTION + _GAP)
         tile = (self._tile, self._tile)
@@ -104,7 +104,7 @@ class _Sheet:
 
 
 def save(sheet: Image.Image, path: Path) -> None:
-    """Write a picture in one step, as JPEG if its name says so, else as PNG; raises DataError."""
+    """Write a picture in one step: a JPEG if its suffix is .jpg or .jpeg, otherwise a PNG. Raises DataError."""
     buffer = io.BytesIO()
     sheet.save(buffer, "JPEG" if path.suffix.lower() in (".jpg", ".jpeg") else "PNG")
     try:
@@ -115,7 +115,7 @@ def save(sheet: Image.Image, path: Path) -> None:
 
 
 def _samples(loader: Loader, count: int) -> Iterator[tuple[np.ndarray, int]]:
-    """Pixels (uint8) and labels of the next images."""
+    """Yield pixels (uint8) and label of each of the next `count` images."""
     transform = loader.config.transform
     for batch in itertools.islice(loader, -(-count // loader.config.batch_size)):
         images = batch.data.asnumpy()[: batch.num_valid, ..., :3].astype(np.float32) * transform.std + transform.mean

@@ -1,8 +1,8 @@
-"""Synthetic images: made once, kept on the device, and handed out again and again, so that loading costs nothing.
+"""Synthetic images: generated once, kept on the device, and returned again and again, so that loading costs nothing.
 
-Every class has a pattern of its own, a smooth random field; an image is its class's pattern under noise. The patterns
-are the same in training and validation, the noise is not: so a network that learns reaches a high validation accuracy,
-and one that does not stays at chance.
+Every class has its own pattern, a smooth random field; an image is the pattern of its class plus noise. Training and
+validation share the patterns but not the noise. So a network that learns reaches a high validation accuracy, and a
+network that does not learn stays at chance.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 from common.mxnet_compat import mx
 from pipelines.loader import Batch, Loader, LoaderConfig
 
-_NUM_DISTINCT = 1024  # images a process keeps (fp16 at 224 pixels and 4 channels: 0.4 GB)
-_PATTERN_CELLS = 7  # a pattern is drawn on a grid of 7x7 and interpolated: ResNet's last feature map at 224 pixels
+_NUM_DISTINCT = 1024  # images per process (fp16 at 224 pixels and 4 channels: 0.4 GB)
+_PATTERN_CELLS = 7  # a pattern is an interpolated 7x7 grid, the size of ResNet's last feature map at 224 pixels
 _PATTERNS_SEED = 2015
 
 
@@ -38,7 +38,7 @@ class SyntheticLoader(Loader):
         count = self.config.batch_size
         pixels = self.config.size_in(self.epoch)
         if pixels != self._pool_size or not self._pool:
-            self.close()  # before the next pool takes memory
+            self.close()  # free the old pool's memory first
             self._pool = self._make_pool(min(self.num_batches, max(2, _NUM_DISTINCT // count)), pixels)
             self._pool_size = pixels
         data, label = self._pool[(self.epoch * self.num_batches + self.batch) % len(self._pool)]
@@ -49,7 +49,7 @@ class SyntheticLoader(Loader):
     def _make_pool(self, num_batches: int, pixels: int) -> list[tuple[Any, Any]]:
         config = self.config
         rng = np.random.default_rng([config.seed, config.split == "val", self.shard[0]])
-        # One field of noise, of which every image takes another cut-out: drawing it all anew would take minutes.
+        # Every image takes another window of one noise field: drawing noise for each image would take minutes.
         noise = rng.standard_normal((2 * pixels, 2 * pixels, 3), np.float32)
         pool = []
         for _ in range(num_batches):
@@ -67,7 +67,7 @@ class SyntheticLoader(Loader):
 
 @functools.lru_cache(maxsize=64)
 def _pattern(label: int, pixels: int) -> np.ndarray:
-    """The smooth field of a class, (pixels, pixels, 3) float32 with a standard deviation of about 1."""
+    """The pattern of a class: (pixels, pixels, 3) float32 with a standard deviation of about 1."""
     rng = np.random.default_rng([_PATTERNS_SEED, label])
     grid = rng.standard_normal((_PATTERN_CELLS, _PATTERN_CELLS, 3), np.float32)
     weights = _interpolation(pixels)
@@ -76,6 +76,6 @@ def _pattern(label: int, pixels: int) -> np.ndarray:
 
 
 def _interpolation(pixels: int) -> np.ndarray:
-    """Weights (pixels, cells) of linear interpolation from the grid's points."""
+    """Weights (pixels, cells) that interpolate linearly between the grid's points."""
     at = np.linspace(0, _PATTERN_CELLS - 1, pixels, dtype=np.float32)
     return np.maximum(0, 1 - np.abs(at[:, None] - np.arange(_PATTERN_CELLS, dtype=np.float32)))

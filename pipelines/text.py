@@ -1,8 +1,9 @@
-"""Text as batches of words and the words that follow them: for language models, which are trained as classifiers are.
+"""Loads text as batches of words and their next words, so that language models train as classifiers do.
 
-An example is one word, its class the next one. A batch holds `steps` words in a row of each of several sequences, step
-by step: (steps * sequences, 1, 1, 1) numbers of words, in the form of images of one pixel. The text is cut into as many
-sequences of one length as all batches of a step hold, and each batch goes on where the one before has ended.
+An example is one word; its class is the next word. A batch holds `steps` consecutive words of each of several
+sequences, step by step: an array (steps * sequences, 1, 1, 1) of word numbers, shaped like images of one pixel. The
+text is cut into sequences of equal length, one for each sequence of each process's batch. Each batch continues where
+the previous batch ended.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from pipelines.errors import DataError
 from pipelines.files import read_file
 from pipelines.loader import Batch, Loader, LoaderConfig
 
-UNKNOWN, END = "<unk>", "<eos>"  # a word that the vocabulary has not, and the end of a line
-ALIGNMENT = 8  # words of a vocabulary: classes of a GPU's kernels
+UNKNOWN, END = "<unk>", "<eos>"  # a word outside the vocabulary, and the end of a line
+ALIGNMENT = 8  # a vocabulary's size is a multiple of this, as GPU kernels need for the number of classes
 
-_SUCCESSORS = 8  # of each word of a generated text
-_SENTENCE_WORDS = 12  # of a line, in the mean
+_SUCCESSORS = 8  # possible next words of each word in a generated text
+_SENTENCE_WORDS = 12  # mean words per line of a generated text
 
 
 def read_words(path: Path) -> list[str]:
-    """The words of a text file, with END behind each line that has some. Raises DataError."""
+    """Read the words of a text file, with END after each line that has words. Raises DataError."""
     try:
-        # Some editors begin a file with a mark, which is no word.
+        # utf-8-sig drops the byte order mark that some editors put first.
         lines = read_file(path).decode("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8"
@@ -38,11 +39,11 @@ def read_words(path: Path) -> list[str]:
 
 
 def generated_words(num_words: int, num_different: int, seed: int) -> tuple[list[str], float]:
-    """A text of random words, each of which depends on the one before, and the perplexity of who knows on what.
+    """Generate a text in which each word depends on the previous word; returns it with its lowest possible perplexity.
 
-    Each word has a few successors, with probabilities of 1/2, 1/4 and so on; a line ends after any word with the
-    same probability and begins with any word. exp of the entropy of the next word is the perplexity that no model of
-    the language goes below, but by chance.
+    Each word has a few successors, with probabilities in the ratio 1/2, 1/4 and so on. A line ends after any word with
+    equal probability, and starts with any word. The lowest perplexity is exp(entropy of the next word); a language
+    model can go below it only by chance.
     """
     rng = np.random.default_rng(seed)
     successors = np.stack([rng.choice(num_different, _SUCCESSORS, replace=False) for _ in range(num_different)])
@@ -69,33 +70,33 @@ def generated_words(num_words: int, num_different: int, seed: int) -> tuple[list
 
 
 def vocabulary(words: Iterable[str], most: int) -> list[str]:
-    """UNKNOWN and the most frequent words, `most` in all, by falling frequency; filled up to a multiple of 8."""
+    """UNKNOWN and the most frequent words, most frequent first, `most` in all; padded to a multiple of ALIGNMENT."""
     counts = Counter(words)
-    counts.pop(UNKNOWN, None)  # as some published texts have it already
+    counts.pop(UNKNOWN, None)  # some published texts contain it
     frequent = sorted(counts, key=lambda word: (-counts[word], word))[: most - 1]
     listed = [UNKNOWN, *frequent]
     return listed + [f"<none {number}>" for number in range(1, -len(listed) % ALIGNMENT + 1)]
 
 
 def num_known(known: Sequence[str]) -> int:
-    """Words of a vocabulary, without those that it is filled up with: their names, and no word, have a space."""
+    """The number of words in a vocabulary without its padding entries, which alone contain a space."""
     return sum(" " not in word for word in known)
 
 
 def numbered(words: Sequence[str], known: Sequence[str]) -> np.ndarray:
-    """(len(words),) int32: their places in a vocabulary, 0 for unknown ones."""
+    """The numbers of the words in a vocabulary, (len(words),) int32; 0 for unknown words."""
     places = {word: place for place, word in enumerate(known)}
     return np.fromiter((places.get(word, 0) for word in words), np.int32, len(words))
 
 
 class TextLoader(Loader):
-    """Batches of `steps` words of each of `batch_size / steps` sequences, in fp32.
+    """Loads batches of `steps` words of each of `batch_size / steps` sequences, in fp32.
 
-    In training each epoch begins a random number of words later, below `steps`, so that windows differ.
+    In training each epoch starts at a random offset below `steps` words, so that the windows differ.
 
     Args:
-        config: with `batch_size` words a process, a multiple of `steps`.
-        tokens: (words,) int32, numbers of the split's words.
+        config: `batch_size` is the number of words per process, a multiple of `steps`.
+        tokens: (words,) int32, the numbers of the split's words.
         words: the vocabulary.
     """
 
@@ -104,15 +105,15 @@ class TextLoader(Loader):
     def __init__(self, config: LoaderConfig, shard: tuple[int, int], tokens: np.ndarray, words: Sequence[str],
                  steps: int) -> None:
         if config.batch_size % steps:
-            raise DataError(f"a batch of {config.batch_size} words cannot be {steps} steps of some sequences: give a "
-                            f"multiple of {steps}")
+            raise DataError(f"a batch of {config.batch_size} words cannot be divided into sequences of {steps} steps: "
+                            f"give a multiple of {steps}")
         self.steps, self._sequences = steps, config.batch_size // steps
         lines = self._sequences * shard[1]
-        # Behind each word there is one more, the last one's answer; and in training up to `steps` before the first.
+        # The last word of a sequence needs a next word as its label; training skips up to `steps` words at the start.
         batches = (len(tokens) // lines - 1) // steps - (config.split == "train")
         if batches < 1:
-            raise DataError(f"{config.data}: the split {config.split} has {len(tokens):,} of its words (the end of a "
-                            f"line is one, too), too few for {lines} sequences of {steps} steps: give a longer text, "
+            raise DataError(f"{config.data}: the split {config.split} has {len(tokens):,} words (the end of a line "
+                            f"counts as one), too few for {lines} sequences of {steps} steps: give a longer text, "
                             "or fewer sequences or steps")
         super().__init__(config, shard, batches * lines * steps, [(word, word) for word in words])
         length = len(tokens) // lines
@@ -133,4 +134,4 @@ class TextLoader(Loader):
         return Batch(mx.nd.array(data, context), mx.nd.array(label, context), len(label))
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""

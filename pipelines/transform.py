@@ -1,7 +1,7 @@
-"""What is done to an image between its file and the network: the options, declared once for command lines, loaders and
-the DALI graph; imports nothing slow.
+"""The options for transforming an image between its file and the network; imports nothing slow.
 
-An augmentation is a field of `Augmentation` with its limit in `LIMITS` here, and its operator in pipelines/graph.py.
+They are declared once, for command lines, loaders and the DALI graph. To add an augmentation, add a field to
+`Augmentation`, its limit to `LIMITS`, and its operator to pipelines/graph.py.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from pipelines.errors import DataError
 # and of Gluon's model zoo).
 MEAN = (123.675, 116.28, 103.53)
 STD = (58.395, 57.12, 57.375)
-# Far above what cameras give, and 6.5 times what DALI's example of ImageNet takes for its largest image (5,980 by 6,430
-# pixels; docs/examples/use_cases/pytorch/resnet50/main.py): 0.75 GB in memory.
+# Far more than a camera's pictures have, and 6.5 times the largest ImageNet image according to DALI's example (5,980 by
+# 6,430 pixels; docs/examples/use_cases/pytorch/resnet50/main.py). Such an image takes 0.75 GB of memory.
 MAX_PIXELS = 250_000_000
-MOST_OPERATIONS = 4  # of RandAugment that may follow each other
+MOST_OPERATIONS = 4  # RandAugment applies at most this many operations to an image
 
 
-@dataclass(frozen=True, kw_only=True)  # so that fields without a default may follow in those that take it over
+@dataclass(frozen=True, kw_only=True)  # so that subclasses may add fields without a default
 class SizeLimit:
     """Loader."""
 
     max_pixels: int = MAX_PIXELS
-    """An image of more pixels, width times height in its header, is a bad one and never decoded: the memory that it
-    takes is three bytes for each, and often several times that."""
+    """An image with more pixels (width times height in its header) counts as bad and is never decoded: a pixel takes
+    three bytes of memory, and often several times that."""
 
 
 @dataclass(frozen=True)
@@ -37,26 +37,28 @@ class Augmentation:
     """Images."""
 
     random_area: tuple[float, float] = (0.08, 1.0)
-    """Smallest and largest share of an image's area that a random training crop takes."""
+    """Smallest and largest fraction of an image's area that a random training crop takes."""
     random_ratio: tuple[float, float] = (3 / 4, 4 / 3)
     """Smallest and largest width / height of a random training crop."""
     crop_padding: int = 0
-    """Pixels, measured in the stored image, by which a training image is padded on each side with the mean colour
-    before a crop of its own size is taken, instead of a random area: as is usual for CIFAR-10, with 4. 0: off."""
+    """Pad a training image on each side by this many pixels (measured in the stored image) with the mean colour
+    before a crop of its own size is taken, instead of a random area; 4 is usual for CIFAR-10. 0: off."""
     mirror: bool = True
     """Flip training images from left to right, each with probability 1/2."""
     cutout: float = 0.0
-    """Side of the square that is filled with the mean colour at a random place of each training image, as part of the
-    image's side (arXiv:1708.04552: 0.25 to 0.5 for CIFAR-10); 0: none."""
+    """Fill a square at a random place of each training image with the mean colour; this is the square's side as a
+    fraction of the image's side (arXiv:1708.04552: 0.25 to 0.5 for CIFAR-10). 0: off."""
     brightness: float = 0.0
     """Multiply each training image's pixels by a random number from 1 - BRIGHTNESS to 1 + BRIGHTNESS (0.4 is usual for
     photographs); 0: off."""
     contrast: float = 0.0
-    """Move each training image's pixels from or to its mean grey by such a number; 0: off."""
+    """Scale each training image's contrast (its distance from the mean grey) by a random number from 1 - CONTRAST to
+    1 + CONTRAST; 0: off."""
     saturation: float = 0.0
-    """Move each training image's pixels from or to the grey of equal brightness by such a number; 0: off."""
+    """Scale each training image's saturation (its distance from the grey of equal brightness) by a random number from
+    1 - SATURATION to 1 + SATURATION; 0: off."""
     hue: float = 0.0
-    """Turn each training image's colours by up to this part of the colour circle, at most 0.5; 0: off."""
+    """Rotate each training image's colours by up to this fraction of the colour circle, at most 0.5; 0: off."""
     grey: float = 0.0
     """Make a training image grey with this probability (0.2 is usual)."""
     blur: float = 0.0
@@ -64,20 +66,20 @@ class Augmentation:
     solarise: float = 0.0
     """Invert a training image's pixels from 128 on with this probability."""
     auto_augment: Literal["none", "trivialaugment", "randaugment", "randaugment-timm", "autoaugment"] = "none"
-    """Change each training image by random operations (shear, rotate, equalize, ...): one of any strength
-    (trivialaugment, arXiv:2103.10158), several of equal strength (randaugment, arXiv:1909.13719, or as timm has it), or
-    one of the pairs found for ImageNet (autoaugment, arXiv:1805.09501)."""
+    """Change each training image by random operations (shear, rotate, equalize, ...): one of random strength
+    (trivialaugment, arXiv:2103.10158), several of equal strength (randaugment, arXiv:1909.13719, or
+    randaugment-timm), or one of the pairs found for ImageNet (autoaugment, arXiv:1805.09501)."""
     randaugment_operations: int = 2
-    """How many operations RandAugment does to an image."""
+    """How many operations RandAugment applies to an image."""
     randaugment_magnitude: float = 9.0
-    """Strength of RandAugment's operations: of 30, and with randaugment-timm of 10."""
+    """Strength of RandAugment's operations: out of 30, and with randaugment-timm out of 10."""
     randaugment_magnitude_std: float = 0.0
-    """Standard deviation of that strength, which is then drawn for each operation; for randaugment-timm."""
+    """For randaugment-timm: draw each operation's strength from a normal distribution with this standard deviation."""
     random_erasing: float = 0.0
     """Fill a random rectangle, 2 to 33 % of a training image, with the mean colour, with this probability
     (arXiv:1708.04896; 0.1 to 0.25 is usual); 0: off."""
     train_interpolation: Literal["same", "bilinear", "bicubic", "random"] = "same"
-    """How training images are resized: as those of validation (same), or one of the two for each image (random)."""
+    """How training images are resized: same as validation images, or random: either of the two for each image."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,8 @@ class CentreCrop:
     """Images."""
 
     val_crop_fraction: float = 0.875
-    """Part of an image's shorter side that the centre crop of validation and prediction takes (224 of 256 pixels)."""
+    """Fraction of an image's shorter side that the centre crop of validation and prediction takes (224 of 256 pixels).
+    """
 
 
 @dataclass(frozen=True)
@@ -93,30 +96,30 @@ class Normalisation:
     """Images."""
 
     mean: tuple[float, float, float] = MEAN
-    """Red, green and blue, from 0 to 255, that are subtracted from each pixel; the default is ImageNet's mean, and with
-    trained weights theirs."""
+    """Red, green and blue, from 0 to 255, that are subtracted from each pixel: ImageNet's mean by default, and with
+    trained weights the mean that they were trained with."""
     std: tuple[float, float, float] = STD
-    """Red, green and blue that each pixel is then divided by; as --mean."""
+    """Red, green and blue that each pixel is then divided by, with defaults as for --mean."""
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
-    """How images are resized; with trained weights as theirs were."""
+    """How images are resized; with trained weights, the way that they were trained with."""
 
 
 @dataclass(frozen=True)
 class ImageTransform(Normalisation, CentreCrop, Augmentation):
-    """What is done to images, in training and in validation."""
+    """All transforms of images, in training and in validation."""
 
     @property
     def changes_colours(self) -> bool:
-        """Whether a matrix does something to the colours of a training image."""
+        """Whether a colour matrix may change training images."""
         return any((self.brightness, self.contrast, self.saturation, self.hue, self.grey))
 
     @property
     def mean_colour(self) -> tuple[int, ...]:
-        """As pixels have it."""
+        """`mean` as a pixel value: whole numbers from 0 to 255."""
         return tuple(min(max(round(value), 0), 255) for value in self.mean)
 
     def check(self) -> None:
-        """Raise DataError for a value that cannot be."""
+        """Raise DataError for an invalid value."""
         for name, (is_good, words) in LIMITS.items():
             if not is_good(value := getattr(self, name)):
                 shown = " ".join(f"{each:g}" for each in (value if isinstance(value, tuple) else (value,)))
@@ -126,7 +129,7 @@ class ImageTransform(Normalisation, CentreCrop, Augmentation):
                             "--auto-augment randaugment-timm is of 10: give 0 to 10, or randaugment")
 
 
-# Options that some values of `auto_augment` have alone.
+# option -> the only values of `auto_augment` that it is for
 OF_POLICIES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("randaugment_operations", "randaugment_magnitude"), ("randaugment", "randaugment-timm")),
     "randaugment_magnitude_std": ("randaugment-timm",),

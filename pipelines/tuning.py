@@ -1,8 +1,8 @@
-"""The share of the images that the GPU's JPEG engine decodes, where it is not given: measured once, and kept on disk.
+"""Measures the best fraction of images for the GPU's JPEG engine, once, and keeps it on disk.
 
-What is fastest depends on the GPU, the number of CPU threads beside it, and the images: the engine, the CPU's Huffman
-decoding and the CUDA cores each do a part. Of shares that are about as fast, the largest is taken: it leaves the most
-of the CPU to the training loop, which has to hand a step to the GPU while the step before is computed.
+The fastest fraction depends on the GPU, the number of CPU threads, and the images, because the engine, the CPU (Huffman
+decoding) and the CUDA cores share the work. Among fractions that are about equally fast, the largest is taken. It
+leaves the most CPU time to the training loop, which must launch each step while the GPU computes the previous step.
 """
 
 from __future__ import annotations
@@ -21,17 +21,22 @@ from pipelines.progress import num_cores
 from pipelines.sources import Source
 
 CANDIDATES = (0.5, 0.65, 0.8, 0.9, 1.0)
-SECONDS = 0.6  # for each, after a warm-up
-NEARLY_FASTEST = 0.9  # of the highest speed. 4 H200, ResNet-50: with 0.8, the fastest alone, 24 of 190 steps were late
-# by 7 to 32 ms and took 27.4 ms in the mean; with 1, at 94 % of that speed, one was, and they took 25.6 (docs/data.md)
-MIN_BATCHES = 100  # an epoch of fewer is over before the measurement has paid
+SECONDS = 0.6  # per candidate, after a warm-up
+# Candidates from this fraction of the highest speed on count as equally fast. On 4 H200 (ResNet-50), 0.8 was fastest
+# for the loader alone, but 24 of 190 training steps were 7 to 32 ms late, and the mean step took 27.4 ms. With 1.0, at
+# 94 % of that loader speed, one step was late, and the mean step took 25.6 ms (docs/data.md).
+NEARLY_FASTEST = 0.9
+MIN_BATCHES = 100  # a shorter epoch ends before the measurement has paid off
 
 log = logging.getLogger("pipelines.tuning")
 
 
 def tune(config: LoaderConfig, source: Source, shard: tuple[int, int]) -> LoaderConfig:
-    """The configuration with `hw_decoder_load` set: what was found for this machine and data before, else by a sweep
-    (about five seconds) of the training loader; left open, to take the graph's default, where neither is to be had."""
+    """Set `hw_decoder_load` if it is not given: from an earlier measurement on this machine and data, else by one now.
+
+    The measurement is a sweep of the training loader (about five seconds). If there is neither, the option stays unset
+    and the graph takes its default.
+    """
     if (config.device != "gpu" or config.hw_decoder_load is not None or source.feeds == "pixels"
             or decodes_on_cpu(config, source)):
         return config

@@ -1,12 +1,12 @@
-"""Look at every image of a data set: whether it is there, whole, an image, labelled with a class that exists, and not
-both in training and in validation.
+"""Check every image of a data set: it must exist, be a complete image, have the label of an existing class, and not be
+in both training and validation.
 
     python -m pipelines verify DATA                  lists what it finds
     python -m pipelines verify DATA --write-clean    and writes an index (RecordIO) or list (folders) of the good ones
 
-Every byte of every image is decoded twice: by Pillow, which finds what is truncated or no image at all, and by the
-loader's own decoder on the CPU, which draws what it can of a JPEG that is damaged in its middle, grey or torn, and says
-so. Damage that is still a valid picture cannot be told from one, here or in training.
+Every image is decoded completely, twice. Pillow finds truncated files and files that are not images. The loader's own
+decoder, on the CPU, decodes as much as it can of a JPEG that is damaged in its middle (parts come out grey or torn),
+and writes a message. Damage that leaves a valid picture cannot be recognised, here or in training.
 """
 
 from __future__ import annotations
@@ -64,42 +64,42 @@ class Item(NamedTuple):
     """One entry of a data set."""
 
     name: str
-    line: str  # of the clean index or list
+    line: str  # its line in the clean index or list
     label: int | None  # None: not a class of the list
     read: Callable[[], bytes]
-    problem: str = _NO_CLASS  # where there is no label
+    problem: str = _NO_CLASS  # the finding if `label` is None
 
 
 class Usable(NamedTuple):
     """An image that can be used."""
 
     name: str
-    line: str  # of the clean index or list
+    line: str  # its line in the clean index or list
     label: int | None
     digest: bytes  # of its encoded bytes
 
 
 class Report(NamedTuple):
-    """What `verify_split` found."""
+    """The result of `verify_split`."""
 
-    where: str  # file or folder, and the split where the folder may hold files of both
+    where: str  # file or folder, with the split if the folder may hold files of both splits
     num_images: int
     findings: list[tuple[str, Finding]]  # (file or record, finding)
-    clean_path: Path | None  # where the index or list without the unusable images goes; None: the format has neither
+    clean_path: Path | None  # for the index or list without the unusable images; None: the format has neither
     usable: list[Usable]
-    is_shared: bool = False  # validation finds the same images in these folders: it is to read the same list, then
-    remarks: Sequence[str] = ()  # what is left out of the data
-    classes: Mapping[int, str] = MappingProxyType({})  # that have images: their folders or synsets, by label
+    is_shared: bool = False  # whether validation reads the same folders, and so must read the same list
+    remarks: Sequence[str] = ()  # sentences about data that are left out
+    classes: Mapping[int, str] = MappingProxyType({})  # label -> folder or synset, for classes that have images
 
     @property
     def lost_classes(self) -> list[str]:
-        """Classes that have images, but no usable one."""
+        """The classes that have images but no usable image."""
         left = {image.label for image in self.usable}
         return [name for label, name in self.classes.items() if label not in left]
 
     @property
     def num_unusable(self) -> int:
-        """Images that the loader would refuse, or that are in validation too."""
+        """The number of images that the loader would refuse or that are in validation too."""
         return self.num_images - len(self.usable)
 
 
@@ -107,8 +107,10 @@ def verify_split(
     data: str, split: str, num_threads: int = 0, num_classes: int | None = None, max_pixels: int = MAX_PIXELS,
     to_clean: bool = False, first_label: FirstLabel = AUTO, labels: Labels = AUTO,
 ) -> Report:
-    """Look at all images of one split. Raises DataError if there is no such data; and UserError, before it looks, if
-    there is no place for what `write_clean` writes where that is `to_clean`."""
+    """Check all images of one split. Raises DataError if the split does not exist.
+
+    With `to_clean`, first raises UserError if `write_clean` could not write its file.
+    """
     check_not_negative(num_threads=num_threads)
     check_positive(max_pixels=max_pixels, num_classes=1 if num_classes is None else num_classes)
     found = locate(data, split)
@@ -138,7 +140,7 @@ def verify_split(
     if to_clean and clean_path:
         check_place(clean_path, "check permissions and space")
     usable = []
-    num_images = len(items) + len(findings)  # so far these are entries of an index that point at nothing
+    num_images = len(items) + len(findings)  # so far, findings are index entries that point at no record
     title = f"verifying {path.name}"
     looked_at = list(map_in_order(partial(_look_at, max_pixels), items, len(items), title, num_threads))
     results = [finding for finding, _ in looked_at]
@@ -161,8 +163,10 @@ def verify_split(
 
 
 def told_about_classes(train: Report, val: Report) -> list[str]:
-    """Sentences on classes that only one of the two splits has images of; none where the one has names and the other
-    numbers."""
+    """Remarks about classes that only one of the two splits has images of.
+
+    There are none if one split has class names and the other has numbers.
+    """
     in_train, in_val = (set(map(nfc, report.classes.values())) for report in (train, val))
     if len({all(name.isdecimal() for name in names) for names in (in_train, in_val)}) > 1:
         return []
@@ -175,8 +179,10 @@ def told_about_classes(train: Report, val: Report) -> list[str]:
 
 
 def leave_out_duplicates(train: Report, val: Sequence[Usable]) -> Report:
-    """The report of the training images without those that are images of validation too, byte for byte, which become
-    findings. `val` may be a part of them."""
+    """Turn training images that equal a validation image byte for byte into findings, and return the new report.
+
+    `val` may be a part of the training images (--val-split).
+    """
     name_of = {image.digest: image.name for image in val}
     own = {image.name for image in val}
     twice = {image.name: name_of[image.digest] for image in train.usable
@@ -188,7 +194,7 @@ def leave_out_duplicates(train: Report, val: Sequence[Usable]) -> Report:
 
 
 def write_clean(report: Report) -> None:
-    """Write the index or list of the usable images; one that is there already is kept as NAME.orig."""
+    """Write the index or list of the usable images; an existing one is kept as NAME.orig."""
     if not report.usable:
         raise DataError(f"{report.where}: none of its {report.num_images} images is usable; nothing is written")
     path = report.clean_path
@@ -200,8 +206,8 @@ def write_clean(report: Report) -> None:
     lost = (image for image in report.usable if path.suffix == ".lst" and not _is_held(image, path.parent))
     if image := next(lost, None):
         raise DataError(
-            f"{path}: a line of it cannot hold {image.name!a}, of whose name a tab or a line break would be lost; "
-            "rename that file or folder"
+            f"{path}: a line cannot hold the name {image.name!a}, as its tab or line break would be lost; rename that "
+            "file or folder"
         )
     try:
         original = path.with_name(path.name + ".orig")
@@ -215,16 +221,16 @@ def write_clean(report: Report) -> None:
 
 
 def _is_held(image: Usable, folder: Path) -> bool:
-    """Whether the image's line in a list of that folder is read as one line, and as the same file."""
+    """Whether the image's line in a list in `folder` reads back as one line that names the image's file."""
     try:
         (line,) = image.line.splitlines()
         return os.path.abspath(folder / list_entry(line)[1]) == os.path.abspath(image.name)
-    except ValueError:  # lines or columns too many
+    except ValueError:  # too many lines or columns
         return False
 
 
 def print_report(report: Report, console: Console) -> None:
-    """What was found, and the sums: on a terminal a table of the first findings, elsewhere a line for each of them."""
+    """Print findings and totals: on a terminal a table of the first findings, elsewhere a line for each finding."""
     if not console.is_terminal:
         for name, finding in report.findings:
             print(f"{name}: {finding.kind}, {finding.detail}" + (" (usable)" if finding.usable else ""))
@@ -249,7 +255,7 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def _look_at(max_pixels: int, item: Item) -> tuple[Finding | None, bytes]:
-    """What is to be said of an image, and the digest of its bytes, if it has any."""
+    """Pillow's finding about an image, and the digest of its bytes (b"" if they cannot be used)."""
     try:
         encoded = item.read()
     except BrokenRecordError as error:
@@ -264,18 +270,20 @@ def _look_at(max_pixels: int, item: Item) -> tuple[Finding | None, bytes]:
 def _messages(
     items: list[Item], places: list[int], findings: list[Finding | None], title: str, num_threads: int, max_pixels: int
 ) -> Iterator[tuple[int, str]]:
-    """The places of the images of which the loader's decoder has something to say, and what that is."""
+    """Yield the place and the message of each image that the loader's decoder complains about."""
     check = DecoderCheck(lambda i: np.frombuffer(items[i].read(), np.uint8), num_threads, max_pixels)
     doubtful = {i for i in places if (finding := findings[i]) and finding.doubtful}
     groups = [places[start : start + GROUP_SIZE] for start in range(0, len(places), GROUP_SIZE)]
     judge = partial(check, alone=doubtful)
-    for found in map_in_order(judge, groups, len(places), title, num_threads=1, size=len):  # it has threads of its own
+    for found in map_in_order(judge, groups, len(places), title, num_threads=1, size=len):  # has its own threads
         yield from found.items()
 
 
 def _record_items(path: Path, count: int, findings: list[tuple[str, Finding]], remarks: list[str]) -> list[Item]:
-    """The records in the index's order; if the index is missing or wrong, those that are found in the file. `count`: of
-    the classes."""
+    """The records in the order of the index; if the index is missing or wrong, the records found in the file.
+
+    `count` is the number of classes.
+    """
     file = RecordFile(path)
     there = list(file.scan())
     try:
@@ -305,7 +313,7 @@ def _record_items(path: Path, count: int, findings: list[tuple[str, Finding]], r
     def item(i: int, key: int, offset: int) -> Item:
         label, problem = -1.0, _NO_CLASS
         if labels := labels_of[i]:
-            try:  # where some vectors are not one-hot, none is: they are several labels
+            try:  # if any vector is not one-hot, all of them count as several labels
                 label = class_number(labels, num_labels, lambda: name_of(i))
             except DataError as error:
                 problem = str(error)
@@ -323,7 +331,7 @@ def _record_items(path: Path, count: int, findings: list[tuple[str, Finding]], r
 
 
 def _labels(file: RecordFile, offset: int) -> tuple[float, ...]:
-    """The labels of the record there; none of a broken one."""
+    """The labels of the record at `offset`; () if it is broken."""
     try:
         return file.read(offset).labels
     except BrokenRecordError:

@@ -1,1 +1,1 @@
-"""The public face of this project: the console command `resnet-mxnet` (command.py)."""
+"""This project's console command `resnet-mxnet` (command.py)."""

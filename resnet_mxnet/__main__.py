@@ -1,4 +1,4 @@
-"""`python -m resnet_mxnet`: the console command, in the processes that our programs start."""
+"""`python -m resnet_mxnet`: the console command, as our programs start it in new processes."""
 
 from resnet_mxnet.command import run
 

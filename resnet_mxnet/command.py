@@ -1,7 +1,7 @@
 """The console command `resnet-mxnet`: all programs of this project under one name.
 
-A working folder often has a `train.py`, and PYTHONPATH may have a package `common`, which are not ours: our packages
-are looked for beside this one only.
+The working folder may have a foreign `train.py`, and PYTHONPATH a foreign package `common`. Therefore our packages are
+looked for only in the folder that holds this one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PACKAGES = ("common", "train", "gpu_report", "pipelines", "graph_passes")
 
 
 class OwnPackages:
-    """A finder that looks for this project's packages in one place."""
+    """A module finder that looks for this project's packages in one folder only."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -27,13 +27,13 @@ class OwnPackages:
 
 
 def console() -> None:
-    """What the installed script runs."""
+    """The entry point of the installed script."""
     run(called_as=os.path.abspath(sys.argv[0]))
 
 
 def run(called_as: str = "") -> None:
-    """Run the program that the command line names, as `python -m MODULE` would; `called_as`: the script that the user
-    has started, if that is how it began."""
+    """Run the program that the command line names, as `python -m MODULE` would. `called_as`: the path of the script if
+    the user has started it, else ""."""
     sys.meta_path.insert(0, OwnPackages)
     from common.program import CALLED_AS, GUARD, PROGRAMS, TRAIN
 

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Build Horovod for the MXNet of the Python that runs this, and train/processes/allreduce.cc with it:
+"""Build Horovod, and train/processes/allreduce.cc with it, for the MXNet of the Python that runs this script:
 build_horovod.py FOLDER
 
-scripts/setup.sh runs it in the new environment. FOLDER keeps the source and what is compiled, so that a second call
-does only what is left. Needs g++ alone: Horovod's own build wants CMake older than 4 and, for GPUs, a CUDA toolkit with
-nvcc, for kernels that nothing here calls (HOROVOD_KERNELS). CUDA's headers come from NVIDIA's wheels, into FOLDER too.
+scripts/setup.sh runs it in the new environment. FOLDER keeps sources and compiled objects, so that a repeated call does
+only the remaining work. It needs only g++. Horovod's own build requires CMake older than 4 and, for GPUs, a CUDA
+toolkit with nvcc, for kernels that nothing here calls (HOROVOD_KERNELS). CUDA's headers come from NVIDIA's wheels, also
+in FOLDER.
 """
 
 from __future__ import annotations
@@ -29,28 +30,29 @@ ROOT = Path(__file__).resolve().parents[1]
 VERSION = "0.28.1"
 LIBRARY = "mpi_lib" + str(sysconfig.get_config_var("EXT_SUFFIX"))
 BUCKET_LIBRARY = "bucket_allreduce.so"  # as in train/processes/allreduce.py
-# CUDA 12's static runtime, which drivers for CUDA 12 and newer run, and its headers; they want `crt/` and `nv/`.
+# CUDA 12's static runtime, which runs with drivers for CUDA 12 and newer, and its headers, which need `crt/` and `nv/`.
 CUDA_WHEELS = ("nvidia-cuda-runtime-cu12==12.9.79", "nvidia-cuda-nvcc-cu12==12.9.86", "nvidia-cuda-cccl-cu12==12.9.27")
 CONTROL_GROUP = Path("/sys/fs/cgroup")
 BYTES_PER_COMPILER = 0.8e9  # the largest part takes 0.64e9 (g++ 12)
 
-# Headers that other headers of g++ brought along until 13 (cstdint: until 15).
+# Headers that g++'s other headers included until version 13 (cstdint: until 15).
 INCLUDED = (
     ("horovod/common/common.h", "stdexcept"),
     ("horovod/common/group_table.h", "string"),
     ("third_party/gloo/gloo/types.h", "cstdint"),
 )
 REPLACED = (
-    # An assignment to a constant, which g++ overlooked until 14.
+    # An assignment to a constant, which g++ accepted before version 14.
     ("third_party/flatbuffers/include/flatbuffers/stl_emulation.h", "const size_type count_;", "size_type count_;"),
-    # A name that is still read after the operation may have ended and freed it: with one process this crashed often.
+    # A name that is read after the operation may have ended and freed it; with one process this crashed often.
     ("horovod/mxnet/mpi_ops.cc", "ops_param->op_names[0]", "std::string(ops_param->op_names[0])"),
-    # Only driver packages for developers bring the name without a number.
+    # Only driver packages for developers contain the file without a version number.
     ("horovod/mxnet/cuda_util.cc", '"libcuda.so"', '"libcuda.so.1"'),
 
-    # What fails when a process is lost. MXNet notes the errors of its operations without a lock: several that fail at
-    # once have corrupted its heap. So each completes without an error, and Python asks for the first reason after each
-    # wait (train/processes/horovod_mxnet.py). A program that does not ask is told by MXNet as ever.
+    # Errors after the loss of a process. MXNet records the errors of its operations without a lock, and several
+    # failures at once have corrupted its heap. So operations complete without an error, and Python asks for the first
+    # failure after each wait (train/processes/horovod_mxnet.py). In a program that does not ask, MXNet reports errors
+    # as before.
     ("horovod/mxnet/mpi_ops.cc", "inline void InvokeCompleteCallback(", """\
 static std::atomic_bool keeps_failures{false};
 static std::mutex failure_mutex;
@@ -85,7 +87,7 @@ inline void InvokeCompleteCallback("""),
     auto error = dmlc::Error(status.reason());
     on_complete(&error);
 """),
-    # So do those that Horovod does not take any more, which else throw in MXNet's thread.
+    # The same for operations that Horovod no longer accepts, which would otherwise throw in MXNet's thread.
     ("horovod/mxnet/mpi_ops.cc", """\
   ThrowIfError(common::CheckInitialized());
 
@@ -100,8 +102,9 @@ inline void InvokeCompleteCallback("""),
 """),
     ("horovod/mxnet/mpi_ops.cc", "ThrowIfError(enqueue_result);",
      "if (!enqueue_result.ok()) InvokeCompleteCallback(on_complete, enqueue_result);"),
-    # An operation that Gloo breaks off leaves its connections in the middle of a message. Horovod went on to the next
-    # one, which waited for a process that waited for the first one, until Gloo's time-out. Now it ends at once.
+    # An operation that Gloo aborts leaves its connections in the middle of a message. Horovod then began the next
+    # operation, which waited for a process that was still waiting in the first one, until Gloo's time-out. Now Horovod
+    # ends at once.
     ("horovod/common/operations.cc", "    status = Status::UnknownError(ex.what());\n", """\
     status = Status::UnknownError(ex.what());
     for (auto& e : entries) {
@@ -111,8 +114,8 @@ inline void InvokeCompleteCallback("""),
     if (entries.empty() || entries[0].device == CPU_DEVICE_ID) throw;
     return;
 """),
-    # Where another process is lost while they connect, Gloo throws in Horovod's thread, and nobody caught it: the
-    # process was aborted. Python is told now, and may begin again.
+    # If another process is lost while they connect, Gloo throws in Horovod's thread. The exception was not caught, and
+    # aborted the process. Now Python gets the error, and may begin again.
     ("horovod/common/operations.cc", """\
     global_gloo_context.Initialize(ParseGlooIface());
   }
@@ -183,7 +186,7 @@ protected:"""),
   LOG(TRACE) << "Initializing new process set with Gloo: \"""", """\
   tensor_queue.Begin();
   LOG(TRACE) << "Initializing new process set with Gloo: \""""),
-    # What a connection's end throws in Gloo's own thread, which nobody catches there, ended the process.
+    # The end of a connection throws in Gloo's own thread. The exception was not caught, and ended the process.
     ("third_party/gloo/gloo/transport/tcp/pair.cc", "    handleReadWrite(events);\n", """\
     try {
       handleReadWrite(events);
@@ -191,7 +194,7 @@ protected:"""),
       if (ex_ == nullptr) signalException(std::current_exception());
     }
 """),
-    # An operation in the middle of its message was not told of the connection's end, and waited for the time-out.
+    # An operation in the middle of its message was not notified of the connection's end, and waited for the time-out.
     ("third_party/gloo/gloo/transport/tcp/pair.cc", "  // Loop through posted send operations.\n", """\
   auto tell = [&ex](const Op& op) {
     NonOwningPtr<UnboundBuffer> buf(op.ubuf);
@@ -204,7 +207,7 @@ protected:"""),
 """),
 )
 
-# Source files, in parts that are compiled as one file each: reading headers is most of the work.
+# Source files, grouped into parts. A part is compiled as one file, because most of the work is reading headers.
 PARTS = {
     "gloo": ("third_party/gloo/gloo", "algorithm allgather allgatherv alltoall alltoallv barrier broadcast "
              "common/linux common/logging context gather gatherv rendezvous/context rendezvous/file_store "
@@ -224,7 +227,8 @@ PARTS = {
 GPU_PARTS = {"gpu": ("horovod/common/ops", "cuda_operations gpu_operations nccl_operations")}
 COLLECTIVES = ("ALLREDUCE", "ALLGATHER", "BROADCAST", "ALLTOALL", "REDUCESCATTER")
 
-# In place of horovod/common/ops/cuda/cuda_kernels.cu, which needs nvcc. Scaling is for averages without NCCL's own.
+# Replaces horovod/common/ops/cuda/cuda_kernels.cu, which needs nvcc. Horovod scales only for averages that NCCL does
+# not compute itself.
 HOROVOD_KERNELS = """
 #include <stdexcept>
 #include "horovod/common/ops/cuda/cuda_kernels.h"
@@ -248,7 +252,7 @@ void BatchedScaledD2DMemcpyCudaImpl(BatchedD2DParams& params, int num_copies, do
 }
 }
 """
-# What Gloo's CMake would write: TCP between machines, nothing else.
+# The configuration that Gloo's CMake would generate: TCP between machines, nothing else.
 GLOO_CONFIG = """#pragma once
 #define GLOO_VERSION_MAJOR 0
 #define GLOO_VERSION_MINOR 5
@@ -259,7 +263,7 @@ GLOO_CONFIG = """#pragma once
 
 
 class Unit(NamedTuple):
-    """A C++ file and the object that becomes of it."""
+    """A C++ file and its object file."""
 
     name: str
     text: str
@@ -267,11 +271,11 @@ class Unit(NamedTuple):
 
 
 class BuildError(Exception):
-    """What went wrong, in one sentence."""
+    """A failure of the build, as one sentence."""
 
 
 def fetch_source(folder: Path) -> Path:
-    """Horovod's source in `folder`, mended for compilers of today; anew where other things were mended before."""
+    """Horovod's source in `folder`, patched for current compilers; unpacked again if the patches have changed."""
     mended = hashlib.sha256(repr((INCLUDED, REPLACED)).encode()).hexdigest()[:8]
     source = folder / f"horovod-{VERSION}-{mended}"
     if not source.exists():
@@ -291,7 +295,7 @@ def fetch_source(folder: Path) -> Path:
 
 
 def mend(source: Path) -> None:
-    """Correct the unpacked source. Raises BuildError where it is not the one that is known."""
+    """Patch the unpacked source. Raises BuildError if it is not the expected source."""
     for name, header in INCLUDED:
         path = source / name
         path.write_text(f"#include <{header}>\n{path.read_text()}")
@@ -304,7 +308,7 @@ def mend(source: Path) -> None:
 
 
 def fetch_cuda(folder: Path) -> Path:
-    """The folder in which NVIDIA's wheels with CUDA's headers and static runtime are unpacked."""
+    """The folder with the unpacked NVIDIA wheels of CUDA's headers and static runtime."""
     cuda = folder / "cuda"
     if not cuda.exists():
         print("downloading CUDA's headers", flush=True)
@@ -318,14 +322,14 @@ def fetch_cuda(folder: Path) -> Path:
 
 
 def pip(*arguments: str) -> None:
-    """Run pip of this environment. Raises BuildError where it fails; it has said why."""
+    """Run this environment's pip. Raises BuildError if it fails; pip itself prints the reason."""
     command = [sys.executable, "-m", "pip", arguments[0], "--disable-pip-version-check", *arguments[1:]]
     if subprocess.run(command).returncode:
         raise BuildError(f"pip {arguments[0]} failed")
 
 
 def package(name: str) -> Path:
-    """The folder of an installed package, which is not imported: libmxnet.so of a GPU needs the driver."""
+    """The folder of an installed package. The package is not imported, because a GPU's libmxnet.so needs the driver."""
     found = importlib.util.find_spec(name)
     if not (found and found.submodule_search_locations):
         raise BuildError(f"the package {name} is not installed")
@@ -333,16 +337,16 @@ def package(name: str) -> Path:
 
 
 def plan(source: Path, mxnet: Path, nccl: Path | None, cuda: Path | None) -> list[Unit]:
-    """All that is to be compiled; for GPUs where there are `nccl` and `cuda`."""
+    """The units to compile; with GPU support if `nccl` and `cuda` are given."""
     includes = [f"-I{source}", f"-I{source}/third_party/gloo", f"-I{source.parent}/include"]
     includes += [f"-I{path}" for path in sorted(source.glob("third_party/*/include"))]
     includes += [f"-I{path}" for path in sorted(source.glob("third_party/boost/*/include"))]
-    # No system folder, but quiet like one. MXNet's headers need not know of CUDA: what is shared looks the same.
+    # -isystem only suppresses warnings. MXNet's headers are used without CUDA, because the shared types are identical.
     includes += [f"-I{source}/third_party/eigen", "-isystem", f"{mxnet}/include", "-isystem", f"{mxnet}/include/mkldnn"]
     flags = ["-std=c++14", "-O2", "-ftree-vectorize", "-fPIC", "-pthread", "-DNDEBUG", "-w", "-DEIGEN_MPL2_ONLY=1",
              "-DHAVE_GLOO=1", "-DHOROVOD_CPU_OPERATIONS_DEFAULT=G", "-DMXNET_USE_MKLDNN=1", "-DMXNET_USE_ONEDNN=0",
              "-DMSHADOW_USE_CUDA=0", "-DMSHADOW_USE_MKL=0", "-DMSHADOW_USE_F16C=0",
-             f"-fmacro-prefix-map={source}/="]  # its messages name their file: by its place in the source, not here
+             f"-fmacro-prefix-map={source}/="]  # messages name files relative to the source, not to this folder
     parts = dict(PARTS)
     if cuda and nccl:
         parts |= GPU_PARTS
@@ -360,7 +364,7 @@ def plan(source: Path, mxnet: Path, nccl: Path | None, cuda: Path | None) -> lis
 
 
 def compile_unit(unit: Unit, folder: Path) -> Path:
-    """The object of `unit` in `folder`, compiled unless it is there for the same text and flags."""
+    """Compile `unit` into `folder`, unless its object exists for this text and these flags."""
     source, done, mark = (folder / f"{unit.name}{suffix}" for suffix in (".cc", ".o", ".mark"))
     content = hashlib.sha256(repr(unit).encode()).hexdigest()
     if not (done.exists() and mark.exists() and mark.read_text() == content):
@@ -377,7 +381,7 @@ def compiler() -> str:
 
 
 def run(command: Sequence[str]) -> None:
-    """Raises BuildError with the first error that a compiler or linker names."""
+    """Run a command. Raises BuildError with the first error of the compiler or linker."""
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
         print(done.stdout, flush=True)
@@ -389,22 +393,22 @@ def run(command: Sequence[str]) -> None:
 
 
 def num_jobs() -> int:
-    """Compilers side by side: one for each core that this process may use, as far as memory goes."""
+    """The number of parallel compilers: one per available core, as far as memory allows."""
     return max(1, min(len(os.sched_getaffinity(0)), int(available_memory() / BYTES_PER_COMPILER)))
 
 
 def available_memory() -> float:
-    """Bytes that the machine has left, no more than the container's limit."""
+    """Bytes of memory available on the machine, or less if the container's limit is lower."""
     with open("/proc/meminfo") as file:
         free = next(1024.0 * int(line.split()[1]) for line in file if line.startswith("MemAvailable:"))
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # of control groups, version 2 and 1
-        with contextlib.suppress(OSError, ValueError):  # "max" where there is none
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # files of control groups, versions 2 and 1
+        with contextlib.suppress(OSError, ValueError):  # "max" means no limit
             free = min(free, float((CONTROL_GROUP / name).read_text()))
     return free
 
 
 def compile_all(units: Sequence[Unit], folder: Path) -> list[Path]:
-    """Objects of all units, in their order; says after each how many are done."""
+    """Compile all units; returns their objects in order, and prints the progress."""
     folder.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
     objects = {}
@@ -424,13 +428,13 @@ def compile_all(units: Sequence[Unit], folder: Path) -> list[Path]:
 
 def link(objects: Sequence[Path], folder: Path, mxnet: Path, nccl: Path | None, cuda: Path | None,
          source: Path) -> tuple[Path, Path]:
-    """Horovod's library and that of allreduce.cc, in `folder`."""
+    """Link Horovod's library and the one of allreduce.cc, in `folder`."""
     *own, allreduce = map(str, objects)
-    # The environment's packages, seen from site-packages/horovod/mxnet: it may be moved, and carried elsewhere.
+    # The environment's packages, relative to site-packages/horovod/mxnet, because the environment may be moved.
     search = "-Wl,-rpath,$ORIGIN:$ORIGIN/../../mxnet:$ORIGIN/../../nvidia/nccl/lib"
     runtime = []
     if cuda:
-        # Each library has CUDA's runtime of its own, hidden: MXNet's is another version.
+        # Each library contains its own hidden copy of CUDA's runtime, because MXNet's has another version.
         (static,) = cuda.glob("nvidia/*/lib/libcudart_static.a")
         runtime = [str(static), "-Wl,--exclude-libs,ALL", "-ldl", "-lrt"]
     library, buckets = folder / LIBRARY, folder / BUCKET_LIBRARY
@@ -443,13 +447,13 @@ def link(objects: Sequence[Path], folder: Path, mxnet: Path, nccl: Path | None, 
 
 
 def install(source: Path, libraries: Sequence[Path]) -> None:
-    """Horovod's Python files by pip, then the libraries, without which it cannot be imported."""
+    """Install Horovod's Python files with pip, then the libraries that its import needs."""
     pip("install", "--no-compile", "cloudpickle", "psutil", "pyyaml", "packaging", "wheel")
     with environment(HOROVOD_SKIP_COMPILE="1", HOROVOD_WITHOUT_PYTORCH="1"):
         pip("install", "--no-compile", "--no-build-isolation", "--no-deps", str(source))
     importlib.invalidate_caches()
     installed = package("horovod")
-    (installed / "metadata.json").write_text('{"mxnet": "1.9.1"}\n')  # what Horovod compares with at each import
+    (installed / "metadata.json").write_text('{"mxnet": "1.9.1"}\n')  # Horovod checks this at each import
     for library in libraries:
         place = installed / "mxnet" / library.name
         shutil.copy(library, place.with_suffix(".unfinished"))
@@ -458,7 +462,7 @@ def install(source: Path, libraries: Sequence[Path]) -> None:
 
 @contextlib.contextmanager
 def environment(**variables: str) -> Iterator[None]:
-    """Variables for the programs that are started inside."""
+    """Inside, environment variables for child programs."""
     os.environ.update(variables)
     try:
         yield

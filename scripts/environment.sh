@@ -1,14 +1,14 @@
-# Sourced by the launchers: finds Python, setting it up where nobody has, and takes `-p NAME`, a file of
+# Sourced by the launchers. Finds Python, setting up .venv if it is missing, and takes `-p NAME`, which names a file of
 # scripts/platforms/, out of the arguments.
 #
 #   root, python       the repository, the interpreter
-#   platform_options   options of the platform's file; those of the user come behind them and so win
+#   platform_options   options of the platform's file; the user's options come later and so override them
 #   passed             the other arguments
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 fail() { printf 'error: %s\n' "$*" >&2; exit 2; }
 
 python=${PYTHON:-$root/.venv/bin/python}
-# Where the Python under .venv was upgraded or removed, its packages are not found any more, pip among them.
+# If the Python under .venv was upgraded or removed, no package can be found any more, not even pip.
 ready() { [ -e "$root/.venv/.ready" ] && "$python" -c 'import pip' >/dev/null 2>&1; }
 [ -n "${PYTHON:-}" ] || ready || bash "$root/scripts/setup.sh" run || exit
 command -v "$python" >/dev/null || fail "there is no Python at $python: correct PYTHON, or unset it for our own environment"

@@ -3,13 +3,13 @@
 
 libmxnet.so searches its own folder first (RPATH $ORIGIN), so each library gets a link there:
 
-- where a wheel has brought the real library (always CUDA's runtime, NVTX and NCCL; the rest with the extra `cuda11`),
-  a link to that;
-- otherwise a stub, compiled here: handle-creating functions answer 'success', every other one fails. The real libraries
-  are 2.6 GB, and the cuda executor calls none of them. Stock MXNet operators then fail on the GPU, as they do on any
-  GPU of compute capability 9.0 and later, for which mxnet-cu117 has no kernels.
+- if a wheel has installed the real library (always CUDA's runtime, NVTX and NCCL; the others with the extra `cuda11`),
+  a link to it;
+- otherwise a link to a stub, compiled here: functions that create handles return 'success', all others fail. The real
+  libraries are 2.6 GB, and the cuda executor calls none of them. With stubs, stock MXNet operators fail on the GPU.
+  They do so anyway on a GPU of compute capability 9.0 or later, for which mxnet-cu117 has no kernels.
 
-Needs gcc and binutils' nm where stubs are to be made. Repeatable: it makes everything anew.
+Compiling stubs needs gcc and binutils' nm. The script can be repeated: it makes everything anew.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ CREATE = "(void **handle) { *handle = (void *)0x1000; return 0; }"
 SUCCEED = "(void) { return 0; }"
 FAIL = "(void) { return 999; }"
 
-# Real libraries that must be there: MXNet calls them at import or when it moves data.
+# Libraries that must be real, because MXNet calls them at import or when it moves data.
 REAL = ("libcudart.so.11.0", "libnvToolsExt.so.1", "libnccl.so.2")
 
-# Function prefix -> (library, the functions that MXNet calls when it creates a stream's handles)
+# Function prefix -> (library, the functions that MXNet calls to create a stream's handles).
 STUBS = {
     "cublas": (
         "libcublas.so.11",
@@ -62,13 +62,13 @@ STUBS = {
 
 
 def imported_functions(library: Path) -> list[str]:
-    """Names of the versioned functions that a shared library takes from others."""
+    """Names of the versioned functions that a shared library imports."""
     symbols = subprocess.run(["nm", "-D", str(library)], check=True, capture_output=True, text=True).stdout
     return re.findall(r" U (\w+)@", symbols)
 
 
 def build_stub(prefix: str, soname: str, bodies: dict[str, str], functions: list[str], folder: Path) -> None:
-    """Compile `folder/soname`, in which every function of `functions` that starts with `prefix` exists."""
+    """Compile `folder/soname`, a stub with all functions of `functions` that start with `prefix`."""
     wanted = [name for name in functions if re.match(prefix + "[A-Z]", name)]
     source = "".join(f"long {name}{bodies.get(name, FAIL)}\n" for name in wanted) or "int unused;\n"
     version_script = folder / f"{soname}.map"

@@ -1,16 +1,16 @@
 #!/bin/sh
 # Set up the environment that everything runs in: setup.sh [run|test|horovod|all] [VENV]   (default: all of .venv)
 #
-#   run       a virtual environment of Python 3.10 to 3.14 with the project and what one process needs: extra `cpu`, or
-#             where there is an NVIDIA GPU extra `gpu` and the CUDA 11 libraries that MXNet links
+#   run       a virtual environment of Python 3.10 to 3.14 with the project and the packages for a single process: extra
+#             `cpu`; or, with an NVIDIA GPU, extra `gpu` and the CUDA 11 libraries that MXNet links
 #             (scripts/link_cuda11.py, needs g++)
 #   test      run, and the extras `onnx` and `dev`
-#   horovod   run, and Horovod for several processes, compiled (scripts/build_horovod.py, needs g++)
+#   horovod   run, and a compiled Horovod for several processes (scripts/build_horovod.py, needs g++)
 #
-# Each finished step leaves its mark in VENV, so that a second call does nothing and an interrupted one goes on; what
-# its programs said is in VENV/setup-STEP.log.
+# Each finished step leaves a mark in VENV, so a second call does nothing, and a call after an interruption resumes. The
+# output of a step's programs is in VENV/setup-STEP.log.
 
-# Any shell runs these lines, because a system without glibc often has no bash, which runs the rest.
+# These lines work in any shell, because a system without glibc often has no bash. The rest needs bash.
 case $(ldd --version 2>&1) in
     *musl*)
         printf 'error: %s\n' "this system's C library is musl (Alpine), for which MXNet and DALI have no packages: take an \
@@ -18,7 +18,7 @@ image or a system with glibc, such as Debian 12, or build the container (docker 
         exit 2 ;;
 esac
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"
-set +o posix  # as bash is when it is called sh
+set +o posix  # bash is in posix mode if it was called as sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 part=all
@@ -26,9 +26,9 @@ case ${1:-} in run|test|horovod|all) part=$1; shift ;; esac
 venv=${1:-.venv}
 bin=$venv/bin
 MIN_DRIVER=525.60      # for CUDA 12
-MIN_CAPABILITY=7.5     # as graph_passes/executors/cuda/device.py
-MIN_GLIBC=2.28         # of DALI's wheel, and others
-OS_RELEASE=${OS_RELEASE:-/etc/os-release}  # tests give others
+MIN_CAPABILITY=7.5     # as in graph_passes/executors/cuda/device.py
+MIN_GLIBC=2.28         # required by DALI's wheel and others
+OS_RELEASE=${OS_RELEASE:-/etc/os-release}  # tests override it
 
 say() { printf 'setup: %s\n' "$*"; }
 fail() { printf 'error: %s\n' "$*" >&2; exit 2; }
@@ -43,14 +43,14 @@ is_supported() {
 
 find_python() {
     local name
-    for name in python3.12 python3.11 python3.10 python3.13 python3.14 python3 python; do  # what is tested most, first
+    for name in python3.12 python3.11 python3.10 python3.13 python3.14 python3 python; do  # the most tested version first
         if is_supported "$name" && "$name" -c 'import ensurepip, venv' 2>/dev/null
         then command -v "$name"; return; fi
     done
     return 1
 }
 
-# What there is instead of a Python that serves, and the way to one on this system.
+# Describes the unsuitable Pythons that were found, and how to install a suitable one on this system.
 why_no_python() {
     local ID='' ID_LIKE='' VERSION_ID='' found apt="run as root 'apt update && apt install python3-venv'"
     local uv="run 'uv python install 3.12' (https://docs.astral.sh/uv has uv, for any Linux)"
@@ -60,8 +60,8 @@ why_no_python() {
     [ ! -r "$OS_RELEASE" ] || . "$OS_RELEASE"
     printf 'no Python 3.10 to 3.14 with venv and pip on PATH%s: ' "$found"
     case "$ID-$VERSION_ID $ID_LIKE" in
-        debian-1[23]*|ubuntu-2[2-5]*|ubuntu-26.04*) echo "$apt" ;;  # whose own python3 is 3.10 to 3.14
-        fedora-*) echo "run as root 'dnf install python3.14'" ;;    # beside its own, whichever that is
+        debian-1[23]*|ubuntu-2[2-5]*|ubuntu-26.04*) echo "$apt" ;;  # their own python3 is 3.10 to 3.14
+        fedora-*) echo "run as root 'dnf install python3.14'" ;;    # beside its own python3, of any version
         *rhel*|*centos*) echo "run as root 'dnf install python3.12'" ;;
         *debian*|*ubuntu*) if is_supported python3; then echo "$apt"; else echo "$uv"; fi ;;
         *) echo "$uv" ;;
@@ -77,8 +77,8 @@ require_glibc() {
             "docs/setup.md)"
 }
 
-# Sets `kind`, gpu or cpu, and says why where a GPU is left alone. SETUP_FOR names it where this machine only sets up what
-# another one runs, as for a container.
+# Sets `kind` to gpu or cpu, and prints why if a GPU is not used. SETUP_FOR sets the kind if another machine will run
+# the environment, as for a container.
 find_kind() {
     local found driver capability name query=driver_version,compute_cap,name
     kind=${SETUP_FOR:-cpu}
@@ -104,7 +104,7 @@ find_kind() {
     fi
 }
 
-# step NAME CONTENT COMMAND...: run COMMAND unless the mark NAME says that it was already done for the same CONTENT.
+# step NAME CONTENT COMMAND...: run COMMAND, unless the mark NAME records that it was done for this CONTENT.
 step() {
     local mark=$venv/.done-$1 content=$2
     log=$venv/setup-$1.log
@@ -117,8 +117,8 @@ step() {
     fi
 }
 
-# follow WHAT COMMAND...: run COMMAND, its output into the log, and say meanwhile what it is at: on a terminal in one
-# line that changes, else every ten seconds.
+# follow WHAT COMMAND...: run COMMAND with its output in the log, and show its progress meanwhile: on a terminal in one
+# changing line, otherwise every ten seconds.
 follow() {
     local what=$1 watcher status=0
     shift
@@ -135,8 +135,8 @@ show_progress() {
     local begin=$SECONDS every=10 line
     local words='Collecting|Download|Installing|Building|Prepar|download|compil|WARNING: Retry'
     [ ! -t 1 ] || every=1
-    while kill -0 $$ 2>/dev/null; do  # Ctrl-C ends the script, not what it has in the background
-        read -rt $every <> <(:) || true  # a sleep that is no process, so that none is left when this is killed
+    while kill -0 $$ 2>/dev/null; do  # Ctrl-C ends the script, but not its background jobs
+        read -rt $every <> <(:) || true  # sleeps without a process, so that none is left over if this is killed
         line=$(tail -c 3000 "$log" | grep -aoE "^ *($words).*" | tail -n1 | sed -E \
                's/^ *//; s/-(py[23]|cp3)[^ ]*\.whl//; s/ \(from .*//; s/(Installing collected packages):.*/\1/')
         line=$(printf '%s %d:%02d  %.70s' "$what" $(((SECONDS - begin) / 60)) $(((SECONDS - begin) % 60)) "$line")
@@ -144,7 +144,7 @@ show_progress() {
     done
 }
 
-# What went wrong in the last step, with the way out, from its log.
+# Prints the error of the last step from its log, with the remedy.
 reason() {
     local line
     if full_disk; then return; fi
@@ -163,7 +163,7 @@ reason() {
     esac
 }
 
-# Says so where one of the disks that are needed has nothing left.
+# Reports if one of the needed disks is full.
 full_disk() {
     local folder
     for folder in "$venv" "${TMPDIR:-/tmp}"; do
@@ -179,9 +179,9 @@ free_bytes() { df -B1 --output=avail "$1" | tail -n1; }
 
 make_environment() {
     local python said
-    # What is removed is an unfinished environment, and nothing else that VENV may name.
+    # Removes only an unfinished environment, not another folder that VENV may name.
     [ ! -e "$venv" ] || [ -e "$venv/pyvenv.cfg" ] || rmdir "$venv" 2>/dev/null ||
-        fail "$venv is there and is no virtual environment: remove it, or name another place"
+        fail "$venv exists and is not a virtual environment: remove it, or name another place"
     python=$(find_python) || fail "$(why_no_python), then make again"
     [ ! -e "$venv/.done-packages" ] || say "the Python of $venv was removed or replaced since it was made"
     { rm -rf "$venv" && mkdir -p "$venv"; } 2>/dev/null ||
@@ -192,8 +192,8 @@ make_environment() {
 }
 
 install() {
-    # Python compiles what is imported when it is imported, which is a small part. Of conflicts MXNet has one, as said
-    # below, and pip's word on it would be taken for what went wrong.
+    # Modules are compiled at their first import, because few of them are ever imported. pip's warning about MXNet's
+    # version conflict (see below) is suppressed, because it would be taken for the error.
     follow packages "$bin/pip" install --disable-pip-version-check --retries 3 --no-compile --no-warn-conflicts "$@" ||
         fail "the packages could not be installed: $(reason) (log: $log)"
 }
@@ -208,16 +208,16 @@ install_packages() {
         fail "the disk with $(realpath "$venv") has $((free / 1000000)) MB free, the packages need $gigabytes GB:" \
             "free some space and run make again"
     rm -f "$venv"/.ready*
-    # The CPU and the GPU wheel of MXNet own the same folder: only one of them can be there.
+    # MXNet's CPU and GPU wheels install into one folder, so only one of them can be installed.
     if compgen -G "$venv/lib/python3*/site-packages/${other//-/_}-1*" >/dev/null; then
         "$bin/pip" uninstall -q -y "$other" >>"$log" 2>&1 || true
     fi
-    # The project's name before version 1.0, whose hook ran any package called `common`.
+    # The project's name before version 1.0; its hook ran any package called `common`.
     if compgen -G "$venv/lib/python3*/site-packages/resnet50_mxnet-*" >/dev/null; then
         "$bin/pip" uninstall -q -y resnet50-mxnet >>"$log" 2>&1 || true
     fi
     install -e ".[$1]"
-    # The extras leave MXNet out from Python 3.13 on: it declares numpy<2, which pip would insist on (pyproject.toml).
+    # From Python 3.13 on the extras do not include MXNet: it declares numpy<2, which pip would enforce (pyproject.toml).
     ! at_least "$(version_of "$bin/python")" 3.13 || install --no-deps "$mxnet==1.9.1"
     require_libraries
     if [ $kind = gpu ]; then
@@ -226,7 +226,8 @@ install_packages() {
     fi
 }
 
-# What MXNet's wheel takes from the system: runtimes of the compiler. The driver's and CUDA's come otherwise.
+# Checks the compiler's runtime libraries, which MXNet's wheel takes from the system. CUDA's libraries come with the
+# driver and with pip packages.
 require_libraries() {
     local missing
     missing=$(ldd "$venv"/lib/python3*/site-packages/mxnet/libmxnet.so 2>/dev/null |
@@ -242,10 +243,10 @@ build_horovod() {
         fail "Horovod could not be built: $(reason) (log: $log); everything but several processes works without"
 }
 
-trap 'printf "\nerror: interrupted; make goes on where it was\n" >&2; exit 130' INT TERM
+trap 'printf "\nerror: interrupted; make resumes where it was\n" >&2; exit 130' INT TERM
 find_kind
-# One at a time, from the environment's making on, which removes an unfinished one. What is locked is this file, which is
-# there and can be read; a file system without such locks is no reason to stop.
+# Only one setup may run at a time, because creating the environment removes an unfinished one. The lock is on this
+# script, which always exists and can be read. If the file system does not support locks, setup runs without one.
 if command -v flock >/dev/null; then
     exec {lock}<scripts/setup.sh
     flock -n "$lock" || { say "waiting for another set-up of $venv"; flock "$lock" || true; }

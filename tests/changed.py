@@ -1,10 +1,11 @@
-"""`make check`, for the person at work: ruff, mypy and the tests of what has changed since a commit, in a minute.
+"""`make check`, for use while working: ruff, mypy and the tests of the files changed since a commit, in a minute.
 
     python tests/changed.py [--since COMMIT] [OPTIONS OF PYTEST]
 
-Changed is what differs from that commit (if none is given: from where this branch left main), and what is not committed
-yet. A file's tests are the file of tests itself; those at the same place under tests/; those that import it, or what
-imports it; and where there are none, those that name it. If there are many, the nearest are run; `make test` runs all.
+A file counts as changed if it differs from that commit (default: the commit where this branch left main), or is not
+committed. The tests of a changed file are the file itself, if it is a test; the tests at its place under tests/; tests
+that import it directly or through other files; and if there are none, tests that name it. If there are many, only the
+nearest are run; `make test` runs all.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("common", "train", "gpu_report", "pipelines", "graph_passes", "resnet_mxnet", "benchmarks", "scripts",
            "tests")
-MOST_FILES = 6  # of tests, which take about ten seconds each on one core
+MOST_FILES = 6  # test files, of about ten seconds each on one core
 MAIN = ("origin/main", "main")
 
 
 def git(*arguments: str) -> list[str]:
-    """The lines, or with -z the names, that it prints; none where it fails or is not installed."""
+    """Run git and return its output by lines, or by names with -z; empty if git fails or is not installed."""
     if not shutil.which("git"):
         return []
     done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
@@ -38,20 +39,20 @@ def start_of_branch() -> str:
 
 
 def changed_since(commit: str) -> list[str]:
-    """Paths of the files that were changed, added or deleted, and of those not known to git."""
+    """The paths of files that were changed, added or deleted, and of files that git does not track."""
     return sorted({*git("diff", "--name-only", "--no-renames", "--relative", "-z", commit),
                    *git("ls-files", "--others", "--exclude-standard", "-z")})
 
 
 def module_of(path: str) -> str:
-    """As it is imported: files of tests/ and benchmarks/ by their names alone."""
+    """The name by which a file is imported: files of tests/ and benchmarks/ by their names alone."""
     parts = Path(path).with_suffix("").parts
     return parts[-1] if parts[0] in ("tests", "benchmarks", "scripts") else ".".join(parts).removesuffix(".__init__")
 
 
 def imported(source: str) -> Iterator[str]:
-    """Names of all that a file may import: of `from a import b` a and a.b, since b may be a module. Nothing of a file
-    that is no Python, which ruff tells."""
+    """The names of all modules that a file may import; `from a import b` counts as a and a.b, since b may be a module.
+    Empty for a file that is not valid Python, which ruff reports."""
     try:
         tree = ast.parse(source)
     except SyntaxError:
@@ -81,7 +82,7 @@ class Project:
                 self._importers.setdefault(name, set()).add(path)
 
     def tests_of(self, path: str) -> list[str]:
-        """Files of tests, the nearest first."""
+        """The test files for a changed file, nearest first."""
         if path in self._tests:
             return [path]
         if path not in self._sources and not path.endswith(".py"):
@@ -94,7 +95,7 @@ class Project:
         return [test for test in (str("tests" / folder / name), f"tests/{name}") if test in self._tests]
 
     def _that_import(self, path: str) -> list[str]:
-        """By themselves; where none does, through the fewest files."""
+        """Tests that import the file directly or, if there are none, through the fewest other files."""
         seen, now = {path}, {path}
         while now:
             now = {importer for each in now for importer in self._importers.get(module_of(each), ())} - seen
@@ -104,11 +105,11 @@ class Project:
         return []
 
     def _number_of_imports(self, test: str) -> tuple[int, str]:
-        """Few where it is about little else."""
+        """The number of a test's imports: few, if it tests little else."""
         return len(self._imports[test]), test
 
     def _that_name(self, path: str, word: str = "") -> list[str]:
-        """Tests that name the file, those in its folder first. `word`: what to look for, if not the file's name."""
+        """Tests that contain the file's name (or `word`), those in its folder first."""
         name = Path(path).name
         pattern = re.compile(rf"(?<!\w){re.escape(word or (name if '.' in name else path))}\b")
         tests = [test for test in self._tests if pattern.search(self._sources[test])]
@@ -120,20 +121,20 @@ class Project:
         return list(dict.fromkeys(tests))
 
     def _in_the_folder(self, path: str) -> list[str]:
-        """Or in the one above: a preset is a file by itself, which tests of all presets find by its folder."""
+        """Tests that name the file's folder or the folder above it, as tests of all presets do."""
         folder = "tests" / Path(path).parent
         return [test for place in (folder, folder.parent) for test in self._tests if Path(test).parent == place]
 
 
 def nearest(tests: Iterable[list[str]]) -> list[str]:
-    """The first test of each changed file, then the second of each, and so on."""
+    """Interleave: the first test of each changed file, then the second of each, and so on."""
     lists = list(tests)
     turns = [each[place] for place in range(max(map(len, lists), default=0)) for each in lists if place < len(each)]
     return list(dict.fromkeys(turns))
 
 
 def choose(changed: list[str], project: Project) -> list[str]:
-    """The tests to run; says which, and why no others."""
+    """Choose the tests to run, and print which, and why not others."""
     found = {path: project.tests_of(path) for path in changed}
     tests = nearest(found.values())
     for path, of_path in found.items():
@@ -147,7 +148,7 @@ def choose(changed: list[str], project: Project) -> list[str]:
 
 
 def check(tests: list[str], options: list[str]) -> bool:
-    """Whether all is well. mypy and the tests take a core each."""
+    """Run all checks; returns whether all succeeded. mypy and the tests take a core each."""
     mypy = subprocess.Popen([sys.executable, "-m", "mypy"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     ruff = subprocess.run([sys.executable, "-m", "ruff", "check"], cwd=ROOT)
     marks = "not gpu and not slow and not long"

@@ -1,4 +1,4 @@
-"""Shared by all tests: the fp32 reference settings, random numbers, the real data and the `gpu` marker."""
+"""Shared by all tests: the fp32 reference settings, random numbers, the real data and the marker `gpu`."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# Before anything imports MXNet: with oneDNN its arrays may lie in blocked layouts and its sums round differently, so
-# the fp32 reference is MXNet's native kernels.
+# Must be set before MXNet is imported. With oneDNN, MXNet's arrays may have blocked layouts, and its sums round
+# differently; so the fp32 reference uses MXNet's native kernels.
 os.environ["MXNET_MKLDNN_ENABLED"] = "0"
-# Threads that wait by spinning, as OpenMP's do otherwise, take the cores from others, those of the tests' own processes
-# among them: of a short training run's 2.7 s of CPU time 0.45 s were left.
+# By default OpenMP's threads spin while they wait, which takes cores from other processes, also from the tests' own.
+# With "passive" a short training run takes 0.45 s of CPU time, down from 2.7 s.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# Threads that multiply matrices at once would wait for each other in OpenBLAS, where each wants all cores.
+# In OpenBLAS each thread that multiplies matrices wants all cores, so several such threads would wait for each other.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-if "PYTEST_XDIST_WORKER" in os.environ:  # the other cores are taken by the files that run beside this one
+if "PYTEST_XDIST_WORKER" in os.environ:  # other test files use the other cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
@@ -30,12 +30,12 @@ from common.nvidia_gpus import find_gpus
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
-# Under nohup it is ignored, and would be in all processes that tests start.
+# Under nohup the signal is ignored, also in all processes that tests start.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 if sys.dont_write_bytecode:  # PYTHONDONTWRITEBYTECODE, as in many containers
-    # Each of the hundreds of processes that tests start would compile all of MXNet's Python: of the 4.3 s of CPU time
-    # that its import took, 2.5 s were left. Not beside the sources, where nobody wants it then.
+    # Without bytecode, each of the hundreds of processes that tests start compiles all of MXNet's Python: with it, the
+    # import takes 2.5 s of CPU time, down from 4.3 s. It goes to a folder of its own, not beside the sources.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
     sys.pycache_prefix = os.environ.setdefault("PYTHONPYCACHEPREFIX", str(REPOSITORY / ".pytest_cache" / "bytecode"))
@@ -43,7 +43,7 @@ if sys.dont_write_bytecode:  # PYTHONDONTWRITEBYTECODE, as in many containers
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     plugins = session.config.pluginmanager
-    if "PYTEST_XDIST_WORKER" not in os.environ and session.config.option.verbose < 0:  # -v brings pytest's own lines
+    if "PYTEST_XDIST_WORKER" not in os.environ and session.config.option.verbose < 0:  # -v: pytest's own lines
         plugins.register(side_by_side.Progress(plugins.get_plugin("terminalreporter"), SEED))
 
 
@@ -52,7 +52,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return side_by_side.make_scheduler(config, log)
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest then brings together what shares a fixture's parameter
+@pytest.hookimpl(tryfirst=True)  # runs before pytest groups tests by their fixtures' parameters
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     side_by_side.shorten(items)
     side_by_side.shuffle(items, SEED)
@@ -64,8 +64,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU; this machine has none"))
 
 
-# Decides the random numbers of all tests and their order; RESNET_TEST_SEED repeats it. In the environment, so that
-# processes that run tests side by side share it.
+# The seed of all tests' random numbers and of their order; RESNET_TEST_SEED repeats it. It is in the environment, so
+# that all processes that run tests side by side share it.
 SEED = int(os.environ.setdefault("RESNET_TEST_SEED", str(np.random.SeedSequence().entropy % 2**32)))  # type: ignore
 
 
@@ -88,19 +88,19 @@ def pytest_runtest_makereport(item: pytest.Item) -> Any:
 
 @pytest.fixture(scope="session")
 def seed() -> int:
-    """Of this run's random numbers; a test that fails says it."""
+    """The seed of this run's random numbers; a failing test prints it."""
     return SEED
 
 
 @pytest.fixture
 def rng(seed: int, request: pytest.FixtureRequest) -> np.random.Generator:
-    """A freshly seeded generator, another one for each test and each of its parameters."""
+    """A generator with its own seed for each test and each of its parameters."""
     return np.random.default_rng([seed, zlib.crc32(request.node.nodeid.encode())])
 
 
 @pytest.fixture
 def benchmark_module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
-    """Imports a module of benchmarks/ by its name, as if that program had been started."""
+    """Import a module of benchmarks/ by its name, as when that program is started."""
 
     def load(name: str) -> Any:
         monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
@@ -112,7 +112,7 @@ def benchmark_module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
 
 @pytest.fixture(scope="session")
 def real_data() -> Path:
-    """The folder with `imagenet_sample/` and `cifar10/`; tests that use it skip where it is absent."""
+    """The folder with `imagenet_sample/` and `cifar10/`; tests that use it are skipped if it is absent."""
     folder = Path(os.environ.get("RESNET_REAL_DATA", REPOSITORY.parent / "shared" / "data"))
     if not folder.is_dir():
         pytest.skip(f"no real data at {folder}; set RESNET_REAL_DATA to a folder with imagenet_sample/ and cifar10/")

@@ -1,5 +1,6 @@
-"""The order of the tests: shuffled, so that none leans on what ran before it. Test files side by side (`pytest -n 2`):
-which goes first, and which must not meet. And a line for each file that is done, also where nothing runs beside it."""
+"""The order and the output of tests. Tests are shuffled, so that none depends on an earlier one. With `pytest -n 2`,
+this chooses which files go first and which must not run at the same time. It prints one line per finished file, also
+without -n."""
 
 from __future__ import annotations
 
@@ -14,13 +15,13 @@ import pytest
 
 # Every test of these files starts two or three processes that train together: on two cores, one such file at a time.
 SEVERAL_PROCESSES = ("test_elastic", "test_dgx1_8gpu", "test_distributed", "test_allreduce", "test_launch")
-# What takes longest is begun first, so that the last files are short ones and no core is idle at the end.
+# The longest files start first, so that the last ones are short and no core is idle at the end.
 LONGEST_FIRST = (*SEVERAL_PROCESSES, "test_hang", "test_resume", "test_compile", "test_operations",
                  "test_quantize", "test_gpu_report", "test_predict_to_file", "test_loop", "test_extending",
                  "test_classifier", "test_export", "test_fine_tuning", "test_fused_step", "test_weights",
                  "test_without_gpu", "test_quantised_without_gpu", "test_augment", "test_loader", "test_bad_input")
 
-MOST_SHOWN = 200  # characters of what a test failed by
+MOST_SHOWN = 200  # characters shown of a failure's reason
 
 
 def file_of(test_id: str) -> str:
@@ -32,7 +33,7 @@ def stem_of(test_id: str) -> str:
 
 
 def shorten(items: list[pytest.Item]) -> None:
-    """Takes the mark `long` from the parameters that it excepts: `long(but=PATTERNS)`, of pytest's names for them."""
+    """Remove the mark `long` from the parameters that it excepts: `long(but=PATTERNS)`, patterns of pytest's names."""
     for item in items:
         mark, case = item.get_closest_marker("long"), getattr(item, "callspec", None)
         if mark and case and any(fnmatchcase(case.id, pattern) for pattern in mark.kwargs.get("but", ())):
@@ -40,8 +41,8 @@ def shorten(items: list[pytest.Item]) -> None:
 
 
 def shuffle(items: list[pytest.Item], seed: int) -> None:
-    """In place: the files, the classes and functions of a file, and the tests of a class, each kept together, since
-    fixtures may be made once for a file or a class."""
+    """Shuffle in place: the files, the classes and functions of a file, and the tests of a class. Each of these groups
+    stays together, since fixtures may be made once for a file or a class."""
     chance = random.Random(seed)
     items[:] = [item for file in _shuffled_groups(items, lambda item: file_of(item.nodeid), chance)
                 for group in _shuffled_groups(file, lambda item: getattr(item, "cls", None) or item.nodeid, chance)
@@ -58,44 +59,44 @@ def _shuffled_groups(
 
 
 def sort_files(items: list[pytest.Item]) -> None:
-    """In place; the tests of a file stay in their order."""
+    """Sort the files in place; the tests of a file keep their order."""
     ranks = {stem: rank for rank, stem in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: ranks.get(stem_of(item.nodeid), len(ranks)))
 
 
 def make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Gives each process whole files, in the order of `sort_files`; with `--dist` single tests, by pytest-xdist's own
-    scheduler: on a GPU a few files have most of the tests."""
+    """Give each process whole files, in the order of `sort_files`. With `--dist`, pytest-xdist's own scheduler gives
+    single tests instead: on a GPU, a few files have most of the tests."""
     from xdist.scheduler import LoadFileScheduling
 
-    if config.option.dist != "load":  # which `-n` stands for
+    if config.option.dist != "load":  # the default of `-n`
         return None
 
     class Files(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             return "several processes" if stem_of(nodeid) in SEVERAL_PROCESSES else file_of(nodeid)
 
-    config.option.loadscopereorder = False  # not by their numbers of tests
+    config.option.loadscopereorder = False  # do not sort files by their numbers of tests
     return Files(config, log)
 
 
 def _reason(report: pytest.TestReport) -> str:
-    """The first line of what a test failed by: whoever stops the run does not see its summary."""
+    """The first line of a failure's reason; a user who stops the run does not see pytest's summary."""
     crash = getattr(report.longrepr, "reprcrash", None)
     return f": {crash.message.splitlines()[0][:MOST_SHOWN]}" if crash and crash.message else ""
 
 
 class Progress:
-    """In place of a dot for each test: a line for each file that is done, and at once for each test that fails."""
+    """Prints a line for each finished file, and each failing test at once, instead of pytest's dots."""
 
     def __init__(self, terminal: Any, seed: int) -> None:
         self._terminal = terminal
         self._seed = seed
         self._left: Counter[str] = Counter()  # tests by file
         self._total = 0
-        self._ended: defaultdict[str, Counter[str]] = defaultdict(Counter)  # of a file: how its tests ended
+        self._ended: defaultdict[str, Counter[str]] = defaultdict(Counter)  # file -> outcomes of its tests
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._reporting = False  # a test that has just ended, as against in the summary
+        self._reporting = False  # a test has just ended; False in the summary
         self._start = time.monotonic()
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
@@ -141,6 +142,6 @@ class Progress:
         self._say(f"{done:4.0%} {minutes}:{seconds:02}  {file}: {ended} in {self._seconds[file]:.1f} s")
 
     def _say(self, line: str, **markup: bool) -> None:
-        """At once, also into a file."""
+        """Print at once, also into a file."""
         self._terminal.write_line(line, **markup)
         self._terminal.flush()

@@ -1,4 +1,4 @@
-"""benchmarks/augment_gpu.py and what it sees the GPU with, without a GPU."""
+"""benchmarks/augment_gpu.py and its GPU tracing, tested without a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipelines.sources import open_source
 
 
 def kernel_record(name: ctypes.c_char_p, start: int, end: int) -> ctypes.Array[ctypes.c_char]:
-    """As CUPTI writes it (CUpti_ActivityKernel of CUDA 12 and 13)."""
+    """An activity record as CUPTI writes it (CUpti_ActivityKernel of CUDA 12 and 13)."""
     address = ctypes.cast(name, ctypes.c_void_p).value
     return ctypes.create_string_buffer(struct.pack("<I12xQQ72xQ", 10, start, end, address), 200)
 
@@ -34,14 +34,14 @@ def test_records_are_read(benchmark_module: Callable[[str], Any]) -> None:
 
 
 def test_without_cupti(benchmark_module: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """One sentence; and the rest is measured all the same."""
+    """It prints one sentence, and measures everything else."""
     pathfinder = pytest.importorskip("cuda.pathfinder")
 
     def nowhere(name: str) -> None:
         raise RuntimeError(name)
 
     monkeypatch.setattr(pathfinder, "load_nvidia_dynamic_lib", nowhere)
-    with pytest.raises(UserError, match="CUPTI is missing, .*: install the CUDA toolkit"), \
+    with pytest.raises(UserError, match="CUPTI, .*, is missing: install the CUDA toolkit"), \
             benchmark_module("trace_gpu").KernelTrace():
         pass
     assert benchmark_module("augment_gpu").traced(lambda: None) == {}
@@ -70,7 +70,7 @@ def test_launches_are_counted_for_a_batch(benchmark_module: Callable[[str], Any]
 @pytest.mark.long
 def test_no_batch_is_under_way_where_a_trace_begins(benchmark_module: Callable[[str], Any], tmp_path: Path,
                                                     monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would be counted by half; nor where it ends."""
+    """Such a batch would be counted by half; the same holds for the end of a trace."""
     augment_gpu = benchmark_module("augment_gpu")
     make_samples(tmp_path, num_train=12, num_val=12)
     config = LoaderConfig(data=str(tmp_path), batch_size=2, image_size=32, num_threads=1)
@@ -96,7 +96,7 @@ def test_lines_are_written_as_they_are_measured(benchmark_module: Callable[[str]
     monkeypatch.setattr(sys, "argv", ["augment_gpu.py", "--batch", "64"])
     augment_gpu.main()
     monkeypatch.setattr(sys, "argv", ["augment_gpu.py", "--augmentations", "swirl"])
-    with pytest.raises(UserError, match="--augmentations swirl: there are crop and flip, random erasing, "):
+    with pytest.raises(UserError, match="--augmentations swirl: choose from crop and flip, random erasing, "):
         augment_gpu.main()
     lines = [json.loads(line) for line in (tmp_path / "augment_1gpu.jsonl").read_text().splitlines()]
     assert [(line["name"], line["batch"]) for line in lines] == [("plain", 64), ("all images: warp", 64)]

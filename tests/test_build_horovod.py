@@ -1,4 +1,5 @@
-"""scripts/build_horovod.py: the mended source, what is compiled again, how many compilers run. Horovod is not built."""
+"""scripts/build_horovod.py: patches of the source, which files are compiled again, how many compilers run. Horovod is
+not built."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ import pytest
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "build_horovod.py"
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="there is no g++ here")
 
-# What is mended in Horovod's source, by file: what newer compilers refuse, and at the end a pointer that is read after
-# it was freed and a name that only drivers for developers bring.
+# The parts of Horovod's source that we patch, by file: code that newer compilers refuse, and at the end a pointer that
+# is read after it was freed, and a library name that only developer drivers have.
 HOROVOD = {
     "horovod/common/common.h": 'void f() { throw std::logic_error(""); }\n',
     "horovod/common/group_table.h": "std::string name;\n",
@@ -27,7 +28,7 @@ HOROVOD = {
                                 "auto name(Parameters* ops_param) { return ops_param->op_names[0]; }\n",
     "horovod/mxnet/cuda_util.cc": 'const char* driver = "libcuda.so";\n',
 }
-# What is mended for the loss of a process, in as much of the source as it needs to be compiled and called.
+# The parts of the source that we patch for the loss of a process, with enough code around them to compile and run.
 LOSS = {
     "horovod/mxnet/mpi_ops.cc": """
 #include <atomic>
@@ -104,7 +105,7 @@ void TensorQueue::FinalizeTensorQueue(const Status& status) {
   // Loop through posted send operations.
 """,
 }
-# An operation that completes, one that Horovod does not take, and one that comes when Horovod is not there.
+# Three operations: one completes, one is refused by Horovod, and one comes when Horovod is not running.
 CALLS = """
 #include <cassert>
 int main() {
@@ -161,7 +162,7 @@ def test_the_source_is_mended_for_compilers_of_today(build, source):
 @pytest.mark.long
 @needs_compiler
 def test_an_operation_that_fails_is_no_error_to_mxnet(build, source):
-    """Its reason, the first one, is asked for."""
+    """The reason of the first failure is returned on request."""
     build.mend(source)
     program = source / "horovod/mxnet/mpi_ops.cc"
     program.write_text(program.read_text() + CALLS)
@@ -170,8 +171,8 @@ def test_an_operation_that_fails_is_no_error_to_mxnet(build, source):
 
 
 def test_what_a_loss_needs_is_mended(build, source):
-    """A failed operation of the host ends Horovod; a queue that has ended takes nothing; Gloo's thread throws nothing,
-    and tells all that wait."""
+    """A failed operation of the host ends Horovod; an ended queue takes nothing; Gloo's thread throws nothing, and
+    notifies all waiting threads."""
     build.mend(source)
     read = {name: (source / name).read_text() for name in LOSS}
     operations = read["horovod/common/operations.cc"]
@@ -191,7 +192,7 @@ def test_another_source_is_refused(build, source):
 
 
 def test_the_source_is_unpacked_anew_when_something_else_is_to_be_mended(build, source, tmp_path, monkeypatch):
-    """And not at every call."""
+    """It is not unpacked at every call."""
     folder, downloads = tmp_path / "horovod", []
 
     def download(*arguments):
@@ -241,7 +242,7 @@ def test_messages_do_not_name_the_folder_of_the_build(build, source, tmp_path):
 
 @needs_compiler
 def test_an_error_of_the_compiler(build, tmp_path):
-    """In one sentence; what did not compile is not there, so that the next call compiles it."""
+    """It is reported in one sentence. The object file does not exist then, so the next call compiles it again."""
     with pytest.raises(build.BuildError, match=r"wrong\.cc:1:\d+: error: .*missing"):
         build.compile_unit(build.Unit("wrong", "int a = missing;\n", ()), tmp_path)
     assert not (tmp_path / "wrong.o").exists()

@@ -1,4 +1,4 @@
-"""Which tests `make check` runs for a changed file."""
+"""The tests that `make check` chooses for a changed file."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ SOURCES = {
     ("LICENSE", []),
 ])
 def test_tests_of_a_file(path: str, tests: list[str]) -> None:
-    """At its place, then those about little else; through what imports it; those that name it; those beside it."""
+    """The order: tests at its place, tests about little else, tests of files that import it, tests that name it, tests
+    beside it."""
     found = changed.Project(SOURCES).tests_of(path)
     assert found[:len(tests)] == tests and bool(found) == bool(tests)
 
@@ -56,7 +57,7 @@ needs_git = pytest.mark.skipif(not shutil.which("git"), reason="git is not insta
 
 @needs_git
 def test_files_that_are_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Since a branch left main, in commits and beside them; also in a folder of another checkout."""
+    """Changes since a branch left main, committed or not; also in a folder of another checkout."""
     def git(*arguments: str) -> None:
         subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=b", *arguments], cwd=tmp_path, check=True)
 
@@ -91,7 +92,7 @@ def test_a_file_that_is_no_python_imports_nothing() -> None:
 
 
 def test_a_commit_that_is_none() -> None:
-    """In a source archive there are none at all."""
+    """In a source archive there are no commits at all."""
     done = subprocess.run([sys.executable, changed.__file__, "--since", "nowhere"], capture_output=True, text=True)
     what = "there is no commit nowhere: give" if (changed.ROOT / ".git").exists() else "there is no git, or no checkout"
     assert done.returncode == 2 and done.stderr.startswith(f"error: {what}") and done.stderr.count("\n") == 1

@@ -1,4 +1,4 @@
-"""`.ci/run`: what the tests get of the machine that starts them; a stand-in for make shows it."""
+"""`.ci/run`: the environment that it gives to the tests, shown by a stand-in for make."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What benchmarks/cifar10_time_to_accuracy.py makes of the validations of its runs."""
+"""The results that benchmarks/cifar10_time_to_accuracy.py computes from the validations of its runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def benchmark(benchmark_module):
 
 
 def runs(program, finals, seconds_per_epoch):
-    """Three validations of each run: far below, 0.1 % below, and at its final accuracy."""
+    """Three validations of each run: far below its final accuracy, 0.1 % below, and at it."""
     return [
         {"program": program, "seed": seed, "epoch": epoch, "seconds": seconds_per_epoch * epoch, "top1": top1,
          "train_loss": 1.0, "startup_seconds": 3.0}

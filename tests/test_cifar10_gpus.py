@@ -1,4 +1,4 @@
-"""What benchmarks/cifar10_gpus.py starts, and what it makes of the validations of its runs."""
+"""The runs that benchmarks/cifar10_gpus.py starts, and the results that it computes from their validations."""
 
 from __future__ import annotations
 

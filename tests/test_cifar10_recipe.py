@@ -1,4 +1,4 @@
-"""What benchmarks/cifar10_recipe.py trains, keeps and publishes."""
+"""The runs that benchmarks/cifar10_recipe.py trains, keeps and publishes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def benchmark(benchmark_module):
 
 @pytest.fixture
 def program(benchmark, tmp_path, monkeypatch):
-    """Runs the program with fakes for the trainings; the runs that it has started, by what they train."""
+    """Run the program with fake trainings; returns the runs that it started, by their settings."""
     monkeypatch.setenv("PEER_PYTHON", sys.executable)
     monkeypatch.chdir(tmp_path)
     started = []
@@ -56,7 +56,7 @@ def program(benchmark, tmp_path, monkeypatch):
         def close(self): ...
 
     def run_ours(config, data, seed, folder):
-        if seed:  # else it fills caches
+        if seed:  # without a seed, the run only fills caches
             started.append(("ours", seed))
             yield from validations("ours", seed)
 
@@ -90,7 +90,7 @@ def program(benchmark, tmp_path, monkeypatch):
 def test_each_variant_leaves_one_ingredient_out(benchmark):
     found = benchmark.variants(PRESET, 10)
     assert list(found) == [benchmark.NONE_LEFT_OUT, *benchmark.INGREDIENTS, benchmark.ALL, benchmark.BCE]
-    assert found.pop(benchmark.NONE_LEFT_OUT) == PRESET  # and it has all of them, else a name would be missing
+    assert found.pop(benchmark.NONE_LEFT_OUT) == PRESET  # fails if any ingredient is missing
     for name, config in found.items():
         check(config)
         differing = {field.name for field in dataclasses.fields(config)
@@ -99,14 +99,14 @@ def test_each_variant_leaves_one_ingredient_out(benchmark):
             assert differing == benchmark.INGREDIENTS[name].keys()
     assert len(differing) == 4  # BCE: loss, smoothing, and what follows its smaller gradients
     without = replace(PRESET, clip_norm=0.0)
-    assert "clipping" not in benchmark.variants(without, 10)  # what it has not cannot be left out
+    assert "clipping" not in benchmark.variants(without, 10)  # only ingredients that it has can be left out
 
 
 def test_both_programs_have_the_same_recipe(benchmark):
     job = benchmark.peer_recipe(PRESET, 10, 50_000)
     assert {name: job[name] for name in benchmark.NEW} == {name: getattr(PRESET, name) for name in benchmark.NEW}
     assert job["label_smoothing"] == pytest.approx(PRESET.label_smoothing * 10 / 9)
-    for changes, sentence in (({"auto_augment": "randaugment"}, "--auto-augment randaugment, and the peer knows"),
+    for changes, sentence in (({"auto_augment": "randaugment"}, "--auto-augment randaugment, but the peer only has"),
                               ({"dropout": 0.5}, "--dropout 0.5, unlike the peer"),
                               ({"brightness": 0.5}, "--brightness 0.5, unlike the peer"),
                               ({"loss": "bce"}, "--loss bce, unlike the peer")):
@@ -138,7 +138,7 @@ def test_it_goes_on_where_it_stopped(program, benchmark, capsys):
 def test_some_of_what_can_be_left_out(program):
     assert program("--parts", "ingredients", "--seeds", "2", "--without", "nothing", "CutMix") == [
         (name, seed) for seed in (1, 2) for name in ("nothing", "CutMix")]
-    with pytest.raises(UserError, match="--without cutmix: there are nothing, TrivialAugment"):
+    with pytest.raises(UserError, match="--without cutmix: choose from nothing, TrivialAugment"):
         program("--parts", "ingredients", "--without", "cutmix")
 
 
@@ -166,6 +166,6 @@ def test_no_run_begins_after_the_limit(program, benchmark, tmp_path, monkeypatch
     monkeypatch.setattr(benchmark.time, "monotonic", lambda: next(now))
     assert program("--limit", "10") == [("ours", 1)]
     assert "not all runs have begun" in capsys.readouterr().err
-    assert not list((tmp_path / "results").glob("*.json"))  # one run is no figure
+    assert not list((tmp_path / "results").glob("*.json"))  # one run is not enough for a figure
     now = iter([0.0, *[1.0] * 100])
     assert program("--limit", "10")[:2] == [("pytorch", 1), ("ours", 2)]

@@ -1,4 +1,4 @@
-"""Command lines from declarations, the sentences that mistakes get, and exit codes."""
+"""Command lines from declarations, error messages for mistakes, and exit codes."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_a_shell_variable_that_is_not_set(words, before):
 
 
 def test_words_are_checked_by_every_version_of_python(monkeypatch):
-    """From 3.12.8 on argparse parses intermixed arguments without `parse_known_args`, which `Parser` overrides."""
+    """Since 3.12.8, argparse parses intermixed arguments without `parse_known_args`, which `Parser` overrides."""
     base = argparse.ArgumentParser
     monkeypatch.setattr(base, "parse_known_intermixed_args", base.parse_known_args)
     assert given_to_copy("a b --no_sound") == {"source": Path("a"), "more": ("b",), "sound": False}

@@ -1,4 +1,4 @@
-"""Files: whether there is a place for one, before what takes minutes."""
+"""Checks that a file can be written, before work that takes minutes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from common.files import check_place, write
 
 @pytest.mark.parametrize("name, reason", [
     ("file/x", "Not a directory"), ("file/new/x", "Not a directory"), ("folder", "Is a directory"),
-    ("nowhere/x", "No such file or directory"), ("pipe", "it is no regular file"), ("device", "it is no regular file"),
+    ("nowhere/x", "No such file or directory"), ("pipe", "it is not a regular file"),
+    ("device", "it is not a regular file"),
 ])
 def test_no_place(name, reason, tmp_path):
-    """What is said before is what writing would say, but for the advice."""
+    """The check's message equals that of writing, except for the advice."""
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
@@ -31,7 +32,7 @@ def test_no_place(name, reason, tmp_path):
 
 
 def test_a_file_system_that_nobody_may_write_to():
-    """Whose permissions let root."""
+    """Its permissions would allow root to write."""
     with pytest.raises(UserError, match=r"^cannot write /proc/runs/x \("):
         check_place(Path("/proc/runs/x"), "give another --output")
 
@@ -47,7 +48,7 @@ def test_a_place(name, tmp_path, monkeypatch):
 
 
 def test_a_link_that_leads_nowhere_stays(tmp_path):
-    """It may lead to a disk that is not there at present."""
+    """It may lead to a disk that is not mounted now."""
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "gone")
     for use in (lambda: check_place(link, "give another place"), lambda: write(link, b"content")):

@@ -33,7 +33,7 @@ def options_of(options: type) -> list[str]:
 
 
 def current() -> dict[str, Any]:
-    """The names that users write, and that programs read."""
+    """The names that users write and that programs read."""
     programs = {"train": train.__main__, "pipelines": pipelines.__main__, "graph_passes": graph_passes.__main__}
     events = {name: value for name, value in vars(metrics).items()
               if dataclasses.is_dataclass(value) and isinstance(value, type) and value.__module__ == metrics.__name__}
@@ -52,7 +52,7 @@ def current() -> dict[str, Any]:
 
 
 def names(value: Any, inside: str = "") -> set[str]:
-    """Every name of `current`, with what it is in."""
+    """Every name of `current`, with its container."""
     if isinstance(value, dict):
         return {inside, *(name for key, each in value.items() for name in names(each, f"{inside} {key}"))}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""The console command `resnet-mxnet`, beside files and packages of a user that are called as ours."""
+"""The console command `resnet-mxnet`, beside a user's files and packages with the names of ours."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from common.packages import how_to_install
 from resnet_mxnet import command
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-# What pip writes for an entry of [project.scripts].
+# The script that pip writes for an entry of [project.scripts].
 SCRIPT = """#!{python}
 import sys
 from resnet_mxnet.command import console
@@ -29,7 +29,7 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """Runs the command in a folder with a `train.py`, and with a package `common` on PYTHONPATH."""
+    """Run the command in a folder with a `train.py`, and with a package `common` on PYTHONPATH."""
     folder, others, place = tmp_path / "folder", tmp_path / "others", tmp_path / "bin"
     for package in ("common", "pipelines"):
         (others / package).mkdir(parents=True)
@@ -69,7 +69,7 @@ def test_help_names_all_commands(run: Run) -> None:
     ("export --help", "usage: resnet-mxnet export "),
 ])
 def test_help_of_a_command(run: Run, arguments: str, usage: str) -> None:
-    """Also where a line is broken within a name."""
+    """Also if a line of the help is broken within a name."""
     done = run(*arguments.split(), COLUMNS="80")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(usage)
@@ -90,7 +90,7 @@ def test_mistakes_name_the_command_that_was_typed(run: Run, arguments: str, sent
 
 @pytest.mark.long
 def test_it_trains_and_records_the_command(run: Run, tmp_path: Path) -> None:
-    """In processes of its own too, none of which runs what the user's folder has by their name."""
+    """It also trains in processes of its own. None of them runs the user's files of these names."""
     pytest.importorskip("horovod")
     done = run("launch", "-n", 2, "--data", "synthetic", "--device", "cpu", "--model", "resnet18", "--image-size", 32,
                "-b", 2, "--num-classes", 2, "--num-threads", 1, "--no-tensorboard", "--max-steps", 1, "--output",
@@ -146,7 +146,7 @@ def test_a_fault_of_ours_is_no_missing_package(name: str | None) -> None:
     ("resnet_mxnet", "data verify x"),
 ])
 def test_an_environment_without_packages(module: str, arguments: str) -> None:
-    """`-S` leaves Python's own library, and no site-packages."""
+    """`-S` leaves only Python's own library, without site-packages."""
     done = subprocess.run([sys.executable, "-S", "-m", module, *arguments.split()], cwd=REPOSITORY, text=True,
                           capture_output=True, env={**os.environ, "PYTHONPATH": ""}, check=False)
     assert (done.returncode, done.stdout) == (2, "")
@@ -176,7 +176,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.long
 def test_the_wheel(installed: Path, tmp_path: Path) -> None:
-    """It holds all files of the packages, and nothing that others may have too; its command runs what it holds."""
+    """It holds all files of our packages, and no file that another package may have; its command runs these files."""
     ours = {str(path.relative_to(REPOSITORY)) for name in program.PACKAGES for path in (REPOSITORY / name).rglob("*")
             if path.is_file() and "__pycache__" not in path.parts}
     elsewhere = "common/mxnet_hook.pth"  # is resnet_mxnet_hook.pth there

@@ -1,4 +1,4 @@
-"""The Dockerfile: as its linter wants it, and with all that the set-up reads. Building it is tried by hand."""
+"""The Dockerfile satisfies its linter, and copies all files that the set-up reads. Building it is tried by hand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HADOLINT = shutil.which("hadolint", path=str(Path(sys.executable).parent))
 
 
 def copied(dockerfile: str) -> set[str]:
-    """What the first stage copies from the checkout."""
+    """The files that the first stage copies from the checkout."""
     first_stage = dockerfile.split("\nFROM ")[1]
     return {name for line in re.findall(r"^COPY (?!--)(.*) \S+$", first_stage, re.MULTILINE) for name in line.split()}
 
@@ -29,7 +29,7 @@ def test_linter(tmp_path: Path) -> None:
 
 
 def test_the_set_up_has_what_it_reads() -> None:
-    """Files that make waits for before a set-up, and those that the package's metadata names."""
+    """The files that make checks before a set-up, and the files that the package's metadata names."""
     rules = re.findall(r"^\.venv/[^:]*:(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     wanted = {name for rule in rules for name in rule.split()}
     assert {"pyproject.toml", "scripts/setup.sh", "train/processes/allreduce.cc"} <= wanted

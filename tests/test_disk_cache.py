@@ -1,4 +1,4 @@
-"""What is kept on disk between runs: read back whole, or not at all."""
+"""The cache on disk: an entry is read back completely or not at all."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_where_the_cache_is(variables, folder, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("os.getuid", lambda: 2**31 - 5)  # whom the system does not know
+    monkeypatch.setattr("os.getuid", lambda: 2**31 - 5)  # a user unknown to the system
     assert default_folder() == (folder and Path(folder))
 
 

@@ -16,13 +16,13 @@ PAGES = {str(path.relative_to(ROOT)): path for path in (*sorted(ROOT.glob("*.md"
                                                         *sorted((ROOT / "docs").glob("*.md")),
                                                         ROOT / "tests/docs_questions.md")}
 LONGEST_PARAGRAPH = 5  # lines
-FOR_MAINTAINERS = {"cuda_executor.md", "performance.md"}  # whose paragraphs may be longer
+FOR_MAINTAINERS = {"cuda_executor.md", "performance.md"}  # may have longer paragraphs
 FOR_USERS = [page for page, path in PAGES.items() if path.parent.name == "docs" and path.name not in FOR_MAINTAINERS]
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 
 
 def anchors(page: str) -> set[str]:
-    """Names by which GitHub links to the headings of a page, and those that headings had before (`<a id="...">`)."""
+    """The names by which GitHub links to a page's headings, and earlier names of headings (`<a id="...">`)."""
     headings = re.findall(r"^#+ (.*)$", page, flags=re.MULTILINE)
     former = re.findall(r'^<a id="([^"]+)"></a>$', page, flags=re.MULTILINE)
     return {*former, *(re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings)}
@@ -41,7 +41,7 @@ def dead_links(text: str, folder: Path) -> list[str]:
 
 
 def long_paragraphs(text: str) -> list[str]:
-    """First lines of the paragraphs, and of the items of lists, that have too many lines."""
+    """The first lines of paragraphs, and of list items, with too many lines."""
     text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     blocks = re.split(r"\n(?:\s*\n|(?=- |\d+\. |\||#|    \S))", text)
     return [lines[0] for block in blocks if not re.match(r"[|#!]|    ", block)
@@ -49,7 +49,7 @@ def long_paragraphs(text: str) -> list[str]:
 
 
 def wrong_figures(text: str, folder: Path) -> Iterator[str]:
-    """Figures whose link leads to a result with another value, to as many digits as are given."""
+    """Figures that differ from the result that they link to, in the digits given."""
     for shown, target in LINK.findall(text):
         number = re.match(r"[\d,]+(?:\.(\d+))?", shown)
         if number and target.endswith(".json"):

@@ -1,4 +1,4 @@
-"""Versions of libraries that pip does not know of; the commit of an unpacked archive."""
+"""Versions of libraries unknown to pip; the commit of an unpacked archive."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_versions_of_a_copied_mxnet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(not shutil.which("git"), reason="there is no git here")
 def test_commit_of_a_source_archive(tmp_path: Path) -> None:
-    """`git archive`, of which GitHub's downloads are made, writes the commit into the file."""
+    """`git archive`, which also makes GitHub's downloads, writes the commit into the file."""
     def git(*arguments: str) -> bytes:
         return subprocess.run(["git", "-C", tmp_path, "-c", "user.name=A", "-c", "user.email=a@b.c", *arguments],
                               check=True, capture_output=True).stdout

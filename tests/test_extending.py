@@ -1,4 +1,4 @@
-"""docs/extending.md: its examples, put into a copy of the code where the page says, do what the page says."""
+"""docs/extending.md: its examples, inserted into a copy of the code as the page says, work as the page says."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PLACE = re.compile(r"^`([^`]+)`, (?:new|(above|below) `([^`]+)`):$")
 
 
 class Piece(NamedTuple):
-    """Code of the page, and where it goes."""
+    """A piece of code of the page, and its place."""
 
     file: str
     side: str | None  # None: the whole file
@@ -30,7 +30,7 @@ class Piece(NamedTuple):
 
 
 def pieces(page: str) -> Iterator[tuple[str, Piece]]:
-    """With the heading under which each stands."""
+    """All pieces of the page, with their headings."""
     heading, lines = "", page.splitlines()
     for number, line in enumerate(lines):
         if line.startswith("## "):
@@ -46,7 +46,7 @@ def pieces(page: str) -> Iterator[tuple[str, Piece]]:
 
 
 def insert(text: str, piece: Piece) -> str:
-    """The file with the piece in it, as deep as the line above or below which it goes."""
+    """Insert a piece into a file, with the indentation of the line above or below which it goes."""
     lines = text.splitlines()
     at = [number for number, line in enumerate(lines) if line.strip().startswith(piece.anchor)]
     assert len(at) == 1, f"{piece.file} has {len(at)} lines that begin with {piece.anchor!r}"
@@ -218,7 +218,7 @@ def test_kernels_compile(extended: Path) -> None:
 
 
 def test_page_passes_lint(extended: Path) -> None:
-    """The pieces are in the style of the code around them."""
+    """The pieces follow the style of the code around them."""
     shutil.copy(ROOT / "pyproject.toml", extended)
     files = sorted({piece.file for _, piece in pieces(PAGE.read_text()) if piece.file.endswith(".py")})
     done = subprocess.run([sys.executable, "-m", "ruff", "check", *files], cwd=extended, text=True,

@@ -1,4 +1,4 @@
-"""What benchmarks/finetune.py makes of its runs, and the images that it gives them."""
+"""benchmarks/finetune.py: the images that it gives to its runs, and the results that it computes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_what_is_published(benchmark, tmp_path):
 
 
 def test_it_goes_on_where_it_stopped(benchmark, tmp_path, monkeypatch):
-    """Ours beside PyTorch's, each case once."""
+    """Ours runs beside PyTorch's; each case runs once."""
     trained = []
 
     def run(program, case):
@@ -89,7 +89,7 @@ def test_both_programs_have_the_same_recipe(benchmark, benchmark_module):
 
 
 def test_other_classes_of_photographs(benchmark_module, tmp_path, monkeypatch):
-    """Groups of classes in their order; a run that falls short is no figure."""
+    """Neighbouring classes are grouped in order; a run below the target accuracy gives no figure."""
     photographs = benchmark_module("finetune_photographs")
     monkeypatch.setattr(photographs, "NUM_CLASSES", 2)
     monkeypatch.setattr(photographs, "IMAGES_PER_CLASS", 3)

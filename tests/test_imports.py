@@ -1,4 +1,5 @@
-"""Who may import whom (docs/interfaces.md), read from the source, so that imports inside functions count too."""
+"""The allowed imports between packages (docs/interfaces.md), read from the source, so that imports inside functions
+count too."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ CUDA_PLACES = {Path("graph_passes/executors/cuda"), Path("pipelines/gpu.py")}
 
 
 def imported(source: str) -> set[str]:
-    """Top-level names of all modules that a source file imports."""
+    """The top-level names of all modules that a source file imports."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -75,7 +76,7 @@ def test_cuda_libraries_stay_in_the_cuda_executor_and_one_file_of_the_loader(pac
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
-    """What an installation puts into site-packages, and a stand-in for MXNet, which says what it finds."""
+    """The files that an installation puts into site-packages, and a stand-in for MXNet that prints what it finds."""
     site = tmp_path / "site"
     (site / "mxnet").mkdir(parents=True)
     shutil.copy(REPOSITORY / "common" / "mxnet_hook.pth", site / "resnet_mxnet_hook.pth")
@@ -96,7 +97,7 @@ def run_with(site: Path, program: str) -> str:
 
 
 def test_mxnet_is_mended_for_programs_that_import_it_themselves(site: Path) -> None:
-    """As horovodrun does. Nothing is imported before."""
+    """horovodrun is such a program; it imports nothing of ours first."""
     loaded = "print([name for name in sys.modules if name.startswith(('resnet', 'common', 'numpy'))]); "
     assert run_with(site, loaded + "import mxnet") == "[]\nresnet_mxnet_hook True True\n"
 
@@ -148,7 +149,7 @@ def test_records_with_several_labels() -> None:
 
 
 def test_mxnets_records_without_tostring(tmp_path: Path) -> None:
-    """NumPy 2.3 removed it."""
+    """NumPy 2.3 removed `tostring`."""
     (tmp_path / "recordio.py").write_text("def pack(label):\n    return label.tostring()\n")
     names: dict[str, Any] = {}
     exec(mxnet_hook._RecordIOLoader("mxnet.recordio", str(tmp_path / "recordio.py")).get_code("mxnet.recordio"), names)
@@ -156,7 +157,7 @@ def test_mxnets_records_without_tostring(tmp_path: Path) -> None:
 
 
 def test_mxnet_takes_tuples_with_numbers_of_numpy() -> None:
-    """Whose text has their type since NumPy 2."""
+    """Since NumPy 2, the repr of a NumPy number contains its type."""
     mx = importlib.import_module("common.mxnet_compat").mx
     shape = (np.int64(2), np.int32(3))
     assert mx.nd.zeros(shape).shape == mx.nd.random.uniform(shape=shape).shape == (2, 3)
@@ -196,7 +197,8 @@ def test_what_mxnet_would_abort_of(name: str, value: str, advice: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("given", [None, "3"])
 def test_threads_of_mxnet_are_not_those_of_programs_started_from_it(given: str | None) -> None:
-    """Four processes of 16 cores each had 64 threads each where a program that trains in them had imported MXNet."""
+    """Without the fix, a program that imported MXNet and trained in four processes of 16 cores each gave each process
+    64 threads."""
     program = ("import ctypes, os; from common.mxnet_compat import mx, mxnet_hook; mx.nd.waitall();"
                "print(os.environ.get('OMP_NUM_THREADS'), ctypes.CDLL('libgomp.so.1').omp_get_max_threads(),"
                "      mxnet_hook.num_compute_threads())")
@@ -208,7 +210,7 @@ def test_threads_of_mxnet_are_not_those_of_programs_started_from_it(given: str |
 
 
 def test_a_checkout_is_of_one_piece(tmp_path: Path) -> None:
-    """In an environment that another one has made, too."""
+    """Also in an environment that another checkout has made."""
     for package in PACKAGES:
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").touch()
@@ -218,7 +220,7 @@ def test_a_checkout_is_of_one_piece(tmp_path: Path) -> None:
 
 
 def test_benchmarks_find_what_they_import() -> None:
-    """Most of them run on a GPU only, so no other test would notice. The peers need PyTorch."""
+    """Most of them only run on a GPU, so no other test would notice a missing import. The peers need PyTorch."""
     programs = [path.stem for path in files("benchmarks") if "torch" not in imported(path.read_text())]
     command = [sys.executable, "-c", f"import {', '.join(programs)}"]
     result = subprocess.run(command, cwd=REPOSITORY / "benchmarks", capture_output=True, text=True, check=False)
@@ -226,8 +228,8 @@ def test_benchmarks_find_what_they_import() -> None:
 
 
 def imports_of_modules() -> dict[str, set[str]]:
-    """What each module imports of ours, inside functions and for type checkers too; `from package import module`
-    imports the module."""
+    """The modules of ours that each module imports, inside functions and for type checkers too; `from package import
+    module` imports the module."""
     modules = {".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__"): path
                for package in PACKAGES for path in files(package)}
     imports: dict[str, set[str]] = {}
@@ -249,7 +251,7 @@ def test_no_module_imports_in_a_circle() -> None:
 
 
 def test_no_folder_imports_in_a_circle() -> None:
-    """A folder is one node; where it holds other folders, each of its modules is one."""
+    """A folder is one node of the graph; in a folder with sub-folders, each module is one node."""
 
     def node(module: str) -> str:
         place = REPOSITORY.joinpath(*module.split("."))

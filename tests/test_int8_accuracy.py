@@ -1,4 +1,4 @@
-"""The program that measures what INT8 costs in accuracy: what it trains, and what it publishes."""
+"""benchmarks/int8_accuracy.py: the runs that it trains, and the figure that it publishes."""
 
 from __future__ import annotations
 
@@ -30,5 +30,5 @@ def test_what_is_published(program: Any, tmp_path: Path, capsys: pytest.CaptureF
     assert found["value"] == pytest.approx(91.5) and found["peer"]["value"] == pytest.approx(92)
     assert found["unit"] == "top-1 %"
     assert "at most 0.50 points lost" in capsys.readouterr().out
-    with pytest.raises(ProgramError, match="INT8 has lost 2.00 points of top-1, more than 1"):
+    with pytest.raises(ProgramError, match="INT8 has lost 2.00 percentage points of top-1, more than 1"):
         program.publish("x", [{**line, "top1_int8": line["top1_float32"] - 0.02} for line in lines], tmp_path)

@@ -1,4 +1,4 @@
-"""The program that measures INT8 on the CPU: what it times computes, and in turns."""
+"""benchmarks/int8_cpu.py: the timed networks compute correct results, and alternate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What benchmarks/long_tail.py makes of its runs, and the images that it gives them."""
+"""benchmarks/long_tail.py: the images that it gives to its runs, and the results that it computes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def benchmark(benchmark_module):
 
 
 def test_sizes_fall_by_the_same_factor(benchmark):
-    """Those of CIFAR-10-LT with an imbalance of 100."""
+    """The sizes are those of CIFAR-10-LT with an imbalance of 100."""
     assert benchmark.class_sizes(5000, 100, 10) == [5000, 2997, 1796, 1077, 645, 387, 232, 139, 83, 50]
 
 

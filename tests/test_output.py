@@ -1,4 +1,4 @@
-"""Output that fails: what it ends and what not, and with which words."""
+"""Failing output: which failures end a program, and with which message."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ FULL = "error: standard output: No space left on device; check path, permissions
 
 
 def started(arguments: Sequence[str], failing: Collection[int], how: str, **options: Any) -> subprocess.Popen[str]:
-    """Python with a standard output (1) and standard error (2) of which these are full, closed, or a pipe that nobody
-    reads."""
+    """Start Python with a standard output (1) and standard error (2) of which some are full, closed, or a pipe without
+    a reader."""
     reading, unread = os.pipe()
     os.close(reading)
     shell = "".join(f" {number}>&-" for number in failing if how == "closed")
@@ -48,7 +48,7 @@ def started(arguments: Sequence[str], failing: Collection[int], how: str, **opti
                                 **{"env": ENVIRONMENT, **options})
 
 
-# What a program may do, by name: the body of its main function, its exit code, and what it says on standard error.
+# Kinds of programs by name: body of the main function, exit code, and text on standard error.
 ENDS = {
     "prints a line": ("print('text')", 0, ""),
     "prints half a line": ("print('text', end='')", 0, ""),
@@ -65,7 +65,7 @@ ENDS = {
     "writes to a process that has ended": ("raise BrokenPipeError(32, 'Broken pipe')", 2,
                                            "error: input or output: Broken pipe; check path, permissions and disk\n"),
 }
-# Each in a process of its own, which ends as Python does, but without an import of its own.
+# Runs each program in a forked process, which ends like Python itself but need not import anything again.
 ALL_ENDS = """
 import contextlib, os, sys
 import common.command_line as c
@@ -91,7 +91,7 @@ for body in {bodies}:
         exec("def main():\\n    " + body)
         sys.exit(c.exit_code_of(main))
 """
-CODE = {"full": 2, "closed": 0, "unread": 141}  # of a program whose standard output fails
+CODE = {"full": 2, "closed": 0, "unread": 141}  # exit code of a program whose standard output fails
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
@@ -123,7 +123,7 @@ def test_programs_on_a_full_disk(arguments):
 
 
 def test_all_programs_end_in_the_same_way():
-    """Except for programs that only our own programs start."""
+    """Except programs that only our own programs start."""
     programs = [path for package in ("train", "gpu_report", "pipelines", "graph_passes", "benchmarks")
                 for path in ROOT.glob(f"{package}/**/*.py") if '__name__ == "__main__"' in path.read_text()]
     others = {path.stem for path in programs if not re.search(r"exit_code_of\(|\brun\(main\)", path.read_text())}
@@ -133,7 +133,7 @@ def test_all_programs_end_in_the_same_way():
 
 @pytest.mark.parametrize("end", ["", "\n"], ids=["half a line", "a line"])
 def test_a_disk_that_becomes_full_within_a_line(end, tmp_path):
-    """The system then writes a part, which Python without a buffer takes for all."""
+    """The system then writes a part of the line; Python without a buffer takes this for the whole line."""
     program = ("import common.command_line as c\n"
                f"raise SystemExit(c.exit_code_of(lambda: print('x' * 100, end={end!r})))")
     with (tmp_path / "file").open("w") as file:
@@ -145,12 +145,12 @@ def test_a_disk_that_becomes_full_within_a_line(end, tmp_path):
 
 
 def test_a_pipe_that_does_not_wait():
-    """As another program makes it that shares it."""
+    """Another program that shares the pipe may have made it non-blocking."""
     program = ("import os, common.command_line as c; os.set_blocking(1, False)\n"
                "raise SystemExit(c.exit_code_of(lambda: print('x' * 10**6)))")
     process = subprocess.Popen([sys.executable, "-c", program], env=ENVIRONMENT, stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE, text=True)
-    time.sleep(0.3)  # in which it fills the pipe
+    time.sleep(0.3)  # the program fills the pipe meanwhile
     out, err = process.communicate(timeout=300)
     assert (len(out), err, process.returncode) == (10**6 + 1, "", 0)
 
@@ -196,7 +196,7 @@ def test_a_full_disk(options):
 
 @pytest.mark.parametrize("options", [[], ["-u"]], ids=["buffered", "unbuffered"])
 def test_an_error_is_a_line_in_one_piece(options):
-    """A pipe of packets gives what one call has written."""
+    """A pipe in packet mode returns the bytes of one write call."""
     reading, writing = os.pipe2(os.O_DIRECT)
     program = "from common.output import make_safe, print_error; make_safe(); print_error('what, and where')"
     subprocess.run([sys.executable, *options, "-c", program], stderr=writing, check=True)
@@ -207,7 +207,7 @@ def test_an_error_is_a_line_in_one_piece(options):
 
 @pytest.mark.parametrize("closed", ["0", "1", "2", "0 1 2"])
 def test_what_is_closed_at_the_start_is_no_file_of_the_program(closed, tmp_path):
-    """The first file to be opened would become standard output else. Input that is closed holds nothing."""
+    """Otherwise the first opened file would become standard output. A closed input is empty."""
     script = (
         "from common.command_line import exit_code_of\n"
         "from common.errors import UserError\n"
@@ -256,7 +256,7 @@ sys.exit(exit_code_of(lambda: main([name, *arguments])))
     ("predict --checkpoint run image.jpg -n 2 --device cpu", False),
 ])
 def test_a_full_disk_at_the_start(arguments, outlasts):
-    """A run loses its first line, not itself; what has its output for its product ends."""
+    """A training run only loses its first line; a program whose result is its output ends."""
     with Path("/dev/full").open("w") as full:
         done = subprocess.run([sys.executable, "-c", COMMAND, *arguments.split()], stdout=full, stderr=subprocess.PIPE,
                               text=True, env=ENVIRONMENT)

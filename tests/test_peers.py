@@ -1,4 +1,4 @@
-"""PyTorch's side of the benchmarks is given the pictures and the arithmetic that ours has.
+"""PyTorch's side of the benchmarks uses the pictures and the arithmetic that ours uses.
 
 Needs PyTorch and torchvision: PEER_PYTHON names an interpreter that has them.
 """
@@ -41,7 +41,7 @@ np.save(f"{folder}/peer.npy", images.float().permute(0, 2, 3, 1).numpy())
 
 
 def test_cifar10_training_images(real_data, tmp_path, rng):
-    """The pixels of a batch are equal where the same random numbers are drawn."""
+    """The pixels of a batch are equal if equal random numbers are drawn."""
     count, padding, seed = 48, 4, int(rng.integers(1 << 16))
     transform = ImageTransform(crop_padding=padding, cutout=0.3125)
     config = LoaderConfig(data=str(real_data / "cifar10"), batch_size=count, image_size=128, seed=seed,
@@ -106,11 +106,11 @@ print(json.dumps({"pixels": found, "drawn": drawn, "rectangles": rectangles.toli
 
 
 def test_augmentations_of_whole_batches_are_torchvision_s(rng):
-    """Each operation of TrivialAugment, pixel by pixel, and what is drawn for a batch."""
+    """Each operation of TrivialAugment, pixel by pixel, and the draws for a batch."""
     done = subprocess.run([os.environ["PEER_PYTHON"], "-c", AUGMENT, str(BENCHMARKS), str(rng.integers(1 << 16))],
                           capture_output=True, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     found = json.loads(done.stdout)
-    # Sums of three products, and a quotient of two roundings, fall on the other side of a whole level now and then.
+    # A sum of three products, or a quotient of two rounded values, sometimes rounds to the neighbouring level.
     one_level_in_a_few_pixels = ("Color", "AutoContrast")
     for name, (most, part) in found["pixels"].items():
         assert most <= (name in one_level_in_a_few_pixels) and part < 0.02, name
@@ -126,12 +126,12 @@ def test_augmentations_of_whole_batches_are_torchvision_s(rng):
     assert left.min() >= 0 and right.max() <= 64 and top.min() >= 0 and bottom.max() <= 96
     part = wide * tall / (64 * 96)  # sides are rounded to whole pixels
     assert 0.015 < part.min() < 0.025 and 0.31 < part.max() < 0.345
-    assert (left[erased] + wide == 64).any() and (left[erased] == 0).any()  # each place, the last one too
+    assert (left[erased] + wide == 64).any() and (left[erased] == 0).any()  # all positions occur, including the last
     assert np.array_equal(found["inside"], ((right - left) * (bottom - top))[:50])
 
 
 def test_the_peer_of_the_strong_recipe_learns(tmp_path, rng):
-    """On a CPU, with all ingredients: classes of one colour each are told apart."""
+    """On a CPU, with all ingredients, it learns to tell apart classes of one colour each."""
     colours = rng.permutation([(230, 30, 30), (30, 230, 30), (30, 30, 230)])
     arrays = {"mean": np.float32(MEAN), "std": np.float32(STD)}
     for split, count in (("train", 48), ("val", 12)):
@@ -157,7 +157,8 @@ def test_the_peer_of_the_strong_recipe_learns(tmp_path, rng):
 
 @pytest.mark.parametrize("options", [[], ["--inference"]])
 def test_a_turn_of_the_peer(options):
-    """Raw times, a loss and the loss scale, from all gammas 1. On the CPU, for which it has no CUDA graphs."""
+    """A measurement has raw times, a loss and the loss scale, with all gammas 1 at the start. It runs on the CPU, where
+    the peer has no CUDA graphs."""
     command = [os.environ["PEER_PYTHON"], str(BENCHMARKS / "peer_pytorch.py"), "--device", "cpu", "--model", "resnet18",
                "--batch", "2", "--size", "32", "--dtype", "bfloat16", "--steps", "3", "--warm-up-seconds", "0",
                "--learning-rate", "0.001", *options]
@@ -172,7 +173,8 @@ def test_a_turn_of_the_peer(options):
 @pytest.mark.alone
 @pytest.mark.parametrize("options", [[], ["--inference"]])
 def test_ways_to_run_the_peer(options):
-    """On a GPU, in fp16: each way trains, that is the loss of the six batches falls from turn to turn, or infers."""
+    """On a GPU, in fp16: each mode infers, or trains, which means that the loss of the six batches falls between
+    measurements."""
     modes = ("eager", "compile", "graph", "reduce-overhead")
     command = [os.environ["PEER_PYTHON"], str(BENCHMARKS / "peer_pytorch.py"), "--model", "resnet18", "--batch", "16",
                "--size", "64", "--steps", "6", "--warm-up-seconds", "0.5", "--learning-rate", "0.005", *options]
@@ -193,7 +195,7 @@ def test_ways_to_run_the_peer(options):
 @pytest.mark.alone
 @pytest.mark.parametrize("options", [["--batch", "32"], ["--batch", "2", "--inference"]])
 def test_step_against_the_peer(options, benchmark_module, tmp_path, monkeypatch):
-    """On a GPU: the whole program on a small network; its file has no faults."""
+    """On a GPU: the whole program with a small network; its result file has no faults."""
     step_gpu = benchmark_module("step_gpu")
     record = sys.modules["record"]
     written = []
@@ -211,7 +213,7 @@ def test_step_against_the_peer(options, benchmark_module, tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("preset", ["resnet50_90ep", "cifar10_resnet18"])  # the latter with Nesterov's momentum
 def test_losses_are_those_of_pytorch(preset, real_data, tmp_path, monkeypatch):
-    """The first steps in float32 on the CPU, at a low learning rate: at a high one training magnifies rounding."""
+    """The first steps in float32 on the CPU at a low learning rate; at a high one, training magnifies rounding."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import parity_pytorch
 
@@ -226,6 +228,6 @@ def test_losses_are_those_of_pytorch(preset, real_data, tmp_path, monkeypatch):
     ours, peer = (next(run["loss"] for run in runs if run["side"].startswith(side)) for side in ("ours", "PyTorch"))
     nudged = next(run["loss"] for run in runs if run["nudged"])
     np.testing.assert_allclose(ours[0], peer[0], atol=1e-5)  # of the same weights
-    rounding = np.abs(np.subtract(nudged, peer)).max()  # as training magnifies it; one draw, hence the factor
+    rounding = np.abs(np.subtract(nudged, peer)).max()  # a single draw, hence the factor
     assert np.abs(np.subtract(ours, peer)).max() < 5 * rounding + 1e-4
     assert str(real_data) not in about["command"] and preset in about["command"]

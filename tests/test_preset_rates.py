@@ -1,4 +1,4 @@
-"""What benchmarks/preset_rates.py measures and keeps."""
+"""benchmarks/preset_rates.py: the measurements that it makes and keeps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def line(preset, size, rate, commit="new"):
 
 @pytest.fixture
 def run(benchmark, tmp_path, monkeypatch):
-    """Runs the program with a fake measurement; what was measured."""
+    """Run the program with a fake measurement; returns the measured cases."""
     monkeypatch.setattr(benchmark, "machine", lambda: {"hardware": "1x GPU", "commit": "new"})
     monkeypatch.setattr(benchmark, "presets", lambda: [*presets(), "two_sizes"])
     sizes = replace(load_preset("resnet50_90ep"), epochs=4, first_image_size=160, image_size=192, resize_epochs=(1, 3))
@@ -42,7 +42,7 @@ def run(benchmark, tmp_path, monkeypatch):
 
 
 def test_every_size_of_a_preset_is_measured_once(run, tmp_path, capsys):
-    """A line of another commit is replaced, one of a preset that is gone left out; hours are those of all epochs."""
+    """Lines of another commit are replaced, lines of deleted presets dropped; hours are those of all epochs."""
     path = tmp_path / "preset_rates_1gpu.jsonl"
     path.write_text("".join(json.dumps(of) + "\n" for of in (
         line("two_sizes", 160, 9.0, "old"), line("gone", 224, 9.0, "old"), line("resnet50_90ep", 224, 9.0, "old"))))
@@ -54,7 +54,7 @@ def test_every_size_of_a_preset_is_measured_once(run, tmp_path, capsys):
     row = capsys.readouterr().out.splitlines()[-1]
     # Sizes 160, 160, 192, 192: 1,281,167 images at 1,000/s twice, and at 500/s twice.
     assert row == "| `two_sizes` | 512 | 1,000 at 160, 500 at 192 | 2.14 |"
-    assert run("--presets", "two_sizes") == []  # goes on where it stopped
+    assert run("--presets", "two_sizes") == []  # resumes: everything is measured
 
 
 def test_the_presets_are_those_of_imagenet(benchmark):
@@ -65,7 +65,7 @@ def test_the_presets_are_those_of_imagenet(benchmark):
 @pytest.mark.long
 @pytest.mark.parametrize("preset", ["resnet50_90ep", "resnet50_torchvision_v2"])
 def test_a_measurement(benchmark, monkeypatch, preset):
-    """The command as it is written down runs, on a CPU with a tiny batch."""
+    """The recorded command runs, on a CPU with a tiny batch."""
     real = benchmark.command
     monkeypatch.setattr(benchmark, "command", lambda *arguments: [
         *real(*arguments), "--batch-size", "4", "--model", "resnet18", "--device", "cpu", "--warmup-steps", "1",

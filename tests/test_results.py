@@ -1,4 +1,4 @@
-"""Every published figure follows from the raw data in its file (benchmarks/README.md says what a file holds)."""
+"""Every published figure follows from the raw data in its file (benchmarks/README.md describes the files)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 import random
 import re
 import statistics
-from datetime import datetime, timezone
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,10 @@ RESULTS = sorted((BENCHMARKS / "results").glob("*.json"))
 KEYS = {"name", "value", "mean", "unit", "spread", "peer", "ratio", "watts", "sm_mhz", "hardware", "versions", "commit",
         "command", "date", "step_ms"}
 PEER_KEYS = {"name", "value", "mean", "versions", "step_ms", "others"}
-# Files from before have neither power nor clock nor the peer's times.
-ALL_IS_KEPT_SINCE = datetime(2026, 11, 22, 19, tzinfo=timezone.utc)
 
 
 def faults(result: dict[str, Any], file_name: str) -> list[str]:
-    """What is wrong with a result, in words; empty for a good one."""
+    """The faults of a result, in words; empty for a correct one."""
     if result.keys() != KEYS:
         return [f"keys differ: {sorted(result.keys() ^ KEYS)}"]
     found = []
@@ -72,12 +70,10 @@ def faults(result: dict[str, Any], file_name: str) -> list[str]:
     if not re.fullmatch(r"[0-9a-f]{7,40}(-dirty)?", result["commit"]):
         found.append(f"{result['commit']!r} is no commit")
     try:
-        date = datetime.fromisoformat(result["date"].replace("Z", "+00:00"))
+        datetime.fromisoformat(result["date"].replace("Z", "+00:00"))
     except ValueError:
         found.append(f"{result['date']!r} is no date")
-    else:
-        if date >= ALL_IS_KEPT_SINCE:
-            found += missing(result, value)
+    found += missing(result, value)
     if not all(result[key] for key in ("hardware", "versions", "command")):
         found.append("hardware, versions or command is empty")
     if re.search(r"(^|[\s=\"'])/\w", result["command"]):
@@ -86,12 +82,12 @@ def faults(result: dict[str, Any], file_name: str) -> list[str]:
 
 
 def missing(result: dict[str, Any], value: float) -> list[str]:
-    """What is wrong with the other side's times, and with power and clock of a step on GPUs."""
+    """Faults of the peer's times, and of power and clock of a step on GPUs."""
     found = []
     if peer := result["peer"]:
         if not peer["step_ms"]:
             return ["the peer's step_ms is empty"]
-        # Its times are of steps of as many images.
+        # The peer's steps have as many images as ours.
         expected = value * statistics.median(result["step_ms"]) / statistics.median(peer["step_ms"])
         if result["unit"] != "images/sec":
             expected = statistics.median(peer["step_ms"]) / (1e3 if result["unit"] == "seconds" else 1)
@@ -112,7 +108,7 @@ def test_published_result(path: Path) -> None:
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_published_result_is_explained(path: Path) -> None:
-    """Its name, or the pattern that it follows."""
+    """benchmarks/README.md has the result's name, or the pattern of its name."""
     names = re.findall(r"`results/([\w<>]+)\.json`", (BENCHMARKS / "README.md").read_text())
     assert any(re.fullmatch(re.sub("<[a-z]+>", r"\\w+?", name), path.stem) for name in names)
 
@@ -219,12 +215,12 @@ def test_a_wrong_result_is_found(key: str, wrong: Any) -> None:
     ("loader_cpu", ("--data", "nowhere"), "error: data path nowhere does not exist"),
     ("learn_gpu", ("--data", "."), "error: --data . has 0 folders with .JPEG files"),
     ("parity_pytorch", ("--data", "nowhere"), "error: PEER_PYTHON is not set"),
-    ("cifar10_time_to_accuracy", ("--seeds", "1"), "error: --seeds 1: at least 2 are needed"),
+    ("cifar10_time_to_accuracy", ("--seeds", "1"), "error: --seeds 1: give at least 2"),
     ("bn_group", ("--gpus", "64"), "error: --gpus 64 must be from 2 to the number of NVIDIA GPUs here"),
-    ("scaling_model", ("--results", "nowhere"), "error: nowhere/resnet50_fp16_b256_profile.txt is missing"),
+    ("scaling_model", ("--results", "nowhere"), "error: nowhere/scaling_b64_4gpu.jsonl is missing"),
 ])
 def test_bad_input_of_a_program(program, arguments, sentence, tmp_path, monkeypatch, capsys):
-    """One sentence and exit code 2, as from every command line of this project."""
+    """It prints one sentence and exits with code 2, like every command line of this project."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setattr("sys.argv", [f"{program}.py", *arguments])

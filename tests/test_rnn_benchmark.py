@@ -1,4 +1,4 @@
-"""The benchmark of recurrent layers: what it asks of both sides, when it stops repeating, and what it writes."""
+"""The benchmark of recurrent layers: its requests to both sides, the end of its repetitions, and its results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from graph_passes import Ref
 from graph_passes.operators.rnn import ALGORITHMS
 from train.recording.gpu_monitor import GpuReadings
 
-# Stands in for peer_rnn.py: 0.4 ms as it is written, 0.3 ms in a CUDA graph.
+# Stands in for peer_rnn.py: a step takes 0.4 ms eagerly, 0.3 ms as a CUDA graph.
 FAKE_PEER = """
 import json, sys
 for line in sys.stdin:
@@ -34,12 +34,12 @@ def rnn_layers(benchmark_module: Callable[[str], Any]) -> Any:
 
 
 def turn_of(rnn_layers: Any, **changes: Any) -> Any:
-    return rnn_layers.Turn(**{"mode": "lstm", "hidden": 8, "batch": 3, "steps": 5, "dtype": "float16",
+    return rnn_layers.LayerCase(**{"mode": "lstm", "hidden": 8, "batch": 3, "steps": 5, "dtype": "float16",
                               "use": "training", "limit_seconds": 1.0, "warm_up_seconds": 0.0, **changes})
 
 
 def test_all_combinations_are_measured(rnn_layers: Any) -> None:
-    turns = list(rnn_layers.turns_of(rnn_layers.Options()))
+    turns = list(rnn_layers.cases_of(rnn_layers.Options()))
     assert len({turn.name for turn in turns}) == len(turns) == 3 * 2 * len(rnn_layers.SIZES)
     assert "lstm_fp16_h4096_b128_t25_training" in {turn.name for turn in turns}
 
@@ -47,12 +47,12 @@ def test_all_combinations_are_measured(rnn_layers: Any) -> None:
 @pytest.mark.parametrize("size", ["1024/128", "1024/128/0", "1024/128/x", "1/2/3/4"])
 def test_no_size(rnn_layers: Any, size: str) -> None:
     with pytest.raises(UserError, match=f"--sizes has {size}: give hidden/batch/steps"):
-        list(rnn_layers.turns_of(rnn_layers.Options(sizes=(size,))))
+        list(rnn_layers.cases_of(rnn_layers.Options(sizes=(size,))))
 
 
 @pytest.mark.parametrize("mode, gradients", [("lstm", 4), ("gru", 3)])
 def test_the_layer(rnn_layers: Any, mode: str, gradients: int) -> None:
-    """Both uses; in training, gradients of data, weights and initial states."""
+    """Both uses; training has gradients of data, weights and initial states."""
     turn = turn_of(rnn_layers, mode=mode)
     graph = turn.graph
     sizes = graph.infer_shapes(turn.shapes)
@@ -74,7 +74,7 @@ def test_numbers_that_are_not_finite_are_seen(rnn_layers: Any, dtype: str, rng: 
 
 
 class Clock:
-    """A GPU on which a step takes as long as `step_ms` says next, and time passes by that alone."""
+    """A fake GPU: a step takes the next time of `step_ms`, and nothing else takes time."""
 
     def __init__(self, step_ms: Callable[[int], float]) -> None:
         self.now, self.steps, self.step_ms = 0.0, 0, step_ms
@@ -99,7 +99,7 @@ class Clock:
 
 
 def test_repetition_ends_when_the_median_is_known(rnn_layers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An even series at once, with so many steps in a sample that it is long enough; an uneven one at its limit."""
+    """It ends at once for constant times, with enough steps per sample; for varying times, at its limit."""
     monkeypatch.setattr(rnn_layers, "time", SimpleNamespace(monotonic=lambda: clock.now))
     turn = turn_of(rnn_layers, warm_up_seconds=0.01)
     clock = Clock(lambda step: 0.5)
@@ -113,7 +113,7 @@ def test_repetition_ends_when_the_median_is_known(rnn_layers: Any, monkeypatch: 
 
 @pytest.fixture
 def measured(rnn_layers: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
-    """Runs the program with a layer of 0.2 ms and the fake peer; the lines that it wrote."""
+    """Run the program with a layer of 0.2 ms and the fake peer; returns the lines that it wrote."""
     program = tmp_path / "peer.py"
     program.write_text(FAKE_PEER)
     monkeypatch.setattr(rnn_layers, "PEER", program)
@@ -171,5 +171,5 @@ def test_what_is_written(measured: Callable[..., list[dict[str, Any]]], capsys: 
 
 
 def test_what_is_not_finite_is_not_written(measured: Callable[..., list[dict[str, Any]]]) -> None:
-    with pytest.raises(ProgramError, match="eager computed numbers that are not finite, for lstm_fp16_h13"):
+    with pytest.raises(ProgramError, match="eager computed numbers that are not finite for lstm_fp16_h13"):
         measured("--sizes", "13/3/5", "--dtypes", "float16", "--uses", "training")

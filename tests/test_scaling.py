@@ -1,4 +1,4 @@
-"""What benchmarks/scaling.py makes of its measurements: files, table and plots."""
+"""benchmarks/scaling.py: the files, table and plots that it makes from its measurements."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_kill_leaves_the_rows_that_were_there(scaling: Any, tmp_path: Path, mo
 
 def test_redraw(scaling: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                 capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a GPU, from the rows of an earlier run, which are not written again."""
+    """It needs no GPU, reads the rows of an earlier run, and does not write them again."""
     rows_file = write_rows(tmp_path / "earlier.jsonl", rows())
     results = tmp_path / "results"
     monkeypatch.setattr("sys.argv", ["scaling.py", "--redraw", str(rows_file), "--results", str(results)])
@@ -138,13 +138,13 @@ def test_redraw_keeps_what_another_run_has_left(scaling: Any, tmp_path: Path, mo
     monkeypatch.setattr("sys.argv", ["scaling.py", "--redraw", str(trial), "--results", str(results)])
     assert exit_code_of(scaling.main) == 2
     (error,) = capsys.readouterr().err.splitlines()
-    assert error == (f"error: --redraw {trial} is another run than {results / 'scaling_b100_2gpu.jsonl'}, whose table "
-                     "and plots would be overwritten: give another --results")
+    assert error == (f"error: --redraw {trial} would overwrite the table and plots of another run, "
+                     f"{results / 'scaling_b100_2gpu.jsonl'}: give another --results")
     assert {path.name: path.read_bytes() for path in results.iterdir()} == before
 
 
 def test_redraw_of_a_run_that_was_stopped(scaling: Any, tmp_path: Path) -> None:
-    """Its file tells how many GPUs it would have had."""
+    """Its file name says how many GPUs the run was for."""
     stopped = tmp_path / "scaling_b100_4gpu.jsonl"
     stopped.write_text(json.dumps(rows()[0]) + "\n")
     scaling.redraw(stopped, tmp_path)
@@ -155,7 +155,7 @@ def test_redraw_of_a_run_that_was_stopped(scaling: Any, tmp_path: Path) -> None:
 def test_redraw_of_another_file(scaling: Any, tmp_path: Path, text: str) -> None:
     other = tmp_path / "other.jsonl"
     other.write_text(text)
-    with pytest.raises(UserError, match="other.jsonl is no file of scaling.py, or is cut off"):
+    with pytest.raises(UserError, match="other.jsonl is not a file of scaling.py, or is cut off"):
         scaling.redraw(other, tmp_path)
     assert [*tmp_path.iterdir()] == [other]
 
@@ -183,7 +183,7 @@ def test_redraw_of_damaged_rows(scaling: Any, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("sys.argv", ["scaling.py", "--redraw", str(file), "--results", str(results)])
     assert exit_code_of(scaling.main) == 2
     (error,) = capsys.readouterr().err.splitlines()
-    assert error.startswith(f"error: --redraw {file} is no file of scaling.py, or is cut off (")
+    assert error.startswith(f"error: --redraw {file} is not a file of scaling.py, or is cut off (")
     assert not results.exists()
 
 
@@ -193,14 +193,13 @@ def test_waits_may_be_none(scaling: Any) -> None:
     assert scaling.read_rows("\n".join(map(json.dumps, waitless))) == waitless
 
 
-@pytest.mark.parametrize("name", ["scaling_b64_4gpu.jsonl", "scaling_b256_4gpu.jsonl",
-                                  "h100_trials/scaling_4gpu.jsonl", "h200_trials/scaling_4gpu.jsonl"])
+@pytest.mark.parametrize("name", ["scaling_b64_4gpu.jsonl", "scaling_b256_4gpu.jsonl"])
 def test_what_was_measured_is_not_damaged(scaling: Any, name: str) -> None:
     assert scaling.read_rows((RESULTS / name).read_text())
 
 
 class Clock:
-    """Stands in for the GPU, on which time passes by what is asked of it; an event is a dict."""
+    """A fake GPU, on which only requested work takes time; an event is a dict."""
 
     device_id = 0
 
@@ -218,7 +217,7 @@ class Clock:
 
 
 class Executor:
-    """A pass takes 20 ms, of which the last bucket needs the last 2, and the optimizer half a ms."""
+    """A pass takes 20 ms, of which the last bucket needs the last 2 ms; the optimizer takes 0.5 ms."""
 
     gpu_bus_id = "none"
 
@@ -249,7 +248,7 @@ class Executor:
 
 
 class AllReduce:
-    """An all-reduce takes 10 ns a kB, beside the pass or after it."""
+    """An all-reduce takes 10 ns per kB, during the pass or after it."""
 
     def __init__(self, executor: Executor) -> None:
         self.gpu, self.free = executor.gpu, 0.0
@@ -266,7 +265,7 @@ class AllReduce:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_measurement(scaling: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    """What a process makes of the events of its steps, two processes being alike."""
+    """The results that a process computes from the events of its steps; both processes have equal times."""
     workers = SimpleNamespace(size=size, rank=0, local_rank=0, alone=size == 1, sum=list,
                               gather=lambda value: [value] * size,
                               bucket_all_reduce=AllReduce)
@@ -297,7 +296,7 @@ def test_measurement(scaling: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("has_meters", [True, False])
 def test_row_from_jpegs(scaling: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_meters: bool) -> None:
-    """Without the warm-up; power of one GPU."""
+    """Without the warm-up; the power is that of one GPU."""
     def program(command: list[Any]) -> str:
         report = Path(command[command.index("--output") + 1]) / "report" / "report.json"
         report.parent.mkdir(parents=True)

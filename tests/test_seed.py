@@ -1,4 +1,4 @@
-"""What repeats a random test that has failed."""
+"""The seed that a failed random test prints, and with which it repeats."""
 
 from __future__ import annotations
 

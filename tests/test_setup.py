@@ -1,4 +1,5 @@
-"""scripts/setup.sh, launchers: what a machine gets and is told, with stand-ins for its tools; installs nothing."""
+"""scripts/setup.sh and the launchers: what they install and print on various machines, with stand-ins for all tools;
+nothing is installed."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ TOOLS = ("awk", "bash", "cat", "cksum", "cut", "dirname", "df", "du", "flock", "
          "realpath", "rm", "rmdir", "sed", "sort", "tail", "touch")  # of any Linux
 INSTALL = "pip install --disable-pip-version-check --retries 3 --no-compile --no-warn-conflicts"
 PIP = f"{INSTALL} -e"
-LIMIT = 300  # seconds that nothing here takes, however busy the machine
+LIMIT = 300  # seconds; longer than any command here takes, even on a busy machine
 GPU = 'echo "580.65.06, 9.0, NVIDIA H200"'
 
 
@@ -39,7 +40,7 @@ def write_program(path: Path, body: str) -> None:
 
 
 def make_python(venv: Path, version: str) -> None:
-    """A Python in `venv` that only says its version and notes which files it is called for."""
+    """A Python in `venv` that only prints its version and records the files that it is called with."""
     write_program(venv / "bin" / "python", f"""case $1 in
         -c) echo {version} ;;
         --version) echo Python {version}.9 ;;
@@ -49,7 +50,8 @@ def make_python(venv: Path, version: str) -> None:
 
 
 def a_python(version: str, *, has_venv: bool = True, make: str = "exit 1") -> str:
-    """What a Python on PATH does, with the module venv or, as Debian's own, without. `make` makes an environment."""
+    """A script that behaves like a Python on PATH, with or (like Debian's) without the module venv. `make` makes an
+    environment."""
     return f"""case "$*" in
         --version) echo Python {version}.1 ;;
         *ensurepip*) exit {0 if has_venv else 1} ;;
@@ -65,7 +67,7 @@ def until(condition: str) -> str:
 
 @pytest.fixture
 def venv(tmp_path: Path) -> Path:
-    """An environment whose pip and Python only note what they are called for."""
+    """An environment whose pip and Python only record their calls."""
     folder = tmp_path / "venv"
     write_program(folder / "bin" / "pip", f'echo "pip $*" >>{tmp_path}/calls')
     make_python(folder, "3.11")
@@ -74,9 +76,10 @@ def venv(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run_setup(tmp_path: Path, venv: Path) -> Callable[..., Done]:
-    """Runs setup.sh on a machine that has just the tools given, by name and what they do."""
+    """Run setup.sh on a machine that has only the given tools (name -> script)."""
 
     def run(part: str = "run", *, into: Path = venv, system: str = "", shell: str = "bash", **tools: str) -> Done:
+        tools = {"df": "echo Avail; echo 100000000000"} | tools  # no test depends on the disk of this machine
         path = tmp_path / "path"
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir()
@@ -120,7 +123,7 @@ def test_all_at_once_installs_packages_once(run_setup):
 
 
 def test_gpu(run_setup):
-    """No nvcc, no CUDA toolkit: the driver alone."""
+    """A machine with a driver, but without nvcc or a CUDA toolkit."""
     done = run_setup("horovod", nvidia_smi=GPU)
     assert "setup: packages for a machine with an NVIDIA GPU" in done.said
     assert [call.split("/")[0] for call in done.calls] == [
@@ -130,7 +133,7 @@ def test_gpu(run_setup):
 
 
 def test_a_gpu_that_comes_later(run_setup, venv):
-    """MXNet's wheel for the CPU goes, and Horovod is built again."""
+    """MXNet's CPU wheel is removed, and Horovod is built again."""
     run_setup("all")
     (venv / "lib" / "python3.11" / "site-packages" / "mxnet-1.9.1.dist-info").mkdir(parents=True)
     done = run_setup("all", nvidia_smi=GPU)
@@ -170,7 +173,7 @@ NO_NETWORK = ("WARNING: Retrying after connection broken by 'NewConnectionError(
      "ERROR: No matching distribution found for mxnet==1.9.1"),
 ])
 def test_packages_that_cannot_be_had(run_setup, venv, output, sentence):
-    """One sentence; nothing is taken for done, and the next call goes on."""
+    """It prints one sentence; nothing counts as done, and the next call continues."""
     working = (venv / "bin" / "pip").read_text()
     write_program(venv / "bin" / "pip", f"cat <<'end'\n{output}\nend\nexit 1")
     done = run_setup()
@@ -285,7 +288,7 @@ def test_mxnet_of_the_same_version_everywhere():
 
 
 def test_a_python_that_was_replaced_under_the_environment(run_setup, venv):
-    """By an upgrade of the system: pip is not found any more, and all is made anew."""
+    """After a system upgrade, pip is not found any more, and everything is set up again."""
     run_setup("all")
     write_program(venv / "bin" / "python", 'echo "No module named pip" >&2; exit 1')
     (venv / "pyvenv.cfg").touch()
@@ -300,7 +303,7 @@ def test_a_python_that_was_replaced_under_the_environment(run_setup, venv):
 
 
 def test_an_environment_of_another_python(run_setup, venv):
-    """Somebody's own: it is left alone."""
+    """It may be the user's own, so it is left alone."""
     make_python(venv, "3.15")
     done = run_setup()
     assert done.code == 2 and done.calls == []
@@ -310,7 +313,7 @@ def test_an_environment_of_another_python(run_setup, venv):
 
 @pytest.mark.parametrize("shell", ["bash", "sh"])
 def test_musl(run_setup, shell):
-    """Alpine has no bash, so any shell says it."""
+    """Alpine has no bash, so the message must work in any shell."""
     done = run_setup(shell=shell, ldd='printf "%s\\n" "musl libc (x86_64)" "Version 1.2.5" >&2; exit 1')
     assert (done.code, done.said, done.calls) == (2, "", [])
     assert done.error.startswith("error: this system's C library is musl (Alpine), for which MXNet and DALI have no ")
@@ -331,7 +334,7 @@ def test_any_shell_may_start_it(run_setup):
 
 
 def test_an_environment_that_cannot_be_made(run_setup, tmp_path):
-    """What was begun is made anew by the next call."""
+    """The next call makes the unfinished environment anew."""
     new = tmp_path / "new"
     python = a_python("3.12", make='mkdir -p "$3"; touch "$3/pyvenv.cfg"; echo "Error: no pip in here" >&2; exit 1')
     for _ in range(2):
@@ -350,10 +353,10 @@ def test_a_checkout_that_cannot_be_written(run_setup, tmp_path):
 
 
 def test_interrupted(venv):
-    """Ctrl-C ends it and what it started, at once; the next call goes on."""
+    """Ctrl-C ends the script and the processes that it started, at once; the next call continues."""
     write_program(venv / "bin" / "pip", "echo installing; exec sleep 1000")
     command = ["bash", SCRIPT, "run", venv]
-    # A shell that has put the tests into its background ignores the signal, and a script cannot undo that.
+    # If a shell runs the tests in its background, the signal is ignored, and a script cannot undo that.
     process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True,
                                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     log = venv / "setup-packages.log"
@@ -363,7 +366,7 @@ def test_interrupted(venv):
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)
     _, error = process.communicate(timeout=LIMIT)
-    assert process.returncode == 130 and error.endswith("error: interrupted; make goes on where it was\n")
+    assert process.returncode == 130 and error.endswith("error: interrupted; make resumes where it was\n")
     assert not (venv / ".ready").exists()
     write_program(venv / "bin" / "pip", "")
     assert subprocess.run(command).returncode == 0
@@ -375,12 +378,12 @@ def test_a_folder_that_is_no_environment_is_left_alone(tmp_path: Path) -> None:
     precious.write_text("years")
     found = subprocess.run(["bash", str(SCRIPT), "run", str(precious.parent)], capture_output=True, text=True)
     assert found.returncode == 2 and precious.read_text() == "years"
-    assert found.stderr == (f"error: {precious.parent} is there and is no virtual environment: remove it, or name "
+    assert found.stderr == (f"error: {precious.parent} exists and is not a virtual environment: remove it, or name "
                             "another place\n")
 
 
 def test_two_at_a_time(run_setup, venv, tmp_path):
-    """The second one waits for the first, and finds all done."""
+    """The second call waits for the first, and finds everything done."""
     outputs = [tmp_path / f"{number}.out" for number in range(2)]
     wait = until(f"grep -q 'waiting for another set-up' {tmp_path}/[01].out")
     write_program(venv / "bin" / "pip", f'echo "pip $*" >>{tmp_path}/calls; {wait}')
@@ -395,7 +398,7 @@ def test_two_at_a_time(run_setup, venv, tmp_path):
 
 
 def test_two_at_a_time_from_nothing(tmp_path):
-    """The second one does not remove the environment that the first one is making."""
+    """The second call must not remove the environment that the first one is making."""
     new, ready = tmp_path / "new", tmp_path / "ready"
     make_python(ready, "3.12")
     write_program(ready / "bin" / "pip", "")
@@ -413,7 +416,7 @@ def test_two_at_a_time_from_nothing(tmp_path):
 
 
 def test_it_says_that_it_is_alive(venv):
-    """In one line of a terminal; and nothing is left in the background that would hold it."""
+    """It updates one line on a terminal; no background process stays that would keep the terminal open."""
     if not shutil.which("script"):
         pytest.skip("there is no program 'script' here, which gives a terminal")
     seen = venv.parent / "seen"
@@ -426,7 +429,7 @@ def test_it_says_that_it_is_alive(venv):
 
 
 def environment_of(process: Path) -> bytes:
-    """Of a process, given its folder in /proc."""
+    """The environment of a process, given its folder in /proc."""
     try:
         return (process / "environ").read_bytes()
     except OSError:  # it has ended meanwhile, or is another user's
@@ -445,7 +448,7 @@ def without_make() -> dict[str, str]:
 
 @pytest.mark.parametrize("script", ["dgx1_8gpu.sh", "multi_host.sh"])
 def test_launchers_set_up_first(tmp_path, script):
-    """Where nobody has yet; not where PYTHON says what to use."""
+    """They run the set-up if nobody has; not if PYTHON names an interpreter."""
     for name in (script, "environment.sh"):
         (tmp_path / "scripts").mkdir(exist_ok=True)
         shutil.copy(ROOT / "scripts" / name, tmp_path / "scripts")

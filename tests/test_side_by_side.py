@@ -1,4 +1,4 @@
-"""What `make test` shows of test files, and the order in which they are begun side by side."""
+"""The output of `make test` for test files, and the order in which they start side by side."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SEED = 5
 
 
 class File:
-    """In place of a terminal: a line is in it when it has been flushed."""
+    """Stands in for a terminal; a line counts only once it is flushed."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -28,8 +28,8 @@ class File:
 
 
 def finish(progress: side_by_side.Progress, test_id: str, outcome: str, message: str = "") -> tuple[str, str, str]:
-    """Tell of a test as pytest does: hooks around pytest's own, which asks how the test is to be shown. `message`: what
-    it has failed by."""
+    """Report a finished test like pytest: call the hooks around pytest's own, which asks how to show the test.
+    `message` is the reason of a failure."""
     longrepr = SimpleNamespace(reprcrash=SimpleNamespace(message=message)) if message else None
     report: Any = SimpleNamespace(nodeid=test_id, duration=0.5, when="teardown", longrepr=longrepr)
     around = progress.pytest_runtest_logreport(report)

@@ -18,7 +18,7 @@ LAUNCHERS = ("train.processes.launch", "train.processes.multi_host")
 
 
 def start(module: str, *arguments: str) -> tuple[int, str, str, set[str]]:
-    """Run a program as `python -m` does: exit code, stdout, stderr, and which slow modules it has imported."""
+    """Run a program as `python -m` does; returns exit code, stdout, stderr, and the slow modules that it imported."""
     script = f"""
         import runpy, sys
         try:
@@ -109,7 +109,7 @@ IN_A_LAUNCHER = [
     ("train.processes.launch -n 2", "common.mxnet_compat", signal.SIGINT),
 ])
 def test_stopped_while_it_starts(tmp_path, program, module, number):
-    """While a module is about to be imported: one sentence, nothing on the disk."""
+    """A signal just before a module is imported gives one sentence, and leaves nothing on the disk."""
     if "processes" in program:
         pytest.importorskip("horovod")
     (tmp_path / "sitecustomize.py").write_text(

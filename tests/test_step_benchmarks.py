@@ -1,5 +1,5 @@
-"""Benchmarks of the step: what they make of turns of both sides, when they publish nothing, and what measure_all.py
-runs."""
+"""Benchmarks of the step: their results from both sides' measurements, when they publish nothing, and the programs of
+measure_all.py."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from common.errors import ProgramError, UserError
 from graph_passes.executors.base import Metrics
 from train.recording.gpu_monitor import GpuReadings
 
-# Stands in for peer_pytorch.py: a step takes 30 ms, in a CUDA graph 20; the losses are what --losses says.
+# Stands in for peer_pytorch.py: a step takes 30 ms, as a CUDA graph 20 ms; --losses gives the losses.
 FAKE_PEER = """
 import json, sys
 losses = {losses}
@@ -34,7 +34,7 @@ for line in sys.stdin:
 
 
 class Gpu:
-    """Time passes by what is asked of it; an event is a dict."""
+    """A fake GPU, on which only requested work takes time; an event is a dict."""
 
     def __init__(self) -> None:
         self.now, self.free = 0.0, 100 << 30
@@ -54,7 +54,7 @@ class Gpu:
 
 
 class Executor:
-    """A step takes 10 ms, inference 2; in the n-th turn the loss is losses[n], and the loss scale scales[n]."""
+    """A step takes 10 ms, inference 2 ms; in the n-th measurement the loss is losses[n], the loss scale scales[n]."""
 
     gpu_bus_id = "none"
 
@@ -103,7 +103,7 @@ class Monitor:
 @pytest.fixture
 def measured(benchmark_module: Callable[[str], Any], tmp_path: Path,
              monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
-    """Runs step_gpu.py with the fakes; the file that it wrote."""
+    """Run step_gpu.py with the fakes; returns the file that it wrote."""
     step_gpu = benchmark_module("step_gpu")
     torch_peer = sys.modules["torch_peer"]
 
@@ -145,7 +145,7 @@ def test_the_faster_way_of_the_peer_is_published(measured: Callable[..., dict[st
     assert result["peer"] == {"name": "PyTorch 9.9 graph", "value": 3200, "mean": 3200, "versions": {"torch": "9.9"},
                               "step_ms": [20.0] * 10, "others": {"PyTorch 9.9 compile": [30.0] * 10}}
     assert (result["ratio"], result["watts"], result["sm_mhz"]) == (2.0, 690.0, 1810)
-    assert set(executor.seen) == {f"batch {number}" for number in range(6)}  # all of them take turns
+    assert set(executor.seen) == {f"batch {number}" for number in range(6)}  # all batches are used
     assert executor.rates == {0.1 * 64 / 256}
     (memory,) = map(json.loads, (tmp_path / "memory.jsonl").read_text().splitlines())
     assert (memory["peer"], memory["peer_in_use_gib"], memory["peer_peak_allocated_gib"]) == (
@@ -160,7 +160,7 @@ def test_inference(measured: Callable[..., dict[str, Any]]) -> None:
 
 
 def test_inference_in_int8(measured: Callable[..., dict[str, Any]], benchmark_module: Callable[[str], Any]) -> None:
-    """Against the peer in float16."""
+    """Its peer runs in float16."""
     result = measured("--inference", "--dtype", "int8", "--rounds", "1", losses=[1.0])
     del result["executor"]
     assert faults(result, "resnet50_int8_b64_inference_synthetic_1gpu.json") == []
@@ -186,7 +186,7 @@ def test_steps_that_did_not_train_are_not_published(measured: Callable[..., dict
 
 
 def test_answers_that_are_no_probabilities_are_not_published(measured: Callable[..., dict[str, Any]]) -> None:
-    with pytest.raises(ProgramError, match="ours computed no probabilities: those of an image add up to"):
+    with pytest.raises(ProgramError, match="ours computed wrong probabilities: an image.s add up to"):
         measured("--inference", "--rounds", "1", losses=[0.9])
 
 
@@ -195,7 +195,7 @@ def test_the_loss_scale_may_grow(benchmark_module: Callable[[str], Any]) -> None
 
 
 def test_a_mean_tells_what_a_median_does_not(benchmark_module: Callable[[str], Any]) -> None:
-    """Nine steps of 10 ms and one of 110 ms: 100 images each, 1,000 in 200 ms."""
+    """Nine steps take 10 ms and one takes 110 ms, with 100 images each: 1,000 images in 200 ms."""
     found = benchmark_module("record").statistics_of([10.0] * 9 + [110.0], 100)
     assert (found["value"], found["mean"], found["spread"]) == (10_000, 5_000, 0)
 
@@ -243,7 +243,7 @@ class TestMeasureAll:
 
     def test_pytorch_compiles_first_what_is_measured_compiled(
             self, program: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        """Each with the options that it is measured with; one that takes too long is ended."""
+        """With the options of the measurement; a compilation that takes too long is ended."""
         started: list[list[str]] = []
         killed: list[int] = []
 
@@ -315,7 +315,7 @@ class TestTables:
                        "(torch.compile in a CUDA graph) | 0.98 | 690, 1,810 | 10.6, 14.3 |")
 
     def test_profile(self, tables: Any, tmp_path: Path) -> None:
-        """Operations in groups; one that nobody knows is among the others."""
+        """Operations are grouped; unknown ones count as others."""
         from graph_passes.executors.cuda.profile import Row, format_summary
 
         rows = [Row("a", "fprop_stats", 1.0, 10**9, 10**9), Row("b", "fprop", 0.5, 10**9, 0.0),
@@ -342,9 +342,10 @@ def test_pages_hold_the_present_figures(benchmark_module: Callable[[str], Any]) 
     tables = benchmark_module("tables")
     stale = [page.name for page in tables.PAGES if tables.updated(page.read_text(), page) != page.read_text()]
     assert stale == []
-    shown = {page: match[2] for page in tables.PAGES for match in tables.TABLE.finditer(page.read_text())}
-    assert {page.name: name for page, name in shown.items()} == {
-        "README.md": "results", "cuda_executor.md": "speed", "performance.md": "profile", "recipes.md": "ingredients"}
+    shown = [(page.name, match[2]) for page in tables.PAGES for match in tables.TABLE.finditer(page.read_text())]
+    assert shown == [("README.md", "results"), ("cuda_executor.md", "speed"), ("performance.md", "profile"),
+                     ("performance.md", "inference"), ("performance.md", "int8"), ("recipes.md", "ingredients"),
+                     ("scaling_model.md", "scaling_error"), ("scaling_model.md", "scaling_plan")]
 
 
 def test_seeded_peer_choice(benchmark_module: Callable[[str], Any]) -> None:
@@ -355,12 +356,12 @@ def test_seeded_peer_choice(benchmark_module: Callable[[str], Any]) -> None:
 
 
 class TestJpeg:
-    """step_jpeg.py: its figures by policy."""
+    """step_jpeg.py: its figures for each policy."""
 
     @pytest.fixture
     def run(self, benchmark_module: Callable[[str], Any], tmp_path: Path,
             monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
-        """Runs the program with fakes for what needs a GPU; what it wrote, by file, and how its peer was started."""
+        """Run the program with fakes instead of a GPU; returns the files that it wrote, and how it started its peer."""
         step_jpeg = benchmark_module("step_jpeg")
         record, loader_gpu, torch_peer = (sys.modules[name] for name in ("record", "loader_gpu", "torch_peer"))
         peer = tmp_path / "peer.py"
@@ -394,7 +395,7 @@ class TestJpeg:
 
     @pytest.mark.parametrize("policy", ["trivialaugment", "randaugment"])
     def test_a_policy_is_a_figure_of_its_own(self, run: Callable[..., dict[str, Any]], policy: str) -> None:
-        """Its peer is our synthetic step; torchvision's loader is measured alone, with the same transforms."""
+        """Its peer is our synthetic step; PyTorch's loader is measured alone, with equal transforms."""
         written = run("--auto-augment", policy, "--random-erasing", "0.1")
         assert (written["config"].auto_augment, written["config"].random_erasing) == (policy, 0.1)
         name = f"resnet50_fp16_b256_jpeg_{policy}_1gpu"
@@ -416,14 +417,14 @@ class TestJpeg:
 
 
 class TestIngredients:
-    """step_ingredients.py: what it keeps, and what it makes of it."""
+    """step_ingredients.py: the lines that it keeps, and its results."""
 
     @pytest.fixture
     def program(self, benchmark_module: Callable[[str], Any]) -> Any:
         return benchmark_module("step_ingredients")
 
     def test_every_ingredient_is_a_configuration(self, program: Any) -> None:
-        """Each differs from the step without, and makes sense."""
+        """Each differs from the step without it, and is valid."""
         from train.config import check
 
         plain = program.configuration(program.Options(), {})
@@ -436,7 +437,7 @@ class TestIngredients:
 
     def test_it_goes_on_where_it_stopped(self, program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                          capsys: pytest.CaptureFixture[str]) -> None:
-        from step_jpeg import Turn
+        from step_jpeg import TimedSteps
 
         measured: list[str] = []
 
@@ -444,7 +445,7 @@ class TestIngredients:
             if len(measured) == 2:
                 raise ProgramError("the GPU is gone")
             measured.append(name)
-            turns = [[Turn([ms] * 5, 0.0, GpuReadings(690.0, 1.0, 10.0, 1810.0, 1.0))] for ms in (20.0, 20.5)]
+            turns = [[TimedSteps([ms] * 5, 0.0, GpuReadings(690.0, 1.0, 10.0, 1810.0, 1.0))] for ms in (20.0, 20.5)]
             return program.line_of(name, *turns)
 
         monkeypatch.setattr(program, "compare", compare)
@@ -469,7 +470,7 @@ class TestIngredients:
         assert f"{program.ALL}: 20.500 ms, without 20.000 ms: +2.50 %" in capsys.readouterr().out
 
     def test_frozen_layers_are_configurations(self, program: Any, benchmark_module: Callable[[str], Any]) -> None:
-        """step_frozen.py: each beginning of the network that it freezes is one."""
+        """step_frozen.py: each choice of frozen layers is a valid configuration."""
         from graph_passes import roles
         from train import models
         from train.build import training_graph
@@ -487,7 +488,7 @@ class TestIngredients:
     @pytest.mark.gpu
     @pytest.mark.alone
     def test_steps_with_and_without(self, program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """All ingredients together, on a small network: both sides train, and raw times of both are kept."""
+        """All ingredients together on a small network: both sides train, and the raw times of both are kept."""
         monkeypatch.setattr(sys.modules["step_jpeg"], "WARM_UP_SECONDS", 0.5)
         line = program.compare(program.Options(model="resnet18", batch=16, steps=20, rounds=2), program.ALL,
                                program.TOGETHER, tmp_path)

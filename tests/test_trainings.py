@@ -1,4 +1,4 @@
-"""What the benchmarks that train whole runs share."""
+"""The functions that the benchmarks of whole training runs share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_options_make_the_configuration(trainings, changes):
     config = replace(preset, **changes)
     options = trainings.options_of(config)
     assert configure(read(Config, ["--config", preset.config, *options], command="train"), preset) == config
-    assert ("--epochs" in options) == ("epochs" in changes)  # what the preset has is not repeated
+    assert ("--epochs" in options) == ("epochs" in changes)  # settings of the preset are not repeated
 
 
 def test_lines_are_kept_until_they_would_be_others(trainings, tmp_path, monkeypatch):
@@ -41,7 +41,7 @@ def test_lines_are_kept_until_they_would_be_others(trainings, tmp_path, monkeypa
     assert trainings.KeptLines(path, {**about, "epochs": 4}).lines == []
     monkeypatch.setattr(trainings, "git_commit", lambda: "def")
     other = trainings.KeptLines(path, about)
-    assert other.lines == [] and len(path.read_text().splitlines()) == 4  # gone only when the first new one comes
+    assert other.lines == [] and len(path.read_text().splitlines()) == 4  # kept until the first new line
     other.add({"seed": 9})
     first, line = map(json.loads, path.read_text().splitlines())
     assert (first["commit"], first["epochs"], first["sizes"], line) == ("def", 3, [1, 2], {"seed": 9})

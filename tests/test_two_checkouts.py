@@ -1,4 +1,4 @@
-"""What benchmarks/two_checkouts.py refuses before anything is measured."""
+"""The inputs that benchmarks/two_checkouts.py refuses before it measures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.parametrize("folder, sentence", [
-    ("/nowhere", "/nowhere is no checkout of this project; git worktree add FOLDER COMMIT makes one"),
+    ("/nowhere", "/nowhere is not a checkout of this project; make one with git worktree"),
     (str(ROOT), "steps are compared on an NVIDIA GPU, and there is none here")])
 def test_mistakes(benchmark_module: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, folder: str,
                   sentence: str) -> None:

@@ -24,7 +24,7 @@ def field(number: int, content: bytes) -> bytes:
 
 def example(image: bytes, label: int | Sequence[int], keys: tuple[str, str] = ("image/encoded", "image/class/label"),
             packed: bool = True) -> bytes:
-    """A tf.train.Example, with a label or several."""
+    """A tf.train.Example with one or several labels."""
     numbers = [varint(each & (1 << 64) - 1) for each in ([label] if isinstance(label, int) else label)]
     features = {
         keys[0]: field(1, field(1, image)),
@@ -41,5 +41,5 @@ def write_tfrecord(path: Path, payloads: list[bytes]) -> None:
 
 
 def summed(data: bytes) -> bytes:
-    """The bytes, and their checksum behind them."""
+    """Bytes followed by their checksum."""
     return data + masked_crc32c(np.frombuffer(data, np.uint8)[None]).tobytes()

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of `train` and `gpu_report`: a tiny data set, the program run in this process."""
+"""Fixtures for the tests of `train` and `gpu_report`: a tiny data set, and running the program in this process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ IMAGES_PER_CLASS = 9
 
 @pytest.fixture(scope="module")
 def narrow_network() -> Iterator[None]:
-    """Networks an eighth as wide, for modules that test the program and not the network: six times as fast."""
+    """Makes networks an eighth as wide, which is six times as fast, for modules that do not test the network."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(resnet, "FIRST_WIDTH", 8)
         yield
@@ -46,7 +46,7 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory, seed: int) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_options(tiny_data: Path) -> list[str]:
-    """Options of a run that takes seconds: 27 images in batches of 4 are 6 steps an epoch, and there are 2 epochs."""
+    """Options of a run that takes seconds: 27 images in batches of 4 give 6 steps per epoch, for 2 epochs."""
     return [
         "--data", str(tiny_data), "--model", "resnet18", "--image-size", "32", "--batch-size", "4", "--epochs", "2",
         "--device", "cpu", "--num-threads", "1", "--no-tensorboard", "--warmup-epochs", "0", "--learning-rate", "0.5",
@@ -56,8 +56,8 @@ def tiny_options(tiny_data: Path) -> list[str]:
 
 @pytest.fixture
 def initial_weights(tmp_path: Path) -> Path:
-    """A file of a ResNet-18's initial weights, of seed 0 and without --zero-init-residual, for what is for trained
-    ones; as wide as networks are when it is made."""
+    """A weights file for tests of options that need trained weights: a ResNet-18's initial weights, of seed 0 and
+    without --zero-init-residual, as wide as networks are when it is made."""
     params, aux = init_params(models.create("resnet18", NUM_CLASSES).symbol, 0, zero_init_residual=False)
     classes = [f"class{label}" for label in range(NUM_CLASSES)]
     file = tmp_path / "weights" / "initial.npz"
@@ -67,8 +67,8 @@ def initial_weights(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def light_run() -> Callable[..., int]:
-    """Runs `python -m train ARGUMENTS` in this process, and gives the exit code; without the report, unless asked for:
-    its plots and predictions take longer than the run."""
+    """Runs `python -m train ARGUMENTS` in this process and returns the exit code. The report is left out unless
+    requested: its plots and predictions take longer than the run."""
     from train import __main__ as program
     from train.commands import session
 
@@ -85,7 +85,8 @@ def light_run() -> Callable[..., int]:
 
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plots are made and not drawn, which takes most of the time of a report: for tests of what else is in it."""
+    """Plots are made but not drawn, which would take most of a report's time, for tests of the report's other
+    content."""
     picture = io.BytesIO()
     Image.new("RGB", (8, 8)).save(picture, "PNG")
     monkeypatch.setattr(plots, "_png", lambda figure, theme: picture.getvalue())

@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE, which each function of the stand-in returns
-# What libmxnet.so and we call of the driver.
+# The driver's functions that libmxnet.so and we call.
 DRIVER = ("CtxGetDevice", "DeviceGet", "DeviceGetAttribute", "DeviceGetCount", "DeviceGetName", "DriverGetVersion",
           "DevicePrimaryCtxRetain", "GetErrorString", "GraphKernelNodeGetParams", "GraphNodeGetType", "Init",
           "LaunchKernel", "ModuleGetFunction", "ModuleLoadData", "ModuleLoadDataEx", "ModuleUnload")
@@ -44,7 +44,7 @@ sys.exit(launch(plan(2, on_cpu=True)[0], [sys.executable, "-c", sys.argv[1]]))
 
 
 def make_stand_ins(folder: Path) -> None:
-    """`nvidia-smi` and `libcuda.so.1` in `folder`."""
+    """Write the stand-ins `nvidia-smi` and `libcuda.so.1` to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     program = folder / "nvidia-smi"
     program.write_text('#!/bin/sh\necho "580.65.06, 9.0, NVIDIA H200"\n')

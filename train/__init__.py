@@ -1,4 +1,4 @@
-"""Trains, validates, measures, runs and exports ResNets: `python -m train --help`."""
+"""Train, validate, measure, run and export ResNets: `python -m train --help`."""
 
 from train.errors import TrainError
 

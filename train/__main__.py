@@ -1,4 +1,4 @@
-"""The program: understand the command line, then import and run the command. `python -m train --help` lists them."""
+"""The entry point: parse the command line, then import and run the command. `python -m train --help` lists them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from train.processes.pulse import pulse
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run a command; returns the exit code. A user's mistake becomes one sentence on stderr and code 2."""
+    """Run a command and return the exit code. A user's mistake is printed on stderr as one sentence, with code 2."""
     return exit_code_of(partial(_run, arguments))
 
 
@@ -45,17 +45,18 @@ def _run(arguments: Sequence[str]) -> int:
         if command.outlasts_output:
             make_lasting()
         if __name__ == "__main__":
-            guard(speaks=is_first())  # before the imports, which start threads
+            guard(speaks=is_first())  # before the imports, because they start threads
         run = command.load()
         if __name__ == "__main__":
             signal.signal(signal.SIGINT, interrupt)
         run(values)
         if __name__ == "__main__":
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # all is done: Ctrl-C finds nothing to tell
+            # the work is done: from here on Ctrl-C ends the process silently
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
     except TrainError as error:
         if is_first() or not error.on_all_ranks:
             raise
-        return error.exit_code  # rank 0 says why
+        return error.exit_code  # rank 0 prints the error
     except StoppedBySignal as stop:
         if is_first():
             print(stop, flush=True)
@@ -71,11 +72,11 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _check_processes(name: str) -> None:
-    """Refuse a command that several processes, or an elastic run, cannot do. Raises TrainError, on all ranks."""
+    """Raise TrainError, on all ranks, if the command cannot work in several processes or in an elastic run."""
     if name in OF_ONE_PROCESS and is_of_several() and int(os.environ["HOROVOD_SIZE"]) > 1:
-        raise TrainError(f"{name} works in one process: use {PROG} {name}", on_all_ranks=True)
+        raise TrainError(f"{name} works in a single process: use {PROG} {name}", on_all_ranks=True)
     if name != "train" and os.environ.get("HOROVOD_ELASTIC") == "1":
-        raise TrainError(f"--min-np is for training with images: {name} cannot go on without a process that is lost; "
+        raise TrainError(f"--min-np is for training with images: {name} cannot continue without a lost process; "
                          "leave it out", on_all_ranks=True)
 
 

@@ -1,4 +1,4 @@
-"""Builds what a run consists of from its configuration: loaders, and the network on its executor."""
+"""Builds the parts of a run from its configuration: the loaders, and the network on its executor."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from train.recording.metrics import TRAINING_IMAGES, VALIDATION
 from train.schedule import image_sizes
 from train.weights.int8_file import Int8Network, executor_of
 
-# What MXNet's memory for a training step on the CPU is, relative to our planner's for the same graph: 1.17 for each
-# further image of 224 pixels in ResNet-50 (batch 2, 8 and 16), and half a GiB besides.
+# MXNet's memory for a training step on the CPU, divided by our planner's estimate for the same graph. Measured: 1.17
+# for each further image of 224 pixels in ResNet-50 (batch 2, 8 and 16), plus half a GiB.
 MXNET_MEMORY = 1.15
-# Likewise for inference: 1.7 to 2.0 (ResNet-18 and 50, 4 images of 1024 pixels to 16 of 768).
+# The same ratio for inference. Measured: 1.7 to 2.0 (ResNet-18 and 50, from 4 images of 1024 pixels to 16 of 768).
 MXNET_INFERENCE_MEMORY = 2.0
-MXNET_LARGEST = 2**31  # elements of a tensor; MXNet 1.9.1 is built for fewer
+MXNET_LARGEST = 2**31  # elements of a tensor; MXNet 1.9.1 is built for fewer than this
 
 
 def network_dtype(config: Config, placement: Placement) -> str:
@@ -52,15 +52,16 @@ def network_dtype(config: Config, placement: Placement) -> str:
 
 
 def batch_form(config: Config, placement: Placement) -> tuple[str, Literal[3, 4]]:
-    """Type and channels of the images that the executor is given: "float16" or "float32"; 3, or 4 with zeros."""
-    # The cuda executor's first convolution reads four channels: a batch that has them is copied as it is.
+    """Type and number of channels of the images for the executor: "float16" or "float32"; 3, or 4 where the fourth is
+    0."""
+    # The cuda executor's first convolution reads four channels, so a batch with four is copied unchanged.
     channels: Literal[3, 4] = 4 if placement.executor == "cuda" else 3
     return "float16" if network_dtype(config, placement) == "float16" else "float32", channels
 
 
 def loader_settings(options: LoaderOptions, config: Config, placement: Placement, workers: Workers) -> dict[str, Any]:
-    """Of a LoaderConfig, what all loaders have in common that feed the network of `config` with images: what `options`
-    say, the form of the batches, and where they are made."""
+    """The LoaderConfig arguments that all loaders of a network share: the values of `options`, the batches' form, and
+    the place where they are made."""
     on_gpu = placement.device.startswith("gpu")
     dtype, channels = batch_form(config, placement)
     return {
@@ -79,16 +80,17 @@ def loader_settings(options: LoaderOptions, config: Config, placement: Placement
 
 def open_split(config: Config, split: str, placement: Placement, workers: Workers, classes: Classes | None = None,
                whose: str = "") -> Loader:
-    """The loader of "train" or "val", this process's shard of it. Raises DataError or TrainError.
+    """The loader of this process's shard of the split "train" or "val". Raises DataError or TrainError.
 
-    `classes`: of the network, if they are known; labels are numbers of these, and training data must have all of them.
-    `whose` says in messages where they are from.
+    `classes`: the network's classes, if known. Labels are then indices into them, and training data must have all of
+    them. `whose` says in messages where the classes come from.
     """
     if split == "train" and config.batch_size == 1 and (config.mixup or config.cutmix):
-        raise TrainError(f"{option_name('mixup' if config.mixup else 'cutmix')} mixes the images of a batch, and "
-                         "--batch-size 1 has one only: raise it, or leave out the mixing")
+        raise TrainError(f"{option_name('mixup' if config.mixup else 'cutmix')} mixes the images of a batch, but "
+                         "--batch-size 1 has a single one: raise it, or leave out the mixing")
     options = config
-    if config.hw_decoder_load < 0 and config.deterministic:  # not the fastest: pixels depend on which decoder has them
+    # a fixed share instead of the fastest one: an image's pixels depend on its decoder
+    if config.hw_decoder_load < 0 and config.deterministic:
         options = replace(config, hw_decoder_load=DEFAULT_HW_DECODER_LOAD)
     loader = open_loader(
         LoaderConfig(
@@ -113,8 +115,8 @@ def open_split(config: Config, split: str, placement: Placement, workers: Worker
         raise _one_class(config.data, loader.classes[met[0]][0])
     num_classes = max(len(classes or loader.classes), config.num_classes)
     if split == "train" and config.label_smoothing >= (most := 1 - 1 / num_classes):
-        raise TrainError(f"--label-smoothing {config.label_smoothing:g} gives the right one of {num_classes} classes "
-                         f"no larger share than a wrong one: give less than {most:.3g}, 0.1 is usual")
+        raise TrainError(f"--label-smoothing {config.label_smoothing:g} gives the right class no larger "
+                         f"share than a wrong one ({num_classes} classes): give less than {most:.3g}, 0.1 is usual")
     if classes is None:
         found = len(loader.classes)
         if 0 < config.num_classes < found:
@@ -131,13 +133,14 @@ def open_split(config: Config, split: str, placement: Placement, workers: Worker
 
 
 def evaluated_images(config: Config) -> str:
-    """What validation sees, in the words of `metrics.EVALUATED`. Raises DataError where there is no data."""
+    """The images that validation uses, as one of the words in `metrics.EVALUATED`. Raises DataError without any
+    data."""
     has_own = config.val_split or config.data in (SAMPLES, SYNTHETIC) or "val" in splits_of(config.data)
     return VALIDATION if has_own else TRAINING_IMAGES
 
 
 def told_about_classes(data: str, train_loader: Loader, val_loader: Loader) -> list[str]:
-    """Sentences on classes that only one of the two splits has images of."""
+    """Remarks on classes that have images in only one of the two splits."""
     classes = train_loader.classes
     in_train, in_val = (_met(loader, set(train_loader.labels)) for loader in (train_loader, val_loader))
     remarks = []
@@ -152,7 +155,7 @@ def told_about_classes(data: str, train_loader: Loader, val_loader: Loader) -> l
 
 
 def _met(loader: Loader, wanted: set[int]) -> set[int]:
-    """The classes that the images of a split have, looked for until all that are wanted are met."""
+    """The wanted classes that occur in a split; looks through its images until all of them are found."""
     met: set[int] = set()
     for label in loader.labels_met():
         met.add(loader.labels[label])
@@ -166,13 +169,14 @@ def _one_class(data: str, name: str) -> TrainError:
     has_folders = inside.is_dir() and any(map(Path.is_dir, inside.iterdir()))
     way_out = (f"give {inside}, where there are folders" if has_folders else
                "give data of two or more, with a folder for each (docs/data.md)")
-    return TrainError(f"{data} has images of one class only, {name!r}, and there is nothing to tell it from: {way_out}")
+    return TrainError(f"{data} has images of one class only, {name!r}, so there is nothing to distinguish it from: "
+                      f"{way_out}")
 
 
 def join_bn_group(config: Config, placement: Placement, workers: Workers) -> StatisticsGroup | None:
-    """The GPUs with which this process's shares BatchNorm's statistics (`--bn-group`), or None: it has its own.
+    """The group of GPUs that share BatchNorm's statistics with this process's GPU (`--bn-group`); None without sharing.
 
-    A collective operation. Raises TrainError where there can be no such group.
+    A collective operation. Raises TrainError if the group is impossible.
     """
     size = config.bn_group
     if size == 1:
@@ -190,7 +194,7 @@ def join_bn_group(config: Config, placement: Placement, workers: Workers) -> Sta
         group = StatisticsGroup(workers.local_rank)
         invitation = group.invitation
     own = workers.local_rank % size
-    first = workers.rank - own  # the ranks on a machine follow each other
+    first = workers.rank - own  # ranks on one machine are consecutive
     invitations = workers.gather(invitation)[first : first + size]
     with workers.agreement():
         group.join(invitations, own)
@@ -198,10 +202,11 @@ def join_bn_group(config: Config, placement: Placement, workers: Workers) -> Sta
 
 
 def class_weights(config: Config, loader: Loader) -> list[float]:
-    """Of the loss (`--class-weights`), in the order of the labels; none where all are to weigh the same.
+    """The class weights of the loss (`--class-weights`), by label; an empty list if all classes weigh the same.
 
-    `loader` is that of the training images, whose mean weight is 1; its remarks get the weights' range. A class without
-    images, which smoothed targets have too, has the weight 1. Raises DataError.
+    `loader` reads the training images. The mean weight of these images is 1, and the loader's remarks get the range of
+    the weights. A class without images has the weight 1, because label smoothing gives it a target too. Raises
+    DataError.
     """
     if not config.class_weights:
         return []
@@ -216,16 +221,15 @@ def class_weights(config: Config, loader: Loader) -> list[float]:
 
 
 def with_loss(config: Config, graph: Graph, class_weights: Sequence[float] = ()) -> Graph:
-    """A network with the loss of `--loss`, and so with the probabilities that it answers with."""
+    """Set the loss of `--loss` in a network, which also determines the probabilities that it returns."""
     if config.loss == "bce":
         return passes.binary_cross_entropy(graph, config.bce_threshold)
     return passes.weigh_classes(graph, class_weights) if class_weights else graph
 
 
 def training_graph(config: Config, network: Network, class_weights: Sequence[float] = ()) -> Graph:
-    """The network as it is trained: with the loss of `--loss`, with the marks of `--freeze` and `--backbone-lr-factor`,
-    and with what `--stochastic-depth` and `--dropout` drop. Raises TrainError for layers that cannot be frozen or
-    dropped."""
+    """The graph for training: with the loss of `--loss`, the marks of `--freeze` and `--backbone-lr-factor`, stochastic
+    depth (per sample or per batch) and dropout. Raises TrainError for layers that cannot be frozen or dropped."""
     graph, option = with_loss(config, network.graph, class_weights), ""
     try:
         if config.freeze:
@@ -239,7 +243,7 @@ def training_graph(config: Config, network: Network, class_weights: Sequence[flo
     if config.backbone_lr_factor != 1:
         if config.freeze == BACKBONE:
             raise TrainError(f"--backbone-lr-factor {config.backbone_lr_factor:g} has no effect with --freeze "
-                             f"{BACKBONE}, which leaves nothing of it to train: leave out one of them",
+                             f"{BACKBONE}, which trains nothing of the backbone: leave out one of them",
                              on_all_ranks=True)
         graph = passes.slow_backbone(graph, config.backbone_lr_factor)
     return passes.dropout(graph, config.dropout)
@@ -247,8 +251,8 @@ def training_graph(config: Config, network: Network, class_weights: Sequence[flo
 
 def check_memory(config: Config, num_classes: int, image_size: int, placement: Placement, training: bool = True
                  ) -> None:
-    """Raises CapacityError where this machine's memory is too small for a training step on the CPU, or for inference,
-    which the system would end without a word. The cuda executor asks by itself."""
+    """Raise CapacityError if this machine's memory is too small for a training step, or for inference, on the CPU: the
+    system would kill the process silently. The cuda executor makes its own check."""
     if placement.executor != "mxnet" or not placement.device.startswith("cpu"):
         return
     network = models.create(config.model, num_classes, config.label_smoothing)
@@ -281,12 +285,12 @@ def build_executor(
     largest_image_size: int = 0,
     class_weights: Sequence[float] = (),
 ) -> Executor:
-    """The network with the parameters of `checkpoint`, or initial ones without. Raises GraphError or TrainError.
+    """Build the network with the parameters of `checkpoint`, or with initial ones. Raises GraphError or TrainError.
 
-    `image_size` is that of the first batches, in pixels: for others the executor is built when they come. `all_reduce`:
-    its gradients will be averaged with those of other processes. `bn_group`: see `join_bn_group`.
-    `largest_image_size`: of the training images to come, for whose memory the cuda executor asks at once.
-    `class_weights`: of the loss, see the function of that name.
+    `image_size` is that of the first batches, in pixels; for other sizes the executor is built again when they come.
+    `all_reduce`: the gradients will be averaged with other processes. `bn_group`: see `join_bn_group`.
+    `largest_image_size`: the largest size of training images to come, for which the cuda executor reserves memory now.
+    `class_weights`: see the function `class_weights`.
     """
     network = models.create(config.model, num_classes, config.label_smoothing)
     if checkpoint is None:
@@ -304,7 +308,7 @@ def build_executor(
         options = {"dtype": dtype, "tf32": config.tf32, "deterministic": config.deterministic, "group": bn_group,
                    "largest_image_size": largest_image_size}
         if all_reduce:
-            # Horovod's MXNet library knows no bfloat16.
+            # Horovod's MXNet library does not support bfloat16.
             wide = config.wire_dtype == "float32" or dtype == "bfloat16"
             options |= {"num_buckets": config.buckets, "wire_dtype": "float32" if wide else None}
     graph = training_graph(config, network, class_weights)
@@ -314,8 +318,8 @@ def build_executor(
 
 
 def inference_executor(trained: Checkpoint, int8: Int8Network | None, config: Config, placement: Placement) -> Executor:
-    """The trained network for images of `config.inference_image_size`, in INT8 where that is given. Raises GraphError
-    or TrainError."""
+    """The executor of a trained network for images of `config.inference_image_size`; in INT8 if `int8` is given. Raises
+    GraphError or TrainError."""
     if int8:
         return executor_of(int8, trained, config, placement)
     check_memory(config, trained.num_classes, config.inference_image_size, placement, training=False)

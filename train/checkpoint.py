@@ -1,23 +1,23 @@
-"""Complete checkpoints, written atomically.
+"""Checkpoints, written atomically.
 
-A checkpoint is a NumPy .npz file: a zip of .npy arrays, each with a CRC-32, so that truncation and damage show; made
-without pickle, and readable with `numpy.load`. It has one more member, meta.json:
+A checkpoint is a NumPy .npz file: a zip of .npy arrays. Each has a CRC-32, so truncation and damage are detected. It is
+made without pickle and readable with `numpy.load`. A further member, meta.json, holds everything else:
 
     params/<name>, aux/<name>    canonical: fp32, convolution weights OHWI
-    state/<slot>/<name>          what the optimizer keeps, such as the momentum, canonical
-    averages/<name>              `ema`: moving averages of params and aux, canonical, where the run keeps them
+    state/<slot>/<name>          the optimizer's state, such as the momentum, canonical
+    averages/<name>              `ema`: moving averages of params and aux, canonical, if the run keeps them
     biased/aux/<name>, biased/averages/<name>
-                                 in the first steps of a run: running statistics that still hold a share of their
-                                 initial values, from which training goes on (`train/statistics.py`); aux and averages
-                                 have them without it
+                                 in the first steps of a run: running statistics that still contain a share of their
+                                 initial values, from which training resumes (`train/statistics.py`); in aux and
+                                 averages that share is removed
     loader/<rank>                position in the epoch, one for each process
     meta.json                    format, progress, configuration, names and folders of the classes, state of NumPy's
-                                 random generator, the optimizer's scalars: loss scaling, number of updates; the shares
-                                 of biased statistics
+                                 random generator, the optimizer's scalars (loss scaling, number of updates), the
+                                 shares of biased statistics
 
-Version 1 had momenta/<name> for state/momentum/<name>, and loss_scaling for scalars; it is read too.
+Version 1, which can still be read, had momenta/<name> for state/momentum/<name>, and loss_scaling for scalars.
 
-The learning rate is a function of the step, so the schedule needs no state of its own.
+The learning rate is a function of the step, so the schedule needs no state.
 """
 
 from __future__ import annotations
@@ -47,30 +47,30 @@ from train.options.language_model import LANGUAGE_MODEL
 
 FORMAT = "resnet checkpoint"
 VERSION = 2
-READ = (1, 2)  # versions
+READ = (1, 2)  # format versions that can be read
 FOLDER = "checkpoints"  # inside the run folder
 BEST = "best.npz"
 META = "meta.json"
-OF_INT8 = "meta.npy"  # which weights/int8_file.py has instead
+OF_INT8 = "meta.npy"  # the metadata member of weights/int8_file.py, by which such a file is recognised
 
 Arrays = dict[str, np.ndarray]
 
 
 @dataclass
 class Progress:
-    """Where a run stands."""
+    """The progress of a run."""
 
     step: int = 0  # optimizer steps done
-    epoch: int = 0  # whole epochs done, with their validation
-    epoch_step: int = 0  # optimizer steps done in the epoch under way
+    epoch: int = 0  # epochs completed, validation included
+    epoch_step: int = 0  # optimizer steps done in the current epoch
     best_top1: float = -1.0  # best validation accuracy so far, a fraction; -1 before the first validation
     validations_since_best: int = 0
 
 
 @dataclass(frozen=True)
 class Biased:
-    """Running statistics, and their moving averages, that hold a share of their initial values, and these shares: as
-    training goes on with them (`train/statistics.py`)."""
+    """Running statistics and their moving averages that still contain a share of their initial values, and the shares.
+    Training resumes from these (`train/statistics.py`)."""
 
     aux: Arrays = field(default_factory=dict)
     averages: Arrays = field(default_factory=dict)
@@ -79,29 +79,29 @@ class Biased:
 
     @property
     def shares(self) -> dict[str, dict[str, float]]:
-        """By the name of their group in the file."""
+        """The shares, by the name of their group in the file."""
         return {"aux": self.aux_shares, "averages": self.average_shares}
 
 
 @dataclass
 class Checkpoint:
     params: Arrays
-    aux: Arrays  # without their initial values
-    state: dict[str, Arrays]  # of the optimizer, by its slots
+    aux: Arrays  # with the share of the initial values removed
+    state: dict[str, Arrays]  # slot -> the optimizer's arrays
     config: Config
-    class_names: list[str]  # to show
-    class_keys: list[str] = field(default_factory=list)  # folders or synsets; none where they are not known
+    class_names: list[str]  # for display
+    class_keys: list[str] = field(default_factory=list)  # folders or synsets; empty if unknown
     progress: Progress = field(default_factory=Progress)
-    ema: Arrays = field(default_factory=dict)  # of params and aux; empty without --ema-decay
+    ema: Arrays = field(default_factory=dict)  # moving averages of params and aux; empty without
     biased: Biased = field(default_factory=Biased)
-    loader_states: list[bytes] = field(default_factory=list)  # by rank
+    loader_states: list[bytes] = field(default_factory=list)  # index: rank
     numpy_rng: dict[str, Any] = field(default_factory=dict)
-    scalars: dict[str, float] = field(default_factory=dict)  # of the optimizer
-    file: Path | None = None  # that it was read from; None: it is in memory alone
+    scalars: dict[str, float] = field(default_factory=dict)  # the optimizer's scalars
+    file: Path | None = None  # the file that it was read from; None: in memory only
 
     @property
     def named(self) -> str:
-        """It, in messages."""
+        """The checkpoint's name in messages."""
         return f"the checkpoint {self.file or 'in memory'}"
 
     @property
@@ -110,24 +110,24 @@ class Checkpoint:
 
     @property
     def classes(self) -> Classes:
-        """Folder or synset and name of each class, in the network's order."""
+        """(folder or synset, name) of each class, in the network's order."""
         return list(zip(self.class_keys or self.class_names, self.class_names, strict=True))
 
     @property
     def is_at_limit(self) -> bool:
-        """Whether its run has done its --max-steps."""
+        """Whether its run has reached its --max-steps."""
         return 0 < self.config.max_steps <= self.progress.step
 
     @property
     def network(self) -> str:
-        """Its name in messages."""
+        """The network's name in messages."""
         return f"{self.config.model} with {self.num_classes} classes"
 
 
 def save(checkpoint: Checkpoint, path: Path) -> None:
-    """Write `path` in one step: after a crash or on a full disk it is either complete or as it was before.
+    """Write `path` atomically: after a crash or on a full disk it is either complete or unchanged.
 
-    Raises TrainError where it cannot be written.
+    Raises TrainError if it cannot be written.
     """
     meta = {
         "format": FORMAT,
@@ -159,15 +159,16 @@ def load(path: Path) -> Checkpoint:
     """Read and verify a checkpoint. Raises TrainError: missing, truncated, damaged or of another program."""
     groups: dict[str, Arrays] = {"params": {}, "aux": {}, "averages": {}, "loader": {}}
     try:
-        with (content_of_file(lambda reason: f"{path} is no complete checkpoint ({reason}); use another one of its "
+        with (content_of_file(lambda reason: f"{path} is not a complete checkpoint ({reason}); use another one in its "
                                              "folder"), zipfile.ZipFile(path) as archive):
             names = archive.namelist()
             meta = json.loads(archive.read(META)) if META in names else {}
             if OF_INT8 in names:
-                raise TrainError(f"{path} is the network in INT8 that quantize has made beside a checkpoint: give that "
-                                 "one, or its run folder, with --int8 to compute in INT8")
+                raise TrainError(f"{path} is a network in INT8, made by quantize from a checkpoint: give the "
+                                 "checkpoint, or its run folder, with --int8 to compute in INT8")
             if not isinstance(meta, dict) or meta.get("format") != FORMAT:
-                raise TrainError(f"{path} is no checkpoint of this program; give a file from a run's {FOLDER}/ folder")
+                raise TrainError(f"{path} is not a checkpoint of this program; give a file from a run's {FOLDER}/ "
+                                 "folder")
             if meta["version"] not in READ:
                 raise TrainError(f"{path} has checkpoint version {meta['version']}, but this program reads "
                                  f"{' and '.join(map(str, READ))}: use the version of this program that wrote it")
@@ -175,7 +176,7 @@ def load(path: Path) -> Checkpoint:
                 group, _, name = member.removesuffix(".npy").rpartition("/")
                 if group:
                     array = np.lib.format.read_array(io.BytesIO(archive.read(member)), allow_pickle=False)
-                    group = "state/momentum" if group == "momenta" else group  # of version 1
+                    group = "state/momentum" if group == "momenta" else group  # version 1 wrote momenta/<name>
                     groups.setdefault(group, {})[name] = array
             loader = groups["loader"]
             return Checkpoint(
@@ -198,19 +199,19 @@ def load(path: Path) -> Checkpoint:
 
 
 def load_checked(path: Path) -> Checkpoint:
-    """`load`, where the arrays must also be those of the network, and finite. Raises TrainError."""
+    """As `load`, and check that the arrays are those of the network and finite. Raises TrainError."""
     checkpoint = load(path)
     if isinstance(checkpoint.config, LanguageModelConfig):
-        raise TrainError(f"{path} is of a language model, and not of a network for images: give another one, or go on "
-                         "with that one by python -m train language-model --resume")
+        raise TrainError(f"{path} belongs to a language model, not to a network for images: give another one, or "
+                         "resume it with python -m train language-model --resume")
     try:
         network = models.create(checkpoint.config.model, checkpoint.num_classes)
     except KeyError as error:
-        raise TrainError(f"{path} has no array {error}, which its {checkpoint.config.model} needs; use another one of "
+        raise TrainError(f"{path} has no array {error}, which its {checkpoint.config.model} needs; use another one in "
                          "its folder") from None
     except TypeError:
         raise TrainError(f"{path} holds no {checkpoint.config.model}: its classifier is a single value; use another "
-                         "one of its folder") from None
+                         "one in its folder") from None
     params, aux = value_shapes(network.symbol)
     _check_arrays(path, str(network), checkpoint.params, params)
     _check_arrays(path, str(network), checkpoint.aux, aux)
@@ -221,30 +222,31 @@ def load_checked(path: Path) -> Checkpoint:
         _check_arrays(path, str(network), arrays, {name: known[name] for name in arrays if name in known})
     for names in (checkpoint.class_names, checkpoint.class_keys):
         if names and len(names) != network.num_classes:
-            raise TrainError(f"{path} holds a {network}, and names {len(names)}; use another one of its folder")
+            raise TrainError(f"{path} holds a {network}, and names {len(names)}; use another one in its folder")
     return checkpoint
 
 
 def _check_arrays(path: Path, network: str, arrays: Arrays, shapes: Shapes) -> None:
-    """Raise TrainError where the arrays are not those of a network, or hold what none computes with."""
+    """Raise TrainError unless the arrays have the network's names, types and shapes, and valid values."""
     for name in sorted(arrays.keys() ^ shapes.keys()):
-        fault = "is missing" if name in shapes else "is none of its arrays"
-        raise TrainError(f"{path} holds no {network}: {name} {fault}; use another one of its folder")
+        fault = "is missing" if name in shapes else "is not one of its arrays"
+        raise TrainError(f"{path} holds no {network}: {name} {fault}; use another one in its folder")
     for name, array in arrays.items():
         if array.shape != shapes[name] or array.dtype.kind != "f":
             raise TrainError(f"{path} holds no {network}: {name} is {array.dtype} {array.shape} there, and "
-                             f"float32 {shapes[name]} in the network; use another one of its folder")
+                             f"float32 {shapes[name]} in the network; use another one in its folder")
         if not np.isfinite(array).all():
-            raise TrainError(f"{path} cannot be used: its {name} holds what is no finite number; use an earlier one of "
+            raise TrainError(f"{path} cannot be used: its {name} has values that are not finite; use an earlier one in "
                              "its folder, or train anew with a lower --learning-rate")
         if name.endswith("_var") and array.min(initial=0) < 0:
-            raise TrainError(f"{path} cannot be used: its {name} holds a negative variance; use an earlier one of its "
+            raise TrainError(f"{path} cannot be used: its {name} holds a negative variance; use an earlier one in its "
                              "folder")
 
 
 def load_trained(place: str) -> Checkpoint:
-    """The network to validate, predict with or export: the best of a run folder, or that of a checkpoint file, with the
-    moving averages as `params` and `aux` where the run keeps them. Raises TrainError, as `find` and `load_checked`."""
+    """The network to validate, predict with or export: the best one of a run folder, or that of a checkpoint file. Its
+    `params` and `aux` are the moving averages if the run keeps them. Raises TrainError, as `find` and
+    `load_checked`."""
     trained = load_checked(find(place, prefer_best=True))
     if not trained.ema:
         return trained
@@ -253,15 +255,15 @@ def load_trained(place: str) -> Checkpoint:
 
 
 def find(place: str, prefer_best: bool = False) -> Path:
-    """The checkpoint file that `place` means: itself, or of a run folder the newest one, or the best one if asked for.
+    """The checkpoint file that `place` means: the file itself, or the newest (or best) checkpoint of a run folder.
 
-    Raises TrainError where there is none.
+    Raises TrainError if there is none.
     """
     path = Path(place)
     if path.is_file():
         return path
     if not path.is_dir():
-        raise TrainError(f"there is no checkpoint or run folder {place}: give the folder of a run, or a file of its "
+        raise TrainError(f"there is no checkpoint or run folder {place}: give the folder of a run, or a file in its "
                          f"{FOLDER}/ folder")
     found = in_folder(path, prefer_best)
     if not found:
@@ -270,12 +272,12 @@ def find(place: str, prefer_best: bool = False) -> Path:
 
 
 def run_folder(file: Path) -> str:
-    """The folder of the run that a checkpoint file lies in; "" where it lies in none."""
+    """The run folder that contains a checkpoint file; "" if the file is outside of one."""
     return str(file.parent.parent) if file.parent.name == FOLDER else ""
 
 
 def in_folder(path: Path, prefer_best: bool = False) -> Path | None:
-    """The newest checkpoint of a run folder, or the best one if asked for; None where there is none yet."""
+    """The newest (or best) checkpoint of a run folder; None if there is none yet."""
     folder = path / FOLDER if (path / FOLDER).is_dir() else path
     best, found = folder / BEST, _numbered(folder)
     if not best.is_file():
@@ -284,7 +286,7 @@ def in_folder(path: Path, prefer_best: bool = False) -> Path | None:
 
 
 class _RemovedError(TrainError):
-    """Somebody has removed a checkpoint, or its folder, while it was written."""
+    """A checkpoint, or its folder, was removed from outside while it was written."""
 
 
 class CheckpointFolder:
@@ -293,16 +295,16 @@ class CheckpointFolder:
     def __init__(self, run_folder: Path, keep: int) -> None:
         self.path = run_folder / FOLDER
         self.keep = keep
-        self._known = self._present()  # what is to be there
+        self._known = self._present()  # files that should exist
 
     def path_of(self, step: int) -> Path:
         return self.path / f"step-{step:08d}.npz"
 
     def save(self, checkpoint: Checkpoint, is_best: bool = False) -> None:
-        """Save under the checkpoint's step; also as best.npz if `is_best`. Raises TrainError where that fails.
+        """Save under the checkpoint's step, and also as best.npz if `is_best`. Raises TrainError if that fails.
 
-        The best comes first: a run that is killed between the two goes on from it (`in_folder`), and none ever goes on
-        from an accuracy whose weights are not in best.npz.
+        best.npz is written first. A run that is killed between the two writes resumes from best.npz (`in_folder`), so
+        no run resumes with a best accuracy whose weights are not in best.npz.
         """
         try:
             self._write(checkpoint, is_best)
@@ -322,11 +324,11 @@ class CheckpointFolder:
                     os.link(best, part)
                 except OSError:  # a file system without hard links
                     shutil.copyfile(best, part)
-        for unfinished in self.path.glob(".*.npz.partial"):  # of a process that was killed in the middle
+        for unfinished in self.path.glob(".*.npz.partial"):  # left by a process that was killed while writing
             unfinished.unlink(missing_ok=True)
 
     def removed(self) -> list[str]:
-        """Names of the files that somebody else has removed since the last call of this."""
+        """Names of the files that were removed from outside since the last call."""
         known, self._known = self._known, self._present()
         return sorted(known - self._known)
 
@@ -344,14 +346,14 @@ def _numbered(folder: Path) -> list[Path]:
 
 
 def _step(path: Path) -> int:
-    """The optimizer steps that a checkpoint file has behind it; -1 where that cannot be read."""
+    """The optimizer step of a checkpoint file; -1 if it cannot be read."""
     number = path.stem.removeprefix("step-")
     if number.isdigit():
         return int(number)
     try:
         with zipfile.ZipFile(path) as archive:
             return int(json.loads(archive.read(META))["progress"]["step"])
-    except Exception:  # as `content_of_file` says
+    except Exception:  # any exception: see `content_of_file`
         return -1
 
 
@@ -360,7 +362,8 @@ def _progress(values: dict[str, Any]) -> Progress:
         if name != "best_top1" and not (type(value) is int and value >= 0):
             raise ValueError(f"{name} is {value!r}")
     top1 = values["best_top1"]
-    if not (type(top1) in (int, float) and (top1 == -1 or 0 <= top1 <= 1)):  # no accuracy would ever be better
+    # no accuracy could ever exceed another value
+    if not (type(top1) in (int, float) and (top1 == -1 or 0 <= top1 <= 1)):
         raise ValueError(f"best_top1 is {top1!r}")
     progress = Progress(**values)
     if progress.epoch > progress.step:
@@ -370,7 +373,7 @@ def _progress(values: dict[str, Any]) -> Progress:
 
 def _scalars(values: dict[str, float]) -> dict[str, float]:
     for name, value in values.items():
-        least, most = (1, 2**24) if name == "loss_scale" else (0, 2**32 - 1)  # that optimizer.cu has, and counts to
+        least, most = (1, 2**24) if name == "loss_scale" else (0, 2**32 - 1)  # the limits of optimizer.cu
         if not (type(value) in (int, float) and least <= value <= most):
             raise ValueError(f"{name} is {value!r}")
     return values
@@ -393,12 +396,12 @@ def _biased(groups: dict[str, Arrays], shares: dict[str, dict[str, float]]) -> B
 def _names(meta: dict[str, Any], key: str) -> list[str]:
     names = meta.get(key, [])
     if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        raise ValueError(f"{key} is no list of names")
+        raise ValueError(f"{key} is not a list of names")
     return names
 
 
 def _numbers(model: str, params: Arrays) -> list[str]:
-    """Names for the classes of a network that has none."""
+    """The class indices, as names for a network that has no class names."""
     return [str(label) for label in range(models.num_classes(model, params))]
 
 
@@ -411,27 +414,27 @@ def _config(values: dict[str, Any], path: Path) -> Config:
 
 
 def _write_array(archive: zipfile.ZipFile, name: str, array: np.ndarray) -> None:
-    # A ZipInfo has a time of its own; a zip file cannot hold that of a clock before 1980.
+    # ZipInfo sets a fixed time. The clock's own may be before 1980, which a zip file cannot store.
     with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as member:
         np.lib.format.write_array(member, array, allow_pickle=False)
 
 
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """`replacing`, safe from a power cut too; makes the folder. Raises TrainError where the file cannot be written."""
+    """As `replacing`, but also safe from a power cut; creates the folder. Raises TrainError if it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as part:
             yield part
         folder = os.open(path.parent, os.O_RDONLY)
         try:
-            os.fsync(folder)  # of the new name
+            os.fsync(folder)  # makes the new name durable
         finally:
             os.close(folder)
     except OSError as error:
         advice = way_out(error, "see that its folder can be written")
         if _numbered(path.parent):
-            kept, then = "; earlier ones are untouched", f"go on with --resume {path.parent.parent}"
+            kept, then = "; earlier ones are untouched", f"resume with --resume {path.parent.parent}"
         else:
             kept, then = ", the first one", "start again"
         kind = _RemovedError if isinstance(error, FileNotFoundError) else TrainError

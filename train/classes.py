@@ -1,4 +1,4 @@
-"""Which class of a network each class of a data set is: found by name, whatever numbers the two count them with."""
+"""Maps the classes of a data set to those of a network, by name, because the two may number them differently."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ T = TypeVar("T")
 
 
 class Match(NamedTuple):
-    labels: list[int]  # of each class of the data: its number in the network
-    note: str  # what the user should know about it; "" where the two count alike
+    labels: list[int]  # index: class of the data; value: its index in the network
+    note: str  # for the user; "" if both number the classes alike
 
 
 def match(
     data: str, found: Classes, known: Classes, whose: str, is_whole: bool,
     met: Callable[[], Iterable[int]] | None = None,
 ) -> Match:
-    """The network's numbers of a data set's classes.
+    """Map a data set's classes to the network's class indices.
 
-    Folders and synsets come before names to show, of which two classes may have the same one. Names that are all
-    numbers are numbers: folders 0, 1, 10, 2 are the classes 0, 1, 10 and 2 of a .rec file. Where one side alone has
-    nothing but numbers, these are taken for the class numbers of the other.
+    Folders and synsets are compared before display names, because two classes may have the same display name. Names
+    that are all numbers count as numbers: folders 0, 1, 10, 2 are the classes 0, 1, 10 and 2 of a .rec file. If only
+    one side consists of numbers, they are taken for class indices of the other side.
 
     Args:
         data: the data path, for messages.
         found: the data's classes.
-        known: the network's.
-        whose: what has these, for messages: 'the network of runs/NAME'.
-        is_whole: the data must have all of them.
-        met: the numbers of those of `found` that images have, asked for where the network does not know one; None: all.
-            A class that no image has may be unknown, and its number is then -1.
+        known: the network's classes.
+        whose: the owner of `known`, for messages: 'the network of runs/NAME'.
+        is_whole: whether the data must have all classes of the network.
+        met: returns the indices in `found` of classes that have images. Called only if the network lacks a class; None:
+            all have images. A class without images may be unknown to the network, and then maps to -1.
 
     Raises:
-        TrainError: the data has a class that the network does not know, or lacks one that it must have.
+        TrainError: the network lacks a class of the data, or the data lacks one that it must have.
     """
     labels, note = _by_number(data, found, known, whose)
     if labels is None:
@@ -63,8 +63,8 @@ def match(
 
 
 def _by_number(data: str, found: Classes, known: Classes, whose: str) -> tuple[list[int] | None, str]:
-    """The network's numbers, -1 for one that it has not, where classes are numbers on a side; and what is to be said
-    where they are on one alone."""
+    """Match classes whose names are numbers on at least one side. Returns the labels (-1 for a class that the network
+    lacks) or None, and a note if only one side has numbers."""
     of_found, of_known = _numbers(found), _numbers(known)
     sides = ((data, found), (whose, known))
     places = [place for place, classes in sides if _numbers(classes, names_alone=True)]
@@ -80,7 +80,7 @@ def _by_number(data: str, found: Classes, known: Classes, whose: str) -> tuple[l
 
 
 def padded(classes: Classes, count: int) -> Classes:
-    """So many classes: these, and numbers for the names of those that no image shows."""
+    """The classes, extended to `count`; a class that no image shows has its index as its name."""
     return [*classes, *((str(label), str(label)) for label in range(len(classes), count))]
 
 
@@ -89,32 +89,32 @@ def _names(classes: Classes) -> list[str]:
 
 
 def _numbers(classes: Classes, names_alone: bool = False) -> list[int] | None:
-    """The classes as numbers, where all of their folders are numbers, or all names to show; else None."""
+    """The classes as numbers, if all folders are numbers or all display names are; otherwise None."""
     for texts in ([] if names_alone else [[key for key, _ in classes]]) + [_names(classes)]:
         if all(text.isascii() and text.isdecimal() for text in texts):
             numbers = [int(text) for text in texts]
             real = [number for label, number in enumerate(numbers) if texts[label] != str(label)]
-            if len(set(real)) == len(real) and len(set(numbers)) == len(set(texts)):  # not 1 and 01
+            if len(set(real)) == len(real) and len(set(numbers)) == len(set(texts)):  # rejects 1 beside 01
                 return numbers
     return None
 
 
 def _first_real(classes: Classes, names: Sequence[T]) -> dict[T, int]:
-    """The class of each name. Where a class that no image shows, whose name is its number, has the name of another, it
-    is that one's."""
+    """Name -> class index. A class that no image shows has its index as its name; if another class really has that
+    name, the name belongs to the other class."""
     order = sorted(range(len(classes)), key=lambda label: classes[label][1] != str(label))
     return {names[label]: label for label in order}
 
 
 def is_numbered(classes: Classes) -> bool:
-    """Whether the names are nothing but the numbers that the classes have: nobody gave any."""
+    """Whether each name is only the class's own index, so that the classes are in fact unnamed."""
     return all(name == str(label) for label, (_, name) in enumerate(classes))
 
 
 def display_names(classes: Classes) -> list[str]:
-    """What to call the classes before people: in characters that every font, file and terminal takes, each different.
+    """Unique display names of the classes, in characters that every font, file and terminal can show.
 
-    A class whose name another one has too is told by its folder or synset beside it, or else by its number.
+    A class that shares its name with another one is shown with its folder or synset, or else with its index.
     """
     names = [printable(name) or f"class {label}" for label, (_, name) in enumerate(classes)]
     times = Counter(names)
@@ -125,20 +125,21 @@ def display_names(classes: Classes) -> list[str]:
 
 
 def printable(name: str) -> str:
-    """On one line, without control characters and bytes that are no text (Python has these in names of folders)."""
+    """The name on one line, without control characters and bytes that are not text (Python keeps them in file
+    names)."""
     text = name.encode("utf-8", "replace").decode()
     return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
 
 
 def numbers_by_name(found: Classes, known: Classes) -> list[int] | None:
-    """The number of each class among those that are known; None where one is not, or where nobody gave them names."""
+    """The index of each class in `known`, by name; None if one is missing, or if the classes are unnamed."""
     number = _number_of(known)
     labels = [number.get(nfc(key), number.get(nfc(name), -1)) for key, name in found]
     return None if is_numbered(found) or is_numbered(known) or -1 in labels else labels
 
 
 def _number_of(known: Classes) -> dict[str, int]:
-    """By their folders or synsets, and by the names to show that only one of them has."""
+    """Name -> class index: all folders and synsets, and the display names that belong to a single class."""
     names = [nfc(name) for name in _names(known)]
     times = Counter(names)
     number = {name: label for label, name in enumerate(names) if times[name] == 1}
@@ -146,18 +147,18 @@ def _number_of(known: Classes) -> dict[str, int]:
 
 
 def _by_name(found: Classes, known: Classes) -> list[int]:
-    """The network's numbers of the classes; -1 for one that it has not."""
+    """The network's index of each class; -1 for a class that it lacks."""
     number = _number_of(known)
     is_alike = _names(found) == _names(known)
     labels = []
     for label, (key, name) in enumerate(found):
-        # Where two classes share a name, the others tell; a number is the name of a class that no image shows.
+        # If two classes share a name, the other names decide. A number is the name of a class that no image shows.
         as_it_is = label if is_alike or (name == str(label) and label < len(known)) else -1
         labels.append(number.get(nfc(key), number.get(nfc(name), as_it_is)))
     return labels
 
 
 def some(classes: Classes) -> str:
-    """Names of the first classes and the last, for a sentence."""
+    """The names of the first classes and the last one, for a message."""
     names = [repr(name) for name in _names(classes)]
     return ", ".join(names if len(names) <= 4 else [*names[:3], f"... {names[-1]}"])

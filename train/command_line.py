@@ -1,4 +1,4 @@
-"""The command line of `python -m train`: its commands, and the values given for their options, each of them checked."""
+"""The command line of `python -m train`: its commands, and checks of the option values."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from train.options.limits import check_limits
 from train.options.run import DEFAULT_PRESET, LIST_PRESETS, DeviceOptions, RunOptions
 from train.presets import describe_presets, load_preset
 
-# What each takes, and what is called with the values that the command line gives. The rest of this program is imported
-# there: MXNet and DALI take seconds.
+# Name -> options and function of a command. The function's module is imported only when the command runs, because MXNet
+# and DALI take seconds to import.
 COMMANDS = {
     "train": Command(Config, "train.commands.train:main", outlasts_output=True),
     "validate": Command(ValidateOptions, "train.commands.validate:main"),
@@ -48,12 +48,12 @@ _LIMITS = training.LIMITS | commands.LIMITS
 
 
 def read(options: type, arguments: Sequence[str], *, command: str) -> dict[str, Any]:
-    """The values that a command line gives to `options`, each of them checked; what is left out is not in the result.
+    """Parse and check a command line. Returns the given values only, no defaults.
 
     Args:
         options: the dataclass of a command's options.
-        arguments: what follows the command's name on the command line.
-        command: 'train', 'validate', ...: whose help `--help` shows.
+        arguments: the command line after the command's name.
+        command: 'train', 'validate', ...: the name that `--help` shows.
 
     Raises:
         UserError: an unknown option or preset, or a value that is not allowed.
@@ -68,7 +68,7 @@ def read(options: type, arguments: Sequence[str], *, command: str) -> dict[str, 
             print(describe_presets())
             raise SystemExit(0)
         default = load_preset(preset or DEFAULT_PRESET)
-    elif issubclass(options, DeviceOptions):  # the defaults are in a checkpoint, and help does not tell them
+    elif issubclass(options, DeviceOptions):  # the defaults come from a checkpoint, so the help does not show them
         default = SimpleNamespace(**{field.name: "" for field in dataclasses.fields(options)})
     values = given(options, arguments, prog=f"{PROG} {command}", default=default)
     check_limits(values, _LIMITS)
@@ -81,8 +81,8 @@ def read(options: type, arguments: Sequence[str], *, command: str) -> dict[str, 
 
 
 def understood(arguments: Sequence[str]) -> tuple[str, dict[str, Any]]:
-    """The name of the command that is asked for, and the values given for its options. Raises TrainError: all processes
-    of a run have the same command line."""
+    """The command's name and the given option values. Raises TrainError on all ranks, because all processes of a run
+    have the same command line."""
     try:
         name, rest = choose_command(command_options(), arguments, prog=PROG, default="train", others=summaries())
         return name, read(COMMANDS[name].options, rest, command=name)

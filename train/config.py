@@ -1,4 +1,4 @@
-"""The configuration of a run: the values of all options (train/options), whether they go together, and as JSON.
+"""The configuration of a run: the values of all options (train/options), checks across options, and JSON.
 
 A preset (train/presets.py) gives some options other defaults; the command line overrides both.
 """
@@ -25,17 +25,18 @@ from train.options.optimizer import REFERENCE_BATCH
 from train.options.run import FINE_TUNING_PRESET, BeginningOptions
 from train.options.training import LIMITS, TrainingOptions
 
-CONFIG_FILE = "config.json"  # in a run's folder: its configuration
-LONGEST_WARMUP = 0.2  # part of a run that is shorter than its preset's
-OF_A_SESSION = ("output", "weights", "resume", "max_steps", "time_limit")  # options that a run may go on with others of
+CONFIG_FILE = "config.json"  # the configuration, in a run's folder
+LONGEST_WARMUP = 0.2  # share of the epochs, in a run with fewer epochs than its preset
+# options that may differ when a run is resumed
+OF_A_SESSION = ("output", "weights", "resume", "max_steps", "time_limit")
 
-# Options whose "auto" a run replaces by what its data have, and what that may be.
+# Options whose "auto" a run replaces by a value found in its data, and the possible values.
 FOUND_IN_DATA: Mapping[str, tuple[str, ...]] = {"first_label": ("0", "1"), "labels": ("fine",)}
 
 
 @dataclass(frozen=True)
 class Config(BeginningOptions, TrainingOptions):
-    """Train a network; what happens without a command."""
+    """Train a network; the default command."""
 
     @property
     def inference_image_size(self) -> int:
@@ -44,94 +45,95 @@ class Config(BeginningOptions, TrainingOptions):
 
     @property
     def transform(self) -> ImageTransform:
-        """What is done to images, in training and in validation."""
+        """The image transform of training and validation."""
         return part_of(ImageTransform, vars(self))
 
     @property
     def shown_rate(self) -> str:
-        """The learning rate as the command line has it, with what it is for."""
+        """The learning rate as in --learning-rate, with its unit."""
         return f"{self.learning_rate:g} per {REFERENCE_BATCH} images"
 
     @property
-    def calmer(self) -> str:
-        """What to do where training diverges."""
+    def divergence_advice(self) -> str:
+        """The advice for a run whose training diverges."""
         return f"lower --learning-rate (now {self.shown_rate}) or lengthen --warmup-epochs"
 
     def global_batch(self, num_processes: int) -> int:
-        """Images of one optimizer step."""
+        """Images per optimizer step."""
         return self.batch_size * self.accumulate * num_processes
 
     @property
     def chosen(self) -> Mapping[str, Any]:
-        """The values of the options, by their names on the command line."""
+        """Option values by field name."""
         return vars(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """The configuration as plain JSON values."""
         return json.loads(json.dumps(dict(self.chosen)))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Config:
-        """The inverse of `to_dict`; options that `values` does not name keep their defaults.
+        """The inverse of `to_dict`; options missing from `values` keep their defaults.
 
-        Raises TrainError for an option that there is not: another version of this program has written them.
+        Raises TrainError for an unknown option, which another version of this program has written.
         """
         values = {name: value for name, value in values.items() if name not in _WITHOUT_EFFECT}
-        if "depth" in values:  # of earlier versions, which had ResNets alone
+        if "depth" in values:  # earlier versions had only ResNets
             values["model"] = f"resnet{values.pop('depth')}"
         check_known(values, cls)
         fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
         return cls(**fields)
 
 
-_ALL_LIMITS = LIMITS | language_model.LIMITS  # of every kind of run that leaves checkpoints
+_ALL_LIMITS = LIMITS | language_model.LIMITS  # for every kind of run that writes checkpoints
 
 
 def check_known(values: Mapping[str, Any], options: type) -> None:
-    """Raise TrainError for an option that the dataclass `options` has not, as another version has written it, or whose
-    value is of another kind than its default or beyond its limits."""
+    """Raise TrainError for an option that the dataclass `options` lacks (another version has written it), or whose
+    value has another type than its default or is outside its limits."""
     known = {field.name: field.default for field in dataclasses.fields(options)}
     for name, value in values.items():
         if name not in known:
             raise TrainError(f"its run had the option {option_name(name)}, which this version of the program does not "
                              "know: use the version that the run was made with")
         if not _can_be(value, known[name], _ALL_LIMITS.get(name)):
-            raise TrainError(f"its run had {option_name(name)} {value!r}, which is no value for it; use another one of "
+            raise TrainError(f"its run had {option_name(name)} {value!r}, which is not valid; use another one in "
                              "its folder")
 
 
 def _can_be(value: Any, default: Any, limit: Limit | None) -> bool:
-    """Whether an option with that default may have a value, as JSON has it."""
+    """Whether a JSON value is valid for an option with this default and limit."""
     try:
         return _kind(value) == _kind(default) and (not limit or limit[0](value))
-    except (TypeError, ValueError, LookupError):  # of a list: what is in it is of another kind, or is not in it
+    except (TypeError, ValueError, LookupError):  # raised by a limit if a list has elements of another type, or too few
         return False
 
 
 def _kind(value: Any) -> type:
-    """Of the type of a value as JSON has it: int is a number as float is, and list what tuple is."""
+    """The value's type, with JSON's equivalents joined: int counts as float, list as tuple."""
     return {int: float, list: tuple}.get(type(value), type(value))
 
 
-# Options of earlier versions that changed no result, which checkpoints of then may have.
+# Options of earlier versions that changed no result; old checkpoints may have them.
 _WITHOUT_EFFECT = ("all_reduce",)  # gradients were averaged by NCCL, or by the GPUs themselves
 
 
 def configure(values: Mapping[str, Any], default: Config) -> Config:
-    """The checked configuration of a run: `default`, and over it what the command line gives.
+    """The checked configuration of a run: `default`, overridden by the command line.
 
-    Raises TrainError for values that do not go together.
+    Raises TrainError for values that contradict each other.
     """
     optimizer = values.get("optimizer", default.optimizer)
     recipe = optimizers.rule_of(optimizer).recipe if optimizer != default.optimizer else {}
     of_run = {name: values[name] for name in vars(default).keys() & values}
     if realpath(of_run.get("data", default.data)) != realpath(default.data):
-        of_run = {"val_split": 0.0, "val_group_by": "image"} | of_run  # were those of other images
+        of_run = {"val_split": 0.0, "val_group_by": "image"} | of_run  # the default's values belong to other data
     config = dataclasses.replace(default, **{**recipe, **of_run})
     if "warmup_epochs" not in values:
         config = dataclasses.replace(config, warmup_epochs=default_warmup(default, config.epochs))
     check(config)
-    for name in _ONLY_WITH.keys() & values:  # in a preset they wait for the command line to change the other one
+    # a preset may set them in advance, for when the command line changes the other option
+    for name in _ONLY_WITH.keys() & values:
         other, useful = _ONLY_WITH[name]
         if (value := getattr(config, other)) not in useful:
             raise TrainError(f"{option_name(name)} is for {option_name(other)} {' or '.join(useful)}, and this run has "
@@ -149,15 +151,15 @@ def configure(values: Mapping[str, Any], default: Config) -> Config:
     for name in ("random_area", "random_ratio"):
         if name in values and config.crop_padding:
             raise TrainError(f"{option_name(name)} {shown(values[name])} is for crops of a random area, and "
-                             f"--crop-padding {config.crop_padding} takes others: leave it out, or give "
+                             f"--crop-padding {config.crop_padding} takes fixed-size ones: leave it out, or give "
                              "--crop-padding 0")
-    given = values.keys()  # a run that is gone on with is what it is
+    given = values.keys()  # a resumed run is not checked for options that it already had
     if (not given.isdisjoint(("schedule", "decay_epochs", "epochs")) and config.schedule == "step"
             and min(config.decay_epochs) >= config.epochs):
         raise TrainError(f"--decay-epochs {shown(config.decay_epochs)} is beyond the run of {config.epochs} epochs, "
                          "whose learning rate would never fall; lower it")
     if (not given.isdisjoint(("first_image_size", "resize_epochs")) and config.first_image_size
-            and config.resize_epochs[0] >= config.epochs):  # a preset may be tried for fewer
+            and config.resize_epochs[0] >= config.epochs):  # only if given: a preset may be tried with fewer epochs
         raise TrainError(f"--resize-epochs {shown(config.resize_epochs)} is beyond the run of {config.epochs} epochs, "
                          f"whose images would all have the {config.first_image_size} pixels of --first-image-size; "
                          "lower it")
@@ -169,8 +171,7 @@ def configure(values: Mapping[str, Any], default: Config) -> Config:
 
 
 def check_untrained(values: Mapping[str, Any]) -> None:
-    """Raise TrainError where a run is to begin with random weights, and the command line gives what is for trained
-    ones."""
+    """Raise TrainError if an option for trained weights is given and the run would begin with random weights."""
     given = [name for name in ("freeze", "backbone_lr_factor") if name in values]
     if values.get("config") == FINE_TUNING_PRESET:
         given.append("config")
@@ -180,24 +181,25 @@ def check_untrained(values: Mapping[str, Any]) -> None:
 
 
 def default_warmup(default: Config, epochs: int) -> float:
-    """Epochs of warm-up of a run with so many epochs, where `default`'s may be meant for more."""
+    """Warm-up epochs of a run with `epochs` epochs; `default`'s warm-up is shortened if it was meant for more
+    epochs."""
     if epochs >= default.epochs:
         return default.warmup_epochs
     return min(default.warmup_epochs, LONGEST_WARMUP * epochs)
 
 
 def changes(before: Config, now: Config) -> list[str]:
-    """The options that differ where a run goes on, with both values, those of a session left out."""
+    """The options that differ in a resumed run, with both values; without the options of a single session."""
     return [f"{option_name(name)} {shown(value)} (before: {shown(before.chosen[name])})"
             for name, value in now.chosen.items() if value != before.chosen[name] and name not in OF_A_SESSION
-            and not (name in FOUND_IN_DATA and before.chosen[name] == AUTO)]  # an older run has not written it
+            and not (name in FOUND_IN_DATA and before.chosen[name] == AUTO)]  # an older run has not recorded the value
 
 
-# --- what goes together ---
+# --- checks across options ---
 
 
 def _constants_of_optimizers() -> dict[str, tuple[str, tuple[str, ...]]]:
-    """The options that not all optimizers have, with those that do, for `_ONLY_WITH`."""
+    """For `_ONLY_WITH`: the options that only some optimizers have, with the names of these optimizers."""
     having: dict[str, list[str]] = {}
     for optimizer in optimizers.names():
         for field in dataclasses.fields(optimizers.rule_of(optimizer)):
@@ -205,7 +207,7 @@ def _constants_of_optimizers() -> dict[str, tuple[str, tuple[str, ...]]]:
     return {name: ("optimizer", tuple(found)) for name, found in having.items() if found != optimizers.names()}
 
 
-# Options that do nothing without another one: that, and the values of it with which they do something.
+# Options that have an effect only with certain values of another option: (other option, these values).
 _ONLY_WITH = {
     **dict.fromkeys(("decay_epochs", "decay_factor"), ("schedule", ("step",))),
     "decay_power": ("schedule", ("polynomial",)),
@@ -218,7 +220,7 @@ _ONLY_WITH = {
 
 
 def check(config: Config) -> None:
-    """Raise TrainError for a value that makes no sense, or that does not go together with another one."""
+    """Raise TrainError for a value that is invalid, or that contradicts another option."""
     check_limits(vars(config), LIMITS)
     config.transform.check()
     models.check(config.model)
@@ -237,7 +239,7 @@ def check(config: Config) -> None:
         raise TrainError("--resize-epochs is given without --first-image-size, from which the size is to rise; add it")
     if config.balance and config.class_weights:
         raise TrainError(f"--balance {config.balance:g} and --class-weights {config.class_weights:g} would both "
-                         "raise what rare classes count: leave out one of them")
+                         "raise the weight of rare classes: leave out one of them")
     if config.bce_threshold >= 1 - config.label_smoothing:
         raise TrainError(f"--bce-threshold {config.bce_threshold:g} is not below {1 - config.label_smoothing:g}, the "
                          f"largest target with --label-smoothing {config.label_smoothing:g}: no target would become 1; "
@@ -249,6 +251,6 @@ def check(config: Config) -> None:
 
 
 def check_optimizer(name: str) -> None:
-    """Raise TrainError where there is none of that name."""
+    """Raise TrainError if there is no optimizer of this name."""
     if name not in optimizers.names():
         raise TrainError(f"there is no optimizer {name!r}{nearest(name, optimizers.names())}")

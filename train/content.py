@@ -1,4 +1,4 @@
-"""What is told of a file whose content its reader cannot take."""
+"""Messages about a file whose content its reader refuses."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from train.errors import TrainError
 
 
 def content_of_file(sentence: Callable[[str], str]) -> AbstractContextManager[None]:
-    """Inside, a library reads a file; whatever it raises on the content becomes TrainError(sentence(reason))."""
+    """Inside, a library reads a file; any exception that the content causes becomes TrainError(sentence(reason))."""
     return refused_as(lambda error: TrainError(sentence(reason(error))))
 
 
 def reason(error: Exception) -> str:
-    """The first line of what an exception says, or its kind where it says nothing."""
+    """The first line of an exception's message, or its type if it has none."""
     return next(iter(str(error).strip().splitlines()), "") or type(error).__name__

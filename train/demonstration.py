@@ -1,4 +1,4 @@
-"""The first run of a newcomer, on the built-in sample set: as long as suits the machine, and what to try after it."""
+"""A newcomer's first run, on the built-in sample set: its length suits the machine, and it suggests next commands."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ from train.options.run import DEFAULT_PRESET
 from train.processes.distributed import Workers
 from train.processes.invocation import script
 
-SECONDS = 75.0  # of training steps that somebody who tries the program out is asked for
-FEWEST_EPOCHS = 3  # 70 % top-1 (two seeds), five 87 %: a slower machine takes longer instead of fewer
+SECONDS = 75.0  # of training steps: how long a newcomer should wait
+# reach 70 % top-1 (two seeds; 5 epochs: 87 %); a slower machine takes longer instead of training less
+FEWEST_EPOCHS = 3
 MEASURED_STEPS = 3
 PICTURE = SAMPLES_FOLDER / "val" / "rings" / "0000.jpg"
 
 
 def is_one(config: Config, values: Mapping[str, Any]) -> bool:
-    """Whether a run is the demonstration, with its length left open: `values` are the options that were given."""
+    """Whether the run is the demonstration without a given length. `values`: the options that were given."""
     is_open = values.keys().isdisjoint(("epochs", "max_steps", "time_limit"))
     return config.config == DEFAULT_PRESET and config.data == SAMPLES and is_open
 
 
 def fit(config: Config, executor: Executor, num_images: int, workers: Workers) -> Config:
-    """The configuration with as many epochs as this machine trains in `SECONDS`, at least `FEWEST_EPOCHS` and at most
-    those of `config`; says so. A collective operation, before training: the executor is left as it was."""
+    """Set the epochs to what this machine trains in `SECONDS`: at least `FEWEST_EPOCHS`, at most `config.epochs`; print
+    the choice. A collective operation before training, which restores the executor's state."""
     params, aux = executor.get_params()
     optimizer = make_optimizer(executor, config)
     images = np.random.default_rng(0).standard_normal(executor.input_shapes["data"], np.float32)
@@ -51,11 +52,11 @@ def fit(config: Config, executor: Executor, num_images: int, workers: Workers) -
         executor.synchronize()
         return time.perf_counter() - start
 
-    step()  # the first one starts everything
+    step()  # the first step includes all set-up
     seconds = min(step() for _ in range(MEASURED_STEPS))
     executor.set_params(params, aux)
     executor.read_metrics()
-    # All processes together: none is faster than the slowest, for which the others wait.
+    # The rate of all processes together; the fast ones wait for the slowest.
     rates = [config.batch_size * config.accumulate / seconds * (rank == workers.rank) for rank in range(workers.size)]
     rate = workers.size * min(workers.sum(rates))
     epochs = min(max(round(SECONDS * rate / num_images), FEWEST_EPOCHS), config.epochs)
@@ -67,7 +68,8 @@ def fit(config: Config, executor: Executor, num_images: int, workers: Workers) -
 
 
 def next_commands(run_folder: Path) -> str:
-    """Commands that work as they stand, in the shell that started this process, and show where one's own data goes."""
+    """Commands to try next. They work unchanged in the shell that started this process, and show where own data
+    goes."""
     train = start_of(TRAIN)
     commands = [
         ("a picture of your own, in place of this one", f"{train} predict --checkpoint "

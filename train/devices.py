@@ -1,4 +1,4 @@
-"""Which device and executor a run gets."""
+"""Chooses the device and executor of a run."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ IMAGENET_PRESET = "resnet50_90ep"
 
 
 class Placement(NamedTuple):
-    executor: str  # for create_executor
-    device: str  # likewise: "cpu(0)", "gpu(1)"
-    note: str  # what the user should know about the choice, or ""
+    executor: str  # argument of create_executor
+    device: str  # argument of create_executor: "cpu(0)"
+    note: str  # a remark on the choice for the user, or ""
 
 
 def default_config(values: Mapping[str, Any], local_rank: int) -> Config:
-    """The preset of what a command line gives; where that names none: fine-tuning for trained weights, ImageNet's
-    recipe for data of one's own on a GPU, else the sample set's."""
+    """The preset that the command line names. If it names none: fine-tuning with --weights, ImageNet's recipe for the
+    user's own data on a GPU, otherwise the sample set's."""
     if "config" in values:
         return load_preset(values["config"])
     if values.get("weights"):
@@ -39,13 +39,13 @@ def default_config(values: Mapping[str, Any], local_rank: int) -> Config:
         return load_preset(DEFAULT_PRESET)
     try:
         on_gpu = _place(part_of(DeviceOptions, values), local_rank).device.startswith("gpu")
-    except TrainError:  # which is raised again when the run's device is chosen
+    except TrainError:  # raised again when the run's device is chosen
         on_gpu = False
     return load_preset(IMAGENET_PRESET if on_gpu else DEFAULT_PRESET)
 
 
 def choose(config: Config, local_rank: int) -> Placement:
-    """Device and executor of this process. Raises TrainError where what was asked for cannot be had."""
+    """The device and executor of this process. Raises TrainError if the requested ones are not available."""
     placement = _place(config, local_rank)
     if placement.executor != "cuda" and config.dtype in ("float16", "bfloat16"):
         raise TrainError(
@@ -56,9 +56,9 @@ def choose(config: Config, local_rank: int) -> Placement:
 
 
 def for_int8(config: Config, values: Mapping[str, Any]) -> Config:
-    """The configuration with the device of a network in INT8: a GPU with the cuda executor where there is one that it
-    can use, else the CPU with the reference executor. `values` are the options that were given. Raises TrainError for
-    those that INT8 has no place for."""
+    """The configuration with the device for an INT8 network: the GPU with the cuda executor if there is a usable one,
+    otherwise the CPU with the reference executor. `values`: the given options. Raises TrainError for an option that
+    does not apply to INT8."""
     check_int8(values)
     device, executor = values.get("device", "auto"), values.get("executor", "auto")
     if executor == "auto":
@@ -69,7 +69,7 @@ def for_int8(config: Config, values: Mapping[str, Any]) -> Config:
 
 
 def check_int8(values: Mapping[str, Any]) -> None:
-    """Raise TrainError for given options that INT8 has no place for."""
+    """Raise TrainError for a given option that does not apply to INT8."""
     if values.get("executor") == "mxnet":
         raise TrainError("--executor mxnet has no INT8: use --executor auto")
     if (dtype := values.get("dtype", "auto")) != "auto":
@@ -108,7 +108,7 @@ def _place(wanted: DeviceOptions, local_rank: int) -> Placement:
 
 
 def _cuda_obstacle(local_rank: int) -> str:
-    """Why the cuda executor cannot use this process's GPU, with the way out, or ""."""
+    """Why the cuda executor cannot use this process's GPU, with the remedy; "" if it can."""
     try:
         check_requirements(local_rank)
     except GraphError as error:
@@ -117,7 +117,7 @@ def _cuda_obstacle(local_rank: int) -> str:
 
 
 def _stock_mxnet_obstacle(gpu: GpuInfo) -> str:
-    """Why the mxnet executor cannot use a GPU, or ""."""
+    """Why the mxnet executor cannot use the GPU; "" if it can."""
     first, last = STOCK_MXNET_GPUS
     if not first <= gpu.capability <= last:
         return f"MXNet {mx.__version__} has no kernels for {gpu}, only for {first[0]}.{first[1]} to {last[0]}.{last[1]}"

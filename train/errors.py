@@ -1,16 +1,16 @@
-"""The exceptions of `train` that end it with one sentence."""
+"""Exceptions that end `train` with one sentence."""
 
 from __future__ import annotations
 
 from common.errors import UserError
 
-EXIT_LOST_PROCESS = 3  # this process is well, but another one of its run has ended
-EXIT_HUNG_PROCESS = 4  # a process of the run made no progress any more, and was killed
+EXIT_LOST_PROCESS = 3  # this process has no fault, but another one in its run has ended
+EXIT_HUNG_PROCESS = 4  # a process of the run hung and was killed
 
 
 class TrainError(UserError):
-    """A user's mistake. Of several processes each prints its own error; but with `on_all_ranks`, where all raise the
-    same one, only rank 0 does."""
+    """A user's mistake. Each process prints its own error. With `on_all_ranks`, all processes raise the same error, and
+    only rank 0 prints it."""
 
     def __init__(self, sentence: str, on_all_ranks: bool = False) -> None:
         super().__init__(sentence)
@@ -18,7 +18,7 @@ class TrainError(UserError):
 
 
 class LostProcessError(TrainError):
-    """Another process of this run has ended before its time; the same on all that are left."""
+    """Another process of this run has ended too early; raised by all remaining processes."""
 
     exit_code = EXIT_LOST_PROCESS
 
@@ -27,7 +27,7 @@ class LostProcessError(TrainError):
 
 
 class NoHorovodError(TrainError):
-    """Several processes were asked for without Horovod, which no rank has then."""
+    """Several processes were requested, but Horovod is missing, on all ranks alike."""
 
     def __init__(self, num_processes: int | str, reason: ImportError) -> None:
         super().__init__(f"{num_processes} processes need Horovod, which is not installed here ({reason}): run make "

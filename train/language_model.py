@@ -13,26 +13,27 @@ import numpy as np
 from common.mxnet_compat import mx
 from graph_passes import Graph, Ref
 
-EMBEDDING_DEVIATION = 0.1  # of initial values; scores are products with it, so that it is not that of an input alone
+# of initial values; the embedding also produces the scores, so an input embedding's usual value does not fit
+EMBEDDING_DEVIATION = 0.1
 
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """The network for batches of `steps` words of `sequences`, as pipelines/text.py gives them.
+    """The network for batches of `sequences` sequences of `steps` words each, as pipelines/text.py gives them.
 
-    Inputs: `data` (steps * sequences, 1, 1, 1), numbers of words, and `softmax_label` (steps * sequences,), those of
-    the next ones. Each batch begins from states of 0.
+    Inputs: `data` (steps * sequences, 1, 1, 1), word indices, and `softmax_label` (steps * sequences,), the indices of
+    the next words. Each batch starts from states of 0.
     """
 
-    words: int  # of the vocabulary
-    hidden: int  # units of a recurrent layer, and of a word's vector
+    words: int  # size of the vocabulary
+    hidden: int  # units of a recurrent layer, and length of a word's vector
     layers: int
     steps: int
     sequences: int
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of its inputs."""
+        """Shapes of the inputs."""
         tokens = self.steps * self.sequences
         return {"data": (tokens, 1, 1, 1), "softmax_label": (tokens,)}
 
@@ -50,8 +51,8 @@ class LanguageModel:
         return Graph.from_json(mx.sym.SoftmaxOutput(x, normalization="batch", name="softmax").tojson())
 
     def initial_values(self, seed: int) -> dict[str, np.ndarray]:
-        """Initial parameters, fp32: the embedding normal with a deviation of 0.1, recurrent layers uniform within
-        1 / sqrt(hidden), as in PyTorch, the bias 0. Each depends on the seed and its own name alone."""
+        """Initial parameters, fp32: the embedding normal with standard deviation 0.1; recurrent layers uniform within 1
+        / sqrt(hidden), as in PyTorch; the bias 0. Each depends only on the seed and its own name."""
         shapes = self.graph.infer_shapes(self.shapes)
         values = {}
         for name in (name for name in self.graph.arguments if name not in self.shapes):

@@ -1,4 +1,4 @@
-"""The configuration of a language model's run: its own options, and what they mean to the training loop."""
+"""The configuration of a language model's run: its own options, translated for the training loop."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from train.options.language_model import LANGUAGE_MODEL, LanguageModelOptions
 from train.options.limits import shown
 from train.options.optimizer import REFERENCE_BATCH
 
-VALIDATION_SHARE = 0.1  # of the text, its end
-FIXED = ("seed", "vocabulary", "hidden", "layers", "sequences", "steps")  # options that a run goes on with as they were
+VALIDATION_SHARE = 0.1  # the end of the text
+# options that must not change when a run is resumed
+FIXED = ("seed", "vocabulary", "hidden", "layers", "sequences", "steps")
 
 
 @dataclass(frozen=True)
 class LanguageModelConfig(Config):
-    """As the loop takes it: a batch's examples are words, and its learning rate is that of `options` as it is."""
+    """The configuration for the training loop: a batch's examples are words, and the learning rate is not scaled."""
 
     options: LanguageModelOptions = field(default_factory=LanguageModelOptions)
 
     @classmethod
     def of(cls, options: LanguageModelOptions) -> LanguageModelConfig:
-        """The configuration that these options mean."""
+        """The configuration of these options."""
         words = options.sequences * options.steps
         same = {each.name for each in fields(options)} & {each.name for each in fields(Config)}
         return cls(**{name: getattr(options, name) for name in same} | {
@@ -42,7 +43,7 @@ class LanguageModelConfig(Config):
         return f"{self.options.learning_rate:g}"
 
     @property
-    def calmer(self) -> str:
+    def divergence_advice(self) -> str:
         return f"lower --learning-rate (now {self.shown_rate})"
 
     @classmethod
@@ -52,10 +53,11 @@ class LanguageModelConfig(Config):
         return cls.of(LanguageModelOptions(**options))
 
     def check_goes_on(self, before: LanguageModelConfig, checkpoint: str) -> None:
-        """Raise TrainError where a run of `before`, which `checkpoint` is of, cannot go on as this one."""
+        """Raise TrainError if a run with the configuration `before`, of `checkpoint`, cannot be resumed with this
+        one."""
         for name in FIXED:
             then, now = before.chosen[name], self.chosen[name]
             if then != now:
-                raise TrainError(f"{checkpoint} is of a run with --{name} {shown(then)}, and this one has --{name} "
-                                 f"{shown(now)}: leave it out, or begin a new run with another --output",
+                raise TrainError(f"{checkpoint} belongs to a run with --{name} {shown(then)}, but this one has "
+                                 f"--{name} {shown(now)}: leave it out, or begin a new run with another --output",
                                  on_all_ranks=True)

@@ -41,21 +41,21 @@ from train.saver import Saver
 from train.schedule import make_schedule
 from train.validation import Validation, validate
 
-# So many steps in a row whose gradients are not finite end a run. From the highest loss scale, 2^24, it takes 24 of
-# them to get down to 1, below which it does not go.
+# A run ends after so many consecutive steps with gradients that are not finite. The loss scale is halved in each; from
+# its maximum of 2^24 it reaches its minimum of 1 in 24 steps.
 MAX_SKIPPED_STEPS = 50
 
-# Where gradients are clipped to less than one part in so many, the run says so. (The first steps of `cifar10_strong` on
-# a CPU have norms of about 20 times its --clip-norm.)
+# The run reports clipping if gradients are scaled down by more than this factor. (In the first steps of
+# `cifar10_strong` on a CPU the norms are about 20 times its --clip-norm.)
 LEAST_LEFT_BY_CLIPPING = 1000.0
 
 
 @contextlib.contextmanager
 def frozen_heap() -> Iterator[None]:
-    """Inside, Python's garbage collector passes over all objects that are there now, which are here to stay.
+    """Inside, Python's garbage collector ignores all objects that exist now, because they will stay.
 
-    To look through them takes it 60 to 90 ms (200,000 objects), every few hundred steps: three steps of a GPU, which
-    has only one waiting; and with several GPUs all wait for each process's (measured: docs/data.md).
+    Looking through them takes 60 to 90 ms (200,000 objects) every few hundred steps. That is three steps of a GPU,
+    which has only one step queued; with several GPUs, all wait for each process's collection (measured: docs/data.md).
     """
     gc.collect()
     gc.freeze()
@@ -66,7 +66,7 @@ def frozen_heap() -> Iterator[None]:
 
 
 class Trainer:
-    """A training run from a fresh or a restored state to its end."""
+    """A training run, from a fresh or restored state to its end."""
 
     def __init__(
         self,
@@ -79,48 +79,49 @@ class Trainer:
         checkpoint: Checkpoint | None,
         commit: Callable[[], None] | None = None,
     ) -> None:
-        """`checkpoint` is what the run goes on from; its parameters are in `executor` already. `commit`, of an elastic
-        run, is called every so many steps; it may ask for `capture`, and end the session.
+        """`checkpoint`: the state from which the run resumes; `executor` has its parameters already. `commit`, in
+        elastic runs, is called every few steps; it may call `capture`, and may end the session.
 
-        Raises TrainError or DataError where it does not fit this run.
+        Raises TrainError or DataError if the checkpoint does not fit this run.
         """
         self.config = config
-        self.before = checkpoint.config if checkpoint else config  # what its last step had
+        self.before = checkpoint.config if checkpoint else config  # configuration of the run's last step
         self.workers = workers
         self.executor = executor
         self.train_loader = train_loader
         self.state = RunState(config, workers, executor, train_loader)
-        # What the user should know about how the run goes on, and the options that it goes on with others of.
+        # Remarks for the user on how the run resumes, and the options that have changed.
         self.notes = self.state.restore(checkpoint) if checkpoint else []
         self.changes = changes(self.before, config)
         self.val_loader = val_loader
-        self.validated: tuple[int, Outcomes] | None = None  # in this session last: after so many epochs, with this
+        self.validated: tuple[int, Outcomes] | None = None  # the session's latest validation: epochs done, outcomes
         self.run_folder = run_folder
         self.commit = commit
-        self.all_reduce: GradientAllReduce | None = None  # of several processes, once they have been joined
+        self.all_reduce: GradientAllReduce | None = None  # set by `join` with several processes
         self.learning_rate = make_schedule(config, self.state.steps_per_epoch, workers.size)
-        self.num_batches = 0  # of the last step, on each process
-        self.origin: list[str] = []  # what its initial weights are, where they are trained ones
+        self.num_batches = 0  # batches of the last step, on each process
+        self.origin: list[str] = []  # remarks on trained weights that the run starts from
         self.saver = Saver(self.state, run_folder, f"{launcher()} --resume {shlex.quote(str(run_folder))}")
-        self.receive_metrics: Callable[[], Metrics] | None = None  # those asked for at the last log line
+        # receives the metrics that were requested at the last log line
+        self.receive_metrics: Callable[[], Metrics] | None = None
         step = self.state.progress.step
-        self.metrics_steps = (step, step) if checkpoint else (1, 0)  # first and last step that they are of
-        self.skipped_steps = self.skipped_in_a_row = 0  # as in the metrics received last (`Executor.skipped_steps`)
+        self.metrics_steps = (step, step) if checkpoint else (1, 0)  # first and last step of these metrics
+        self.skipped_steps = self.skipped_in_a_row = 0  # from the latest metrics
         self.monitor = GpuMonitor(executor.gpu_bus_id) if executor.gpu_bus_id else None
         self.reported_bad: set[tuple[str, str]] = set()
         self.has_told_of_clipping = False
         self.started_at = time.monotonic()
 
     def join(self) -> None:
-        """Begin to work with the other processes, all of them from rank 0's state. Raises TrainError."""
+        """Join the other processes and give all of them rank 0's state. Raises TrainError."""
         if self.workers.alone:
             return
         self.all_reduce = self.workers.gradient_all_reduce(self.executor)
         self.state.share()
 
     def settle(self) -> None:
-        """Where a run that is gone on with has no step left, its files go on to say what its last step had. A
-        collective operation."""
+        """If a resumed run has no step left, its files keep the configuration of its last step. A collective
+        operation."""
         progress, epochs = self.state.progress, self.config.epochs
         self.saver.look_for_best()
         if progress.epoch >= epochs:
@@ -132,11 +133,11 @@ class Trainer:
     # --- the loop ---
 
     def run(self, recorder: Recorder) -> None:
-        """Train until the last epoch, or until a limit or the target is reached. Raises StoppedBySignal, TrainError."""
+        """Train to the last epoch, or until a limit or target is reached. Raises StoppedBySignal, TrainError."""
         progress, epochs = self.state.progress, self.config.epochs
-        stop = self._steps_used_up() or self._settled(recorder.evaluated)  # a resumed run may have done it before
+        stop = self._steps_used_up() or self._settled(recorder.evaluated)  # a resumed run may have reached it before
         if self.changes:
-            recorder.say(f"going on with other options: {', '.join(self.changes)}")
+            recorder.say(f"resuming with other options: {', '.join(self.changes)}")
             recorder.event("changed", options=self.changes)
         for note in self.notes:
             recorder.say(note)
@@ -153,7 +154,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def monitoring(self, recorder: Recorder) -> Iterator[None]:
-        """Inside, the GPU is watched, where there is one; what cannot be read of it becomes an event."""
+        """Inside, the GPU (if any) is monitored; a reading that fails becomes an event."""
         if self.monitor:
             self.monitor.start()
         try:
@@ -165,14 +166,14 @@ class Trainer:
                     recorder.event("gpu_readings", problem=self.monitor.problem)
 
     def _train_epoch(self, recorder: Recorder, signals: Signals) -> str:
-        """The steps that the epoch has left. Returns why the run ends before them, or ""."""
+        """Do the remaining steps of the epoch. Returns why the run ends before the epoch does, or ""."""
         progress = self.state.progress
         sizes = self.train_loader.config
         if progress.epoch and sizes.size_in(progress.epoch) != sizes.size_in(progress.epoch - 1):
             recorder.say(f"epoch {progress.epoch + 1}: images of {sizes.size_in(progress.epoch)} pixels from now on")
-            pulse.lose_pace()  # the network is built for them
+            pulse.lose_pace()  # the network is built for the new size
         recorder.begin_epoch(progress.epoch, self.state.steps_per_epoch, progress.epoch_step)
-        if self.train_loader.epoch > progress.epoch:  # resumed where validation had begun
+        if self.train_loader.epoch > progress.epoch:  # resumed from a checkpoint at the beginning of validation
             return ""
         batches = recorder.timed(self.train_loader)
         while self._step_or_save(batches, recorder):
@@ -189,7 +190,8 @@ class Trainer:
             if save:
                 signals.save = False
                 self.saver.save(recorder)
-            if self.commit and commits:  # its steps are written down by now: who goes on from it has them
+            # after logging, so that a process that resumes from the commit finds its steps logged
+            if self.commit and commits:
                 with recorder.phase("commit"):
                     pulse.show(Activity.SAVING)
                     self.commit()
@@ -202,7 +204,7 @@ class Trainer:
         return ""
 
     def _step_or_save(self, batches: Iterator[Batch], recorder: Recorder) -> bool:
-        """`step`. Where an image cannot be read, a process that is alone saves the steps that are done."""
+        """As `step`, but a single process saves a checkpoint of the completed steps if an image cannot be read."""
         try:
             return self.step(batches)
         except DataError:
@@ -211,19 +213,20 @@ class Trainer:
             raise
 
     def _stopped(self, signals: Signals) -> StoppedBySignal:
-        """What ends the run once its state is saved."""
+        """The exception that ends the run after its state is saved."""
         return StoppedBySignal(
-            signals.stop or signal.SIGTERM,  # with several processes, another one may have got it
-            f"stopped after step {self.state.progress.step} with a checkpoint; go on with: {self.saver.resume_command}",
+            signals.stop or signal.SIGTERM,  # with several processes, another one may have received the signal
+            f"stopped after step {self.state.progress.step} with a checkpoint; resume with: "
+            f"{self.saver.resume_command}",
         )
 
     @property
     def schedule_step(self) -> int:
-        """The optimizer steps done, had all of them had today's global batch: what the schedule counts."""
+        """The step for the schedule: the number of steps if all of them had had today's global batch."""
         return self.state.progress.epoch * self.state.steps_per_epoch + self.state.progress.epoch_step
 
     def step(self, batches: Iterator[Batch]) -> bool:
-        """One optimizer step on the next batches; False where the epoch has none left."""
+        """Do one optimizer step on the next batches. Returns False if the epoch has none left."""
         count = 0
         overlap: dict[str, Any] = {}
         if self.all_reduce and self.all_reduce.start and self.config.accumulate == 1:
@@ -251,17 +254,18 @@ class Trainer:
         return True
 
     def _draws(self, number: int) -> Draws:
-        """What is random in the pass over batch `number` of the step under way."""
+        """The random choices for batch `number` of the current step."""
         config, progress = self.config, self.state.progress
         batch = progress.epoch_step * config.accumulate + number
         return draw(config, progress.epoch, batch, self.workers.rank)
 
     def end_step(self, recorder: Recorder, read_now: bool = False) -> None:
-        """Tell the recorder of the step, and of the metrics of the log line before: they are asked for at one step and
-        received after the next is under way, so that a GPU never waits for them. Raises TrainError: not finite.
+        """Report the step to the recorder, with the metrics of the previous log line. Metrics are requested at one step
+        and received after the next one has started, so the GPU never waits for them. Raises TrainError if they are not
+        finite.
 
-        `read_now`: the metrics of all steps so far are received, as a checkpoint, a commit and the end of an epoch need
-        them; and those of a session's first step, whose line is to show at once that the run is alive.
+        `read_now`: receive the metrics of all steps so far. Checkpoints, commits and the end of an epoch need them; and
+        the session's first step, whose line shows at once that the run is alive.
         """
         is_short = self.num_batches < self.config.accumulate
         images = self.num_batches * self.config.batch_size * self.workers.size if is_short else None
@@ -276,13 +280,14 @@ class Trainer:
             self._log(recorder)
 
     def _log(self, recorder: Recorder) -> None:
-        """Receive the metrics that have been asked for, if any."""
+        """Receive the requested metrics, if any, and log them."""
         if self.receive_metrics:
             readings = self.monitor.take() if self.monitor else ()
-            waits = np.zeros((self.workers.size, len(recorder.loader_waits)))  # the others' rows come with the sum
+            # the sum over all ranks adds the other rows
+            waits = np.zeros((self.workers.size, len(recorder.loader_waits)))
             waits[self.workers.rank] = recorder.loader_waits
             own = self.receive_metrics()
-            skipped = self.executor.skipped_steps, self.executor.skipped_in_a_row  # the same on all processes
+            skipped = self.executor.skipped_steps, self.executor.skipped_in_a_row  # equal on all processes
             values = self.workers.sum([*waits.ravel(), *own, *skipped, *readings])
             self.receive_metrics = None
             slowest = np.reshape(values[: waits.size], waits.shape).max(axis=0).tolist()
@@ -297,7 +302,8 @@ class Trainer:
                 raise self.saver.diverged(*self.metrics_steps)
 
     def _tell_of_clipping(self, recorder: Recorder) -> None:
-        """Say so once where it leaves next to nothing of the gradients: the loss alone would not show why it stays."""
+        """Report once if clipping leaves almost nothing of the gradients. The loss alone would not show why it
+        stalls."""
         norm, clip_norm = self.executor.gradient_norm, self.config.clip_norm
         if self.has_told_of_clipping or norm is None or not clip_norm * LEAST_LEFT_BY_CLIPPING < norm < math.inf:
             return
@@ -306,7 +312,7 @@ class Trainer:
                      f"{clip_norm:g} scales them down to that: weights may hardly change; 1 is usual")
 
     def _end_epoch(self, recorder: Recorder, signals: Signals) -> str:
-        """Validate if it is time to. Returns why the run ends here, or ""."""
+        """Validate if it is due. Returns why the run ends here, or ""."""
         config, progress = self.config, self.state.progress
         done = progress.epoch + 1
         self._report_bad_images(recorder, self.train_loader)
@@ -329,7 +335,7 @@ class Trainer:
         return self._settled(recorder.evaluated)
 
     def _settled(self, images: str) -> str:
-        """Why the accuracies on `images` so far end the run, or ""; also of a run that goes on after it."""
+        """Why the accuracies on `images` so far end the run, or "". Also applies to a resumed run."""
         config, progress, evaluated = self.config, self.state.progress, accuracy_of(images)
         if 0 < config.target_accuracy <= progress.best_top1:
             return (f"stopped: the {evaluated} is {progress.best_top1:.4f} and has reached the target of "
@@ -340,8 +346,8 @@ class Trainer:
         return ""
 
     def _validate(self, recorder: Recorder, signals: Signals, loader: Loader) -> Validation:
-        """Validate after an epoch's last step, whose state is saved whatever becomes of the validation: a resumed run
-        begins with it. Raises StoppedBySignal, and UserError where an image cannot be read."""
+        """Validate after an epoch's last step. The state is saved before, so that a run that is stopped or fails
+        meanwhile resumes with this validation. Raises StoppedBySignal, and UserError if an image cannot be read."""
         self.saver.save_unless_fresh(recorder)
         try:
             with recorder.phase("validation"), self.evaluating(together=True):
@@ -361,9 +367,9 @@ class Trainer:
 
     @contextlib.contextmanager
     def evaluating(self, together: bool = False) -> Iterator[None]:
-        """Inside, the executor computes with what is to be validated: the moving averages, if there are any, and
-        BatchNorm's statistics without their initial values. `together`: with those of all processes averaged; a
-        collective operation."""
+        """Inside, the executor computes with the values to validate: the moving averages, if any, and BatchNorm's
+        statistics without the share of their initial values. `together`: average the statistics over all processes,
+        which makes this a collective operation."""
         with ema_in_use(self.state.optimizer):
             if together:
                 self.workers.all_reduce_on_host(self.executor.trained_statistics, "aux")
@@ -371,8 +377,8 @@ class Trainer:
                 yield
 
     def _report_bad_images(self, recorder: Recorder, loader: Loader) -> None:
-        """Name the images that a loader's processes have skipped, or used though they are damaged, at the end of its
-        epoch, and count the skipped ones of that; the recorder names those that its own meets in training. A collective
+        """At the end of an epoch of the loader, report and count the images that any process has skipped, and report
+        damaged ones that were used. (In training the recorder reports those of its own process.) A collective
         operation."""
         found = self.workers.gather((loader.bad_images, loader.damaged_images, loader.num_skipped))
         for rank, (bad, damaged, num_skipped) in enumerate(found):
@@ -383,29 +389,29 @@ class Trainer:
                     recorder.name_image(kind, file, reason)
             self.reported_bad.update(bad, damaged)
 
-    # --- conditions ---
+    # --- reasons to end ---
 
     def _time_up(self) -> bool:
         limit = self.config.time_limit
         return self.workers.rank == 0 and 0 < 60 * limit <= time.monotonic() - self.started_at
 
     def _steps_used_up(self) -> str:
-        """Why the run ends here where --max-steps are done, else ""."""
+        """Why the run ends here: --max-steps is reached; else ""."""
         done, limit = self.state.progress.step, self.config.max_steps
         return f"stopped after step {done}: --max-steps is {limit}" if 0 < limit <= done else ""
 
     @property
     def is_stuck(self) -> bool:
-        """Whether steps do not change any weight any more, as far as the metrics received last tell."""
+        """Whether steps no longer change any weight, according to the latest metrics."""
         return self.skipped_in_a_row >= MAX_SKIPPED_STEPS
 
     def stuck(self) -> TrainError:
-        """The error for it."""
+        """The error for a run that is stuck."""
         progress = self.state.progress
         saved = f"; the weights are in {self.saver.last_saved}" if self.saver.last_saved else ""
         return TrainError(
             f"{self.skipped_in_a_row} steps in a row have changed no weight, since gradients are not finite even at a "
-            f"loss scale of 1 (step {progress.step}, epoch {progress.epoch + 1}){saved}: go on with --dtype "
+            f"loss scale of 1 (step {progress.step}, epoch {progress.epoch + 1}){saved}: resume with --dtype "
             f"bfloat16, or begin anew with a lower --learning-rate (now {self.config.shown_rate})",
             on_all_ranks=True,
         )

@@ -1,4 +1,4 @@
-"""The optimizer of a run: by the name in its configuration, made by the executor; and moving averages."""
+"""The optimizer of a run, which the executor creates by its name, and moving averages of the weights."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from train.config import Config
 
 
 def make_optimizer(executor: Executor, config: Config) -> Optimizer:
-    """The optimizer of the configuration, for all parameters of the executor."""
+    """Create the configured optimizer for all parameters of the executor."""
     rule = optimizers.create(config.optimizer, vars(config))
     return executor.create_optimizer(rule, config.ema_decay > 0, config.clip_norm)
 
 
 def ema_decay(decay: float, step: int) -> float:
-    """Decay of the moving averages at optimizer step `step`, counted from 0: `decay`, but less in the first steps, so
-    that the average is of the weights so far and not of the initial ones.
+    """Decay of the moving averages at optimizer step `step`, counted from 0. It is `decay`, but lower in the first
+    steps, so that the average soon forgets the initial weights.
 
     Source: tf.train.ExponentialMovingAverage, min(decay, (1 + n) / (10 + n)), with n = step - 1.
     """
@@ -28,7 +28,7 @@ def ema_decay(decay: float, step: int) -> float:
 
 @contextlib.contextmanager
 def ema_in_use(optimizer: Optimizer) -> Iterator[None]:
-    """Inside, the network computes with the averages, if there are any."""
+    """Inside, the network uses the moving averages, if there are any."""
     if not optimizer.ema:
         yield
         return

@@ -1,4 +1,4 @@
-"""Presets: train/configs/<name>.py, each of which gives some options other defaults."""
+"""Presets: each file train/configs/<name>.py gives some options other defaults."""
 
 from __future__ import annotations
 

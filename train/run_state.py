@@ -1,4 +1,4 @@
-"""The state of a run: shared by its processes, captured for a checkpoint, restored from one."""
+"""The state of a run: equal in all processes, captured for a checkpoint, restored from one."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from train.statistics import InitialShares
 
 
 class RunState:
-    """Parameters, optimizer, statistics, and the positions in the epochs and in the training images."""
+    """Parameters, optimizer, statistics, progress, and the position in the training images."""
 
     def __init__(self, config: Config, workers: Workers, executor: Executor, train_loader: Loader) -> None:
         self.config = config
-        self.stated = config  # what the run's files say
+        self.stated = config  # the configuration that the run's files show
         self.workers, self.executor, self.train_loader = workers, executor, train_loader
         self.optimizer = make_optimizer(executor, config)
         self.shares = InitialShares(executor)
@@ -33,7 +33,7 @@ class RunState:
         self.steps_per_epoch = math.ceil(train_loader.num_batches / config.accumulate)
 
     def share(self) -> None:
-        """Give all processes rank 0's parameters and optimizer; a collective operation."""
+        """Copy rank 0's parameters and optimizer to all processes; a collective operation."""
         executor, broadcast = self.executor, self.workers.broadcast
         params, aux = executor.get_params()
         executor.set_params(broadcast(params, "params"), broadcast(aux, "aux"))
@@ -44,14 +44,15 @@ class RunState:
     def _assign(self, live: Mapping[str, Any], values: Mapping[str, np.ndarray]) -> None:
         """Set the executor's or optimizer's arrays from canonical ones."""
         for name, value in values.items():
-            if name in live:  # else it is frozen
+            if name in live:  # otherwise it is frozen
                 live[name][:] = self.executor.from_canonical(name, value)
 
     def capture(self) -> Checkpoint:
-        """All of it; a collective operation."""
+        """The whole state as a checkpoint; a collective operation."""
         executor = self.executor
         executor.synchronize()
-        self.workers.all_reduce_on_host(executor.trained_statistics, "aux")  # each process has seen other images
+        # averaged, because each process has seen other images
+        self.workers.all_reduce_on_host(executor.trained_statistics, "aux")
         params, aux = executor.get_params()
         ema = self.optimizer.ema
         self.workers.all_reduce_on_host([ema[name] for name in aux if name in ema], "ema aux")
@@ -77,8 +78,8 @@ class RunState:
         )
 
     def restore(self, checkpoint: Checkpoint) -> list[str]:
-        """Take over all but the parameters, which the executor was built with. Returns what the user should know about
-        how the run goes on. Raises TrainError or DataError where the checkpoint does not fit this run."""
+        """Restore everything except the parameters, with which the executor was built. Returns remarks for the user on
+        how the run resumes. Raises TrainError or DataError if the checkpoint does not fit this run."""
         if not checkpoint.loader_states:
             raise _incomplete(checkpoint, "no position in the training images")
         self._restore_loader(checkpoint)
@@ -104,18 +105,18 @@ class RunState:
             return
         then, now = (f"--freeze {each.freeze}" if each.freeze else "no --freeze"
                      for each in (checkpoint.config, self.config))
-        raise TrainError(f"{checkpoint.named} is of a run with {then}, and this one has {now}: to train other layers, "
-                         "begin a new run from its weights (--weights)", on_all_ranks=True)
+        raise TrainError(f"{checkpoint.named} belongs to a run with {then}, but this one has {now}: to train other "
+                         "layers, begin a new run from its weights (--weights)", on_all_ranks=True)
 
     def _restore_optimizer(self, checkpoint: Checkpoint) -> None:
         before, state = checkpoint.config, self.optimizer.state
         if checkpoint.state.keys() != state.keys():
             if before.optimizer == self.config.optimizer:
                 raise _incomplete(checkpoint, f"no state of its optimizer, which has {', '.join(state)}")
-            raise TrainError(f"{checkpoint.named} is of a run with --optimizer {before.optimizer}, from whose state "
-                             f"{self.config.optimizer} cannot go on: leave out --optimizer", on_all_ranks=True)
-        # Momentum is a sum of steps, each with its learning rate. Where the rate jumps with the global batch, momentum
-        # is scaled likewise (Goyal et al., arXiv:1706.02677, section 3).
+            raise TrainError(f"{checkpoint.named} belongs to a run with --optimizer {before.optimizer}, whose state "
+                             f"{self.config.optimizer} cannot use: leave out --optimizer", on_all_ranks=True)
+        # Momentum is a sum of steps scaled by their learning rates. If the global batch changes the rate, momentum is
+        # scaled likewise (Goyal et al., arXiv:1706.02677, section 3).
         images, images_before = self._images(checkpoint)
         jump, rate_in = np.float32(images / images_before), optimizers.rule_of(self.config.optimizer).rate_in
         for slot, arrays in checkpoint.state.items():
@@ -126,7 +127,7 @@ class RunState:
         self.optimizer.scalars = checkpoint.scalars
 
     def _restore_statistics(self, checkpoint: Checkpoint) -> None:
-        """BatchNorm's running statistics with what they hold of their initial values, and the moving averages."""
+        """Restore BatchNorm's running statistics, with the share of their initial values, and the moving averages."""
         biased = checkpoint.biased
         self._assign(self.executor.aux, biased.aux)
         if self.optimizer.ema:
@@ -138,28 +139,28 @@ class RunState:
         self.progress = replace(checkpoint.progress)
         if self.train_loader.epoch == self.progress.epoch:
             self.progress.epoch_step = math.ceil(self.train_loader.batch / self.config.accumulate)
-        elif self.train_loader.epoch > self.progress.epoch:  # in validation
+        elif self.train_loader.epoch > self.progress.epoch:  # the checkpoint was saved in validation
             self.progress.epoch_step = self.steps_per_epoch
 
     def _notes(self, checkpoint: Checkpoint) -> list[str]:
-        """What the user should know about how the run goes on."""
+        """Remarks for the user on how the run resumes."""
         notes: list[str] = []
         images, images_before = self._images(checkpoint)
         if images != images_before:
             processes = "1 process" if self.workers.size == 1 else f"{self.workers.size} processes"
-            notes.append(f"going on with {images} images a step ({processes}) after {images_before} "
+            notes.append(f"resuming with {images} images a step ({processes}) after {images_before} "
                          f"({len(checkpoint.loader_states)}): the learning rate is scaled with them")
         if checkpoint.is_at_limit and not self.config.max_steps:
-            notes.append(f"--max-steps {checkpoint.config.max_steps} has been reached and is dropped: the run goes on "
-                         "to the end of its epochs")
+            notes.append(f"--max-steps {checkpoint.config.max_steps} has been reached and is dropped: the run "
+                         "continues to the end of its epochs")
         return notes
 
     def _images(self, checkpoint: Checkpoint) -> tuple[int, int]:
-        """Images a step, now and before."""
+        """Images per step, now and at the checkpoint."""
         return (self.config.global_batch(self.workers.size),
                 checkpoint.config.global_batch(len(checkpoint.loader_states)))
 
 
 def _incomplete(checkpoint: Checkpoint, fault: str) -> TrainError:
-    return TrainError(f"{checkpoint.named} cannot be resumed, since it holds {fault}: use another one of its folder",
+    return TrainError(f"{checkpoint.named} cannot be resumed, since it holds {fault}: use another one in its folder",
                       on_all_ranks=True)

@@ -1,4 +1,4 @@
-"""Saving a run: when a checkpoint is due, what was saved last, and checkpoints that somebody has removed."""
+"""Saves a run: decides when a checkpoint is due, and notices removed checkpoints."""
 
 from __future__ import annotations
 
@@ -14,37 +14,38 @@ from train.processes.pulse import Activity, pulse
 from train.recording.recorder import Recorder
 from train.run_state import RunState
 
-FRESH_SECONDS = 30.0  # a checkpoint of this age need not be followed by one before validation
+FRESH_SECONDS = 30.0  # a checkpoint younger than this makes another one before validation unnecessary
 
 
 class Saver:
     """Writes the checkpoints of a run into its folder."""
 
     def __init__(self, state: RunState, run_folder: Path, resume_command: str) -> None:
-        """`state`: restored already, where the run goes on from a checkpoint."""
+        """`state`: already restored, if the run resumes."""
         self.state = state
         self.resume_command = resume_command
         self.checkpoints = CheckpointFolder(run_folder, state.config.keep_checkpoints)
         self.last_saved: Path | None = None
-        self.saved_progress: Progress | None = None  # what is in it
+        self.saved_progress: Progress | None = None  # progress in the last checkpoint
         self.saved_at = time.monotonic()
         resumed = self.checkpoints.path_of(state.progress.step)
         if state.progress.step and resumed.exists():
             self.last_saved, self.saved_progress = resumed, replace(state.progress)
 
     def is_due(self) -> bool:
-        """Whether rank 0 asks for a checkpoint, by the time since the last one."""
+        """Whether rank 0 requests a checkpoint, by the time since the last one."""
         minutes = self.state.config.checkpoint_minutes
         return self.state.workers.rank == 0 and 0 < 60 * minutes <= time.monotonic() - self.saved_at
 
     def save_unless_fresh(self, recorder: Recorder) -> None:
-        """Save, unless the last checkpoint is some seconds old; a collective operation."""
+        """Save, unless the last checkpoint is only seconds old; a collective operation."""
         workers = self.state.workers
         if workers.sum([workers.rank == 0 and time.monotonic() - self.saved_at > FRESH_SECONDS])[0]:
             self.save(recorder)
 
     def save(self, recorder: Recorder, is_best: bool = False) -> None:
-        """Write a checkpoint of this state, unless the last one is it. Raises TrainError: not finite, or no room."""
+        """Save a checkpoint, unless the last one has this state. Raises TrainError if it is not finite or cannot be
+        written."""
         workers, progress = self.state.workers, self.state.progress
         self.look_for_removed(recorder)
         if progress == self.saved_progress and not is_best:
@@ -61,12 +62,12 @@ class Saver:
         recorder.event("checkpoint", file=path.name, is_best=is_best)
 
     def save_before_error(self, recorder: Recorder) -> None:
-        """Save before a user's mistake ends the run, and say how to go on."""
+        """Save before a user's mistake ends the run, and report how to resume."""
         self.save(recorder)
         recorder.say(f"step {self.state.progress.step} is saved; fix that, then resume with: {self.resume_command}")
 
     def capture(self) -> Checkpoint:
-        """The checkpoint of this state; a collective operation. Raises TrainError where parameters are not finite."""
+        """The state as a checkpoint; a collective operation. Raises TrainError if parameters are not finite."""
         checkpoint, step = self.state.capture(), self.state.progress.step
         if not all(np.isfinite(array).all() for arrays in (checkpoint.params, checkpoint.aux)
                    for array in arrays.values()):
@@ -74,17 +75,17 @@ class Saver:
         return checkpoint
 
     def diverged(self, first: int, last: int) -> TrainError:
-        """The error for a loss that is not finite in these steps."""
+        """The error for a loss that is not finite in the steps `first` to `last`."""
         steps = f"step {last}" if first == last else f"steps {first} to {last}"
         saved = f"the last good checkpoint is {self.last_saved}" if self.last_saved else "there is no checkpoint yet"
         return TrainError(
-            f"the loss is no finite number any more ({steps}, epoch {self.state.progress.epoch + 1}); {saved}: "
-            f"{self.state.config.calmer}",
+            f"the loss is no longer finite ({steps}, epoch {self.state.progress.epoch + 1}); {saved}: "
+            f"{self.state.config.divergence_advice}",
             on_all_ranks=True,
         )
 
     def look_for_removed(self, recorder: Recorder) -> None:
-        """Say which checkpoints somebody has removed, and count on none of them."""
+        """Report removed checkpoints, and no longer count on them."""
         workers = self.state.workers
         removed = self.checkpoints.removed() if workers.rank == 0 else []
         recorder.removed([f"{FOLDER}/{name}" for name in removed])
@@ -95,11 +96,12 @@ class Saver:
             self._forget_best()
 
     def look_for_best(self) -> None:
-        """A run may go on in another folder than it began in, or where somebody has removed files meanwhile."""
+        """Forget the best accuracy if best.npz is missing: the run may resume in another folder, or the file was
+        removed."""
         workers = self.state.workers
         if workers.sum([workers.rank == 0 and not self.checkpoints.has_best])[0]:
             self._forget_best()
 
     def _forget_best(self) -> None:
-        self.state.progress.best_top1 = -1.0  # best.npz always holds the weights of this accuracy
+        self.state.progress.best_top1 = -1.0  # an accuracy is kept only with its weights in best.npz
         self.state.progress.validations_since_best = 0

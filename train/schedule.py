@@ -1,4 +1,4 @@
-"""Learning rates by optimizer step and image sizes by epoch: pure functions, so that a resumed run needs no state for
+"""Learning rate by optimizer step and image size by epoch. Both are pure functions, so a resumed run needs no state for
 them."""
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ IMAGE_SIZE_STEP = 32  # pixels; the network halves the image five times
 class Schedule:
     """Linear warm-up to `peak`, then `kind` until `total_steps`. Times are in optimizer steps, counted from 0.
 
-    Warm-up: peak * (step + 1) / warmup_steps (after Goyal et al., arXiv:1706.02677, section 2.2, but from 0).
-    With p the share of the steps after the warm-up that are done:
-    cosine: final + (peak - final) * (1 + cos(pi p)) / 2 (Loshchilov and Hutter, arXiv:1608.03983, without restarts);
-    polynomial: final + (peak - final) * (1 - p) ** power;
-    step: peak * factor ** number of `milestones` reached, whatever the warm-up.
+    Warm-up: peak * (step + 1) / warmup_steps (after Goyal et al., arXiv:1706.02677, section 2.2, but from 0). With p =
+    the fraction of the steps after the warm-up that are done: cosine: final + (peak - final) * (1 + cos(pi p)) / 2
+    (Loshchilov and Hutter, arXiv:1608.03983, without restarts); polynomial: final + (peak - final) * (1 - p) ** power;
+    step: peak * factor ** (number of `milestones` reached, counted from the start of the run).
     """
 
     kind: str
@@ -64,8 +63,8 @@ def make_schedule(config: Config, steps_per_epoch: int, num_processes: int) -> S
 def image_size_in(config: Config, epoch: int) -> int:
     """Height and width of the training images in an epoch, in pixels.
 
-    first_image_size until the first of resize_epochs, then linearly, rounded to multiples of 32, to image_size at the
-    second (progressive resizing, as in libffcv/ffcv-imagenet).
+    Progressive resizing, as in libffcv/ffcv-imagenet: first_image_size until the first of resize_epochs, then a linear
+    rise, rounded to multiples of 32, to image_size at the second.
     """
     small, large = config.first_image_size or config.image_size, config.image_size
     start, end = config.resize_epochs
@@ -78,5 +77,5 @@ def image_size_in(config: Config, epoch: int) -> int:
 
 
 def image_sizes(config: Config) -> tuple[int, ...]:
-    """Height and width of the training images in each epoch of a run, in pixels."""
+    """Height and width of the training images in each epoch, in pixels."""
     return tuple(image_size_in(config, epoch) for epoch in range(config.epochs))

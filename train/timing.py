@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-PRECISION = 0.01  # wanted standard error of a median, relative to it
-MIN_SAMPLES = 10  # of fewer, the interval that the standard error is from is the range of nearly all of them
+PRECISION = 0.01  # target for the relative standard error of a median
+MIN_SAMPLES = 10  # with fewer, the interval behind the standard error covers nearly all samples
 
 
 class Timing(NamedTuple):
@@ -18,11 +18,12 @@ class Timing(NamedTuple):
 
     median: float
     error: float | None  # standard error of the median, relative to it; None: too few samples to tell
-    limit: str  # what ended the repetition before the error was under 1 %; "" where nothing did
+    limit: str  # the limit that ended it before the error was under 1 %, in words; "" if none did
 
 
 def standard_error_of_median(values: Sequence[float] | np.ndarray) -> float:
-    """From the order statistics that bound the median's 95 % confidence interval, so for any distribution.
+    """The standard error from the order statistics that bound the median's 95 % confidence interval; valid for any
+    distribution.
 
     Source: McKean and Schrader, 'A comparison of methods for studentizing the sample median', 1984.
     """
@@ -32,7 +33,7 @@ def standard_error_of_median(values: Sequence[float] | np.ndarray) -> float:
 
 
 def relative_error(samples: Sequence[float] | np.ndarray) -> float:
-    """Standard error of the median over the median; infinite where the samples are too few to tell."""
+    """Standard error of the median divided by the median; infinite with too few samples."""
     if len(samples) < MIN_SAMPLES:
         return math.inf
     return standard_error_of_median(samples) / float(np.median(samples))
@@ -43,10 +44,10 @@ def repeat(sample: Callable[[], float], limit_seconds: float, least_seconds: flo
     """Take samples until the standard error of their median is under 1 %, or for `limit_seconds`.
 
     Args:
-        sample: times once, and returns it in any unit.
-        limit_seconds: no sample is begun after these; one at least is taken.
-        least_seconds: samples are taken for so long in any case.
-        clock: seconds, for tests.
+        sample: takes one timing and returns it, in any unit.
+        limit_seconds: no sample begins after this time; at least one is taken.
+        least_seconds: the minimum duration.
+        clock: returns seconds; for tests.
     """
     start, samples = clock(), [sample()]
     while (spent := clock() - start) < limit_seconds:

@@ -1,4 +1,4 @@
-"""Validation: what a network makes of a whole split, over all processes."""
+"""Validation of a network on a whole split, over all processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from train.recording.recorder import LONGEST_SILENCE
 
 
 class Validation(NamedTuple):
-    """What a network makes of a whole split, over all processes."""
+    """The results of a validation on a whole split, over all processes."""
 
     metrics: Metrics
     outcomes: Outcomes
@@ -26,17 +26,18 @@ def validate(
     executor: Executor, loader: Loader, workers: Workers, stop: Callable[[], bool] = lambda: False,
     progress: Callable[[int], None] | None = None,
 ) -> Validation | None:
-    """Validate on a whole split, with BatchNorm's statistics as they are, the same in all processes.
+    """Validate on a whole split, with BatchNorm's statistics as they are; they must be equal in all processes.
 
-    None where `stop`, which is asked after each batch, has said so on any of the processes. `progress` is told how many
-    batches have been begun. Raises UserError, on all of them, where one cannot load or evaluate a batch.
+    `stop` is called after each batch; None is returned if it was true on any process. `progress` gets the number of
+    batches begun. Raises UserError, on all processes, if one cannot load or evaluate a batch.
     """
-    pulse.show(Activity.VALIDATING)  # the first batch may wait until the network is compiled for it
+    pulse.show(Activity.VALIDATING)  # the first batch may wait for compilation
     batches, is_over = iter(loader), False
     problem: UserError | None = None
     found: list[Outcomes] = []
-    take: Callable[[], Outcomes] | None = None  # of the batch before: the host counts while the device computes
-    for number in range(1, loader.num_batches + 1):  # on each process as many: they vote after each
+    # fetches the previous batch's outcomes; the host counts while the device computes
+    take: Callable[[], Outcomes] | None = None
+    for number in range(1, loader.num_batches + 1):  # equal on all processes, because they vote after each batch
         if not problem:
             try:
                 batch = next(batches)
@@ -52,20 +53,20 @@ def validate(
             progress(number)
         if is_over:
             break
-    pulse.show(Activity.VALIDATING)  # what the device has not done yet
+    pulse.show(Activity.VALIDATING)  # waits for the device's remaining work
     with workers.agreement():
         if problem:
             raise problem
-        found += [take()] if take else []  # waits for the device, which may fail too
+        found += [take()] if take else []  # waits for the device, which may fail
         metrics = executor.read_metrics()
     if is_over:
         return None
-    next(batches, None)  # the loader's epoch ends
+    next(batches, None)  # ends the loader's epoch
     return Validation(Metrics(*workers.sum(metrics)), Outcomes.together(workers.gather(Outcomes.together(found))))
 
 
 def printed_progress(total: int) -> Callable[[int], None]:
-    """For `validate`: prints how many of the batches have been begun, where that has not been told for long."""
+    """A `progress` for `validate`: prints the number of batches begun, if the last such line is long ago."""
     last = time.monotonic()
 
     def tell(done: int) -> None:
@@ -78,6 +79,6 @@ def printed_progress(total: int) -> Callable[[int], None]:
 
 
 def _request_outcomes(executor: Executor, batch: Batch) -> Callable[[], Outcomes]:
-    """Those of the batch that has just been evaluated; what is returned waits for them."""
+    """Request the outcomes of the batch just evaluated; the returned function waits for them."""
     probabilities, count = executor.request_probabilities(), batch.num_valid
     return lambda: Outcomes.of(probabilities()[:count], batch.label.asnumpy()[:count], batch.indices)

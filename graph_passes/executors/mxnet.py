@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common.mxnet_compat import mx
-from common.output import without_lines
+from common.quiet import without_lines
 from graph_passes.errors import GraphError
 from graph_passes.executors.base import NO_DRAWS, TOP_K, Draws, Executor, Metrics, parse_device
 from graph_passes.graph import VARIABLE, Graph, Node, Ref

@@ -1,9 +1,9 @@
-"""Where the images are: one module for each way of storing them, behind one small interface (base.py).
+"""Sources of images: one module for each storage format, behind one small interface (base.py).
 
-What may be given as the data path (`LoaderConfig.data`), for the split `train` (and likewise for `val`), is in FORMATS.
-Class numbers are the lines of a classes.txt beside the split (`name`, or `folder <tab> name to show`), else what the
-format itself has: sorted class folders of the training split, or the numbers in the files. ImageNet's classes get words
-for names where they have only their WordNet ids.
+FORMATS lists what the data path (`LoaderConfig.data`) may be, for the split `train` and likewise for `val`. A class
+number is a line number of a classes.txt beside the split (lines of `name`, or `folder <tab> name to show`). Without
+that file the format decides: sorted class folders of the training split, or the numbers in the files. ImageNet classes
+that are only named by WordNet ids get English names.
 """
 
 from __future__ import annotations
@@ -50,24 +50,24 @@ __all__ = [
 
 
 class Reading(NamedTuple):
-    """What decides how files are read, where the format leaves it open."""
+    """Options for reading files whose format leaves something open."""
 
     num_classes: int | None = None  # if given
     first_label: FirstLabel = AUTO  # see TFRecordSource
-    train: Sequence[Path] = ()  # the training images' files, where those of another split are opened
+    train: Sequence[Path] = ()  # the training files, if another split is opened
     labels: Labels = AUTO  # see Cifar100Source
 
 
 class Format(NamedTuple):
-    """One way of storing a split."""
+    """One storage format of a split."""
 
-    looks_like: str  # in messages
-    find: Callable[[Path, str], list[Path]]  # the files or the folder that hold a split at a data path; [] if none do
-    open: Callable[[list[Path], str, Reading], Source]  # what was found, the split
+    looks_like: str  # its name in messages
+    find: Callable[[Path, str], list[Path]]  # (data path, split) -> the files or folder of the split; [] if none
+    open: Callable[[list[Path], str, Reading], Source]  # (files that `find` returned, split, options) -> source
 
 
-# In the order in which they are looked for: a list is what `verify --write-clean` writes, so it goes before the folder
-# that it lists.
+# In search order. A list precedes the folder that it lists, because `verify --write-clean` writes a list to leave out
+# images of the folder.
 FORMATS = {
     "list": Format("a .lst file", folders.find_list, lambda files, split, _: folders.open_list(files[0])),
     "RecordIO": Format("a .rec file", records.find, lambda files, split, how: RecordSource(files[0], how.num_classes)),
@@ -93,7 +93,7 @@ _OTHER = {"train": "val", "val": "train"}
 
 
 class Location(NamedTuple):
-    """Where one split is."""
+    """The place and format of one split."""
 
     format: str  # a key of FORMATS
     files: list[Path]  # or the one folder
@@ -112,11 +112,11 @@ def open_source(
     Args:
         data: a path, as in FORMATS.
         split: "train" or "val".
-        num_classes: for formats that do not know it.
-        val_split: this fraction of the training images is the split "val", which the data must not have.
-        val_group_by: what stays on one side then: an "image", or all images of a "folder" within a class.
-        first_label: of TFRecord files, the label of the first class: "0", "1" or "auto".
-        labels: of CIFAR-100's own files, the labels that are read: "fine", "coarse", or "auto", which is fine.
+        num_classes: the number of classes, for formats that do not store it.
+        val_split: the fraction of the training images used as the split "val", which the data must not have.
+        val_group_by: with `val_split`, assign each "image" singly, or all images of a "folder" within a class together.
+        first_label: for TFRecord files, the label of the first class: "0", "1" or "auto".
+        labels: for CIFAR-100's own files, the labels to read: "fine", "coarse", or "auto", which means fine.
     """
     try:
         if val_split:
@@ -131,7 +131,7 @@ def open_source(
         source.classes = in_words(source.classes)
         folder = found.files[0] if found.files[0].is_dir() else found.files[0].parent
         source.remarks = [*source.remarks, *unread_list(folder)]
-        if split == "train":  # once for both
+        if split == "train":  # only once for both splits
             source.remarks = [*source.remarks, *beside(found, data)]
         return part(source, split, val_split, val_group_by) if val_split else source
     except OSError as error:
@@ -141,12 +141,12 @@ def open_source(
 
 
 def locate(data: str | Path, split: str) -> Location:
-    """Where a split is; raises DataError."""
+    """Find a split; raises DataError."""
     if data in ("", "synthetic"):
         raise DataError(f"data path {data!r} is not a place with image files; give a file or a folder")
     path = expanded(data)
     if found := _find(path, split):
-        if path not in found.files:  # whoever gives one shard means that one
+        if path not in found.files:  # not if the user named a single shard
             check_complete(found.files)
             if found.format == "folders":
                 folders.check_is_split(path, split)
@@ -159,7 +159,7 @@ def locate(data: str | Path, split: str) -> Location:
             f"data path {path} has {other} but no {split}; add {split}/, {split}.rec or {split}.lst{without}"
         )
     if path.is_dir():
-        folders.folder_classes(path, split)  # raises
+        folders.folder_classes(path, split)  # raises the more precise error
     known = ", ".join(entry.looks_like for entry in FORMATS.values())
     problem = "is in none of the known formats" if path.exists() else "does not exist"
     raise DataError(
@@ -168,19 +168,19 @@ def locate(data: str | Path, split: str) -> Location:
 
 
 def has_label_sets(data: str | Path) -> bool:
-    """Whether each image there has a fine and a coarse label, of which --labels chooses one."""
+    """Whether each image has a fine and a coarse label, so that --labels must choose one."""
     return any((found := _find(expanded(data), split)) and found.format in _WITH_LABEL_SETS for split in _OTHER)
 
 
 def check_label_set(data: str | Path, format: str, labels: Labels) -> None:
-    """Raise DataError where --labels is given for data that have one label for each image."""
+    """Raise DataError if --labels is given for data with a single label for each image."""
     if labels != AUTO and format not in _WITH_LABEL_SETS:
         raise DataError(f"{data}: has one label for each image, and --labels {labels} chooses between the two of "
                         "CIFAR-100's own files: leave it out")
 
 
 def splits_of(data: str | Path) -> list[str]:
-    """The splits that a data path has; images without splits count as "train". Raises DataError if there is nothing."""
+    """The splits at a data path; images without splits count as "train". Raises DataError if there are no data."""
     path = expanded(data)
     found = {split: where for split in ("train", "val") if data and (where := _find(path, split))}
     if not found:
@@ -189,20 +189,20 @@ def splits_of(data: str | Path) -> list[str]:
 
 
 def same_images(data: str | Path) -> bool:
-    """Whether training and validation find the same images there, also by links. Raises OSError."""
+    """Whether both splits of a data path consist of identical files, possibly by links. Raises OSError."""
     train, val = (_find(expanded(data), split) for split in ("train", "val"))
     return train is not None and val is not None and _places(train) == _places(val)
 
 
 def _places(location: Location) -> list[Path]:
-    """Where the files, or class folders, of a split really are."""
+    """The files or class folders of a split, with links resolved."""
     if location.format == "folders":
         return list(folders.class_places(location.path).values())
     return [file.resolve() for file in location.files]
 
 
 def beside(found: Location, data: str | Path) -> list[str]:
-    """A sentence about shards, records, lists and folders of images in a folder of data that are in neither split."""
+    """A remark about shards, records, lists and image folders in the data folder that belong to neither split."""
     path = expanded(data)
     read = {file for split in _OTHER if (where := _find(path, split)) for file in where.files}
     if not path.is_dir() or path in read:
@@ -210,17 +210,17 @@ def beside(found: Location, data: str | Path) -> list[str]:
     holders = {path} | {file.parent for file in found.files if file.parent.parent == path}
     others = [str(file.relative_to(path)) for folder in sorted(holders) for file in sorted(folder.iterdir())
               if file not in read | holders and _is_data(file, found.format)]
-    return [f"{path}: {len(others):,} of the shards, records, lists and folders of images there belong to no split and "
-            f"are not read: {some(others)}"] if others else []
+    return [f"{path}: {len(others):,} of its shards, records, lists and folders of images belong to no split and are "
+            f"not read: {some(others)}"] if others else []
 
 
 def _is_data(path: Path, format: str) -> bool:
-    """Whether a file or folder might have been meant as data."""
+    """Whether a file or folder may be meant as data."""
     if path.name.startswith(".") or is_system(path.name):
         return False
     if not path.is_dir():
         return path.suffix in (".rec", ".lst") or is_tar(path) or is_tfrecord(path)
-    # A list names images in folders, and train/ beside train.rec is mostly what that was made of.
+    # Folders beside a list usually hold its images, and train.rec was usually made from the train/ beside it.
     return format != "list" and path.name not in _OTHER and folders.seems_to_hold_images(path)
 
 
@@ -229,13 +229,16 @@ def _check_val_split(data: str | Path, val_split: float) -> None:
         raise DataError(f"--val-split {val_split:g} must be at least 0 and below 1")
     found = _find(expanded(data), "val")
     if found and not same_images(data):
-        raise DataError(f"data path {data} has images for validation, {found.path}: leave out --val-split, or give the "
-                        "training images alone as the data")
+        raise DataError(f"data path {data} has images for validation, {found.path}: leave out --val-split, or give "
+                        "only the training images as the data")
 
 
 def _find(path: Path, split: str) -> Location | None:
-    """Where the first format that has a split has it. Images without splits, which a format finds for both, are not
-    taken for one where a format before has the other alone: they may hold its images."""
+    """The place of a split in the first format that finds it; None if no format does.
+
+    A format may find unsplit images, which serve as both splits. They are ignored if an earlier format has only the
+    other split, because they may contain the images of that split.
+    """
     other, before = _OTHER[split], list[Format]()
     for name, entry in FORMATS.items():
         files = entry.find(path, split)
@@ -248,7 +251,7 @@ def _find(path: Path, split: str) -> Location | None:
 
 
 def _check_one_cifar(path: Path, split: str, files: list[Path]) -> None:
-    """Raise DataError where CIFAR-100 lies beside the files of CIFAR-10: a user may mean either."""
+    """Raise DataError if CIFAR-100 lies beside CIFAR-10, because the user may mean either."""
     if others := cifar100.find(path, split):
         folders = sorted({files[0].parent, others[0].parent})
         way_out = f"give {' or '.join(map(str, folders))}" if len(folders) > 1 else "give each a folder of its own"

@@ -1,10 +1,10 @@
 """The original CIFAR-10 files as a source: data_batch_1 to 5 and test_batch, as Python pickles or as .bin files.
 
-Format: https://www.cs.toronto.edu/~kriz/cifar.html. The pixels are stored bare; the decoder gets each image as a PPM
-file, which is a short header and the pixels as they are, so that nothing is lost and all else is as for JPEGs.
+Format: https://www.cs.toronto.edu/~kriz/cifar.html. The files hold bare pixels. The decoder gets each image as a PPM
+file, a short header followed by the unchanged pixels; so no information is lost, and the other steps are as for JPEGs.
 
-Other data in this layout have a batches.meta with their own classes, and any number of batches. CIFAR-100's files are
-read by cifar100.py, with what both have in common from here.
+Other data in this layout have a batches.meta with their own classes, and any number of batches. cifar100.py reads
+CIFAR-100's files with functions from here.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _ARCHIVES = (("cifar-10-batches-py", ""), ("cifar-10-batches-bin", ".bin"))  # f
 
 
 def find(path: Path, split: str) -> list[Path]:
-    """PATH/data_batch_1 ... or PATH/data_batch_1.bin ..., or these in the folder that CIFAR-10's archives unpack to.
+    """Find PATH/data_batch_1 ... or PATH/data_batch_1.bin ..., in PATH or in the folder of CIFAR-10's archives.
 
-    All batches up to the last one that is there, also those that are missing."""
+    Returns all batches up to the last existing one, including missing batches."""
     for archive, ending in _ARCHIVES:
         for folder in (path, path / archive):
             if split == "val":
@@ -56,9 +56,9 @@ class PixelSource(Source):
     """Images of 32x32 pixels, all of them in memory (3 kB an image).
 
     Args:
-        files: that the images are from.
-        images: of each file, (N, 3072) uint8: planes of red, green and blue.
-        labels: of each file, (N,).
+        files: the files that hold the images.
+        images: for each file, (N, 3072) uint8: planes of red, green and blue.
+        labels: for each file, (N,).
     """
 
     feeds = "bytes"
@@ -111,7 +111,7 @@ class CifarSource(PixelSource):
 
 
 def chosen_classes(folder: Path, names: Sequence[str], way_out: str = "") -> Classes:
-    """The classes of a classes.txt in the folder, of which there must be as many as names; or else these names."""
+    """The classes of classes.txt in the folder, or else `names`. Their numbers must be equal, else raises DataError."""
     listed = read_classes(folder)
     if listed and len(listed) != len(names):
         raise DataError(f"{folder}: classes.txt lists {len(listed)} classes, and the data have {len(names)}"
@@ -120,56 +120,57 @@ def chosen_classes(folder: Path, names: Sequence[str], way_out: str = "") -> Cla
 
 
 def check_names(path: Path, names: Sequence[str]) -> list[str]:
-    """The names of the classes that a file lists; raises DataError where they name no classes."""
+    """Check the class names that a file lists; raises DataError if there are none, or empty or repeated names."""
     if not names:
         raise DataError(f"{path}: lists no class; {WAY_OUT}")
     if any(not name.strip() for name in names):
-        raise DataError(f"{path}: one of the class names in it is empty; {WAY_OUT}")
+        raise DataError(f"{path}: one of its class names is empty; {WAY_OUT}")
     (name, times), = Counter(names).most_common(1)
     if times > 1:
-        raise DataError(f"{path}: the class name {name!r} is in it twice; every class needs another one")
+        raise DataError(f"{path}: the class name {name!r} occurs twice; give every class a different name")
     return list(names)
 
 
 def read_names(path: Path) -> list[str]:
-    """The class names of a text file with one in each line. Raises DataError."""
+    """Read a text file with one class name per line. Raises DataError."""
     return check_names(path, [key for key, _ in parse_classes(read_lines(path), separator="\t")])
 
 
 def unpickled(file: Path, what: str) -> dict[str, Any]:
-    """The dictionary of a pickle by its keys as text, whether Python 2 or 3 wrote them. Raises DataError."""
+    """Read a dictionary from a pickle; its keys become text, whether Python 2 or 3 wrote them. Raises DataError."""
     content = read_file(file)
-    with understood(file, f"is no {what}", WAY_OUT):
+    with understood(file, f"is not a {what}", WAY_OUT):
         return {text_of(key): value for key, value in pickles.load(content).items()}
 
 
 def images_and_labels(file: Path, batch: Mapping[str, Any], key: str, what: str) -> tuple[np.ndarray, np.ndarray]:
-    """Images (N, 3072) and labels (N,) of a pickle, the labels under this key. Raises DataError."""
-    with understood(file, f"is no {what}", WAY_OUT):
+    """The images (N, 3072) and labels (N,) in a pickle's dictionary; `key` is that of the labels. Raises DataError."""
+    with understood(file, f"is not a {what}", WAY_OUT):
         images, labels = np.asarray(batch["data"]), np.asarray(batch[key])
         if len(labels) and labels.dtype.kind not in "iu":
-            raise ValueError(f"its labels are {labels.dtype}, no whole numbers")
+            raise ValueError(f"its labels are {labels.dtype}, not whole numbers")
         labels = labels.astype(np.int64)
     if images.dtype != np.uint8 or labels.ndim != 1 or images.shape != (len(labels), IMAGE_BYTES) or not len(labels):
-        raise DataError(f"{file}: is no {what}: its data is {images.dtype} of shape {images.shape} for {len(labels)} "
-                        f"labels; {WAY_OUT}")
+        raise DataError(f"{file}: is not a {what}: its data is {images.dtype} of shape {images.shape} for "
+                        f"{len(labels)} labels; {WAY_OUT}")
     return images, labels
 
 
 def _read_bin(file: Path) -> tuple[np.ndarray, np.ndarray, str]:
-    """Images (N, 3072), labels (N,), and what the file says of itself, which is nothing."""
+    """Read images (N, 3072) and labels (N,); the third value, a batch_label, is "" as .bin files have none."""
     content = np.frombuffer(read_file(file), np.uint8)
     if not len(content) or len(content) % _ROW:
         of_cifar100 = len(content) and not len(content) % (1 + _ROW)
-        way_out = f"call it train.bin or test.bin if it is CIFAR-100's ({1 + _ROW} each)" if of_cifar100 else WAY_OUT
-        raise DataError(f"{file}: is no CIFAR-10 file: its {len(content)} bytes are no whole number of images of "
-                        f"{_ROW}; {way_out}")
+        way_out = (f"if it is CIFAR-100's, with {1 + _ROW} bytes an image, call it train.bin or test.bin"
+                   if of_cifar100 else WAY_OUT)
+        raise DataError(f"{file}: is not a CIFAR-10 file: its {len(content)} bytes are not a whole number of images "
+                        f"of {_ROW} bytes; {way_out}")
     rows = content.reshape(-1, _ROW)
     return rows[:, 1:], rows[:, 0].astype(np.int64), ""
 
 
 def _read_pickle(file: Path) -> tuple[np.ndarray, np.ndarray, str]:
-    """Images (N, 3072), labels (N,), and what the file says of itself, as 'training batch 1 of 5'."""
+    """Read images (N, 3072), labels (N,), and the batch_label, such as 'training batch 1 of 5'."""
     what = "CIFAR-10 file, a pickle with data and labels"
     batch = unpickled(file, what)
     images, labels = images_and_labels(file, batch, "labels", what)
@@ -178,7 +179,7 @@ def _read_pickle(file: Path) -> tuple[np.ndarray, np.ndarray, str]:
 
 
 def _read_meta(folder: Path, is_binary: bool) -> dict[str, Any]:
-    """What batches.meta says, or batches.meta.txt beside .bin files: `label_names` and perhaps more; {} without one."""
+    """Read batches.meta, or batches.meta.txt beside .bin files: `label_names` and perhaps more; {} if missing."""
     path = folder / ("batches.meta.txt" if is_binary else "batches.meta")
     if not path.is_file():
         return {}
@@ -186,17 +187,17 @@ def _read_meta(folder: Path, is_binary: bool) -> dict[str, Any]:
         return {"label_names": read_names(path)}
     what = "batches.meta of CIFAR-10's layout, a pickle with label_names"
     meta = unpickled(path, what)
-    with understood(path, f"is no {what}", WAY_OUT):
+    with understood(path, f"is not a {what}", WAY_OUT):
         names = [text_of(name) for name in meta["label_names"]]
         counts: dict[str, Any] = {key: int(meta[key]) for key in ("num_cases_per_batch", "num_vis") if key in meta}
     return {"label_names": check_names(path, names), **counts}
 
 
 def _contradictions(meta: Mapping[str, Any], files: Sequence[Path], labels: Sequence[np.ndarray]) -> list[str]:
-    """A sentence for each number of batches.meta that the files do not have: they are read as they are."""
+    """A remark for each number in batches.meta that the batch files contradict; the files are read as they are."""
     path, remarks = files[0].with_name("batches.meta"), []
     if (size := meta.get("num_vis", IMAGE_BYTES)) != IMAGE_BYTES:
-        remarks.append(f"{path}: says that an image has {size:,} values (num_vis), and those of the batches have "
+        remarks.append(f"{path}: says that an image has {size:,} values (num_vis), but the images of the batches have "
                        f"{IMAGE_BYTES:,}")
     count = meta.get("num_cases_per_batch", 0)
     others = [f"{file.name} has {len(part):,}" for file, part in zip(files, labels, strict=True) if len(part) != count]
@@ -207,19 +208,19 @@ def _contradictions(meta: Mapping[str, Any], files: Sequence[Path], labels: Sequ
 
 
 def _check_number(files: Sequence[Path], said: Sequence[str], is_cifar10: bool) -> list[str]:
-    """Raise DataError where batches are missing, as they say themselves ('training batch 1 of 5') or as CIFAR-10 has
-    them; a sentence where there are more than CIFAR-10 has."""
+    """Raise DataError if batches are missing, by their labels ('training batch 1 of 5') or by CIFAR-10's number of
+    batches. Returns a remark if there are more batches than CIFAR-10 has."""
     of_files = [re.search(r"\bof (\d{1,6})$", text) for text in said]
     for file, text, number in zip(files, said, of_files, strict=True):
         if number and int(number[1]) != len(files):
-            raise DataError(f"{file}: is {text!r} by what it says, and there are {len(files)}; put the missing ones "
-                            "there, or take away those of other data")
+            raise DataError(f"{file}: calls itself {text!r}, but there are {len(files)} batches; add the missing "
+                            "batches, or remove batches of other data")
     if not is_cifar10 or any(of_files) or len(files) == NUM_BATCHES:
         return []
     if len(files) < NUM_BATCHES:
         raise _missing(files[-1].with_name(f"data_batch_{len(files) + 1}{files[-1].suffix}"))
-    return [f"{files[0].parent}: has {len(files)} batches of training images, which are all read, and CIFAR-10 has "
-            f"{NUM_BATCHES}"]
+    return [f"{files[0].parent}: has {len(files)} batches of training images, more than CIFAR-10's {NUM_BATCHES}; all "
+            "of them are read"]
 
 
 def _missing(file: Path) -> DataError:

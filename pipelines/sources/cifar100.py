@@ -47,8 +47,8 @@ COARSE = (
     "people", "reptiles", "small_mammals", "trees", "vehicles_1", "vehicles_2",
 )
 NAMES: Mapping[LabelSet, tuple[str, ...]] = {"fine": FINE, "coarse": COARSE}
-_COLUMNS: Mapping[LabelSet, int] = {"coarse": 0, "fine": 1}  # of a .bin file
-_ROW = len(_COLUMNS) + IMAGE_BYTES  # bytes of an image there
+_COLUMNS: Mapping[LabelSet, int] = {"coarse": 0, "fine": 1}  # byte of a .bin file's row
+_ROW = len(_COLUMNS) + IMAGE_BYTES  # bytes of an image in a .bin file
 _CIFAR10_ROW = 1 + IMAGE_BYTES
 _FILES = {"train": "train", "val": "test"}
 _ARCHIVES = (("cifar-100-python", ""), ("cifar-100-binary", ".bin"))  # folder, ending of the files
@@ -56,10 +56,10 @@ _PICKLE = b"\x80"  # how pickles begin, from protocol 2 on
 
 
 def find(path: Path, split: str) -> list[Path]:
-    """PATH/train and PATH/test, or these with .bin, or these in the folder that CIFAR-100's archives unpack to.
+    """Find `train` or `test`, perhaps with .bin, in PATH or in the folder of CIFAR-100's archives.
 
-    Other data may have files of these names, so that the folder's name, the lists of classes or the file itself must
-    tell that they are CIFAR-100's."""
+    Other data may have files of these names, too. So the folder's name, the lists of classes or the file itself must
+    show that the files are CIFAR-100's."""
     for archive, ending in _ARCHIVES:
         for folder in (path, path / archive):
             file = folder / f"{_FILES[split]}{ending}"
@@ -72,7 +72,7 @@ def _is_known(file: Path) -> bool:
     if file.suffix == ".bin":
         size = file.stat().st_size
         has_names = any(_names_file(file.parent, kind).is_file() for kind in NAMES)
-        # With CIFAR-10's size it is found too, and then refused with the way out.
+        # A file of CIFAR-10's size is accepted here, and refused later with advice.
         return has_names or (size > 0 and not (size % _ROW and size % _CIFAR10_ROW))
     if (file.parent / "meta").is_file():
         return True
@@ -100,22 +100,22 @@ class Cifar100Source(PixelSource):
 
 
 def _read_bin(file: Path, kind: LabelSet) -> tuple[np.ndarray, np.ndarray]:
-    """Images (N, 3072), planes of red, green and blue, and labels (N,)."""
+    """Read images (N, 3072), planes of red, green and blue, and labels (N,)."""
     content = np.frombuffer(read_file(file), np.uint8)
     is_of_cifar10 = len(content) > 0 and not len(content) % _CIFAR10_ROW
     if not len(content) or len(content) % _ROW:
         way_out = WAY_OUT
         if is_of_cifar10:
-            way_out = (f"CIFAR-10's images have {_CIFAR10_ROW} and fit: call it data_batch_1.bin, or test_batch.bin, "
-                       "if it is that")
-        raise DataError(f"{file}: is no CIFAR-100 file: its {len(content)} bytes are no whole number of images of "
-                        f"{_ROW}; {way_out}")
+            way_out = (f"they would fit CIFAR-10's images of {_CIFAR10_ROW} bytes: if it is CIFAR-10's, call it "
+                       "data_batch_1.bin or test_batch.bin")
+        raise DataError(f"{file}: is not a CIFAR-100 file: its {len(content)} bytes are not a whole number of images "
+                        f"of {_ROW} bytes; {way_out}")
     rows = content.reshape(-1, _ROW)
     labels = rows[:, _COLUMNS[kind]].astype(np.int64)
     if is_of_cifar10 and labels.max() >= len(_read_text_names(file.parent, kind)):
-        raise DataError(f"{file}: its {len(content)} bytes are whole images of CIFAR-100 as well as of CIFAR-10, and "
-                        f"as CIFAR-100 it has the {kind} label {labels.max()}; call it data_batch_1.bin, or "
-                        f"test_batch.bin, if it is CIFAR-10's, or else {WAY_OUT}")
+        raise DataError(f"{file}: its {len(content)} bytes fit CIFAR-100 and CIFAR-10, but as CIFAR-100 it would have "
+                        f"the invalid {kind} label {labels.max()}; if it is CIFAR-10's, call it data_batch_1.bin or "
+                        f"test_batch.bin, otherwise {WAY_OUT}")
     return rows[:, len(_COLUMNS) :], labels
 
 
@@ -134,6 +134,6 @@ def _read_meta(path: Path, kind: LabelSet) -> Sequence[str]:
     key = f"{kind}_label_names"
     what = f"meta of CIFAR-100, a pickle with {key}"
     meta = unpickled(path, what)
-    with understood(path, f"is no {what}", WAY_OUT):
+    with understood(path, f"is not a {what}", WAY_OUT):
         names = [text_of(name) for name in meta[key]]
     return check_names(path, names)

@@ -1,4 +1,4 @@
-"""Image files in folders of classes, or in a list, as a source."""
+"""Sources of image files in class folders, or named in a list."""
 
 from __future__ import annotations
 
@@ -17,51 +17,50 @@ from pipelines.files import check_is_file, open_file, read_lines
 from pipelines.sources.base import IMAGE_SUFFIXES, Classes, Source, check_label, nfc, read_classes
 from pipelines.sources.system_files import is_system
 
-# Images by their endings, but none that DALI's decoders read, or that are looked for. The last lines are raw files of
-# cameras, most of which begin as TIFF does.
+# Suffixes of image files that we do not read. The last lines are cameras' raw files, most of which begin like TIFF.
 UNREAD_SUFFIXES = frozenset({
     ".gif", ".avif", ".heic", ".heif", ".jxl", ".jp2", ".svg", ".psd", ".tga", ".ico",
     ".dng", ".cr2", ".cr3", ".crw", ".nef", ".nrw", ".arw", ".sr2", ".srf", ".orf", ".rw2", ".raf", ".pef", ".srw",
     ".raw", ".rwl", ".iiq", ".3fr", ".erf", ".kdc", ".dcr", ".mos", ".mrw",
 })  # fmt: skip
-# Endings of files that are no images, whatever they contain.
+# Suffixes of files that are not images, whatever they contain.
 _NO_IMAGES = frozenset({
     ".txt", ".xml", ".json", ".jsonl", ".csv", ".tsv", ".md", ".html", ".htm", ".yaml", ".yml", ".toml", ".ini", ".cfg",
     ".log", ".py", ".sh", ".npy", ".npz", ".mat", ".pkl", ".pickle", ".h5", ".db", ".pdf", ".zip", ".gz", ".tgz",
     ".tar", ".7z", ".rar", ".mp4", ".avi", ".mov", ".mp3", ".wav", ".rec", ".idx", ".lst", ".url", ".lnk",
 })  # fmt: skip
-# Copies that editors keep, and what browsers and others have not finished to download: perhaps images, but no others.
+# Suffixes of editors' backup copies and of unfinished downloads, which may be images but must not count as such.
 _COPIES = frozenset({".bak", ".orig", ".tmp", ".temp", ".swp", ".part", ".partial", ".crdownload", ".download"})
-# What else `image_files` leaves out, in the words of a remark.
+# Other kinds that `image_files` leaves out, in the words of its remarks.
 LINKS, HIDDEN_FOLDERS, HIDDEN_IMAGES = "links to folders", "hidden folders", "hidden images"
 SYSTEM = "folders and files that systems make"
 COPIES = "copies and unfinished files"
 _NAMED = (LINKS, SYSTEM, HIDDEN_FOLDERS, HIDDEN_IMAGES, COPIES)
 NO_ENDING = "without an ending"
-# How the files of formats that are read begin: JPEG, PNG, WebP, TIFF, BMP (with its reserved bytes), PBM to PPM.
+# The first bytes of the formats that we read: JPEG, PNG, WebP, TIFF, BMP (with its reserved bytes), PBM to PPM.
 _BEGINNING = re.compile(
     rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|RIFF....WEBP|II\*\0|MM\0\*|BM.{4}\0{4}|P[1-6]\s+(?:#|\d+\s+\d)", re.DOTALL)
 _OF_A_SPLIT = re.compile(r"(train|val|test|dev|eval)(ing|id|idation|[\W_\d]|$)")
-_MOST_PLACES, _MOST_NAMES = 100, 1000  # folders, and names in each, that are looked at in passing
-_MOST_FOLDERS = 10_000  # of a list's files, to look for others there
+_MOST_PLACES, _MOST_NAMES = 100, 1000  # limits of a quick look: folders, and names in each
+_MOST_FOLDERS = 10_000  # if a list's files are in more folders, we do not search them for unlisted images
 _SPLIT_NAMES = frozenset({"train", "training", "val", "valid", "validation", "test", "testing", "dev"})
 
 
 def find_list(path: Path, split: str) -> list[Path]:
-    """PATH.lst or PATH/train.lst."""
+    """Find PATH if it ends in .lst, or PATH/SPLIT.lst."""
     found = path if path.suffix == ".lst" else path / f"{split}.lst"
     return [found] if found.is_file() else []
 
 
 def find_folders(path: Path, split: str) -> list[Path]:
-    """PATH/train with a folder for each class, or PATH itself with them: then all splits are the same images."""
+    """Find PATH/SPLIT with a folder for each class; or PATH itself with class folders, which then serves all splits."""
     if _has_splits(path):
         return [path / split] if (path / split).is_dir() else []
     return [path] if path.is_dir() and class_folders(path) else []
 
 
 def _has_splits(path: Path) -> bool:
-    """Whether train/ or val/ are there, and not as classes among others: with images and no folders in them."""
+    """Whether PATH has train/ or val/ as splits. With images but no folders inside, they may be classes instead."""
     splits = _splits(path)
     return bool(splits) and (any(class_folders(path / name) for name in splits) or not _classes_beside(path))
 
@@ -71,8 +70,10 @@ def _splits(path: Path) -> list[str]:
 
 
 def _classes_beside(path: Path) -> list[str]:
-    """The folders of images that lie beside train/ or val/ and seem to be classes as these are: two and more, where
-    nothing there has the name of another part of a data set, as val.rec and test1/ have."""
+    """Image folders beside a single train/ or val/ that suggest that it is a class, too.
+
+    There must be at least two, and nothing beside them may have the name of another split, such as val.rec or test1/.
+    """
     splits = _splits(path)
     if len(splits) > 1 or any(_OF_A_SPLIT.match(name.lower()) for name in os.listdir(path) if name not in splits):
         return []
@@ -81,7 +82,7 @@ def _classes_beside(path: Path) -> list[str]:
 
 
 class FileSource(Source):
-    """Image files, from class folders or from a list."""
+    """Image files from class folders or from a list."""
 
     feeds = "paths"
 
@@ -98,7 +99,7 @@ class FileSource(Source):
         return str(self._files[i])
 
     def identity(self, i: int, fully: bool = False) -> str:
-        """The path in the folder of the class, else in that of the list."""
+        """The file's path relative to its class folder, or else to the list's folder."""
         return "/".join(self._path(i)[1])
 
     def group(self, i: int) -> str:
@@ -109,7 +110,7 @@ class FileSource(Source):
         return "/".join(parts[:-1])
 
     def _path(self, i: int) -> tuple[bool, list[str]]:
-        """Whether the file is in a folder that is called as its class, and the path from there."""
+        """Whether the file lies in a folder named like its class; and its path relative to that folder, as parts."""
         path, start = str(self._files[i]), f"{self._folder}{os.sep}"
         parts = (path.removeprefix(start) if path.startswith(start) else os.path.relpath(path, start)).split(os.sep)
         folders, own = [nfc(part) for part in parts[:-1]], nfc(self.classes[self.label(i)][0])
@@ -121,7 +122,7 @@ class FileSource(Source):
 
     def feed(self, i: int) -> np.ndarray:
         path = os.fsencode(self._files[i])
-        check_is_file(path)  # DALI's threads would wait for a named pipe, and nothing ends them
+        check_is_file(path)  # DALI's threads would wait for ever on a named pipe
         return np.frombuffer(path, np.uint8)
 
     def read(self, i: int) -> np.ndarray:
@@ -129,7 +130,7 @@ class FileSource(Source):
             return np.fromfile(file, np.uint8)
 
     def location(self, i: int) -> tuple[Path, int, int]:
-        """File, offset and size of image `i`; a file that is missing has no bytes."""
+        """File, offset and size of image `i` in bytes; a missing file has size 0."""
         file = Path(self._files[i])
         try:
             check_is_file(file)
@@ -139,15 +140,14 @@ class FileSource(Source):
 
 
 def class_folders(folder: Path) -> list[str]:
-    """Sorted names of the sub-folders; hidden ones are left out, and those that systems make."""
+    """Sorted names of the sub-folders, without hidden folders and folders that systems make."""
     with os.scandir(folder) as entries:
-        names = (entry.name for entry in entries if os.path.isdir(entry))  # False for a link to itself, too
+        names = (entry.name for entry in entries if os.path.isdir(entry))  # also False for a link to itself
         return sorted(name for name in names if not name.startswith(".") and not is_system(name))
 
 
 def other_folders(folder: Path) -> dict[str, list[str]]:
-    """Sorted paths of the folders in the place of class folders that are none: HIDDEN_FOLDERS, and those that are
-    SYSTEM."""
+    """Sorted paths of the sub-folders that `class_folders` leaves out, under the keys HIDDEN_FOLDERS and SYSTEM."""
     found: dict[str, list[str]] = {HIDDEN_FOLDERS: [], SYSTEM: []}
     with os.scandir(folder) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
@@ -157,13 +157,15 @@ def other_folders(folder: Path) -> dict[str, list[str]]:
 
 
 def class_places(folder: Path) -> dict[str, Path]:
-    """The class folders by name, each where it really is: it may be a link."""
+    """The class folders by name, with links resolved."""
     return {name: (folder / name).resolve() for name in class_folders(folder)}
 
 
 def broken_links(folder: Path) -> list[str]:
-    """Sorted paths of the links, in the place of class folders, that lead to no folder. Those to a file with an ending
-    are meant as files: classes.txt and others."""
+    """Sorted paths of links beside the class folders that lead to no folder.
+
+    A link to a file with a suffix, such as classes.txt, is meant as a file and does not count.
+    """
     with os.scandir(folder) as entries:
         links = [entry for entry in entries if entry.is_symlink() and not entry.name.startswith(".")]
     return sorted(link.path for link in links if not os.path.isdir(link)
@@ -171,38 +173,43 @@ def broken_links(folder: Path) -> list[str]:
 
 
 class LeftOut(defaultdict[str, list[str]]):
-    """The files and folders that are left out, by the ending of those that are not read (or NO_ENDING), else by LINKS,
-    SYSTEM, HIDDEN_FOLDERS, HIDDEN_IMAGES and COPIES."""
+    """The paths of left-out files and folders, by reason.
+
+    A key is the suffix of files that are not read (or NO_ENDING), or LINKS, SYSTEM, HIDDEN_FOLDERS, HIDDEN_IMAGES or
+    COPIES.
+    """
 
     def __init__(self) -> None:
         super().__init__(list)
 
     @property
     def unread(self) -> str:
-        """How many files there are of each format that is not read."""
+        """The number of files of each image format that we do not read, in words."""
         return self._counts({ending for ending in self if ending in UNREAD_SUFFIXES})
 
     def _counts(self, endings: Set[str]) -> str:
-        """How many files there are of each of some endings, the most frequent first."""
+        """The number of files with each suffix, most frequent first, in words."""
         most = sorted(endings, key=lambda ending: (-len(self[ending]), ending))
         return some([f"{len(self[ending]):,} {ending}" for ending in most])
 
     def remarks(self, folder: Path) -> list[str]:
-        """Sentences about all of them, for the owner of the folder that they were found in."""
+        """Remarks about all left-out files and folders, which were found in `folder`."""
         named = [f"{folder}: {kind} are left out: {some(self[kind])}" for kind in _NAMED if kind in self]
         if self.unread:
             named.append(f"{folder}: files of formats that are not read are left out: {self.unread} (convert them to "
                          "JPEG or PNG)")
         if others := self._counts(self.keys() - UNREAD_SUFFIXES - set(_NAMED)):
-            named.append(f"{folder}: files that are no images, by their ending or content, are left out: {others}")
+            named.append(f"{folder}: files that are not images, by their suffix or content, are left out: {others}")
         return named
 
 
 def image_files(folder: Path, left_out: LeftOut) -> list[Path]:
-    """The images in a class folder, and in folders within it as those of Tiny ImageNet, in the order of their names:
-    files with an image's ending, and others with an image's content. What is hidden or a system's, links to folders,
-    which may lead in a circle, and files that are not read are added to `left_out`. Raises OSError for a folder that
-    cannot be read."""
+    """Find the images in a class folder and in folders within it (as in Tiny ImageNet), sorted by name.
+
+    An image is a file with an image's suffix, or another file with an image's content. Hidden and system files and
+    folders, links to folders (which may form a cycle), and files that are not read are added to `left_out`. Raises
+    OSError for a folder that cannot be read.
+    """
     found: list[Path] = []
     for place, folders, names in os.walk(folder, onerror=_raise):
         inside = []
@@ -228,23 +235,25 @@ def image_files(folder: Path, left_out: LeftOut) -> list[Path]:
 
 
 def _images_beside(path: Path) -> int:
-    """How many images lie in the folder itself."""
+    """The number of images that lie directly in the folder."""
     with os.scandir(path) as entries:
-        # A link is an image by its ending alone; a link without one leads to no folder, which is an error of its own.
+        # A link counts by its suffix alone; `broken_links` reports a link without a suffix that leads to no folder.
         return sum(_is_image(entry.name, "" if entry.is_symlink() else entry.path) and not entry.is_dir()
                    for entry in entries)
 
 
 def _is_image(name: str, path: str = "") -> bool:
-    """By its ending, or by its content where a path is given; and not hidden."""
+    """Whether a file is an image by its suffix or, if `path` is given, by its content; hidden files are not."""
     if name.startswith("."):
         return False
     return os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES or (bool(path) and not _no_image(path))
 
 
 def _no_image(path: str) -> str:
-    """Why a file is left out, a key of LeftOut; "" for an image with another ending, and for hidden files that are no
-    images."""
+    """Why a file without an image's suffix is left out, as a key of LeftOut.
+
+    Returns "" for a file with an image's content, and for a hidden file that is not an image.
+    """
     name = os.path.basename(path)
     ending = os.path.splitext(name)[1].lower()
     if name.startswith("."):
@@ -266,7 +275,7 @@ def _begins_as_image(path: str) -> bool:
 
 
 def holds_images(folder: Path) -> bool:
-    """Whether `image_files` finds some; looks no further than the first."""
+    """Whether `image_files` would find an image; stops at the first."""
     folders = []
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -280,15 +289,15 @@ def holds_images(folder: Path) -> bool:
 
 
 def check_is_split(path: Path, split: str) -> None:
-    """Raise DataError where a folder has train/ or val/ that may be a class among others as well."""
+    """Raise DataError if train/ or val/ in a folder may be either a split or a class beside other classes."""
     if others := _classes_beside(path):
-        raise DataError(f"data path {path} holds {some(others)} beside {split}, which may be a class as they are, or "
-                        f"the split: for all of them as classes move them into a folder {path / 'train'}; for {split} "
-                        f"alone give {path / split} as the data")
+        raise DataError(f"data path {path} holds {some(others)} beside {split}, so {split} may be a split or another "
+                        f"class: if all are classes, move them into a folder {path / 'train'}; for {split} alone, give "
+                        f"{path / split} as the data")
 
 
 def seems_to_hold_images(folder: Path) -> bool:
-    """Whether there are some by their endings, in it or in a folder of it; a look, however much else it holds."""
+    """Whether a folder, or a folder in it, has files with an image's suffix; a quick look at the first names only."""
     try:
         places = [folder, *(folder / name for name in class_folders(folder)[:_MOST_PLACES])]
         return any(_is_image(name) for place in places for name in itertools.islice(os.listdir(place), _MOST_NAMES))
@@ -315,22 +324,24 @@ def folder_classes(path: Path, split: str) -> Classes:
             raise DataError(f"data path {path} has no train and val, but {path / name} has; give that")
         if all(name.lower() in _SPLIT_NAMES for name in folders):
             raise DataError(
-                f"data path {path} holds {', '.join(folders)}: no classes but parts of a data set; call the one to "
-                "train on train, and the one for validation val"
+                f"data path {path} holds {', '.join(folders)}, which are splits and not classes; rename the folder to "
+                "train on to train, and the folder for validation to val"
             )
     if listed := read_classes(path):
         return listed
     train = path.parent / "train"
     place = train if split != "train" and path.name == split and train.is_dir() else path
-    if not (names := class_folders(place)):  # the training images are stored in another way
+    if not (names := class_folders(place)):  # the training images are stored in another format
         place, names = path, folders
-    first = {nfc(name): name for name in reversed(names) if holds_images(place / name)}  # of each name in any form
+    first = {nfc(name): name for name in reversed(names) if holds_images(place / name)}  # one of equal names
     return [(name, name) for name in names if first.get(nfc(name)) == name]
 
 
 def find_images(path: Path, split: str) -> tuple[Classes, dict[str, list[Path]], list[str]]:
-    """In a folder of class folders: the classes, the files in each folder, which may be one of no class, and what its
-    owner should know about what is left out. Raises DataError if there is no image."""
+    """Find the classes, the image files by folder, and remarks about left-out data, in a folder of class folders.
+
+    A folder in the result may belong to no class. Raises DataError if there is no image.
+    """
     classes = folder_classes(path, split)
     left_out = LeftOut()
     files = {name: image_files(path / name, left_out) for name in class_folders(path)}
@@ -342,15 +353,15 @@ def find_images(path: Path, split: str) -> tuple[Classes, dict[str, list[Path]],
         )
     keys = {nfc(key): key for key, _ in classes}
     if forms := [name for name in sorted(files) if keys.get(nfc(name), name) != name]:
-        remarks.append(f"{path}: these folders have the names of classes in another form of Unicode (NFC or NFD), and "
-                       f"are the same classes: {some(forms)}")
+        remarks.append(f"{path}: these folders have names of classes in another form of Unicode (NFC or NFD), and "
+                       f"count as these classes: {some(forms)}")
     if broken := broken_links(path):
         remarks.append(f"{path}: links that lead to no folder are left out: {some(broken)}")
     if split == "val" and (shared := _shared_with_training(path)):
         remarks.append(f"{path}: these class folders are the same as those in {path.parent / 'train'}, so validation "
                        f"has training images: {some(shared)} (give it images of its own)")
     if empty := [name for name in sorted(files.keys() - dict(classes).keys()) if not files[name]]:
-        remarks.append(f"{path}: no class is made of folders without an image: {some(empty)}")
+        remarks.append(f"{path}: folders without an image do not count as classes: {some(empty)}")
     for kind, others in other_folders(path).items():
         if others:
             left_out[kind] += others
@@ -361,7 +372,7 @@ def find_images(path: Path, split: str) -> tuple[Classes, dict[str, list[Path]],
 
 
 def _shared_with_training(path: Path) -> list[str]:
-    """The class folders in a folder `val` that are, by links, those in `train` beside it."""
+    """The names of class folders in `val` that lead, by links, to class folders of the `train` beside it."""
     train = path.parent / "train"
     if path.name != "val" or not train.is_dir():
         return []
@@ -386,19 +397,19 @@ def open_folders(path: Path, split: str) -> FileSource:
 
 
 def some(names: list[str]) -> str:
-    """The first of the names, for a sentence."""
+    """The first names and the number of the others, for a sentence."""
     return ", ".join(names if len(names) <= 4 else [*names[:3], f"and {len(names) - 3:,} more"])
 
 
 def no_images(path: Path, remarks: Sequence[str] = ()) -> DataError:
-    """The error for class folders without an image."""
+    """The error for class folders that contain no image."""
     others = "".join(f"; {remark.removeprefix(f'{path}: ')}" for remark in remarks if ": files " in remark)
     return DataError(f"data path {path} has class folders but no image in them{others}; give JPEG, PNG, BMP, TIFF, "
                      "WebP or PPM files")
 
 
 def list_entry(line: str) -> tuple[int, str]:
-    """Label and file of a line of a list; raises ValueError for what is no `index <tab> label <tab> file`."""
+    """Label and file of a list's line; raises ValueError for a line that is not `index <tab> label <tab> file`."""
     _, number, file = line.split("\t")
     label = float(number)
     if not label.is_integer():
@@ -436,8 +447,10 @@ def open_list(path: Path) -> FileSource:
 
 
 def list_remarks(path: Path, files: Sequence[str | Path], labels: Sequence[int | None]) -> list[str]:
-    """Sentences about files that a list names twice, and about images beside those that it names which neither it nor
-    another list there has: it may have been cut off or doubled at the end of a line."""
+    """Remarks about files that a list names twice, and about images in its files' folders that no list names.
+
+    Both are signs of a list that was cut off or doubled at the end of a line.
+    """
     remarks = []
     label_of = dict(zip(map(str, files), labels, strict=True))
     if len(label_of) < len(files):
@@ -447,13 +460,13 @@ def list_remarks(path: Path, files: Sequence[str | Path], labels: Sequence[int |
         remarks.append(f"{path}: names {len(two):,} file{'s' * (len(two) > 1)} with two labels: {some(sorted(two))} "
                        "(correct it)")
     if others := _unlisted(path, label_of.keys()):
-        remarks.append(f"{path}: {others:,} image{'s' * (others > 1)} beside the {len(label_of):,} that it names "
+        remarks.append(f"{path}: {others:,} image{'s' * (others > 1)} beside the {len(label_of):,} images of the list "
                        f"{'are' if others > 1 else 'is'} in no list, and left out")
     return remarks
 
 
 def _unlisted(path: Path, listed: Set[str]) -> int:
-    """How many images lie in the folders of a list's files, but are neither in it nor in another list beside it."""
+    """The number of images in the folders of a list's files that neither it nor another list beside it names."""
     folders = {os.path.dirname(file) for file in listed}
     if len(folders) > _MOST_FOLDERS:
         return 0
@@ -469,14 +482,18 @@ def _unlisted(path: Path, listed: Set[str]) -> int:
 
 
 def _folder_names(files: list[Path], labels: list[int]) -> list[str]:
-    """Names of classes 0 to the highest label: the folders that their files are in, or numbers where these do not tell
-    the classes apart."""
-    first = dict(zip(reversed(labels), reversed(files), strict=True))  # file of each label
-    folder_of = {label: file.parent.name for label, file in first.items()}
-    if len(set(folder_of.values())) < len(folder_of):  # CLASS/images/FILE
-        folders = {label: os.path.abspath(file.parent) for label, file in first.items()}
-        shared = os.path.commonpath(folders.values())
-        folder_of = {label: os.path.relpath(folder, shared).split(os.sep)[0] for label, folder in folders.items()}
-    if len(set(folder_of.values()) - {os.curdir}) < len(folder_of):
-        folder_of = {}
-    return [folder_of.get(label, str(label)) for label in range(max(labels) + 1)]
+    """Names for classes 0 to the highest label: the folders of their files, or numbers if folders are ambiguous.
+
+    Folders name classes only if all files of a label are in folders of one name, and no other label's files are: the
+    last folder of each path (CLASS/FILE), or the first one below the folder that all share (CLASS/images/FILE). A list
+    whose folders are sessions or cameras has numbers.
+    """
+    folders = {(label, os.path.dirname(file)) for label, file in zip(labels, files, strict=True)}
+    places = [(label, os.path.abspath(folder)) for label, folder in folders]
+    shared = os.path.commonpath([place for _, place in places])
+    firsts = {(label, os.path.relpath(place, shared).split(os.sep)[0]) for label, place in places}
+    for pairs in ({(label, os.path.basename(place)) for label, place in places}, firsts):
+        names = dict(pairs)
+        if len(pairs) == len(names) == len(set(names.values()) - {os.curdir}):
+            return [names.get(label, str(label)) for label in range(max(labels) + 1)]
+    return [str(label) for label in range(max(labels) + 1)]

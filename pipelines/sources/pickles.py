@@ -1,9 +1,9 @@
-"""Reads pickles of NumPy arrays in plain containers, without running anything that a pickle asks for.
+"""Reads pickles of NumPy arrays in plain containers, without running any code that a pickle asks for.
 
-A pickle can call any function that its reader lets it find. NumPy's own ones are not let in either: the state that they
-take from a pickle is not checked, and a damaged one makes the process crash (NumPy 1.26: `dtype.__setstate__` with six
-values). Classes of this module stand in for them; they keep the bytes, and NumPy sees these with a checked type and
-shape. Nor does a damaged number in a pickle decide how much memory is taken: all of them are looked at first.
+A pickle can call any function that its reader lets it find. NumPy's own functions are blocked, too: they do not check
+the state in a pickle, and a damaged state crashes the process (NumPy 1.26: `dtype.__setstate__` with six values).
+Instead, classes of this module keep the bytes, and NumPy reads these with a checked type and shape. All sizes in a
+pickle are checked first, so that a damaged number cannot allocate a huge amount of memory.
 """
 
 from __future__ import annotations
@@ -21,22 +21,24 @@ import numpy as np
 
 
 def load(content: bytes) -> Any:
-    """What a pickle holds: dictionaries, lists, text, numbers, and for each array an object that `np.asarray` takes.
-    Texts of Python 2 are bytes. Raises UnpicklingError, and whatever else a damaged pickle leads to."""
+    """Unpickle dictionaries, lists, text, numbers, and arrays, which become objects that `np.asarray` accepts.
+
+    Text written by Python 2 becomes bytes. Raises UnpicklingError; a damaged pickle may raise other exceptions, too.
+    """
     _check_sizes(content)
     return _Unpickler(io.BytesIO(content), encoding="bytes").load()
 
 
 def _check_sizes(content: bytes) -> None:
-    """Raise ValueError where a length is beyond the content's end, which `genops` sees, and UnpicklingError where a
-    place in the memo is higher than there can be any: the unpickler takes memory for all places below."""
+    """Raise ValueError (from `genops`) for a length beyond the content's end, and UnpicklingError for an impossible
+    memo index: the unpickler would allocate memory for all lower indexes."""
     for code, argument, _ in pickletools.genops(content):
         if code.name.endswith("PUT") and isinstance(argument, int) and argument > len(content):
-            raise pickle.UnpicklingError(f"it has a number that cannot be, {argument:,}")
+            raise pickle.UnpicklingError(f"it has an impossible number, {argument:,}")
 
 
 def text_of(value: object) -> str:
-    """A text of a pickle, which Python 2 wrote as bytes. Raises TypeError for what is none."""
+    """A text from a pickle; Python 2 wrote it as bytes. Raises TypeError for a value that is not text."""
     if isinstance(value, bytes):
         return value.decode()
     if not isinstance(value, str):
@@ -49,7 +51,7 @@ class _Dtype:
 
     def __init__(self, code: object, *_: object) -> None:
         if not re.fullmatch("[<>|=]?[iuf][1248]", name := text_of(code)):
-            raise pickle.UnpicklingError(f"it holds an array of {name[:20]!r}, no numbers")
+            raise pickle.UnpicklingError(f"it holds an array of {name[:20]!r}, not of numbers")
         self.dtype = np.dtype(name)
 
     def __setstate__(self, state: Sequence[object]) -> None:
@@ -60,7 +62,7 @@ class _Dtype:
 
 
 class _Array:
-    """Stands in for numpy.ndarray, whose bytes come in a second step."""
+    """Stands in for numpy.ndarray; a pickle delivers its bytes in a second step."""
 
     value: np.ndarray
 
@@ -85,7 +87,7 @@ def _reconstruct(*_: object) -> _Array:
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    """Protocol 2 of Python 3 writes bytes as text."""
+    """Stands in for codecs.encode, because Python 3 stores bytes as text in protocol 2."""
     if encoding != "latin1":
         raise pickle.UnpicklingError(f"it asks for the encoding {encoding[:20]!r}")
     return text.encode("latin1")

@@ -14,25 +14,24 @@ from pipelines.recordio import BrokenRecordError, Record, RecordFile, index_path
 from pipelines.sources.base import ONE_HOT_REMARK, Source, check_label, one_hot_class, read_classes
 
 _NUM_KEPT_RECORDS = 1 << 17
-_SMALL_FILE = 1 << 28  # bytes; fetched from the disk at once
-_NUM_SPOT_CHECKS = 1024  # records whose place and label are checked when a file is opened; the others when read
+_SMALL_FILE = 1 << 28  # bytes; a smaller file is fetched from the disk as a whole
+_NUM_SPOT_CHECKS = 1024  # records whose offset and label are checked when a file is opened; others when read
 
 
 def find(path: Path, split: str) -> list[Path]:
-    """PATH.rec, PATH/train.rec or PATH/train/train.rec."""
+    """Find PATH if it ends in .rec, PATH/SPLIT.rec or PATH/SPLIT/SPLIT.rec."""
     if path.suffix == ".rec":
         return [path] if path.is_file() else []
     return [found for found in (path / f"{split}.rec", path / split / f"{split}.rec") if found.is_file()][:1]
 
 
 def class_number(labels: Sequence[float], num_labels: int, name: Callable[[], str]) -> float:
-    """The label of a record, which is to be the number of a class. Raises DataError where there are several, but for
-    one-hot vectors.
+    """The class number of a record. Raises DataError if it has several labels that are not a one-hot vector.
 
     Args:
-        labels: what the record has.
-        num_labels: how many it must have: 1, or the length of the one-hot vectors.
-        name: gives the record's name for a message.
+        labels: the record's labels.
+        num_labels: the required number of labels: 1, or the length of the one-hot vectors.
+        name: returns the record's name for a message.
     """
     if (number := len(labels)) != num_labels:
         plural = "s" * (number > 1)
@@ -51,8 +50,8 @@ class RecordSource(Source):
         self._keys, self._offsets = read_index(index_path(path))
         self._name = record_names(path, self._keys, self._offsets)
         self._file = RecordFile(path)
-        # A record's header is parsed once for its image and its label, and small data sets are parsed once for all
-        # epochs: for thumbnails it takes as long as decoding. What is kept are views, 0.2 kB each.
+        # The cache parses a record's header once for image and label, and the headers of a small data set once for all
+        # epochs: parsing takes as long as decoding a thumbnail. It keeps views, 0.2 kB each.
         self._record = lru_cache(_NUM_KEPT_RECORDS)(self._parse)
         self._is_small = len(self._file.bytes) <= _SMALL_FILE
         if self._is_small:
@@ -64,7 +63,7 @@ class RecordSource(Source):
         self._spot_check()
         self.remarks = [*[ONE_HOT_REMARK.format(path)] * (self._num_labels > 1), *self._left_out()]
         if not self.classes:
-            # No list of classes: as many as asked for, or as the labels need (reads the header of every record).
+            # No list of classes: take `num_classes`, or as many as the labels need (reads every record's header).
             count = max(num_classes or 1 + max(self._labels()), self._num_labels)
             self.classes = [(str(label), str(label)) for label in range(count)]
 
@@ -101,7 +100,7 @@ class RecordSource(Source):
             self._file.read_ahead(int(self._offsets[i]), int(self._ends[i] - self._offsets[i]))
 
     def _first_num_labels(self) -> int:
-        """How many labels the first record has that can be read."""
+        """The number of labels in the first readable record; 1 if there is none."""
         for i in range(len(self)):
             with contextlib.suppress(BrokenRecordError):
                 return len(self._record(i).labels)
@@ -111,7 +110,7 @@ class RecordSource(Source):
         return self._file.read(int(self._offsets[i]))
 
     def _labels(self) -> Iterator[int]:
-        """Of all records but broken ones, which are met when their images are wanted. Raises DataError."""
+        """Yield the labels of all records except broken ones, which fail when they are loaded. Raises DataError."""
         for i in range(len(self)):
             with contextlib.suppress(BrokenRecordError):
                 label = self._class(i)
@@ -119,7 +118,7 @@ class RecordSource(Source):
                 yield int(label)
 
     def _left_out(self) -> list[str]:
-        """What the index does not say of the file, in words: of a big one as far as some of its records tell."""
+        """Remarks about records that the index lacks or repeats; for a big file, from a sample of its records."""
         if self._is_small:
             return index_remarks(self.path, self._offsets, self._file.count(self._offsets))
         lacking = 0 if self._offsets.min() > 0 else None
@@ -130,11 +129,11 @@ class RecordSource(Source):
         return index_remarks(self.path, self._offsets, None, lacking)
 
     def _spots(self) -> list[int]:
-        """Some records from all over the file."""
+        """The places in the index of some records, evenly spaced."""
         return np.unique(np.linspace(0, len(self) - 1, _NUM_SPOT_CHECKS, dtype=np.int64)).tolist()
 
     def _spot_check(self) -> None:
-        """Notice a wrong index when the file is opened, without touching all of a big file."""
+        """Detect a wrong index when the file is opened, without reading all of a big file."""
         for i in self._spots():
             try:
                 self._class(i)
@@ -143,26 +142,28 @@ class RecordSource(Source):
             except BrokenRecordError as error:
                 raise DataError(
                     f"{index_path(self.path)}: does not fit {self.path.name} (key {self._keys[i]}: {error}); "
-                    f"put the right index there, or mend it with `python -m pipelines verify --write-clean`"
+                    f"put the right index there, or repair it with `python -m pipelines verify --write-clean`"
                 ) from None
 
 
 def index_remarks(path: Path, offsets: np.ndarray, num_records: int | None, lacking: int | None = None) -> list[str]:
-    """Sentences about an index that lacks records of its file, or names some twice: it may have been cut off or doubled
-    at the end of a line. `num_records` are in the file; where that is not known, one that the index lacks may begin at
-    byte `lacking`."""
+    """Remarks about an index that lacks records of its file or names some twice.
+
+    Both are signs of an index that was cut off or doubled at the end of a line. `num_records` is the number of records
+    in the file, if known; otherwise `lacking` is the byte at which a missing record may begin, if one was found.
+    """
     index, num_named = index_path(path), len(np.unique(offsets))
     remarks = []
     if num_named < len(offsets):
         remarks.append(f"{index}: {len(offsets) - num_named:,} of its {len(offsets):,} lines name a record that "
                        "another line names too: these images come more than once")
-    is_known = index.with_name(index.name + ".orig").exists()  # verify --write-clean has left them out
+    is_known = index.with_name(index.name + ".orig").exists()  # verify --write-clean left records out
     way_out = "" if is_known else (f"; for all of them remove {index.name} and let `python -m pipelines verify {path} "
                                    "--write-clean` write it anew")
     if num_records is not None and num_named < num_records:
         remarks.append(f"{index}: the index has {num_named:,} of the file's {num_records:,} records, the others are "
                        f"left out{way_out}")
     if lacking is not None:
-        remarks.append(f"{index}: the index lacks records of the file, as that at byte {lacking:,}; they are left "
-                       f"out{way_out}")
+        remarks.append(f"{index}: the index lacks records of the file, such as the one at byte {lacking:,}; they are "
+                       f"left out{way_out}")
     return remarks

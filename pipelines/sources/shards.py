@@ -1,9 +1,9 @@
-"""Shards as a source: large files that hold many images each, in the formats of WebDataset (tar) and TFRecord.
+"""Base of the sources that read shards: large files that hold many images each (WebDataset's tar files, TFRecord).
 
-When a data set is first opened, its shards are walked through once for an index of (file, offset, size, label), which
-is kept on disk. From then on each image is a stretch of a mapped file, as in RecordIO, so that any batch of any epoch
-can be put together at once and the shuffle is over all images. DALI's own readers of these formats shuffle within a
-buffer only, and their position cannot be set.
+When a data set is first opened, its shards are scanned once for an index of (file, offset, size, label), which is kept
+on disk. From then on each image is a byte range of a mapped file, as in RecordIO. So any batch of any epoch can be put
+together directly, and the shuffle covers all images. DALI's own readers of these formats only shuffle within a buffer,
+and their position cannot be set.
 """
 
 from __future__ import annotations
@@ -29,25 +29,26 @@ from pipelines.progress import map_in_order
 from pipelines.sources.base import Source, place_of, read_classes
 from pipelines.sources.folders import some
 
-_DIGEST_BYTES, _NUM_DIGESTED, _AROUND = 16, 16, 4096  # of an index; images of a shard; bytes before and after each
-SPLIT_NAMES = {"train": "train", "val": "val(?:id(?:ation)?)?"}
+_DIGEST_BYTES = 16  # size of an index's digest
+_NUM_DIGESTED, _AROUND = 16, 4096  # it covers this many images per shard, and this many bytes before and after each
+SPLIT_NAMES = {"train": "train(?:ing)?", "val": "val(?:id(?:ation)?)?"}
 
 
 class Entry(NamedTuple):
     """One image of a shard."""
 
-    offset: int  # of its encoded bytes in the shard
+    offset: int  # byte of the shard at which the encoded image begins
     size: int  # bytes
     label: int
-    begin: int = 0  # of all that belongs to it in the shard: of its first header
-    kind: int = 0  # what the number stands for, where a format has several ways to write a label
+    begin: int = 0  # byte of the shard at which the image's first header begins
+    kind: int = 0  # how the label is written, if the format has several ways
 
 
 class ShardSource(Source):
-    """The images of some shards; `scan` and `name` are what the formats differ in."""
+    """The images of some shards; each format defines `scan` and `name`."""
 
     feeds = "bytes"
-    INDEX_VERSION = 3  # to be raised when `scan` comes to find something else
+    INDEX_VERSION = 3  # raise it when the results of `scan` change
 
     def __init__(self, files: list[Path], num_classes: int | None = None) -> None:
         self.path = place_of(files)
@@ -64,10 +65,10 @@ class ShardSource(Source):
     @staticmethod
     @abstractmethod
     def scan(file: Path) -> list[Entry]:
-        """The images of one shard, in its order; raises DataError."""
+        """Find the images of one shard, in its order; raises DataError."""
 
     def count_from_zero(self, labels: np.ndarray) -> np.ndarray:
-        """Class numbers as they are meant by what `scan` found."""
+        """Convert the labels that `scan` found to class numbers from 0 on."""
         return labels
 
     def __len__(self) -> int:
@@ -97,11 +98,14 @@ class ShardSource(Source):
             self._maps[self._file[i]].read_ahead(int(self._offset[i]), int(self._size[i]))
 
     def location(self, i: int) -> tuple[Path, int, int]:
-        """File, offset and size of image `i`."""
+        """File, offset and size of image `i`, in bytes."""
         return self.files[self._file[i]], int(self._offset[i]), int(self._size[i])
 
     def _index(self) -> tuple[np.ndarray, ...]:
-        """For each image the number of its file and the fields of Entry: (1 + fields, images) int64."""
+        """The index, from the cache or by a scan: for each image, the number of its file and the fields of Entry.
+
+        Shape (1 + fields, images), int64.
+        """
         key = self._key()
         cache = Cache("indexes of shards")
         if saved := cache.read(key):
@@ -120,7 +124,7 @@ class ShardSource(Source):
         return tuple(index)
 
     def _key(self) -> str:
-        """The key of the index in the cache: what the system tells of the files."""
+        """The key of the index in the cache: a hash of the files' paths, sizes, times and inodes."""
         stats = [file.stat() for file in self.files]
         identity = [type(self).__name__, self.INDEX_VERSION] + [
             [str(file.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
@@ -129,8 +133,10 @@ class ShardSource(Source):
         return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
     def _digest(self, index: np.ndarray) -> bytes:
-        """A digest of the bytes around some images of each shard, which are their headers and labels: a shard may have
-        been rewritten with the same size and times, and some file systems tell no more."""
+        """A digest of the headers and labels around some images of each shard.
+
+        It detects a shard that was rewritten with unchanged size and times, where the file system shows no difference.
+        """
         digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
         numbers, offsets, sizes = index[:3]
         ends = np.searchsorted(numbers, range(len(self.files) + 1)).tolist()
@@ -143,8 +149,11 @@ class ShardSource(Source):
 
 
 def find(is_shard: Callable[[Path], bool]) -> Callable[[Path, str], list[Path]]:
-    """What looks for the shards of a split at a data path: PATH itself, all in PATH/train, those in PATH whose names
-    hold the split, or, where no name holds any, all in PATH. In the order of their names."""
+    """A function that finds the shards of a split at a data path, sorted by name.
+
+    They are PATH itself; or all shards in PATH/SPLIT; or the shards in PATH with the split in their names; or all
+    shards in PATH if no name contains a split. The function raises DataError for a name that contains several.
+    """
 
     def find_shards(path: Path, split: str) -> list[Path]:
         if path.is_file():
@@ -153,6 +162,9 @@ def find(is_shard: Callable[[Path], bool]) -> Callable[[Path, str], list[Path]]:
             return _all(path / split)
         shards = _all(path)
         named = {name: [file for file in shards if _names(file, name)] for name in SPLIT_NAMES}
+        if both := sorted(set.intersection(*map(set, named.values()))):
+            raise DataError(f"{both[0]}: its name holds the words of several splits ({', '.join(SPLIT_NAMES)}), so it "
+                            f"would be in each of them; move the shards into {path / 'train'} and {path / 'val'}")
         return named[split] if any(named.values()) else shards
 
     def _all(folder: Path) -> list[Path]:
@@ -162,9 +174,8 @@ def find(is_shard: Callable[[Path], bool]) -> Callable[[Path, str], list[Path]]:
 
 
 def check_complete(files: list[Path]) -> None:
-    """Raise DataError where names as train-00001-of-00003, or train-00001-of-00003.tar, tell of shards that are not
-    among the files of a folder."""
-    there: dict[tuple[str, str, str], set[str]] = defaultdict(set)  # numbers, by what is around them
+    """Raise DataError if shards are missing, by names such as train-00001-of-00003 or train-00001-of-00003.tar."""
+    there: dict[tuple[str, str, str], set[str]] = defaultdict(set)  # (before, after, count) -> numbers in names
     for file in files:
         if match := re.fullmatch(r"(.*-)(\d{5})(-of-(\d{5}).*)", file.name):
             before, number, after, count = match.groups()
@@ -173,21 +184,21 @@ def check_complete(files: list[Path]) -> None:
         first = int(count in numbers)  # some count from 1
         wanted = (f"{number:05}" for number in range(first, first + int(count)))
         if missing := [f"{before}{number}{after}" for number in wanted if number not in numbers]:
-            raise DataError(f"{files[0].parent}: there are no shards {some(missing)}, as the names of the others tell; "
-                            "put them there, or renumber the others")
+            raise DataError(f"{files[0].parent}: by the names of the other shards, {some(missing)} must exist but "
+                            "do not; add them, or rename the other shards")
 
 
 def shard_name(file: Path) -> str:
-    """Its name without the number of all shards, which changes when some are added."""
+    """A shard's name without the total number of shards, which changes when shards are added."""
     return re.sub(r"-of-\d{5}", "", file.name)
 
 
 def _names(file: Path, split: str) -> bool:
-    return re.search(rf"(?:^|[-_.]){SPLIT_NAMES[split]}(?:[-_.\d]|$)", file.name) is not None
+    return re.search(rf"(?:^|[-_.]){SPLIT_NAMES[split]}(?:[-_.\d]|$)", file.name, re.IGNORECASE) is not None
 
 
 def _allow_open_files(count: int) -> None:
-    """Raise this process's limit of open files, where it is the usual 1,024 and there are more shards than that."""
+    """Raise this process's limit of open files if it is too low for `count` shards; the usual limit is 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2 * count + 256
     if soft != resource.RLIM_INFINITY and soft < wanted:

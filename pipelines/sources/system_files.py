@@ -1,13 +1,13 @@
-"""Folders and files that systems make beside a user's own: no classes and no images of a data set, though a NAS's
-folders are full of thumbnails.
+"""Names of folders and files that systems put beside a user's own.
 
-Names that begin with a dot are hidden everywhere and left out as such (macOS's .DS_Store and .Trashes, QNAP's
-.@__thumb, NetApp's .snapshot, Jupyter's .ipynb_checkpoints); here are the others.
+They are neither classes nor images of a data set, although a NAS's system folders are full of thumbnails. Names that
+begin with a dot are hidden and left out anyway (macOS's .DS_Store and .Trashes, QNAP's .@__thumb, NetApp's .snapshot,
+Jupyter's .ipynb_checkpoints); this module lists the others.
 """
 
 from __future__ import annotations
 
-# In small letters, as the file systems of Windows and macOS do not tell them apart.
+# In lower case, because the file systems of Windows and macOS ignore case.
 FOLDERS = {
     "@eadir": "Synology DSM: thumbnails and attributes (Knowledge Center, 'What is the @eaDir folder?')",
     "#recycle": "Synology DSM: recycle bin of a shared folder (Knowledge Center, 'Recycle Bin')",
@@ -38,5 +38,5 @@ FILES = {
 
 
 def is_system(name: str) -> bool:
-    """Whether a folder or file has the name of one that systems make."""
+    """Whether a system makes folders or files of this name."""
     return name.lower() in FOLDERS or name.lower() in FILES

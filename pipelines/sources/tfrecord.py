@@ -1,7 +1,7 @@
-"""TFRecord files of tf.train.Example as a source: what TensorFlow's ImageNet scripts and TFDS write.
+"""Source for TFRecord files of tf.train.Example, as TensorFlow's ImageNet scripts and TFDS write them.
 
 A record is `length (uint64), its checksum (uint32), payload, the payload's checksum`, little-endian. The payload is a
-protocol buffer, of which only what leads to the image and its label is read here:
+protocol buffer. We read only the parts that lead to the image and its label:
 
     Example { Features features = 1 }                  Features { map<string, Feature> feature = 1 }
     Feature { BytesList bytes_list = 1 | FloatList float_list = 2 | Int64List int64_list = 3 }
@@ -31,10 +31,10 @@ from pipelines.sources.base import ONE_HOT_REMARK, SPLITS, check_label, one_hot_
 from pipelines.sources.folders import some
 from pipelines.sources.shards import Entry, ShardSource, shard_name
 
-# Feature names of TensorFlow's own ImageNet scripts, and of TFDS.
+# Feature names in TensorFlow's own ImageNet scripts, and in TFDS.
 IMAGE_KEYS = (b"image/encoded", b"image")
 LABEL_KEYS = (b"image/class/label", b"label")
-# The kinds of labels are the numbers of their keys, and these.
+# The kind of a label is the number of its key in LABEL_KEYS, or one of these.
 ONE_HOT, DAMAGED = len(LABEL_KEYS), -1
 
 _LENGTH = struct.Struct("<Q")
@@ -44,26 +44,26 @@ _CHANGED = "the bytes of its record do not fit their checksum"
 _KINDS = [*(key.decode() for key in LABEL_KEYS), "one-hot vectors"]
 
 T = TypeVar("T")
-Stretch = tuple[int, int]  # begin and end, bytes of the file
+Stretch = tuple[int, int]  # begin and end, in bytes of the file
 
 
 class TFRecordSource(ShardSource):
     """Images in TFRecord shards.
 
-    `image/class/label` counts from 1, as TensorFlow's ImageNet scripts write it (0 stands for the background there),
-    unless a training image has the label 0. The training images decide for all splits, `first_label` overrides.
+    `image/class/label` counts from 1, as in TensorFlow's ImageNet scripts (where 0 is the background), unless a
+    training image has the label 0. The training images decide for all splits; `first_label` overrides this.
 
     Args:
         files: the shards.
-        num_classes: as many at least, where there is no classes.txt.
-        first_label: "0" or "1", the label of the first class; "auto": see above.
-        train: the shards of the training images, where `files` are others of the same data set.
+        num_classes: the least number of classes, if there is no classes.txt.
+        first_label: "0" or "1", the label of the first class; "auto": decided as above.
+        train: the training shards, if `files` are another split of the data set.
     """
 
     def __init__(self, files: list[Path], num_classes: int | None = None, first_label: FirstLabel = AUTO,
                  train: Sequence[Path] = ()) -> None:
         self.first_label, self._train = first_label, list(train)
-        self._broken: dict[int, str] = {}  # images whose labels would decide something, and what is wrong with them
+        self._broken: dict[int, str] = {}  # damaged image found while labels were counted -> what is wrong
         super().__init__(files, num_classes)
 
     @staticmethod
@@ -88,7 +88,7 @@ class TFRecordSource(ShardSource):
         first = self._first(kind, lowest, highest)
         if lowest < first:
             which = int(np.flatnonzero(usable & (labels == lowest))[0])
-            raise DataError(f"{self.name(which)}: has the label {lowest}, and labels count from {first} in this data "
+            raise DataError(f"{self.name(which)}: has the label {lowest}, but labels count from {first} in this data "
                             f"set: leave such images out, or give --first-label {lowest}")
         if kind == 0:
             self.first_label = "1" if first else "0"
@@ -99,24 +99,24 @@ class TFRecordSource(ShardSource):
         return np.where(usable, labels - first, -1)
 
     def _one_kind(self, usable: np.ndarray) -> int:
-        """The way in which all labels are written; raises DataError where there are several."""
+        """The kind that all labels share; raises DataError if there are several kinds."""
         kinds = [kind for kind in np.unique(self._kind[usable]).tolist() if self._any_whole(self._kind == kind, usable)]
         if len(kinds) > 1:
             one, other = (_KINDS[kind] for kind in kinds[:2])
-            raise DataError(f"{self.path}: some of its labels are {one} and some {other}, which need not count "
-                            "alike; write the shards anew with one of them")
+            raise DataError(f"{self.path}: some of its labels are {one} and some {other}, which may count from "
+                            "different numbers; write the shards anew with one kind")
         if not kinds:
-            raise DataError(f"{self.path}: none of its records fits its checksum; download them again")
+            raise DataError(f"{self.path}: no record matches its checksum; download the files again")
         return int(kinds[0])
 
     def _outermost(self, choose: Callable[[np.ndarray], np.ndarray], labels: np.ndarray, usable: np.ndarray) -> int:
-        """The lowest or highest label that an undamaged record has, as it decides for all others."""
+        """The lowest or highest label of an undamaged record; a damaged label must not decide for all others."""
         while not self._any_whole(labels == (value := choose(labels[usable])), usable):
             pass
         return int(value)
 
     def _any_whole(self, which: np.ndarray, usable: np.ndarray) -> bool:
-        """Whether one of these records is undamaged; damaged ones that are met before are usable no more."""
+        """Whether one of these records is undamaged; damaged records met on the way are marked as unusable."""
         for i in np.flatnonzero(which & usable).tolist():
             if self._is_whole(i):
                 return True
@@ -131,14 +131,15 @@ class TFRecordSource(ShardSource):
         return i not in self._broken
 
     def _first(self, kind: int, lowest: int, highest: int) -> int:
-        """The label of the first class. Raises DataError where that cannot be told."""
+        """The label of the first class. Raises DataError if it cannot be determined."""
         if self.first_label != AUTO:
             return int(self.first_label)
         if self._train:
             train = TFRecordSource(self._train)
             if train.kind != kind:
-                raise DataError(f"{self.path}: its labels are {_KINDS[kind]}, and those of the training images "
-                                f"{_KINDS[train.kind]}, which need not count alike: give --first-label 0 or 1")
+                raise DataError(f"{self.path}: its labels are {_KINDS[kind]}, but those of the training images are "
+                                f"{_KINDS[train.kind]}, which may count from a different number: give --first-label 0 "
+                                "or 1")
             return int(train.first_label) if train.first_label != AUTO else 0
         if kind:  # TFDS counts from 0
             return 0
@@ -157,7 +158,7 @@ class TFRecordSource(ShardSource):
         size = _LENGTH.unpack(header[: _LENGTH.size].tobytes())[0]
         end = begin + _HEADER_BYTES + size
         if not _fits(header, _LENGTH.size) or end + _FOOTER_BYTES > file.size:
-            raise ChecksumError("the length of its record does not fit the checksum of it")
+            raise ChecksumError("the length of its record does not match its checksum")
         if not _fits(file.stretch(begin + _HEADER_BYTES, size + _FOOTER_BYTES), size):
             raise ChecksumError(_CHANGED)
 
@@ -179,24 +180,24 @@ class TFRecordSource(ShardSource):
 
 
 def is_tfrecord(path: Path) -> bool:
-    """train-00000-of-01024, imagenet2012-train.tfrecord-00000-of-01024, train.tfrecord, train.tfrecords,
-    train.tfrec."""
+    """Whether a file is named like train-00000-of-01024, imagenet2012-train.tfrecord-00000-of-01024, train.tfrecord,
+    train.tfrecords or train.tfrec."""
     return re.search(r"\.tfrec(?:ords?)?$|-\d{5}-of-\d{5}$", path.name) is not None
 
 
 def _fits(stretch: np.ndarray, size: int) -> bool:
-    """Whether the first `size` bytes have the checksum that follows them."""
+    """Whether the first `size` bytes match the checksum that follows them."""
     stored = int.from_bytes(stretch[size : size + _FOOTER_BYTES].tobytes(), "little")
     return bool(masked_crc32c(stretch[None, :size])[0] == stored)
 
 
 def _records(data: mmap.mmap, file: Path) -> list[Stretch]:
-    """The payloads of all records, whose lengths have the right checksums."""
+    """Find the payloads of all records. Raises DataError if a record's length does not match its checksum."""
     if data[:2] == b"\x1f\x8b":
-        raise DataError(f"{file}: is compressed with gzip, and images are read from the middle of shards; unpack it")
+        raise DataError(f"{file}: is compressed with gzip, but images must be read from its middle; unpack it")
     found: list[Stretch] = []
     end = offset = 0
-    while offset + _HEADER_BYTES <= len(data) and (not found or end > found[-1][0]):  # zeros are no records
+    while offset + _HEADER_BYTES <= len(data) and (not found or end > found[-1][0]):  # stop at zeros
         begin = offset + _HEADER_BYTES
         end = begin + _LENGTH.unpack_from(data, offset)[0]
         offset = end + _FOOTER_BYTES
@@ -206,11 +207,11 @@ def _records(data: mmap.mmap, file: Path) -> list[Stretch]:
     stored = headers[:, _LENGTH.size :].copy().view("<u4")[:, 0]
     wrong = np.flatnonzero(masked_crc32c(headers[:, : _LENGTH.size]) != stored)
     if len(wrong):
-        raise DataError(f"{file}: is damaged or no TFRecord file (the length of the record at byte "
+        raise DataError(f"{file}: is damaged or not a TFRecord file (the length of the record at byte "
                         f"{found[wrong[0]][0] - _HEADER_BYTES} does not fit its checksum); download it again")
     if offset != len(data):
         last = found.pop()[0] - _HEADER_BYTES if offset > len(data) else offset
-        raise DataError(f"{file}: is truncated or no TFRecord file (the record at byte {last} ends behind its "
+        raise DataError(f"{file}: is truncated or not a TFRecord file (the record at byte {last} goes beyond its "
                         f"{len(data)} bytes); download it again")
     return found
 
@@ -234,19 +235,19 @@ def _read_example(data: mmap.mmap, record: Stretch, file: Path) -> Entry:
         _, images = _first_with(features_of, IMAGE_KEYS, lambda feature: list(_bytes(data, feature)))
         kind, numbers = _first_with(features_of, LABEL_KEYS, lambda feature: list(_integers(data, feature)))
     except (IndexError, KeyError):
-        raise DataError(f"{where} holds no tf.train.Example; give files of those") from None
+        raise DataError(f"{where} holds no tf.train.Example; give files of tf.train.Example") from None
     if not (images and numbers):
         known = some(sorted(ascii(key[:40].decode(errors="replace"))[1:-1] for key in features_of)) or "nothing"
-        raise DataError(f"{where} has the features {known}; an image (bytes) is looked for as {_words(IMAGE_KEYS)}, a "
-                        f"class number (int64) as {_words(LABEL_KEYS)}: write the files anew with these")
+        raise DataError(f"{where} has the features {known}; it needs an image (bytes) as {_words(IMAGE_KEYS)}, and a "
+                        f"class number (int64) as {_words(LABEL_KEYS)}: write the files anew with these names")
     if len(images) > 1:
-        raise DataError(f"{where} has {len(images)} images, and each is to have a record of its own; write the files "
-                        "anew")
+        raise DataError(f"{where} has {len(images)} images; write the files anew with one image in each record")
     number = numbers[0]
     if len(numbers) > 1:
         kind, number = ONE_HOT, one_hot_class(numbers, where)
     if number < 0:
-        raise DataError(f"{where} has the label {number}, which no class has; leave images without a label out")
+        raise DataError(f"{where} has the label {number}, and no label may be negative; leave out images without a "
+                        "label")
     check_label(number, where)
     (begin, end), = images
     return Entry(begin, end - begin, number, record[0] - _HEADER_BYTES, kind)
@@ -259,7 +260,7 @@ def _words(keys: tuple[bytes, ...]) -> str:
 def _first_with(
     features: dict[bytes, Stretch], keys: tuple[bytes, ...], values_of: Callable[[Stretch], list[T]]
 ) -> tuple[int, list[T]]:
-    """The number of the first of these keys whose feature has values, and these."""
+    """The number and the values of the first key whose feature has values."""
     found = ((number, values_of(features.get(key, (0, 0)))) for number, key in enumerate(keys))
     return next(((number, values) for number, values in found if values), (0, []))
 
@@ -284,7 +285,7 @@ def _values(data: mmap.mmap, message: Stretch, field: int) -> Iterator[Stretch]:
 
 
 def _fields(data: mmap.mmap, message: Stretch) -> Iterator[tuple[int, Stretch]]:
-    """Numbers and values of a message's fields; raises IndexError for what is no message."""
+    """Yield the number and the byte range of each field of a message; raises IndexError for an invalid message."""
     at, end = message
     while at < end:
         tag, at = _varint(data, at)
@@ -305,7 +306,7 @@ def _fields(data: mmap.mmap, message: Stretch) -> Iterator[tuple[int, Stretch]]:
 
 
 def _varint(data: mmap.mmap, at: int) -> tuple[int, int]:
-    """A number of seven bits a byte, the lowest first, and where it ends."""
+    """Read a varint (seven bits per byte, lowest bits first); returns it and the byte after it."""
     value = shift = 0
     while True:
         byte = data[at]

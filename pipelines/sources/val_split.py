@@ -1,4 +1,4 @@
-"""Images of a data set without a split for validation, set aside for it (`--val-split`)."""
+"""Sets images aside for validation in a data set without a validation split (`--val-split`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipelines.recordio import BrokenRecordError
 from pipelines.sources.base import Chosen, Source
 
 _HASHES = 2**64
-_FAR_OFF = 3  # standard deviations of the share that chance gives
+_FAR_OFF = 3  # standard deviations of a class's share under random choice
 
 
 class SetAside(NamedTuple):
@@ -27,13 +27,14 @@ class SetAside(NamedTuple):
 
 
 def set_aside(source: Source, fraction: float, group_by: GroupBy = "image") -> SetAside:
-    """Choose images for validation. Raises DataError where no class can spare one.
+    """Choose images for validation. Raises DataError if no class can spare one.
 
-    A unit is an image, or with `group_by` "folder" all that a folder holds. It is for validation where its hash is in
-    the lowest `fraction` of all hashes, that of its class and of what identifies it within the data set. So each class
-    gives about that part, and an image stays on its side whatever becomes of the others, and wherever the data lie.
-    Only a class too small for that is seen to: one of whose units none is for validation gives that of the lowest
-    hash, and one of whose units all are keeps that of the highest, the only one of a class too.
+    A unit is an image, or with `group_by` "folder" all images of a folder. A unit is for validation if its hash, of its
+    class and its name within the data set, is in the lowest `fraction` of all hash values. So each class gives about
+    this fraction, and a unit stays on its side when other images change or the data are moved.
+
+    Small classes need corrections. If no unit of a class is for validation, the unit with the lowest hash becomes so.
+    If all units are, the unit with the highest hash, perhaps the only one, goes back to training.
     """
     of_unit, units_of = _units(source, group_by)
     hashes = {unit: _hash(unit) for unit in of_unit}
@@ -41,7 +42,7 @@ def set_aside(source: Source, fraction: float, group_by: GroupBy = "image") -> S
     for units in units_of.values():
         if len(units) > 1 and val.isdisjoint(units):
             val.add(min(units, key=hashes.__getitem__))
-    for units in units_of.values():  # last: a class is to be trained on before it is validated on
+    for units in units_of.values():  # last: training images of a class matter more than validation images
         if val.issuperset(units):
             val.discard(max(units, key=hashes.__getitem__))
     if not val:
@@ -54,14 +55,14 @@ def set_aside(source: Source, fraction: float, group_by: GroupBy = "image") -> S
 
 
 def _units(source: Source, group_by: GroupBy) -> tuple[dict[str, list[int]], dict[int, dict[str, int]]]:
-    """The images of each unit; and the units of each class, with the number of its images in them."""
+    """The images of each unit; and for each class its units, with the number of the class's images in each unit."""
     of_unit: dict[str, list[int]] = defaultdict(list)
     units_of: dict[int, dict[str, int]] = defaultdict(Counter)
     for i in range(len(source)):
         try:
             label = source.label(i)
         except BrokenRecordError:
-            continue  # it is met where training looks for it
+            continue  # reported when training loads the image
         folder = source.classes[label][0]
         group = source.group(i) if group_by == "folder" else ""
         unit = f"group {group}" if group else f"{folder}/{source.identity(i)}"
@@ -73,7 +74,7 @@ def _units(source: Source, group_by: GroupBy) -> tuple[dict[str, list[int]], dic
 
 
 def _remarks(source: Source, fraction: float, units_of: dict[int, dict[str, int]], val: set[str]) -> list[str]:
-    """About the classes whose share is far from the one that was asked for."""
+    """A remark about classes whose validation share is far from the requested fraction."""
     far = []
     for label, units in sorted(units_of.items()):
         total, count = sum(units.values()), sum(number for unit, number in units.items() if unit in val)
@@ -85,11 +86,11 @@ def _remarks(source: Source, fraction: float, units_of: dict[int, dict[str, int]
     if not far:
         return []
     named = ", ".join(far if len(far) <= 8 else [*far[:8], f"and {len(far) - 8:,} more classes"])
-    return [f"{source.path}: --val-split {fraction:g} is far off in some classes, for validation are: {named}"]
+    return [f"{source.path}: some classes have a validation share far from --val-split {fraction:g}: {named}"]
 
 
 def part(source: Source, split: str, fraction: float, group_by: GroupBy = "image") -> Source:
-    """The images of "train" or "val". Raises DataError."""
+    """The images of the split "train" or "val". Raises DataError."""
     for_val, remarks = set_aside(source, fraction, group_by)
     found = Chosen(source, np.flatnonzero(for_val if split == "val" else ~for_val).tolist())
     found.remarks = [*source.remarks, *remarks]

@@ -1,9 +1,9 @@
-"""WebDataset shards as a source: tar files with an image and its label side by side.
+"""Source for WebDataset shards: tar files with each image and its label side by side.
 
-A sample is the members that share a name up to its first dot: `n01440764_18.jpg` with the image, `n01440764_18.cls`
-with the class number as text. Members that share all but their last ending are a sample, too, as names of files may
-have dots (`photo.1.jpg`, `photo.1.cls`). Other members of a sample (.json and the like) are passed over; other images
-(.mask.png), and what belongs to no sample, are counted.
+A sample consists of the members whose names are equal up to the first dot: `n01440764_18.jpg` holds the image,
+`n01440764_18.cls` the class number as text. Members whose names are equal up to the last dot form a sample, too, as
+file names may contain dots (`photo.1.jpg`, `photo.1.cls`). Other members of a sample (such as .json) are ignored; other
+images (.mask.png), and members that belong to no sample, are counted.
 Source: https://github.com/webdataset/webdataset, 'The WebDataset Format'.
 """
 
@@ -27,8 +27,8 @@ from pipelines.sources.shards import Entry, ShardSource, shard_name
 from pipelines.sources.system_files import is_system
 
 _BLOCK = 512  # bytes, the unit of a tar file
-_PIECE = 1 << 20  # bytes that are read at once
-_BESIDE = -1  # the label, in the index, of a member that belongs to no sample
+_PIECE = 1 << 20  # bytes per read
+_BESIDE = -1  # in the index, the label of a member that belongs to no sample
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".tar.zst")
 _COMPRESSIONS = {rb"\x1f\x8b": "gzip", rb"BZh[1-9]1AY&SY": "bzip2", rb"\xfd7zXZ\0": "xz", rb"\(\xb5/\xfd": "zstd"}
 
@@ -74,7 +74,7 @@ class TarSource(ShardSource):
         return self._member(i).rpartition("/")[0]
 
     def _member(self, i: int) -> str:
-        """The name in the tar file, of any length: it may stand in headers of its own."""
+        """The member's name in the tar file; a long name has headers of its own."""
         begin, end = int(self._begin[i]), int(self._offset[i])
         return _name_in(self._maps[self._file[i]].stretch(begin, end - begin).tobytes()) or f"image at byte {end}"
 
@@ -84,7 +84,8 @@ def is_tar(path: Path) -> bool:
 
 
 def _name_in(headers: bytes) -> str:
-    """The name of a member that begins with these headers; "" where they are none, as in a shard that was cut since."""
+    """The name of the member that begins with these headers; "" if they are not headers, as in a shard cut off since.
+    """
     try:
         if len(headers) == _BLOCK:
             return tarfile.TarInfo.frombuf(headers, "utf-8", "surrogateescape").name
@@ -96,15 +97,17 @@ def _name_in(headers: bytes) -> str:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """A member's name without its last ending, and that ending in small letters."""
+    """Split a member's name into the part before its last dot, and its suffix in lower case."""
     folder, _, name = name.rpartition("/")
     stem, _, ending = name.rpartition(".") if "." in name else (name, "", "")
     return f"{folder}/{stem}", ending.lower()
 
 
 def _is_of(key: str, samples: Set[str]) -> bool:
-    """Whether a member belongs to a sample, whose key is then the member's own without some of its last endings: for
-    WebDataset all after the first dot of a name is its ending."""
+    """Whether a member belongs to a sample: whether its key, perhaps without some of its last suffixes, is a sample's.
+
+    For WebDataset, everything after a name's first dot is the suffix.
+    """
     while key not in samples and "." in key.rpartition("/")[2]:
         key = key.rpartition(".")[0]
     return key in samples
@@ -115,13 +118,13 @@ def _is_of_a_system(name: str) -> bool:
 
 
 def _entries(tar: tarfile.TarFile, file: Path) -> list[Entry]:
-    """The samples of a shard, and behind them what belongs to none, as _BESIDE."""
+    """The samples of a shard, followed by the members that belong to none, with the label _BESIDE."""
     images, labels, others = (defaultdict[str, list[tarfile.TarInfo]](list) for _ in range(3))
     beside: list[tarfile.TarInfo] = []
     for member in tar:
         key, ending = _split(member.name)
         if ending == "tar" and member.isfile():
-            raise DataError(f"{file}: holds tar files, as ILSVRC2012_img_train.tar does, no images; "
+            raise DataError(f"{file}: holds tar files, as ILSVRC2012_img_train.tar does, and no images; "
                             "convert it with `python -m pipelines make-records`")
         if not member.isfile() or _is_of_a_system(member.name):
             beside += [] if member.isdir() else [member]
@@ -135,8 +138,8 @@ def _entries(tar: tarfile.TarFile, file: Path) -> list[Entry]:
         if alone := next((key for key in found if not _is_of(key, samples)), None):
             raise DataError(f"{file}: sample {alone.lstrip('/')} has {what}; write the shard anew")
         if twice := next((key for key in found if len(found[key]) > 1 and key in samples), None):
-            raise DataError(f"{file}: sample {twice.lstrip('/')} has two {kinds}; write the shard anew, with a name of "
-                            "its own for each sample")
+            raise DataError(f"{file}: sample {twice.lstrip('/')} has two {kinds}; write the shard anew, with a "
+                            "different name for each sample")
     beside += itertools.chain.from_iterable(found for key, found in images.items() if key not in samples)
     beside += itertools.chain.from_iterable(found for key, found in others.items() if not _is_of(key, samples))
     return [*(Entry(images[key][0].offset_data, images[key][0].size, _parse_label(tar, labels[key][0], file),
@@ -154,28 +157,29 @@ def _parse_label(tar: tarfile.TarFile, member: tarfile.TarInfo, file: Path) -> i
 
 
 def check_not_compressed(file: Path) -> None:
-    """Raise DataError for a compressed tar file, whatever its name is. Raises OSError."""
+    """Raise DataError for a compressed tar file, whatever its name. Raises OSError if the file cannot be read."""
     with open_file(file) as opened:
         beginning = opened.read(16)
     for magic, name in _COMPRESSIONS.items():
         if re.match(magic, beginning):
-            raise DataError(f"{file}: is compressed with {name}, and images are read from the middle of it; unpack it")
+            raise DataError(f"{file}: is compressed with {name}, but images must be read from its middle; unpack it")
 
 
 def check_end(file: Path, offset: int, end: int | None = None) -> None:
-    """Raise ReadError unless only zeros, one block at least, lie between byte `offset`, where tarfile stopped to read,
-    and the end of the tar file: byte `end`, or that of the whole file.
+    """Raise ReadError unless tarfile has read the whole tar file.
 
-    tarfile takes the first block of zeros for the end, though it may be a damaged header, or the end of the first of
-    several tar files joined with cat; and it ends without a word at a header that it does not understand."""
+    From byte `offset`, where tarfile stopped, to byte `end` (default: the end of the file) there must be only zeros,
+    and at least one block of them. tarfile takes the first block of zeros for the end, although it may be a damaged
+    header, or the end of the first of several tar files joined with cat. It also stops silently at a header that it
+    does not understand."""
     with file.open("rb") as opened:
         left = (os.fstat(opened.fileno()).st_size if end is None else end) - offset
         opened.seek(offset)
         if left < _BLOCK:
-            raise tarfile.ReadError("it has no end mark, as one that is cut off")
+            raise tarfile.ReadError("it has no end mark, so it may be cut off")
         if opened.read(_BLOCK).strip(b"\0"):
             raise tarfile.ReadError(f"there is no header of a file at byte {offset}")
         for start in range(_BLOCK, left, _PIECE):
             if opened.read(min(_PIECE, left - start)).strip(b"\0"):
-                raise tarfile.ReadError(f"it goes on behind its end mark at byte {offset}, as one with a damaged block "
-                                        "there, or several that are joined with cat and not with tar -A")
+                raise tarfile.ReadError(f"it goes on after its end mark at byte {offset}: either a block there is "
+                                        "damaged, or several tar files were joined with cat instead of tar -A")

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of faults, and the table of tries and survivals at their end."""
+"""Fixtures of the fault tests, and the table of tries and survivals printed at their end."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def images(tmp_path_factory: pytest.TempPathFactory, seed: int) -> Path:
 
 @pytest.fixture
 def new_run(tmp_path: Path, images: Path) -> Iterator[Callable[..., faulty.FaultyRun]]:
-    """Makes a run in a folder of its own; what is left of it at the end is killed."""
+    """Creates runs in folders of their own; at the end, all processes left over are killed."""
     runs = []
 
     def make(*options: str, folder: Path | None = None, data: Path = images, **more: Any) -> faulty.FaultyRun:
@@ -58,7 +58,7 @@ def new_run(tmp_path: Path, images: Path) -> Iterator[Callable[..., faulty.Fault
 
 @pytest.fixture(scope="session")
 def unbroken(images: Path, tmp_path_factory: pytest.TempPathFactory) -> faulty.FaultyRun:
-    """A run that nothing has happened to, with all its checkpoints."""
+    """An undisturbed run, with all its checkpoints."""
     run = faulty.FaultyRun(tmp_path_factory.mktemp("unbroken") / "run", images, "--keep-checkpoints", "99")
     assert run.finish() == 0, run.err
     return run

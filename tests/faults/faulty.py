@@ -1,8 +1,7 @@
-"""What the tests of faults share: a training run that can be harmed, what must hold after that, and the table of tries.
+"""Shared by the fault tests: a training run to harm, checks that must hold afterwards, and the table of tries.
 
-A test tries a fault once, at a moment or place that its random generator chooses; it runs `tries()` times. The first
-few tries are marked `long`, for `make test-long`, the others `slow`: `make test-faults` runs all, and
-RESNET_FAULT_TRIES says how many there are.
+A test tries a fault once, at a random moment or place, and is repeated `tries()` times. The first few tries are marked
+`long`, for `make test-long`, the others `slow`: `make test-faults` runs all. RESNET_FAULT_TRIES sets their number.
 """
 
 from __future__ import annotations
@@ -26,25 +25,25 @@ import pytest
 from train import checkpoint
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-LIGHT = REPOSITORY / "tests" / "light"  # on PYTHONPATH it makes a run shorter
+LIGHT = REPOSITORY / "tests" / "light"  # on PYTHONPATH, it shortens a run
 TRIES = int(os.environ.get("RESNET_FAULT_TRIES", "5"))
 EPOCHS, STEPS_PER_EPOCH = 2, 6  # 27 images in batches of 4
-PATIENCE = 300  # seconds that a run may take to end, on a machine that others work on too; no promise
+PATIENCE = 300  # seconds for a run to end on a busy machine; not a promise of the program
 OPTIONS = ("--model", "resnet18", "--image-size", "32", "--batch-size", "4", "--epochs", str(EPOCHS), "--device", "cpu",
            "--num-threads", "1", "--no-tensorboard", "--warmup-epochs", "0", "--learning-rate", "0.5", "--optimizer",
            "sgd", "--weight-decay", "1e-4", "--validate-every", "1", "--log-every", "1",
-           "--checkpoint-minutes", "0.00001")  # after each step, so that many faults fall into a save
+           "--checkpoint-minutes", "0.00001")  # after each step, so that many faults hit a save
 
 
 def tries(few: int = 0) -> pytest.MarkDecorator:
-    """Run a test so often; the first `few` tries are long, all others slow."""
+    """Repeat a test; the first `few` tries are marked long, all others slow."""
     marks = [pytest.mark.long if number < few else pytest.mark.slow for number in range(max(few, TRIES))]
     return pytest.mark.parametrize("number", [pytest.param(number, marks=mark) for number, mark in enumerate(marks)])
 
 
 class FaultyRun:
-    """`python -m train` of two epochs of six steps, a checkpoint after each, in `folder`; started again by the same
-    command, it goes on with --resume auto."""
+    """`python -m train` in `folder`: two epochs of six steps, with a checkpoint after each step. Starting it again with
+    the same command resumes it (--resume auto)."""
 
     steps_per_epoch = STEPS_PER_EPOCH
 
@@ -56,11 +55,11 @@ class FaultyRun:
 
     @property
     def steps(self) -> int:
-        """How many it takes in all."""
+        """The number of steps of a whole run."""
         return self.steps_per_epoch * EPOCHS
 
     def start(self, **environment: str) -> None:
-        """Start it; what it prints goes to files beside its folder."""
+        """Start the run; its output goes to files beside its folder."""
         assert self.process is None or self.process.poll() is not None
         paths = os.pathsep.join([str(LIGHT), str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **environment}
@@ -80,13 +79,13 @@ class FaultyRun:
         return self._words("out").read_text(errors="replace")
 
     def events(self, kind: str) -> list[dict[str, Any]]:
-        """What metrics.jsonl holds by now, whole lines only."""
+        """The events in metrics.jsonl so far; only complete lines."""
         path = self.folder / "metrics.jsonl"
         lines = path.read_text().split("\n")[:-1] if path.exists() else []
         return [event for event in map(json.loads, lines) if event["event"] == kind]
 
     def wait_for(self, condition: Callable[[], bool], seconds: float = PATIENCE) -> bool:
-        """Until it holds, or the run has ended: whether it holds."""
+        """Wait until a condition holds or the run ends; returns whether it holds."""
         end = time.monotonic() + seconds
         assert self.process
         while not condition():
@@ -97,11 +96,11 @@ class FaultyRun:
         return True
 
     def wait_for_step(self, step: int) -> bool:
-        """Until so many steps are logged: whether it came to that."""
+        """Wait until `count` steps are logged or the run ends; returns whether they are."""
         return self.wait_for(lambda: len(self.events("steps")) >= step)
 
     def end(self, seconds: float = PATIENCE) -> int:
-        """Its exit code. Fails where the run does not end by itself in time."""
+        """Wait for the run's end and return its exit code. Fails if it does not end by itself in time."""
         assert self.process
         try:
             return self.process.wait(seconds)
@@ -109,7 +108,7 @@ class FaultyRun:
             pytest.fail(f"the run has not ended after {seconds} s: {self.out[-500:]} {self.err[-500:]}")
 
     def kill(self) -> None:
-        """It and all of its processes, at once, stopped ones too."""
+        """Kill the run and all its processes at once, also stopped ones."""
         if self.process and self.process.poll() is None:
             os.kill(self.process.pid, signal.SIGKILL)
             self.process.wait()
@@ -118,10 +117,10 @@ class FaultyRun:
                 os.kill(pid, signal.SIGKILL)
 
     def members(self) -> dict[int, tuple[int, int]]:
-        """Parent and rank of each process of a run of several: those that train, and what they have forked."""
+        """Parent and rank of each process of a distributed run: the training processes and those that they forked."""
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # it has ended meanwhile, or is another user's
+            with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
                 variables = (folder / "environ").read_bytes().split(b"\0")
                 command = (folder / "cmdline").read_bytes()
                 rank = [entry for entry in variables if entry.startswith(b"HOROVOD_RANK=")]
@@ -131,31 +130,32 @@ class FaultyRun:
         return found
 
     def ranks(self) -> dict[int, int]:
-        """Ids of the processes that train, by rank."""
+        """The ids of the training processes, by rank."""
         members = self.members()
         return {rank: pid for pid, (parent, rank) in members.items() if parent not in members}
 
     def finish(self) -> int:
-        """Start it again, undisturbed."""
+        """Start the run again, and let it finish undisturbed."""
         self.start()
         return self.end()
 
 
 def hear_signals() -> None:
-    """As in a terminal, also where the tests run in the background or under nohup, which ignore these."""
+    """Restore the default handling of signals, as in a terminal: processes in the background or under nohup ignore
+    some."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 
 
 def wait_a_random_time(run: FaultyRun, rng: np.random.Generator, least: int = 0) -> None:
-    """Until a step that is chosen at random, and a random part of what a step and its save take beyond it; the run may
-    have ended by then. `least`: at least so many steps."""
+    """Wait for a random step, `least` or later, and then for a random part of the time of a step and its save. The run
+    may have ended by then."""
     run.wait_for_step(int(rng.integers(least, run.steps + 1)))
     time.sleep(rng.uniform(0, 0.2))  # to hit any moment, not to wait for something
 
 
 def assert_nothing_lost(run: FaultyRun) -> None:
-    """Every checkpoint is whole, and the newest is that of the last save that was told of, or newer."""
+    """Every checkpoint is intact, and the newest is that of the last reported save, or newer."""
     told = [event["step"] for event in run.events("checkpoint")]
     folder = run.folder / "checkpoints"
     found = sorted(folder.glob("*.npz")) if folder.exists() else []
@@ -164,8 +164,8 @@ def assert_nothing_lost(run: FaultyRun) -> None:
 
 
 def assert_same_end(run: FaultyRun, unbroken: FaultyRun, same_statistics: bool = True) -> None:
-    """Last and best checkpoint have the bits of the unbroken run. Not `same_statistics`: running statistics are equal
-    but for rounding, as several processes go on from the mean of theirs, each with that."""
+    """Last and best checkpoint have the bits of the unbroken run. Without `same_statistics`, running statistics may
+    differ by rounding, because several processes resume from the mean of their statistics."""
     last = max(path.name for path in (unbroken.folder / "checkpoints").glob("step-*.npz"))
     for name in (last, checkpoint.BEST):
         ours, theirs = (checkpoint.load(each.folder / "checkpoints" / name) for each in (run, unbroken))
@@ -188,7 +188,7 @@ def assert_equal_arrays(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarra
 
 
 def assert_sentence(run: FaultyRun, *words: str) -> None:
-    """On standard error is one sentence with these words, and there is no stack trace."""
+    """Standard error holds one sentence with these words, and no stack trace."""
     assert "Traceback" not in run.err, run.err
     errors = [line for line in run.err.splitlines() if line.startswith("error: ")]
     assert any(all(re.search(word, line) for word in words) for line in errors), run.err

@@ -133,7 +133,7 @@ def write_cifar_meta(folder: Path) -> Path:
 
 
 def write_cifar100(folder: Path, name: str) -> Path:
-    """Two images with both of their labels, and the lists of the classes; the file of that name is to be damaged."""
+    """Write two images with both labels, and the lists of classes; the file `name` is the one to damage."""
     images = np.random.default_rng(0).integers(0, 256, (2, 3072), np.uint8)
     if name.endswith((".bin", ".txt")):
         (folder / "train.bin").write_bytes(b"".join(bytes([3, 70]) + image.tobytes() for image in images))
@@ -160,7 +160,7 @@ def write_words(folder: Path) -> Path:
 
 
 def read_data(path: Path) -> None:
-    """As a training run does: places and labels of all images, their bytes, and what Pillow says of them."""
+    """Read like a training run: places and labels of all images, their bytes, and Pillow's findings."""
     source = open_source(path.parent, "train")
     for i in range(len(source)):
         try:
@@ -169,7 +169,7 @@ def read_data(path: Path) -> None:
             source.feed(i)
             inspect_image(source.read(i).tobytes())
         except (OSError, BrokenRecordError):
-            pass  # a bad image, which is named
+            pass  # a bad image, which is reported
     source.read_ahead(range(len(source)))
 
 
@@ -178,7 +178,7 @@ def read_image(path: Path) -> None:
     assert finding is None or (finding.detail and "\n" not in finding.detail)
 
 
-# How a file is written that is to be damaged, and how it is read.
+# Functions that write the file to damage, and functions that read it.
 READERS: dict[str, tuple[Callable[[Path], Path], Callable[[Path], object]]] = {
     "list": (write_image_list, read_data),
     "list for verify": (write_image_list, lambda path: verify_split(str(path.parent), "train", num_threads=1)),
@@ -214,7 +214,7 @@ def write_photo(folder: Path) -> Path:
 
 
 def shrink(path: Path) -> None:
-    """As make-records --resize does."""
+    """Shrink images like make-records --resize."""
     for entry in plan_files(path.parents[1], "train").entries:
         make_records._read(entry, Options(resize=4))
 
@@ -226,7 +226,7 @@ def damaged(content: bytes, rng: np.random.Generator) -> bytes:
     """One to three small damages, each at a random place."""
     for _ in range(int(rng.integers(1, 4))):
         place = int(rng.integers(len(content) + 1))
-        if rng.random() < 0.5:  # most formats begin with what they are
+        if rng.random() < 0.5:  # most formats begin with their type
             place = int(place * rng.random() ** 3)
         size = int(rng.choice((1, 2, 4, 8, 64, 512)))
         before, after = content[:place], content[place + size :]
@@ -255,13 +255,13 @@ def damaged(content: bytes, rng: np.random.Generator) -> bytes:
 
 def try_mutations(name: str, folder: Path, rng: np.random.Generator, count: int) -> None:
     write, read = READERS[name]
-    count = -(-count // 10) if "verify" in name else count  # which starts a decoder each time
+    count = -(-count // 10) if "verify" in name else count  # verify starts a decoder each time
     path = write(folder)
     whole = path.read_bytes()
     read(path)
     for number in range(count):
         content = damaged(whole, rng)
-        path.unlink(missing_ok=True)  # the index of a shard goes by its time, too
+        path.unlink(missing_ok=True)  # a shard's cached index depends on the file's time, too
         path.write_bytes(content)
         try:
             read(path)

@@ -1,4 +1,4 @@
-"""Faults that come to files: full disks, damaged and removed checkpoints, images and records that change."""
+"""Faults of files: full disks, damaged or removed checkpoints, images and records that change."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ENOUGH = "64m"
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A small disk of its own; skips where this user may not mount one."""
+    """A small disk of its own; skips if this user may not mount one."""
     place = tmp_path / "disk"
     place.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={ENOUGH}", "faults", place]
@@ -46,7 +46,7 @@ def resize(disk: Path, size: str) -> None:
 
 
 def harm(path: Path, rng: np.random.Generator) -> str:
-    """Truncate a file, or overwrite 64 bytes of it, at a random place; or remove it. Says what was done."""
+    """Truncate a file, overwrite 64 bytes of it at a random place, or remove it; returns a description."""
     size = path.stat().st_size
     place, way = int(rng.integers(size)), int(rng.integers(3))
     if way == 0:
@@ -141,7 +141,7 @@ def test_image_that_changes(new_run: NewRun, unbroken: FaultyRun, images: Path, 
 
 @pytest.fixture(scope="session")
 def records(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The images in RecordIO."""
+    """The images as RecordIO."""
     folder = tmp_path_factory.mktemp("records")
     subprocess.run([sys.executable, "-m", "pipelines", "make-records", images, folder], check=True, capture_output=True,
                    cwd=faulty.REPOSITORY)

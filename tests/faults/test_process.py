@@ -1,4 +1,4 @@
-"""Faults that come to the process: kills, signals, stops."""
+"""Faults of the process: kills, signals, stops."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from faulty import FaultyRun, assert_nothing_lost, assert_same_end, tries, wait_
 NewRun = Callable[..., FaultyRun]
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 MAX_KILLS = 3
-AFTER_SECOND = 25  # seconds; promised are five, on a machine that is not busy
+AFTER_SECOND = 25  # seconds; the program promises five on an idle machine
 
 
 @tries(few=1)
@@ -41,7 +41,7 @@ def test_stop(new_run: NewRun, unbroken: FaultyRun, rng: np.random.Generator, nu
     assert run.process
     run.process.send_signal(asked)
     code = run.end()
-    has_trained = len(run.events("steps")) == run.steps  # and then a signal is what it is to any program
+    has_trained = len(run.events("steps")) == run.steps  # after training, a signal ends the program as any other
     assert code == 128 + asked or (has_trained and code in (0, -asked)), run.err
     assert "Traceback" not in run.err, run.err
     assert_nothing_lost(run)

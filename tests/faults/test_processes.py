@@ -1,4 +1,4 @@
-"""Faults of runs of two processes on the CPU: one that is killed or stopped, a launcher that is."""
+"""Faults of runs with two processes on the CPU: a killed or stopped process, a killed launcher."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import pytest
 from faulty import FaultyRun, assert_nothing_lost, assert_same_end, assert_sentence, tries
 
 HANG_SECONDS = 5  # instead of 40
-# Promised (docs/reliability.md): 5 s after a death, a minute after a hang with the default patience, so 25 s here.
-# The machine that these run on may be busy with others.
+# docs/reliability.md promises 5 s after a death, and a minute after a hang with the default patience, so 25 s here.
+# The machine may be busy with other work.
 AFTER_DEATH, AFTER_HANG = 25, 40
 pytestmark = pytest.mark.skipif(find_spec("horovod") is None, reason="Horovod is not installed (no g++ at set-up)")
 
 
 class Pair(FaultyRun):
-    """Two processes; eight images a step."""
+    """A run of two processes, with eight images per step."""
 
     steps_per_epoch = 4
 
@@ -52,14 +52,14 @@ def new_pair(tmp_path: Path, images: Path) -> Iterator[Callable[..., Pair]]:
 
 @pytest.fixture(scope="session")
 def unbroken_pair(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """A run that nothing has happened to."""
+    """An undisturbed run of two processes."""
     run = Pair(tmp_path_factory.mktemp("unbroken") / "run", images)
     assert run.finish() == 0, run.err
     return run
 
 
 def victim(run: Pair, rng: np.random.Generator) -> int:
-    """At a random moment of the run, one of its processes."""
+    """Choose one of the run's processes at a random moment."""
     run.wait_for_step(int(rng.integers(1, run.steps)))
     time.sleep(rng.uniform(0, 0.2))  # to hit any moment, not to wait for something
     found = run.ranks()

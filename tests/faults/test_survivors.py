@@ -1,7 +1,7 @@
-"""Processes of a run that outlive another one: its loss must not take any of them with it.
+"""Processes that survive the loss of another process of their run: the loss must not end any of them.
 
-Horovod's `Workers` alone, without a network, so that a loss costs a second and breaks off many operations at once.
-RESNET_FAULT_TRIES=250 loses 500 processes.
+The tests use Horovod's `Workers` alone, without a network, so that a loss takes a second and interrupts many operations
+at once. RESNET_FAULT_TRIES=250 loses 500 processes.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from faulty import PATIENCE, REPOSITORY, TRIES
 
 pytestmark = pytest.mark.skipif(find_spec("horovod") is None, reason="Horovod is not installed (no g++ at set-up)")
 
-FEW = 3  # losses that `make test-long` tries, with three processes and with four
-GLOO_SECONDS = 60  # who notices a loss by Gloo's time-out, or never, has not ended by then
-# Each loss, in processes that are forked from this one, which has imported everything: they average 40 groups of arrays
-# until one is killed at a random moment. Prints seconds and exit codes of each loss, as JSON.
+FEW = 3  # losses per test in `make test-long`, with three and with four processes
+GLOO_SECONDS = 60  # shorter than Gloo's time-out: a process that relies on it, or hangs, has not ended by then
+# For each loss, this process, which has imported everything, forks several others. They average 40 groups of arrays
+# until one is killed at a random moment. Prints seconds and exit codes of each loss as JSON.
 SCRIPT = """
     import json, os, random, signal, sys, threading, time
     from common.mxnet_compat import mx
@@ -119,7 +119,7 @@ SCRIPT = """
     pytest.param(FEW, marks=pytest.mark.long), pytest.param(max(TRIES - FEW, 1), marks=pytest.mark.slow)])
 def test_a_loss_takes_no_other_process_with_it(rng: np.random.Generator, count: int, losses: int) -> None:
     """One of three or four processes killed (SIGKILL) amid many operations among them."""
-    # Freed memory is overwritten, so that whoever reads it fails; several threads of MXNet see operations fail.
+    # MALLOC_PERTURB_ overwrites freed memory, so that reading it fails. Several threads of MXNet see operations fail.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
                    "OMP_NUM_THREADS": "1", "HOROVOD_GLOO_TIMEOUT_SECONDS": str(GLOO_SECONDS),
                    "MALLOC_PERTURB_": str(rng.integers(1, 256)), "MXNET_CPU_WORKER_NTHREADS": "4"}

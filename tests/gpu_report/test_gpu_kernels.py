@@ -15,7 +15,7 @@ from gpu_report.datasheets import DATASHEETS, datasheet_of
 from gpu_report.deepbench import Convolution, Gemm
 from gpu_report.figures import Figure
 from gpu_report.section import Bench
-from graph_passes.errors import GraphError, PassingError
+from graph_passes.errors import GraphError, TransientError
 from train.devices import Placement
 
 ODD = Convolution(9, 7, 3, 2, 5, 3, 2, 1, 0, 2, 1)  # 7 x 9 pixels, filters of 2 x 3
@@ -76,7 +76,7 @@ class Machine:
 
     @contextlib.contextmanager
     def copy(self) -> Iterator[Callable[[], float]]:
-        raise PassingError("the GPU has 1.0 of 1.0 GiB free, 4.0 GiB more are needed: use a smaller batch size")
+        raise TransientError("the GPU has 1.0 of 1.0 GiB free, 4.0 GiB more are needed: use a smaller batch size")
         yield
 
     @contextlib.contextmanager
@@ -84,7 +84,7 @@ class Machine:
         if precision == "fp8":
             raise GraphError("there is no fp8")
         if size.flops > 1e12:
-            raise PassingError("there is no room for it")
+            raise TransientError("there is no room for it")
         yield lambda: 2.0
 
     @contextlib.contextmanager
@@ -128,7 +128,7 @@ def test_problems_for_cudnn():
     assert (problem.x, problem.w, problem.y) == ((2, 7, 9, 3), (5, 2, 3, 3), (2, 6, 5, 5))
     assert (problem.pad, problem.stride, problem.flops) == ((0, 1), (1, 2), ODD.flops)
     assert kernels_cuda._problem(deepbench.CONVOLUTIONS[4], "fprop", "int8").kind == "fprop_bias_relu"
-    with pytest.raises(GraphError, match="3 channels with 5 filters not in 8 bits, where they are multiples of 16"):
+    with pytest.raises(GraphError, match="3 channels with 5 filters: both must be multiples of 16"):
         kernels_cuda._problem(ODD, "fprop", "float8")
 
 

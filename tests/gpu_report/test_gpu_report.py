@@ -81,7 +81,7 @@ def test_sections_one_after_the_other(run_train, tmp_path):
 
     code, out, err = run_train(*command, "training", "kernels", "inference", "recurrent")
     assert code == 0, err
-    assert "== kernels: complete, not done again" in out
+    assert "== kernels: already complete, skipped" in out
     second = json.loads((folder / "report.json").read_text())
     assert second["sections"]["kernels"] == first["sections"]["kernels"]
     layers = second["sections"]["recurrent"]
@@ -104,7 +104,7 @@ def test_sections_one_after_the_other(run_train, tmp_path):
 
 @pytest.mark.long
 def test_no_time(run_train, tmp_path, monkeypatch):
-    """Whatever would begin too late is left out, and said; the same command goes on with it."""
+    """Whatever would begin too late is left out, and noted; the same command measures it later."""
     command = ("gpu-report", "--device", "cpu", "--output", tmp_path / "report", "--sections", "kernels", "training")
     with monkeypatch.context() as patch:
         patch.setattr(section.Bench, "spent", property(lambda self: 1e9))
@@ -115,7 +115,7 @@ def test_no_time(run_train, tmp_path, monkeypatch):
     assert [figure.what for figure in found["kernels"].figures] == ["copy"]
     assert found["training"].figures == () and not found["training"].complete
     (note,) = found["training"].notes
-    assert note.startswith("ResNet-18, 224 pixels in fp32: the section's ") and "the same command goes on" in note
+    assert note.startswith("ResNet-18, 224 pixels in fp32: the section's ") and "repeat the command" in note
     assert "## Left out" in (tmp_path / "report" / "report.md").read_text()
 
     code, out, err = run_train(*command)
@@ -134,7 +134,7 @@ def test_stopped_within_a_section(run_train, tmp_path, monkeypatch, number):
     with monkeypatch.context() as patch:
         patch.setattr(kernels, "totals", lambda figures: signal.raise_signal(number))
         code, out, _ = run_train(*command)
-    assert code == 128 + number and out.endswith("stopped: repeat the command to go on\n")
+    assert code == 128 + number and out.endswith("stopped: repeat the command to resume\n")
     found = Report.read(tmp_path / "report.json").sections["kernels"]
     assert len(found.figures) == 5 and not found.complete
     assert run_train(*command)[0] == 0
@@ -158,7 +158,7 @@ def test_stopped_within_a_precision_of_inference(run_train, tmp_path, monkeypatc
     monkeypatch.setattr(inference, "CPU_BATCHES", (1, 2, 12, 16))
     monkeypatch.setattr(benchmark_inference, "measure", counted)
     code, out, _ = run_train(*command)
-    assert code == 143 and out.endswith("stopped: repeat the command to go on\n")
+    assert code == 143 and out.endswith("stopped: repeat the command to resume\n")
     assert sizes == [16, 1, 2] and kept == [[], ["batch 16"], ["batch 16", "batch 1"]]
     found = Report.read(tmp_path / "report.json").sections["inference"]
     assert len(found.figures) == 2 and not found.complete and found.notes == ()
@@ -237,7 +237,7 @@ def test_cost(run_train, tiny_data, tmp_path, monkeypatch):
     assert section.figures[:2] == figures[:2] and len(section.figures) == 4
     assert section.figures[2].value == whole.value
     assert section.figures[3].value == pytest.approx(whole.value / 500)
-    assert section.notes[0].startswith("the time to 100%: 2 epochs end at")
+    assert section.notes[0].startswith("the time to 100%: 2 epochs reach only")
     assert "2 epochs, which end at" in " ".join((tmp_path / "report.md").read_text().split())
 
     # What is not given stays as it was.
@@ -256,7 +256,7 @@ def test_cost_begins_no_run_when_its_time_is_over(tmp_path):
                          (9.0, "it takes 30 s or more and the section had 9 s")):
         bench = section.Bench(Placement("mxnet", "cpu(0)", ""), "some CPU", tmp_path, seconds)
         found = cost.measure(bench)
-        assert found.notes == (f"time and cost to accuracy: {why}; the same command goes on with it",)
+        assert found.notes == (f"time and cost to accuracy: {why}; repeat the command to measure it",)
         assert not found.complete and not (tmp_path / "cost_run").exists()
 
 
@@ -286,7 +286,7 @@ def test_target_that_is_not_reached(tmp_path):
     bench = section.Bench(Placement("mxnet", "cpu(0)", ""), "some CPU", tmp_path, 1.0, target_accuracy=0.9)
     found = list(cost._figures(bench, cost.SAMPLE, [cost.Validation(1, 2.0, 0.5)], "fp32", 0.0))
     assert [each.size for each in found] == ["epoch 1", "the whole run"]
-    assert bench.found().notes == ("the time to 90%: 1 epochs end at 50.0%",)
+    assert bench.found().notes == ("the time to 90%: 1 epochs reach only 50.0%",)
 
 
 def test_targets_have_all_their_digits(tmp_path):
@@ -303,7 +303,7 @@ def test_targets_have_all_their_digits(tmp_path):
 def test_other_programs_on_the_machine_are_told(run_train, percent, is_said, tmp_path, monkeypatch):
     monkeypatch.setattr("psutil.cpu_percent", lambda interval: percent)
     code, out, _ = run_train("gpu-report", "--device", "cpu", "--sections", "recurrent", "--output", tmp_path)
-    said = ("other programs use 57% of the processor: what is measured beside them is slower; end them, and begin anew "
+    said = ("other programs use 57% of the processor, so the figures will be too slow: end them, and begin anew "
             "with another --output\n")
     assert code == 0 and out.startswith(said) == is_said and ("other programs" in out) == is_said
     for page in ("report.md", "report.html"):
@@ -323,8 +323,8 @@ def test_pages_of_others_stay_as_they_are(run_train, tmp_path):
     page.write_text("precious")
     code, _, err = run_train(*compare)
     assert (code, page.read_text()) == (2, "precious")
-    assert err == (f"error: {tmp_path / 'to'} has a comparison.md that is not of this command (comparison.json is "
-                   "missing beside it): give another --output, or move it away\n")
+    assert err == (f"error: {tmp_path / 'to'} has a comparison.md that this command did not write (there is no "
+                   "comparison.json beside it): give another --output, or move it away\n")
     page.unlink()
     assert [run_train(*compare)[0] for _ in range(2)] == [0, 0]
 
@@ -445,37 +445,37 @@ def files(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 
 
 @pytest.mark.parametrize("name, sentence", [
-    ("newer", "newer.json is a report of version 2, and this program reads version 1: make it anew"),
-    ("other", "other.json is no report on a GPU"),
-    ("list", "list.json is no report on a GPU"),
+    ("newer", "newer.json is a report of version 2, but this program reads version 1: make it anew"),
+    ("other", "other.json is not a GPU report"),
+    ("list", "list.json is not a GPU report"),
     ("text", "text.json is not JSON: give the report.json of a report"),
     ("absent", "absent.json (No such file or directory): give the report.json of a report"),
     ("deep", "deep.json is not JSON"),
-    ("damaged", "damaged.json is damaged, or was written by hand wrongly (sections.kernels.figures[0].size is "),
+    ("damaged", "damaged.json is damaged, or was edited by hand (sections.kernels.figures[0].size is "),
     ("nameless", "(device is None, where words belong): make it anew"),
     ("no device", "(device is empty): make it anew"),
     ("half", r"(device is 'A\ud800', which has characters that cannot be shown): make it anew"),
     ("control", r"(device is 'A\x07', which has characters that cannot be shown): make it anew"),
-    ("true", "true.json is a report of version True, and this program reads version 1: make it anew"),
-    ("about", "about.json is damaged, or was written by hand wrongly (about is [1], where an object belongs): make"),
+    ("true", "true.json is a report of version True, but this program reads version 1: make it anew"),
+    ("about", "about.json is damaged, or was edited by hand (about is [1], where an object belongs): make"),
     ("note", "(about.note is [1], where words belong): make it anew"),
     ("section", "(sections.kernels is 1e+300, where an object belongs): make it anew"),
     ("figures", "(sections.kernels.figures is {}, where a list belongs): make it anew"),
     ("notes", "(sections.kernels.notes[1] is 2, where words belong): make it anew"),
     ("seconds", "(sections.kernels.seconds is 'NaN', where a number belongs): make it anew"),
     ("zero", "(sections.kernels.figures[0].value is 0 ms): make it anew"),
-    ("negative", "(sections.kernels.figures[0].value is -1.0, which nothing measures): make it anew"),
-    ("nan", "(sections.kernels.figures[0].value is nan, which nothing measures): make it anew"),
-    ("huge", "(sections.kernels.figures[0].value is 1e+300, which nothing measures): make it anew"),
+    ("negative", "(sections.kernels.figures[0].value is -1.0, which no measurement can give): make it anew"),
+    ("nan", "(sections.kernels.figures[0].value is nan, which no measurement can give): make it anew"),
+    ("huge", "(sections.kernels.figures[0].value is 1e+300, which no measurement can give): make it anew"),
     ("long", "(sections.kernels.figures[0].value is 1000000"),
-    ("tiny", "(sections.kernels.figures[0].error is 1e-300, which nothing measures): make it anew"),
+    ("tiny", "(sections.kernels.figures[0].error is 1e-300, which no measurement can give): make it anew"),
     ("list of numbers", "(sections.kernels.figures[0].value is [1.0], where a number belongs): make it anew"),
     ("words", "(sections.kernels.figures[0].value is '1 ms', where a number belongs): make it anew"),
     ("number", "(sections.kernels.figures[0].size is 1, where words belong): make it anew"),
     ("more", "(sections.kernels.figures[0].more is None, where an object belongs): make it anew"),
     ("tflops", "(sections.kernels.figures[0].more.tflops is 'NaN', where a number belongs): make it anew"),
-    ("other name", "(sections.kernels.figures[0] has 'speed', which no figure has): make it anew"),
-    ("version", "version.json is a report of version '1', and this program reads version 1: make it anew"),
+    ("other name", "(sections.kernels.figures[0] has 'speed', which is not a field of a figure): make it anew"),
+    ("version", "version.json is a report of version '1', but this program reads version 1: make it anew"),
     ("empty", "the reports have no figure in common (GPU: kernels; GPU: no section): measure the same sections"),
 ])
 def test_files_that_cannot_be_compared(run_train, files, name, sentence, tmp_path):
@@ -490,12 +490,12 @@ def test_files_that_cannot_be_compared(run_train, files, name, sentence, tmp_pat
     (("--minutes", "0"), "--minutes 0.0 must be above 0"),
     (("--price-per-hour", "-1"), "--price-per-hour -1.0 must be 0, or from 0.0001 to 1000000000"),
     (("--price-per-hour", "1e30"), "--price-per-hour 1e+30 must be 0, or from 0.0001 to 1000000000"),
-    (("--compare", "a.json"), "--compare a.json: that is one report: give two or more"),
-    (("--compare", "a.json", "b.json", "--minutes", "3"), "--minutes has no effect on --compare"),
+    (("--compare", "a.json"), "--compare a.json is a single report: give two or more"),
+    (("--compare", "a.json", "b.json", "--minutes", "3"), "--minutes has no effect with --compare"),
     (("--data", "/nowhere"), "data path /nowhere does not exist; give "),
     (("--data", "samples"), "--data samples is not CIFAR-10: leave it out"),
     (("--data", "synthetic"), "data path 'synthetic' is not a place with image files"),
-    (("--sections", "kernels", "--data", "x"), "--data is for the section cost, which is not measured: leave it out"),
+    (("--sections", "kernels", "--data", "x"), "--data belongs to the section cost, which is not in --sections"),
 ])
 def test_mistakes(run_train, options, sentence, tmp_path, monkeypatch):
     monkeypatch.setattr("train.devices.find_gpus", list)
@@ -527,7 +527,7 @@ def test_two_at_once_are_refused(run_train, tmp_path):
         code, out, err = run_train(*command)
     finally:
         os.close(other)
-    assert (code, err.startswith(f"error: another process is measuring into {tmp_path}: wait for its end")) == (2, True)
+    assert (code, err.startswith(f"error: another process is measuring into {tmp_path}: wait until")) == (2, True)
     assert "==" not in out and list(tmp_path.iterdir()) == []
     assert run_train(*command)[0] == 0
 
@@ -578,8 +578,8 @@ def test_damaged_report_is_not_measured_into(run_train, content, tmp_path):
 def test_pages_of_others_are_not_written_over(run_train, page, tmp_path):
     (tmp_path / page).write_text("mine")
     code, out, err = run_train("gpu-report", "--device", "cpu", "--output", tmp_path)
-    assert (code, err) == (2, f"error: {tmp_path} has a {page} that is not of this command (report.json is missing "
-                              "beside it): give another --output, or move it away\n")
+    assert (code, err) == (2, f"error: {tmp_path} has a {page} that this command did not write (there is no "
+                              "report.json beside it): give another --output, or move it away\n")
     assert (tmp_path / page).read_text() == "mine" and "==" not in out
 
 
@@ -618,10 +618,10 @@ def test_a_price_for_a_run_of_another_commit(run_train, tmp_path, monkeypatch, h
         (tmp_path / cost.RUN_FOLDER).mkdir()
     code, _, err = run_train("gpu-report", "--device", "cpu", "--output", tmp_path, "--sections", "cost",
                              "--price-per-hour", "4")
-    assert (code, "is of the commit 0000000" in err) == ((0, False) if has_run else (2, True))
+    assert (code, "was measured with the commit 0000000" in err) == ((0, False) if has_run else (2, True))
 
 
 def test_report_of_another_device(run_train, tmp_path):
     report("NVIDIA H200", kernels=(figure(1.0),)).write(tmp_path / "report.json")
     code, _, err = run_train("gpu-report", "--device", "cpu", "--output", tmp_path)
-    assert code == 2 and f"the report in {tmp_path} is of the device NVIDIA H200, and this is " in err
+    assert code == 2 and f"the report in {tmp_path} was measured with the device NVIDIA H200, not " in err

@@ -14,7 +14,7 @@ from common.errors import ProgramError
 from common.mxnet_compat import mx
 from gpu_report import training
 from gpu_report.section import Bench
-from graph_passes.errors import CapacityError, PassingError
+from graph_passes.errors import CapacityError, TransientError
 from graph_passes.executors import Metrics
 from train.config import Config
 from train.devices import Placement
@@ -121,7 +121,7 @@ def test_memory_that_kernels_need_besides(bench, monkeypatch):
 
     def too_little(step: Any, *limits: Any) -> Any:
         if made[-1][0].batch_size == 256:
-            raise PassingError("the GPU has no memory left")
+            raise TransientError("the GPU has no memory left")
         return training.Timing(step(), 0.001, "")
 
     monkeypatch.setattr(training, "repeat", too_little)
@@ -131,8 +131,9 @@ def test_memory_that_kernels_need_besides(bench, monkeypatch):
 
 
 @pytest.mark.parametrize("behaviour, sentence", [
-    ({"loss": math.nan}, "the timed steps of resnet50 did not all train: their loss is nan, and 0 changed no weight"),
-    ({"skips": True}, "their loss is 1.0, and 1 changed no weight"),
+    ({"loss": math.nan}, "not all timed steps of resnet50 trained: the sum of their losses is nan, and 0 of them "
+                         "changed no weight"),
+    ({"skips": True}, "the sum of their losses is 1.0, and 1 of them changed no weight"),
 ])
 def test_steps_that_do_not_train(bench, monkeypatch, behaviour, sentence):
     made = build(monkeypatch, **behaviour)

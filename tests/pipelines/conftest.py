@@ -11,7 +11,7 @@ from image_helpers import encode, smooth_image, write_folder, write_records
 
 @pytest.fixture(scope="session")
 def numbered(tmp_path_factory) -> Path:
-    """A RecordIO file of 37 images, each the only one of its class, so that a label tells which image it is."""
+    """A RecordIO file of 37 images in 37 classes, so that a label identifies its image."""
     path = tmp_path_factory.mktemp("numbered") / "train.rec"
     rng = np.random.default_rng(37)
     sizes = rng.integers(40, 130, (37, 2))

@@ -26,7 +26,7 @@ from pipelines.recordio import pack_record
 
 Images = list[tuple[bytes, int]]  # encoded image, label
 
-# All augmentations at once, each often.
+# All augmentations at once, each with a high probability.
 EVERYTHING = ImageTransform(
     crop_padding=5, cutout=0.2, brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1, grey=0.3, blur=0.5, solarise=0.3,
     auto_augment="randaugment", random_erasing=0.5, train_interpolation="random",
@@ -34,7 +34,7 @@ EVERYTHING = ImageTransform(
 
 
 def smooth_image(rng: np.random.Generator, width: int, height: int) -> Image.Image:
-    """A picture without sharp edges, so that decoders and resizers of different make agree on it closely."""
+    """A picture without sharp edges, on which different decoders and resizers agree closely."""
     cells = rng.integers(0, 256, (4, 5, 3), np.uint8)
     return Image.fromarray(cells).resize((width, height), Image.Resampling.BICUBIC)
 
@@ -46,7 +46,7 @@ def encode(image: Image.Image, image_format: str = "JPEG", **options) -> bytes:
 
 
 def write_folder(folder: Path, num_images: int, num_classes: int, seed: int) -> list[Path]:
-    """Class folders c00, c01, ... with images of odd sizes; the files in the order in which the loader numbers them."""
+    """Write class folders c00, c01, ... with images of odd sizes; returns the files in the loader's order."""
     rng = np.random.default_rng(seed)
     files = []
     for i in range(num_images):
@@ -59,7 +59,7 @@ def write_folder(folder: Path, num_images: int, num_classes: int, seed: int) -> 
 
 
 def write_records(path: Path, images: list[bytes], labels: list[float]) -> None:
-    """A .rec file and its .idx."""
+    """Write a .rec file and its .idx."""
     path.parent.mkdir(parents=True, exist_ok=True)
     offset, lines = 0, []
     with path.open("wb") as file:
@@ -92,12 +92,12 @@ def operated(
     fill: float = 0,
     device: str = "cpu",
 ) -> np.ndarray:
-    """Images (N, H, W, 3), each after its operation: in a DALI graph, or by the kernels ("kernels", "gpu")."""
+    """Apply to each image (N, H, W, 3) its operation: in a DALI graph, or with the kernels ("kernels", "gpu")."""
     count, height, width, _ = images.shape
     these = numbers(np.array(operations), np.array(magnitudes), height, width)
     size = np.full((count, 2), (height, width), np.float32)
     if device != "cpu":
-        # Of a policy of one round; the batch is to have the pixels as they are.
+        # A policy with one round, and a batch that keeps the pixels as they are.
         transform = ImageTransform(auto_augment="randaugment", randaugment_operations=1, mean=(0, 0, 0), std=(1, 1, 1))
         inputs = ImageInputs(None, None, mirror=np.zeros(count, np.int32), size=size)
         return augmented(images, transform, changes(transform, inputs, Derived(), [these]), device, fill)
@@ -118,8 +118,8 @@ def augmented(
     images: Sequence[np.ndarray], transform: ImageTransform, what: tuple[np.ndarray, ...], device: str,
     fill: float | None = None, size: tuple[int, int] | None = None,
 ) -> np.ndarray:
-    """Images (height, width, 3), each of its own size, after the kernels of augment.cu, fp32, of `size` (height, width;
-    None: that of the first image): on a GPU, or compiled for the CPU ("kernels")."""
+    """Run the kernels of augment.cu on images (height, width, 3) of individual sizes; returns fp32 of `size` (height,
+    width; None: the first image's). They run on a GPU, or compiled for the CPU ("kernels")."""
     source = source_code(transform, "float32", 3)
     if fill is not None:
         source = re.sub(r"FILL = [^;]*;", f"FILL = {fill:.1f}f;", source)
@@ -137,8 +137,8 @@ def augmented(
 
 
 class CpuDevice:
-    """Runs the kernels on the CPU, compiled by g++: those whose threads wait for each other as a few real threads, the
-    others in blocks of one thread."""
+    """Runs the kernels on the CPU, compiled by g++. Kernels with __syncthreads run with a few real threads, other
+    kernels in blocks of one thread."""
 
     def __init__(self, source: str) -> None:
         folder = Path(__file__).resolve().parents[2] / ".pytest_cache" / "kernels"
@@ -171,7 +171,7 @@ class CpuDevice:
         pass
 
 
-# What CUDA has and C++ has not; and a loop over the blocks for each kernel.
+# Definitions that C++ lacks compared with CUDA, and a loop over the blocks for each kernel.
 CUDA_ON_THE_CPU = """
 #include <cmath>
 #include <cstring>

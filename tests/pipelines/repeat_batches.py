@@ -20,31 +20,31 @@ from pipelines import ImageTransform, LoaderConfig, open_loader
 from pipelines.transform import STD
 
 TRANSFORMS = [
-    ImageTransform(crop_padding=9, cutout=0.3),  # with the cache: two wrong images were seen once
+    ImageTransform(crop_padding=9, cutout=0.3),  # with the cache, two wrong images occurred once
     ImageTransform(),
     ImageTransform(crop_padding=9, cutout=0.3, brightness=0.6, random_erasing=0.5),
 ]
 READING: list[dict[str, Any]] = [{"cache_gib": 1.0}, {"decoder": "cpu"}, {"decoder": "gpu"}]
-# Levels of 255, the mean over an image. Decoders and resizers differ by up to 3; two images of the set by 30 and more.
+# Mean difference over an image, in levels of 255. Decoders and resizers differ by up to 3, two images by at least 30.
 MOST_LEVELS = 12.0
 
 
-EPOCHS = 10  # with each loader, whose start takes seconds beside other processes
+EPOCHS = 10  # per loader, as starting a loader beside other processes takes seconds
 
 
 @dataclass(frozen=True)
 class Wrong:
-    """An image of a batch that is not what it should be."""
+    """An image of a batch that differs from the expected one."""
 
     case: str
     loader: int  # counted in this process
     batch: int  # counted through its epochs
     place: int
-    levels: float  # of 255, its mean difference from the CPU's
+    levels: float  # mean difference from the CPU's image, in levels of 255
 
 
 def batches(data: str, split: str, transform: ImageTransform, **options: Any) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Pixels (N, H, W, 3) float32 and labels (N,) of each batch of the first epochs."""
+    """Yield pixels (N, H, W, 3) float32 and labels (N,) of each batch of the first epochs."""
     config = LoaderConfig(data=data, split=split, batch_size=4, image_size=24, num_threads=2, transform=transform,
                           **options)
     with open_loader(config) as loader:
@@ -62,7 +62,7 @@ def compare(case: str, loader: int, expected: Any, found: Any) -> list[Wrong]:
 
 
 def press(rng: np.random.Generator, device: Any) -> None:
-    """Take memory of odd sizes, write it and give it back."""
+    """Allocate memory of odd sizes, write to it, and free it, again and again."""
     for size in rng.integers(1 << 10, 1 << 26, 4):
         mx.nd.full((int(size),), 7, ctx=device, dtype="uint8").copyto(mx.cpu())
         np.full(int(size), 7, np.uint8)

@@ -1,5 +1,5 @@
-"""The kernels that finish training images on GPUs, against DALI's operators on the CPU, which get the same numbers; and
-compiled for GPUs. Against Pillow: test_operations.py."""
+"""The kernels that augment training images on GPUs, against DALI's operators on the CPU, with equal numbers; and
+compiling them for GPUs. test_operations.py compares them with Pillow."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from pipelines.transform import STD
 
 DEVICES = ["kernels", pytest.param("gpu", marks=pytest.mark.gpu)]
 COUNT = 24
-OF_BYTES = {"mean": (0, 0, 0), "std": (1, 1, 1)}  # the batch is the pixels
+OF_BYTES = {"mean": (0, 0, 0), "std": (1, 1, 1)}  # no normalisation: the batch holds the pixels
 
 
 def finished(transform: ImageTransform, images: np.ndarray, device: str, rng: np.random.Generator) -> np.ndarray:
-    """Images (N, H, W, 3), all of the size of the network's input, after what follows the resize, fp32."""
+    """Run everything that follows the resize on images (N, H, W, 3) of the network's input size; returns fp32."""
     count, height, width, _ = images.shape
     size = np.full((count, 2), (height, width), np.float32)
     inputs = ImageInputs(images, np.zeros(count, np.float32), **random_inputs(rng, count, transform), size=size)
@@ -51,7 +51,7 @@ def finished(transform: ImageTransform, images: np.ndarray, device: str, rng: np
 
 
 class InMXNet(CpuDevice):
-    """With MXNet's memory, as on a GPU."""
+    """A device whose memory is MXNet's, as on a GPU."""
 
     address = GpuDevice.address
 
@@ -60,7 +60,7 @@ class InMXNet(CpuDevice):
 
 
 def pictures(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
-    """Half of them smooth."""
+    """Random images; half of them are smooth."""
     smooth = [np.asarray(smooth_image(rng, width, height)) for _ in range(COUNT // 2)]
     return np.concatenate([smooth, rng.integers(0, 256, (COUNT - len(smooth), height, width, 3), np.uint8)])
 
@@ -80,8 +80,7 @@ def test_kernels_do_what_dali_does(options, height, width, device, rng):
     got, wanted = (finished(transform, images, where, np.random.default_rng(seed)) for where in (device, "cpu"))
     difference = np.abs(got - wanted).max((1, 2, 3))
     if "auto_augment" in options:
-        # Pillow's whole numbers, which the kernels follow and DALI does not, differ by a level, of which a factor, and
-        # an equalize after it, make several.
+        # The kernels round like Pillow and DALI does not, which makes one level; factors and equalize enlarge it.
         assert np.median(difference) <= 2 and (difference <= 12).mean() > 0.8
     else:
         assert difference.max() <= 1
@@ -92,7 +91,8 @@ def test_kernels_do_what_dali_does(options, height, width, device, rng):
 @pytest.mark.long
 @pytest.mark.parametrize("device", DEVICES)
 def test_all_at_once(device, rng):
-    """The rounds follow each other as the operators do; where a level is inverted or not makes large differences."""
+    """The kernels' rounds and DALI's operators have one order. Tolerances are wide where a level near a threshold may
+    or may not be inverted."""
     transform = replace(EVERYTHING, **OF_BYTES, crop_padding=0, cutout=0, train_interpolation="same")
     seed = int(rng.integers(1 << 32))
     images = pictures(rng, 40, 56)
@@ -103,7 +103,7 @@ def test_all_at_once(device, rng):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_equalize_is_pillow_s_to_the_bit(device, rng):
-    """Which DALI's is not."""
+    """The kernels' equalize equals Pillow's to the bit; DALI's does not."""
     ops = pytest.importorskip("PIL.ImageOps")
     images = pictures(rng, 61, 47)
     got = operated(images, len(images) * [Operation.EQUALIZE], len(images) * [0], device=device)
@@ -117,7 +117,8 @@ def test_equalize_is_pillow_s_to_the_bit(device, rng):
     ImageTransform(crop_padding=9, cutout=0.3), EVERYTHING])
 @pytest.mark.parametrize("are_large", [False, True])
 def test_loader_whose_graph_ends_with_the_windows(transform, are_large, tmp_path, monkeypatch):
-    """As on a GPU, with its kernels on the CPU: the batches of the loader for CPUs, one by one and from the middle."""
+    """The loader for GPUs, with its kernels run on the CPU, gives the batches of the loader for CPUs, also from the
+    middle of an epoch."""
     write_folder(tmp_path / "images", 24, 3, seed=2)
     config = LoaderConfig(data=str(tmp_path / "images"), batch_size=4, image_size=30, image_sizes=(21,), seed=5,
                           transform=transform)
@@ -133,7 +134,7 @@ def test_loader_whose_graph_ends_with_the_windows(transform, are_large, tmp_path
     got = epochs(open_loader(config))
     assert [each.shape for each in got] == 6 * [(4, 21, 21, 3)] + 6 * [(4, 30, 30, 3)]
     differences = [np.abs(a - b).mean() * np.mean(STD) for a, b in zip(got, wanted, strict=True)]
-    # The square is cut out of large images after the resize, and its edges are not blended.
+    # In large images the square is cut out after the resize, so its edges are not blended.
     has_other_edges = are_large and transform.cutout
     assert np.median(differences) < (2 if transform is EVERYTHING or has_other_edges else 0.1), differences
     first = open_loader(config)
@@ -159,7 +160,7 @@ def test_they_compile_for_gpus(arch, dtype, channels, tmp_path, monkeypatch):
 
 
 def test_structs_are_the_same_in_both_languages():
-    """Every number takes four bytes, and they follow each other in the order of the declaration."""
+    """Python's dtypes equal the CUDA structs: every number has four bytes, and the order is that of the declaration."""
     source = SOURCE.read_text()
     for name, dtype in (("Change", CHANGE), ("Finish", FINISH)):
         body = re.search(rf"struct {name} {{(.*?)}};", source, re.DOTALL)[1]
@@ -178,7 +179,7 @@ def test_structs_are_the_same_in_both_languages():
 @pytest.mark.filterwarnings("ignore:The external source node")
 @pytest.mark.parametrize("ends", ["with the windows", "with the resize", "with the batch"])
 def test_the_graph_for_a_gpu_has_its_operators_and_ends_early_in_training(ends, monkeypatch):
-    """Seen without a GPU: the graph is made, and not built."""
+    """Checked without a GPU: the graph is defined, but not built."""
     monkeypatch.setattr(dali.Pipeline, "build", lambda _: None)
     training = ends != "with the batch"
     config = GraphConfig(training=training, transform=EVERYTHING, image_size=64, dtype="float16", channels=4,

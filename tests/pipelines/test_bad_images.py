@@ -76,13 +76,14 @@ def test_all_kinds_show_the_same_picture(tmp_path):
     write_records(path, [DECODABLE[kind](5) for kind in kinds], [0.0] * len(kinds))
     pixels = next(iter(open_loader(config(path, split="val")))).data.asnumpy()[: len(kinds)] * 57  # about 0 to 255
     for kind, image in zip(kinds, pixels, strict=True):
-        assert np.abs(image - pixels[0]).mean() < 8, kind  # JPEG of quality 75, and CMYK's way there and back
+        assert np.abs(image - pixels[0]).mean() < 8, kind  # losses of JPEG at quality 75, and of CMYK
 
 
 @pytest.mark.parametrize("kind", BROKEN)
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_broken_images_are_named_and_skipped(tmp_path, kind, split):
-    """Several in one batch and one in another; all the others are still seen, the broken ones in no batch."""
+    """Several broken images are in one batch and one in another; all other images still appear, and no broken one
+    does."""
     images = [encode(colour_image(i)) for i in range(24)]
     broken = [3, 4, 17]
     for i in broken:
@@ -128,7 +129,7 @@ def test_broken_images_in_a_folder(folder):
     loader = open_loader(config(folder, batch_size=4, on_bad_image="skip"))
     list(loader)
     assert [name for name, _ in loader.bad_images] == [str(files[2]), str(files[7])]
-    files[9].unlink()  # while it runs
+    files[9].unlink()  # while the loader runs
     list(loader)
     assert (str(files[9]), "cannot be read (No such file or directory)") in loader.bad_images
 
@@ -157,13 +158,14 @@ def test_resuming_among_broken_images_gives_equal_bits(tmp_path):
 def test_nothing_but_broken_images(tmp_path):
     path = tmp_path / "data.rec"
     write_records(path, [b"no image"] * 9, [0.0] * 9)
-    reason = "none of the 9 images can be decoded, from .*data.rec record 0 on: not an image, begins with b'no image'"
+    reason = ("none of the 9 images can be decoded, for example .*data.rec record 0: not an image, begins with "
+              "b'no image'")
     with pytest.raises(DataError, match=reason):
         list(open_loader(config(path, on_bad_image="skip")))
 
 
 def test_images_of_which_all_have_too_many_pixels(tmp_path):
-    """The sentence blames the limit, also where all images are decoded when they are opened."""
+    """The message blames the limit, also if all images are decoded when the data are opened."""
     path = tmp_path / "data.rec"
     write_records(path, [encode(colour_image(seed)) for seed in range(9)], [0.0] * 9)
     with pytest.raises(DataError, match="more than --max-pixels 100"):
@@ -171,7 +173,8 @@ def test_images_of_which_all_have_too_many_pixels(tmp_path):
 
 
 def test_a_record_that_the_index_misses(tmp_path):
-    """The spot check of a big file may pass over one wrong line; it is then met in its batch."""
+    """In a big file, the spot check may miss a wrong line of the index; the error then comes with the record's
+    batch."""
     path = tmp_path / "data.rec"
     write_records(path, [encode(colour_image(i)) for i in range(10)], [float(i) for i in range(10)])
     loader = open_loader(config(path, split="val", on_bad_image="skip"))
@@ -183,7 +186,7 @@ def test_a_record_that_the_index_misses(tmp_path):
 
 
 def test_many_broken_images_cost_few_new_pipelines(tmp_path, monkeypatch):
-    """Each failure looks twice as far ahead as the one before."""
+    """Each failure looks twice as far ahead as the previous one."""
     images = [encode(smooth_image(np.random.default_rng(i), 30, 40)) for i in range(200)]
     broken = list(range(0, 200, 5))
     for i in broken:
@@ -200,7 +203,8 @@ def test_many_broken_images_cost_few_new_pipelines(tmp_path, monkeypatch):
 
 
 def test_no_gpu_memory_left_is_no_bad_image(tmp_path, monkeypatch):
-    """DALI's error, as github.com/NVIDIA/DALI/issues/2525 shows it; a search for a broken image would find none."""
+    """DALI's error, as in github.com/NVIDIA/DALI/issues/2525, must not start a search for a broken image, which would
+    find none."""
     path = tmp_path / "data.rec"
     write_records(path, [DECODABLE["RGB JPEG"](seed) for seed in range(8)], [0.0] * 8)
     loader = open_loader(config(path))
@@ -216,7 +220,7 @@ def test_no_gpu_memory_left_is_no_bad_image(tmp_path, monkeypatch):
 
 
 def test_no_gpu_memory_left_for_the_kernels(tmp_path, monkeypatch):
-    """MXNet's error."""
+    """MXNet's out-of-memory error becomes a DataError."""
     path = tmp_path / "data.rec"
     write_records(path, [DECODABLE["RGB JPEG"](seed) for seed in range(8)], [0.0] * 8)
     loader = open_loader(config(path, split="val"))
@@ -237,7 +241,7 @@ def test_no_gpu_memory_left_for_the_kernels(tmp_path, monkeypatch):
     ("WEBP", "val", ImageTransform()),
 ])
 def test_images_of_too_many_pixels(tmp_path, image_format, split, transform):
-    """One of exactly as many is fine."""
+    """An image with exactly the limit's number of pixels is accepted."""
     rng = np.random.default_rng(8)
     path = tmp_path / "data.rec"
     images = [encode(smooth_image(rng, width, 60), image_format) for width in (80, 81, 80, 79)]
@@ -255,7 +259,8 @@ def test_images_of_too_many_pixels(tmp_path, image_format, split, transform):
 
 
 def test_a_very_large_image_is_not_decoded(tmp_path):
-    """Of 400 megapixels in a PNG of 50 kB: neither by the loader, nor by predict's, nor by verify."""
+    """An image of 400 megapixels in a PNG of 50 kB is decoded neither by the loader, nor by predict's loader, nor by
+    verify."""
     file = tmp_path / "c/large.png"
     file.parent.mkdir()
     chunks = [(b"IHDR", struct.pack(">IIBBBBB", 20_000, 20_000, 1, 0, 0, 0, 0)), (b"IDAT", zlib.compress(bytes(99)))]
@@ -266,7 +271,7 @@ def test_a_very_large_image_is_not_decoded(tmp_path):
     sentence = f"{file}: too large, has 20,000 x 20,000 pixels, more than --max-pixels {MAX_PIXELS}; replace it"
     with pytest.raises(DataError, match=re.escape(sentence)):
         list(open_files([file], 16, 1))
-    assert verify_split(str(tmp_path), "train").findings[0][1].kind == "too large"  # and not "truncated", as it is
+    assert verify_split(str(tmp_path), "train").findings[0][1].kind == "too large"  # not "truncated"
     with pytest.raises(DataError, match="too large"):
         write_image_records(plan_files(tmp_path, "train"), tmp_path / "out", "train", Options())
 
@@ -274,7 +279,8 @@ def test_a_very_large_image_is_not_decoded(tmp_path):
 @pytest.mark.parametrize("size", [(1, 20_000), (20_000, 1), (3, 1000), (1000, 3), (60, 80)])
 @pytest.mark.parametrize("cache", [0.0, 1.0])
 def test_very_long_images_take_little_memory_in_validation(tmp_path, size, cache):
-    """The resize made 256 x 5,120,000 pixels of it, and the crop took 256; the picture is the same."""
+    """Without a limit, the resize made 256 x 5,120,000 pixels, of which the crop took 256. The picture stays the
+    same."""
     width, height = size
     ramp = np.add.outer(np.arange(height), np.arange(width)) * 255 // (height + width)
     pixels = np.repeat(ramp[..., None], 3, axis=2).astype(np.uint8)
@@ -291,7 +297,7 @@ def test_very_long_images_take_little_memory_in_validation(tmp_path, size, cache
 
 
 def test_an_image_of_a_usual_shape_is_validated_whole(tmp_path, monkeypatch):
-    """To the bit: its window is not changed by the bound."""
+    """The limit for long images does not change its window, to the bit."""
     sizes = ((640, 10), (37, 53), (100, 100), (10, 640), (7, 400))
     images = [encode(smooth_image(np.random.default_rng(i), *size)) for i, size in enumerate(sizes)]
     write_records(tmp_path / "train.rec", images, [0.0] * 5)

@@ -48,11 +48,11 @@ def test_how_often_classes_and_images_are_drawn(balance, counts):
     for of_class, count in zip(images, counts, strict=True):
         times = np.bincount(drawn, minlength=72)[of_class]
         assert abs(times.sum() - count) <= 1
-        assert times.max() - times.min() <= 1  # each image of a class as often as any other
+        assert times.max() - times.min() <= 1  # the images of a class are drawn equally often
 
 
 def test_what_rounding_leaves_goes_to_other_classes_in_each_epoch():
-    images = np.split(np.arange(11), [5, 8])  # 11 / 3 each
+    images = np.split(np.arange(11), [5, 8])  # 11 / 3 draws for each class
     counts = [np.bincount(np.digitize(draw_balanced(images, 1.0, np.random.default_rng(epoch)), [5, 8])).tolist()
               for epoch in range(20)]
     assert {tuple(sorted(each)) for each in counts} == {(3, 4, 4)}
@@ -71,7 +71,7 @@ def test_an_epoch_is_as_long_and_balanced(long_tail):
 
 
 def test_how_many_images_each_class_has(long_tail):
-    """In the order of the labels, which may be another than the data's."""
+    """The counts are in the order of the labels, which may differ from the data's own order."""
     with loader(long_tail, balance=0.0) as opened:
         assert opened.class_sizes().tolist() == [60, 9, 2, 1]
         opened.count_classes_as([(name, name) for name in "abcde"], [4, 1, 0, 2])
@@ -81,7 +81,7 @@ def test_how_many_images_each_class_has(long_tail):
 def test_an_image_that_comes_again_is_augmented_anew(long_tail):
     with loader(long_tail, batch_size=72) as balanced:
         ((pixels, labels),) = batches_of(balanced)
-    assert len(np.unique(pixels[labels == 3].reshape(18, -1), axis=0)) == 18  # of one image
+    assert len(np.unique(pixels[labels == 3].reshape(18, -1), axis=0)) == 18  # one image
 
 
 def test_it_goes_on_with_equal_bits(long_tail):
@@ -103,7 +103,7 @@ def test_processes_share_each_batch(long_tail):
 
 
 def test_after_a_lost_process_the_rest_of_the_epoch_follows(long_tail):
-    """The position counts images of the same order, whatever the number of processes."""
+    """The position counts images of one order, whatever the number of processes."""
     with loader(long_tail, 0, 2, batch_size=4) as before, loader(long_tail, batch_size=4) as after, \
             loader(long_tail, batch_size=8) as whole:
         next(iter(before))
@@ -113,11 +113,11 @@ def test_after_a_lost_process_the_rest_of_the_epoch_follows(long_tail):
 
 
 def test_broken_records_are_not_drawn(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "_NUM_SPOT_CHECKS", 2)  # of a file so small all would be checked
+    monkeypatch.setattr(records, "_NUM_SPOT_CHECKS", 2)  # by default all are checked
     path = tmp_path / "train.rec"
     rng = np.random.default_rng(0)
     write_records(path, [encode(smooth_image(rng, 40, 40)) for _ in range(16)], [float(i % 2) for i in range(16)])
-    offset = int(path.with_suffix(".idx").read_text().split()[11])  # of record 5
+    offset = int(path.with_suffix(".idx").read_text().split()[11])  # the offset of record 5
     with path.open("r+b") as file:
         file.seek(offset)
         file.write(b"rubbish!")

@@ -1,4 +1,4 @@
-"""The original CIFAR-10 files, in both of their forms, as a source."""
+"""The original CIFAR-10 files as a source: pickles and .bin files."""
 
 import pickle
 import subprocess
@@ -13,7 +13,7 @@ from pipelines.sources.cifar import CLASSES
 
 
 def write(folder, images, labels, kind, name):
-    """`images` (N, 3, 32, 32) uint8, as the files hold them."""
+    """Write `images` (N, 3, 32, 32) uint8 in the files' format."""
     folder.mkdir(parents=True, exist_ok=True)
     if kind == "bin":
         rows = [bytes([label]) + image.tobytes() for image, label in zip(images, labels, strict=True)]
@@ -25,7 +25,7 @@ def write(folder, images, labels, kind, name):
 
 @pytest.fixture(params=["bin", "py"])
 def cifar(request, tmp_path, rng):
-    """A folder with 5 x 3 training and 4 test images, and what they are."""
+    """A folder with 5 x 3 training images and 4 test images; returns it with its images and labels."""
     folder = tmp_path / f"cifar-10-batches-{request.param}"
     images, labels = rng.integers(0, 256, (19, 3, 32, 32), np.uint8), rng.integers(0, 10, 19)
     for number in range(5):
@@ -50,7 +50,7 @@ def test_pixels_and_labels(cifar):
     (batch,) = loader
     np.testing.assert_array_equal(batch.label.asnumpy(), labels[15:])
     pixels = batch.data.asnumpy() * np.float32(STD) + np.float32(MEAN)
-    np.testing.assert_allclose(pixels, images[15:].transpose(0, 2, 3, 1), atol=1e-3)  # no JPEG in between
+    np.testing.assert_allclose(pixels, images[15:].transpose(0, 2, 3, 1), atol=1e-3)  # exact, as no JPEG is involved
 
     train = open_loader(LoaderConfig(data=str(folder), batch_size=5, image_size=64, num_threads=1))
     assert [batch.data.shape for batch in train] == [(5, 64, 64, 3)] * 3
@@ -71,9 +71,9 @@ def one_file(folder):
     ("spoil", "message"),
     [
         (lambda file: file.unlink(), "is missing beside CIFAR-10's other files"),
-        (lambda file: file.write_bytes(file.read_bytes()[:-5]), "is no CIFAR-10 file"),
-        (lambda file: file.write_bytes(b""), "is no CIFAR-10 file"),
-        (lambda file: file.write_bytes(file.read_bytes()[:40]), "is no CIFAR-10 file"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-5]), "is not a CIFAR-10 file"),
+        (lambda file: file.write_bytes(b""), "is not a CIFAR-10 file"),
+        (lambda file: file.write_bytes(file.read_bytes()[:40]), "is not a CIFAR-10 file"),
     ],
 )
 def test_broken_files(cifar, spoil, message):
@@ -107,14 +107,14 @@ def test_pickles_run_no_code(tmp_path, monkeypatch):
 @pytest.mark.parametrize("old, new", [(b"numpy", b"numqy"), (b"_codecs", b"_codexs"), (b"multiarray", b"multiarrax"),
                                       (b"latin1", b"latix1")])
 def test_pickles_with_a_changed_letter_get_one_sentence(tmp_path, rng, old, new):
-    """ModuleNotFoundError and LookupError, among others."""
+    """Changed letters raise ModuleNotFoundError and LookupError, among others; all become one sentence."""
     images = rng.integers(0, 256, (2, 3, 32, 32), np.uint8)
     write(tmp_path, images, np.array([1, 2]), "py", "test_batch")
     path = tmp_path / "test_batch"
     content = path.read_bytes()
     assert old in content
     path.write_bytes(content.replace(old, new))
-    with pytest.raises(DataError, match="test_batch: is no CIFAR-10 file, a pickle with data and labels"):
+    with pytest.raises(DataError, match="test_batch: is not a CIFAR-10 file, a pickle with data and labels"):
         open_source(tmp_path, "val")
 
 

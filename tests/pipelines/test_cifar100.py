@@ -1,4 +1,4 @@
-"""CIFAR-100's files, in both of their forms, and other data in CIFAR-10's layout."""
+"""CIFAR-100's files (pickles and .bin), and other data in CIFAR-10's layout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPLITS = {"train": "train", "test": "val"}
 
 
 class Made(NamedTuple):
-    """Files, and what is in them."""
+    """The folder of generated files, and their content."""
 
     folder: Path
     images: np.ndarray  # (N, 3, 32, 32)
@@ -31,7 +31,7 @@ class Made(NamedTuple):
 
 def write_cifar100(folder: Path, kind: str, name: str, images: np.ndarray, fine: np.ndarray, coarse: np.ndarray
                    ) -> None:
-    """One split, as the archives of the project's page have it."""
+    """Write one split in the format of the archives on CIFAR's page."""
     folder.mkdir(parents=True, exist_ok=True)
     if kind == "binary":
         rows = [bytes([c, f]) + image.tobytes() for image, f, c in zip(images, fine, coarse, strict=True)]
@@ -49,7 +49,7 @@ def write_cifar100(folder: Path, kind: str, name: str, images: np.ndarray, fine:
 
 
 def make(folder: Path, kind: str, rng: np.random.Generator, num_train: int = 12, num_val: int = 5) -> Made:
-    """Both splits; the labels have the highest ones among them."""
+    """Write both splits; the labels include the highest possible ones."""
     count = num_train + num_val
     images = rng.integers(0, 256, (count, 3, 32, 32), np.uint8)
     fine, coarse = rng.integers(0, 100, count), rng.integers(0, 20, count)
@@ -92,7 +92,7 @@ def test_pixels_and_both_labels(cifar100):
 
 
 def test_as_a_user_may_have_unpacked_them(cifar100, tmp_path):
-    """In any folder, and without the lists of classes."""
+    """The files may lie in any folder, and without the lists of classes."""
     folder, _, fine, _ = cifar100
     elsewhere = folder.rename(tmp_path / "elsewhere")
     assert labels(elsewhere) == fine[:12].tolist()
@@ -110,7 +110,7 @@ def test_keys_that_python_3_wrote(tmp_path, rng):
     (tmp_path / "meta").write_bytes(pickle.dumps({"fine_label_names": [f"class {i}" for i in range(5)]}))
     source = open_source(tmp_path, "train")
     assert [source.label(0), source.label(1)] == [3, 4] and source.class_names[4] == "class 4"
-    with pytest.raises(DataError, match=r"meta: is no meta of CIFAR-100, a pickle with coarse_label_names"):
+    with pytest.raises(DataError, match=r"meta: is not a meta of CIFAR-100, a pickle with coarse_label_names"):
         open_source(tmp_path, "train", labels="coarse")
 
 
@@ -144,7 +144,7 @@ def test_labels_are_refused_for_generated_images():
 
 
 def test_a_position_is_of_its_labels(cifar100):
-    """Though the images of an epoch are the same with either."""
+    """A saved position is refused with other labels, although both kinds of labels have the same images."""
     config = {"data": str(cifar100.folder), "batch_size": 4, "image_size": 32, "num_threads": 1}
     with open_loader(LoaderConfig(**config, labels="coarse")) as loader:
         state = loader.state()
@@ -198,11 +198,11 @@ def spoil_meta(made: Made, content: bytes) -> str:
 
 
 @pytest.mark.parametrize(("spoil", "message"), [
-    (lambda content: content[:-5], "is no CIFAR-100 file"),
-    (lambda content: b"", "is no CIFAR-100 file"),
-    (lambda content: content[:40], "is no CIFAR-100 file"),
+    (lambda content: content[:-5], "is not a CIFAR-100 file"),
+    (lambda content: b"", "is not a CIFAR-100 file"),
+    (lambda content: content[:40], "is not a CIFAR-100 file"),
     (lambda content: content[:3074] + bytes([0, 100]) + content[3076:] if len(content) % 3074 == 0 else
-     content.replace(b"fine_labels", b"fane_labels"), r"train.bin image 1: label 100 is outside|is no CIFAR-100 file"),
+     content.replace(b"fine_labels", b"fane_labels"), r"bin image 1: label 100 is outside|is not a CIFAR-100 file"),
 ])
 def test_damaged_files(cifar100, spoil, message):
     (file,) = cifar100.folder.glob("train*")
@@ -241,15 +241,15 @@ def test_pickles_run_no_code(tmp_path, monkeypatch):
 
 
 def test_labels_that_are_no_whole_numbers(tmp_path, rng):
-    """They would be cut off."""
+    """They are refused instead of being truncated."""
     images = rng.integers(0, 256, (2, 3072), np.uint8)
     (tmp_path / "train").write_bytes(pickle.dumps({"data": images, "fine_labels": [0.5, 1.0]}))
-    with pytest.raises(DataError, match="its labels are float64, no whole numbers"):
+    with pytest.raises(DataError, match="its labels are float64, not whole numbers"):
         open_source(tmp_path, "train")
 
 
 def test_a_folder_train_is_none_of_them(tmp_path, rng):
-    """Nor is any other file of that name."""
+    """A folder called train, or any other file of that name, is not taken for CIFAR-100's."""
     for name in ("train/a", "train/b"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "0.jpg").write_bytes(encode(smooth_image(rng, 32, 32)))
@@ -263,30 +263,33 @@ def test_a_folder_train_is_none_of_them(tmp_path, rng):
 
 def test_a_binary_file_under_the_name_of_the_other(tmp_path):
     (tmp_path / "train.bin").write_bytes(bytes(3073))
-    with pytest.raises(DataError, match=r"train.bin: is no CIFAR-100 file: its 3073 bytes are no whole number of "
-                                        r"images of 3074; CIFAR-10's images have 3073 and fit: call it data_batch_1"):
+    with pytest.raises(DataError, match=r"train.bin: is not a CIFAR-100 file: its 3073 bytes are not a whole number of "
+                                        r"images of 3074 bytes; they would fit CIFAR-10's images of 3073 bytes: if "):
         open_source(tmp_path, "train")
     (tmp_path / "train.bin").rename(tmp_path / "test_batch.bin")
     assert len(open_source(tmp_path, "val")) == 1
     (tmp_path / "test_batch.bin").write_bytes(bytes(3074))
-    with pytest.raises(DataError, match=r"test_batch.bin: is no CIFAR-10 file: its 3074 bytes are no whole number of "
-                                        r"images of 3073; call it train.bin or test.bin if it is CIFAR-100's"):
+    with pytest.raises(DataError, match=r"test_batch.bin: is not a CIFAR-10 file: its 3074 bytes are not a whole "
+                                        r"number of images of 3073 bytes; if it is CIFAR-100's, with 3074 bytes an "
+                                        r"image, call it train.bin or test.bin"):
         open_source(tmp_path, "val")
 
 
 def test_a_size_that_fits_both(tmp_path):
-    """3,074 images of CIFAR-10, or 3,073 of CIFAR-100: the name tells, and the labels where they cannot be."""
+    """The file may be 3,074 images of CIFAR-10 or 3,073 of CIFAR-100. The name decides, unless a label is
+    impossible."""
     path = tmp_path / "train.bin"
     path.write_bytes(bytes(3073 * 3074))
     assert len(open_source(tmp_path, "train")) == 3073
     path.write_bytes((b"\7" + b"\xff" * 3072) * 3074)
-    with pytest.raises(DataError, match=r"are whole images of CIFAR-100 as well as of CIFAR-10, and as CIFAR-100 it "
-                                        r"has the fine label 255; call it data_batch_1.bin"):
+    with pytest.raises(DataError, match=r"bytes fit CIFAR-100 and CIFAR-10, but as CIFAR-100 it would "
+                                        r"have the invalid fine label 255; if it is CIFAR-10's, call it "
+                                        r"data_batch_1.bin"):
         open_source(tmp_path, "train")
 
 
 def test_both_in_one_folder(cifar100):
-    """As torchvision downloads them."""
+    """CIFAR-10 and CIFAR-100 in one folder, as torchvision downloads them."""
     folder = cifar100.folder.parent
     batches = folder / "cifar-10-batches-bin"
     batches.mkdir()
@@ -302,7 +305,7 @@ def test_both_in_one_folder(cifar100):
 
 def write_batches(folder: Path, rng: np.random.Generator, count: int, size: int = 3, kind: str = "py",
                   said: str = "", num_labels: int = 3) -> list[int]:
-    """So many batches, and the labels of all."""
+    """Write `count` batches; returns the labels of all images."""
     found: list[int] = []
     for number in range(1, count + 1):
         images, own = rng.integers(0, 256, (size, 3072), np.uint8), rng.integers(0, num_labels, size).tolist()
@@ -344,7 +347,8 @@ def test_what_batches_meta_says_otherwise(tmp_path, rng):
     assert not open_source(tmp_path, "train").remarks
     write_meta(tmp_path, ["a", "b", "c"], num_cases_per_batch=10_000, num_vis=784)
     assert open_source(tmp_path, "train").remarks == [
-        f"{tmp_path}/batches.meta: says that an image has 784 values (num_vis), and those of the batches have 3,072",
+        f"{tmp_path}/batches.meta: says that an image has 784 values (num_vis), but the images of the batches "
+        "have 3,072",
         f"{tmp_path}/batches.meta: says that each batch has 10,000 images (num_cases_per_batch), but data_batch_1 has "
         "3, data_batch_2 has 3; all of them are read"]
     write_meta(tmp_path, ["a"])
@@ -357,27 +361,27 @@ def test_batches_that_are_missing(tmp_path, rng):
     write_batches(tmp_path, rng, 4, num_labels=10)
     with pytest.raises(DataError, match="data_batch_5 is missing beside CIFAR-10's other files"):
         open_source(tmp_path, "train")
-    write_batches(tmp_path, rng, 4, said="training batch {} of 4")  # they say themselves that they are all
+    write_batches(tmp_path, rng, 4, said="training batch {} of 4")  # their batch labels say that there are four
     assert len(open_source(tmp_path, "train")) == 12
     write_batches(tmp_path, rng, 4, said="training batch {} of 5")
-    with pytest.raises(DataError, match="data_batch_1: is 'training batch 1 of 5' by what it says, and there are 4;"):
+    with pytest.raises(DataError, match="data_batch_1: calls itself 'training batch 1 of 5', but there are 4 batches;"):
         open_source(tmp_path, "train")
     write_batches(tmp_path, rng, 6)
     assert open_source(tmp_path, "train").remarks == [
-        f"{tmp_path}: has 6 batches of training images, which are all read, and CIFAR-10 has 5"]
+        f"{tmp_path}: has 6 batches of training images, more than CIFAR-10's 5; all of them are read"]
     (tmp_path / "data_batch_2").unlink()
     with pytest.raises(DataError, match="data_batch_2 is missing"):
         open_source(tmp_path, "train")
 
 
 @pytest.mark.parametrize(("meta", "problem"), [
-    (b"", "is no batches.meta of CIFAR-10's layout"),
-    (pickle.dumps([1, 2]), "is no batches.meta of CIFAR-10's layout"),
-    (pickle.dumps({"names": ["a"]}), "is no batches.meta of CIFAR-10's layout"),
-    (pickle.dumps({"label_names": ["a"], "num_cases_per_batch": "many"}), "is no batches.meta of CIFAR-10's layout"),
+    (b"", "is not a batches.meta of CIFAR-10's layout"),
+    (pickle.dumps([1, 2]), "is not a batches.meta of CIFAR-10's layout"),
+    (pickle.dumps({"names": ["a"]}), "is not a batches.meta of CIFAR-10's layout"),
+    (pickle.dumps({"label_names": ["a"], "num_cases_per_batch": "many"}), "is not a batches.meta of CIFAR-10's layout"),
     (pickle.dumps({"label_names": []}), "lists no class"),
-    (pickle.dumps({"label_names": ["a", " "]}), "one of the class names in it is empty"),
-    (pickle.dumps({"label_names": ["a", "b", "a"]}), "the class name 'a' is in it twice"),
+    (pickle.dumps({"label_names": ["a", " "]}), "one of its class names is empty"),
+    (pickle.dumps({"label_names": ["a", "b", "a"]}), "the class name 'a' occurs twice"),
     (pickle.dumps({"label_names": Harmful()}), "it asks for subprocess.call"),
 ])
 def test_damaged_batches_meta(tmp_path, rng, meta, problem):

@@ -1,4 +1,4 @@
-"""Images that are decoded once: the same batches, to the bit, as when they are decoded in every epoch."""
+"""Images that are decoded once give the same batches, to the bit, as images that are decoded in every epoch."""
 
 import io
 import itertools
@@ -40,7 +40,7 @@ def thumbnails(tmp_path, rng):
 
 @pytest.mark.long(but=["0-*-train", "3-folder-val"])
 @pytest.mark.parametrize("split", ["train", "val"])
-@pytest.mark.parametrize("kind", ["numbered", "thumbnails", "folder"])  # many sizes, one size, files
+@pytest.mark.parametrize("kind", ["numbered", "thumbnails", "folder"])  # images of many sizes, of one size, in files
 @pytest.mark.parametrize("padding", [0, 3])
 def test_the_same_batches_to_the_bit(kind, split, padding, request):
     data = request.getfixturevalue(kind)
@@ -91,7 +91,7 @@ def test_broken_images_are_met_as_without_the_cache(tmp_path, split, rng):
     write_records(tmp_path / "data.rec", images, [float(i) for i in range(40)])
     loaders = [open_loader(config(tmp_path / "data.rec", split=split, on_bad_image="skip", cache_gib=gib))
                for gib in (0.0, 1.0)]
-    assert not loaders[1].bad_images  # until they are met
+    assert not loaders[1].bad_images  # bad images are reported when they are met
     for _ in range(2):
         assert_equal_bits(*(images_of(loader) for loader in reversed(loaders)))
         assert loaders[0].bad_images == loaders[1].bad_images
@@ -120,10 +120,10 @@ def test_what_does_not_fit_is_decoded_in_every_epoch(numbered, monkeypatch, capl
         assert not kept((size - 1) / 2**30)
         assert "the decoded train images take more than the cache of" in caplog.text
         assert not kept(0.0) and not caplog.text
-        # What is kept unasked, and left out without a word.
+        # With the default limit, a split that is too large is not kept, without a warning.
         monkeypatch.setattr(decoded, "SMALL_GIB", (size - 1) / 2**30)
         assert not kept(None) and not caplog.text
-        # An estimate that is too low: decoding stops at the limit.
+        # If the estimate is too low, decoding stops at the limit.
         monkeypatch.setattr(decoded, "_mean_decoded_bytes", lambda source: 1.0)
         assert not kept((size - 1) / 2**30) and caplog.text
         assert kept(size / 2**30)

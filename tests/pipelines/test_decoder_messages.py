@@ -1,4 +1,5 @@
-"""Damaged JPEGs that still decode: found, named, used; and nothing else is lost of what C libraries write to stderr."""
+"""Damaged JPEGs that still decode are found, named and used; and no other line that C libraries write to stderr is
+lost."""
 
 import ctypes
 
@@ -20,7 +21,7 @@ def jpeg(seed: int) -> bytes:
 
 
 def damaged(seed: int) -> bytes:
-    """With 64 bytes overwritten in its middle, by none that could be a marker."""
+    """Overwrite 64 bytes in the middle of a JPEG with bytes that cannot form a marker."""
     content = bytearray(jpeg(seed))
     middle = len(content) // 2
     content[middle : middle + 64] = np.random.default_rng(seed).integers(0, 255, 64, np.uint8).tobytes()
@@ -41,7 +42,7 @@ def config(path, **options):
 
 @pytest.mark.parametrize("split, cache", [("train", 0.0), ("val", 0.0), ("val", 1.0)])
 def test_the_loader_names_them_and_uses_them(records, capfd, split, cache):
-    whole = ImageTransform(crop_padding=1)  # a crop of a random area need not reach the damage
+    whole = ImageTransform(crop_padding=1)  # the whole image, as a random crop may miss the damage
     with open_loader(config(records, split=split, cache_gib=cache, transform=whole)) as loader:
         assert sorted(int(label) for batch in loader for label in batch.label.asnumpy()) == list(range(24))
         found = dict(loader.damaged_images)
@@ -52,7 +53,8 @@ def test_the_loader_names_them_and_uses_them(records, capfd, split, cache):
 
 
 def test_one_that_another_decoder_takes_is_bad_where_verify_says_so(records, tmp_path):
-    """An invalid marker: libjpeg gives up, and DALI's next decoder draws something."""
+    """At an invalid marker libjpeg gives up, but DALI's next decoder draws something; training judges the image as
+    verify does."""
     content = bytearray(jpeg(7))
     content[len(content) // 2 : len(content) // 2 + 2] = b"\xff\x36"
     path = tmp_path / "other/train.rec"
@@ -71,7 +73,7 @@ def test_one_that_another_decoder_takes_is_bad_where_verify_says_so(records, tmp
     (-2, b"\xff\xe5\x40\x00", False, "the decoder says: Input file read error"),  # a segment beyond the file's end
 ])
 def test_one_that_libjpeg_alone_gives_up_is_named(tmp_path, capfd, place, marker, is_bad, reason):
-    """And its lines, which do not say that they are of a JPEG, are not left on the terminal."""
+    """Its lines do not name an image, and must not appear on the terminal."""
     images, path = [jpeg(i) for i in range(8)], tmp_path / "train.rec"
     images[2] = images[2][:place] + marker + images[2][place:]
     write_records(path, images, [0.0] * 8)

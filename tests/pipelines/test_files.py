@@ -1,4 +1,4 @@
-"""What is no file, in place of an image or of a data file: it is named, and nobody waits for its bytes."""
+"""Pipes, sockets, devices and folders in place of files: they are named, and reading never waits for them."""
 
 import io
 import os
@@ -51,7 +51,7 @@ def device(path):
 @pytest.mark.parametrize("make", [pipe, unix_socket, device])
 @pytest.mark.parametrize("mid_run", [False, True])
 def test_what_is_no_file_is_never_waited_for(folder, tmp_path, monkeypatch, make, mid_run):
-    """Not where it has an image's name from the start, nor where it takes the place of an image in the middle."""
+    """It may have an image's name from the start, or replace an image in the middle of a run."""
     monkeypatch.chdir(folder)  # the path of a socket has at most 108 bytes
     file = folder / "c01/004.JPEG"
     path = file.relative_to(folder)
@@ -86,7 +86,7 @@ def test_a_pipe_in_place_of_a_data_file(tmp_path, name):
         (tmp_path / "train.rec").unlink()
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)
-    if name in ("classes.txt", "train.lst"):  # passed over as if it were not there
+    if name in ("classes.txt", "train.lst"):  # ignored as if it did not exist
         assert len(open_source(tmp_path, "train")) == 1
     else:
         with pytest.raises(DataError, match="a named pipe, not a file|in none of the known formats|no class folders"):
@@ -98,7 +98,7 @@ def test_a_pipe_in_place_of_a_file_that_is_written(folder, tmp_path, name):
     plan, path = plan_files(folder, "train"), tmp_path / "out" / name
     path.parent.mkdir()
     os.mkfifo(path)
-    with pytest.raises(DataError, match=rf"{path}: cannot be written \(a named pipe, not a file\); mend that, and the"):
+    with pytest.raises(DataError, match=rf"{path}: cannot be written \(a named pipe, not a file\); fix that, then"):
         make_records.write_records(plan, path.parent, "train", Options())
     path.unlink()
     assert make_records.write_records(plan, path.parent, "train", Options()) == (12, [])
@@ -106,13 +106,13 @@ def test_a_pipe_in_place_of_a_file_that_is_written(folder, tmp_path, name):
 
 
 def numbered_records(folder):
-    """40 records, of which the first half of the file's bytes holds some twenty."""
+    """40 records; the first half of the file holds about twenty of them."""
     write_records(folder / "train.rec", [image() for _ in range(40)], [0.0] * 40)
     return folder / "train.rec"
 
 
 def shard(folder):
-    """The same as a WebDataset shard."""
+    """The images of `numbered_records` as a WebDataset shard."""
     with tarfile.open(folder / "train.tar", "w") as tar:
         for i in range(40):
             for ending, content in (("jpg", image()), ("cls", b"0")):
@@ -144,7 +144,7 @@ def test_a_mapped_file_is_cut_short(tmp_path, make, device, on_bad_image):
 
 
 def test_a_mapped_file_is_cut_short_while_it_is_decoded(tmp_path, monkeypatch):
-    """Images that were looked for before it happened: DALI's threads read zeros, and live."""
+    """DALI's threads already had the images when the file was cut: they read zeros, and the process lives."""
     path = numbered_records(tmp_path)
     read = RecordFile.read
     cut = []

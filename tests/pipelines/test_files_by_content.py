@@ -1,5 +1,5 @@
-"""Which files and folders of a data set are images and classes: by content where the ending does not tell, and without
-what systems put there."""
+"""Which files and folders of a data set count as images and classes: by content if the suffix does not tell; files and
+folders that systems make do not count."""
 
 import os
 import socket
@@ -49,7 +49,7 @@ def test_a_class_of_files_without_an_ending_is_one(tmp_path):
 
 
 def test_what_is_no_image_is_counted_and_named(tmp_path, capsys):
-    """Also what only looks like one, what cannot be opened, and copies."""
+    """Also files that only look like images, files that cannot be opened, and copies."""
     write(tmp_path / "a", {"1.jpg": JPEG, "notes": b"P5 is a city", "Readme.md": b"x", "BMW": b"BMW is a company, too",
                            "raw.nef": OF_FORMATS["TIFF"], "x.dat": b"", "y.dat": b"\xff\xd8", "1.jpg~": JPEG,
                            "2.jpg.crdownload": JPEG, "3.jpg.bak": JPEG, "1.xml": b"<a/>", "2.xml": b"<a/>"})
@@ -62,7 +62,7 @@ def test_what_is_no_image_is_counted_and_named(tmp_path, capsys):
     copies = ", ".join(f"{tmp_path}/a/{name}" for name in ("1.jpg~", "2.jpg.crdownload", "3.jpg.bak"))
     remarks = [f"{tmp_path}: copies and unfinished files are left out: {copies}",
                f"{tmp_path}: files of formats that are not read are left out: 1 .nef (convert them to JPEG or PNG)",
-               f"{tmp_path}: files that are no images, by their ending or content, are left out: 4 without an ending, "
+               f"{tmp_path}: files that are not images, by their suffix or content, are left out: 4 without an ending, "
                "2 .dat, 2 .xml, 1 .md"]
     assert list(source.remarks) == verify_split(str(tmp_path), "train").remarks == remarks
     capsys.readouterr()
@@ -79,7 +79,7 @@ def test_images_beside_the_classes_are_counted_by_content(tmp_path):
 
 @pytest.mark.parametrize("name", [*FOLDERS, "@eaDir", "$RECYCLE.BIN", "System Volume Information"])
 def test_folders_that_systems_make_are_no_classes(tmp_path, name):
-    """Beside the classes, within one, and within a folder of one."""
+    """They may lie beside the classes, in a class, or in a folder of a class."""
     write_folder(tmp_path, 4, 2, seed=1)
     for place in ("", "c00", "c01/more"):
         write(tmp_path / place / name / "photo.jpg", {"SYNOPHOTO_THUMB_M.jpg": JPEG})
@@ -99,7 +99,7 @@ def test_files_that_systems_make_are_no_images(tmp_path, name):
 
 
 def test_an_unreadable_lost_and_found_refuses_nothing(tmp_path, monkeypatch):
-    """Also where the tests run as root, who may read everything."""
+    """Works even if the tests run as root, who may read everything."""
     write_folder(tmp_path, 2, 2, seed=1)
     (tmp_path / "lost+found").mkdir()
     scandir = os.scandir

@@ -1,4 +1,5 @@
-"""From DALI's memory into the training step's, on a GPU: whole, in order, and never overwritten meanwhile."""
+"""The hand-over of batches from DALI's memory to the training step's on a GPU: complete, in order, never
+overwritten."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from train.models.resnet import resnet
 pytestmark = pytest.mark.gpu
 
 BATCH, PIXELS, NUM_BATCHES = 16, 64, 40
-DELAY_BYTES = 4 << 30  # to fill these takes the GPU about a millisecond
+DELAY_BYTES = 4 << 30  # filling them takes a GPU about a millisecond
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +27,7 @@ def own_cache(tmp_path_factory, monkeypatch):
 
 @pytest.fixture
 def config(tmp_path, rng) -> LoaderConfig:
-    """Images that differ widely, each the only one of its class."""
+    """A loader of images that differ widely, each in its own class."""
     images = [encode(smooth_image(rng, 200, 150), quality=95) for _ in range(5 * BATCH)]
     write_records(tmp_path / "train.rec", images, [float(i) for i in range(len(images))])
     return LoaderConfig(data=str(tmp_path / "train.rec"), batch_size=BATCH, image_size=PIXELS, dtype="float16",
@@ -35,7 +36,7 @@ def config(tmp_path, rng) -> LoaderConfig:
 
 def test_the_step_reads_what_the_loader_made(config):
     """The GPU is kept so busy that each batch is copied long after the loader has handed it over, dropped it and made
-    others. What the step then had in its input is compared with the batches of a loader that waits each time."""
+    others. The step's inputs are compared with the batches of a loader that waits each time."""
     from graph_passes.executors.cuda.executor import CudaExecutor
 
     symbol = resnet(18, 5 * BATCH)
@@ -58,7 +59,7 @@ def test_the_step_reads_what_the_loader_made(config):
         for (data, label), batch in zip(kept, endless(loader), strict=False):
             np.testing.assert_array_equal(gpu.download(label, (BATCH,), np.float32), batch.label.asnumpy())
             found = gpu.download(data, batch.data.shape, np.float16).astype(np.float32)
-            # The same images differ by no more than two decoders of the GPU do; two images differ by about 1.
+            # Equal images differ at most like two decoders of the GPU; different images differ by about 1.
             difference = np.abs(found - batch.data.asnumpy().astype(np.float32)).mean(axis=(1, 2, 3))
             assert difference.max() < 0.05
             assert np.abs(found - found[::-1]).mean() > 0.3

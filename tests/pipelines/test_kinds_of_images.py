@@ -1,5 +1,5 @@
-"""Every kind of image that is read has Pillow's pixels: in training, validation and prediction, from records and from
-files; and what `verify` says of it is what training does."""
+"""Every readable kind of image gives Pillow's pixels: in training, validation and prediction, from records and from
+files. `verify` reports what training does."""
 
 import base64
 import io
@@ -28,7 +28,7 @@ RNG = np.random.default_rng(4)
 BASE = smooth_image(RNG, WIDTH, HEIGHT)
 PIXELS = np.asarray(BASE)
 GREY16 = np.asarray(BASE.convert("L"), np.uint16) * 257 - RNG.integers(0, 200, (HEIGHT, WIDTH)).astype(np.uint16)
-# libjpeg-turbo's, sequential; Pillow cannot write them.
+# Sequential arithmetic-coded JPEGs written by libjpeg-turbo; Pillow cannot write them.
 ARITHMETIC = base64.b64decode(
     "/9j/4AAQSkZJRgABAQAAAQABAAD/2wBDAA0JCgsKCA0LCgsODg0PEyAVExISEyccHhcgLikxMC4pLSwzOko+MzZGNywtQFdBRkxOUlNSMj5aYVpQYEpR"
     "Ul//2wBDAQ4ODhMREyYVFSZPNS01T09PT09PT09PT09PT09PT09PT09PT09PT09PT09PT09PT09PT09PT09PT09PT09PT0//yQARCAAMABADASIAAhEB"
@@ -121,7 +121,7 @@ def kinds() -> dict[str, bytes]:
 
 
 KINDS = kinds()
-# At most so many levels of 255; Pillow converts palettes of TIFF and YCbCr with another rounding.
+# Allowed difference in levels of 255; Pillow rounds differently when it converts TIFF palettes and YCbCr.
 TOLERANCE = 1
 
 
@@ -133,7 +133,7 @@ def reference(encoded: bytes) -> np.ndarray:
 
 
 def write(folder: Path, feeds: str, images: list[bytes]) -> Path:
-    """Class numbers tell the images apart."""
+    """Write images whose class numbers tell them apart."""
     if feeds == "bytes":
         write_records(folder / "train.rec", images, [float(i) for i in range(len(images))])
         return folder / "train.rec"
@@ -149,7 +149,7 @@ def write(folder: Path, feeds: str, images: list[bytes]) -> Path:
 @pytest.mark.parametrize("feeds", ["bytes", "paths"])
 def test_decoded_pixels_are_those_of_pillow(tmp_path, caplog, feeds, split):
     data = write(tmp_path, feeds, list(KINDS.values()))
-    # The window of training is the whole image, where that is not turned.
+    # The training window is the whole image, unless EXIF rotates the image.
     whole = ImageTransform(random_area=(1, 1), random_ratio=(WIDTH / HEIGHT, WIDTH / HEIGHT), mirror=False)
     config = LoaderConfig(data=str(data), split=split, batch_size=len(KINDS), image_size=16, num_threads=2)
     config = replace(config, transform=whole)
@@ -161,11 +161,11 @@ def test_decoded_pixels_are_those_of_pillow(tmp_path, caplog, feeds, split):
         for place, number in enumerate(numbers):
             expected, got = reference(KINDS[names[number]]), np.array(images.at(place))
             if split == "train" and expected.shape != (HEIGHT, WIDTH, 3):
-                continue  # a window of another shape
+                continue  # the window has another shape
             assert got.shape == expected.shape, names[number]
             assert np.abs(got.astype(int) - expected).max() <= TOLERANCE, names[number]
     warnings = [record.getMessage() for record in caplog.records]
-    assert len(warnings) == 1 and warnings[0].endswith("are decoded by Pillow, each once")
+    assert len(warnings) == 1 and warnings[0].endswith("decode correctly, once each")
 
 
 @pytest.mark.long
@@ -200,7 +200,7 @@ def twelve_bits(jpeg: bytes) -> bytes:
     return jpeg[:at] + b"\x0c" + jpeg[at + 1 :]
 
 
-# What DALI refuses and Pillow reads, and what neither reads.
+# Images that DALI refuses and Pillow reads, and images that neither reads.
 VALID = {"PNG without its last byte": KINDS["PNG RGB"][:-1],
          "a letter for a blank in an ASCII PPM, which DALI decodes": b"q".join(KINDS["P3 of 255"].rsplit(b" ", 1)),
          "ASCII PGM of odd blanks": b"P2\t#x\n2\r2 #y\n255\n1 2\n3 4"}
@@ -226,7 +226,7 @@ def test_verify_and_training_are_one_judge(tmp_path, name, feeds):
             if name in INVALID:
                 assert loader.bad[3] == f"{finding.kind}, {finding.detail}"
             if name in VALID and split == "val":
-                list(loader)  # once more, without another conversion
+                list(loader)  # a second epoch, without converting again
     if name in INVALID:
         with (open_loader(LoaderConfig(data=str(data), split="val", batch_size=8, image_size=16)) as loader,
               pytest.raises(DataError, match="replace it, list all such images with")):
@@ -244,7 +244,7 @@ def test_the_files_of_conversions_are_removed(tmp_path, monkeypatch):
 
 
 def test_several_threads_add_images(monkeypatch):
-    """All of them to one folder, which would go with the files in it where another one took its place."""
+    """All threads must use one folder: a second folder would replace the first, and its files would be deleted."""
     created = tempfile.TemporaryDirectory
 
     def slow(**options):
@@ -260,7 +260,7 @@ def test_several_threads_add_images(monkeypatch):
 
 
 def test_the_header_of_a_usual_image_is_read_in_a_few_pieces():
-    """It is looked at once for each image of a data set."""
+    """Headers are read for every image of a data set, so it must be cheap."""
     pieces: list[int] = []
 
     def read(at: int, size: int) -> bytes:
@@ -301,7 +301,7 @@ def test_headers_are_looked_at_once_and_before_their_batch_is_planned(tmp_path, 
 
 
 def test_an_image_that_fills_up_a_batch_is_looked_at_too(tmp_path):
-    """A batch of broken images is filled with the first whole one of all, whose own batch is still to come."""
+    """A batch of broken images is filled with the first good image of all, whose own batch comes later."""
     whole = KINDS["bare CMYK JPEG"]
     data = write(tmp_path, "bytes", [b"broken"] * 4 + [whole] * 4)
     config = LoaderConfig(data=str(data), split="val", batch_size=4, image_size=16, num_threads=1, on_bad_image="skip")

@@ -1,4 +1,4 @@
-"""What a number in a file means: which class, and whether its bytes can be believed."""
+"""What a label in a file means: its class, and whether its bytes can be trusted."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def shards(folder: Path, image: bytes, train: list, val: list, keys=("image/enco
 
 
 def test_the_training_images_decide_for_validation_too(tmp_path, image):
-    """Which holds no image of class 0: it was counted from 1 there."""
+    """The validation split has no image of class 0; by its own labels, it would be counted from 1."""
     data = shards(tmp_path, image, [0, 1, 2, 3], [1, 2, 3])
     assert labels(data) == [0, 1, 2, 3] and labels(data, "val") == [1, 2, 3]
     assert open_source(data, "val").remarks == [f"{data}: labels (image/class/label) count from 0 (--first-label)"]
@@ -57,7 +57,7 @@ def test_an_image_of_the_background_does_not_shift_a_split(tmp_path, image):
     assert labels(with_it) == [0, 1, 2, 3, 4] and labels(with_it, "val") == [1, 2, 3, 4]
     data = shards(tmp_path / "val", image, [1, 2, 3, 4], [1, 0, 4])
     assert labels(data) == [0, 1, 2, 3]
-    with pytest.raises(DataError, match=r"validation-.*, image at byte \d+: has the label 0, and labels count from 1 "
+    with pytest.raises(DataError, match=r"validation-.*, image at byte \d+: has the label 0, but labels count from 1 "
                                         r"in this data set: leave such images out, or give --first-label 0$"):
         open_source(data, "val")
     assert labels(data, "val", first_label="0") == [1, 0, 4] and labels(data, first_label="0") == [1, 2, 3, 4]
@@ -67,7 +67,7 @@ def test_an_option_overrides(tmp_path, image):
     data = shards(tmp_path, image, [1, 2, 3], [2, 3])
     assert labels(data) == [0, 1, 2] and labels(data, "val") == [1, 2]
     assert labels(data, first_label="0") == [1, 2, 3]
-    assert labels(data / "validation-00000-of-00001", "val") == [1, 2]  # by its own labels alone
+    assert labels(data / "validation-00000-of-00001", "val") == [1, 2]  # decided by its own labels
     tfds = shards(tmp_path / "tfds", image, [1, 2, 3], [2, 3], TFDS)
     assert labels(tfds) == [1, 2, 3] and not open_source(tfds, "train").remarks
     assert labels(tfds, "val", first_label="1") == [1, 2]
@@ -76,7 +76,7 @@ def test_an_option_overrides(tmp_path, image):
 
 
 def test_a_feature_that_is_merely_present_changes_nothing(tmp_path, image):
-    """image/class/label without a number beside `label`."""
+    """The feature image/class/label exists beside `label`, but holds no number."""
     for i, empty in enumerate((field(3, b""), field(3, field(1, b"")), field(1, field(1, b"text")))):
         other = field(1, field(1, field(1, b"image/class/label") + field(2, empty)))
         path = tmp_path / str(i) / "train.tfrecord"
@@ -87,7 +87,7 @@ def test_a_feature_that_is_merely_present_changes_nothing(tmp_path, image):
 @pytest.mark.parametrize("keys", [TFDS, ("image/encoded", "image/class/label")])
 def test_an_empty_list_is_no_label(tmp_path, image, keys):
     write_tfrecord(tmp_path / "train.tfrecord", [example(image, [], keys)])
-    with pytest.raises(DataError, match="the record at byte 0 has the features .*; an image .* is looked for as"):
+    with pytest.raises(DataError, match="the record at byte 0 has the features .*; it needs an image .* as"):
         open_source(tmp_path, "train")
 
 
@@ -114,11 +114,11 @@ def test_a_list_of_classes_contradicts(tmp_path, image):
 def test_labels_of_two_kinds_are_refused(tmp_path, image):
     path = tmp_path / "mixed" / "train.tfrecord"
     write_tfrecord(path, [example(image, 1), example(image, 1, TFDS)])
-    with pytest.raises(DataError, match="some of its labels are image/class/label and some label, which need not"):
+    with pytest.raises(DataError, match="some of its labels are image/class/label and some label, which may"):
         open_source(path, "train")
     data = shards(tmp_path, image, [1, 2], [])
     shards(tmp_path, image, [], [0, 1], TFDS)
-    with pytest.raises(DataError, match="its labels are label, and those of the training images image/class/label"):
+    with pytest.raises(DataError, match="its labels are label, but those of the training images are image/class/label"):
         open_source(data, "val")
     assert labels(data, "val", first_label="0") == [0, 1]
 
@@ -150,8 +150,8 @@ def test_one_hot_vectors_are_read_as_their_class(tmp_path, image):
 @pytest.mark.parametrize("several", [[2, 5], [0, 0], [1, 1, 0], [-1, 1]])
 def test_several_labels_are_refused(tmp_path, image, several):
     data = shards(tmp_path, image, [several], [])
-    with pytest.raises(DataError, match=rf"the record at byte 0 has {len(several)} labels \({several[0]}, .*\), and "
-                                        "an image is trained on with one class: write one class number for each"):
+    with pytest.raises(DataError, match=rf"the record at byte 0 has {len(several)} labels \({several[0]}, .*\), but "
+                                        "training needs one class per image: write one class number for each image"):
         open_source(data, "train")
 
 
@@ -179,7 +179,7 @@ def test_verify_tells_of_classes_without_images(tmp_path, image, capsys):
 
 @pytest.mark.parametrize("stored", ["tar", "tfrecord", "list", "folders"])
 def test_make_records_of_validation_without_a_class(tmp_path, image, stored):
-    """It ended with "lists other classes than the images have", when train.rec was written."""
+    """It used to end with "lists other classes than those of the images", after train.rec was written."""
     data, out = tmp_path / "in", tmp_path / "out"
     data.mkdir()
     for split, those in (("train", [0, 1, 2, 3]), ("val", [2, 0, 1])):
@@ -197,7 +197,7 @@ def test_make_records_of_validation_without_a_class(tmp_path, image, stored):
     assert main(["make-records", str(data), str(out)]) == 0
     assert sorted(labels(out)) == [0, 1, 2, 3] and sorted(labels(out, "val")) == [0, 1, 2]
     assert (out / "classes.txt").read_text() == "0\n1\n2\n3\n"
-    for name in ("val.rec", "val.idx"):  # by itself, beside the training images
+    for name in ("val.rec", "val.idx"):  # convert val alone, beside the training records
         (out / name).unlink()
     assert main(["make-records", str(data), str(out), "--split", "val"]) == 0
     assert sorted(labels(out, "val")) == [0, 1, 2]
@@ -207,7 +207,7 @@ def test_make_records_of_validation_with_a_class_of_its_own(tmp_path, image, cap
     for split, those in (("train", [0, 1]), ("val", [0, 1, 2])):
         write_tar(tmp_path / "in" / f"{split}.tar", samples([(image, label) for label in those]))
     assert main(["make-records", str(tmp_path / "in"), str(tmp_path / "out")]) == 2
-    assert "in: val has images of classes that training has not: 2; remove them, or" in capsys.readouterr().err
+    assert "in: val has images of classes without training images: 2; remove them, or" in capsys.readouterr().err
     assert not (tmp_path / "out" / "train.rec").exists()
 
 
@@ -225,10 +225,10 @@ def one_image_each(folder: Path, image: bytes, *names: str) -> None:
 def test_two_forms_of_a_name_are_one_class(tmp_path, image):
     one_image_each(tmp_path, image, "bar", NFC, NFD, "zoo")
     source = open_source(tmp_path, "train")
-    assert source.class_names == ["bar", NFD, "zoo"]  # the first in the order of the names
+    assert source.class_names == ["bar", NFD, "zoo"]  # the first name in sort order
     assert [source.label(i) for i in range(4)] == [0, 1, 1, 2]
     remark, = source.remarks
-    assert remark.endswith(f"(NFC or NFD), and are the same classes: {NFC}")
+    assert remark.endswith(f"(NFC or NFD), and count as these classes: {NFC}")
     report = verify_split(str(tmp_path), "train")
     assert report.remarks == [remark] and not report.findings and [u.label for u in report.usable] == [0, 1, 1, 2]
     (tmp_path / "classes.txt").write_text(f"{NFC}\nzoo\nbar\n")
@@ -244,7 +244,7 @@ def test_training_and_validation_in_two_forms(tmp_path, image, train, val):
     one_image_each(tmp_path / "val", image, val, "zoo")
     source = open_source(tmp_path, "val")
     assert source.class_names == ["bar", train, "zoo"] and [source.label(i) for i in range(2)] == [1, 2]
-    assert source.remarks[0].endswith(f"and are the same classes: {val}")
+    assert source.remarks[0].endswith(f"and count as these classes: {val}")
     assert not open_source(tmp_path, "train").remarks
     assert main(["make-records", str(tmp_path), str(tmp_path / "out")]) == 0
     assert sorted(labels(tmp_path / "out", "val")) == [1, 2]
@@ -256,7 +256,7 @@ def test_training_and_validation_in_two_forms(tmp_path, image, train, val):
 @pytest.mark.parametrize("stored", ["records", "list", "folders", "tar", "tfrecord", "cifar"])
 @pytest.mark.parametrize("split", ["", "train"])
 def test_a_list_of_classes_above_the_data_is_a_neighbours(tmp_path, image, stored, split):
-    """Unless the data lie in a folder that is called as a split."""
+    """It is not read, unless the data's folder has the name of a split."""
     folder = tmp_path / "all" / "mine" / split
     folder.mkdir(parents=True)
     if stored == "records":
@@ -283,8 +283,8 @@ def test_a_list_of_classes_above_the_data_is_a_neighbours(tmp_path, image, store
         assert source.class_names != own and not source.remarks
     else:
         assert source.class_names == own
-        assert source.remarks == [f"{above} is not read: it lies above {folder}, which has no list of classes (copy it "
-                                  "there if it is of these classes)"]
+        assert source.remarks == [f"{above} is not read: it lies above {folder}, which has no list of classes (copy "
+                                  "the file there if it lists the classes of these images)"]
     (folder / "classes.txt").write_text(above.read_text())
     assert open_source(data, "train").class_names != own and not open_source(data, "train").remarks
 
@@ -293,7 +293,7 @@ def test_a_list_of_classes_above_the_data_is_a_neighbours(tmp_path, image, store
 
 
 def write_several(path: Path, image: bytes, labels: list[list[float]]) -> None:
-    """Records as im2rec --pack-label writes them."""
+    """Write records like im2rec --pack-label."""
     offset, lines, records = 0, [], []
     for key, those in enumerate(labels):
         payload = struct.pack(f"<IfQQ{len(those)}f", len(those), 0, key, 0, *those) + image
@@ -311,13 +311,13 @@ def write_several(path: Path, image: bytes, labels: list[list[float]]) -> None:
 ], ids=str)
 @pytest.mark.parametrize("names", ["", "a\nb\nc\n"])
 def test_records_with_several_labels_are_refused(tmp_path, image, several, names):
-    """Also those of detection: header width, object width, and then objects."""
+    """Also labels of detection: header width, object width, then objects."""
     path = tmp_path / "train.rec"
     write_several(path, image, several)
     if names:
         (tmp_path / "classes.txt").write_text(names)
-    with pytest.raises(DataError, match=rf"train.rec record 0 has {len(several[0])} labels \(.*\), and an image is "
-                                        r"trained on with one class: write one class number for each, or a one-hot"):
+    with pytest.raises(DataError, match=rf"train.rec record 0 has {len(several[0])} labels \(.*\), but training "
+                                        r"needs one class per image: write one class number for each image, or a one"):
         open_source(path, "train")
     name, finding = verify_split(str(path), "train").findings[0]
     assert (name, finding.kind) == (f"{path} record 0", "label") and f"has {len(several[0])} labels" in finding.detail
@@ -361,7 +361,7 @@ def test_crc32c(rng):
     def of(data: bytes) -> int:
         return int(crc32c(np.frombuffer(data, np.uint8)[None])[0])
 
-    # The values of RFC 3720, B.4, and the usual check value.
+    # Test values from RFC 3720, B.4, and the usual check value of CRC32C.
     assert (of(bytes(32)), of(b"\xff" * 32), of(bytes(range(32)))) == (0x8A9136AA, 0x62A8AB43, 0x46DD794E)
     assert of(b"123456789") == 0xE3069283
     for size in (*range(20), 1000, 1023, 1025):
@@ -380,7 +380,7 @@ def flip(path: Path, byte: int, bit: int = 0) -> None:
 
 
 def test_a_flipped_bit_moves_no_other_label(tmp_path, image):
-    """The first label of 1, 2, 3 becomes 0: all labels were taken to count from 0."""
+    """The first of the labels 1, 2, 3 becomes 0; formerly all labels were then taken to count from 0."""
     payloads = [example(image, label) for label in (1, 2, 3, 1)]
     path = tmp_path / "train.tfrecord"
     write_tfrecord(path, payloads)
@@ -401,14 +401,14 @@ def test_a_flipped_bit_moves_no_other_label(tmp_path, image):
             else:
                 with pytest.raises(DataError, match="do not fit their checksum"):
                     next(iter(loader))
-    # A label that is too large made classes that nobody has.
+    # Formerly a damaged, too large label created classes without images.
     write_tfrecord(path, payloads)
     flip(path, place, 5)
     assert len(open_source(path, "train").classes) == 3
 
 
 def test_verify_sees_every_flipped_bit(tmp_path, image, rng):
-    """In training the length's are seen; both where the index has been made before, too."""
+    """Training only detects flipped bits of the length; both work with an index made before the damage, too."""
     payloads = [example(image, label) for label in (0, 1, 2)]
     path = tmp_path / "train.tfrecord"
     write_tfrecord(path, payloads)
@@ -423,8 +423,8 @@ def test_verify_sees_every_flipped_bit(tmp_path, image, rng):
             assert "does not fit its checksum" in str(error), byte
     path.write_bytes(whole)
     flip(path, second)
-    with pytest.raises(DataError, match=rf"train.tfrecord: is damaged or no TFRecord file \(the length of the record "
-                                        rf"at byte {second} does not fit its checksum\); download it again"):
+    with pytest.raises(DataError, match=rf"train.tfrecord: is damaged or not a TFRecord file \(the length of the "
+                                        rf"record at byte {second} does not fit its checksum\); download it again"):
         open_source(path, "train")
 
 
@@ -438,5 +438,35 @@ def test_a_flipped_bit_without_an_undamaged_record(tmp_path, image):
     path = tmp_path / "train.tfrecord"
     write_tfrecord(path, [example(image, 1)])
     flip(path, path.stat().st_size - 8)
-    with pytest.raises(DataError, match="train.tfrecord: none of its records fits its checksum"):
+    with pytest.raises(DataError, match="train.tfrecord: no record matches its checksum"):
         open_source(path, "train")
+
+
+def test_folders_that_hold_several_classes_name_none_in_a_list(tmp_path):
+    """Such as sessions of a camera. The first file of each label gave the name, so another list swapped classes."""
+    rng = np.random.default_rng(7)
+    for name in ("s1", "s2"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+    for split, first in (("train", 0), ("val", 1)):
+        lines = []
+        for i in range(8):
+            label, session = i % 2, "s1" if (i // 2 + i + first) % 2 else "s2"
+            file = f"images/{session}/{split}{i}.jpg"
+            (tmp_path / file).write_bytes(encode(smooth_image(rng, 20, 20)))
+            lines.append(f"{i}\t{label}\t{file}\n")
+        (tmp_path / f"{split}.lst").write_text("".join(lines))
+    for split in ("train", "val"):
+        source = open_source(tmp_path, split)
+        assert source.class_names == ["0", "1"]
+        assert [source.label(i) for i in range(8)] == [i % 2 for i in range(8)]
+
+
+@pytest.mark.parametrize("files", [("a/x.jpg", "a/y.jpg", "b/x.jpg"), ("a/1/x.jpg", "a/2/y.jpg", "b/1/x.jpg")])
+def test_folders_that_hold_one_class_each_name_them_in_a_list(tmp_path, files):
+    image = encode(smooth_image(np.random.default_rng(8), 20, 20))
+    for file in files:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_bytes(image)
+    lines = [f"{number}\t{int(file[0] == 'b')}\t{file}\n" for number, file in enumerate(files)]
+    (tmp_path / "train.lst").write_text("".join(lines))
+    assert open_source(tmp_path, "train").class_names == ["a", "b"]

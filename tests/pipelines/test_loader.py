@@ -1,4 +1,4 @@
-"""The loader: which images a batch holds, what they look like, and that it goes on where it stopped."""
+"""The loader: the images of each batch, their pixels, and resuming."""
 
 import dataclasses
 import io
@@ -14,7 +14,7 @@ from image_helpers import EVERYTHING, operated, write_folder, write_records
 from PIL import Image
 
 from common.mxnet_compat import mx
-from common.output import without_lines
+from common.quiet import without_lines
 from pipelines import MEAN, STD, DataError, ImageTransform, LoaderConfig, dali_loader, open_files, open_loader
 from pipelines.dali_loader import READ_AHEAD, DaliLoader, decodes_on_cpu
 from pipelines.graph import (
@@ -35,7 +35,7 @@ def config(data, **options):
 
 
 def epoch_of(loader):
-    """(pixels, labels) of each batch of one epoch, the valid rows only."""
+    """(pixels, labels) of each batch of one epoch; only the valid rows."""
     return [(b.data.asnumpy()[: b.num_valid], b.label.asnumpy()[: b.num_valid].astype(int)) for b in loader]
 
 
@@ -97,13 +97,13 @@ def test_a_prepared_batch_is_the_next_one(numbered):
         assert prepared.state() == state
     np.testing.assert_array_equal(next(iter(prepared)).data.asnumpy(), wanted[-1][0])
     prepared.prepare()
-    prepared.restore(state)  # which is elsewhere
+    prepared.restore(state)  # a position other than the prepared one
     np.testing.assert_array_equal(next(iter(prepared)).data.asnumpy(), wanted[-1][0])
 
 
 @pytest.mark.parametrize("sentence, kind", [("[cuda] CUDA allocation failed", DataError), ("no more", MemoryError)])
 def test_too_little_memory(numbered, monkeypatch, sentence, kind):
-    """Of the GPU, which DALI finds when it builds its pipeline or later; and of the machine."""
+    """GPU memory, where DALI fails when it builds its pipeline or later; and host memory."""
     loader = open_loader(config(numbered))
 
     def build(*_):
@@ -133,7 +133,7 @@ def test_restored_loader_gives_equal_bits(numbered, split, stop, transform):
         list(itertools.islice(broken, stop))
         expected = [first[stop:], second]
     resumed = open_loader(config(numbered, split=split, num_threads=1, transform=transform))
-    next(iter(resumed))  # it has started elsewhere already
+    next(iter(resumed))  # it has already started at another position
     resumed.restore(broken.state())
     for epoch in expected:
         for (pixels, labels), (wanted_pixels, wanted_labels) in zip(epoch_of(resumed), epoch, strict=True):
@@ -142,8 +142,8 @@ def test_restored_loader_gives_equal_bits(numbered, split, stop, transform):
 
 
 def test_image_sizes_by_epoch(numbered):
-    """The size changes at the start of an epoch although batches are made ahead, and so for a loader that is restored;
-    a batch holds the same images, in the same windows, as without the schedule."""
+    """The size changes at the start of an epoch, although batches are made ahead, also for a restored loader. Batches
+    have the same images and windows as without the schedule."""
     sizes = (16, 16, 31)
     loader = open_loader(config(numbered, image_size=24, image_sizes=sizes))
     epochs = [epoch_of(loader) for _ in range(4)]
@@ -169,7 +169,8 @@ def test_image_sizes_by_epoch(numbered):
 
 @pytest.mark.parametrize("size, num_left", [(1, 3), (2, 1), (3, 0), (7, 0)])
 def test_position_with_another_global_batch(numbered, size, num_left):
-    """18 of 37 images are seen in batches of 3 on each of 3 processes; none comes again with 5 on each of `size`."""
+    """18 of 37 images are seen in batches of 3 on each of 3 processes; none comes again in batches of 5 on each of
+    `size` processes."""
     before = [open_loader(config(numbered, batch_size=3), (rank, 3)) for rank in range(3)]
     seen = [int(label) for loader in before for batch in itertools.islice(loader, 2) for label in batch.label.asnumpy()]
     assert len(set(seen)) == 18
@@ -201,9 +202,9 @@ def normalised(image: Image.Image) -> np.ndarray:
 
 
 def assert_close(pixels, image, largest=16):
-    """Equal to Pillow's picture but for rounding to 8 bits between the steps and the place of cut edges.
+    """Check that a picture equals Pillow's, except for rounding to 8 bits between the steps, and edges of windows.
 
-    At most 2 levels of 255 apart on average, and `largest` anywhere: 16 where the images have no sharp edges.
+    The difference may be 2 levels of 255 on average, and `largest` anywhere: 16 for images without sharp edges.
     """
     difference = np.abs(pixels[..., :3].astype(np.float32) - normalised(image)) * np.float32(STD)
     assert difference.mean() < 2
@@ -218,7 +219,7 @@ def test_validation_transform_against_pillow(folder, interpolation, mean, std):
     transform = ImageTransform(val_crop_fraction=0.8, interpolation=interpolation, mean=mean, std=std)
     loader = open_loader(config(folder, split="val", image_size=32, transform=transform))
     pixels = np.concatenate([pixels for pixels, _ in epoch_of(loader)])[..., :3] * np.float32(std) + np.float32(mean)
-    pixels = (pixels - np.float32(MEAN)) / np.float32(STD)  # as `assert_close` has them
+    pixels = (pixels - np.float32(MEAN)) / np.float32(STD)  # the scale of `assert_close`
     for got, file in zip(pixels, files, strict=True):
         with Image.open(file) as image:
             scale = 40 / min(image.size)
@@ -230,7 +231,8 @@ def test_validation_transform_against_pillow(folder, interpolation, mean, std):
 
 
 def test_training_transform_against_pillow(numbered):
-    """Windows recomputed here from the same random numbers: rejection as torchvision's RandomResizedCrop does it."""
+    """The windows are recomputed here from the same random numbers, by rejection as in torchvision's
+    RandomResizedCrop."""
     transform = ImageTransform(random_area=(0.1, 0.7), random_ratio=(0.6, 1.5))
     settings = config(numbered, seed=3, transform=transform)
     source = open_source(numbered, "train")
@@ -273,7 +275,7 @@ def test_a_window_has_a_pixel_at_least(area, cache_gib, tmp_path, rng):
 
 @pytest.mark.parametrize("cache_gib", [0.0, 1.0])  # fed with bytes, or with pixels
 def test_padded_windows_and_cutout_against_numpy(numbered, cache_gib, rng):
-    """Padded, cut, erased and flipped in NumPy, and resized by Pillow. `numbered` has images of 40 to 130 pixels."""
+    """NumPy pads, cuts, erases and flips, Pillow resizes. `numbered` has images of 40 to 130 pixels."""
     padding, side, seed = 9, 0.3, int(rng.integers(1 << 16))
     transform = ImageTransform(crop_padding=padding, cutout=side)
     settings = config(numbered, seed=seed, transform=transform, cache_gib=cache_gib, image_size=32)
@@ -296,13 +298,13 @@ def test_padded_windows_and_cutout_against_numpy(numbered, cache_gib, rng):
             expected = Image.fromarray(window).resize((32, 32), Image.Resampling.BILINEAR)
             if mirror[i]:
                 expected = expected.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-            # The hole's edges are sharp, and the two resizes weigh them differently: up to 18 was seen. Holes a
-            # pixel beside their place differ by 28 in the median.
+            # The two resizes weigh the hole's sharp edges differently, by up to 18 levels so far. A hole that is off
+            # by one pixel differs by 28 levels in the median.
             assert_close(pixels[i], expected, largest=24)
 
 
 def test_brightness_against_numpy(numbered):
-    """The plain batch's pixels times the factors drawn last; in parts, the same bits."""
+    """The pixels are the plain batch's times the factors that are drawn last; batches of parts have the same bits."""
     transform = ImageTransform(brightness=0.6)
     plain = epoch_of(open_loader(config(numbered, seed=3)))
     bright = epoch_of(open_loader(config(numbered, seed=3, transform=transform)))
@@ -321,8 +323,8 @@ def test_brightness_against_numpy(numbered):
 
 
 def jittered(images: np.ndarray, brightness, contrast, saturation, hue, is_grey) -> np.ndarray:
-    """uint8 (N, H, W, 3) after what torchvision's functions do, in floats and without limits between them; the hue as
-    colours of YIQ (complex numbers) that turn."""
+    """Apply torchvision's colour functions to uint8 (N, H, W, 3), in floats without clipping in between. The hue is a
+    rotation of YIQ colours, as complex numbers."""
     luma = np.array([0.299, 0.587, 0.114])
     factors = [each[:, None, None, None] for each in (brightness, contrast, saturation)]
     pixels = images * factors[0]
@@ -366,7 +368,7 @@ def test_ranges_of_colours():
 
 
 def test_blur_and_solarise_against_numpy(numbered):
-    """A Gaussian of three standard deviations to each side, mirrored at the edge without it (torchvision's)."""
+    """torchvision's Gaussian: three standard deviations to each side, mirrored at the edge without repeating it."""
     transform = ImageTransform(blur=0.6, solarise=0.4)
     plain = epoch_of(open_loader(config(numbered, seed=3)))
     num_blurred = num_solarised = 0
@@ -394,7 +396,7 @@ def test_blur_and_solarise_against_numpy(numbered):
 
 
 def test_interpolation_of_training_images(numbered):
-    """Another than that of validation, or one for each image."""
+    """It may differ from validation's, or be drawn for each image."""
     def pixels(split="train", **values):
         loader = open_loader(config(numbered, split=split, transform=ImageTransform(**values)))
         return np.concatenate([pixels for pixels, _ in epoch_of(loader)])
@@ -414,7 +416,7 @@ def test_interpolation_of_training_images(numbered):
 
 @pytest.mark.long
 def test_policy_and_erasing_against_plain_batches(numbered):
-    """The plain batch's pixels after their operations, with their rectangle; the size follows the epoch."""
+    """The pixels are the plain batch's after the operations and the erased rectangle; the size follows the epoch."""
     transform = ImageTransform(auto_augment="randaugment", random_erasing=0.6, mirror=False)
     size, seed = 26, 3
     plain = epoch_of(open_loader(config(numbered, seed=seed, image_size=size, transform=ImageTransform(mirror=False))))
@@ -440,7 +442,7 @@ def test_policy_and_erasing_against_plain_batches(numbered):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 176])
 def test_erased_rectangles(size):
-    """torchvision's: 2 to 33 % of the area, height / width from 0.3 to 3.3, anywhere inside; smaller than the image."""
+    """torchvision's: 2 to 33 % of the area, height / width from 0.3 to 3.3, anywhere inside, smaller than the image."""
     transform = ImageTransform(random_erasing=1.0)
     drawn = random_inputs(np.random.default_rng(4), 3000, transform)
     values, _ = derived(transform, ImageInputs(None, None, **drawn, size=np.full((3000, 2), size, np.float32)))
@@ -472,7 +474,8 @@ def test_images_of_one_pixel_s_height_and_grey_ones(tmp_path):
 
 
 def test_operations_follow_the_flip(numbered):
-    """Images that timm's RandAugment leaves alone are as without it, flipped or not, though another operator did it."""
+    """Images that timm's RandAugment leaves alone equal those without it, flipped or not, although another operator
+    flips them."""
     plain = epoch_of(open_loader(config(numbered, seed=3)))
     policy = epoch_of(open_loader(config(numbered, seed=3, transform=ImageTransform(auto_augment="randaugment-timm"))))
     alike = np.concatenate([np.abs(pixels - wanted).max((1, 2, 3)) * np.max(STD) < 1.01
@@ -501,7 +504,7 @@ def test_random_windows_cover_area_and_ratio_as_asked():
 
 
 def test_what_is_not_read_is_not_drawn_and_changes_no_other_draw():
-    """What a seed means for one augmentation does not depend on which others there are."""
+    """The random numbers of one augmentation do not depend on which other augmentations are on."""
     everything = random_inputs(np.random.default_rng(7), 5, EVERYTHING)
     names = {"crop_padding": {"shift"}, "cutout": {"hole"}, "contrast": {"brightness", "colour", "chance"},
              "blur": {"chance", "sigma"}, "auto_augment": {"policy"},
@@ -510,14 +513,14 @@ def test_what_is_not_read_is_not_drawn_and_changes_no_other_draw():
         drawn = random_inputs(np.random.default_rng(7), 5, ImageTransform(**{option: getattr(EVERYTHING, option)}))
         window = {"mirror"} if option == "crop_padding" else {"mirror", "area", "log_ratio", "position"}
         assert drawn.keys() == read | window, option
-        for name in drawn.keys() & everything.keys() - {"colour", "brightness"}:  # those have other ranges
+        for name in drawn.keys() & everything.keys() - {"colour", "brightness"}:  # whose ranges differ
             np.testing.assert_array_equal(drawn[name], everything[name], err_msg=name)
     assert random_inputs(np.random.default_rng(7), 5, ImageTransform()).keys() == window
-    timm = ImageTransform(auto_augment="randaugment-timm")  # whose strength has noise
+    timm = ImageTransform(auto_augment="randaugment-timm")  # its strength has noise
     assert random_inputs(np.random.default_rng(7), 5, timm).keys() == window | {"policy", "policy_noise"}
 
 
-@pytest.mark.filterwarnings("error:The external source node")  # produces what nobody reads
+@pytest.mark.filterwarnings("error:The external source node")  # DALI's warning about unread outputs
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("option", [field.name for field in dataclasses.fields(Augmentation)])
 def test_the_graph_is_fed_with_nothing_that_it_does_not_read(stage, option):
@@ -539,7 +542,7 @@ def test_types_and_channels(numbered):
 
 
 def test_batches_stay_valid_while_mxnet_is_late(numbered):
-    """The arrays are DALI's own memory: MXNet must hold it until the work that reads it is done."""
+    """The arrays are DALI's own memory, which MXNet must hold until its pending work has read it."""
     expected = epoch_of(open_loader(config(numbered)))
     slow = mx.nd.ones((700, 700))
     for _ in range(20):
@@ -611,7 +614,7 @@ def test_values_that_cannot_be(numbered, options, message):
 
 def test_a_gpu_that_is_not_there(numbered):
     for data in (numbered, "synthetic"):
-        with pytest.raises(DataError, match=r"GPU 99 is asked for, but CUDA finds \d+ here"):
+        with pytest.raises(DataError, match=r"GPU 99 is requested, but CUDA finds \d+ GPUs here"):
             open_loader(config(data, device="gpu", device_id=99))
 
 
@@ -672,8 +675,8 @@ def test_images_are_asked_for_before_they_are_read(numbered, monkeypatch):
     monkeypatch.setattr(source, "read_ahead", watch_read_ahead)
     monkeypatch.setattr(source, "feed", watch_feed)
     with DaliLoader(LoaderConfig(data=str(numbered), batch_size=5, image_size=16), (0, 1), source) as loader:
-        loader._is_known[:] = True  # so that nobody looks at headers
-        for _ in range(2):  # epochs: what is asked for goes on into the next one
+        loader._is_known[:] = True  # skip the inspection of headers
+        for _ in range(2):  # epochs: read-ahead continues into the next epoch
             labels = [batch.label.asnumpy() for batch in loader]
         assert len(labels) == 7 and len(fed) >= 2 * 35
 

@@ -1,4 +1,4 @@
-"""Files that lost a part, or have one twice, and look whole: refused or told, never fewer images in silence."""
+"""Files that lost or repeat a part but look whole: they are refused or reported; images are never lost silently."""
 
 import io
 import shutil
@@ -14,7 +14,7 @@ from pipelines.sources import open_source, records
 from pipelines.verify import verify_split, write_clean
 
 BLOCK = 512
-OTHERS = "shards, records, lists and folders of images there belong to no split and are not read: "
+OTHERS = "shards, records, lists and folders of images belong to no split and are not read: "
 
 
 @pytest.fixture(autouse=True)
@@ -60,8 +60,8 @@ def spoil_a_checksum(content: bytes, places: list[int]) -> bytes:
     return content[:place] + b"77" + content[place + 2 :]
 
 
-DAMAGES = {zero_a_header: r"goes on behind its end mark at byte \d+", cut_at_a_member: "has no end mark",
-           join: r"joined with cat and not with tar -A", spoil_a_checksum: r"no header of a file at byte \d+"}
+DAMAGES = {zero_a_header: r"goes on after its end mark at byte \d+", cut_at_a_member: "has no end mark",
+           join: r"joined with cat instead of tar -A", spoil_a_checksum: r"no header of a file at byte \d+"}
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
@@ -90,7 +90,7 @@ def test_any_number_of_zeros_ends_a_tar(tmp_path, zeros):
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 @pytest.mark.parametrize("place", ["inner", "outer", "val"])
 def test_tar_files_of_ilsvrc(tmp_path, damage, place):
-    """A synset's tar file within the one of training, that one itself, and that of validation."""
+    """Damages in a synset's tar file inside the training tar, in the training tar itself, and in the validation tar."""
     inner = tar_of({f"{i}.JPEG": image for i, image in enumerate(images(6))})
     path, labels = tmp_path / "val.tar", tmp_path / "labels.txt"
     labels.write_text("n01440764\n" * 6)
@@ -105,7 +105,7 @@ def test_tar_files_of_ilsvrc(tmp_path, damage, place):
             plan_val_tar(path, labels, [("n01440764", "tench")])
         else:
             plan_train_tar(path, [])
-    assert "\n" not in str(error.value) and ("n01440764.tar in it" in str(error.value)) == (place == "inner")
+    assert "\n" not in str(error.value) and ("in its member n01440764.tar" in str(error.value)) == (place == "inner")
 
 
 @pytest.mark.parametrize("num_spots", [1024, 3])
@@ -125,7 +125,7 @@ def test_an_index_cut_or_doubled_at_the_end_of_a_line(tmp_path, monkeypatch, is_
     if is_small:
         assert known in told
     else:
-        assert f"lacks records of the file, as that at byte {int(lines[6].split()[1]):,};" in told
+        assert f"lacks records of the file, such as the one at byte {int(lines[6].split()[1]):,};" in told
     assert len(source) == 6 and "remove train.idx and let" in told
     (in_verify,) = verify_split(str(path), "train").remarks
     assert known in in_verify
@@ -161,8 +161,9 @@ def test_a_list_cut_or_doubled_at_the_end_of_a_line(tmp_path):
         return list(remarks)
 
     assert told(*lines) == []
-    assert told(*lines[:8]) == [f"{tmp_path}/train.lst: 1 image beside the 8 that it names is in no list, and left out"]
-    assert told(*lines[:7])[0].endswith(": 2 images beside the 7 that it names are in no list, and left out")
+    assert told(*lines[:8]) == [f"{tmp_path}/train.lst: 1 image beside the 8 images of the list is in no list, "
+                                "and left out"]
+    assert told(*lines[:7])[0].endswith(": 2 images beside the 7 images of the list are in no list, and left out")
     (tmp_path / "val.lst").write_text("".join(lines[7:]))
     assert told(*lines[:7]) == []
     assert told(*lines, *lines[:2])[0].startswith(f"{tmp_path}/train.lst: 2 of its 11 lines name a file that another")
@@ -181,7 +182,7 @@ def test_labels_that_contradict_each_other(tmp_path):
 
 
 def test_a_copy_of_a_shard_is_read(tmp_path):
-    """What is refused is remembered for no other file."""
+    """A refusal is not remembered for other files."""
     write_tar(tmp_path / "a/train-0.tar", samples([(image, 0) for image in images(2)]))
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     assert len(open_source(tmp_path / "b", "train")) == 2
@@ -191,7 +192,7 @@ def test_a_copy_of_a_shard_is_read(tmp_path):
 
 
 def test_names_with_dots_in_webdataset(tmp_path):
-    """Before the last ending; and other members of a sample, with endings of several parts, stay those."""
+    """Names may have dots before the last suffix; suffixes of several parts still belong to their sample."""
     one, two = images(2)
     write_tar(tmp_path / "train.tar", {
         "v1.0/photo.1.jpg": one, "v1.0/photo.1.cls": b"0", "v1.0/photo.2.jpg": two, "v1.0/photo.2.cls": b"1",
@@ -214,7 +215,7 @@ def test_what_belongs_to_no_sample_of_a_shard_is_counted(tmp_path):
     members = samples([(image, i) for i, image in enumerate(images(2))]) | {
         "readme.txt": b"x", "9.json": b"{}", "._0000.jpg": b"x", "@eaDir/0000.jpg": b"x"}
     write_tar(tmp_path / "train.tar", members)
-    for _ in range(2):  # the second time from the index that is kept
+    for _ in range(2):  # the second time from the cached index
         (told,) = open_source(tmp_path, "train").remarks
         assert "4 files are left out, " in told
     assert verify_split(str(tmp_path), "train").remarks == [told]
@@ -230,7 +231,7 @@ def test_what_belongs_to_no_sample_of_a_shard_is_counted(tmp_path):
 def test_shards_of_no_split_are_counted(tmp_path, names, read, others):
     for name in names:
         write_tar(tmp_path / f"data/{name}.tar", samples([(image, i) for i, image in enumerate(images(2))]))
-    remarks = [f"{tmp_path}/data: {others.count('.tar')} of the {OTHERS}{others}"] if others else []
+    remarks = [f"{tmp_path}/data: {others.count('.tar')} of its {OTHERS}{others}"] if others else []
     source = open_source(tmp_path / "data", "train")
     assert len(source) == 2 * read and list(source.remarks) == remarks
     assert list(verify_split(str(tmp_path / "data"), "train").remarks) == remarks
@@ -243,7 +244,7 @@ def test_records_lists_and_folders_of_no_split_are_counted(tmp_path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes/a.txt").write_text("")
     (tmp_path / "old.lst").write_text("")
-    told = f"{tmp_path}: 2 of the {OTHERS}"
+    told = f"{tmp_path}: 2 of its {OTHERS}"
     assert open_source(tmp_path, "train").remarks == [f"{told}old.lst, test"]
     assert verify_split(str(tmp_path), "train").remarks == [f"{told}old.lst, test"]
     write_records(tmp_path / "train.rec", images(2), [0.0] * 2)
@@ -261,19 +262,19 @@ def test_a_class_with_the_name_of_a_split(tmp_path, split):
         (tmp_path / name / "c00").rmdir()
     for each in ("train", "val"):
         assert open_source(tmp_path, each).class_names == sorted(["airplane", "bus", "car", split])
-    write_folder(tmp_path / split, 2, 2, seed=1)  # now with folders in it: it may be either
-    with pytest.raises(DataError, match=f"holds airplane, bus, car beside {split}, which may be a class as they are"):
+    write_folder(tmp_path / split, 2, 2, seed=1)  # now it contains folders, so it may be a split or a class
+    with pytest.raises(DataError, match=f"holds airplane, bus, car beside {split}, so {split} may be a split or"):
         open_source(tmp_path, split)
-    with pytest.raises(DataError, match=f"move them into a folder {tmp_path}/train; for {split} alone give"):
+    with pytest.raises(DataError, match=f"move them into a folder {tmp_path}/train; for {split} alone, give"):
         verify_split(str(tmp_path), split)
-    assert open_source(tmp_path / split, split).class_names == ["c00", "c01"]  # a way out
+    assert open_source(tmp_path / split, split).class_names == ["c00", "c01"]  # the first way out
     (tmp_path / "data/train").mkdir(parents=True)
     for name in ("airplane", "bus", "car", split):
         (tmp_path / name).rename(tmp_path / "data/train" / name)
-    assert open_source(tmp_path / "data", "train").class_names == sorted(["airplane", "bus", "car", split])  # the other
+    assert open_source(tmp_path / "data", "train").class_names == sorted(["airplane", "bus", "car", split])  # second
     (tmp_path / "data/extra").mkdir()
     write_folder(tmp_path / "data/extra", 2, 1, seed=1)
-    assert len(open_source(tmp_path / "data", "train").classes) == 4  # one other folder: told, not refused
+    assert len(open_source(tmp_path / "data", "train").classes) == 4  # one other folder is reported, not refused
 
 
 @pytest.mark.parametrize("other", ["test1", "val.rec", "testing", "val_annotations.txt"])

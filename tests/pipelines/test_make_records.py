@@ -1,4 +1,4 @@
-"""Writing RecordIO: from folders and from tar files like ILSVRC2012's, interrupted and not."""
+"""Writing RecordIO from folders and from tar files like ILSVRC2012's, with and without interruptions."""
 
 import errno
 import fcntl
@@ -35,7 +35,7 @@ def tar_of(files: dict[str, bytes]) -> bytes:
 
 @pytest.fixture
 def tars(tmp_path):
-    """A training and a validation tar as ILSVRC2012 has them, and what is in them: name -> bytes."""
+    """A training and a validation tar like ILSVRC2012's, and their content: name -> bytes."""
     rng = np.random.default_rng(3)
 
     def picture():
@@ -98,7 +98,7 @@ def test_val_tar(tars, text):
         ("n01440764\n" * 4 + "n99999999\n", "label n99999999 of ILSVRC2012_val_00000005.JPEG is outside the 3 classes"),
         (f"{NAMES[0]}.JPEG 1\n", f"has no label for {NAMES[1]}.JPEG and 3 others"),
         (f"{NAMES[0]}.JPEG 3\n", "label 3 of .* is outside the 3 classes"),
-        (f"{NAMES[0]}.JPEG 1\nn01440764\n", "'n01440764' is alone in a line"),
+        (f"{NAMES[0]}.JPEG 1\nn01440764\n", "'n01440764' has no label in its line"),
     ],
 )
 def test_wrong_labels(tars, text, message):
@@ -107,7 +107,7 @@ def test_wrong_labels(tars, text, message):
     classes = [(synset, synset) for synset in SYNSETS]
     with pytest.raises(DataError, match=message):
         plan_val_tar(folder / "val.tar", folder / "labels.txt", classes)
-    with pytest.raises(DataError, match="give a file of them with --labels"):
+    with pytest.raises(DataError, match="give a file of labels with --labels"):
         plan_val_tar(folder / "val.tar", None, classes)
     with pytest.raises(DataError, match="the order of the classes is not known"):
         plan_val_tar(folder / "val.tar", folder / "labels.txt", [])
@@ -151,14 +151,14 @@ def test_interrupted_work_goes_on_to_equal_files(tmp_path, monkeypatch, stop):
     with pytest.raises(KeyboardInterrupt):
         write_records(plan, tmp_path / "parts", "train", options)
     assert not (tmp_path / "parts/train.rec").exists()
-    # As if the machine had stopped in the middle of both writes.
+    # Simulate a machine that stopped in the middle of both writes.
     with (tmp_path / "parts/.train.rec.partial").open("ab") as file:
         file.write(b"torn")
     with (tmp_path / "parts/.train.journal").open("a") as file:
         file.write("999 99")
     calls.clear()
     monkeypatch.setattr(make_records, "_read", lambda entry, options: calls.append(entry) or read(entry, options))
-    with pytest.raises(DataError, match="interrupted conversion of other images or options"):
+    with pytest.raises(DataError, match="interrupted conversion with other images or options"):
         write_records(plan, tmp_path / "parts", "train", Options(seed=5))
     assert write_records(plan, tmp_path / "parts", "train", options)[0] == 30
     assert len(calls) == 30 - stop  # nothing was done twice
@@ -209,7 +209,7 @@ def test_bad_images(tmp_path):
     plan = plan_files(tmp_path / "images", "train")
     with pytest.raises(DataError, match=r"empty, holds no bytes; replace it"):
         write_records(plan, tmp_path / "out", "train", Options())
-    # Copying looks at the headers only; what is shrunk is decoded, so the truncated one is found too.
+    # Copying reads only the headers; shrinking decodes the images, which also finds the truncated one.
     count, skipped = write_records(plan, tmp_path / "out", "train", Options(skip_bad=True))
     assert (count, [name for name, _ in skipped]) == (8, [str(files[4])])
     count, skipped = write_records(plan, tmp_path / "small", "train", Options(resize=32, skip_bad=True))
@@ -223,14 +223,15 @@ def test_two_at_once_are_refused(tmp_path):
     (tmp_path / "out").mkdir()
     with (tmp_path / "out/.train.rec.partial").open("wb") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(DataError, match=r"train\.rec\.partial: another process is writing it"):
+        with pytest.raises(DataError, match=r"train\.rec\.partial: another process is writing this file"):
             write_records(plan, tmp_path / "out", "train", Options())
     assert write_records(plan, tmp_path / "out", "train", Options()) == (4, [])
 
 
 @pytest.mark.parametrize("function", ["flock", "new_record_path"])
 def test_a_lock_that_comes_late_spares_the_finished_file(tmp_path, monkeypatch, function):
-    """The other process finishes between this one's opening of the unfinished file and its lock, or before that."""
+    """The other process finishes after this one has opened the unfinished file but before it locks it, or even
+    earlier."""
     write_folder(tmp_path / "images", 4, 2, seed=1)
     plan = plan_files(tmp_path / "images", "train")
     module = fcntl if function == "flock" else make_records
@@ -243,14 +244,15 @@ def test_a_lock_that_comes_late_spares_the_finished_file(tmp_path, monkeypatch, 
         return found or original(*arguments)
 
     monkeypatch.setattr(module, function, other_is_faster)
-    with pytest.raises(DataError, match=r"train\.rec: another process has just written it; use that"):
+    with pytest.raises(DataError, match=r"train\.rec: another process has just written this file; use it"):
         write_records(plan, tmp_path / "out", "train", Options())
     assert len(open_source(tmp_path / "out", "train")) == 4
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["classes.txt", "train.idx", "train.rec"]
 
 
 def test_a_journal_does_not_outlive_its_records(tmp_path, monkeypatch):
-    """Else, once a file is removed that was finished at the last moment, the next one would begin with zeros."""
+    """If the journal survived a conversion that finished at the last moment, the next conversion would begin with
+    zeros."""
     images = {file.read_bytes() for file in write_folder(tmp_path / "images", 4, 2, seed=1)}
     plan = plan_files(tmp_path / "images", "train")
     replace = os.replace
@@ -272,12 +274,12 @@ def test_a_journal_does_not_outlive_its_records(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name, damage, message", [
     (".train.rec.partial", lambda file: file.unlink(), r"partial: has 0 of the [\d,]+ bytes that were written"),
     (".train.rec.partial", lambda file: os.truncate(file, 7), r"partial: has 7 of the [\d,]+ bytes that were"),
-    (".train.journal", lambda file: file.write_bytes(b"\xff"), r"journal: an interrupted conversion of other images"),
-    (".train.journal", lambda file: file.open("a").write("7 x\n"), r"journal: '7 x\\n' in it is no place of a record"),
-    ("classes.txt", lambda file: file.write_bytes(b"caf\xe9\n"), r"classes\.txt: lists other classes than the images"),
+    (".train.journal", lambda file: file.write_bytes(b"\xff"), r"journal: belongs to an interrupted conversion with"),
+    (".train.journal", lambda file: file.open("a").write("7 x\n"), r"journal: line '7 x\\n' is not `key offset end`"),
+    ("classes.txt", lambda file: file.write_bytes(b"caf\xe9\n"), r"classes\.txt: lists other classes than those of"),
 ])
 def test_unfinished_work_that_is_damaged_is_not_gone_on_with(tmp_path, name, damage, message):
-    """What is missing from the records would become zeros."""
+    """Bytes missing from the records would otherwise become zeros."""
     images = write_folder(tmp_path / "images", 9, 3, seed=1)
     images[np.random.default_rng(0).permutation(9)[-1]].write_bytes(b"none")  # the last one to be written
     plan = plan_files(tmp_path / "images", "train")
@@ -291,7 +293,7 @@ def test_unfinished_work_that_is_damaged_is_not_gone_on_with(tmp_path, name, dam
 
 @pytest.mark.parametrize("name", ["classes.txt", ".train.journal", ".train.rec.partial"])
 def test_a_full_disk_leaves_nothing_half_written(tmp_path, monkeypatch, name):
-    """The disk is full when `name` is written; with space the same command goes on."""
+    """The disk is full when `name` is written; once there is space, the same command resumes."""
     write_folder(tmp_path / "images", 9, 3, seed=1)
     plan = plan_files(tmp_path / "images", "train")
     write_bytes, append = files.write_bytes, make_records._Journal.append
@@ -304,7 +306,7 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path, monkeypatch, name):
             patch.setattr(make_records._Journal, "append", lambda *a: full() if a[1] == 5 else append(*a))
         else:
             patch.setattr(files, "write_bytes", lambda *a: full() if a[0].name == name else write_bytes(*a))
-        with pytest.raises(DataError, match="out: cannot be written .No space left on device.; mend that, and"):
+        with pytest.raises(DataError, match="out: cannot be written .No space left on device.; fix that, then"):
             write_records(plan, tmp_path / "out", "train", Options())
     assert not (tmp_path / "out/train.rec").exists()
     assert write_records(plan, tmp_path / "out", "train", Options()) == (9, [])
@@ -334,10 +336,10 @@ def test_other_classes_are_not_mixed_in(tmp_path):
 
 @pytest.mark.parametrize("name", ["two\nlines", "a\ttab", " blank", "blank ", "line\u2028separator"])
 def test_a_class_that_a_line_cannot_hold_is_refused(tmp_path, name):
-    """Its records would have other classes than the folders that they are made of."""
+    """Otherwise its records would have other classes than their folders."""
     write_folder(tmp_path / "data" / "train", 4, 2, seed=1)
     (tmp_path / "data" / "train" / "c01").rename(tmp_path / "data" / "train" / name)
-    with pytest.raises(DataError, match=r"classes\.txt: a line of it cannot hold the class") as error:
+    with pytest.raises(DataError, match=r"classes\.txt: cannot hold the class name") as error:
         write_records(plan_files(tmp_path / "data", "train"), tmp_path / "out", "train", Options())
     assert repr(name) in str(error.value) and "\n" not in str(error.value)
     assert os.listdir(tmp_path / "out") == []

@@ -11,7 +11,7 @@ from PIL import Image, ImageEnhance, ImageOps
 
 from pipelines.operations import FAMILIES, Operation, numbers
 
-# Magnitudes of each operation: those that change nothing, and beyond what any policy asks for.
+# Magnitudes of each operation, from those that change nothing to beyond those of any policy.
 MAGNITUDES: dict[Operation, tuple[float, ...]] = {
     Operation.IDENTITY: (0,),
     Operation.SHEAR_X: (0, 0.3, -0.99, 5),
@@ -31,8 +31,8 @@ MAGNITUDES: dict[Operation, tuple[float, ...]] = {
     Operation.EQUALIZE: (0,),
 }
 CASES = [(operation, magnitude) for operation, magnitudes in MAGNITUDES.items() for magnitude in magnitudes]
-# Levels of 255 by which a pixel may differ from Pillow's. What is not here is equal. Pillow works with whole numbers in
-# between (luma, blurred image, scale of the histogram) where DALI has floats; a factor multiplies that, too.
+# Allowed difference from Pillow in levels of 255; other operations must be equal. Pillow rounds intermediate values
+# (luma, blurred image, scale of the histogram) where DALI keeps floats, and factors multiply this rounding error.
 TOLERANCE = {
     Operation.SHEAR_X: 1, Operation.SHEAR_Y: 1, Operation.ROTATE: 1, Operation.COLOR: 1, Operation.CONTRAST: 1,
     Operation.BRIGHTNESS: 1, Operation.SHARPNESS: 1, Operation.AUTO_CONTRAST: 1, Operation.EQUALIZE: 1,
@@ -43,7 +43,7 @@ FILL = 40
 
 
 def pillow(image: Image.Image, operation: Operation, magnitude: float) -> np.ndarray:
-    """The image after the operation, as torchvision and timm call Pillow."""
+    """Apply the operation with Pillow, as torchvision and timm do."""
 
     def affine(*matrix: float) -> Image.Image:
         return image.transform(image.size, Image.Transform.AFFINE, matrix, Image.Resampling.BILINEAR,
@@ -71,7 +71,7 @@ def pillow(image: Image.Image, operation: Operation, magnitude: float) -> np.nda
 
 
 def pictures(kind: str, rng: np.random.Generator, height: int, width: int) -> np.ndarray:
-    """One for each of CASES."""
+    """One picture for each of CASES."""
     smooth = np.stack([np.asarray(smooth_image(rng, width, height)) for _ in CASES])
     return {
         "smooth": smooth,
@@ -84,13 +84,13 @@ def pictures(kind: str, rng: np.random.Generator, height: int, width: int) -> np
 
 
 def away_from_the_edge(operation: Operation, magnitude: float, height: int, width: int) -> np.ndarray:
-    """Whether a pixel comes from half a pixel or more inside or outside the image's edge. DALI mixes those at the edge
-    with the fill, as if the image had a soft one; Pillow has a hard one."""
+    """Whether a pixel comes from at least half a pixel inside or outside the image's edge. At the edge, DALI mixes
+    pixels with the fill (a soft edge), while Pillow has a hard edge."""
     place = numbers(np.array([operation]), np.array([magnitude]), height, width).place[0].astype(float)
     x, y = np.meshgrid(np.arange(width) + 0.5, np.arange(height) + 0.5)
     source = np.einsum("ij,jhw->ihw", place, np.stack([x, y, np.ones_like(x)]))
     limits = np.array([width, height])[:, None, None]
-    beyond = np.maximum(-source, source - limits)  # pixels outside, in each direction
+    beyond = np.maximum(-source, source - limits)  # distance outside the image in each direction, in pixels
     return (beyond.max(0) > 0.5 + 1e-3) | (beyond.max(0) < -0.5 - 1e-3) | (magnitude == 0)
 
 
@@ -134,7 +134,7 @@ def test_torchvision_calls_pillow_like_that(rng):
 
 
 def test_a_batch_of_one_operation_and_a_single_image(rng):
-    """Branches without an image."""
+    """Some branches of the graph then get no image."""
     images = pictures("smooth", rng, 20, 30)[:3]
     for operation in (Operation.IDENTITY, Operation.EQUALIZE):
         got = operated(images, 3 * [operation], [0, 0, 0])

@@ -1,4 +1,4 @@
-"""Arrays of pickles: those of every Python and protocol, and nothing else."""
+"""Arrays in pickles: every version of Python and every protocol is read, and no other object."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_arrays_as_numpy_writes_them(rng, protocol, dtype, order):
 
 
 def of_python_2(array: np.ndarray) -> bytes:
-    """As cPickle of Python 2 wrote the original files: its strings are bytes."""
+    """A pickle as Python 2's cPickle wrote the original files, with strings as bytes."""
     number = b"J" + struct.pack("<i", -1)
     shape = b"".join(b"J" + struct.pack("<i", length) for length in array.shape)
     order, code, content = array.dtype.str[:1].encode(), array.dtype.str[1:].encode(), array.tobytes()
@@ -43,7 +43,7 @@ def test_arrays_of_python_2(rng):
 
 
 def test_a_state_that_crashes_numpy():
-    """Six values, of which NumPy 1.26 takes a number for the fields of the type, and then follows it as a pointer."""
+    """With six values in the state, NumPy 1.26 takes a number for the type's fields, and follows it as a pointer."""
     content = of_python_2(np.zeros((3, 4), np.uint8))
     assert b"NNNJ" in content
     pickles.load(content.replace(b"NNNJ", b"NJ"))
@@ -70,8 +70,8 @@ def test_bytes_that_do_not_fit_the_shape():
 
 
 def test_numbers_that_would_take_all_memory():
-    """A place in the memo, and the length of a bytearray; either would be asked for before anything else is read."""
-    with pytest.raises(pickle.UnpicklingError, match="it has a number that cannot be, 1,560,593,167"):
+    """A memo index, and the length of a bytearray: each would allocate its memory before anything else is read."""
+    with pytest.raises(pickle.UnpicklingError, match="it has an impossible number, 1,560,593,167"):
         pickles.load(b"\x80\x02]r" + struct.pack("<I", 1560593167) + b".")
     with pytest.raises(ValueError, match="expected 8000000000000 bytes in a bytearray8, but only 2 remain"):
         pickles.load(b"\x80\x05\x96" + struct.pack("<Q", 8 * 10**12) + b"a.")

@@ -84,7 +84,7 @@ def test_from_folders_to_a_contact_sheet(tmp_path, capsys):
 
 
 def test_make_records_says_what_it_leaves_out(tmp_path, capsys):
-    """Once, where both splits are made of one folder."""
+    """Remarks appear once, if both splits are made from one folder."""
     write_folder(tmp_path / "in", 12, 3, seed=1)
     (tmp_path / "in/empty").mkdir()
     (tmp_path / "in/c00/link").symlink_to(tmp_path)
@@ -95,7 +95,7 @@ def test_make_records_says_what_it_leaves_out(tmp_path, capsys):
     *remarks, train, val = out.splitlines()
     assert code == 0 and "train.rec" in train and "val.rec" in val
     assert remarks == [f"{tmp_path}/in: {remark}" for remark in (
-        "no class is made of folders without an image: empty",
+        "folders without an image do not count as classes: empty",
         f"links to folders are left out: {tmp_path}/in/c00/link",
         f"hidden images are left out: {tmp_path}/in/c01/.000.jpg",
         "files of formats that are not read are left out: 2 .gif (convert them to JPEG or PNG)",
@@ -146,7 +146,7 @@ def test_verify_compares_the_parts_that_val_split_makes(tmp_path, capsys):
     assert f"{train[0]}: duplicate, the same image as {other}, which is for validation" in out
     assert run(capsys, "verify", tmp_path / "in", "--val-split", 0.3, "--write-clean")[0] == 0
     assert run(capsys, "verify", tmp_path / "in", "--val-split", 0.3)[0] == 0
-    assert set(names_of(open_source(tmp_path / "in", "val", val_split=0.3))) == val  # from the list now
+    assert set(names_of(open_source(tmp_path / "in", "val", val_split=0.3))) == val  # now read from the list
     code, _, err = run(capsys, "verify", tmp_path / "in", "--val-split", 0.3, "--split", "train")
     assert code == 2 and "compares two parts of the training images: leave out --split train" in err
 
@@ -163,13 +163,13 @@ def test_make_records_of_the_parts_that_val_split_makes(tmp_path, capsys):
 
 
 def test_without_splits_validation_reads_what_training_reads(folder, tmp_path, capsys):
-    """The clean list of such a folder, and the records made of it: else it would still meet the broken image, or find
-    nothing."""
+    """Validation must use the clean list of such a folder, and the records made of it: otherwise it would meet the
+    broken image, or find nothing."""
     broken = folder / "c01/004.JPEG"
     broken.write_bytes(b"no image")
     code, out, _ = run(capsys, "make-records", folder, tmp_path / "out", "--on-bad-image", "skip")
     assert code == 0 and f"out/val.rec: these images too, as {folder} has no validation images of its own" in out
-    for _ in range(2):  # a second time from the lists, after new damage
+    for _ in range(2):  # the second time from the lists, after new damage
         assert run(capsys, "verify", folder, "--write-clean")[0] == 0
         names = {split: names_of(open_source(folder, split)) for split in ("train", "val")}
         assert names["train"] == names["val"] and str(broken) not in names["val"]
@@ -178,15 +178,15 @@ def test_without_splits_validation_reads_what_training_reads(folder, tmp_path, c
     assert len(names["val"]) == 10
     assert len(open_source(tmp_path / "out", "val")) == len(open_source(tmp_path / "out", "train")) == 11
     for data in (folder, tmp_path / "out"):
-        assert splits_of(data) == ["train"] and same_images(data)  # as the run will say
+        assert splits_of(data) == ["train"] and same_images(data)  # as in the run's remark
     (tmp_path / "out/train.rec").unlink()
     (tmp_path / "out/train.idx").unlink()
-    assert run(capsys, "make-records", folder, tmp_path / "out")[0] == 0  # and once more over the link
+    assert run(capsys, "make-records", folder, tmp_path / "out")[0] == 0  # again, over the existing link
     assert len(open_source(tmp_path / "out", "val")) == 10
 
 
 def test_samples_are_the_built_in_set(tmp_path, capsys, monkeypatch):
-    """As for training: drawn where it is not there yet."""
+    """As in training, the set is drawn if it is missing."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(samples, "make_samples", partial(samples.make_samples, num_train=2, num_val=1))
     code, out, _ = run(capsys, "verify", "samples")
@@ -253,7 +253,7 @@ def test_make_samples(tmp_path, capsys):
         (["make-records", "{tmp}", "{tmp}/out", "--classes", "a"], "--classes a is for ILSVRC2012's tar files"),
         (["make-samples", "{tmp}", "--num-train", "0"], "0 training"),
         (["make-samples", "{tmp}/new", "--seed", "-1"], "seed is -1"),
-        (["make-samples", "{tmp}/text.tar"], "holds something else"),
+        (["make-samples", "{tmp}/text.tar"], "holds something other"),
     ],
 )
 def test_mistakes_get_one_sentence_and_exit_code_2(tmp_path, capsys, arguments, message):
@@ -266,7 +266,7 @@ def test_mistakes_get_one_sentence_and_exit_code_2(tmp_path, capsys, arguments, 
 
 @pytest.mark.parametrize("name", ["кот", "ňů", "άγ"])
 def test_a_sheet_has_the_letters_of_its_classes(name):
-    """A font that lacks them draws the same box for each, backwards as well."""
+    """A font without these letters draws an identical box for each, also in reverse order."""
     sheets = [_Sheet(1, 1, 112, "") for _ in range(2)]
     for sheet, caption in zip(sheets, (name, name[::-1]), strict=True):
         sheet.add(np.zeros((112, 112, 3), np.uint8), caption)
@@ -274,7 +274,7 @@ def test_a_sheet_has_the_letters_of_its_classes(name):
 
 
 def test_help_is_broken_at_the_margin_alone(capsys, monkeypatch):
-    """And not where the source is."""
+    """Line breaks of the source must not appear in the help."""
     monkeypatch.setenv("COLUMNS", "80")
     for command in COMMANDS:
         with pytest.raises(SystemExit) as end:
@@ -282,12 +282,12 @@ def test_help_is_broken_at_the_margin_alone(capsys, monkeypatch):
         assert not end.value.code
         lines = [line.strip("│").rstrip() for line in capsys.readouterr().out.splitlines()]
         for line, following in itertools.pairwise(lines):
-            if following.startswith(10 * " ") and not line.strip().startswith("-"):  # the line's sentence goes on
+            if following.startswith(10 * " ") and not line.strip().startswith("-"):  # a continuation line
                 assert len(line) + 1 + len(following.split()[0]) > 76, (line, following)
 
 
 def test_an_interrupted_second_split_goes_on(tmp_path, capsys):
-    """The image that stopped it is replaced; what was written before is not written again."""
+    """The image that stopped it is replaced; finished records are not written again."""
     write_folder(tmp_path / "in/train", 6, 3, seed=1)
     files = write_folder(tmp_path / "in/val", 9, 3, seed=2)
     whole = files[4].read_bytes()
@@ -325,7 +325,7 @@ def test_what_the_system_refuses_is_one_sentence(tmp_path, capsys):
 @pytest.mark.long
 def test_output_that_nobody_reads_to_its_end(tmp_path):
     files = write_folder(tmp_path / "train", 4, 2, seed=1)
-    for i in range(600):  # more than a pipe holds
+    for i in range(600):  # more than a pipe's buffer
         files[0].with_name(f"{i:0200}.jpg").touch()
     command = f"set -o pipefail; '{sys.executable}' -m pipelines verify '{tmp_path}' | head -n 1"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""Which operation and how strong: against the tables of torchvision and timm."""
+"""The choice of operations and their strengths, against the tables of torchvision and timm."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WARPS = (Operation.SHEAR_X, Operation.SHEAR_Y, Operation.TRANSLATE_X, Operation.
 
 
 def draws(count: int, **columns: np.ndarray | float) -> Draws:
-    """Random ones, but for some columns of all operations: which, strength, sign, whether."""
+    """Random draws, with given columns for all operations: which, strength, sign, whether."""
     rng = np.random.default_rng(5)
     uniform = rng.random((count, MOST_OPERATIONS, 4), np.float32)
     for name, values in columns.items():
@@ -27,13 +27,13 @@ def draws(count: int, **columns: np.ndarray | float) -> Draws:
 
 
 def every_operation_and_strength(num_operations: int, num_strengths: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The draws that choose them: which, strength and sign."""
+    """Draws that choose every operation with every strength and sign."""
     which, strength, sign = np.meshgrid(np.arange(num_operations), np.arange(num_strengths), [0.2, 0.8])
     return tuple(each.ravel() for each in ((which + 0.5) / num_operations, (strength + 0.5) / num_strengths, sign))
 
 
 def table(transform: ImageTransform, size: int) -> dict[Operation, list[float]]:
-    """The magnitudes of each operation, all that occur, in their order."""
+    """All magnitudes of each operation that occur, sorted."""
     which, strength, sign = every_operation_and_strength(len(OPERATIONS), 31)
     given = draws(len(which), which=which, strength=strength, sign=sign)
     operation, magnitude = next(chosen(transform, given, size, size))
@@ -41,7 +41,8 @@ def table(transform: ImageTransform, size: int) -> dict[Operation, list[float]]:
 
 
 def test_trivialaugment_is_that_of_the_paper():
-    """arXiv:2103.10158, table 1, column "wide"; posterize to 2 bits, as in torchvision and the authors' code."""
+    """arXiv:2103.10158, table 1, column "wide"; posterize goes down to 2 bits, as in torchvision and the authors'
+    code."""
     magnitudes = table(ImageTransform(auto_augment="trivialaugment"), 224)
     largest = {Operation.SHEAR_X: 0.99, Operation.TRANSLATE_Y: 32, Operation.ROTATE: 135, Operation.COLOR: 1.99}
     for operation, value in largest.items():
@@ -70,7 +71,7 @@ def test_against_torchvision(name, magnitudes, size):
         operation = TORCHVISION[operation_name]
         assert signed == (operation in WARPS + FACTORS)
         for number, value in enumerate(values.tolist() if values.ndim else []):
-            # Pixels are whole. Their 16.0 of TrivialAugment is 15.999998, and so 15.
+            # Translations are whole pixels. torchvision's 16.0 of TrivialAugment is 15.999998, which truncates to 15.
             given = int(value + 1e-4) if "TRANSLATE" in operation.name else value
             wanted = np.array([given, -given if signed else given]) + (operation in FACTORS)
             level, sign = np.full(2, number / (num_bins - 1)), np.array([0.1, 0.9])
@@ -102,12 +103,12 @@ def test_autoaugment_takes_pairs_with_their_probabilities():
         share = sum(pair[number][1] for pair in AUTOAUGMENT if pair[number][0] is Operation.EQUALIZE) / len(AUTOAUGMENT)
         assert abs((operation == Operation.EQUALIZE).mean() - share) < 0.01
         assert set(magnitude[operation == Operation.POSTERIZE]) <= {4.0, 5.0, 6.0}
-    # The pair is one: what follows sharpness is inversion, or nothing.
+    # Operations come in pairs: sharpness is only followed by inversion, or by nothing.
     assert set(second[0][first[0] == Operation.SHARPNESS]) == {Operation.IDENTITY, Operation.INVERT}
 
 
 def test_timm_randaugment():
-    """`rand-m7-mstd0-inc1`: what the functions of timm's data/auto_augment.py give for a level of 7 (of 10)."""
+    """`rand-m7-mstd0-inc1`: the results of timm's data/auto_augment.py for level 7 (of 10)."""
     transform = ImageTransform(auto_augment="randaugment-timm", randaugment_magnitude=7.0)
     (operation, magnitude), _ = chosen(transform, draws(40_000), 100, 200)
     assert abs((operation == Operation.IDENTITY).mean() - 0.5) < 0.01

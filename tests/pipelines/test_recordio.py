@@ -43,7 +43,7 @@ def test_mxnet_reads_what_we_write_and_we_what_mxnet_writes(tmp_path, seed):
     theirs = tmp_path / "theirs.rec"
     writer = mx.recordio.MXIndexedRecordIO(str(theirs.with_suffix(".idx")), str(theirs), "w")
     for i, (label, payload) in enumerate(zip(labels, payloads, strict=True)):
-        several = np.array([label, 7.0], np.float32) if i % 2 else label  # an array of labels: the first one counts
+        several = np.array([label, 7.0], np.float32) if i % 2 else label  # of several labels, `label` is the first
         writer.write_idx(i, mx.recordio.pack(mx.recordio.IRHeader(0, several, i, 0), payload))
     writer.close()
     keys, offsets = read_index(theirs.with_suffix(".idx"))
@@ -61,7 +61,7 @@ def test_scan_passes_over_damage(tmp_path):
     data = bytearray(b"".join(records))
     data[starts[2]] ^= 0xFF
     path = tmp_path / "a.rec"
-    path.write_bytes(bytes(data[:-4]))  # and the last record is cut off
+    path.write_bytes(bytes(data[:-4]))  # cut off the last record
     file = RecordFile(path)
     assert list(file.scan()) == [starts[0], starts[1], starts[3]]
     for offset in (starts[2], starts[4], starts[0] + 4, 10**9, -4):
@@ -79,7 +79,8 @@ def test_what_is_no_index_is_refused(tmp_path, text):
 
 @pytest.mark.parametrize("change", ["none", "without the first", "without the last", "without one", "doubled", "cut"])
 def test_records_are_counted_with_and_without_a_look_at_each(tmp_path, monkeypatch, change):
-    """An index of all records in one part is enough; one that lacks some, and a file with a record in parts, is not."""
+    """No scan is needed if the index has all records, each in one part. A scan is needed if the index lacks some, or if
+    a record has several parts."""
     parts = [pack_record(i, bytes(range(i + 1)) * 9, i) for i in range(5)]
     if change == "cut":
         parts[2] = pack_record(2, b"abcd" + MAGIC_BYTES + b"efgh", 2)

@@ -29,7 +29,7 @@ def batches_of(opened):
 
 def ra_sampler(order, copies, rank, size):
     """RASampler of DeiT (facebookresearch/deit, samplers.py) and torchvision (references/classification/sampler.py),
-    without what they do to the end of an epoch."""
+    without their treatment of an epoch's end."""
     return [image for image in order for _ in range(copies)][rank::size]
 
 
@@ -55,8 +55,8 @@ def test_each_copy_is_augmented_anew(images):
 
 @pytest.mark.parametrize("size, copies", [(2, 3), (3, 3), (4, 3), (4, 2)])
 def test_processes_share_each_batch(images, size, copies):
-    """Dealt out, so that copies are on different processes where there are as many; with the augmentation that they
-    have in one process."""
+    """Copies go to different processes, as far as there are enough, and have the augmentation that they would have in
+    one process."""
     with loader(images, repeated_augmentation=copies) as one:
         whole = batches_of(one)
     shares = []
@@ -87,7 +87,7 @@ def test_it_goes_on_with_equal_bits_on_more_processes_too(images):
 
 
 def test_with_balance_it_repeats_the_images_drawn(images, tmp_path):
-    """Of 60 images of one class and 12 of another, 36 draws of each."""
+    """One class has 60 images, the other 12; each gets 36 draws."""
     path = tmp_path / "train.rec"
     rng = np.random.default_rng(0)
     labels = [0.0] * 60 + [1.0] * 12
@@ -125,8 +125,8 @@ def test_validation_has_no_copies(images):
 
 @pytest.mark.parametrize("options, sentence", [
     ({"repeated_augmentation": 1}, "repeated_augmentation is 1; it must be 0, or at least 2"),
-    ({"repeated_augmentation": 13}, "--repeated-augmentation 13 is more than the 12 images of a batch, which is to "
-                                    "hold all copies of an image; lower it"),
+    ({"repeated_augmentation": 13}, "--repeated-augmentation 13 is more than the 12 images of a batch, but all "
+                                    "copies of an image must fit into one batch; lower it"),
 ])
 def test_mistakes(images, options, sentence):
     with pytest.raises(DataError) as error:
@@ -135,7 +135,7 @@ def test_mistakes(images, options, sentence):
 
 
 def test_synthetic_images_have_no_copies():
-    """No other augmentation either: a recipe's speed can be measured on them as it is."""
+    """They have no other augmentation either; so a recipe's speed can be measured with all its options."""
     with loader("synthetic") as copied, loader("synthetic", repeated_augmentation=0) as plain:
         assert (next(iter(copied)).data.asnumpy() == next(iter(plain)).data.asnumpy()).all()
 

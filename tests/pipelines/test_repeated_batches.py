@@ -1,4 +1,4 @@
-"""A wrong image in training is the worst fault that a loader can have: no batch has one, beside other processes too."""
+"""No batch has a wrong image, also beside other processes: a wrong image in training is a loader's worst fault."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REPETITIONS = int(os.environ.get("RESNET_GPU_REPETITIONS", "240"))
 
 
 def run(data: Path, device: str, processes: int, loaders: int, seed: int) -> list[dict]:
-    """What each process has found; the first two press on memory."""
+    """Run the processes, and return the findings of each; the first two also press on memory."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])}
     started = [
         subprocess.Popen([sys.executable, str(PROGRAM), str(data), device, str(seed + number), str(loaders),
@@ -35,7 +35,7 @@ def run(data: Path, device: str, processes: int, loaders: int, seed: int) -> lis
 @pytest.mark.gpu
 @pytest.mark.alone
 def test_no_wrong_image_beside_other_processes(numbered, rng):
-    """Twelve processes on one GPU, two of which take and give back memory all the time."""
+    """Twelve processes share one GPU; two of them allocate and free memory all the time."""
     seed = int(rng.integers(1 << 30))
     found = run(numbered, "gpu", PROCESSES, -(-REPETITIONS // (PROCESSES * EPOCHS)), seed)
     epochs, images = (sum(each[what] for each in found) for what in ("epochs", "images"))

@@ -1,4 +1,4 @@
-"""The resize of augment.cu against DALI's, whose numbers it follows, and Pillow's, which cuts weights at the border."""
+"""The resize of augment.cu against DALI's, which it reproduces, and Pillow's, which truncates weights at the border."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from pipelines.augment import changes
 from pipelines.graph import INTERPOLATIONS, Derived, ImageInputs, fn
 
 DEVICES = ["kernels", pytest.param("gpu", marks=pytest.mark.gpu)]
-OF_BYTES: dict[str, Any] = {"mean": (0, 0, 0), "std": (1, 1, 1)}  # the batch is the pixels
-# Heights and widths; the last are shrunk so much that the pixels of one column take several chunks of CHUNK columns.
+OF_BYTES: dict[str, Any] = {"mean": (0, 0, 0), "std": (1, 1, 1)}  # no normalisation: the batch holds the pixels
+# (height, width); the last ones shrink so much that one output column needs several chunks of CHUNK input columns.
 SIZES = [(37, 51), (1, 1), (1, 300), (300, 1), (2, 3), (64, 96), (131, 97), (330, 333), (90, 4000), (4000, 70)]
 
 
 def resized(images: list[np.ndarray], size: tuple[int, int], cubic: Any, mirror: Any, device: str, hole: Any = None,
             **options: Any) -> np.ndarray:
-    """By our kernels: where something follows, `options`, and where nothing does."""
+    """Resize with our kernels: with `options`, when rounds follow, or without."""
     count = len(images)
     inputs = ImageInputs(None, None, mirror=np.broadcast_to(np.int32(mirror), count),
                          size=np.full((count, 2), size, np.float32), sigma=np.ones(count, np.float32), hole=hole)
@@ -51,9 +51,9 @@ def noise(rng: np.random.Generator, sizes: list[tuple[int, int]] = SIZES) -> lis
 @pytest.mark.parametrize("interpolation", INTERPOLATIONS)
 @pytest.mark.parametrize("size", [(32, 32), (64, 96), (23, 5), (7, 301)])
 def test_it_is_dali_s(size, interpolation, device, rng):
-    """Noise, where each weight shows: at most a level of 255 apart, and seldom; bicubic more often, for DALI takes its
-    weights from a table. How often, only images with more than 3 rows and columns say: in fewer, one value between
-    two levels is repeated in many pixels of the result."""
+    """Noise images, in which every weight shows, may differ in a few pixels by one level of 255. Bicubic differs more
+    often, because DALI takes its weights from a table. The share is only checked for images of more than 3 rows and
+    columns: in smaller ones, one value between two levels is repeated in many pixels."""
     images = noise(rng)
     large = [min(source) > 3 for source in SIZES]
     got = resized(images, size, interpolation == "bicubic", 0, device)
@@ -66,8 +66,8 @@ def test_it_is_dali_s(size, interpolation, device, rng):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 def test_inside_it_is_pillow_s(interpolation, device, rng):
-    """Smooth images, as Pillow rounds to bytes between the two directions, and cuts there what bicubic weights carry
-    beyond white and black: then a few bytes differ by two levels. Away from the border."""
+    """Smooth images, away from the border. Pillow rounds to bytes between the two directions, which also clips bicubic
+    overshoots; so a few bytes differ by two levels."""
     shapes = [(120, 90), (331, 257), (40, 30)]
     images = [np.asarray(smooth_image(rng, width, height)) for height, width in shapes]
     got = resized(images, (64, 48), interpolation == "bicubic", 0, device)
@@ -92,8 +92,8 @@ def test_mirror_and_interpolation_are_each_image_s_own(device, rng):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("size", [(32, 32), (7, 301)])
 def test_a_square_that_is_cut_out(size, device, rng):
-    """As if the window had the mean colour there, to the bit; each image has a place of its own, which may lie partly
-    outside. Widths and heights are such that no edge lies between two pixels by rounding alone."""
+    """The result equals that of a window with the mean colour in the square, to the bit. Each image has its own square,
+    which may lie partly outside. Widths and heights are chosen so that rounding does not decide on any edge."""
     mean, side = (90, 100, 110), 0.5
     images = noise(rng)
     hole = rng.integers(-4, 12, (len(images), 2)).astype(np.float32) / 16 + np.float32(1 / 64)
@@ -120,6 +120,6 @@ def test_the_bytes_for_a_round_are_those_of_the_batch(size, device, rng):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("cubic", [False, True])
 def test_an_image_of_the_size_that_is_wanted_stays(cubic, device, rng):
-    """So what the graph has resized passes unharmed."""
+    """So images that the graph has already resized pass unchanged."""
     [image] = noise(rng, [(57, 61)])
     np.testing.assert_array_equal(resized([image], (57, 61), cubic, 0, device)[0], image)

@@ -21,15 +21,15 @@ def test_made_once_and_the_same_for_the_same_seed(tmp_path):
     assert len(first) == 3 * len(PATTERNS) + 1 and len(PATTERNS) >= 10
     other = contents(tmp_path / "c")
     assert all(first[name] != other[name] for name in first)
-    assert len(set(first.values())) == len(first)  # no picture twice
+    assert len(set(first.values())) == len(first)  # all pictures differ
     assert not make_samples(tmp_path / "a", 2, 1, 0)
-    with pytest.raises(DataError, match="holds something else than this sample set"):
+    with pytest.raises(DataError, match="holds something other than this sample set"):
         make_samples(tmp_path / "a", 3, 1, 0)
     assert contents(tmp_path / "a") == first
 
 
 def test_angles():
-    """As near as an arctan2 of C libraries is, in units of the last place."""
+    """As exact as a C library's arctan2, in units of the last place."""
     u, v = np.random.default_rng(0).normal(0, 3, (2, 100_000)).astype(np.float32)
     u[:10], v[5:15] = 0, 1
     angle, exact = _angle(v, u), np.arctan2(v, u, dtype=np.float64)
@@ -38,8 +38,8 @@ def test_angles():
 
 
 def test_the_same_pixels_with_every_numpy():
-    """As NumPy 1.26.4 drew them; published accuracies are of these. NumPy 2 promotes float32 with its own scalars to
-    float64, which changed 78 of the first ten images of each class."""
+    """The pixels are those of NumPy 1.26.4, which published accuracies use. NumPy 2 promotes float32 with its own
+    scalars to float64, which changed 78 of the first ten images of each class."""
     x = np.linspace(-20, 20, 10_001).astype(np.float32)
     if zlib.crc32(np.stack([np.sin(x), np.hypot(x, np.roll(x, 3_000))]).tobytes()) != 0xF8B3B4E5:
         pytest.skip("NumPy's sin or hypot has other last bits on this CPU")
@@ -63,13 +63,13 @@ def test_a_set_of_another_version_is_named_and_kept(tmp_path):
     with pytest.raises(DataError, match="holds the sample set of another version of this program: remove that folder"):
         make_samples(tmp_path / "a", 1, 1)
     marker.write_text("{")
-    with pytest.raises(DataError, match="holds something else than this sample set"):
+    with pytest.raises(DataError, match="holds something other than this sample set"):
         make_samples(tmp_path / "a", 1, 1)
     assert contents(tmp_path / "a").keys() == before.keys()
 
 
 def test_two_processes_draw_it_at_once(tmp_path, monkeypatch):
-    """The one that is later takes what the other has drawn; in containers both may have the same number."""
+    """The later process uses the first one's set; in containers, both may have the same process id."""
     other = [lambda: make_samples(tmp_path / "a", 1, 1)]
 
     def draw_late(*arguments):
@@ -103,7 +103,8 @@ def test_pictures_have_realistic_sizes():
 
 @pytest.mark.long
 def test_colour_does_not_give_the_class_away():
-    """The nearest class mean of mean and deviation of each colour is hardly better than chance (1 in 12 = 0.083)."""
+    """Classifying by the nearest class mean, of each colour's mean and deviation, is hardly better than chance (1 in 12
+    = 0.083)."""
     rng = np.random.default_rng(7)
 
     def features(pattern):
@@ -122,8 +123,8 @@ def test_colour_does_not_give_the_class_away():
 
 def test_no_place_to_write(tmp_path):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(DataError, match=r"cannot be written|holds something else"):
+    with pytest.raises(DataError, match=r"cannot be written|holds something other"):
         make_samples(tmp_path / "file" / "set", 1, 1)
-    with pytest.raises(DataError, match="holds something else"):
+    with pytest.raises(DataError, match="holds something other"):
         make_samples(tmp_path / "file", 1, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

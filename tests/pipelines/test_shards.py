@@ -1,4 +1,5 @@
-"""WebDataset and TFRecord shards: the same images and labels as in the files they were made of, and what is refused."""
+"""WebDataset and TFRecord shards: they give the images and labels of the files that they were made from; and damaged
+ones are refused."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def own_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def make_images(rng: np.random.Generator) -> Callable[[int], Images]:
-    """Of as many images as are asked for, of four classes."""
+    """Make `count` images of four classes."""
     def make(count: int) -> Images:
         sizes = rng.integers(30, 90, (count, 2))
         return [(encode(smooth_image(rng, int(w), int(h))), i % 4) for i, (w, h) in enumerate(sizes)]
@@ -43,7 +44,7 @@ def content(data: Path, split: str = "train") -> Images:
     return [(source.read(i).tobytes(), source.label(i)) for i in range(len(source))]
 
 
-# One way of naming and writing shards each: path of the two shards of training, and of the one of validation.
+# Ways to name shards: paths of two training shards and of one validation shard.
 TAR_LAYOUTS = {
     "folders": ("train/000000.tar", "train/000001.tar", "val/000000.tar"),
     "names": ("imagenet1k-train-0000.tar", "imagenet1k-train-0001.tar", "imagenet1k-validation-00.tar"),
@@ -62,7 +63,7 @@ def test_tar_shards(make_images, tmp_path, layout, tar_format):
     first, second, val = make_images(5), make_images(4), make_images(3)
     a, b, c = (tmp_path / name for name in TAR_LAYOUTS[layout])
     write_tar(a, samples(first), tar_format)
-    write_tar(b, samples(second, 5, folder="deep/" + "x" * 120 + "/"), tar_format)  # longer than a plain header holds
+    write_tar(b, samples(second, 5, folder="deep/" + "x" * 120 + "/"), tar_format)  # a name too long for a plain header
     write_tar(c, samples(val), tar_format)
     assert content(tmp_path) == first + second
     assert content(tmp_path, "val") == val
@@ -91,7 +92,7 @@ def test_labels_that_begin_at_0_stay(make_images, tmp_path):
 
 
 def test_shards_give_the_batches_of_the_files_they_were_made_of(make_images, tmp_path):
-    """A batch is a function of seed, epoch and number, whatever the images are stored in."""
+    """A batch depends on seed, epoch and number only, not on the storage format."""
     images = make_images(11)
     write_tar(tmp_path / "tar/train-0.tar", samples(images[:6]))
     write_tar(tmp_path / "tar/train-1.tar", samples(images[6:], 6))
@@ -126,7 +127,7 @@ def test_the_index_is_made_once_and_anew_when_a_shard_changes(make_images, tmp_p
 @pytest.mark.parametrize("stored", ["tar", "tfrecord"])
 @pytest.mark.parametrize("is_told", [True, False])
 def test_other_labels_of_the_same_size_and_time(make_images, tmp_path, monkeypatch, stored, is_told):
-    """As rsync -a writes them. Where the system told nothing, the bytes around the images do."""
+    """Such files come from rsync -a. If the file system shows no difference, the bytes around the images do."""
     def write(labels: list[int]) -> None:
         if stored == "tar":
             write_tar(shard, samples([(image, label) for (image, _), label in zip(images, labels, strict=True)]))
@@ -155,7 +156,7 @@ def test_make_records_and_verify_take_shards(make_images, tmp_path, capsys):
     ]
     assert main(["verify", str(tmp_path / "tar"), "--write-clean"]) == 2
     assert "--on-bad-image skip" in capsys.readouterr().err
-    # Without decoding, only what has no image header is noticed; with --resize everything is.
+    # Without --resize only a missing image header is noticed; with --resize every image is decoded.
     arguments = ["make-records", str(tmp_path / "tar"), str(tmp_path / "rec"), "--resize", "1000"]
     assert main(arguments) == 2
     assert "train-0.tar/0003.jpg: " in capsys.readouterr().err
@@ -200,7 +201,7 @@ def tar_with_a_word_for_a_label(path: Path, image: bytes) -> str:
 
 def tar_with_a_huge_label(path: Path, image: bytes) -> str:
     write_tar(path, {"1.cls": b"5000000000", "1.jpg": image})
-    return r"/1\.cls: label 5000000000 is no class number \(0 to 999,999\); correct it"
+    return r"/1\.cls: label 5000000000 is not a class number \(0 to 999,999\); correct it"
 
 
 def tar_with_a_sample_twice(path: Path, image: bytes) -> str:
@@ -228,13 +229,13 @@ def tar_of_tars(path: Path, image: bytes) -> str:
 def truncated_tfrecord(path: Path, image: bytes) -> str:
     write_tfrecord(path, [example(image, 0), example(image, 1)])
     path.write_bytes(path.read_bytes()[:-100])
-    return r"is truncated or no TFRecord file \(the record at byte \d+ ends behind its \d+ bytes\); download"
+    return r"is truncated or not a TFRecord file \(the record at byte \d+ goes beyond its \d+ bytes\); download"
 
 
 def tfrecord_cut_in_a_length(path: Path, image: bytes) -> str:
     write_tfrecord(path, [example(image, 0)])
     path.write_bytes(path.read_bytes() + b"abc")
-    return r"is truncated or no TFRecord file"
+    return r"is truncated or not a TFRecord file"
 
 
 def empty_tfrecord(path: Path, image: bytes) -> str:
@@ -249,7 +250,7 @@ def compressed_tfrecord(path: Path, image: bytes) -> str:
 
 def foreign_features(path: Path, image: bytes) -> str:
     write_tfrecord(path, [example(image, 0, ("picture", "kind"))])
-    return r"has the features image/class/text, image/object/bbox/xmin, kind, picture; an image .* image/encoded or"
+    return r"has the features image/class/text, image/object/bbox/xmin, kind, picture; it needs an image .* or image,"
 
 
 def label_of_another_type(path: Path, image: bytes) -> str:
@@ -265,7 +266,7 @@ def no_label(path: Path, image: bytes) -> str:
 
 def huge_label(path: Path, image: bytes) -> str:
     write_tfrecord(path, [example(image, 1, ("image", "label")), example(image, 10**12, ("image", "label"))])
-    return r"the record at byte \d{3,}: label 1000000000000 is no class number \(0 to 999,999\); correct it"
+    return r"the record at byte \d{3,}: label 1000000000000 is not a class number \(0 to 999,999\); correct it"
 
 
 def no_example(path: Path, image: bytes) -> str:
@@ -291,18 +292,18 @@ def test_mistakes_get_one_sentence(make_images, tmp_path, mistake):
 
 
 def test_compressed_tar(tmp_path):
-    """Whatever its name is."""
+    """It is recognised whatever its name."""
     for name, compressed in (("train-0.tar.gz", gzip.compress(b"x")), ("train-0.tar", gzip.compress(b"x")),
                              ("train-0.tar", bz2.compress(b"x")), ("train-0.tar", lzma.compress(b"x"))):
         path = tmp_path / name
         path.write_bytes(compressed)
-        with pytest.raises(DataError, match=rf"{name}: is compressed with (gzip|bzip2|xz), and images"):
+        with pytest.raises(DataError, match=rf"{name}: is compressed with (gzip|bzip2|xz), but images"):
             open_source(path, "train")
-        with pytest.raises(DataError, match=rf"{name}: is compressed with (gzip|bzip2|xz), and images"):
+        with pytest.raises(DataError, match=rf"{name}: is compressed with (gzip|bzip2|xz), but images"):
             tar_kind(path)
         path.unlink()
     (tmp_path / "train-0.tar.gz").write_bytes(gzip.compress(b"x"))
-    with pytest.raises(DataError, match=r"train-0\.tar\.gz: is compressed with gzip, and images"):
+    with pytest.raises(DataError, match=r"train-0\.tar\.gz: is compressed with gzip, but images"):
         open_source(tmp_path, "train")
 
 
@@ -323,7 +324,7 @@ def test_label_outside_the_classes(make_images, tmp_path):
 
 @pytest.mark.parametrize("name", ["train-%05d-of-00003", "a-train.tfrecord-%05d-of-00003", "train-%05d-of-00003.tar"])
 def test_missing_shards_are_named(make_images, tmp_path, name):
-    """Counted from 0 or from 1; one that is given by itself is read alone."""
+    """Shards may count from 0 or from 1; a single given shard is read alone."""
     def write(folder: str, number: int, images: Images) -> None:
         path = tmp_path / folder / (name % number)
         if path.suffix == ".tar":
@@ -333,7 +334,7 @@ def test_missing_shards_are_named(make_images, tmp_path, name):
 
     images = make_images(5)
     write("some", 1, images)
-    missing = f"{tmp_path}/some: there are no shards {name % 0}, {name % 2}, as the names of the others tell; put them"
+    missing = f"{tmp_path}/some: by the names of the other shards, {name % 0}, {name % 2} must exist but do not; add"
     with pytest.raises(DataError, match=re.escape(missing)):
         open_source(tmp_path / "some", "train")
     assert content(tmp_path / "some" / (name % 1)) == images
@@ -348,7 +349,7 @@ def test_missing_shards_of_the_other_split_do_not_matter(make_images, tmp_path):
     write_tar(tmp_path / "train-00000-of-00001.tar", samples(images))
     write_tar(tmp_path / "val-00000-of-00002.tar", samples(images))
     assert content(tmp_path) == images
-    with pytest.raises(DataError, match=r"there are no shards val-00001-of-00002\.tar"):
+    with pytest.raises(DataError, match=r"by the names of the other shards, val-00001-of-00002\.tar must exist"):
         open_source(tmp_path, "val")
 
 
@@ -359,3 +360,23 @@ def test_verify_names_the_folder_of_several_shards(make_images, tmp_path, capsys
     assert capsys.readouterr().out.splitlines() == [
         f"{tmp_path}: labels (image/class/label) count from 1 (--first-label)",
         f"{tmp_path} (train): 7 images, 0 unusable", f"{tmp_path}/validation-00000-of-00001: 5 images, 0 unusable"]
+
+
+@pytest.mark.parametrize("names", [("train-data-train-000", "train-data-val-000"), ("my_val_train-0", "my_val_val-0")])
+def test_a_shard_whose_name_holds_several_splits_is_refused(tmp_path, names):
+    """It was in training and in validation."""
+    for number, name in enumerate(names):
+        write_tar(tmp_path / f"{name}.tar", samples([(encode(smooth_image(np.random.default_rng(number), 40, 30)), 0)]))
+    for split in ("train", "val"):
+        with pytest.raises(DataError, match=rf"{names[0]}|{names[1]}.*holds the words of several splits") as error:
+            open_source(tmp_path, split)
+        assert f"move the shards into {tmp_path}/train" in str(error.value)
+
+
+@pytest.mark.parametrize("train, other", [("TRAIN-000", "VAL-000"), ("training-000", "testing-000")])
+def test_splits_in_capitals_and_training_are_known(tmp_path, train, other):
+    """All shards were for training where no name had the small word."""
+    for number, name in enumerate((train, other)):
+        write_tar(tmp_path / f"{name}.tar", samples([(encode(smooth_image(np.random.default_rng(number), 40, 30)), 0)]))
+    source = open_source(tmp_path, "train")
+    assert len(source) == 1 and train in source.name(0)

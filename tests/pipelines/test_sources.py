@@ -1,4 +1,4 @@
-"""Where data is looked for, and what is said when it is not as it should be."""
+"""Where data are searched, and the messages about data that are missing or wrong."""
 
 import errno
 import os
@@ -34,17 +34,17 @@ def test_layouts_of_folders(tmp_path):
     # Class folders without splits serve both.
     assert found(tmp_path / "all/train", "train") == found(tmp_path / "all/train", "val") == (expected, names)
     # classes.txt decides on numbers and names.
-    (tmp_path / "all/classes.txt").write_bytes(b"\xef\xbb\xbfc02\tthird\r\nc01\r\nc00\tfirst, of all")  # of Windows
+    (tmp_path / "all/classes.txt").write_bytes(b"\xef\xbb\xbfc02\tthird\r\nc01\r\nc00\tfirst, of all")  # Windows
     images, names = found(tmp_path / "all", "train")
     assert dict(images)["000.JPEG"] == 2
     assert names == ["third", "c01", "first, of all"]
-    # A list goes before the folder.
+    # A list takes precedence over the folder.
     (tmp_path / "all/train.lst").write_text("7\t1\ttrain/c01/001.JPEG\n8\t0.0\ttrain/c02/002.JPEG\n")
     assert found(tmp_path / "all", "train")[0] == [("001.JPEG", 1), ("002.JPEG", 0)]
 
 
 def test_words_for_imagenets_folders(tmp_path):
-    """Names that somebody gave stay."""
+    """Names that a user gave stay unchanged."""
     write_folder(tmp_path / "train", 4, 4, seed=1)
     for number, name in enumerate(("n01440764", "n04553703", "n99999999")):
         shutil.move(tmp_path / f"train/c{number:02}", tmp_path / "train" / name)
@@ -68,7 +68,7 @@ def test_layouts_of_records(tmp_path, numbered):
 
 
 def test_folders_within_class_folders(tmp_path):
-    """As Tiny ImageNet has them; a list of them names the classes all the same."""
+    """As in Tiny ImageNet; a list of such files still gives the classes their names."""
     files = write_folder(tmp_path / "train", 6, 3, seed=1)
     for file in files[1:]:
         (file.parent / "images").mkdir(exist_ok=True)
@@ -94,7 +94,7 @@ def test_images_beside_the_folders_of_classes_are_told(tmp_path):
 
 
 def test_links_that_lead_to_no_class_folder_are_told(tmp_path):
-    """Those to a class folder are one; those to files with an ending are files beside the classes."""
+    """A link to a class folder is a class; a link to a file with a suffix is a file beside the classes."""
     train = tmp_path / "train"
     first, *_ = write_folder(train, 4, 2, seed=1)
     (tmp_path / "names.txt").write_text("")
@@ -110,7 +110,7 @@ def test_links_that_lead_to_no_class_folder_are_told(tmp_path):
 
 
 def test_hidden_folders_in_the_place_of_classes_are_told(tmp_path):
-    """With those within classes; none of them is a class."""
+    """They are reported together with hidden folders inside classes; none is a class."""
     for name in (".tail", ".git", "c01/.cache"):
         write_folder(tmp_path / name, 1, 1, seed=1)
     write_folder(tmp_path, 4, 2, seed=1)
@@ -122,7 +122,7 @@ def test_hidden_folders_in_the_place_of_classes_are_told(tmp_path):
 
 
 def test_validation_that_is_training_by_links_is_told(tmp_path):
-    """Of some classes, of all, and of all at once."""
+    """The links may lead to some classes, to all of them, or to the whole training folder."""
     train, val = tmp_path / "train", tmp_path / "val"
     write_folder(train, 6, 3, seed=1)
     write_folder(val / "c02", 1, 1, seed=2)
@@ -147,7 +147,7 @@ def test_validation_that_is_training_by_links_is_told(tmp_path):
 
 
 def test_folders_without_an_image_are_no_classes(tmp_path, capsys):
-    """But those of a classes.txt are, and an empty folder of validation images is one of a class without any."""
+    """But classes of a classes.txt count without images, and so does an empty validation folder of a training class."""
     write_folder(tmp_path / "train", 6, 3, seed=1)
     write_folder(tmp_path / "val", 2, 2, seed=1)
     for name in ("train/a", "train/b/c", "train/__MACOSX/x", "val/c02"):
@@ -155,10 +155,10 @@ def test_folders_without_an_image_are_no_classes(tmp_path, capsys):
     (tmp_path / "train/b/notes.txt").write_text("")
     (tmp_path / "train/__MACOSX/x/1.jpg").write_bytes(b"no image")
     (tmp_path / "train/c01/1.gif").write_bytes(b"GIF89a")
-    empty = f"{tmp_path}/train: no class is made of folders without an image: a, b"
+    empty = f"{tmp_path}/train: folders without an image do not count as classes: a, b"
     unread = f"{tmp_path}/train: files of formats that are not read are left out: 1 .gif (convert them to JPEG or PNG)"
     system = f"{tmp_path}/train: folders and files that systems make are left out: {tmp_path}/train/__MACOSX"
-    text = f"{tmp_path}/train: files that are no images, by their ending or content, are left out: 1 .txt"
+    text = f"{tmp_path}/train: files that are not images, by their suffix or content, are left out: 1 .txt"
     train, val = (open_source(tmp_path, split) for split in ("train", "val"))
     assert train.class_names == val.class_names == ["c00", "c01", "c02"]
     assert (list(train.remarks), list(val.remarks)) == ([empty, system, unread, text], [])
@@ -170,7 +170,7 @@ def test_folders_without_an_image_are_no_classes(tmp_path, capsys):
 
 
 def test_names_of_classes_in_a_list(tmp_path):
-    """The folders, where they tell the classes apart; paths may be absolute, or relative to the list."""
+    """The folders' names, if they tell the classes apart; paths may be absolute, or relative to the list."""
     image, *_ = write_folder(tmp_path / "images", 1, 1, seed=1)
     for files, names in (
         (("a/1.jpg", "b/2.jpg"), ["a", "b"]),
@@ -195,7 +195,7 @@ def records(tmp_path, labels=(0.0, 1.0), classes="a\nb\n"):
 
 
 def test_a_broken_record_does_not_hide_the_classes(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources.records, "_NUM_SPOT_CHECKS", 1)  # so that it is not noticed when the file is opened
+    monkeypatch.setattr(sources.records, "_NUM_SPOT_CHECKS", 1)  # so that opening the file does not notice it
     path = records(tmp_path, labels=(0.0, 4.0, 2.0), classes="")
     offset = int(path.with_suffix(".idx").read_text().split()[5])
     with path.open("r+b") as file:
@@ -255,7 +255,7 @@ def test_what_to_do_without_validation_images(numbered):
 def splits_of_other_names(tmp_path):
     write_folder(tmp_path / "test", 2, 2, seed=1)
     write_folder(tmp_path / "Training", 2, 2, seed=1)
-    return tmp_path, r"holds Training, test: no classes but parts of a data set; call the one to train on train"
+    return tmp_path, r"holds Training, test, which are splits and not classes; rename the folder to train on to"
 
 
 def formats_that_are_not_read(tmp_path):
@@ -335,7 +335,7 @@ def doubled_class(tmp_path):
 def class_list_in_latin1(tmp_path):
     path = records(tmp_path)
     (path.parent / "classes.txt").write_bytes("a\ncafé\n".encode("latin-1"))
-    return path, r"classes\.txt: is no UTF-8 text \(byte 5\); save it as UTF-8"
+    return path, r"classes\.txt: is not UTF-8 text \(byte 5\); save it as UTF-8"
 
 
 def broken_list(tmp_path):
@@ -350,20 +350,20 @@ def several_labels_in_a_list(tmp_path):
 
 def huge_label_in_a_list(tmp_path):
     (tmp_path / "train.lst").write_text("0\t0\ta.jpg\n1\t5000000000\tb.jpg\n")
-    return tmp_path, r"train\.lst line 2: label 5000000000 is no class number \(0 to 999,999\); correct it"
+    return tmp_path, r"train\.lst line 2: label 5000000000 is not a class number \(0 to 999,999\); correct it"
 
 
 def negative_label_in_a_list(tmp_path):
     (tmp_path / "train.lst").write_text("0\t-1\ta.jpg\n")
-    return tmp_path, r"train\.lst line 1: label -1 is no class number"
+    return tmp_path, r"train\.lst line 1: label -1 is not a class number"
 
 
 def huge_label_in_records(tmp_path):
-    return records(tmp_path, labels=(0.0, 5e9), classes=""), r"train\.rec record 1: label 5000000000 is no class number"
+    return records(tmp_path, labels=(0.0, 5e9), classes=""), r"train\.rec record 1: label 5000000000 is not a class"
 
 
 def label_that_is_no_number(tmp_path):
-    return records(tmp_path, labels=(0.0, np.nan), classes=""), r"train\.rec record 1: label nan is no class number"
+    return records(tmp_path, labels=(0.0, np.nan), classes=""), r"train\.rec record 1: label nan is not a class number"
 
 
 def empty_list(tmp_path):
@@ -417,7 +417,7 @@ def test_mistakes_get_one_sentence(tmp_path, mistake):
 
 @pytest.mark.parametrize("folder", ["train", "train/c01"])
 def test_unreadable_folders(tmp_path, monkeypatch, folder):
-    """Also where the tests run as root, who may read everything."""
+    """Works even if the tests run as root, who may read everything."""
     write_folder(tmp_path / "train", 4, 2, seed=1)
     scandir = os.scandir
 

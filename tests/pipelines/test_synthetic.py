@@ -36,7 +36,7 @@ def test_validation_counts_every_image_once():
 
 
 def test_labels_can_be_learned():
-    """Class means of the training images classify the validation images; labels in another order do not."""
+    """Class means of the training images classify the validation images; with permuted labels they do not."""
     batches = list(load(synthetic_images=640))
     pixels = np.concatenate([b.data.asnumpy().reshape(16, -1) for b in batches])
     labels = np.concatenate([b.label.asnumpy().astype(int) for b in batches])

@@ -1,4 +1,4 @@
-"""Text as batches: words and their numbers, windows, shards, and what cannot be a text."""
+"""Text as batches: words and their numbers, windows, shards, and errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def loader(tokens: np.ndarray, sequences: int = 3, split: str = "train", shard: 
 
 
 def windows(batches: list[tuple[np.ndarray, np.ndarray]]) -> list[np.ndarray]:
-    """(sequences, STEPS + 1) of each batch: what is read, and the last answer."""
+    """(sequences, STEPS + 1) of each batch: its words, and the label of the last one."""
     found = []
     for data, label in batches:
         data, label = data.reshape(STEPS, -1), label.reshape(STEPS, -1)
@@ -57,7 +57,8 @@ def test_no_text(tmp_path: Path, content: bytes | None, reason: str) -> None:
 
 
 def test_batches_go_on_where_the_one_before_has_ended() -> None:
-    """Validation has every word but the rest that fills no batch; training the same, somewhat later in each epoch."""
+    """Validation covers every word except a rest that fills no batch; training starts at another offset in each
+    epoch."""
     tokens = np.arange(100)
     length = 100 // 3
     val = epoch(loader(tokens, split="val"))
@@ -75,7 +76,8 @@ def test_batches_go_on_where_the_one_before_has_ended() -> None:
 
 
 def test_shards_and_positions() -> None:
-    """Two processes have what one with twice as many sequences has; a restored position gives the same batch."""
+    """Two processes load the batches of one process with twice as many sequences; a restored position gives an equal
+    batch."""
     tokens = np.arange(1000)
     whole = epoch(loader(tokens, sequences=6))
     parts = [epoch(loader(tokens, sequences=3, shard=(rank, 2))) for rank in range(2)]
@@ -94,15 +96,15 @@ def test_shards_and_positions() -> None:
 
 
 def test_what_is_too_short() -> None:
-    with pytest.raises(DataError, match="train has 20 of its words .*, too few for 3 sequences of 5 steps"):
+    with pytest.raises(DataError, match="train has 20 words .*, too few for 3 sequences of 5 steps"):
         loader(np.arange(20))
-    with pytest.raises(DataError, match="a batch of 7 words cannot be 5 steps"):
+    with pytest.raises(DataError, match="a batch of 7 words cannot be divided into sequences of 5 steps"):
         TextLoader(LoaderConfig(data="text", batch_size=7), (0, 1), np.arange(100), [], STEPS)
 
 
 def test_generated_text_has_the_perplexity_that_it_says(seed: int) -> None:
-    """Of a bigram model that has counted the text itself, which with so few words is as good as who knows: it lies a
-    little below, as it has fitted the text's chances."""
+    """A bigram model counts the text itself. With so few words it is as good as the true model; its perplexity is a
+    little lower, because it also fits the text's random deviations."""
     words, floor = generated_words(100_000, 20, seed)
     again, _ = generated_words(100_000, 20, seed)
     assert words == again and len(set(words)) == 21

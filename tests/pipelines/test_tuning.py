@@ -1,4 +1,4 @@
-"""The JPEG engine's part: given, remembered, or measured once."""
+"""The JPEG engine's fraction of the images: given, remembered, or measured once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from pipelines.sources import open_source
 
 @pytest.fixture
 def measured(monkeypatch, tmp_path) -> list[float]:
-    """No GPU is touched; the candidates that were timed. 0.8 is the fastest, 0.9 hardly slower, 1 much."""
+    """Replace the measurement, without a GPU; returns the list of timed candidates. 0.8 is the fastest, 0.9 hardly
+    slower, 1 much slower."""
     timed: list[float] = []
 
     def time_loader(load: float, seconds: float) -> LoaderSpeed:
@@ -34,7 +35,7 @@ def measured(monkeypatch, tmp_path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    """A hundred batches of two, and one that is too few."""
+    """A data set of a hundred batches of two images, and one of a batch too few."""
     path = tmp_path_factory.mktemp("tuning") / "train.rec"
     image = encode(smooth_image(np.random.default_rng(0), 8, 8))
     write_records(path, [image] * 200, [0.0] * 200)

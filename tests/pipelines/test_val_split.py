@@ -1,4 +1,4 @@
-"""--val-split: part of each class for validation, by a hash of the files' names."""
+"""--val-split: a fraction of each class becomes validation, chosen by a hash of the files' names."""
 
 import tarfile
 from collections import Counter
@@ -18,7 +18,7 @@ def files(data, split, fraction, num_classes=None):
 
 
 def empty_images(folder, names):
-    """Class folders with these files, of which only the names matter."""
+    """Write class folders with empty files, of which only the names matter."""
     for name in names:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,8 @@ def test_an_image_stays_on_its_side_when_others_come_and_go(tmp_path):
 
 
 def test_small_classes(tmp_path):
-    """Each class can be trained on, and seen in validation where it has two images; whatever its files are called."""
+    """Every class keeps a training image, and has a validation image if it has two images; the files' names do not
+    matter."""
     for number in range(20):
         data = tmp_path / str(number)
         empty_images(data, [f"one/{number}.jpg", *(f"two/{number}-{i}.jpg" for i in range(2)),
@@ -66,7 +67,7 @@ def test_data_with_val_is_refused(tmp_path):
     empty_images(tmp_path / "data", [f"{split}/a/{i}.jpg" for split in ("train", "val") for i in range(9)])
     with pytest.raises(DataError, match=f"has images for validation, {tmp_path}/data/val: leave out --val-split, or"):
         open_source(tmp_path / "data", "val", val_split=0.1)
-    assert len(files(tmp_path / "data" / "train", "val", 0.5)) in range(1, 9)  # the way out
+    assert len(files(tmp_path / "data" / "train", "val", 0.5)) in range(1, 9)  # the message's way out
     with pytest.raises(DataError, match="have a validation split, and as many of each class; leave out --val-split"):
         open_loader(LoaderConfig(data="synthetic", val_split=0.1))
 
@@ -80,7 +81,7 @@ def test_data_without_val_are_told_of_it(tmp_path):
 @pytest.mark.parametrize("split, other", [("train", "val"), ("val", "train")])
 @pytest.mark.parametrize("stored", ["list", "records", "shard"])
 def test_class_folders_do_not_stand_in_for_the_other_split(tmp_path, stored, split, other):
-    """Of a list, records or a shard beside them: they may hold the same images."""
+    """If a list, records or a shard lie beside class folders, the folders may hold the same images."""
     files = write_folder(tmp_path, 24, 3, seed=1)[:20]
     if stored == "list":
         (tmp_path / f"{split}.lst").write_text("".join(f"0\t{i % 3}\t{file}\n" for i, file in enumerate(files)))
@@ -96,7 +97,7 @@ def test_class_folders_do_not_stand_in_for_the_other_split(tmp_path, stored, spl
         names = [{part.name(i) for i in range(len(part))} for part in parts]
         assert sum(map(len, parts)) == len(names[0] | names[1]) == 20 and names[1]
     write_folder(tmp_path / other, 4, 2, seed=2)
-    assert len(open_source(tmp_path, other)) == 4  # a folder of its own
+    assert len(open_source(tmp_path, other)) == 4  # in its own folder
 
 
 def test_shards_without_a_split_do_not_stand_in_for_the_other_one(tmp_path):
@@ -108,7 +109,7 @@ def test_shards_without_a_split_do_not_stand_in_for_the_other_one(tmp_path):
 
 
 def test_a_list_and_records(tmp_path):
-    """A list gives the parts of the folder that it lists, as after `verify --write-clean`."""
+    """A list gives the same parts as the folder that it lists, for example after `verify --write-clean`."""
     names = [f"{label}/{label}-{i:04}.jpg" for label in "ab" for i in range(30)]
     empty_images(tmp_path / "data" / "train", names)
     from_folder = files(tmp_path / "data", "val", 0.2)
@@ -181,19 +182,19 @@ def test_files_of_one_name_in_several_classes_are_not_all_on_one_side(tmp_path):
 
 
 def shares(data, fraction=0.1, **how):
-    """Images of each class on both sides."""
+    """The number of images of each class on both sides."""
     parts = [open_source(data, split, val_split=fraction, **how) for split in ("train", "val")]
     return [Counter(part.class_names[part.label(i)] for i in range(len(part))) for part in parts]
 
 
 def sides(data, fraction=0.1, **how):
-    """The names of the images for validation."""
+    """The names of the validation images."""
     part = open_source(data, "val", val_split=fraction, **how)
     return {part.name(i) for i in range(len(part))}
 
 
 def test_files_of_one_name_in_folders_of_their_own(tmp_path):
-    """CLASS/itemNNN/photo.jpg: by the base name, all images of a class were on one side."""
+    """CLASS/itemNNN/photo.jpg: with a hash of the base name, all images of a class were on one side."""
     names = [f"class{label}/item{i:03}/photo.jpg" for label in range(8) for i in range(40)]
     empty_images(tmp_path / "data", names)
     train, val = shares(tmp_path / "data")
@@ -241,7 +242,7 @@ def test_equal_keys_in_each_shard(tmp_path):
 
 @pytest.mark.parametrize("name", ["x" * 110, "x" * 300, "\N{SNOWMAN}" * 20, "folder" * 20 + "/\u00e9"])
 def test_keys_that_no_plain_header_holds(tmp_path, name):
-    """Their images were called by the first hundred bytes of their names, and so all alike."""
+    """Formerly only the first hundred bytes of names counted, so all these images had equal names."""
     members = {f"{name}{i:02}.{ending}": content for i in range(40) for ending, content in
                (("cls", b"%d" % (i % 2)), ("jpg", b"x"))}
     for format in (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT):
@@ -269,7 +270,7 @@ def test_an_index_whose_keys_are_all_0(tmp_path):
 
 
 def test_the_parts_of_names_that_were_right_before_stay(tmp_path):
-    """Class folders of files, keys of records and of shards: their hashes are what they were."""
+    """Class folders of files, and keys of records and shards, keep their old hashes."""
     empty_images(tmp_path / "files", [f"{label}/{i}.jpg" for label in "ab" for i in range(12)])
     expected = {f"a/{i}.jpg" for i in (1, 5, 8)} | {f"b/{i}.jpg" for i in (4, 5, 6, 8, 11)}
     assert files(tmp_path / "files", "val", 0.25) == expected
@@ -293,7 +294,7 @@ def test_groups_stay_together(tmp_path):
     train = {str(tmp_path / "data" / name) for name in names} - val
     assert not groups(val) & groups(train)
     assert 5 <= len([group for group in groups(val) if group[1].startswith("video")]) <= 30  # 16 +/- 3.6
-    assert any(group[1] == f"{i}.jpg" for group in groups(val) for i in range(20))  # those in no folder, one by one
+    assert any(group[1] == f"{i}.jpg" for group in groups(val) for i in range(20))  # images in no folder
     every = sides(tmp_path / "data", 0.2)
     assert groups(every) & groups({str(tmp_path / "data" / name) for name in names} - every)
     lines = [f"0\t{i % 2}\tvideos/v{i // 8}/{i}.jpg\n" for i in range(160)]
@@ -314,13 +315,13 @@ def test_shares_that_are_far_off_are_told(tmp_path):
                  + [f"c/{i:02}.jpg" for i in range(40)] + ["d/one.jpg"])
     for split in ("train", "val"):
         remark, = open_source(tmp_path / "data", split, val_split=0.1, val_group_by="folder").remarks
-        assert remark == (f"{tmp_path}/data: --val-split 0.1 is far off in some classes, for validation are: "
+        assert remark == (f"{tmp_path}/data: some classes have a validation share far from --val-split 0.1: "
                           "a 20 of 40, b 20 of 40")
         assert not open_source(tmp_path / "data", split, val_split=0.1).remarks
 
 
 def test_a_group_of_several_classes(tmp_path):
-    """A class has training images before it has images for validation."""
+    """A class gets training images before validation images."""
     (tmp_path / "train.lst").write_text("0\t0\tv/1.jpg\n1\t1\tv/2.jpg\n2\t0\tw/3.jpg\n")
     train, val = shares(tmp_path / "train.lst", 0.9, val_group_by="folder")
     assert train == {"0": 1, "1": 1} and val == {"0": 1}

@@ -1,4 +1,4 @@
-"""verify: every kind of damage is found, and what it writes clean is clean."""
+"""verify finds every kind of damage, and the data that it writes as clean are clean."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from pipelines.verify import Usable, leave_out_duplicates, verify_split, write_c
 
 
 def kinds(report):
-    """{last part of the name: kind}"""
+    """The findings as {last part of the name: kind}."""
     return {name.replace(" ", "/").rsplit("/", 1)[1]: finding.kind for name, finding in report.findings}
 
 
@@ -61,7 +61,7 @@ def test_folders(tmp_path):
     write_folder(tmp_path / "val", 3, 3, seed=3)
     files[1].write_bytes(b"")
     files[3].write_bytes(files[3].read_bytes()[:-100])
-    (tmp_path / "classes.txt").write_text("c00\nc01\n")  # c02 is not in it
+    (tmp_path / "classes.txt").write_text("c00\nc01\n")  # without c02
     report = verify_split(str(tmp_path), "train")
     expected = {files[1].name: "empty", files[3].name: "truncated"} | {file.name: "label" for file in files[6:]}
     assert kinds(report) == expected
@@ -83,12 +83,12 @@ def test_folders(tmp_path):
 
 @pytest.mark.parametrize("name", ["a\ttab.jpg", "two\nlines.jpg", "line\u2028separator.jpg", "carriage\rreturn.jpg"])
 def test_a_name_that_a_list_cannot_hold_is_refused(tmp_path, name):
-    """Its line would name another file, which is not there: a good image would be lost."""
+    """Its line would name a file that does not exist, and a good image would be lost."""
     files = write_folder(tmp_path / "train", 4, 2, seed=2)
     files[0].rename(files[0].with_name(name))
     report = verify_split(str(tmp_path), "train")
     assert report.num_unusable == 0
-    with pytest.raises(DataError, match=r"train\.lst: a line of it cannot hold ") as error:
+    with pytest.raises(DataError, match=r"train\.lst: a line cannot hold the name ") as error:
         write_clean(report)
     assert f"{name!a}"[1:] in str(error.value) and "\n" not in str(error.value)
     assert not (tmp_path / "train.lst").exists()
@@ -114,8 +114,8 @@ def test_nothing_usable(tmp_path):
 
 
 def test_classes_of_which_nothing_is_left(tmp_path):
-    """By their folders, or by their numbers where these are all that is known; also where it is training alone that
-    loses them."""
+    """They are named by their folders, or by their numbers if nothing else is known; also if only training loses
+    them."""
     files = write_folder(tmp_path / "train", 6, 3, seed=2)
     for file in files[2:4]:
         file.write_bytes(b"")

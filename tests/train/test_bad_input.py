@@ -62,8 +62,8 @@ def test_unknown_command(fails):
 @pytest.mark.parametrize("options, sentence", [
     (["--data", "/nowhere"], "/nowhere"),
     (["--batch-size", "28"], "27 training images are fewer than one batch of 28"),
-    (["--batch-size", "1", "--mixup", "0.2"], "--mixup mixes the images of a batch, and --batch-size 1 has one only"),
-    (["--batch-size", "1", "--cutmix", "1"], "--cutmix mixes the images of a batch, and --batch-size 1 has one only"),
+    (["--batch-size", "1", "--mixup", "0.2"], "--mixup mixes the images of a batch, but --batch-size 1 has a"),
+    (["--batch-size", "1", "--cutmix", "1"], "--cutmix mixes the images of a batch, but --batch-size 1 has a"),
     (["--num-classes", "2"], "--num-classes 2 is less than the 3 classes"),
     (["--max-pixels", "0"], "--max-pixels 0 must be at least 1"),
     (["--max-pixels", "1000"], "none of the 27 images can be decoded"),
@@ -86,14 +86,15 @@ def test_one_class_is_refused(inside, fails, tiny_options, tiny_data, tmp_path):
     shutil.copytree(tiny_data / "class0", tmp_path / "data/only" / inside)
     way_out = f"give {tmp_path}/data/only, where there are folders" if inside else "give data of two or more"
     sentence = fails(*tiny_options, "--data", tmp_path / "data")
-    assert f"data has images of one class only, 'only', and there is nothing to tell it from: {way_out}" in sentence
+    assert "data has images of one class only, 'only', so there is nothing to distinguish it from" in sentence
+    assert f": {way_out}" in sentence
 
 
 @pytest.mark.long
 def test_output_folder_with_another_run(fails, tiny_options, trained):
     before = (trained / "config.json").read_bytes()
     sentence = fails(*tiny_options, "--output", trained)
-    assert f"the output folder {trained} already holds a run: go on with it (--resume {trained})" in sentence
+    assert f"the output folder {trained} already holds a run: resume it (--resume {trained})" in sentence
     assert (trained / "config.json").read_bytes() == before
 
 
@@ -150,16 +151,16 @@ def test_truncated_and_foreign_checkpoints(fails, trained, tmp_path):
     (tmp_path / "a.jpg").touch()
     for command, option in (("train", "--resume"), ("validate", "--checkpoint"), ("predict", "--checkpoint")):
         picture = [tmp_path / "a.jpg"] if command == "predict" else []
-        assert f"{broken} is no complete checkpoint" in fails(command, *picture, option, broken)
+        assert f"{broken} is not a complete checkpoint" in fails(command, *picture, option, broken)
     np.savez(broken, weights=np.zeros(3))
-    assert f"{broken} is no checkpoint of this program" in fails("--resume", broken)
+    assert f"{broken} is not a checkpoint of this program" in fails("--resume", broken)
 
 
 @pytest.mark.parametrize("options, sentence", [
     (["--model", "resnet34"], "holds a resnet18 with 3 classes, but this run needs a resnet34"),
     (["--seed", "7"], "the saved loader position belongs to seed 0, but this loader has 7"),
-    (["--freeze", "stage1"], "is of a run with no --freeze, and this one has --freeze stage1: to train other layers"),
-    (["--optimizer", "adamw"], "is of a run with --optimizer sgd, from whose state adamw cannot go on: leave out"),
+    (["--freeze", "stage1"], "belongs to a run with no --freeze, but this one has --freeze stage1: to train other"),
+    (["--optimizer", "adamw"], "belongs to a run with --optimizer sgd, whose state adamw cannot use: leave out"),
 ])
 def test_resume_with_something_else(options, sentence, fails, trained):
     told = fails("--resume", trained, *options)
@@ -182,7 +183,7 @@ def test_other_numbers_of_classes_than_the_checkpoint(fails, trained):
     before = (trained / "config.json").read_bytes()
     for command in (["--resume"], ["validate", "--checkpoint"]):
         sentence = fails(*command, trained, "--num-classes", "5")
-        assert "--num-classes 5 is not for a network that has 3 classes already: leave it out" in sentence
+        assert "--num-classes 5 contradicts the network, which has 3 classes: leave it out" in sentence
     assert (trained / "config.json").read_bytes() == before
 
 
@@ -206,30 +207,30 @@ def changed(file, to, meta=None, **arrays):
 
 @pytest.mark.long(but=["change1-*", "change2-*", "change13-*"])
 @pytest.mark.parametrize("change, sentence", [
-    ({"params/classifier_bias": np.full(3, np.nan, np.float32)}, "its classifier_bias holds what is no finite number"),
+    ({"params/classifier_bias": np.full(3, np.nan, np.float32)}, "its classifier_bias has values that are not finite"),
     ({"params/classifier_bias": np.zeros(4, np.float32)}, "classifier_weight is float32 (3, 64) there"),
     ({"params/classifier_bias": np.zeros(3, int)}, "classifier_bias is int64 (3,) there, and float32"),
     ({"params/classifier_bias": None}, "has no array 'classifier_bias', which its resnet18 needs"),
     ({"params/classifier_weight": None}, "holds no resnet18 with 3 classes: classifier_weight is missing; use"),
-    ({"aux/more": np.zeros(1, np.float32)}, "more is none of its arrays"),
+    ({"aux/more": np.zeros(1, np.float32)}, "more is not one of its arrays"),
     ({"averages/classifier_bias": np.zeros(3, np.float32)}, "with 3 classes: classifier_weight is missing"),
     ({"state/momentum/classifier_bias": np.zeros(5, np.float32)}, "classifier_bias is float32 (5,) there"),
     ({"meta": {"class_names": ["a", "b"]}}, "holds a resnet18 with 3 classes, and names 2"),
     ({"params/classifier_bias": np.array("abc")}, "holds no resnet18: its classifier is a single value; use another"),
-    ({"meta": {"class_names": "abc"}}, "is no complete checkpoint (class_names is no list of names)"),
-    ({"meta": {"progress": [3]}}, "is no complete checkpoint ('list' object has no attribute 'items'); use another"),
-    ({"meta": {"scalars": {"updates": None}}}, "is no complete checkpoint (updates is None); use another"),
-    ({"meta": {"scalars": "none"}}, "is no complete checkpoint ('str' object has no attribute 'items'); use another"),
-    ({"meta": {"config": "none"}}, "is no complete checkpoint ('str' object has no attribute 'get'); use another"),
-    ({"meta": {"config": {"batch_size": "4"}}}, "its run had --batch-size '4', which is no value for it; use another"),
-    ({"meta": {"config": {"random_area": 1}}}, "its run had --random-area 1, which is no value for it; use another"),
-    ({"meta": {"config": {"random_area": [1]}}}, "its run had --random-area [1], which is no value for it; use"),
-    ({"meta": {"config": {"betas": ["a", "b"]}}}, "its run had --betas ['a', 'b'], which is no value for it; use"),
-    ({"meta": {"config": {"image_size": -5}}}, "its run had --image-size -5, which is no value for it; use another"),
-    ({"meta": {"config": {"std": [58, 0, 58]}}}, "its run had --std [58, 0, 58], which is no value for it; use"),
-    ({"meta": {"scalars": {"updates": -1}}}, "is no complete checkpoint (updates is -1); use another"),
-    ({"meta": {"scalars": {"good_steps": True}}}, "is no complete checkpoint (good_steps is True); use another"),
-    ({"meta": {"scalars": {"loss_scale": 0.0}}}, "is no complete checkpoint (loss_scale is 0.0); use another"),
+    ({"meta": {"class_names": "abc"}}, "is not a complete checkpoint (class_names is not a list of names)"),
+    ({"meta": {"progress": [3]}}, "is not a complete checkpoint ('list' object has no attribute 'items'); use another"),
+    ({"meta": {"scalars": {"updates": None}}}, "is not a complete checkpoint (updates is None); use another"),
+    ({"meta": {"scalars": "none"}}, "is not a complete checkpoint ('str' object has no attribute 'items'); use"),
+    ({"meta": {"config": "none"}}, "is not a complete checkpoint ('str' object has no attribute 'get'); use another"),
+    ({"meta": {"config": {"batch_size": "4"}}}, "its run had --batch-size '4', which is not valid; use another"),
+    ({"meta": {"config": {"random_area": 1}}}, "its run had --random-area 1, which is not valid; use another"),
+    ({"meta": {"config": {"random_area": [1]}}}, "its run had --random-area [1], which is not valid; use"),
+    ({"meta": {"config": {"betas": ["a", "b"]}}}, "its run had --betas ['a', 'b'], which is not valid; use"),
+    ({"meta": {"config": {"image_size": -5}}}, "its run had --image-size -5, which is not valid; use another"),
+    ({"meta": {"config": {"std": [58, 0, 58]}}}, "its run had --std [58, 0, 58], which is not valid; use"),
+    ({"meta": {"scalars": {"updates": -1}}}, "is not a complete checkpoint (updates is -1); use another"),
+    ({"meta": {"scalars": {"good_steps": True}}}, "is not a complete checkpoint (good_steps is True); use another"),
+    ({"meta": {"scalars": {"loss_scale": 0.0}}}, "is not a complete checkpoint (loss_scale is 0.0); use another"),
 ])
 def test_arrays_that_no_network_can_use(change, sentence, fails, trained, tiny_data, tmp_path):
     file = changed(checkpoint.find(str(trained)), tmp_path / "c.npz", **change)
@@ -249,7 +250,8 @@ def test_arrays_that_no_network_can_use(change, sentence, fails, trained, tiny_d
 def test_progress_that_cannot_have_been_made(change, sentence, trained, tmp_path):
     start = checkpoint.find(str(trained))
     file = changed(start, tmp_path / "c.npz", {"progress": vars(checkpoint.load(start).progress) | change})
-    with pytest.raises(TrainError, match=f"^{re.escape(f'{file} is no complete checkpoint {sentence}; use another')}"):
+    message = f"{file} is not a complete checkpoint {sentence}; use another"
+    with pytest.raises(TrainError, match=f"^{re.escape(message)}"):
         checkpoint.load(file)
 
 
@@ -266,13 +268,13 @@ def test_positions_that_cannot_have_been_reached(change, sentence, fails, traine
 
 
 @pytest.mark.parametrize("change, sentence", [
-    ({"loader/0": None}, "since it holds no position in the training images: use another one of its folder"),
+    ({"loader/0": None}, "since it holds no position in the training images: use another one in its folder"),
     ({"meta": {"numpy_rng": {"bit_generator": "MT19937"}}}, "since it holds no state of NumPy's random numbers ("),
     ({"meta": {"numpy_rng": []}}, "since it holds no state of NumPy's random numbers ("),
     ({"meta": {"progress": {"step": "many", "epoch": 0, "epoch_step": 3, "best_top1": -1.0}}},
-     "is no complete checkpoint (step is 'many'); use another one of its folder"),
+     "is not a complete checkpoint (step is 'many'); use another one in its folder"),
     ({"meta": {"progress": {"step": 3, "epoch": 0, "epoch_step": 3, "best_top1": float("nan")}}},
-     "is no complete checkpoint (best_top1 is nan); use another one of its folder"),
+     "is not a complete checkpoint (best_top1 is nan); use another one in its folder"),
     ({"loader/0": np.zeros(0, np.uint8)}, "loader position cannot be read; use another checkpoint of its folder"),
     ({"state/momentum/classifier_bias": None}, "since it holds no momentum of classifier_bias: use another one"),
 ])
@@ -329,7 +331,7 @@ def test_nan_stops_and_keeps_the_last_good_checkpoint(fails, tiny_options, tmp_p
     monkeypatch.setattr(Trainer, "step", poisoned_step)
     folder = tmp_path / "run"
     sentence = fails("--output", folder, *tiny_options, "--checkpoint-minutes", "0.00001", "--log-every", "1")
-    assert "the loss is no finite number any more (step 5, epoch 1)" in sentence
+    assert "the loss is no longer finite (step 5, epoch 1)" in sentence
     assert f"the last good checkpoint is {folder}/checkpoints/step-00000004.npz" in sentence
     assert "lower --learning-rate (now 0.5 per 256 images)" in sentence
     found = checkpoint.find(str(folder))
@@ -358,7 +360,7 @@ def test_dtype_and_profile_need_the_cuda_executor(fails, tiny_options, tmp_path,
         assert f"--dtype {dtype} needs the cuda executor" in fails(*tiny_options, "--dtype", dtype)
     profile = ["benchmark", "--data", "synthetic", "--device", "cpu", "--profile"]
     assert "--profile measures the kernels of the cuda executor" in fails(*profile)
-    assert "--profile measures one GPU alone, which with --bn-group 4" in fails(*profile, "--bn-group", "4")
+    assert "--profile measures one GPU alone, but with --bn-group 4" in fails(*profile, "--bn-group", "4")
     assert "--executor cuda needs an NVIDIA GPU, but --device is cpu" in fails(*tiny_options, "--executor", "cuda")
     assert os.listdir(tmp_path) == []
 

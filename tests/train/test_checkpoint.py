@@ -96,7 +96,7 @@ def test_truncated_anywhere_is_refused(state, tmp_path, rng):
     content = path.read_bytes()
     for size in [0, 1, len(content) - 1, *rng.integers(2, len(content) - 1, 8)]:
         path.write_bytes(content[:size])
-        with pytest.raises(TrainError, match=rf"{re.escape(str(path))} is no complete checkpoint"):
+        with pytest.raises(TrainError, match=rf"{re.escape(str(path))} is not a complete checkpoint"):
             checkpoint.load(path)
 
 
@@ -107,7 +107,7 @@ def test_flipped_bit_in_an_array_is_refused(state, tmp_path):
     place = bytes(content).index(state.params["stem_conv_weight"].tobytes()[:64])
     content[place + 7] ^= 16
     path.write_bytes(content)
-    with pytest.raises(TrainError, match=r"is no complete checkpoint .*CRC"):
+    with pytest.raises(TrainError, match=r"is not a complete checkpoint .*CRC"):
         checkpoint.load(path)
 
 
@@ -123,11 +123,11 @@ def test_an_option_of_a_later_version_is_named(state, tmp_path, monkeypatch):
 def test_foreign_files_are_refused(tmp_path):
     other = tmp_path / "other.npz"
     np.savez(other, weights=np.zeros(3))
-    with pytest.raises(TrainError, match="is no checkpoint of this program"):
+    with pytest.raises(TrainError, match="is not a checkpoint of this program"):
         checkpoint.load(other)
     with zipfile.ZipFile(other, "w") as archive:
         archive.writestr("meta.json", "[1, 2]")
-    with pytest.raises(TrainError, match="is no checkpoint of this program"):
+    with pytest.raises(TrainError, match="is not a checkpoint of this program"):
         checkpoint.load(other)
     with pytest.raises(TrainError, match=r"cannot read the checkpoint .*No such file"):
         checkpoint.load(tmp_path / "missing.npz")

@@ -112,7 +112,7 @@ def test_a_run_goes_on_and_is_validated_with_classes_in_another_order(
     code, out, err = run_train("--resume", parts, "--data", reordered)
     assert code == 0, err
     said = f"the classes of {reordered} are in another order than those of the network"
-    assert f"{said} that the run goes on with: they are told apart by their names" in out
+    assert f"{said} of the resumed run: they are told apart by their names" in out
     ours, theirs = (checkpoint.load(checkpoint.find(str(folder))) for folder in (parts, whole))
     assert ours.classes == theirs.classes and ours.class_names == ["class0", "class1", "class2"]
     for name in ours.params:

@@ -132,7 +132,7 @@ MISTAKES = {
     "--random-area 0.00001 0.00001": "--random-area 1e-05 1e-05 must be two fractions from 0.001 on",
     "--random-ratio 0.75 1e6": "--random-ratio 0.75 1000000.0 must be two numbers from 0.01 to 100",
     "--crop-padding 4 --random-area 0.5 1":
-        "--random-area 0.5 1.0 is for crops of a random area, and --crop-padding 4 takes others: leave it out, or give",
+        "--random-area 0.5 1.0 is for crops of a random area, and --crop-padding 4 takes fixed-size ones: leave",
     "--config cifar10_resnet18 --random-ratio 1 1": "--random-ratio 1.0 1.0 is for crops of a random area, and --crop-",
     "--randaugment-magnitude 5":
         "--randaugment-magnitude is for --auto-augment randaugment or randaugment-timm, and this run has none: leave",
@@ -188,7 +188,7 @@ MISTAKES = {
     "--train-interpolation nearest": "--train-interpolation nearest is not one of same, bilinear, bicubic, random",
     "--class-weights 1.5": "--class-weights 1.5 must be a fraction from 0 to 1",
     "--class-weights 1 --loss bce": "--class-weights is for --loss softmax, and this run has bce: leave it out",
-    "--class-weights 0.5 --balance 1": "--balance 1 and --class-weights 0.5 would both raise what rare classes",
+    "--class-weights 0.5 --balance 1": "--balance 1 and --class-weights 0.5 would both raise the weight of rare",
     "--cutmix 1 --cutmix-share 0.5": "--cutmix-share 0.5 is for runs with both mixup and CutMix: leave it out, or give "
                                      "--mixup",
     "--patience 3 --validate-every 0": "--patience 3 needs the accuracy in validation, and --validate-every 0 has none",
@@ -308,7 +308,7 @@ def test_help_breaks_no_line_where_the_source_does(capsys, monkeypatch):
         read(BenchmarkOptions, ["-h"], command="benchmark")
     text = capsys.readouterr().out
     assert "with the mean colour before a crop of its own size" in text  # two lines of pipelines/transform.py
-    assert "the fastest for this GPU, data and number of threads" in text
+    assert "speed for this GPU, data and number of threads" in text
 
 
 @pytest.mark.parametrize("subject", [data, network, optimizer, run])

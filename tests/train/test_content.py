@@ -63,7 +63,7 @@ def test_changed_zip_of_a_checkpoint(tmp_path, damage):
     params, aux = models.create("resnet18", 3).initial_values(0)
     checkpoint.save(Checkpoint(params, aux, {}, Config(model="resnet18"), list("abc")), path)
     damage(path)
-    with pytest.raises(TrainError, match=r"step-00000001.npz is no complete checkpoint \(.+\); use another one of its"):
+    with pytest.raises(TrainError, match=r"step-00000001.npz is not a complete checkpoint \(.+\); use another one"):
         checkpoint.load(path)
 
 
@@ -128,7 +128,7 @@ def test_no_changed_byte_of_a_parameter_file_takes_memory(params, monkeypatch):
             try:
                 files.read(params)
             except TrainError as error:
-                assert str(error).startswith(f"{params} is no complete parameter file of MXNet: fetch or")
+                assert str(error).startswith(f"{params} is not a complete MXNet parameter file: fetch or")
     assert sizes
     for cut in range(0, len(content), 7):
         params.write_bytes(content[:cut])
@@ -151,7 +151,7 @@ def test_our_safetensors_have_a_checksum(tmp_path):
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    with pytest.raises(TrainError, match=r"is no complete file of safetensors \(its tensors are not those of its chec"):
+    with pytest.raises(TrainError, match=r"is not a complete safetensors file \(its tensors do not match its chec"):
         safetensors_file.read(path)
     from safetensors.numpy import save
     path.write_bytes(save(tensors))  # another program's

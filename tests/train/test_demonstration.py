@@ -88,7 +88,7 @@ def test_the_choice_is_recorded_and_changes_nothing_else(
     run_train: Callable[..., tuple[int, str, str]], narrow_network: None, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its bits are those of a run with that number of epochs given; gone on with, the run keeps its number."""
+    """Its bits are those of a run with that number of epochs given; resumed, the run keeps its number."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(session, "make_samples", lambda folder: make_samples(folder, num_train=2, num_val=1))
     monkeypatch.setattr(demonstration, "SECONDS", 1e-6)

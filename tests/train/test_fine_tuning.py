@@ -68,7 +68,7 @@ def test_other_layers_cannot_be_frozen_by_going_on(run_train, tiny_options, tmp_
     folder = tmp_path / "run"
     assert run_train("--output", folder, *tiny_options, "--max-steps", "1")[0] == 0
     code, _, err = run_train("--resume", folder, "--freeze", "stem")
-    assert code == 2 and "no --freeze, and this one has --freeze stem: to train other layers, begin a new run" in err
+    assert code == 2 and "no --freeze, but this one has --freeze stem: to train other layers, begin a new run" in err
     assert last_of(folder).progress.step == 1
 
 
@@ -130,7 +130,7 @@ def test_patience_counts_through_a_resume(run_train, tiny_options, tmp_path, mon
     folder, options = tmp_path / "run", (*tiny_options, "--epochs", "6", "--patience", "3")
     assert run_train("--output", folder, *options, "--max-steps", "15")[0] == 0  # in the third epoch
     assert last_of(folder).progress.validations_since_best == 1
-    for _ in range(2):  # what has ended is not gone on with
+    for _ in range(2):  # a run that has ended is not resumed
         code, out, err = run_train("--resume", folder, "--max-steps", "0")
         assert code == 0 and "stopped: 3 validations in a row" in out, err
         assert last_of(folder).progress.epoch == 4

@@ -45,7 +45,7 @@ def test_a_network_keeps_its_labels(trained, run_train, tiny_data, tmp_path):
     for arguments in ((), ("--labels", "coarse"), ("--data", moved)):
         code, out, err = run_train("validate", "--checkpoint", run, *arguments)
         assert code == 0 and "8 images, loss" in out, err
-    refused = ("error: --labels fine is not for a network that was trained on the coarse labels: leave it out, or "
+    refused = ("error: --labels fine contradicts the network, which was trained on the coarse labels: leave it out, or "
                "train a new one\n")
     for command in (("validate", "--checkpoint", run), ("quantize", "--checkpoint", run),
                     ("--resume", run, "--epochs", "2")):
@@ -66,7 +66,7 @@ def test_fine_labels_are_the_default_and_written_down(run_train, tiny_options, t
     assert code == 0 and "of 100 classes, 8 for validation (--labels fine)" in out, err
     assert json.loads((run / "config.json").read_text())["labels"] == "fine"
     code, _, err = run_train("validate", "--checkpoint", run, "--labels", "coarse")
-    assert code == 2 and "--labels coarse is not for a network that was trained on the fine labels" in err
+    assert code == 2 and "--labels coarse contradicts the network, which was trained on the fine labels" in err
 
 
 def test_labels_are_refused_for_data_that_have_one(run_train, tiny_options, tiny_data, tmp_path):

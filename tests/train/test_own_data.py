@@ -159,8 +159,8 @@ def test_two_processes_validate_each_image_once(options, uneven_data, tmp_path, 
 
 @pytest.mark.parametrize("wrong, sentence", [
     (["--val-split", "1"], "--val-split 1.0 must be at least 0 and below 1"),
-    (["--label-smoothing", "0.7"], "--label-smoothing 0.7 gives the right one of 3 classes no larger share than a "
-                                   "wrong one: give less than 0.667, 0.1 is usual"),
+    (["--label-smoothing", "0.7"], "--label-smoothing 0.7 gives the right class no larger share than a "
+                                   "wrong one (3 classes): give less than 0.667, 0.1 is usual"),
     (["--balance", "2"], "--balance 2.0 must be a fraction from 0 to 1"),
     (["--data", "synthetic", "--val-split", "0.1"], "have a validation split, and as many of each class; leave out"),
     (["--data", "{tmp}/single", "--val-split", "0.1"], "no class has two images, one to train on and one for --val-sp"),
@@ -247,7 +247,7 @@ def test_images_of_one_class_are_refused(tiny_data, tmp_path, stored):
         (data / "train.lst").write_text("".join(f"{i}\t2\t{file}\n" for i in range(4)))
     else:
         write_records(data / "train.rec", file.read_bytes(), [2] * 4)
-    with pytest.raises(TrainError, match=f"data has images of one class only, {name!r}, and there is nothing to tell"):
+    with pytest.raises(TrainError, match=f"data has images of one class only, {name!r}, so there is nothing"):
         loader_of(data)
 
 
@@ -295,3 +295,19 @@ def test_weights_of_classes(padding, uneven_data):
     assert weights == pytest.approx([30 / 3 / 18, 30 / 3 / 9, 30 / 3 / 3] + padding * [1.0])
     graph = training_graph(config, models.create("resnet18", 3 + padding), weights)
     assert graph["softmax"]["class_weights"] == pytest.approx(weights)
+
+
+@pytest.mark.long
+def test_validation_on_moved_data_says_that_training_images_are_among_it(run_train, tiny_data, tmp_path):
+    data, moved = tmp_path / "data", tmp_path / "moved"
+    shutil.copytree(tiny_data, data)
+    code, _, err = run_train("--data", data, "--val-split", "0.3", "--output", tmp_path / "run", "--model", "resnet18",
+                             "--image-size", "32", "--batch-size", "4", "--device", "cpu", "--num-threads", "1",
+                             "--no-tensorboard", "--epochs", "1", "--max-steps", "2")
+    assert code == 0, err
+    shutil.copytree(data, moved)
+    said = f"{moved}: all its images were validated on; the network's run kept 0.3 of each class of {data}"
+    for place, options, is_said in ((moved, (), True), (moved, ("--val-split", "0.3"), False), (data, (), False)):
+        code, _, err = run_train("validate", "--checkpoint", tmp_path / "run", "--data", place, "--device", "cpu",
+                                 *options)
+        assert code == 0 and (said in err) == is_said, err

@@ -73,7 +73,7 @@ def test_sigterm(unbroken, tiny_options, tmp_path, run_train, monkeypatch, signa
     assert steps_in_the_report() == signal_at
     assert out.count(f"{tiny_options[1]} has no validation images of its own (docs/data.md): accuracy after an ep") == 1
     assert out.count("\n27 training images of 3 classes\n") == 1
-    assert f"go on with: {start_of(TRAIN)} --resume {folder}" in out
+    assert f"resume with: {start_of(TRAIN)} --resume {folder}" in out
     assert checkpoint.load(checkpoint.find(str(folder))).progress.step == signal_at
 
     code, out, err = run_train("--resume", folder, report=reports)  # the options are those of the checkpoint
@@ -102,7 +102,7 @@ def test_limits_that_are_not_reached_stay(unbroken, tiny_options, tmp_path, run_
     for last, limit in ((9, 9), (2 * STEPS_PER_EPOCH, 0)):
         code, out, err = run_train("--resume", folder)
         assert code == 0, err
-        assert ("--max-steps 9 has been reached and is dropped: the run goes on to" in out) == (limit == 0)
+        assert ("--max-steps 9 has been reached and is dropped: the run continues to" in out) == (limit == 0)
         assert checkpoint.load(checkpoint.find(str(folder))).progress.step == last
         config = json.loads((folder / "config.json").read_text())
         assert (config["max_steps"], config["time_limit"]) == (limit, 60)
@@ -143,7 +143,7 @@ def test_other_signals_save_too(number, tiny_options, tmp_path, run_train, monke
     monkeypatch.setattr(Trainer, "step", signalled_step)
     code, out, err = run_train("--output", tmp_path / "run", *tiny_options)
     assert code == 128 + number, err
-    assert "stopped after step 2 with a checkpoint; go on with" in out
+    assert "stopped after step 2 with a checkpoint; resume with" in out
     assert checkpoint.load(checkpoint.find(str(tmp_path / "run"))).progress.step == 2
 
 
@@ -276,10 +276,10 @@ def test_files_that_are_removed_in_mid_run(gone, named, unbroken, tiny_options, 
     code, out, err = run_train("--output", folder, *tiny_options, "--log-every", "1")
     assert code == 1, err
     lost = ", earlier checkpoints are not" * ("checkpoints/" in named)
-    assert (f"error: the run has ended, but {named} been removed from {folder} while it went on: what was still known "
-            f"is there again{lost}\n") in err
+    assert (f"error: the run has ended, but {named} been removed from {folder} meanwhile: what was still known "
+            f"is written again{lost}\n") in err
     if gone != "config.json":
-        assert out.count("removed while the run goes on: ") == named.count("/best") + named.count("metrics")
+        assert out.count("removed while the run continues: ") == named.count("/best") + named.count("metrics")
     wanted = unbroken
     if "best.npz" in named:  # whatever it was, the validation after that is the best
         epochs = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
@@ -312,8 +312,8 @@ def test_files_that_are_removed_while_the_report_is_written(gone, named, unbroke
     monkeypatch.setattr(session, "has_predictions", lambda trainer, recorder: False)
     code, _, err = run_train("--output", folder, *tiny_options, report=True)
     assert code == 1, err
-    assert (f"error: the run has ended, but {named} had been removed from {folder} while it went on: what was still "
-            "known is there again\n") in err
+    assert (f"error: the run has ended, but {named} had been removed from {folder} meanwhile: what was still "
+            "known is written again\n") in err
     assert_same_end(folder, unbroken)
     assert RunRecord.read_jsonl(folder / "metrics.jsonl").steps_done == 12
 
@@ -486,8 +486,8 @@ def test_another_optimizer(optimizer, slots, tiny_options, tmp_path, run_train):
     assert all(np.abs(stopped.state[slot]["classifier_weight"]).max() > 0 for slot in slots)
     code, _, err = run_train("--resume", parts, "--optimizer", "sgd")
     assert code == 2
-    assert err.splitlines()[-1] == (f"error: the checkpoint {stopped.file} is of a run with --optimizer {optimizer}, "
-                                    "from whose state sgd cannot go on: leave out --optimizer")
+    assert err.splitlines()[-1] == (f"error: the checkpoint {stopped.file} belongs to a run with --optimizer "
+                                    f"{optimizer}, whose state sgd cannot use: leave out --optimizer")
     assert run_train("--resume", parts, "--max-steps", "0")[0] == 0
     assert_same_end(parts, checkpoint.load(whole / "checkpoints" / LAST))
 
@@ -512,8 +512,8 @@ def test_another_global_batch(tiny_options, tmp_path, run_train):
         patch.setattr(Trainer, "step", watched_step)
         code, out, err = run_train("--resume", folder, "--batch-size", "8", "--log-every", "1")
     assert code == 0, err
-    assert "going on with 8 images a step (1 process) after 4 (1): the learning rate is scaled" in out
-    assert "going on with other options: --batch-size 8 (before: 4), --log-every 1 (before: 10)\n" in out
+    assert "resuming with 8 images a step (1 process) after 4 (1): the learning rate is scaled" in out
+    assert "resuming with other options: --batch-size 8 (before: 4), --log-every 1 (before: 10)\n" in out
     assert seen["start"] == (2, 2, 3)
     for name, momentum in stopped.state["momentum"].items():
         if name.endswith(("gamma", "bias")):  # in the same layout everywhere
@@ -537,6 +537,6 @@ def test_rank_0_of_an_elastic_run_has_moved_to_a_machine_without_its_folder(tiny
     go_on = ("--resume", tmp_path / "run", "--max-steps", "4", "--output")
     code, out, err = run_train(*go_on, tmp_path / "other")
     assert code == 0, err
-    assert (f"{tmp_path / 'other'} holds nothing of this run here: its report begins anew after step 3; give --output "
-            "a folder that the machines share\n") in out
+    assert (f"{tmp_path / 'other'} has no record of this run on this machine: its report begins anew after step "
+            "3; give --output a folder that the machines share\n") in out
     assert "begins anew" not in run_train(*go_on, tmp_path / "run")[1]

@@ -170,5 +170,5 @@ def test_damaged_shares_are_refused(tmp_path, change):
     name, path = "stem_bn_moving_var", tmp_path / "step-00000001.npz"
     biased = checkpoint.Biased({name: aux[name]}, {}, change)
     checkpoint.save(checkpoint.Checkpoint(params, aux, {}, Config(model="resnet18"), list("abc"), biased=biased), path)
-    with pytest.raises(TrainError, match=r"step-00000001.npz is no complete checkpoint \("):
+    with pytest.raises(TrainError, match=r"step-00000001.npz is not a complete checkpoint \("):
         checkpoint.load(path)

@@ -1,1 +1,1 @@
-"""What `python -m train NAME` runs: a module for each command, whose `main` gets what its command line gives."""
+"""The commands of `python -m train`: one module each, whose `main` receives the option values."""

@@ -1,5 +1,5 @@
-"""The command `benchmark`: the speed of training steps, which are repeated until it is known well enough, or that of
-inference (`benchmark_inference`)."""
+"""The command `benchmark`: measures the speed of training steps, repeated until it is known well enough, or the speed
+of inference (`benchmark_inference`)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Result(NamedTuple):
 
 
 def main(values: Mapping[str, Any]) -> None:
-    """Measure and report, by the options given. Raises UserError."""
+    """Measure and report. Raises UserError."""
     if values.get("inference"):
         measure_inference(values, Workers())
         return
@@ -46,7 +46,7 @@ def main(values: Mapping[str, Any]) -> None:
     workers, wanted = Workers(), part_of(Measurement, values)
     with workers.agreement():
         default = devices.default_config(values, workers.local_rank)
-        # Progressive resizing would mix steps of several sizes.
+        # With progressive resizing, steps of several image sizes would be mixed.
         config = configure(values, replace(default, first_image_size=0, resize_epochs=(0.0, 0.0)))
         name_preset(config, values, workers)
         run_folder = run_folder_of(config)
@@ -74,9 +74,9 @@ def main(values: Mapping[str, Any]) -> None:
 
 
 def _check_profile(config: Config, placement: devices.Placement) -> None:
-    """Raise TrainError where the operators of a step cannot be measured."""
+    """Raise TrainError if the operators of a step cannot be measured."""
     if config.bn_group > 1:
-        raise TrainError(f"--profile measures one GPU alone, which with --bn-group {config.bn_group} would wait for "
+        raise TrainError(f"--profile measures one GPU alone, but with --bn-group {config.bn_group} it would wait for "
                          "others; leave out one of the two")
     if placement.executor != "cuda":
         raise TrainError(f"--profile measures the kernels of the cuda executor, but the executor of this run is "
@@ -86,13 +86,13 @@ def _check_profile(config: Config, placement: devices.Placement) -> None:
 def benchmark(trainer: Trainer, recorder: Recorder, wanted: Measurement) -> Result:
     """Repeat training steps until their median time is known well enough.
 
-    Well enough: standard error of the median below 1 %, or a limit of what is wanted is reached. The time of a step is
-    that between the ends of two steps, so it holds all that the loop does in between (`Recorder.stop_clock`).
+    The end is reached when the standard error of the median is below 1 %, or at a limit in `wanted`. A step's time is
+    measured between the ends of two steps, so it includes everything that the loop does (`Recorder.stop_clock`).
     """
     most = wanted.warmup_steps + wanted.limit_steps
     recorder.begin_epoch(0, most)
     batches = recorder.timed(itertools.chain.from_iterable(itertools.repeat(trainer.train_loader)))
-    times: list[float] = []  # s; of one step each
+    times: list[float] = []  # seconds per step
     error, done = math.inf, False
     start = last_end = time.perf_counter()
     while not done:

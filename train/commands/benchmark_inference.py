@@ -1,13 +1,13 @@
-"""The speed of inference, over batch sizes and precisions: `python -m train benchmark --inference`.
+"""The speed of inference, by batch size and precision: `python -m train benchmark --inference`.
 
-A pass is from a batch in the device's memory to the class probabilities in the host's. Images/sec is that of passes one
-behind the other, of which the host takes the answer of one while the device computes the next. A latency is the time of
-one pass that nothing runs beside. Each point is warmed up first, and its batches are several, in turn. The images are
-noise: what they show does not matter to the time, but that they differ does to the power.
+A pass starts with a batch in the device's memory and ends with the class probabilities in the host's memory. Throughput
+(images/sec) is measured with consecutive passes: the host fetches the results of one while the device computes the
+next. Latency is the time of a pass that runs alone. Each point is warmed up first, and several batches alternate. The
+images are noise: their content does not affect the time, but their variety affects the power.
 
-MLPerf Inference's names for two of the figures (arXiv:1911.02549, table III) are used for what they are about: single
-stream is the 90th percentile of the latency of batch 1, offline the largest throughput. A submission asks for more: the
-data set, its accuracy, LoadGen's queries and longer runs.
+Two figures have MLPerf Inference's names (arXiv:1911.02549, table III): single stream is the 90th percentile of the
+latency of batch 1, offline the largest throughput. An MLPerf submission needs more: the data set, its accuracy,
+LoadGen's queries and longer runs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from common import environment, files
 from common.command_line import option_name
 from common.errors import ProgramError
 from common.mxnet_compat import mx
-from graph_passes.errors import CapacityError, PassingError
+from graph_passes.errors import CapacityError, TransientError
 from graph_passes.executors import Executor
 from graph_passes.passes import BACKBONE
 from train import devices
@@ -57,29 +57,29 @@ from train.weights.int8_file import executor_of
 GPU_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 CPU_BATCHES = (1, 2, 4, 8, 16)
 CLASSES = 1000
-NUM_BATCHES, POOL = 6, 64  # batches in turn, and the images that they are made of
-WARM_UP_SECONDS, SECONDS = 3.0, 3.0  # of each of the two figures of a point, at least
-CPU_SECONDS = 1.0  # in place of both: a CPU's clock rises at once, and its passes take long
+NUM_BATCHES, POOL = 6, 64  # batches that alternate, and images from which they are made
+WARM_UP_SECONDS, SECONDS = 3.0, 3.0  # minimum, for each of a point's two figures
+CPU_SECONDS = 1.0  # for both, on a CPU: its clock rises at once, and its passes take long
 LONGER = 4
-LEAST_LATENCIES, LEAST_PASSES = 10, 5  # the former tell a 90th percentile
+LEAST_LATENCIES, LEAST_PASSES = 10, 5  # a 90th percentile needs 10 latencies
 INT8 = "int8"
-CALIBRATION_SIZE = 64  # pixels: no scale depends on it
+CALIBRATION_SIZE = 64  # pixels; the scales do not depend on it
 SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 RESULT, PLOT = "inference.json", "inference.png"
 
-# What may be given beside --inference, in which there are neither data nor training.
+# Options that may be given with --inference, which uses neither data nor training.
 TAKEN = {"inference", "int8", "batch_sizes", "num_classes",
          *(field.name for part in (RunOptions, NetworkOptions, SizeOptions, DeviceOptions) for field in fields(part))}
 
 
 def measure_inference(values: Mapping[str, Any], workers: Workers) -> None:
-    """Measure, by the options given: each point is in inference.json once it is known, whatever ends the program; the
-    table and the plot are of all. Raises UserError and StoppedBySignal."""
+    """Measure all points. inference.json gets each point as soon as it is measured, however the program ends; the table
+    and the plot show all points. Raises UserError and StoppedBySignal."""
     if workers.size > 1:
         raise TrainError("--inference measures one GPU: use python -m train benchmark --inference", on_all_ranks=True)
     for name in values.keys() - TAKEN:
         way_out = "give --batch-sizes" if name == "batch_size" else "leave it out"
-        raise TrainError(f"{option_name(name)} has no effect on --inference, which measures the network alone: "
+        raise TrainError(f"{option_name(name)} has no effect with --inference, which measures the network alone: "
                          f"{way_out}")
     default = load_preset(values.get("config", IMAGENET_PRESET))
     config = configure(values, replace(default, val_image_size=0))
@@ -122,7 +122,7 @@ def measure_inference(values: Mapping[str, Any], workers: Workers) -> None:
 
 
 def precisions(config: Config, placement: Placement, is_chosen: bool) -> dict[str, Config]:
-    """Those of the executor, by the name in tables, or the one that --dtype has chosen."""
+    """The precisions of the executor, by their names in tables; only one if --dtype is given."""
     if placement.executor != "cuda" or is_chosen:
         dtype = network_dtype(config, placement)
         name = "tf32" if placement.executor == "cuda" and dtype == "float32" and config.tf32 else SHORT[dtype]
@@ -137,10 +137,10 @@ def precisions(config: Config, placement: Placement, is_chosen: bool) -> dict[st
 
 def sweep(precision: str, config: Config, placement: Placement, num_classes: int, sizes: Sequence[int],
           seconds: float | None = None) -> Generator[Point, None, None]:
-    """The points of one precision, from the smallest batch; says what it measures, and which sizes memory has not room
-    for. A cuda executor takes smaller batches than its own; another one is made for each size. `seconds`: of each part
-    of a point, in place of the usual ones; of the throughput LONGER times as many, where its median is not known to 1 %
-    by then."""
+    """Yield the points of one precision, from the smallest batch up; print what is measured, and which sizes do not fit
+    into memory. A cuda executor accepts batches smaller than its own; other executors are built for each size.
+    `seconds`: the time of each part of a point, instead of the default. The throughput gets LONGER times as much if its
+    median is not known to 1 % by then."""
     shared: Executor | None = None
     fitting = list(sizes)
     if placement.executor == "cuda":
@@ -148,11 +148,11 @@ def sweep(precision: str, config: Config, placement: Placement, num_classes: int
     try:
         for batch in fitting:
             executor = shared or _build(precision, config, placement, num_classes, batch)
-            if executor is None:  # nor would a larger one fit
+            if executor is None:  # a larger one would not fit either
                 return
             try:
                 point = measure(executor, precision, images(config, placement, batch), seconds)
-            except (CapacityError, PassingError):  # memory that kernels need besides; what is measured stays
+            except (CapacityError, TransientError):  # kernels need further memory; points so far are kept
                 print(_left_out(precision, batch), flush=True)
                 return
             finally:
@@ -168,7 +168,7 @@ def sweep(precision: str, config: Config, placement: Placement, num_classes: int
 
 def _largest(precision: str, config: Config, placement: Placement, num_classes: int,
              sizes: Sequence[int]) -> tuple[Executor | None, list[int]]:
-    """The executor for the largest of the sizes that fits, and the sizes that it takes."""
+    """The executor for the largest size that fits, and the sizes that it accepts."""
     for count in range(len(sizes), 0, -1):
         if executor := _build(precision, config, placement, num_classes, sizes[count - 1]):
             return executor, list(sizes[:count])
@@ -176,8 +176,9 @@ def _largest(precision: str, config: Config, placement: Placement, num_classes: 
 
 
 def _build(precision: str, config: Config, placement: Placement, num_classes: int, batch: int) -> Executor | None:
-    """The executor of a network with initial values; None, and a word on it, where the batch does not fit."""
-    # Frozen: executors are made for training too, and it takes a tenth of the memory where only the classifier trains.
+    """The executor of a network with initial values; None, with a printed note, if the batch does not fit."""
+    # The backbone is frozen because executors also reserve memory for training. If only the classifier trains, that is
+    # a tenth of the memory.
     config = replace(config, batch_size=batch, freeze=BACKBONE)
     try:
         if precision == INT8:
@@ -185,12 +186,12 @@ def _build(precision: str, config: Config, placement: Placement, num_classes: in
             return executor_of(network, trained, config, placement)
         check_memory(config, num_classes, config.image_size, placement)
         return build_executor(config, num_classes, config.image_size, placement, None)
-    except (CapacityError, PassingError):
+    except (CapacityError, TransientError):
         print(_left_out(precision, batch), flush=True)
         return None
 
 
-_untrained = cache(partial(untrained, image_size=CALIBRATION_SIZE))  # once for all sizes of batches
+_untrained = cache(partial(untrained, image_size=CALIBRATION_SIZE))  # made once for all batch sizes
 
 
 def _left_out(precision: str, batch: int) -> str:
@@ -198,19 +199,19 @@ def _left_out(precision: str, batch: int) -> str:
 
 
 def images(config: Config, placement: Placement, batch: int) -> list[Any]:
-    """Batches of noise on the device, in the form in which the loader gives them."""
+    """Batches of noise on the device, in the loader's format."""
     dtype, channels = batch_form(config, placement)
     size, rng = config.image_size, np.random.default_rng(config.seed)
     pool = np.zeros((min(POOL, NUM_BATCHES * batch), size, size, channels), dtype)
     pool[..., :3] = rng.standard_normal((*pool.shape[:3], 3), np.float32)
     context = mx.gpu(0) if placement.device.startswith("gpu") else mx.cpu()
-    # A large batch has every image of the pool, and so many of them that two in turn are enough.
+    # A large batch contains every image of the pool, and so many that two alternating batches are enough.
     starts = range(NUM_BATCHES if batch <= POOL else 2)
     return [mx.nd.array(pool[(start * batch + np.arange(batch)) % len(pool)], context, dtype) for start in starts]
 
 
 def measure(executor: Executor, precision: str, batches: Sequence[Any], seconds: float | None = None) -> Point:
-    """A point of the sweep. Raises ProgramError where the network gave no probabilities."""
+    """Measure a point of the sweep. Raises ProgramError if the network did not return probabilities."""
     in_turn, batch = cycle(batches), len(batches[0])
     answer = np.empty(0)
 
@@ -245,9 +246,9 @@ def measure(executor: Executor, precision: str, batches: Sequence[Any], seconds:
     readings = monitor.take() if monitor else UNKNOWN
     under_way()
     sums = answer.sum(axis=1)
-    if not (len(answer) == batch and np.abs(sums - 1).max() < 0.01):  # a tenth of it is what 16 bits round away
-        raise ProgramError(f"inference in {precision} at batch {batch} gave no probabilities: those of an image add up "
-                           f"to {np.min(sums):g} to {np.max(sums):g}; that point is not published")
+    if not (len(answer) == batch and np.abs(sums - 1).max() < 0.01):  # 16-bit rounding causes a tenth of this
+        raise ProgramError(f"inference in {precision} at batch {batch} gave no probabilities: an image's outputs add "
+                           f"up to {np.min(sums):g} to {np.max(sums):g}; that point is not published")
     passes = np.diff(ends)
     per_second = batch * len(passes) / (ends[-1] - ends[0])
     return Point(precision, batch, per_second, 1e3 * passes, 1e3 * np.array(latencies), memory_in_use(readings),
@@ -263,19 +264,19 @@ def _repeat(step: Callable[[], float], seconds: float, at_least: int) -> list[fl
 
 
 def memory_in_use(readings: GpuReadings) -> float:
-    """GiB: of the GPU, all that is in use there; without one, of this process."""
+    """GiB in use: on the GPU by all programs; without a GPU, by this process."""
     return readings.memory if math.isfinite(readings.memory) else psutil.Process().memory_info().rss / 2**30
 
 
 def _about(config: Config, num_classes: int, placement: Placement) -> dict[str, Any]:
-    """What inference.json says beside the figures."""
+    """The metadata in inference.json."""
     return {"name": "inference", "model": config.model, "image_size": config.image_size, "num_classes": num_classes,
             "executor": placement.executor, "hardware": environment.hardware(), "versions": environment.versions(),
             "commit": environment.git_commit(), "command": command_line()}
 
 
 def _write(folder: Path, points: Sequence[Point], about: Mapping[str, Any], complete: bool) -> None:
-    """inference.json with these points; `complete`: with all of them. Raises UserError where it cannot be written."""
+    """Write inference.json with these points; `complete`: these are all. Raises UserError if it cannot be written."""
     content = {**about, "scenarios": {name: asdict(scenario) for name, scenario in scenarios(points).items()},
                "points": [point.to_dict() for point in points], "complete": complete,
                "date": datetime.now(timezone.utc).isoformat(timespec="seconds")}
@@ -283,7 +284,7 @@ def _write(folder: Path, points: Sequence[Point], about: Mapping[str, Any], comp
 
 
 def _print(points: Sequence[Point], title: str) -> None:
-    """The table, and MLPerf's scenarios below it."""
+    """Print the table, and MLPerf's scenarios below it."""
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     power = any(math.isfinite(point.watts) for point in points)
     for column in ("precision", "batch", "images/sec", "p50 ms", "p90", "p99", "GiB", *["J/image", "W"] * power):

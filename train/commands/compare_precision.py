@@ -1,8 +1,8 @@
-"""The command compare-precision: one preset trained in each precision, and what that costs and gives, side by side.
+"""The command compare-precision: train one preset in each precision, and compare time, memory, speed and accuracy.
 
-Every run is a process of its own, `python -m train` with the same options, in a folder of its own: one for each network
-and precision. The command may be repeated: runs that are complete are not done again, one that was interrupted goes on.
-The table is written after each run, with the rows that there are.
+Each network and precision is a run of `python -m train` in its own process and folder, with otherwise equal options. If
+the command is repeated, complete runs are skipped and an interrupted one is resumed. The table is written after each
+run, with the rows so far.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from train.report import plots
 
 RESULT = "comparison.json"
 
-# What tells a precision's runs apart, as fields of the configuration
+# Precision -> the fields of the configuration that select it.
 PRECISIONS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32", "tf32": False},
     "tf32": {"dtype": "float32", "tf32": True},
@@ -55,22 +55,22 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """One run's part of the comparison."""
+    """One run in the comparison."""
 
     model: str
     precision: str
-    largest_batch: int | None  # images that the GPU's memory holds in training; None on the CPU
+    largest_batch: int | None  # largest training batch that fits into the GPU's memory; None on the CPU
     images_per_sec: float
-    seconds: float  # of the whole run, validation and checkpoints included
+    seconds: float  # duration of the whole run, with validation and checkpoints
     train_loss: float | None  # of the last epoch, nats per image
-    evaluated: str | None  # "validation" or "training images": what the next two are of; None without either
+    evaluated: str | None  # images of the next two fields: "validation" or "training images"; None without them
     top1: float | None  # of the last epoch, fraction of images
     top5: float | None
     num_classes: int | None
 
 
 def main(values: Mapping[str, Any]) -> None:
-    """Train and compare, by the options given. Raises UserError and StoppedBySignal."""
+    """Train and compare. Raises UserError and StoppedBySignal."""
     check_untrained(values)
     config = configure(values, devices.default_config(values, local_rank=0))
     wanted = part_of(Comparison, values)
@@ -105,48 +105,48 @@ def main(values: Mapping[str, Any]) -> None:
 
 
 def run_arguments(config: Config) -> list[str]:
-    """The arguments of `python -m train` that begin a run of this configuration, or go on with it."""
+    """The arguments of `python -m train` that begin or resume a run with this configuration."""
     preset = load_preset(config.config)
-    preset = replace(preset, warmup_epochs=default_warmup(preset, config.epochs))  # as that run will have it
-    # With its epochs, whatever the preset's: the demonstration's would otherwise follow the machine's speed.
+    preset = replace(preset, warmup_epochs=default_warmup(preset, config.epochs))  # as in the run itself
+    # Always gives --epochs. Without it, the demonstration preset would choose its length by the machine's speed.
     own = to_arguments(config, preset)
     return ["--config", config.config, *own, "--epochs", str(config.epochs), "--resume", "auto"]
 
 
 def run_training(config: Config, folder: Path) -> RunRecord:
-    """Train, or go on, or do nothing where the run is complete; returns its record. Raises TrainError where it fails,
-    and StoppedBySignal."""
+    """Begin or resume a run, or do nothing if it is complete; return its record. Raises TrainError if it fails, and
+    StoppedBySignal."""
     config_file = folder / CONFIG_FILE
     if config_file.exists():
         _check_same(config, config_file)
         record = RunRecord.read_jsonl(folder / METRICS_FILE) if (folder / METRICS_FILE).exists() else None
         if record and record.events and record.events[-1].get("completed"):
-            print("complete: not done again", flush=True)
+            print("already complete, skipped", flush=True)
             return record
     command = own_process(TRAIN, *run_arguments(config))
-    # The child saves a checkpoint when it is told to stop; this process waits for that. Ctrl-C reaches both, and so the
-    # child twice at once, which is once for it. Where this process is killed, the child is not to compute on.
+    # On a signal the child saves a checkpoint, and this process waits for that. Ctrl-C reaches both processes, so the
+    # child gets the signal twice at once, which it counts as once. If this process is killed, the child must stop too.
     with subprocess.Popen(command, preexec_fn=stop_with_us) as child, handled(
         dict.fromkeys(ending(), lambda number, frame: child.send_signal(number))
     ):
         code = child.wait()
     for number in STOPPING:
-        if code in (128 + number, -number):  # the latter where it came before the training loop
-            raise StoppedBySignal(number, "stopped: repeat the command to go on")
+        if code in (128 + number, -number):  # the latter before the training loop has begun
+            raise StoppedBySignal(number, "stopped: repeat the command to resume")
     if code:
         raise error_of(code)(f"the run in {folder} ended with exit code {code}, see its message above; repeat the "
-                             "command to go on")
+                             "command to resume")
     return RunRecord.read_jsonl(folder / METRICS_FILE)
 
 
 def _check_same(config: Config, config_file: Path) -> None:
-    """Raise TrainError where the run in the folder has other settings."""
+    """Raise TrainError if the run in the folder has other settings."""
     there, here = Config.from_dict(json.loads(config_file.read_text())).to_dict(), config.to_dict()
     for name, value in here.items():
         may_be = FOUND_IN_DATA.get(name, ()) if value == AUTO else ()
         if name not in OF_A_SESSION and there.get(name) not in (value, *may_be):
             option = option_name(name)
-            raise TrainError(f"the run in {config_file.parent} was made with {option} {there.get(name)}, this "
+            raise TrainError(f"the run in {config_file.parent} was made with {option} {there.get(name)}, but this "
                              f"comparison has {value}: give another --output, or the same {option}")
 
 
@@ -177,7 +177,8 @@ def _tell_top5(rows: Sequence[Row]) -> bool:
 
 
 def _cells(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
-    """The table's cells; the speed-up is over fp32 with the same network, or over the first where there is none."""
+    """The table's cells. The speed-up is relative to fp32 with the same network, or to the first run if there is
+    none."""
     base: dict[str, float] = {}
     for row in sorted(rows, key=lambda row: row.precision != "float32"):
         base.setdefault(row.model, row.images_per_sec)

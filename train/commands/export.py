@@ -32,15 +32,15 @@ from train.options.commands import ExportOptions
 from train.weights import int8_file, onnx_file, publish, record
 from train.weights.int8_file import Int8Network
 
-# Largest difference allowed between the probabilities of ONNX Runtime and of our executor. Both compute in fp32, in
-# another order; 1e-4 is far above what that makes (about 1e-6) and far below what a wrong weight makes.
+# Tolerance between the probabilities of ONNX Runtime and of our executor. Both compute in fp32, but in another order;
+# 1e-4 is far above the effect of that (about 1e-6) and far below the effect of a wrong weight.
 TOLERANCE = 1e-4
 
-# Largest difference allowed between an integer of ONNX Runtime and what we compute in floats of the integers that it
-# has before that layer. Rounding makes half a level; sums in another order made 6e-6 more in narrow networks, and would
-# make some 0.005 in the largest sums of ResNets (4,608 products whose magnitudes add up to 1,000 levels: sqrt(4608) *
-# 2^-24 * 1000). Whole networks are not compared: one integer that is near the middle of two turns others, without a
-# bound.
+# Tolerance, in levels, between an integer of ONNX Runtime and our float result for the same layer, computed from ONNX
+# Runtime's integers before that layer. Rounding causes up to half a level. The order of sums added 6e-6 in narrow
+# networks, and would add about 0.005 in the largest sums of ResNets (4,608 products whose magnitudes add up to 1,000
+# levels: sqrt(4608) * 2^-24 * 1000). Whole networks are not compared: an integer near a rounding boundary may change
+# others without bound.
 INT8_TOLERANCE = 0.5 + 0.1
 
 CPU = Placement("mxnet", "cpu(0)", "")
@@ -49,7 +49,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def main(values: Mapping[str, Any]) -> None:
-    """Export, by the options given. Raises UserError."""
+    """Export the network. Raises UserError."""
     options = ExportOptions(**values)
     trained_kinds = [name for name in ("onnx", "torchvision", "params") if getattr(options, name)]
     if not (options.symbol or trained_kinds):
@@ -59,7 +59,7 @@ def main(values: Mapping[str, Any]) -> None:
                          "checkpoint or a file of weights")
     for name in ("model", "num_classes"):
         if options.checkpoint and name in values:
-            raise TrainError(f"{option_name(name)} {values[name]} is for --symbol without a checkpoint, and "
+            raise TrainError(f"{option_name(name)} {values[name]} is for --symbol without a checkpoint, but "
                              f"{options.checkpoint} has its own: leave it out")
     record_file = Path(options.torchvision).with_suffix(".json") if options.torchvision else None
     if options.int8 != "none" and not options.onnx:
@@ -67,13 +67,13 @@ def main(values: Mapping[str, Any]) -> None:
     writers = {record_file.resolve(): "torchvision"} if record_file else {}
     for name in ("torchvision", "onnx", "symbol", "params"):
         if (file := getattr(options, name)) and (other := writers.setdefault(Path(file).resolve(), name)) != name:
-            raise TrainError(f"{option_name(name)} {file} has the name of a file that {option_name(other)} "
+            raise TrainError(f"{option_name(name)} {file} is also a file that {option_name(other)} "
                              f"{getattr(options, other)} writes: give another one")
     for name in ("onnx", "torchvision", "symbol", "params"):
         if not (file := getattr(options, name)):
             continue
         if not options.overwrite and Path(file).is_file():
-            raise TrainError(f"{option_name(name)} {file} is there already: give --overwrite to replace it, or another "
+            raise TrainError(f"{option_name(name)} {file} exists already: give --overwrite to replace it, or another "
                              "name")
         files.check_place(Path(file), f"give another {option_name(name)}")
     trained = weights.load(options.checkpoint) if options.checkpoint else None
@@ -103,8 +103,8 @@ def main(values: Mapping[str, Any]) -> None:
 
 
 def export_torchvision(trained: Checkpoint, file: Path, overwrite: bool) -> None:
-    """Write a state_dict for torchvision or timm, and beside it the record of the images; `overwrite`: in place of
-    another record, too. Raises UserError."""
+    """Write a state_dict for torchvision or timm, and beside it the record of how images are prepared. `overwrite`: may
+    replace another record. Raises UserError."""
     tensors = publish.state_dict(trained)
     content, written = publish.content(tensors, file), record.to_json(trained.config, trained.classes)
     about = file.with_suffix(".json")
@@ -112,8 +112,9 @@ def export_torchvision(trained: Checkpoint, file: Path, overwrite: bool) -> None
         place = f"{about}, where --torchvision {file} writes how images are prepared,"
         if not record.is_one(about):
             raise TrainError(f"{place} already holds something else: move it, or give another name")
-        if not overwrite and about.read_bytes() != written:  # equal: of the same network in the other form
-            raise TrainError(f"{place} is of other weights: give --overwrite to replace it, or another name")
+        # equal if it belongs to the same network in the other file format
+        if not overwrite and about.read_bytes() != written:
+            raise TrainError(f"{place} belongs to other weights: give --overwrite to replace it, or another name")
     files.write(about, written)
     files.write(file, content)
     print(f"{file}: {trained.network}, {len(tensors)} tensors, as torchvision or timm names them; {about}: how images "
@@ -121,7 +122,7 @@ def export_torchvision(trained: Checkpoint, file: Path, overwrite: bool) -> None
 
 
 def network(trained: Checkpoint | None, options: ExportOptions) -> tuple[Graph, Arrays]:
-    """The network of a checkpoint, or one without weights, in the layout asked for.
+    """The network of a checkpoint, or one without weights, in the requested layout.
 
     Returns the graph and its arrays under MXNet's names in parameter files, `arg:<name>` and `aux:<name>`.
     """
@@ -142,7 +143,7 @@ def network(trained: Checkpoint | None, options: ExportOptions) -> tuple[Graph, 
 
 
 def channels_first(graph: Graph) -> Graph:
-    """The graph in NCHW throughout, its input `data` too: (N, C, H, W) instead of (N, H, W, C)."""
+    """The graph in NCHW throughout, including its input `data`: (N, C, H, W) instead of (N, H, W, C)."""
     graph = passes.layout(graph, "NCHW")
     transposed = {
         Ref(node.name): node.inputs[0] for node in graph if node.op == "transpose" and node.inputs[0] == Ref("data")
@@ -162,22 +163,20 @@ def in_layout(graph: Graph, params: Mapping[str, np.ndarray]) -> Arrays:
 
 def mxnet_params(arrays: Mapping[str, np.ndarray]) -> bytes:
     """The content of an MXNet parameter file."""
-    with tempfile.TemporaryDirectory() as folder:  # MXNet writes only to files that it opens itself
+    with tempfile.TemporaryDirectory() as folder:  # MXNet can only write to a file path
         path = Path(folder) / "network.params"
         mx.nd.save(str(path), {name: mx.nd.array(array, dtype="float32") for name, array in arrays.items()})
         return path.read_bytes()
 
 
 def export_onnx(trained: Checkpoint, int8: Int8Network | None = None, unsigned: bool = True) -> tuple[bytes, float]:
-    """An ONNX file of a trained network, or of what is in INT8 of it, checked; `unsigned`: see `onnx_writer.Qdq`.
+    """Make and check the ONNX file of a trained network, or of its INT8 version. `unsigned`: see `onnx_writer.Qdq`.
 
     Returns:
-        The file's content, and the largest absolute difference between the probabilities that ONNX Runtime computes
-        from it and those of our executor.
+        The file's content, and the largest absolute difference between ONNX Runtime's probabilities and ours.
 
     Raises:
-        TrainError: onnx or onnxruntime is not installed, or the two disagree by more than TOLERANCE, or
-            INT8_TOLERANCE.
+        TrainError: onnx or onnxruntime is not installed, or the two differ by more than TOLERANCE or INT8_TOLERANCE.
     """
     try:
         import onnx
@@ -189,7 +188,8 @@ def export_onnx(trained: Checkpoint, int8: Int8Network | None = None, unsigned: 
     size = trained.config.inference_image_size
     folded = channels_first(passes.unfuse(calibration.folded(graph)))
     params = passes.fold_bn_params(pipeline.run(pipeline.FUSED, graph), trained.params, trained.aux)
-    arrays = {**in_layout(folded, params), **trained.aux}  # statistics: of BatchNorms that no convolution is before
+    # aux: statistics of BatchNorms without a convolution before them
+    arrays = {**in_layout(folded, params), **trained.aux}
     qdq = None
     if int8:
         qdq = onnx_writer.Qdq(int8.graph(trained), in_layout(folded, int8.params), int8.scales, unsigned)
@@ -201,8 +201,8 @@ def export_onnx(trained: Checkpoint, int8: Int8Network | None = None, unsigned: 
         "input_layout": "NCHW",
         "resize_shorter": str(max(size, round(size / trained.config.val_crop_fraction))),
         "center_crop": str(size),
-        "interpolation": trained.config.interpolation,  # antialiased, as Pillow does it
-        "rounding": "half up",  # of the longer side, whose scale stays that of the shorter; and of the crop's offset
+        "interpolation": trained.config.interpolation,  # antialiased, as in Pillow
+        "rounding": "half up",  # of the longer side (scaled by the shorter side's factor) and of the crop's offset
         "mean": json.dumps(trained.config.mean),  # of pixels from 0 to 255: data = (pixel - mean) / std
         "std": json.dumps(trained.config.std),
         "network": trained.network,
@@ -212,7 +212,7 @@ def export_onnx(trained: Checkpoint, int8: Int8Network | None = None, unsigned: 
     content = model.SerializeToString()
 
     settings = onnxruntime.SessionOptions()
-    # Else a CPU without VNNI sums pairs of INT8 products in 16 bits, and cuts off what is too large for them.
+    # Without this, a CPU without VNNI sums pairs of INT8 products in 16 bits and saturates.
     settings.add_session_config_entry("session.x64quantprecision", "1")
     session = onnxruntime.InferenceSession(content, settings, providers=["CPUExecutionProvider"])
     rng = np.random.default_rng(0)
@@ -220,7 +220,7 @@ def export_onnx(trained: Checkpoint, int8: Int8Network | None = None, unsigned: 
     for batch_size in (1, 3):
         images_nhwc = rng.standard_normal((batch_size, size, size, 3), dtype=np.float32)
         if int8 and qdq:
-            scale = int8.scales["data"]  # values that integers stand for: no form rounds them or cuts them off
+            scale = int8.scales["data"]  # exactly representable values: neither form rounds or clips them
             images = dequantised(quantised(images_nhwc, scale), scale).transpose(0, 3, 1, 2)
             ours, theirs, level = _by_integers(model, folded, arrays, qdq, images, settings)
             levels = max(levels, level)
@@ -241,7 +241,7 @@ def export_onnx(trained: Checkpoint, int8: Int8Network | None = None, unsigned: 
 
 
 def _dequantised(qdq: onnx_writer.Qdq) -> Arrays:
-    """What the integer weights and biases of a network stand for, fp32."""
+    """The fp32 values that the integer weights and biases of a network represent."""
     found = {}
     for layer in quantise.layers(qdq.graph):
         weight = qdq.params[layer.weight]
@@ -254,17 +254,17 @@ def _dequantised(qdq: onnx_writer.Qdq) -> Arrays:
 
 def _by_integers(model: Any, graph: Graph, arrays: Arrays, qdq: onnx_writer.Qdq, images: np.ndarray,
                  settings: Any) -> tuple[np.ndarray, np.ndarray, float]:
-    """Compute each operator in floats of what ONNX Runtime has before it, wherever that is integers.
+    """Compute each operator in floats from ONNX Runtime's integers at its inputs, wherever these are integers.
 
     Args:
-        model: onnx.ModelProto in the QDQ form of the float `graph`, by the names of its nodes.
-        arrays: parameters and running statistics in floats, which stand where `qdq` has no integers.
+        model: onnx.ModelProto in the QDQ form of the float `graph`, with the names of its nodes.
+        arrays: parameters and running statistics in floats, used where `qdq` has no integers.
         images: (N, 3, H, W).
         settings: onnxruntime.SessionOptions.
 
     Returns:
-        Our probabilities, ONNX Runtime's, and the largest difference of its integers from ours before these are
-        rounded, in levels.
+        Our probabilities, ONNX Runtime's, and the largest difference, in levels, between its integers and our results
+        before rounding.
     """
     import onnx
     import onnxruntime
@@ -283,7 +283,7 @@ def _by_integers(model: Any, graph: Graph, arrays: Arrays, qdq: onnx_writer.Qdq,
     found = dict(zip(rounding, integers, strict=True))
 
     values: Arrays = {**arrays, **_dequantised(qdq), "data": images}
-    values |= {name: np.zeros(len(images), np.float32) for name in graph.variables if name not in values}  # labels
+    values |= {name: np.zeros(len(images), np.float32) for name in graph.variables if name not in values}  # the labels
     levels = 0.0
     for node in graph:
         if not node.is_variable:

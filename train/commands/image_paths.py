@@ -1,4 +1,4 @@
-"""Which images a command line means."""
+"""Resolves image files, folders and lists from the command line."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ LIST, STDIN = ".txt", Path("-")
 
 
 def image_paths(places: Sequence[Path]) -> list[Path]:
-    """Each file; the image files in each folder and in those within it, by name; those that a .txt file lists, one a
-    line, or standard input for "-". What of a folder is left out is said on stderr.
+    """The image files of `places`, in order: files; all image files in a folder and its subfolders, by name; files
+    listed in a .txt file, one per line, or on standard input for "-". Files of a folder that are left out are reported
+    on stderr.
 
-    Raises TrainError for a folder or a list without any, and for a place that is not there.
+    Raises TrainError for a folder or a list without image files, and for a place that does not exist.
     """
     paths: list[Path] = []
     for place in places:
@@ -46,14 +47,15 @@ def _in_folder(folder: Path) -> list[Path]:
 
 
 def _listed(place: Path) -> list[Path]:
-    """The names of files are bytes, whatever the locale: they stay as they are."""
+    """The paths in a list. File names are bytes that need not fit the locale, so they are kept unchanged."""
     try:
         content = sys.stdin.buffer.read() if place == STDIN else read_file(place)
     except OSError as error:
-        raise TrainError(f"{place} cannot be read ({error.strerror}): give a list of image files, one a line") from None
-    lines = os.fsdecode(content.removeprefix(b"\xef\xbb\xbf")).split("\n")  # Windows puts a mark before it
+        raise TrainError(f"{place} cannot be read ({error.strerror}): give a list of image files, one per "
+                         "line") from None
+    lines = os.fsdecode(content.removeprefix(b"\xef\xbb\xbf")).split("\n")  # Windows writes a byte order mark
     found = [Path(line) for line in (line.removesuffix("\r") for line in lines) if line.strip()]
     if not found:
         name = "standard input" if place == STDIN else place
-        raise TrainError(f"{name} lists no image files: give one a line")
+        raise TrainError(f"{name} lists no image files: give one per line")
     return found

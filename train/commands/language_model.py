@@ -1,4 +1,4 @@
-"""The command `language-model`: train a small word language model by the loop that trains classifiers of images."""
+"""The command `language-model`: train a small word-level language model in the training loop of image classifiers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ GENERATED_WORDS, GENERATED_DIFFERENT = 200_000, 200
 
 
 def main(values: Mapping[str, Any]) -> None:
-    """Train, by the options given, and report. Raises UserError and StoppedBySignal."""
+    """Train and report. Raises UserError and StoppedBySignal."""
     workers = Workers()
     with workers.agreement():
         config, folder, start = begin(values)
@@ -50,8 +50,8 @@ def main(values: Mapping[str, Any]) -> None:
         end = len(words) - round(VALIDATION_SHARE * len(words))
         known = vocabulary(words[:end], options.vocabulary)
         if start and start.class_names != known:
-            raise TrainError(f"{start.named} is of a run with another vocabulary than that of {options.text}: "
-                             "give --text as it was, or begin a new run with another --output")
+            raise TrainError(f"{start.named} belongs to a run with another vocabulary than that of {options.text}: "
+                             "give the original --text, or begin a new run with another --output")
         tokens = numbered(words, known)
         on_gpu = placement.device.startswith("gpu")
         loading = LoaderConfig(data=options.text, batch_size=config.batch_size, seed=config.seed,
@@ -68,7 +68,7 @@ def main(values: Mapping[str, Any]) -> None:
         executor.set_params(params, {})
         trainer = Trainer(config, workers, executor, loaders[0], loaders[1], folder, start)
     trainer.saver.resume_command = f"{launcher()} language-model --resume {shlex.quote(str(folder))}"
-    unknown = float(np.mean(tokens[end:] == 0))  # a network that always says <unk> is right with these
+    unknown = float(np.mean(tokens[end:] == 0))  # the share that a network would get right by always answering <unk>
     facts = Facts(_precision(config, placement), sum(array.size for array in params.values()), num_known(known),
                   loaders[0].num_images, loaders[1].num_images, unknown, best_possible)
     try:
@@ -80,7 +80,7 @@ def main(values: Mapping[str, Any]) -> None:
 
 
 def _check_memory(model: LanguageModel) -> None:
-    """Raises TrainError where this machine does not hold the parameters, their gradients and AdamW's averages."""
+    """Raise TrainError if the parameters, their gradients and AdamW's averages do not fit into memory."""
     shapes = model.graph.infer_shapes(model.shapes)
     count = sum(math.prod(shapes[Ref(name)]) for name in model.graph.arguments if name not in model.shapes)
     needed, free = 4 * ITEM_BYTES["float32"] * count, psutil.virtual_memory().available
@@ -90,13 +90,13 @@ def _check_memory(model: LanguageModel) -> None:
 
 
 def _text(options: LanguageModelOptions, quiet: bool) -> tuple[list[str], float | None]:
-    """The words, and the best possible perplexity where it is known. Raises DataError."""
+    """The words, and the best possible perplexity if it is known. Raises DataError."""
     if options.text != GENERATED:
         return read_words(Path(options.text)), None
     words, best_possible = generated_words(GENERATED_WORDS, GENERATED_DIFFERENT, options.seed)
     if not quiet:
-        print(f"generated text of {len(words):,} words, {GENERATED_DIFFERENT} different ones: who knows how it was "
-              f"made has a perplexity of {best_possible:.2f}", flush=True)
+        print(f"generated text of {len(words):,} words, {GENERATED_DIFFERENT} different ones: the best possible "
+              f"perplexity is {best_possible:.2f}", flush=True)
     return words, best_possible
 
 
@@ -107,7 +107,7 @@ def _precision(config: Config, placement: Placement) -> str:
 
 
 def _note(facts: Facts, num_words: int, trainer: Trainer, recorder: Recorder) -> None:
-    """What there is to know about network and text before the first step."""
+    """Report network and text before the first step."""
     recorder.say(f"{num_words:,} words, {facts.vocabulary:,} in the vocabulary; {facts.training_words:,} are learned "
                  f"in an epoch, {facts.validation_words:,} are for validation")
     if facts.unknown_share:
@@ -117,16 +117,15 @@ def _note(facts: Facts, num_words: int, trainer: Trainer, recorder: Recorder) ->
 
 
 def begin(values: Mapping[str, Any]) -> tuple[LanguageModelConfig, Path, Checkpoint | None]:
-    """The configuration and folder of a new run, or of one that is gone on with, and then what it goes on from. Raises
-    TrainError."""
+    """The configuration and folder of a new or resumed run, and the checkpoint to resume from. Raises TrainError."""
     file = checkpoint_to_resume(values)
     if not file:
         config = LanguageModelConfig.of(part_of(LanguageModelOptions, values))
         return config, run_folder_of(config), None
     start = checkpoint.load(file)
     if not isinstance(start.config, LanguageModelConfig):
-        raise TrainError(f"{file} is of a network for images, and not of a language model: give another one, or go on "
-                         "with that one by python -m train --resume")
+        raise TrainError(f"{file} belongs to a network for images, not to a language model: give another one, or "
+                         "resume it with python -m train --resume")
     of_run = replace(start.config.options, output=checkpoint.run_folder(file), max_steps=steps_allowed(start))
     config = LanguageModelConfig.of(replace(of_run, **values))
     config.check_goes_on(start.config, start.named)

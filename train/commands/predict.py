@@ -1,4 +1,4 @@
-"""Prediction: the most likely classes of given image files, printed; `predict_to_file` has the way for many.
+"""Prediction: print the most likely classes of given image files. `predict_to_file` serves large numbers of images.
 
     python -m train predict --checkpoint runs/my-run picture1.jpg folder/ [--json] [--contact-sheet sheet.png]
     python -m train predict --checkpoint runs/my-run folder/ --output predictions.csv
@@ -24,21 +24,19 @@ from rich.table import Table
 from common import files
 from common.drawing import fitting, font
 from pipelines import open_files
-from train import devices, weights
 from train.build import inference_executor
 from train.classes import printable
 from train.commands.image_paths import image_paths
-from train.commands.predict_to_file import finite, name_damaged, predict_to_file, top_of
+from train.commands.predict_to_file import finite, name_damaged, predict_to_file, prepare
 from train.commands.prediction_file import most_likely
 from train.errors import TrainError
 from train.options.commands import PredictOptions
 from train.processes.distributed import Workers
-from train.weights import int8_file
 
 
 @dataclass(frozen=True)
 class Guess:
-    """One class that an image may belong to."""
+    """A possible class of an image."""
 
     name: str
     index: int
@@ -47,15 +45,15 @@ class Guess:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the network says about one file, the most likely class first."""
+    """The predictions for one file, the most likely class first."""
 
     file: Path
     guesses: list[Guess]
-    picture: np.ndarray  # uint8 (size, size, 3): what the network saw
+    picture: np.ndarray  # uint8 (size, size, 3): the network's input
 
 
 def main(values: Mapping[str, Any]) -> None:
-    """Predict, by the options given. Raises UserError."""
+    """Predict and print. Raises UserError."""
     options, workers = PredictOptions(**values), Workers()
     if not options.checkpoint:
         raise TrainError("prediction needs trained weights: give --checkpoint with a run folder, a checkpoint or a "
@@ -64,14 +62,15 @@ def main(values: Mapping[str, Any]) -> None:
         predict_to_file(options, values, workers)
         return
     if workers.size > 1:
-        raise TrainError("several processes predict into a file: give --output, or use python -m train predict",
+        raise TrainError("several processes can only predict into a file: give --output, or use "
+                         "python -m train predict",
                          on_all_ranks=True)
     options = replace(options, images=tuple(image_paths(options.images)))
     if options.contact_sheet:
         _check_sheet(Path(options.contact_sheet), options.images)
     predictions = predict(options)
     for file in sorted(set(options.images) - {prediction.file for prediction in predictions}):
-        print(f"skipped, no readable image: {file}", file=sys.stderr)
+        print(f"skipped, not a readable image: {file}", file=sys.stderr)
     if options.contact_sheet:
         files.write(Path(options.contact_sheet), contact_sheet(predictions))
     if options.json:
@@ -82,27 +81,15 @@ def main(values: Mapping[str, Any]) -> None:
 
 def predict(options: PredictOptions) -> list[Prediction]:
     """Predictions for the given image files, in their order. Raises TrainError or DataError for a user's mistake."""
-    trained = weights.load(options.checkpoint)
-    top = top_of(options, trained)
-    if int8 := int8_file.load(options.checkpoint, trained) if options.int8 else None:
-        trained = int8.prepared(trained)
-    config = replace(
-        trained.config,
-        batch_size=min(options.batch_size, len(options.images)),
-        device=options.device,
-        executor=options.executor,
-        dtype="auto",
-    )
-    if int8:
-        config = devices.for_int8(config, vars(options))
-    placement = devices.choose(config, local_rank=0)
-    executor = inference_executor(trained, int8, config, placement)
-    predictions = []
+    job = prepare(options, Workers())
+    config = replace(job.config, batch_size=min(options.batch_size, len(options.images)))
+    executor = inference_executor(job.trained, job.int8, config, job.placement)
+    predictions, names = [], job.trained.class_names
     with open_files(
         options.images,
         config.inference_image_size,
         config.batch_size,
-        device=placement.device.partition("(")[0],
+        device=job.placement.device.partition("(")[0],
         on_bad_image=options.on_bad_image,
         max_pixels=options.max_pixels,
         num_threads=options.num_threads,
@@ -112,22 +99,22 @@ def predict(options: PredictOptions) -> list[Prediction]:
         for batch in loader:
             executor.infer(batch.data)
             probabilities = finite(executor.request_probabilities()()[: batch.num_valid], options)
-            classes, best = most_likely(probabilities, top)
+            classes, best = most_likely(probabilities, job.top)
             positions = batch.label.asnumpy()[: batch.num_valid].astype(int)
             pixels = batch.data.asnumpy()[: batch.num_valid, ..., :3] * config.std + config.mean
             pictures = pixels.round().clip(0, 255).astype(np.uint8)
             for position, indices, values, picture in zip(positions, classes.tolist(), best.tolist(), pictures,
                                                           strict=True):
-                guesses = [Guess(trained.class_names[i], i, value) for i, value in zip(indices, values, strict=True)]
+                guesses = [Guess(names[i], i, value) for i, value in zip(indices, values, strict=True)]
                 predictions.append(Prediction(options.images[position], guesses, picture))
         name_damaged(loader)
     return predictions
 
 
 def _check_sheet(sheet: Path, images: Sequence[Path]) -> None:
-    """Raise UserError where it would be written over a photograph, or cannot be written."""
+    """Raise UserError if the sheet would replace one of the images, or cannot be written."""
     if sheet.suffix.lower() != ".png":
-        raise TrainError(f"--contact-sheet {sheet} must end in .png, as the sheet is one")
+        raise TrainError(f"--contact-sheet {sheet} must end in .png: the sheet is a PNG image")
     if sheet.resolve() in {image.resolve() for image in images}:
         raise TrainError(f"--contact-sheet {sheet} is one of the images, which it would replace: give another name")
     files.check_place(sheet, "give another --contact-sheet")
@@ -151,14 +138,15 @@ def _print(predictions: Sequence[Prediction]) -> None:
 
 # --- the contact sheet ---
 
-_CELL, _GAP, _LINE, _GUESSES = 224, 20, 20, 3  # pixels of a picture, between pictures and of a line; lines of guesses
+_CELL, _GAP, _LINE, _GUESSES = 224, 20, 20, 3  # pixels: a picture, a gap, a line of text; lines of guesses
 _PAPER, _INK, _FAINT, _BAR = "#ffffff", "#1f2328", "#6e7781", "#d6e6f7"
 
 
 def contact_sheet(predictions: Sequence[Prediction], columns: int = 6) -> bytes:
-    """A PNG with every picture, its file name and its three most likely classes, each over a bar of that length.
+    """A PNG with every picture, its file name and its three most likely classes, each over a bar whose length is its
+    probability.
 
-    Raises TrainError where there is no prediction to show.
+    Raises TrainError if there is no prediction to show.
     """
     if not predictions:
         raise TrainError("there is no prediction to draw on the contact sheet: all images were skipped")
@@ -173,7 +161,7 @@ def contact_sheet(predictions: Sequence[Prediction], columns: int = 6) -> bytes:
         y = _GAP + i // columns * (height + _GAP)
         sheet.paste(Image.fromarray(prediction.picture).resize((_CELL, _CELL), Image.Resampling.BICUBIC), (x, y))
         y += _CELL + 6
-        name = printable(str(Path(*prediction.file.parts[-2:])))  # the folder is often the true class
+        name = printable(str(Path(*prediction.file.parts[-2:])))  # with the folder, which is often the true class
         draw.text((x, y), fitting(name, regular, _CELL), _FAINT, regular)
         for rank, guess in enumerate(prediction.guesses[:_GUESSES]):
             y += _LINE

@@ -1,4 +1,4 @@
-"""The command quantize: a trained network in INT8, and what that costs.
+"""The command quantize: convert a trained network to INT8, and show what that costs.
 
     python -m train quantize --checkpoint runs/my-run [--data PATH] [--calibration entropy] [--images 512]
 
@@ -42,27 +42,27 @@ from train.weights import int8_file
 from train.weights.int8_file import Int8Network, executor_of
 
 CPU = Placement("mxnet", "cpu(0)", "")
-MIN_IMAGES = 16  # fewer are a range of single images
-# Images in a batch are as many as have 2^20 pixels, 64 at most: all tensors of a batch are in memory at once.
+MIN_IMAGES = 16  # with fewer images, single ones would determine the ranges
+# A batch has 2^20 pixels, and 64 images at most, because all tensors of a batch are in memory at once.
 _BATCH_PIXELS, _LARGEST_BATCH = 2**20, 64
-NOISE_IMAGES = 4  # that an untrained network is calibrated on
-MUCH = 0.01  # of top-1: what INT8 should not lose
+NOISE_IMAGES = 4  # images for calibrating an untrained network
+MUCH = 0.01  # a larger loss of top-1 than INT8 should have
 
 Tensors = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
 class LayerError:
-    """What INT8 does to a layer, as ratios of signal to noise in dB: 20 more are a tenth of the noise."""
+    """The effect of INT8 on a layer, as signal-to-noise ratios in dB: 20 dB more is a tenth of the noise."""
 
     name: str
-    limit: float  # the largest absolute value that its output tells apart; 0 where that is in floats
-    weight_db: float  # of its weights, each alone
-    output_db: float  # of its output for images, with the noise of all layers before it
+    limit: float  # the output's largest representable absolute value; 0 for a float output
+    weight_db: float  # of each weight by itself
+    output_db: float  # of the output for images, including the noise of all earlier layers
 
 
 def main(values: Mapping[str, Any]) -> None:
-    """Quantise, by the options given. Raises UserError, and StoppedBySignal."""
+    """Quantise. Raises UserError and StoppedBySignal."""
     options = QuantizeOptions(**values)
     if not options.checkpoint:
         raise TrainError("quantize needs trained weights: give --checkpoint with a run folder, a checkpoint or a file "
@@ -120,9 +120,9 @@ def _quantize(options: QuantizeOptions, values: Mapping[str, Any]) -> None:
 
 
 def choose(config: LoaderConfig, count: int | None, seed: int) -> list[int]:
-    """`count` of the training images, drawn by the seed; None: the usual number, or all where there are fewer.
+    """`count` random training images, by the seed; None: the default number, or all if there are fewer.
 
-    Raises DataError, and TrainError where there are fewer than `count` or MIN_IMAGES.
+    Raises DataError, and TrainError if there are fewer than `count` or MIN_IMAGES.
     """
     total = len(open_source(config.data, config.split, **config.reading))
     if total < MIN_IMAGES:
@@ -137,8 +137,8 @@ def choose(config: LoaderConfig, count: int | None, seed: int) -> list[int]:
 
 def quantised(trained: Checkpoint, config: Config, batches: Iterator[Batch], method: str,
               kept: Kept) -> tuple[Int8Network, list[LayerError]]:
-    """A trained network in INT8, calibrated on these batches, and the errors that it makes on the first of them.
-    Raises UserError."""
+    """Quantise a trained network, calibrated on these batches; also return its errors on the first batch. Raises
+    UserError."""
     graph = models.create(trained.config.model, trained.num_classes).graph
     tensors_of = _Tensors(graph, trained, config)
     calibration, first, count = Calibration(tensors_of.names), None, 0
@@ -147,7 +147,7 @@ def quantised(trained: Checkpoint, config: Config, batches: Iterator[Batch], met
         calibration.add(tensors)
         first = first or tensors
         count += batch.num_valid
-    assert first  # there are MIN_IMAGES or more
+    assert first  # there are at least MIN_IMAGES images
     scales = calibration.scales(method)
     listed = pipeline.quantised_passes("float32", scales, kept)
     before = pipeline.run({name: each for name, each in listed.items() if name != "quantise"}, graph)
@@ -160,8 +160,8 @@ def quantised(trained: Checkpoint, config: Config, batches: Iterator[Batch], met
 
 
 def untrained(model: str, num_classes: int, image_size: int) -> tuple[Checkpoint, Int8Network]:
-    """A network with initial values, and the same in INT8, calibrated on noise of so many pixels: for measurements of
-    speed, which does not depend on the values."""
+    """A network with initial values and its INT8 version, calibrated on noise of this image size. For speed
+    measurements only, which do not depend on the values."""
     params, aux = models.create(model, num_classes).initial_values(seed=0, zero_init_residual=False)
     config = Config(model=model, image_size=image_size, batch_size=NOISE_IMAGES)
     trained = Checkpoint(params=params, aux=aux, state={}, config=config,
@@ -174,7 +174,7 @@ def untrained(model: str, num_classes: int, image_size: int) -> tuple[Checkpoint
 
 
 class _Tensors:
-    """All tensors that may become int8, and the outputs of classifiers, in floats, for a batch of images."""
+    """The float values, for a batch of images, of all tensors that may become int8 and of the classifiers' outputs."""
 
     def __init__(self, graph: Graph, trained: Checkpoint, config: Config) -> None:
         fused = pipeline.run(pipeline.FUSED, graph)
@@ -193,14 +193,14 @@ class _Tensors:
 
 
 def _errors(network: Int8Network, graph: Graph, params: Mapping[str, np.ndarray], exact: Tensors) -> list[LayerError]:
-    """Those of each layer, from its tensors in floats for some images."""
+    """The error of each layer, from its tensors in floats for some images."""
     variables = {**network.params, "data": exact["data"], "softmax_label": np.zeros(len(exact["data"]))}
     found = reference.forward(graph, {Ref(name): variables[name] for name in graph.variables}, training=False)
     errors = []
     for layer in layers(graph):
         name, integers = layer.node.name, network.params[layer.weight]
         scale = layer.node["scale"]
-        # What the multiplier was made of, in the order of `quantise_params`.
+        # The factors of the multiplier, in the order of `quantise_params`.
         weight_scale = network.params[layer.multiplier].astype(np.float64) * scale / layer.data_scale
         weight = integers * weight_scale.reshape(-1, *(1,) * (integers.ndim - 1))
         output = found[Ref(name)]
@@ -213,7 +213,7 @@ def _errors(network: Int8Network, graph: Graph, params: Mapping[str, np.ndarray]
 
 
 def _decibel(exact: np.ndarray, found: np.ndarray) -> float:
-    """Signal to noise; inf without noise."""
+    """Signal-to-noise ratio in dB; inf without noise."""
     exact = exact.astype(np.float64)
     signal, noise = (exact**2).sum(), ((found - exact) ** 2).sum()
     return float(10 * np.log10(signal / noise)) if noise and signal else float("inf")
@@ -221,7 +221,7 @@ def _decibel(exact: np.ndarray, found: np.ndarray) -> float:
 
 def _validated(executor: Executor, loader: Loader, workers: Workers) -> Metrics:
     found = validate(executor, loader, workers, progress=printed_progress(loader.num_batches))
-    assert found  # nothing stops it before its end
+    assert found  # validation is never stopped early here
     return found.metrics
 
 

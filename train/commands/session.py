@@ -1,4 +1,4 @@
-"""What commands that train or validate have in common: the run's folder, its device, its recorder and its report."""
+"""Shared by the commands that train or validate: the run's folder, its device, its recorder and its report."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from train.report import predictions
 from train.report.inspection import describe, predict_some
 from train.report.page import write_report
 
-LOADER_SECONDS = 2.0  # how long the loader alone is measured
-AUTO = "auto"  # value of --resume: go on with the run in --output, or begin it
+LOADER_SECONDS = 2.0  # duration of the measurement of the loader alone
+AUTO = "auto"  # value of --resume: resume the run in --output, or begin it
 
 
 def name_preset(config: Config, values: Mapping[str, Any], workers: Workers) -> None:
-    """Where the user chose no preset: say which one the run got."""
+    """Report the preset, if the user chose none."""
     if workers.rank == 0 and "config" not in values:
         most = "up to " * demonstration.is_one(config, values)
         recipe = f"{most}{config.epochs} epoch{'s' * (config.epochs > 1)} at {config.image_size} pixels"
@@ -53,11 +53,11 @@ def name_preset(config: Config, values: Mapping[str, Any], workers: Workers) -> 
 
 
 def checkpoint_to_resume(values: Mapping[str, Any]) -> Path | None:
-    """The file that --resume means; None: a run begins. Raises TrainError."""
+    """The checkpoint file that --resume means; None: a new run begins. Raises TrainError."""
     place = values.get("resume")
     if place and place != AUTO and values.get("weights"):
-        raise TrainError(f"--weights {values['weights']} begins a run, and --resume {place} goes on with one, whose "
-                         "weights it has: leave out one of them")
+        raise TrainError(f"--weights {values['weights']} begins a run, but --resume {place} continues one with its "
+                         "own weights: leave out one of them")
     if place == AUTO:
         if "output" not in values:
             raise TrainError("--resume auto needs --output with the folder of the run; or give --resume that folder")
@@ -66,46 +66,46 @@ def checkpoint_to_resume(values: Mapping[str, Any]) -> Path | None:
 
 
 def steps_allowed(start: Checkpoint) -> int:
-    """The --max-steps that a run goes on with where no other is given: its own, unless it has been reached."""
+    """The default --max-steps of a resumed run: its own value, unless it has been reached."""
     return 0 if start.is_at_limit else start.config.max_steps
 
 
 def run_folder_of(config: Config, resumed_file: Path | None = None) -> Path:
-    """The run's folder, which is not made yet. Raises UserError where it holds another run or cannot be written."""
+    """The run's folder, not created yet. Raises UserError if it holds another run or cannot be written."""
     folder = Path(config.output or f"runs/{config.config}-{datetime.now():%Y%m%d-%H%M%S}")
     goes_on_there = config.resume == AUTO or (resumed_file is not None and folder in resumed_file.parents)
     if (folder / CONFIG_FILE).exists() and not goes_on_there:
-        way_out = f"go on with it (--resume {folder})" if checkpoint.in_folder(folder) else "remove it"
+        way_out = f"resume it (--resume {folder})" if checkpoint.in_folder(folder) else "remove it"
         raise TrainError(f"the output folder {folder} already holds a run: {way_out}, or give another --output")
-    if is_first():  # which writes for all
+    if is_first():  # only the first process writes
         files.check_place(folder / CONFIG_FILE, "give another --output")
     return folder
 
 
 def of_network(config: Config, values: Mapping[str, Any], trained: Checkpoint) -> Config:
-    """The configuration with the number of classes of a trained network, and with its labels where the data have them.
-    Raises TrainError where others are given."""
+    """The configuration with a trained network's number of classes, and its kind of labels if the data offers several.
+    Raises TrainError if other ones were given."""
     wanted, has = values.get("num_classes"), trained.num_classes
     if wanted and wanted != has:
-        raise TrainError(f"--num-classes {wanted} is not for a network that has {has} classes already: leave it out, "
+        raise TrainError(f"--num-classes {wanted} contradicts the network, which has {has} classes: leave it out, "
                          "or train a new one")
     unsaid, learned = Config.labels, trained.config.labels
     chosen = values.get("labels", unsaid)
     if unsaid not in (chosen, learned) and chosen != learned:
-        raise TrainError(f"--labels {chosen} is not for a network that was trained on the {learned} labels: leave it "
-                         "out, or train a new one")
+        raise TrainError(f"--labels {chosen} contradicts the network, which was trained on the {learned} labels: leave "
+                         "it out, or train a new one")
     if chosen == unsaid != learned:
         config = replace(config, labels=learned if has_label_sets(config.data) else unsaid)
     return replace(config, num_classes=has if config.num_classes else 0)
 
 
 def prepare(config: Config, workers: Workers) -> devices.Placement:
-    """Choose the device, saying so where it matters, and make the built-in sample set if it is asked for."""
+    """Choose the device, printing the choice if it matters, and create the built-in sample set if it is requested."""
     placement = devices.choose(config, workers.local_rank)
     if placement.note and workers.rank == 0:
         print(placement.note, flush=True)
     if workers.rank:
-        logging.getLogger("graph_passes.cuda").setLevel(logging.ERROR)  # process 0 says for all that kernels are chosen
+        logging.getLogger("graph_passes.cuda").setLevel(logging.ERROR)  # only process 0 logs the choice of kernels
     with workers.agreement():
         if config.data == SAMPLES and workers.local_rank == 0:
             make_samples(SAMPLES_FOLDER)
@@ -113,10 +113,11 @@ def prepare(config: Config, workers: Workers) -> devices.Placement:
 
 
 def name_images(loader: Loader, workers: Workers) -> list[tuple[str, str]]:
-    """Name, on stderr, what of the data is left out, and the images that a loader's processes have skipped, or used
-    though they are damaged; returns the skipped ones and why each was. A collective operation."""
+    """Print on stderr which data is left out, which images any process has skipped, and which damaged ones it has used.
+    Returns the skipped images with their reasons. A collective operation."""
     found = workers.gather((loader.bad_images, loader.damaged_images))
-    # Two may have met one image: a process whose own images of a batch are all bad looks at the others' for a good one.
+    # Two processes may report one image: a process whose part of a batch is all unreadable takes a good image from the
+    # others' parts.
     bad, damaged = (dict(image for of_process in found for image in of_process[kind]) for kind in range(2))
     if workers.rank == 0:
         for remark in loader.remarks:
@@ -128,12 +129,12 @@ def name_images(loader: Loader, workers: Workers) -> list[tuple[str, str]]:
 
 
 def shown_skipped(number: int) -> str:
-    """Behind a number of images, that of those which were skipped besides."""
+    """The number of skipped images, as a suffix to a number of images."""
     return f" ({number:,} skipped)" if number else ""
 
 
 def open_recorder(trainer: Trainer, num_epochs: int | None, warmup_steps: int = 10) -> Recorder:
-    """Make the run's folder with the recorder in it, and its config.json. Raises TrainError where that fails."""
+    """Create the run's folder with the recorder and config.json in it. Raises TrainError if that fails."""
     config, workers, progress = trainer.state.stated, trainer.workers, trainer.state.progress
     is_apart = is_elastic() and progress.step > 0 and not (trainer.run_folder / METRICS_FILE).exists()
     recorder = Recorder(
@@ -152,11 +153,11 @@ def open_recorder(trainer: Trainer, num_epochs: int | None, warmup_steps: int = 
         tensorboard=config.tensorboard,
         mlperf=config.mlperf,
     )
-    if workers.rank == 0:  # once the recorder has the folder for itself
+    if workers.rank == 0:  # after the recorder has locked the folder
         _write_config(trainer)
     if is_apart:
-        recorder.say(f"{trainer.run_folder} holds nothing of this run here: its report begins anew after step "
-                     f"{progress.step}; give --output a folder that the machines share")
+        recorder.say(f"{trainer.run_folder} has no record of this run on this machine: its report begins anew after "
+                     f"step {progress.step}; give --output a folder that the machines share")
     if trainer.all_reduce:
         recorder.say(workers.describe(trainer.all_reduce))
     return recorder
@@ -168,8 +169,8 @@ def _write_config(trainer: Trainer) -> None:
 
 
 def train(trainer: Trainer, note: Callable[[Trainer, Recorder], None]) -> None:
-    """Train to the end, record it in the run's folder, and write the report; `note` tells the recorder what there is to
-    know before the first step. Raises UserError and StoppedBySignal."""
+    """Train to the end, record the run in its folder, and write the report. `note` reports the run's properties to the
+    recorder before the first step. Raises UserError and StoppedBySignal."""
     trainer.join()
     trainer.settle()
     with trainer.workers.agreement():
@@ -178,9 +179,9 @@ def train(trainer: Trainer, note: Callable[[Trainer, Recorder], None]) -> None:
         with recorder:
             note(trainer, recorder)
             trainer.run(recorder)
-            if trainer.config.data != SYNTHETIC:  # which is made once and costs nothing
+            if trainer.config.data != SYNTHETIC:  # generated once, so there is nothing to measure
                 recorder.loader_speed(measure_loader(trainer.train_loader, trainer.workers))
-                trainer.saver.save(recorder)  # again, if somebody has removed it meanwhile
+                trainer.saver.save(recorder)  # again, in case it was removed meanwhile
     except StoppedBySignal:
         report(recorder, trainer.run_folder)
         raise
@@ -190,27 +191,27 @@ def train(trainer: Trainer, note: Callable[[Trainer, Recorder], None]) -> None:
 
 
 def lost_process(trainer: Trainer) -> LostProcessError:
-    """What ends a run that has lost the connection to another of its processes."""
+    """The error for a run that has lost the connection to another of its processes."""
     drain_engine()
-    return LostProcessError("the connection to another process of this run is lost; go on from the last checkpoint, if "
-                            f"there is one, with: {trainer.saver.resume_command}")
+    return LostProcessError("the connection to another process of this run is lost; resume from the last checkpoint, "
+                            f"if there is one, with: {trainer.saver.resume_command}")
 
 
 def _check_complete(trainer: Trainer, recorder: Recorder) -> None:
-    """Raise ProgramError where somebody has removed files of the run while it went on."""
+    """Raise ProgramError if files of the run were removed while it ran."""
     if recorder.enabled and not (trainer.run_folder / CONFIG_FILE).exists():
         recorder.all_removed.append(CONFIG_FILE)
         _write_config(trainer)
     if names := list(dict.fromkeys(recorder.all_removed)):
         lost = ", earlier checkpoints are not" * any(not (trainer.run_folder / name).exists() for name in names)
         raise ProgramError(f"the run has ended, but {', '.join(names)} had been removed from {trainer.run_folder} "
-                           f"while it went on: what was still known is there again{lost}")
+                           f"meanwhile: what was still known is written again{lost}")
 
 
 def measure_loader(loader: Loader, workers: Workers) -> float:
-    """Images/sec of the loader alone, over all processes."""
+    """Images/sec of the loader running alone, summed over all processes."""
     batches = iter(itertools.chain.from_iterable(itertools.repeat(loader)))
-    for _ in range(loader.config.prefetch + 1):  # made ahead while the network still computed
+    for _ in range(loader.config.prefetch + 1):  # prefetched while the network was still computing
         next(batches)
     start, count = time.perf_counter(), 0
     while time.perf_counter() - start < LOADER_SECONDS:
@@ -220,8 +221,8 @@ def measure_loader(loader: Loader, workers: Workers) -> float:
 
 
 def report(recorder: Recorder, run_folder: Path, trainer: Trainer | None = None) -> None:
-    """Write the report, of the process that has recorded the run; with a `trainer` whose run is complete, and a
-    validation behind it, also what its network makes of some images. Raises TrainError."""
+    """Write the report, in the process that has recorded the run. With a `trainer` whose run is complete and validated,
+    it also shows predictions for some images. Raises TrainError."""
     pulse.show(Activity.REPORTING)
     if not recorder.enabled:
         return
@@ -239,13 +240,13 @@ def report(recorder: Recorder, run_folder: Path, trainer: Trainer | None = None)
 
 @contextlib.contextmanager
 def _kept(recorder: Recorder, run_folder: Path) -> Iterator[None]:
-    """Inside, the run's files are open, and so cannot be lost: those that somebody removes are written again at the
-    end, and `recorder` gets their names. Raises UserError where they cannot be written."""
+    """Inside, the run's files are kept open, so their content survives even if they are removed from outside. Such
+    files are written again at the end, and `recorder` gets their names. Raises UserError if they cannot be written."""
     checkpoints = sorted((run_folder / checkpoint.FOLDER).glob("*.npz"))
     with contextlib.ExitStack() as opened:
         contents = {}
         for path in (*checkpoints, run_folder / CONFIG_FILE, run_folder / METRICS_FILE):
-            with contextlib.suppress(OSError):  # it has been removed before
+            with contextlib.suppress(OSError):  # it was removed before
                 contents[path] = opened.enter_context(path.open("rb"))
         yield
         for path, file in contents.items():
@@ -266,12 +267,12 @@ def _write_report(recorder: Recorder, run_folder: Path, trainer: Trainer | None)
                 found = predict_some(trainer.executor, trainer.val_loader, trainer.state.progress.epoch,
                                      recorder.evaluated)
             predictions.save(found, folder)
-        except DataError as error:  # the run is complete all the same
+        except DataError as error:  # the run is complete anyway
             print(f"no picture of predictions: {error}", flush=True)
     print(f"report: {write_report(folder, recorder.record)}")
 
 
 def has_predictions(trainer: Trainer, recorder: Recorder) -> bool:
-    """Whether the run has validated images that somebody can look at."""
+    """Whether the run has validated images that can be shown."""
     validated = any(row.evaluation for row in recorder.record.epochs)
     return validated and trainer.config.data != SYNTHETIC and recorder.record.examples == IMAGES

@@ -1,4 +1,4 @@
-"""The command `train`, which is what `python -m train` does without one."""
+"""The command `train`, the default of `python -m train`."""
 
 from __future__ import annotations
 
@@ -50,17 +50,17 @@ if TYPE_CHECKING:
 
 
 class Beginning(NamedTuple):
-    """What a session of a run starts from."""
+    """The starting point of a session of a run."""
 
     config: Config
     run_folder: Path
-    checkpoint: Checkpoint | None  # None: it begins
-    weights: Weights | None = None  # that it begins with; None: the network's initial ones
-    fit_machine: bool = False  # train as many epochs as suit its speed
+    checkpoint: Checkpoint | None  # None: the run begins
+    weights: Weights | None = None  # weights to begin with; None: the network's initial ones
+    fit_machine: bool = False  # choose the number of epochs by the machine's speed
 
 
 def main(values: Mapping[str, Any]) -> None:
-    """Train, by the options given. Raises UserError, StoppedBySignal, and LostProcessError."""
+    """Train. Raises UserError, StoppedBySignal, and LostProcessError."""
     if is_elastic():
         from train.processes import elastic  # needs Horovod
 
@@ -75,13 +75,13 @@ def main(values: Mapping[str, Any]) -> None:
             if not is_lost_process(error):
                 raise
             if bn_group:
-                bn_group.give_up()  # the GPU would wait for the lost one
+                bn_group.give_up()  # otherwise the GPU would wait for the lost one
             raise lost_process(trainer) from None
 
 
 def _elastic_session(values: Mapping[str, Any], state: RunState) -> None:
-    """Train until the run is over, or until processes come or go: then `state` has what the next session starts from,
-    and it comes by its executor, with all that has been compiled for it."""
+    """Train until the run ends, or until processes come or go. `state` then has the start of the next session, and the
+    executor with everything that it has compiled."""
     workers = Workers()
     if not state.beginning:
         state.beginning = begin(values, workers)
@@ -91,7 +91,7 @@ def _elastic_session(values: Mapping[str, Any], state: RunState) -> None:
 
 
 def begin(values: Mapping[str, Any], workers: Workers) -> Beginning:
-    """A new run, or one that is gone on with. A collective operation; raises TrainError."""
+    """The start of a new or resumed run. A collective operation; raises TrainError."""
     with workers.agreement():
         file = checkpoint_to_resume(values)
         if not file:
@@ -105,14 +105,14 @@ def begin(values: Mapping[str, Any], workers: Workers) -> Beginning:
             return Beginning(config, run_folder_of(config), None, weights, demonstration.is_one(config, values))
         start = checkpoint.load_checked(file)
         default = load_preset(values["config"]) if "config" in values else _resumed_config(file, start)
-        if values.get("weights"):  # those that it began with, by this same command
+        if values.get("weights"):  # the weights with which this same command began the run
             default = replace(default, **settings(start.config))
         config = of_network(configure(values, default), values, start)
         return Beginning(config, run_folder_of(config, file), start)
 
 
 def _resumed_config(file: Path, start: Checkpoint) -> Config:
-    """The configuration of the run that is gone on with, less the limit that has ended it."""
+    """The configuration of a resumed run, without the limit that has ended it."""
     return replace(start.config, output=checkpoint.run_folder(file), max_steps=steps_allowed(start))
 
 
@@ -120,12 +120,12 @@ def _resumed_config(file: Path, start: Checkpoint) -> Config:
 def open_trainer(
     beginning: Beginning, workers: Workers, executor: Executor | None = None, commit: Callable[[], None] | None = None
 ) -> Iterator[tuple[Trainer, StatisticsGroup | None]]:
-    """Inside, a trainer that has joined those of the other processes, and the GPUs that share BatchNorm's statistics.
+    """Inside: a trainer that has joined the other processes, and the group of GPUs that share BatchNorm's statistics.
 
     A collective operation; raises UserError.
 
     Args:
-        executor: one that an elastic run has used so far; None: it is built.
+        executor: the executor of an elastic run's earlier session; None: a new one is built.
         commit: see `Trainer`.
     """
     config, run_folder, start, weights, fit_machine = beginning
@@ -133,12 +133,12 @@ def open_trainer(
         with workers.agreement():
             placement = prepare(config, workers)
             bn_group = join_bn_group(config, placement, workers)
-            known = (start.classes, "the network that the run goes on with") if start else ()
+            known = (start.classes, "the network of the resumed run") if start else ()
             train_loader = loaders.enter_context(open_split(config, "train", placement, workers, *known))
             config = replace(config, **{name: getattr(train_loader.config, name) for name in FOUND_IN_DATA})
-            if config.accumulate > train_loader.num_batches:  # the learning rate is for all of a step's images
+            if config.accumulate > train_loader.num_batches:  # the learning rate assumes full steps
                 raise TrainError(f"--accumulate {config.accumulate} is more than the {train_loader.num_batches} "
-                                 "batches of an epoch, and a step ends with its epoch: lower it")
+                                 "batches of an epoch, but a step cannot span epochs: lower it")
             val_loader = None
             if config.validate_every:
                 val_loader = loaders.enter_context(open_split(config, "val", placement, workers, train_loader.classes,
@@ -147,14 +147,14 @@ def open_trainer(
                     val_loader.remarks = [*val_loader.remarks,
                                           *told_about_classes(config.data, train_loader, val_loader)]
             if not start and placement.device.startswith("gpu"):
-                # The network asks how much memory is left: it is to know of the loaders', of validation's too.
+                # The network checks how much memory is left, so both loaders must have theirs by then.
                 for loader in (train_loader, val_loader):
                     if loader:
                         loader.prepare()
             origin: list[str] = []
             if executor and start:
                 executor.set_params(start.params, start.aux)
-                executor.read_metrics()  # those of steps that are undone
+                executor.read_metrics()  # discards the metrics of undone steps
             else:
                 initial, origin = starting_point(weights, train_loader.classes, config) if weights else (start, [])
                 num_classes, largest_size = len(train_loader.class_names), max(image_sizes(config))
@@ -164,9 +164,9 @@ def open_trainer(
                 image_size = train_loader.config.size_in(start.progress.epoch if start else 0)
                 executor = build_executor(config, num_classes, image_size, placement, initial, not workers.alone,
                                           bn_group, largest_size, class_weights(config, train_loader))
-            if val_loader:  # what fails in it fails here, and no step waits for it
+            if val_loader:  # so that it fails now if at all, and no step waits for it
                 executor.prepare_inference((config.inference_image_size,) * 2)
-        if fit_machine and placement.device.startswith("cpu"):  # any GPU trains all of its epochs in seconds
+        if fit_machine and placement.device.startswith("cpu"):  # any GPU trains the full number of epochs in seconds
             config = demonstration.fit(config, executor, train_loader.num_images, workers)
         with workers.agreement():
             trainer = Trainer(config, workers, executor, train_loader, val_loader, run_folder, start, commit)
@@ -175,7 +175,7 @@ def open_trainer(
 
 
 def _note(trainer: Trainer, recorder: Recorder) -> None:
-    """What there is to know about the run before its first step."""
+    """Report the run's properties before its first step."""
     _note_origin(trainer, recorder)
     _note_frozen(trainer, recorder)
     _note_lone_values(trainer, recorder)
@@ -199,13 +199,13 @@ def _note_frozen(trainer: Trainer, recorder: Recorder) -> None:
 
 
 def _note_lone_values(trainer: Trainer, recorder: Recorder) -> None:
-    """Where BatchNorm has nothing to take a variance of, so that the loss would stay where it is for ever."""
+    """Warn where BatchNorm sees a single value per channel: without a variance the loss would never fall."""
     config = trainer.config
     size = min(image_sizes(config))
     if names := without_variance(trainer.executor, size, config.bn_group):
         others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        recorder.say(f"{names[-1]}{others} have one value per channel to normalise in batches of one image of {size} "
-                     "pixels, so that all images are the same behind them and the network hardly learns: raise "
+        recorder.say(f"{names[-1]}{others} normalise a single value per channel, in batches of one image of {size} "
+                     "pixels, so that all images look the same after them and the network hardly learns: raise "
                      "--batch-size or --image-size")
 
 
@@ -219,8 +219,8 @@ def _note_memory(trainer: Trainer, recorder: Recorder) -> None:
 
 
 def _note_data(trainer: Trainer, recorder: Recorder) -> None:
-    """What is trained and validated on; and where the accuracy of validation says nothing about images that the network
-    has not seen, that it does so."""
+    """Report the training and validation data; and warn if the accuracy is measured on training images, so that it says
+    nothing about unseen ones."""
     if not recorder.enabled:
         return
     config, train_loader, val_loader = trainer.config, trainer.train_loader, trainer.val_loader
@@ -237,5 +237,5 @@ def _note_data(trainer: Trainer, recorder: Recorder) -> None:
     recorder.say(found)
     if on_training_images:
         recorder.say(f"{config.data} has no validation images of its own (docs/data.md): accuracy after an epoch is "
-                     f"that on the {TRAINING_IMAGES}, no validation")
-        recorder.say("--val-split 0.1 would set a tenth of them aside for it")
+                     f"measured on the {TRAINING_IMAGES}, which is no validation")
+        recorder.say("--val-split 0.1 would set a tenth of the images aside for validation")

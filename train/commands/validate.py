@@ -1,4 +1,4 @@
-"""The command `validate`."""
+"""The command `validate`: loss and accuracy of a trained network on a data set."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from train.weights import int8_file
 
 
 def main(values: Mapping[str, Any]) -> None:
-    """Print loss and accuracy of a trained network, by the options given. Raises UserError."""
+    """Print loss and accuracy of a trained network. Raises UserError."""
     workers = Workers()
     folder = Path(values["report"]) if values.get("report") else None
     with workers.agreement():
@@ -55,11 +55,11 @@ def main(values: Mapping[str, Any]) -> None:
     with loader:
         progress = printed_progress(loader.num_batches) if workers.rank == 0 else None
         validation = validate(executor, loader, workers, progress=progress)
-    assert validation  # nothing stops it before its end
+    assert validation  # it is never stopped early here
     sums, skipped = validation.metrics, name_images(loader, workers)
     if not math.isfinite(sums.loss_sum):
-        raise TrainError(f"the loss of {place} is {sums.loss_sum}: its weights are too large for the precision that it "
-                         "computes in, or its images are prepared otherwise; give --dtype float32, or other weights",
+        raise TrainError(f"the loss of {place} is {sums.loss_sum}: its weights are too large for the precision of the "
+                         "computation, or its images are prepared wrongly; give --dtype float32, or other weights",
                          on_all_ranks=True)
     if workers.rank == 0:
         is_same = Path(config.data).resolve() == Path(trained.config.data).resolve()
@@ -72,7 +72,12 @@ def main(values: Mapping[str, Any]) -> None:
               f"loss {loss:.4f}, top-1 {top1:.2%}" + f", top-5 {top5:.2%}" * is_top5_told
               + f", balanced accuracy {balanced:.2%}" * is_balance_wanted)
         per_class, *_ = validation.outcomes.by_class(trained.num_classes)
-        # Data without names of classes say nothing about those that they do not show.
+        if trained.config.val_split and not config.val_split and not is_same:
+            share = f"{trained.config.val_split:g}"
+            print(f"{config.data}: all its images were validated on; the network's run kept {share} of each class of "
+                  f"{trained.config.data} for validation, so give --val-split {share} if these are the same images",
+                  file=sys.stderr)
+        # Data without class names does not say which further classes it has.
         expected = range(trained.num_classes) if is_numbered(loader.own_classes) else loader.labels
         if unseen := [loader.classes[label] for label in expected if label >= 0 and not per_class[label]]:
             print(f"{config.data}: no image of these classes was validated on, so accuracy says nothing about them: "

@@ -28,6 +28,6 @@ CONFIG = Config(
     nesterov=True,
     weight_decay=5e-4,
     ema_decay=0.99,
-    zero_init_residual=False,  # blocks that begin as their shortcuts learn late: docs/recipes.md
+    zero_init_residual=False,  # blocks that start as identities learn late
     validate_every=2,
 )

@@ -16,8 +16,8 @@ from train.options.optimizer import REFERENCE_BATCH
 
 GLOBAL_BATCH = 1024  # images
 EPOCHS = 600
-# torchvision averages every 32 steps, with a decay that its train.py makes of --model-ema-decay 0.99998, the global
-# batch and the epochs; here it is the root of that, in every step.
+# torchvision updates the average every 32 steps; its train.py computes the decay from --model-ema-decay 0.99998, the
+# global batch and the epochs. Here the average is updated in every step, with the 32nd root of that decay.
 EMA_STEPS = 32
 EMA_DECAY = 1 - (1 - 0.99998) * GLOBAL_BATCH * EMA_STEPS / EPOCHS
 

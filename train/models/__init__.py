@@ -1,4 +1,4 @@
-"""Networks by name: one family a file, whose `MODELS` says how each of its networks is made.
+"""Networks by name. Each file is a family of networks, whose `MODELS` maps a name to a function that builds it.
 
     network = create("resnet50", num_classes=1000)
     params, aux = network.initial_values(seed=0)
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from train.models.libraries import Published
     from train.models.network import Network
 
-# Names of the networks by file, so that they can be listed without importing MXNet.
+# File -> names of its networks, so that they can be listed without importing MXNet.
 FAMILIES: Mapping[str, tuple[str, ...]] = {
     "resnet": ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152"),
     "resnet_d": ("resnet18d", "resnet34d", "resnet50d", "resnet101d", "resnet152d"),
@@ -30,16 +30,16 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     "wide_resnet": ("wide_resnet50_2", "wide_resnet101_2"),
 }
 
-ALL = "all"  # where several may be named: every network
+ALL = "all"  # stands for every network, where several may be given
 
 
 def names() -> list[str]:
-    """Of all networks."""
+    """The names of all networks."""
     return [name for family in FAMILIES.values() for name in family]
 
 
 def named(words: Iterable[str]) -> list[str]:
-    """The networks that are meant, each once: by their names, by a family's (resnet), or `all`. Raises TrainError."""
+    """Resolve names of networks, names of families (resnet) and `all`, without repetitions. Raises TrainError."""
     meant: dict[str, None] = {}
     for word in words:
         of_word = names() if word == ALL else FAMILIES.get(word, (word,))
@@ -50,14 +50,15 @@ def named(words: Iterable[str]) -> list[str]:
 
 
 def check(name: str) -> None:
-    """Raises TrainError, with the nearest name, where there is no such network."""
+    """Raise TrainError, with the nearest name, if there is no such network."""
     if name not in names():
-        longer = [known for known in names() if known.startswith(name)]  # resnext50 is not meant for resnet50
+        # for resnext50 suggest resnext50_32x4d, not resnet50
+        longer = [known for known in names() if known.startswith(name)]
         raise TrainError(f"there is no model {name!r}{nearest(name, longer or names())}")
 
 
 def create(name: str, num_classes: int = 1000, label_smoothing: float = 0.0) -> Network:
-    """The training network of that name. Raises TrainError where there is none."""
+    """The training network of that name. Raises TrainError if there is none."""
     check(name)
     from train.models.network import Network
 
@@ -66,13 +67,13 @@ def create(name: str, num_classes: int = 1000, label_smoothing: float = 0.0) -> 
 
 
 def published(name: str) -> tuple[Published, ...]:
-    """What the layers of the network of that name are called in other libraries; () where none has it."""
+    """The names of the network's layers in other libraries; () if no other library has it."""
     return getattr(_family(name), "PUBLISHED", {}).get(name, ())
 
 
 def num_classes(name: str, params: Mapping[str, Any]) -> int:
-    """How many classes the network of that name has with these parameters. Raises TrainError where there is none, and
-    KeyError where the parameters are not its own."""
+    """The number of classes of the network of that name with these parameters. Raises TrainError if there is no such
+    network, and KeyError if the parameters do not belong to it."""
     return len(params[create(name).classifier[1]])
 
 

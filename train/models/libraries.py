@@ -1,5 +1,5 @@
-"""Names under which other libraries publish the weights of our networks: a family's file says what its layers are
-called there (`PUBLISHED`), and this one what the arrays of a layer are called."""
+"""Names of weights in other libraries. A family's file maps layer names (`PUBLISHED`), this file the names of a layer's
+arrays."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from dataclasses import dataclass
 
 TORCH, GLUON = "torchvision or timm", "Gluon"
 
-# Ends of our names, and what the array is called in a layer of the other library.
+# End of our name -> the array's name within a layer of the other library.
 _TORCH_ENDS = {"weight": "weight", "bias": "bias", "gamma": "weight", "beta": "bias", "moving_mean": "running_mean",
                "moving_var": "running_var"}
 _GLUON_ENDS = {"weight": "weight", "bias": "bias", "gamma": "gamma", "beta": "beta", "moving_mean": "running_mean",
                "moving_var": "running_var"}
 _OUR_END = re.compile(f"_({'|'.join(_TORCH_ENDS)})$")
-_KINDS = {"conv": "conv", "bn": "batchnorm", "classifier": "dense"}  # in names by which Gluon counts layers
+# our kinds of layers -> Gluon's, in numbered names such as conv0
+_KINDS = {"conv": "conv", "bn": "batchnorm", "classifier": "dense"}
 
 
 @dataclass(frozen=True)
 class Published:
-    """What a network's layers are called in another library.
+    """The layer names of a network in another library.
 
-    `layers` has the name there of each of our layers, in the order in which the network there makes them. `refused`:
-    why a network with these names, though all its arrays fit, computes something else than ours. `norm_of_images`: the
-    layer there, if it has one, that normalises the images once more before the first convolution.
+    `layers` maps our layer names to the library's, in the order in which the library creates them. `refused`: why such
+    a network computes something else than ours although all its arrays fit; "" if it does not. `norm_of_images`: the
+    library's layer, if any, that normalises the images once more before the first convolution.
     """
 
     library: str  # TORCH or GLUON
@@ -34,14 +35,14 @@ class Published:
     norm_of_images: str = ""
 
     def name(self, ours: str) -> str:
-        """The other library's name of our array `ours`, such as layer1.0.bn1.weight for stage1_block1_bn1_gamma."""
+        """The library's name of our array `ours`, such as layer1.0.bn1.weight for stage1_block1_bn1_gamma."""
         found = _OUR_END.search(ours)
         assert found, ours
         ends = _TORCH_ENDS if self.library == TORCH else _GLUON_ENDS
         return f"{self.layers[ours[: found.start()]]}.{ends[found[1]]}"
 
     def counted(self) -> dict[str, str]:
-        """Gluon's other names of the layers, which it counts by their kinds within a stage: stage1_conv0."""
+        """Gluon's alternative layer names, numbered by kind within a stage: stage1_conv0."""
         layers = {"images_bn": self.norm_of_images, **self.layers} if self.norm_of_images else self.layers
         counts: Counter[str] = Counter()
         names = {}

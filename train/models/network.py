@@ -1,4 +1,4 @@
-"""The record of a network: its name, its Symbol, and the values that it starts from."""
+"""A network: its name, its Symbol, and its initial values."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Shapes = dict[str, tuple[int, ...]]
 class Network:
     """A network for training.
 
-    `symbol` has the inputs `data` (N, H, W, C), C = 3, or 4 where the loader pads a zero channel, and `softmax_label`
-    (N,), class indices. Its output are class probabilities (N, num_classes). Its gradient is that of the mean cross
-    entropy over the batch, with targets 1 - label_smoothing for the class and label_smoothing / (num_classes - 1) for
-    each other one.
+    `symbol` has the inputs `data` (N, H, W, C), with C = 3, or 4 if the loader pads a zero channel, and `softmax_label`
+    (N,), class indices. Its output is class probabilities (N, num_classes). Its gradient is that of the mean cross
+    entropy over the batch; the target is 1 - label_smoothing for the right class and label_smoothing / (num_classes -
+    1) for each other class.
     """
 
     name: str
@@ -36,12 +36,12 @@ class Network:
 
     @cached_property
     def graph(self) -> Graph:
-        """The Symbol as our passes and executors know it."""
+        """The Symbol as a graph for our passes and executors."""
         return Graph.from_json(self.symbol.tojson())
 
     @property
     def classifier(self) -> tuple[str, str]:
-        """Names of the parameters that have a row and a value for each class: weight and bias."""
+        """Names of the classifier's weight and bias, which have a row or a value for each class."""
         _, weight, bias = roles.classifier(self.graph).inputs
         return weight.node, bias.node
 
@@ -54,10 +54,11 @@ def init_params(symbol: Symbol, seed: int, channels: int = 3,
                 zero_init_residual: bool = True) -> tuple[Arrays, Arrays]:
     """Initial (params, aux) of a network, canonical: fp32, convolution weights OHWI.
 
-    Convolutions: He et al. (arXiv:1502.01852), normal with variance 2 / fan_out. Classifier: normal with standard
-    deviation 0.01, bias 0. BatchNorm: beta 0, gamma 1, but with `zero_init_residual` 0 in the last one of each residual
-    branch, so that a block starts as its shortcut (both from Goyal et al., arXiv:1706.02677, section 5.1). Each array
-    depends on the seed and its own name alone; the weights of a fourth, padded input channel are 0 and get no gradient.
+    Convolutions: normal with variance 2 / fan_out (He et al., arXiv:1502.01852). Classifier: normal with standard
+    deviation 0.01, bias 0. BatchNorm: beta 0, gamma 1; with `zero_init_residual`, gamma is 0 in the last BatchNorm of
+    each residual branch, so that a block starts as its shortcut (classifier and gamma: Goyal et al., arXiv:1706.02677,
+    section 5.1). Each array depends only on the seed and its own name. The weights of a fourth, padded input channel
+    are 0 and get no gradient.
     """
     graph = Graph.from_json(symbol.tojson())
     shapes, aux_shapes = value_shapes(symbol, channels)
@@ -80,7 +81,7 @@ def init_params(symbol: Symbol, seed: int, channels: int = 3,
 
 
 def value_shapes(symbol: Symbol, channels: int = 3) -> tuple[Shapes, Shapes]:
-    """Of a network's parameters and of its running statistics, canonical, by name."""
+    """Shapes of a network's parameters and running statistics, canonical, by name."""
     graph = Graph.from_json(symbol.tojson())
     shapes = graph.infer_shapes({"data": (1, 224, 224, channels), "softmax_label": (1,)})
     params = {name: shapes[Ref(name)] for name in graph.arguments if name not in ("data", "softmax_label")}
@@ -91,5 +92,5 @@ def _deviation(use: Use, shape: tuple[int, ...]) -> np.float32:
     """The standard deviation of a weight's initial values."""
     if use.node.op != "Convolution":
         return np.float32(0.01)
-    filters, height, width, _ = shape  # with groups too, as torchvision counts
+    filters, height, width, _ = shape  # fan_out does not depend on groups, as in torchvision
     return np.float32(np.sqrt(2.0 / (filters * height * width)))

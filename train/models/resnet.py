@@ -1,7 +1,7 @@
-"""ResNet v1.5 as MXNet Symbols in NHWC, and the parts that other families of residual networks are made of.
+"""ResNet v1.5 as MXNet Symbols in NHWC, and building blocks for other families of residual networks.
 
-He et al., 'Deep Residual Learning for Image Recognition' (arXiv:1512.03385); v1.5 moves the stride of a bottleneck from
-its first 1x1 convolution to the 3x3 one, as torchvision and NVIDIA's examples do.
+He et al., 'Deep Residual Learning for Image Recognition' (arXiv:1512.03385). In v1.5 the stride of a bottleneck is in
+its 3x3 convolution, not in the first 1x1 convolution, as in torchvision and NVIDIA's examples.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BLOCKS_PER_STAGE = {
     152: (3, 8, 36, 3),
 }
 FIRST_WIDTH = 64  # channels of the stem and of the first stage's convolutions; each stage doubles them
-FIRST_BOTTLENECK_DEPTH = 50  # 18 and 34 have two 3x3 convolutions a block, deeper networks 1x1, 3x3, 1x1
+FIRST_BOTTLENECK_DEPTH = 50  # below, a block is two 3x3 convolutions; from here on 1x1, 3x3, 1x1
 
 BATCH_NORM_EPS = 1e-5
 BATCH_NORM_MOMENTUM = 0.9
@@ -38,7 +38,7 @@ def conv(x: Symbol, name: str, filters: int, kernel: int, stride: int = 1, group
 
 
 def batch_norm(x: Symbol, name: str) -> Symbol:
-    """Over the channels of NHWC."""
+    """BatchNorm over the channels of NHWC."""
     return mx.sym.BatchNorm(x, axis=3, eps=BATCH_NORM_EPS, momentum=BATCH_NORM_MOMENTUM, fix_gamma=False, name=name)
 
 
@@ -48,17 +48,17 @@ def relu(x: Symbol, name: str) -> Symbol:
 
 
 def max_pool(x: Symbol, name: str) -> Symbol:
-    """The largest of each 3x3 pixels, at every other pixel."""
+    """Max pooling over 3x3 pixels with stride 2."""
     return mx.sym.Pooling(x, kernel=(3, 3), stride=(2, 2), pad=(1, 1), pool_type="max", layout="NHWC", name=name)
 
 
 def stem(x: Symbol) -> Symbol:
-    """From the images: a 7x7 convolution of stride 2, to FIRST_WIDTH channels."""
+    """The stem: a 7x7 convolution of stride 2 from the images to FIRST_WIDTH channels."""
     return relu(batch_norm(conv(x, "stem_conv", FIRST_WIDTH, kernel=7, stride=2), "stem_bn"), "stem_relu")
 
 
 def projection(x: Symbol, name: str, filters: int, stride: int) -> Symbol:
-    """A shortcut to another number of channels, or of another stride: a 1x1 convolution."""
+    """A shortcut that changes the number of channels or the stride: a 1x1 convolution."""
     return batch_norm(conv(x, f"{name}_conv", filters, 1, stride), f"{name}_bn")
 
 
@@ -69,11 +69,11 @@ def resnet(depth: int, num_classes: int = 1000, label_smoothing: float = 0.0, *,
 
     Args:
         depth: 18, 34, 50, 101 or 152.
-        num_classes: of the output.
+        num_classes: number of outputs.
         label_smoothing: of the loss.
         groups: of the 3x3 convolutions of bottlenecks.
-        group_width: channels of such a group in the first stage, FIRST_WIDTH if not given; each stage doubles them.
-        stem, projection: the first layers before the max pooling, and the shortcuts that are more than a block's input.
+        group_width: channels per group in the first stage, by default FIRST_WIDTH; each stage doubles them.
+        stem, projection: functions for the layers before the max pooling, and for shortcuts that are not the identity.
     """
     x = max_pool(stem(mx.sym.Variable("data")), "stem_pool")
     for block in blocks(depth, groups, group_width):
@@ -98,21 +98,21 @@ class Block(NamedTuple):
 
     name: str
     branch: list[Layer]
-    projects: bool  # its shortcut is more than its input, of which it changes the number of channels or the size
+    projects: bool  # its shortcut is a projection, because the number of channels or the size changes
 
     @property
     def filters(self) -> int:
-        """Channels of its output."""
+        """Channels of the block's output."""
         return self.branch[-1].filters
 
     @property
     def stride(self) -> int:
-        """From its input to its output."""
+        """Stride from the block's input to its output."""
         return max(layer.stride for layer in self.branch)
 
 
 def blocks(depth: int, groups: int = 1, group_width: int | None = None) -> Iterator[Block]:
-    """The blocks of a network in order; the arguments are those of `resnet`."""
+    """The blocks of a network, in order; the arguments are those of `resnet`."""
     bottleneck = depth >= FIRST_BOTTLENECK_DEPTH
     for stage, num_blocks in enumerate(BLOCKS_PER_STAGE[depth], start=1):
         widening = 2 ** (stage - 1)
@@ -127,7 +127,7 @@ def blocks(depth: int, groups: int = 1, group_width: int | None = None) -> Itera
 
 
 def head(x: Symbol, num_classes: int, label_smoothing: float) -> Symbol:
-    """From the last block's output to the probabilities of the classes, and the loss."""
+    """The layers from the last block's output to the class probabilities, with the loss."""
     x = mx.sym.Pooling(x, global_pool=True, kernel=(1, 1), pool_type="avg", layout="NHWC", name="pool")
     x = mx.sym.FullyConnected(mx.sym.Flatten(x, name="flatten"), num_hidden=num_classes, name="classifier")
     return mx.sym.SoftmaxOutput(x, normalization="batch", smooth_alpha=label_smoothing, name="softmax")
@@ -143,12 +143,12 @@ def _branch(x: Symbol, name: str, layers: list[Layer]) -> Symbol:
 
 
 def torch_names(depth: int, stem: Mapping[str, str] | None = None, projection: int = 0) -> Published:
-    """The layers' names in torchvision and timm.
+    """The layer names in torchvision and timm.
 
     Args:
         depth: 18, 34, 50, 101 or 152.
-        stem: of the layers before the max pooling, where they are not conv1 and bn1.
-        projection: number of the convolution among the layers of a shortcut there; its BatchNorm comes next.
+        stem: names of the layers before the max pooling, if not conv1 and bn1.
+        projection: index of the convolution among the layers of a shortcut; its BatchNorm is the next one.
     """
     names = dict(stem or {"stem_conv": "conv1", "stem_bn": "bn1"})
     for stage, number, block in numbered_blocks(depth):
@@ -162,12 +162,12 @@ def torch_names(depth: int, stem: Mapping[str, str] | None = None, projection: i
 
 
 def gluon_names(depth: int) -> Published:
-    """The layers' names in Gluon's resnet18_v1 and so on."""
+    """The layer names in Gluon's resnet18_v1 and so on."""
     names = {"stem_conv": "features.0", "stem_bn": "features.1"}
     for stage, number, block in numbered_blocks(depth):
         theirs = f"features.{stage + 3}.{number}"
         for layer in range(1, len(block.branch) + 1):
-            place = 3 * (layer - 1)  # convolution, BatchNorm, ReLU
+            place = 3 * (layer - 1)  # each has three: convolution, BatchNorm, ReLU
             names |= {f"{block.name}_conv{layer}": f"{theirs}.body.{place}",
                       f"{block.name}_bn{layer}": f"{theirs}.body.{place + 1}"}
         if block.projects:
@@ -179,7 +179,7 @@ def gluon_names(depth: int) -> Published:
 
 
 def numbered_blocks(depth: int) -> Iterator[tuple[int, int, Block]]:
-    """`blocks`, each with its stage, counted from 1, and its number in it, counted from 0."""
+    """(stage from 1, index within the stage from 0, block) for each of `blocks`."""
     for block in blocks(depth):
         stage, number = re.findall(r"\d+", block.name)
         yield int(stage), int(number) - 1, block

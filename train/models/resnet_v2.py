@@ -1,8 +1,8 @@
-"""Pre-activation ResNet: BatchNorm and ReLU stand before each convolution, and nothing changes the sum of a block.
+"""Pre-activation ResNet: BatchNorm and ReLU come before each convolution, and nothing follows the sum of a block.
 
 He et al., 'Identity Mappings in Deep Residual Networks' (arXiv:1603.05027), with the stride of a bottleneck in its 3x3
-convolution. As Gluon has it, without the BatchNorm there of the images, which the loader has normalised. No branch ends
-in a BatchNorm whose gamma could be 0 at the start.
+convolution. As in Gluon, but without Gluon's BatchNorm of the images, because the loader normalises them. Branches do
+not end in a BatchNorm, so there is no gamma that could start at 0.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def resnet_v2(depth: int, num_classes: int = 1000, label_smoothing: float = 0.0)
 
 
 def _block(x: Symbol, block: Block) -> Symbol:
-    """A projection reads what the first BatchNorm and ReLU make of the input, as the branch does."""
+    """A block. Its projection, like its branch, reads the input after the first BatchNorm and ReLU."""
     name, shortcut = block.name, x
     for number, layer in enumerate(block.branch, start=1):
         x = relu(batch_norm(x, f"{name}_bn{number}"), f"{name}_relu{number}")
@@ -48,7 +48,7 @@ def _block(x: Symbol, block: Block) -> Symbol:
 
 
 def gluon_names(depth: int) -> Published:
-    """The layers' names in Gluon's resnet18_v2 and so on."""
+    """The layer names in Gluon's resnet18_v2 and so on."""
     names = {"stem_conv": "features.1", "stem_bn": "features.2"}
     for stage, number, block in numbered_blocks(depth):
         theirs = f"features.{stage + 4}.{number}"

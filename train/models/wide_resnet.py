@@ -1,6 +1,6 @@
 """Wide ResNet: twice the channels in the 3x3 convolutions of the bottlenecks.
 
-Zagoruyko and Komodakis, 'Wide Residual Networks' (arXiv:1605.07146), section 3.4; as torchvision has them.
+Zagoruyko and Komodakis, 'Wide Residual Networks' (arXiv:1605.07146), section 3.4; as in torchvision.
 """
 
 from functools import partial
@@ -10,7 +10,7 @@ from train.models.resnet import Symbol, torch_names
 
 
 def wide_resnet(depth: int, num_classes: int = 1000, label_smoothing: float = 0.0) -> Symbol:
-    """The arguments are those of `resnet`."""
+    """The training Symbol; the arguments are those of `resnet`."""
     return resnet.resnet(depth, num_classes, label_smoothing, group_width=2 * resnet.FIRST_WIDTH)
 
 

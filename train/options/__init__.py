@@ -1,6 +1,6 @@
-"""Options of training, each declared once, with its type, default, help text, and which values are allowed.
+"""Options of training. Each is declared once, with its type, default, help text and allowed values.
 
-A module is a subject. In it, the options that the same commands take are a class, under whose docstring `--help` lists
-them, and `LIMITS` says what their values must be. The commands' own options (train/options/commands.py) and the
-configuration of a run (train/config.py) are made of these classes.
+Each module covers a subject. A class in it holds the options that a set of commands shares; its docstring is their
+heading in `--help`. `LIMITS` holds their allowed values. The commands' own options (train/options/commands.py) and the
+configuration of a run (train/config.py) are composed of these classes.
 """

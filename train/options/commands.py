@@ -1,4 +1,4 @@
-"""What each command takes besides `train`, whose options are those of `config.Config`; imports nothing slow."""
+"""The options of each command except `train`, whose options are in `config.Config`. Imports nothing slow."""
 
 from __future__ import annotations
 
@@ -26,41 +26,40 @@ from train.options.training import TrainingOptions
 class ValidateOptions(LoaderOptions, InferenceImageOptions, BatchOptions, DeviceOptions, DataOptions):
     """Print loss and accuracy of a trained network on validation data.
 
-    What is not given is as it was in the run that trained it.
+    Options that are not given keep their values from the run that trained the network.
     """
 
     checkpoint: Annotated[str, "PATH"] = ""
-    """Run folder, checkpoint or weights of another program (docs/fine_tuning.md) that are validated; of a run folder,
-    its best checkpoint."""
+    """Network to validate: a run folder (its best checkpoint is used), a checkpoint, or weights of another program
+    (docs/fine_tuning.md)."""
     int8: bool = False
-    """Validate the network in INT8 that `quantize` has made of it: on the CPU, with --device gpu on a GPU."""
+    """Validate the INT8 network that `quantize` has made of it. It runs on the CPU, or on a GPU with --device gpu."""
     report: Annotated[str, "FOLDER"] = ""
-    """Also write a report into this new folder: what is taken for what, accuracy by class, the surest mistakes,
-    calibration."""
+    """Also write a report into this new folder: confusions, accuracy by class, the surest mistakes, calibration."""
 
 
 @dataclass(frozen=True)
 class QuantizeOptions(LoaderOptions, InferenceImageOptions, BatchOptions, DataOptions):
-    """Make a trained network one in INT8, and print what that costs in accuracy.
+    """Quantise a trained network to INT8, and print what that costs in accuracy.
 
-    Convolutions compute with 8-bit integers, whose ranges come from training images. Written beside the checkpoint.
-    What is not given is as it was in the run that trained it. On the CPU.
+    Convolutions then compute with 8-bit integers, whose ranges come from training images. The result is written beside
+    the checkpoint. Options that are not given keep their values from the run that trained the network. Runs on the CPU.
     """
 
     checkpoint: Annotated[str, "PATH"] = ""
-    """Run folder, checkpoint or weights of another program (docs/fine_tuning.md); of a run folder, its best
-    checkpoint."""
+    """Network to quantise: a run folder (its best checkpoint is used), a checkpoint, or weights of another program
+    (docs/fine_tuning.md)."""
     calibration: Literal["max", "percentile", "entropy"] = "entropy"
-    """How the range of a tensor is found: its largest absolute value, the one that 0.01 % exceed, or the one that keeps
-    the distribution (Kullback-Leibler divergence; TensorRT's way)."""
+    """How to find the range of a tensor. max: its largest absolute value; percentile: the value that 0.01 % exceed;
+    entropy: the value that best keeps the distribution (Kullback-Leibler divergence, as in TensorRT)."""
     images: int = 512
-    """Training images that the ranges come from; where it is not given and the data has fewer, all of them."""
+    """Number of training images that determine the ranges; default: 512, or all if the data has fewer."""
     float_first: bool = False
-    """Leave the first convolution, which reads the images, in floats."""
+    """Keep the first convolution, which reads the images, in floats."""
     int8_classifier: bool = False
     """Compute the classifier in INT8 too."""
     overwrite: bool = False
-    """Replace the network in INT8 that these weights have already."""
+    """Replace an existing INT8 network of these weights."""
 
 
 @dataclass(frozen=True)
@@ -68,23 +67,24 @@ class Measurement:
     """The measurement."""
 
     warmup_steps: int = 10
-    """First steps, which do not count."""
+    """Steps at the start that are not measured."""
     min_steps: int = 20
-    """Steps measured at least."""
+    """Minimum number of measured steps."""
     limit_steps: int = 1000
-    """Measure at most this many steps, even if the median is still uncertain."""
+    """Maximum number of measured steps, even if the median is still uncertain."""
     limit_minutes: float = 5.0
-    """End after this many minutes, even if the median is still uncertain."""
+    """Maximum duration in minutes, even if the median is still uncertain."""
     profile: bool = False
-    """Executor cuda: also measure each operator of the step; printed, and written to profile.txt in the run folder."""
+    """Executor cuda: also measure each operator of the step. The profile is printed, and written to profile.txt in the
+    run folder."""
     inference: bool = False
-    """Measure inference instead: images/sec, latency, memory and energy over batch sizes, in each precision that the
-    executor has or in that of --dtype, on generated images (docs/inference.md); printed, and written as JSON and as a
-    plot. The network is ResNet-50 with 1,000 classes at 224 pixels, where the options do not say otherwise."""
+    """Measure inference instead: images/sec, latency, memory and energy by batch size, in all of the executor's
+    precisions or in that of --dtype (docs/inference.md). The results are printed, and written as JSON and as a plot.
+    Images are generated; the default network is ResNet-50 with 1,000 classes at 224 pixels."""
     int8: bool = False
-    """With --inference: measure INT8, on a GPU."""
+    """With --inference: measure INT8, on a GPU only."""
     batch_sizes: Annotated[tuple[int, ...], "N"] = ()
-    """With --inference: the batch sizes; default: 1 to 2,048 by powers of two as far as memory allows, on a CPU to
+    """With --inference: the batch sizes. Default: powers of two from 1 to 2,048 as far as memory allows, on a CPU to
     16."""
 
 
@@ -92,7 +92,7 @@ class Measurement:
 class BenchmarkOptions(LogOptions, DistributedOptions, OptimizerOptions, CacheOptions, LoaderOptions, ImageOptions,
                        BatchOptions, DroppingOptions, NetworkOptions, DeviceOptions, DataOptions, RunOptions,
                        Measurement):
-    """Measure the speed of training steps, which are repeated until it is known to 1 %, or of inference."""
+    """Measure the speed of training steps, repeated until it is known to 1 %, or of inference."""
 
 
 @dataclass(frozen=True)
@@ -102,75 +102,75 @@ class Comparison:
     precisions: tuple[Literal["float32", "tf32", "float16", "bfloat16"], ...] = (
         "float32", "tf32", "float16", "bfloat16",
     )
-    """Precisions to train in; the CPU has float32 only."""
+    """Precisions to train in; a CPU has only float32."""
     models: Annotated[tuple[str, ...], "NAME"] = ()
-    """Networks to train, by their names or by a family's (resnet: resnet18 to resnet152), or all; default: the one of
-    --model."""
+    """Networks to train: names, families (resnet: resnet18 to resnet152), or all; default: the one of --model."""
 
 
 @dataclass(frozen=True)
 class CompareOptions(TrainingOptions, Comparison):
-    """Do the same training in fp32, TF32, fp16 and bf16, of one network or of several, and show the results side by
-    side. The same command goes on where it was stopped."""
+    """Train one network or several in fp32, TF32, fp16 and bf16, and show the results side by side. After an
+    interruption the same command resumes."""
 
 
 @dataclass(frozen=True)
 class GpuReportOptions:
-    """Measure what this GPU can do, in less than ten minutes, or set reports side by side.
+    """Measure this GPU in less than ten minutes, or set reports side by side.
 
-    Kernels, recurrent layers, training and inference of ResNets by precision, time and cost to an accuracy:
-    docs/gpu_report.md. The same command goes on where it was stopped. On a CPU, a small part of it.
+    Measured are kernels, recurrent layers, training and inference of ResNets by precision, and time and cost to an
+    accuracy (docs/gpu_report.md). After an interruption the same command resumes. A CPU gets a small part of it.
     """
 
     compare: Annotated[tuple[Path, ...], "REPORT"] = ()
-    """Measure nothing: set these reports (their folders, or report.json) side by side, with ratios to the first."""
+    """Measure nothing, but set these reports (folders or report.json) side by side, with ratios to the first."""
     sections: tuple[Literal["kernels", "recurrent", "cost", "training", "inference"], ...] = (
         "kernels", "recurrent", "cost", "training", "inference",
     )
-    """What to measure, in this order; what the report in --output has already is kept."""
+    """Sections to measure, in this order. Sections that the report in --output already has are kept."""
     data: Annotated[str, "PATH"] = ""
-    """CIFAR-10, in any form of docs/data.md, for the section cost; without it, that is left out on a GPU."""
+    """CIFAR-10, in any form of docs/data.md, for the section cost. Without it a GPU's report has no section cost."""
     target_accuracy: float = 0.0
-    """Top-1 that time and cost are counted to, a fraction; 0: 0.88 on CIFAR-10."""
+    """Top-1 accuracy (fraction) to which time and cost are counted; 0: 0.88 on CIFAR-10."""
     price_per_hour: float = 0.0
-    """What an hour of this machine costs, in any currency; 0: not known."""
+    """Price of an hour of this machine, in any currency; 0: unknown."""
     minutes: float = 9.0
-    """For all sections together; what would begin later is left out, and measured when the command is repeated. What
-    has begun is finished, which takes up to half a minute more, on a CPU a minute or two."""
+    """Time for all sections together. Measurements that would begin later are left out, and done when the command is
+    repeated. One that has begun is finished, which takes up to half a minute, on a CPU a minute or two."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
-    """What to measure; auto: the GPU if there is one that the executor can use."""
+    """Device to measure; auto: the GPU if there is one that the executor can use."""
     output: Annotated[str, "FOLDER"] = ""
     """Folder of the report; default: runs/gpu_report, or runs/gpu_comparison."""
 
 
 @dataclass(frozen=True)
 class PredictOptions(LoaderOptions):
-    """Print the most likely classes of image files, or write those of any number of them to a file."""
+    """Print the most likely classes of image files, or write them to a file for any number of images."""
 
     images: tuple[Path, ...]
-    """Image files; folders, which stand for all images in them and in the folders within; .txt files that list image
-    files, one a line; - for such a list on standard input."""
+    """Images: files; folders, for all images in them and their subfolders; .txt files that list image files, one per
+    line; - for a list on standard input."""
     checkpoint: Annotated[str, "PATH"] = ""
-    """Run folder, checkpoint or weights of another program (docs/fine_tuning.md); of a run folder, its best
-    checkpoint."""
+    """Network to predict with: a run folder (its best checkpoint is used), a checkpoint, or weights of another program
+    (docs/fine_tuning.md)."""
     output: Annotated[str, "FILE"] = ""
-    """Write the predictions to this file instead, batch by batch: .csv, or .jsonl for a line of JSON each
-    (docs/inference.md). The same command goes on where the file ends. An image that cannot be read gets the reason in
-    place of classes, unless --on-bad-image error is given."""
+    """Write the predictions to this file instead, batch by batch: .csv, or .jsonl with one JSON object per line
+    (docs/inference.md). The same command resumes at the end of the file. An image that cannot be read gets the reason
+    instead of classes, unless --on-bad-image error is given."""
     top: int = 5
-    """How many classes to give for each image."""
+    """Number of classes to show for each image."""
     json: bool = False
     """Print JSON instead of a table."""
     contact_sheet: Annotated[str, "FILE"] = ""
-    """Also write a PNG with the images, as the network sees them, and their predictions."""
+    """Also write a PNG of the images as the network sees them, with their predictions."""
     batch_size: int = 32
-    """Images in one forward pass; with --output on a GPU 256, where it is not given."""
+    """Images per forward pass; default with --output on a GPU: 256."""
     int8: bool = False
-    """Predict with the network in INT8 that `quantize` has made of it: on the CPU, with --device gpu on a GPU."""
+    """Predict with the INT8 network that `quantize` has made of it. It runs on the CPU, or on a GPU with --device
+    gpu."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
-    """Where to compute, as in training."""
+    """Device, as in training."""
     executor: Literal["auto", "mxnet", "reference", "cuda"] = "auto"
-    """What computes, as in training."""
+    """Executor, as in training."""
 
 
 @dataclass(frozen=True)
@@ -178,32 +178,32 @@ class ExportOptions:
     """Write a trained network as ONNX, PyTorch or MXNet files, or a network's Symbol."""
 
     checkpoint: Annotated[str, "PATH"] = ""
-    """Run folder, checkpoint or weights of another program (docs/fine_tuning.md); of a run folder, its best
-    checkpoint."""
+    """Network to export: a run folder (its best checkpoint is used), a checkpoint, or weights of another program
+    (docs/fine_tuning.md)."""
     onnx: Annotated[str, "FILE"] = ""
-    """ONNX file to write: input `data` float32 (N, 3, H, W), RGB, output `probabilities` (N, classes), BatchNorm folded
-    into the convolutions; checked with ONNX Runtime. Its metadata says how to prepare an image (docs/inference.md)."""
+    """ONNX file to write, checked with ONNX Runtime: input `data` float32 (N, 3, H, W), RGB, output `probabilities` (N,
+    classes), BatchNorm folded into the convolutions. Its metadata says how to prepare an image (docs/inference.md)."""
     int8: Literal["none", "onnxruntime", "tensorrt"] = "none"
-    """Write the network in INT8 that `quantize` has made to --onnx, in the QDQ form (QuantizeLinear, DequantizeLinear):
-    as ONNX Runtime computes it on CPUs with integers, or with symmetric int8, as TensorRT takes it."""
+    """Write the INT8 network of `quantize` to --onnx, in the QDQ form (QuantizeLinear, DequantizeLinear). onnxruntime:
+    for integer arithmetic on CPUs; tensorrt: with symmetric int8, as TensorRT requires."""
     symbol: Annotated[str, "FILE"] = ""
-    """Symbol JSON file to write: the network for `python -m graph_passes show --symbol` and for MXNet to load."""
+    """Symbol JSON file to write, for MXNet and for `python -m graph_passes show --symbol`."""
     params: Annotated[str, "FILE"] = ""
-    """MXNet parameter file to write, for the Symbol of the same --layout."""
+    """MXNet parameter file to write, for the Symbol with an equal --layout."""
     torchvision: Annotated[str, "FILE"] = ""
-    """.pth or .safetensors file to write: a state_dict that torchvision's or timm's network of that name loads; beside
-    it, in FILE's name with .json, how images are prepared and what the classes are called, in the form of timm."""
+    """.pth or .safetensors file to write: a state_dict for torchvision's or timm's network of that name. A JSON file of
+    the same name beside it, in timm's form, says how images are prepared and what the classes are called."""
     layout: Literal["NHWC", "NCHW"] = "NHWC"
     """Memory layout of --symbol and --params; stock MXNet on a CPU needs NCHW."""
     model: Annotated[str, "NAME"] = "resnet50"
     """Network for --symbol without a checkpoint, as in `train`."""
     num_classes: int = 1000
-    """Its number of classes."""
+    """Number of classes of that network."""
     overwrite: bool = False
-    """Replace files that are there already."""
+    """Replace existing files."""
 
 
-# Of the options that `train` has not.
+# Limits of the options that `train` does not have.
 LIMITS: dict[str, Limit] = {
     **language_model.LIMITS,
     **dict.fromkeys(("min_steps", "limit_steps", "top"), AT_LEAST_1),

@@ -11,7 +11,7 @@ from pipelines.options import MAX_CLASSES, SAMPLES, FirstLabel, GroupBy, Labels
 from pipelines.transform import Augmentation, CentreCrop, Normalisation, SizeLimit
 
 SYNTHETIC = "synthetic"  # value of `data` for generated images
-MAX_THREADS = 1024  # of a loader; a process cannot have any number of them
+MAX_THREADS = 1024  # of a loader; the system limits the threads of a process
 MIN_IMAGE_SIZE = 32  # pixels; the network halves the image five times
 MAX_IMAGE_SIZE = 8192  # pixels; one image of that in float32 is 0.8 GB
 
@@ -22,21 +22,21 @@ class DataOptions:
 
     data: Annotated[str, "PATH"] = SAMPLES
     """Folder or file of images, in any form of docs/data.md: folders of classes, RecordIO, WebDataset, TFRecord,
-    CIFAR-10's and CIFAR-100's own files; samples: the built-in sample set; synthetic: generated images."""
+    CIFAR-10's and CIFAR-100's own files. samples: the built-in sample set; synthetic: generated images."""
     num_classes: int = 0
-    """Classes of the network; 0: as many as the data has."""
+    """Number of classes of the network; 0: that of the data."""
     val_split: float = 0.0
-    """For data without validation images: set this fraction of each class's images aside for validation, by a hash of
-    the files' names, so that an image stays on its side when others are added; 0: none."""
+    """For data without validation images: the fraction of each class's images to set aside for validation; 0: none.
+    Images are chosen by a hash of their file names, so adding others does not move them."""
     val_group_by: GroupBy = "image"
-    """With --val-split, what stays on one side: each image by itself, or all images of a folder within a class (the
-    frames of a video, the views of an item)."""
+    """With --val-split, which images stay on one side: image: each is chosen by itself; folder: all images of a folder
+    within a class stay together (the frames of a video, the views of an item)."""
     first_label: FirstLabel = "auto"
-    """For TFRecord files: the label of the first class; auto: 1 for image/class/label, as TensorFlow's ImageNet has it,
-    unless a training image has the label 0; a network that is trained so remembers it."""
+    """For TFRecord files: the label of the first class. auto: 1 for image/class/label, as in TensorFlow's ImageNet,
+    unless a training image has the label 0; a trained network remembers it."""
     labels: Labels = "auto"
-    """For CIFAR-100's own files: the 100 fine labels or the 20 coarse ones; auto: fine, for a trained network those
-    that it was trained on."""
+    """For CIFAR-100's own files: the 100 fine labels or the 20 coarse ones. auto: fine, or for a trained network the
+    labels that it was trained on."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class BatchOptions:
     """Images."""
 
     batch_size: int = 256
-    """Images per process in one forward pass."""
+    """Images per process in a forward pass."""
 
 
 @dataclass(frozen=True)
@@ -60,20 +60,22 @@ class ImageOptions(Augmentation, SizeOptions):
     """Images."""
 
     mixup: float = 0.0
-    """Mix each image and its label with another of its batch, by a share sampled from Beta(MIXUP, MIXUP); 0: no mixup.
-    Training loss and accuracy are then those of the mixed images."""
+    """mixup: mix each image and its label with another one of the batch, with a share sampled from Beta(MIXUP, MIXUP);
+    0: off. Training loss and accuracy are then measured on the mixed images."""
     cutmix: float = 0.0
-    """Put a box of another image of its batch into each one, and of its label as much into the target; the box has the
-    area 1 - lambda, sampled from Beta(CUTMIX, CUTMIX). 0: no CutMix. With --mixup, each batch has one of the two."""
+    """CutMix: replace a box in each image by that of another image of the batch, and the same share of its label. The
+    box has the area 1 - lambda, sampled from Beta(CUTMIX, CUTMIX); 0: off. With --mixup, each batch gets one of the
+    two."""
     cutmix_share: float = 0.5
-    """With --mixup and --cutmix: which part of the batches has CutMix."""
+    """With --mixup and --cutmix: the share of batches that get CutMix."""
     balance: float = 0.0
-    """For classes of unequal size: draw a class's images in proportion to their number to the power of 1 - BALANCE; 1:
-    every class equally often, 0.5: by the root of its size, 0: every image once. An epoch stays as long."""
+    """For classes of unequal size: draw a class's images in proportion to its size to the power of 1 - BALANCE. 1:
+    every class equally often; 0.5: by the root of its size; 0: every image once. The length of an epoch does not
+    change."""
     repeated_augmentation: int = 0
-    """Repeated augmentation (arXiv:1901.09335): a batch holds so many copies of each of its images, augmented
-    differently, and an epoch, as long as before, so much the fewer images (with --balance: of those drawn); 0: no
-    copies."""
+    """Repeated augmentation (arXiv:1901.09335): a batch holds this many copies of each of its images, augmented
+    differently; 0: off. An epoch keeps its length, so it has fewer different images (with --balance: of those
+    drawn)."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +83,10 @@ class ResizingOptions:
     """Images."""
 
     first_image_size: int = 0
-    """Progressive resizing: image size of the first epochs, which then rises to --image-size in multiples of 32
+    """Progressive resizing: image size of the first epochs, which later rises to --image-size in multiples of 32
     pixels; 0: --image-size from the start."""
     resize_epochs: tuple[float, float] = (0.0, 0.0)
-    """Progressive resizing: the epochs between which the image size rises, linearly."""
+    """Progressive resizing: first and last epoch of the linear rise of the image size."""
 
 
 @dataclass(frozen=True)
@@ -92,9 +94,8 @@ class InferenceImageOptions(Normalisation, CentreCrop):
     """Images."""
 
     val_image_size: int = 0
-    """Image size in validation and prediction, in pixels; 0: that of --image-size. A network sees objects larger in
-    random crops than in whole images, so it does better on images about 1.15 to 1.3 times as large
-    (arXiv:1906.06423)."""
+    """Image size in validation and prediction, in pixels; 0: that of --image-size. Objects look larger in random crops
+    than in whole images, so a size 1.15 to 1.3 times that of training gives a better accuracy (arXiv:1906.06423)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,10 +103,10 @@ class LoaderOptions(SizeLimit):
     """Loader."""
 
     num_threads: int = 0
-    """Threads of the loader per process; 0: one for each core that the process may use."""
+    """Loader threads per process; 0: one for each core that the process may use."""
     hw_decoder_load: float = -1.0
-    """On a GPU, the part of the JPEGs that its JPEG engine decodes, from 0 to 1; -1: the largest that is nearly the
-    fastest for this GPU, data and number of threads, found by a sweep of five seconds at the first start; 0.65 with
+    """On a GPU, the share of JPEGs that its JPEG engine decodes, from 0 to 1. -1: the largest share with nearly the
+    best speed for this GPU, data and number of threads, found by a sweep of five seconds at the first start; 0.65 with
     --deterministic."""
     on_bad_image: Literal["skip", "error"] = "error"
     """What to do with an image that cannot be decoded."""
@@ -116,8 +117,8 @@ class CacheOptions:
     """Loader."""
 
     cache: float = -1.0
-    """GiB of host memory, per process and split, in which the images are kept decoded, so that each is decoded only
-    once; a split that takes more is decoded in every epoch. -1: splits of up to 0.25 GiB; 0: none."""
+    """GiB of host memory, per process and split, for keeping images decoded, so that each is decoded only once. A split
+    that needs more is decoded in every epoch. -1: splits of up to 0.25 GiB; 0: none."""
 
 
 LIMITS: dict[str, Limit] = {
@@ -129,7 +130,7 @@ LIMITS: dict[str, Limit] = {
                     (lambda value: value == 0 or MIN_IMAGE_SIZE <= value <= MAX_IMAGE_SIZE,
                      f"0, or from {MIN_IMAGE_SIZE} to {MAX_IMAGE_SIZE}")),
     "resize_epochs": (lambda value: 0 <= value[0] <= value[1], "two numbers of epochs from 0 on, the smaller first"),
-    # Beta(100, 100) is 0.5 +/- 0.035: beyond, all images would be halves.
+    # Beta(100, 100) is 0.5 +/- 0.035: with larger values every image would be half of each.
     **dict.fromkeys(("mixup", "cutmix"), between(0, 100)),
     **dict.fromkeys(("cutmix_share", "balance"), FRACTION),
     "repeated_augmentation": (lambda value: value == 0 or value >= 2, "0, or at least 2"),

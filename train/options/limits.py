@@ -1,4 +1,4 @@
-"""Are the values of options what they must be? Limits by the name of the option."""
+"""Checks option values against limits, which are kept by option name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from train.errors import TrainError
 
 
 def check_limits(values: Mapping[str, Any], limits: Mapping[str, Limit]) -> None:
-    """Raise TrainError for a value that is not what its option must be."""
+    """Raise TrainError for a value outside the limits of its option."""
     for name, value in values.items():
         is_good, words = limits.get(name, (lambda _: True, ""))
         if not is_good(value):
@@ -22,9 +22,9 @@ def check_limits(values: Mapping[str, Any], limits: Mapping[str, Limit]) -> None
 
 
 def shown(value: Any) -> str:
-    """A value as a command line has it."""
+    """A value in the form of the command line."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, float):
-        return str(float(f"{value:.12g}"))  # 0.2 * 3 is 0.6
+        return str(float(f"{value:.12g}"))  # prints 0.2 * 3 as 0.6
     return " ".join(map(shown, value)) if isinstance(value, tuple) else str(value)

@@ -1,4 +1,4 @@
-"""Options of the network: which one, what is left out of it at random, and what of it is trained."""
+"""Options of the network: its name, stochastic depth and dropout, and which layers are trained."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class NetworkOptions:
     """Network."""
 
     model: Annotated[str, "NAME"] = "resnet50"
-    """Network, by its name: resnet18 to resnet152 (v1.5), resnet50d, resnext50_32x4d, wide_resnet50_2 and others;
-    --model '?' names them all."""
+    """Name of the network: resnet18 to resnet152 (v1.5), resnet50d, resnext50_32x4d, wide_resnet50_2 and others;
+    --model '?' lists all."""
     zero_init_residual: bool = True
-    """Each residual block starts as its shortcut: the gamma of its last BatchNorm is initially 0, not 1
+    """Start each residual block as its shortcut: the gamma of its last BatchNorm is initially 0, not 1
     (arXiv:1706.02677, section 5.1)."""
 
 
@@ -25,12 +25,13 @@ class DroppingOptions:
     """Network."""
 
     stochastic_depth: float = 0.0
-    """Leave out residual branches at random in training, with a probability that rises from 0 at the first block to
-    this at the last (arXiv:1603.09382); 0: none."""
+    """Stochastic depth (arXiv:1603.09382): in training, leave out residual branches at random, with a probability that
+    rises from 0 at the first block to this at the last; 0: off."""
     stochastic_depth_mode: Literal["image", "block"] = "image"
-    """With --stochastic-depth: image: a branch is left out for each image or not; block: for all of a batch at once."""
+    """With --stochastic-depth, how branches are left out: image: for each image independently; block: for the whole
+    batch."""
     dropout: float = 0.0
-    """Set this part of what the classifier reads to 0 in training, at random; 0: none."""
+    """Dropout: in training, set this share of the classifier's inputs to 0 at random; 0: off."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,11 @@ class FineTuningOptions:
     """Fine-tuning."""
 
     freeze: Annotated[str, "LAYERS"] = ""
-    """Leave the beginning of the network as it is, up to the layers whose names begin so, such as stem, stage2 or
-    stage3_block1; backbone: all but the classifier. BatchNorms there use their running statistics, and steps are
-    faster."""
+    """Do not train the first layers, up to the layers whose names begin with this, such as stem, stage2 or
+    stage3_block1; backbone: all layers but the classifier. Frozen BatchNorms use their running statistics, and steps
+    are faster."""
     backbone_lr_factor: float = 1.0
-    """The learning rate of all layers but the classifier is multiplied by this."""
+    """Factor on the learning rate of all layers except the classifier."""
 
 
 LIMITS: dict[str, Limit] = {

@@ -1,4 +1,4 @@
-"""Options of a run's course: its folder, length, beginning and device, several processes, checkpoints, logs."""
+"""Options of a run: folder, length, starting point, device, processes, checkpoints and logs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from common.limits import AT_LEAST_1, FRACTION, NOT_NEGATIVE, Limit, between
 
 DEFAULT_PRESET = "cpu_sample"
 FINE_TUNING_PRESET = "finetune"  # for runs with --weights
-LIST_PRESETS = "?"  # value of `config` that asks which presets there are
-MAX_EPOCHS = 100_000  # the image size of each is made out at the start
-MAX_BN_GROUP = 16  # GPUs; of the kernels in which they write to each other
+LIST_PRESETS = "?"  # value of `config` that lists the presets
+MAX_EPOCHS = 100_000  # the image sizes of all epochs are computed at the start
+MAX_BN_GROUP = 16  # GPUs; the limit of the kernels by which they exchange statistics
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class RunOptions:
     """The run."""
 
     config: str = DEFAULT_PRESET
-    """Preset that gives the defaults, which are shown here: a file of train/configs/; ? lists them."""
+    """Preset, which sets the defaults shown here: a file of train/configs/; ? lists them."""
     output: Annotated[str, "FOLDER"] = ""
     """Folder of the run; default: runs/<config>-<date>."""
     seed: int = 0
@@ -33,15 +33,15 @@ class LengthOptions:
     epochs: int = 90
     """Passes over the training images."""
     max_steps: int = 0
-    """Stop after this many optimizer steps, counted from the run's first; 0: no limit. The schedule stays that of all
-    epochs."""
+    """Stop after this many optimizer steps, counted from the run's start; 0: no limit. The schedule is not
+    shortened."""
     time_limit: float = 0.0
-    """Stop after this many minutes, with a checkpoint; 0: no limit."""
+    """Save a checkpoint and stop after this many minutes; 0: no limit."""
     target_accuracy: float = 0.0
     """Stop when the validation top-1 reaches this fraction; 0: no target."""
     patience: int = 0
-    """Stop when so many validations in a row have not raised the best top-1; 0: no such limit. The best weights are
-    kept in any case."""
+    """Stop after this many consecutive validations without a better top-1; 0: never. The best weights are kept in any
+    case."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class BeginningOptions:
 
     weights: Annotated[str, "PATH"] = ""
     """Trained weights to start from: a run folder, a checkpoint, a state_dict of torchvision or timm (.pth, .pt,
-    .safetensors), Gluon's .params, or an ONNX export of this program. --model is theirs by default. The classifier is
-    theirs where they have all classes of the data, by their names, else a new one (docs/fine_tuning.md)."""
+    .safetensors), Gluon's .params, or an ONNX export of this program. They also set the default of --model. Their
+    classifier is used if it has all classes of the data, by name; otherwise a new one is made (docs/fine_tuning.md)."""
     resume: Annotated[str, "PATH"] = ""
-    """Run folder or checkpoint file to go on from; auto: the newest checkpoint in --output, or the start where there is
-    none yet: the same command then begins a run and goes on with it."""
+    """Run folder or checkpoint file to resume. auto: the newest checkpoint in --output, or a new run if there is none
+    yet, so that one command begins and resumes a run."""
 
 
 @dataclass(frozen=True)
@@ -62,17 +62,18 @@ class DeviceOptions:
     """Device and precision."""
 
     device: Literal["auto", "cpu", "gpu"] = "auto"
-    """Where to compute; auto: on the GPU if there is one that the executor can use."""
+    """Device; auto: the GPU if there is one that the executor can use."""
     executor: Literal["auto", "mxnet", "reference", "cuda"] = "auto"
-    """What computes; auto: the fastest that runs on the device. reference is NumPy, for tests."""
+    """Executor; auto: the fastest for the device. reference is NumPy, for tests."""
     dtype: Literal["auto", "float16", "bfloat16", "float32"] = "auto"
-    """Type of the network's tensors (master weights and statistics are float32 in any case); auto: float16 with the
-    executor cuda, float32 with the others, which have no other."""
+    """Type of the network's tensors; master weights and statistics are always float32. auto: float16 with the executor
+    cuda, float32 with the others, which have no other type."""
     tf32: bool = True
-    """Executor cuda with dtype float32: convolutions round their inputs to TF32, which tensor cores compute with."""
+    """Executor cuda with dtype float32: convolutions round their inputs to TF32, so that tensor cores can compute
+    them."""
     deterministic: bool = False
-    """Equal runs on equal machines give equal bits, also in parts (--resume). Executor cuda: convolution kernels that
-    sum in a varying order are left out, and nothing is chosen by timing it, which makes steps slower."""
+    """Equal runs on equal machines give bit-identical results, also if interrupted and resumed (--resume). The executor
+    cuda then avoids convolution kernels that sum in a varying order and choices by timing, so steps are slower."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +81,12 @@ class DistributedOptions:
     """Several GPUs."""
 
     buckets: int = 2
-    """Executor cuda on several GPUs: parts in which the gradients are averaged during the backward pass."""
+    """Executor cuda on several GPUs: number of parts in which gradients are averaged during the backward pass."""
     wire_dtype: Literal["auto", "float32"] = "auto"
-    """Executor cuda on several GPUs: type in which gradients are averaged; auto: float16 where --dtype is."""
+    """Executor cuda on several GPUs: type in which gradients are averaged; auto: float16 if --dtype is float16."""
     bn_group: int = 1
-    """Executor cuda on several GPUs: this many neighbouring GPUs of a machine share the BatchNorm statistics of each
-    batch, for small batches per GPU; 1: each GPU has its own."""
+    """Executor cuda on several GPUs: number of neighbouring GPUs of a machine that share each batch's BatchNorm
+    statistics, for small batches per GPU; 1: each GPU has its own."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class ElasticOptions:
     """Several GPUs."""
 
     commit_every: int = 100
-    """Elastic runs: optimizer steps between two commits, from which the others go on when a process is lost."""
+    """Elastic runs: optimizer steps between two commits. The other processes resume from a commit when one is lost."""
 
 
 @dataclass(frozen=True)
@@ -101,11 +102,11 @@ class CheckpointOptions:
     """Validation, checkpoints and logs."""
 
     validate_every: int = 1
-    """Epochs between two validations, the last epoch always having one; 0: none at all."""
+    """Epochs between two validations; the last epoch always has one. 0: no validation."""
     checkpoint_minutes: float = 10.0
-    """Minutes between two checkpoints; 0: only at the end, on a new best accuracy and on signals."""
+    """Minutes between two checkpoints; 0: only at the end, at a new best accuracy and on signals."""
     keep_checkpoints: int = 2
-    """How many of the newest checkpoints are kept, besides the best."""
+    """Number of newest checkpoints to keep, besides the best one."""
 
 
 @dataclass(frozen=True)
@@ -115,8 +116,7 @@ class LogOptions:
     log_every: int = 10
     """Optimizer steps between two log lines."""
     price_per_hour: float = 0.0
-    """What an hour of the run's machines costs, in any currency; the report then has the price of the run. 0: not
-    known."""
+    """Price of an hour of the run's machines, in any currency, for the report; 0: unknown."""
     tensorboard: bool = True
     """Write TensorBoard files."""
     mlperf: bool = False

@@ -1,4 +1,4 @@
-"""All options of training, put together from those of its subjects."""
+"""All options of training, combined from the classes of options by subject."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from train.options import data, network, optimizer, run
 
 
-# A dataclass has the fields of its last base first.
+# A dataclass takes its fields from the last base class first.
 @dataclass(frozen=True)
 class TrainingOptions(
     run.LogOptions,
@@ -30,7 +30,7 @@ class TrainingOptions(
     data.DataOptions,
     run.RunOptions,
 ):
-    """What a training run is, wherever it begins."""
+    """All options of a training run, except those of its starting point."""
 
 
 LIMITS = data.LIMITS | network.LIMITS | optimizer.LIMITS | run.LIMITS

@@ -1,23 +1,23 @@
-"""The processes of a run: starting them, on one machine and on several; losing them; averaging their gradients.
+"""The processes of a run: starting them on one or several machines, handling losses, averaging gradients.
 
-In the launcher, which starts them:
+In the launcher, which starts the processes:
 
-    launch, multi_host          the programs: of one machine; of several, by way of horovodrun
+    launch, multi_host          the programs: for one machine; for several machines, through horovodrun
     topology                    the GPUs and cores of this machine, and each process's share
-    worker                      the processes on this machine: start, signals, and how they end
-    watch                       which of them hangs
-    guard                       a process of its own that ends them where the launcher is killed
+    worker                      the processes on this machine: start, signals, and exit codes
+    watch                       finds the process that hangs
+    guard                       a separate process that ends the others if the launcher is killed
     elastic_launch              the launcher of an elastic run on one machine
 
 In each process:
 
-    distributed, allreduce      what it does together with the others, gradients above all
-    pulse                       what it shows the launcher of what it does, which `watch` reads
-    elastic                     its sessions, of which each loss begins another
+    distributed, allreduce      communication with the other processes, above all of gradients
+    pulse                       the state that the process shows the launcher, which `watch` reads
+    elastic                     the sessions of an elastic run; a new one begins after each loss
     horovod_mxnet               Horovod's import
 
 In both:
 
-    signals                     what asks to save and stop, and what ends a process that does not listen
-    invocation                  the command by which all this was started
+    signals                     signals that request saving and stopping; the end of a process that does not respond
+    invocation                  the command that started the run
 """

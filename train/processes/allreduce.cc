@@ -1,7 +1,7 @@
-// Horovod's all-reduce of GPU memory in the way of its PyTorch binding, which its MXNet binding lacks: a buffer is handed
-// over before it is computed, with the CUDA event that will say so. Horovod's processes agree on it meanwhile, and NCCL's
-// kernel is in its stream behind that event long before the event fires. No thread of the host stands between the
-// gradient, the all-reduce and the optimizer.
+// Horovod's all-reduce of GPU memory, used as its PyTorch binding does; Horovod's MXNet binding cannot do this. A
+// buffer is submitted before it is computed, together with the CUDA event of its completion. Meanwhile Horovod's
+// processes agree on it, and NCCL's kernel is enqueued behind the event long before the event fires. No host thread is
+// involved between the gradient, the all-reduce and the optimizer.
 //
 // scripts/build_horovod.py compiles this file with the Horovod that it builds; allreduce.py calls it.
 #include <condition_variable>
@@ -50,7 +50,7 @@ private:
   cudaEvent_t event_;
 };
 
-// Memory in which Horovod joins several buffers, where HOROVOD_FUSION_THRESHOLD allows it to.
+// Memory in which Horovod combines several buffers, if HOROVOD_FUSION_THRESHOLD allows it.
 class Joined : public PersistentBuffer {
 public:
   Joined(int device, int64_t num_bytes) {
@@ -88,13 +88,13 @@ private:
   int device_;
 };
 
-// One buffer that is all-reduced in every step, and how the latest of its all-reduces stands. Never freed: Horovod may
-// still call back.
+// A buffer that is all-reduced in every step, and the state of its latest all-reduce. It is never freed, because
+// Horovod may still call back.
 struct Slot {
   std::mutex mutex;
   std::condition_variable changed;
   bool busy = false;
-  std::string error;  // of the latest all-reduce, or empty
+  std::string error;  // error of the latest all-reduce; empty without one
 
   void finish(const std::string& what) {
     std::lock_guard<std::mutex> guard(mutex);
@@ -110,16 +110,16 @@ extern "C" {
 
 Slot* allreduce_slot() { return new Slot; }
 
-// Begin to replace `num_elements` values at `data` by their mean over all processes. `device` is a GPU's number, or -1 for
-// memory of the host, which takes no events. `ready`: the cudaEvent_t behind which the values are computed, recorded
-// already. `done`: one that is recorded behind the all-reduce by the time that allreduce_wait returns.
+// Begin replacing `num_elements` values at `data` by their mean over all processes. `device`: a GPU's number, or -1 for
+// host memory, which has no events. `ready`: a cudaEvent_t, already recorded, behind which the values are computed.
+// `done`: a cudaEvent_t that is recorded behind the all-reduce when allreduce_wait returns.
 void allreduce_start(Slot* slot, const char* name, void* data, int64_t num_elements, int is_float16, int device,
                      void* ready, void* done) {
   slot->busy = true;
   auto finished = [slot, device, done](const Status& status) {
     std::string error = status.ok() ? "" : status.reason();
 #if HAVE_CUDA
-    // With HOROVOD_ENABLE_ASYNC_COMPLETION the all-reduce is only enqueued by now, on this stream; else it is done.
+    // With HOROVOD_ENABLE_ASYNC_COMPLETION the all-reduce is only enqueued on this stream by now; otherwise it is done.
     if (status.ok() && status.event.event) {
       cudaError_t fault = cudaSetDevice(device);
       if (fault == cudaSuccess) fault = cudaEventRecord(static_cast<cudaEvent_t>(done), status.event.stream);
@@ -142,7 +142,7 @@ void allreduce_start(Slot* slot, const char* name, void* data, int64_t num_eleme
   }
 }
 
-// Wait until the all-reduce is enqueued on the GPU, or done on the host. Returns what went wrong, or null.
+// Wait until the all-reduce is enqueued on the GPU, or done on the host. Returns the error message, or null.
 const char* allreduce_wait(Slot* slot) {
   std::unique_lock<std::mutex> lock(slot->mutex);
   slot->changed.wait(lock, [slot] { return !slot->busy; });

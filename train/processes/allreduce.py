@@ -1,13 +1,13 @@
-"""The mean of gradients over the GPUs of a run, while the backward pass goes on: Horovod's, with NCCL.
+"""Averages gradients over the GPUs of a run during the backward pass, with Horovod and NCCL.
 
     all_reduce = BucketAllReduce(executor, device_id)
     executor.forward_backward(data, label, on_bucket=all_reduce.start)
     all_reduce.finish()
     executor.update(learning_rate)          # waits on the GPU for the mean; the host does not
 
-Horovod's own MXNet functions begin to talk to the other processes when a gradient has been computed, and what follows
-can be launched when its mean is there: twice the time of a host in every step. allreduce.cc hands a bucket over before
-it is computed, with the event that says so, as Horovod's PyTorch functions do.
+Horovod's own MXNet functions contact the other processes only after a gradient has been computed, and later work can
+only be launched after its mean has arrived. Each step pays for both on the host. allreduce.cc submits a bucket before
+it is computed, with the CUDA event of its completion, as Horovod's PyTorch functions do.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from graph_passes.executors.cuda.executor import CudaExecutor
 from train.errors import TrainError
 from train.processes.pulse import pulse
 
-LIBRARY = "bucket_allreduce.so"  # beside Horovod's own library, against which it is compiled
+LIBRARY = "bucket_allreduce.so"  # in the folder of Horovod's library, which it links
 ON_HOST = -1
 
 
 class BucketAllReduce:
-    """Averages the buckets of one executor: NCCL between GPUs, Gloo between hosts' memories."""
+    """Averages the buckets of one executor, with NCCL between GPUs or Gloo between hosts' memories."""
 
     def __init__(self, executor: CudaExecutor, device_id: int) -> None:
-        """`device_id`: number of this process's GPU, or ON_HOST for buckets in the host's memory.
+        """`device_id`: number of this process's GPU, or ON_HOST for buckets in host memory.
 
-        Raises TrainError where Horovod cannot average on GPUs, or lacks the library.
+        Raises TrainError if Horovod cannot average on GPUs, or the library is missing.
         """
         self._executor, self._device_id = executor, device_id
         self._library = load_library(on_gpu=device_id != ON_HOST)
-        self._slots: dict[str, Any] = {}  # by name of the bucket
+        self._slots: dict[str, Any] = {}  # bucket's name -> its slot in allreduce.cc
         self._started: list[Bucket] = []
         self._passes = 0
         pulse.follow_device(executor.passes_shown)
@@ -49,7 +49,8 @@ class BucketAllReduce:
         return f"gradients averaged by Horovod beside the backward pass, in buckets: {buckets}"
 
     def start(self, bucket: Bucket) -> None:
-        """Replace the gradients by their mean over all processes once `bucket.ready` fires. Returns at once."""
+        """Start replacing the bucket's gradients by their mean over all processes, once `bucket.ready` fires. Does not
+        wait."""
         if bucket.name not in self._slots:
             self._slots[bucket.name] = self._library.allreduce_slot()
         self._library.allreduce_start(
@@ -59,10 +60,11 @@ class BucketAllReduce:
         self._started.append(bucket)
 
     def wait(self) -> None:
-        """Wait until all processes have started the same buckets: `done` is recorded then, behind the mean. The GPU may
-        still be computing, or averaging.
+        """Wait until all processes have started these buckets. By then `done` is recorded on the GPU after the mean;
+        the GPU may still be computing or averaging.
 
-        Raises HorovodInternalError with Horovod's own words where that failed, as when another process has died.
+        Raises HorovodInternalError with Horovod's own message if that failed, for example because another process has
+        died.
         """
         for bucket in self._started:
             fault = self._library.allreduce_wait(self._slots[bucket.name])
@@ -71,8 +73,8 @@ class BucketAllReduce:
                 raise _internal_error(f"the all-reduce of gradients ({bucket.name}) failed: {fault.decode()}")
 
     def finish(self) -> None:
-        """Let what the executor does from now on follow the means on the GPU, those of all buckets where none has been
-        started. Waits, and raises, as `wait` does; nothing needs to be computed by then."""
+        """Make the executor's later GPU work wait for the means. If no bucket has been started, all are started first.
+        Waits and raises as `wait` does; the buckets need not be computed yet."""
         pulse.begin_collective()
         if not self._started:
             self._executor.hand_over(self.start)
@@ -85,7 +87,7 @@ class BucketAllReduce:
 
 
 def _internal_error(text: str) -> Exception:
-    from horovod.common.exceptions import HorovodInternalError  # what Horovod's elastic mode looks for
+    from horovod.common.exceptions import HorovodInternalError  # the exception that Horovod's elastic mode handles
 
     error: Exception = HorovodInternalError(text)
     return error
@@ -93,7 +95,7 @@ def _internal_error(text: str) -> Exception:
 
 @functools.cache
 def load_library(on_gpu: bool) -> Any:
-    """The compiled allreduce.cc. Raises TrainError where it is missing, does not fit, or cannot do it on GPUs."""
+    """The compiled allreduce.cc. Raises TrainError if it is missing, does not fit, or Horovod lacks NCCL."""
     from train.processes.horovod_mxnet import hvd
 
     if on_gpu and not hvd.nccl_built():

@@ -1,7 +1,7 @@
-"""Several processes with Horovod: Gloo between CPUs, NCCL between GPUs, the same calls for both.
+"""Communication of several processes through Horovod: Gloo between CPUs, NCCL between GPUs, with the same calls.
 
-A process started on its own never imports Horovod. Started by `scripts/dgx1_8gpu.sh` (or horovodrun), each process is
-one rank; rank 0 alone writes files and prints. docs/multi_gpu.md says how the pieces work together.
+A process started on its own never imports Horovod. Under `scripts/dgx1_8gpu.sh` (or horovodrun), each process is one
+rank, and only rank 0 writes files and prints. docs/multi_gpu.md says how the pieces work together.
 """
 
 from __future__ import annotations
@@ -25,50 +25,50 @@ from train.processes.invocation import is_of_several
 from train.processes.pulse import pulse
 
 LOST_PROCESS = re.compile("horovod|gloo|nccl|by peer|broken pipe|timed out waiting", re.IGNORECASE)
-BUCKET_BYTES = 25 * 2**20  # gradients are averaged in groups of about this size, as PyTorch's DDP does
+BUCKET_BYTES = 25 * 2**20  # approximate size of a group of gradients that are averaged together
 
 # Horovod's settings where the environment has none; docs/multi_gpu.md has the reasons.
 HOROVOD_SETTINGS = {
-    "HOROVOD_CYCLE_TIME": "1",  # ms between two looks for what is to be done
-    "HOROVOD_FUSION_THRESHOLD": "0",  # gradients come in buckets, which nobody needs to join
+    "HOROVOD_CYCLE_TIME": "1",  # ms between two checks for new operations
+    "HOROVOD_FUSION_THRESHOLD": "0",  # off: gradients already come in buckets
     "HOROVOD_NUM_NCCL_STREAMS": "1",
-    "HOROVOD_ENABLE_ASYNC_COMPLETION": "1",  # an all-reduce is over for the host once it is enqueued on the GPU
+    "HOROVOD_ENABLE_ASYNC_COMPLETION": "1",  # for the host, an all-reduce is complete once it is enqueued on the GPU
 }
 
-# Horovod 0.28.1 writes beyond its table of parameters when it is set up a second time with one of these.
+# With one of these set, Horovod 0.28.1 writes beyond its table of parameters when it is initialised a second time.
 NOT_ELASTIC = ("HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD")
 
 
 def is_elastic() -> bool:
-    """Whether the launcher, ours or horovodrun, has started this process for a run that others may leave and join."""
+    """Whether the launcher (ours or horovodrun) has started this process for an elastic run."""
     return os.environ.get("HOROVOD_ELASTIC") == "1"
 
 
 class GradientAllReduce(Protocol):
-    """The mean of an executor's gradients over all processes."""
+    """Averages an executor's gradients over all processes."""
 
     @property
     def description(self) -> str:
-        """What is averaged how, for the log."""
+        """How gradients are averaged, for the log."""
 
     @property
     def start(self) -> Callable[[Any], None] | None:
-        """To be called with each bucket as soon as the executor has it; None where it has no buckets."""
+        """The callback for each finished bucket; None if the executor has no buckets."""
 
     def finish(self) -> None:
-        """What the optimizer is asked for from now on uses the mean."""
+        """Make the mean available to all later optimizer calls."""
 
 
 class Workers:
-    """The processes of this run. What talks to the others is a collective operation: all ranks call it, in the same
+    """The processes of this run. Methods that communicate are collective operations: all ranks call them, in the same
     order."""
 
     def __init__(self) -> None:
-        """Raises LostProcessError where another process is lost while they connect, HorovodInternalError in an elastic
-        run."""
+        """Connect to the other processes. Raises LostProcessError if another one is lost meanwhile;
+        HorovodInternalError in an elastic run."""
         self.size, self.rank, self.local_rank, self.local_size = 1, 0, 0, 1
         self._hvd: Any = None
-        # Of the last `vote` about each thing: its all-reduce, under way, and what it answered.
+        # Subject -> the latest `vote` about it: its all-reduce, still running, and the answer so far.
         self._votes: dict[str, tuple[Any, list[bool]]] = {}
         if is_of_several():
             self._hvd = _import_horovod(int(os.environ["HOROVOD_SIZE"]))
@@ -85,33 +85,33 @@ class Workers:
 
     @property
     def alone(self) -> bool:
-        """Whether there is nobody to work together with, so that Horovod is not even there."""
+        """Whether this is the only process, so that Horovod is not imported."""
         return self._hvd is None
 
     def describe(self, all_reduce: GradientAllReduce) -> str:
-        """How these processes work together, for the log."""
+        """How the processes communicate, for the log."""
         settings = " ".join(f"{name}={os.environ[name]}" for name in HOROVOD_SETTINGS if name in os.environ)
         return f"{self.size} process{'es' * (self.size > 1)}; {all_reduce.description}; {settings}"
 
     def gradient_all_reduce(self, executor: Executor) -> GradientAllReduce:
-        """For as long as there are these workers and this executor; a collective operation. Raises TrainError where
-        Horovod cannot average on GPUs."""
+        """The gradient averaging for this executor, valid as long as this object. A collective operation. Raises
+        TrainError if Horovod cannot average on GPUs."""
         if isinstance(executor, CudaExecutor):
             return self.bucket_all_reduce(executor)
         return _ArrayAllReduce(self, executor)
 
     def bucket_all_reduce(self, executor: CudaExecutor) -> BucketAllReduce:
-        """`gradient_all_reduce` on GPUs, where the mean of each bucket is taken while the backward pass goes on."""
+        """As `gradient_all_reduce`, on GPUs: averages each bucket during the backward pass."""
         with self.agreement():
             return BucketAllReduce(executor, self.local_rank)
 
     def all_reduce(self, arrays: Sequence[Any], name: str) -> None:
-        """Replace each fp32 MXNet array by its mean over all ranks; `name` tells groups of arrays apart."""
+        """Replace each fp32 MXNet array by its mean over all ranks; `name` identifies the group of arrays."""
         if self._hvd:
             self.all_reduce_flat(_flatten(arrays), name)
 
     def all_reduce_flat(self, flats: Sequence[_Flat], name: str) -> None:
-        """Replace flat arrays by their means over all ranks: those that this is done with again and again."""
+        """Replace flat arrays by their means over all ranks; for arrays that are averaged repeatedly."""
         pulse.begin_collective()
         for number, flat in enumerate(flats):
             flat.read()
@@ -119,7 +119,7 @@ class Workers:
             flat.write_back()
 
     def all_reduce_on_host(self, arrays: Sequence[Any], name: str) -> None:
-        """Replace a few small fp32 arrays of any device by their means over all ranks, through the host's memory."""
+        """Replace a few small fp32 arrays, on any device, by their means over all ranks, through host memory."""
         if self._hvd:
             copies = [array.as_in_context(mx.cpu()) for array in arrays]
             self.all_reduce(copies, name)
@@ -151,11 +151,11 @@ class Workers:
         return [float(value) for value in total.asnumpy()]
 
     def vote(self, requests: Sequence[bool], about: str = "training") -> list[bool]:
-        """For each request, whether any rank has it: the same answer on every rank, at the same step.
+        """For each request, whether any rank has made it; all ranks get the same answer at the same step.
 
-        With several ranks it is the answer to the requests of the call before `about` the same, whose all-reduce has
-        run beside a training step meanwhile, so that nobody waits for it. A yes answers the requests of its own call
-        too: they were made before anybody knew, so the next answer to them is no.
+        With several ranks the answer belongs to the previous call with the same `about`: its all-reduce has run beside
+        a training step, so nobody waits for it. A yes also answers the requests of its own call, which were made before
+        the answer was known; therefore the next answer to them is no.
         """
         if not self._hvd:
             return list(requests)
@@ -170,7 +170,7 @@ class Workers:
         return answer
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, on every rank, by rank."""
+        """Every rank's value, on every rank, in rank order."""
         if not self._hvd:
             return [value]
         pulse.begin_collective()
@@ -178,7 +178,8 @@ class Workers:
 
     @contextlib.contextmanager
     def agreement(self) -> Iterator[None]:
-        """A user's error inside, on any rank, becomes the same TrainError on all, so that none waits forever."""
+        """Inside, a user's error on any rank is raised as the same TrainError on all ranks, so that none waits
+        forever."""
         mistake = None
         try:
             yield
@@ -192,7 +193,7 @@ class Workers:
 
 
 class _ArrayAllReduce:
-    """Of gradients that are MXNet arrays, after the backward pass."""
+    """Averages gradients that are MXNet arrays, after the backward pass."""
 
     start = None
     description = "gradients averaged after the backward pass"
@@ -205,8 +206,8 @@ class _ArrayAllReduce:
 
 
 class _Flat:
-    """Place for several fp32 arrays end to end: one message instead of many, and a plain layout whatever theirs is
-    (with oneDNN an array may lie in a blocked one, of which Horovod knows nothing)."""
+    """A buffer for several fp32 arrays end to end. It makes one message of many, and has a plain layout: with oneDNN an
+    array may be in a blocked layout, which Horovod does not understand."""
 
     def __init__(self, arrays: Sequence[Any]) -> None:
         self.array = mx.nd.empty((sum(array.size for array in arrays),), ctx=arrays[0].context)
@@ -224,7 +225,7 @@ class _Flat:
 
 
 def _flatten(arrays: Sequence[Any]) -> list[_Flat]:
-    """The arrays in order, grouped into flat ones of about BUCKET_BYTES."""
+    """Group the arrays, in order, into flat ones of about BUCKET_BYTES."""
     groups: list[list[Any]] = [[]]
     filled = 0
     for array in arrays:
@@ -238,18 +239,20 @@ def _flatten(arrays: Sequence[Any]) -> list[_Flat]:
 
 
 def is_lost_process(error: Exception) -> bool:
-    """Whether `error` says that an operation among the processes failed, as when one of them has ended.
+    """Whether `error` says that an operation among the processes failed, for example because one of them has ended.
 
-    It is Horovod's HorovodInternalError; a Horovod that was not built here tells MXNet instead, and what Gloo, NCCL or
-    Horovod said arrives as MXNet's error, whose text alone tells.
+    The Horovod built here raises HorovodInternalError. Another Horovod reports to MXNet, so a message of Gloo, NCCL or
+    Horovod arrives as an MXNet error that only its text identifies.
     """
     if isinstance(error, mx.base.MXNetError):
         return LOST_PROCESS.search(str(error)) is not None
-    return type(error).__name__ == "HorovodInternalError"  # not imported where a process is alone
+    # compared by name, as a single process does not import Horovod
+    return type(error).__name__ == "HorovodInternalError"
 
 
 def drain_engine() -> None:
-    """Wait for all that MXNet has under way, and forget what failed: it would come up again wherever it waits next."""
+    """Wait for all pending MXNet operations and discard their errors, which would otherwise be raised by a later
+    wait."""
     done = False
     while not done:
         if is_of_several():
@@ -269,12 +272,12 @@ def _forget_failure() -> None:
 
 
 def _connect(hvd: Any) -> None:
-    """As `Workers`."""
+    """Initialise Horovod; raises as `Workers`."""
     from horovod.common.exceptions import HorovodInternalError
 
     try:
         hvd.init()
-    except ValueError:  # Horovod has logged the reason
+    except ValueError:  # Horovod logs the reason
         hvd.shutdown()
         sentence = "the processes could not connect to each other: one of them is lost, or cannot be reached"
         raise HorovodInternalError(sentence) if is_elastic() else LostProcessError(sentence) from None

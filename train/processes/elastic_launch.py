@@ -1,9 +1,11 @@
-"""Starts the processes of an elastic run on this machine, and gives out their ranks anew whenever one is lost or comes
-back; what the processes do is in elastic.py. Needs Horovod, but not its own driver, which waits for ever for a process
-that hangs, and for Gloo's time-out where one is lost while the others connect.
+"""Starts the processes of an elastic run on this machine, and assigns new ranks whenever one is lost or comes back.
 
-Each process waits at a door (`Pulse.wait_for_place`) before it connects to the others. When all that are left stand
-there they get their ranks and are let in together: a generation. Who is lost on the way to the door is not waited for.
+elastic.py has the processes' side. Needs Horovod, but not its driver, which waits forever for a process that hangs, and
+until Gloo's time-out if a process is lost while the others connect.
+
+Before a process connects to the others, it waits (`Pulse.wait_for_place`, "at the door"). When all remaining processes
+wait there, they get their ranks and connect together, as a new generation. A process that is lost before it waits is
+not waited for.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ LONGEST_COOLDOWN = 3600.0  # seconds
 
 
 class ElasticRun:
-    """One run; arguments as of `launch_elastic`."""
+    """An elastic run; arguments as in `launch_elastic`."""
 
     def __init__(self, slots: Sequence[Slot], command: Sequence[str], min_processes: int, cooldown: float,
                  hang_seconds: float) -> None:
@@ -44,29 +46,30 @@ class ElasticRun:
         self._server = RendezvousServer()
         self._environment = {**on_this_machine(hang_seconds), "HOROVOD_ELASTIC": "1"}
         self._generation = 0
-        self._members: list[Worker] = []  # of the latest generation, by rank
-        self._ended: list[Worker] = []  # those whose end has been seen
-        self._hung: dict[int, str] = {}  # by process id: those that were killed because they hung, and what is said
-        self._losses = [0] * len(slots)  # by number of the slot
-        self._hangs = 0  # losses of processes that hung since the run took its last step
-        self._furthest = 0  # step that any process has done by the latest loss
-        self._returns: dict[int, float] = {}  # by number of a slot that is given up: when it is tried again, seconds
-        self._code: int | None = None  # of a run that ends because of a loss
+        self._members: list[Worker] = []  # the latest generation, by rank
+        self._ended: list[Worker] = []  # processes whose end has been handled
+        self._hung: dict[int, str] = {}  # process id -> message, for processes that hung and were killed
+        self._losses = [0] * len(slots)  # index: slot
+        self._hangs = 0  # processes lost by hanging, since the run's last step
+        self._furthest = 0  # most steps done by any process at the latest loss
+        self._returns: dict[int, float] = {}  # abandoned slot -> time of its next start, seconds
+        self._code: int | None = None  # exit code, if the run ends because of a loss
 
     def run(self) -> int:
-        """Run to the end; the exit code."""
+        """Run to the end and return the exit code."""
         ranks = self._ranks
-        RendezvousHTTPServer.daemon_threads = True  # one that waits for a dead process must not keep this one
+        # a thread that waits for a dead process must not keep this process alive
+        RendezvousHTTPServer.daemon_threads = True
 
         class Handler(RendezvousHandler):  # type: ignore[misc]  # Horovod is untyped
             def _get_value(self, scope: str, key: str) -> bytes | None:
-                """What Horovod asks for when it starts again in a process that has a place already."""
+                """Answer Horovod when it initialises again in a process that already has a rank."""
                 if scope == "rank_and_size":
                     return ranks()[key.partition(":")[0]].to_response_string().encode()
                 return super()._get_value(scope, key)
 
         self._environment["HOROVOD_GLOO_RENDEZVOUS_PORT"] = str(self._server.start(Handler))
-        logging.disable(logging.ERROR)  # Horovod's, of what is told here
+        logging.disable(logging.ERROR)  # Horovod's messages about events that are reported here
         try:
             with self._processes.in_charge():
                 for slot in self._slots:
@@ -92,7 +95,7 @@ class ElasticRun:
                     if self._is_regular(worker)), default=1)
 
     def _look(self) -> None:
-        """What there is to do now."""
+        """Handle everything that has happened since the last call."""
         self._part_with_ended()
         if self._code is not None:
             return
@@ -113,14 +116,16 @@ class ElasticRun:
         return self._processes.watch.records[worker.slot.number]
 
     def _start(self, slot: Slot) -> None:
-        visible = {"CUDA_VISIBLE_DEVICES": slot.gpu.visible} if slot.gpu else {}  # each is the only one on its host
+        # each process is alone on its host, for Horovod
+        visible = {"CUDA_VISIBLE_DEVICES": slot.gpu.visible} if slot.gpu else {}
         place = SlotInfo(hostname=_host(slot), rank=slot.number, size=len(self._slots), local_rank=0, local_size=1,
                          cross_rank=slot.number, cross_size=len(self._slots))
         self._processes.start(slot, {**self._environment, **visible, **create_slot_env_vars(place)})
 
     def _is_regular(self, worker: Worker) -> bool:
-        """Whether a process that has ended is no loss: it was done, or has said why it ends, or was asked to."""
-        if worker.process.pid in self._hung:  # it may still be there, without an exit code
+        """Whether a process has ended without being lost: it was done, has reported why it ends, or was asked to
+        end."""
+        if worker.process.pid in self._hung:  # it may still exist, without an exit code
             return False
         code = worker.process.returncode
         has_told = code in (0, *TOLD) or (code > 0 and self._processes.has_done_its_part(worker))
@@ -132,7 +137,7 @@ class ElasticRun:
         return self._processes.has_trained or any(worker.process.returncode == 0 for worker in self._processes.all)
 
     def _part_with_ended(self) -> None:
-        for worker in list(self._processes.all):  # which grows where all start anew
+        for worker in list(self._processes.all):  # the list grows if all are restarted
             if worker in self._processes.running or worker in self._ended:
                 continue
             self._ended.append(worker)
@@ -140,7 +145,8 @@ class ElasticRun:
                 self._lose(worker)
 
     def _lose(self, worker: Worker) -> None:
-        """Go on without a process, or end the run; say so, unless it came to join a run that is over."""
+        """Continue without a process, or end the run, and report that; silently if it tried to join a run that is
+        over."""
         why = self._hung.get(worker.process.pid)
         code = EXIT_HUNG_PROCESS if why else exit_code(worker.process.returncode)
         why = why or worker.last_words()
@@ -152,13 +158,13 @@ class ElasticRun:
         if self._is_over:
             if worker in self._members:
                 self._give_up(code, self._processes.end_of_run(why))
-        elif self._hangs > len(self._slots):  # as where nobody reads what rank 0 prints, whoever that is
+        elif self._hangs > len(self._slots):  # for example if nobody reads rank 0's output, whichever process that is
             self._give_up(code, f"{why}; {self._hangs} have hung without a step in between, so the run ends; {WAY_OUT}")
         elif left < least and not (left and self._cooldown):
             self._give_up(code, f"{why}; {left} {'is' if left == 1 else 'are'} left, but --min-np is {least}, so the "
                                 f"run ends; {WAY_OUT}")
         elif self._commits and not any(member in running for member in self._members):
-            self._give_up(code, f"{why}; none is left that knows what has been trained, so the run ends; {WAY_OUT}")
+            self._give_up(code, f"{why}; none of the rest knows the state of the training, so the run ends; {WAY_OUT}")
         elif self._commits and worker in self._members and self._is_joining:
             self._give_up(code, f"{why} while the processes connected to each other, so the run ends; {WAY_OUT}")
         else:
@@ -174,7 +180,7 @@ class ElasticRun:
 
     @property
     def _commits(self) -> int:
-        """The first one of a run is what it began with."""
+        """Where the run resumes, in words. A run's first commit is its starting point."""
         return max((self._record(worker).commits for worker in self._members), default=0)
 
     @property
@@ -187,12 +193,12 @@ class ElasticRun:
 
     @property
     def _is_joining(self) -> bool:
-        """Whether processes that have been let in are not all connected to each other yet."""
+        """Whether some processes of the latest generation are not connected yet."""
         return any(self._record(worker).activity == Activity.JOINING for worker in self._members
                    if worker in self._processes.running)
 
     def _begin_again(self) -> None:
-        """Start all anew: Horovod would wait for one that is lost while they connect, and then end the others."""
+        """Restart all processes: Horovod would wait for the one lost while they connect, and then end the others."""
         members = [worker for worker in self._members if worker in self._processes.running]
         self._processes.kill(members)
         for worker in members:
@@ -215,7 +221,7 @@ class ElasticRun:
     # --- ranks ---
 
     def _let_in(self) -> None:
-        """Give ranks to all that wait at the door once nobody else is to come there, and let them in."""
+        """Once no other process is expected at the door, give ranks to all that wait there, and let them connect."""
         running = self._processes.running
         waiting = [worker for worker in running if self._record(worker).activity == Activity.AT_DOOR]
         inside = [worker for worker in self._members if worker in running and worker not in waiting]
@@ -228,7 +234,7 @@ class ElasticRun:
             return
         if len(waiting) < self._min_processes and not self._is_over:
             return
-        # Those that know the run's state come first: rank 0 tells it to the others.
+        # Processes that know the run's state get the first ranks, because rank 0 sends it to the others.
         knowing = [worker for worker in self._members if worker in waiting]
         self._members = knowing + [worker for worker in waiting if worker not in knowing]
         self._generation += 1
@@ -236,11 +242,11 @@ class ElasticRun:
         for rank, worker in enumerate(self._members):
             record = self._record(worker)
             record.rank, record.size, record.recalled = rank, len(self._members), 0
-            record.activity = Activity.JOINING  # at once: it may be lost before it says so itself
+            record.activity = Activity.JOINING  # set here, because the process may be lost before it sets it
             record.generation = self._generation
 
     def _ranks(self) -> dict[str, SlotInfo]:
-        """The places of the latest generation, by host. To Horovod every slot is a host of its own."""
+        """The ranks of the latest generation, by host. For Horovod each slot is a host of its own."""
         size = len(self._members)
         return {_host(worker.slot): SlotInfo(hostname=_host(worker.slot), rank=rank, size=size, local_rank=0,
                                              local_size=1, cross_rank=rank, cross_size=size)

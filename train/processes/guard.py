@@ -1,9 +1,9 @@
 """Ends the processes of a run whose launcher has been killed: `python -m train.processes.guard`, the launcher's child.
-(The guard of signals.py is another one, which each process has for itself.)
+(Not the guard in signals.py, which every process has for itself.)
 
-Each process gets SIGTERM by itself when its launcher is gone (PR_SET_PDEATHSIG), saves a checkpoint and ends. One that
-is stopped takes no signal, and one that hangs holds up all. So this wakes those that are stopped, watches the others as
-the launcher did, and kills what hangs.
+Each process gets SIGTERM when its launcher is gone (PR_SET_PDEATHSIG), saves a checkpoint and ends. But a stopped
+process takes no signal, and a hanging one blocks all. So the guard wakes stopped processes, watches the others as the
+launcher did, and kills a process that hangs.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ POLL_SECONDS = 0.1
 
 
 class Guard:
-    """The guard of this process's own processes."""
+    """The launcher's handle of its guard process."""
 
     def __init__(self, watch: Watch) -> None:
         command = own_process(GUARD, str(watch.descriptor), str(len(watch.records)), str(watch.seconds))
-        # In a session of its own no signal to the run's process group reaches it.
+        # In its own session it does not receive signals to the run's process group.
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(watch.descriptor,),
                                          start_new_session=True)
 
     def add(self, number: int, pid: int) -> None:
-        """It is to know of a process, whose record has this number."""
-        with contextlib.suppress(BrokenPipeError):  # somebody has ended it, and the run does not need it
+        """Tell the guard of a process, whose record has this number."""
+        with contextlib.suppress(BrokenPipeError):  # the guard was killed; the run can do without it
             assert self._process.stdin
             self._process.stdin.write(f"{number} {pid}\n".encode())
             self._process.stdin.flush()
 
     def close(self) -> None:
-        """Its processes have ended."""
+        """End the guard, after all processes have ended."""
         with contextlib.suppress(BrokenPipeError):
             self._process.communicate()
 
 
 def main(descriptor: int, count: int, seconds: float) -> None:
     watch = Watch(count, seconds, descriptor)
-    processes: dict[int, tuple[int, int]] = {}  # by number: process id, and when it started
-    for line in sys.stdin:  # until the launcher has ended
+    processes: dict[int, tuple[int, int]] = {}  # record's number -> process id and its start time
+    for line in sys.stdin:  # ends when the launcher has ended
         number, pid = map(int, line.split())
         if found := status(pid):
             processes[number] = pid, found.started

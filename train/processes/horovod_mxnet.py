@@ -1,16 +1,16 @@
-"""The one place through which Horovod is imported: `from train.processes.horovod_mxnet import hvd`.
+"""The only place that imports Horovod: `from train.processes.horovod_mxnet import hvd`.
 
-Raises ImportError where it is missing.
+Raises ImportError if Horovod is missing.
 
-Horovod opens its library to the whole process (RTLD_GLOBAL), and with it all that MXNet links: CUDA 11's NVRTC, cuBLAS
-and cuDNN 8. Newer ones that are loaded later, such as the cuda executor's, then call the old ones' functions of equal
-names: NVRTC 13 crashed in its first compilation. Nobody but allreduce.cc needs Horovod's symbols, and it links the
-library by name, so here it is opened for itself alone.
+Horovod loads its library with global symbols (RTLD_GLOBAL), and with it the libraries of MXNet: CUDA 11's NVRTC, cuBLAS
+and cuDNN 8. Newer libraries that are loaded later, such as the cuda executor's, then call the old functions of the same
+names; NVRTC 13 crashed in its first compilation. Only allreduce.cc needs Horovod's symbols, and it links the library by
+name. Therefore the library is loaded with local symbols here.
 
-An operation of Horovod that fails is not an error to MXNet: when a process is lost many fail at once, and MXNet notes
-errors without a lock, which has corrupted its heap. Horovod keeps the first reason (scripts/build_horovod.py), and each
-of MXNet's functions that wait asks for it and raises HorovodInternalError. So nobody gets the values of an operation
-that failed.
+A failed Horovod operation is not reported to MXNet as an error. When a process is lost, many operations fail at once,
+and MXNet records errors without a lock, which has corrupted its heap. Instead Horovod keeps the first failure
+(scripts/build_horovod.py). Each MXNet function that waits checks for it and raises HorovodInternalError, so the values
+of a failed operation are never used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any
 
 from common.mxnet_compat import mx
 
-_for_all, ctypes.RTLD_GLOBAL = ctypes.RTLD_GLOBAL, ctypes.RTLD_LOCAL  # type: ignore[misc]  # a constant by its name
+# assigns to a constant of ctypes
+_for_all, ctypes.RTLD_GLOBAL = ctypes.RTLD_GLOBAL, ctypes.RTLD_LOCAL  # type: ignore[misc]
 try:
     import horovod.mxnet as hvd
     from horovod.common.exceptions import HorovodInternalError
@@ -30,19 +31,20 @@ finally:
 
 __all__ = ["forget_failure", "hvd"]
 
-# A Horovod that scripts/build_horovod.py has not built tells MXNet.
+# False for a Horovod that scripts/build_horovod.py has not built: it reports failures to MXNet.
 KEEPS_FAILURE = hasattr(LIBRARY, "horovod_mxnet_keep_failures")
 WAITS = ("MXNDArraySyncCopyToCPU", "MXNDArrayWaitToRead", "MXNDArrayWaitToWrite", "MXNDArrayWaitAll")
 
 
 def forget_failure() -> None:
-    """Waits do not raise any more what has failed so far."""
+    """Forget past failures, so that waits do not raise them."""
     if KEEPS_FAILURE:
         LIBRARY.horovod_mxnet_forget_failure()
 
 
 def _raise_failure(result: int, function: Any, arguments: Any) -> int:
-    """After a call of one of WAITS; `result` is MXNet's."""
+    """Raise HorovodInternalError if an operation has failed; called after each function of WAITS with MXNet's
+    `result`."""
     if reason := LIBRARY.horovod_mxnet_failure():
         raise HorovodInternalError(f"an operation of Horovod failed: {reason.decode(errors='replace')}")
     return result

@@ -1,4 +1,4 @@
-"""How this process was started: by which launcher, and with which command."""
+"""How this process was started: the launcher and the command line."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 from common.program import CALLED_AS, CONSOLE_COMMAND, PROGRAMS, TRAIN, is_console, start_of, words_of
 from train.errors import TrainError
 
-ROOT = Path(__file__).resolve().parents[2]  # of the project; common.environment, which has it too, imports slow modules
-LAUNCHER_VARIABLE = "RESNET_LAUNCHER"  # environment variable: what started this process, with its own options
+ROOT = Path(__file__).resolve().parents[2]  # of the project; also in common.environment, which imports slow modules
+LAUNCHER_VARIABLE = "RESNET_LAUNCHER"  # environment variable: the launcher's command, with its own options
 
-# What Horovod, or our launcher in its way, tells a process: its place among the others, and where they meet.
+# Environment variables of Horovod, or of our launcher in its place: a process's rank, and the number of processes.
 PLACE = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE")
 MEETING = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
 
 
 def is_of_several() -> bool:
-    """Whether a launcher has started this process as one of several, though perhaps alone. Raises TrainError where the
-    environment says so only in part, as what another run has left there does."""
+    """Whether a launcher has started this process as one of several (the number may be 1). Raises TrainError if the
+    environment has only some of the variables, as another run may have left them."""
     found = {name: os.environ[name] for name in (*PLACE, MEETING) if name in os.environ}
     if found.keys().isdisjoint(PLACE):
         return False
@@ -35,17 +35,17 @@ def is_of_several() -> bool:
 
 
 def launcher() -> str:
-    """What starts runs like this one; the options of `python -m train` follow it."""
+    """The command that starts runs like this one; options of `python -m train` can follow it."""
     return os.environ.get(LAUNCHER_VARIABLE) or start_of(TRAIN)
 
 
 def is_own_environment() -> bool:
-    """Whether this interpreter is that of the project's .venv."""
+    """Whether this interpreter belongs to the project's .venv."""
     return Path(sys.prefix).resolve() == (ROOT / ".venv").resolve()
 
 
 def script(module: str) -> str:
-    """What starts a program that has a script, in the user's shell, with this environment."""
+    """The shell command of a program's script, for the user's shell and with this environment."""
     if is_console():
         return start_of(module)
     path = ROOT / PROGRAMS[module].script
@@ -54,7 +54,7 @@ def script(module: str) -> str:
 
 
 def command_line() -> str:
-    """The command that started this process, or the launcher that did, ready to be copied into a shell."""
+    """The command that started this process, or its launcher, ready to paste into a shell."""
     if LAUNCHER_VARIABLE in os.environ:
         return f"{launcher()} {shlex.join(words_of(sys.orig_argv))}"
     if is_console() and os.path.abspath(sys.orig_argv[1]) == os.environ[CALLED_AS]:

@@ -1,10 +1,10 @@
-"""Starts the processes of a run on this machine, one for each GPU: `scripts/dgx1_8gpu.sh`, or
-`python -m train.processes.launch`.
+"""Starts the processes of a run on this machine, one for each GPU: `scripts/dgx1_8gpu.sh`, or `python -m
+train.processes.launch`.
 
-As horovodrun does with Gloo, but it checks the GPUs first and binds each process to the cores beside its GPU, the
-terminal stays rank 0's (progress bar, no prefixes), signals reach all processes, and the exit code is that of the
-process that failed first. Over several machines horovodrun starts `python -m train.processes.launch` in its place
-(scripts/multi_host.sh): each process then only binds itself to its cores and becomes `python -m train`.
+It works like horovodrun with Gloo, with these differences: it checks the GPUs first and binds each process to the cores
+beside its GPU; the terminal belongs to rank 0 (progress bar, no prefixes); signals reach all processes; the exit code
+is that of the process that failed first. Over several machines horovodrun starts `python -m train.processes.launch` for
+each process (scripts/multi_host.sh), which then only binds itself to its cores and becomes `python -m train`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ from train.processes.worker import (
 )
 
 MAX_PROCESSES = 8  # without -n: a DGX-1 has 8 GPUs
-# A process that was killed is gone when its threads have ended, one by one; one that it crashed may be gone before.
+# A killed process is gone only after its threads have ended, one by one. Another process that it has crashed may be
+# gone earlier.
 SETTLING_SECONDS = 0.2
 
 
@@ -75,22 +76,22 @@ class LaunchOptions:
     """
 
     processes: Annotated[Positive | None, "-n"] = None
-    """Processes, one per GPU; default: all GPUs, else all cores; 8 at most."""
+    """Number of processes, one per GPU; default: the number of GPUs, or else of cores, at most 8."""
     batch_size: Annotated[Positive | None, "-b"] = None
-    """Images per process in one forward pass; default: the preset's."""
+    """Images per process in a forward pass; default: the preset's."""
     epochs: Annotated[Positive | None, "-e"] = None
     """Passes over the training images; default: the preset's."""
     min_np: Positive | None = None
-    """Elastic: when a process is lost, go on from the last committed state while this many are left."""
+    """Elastic: when a process is lost, resume from the last commit as long as this many are left."""
     cooldown: Annotated[int, _seconds, "SECONDS"] = 0
-    """Elastic: restart a lost process after about this long, longer each time; 0: never."""
+    """Elastic: restart a lost process after about this many seconds, longer each time; 0: never."""
     hang_seconds: Annotated[int, _seconds, "SECONDS"] = DEFAULT_SECONDS
-    """A process that shows no sign of life for so long, or for ten times its longest step if that is more, while the
-    others wait for it, is killed; in what is done once, such as compiling, for fifteen times as long. 0: none is."""
+    """Kill a process that shows no sign of life for this long while the others wait for it; 0: never. The limit is ten
+    times its longest step if that is more, and fifteen times as long for work done once, such as compiling."""
 
 
 def plan(num_processes: int | None, on_cpu: bool) -> tuple[list[Slot], list[str]]:
-    """What each process gets, and what the user should know about it. Raises TrainError where it cannot be had."""
+    """The slots of the processes, and remarks for the user. Raises TrainError if a request cannot be met."""
     gpus = [] if on_cpu else topology.read_gpus()
     count = num_processes or min(len(gpus) or len(os.sched_getaffinity(0)), MAX_PROCESSES)
     if gpus:
@@ -104,10 +105,11 @@ def plan(num_processes: int | None, on_cpu: bool) -> tuple[list[Slot], list[str]
 
 def launch_elastic(slots: Sequence[Slot], command: Sequence[str], min_processes: int, cooldown: int = 0,
                    hang_seconds: float = DEFAULT_SECONDS) -> int:
-    """Run a command once for each slot; the exit code. When a process is lost, the others go on as long as
-    `min_processes` are left, and it comes back after `cooldown` seconds, twice as long each time, if that is not 0.
+    """Run a command in a process for each slot, and return the exit code. When a process is lost, the others continue
+    as long as `min_processes` are left. It is restarted after `cooldown` seconds, twice as long each time, unless that
+    is 0.
 
-    Raises TrainError where Horovod is missing, and StoppedBySignal while it starts.
+    Raises TrainError if Horovod is missing, and StoppedBySignal while it starts.
     """
     with ending_with(STOPPED_EARLY):
         require_horovod(len(slots))
@@ -120,10 +122,10 @@ def launch_elastic(slots: Sequence[Slot], command: Sequence[str], min_processes:
 def launch(slots: Sequence[Slot], command: Sequence[str], hang_seconds: float = DEFAULT_SECONDS) -> int:
     """Run `command` in a process for each slot, with its rank in the environment.
 
-    Returns the exit code: 0, or that of the first process that failed, whereupon the others are ended; so they are
-    when one hangs (`Watch`, with `hang_seconds`).
+    Returns the exit code: 0, or that of the first process that failed. After a failure or a hang (`Watch`, with
+    `hang_seconds`) the other processes are ended.
 
-    Raises TrainError where Horovod is missing, and StoppedBySignal while it starts.
+    Raises TrainError if Horovod is missing, and StoppedBySignal while it starts.
     """
     with ending_with(STOPPED_EARLY):
         require_horovod(len(slots))
@@ -134,7 +136,7 @@ def launch(slots: Sequence[Slot], command: Sequence[str], hang_seconds: float = 
         ranks = get_host_assignments(parse_hosts(f"localhost:{len(slots)}"), len(slots))
         server = RendezvousServer()
         common = {**on_this_machine(hang_seconds), "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.start()),
-                  "HOROVOD_ELASTIC": "0"}  # whatever another run has left in the environment
+                  "HOROVOD_ELASTIC": "0"}  # overrides a value left by another run
         server.init(ranks)
         processes = Processes(slots, command, hang_seconds)
     try:
@@ -147,14 +149,16 @@ def launch(slots: Sequence[Slot], command: Sequence[str], hang_seconds: float = 
 
 
 def _wait(processes: Processes) -> int:
-    """Until all have ended, or until GRACE_SECONDS after the first one that failed, or after a second request to stop.
+    """Wait until all processes have ended, until GRACE_SECONDS after the first failure, or until a second request to
+    stop.
 
-    One that stopped because it was asked to has not failed: process 0 still writes the report then; nor has another one
-    that was killed by then. Prints the last words of the one whose fault it was, or that it hung, when the others have
-    had their say, and Horovod: they fail because of it, perhaps even before it is gone. Not where it ended by one of
-    the signals handed on, as it does while it starts.
+    A process that stopped on request has not failed, because process 0 may still be writing the report. A process that
+    was killed after such a request has not failed either. If the run fails, the last words of the process at fault are
+    printed (or that it hung). They come after the messages of Horovod and of the other processes, which fail because of
+    it, perhaps even before it is gone. Nothing is printed for a process that ended during its start by a signal that
+    was passed on.
     """
-    failed: list[Worker] = []  # in the order in which they were seen
+    failed: list[Worker] = []  # in the order of detection
     hang: EndedHang | None = None
     deadline = float("inf")
 
@@ -167,7 +171,8 @@ def _wait(processes: Processes) -> int:
         if seen() and not failed:
             time.sleep(SETTLING_SECONDS)
             running = processes.running
-        # The loss of one that was killed may crash another within the same look: MXNet notes errors without a lock.
+        # A killed process may crash another one before the next check, because MXNet records errors without a lock. So
+        # the killed one is sorted first.
         failed += sorted(seen(), key=lambda worker: worker.process.returncode != -signal.SIGKILL)
         if (failed or processes.must_end) and deadline == float("inf"):
             deadline = time.monotonic() + GRACE_SECONDS
@@ -191,15 +196,15 @@ def _wait(processes: Processes) -> int:
 
 
 def require_horovod(num_processes: int | str) -> None:
-    """Raises TrainError where Horovod cannot work: it is missing, but this project's own environment gets it first; or
-    this machine's name has no address."""
+    """Raise TrainError if Horovod cannot work: this machine's name has no address, or Horovod is missing. The project's
+    own environment first tries to install it."""
     topology.check_host_name()
     if "PYTHON" not in os.environ and is_own_environment() and not (ROOT / ".venv" / ".ready-horovod").exists():
         if subprocess.run(["bash", str(ROOT / "scripts" / "setup.sh"), "horovod"]).returncode:
-            sys.exit(EXIT_USER_ERROR)  # it has said why
+            sys.exit(EXIT_USER_ERROR)  # the installer has printed the reason
         importlib.invalidate_caches()
     try:
-        import horovod.runner.gloo_run  # noqa: F401  # heavy
+        import horovod.runner.gloo_run  # noqa: F401  # slow to import
     except ImportError as error:
         raise NoHorovodError(num_processes, error) from None
 
@@ -208,11 +213,11 @@ def require_horovod(num_processes: int | str) -> None:
 
 
 def parse(arguments: Sequence[str]) -> tuple[LaunchOptions, list[str]]:
-    """The launcher's own options, and the arguments of `python -m train`. Raises UserError for a wrong value."""
+    """The launcher's own options, and the arguments for `python -m train`. Raises UserError for an invalid value."""
     values, passed = given_and_rest(LaunchOptions, arguments, prog=PROGRAMS[LAUNCH].script,
                                     rest="any option of python -m train")
     own = LaunchOptions(**values)
-    end = passed.index("--") if "--" in passed else len(passed)  # behind it are names of files
+    end = passed.index("--") if "--" in passed else len(passed)  # file names follow it
     passed[end:end] = [word for option, value in (("--batch-size", own.batch_size), ("--epochs", own.epochs))
                        if value is not None for word in (option, str(value))]
     if own.min_np and own.processes and own.min_np > own.processes:
@@ -226,11 +231,11 @@ def main(arguments: Sequence[str]) -> int:
     own, passed = parse(arguments)
     on_cpu = given_value(passed, "--device") == "cpu"
     command = own_process(*passed or [TRAIN])
-    if "HOROVOD_LOCAL_RANK" in os.environ and is_of_several():  # started by horovodrun
+    if "HOROVOD_LOCAL_RANK" in os.environ and is_of_several():  # horovodrun has started this process
         topology.check_host_name()
         slots, _ = plan(int(os.environ["HOROVOD_LOCAL_SIZE"]), on_cpu)
         _become(command, slots[int(os.environ["HOROVOD_LOCAL_RANK"])])
-    name, _ = understood(passed)  # a mistake is told before Horovod is compiled, and once
+    name, _ = understood(passed)  # reports a mistake once, before Horovod is compiled
     if COMMANDS[name].outlasts_output:
         make_lasting()
     slots, notes = plan(own.processes, on_cpu)
@@ -244,14 +249,14 @@ def main(arguments: Sequence[str]) -> int:
     patience = f" --hang-seconds {own.hang_seconds}" * (own.hang_seconds != DEFAULT_SECONDS)
     os.environ[LAUNCHER_VARIABLE] = f"{script(LAUNCH)} -n {len(slots)}{elastic}{patience}"
     if len(slots) == 1 and not own.min_np:
-        _become(command, slots[0])  # alone it needs neither Horovod nor this process
+        _become(command, slots[0])  # a single process needs neither Horovod nor this launcher
     if own.min_np:
         return see_through(partial(launch_elastic, slots, command, own.min_np, own.cooldown, own.hang_seconds))
     return see_through(partial(launch, slots, command, own.hang_seconds))
 
 
 def _become(command: list[str], slot: Slot) -> NoReturn:
-    """Bind this process to its part of the machine and go on as `command`."""
+    """Bind this process to its cores and replace it by `command`."""
     if slot.bound:
         os.sched_setaffinity(0, slot.cores)
     os.execve(command[0], command, {**os.environ, **slot.environment})

@@ -1,7 +1,7 @@
 """Starts a run on several machines: `scripts/multi_host.sh`, or `python -m train.processes.multi_host`.
 
 horovodrun starts the processes over ssh, each as `python -m train.processes.launch`, which binds itself to the cores
-beside its GPU and becomes `python -m train`. Here is what horovodrun is asked for, and what is said where it fails.
+beside its GPU and becomes `python -m train`. This module builds the call of horovodrun and reports its failures.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from train.processes import launch
 from train.processes.invocation import LAUNCHER_VARIABLE, script
 from train.processes.worker import TOLD, WAY_OUT, how_it_ended
 
-SECONDS_TO_SAVE = 60  # that a process of the run has when it is told to end, and to report
-if __name__ == "__mp_main__":  # in the processes with which Horovod starts those of the run, and ends them
+SECONDS_TO_SAVE = 60  # for a process to save and report after a request to stop
+if __name__ == "__mp_main__":  # in Horovod's helper processes, which start and end the processes of the run
     from horovod.runner.common.util import safe_shell_exec
 
     safe_shell_exec.GRACEFUL_TERMINATION_TIME_S = SECONDS_TO_SAVE
@@ -44,47 +44,47 @@ if __name__ == "__mp_main__":  # in the processes with which Horovod starts thos
 
 @dataclass(frozen=True)
 class HorovodrunOptions:
-    """As horovodrun --help tells."""
+    """Options of horovodrun."""
 
     host_discovery_script: Annotated[str, "FILE"] = ""
-    """Elastic, machines may come and go: a program that prints one line HOST:GPUS for each machine that is there;
-    Horovod asks it every second."""
+    """Elastic, with machines that come and go: a program that prints a line HOST:GPUS for each available machine.
+    Horovod runs it every second."""
     min_np: Positive | None = None
-    """Elastic: go on while this many processes are left."""
+    """Elastic: continue while this many processes are left."""
     max_np: Positive | None = None
-    """Elastic: so many processes at most."""
+    """Elastic: maximum number of processes."""
     blacklist_cooldown_range: tuple[Positive, Positive] | None = None
-    """Elastic: seconds, from and to, for which a machine that failed is not asked again."""
+    """Elastic: shortest and longest time in seconds for which a failed machine is not used again."""
     network_interface: Annotated[str, "NAMES"] = ""
-    """Network interfaces that the machines reach each other by."""
+    """Network interfaces through which the machines reach each other."""
     ssh_port: Positive | None = None
-    """Of the other machines."""
+    """ssh port of the other machines."""
 
 
 @dataclass(frozen=True)
 class MultiHostOptions(HorovodrunOptions):
-    """Train on the GPUs of several machines: horovodrun starts the processes over ssh (Gloo to agree, NCCL for the
-    gradients).
+    """Train on the GPUs of several machines: horovodrun starts the processes over ssh (Gloo for coordination, NCCL for
+    the gradients).
 
-    Needed: this folder and its .venv at the same path on every machine, the data too, and ssh without a password.
-    -b, -e and -p are as scripts/dgx1_8gpu.sh --help tells; python -m train train --help lists all further options.
+    Required: this folder and its .venv at the same path on every machine, the data too, and ssh without a password. For
+    -b, -e and -p see scripts/dgx1_8gpu.sh --help; python -m train train --help lists all further options.
 
       scripts/multi_host.sh -H node1:8,node2:8 --data data/imagenet
       scripts/multi_host.sh --host-discovery-script FILE --min-np N ...
     """
 
     hosts: Annotated[str, "HOST:GPUS,...", "-H"] = ""
-    """Machines, and how many processes each gets; default: in a SLURM job its machines and their GPUs."""
+    """Machines, with the number of processes on each; default: the machines and GPUs of the SLURM job."""
     processes: Annotated[Positive | None, "-n"] = None
-    """Processes; default: all of -H."""
+    """Number of processes; default: all of -H."""
 
 
 def parse(arguments: Sequence[str]) -> tuple[MultiHostOptions, list[str], list[str]]:
-    """The options here; those of horovodrun among them once more, as words; the arguments of
-    `python -m train.processes.launch`. Raises UserError for a wrong value."""
+    """The parsed options; the options for horovodrun as words; the arguments for `python -m train.processes.launch`.
+    Raises UserError for an invalid value."""
     values, passed = given_and_rest(MultiHostOptions, arguments, prog=PROGRAMS[MULTI_HOST].script,
                                     rest="any option of python -m train")
-    if script := values.get("host_discovery_script"):  # a shell would look for a bare name among its programs
+    if script := values.get("host_discovery_script"):  # a shell would search its PATH for a bare name
         values["host_discovery_script"] = str(Path(script).absolute())
     own = MultiHostOptions(**values)
     check_elastic(own)
@@ -92,7 +92,7 @@ def parse(arguments: Sequence[str]) -> tuple[MultiHostOptions, list[str], list[s
 
 
 def check_elastic(own: MultiHostOptions) -> None:
-    """Raises TrainError where options of elastic runs do not fit each other."""
+    """Raise TrainError if options of elastic runs contradict each other."""
     if (own.max_np or own.blacklist_cooldown_range) and not (own.min_np or own.host_discovery_script):
         raise TrainError("--max-np and --blacklist-cooldown-range are for elastic runs; give --min-np or "
                          "--host-discovery-script too, or leave them out")
@@ -100,11 +100,11 @@ def check_elastic(own: MultiHostOptions) -> None:
         raise TrainError(f"--min-np {own.min_np} is more than --max-np {own.max_np}; lower it")
     first, last = own.blacklist_cooldown_range or (0, 0)
     if first > last:
-        raise TrainError(f"--blacklist-cooldown-range goes from {first} to {last} seconds; give the fewer first")
+        raise TrainError(f"--blacklist-cooldown-range goes from {first} to {last} seconds; give the smaller one first")
 
 
 def read_hosts(own: MultiHostOptions) -> dict[str, int]:
-    """Processes that each machine can have. Raises TrainError where nothing names machines."""
+    """The number of processes for each machine. Raises TrainError if no machines are given."""
     script = own.host_discovery_script
     if script:
         if not (Path(script).is_file() and os.access(script, os.X_OK)):
@@ -140,7 +140,7 @@ def read_hosts(own: MultiHostOptions) -> dict[str, int]:
 def main(arguments: Sequence[str]) -> int:
     own, words, passed = parse(arguments)
     _, of_run = launch.parse(passed)
-    name, _ = understood(of_run)  # a mistake is told here, and once
+    name, _ = understood(of_run)  # reports a mistake here, once
     if COMMANDS[name].outlasts_output:
         make_lasting()
     hosts = read_hosts(own)
@@ -167,8 +167,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def horovodrun(arguments: Sequence[str]) -> int:
-    """Its exit code: 0, or that of the first process that failed, whose last words this prints. Raises ProgramError
-    where Horovod is missing, or finds the machines wanting, and StoppedBySignal while it starts."""
+    """Run horovodrun and return its exit code: 0, or that of the first process that failed, whose last words are
+    printed. Raises ProgramError if Horovod is missing or rejects the machines, and StoppedBySignal while it starts."""
     with ending_with(STOPPED_EARLY):
         launch.require_horovod("several")
         from horovod.runner.common.util.timeout import TimeoutException
@@ -185,7 +185,7 @@ def horovodrun(arguments: Sequence[str]) -> int:
             raise ProgramError(sentence + hint) from None
         process, code = failed[1], int(failed[2])
         if code not in TOLD:
-            by_signal = code - 128 in set(signal.Signals)  # as shells have it
+            by_signal = code - 128 in set(signal.Signals)  # the shells' convention
             print_error(f"process {process} {how_it_ended(128 - code if by_signal else code)}, so the run ends; "
                         f"{WAY_OUT}", apart=True)
         return code

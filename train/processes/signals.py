@@ -1,10 +1,10 @@
-"""Signals: what asks the training loop to save and stop, and what ends a process that does not listen any more.
+"""Signals: they ask the training loop to save and stop, and end a process that no longer responds.
 
-SIGTERM, Ctrl-C (SIGINT), SIGHUP (the terminal is closed) and SIGPIPE (nobody reads the output any more) become
-requests, which the loop looks at between two steps and two batches of validation. Python runs their handlers in the
-main thread, between two of its own instructions, so a process that is blocked in a library never gets there. Its
-handlers in C do run there, and write each signal's number into a pipe (`signal.set_wakeup_fd`): at the other end
-another process stands guard.
+SIGTERM, Ctrl-C (SIGINT), SIGHUP (the terminal is closed) and SIGPIPE (nobody reads the output) become requests. The
+loop checks for them between two steps and between two batches of validation. Python runs signal handlers only in the
+main thread, between two bytecode instructions, so they never run while a library blocks the process. Python's C-level
+handler does run then, and writes the signal's number into a pipe (`signal.set_wakeup_fd`), which another process, the
+guard, reads.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType, TracebackType
 
-INSISTENT = (signal.SIGTERM, signal.SIGINT)  # the second of these ends a process
-STOPPING = (*INSISTENT, signal.SIGHUP, signal.SIGPIPE)  # a closed terminal may well send two of them
-LEAVE = signal.SIGUSR2  # from the guard: the second one has come
+INSISTENT = (signal.SIGTERM, signal.SIGINT)  # a second one of these ends the process at once
+# a closed terminal may send two, so they do not count as insistent
+STOPPING = (*INSISTENT, signal.SIGHUP, signal.SIGPIPE)
+LEAVE = signal.SIGUSR2  # from the guard: a second signal has arrived
 
-SAME_SECONDS = 1.0  # within them a signal is the first one again: a launcher and the system may both send it
-GRACE_SECONDS = 5.0  # that a process has to leave by itself
-TRAINING, NOT_TRAINING = 100, 101  # to the guard; signals have numbers up to 64
+# a repetition within this time counts as the same signal: a launcher and the system may both send it
+SAME_SECONDS = 1.0
+GRACE_SECONDS = 5.0  # for a process to end by itself
+TRAINING, NOT_TRAINING = 100, 101  # messages to the guard; signal numbers go up to 64
 
 WORDS = "stopping after this step, then saving"
 ANSWERS: dict[int, str] = {
-    signal.SIGTERM: f"{WORDS}; once more to leave without",
-    signal.SIGINT: f"{WORDS}; once more to leave without",
+    signal.SIGTERM: f"{WORDS}; once more to end without saving",
+    signal.SIGINT: f"{WORDS}; once more to end without saving",
     signal.SIGHUP: f"the terminal is closed: {WORDS}",
     signal.SIGPIPE: f"nobody reads the output any more: {WORDS}",
 }
@@ -38,12 +40,12 @@ STOPPED_EARLY = "stopped while it started"  # before the first step
 
 Handler = Callable[[int, "FrameType | None"], object]
 
-_to_guard: int | None = None  # descriptor
+_to_guard: int | None = None  # descriptor of the pipe
 
 
 @contextlib.contextmanager
 def handled(handlers: Mapping[int, Handler | signal.Handlers]) -> Iterator[None]:
-    """What signals do for a while, by their numbers."""
+    """Inside, these handlers are set, by signal number."""
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
@@ -53,7 +55,7 @@ def handled(handlers: Mapping[int, Handler | signal.Handlers]) -> Iterator[None]
 
 
 class StoppedBySignal(Exception):
-    """The program ends with a sentence; `exit_code` is the shell's for that signal, 128 + its number."""
+    """Ends the program with a sentence; `exit_code` is the shell's for that signal, 128 + its number."""
 
     def __init__(self, signal_number: int, sentence: str) -> None:
         super().__init__(sentence)
@@ -61,14 +63,14 @@ class StoppedBySignal(Exception):
 
 
 class Signals:
-    """While in use: those of STOPPING ask to save and stop, SIGUSR1 asks to save and go on.
+    """While active, the signals in STOPPING request to save and stop, and SIGUSR1 requests to save and continue.
 
-    SIGHUP does not where the process was started to ignore it (nohup), and SIGPIPE only in a process that is `alone`:
-    another one loses connections to processes that have ended, which is no request.
+    Exceptions: SIGHUP if the process was started to ignore it (nohup), and SIGPIPE unless the process is `alone`,
+    because it may come from a connection to a process that has ended.
     """
 
     def __init__(self, alone: bool = True) -> None:
-        self.stop: int = 0  # number of the signal that asked for it first
+        self.stop: int = 0  # number of the first signal that requested it
         self.save = False
         heard = {*ending(), signal.SIGUSR1}
         if alone:
@@ -94,28 +96,28 @@ class Signals:
 
 
 def is_first() -> bool:
-    """Whether this process speaks for all of its run."""
+    """Whether this process prints for the whole run (rank 0)."""
     return os.environ.get("HOROVOD_RANK", "0") == "0"
 
 
 def leave(number: int, frame: FrameType | None) -> None:
-    """Handler during imports, which take seconds and leave nothing to clean up: Python would print the stack trace of a
-    KeyboardInterrupt, or miss it."""
+    """Handler during imports: exit at once. Imports take seconds and need no clean-up, and Python would print the stack
+    trace of a KeyboardInterrupt, or lose it."""
     if is_first():
         _answer(STOPPED_EARLY)
     os._exit(128 + number)
 
 
 def leave_at(*numbers: int) -> None:
-    """From now on `leave` at these signals; one that has come since a launcher started this process, which holds back
-    SIGINT, is answered here."""
+    """From now on `leave` on these signals. Also handles one that arrived since the launcher, which blocks SIGINT for
+    its children, started this process."""
     for number in numbers:
         signal.signal(number, leave)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
-    """Handler: end like after Ctrl-C. The next Ctrl-C, in the middle of that, ends the process without a trace."""
+    """Handler: end as after Ctrl-C. Another Ctrl-C during that ends the process without a trace."""
     begun = time.monotonic()
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -129,8 +131,8 @@ def interrupt(number: int, frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def ending_with(sentence: str) -> Iterator[None]:
-    """Inside, Ctrl-C, SIGTERM and SIGHUP end the program with this sentence, after what is inside has cleaned up: a
-    KeyboardInterrupt there, StoppedBySignal from here."""
+    """Inside, Ctrl-C, SIGTERM and SIGHUP raise KeyboardInterrupt, so that the code can clean up. It leaves this block
+    as StoppedBySignal with this sentence."""
     number: int = signal.SIGINT
 
     def stop(received: int, frame: FrameType | None) -> None:
@@ -146,8 +148,8 @@ def ending_with(sentence: str) -> Iterator[None]:
 
 
 def see_through(run: Callable[[], int]) -> int:
-    """Start a launcher's run and see it to its end; the exit code. A StoppedBySignal is told. From here on no signal
-    makes this process `leave`: there is something to clean up."""
+    """Run a launcher's `run` to its end and return the exit code; a StoppedBySignal is printed. From here on signals no
+    longer `leave`, because there is something to clean up."""
     if signal.getsignal(signal.SIGINT) is leave:
         signal.signal(signal.SIGINT, interrupt)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -159,7 +161,7 @@ def see_through(run: Callable[[], int]) -> int:
 
 
 def ending() -> list[int]:
-    """Signals that ask a process to end; SIGHUP does not where it was started to ignore it (nohup)."""
+    """The signals that ask a process to end; without SIGHUP if it was started to ignore it (nohup)."""
     return [*INSISTENT, *[signal.SIGHUP] * (signal.getsignal(signal.SIGHUP) != signal.SIG_IGN)]
 
 
@@ -167,10 +169,10 @@ def ending() -> list[int]:
 
 
 def guard(speaks: bool) -> None:
-    """Have a process of its own see to it that a second Ctrl-C or SIGTERM ends this process, whatever it is blocked in;
-    if it `speaks`, it also answers the first one at once, on standard error.
+    """Start a guard process, which ends this process on a second Ctrl-C or SIGTERM, whatever it is blocked in. If this
+    process `speaks`, the guard also answers the first signal at once, on standard error.
 
-    To be called while this process has one thread and few pages, which fork() copies.
+    Must be called while this process has one thread and little memory, because it calls fork().
     """
     global _to_guard
     numbers, _to_guard = os.pipe()
@@ -180,8 +182,8 @@ def guard(speaks: bool) -> None:
             _stand_guard(numbers, ward, speaks)
         finally:
             os._exit(0)
-    # This end stays open here too: where somebody has ended the guard, each signal would be written into a pipe that
-    # nobody reads, an error that Python prints, and a SIGPIPE, which is written there too.
+    # The read end stays open in this process too. Otherwise, if the guard was killed, writing a signal's number into
+    # the pipe would fail: Python would print an error, and the SIGPIPE would be written to the pipe as well.
     os.set_blocking(_to_guard, False)
     signal.set_wakeup_fd(_to_guard, warn_on_full_buffer=False)
 
@@ -193,18 +195,19 @@ def _tell_guard(number: int) -> None:
 
 
 def _stand_guard(numbers: int, ward: int, speaks: bool) -> None:
-    """In the guard, until process `ward` has ended, and with it its end of the pipe `numbers`."""
+    """The guard's main loop, until the process `ward` has ended and has thereby closed its end of the pipe
+    `numbers`."""
     signal.set_wakeup_fd(-1)
     for not_for_it in (*STOPPING, signal.SIGUSR1, LEAVE):
         signal.signal(not_for_it, signal.SIG_IGN)
-    os.setsid()  # Ctrl-C is not for it
+    os.setsid()  # so that Ctrl-C does not reach the guard
     os.dup2(numbers, 0)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whoever reads the ward's output is to see its end
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that a reader of the ward's output sees its end
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         if descriptor > 2:
-            with contextlib.suppress(OSError):  # that of the listing is closed by now
+            with contextlib.suppress(OSError):  # the listing's own descriptor is closed by now
                 os.close(descriptor)
-    is_training, asked_at, kill_at = False, 0.0, 0.0  # seconds; 0: not
+    is_training, asked_at, kill_at = False, 0.0, 0.0  # times in seconds; 0: never
     answered: set[int] = set()
     while True:
         wait = max(kill_at - time.monotonic(), 0.0) if kill_at else None
@@ -230,8 +233,8 @@ def _stand_guard(numbers: int, ward: int, speaks: bool) -> None:
 
 
 def _answer(sentence: str) -> None:
-    """Write a line to standard error, over the progress bar where there is one; never wait for its reader."""
-    start = "\r\x1b[2K\x1b[?25h" if os.isatty(2) else ""  # an empty line, and a cursor, which the bar has hidden
+    """Write a line to standard error, over the progress bar if there is one, without ever waiting for a reader."""
+    start = "\r\x1b[2K\x1b[?25h" if os.isatty(2) else ""  # clear the bar's line and show the cursor again
     with contextlib.suppress(OSError):
         if select.select([], [2], [], 0)[1]:
             os.write(2, f"{start}{sentence}\n".encode())

@@ -1,4 +1,4 @@
-"""The GPUs of this machine as the launcher needs them: memory, NVLink and the cores beside each, from NVML."""
+"""The GPUs of this machine, from NVML: memory, NVLink and the cores beside each; and each process's share of them."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Any, NamedTuple
 
 from train.errors import TrainError
 
-CORES_VARIABLE = "RESNET_CORES"  # environment variable: how many cores the launcher meant for a process
-MIN_FREE_BYTES = 2 * 2**30  # less holds no ResNet-50 at all: 3.4 GiB at batch 64 (benchmarks/results/memory_1gpu.jsonl)
-MAX_IN_USE = 0.1  # share of a GPU's memory; more is another program, whose load slows every process of the job
+CORES_VARIABLE = "RESNET_CORES"  # environment variable: the number of cores for a process
+MIN_FREE_BYTES = 2 * 2**30  # ResNet-50 needs more
+MAX_IN_USE = 0.1  # share of a GPU's memory; above it another program is using the GPU
 
 
 class GpuPlace(NamedTuple):
-    """A GPU, and what lies beside it in this machine."""
+    """A GPU and its place in this machine."""
 
-    visible: str  # what CUDA_VISIBLE_DEVICES calls it
+    visible: str  # its name in CUDA_VISIBLE_DEVICES
     name: str
     free_bytes: int
     total_bytes: int
-    cores: frozenset[int]  # CPU cores on the GPU's NUMA node; empty where unknown
-    num_nvlinks: int  # active ones
-    processes: tuple[int, ...]  # ids of those that compute on it; in a container, those outside are not seen
+    cores: frozenset[int]  # CPU cores on the GPU's NUMA node; empty if unknown
+    num_nvlinks: int  # active NVLinks
+    processes: tuple[int, ...]  # ids of processes that use it; a container does not see those outside
 
     def __str__(self) -> str:
         links = f"{self.num_nvlinks} NVLinks" if self.num_nvlinks else "no NVLink"
@@ -34,8 +34,8 @@ class GpuPlace(NamedTuple):
 
 
 def check_host_name() -> None:
-    """Raises TrainError where this machine's own name has no address: Gloo looks it up, whatever interface it is given,
-    and crashes (Horovod 0.28.1, GlooContext::InitializeForProcessSet)."""
+    """Raise TrainError if this machine's own name has no address. Gloo looks it up for any network interface, and
+    crashes (Horovod 0.28.1, GlooContext::InitializeForProcessSet)."""
     name = socket.gethostname()
     try:
         socket.getaddrinfo(name, None)
@@ -46,12 +46,12 @@ def check_host_name() -> None:
 
 
 def read_gpus(nvml: Any = None) -> list[GpuPlace]:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves visible, in its order or that of the PCI bus; none where NVML or a
-    driver is missing.
+    """The GPUs visible through CUDA_VISIBLE_DEVICES, in its order, or else in PCI bus order; an empty list without NVML
+    or a driver.
 
-    `nvml` is the module pynvml; tests give another one.
+    `nvml` is the module pynvml; tests pass a substitute.
 
-    Raises TrainError for an entry of CUDA_VISIBLE_DEVICES that is no GPU of this machine.
+    Raises TrainError for an entry of CUDA_VISIBLE_DEVICES that is not a GPU of this machine.
     """
     if nvml is None:
         try:
@@ -65,7 +65,8 @@ def read_gpus(nvml: Any = None) -> list[GpuPlace]:
     try:
         count = nvml.nvmlDeviceGetCount()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).replace(" ", "")
-        names = itertools.takewhile(lambda name: name not in ("", "-1"), visible.split(","))  # CUDA sees none behind it
+        # CUDA ignores all entries after it
+        names = itertools.takewhile(lambda name: name not in ("", "-1"), visible.split(","))
         return [_read(nvml, name, count) for name in names]
     finally:
         nvml.nvmlShutdown()
@@ -80,7 +81,7 @@ def _read(nvml: Any, visible: str, count: int) -> GpuPlace:
         else:
             raise TrainError(f"CUDA_VISIBLE_DEVICES names GPU {visible}, but this machine has {count}; correct it")
     except nvml.NVMLError:
-        raise TrainError(f"CUDA_VISIBLE_DEVICES names {visible!r}, which is no GPU here; correct it") from None
+        raise TrainError(f"CUDA_VISIBLE_DEVICES names {visible!r}, which is not a GPU here; correct it") from None
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     cores: frozenset[int] = frozenset()
     with contextlib.suppress(nvml.NVMLError):
@@ -90,7 +91,7 @@ def _read(nvml: Any, visible: str, count: int) -> GpuPlace:
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
         try:
             num_nvlinks += nvml.nvmlDeviceGetNvLinkState(handle, link) == nvml.NVML_FEATURE_ENABLED
-        except nvml.NVMLError:  # this GPU has not so many, or none
+        except nvml.NVMLError:  # the GPU has fewer NVLinks, or none
             break
     processes: tuple[int, ...] = ()
     with contextlib.suppress(nvml.NVMLError):
@@ -100,9 +101,9 @@ def _read(nvml: Any, visible: str, count: int) -> GpuPlace:
 
 
 def check(gpus: Sequence[GpuPlace], num_processes: int) -> list[str]:
-    """What the user should know before `num_processes` processes start on the first so many GPUs, in sentences.
+    """Remarks, as sentences, on starting `num_processes` processes on the first GPUs.
 
-    Raises TrainError where they cannot work.
+    Raises TrainError if they cannot work.
     """
     if num_processes > len(gpus):
         names = ", ".join(sorted({gpu.name for gpu in gpus}))
@@ -128,10 +129,10 @@ def check(gpus: Sequence[GpuPlace], num_processes: int) -> list[str]:
 
 
 def assign_cores(gpus: Sequence[GpuPlace], num_processes: int) -> list[frozenset[int]]:
-    """CPU cores for each process: an equal share of those beside its GPU, of which this process may use.
+    """CPU cores for each process: an equal share of the cores beside its GPU that this process may use.
 
-    Where a GPU's are unknown or none of them may be used, and without GPUs, shares of all. Processes share cores where
-    there are more of them than cores.
+    If a GPU's cores are unknown or unavailable, and without GPUs, it is a share of all cores. Processes share cores if
+    they outnumber them.
     """
     allowed = frozenset(os.sched_getaffinity(0))
     near = [gpu.cores & allowed or allowed for gpu in gpus[:num_processes]] or [allowed] * num_processes
@@ -145,12 +146,12 @@ def assign_cores(gpus: Sequence[GpuPlace], num_processes: int) -> list[frozenset
 
 
 def cores_of_process(local_size: int) -> int:
-    """How many cores are this process's part of the machine, on which `local_size` processes run."""
+    """The number of cores for this process on a machine with `local_size` processes."""
     return int(os.environ.get(CORES_VARIABLE, 0)) or max(1, len(os.sched_getaffinity(0)) // local_size)
 
 
 def format_cores(cores: frozenset[int]) -> str:
-    """Numbers of cores in the Linux kernel's way of writing: 0-3,8."""
+    """Core numbers in the Linux kernel's notation: 0-3,8."""
     runs: list[list[int]] = []
     for core in sorted(cores):
         if runs and core == runs[-1][1] + 1:

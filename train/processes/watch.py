@@ -1,9 +1,9 @@
-"""Which process of a run hangs: found by the launcher, from what the processes show of themselves (pulse.py).
+"""Finds the process of a run that hangs, from the records that the processes write (pulse.py).
 
-A process that hangs holds up all others, who soon do not move either. So it is not the quiet process that hangs, but
-the one that is behind: all begin the same operations in the same order, and whoever has begun fewest is waited for. It
-hangs when it has shown no sign of life for longer than what it does may take; so does one that has been stopped
-(SIGSTOP), wherever it is.
+A process that hangs blocks all others, which soon are quiet too. So quietness is not the sign; being behind is. All
+processes begin the same operations in the same order, and the others wait for the one that has begun the fewest. That
+process hangs if it has shown no sign of life for longer than its activity may take. A process that was stopped
+(SIGSTOP) hangs too, wherever it is.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from typing import NamedTuple
 
 from train.processes.pulse import PULSE_VARIABLE, Activity, Record
 
-DEFAULT_SECONDS = 40  # with the seconds that it takes to end the others, the run has ended within a minute
-# What is done once (compiling, opening the data, a checkpoint on a slow disk) may take so many times as long.
+DEFAULT_SECONDS = 40  # plus the seconds for ending the others: the run ends within a minute
+# Factor for one-time work (compiling, opening the data, a checkpoint on a slow disk).
 ONCE = 15
-SLOWER = 10  # and a step so many times as long as the longest before, where that is more
-LONGEST_LOOK = 1.0  # seconds that count between two looks: a launcher that was stopped itself has seen nothing
+SLOWER = 10  # limit of a step, as a multiple of the longest step so far, if that is more
+LONGEST_LOOK = 1.0  # seconds that count at most between two calls of `look`: the launcher itself may have been stopped
 
 
 @dataclass
 class _Seen:
-    """When a process showed its last sign of life."""
+    """The last sign of life of a process."""
 
     beats: int = 0
-    at: float = 0.0  # seconds, of the watch's own clock
+    at: float = 0.0  # seconds on the watch's clock
 
 
 class Hang(NamedTuple):
-    """Processes that make no progress."""
+    """Processes that hang."""
 
-    processes: tuple[int, ...]  # by number of their record
-    is_certain: bool  # False: all have come equally far, and any of them may be the one that the others wait for
+    processes: tuple[int, ...]  # indices of their records
+    is_certain: bool  # False: all are equally far, and the others may wait for any of them
 
 
 class Watch:
-    """The records of so many processes, and a clock.
+    """Watches processes through their records.
 
     Args:
-        count: how many processes there may be at a time.
-        seconds: without a sign of life after which a process hangs; 0: it never does.
-        descriptor: of the memory of another launcher's watch, which is gone on with.
-        clock: seconds; tests replace it.
+        count: the maximum number of processes at a time.
+        seconds: a process hangs after this time without a sign of life; 0: never.
+        descriptor: the shared memory of another launcher's watch, to take over.
+        clock: returns seconds; tests replace it.
     """
 
     def __init__(self, count: int, seconds: float, descriptor: int | None = None,
@@ -60,22 +60,24 @@ class Watch:
         self.descriptor = descriptor
         self.records = (Record * count).from_buffer(mmap.mmap(descriptor, 0))
         self._seen = [_Seen() for _ in range(count)]
-        self._running: dict[int, int] = {}  # at the latest look
+        self._running: dict[int, int] = {}  # at the latest call of `look`
         self._clock, self._last_look, self._now = clock, clock(), 0.0
 
     def begin(self, number: int) -> dict[str, str]:
-        """A process is about to be started; returns what its environment needs. It must inherit `descriptor`."""
+        """Prepare a record for a process about to be started, and return its environment variables. The process must
+        inherit `descriptor`."""
         self.records[number] = Record()
         self._seen[number] = _Seen(at=self._now)
         return {PULSE_VARIABLE: f"{self.descriptor},{number}"}
 
     def look(self, running: Mapping[int, int]) -> Hang | None:
-        """Look at the processes that run, given by number and process id, several times a second. Returns those that
-        hang, if any do."""
+        """Check the running processes (record number -> process id); to be called several times a second. Returns
+        processes that hang, if any."""
         now = self._clock()
         self._now += min(now - self._last_look, LONGEST_LOOK)
         self._last_look = now
-        if running != self._running:  # who was waited for may be gone: the others have been quiet with good reason
+        # the process that the others were waiting for may be gone, so their quiet time starts anew
+        if running != self._running:
             self._running = dict(running)
             for seen in self._seen:
                 seen.at = self._now
@@ -90,7 +92,7 @@ class Watch:
                         and self.records[number].activity != Activity.AT_DOOR]
             least = min((self.records[number].collectives for number in together), default=0)
             behind = [number for number in together if self.records[number].collectives == least]
-            if len(behind) == len(together):  # their hosts have come equally far, the GPUs perhaps not
+            if len(behind) == len(together):  # the hosts are equally far, but perhaps not the GPUs
                 slowest = min((self.records[number].device_passes for number in behind), default=0)
                 behind = [number for number in behind if self.records[number].device_passes == slowest]
             if behind and all(quiet[number] > self._limit(number) for number in behind):
@@ -105,7 +107,7 @@ class Watch:
         return self._now - seen.at
 
     def _limit(self, number: int) -> float:
-        """Seconds without a sign of life that are too many."""
+        """The time limit in seconds without a sign of life."""
         record = self.records[number]
         activity = Activity(record.activity)
         if activity.takes_time or not (record.keeps_pace or activity == Activity.JOINING):
@@ -113,7 +115,7 @@ class Watch:
         return max(self.seconds, SLOWER * record.longest)
 
     def describe(self, number: int, pid: int) -> str:
-        """What was last heard of a process."""
+        """The last sign of life of a process, in words."""
         record = self.records[number]
         place = f"epoch {record.epoch + 1}, step {record.step}, " if record.step else ""
         stopped = "; it was stopped (SIGSTOP)" * is_stopped(pid)
@@ -122,17 +124,17 @@ class Watch:
 
 
 class Status(NamedTuple):
-    """Of a process, from proc(5)."""
+    """The status of a process, from proc(5)."""
 
     state: str  # R: runs, S: sleeps, D: waits for a disk, T and t: stopped by a signal or a debugger, Z: has ended
-    started: int  # ticks since the machine's start: with the process id it names a process, for an id is used again
+    started: int  # clock ticks since boot; identifies a process together with its id, because ids are reused
 
 
 def status(pid: int) -> Status | None:
-    """None where there is no such process, or nothing is left of it than its exit code."""
+    """The status of a process; None if it does not exist, or only its exit code is left."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            fields = file.read().rpartition(")")[2].split()  # before it stands the program's name, whatever that is
+            fields = file.read().rpartition(")")[2].split()  # skips the program's name, which may have any characters
     except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] in "ZX" else Status(fields[0], int(fields[19]))

@@ -1,4 +1,4 @@
-"""A process of a run, as the launcher on its machine sees it: what it gets, how it is started, and how it ended."""
+"""A process of a run, as its launcher sees it: its share of the machine, its start, and its end."""
 
 from __future__ import annotations
 
@@ -25,31 +25,32 @@ from train.processes.watch import Watch
 
 _libc = ctypes.CDLL(None)
 
-GRACE_SECONDS = 3.0  # for the others to end by themselves when one process has failed
+GRACE_SECONDS = 3.0  # for the other processes to end by themselves after one has failed
 POLL_SECONDS = 0.05
 PR_SET_PDEATHSIG = 1  # of prctl(2)
-# Exit codes of processes that have said why they end.
-STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP)  # as it was asked to
+# Exit codes of processes that have reported why they end.
+STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP)  # on request
 TOLD = (EXIT_USER_ERROR, EXIT_LOST_PROCESS, EXIT_HUNG_PROCESS, *STOPPED)
-WAY_OUT = "its last checkpoint, if there is one, is whole: go on with --resume and the run's folder"
+WAY_OUT = "its last checkpoint, if there is one, is complete: resume with --resume and the run's folder"
 
 
 class Slot(NamedTuple):
-    """What a process gets."""
+    """The share of the machine for a process."""
 
     number: int
     gpu: topology.GpuPlace | None
     cores: frozenset[int]
-    bound: bool  # to these cores; else it only has as many threads
+    bound: bool  # bind to these cores; otherwise only the number of threads is set
 
     @property
     def environment(self) -> dict[str, str]:
-        """Raises UserError for a number of threads that is none."""
+        """The environment variables of the process. Raises UserError for an invalid number of threads."""
         count = str(len(self.cores))
         variables = {"OMP_NUM_THREADS": given_threads() or count, topology.CORES_VARIABLE: count}
         if self.gpu:
-            variables["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # NVML's; CUDA's own: fastest first
-            # Of the GPU's queues, which CUDA's streams share: a stream that waits for another GPU holds up its queue.
+            variables["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # NVML's order; CUDA's own puts the fastest first
+            # Number of the GPU's hardware queues, which CUDA's streams share: a stream that waits for another GPU
+            # blocks its queue.
             variables["CUDA_DEVICE_MAX_CONNECTIONS"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         return variables
 
@@ -64,17 +65,17 @@ class Worker(NamedTuple):
 
     @property
     def place(self) -> str:
-        """What users know it by."""
+        """The process's name for users."""
         gpu = f"GPU {self.slot.gpu.visible}, " if self.slot.gpu else ""
         return f"process {self.slot.number} ({gpu}pid {self.process.pid})"
 
     def last_words(self) -> str:
-        """Why it ended."""
+        """Why the process ended."""
         return f"{self.place} {how_it_ended(self.process.returncode)}"
 
 
 def how_it_ended(code: int) -> str:
-    """In words, behind a process's name: its exit code, or below 0 the number of the signal that has ended it."""
+    """How a process ended, in words to follow its name. `code`: its exit code, or minus the number of the signal."""
     if code >= 0:
         return f"failed with exit code {code}"
     memory = ", as the kernel does when the machine's memory runs out" if -code == signal.SIGKILL else ""
@@ -82,7 +83,7 @@ def how_it_ended(code: int) -> str:
 
 
 def exit_code(code: int) -> int:
-    """A shell's code for a process that a signal ended."""
+    """The exit code in shell convention, where a signal's number is added to 128."""
     return 128 - code if code < 0 else code
 
 
@@ -90,7 +91,7 @@ def on_this_machine(hang_seconds: float) -> dict[str, str]:
     """Horovod's settings for processes that are all on one machine. Raises TrainError."""
     settings = {"HOROVOD_GLOO_IFACE": "lo", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "NCCL_SOCKET_IFNAME": "lo",
                 "HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
-    # Gloo's own time-out (30 s) ends the well and names nobody: one that hangs is to be found first.
+    # Gloo's own time-out (30 s) would end the healthy processes and name nobody, so hangs must be found earlier.
     patience = str(max(30, math.ceil(hang_seconds) + 15)) if hang_seconds else "3600"
     given = os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS") or patience
     if not given.isdecimal() or int(given) == 0:
@@ -99,28 +100,29 @@ def on_this_machine(hang_seconds: float) -> dict[str, str]:
 
 
 class EndedHang(NamedTuple):
-    """Processes that hung, and were killed."""
+    """Processes that hung and were killed."""
 
-    sentence: str  # without an end
+    sentence: str  # a message without its ending
     workers: list[Worker]
 
 
 class Processes:
-    """The processes of a run on this machine, one for each slot at most, all of which end with this one.
+    """The processes of a run on this machine, at most one per slot. All of them end with this process.
 
     Args:
-        slots: what the processes get.
-        command: what each runs.
+        slots: the processes' shares of the machine.
+        command: the command that each runs.
         hang_seconds: see `Watch`.
     """
 
     def __init__(self, slots: Sequence[Slot], command: Sequence[str], hang_seconds: float) -> None:
         self.command = command
         self.watch = Watch(1 + max(slot.number for slot in slots), hang_seconds)
-        self.all: list[Worker] = []  # also those that have ended, in the order in which they were started
-        self.signals: list[int] = []  # that this process has received to hand them on
-        self._insisted_at: list[float] = []  # seconds; when it has received one whose second asks to stop at once
-        self._given_up: list[Worker] = []  # killed because they hung; one that waits for a dead disk stays for ever
+        self.all: list[Worker] = []  # in the order of their start, including ended ones
+        self.signals: list[int] = []  # signals received by this process, to be passed on
+        # times, in seconds, of received signals of which a second one means 'stop at once'
+        self._insisted_at: list[float] = []
+        self._given_up: list[Worker] = []  # killed for hanging; one that waits for a dead disk never goes away
         self._guard = Guard(self.watch)
 
     def start(self, slot: Slot, environment: Mapping[str, str]) -> Worker:
@@ -133,7 +135,7 @@ class Processes:
         self.all.append(Worker(slot, process))
         self._guard.add(slot.number, process.pid)
         if slot.bound:
-            with contextlib.suppress(ProcessLookupError):  # it has ended already
+            with contextlib.suppress(ProcessLookupError):  # it has already ended
                 os.sched_setaffinity(process.pid, slot.cores)
         return self.all[-1]
 
@@ -142,7 +144,7 @@ class Processes:
         return [worker for worker in self.all if worker.process.poll() is None and worker not in self._given_up]
 
     def end_hang(self) -> EndedHang | None:
-        """Kill those that make no progress, if any, and say which; to be called several times a second."""
+        """Kill processes that hang, if any, and return which; to be called several times a second."""
         running = {worker.slot.number: worker for worker in self.running}
         hang = self.watch.look({number: worker.process.pid for number, worker in running.items()})
         if not hang:
@@ -161,40 +163,41 @@ class Processes:
 
     @property
     def has_trained(self) -> bool:
-        """Whether a process has trained to the end, as all do at the same time."""
+        """Whether any process has finished training, as all do at the same time."""
         return any(record.activity in (Activity.REPORTING, Activity.DONE) for record in self.watch.records)
 
     def has_done_its_part(self, worker: Worker) -> bool:
-        """Whether nothing is lost with a process: all is done, or training has ended and it has no report to write."""
+        """Whether the run can do without the process: all is done, or training is finished and it has no report to
+        write."""
         record = self.watch.records[worker.slot.number]
         return record.activity == Activity.DONE or (self.has_trained and record.rank > 0)
 
     def end_of_run(self, why: str) -> str:
-        """The sentence about the end of a process that ends the run."""
+        """The message about a process whose end ends the run."""
         if self.has_trained:
             return (f"{why}, before the report was complete; training had ended and its last "
-                    f"checkpoint is whole: make the report with {start_of(REPORT)} and the run's folder")
+                    f"checkpoint is complete: make the report with {start_of(REPORT)} and the run's folder")
         return f"{why}, so the run ends; {WAY_OUT}"
 
     def kill(self, workers: Collection[Worker] | None = None) -> None:
-        """End processes at once, all if none are given."""
+        """Kill processes; by default all of them."""
         for worker in self.all if workers is None else workers:
             worker.process.kill()
 
     def send(self, number: int) -> None:
-        """A signal to all that run."""
+        """Send a signal to all running processes."""
         for worker in self.running:
             worker.process.send_signal(number)
 
     @contextlib.contextmanager
     def in_charge(self) -> Iterator[None]:
-        """Inside, signals to this process reach all processes; behind it, none is left."""
+        """Inside, signals to this process are passed on to all processes. On leaving, all processes are ended."""
 
         def forward(number: int, frame: object) -> None:
             self._note(number)
             self.send(number)
 
-        try:  # Ctrl-C reaches them by itself too, at the same moment: to a process the two are one (SAME_SECONDS)
+        try:  # the terminal sends Ctrl-C to them too; the two count as one (SAME_SECONDS)
             with handled(dict.fromkeys((*ending(), signal.SIGUSR1), forward)):
                 yield
         finally:
@@ -208,14 +211,14 @@ class Processes:
 
     @property
     def _was_stopped_early(self) -> bool:
-        """Whether a signal that was handed on has ended processes which, as they start, have no handler that says so,
-        before any of them had begun."""
+        """Whether a signal that was passed on has ended processes during their start, when they have no handler to
+        report it."""
         begun = any(record.activity > Activity.JOINING for record in self.watch.records)
         return not begun and any(-(worker.process.returncode or 0) in self.signals for worker in self.all)
 
     @property
     def is_to_stop(self) -> bool:
-        """Whether somebody has asked to save and stop."""
+        """Whether a stop with saving was requested."""
         return not set(STOPPING).isdisjoint(self.signals)
 
     def _note(self, number: int) -> None:
@@ -225,18 +228,18 @@ class Processes:
 
     @property
     def must_end(self) -> bool:
-        """Whether somebody has asked to stop for the second time, which waits for nothing."""
+        """Whether a stop was requested twice, which means at once."""
         return bool(self._insisted_at) and self._insisted_at[-1] - self._insisted_at[0] > SAME_SECONDS
 
 
 def stop_with_us() -> None:
-    """In a new process (`preexec_fn`): SIGTERM for it when the one that has started it is killed, so that it saves and
-    leaves the GPU. (Of the processes of a run, Guard has an eye on that.)"""
+    """For a new process (`preexec_fn`): request SIGTERM for the death of the parent, to save a checkpoint and free the
+    GPU. (In a run of several processes, `Guard` also ends those that do not react.)"""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _stop_ours_with_us() -> None:
-    """The same in one of ours, where Ctrl-C waits for `signals.leave_at`: Python prints a stack trace while it
-    starts."""
+    """As `stop_with_us`, for our own programs: also block Ctrl-C until `signals.leave_at`, because Python prints a
+    stack trace while it starts."""
     stop_with_us()
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])

@@ -1,1 +1,1 @@
-"""What a live run writes: log lines, metrics.jsonl, TensorBoard's event file and MLPerf's lines."""
+"""The outputs of a live run: log lines, metrics.jsonl, TensorBoard's event file and MLPerf's lines."""

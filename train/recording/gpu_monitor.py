@@ -1,7 +1,7 @@
-"""Readings of a GPU while a run lasts: power, utilisation, memory in use, clock, through NVML.
+"""Monitors a GPU during a run through NVML: power, utilisation, memory in use, clock.
 
-A thread takes them, so that the training loop never waits for NVML. What a GPU, its driver or a missing library refuses
-is NaN in the readings, and named in `problem`.
+A thread takes the readings, so that the training loop never waits for NVML. A reading that the GPU, its driver or a
+missing library refuses is NaN, and `problem` names it.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-SAMPLE_SECONDS = 0.2  # NVML's own counters move about every 0.1 s
-METERED_SECONDS = 1.0  # the least that the energy meter, which moves as often, tells anything of
+SAMPLE_SECONDS = 0.2  # NVML's own counters change about every 0.1 s
+METERED_SECONDS = 1.0  # the shortest time for the energy meter, which also changes about every 0.1 s
 # nvml.h: nvmlClocksEventReasonSwPowerCap and nvmlClocksEventReasonHwPowerBrakeSlowdown
 POWER_REASONS = 0x4 | 0x80
 
 
 class GpuReadings(NamedTuple):
-    """Of one GPU, or of several: power added up, the others averaged. NaN: not known."""
+    """Readings of one GPU, or of several: power is summed, the others are averaged. NaN: unknown."""
 
     power: float  # W
     utilization: float  # fraction of the time in which a kernel ran
-    memory: float  # GiB in use, by whatever program
+    memory: float  # GiB in use by all programs
     clock: float  # MHz of the multiprocessors
     power_capped: float  # fraction of the time in which the power limit held the clock down
 
@@ -46,9 +46,9 @@ class GpuMonitor:
 
     def __init__(self, bus_id: str, nvml: Any = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._refused: dict[str, str] = {}  # reading -> why
+        self._refused: dict[str, str] = {}  # reading -> reason
         self._lock = threading.Lock()
-        self._samples: list[_Sample] = []  # since the last `take`, and the one before
+        self._samples: list[_Sample] = []  # since the last `take`, and one earlier sample
         self._last = UNKNOWN
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -58,12 +58,12 @@ class GpuMonitor:
             nvml.nvmlInit()
             self._device = nvml.nvmlDeviceGetHandleByPciBusId(bus_id)
             self._nvml = nvml
-        except Exception as error:  # no library, no driver, no such GPU: each has an exception of its own
+        except Exception as error:  # a missing library, driver or GPU each raise another type
             self._refused["anything"] = str(error)
 
     @property
     def problem(self) -> str:
-        """What cannot be read, and why; empty where everything can."""
+        """The readings that are not available, with the reasons; "" if there are none."""
         return "; ".join(f"NVML does not give {what}: {why}" for what, why in self._refused.items())
 
     def start(self) -> None:
@@ -73,27 +73,27 @@ class GpuMonitor:
             self._thread.start()
 
     def close(self) -> None:
-        """Stop watching; `take` still gives what has been seen."""
+        """Stop monitoring; `take` still returns the samples so far."""
         self._stop.set()
         if self._thread:
             self._thread.join()
 
     def take(self) -> GpuReadings:
-        """Means since the last call; where there is no sample since, what that call gave."""
+        """Means since the last call; without a new sample, the last call's result again."""
         with self._lock:
             samples, self._samples = self._samples, self._samples[-1:]
         if len(samples) > 1:
             first, last = samples[0], samples[-1]
             means = GpuReadings(*(sum(values) / len(values) for values in
                                   zip(*(sample.readings for sample in samples[1:]), strict=True)))
-            # The GPU's own meter misses nothing between two samples.
+            # The GPU's energy meter also counts between two samples.
             joules, seconds = last.joules - first.joules, last.seconds - first.seconds
             is_metered = not math.isnan(joules) and seconds >= METERED_SECONDS
             self._last = means._replace(power=joules / seconds) if is_metered else means
         return self._last
 
     def sample(self) -> None:
-        """Read everything once."""
+        """Take one sample of all readings."""
         joules = self._read("energy", lambda: self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._device) / 1e3)
         readings = GpuReadings(
             self._read("power", lambda: self._nvml.nvmlDeviceGetPowerUsage(self._device) / 1e3),
@@ -112,7 +112,7 @@ class GpuMonitor:
         if what not in self._refused:
             try:
                 return float(read())
-            except Exception as error:  # NVMLError, and whatever a driver that goes away makes of it
+            except Exception as error:  # NVMLError, or any exception from a driver that is going away
                 self._refused[what] = str(error)
         return float("nan")
 

@@ -1,10 +1,11 @@
-"""Files of a run's folder that grow while it lasts, and that are put back where somebody has removed them."""
+"""Log files in a run's folder, which are written again if they are removed during the run."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Any, TextIO
 
@@ -13,25 +14,30 @@ from train.errors import TrainError
 
 
 @contextlib.contextmanager
-def log_of_run(path: Path) -> Iterator[None]:
-    """Inside, `path` in a run's folder is written to. Raises TrainError where that fails."""
+def writing(path: Path, advice: str) -> Iterator[None]:
+    """Inside, `path` is written. Raises TrainError if that fails; `advice` says what to do once it can be written."""
     try:
         yield
     except OSError as error:
         raise TrainError(f"cannot write {path} ({error.strerror}): {way_out(error, 'see that it can be written')} and "
-                         f"start again, with --resume {path.parent} where that has a checkpoint") from None
+                         f"{advice}") from None
+
+
+def log_of_run(path: Path) -> AbstractContextManager[None]:
+    """Inside, `path` in a run's folder is written. Raises TrainError if that fails."""
+    return writing(path, f"start again, with --resume {path.parent} where that has a checkpoint")
 
 
 def content_of(file: IO[Any]) -> bytes:
-    """What an open file holds, which somebody has removed: it is there as long as it is open."""
+    """The content of an open file that was removed; it exists as long as the file is open."""
     return Path(f"/proc/self/fd/{file.fileno()}").read_bytes()
 
 
 class LogFile:
-    """Begins the text file `path`, or continues the one that is there. Each line is flushed, so that a killed run keeps
-    what it has logged. With `locked` no two processes write to it.
+    """A text file that is created or continued. Each line is flushed, so that a killed run keeps its log. With
+    `locked`, only one process can write to it.
 
-    Raises OSError where it cannot be opened, and TrainError where it is locked.
+    Raises OSError if it cannot be opened, and TrainError if it is locked.
     """
 
     def __init__(self, path: Path, locked: bool = False) -> None:
@@ -40,14 +46,14 @@ class LogFile:
 
     @property
     def is_gone(self) -> bool:
-        """Whether somebody has removed it, or put another file in its place."""
+        """Whether the file was removed or replaced."""
         try:
             return not (self._file.closed or os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno())))
         except OSError:
             return True
 
     def write_anew(self) -> None:
-        """Put it back with all that it held. Raises TrainError where that fails."""
+        """Write the removed file again, with its whole content. Raises TrainError if that fails."""
         with log_of_run(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_bytes(self._path, content_of(self._file))
@@ -59,7 +65,7 @@ class LogFile:
             self._file.close()
 
     def _append(self, line: str) -> None:
-        """Raises TrainError where the disk is full."""
+        """Append a line. Raises TrainError if the disk is full."""
         with log_of_run(self._path):
             self._file.write(line + "\n")
 

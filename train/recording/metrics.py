@@ -1,7 +1,8 @@
-"""What a run measures: the speed of steps, and the `RunRecord` that metrics.jsonl, report.json and the report hold.
+"""The measurements of a run: the speed of steps, and the `RunRecord` behind metrics.jsonl, report.json and the report.
 
-A run's metrics.jsonl has one JSON object per line. `RunRecord.apply` takes in one such line: the recorder goes that way
-while a run lasts, `RunRecord.read_jsonl` afterwards, so a killed run's record is complete up to its last line.
+A run's metrics.jsonl has one JSON object per line. `RunRecord.apply` adds one such line to the record. The recorder
+calls it during a run, and `RunRecord.read_jsonl` afterwards, so the record of a killed run is complete up to its last
+line.
 """
 
 from __future__ import annotations
@@ -56,11 +57,11 @@ UNITS = {
 }
 
 
-IMAGES, WORDS = "images", "words"  # what the examples of a run are: words those of a language model
+IMAGES, WORDS = "images", "words"  # the examples of a run: images, or the words of a language model
 
 
 class Speed(NamedTuple):
-    """Examples/sec of a series of steps: mean, standard error of the mean, jitter; a single step has only the first."""
+    """Examples/sec of a series of steps: mean, standard error of the mean, jitter; for a single step only the mean."""
 
     mean: float
     uncertainty: float | None
@@ -68,7 +69,7 @@ class Speed(NamedTuple):
 
     @property
     def spread(self) -> str:
-        """The last two, in words."""
+        """Uncertainty and jitter, in words."""
         if self.uncertainty is None or self.jitter is None:
             return "(a single step)"
         return f"+/- {self.uncertainty:,.1f} (jitter = {self.jitter:,.1f})"
@@ -78,12 +79,12 @@ class Speed(NamedTuple):
 
 
 def speed(step_ms: Sequence[float] | np.ndarray, images_per_step: int | np.ndarray) -> Speed:
-    """Speed of steps of `images_per_step` images, of each or of all, that took `step_ms` milliseconds each, as in
-    tf_cnn_benchmarks.
+    """The speed of steps that took `step_ms` milliseconds each, as in tf_cnn_benchmarks. `images_per_step`: one number
+    for all steps, or one for each.
 
-    Mean: images over the mean step time. Uncertainty: standard deviation of the steps' speeds over the root of their
-    number. Jitter: 1.4826 times the median absolute deviation of the speeds, a standard deviation robust to outliers.
-    Source: github.com/tensorflow/benchmarks, scripts/tf_cnn_benchmarks/benchmark_cnn.py, `get_perf_timing`.
+    Mean: images divided by the mean step time. Uncertainty: standard deviation of the steps' speeds divided by the root
+    of their number. Jitter: 1.4826 times the median absolute deviation of the speeds, a standard deviation robust to
+    outliers. Source: github.com/tensorflow/benchmarks, scripts/tf_cnn_benchmarks/benchmark_cnn.py, `get_perf_timing`.
     """
     seconds = np.asarray(step_ms, dtype=np.float64) / 1e3
     if not len(seconds):
@@ -99,7 +100,7 @@ def speed(step_ms: Sequence[float] | np.ndarray, images_per_step: int | np.ndarr
 
 
 def perplexity(loss: float) -> float:
-    """Of a language model with this mean loss of a word, in nats: exp of it; infinite where a float has no room."""
+    """exp(loss), for the mean loss per word in nats; infinity if it does not fit into a float."""
     try:
         return math.exp(loss)
     except OverflowError:
@@ -107,58 +108,59 @@ def perplexity(loss: float) -> float:
 
 
 def shown_perplexity(loss: float) -> str:
-    """The same for people: of one that has diverged, no more than its size."""
+    """The perplexity as text; only its order of magnitude if the model has diverged."""
     value = perplexity(loss)
     return f"{value:,.2f}" if value < 1e6 else f"{value:.1e}"
 
 
 VALIDATION, TRAINING_IMAGES = "validation", "training images"
-# What the accuracy after an epoch may be of, and how its fields begin in an `EpochRow`, metrics.jsonl and TensorBoard.
+# Images used for the accuracy after an epoch -> prefix of the fields in an `EpochRow`, metrics.jsonl and TensorBoard.
 EVALUATED = {VALIDATION: "val", TRAINING_IMAGES: "train_eval"}
 
 
 def accuracy_of(images: str, top: str = "top-1") -> str:
-    """An accuracy by its name: of the validation images, or of the training images where there are no others."""
+    """The name of an accuracy: on the validation images, or on the training images if there are no others."""
     return f"{VALIDATION} {top}" if images == VALIDATION else f"{top} on the {images}"
 
 
 def tells_top5(num_classes: int | None) -> bool:
-    """Whether a top-5 accuracy among so many classes (None: not known) says anything; of five it is always 100 %."""
+    """Whether top-5 accuracy is meaningful for this number of classes (None: unknown); with five it is always 100 %."""
     return num_classes is None or num_classes > 5
 
 
 class Evaluation(NamedTuple):
-    """What the network, as it is after an epoch, makes of some images."""
+    """The results of an evaluation after an epoch."""
 
     images: str  # VALIDATION or TRAINING_IMAGES
     loss: float
     top1: float  # fraction of the images
     top5: float
-    balanced_top1: float | None  # the mean of the classes; of uneven ones, and with --balance
+    balanced_top1: float | None  # mean over the classes; only for uneven classes, and with --balance
 
 
 @dataclass
 class EpochRow:
-    """Results of one epoch. Accuracies are fractions; None where there was no evaluation on such images."""
+    """Results of one epoch. Accuracies are fractions; None without an evaluation on these images."""
 
     epoch: int  # counted from 1
-    hours: float  # training time since the start of the run when the epoch's validation had ended
-    images_per_sec: float | None  # training steps only; None where all of them were warm-up
+    hours: float  # training time from the start of the run to the end of the epoch's validation
+    images_per_sec: float | None  # training steps only; None if all of them were warm-up
     train_loss: float | None = None
     train_top1: float | None = None
     val_loss: float | None = None
     val_top1: float | None = None
     val_top5: float | None = None
     val_balanced_top1: float | None = None
-    train_eval_loss: float | None = None  # of the training images, seen as in validation: the data has no others
+    train_eval_loss: float | None = None  # on the training images, prepared as for validation, if there are no others
     train_eval_top1: float | None = None
     train_eval_top5: float | None = None
     train_eval_balanced_top1: float | None = None
-    skipped_images: int = 0  # of training and validation, that cannot be decoded
+    skipped_images: int = 0  # images of training and validation that cannot be decoded
 
     @property
     def evaluation(self) -> Evaluation | None:
-        """Of validation images, or of the training images where there are no others; None: not in this epoch."""
+        """The evaluation on validation images, or on training images if there are no others; None: none in this
+        epoch."""
         for images, prefix in EVALUATED.items():
             values = [getattr(self, f"{prefix}_{name}") for name in Evaluation._fields[1:]]
             if values[1] is not None:
@@ -168,55 +170,56 @@ class EpochRow:
 
 @dataclass
 class LossPoint:
-    """Mean over the steps since the point before it."""
+    """Means over the steps since the previous point."""
 
     step: int
-    epoch: float  # with the fraction done
+    epoch: float  # including the fraction of the current one
     loss: float
     top1: float
     learning_rate: float
-    skipped_steps: int = 0  # of these steps, those that changed no weight; runs of earlier versions do not say
+    skipped_steps: int = 0  # steps that changed no weight; missing in runs of earlier versions
 
 
 @dataclass
 class GpuPoint:
-    """Readings over the steps since the point before it, see `gpu_monitor.GpuReadings`; None: not known."""
+    """Readings over the steps since the previous point, see `gpu_monitor.GpuReadings`; None: unknown."""
 
     step: int
     power: float | None
     utilization: float | None
     memory: float | None
-    clock: float | None = None  # runs of earlier versions have neither
+    clock: float | None = None  # missing in runs of earlier versions, like the next field
     power_capped: float | None = None
 
 
 @dataclass
 class RunRecord:
-    """Everything a report says about one run, over all its sessions.
+    """All data of a run's report, over all its sessions.
 
     In the lists by step, item i belongs to step `steps_before` + i + 1.
     """
 
-    config: dict[str, Any]  # of the last session
-    command: str  # of the first session
-    images_per_step: int  # of the last session, all processes and accumulated batches together
+    config: dict[str, Any]  # the last session's
+    command: str  # the first session's
+    images_per_step: int  # the last session's, over all processes and accumulated batches
     num_processes: int = 1
-    num_classes: int | None = None  # that the network tells apart; runs of earlier versions do not say
-    warmup_steps: int = 0  # first steps of every session that no throughput counts
-    steps_before: int = 0  # steps that the checkpoint had behind it, where a run began from another run's
+    num_classes: int | None = None  # classes of the network; missing in runs of earlier versions
+    warmup_steps: int = 0  # steps at the start of every session that throughput excludes
+    steps_before: int = 0  # step of the checkpoint, if the run began from another run's checkpoint
     start_date: str = ""  # ISO 8601, UTC
     git_commit: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
     hardware: dict[str, Any] = field(default_factory=dict)
-    step_ms: list[float] = field(default_factory=list)  # batch asked for -> parameters updated
-    loader_wait_ms: list[float] = field(default_factory=list)  # of it, the longest that a process waited for its batch
-    compute_ms: list[float] = field(default_factory=list)  # the rest
-    short_steps: list[list[int]] = field(default_factory=list)  # index and images of those with fewer images
-    session_starts: list[int] = field(default_factory=list)  # steps done when each session began
-    session_images: list[int] = field(default_factory=list)  # per step, of each of them
-    seconds: float = 0.0  # total over the sessions
+    step_ms: list[float] = field(default_factory=list)  # from requesting the batch to updated parameters
+    # part of step_ms: the longest wait of any process for its batch
+    loader_wait_ms: list[float] = field(default_factory=list)
+    compute_ms: list[float] = field(default_factory=list)  # the rest of step_ms
+    short_steps: list[list[int]] = field(default_factory=list)  # (index, images) of steps with fewer images
+    session_starts: list[int] = field(default_factory=list)  # steps done at the start of each session
+    session_images: list[int] = field(default_factory=list)  # images per step in each session
+    seconds: float = 0.0  # total time of all sessions
     phase_seconds: dict[str, float] = field(default_factory=dict)  # validation, checkpoint, ...: time outside the steps
-    loader_images_per_sec: float | None = None  # the loader alone, all processes together
+    loader_images_per_sec: float | None = None  # the loader running alone, all processes together
     epochs: list[EpochRow] = field(default_factory=list)
     loss_curve: list[LossPoint] = field(default_factory=list)
     gpu_curve: list[GpuPoint] = field(default_factory=list)  # empty without a GPU
@@ -225,16 +228,16 @@ class RunRecord:
 
     @property
     def examples(self) -> str:
-        """What is counted as images in all names here: IMAGES, or the WORDS of a language model."""
+        """The unit of all fields named images: IMAGES, or WORDS for a language model."""
         return WORDS if self.config.get("config") == LANGUAGE_MODEL else IMAGES
 
     @property
     def tells_top5(self) -> bool:
-        """Whether its top-5 accuracy is for people too."""
+        """Whether to show the run's top-5 accuracy."""
         return tells_top5(self.num_classes)
 
     def speed(self) -> Speed:
-        """Speed of the whole run, waits for the loader included, warm-up, validation and checkpoints excluded."""
+        """Speed of the whole run, with waits for the loader, without warm-up, validation and checkpoints."""
         return speed(np.asarray(self.step_ms)[self.counted_steps], self.images[self.counted_steps])
 
     def to_dict(self) -> dict[str, Any]:
@@ -242,7 +245,7 @@ class RunRecord:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunRecord:
-        """The inverse of `to_dict`; raises TypeError or KeyError for anything else."""
+        """The inverse of `to_dict`; raises TypeError or KeyError for other values."""
         known = {f.name for f in dataclasses.fields(cls)}
         record = cls(**{name: value for name, value in values.items() if name in known})
         record.epochs = [EpochRow(**row) for row in values["epochs"]]
@@ -252,9 +255,9 @@ class RunRecord:
 
     @property
     def images(self) -> np.ndarray:
-        """Of each step."""
+        """Images of each step."""
         images = np.full(len(self.step_ms), self.images_per_step)
-        for start, number in zip(self.session_starts, self.session_images, strict=False):  # none in older reports
+        for start, number in zip(self.session_starts, self.session_images, strict=False):  # empty in older reports
             images[start:] = number
         for index, number in self.short_steps:
             images[index] = number
@@ -262,9 +265,9 @@ class RunRecord:
 
     @property
     def counted_steps(self) -> np.ndarray:
-        """Indices of the steps that throughput counts: all but the first `warmup_steps` of every session.
+        """Indices of the steps that count for throughput: all but the first `warmup_steps` of every session.
 
-        A run too short for that keeps its last step of each session.
+        If a run is too short for that, the last step of each session counts.
         """
         bounds = [*self.session_starts, len(self.step_ms)] if self.session_starts else [0, len(self.step_ms)]
         parts = [
@@ -276,13 +279,14 @@ class RunRecord:
 
     @property
     def price(self) -> float | None:
-        """Of the whole run so far, validation and interruptions that ran on included; None without a price per hour."""
+        """The price of the run so far, with validation and with steps that were repeated; None without a price per
+        hour."""
         per_hour = self.config.get("price_per_hour")
         return per_hour * self.seconds / 3600 if per_hour else None
 
     @property
     def skipped_steps(self) -> int:
-        """Those that changed no weight, since a gradient was not finite."""
+        """The number of steps that changed no weight because a gradient was not finite."""
         return sum(point.skipped_steps for point in self.loss_curve)
 
     @property
@@ -290,12 +294,12 @@ class RunRecord:
         return self.steps_before + len(self.step_ms)
 
     def epoch_row(self, epoch: int, first_step: int, hours: float) -> EpochRow:
-        """What the training steps of an epoch gave, which is that of all steps after `first_step`."""
-        # Each point of the curve is a mean over the steps since the point before.
+        """The training results of an epoch, which consists of all steps after `first_step`."""
+        # Each point is a mean over the steps since the previous point.
         points = [point for point in self.loss_curve if point.step > first_step]
         weights = np.diff([first_step, *(point.step for point in points)])
         counted = self.counted_steps
-        # Of a session shorter than its warm-up the last step is counted, which is no epoch's speed.
+        # A session shorter than its warm-up counts its last step, but that is no measure of the epoch's speed.
         warm = max(first_step - self.steps_before, self.session_starts[-1] + self.warmup_steps)
         counted = counted[counted >= warm]
         ms = np.asarray(self.step_ms)[counted].sum()
@@ -308,7 +312,7 @@ class RunRecord:
         )
 
     def apply(self, line: Mapping[str, Any]) -> None:
-        """Take in one line of metrics.jsonl; recorder and `read_jsonl` both go this way, so they cannot disagree."""
+        """Add one line of metrics.jsonl. Both the recorder and `read_jsonl` use this, so they cannot disagree."""
         kind = line["event"]
         self.seconds = max(self.seconds, float(line.get("time", 0.0)))
         if kind == "units":
@@ -327,7 +331,7 @@ class RunRecord:
             if "gpu_power" in line:
                 self.gpu_curve.append(GpuPoint(line["step"], *(line.get(f"gpu_{f}") for f in GpuReadings._fields)))
         elif kind == "epoch":
-            # Earlier versions did not tell the training images from those of validation.
+            # Earlier versions did not distinguish evaluations on training and validation images.
             names = [field.name for field in dataclasses.fields(EpochRow)]
             self.epochs.append(EpochRow(**{name: line[name] for name in names if name in line}))
         elif kind == "phase":
@@ -338,9 +342,9 @@ class RunRecord:
             self.events.append(dict(line))
 
     def _begin_session(self, line: Mapping[str, Any]) -> None:
-        """A first start, or a resume at `step`: what an interrupted session did beyond its last checkpoint is dropped,
-        since it is done again; only the time that it took stays in `seconds`. Where steps that the checkpoint has
-        behind it are missing (another run's, or lost in a power cut), what is recorded by step begins here."""
+        """Begin a first or a resumed session, at `step`. Steps after the last checkpoint of an interrupted session are
+        removed, because they are done again; only their time stays in `seconds`. If earlier steps are missing (done in
+        another run, or lost in a power cut), the lists by step begin here."""
         if not self.session_starts:
             self.start_date, self.command = line["date"], line["command"]
         else:
@@ -364,7 +368,7 @@ class RunRecord:
             setattr(self, name, line[name])
 
     def _resumed(self, line: Mapping[str, Any]) -> dict[str, Any]:
-        """The event of a later session: what it undoes, and how many processes it has, where they are others."""
+        """The event of a resumed session: the steps that it undoes, and the number of processes if it has changed."""
         event = {key: line[key] for key in ("time", "step", "date", "command")} | {"event": "resume"}
         if (undone := self.steps_before + len(self.step_ms) - line["step"]) > 0:
             event["steps_undone"] = undone
@@ -374,9 +378,9 @@ class RunRecord:
 
     @classmethod
     def read_jsonl(cls, path: Path) -> RunRecord:
-        """Read the record of a run back from its metrics.jsonl; a last line cut off by a kill is left out.
+        """Read a run's record from its metrics.jsonl. A last line that a kill has cut off is left out.
 
-        Raises TrainError where a line is not one of a run's metrics.
+        Raises TrainError if a line does not belong to a run's metrics.
         """
         record = cls(config={}, command="", images_per_step=1)
         *lines, _ = path.read_bytes().split(b"\n")

@@ -1,4 +1,4 @@
-"""A run's metrics.jsonl while the run lasts: lines appended to it, and the record that they add up to."""
+"""A run's metrics.jsonl during the run: appends lines, and adds them to the record."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from train.recording.metrics import SCHEMA, UNITS, RunRecord
 
 
 class MetricsFile(LogFile):
-    """Begins the file `path`, or continues the one that is there (a resumed run).
+    """The file `path`, created or continued (a resumed run).
 
-    Each event becomes one line at once, so that a killed run keeps what it has logged, and goes into `record`.
-    `clock` tells seconds. The file's folder is made if need be. While it is open it is locked, so that no two processes
-    write into one run. Raises TrainError where the file is foreign, locked or cannot be written.
+    Each event is written as one line at once, so that a killed run keeps it, and is added to `record`. `clock` returns
+    seconds. The file's folder is created if needed. The file is locked while it is open, so that no two processes write
+    one run. Raises TrainError if the file is foreign, locked or cannot be written.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
@@ -36,11 +36,11 @@ class MetricsFile(LogFile):
             self.write("units", schema=SCHEMA, units=UNITS)
 
     def seconds(self) -> float:
-        """Since the start of the run, over its sessions."""
+        """Seconds since the start of the run, summed over its sessions."""
         return self._clock() - self._run_start
 
     def write(self, event: str, **fields: Any) -> None:
-        """Append an event. Raises TrainError where the disk is full."""
+        """Append an event. Raises TrainError if the disk is full."""
         if self._file.closed:
             return
         line = _finite({"event": event, "time": round(self.seconds(), 3), **fields})
@@ -49,7 +49,7 @@ class MetricsFile(LogFile):
 
 
 def _finite(value: Any) -> Any:
-    """JSON knows neither NaN nor infinity: both become null."""
+    """Replace NaN and infinity, which JSON lacks, by None."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
@@ -60,7 +60,7 @@ def _finite(value: Any) -> Any:
 
 
 def _cut_unfinished_line(path: Path) -> None:
-    """Cut off a last line that a kill left without its end, so that appending starts on a new line."""
+    """Remove a last line without its end, as a kill leaves it, so that appending starts on a new line."""
     content = path.read_bytes()
     end = content.rfind(b"\n") + 1
     if end < len(content):

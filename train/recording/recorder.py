@@ -1,4 +1,4 @@
-"""The recorder: what the training loop tells it goes to the terminal, metrics.jsonl, TensorBoard and MLPerf lines.
+"""The recorder: writes the training loop's reports to the terminal, metrics.jsonl, TensorBoard and MLPerf lines.
 
     with Recorder(folder, config=..., images_per_step=..., num_epochs=..., log_every=...) as recorder:
         for epoch in range(first_epoch, num_epochs):
@@ -35,34 +35,36 @@ from train.recording.run_logs import RunLogs
 from train.recording.step_clock import Interval, Place, StepClock
 from train.recording.terminal import Terminal
 
-LONGEST_SILENCE = 10.0  # seconds of steps without a line on the terminal, after which one comes between two log lines
-# What is said of an image, by the event that it becomes.
+LONGEST_SILENCE = 10.0  # seconds without a line on the terminal, after which an extra line is printed
+# Event -> message about an image.
 IMAGE_EVENTS = {"bad_image": "skipped {file}: {reason}",
-                "damaged_image": "a damaged image is used as it decodes: {file}: {reason}"}
+                "damaged_image": "a damaged image is used anyway: {file}: {reason}"}
 
 T = TypeVar("T")
 
 
 class Recorder:
-    """Measures a run and writes down what happened. Methods are called in the order shown above.
+    """Measures a run and logs its events. Methods are called in the order shown above.
 
-    Every rank makes one, since `log_due` must be the same on each; only the `enabled` one (rank 0) writes and prints.
+    Every rank has a recorder, because `log_due` must be equal on all; only the `enabled` one (rank 0) writes and
+    prints.
 
     Args:
-        folder: the run's output folder; a metrics.jsonl in it is continued (a resumed run).
+        folder: the run's output folder; its metrics.jsonl is continued, if there is one (a resumed run).
         config: the resolved configuration, as plain JSON values.
         images_per_step: images per optimizer step, over all processes and accumulated batches.
-        num_epochs: epochs of the whole run, for the time left; None: nobody can tell its end.
+        num_epochs: epochs of the whole run, for the time left; None: the run's end is unknown.
         log_every: optimizer steps between two log lines.
         num_processes: for the report.
-        num_classes: that the network tells apart; of five and fewer no top-5 accuracy is shown. None: not known.
-        evaluated: which images validation sees, one of `metrics.EVALUATED`.
-        first_step: optimizer steps that the checkpoint resumed from has behind it.
-        first_epoch: whole epochs likewise.
-        warmup_steps: first steps of a session that no throughput counts: libraries choose kernels, caches fill.
+        num_classes: classes of the network; with five or fewer no top-5 accuracy is shown. None: unknown.
+        evaluated: the images used in validation, a key of `metrics.EVALUATED`.
+        first_step: optimizer steps done at the checkpoint that the run resumes from.
+        first_epoch: epochs completed at that checkpoint.
+        warmup_steps: steps at the start of a session that throughput excludes, while kernels are chosen and caches
+            fill.
         tensorboard, mlperf: write these logs too.
-        console: where to print, see `Terminal`.
-        clock: seconds; tests replace it.
+        console: the output, see `Terminal`.
+        clock: returns seconds; tests replace it.
 
     Raises:
         TrainError: the folder's metrics.jsonl is foreign, cannot be written, or is being written by another process.
@@ -91,23 +93,24 @@ class Recorder:
         self.enabled = enabled
         self.folder = folder
         self.all_removed: list[str] = []
-        self.num_skipped = 0  # images of this epoch that were skipped, as far as the loop has counted them
+        self.num_skipped = 0  # skipped images of this epoch, as counted by the loop
         self.evaluated = evaluated
         self.log_every = log_every
         self.record = RunRecord(config={}, command="", images_per_step=images_per_step)
         self._place = Place(num_epochs, first_step, first_epoch, first_step)
         self._clock = StepClock(clock, first_step, warmup_steps)
         self._first_step = self._last_log = first_step
-        self._next_log = first_step + 1  # the first step has a line: the run has begun, and with this loss
-        self._last_line = clock()  # of the terminal
-        self._phase = ""  # the last one
-        self._learning_rate = 0.0  # of the last step
-        self._last_step_images: int | None = None  # where it had fewer than the others
-        self._interval: Interval | None = None  # closed, its metrics still to come
+        # the first step gets a log line, to show that the run works, and its first loss
+        self._next_log = first_step + 1
+        self._last_line = clock()  # time of the terminal's last line
+        self._phase = ""  # the latest phase
+        self._learning_rate = 0.0  # the last step's
+        self._last_step_images: int | None = None  # set if the last step had fewer images than the others
+        self._interval: Interval | None = None  # the closed interval, if it still waits for its metrics
         self._skipped_steps = 0  # since the last log line
         self._logs: RunLogs | None = None
         self._terminal: Terminal | None = None
-        self._named_bad: set[str] = set()  # bad and damaged images that the run's metrics name
+        self._named_bad: set[str] = set()  # bad and damaged images already named in the run's metrics
         self._num_damaged = 0
         if not enabled:
             return
@@ -123,7 +126,7 @@ class Recorder:
     # --- steps ---
 
     def begin_epoch(self, epoch: int, num_steps: int, first_step: int = 0) -> None:
-        """Epoch `epoch` (from 0) of `num_steps` steps begins, at its step `first_step` if resumed in the middle."""
+        """Epoch `epoch` (from 0) of `num_steps` steps begins; at `first_step` if the run resumes within it."""
         self._place.begin_epoch(epoch, num_steps, first_step)
         if self._logs and self._terminal:
             self._logs.begin_epoch(epoch + 1)
@@ -132,10 +135,10 @@ class Recorder:
         self._clock.begin_epoch(is_whole=not first_step)
 
     def timed(self, batches: Iterable[T]) -> Iterator[T]:
-        """Pass batches through; the time that each takes to arrive counts as the step's wait for the loader.
+        """Yield the batches; the time until each arrives counts as the step's wait for the loader.
 
-        A loader's `bad_images` and `damaged_images` (file or record, reason) become events, and lines on the terminal,
-        as they are found, or now if it has met them before.
+        A loader's `bad_images` and `damaged_images` (file or record, reason) become events and lines on the terminal as
+        soon as they are found; those found earlier, now.
         """
         iterator = iter(batches)
         while True:
@@ -154,14 +157,14 @@ class Recorder:
                     self._named_bad.add(file)
                     self._num_damaged += 1
                     self.event("damaged_image", file=file, reason=message)
-                    self.say(f"a damaged image is used as it decodes ({self._num_damaged} so far): {file}: {message}")
+                    self.say(f"a damaged image is used anyway ({self._num_damaged} so far): {file}: {message}")
             yield batch
 
     @property
     def log_due(self) -> bool:
-        """Whether the step that has just ended is one with a log line, so that the loop should ask for the metrics.
+        """Whether the step that has just ended gets a log line, so that the loop should request the metrics.
 
-        The first step of a session and the last one of an epoch always are.
+        True at least for the first step of a session and the last step of an epoch.
         """
         place = self._place
         is_last = place.epoch_step == place.epoch_steps
@@ -169,21 +172,22 @@ class Recorder:
 
     @property
     def is_first_step(self) -> bool:
-        """Whether the step that has just ended is the session's first."""
+        """Whether the step that has just ended is the first of the session."""
         return self._place.step == self._first_step + 1
 
     def stop_clock(self, idle_seconds: float | None = None) -> None:
-        """The step under way is over; what follows until `end_step` counts in the next step.
+        """End the timing of the current step; the time until `end_step` counts for the next step.
 
-        For devices that work a step ahead (`Executor.end_step`), whose step ends when the one before it is done: to
-        wait for the device then is to wait for the latest step, as the next step would have done. Such a device still
-        computes while the loop waits for a batch; `idle_seconds`, for which it stood still in the step before, is all
-        that this waiting can have cost (`Executor.idle_seconds`).
+        For devices that work one step ahead (`Executor.end_step`), a step ends when the step before it is done: waiting
+        then for the device means waiting for the latest step, which the next step would have done anyway. While the
+        loop waits for a batch, such a device still computes. The wait costs at most `idle_seconds`, the time for which
+        the device stood still in the previous step (`Executor.idle_seconds`).
         """
         self._clock.stop(idle_seconds)
 
     def end_step(self, learning_rate: float, images: int | None = None) -> None:
-        """An optimizer step with this learning rate has ended; with so many images, where its epoch had no more."""
+        """An optimizer step with this learning rate has ended. `images`: its images, if fewer because the epoch
+        ended."""
         self._place.step += 1
         self._learning_rate, self._last_step_images = learning_rate, images
         self._clock.end_step(self._place.step, self.record.images_per_step if images is None else images)
@@ -194,7 +198,7 @@ class Recorder:
 
     @property
     def _is_quiet(self) -> bool:
-        """Whether the terminal's last line is long past."""
+        """Whether the terminal has been silent for too long."""
         return self._clock.now() - self._last_line > LONGEST_SILENCE
 
     @property
@@ -214,13 +218,14 @@ class Recorder:
         self._last_line = self._clock.now()
 
     def close_interval(self) -> None:
-        """The metrics have been asked for: those that `log` gets belong to the steps up to the one that has just ended.
+        """The metrics have been requested: the next call of `log` gets those of the steps up to the one that has just
+        ended.
 
-        To be called where `log_due` says so, which puts a line on the terminal, and wherever else metrics are read.
+        To be called whenever `log_due` is true, which prints a line, and wherever else metrics are read.
         """
-        assert self._interval is None, "the metrics of the interval before have not come yet"
+        assert self._interval is None, "the previous interval still waits for its metrics"
         place = self._place
-        starts = self.is_first_step and place.epoch_steps > 1  # such a step's time says nothing of those that follow
+        starts = self.is_first_step and place.epoch_steps > 1  # the first step's time says nothing about later ones
         self._interval = Interval(
             step=place.step,
             epoch=place.epochs_done,
@@ -238,7 +243,7 @@ class Recorder:
 
     @property
     def loader_waits(self) -> list[float]:
-        """Of each step of the closed interval: ms for which this process waited for its batch."""
+        """For each step of the closed interval: ms for which this process waited for its batch."""
         assert self._interval, "close_interval() comes first"
         return self._interval.times.loader_wait_ms
 
@@ -246,17 +251,17 @@ class Recorder:
         self, metrics: Metrics, gpu: GpuReadings | None = None, loader_waits: Sequence[float] | None = None,
         skipped_steps: int = 0, gradient_norm: float | None = None
     ) -> None:
-        """The metrics of the closed interval: sums over all its images, over all processes; and the GPUs' readings.
+        """Log the metrics of the closed interval (sums over its images and all processes) and the GPUs' readings.
 
-        `loader_waits`: as the property of that name, but of the process that waited longest, for which all wait.
-        `skipped_steps`: those of the interval that changed no weight, since a gradient was not finite.
-        `gradient_norm`: of its last step, where gradients are clipped.
+        `loader_waits`: as the property `loader_waits`, but of the process that waited longest, for which all others
+        wait. `skipped_steps`: steps of the interval that changed no weight because a gradient was not finite.
+        `gradient_norm`: of the interval's last step, if gradients are clipped.
         """
         interval, self._interval = self._interval, None
         assert interval, "close_interval() comes first"
         if loader_waits is not None:
             interval.times.set_waits(loader_waits)
-        self._clock.hold()  # the wait for them
+        self._clock.hold()  # waiting for the metrics is part of the next step
         logs = self._whole_logs()
         if not (logs and self._terminal):
             return
@@ -270,7 +275,8 @@ class Recorder:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time outside the steps (`validation`, `checkpoint`, ...), told apart in the report."""
+        """Time of an activity outside the steps (`validation`, `checkpoint`, ...), which the report shows
+        separately."""
         start = self._clock.now()
         is_validation = name == VALIDATION
         if is_validation and self.evaluated != VALIDATION:
@@ -284,19 +290,19 @@ class Recorder:
         seconds = self._clock.now() - start
         if self._terminal:
             self._terminal.show()
-        self._clock.leave_out(seconds)  # a checkpoint in mid-epoch is no part of the next step
+        self._clock.leave_out(seconds)  # a checkpoint within an epoch does not count for the next step
         if self._logs and is_validation:
             self._logs.end_validation(self._place.epoch + 1)
         self._emit("phase", name=name, seconds=seconds)
 
     def show_progress(self, done: int, total: int) -> None:
-        """So many batches of the phase under way are done: a line, where the last one is long past."""
+        """`done` batches of the current phase are done; prints a line if the terminal has been silent for long."""
         if self._terminal and self._is_quiet:
             self.say(f"{self._phase}: batch {done} of {total}")
             self._last_line = self._clock.now()
 
     def end_epoch(self, validation: Metrics | None = None, balanced_top1: float | None = None) -> None:
-        """The epoch's steps, and its validation if there was one, have ended; `balanced_top1` where it is told."""
+        """The epoch, with its validation if any, has ended. `balanced_top1`: given if it is to be shown."""
         if not (self._logs and self._terminal):
             return
         self._write_unread()
@@ -311,31 +317,31 @@ class Recorder:
         self._terminal.end_epoch(row)
         self._logs.end_epoch(row, self._place.step)
 
-    # --- anything else ---
+    # --- other events ---
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Something worth a line in metrics.jsonl and the report: `checkpoint`, `bad_image`, `stop`, ..."""
+        """Log an event in metrics.jsonl and the report: `checkpoint`, `bad_image`, `stop`, ..."""
         self._emit(kind, step=self._place.step, **fields)
 
     def name_image(self, kind: str, file: str, reason: str) -> None:
-        """An image is skipped, or used though it is damaged: one of IMAGE_EVENTS."""
+        """Report an image that is skipped, or used although damaged; `kind`: a key of IMAGE_EVENTS."""
         self.say(IMAGE_EVENTS[kind].format(file=file, reason=reason))
         self.event(kind, file=file, reason=reason)
 
     def loader_speed(self, images_per_sec: float) -> None:
-        """Speed of the loader alone, over all processes, as the loop measured it."""
+        """Record the speed of the loader alone, over all processes, as measured by the loop."""
         self._emit("loader", images_per_sec=images_per_sec)
 
     def removed(self, names: Sequence[str]) -> None:
-        """Somebody has removed these files of the run's folder: said here, and again at the end (`all_removed`)."""
+        """Report that these files of the run's folder were removed; repeated at the end (`all_removed`)."""
         if names:
             self.all_removed += names
-            self.say(f"removed while the run goes on: {', '.join(names)} in {self.folder}; what is still known will be "
-                     "written again")
+            self.say(f"removed while the run continues: {', '.join(names)} in {self.folder}; what is still known will "
+                     "be written again")
             self.event("removed", files=list(names))
 
     def say(self, text: str) -> None:
-        """Print a line, above the progress bar where there is one."""
+        """Print a line, above the progress bar if there is one."""
         if self._terminal:
             self._terminal.say(text)
 
@@ -348,7 +354,7 @@ class Recorder:
         if not self._terminal:
             return
         self._terminal.close()
-        # A full disk may be the very reason for the end: what can be written is, the first error is the one to show.
+        # A full disk may be the cause of the end. Write what can be written, and let the first error be shown.
         with contextlib.suppress(TrainError):
             self._write_unread()
             if logs := self._whole_logs():
@@ -358,20 +364,20 @@ class Recorder:
         if error is None and len(self.record.counted_steps):
             self.say(f"total {self.record.examples}/sec: {self.record.speed().mean:.1f}")
 
-    # --- inside ---
+    # --- helpers ---
 
     def _emit(self, event: str, **fields: Any) -> None:
         if logs := self._whole_logs():
             logs.emit(event, **fields)
 
     def _whole_logs(self) -> RunLogs | None:
-        """None on ranks that have none. What somebody has removed of them is written anew, and that is told."""
+        """The logs; None on ranks without logs. Removed files are written again, and reported."""
         if self._logs:
             self.removed(self._logs.restored())
         return self._logs
 
     def _write_unread(self) -> None:
-        """Write the steps whose metrics nobody has read, or will read."""
+        """Log the steps whose metrics were never read."""
         if self._interval and (logs := self._whole_logs()):
             logs.steps(self._interval, None)
             self._interval = None
@@ -381,10 +387,10 @@ class Recorder:
 
 
 def _bad_images(batches: object) -> Sequence[tuple[str, str]]:
-    """(file or record, reason) of the images that a loader has skipped so far; plain iterables have none."""
+    """(file or record, reason) of the images that a loader has skipped so far; empty for plain iterables."""
     return getattr(batches, "bad_images", ())
 
 
 def _damaged_images(batches: object) -> Sequence[tuple[str, str]]:
-    """(file or record, what its decoder says) of the images that a loader has used so far though they are damaged."""
+    """(file or record, decoder's message) of the damaged images that a loader has used so far."""
     return getattr(batches, "damaged_images", ())

@@ -1,4 +1,4 @@
-"""The files that a run writes while it lasts: metrics.jsonl, TensorBoard's event file and MLPerf's lines."""
+"""The files that a run writes while it runs: metrics.jsonl, TensorBoard's event file and MLPerf's lines."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ TENSORBOARD, MLPERF = "tensorboard", "mlperf.log"  # in the run's folder
 
 
 class RunLogs:
-    """Opens metrics.jsonl in the run's folder, and the others where `begin_session` says so.
+    """Opens metrics.jsonl in the run's folder; `begin_session` opens the other logs if requested.
 
-    Epochs are counted from 1 here. Raises TrainError where a file cannot be written.
+    Epochs are counted from 1 here. Raises TrainError if a file cannot be written.
     """
 
     def __init__(self, folder: Path, clock: Callable[[], float]) -> None:
@@ -33,14 +33,14 @@ class RunLogs:
         self._metrics = MetricsFile(folder / METRICS_FILE, clock)
         self._tensorboard: TensorBoardLog | None = None
         self._mlperf: MLPerfLog | None = None
-        self._first_step = 0  # steps behind the session's first
+        self._first_step = 0  # steps done before the session
         self.record = self._metrics.record
 
     def begin_session(
         self, place: Place, config: Mapping[str, Any], *, images_per_step: int, num_processes: int,
         num_classes: int | None, warmup_steps: int, tensorboard: bool, mlperf: bool
     ) -> None:
-        """A run with this configuration begins at `place`, or goes on there."""
+        """A run with this configuration begins or resumes at `place`."""
         self._first_step = place.step
         self.emit(
             "session",
@@ -64,11 +64,11 @@ class RunLogs:
             self._mlperf.run(config, images_per_step)
 
     def emit(self, event: str, **fields: Any) -> None:
-        """A line of metrics.jsonl."""
+        """Write a line of metrics.jsonl."""
         self._metrics.write(event, **fields)
 
     def restored(self) -> list[str]:
-        """Write anew what somebody has removed of them; the names of those of which that was so."""
+        """Recreate removed logs and return their names."""
         removed = []
         for name, log in ((METRICS_FILE, self._metrics), (TENSORBOARD, self._tensorboard), (MLPERF, self._mlperf)):
             if log and log.is_gone:
@@ -77,7 +77,7 @@ class RunLogs:
         return removed
 
     def hours(self) -> float:
-        """Since the start of the run, over its sessions."""
+        """Hours since the start of the run, summed over its sessions."""
         return self._metrics.seconds() / 3600
 
     def begin_epoch(self, epoch: int) -> None:
@@ -88,7 +88,8 @@ class RunLogs:
         self, interval: Interval, metrics: Metrics | None, gpu: GpuReadings | None = None, skipped_steps: int = 0,
         gradient_norm: float | None = None
     ) -> None:
-        """Some steps and their metrics; None where nobody has read these. The others as in `Recorder.log`."""
+        """Log some steps with their metrics; None if the metrics were never read. Other arguments as in
+        `Recorder.log`."""
         loss, top1 = (metrics.loss_sum / metrics.count, metrics.top1 / metrics.count) if metrics else (None, None)
         step_ms = interval.times.step_ms
         images = np.full(len(step_ms), self.record.images_per_step)
@@ -138,7 +139,7 @@ class RunLogs:
             self._mlperf.end("epoch_stop", epoch_num=row.epoch)
 
     def end(self, step: int, completed: bool) -> None:
-        """The session has ended, of itself or by an error."""
+        """The session has ended, normally or by an error."""
         price = {} if self.record.price is None else {"price": self.record.price}
         self.emit("end", step=step, completed=completed, **price)
         if self._mlperf:

@@ -1,4 +1,4 @@
-"""Where a run stands, and where the time of its steps goes."""
+"""The position of a run in its epochs and steps, and the timing of its steps."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ import numpy as np
 
 from train.recording.metrics import Speed, speed
 
-SPEED_WINDOW = 100  # steps that the speed on the terminal looks back on: smooth, yet a slow-down shows
+SPEED_WINDOW = 100  # steps averaged for the speed on the terminal: smooth, but a slow-down still shows
 
 
 @dataclass
 class Place:
-    """Where a run stands: optimizer steps and whole epochs behind it, and the epoch under way."""
+    """The position of a run: optimizer steps and epochs done, and the current epoch."""
 
-    num_epochs: int | None  # of the whole run; None: nobody can tell its end
+    num_epochs: int | None  # of the whole run; None: its end is unknown
     step: int
     epoch: int
-    epoch_first_step: int  # steps that the run had behind it where the epoch began
-    epoch_steps: int = 0  # of the whole epoch
+    epoch_first_step: int  # steps done when the epoch began
+    epoch_steps: int = 0  # steps of the whole epoch
 
     def begin_epoch(self, epoch: int, num_steps: int, steps_done: int) -> None:
-        """The epoch, of which `steps_done` are done already where a run is resumed in its middle."""
+        """Begin an epoch; `steps_done` of its steps are already done if the run resumes within it."""
         self.epoch, self.epoch_steps, self.epoch_first_step = epoch, num_steps, self.step - steps_done
 
     @property
     def epoch_step(self) -> int:
-        """Steps of the epoch that are done."""
+        """Steps done in the current epoch."""
         return self.step - self.epoch_first_step
 
     @property
     def epochs_done(self) -> float:
-        """With the fraction of the one under way."""
+        """Epochs done, including the fraction of the current one."""
         return self.epoch + self.epoch_step / max(self.epoch_steps, 1)
 
     def __str__(self) -> str:
@@ -46,7 +46,7 @@ class Place:
 
 @dataclass
 class StepTimes:
-    """Of some steps that follow each other, in ms; named as in the RunRecord."""
+    """Times of consecutive steps, in ms; fields are named as in RunRecord."""
 
     step_ms: list[float]
     loader_wait_ms: list[float]
@@ -58,52 +58,53 @@ class StepTimes:
         self.compute_ms.append(round(step_ms - wait_ms, 4))
 
     def set_waits(self, loader_waits: Sequence[float]) -> None:
-        """Waits that another process has told: no longer than the steps were here."""
+        """Set the waits of another process, limited to the lengths of the steps here."""
         self.loader_wait_ms = [min(wait, step) for wait, step in zip(loader_waits, self.step_ms, strict=True)]
         self.compute_ms = [round(step - wait, 4) for wait, step in zip(self.loader_wait_ms, self.step_ms, strict=True)]
 
 
 @dataclass
 class Interval:
-    """Steps whose metrics are summed: those since the interval before, up to `step`."""
+    """The steps of one sum of metrics: those after the previous interval, up to `step`."""
 
     step: int
     epoch: float  # with the fraction done
-    place: str  # the same for people
-    learning_rate: float  # of its last step
-    is_logged: bool  # with a line on the terminal
-    time_left: str  # of the run, for people
-    rate: Speed | None  # of the latest steps, for people; None for a session's first
+    place: str  # the position in words
+    learning_rate: float  # the last step's
+    is_logged: bool  # whether it gets a line on the terminal
+    time_left: str  # of the run, in words
+    rate: Speed | None  # speed of the latest steps, to show; None for a session's first interval
     times: StepTimes
-    last_step_images: int | None  # where they are fewer than those of the others
+    last_step_images: int | None  # set if the last step has fewer images
 
 
 class StepClock:
     """Measures the steps of a session.
 
-    A step lasts from the end of the one before it, or from the beginning of its epoch, to its own end. What is
-    `left_out` (validation, checkpoints) is no part of it.
+    A step lasts from the end of the previous step, or from the beginning of its epoch, to its own end. Time that is
+    `left_out` (validation, checkpoints) does not count.
 
     Args:
-        now: tells seconds.
-        first_step: steps that the run has behind it.
-        warmup_steps: first steps of the session that the speed shown soon forgets.
+        now: returns seconds.
+        first_step: steps that the run has done before.
+        warmup_steps: steps at the start of the session that the speed on the terminal soon forgets.
     """
 
     def __init__(self, now: Callable[[], float], first_step: int, warmup_steps: int) -> None:
         self.now = now
-        self._forget_after = (first_step + 1, first_step + warmup_steps)  # the first step starts everything
+        self._forget_after = (first_step + 1, first_step + warmup_steps)  # the first step includes all set-up
         self._step_start = now()
-        self._step_end: float | None = None  # where `stop` has been called
-        self._overhang = 0.0  # seconds from the last step's end until `end_step` or `hold`: they are the next step's
-        self._waited = 0.0  # seconds of this step so far
-        self._waited_before = 0.0  # of the step before, where the device works ahead
-        self._times = StepTimes([], [], [])  # since `take`
+        self._step_end: float | None = None  # set by `stop`
+        self._overhang = 0.0  # seconds from the last step's end to `end_step` or `hold`, which count for the next step
+        self._waited = 0.0  # s; waits in this step so far
+        self._waited_before = 0.0  # s; waits in the previous step, if the device works ahead
+        self._times = StepTimes([], [], [])  # since the last `take`
         self._recent_ms: deque[float] = deque(maxlen=SPEED_WINDOW)
         self._recent_images: deque[int] = deque(maxlen=SPEED_WINDOW)
-        self._epoch_began: float | None = None  # time; of the epoch under way, if it began with its first step
-        self._epoch_step_ms = 0.0  # the steps of it
-        self._rests: list[float] = []  # s; what whole epochs of this session took beyond their steps
+        # start time of the current epoch, if the session has it from its first step
+        self._epoch_began: float | None = None
+        self._epoch_step_ms = 0.0  # sum of its steps
+        self._rests: list[float] = []  # s; time of the session's complete epochs outside their steps
 
     def begin_epoch(self, is_whole: bool) -> None:
         now = self.now()
@@ -114,18 +115,18 @@ class StepClock:
         self._epoch_step_ms = 0.0
 
     def waited_since(self, start: float) -> None:
-        """The loop has waited for the loader since then."""
+        """Count the time since `start` as a wait for the loader."""
         self._waited += self.now() - start
 
     def stop(self, idle_seconds: float | None) -> None:
-        """The step under way is over; see `Recorder.stop_clock`."""
+        """The current step is over; see `Recorder.stop_clock`."""
         self._step_end = self.now()
         if idle_seconds is not None:
             waited_before, self._waited_before = self._waited_before, self._waited
             self._waited = min(waited_before, idle_seconds)
 
     def end_step(self, step: int, images: int) -> None:
-        """The step of that number has ended, now or where `stop` was called."""
+        """Step `step` has ended, now or at the call of `stop`."""
         now = self.now()
         step_end = now if self._step_end is None else self._step_end
         self._step_end = None
@@ -140,32 +141,33 @@ class StepClock:
         self._recent_images.append(images)
 
     def hold(self) -> None:
-        """What has passed since the last step's end is part of the next step, even if an epoch begins before that."""
+        """Count the time since the last step's end for the next step, even if an epoch begins before it."""
         self._overhang = self.now() - self._step_start
 
     def leave_out(self, seconds: float) -> None:
-        """So many of the seconds since the last step's end are no part of the next one."""
+        """Exclude so many of the seconds since the last step's end from the next step."""
         self._step_start += seconds
 
     @property
     def has_steps(self) -> bool:
-        """Whether there are some that have not been taken."""
+        """Whether there are steps that have not been taken."""
         return bool(self._times.step_ms)
 
     def take(self) -> StepTimes:
-        """The times of the steps since this was called before."""
+        """The times of the steps since the previous call."""
         times, self._times = self._times, StepTimes([], [], [])
         return times
 
     def recent_speed(self) -> Speed:
-        """Of the latest steps."""
+        """The speed of the latest steps."""
         return speed(self._recent_ms, np.asarray(self._recent_images))
 
     def time_left(self, place: Place) -> str:
-        """Of the run, for people; "" where nobody can foretell its end.
+        """The remaining time of the run, in words; "" if it cannot be estimated.
 
-        It is that of its steps, and that of what else its epochs hold (validation, checkpoints), which is known once
-        one is over. The first of them is a bad example, because it starts everything.
+        It is the time of the remaining steps plus the other time of the remaining epochs (validation, checkpoints),
+        which is known after one complete epoch. The first epoch's is not used if possible, because it includes all
+        set-up.
         """
         if place.num_epochs is None:
             return ""

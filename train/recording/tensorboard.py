@@ -1,7 +1,7 @@
 """TensorBoard's event file of a run.
 
-It is written here and now, with tensorboardX's messages. Its SummaryWriter writes in a thread that ends on a full disk,
-which the training loop would then wait for without an end.
+It is written directly, using tensorboardX's messages. tensorboardX's own SummaryWriter writes in a thread that ends on
+a full disk, and then the training loop would wait for it forever.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ FLUSH_SECONDS = 60.0
 
 
 class TensorBoardLog:
-    """A new event file in `folder`, which is made if need be; what earlier sessions of the run logged from step
-    `first_step` on is hidden, since it is done again. Raises TrainError where it cannot be written."""
+    """A new event file in `folder`, which is created if needed. Points of earlier sessions from step `first_step` on
+    are hidden, because these steps are done again. Raises TrainError if it cannot be written."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
         from tensorboardX.proto import event_pb2, summary_pb2  # slow to import
@@ -37,7 +37,8 @@ class TensorBoardLog:
             self._write(step=first_step, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
 
     def add(self, group: str, step: int, **values: float | None) -> None:
-        """Points of the curves group/name at optimizer step `step`; what is not known or not finite is left out."""
+        """Add points to the curves group/name at optimizer step `step`; None and values that are not finite are left
+        out."""
         points = [
             self._summary.Value(tag=f"{group}/{name}", simple_value=value)
             for name, value in values.items()
@@ -48,11 +49,11 @@ class TensorBoardLog:
 
     @property
     def is_gone(self) -> bool:
-        """Whether somebody has removed it."""
+        """Whether the file was removed."""
         return not self._path.exists()
 
     def write_anew(self) -> None:
-        """Put it back with all that it held. Raises TrainError where that fails."""
+        """Write the removed file again, with its whole content. Raises TrainError if that fails."""
         with log_of_run(self._path.parent):
             self._file.flush()
             content = content_of(self._file._writer)

@@ -1,4 +1,4 @@
-"""What a run shows on the terminal: log lines, and a progress bar where somebody watches."""
+"""The terminal output of a run: log lines, and a progress bar on an interactive terminal."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from train.recording.metrics import IMAGES, VALIDATION, WORDS, EpochRow, Speed, 
 
 
 class Terminal:
-    """Prints lines; a terminal gets a progress bar below them, anything else plain lines without control codes.
+    """Prints lines. A terminal also gets a progress bar below them; other outputs get no control codes.
 
-    `num_epochs`: of the whole run; None for a run that ends when its figure is known, whose end nobody can foretell.
-    `examples`: what they are, IMAGES or WORDS. `tells_top5`: whether top-5 accuracy is shown.
+    `num_epochs`: of the whole run; None if its end is unknown (a benchmark ends when its figure is known). `examples`:
+    IMAGES or WORDS. `tells_top5`: whether top-5 accuracy is shown.
     """
 
     def __init__(self, num_epochs: int | None, console: Console | None = None, examples: str = IMAGES,
@@ -25,14 +25,14 @@ class Terminal:
         self.console = console or Console(highlight=False, soft_wrap=True)
         self.progress: Progress | None = None
         self._task: TaskID | None = None
-        self._status = ""  # beside the bar
+        self._status = ""  # text beside the bar
         if self.console.is_terminal:
             name, status = TextColumn("{task.description}"), TextColumn("{task.fields[status]}")
             self.progress = Progress(name, BarColumn(20), MofNCompleteColumn(), status, console=self.console)
             self.progress.start()
 
     def say(self, text: str) -> None:
-        """Print a line, above the progress bar where there is one."""
+        """Print a line, above the progress bar if there is one."""
         self.console.print(text, markup=False)
 
     def begin_epoch(self, epoch: int, num_steps: int, steps_done: int) -> None:
@@ -48,24 +48,24 @@ class Terminal:
         self, place: str, rate: Speed | None, loss: float | None, learning_rate: float, time_left: str,
         skipped_steps: int = 0
     ) -> None:
-        """The line of some steps; `time_left` is shown where it is known, and not before the `rate` is, from which it
-        follows. `skipped_steps`: of these steps, those that changed no weight."""
+        """Print a log line. `time_left` is shown if it is known and `rate`, from which it follows, is too.
+        `skipped_steps`: of the line's steps, those that changed no weight."""
         shown_rate = f"  {self.examples}/sec: {rate}" if rate else ""
         shown_loss = f"  loss {loss:.3f}" if loss is not None else ""
         shown_skipped = f"  {skipped_steps} skipped (overflow)" if skipped_steps else ""
         shown_left = f"  time left {time_left}" if rate and time_left else ""
         self.say(f"{place}{shown_rate}{shown_loss}  learning rate {learning_rate:.4g}{shown_skipped}{shown_left}")
         if rate:
-            self._status = f"{rate.mean:.1f} {self.examples}/sec{shown_left}"  # with name and bar, 80 columns hold it
+            self._status = f"{rate.mean:.1f} {self.examples}/sec{shown_left}"  # fits into 80 columns with name and bar
         self.show()
 
     def show(self, activity: str = "") -> None:
-        """Put what is being done beside the bar; nothing: what the last steps gave."""
+        """Show an activity beside the bar; "": the latest steps' speed again."""
         if self.progress and self._task is not None:
             self.progress.update(self._task, status=activity or self._status)
 
     def end_epoch(self, row: EpochRow) -> None:
-        """The line of an epoch."""
+        """Print the line of a finished epoch."""
         if self.progress and self._task is not None:
             self.progress.remove_task(self._task)
             self._task = None
@@ -82,7 +82,7 @@ class Terminal:
         self.say(" ".join([*parts, f"| {timedelta(seconds=round(3600 * row.hours))} so far"]))
 
     def _success(self, loss: float, top1: float | None, top5: float | None = None) -> str:
-        """The figure that a run is after."""
+        """The run's main result: accuracy, or perplexity for a language model."""
         if self.examples == WORDS:
             return f"perplexity {shown_perplexity(loss)}"
         return f"top-1 {top1:.1%}" + ("" if top5 is None or not self.tells_top5 else f", top-5 {top5:.1%}")

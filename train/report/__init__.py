@@ -1,1 +1,1 @@
-"""What is made of a finished run: the report with its plots, and the page on the trained classifier."""
+"""The reports on a finished run: pages with plots, and the page on the trained classifier."""

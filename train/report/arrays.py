@@ -1,4 +1,4 @@
-"""Files of named arrays, from which pictures of a report are drawn anew."""
+"""Files of named arrays, from which a report's pictures can be redrawn."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ T = TypeVar("T")
 
 
 def save(path: Path, values: Mapping[str, Any]) -> None:
-    """Write what NumPy makes arrays of without pickling, making the folder if need be. Raises UserError."""
+    """Write values that NumPy can convert to arrays without pickling; creates the folder if needed. Raises
+    UserError."""
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, value in values.items():
             array = io.BytesIO()
             np.lib.format.write_array(array, np.asarray(value), allow_pickle=False)
-            # A ZipInfo has a time of its own; a zip file cannot hold that of a clock before 1980.
+            # ZipInfo sets a fixed time. The clock's own may be before 1980, which a zip file cannot store.
             archive.writestr(zipfile.ZipInfo(f"{name}.npy"), array.getvalue(), zipfile.ZIP_DEFLATED)
     files.write(path, content.getvalue())
 
 
 def read(path: Path, make: Callable[[Mapping[str, np.ndarray]], T]) -> T | None:
-    """What `make` makes of the arrays; None where there is no file. Raises TrainError where it cannot be read."""
+    """`make` applied to the arrays; None if there is no file. Raises TrainError if it cannot be read."""
     if not path.is_file():
         return None
 
     def sentence(fault: object) -> str:
-        return f"{path} cannot be read ({fault}): delete it, and the report comes without it"
+        return f"{path} cannot be read ({fault}): delete it to get the report without it"
 
     try:
         with content_of_file(sentence), np.load(path, allow_pickle=False) as values:

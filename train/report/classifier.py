@@ -1,6 +1,6 @@
-"""A trained classifier for people: what it takes for what, its surest mistakes, whether its probabilities are true.
+"""A report on a trained classifier: its confusions, its surest mistakes, and its calibration.
 
-It is kept in a file of the report's folder, from which the report shows it.
+The data is stored in a file of the report's folder, from which the report is drawn.
 """
 
 from __future__ import annotations
@@ -20,43 +20,43 @@ from train.report.predictions import Predictions
 
 FILE = "classifier.npz"  # in the report's folder, beside its pictures
 CONFUSION, MISTAKES, CALIBRATION = "confusion.png", "mistakes.png", "calibration.png"
-MAX_MATRIX = 50  # classes: a picture of more is grain
-MAX_TABLE = 20  # classes that a table has all of; of more it has the first and the last
-NUM_ENDS = 10  # so many of each
-NUM_CONFUSED = 10  # pairs named beside the picture of all; without it twice as many
+MAX_MATRIX = 50  # classes; a picture of more could not be read
+MAX_TABLE = 20  # classes; with more the table has only the first and the last ones
+NUM_ENDS = 10  # number of first and of last classes in that table
+NUM_CONFUSED = 10  # pairs listed beside the confusion matrix; twice as many without it
 
 
 @dataclass(frozen=True)
 class Classifier:
-    """Of a network and a data split."""
+    """The results of a network on a data split."""
 
     outcomes: Outcomes
-    names: list[str]  # of all classes that the network knows, each different
-    files: list[str]  # file or record of each of the outcomes' mistakes; empty for images that have none
-    pictures: np.ndarray  # uint8 (S, size, size, 3): of those of them that could be read again
-    shown: np.ndarray  # int (S,): which of the mistakes these are
-    images: str  # what the images are, in words
-    epoch: int  # whole epochs of training that the network has behind it; 0: not known
+    names: list[str]  # unique names of all classes of the network
+    files: list[str]  # file or record of each mistake in the outcomes; empty if images have none
+    pictures: np.ndarray  # uint8 (S, size, size, 3): pictures of the mistakes that could be read again
+    shown: np.ndarray  # int (S,): indices of these mistakes
+    images: str  # a name for the images
+    epoch: int  # completed epochs of training; 0: unknown
 
     def save(self, folder: Path) -> None:
-        """Write it into a report's folder. Raises UserError where that fails."""
+        """Write the results into a report's folder. Raises UserError if that fails."""
         values = {**vars(self), **vars(self.outcomes)}
         del values["outcomes"]
         arrays.save(folder / FILE, values)
 
     @property
     def is_of_training(self) -> bool:
-        """Whether it has been shown the very images that it was trained on."""
+        """Whether the images are the training images themselves."""
         return self.images == TRAINING_IMAGES
 
     @property
     def class_accuracy(self) -> np.ndarray:
-        """float (classes,): the share of a class's images that is taken for it; NaN for one without images."""
+        """Recall, float (classes,): the share of a class's images that is predicted correctly; NaN without images."""
         images, right, _ = self.outcomes.by_class(len(self.names))
         return np.divide(right, images, out=np.full(len(images), np.nan), where=images > 0)
 
     def to_dict(self) -> dict[str, Any]:
-        """As report.json has it: lists by class are in the order of `classes`."""
+        """The values in report.json; lists by class are in the order of `classes`."""
         outcomes, names = self.outcomes, self.names
         images, right, guessed = outcomes.by_class(len(names))
         return {
@@ -83,7 +83,7 @@ class Classifier:
 
     @property
     def figures(self) -> dict[str, Callable[[plots.Theme], bytes]]:
-        """What draws its pictures, by their files."""
+        """File name -> function that draws the picture."""
         drawn: dict[str, Callable[[plots.Theme], bytes]] = {}
         if len(self.names) <= MAX_MATRIX:
             matrix = self.outcomes.confusion(len(self.names))
@@ -97,7 +97,8 @@ class Classifier:
         return drawn
 
     def blocks(self, best_epoch: int = 0) -> list[Block]:
-        """Its part of a report; `best_epoch`: that with the weights which are used from now on, 0 if these are."""
+        """The classifier's part of a report. `best_epoch`: the epoch of the best weights, which later commands use; 0
+        if these are the ones shown."""
         outcomes, figures = self.outcomes, self.figures
         known = self.to_dict()
         what = f"{outcomes.num_images:,} {self.images}"
@@ -138,7 +139,7 @@ class Classifier:
         return Table(("class", "confused with", "images", "of the class"), rows)
 
     def _class_table(self) -> list[Block]:
-        """Accuracy by class, the lowest first; of many classes both ends."""
+        """Accuracy by class, the lowest first; with many classes only both ends."""
         images, right, guessed = self.outcomes.by_class(len(self.names))
         accuracy = self.class_accuracy
         seen = np.flatnonzero(images)
@@ -161,7 +162,7 @@ class Classifier:
 
 
 def read(folder: Path) -> Classifier | None:
-    """The one that a report's folder holds; None where there is none. Raises TrainError where it cannot be read."""
+    """The results stored in a report's folder; None if there are none. Raises TrainError if they cannot be read."""
     return arrays.read(folder / FILE, lambda values: Classifier(
         Outcomes(values["pairs"], values["bins"], values["mistakes"], values["sureness"]), values["names"].tolist(),
         values["files"].tolist(), values["pictures"], values["shown"], str(values["images"]), int(values["epoch"])))

@@ -1,4 +1,4 @@
-"""The plots of a classifier: PNG bytes, in a light and a dark version like those of `plots`."""
+"""The plots of a classifier as PNG bytes, in a light and a dark version like those of `plots`."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from train.recording.outcomes import NUM_BINS, Outcomes
 from train.report import plots
 from train.report.plots import Theme
 
-MAX_NUMBERED = 20  # classes: cells of more have no room for a number
+MAX_NUMBERED = 20  # classes; with more, cells have no room for a number
 LONGEST_NAME = 24  # letters
 
 
 def confusion(matrix: np.ndarray, names: Sequence[str], theme: Theme) -> bytes:
-    """The confusion matrix (classes, classes), rows being the true classes: cells in the shade of their share of the
-    row, in one colour on the diagonal and in another beside it; of few classes with the numbers of images."""
+    """The confusion matrix (classes, classes), with true classes as rows. A cell's shade is its share of the row, in
+    one colour on the diagonal and in another beside it. With few classes, cells show numbers of images."""
     count = len(names)
     share = matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1)
-    # The root makes the few mistakes of a good network visible.
+    # The square root makes the few mistakes of a good network visible.
     strength = np.where(np.eye(count, dtype=bool), share, np.sqrt(share))[..., None]
     paper, right, wrong = (_rgb(color) for color in (theme.background, theme.series[0], theme.series[1]))
     ink = np.where(np.eye(count, dtype=bool)[..., None], right, wrong)
@@ -48,13 +48,13 @@ def confusion(matrix: np.ndarray, names: Sequence[str], theme: Theme) -> bytes:
             is_dark = cells[row, column] @ (0.299, 0.587, 0.114) < 0.55  # luma, ITU-R BT.601
             axes.text(column, row, f"{matrix[row, column]:,}", ha="center", va="center",
                       fontsize=8 if count <= 12 else 6.5, color="#ffffff" if is_dark else "#1f2328")
-    with warnings.catch_warnings():  # matplotlib speaks of each letter that its font lacks, and draws a box
+    with warnings.catch_warnings():  # matplotlib warns of each letter that its font lacks, and draws a box instead
         warnings.filterwarnings("ignore", "Glyph", UserWarning)
         return plots._png(figure, theme)
 
 
 def calibration(outcomes: Outcomes, theme: Theme) -> bytes:
-    """How many guesses of a probability are right, bin by bin, and how many guesses there are of it."""
+    """A calibration plot: accuracy and number of guesses in each bin of the guess's probability."""
     figure = plots._figure(8, 4.8, theme)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     title = f"Calibration, ECE {100 * outcomes.calibration_error:.1f} %"

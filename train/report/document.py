@@ -1,4 +1,4 @@
-"""A document as a list of blocks, rendered as Markdown and as one HTML file with its pictures inside."""
+"""A document is a list of blocks, rendered as Markdown, or as one HTML file with its pictures inside."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Plot:
 
 @dataclass(frozen=True)
 class Tiles:
-    """A few figures to see first: (value, what it is)."""
+    """A few main figures: (value, label)."""
 
     figures: Sequence[tuple[str, str]]
 
@@ -43,11 +43,11 @@ class Tiles:
 class Table:
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
-    folded: str = ""  # title under which HTML hides a long table
+    folded: str = ""  # title of a collapsed table in HTML; "": not collapsed
 
 
 def duration(seconds: float) -> str:
-    """A time for people: seconds below a minute, else hours, minutes and seconds."""
+    """A duration in words: seconds below a minute, otherwise hours, minutes and seconds."""
     return str(timedelta(seconds=round(seconds))) if seconds >= 60 else f"{seconds:.1f} s"
 
 
@@ -55,7 +55,7 @@ Block = Heading | Text | Code | Plot | Tiles | Table
 
 
 def markdown(title: str, blocks: Sequence[Block]) -> str:
-    """The document as Markdown; plots are links to their files."""
+    """Render as Markdown; plots are links to their files."""
     parts = [f"# {title}"]
     for block in blocks:
         match block:
@@ -77,12 +77,12 @@ def markdown(title: str, blocks: Sequence[Block]) -> str:
 
 
 def _cell(text: str) -> str:
-    """A cell of a Markdown table: on one line, and no letter of it means anything but itself."""
+    """Escape a cell of a Markdown table: on one line, with all special characters quoted."""
     return re.sub(r"([|<*`$])", r"\\\1", " ".join(text.split()))
 
 
 URL = re.compile(r"(https?://[^\s;,()<>]*[^\s;,.:()<>])")
-SHORT = 24  # characters of a cell that is never broken; wider tables are scrolled
+SHORT = 24  # characters; shorter cells are never broken, and wide tables scroll
 STYLE = """
 :root { color-scheme: light dark; --back: #fff; --text: #1f2328; --muted: #6e7781; --line: #e4e8ec; --soft: #f6f8fa; }
 @media (prefers-color-scheme: dark) {
@@ -113,7 +113,7 @@ a { color: inherit; }
 
 
 def html_page(title: str, blocks: Sequence[Block], light: Mapping[str, bytes], dark: Mapping[str, bytes]) -> str:
-    """The document as HTML; `light` and `dark` are the plots of both colour schemes, PNG by file name."""
+    """Render as HTML; `light` and `dark` are the plots of both colour schemes, PNG by file name."""
     text_of = html.escape
     parts = []
     for block in blocks:
@@ -150,12 +150,12 @@ def html_page(title: str, blocks: Sequence[Block], light: Mapping[str, bytes], d
 
 
 def _html_cell(text: str) -> str:
-    """Of a table; a number with its unit stays on one line."""
+    """A table cell; a number stays on one line with its unit."""
     return f"<td{' class=short' * (len(text) <= SHORT)}>{_html_text(text)}</td>"
 
 
 def _html_text(text: str) -> str:
-    """With its addresses of pages as links."""
+    """Escaped text, with web addresses as links."""
     between, *rest = (html.escape(part) for part in URL.split(text))
     links = (f'<a href="{url}">{url}</a>{after}' for url, after in zip(rest[::2], rest[1::2], strict=True))
     return "".join([between, *links])

@@ -1,4 +1,4 @@
-"""What a sweep of inference has found: its points, MLPerf's scenarios among them, and a plot."""
+"""The results of an inference sweep: its points, the best ones by MLPerf's scenarios, and a plot."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from train.report import plots
 from train.report.plots import LIGHT
 from train.timing import relative_error
 
-LATENCY_BATCH = 32  # images, the largest batch whose latency is measured
+LATENCY_BATCH = 32  # images; the latency of larger batches is not measured
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,11 @@ class Point:
 
     precision: str
     batch: int
-    images_per_sec: float  # of all passes of the throughput
-    pass_ms: np.ndarray  # between their ends
-    latency_ms: np.ndarray  # of passes that run alone; none of a large batch
-    memory_gib: float  # in use on the GPU, or by the process
-    joules_per_image: float  # NaN where power is not known
+    images_per_sec: float  # throughput, over all passes
+    pass_ms: np.ndarray  # times between the ends of the throughput's passes
+    latency_ms: np.ndarray  # of passes that run alone; empty for a large batch
+    memory_gib: float  # in use on the GPU, or by the process on a CPU
+    joules_per_image: float  # NaN if power is unknown
     watts: float
     sm_mhz: float
 
@@ -43,13 +43,13 @@ class Point:
         return self._percentile(99)
 
     def _percentile(self, percent: int) -> float | None:
-        """ms; None where so few passes do not tell it."""
+        """A percentile of the latency in ms; None if there are too few passes for it."""
         if len(self.latency_ms) * (100 - percent) < 100:
             return None
         return float(np.percentile(self.latency_ms, percent))
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values: null for what is not known."""
+        """The point as JSON values; None for unknown ones."""
         def known(value: float) -> float | None:
             return value if math.isfinite(value) else None
 
@@ -62,14 +62,14 @@ class Point:
 
 
 def error_of_passes(passes: np.ndarray) -> float:
-    """Standard error of the median time of two passes in a row, relative to it; infinite where there are too few. Two,
-    because so many are under way at once, and on a CPU they end together."""
+    """Relative standard error of the median time of two consecutive passes; infinite with too few passes. Two, because
+    two are under way at once, and on a CPU they end together."""
     return relative_error(passes[: len(passes) // 2 * 2].reshape(-1, 2).sum(axis=1))
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A figure by MLPerf's name."""
+    """A figure of an MLPerf scenario."""
 
     value: float
     unit: str
@@ -81,7 +81,7 @@ class Scenario:
 
 
 def scenarios(points: Sequence[Point]) -> dict[str, Scenario]:
-    """The best of each; single stream only where batch 1 was measured often enough."""
+    """The best point for each scenario; single stream only if batch 1 was measured often enough."""
     single = [(point.p90, point) for point in points if point.batch == 1 and point.p90]
     found = {}
     if single:
@@ -93,8 +93,8 @@ def scenarios(points: Sequence[Point]) -> dict[str, Scenario]:
 
 
 def plot(points: Sequence[Point], title: str) -> bytes:
-    """PNG: images/sec over the batch size at the left; at the right the latency, p50 as a line, and from there up to
-    p99, or p90 where some passes were too few for that, as a band."""
+    """A PNG plot over the batch size. Left: images/sec. Right: latency, with p50 as a line and a band up to p99, or up
+    to p90 if some points have too few passes for p99."""
     theme, batches = LIGHT, sorted({point.batch for point in points})
     figure = plots._figure(9, 3.8, theme)
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=theme.text)
@@ -114,7 +114,8 @@ def plot(points: Sequence[Point], title: str) -> bytes:
     for axes in (left, right):
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:,.0f}")
-        axes.set_ylim(0, 1.08 * axes.dataLim.ymax if axes.lines else None)  # no latencies where no batch is that small
+        # there are no latencies if all batches are large
+        axes.set_ylim(0, 1.08 * axes.dataLim.ymax if axes.lines else None)
         axes.yaxis.set_major_formatter("{x:,g}")
     left.set_xticks(batches[:: 1 + len(batches) // 8])
     right.set_xticks([batch for batch in batches if batch <= LATENCY_BATCH])

@@ -1,6 +1,5 @@
-"""What a report shows of a network: predictions for some validation images, evenly spread over the split (nobody chose
-those that went well), and what it makes of all of them.
-"""
+"""A network's results for a report: predictions for some validation images, spread evenly over the split so that nobody
+selects the good ones, and the outcomes over all images."""
 
 from __future__ import annotations
 
@@ -19,16 +18,16 @@ from train.report.classifier import Classifier
 from train.report.predictions import Predictions
 
 NUM_SHOWN = 24
-SHOWN_SIZE = 160  # pixels: a network may see too few for people
+SHOWN_SIZE = 160  # pixels; the network's own input may be too small to look at
 
 
 def predict_some(executor: Executor, loader: Loader, epoch: int, images: str = VALIDATION) -> Predictions:
-    """Predictions for images of a validation loader's split. Raises DataError where none can be decoded.
+    """Predictions for some images of a validation loader's split. Raises DataError if none can be decoded.
 
-    `images`: which these are, one of `metrics.EVALUATED`.
+    `images`: a name for the images, a key of `metrics.EVALUATED`.
     """
     chosen = spread(loader.num_images, NUM_SHOWN)
-    config = replace(loader.config, on_bad_image="skip")  # there are others: a picture must not end a run
+    config = replace(loader.config, on_bad_image="skip")  # an unreadable image must not end a run
     labels, guesses, probabilities = [], [], []
     for data, label, _ in _valid(config, chosen, executor):
         best = data.argmax(axis=1)
@@ -48,23 +47,23 @@ def predict_some(executor: Executor, loader: Loader, epoch: int, images: str = V
 
 
 def describe(outcomes: Outcomes, loader: Loader, epoch: int, images: str) -> Classifier:
-    """A classifier by what validation with this loader has found, in any process.
+    """Combine the outcomes of a validation with this loader, in any process, with names and pictures.
 
     Args:
-        epoch: whole epochs of training that it has behind it; 0: not known.
-        images: what validation has seen, in words.
+        epoch: completed epochs of training; 0: unknown.
+        images: a name for the images.
     """
     chosen = outcomes.mistakes[:, 0].tolist()
     pictures, shown = np.zeros((0, SHOWN_SIZE, SHOWN_SIZE, 3), np.uint8), np.zeros(0, np.int64)
     if chosen:
-        with contextlib.suppress(DataError):  # of files that have gone since: the counts hold all the same
+        with contextlib.suppress(DataError):  # the files may be gone by now; the counts are still valid
             pictures, shown = _pictures(loader, chosen)
     return Classifier(outcomes, display_names(loader.classes), loader.names(chosen), pictures, shown, images, epoch)
 
 
 def _pictures(loader: Loader, chosen: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Images of a validation loader's split in its crop, but in pixels for people (S, size, size, 3); and which of the
-    chosen these are (S,): those that can be decoded. Raises DataError where none can."""
+    """Pictures of chosen images of a validation loader's split, in its crop but large enough to look at (S, size, size,
+    3); and the indices of those that could be decoded (S,). Raises DataError if none can."""
     config = replace(loader.config, on_bad_image="skip", image_size=SHOWN_SIZE, device="cpu", dtype="float32",
                      channels=3)
     data, _, places = zip(*_valid(config, chosen), strict=True)
@@ -73,7 +72,7 @@ def _pictures(loader: Loader, chosen: Sequence[int]) -> tuple[np.ndarray, np.nda
 
 
 def spread(total: int, count: int) -> list[int]:
-    """At most `count` of the numbers below `total`, evenly spread."""
+    """At most `count` evenly spread numbers below `total`."""
     count = min(count, total)
     return [(2 * i + 1) * total // (2 * count) for i in range(count)]
 
@@ -81,8 +80,8 @@ def spread(total: int, count: int) -> list[int]:
 def _valid(
     config: LoaderConfig, chosen: Sequence[int], executor: Executor | None = None
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Pixels of the chosen images, or with an executor their probabilities, labels, and their places among the chosen,
-    batch by batch."""
+    """Yield, batch by batch, the chosen images' pixels (with an executor: probabilities), labels, and positions in
+    `chosen`."""
     with open_chosen(config, chosen) as loader:
         for batch in loader:
             values = executor.forward(batch.data) if executor else batch.data

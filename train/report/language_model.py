@@ -1,4 +1,4 @@
-"""What the report of a language model's run has in place of accuracies: perplexities, the network and its text."""
+"""The parts of a report that are specific to a language model: perplexities, the network and its text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from train.recording.metrics import WORDS, RunRecord, perplexity, shown_perplexi
 from train.report import plots
 from train.report.document import Block, Heading, Plot, Table, duration
 
-EVENT = "language_model"  # in a run's metrics: the fields of `Facts`
+EVENT = "language_model"  # event in a run's metrics with the fields of `Facts`
 PERPLEXITY, LOSS = "perplexity.png", "loss.png"
 CAPTIONS = {
     PERPLEXITY: "exp of the mean loss of a word: in training between two log lines, in validation after an epoch.{cut}",
@@ -22,24 +22,24 @@ CAPTIONS = {
 
 @dataclass(frozen=True)
 class Facts:
-    """What the configuration of a run does not say of its network and text."""
+    """Properties of network and text that the configuration does not contain."""
 
     precision: str
     parameters: int
-    vocabulary: int  # words that the network tells apart
-    training_words: int  # of an epoch
+    vocabulary: int  # number of words in the vocabulary
+    training_words: int  # words per epoch
     validation_words: int
-    unknown_share: float  # of the words for validation: that are not in the vocabulary
-    best_possible: float | None  # perplexity of who knows how the text was made; None: nobody does
+    unknown_share: float  # share of the validation words that are not in the vocabulary
+    best_possible: float | None  # perplexity under the generator of the text; None: unknown
 
     @property
     def unknown_shown(self) -> str:
-        """`unknown_share`, which is not 0, for people."""
+        """`unknown_share`, which is above 0, as text."""
         return f"{self.unknown_share:.1%}" if self.unknown_share >= 0.0005 else "less than 0.1%"
 
 
 def facts(record: RunRecord) -> Facts | None:
-    """Of the run's last session; None where it is no language model's."""
+    """The facts of the run's last session; None if it is not a language model's run."""
     if record.examples != WORDS:
         return None
     names = [field.name for field in fields(Facts)]
@@ -48,7 +48,7 @@ def facts(record: RunRecord) -> Facts | None:
 
 
 def figures(record: RunRecord, known: Facts) -> dict[str, Callable[[plots.Theme], bytes]]:
-    """The plot, by its file name; none where the run has logged no loss."""
+    """File name -> function that draws the plot; empty if the run has logged no loss."""
     if not record.loss_curve:
         return {}
     losses = [point.loss for point in record.loss_curve]
@@ -59,13 +59,13 @@ def figures(record: RunRecord, known: Facts) -> dict[str, Callable[[plots.Theme]
 
 
 def name(record: RunRecord) -> str:
-    """Of the network."""
+    """The network's name."""
     layers = record.config["layers"]
     return f"Language model, {layers} LSTM layer{'s' * (layers > 1)} of {record.config['hidden']} units"
 
 
 def tiles(record: RunRecord, known: Facts) -> list[tuple[str, str]]:
-    """The lowest perplexity in validation, and the size of the network."""
+    """The main figures: the lowest validation perplexity, and the size of the network."""
     validated = {row.epoch: row.val_loss for row in record.epochs if row.val_loss is not None}
     found = []
     if validated:
@@ -75,7 +75,7 @@ def tiles(record: RunRecord, known: Facts) -> list[tuple[str, str]]:
 
 
 def blocks(record: RunRecord, known: Facts) -> list[Block]:
-    """The plot, a table of the epochs, and one of network and text."""
+    """The plot, a table of the epochs, and a table on network and text."""
     top = plots.perplexity_top(record)
     is_cut = any(perplexity(point.loss) > top for point in record.loss_curve)
     cut = " The beginning, where it is much higher, is cut off." * is_cut
@@ -99,12 +99,12 @@ def blocks(record: RunRecord, known: Facts) -> list[Block]:
     if known.unknown_share:
         rows += [("unknown words", f"{known.unknown_shown} of those for validation, which count as one word")]
     if known.best_possible:
-        rows += [("best possible", f"perplexity {known.best_possible:.2f}, of who knows how the text was made")]
+        rows += [("best possible", f"perplexity {known.best_possible:.2f}, under the generator of the text")]
     return [*found, Heading("Network and text"), Table(("", ""), rows)]
 
 
 def to_dict(record: RunRecord, known: Facts) -> dict[str, Any]:
-    """For report.json; a perplexity that no float holds is null there."""
+    """The values for report.json; a perplexity that does not fit into a float is null."""
     return {
         **asdict(known), "words_per_sec": record.speed()._asdict(),
         "perplexity": [{"epoch": row.epoch, "training": _finite(row.train_loss), "validation": _finite(row.val_loss)}

@@ -27,9 +27,9 @@ from train.report.summary import Summary, summarize
 def write_report(folder: Path, record: RunRecord) -> Path:
     """Write all files of a report into `folder`; returns the path of report.md.
 
-    Predictions and a classifier that lie there (`train.report.predictions`, `classifier`) are shown.
+    Predictions and a classifier in the folder (`train.report.predictions`, `classifier`) are included.
 
-    Raises UserError for a run without a single step and a folder that cannot be written.
+    Raises UserError for a run without a single step, or a folder that cannot be written.
     """
     summary = summarize(record)
     figures: dict[str, Callable[[plots.Theme], bytes]] = {
@@ -64,8 +64,8 @@ def write_report(folder: Path, record: RunRecord) -> Path:
 
 def write_validation(folder: Path, title: str, results: Tiles, command: str, found: Classifier,
                      skipped: Sequence[tuple[str, str]] = ()) -> Path:
-    """Write a report of a validation, which has `skipped` these images for these reasons, into `folder`; returns the
-    path of report.md. Raises UserError for a folder that cannot be written."""
+    """Write the report of a validation into `folder`; returns the path of report.md. `skipped`: (image, reason). Raises
+    UserError for a folder that cannot be written."""
     found.save(folder)
     blocks = [results, *_skipped([file for file, _ in skipped], "report.json"), Text("By:"), Code(command)]
     write_pages(folder, title, [*blocks, *found.blocks()], found.figures,
@@ -77,14 +77,14 @@ def write_pages(
     folder: Path, title: str, blocks: Sequence[Block], figures: Mapping[str, Callable[[plots.Theme], bytes]],
     values: Mapping[str, Any], name: str = "report",
 ) -> None:
-    """The files of a report with this name: PNG plots, a .json with these values, a .md and a .html with these blocks.
+    """Write the files of a report: PNG plots, name.json with these values, name.md and name.html with these blocks.
     Raises UserError for a folder that cannot be written."""
     light = {name: draw(plots.LIGHT) for name, draw in figures.items()}
     dark = {name: draw(plots.DARK) for name, draw in figures.items()}
     contents: dict[str, bytes] = {
         **light,
         f"{name}.json": json.dumps(values, indent=1).encode(),
-        # Names of files may have bytes that are no text.
+        # File names may have bytes that are not text.
         f"{name}.md": markdown(title, blocks).encode(errors="replace"),
         f"{name}.html": html_page(title, blocks, light, dark).encode(errors="replace"),
     }
@@ -106,7 +106,7 @@ def dawnbench_tsv(record: RunRecord) -> str:
 
 # --- contents ---
 
-NUM_NAMED = 3  # skipped images at the head of a report
+NUM_NAMED = 3  # skipped images named at the top of a report
 
 CAPTIONS = {
     "throughput.png": "Speed of every training step over the time spent in steps.",
@@ -118,14 +118,14 @@ CAPTIONS = {
 
 
 def _model(config: Mapping[str, Any]) -> str:
-    """The network of a run; of earlier versions, which had ResNets alone, too."""
+    """The name of a run's network, also for runs of earlier versions, which had only ResNets."""
     return config.get("model") or f"resnet{config.get('depth', '?')}"
 
 
 def _contents(
     record: RunRecord, summary: Summary, figures: Sequence[str], predicted: str, found: Classifier | None
 ) -> tuple[str, list[Block]]:
-    """Title and blocks; `predicted` is the caption of the picture of predictions, if there is one."""
+    """Title and blocks; `predicted` is the caption of the predictions' picture, "" if there is none."""
     known = language_model.facts(record)
     name = f"{_model(record.config)}, {record.config.get('config', 'run')}"
     title = f"{language_model.name(record) if known else name}: training report"
@@ -202,13 +202,13 @@ def _contents(
 
 
 def _images_per_step(record: RunRecord) -> str:
-    """Of the sessions one after the other, where they differ."""
-    sessions = record.session_images or [record.images_per_step]  # none in older reports
+    """Images per step; of each session, if they differ."""
+    sessions = record.session_images or [record.images_per_step]  # empty in older reports
     return ", then ".join(str(number) for number, _ in itertools.groupby(sessions))
 
 
 def _skipped(files: Sequence[str], all_in: str) -> list[Block]:
-    """How many images were left out, the first of them, and where to see all; nothing where there are none."""
+    """The number of skipped images, the first of them, and where to find all; nothing if there are none."""
     if not files:
         return []
     named = ", ".join(files[:NUM_NAMED]) + ", ..." * (len(files) > NUM_NAMED)
@@ -217,7 +217,7 @@ def _skipped(files: Sequence[str], all_in: str) -> list[Block]:
 
 
 def _gpu_blocks(record: RunRecord, summary: Summary, figures: Sequence[str]) -> list[Block]:
-    """The GPUs' readings and the price; nothing for a run on a CPU that has no price."""
+    """The GPUs' readings and the price; nothing for a run on a CPU without a price."""
     problems = [event["problem"] for event in record.events if event["event"] == "gpu_readings"]
     rows: list[tuple[str, str, str]] = []
     if record.gpu_curve:
@@ -292,7 +292,7 @@ def _epoch_table(record: RunRecord) -> Table:
 def _event_table(record: RunRecord) -> Table:
     rows = []
     for event in record.events:
-        if event["event"] == language_model.EVENT:  # which has a table of its own
+        if event["event"] == language_model.EVENT:  # shown in a separate table
             continue
         rest = {key: value for key, value in event.items() if key not in ("event", "time", "step")}
         if "date" in rest:
@@ -311,7 +311,7 @@ def _environment(record: RunRecord) -> dict[str, Any]:
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, with dotted names."""
+    """Flatten nested mappings, with dotted names."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
@@ -333,11 +333,11 @@ class ReportOptions:
     """Make the report of a run anew."""
 
     run_folder: Path
-    """The output folder of a training run, with its metrics.jsonl."""
+    """Output folder of a training run, with its metrics.jsonl."""
 
 
 def remake(run_folder: Path) -> None:
-    """What `ReportOptions` says. Raises TrainError."""
+    """Make the report of a run again. Raises TrainError."""
     path = run_folder / METRICS_FILE
     if not path.is_file():
         raise TrainError(f"there is no {METRICS_FILE} in {run_folder}: give the output folder of a training run")

@@ -1,4 +1,4 @@
-"""The plots of a report: PNG bytes from a RunRecord, in a light and a dark version of the same figures."""
+"""The plots of a report as PNG bytes from a RunRecord, in a light and a dark version."""
 
 from __future__ import annotations
 
@@ -20,20 +20,22 @@ if TYPE_CHECKING:
 
     from train.report.predictions import Predictions
 
-PERPLEXITY_ROOM = 1.5  # times the highest one in validation, or in training after the first of these
-MAX_POINTS = 1500  # more than a plot has pixels for: longer series are drawn as medians of equal parts
+# upper end of the plot, as a multiple of the highest perplexity in validation, or in training after the first
+# validation
+PERPLEXITY_ROOM = 1.5
+MAX_POINTS = 1500  # longer series are drawn as medians of equal parts, because a plot has not enough pixels
 
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours of one version. The series colours stay apart for colour-blind readers and in grey print."""
+    """The colours of one version. Series colours can be told apart by colour-blind readers and in grey print."""
 
     background: str
     text: str
     muted: str
     grid: str
     series: tuple[str, str, str]
-    parts: tuple[str, ...]  # of a stacked bar, whose last part is muted
+    parts: tuple[str, ...]  # colours of a stacked bar; the last part is muted
 
 
 LIGHT = Theme(
@@ -68,7 +70,7 @@ def throughput(record: RunRecord, theme: Theme) -> bytes:
     axes.plot(hours[~counted] * scale, speeds[~counted], color=theme.muted, alpha=0.6, label="warm-up", **dots)
     axes.plot(x, _running_median(y, max(len(y) // 20, 5)), color=theme.series[0], linewidth=1.8, label="running median")
     typical = float(np.median(speeds[counted]))
-    # An outlier three times the typical speed is an artefact of the clock and would squash all the rest.
+    # Outliers above three times the typical speed come from the clock, and would squash the rest.
     axes.set_ylim(0, 1.15 * min(float(np.max(speeds[counted])), 3 * typical))
     axes.yaxis.set_major_formatter("{x:,g}")
     _legend(axes, theme)
@@ -76,7 +78,7 @@ def throughput(record: RunRecord, theme: Theme) -> bytes:
 
 
 def loss(record: RunRecord, theme: Theme) -> bytes:
-    """Training loss by epoch, and that of validation where there is one."""
+    """Training loss and validation loss (if any) by epoch."""
     figure, axes = _figure_with_axes(theme, "Loss", "epoch", f"nats per {record.examples[:-1]}")
     x, y = _thin(np.array([p.epoch for p in record.loss_curve]), np.array([p.loss for p in record.loss_curve]))
     axes.plot(x, y, color=theme.series[0], linewidth=1.6, label="training")
@@ -91,7 +93,7 @@ def loss(record: RunRecord, theme: Theme) -> bytes:
 
 
 def accuracy(record: RunRecord, theme: Theme) -> bytes:
-    """Training top-1, and top-1 and top-5 of validation by epoch, in percent."""
+    """Training top-1, validation top-1 and top-5 by epoch, in percent."""
     figure, axes = _figure_with_axes(theme, "Accuracy", "epoch", "correct (%)")
     series = [("training top-1", theme.series[0], [(row.epoch, row.train_top1) for row in record.epochs])]
     for images, rows in _evaluations(record).items():
@@ -111,8 +113,8 @@ def accuracy(record: RunRecord, theme: Theme) -> bytes:
 
 
 def perplexities(record: RunRecord, best_possible: float | None, theme: Theme) -> bytes:
-    """Perplexity of a language model in training and, after each epoch, in validation; and the best possible one where
-    it is known."""
+    """A language model's perplexity in training and, after each epoch, in validation; and the best possible one, if
+    known."""
     figure, axes = _figure_with_axes(theme, "Perplexity", "epoch", "")
     x, losses = _thin(np.array([p.epoch for p in record.loss_curve]), np.array([p.loss for p in record.loss_curve]))
     training = [perplexity(loss) for loss in losses]
@@ -132,8 +134,8 @@ def perplexities(record: RunRecord, best_possible: float | None, theme: Theme) -
 
 
 def perplexity_top(record: RunRecord) -> float:
-    """Where that plot ends: training begins with the perplexity of guessing, the size of the vocabulary, which would
-    squash all the rest. inf without a validation."""
+    """The upper end of the perplexity plot. Training starts at the perplexity of guessing, the vocabulary's size, which
+    would squash the rest. inf without a validation."""
     validated = [(row.epoch, row.val_loss) for row in record.epochs if row.val_loss is not None]
     if not validated:
         return math.inf
@@ -142,7 +144,7 @@ def perplexity_top(record: RunRecord) -> float:
 
 
 def _evaluations(record: RunRecord) -> dict[str, list[tuple[int, Evaluation]]]:
-    """By the images that they are of: the evaluations of a run, each with its epoch."""
+    """Name of the images -> the run's evaluations on them, each with its epoch."""
     found: dict[str, list[tuple[int, Evaluation]]] = {}
     for row in record.epochs:
         if row.evaluation:
@@ -173,7 +175,7 @@ def gpu(record: RunRecord, theme: Theme) -> bytes:
 
 
 def time_split(seconds: Mapping[str, float], theme: Theme) -> bytes:
-    """One bar: where the time of the run went; `seconds` by part, the last one being the rest."""
+    """A stacked bar of the run's time; `seconds` by part, the last part being the rest."""
     figure, axes = _figure_with_axes(theme, "Where the time went", "", "", height=1.6)
     total = sum(seconds.values())
     left = 0.0
@@ -198,13 +200,13 @@ _CELL, _PICTURE, _LINE = 192, 168, 22  # pixels of a cell's width, of a picture 
 
 
 def predictions(shown: Predictions, theme: Theme) -> bytes:
-    """The contact sheet of predictions, with the number of those that are right."""
+    """The contact sheet of predictions, with the number of right ones in its title."""
     return contact_sheet(shown, "Predictions", f"{shown.num_right} of {len(shown.true)} right", theme)
 
 
 def contact_sheet(shown: Predictions, title: str, note: str, theme: Theme) -> bytes:
-    """Images with what the network makes of them: its guess, how sure it is of it (also as a bar), and whether it is
-    right; where it is not, a frame and the true class."""
+    """Images with the network's guess and its probability (also as a bar). A wrong guess gets a frame and the true
+    class."""
     columns = min(_COLUMNS, len(shown.true))
     height = _PICTURE + 3 * _LINE + 24
     sheet = Image.new("RGB", (_COLUMNS * _CELL, _TOP + math.ceil(len(shown.true) / columns) * height), theme.background)
@@ -221,7 +223,7 @@ def contact_sheet(shown: Predictions, title: str, note: str, theme: Theme) -> by
         picture = Image.fromarray(shown.pictures[i]).resize((_PICTURE, _PICTURE), Image.Resampling.LANCZOS)
         sheet.paste(picture, (x, y))
         y += _PICTURE + 9
-        bar = _PICTURE - 56  # beside it the percentage
+        bar = _PICTURE - 56  # leaves room for the percentage
         draw.rectangle((x, y + 5, x + bar, y + 10), theme.grid)
         draw.rectangle((x, y + 5, x + round(bar * float(probability)), y + 10), color)
         draw.text((x + _PICTURE, y), f"{100 * float(probability):.0f} %", theme.muted, font(15), anchor="ra")
@@ -236,7 +238,7 @@ def contact_sheet(shown: Predictions, title: str, note: str, theme: Theme) -> by
 
 
 def precisions(runs: Mapping[str, Mapping[str, RunRecord]], title: str) -> bytes:
-    """Runs by model and precision: accuracy (without validation: loss) over the time of the run, and images/sec."""
+    """Compare runs by model and precision: accuracy (or loss without validation) over time, and images/sec."""
     theme, models = LIGHT, list(runs)
     figure = _figure(9, 3.2 * len(models) + 0.4, theme)
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=theme.text)
@@ -268,7 +270,7 @@ _DOTTED: dict[str, Any] = {"linewidth": 1.6, "markersize": 4}
 
 
 def _figure(width: float, height: float, theme: Theme) -> Figure:
-    """An empty figure; inches."""
+    """An empty figure; width and height in inches."""
     matplotlib()
     from matplotlib.figure import Figure
 
@@ -294,7 +296,7 @@ def _styled(axes: Axes, theme: Theme, title: str, x_label: str, y_label: str) ->
 
 
 def _epochs_from_0(axes: Axes) -> None:
-    """Whole epochs along the axis, where there are some."""
+    """Start the axis at 0 with ticks at whole epochs, if there is at least one."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set_xlim(left=0)
@@ -302,7 +304,7 @@ def _epochs_from_0(axes: Axes) -> None:
 
 
 def _legend(axes: Axes, theme: Theme) -> None:
-    """Above the axes, at the right of the title: never on top of data."""
+    """Put the legend above the axes, to the right of the title, where it never covers data."""
     axes.legend(
         loc="lower right", bbox_to_anchor=(1, 1), ncols=4, frameon=False, labelcolor=theme.text, fontsize=9,
         borderaxespad=0.2, handlelength=1.6, columnspacing=1.4,
@@ -316,12 +318,12 @@ def _png(figure: Figure, theme: Theme) -> bytes:
 
 
 def _time_unit(hours: float) -> tuple[str, float]:
-    """Unit that suits a span of time, and how many of it an hour has."""
+    """A suitable unit for a span of time, and how many of it make an hour."""
     return ("h", 1.0) if hours >= 3 else ("min", 60.0) if hours >= 1 / 20 else ("s", 3600.0)
 
 
 def _thin(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """At most MAX_POINTS points: medians of consecutive parts."""
+    """Reduce to at most MAX_POINTS points, which are medians of consecutive parts."""
     if len(x) <= MAX_POINTS:
         return x, y
     parts = np.array_split(np.arange(len(x)), MAX_POINTS)

@@ -1,4 +1,4 @@
-"""What a network makes of some images that validation sees, kept in a file of the report's folder, which draws it."""
+"""A network's predictions for some validation images, stored in the report's folder and drawn from there."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ FILE, PICTURE = "predictions.npz", "predictions.png"  # in the report's folder
 
 @dataclass(frozen=True)
 class Predictions:
-    """Of N images."""
+    """The predictions for N images."""
 
     pictures: np.ndarray  # uint8 (N, size, size, 3)
-    true: list[str]  # names of their classes
-    guessed: list[str]  # names of the classes that the network thinks most likely
-    probability: np.ndarray  # float (N,), what it thinks of its guess
-    epoch: int  # whole epochs of training that it has behind it
-    images: str = VALIDATION  # which the N are of: these, or the training images
+    true: list[str]  # names of the true classes
+    guessed: list[str]  # names of the most likely classes
+    probability: np.ndarray  # float (N,): the probability of the guess
+    epoch: int  # completed epochs of training
+    images: str = VALIDATION  # the images' kind: validation or training images
 
     @property
     def num_right(self) -> int:
@@ -30,7 +30,7 @@ class Predictions:
 
     @property
     def caption(self) -> str:
-        """Of the picture."""
+        """The picture's caption."""
         images = "validation set" if self.images == VALIDATION else self.images
         epochs = f"{self.epoch} epoch{'s' * (self.epoch != 1)}"
         return (f"{len(self.true)} images, spread evenly over the {images}, and what the network takes them for "
@@ -38,12 +38,12 @@ class Predictions:
 
 
 def save(predictions: Predictions, folder: Path) -> None:
-    """Write them into a report's folder. Raises UserError where that fails."""
+    """Write the predictions into a report's folder. Raises UserError if that fails."""
     arrays.save(folder / FILE, vars(predictions))
 
 
 def read(folder: Path) -> Predictions | None:
-    """Those that a report's folder holds; None where there are none. Raises TrainError where they cannot be read."""
+    """The predictions in a report's folder; None if there are none. Raises TrainError if they cannot be read."""
     return arrays.read(folder / FILE, lambda values: Predictions(
         values["pictures"], values["true"].tolist(), values["guessed"].tolist(), values["probability"],
         int(values["epoch"]), str(values["images"]) if "images" in values else VALIDATION))  # files of earlier versions

@@ -1,4 +1,4 @@
-"""The figures of a run that a report opens with, from its `RunRecord`."""
+"""The main figures of a run, computed from its `RunRecord`."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import numpy as np
 from train.errors import TrainError
 from train.recording.metrics import IMAGES, EpochRow, RunRecord, Speed
 
-WAIT_SHARE_THAT_LIMITS = 0.1  # of the step time; used only where the loader's own speed was not measured
+WAIT_SHARE_THAT_LIMITS = 0.1  # share of the step time; used only if the speed of the loader alone is unknown
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The figures that a report opens with. Throughputs are images/sec (words/sec of a language model) of all processes
-    together, warm-up excluded.
+    """The main figures of a report. Throughputs are images/sec (words/sec for a language model) of all processes
+    together, without warm-up.
 
-    Total: steps from asking for the batch to updated parameters. Compute-only: the same without waiting for batches.
-    Loader-only: the loader running alone. Whole run: all images over all the time, validation and the rest included.
-    The GPUs' figures are means over the same steps; None: not read.
+    Total: steps from requesting the batch to updated parameters. Compute-only: steps without waiting for batches.
+    Loader-only: the loader running alone. Whole run: all images divided by the whole time, validation included. The
+    GPUs' figures are means over the steps that count; None: unknown.
     """
 
     total: Speed
@@ -29,24 +29,24 @@ class Summary:
     compute_images_per_sec: float
     loader_images_per_sec: float | None
     whole_run_images_per_sec: float
-    loader_wait_share: float  # of the time of the steps counted
+    loader_wait_share: float  # share of the time of the counted steps
     num_steps_counted: int
     num_steps_warmup: int
     limit: str  # "loader" or "computation"
     limit_text: str
     time_split_seconds: dict[str, float]
-    best: EpochRow | None  # the epoch with the highest top-1 in validation, or on the training images without one
+    best: EpochRow | None  # the epoch with the highest top-1 in validation, or else on the training images
     gpu_power: float | None  # W, all GPUs together
     gpu_utilization: float | None  # fraction of the time in which a kernel ran
-    gpu_memory: float | None  # GiB, the most in use on a GPU
+    gpu_memory: float | None  # GiB; the maximum in use on a GPU
     gpu_clock: float | None  # MHz of the multiprocessors
     gpu_power_capped: float | None  # fraction of the time in which the power limit held the clock down
     joules_per_image: float | None  # of the GPUs, training steps only
-    price: float | None  # of the run so far, in the currency of --price-per-hour
+    price: float | None  # price of the run so far, in the currency of --price-per-hour
 
 
 def summarize(record: RunRecord) -> Summary:
-    """Figures of a run from its raw step times. Raises TrainError for a run without a single step."""
+    """Compute the figures of a run. Raises TrainError for a run without a single step."""
     if not record.step_ms:
         raise TrainError(f"the run '{record.command}' has no finished step to report on: let it run longer")
     counted = record.counted_steps
@@ -86,10 +86,10 @@ def summarize(record: RunRecord) -> Summary:
 
 
 def _gpu_figures(record: RunRecord) -> dict[str, float | None]:
-    """The GPUs' fields of `Summary`."""
+    """The fields of `Summary` on GPUs."""
     step_ms, counted = np.asarray(record.step_ms), np.zeros(len(record.step_ms), dtype=bool)
     counted[record.counted_steps] = True
-    # Each point is a mean over the steps since the point before, and counts for as long as these took.
+    # Each point is a mean over the steps since the previous point, and is weighted by their time.
     ends = [point.step - record.steps_before for point in record.gpu_curve]
     parts = [np.arange(start, end)[counted[start:end]] for start, end in itertools.pairwise([0, *ends])]
     seconds = np.array([step_ms[part].sum() / 1e3 for part in parts])
@@ -114,7 +114,7 @@ def _gpu_figures(record: RunRecord) -> dict[str, float | None]:
 
 def what_limits(compute: float, loader: float | None, wait_share: float,
                 examples: str = IMAGES) -> tuple[str, str]:
-    """Which of the two is slower, and that in words."""
+    """Whether the loader or the computation is slower, and a sentence on it."""
     waiting = f"steps spend {wait_share:.1%} of their time waiting for a batch"
     if loader is None:
         if wait_share > WAIT_SHARE_THAT_LIMITS:

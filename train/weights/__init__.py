@@ -1,11 +1,11 @@
-"""Trained weights from anywhere: of this program, of PyTorch, Gluon or an ONNX export.
+"""Trained weights from this program, PyTorch, Gluon or an ONNX export.
 
     trained = load("resnet50.pth")                             # to validate, predict with or export
     weights = read("runs/my-run", model="resnet50")            # to start from
     start, notes = starting_point(weights, classes, config)
 
-`files` reads the forms of files, `recognise` finds the network, `record` says how images are prepared for it; `publish`
-is the way back.
+`files` reads file formats, `recognise` finds the network, `record` says how images are prepared. `publish` writes
+weights in other programs' formats.
 """
 
 from __future__ import annotations
@@ -27,41 +27,43 @@ from train.errors import TrainError
 from train.weights import files
 from train.weights.recognise import Found, recognise
 
-BATCH_SIZE = 32  # of validation and export, for weights that no run here has made
+BATCH_SIZE = 32  # for validation and export, with weights that no run here has made
 
 
 class Weights(NamedTuple):
-    """Trained weights, and what is to be said about them."""
+    """Trained weights, and remarks on them."""
 
-    trained: Checkpoint  # `params` without those of the classifier where there is none
-    classifier: str  # name of the classifier's weight where they are from
+    trained: Checkpoint  # `params` lacks the classifier's if the weights have none
+    classifier: str  # name of the classifier's weight in the source
     num_classes: int  # 0 without a classifier
-    notes: list[str]  # what was taken, what not and why
+    notes: list[str]  # remarks on what was used, what not, and why
 
 
 def settings(config: Config, with_sizes: bool = False) -> dict[str, Any]:
-    """What a run that starts from trained weights has of their configuration: the network, its images' normalisation,
-    and with `with_sizes` how large they are."""
+    """The options that a run takes from the trained weights it starts from: the network, the images' normalisation, and
+    with `with_sizes` their sizes."""
     sizes = ("image_size", "val_image_size", "val_crop_fraction") if with_sizes else ()
     names = ("model", *(field.name for field in fields(Normalisation)), *sizes)
     return {name: getattr(config, name) for name in names}
 
 
 def read(place: str, model: str = "") -> Weights:
-    """The weights of a run folder, a checkpoint, or a file of another program.
+    """Read the weights of a run folder, a checkpoint, or a file of another program.
 
     Args:
-        place: the folder or file. Of a run folder, the best checkpoint, with moving averages where the run keeps them.
-        model: the network that they must be of; "": any of the registry.
+        place: the folder or file. A run folder stands for its best checkpoint, with moving averages if the run keeps
+            them.
+        model: the network that the weights must belong to; "": any known one.
 
     Raises:
-        UserError: there are none; they are damaged, of another network, or would compute something else here.
+        UserError: there are no weights; or they are damaged, belong to another network, or would compute something else
+            here.
     """
     path = Path(place)
     if not _is_of_others(path):
         return _own(place, model)
     if not path.stat().st_size:
-        raise TrainError(f"{path} is empty: fetch or write it once more")
+        raise TrainError(f"{path} is empty: fetch or write it again")
     found = recognise(path, *files.read(path), wanted=model)
     _, bias = models.create(found.model).classifier
     count = len(found.params.get(bias, ()))
@@ -80,8 +82,8 @@ def read(place: str, model: str = "") -> Weights:
 
 
 def load(place: str, quiet: bool = False) -> Checkpoint:
-    """The network to validate, predict with or export. What `read` has to say about a file of another program goes to
-    stderr, unless `quiet`. Raises UserError."""
+    """The network to validate, predict with or export. Remarks on a file of another program go to stderr, unless
+    `quiet`. Raises UserError."""
     if not _is_of_others(Path(place)):
         return _own_checkpoint(place)
     weights = read(place)
@@ -93,8 +95,8 @@ def load(place: str, quiet: bool = False) -> Checkpoint:
 
 
 def starting_point(weights: Weights, classes: Classes, config: Config) -> tuple[Checkpoint, list[str]]:
-    """A network for these classes, and the notes on the weights with one on its classifier: that is theirs where they
-    have all of the classes, by their names, else a new one with the initial values of the configuration's seed."""
+    """A network for these classes, and the remarks with one on its classifier. The weights' classifier is used if it
+    has all of the classes, by name; otherwise a new one, initialised by the configuration's seed."""
     trained, known = weights.trained, weights.num_classes
     network = models.create(trained.config.model, len(classes))
     initial, _ = network.initial_values(config.seed)
@@ -119,21 +121,21 @@ def _is_of_others(path: Path) -> bool:
 
 
 def _own_checkpoint(place: str) -> Checkpoint:
-    """Of this program's own runs. Raises UserError, also for a file that is neither of others nor a checkpoint, which
-    is a zip."""
+    """A checkpoint of this program's own runs. Raises UserError, also for a file of an unknown form (a checkpoint is a
+    zip)."""
     path = Path(place)
     if path.suffix.lower() != ".npz" and path.is_file() and not zipfile.is_zipfile(path):
-        raise TrainError(f"{path} is no file that weights are read from: give a run folder, a checkpoint, or a file "
+        raise TrainError(f"{path} is not a file with weights: give a run folder, a checkpoint, or a file "
                          f"that ends in {', '.join(files.READERS)}")
     return checkpoint.load_trained(place)
 
 
 def _own(place: str, model: str) -> Weights:
-    """Of this program's own runs."""
+    """The weights of this program's own runs."""
     trained = _own_checkpoint(place)
     if model and model != trained.config.model:
-        raise TrainError(f"{place} holds a {trained.config.model}, and this run has --model {model}: give weights of "
-                         f"that one, or --model {trained.config.model}")
+        raise TrainError(f"{place} holds a {trained.config.model}, but this run has --model {model}: give weights of "
+                         f"{model}, or --model {trained.config.model}")
     network = models.create(trained.config.model)
     count = len(trained.params) + len(trained.aux)
     return Weights(trained, network.classifier[0], trained.num_classes,
@@ -141,7 +143,7 @@ def _own(place: str, model: str) -> Weights:
 
 
 def _classes(path: Path, found: Found, count: int) -> tuple[Classes, str]:
-    """The classes of a file's classifier, and what is to be said about them. Raises TrainError."""
+    """The classes of a file's classifier, and a remark on them. Raises TrainError."""
     classes = found.record.classes
     if not count:
         return [], ""
@@ -151,5 +153,5 @@ def _classes(path: Path, found: Found, count: int) -> tuple[Classes, str]:
                              "correct the list or remove it")
         return imagenet.in_words(classes), ""
     if count == len(imagenet.classes()):
-        return list(imagenet.classes()), "classes: ImageNet's, for which 1,000 without names are taken"
+        return list(imagenet.classes()), "classes: 1,000 without names, taken for ImageNet's"
     return [(str(label), str(label)) for label in range(count)], ""

@@ -1,4 +1,4 @@
-"""The forms of files that hold weights: for each, what reads the names and arrays of one."""
+"""File formats of weights, each with the function that reads names and arrays."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Arrays = dict[str, np.ndarray]
 
 
 def read(path: Path) -> tuple[Arrays, Record]:
-    """The arrays of a file, by their names there, and how images are prepared for them.
+    """The arrays of a file by their original names, and how images are prepared for them.
 
-    Raises UserError where it cannot be read, is damaged or of another form than its name says.
+    Raises UserError if it cannot be read, is damaged, or has another format than its name says.
     """
     try:
         return READERS[path.suffix.lower()](path)
@@ -28,8 +28,8 @@ def read(path: Path) -> tuple[Arrays, Record]:
 
 
 def _read_mxnet(path: Path) -> Arrays:
-    """Of Gluon and of `export --params`. What they were made with may have put arg: or aux: before names."""
-    with content_of_file(lambda _: f"{path} is no complete parameter file of MXNet: fetch or write it once more"):
+    """Read a file of Gluon or of `export --params`. Its names may begin with arg: or aux:."""
+    with content_of_file(lambda _: f"{path} is not a complete MXNet parameter file: fetch or write it again"):
         params_file.check(path)
         found = mx.nd.load(str(path))
         if not isinstance(found, dict) or not found:
@@ -42,7 +42,7 @@ def _with_record(read_arrays: Callable[[Path], Arrays]) -> Callable[[Path], tupl
 
 
 READERS: Mapping[str, Callable[[Path], tuple[Arrays, Record]]] = {
-    **dict.fromkeys((".pth", ".pt", ".bin", ".tar"), _with_record(torch_file.read)),  # .pth.tar is usual too
+    **dict.fromkeys((".pth", ".pt", ".bin", ".tar"), _with_record(torch_file.read)),  # .pth.tar is also common
     ".safetensors": _with_record(safetensors_file.read),
     ".params": _with_record(_read_mxnet),
     ".onnx": onnx_file.read,

@@ -1,8 +1,8 @@
-"""A network in INT8, as `quantize` writes it beside the checkpoint that it was made of: int8-best.npz for best.npz.
+"""The file of an INT8 network, which `quantize` writes beside its checkpoint: int8-best.npz for best.npz.
 
-    meta             JSON: format, version, network, the checksum of the weights it was made of, scales, what has stayed
-                     in floats, what it was calibrated on, the images that it is for, its accuracy
-    params/<name>    weights int8, biases int32, multipliers and what has stayed in floats fp32 (passes/quantise.py)
+    meta             JSON: format, version, network, checksum of the float weights, scales, layers kept in floats, the
+                     calibration, the kind of images, its accuracy
+    params/<name>    weights int8, biases int32, multipliers and float layers fp32 (passes/quantise.py)
 """
 
 from __future__ import annotations
@@ -31,52 +31,52 @@ from train.devices import Placement
 from train.errors import TrainError
 
 FORMAT, VERSION = "resnet int8", 1
-# Of the images: a network that was calibrated for others gets other values than its ranges are for.
+# Options of the images. With other values, the tensors would leave the calibrated ranges.
 IMAGES = ("inference_image_size", "mean", "std")
-OPTIONS = {"inference_image_size": "val_image_size"}  # of another name
+OPTIONS = {"inference_image_size": "val_image_size"}  # their names as options, if different
 Arrays = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
 class Int8Network:
-    """What `passes/quantise.py` has made of a trained network."""
+    """An INT8 network, made by `passes/quantise.py` from a trained one."""
 
     network: str
-    checksum: int  # of the weights that it was made of
-    scales: dict[str, float]  # by tensor
+    checksum: int  # of the float weights
+    scales: dict[str, float]  # tensor -> scale
     kept: Kept
     calibration: dict[str, Any]  # method, images, data
-    images: dict[str, Any]  # IMAGES
+    images: dict[str, Any]  # the options IMAGES
     params: Arrays
-    accuracy: dict[str, float] = dataclasses.field(default_factory=dict)  # top-1 by precision
+    accuracy: dict[str, float] = dataclasses.field(default_factory=dict)  # precision -> top-1
 
     def prepared(self, trained: Checkpoint) -> Checkpoint:
-        """The trained network with images as the ranges are for, in inference."""
+        """The trained network, set to prepare images for inference as in the calibration."""
         size, mean, std = (self.images[name] for name in IMAGES)
         config = dataclasses.replace(trained.config, val_image_size=size, mean=tuple(mean), std=tuple(std))
         return dataclasses.replace(trained, config=config)
 
     def graph(self, trained: Checkpoint) -> Graph:
-        """The inference graph in INT8. Raises GraphError where the scales are of another network."""
+        """The inference graph in INT8. Raises GraphError if the scales belong to another network."""
         graph = models.create(trained.config.model, trained.num_classes).graph
         return pipeline.run(pipeline.quantised_passes("float32", self.scales, self.kept), graph)
 
 
 def path_of(place: str) -> Path:
-    """Where the network in INT8 belongs that is made of the weights at `place`. Raises TrainError for none."""
+    """The path of the INT8 network for the weights at `place`. Raises TrainError if there are none."""
     path = Path(place)
     found = path if path.is_file() else checkpoint.find(place, prefer_best=True)
     return found.with_name(f"int8-{found.stem}.npz")
 
 
 def images_of(config: Config) -> dict[str, Any]:
-    """What of the preparation of images the ranges depend on."""
+    """The options of image preparation on which the ranges depend."""
     values = {name: getattr(config, name) for name in IMAGES}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def checksum(trained: Checkpoint) -> int:
-    """Of the weights and running statistics: CRC-32."""
+    """CRC-32 of the weights and running statistics."""
     found = 0
     for arrays in (trained.params, trained.aux):
         for name in sorted(arrays):
@@ -85,7 +85,7 @@ def checksum(trained: Checkpoint) -> int:
 
 
 def save(network: Int8Network, path: Path) -> None:
-    """Write the file complete or not at all. Raises UserError."""
+    """Write the file atomically. Raises UserError."""
     meta = {"format": FORMAT, "version": VERSION, **vars(network), "kept": network.kept._asdict()}
     params = meta.pop("params")
     content = io.BytesIO()
@@ -94,28 +94,27 @@ def save(network: Int8Network, path: Path) -> None:
 
 
 def check_place(place: str, trained: Checkpoint, overwrite: bool) -> None:
-    """Raise UserError where a network in INT8 cannot be written, or where these weights have one already that is not
-    to be replaced."""
+    """Raise UserError if the INT8 network cannot be written, or exists already and `overwrite` is off."""
     path = path_of(place)
     files.check_place(path, "copy the checkpoint to another folder and give that")
     if overwrite:
         return
     try:
         found = load(place, trained)
-    except TrainError:  # what cannot be used is no loss
+    except TrainError:  # an unusable file may be replaced
         return
-    raise TrainError(f"{path} is there already, calibrated ({found.calibration['method']}) on "
+    raise TrainError(f"{path} exists already, calibrated ({found.calibration['method']}) on "
                      f"{found.calibration['images']} images of {found.images['inference_image_size']} pixels: give "
                      "--overwrite to replace it")
 
 
 def load(place: str, trained: Checkpoint) -> Int8Network:
-    """The network in INT8 that was made of these weights. Raises TrainError: there is none, it is damaged or of other
-    weights."""
+    """Load the INT8 network that was made from these weights. Raises TrainError if there is none, or it is damaged or
+    was made from other weights."""
     path = path_of(place)
     again = f"run python -m train quantize --checkpoint {place}"
     try:
-        with content_of_file(lambda reason: f"{path} is no complete network in INT8 ({reason}): {again}"):
+        with content_of_file(lambda reason: f"{path} is not a complete network in INT8 ({reason}): {again}"):
             network = _read(path)
             found = network.checksum == checksum(trained)
             if found:
@@ -139,7 +138,7 @@ def _read(path: Path) -> Int8Network:
 
 
 def check_images(network: Int8Network, place: str, config: Config) -> None:
-    """Raise TrainError where options that were given have made a configuration for other images."""
+    """Raise TrainError if given options prepare images differently from the calibration."""
     for name, value in images_of(config).items():
         if network.images[name] != value:
             option = option_name(OPTIONS.get(name, name))
@@ -149,8 +148,8 @@ def check_images(network: Int8Network, place: str, config: Config) -> None:
 
 
 def executor_of(network: Int8Network, trained: Checkpoint, config: Config, placement: Placement) -> Executor:
-    """What computes it, with the loss of this configuration: on a GPU the cuda executor, else the reference executor,
-    with the same integers. Raises GraphError."""
+    """The executor of the INT8 network, with the configuration's loss: cuda on a GPU, otherwise reference, which
+    computes the same integers. Raises GraphError."""
     graph = models.create(trained.config.model, trained.num_classes, config.label_smoothing).graph
     shape = (config.batch_size, config.inference_image_size, config.inference_image_size, 3)
     shapes = {"data": shape, "softmax_label": shape[:1]}
@@ -163,7 +162,7 @@ def executor_of(network: Int8Network, trained: Checkpoint, config: Config, place
 
 
 def _check(network: Int8Network, trained: Checkpoint) -> None:
-    """Raise ValueError where the arrays are not those of the graph."""
+    """Raise ValueError unless the arrays are those of the graph."""
     try:
         graph, size = network.graph(trained), network.prepared(trained).config.inference_image_size
         shapes = graph.infer_shapes({"data": (1, size, size, 3), "softmax_label": (1,)})
@@ -175,9 +174,9 @@ def _check(network: Int8Network, trained: Checkpoint) -> None:
     found = {name: (array.shape, str(array.dtype)) for name, array in network.params.items()}
     for name in sorted(wanted.keys() | found.keys()):
         if wanted.get(name) != found.get(name):
-            raise ValueError(f"its {name} is {found.get(name)}, and {wanted.get(name)} in the network")
+            raise ValueError(f"its {name} is {found.get(name)}, but {wanted.get(name)} in the network")
 
 
 def _words(value: Any) -> str:
-    """As on a command line."""
+    """A value as on a command line."""
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,9 +1,9 @@
-"""Our own ONNX exports as weights.
+"""Reads weights from our own ONNX exports.
 
-There each BatchNorm behind a convolution is folded into it. `metadata` keeps what folding loses, gamma and beta, so
-that the BatchNorms can be taken out again: the output of the convolution with the folded weights and bias b', less b',
-has the mean beta - b', and the variance gamma^2 but for the part that epsilon has in it. In inference the network is
-the same; in training it goes on from about the same statistics.
+In an export each BatchNorm after a convolution is folded into it. `metadata` stores the values lost by folding, gamma
+and beta, so that the BatchNorms can be restored. If b' is the folded bias, the output of the convolution with the
+folded weights, minus b', has the mean beta - b' and the variance gamma^2, except for the part due to epsilon. In
+inference the network is the same; training continues from about the same statistics.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from train.weights import record
 from train.weights.record import Record
 
 PRODUCER = "resnet-mxnet"
-PRODUCERS = (PRODUCER, "resnet50-mxnet")  # the second one before version 1.0
+PRODUCERS = (PRODUCER, "resnet50-mxnet")  # the second one was used before version 1.0
 
 Arrays = dict[str, np.ndarray]
 
 
 def metadata(trained: Checkpoint) -> dict[str, str]:
-    """What an export has besides its graph, so that it can be read back."""
+    """The metadata of an export, from which it can be read back."""
     graph = models.create(trained.config.model, trained.num_classes).graph
     norms = {folding.norm.name: [_text(trained.params[ref.node]) for ref in folding.norm.inputs[1:3]]
              for folding in foldings(graph)}
@@ -43,23 +43,23 @@ def metadata(trained: Checkpoint) -> dict[str, str]:
 def read(path: Path) -> tuple[Arrays, Record]:
     """Parameters and running statistics by our names, convolution weights OIHW, and how images are prepared.
 
-    Raises OSError where the file cannot be read, and TrainError where it is damaged or no export of this program.
+    Raises OSError if the file cannot be read, and TrainError if it is damaged or not an export of this program.
     """
     try:
         import onnx
     except ImportError:
         raise TrainError(f"{path} needs the package onnx: run make setup, or pip install onnx") from None
-    with content_of_file(lambda reason: f"{path} is no complete ONNX file ({reason}): write it once more"):
+    with content_of_file(lambda reason: f"{path} is not a complete ONNX file ({reason}): write it again"):
         model = onnx.load_model(str(path), load_external_data=False)
         about = {entry.key: entry.value for entry in model.metadata_props}
         if model.producer_name not in PRODUCERS or "batch_norms" not in about:
-            raise TrainError(f"{path} is no ONNX export of this program, or one of an earlier version: give the "
-                             "weights that it was made from")
+            raise TrainError(f"{path} is not an ONNX export of this program, or is one of an earlier version: give "
+                             "the weights that it was made from")
         if any(node.op_type == "QuantizeLinear" for node in model.graph.node):
-            raise TrainError(f"{path} is an export in INT8, from which weights in floats cannot be had back: give the "
+            raise TrainError(f"{path} is an export in INT8, from which float weights cannot be restored: give the "
                              "run folder or checkpoint that it was made from, or an export without --int8")
         if any(tensor.data_location == onnx.TensorProto.EXTERNAL for tensor in model.graph.initializer):
-            raise ValueError("its numbers are in another file")
+            raise ValueError("its weights are in a separate file")
         arrays = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
         return _unfold(arrays, about), _record(path, about)
 
@@ -99,9 +99,9 @@ def _value(about: Mapping[str, str], name: str) -> Any:
     try:
         return json.loads(about[name])
     except KeyError:
-        raise ValueError(f"it does not say its {name}") from None
+        raise ValueError(f"its metadata lacks {name}") from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"its {name} is no JSON, {error}") from None
+        raise ValueError(f"its {name} is not JSON, {error}") from None
 
 
 def _text(array: np.ndarray) -> str:

@@ -1,14 +1,14 @@
-"""The structure of MXNet's parameter files, walked before MXNet reads one: its C++ takes the memory and the time that a
-damaged length asks for, whatever the file's size.
+"""Checks the structure of MXNet parameter files before MXNet reads them. MXNet's C++ code would spend the memory and
+time that a damaged length demands, whatever the file's size.
 
-Numbers are little-endian. The form is that of `NDArray::Save` in MXNet 1.9.1 (src/ndarray/ndarray.cc), or one of the
-two before it, in which files of the model zoo are:
+Numbers are little-endian. The format is that of `NDArray::Save` in MXNet 1.9.1 (src/ndarray/ndarray.cc), or one of its
+two predecessors, which files of the model zoo have:
 
     0x112, 0 (uint64 each)
     number of arrays (uint64), then each
-        version 2, 3  magic (uint32), storage (int32, 0: dense), shape; then nothing where it has no axes
+        version 2, 3  magic (uint32), storage (int32, 0: dense), shape; nothing more if it has no axes
         version 1     magic (uint32), shape
-        before        shape alone, in which the number of axes stands where later ones have their magic
+        before        shape only, with the number of axes in the place of the magic
         device (2 int32), type (int32), elements
     number of names (uint64), then each: length (uint64), bytes
 
@@ -24,17 +24,18 @@ from typing import BinaryIO
 
 MAGIC = 0x112
 V1, V2, V3 = 0xF993FAC8, 0xF993FAC9, 0xF993FACA
-ITEM_BYTES = {0: 4, 1: 8, 2: 2, 3: 1, 4: 4, 5: 1, 6: 8, 7: 1, 8: 2, 9: 2, 10: 4, 11: 8, 12: 2}  # by MXNet's type flag
+# MXNet's type flag -> bytes
+ITEM_BYTES = {0: 4, 1: 8, 2: 2, 3: 1, 4: 4, 5: 1, 6: 8, 7: 1, 8: 2, 9: 2, 10: 4, 11: 8, 12: 2}
 MOST_AXES = 32
-DEVICES, MOST_DEVICES = (1, 2, 3, 5), 1024  # CPU, GPU, the CPU's pinned and shared memory
+DEVICES, MOST_DEVICES = (1, 2, 3, 5), 1024  # CPU, GPU, pinned and shared CPU memory; the highest device number
 
 
 def check(path: Path) -> None:
-    """Raise ValueError where the file is not such a one from its first byte to its last."""
+    """Raise ValueError unless the whole file has this structure."""
     with path.open("rb") as file:
         walk = _Walk(file, path.stat().st_size)
         if walk.number("Q") != MAGIC or walk.number("Q"):
-            raise ValueError("it does not begin as one of MXNet's")
+            raise ValueError("it does not begin like a file of MXNet")
         arrays = walk.number("Q")
         for _ in range(arrays):
             _pass_array(walk)
@@ -52,7 +53,7 @@ def _pass_array(walk: _Walk) -> None:
     if magic in (V2, V3) and walk.number("i"):
         raise ValueError("an array is sparse")
     axes = walk.number("i") if magic in (V1, V2, V3) else magic
-    if axes == (-1 if magic == V3 else 0):  # nothing is known of it
+    if axes == (-1 if magic == V3 else 0):  # an array without a shape
         return
     if not 0 <= axes <= MOST_AXES:
         raise ValueError(f"an array has {axes} axes")
@@ -62,18 +63,18 @@ def _pass_array(walk: _Walk) -> None:
         raise ValueError(f"an array was on the device {number} of kind {device}")
     item = ITEM_BYTES.get(walk.number("i"), 0)
     if not item or min(shape, default=0) < 0:
-        raise ValueError(f"an array has a type or the shape {shape}, which MXNet has not")
+        raise ValueError(f"an array has a type or shape ({shape}) that MXNet does not have")
     walk.skip(item * math.prod(shape))
 
 
 class _Walk:
-    """A file from its beginning on; `left`: the bytes that follow."""
+    """A cursor in a file; `left`: the bytes after it."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
         self._file, self.left = file, size
 
     def number(self, kind: str) -> int:
-        """The next number, of a `struct` type."""
+        """Read the next number, of a `struct` type."""
         size = struct.calcsize(kind)
         self._take(size)
         (value,) = struct.unpack(f"<{kind}", self._file.read(size))
@@ -85,5 +86,5 @@ class _Walk:
 
     def _take(self, size: int) -> None:
         if size > self.left:
-            raise ValueError(f"{size} bytes are to follow, and {self.left} do")
+            raise ValueError(f"{size} bytes should follow, but only {self.left} do")
         self.left -= size

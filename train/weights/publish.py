@@ -1,4 +1,4 @@
-"""A trained network as torchvision or timm has it: a state_dict, in PyTorch's form or in that of safetensors."""
+"""Writes a trained network as a state_dict for torchvision or timm, in PyTorch's or safetensors' format."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Arrays = dict[str, np.ndarray]
 
 
 def state_dict(trained: Checkpoint) -> Arrays:
-    """The arrays by their names there, in the order in which that network has them, convolution weights OIHW, fp32.
+    """The arrays under torchvision's or timm's names, in the network's order there, convolution weights OIHW, fp32.
 
-    `num_batches_tracked`, which PyTorch counts, is the number of optimizer steps. Raises TrainError for a network that
-    neither torchvision nor timm has.
+    `num_batches_tracked`, PyTorch's counter, is the number of optimizer steps. Raises TrainError for a network that
+    neither library has.
     """
     model = trained.config.model
     names = next((names for names in models.published(model) if names.library == TORCH), None)
     if not names:
-        raise TrainError(f"neither torchvision nor timm has a {model}, whose names its weights could have: export it "
+        raise TrainError(f"neither torchvision nor timm has a {model}: export it "
                          "with --onnx or --params")
     arrays = {**trained.params, **trained.aux}
     found: Arrays = {}
@@ -44,7 +44,8 @@ _ENDS = ("weight", "bias", "gamma", "beta", "moving_mean", "moving_var")
 
 
 def content(tensors: Mapping[str, np.ndarray], file: Path) -> bytes:
-    """The content of a file of that name with these tensors. Raises TrainError where its ending is of no form."""
+    """The content of a file with these tensors, in the format of the file's ending. Raises TrainError for an unknown
+    ending."""
     if file.suffix.lower() not in _FORMS:
         raise TrainError(f"--torchvision {file} must end in {' or '.join(_FORMS)}, which says the form to write")
     return _FORMS[file.suffix.lower()](tensors)

@@ -1,8 +1,8 @@
-"""Which network some arrays are of, and these arrays in our form.
+"""Finds the network that arrays belong to, and converts the arrays to our form.
 
-A network fits if it has all the arrays, under its own names or those of another library (train/models), with their
-shapes, and no others; but for the classifier, which may have any number of classes or be missing, and for what other
-libraries have besides: counters, biases before a BatchNorm, and Gluon's BatchNorm of the images.
+A network fits if it has exactly these arrays, under its own names or another library's (train/models), with equal
+shapes. There are two exceptions. The classifier may have any number of classes or be missing. And other libraries'
+extra arrays may be present: counters, biases before a BatchNorm, and Gluon's BatchNorm of the images.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from train.models.network import Network, value_shapes
 from train.models.resnet import BATCH_NORM_EPS
 from train.weights.record import Record
 
-COUNTER = "num_batches_tracked"  # of each BatchNorm of PyTorch; nothing depends on it
+COUNTER = "num_batches_tracked"  # a counter in each BatchNorm of PyTorch, which has no effect
 _STATISTICS = ("running_mean", "running_var")
-# Gluon's names where it counts layers, with what a network put before them: resnetv10_stage1_conv0_weight.
+# Gluon's numbered layer names, with an optional network prefix: resnetv10_stage1_conv0_weight.
 _COUNTED = re.compile(r"(?:resnetv\d+_)?((?:stage\d+_)?(?:conv|batchnorm|dense)\d+)_(\w+)")
 
 Arrays = dict[str, np.ndarray]
@@ -35,36 +35,36 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Found:
-    """A network of the registry whose weights some arrays are."""
+    """The network of the registry that was found."""
 
     model: str
-    library: str  # whose names they have; "": ours
-    params: Arrays  # canonical, as `aux`
+    library: str  # whose names the arrays have; "": ours
+    params: Arrays  # canonical, like `aux`
     aux: Arrays
-    classifier: str  # name there of the classifier's weight, which `params` may be without
-    record: Record  # how images are prepared, with what the arrays say about it
+    classifier: str  # original name of the classifier's weight, which `params` may lack
+    record: Record  # how images are prepared, including what the arrays say about it
     num_arrays: int
-    num_batches: int  # that the BatchNorms have counted
-    notes: list[str]  # what was not taken as it is
+    num_batches: int  # batches counted by the BatchNorms
+    notes: list[str]  # remarks on arrays that were changed or ignored
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The network's name in messages."""
         return f"{self.library}'s {self.model}" if self.library == GLUON else self.model
 
 
 def recognise(path: Path, arrays: Mapping[str, np.ndarray], record: Record, wanted: str = "") -> Found:
-    """The network that the arrays of a file are of, and these in our form.
+    """Find the network that a file's arrays belong to, and convert the arrays.
 
     Args:
-        path: of the file, for messages.
+        path: the file, for messages.
         arrays: by the names of any library.
         record: how images are prepared.
-        wanted: the model that it must be; "": any.
+        wanted: the required model; "": any.
 
     Raises:
-        TrainError: they are of no network of this program, of another one than `wanted`, or of one that would compute
-            something else; or they hold what is no finite number.
+        TrainError: the arrays belong to no network of this program, to another one than `wanted`, or to one that would
+            compute something else; or they have values that are not finite.
     """
     candidates = list(_candidates())
     shared = [candidate.shared_names(arrays) for candidate in candidates]
@@ -73,8 +73,8 @@ def recognise(path: Path, arrays: Mapping[str, np.ndarray], record: Record, want
     named = nearest.structural(arrays)
     if nearest.match(named) == 1:
         return nearest.take(path, named, record, wanted)
-    raise TrainError(f"{path} is of no network of this program; the nearest is {nearest.model}, "
-                     f"{nearest.difference(named)}: give weights of one that it has "
+    raise TrainError(f"{path} belongs to no network of this program; the nearest is {nearest.model}, "
+                     f"{nearest.difference(named)}: give weights of one of its networks "
                      f"({', '.join(models.names())})")
 
 
@@ -88,42 +88,42 @@ def _candidates() -> Iterator[_Candidate]:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A network, and the form in which its arrays may be."""
+    """A network together with a possible form of its arrays."""
 
     network: Network
-    published: Published | None  # whose names; None: ours
-    is_oihw: bool  # layout of convolution weights; else OHWI
+    published: Published | None  # the library's names; None: ours
+    is_oihw: bool  # layout of convolution weights; False: OHWI
     shapes: Shapes  # of the parameters, canonical, by our names
     aux_shapes: Shapes
 
     @property
     def model(self) -> str:
-        """Its name."""
+        """The network's name."""
         return self.network.name
 
     @property
     def graph(self) -> Graph:
-        """Which takes longer to make than all the rest of a candidate."""
+        """The network's graph, made only on demand: it takes longer than the rest of a candidate."""
         return self.network.graph
 
     def name(self, ours: str) -> str:
-        """What the array is called there."""
+        """The candidate's name for our array `ours`."""
         return self.published.name(ours) if self.published else ours
 
     @cached_property
     def wanted(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape there of each array."""
+        """Name and shape of each array in this form."""
         return {self.name(ours): _oihw(shape) if self.is_oihw else shape
                 for ours, shape in (*self.shapes.items(), *self.aux_shapes.items())}
 
     @cached_property
     def classifier(self) -> list[str]:
-        """Names there of its weight and its bias."""
+        """Names of the classifier's weight and bias in this form."""
         return [self.name(ours) for ours in self.network.classifier]
 
     @cached_property
     def spare(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape there of each array, but for the counters, that a file may have besides."""
+        """Name and shape of each extra array that a file may have, except counters."""
         found = {name: self.aux_shapes[mean] for name, mean in self.biases.items()}
         if self.published and (images := self.published.norm_of_images):
             found |= {f"{images}.{end}": (3,) for end in ("gamma", "beta", *_STATISTICS)}
@@ -131,15 +131,15 @@ class _Candidate:
 
     @cached_property
     def biases(self) -> dict[str, str]:
-        """Names there that biases of convolutions before a BatchNorm would have, and our name of that one's running
-        mean."""
+        """Names, in this form, of possible biases of convolutions before a BatchNorm -> our name of that BatchNorm's
+        running mean."""
         if not self.published:
             return {}
         return {f"{self.published.layers[conv.name]}.bias": norm.inputs[3].node
                 for norm, conv, _ in foldings(self.graph)}
 
     def structural(self, arrays: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        """The arrays by the names that Gluon gives by the structure of a network, where it has counted layers."""
+        """The arrays under Gluon's structural names, if they have its numbered layer names."""
         if not self.published or self.published.library != GLUON:
             return arrays
         counted = {name: _COUNTED.fullmatch(name) for name in arrays}
@@ -148,12 +148,12 @@ class _Candidate:
                 for name, found in counted.items()}
 
     def shared_names(self, arrays: Mapping[str, np.ndarray]) -> float:
-        """The share of all names, there and here, that both have."""
+        """The share of all names that the file and the candidate have in common."""
         there, here = self.structural(arrays).keys(), self.wanted.keys()
         return len(there & here) / len(there | here)
 
     def match(self, arrays: Mapping[str, np.ndarray]) -> float:
-        """The share of all arrays, there and here, that fit; 1 only if they all do."""
+        """The share of all arrays, in file and candidate, that fit; 1 only if all do."""
         there = {name for name in arrays if not (self._is_spare(name) and self._fits(name, arrays))}
         here = self.wanted.keys() - (set() if there & set(self.classifier) else set(self.classifier))
         return sum(self._fits(name, arrays) for name in there & here) / len(there | here)
@@ -173,11 +173,12 @@ class _Candidate:
         return shape[1:] == wanted[1:] and len(shape) == len(wanted)
 
     def _rows(self, arrays: Mapping[str, np.ndarray]) -> set[tuple[int, ...]]:
-        """Of the classifier's weight and bias, which have one for each class."""
+        """The numbers of rows of the classifier's weight and bias, which have one for each class."""
         return {arrays[name].shape[:1] for name in self.classifier if name in arrays}
 
     def difference(self, arrays: Mapping[str, np.ndarray]) -> str:
-        """In words: the first difference between the arrays there and here, and how many more there are."""
+        """The first difference between the file's and the candidate's arrays, in words, and the number of further
+        ones."""
         found = []
         for name in sorted(self.wanted.keys() | arrays.keys()):
             if name not in arrays:
@@ -186,7 +187,7 @@ class _Candidate:
                 found += [f"which has no {name}"]
             elif not self._fits(name, arrays):
                 found += [self._other_shape(name, arrays)]
-        found = list(dict.fromkeys(found))  # one, where two arrays do not go together
+        found = list(dict.fromkeys(found))  # weight and bias may give the same sentence
         return found[0] + (f" (and {len(found) - 1} more differences)" if len(found) > 1 else "")
 
     def _other_shape(self, name: str, arrays: Mapping[str, np.ndarray]) -> str:
@@ -198,15 +199,15 @@ class _Candidate:
     # --- the arrays in our form ---
 
     def take(self, path: Path, arrays: Mapping[str, np.ndarray], record: Record, wanted: str) -> Found:
-        """Raises TrainError where that cannot be."""
+        """Convert the arrays to our form. Raises TrainError if that is impossible."""
         library = self.published.library if self.published else ""
         if self.published and self.published.refused:
             raise TrainError(f"{path} is {library}'s {self.model}, which would compute something else here: "
                              f"{self.published.refused}; give weights of torchvision, timm or this program")
         for model, whose in ((wanted, "this run has --model"), (record.architecture, f"{record.file} says")):
             if model and model != self.model:
-                raise TrainError(f"{path} holds a {self.model}, and {whose} {model}: give weights of that one, or "
-                                 f"make it {self.model} if it is one")
+                raise TrainError(f"{path} holds a {self.model}, but {whose} {model}: give weights of a {model}, or "
+                                 f"correct the name to {self.model}")
         for name, array in arrays.items():
             _check(path, name, array)
         params, aux = ({ours: self._canonical(arrays[self.name(ours)]) for ours in shapes if self.name(ours) in arrays}
@@ -216,21 +217,21 @@ class _Candidate:
             for name in biases:
                 aux[self.biases[name]] = aux[self.biases[name]] - arrays[name].astype(np.float32)
             more = f" and {len(biases) - 1} more" if len(biases) > 1 else ""
-            notes.append(f"{biases[0]}{more}: subtracted from the running means of the BatchNorms behind them")
+            notes.append(f"{biases[0]}{more}: subtracted from the running means of the BatchNorms after them")
         if record.is_bgr:
             (first,) = roles.first_weights(self.graph)
             params[first] = np.ascontiguousarray(params[first][..., ::-1])
-            notes.append(f"{self.name(first)}: reads blue, green, red there; turned round")
+            notes.append(f"{self.name(first)}: reads blue, green, red; reversed to red, green, blue")
         images = self.published.norm_of_images if self.published else ""
         if statistics := {end: arrays[f"{images}.{end}"] for end in _STATISTICS if f"{images}.{end}" in arrays}:
             if len(statistics) < len(_STATISTICS):
-                raise TrainError(f"{path} has but one of {images}'s {' and '.join(_STATISTICS)}: fetch or write it "
-                                 "once more")
+                raise TrainError(f"{path} has only one of {images}'s {' and '.join(_STATISTICS)}: fetch or write it "
+                                 "again")
             record = _with_norm(record, statistics)
-            notes.append(f"{images}: normalises the images once more; now a part of their mean and standard deviation")
+            notes.append(f"{images}: normalises the images once more; merged into their mean and standard deviation")
         counters = [int(array.item()) for name, array in arrays.items() if _is_counter(name)]
         if counters:
-            notes.append(f"{COUNTER} of {len(counters)} BatchNorms: nothing depends on them")
+            notes.append(f"{COUNTER} of {len(counters)} BatchNorms: ignored, as they have no effect")
         return Found(self.model, library, params, aux, self.classifier[0], record, len(arrays),
                      max(counters, default=0), notes)
 
@@ -249,23 +250,23 @@ def _is_counter(name: str) -> bool:
 
 
 def _check(path: Path, name: str, array: np.ndarray) -> None:
-    """Raises TrainError where a network cannot compute with an array."""
+    """Raise TrainError if a network cannot compute with the array."""
     if _is_counter(name):
         if array.size != 1 or not 0 <= array.item() < 2**63:
-            raise TrainError(f"{path} cannot be used: its {name} is no number of batches; fetch or write it once more")
+            raise TrainError(f"{path} cannot be used: its {name} is not a number of batches; fetch or write it again")
         return
     if array.dtype.kind != "f":
-        raise TrainError(f"{path} cannot be used: its {name} is {array.dtype}, no floating-point numbers; give weights "
+        raise TrainError(f"{path} cannot be used: its {name} is {array.dtype}, not floating-point; give weights "
                          "that are not quantised")
     with np.errstate(over="ignore"):
         if not np.isfinite(array.astype(np.float32)).all():
-            raise TrainError(f"{path} cannot be used: its {name} holds what is no finite number; give other weights")
+            raise TrainError(f"{path} cannot be used: its {name} has values that are not finite; give other weights")
     if name.endswith("_var") and array.min(initial=0) < 0:
         raise TrainError(f"{path} cannot be used: its {name} holds a negative variance; give other weights")
 
 
 def _with_norm(record: Record, norm: Mapping[str, np.ndarray]) -> Record:
-    """The images' mean and standard deviation with those of Gluon's first BatchNorm, without gamma and beta there."""
+    """Merge Gluon's BatchNorm of the images, which has no gamma and beta, into their mean and standard deviation."""
     deviation = np.sqrt(norm["running_var"].astype(np.float64) + BATCH_NORM_EPS)
     mean, std = np.array(record.mean), np.array(record.std)
     return replace(record, mean=tuple((mean + std * norm["running_mean"]).tolist()),

@@ -1,6 +1,7 @@
-"""What images a network was trained on: a JSON file beside its weights, in the form of timm's config.json.
+"""The record of how images are prepared for a network: a JSON file beside its weights, in the form of timm's
+config.json.
 
-Of the name of the weights' file, or config.json:
+The file has the name of the weights' file, with .json, or is called config.json:
 
     {"architecture": "resnet50", "num_classes": 3, "label_names": ["n01440764", ...],
      "label_descriptions": {"n01440764": "tench", ...},
@@ -8,8 +9,9 @@ Of the name of the weights' file, or config.json:
                         "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225], "color_order": "RGB"},
      "loss": "softmax"}
 
-Mean and standard deviation are of pixels from 0 to 1. All members may be missing: they are torchvision's then. timm has
-no `color_order`: all of its networks read RGB; and no `loss`, which says what scores become: `--loss`.
+Mean and standard deviation are for pixels from 0 to 1. Missing members get torchvision's values. timm's files have
+neither `color_order`, because all of its networks read RGB, nor `loss`, which is `--loss` and determines the
+probabilities.
 """
 
 from __future__ import annotations
@@ -28,29 +30,29 @@ from train.config import Config
 from train.errors import TrainError
 from train.options.training import LIMITS
 
-SIZE, CROP = 224, 0.875  # of torchvision's first recipe: the shorter side to 256 pixels
+SIZE, CROP = 224, 0.875  # torchvision's first recipe: the shorter side is resized to 256 pixels
 INTERPOLATIONS, LOSSES = ("bilinear", "bicubic"), ("softmax", "bce")
 CLASSES = "classes.txt"
 
 
 @dataclass(frozen=True)
 class Record:
-    """How images are prepared for a network, and what its classes are called."""
+    """How images are prepared for a network, and the names of its classes."""
 
-    file: Path | None = None  # that says so; None: nothing does, and what follows is torchvision's
-    architecture: str = ""  # the network's name in timm; "": not said
+    file: Path | None = None  # the record's file; None: there is none, and the fields below are torchvision's
+    architecture: str = ""  # the network's name in timm; "": not given
     size: int = SIZE  # pixels, height and width of the network's input
-    crop: float = CROP  # part of the shorter side that the centre crop takes
+    crop: float = CROP  # share of the shorter side in the centre crop
     mean: tuple[float, ...] = MEAN  # R, G, B of pixels from 0 to 255
     std: tuple[float, ...] = STD
     interpolation: str = "bilinear"
-    is_bgr: bool = False  # the network's input is blue, green, red; mean and std here are R, G, B all the same
-    classes: Classes | None = None  # None: not said
-    loss: str = "softmax"  # that it was trained with, and by which its scores become probabilities
+    is_bgr: bool = False  # the network reads blue, green, red; mean and std are still R, G, B here
+    classes: Classes | None = None  # None: not given
+    loss: str = "softmax"  # the training loss, which determines how scores become probabilities
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The options of a run that say the same."""
+        """The equivalent options of a run."""
         return {"image_size": self.size, "val_crop_fraction": self.crop, "mean": self.mean, "std": self.std,
                 "interpolation": self.interpolation, "loss": self.loss}
 
@@ -62,8 +64,8 @@ class Record:
 
 
 def find(weights: Path) -> Record:
-    """The record beside a file of weights; its classes may stand in a classes.txt too, one in each line. Raises
-    UserError where it says what cannot be, or what this program has not."""
+    """The record beside a file of weights. The classes may also be in a classes.txt, one per line. Raises UserError if
+    the record is invalid, or asks for something that this program does not have."""
     record = Record()
     for path in (weights.with_suffix(".json"), weights.with_name("config.json")):
         if path.is_file() and (values := _values(path)):
@@ -75,12 +77,12 @@ def find(weights: Path) -> Record:
 
 
 def is_one(path: Path) -> bool:
-    """Whether the JSON file is such a record, and not something else. Raises UserError where it is no JSON."""
+    """Whether the JSON file is such a record. Raises UserError if it is not JSON."""
     return bool(_values(path))
 
 
 def to_json(config: Config, classes: Classes) -> bytes:
-    """The record of a network of this program. In timm's form, with members that timm passes over where it has none."""
+    """The record of one of our networks, in timm's form; timm ignores the additional members."""
     size = config.inference_image_size
     shorter = max(size, round(size / config.val_crop_fraction))
     crop = size / shorter if math.floor(size / (size / shorter)) == shorter else size / (shorter + 0.5)
@@ -100,15 +102,15 @@ def to_json(config: Config, classes: Classes) -> bytes:
 
 
 def _values(path: Path) -> dict[str, Any]:
-    """What the JSON file says, in one dictionary; {} for one that is no record, such as a run's config.json."""
+    """The content of the JSON file as one dictionary; {} if it is not a record, such as a run's config.json."""
     try:
         found = json.loads(path.read_bytes())
     except OSError as error:
         raise TrainError(f"cannot read {path} ({error.strerror}), which says how images are prepared: see to its "
                          "permissions") from None
     except (ValueError, RecursionError) as error:
-        raise TrainError(f"{path}, which says how images are prepared for these weights, is no JSON ({error}): correct "
-                         "or remove it") from None
+        raise TrainError(f"{path}, which says how images are prepared for these weights, is not JSON ({error}): "
+                         "correct or remove it") from None
     if not isinstance(found, dict) or not {"architecture", "pretrained_cfg"} & found.keys():
         return {}
     inner = found.get("pretrained_cfg")
@@ -127,7 +129,7 @@ def _checked(path: Path, values: dict[str, Any]) -> Record:
     shape = values.get("input_size") or [3, SIZE, SIZE]
     size = pixels("input_size", shape[-1] if isinstance(shape, list) else shape)
     if shape != [3, size, size]:
-        raise ValueError(f"this program has no images of {reprlib.repr(shape)} (input_size)")
+        raise ValueError(f"this program does not support images of {reprlib.repr(shape)} (input_size)")
     crop = part("crop_pct", values.get("crop_pct") or CROP)
     known("crop_mode", values.get("crop_mode") or "center", ("center",))
     turn = -1 if known("color_order", values.get("color_order") or "RGB", ("RGB", "BGR")) == "BGR" else 1
@@ -137,12 +139,12 @@ def _checked(path: Path, values: dict[str, Any]) -> Record:
         raise ValueError(f"its model_args {reprlib.repr(changed)} change the network")
     architecture = values.get("architecture") or ""
     if not isinstance(architecture, str):
-        raise ValueError(f"its architecture {reprlib.repr(architecture)} is no name")
+        raise ValueError(f"its architecture {reprlib.repr(architecture)} is not a name")
     return Record(
         file=path,
         architecture=architecture.partition(".")[0],
         size=size,
-        crop=size / math.floor(size / crop),  # timm resizes to the whole number below
+        crop=size / math.floor(size / crop),  # timm rounds the resized side down
         mean=mean[::turn],
         std=std[::turn],
         interpolation=known("interpolation", values.get("interpolation") or "bilinear", INTERPOLATIONS),
@@ -157,25 +159,25 @@ def _classes(values: dict[str, Any]) -> Classes | None:
     if not keys:
         return None
     if not isinstance(texts, dict):
-        raise ValueError("its label_descriptions are no dictionary")
+        raise ValueError("its label_descriptions are not a dictionary")
     return classes("label_names", keys, [texts.get(key, key) for key in names("label_names", keys)])
 
 
-# --- checks of what a file says, also an ONNX export's metadata; all raise ValueError ---
+# --- checks of a file's values, also for the metadata of ONNX exports; all raise ValueError ---
 
 
 def pixels(name: str, value: Any) -> int:
-    """The size of images."""
+    """Check an image size."""
     return _within(name, value, "image_size", (int,))
 
 
 def part(name: str, value: Any) -> float:
-    """What the centre crop takes of the shorter side."""
+    """Check the centre crop's share of the shorter side."""
     return _within(name, value, "val_crop_fraction", (int, float))
 
 
 def of_pixels(name: str, value: Any, factor: int = 1) -> tuple[float, ...]:
-    """The `name`, mean or std, of R, G and B, times `factor`: of pixels from 0 to 255."""
+    """Check mean or std (`name`) of R, G and B, and multiply by `factor`, to be for pixels from 0 to 255."""
     is_good, words = LIMITS[name]
     if not (isinstance(value, list) and len(value) == 3 and all(type(number) in (int, float) for number in value)
             and is_good([factor * number for number in value])):
@@ -185,30 +187,30 @@ def of_pixels(name: str, value: Any, factor: int = 1) -> tuple[float, ...]:
 
 
 def known(name: str, value: Any, choices: Sequence[str]) -> str:
-    """One of the choices."""
+    """Check that the value is one of the choices."""
     if value not in choices:
-        raise ValueError(f"its {name} {reprlib.repr(value)} is none of this program's ({', '.join(choices)})")
+        raise ValueError(f"its {name} {reprlib.repr(value)} is not one of this program's ({', '.join(choices)})")
     return value
 
 
 def names(name: str, value: Any) -> list[str]:
-    """A list of names."""
+    """Check a list of names."""
     if not (isinstance(value, list) and all(isinstance(each, str) for each in value)):
-        raise ValueError(f"its {name} are no list of names")
+        raise ValueError(f"its {name} are not a list of names")
     return value
 
 
 def classes(name: str, keys: Any, shown: Any) -> Classes:
-    """Classes by the list of their keys, which is called `name`, and the list of what is shown for them."""
+    """Check and combine the lists of the classes' keys (called `name` in messages) and display names."""
     if len(set(names(name, keys))) < len(keys):
-        raise ValueError(f"its {name} have a name twice")
+        raise ValueError(f"its {name} contain a name twice")
     if len(names(f"names to show for the {name}", shown)) != len(keys):
-        raise ValueError(f"it has {len(keys):,} {name}, and {len(shown):,} names to show for them")
+        raise ValueError(f"it has {len(keys):,} {name}, but {len(shown):,} names to show for them")
     return list(zip(keys, shown, strict=True))
 
 
 def _within(name: str, value: Any, option: str, types: tuple[type, ...]) -> Any:
-    """A number that an option of this program could have."""
+    """Check a number against the limits of an option of this program."""
     is_good, words = LIMITS[option]
     if type(value) not in types or not is_good(value):
         raise ValueError(f"its {name} {reprlib.repr(value)} is not {words}")

@@ -1,5 +1,4 @@
-"""Files of safetensors, which have no checksum of their own: ours get one, in their metadata, and where there is one it
-is checked."""
+"""safetensors files. The format has no checksum, so ours get one in their metadata, which is checked if present."""
 
 from __future__ import annotations
 
@@ -15,31 +14,31 @@ from train.content import content_of_file
 from train.errors import TrainError
 from train.weights import torch_file
 
-CHECKSUM = "resnet_mxnet_sha256"  # the key in the metadata
+CHECKSUM = "resnet_mxnet_sha256"  # key in the metadata
 _TYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "<i1", "U8": "<u1",
           "BOOL": "?", "BF16": "<u2"}
 
 
 def read(path: Path) -> dict[str, np.ndarray]:
-    """The tensors by name; of bfloat16 as float32. Raises OSError, and TrainError where the file is damaged."""
+    """Read the tensors by name; bfloat16 becomes float32. Raises OSError, and TrainError if the file is damaged."""
     try:
         import safetensors
     except ImportError:
         raise TrainError(f"{path} needs the package safetensors: run make setup, or pip install safetensors") from None
-    with content_of_file(lambda reason: f"{path} is no complete file of safetensors ({reason}): fetch or write it once "
-                                        "more"):
+    with content_of_file(lambda reason: f"{path} is not a complete safetensors file ({reason}): fetch or write it "
+                                        "again"):
         content = path.read_bytes()
         found = safetensors.deserialize(content)
         wanted = _metadata(content).get(CHECKSUM)
         if wanted is not None and wanted != _checksum({name: tensor["data"] for name, tensor in found},
                                                       {name: tensor["shape"] for name, tensor in found}):
-            raise ValueError("its tensors are not those of its checksum")
+            raise ValueError("its tensors do not match its checksum")
         arrays = {name: _array(path, name, tensor) for name, tensor in found}
     return torch_file.without_prefixes(path, arrays)
 
 
 def content(tensors: Mapping[str, np.ndarray]) -> bytes:
-    """The content of a file with these tensors. Raises TrainError where the package is missing."""
+    """The content of a file with these tensors. Raises TrainError if the package is missing."""
     try:
         from safetensors.numpy import save
     except ImportError:
@@ -51,7 +50,7 @@ def content(tensors: Mapping[str, np.ndarray]) -> bytes:
 
 
 def _checksum(values: Mapping[str, Any], shapes: Mapping[str, Any]) -> str:
-    """The checksum of names, shapes and bytes, whatever their order in the file."""
+    """The checksum of names, shapes and bytes, independent of their order in the file."""
     digest = hashlib.sha256()
     for name in sorted(values):
         digest.update(json.dumps([name, list(shapes[name])]).encode())
@@ -60,7 +59,7 @@ def _checksum(values: Mapping[str, Any], shapes: Mapping[str, Any]) -> str:
 
 
 def _metadata(content: bytes) -> dict[str, str]:
-    """What the header has besides the tensors: its length (uint64), then JSON."""
+    """The metadata in the header, which is a length (uint64) followed by JSON."""
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
     found = header.get("__metadata__", {})
     return found if isinstance(found, dict) else {}

@@ -1,15 +1,15 @@
-"""PyTorch's .pth and .pt files, read without PyTorch and without executing what they hold.
+"""Reads PyTorch's .pth and .pt files without PyTorch, and without executing their content.
 
-Since PyTorch 1.6 such a file is a zip, nothing in it compressed:
+Since PyTorch 1.6 such a file is an uncompressed zip:
 
-    NAME/data.pkl     a pickle of the object, in which each tensor refers to a storage by its key
+    NAME/data.pkl     a pickle of the object; each tensor in it refers to a storage by its key
     NAME/data/KEY     the bytes of a storage
-    NAME/byteorder    little or big; little where it is missing
+    NAME/byteorder    little or big; little if it is missing
 
-A pickle is a program: what it names is imported and called. Here it can name tensors and plain containers and nothing
-else, and what stands for them makes arrays and dictionaries only, and cannot be changed by the pickle. Nor can a few
-bytes take endless time or memory: nothing compares, hashes or shows what a pickle nests. The form of the references is
-that of torch/serialization.py and of `torch._utils._rebuild_tensor_v2`.
+A pickle is a program: it names functions, which are imported and called. This reader accepts only the names of tensors
+and plain containers. They are bound to substitutes that make arrays and dictionaries, and that the pickle cannot
+change. A small file can also not consume unlimited time or memory, because nested objects are never compared, hashed or
+printed. References have the form of torch/serialization.py and `torch._utils._rebuild_tensor_v2`.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from train.errors import TrainError
 
 HOW_TO_SAVE = "save it with torch.save(model.state_dict(), FILE)"
 _ZIP = b"PK\x03\x04"
-# What files of PyTorch 0.1.10 to 1.5 begin with: the pickle of a number. Before, they were tars.
+# Files of PyTorch 0.1.10 to 1.5 begin with this pickle of a number. Older ones are tars.
 _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
-BFLOAT16 = "BFloat16Storage"  # a type that NumPy has not: its bits are the upper half of a float32's
+BFLOAT16 = "BFloat16Storage"  # not a NumPy type: its bits are the upper half of a float32
 STORAGES: Mapping[str, np.dtype[Any]] = {
     "DoubleStorage": np.dtype("f8"), "FloatStorage": np.dtype("f4"), "HalfStorage": np.dtype("f2"),
     "LongStorage": np.dtype("i8"), "IntStorage": np.dtype("i4"), "ShortStorage": np.dtype("i2"),
@@ -45,34 +45,35 @@ STORAGES: Mapping[str, np.dtype[Any]] = {
 _BYTE_ORDERS: Mapping[str, Literal["<", ">"]] = {"little": "<", "big": ">"}
 _STORAGE_OF = {dtype: name for name, dtype in STORAGES.items()}
 _MOST_AXES = 32  # NumPy's limit before version 2
-# Names of a state_dict in the dictionary of a training program; those of averaged weights come first, which are what
-# such a program validates.
+# Keys under which training programs store a state_dict. Averaged weights come first, because such programs validate
+# them.
 _WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model", "model_state_dict")
 _PREFIX = re.compile(r"^(?:module\.|_orig_mod\.)+")
 
 
 class _Forbidden(Exception):
-    """The pickle names what is neither a tensor nor a plain container."""
+    """The pickle names something that is neither a tensor nor a plain container."""
 
 
 class _Inert:
-    """What a pickle may get hold of: without attributes that it could set."""
+    """Base of the objects that a pickle can reach; it has no attributes that a pickle could set."""
 
     __slots__ = ()
 
     def __setstate__(self, state: object) -> None:
-        """PyTorch gives attributes to some dictionaries; they are passed over."""
+        """Ignore the attributes that PyTorch stores with some dictionaries."""
 
 
 class _Dict(dict[Any, Any], _Inert):
     __slots__ = ()
 
     def __init__(self) -> None:
-        """Without a content, which follows in the pickle: copies of copies could take any memory."""
+        """Take no content, which follows in the pickle: copies of copies could use unlimited memory."""
 
 
 class _Tuple(tuple[Any, ...], _Inert):
-    """One that is equal to itself alone: the hash of t = (t, t), sixty times over, would take years as a key."""
+    """A tuple that is equal only to itself. As a key, t = (t, t), repeated sixty times, would otherwise take years to
+    hash."""
 
     __slots__ = ()
     __hash__ = object.__hash__
@@ -97,26 +98,26 @@ class _Function(_Inert):
 
 
 class _Storage(NamedTuple):
-    values: np.ndarray  # one axis
+    values: np.ndarray  # one-dimensional
 
 
 def read(path: Path) -> dict[str, np.ndarray]:
-    """The tensors of a state_dict, by name; one of bfloat16 comes as float32.
+    """The tensors of a state_dict, by name; bfloat16 becomes float32.
 
-    The state_dict is what the file holds, or stands in it under one of the names that training programs give it. What
-    DistributedDataParallel and torch.compile put before names is left out.
+    The state_dict is the file's object itself, or is stored in it under one of the usual keys. Prefixes of names from
+    DistributedDataParallel and torch.compile are removed.
 
     Raises:
         OSError: the file cannot be read.
-        TrainError: it is none of PyTorch's, damaged, of an old form, holds more than tensors and plain containers, or
-            no state_dict.
+        TrainError: it is not a PyTorch file, is damaged, has an old format, holds more than tensors and plain
+            containers, or has no state_dict.
     """
     with path.open("rb") as file:
         start = file.read(512)
     if not start.startswith(_ZIP):
         raise TrainError(_not_a_zip(path, start))
-    with content_of_file(lambda reason: f"{path} is no complete file of PyTorch ({reason}): fetch or write it once "
-                                        "more"):
+    with content_of_file(lambda reason: f"{path} is not a complete PyTorch file ({reason}): fetch or write it "
+                                        "again"):
         try:
             with zipfile.ZipFile(path) as archive:
                 value = _read(archive)
@@ -128,19 +129,19 @@ def read(path: Path) -> dict[str, np.ndarray]:
         if isinstance(found, dict) and found and all(
                 isinstance(name, str) and isinstance(tensor, _Tensor) for name, tensor in found.items()):
             return without_prefixes(path, {name: tensor.array for name, tensor in found.items()})
-    raise TrainError(f"{path} holds no state_dict, names with their tensors: {HOW_TO_SAVE}")
+    raise TrainError(f"{path} has no state_dict (names with tensors): {HOW_TO_SAVE}")
 
 
 def without_prefixes(path: Path, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The arrays without what DistributedDataParallel and torch.compile put before their names.
+    """Remove the prefixes of DistributedDataParallel and torch.compile from the names.
 
-    Raises TrainError where two would have the same name.
+    Raises TrainError if two names become equal.
     """
     found: dict[str, np.ndarray] = {}
     for name, array in arrays.items():
         short = _PREFIX.sub("", name)
         if short in found:
-            raise TrainError(f"{path} has {short} twice, but for module. or _orig_mod. before its name: save the "
+            raise TrainError(f"{path} has {short} twice, with and without module. or _orig_mod. before it: save the "
                              "state_dict of one network")
         found[short] = array
     return found
@@ -148,11 +149,11 @@ def without_prefixes(path: Path, arrays: Mapping[str, np.ndarray]) -> dict[str, 
 
 def _not_a_zip(path: Path, start: bytes) -> str:
     if not start:
-        return f"{path} is empty: fetch or write it once more"
+        return f"{path} is empty: fetch or write it again"
     if start.startswith(_LEGACY) or start[257:262] == b"ustar":
-        return (f"{path} has the form that PyTorch wrote before version 1.6: write it anew with PyTorch, "
+        return (f"{path} has the format of PyTorch before version 1.6: write it anew with PyTorch, "
                 "torch.save(torch.load(FILE, weights_only=True), NEW)")
-    return f"{path} is no file of PyTorch, as it begins with {start[:8]!r}: give one that torch.save wrote"
+    return f"{path} is not a PyTorch file, as it begins with {start[:8]!r}: give one that torch.save wrote"
 
 
 def _read(archive: zipfile.ZipFile) -> Any:
@@ -161,7 +162,7 @@ def _read(archive: zipfile.ZipFile) -> Any:
         raise ValueError("it has no data.pkl")
     if "constants.pkl" in members:
         raise _Forbidden("it is a program of TorchScript")
-    # What is stored takes no more memory than the file; what is compressed could take any.
+    # Uncompressed members need no more memory than the file; compressed ones could need any amount.
     if packed := next((name for name, info in members.items() if info.compress_type != zipfile.ZIP_STORED), ""):
         raise ValueError(f"its {packed} is compressed")
     order = archive.read(members["byteorder"]).decode() if "byteorder" in members else "little"
@@ -181,7 +182,7 @@ def _read(archive: zipfile.ZipFile) -> Any:
 
 
 def from_bfloat16(bits: np.ndarray) -> np.ndarray:
-    """The float32 numbers of which these 16 bits are the upper half."""
+    """The float32 numbers whose upper halves are these 16 bits."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
@@ -194,13 +195,14 @@ def _load_tuple(load: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def _forbid(unpickler: Any) -> None:
-    """Of sets, which compare their elements, and of what takes memory before it is read; torch.save writes neither."""
+    """Forbid sets, which compare their elements, and bytearrays, which take memory in advance; torch.save writes
+    neither."""
     raise _Forbidden("a set or a bytearray")
 
 
 class _Unpickler(pickle._Unpickler):
-    """One that imports nothing: the few names that it knows stand for what is in this file. It is Python's in Python,
-    whose opcodes can be changed."""
+    """An unpickler that imports nothing; the few names that it accepts are bound to substitutes in this file. It
+    extends Python's pure-Python version, whose opcodes can be overridden."""
 
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
         **pickle._Unpickler.dispatch,
@@ -226,23 +228,23 @@ class _Unpickler(pickle._Unpickler):
     def persistent_load(self, reference: Any) -> _Storage:
         what, kind, key, _, count = reference
         if not (what == "storage" and isinstance(kind, str) and isinstance(key, str) and type(count) is int):
-            raise ValueError("it refers to what is no storage")
+            raise ValueError("it refers to something other than a storage")
         if key not in self._storages:
             self._storages[key] = _Storage(self._load_storage(key, kind, count))
         return self._storages[key]
 
 
 def _tensor(storage: _Storage, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: object) -> _Tensor:
-    """What `torch._utils._rebuild_tensor_v2` makes: a view of a storage; `offset` and `stride` count numbers."""
+    """As `torch._utils._rebuild_tensor_v2`: a view of a storage; `offset` and `stride` count numbers."""
     if not all(isinstance(numbers, tuple) and len(numbers) <= _MOST_AXES for numbers in (size, stride)) or any(
             type(number) is not int or number >= 2**63 for number in (offset, *size, *stride)):
-        raise ValueError(f"a tensor's offset, shape and strides are no whole numbers of up to {_MOST_AXES} axes")
+        raise ValueError(f"a tensor's offset, shape and strides are not whole numbers for up to {_MOST_AXES} axes")
     values = storage.values
     if len(size) != len(stride) or min((offset, *size, *stride)) < 0:
         raise ValueError(f"a tensor has the shape {size} and the strides {stride}")
     count = math.prod(size)
     last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
-    # A tensor that repeats its numbers could be of any size.
+    # A tensor that repeats its numbers (stride 0) could be of any size.
     if count and (last >= len(values) or count > len(values)):
         raise ValueError(f"a tensor of the shape {size} reaches beyond its {len(values)} numbers")
     if not count:
@@ -252,7 +254,7 @@ def _tensor(storage: _Storage, offset: int, size: tuple[int, ...], stride: tuple
 
 
 def _parameter(tensor: _Tensor, *_: object) -> _Tensor:
-    """What `torch._utils._rebuild_parameter` makes."""
+    """As `torch._utils._rebuild_parameter`."""
     return _Tensor(tensor.array)
 
 
@@ -263,8 +265,8 @@ _REBUILD: Mapping[str, Callable[..., _Tensor]] = {"_rebuild_tensor_v2": _tensor,
 
 
 def content(tensors: Mapping[str, np.ndarray]) -> bytes:
-    """The bytes of a file that `torch.load(FILE, weights_only=True)` reads as a state_dict: an OrderedDict of tensors,
-    in that order. The arrays' types are those of STORAGES."""
+    """The bytes of a file that `torch.load(FILE, weights_only=True)` reads as a state_dict: an OrderedDict of the
+    tensors, in this order. The arrays' types are those of STORAGES."""
     arrays = {name: np.ascontiguousarray(array).reshape(np.shape(array)) for name, array in tensors.items()}
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
@@ -278,16 +280,17 @@ def content(tensors: Mapping[str, np.ndarray]) -> bytes:
 
 
 def _write_aligned(archive: zipfile.ZipFile, buffer: io.BytesIO, name: str, data: bytes) -> None:
-    """As PyTorch does: bytes begin at multiples of 64, so that a file can be mapped. The date is always the same."""
+    """Write a member whose bytes begin at a multiple of 64, as in PyTorch, so that the file can be mapped. The date is
+    fixed."""
     info = zipfile.ZipInfo(f"archive/{name}")
-    header = buffer.tell() + 30 + len(info.filename)  # where the extra field begins
+    header = buffer.tell() + 30 + len(info.filename)  # beginning of the extra field
     padding = -(header + 4) % 64
     info.extra = b"FB" + struct.pack("<H", padding) + padding * b"Z"
     archive.writestr(info, data)
 
 
 def _pickle(arrays: Mapping[str, np.ndarray]) -> bytes:
-    """The pickle of the dictionary, in protocol 2, opcode by opcode: Python's own pickler would import PyTorch."""
+    """The pickle of the dictionary in protocol 2, written opcode by opcode: Python's pickler would import PyTorch."""
     ordered_dict = _named("collections", "OrderedDict") + pickle.EMPTY_TUPLE + pickle.REDUCE
     parts = [pickle.PROTO + b"\x02", ordered_dict, pickle.MARK]
     for key, (name, array) in enumerate(arrays.items()):

@@ -21,7 +21,7 @@ class Arena:
 
     def reserve(self, num_bytes: int) -> int:
         """Address of so many bytes, with any contents, until the next call: it may move what is larger then. Raises
-        PassingError where they do not fit."""
+        TransientError where they do not fit."""
         if num_bytes > self.num_bytes:
             self._gpu.check_free(num_bytes - self.num_bytes)  # before anything is given up
             if self.num_bytes:

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from common.disk_cache import Cache
-from graph_passes.errors import GraphError, PassingError
+from graph_passes.errors import GraphError, TransientError
 from graph_passes.executors.cuda.arena import Arena
 from graph_passes.executors.cuda.device import INSTALL, Gpu, first_line
 from graph_passes.passes.memory import aligned
@@ -162,11 +162,11 @@ class ConvolutionLibrary:
         """The fastest plan for the problem, built; the first that runs, if `deterministic`. Times all proposals the
         first time that this machine meets it.
 
-        Raises GraphError where cuDNN has no plan, and PassingError where time or memory ran out before one was found.
+        Raises GraphError where cuDNN has no plan, and TransientError where time or memory ran out before one was found.
         """
         if problem not in self._plans:
             if problem in self._late:
-                raise self._no_plan(problem, "not found in time", PassingError)
+                raise self._no_plan(problem, "not found in time", TransientError)
             chosen = None if self.deterministic else self._remembered(problem)
             if chosen is None and not self.deterministic:
                 self._keep()
@@ -329,14 +329,14 @@ class ConvolutionLibrary:
     def _given_up(self, problem: Problem, trial: _Trial) -> GraphError:
         """The error for a problem without a plan. Of a fused one, what is certain is remembered."""
         if trial.passing:
-            return self._no_plan(problem, trial.reason, PassingError)
+            return self._no_plan(problem, trial.reason, TransientError)
         if trial.stopped_at is None:
             if problem.is_fused:
                 self._remember(problem, REFUSED, 0.0)
             return self._no_plan(problem, trial.reason)
         self._remember(problem, UNFINISHED, trial.stopped_at)
         self._late.add(problem)
-        return self._no_plan(problem, "none of the first in time", PassingError)
+        return self._no_plan(problem, "none of the first in time", TransientError)
 
     def _remember(self, problem: Problem, name: str, value: float) -> None:
         self._choices[problem.key] = [name, value]
@@ -344,7 +344,7 @@ class ConvolutionLibrary:
 
     @staticmethod
     def _no_plan(problem: Problem, reason: str, kind: type[GraphError] = GraphError) -> GraphError:
-        advice = "use a smaller batch size" if kind is PassingError else "use channels that are multiples of 8"
+        advice = "use a smaller batch size" if kind is TransientError else "use channels that are multiples of 8"
         return kind(f"cuDNN has no {problem.kind} for input {problem.x}, weight {problem.w}, stride "
                     f"{problem.stride}, {problem.dtype} ({reason}): {advice}")
 
@@ -435,7 +435,7 @@ class _Trial:
 
 
 class _Bench:
-    """Memory to time the plans for a problem in. Raises PassingError where its tensors alone do not fit."""
+    """Memory to time the plans for a problem in. Raises TransientError where its tensors alone do not fit."""
 
     def __init__(self, gpu: Gpu, arena: Arena, problem: Problem) -> None:
         self._gpu, self._arena, self._dtype = gpu, arena, problem.dtype
@@ -469,7 +469,7 @@ def _last_resorts(names: Sequence[str]) -> set[int]:
 
 def is_passing(error: Exception) -> bool:
     """Whether what cuDNN says is no verdict on what it was asked for."""
-    return isinstance(error, PassingError) or any(word in str(error).upper() for word in PASSING)
+    return isinstance(error, TransientError) or any(word in str(error).upper() for word in PASSING)
 
 
 def import_cudnn() -> Any:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from graph_passes.errors import GraphError, PassingError
+from graph_passes.errors import GraphError, TransientError
 from graph_passes.passes.precision import ITEM_BYTES
 
 MIN_COMPUTE_CAPABILITY = (7, 5)  # below, cuDNN 9 and CUDA 13 have no kernels
@@ -88,10 +88,10 @@ class Gpu:
         self._allocated: set[int] = set()
 
     def check(self, result: tuple[Any, ...]) -> Any:
-        """The value of a driver call; PassingError where the GPU has no memory left, else RuntimeError."""
+        """The value of a driver call; TransientError where the GPU has no memory left, else RuntimeError."""
         status, *values = result
         if int(status) == OUT_OF_MEMORY:
-            raise PassingError("the GPU has no memory left: use a smaller batch size, or end what else uses that GPU")
+            raise TransientError("the GPU has no memory left: use a smaller batch size, or end what else uses that GPU")
         if int(status) != 0:
             _, text = self._driver.cuGetErrorString(status)
             raise RuntimeError(f"CUDA error {int(status)}: {text.decode() if text else 'unknown'}")
@@ -104,14 +104,14 @@ class Gpu:
         return self.check(self._driver.cuMemGetInfo())
 
     def check_free(self, num_bytes: int) -> None:
-        """Raise PassingError, with what is needed and free, where so many bytes do not fit."""
+        """Raise TransientError, with what is needed and free, where so many bytes do not fit."""
         free, total = self.memory()
         if num_bytes > free:
-            raise PassingError(f"the GPU has {free / 2**30:.1f} of {total / 2**30:.1f} GiB free, "
+            raise TransientError(f"the GPU has {free / 2**30:.1f} of {total / 2**30:.1f} GiB free, "
                                f"{num_bytes / 2**30:.1f} GiB more are needed: use a smaller batch size")
 
     def allocate(self, num_bytes: int) -> int:
-        """Address of fresh device memory, for `free`. Raises PassingError where it does not fit."""
+        """Address of fresh device memory, for `free`. Raises TransientError where it does not fit."""
         self.check_free(num_bytes)
         address = int(self.check(self._driver.cuMemAlloc(max(num_bytes, 1))))
         self._allocated.add(address)
@@ -222,7 +222,7 @@ class Gpu:
 
     def tensor_map(self, address: int, dtype: str, tiling: Tiling) -> Any:
         """A tensor at `address` as the copy engine of a Hopper GPU is told of it: an argument for a kernel (`TensorMap`
-        of kernels/copy_engine.cuh). A row of a tile has 128 bytes, or 64, which are swizzled. Without an address a map
+        of kernels/tma.cuh). A row of a tile has 128 bytes, or 64, which are swizzled. Without an address a map
         that is not for use."""
         if not address:
             return (ctypes.c_uint64 * TENSOR_MAP_WORDS)()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 from common.disk_cache import Cache
-from graph_passes.errors import GraphError, PassingError
+from graph_passes.errors import GraphError, TransientError
 from graph_passes.executors.cuda.arena import Arena
 from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.kernels import sources_digest
@@ -34,7 +34,7 @@ class Planner:
         self._name = f"times-{sources_digest()[:16]}-{variant}"
         self._times: dict[str, float] = self._read()
         self._known = len(self._times)
-        self._for_now: dict[str, float] = {}  # where memory or time ran out: not for the next process
+        self._transient: dict[str, TransientError] = {}  # memory or time ran out: not kept for the next process
 
     def times(self, problems: Mapping[str, Lower], others: Iterable[Lower] = ()) -> dict[str, float]:
         """Milliseconds of each problem, by a name that says all that its time depends on; infinite for one that this
@@ -44,17 +44,21 @@ class Planner:
         times: so all kernels are known by then, and compiled side by side.
 
         While a problem is timed, all that it reads and writes, and its scratch, lies in the arena, with random
-        contents. What could not be lowered or timed for a passing reason is not kept on disk.
+        contents. What could not be lowered or timed for a transient reason is not kept on disk.
         """
         programs = {name: self._lowered(name, lower) for name, lower in problems.items()
-                    if name not in self._times and name not in self._for_now}
+                    if name not in self._times and name not in self._transient}
         for lower in others if programs else ():
             with contextlib.suppress(GraphError):  # which is told where the graph is lowered
                 lower()
         for name, program in programs.items():
             if program is not None:
                 self._measure(name, program)
-        return {name: self._for_now.get(name, self._times.get(name, math.inf)) for name in problems}
+        return {name: self._times.get(name, math.inf) for name in problems}
+
+    def transient_error(self, problem: str) -> TransientError | None:
+        """Why this problem has no time in this process, where the next process may find one."""
+        return self._transient.get(problem)
 
     def _lowered(self, name: str, lower: Lower) -> Program | None:
         try:
@@ -72,8 +76,11 @@ class Planner:
             log.debug("%s: %.4f ms", name, self._times[name])
 
     def _refuse(self, name: str, error: GraphError) -> None:
-        """Keep that this GPU cannot take it; in this process only, where the reason may be gone in the next."""
-        (self._for_now if isinstance(error, PassingError) else self._times)[name] = math.inf
+        """Remember that this GPU cannot take it; in this process only if the reason may be gone in the next."""
+        if isinstance(error, TransientError):
+            self._transient[name] = error
+        else:
+            self._times[name] = math.inf
 
     def save(self) -> None:
         """Keep the times taken since the last call on disk."""

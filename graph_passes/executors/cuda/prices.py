@@ -8,7 +8,7 @@ from functools import partial
 
 from graph_passes.candidates import Candidate, Candidates
 from graph_passes.choice import LAST_RESORT, Choice, choices_of, repeatable, undecided
-from graph_passes.errors import GraphError, PassingError
+from graph_passes.errors import GraphError, TransientError
 from graph_passes.executors.cuda.capacity import check_sizes
 from graph_passes.executors.cuda.lowering import Persistent, bound_buffers, lower_nodes
 from graph_passes.executors.cuda.lowering.builder import Builder
@@ -31,7 +31,7 @@ class Prices:
 
     def __call__(self, table: Candidates) -> list[float]:
         """Milliseconds of each candidate, 0 where it is taken in any case; in runs that are to be repeatable what
-        `repeatable` says of those that this GPU can take. Raises PassingError where that cannot be found out now."""
+        `repeatable` says of those that this GPU can take. Raises TransientError where that cannot be found out now."""
         lowering = _Lowering(table, self._input_shapes, self._store, self._persistent, self._tools)
         open_places, sure_places = undecided(table)
         listed = list(table)
@@ -53,7 +53,20 @@ class Prices:
         times = self._tools.planner.times(
             {problem: partial(lowering.program, each) for each, problem in problems.items()},
             [partial(lowering.program, each) for each in sure])
+        self._check_last_resorts({each: times[problem] for each, problem in problems.items()}, problems)
         return {each: times[problem] + _surcharge(each) for each, problem in problems.items()}
+
+    def _check_last_resorts(self, times: Mapping[Candidate, float], problems: Mapping[Candidate, str]) -> None:
+        """Raise TransientError if a convolution in INT8 would get its far slower last resort only because a faster
+        kernel could not be timed now, for want of memory for example."""
+        faster: dict[str, list[Candidate]] = {}
+        for each in problems:
+            if each.op == "QuantisedConvolution" and not _surcharge(each):
+                faster.setdefault(each.node.name, []).append(each)
+        for rivals in faster.values():
+            errors = [error for each in rivals if (error := self._tools.planner.transient_error(problems[each]))]
+            if errors and all(times[each] == math.inf for each in rivals):
+                raise errors[0]
 
     def _ranks(self, table: Candidates, lowering: _Lowering, open_ones: Sequence[Candidate],
                sure: Sequence[Candidate]) -> dict[Candidate, float]:
@@ -96,7 +109,7 @@ class _Lowering:
     def is_possible(self, each: Candidate) -> bool:
         try:
             self.program(each)
-        except PassingError:
+        except TransientError:
             raise
         except GraphError:
             return False

@@ -89,7 +89,7 @@ def time_launches(gpu: Gpu, launches: Sequence[Launch], replays: int = 10) -> li
 
 @contextlib.contextmanager
 def copying(gpu: Gpu, kernels: KernelLibrary) -> Iterator[Callable[[], None]]:
-    """What enqueues a copy of COPY_BYTES within the device, which are read and written. Raises PassingError."""
+    """What enqueues a copy of COPY_BYTES within the device, which are read and written. Raises TransientError."""
     address = gpu.allocate(2 * COPY_BYTES)
     try:
         gpu.fill_random(address, COPY_BYTES, "float16")

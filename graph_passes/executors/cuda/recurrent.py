@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from graph_passes.errors import GraphError, PassingError
+from graph_passes.errors import GraphError, TransientError
 from graph_passes.executors.cuda.arena import Arena
 from graph_passes.executors.cuda.convolution import import_cudnn, is_passing
 from graph_passes.executors.cuda.device import Gpu, first_line
@@ -182,11 +182,11 @@ class RecurrentLibrary:
 
     def plan(self, problem: RecurrentProblem) -> RecurrentPlan:
         """Raises GraphError where cuDNN cannot run the problem with that algorithm, alone and captured in a CUDA graph,
-        and PassingError where memory ran out."""
+        and TransientError where memory ran out."""
         if problem not in self._plans:
             try:
                 self._plans[problem] = self._tried(problem)
-            except PassingError:
+            except TransientError:
                 raise
             except GraphError as error:
                 self._plans[problem] = error
@@ -210,7 +210,7 @@ class RecurrentLibrary:
             raise
         except Exception as error:
             self._gpu.synchronize()  # raises where the GPU cannot go on: that is no verdict on the algorithm
-            kind = PassingError if is_passing(error) else GraphError
+            kind = TransientError if is_passing(error) else GraphError
             raise kind(f"cuDNN cannot run {problem} ({first_line(error)}): use another algorithm, or smaller sizes"
                        ) from None
 

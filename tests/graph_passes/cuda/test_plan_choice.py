@@ -14,7 +14,7 @@ import pytest
 
 from common.disk_cache import Cache
 from graph_passes import Graph, GraphError
-from graph_passes.errors import PassingError
+from graph_passes.errors import TransientError
 from graph_passes.executors.cuda import convolution
 from graph_passes.executors.cuda.arena import Arena
 from graph_passes.executors.cuda.convolution import ConvolutionLibrary, Problem
@@ -85,7 +85,7 @@ class FakeCudnn:
 
     def check_free(self, num_bytes: int) -> None:
         if num_bytes > self.free_bytes - len(self.memory):
-            raise PassingError("no room")
+            raise TransientError("no room")
 
     def allocate(self, num_bytes: int) -> int:
         self.memory, self.filled = range(1 << 20, (1 << 20) + num_bytes), range(0)
@@ -266,7 +266,7 @@ def test_a_busy_machine_refuses_nothing_for_ever(monkeypatch: pytest.MonkeyPatch
     cudnn = FakeCudnn(monkeypatch)
     cudnn.seconds = 1.0
     cudnn.refusals = dict.fromkeys((0, 1, 2), "not supported")
-    with pytest.raises(PassingError, match="cuDNN has no fprop_stats .*none of the first in time"):
+    with pytest.raises(TransientError, match="cuDNN has no fprop_stats .*none of the first in time"):
         cudnn.choose(tmp_path, False, FUSED)
     assert cudnn.choose(tmp_path, False, FUSED) == "engine 3"
     cudnn.refusals[3] = "not supported"
@@ -284,7 +284,7 @@ def test_what_a_process_gives_up_it_does_not_try_again(monkeypatch: pytest.Monke
     cudnn.seconds, cudnn.refusals = 1.0, dict.fromkeys(range(4), "not supported")
     library = ConvolutionLibrary(cudnn.gpu, Cache("machine", tmp_path), Arena(cudnn.gpu))
     for _ in range(2):
-        with pytest.raises(PassingError):
+        with pytest.raises(TransientError):
             library.plan(FUSED)
         assert cudnn.clock == 2.0
 
@@ -298,9 +298,9 @@ def test_want_of_memory_is_no_verdict(monkeypatch: pytest.MonkeyPatch, tmp_path:
     cudnn.refusals = {0: "not supported", 2: message}
     assert cudnn.choose(tmp_path, False, problem) == "engine 3", "the fastest that can be had now"
     cudnn.refusals = dict.fromkeys(range(4), message)
-    with pytest.raises(PassingError, match=f"{message}.*: use a smaller batch size"):
+    with pytest.raises(TransientError, match=f"{message}.*: use a smaller batch size"):
         cudnn.choose(tmp_path, False, problem)
-    with pytest.raises(PassingError, match=f"{message}.*: use a smaller batch size"):
+    with pytest.raises(TransientError, match=f"{message}.*: use a smaller batch size"):
         cudnn.choose(tmp_path, True, problem)
     cudnn.refusals.clear()
     assert cudnn.choose(tmp_path, False, problem) == "engine 2", "nothing of that is remembered"
@@ -313,7 +313,7 @@ def test_a_workspace_without_room_is_left_out(monkeypatch: pytest.MonkeyPatch, t
     cudnn.free_bytes = 1 << 40
     assert cudnn.choose(tmp_path, False) == "engine 2"
     cudnn.free_bytes = 100
-    with pytest.raises(PassingError, match="no room"):
+    with pytest.raises(TransientError, match="no room"):
         cudnn.choose(tmp_path / "empty", False)
 
 

@@ -11,7 +11,7 @@ import pytest
 from common.disk_cache import Cache
 from graph_passes import GraphError
 from graph_passes.choice import Choice, format_choices
-from graph_passes.errors import PassingError
+from graph_passes.errors import TransientError
 from graph_passes.executors.cuda.arena import Arena
 from graph_passes.executors.cuda.planner import Planner
 from graph_passes.executors.cuda.program import Buffer, Launch, Program
@@ -40,7 +40,7 @@ class FakeGpu:
     def time_ms(self, enqueue: Any) -> float:
         if self.is_full:
             self.is_full = False
-            raise PassingError("the GPU has no memory left")
+            raise TransientError("the GPU has no memory left")
         self.timed += 1
         start = self.clock
         enqueue()
@@ -118,7 +118,7 @@ def test_all_is_lowered_before_the_first_is_timed(tmp_path: Path) -> None:
 def test_what_could_not_be_timed_now_is_not_remembered(tmp_path: Path) -> None:
     """Neither of a GPU without memory, nor of a convolution that was not found in time, is the next process told."""
     def unfinished() -> Program:
-        raise PassingError("not found in time")
+        raise TransientError("not found in time")
 
     gpu = FakeGpu()
     lowered = {name: way(gpu, name, milliseconds).emit for name, milliseconds in (("fused", 1.0), ("separate", 2.0))}

@@ -18,6 +18,7 @@ from test_without_gpu import FakeConvolutions, FakeGpu, FakeKernels
 from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError, Ref, passes, pipeline
 from graph_passes.choice import fewest, repeatable
+from graph_passes.errors import TransientError
 from graph_passes.executors import reference
 from graph_passes.executors.cuda import compiled, network, prices, toolchain
 from graph_passes.executors.cuda.executor import CudaExecutor
@@ -287,6 +288,16 @@ def test_each_convolution_has_a_candidate_for_each_kernel(rng: np.random.Generat
     refused = refusing(repeatable, *(f"QuantisedConvolution {way}" for way in WAYS if way != DIRECT))
     chosen = pipeline.cover(graph, refused)
     assert {node["way"] for node in chosen if node.op == "QuantisedConvolution"} == {DIRECT}
+
+
+def test_short_memory_does_not_lead_to_the_last_resort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be far slower, without a word."""
+    def time_ms(gpu: FakeGpu, enqueue: Any) -> float:
+        raise TransientError("the GPU has no memory left")
+
+    monkeypatch.setattr(FakeGpu, "time_ms", time_ms)
+    with pytest.raises(TransientError, match="no memory left"):
+        launches("resnet18", Kept(), tmp_path)
 
 
 # --- on MXNet's arrays ---

@@ -16,7 +16,7 @@ from test_without_gpu import lower_graph
 from common.disk_cache import Cache
 from graph_passes import VARIABLE, Graph, GraphError, Node, Ref, passes, pipeline
 from graph_passes.choice import repeatable
-from graph_passes.errors import PassingError
+from graph_passes.errors import TransientError
 from graph_passes.executors.cuda import recurrent
 from graph_passes.executors.cuda.arena import Arena
 from graph_passes.executors.cuda.function import DeviceFunction
@@ -162,7 +162,7 @@ def test_what_cudnn_refuses_is_not_tried_again(cudnn: type[FakeCudnn], tmp_path:
 def test_want_of_memory_is_no_verdict(cudnn: type[FakeCudnn], tmp_path: Path) -> None:
     made, _ = tools(tmp_path)
     cudnn.refusals = {"standard": "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"}
-    with pytest.raises(PassingError):
+    with pytest.raises(TransientError):
         made.recurrent.plan(problem())
     cudnn.refusals = {}
     made.recurrent.plan(problem())

@@ -68,8 +68,8 @@ def test_sweep_on_the_cpu(run_train, tmp_path):
 
 
 @pytest.mark.parametrize("options, sentence", [
-    (("--inference", "--data", "photos"), "--data has no effect on --inference"),
-    (("--inference", "--batch-size", "8"), "--batch-size has no effect on --inference, which measures the network "
+    (("--inference", "--data", "photos"), "--data has no effect with --inference"),
+    (("--inference", "--batch-size", "8"), "--batch-size has no effect with --inference, which measures the network "
                                            "alone: give --batch-sizes"),
     (("--inference", "--batch-sizes", "4", "0"), "--batch-sizes 4 0 must be at least 1 each"),
     (("--batch-sizes", "4"), "--batch-sizes is for --inference"),

@@ -57,11 +57,11 @@ def test_compare_goes_on_where_it_was_stopped(tiny_options, tmp_path, run_train,
 
     before = metrics.read_bytes()
     code, out, err = run_train(*arguments)
-    assert code == 0 and "complete: not done again" in out, err
+    assert code == 0 and "already complete, skipped" in out, err
     assert metrics.read_bytes() == before
 
     code, out, err = run_train(*arguments, "--seed", "3")
-    assert code == 2 and err == (f"error: the run in {run} was made with --seed 0, this comparison has 3: "
+    assert code == 2 and err == (f"error: the run in {run} was made with --seed 0, but this comparison has 3: "
                                  "give another --output, or the same --seed\n")
 
 
@@ -76,7 +76,7 @@ def test_a_signal_to_this_process_alone_stops_the_run(number, tmp_path, monkeypa
     monkeypatch.setattr("sys.executable", str(run))
     before = signal.signal(number, signal.SIG_DFL)  # a shell's jobs in the background ignore SIGINT, as would the run
     try:
-        with pytest.raises(StoppedBySignal, match="^stopped: repeat the command to go on$") as stop:
+        with pytest.raises(StoppedBySignal, match="^stopped: repeat the command to resume$") as stop:
             compare_precision.run_training(load_preset("cpu_sample"), tmp_path)
     finally:
         signal.signal(number, before)
@@ -153,7 +153,7 @@ def test_several_networks_on_cifar100(run_train, tmp_path, rng, monkeypatch):
 
     code, out, err = run_train(*arguments)
     assert code == 0, err
-    assert out.count("complete: not done again") == 1
+    assert out.count("already complete, skipped") == 1
     assert "so far" not in (folder / "comparison.md").read_text()
     rows = json.loads((folder / "comparison.json").read_text())
     assert [(row["model"], row["precision"], row["num_classes"]) for row in rows] == [
@@ -161,7 +161,7 @@ def test_several_networks_on_cifar100(run_train, tmp_path, rng, monkeypatch):
     assert all(row["evaluated"] == "validation" and 0 <= row["top1"] <= 1 for row in rows)
 
     code, _, err = run_train(*(word for word in arguments if word not in ("--labels", "coarse")))
-    assert code == 2 and "was made with --labels coarse, this comparison has auto" in err, "which would be fine"
+    assert code == 2 and "was made with --labels coarse, but this comparison has auto" in err, "which would be fine"
 
 
 def write_cifar100(folder: Path, rng: np.random.Generator) -> None:
@@ -179,7 +179,7 @@ def test_what_a_run_found_in_its_data_is_no_other_setting(tmp_path):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(dataclasses.replace(config, first_label="1", labels="fine").to_dict()))
     compare_precision._check_same(config, file)
-    with pytest.raises(TrainError, match="was made with --first-label 1, this comparison has 0"):
+    with pytest.raises(TrainError, match="was made with --first-label 1, but this comparison has 0"):
         compare_precision._check_same(dataclasses.replace(config, first_label="0"), file)
 
 

@@ -265,8 +265,8 @@ def test_symbol_without_a_checkpoint(tmp_path: Path) -> None:
         (["--symbol", "x.json", "--num-classes", "0"], "--num-classes 0"),
         (["--symbol", "x.json", "--model", "resnet20"], "there is no model 'resnet20'; did you mean resnet50?"),
         (["--symbol", "x.json", "--checkpoint", "run", "--model", "resnet34"], "--model resnet34 is for --symbol"),
-        (["--onnx", "x", "--params", "./x", "--checkpoint", "run"], "--params ./x has the name of a file that --onnx"),
-        (["--symbol", "x", "--params", "x", "--checkpoint", "run"], "--params x has the name of a file that --symbol"),
+        (["--onnx", "x", "--params", "./x", "--checkpoint", "run"], "--params ./x is also a file that --onnx"),
+        (["--symbol", "x", "--params", "x", "--checkpoint", "run"], "--params x is also a file that --symbol"),
         (["--onxx", "x.onnx"], "did you mean --onnx"),
     ],
 )

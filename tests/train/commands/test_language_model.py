@@ -69,7 +69,7 @@ def test_a_run_that_diverges(run_train: Train, tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.long
 def test_resume(run_train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that is stopped and gone on with ends as one that is not; what does not fit is refused in one sentence."""
+    """A run that is stopped and resumed ends as one that is not; what does not fit is refused in one sentence."""
     text, other, longer = (tmp_path / f"{name}.txt" for name in ("text", "other", "longer"))
     text.write_text("a b c b c a " * 400)
     other.write_text("d e f " * 800)
@@ -84,18 +84,18 @@ def test_resume(run_train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     go_on = ["language-model", "--resume", tmp_path / "two"]
     for options, sentence in (
-            (["--text", other], f"of a run with another vocabulary than that of {other}: give --text as it was, or"),
+            (["--text", other], f"to a run with another vocabulary than that of {other}: give the original --text, or"),
             (["--text", longer], "resume with the same text, sequences, steps, seed and number of processes"),
-            (["--hidden", "8"], "of a run with --hidden 16, and this one has --hidden 8: leave it out, or begin a new"),
-            (["--sequences", "8"], "of a run with --sequences 16, and this one has --sequences 8: leave it out, or")):
+            (["--hidden", "8"], "to a run with --hidden 16, but this one has --hidden 8: leave it out, or begin a new"),
+            (["--sequences", "8"], "to a run with --sequences 16, but this one has --sequences 8: leave it out, or")):
         code, _, err = run_train(*go_on, *options)
         assert code == 2 and sentence in err and err.count("\n") == 1, err
         assert err.startswith(f"error: the checkpoint {checkpoint.find(str(tmp_path / 'two'))}")
     code, _, err = run_train("validate", "--checkpoint", tmp_path / "two")
-    assert code == 2 and "is of a language model, and not of a network for images" in err
+    assert code == 2 and "belongs to a language model, not to a network for images" in err
     code, again, err = run_train(*go_on, "--log-every", "50")
     assert code == 0, err
-    assert "going on with other options: --log-every 50 (before: 100)\n" in again
+    assert "resuming with other options: --log-every 50 (before: 100)\n" in again
     assert json.loads((tmp_path / "two" / "config.json").read_text())["hidden"] == 16
     last = [[line.partition(" | 0:")[0] for line in each.splitlines() if line.startswith("epoch 2/2 done")]
             for each in (out, again)]
@@ -109,7 +109,7 @@ def test_resume_of_a_run_of_images(run_train: Train, tmp_path: Path) -> None:
     file = tmp_path / "checkpoints" / "step-00000001.npz"
     checkpoint.save(checkpoint.Checkpoint({}, {}, {}, Config(), ["cat", "dog"]), file)
     code, _, err = run_train("language-model", "--resume", tmp_path)
-    assert code == 2 and f"error: {file} is of a network for images, and not of a language model: give another" in err
+    assert code == 2 and f"error: {file} belongs to a network for images, not to a language model: give another" in err
 
 
 def test_a_run_begins_and_goes_on_by_the_same_command(run_train: Train, tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_elastic_runs_are_refused(run_train: Train, monkeypatch: pytest.MonkeyPa
     """Before anything is built: it would end at the first loss, though its launcher says that it goes on."""
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
     code, _, err = run_train(*SMALL)
-    assert code == 2 and err.startswith("error: --min-np is for training with images: language-model cannot go on with")
+    assert code == 2 and err.startswith("error: --min-np is for training with images: language-model cannot continue")
 
 
 def test_a_lost_process_is_told(run_train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +148,7 @@ def test_a_lost_process_is_told(run_train: Train, tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(loop.Trainer, "run", fail)
     code, _, err = run_train(*SMALL, "--output", tmp_path)
-    assert code == 3 and err.startswith("error: the connection to another process of this run is lost; go on from the")
+    assert code == 3 and err.startswith("error: the connection to another process of this run is lost; resume from the")
     assert err.endswith(f" -m train language-model --resume {tmp_path}\n")
 
 

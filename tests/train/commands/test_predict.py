@@ -153,7 +153,7 @@ def test_contact_sheet_shows_every_picture(run_folder: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name, sentence", [
-    ("other.jpg", "must end in .png, as the sheet is one"),
+    ("other.jpg", "must end in .png: the sheet is a PNG image"),
     ("a/../own.png", "is one of the images, which it would replace: give another name"),
 ])
 def test_contact_sheet_replaces_no_photograph(name: str, sentence: str, run_folder: Path, tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_broken_images_are_skipped_if_asked_for(
     printed = capsys.readouterr()
     (found,) = json.loads(printed.out)
     assert found["file"] == str(files[1]) and found["predictions"][0]["class"] == "red"
-    assert printed.err.splitlines()[-2:] == [f"skipped, no readable image: {file}" for file in (broken, pipe)]
+    assert printed.err.splitlines()[-2:] == [f"skipped, not a readable image: {file}" for file in (broken, pipe)]
 
 
 def test_real_photographs(run_folder: Path, real_data: Path) -> None:

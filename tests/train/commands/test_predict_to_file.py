@@ -553,7 +553,7 @@ def test_two_processes(run_folder, photos, tmp_path):
 
 @pytest.mark.gpu
 def test_gpu_predicts_as_the_cpu(run_folder, photos, tmp_path):
-    """In float16, in any batch size, and where a file is gone on with."""
+    """In float16, in any batch size, and where a file is resumed."""
     run_predict(run_folder, tmp_path / "cpu.csv", photos, "--device", "cpu")
     run_predict(run_folder, tmp_path / "gpu.csv", photos, "--device", "gpu")
     cpu, gpu = rows(tmp_path / "cpu.csv"), rows(tmp_path / "gpu.csv")

@@ -111,7 +111,7 @@ def test_skipped_and_damaged_images_are_named(
             folder = tmp_path / split
             assert left_out == f"{folder}: links that lead to no folder are left out: {folder}/gone"
             assert skipped.startswith(f"skipped {tmp_path}/{split}/class0/1.jpg: not an image, ")
-            assert damage.startswith(f"a damaged image is used as it decodes: {tmp_path}/{split}/class1/2.jpg: ")
+            assert damage.startswith(f"a damaged image is used anyway: {tmp_path}/{split}/class1/2.jpg: ")
     code, out, err = run_train("validate", *options, "--report", tmp_path / "report")
     bad = f"{tmp_path}/val/class0/1.jpg"
     text, values = (tmp_path / "report" / f"report.{form}" for form in ("md", "json"))
@@ -151,7 +151,7 @@ def test_a_good_file_is_replaced_only_when_asked(quantised: Path, trained: Check
     first, command_line = path.read_bytes(), ("quantize", "--checkpoint", quantised, "--images", "16")
     code, out, err = run_train(*command_line)
     assert (code, out) == (2, "") and path.read_bytes() == first
-    assert f"{path} is there already, calibrated (entropy) on 27 images of 32 pixels: give --overwrite" in err
+    assert f"{path} exists already, calibrated (entropy) on 27 images of 32 pixels: give --overwrite" in err
     assert run_train(*command_line, "--overwrite")[0] == 0 and path.read_bytes() != first
     path.write_bytes(first[:100])  # damaged: no loss
     assert run_train(*command_line)[0] == 0
@@ -214,7 +214,7 @@ def test_weights_that_are_no_numbers_are_refused(run_folder: Path, trained: Chec
     bad = dict(trained.params) | {"stem_conv_weight": np.full_like(trained.params["stem_conv_weight"], np.nan)}
     save(replace(trained, params=bad), run_folder / "checkpoints" / "best.npz")
     code, _, err = run_train("quantize", "--checkpoint", run_folder, "--images", "16")
-    assert code == 2 and "its stem_conv_weight holds what is no finite number" in err
+    assert code == 2 and "its stem_conv_weight has values that are not finite" in err
     bad = dict(trained.aux) | {"stem_bn_moving_var": -trained.aux["stem_bn_moving_var"]}
     save(replace(trained, aux=bad), run_folder / "checkpoints" / "best.npz")
     code, _, err = run_train("quantize", "--checkpoint", run_folder, "--images", "16")
@@ -242,7 +242,7 @@ def test_a_damaged_file_is_named(cut: int, quantised: Path, run_train: RunTrain)
     path = quantised / "checkpoints" / "int8-best.npz"
     path.write_bytes(path.read_bytes()[:cut])
     code, _, err = run_train("validate", "--checkpoint", quantised, "--int8")
-    assert code == 2 and f"{path} is no complete network in INT8" in err and err.count("\n") == 1
+    assert code == 2 and f"{path} is not a complete network in INT8" in err and err.count("\n") == 1
 
 
 @pytest.mark.long
@@ -444,12 +444,12 @@ def test_integers_as_weights_are_named(quantised: Path, tiny_options: list[str],
     for command in (["validate", "--checkpoint", path], [*tiny_options, "--weights", path, "--output", tmp_path / "x"],
                     ["--resume", path]):
         code, _, err = run_train(*command)
-        assert code == 2 and f"{path} is the network in INT8 that quantize has made beside a checkpoint: give" in err
+        assert code == 2 and f"{path} is a network in INT8, made by quantize from a checkpoint: give" in err
     pytest.importorskip("onnxruntime")
     assert run_train("export", "--checkpoint", quantised, "--onnx", file, "--int8", "tensorrt")[0] == 0
     for command in (["validate", "--checkpoint", file], [*tiny_options, "--weights", file, "--output", tmp_path / "x"]):
         code, _, err = run_train(*command)
-        assert code == 2 and f"{file} is an export in INT8, from which weights in floats cannot be had back" in err
+        assert code == 2 and f"{file} is an export in INT8, from which float weights cannot be restored" in err
 
 
 def test_int8_without_onnx_is_refused(quantised: Path, tmp_path: Path, run_train: RunTrain) -> None:

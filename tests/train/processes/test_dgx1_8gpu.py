@@ -108,7 +108,7 @@ def test_sigterm_and_resume_in_two_processes(tiny_options, tmp_path):
     process.send_signal(signal.SIGTERM)
     rest = process.stdout.read()
     assert process.wait(timeout=LIMIT) == 128 + signal.SIGTERM, rest
-    assert f"go on with: {script(LAUNCH)} -n 2 --resume {folder}" in rest
+    assert f"resume with: {script(LAUNCH)} -n 2 --resume {folder}" in rest
     stopped = checkpoint.load(checkpoint.find(str(folder)))
     assert stopped.progress.step >= 2
     assert len(stopped.loader_states) == 2

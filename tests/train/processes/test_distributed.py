@@ -98,7 +98,7 @@ SESSION = """
                 raise TrainError("disk 7 of rank 1 is on fire; put it out")
         workers.sum([1.0])  # rank 0 would wait here forever
 
-    program.COMMANDS["train"] = program.Command(program.Config, "__main__:command")
+    program.COMMANDS["train"] = program.COMMANDS["train"]._replace(function="__main__:command")
     print("only the mistake is left", file=sys.stderr, flush=True)
     workers.sum([0.0])  # both have said so
     sys.exit(program.main(["train"]))

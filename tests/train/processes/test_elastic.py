@@ -54,8 +54,8 @@ def test_elastic_run_loses_a_process_and_gets_one(start, on_gpu, processes, rng,
     assert f"{count - 1} {'process goes' if count == 2 else 'processes go'} on from the last commit" in err
     less, more = (count - 1) * BATCH, count * BATCH
     fewer = "1 process" if count == 2 else f"{count - 1} processes"
-    assert f"going on with {less} images a step ({fewer}) after {more} ({count})" in out
-    assert f"going on with {more} images a step ({count} processes) after {less} ({count - 1})" in out
+    assert f"resuming with {less} images a step ({fewer}) after {more} ({count})" in out
+    assert f"resuming with {more} images a step ({count} processes) after {less} ({count - 1})" in out
 
     sessions = run.events("session")
     assert [session["num_processes"] for session in sessions] == [count, count - 1, count]
@@ -165,10 +165,10 @@ def test_fault_without_a_loss(tmp_path, monkeypatch, commits):
     lines = [line for line in done.stderr.splitlines() if fault in line]
     if commits > 1:
         assert done.returncode == 0 and len(lines) == 1, done.stderr
-        assert lines[0].endswith("; going on from the last commit")
+        assert lines[0].endswith("; resuming from the last commit")
     else:
         assert done.returncode == 2 and lines, done.stderr  # one may be ended before it says so too
-        assert all(line.startswith("error: ") and ", so the run ends: see that" in line for line in lines)
+        assert all(line.startswith("error: ") and ", so the run ends: check that" in line for line in lines)
 
 
 @pytest.mark.parametrize("now, sentence", [
@@ -195,13 +195,13 @@ def test_a_fault_that_would_come_for_ever_ends_the_run():
 
     before = [Member("a", 1, True, 2, ""), Member("b", 2, True, 2, "")]
     after = [member._replace(commits=3, fault="invalid usage") for member in before]
-    with pytest.raises(TrainError, match=r"none of them was lost \(invalid usage\), so the run ends: see that each"):
+    with pytest.raises(TrainError, match=r"none of them was lost \(invalid usage\), so the run ends: check that each"):
         _what_happened(before, after)
 
 
 @pytest.mark.parametrize("commits, step, where", [
     (1, 0, "beginning again where the run began: nothing it trained was committed yet (--commit-every)"),
-    (3, 20, "going on from the last commit, step 20"),
+    (3, 20, "resuming from the last commit, step 20"),
 ])
 def test_the_state_comes_from_a_process_that_has_it(monkeypatch, capsys, commits, step, where):
     """Rank 0 is new, as Horovod may have it: it does not begin the run anew in the others."""
@@ -252,7 +252,7 @@ def test_fault_without_a_loss_over_two_hosts(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False, cwd=REPOSITORY,
                           env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
     assert done.returncode == 2, done.stdout + done.stderr
-    assert "none of them was lost (ncclCommInitRank failed: invalid usage), so the run ends: see" in done.stderr
+    assert "none of them was lost (ncclCommInitRank failed: invalid usage), so the run ends: check" in done.stderr
 
 
 @pytest.mark.long
@@ -370,7 +370,7 @@ def test_killed_process_ends_the_run(start, processes, rng):
     last = err.splitlines()[-1]
     assert last.startswith("error: process ")
     assert "was killed by SIGKILL, as the kernel does when the machine's memory runs out" in last
-    assert "go on with --resume" in last
+    assert "resume with --resume" in last
     assert "Traceback" not in err
     (saved,) = run.events("checkpoint")
     assert checkpoint.load(checkpoint.find(str(run.folder))).progress.step == saved["step"]

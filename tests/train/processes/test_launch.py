@@ -471,4 +471,4 @@ def test_too_few_left(capfd):
     assert begun == ""
     assert line.startswith("error: process ")
     assert "; 2 are left, but --min-np is 3, so the run ends; " in line
-    assert line.endswith("go on with --resume and the run's folder")
+    assert line.endswith("resume with --resume and the run's folder")

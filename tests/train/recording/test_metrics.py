@@ -454,7 +454,7 @@ def test_metrics_that_are_removed_are_written_again(tmp_path: Path, remove: Call
         remove(tmp_path / "run")
         run.epoch(1, [0.0] * 2, [0.5] * 2)
     assert recorder.all_removed == [METRICS_FILE]
-    assert run.output.getvalue().count("removed while the run goes on: metrics.jsonl in") == 1
+    assert run.output.getvalue().count("removed while the run continues: metrics.jsonl in") == 1
     kept = RunRecord.read_jsonl(tmp_path / "run" / METRICS_FILE)
     assert kept == recorder.record and kept.step_ms == [500.0] * 4
     assert [event["event"] for event in kept.events] == ["removed", "end"]
@@ -472,7 +472,7 @@ def test_other_logs_that_are_removed_are_named_and_written_again(
         run.epoch(1, [0.0] * 4, [0.5] * 4)
     recorder.event("behind the end")
     assert recorder.all_removed == [name]
-    assert run.output.getvalue().count(f"removed while the run goes on: {name} in") == 1
+    assert run.output.getvalue().count(f"removed while the run continues: {name} in") == 1
     losses = [event.step for event in tensorboard_events(tmp_path) for value in event.summary.value
               if value.tag == "train/loss"]
     assert losses == [1, 4, 8]

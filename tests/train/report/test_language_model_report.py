@@ -37,7 +37,7 @@ def record() -> RunRecord:
         epochs=[EpochRow(number, number / 3600, 1_000.0, 1.5, 0.5, loss, 0.25, 0.5)
                 for number, loss in enumerate(losses, start=1)],
         loss_curve=[LossPoint(step, step / 4, 3.0 / step, 0.1, 0.1) for step in range(1, 5)],
-        # A run that was gone on with has said it twice.
+        # A resumed run has said it twice.
         events=[{"event": "language_model", "time": 0.1, "step": 0, **facts, "precision": "float32"},
                 {"event": "language_model", "time": 0.2, "step": 2, **facts}],
     )

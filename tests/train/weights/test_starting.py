@@ -147,11 +147,11 @@ def test_the_same_command_with_a_preset_begins_and_resumes(run_train, tiny_optio
 
 
 @pytest.mark.parametrize("options, words", [
-    (["--weights", "FILE", "--resume", "RUN"], "--weights FILE begins a run, and --resume RUN goes on with one"),
-    (["--weights", "FILE", "--model", "resnet34"], "FILE holds a resnet18, and this run has --model resnet34"),
-    (["--weights", "RUN", "--model", "resnet34"], "RUN holds a resnet18, and this run has --model resnet34"),
+    (["--weights", "FILE", "--resume", "RUN"], "--weights FILE begins a run, but --resume RUN continues one"),
+    (["--weights", "FILE", "--model", "resnet34"], "FILE holds a resnet18, but this run has --model resnet34"),
+    (["--weights", "RUN", "--model", "resnet34"], "RUN holds a resnet18, but this run has --model resnet34"),
     (["--weights", "nowhere"], "there is no checkpoint or run folder nowhere"),
-    (["--weights", "HALF"], "HALF is no complete file of PyTorch ("),
+    (["--weights", "HALF"], "HALF is not a complete PyTorch file ("),
     (["--weights", "DATA"], "DATA holds no checkpoint"),
 ])
 def test_mistakes_leave_nothing(options, words, run_train, tiny_options, tiny_data, trained, published, tmp_path):

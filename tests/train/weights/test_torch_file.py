@@ -213,14 +213,14 @@ def test_tuples_that_are_no_harm(tmp_path):
 ])
 def test_tensors_beyond_their_storage(offset, size, stride, tmp_path):
     file = archive(tmp_path / "w.pth", tensor(4, offset, size, stride), **{"data/0": bytes(16)})
-    assert "is no complete file of PyTorch (" in sentence(file)
+    assert "is not a complete PyTorch file (" in sentence(file)
 
 
 def test_truncated_files(tmp_path):
     content, file = SMALL.read_bytes(), tmp_path / "w.pth"
     for size in (0, 4, 100, 600, 5000, len(content) // 2, len(content) - 30, len(content) - 1):
         file.write_bytes(content[:size])
-        assert "fetch or write it once more" in sentence(file)
+        assert "fetch or write it again" in sentence(file)
 
 
 @pytest.mark.long
@@ -241,9 +241,9 @@ def test_damaged_files(tmp_path, rng):
 
 @pytest.mark.parametrize("content, words", [
     (b"", "is empty"),
-    (b"<!DOCTYPE html><html>", "is no file of PyTorch, as it begins with b'<!DOCTYP'"),
-    (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\xe9\x03.", "that PyTorch wrote before version 1.6"),
-    (b"\x89HDF\r\n\x1a\n", "is no file of PyTorch"),
+    (b"<!DOCTYPE html><html>", "is not a PyTorch file, as it begins with b'<!DOCTYP'"),
+    (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\xe9\x03.", "of PyTorch before version 1.6"),
+    (b"\x89HDF\r\n\x1a\n", "is not a PyTorch file"),
 ])
 def test_files_of_another_form(content, words, tmp_path):
     file = tmp_path / "w.pth"
@@ -255,19 +255,19 @@ def test_a_tar_of_long_ago(tmp_path):
     with tarfile.open(tmp_path / "w.pth", "w") as file:
         for name in ("sys_info", "pickle", "tensors"):
             file.addfile(tarfile.TarInfo(name), io.BytesIO())
-    assert "that PyTorch wrote before version 1.6: write it anew with PyTorch" in sentence(tmp_path / "w.pth")
+    assert "of PyTorch before version 1.6: write it anew with PyTorch" in sentence(tmp_path / "w.pth")
 
 
 @pytest.mark.parametrize("make, words", [
     (lambda path: archive(path, b"", **{"constants.pkl": b"", "code/x.py": b""}), "it is a program of TorchScript"),
     (lambda path: archive(path, pickle.dumps({}), zipfile.ZIP_DEFLATED), "its data.pkl is compressed"),
-    (lambda path: archive(path, pickle.dumps({"lr": 0.1})), "holds no state_dict"),
-    (lambda path: archive(path, pickle.dumps([1, 2])), "holds no state_dict"),
+    (lambda path: archive(path, pickle.dumps({"lr": 0.1})), "has no state_dict"),
+    (lambda path: archive(path, pickle.dumps([1, 2])), "has no state_dict"),
     (lambda path: archive(path, tensor(4, 0, (4,), (1,))), "data/0"),
     (lambda path: archive(path, tensor(4, 0, (4,), (1,)), **{"data/0": bytes(12)}), "4 numbers has 3"),
     (lambda path: archive(path, tensor(4, 0, (4,), (1,)), **{"data/0": bytes(16), "byteorder": b"middle"}),
      "its byteorder is 'middle', and neither little nor big"),
-    (lambda path: archive(path, b"not a pickle"), "is no complete file of PyTorch"),
+    (lambda path: archive(path, b"not a pickle"), "is not a complete PyTorch file"),
     (lambda path: np.savez(path.open("wb"), w=NUMBERS), "it has no data.pkl"),
 ])
 def test_zips_of_another_kind(make, words, tmp_path):

@@ -168,7 +168,7 @@ def test_what_cannot_be_exported(model, file, words, tmp_path, rng):
 
 
 def test_two_files_of_one_name(tmp_path):
-    with pytest.raises(TrainError, match=r"--symbol .*w\.json has the name of a file that .*pth writes"):
+    with pytest.raises(TrainError, match=r"--symbol .*w\.json is also a file that .*pth writes"):
         run_export("--checkpoint", SMALL, "--torchvision", tmp_path / "w.pth", "--symbol", tmp_path / "w.json")
     assert not list(tmp_path.iterdir())
 
@@ -190,7 +190,7 @@ def test_files_are_replaced_only_when_asked(tmp_path):
     for name, file in names.items():
         (tmp_path / file).write_bytes(b"a")
         others = [word for each in names.keys() - {name} for word in (f"--{each}", tmp_path / f"new-{names[each]}")]
-        with pytest.raises(TrainError, match=rf"^--{name} .*{file} is there already: give --overwrite to replace it"):
+        with pytest.raises(TrainError, match=rf"^--{name} .*{file} exists already: give --overwrite to replace it"):
             run_export("--checkpoint", SMALL, f"--{name}", tmp_path / file, *others)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names.values())
     for name in ("torchvision", "params", "symbol"):
@@ -205,7 +205,7 @@ def test_a_record_of_other_weights_is_replaced_only_when_asked(tmp_path, rng):
     about, other = tmp_path / "w.json", saved(random_network("resnet18", 7, rng), tmp_path / "other")
     before = about.read_bytes()
     (tmp_path / "w.pt").unlink()
-    with pytest.raises(TrainError, match=r"w\.json, where .*w\.pt writes how images .*is of other weights: give --"):
+    with pytest.raises(TrainError, match=r"w\.json, where .*w\.pt writes how images .*belongs to other weights: give"):
         run_export("--checkpoint", other, "--torchvision", tmp_path / "w.pt")
     assert about.read_bytes() == before and not (tmp_path / "w.pt").exists()
     run_export("--checkpoint", other, "--torchvision", tmp_path / "w.pt", "--overwrite")
@@ -229,7 +229,7 @@ def test_names_behind_wrappers(form, state, tmp_path):
     renamed = {f"module._orig_mod.{name}": array for name, array in state.items()}
     assert weights.read(written(tmp_path / f"w{form}", renamed)).num_classes == 5
     place = written(tmp_path / f"w{form}", state | {"module.fc.weight": state["fc.weight"] + 1})
-    assert "has fc.weight twice, but for module. or _orig_mod. before its name: save the state_dict" in refused(place)
+    assert "has fc.weight twice, with and without module. or _orig_mod. before it: save the" in refused(place)
 
 
 def test_biases_before_a_batch_norm(state, tmp_path, rng):
@@ -243,7 +243,7 @@ def test_biases_before_a_batch_norm(state, tmp_path, rng):
         changed[f"{norms[conv]}.running_mean"] = state[f"{norms[conv]}.running_mean"] + bias
     found = weights.read(written(tmp_path / "w.pth", changed))
     np.testing.assert_allclose(found.trained.aux["stem_bn_moving_mean"], state["bn1.running_mean"], atol=1e-6)
-    assert "conv1.bias and 1 more: subtracted from the running means of the BatchNorms behind them" in found.notes
+    assert "conv1.bias and 1 more: subtracted from the running means of the BatchNorms after them" in found.notes
 
 
 def test_biases_of_another_shape(state, tmp_path):
@@ -312,8 +312,8 @@ def test_gluons_networks_compute_the_same(name, form, tmp_path, rng):
 
 
 @pytest.mark.parametrize("name, change, words", [
-    ("running_var", None, "has but one of features.0's running_mean and running_var: fetch or write it once more"),
-    ("running_mean", None, "has but one of features.0's running_mean and running_var: fetch or write it once more"),
+    ("running_var", None, "has only one of features.0's running_mean and running_var: fetch or write it again"),
+    ("running_mean", None, "has only one of features.0's running_mean and running_var: fetch or write it again"),
     ("running_mean", np.zeros(2), "the nearest is resnet18_v2, whose features.0.running_mean is (3,) and not (2,)"),
 ])
 def test_a_damaged_norm_of_the_images(name, change, words, tmp_path, rng):
@@ -389,30 +389,30 @@ def test_another_architecture_names_the_nearest(state, tmp_path):
         (extra, "the nearest is resnet18, which has no layer1.0.se.fc1.weight: give"),
         (lacking, "the nearest is resnet18, which also has layer4.1.bn2.bias (and 3 more differences): give"),
         (wider, "the nearest is resnet18, whose layer1.0.conv1.weight is (2, 2, 3, 3) and not (2, 2, 5, 5): give"),
-        (other, "is of no network of this program; the nearest is "),
+        (other, "belongs to no network of this program; the nearest is "),
     ):
         assert words in refused(written(tmp_path / "w.pth", arrays))
 
 
 def test_another_model_than_asked_for(state, tmp_path):
     place = written(tmp_path / "w.pth", state)
-    assert "holds a resnet18, and this run has --model resnet50: give weights of that one" in refused(place, "resnet50")
+    assert "holds a resnet18, but this run has --model resnet50: give weights of a" in refused(place, "resnet50")
     assert weights.read(place, "resnet18").trained.config.model == "resnet18"
 
 
 @pytest.mark.long(but=["fc.*"])
 @pytest.mark.parametrize("name, change, words", [
-    ("layer2.1.bn1.weight", lambda array: array * np.float32(np.nan), "its layer2.1.bn1.weight holds what is no"),
-    ("conv1.weight", lambda array: array.astype(np.float64) * 1e300, "its conv1.weight holds what is no finite number"),
+    ("layer2.1.bn1.weight", lambda array: array * np.float32(np.nan), "bn1.weight has values that are not"),
+    ("conv1.weight", lambda array: array.astype(np.float64) * 1e300, "its conv1.weight has values that are not finite"),
     ("bn1.running_var", lambda array: -array, "its bn1.running_var holds a negative variance"),
-    ("fc.weight", lambda array: array.astype(np.int8), "its fc.weight is int8, no floating-point numbers"),
+    ("fc.weight", lambda array: array.astype(np.int8), "its fc.weight is int8, not floating-point"),
     ("fc.bias", lambda array: array[:3], "the nearest is resnet18, whose fc.weight and fc.bias have a row for each "
                                          "class, and not the shapes (5, 16) and (3,): give"),
     ("fc.bias", lambda array: array[0], "the nearest is resnet18, whose fc.bias is (1000,) and not ()"),
-    ("bn1.num_batches_tracked", lambda array: np.zeros(2, np.int64), "its bn1.num_batches_tracked is no number of"),
-    ("bn1.num_batches_tracked", lambda array: np.array(np.nan), "its bn1.num_batches_tracked is no number of batches"),
-    ("bn1.num_batches_tracked", lambda array: np.array(np.inf), "its bn1.num_batches_tracked is no number of batches"),
-    ("bn1.num_batches_tracked", lambda array: -1 - array, "its bn1.num_batches_tracked is no number of batches"),
+    ("bn1.num_batches_tracked", lambda array: np.zeros(2, np.int64), "its bn1.num_batches_tracked is not a number of"),
+    ("bn1.num_batches_tracked", lambda array: np.array(np.nan), "its bn1.num_batches_tracked is not a number of"),
+    ("bn1.num_batches_tracked", lambda array: np.array(np.inf), "its bn1.num_batches_tracked is not a number of"),
+    ("bn1.num_batches_tracked", lambda array: -1 - array, "its bn1.num_batches_tracked is not a number of"),
 ])
 def test_arrays_that_no_network_can_use(name, change, words, state, tmp_path):
     state[name] = change(state[name])
@@ -437,7 +437,7 @@ def test_truncated_files(state, tmp_path, rng):
         content = file.read_bytes()
         for part in rng.integers(1, len(content), 8):
             file.write_bytes(content[:part])
-            assert "fetch or write it once more" in refused(str(file))
+            assert "fetch or write it again" in refused(str(file))
 
 
 @pytest.mark.parametrize("place", [16, 18, 22, 24, 32, 36, 47])
@@ -448,7 +448,7 @@ def test_a_changed_byte_of_mxnets_file(place, tmp_path):
     content = bytearray(file.read_bytes())
     content[place] ^= 0xFF
     file.write_bytes(content)
-    assert "is no complete parameter file of MXNet: fetch or write it once more" in refused(str(file))
+    assert "is not a complete MXNet parameter file: fetch or write it again" in refused(str(file))
 
 
 def test_what_mxnet_finds_late(tmp_path, monkeypatch):
@@ -459,7 +459,7 @@ def test_what_mxnet_finds_late(tmp_path, monkeypatch):
     file = tmp_path / "w.params"
     mx.nd.save(str(file), {"a": mx.nd.ones((2, 3))})
     monkeypatch.setattr(mx.nd.NDArray, "asnumpy", fail)
-    assert "is no complete parameter file of MXNet: fetch or write it once more" in refused(str(file))
+    assert "is not a complete MXNet parameter file: fetch or write it again" in refused(str(file))
 
 
 @pytest.mark.parametrize("name", ["a.json", "a-symbol.json", "model"])
@@ -467,9 +467,9 @@ def test_files_of_no_known_ending(name, tmp_path):
     (tmp_path / name).write_text("{}")
     place = str(tmp_path / name)
     assert refused(place).endswith(
-        "is no file that weights are read from: give a run folder, a checkpoint, or a file that ends in .pth, .pt, "
+        "is not a file with weights: give a run folder, a checkpoint, or a file that ends in .pth, .pt, "
         ".bin, .tar, .safetensors, .params, .onnx")
-    with pytest.raises(TrainError, match="is no file that weights are read from"):
+    with pytest.raises(TrainError, match="is not a file with weights"):
         weights.load(place)
 
 
@@ -489,21 +489,21 @@ def exported(tmp_path_factory) -> Path:
     ({"resize_shorter": "0"}, "its resize_shorter 0 is not at least its center_crop, 40"),
     ({"resize_shorter": "1" + 400 * "0"}, "its center_crop / resize_shorter 0.0 is not from 0.1 to 1"),
     ({"center_crop": "-5"}, "its center_crop -5 is not from 32 to 8192"),
-    ({"center_crop": "large"}, "its center_crop is no JSON"),
+    ({"center_crop": "large"}, "its center_crop is not JSON"),
     ({"mean": '["a", "b", "c"]'}, "its mean ['a', 'b', 'c'] is not three numbers from 0 to 255"),
     ({"mean": "[1, 2]"}, "its mean [1, 2] is not three numbers"),
     ({"mean": "1"}, "its mean 1 is not three numbers"),
     ({"std": "[0, 1, 1]"}, "its std [0, 1, 1] is not three numbers from 0.1 to 1000"),
-    ({"interpolation": "lanczos"}, "its interpolation 'lanczos' is none of this program's (bilinear, bicubic)"),
-    ({"loss": "hinge"}, "its loss 'hinge' is none of this program's (softmax, bce)"),
-    ({"model": "evil"}, "its model 'evil' is none of this program's (resnet18, "),
-    ({"class_keys": '["a", "a", "b"]'}, "its class_keys have a name twice"),
-    ({"class_keys": "[[], {}, 1]"}, "its class_keys are no list of names"),
-    ({"class_names": '["a", "b"]'}, "it has 3 class_keys, and 2 names to show for them"),
-    ({"class_names": None}, "it does not say its class_names"),
-    ({"batch_norms": 100_000 * "["}, "its batch_norms is no JSON, maximum recursion depth"),
+    ({"interpolation": "lanczos"}, "its interpolation 'lanczos' is not one of this program's (bilinear, bicubic)"),
+    ({"loss": "hinge"}, "its loss 'hinge' is not one of this program's (softmax, bce)"),
+    ({"model": "evil"}, "its model 'evil' is not one of this program's (resnet18, "),
+    ({"class_keys": '["a", "a", "b"]'}, "its class_keys contain a name twice"),
+    ({"class_keys": "[[], {}, 1]"}, "its class_keys are not a list of names"),
+    ({"class_names": '["a", "b"]'}, "it has 3 class_keys, but 2 names to show for them"),
+    ({"class_names": None}, "its metadata lacks class_names"),
+    ({"batch_norms": 100_000 * "["}, "its batch_norms is not JSON, maximum recursion depth"),
     ({"batch_norms": "{}"}, "its batch_norms have no stem_bn"),
-    ({"batch_norms": "3"}, "is no complete ONNX file ("),
+    ({"batch_norms": "3"}, "is not a complete ONNX file ("),
 ])
 def test_onnx_metadata_that_cannot_be(about, words, exported, tmp_path):
     onnx = pytest.importorskip("onnx")
@@ -512,7 +512,7 @@ def test_onnx_metadata_that_cannot_be(about, words, exported, tmp_path):
     onnx.helper.set_model_props(model, {key: value for key, value in known.items() if value is not None})
     onnx.save(model, tmp_path / "w.onnx")
     text = refused(str(tmp_path / "w.onnx"))
-    assert words in text and text.endswith(": write it once more")
+    assert words in text and text.endswith(": write it again")
 
 
 @pytest.mark.parametrize("name", ["stem_conv_weight", "stem_conv_bias"])
@@ -523,17 +523,17 @@ def test_onnx_without_its_numbers(name, exported, tmp_path):
     tensor.data_location = onnx.TensorProto.EXTERNAL
     tensor.external_data.add(key="location", value="/etc/passwd")
     (tmp_path / "w.onnx").write_bytes(model.SerializeToString())
-    assert "is no complete ONNX file (its numbers are in another file)" in refused(str(tmp_path / "w.onnx"))
+    assert "is not a complete ONNX file (its weights are in a separate file)" in refused(str(tmp_path / "w.onnx"))
     model.graph.initializer.remove(tensor)
     onnx.save(model, tmp_path / "w.onnx")
-    assert f"is no complete ONNX file (it has no {name}): write it once more" in refused(str(tmp_path / "w.onnx"))
+    assert f"is not a complete ONNX file (it has no {name}): write it again" in refused(str(tmp_path / "w.onnx"))
 
 
 def test_foreign_onnx(tmp_path):
     onnx = pytest.importorskip("onnx")
     graph = onnx.helper.make_graph([], "empty", [], [])
     onnx.save(onnx.helper.make_model(graph, producer_name="pytorch"), tmp_path / "w.onnx")
-    assert "is no ONNX export of this program" in refused(str(tmp_path / "w.onnx"))
+    assert "is not an ONNX export of this program" in refused(str(tmp_path / "w.onnx"))
 
 
 # --- the record of the images ---
@@ -586,8 +586,8 @@ def test_blue_green_red(state, tmp_path):
 
 
 @pytest.mark.parametrize("record, words", [
-    ({"architecture": "resnetblur18"}, "holds a resnet18, and "),
-    ({"pretrained_cfg": {"input_size": [1, 64, 64]}}, "no images of [1, 64, 64] (input_size)"),
+    ({"architecture": "resnetblur18"}, "holds a resnet18, but "),
+    ({"pretrained_cfg": {"input_size": [1, 64, 64]}}, "does not support images of [1, 64, 64] (input_size)"),
     ({"pretrained_cfg": {"input_size": [3, 8, 8]}}, "its input_size 8 is not from 32 to 8192"),
     ({"pretrained_cfg": {"input_size": "large"}}, "its input_size 'large' is not from 32 to 8192: correct or"),
     ({"pretrained_cfg": {"input_size": [3, 10**30, 10**30]}}, "is not from 32 to 8192"),
@@ -596,14 +596,14 @@ def test_blue_green_red(state, tmp_path):
     ({"pretrained_cfg": {"mean": [10**400, 0, 0]}}, "times 255 is not three numbers from 0 to 255"),
     ({"pretrained_cfg": {"mean": 0.5}}, "its mean 0.5 times 255 is not three numbers"),
     ({"pretrained_cfg": {"std": ["a", "b", "c"]}}, "its std ['a', 'b', 'c'] times 255 is not three numbers"),
-    ({"pretrained_cfg": {}, "loss": "hinge"}, "its loss 'hinge' is none of this program's (softmax, bce)"),
-    ({"pretrained_cfg": {}, "architecture": ["resnet18"]}, "its architecture ['resnet18'] is no name"),
-    ({"pretrained_cfg": {}, "label_names": [[], {}]}, "its label_names are no list of names"),
-    ({"pretrained_cfg": {}, "label_names": ["a"], "label_descriptions": [1]}, "label_descriptions are no dictionary"),
+    ({"pretrained_cfg": {}, "loss": "hinge"}, "its loss 'hinge' is not one of this program's (softmax, bce)"),
+    ({"pretrained_cfg": {}, "architecture": ["resnet18"]}, "its architecture ['resnet18'] is not a name"),
+    ({"pretrained_cfg": {}, "label_names": [[], {}]}, "its label_names are not a list of names"),
+    ({"pretrained_cfg": {}, "label_names": ["a"], "label_descriptions": [1]}, "label_descriptions are not a dict"),
     ({"pretrained_cfg": {}, "label_names": ["a"], "label_descriptions": {"a": 1}}, "names to show for the label"),
     ({"pretrained_cfg": {"crop_pct": 1.5}}, "crop_pct 1.5"),
-    ({"pretrained_cfg": {"interpolation": "lanczos"}}, "interpolation 'lanczos' is none of this program's"),
-    ({"pretrained_cfg": {"crop_mode": "squash"}}, "crop_mode 'squash' is none of this program's"),
+    ({"pretrained_cfg": {"interpolation": "lanczos"}}, "interpolation 'lanczos' is not one of this program's"),
+    ({"pretrained_cfg": {"crop_mode": "squash"}}, "crop_mode 'squash' is not one of this program's"),
     ({"pretrained_cfg": {"mean": [0.5]}}, "its mean [0.5] times 255 is not three numbers"),
     ({"pretrained_cfg": {}, "model_args": {"norm_eps": 1e-3}}, "model_args {'norm_eps': 0.001} change the network"),
     ({"pretrained_cfg": {"std": [0, 1, 1]}}, "its std [0, 1, 1] times 255 is not three numbers"),
@@ -621,7 +621,7 @@ def test_a_record_that_is_no_json(state, tmp_path):
     written(tmp_path / "w.pth", state)
     for text in ("{", 100_000 * "["):
         (tmp_path / "w.json").write_text(text)
-        with pytest.raises(TrainError, match=r"w\.json, which says how images are prepared .* is no JSON"):
+        with pytest.raises(TrainError, match=r"w\.json, which says how images are prepared .* is not JSON"):
             weights.read(str(tmp_path / "w.pth"))
 
 
@@ -647,7 +647,7 @@ def test_a_thousand_classes_are_imagenets(state, tmp_path, rng):
     state |= {"fc.weight": rng.standard_normal((1000, 8 * WIDTH), np.float32), "fc.bias": np.zeros(1000, np.float32)}
     found = weights.read(written(tmp_path / "w.pth", state))
     assert found.trained.classes[:2] == [("n01440764", "tench"), ("n01443537", "goldfish")]
-    assert "classes: ImageNet's, for which 1,000 without names are taken" in found.notes
+    assert "classes: 1,000 without names, taken for ImageNet's" in found.notes
     wanted = [("n01443537", "gold"), ("n01440764", "n01440764")]
     start, notes = weights.starting_point(found, wanted, Config(model="resnet18"))
     np.testing.assert_array_equal(start.params["classifier_weight"], state["fc.weight"][[1, 0]])

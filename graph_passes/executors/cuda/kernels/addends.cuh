@@ -1,30 +1,31 @@
-// What 1x1 convolutions in floats (conv1x1_forward.cuh) and in integers (quantised_stream.cuh) share: the tiles of a team, and
-// what is added to them.
+// Shared by the 1x1 convolutions in floating point (conv1x1_forward.cuh) and in integers (quantised_stream.cuh): which tiles
+// a team processes, and how the tiles of an addend are prefetched.
 #pragma once
-#include "copy_engine.cuh"
+#include "tma.cuh"
 
-// Every `step`-th of the tiles, from `first` on.
-struct Share { uint32 first, end, step; };
+// Every `step`-th tile, from `first` on.
+struct TileRange { uint32 first, end, step; };
 
-// What a warp adds to its part of each tile: it is on its way into all of the results but the one that is worked on.
+// Prefetches the addend of a warp's part of each tile into its result slots. Every slot holds an addend in flight, except the
+// one that is being processed.
 template <int CHUNK, int RESULT_VECTORS> struct AddendsOf {
     const TensorMap &map;
-    const TileWalk &walk;
+    const TileStep &walk;
     uint64 *arrived;
     uint4 *results;
-    Share share;
+    TileRange range;
     int first_column, own_row, parts, part = 0;
 
-    // For one thread: starts the copy of the next part.
-    __device__ void load(int place) {
-        if (share.first >= share.end) return;
-        uint64 &there = arrived[place];
-        arrive_expecting(there, RESULT_VECTORS * sizeof(uint4));
-        load_tile(results + place * RESULT_VECTORS, map, first_column + part * CHUNK, share.first * walk.y_row + own_row,
-                  share.first * walk.y_line, there);
+    // Called by one thread. Starts the copy of the next part into this slot.
+    __device__ void load(int slot) {
+        if (range.first >= range.end) return;
+        uint64 &there = arrived[slot];
+        arrive_expect_tx(there, RESULT_VECTORS * sizeof(uint4));
+        tma_load(results + slot * RESULT_VECTORS, map, first_column + part * CHUNK, range.first * walk.y_row + own_row,
+                 range.first * walk.y_line, there);
         if (++part == parts) {
             part = 0;
-            share.first += share.step;
+            range.first += range.step;
         }
     }
 };

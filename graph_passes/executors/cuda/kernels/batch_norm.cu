@@ -1,12 +1,13 @@
-// BatchNorm, with the addition of a residual and ReLU fused in, forward and backward.
+// BatchNorm forward and backward, fused with the addition of a residual and ReLU.
 //
-// Forward is one read for the statistics, then one read and one write; backward is the same count for each of its inputs.
+// Forward reads x once for the statistics, then reads and writes it once. Backward reads each of its inputs as often.
 //
-// Where a residual is added, ReLU leaves one bit per element (was the output > 0?): 1/16 of the bytes that reading the
-// output again would cost. Without a residual the backward pass computes the sign again from x, which it reads anyway.
+// With a residual, the forward pass stores ReLU's mask, one bit per element (was the output > 0?). That is 1/16 of the bytes
+// of reading the output again. Without a residual the backward pass recomputes the sign from x, which it reads anyway.
 #include "batch_norm.cuh"
 
-// The sums about the mean. They are taken about the first value of each channel, which is not far from it.
+// The batch's sums about the mean. They are accumulated about the first value of each channel, which is not far from the
+// mean.
 // Shapes: x (rows, C); sums (3, C), partials (gridDim.y, 2, C) fp32; tickets (gridDim.x).
 template <class T>
 __global__ void __launch_bounds__(REDUCE_THREADS, 1)
@@ -45,7 +46,7 @@ batch_norm_statistics(const Packed<T> *x, float *sums, float *partials, uint32 *
     });
 }
 
-// The sums that a batch with exactly the running statistics would have: inference then runs batch_norm_apply as it is.
+// Writes the sums of a batch whose statistics equal the running ones: inference then runs batch_norm_apply unchanged.
 // Shapes: running_mean, running_var (C), sums (3, C), all fp32.
 __global__ void sums_from_running(const float *running_mean, const float *running_var, float *sums, uint32 rows, int channels) {
     const int c = blockIdx.x * blockDim.x + threadIdx.x;
@@ -57,10 +58,10 @@ __global__ void sums_from_running(const float *running_mean, const float *runnin
 
 // --- forward: normalise, add, ReLU ---
 
-// y = relu(gamma * (x - mean) / sqrt(var + eps) + beta + residual), mean and variance from the sums of this batch. With DROP,
-// all but the residual is multiplied by the image's factor.
-// Also leaves the ReLU bits in `mask` unless it is null, and what `Forward` keeps.
-// Rows are walked from the end: the tail that the producer of x just wrote is still in the L2 cache.
+// y = relu(gamma * (x - mean) / sqrt(var + eps) + beta + residual), with mean and variance from this batch's sums. With DROP,
+// everything except the residual is multiplied by the image's stochastic-depth factor.
+// Also stores ReLU's bits in `mask` (unless null), and what `Forward` saves.
+// Walks the rows from the end: the producer of x has just written the last ones, so they are still in the L2 cache.
 // Shapes: x, residual, y (rows, C); mask (rows, C / 8) bytes; sums (2 or 3, C), saved (2, C), gamma, beta, running_mean,
 // running_var (C), factors fp32.
 template <class T, bool ADD, bool RELU, bool DROP>
@@ -70,7 +71,7 @@ batch_norm_apply(const Packed<T> *x, const Packed<T> *residual, const float *sum
                  float eps, float momentum, uint32 rows, int channels, const float *factors, uint32 first_factor,
                  uint32 pixels) {
     constexpr int DEPTH = ADD ? 1 : LOADS;
-    __shared__ __align__(16) SharedForward made;
+    __shared__ __align__(16) SharedForward forward;
     const int channel = (blockIdx.x * TILE + threadIdx.x) * VEC;
     const uint32 stride = gridDim.y * APPLY_ROWS, pitch = channels / VEC;
     uint32 i = channel < channels ? blockIdx.y * APPLY_ROWS + threadIdx.y : rows;
@@ -87,10 +88,10 @@ batch_norm_apply(const Packed<T> *x, const Packed<T> *residual, const float *sum
         }
         if (first) {
             if (threadIdx.y == 0 && channel < channels)
-                made.keep(Forward(sums, about_mean, gamma, beta, saved, running_mean, running_var, eps, momentum, rows,
-                                  channel, channels));
+                forward.keep(Forward(sums, about_mean, gamma, beta, saved, running_mean, running_var, eps, momentum, rows,
+                                     channel, channels));
             __syncthreads();
-            made.load_own(scale, shift);
+            forward.load_own(scale, shift);
             first = false;
         }
 #pragma unroll
@@ -100,7 +101,7 @@ batch_norm_apply(const Packed<T> *x, const Packed<T> *residual, const float *sum
             float v[VEC], r[VEC];
             unpack(packed[u], v);
             if (ADD) unpack(packed_residual[u], r);
-            const float factor = DROP ? factor_of(rows - 1 - (i + u * stride), factors, first_factor, pixels) : 1;
+            const float factor = DROP ? drop_factor(rows - 1 - (i + u * stride), factors, first_factor, pixels) : 1;
             uint32 bits = 0;
 #pragma unroll
             for (int k = 0; k < VEC; ++k) {
@@ -109,7 +110,7 @@ batch_norm_apply(const Packed<T> *x, const Packed<T> *residual, const float *sum
                 if (ADD) v[k] += r[k];
                 if (RELU) {
                     bits |= uint32(v[k] > 0) << k;
-                    v[k] = v[k] > 0 || v[k] != v[k] ? v[k] : 0;  // NaN stays visible
+                    v[k] = v[k] > 0 || v[k] != v[k] ? v[k] : 0;  // propagates NaN
                 }
             }
             y[at] = pack<T>(v);
@@ -121,14 +122,14 @@ batch_norm_apply(const Packed<T> *x, const Packed<T> *residual, const float *sum
 
 // --- backward ---
 
-enum Relu { NO_RELU, RECOMPUTED, BITS };  // how the backward pass knows where ReLU let the gradient through
+enum Relu { NO_RELU, RECOMPUTED, BITS };  // the source of ReLU's mask in the backward pass
 
-// dbeta = sum of dz, dgamma = sum of dz * (x - mean) * invstd, where dz is dy, or dy + dy2, where ReLU let it through.
-// With WRITE, dz is stored: it is the residual's gradient, and batch_norm_backward_apply then reads it instead of dy.
-// With DROP, the sums are of dz times the image's factor.
+// dbeta = sum of dz, dgamma = sum of dz * (x - mean) * invstd. dz is dy (or dy + dy2), masked by ReLU. WRITE stores dz: it is
+// the residual's gradient, and batch_norm_backward_apply then reads it instead of dy. With DROP, the sums are over dz times
+// the image's stochastic-depth factor.
 // Shapes: x, dy, dz (rows, C); dy2 likewise, or (rows of the grid, C); mask (rows, C / 8) bytes; saved (2, C), gamma, beta,
 // dgamma, dbeta (C), partials (gridDim.y, 2, C), factors fp32; tickets (gridDim.x).
-template <class T, Relu RELU, Second SECOND, bool WRITE, bool DROP>
+template <class T, Relu RELU, SecondGradient SECOND, bool WRITE, bool DROP>
 __global__ void __launch_bounds__(REDUCE_THREADS, 1)
 batch_norm_backward_reduce(const Packed<T> *x, const Packed<T> *dy, const Packed<T> *dy2, const uint8 *mask,
                            Packed<T> *dz, const float *saved, const float *gamma, const float *beta, float *dgamma,
@@ -154,7 +155,7 @@ batch_norm_backward_reduce(const Packed<T> *x, const Packed<T> *dy, const Packed
                 if (TWO) pdy2[u] = second_of<SECOND>(dy2, at, row + u * stride, pitch, channel, grid);
                 if (RELU == BITS) bits[u] = mask[at];
             }
-            // While the first rows are on their way.
+            // Overlaps with the loads of the first rows.
             if (row == first) of = Backward(saved, gamma, RELU == RECOMPUTED ? beta : nullptr, channel, channels);
 #pragma unroll
             for (int u = 0; u < DEPTH; ++u) {
@@ -164,7 +165,7 @@ batch_norm_backward_reduce(const Packed<T> *x, const Packed<T> *dy, const Packed
                 unpack(px[u], v);
                 unpack(pdy[u], g);
                 if (TWO) unpack(pdy2[u], g2);
-                const float factor = DROP ? factor_of(row + u * stride, factors, first_factor, pixels) : 1;
+                const float factor = DROP ? drop_factor(row + u * stride, factors, first_factor, pixels) : 1;
 #pragma unroll
                 for (int k = 0; k < VEC; ++k) {
                     if (TWO) g[k] += g2[k];
@@ -184,9 +185,9 @@ batch_norm_backward_reduce(const Packed<T> *x, const Packed<T> *dy, const Packed
     });
 }
 
-// dx as `InputGradient` has it, dz being dy where ReLU let it through (RECOMPUTED), or dy itself; with DROP, times the image's
-// factor. With ADD, the other gradient of x is added before dx is rounded. Rows from the end, as in batch_norm_apply. dx may
-// be dy or the addend.
+// dx by `InputGradient`. dz is dy: masked by ReLU if RECOMPUTED, times the image's stochastic-depth factor if DROP. ADD adds
+// the other gradient of x before dx is rounded. Rows are walked from the end, as in batch_norm_apply. dx may alias dy or the
+// addend.
 // Shapes: x, dy, addend, dx (rows, C); saved (2, C), gamma, beta, dgamma, dbeta (C), factors fp32.
 template <class T, Relu RELU, bool ADD, bool DROP>
 __global__ void __launch_bounds__(APPLY_THREADS, 4)
@@ -202,7 +203,7 @@ batch_norm_backward_apply(const Packed<T> *x, const Packed<T> *dy, const Packed<
     for (uint32 i = first; i < rows; i += gridDim.y * APPLY_ROWS) {
         const uint32 at = (rows - 1 - i) * pitch + channel / VEC;
         const Packed<T> px = x[at], pdy = dy[at], packed_addend = ADD ? addend[at] : Packed<T>{};
-        if (i == first) {  // while this row is on its way
+        if (i == first) {  // overlaps with the loads of this row
             of = Backward(saved, gamma, RELU == RECOMPUTED ? beta : nullptr, channel, channels);
             to = InputGradient(of, dgamma, dbeta, rows, channel);
         }
@@ -210,7 +211,7 @@ batch_norm_backward_apply(const Packed<T> *x, const Packed<T> *dy, const Packed<
         unpack(px, v);
         unpack(pdy, g);
         if (ADD) unpack(packed_addend, a);
-        const float factor = DROP ? factor_of(rows - 1 - i, factors, first_factor, pixels) : 1;
+        const float factor = DROP ? drop_factor(rows - 1 - i, factors, first_factor, pixels) : 1;
 #pragma unroll
         for (int k = 0; k < VEC; ++k) {
             if (RELU == RECOMPUTED && !(v[k] * of.scale[k] + of.shift[k] > 0)) g[k] = 0;

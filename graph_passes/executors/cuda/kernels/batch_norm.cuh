@@ -1,40 +1,41 @@
-// What the BatchNorm kernels share: how work is laid out, sums over rows, and the arithmetic per channel.
+// Shared by the BatchNorm kernels: work distribution, sums over rows, and the arithmetic per channel.
 //
-// A tensor is (rows, C) with rows = N*H*W, `channels` = C a multiple of 8, NHWC, seen as vectors of 8 channels. A block
-// works on a tile of 64 channels; blocks with the same blockIdx.x share a tile and split its rows.
-// Formulas: Ioffe and Szegedy, arXiv:1502.03167; running variance from the biased one, as MXNet's BatchNorm does.
+// A tensor is (rows, C) with rows = N*H*W and `channels` = C a multiple of 8, NHWC, seen as vectors of 8 channels. A block
+// works on a tile of 64 channels. Blocks with the same blockIdx.x share a tile and split its rows.
+// Formulas: Ioffe and Szegedy, arXiv:1502.03167. The running variance is updated from the biased one, as in MXNet's
+// BatchNorm.
 #pragma once
 #include "common.cuh"
 
 constexpr int TILE = 8;                      // threads along the channels: 64 channels, one 128-byte line of a 16-bit type
-// Rows a reducing block reads at once (blockDim.y). One block of 768 threads a multiprocessor leaves 85 registers a
-// thread; two of 512 have 64, which spill, and were 10 to 20 % slower on an H200.
+// Rows that a reducing block reads at once (blockDim.y). One block of 768 threads per SM leaves 85 registers a thread. Two
+// blocks of 512 threads leave 64, which spill, and were 10 to 20 % slower on an H200.
 constexpr int REDUCE_ROWS = 96;
 constexpr int REDUCE_THREADS = TILE * REDUCE_ROWS;
-constexpr int APPLY_ROWS = 32;               // the same for the elementwise kernels
+constexpr int APPLY_ROWS = 32;               // rows that a block of the elementwise kernels reads at once
 constexpr int APPLY_THREADS = TILE * APPLY_ROWS;
-// Rows that a thread has in flight where one or two tensors are moved. Where three or more are, one row at a time is 4 to
+// Rows in flight per thread where a kernel moves one or two tensors. Where it moves three or more, one row at a time is 4 to
 // 12 % faster on an H200.
 constexpr int LOADS = 4;
 
 // --- sums per channel over all rows ---
 
-// The end of a kernel of which gridDim.y blocks share the rows, and gridDim.x the columns, COLUMNS each. `of_part`, in
-// shared memory, has N sums of each column over each of PARTS parts of the block's rows. Adds up those of the parts and
-// of all blocks of the same columns, always in the same order, so equal inputs give equal bits. The last block to come
-// adds up the blocks' sums as each did its parts', and calls `finish(column, the N sums)`. Nothing is read after it, so
-// this takes as long as its reads: THREADS of the block, the first, which wait for each other by `meet`, share them, in vectors,
-// and AT_ONCE of each are under way.
-// Shapes: of_part (max(PARTS, SPLITS), N, COLUMNS), partials (gridDim.y, N, columns) fp32; tickets (gridDim.x), 0
-// before the launch and after it.
-template <int THREADS, int PARTS, int N, int COLUMNS, int AT_ONCE = 9, class Finish, class Meet = MeetAll>
+// The epilogue of a kernel in which gridDim.y blocks share the rows and gridDim.x the columns, COLUMNS each. `of_part`, in
+// shared memory, has N sums of each column over each of PARTS parts of the block's rows. Each block adds up its parts and
+// writes its N sums to `partials`. The last block to arrive adds up the sums of all blocks and calls `finish(column, sums)`
+// for each column. The order of additions is fixed, so equal inputs give equal bits.
+// No later work hides these reads. So the first THREADS threads of the block share them, as vectors, with IN_FLIGHT in flight
+// each; `sync` is their barrier.
+// Shapes: of_part (max(PARTS, SPLITS), N, COLUMNS), partials (gridDim.y, N, columns) fp32; tickets (gridDim.x), 0 before the
+// launch and after it.
+template <int THREADS, int PARTS, int N, int COLUMNS, int IN_FLIGHT = 9, class Finish, class Sync = BlockBarrier>
 __device__ inline void reduce_parts(float *of_part, float *partials, uint32 *tickets, int columns, Finish finish,
-                                    Meet meet = {}) {
+                                    Sync sync = {}) {
     constexpr int VALUES = N * COLUMNS, QUADS = VALUES / 4;
-    constexpr int SPLITS = THREADS / QUADS;  // threads that share four values; H200: up to 132 blocks
+    constexpr int SPLITS = THREADS / QUADS;  // threads that share four values; an H200 has up to 132 blocks
     static_assert(THREADS >= QUADS && THREADS >= COLUMNS && COLUMNS % 4 == 0);
     const int thread = threadIdx.y * blockDim.x + threadIdx.x, first = blockIdx.x * COLUMNS, blocks = gridDim.y;
-    meet();
+    sync();
 #pragma unroll
     for (int i = 0; i < (VALUES + THREADS - 1) / THREADS; ++i) {
         const int value = i * THREADS + thread;
@@ -46,13 +47,13 @@ __device__ inline void reduce_parts(float *of_part, float *partials, uint32 *tic
             __threadfence();
         }
     }
-    meet();
+    sync();
     bool is_last = false;
     if (thread == 0) {
         is_last = atomicAdd(&tickets[blockIdx.x], 1) == blocks - 1;
         if (is_last) tickets[blockIdx.x] = 0;
     }
-    if (!meet.any(is_last)) return;
+    if (!sync.any(is_last)) return;
     __threadfence();
 
     const int split = thread / QUADS, value = thread % QUADS * 4, column = first + value % COLUMNS;
@@ -60,16 +61,16 @@ __device__ inline void reduce_parts(float *of_part, float *partials, uint32 *tic
         const float4 *const from = reinterpret_cast<const float4 *>(partials + value / COLUMNS * columns + column);
         const uint32 pitch = N * columns / 4;
         float4 total = make_float4(0, 0, 0, 0);
-        for (int next = split; next < blocks; next += AT_ONCE * SPLITS) {
-            float4 of_block[AT_ONCE];
+        for (int next = split; next < blocks; next += IN_FLIGHT * SPLITS) {
+            float4 of_block[IN_FLIGHT];
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i) {
+            for (int i = 0; i < IN_FLIGHT; ++i) {
                 const int block = next + i * SPLITS;
                 of_block[i] = make_float4(0, 0, 0, 0);
                 if (block < blocks && column < columns) of_block[i] = __ldcg(from + block * pitch);
             }
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i) {
+            for (int i = 0; i < IN_FLIGHT; ++i) {
                 total.x += of_block[i].x;
                 total.y += of_block[i].y;
                 total.z += of_block[i].z;
@@ -78,7 +79,7 @@ __device__ inline void reduce_parts(float *of_part, float *partials, uint32 *tic
         }
         reinterpret_cast<float4 *>(of_part)[thread] = total;
     }
-    meet();
+    sync();
     if (thread < COLUMNS && first + thread < columns) {
         float totals[N] = {};
 #pragma unroll
@@ -89,7 +90,7 @@ __device__ inline void reduce_parts(float *of_part, float *partials, uint32 *tic
     }
 }
 
-// The same from `sums` (N of them, 8 channels a thread) of blocks of TILE x REDUCE_ROWS threads.
+// `reduce_parts` from registers: each thread of a TILE x REDUCE_ROWS block has N sums of 8 channels.
 template <int N, class Finish>
 __device__ void reduce_over_rows(float (&sums)[N][VEC], float *partials, uint32 *tickets, int channels, Finish finish) {
     constexpr int CHANNELS = TILE * VEC, WARPS = REDUCE_THREADS / WARP;
@@ -108,20 +109,21 @@ __device__ void reduce_over_rows(float (&sums)[N][VEC], float *partials, uint32 
     reduce_parts<REDUCE_THREADS, WARPS, N, CHANNELS>(of_warp, partials, tickets, channels, finish);
 }
 
-// --- images that are dropped ---
+// --- stochastic depth (per sample) ---
 
-// Where DROP, a BatchNorm's output is multiplied by the factor of its image, 0 or 1 / (1 - p), before the residual is added
-// (operators/dropout.py). `factors` are those of all such BatchNorms, `first_factor` the place of the first image's in this
-// one's; an image has `pixels` rows.
-__device__ inline float factor_of(uint32 row, const float *factors, uint32 first_factor, uint32 pixels) {
+// With DROP, a BatchNorm's output is multiplied by its image's factor, 0 or 1 / (1 - p), before the residual is added
+// (operators/dropout.py). `factors` has the factors of all these BatchNorms; the factors of this BatchNorm begin at
+// `first_factor`. An image has `pixels` rows.
+__device__ inline float drop_factor(uint32 row, const float *factors, uint32 first_factor, uint32 pixels) {
     return factors[first_factor + row / pixels];
 }
 
 // --- a second gradient of the same tensor ---
 
-enum Second { NONE, WHOLE, COMPACT };  // what is added to the first: nothing, a gradient of all pixels, or of those of a `Grid`
+// What is added to the first gradient: nothing, a gradient of all pixels, or one of the pixels of a `Grid`.
+enum SecondGradient { NONE, WHOLE, COMPACT };
 
-// Divides numbers below 2^31 without a division: Granlund and Montgomery, "Division by invariant integers using
+// Divides numbers below 2^31 by multiplication: Granlund and Montgomery, "Division by invariant integers using
 // multiplication", PLDI 1994.
 struct FastDivisor {
     uint32 value, factor, shift;
@@ -131,13 +133,13 @@ struct FastDivisor {
 
 constexpr uint32 NOWHERE = 0xffffffff;
 
-// The pixels of images (`height`, `width`) whose row and column are multiples of `down` and `right`. A gradient that is 0 in
-// all others has only these, `out_height` x `out_width` of an image.
+// The pixels of `height` x `width` images whose row and column are multiples of `down` and `right`. A gradient that is 0 at
+// all other pixels is stored with only these: `out_height` x `out_width` per image.
 struct Grid {
     FastDivisor height, width, down, right;
     uint32 out_height, out_width;
 
-    // The row of that gradient that belongs to this one of the whole tensor.
+    // The row of the compact gradient that corresponds to this row of the whole tensor, or NOWHERE.
     __device__ uint32 row_of(uint32 row) const {
         const uint32 line = width.quotient(row), x = row - line * width.value;
         const uint32 image = height.quotient(line), y = line - image * height.value;
@@ -147,8 +149,8 @@ struct Grid {
     }
 };
 
-// A thread's 8 channels of one row of the second gradient, which lie at `at` where it has all rows.
-template <Second SECOND, class T>
+// A thread's 8 channels of one row of the second gradient. `at` is their index in a gradient of all rows.
+template <SecondGradient SECOND, class T>
 __device__ inline Packed<T> second_of(const Packed<T> *second, uint32 at, uint32 row, uint32 pitch, int channel,
                                       const Grid &grid) {
     if (SECOND == WHOLE) return second[at];
@@ -158,15 +160,16 @@ __device__ inline Packed<T> second_of(const Packed<T> *second, uint32 at, uint32
 
 // --- arithmetic per channel ---
 
-// The sums of a batch over its rows, of which mean and variance are made. Two rows: the sums of x and of x * x, as cuDNN's
-// genstats leaves them. With `about_mean` three, as our own kernels leave them: those of x - mean, which is 0, and of its
-// square, then the mean. The variance as a difference of means of squares loses (mean / deviation)^2 of fp32's digits, and
-// about the mean, or a value not far from it, there is nothing to lose (Chan, Golub and LeVeque, 'Algorithms for computing
-// the sample variance', The American Statistician 37, 1983).
+// `sums`: the sums of a batch over its rows, from which mean and variance follow.
+//   2 rows, left by cuDNN's genstats:                 sum of x, sum of x^2
+//   3 rows (`about_mean`), left by our own kernels:   sum of x - mean, which is 0; sum of (x - mean)^2; mean
+// Computed as a difference of means of squares, the variance loses (mean / deviation)^2 of fp32's digits. Computed about the
+// mean, or about a value near it, it loses none (Chan, Golub and LeVeque, 'Algorithms for computing the sample variance', The
+// American Statistician 37, 1983).
 
-// Scale and shift of a thread's 8 channels in the forward pass: y = x * scale + shift, from the sums of this batch. One
-// thread a channel also writes what is kept: mean and 1 / sqrt(var + eps) in `saved` (2, C), and the running
-// statistics, running = momentum * running + (1 - momentum) * new. Null pointers leave them out (inference).
+// Scale and shift of a thread's 8 channels in the forward pass, from this batch's sums: y = x * scale + shift. One thread per
+// channel also writes mean and 1 / sqrt(var + eps) to `saved` (2, C), and updates the running statistics: running = momentum
+// * running + (1 - momentum) * new. Null pointers skip these writes (inference).
 struct Forward {
     float scale[VEC], shift[VEC];
 
@@ -179,15 +182,16 @@ struct Forward {
         load_floats(gamma + channel, g);
         load_floats(beta + channel, b);
         const bool keeper = blockIdx.y == 0 && threadIdx.y == 0;
-        // A division for each sum would be 13 instructions, and hold up the loads behind it.
+        // Dividing each sum would take 13 instructions and delay the loads that follow.
         const float share = 1.f / rows, share_of_mean = about_mean ? 1 : share, about_zero = about_mean ? 0 : 1;
 #pragma unroll
         for (int k = 0; k < VEC; ++k) {
             mean[k] *= share_of_mean;
-            // Spelled out, as there are two ways to contract it: kernels with equal sums have equal bits.
+            // The fma is explicit because the compiler could contract the expression in two ways: kernels with equal sums
+            // must give equal bits.
             var[k] = fmaxf(fmaf(-about_zero * mean[k], mean[k], var[k] * share), 0.f);
         }
-        // In vectors: float by float each load waits for the store before it, and the launch for all of them.
+        // As vectors: loaded float by float, each load waits for the store before it, and the launch for all of them.
         if (keeper && running_mean) {
             float to_mean[VEC], to_var[VEC];
             load_floats(running_mean + channel, to_mean);
@@ -214,23 +218,23 @@ struct Forward {
     }
 };
 
-// What `Forward` takes, of a BatchNorm that a convolution's kernel does on the way.
-struct Before {
+// Arguments of `Forward` for a BatchNorm that is fused into a convolution's kernel.
+struct FusedNorm {
     const float *sums;
     bool about_mean;
     const float *gamma, *beta;
     float *saved, *running_mean, *running_var;
     float eps, momentum;
 
-    // `keeps`: whether the block may, if it is the first along the rows.
+    // With `keeps`, this block writes `saved` and the running statistics, if it is the first block along the rows.
     __device__ Forward forward(uint32 rows, int channel, int channels, bool keeps = true) const {
         return Forward(sums, about_mean, gamma, beta, keeps ? saved : nullptr, keeps ? running_mean : nullptr, running_var, eps,
                        momentum, rows, channel, channels);
     }
 };
 
-// `Forward` of a block's channels, in shared memory: the first row of threads makes it, while all have loads under way.
-// Made by all, one after the other, it takes a microsecond of a multiprocessor with four blocks.
+// `Forward` of a block's channels, in shared memory. The first row of threads computes it while the loads of all threads are
+// in flight. Computed by every row of threads, one after another, it takes a microsecond of an SM with four blocks.
 struct SharedForward {
     float scale[TILE * VEC], shift[TILE * VEC];
 
@@ -244,8 +248,8 @@ struct SharedForward {
     }
 };
 
-// Scale and shift in the backward pass, from what was saved: x * scale + shift has the bits that it had in the forward pass.
-// Without betas there is no shift.
+// Scale and shift in the backward pass, from the saved statistics: x * scale + shift has the same bits as in the forward
+// pass. Without betas, shift is not defined.
 struct Backward {
     float mean[VEC], invstd[VEC], gamma[VEC], scale[VEC], shift[VEC];
 
@@ -263,7 +267,7 @@ struct Backward {
     }
 };
 
-// dx = scale * dz + b * x + c, which is gamma * invstd * (dz - dbeta / rows - (x - mean) * invstd * dgamma / rows).
+// dx = scale * dz + b * x + c, which equals gamma * invstd * (dz - dbeta / rows - (x - mean) * invstd * dgamma / rows).
 struct InputGradient {
     float b[VEC], c[VEC];
 
@@ -272,13 +276,13 @@ struct InputGradient {
         float dg[VEC], db[VEC];
         load_floats(dgamma + channel, dg);
         load_floats(dbeta + channel, db);
-        // With a product in place of these divisions stem_weights has twice the spills in its loop: 0.319 ms for 0.263.
+        // Multiplying by 1 / rows instead makes stem_weights spill twice as much in its loop: 0.319 ms, up from 0.263.
 #pragma unroll
         for (int k = 0; k < VEC; ++k) {
             b[k] = -of.scale[k] * of.invstd[k] * dg[k] / rows;
             c[k] = -of.scale[k] * db[k] / rows - b[k] * of.mean[k];
         }
     }
-    // Of one value. The sum in brackets comes first: far from zero its two terms are large, and nearly cancel.
+    // dx of one value. The sum in brackets is evaluated first: far from zero its two terms are large and nearly cancel.
     __device__ float of(int k, float scale, float dz, float x) const { return scale * dz + (b[k] * x + c[k]); }
 };

@@ -1,19 +1,19 @@
-// What a BatchNorm sums up, over a group of GPUs by the GPUs themselves: within a step there is no host that could.
+// Synchronised BatchNorm: the GPUs of a group sum their statistics by themselves, as no host takes part within a step.
 //
-// Every member has a mailbox that all of them can write. A word of it is a float and the number of the exchange that it
-// belongs to, stored as 64 bits at once: whoever finds the number that it waits for has the float too, so there are no flags
-// and no fences. (NCCL's protocol LL works likewise.) A mailbox has two halves, for exchanges with even and odd numbers: a
-// member writes words of exchange n + 2 when it has those of n + 1, which the others sent when they had read all of n.
+// Every member has a mailbox that all members can write. A word of it is a float and the number of its exchange, stored
+// together as 64 bits. A reader that finds the expected number therefore has the float, too, without flags or fences. (NCCL's
+// LL protocol does the same.) A mailbox has two halves, for even and odd exchanges. A member writes words of exchange n + 2
+// only once it has all words of n + 1; the others sent those after they had read all words of n.
 #include "common.cuh"
 
 constexpr int THREADS = 256;
 constexpr int MAX_ARRAYS = 4, MAX_VALUES = 8192;  // of one exchange
 constexpr int MAX_MEMBERS = 16;
-constexpr int SPINS = 256;  // looks at a word between two looks at the clock
+constexpr int SPINS = 256;  // polls of a word between two looks at the clock
 
 struct Mailboxes { uint64 *of[MAX_MEMBERS]; };
 
-// Where a member's word lies in a mailbox of a group of `size`.
+// Address of a member's word in a mailbox of a group of `size`.
 __device__ inline uint64 *word_of(uint64 *mailbox, uint32 number, int size, int member, int array, int value) {
     return mailbox + (size_t(number % 2 * size + member) * MAX_ARRAYS + array) * MAX_VALUES + value;
 }
@@ -29,8 +29,8 @@ __device__ inline uint64 nanoseconds() {
     return now;
 }
 
-// The float of exchange `number`, once it is there. NaN if that takes longer than `limit` nanoseconds, which sets `fault`, or
-// if `fault` is set meanwhile.
+// Waits for the float of exchange `number`. Returns NaN after `limit` nanoseconds, and then sets `fault`; also returns NaN
+// once another thread has set `fault`.
 __device__ inline float receive(const uint64 *word, uint32 number, uint32 *fault, uint64 limit) {
     const uint64 start = nanoseconds();
     while (true) {
@@ -52,13 +52,13 @@ __device__ inline float receive(const uint64 *word, uint32 number, uint32 *fault
 __device__ inline void send_all(const Mailboxes &mailboxes, int own, int size, uint32 number, int array, int value, float v) {
 #pragma unroll 1
     for (int i = 1; i < size; ++i) {
-        uint64 *const mailbox = mailboxes.of[(own + i) % size];  // not all write to the same one first
+        uint64 *const mailbox = mailboxes.of[(own + i) % size];  // start with a different member each, to spread the writes
         send(word_of(mailbox, number, size, own, array, value), number, v);
     }
 }
 
-// The sums of the whole group's rows about their mean, from those of each member, which sends its mean and variance. All get
-// the same bits. `rows`: of each member; the rest as in group_mean.
+// The sums about the mean over all rows of the group. Each member sends its own mean and variance; all get the same bits.
+// `rows` is the number of rows of one member. The other parameters are those of group_mean.
 // Shapes: sums (2 or 3, C), result (3, C) fp32; numbers (gridDim.x); fault (1).
 __global__ void __launch_bounds__(THREADS)
 group_statistics(const float *sums, bool about_mean, float *result, uint32 rows, Mailboxes mailboxes, int own, int size,
@@ -75,26 +75,26 @@ group_statistics(const float *sums, bool about_mean, float *result, uint32 rows,
             const uint64 *const word = word_of(mailboxes.of[own], number, size, member, array, c);
             return member == own ? own_value : receive(word, number, fault, limit);
         };
-        // The members' means about that of the first, for the same reason as the sums.
-        const float near = of_member(0, 0, own_mean);
+        // The means are summed about the first member's mean: far from zero, sums about zero would cancel.
+        const float pivot = of_member(0, 0, own_mean);
         float sum = 0, var = 0;
 #pragma unroll 1
         for (int member = 0; member < size; ++member) {
-            const float of_mean = of_member(member, 0, own_mean) - near;
+            const float of_mean = of_member(member, 0, own_mean) - pivot;
             sum += of_mean;
             var += of_member(member, 1, own_var) + of_mean * of_mean;
         }
         result[c] = 0;
         result[channels + c] = (var / size - sum / size * (sum / size)) * rows;
-        result[2 * channels + c] = near + sum / size;
+        result[2 * channels + c] = pivot + sum / size;
     }
-    __syncthreads();  // all have read the number
+    __syncthreads();  // all threads have read the number
     if (threadIdx.x == 0) numbers[blockIdx.x] = number;
 }
 
-// Replaces the first `values` floats of up to four arrays (the others are null) by their means over the group, added up in the
-// order of its members: all get the same bits. `own`: this GPU's place among the `size` members. `numbers`: of the latest
-// exchange of each block; blocks exchange independently.
+// Replaces the first `values` floats of up to four arrays (the others are null) by their means over the group. They are added
+// in the order of the members, so all get the same bits. `own` is this GPU's index among the `size` members. `numbers` has
+// the latest exchange of each block; blocks exchange independently.
 // Shapes: a, b, c, d (values) fp32; numbers (gridDim.x); fault (1).
 __global__ void __launch_bounds__(THREADS)
 group_mean(float *a, float *b, float *c, float *d, Mailboxes mailboxes, int own, int size, uint32 *numbers,
@@ -122,6 +122,6 @@ group_mean(float *a, float *b, float *c, float *d, Mailboxes mailboxes, int own,
             arrays[array][value] = sum / size;
         }
     }
-    __syncthreads();  // all have read the number
+    __syncthreads();  // all threads have read the number
     if (threadIdx.x == 0) numbers[blockIdx.x] = number;
 }

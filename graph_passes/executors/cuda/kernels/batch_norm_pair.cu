@@ -1,11 +1,11 @@
-// Two BatchNorms whose sum goes through ReLU, in one (the end of a block with a projection shortcut), forward and backward:
-// the shortcut's normalised tensor is never written, and the gradient that both share is read once for both.
+// Two BatchNorms whose sum goes through ReLU: the end of a block with a projection shortcut, forward and backward. Fused, the
+// shortcut's normalised tensor is never written, and the gradient that both BatchNorms share is read once.
 //
-// y = relu(norm(x) + norm_2(x_2)). ReLU leaves one bit per element, as in batch_norm.cu. With DROP, norm(x) is multiplied by
-// the image's factor, and its gradient likewise.
+// y = relu(norm(x) + norm_2(x_2)). ReLU's mask has one bit per element, as in batch_norm.cu. With DROP, norm(x) and its
+// gradient are multiplied by the image's stochastic-depth factor.
 #include "batch_norm.cuh"
 
-// Rows from the end, as in batch_norm_apply. `saved` and the running statistics: what `Forward` keeps, of each norm.
+// Walks the rows from the end, as batch_norm_apply does. Each norm saves what `Forward` saves.
 // Shapes: x, x_2, y (rows, C); mask (rows, C / 8) bytes; sums (2 or 3, C), saved (2, C), gamma, beta, running_mean,
 // running_var (C) fp32, and those with _2; factors fp32.
 template <class T, bool DROP>
@@ -17,7 +17,7 @@ batch_norm_pair_apply(const Packed<T> *x, const Packed<T> *x_2, const float *sum
                       uint32 rows, int channels, const float *factors, uint32 first_factor, uint32 pixels) {
     const int channel = (blockIdx.x * TILE + threadIdx.x) * VEC;
     if (channel >= channels) return;
-    float scale[VEC], scale_2[VEC], shift[VEC], shift_2[VEC];  // without DROP the shifts of both are one
+    float scale[VEC], scale_2[VEC], shift[VEC], shift_2[VEC];  // without DROP, `shift` is the sum of both shifts
     {
         const Forward of(sums, about_mean, gamma, beta, saved, running_mean, running_var, eps, momentum, rows, channel,
                          channels);
@@ -37,25 +37,25 @@ batch_norm_pair_apply(const Packed<T> *x, const Packed<T> *x_2, const float *sum
         float v[VEC], v_2[VEC];
         unpack(x[at], v);
         unpack(x_2[at], v_2);
-        const float factor = DROP ? factor_of(rows - 1 - i, factors, first_factor, pixels) : 1;
+        const float factor = DROP ? drop_factor(rows - 1 - i, factors, first_factor, pixels) : 1;
         uint32 bits = 0;
 #pragma unroll
         for (int k = 0; k < VEC; ++k) {
             if (DROP) v[k] = (v[k] * scale[k] + shift[k]) * factor + (v_2[k] * scale_2[k] + shift_2[k]);
             else v[k] = v[k] * scale[k] + (v_2[k] * scale_2[k] + shift[k]);
             bits |= uint32(v[k] > 0) << k;
-            v[k] = v[k] > 0 || v[k] != v[k] ? v[k] : 0;  // NaN stays visible
+            v[k] = v[k] > 0 || v[k] != v[k] ? v[k] : 0;  // propagates NaN
         }
         y[at] = pack<T>(v);
         mask[at] = uint8(bits);
     }
 }
 
-// The sums of both norms, as in batch_norm_backward_reduce; without DROP dbeta is the same for both. dz, which is dy, or
-// dy + dy2, where ReLU let it through, is stored for batch_norm_pair_backward_apply.
+// The sums of both norms, as in batch_norm_backward_reduce. Without DROP, both have the same dbeta. dz is dy (or dy + dy2),
+// masked by ReLU; it is stored for batch_norm_pair_backward_apply.
 // Shapes: x, x_2, dy, dz (rows, C); dy2 likewise, or (rows of the grid, C); mask (rows, C / 8) bytes; saved (2, C), dgamma,
 // dbeta (C) fp32, and those with _2; partials (gridDim.y, 3 + DROP, C), factors fp32; tickets (gridDim.x).
-template <class T, Second SECOND, bool DROP>
+template <class T, SecondGradient SECOND, bool DROP>
 __global__ void __launch_bounds__(REDUCE_THREADS, 1)
 batch_norm_pair_backward_reduce(const Packed<T> *x, const Packed<T> *x_2, const Packed<T> *dy, const Packed<T> *dy2,
                                 const uint8 *mask, Packed<T> *dz, const float *saved, const float *saved_2,
@@ -77,7 +77,7 @@ batch_norm_pair_backward_reduce(const Packed<T> *x, const Packed<T> *x_2, const 
             unpack(x_2[at], v_2);
             unpack(dy[at], g);
             if (TWO) unpack(second_of<SECOND>(dy2, at, row, pitch, channel, grid), g2);
-            const float factor = DROP ? factor_of(row, factors, first_factor, pixels) : 1;
+            const float factor = DROP ? drop_factor(row, factors, first_factor, pixels) : 1;
 #pragma unroll
             for (int k = 0; k < VEC; ++k) {
                 if (TWO) g[k] += g2[k];
@@ -100,7 +100,7 @@ batch_norm_pair_backward_reduce(const Packed<T> *x, const Packed<T> *x_2, const 
     });
 }
 
-// dx and dx_2 as `InputGradient` has them. Rows from the end. Without DROP, dbeta is the sum for both.
+// dx and dx_2 by `InputGradient`. Rows are walked from the end. Without DROP, both norms use `dbeta`.
 // Shapes: x, x_2, dz, dx, dx_2 (rows, C); saved, saved_2 (2, C), gamma, gamma_2, dgamma, dgamma_2, dbeta, dbeta_2 (C),
 // factors fp32.
 template <class T, bool DROP>
@@ -134,7 +134,7 @@ batch_norm_pair_backward_apply(const Packed<T> *x, const Packed<T> *x_2, const P
             unpack(px[u], v);
             unpack(px_2[u], v_2);
             unpack(pdz[u], g);
-            const float factor = DROP ? factor_of(rows - 1 - (i + u * stride), factors, first_factor, pixels) : 1;
+            const float factor = DROP ? drop_factor(rows - 1 - (i + u * stride), factors, first_factor, pixels) : 1;
 #pragma unroll
             for (int k = 0; k < VEC; ++k) {
                 v[k] = to.of(k, of.scale[k], DROP ? g[k] * factor : g[k], v[k]);

@@ -1,28 +1,28 @@
-// BatchNorm, ReLU and the 3x3 max pooling with stride 2 that consumes it, in one (ResNet's stem): the normalised tensor, the
-// largest of the network, is never written, nor is its gradient.
+// BatchNorm, ReLU and the 3x3 max pooling with stride 2 that consumes it (ResNet's stem), fused. The normalised tensor is the
+// largest of the network; neither it nor its gradient is ever written.
 //
-// `winner` is the place of the maximum in its window (row * 3 + column), or NOBODY where no value is above 0: ReLU then
-// lets no gradient through. `x_winner` is x there, so that the sums of the backward pass need not look for it.
+// `winner` is the position of the maximum in its window (row * 3 + column). It is NOBODY if no value is above 0: ReLU then
+// lets no gradient through. `x_winner` is x at that position, so that the sums of the backward pass need not search for it.
 #include "batch_norm_pool.cuh"
 
-constexpr int STRIP = 8;  // rows of the output that a thread of the forward pass makes
+constexpr int STRIP = 8;  // output rows that a thread of the forward pass computes
 
-// --- forward: comparisons are done in packed words, two 16-bit channels at once ---
+// --- forward: compares packed words, two 16-bit channels at once ---
 
-template <class T> constexpr int LANE_BITS = sizeof(T) * 8;                   // bits of a channel in a word
-template <class T> constexpr int WORDS = sizeof(Packed<T>) / sizeof(uint32);  // words of 8 channels
+template <class T> constexpr int LANE_BITS = sizeof(T) * 8;                   // bits per channel in a word
+template <class T> constexpr int WORDS = sizeof(Packed<T>) / sizeof(uint32);  // words for 8 channels
 template <class T> union Words {
     Packed<T> packed;
     uint32 word[WORDS<T>];
     __device__ Words() {}
 };
 
-// `value` in every lane of a word.
+// Replicates `value` in every lane of a word.
 template <class T> __device__ constexpr uint32 in_lanes(uint32 value) {
     return LANE_BITS<T> == 16 ? value | value << 16 : value;
 }
 
-// All bits of each lane where a > b.
+// Sets all bits of each lane where a > b.
 template <class T> __device__ inline uint32 greater(uint32 a, uint32 b) {
     const T *one = reinterpret_cast<const T *>(&a), *other = reinterpret_cast<const T *>(&b);
     uint32 bits = 0;
@@ -44,8 +44,8 @@ template <> __device__ inline uint32 greater<bfloat16>(uint32 a, uint32 b) {
 }
 #endif
 
-// Of some values the largest, and its place, channel by channel; of equal ones the first. Values have another sign if
-// the scale is negative (`flip`): what is largest then gives the largest output.
+// Running maximum and its position, per channel; among equal values the first wins. If the scale is negative, `flip` inverts
+// the sign of the values: the smallest x then gives the largest output.
 template <class T> struct Largest {
     uint32 value[WORDS<T>], place[WORDS<T>];
 
@@ -55,7 +55,7 @@ template <class T> struct Largest {
         place[w] = (its_place & better) | (place[w] & ~better);
     }
 
-    // Of three neighbours in a row; `left` is the place of the first.
+    // Takes the maximum of three neighbours in a row; `left` is the position of the first.
     __device__ void look_across(const Words<T> (&x)[KERNEL], const Words<T> &flip, uint32 left) {
 #pragma unroll
         for (int w = 0; w < WORDS<T>; ++w) {
@@ -66,39 +66,39 @@ template <class T> struct Largest {
         }
     }
 
-    // With those of a window's `row`.
+    // Merges the maximum of one row of the window.
     __device__ void look_down(const Largest &of_row, int row) {
 #pragma unroll
         for (int w = 0; w < WORDS<T>; ++w) compare(w, of_row.value[w], of_row.place[w] + in_lanes<T>(row * KERNEL));
     }
 };
 
-// y = max over the window of relu(x * scale + shift). A NaN needs no care: it is in the statistics, so that scale and
-// all of its channel are NaN.
-// A thread makes a strip, a column of STRIP pixels, from top to bottom: rows that two windows share are read once, and
-// the next two are under way. In place of pixels outside it reads those at the edge, which change no maximum. Strips
-// from the end, as rows in batch_norm_apply.
-// Shapes: x (N, H, W, C); y, x_winner (N, OH, OW, C); winner (N, OH, OW, C) bytes; sums (2 or 3, C), saved (2, C),
-// gamma, beta, running_mean, running_var (C) fp32. rows = N*H*W, strips = N * ceil(OH / STRIP) * OW.
+// y = max over the window of relu(x * scale + shift). NaN needs no special case: it has reached the statistics, so scale and
+// the whole channel are NaN.
+// A thread computes a strip, which is a column of STRIP pixels, from top to bottom. Rows shared by two windows are read once,
+// and the next two rows are in flight. Pixels outside the image are replaced by those at the edge, which changes no maximum.
+// Strips are walked from the end, as batch_norm_apply walks rows.
+// Shapes: x (N, H, W, C); y, x_winner (N, OH, OW, C); winner (N, OH, OW, C) bytes; sums (2 or 3, C), saved (2, C), gamma,
+// beta, running_mean, running_var (C) fp32. rows = N*H*W, strips = N * ceil(OH / STRIP) * OW.
 template <class T>
 __global__ void __launch_bounds__(APPLY_THREADS, 3)
 batch_norm_relu_max_pool(const Packed<T> *x, const float *sums, bool about_mean, const float *gamma, const float *beta,
                          Packed<T> *y, uint2 *winner, Packed<T> *x_winner, float *saved, float *running_mean,
                          float *running_var, float eps, float momentum, Image size, uint32 rows, uint32 strips,
                          int channels) {
-    __shared__ __align__(16) SharedForward made;
+    __shared__ __align__(16) SharedForward forward;
     const int channel = (blockIdx.x * TILE + threadIdx.x) * VEC, pitch = channels / VEC, vector = channel / VEC;
     if (threadIdx.y == 0 && channel < channels)
-        made.keep(Forward(sums, about_mean, gamma, beta, saved, running_mean, running_var, eps, momentum, rows, channel,
-                          channels));
+        forward.keep(Forward(sums, about_mean, gamma, beta, saved, running_mean, running_var, eps, momentum, rows, channel,
+                             channels));
     __syncthreads();
     if (channel >= channels) return;
     float scale[VEC], shift[VEC];
-    made.load_own(scale, shift);
+    forward.load_own(scale, shift);
     Words<T> flip, least;
 #pragma unroll
     for (int k = 0; k < VEC; ++k) {
-        flip.packed.element[k] = from_float<T>(scale[k] < 0 ? -0.f : 0.f);  // the sign bit alone
+        flip.packed.element[k] = from_float<T>(scale[k] < 0 ? -0.f : 0.f);  // only the sign bit
         least.packed.element[k] = from_float<T>(-INF);
     }
     for (uint32 i = blockIdx.y * APPLY_ROWS + threadIdx.y; i < strips; i += gridDim.y * APPLY_ROWS) {
@@ -106,14 +106,14 @@ batch_norm_relu_max_pool(const Packed<T> *x, const float *sums, bool about_mean,
         const int first = at.row * STRIP, end = min(first + STRIP, size.out_height);
         const int middle = at.column * STRIDE, last = size.width - 1;
         const int columns[KERNEL] = {max(middle - 1, 0), min(middle, last), min(middle + 1, last)};
-        const uint32 left = in_lanes<T>(at.column == 0 ? 1 : 0);  // whose place the first of three columns has
+        const uint32 left = in_lanes<T>(at.column == 0 ? 1 : 0);  // position of the first of the three columns
         const auto load_row = [&](int row, Words<T> (&to)[KERNEL]) {
             const uint32 from = (at.image * size.height + min(row, size.height - 1)) * size.width;
 #pragma unroll
             for (int j = 0; j < KERNEL; ++j) to[j].packed = x[(from + columns[j]) * pitch + vector];
         };
         Words<T> upper[KERNEL], lower[KERNEL];
-        Largest<T> above;  // of the row above a window's middle
+        Largest<T> above;  // maximum of the row above the window's centre
 #pragma unroll
         for (int w = 0; w < WORDS<T>; ++w) {
             above.value[w] = least.word[w];
@@ -142,7 +142,7 @@ batch_norm_relu_max_pool(const Packed<T> *x, const float *sums, bool about_mean,
             x_winner[to] = value.packed;
             float v[VEC];
             unpack(value.packed, v);
-            made.load_own(scale, shift);  // in registers all the time they would be too many
+            forward.load_own(scale, shift);  // reloaded each time: kept live, they would need too many registers
             uint2 places = {0, 0};
 #pragma unroll
             for (int k = 0; k < VEC; ++k) {
@@ -162,8 +162,8 @@ batch_norm_relu_max_pool(const Packed<T> *x, const float *sums, bool about_mean,
 
 // --- backward ---
 
-// dbeta and dgamma as in batch_norm_backward_reduce, summed over output pixels: each gradient goes to one winner. The
-// gradient is dy; with TWO it is dy + dy2, which is stored as dz.
+// dbeta and dgamma as in batch_norm_backward_reduce, summed over output pixels: each output's gradient goes to one winner.
+// The gradient is dy; with TWO it is dy + dy2, which is also stored as dz.
 // Shapes: x_winner, dy, dy2, dz (N, OH, OW, C); winner (N, OH, OW, C) bytes; saved (2, C), dgamma, dbeta (C), partials
 // (gridDim.y, 2, C) fp32; tickets (gridDim.x). outputs = N*OH*OW.
 template <class T, bool TWO>
@@ -200,7 +200,7 @@ batch_norm_relu_max_pool_backward_reduce(const Packed<T> *x_winner, const Packed
     });
 }
 
-// The gradient of x, a thread a square of 2x2 pixels.
+// The gradient of x. One thread computes 2x2 pixels.
 // Shapes: x, dx (N, H, W, C); dz (N, OH, OW, C); winner (N, OH, OW, C) bytes; saved (2, C), gamma, dgamma, dbeta (C) fp32.
 // rows = N*H*W, squares = N * ceil(H / 2) * ceil(W / 2).
 template <class T>

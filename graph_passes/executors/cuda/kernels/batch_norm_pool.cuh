@@ -1,5 +1,5 @@
-// The gradient of BatchNorm + ReLU + 3x3 max pooling with stride 2 at the input, for the kernels that write it and that which
-// uses it at once. See batch_norm_pool.cu.
+// The gradient at the input of BatchNorm + ReLU + 3x3 max pooling with stride 2. Shared by the kernel that writes it and by
+// those that consume it at once. See batch_norm_pool.cu.
 #pragma once
 #include "batch_norm.cuh"
 
@@ -8,7 +8,7 @@ constexpr uint8 NOBODY = 255;
 
 struct Image { int height, width, out_height, out_width; };
 
-// Where an output pixel's window lies.
+// Image, row and column of an output pixel.
 struct Place {
     int image, row, column;
 
@@ -34,9 +34,9 @@ template <class T> struct PoolGradient {
         }
     }
 
-    // Of the 2x2 input pixels that start at twice the given row and column: they lie in the same four windows, so that each
-    // window is read once for four pixels. Calls `store(row, column, inside, dx)` for each, row and column 0 or 1. A pixel
-    // has `pitch` vectors, of which `vector` is this thread's.
+    // dx of the 2x2 input pixels that start at row 2 * square_row and column 2 * square_column. All four lie in the same four
+    // windows, so each window is read once for four pixels. Calls `store(row, column, inside, dx)` for each pixel, with row
+    // and column 0 or 1. A pixel has `pitch` vectors; this thread processes number `vector`.
     template <class Store>
     __device__ void square(const Packed<T> *x, const Packed<T> *dz, const uint2 *winner, int image, int square_row,
                            int square_column, Image size, int pitch, int vector, Store store) const {
@@ -66,7 +66,7 @@ template <class T> struct PoolGradient {
             for (int s = 0; s < 2; ++s) store(r, s, inside[r][s], packed[r][s]);
     }
 
-    // dx of such a square in the place of x, from its four windows.
+    // Replaces x of the 2x2 pixels by dx, from their four windows.
     __device__ void apply(Packed<T> (&x)[2][2], const Packed<T> (&dz)[2][2], const uint2 (&places)[2][2]) const {
 #pragma unroll
         for (int k = 0; k < VEC; k += 2) {
@@ -88,7 +88,7 @@ template <class T> struct PoolGradient {
                     for (int s = 0; s < 2; ++s) {
                         v[r][s][e] = b[k + e] * to_float(x[r][s].element[k + e]) + c[k + e];
 #pragma unroll
-                        for (int i = 0; i <= r; ++i)  // the second window of each direction holds the second pixel only
+                        for (int i = 0; i <= r; ++i)  // of two overlapping windows, the second covers only the second pixel
 #pragma unroll
                             for (int j = 0; j <= s; ++j)
                                 if (winner[i][j] == (r + PAD - STRIDE * i) * KERNEL + s + PAD - STRIDE * j)

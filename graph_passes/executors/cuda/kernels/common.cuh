@@ -1,14 +1,15 @@
 // Element types, 16-byte vectors and small helpers shared by all kernels.
 //
-// The 16-bit types are our own, converted by PTX instructions: NVRTC then needs no header of the CUDA toolkit, and the
-// user no toolkit. All arithmetic is fp32; half and bfloat16 are storage only.
+// The 16-bit types are our own and converted by PTX instructions. So NVRTC needs no header of the CUDA toolkit, and the user
+// needs no toolkit. All arithmetic is fp32; half and bfloat16 are storage only.
 //
-// Above each kernel stand the shapes of its operands, by the same names everywhere: N images of H x W pixels (OH x OW: those
-// of an output) with C channels, rows = N*H*W; K: the channels that a convolution makes of C, or the classes. Images are NHWC,
-// filters (K, height, width, C), of the network's type T where nothing else is said. A null pointer leaves an operand out.
+// The comment above each kernel gives the shapes of its operands. The same names are used everywhere: N images of H x W
+// pixels (outputs: OH x OW) with C channels; rows = N*H*W; K is the number of a convolution's output channels, or of classes.
+// Images are NHWC, filters are (K, height, width, C). The element type is the network's type T unless stated. A null pointer
+// leaves an operand out.
 //
-// Places are numbered in 32 bits, and in vectors wherever there are vectors: a tensor has fewer than 2^31 elements
-// (`MAX_ELEMENTS` of capacity.py).
+// Indices have 32 bits and count vectors wherever data are vectors. A tensor has fewer than 2^31 elements (`MAX_ELEMENTS` of
+// capacity.py).
 #pragma once
 
 using uint8 = unsigned char;
@@ -21,20 +22,20 @@ using size_t = decltype(sizeof(0));
 struct half { uint16 bits; };
 struct bfloat16 { uint16 bits; };
 
-constexpr int VEC = 8;   // neighbouring channels a thread works on at once: one 16-byte access in 16-bit types
+constexpr int VEC = 8;   // neighbouring channels that a thread processes at once: one 16-byte access in 16-bit types
 constexpr int WARP = 32;
 #define INF __int_as_float(0x7f800000)
 #define NOT_A_NUMBER __int_as_float(0x7fc00000)
 
-// --- threads of a block that wait for each other ---
+// --- barriers within a block ---
 
-struct MeetAll {
+struct BlockBarrier {
     __device__ void operator()() const { __syncthreads(); }
-    // Whether it is so for any of them.
+    // Barrier that also tells whether `is` was true in any thread.
     __device__ bool any(bool is) const { return __syncthreads_or(is); }
 };
-// Whole warps, so many threads of them, at the barrier of this number, from 1 on.
-template <int BARRIER, int THREADS> struct Meet {
+// Named barrier number BARRIER, from 1 on, of THREADS threads in whole warps.
+template <int BARRIER, int THREADS> struct NamedBarrier {
     __device__ void operator()() const { asm volatile("bar.sync %0, %1;" :: "n"(BARRIER), "n"(THREADS) : "memory"); }
     __device__ bool any(bool is) const {
         uint32 found;
@@ -46,8 +47,8 @@ template <int BARRIER, int THREADS> struct Meet {
         return found;
     }
 };
-// A team of so many threads, of several in a block: each has a barrier of its own.
-template <int THREADS> __device__ inline void meet_team(int team) {
+// Barrier of one team of THREADS threads. A block has several teams; each has its own named barrier.
+template <int THREADS> __device__ inline void team_sync(int team) {
     asm volatile("bar.sync %0, %1;" :: "r"(team + 1), "n"(THREADS) : "memory");
 }
 
@@ -65,7 +66,7 @@ template <class T> __device__ inline T from_float(float f);
 template <> __device__ inline float from_float<float>(float f) { return f; }
 template <> __device__ inline half from_float<half>(float f) {
     half h;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h.bits) : "f"(f));  // beyond 65504 it gives infinity: loss scaling relies on it
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h.bits) : "f"(f));  // values beyond 65504 become infinity: loss scaling relies on it
     return h;
 }
 template <> __device__ inline bfloat16 from_float<bfloat16>(float f) {
@@ -80,7 +81,7 @@ template <> __device__ inline bfloat16 from_float<bfloat16>(float f) {
     return b;
 }
 
-// Two at once, which is one instruction for 16-bit types since sm_80.
+// Converts two values at once: one instruction for 16-bit types since sm_80.
 template <class T> __device__ inline void from_floats(float f0, float f1, T *to) {
     to[0] = from_float<T>(f0);
     to[1] = from_float<T>(f1);
@@ -131,7 +132,7 @@ template <class T> __device__ inline Packed<T> pack(const float (&f)[VEC]) {
 __device__ inline void load_floats(const float *p, float (&f)[VEC]) { unpack(load(p), f); }
 __device__ inline void store_floats(float *p, const float (&f)[VEC]) { store(p, pack<float>(f)); }
 
-// --- reductions over a block; every thread must call them, thread 0 gets the result ---
+// --- reductions over a block; every thread must call them, every thread gets the result ---
 
 template <class Op> __device__ inline float block_reduce(float v, float identity, Op op) {
     __shared__ float of_warp[WARP];
@@ -143,7 +144,7 @@ template <class Op> __device__ inline float block_reduce(float v, float identity
     v = lane < warps ? of_warp[lane] : identity;
 #pragma unroll
     for (int d = WARP / 2; d; d /= 2) v = op(v, __shfl_xor_sync(0xffffffff, v, d));
-    __syncthreads();  // of_warp may be used again at once
+    __syncthreads();  // the next call may overwrite of_warp
     return v;         // every warp did the second step, so every thread has the result
 }
 

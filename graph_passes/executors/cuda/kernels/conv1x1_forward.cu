@@ -1,33 +1,32 @@
-// The forward pass of a 1x1 convolution in inference, with what follows it: bias, sum and ReLU; or of two whose sum is wanted,
-// as one product over the channels of both. conv1x1_forward.cuh says how it works.
+// Forward pass of a 1x1 convolution in inference, fused with bias, addition and ReLU. Optionally computes the sum of two
+// convolutions, as one product over the channels of both. conv1x1_forward.cuh explains the design.
 #include "conv1x1_forward.cuh"
 
-// y = x * w + bias (+ addend), then ReLU with RELU; a null `bias` is none. With TWO, also + x_2 * w_2 + bias_2. The maps
-// are of these matrices: of x and x_2 by tiles of `walk.rows` rows and 64 columns, of w and w_2 by tiles of COLUMNS rows and 64
-// columns, of y and addend by those of 16 rows and 64 columns. With stride 2 the map of x leaves pixels out, a tile of it is
-// whole lines of an image, and a line of the map of y is a tile; that of x_2 has the lines of y. gridDim.x blocks share the
-// columns, gridDim.y the rows.
-// Shapes: x (rows, C), w (K, C), x_2 (rows, C_2), w_2 (K, C_2), y and addend (rows, K); bias and bias_2 (K) fp32. columns = K; C
-// fits into all but the last `chunks_2` of `chunks` of 64 channels, and C_2 into these.
+// y = x * w + bias (+ addend), with RELU followed by ReLU; `bias` may be null. With TWO, x_2 * w_2 + bias_2 is added as well.
+// Tiles of the tensor maps: x and x_2 `walk.rows` rows and 64 columns; w and w_2 COLUMNS rows and 64 columns; y and addend 16
+// rows and 64 columns. With stride 2, the map of x skips pixels: a tile of x is whole lines of an image, and a line of the
+// map of y is a tile. The map of x_2 has the lines of y. gridDim.x blocks share the columns, gridDim.y the rows.
+// Shapes: x (rows, C), w (K, C), x_2 (rows, C_2), w_2 (K, C_2), y and addend (rows, K); bias and bias_2 (K) fp32. columns =
+// K. C_2 fits into the last `chunks_2` of `chunks` chunks of 64 channels, and C into the chunks before them.
 template <class T, int COLUMNS, bool ADD, bool RELU, bool TWO>
 __global__ void __launch_bounds__(THREADS, 1)
 conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,
                 const __grid_constant__ TensorMap addend, const __grid_constant__ TensorMap y, const float *bias,
-                uint32 rows, TileWalk walk, int columns, int chunks, int stages, int results,
+                uint32 rows, TileStep walk, int columns, int chunks, int stages, int results,
                 const __grid_constant__ TensorMap x_2, const __grid_constant__ TensorMap w_2, const float *bias_2,
                 int chunks_2) {
     constexpr int PARTS = COLUMNS / CHUNK;
-    static_assert(sizeof(Control) == 2048, "as lowering/conv1x1_forward.py counts");
+    static_assert(sizeof(Control) == 2048, "equals the size in lowering/conv1x1_forward.py");
     extern __shared__ __align__(1024) uint4 memory[];
     Control &control = *reinterpret_cast<Control *>(memory);
     uint4 *const weights = memory + sizeof(Control) / VECTOR_BYTES;
     uint4 *const tiles_of_x = weights + chunks * COLUMNS * CHUNK_VECTORS;
     uint4 *const all_results = tiles_of_x + TEAMS * stages * TILE_VECTORS;
-    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // one for all, to the compiler
-    const bool multiplies = warp < MULTIPLYING;
-    const int team = multiplies ? warp / TEAM_WARPS : warp - MULTIPLYING;
+    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // warp-uniform
+    const bool is_mma_warp = warp < MMA_WARPS;
+    const int team = is_mma_warp ? warp / TEAM_WARPS : warp - MMA_WARPS;
     const int first_column = blockIdx.x * COLUMNS, chunks_1 = TWO ? chunks - chunks_2 : chunks;
-    const Share share{blockIdx.y * TEAMS + team, (rows + walk.rows - 1) / walk.rows, gridDim.y * TEAMS};
+    const TileRange range{blockIdx.y * TEAMS + team, (rows + walk.rows - 1) / walk.rows, gridDim.y * TEAMS};
 
     for (int n = threadIdx.x; n < COLUMNS; n += THREADS) {
         const bool has_bias = bias && first_column + n < columns;
@@ -38,55 +37,55 @@ conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
     __syncthreads();
 
     const Stages own{tiles_of_x + team * stages * TILE_VECTORS, control.full[team], control.empty[team], chunks, stages};
-    if (!multiplies) {
+    if (!is_mma_warp) {
         if (lane == 0) {
             if (team == 0) {
-                fetch_map(y);
-                arrive_expecting(control.weights, chunks * COLUMNS * CHUNK_VECTORS * VECTOR_BYTES);
+                prefetch_tensormap(y);
+                arrive_expect_tx(control.weights, chunks * COLUMNS * CHUNK_VECTORS * VECTOR_BYTES);
                 load_weights<COLUMNS>(weights, w, chunks_1, first_column, control.weights);
                 if (TWO)
                     load_weights<COLUMNS>(weights + chunks_1 * COLUMNS * CHUNK_VECTORS, w_2, chunks_2, first_column,
                                           control.weights);
             }
-            load_tiles<TWO>(own, x, share, walk, &x_2, chunks_2);
+            load_tiles<TWO>(own, x, range, walk, &x_2, chunks_2);
         }
     } else {
         uint4 *const own_results = all_results + warp * results * RESULT_VECTORS;
         const int own_row = warp % TEAM_WARPS * WARP_ROWS;
 
-        Addends addends{addend, walk, control.addend[warp], own_results, share, first_column, own_row, PARTS};
+        Addends addends{addend, walk, control.addend[warp], own_results, range, first_column, own_row, PARTS};
         if (ADD && lane == 0)
-            for (int place = 0; place < results; ++place) addends.load(place);
+            for (int slot = 0; slot < results; ++slot) addends.load(slot);
 
-        Turn turn, result;
-        wait_for_phase(control.weights, 0);
-        for (uint32 tile = share.first; tile < share.end; tile += share.step) {
+        PipelineState pipe, result;
+        mbarrier_wait(control.weights, 0);
+        for (uint32 tile = range.first; tile < range.end; tile += range.step) {
             float products[COLUMNS / 8][4];
-            begin_with(products, control.bias, lane);
-            multiply_tile<T>(products, weights, own, turn, lane);
+            init_accumulators(products, control.bias, lane);
+            multiply_tile<T>(products, weights, own, pipe, lane);
 
 #pragma unroll
             for (int p = 0; p < PARTS; ++p) {
-                uint4 *const part = own_results + result.place * RESULT_VECTORS;
+                uint4 *const part = own_results + result.index * RESULT_VECTORS;
                 if (ADD) {
-                    wait_for_phase(control.addend[warp][result.place], result.parity);
+                    mbarrier_wait(control.addend[warp][result.index], result.phase);
                 } else {
-                    if (lane == 0) wait_for_stores<1>();
+                    if (lane == 0) tma_store_wait<1>();
                     __syncwarp();
                 }
                 finish_part<T, ADD, RELU>(products, p, part, lane);
-                show_to_copies();
+                tma_store_fence();
                 __syncwarp();
                 if (lane == 0) {
-                    store_tile(y, first_column + p * CHUNK, tile * walk.y_row + own_row, tile * walk.y_line, part);
-                    if (ADD && (p > 0 || tile != share.first)) {
-                        wait_for_stores<1>();
-                        addends.load(result.place == 0 ? results - 1 : result.place - 1);
+                    tma_store(y, first_column + p * CHUNK, tile * walk.y_row + own_row, tile * walk.y_line, part);
+                    if (ADD && (p > 0 || tile != range.first)) {
+                        tma_store_wait<1>();
+                        addends.load(result.index == 0 ? results - 1 : result.index - 1);
                     }
                 }
-                result.next(results);
+                result.advance(results);
             }
         }
-        if (lane == 0) wait_for_stores<0>();
+        if (lane == 0) tma_store_wait<0>();
     }
 }

@@ -1,31 +1,32 @@
-// Two 1x1 convolutions after one another in one launch: the last of a residual block, with the sum, and the first of the next
-// block. What is between them is written, for the next sum reads it too, but not read again. conv1x1_forward.cuh says how the
-// first works.
+// Two consecutive 1x1 convolutions in one launch: the last of a residual block, with the addition, and the first of the next
+// block. The tensor between them is written, because the next addition reads it, but it is not read again here.
+// conv1x1_forward.cuh explains the first convolution.
 //
-// A warp has all columns of its rows. What it has rounded and stored of them is, in the same registers, the first operand of
-// the second product: a thread's two neighbours in a row are where `mma.m16n8k16` has them, in what it gives and in what it
-// takes. So nothing waits for shared memory, and only in starting products do the four warps of a team meet.
+// A warp has all columns of its rows. The values that it has rounded and stored are, in the same registers, the A operand of
+// the second product: the accumulator layout of `mma.m16n8k16` equals its A fragment layout. So the second product needs no
+// shared memory for A, and the four warps of a team synchronise only to start wgmma.
 #include "conv1x1_forward.cuh"
 
 constexpr int COLUMNS = MAX_COLUMNS, PARTS = COLUMNS / CHUNK, MAX_SECOND = 128;  // of y, and of z
-constexpr int PAIR_THREADS = (MULTIPLYING + 4) * WARP;  // registers go from four warps to others, so two more start and end
+// setmaxnreg works on whole warpgroups: two of the four producer warps have nothing else to do
+constexpr int PAIR_THREADS = (MMA_WARPS + 4) * WARP;
 
-// At the start of shared memory. Behind it, in vectors: the weights of both, (chunks, COLUMNS * 8) and (PARTS, SECOND * 8);
-// `stages` tiles of each team's x; `results` parts of each multiplying warp's y; those of its z.
+// At the start of shared memory. Then follow, in vectors: the weights of both convolutions, (chunks, COLUMNS * 8) and (PARTS,
+// SECOND * 8); `stages` tiles of x for each team; `results` parts of y for each MMA warp; z of each MMA warp.
 struct alignas(1024) PairControl { Control control; float bias[MAX_SECOND]; };
 
-// y = ReLU(x * w + bias + addend), rounded, and z = ReLU(y * w_2 + bias_2). The maps are as for conv1x1_forward, that of w_2
-// by tiles of SECOND rows and 64 columns, of z by those of 16 rows and 64 columns. gridDim.y blocks share the rows.
-// Shapes: x (rows, C), w (K, C), y and addend (rows, K), w_2 (K_2, K), z (rows, K_2); bias (K), bias_2 (K_2) fp32. columns = K
-// is COLUMNS at most, columns_2 = K_2 is SECOND at most; C fits into `chunks` of 64 channels.
+// y = ReLU(x * w + bias + addend), rounded, and z = ReLU(y * w_2 + bias_2). The tensor maps are as for conv1x1_forward; w_2
+// has tiles of SECOND rows and 64 columns, z of 16 rows and 64 columns. gridDim.y blocks share the rows.
+// Shapes: x (rows, C), w (K, C), y and addend (rows, K), w_2 (K_2, K), z (rows, K_2); bias (K), bias_2 (K_2) fp32. columns =
+// K <= COLUMNS, columns_2 = K_2 <= SECOND; C fits into `chunks` of 64 channels.
 template <class T, int SECOND>
 __global__ void __launch_bounds__(PAIR_THREADS, 1)
 conv1x1_pair(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,
              const __grid_constant__ TensorMap addend, const __grid_constant__ TensorMap y,
              const __grid_constant__ TensorMap w_2, const __grid_constant__ TensorMap z, const float *bias,
-             const float *bias_2, uint32 rows, TileWalk walk, int columns, int columns_2, int chunks, int stages, int results) {
+             const float *bias_2, uint32 rows, TileStep walk, int columns, int columns_2, int chunks, int stages, int results) {
     constexpr int SECOND_PARTS = SECOND / CHUNK;
-    static_assert(sizeof(PairControl) == 3072, "as lowering/conv1x1_pair.py counts");
+    static_assert(sizeof(PairControl) == 3072, "equals the size in lowering/conv1x1_pair.py");
     extern __shared__ __align__(1024) uint4 memory[];
     PairControl &both = *reinterpret_cast<PairControl *>(memory);
     Control &control = both.control;
@@ -33,10 +34,10 @@ conv1x1_pair(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
     uint4 *const weights_2 = weights + chunks * COLUMNS * CHUNK_VECTORS;
     uint4 *const tiles_of_x = weights_2 + PARTS * SECOND * CHUNK_VECTORS;
     uint4 *const all_results = tiles_of_x + TEAMS * stages * TILE_VECTORS;
-    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // one for all, to the compiler
-    const bool multiplies = warp < MULTIPLYING;
-    const int team = multiplies ? warp / TEAM_WARPS : warp - MULTIPLYING;
-    const Share share{blockIdx.y * TEAMS + team, (rows + walk.rows - 1) / walk.rows, gridDim.y * TEAMS};
+    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // warp-uniform
+    const bool is_mma_warp = warp < MMA_WARPS;
+    const int team = is_mma_warp ? warp / TEAM_WARPS : warp - MMA_WARPS;
+    const TileRange range{blockIdx.y * TEAMS + team, (rows + walk.rows - 1) / walk.rows, gridDim.y * TEAMS};
 
     for (int n = threadIdx.x; n < COLUMNS; n += PAIR_THREADS) control.bias[n] = n < columns ? bias[n] : 0;
     for (int n = threadIdx.x; n < SECOND; n += PAIR_THREADS) both.bias[n] = n < columns_2 ? bias_2[n] : 0;
@@ -44,72 +45,73 @@ conv1x1_pair(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
     __syncthreads();
 
     const Stages own{tiles_of_x + team * stages * TILE_VECTORS, control.full[team], control.empty[team], chunks, stages};
-    if (!multiplies) {
-        leave_registers<24>();
+    if (!is_mma_warp) {
+        setmaxnreg_dec<24>();
         if (lane == 0 && team < TEAMS) {
             if (team == 0) {
-                fetch_map(y);
-                fetch_map(z);
-                arrive_expecting(control.weights, (chunks * COLUMNS + PARTS * SECOND) * CHUNK_VECTORS * VECTOR_BYTES);
+                prefetch_tensormap(y);
+                prefetch_tensormap(z);
+                arrive_expect_tx(control.weights, (chunks * COLUMNS + PARTS * SECOND) * CHUNK_VECTORS * VECTOR_BYTES);
                 load_weights<COLUMNS>(weights, w, chunks, 0, control.weights);
                 load_weights<SECOND>(weights_2, w_2, PARTS, 0, control.weights);
             }
-            load_tiles(own, x, share, walk);
+            load_tiles(own, x, range, walk);
         }
     } else {
-        take_registers<240>();  // products of both, and what is between them
+        setmaxnreg_inc<240>();  // accumulators of both products, and the fragments between them
         uint4 *const own_results = all_results + warp * results * RESULT_VECTORS;
-        uint4 *const own_z = all_results + (MULTIPLYING * results + warp * SECOND_PARTS) * RESULT_VECTORS;
+        uint4 *const own_z = all_results + (MMA_WARPS * results + warp * SECOND_PARTS) * RESULT_VECTORS;
         const int own_row = warp % TEAM_WARPS * WARP_ROWS;
-        Addends addends{addend, walk, control.addend[warp], own_results, share, 0, own_row, PARTS};
+        Addends addends{addend, walk, control.addend[warp], own_results, range, 0, own_row, PARTS};
         if (lane == 0)
-            for (int place = 0; place < results; ++place) addends.load(place);
+            for (int slot = 0; slot < results; ++slot) addends.load(slot);
 
-        Turn turn, result;
-        wait_for_phase(control.weights, 0);
-        for (uint32 tile = share.first; tile < share.end; tile += share.step) {
+        PipelineState pipe, result;
+        mbarrier_wait(control.weights, 0);
+        for (uint32 tile = range.first; tile < range.end; tile += range.step) {
             const int row = tile * walk.y_row + own_row;
             float products[COLUMNS / 8][4], second[SECOND / 8][4];
-            begin_with(products, control.bias, lane);
-            begin_with(second, both.bias, lane);
-            multiply_tile<T>(products, weights, own, turn, lane);
+            init_accumulators(products, control.bias, lane);
+            init_accumulators(second, both.bias, lane);
+            multiply_tile<T>(products, weights, own, pipe, lane);
 #pragma unroll
             for (int p = 0; p < PARTS; ++p) {
-                uint4 *const part = own_results + result.place * RESULT_VECTORS;
+                uint4 *const part = own_results + result.index * RESULT_VECTORS;
                 uint32 m[CHUNK / 16][4];
-                wait_for_phase(control.addend[warp][result.place], result.parity);
+                mbarrier_wait(control.addend[warp][result.index], result.phase);
 #pragma unroll
                 for (int pair = 0; pair < CHUNK / 16; ++pair)
                     finish<T, true, true>(products[p * 8 + pair * 2], products[p * 8 + pair * 2 + 1],
                                           part + matrix_row(lane, pair), m[pair]);
-                show_to_copies();
+                tma_store_fence();
                 __syncwarp();
-                if (lane == 0) store_tile(y, p * CHUNK, row, 0, part);
+                if (lane == 0) tma_store(y, p * CHUNK, row, 0, part);
                 __syncwarp();
-                open_products();
+                wgmma_fence();
 #pragma unroll
                 for (int s = 0; s < CHUNK / 16; ++s)
-                    multiply_rows(second, m[s], matrix(weights_2 + p * SECOND * CHUNK_VECTORS + s * 2), T{});
-                close_products();
+                    wgmma_k_k(second, m[s], smem_desc(weights_2 + p * SECOND * CHUNK_VECTORS + s * 2), T{});
+                wgmma_commit();
                 if (p > 0 && lane == 0) {
-                    wait_for_stores<1>();
-                    addends.load(result.place == 0 ? results - 1 : result.place - 1);
+                    tma_store_wait<1>();
+                    addends.load(result.index == 0 ? results - 1 : result.index - 1);
                 }
-                result.next(results);
+                result.advance(results);
             }
-            wait_for_products();
-            hold_products(second);
-            // The places of z are free: stores of y that came after those of the last z have been waited for.
+            wgmma_wait();
+            wgmma_fence_operand(second);
+            // The slots of z are free: this warp has already waited for stores of y that were started after the last stores
+            // of z.
 #pragma unroll
             for (int p = 0; p < SECOND_PARTS; ++p) finish_part<T, false, true>(second, p, own_z + p * RESULT_VECTORS, lane);
-            show_to_copies();
+            tma_store_fence();
             __syncwarp();
             if (lane == 0) {
-                for (int p = 0; p < SECOND_PARTS; ++p) store_tile(z, p * CHUNK, row, 0, own_z + p * RESULT_VECTORS);
-                wait_for_stores<SECOND_PARTS>();
-                addends.load(result.place == 0 ? results - 1 : result.place - 1);
+                for (int p = 0; p < SECOND_PARTS; ++p) tma_store(z, p * CHUNK, row, 0, own_z + p * RESULT_VECTORS);
+                tma_store_wait<SECOND_PARTS>();
+                addends.load(result.index == 0 ? results - 1 : result.index - 1);
             }
         }
-        if (lane == 0) wait_for_stores<0>();
+        if (lane == 0) tma_store_wait<0>();
     }
 }

@@ -1,76 +1,77 @@
-// The forward pass of a 1x1 convolution in training, with the sums of the BatchNorm that follows; and with the BatchNorm + ReLU
-// before it, within a residual block. conv1x1_forward.cuh says how it works.
+// Forward pass of a 1x1 convolution in training, with the sums for the BatchNorm that follows. Within a residual block, the
+// BatchNorm + ReLU before the convolution can be fused, too. conv1x1_forward.cuh explains the design.
 //
-// What each of two multiplying warps leaves for the copy engine is added up by a warp of its own, while they go on.
+// Separate warps compute the sums, one for each two MMA warps: they read the results in shared memory while the MMA warps go
+// on.
 //
-// What BatchNorm + ReLU give, a warp makes of its rows as norm_stream.cuh says: in the registers from which they are multiplied.
-// It is written where others read it: the blocks that make other columns of the same rows take turns, tile by tile.
+// BatchNorm + ReLU are applied in registers, as in norm_stream.cuh, and multiplied from there. The normalised tensor is
+// written if others read it. The blocks that compute other columns of the same rows take turns in writing it, tile by tile.
 #include "moments.cuh"
 #include "norm_stream.cuh"
 
-constexpr int SUMMING = MULTIPLYING / 2, BLOCK = THREADS + SUMMING * WARP;
+constexpr int SUM_WARPS = MMA_WARPS / 2, BLOCK = THREADS + SUM_WARPS * WARP;
 
-// Of the warps that multiply and of those that add up, at the same place of the program.
-constexpr Meet<2, (MULTIPLYING + SUMMING) * WARP> meet_summing{};
+// Barrier of the MMA warps and the summing warps.
+constexpr NamedBarrier<2, (MMA_WARPS + SUM_WARPS) * WARP> sync_mma_and_sum_warps{};
 
-// `m` is what BatchNorm + ReLU make of 16 columns of a warp's rows, the `pair`-th such; as in batch_norm.cu, to the bit.
+// m = relu(BatchNorm(x)) for 16 columns of a warp's rows, the `pair`-th such group. The bits equal those of batch_norm.cu.
 template <class T> __device__ inline void normalise(const Affine &of, const uint4 *x, int pair, int lane, uint32 (&m)[4]) {
-    load_pair(m, x + matrix_row(lane, pair));
+    ldmatrix_x4(m, x + matrix_row(lane, pair));
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {  // rows below 8 and others, of 8 columns, then of the next 8
+    for (int i = 0; i < 4; ++i) {  // i % 2: rows 0-7 or 8-15; i / 2: first or second 8 columns
         const int first = pair * 16 + i / 2 * 8 + lane % 4 * 2;
-        const float2 scale = two_of(of.scale, first), shift = two_of(of.shift, first), v = unpack_two<T>(m[i]);
+        const float2 scale = load_float2(of.scale, first), shift = load_float2(of.shift, first), v = unpack_two<T>(m[i]);
         m[i] = pack_two<T>(relu(v.x * scale.x + shift.x), relu(v.y * scale.y + shift.y));
     }
 }
 
-// products += relu(norm(x)) * w for the next tile of x. `keep` gets a chunk of what is multiplied.
+// products += relu(norm(x)) * w for the next tile of x. Calls `keep` with each chunk of relu(norm(x)).
 template <class T, int PEERS, int N, class Keep>
 __device__ inline void multiply_normalised(float (&products)[N][4], const uint4 *weights, const Affine *affine,
-                                           const Stages &stages, Turn &turn, int own_row, int lane, Keep keep) {
+                                           const Stages &stages, PipelineState &pipe, int own_row, int lane, Keep keep) {
 #pragma unroll 1
-    for (int c = 0; c < stages.chunks; ++c, turn.next(stages.number)) {
-        const uint4 *const part_of_x = stages.tiles + turn.place * TILE_VECTORS + own_row * CHUNK_VECTORS;
+    for (int c = 0; c < stages.chunks; ++c, pipe.advance(stages.number)) {
+        const uint4 *const part_of_x = stages.tiles + pipe.index * TILE_VECTORS + own_row * CHUNK_VECTORS;
         uint32 m[CHUNK / 16][4];
-        wait_for_phase(stages.full[turn.place], turn.parity);
+        mbarrier_wait(stages.full[pipe.index], pipe.phase);
 #pragma unroll
         for (int pair = 0; pair < CHUNK / 16; ++pair) normalise<T>(affine[c], part_of_x, pair, lane, m[pair]);
         __syncwarp();
-        leave<PEERS>(stages.empty[turn.place], lane);
+        release<PEERS>(stages.empty[pipe.index], lane);
         keep(c, m);
         const uint4 *const b = weights + c * N * 8 * CHUNK_VECTORS;
-        open_products();
+        wgmma_fence();
 #pragma unroll
-        for (int s = 0; s < CHUNK / 16; ++s) multiply_rows(products, m[s], matrix(b + s * 2), T{});
-        close_products();
-        wait_for_products();  // `m` is free, too
-        hold_products(products);
+        for (int s = 0; s < CHUNK / 16; ++s) wgmma_k_k(products, m[s], smem_desc(b + s * 2), T{});
+        wgmma_commit();
+        wgmma_wait();  // from here on `m` may be overwritten
+        wgmma_fence_operand(products);
     }
 }
 
-// What the kernels below have in common. `made`: the map of what BatchNorm + ReLU give, null where nobody reads it.
+// The body of the kernels below. `norm_out` is the tensor map for the output of BatchNorm + ReLU, null if nobody reads it.
 template <class T, int COLUMNS, int PEERS, bool NORM>
-__device__ inline void convolve(const TensorMap &x, const TensorMap &w, const TensorMap &y, const Before &before,
-                                const TensorMap *made, float *sums, float *partials, uint32 *tickets, uint32 rows,
-                                const TileWalk &walk, int columns, int chunks, int stages, int results) {
-    constexpr int PARTS = COLUMNS / CHUNK, UNDER_WAY = 2;  // of the results that are copied away
-    static_assert(sizeof(Control) == 2048 && sizeof(Affine) == 768, "as lowering/conv1x1_forward.py counts");
+__device__ inline void convolve(const TensorMap &x, const TensorMap &w, const TensorMap &y, const FusedNorm &before,
+                                const TensorMap *norm_out, float *sums, float *partials, uint32 *tickets, uint32 rows,
+                                const TileStep &walk, int columns, int chunks, int stages, int results) {
+    constexpr int PARTS = COLUMNS / CHUNK, STORES_IN_FLIGHT = 2;  // TMA stores of results
+    static_assert(sizeof(Control) == 2048 && sizeof(Affine) == 768, "equals the size in lowering/conv1x1_forward.py");
     extern __shared__ __align__(1024) uint4 memory[];
     Control &control = *reinterpret_cast<Control *>(memory);
     Affine *const affine = reinterpret_cast<Affine *>(memory + sizeof(Control) / VECTOR_BYTES);
     uint4 *const weights = memory + sizeof(Control) / VECTOR_BYTES + (NORM ? affine_vectors(chunks) : 0);
     uint4 *const tiles_of_x = weights + chunks * COLUMNS * CHUNK_VECTORS;
     uint4 *const all_results = tiles_of_x + TEAMS * stages * TILE_VECTORS;
-    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // one for all, to the compiler
-    const bool multiplies = warp < MULTIPLYING, adds_up = warp >= MULTIPLYING + TEAMS;
-    const int pair = warp - MULTIPLYING - TEAMS;  // of multiplying warps, whose results are added up
-    const int team = multiplies ? warp / TEAM_WARPS : adds_up ? pair * 2 / TEAM_WARPS : warp - MULTIPLYING;
+    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // warp-uniform
+    const bool is_mma_warp = warp < MMA_WARPS, is_sum_warp = warp >= MMA_WARPS + TEAMS;
+    const int pair = warp - MMA_WARPS - TEAMS;  // index of the two MMA warps whose results this warp sums
+    const int team = is_mma_warp ? warp / TEAM_WARPS : is_sum_warp ? pair * 2 / TEAM_WARPS : warp - MMA_WARPS;
     const int first_column = blockIdx.x * COLUMNS;
-    const Share share{blockIdx.y * TEAMS + team, (rows + walk.rows - 1) / walk.rows, gridDim.y * TEAMS};
+    const TileRange range{blockIdx.y * TEAMS + team, (rows + walk.rows - 1) / walk.rows, gridDim.y * TEAMS};
 
-    // A result is written, and then added up, where it is both.
-    const auto written = [&](int warp, int place) -> uint64 & { return control.addend[warp][place]; };
-    const auto added_up = [&](int warp, int place) -> uint64 & { return control.addend[warp][MAX_RESULTS / 2 + place]; };
+    // result_full: the MMA warp has written the result. result_empty: the summing warp has read it.
+    const auto result_full = [&](int warp, int slot) -> uint64 & { return control.addend[warp][slot]; };
+    const auto result_empty = [&](int warp, int slot) -> uint64 & { return control.addend[warp][MAX_RESULTS / 2 + slot]; };
     const auto rows_of = [&](uint32 tile, int own_row) {
         return max(0, min(WARP_ROWS, min(walk.rows, int(rows - tile * walk.rows)) - own_row));
     };
@@ -83,124 +84,124 @@ __device__ inline void convolve(const TensorMap &x, const TensorMap &w, const Te
         store_floats(affine[channel / CHUNK].shift + at, of.shift);
     }
     if (PEERS > 1)
-        meet_cluster();
+        cluster_sync();
     else
         __syncthreads();
 
     const Stages own{tiles_of_x + team * stages * TILE_VECTORS, control.full[team], control.empty[team], chunks, stages};
-    float near[PARTS][2] = {}, of_column[PARTS][2][2] = {};  // of the two columns of each part that a thread sums up
-    uint32 counted = 0;                                      // rows
-    if (adds_up) {
-        Turn result;
-        for (uint32 tile = share.first; tile < share.end; tile += share.step) {
+    float pivot[PARTS][2] = {}, of_column[PARTS][2][2] = {};  // for the two columns of each part that this thread sums
+    uint32 counted = 0;                                      // rows summed so far
+    if (is_sum_warp) {
+        PipelineState result;
+        for (uint32 tile = range.first; tile < range.end; tile += range.step) {
 #pragma unroll
             for (int p = 0; p < PARTS; ++p) {
                 for (int of_warp = pair * 2; of_warp < pair * 2 + 2; ++of_warp) {
-                    const uint4 *const part = all_results + (of_warp * results + result.place) * RESULT_VECTORS;
+                    const uint4 *const part = all_results + (of_warp * results + result.index) * RESULT_VECTORS;
                     const int rows_here = rows_of(tile, of_warp % TEAM_WARPS * WARP_ROWS);
-                    wait_for_phase(written(of_warp, result.place), result.parity);
+                    mbarrier_wait(result_full(of_warp, result.index), result.phase);
                     if (counted == 0 && of_warp == pair * 2 && rows_here > 0) {
                         const float2 first = unpack_two<T>(reinterpret_cast<const uint32 *>(part)[lane]);
-                        near[p][0] = first.x;
-                        near[p][1] = first.y;
+                        pivot[p][0] = first.x;
+                        pivot[p][1] = first.y;
                     }
-                    add_rows<T>(part, rows_here, lane, near[p], of_column[p]);
+                    add_rows<T>(part, rows_here, lane, pivot[p], of_column[p]);
                     __syncwarp();
-                    if (lane == 0) arrive(added_up(of_warp, result.place));
+                    if (lane == 0) arrive(result_empty(of_warp, result.index));
                 }
-                result.next(results);
+                result.advance(results);
             }
             for (int of_warp = pair * 2; of_warp < pair * 2 + 2; ++of_warp)
                 counted += rows_of(tile, of_warp % TEAM_WARPS * WARP_ROWS);
         }
-    } else if (!multiplies) {
+    } else if (!is_mma_warp) {
         if (lane == 0) {
             if (team == 0) {
-                fetch_map(y);
-                arrive_expecting(control.weights, chunks * COLUMNS * CHUNK_VECTORS * VECTOR_BYTES);
+                prefetch_tensormap(y);
+                arrive_expect_tx(control.weights, chunks * COLUMNS * CHUNK_VECTORS * VECTOR_BYTES);
                 load_weights<COLUMNS>(weights, w, chunks, first_column, control.weights);
             }
-            load_tiles<false, PEERS>(own, x, share, walk);
+            load_tiles<false, PEERS>(own, x, range, walk);
         }
     } else {
         uint4 *const own_results = all_results + warp * results * RESULT_VECTORS;
-        uint4 *const own_made = all_results + (MULTIPLYING * results + warp) * RESULT_VECTORS;
+        uint4 *const own_norm_out = all_results + (MMA_WARPS * results + warp) * RESULT_VECTORS;
         const int own_row = warp % TEAM_WARPS * WARP_ROWS;
-        Turn turn, result, of_blocks;
-        wait_for_phase(control.weights, 0);
-        for (uint32 tile = share.first; tile < share.end; tile += share.step) {
+        PipelineState pipe, result, of_blocks;
+        mbarrier_wait(control.weights, 0);
+        for (uint32 tile = range.first; tile < range.end; tile += range.step) {
             float products[COLUMNS / 8][4] = {};
             if constexpr (NORM) {
-                const bool keeps = made && of_blocks.place == blockIdx.x;
-                multiply_normalised<T, PEERS>(products, weights, affine, own, turn, own_row, lane,
+                const bool keeps = norm_out && of_blocks.index == blockIdx.x;
+                multiply_normalised<T, PEERS>(products, weights, affine, own, pipe, own_row, lane,
                                               [&](int c, const uint32 (&m)[CHUNK / 16][4]) {
                     if (!keeps) return;
-                    free_result(lane);
+                    acquire_result(lane);
 #pragma unroll
-                    for (int pair = 0; pair < CHUNK / 16; ++pair) store_pair(own_made + matrix_row(lane, pair), m[pair]);
-                    store_result(*made, c * CHUNK, tile * ROWS + own_row, own_made, lane);
+                    for (int pair = 0; pair < CHUNK / 16; ++pair) stmatrix_x4(own_norm_out + matrix_row(lane, pair), m[pair]);
+                    store_result(*norm_out, c * CHUNK, tile * ROWS + own_row, own_norm_out, lane);
                 });
-                of_blocks.next(gridDim.x);
+                of_blocks.advance(gridDim.x);
             } else {
-                multiply_tile<T, false, PEERS>(products, weights, own, turn, lane);
+                multiply_tile<T, false, PEERS>(products, weights, own, pipe, lane);
             }
 
 #pragma unroll
             for (int p = 0; p < PARTS; ++p) {
-                uint4 *const part = own_results + result.place * RESULT_VECTORS;
-                wait_for_phase(added_up(warp, result.place), result.parity ^ 1);  // at once in the first turn
-                if (lane == 0) wait_for_stores<UNDER_WAY>();
+                uint4 *const part = own_results + result.index * RESULT_VECTORS;
+                mbarrier_wait(result_empty(warp, result.index), result.phase ^ 1);  // the first round does not wait
+                if (lane == 0) tma_store_wait<STORES_IN_FLIGHT>();
                 __syncwarp();
                 finish_part<T, false, false>(products, p, part, lane);
-                show_to_copies();
+                tma_store_fence();
                 __syncwarp();
                 if (lane == 0) {
-                    store_tile(y, first_column + p * CHUNK, tile * walk.y_row + own_row, tile * walk.y_line, part);
-                    arrive(written(warp, result.place));
+                    tma_store(y, first_column + p * CHUNK, tile * walk.y_row + own_row, tile * walk.y_line, part);
+                    arrive(result_full(warp, result.index));
                 }
-                result.next(results);
+                result.advance(results);
             }
         }
-        if (lane == 0) wait_for_stores<0>();
+        if (lane == 0) tma_store_wait<0>();
     }
     __syncwarp();
-    if (PEERS > 1) meet_cluster();  // before that, a peer may still be told of a free place
-    if (!multiplies && !adds_up) return;
+    if (PEERS > 1) cluster_sync();  // until here a peer may still signal an empty stage
+    if (!is_mma_warp && !is_sum_warp) return;
 
-    // Over the warps that add up, then over the blocks of the same columns.
-    meet_summing();  // the tiles were here
-    if (adds_up) {
+    // Combines the moments of the summing warps, then of the blocks of the same columns.
+    sync_mma_and_sum_warps();  // reuses the memory of the tiles
+    if (is_sum_warp) {
         Moments *const of_pair = reinterpret_cast<Moments *>(tiles_of_x) + pair * COLUMNS;
 #pragma unroll
         for (int p = 0; p < PARTS; ++p)
 #pragma unroll
             for (int k = 0; k < 2; ++k)
                 of_pair[p * CHUNK + lane * 2 + k] =
-                    Moments::about(near[p][k], counted, of_column[p][k][0], of_column[p][k][1]);
+                    Moments::from_sums(pivot[p][k], counted, of_column[p][k][0], of_column[p][k][1]);
     }
-    meet_summing();
-    if (adds_up) return;
-    write_sums_of_columns<COLUMNS, MULTIPLYING * WARP>(reinterpret_cast<Moments *>(tiles_of_x), SUMMING, first_column, columns,
-                                                       partials, tickets, sums, meet_multiplying);
+    sync_mma_and_sum_warps();
+    if (is_sum_warp) return;
+    finish_column_moments<COLUMNS, MMA_WARPS * WARP>(reinterpret_cast<Moments *>(tiles_of_x), SUM_WARPS, first_column, columns,
+                                                     partials, tickets, sums, sync_mma_warps);
 }
 
-// y = x * w; `sums` are those of y per column about its mean, in a fixed order. The maps are of these matrices: of x by tiles of
-// `walk.rows` rows and 64 columns, of w by tiles of COLUMNS rows and 64 columns, of y by those of 16 rows and 64 columns. With
-// stride 2 the map of x leaves pixels out, a tile of it is whole lines of an image, and a line of the map of y is a tile.
-// gridDim.x blocks, in clusters of PEERS, share the columns, gridDim.y the rows.
-// Shapes: x (rows, C), w (K, C), y (rows, K); sums (3, K), partials (3 * gridDim.y * K) fp32; tickets (gridDim.x). columns = K; C
-// fits into `chunks` of 64 channels.
+// y = x * w. `sums` are the sums of y about the mean of each column, in a fixed order.
+// Tiles of the tensor maps: x `walk.rows` rows and 64 columns, w COLUMNS rows and 64 columns, y 16 rows and 64 columns. With
+// stride 2, the map of x skips pixels: a tile of x is whole lines of an image, and a line of the map of y is a tile.
+// gridDim.x blocks, in clusters of PEERS, share the columns; gridDim.y the rows.
+// Shapes: x (rows, C), w (K, C), y (rows, K); sums (3, K), partials (3 * gridDim.y * K) fp32; tickets (gridDim.x). columns =
+// K; C fits into `chunks` of 64 channels.
 template <class T, int COLUMNS, int PEERS>
 __global__ void __cluster_dims__(PEERS, 1, 1) __launch_bounds__(BLOCK, 1)
 conv1x1_statistics(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap y,
-                   float *sums, float *partials, uint32 *tickets, uint32 rows, TileWalk walk, int columns, int chunks, int stages,
+                   float *sums, float *partials, uint32 *tickets, uint32 rows, TileStep walk, int columns, int chunks, int stages,
                    int results) {
     convolve<T, COLUMNS, PEERS, false>(x, w, y, {}, nullptr, sums, partials, tickets, rows, walk, columns, chunks, stages,
                                        results);
 }
 
-// y = relu(BatchNorm(x)), with what `Forward` keeps, and z = y * w, with its sums; the maps are as above, of y by tiles as those
-// of z. y is written if `is_read`.
+// y = relu(BatchNorm(x)), with what `Forward` saves, and z = y * w, with the sums of z. The tensor maps are as above; y has
+// tiles like z. y is written if `is_read`.
 // Shapes: x, y (rows, C), w (K, C), z (rows, K); sums (2 or 3, C), saved (2, C), gamma, beta, running_mean, running_var (C),
 // sums_of_z (3, K), partials (3 * gridDim.y * K) fp32; tickets (gridDim.x). columns = K, C = chunks * 64.
 template <class T, int COLUMNS, int PEERS>
@@ -208,9 +209,9 @@ __global__ void __cluster_dims__(PEERS, 1, 1) __launch_bounds__(BLOCK, 1)
 norm_relu_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap y,
                   const __grid_constant__ TensorMap z, bool is_read, const float *sums, bool about_mean, const float *gamma,
                   const float *beta, float *saved, float *running_mean, float *running_var, float eps, float momentum,
-                  float *sums_of_z, float *partials, uint32 *tickets, uint32 rows, TileWalk walk, int columns, int chunks,
+                  float *sums_of_z, float *partials, uint32 *tickets, uint32 rows, TileStep walk, int columns, int chunks,
                   int stages, int results) {
-    const Before before{sums, about_mean, gamma, beta, saved, running_mean, running_var, eps, momentum};
+    const FusedNorm before{sums, about_mean, gamma, beta, saved, running_mean, running_var, eps, momentum};
     convolve<T, COLUMNS, PEERS, true>(x, w, z, before, is_read ? &y : nullptr, sums_of_z, partials, tickets, rows, walk, columns,
                                       chunks, stages, results);
 }

@@ -1,21 +1,21 @@
-// The gradient of a 1x1 convolution's input, and the sums of the BatchNorm backward that reads it, on tensor cores:
+// The gradient of a 1x1 convolution's input, with the sums of the BatchNorm backward pass that reads it, on tensor cores:
 //
 //     dx[row, c] = sum over k of dy[row, k] * w[k, c]          rows = N*H*W, k < K, c < C, `columns` = C
 //
-// The layers that it is for are bound by memory, so it is about bytes in flight, not about peak TFLOP/s: a block keeps its share
-// of the weights in shared memory and walks over tiles of rows, while the next ones are copied there.
+// These layers are bound by memory: bytes in flight matter, not peak TFLOP/s. A block keeps its part of the weights in shared
+// memory and walks over tiles of rows, while the next tiles are being loaded.
 #include "batch_norm.cuh"
 #include "warpgroup.cuh"
 
-// A thread's 8 columns of one row, out of its products of four 8-column matrices. `high`: of the row 8 further down.
+// A thread's 8 columns of one row, from four 8-column accumulator tiles. `high` selects the row 8 further down.
 __device__ inline void columns_of(const float (*products)[4], bool high, float (&v)[VEC]) {
 #pragma unroll
     for (int k = 0; k < VEC; ++k) v[k] = products[k / 2][(high ? 2 : 0) + k % 2];
 }
 
-// Weights (K, C), `COLUMNS` of them from column `first` on, as rows of k for `multiply_rows`, and in such an order that the 8
-// columns of one row of the product that a thread has are neighbours: of 32 columns, those that thread t of a quad calls
-// 2t, 2t + 1 of product j are 8t + 2j, 8t + 2j + 1.
+// Loads COLUMNS columns of the weights (K, C), from column `first` on, into a K-major operand. Columns are permuted so that a
+// thread's 8 accumulators of one row are neighbouring columns. Among 32 columns, accumulators 2t and 2t + 1 of tile j, which
+// thread t of a quad has, are columns 8t + 2j and 8t + 2j + 1.
 template <class T, int K, int COLUMNS>
 __device__ inline void load_weights(uint4 (&weights)[K / 64][COLUMNS * 8], const T *w, int first, int columns) {
     for (int i = threadIdx.x; i < K / VEC * COLUMNS; i += blockDim.x) {
@@ -28,13 +28,14 @@ __device__ inline void load_weights(uint4 (&weights)[K / 64][COLUMNS * 8], const
     }
 }
 
-// Adds up N sums per column over a block's warps, each with OWN times 32 of its COLUMNS columns, from `column` on, in one of
-// PARTS parts of its rows, and over all blocks of the same columns, as `reduce_parts`, whose `of_part` is `shared`.
+// Adds up N sums per column over a block's warps and then over all blocks of the same columns, like `reduce_parts`; `shared`
+// is its `of_part`. Each warp has OWN * 32 of the COLUMNS columns, from `column` on, in one of PARTS parts of the block's
+// rows.
 template <int THREADS, int PARTS, int COLUMNS, int OWN, int N, class Finish>
 __device__ void reduce_columns(float (&sums)[OWN][N][VEC], int part, int column, float *shared, float *partials,
                                uint32 *tickets, int columns, Finish finish) {
     const int lane = threadIdx.x % WARP;
-    __syncthreads();  // the weights were here
+    __syncthreads();  // reuses the memory of the weights
 #pragma unroll
     for (int q = 0; q < OWN; ++q)
 #pragma unroll
@@ -50,24 +51,24 @@ __device__ void reduce_columns(float (&sums)[OWN][N][VEC], int part, int column,
     reduce_parts<THREADS, PARTS, N, COLUMNS>(shared, partials, tickets, columns, finish);
 }
 
-// A block works on 128 columns and walks over tiles of 64 rows. It has four groups of four warps, in one team or in two, which
-// have tiles of their own and do not wait for each other: one multiplies while the other ends its tile. Of a team's tiles STAGES
-// have a place in shared memory: all but the one that is worked on are on their way there. A group makes QUARTERS times 32 of
-// the columns.
+// A block works on 128 columns and walks over tiles of 64 rows. It has four warpgroups, in one team or in two. Teams have
+// their own tiles and do not wait for each other: one multiplies while the other finishes its tile. A team has STAGES slots:
+// one for the current tile, the others for tiles being loaded. A warpgroup computes QUARTERS * 32 of the columns.
 template <int K_, bool ADD_, bool PAIR_> struct Shape {
     static constexpr int K = K_, ADD = ADD_, PAIR = PAIR_, COLUMNS = 128, ROWS = 64, WARPS_M = 4;
-    // What fits: two places for each of two teams, or with one team three or two; with four for K = 64 an H200 was no faster.
+    // What fits into shared memory: two stages for each of two teams, or two or three stages for one team. Four stages for K
+    // = 64 were no faster on an H200.
     static constexpr int TEAMS = K == 128 && !PAIR ? 2 : 1, STAGES = TEAMS == 1 && K <= 128 ? 3 : 2;
     static constexpr int WARPS_N = 4 / TEAMS, QUARTERS = TEAMS, TEAM_THREADS = WARPS_M * WARPS_N * WARP;
     static constexpr int CHUNKS = K / 64, COLUMN_CHUNKS = COLUMNS / 64, THREADS = TEAMS * TEAM_THREADS;
-    static constexpr int ROWS_AT_ONCE = TEAM_THREADS / 8;  // of a chunk, that a team copies
-    static_assert(ROWS % ROWS_AT_ONCE == 0 && ROWS_AT_ONCE % 8 == 0, "rows that are swizzled alike");
+    static constexpr int ROWS_AT_ONCE = TEAM_THREADS / 8;  // rows of a chunk that a team copies at once
+    static_assert(ROWS % ROWS_AT_ONCE == 0 && ROWS_AT_ONCE % 8 == 0, "a thread's rows have equal swizzles");
 };
 
-// Of one tile: tiles as in warpgroup.cuh, by chunks of 64 channels.
+// Operands of one tile, in chunks of 64 channels; warpgroup.cuh has the layout.
 template <class S> struct Stage {
     uint4 dy[S::CHUNKS][S::ROWS * 8];
-    uint4 behind[1 + S::ADD + S::PAIR][S::COLUMN_CHUNKS][S::ROWS * 8];  // x, addend, x_2
+    uint4 inputs[1 + S::ADD + S::PAIR][S::COLUMN_CHUNKS][S::ROWS * 8];  // x, addend, x_2
 };
 
 template <class S> struct Shared {
@@ -75,13 +76,13 @@ template <class S> struct Shared {
     Stage<S> stages[S::TEAMS][S::STAGES];
 };
 
-// dz = dy * w, plus `addend` unless SECOND is NONE, where the ReLU bits in `mask` let it through; and of dz the sums that
-// batch_norm_backward_reduce makes, or with PAIR those of batch_norm_pair_backward_reduce. DROP is as it is there. Weights
-// are (K, C), which is OHWI.
+// dz = dy * w, plus `addend` unless SECOND is NONE, masked by ReLU's bits in `mask`. Also computes the sums of
+// batch_norm_backward_reduce, or with PAIR of batch_norm_pair_backward_reduce. DROP is as there. The weights are (K, C),
+// which is OHWI.
 // Shapes: dy (rows, K); w (K, C); x, x_2, dz (rows, C); addend likewise, or (rows of the grid, C); mask (rows, C / 8) bytes;
-// saved (2, C), dgamma, dbeta (C) fp32, and those with _2; partials (gridDim.y, 2 + PAIR, or 4 with PAIR and DROP, C), factors
-// fp32; tickets (gridDim.x). columns = C.
-template <class T, int K, Second SECOND, bool PAIR, bool DROP>
+// saved (2, C), dgamma, dbeta (C) fp32, and those with _2; partials (gridDim.y, 2 + PAIR, or 4 with PAIR and DROP, C),
+// factors fp32; tickets (gridDim.x). columns = C.
+template <class T, int K, SecondGradient SECOND, bool PAIR, bool DROP>
 __global__ void __launch_bounds__(Shape<K, SECOND != NONE, PAIR>::THREADS, 1)
 dgrad_reduce(const Packed<T> *dy, const T *w, const Packed<T> *x, const Packed<T> *x_2, const Packed<T> *addend,
              const uint8 *mask, Packed<T> *dz, const float *saved, const float *saved_2, float *dgamma, float *dgamma_2,
@@ -93,15 +94,15 @@ dgrad_reduce(const Packed<T> *dy, const T *w, const Packed<T> *x, const Packed<T
     constexpr int STAGES = S::STAGES;
     extern __shared__ __align__(1024) uint4 memory[];
     Shared<S> &shared = *reinterpret_cast<Shared<S> *>(memory);
-    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // one for all, to the compiler
+    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // warp-uniform
     const int warp_m = warp % S::WARPS_M, group = warp / S::WARPS_M, team = group / S::WARPS_N;
-    const int quarter = group % S::WARPS_N * S::QUARTERS;  // the group's first
+    const int quarter = group % S::WARPS_N * S::QUARTERS;  // first quarter of this warpgroup
     const uint32 pitch = columns / VEC, tiles = (rows + S::ROWS - 1) / S::ROWS;
     const uint32 first_tile = blockIdx.y * S::TEAMS + team, step = gridDim.y * S::TEAMS;
     const int first_column = blockIdx.x * S::COLUMNS;
     Stage<S> *const stages = shared.stages[team];
 
-    // A thread copies a vector of some rows of each chunk, and makes 8 columns of two rows in each of its quarters.
+    // A thread copies one vector of some rows of each chunk. It computes 8 columns of two rows in each of its quarters.
     const int in_team = threadIdx.x % S::TEAM_THREADS, copied_vector = in_team % 8;
     const auto column_of = [&](int q) { return first_column + (quarter + q) * 32 + lane % 4 * VEC; };
 
@@ -112,24 +113,24 @@ dgrad_reduce(const Packed<T> *dy, const T *w, const Packed<T> *x, const Packed<T
             const uint32 row = tile * S::ROWS + copied_row;
 #pragma unroll
             for (int c = 0; c < S::CHUNKS; ++c)
-                copy_ahead(&stage.dy[c][copied], dy + (row < rows ? row * (K / VEC) + c * 8 + copied_vector : 0), row < rows);
+                cp_async_zfill(&stage.dy[c][copied], dy + (row < rows ? row * (K / VEC) + c * 8 + copied_vector : 0), row < rows);
             const uint32 added_row = SECOND == COMPACT ? grid.row_of(row) : NOWHERE;
 #pragma unroll
             for (int c = 0; c < S::COLUMN_CHUNKS; ++c) {
                 const int at_column = first_column + c * 64 + copied_vector * VEC;
                 const bool there = row < rows && at_column < columns;
                 const uint32 at = there ? row * pitch + at_column / VEC : 0;
-                copy_ahead(&stage.behind[0][c][copied], x + at, there);
-                if (SECOND == WHOLE) copy_ahead(&stage.behind[S::ADD][c][copied], addend + at, there);
+                cp_async_zfill(&stage.inputs[0][c][copied], x + at, there);
+                if (SECOND == WHOLE) cp_async_zfill(&stage.inputs[S::ADD][c][copied], addend + at, there);
                 if (SECOND == COMPACT) {
                     const bool added = there && added_row != NOWHERE;
-                    copy_ahead(&stage.behind[S::ADD][c][copied],
-                               addend + (added ? added_row * pitch + at_column / VEC : 0), added);
+                    cp_async_zfill(&stage.inputs[S::ADD][c][copied],
+                                   addend + (added ? added_row * pitch + at_column / VEC : 0), added);
                 }
-                if (PAIR) copy_ahead(&stage.behind[S::ADD + S::PAIR][c][copied], x_2 + at, there);
+                if (PAIR) cp_async_zfill(&stage.inputs[S::ADD + S::PAIR][c][copied], x_2 + at, there);
             }
         }
-        close_copies();
+        cp_async_commit();
     };
     uint32 bits[S::QUARTERS][2];
     const auto load_bits = [&](uint32 tile) {
@@ -153,27 +154,27 @@ dgrad_reduce(const Packed<T> *dy, const T *w, const Packed<T> *x, const Packed<T
             load_floats(saved + column_of(q), mean[q]);
             if (PAIR) load_floats(saved_2 + column_of(q), mean_2[q]);
         }
-    show_to_products();
-    __syncthreads();  // the weights are there
+    fence_view_async_shared();
+    __syncthreads();  // the weights are in place
 
     float sums[S::QUARTERS][SUMS][VEC] = {};
     int now = 0;
     for (uint32 tile = first_tile; tile < tiles; tile += step, now = (now + 1) % STAGES) {
         const Stage<S> &stage = stages[now];
-        wait_for_copies<STAGES - 2>();
-        show_to_products();
-        meet_team<S::TEAM_THREADS>(team);  // the tile is there, and the team is done with the one before
+        cp_async_wait<STAGES - 2>();
+        fence_view_async_shared();
+        team_sync<S::TEAM_THREADS>(team);  // the tile has arrived, and the team has finished the previous one
         copy_tile(tile + (STAGES - 1) * step, stages[(now + STAGES - 1) % STAGES]);
 
         float products[S::QUARTERS * 4][4] = {};
-        open_products();
+        wgmma_fence();
 #pragma unroll
         for (int s = 0; s < K / 16; ++s)
-            multiply_rows(products, matrix(stage.dy[s / 4] + s % 4 * 2),
-                          matrix(shared.weights[s / 4] + quarter * 32 * 8 + s % 4 * 2), T{});
-        close_products();
-        wait_for_products();
-        hold_products(products);
+            wgmma_k_k(products, smem_desc(stage.dy[s / 4] + s % 4 * 2),
+                      smem_desc(shared.weights[s / 4] + quarter * 32 * 8 + s % 4 * 2), T{});
+        wgmma_commit();
+        wgmma_wait();
+        wgmma_fence_operand(products);
 #pragma unroll
         for (int q = 0; q < S::QUARTERS; ++q)
 #pragma unroll
@@ -183,14 +184,14 @@ dgrad_reduce(const Packed<T> *dy, const T *w, const Packed<T> *x, const Packed<T
                 const uint32 row = tile * S::ROWS + in_tile;
                 float g[VEC], g2[VEC], v[VEC], v_2[VEC];
                 columns_of(products + q * 4, r, g);
-                unpack(packed<T>(stage.behind[0][chunk][at]), v);
-                if (ADD) unpack(packed<T>(stage.behind[S::ADD][chunk][at]), g2);
-                if (PAIR) unpack(packed<T>(stage.behind[S::ADD + S::PAIR][chunk][at]), v_2);
-                const float factor = DROP ? factor_of(row < rows ? row : 0, factors, first_factor, pixels) : 1;
+                unpack(packed<T>(stage.inputs[0][chunk][at]), v);
+                if (ADD) unpack(packed<T>(stage.inputs[S::ADD][chunk][at]), g2);
+                if (PAIR) unpack(packed<T>(stage.inputs[S::ADD + S::PAIR][chunk][at]), v_2);
+                const float factor = DROP ? drop_factor(row < rows ? row : 0, factors, first_factor, pixels) : 1;
 #pragma unroll
                 for (int k = 0; k < VEC; ++k) {
                     if (ADD) g[k] += g2[k];
-                    if (!(bits[q][r] >> k & 1)) g[k] = 0;  // as of rows that are not there
+                    if (!(bits[q][r] >> k & 1)) g[k] = 0;  // bits are 0 for rows past the end, too
                     const float own = DROP ? g[k] * factor : g[k];
                     sums[q][0][k] += own;
                     sums[q][1][k] += own * (v[k] - mean[q][k]);

@@ -1,11 +1,11 @@
-// The gradient of a 1x1 convolution's input, and the sums of the BatchNorm backward that reads it: what dgrad_reduce.cu
-// computes, laid out as conv1x1_forward.cuh says, with dy for x and dz for y.
+// The gradient of a 1x1 convolution's input, with the sums of the BatchNorm backward pass that reads it. Computes what
+// dgrad_reduce.cu computes, with the design of conv1x1_forward.cuh: dy takes the place of x, and dz that of y.
 #include "batch_norm.cuh"
 #include "conv1x1_forward.cuh"
 
-constexpr int COLUMNS = 128, PARTS = COLUMNS / CHUNK;  // of dz
+constexpr int COLUMNS = 128, PARTS = COLUMNS / CHUNK;  // columns of dz per block
 
-// The ReLU bits of a thread's two rows in 16 of a part's columns, which are two bytes each, on their way.
+// Prefetched ReLU bits of a thread's two rows, for 16 of a part's columns: two bytes per row.
 struct Bits {
     uint32 bytes[4];
 
@@ -17,26 +17,25 @@ struct Bits {
             bytes[i] = its_row < rows && its_column < columns ? mask[its_row * (columns / VEC) + its_column / VEC] : 0;
         }
     }
-    __device__ uint32 together() const { return bytes[0] | bytes[1] << 8 | bytes[2] << 16 | bytes[3] << 24; }
+    __device__ uint32 packed_bits() const { return bytes[0] | bytes[1] << 8 | bytes[2] << 16 | bytes[3] << 24; }
 };
 
-// What a warp adds to its part of each tile, as `Addends`, from a gradient that has the rows of a grid. All of the warp's
-// threads copy; what is not there is zeros.
+// Like `Addends`, for an addend that has only the rows of a grid. All threads of the warp copy; missing rows become zeros.
 template <class T> struct CompactAddends {
     const Packed<T> *from;
     const Grid &grid;
     uint64 *arrived;
     uint4 *results;
-    Share share;
+    TileRange range;
     int first_column, own_row, parts;
     uint32 rows;
     int columns, lane, part = 0;
-    uint32 its_row = NOWHERE;  // of that gradient: of the tile's row `lane % WARP_ROWS`
+    uint32 its_row = NOWHERE;  // row of the compact gradient for row `lane % WARP_ROWS` of the tile
 
-    __device__ void load(int place) {
-        if (share.first >= share.end) return;
+    __device__ void load(int slot) {
+        if (range.first >= range.end) return;
         if (part == 0) {
-            const uint32 row = share.first * ROWS + own_row + lane % WARP_ROWS;
+            const uint32 row = range.first * ROWS + own_row + lane % WARP_ROWS;
             its_row = row < rows ? grid.row_of(row) : NOWHERE;
         }
         const int vector = lane % CHUNK_VECTORS, column = first_column + part * CHUNK + vector * VEC;
@@ -45,128 +44,128 @@ template <class T> struct CompactAddends {
             const int in_part = i + lane / CHUNK_VECTORS;
             const uint32 from_row = __shfl_sync(0xffffffff, its_row, in_part);
             const bool there = from_row != NOWHERE && column < columns;
-            copy_ahead(results + place * RESULT_VECTORS + swizzled(in_part, vector),
-                       from + (there ? from_row * (columns / VEC) + column / VEC : 0), there);
+            cp_async_zfill(results + slot * RESULT_VECTORS + swizzled(in_part, vector),
+                           from + (there ? from_row * (columns / VEC) + column / VEC : 0), there);
         }
-        arrive_when_copied(arrived[place]);
+        cp_async_arrive_noinc(arrived[slot]);
         if (++part == parts) {
             part = 0;
-            share.first += share.step;
+            range.first += range.step;
         }
     }
 };
 
-// dz = dy * w, plus `addend` unless SECOND is NONE, where the ReLU bits in `mask` let it through; and of dz the sums that
-// batch_norm_backward_reduce makes. DROP is as it is there. The maps are of these matrices: of dy and of w, which is OHWI, by
-// tiles of 64 rows and 64 columns, of the others by those of 16 rows and 64 columns. With COMPACT the addend is `compact`.
-// gridDim.x blocks share the columns, gridDim.y the rows. Behind `Control`, shared memory has in vectors: the weights, (chunks,
-// PARTS) tiles; `stages` tiles of each team's dy; of each multiplying warp two parts of dz, then `ahead` parts of x and of addend.
-// Shapes: dy (rows, K); w (K, C); x, addend, dz (rows, C); compact (rows of the grid, C); mask (rows, C / 8) bytes; saved (2, C),
-// dgamma, dbeta (C), partials (gridDim.y, 2, C), factors fp32; tickets (gridDim.x). columns = C; K fits into `chunks` of 64
-// channels.
-template <class T, Second SECOND, bool DROP>
+// dz = dy * w, plus `addend` unless SECOND is NONE, masked by ReLU's bits in `mask`. Also computes the sums of
+// batch_norm_backward_reduce. DROP is as there. With COMPACT the addend is `compact`.
+// Tiles of the tensor maps: dy and w (OHWI) 64 rows and 64 columns, the others 16 rows and 64 columns. gridDim.x blocks share
+// the columns, gridDim.y the rows. After `Control`, shared memory has, in vectors: the weights, (chunks, PARTS) tiles;
+// `stages` tiles of dy for each team; for each MMA warp two parts of dz, `ahead` parts of x and `ahead` parts of the addend.
+// Shapes: dy (rows, K); w (K, C); x, addend, dz (rows, C); compact (rows of the grid, C); mask (rows, C / 8) bytes; saved (2,
+// C), dgamma, dbeta (C), partials (gridDim.y, 2, C), factors fp32; tickets (gridDim.x). columns = C; K fits into `chunks` of
+// 64 channels.
+template <class T, SecondGradient SECOND, bool DROP>
 __global__ void __launch_bounds__(THREADS, 1)
 dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap x,
              const __grid_constant__ TensorMap addend, const __grid_constant__ TensorMap dz, const Packed<T> *compact,
              const uint8 *mask, const float *saved, float *dgamma, float *dbeta, float *partials, uint32 *tickets, uint32 rows,
-             TileWalk walk, int columns, int chunks, int stages, int ahead, const float *factors, uint32 first_factor,
+             TileStep walk, int columns, int chunks, int stages, int ahead, const float *factors, uint32 first_factor,
              uint32 pixels, const __grid_constant__ Grid grid) {
     constexpr bool ADD = SECOND != NONE;
     constexpr int READ = 1 + ADD, SUMS = 2, ARRIVALS = 1 + (SECOND == WHOLE ? 1 : SECOND == COMPACT ? WARP : 0);
-    static_assert(sizeof(Control) == 2048, "as lowering/conv1x1_forward.py counts");
+    static_assert(sizeof(Control) == 2048, "equals the size in lowering/conv1x1_forward.py");
     extern __shared__ __align__(1024) uint4 memory[];
     Control &control = *reinterpret_cast<Control *>(memory);
-    float *const mean = control.bias;  // there is no bias
+    float *const mean = control.bias;  // this convolution has no bias
     uint4 *const weights = memory + sizeof(Control) / VECTOR_BYTES;
     uint4 *const tiles_of_dy = weights + chunks * PARTS * TILE_VECTORS;
     uint4 *const all_results = tiles_of_dy + TEAMS * stages * TILE_VECTORS;
-    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // one for all, to the compiler
-    const bool multiplies = warp < MULTIPLYING;
-    const int team = multiplies ? warp / TEAM_WARPS : warp - MULTIPLYING;
+    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // warp-uniform
+    const bool is_mma_warp = warp < MMA_WARPS;
+    const int team = is_mma_warp ? warp / TEAM_WARPS : warp - MMA_WARPS;
     const int first_column = blockIdx.x * COLUMNS;
-    const Share share{blockIdx.y * TEAMS + team, (rows + walk.rows - 1) / walk.rows, gridDim.y * TEAMS};
+    const TileRange range{blockIdx.y * TEAMS + team, (rows + walk.rows - 1) / walk.rows, gridDim.y * TEAMS};
 
     for (int n = threadIdx.x; n < COLUMNS; n += THREADS)
         mean[n] = first_column + n < columns ? saved[first_column + n] : 0;
     if (threadIdx.x == 0) {
         init_barriers(control, stages, 0);
-        for (int i = 0; i < MULTIPLYING; ++i)
-            for (int place = 0; place < ahead; ++place) init_barrier(control.addend[i][place], ARRIVALS);
-        show_barriers();
+        for (int i = 0; i < MMA_WARPS; ++i)
+            for (int slot = 0; slot < ahead; ++slot) mbarrier_init(control.addend[i][slot], ARRIVALS);
+        fence_barrier_init();
     }
     __syncthreads();
 
     const Stages own{tiles_of_dy + team * stages * TILE_VECTORS, control.full[team], control.empty[team], chunks, stages};
-    float sums[SUMS][PARTS][2] = {};  // of the two columns of each part that a thread sums up
-    if (!multiplies) {
+    float sums[SUMS][PARTS][2] = {};  // for the two columns of each part that this thread sums
+    if (!is_mma_warp) {
         if (lane == 0) {
             if (team == 0) {
-                fetch_map(dz);
-                arrive_expecting(control.weights, chunks * PARTS * TILE_VECTORS * VECTOR_BYTES);
+                prefetch_tensormap(dz);
+                arrive_expect_tx(control.weights, chunks * PARTS * TILE_VECTORS * VECTOR_BYTES);
                 for (int i = 0; i < chunks * PARTS; ++i)
-                    load_tile(weights + i * TILE_VECTORS, w, first_column + i % PARTS * CHUNK, i / PARTS * CHUNK, 0,
-                              control.weights);
+                    tma_load(weights + i * TILE_VECTORS, w, first_column + i % PARTS * CHUNK, i / PARTS * CHUNK, 0,
+                             control.weights);
             }
-            load_tiles(own, dy, share, walk);
+            load_tiles(own, dy, range, walk);
         }
     } else {
         uint4 *const own_results = all_results + warp * (2 + READ * ahead) * RESULT_VECTORS;
         uint4 *const own_x = own_results + 2 * RESULT_VECTORS, *const own_addend = own_x + ahead * RESULT_VECTORS;
         const int own_row = warp % TEAM_WARPS * WARP_ROWS, quad_column = lane % 4 * 2;
 
-        // All of a part arrives at one barrier.
+        // All operands of a part arrive at one barrier.
         uint64 *const arrived = control.addend[warp];
-        Addends parts_of_x{x, walk, arrived, own_x, share, first_column, own_row, PARTS};
-        Addends parts_of_addend{addend, walk, arrived, own_addend, share, first_column, own_row, PARTS};
-        CompactAddends<T> parts_of_compact{compact, grid, arrived, own_addend, share, first_column, own_row, PARTS,
+        Addends parts_of_x{x, walk, arrived, own_x, range, first_column, own_row, PARTS};
+        Addends parts_of_addend{addend, walk, arrived, own_addend, range, first_column, own_row, PARTS};
+        CompactAddends<T> parts_of_compact{compact, grid, arrived, own_addend, range, first_column, own_row, PARTS,
                                            rows, columns, lane};
-        const auto load_part = [&](int place) {
-            parts_of_x.load(place);
-            if (SECOND == WHOLE) parts_of_addend.load(place);
+        const auto load_part = [&](int slot) {
+            parts_of_x.load(slot);
+            if (SECOND == WHOLE) parts_of_addend.load(slot);
         };
         if (lane == 0)
-            for (int place = 0; place < ahead; ++place) load_part(place);
+            for (int slot = 0; slot < ahead; ++slot) load_part(slot);
         if (SECOND == COMPACT)
-            for (int place = 0; place < ahead; ++place) parts_of_compact.load(place);
+            for (int slot = 0; slot < ahead; ++slot) parts_of_compact.load(slot);
         Bits bits;
         const auto load_bits = [&](uint32 tile, int part) {
             bits.load(mask, tile * ROWS + own_row + lane / 4, rows, first_column + part * CHUNK + quad_column * VEC, columns);
         };
-        load_bits(share.first, 0);
+        load_bits(range.first, 0);
 
-        Turn turn, part, result;
-        wait_for_phase(control.weights, 0);
-        for (uint32 tile = share.first; tile < share.end; tile += share.step) {
+        PipelineState pipe, part, result;
+        mbarrier_wait(control.weights, 0);
+        for (uint32 tile = range.first; tile < range.end; tile += range.step) {
             float products[COLUMNS / 8][4] = {}, factor[2];
-            multiply_tile<T, true>(products, weights, own, turn, lane);
+            multiply_tile<T, true>(products, weights, own, pipe, lane);
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const uint32 row = tile * ROWS + own_row + r * 8 + lane / 4;
-                factor[r] = DROP ? factor_of(row < rows ? row : 0, factors, first_factor, pixels) : 1;
+                factor[r] = DROP ? drop_factor(row < rows ? row : 0, factors, first_factor, pixels) : 1;
             }
 #pragma unroll
             for (int p = 0; p < PARTS; ++p) {
-                const uint32 own_bits = bits.together();
-                load_bits(p + 1 < PARTS ? tile : tile + share.step, (p + 1) % PARTS);
-                uint4 *const dz_part = own_results + result.place * RESULT_VECTORS;
-                const int from = part.place * RESULT_VECTORS;
-                wait_for_phase(arrived[part.place], part.parity);
-                if (lane == 0) wait_for_stores<1>();  // of two parts of dz, the one before the last
+                const uint32 own_bits = bits.packed_bits();
+                load_bits(p + 1 < PARTS ? tile : tile + range.step, (p + 1) % PARTS);
+                uint4 *const dz_part = own_results + result.index * RESULT_VECTORS;
+                const int from = part.index * RESULT_VECTORS;
+                mbarrier_wait(arrived[part.index], part.phase);
+                if (lane == 0) tma_store_wait<1>();  // the store from this buffer, the last but one, is done
                 __syncwarp();
-                float of_rows[SUMS][16];  // over this thread's two
+                float of_rows[SUMS][16];  // sums over this thread's two rows
 #pragma unroll
                 for (int pair = 0; pair < CHUNK / 16; ++pair) {
                     const int at = matrix_row(lane, pair);
                     const uint32 open = __shfl_sync(0xffffffff, own_bits, lane / 4 * 4 + pair) >> quad_column;
                     uint32 g_bits[4], x_bits[4];
-                    load_pair(x_bits, own_x + from + at);
-                    if (ADD) load_pair(g_bits, own_addend + from + at);
+                    ldmatrix_x4(x_bits, own_x + from + at);
+                    if (ADD) ldmatrix_x4(g_bits, own_addend + from + at);
 #pragma unroll
                     for (int i = 0; i < 4; ++i) {
                         const int r = i % 2, j = pair * 2 + i / 2, n = p * CHUNK + j * 8 + quad_column;
                         const float2 more = ADD ? unpack_two<T>(g_bits[i]) : make_float2(0, 0);
-                        const float2 v = unpack_two<T>(x_bits[i]), near = *reinterpret_cast<const float2 *>(&mean[n]);
-                        const float from_mean[2] = {v.x - near.x, v.y - near.y};
+                        const float2 v = unpack_two<T>(x_bits[i]), mu = *reinterpret_cast<const float2 *>(&mean[n]);
+                        const float from_mean[2] = {v.x - mu.x, v.y - mu.y};
                         float g[2] = {products[p * 8 + j][r * 2], products[p * 8 + j][r * 2 + 1]};
                         if (ADD) {
                             g[0] += more.x;
@@ -174,7 +173,7 @@ dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ Tenso
                         }
 #pragma unroll
                         for (int k = 0; k < 2; ++k) {
-                            // Bits are 0 in rows that are not there, and so is dy.
+                            // In rows past the end both the bits and dy are 0.
                             if (!(open >> (r * 16 + i / 2 * 8 + k) & 1)) g[k] = 0;
                             const float own_g = DROP ? g[k] * factor[r] : g[k];
                             const auto add = [&](int sum, float term) {
@@ -186,31 +185,31 @@ dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ Tenso
                         }
                         g_bits[i] = pack_two<T>(g[0], g[1]);
                     }
-                    store_pair(dz_part + at, g_bits);
+                    stmatrix_x4(dz_part + at, g_bits);
                 }
-                show_to_copies();
+                tma_store_fence();
                 __syncwarp();
                 if (lane == 0) {
-                    store_tile(dz, first_column + p * CHUNK, tile * walk.y_row + own_row, tile * walk.y_line, dz_part);
-                    load_part(part.place);
+                    tma_store(dz, first_column + p * CHUNK, tile * walk.y_row + own_row, tile * walk.y_line, dz_part);
+                    load_part(part.index);
                 }
-                if (SECOND == COMPACT) parts_of_compact.load(part.place);
+                if (SECOND == COMPACT) parts_of_compact.load(part.index);
 #pragma unroll
                 for (int j = 0; j < SUMS; ++j) {
                     sum_over_rows(of_rows[j], lane);
 #pragma unroll
                     for (int k = 0; k < 2; ++k) sums[j][p][k] += of_rows[j][k];
                 }
-                part.next(ahead);
-                result.next(2);
+                part.advance(ahead);
+                result.advance(2);
             }
         }
-        if (lane == 0) wait_for_stores<0>();
+        if (lane == 0) tma_store_wait<0>();
     }
 
-    __syncthreads();  // the results were here
+    __syncthreads();  // reuses the memory of the results
     float *const of_warps = reinterpret_cast<float *>(all_results);
-    if (multiplies)
+    if (is_mma_warp)
 #pragma unroll
         for (int j = 0; j < SUMS; ++j)
 #pragma unroll
@@ -218,7 +217,7 @@ dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ Tenso
 #pragma unroll
                 for (int k = 0; k < 2; ++k)
                     of_warps[(warp * SUMS + j) * COLUMNS + p * CHUNK + lane * 2 + k] = sums[j][p][k];
-    reduce_parts<THREADS, MULTIPLYING, SUMS, COLUMNS>(of_warps, partials, tickets, columns, [=](int n, const float (&of)[SUMS]) {
+    reduce_parts<THREADS, MMA_WARPS, SUMS, COLUMNS>(of_warps, partials, tickets, columns, [=](int n, const float (&of)[SUMS]) {
         dgamma[n] = of[1] * saved[columns + n];
         dbeta[n] = of[0];
     });

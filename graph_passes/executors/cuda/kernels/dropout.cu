@@ -1,18 +1,20 @@
-// Dropout, of whole images (stochastic depth) and of single elements: which are dropped follows from a seed alone.
+// Dropout of whole images (stochastic depth, per sample) and of single elements. A seed alone decides which ones are dropped.
 //
-// What is kept is multiplied by `scale`, 1 / (1 - p); it is kept where its random word is at least `threshold`, p * 2^32.
+// An image or element is kept if its random word is at least `threshold` = p * 2^32, and is then multiplied by `scale` = 1 /
+// (1 - p).
 #include "common.cuh"
 #include "philox.cuh"
 
-constexpr int MAX_DROPOUTS = 128;  // of whole images, in a network
+constexpr int MAX_DROPOUTS = 128;  // limit of per-image Dropouts in a network
 
 struct Rates {
     uint32 threshold[MAX_DROPOUTS];
     float scale[MAX_DROPOUTS];
-    uint32 number[MAX_DROPOUTS];  // of the Dropout: random bits of its own
+    uint32 number[MAX_DROPOUTS];  // number of each Dropout: gives it random bits of its own
 };
 
-// The factor of each image in each Dropout. One thread a factor. With `per_batch` an image has that of the first.
+// Computes the factor of each image in each Dropout. One thread per factor. With `per_batch` all images have the factor of
+// the first.
 // Shapes: seed (2); factors (dropouts, N) fp32, with images = N.
 __global__ void dropout_factors(const uint32 *seed, float *factors, Rates rates, uint32 dropouts, uint32 images, bool per_batch) {
     const uint32 at = blockIdx.x * blockDim.x + threadIdx.x, row = at / images;
@@ -21,7 +23,7 @@ __global__ void dropout_factors(const uint32 *seed, float *factors, Rates rates,
     factors[at] = word >= rates.threshold[row] ? rates.scale[row] : 0;
 }
 
-// y = x times the factor of its image; `first`: place of the first image's. y may be x.
+// y = x times its image's factor; `first` is the index of the first image's factor. y may alias x.
 // Shapes: x, y (N, H*W*C / 8) vectors; factors (dropouts, N) fp32. vectors: of all of x; image_vectors = H*W*C / 8.
 template <class T>
 __global__ void dropout_images(const Packed<T> *x, const float *factors, Packed<T> *y, uint32 first, uint32 vectors,
@@ -36,7 +38,7 @@ __global__ void dropout_images(const Packed<T> *x, const float *factors, Packed<
     y[at] = pack<T>(v);
 }
 
-// y = x where it is kept, times `scale`, else 0. y may be x.
+// y = x * scale where the element is kept, else 0. y may alias x.
 // Shapes: seed (2); x, y (8 * vectors).
 template <class T>
 __global__ void dropout_elements(const Packed<T> *x, const uint32 *seed, Packed<T> *y, uint32 threshold, float scale,

@@ -1,8 +1,9 @@
-// Small elementwise kernels: the network's input, sums and conversions of gradients.
+// Small elementwise kernels: conversion and mixing of the network's input, sums and conversions of gradients, folding of
+// BatchNorm.
 #include "common.cuh"
 
-// y (pixels, to_channels) = x (pixels, from_channels) converted, further channels 0: RGB images become 4-channel ones,
-// which cuDNN's tensor-core kernels can load. One thread a pixel.
+// y (pixels, to_channels) = x (pixels, from_channels), converted; additional channels are 0. RGB images become 4-channel
+// images, which cuDNN's tensor-core kernels can load. One thread per pixel.
 // Shapes: x (rows, from_channels), y (rows, to_channels); pixels = rows = N*H*W.
 template <class From, class T>
 __global__ void convert_input(const From *x, T *y, int64_t pixels, int from_channels, int to_channels) {
@@ -12,8 +13,8 @@ __global__ void convert_input(const From *x, T *y, int64_t pixels, int from_chan
         y[pixel * to_channels + c] = from_float<T>(c < from_channels ? to_float(x[pixel * from_channels + c]) : 0);
 }
 
-// Mixup (Zhang et al., arXiv:1710.09412): each image x becomes lambda * x + (1 - lambda) * the one at the same place from
-// the end, in place. One thread mixes 4 elements of such a pair; `size`: elements of an image.
+// Mixup (Zhang et al., arXiv:1710.09412), in place: image i of n becomes lambda * image[i] + (1 - lambda) * image[n - 1 - i].
+// One thread mixes 4 elements of such a pair; `size` is the number of elements of an image.
 // Shapes: images (N, H*W*C), with size = H*W*C; gridDim.x is a multiple of ceil(N / 2).
 template <class T>
 __global__ void mix_images(T *images, int64_t size, int num_images, float lambda) {
@@ -34,8 +35,8 @@ __global__ void mix_images(T *images, int64_t size, int num_images, float lambda
     *last = b;
 }
 
-// CutMix (Yun et al., arXiv:1905.04899): exchanges a box of each image with that of the one at the same place from the
-// end, in place. One thread exchanges a pixel of such a pair; the middle image of an odd number has itself, and stays.
+// CutMix (Yun et al., arXiv:1905.04899): exchanges a box of image i of n with that of image n - 1 - i, in place. One thread
+// exchanges one pixel of such a pair. With an odd n, the middle image stays as it is.
 // Shapes: images (N, H, W, CHANNELS), the box in pixels; gridDim.x is a multiple of ceil(N / 2).
 template <class T, int CHANNELS>
 __global__ void exchange_boxes(T *images, int num_images, int height, int width, int top, int left, int bottom,
@@ -87,8 +88,8 @@ __global__ void exchange(float4 *x, float4 *y, uint32 vectors) {
     y[at] = a;
 }
 
-// y = x + bias (+ addend), ReLU of it if RELU: what follows a convolution in inference where cuDNN does not fuse it.
-// `pitch`: vectors of a pixel. y may be x.
+// y = x + bias (+ addend), then ReLU if RELU: the epilogue of a convolution in inference that cuDNN does not fuse. `pitch` is
+// the number of vectors of a pixel. y may alias x.
 // Shapes: x, addend, y (rows, C); bias (C) fp32. vectors = rows * C / 8, pitch = C / 8.
 template <class T, bool ADD, bool RELU>
 __global__ void bias_add_relu(const Packed<T> *x, const float *bias, const Packed<T> *addend, Packed<T> *y,
@@ -102,15 +103,15 @@ __global__ void bias_add_relu(const Packed<T> *x, const float *bias, const Packe
 #pragma unroll
     for (int k = 0; k < VEC; ++k) {
         v[k] += b[k] + a[k];
-        if (RELU) v[k] = v[k] < 0 ? 0 : v[k];  // NaN stays
+        if (RELU) v[k] = v[k] < 0 ? 0 : v[k];  // propagates NaN
     }
     y[at] = pack<T>(v);
 }
 
-// A BatchNorm folded into the convolution before it, which may have a bias of its own (else `own_bias` is null), for
-// inference. One block a filter, `size` weights each.
-// Shapes: weight (K, size) fp32, folded (K, size), with size = C * height * width of the filter; own_bias, gamma, beta,
-// mean, var, bias (K) fp32.
+// Folds a BatchNorm into the preceding convolution, for inference. The convolution may have its own bias; else `own_bias` is
+// null. One block per filter of `size` weights.
+// Shapes: weight (K, size) fp32, folded (K, size), with size = C * height * width of the filter; own_bias, gamma, beta, mean,
+// var, bias (K) fp32.
 template <class T>
 __global__ void fold_batch_norm(const float *weight, const float *own_bias, const float *gamma, const float *beta,
                                 const float *mean, const float *var, T *folded, float *bias, float eps, uint32 size) {
@@ -121,7 +122,7 @@ __global__ void fold_batch_norm(const float *weight, const float *own_bias, cons
     if (threadIdx.x == 0) bias[filter] = beta[filter] + ((own_bias ? own_bias[filter] : 0) - mean[filter]) * scale;
 }
 
-// to = from, 4 vectors of 16 bytes a thread: what memory can do at best, for the profile's ceiling.
+// to = from, 4 vectors of 16 bytes per thread: measures the highest memory rate, for the ceiling in the profile.
 // Shapes: from, to (4 * gridDim.x * blockDim.x) vectors of 16 bytes.
 __global__ void copy(const uint4 *from, uint4 *to) {
     const size_t at = size_t(blockIdx.x) * blockDim.x * 4 + threadIdx.x;

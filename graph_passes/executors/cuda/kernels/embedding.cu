@@ -1,12 +1,12 @@
-// Rows of a matrix by number, and their gradient.
+// Embedding: gathers rows of a matrix by number; and the gradient of the matrix.
 #include "common.cuh"
 
-// The row of a token; one that is none is taken as the nearest.
+// The row of a token; numbers out of range are clamped.
 __device__ inline uint32 row_of(float token, uint32 words) {
     return uint32(fminf(fmaxf(token, 0.0f), float(words - 1)));
 }
 
-// y = weight[tokens]: one vector a thread.
+// y = weight[tokens]; one thread per vector.
 // Shapes: tokens (count), fp32; weight (words, C); y (count, C), with C = 8 * row_vectors.
 template <class T>
 __global__ void embedding(const float *tokens, const Packed<T> *weight, Packed<T> *y, uint32 vectors, uint32 row_vectors,
@@ -16,9 +16,9 @@ __global__ void embedding(const float *tokens, const Packed<T> *weight, Packed<T
     y[at] = weight[row_of(tokens[at / row_vectors], words) * row_vectors + at % row_vectors];
 }
 
-// dweight[word] = the sum of dy over the tokens that are this word, in their order: equal inputs give equal bits.
-// Blocks: a word, a tile of its channels. Each lane of a warp looks at one token of 32, and all add the rows of those
-// that were found.
+// dweight[word] = sum of dy over all tokens equal to `word`, in their order: equal inputs give equal bits. blockIdx.x is the
+// word, blockIdx.y a tile of its channels. Each lane of a warp compares one of 32 tokens; then all lanes add the rows of the
+// matching tokens.
 // Shapes: dy (count, C), tokens (count), fp32; dweight (words, C), with C = 8 * row_vectors.
 template <class T>
 __global__ void embedding_wgrad(const Packed<T> *dy, const float *tokens, Packed<T> *dweight, uint32 count,

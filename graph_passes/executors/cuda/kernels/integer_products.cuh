@@ -1,49 +1,46 @@
-// Products of integers on tensor cores, and what becomes of the sums: what the INT8 convolutions share.
+// Integer products on tensor cores, and the epilogue: shared by the INT8 convolutions.
 //
 //     accumulator[row, k] = bias[k] + sum over tap, c of x[pixel(row, tap), c] * weight[k, tap, c]
 #pragma once
 #include "quantised.cuh"
 #include "warpgroup.cuh"
 
-constexpr int VECTOR = 16;  // channels: 16 bytes
+constexpr int VECTOR = 16;  // channels of 16 bytes
 
-// As `copy_ahead`, through the L1 cache: taps of a window find most pixels there.
-__device__ inline void copy_cached(uint4 *to, const void *from, bool there) {
+// `cp_async_zfill` through the L1 cache: the taps of a window find most pixels there.
+__device__ inline void cp_async_zfill_l1(uint4 *to, const void *from, bool there) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;"
                  :: "r"(uint32(__cvta_generic_to_shared(to))), "l"(from), "r"(there ? 16 : 0) : "memory");
 }
 
-// Products in series, of tiles as in warpgroup.cuh: on Hopper the tensor cores read them by themselves, behind the back of the
-// warps that start them; elsewhere (sm_80 and newer) each warp loads and multiplies at once.
+// Groups of integer products of tiles in the layout of warpgroup.cuh. On Hopper they are wgmma: asynchronous, with operands
+// in shared memory. Elsewhere (sm_80 and newer) each warp loads its operands and multiplies at once.
 //
-// `multiply_integers`: c += a * b, exact. a is (64, 32) and b (columns, 32), both with rows of the reduction; c[j] as there.
+// `int8_mma`: c += a * b, exact. a is (64, 32) and b (columns, 32), both K-major; c[j] is laid out as in warpgroup.cuh.
 #define INTEGERS(c, j) "+r"(c[j][0]), "+r"(c[j][1]), "+r"(c[j][2]), "+r"(c[j][3])
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-__device__ inline void show_integers() { show_to_products(); }
-__device__ inline void open_integers() { open_products(); }
-__device__ inline void close_integers() { close_products(); }
-// Until at most `OPEN` of the series that this group of warps has closed are under way.
-template <int OPEN = 0> __device__ inline void wait_for_integers() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(OPEN) : "memory");
-}
+__device__ inline void int8_fence_view_async_shared() { fence_view_async_shared(); }
+__device__ inline void int8_mma_fence() { wgmma_fence(); }
+__device__ inline void int8_mma_commit() { wgmma_commit(); }
+template <int PENDING = 0> __device__ inline void int8_mma_wait() { wgmma_wait<PENDING>(); }
 
 #define INTEGERS_4(c, j) INTEGERS(c, j), INTEGERS(c, j + 1), INTEGERS(c, j + 2), INTEGERS(c, j + 3)
 #define INTEGERS_16(c, j) INTEGERS_4(c, j), INTEGERS_4(c, j + 4), INTEGERS_4(c, j + 8), INTEGERS_4(c, j + 12)
 
-__device__ inline void multiply_integers(int (&c)[8][4], uint64 a, uint64 b) {
+__device__ inline void int8_mma(int (&c)[8][4], uint64 a, uint64 b) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 "
                  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,"
                  "%28,%29,%30,%31}, %32, %33, 1;"
                  : INTEGERS_4(c, 0), INTEGERS_4(c, 4) : "l"(a), "l"(b));
 }
-__device__ inline void multiply_integers(int (&c)[16][4], uint64 a, uint64 b) {
+__device__ inline void int8_mma(int (&c)[16][4], uint64 a, uint64 b) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 "
                  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,"
                  "%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,"
                  "%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, %64, %65, 1;"
                  : INTEGERS_16(c, 0) : "l"(a), "l"(b));
 }
-__device__ inline void multiply_integers(int (&c)[32][4], uint64 a, uint64 b) {
+__device__ inline void int8_mma(int (&c)[32][4], uint64 a, uint64 b) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n256k32.s32.s8.s8 "
                  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,"
                  "%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,"
@@ -53,43 +50,43 @@ __device__ inline void multiply_integers(int (&c)[32][4], uint64 a, uint64 b) {
                  "%124,%125,%126,%127}, %128, %129, 1;"
                  : INTEGERS_16(c, 0), INTEGERS_16(c, 16) : "l"(a), "l"(b));
 }
-__device__ inline void multiply_integers(int (&c)[14][4], uint64 a, uint64 b) {
+__device__ inline void int8_mma(int (&c)[14][4], uint64 a, uint64 b) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n112k32.s32.s8.s8 {" REGISTERS_56 "}, %56, %57, 1;"
                  : INTEGERS_4(c, 0), INTEGERS_4(c, 4), INTEGERS_4(c, 8), INTEGERS(c, 12), INTEGERS(c, 13) : "l"(a), "l"(b));
 }
-__device__ inline void multiply_integers(int (&c)[24][4], uint64 a, uint64 b) {
+__device__ inline void int8_mma(int (&c)[24][4], uint64 a, uint64 b) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n192k32.s32.s8.s8 {" REGISTERS_96 "}, %96, %97, 1;"
                  : INTEGERS_16(c, 0), INTEGERS_4(c, 16), INTEGERS_4(c, 20) : "l"(a), "l"(b));
 }
-__device__ inline void multiply_integers(int (&c)[26][4], uint64 a, uint64 b) {
+__device__ inline void int8_mma(int (&c)[26][4], uint64 a, uint64 b) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n208k32.s32.s8.s8 {" REGISTERS_104 "}, %104, %105, 1;"
                  : INTEGERS_16(c, 0), INTEGERS_4(c, 16), INTEGERS_4(c, 20), INTEGERS(c, 24), INTEGERS(c, 25) : "l"(a), "l"(b));
 }
-__device__ inline void multiply_integers(int (&c)[28][4], uint64 a, uint64 b) {
+__device__ inline void int8_mma(int (&c)[28][4], uint64 a, uint64 b) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n224k32.s32.s8.s8 {" REGISTERS_112 "}, %112, %113, 1;"
                  : INTEGERS_16(c, 0), INTEGERS_4(c, 16), INTEGERS_4(c, 20), INTEGERS_4(c, 24) : "l"(a), "l"(b));
 }
-__device__ inline void multiply_integers(int (&c)[30][4], uint64 a, uint64 b) {
+__device__ inline void int8_mma(int (&c)[30][4], uint64 a, uint64 b) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n240k32.s32.s8.s8 {" REGISTERS_120 "}, %120, %121, 1;"
                  : INTEGERS_16(c, 0), INTEGERS_4(c, 16), INTEGERS_4(c, 20), INTEGERS_4(c, 24), INTEGERS(c, 28), INTEGERS(c, 29)
                  : "l"(a), "l"(b));
 }
-// With a, (64, 32), in registers, as `mma.m16n8k32` has 16 rows of it in those of a warp. Until the products have been waited
-// for, a is read too.
-__device__ inline void multiply_integers(int (&c)[8][4], const uint32 (&a)[4], uint64 b) {
+// c += a * b with a (64, 32) in registers, in the `mma.m16n8k32` fragment layout: each warp has 16 rows. The registers of a
+// must not change before int8_mma_wait.
+__device__ inline void int8_mma(int (&c)[8][4], const uint32 (&a)[4], uint64 b) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 "
                  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,"
                  "%29,%30,%31}, {%32,%33,%34,%35}, %36, 1;"
                  : INTEGERS_4(c, 0), INTEGERS_4(c, 4) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
-__device__ inline void multiply_integers(int (&c)[16][4], const uint32 (&a)[4], uint64 b) {
+__device__ inline void int8_mma(int (&c)[16][4], const uint32 (&a)[4], uint64 b) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 "
                  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,"
                  "%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,"
                  "%56,%57,%58,%59,%60,%61,%62,%63}, {%64,%65,%66,%67}, %68, 1;"
                  : INTEGERS_16(c, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
-__device__ inline void multiply_integers(int (&c)[14][4], const uint32 (&a)[4], uint64 b) {
+__device__ inline void int8_mma(int (&c)[14][4], const uint32 (&a)[4], uint64 b) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n112k32.s32.s8.s8 "
                  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,"
                  "%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,"
@@ -97,21 +94,21 @@ __device__ inline void multiply_integers(int (&c)[14][4], const uint32 (&a)[4], 
                  : INTEGERS_4(c, 0), INTEGERS_4(c, 4), INTEGERS_4(c, 8), INTEGERS(c, 12), INTEGERS(c, 13)
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
-template <int EIGHTS> __device__ inline void multiply_integers(int (&c)[EIGHTS][4], const uint4 *a, const uint4 *b) {
-    multiply_integers(c, matrix(a), matrix(b));
+template <int EIGHTS> __device__ inline void int8_mma(int (&c)[EIGHTS][4], const uint4 *a, const uint4 *b) {
+    int8_mma(c, smem_desc(a), smem_desc(b));
 }
 #else
-__device__ inline void show_integers() {}
-__device__ inline void open_integers() {}
-__device__ inline void close_integers() {}
-template <int OPEN = 0> __device__ inline void wait_for_integers() {}
+__device__ inline void int8_fence_view_async_shared() {}
+__device__ inline void int8_mma_fence() {}
+__device__ inline void int8_mma_commit() {}
+template <int PENDING = 0> __device__ inline void int8_mma_wait() {}
 
-// 4 bytes of a tile's row, from byte `k` on: 128-byte swizzle goes by addresses.
+// Loads 4 bytes of a tile's row, from byte `k` on. The 128-byte swizzle is a function of the address.
 __device__ inline uint32 word_of(const uint4 *at, int row, int k) {
     const uint64 address = reinterpret_cast<uint64>(at) + row * 128 + k;
     return *reinterpret_cast<const uint32 *>(address ^ (address >> 7 & 7) << 4);
 }
-template <int EIGHTS> __device__ inline void multiply_integers(int (&c)[EIGHTS][4], const uint4 *a, const uint4 *b) {
+template <int EIGHTS> __device__ inline void int8_mma(int (&c)[EIGHTS][4], const uint4 *a, const uint4 *b) {
     const int lane = threadIdx.x % WARP, row = threadIdx.x / WARP % 4 * 16 + lane / 4, k = lane % 4 * 4;
     const uint32 a0 = word_of(a, row, k), a1 = word_of(a, row + 8, k);
     const uint32 a2 = word_of(a, row, k + 16), a3 = word_of(a, row + 8, k + 16);
@@ -124,20 +121,20 @@ template <int EIGHTS> __device__ inline void multiply_integers(int (&c)[EIGHTS][
 }
 #endif
 
-// Nothing is done with `c` earlier than here, as the compiler might think it could.
-template <int EIGHTS> __device__ inline void hold_integers(int (&c)[EIGHTS][4]) {
+// Keeps the compiler from touching `c` before this point.
+template <int EIGHTS> __device__ inline void int8_mma_fence_operand(int (&c)[EIGHTS][4]) {
 #pragma unroll
     for (int j = 0; j < EIGHTS; ++j) asm volatile("" : INTEGERS(c, j) :: "memory");
 }
 
-// Which of the filters a column of the products is: of 64, those that thread t of a quad has, 2t and 2t + 1 of each 8, are
-// neighbours, so that it stores 16 bytes.
+// The filter that belongs to a column of the accumulators. Among 64 columns, thread t of a quad has columns 2t and 2t + 1 of
+// each 8: these are 16 neighbouring filters, so that the thread stores 16 bytes.
 __device__ inline int filter_of(int column) {
     return column / 64 * 64 + column % 8 / 2 * VECTOR + column % 64 / 8 * 2 + column % 2;
 }
 
-// The end of the rows of a thread: requantised, added to a shortcut, rectified and stored. Of 64 rows of a group of warps a
-// thread has two, 8 apart, and of each 64 columns 16 neighbours.
+// The epilogue of a thread's rows: requantises, adds a shortcut, applies ReLU and stores. Among a warpgroup's 64 rows a
+// thread has two, 8 apart, and of each 64 columns 16 neighbouring ones.
 // Shapes: multiplier (K) fp32; bias (K) int32; addend (rows, K) int8; y (rows, K), int8 or of the type T. filters = K.
 template <class T, int COLUMNS, bool ADD, bool RELU> struct Results {
     static constexpr int SPANS = COLUMNS / 64;
@@ -145,12 +142,12 @@ template <class T, int COLUMNS, bool ADD, bool RELU> struct Results {
     const int *bias;
     T *y;
     float addend_share;
-    int filters, first;  // first: of its columns
+    int filters, first;  // first: first column of this thread
     uint32 row[2];
     bool there[2];
     uint4 added[ADD ? SPANS : 1][2];
 
-    // Ahead of the products, which take their time.
+    // Starts these loads before the products, to overlap with them.
     __device__ void load_addends(const uint4 *addend) {
 #pragma unroll
         for (int span = 0; span < SPANS; ++span)
@@ -160,7 +157,7 @@ template <class T, int COLUMNS, bool ADD, bool RELU> struct Results {
                     added[span][r] = addend[(row[r] * size_t(filters) + first + span * 64) / VECTOR];
     }
 
-    // What the products are added to.
+    // Initialises the accumulators with the bias.
     __device__ void start(int (&products)[COLUMNS / 8][4]) const {
 #pragma unroll
         for (int span = 0; span < SPANS; ++span)

@@ -1,17 +1,19 @@
-// What the classifier is to say of an image, for softmax.cu and sigmoid.cu: its label and, where images are mixed, another's.
+// The targets of softmax.cu and sigmoid.cu: an image's label and, if images are mixed, its partner's label.
 #pragma once
 #include "common.cuh"
 
 struct Labels {
     int label, partner;
-    float own;   // the label's share
-    bool valid;  // whether both are classes
-    int ranked;  // the one with the larger share, of equal shares the smaller
+    float own;   // weight of `label`; the partner has the rest
+    bool valid;  // whether both labels are classes
+    int ranked;  // the label with the larger weight; if equal, the smaller label
 };
 
-// Of the block's row, one block a row. Targets are 1 - smoothing for the label and smoothing / (classes - 1) for every other
-// class, as MXNet's SoftmaxOutput has them. Where images are mixed (`own_share` not null and below 1) a row's target is
-// `*own_share` of that for its label and the rest of that for its partner: the label of the row at the same place from the end.
+// The labels of the block's row; one block per row. As in MXNet's SoftmaxOutput, targets are 1 - smoothing for the label and
+// smoothing / (classes - 1) for every other class. If images are mixed (`own_share` is not null and below 1), a row's target
+// is
+//     own_share * (target for its label) + (1 - own_share) * (target for its partner)
+// The partner is the label of the row at the mirrored position, counted from the end.
 // Shapes: labels (N), own_share (1) fp32.
 __device__ inline Labels labels_of_row(const float *labels, const float *own_share, int classes) {
     const int row = blockIdx.x;

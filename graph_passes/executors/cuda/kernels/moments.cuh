@@ -1,118 +1,121 @@
-// Mean and variance of values that are seen in parts: Chan, Golub and LeVeque, 'Algorithms for computing the sample variance',
-// The American Statistician 37, 1983.
+// Mean and variance combined from parts: Chan, Golub and LeVeque, 'Algorithms for computing the sample variance', The
+// American Statistician 37, 1983.
 #pragma once
 #include "common.cuh"
 
-// Of some values: how many, their mean, and the sum of squares of what they differ from it.
+// count, mean, and sum of squared deviations from the mean.
 struct Moments {
     float count, mean, squares;
 
-    // From the sums of v - near and of its square.
-    __device__ static Moments about(float near, float count, float sum, float sum_of_squares) {
-        const float from_near = count > 0 ? sum / count : 0;
-        return {count, near + from_near, sum_of_squares - sum * from_near};
+    // From the sums of v - pivot and of (v - pivot)^2.
+    __device__ static Moments from_sums(float pivot, float count, float sum, float sum_of_squares) {
+        const float deviation = count > 0 ? sum / count : 0;
+        return {count, pivot + deviation, sum_of_squares - sum * deviation};
     }
 
-    // What another block has written.
-    __device__ static Moments written(const Moments *at) {
+    // Loads moments that another block has written, past the L1 cache.
+    __device__ static Moments load_written(const Moments *at) {
         return {__ldcg(&at->count), __ldcg(&at->mean), __ldcg(&at->squares)};
     }
 };
 
-// Of the values of at(first), at(first + step), ... together, always in this order; AT_ONCE of them are read ahead.
-template <int AT_ONCE = 8, class At> __device__ Moments together(int first, int end, int step, At at) {
-    float near = 0, count = 0, sum = 0, sum_of_squares = 0;
-#pragma unroll AT_ONCE
+// Combines at(first), at(first + step), ... in this fixed order; IN_FLIGHT of them are in flight.
+template <int IN_FLIGHT = 8, class At> __device__ Moments combine(int first, int end, int step, At at) {
+    float pivot = 0, count = 0, sum = 0, sum_of_squares = 0;
+#pragma unroll IN_FLIGHT
     for (int i = first; i < end; i += step) {
         const Moments part = at(i);
-        if (i == first) near = part.mean;
-        const float from_near = part.mean - near;
+        if (i == first) pivot = part.mean;
+        const float deviation = part.mean - pivot;
         count += part.count;
-        sum += part.count * from_near;
-        sum_of_squares += part.squares + part.count * from_near * from_near;
+        sum += part.count * deviation;
+        sum_of_squares += part.squares + part.count * deviation * deviation;
     }
-    return Moments::about(near, count, sum, sum_of_squares);
+    return Moments::from_sums(pivot, count, sum, sum_of_squares);
 }
 
-// The end of a kernel of which gridDim.y blocks share the rows, and gridDim.x the columns. `of_part`, in shared memory, has the
-// moments of the block's COLUMNS columns, from `first` on, in `parts` of its rows. The block leaves its own in `partials`, and
-// the last block of the same columns to arrive writes those of all, in a fixed order, as BatchNorm reads them. Nothing is read
-// behind it, so this takes as long as the reads: they are contiguous, and AT_ONCE are under way. For the first THREADS threads
-// of a block, which wait for each other by `meet`.
+// The epilogue of a kernel in which gridDim.y blocks share the rows and gridDim.x the columns. `of_part`, in shared memory,
+// has the moments of the block's COLUMNS columns, from `first` on, over `parts` parts of its rows. Each block writes its
+// combined moments to `partials`. The last block of these columns to arrive combines the moments of all blocks, in a fixed
+// order, and writes them as BatchNorm reads them.
+// No later work hides these reads, so they are contiguous and IN_FLIGHT are in flight. Called by the first THREADS threads of
+// a block; `sync` is their barrier.
 // Shapes: of_part (max(parts, THREADS / COLUMNS), COLUMNS), sums (3, columns); partials: 3 * gridDim.y * columns floats,
 // tickets (gridDim.x).
-template <int COLUMNS, int THREADS, class Meet>
-__device__ inline void write_sums_of_columns(Moments *of_part, int parts, int first, int columns, float *partials,
-                                             uint32 *tickets, float *sums, Meet meet) {
-    constexpr int SPLITS = THREADS / COLUMNS, AT_ONCE = 33;  // SPLITS threads of the last block share a column; H200: 132 blocks
-    // Of each block and column the mean and the sum of squares; behind them how many rows each block has.
+template <int COLUMNS, int THREADS, class Sync>
+__device__ inline void finish_column_moments(Moments *of_part, int parts, int first, int columns, float *partials,
+                                             uint32 *tickets, float *sums, Sync sync) {
+    // threads that share a column in the last block; an H200 has 132 blocks
+    constexpr int SPLITS = THREADS / COLUMNS, IN_FLIGHT = 33;
+    // `partials`: (mean, squares) of each block and column, then the row count of each block.
     float2 *const of_blocks = reinterpret_cast<float2 *>(partials);
     float *const counts = partials + 2 * gridDim.y * columns + blockIdx.x * gridDim.y;
     const int column = threadIdx.x % COLUMNS, split = threadIdx.x / COLUMNS, n = first + column;
     const bool has_column = split < SPLITS && n < columns;
     const auto of_column = [&](int i) { return of_part[i * COLUMNS + column]; };
-    meet();
+    sync();
     if (has_column && split == 0) {
-        const Moments own = together(0, parts, 1, of_column);
+        const Moments own = combine(0, parts, 1, of_column);
         of_blocks[blockIdx.y * columns + n] = make_float2(own.mean, own.squares);
         if (column == 0) counts[blockIdx.y] = own.count;
     }
     __threadfence();
-    meet();
+    sync();
     bool is_last = false;
     if (threadIdx.x == 0) {
         is_last = atomicAdd(&tickets[blockIdx.x], 1) == gridDim.y - 1;
         if (is_last) tickets[blockIdx.x] = 0;
     }
-    if (!meet.any(is_last)) return;
+    if (!sync.any(is_last)) return;
     __threadfence();
     if (has_column) {
-        constexpr int STEP = SPLITS * AT_ONCE;
+        constexpr int STEP = SPLITS * IN_FLIGHT;
         const int blocks = gridDim.y, end = (blocks + STEP - 1) / STEP * STEP;
-        of_part[split * COLUMNS + column] = together<AT_ONCE>(split, end, SPLITS, [&](int block) -> Moments {
+        of_part[split * COLUMNS + column] = combine<IN_FLIGHT>(split, end, SPLITS, [&](int block) -> Moments {
             if (block >= blocks) return {};
             const float2 of_block = __ldcg(&of_blocks[block * columns + n]);
             return {__ldcg(&counts[block]), of_block.x, of_block.y};
         });
     }
-    meet();
+    sync();
     if (!has_column || split > 0) return;
-    const Moments all = together(0, SPLITS, 1, of_column);
+    const Moments all = combine(0, SPLITS, 1, of_column);
     sums[n] = 0;
     sums[columns + n] = all.squares;
     sums[2 * columns + n] = all.mean;
 }
 
-// The end of a kernel that has left the moments of each filter in the first `own` parts of `of_part`: the block's go to
-// `partials` (gridDim.x, FILTERS), and the last block to arrive writes those of all, in a fixed order, as BatchNorm reads them:
-// sums (3, FILTERS), tickets (1). For the first PARTS * FILTERS threads of a block, which wait for each other by `meet`.
-template <int PARTS, int FILTERS, class Meet = MeetAll>
-__device__ inline void write_sums(Moments (&of_part)[PARTS][FILTERS], int own, Moments *partials, uint32 *tickets, float *sums,
-                                  Meet meet = {}) {
-    meet();
+// The epilogue of a kernel that has left the moments of each filter in the first `own` parts of `of_part`. Each block writes
+// its combined moments to `partials` (gridDim.x, FILTERS). The last block to arrive combines the moments of all blocks, in a
+// fixed order, and writes `sums` (3, FILTERS) as BatchNorm reads them. `tickets` has one element. Called by the first PARTS *
+// FILTERS threads of a block; `sync` is their barrier.
+template <int PARTS, int FILTERS, class Sync = BlockBarrier>
+__device__ inline void finish_moments(Moments (&of_part)[PARTS][FILTERS], int own, Moments *partials, uint32 *tickets, float *sums,
+                                      Sync sync = {}) {
+    sync();
     const int part = threadIdx.x / FILTERS, filter = threadIdx.x % FILTERS;
     const auto of_filter = [&](int i) { return of_part[i][filter]; };
     if (part == 0) {
-        partials[blockIdx.x * FILTERS + filter] = together(0, own, 1, of_filter);
+        partials[blockIdx.x * FILTERS + filter] = combine(0, own, 1, of_filter);
         __threadfence();
     }
-    meet();
+    sync();
     bool is_last = false;
     if (threadIdx.x == 0) {
         is_last = atomicAdd(tickets, 1) == gridDim.x - 1;
         if (is_last) *tickets = 0;
     }
-    if (!meet.any(is_last)) return;
+    if (!sync.any(is_last)) return;
     __threadfence();
-    constexpr int AT_ONCE = 14, STEP = PARTS * AT_ONCE;  // H200: 132 blocks, in two or three rounds
+    constexpr int IN_FLIGHT = 14, STEP = PARTS * IN_FLIGHT;  // an H200 has 132 blocks: two or three rounds
     const int blocks = gridDim.x, end = (blocks + STEP - 1) / STEP * STEP;
-    of_part[part][filter] = together<AT_ONCE>(part, end, PARTS, [=](int block) -> Moments {
+    of_part[part][filter] = combine<IN_FLIGHT>(part, end, PARTS, [=](int block) -> Moments {
         if (block >= blocks) return {};
-        return Moments::written(&partials[block * FILTERS + filter]);
+        return Moments::load_written(&partials[block * FILTERS + filter]);
     });
-    meet();
+    sync();
     if (part > 0) return;
-    const Moments all = together(0, PARTS, 1, of_filter);
+    const Moments all = combine(0, PARTS, 1, of_filter);
     sums[filter] = 0;
     sums[FILTERS + filter] = all.squares;
     sums[2 * FILTERS + filter] = all.mean;

@@ -1,75 +1,84 @@
-// The backward pass from one BatchNorm through the 1x1 convolution before it to the BatchNorm before that: one launch, in
-// which the gradient between BatchNorm and convolution is made on the way and never stored. Convolutions of 128 channels, of
-// whose weights one block has no registers for the gradient, are for clusters of two blocks, which have half of the channels
-// each that the convolution makes.
+// Backward from one BatchNorm through the 1x1 convolution before it to the BatchNorm before that, in one launch:
+//
+//     dx = BatchNorm backward of dz;  dw = dx^T * input;  out = dx * w, masked by the earlier ReLU, with its sums
+//
+// dx, the gradient between BatchNorm and convolution, stays in shared memory and is never stored. With 128 input channels,
+// one block has too few registers for the gradient of all weights: a cluster of two blocks then splits the K output channels
+// in halves.
 #include "batch_norm.cuh"
-#include "copy_engine.cuh"
+#include "tma.cuh"
 #include "warpgroup.cuh"
 
 constexpr int OWN_COLUMNS = 64, CHUNK = 64, VECTOR_BYTES = 16;
-constexpr int ROWS = 64, PIECES = 4, PIECE_ROWS = ROWS / PIECES;  // of a tile
+constexpr int ROWS = 64, PIECES = 4, PIECE_ROWS = ROWS / PIECES;  // rows of a tile, and of a quarter of it
 constexpr int GROUP_WARPS = 4, GROUP = GROUP_WARPS * WARP, GROUPS = 4, WEIGHT_WARPS = 2 * GROUP_WARPS, THREADS = GROUPS * GROUP;
 constexpr int CHUNK_VECTORS = CHUNK / VEC, TILE_VECTORS = ROWS * CHUNK_VECTORS, PIECE_VECTORS = PIECE_ROWS * CHUNK_VECTORS;
-constexpr int PIECE_BYTES = PIECE_VECTORS * VECTOR_BYTES;  // of 64 channels
-constexpr int WARP_ROWS = WARP / CHUNK_VECTORS;            // of a chunk, that a warp prepares at once
-constexpr int X_PLACES = 5;  // of pieces of x, for each warp that prepares dz
-constexpr int COPIERS = 2;  // threads that share the copies to a stage
+constexpr int PIECE_BYTES = PIECE_VECTORS * VECTOR_BYTES;  // bytes of a piece: 16 rows of 64 channels
+constexpr int WARP_ROWS = WARP / CHUNK_VECTORS;            // rows of a chunk that a warp processes at once
+constexpr int X_SLOTS = 5;  // slots for pieces of x, for each warp that computes dx
+constexpr int COPIERS = 2;  // threads that share the copies into a stage
 
-// How the work is shared. All blocks of a cluster walk over the same tiles of rows, each with its channels. Of a block's groups
-// of four warps, the first makes the gradient of the convolution's input: each of two blocks finishes half of the columns, to
-// which the other sends what its channels add, while it multiplies for its own half. The second prepares dz, each warp for
-// itself: it has one chunk of 64 channels, and of a tile's pieces of 16 rows every PARTS-th. The last two add up the gradient of
-// the weights, every second chunk each, and prepare the convolution's input for the next tile; a thread of either starts the
-// copies of every second piece to a stage as soon as nobody multiplies what is there.
+// How the work is split. All blocks of a cluster walk over the same tiles of rows; each block has its own channels. A block
+// has four warpgroups:
+//   0     dgrad: out = dx * w. In a cluster each block finishes half of the columns. It sends its partial sums of the other
+//         half to the other block while it multiplies its own half.
+//   1     computes dx from dz and x. Each warp works alone on one chunk of 64 channels and every PARTS-th piece of 16 rows.
+//   2, 3  wgrad: dw = dx^T * input, every second chunk each. They also apply BatchNorm + ReLU to the convolution's input of
+//         the next tile. One thread of each warpgroup starts the TMA loads of every second piece, as soon as the stage is free.
 template <int K_, int COLUMNS_> struct Shape {
     static constexpr int COLUMNS = COLUMNS_, COLUMN_CHUNKS = COLUMNS / CHUNK, BLOCKS = COLUMNS / OWN_COLUMNS;
     static constexpr int K = K_ / BLOCKS, CHUNKS = K / CHUNK, PARTS = GROUP_WARPS / CHUNKS, CHUNKS_PER_GROUP = (CHUNKS + 1) / 2;
     static constexpr int STAGES = BLOCKS == 1 ? 3 : 2;
-    static constexpr int AT_ONCE = BLOCKS == 1 ? 4 : 2;  // vectors of dz and of x that a thread reads before it works on them
-    static constexpr int INPUT_ROWS = WEIGHT_WARPS / COLUMN_CHUNKS * WARP_ROWS;  // that these warps prepare at once
-    // Registers, of 128 that each thread begins with.
-    static constexpr int OF_PREPARING = BLOCKS == 1 ? 120 : 80, OF_DATA = 112, OF_WEIGHTS = BLOCKS == 1 ? 136 : 160;
-    static_assert(CHUNKS * PARTS == GROUP_WARPS && PIECES % PARTS == 0 && INPUT_ROWS % 8 == 0, "shares");
-    static_assert(OF_PREPARING + OF_DATA + 2 * OF_WEIGHTS <= GROUPS * 128, "registers");
+    static constexpr int IN_FLIGHT = BLOCKS == 1 ? 4 : 2;  // vectors of dz and of x that a thread loads before it uses them
+    static constexpr int INPUT_ROWS = WEIGHT_WARPS / COLUMN_CHUNKS * WARP_ROWS;  // rows that the wgrad warps normalise at once
+    // Registers per thread after setmaxnreg; the launch gives 128 to each.
+    static constexpr int REGS_NORM = BLOCKS == 1 ? 120 : 80, REGS_DGRAD = 112, REGS_WGRAD = BLOCKS == 1 ? 136 : 160;
+    static_assert(CHUNKS * PARTS == GROUP_WARPS && PIECES % PARTS == 0 && INPUT_ROWS % 8 == 0, "the work is split evenly");
+    static_assert(REGS_NORM + REGS_DGRAD + 2 * REGS_WGRAD <= GROUPS * 128, "the registers of the block");
 };
 
-// Of one tile: tiles as in warpgroup.cuh, by chunks of 64 channels.
+// Operands of one tile, in chunks of 64 channels; warpgroup.cuh has the layout.
 template <class S> struct Stage {
-    uint4 dz[S::CHUNKS][TILE_VECTORS];            // becomes the gradient of the BatchNorm's input, in place
-    uint4 input[S::COLUMN_CHUNKS][TILE_VECTORS];  // of the convolution; what the earlier BatchNorm has read becomes it, in place
+    uint4 dz[S::CHUNKS][TILE_VECTORS];            // overwritten in place by dx
+    // input of the convolution; with REDUCE loaded as x of the earlier BatchNorm, then overwritten
+    uint4 input[S::COLUMN_CHUNKS][TILE_VECTORS];
 };
 
 template <class S> struct Shared {
     uint4 weights[S::CHUNKS][S::COLUMN_CHUNKS][TILE_VECTORS];
     Stage<S> stages[S::STAGES];
-    uint4 x[GROUP_WARPS][X_PLACES][PIECE_VECTORS];
-    float4 received[S::BLOCKS == 1 ? 1 : OWN_COLUMNS / 8][GROUP];  // what the other block adds to each thread's; sums at last
-    float behind_mean[S::COLUMNS], behind_scale[S::COLUMNS], behind_shift[S::COLUMNS];  // of the earlier BatchNorm
-    // A piece of dz and of the earlier BatchNorm's data is there; a tile is prepared; nobody multiplies it any more.
+    uint4 x[GROUP_WARPS][X_SLOTS][PIECE_VECTORS];
+    // partial sums from the other block; reused for the final sums
+    float4 received[S::BLOCKS == 1 ? 1 : OWN_COLUMNS / 8][GROUP];
+    float prev_mean[S::COLUMNS], prev_scale[S::COLUMNS], prev_shift[S::COLUMNS];  // of the earlier BatchNorm
+    // full: a piece of dz and of the convolution's input has arrived. prepared: dx and the input of a tile are ready. empty:
+    // all readers of the stage are done.
     uint64 full[S::STAGES][PIECES], prepared[S::STAGES], empty[S::STAGES];
-    uint64 x_full[GROUP_WARPS][X_PLACES];
-    // `received` has come; the other block has read what has been sent there. A phase of each is a tile, and nobody misses one:
-    // the next `arrived` needs what is sent after all warps here have read, the next `read` what all warps here send.
+    uint64 x_full[GROUP_WARPS][X_SLOTS];
+    // arrived: `received` is filled. read: the other block has read what this block sent. Each has one phase per tile, and no
+    // waiter can miss a phase: `arrived` of the next tile completes only after all warps of this block have read `received`,
+    // and `read` only after they have sent again.
     uint64 arrived, read;
 };
 
-// The block's weights, (K, COLUMNS), as they lie, but its own columns first, and of 32 columns in the order of `load_weights`
-// of dgrad_reduce.cu. By all threads but those that prepare dz. These parameters are asked for before the first tiles: behind what
-// all blocks ask for at once they come 4 microseconds later.
+// This block's weights (K, COLUMNS) in shared memory, with the block's own columns first. Each 32 columns are stored in the
+// order of `load_weights` of dgrad_reduce.cu. All threads take part except those of warpgroup 1. The weights and the
+// parameters of the earlier BatchNorm are requested before the first tiles: requested after them, they arrive 4 microseconds
+// later.
 template <class T, class S> struct Weights {
-    static constexpr int THEIRS = THREADS - GROUP, ROW = S::COLUMNS / VEC, ALL = S::K * ROW;
-    uint4 own[(ALL + THEIRS - 1) / THEIRS];
+    static constexpr int LOADING_THREADS = THREADS - GROUP, ROW = S::COLUMNS / VEC, ALL = S::K * ROW;
+    uint4 own[(ALL + LOADING_THREADS - 1) / LOADING_THREADS];
     const int first = threadIdx.x < GROUP ? threadIdx.x : threadIdx.x - GROUP;
 
     __device__ explicit Weights(const Packed<T> *w) {
 #pragma unroll
-        for (int i = 0; i * THEIRS < ALL; ++i)
-            if (first + i * THEIRS < ALL) own[i] = words(w[first + i * THEIRS]);
+        for (int i = 0; i * LOADING_THREADS < ALL; ++i)
+            if (first + i * LOADING_THREADS < ALL) own[i] = words(w[first + i * LOADING_THREADS]);
     }
     __device__ void store(Shared<S> &shared) const {
 #pragma unroll
-        for (int i = 0; i * THEIRS < ALL; ++i) {
-            const int at = first + i * THEIRS, k = at / ROW, vector = at % ROW;
+        for (int i = 0; i * LOADING_THREADS < ALL; ++i) {
+            const int at = first + i * LOADING_THREADS, k = at / ROW, vector = at % ROW;
             if (at >= ALL) break;
             uint4 *const tile = shared.weights[k / CHUNK][vector / CHUNK_VECTORS ^ blockIdx.x];
             const uint32 pairs[4] = {own[i].x, own[i].y, own[i].z, own[i].w};
@@ -80,105 +89,105 @@ template <class T, class S> struct Weights {
     }
 };
 
-// Of 8 columns over the 8 rows of a warp, which are 4 lanes apart, the sum of one: `own_column`.
+// Reduces 8 columns over the 8 rows of a warp, which are 4 lanes apart. Returns the sum of this lane's column, `own_column`.
 __device__ inline float sum_over_rows(float (&v)[VEC], int lane) {
-    halve<4, 4>(v, lane);
-    halve<2, 8>(v, lane);
-    halve<1, 16>(v, lane);
+    reduce_scatter<4, 4>(v, lane);
+    reduce_scatter<2, 8>(v, lane);
+    reduce_scatter<1, 16>(v, lane);
     return v[0];
 }
 __device__ inline int own_column(int lane) { return lane / 4 % 2 * 4 + lane / 8 % 2 * 2 + lane / 16; }
 
-// The group that makes the gradient of the convolution's input, without the others: these are done before it.
-constexpr Meet<2, GROUP> meet_group{};
+// Barrier of the dgrad warpgroup alone. The other warpgroups are done by then.
+constexpr NamedBarrier<2, GROUP> sync_group{};
 
-// For each channel of the later BatchNorm: dx = scale * dz + b * x + c; with RELU, dz counts where x * scale + shift > 0; with
-// DROP, it is multiplied by the image's factor.
-// REDUCE: the convolution has read relu(BatchNorm(behind)). Stored are that BatchNorm's dz, which is the gradient where ReLU
-// let it through, as `out`, and the sums that batch_norm_backward_reduce makes of it. Else `behind` is what the convolution
-// has read, and the gradient of that is stored.
-// The gradient of the weights (K, C), which is OHWI, is left in gridDim.y parts for `sum_parts`.
-// The maps are of matrices by tiles of 16 rows and 64 columns. gridDim.x is the cluster, and gridDim.y clusters share the rows.
-// Shapes: dz, x (rows, K); saved (2, K), gamma, beta, dgamma, dbeta (K) fp32; w (K, C) with C = COLUMNS; behind, out (rows,
-// C); behind_saved (2, C), behind_gamma, behind_beta, behind_dgamma, behind_dbeta (C), dw_parts (gridDim.y, K, C), partials
-// (gridDim.y, 2, C), factors fp32; tickets (gridDim.x).
+// dx = scale * dz + b * x + c per channel of the later BatchNorm. With RELU, dz is masked where x * scale + shift <= 0. With
+// DROP, dz is multiplied by the image's stochastic-depth factor.
+// With REDUCE, the convolution's input is relu(BatchNorm(prev)). `out` is then the gradient of that BatchNorm's output,
+// masked by the ReLU, and the kernel also computes the sums of batch_norm_backward_reduce. Without REDUCE, `prev` is the
+// convolution's input, and `out` is its gradient.
+// The gradient of the weights (K, C), in OHWI, is left in gridDim.y parts for `sum_parts`.
+// The tensor maps have tiles of 16 rows and 64 columns. gridDim.x is the cluster; gridDim.y clusters share the rows.
+// Shapes: dz, x (rows, K); saved (2, K), gamma, beta, dgamma, dbeta (K) fp32; w (K, C) with C = COLUMNS; prev, out (rows, C);
+// prev_saved (2, C), prev_gamma, prev_beta, prev_dgamma, prev_dbeta (C), dw_parts (gridDim.y, K, C), partials (gridDim.y, 2,
+// C), factors fp32; tickets (gridDim.x).
 template <class T, int K, int COLUMNS, bool RELU, bool REDUCE, bool DROP>
 __global__ void __cluster_dims__(COLUMNS / OWN_COLUMNS, 1, 1) __launch_bounds__(THREADS, 1)
 norm_backward(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorMap x,
-              const __grid_constant__ TensorMap behind_tiles, const float *saved, const float *gamma,
+              const __grid_constant__ TensorMap prev_tiles, const float *saved, const float *gamma,
               const float *beta, const float *dgamma, const float *dbeta, const Packed<T> *w,
-              const Packed<T> *behind, Packed<T> *out, const float *behind_saved, const float *behind_gamma,
-              const float *behind_beta, float *behind_dgamma, float *behind_dbeta, float *dw_parts, float *partials,
+              const Packed<T> *prev, Packed<T> *out, const float *prev_saved, const float *prev_gamma,
+              const float *prev_beta, float *prev_dgamma, float *prev_dbeta, float *dw_parts, float *partials,
               uint32 *tickets, uint32 rows, const float *factors, uint32 first_factor, uint32 pixels) {
     using S = Shape<K, COLUMNS>;
     constexpr int STAGES = S::STAGES;
     extern __shared__ __align__(1024) uint4 memory[];
     Shared<S> &shared = *reinterpret_cast<Shared<S> *>(memory);
-    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // one for all, to the compiler
+    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // warp-uniform
     const int group = warp / GROUP_WARPS, warp_m = warp % GROUP_WARPS;
     const uint32 tiles = (rows + ROWS - 1) / ROWS, rank = blockIdx.x, first_channel = rank * S::K;
-    Turn turn;
+    PipelineState pipe;
 
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
-            for (int piece = 0; piece < PIECES; ++piece) init_barrier(shared.full[s][piece], 1);
-            init_barrier(shared.prepared[s], GROUP_WARPS + (REDUCE ? WEIGHT_WARPS : 0));
-            init_barrier(shared.empty[s], (GROUPS - 1) * GROUP_WARPS);
+            for (int piece = 0; piece < PIECES; ++piece) mbarrier_init(shared.full[s][piece], 1);
+            mbarrier_init(shared.prepared[s], GROUP_WARPS + (REDUCE ? WEIGHT_WARPS : 0));
+            mbarrier_init(shared.empty[s], (GROUPS - 1) * GROUP_WARPS);
         }
         for (int i = 0; i < GROUP_WARPS; ++i)
-            for (int place = 0; place < X_PLACES; ++place) init_barrier(shared.x_full[i][place], 1);
-        init_barrier(shared.arrived, 1);
-        init_barrier(shared.read, GROUP_WARPS);
-        show_barriers();
+            for (int slot = 0; slot < X_SLOTS; ++slot) mbarrier_init(shared.x_full[i][slot], 1);
+        mbarrier_init(shared.arrived, 1);
+        mbarrier_init(shared.read, GROUP_WARPS);
+        fence_barrier_init();
     }
-    meet_cluster();
+    cluster_sync();
 
     if (group == 1) {
-        leave_registers<S::OF_PREPARING>();
+        setmaxnreg_dec<S::REGS_NORM>();
         const int chunk = warp_m % S::CHUNKS, part = warp_m / S::CHUNKS, own_row = lane / 8, vector = lane % 8;
         const int channel = first_channel + chunk * CHUNK + vector * VEC;
-        // The warp's n-th piece.
+        // Starts the load of the warp's n-th piece of x.
         const auto load_x = [&](int n) {
             const uint32 tile = blockIdx.y + n / S::CHUNKS * gridDim.y;
             if (tile >= tiles) return;
-            uint64 &full = shared.x_full[warp_m][n % X_PLACES];
-            arrive_expecting(full, PIECE_BYTES);
-            load_tile(shared.x[warp_m][n % X_PLACES], x, first_channel + chunk * CHUNK,
-                      tile * ROWS + (n % S::CHUNKS * S::PARTS + part) * PIECE_ROWS, 0, full);
+            uint64 &full = shared.x_full[warp_m][n % X_SLOTS];
+            arrive_expect_tx(full, PIECE_BYTES);
+            tma_load(shared.x[warp_m][n % X_SLOTS], x, first_channel + chunk * CHUNK,
+                     tile * ROWS + (n % S::CHUNKS * S::PARTS + part) * PIECE_ROWS, 0, full);
         };
         const Backward of(saved, gamma, RELU ? beta : nullptr, channel, K);
         const InputGradient to(of, dgamma, dbeta, rows, channel);
-        if (elected())
-            for (int n = 0; n < X_PLACES; ++n) load_x(n);
-        // Of 8 rows a thread has two.
+        if (elect_one())
+            for (int n = 0; n < X_SLOTS; ++n) load_x(n);
+        // This thread's vectors in each group of 8 rows: two, 4 rows apart.
         const int own_at[2] = {swizzled(own_row, vector), swizzled(own_row + 4, vector)};
 
-        Turn x_turn;
-        int next = X_PLACES;
-        for (uint32 tile = blockIdx.y; tile < tiles; tile += gridDim.y, turn.next(STAGES)) {
-            Stage<S> &stage = shared.stages[turn.place];
+        PipelineState x_pipe;
+        int next = X_SLOTS;
+        for (uint32 tile = blockIdx.y; tile < tiles; tile += gridDim.y, pipe.advance(STAGES)) {
+            Stage<S> &stage = shared.stages[pipe.index];
             for (int piece = 0; piece < PIECES; ++piece) {
-                wait_for_phase(shared.full[turn.place][piece], turn.parity);
+                mbarrier_wait(shared.full[pipe.index][piece], pipe.phase);
                 if (piece % S::PARTS != part) continue;
-                wait_for_phase(shared.x_full[warp_m][x_turn.place], x_turn.parity);
+                mbarrier_wait(shared.x_full[warp_m][x_pipe.index], x_pipe.phase);
                 uint4 *const dz_piece = stage.dz[chunk] + piece * PIECE_VECTORS;
-                const uint4 *const x_piece = shared.x[warp_m][x_turn.place];
+                const uint4 *const x_piece = shared.x[warp_m][x_pipe.index];
 #pragma unroll
-                for (int first = 0; first < PIECE_ROWS / WARP_ROWS; first += S::AT_ONCE) {
-                    uint4 own_dz[S::AT_ONCE], own_x[S::AT_ONCE];
+                for (int first = 0; first < PIECE_ROWS / WARP_ROWS; first += S::IN_FLIGHT) {
+                    uint4 own_dz[S::IN_FLIGHT], own_x[S::IN_FLIGHT];
                     const auto at = [&](int i) { return own_at[i % 2] + (first + i) / 2 * 8 * CHUNK_VECTORS; };
 #pragma unroll
-                    for (int i = 0; i < S::AT_ONCE; ++i) {
+                    for (int i = 0; i < S::IN_FLIGHT; ++i) {
                         own_dz[i] = dz_piece[at(i)];
                         own_x[i] = x_piece[at(i)];
                     }
 #pragma unroll
-                    for (int i = 0; i < S::AT_ONCE; ++i) {
+                    for (int i = 0; i < S::IN_FLIGHT; ++i) {
                         float g[VEC], v[VEC];
                         unpack(packed<T>(own_dz[i]), g);
                         unpack(packed<T>(own_x[i]), v);
                         const uint32 row = tile * ROWS + piece * PIECE_ROWS + (first + i) * WARP_ROWS + own_row;
-                        const float factor = DROP ? factor_of(row < rows ? row : 0, factors, first_factor, pixels) : 1;
+                        const float factor = DROP ? drop_factor(row < rows ? row : 0, factors, first_factor, pixels) : 1;
 #pragma unroll
                         for (int k = 0; k < VEC; ++k) {
                             if (RELU && !(v[k] * of.scale[k] + of.shift[k] > 0)) g[k] = 0;
@@ -189,98 +198,99 @@ norm_backward(const __grid_constant__ TensorMap dz, const __grid_constant__ Tens
                     }
                 }
                 __syncwarp();
-                if (elected()) load_x(next);
+                if (elect_one()) load_x(next);
                 ++next;
-                x_turn.next(X_PLACES);
+                x_pipe.advance(X_SLOTS);
             }
-            show_to_products();
+            fence_view_async_shared();
             __syncwarp();
-            if (lane == 0) arrive(shared.prepared[turn.place]);
+            if (lane == 0) arrive(shared.prepared[pipe.index]);
         }
-        meet_cluster();
+        cluster_sync();
         return;
     }
 
-    // For a warp of each of the last two groups, on a scheduler of its own. Rows that are not there are zeros.
+    // Called by one warp of warpgroup 2 and one of warpgroup 3, which run on different schedulers. TMA fills rows past the
+    // end with zeros.
     const int part = group - 2;
     const bool copies = group > 1 && warp_m == part;
-    const auto load_pieces = [&](uint32 tile, int place) {
-        if (!elected()) return;
-        Stage<S> &stage = shared.stages[place];
+    const auto load_pieces = [&](uint32 tile, int slot) {
+        if (!elect_one()) return;
+        Stage<S> &stage = shared.stages[slot];
 #pragma unroll
         for (int i = 0; i < PIECES / COPIERS; ++i) {
             const int piece = i * COPIERS + part, row = tile * ROWS + piece * PIECE_ROWS, at = piece * PIECE_VECTORS;
-            uint64 &full = shared.full[place][piece];
-            arrive_expecting(full, (S::CHUNKS + S::COLUMN_CHUNKS) * PIECE_BYTES);
+            uint64 &full = shared.full[slot][piece];
+            arrive_expect_tx(full, (S::CHUNKS + S::COLUMN_CHUNKS) * PIECE_BYTES);
 #pragma unroll
-            for (int c = 0; c < S::CHUNKS; ++c) load_tile(stage.dz[c] + at, dz, first_channel + c * CHUNK, row, 0, full);
+            for (int c = 0; c < S::CHUNKS; ++c) tma_load(stage.dz[c] + at, dz, first_channel + c * CHUNK, row, 0, full);
 #pragma unroll
             for (int c = 0; c < S::COLUMN_CHUNKS; ++c)
-                load_tile(stage.input[c] + at, behind_tiles, c * CHUNK, row, 0, full);
+                tma_load(stage.input[c] + at, prev_tiles, c * CHUNK, row, 0, full);
         }
     };
     if (REDUCE && threadIdx.x < COLUMNS / VEC) {
         const int c = threadIdx.x * VEC;
-        const Backward of_behind(behind_saved, behind_gamma, behind_beta, c, COLUMNS);
-        store_floats(shared.behind_mean + c, of_behind.mean);
-        store_floats(shared.behind_scale + c, of_behind.scale);
-        store_floats(shared.behind_shift + c, of_behind.shift);
+        const Backward of_prev(prev_saved, prev_gamma, prev_beta, c, COLUMNS);
+        store_floats(shared.prev_mean + c, of_prev.mean);
+        store_floats(shared.prev_scale + c, of_prev.scale);
+        store_floats(shared.prev_shift + c, of_prev.shift);
     }
     const Weights<T, S> weights(w + size_t(first_channel) * (COLUMNS / VEC));
     if (copies)
         for (uint32 s = 0, tile = blockIdx.y; s < STAGES && tile < tiles; ++s, tile += gridDim.y) load_pieces(tile, s);
 
     weights.store(shared);
-    show_to_products();
+    fence_view_async_shared();
     asm volatile("barrier.sync 1, %0;" :: "n"(THREADS - GROUP) : "memory");
 
     if (group > 1) {
-        take_registers<S::OF_WEIGHTS>();
+        setmaxnreg_inc<S::REGS_WGRAD>();
         const int own = warp - 2 * GROUP_WARPS, input_chunk = own % S::COLUMN_CHUNKS;
-        const int first_row = own / S::COLUMN_CHUNKS * WARP_ROWS;  // of the input, that this warp prepares
-        const auto prepare_input = [&](uint32 tile, const Turn &turn) {
+        const int first_row = own / S::COLUMN_CHUNKS * WARP_ROWS;  // first row of the input that this warp normalises
+        const auto prepare_input = [&](uint32 tile, const PipelineState &pipe) {
             if (!REDUCE || tile >= tiles) return;
-            uint4 *const input = shared.stages[turn.place].input[input_chunk] + swizzled(first_row + lane / 8, lane % 8);
+            uint4 *const input = shared.stages[pipe.index].input[input_chunk] + swizzled(first_row + lane / 8, lane % 8);
             const int column = input_chunk * CHUNK + lane % 8 * VEC;
 #pragma unroll
             for (int row = 0; row < ROWS; row += S::INPUT_ROWS) {
-                wait_for_phase(shared.full[turn.place][(row + first_row) / PIECE_ROWS], turn.parity);
+                mbarrier_wait(shared.full[pipe.index][(row + first_row) / PIECE_ROWS], pipe.phase);
                 uint4 &at = input[row * CHUNK_VECTORS];
                 float v[VEC], scale[VEC], shift[VEC];
                 unpack(packed<T>(at), v);
-                load_floats(shared.behind_scale + column, scale);
-                load_floats(shared.behind_shift + column, shift);
+                load_floats(shared.prev_scale + column, scale);
+                load_floats(shared.prev_shift + column, shift);
 #pragma unroll
                 for (int k = 0; k < VEC; ++k) v[k] = relu(v[k] * scale[k] + shift[k]);
                 at = words(pack<T>(v));
             }
-            show_to_products();
+            fence_view_async_shared();
             __syncwarp();
-            if (lane == 0) arrive(shared.prepared[turn.place]);
+            if (lane == 0) arrive(shared.prepared[pipe.index]);
         };
-        Turn next_turn;
-        prepare_input(blockIdx.y, next_turn);
+        PipelineState next_pipe;
+        prepare_input(blockIdx.y, next_pipe);
         float dw[S::CHUNKS_PER_GROUP][COLUMNS / 8][4] = {};
-        for (uint32 tile = blockIdx.y; tile < tiles; tile += gridDim.y, turn.next(STAGES)) {
-            const Stage<S> &stage = shared.stages[turn.place];
-            wait_for_phase(shared.prepared[turn.place], turn.parity);
-            open_products();
+        for (uint32 tile = blockIdx.y; tile < tiles; tile += gridDim.y, pipe.advance(STAGES)) {
+            const Stage<S> &stage = shared.stages[pipe.index];
+            mbarrier_wait(shared.prepared[pipe.index], pipe.phase);
+            wgmma_fence();
 #pragma unroll
             for (int s = 0; s < ROWS / 16; ++s)
 #pragma unroll
                 for (int m = 0; m < S::CHUNKS_PER_GROUP; ++m)
-                    multiply_columns(dw[m], matrix(stage.dz[(part + m * 2) % S::CHUNKS] + s * 16 * CHUNK_VECTORS),
-                                     matrix_of_columns(stage.input[0] + s * 16 * CHUNK_VECTORS), T{});
-            close_products();
-            wait_for_products();
-            if (lane == 0) arrive(shared.empty[turn.place]);
+                    wgmma_mn_mn(dw[m], smem_desc(stage.dz[(part + m * 2) % S::CHUNKS] + s * 16 * CHUNK_VECTORS),
+                                smem_desc_mn(stage.input[0] + s * 16 * CHUNK_VECTORS), T{});
+            wgmma_commit();
+            wgmma_wait();
+            if (lane == 0) arrive(shared.empty[pipe.index]);
             if (copies && tile + STAGES * gridDim.y < tiles) {
-                wait_for_phase(shared.empty[turn.place], turn.parity);
-                load_pieces(tile + STAGES * gridDim.y, turn.place);
+                mbarrier_wait(shared.empty[pipe.index], pipe.phase);
+                load_pieces(tile + STAGES * gridDim.y, pipe.index);
             }
             __syncwarp();
-            next_turn.next(STAGES);
-            prepare_input(tile + gridDim.y, next_turn);
+            next_pipe.advance(STAGES);
+            prepare_input(tile + gridDim.y, next_pipe);
         }
 #pragma unroll
         for (int m = 0; m < S::CHUNKS_PER_GROUP; ++m) {
@@ -293,36 +303,37 @@ norm_backward(const __grid_constant__ TensorMap dz, const __grid_constant__ Tens
                 for (int r = 0; r < 2; ++r)
                     *reinterpret_cast<float2 *>(to + r * 8 * COLUMNS + n * 8) = float2{dw[m][n][r * 2], dw[m][n][r * 2 + 1]};
         }
-        meet_cluster();
+        cluster_sync();
         return;
     }
 
-    leave_registers<S::OF_DATA>();
-    constexpr int QUARTERS = OWN_COLUMNS / 32;  // a thread has 8 columns of each, of two rows
-    constexpr int STEPS = S::K / 16, PRODUCTS = OWN_COLUMNS / 8;  // of a series, and of 8 columns each in it
+    setmaxnreg_dec<S::REGS_DGRAD>();
+    constexpr int QUARTERS = OWN_COLUMNS / 32;  // groups of 32 columns; a thread has 8 columns of each, in two rows
+    constexpr int STEPS = S::K / 16, PRODUCTS = OWN_COLUMNS / 8;  // k-steps of a GEMM, and its 8-column accumulator tiles
     const int thread = threadIdx.x, column = rank * OWN_COLUMNS + lane % 4 * VEC;
     constexpr bool EXCHANGES = S::BLOCKS == 2;
-    const uint32 other = EXCHANGES ? rank ^ 1 : 0, there = address_in(&shared.received[0][thread], other);
-    const uint32 arrived_there = address_in(&shared.arrived, other), read_there = address_in(&shared.read, other);
-    const uint64 own_weights = matrix(shared.weights[0][0]), others_weights = matrix(shared.weights[0][S::COLUMN_CHUNKS - 1]);
-    // A series. Its operands are sums: where `matrix` makes each, the compiler keeps 16 and runs out of registers.
+    const uint32 other = EXCHANGES ? rank ^ 1 : 0, there = cluster_address(&shared.received[0][thread], other);
+    const uint32 arrived_there = cluster_address(&shared.arrived, other), read_there = cluster_address(&shared.read, other);
+    const uint64 own_weights = smem_desc(shared.weights[0][0]), others_weights = smem_desc(shared.weights[0][S::COLUMN_CHUNKS - 1]);
+    // One GEMM. Descriptors are computed by addition: with a call of `smem_desc` for each, the compiler keeps 16 of them and
+    // runs out of registers.
     const auto multiply = [](float (&products)[PRODUCTS][4], uint64 tile, uint64 weights) {
 #pragma unroll
         for (int s = 0; s < STEPS; ++s)
-            multiply_rows_by_columns(products, tile + (s / 4 * TILE_VECTORS + s % 4 * 2),
-                                     weights + (s / 4 * S::COLUMN_CHUNKS * TILE_VECTORS + s % 4 * 16 * CHUNK_VECTORS), T{});
-        close_products();
+            wgmma_k_mn(products, tile + (s / 4 * TILE_VECTORS + s % 4 * 2),
+                       weights + (s / 4 * S::COLUMN_CHUNKS * TILE_VECTORS + s % 4 * 16 * CHUNK_VECTORS), T{});
+        wgmma_commit();
     };
-    float sums[2][QUARTERS] = {};  // of the thread's one column of each
+    float sums[2][QUARTERS] = {};  // this thread's sums of one column per quarter
     uint32 parity = 0;
-    for (uint32 tile = blockIdx.y; tile < tiles; tile += gridDim.y, turn.next(STAGES), parity ^= 1) {
-        const Stage<S> &stage = shared.stages[turn.place];
+    for (uint32 tile = blockIdx.y; tile < tiles; tile += gridDim.y, pipe.advance(STAGES), parity ^= 1) {
+        const Stage<S> &stage = shared.stages[pipe.index];
         float own[PRODUCTS][4] = {}, others[PRODUCTS][4] = {};
-        const uint64 of_dz = matrix(stage.dz[0]);
-        if (EXCHANGES && thread == 0) arrive_expecting(shared.arrived, sizeof(shared.received));
-        wait_for_phase(shared.prepared[turn.place], turn.parity);
-        hold_products(own);  // so that nothing is done with it between the series, for which the second would wait
-        open_products();
+        const uint64 of_dz = smem_desc(stage.dz[0]);
+        if (EXCHANGES && thread == 0) arrive_expect_tx(shared.arrived, sizeof(shared.received));
+        mbarrier_wait(shared.prepared[pipe.index], pipe.phase);
+        wgmma_fence_operand(own);  // keeps the compiler from touching `own` between the two GEMMs: the second would wait for it
+        wgmma_fence();
         if (EXCHANGES) multiply(others, of_dz, others_weights);
         multiply(own, of_dz, own_weights);
 
@@ -334,21 +345,21 @@ norm_backward(const __grid_constant__ TensorMap dz, const __grid_constant__ Tens
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
                     const uint32 row = first_row + r * 8;
-                    read[q][r] = behind[(row < rows ? row * (COLUMNS / VEC) : 0) + (column + q * 32) / VEC];
+                    read[q][r] = prev[(row < rows ? row * (COLUMNS / VEC) : 0) + (column + q * 32) / VEC];
                 }
-        if (EXCHANGES) {  // what the other block needs is sent while our own is multiplied
-            wait_for_products_before_last();
-            hold_products(others);
-            wait_for_phase(shared.read, parity ^ 1);  // at once for the first tile
+        if (EXCHANGES) {  // sends the other block's half while the own half is multiplied
+            wgmma_wait<1>();
+            wgmma_fence_operand(others);
+            mbarrier_wait(shared.read, parity ^ 1);  // the first tile does not wait
 #pragma unroll
             for (int j = 0; j < PRODUCTS; ++j)
-                store_there(there + j * GROUP * VECTOR_BYTES, others[j], arrived_there);
+                st_async(there + j * GROUP * VECTOR_BYTES, others[j], arrived_there);
         }
-        wait_for_products();
-        hold_products(own);
-        if (lane == 0) arrive(shared.empty[turn.place]);
+        wgmma_wait();
+        wgmma_fence_operand(own);
+        if (lane == 0) arrive(shared.empty[pipe.index]);
         if constexpr (EXCHANGES) {
-            wait_for_phase(shared.arrived, parity);
+            mbarrier_wait(shared.arrived, parity);
 #pragma unroll
             for (int j = 0; j < PRODUCTS; ++j) {
                 const float4 more = shared.received[j][thread];
@@ -357,20 +368,20 @@ norm_backward(const __grid_constant__ TensorMap dz, const __grid_constant__ Tens
                 own[j][2] += more.z;
                 own[j][3] += more.w;
             }
-            hold_products(own);
+            wgmma_fence_operand(own);
             __syncwarp();
-            if (lane == 0) arrive_there(read_there);
+            if (lane == 0) arrive_remote(read_there);
         }
 #pragma unroll
         for (int q = 0; q < QUARTERS; ++q) {
             const int c = column + q * 32;
             float mean[VEC], scale[VEC], shift[VEC];
             if (REDUCE) {
-                load_floats(shared.behind_mean + c, mean);
-                load_floats(shared.behind_scale + c, scale);
-                load_floats(shared.behind_shift + c, shift);
+                load_floats(shared.prev_mean + c, mean);
+                load_floats(shared.prev_scale + c, scale);
+                load_floats(shared.prev_shift + c, shift);
             }
-            float of_rows[2][VEC];  // over this thread's two
+            float of_rows[2][VEC];  // sums over this thread's two rows
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const uint32 row = first_row + r * 8;
@@ -382,7 +393,7 @@ norm_backward(const __grid_constant__ TensorMap dz, const __grid_constant__ Tens
 #pragma unroll
                     for (int k = 0; k < VEC; ++k) {
                         if (!(v[k] * scale[k] + shift[k] > 0)) g[k] = 0;
-                        const float term = g[k] * (v[k] - mean[k]);  // rows that are not there have a g of 0
+                        const float term = g[k] * (v[k] - mean[k]);  // g is 0 in rows past the end
                         of_rows[0][k] = r == 0 ? g[k] : of_rows[0][k] + g[k];
                         of_rows[1][k] = r == 0 ? term : of_rows[1][k] + term;
                     }
@@ -395,7 +406,7 @@ norm_backward(const __grid_constant__ TensorMap dz, const __grid_constant__ Tens
         }
     }
     if (REDUCE) {
-        meet_group();  // `received` is of no more use: what the other block sends for the last tile has come
+        sync_group();  // `received` can be reused: the other block's data for the last tile has arrived
         float *const of_warp = reinterpret_cast<float *>(shared.received) + warp_m * 2 * OWN_COLUMNS;
 #pragma unroll
         for (int j = 0; j < 2; ++j)
@@ -403,31 +414,31 @@ norm_backward(const __grid_constant__ TensorMap dz, const __grid_constant__ Tens
             for (int q = 0; q < QUARTERS; ++q) of_warp[j * OWN_COLUMNS + q * 32 + lane % 4 * VEC + own_column(lane)] = sums[j][q];
         reduce_parts<GROUP, GROUP_WARPS, 2, OWN_COLUMNS>(reinterpret_cast<float *>(shared.received), partials, tickets, COLUMNS,
                                                          [=](int n, const float (&of)[2]) {
-            behind_dgamma[n] = of[1] * behind_saved[COLUMNS + n];
-            behind_dbeta[n] = of[0];
-        }, meet_group);
+            prev_dgamma[n] = of[1] * prev_saved[COLUMNS + n];
+            prev_dbeta[n] = of[0];
+        }, sync_group);
     }
-    meet_cluster();  // until here the other block may tell us that it has read
+    cluster_sync();  // until here the other block may still signal `read`
 }
 
-// sum[i] = sum over `parts` of part[i], always in the same order; 8 neighbours a thread, and 16 threads for each sum,
-// each with AT_ONCE parts under way.
+// sum[i] = sum over `parts` of part[i], always in the same order. Each sum of 8 neighbouring elements is shared by 16
+// threads, each with IN_FLIGHT parts in flight.
 // Shapes: parts (num_parts, K, C) fp32, sum (K, C). vectors = K * C / 8.
 template <class T>
-__global__ void __launch_bounds__(256, 1)  // more registers than a thread has otherwise
+__global__ void __launch_bounds__(256, 1)  // one block per SM: more registers for each thread
 sum_parts(const float *parts, Packed<T> *sum, int num_parts, uint32 vectors) {
-    constexpr int GROUPS = 16, AT_ONCE = 9;  // H200: 132 parts
+    constexpr int GROUPS = 16, IN_FLIGHT = 9;  // an H200 has 132 parts
     const uint32 i = (blockIdx.x * blockDim.x + threadIdx.x) / GROUPS;
     float total[VEC] = {};
-    for (int next = threadIdx.x % GROUPS; i < vectors && next < num_parts; next += AT_ONCE * GROUPS) {
-        float v[AT_ONCE][VEC] = {};
+    for (int next = threadIdx.x % GROUPS; i < vectors && next < num_parts; next += IN_FLIGHT * GROUPS) {
+        float v[IN_FLIGHT][VEC] = {};
 #pragma unroll
-        for (int j = 0; j < AT_ONCE; ++j) {
+        for (int j = 0; j < IN_FLIGHT; ++j) {
             const int part = next + j * GROUPS;
             if (part < num_parts) load_floats(parts + (size_t(part) * vectors + i) * VEC, v[j]);
         }
 #pragma unroll
-        for (int j = 0; j < AT_ONCE; ++j)
+        for (int j = 0; j < IN_FLIGHT; ++j)
 #pragma unroll
             for (int k = 0; k < VEC; ++k) total[k] += v[j][k];
     }

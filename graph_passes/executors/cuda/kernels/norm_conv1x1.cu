@@ -1,41 +1,42 @@
-// In training, what ends a residual block, BatchNorm + addition + ReLU, and the 1x1 convolution that begins the next, in one
-// launch. What is between them is written, for others read it too, but the convolution does not read it again.
+// In training, the end of a residual block, BatchNorm + addition + ReLU, and the 1x1 convolution that begins the next block,
+// in one launch. The tensor between them is written because others read it, but the convolution does not read it again.
 //
-// It is laid out as norm_stream.cuh says, with the tile that is added beside each of x. A block keeps the weights of 128
-// outputs at most. Those of 256 are STREAMED.
+// norm_stream.cuh explains the design; here each tile of x comes with one of the addend. A block can keep the weights of 128
+// outputs. Weights of 256 outputs are too large for shared memory and are streamed.
 #include "moments.cuh"
 #include "norm_stream.cuh"
 
 template <int COLUMNS> constexpr bool STREAMED = COLUMNS > 128;
-// Registers go from four warps to others then, so four start copies.
+// With streamed weights, setmaxnreg moves registers between whole warpgroups, so there are four producer warps.
 template <int COLUMNS> constexpr int BLOCK = STREAMED<COLUMNS> ? STREAMING : THREADS;
 
-// For one thread: starts the copies of a team's tiles of x and of what is added, from the last rows on.
-__device__ inline void load_both(const Stages &stages, const TensorMap &x, const TensorMap &addend, const Share &share) {
-    Turn turn;
-    for (uint32 n = share.first; n < share.end; n += share.step)
+// Called by one thread. Starts the loads of a team's tiles of x and of the addend, from the last rows on.
+__device__ inline void load_both(const Stages &stages, const TensorMap &x, const TensorMap &addend, const TileRange &range) {
+    PipelineState pipe;
+    for (uint32 n = range.first; n < range.end; n += range.step)
         for (int c = 0; c < stages.chunks; ++c) {
-            const Corner at{c * CHUNK, int(share.end - 1 - n) * ROWS};
-            load_two(stages, turn, x, at, addend, at);
+            const Corner at{c * CHUNK, int(range.end - 1 - n) * ROWS};
+            load_two(stages, pipe, x, at, addend, at);
         }
 }
 
-// `m` is what is made of 16 columns of a warp's rows, the `pair`-th such, of x and of what is added. `bits` gets the signs: its
-// words are of the warp's first 8 rows, channels 0 to 31 and 32 to 63, and of its last 8 rows; a byte is of 8 channels, of
-// which a thread has two. As in batch_norm.cu and batch_norm_pair.cu, to the bit.
+// m = the sum after ReLU, for 16 columns of a warp's rows, the `pair`-th such group. `bits` gets the signs of this thread's
+// channels, two bits of each byte:
+//   word r * 2 + h = rows r * 8 to r * 8 + 7 of the warp, channels h * 32 to h * 32 + 31, one byte for 8 channels
+// The bits equal those of batch_norm.cu and batch_norm_pair.cu.
 template <class T, bool PAIR>
 __device__ inline void normalise(const Affine &of, const uint4 *x, const uint4 *addend, int pair, int lane, uint32 (&m)[4],
                                  uint32 (&bits)[4]) {
     uint32 added[4];
-    load_pair(m, x + matrix_row(lane, pair));
-    load_pair(added, addend + matrix_row(lane, pair));
+    ldmatrix_x4(m, x + matrix_row(lane, pair));
+    ldmatrix_x4(added, addend + matrix_row(lane, pair));
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {  // rows below 8 and others, of 8 columns, then of the next 8
+    for (int i = 0; i < 4; ++i) {  // i % 2: rows 0-7 or 8-15; i / 2: first or second 8 columns
         const int first = pair * 16 + i / 2 * 8 + lane % 4 * 2;
-        const float2 scale = two_of(of.scale, first), shift = two_of(of.shift, first), more = unpack_two<T>(added[i]);
+        const float2 scale = load_float2(of.scale, first), shift = load_float2(of.shift, first), more = unpack_two<T>(added[i]);
         float2 v = unpack_two<T>(m[i]);
         if (PAIR) {
-            const float2 scale_2 = two_of(of.scale_2, first);
+            const float2 scale_2 = load_float2(of.scale_2, first);
             v.x = v.x * scale.x + (more.x * scale_2.x + shift.x);
             v.y = v.y * scale.y + (more.y * scale_2.y + shift.y);
         } else {
@@ -49,7 +50,7 @@ __device__ inline void normalise(const Affine &of, const uint4 *x, const uint4 *
     }
 }
 
-// The word of `bits` that has this thread's number among the four of a row, with the bits of all four.
+// Merges the bits of the four threads of a row. Each of them returns one word: number lane % 4.
 __device__ inline uint32 gathered(uint32 (&bits)[4], int lane) {
     const bool last_rows = lane & 2, last_channels = lane & 1;
 #pragma unroll
@@ -61,13 +62,13 @@ __device__ inline uint32 gathered(uint32 (&bits)[4], int lane) {
     return (last_channels ? own[1] : own[0]) | __shfl_xor_sync(0xffffffff, last_channels ? own[0] : own[1], 1);
 }
 
-// y = relu(norm(x) + addend), or with PAIR relu(norm(x) + norm_2(addend)), with ReLU's bits in `mask` and what `Forward` keeps;
-// and z = y * w with its sums about the mean, in a fixed order. The maps are of x and addend by tiles of 64 rows and columns,
-// of w by those of COLUMNS rows and 64 columns, of y and z by those of 16 rows and 64 columns. gridDim.y blocks share
-// the rows.
-// Shapes: x, addend, y (rows, C), w (K, C), z (rows, K), mask (rows, C / 8) bytes; sums (2 or 3, C), saved (2, C), gamma, beta,
-// running_mean, running_var (C) fp32, and those with _2; sums_of_z (3, K), partials (3 * gridDim.y * K) fp32; tickets (1).
-// C = chunks * 64; columns = K is COLUMNS at most.
+// y = relu(norm(x) + addend), or with PAIR relu(norm(x) + norm_2(addend)). Also stores ReLU's bits in `mask`, and what
+// `Forward` saves. z = y * w, with its sums about the mean, in a fixed order.
+// Tiles of the tensor maps: x and addend 64 rows and columns, w COLUMNS rows and 64 columns, y and z 16 rows and 64 columns.
+// gridDim.y blocks share the rows.
+// Shapes: x, addend, y (rows, C), w (K, C), z (rows, K), mask (rows, C / 8) bytes; sums (2 or 3, C), saved (2, C), gamma,
+// beta, running_mean, running_var (C) fp32, and those with _2; sums_of_z (3, K), partials (3 * gridDim.y * K) fp32; tickets
+// (1). C = chunks * 64; columns = K is COLUMNS at most.
 template <class T, int COLUMNS, bool PAIR>
 __global__ void __launch_bounds__(BLOCK<COLUMNS>, 1)
 norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap addend, const __grid_constant__ TensorMap w,
@@ -77,46 +78,46 @@ norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
              float *running_mean_2, float *running_var, float *running_var_2, float eps, float momentum, float *sums_of_z,
              float *partials, uint32 *tickets, uint32 rows, int columns, int chunks, int stages) {
     constexpr int PARTS = COLUMNS / CHUNK;
-    static_assert(sizeof(NormControl) == 3072 && sizeof(Affine) == 768, "as lowering/norm_conv1x1.py counts");
+    static_assert(sizeof(NormControl) == 3072 && sizeof(Affine) == 768, "equals the size in lowering/norm_conv1x1.py");
     extern __shared__ __align__(1024) uint4 memory[];
     NormControl &all = *reinterpret_cast<NormControl *>(memory);
     Control &control = all.control;
     Affine *const affine = reinterpret_cast<Affine *>(memory + sizeof(NormControl) / VECTOR_BYTES);
     uint4 *const weights = memory + sizeof(NormControl) / VECTOR_BYTES + affine_vectors(chunks);
-    uint4 *const all_tiles = weights + (STREAMED<COLUMNS> ? WEIGHT_PLACES : chunks) * COLUMNS * CHUNK_VECTORS;
+    uint4 *const all_tiles = weights + (STREAMED<COLUMNS> ? WEIGHT_STAGES : chunks) * COLUMNS * CHUNK_VECTORS;
     uint4 *const all_results = all_tiles + TEAMS * stages * 2 * TILE_VECTORS;
-    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // one for all, to the compiler
-    const bool multiplies = warp < MULTIPLYING;
-    const int team = multiplies ? warp / TEAM_WARPS : warp - MULTIPLYING;
-    const Share share{blockIdx.y * TEAMS + team, (rows + ROWS - 1) / ROWS, gridDim.y * TEAMS};
-    const uint32 rounds = (share.end - blockIdx.y * TEAMS + share.step - 1) / share.step;  // of the first team's tiles
+    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // warp-uniform
+    const bool is_mma_warp = warp < MMA_WARPS;
+    const int team = is_mma_warp ? warp / TEAM_WARPS : warp - MMA_WARPS;
+    const TileRange range{blockIdx.y * TEAMS + team, (rows + ROWS - 1) / ROWS, gridDim.y * TEAMS};
+    const uint32 rounds = (range.end - blockIdx.y * TEAMS + range.step - 1) / range.step;  // tiles of team 0
 
     if (threadIdx.x == 0) init_barriers(all, stages);
     __syncthreads();
 
     const Stages own{all_tiles + team * stages * 2 * TILE_VECTORS, control.full[team], control.empty[team], chunks, stages};
-    if (!multiplies) {
-        if (STREAMED<COLUMNS>) leave_registers<24>();
+    if (!is_mma_warp) {
+        if (STREAMED<COLUMNS>) setmaxnreg_dec<24>();
         if (STREAMED<COLUMNS> && lane == 0 && team == TEAMS)
             stream_weights<COLUMNS>(weights, all, chunks, rounds, [&](uint4 *to, int c, uint64 &full) {
-                load_tile(to, w, c * CHUNK, 0, 0, full);
+                tma_load(to, w, c * CHUNK, 0, 0, full);
             });
         if (lane == 0 && team < TEAMS) {
             if (team == 0) {
-                fetch_map(y);
-                fetch_map(z);
+                prefetch_tensormap(y);
+                prefetch_tensormap(z);
                 if (!STREAMED<COLUMNS>) {
-                    arrive_expecting(control.weights, chunks * COLUMNS * CHUNK_VECTORS * VECTOR_BYTES);
+                    arrive_expect_tx(control.weights, chunks * COLUMNS * CHUNK_VECTORS * VECTOR_BYTES);
                     load_weights<COLUMNS>(weights, w, chunks, 0, control.weights);
                 }
             }
-            load_both(own, x, addend, share);
+            load_both(own, x, addend, range);
         }
         return;
     }
-    if (STREAMED<COLUMNS>) take_registers<240>();
-    // While the first tiles are on their way.
-    for (int vector = threadIdx.x; vector < chunks * CHUNK_VECTORS; vector += MULTIPLYING * WARP) {
+    if (STREAMED<COLUMNS>) setmaxnreg_inc<240>();
+    // Overlaps with the loads of the first tiles.
+    for (int vector = threadIdx.x; vector < chunks * CHUNK_VECTORS; vector += MMA_WARPS * WARP) {
         const int channel = vector * VEC, channels = chunks * CHUNK, at = channel % CHUNK;
         Affine &to = affine[vector / CHUNK_VECTORS];
         const Forward of(sums, about_mean, gamma, beta, saved, running_mean, running_var, eps, momentum, rows, channel,
@@ -134,72 +135,72 @@ norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
         store_floats(to.scale + at, of.scale);
         store_floats(to.shift + at, shift);
     }
-    meet_multiplying();
-    float near[PARTS][2] = {}, of_column[PARTS][2][2] = {};  // of the two columns of each part that a thread sums up
-    uint32 counted = 0;                                      // rows
+    sync_mma_warps();
+    float pivot[PARTS][2] = {}, of_column[PARTS][2][2] = {};  // for the two columns of each part that this thread sums
+    uint32 counted = 0;                                      // rows summed so far
     uint4 *const result = all_results + warp * RESULT_VECTORS;
     const int own_row = warp % TEAM_WARPS * WARP_ROWS;
-    Turn turn, of_weights;
+    PipelineState pipe, of_weights;
     uint32 round = 0;
-    if (!STREAMED<COLUMNS>) wait_for_phase(control.weights, 0);
-    for (uint32 n = share.first; n < share.end; n += share.step, ++round) {
-        const uint32 row = (share.end - 1 - n) * ROWS + own_row;
+    if (!STREAMED<COLUMNS>) mbarrier_wait(control.weights, 0);
+    for (uint32 n = range.first; n < range.end; n += range.step, ++round) {
+        const uint32 row = (range.end - 1 - n) * ROWS + own_row;
         const int rows_here = max(0, min(WARP_ROWS, int(rows - row)));
         float products[COLUMNS / 8][4] = {};
 #pragma unroll 1
-        for (int c = 0; c < chunks; ++c, turn.next(stages)) {
-            const uint4 *const part_of_x = own.tiles + (turn.place * 2 * ROWS + own_row) * CHUNK_VECTORS;
+        for (int c = 0; c < chunks; ++c, pipe.advance(stages)) {
+            const uint4 *const part_of_x = own.tiles + (pipe.index * 2 * ROWS + own_row) * CHUNK_VECTORS;
             uint32 m[CHUNK / 16][4], bits[4] = {};
-            wait_for_phase(own.full[turn.place], turn.parity);
+            mbarrier_wait(own.full[pipe.index], pipe.phase);
 #pragma unroll
             for (int pair = 0; pair < CHUNK / 16; ++pair)
                 normalise<T, PAIR>(affine[c], part_of_x, part_of_x + TILE_VECTORS, pair, lane, m[pair], bits);
             __syncwarp();
-            if (lane == 0) arrive(own.empty[turn.place]);
-            free_result(lane);
+            if (lane == 0) arrive(own.empty[pipe.index]);
+            acquire_result(lane);
 #pragma unroll
-            for (int pair = 0; pair < CHUNK / 16; ++pair) store_pair(result + matrix_row(lane, pair), m[pair]);
+            for (int pair = 0; pair < CHUNK / 16; ++pair) stmatrix_x4(result + matrix_row(lane, pair), m[pair]);
             store_result(y, c * CHUNK, row, result, lane);
-            if (STREAMED<COLUMNS>) wait_for_phase(all.full[of_weights.place], of_weights.parity);
-            const uint4 *const b = weights + (STREAMED<COLUMNS> ? of_weights.place : c) * COLUMNS * CHUNK_VECTORS;
-            open_products();
+            if (STREAMED<COLUMNS>) mbarrier_wait(all.full[of_weights.index], of_weights.phase);
+            const uint4 *const b = weights + (STREAMED<COLUMNS> ? of_weights.index : c) * COLUMNS * CHUNK_VECTORS;
+            wgmma_fence();
 #pragma unroll
-            for (int s = 0; s < CHUNK / 16; ++s) multiply_rows(products, m[s], matrix(b + s * 2), T{});
-            close_products();
+            for (int s = 0; s < CHUNK / 16; ++s) wgmma_k_k(products, m[s], smem_desc(b + s * 2), T{});
+            wgmma_commit();
             const uint32 word = gathered(bits, lane);
-            const int row_of_word = lane / 4 + (lane & 2) * 4;  // of the warp's
+            const int row_of_word = lane / 4 + (lane & 2) * 4;  // row of the warp whose word this thread has
             if (row_of_word < rows_here) mask[((row + row_of_word) * chunks + c) * 2 + lane % 2] = word;
-            wait_for_products();  // `m` is free, too
-            hold_products(products);
-            if (STREAMED<COLUMNS>) free_weights(all, of_weights, lane);
+            wgmma_wait();  // from here on `m` may be overwritten
+            wgmma_fence_operand(products);
+            if (STREAMED<COLUMNS>) release_weights(all, of_weights, lane);
         }
 
 #pragma unroll
         for (int p = 0; p < PARTS; ++p) {
-            free_result(lane);
+            acquire_result(lane);
             finish_part<T, false, false>(products, p, result, lane);
             store_result(z, p * CHUNK, row, result, lane);
             if (counted == 0 && rows_here > 0) {
                 const float2 first = unpack_two<T>(reinterpret_cast<const uint32 *>(result)[lane]);
-                near[p][0] = first.x;
-                near[p][1] = first.y;
+                pivot[p][0] = first.x;
+                pivot[p][1] = first.y;
             }
-            add_rows<T>(result, rows_here, lane, near[p], of_column[p]);
+            add_rows<T>(result, rows_here, lane, pivot[p], of_column[p]);
         }
         counted += rows_here;
     }
     if (STREAMED<COLUMNS>) skip_weights(all, of_weights, (rounds - round) * chunks, lane);
-    if (lane == 0) wait_for_stores<0>();
+    if (lane == 0) tma_store_wait<0>();
 
-    // Over the warps, then over the blocks.
-    meet_multiplying();  // the tiles were here
+    // Combines the moments of the warps, then of the blocks.
+    sync_mma_warps();  // reuses the memory of the tiles
     Moments *const of_warps = reinterpret_cast<Moments *>(all_tiles);
 #pragma unroll
     for (int p = 0; p < PARTS; ++p)
 #pragma unroll
         for (int k = 0; k < 2; ++k)
             of_warps[warp * COLUMNS + p * CHUNK + lane * 2 + k] =
-                Moments::about(near[p][k], counted, of_column[p][k][0], of_column[p][k][1]);
-    write_sums_of_columns<COLUMNS, MULTIPLYING * WARP>(of_warps, MULTIPLYING, 0, columns, partials, tickets, sums_of_z,
-                                                       meet_multiplying);
+                Moments::from_sums(pivot[p][k], counted, of_column[p][k][0], of_column[p][k][1]);
+    finish_column_moments<COLUMNS, MMA_WARPS * WARP>(of_warps, MMA_WARPS, 0, columns, partials, tickets, sums_of_z,
+                                                     sync_mma_warps);
 }

@@ -1,93 +1,95 @@
-// The backward pass from a BatchNorm through the 1x1 convolution before it to the BatchNorm before that, where the gradients of
-// the convolution's data and of its weights are no launch of one kernel, as in norm_backward.cu: the gradient between BatchNorm
-// and convolution is written, for that of the weights, but that of the data is made of what is still on the chip.
+// Backward from a BatchNorm through the 1x1 convolution before it to the BatchNorm before that. Unlike norm_backward.cu, it
+// leaves the gradient of the weights to another kernel: dx, the gradient between BatchNorm and convolution, is written for
+// that kernel. The gradient of the data is computed from dx while dx is still in registers.
 //
-// It is laid out as norm_stream.cuh says, with the weights streamed. A tile of what the earlier BatchNorm has read comes behind
-// those of dz and x, to their places, when there is only the end of a tile's work left.
+// norm_stream.cuh explains the design; the weights are streamed. The tile of the earlier BatchNorm's input is loaded after
+// the tiles of dz and x, into their stages: it is needed only at the end of a tile's work.
 #include "norm_stream.cuh"
 
-// At the start of shared memory: NormControl, whose `bias` has means, for there is no bias; and of the earlier BatchNorm:
+// At the start of shared memory: mean, scale and shift of the earlier BatchNorm. The means are in `bias` of NormControl, as
+// this convolution has no bias.
 struct alignas(1024) DgradControl { NormControl norm; float scale[MAX_COLUMNS], shift[MAX_COLUMNS]; };
 
-// For one thread: starts the copies of a team's tiles of dz and x, and then of `behind`, from the last rows on.
+// Called by one thread. Starts the loads of a team's tiles of dz and x, then of `prev`, from the last rows on.
 template <int PARTS>
-__device__ inline void load_rows(const Stages &stages, const TensorMap &dz, const TensorMap &x, const TensorMap &behind,
-                                 const Share &share) {
-    Turn turn;
-    for (uint32 n = share.first; n < share.end; n += share.step) {
-        const int row = (share.end - 1 - n) * ROWS;
-        for (int c = 0; c < stages.chunks; ++c) load_two(stages, turn, dz, {c * CHUNK, row}, x, {c * CHUNK, row});
+__device__ inline void load_rows(const Stages &stages, const TensorMap &dz, const TensorMap &x, const TensorMap &prev,
+                                 const TileRange &range) {
+    PipelineState pipe;
+    for (uint32 n = range.first; n < range.end; n += range.step) {
+        const int row = (range.end - 1 - n) * ROWS;
+        for (int c = 0; c < stages.chunks; ++c) load_two(stages, pipe, dz, {c * CHUNK, row}, x, {c * CHUNK, row});
         for (int p = 0; p < PARTS; p += 2)
-            load_two(stages, turn, behind, {p * CHUNK, row}, behind, {(p + 1) * CHUNK, row});
+            load_two(stages, pipe, prev, {p * CHUNK, row}, prev, {(p + 1) * CHUNK, row});
     }
 }
 
-// `m` is the gradient of what the BatchNorm has read, 16 columns of a warp's rows, the `pair`-th such.
+// m = the gradient of the BatchNorm's input, for 16 columns of a warp's rows, the `pair`-th such group.
 template <class T>
 __device__ inline void make_gradient(const Affine &of, const uint4 *dz, const uint4 *x, int pair, int lane, uint32 (&m)[4]) {
     uint32 of_x[4];
-    load_pair(m, dz + matrix_row(lane, pair));
-    load_pair(of_x, x + matrix_row(lane, pair));
+    ldmatrix_x4(m, dz + matrix_row(lane, pair));
+    ldmatrix_x4(of_x, x + matrix_row(lane, pair));
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {  // rows below 8 and others, of 8 columns, then of the next 8
+    for (int i = 0; i < 4; ++i) {  // i % 2: rows 0-7 or 8-15; i / 2: first or second 8 columns
         const int first = pair * 16 + i / 2 * 8 + lane % 4 * 2;
-        const float2 scale = two_of(of.scale, first), b = two_of(of.scale_2, first), c = two_of(of.shift, first);
+        const float2 scale = load_float2(of.scale, first), b = load_float2(of.scale_2, first), c = load_float2(of.shift, first);
         const float2 g = unpack_two<T>(m[i]), v = unpack_two<T>(of_x[i]);
         m[i] = pack_two<T>(scale.x * g.x + (b.x * v.x + c.x), scale.y * g.y + (b.y * v.y + c.y));
     }
 }
 
-// dx = scale * dz + b * x + c, as `InputGradient` has it; and dz_behind = dx * w where relu(BatchNorm(behind)) let it through,
-// with the sums that batch_norm_backward_reduce makes of it. The maps are of dz, x, behind and of w, which is OHWI, by tiles of
-// 64 rows and columns, of dx and dz_behind by those of 16 rows and 64 columns. gridDim.y blocks share the rows.
-// Shapes: dz, x, dx (rows, K); w (K, C); behind, dz_behind (rows, C); saved (2, K), gamma, dgamma, dbeta (K), behind_saved
-// (2, C), behind_gamma, behind_beta, behind_dgamma, behind_dbeta (C), partials (gridDim.y, 2, C) fp32; tickets (1).
-// K = chunks * 64; columns = C is COLUMNS at most.
+// dx = scale * dz + b * x + c by `InputGradient`. dz_prev = dx * w, masked where relu(BatchNorm(prev)) is 0, with the sums of
+// batch_norm_backward_reduce.
+// Tiles of the tensor maps: dz, x, prev and w (OHWI) 64 rows and columns, dx and dz_prev 16 rows and 64 columns. gridDim.y
+// blocks share the rows.
+// Shapes: dz, x, dx (rows, K); w (K, C); prev, dz_prev (rows, C); saved (2, K), gamma, dgamma, dbeta (K), prev_saved (2, C),
+// prev_gamma, prev_beta, prev_dgamma, prev_dbeta (C), partials (gridDim.y, 2, C) fp32; tickets (1). K = chunks * 64; columns
+// = C <= COLUMNS.
 template <class T, int COLUMNS>
 __global__ void __launch_bounds__(STREAMING, 1)
 norm_dgrad(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,
-           const __grid_constant__ TensorMap behind, const __grid_constant__ TensorMap dx,
-           const __grid_constant__ TensorMap dz_behind, const float *saved, const float *gamma, const float *dgamma,
-           const float *dbeta, const float *behind_saved, const float *behind_gamma, const float *behind_beta,
-           float *behind_dgamma, float *behind_dbeta, float *partials, uint32 *tickets, uint32 rows, int columns, int chunks,
+           const __grid_constant__ TensorMap prev, const __grid_constant__ TensorMap dx,
+           const __grid_constant__ TensorMap dz_prev, const float *saved, const float *gamma, const float *dgamma,
+           const float *dbeta, const float *prev_saved, const float *prev_gamma, const float *prev_beta,
+           float *prev_dgamma, float *prev_dbeta, float *partials, uint32 *tickets, uint32 rows, int columns, int chunks,
            int stages) {
     constexpr int PARTS = COLUMNS / CHUNK, SUMS = 2;
-    static_assert(sizeof(DgradControl) == 5120 && sizeof(Affine) == 768, "as lowering/norm_dgrad.py counts");
-    static_assert(PARTS % 2 == 0, "two parts of `behind` come at once");
+    static_assert(sizeof(DgradControl) == 5120 && sizeof(Affine) == 768, "equals the size in lowering/norm_dgrad.py");
+    static_assert(PARTS % 2 == 0, "two parts of `prev` are loaded at once");
     extern __shared__ __align__(1024) uint4 memory[];
-    DgradControl &of_behind = *reinterpret_cast<DgradControl *>(memory);
-    NormControl &all = of_behind.norm;
+    DgradControl &of_prev = *reinterpret_cast<DgradControl *>(memory);
+    NormControl &all = of_prev.norm;
     Control &control = all.control;
     float *const mean = control.bias;
-    Affine *const affine = reinterpret_cast<Affine *>(&of_behind + 1);
+    Affine *const affine = reinterpret_cast<Affine *>(&of_prev + 1);
     uint4 *const weights = memory + sizeof(DgradControl) / VECTOR_BYTES + affine_vectors(chunks);
-    uint4 *const all_tiles = weights + WEIGHT_PLACES * COLUMNS * CHUNK_VECTORS;
+    uint4 *const all_tiles = weights + WEIGHT_STAGES * COLUMNS * CHUNK_VECTORS;
     uint4 *const all_results = all_tiles + TEAMS * stages * 2 * TILE_VECTORS;
-    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // one for all, to the compiler
-    const bool multiplies = warp < MULTIPLYING;
-    const int team = multiplies ? warp / TEAM_WARPS : warp - MULTIPLYING;
-    const Share share{blockIdx.y * TEAMS + team, (rows + ROWS - 1) / ROWS, gridDim.y * TEAMS};
-    const uint32 rounds = (share.end - blockIdx.y * TEAMS + share.step - 1) / share.step;  // of the first team's tiles
+    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // warp-uniform
+    const bool is_mma_warp = warp < MMA_WARPS;
+    const int team = is_mma_warp ? warp / TEAM_WARPS : warp - MMA_WARPS;
+    const TileRange range{blockIdx.y * TEAMS + team, (rows + ROWS - 1) / ROWS, gridDim.y * TEAMS};
+    const uint32 rounds = (range.end - blockIdx.y * TEAMS + range.step - 1) / range.step;  // tiles of team 0
 
     if (threadIdx.x == 0) init_barriers(all, stages);
     __syncthreads();
 
     const Stages own{all_tiles + team * stages * 2 * TILE_VECTORS, control.full[team], control.empty[team], chunks, stages};
-    if (!multiplies) {
-        leave_registers<24>();
+    if (!is_mma_warp) {
+        setmaxnreg_dec<24>();
         if (lane == 0 && team == TEAMS) {
-            fetch_map(dx);
-            fetch_map(dz_behind);
+            prefetch_tensormap(dx);
+            prefetch_tensormap(dz_prev);
             stream_weights<COLUMNS>(weights, all, chunks, rounds, [&](uint4 *to, int c, uint64 &full) {
-                for (int p = 0; p < PARTS; ++p) load_tile(to + p * TILE_VECTORS, w, p * CHUNK, c * CHUNK, 0, full);
+                for (int p = 0; p < PARTS; ++p) tma_load(to + p * TILE_VECTORS, w, p * CHUNK, c * CHUNK, 0, full);
             });
         }
-        if (lane == 0 && team < TEAMS) load_rows<PARTS>(own, dz, x, behind, share);
+        if (lane == 0 && team < TEAMS) load_rows<PARTS>(own, dz, x, prev, range);
         return;
     }
-    take_registers<240>();
-    // While the first tiles are on their way.
-    for (int vector = threadIdx.x; vector < chunks * CHUNK_VECTORS; vector += MULTIPLYING * WARP) {
+    setmaxnreg_inc<240>();
+    // Overlaps with the loads of the first tiles.
+    for (int vector = threadIdx.x; vector < chunks * CHUNK_VECTORS; vector += MMA_WARPS * WARP) {
         const int channel = vector * VEC, at = channel % CHUNK;
         const Backward of(saved, gamma, nullptr, channel, chunks * CHUNK);
         const InputGradient gradient(of, dgamma, dbeta, rows, channel);
@@ -96,67 +98,67 @@ norm_dgrad(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorM
         store_floats(to.scale_2 + at, gradient.b);
         store_floats(to.shift + at, gradient.c);
     }
-    for (int column = threadIdx.x * VEC; column < columns; column += MULTIPLYING * WARP * VEC) {
-        const Backward of(behind_saved, behind_gamma, behind_beta, column, columns);
+    for (int column = threadIdx.x * VEC; column < columns; column += MMA_WARPS * WARP * VEC) {
+        const Backward of(prev_saved, prev_gamma, prev_beta, column, columns);
         store_floats(mean + column, of.mean);
-        store_floats(of_behind.scale + column, of.scale);
-        store_floats(of_behind.shift + column, of.shift);
+        store_floats(of_prev.scale + column, of.scale);
+        store_floats(of_prev.shift + column, of.shift);
     }
-    meet_multiplying();
-    float sums[SUMS][PARTS][2] = {};  // of the two columns of each part that a thread sums up
+    sync_mma_warps();
+    float sums[SUMS][PARTS][2] = {};  // for the two columns of each part that this thread sums
     uint4 *const result = all_results + warp * RESULT_VECTORS;
     const int own_row = warp % TEAM_WARPS * WARP_ROWS, quad_column = lane % 4 * 2;
-    Turn turn, of_weights;
+    PipelineState pipe, of_weights;
     uint32 round = 0;
-    for (uint32 n = share.first; n < share.end; n += share.step, ++round) {
-        const uint32 row = (share.end - 1 - n) * ROWS + own_row;
+    for (uint32 n = range.first; n < range.end; n += range.step, ++round) {
+        const uint32 row = (range.end - 1 - n) * ROWS + own_row;
         float products[COLUMNS / 8][4] = {};
 #pragma unroll 1
-        for (int c = 0; c < chunks; ++c, turn.next(stages)) {
-            const uint4 *const part_of_dz = own.tiles + (turn.place * 2 * ROWS + own_row) * CHUNK_VECTORS;
+        for (int c = 0; c < chunks; ++c, pipe.advance(stages)) {
+            const uint4 *const part_of_dz = own.tiles + (pipe.index * 2 * ROWS + own_row) * CHUNK_VECTORS;
             uint32 m[CHUNK / 16][4];
-            wait_for_phase(own.full[turn.place], turn.parity);
+            mbarrier_wait(own.full[pipe.index], pipe.phase);
 #pragma unroll
             for (int pair = 0; pair < CHUNK / 16; ++pair)
                 make_gradient<T>(affine[c], part_of_dz, part_of_dz + TILE_VECTORS, pair, lane, m[pair]);
             __syncwarp();
-            if (lane == 0) arrive(own.empty[turn.place]);
-            free_result(lane);
+            if (lane == 0) arrive(own.empty[pipe.index]);
+            acquire_result(lane);
 #pragma unroll
-            for (int pair = 0; pair < CHUNK / 16; ++pair) store_pair(result + matrix_row(lane, pair), m[pair]);
+            for (int pair = 0; pair < CHUNK / 16; ++pair) stmatrix_x4(result + matrix_row(lane, pair), m[pair]);
             store_result(dx, c * CHUNK, row, result, lane);
-            wait_for_phase(all.full[of_weights.place], of_weights.parity);
-            const uint4 *const b = weights + of_weights.place * COLUMNS * CHUNK_VECTORS;
-            open_products();
+            mbarrier_wait(all.full[of_weights.index], of_weights.phase);
+            const uint4 *const b = weights + of_weights.index * COLUMNS * CHUNK_VECTORS;
+            wgmma_fence();
 #pragma unroll
             for (int s = 0; s < CHUNK / 16; ++s)
-                multiply_rows_by_columns(products, m[s], matrix_of_columns(b + s * 16 * CHUNK_VECTORS), T{});
-            close_products();
-            wait_for_products();  // `m` is free, too
-            hold_products(products);
-            free_weights(all, of_weights, lane);
+                wgmma_k_mn(products, m[s], smem_desc_mn(b + s * 16 * CHUNK_VECTORS), T{});
+            wgmma_commit();
+            wgmma_wait();  // from here on `m` may be overwritten
+            wgmma_fence_operand(products);
+            release_weights(all, of_weights, lane);
         }
 
-        const bool there[2] = {row + lane / 4 < rows, row + lane / 4 + 8 < rows};  // else dx is c, and not 0
+        const bool there[2] = {row + lane / 4 < rows, row + lane / 4 + 8 < rows};  // past the end dx is c, not 0
 #pragma unroll
         for (int p = 0; p < PARTS; ++p) {
-            const uint4 *const part = own.tiles + ((turn.place * 2 + p % 2) * ROWS + own_row) * CHUNK_VECTORS;
-            if (p % 2 == 0) wait_for_phase(own.full[turn.place], turn.parity);
-            free_result(lane);
-            float of_rows[SUMS][16];  // over this thread's two
+            const uint4 *const part = own.tiles + ((pipe.index * 2 + p % 2) * ROWS + own_row) * CHUNK_VECTORS;
+            if (p % 2 == 0) mbarrier_wait(own.full[pipe.index], pipe.phase);
+            acquire_result(lane);
+            float of_rows[SUMS][16];  // sums over this thread's two rows
 #pragma unroll
             for (int pair = 0; pair < CHUNK / 16; ++pair) {
                 uint32 x_bits[4], g_bits[4];
-                load_pair(x_bits, part + matrix_row(lane, pair));
+                ldmatrix_x4(x_bits, part + matrix_row(lane, pair));
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     const int r = i % 2, j = pair * 2 + i / 2, n = p * CHUNK + j * 8 + quad_column;
-                    const float2 v = unpack_two<T>(x_bits[i]), near = two_of(mean, n);
-                    const float2 scale = two_of(of_behind.scale, n), shift = two_of(of_behind.shift, n);
+                    const float2 v = unpack_two<T>(x_bits[i]), mu = load_float2(mean, n);
+                    const float2 scale = load_float2(of_prev.scale, n), shift = load_float2(of_prev.shift, n);
                     float g[2] = {products[p * 8 + j][r * 2], products[p * 8 + j][r * 2 + 1]};
                     if (!there[r] || !(v.x * scale.x + shift.x > 0)) g[0] = 0;
                     if (!there[r] || !(v.y * scale.y + shift.y > 0)) g[1] = 0;
-                    const float terms[SUMS][2] = {{g[0], g[1]}, {g[0] * (v.x - near.x), g[1] * (v.y - near.y)}};
+                    const float terms[SUMS][2] = {{g[0], g[1]}, {g[0] * (v.x - mu.x), g[1] * (v.y - mu.y)}};
 #pragma unroll
                     for (int sum = 0; sum < SUMS; ++sum)
 #pragma unroll
@@ -166,12 +168,12 @@ norm_dgrad(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorM
                         }
                     g_bits[i] = pack_two<T>(g[0], g[1]);
                 }
-                store_pair(result + matrix_row(lane, pair), g_bits);
+                stmatrix_x4(result + matrix_row(lane, pair), g_bits);
             }
-            store_result(dz_behind, p * CHUNK, row, result, lane);
+            store_result(dz_prev, p * CHUNK, row, result, lane);
             if (p % 2 == 1) {
-                if (lane == 0) arrive(own.empty[turn.place]);
-                turn.next(stages);
+                if (lane == 0) arrive(own.empty[pipe.index]);
+                pipe.advance(stages);
             }
 #pragma unroll
             for (int sum = 0; sum < SUMS; ++sum) {
@@ -182,9 +184,9 @@ norm_dgrad(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorM
         }
     }
     skip_weights(all, of_weights, (rounds - round) * chunks, lane);
-    if (lane == 0) wait_for_stores<0>();
+    if (lane == 0) tma_store_wait<0>();
 
-    meet_multiplying();  // the tiles were here
+    sync_mma_warps();  // reuses the memory of the tiles
     float *const of_warps = reinterpret_cast<float *>(all_tiles);
 #pragma unroll
     for (int sum = 0; sum < SUMS; ++sum)
@@ -193,11 +195,11 @@ norm_dgrad(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorM
 #pragma unroll
             for (int k = 0; k < 2; ++k)
                 of_warps[(warp * SUMS + sum) * COLUMNS + p * CHUNK + lane * 2 + k] = sums[sum][p][k];
-    reduce_parts<MULTIPLYING * WARP, MULTIPLYING, SUMS, COLUMNS, 22>(
+    reduce_parts<MMA_WARPS * WARP, MMA_WARPS, SUMS, COLUMNS, 22>(
         of_warps, partials, tickets, columns,
         [=](int n, const float (&of)[SUMS]) {
-            behind_dgamma[n] = of[1] * behind_saved[columns + n];
-            behind_dbeta[n] = of[0];
+            prev_dgamma[n] = of[1] * prev_saved[columns + n];
+            prev_dbeta[n] = of[0];
         },
-        meet_multiplying);
+        sync_mma_warps);
 }

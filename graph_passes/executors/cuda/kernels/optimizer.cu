@@ -1,17 +1,17 @@
-// The optimizers: one launch updates every tensor. Master weights, what is kept for them, and arithmetic are fp32.
+// The optimizers: one launch updates every tensor. Master weights, optimizer state and arithmetic are fp32.
 //
-// Work is cut into chunks of at most CHUNK elements of one tensor; a block does one chunk. All state that decides about a
-// step (loss scale, learning rate, overflow) lives on the GPU, so that no step waits for the host.
+// The work is cut into chunks of at most CHUNK elements of one tensor; a block processes one chunk. All state that controls a
+// step (loss scale, learning rate, overflow) is on the GPU, so that no step waits for the host.
 #include "common.cuh"
 
 constexpr int CHUNK = 8192;  // elements; must equal optimizer.py's
 constexpr int THREADS = 256;
-constexpr int MAX_SLOTS = 2, MAX_CONSTANTS = 8;  // likewise
+constexpr int MAX_SLOTS = 2, MAX_CONSTANTS = 8;  // must equal optimizer.py's
 
 struct Tensor {
     const void *gradient;     // T, or fp32 where `fp32_gradient`; scaled by the loss scale
     float *master;
-    float *state[MAX_SLOTS];  // what the optimizer keeps for each weight
+    float *state[MAX_SLOTS];  // optimizer state of each weight
     float *ema;               // moving average of the weights, or null
     void *copy;               // the network's own weights of type T, or null
     uint32 size;              // elements, a multiple of 8
@@ -19,33 +19,33 @@ struct Tensor {
     uint32 fp32_gradient;
     uint32 is_weight;         // has weight decay, and its own learning rate in LARS and LAMB
     float weight_decay;
-    float rate_factor;        // the learning rate is multiplied by it
+    float rate_factor;        // multiplies the learning rate
 };
 
 struct Chunk { uint32 tensor, start; };
 
 struct State {
     float learning_rate;
-    float gradient_scale;      // gradients are multiplied by it besides 1 / loss_scale, for averaging
+    float gradient_scale;      // multiplies gradients in addition to 1 / loss_scale, for averaging
     float loss_scale;
     uint32 overflow;           // a gradient of this step is not finite: skip the update
     uint32 good_steps;         // since the last change of the loss scale
     uint32 skipped_steps;      // in total
-    uint32 skipped_in_a_row;   // since the last update
+    uint32 skipped_in_a_row;   // since the last update that was not skipped
     uint32 growth_interval;    // good steps after which the loss scale doubles; 0: constant loss scale
-    uint32 updates;            // not skipped, in total
+    uint32 updates;            // in total, without skipped ones
     float ema_decay;           // ema = ema_decay * ema + (1 - ema_decay) * weight
     float constants[MAX_CONSTANTS];  // of the rule below, in the order of its members
-    float clip_norm;           // of gradients, at most; `clip_gradients` is launched where there is such a limit
+    float clip_norm;           // upper limit of the gradients' norm; used only if `clip_gradients` is launched
     float gradient_norm;       // of the latest step that was not skipped, before clipping
 };
 
 // --- the rules, one struct for each optimizer; graph_passes/optimizers/ has the formulas ---
 //
-// update      changes a weight and what is kept for it. `g` is its gradient, without the loss scale
-// NORMS_OF    what |weight| is compared with for a learning rate of each tensor's own, in `trust`: GRADIENT, or UPDATE, what
-//             the rate is multiplied with. Where it is UPDATE, `accumulate` changes what is kept, in a launch before, so that
-//             `direction` can be had of it twice: for its norm, and in `update`
+// update      changes a weight and its optimizer state. `g` is the gradient, without the loss scale
+// NORMS_OF    which norm is compared with |weight| to give each tensor its own learning rate (`trust`): GRADIENT, or UPDATE,
+//             the term that the rate multiplies. With UPDATE, an earlier launch (`accumulate`) changes the optimizer
+//             state, so that `direction` can be evaluated twice: for its norm, and in `update`
 
 enum NormsOf { NOTHING, GRADIENT, UPDATE };
 
@@ -87,7 +87,7 @@ struct AdamW {
         : beta1(state.constants[0]), rest1(state.constants[1]), beta2(state.constants[3]), rest2(state.constants[4]),
           epsilon(state.constants[6]) {
         const float t = state.updates + 1;
-        correction1 = -expm1f(t * state.constants[2]);  // constants: log(beta)
+        correction1 = -expm1f(t * state.constants[2]);  // state.constants[2] and [5] are log(beta1) and log(beta2)
         correction2 = -expm1f(t * state.constants[5]);
     }
 
@@ -130,7 +130,7 @@ struct Lion {
 
     __device__ void update(float &w, float g, float (&s)[SLOTS], float rate, float decay) const {
         const float c = beta1 * s[0] + rest1 * g;
-        const float sign = c > 0 ? 1.f : c < 0 ? -1.f : c;  // 0, or NaN, which is to show in the loss
+        const float sign = c > 0 ? 1.f : c < 0 ? -1.f : c;  // 0, or NaN, which must show in the loss
         s[0] = beta2 * s[0] + rest2 * g;
         w -= rate * (sign + decay * w);
     }
@@ -152,9 +152,9 @@ __device__ inline void update_ema(float *ema, const float (&values)[VEC], float 
     store_floats(ema, a);
 }
 
-// Sets state->overflow if a gradient is not finite. Also leaves the sums of squares of each chunk in norms (chunks, 2): with
-// WEIGHT_NORMS of weights in the first column, for LARS, and with GRADIENT_NORMS of gradients in the second, for LARS and
-// clipping.
+// Sets state->overflow if a gradient is not finite. Also writes sums of squares of each chunk to norms (chunks, 2): with
+// WEIGHT_NORMS of the weights in the first column, for LARS; with GRADIENT_NORMS of the gradients in the second column, for
+// LARS and clipping.
 // Shapes: tensors (number of tensors), chunks (gridDim.x), state (1), norms (gridDim.x, 2) fp32.
 template <class T, bool WEIGHT_NORMS, bool GRADIENT_NORMS>
 __global__ void __launch_bounds__(THREADS)
@@ -184,9 +184,9 @@ inspect_gradients(const Tensor *tensors, const Chunk *chunks, State *state, floa
     }
 }
 
-// Clipping by global norm (Pascanu et al., arXiv:1211.5063, algorithm 1): what all gradients are multiplied by becomes
-// min(1, clip_norm / (|gradient| + 1e-6)) of what it was, from the sums that inspect_gradients has left. The gradient is that
-// of the mean, without the loss scale; the 1e-6 is of torch.nn.utils.clip_grad_norm_. One block, which sums in a fixed order.
+// Clipping by global norm (Pascanu et al., arXiv:1211.5063, algorithm 1). Multiplies the factor of all gradients by min(1,
+// clip_norm / (|gradient| + 1e-6)), from the sums of inspect_gradients. |gradient| is the norm of the mean gradient, without
+// the loss scale; the 1e-6 is from torch.nn.utils.clip_grad_norm_. One block, which adds in a fixed order.
 // Shapes: state (1), norms (num_chunks, 2) fp32.
 __global__ void __launch_bounds__(THREADS) clip_gradients(State *state, const float *norms, uint32 num_chunks) {
     float squares = 0;
@@ -194,7 +194,8 @@ __global__ void __launch_bounds__(THREADS) clip_gradients(State *state, const fl
     squares = block_reduce(squares, 0.f, Sum());
     if (threadIdx.x == 0 && !state->overflow) {
         state->gradient_norm = sqrtf(squares) * (state->gradient_scale / state->loss_scale);
-        state->gradient_scale *= fminf(1.f, state->clip_norm / (state->gradient_norm + 1e-6f));  // the host sets it anew
+        // the host resets it for each step
+        state->gradient_scale *= fminf(1.f, state->clip_norm / (state->gradient_norm + 1e-6f));
     }
 }
 
@@ -208,8 +209,8 @@ template <int SLOTS> __device__ inline void store_state(const Tensor &t, uint32 
     for (int slot = 0; slot < SLOTS; ++slot) store_floats(t.state[slot] + at, s[slot]);
 }
 
-// What the rule keeps, from this step's gradients, and the sums of squares of weights and of what the learning rate will be
-// multiplied with, of each chunk, in norms (chunks, 2). Only of rules with the norms of UPDATE.
+// Updates the optimizer state from this step's gradients. Also writes sums of squares of each chunk to norms (chunks, 2): of
+// the weights, and of the term that the learning rate will multiply. Only for rules with the norms of UPDATE.
 // Shapes: tensors (number of tensors), chunks (gridDim.x), state (1), norms (gridDim.x, 2) fp32.
 template <class T, class Rule>
 __global__ void __launch_bounds__(THREADS)
@@ -248,8 +249,8 @@ accumulate(const Tensor *tensors, const Chunk *chunks, const State *state, float
     }
 }
 
-// trust[t] = what the learning rate of a tensor is multiplied by: the rule's ratio for weights, else 1, as where a norm is 0.
-// One block a tensor.
+// trust[t] = the factor of tensor t's learning rate: the rule's ratio for weights; 1 for other tensors, and if a norm is 0.
+// One block per tensor.
 // Shapes: tensors (gridDim.x), state (1), norms (chunks, 2), trust (gridDim.x) fp32.
 template <class Rule>
 __global__ void trust_ratios(const Tensor *tensors, const State *state, const float *norms, float *trust) {
@@ -268,13 +269,13 @@ __global__ void trust_ratios(const Tensor *tensors, const State *state, const fl
     }
 }
 
-// The weights, by the rule, and what it keeps. Then the moving average of the weights, which a skipped step moves too: as
-// often as the host has counted.
+// Updates the weights and the optimizer state by the rule. Then updates the moving average of the weights, even if the step
+// is skipped: the host has counted that step, too.
 // Shapes: tensors (number of tensors), chunks (gridDim.x), state (1), trust (number of tensors) fp32.
 template <class T, class Rule>
 __global__ void __launch_bounds__(THREADS)
 update(const Tensor *tensors, const Chunk *chunks, const State *state, const float *trust) {
-    constexpr bool ACCUMULATED = Rule::NORMS_OF == UPDATE;  // by a launch before
+    constexpr bool ACCUMULATED = Rule::NORMS_OF == UPDATE;  // by an earlier launch
     const Chunk chunk = chunks[blockIdx.x];
     const Tensor t = tensors[chunk.tensor];
     const bool skip = state->overflow;
@@ -306,7 +307,7 @@ update(const Tensor *tensors, const Chunk *chunks, const State *state, const flo
     }
 }
 
-// The moving average of the running statistics, `size` a multiple of VEC.
+// Updates the moving average of the running statistics; `size` is a multiple of VEC.
 // Shapes: statistics, ema (size) fp32; state (1).
 __global__ void ema_statistics(const float *statistics, float *ema, const State *state, uint32 size) {
     const uint32 at = (blockIdx.x * blockDim.x + threadIdx.x) * VEC;
@@ -332,7 +333,7 @@ __global__ void end_step(State *state) {
     state->good_steps += 1;
     state->updates += 1;
     if (state->growth_interval && state->good_steps >= state->growth_interval) {
-        state->loss_scale = fminf(16777216.f, state->loss_scale * 2);  // 2^24, as NVIDIA's Apex
+        state->loss_scale = fminf(16777216.f, state->loss_scale * 2);  // 2^24, as in NVIDIA's Apex
         state->good_steps = 0;
     }
 }

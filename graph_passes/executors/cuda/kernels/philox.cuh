@@ -1,7 +1,8 @@
 // Random bits: Philox4x32-10 (Salmon et al., 'Parallel random numbers: as easy as 1, 2, 3', SC'11).
 #pragma once
 
-// The first word for the counter (element, number, 0, 0) and a key of two words: as `philox` of operators/dropout.py has it.
+// The first output word of Philox for the counter (element, number, 0, 0) and a two-word key, like `philox` of
+// operators/dropout.py.
 __device__ inline uint32 random_word(uint32 element, uint32 number, uint32 key_0, uint32 key_1) {
     uint32 counter[4] = {element, number, 0, 0};
 #pragma unroll

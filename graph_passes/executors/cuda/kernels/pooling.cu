@@ -3,8 +3,8 @@
 #include "common.cuh"
 #include "window.cuh"
 
-// The windows that cover an element of the input: they start at most `kernel - 1` before it. `top` and `left` are where it
-// lies in the padded image.
+// The windows that cover an element of the input: they start at most `kernel - 1` before it. `top` and `left` are the
+// element's position in the padded image.
 struct Covering {
     int top, left, first_h, last_h, first_w, last_w;
 
@@ -14,7 +14,7 @@ struct Covering {
           first_w(max(0, (left - w.kernel_w + w.stride_w) / w.stride_w)), last_w(min(w.out_width - 1, left / w.stride_w)) {}
 };
 
-// y = maximum over the window; `winner` = its place in the window (row * kernel_w + column), for the backward pass. Of
+// y = maximum over the window. `winner` = its position in the window (row * kernel_w + column), for the backward pass. Among
 // equal values the first one wins, as in MXNet. Padding never wins.
 // Shapes: x (N, H, W, C), y (N, OH, OW, C); winner (N, OH, OW, C) bytes. vectors = N * OH * OW * C / 8, pitch = C / 8.
 template <class T>
@@ -36,7 +36,7 @@ __global__ void max_pool(const Packed<T> *x, Packed<T> *y, uint8 *winner, Window
             unpack(x[((image * w.height + h) * w.width + c) * pitch + group], v);
 #pragma unroll
             for (int k = 0; k < VEC; ++k) {
-                if (first || v[k] > best[k] || v[k] != v[k]) {  // NaN wins, so that it stays visible
+                if (first || v[k] > best[k] || v[k] != v[k]) {  // NaN wins, so that it propagates
                     best[k] = v[k];
                     place[k] = i * w.kernel_w + j;
                 }
@@ -54,7 +54,7 @@ __global__ void max_pool(const Packed<T> *x, Packed<T> *y, uint8 *winner, Window
     if (winner) reinterpret_cast<uint2 *>(winner)[at] = places;
 }
 
-// dx = sum of dy (or dy + dy2) of the windows that this element won. Gathers, so it needs no atomics and no zeroed dx.
+// dx = sum of dy (or dy + dy2) over the windows that this element won. It gathers, so it needs no atomics and no zeroed dx.
 // Shapes: dy, dy2 (N, OH, OW, C), winner (N, OH, OW, C) bytes; dx (N, H, W, C). vectors = rows * C / 8, pitch = C / 8.
 template <class T, bool TWO>
 __global__ void max_pool_backward(const Packed<T> *dy, const Packed<T> *dy2, const uint8 *winner, Packed<T> *dx, Window w,
@@ -83,7 +83,7 @@ __global__ void max_pool_backward(const Packed<T> *dy, const Packed<T> *dy2, con
     dx[at] = pack<T>(sum);
 }
 
-// What the sum over the window of an output is divided by: its pixels in the image, with `padding` those in the padding too.
+// The divisor of an output's sum: the pixels of its window within the image; with `padding` also those in the padding.
 __device__ inline int window_pixels(const Window &w, int row, int column, bool padding) {
     const int top = row * w.stride_h - w.pad_h, left = column * w.stride_w - w.pad_w;
     const int above = padding ? top : max(top, 0), before = padding ? left : max(left, 0);
@@ -92,11 +92,11 @@ __device__ inline int window_pixels(const Window &w, int row, int column, bool p
     return (bottom - above) * (right - before);
 }
 
-// y = average over the window. PADDING: pixels of the padding, which are 0, count.
+// y = average over the window. PADDING: the padding's pixels, which are 0, count.
 // Shapes: x (N, H, W, C), y (N, OH, OW, C). vectors = N * OH * OW * C / 8, pitch = C / 8.
 template <class T, bool PADDING>
 __global__ void average_pool(const Packed<T> *x, Packed<T> *y, Window w, uint32 vectors, int pitch) {
-    const uint32 at = blockIdx.x * blockDim.x + threadIdx.x;  // over the output
+    const uint32 at = blockIdx.x * blockDim.x + threadIdx.x;  // index of the output
     if (at >= vectors) return;
     const uint32 group = at % pitch, column = at / pitch % w.out_width, row = at / pitch / w.out_width % w.out_height;
     const uint32 image = at / pitch / w.out_width / w.out_height;
@@ -116,11 +116,11 @@ __global__ void average_pool(const Packed<T> *x, Packed<T> *y, Window w, uint32 
     y[at] = pack<T>(sum);
 }
 
-// dx = sum over the windows that this element is in of dy / (pixels of the window).
+// dx = sum of dy / (pixels of the window), over the windows that contain this element.
 // Shapes: dy (N, OH, OW, C), dx (N, H, W, C). vectors = rows * C / 8, pitch = C / 8.
 template <class T, bool PADDING>
 __global__ void average_pool_backward(const Packed<T> *dy, Packed<T> *dx, Window w, uint32 vectors, int pitch) {
-    const uint32 at = blockIdx.x * blockDim.x + threadIdx.x;  // over the input
+    const uint32 at = blockIdx.x * blockDim.x + threadIdx.x;  // index of the input
     if (at >= vectors) return;
     const uint32 group = at % pitch, column = at / pitch % w.width, row = at / pitch / w.width % w.height;
     const uint32 image = at / pitch / w.width / w.height;
@@ -138,22 +138,22 @@ __global__ void average_pool_backward(const Packed<T> *dy, Packed<T> *dx, Window
     dx[at] = pack<T>(sum);
 }
 
-// y = average of x over the pixels of each image, of which AT_ONCE are under way.
+// y = average of x over the pixels of each image; IN_FLIGHT pixels are in flight.
 // Shapes: x (N, H, W, C), y (N, C). pixels = H*W, vectors = N * C / 8, pitch = C / 8.
 template <class T>
 __global__ void global_average_pool(const Packed<T> *x, Packed<T> *y, uint32 vectors, int pixels, int pitch) {
-    const uint32 at = blockIdx.x * blockDim.x + threadIdx.x;  // over images * pitch
+    const uint32 at = blockIdx.x * blockDim.x + threadIdx.x;  // of N * pitch
     if (at >= vectors) return;
-    constexpr int AT_ONCE = 7;
+    constexpr int IN_FLIGHT = 7;
     const Packed<T> *image = x + size_t(at / pitch) * pixels * pitch + at % pitch;
     float sum[VEC] = {};
-    for (int first = 0; first < pixels; first += AT_ONCE) {
-        Packed<T> packed[AT_ONCE];
+    for (int first = 0; first < pixels; first += IN_FLIGHT) {
+        Packed<T> packed[IN_FLIGHT];
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i)
+        for (int i = 0; i < IN_FLIGHT; ++i)
             if (first + i < pixels) packed[i] = image[(first + i) * pitch];
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
+        for (int i = 0; i < IN_FLIGHT; ++i) {
             if (first + i >= pixels) continue;
             float v[VEC];
             unpack(packed[i], v);
@@ -171,11 +171,11 @@ __global__ void global_average_pool(const Packed<T> *x, Packed<T> *y, uint32 vec
 // Shapes: dy (N, C), dx (N, H, W, C). pixels = H*W, vectors = rows * C / 8, pitch = C / 8.
 template <class T>
 __global__ void global_average_pool_backward(const Packed<T> *dy, Packed<T> *dx, uint32 vectors, int pixels, int pitch) {
-    const uint32 at = blockIdx.x * blockDim.x + threadIdx.x;  // over images * pixels * pitch
+    const uint32 at = blockIdx.x * blockDim.x + threadIdx.x;  // of N * pixels * pitch
     if (at >= vectors) return;
     float v[VEC];
     unpack(dy[at / (pitch * pixels) * pitch + at % pitch], v);
-    const float share = 1.f / pixels;  // eight divisions took longer than the bytes
+    const float share = 1.f / pixels;  // eight divisions took longer than the memory accesses
 #pragma unroll
     for (int k = 0; k < VEC; ++k) v[k] *= share;
     dx[at] = pack<T>(v);

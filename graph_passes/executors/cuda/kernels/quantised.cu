@@ -1,9 +1,9 @@
-// INT8: what stands between convolutions, and convolutions of any shape. Tensor cores run most convolutions instead:
+// INT8: the operators between convolutions, and convolutions of any shape. Most convolutions run on tensor cores instead:
 // quantised_conv.cu, and cuDNN's.
 #include "quantised.cuh"
 #include "window.cuh"
 
-// y = x in units of a scale.
+// y = round(x / scale), saturated to int8.
 // Shapes: x of the type T, y int8 (8 * vectors).
 template <class T>
 __global__ void quantise(const Packed<T> *x, uint2 *y, float reciprocal_scale, uint32 vectors) {
@@ -17,10 +17,10 @@ __global__ void quantise(const Packed<T> *x, uint2 *y, float reciprocal_scale, u
     y[at] = *reinterpret_cast<const uint2 *>(&out);
 }
 
-// Squares of 2x2 pixels of images with up to 4 channels become the 16 channels of one, in units of a scale, and zeros all
-// around: `before_h` squares above and `before_w` to the left. One thread a square.
-// Shapes: x (N, height, width, channels) of the type T, channels 4; y (N, out_height, out_width, 16) int8.
-// squares = N * out_height * out_width.
+// Space to depth: 2x2 pixels of images with up to 4 channels become the 16 channels of one pixel, in units of a scale. The
+// border is zeros: `before_h` pixels above and `before_w` to the left. One thread per output pixel.
+// Shapes: x (N, height, width, channels) of the type T, channels 4; y (N, out_height, out_width, 16) int8. squares = N *
+// out_height * out_width.
 template <class T>
 __global__ void quantise_squares(const T *x, uint4 *y, float reciprocal_scale, uint32 squares, int height, int width,
                                  int out_height, int out_width, int before_h, int before_w) {
@@ -43,7 +43,7 @@ __global__ void quantise_squares(const T *x, uint4 *y, float reciprocal_scale, u
     y[at] = *reinterpret_cast<const uint4 *>(&out);
 }
 
-// y = what x stands for.
+// y = x * scale.
 // Shapes: x int8, y of the type T (8 * vectors).
 template <class T>
 __global__ void dequantise(const uint2 *x, Packed<T> *y, float scale, uint32 vectors) {
@@ -56,10 +56,10 @@ __global__ void dequantise(const uint2 *x, Packed<T> *y, float scale, uint32 vec
     y[at] = pack<T>(v);
 }
 
-// Of an output: its image, and the part of the image that its window covers.
+// The image of an output pixel, and the part of the image that its window covers.
 struct Region {
     uint32 image;
-    int top, bottom, left, right;  // in the padded image
+    int top, bottom, left, right;  // relative to the image; may lie in the padding
 
     __device__ Region(const Window &w, uint32 pixel)
         : image(pixel / w.out_width / w.out_height), top(int(pixel / w.out_width % w.out_height) * w.stride_h - w.pad_h),
@@ -71,8 +71,8 @@ struct Region {
     }
 };
 
-// y = maximum over the window, in which padding never wins. A thread makes 4 * WORDS channels. SIZE: of a square window, all
-// loads of which are then under way at once; 0 for any window.
+// y = maximum over the window; padding never wins. A thread computes 4 * WORDS channels. SIZE is that of a square window,
+// whose loads are then all in flight at once; 0 stands for any window.
 // Shapes: x (N, H, W, C), y (N, OH, OW, C) int8. items = N * OH * OW * C / (4 * WORDS), pitch = C / (4 * WORDS).
 template <int WORDS, int SIZE>
 __global__ void quantised_max_pool(const uint32 *x, uint32 *y, Window w, uint32 items, int pitch) {
@@ -81,8 +81,9 @@ __global__ void quantised_max_pool(const uint32 *x, uint32 *y, Window w, uint32 
     if (at >= items) return;
     Region region(w, at / pitch);
     region.clip(w);
-    // Bytes 1 and 3 of a word, and 0 and 2, on top of pairs of 16-bit numbers: Hopper compares such a pair in one instruction,
-    // and four bytes in seven. What is below only decides between equal ones.
+    // Bytes 1 and 3 of a word are compared as the high bytes of two 16-bit numbers; so are bytes 0 and 2, after a shift.
+    // Hopper compares two 16-bit numbers in one instruction, and four bytes in seven. The low bytes only decide between equal
+    // high bytes.
     Words odd, even;
 #pragma unroll
     for (int i = 0; i < WORDS; ++i) odd.word[i] = even.word[i] = 0x80008000;
@@ -100,7 +101,7 @@ __global__ void quantised_max_pool(const uint32 *x, uint32 *y, Window w, uint32 
         for (int h = region.top; h < region.bottom; ++h)
             for (int c = region.left; c < region.right; ++c) take(pixel(h, c));
     } else if (region.top < region.bottom && region.left < region.right) {
-        Words all[SIZE * SIZE];  // at the borders some pixels twice
+        Words all[SIZE * SIZE];  // at the borders some pixels are read twice
 #pragma unroll
         for (int k = 0; k < SIZE * SIZE; ++k)
             all[k] = pixel(min(region.top + k / SIZE, region.bottom - 1),
@@ -116,8 +117,8 @@ __global__ void quantised_max_pool(const uint32 *x, uint32 *y, Window w, uint32 
 
 enum Divisor { SUM, IMAGE, PADDING };
 
-// y = the exact sum over the window times fp32(ratio / divisor): the divisor is 1 for SUM, else the pixels of the window that
-// lie in the image, with PADDING those in the padding too. A thread makes 4 * WORDS channels.
+// y = the exact sum over the window times fp32(ratio / divisor). The divisor is 1 for SUM. For IMAGE it is the number of the
+// window's pixels within the image; PADDING also counts those in the padding. A thread computes 4 * WORDS channels.
 // Shapes: x (N, H, W, C) int8, y (N, OH, OW, C), int8 or of the type T. items and pitch as above.
 template <class T, int WORDS, Divisor DIVISOR>
 __global__ void quantised_average_pool(const uint32 *x, T *y, Window w, double ratio, uint32 items, int pitch) {
@@ -129,7 +130,8 @@ __global__ void quantised_average_pool(const uint32 *x, T *y, Window w, double r
     const int padded = region.pixels();
     region.clip(w);
     int sum[4 * WORDS] = {};
-    // Whole lines follow each other: of 7x7 pixels, seven times eight are waited for, not four times seven of up to four.
+    // Whole lines are contiguous in memory and are read as one. For 7x7 pixels that is seven waits, for eight loads each,
+    // instead of 28 waits, for up to four loads each.
     const bool whole = region.left == 0 && region.right == w.width;
     const int height = region.bottom - region.top, width = region.right - region.left;
     const int lines = whole ? 1 : height, length = whole ? height * width : width;
@@ -149,8 +151,8 @@ __global__ void quantised_average_pool(const uint32 *x, T *y, Window w, double r
     reinterpret_cast<Channels *>(y)[at] = out;
 }
 
-// A convolution, one thread an output: for shapes and GPUs that nothing faster is for. Channels of a group are a multiple of 4.
-// `bias` and `addend` may be null.
+// Direct convolution, one thread per output, for shapes and GPUs without a faster kernel. The channels of a group are a
+// multiple of 4. `bias` and `addend` may be null.
 // Shapes: x (N, H, W, C), weight (K, kernel_h, kernel_w, C / groups), addend (rows, K) int8; multiplier (K) fp32; bias (K)
 // int32; y (rows, K), int8 or of the type T. outputs = rows * K.
 template <class T, bool ADD, bool RELU>

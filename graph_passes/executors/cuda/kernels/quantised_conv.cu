@@ -1,27 +1,27 @@
-// INT8 convolutions on tensor cores, requantised, added to a shortcut and rectified before they are stored.
+// INT8 convolutions on tensor cores. The epilogue requantises, adds a shortcut, applies ReLU and stores.
 //
-// The products of a tile are made of chunks of 128 bytes of the reduction: 128 channels of a tap, or several taps of 16, 32 or
-// 64 channels. Chunks are copied ahead, zeros where a tap lies in the padding. Two blocks on a multiprocessor hide each other's
-// begin and end.
+// The reduction is cut into chunks of 128 bytes: 128 channels of a tap, or several taps of 16, 32 or 64 channels. Chunks are
+// loaded ahead, with zeros for taps in the padding. Two blocks per SM hide each other's prologue and epilogue.
 #include "integer_products.cuh"
 
-// A block of `GROUPS` times four warps makes 64 rows with each group, all of the same columns.
+// A block has `GROUPS` warpgroups. Each computes 64 rows; all compute the same columns.
 template <int GROUPS_, int COLUMNS_> struct Tile {
     static constexpr int GROUPS = GROUPS_, COLUMNS = COLUMNS_, ROWS = 64 * GROUPS, THREADS = 128 * GROUPS;
-    static constexpr int BLOCKS = GROUPS * COLUMNS > 256 ? 1 : GROUPS == 1 ? 4 : COLUMNS == 64 ? 3 : 2;  // on a multiprocessor
+    static constexpr int BLOCKS = GROUPS * COLUMNS > 256 ? 1 : GROUPS == 1 ? 4 : COLUMNS == 64 ? 3 : 2;  // blocks per SM
     static constexpr int STAGES = GROUPS * COLUMNS > 256 ? 4 : 3;
-    // Products of chunks that are under way when the next ones are started: a block that is alone must not pause.
-    static constexpr int OPEN = BLOCKS == 1 ? 1 : 0, AHEAD = STAGES - 1 - OPEN;
+    // wgmma groups in flight when the next chunk is started: a block that is alone on its SM must not pause.
+    static constexpr int PENDING = BLOCKS == 1 ? 1 : 0, AHEAD = STAGES - 1 - PENDING;
 };
 
-// Tiles as in warpgroup.cuh: rows of 128 bytes.
+// Tiles in the layout of warpgroup.cuh, with rows of 128 bytes.
 template <class S> struct Stage {
     uint4 rows[S::ROWS * 8];
     uint4 columns[S::COLUMNS * 8];
 };
 
-// Where the vector of a chunk that a thread copies is: a tap of the window, and a vector of channels of it. With 128 channels
-// or more the taps of 128 channels follow each other, as they find most pixels in the L1 cache; with fewer, taps follow taps.
+// Position of the vector that a thread copies next: a tap of the window, and a vector of its channels. With 128 channels or
+// more, all taps of 128 channels come first, as they find most pixels in the L1 cache. With fewer channels, a chunk has
+// several taps.
 struct Walk {
     int tap_h, tap_w, channel, step;
 
@@ -43,9 +43,9 @@ struct Walk {
     }
 };
 
-// C is 16, 32, 64 or a multiple of 128, K a multiple of 16. ONE: 1x1 at stride 1, whose pixels are the rows.
-// Shapes: x (N, H, W, C), weight (K, kernel_h, kernel_w, C), addend (rows, K) int8; bias (K) int32; multiplier (K) fp32;
-// y (rows, K), int8 or of the type T. chunks = ceil(kernel_h * kernel_w * C / 128).
+// C is 16, 32, 64 or a multiple of 128; K is a multiple of 16. ONE: 1x1 at stride 1, where pixels and rows coincide.
+// Shapes: x (N, H, W, C), weight (K, kernel_h, kernel_w, C), addend (rows, K) int8; bias (K) int32; multiplier (K) fp32; y
+// (rows, K), int8 or of the type T. chunks = ceil(kernel_h * kernel_w * C / 128).
 template <class T, int GROUPS, int COLUMNS, bool ONE, bool ADD, bool RELU>
 __global__ void __launch_bounds__(Tile<GROUPS, COLUMNS>::THREADS, Tile<GROUPS, COLUMNS>::BLOCKS)
 quantised_conv(const uint4 *x, const uint4 *weight, const float *multiplier, const int *bias, const uint4 *addend, T *y,
@@ -55,13 +55,13 @@ quantised_conv(const uint4 *x, const uint4 *weight, const float *multiplier, con
     constexpr int COLUMN_COPIES = COLUMNS / COPIED_ROWS;
     extern __shared__ __align__(1024) uint4 memory[];
     Stage<S> *stages = reinterpret_cast<Stage<S> *>(memory);
-    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // one for all, to the compiler
+    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // warp-uniform
     const int column_tiles = (c.filters + COLUMNS - 1) / COLUMNS;
     const uint32 first_row = blockIdx.x / column_tiles * S::ROWS;
     const int first_column = blockIdx.x % column_tiles * COLUMNS;
     const int vectors = c.channels / VECTOR, taps = c.kernel_h * c.kernel_w;
 
-    // What this thread copies: a vector of every chunk, of several rows and columns.
+    // This thread copies one vector of every chunk, for several rows and columns.
     const int copied_row = threadIdx.x / 8, copied_vector = threadIdx.x % 8;
     Walk at(c, vectors, copied_vector);
     int pixel[ROW_COPIES], top[ROW_COPIES], left[ROW_COPIES];
@@ -88,7 +88,7 @@ quantised_conv(const uint4 *x, const uint4 *weight, const float *multiplier, con
             for (int i = 0; i < ROW_COPIES; ++i) {
                 const bool there = in_window && (ONE ? top[i] == 0 : uint32(top[i] + down) < uint32(c.height) &&
                                                                       uint32(left[i] + right) < uint32(c.width));
-                copy_cached(&stage.rows[swizzled(copied_row + i * COPIED_ROWS, copied_vector)],
+                cp_async_zfill_l1(&stage.rows[swizzled(copied_row + i * COPIED_ROWS, copied_vector)],
                            x + (there ? pixel[i] * vectors + offset : 0), there);
             }
             const int of_filter = (at.tap_h * c.kernel_w + at.tap_w) * vectors + at.channel;
@@ -96,12 +96,12 @@ quantised_conv(const uint4 *x, const uint4 *weight, const float *multiplier, con
             for (int i = 0; i < COLUMN_COPIES; ++i) {
                 const int column = copied_row + i * COPIED_ROWS, filter = first_column + filter_of(column);
                 const bool there = in_window && filter < c.filters;
-                copy_cached(&stage.columns[swizzled(column, copied_vector)],
+                cp_async_zfill_l1(&stage.columns[swizzled(column, copied_vector)],
                            weight + (there ? filter * taps * vectors + of_filter : 0), there);
             }
             at.advance(c);
         }
-        close_copies();
+        cp_async_commit();
     };
 
     Results<T, COLUMNS, ADD, RELU> results{multiplier, bias, y, addend_share, c.filters,
@@ -119,18 +119,18 @@ quantised_conv(const uint4 *x, const uint4 *weight, const float *multiplier, con
     results.start(products);
     for (int chunk = 0; chunk < chunks; ++chunk) {
         const Stage<S> &stage = stages[chunk % STAGES];
-        wait_for_copies<S::AHEAD - 1>();
-        show_integers();
-        __syncthreads();  // the chunk is there, and everybody is done with the one OPEN + 1 before
-        open_integers();
+        cp_async_wait<S::AHEAD - 1>();
+        int8_fence_view_async_shared();
+        __syncthreads();  // the chunk has arrived, and all warps are done with chunk - PENDING - 1
+        int8_mma_fence();
 #pragma unroll
         for (int k = 0; k < 4; ++k)
-            multiply_integers(products, stage.rows + warp / 4 * 64 * 8 + k * 2, stage.columns + k * 2);
-        close_integers();
+            int8_mma(products, stage.rows + warp / 4 * 64 * 8 + k * 2, stage.columns + k * 2);
+        int8_mma_commit();
         copy_chunk(chunk + S::AHEAD);
-        wait_for_integers<S::OPEN>();
+        int8_mma_wait<S::PENDING>();
     }
-    wait_for_integers();
-    hold_integers(products);
+    int8_mma_wait();
+    int8_mma_fence_operand(products);
     results.store(products);
 }

@@ -1,42 +1,45 @@
-// INT8 convolutions at stride 1 whose windows overlap in shared memory, on Hopper's tensor cores: the first one, of squares with
-// 16 channels (passes/quantise_squares.py), and those of few channels, of which every window would be a copy of much else.
+// INT8 convolutions at stride 1 on Hopper's tensor cores, with windows that overlap in shared memory. For the first
+// convolution after space to depth, with 16 channels (passes/quantise_squares.py), and for convolutions of few channels,
+// where copies of the windows would be many times the pixels.
 //
-// Pixels lie in planes of 16 channels, 16 bytes each. A row of the window of the output at a place p of the images' one line of
-// pixels, padding included, is the pixels from p + r * W on; those of the next place begin one pixel later. So the tensor cores
-// read a row of the products, 32 bytes, at every 16 bytes of one copy of the pixels: two neighbours of one plane, or one pixel
-// in two planes. Results at places near the end of a row or an image, whose windows reach into the next one, are not stored.
+// Shared memory has planes of 16 channels, 16 bytes per pixel. All pixels of the images, padding included, form one line. The
+// window of output position p has kernel row r at pixels p + r * W and following; the window of p + 1 is shifted by one
+// pixel. wgmma reads each 32-byte row of its A operand 16 bytes after the previous one, from a single copy of the pixels. The
+// 32 bytes are two neighbours of one plane, or one pixel of two planes. At positions near the end of a row or an image, the
+// window reaches into the next one: these results are not stored.
 #include "integer_products.cuh"
 
 constexpr int GROUPS = 2, ROWS = 64 * GROUPS, THREADS = 128 * GROUPS;
 
-// Rows of 32 bytes, of which each begins 16 bytes behind the one before; their second halves are `vectors` behind the first.
-__device__ inline uint64 overlapping_rows(const uint4 *at, int vectors) {
+// Descriptor of rows of 32 bytes, each 16 bytes after the one before. The second half of a row is `vectors` after the first
+// half.
+__device__ inline uint64 smem_desc_window_rows(const uint4 *at, int vectors) {
     return (__cvta_generic_to_shared(at) & 0x3ffff) >> 4 | uint64(vectors) << 16 | 8ull << 32;
 }
 
-// A block keeps COLUMNS filters and walks over tiles of ROWS places. Shared memory: the weights, in tiles as in warpgroup.cuh, then
-// STAGES times PLANES times `patch` pixels.
-// Shapes: x (N, H, W, 16 * PLANES), weight (K, KERNEL, KERNEL, 16 * PLANES) int8; bias (K) int32; multiplier (K) fp32;
-// y (N, OH, OW, K), int8 or of the type T, with OH = height - KERNEL + 1, OW = width - KERNEL + 1. KERNEL * PLANES is even, K a
-// multiple of 16. height = H + 2 * pad, width = W + 2 * pad; pad is 0 with one plane. places = N * height * width,
-// patch >= ROWS + (KERNEL - 1) * width + KERNEL.
+// A block keeps COLUMNS filters and walks over tiles of ROWS positions. Shared memory has the weights, in tiles as in
+// warpgroup.cuh, then STAGES * PLANES * `patch` pixels.
+// Shapes: x (N, H, W, 16 * PLANES), weight (K, KERNEL, KERNEL, 16 * PLANES) int8; bias (K) int32; multiplier (K) fp32; y (N,
+// OH, OW, K), int8 or of the type T, with OH = height - KERNEL + 1, OW = width - KERNEL + 1. KERNEL * PLANES is even, K a
+// multiple of 16. height = H + 2 * pad, width = W + 2 * pad; pad is 0 with one plane. places = N * height * width, patch >=
+// ROWS + (KERNEL - 1) * width + KERNEL.
 template <class T, int KERNEL, int PLANES, int COLUMNS, bool RELU>
 __global__ void __launch_bounds__(THREADS, COLUMNS == 64 ? 3 : 1)
 quantised_conv_squares(const uint4 *x, const uint4 *weight, const float *multiplier, const int *bias, T *y, uint32 places,
                        int height, int width, int filters, int patch, int pad) {
     constexpr int STAGES = PLANES == 1 ? 3 : 2;
-    constexpr int VECTORS = KERNEL * KERNEL * PLANES;  // of a filter
+    constexpr int VECTORS = KERNEL * KERNEL * PLANES;  // vectors of a filter
     static_assert(KERNEL * PLANES % 2 == 0);
     extern __shared__ __align__(1024) uint4 memory[];
-    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // one for all, to the compiler
+    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // warp-uniform
     const int first_column = blockIdx.y * COLUMNS;
     const uint32 tiles = (places + ROWS - 1) / ROWS;
     uint4 *pixels = memory + (VECTORS + 7) / 8 * COLUMNS * 8;
 
     for (int i = threadIdx.x; i < VECTORS * COLUMNS; i += THREADS) {
         const int vector = i % VECTORS, column = i / VECTORS, filter = first_column + filter_of(column);
-        copy_ahead(memory + (vector / 8 * COLUMNS * 8 + swizzled(column, vector % 8)),
-                   weight + (filter < filters ? filter * VECTORS + vector : 0), filter < filters);
+        cp_async_zfill(memory + (vector / 8 * COLUMNS * 8 + swizzled(column, vector % 8)),
+                       weight + (filter < filters ? filter * VECTORS + vector : 0), filter < filters);
     }
     const auto copy_tile = [&](uint32 tile, int stage) {
         if (tile < tiles)
@@ -52,31 +55,31 @@ quantised_conv_squares(const uint4 *x, const uint4 *weight, const float *multipl
                     there = there && uint32(row) < uint32(rows) && uint32(column) < uint32(columns);
                     from = (image * rows + row) * columns + column;
                 }
-                copy_ahead(pixels + ((stage * PLANES + plane) * patch + pixel), x + (there ? from * PLANES + plane : 0), there);
+                cp_async_zfill(pixels + ((stage * PLANES + plane) * patch + pixel), x + (there ? from * PLANES + plane : 0), there);
             }
-        close_copies();
+        cp_async_commit();
     };
     for (int s = 0; s < STAGES - 1; ++s) copy_tile(blockIdx.x + s * gridDim.x, s);
 
     int now = 0;
     for (uint32 tile = blockIdx.x; tile < tiles; tile += gridDim.x, now = (now + 1) % STAGES) {
-        wait_for_copies<STAGES - 2>();
-        show_to_products();
-        __syncthreads();  // the tile is there, and everybody is done with the one before
+        cp_async_wait<STAGES - 2>();
+        fence_view_async_shared();
+        __syncthreads();  // the tile has arrived, and all warps are done with the previous one
         Results<T, COLUMNS, false, RELU> results{multiplier, bias, y, 0, filters, first_column + lane % 4 * VECTOR};
         int products[COLUMNS / 8][4];
         results.start(products);
         const uint4 *rows = pixels + (now * PLANES * patch + warp / 4 * 64);
-        open_products();
+        wgmma_fence();
 #pragma unroll
         for (int v = 0; v < VECTORS; v += 2) {
             const int tap = v / PLANES;
-            multiply_integers(products,
-                              overlapping_rows(rows + (v % PLANES * patch + tap / KERNEL * width + tap % KERNEL),
-                                               PLANES == 1 ? 1 : patch),
-                              matrix(memory + (v / 8 * COLUMNS * 8 + v % 8)));
+            int8_mma(products,
+                     smem_desc_window_rows(rows + (v % PLANES * patch + tap / KERNEL * width + tap % KERNEL),
+                                           PLANES == 1 ? 1 : patch),
+                     smem_desc(memory + (v / 8 * COLUMNS * 8 + v % 8)));
         }
-        close_products();
+        wgmma_commit();
         copy_tile(tile + (STAGES - 1) * gridDim.x, (now + STAGES - 1) % STAGES);
 
         const int out_height = height - KERNEL + 1, out_width = width - KERNEL + 1;
@@ -87,8 +90,8 @@ quantised_conv_squares(const uint4 *x, const uint4 *weight, const float *multipl
             results.there[r] = place < places && column < out_width && image_row < out_height;
             results.row[r] = (image * out_height + image_row) * out_width + column;
         }
-        wait_for_products();
-        hold_integers(products);
+        wgmma_wait();
+        int8_mma_fence_operand(products);
         results.store(products);
     }
 }

@@ -1,38 +1,41 @@
-// INT8 convolutions on Hopper, bound by its tensor cores: 3x3 at padding 1 and stride 1 or 2, and 1x1 with many filters.
+// INT8 convolutions on Hopper that are bound by its tensor cores: 3x3 with padding 1 and stride 1 or 2, and 1x1 with many
+// filters.
 //
-// As in conv3x3.cu, y[filter, pixel] = sum over taps and channels of w[filter, tap, channel] * x[pixel + tap, channel]. A tile
-// is some rows of one or several images, with those above and below and a column of zeros on the left, in shared memory, up to
-// 128 channels in a part: of these a tap of all pixels is so many rows from one place on, which wgmma takes from there as its
-// second operand. What is right of a row is the zero left of the next one. Of several images the first rows lie together, then
-// the second ones: so they share the rows of zeros above and below, and from each row to the next one it is equally far. With
-// one tap a tile is pixels that follow each other. With stride 2 there are four parts of the same channels, of the pixels in
-// even or odd rows and columns; in each, 1, 2 or 4 of the taps lie as with stride 1.
+//     y[filter, pixel] = sum over taps and channels of w[filter, tap, channel] * x[pixel + tap, channel], as in conv3x3.cu
 //
-// Two teams of four warps take turns: while the products of one, with 64 filters, are under way, the other requantises. Weights
-// come by 64 filters of a part of a tap; they stay where there is room for all of a block, else they pass by. Two blocks, a
-// cluster, need the same ones at the same time: either reads a half from the L2 cache, for both. What is added comes, ahead of
-// time, to where the result will lie.
-#include "copy_engine.cuh"
+// A tile in shared memory is some rows of one or several images, the row above and below them, and a column of zeros on the
+// left. It consists of parts of up to 128 channels. In a part, a tap of all pixels is a contiguous range of rows, which wgmma
+// takes as its B operand. The zero to the right of a row is the one to the left of the next row. With several images, row 0
+// of all images comes first, then row 1 of all images, and so on: they share the zero rows above and below, and the distance
+// between consecutive rows is constant. For 1x1, a tile is consecutive pixels. With stride 2, the same channels give four
+// parts: the pixels in even or odd rows and even or odd columns. Each part serves 1, 2 or 4 of the taps, which lie as with
+// stride 1.
+//
+// Two teams of four warps alternate: one multiplies by 64 filters while the other requantises. Weights come in pieces: 64
+// filters of one part of one tap. They stay in shared memory if all of a block's weights fit, else they are streamed. The two
+// blocks of a cluster need the same weights at the same time: each loads one half from the L2 cache, for both. The addend is
+// loaded ahead, into the slot where the result will be written.
+#include "tma.cuh"
 #include "integer_products.cuh"
 
 constexpr int FILTERS = 64, VECTOR_BYTES = 16;
-constexpr int TEAMS = 2, TEAM_WARPS = 4, TEAM_THREADS = TEAM_WARPS * WARP, MULTIPLYING = TEAMS * TEAM_THREADS;
-constexpr int THREADS = MULTIPLYING + 3 * WARP;   // a warp each starts the copies of weights, of pixels, of what is added
+constexpr int TEAMS = 2, TEAM_WARPS = 4, TEAM_THREADS = TEAM_WARPS * WARP, MMA_THREADS = TEAMS * TEAM_THREADS;
+constexpr int THREADS = MMA_THREADS + 3 * WARP;   // three producer warps: for weights, pixels and addends
 constexpr int PEERS = 2;                          // blocks of a cluster
-constexpr int MAX_PLACES = 16, MAX_STAGES = 40;   // of parts of tiles, and of weights
-constexpr int MAX_RESULTS = 4;                    // in which something is added; else each team has one, or both together
-constexpr int RESULT_VECTORS = FILTERS / VECTOR;  // of a pixel
+constexpr int MAX_PLACES = 16, MAX_STAGES = 40;   // slots for parts of tiles; stages of weights
+constexpr int MAX_RESULTS = 4;  // result slots if there is an addend; otherwise one for each team, or one for both
+constexpr int RESULT_VECTORS = FILTERS / VECTOR;  // vectors of a pixel's results
 
-// At the start of shared memory. Behind it, in vectors: `stages` of weights, `places` for parts of tiles, `results` of 64
-// filters.
+// At the start of shared memory. Then follow, in vectors: `stages` of weights, `places` slots for parts of tiles, `results`
+// slots of 64 filters.
 struct alignas(1024) Control {
     uint64 full[MAX_PLACES], empty[MAX_PLACES], weights_full[MAX_STAGES], weights_empty[MAX_STAGES];
-    uint64 turn[TEAMS], result_turn[TEAMS], addend_full[MAX_RESULTS], addend_empty[MAX_RESULTS];
+    uint64 order[TEAMS], result_order[TEAMS], addend_full[MAX_RESULTS], addend_empty[MAX_RESULTS];
 };
 
-// Results of height x width pixels, `rows` rows of `together` of them in a tile, of whose data there are `parts`: of so many rows
-// and `more`. Windows reach `pad` pixels, 1 or 0, in each direction. A part has `part_vectors` of shared memory, of which the
-// copy engine writes the first. Of the filters a block makes `groups` of 64.
+// Results of height x width pixels. A tile has `rows` rows of `together` images; its input has `parts`, each of rows + more
+// rows. Windows reach `pad` pixels, 1 or 0, in each direction. A part has `part_vectors` in shared memory; TMA writes the
+// first of them. A block computes `groups` of the `all_groups` groups of 64 filters.
 struct TappedImages {
     int images, height, width, pad, rows, more, together, parts, places, part_vectors, stages, results, groups, all_groups;
 
@@ -40,152 +43,155 @@ struct TappedImages {
     __device__ int strips() const { return (height + rows - 1) / rows; }
     __device__ int result_pixels() const { return rows * together * pitch(); }
     __device__ int copied_pixels() const { return (rows + more) * together * pitch(); }
-    // Of which each block of a cluster makes one. The last may be of no images.
+    // Pairs of tiles: each block of a cluster computes one. The last tile may have no images.
     __device__ uint32 pairs() const { return (uint32((images + together - 1) / together) * strips() + PEERS - 1) / PEERS; }
 };
 
-// What a block does: `rounds` tiles, of each `groups` of filters from `first_group` on.
-struct Share {
+// The work of a block: `rounds` tiles, and for each tile `groups` groups of filters, from `first_group` on.
+struct WorkRange {
     uint32 rank, rounds;
     int first_group, groups;
 
-    __device__ Share(const TappedImages &of)
+    __device__ WorkRange(const TappedImages &of)
         : rank(blockIdx.x), rounds((of.pairs() - blockIdx.y + gridDim.y - 1) / gridDim.y), first_group(blockIdx.z * of.groups),
           groups(min(of.groups, of.all_groups - first_group)) {}
     __device__ uint32 items() const { return rounds * groups; }
 };
 
-// Where a tile lies: its first image and row.
+// First image and first row of a tile.
 struct Strip {
     int image, row;
 
-    __device__ Strip(const TappedImages &of, const Share &share, uint32 round) {
-        const uint32 tile = (blockIdx.y + round * gridDim.y) * PEERS + share.rank, strips = of.strips();
+    __device__ Strip(const TappedImages &of, const WorkRange &range, uint32 round) {
+        const uint32 tile = (blockIdx.y + round * gridDim.y) * PEERS + range.rank, strips = of.strips();
         image = tile / strips * of.together;
         row = tile % strips * of.rows;
     }
 };
 
-// Of the channels of a part, and with STRIDE 2 of its rows and columns, odd or even ones: which they are, and its taps.
+// A part: its channels and, with STRIDE 2, whether it has odd or even rows and columns. Tells which taps it serves.
 template <int STRIDE> struct Part {
     int channels, odd_row, odd_column;
 
     __device__ explicit Part(int part)
         : channels(part / (STRIDE * STRIDE)), odd_row(part / STRIDE % STRIDE), odd_column(part % STRIDE) {}
-    // Calls `f` with each tap's row and column in the window.
+    // Calls `f` with row and column of each tap in the window.
     template <int SIZE, class F> __device__ void for_taps(F f) const {
         for (int h = (STRIDE - 1) ^ odd_row; h < SIZE; h += STRIDE)
             for (int w = (STRIDE - 1) ^ odd_column; w < SIZE; w += STRIDE) f(h, w);
     }
 };
 
-// The turn of the piece `number` of places that are used one after the other.
-__device__ inline Turn turn_of(uint32 number, int places) {
-    Turn turn;
-    turn.place = number % places;
-    turn.parity = number / places & 1;
-    return turn;
+// State of the circular buffer of `places` slots at piece `number`.
+__device__ inline PipelineState state_at(uint32 number, int places) {
+    PipelineState pipe;
+    pipe.index = number % places;
+    pipe.phase = number / places & 1;
+    return pipe;
 }
 
-// Rows of k of so many channels, as the copy engine leaves them: swizzled over 128 bytes or 64.
-template <int CHANNELS> __device__ inline uint64 matrix_of(const uint4 *at) {
-    return CHANNELS == 128 ? matrix(at)
+// Descriptor of a K-major operand as TMA writes it: swizzled over 128 bytes for 128 channels, else over 64.
+template <int CHANNELS> __device__ inline uint64 smem_desc_of(const uint4 *at) {
+    return CHANNELS == 128 ? smem_desc(at)
                            : (__cvta_generic_to_shared(at) & 0x3ffff) >> 4 | 32ull << 16 | 32ull << 32 | 2ull << 62;
 }
 
-// --- for one thread ---
+// --- called by one thread ---
 
-// Starts the copies of the weights, in the order in which they are multiplied; once, if all have a stage.
+// Starts the loads of the weights, in the order of use. They are loaded only once if they stay in shared memory.
 template <int SIZE, int STRIDE, int CHANNELS>
 __device__ inline void load_weights(const TensorMap &w, Control &control, uint4 *weights, const TappedImages &images,
-                                    const Share &share, bool stay) {
-    constexpr int VECTORS = FILTERS * CHANNELS / VECTOR, OWN = FILTERS / PEERS / VECTOR;  // OWN: 16 filters each
+                                    const WorkRange &range, bool stay) {
+    // OWN: groups of 16 filters that this block loads
+    constexpr int VECTORS = FILTERS * CHANNELS / VECTOR, OWN = FILTERS / PEERS / VECTOR;
     const int of_tap = images.parts / (STRIDE * STRIDE);
-    Turn turn;
-    for (uint32 item = 0; item < (stay ? share.groups : share.items()); ++item)
+    PipelineState pipe;
+    for (uint32 item = 0; item < (stay ? range.groups : range.items()); ++item)
         for (int i = 0; i < images.parts; ++i) {
             const Part<STRIDE> part(i);
             part.template for_taps<SIZE>([&](int h, int v) {
-                wait_for_phase(control.weights_empty[turn.place], turn.parity ^ 1);  // at once in the first turn
-                uint64 &full = control.weights_full[turn.place];
-                arrive_expecting(full, VECTORS * VECTOR_BYTES);
-                load_for<PEERS>(weights + turn.place * VECTORS + share.rank * (VECTORS / PEERS), w,
-                                ((h * SIZE + v) * of_tap + part.channels) * CHANNELS, 0, 0,
-                                ((share.first_group + item % share.groups) * PEERS + share.rank) * OWN, full);
-                turn.next(images.stages);
+                mbarrier_wait(control.weights_empty[pipe.index], pipe.phase ^ 1);  // the first round does not wait
+                uint64 &full = control.weights_full[pipe.index];
+                arrive_expect_tx(full, VECTORS * VECTOR_BYTES);
+                tma_load_multicast<PEERS>(weights + pipe.index * VECTORS + range.rank * (VECTORS / PEERS), w,
+                                          ((h * SIZE + v) * of_tap + part.channels) * CHANNELS, 0, 0,
+                                          ((range.first_group + item % range.groups) * PEERS + range.rank) * OWN, full);
+                pipe.advance(images.stages);
             });
         }
 }
 
 template <int STRIDE, int CHANNELS>
 __device__ inline void load_pixels(const TensorMap &x, Control &control, uint4 *pixels, const TappedImages &images,
-                                   const Share &share) {
-    Turn turn;
-    for (uint32 round = 0; round < share.rounds; ++round) {
-        const Strip strip(images, share, round);
-        for (int i = 0; i < images.parts; ++i, turn.next(images.places)) {
+                                   const WorkRange &range) {
+    PipelineState pipe;
+    for (uint32 round = 0; round < range.rounds; ++round) {
+        const Strip strip(images, range, round);
+        for (int i = 0; i < images.parts; ++i, pipe.advance(images.places)) {
             const Part<STRIDE> part(i);
-            wait_for_phase(control.empty[turn.place], turn.parity ^ 1);
-            uint64 &full = control.full[turn.place];
-            arrive_expecting(full, images.copied_pixels() * CHANNELS);
-            load_tile(pixels + turn.place * images.part_vectors, x,
-                      (part.odd_column * (images.parts / (STRIDE * STRIDE)) + part.channels) * CHANNELS, -images.pad,
-                      strip.image, strip.row - images.pad, part.odd_row, full);
+            mbarrier_wait(control.empty[pipe.index], pipe.phase ^ 1);
+            uint64 &full = control.full[pipe.index];
+            arrive_expect_tx(full, images.copied_pixels() * CHANNELS);
+            tma_load(pixels + pipe.index * images.part_vectors, x,
+                     (part.odd_column * (images.parts / (STRIDE * STRIDE)) + part.channels) * CHANNELS, -images.pad,
+                     strip.image, strip.row - images.pad, part.odd_row, full);
         }
     }
 }
 
 __device__ inline void load_addends(const TensorMap &addend, Control &control, uint4 *results, int result_vectors,
-                                    const TappedImages &images, const Share &share) {
-    Turn turn;
-    for (uint32 item = 0; item < share.items(); ++item, turn.next(images.results)) {
-        const Strip strip(images, share, item / share.groups);
-        wait_for_phase(control.addend_empty[turn.place], turn.parity ^ 1);
-        uint64 &full = control.addend_full[turn.place];
-        arrive_expecting(full, images.result_pixels() * FILTERS);
-        load_tile(results + turn.place * result_vectors, addend, (share.first_group + item % share.groups) * FILTERS, 0,
-                  strip.image, strip.row, full);
+                                    const TappedImages &images, const WorkRange &range) {
+    PipelineState pipe;
+    for (uint32 item = 0; item < range.items(); ++item, pipe.advance(images.results)) {
+        const Strip strip(images, range, item / range.groups);
+        mbarrier_wait(control.addend_empty[pipe.index], pipe.phase ^ 1);
+        uint64 &full = control.addend_full[pipe.index];
+        arrive_expect_tx(full, images.result_pixels() * FILTERS);
+        tma_load(results + pipe.index * result_vectors, addend, (range.first_group + item % range.groups) * FILTERS, 0,
+                 strip.image, strip.row, full);
     }
 }
 
-// --- for a team ---
+// --- called by a team ---
 
-// products += the convolution of one item.
+// products += the convolution of one item: one tile and one group of filters.
 template <int SIZE, int STRIDE, int CHANNELS, int EIGHTS>
 __device__ inline void multiply_item(int (&products)[EIGHTS][4], Control &control, const uint4 *weights, const uint4 *pixels,
-                                     const TappedImages &images, uint32 round, Turn stage, bool stay, int lane) {
+                                     const TappedImages &images, uint32 round, PipelineState stage, bool stay, int lane) {
     constexpr int VECTORS = CHANNELS / VECTOR;
     const int pitch = images.pitch(), down = images.together * pitch;
-    Turn tile = turn_of(round * images.parts, images.places);
-    int before = -1, left = -1;  // the stage of the weights before, the place of the part before
-    for (int i = 0; i < images.parts; ++i, tile.next(images.places)) {
-        wait_for_phase(control.full[tile.place], tile.parity);
-        const uint4 *const part = pixels + tile.place * images.part_vectors;
+    PipelineState tile = state_at(round * images.parts, images.places);
+    int before = -1, left = -1;  // previous stage of weights; part whose last use has been issued
+    for (int i = 0; i < images.parts; ++i, tile.advance(images.places)) {
+        mbarrier_wait(control.full[tile.index], tile.phase);
+        const uint4 *const part = pixels + tile.index * images.part_vectors;
         Part<STRIDE>(i).template for_taps<SIZE>([&](int h, int v) {
-            wait_for_phase(control.weights_full[stage.place], stage.parity);
-            const uint64 a = matrix_of<CHANNELS>(weights + stage.place * FILTERS * VECTORS);
+            mbarrier_wait(control.weights_full[stage.index], stage.phase);
+            const uint64 a = smem_desc_of<CHANNELS>(weights + stage.index * FILTERS * VECTORS);
             const int row = (h + STRIDE - 1) / STRIDE, column = (v + STRIDE - 1) / STRIDE;
-            const uint64 b = matrix_of<CHANNELS>(part + (row * down + column) * VECTORS);
-            open_integers();
+            const uint64 b = smem_desc_of<CHANNELS>(part + (row * down + column) * VECTORS);
+            int8_mma_fence();
 #pragma unroll
-            for (int k = 0; k < CHANNELS / 32; ++k) multiply_integers(products, a + k * 2, b + k * 2);
-            close_integers();
-            wait_for_integers<1>();
-            if (!stay && before >= 0 && lane < PEERS) arrive_in(lane, control.weights_empty[before]);
+            for (int k = 0; k < CHANNELS / 32; ++k) int8_mma(products, a + k * 2, b + k * 2);
+            int8_mma_commit();
+            int8_mma_wait<1>();
+            if (!stay && before >= 0 && lane < PEERS) arrive_remote(lane, control.weights_empty[before]);
             if (left >= 0 && lane == 0) arrive(control.empty[left]);
-            before = stage.place;
+            before = stage.index;
             left = -1;
-            stage.next(images.stages);
+            stage.advance(images.stages);
         });
-        left = tile.place;
+        left = tile.index;
     }
 }
 
-// The maps: of x as (STRIDE, OH, N, OW, STRIDE * C), rows and columns by their remainders, by tiles of 1, rows + more,
-// together, OW + pad, CHANNELS; of w as filters in sixteens, (K / 16, 2, 8, SIZE * SIZE * C), the even ones before the odd ones,
-// by tiles of 2, 2, 8, CHANNELS; of addend and y as (OH, N, OW, K) by tiles of rows, together, OW + pad, 64. EIGHTS * 8 pixels
-// are multiplied at once, of which the first are a tile. gridDim.y clusters share the tiles, gridDim.z the filters. With SIZE 1
-// the images are a column of all pixels.
+// Tensor maps:
+//   x          (STRIDE, OH, N, OW, STRIDE * C), rows and columns by their remainders; tiles (1, rows + more, together,
+//              OW + pad, CHANNELS)
+//   w          filters by sixteen (K / 16, 2, 8, SIZE * SIZE * C), the even ones before the odd ones; tiles (2, 2, 8, CHANNELS)
+//   addend, y  (OH, N, OW, K); tiles (rows, together, OW + pad, 64)
+// EIGHTS * 8 pixels are multiplied at once; the first of them are the tile. gridDim.y clusters share the tiles, gridDim.z the
+// filters. With SIZE 1 the images are one column of all pixels.
 // Shapes: x (N, H, W, C), w (K, SIZE, SIZE, C), addend and y (N, OH, OW, K) int8 with H = STRIDE * OH, W = STRIDE * OW;
 // multiplier (K) fp32; bias (K) int32. C is CHANNELS, or with 128 a multiple of it, K a multiple of 16, filters = K.
 template <int SIZE, int STRIDE, int CHANNELS, int EIGHTS, bool ADD, bool RELU>
@@ -194,57 +200,57 @@ quantised_conv_taps(const __grid_constant__ TensorMap x, const __grid_constant__
                     const __grid_constant__ TensorMap addend, const __grid_constant__ TensorMap y, const float *multiplier,
                     const int *bias, const __grid_constant__ TappedImages images, int filters, float addend_share) {
     constexpr int FOURS = (EIGHTS + 3) / 4, RESULT = FOURS * 4 * 8 * RESULT_VECTORS;
-    static_assert(sizeof(Control) == 1024, "as lowering/quantised_taps.py counts");
+    static_assert(sizeof(Control) == 1024, "equals the size in lowering/quantised_taps.py");
     extern __shared__ __align__(1024) uint4 memory[];
     Control &control = *reinterpret_cast<Control *>(memory);
     uint4 *const weights = memory + sizeof(Control) / VECTOR_BYTES;
     uint4 *const pixels = weights + images.stages * FILTERS * CHANNELS / VECTOR;
     uint4 *const results = pixels + images.places * images.part_vectors;
-    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // one for all, to the compiler
-    const Share share(images);
-    const int chunks = images.parts * SIZE * SIZE / (STRIDE * STRIDE);  // of an item
+    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // warp-uniform
+    const WorkRange range(images);
+    const int chunks = images.parts * SIZE * SIZE / (STRIDE * STRIDE);  // stages of weights per item
     const bool stay = images.stages == images.groups * chunks;
 
     if (threadIdx.x == 0) {
         for (int place = 0; place < images.places; ++place) {
-            init_barrier(control.full[place], 1);
-            init_barrier(control.empty[place], TEAM_WARPS * share.groups);
+            mbarrier_init(control.full[place], 1);
+            mbarrier_init(control.empty[place], TEAM_WARPS * range.groups);
         }
         for (int stage = 0; stage < images.stages; ++stage) {
-            init_barrier(control.weights_full[stage], 1);
-            init_barrier(control.weights_empty[stage], TEAM_WARPS * PEERS);
+            mbarrier_init(control.weights_full[stage], 1);
+            mbarrier_init(control.weights_empty[stage], TEAM_WARPS * PEERS);
         }
         for (int team = 0; team < TEAMS; ++team) {
-            init_barrier(control.turn[team], TEAM_WARPS);
-            init_barrier(control.result_turn[team], 1);
+            mbarrier_init(control.order[team], TEAM_WARPS);
+            mbarrier_init(control.result_order[team], 1);
         }
         for (int place = 0; place < (ADD ? images.results : 0); ++place) {
-            init_barrier(control.addend_full[place], 1);
-            init_barrier(control.addend_empty[place], 1);
+            mbarrier_init(control.addend_full[place], 1);
+            mbarrier_init(control.addend_empty[place], 1);
         }
-        show_barriers();
+        fence_barrier_init();
     }
-    // The zero right of the last row; behind it anything may be.
+    // The zero to the right of the last row. What lies after it may be anything.
     const int copied = images.copied_pixels() * CHANNELS / VECTOR;
     for (int i = threadIdx.x; SIZE > 1 && STRIDE == 1 && i < images.places * CHANNELS / VECTOR; i += THREADS)
         pixels[i * VECTOR / CHANNELS * images.part_vectors + copied + i % (CHANNELS / VECTOR)] = uint4{};
-    show_to_products();
+    fence_view_async_shared();
     __syncthreads();
-    meet_cluster();  // barriers are there for both blocks
+    cluster_sync();  // the mbarriers of both blocks are initialised
 
-    if (warp == MULTIPLYING / WARP) {
-        if (lane == 0) load_weights<SIZE, STRIDE, CHANNELS>(w, control, weights, images, share, stay);
-    } else if (warp == MULTIPLYING / WARP + 1) {
-        if (lane == 0) load_pixels<STRIDE, CHANNELS>(x, control, pixels, images, share);
-    } else if (warp > MULTIPLYING / WARP) {
-        if (ADD && lane == 0) load_addends(addend, control, results, RESULT, images, share);
+    if (warp == MMA_THREADS / WARP) {
+        if (lane == 0) load_weights<SIZE, STRIDE, CHANNELS>(w, control, weights, images, range, stay);
+    } else if (warp == MMA_THREADS / WARP + 1) {
+        if (lane == 0) load_pixels<STRIDE, CHANNELS>(x, control, pixels, images, range);
+    } else if (warp > MMA_THREADS / WARP) {
+        if (ADD && lane == 0) load_addends(addend, control, results, RESULT, images, range);
     } else {
         const int team = warp / TEAM_WARPS, own = warp % TEAM_WARPS;
         const int result_row = lane * RESULT_VECTORS + (own ^ lane / 2 % 4);  // of 32 pixels, swizzled over 64 bytes
-        uint32 before = 0;                                                    // items of this team
-        for (uint32 item = team; item < share.items(); item += TEAMS, ++before) {
-            const uint32 round = item / share.groups;
-            const int group = share.first_group + item % share.groups, filter = group * FILTERS + own * 16 + lane / 4 * 2;
+        uint32 before = 0;                                                    // items that this team has finished
+        for (uint32 item = team; item < range.items(); item += TEAMS, ++before) {
+            const uint32 round = item / range.groups;
+            const int group = range.first_group + item % range.groups, filter = group * FILTERS + own * 16 + lane / 4 * 2;
             int2 start{};
             float2 scale{};
             if (filter < filters) {
@@ -258,51 +264,52 @@ quantised_conv_taps(const __grid_constant__ TensorMap x, const __grid_constant__
                 products[j][2] = products[j][3] = start.y;
             }
 
-            // One team after the other. Only then for weights and pixels: the other team has seen what was there before.
+            // The teams take turns. Wait for weights and pixels only after that: then the other team has seen the previous
+            // phases end.
             const uint32 parity = (before + 1 - team) & 1;
-            wait_for_phase(control.turn[team], parity);
-            Turn stage = turn_of(stay ? item % share.groups * chunks : item * chunks, images.stages);
+            mbarrier_wait(control.order[team], parity);
+            PipelineState stage = state_at(stay ? item % range.groups * chunks : item * chunks, images.stages);
             multiply_item<SIZE, STRIDE, CHANNELS>(products, control, weights, pixels, images, round, stage, stay, lane);
-            if (lane == 0) arrive(control.turn[1 - team]);
-            wait_for_integers();
-            hold_integers(products);
+            if (lane == 0) arrive(control.order[1 - team]);
+            int8_mma_wait();
+            int8_mma_fence_operand(products);
             if (!stay && lane < PEERS)
-                arrive_in(lane, control.weights_empty[turn_of(item * chunks + chunks - 1, images.stages).place]);
-            if (lane == 0) arrive(control.empty[turn_of(round * images.parts + images.parts - 1, images.places).place]);
+                arrive_remote(lane, control.weights_empty[state_at(item * chunks + chunks - 1, images.stages).index]);
+            if (lane == 0) arrive(control.empty[state_at(round * images.parts + images.parts - 1, images.places).index]);
 
             const float unit[2] = {Bytes<RELU>::scale(scale.x), Bytes<RELU>::scale(scale.y)};
             const float scales[4] = {unit[0], unit[1], unit[0], unit[1]};
-            const Turn own_result = turn_of(item, images.results);
-            const int next_user = images.results > 1 ? team : 1 - team;  // of the same place, if nothing is added
-            uint4 *const result = results + own_result.place * RESULT, *const at = result + result_row;
+            const PipelineState own_result = state_at(item, images.results);
+            const int next_user = images.results > 1 ? team : 1 - team;  // team that uses this slot next, if there is no addend
+            uint4 *const result = results + own_result.index * RESULT, *const at = result + result_row;
             if (ADD)
-                wait_for_phase(control.addend_full[own_result.place], own_result.parity);
+                mbarrier_wait(control.addend_full[own_result.index], own_result.phase);
             else
-                wait_for_phase(control.result_turn[team], images.results > 1 ? (before + 1) & 1 : parity);
-            uint32 pairs[2][4] = {};  // of filters, each of two pixels; of 32 pixels, and of the next 32
-            if (ADD) load_transposed(pairs[0], at);
+                mbarrier_wait(control.result_order[team], images.results > 1 ? (before + 1) & 1 : parity);
+            uint32 pairs[2][4] = {};  // pairs of filters of two pixels each: of 32 pixels, and of the next 32
+            if (ADD) ldmatrix_trans(pairs[0], at);
 #pragma unroll
             for (int four = 0; four < FOURS; ++four) {
                 uint32(&now)[4] = pairs[four % 2];
-                if (ADD && four + 1 < FOURS) load_transposed(pairs[(four + 1) % 2], at + (four + 1) * 32 * RESULT_VECTORS);
+                if (ADD && four + 1 < FOURS) ldmatrix_trans(pairs[(four + 1) % 2], at + (four + 1) * 32 * RESULT_VECTORS);
 #pragma unroll
                 for (int i = 0; i < min(4, EIGHTS - four * 4); ++i) {
                     const int(&of)[4] = products[four * 4 + i];
                     now[i] = Bytes<RELU>::template of<ADD>({of[0], of[2], of[1], of[3]}, scales, now[i], addend_share);
                 }
-                store_transposed(at + four * 32 * RESULT_VECTORS, now);
+                stmatrix_trans(at + four * 32 * RESULT_VECTORS, now);
             }
-            show_to_copies();
-            meet_team<TEAM_THREADS>(team);
+            tma_store_fence();
+            team_sync<TEAM_THREADS>(team);
             if (threadIdx.x % TEAM_THREADS == 0) {
-                const Strip strip(images, share, round);
-                store_tile(y, group * FILTERS, 0, strip.image, strip.row, result);
-                wait_for_stores<0>();
-                arrive(ADD ? control.addend_empty[own_result.place] : control.result_turn[next_user]);
+                const Strip strip(images, range, round);
+                tma_store(y, group * FILTERS, 0, strip.image, strip.row, result);
+                tma_store_wait<0>();
+                arrive(ADD ? control.addend_empty[own_result.index] : control.result_order[next_user]);
             }
-            __syncwarp();  // products are started by whole warps
+            __syncwarp();  // reconverge: wgmma needs whole warps
         }
     }
     __syncwarp();
-    meet_cluster();  // either may still be told of weights, or given some
+    cluster_sync();  // until here the other block may still signal weights or send some
 }

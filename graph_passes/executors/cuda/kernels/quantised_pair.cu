@@ -1,30 +1,32 @@
-// Two INT8 1x1 convolutions after one another in one launch, on Hopper: the last of a residual block, with the sum, and the
-// first of the next block; the former also together with that of a projection shortcut. What is between them is written, for
-// the next sum reads it too, but not read again.
-// quantised_stream.cuh says how the first works.
+// Two consecutive INT8 1x1 convolutions in one launch, on Hopper: the last of a residual block, with the addition, and the
+// first of the next block. The first can also be fused with the convolution of a projection shortcut. The tensor between them
+// is written, because the next addition reads it, but it is not read again here. quantised_stream.cuh explains the first
+// convolution.
 //
-// A warp has all columns of its rows. What it has requantised of them is, in the same registers, the first operand of the
-// second product: in sums over K any order of K will do, so the weights are kept in the order that a thread has.
+// A warp has all columns of its rows. The values that it has requantised are, in the same registers, the A operand of the
+// second product. A sum over K may have any order of K, so the second convolution's weights are stored in the order of the
+// registers.
 #include "quantised_stream.cuh"
 
-constexpr int TEAMS = 2, MULTIPLYING = TEAMS * TEAM_WARPS;
+constexpr int TEAMS = 2, MMA_WARPS = TEAMS * TEAM_WARPS;
 constexpr int COLUMNS = MAX_COLUMNS, PARTS = COLUMNS / CHUNK;  // of y
-constexpr int PAIR_THREADS = (MULTIPLYING + 4) * WARP;  // registers go from four warps to others, so two more start and end
-constexpr int WORD = 4;                                 // channels
+// setmaxnreg works on whole warpgroups: two of the four producer warps have nothing else to do
+constexpr int PAIR_THREADS = (MMA_WARPS + 4) * WARP;
+constexpr int WORD = 4;                                 // channels of a word
 
-// At the start of shared memory. Behind it, in vectors: the weights of all, (chunks, COLUMNS * 8), with a shortcut (chunks_2,
-// COLUMNS * 8), and (PARTS, Z_COLUMNS * 8); `stages` tiles of each team's x; `results` parts of each multiplying warp's y; a
-// part of its z.
+// At the start of shared memory. Then follow, in vectors: the weights (chunks, COLUMNS * 8), with a shortcut (chunks_2,
+// COLUMNS * 8), and of the second convolution (PARTS, Z_COLUMNS * 8); `stages` tiles of x for each team; `results` parts of y
+// for each MMA warp; a part of z for each MMA warp.
 template <int Z_COLUMNS, bool TWO> struct alignas(1024) PairControl {
     Control<TEAMS, COLUMNS, TWO ? 2 : 1> of_y;
     Factors<Z_COLUMNS> of_z;
 };
 
-// The weights (K_Z, K) of the second convolution. In tiles of 128 channels, of which a product takes 32: as thread t of a quad
-// has them in `Words`, its words are those at t and t + 4.
+// Loads the second convolution's weights (K_Z, K), in tiles of 128 channels; one wgmma takes 32. They are in the register
+// order of `Words`: the A fragment words t and t + 4 belong to thread t of a quad.
 template <int Z_COLUMNS>
-__device__ inline void keep_second_weights(uint4 *to, const uint32 *weight, int channels, int filters) {
-    for (int i = threadIdx.x; i < PARTS * Z_COLUMNS * CHUNK_VECTORS; i += MULTIPLYING_THREADS<TEAMS>) {
+__device__ inline void load_second_weights(uint4 *to, const uint32 *weight, int channels, int filters) {
+    for (int i = threadIdx.x; i < PARTS * Z_COLUMNS * CHUNK_VECTORS; i += MMA_THREADS<TEAMS>) {
         const int vector = i % CHUNK_VECTORS, column = i / CHUNK_VECTORS % Z_COLUMNS, part = i / CHUNK_VECTORS / Z_COLUMNS;
         const int filter = streamed_filter<Z_COLUMNS>(column);
         alignas(16) uint32 words[4];
@@ -37,128 +39,131 @@ __device__ inline void keep_second_weights(uint4 *to, const uint32 *weight, int 
     }
 }
 
-// y as by quantised_conv_stream with ReLU, and an addend or TWO convolutions, and z the convolution of y, requantised, then
-// ReLU. The map of z is by tiles of 16 rows and 128 columns, with the lines of y. gridDim.y blocks share the rows.
+// y = the result of quantised_conv_stream with ReLU and an addend, or with TWO convolutions. z = the convolution of y,
+// requantised, then ReLU. The tensor map of z has tiles of 16 rows and 128 columns, and the lines of y. gridDim.y blocks
+// share the rows.
 // Shapes: x (rows, C), weight (K, C), x_2 (rows, C_2), weight_2 (K, C_2), addend and y (rows, K), weight_z (K_Z, K), z (rows,
 // K_Z) int8; multiplier and multiplier_2 (K), multiplier_z (K_Z) fp32; bias and bias_2 (K), bias_z (K_Z) int32. C, C_2, K and
-// K_Z are multiples of 16; filters = K is COLUMNS at most, filters_z = K_Z is Z_COLUMNS at most.
+// K_Z are multiples of 16; filters = K <= COLUMNS, filters_z = K_Z <= Z_COLUMNS.
 template <int Z_COLUMNS, bool TWO>
 __global__ void __launch_bounds__(PAIR_THREADS, 1)
 quantised_pair(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap addend,
                const __grid_constant__ TensorMap y, const __grid_constant__ TensorMap z, const uint4 *weight,
                const float *multiplier, const int *bias, const uint32 *weight_z, const float *multiplier_z, const int *bias_z,
-               uint32 rows, TileWalk walk, int channels, int filters, int filters_z, float addend_share, int chunks,
+               uint32 rows, TileStep walk, int channels, int filters, int filters_z, float addend_share, int chunks,
                int stages, int results, const __grid_constant__ TensorMap x_2, const uint4 *weight_2,
                const float *multiplier_2, const int *bias_2, int channels_2, int chunks_2) {
     constexpr int CONVOLUTIONS = TWO ? 2 : 1;
     extern __shared__ __align__(1024) uint4 memory[];
     auto &both = *reinterpret_cast<PairControl<Z_COLUMNS, TWO> *>(memory);
     auto &control = both.of_y;
-    Factors<COLUMNS> &factors = control.factors[0], &factors_2 = control.factors[CONVOLUTIONS - 1];  // one, if not TWO
+    // the same object unless TWO
+    Factors<COLUMNS> &factors = control.factors[0], &factors_2 = control.factors[CONVOLUTIONS - 1];
     uint4 *const weights = memory + sizeof(both) / VECTOR_BYTES;
     uint4 *const weights_2 = weights + chunks * COLUMNS * CHUNK_VECTORS;
     uint4 *const weights_z = weights_2 + (TWO ? chunks_2 * COLUMNS * CHUNK_VECTORS : 0);
     uint4 *const tiles_of_x = weights_z + PARTS * Z_COLUMNS * CHUNK_VECTORS;
     uint4 *const all_results = tiles_of_x + TEAMS * stages * TILE_VECTORS;
-    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // one for all, to the compiler
-    const bool multiplies = warp < MULTIPLYING;
-    const int team = multiplies ? warp / TEAM_WARPS : warp - MULTIPLYING;
-    const Share share{blockIdx.y * TEAMS + team, (rows + walk.rows - 1) / walk.rows, gridDim.y * TEAMS};
+    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // warp-uniform
+    const bool is_mma_warp = warp < MMA_WARPS;
+    const int team = is_mma_warp ? warp / TEAM_WARPS : warp - MMA_WARPS;
+    const TileRange range{blockIdx.y * TEAMS + team, (rows + walk.rows - 1) / walk.rows, gridDim.y * TEAMS};
 
     if (threadIdx.x == 0) init_barriers(control, stages, TWO ? 0 : results);
     __syncthreads();
 
     const Stages own{tiles_of_x + team * stages * TILE_VECTORS, control.full[team], control.empty[team], stages};
-    if (!multiplies) {
-        leave_registers<24>();
+    if (!is_mma_warp) {
+        setmaxnreg_dec<24>();
         if (lane == 0 && team < TEAMS) {
-            fetch_map(y);
-            fetch_map(z);
-            load_tiles<TWO>(own, x, chunks, share, walk, x_2, chunks_2);
+            prefetch_tensormap(y);
+            prefetch_tensormap(z);
+            load_tiles<TWO>(own, x, chunks, range, walk, x_2, chunks_2);
         }
     } else {
-        take_registers<240>();  // products of both, and what is between them
+        setmaxnreg_inc<240>();  // accumulators of both products, and the fragments between them
         uint4 *const own_results = all_results + warp * results * RESULT_VECTORS;
-        uint4 *const own_z = all_results + (MULTIPLYING * results + warp) * RESULT_VECTORS;
+        uint4 *const own_z = all_results + (MMA_WARPS * results + warp) * RESULT_VECTORS;
         const int own_row = warp % TEAM_WARPS * WARP_ROWS;
-        Addends addends{addend, walk, control.addend[warp], own_results, share, 0, own_row, PARTS};
+        Addends addends{addend, walk, control.addend[warp], own_results, range, 0, own_row, PARTS};
         if (!TWO && lane == 0)
-            for (int place = 0; place < results; ++place) addends.load(place);
+            for (int slot = 0; slot < results; ++slot) addends.load(slot);
 
-        keep_weights<TEAMS, COLUMNS>(weights, weight, chunks, channels, 0, filters);
-        if (TWO) keep_weights<TEAMS, COLUMNS>(weights_2, weight_2, chunks_2, channels_2, 0, filters);
-        close_copies();
-        keep_second_weights<Z_COLUMNS>(weights_z, weight_z, filters, filters_z);
-        keep_factors<TEAMS>(factors, multiplier, bias, TWO ? ToShifted::UNIT : Bytes<true>::UNIT, 0, filters);
-        if (TWO) keep_factors<TEAMS>(factors_2, multiplier_2, bias_2, Bytes<true>::UNIT, 0, filters);
-        keep_factors<TEAMS>(both.of_z, multiplier_z, bias_z, Bytes<true>::UNIT, 0, filters_z);
-        wait_for_copies<0>();
-        show_to_products();  // the weights
-        meet_multiplying<TEAMS>();
+        load_weights<TEAMS, COLUMNS>(weights, weight, chunks, channels, 0, filters);
+        if (TWO) load_weights<TEAMS, COLUMNS>(weights_2, weight_2, chunks_2, channels_2, 0, filters);
+        cp_async_commit();
+        load_second_weights<Z_COLUMNS>(weights_z, weight_z, filters, filters_z);
+        load_factors<TEAMS>(factors, multiplier, bias, TWO ? ToShifted::UNIT : Bytes<true>::UNIT, 0, filters);
+        if (TWO) load_factors<TEAMS>(factors_2, multiplier_2, bias_2, Bytes<true>::UNIT, 0, filters);
+        load_factors<TEAMS>(both.of_z, multiplier_z, bias_z, Bytes<true>::UNIT, 0, filters_z);
+        cp_async_wait<0>();
+        fence_view_async_shared();  // makes the weights visible to wgmma
+        sync_mma_warps<TEAMS>();
 
-        // Of the stores of a tile, PARTS of y and one of z, those before the last PARTS. Then the next place is free.
+        // Waits until the next slot is free. A tile has PARTS + 1 stores, PARTS of y and one of z; the slot's last store is older
+        // than the latest PARTS stores.
         const auto wait_for_place = [&] {
-            if (lane == 0) wait_for_stores<PARTS>();
+            if (lane == 0) tma_store_wait<PARTS>();
             __syncwarp();
         };
 
-        Turn turn, result;
-        for (uint32 tile = share.first; tile < share.end; tile += share.step) {
+        PipelineState pipe, result;
+        for (uint32 tile = range.first; tile < range.end; tile += range.step) {
             const int row = tile * walk.y_row + own_row, line = tile * walk.y_line;
             int products[COLUMNS / 8][4], products_z[Z_COLUMNS / 8][4];
             alignas(16) Words words[PARTS];
-            multiply_tile(products, factors, weights, chunks, channels, own, turn, lane);
+            multiply_tile(products, factors, weights, chunks, channels, own, pipe, lane);
             if constexpr (TWO) {
 #pragma unroll
                 for (int p = 0; p < PARTS; ++p) requantise(products, p, factors, words[p], lane, ToShifted{});
-                multiply_tile(products, factors_2, weights_2, chunks_2, channels_2, own, turn, lane);
+                multiply_tile(products, factors_2, weights_2, chunks_2, channels_2, own, pipe, lane);
             }
-            begin_with_bias(products_z, both.of_z, lane);
+            init_accumulators(products_z, both.of_z, lane);
 #pragma unroll
             for (int p = 0; p < PARTS; ++p) {
-                uint4 *const part = own_results + result.place * RESULT_VECTORS;
+                uint4 *const part = own_results + result.index * RESULT_VECTORS;
                 if (TWO) {
                     wait_for_place();
                 } else {
-                    wait_for_phase(control.addend[warp][result.place], result.parity);
+                    mbarrier_wait(control.addend[warp][result.index], result.phase);
                     load_words(words[p], part, lane);
                 }
                 requantise(products, p, factors_2, words[p], lane, ToInt8<true, true, TWO>{addend_share});
                 store_words(words[p], part, lane);
-                show_to_copies();
+                tma_store_fence();
                 __syncwarp();
-                if (lane == 0) store_tile(y, p * CHUNK, row, line, part);
+                if (lane == 0) tma_store(y, p * CHUNK, row, line, part);
                 __syncwarp();
-                open_integers();
+                int8_mma_fence();
 #pragma unroll
                 for (int s = 0; s < CHUNK / STEP; ++s) {
                     const uint32(&of)[2][4] = words[p][s / 2];
                     const int i = s % 2 * 2;
                     const uint32 rows_of_y[4] = {of[0][i], of[1][i], of[0][i + 1], of[1][i + 1]};
-                    multiply_integers(products_z, rows_of_y, matrix(weights_z + p * Z_COLUMNS * CHUNK_VECTORS + s * 2));
+                    int8_mma(products_z, rows_of_y, smem_desc(weights_z + p * Z_COLUMNS * CHUNK_VECTORS + s * 2));
                 }
-                close_integers();
+                int8_mma_commit();
                 if (!TWO && p > 0 && lane == 0) {
-                    wait_for_stores<1>();
-                    addends.load(result.place == 0 ? results - 1 : result.place - 1);
+                    tma_store_wait<1>();
+                    addends.load(result.index == 0 ? results - 1 : result.index - 1);
                 }
-                result.next(results);
+                result.advance(results);
             }
-            wait_for_integers();
-            hold_integers(products_z);
+            int8_mma_wait();
+            int8_mma_fence_operand(products_z);
             wait_for_place();
             requantise(products_z, 0, both.of_z, words[0], lane, ToInt8<false, true>{});
             store_words<Z_COLUMNS / 64>(words[0], own_z, lane);
-            show_to_copies();
+            tma_store_fence();
             __syncwarp();
             if (lane == 0) {
-                store_tile(z, 0, row, line, own_z);
+                tma_store(z, 0, row, line, own_z);
                 if (!TWO) {
-                    wait_for_stores<1>();
-                    addends.load(result.place == 0 ? results - 1 : result.place - 1);
+                    tma_store_wait<1>();
+                    addends.load(result.index == 0 ? results - 1 : result.index - 1);
                 }
             }
         }
-        if (lane == 0) wait_for_stores<0>();
+        if (lane == 0) tma_store_wait<0>();
     }
 }

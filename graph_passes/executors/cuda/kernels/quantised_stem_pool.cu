@@ -1,39 +1,45 @@
-// INT8: the first convolution, of squares with 16 channels (passes/quantise_squares.py), with 3x3 max pooling at stride 2 and
-// padding 1, on Hopper. What the convolution makes, four times as much as is left of it, is never written.
+// INT8 on Hopper: the first convolution, after space to depth with 16 channels (passes/quantise_squares.py), fused with 3x3
+// max pooling at stride 2 and padding 1. The convolution's output is four times as large as the pooled one, and is never
+// written.
 //
-// As a matrix product, out[filter, pixel] = sum over k of weight[filter, k] * x[pixel, k]. The weights, 256 bytes of a filter,
-// stay in registers, so that tensor cores read shared memory for pixels alone: the window's row in a line of squares is 64
-// bytes that start 16 bytes later for each next pixel (`overlapping`). A group of products is one line of the convolution.
+//     out[filter, pixel] = sum over k of weight[filter, k] * x[pixel, k]
 //
-// Multipliers are not negative (they are quotients of scales), so what is larger as a sum is not smaller as a result: maxima
-// are taken of the sums, and only they are requantised. Of lines first: those need no other thread's.
-#include "copy_engine.cuh"
+// The weights, 256 bytes per filter, stay in registers, so the tensor cores read only pixels from shared memory. A window's
+// part of one line is 64 bytes, and starts 16 bytes later for each next pixel (`smem_desc_windows`). One group of wgmma
+// computes one line of the convolution.
+//
+// Multipliers are quotients of scales and therefore not negative: a larger sum never gives a smaller result. So the maxima
+// are taken of the sums, and only the maxima are requantised. Maxima over lines come first: they need no values of other
+// threads.
+#include "tma.cuh"
 #include "integer_products.cuh"
 
-constexpr int KERNEL = 4, FILTERS = 64, STEPS = KERNEL * KERNEL / 2;  // squares of a window's side; products of 32 bytes
-constexpr int WIDTH = 112, GROUPS = WIDTH / 8;  // pixels of a line of the convolution, at most
-constexpr int LINE_VECTORS = WIDTH + KERNEL;    // room for WIDTH + KERNEL - 1 squares
-// Three teams of 168 registers a thread are all that a multiprocessor has; while one pools, the others multiply.
+// side of a window in (space-to-depth) pixels; k-steps of 32 bytes
+constexpr int KERNEL = 4, FILTERS = 64, STEPS = KERNEL * KERNEL / 2;
+constexpr int WIDTH = 112, GROUPS = WIDTH / 8;  // maximum number of pixels in a line of the convolution
+constexpr int LINE_VECTORS = WIDTH + KERNEL;    // a line has WIDTH + KERNEL - 1 input pixels
+// Three teams with 168 registers per thread use up an SM. While one team pools, the others multiply.
 constexpr int TEAMS = 3, TEAM_THREADS = 4 * WARP, THREADS = TEAMS * TEAM_THREADS;
-constexpr int LINES = 12;  // that a team has in shared memory: of 5 a row of y is made, the others are on their way
+constexpr int LINES = 12;  // lines of a team in shared memory: a row of y needs 5, the others are being loaded
 constexpr int PIXEL_VECTORS = FILTERS / VECTOR;
 constexpr int SMALLEST = -2147483647 - 1;
 
 struct Shared {
-    uint4 pooled[TEAMS][2][WIDTH / 2 * PIXEL_VECTORS];  // by `place_of`
+    uint4 pooled[TEAMS][2][WIDTH / 2 * PIXEL_VECTORS];  // in the order of `place_of`
     uint4 lines[TEAMS][LINES][LINE_VECTORS];
     uint64 full[TEAMS][LINES];
 };
 
-// Of a vector of a row of y: neighbours in pairs of pixels have other banks of shared memory.
+// Position of a vector in a row of y. Neighbours in pairs of pixels use different banks of shared memory.
 __device__ inline int place_of(int vector) { return vector ^ vector / (2 * PIXEL_VECTORS) % PIXEL_VECTORS; }
 
 struct PooledSizes { int images, out_height, out_width, pooled_height, pooled_width; };
 
-// y = max pooling of the convolution. A team makes neighbouring rows of y, of one image after the other; as the lines of x that
-// it reads are neighbours too, they pass through its places in turn. A line that begins its first window it computes again.
-// Shapes: x (N, OH + 3, OW + 3, 16), weight (K, 4, 4, 16) int8 with K = FILTERS; multiplier (K) fp32; bias (K) int32;
-// y (N, PH, PW, K) int8. OW is WIDTH at most.
+// y = max pooling of the convolution. A team computes consecutive rows of y, one image after another. The lines of x that it
+// reads are consecutive, too, so they pass through a circular buffer. If the first row's window starts with a line of the
+// previous team, the team recomputes that line.
+// Shapes: x (N, OH + 3, OW + 3, 16), weight (K, 4, 4, 16) int8 with K = FILTERS; multiplier (K) fp32; bias (K) int32; y (N,
+// PH, PW, K) int8. OW is WIDTH at most.
 template <bool RELU>
 __global__ void __launch_bounds__(THREADS, 1)
 quantised_stem_pool(const uint4 *x, const uint32 *weight, const float *multiplier, const int *bias, uint4 *y,
@@ -41,11 +47,11 @@ quantised_stem_pool(const uint4 *x, const uint32 *weight, const float *multiplie
     extern __shared__ __align__(1024) uint4 memory[];
     Shared &shared = *reinterpret_cast<Shared *>(memory);
     const int lane = threadIdx.x % WARP, in_team = threadIdx.x % TEAM_THREADS;
-    const int team = __shfl_sync(0xffffffff, threadIdx.x / TEAM_THREADS, 0);  // one for all, to the compiler
+    const int team = __shfl_sync(0xffffffff, threadIdx.x / TEAM_THREADS, 0);  // warp-uniform
     if (threadIdx.x == 0) {
         for (int t = 0; t < TEAMS; ++t)
-            for (int p = 0; p < LINES; ++p) init_barrier(shared.full[t][p], 1);
-        show_barriers();
+            for (int p = 0; p < LINES; ++p) mbarrier_init(shared.full[t][p], 1);
+        fence_barrier_init();
     }
     __syncthreads();
 
@@ -53,8 +59,7 @@ quantised_stem_pool(const uint4 *x, const uint32 *weight, const float *multiplie
     const uint32 first = uint64(rows) * own / teams, end = uint64(rows) * (own + 1) / teams;
     if (first == end) return;
 
-    // Lines of all images are counted through; the line of the convolution that reads this line and the 3 below it has its
-    // number.
+    // Lines are numbered over all images. A line of the convolution reads four lines of x and has the number of the first.
     const int height = size.out_height + KERNEL - 1, width = size.out_width + KERNEL - 1;
     const auto line_of = [&](uint32 row, int line) { return row / size.pooled_height * height + line; };
     const int first_row = first % size.pooled_height, last_row = (end - 1) % size.pooled_height;
@@ -65,13 +70,13 @@ quantised_stem_pool(const uint4 *x, const uint32 *weight, const float *multiplie
     const auto load_before = [&](uint32 line) {
         for (; loaded < min(line, end_line); ++loaded) {
             const int place = (loaded - first_line) % LINES;
-            arrive_expecting(shared.full[team][place], width * VECTOR);
-            load_bytes(shared.lines[team][place], x + size_t(loaded) * width, width * VECTOR, shared.full[team][place]);
+            arrive_expect_tx(shared.full[team][place], width * VECTOR);
+            tma_load_bulk(shared.lines[team][place], x + size_t(loaded) * width, width * VECTOR, shared.full[team][place]);
         }
     };
     if (in_team == 0) load_before(first_line + LINES);
 
-    // As mma.m16n8k32 has its first operand: of `filter` and 8 further down.
+    // A fragments of mma.m16n8k32: rows are `filter` and filter + 8.
     const int filter = in_team / WARP * 16 + lane / 4;
     uint32 weights[STEPS][4];
 #pragma unroll
@@ -83,26 +88,26 @@ quantised_stem_pool(const uint4 *x, const uint32 *weight, const float *multiplie
     const float scales[2] = {Bytes<RELU>::scale(multiplier[filter]), Bytes<RELU>::scale(multiplier[filter + 8])};
     const float scale[4] = {scales[0], scales[1], scales[0], scales[1]};
 
-    uint32 there = first_line;  // lines before this one have come
+    uint32 there = first_line;  // lines before this one have arrived
     const auto multiply = [&](int(&products)[GROUPS][4], uint32 line) {
         for (; there < line + KERNEL; ++there)
-            wait_for_phase(shared.full[team][(there - first_line) % LINES], (there - first_line) / LINES % 2);
+            mbarrier_wait(shared.full[team][(there - first_line) % LINES], (there - first_line) / LINES % 2);
 #pragma unroll
         for (int g = 0; g < GROUPS; ++g)
 #pragma unroll
             for (int e = 0; e < 4; ++e) products[g][e] = biases[e / 2];
-        open_integers();
+        int8_mma_fence();
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
             const uint4 *of_row = shared.lines[team][(line + step / 2 - first_line) % LINES];
-            multiply_integers(products, weights[step], overlapping(of_row + step % 2 * 2));
+            int8_mma(products, weights[step], smem_desc_windows(of_row + step % 2 * 2));
         }
-        close_integers();
-        wait_for_integers();
-        hold_integers(products);
+        int8_mma_commit();
+        int8_mma_wait();
+        int8_mma_fence_operand(products);
     };
 
-    int most[GROUPS][4];  // of the lines of a window so far
+    int most[GROUPS][4];  // running maxima over the lines of a window
     for (uint32 row = first; row < end; ++row) {
         const int in_image = row % size.pooled_height;
         const uint32 line = line_of(row, 2 * in_image);
@@ -123,7 +128,7 @@ quantised_stem_pool(const uint4 *x, const uint32 *weight, const float *multiplie
                 for (int e = 0; e < 4; ++e) most[g][e] = max(most[g][e], products[g][e]);
         }
 
-        // A thread has pixels 2u and 2u + 1 of each group, u = 4g + lane % 4, and needs 2u - 1 of its neighbour.
+        // A thread has pixels 2u and 2u + 1 of each group, with u = 4g + lane % 4. It gets pixel 2u - 1 from its neighbour.
         uint4 *const pooled = shared.pooled[team][row % 2];
         int before[2] = {SMALLEST, SMALLEST};
 #pragma unroll
@@ -144,8 +149,8 @@ quantised_stem_pool(const uint4 *x, const uint32 *weight, const float *multiplie
                 reinterpret_cast<int8 *>(&pooled[place_of(u * PIXEL_VECTORS + of / VECTOR)])[of % VECTOR] = byte_of(bytes, i);
             }
         }
-        asm volatile("bar.sync %0, %1;" :: "r"(team + 1), "n"(TEAM_THREADS) : "memory");  // of the team
-        if (in_team == 0) load_before(line + 2 + LINES);  // all are done with the lines before line + 2
+        asm volatile("bar.sync %0, %1;" :: "r"(team + 1), "n"(TEAM_THREADS) : "memory");  // barrier of the team
+        if (in_team == 0) load_before(line + 2 + LINES);  // all warps are done with the lines before line + 2
         const int vectors = size.pooled_width * PIXEL_VECTORS;
         for (int v = in_team; v < vectors; v += TEAM_THREADS) y[row * size_t(vectors) + v] = pooled[place_of(v)];
 #pragma unroll

@@ -1,74 +1,75 @@
-// INT8 1x1 convolutions on Hopper, as conv1x1_forward.cuh, in integers: what quantised_conv_stream.cu and quantised_pair.cu
-// share.
+// INT8 1x1 convolutions on Hopper, with the design of conv1x1_forward.cuh: shared by quantised_conv_stream.cu and
+// quantised_pair.cu.
 //
-// A block keeps the weights of COLUMNS filters in shared memory. TEAMS of four multiplying warps, each with a warp that starts
-// the copies of what they read, walk over tiles of 64 rows, independent of each other: while one multiplies, another
-// requantises, and the copy engine brings what comes next and takes away what is done. A warp has 16 rows, of which it works on
-// 128 filters at a time, in shared memory: there the copy engine leaves the addend, and thence it takes the results.
+// A block keeps the weights of COLUMNS filters in shared memory. It has TEAMS teams of four MMA warps, and one TMA warp per
+// team. Each team walks over tiles of 64 rows, independently of the others: while one multiplies, another requantises, and
+// TMA loads the next tiles and stores results. In the epilogue a warp works on its 16 rows, 128 filters at a time, in shared
+// memory: TMA loads the addend there and stores the result from there.
 #pragma once
 #include "addends.cuh"
 #include "integer_products.cuh"
 
 constexpr int TEAM_WARPS = 4;
-constexpr int WARP_ROWS = 16, ROWS = TEAM_WARPS * WARP_ROWS;  // of a tile
-constexpr int CHUNK = 128, STEP = 32;                         // channels of a tile of warpgroup.cuh, and of one product
+constexpr int WARP_ROWS = 16, ROWS = TEAM_WARPS * WARP_ROWS;  // rows of a warp, and of a tile
+constexpr int CHUNK = 128, STEP = 32;                         // channels of a tile of warpgroup.cuh, and of one wgmma
 constexpr int CHUNK_VECTORS = CHUNK / VECTOR, TILE_VECTORS = ROWS * CHUNK_VECTORS, RESULT_VECTORS = WARP_ROWS * CHUNK_VECTORS;
 constexpr int VECTOR_BYTES = 16;
 constexpr int MAX_COLUMNS = 256, MAX_STAGES = 12, MAX_RESULTS = 3;
 
-// Of COLUMNS filters: what the products start from, and what they are multiplied by. As a thread of a quad takes them: of 8
-// columns its two, for two rows; of 16 columns its four.
+// Bias and multiplier of COLUMNS filters, in the order in which the threads of a quad read them. bias: two of 8 columns,
+// repeated for two rows. multiplier: four of 16 columns.
 template <int COLUMNS> struct Factors {
     int4 bias[COLUMNS / 8][4];
     float4 multiplier[COLUMNS / 16][4];
 };
 
-// At the start of shared memory. Behind it, in vectors: the weights, (chunks, COLUMNS * 8); `stages` tiles of each team's x;
-// `results` parts of each multiplying warp's y. Factors and weights are in the order of `streamed_filter`.
+// At the start of shared memory. Then follow, in vectors: the weights (chunks, COLUMNS * 8); `stages` tiles of x for each
+// team; `results` parts of y for each MMA warp. Factors and weights are in the order of `streamed_filter`.
 template <int TEAMS, int COLUMNS, int CONVOLUTIONS> struct alignas(1024) Control {
     Factors<COLUMNS> factors[CONVOLUTIONS];
     uint64 full[TEAMS][MAX_STAGES], empty[TEAMS][MAX_STAGES], addend[TEAMS * TEAM_WARPS][MAX_RESULTS];
 };
 
-// Which of COLUMNS filters a column of the products is: of 128, those that thread t of a quad has are 32 neighbours, in two
-// vectors of which either is 16 columns of 64. As 2t and 2t + 1 lie in a row, the eight threads of two rows find the first
-// vectors in all banks of shared memory, and so the second.
+// The filter that belongs to a column of the accumulators. Among 128 columns, thread t of a quad has 32 neighbouring filters,
+// as two vectors of 16: one from the first 64 columns, one from the last 64. The vectors 2t and 2t + 1 are neighbours in a
+// row. So the eight threads of two rows access their first vectors in different banks of shared memory, and then their second
+// vectors.
 template <int COLUMNS> __device__ inline int streamed_filter(int column) {
     if (COLUMNS == 64) return filter_of(column);
     return column / 128 * 128 + (column % 8 / 2 * 2 + column / 64 % 2) * VECTOR + column % 64 / 8 * 2 + column % 2;
 }
 
-// A series of products of the first STEPS * STEP channels of a chunk.
+// One wgmma group: the first STEPS * STEP channels of a chunk.
 template <int STEPS, int EIGHTS> __device__ inline void multiply_chunk(int (&c)[EIGHTS][4], const uint4 *a, const uint4 *b) {
-    open_integers();
+    int8_mma_fence();
 #pragma unroll
-    for (int s = 0; s < STEPS; ++s) multiply_integers(c, a + s * 2, b + s * 2);
-    close_integers();
+    for (int s = 0; s < STEPS; ++s) int8_mma(c, a + s * 2, b + s * 2);
+    int8_mma_commit();
 }
 
-// The multiplying warps keep weights while the others have the first tiles brought.
-template <int TEAMS> constexpr int MULTIPLYING_THREADS = TEAMS * TEAM_WARPS * WARP;
-template <int TEAMS> __device__ inline void meet_multiplying() {
-    asm volatile("bar.sync 1, %0;" :: "n"(MULTIPLYING_THREADS<TEAMS>) : "memory");
+// The MMA warps load the weights while the other warps load the first tiles.
+template <int TEAMS> constexpr int MMA_THREADS = TEAMS * TEAM_WARPS * WARP;
+template <int TEAMS> __device__ inline void sync_mma_warps() {
+    asm volatile("bar.sync 1, %0;" :: "n"(MMA_THREADS<TEAMS>) : "memory");
 }
 
-// Keeps the weights of COLUMNS filters from `first_column` on, in tiles of 128 channels; nobody waits for the copies.
+// Loads the weights of COLUMNS filters from `first_column` on, in tiles of 128 channels; does not wait for the copies.
 template <int TEAMS, int COLUMNS>
-__device__ inline void keep_weights(uint4 *to, const uint4 *weight, int chunks, int channels, int first_column, int filters) {
-    for (int i = threadIdx.x; i < chunks * COLUMNS * CHUNK_VECTORS; i += MULTIPLYING_THREADS<TEAMS>) {
+__device__ inline void load_weights(uint4 *to, const uint4 *weight, int chunks, int channels, int first_column, int filters) {
+    for (int i = threadIdx.x; i < chunks * COLUMNS * CHUNK_VECTORS; i += MMA_THREADS<TEAMS>) {
         const int vector = i % CHUNK_VECTORS, column = i / CHUNK_VECTORS % COLUMNS, chunk = i / CHUNK_VECTORS / COLUMNS;
         const int filter = first_column + streamed_filter<COLUMNS>(column), at = chunk * CHUNK_VECTORS + vector;
         const bool there = filter < filters && at * VECTOR < channels;
-        copy_ahead(to + (chunk * COLUMNS * CHUNK_VECTORS + swizzled(column, vector)),
-                   weight + (there ? filter * (channels / VECTOR) + at : 0), there);
+        cp_async_zfill(to + (chunk * COLUMNS * CHUNK_VECTORS + swizzled(column, vector)),
+                       weight + (there ? filter * (channels / VECTOR) + at : 0), there);
     }
 }
 
-// Keeps multipliers, in `unit`, a power of 2, and biases.
+// Loads biases, and multipliers in `unit`, a power of 2.
 template <int TEAMS, int COLUMNS>
-__device__ inline void keep_factors(Factors<COLUMNS> &to, const float *multiplier, const int *bias, float unit,
+__device__ inline void load_factors(Factors<COLUMNS> &to, const float *multiplier, const int *bias, float unit,
                                     int first_column, int filters) {
-    for (int n = threadIdx.x; n < COLUMNS; n += MULTIPLYING_THREADS<TEAMS>) {
+    for (int n = threadIdx.x; n < COLUMNS; n += MMA_THREADS<TEAMS>) {
         const int filter = first_column + streamed_filter<COLUMNS>(n);
         const int thread = n % 8 / 2, k = n % 2;
         int *const sums = reinterpret_cast<int *>(&to.bias[n / 8][thread]);
@@ -78,25 +79,25 @@ __device__ inline void keep_factors(Factors<COLUMNS> &to, const float *multiplie
     }
 }
 
-// The tiles of x of one team, of 128 channels each, in places that are used in turn.
+// The circular buffer of a team's tiles of x, 128 channels each.
 struct Stages { uint4 *tiles; uint64 *full, *empty; int number; };
 
-// For one thread: starts the copies of the team's tiles, as places for them become free: of each `chunks` of x, and with TWO
-// then `chunks_2` of x_2, whose rows are those of y.
+// Called by one thread. Starts the loads of the team's tiles, as stages become empty: for each tile `chunks` of x and, with
+// TWO, `chunks_2` of x_2, which has the rows of y.
 template <bool TWO>
-__device__ inline void load_tiles(const Stages &stages, const TensorMap &x, int chunks, const Share &share,
-                                  const TileWalk &walk, const TensorMap &x_2, int chunks_2) {
-    Turn turn;
-    for (uint32 tile = share.first; tile < share.end; tile += share.step)
-        for (int c = 0; c < chunks + (TWO ? chunks_2 : 0); ++c, turn.next(stages.number)) {
-            wait_for_phase(stages.empty[turn.place], turn.parity ^ 1);  // at once in the first turn
-            uint64 &full = stages.full[turn.place];
-            uint4 *const to = stages.tiles + turn.place * TILE_VECTORS;
-            arrive_expecting(full, walk.rows * CHUNK);
+__device__ inline void load_tiles(const Stages &stages, const TensorMap &x, int chunks, const TileRange &range,
+                                  const TileStep &walk, const TensorMap &x_2, int chunks_2) {
+    PipelineState pipe;
+    for (uint32 tile = range.first; tile < range.end; tile += range.step)
+        for (int c = 0; c < chunks + (TWO ? chunks_2 : 0); ++c, pipe.advance(stages.number)) {
+            mbarrier_wait(stages.empty[pipe.index], pipe.phase ^ 1);  // the first round does not wait
+            uint64 &full = stages.full[pipe.index];
+            uint4 *const to = stages.tiles + pipe.index * TILE_VECTORS;
+            arrive_expect_tx(full, walk.rows * CHUNK);
             if (TWO && c >= chunks)
-                load_tile(to, x_2, (c - chunks) * CHUNK, tile * walk.y_row, tile * walk.y_line, full);
+                tma_load(to, x_2, (c - chunks) * CHUNK, tile * walk.y_row, tile * walk.y_line, full);
             else
-                load_tile(to, x, c * CHUNK, tile * walk.x_row, tile * walk.x_line, full);
+                tma_load(to, x, c * CHUNK, tile * walk.x_row, tile * walk.x_line, full);
         }
 }
 
@@ -104,19 +105,19 @@ template <int TEAMS, int COLUMNS, int CONVOLUTIONS>
 __device__ inline void init_barriers(Control<TEAMS, COLUMNS, CONVOLUTIONS> &control, int stages, int results_added) {
     for (int t = 0; t < TEAMS; ++t)
         for (int s = 0; s < stages; ++s) {
-            init_barrier(control.full[t][s], 1);
-            init_barrier(control.empty[t][s], TEAM_WARPS);
+            mbarrier_init(control.full[t][s], 1);
+            mbarrier_init(control.empty[t][s], TEAM_WARPS);
         }
     for (int i = 0; i < TEAMS * TEAM_WARPS; ++i)
-        for (int r = 0; r < results_added; ++r) init_barrier(control.addend[i][r], 1);
-    show_barriers();
+        for (int r = 0; r < results_added; ++r) mbarrier_init(control.addend[i][r], 1);
+    fence_barrier_init();
 }
 
 using Addends = AddendsOf<CHUNK, RESULT_VECTORS>;
 
-// The bias, to which the products are added.
+// Initialises the accumulators with the bias.
 template <int EIGHTS>
-__device__ inline void begin_with_bias(int (&products)[EIGHTS][4], const Factors<EIGHTS * 8> &factors, int lane) {
+__device__ inline void init_accumulators(int (&products)[EIGHTS][4], const Factors<EIGHTS * 8> &factors, int lane) {
 #pragma unroll
     for (int j = 0; j < EIGHTS; ++j) {
         const int4 b = factors.bias[j][lane % 4];
@@ -124,33 +125,33 @@ __device__ inline void begin_with_bias(int (&products)[EIGHTS][4], const Factors
     }
 }
 
-// products = bias + x * weight over the next `chunks` of the team's tiles.
+// products = bias + x * weight, over the next `chunks` of the team's tiles.
 template <int EIGHTS>
 __device__ inline void multiply_tile(int (&products)[EIGHTS][4], const Factors<EIGHTS * 8> &factors, const uint4 *weights,
-                                     int chunks, int channels, const Stages &stages, Turn &turn, int lane) {
-    begin_with_bias(products, factors, lane);
-    int before = 0;  // the place of the chunk before
-    for (int c = 0; c < chunks; ++c, turn.next(stages.number)) {
-        wait_for_phase(stages.full[turn.place], turn.parity);
-        const uint4 *a = stages.tiles + turn.place * TILE_VECTORS, *b = weights + c * EIGHTS * 8 * CHUNK_VECTORS;
+                                     int chunks, int channels, const Stages &stages, PipelineState &pipe, int lane) {
+    init_accumulators(products, factors, lane);
+    int before = 0;  // stage of the previous chunk
+    for (int c = 0; c < chunks; ++c, pipe.advance(stages.number)) {
+        mbarrier_wait(stages.full[pipe.index], pipe.phase);
+        const uint4 *a = stages.tiles + pipe.index * TILE_VECTORS, *b = weights + c * EIGHTS * 8 * CHUNK_VECTORS;
         if (channels - c * CHUNK > CHUNK / 2)
             multiply_chunk<CHUNK / STEP>(products, a, b);
         else
-            multiply_chunk<CHUNK / STEP / 2>(products, a, b);  // the rest is zeros
-        wait_for_integers<1>();
+            multiply_chunk<CHUNK / STEP / 2>(products, a, b);  // the other half is zeros
+        int8_mma_wait<1>();
         if (c > 0 && lane == 0) arrive(stages.empty[before]);
-        before = turn.place;
+        before = pipe.index;
     }
-    wait_for_integers();
-    hold_integers(products);
+    int8_mma_wait();
+    int8_mma_fence_operand(products);
     if (lane == 0) arrive(stages.empty[before]);
 }
 
-// --- a thread's words of a part, 128 filters of the warp's 16 rows: of two vectors, of two rows, four each ---
+// --- a thread's words of a part (128 filters of the warp's 16 rows): two vectors, two rows, four words each ---
 
 using Words = uint32[2][2][4];
 
-// With 64 filters a thread has one of four vectors of a row.
+// With 64 filters, a thread has one of the four vectors of a row.
 template <int VECTORS> __device__ inline uint4 &vector_of(uint4 *part, int v, int r, int lane) {
     return part[swizzled(lane / 4 + r * 8, lane % 4 * VECTORS + v)];
 }
@@ -167,7 +168,7 @@ template <int VECTORS = 2> __device__ inline void store_words(const Words &words
         for (int r = 0; r < 2; ++r) vector_of<VECTORS>(part, v, r, lane) = *reinterpret_cast<const uint4 *>(words[v][r]);
 }
 
-// The words of the part `p`: `of` makes four bytes of four products, of their multipliers, and of what was there before.
+// Computes the words of part `p`. `of` makes four bytes from four sums, their multipliers, and the previous word.
 template <int EIGHTS, class Of>
 __device__ inline void requantise(const int (&products)[EIGHTS][4], int p, const Factors<EIGHTS * 8> &factors, Words &words,
                                   int lane, Of of) {
@@ -192,10 +193,11 @@ template <bool ADD, bool RELU, bool SHIFTED = false> struct ToInt8 {
     }
 };
 
-// Integers that are to be added, without ReLU, each as a byte that is LARGEST more. In units of 2^24, where rounding is as at
-// `Bytes`, one instruction saturates to what 23 bits tell apart, and one of Hopper's from there to 0 to 254.
+// Converts integers that are still to be added, without ReLU, to bytes with an offset of LARGEST. Values are in units of 2^24
+// and are rounded as in `Bytes`. One instruction saturates them to the range of 23 bits, and one Hopper instruction then
+// clamps to 0 ... 254.
 struct ToShifted {
-    static constexpr float UNIT = 1 << 24, MIDDLE = 0.75;  // from 0.5 to 1 the last bit is 1 / UNIT
+    static constexpr float UNIT = 1 << 24, MIDDLE = 0.75;  // between 0.5 and 1 the last bit is 1 / UNIT
     __device__ uint32 operator()(const int (&accumulator)[4], const float (&scale)[4], uint32) const {
         uint32 shifted[4];
 #pragma unroll

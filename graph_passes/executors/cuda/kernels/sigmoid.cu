@@ -1,12 +1,12 @@
-// The classifier's end where each class is a yes or no by itself: bias, sigmoid, binary cross entropy, its gradient, hits.
+// The end of a classifier with an independent yes or no per class: bias, sigmoid, binary cross entropy, its gradient, hits.
 #include "labels.cuh"
 
-// One block a row; arguments, targets, ranks and what is written are those of softmax.cu's softmax_cross_entropy, but
-//   with `threshold` above 0, targets above it are 1 and others 0
+// One block per row. Arguments, targets, ranks and outputs are those of softmax_cross_entropy in softmax.cu, except:
+//   with `threshold` above 0, targets above it become 1 and others 0
 //   probabilities: 1 / (1 + exp(-score))
 //   row_loss: the mean over the classes of -target * log(probability) - (1 - target) * log(1 - probability)
-// Shapes: scores, gradient (N, pitch); bias (K), labels (N), own_share (1), probabilities (N, K), row_loss (N),
-// loss_scale (1) fp32; row_rank (N). One row an image, classes = K.
+// Shapes: scores, gradient (N, pitch); bias (K), labels (N), own_share (1), probabilities (N, K), row_loss (N), loss_scale
+// (1) fp32; row_rank (N). One row an image, classes = K.
 template <class T>
 __global__ void sigmoid_cross_entropy(const T *scores, const float *bias, const float *labels, const float *own_share,
                                       float *probabilities, T *gradient, float *row_loss, int *row_rank,
@@ -28,7 +28,7 @@ __global__ void sigmoid_cross_entropy(const T *scores, const float *bias, const 
             const float hit = wanted.own * (c == wanted.label) + (1 - wanted.own) * (c == wanted.partner);
             float target = other + (1 - smoothing - other) * hit;
             if (threshold > 0) target = target > threshold;
-            // No logarithm of what has been rounded to 0 or 1
+            // Avoids the logarithm of a probability that was rounded to 0 or 1.
             loss += fmaxf(score, 0) - score * target + log1pf(expf(-fabsf(score)));
             rank += score > ranked_score || (score == ranked_score && c < ranked);
             const float p = 1 / (1 + expf(-score));

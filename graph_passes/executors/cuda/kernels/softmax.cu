@@ -1,4 +1,4 @@
-// The classifier's end: bias, softmax, cross entropy with label smoothing, its gradient, top-1 and top-5.
+// The end of a classifier: bias, softmax, cross entropy with label smoothing, its gradient, top-1 and top-5.
 #include "labels.cuh"
 
 struct Metrics {
@@ -6,15 +6,16 @@ struct Metrics {
     uint64 top1, top5, count;
 };
 
-// One block a row. `scores` (rows, pitch), of which the first `classes` count; the bias is added here, in fp32.
-// Targets and the ranked label are those of labels.cuh. WEIGHTED: then each class's target is multiplied by its weight.
-// Written where the pointer is not null:
+// One block per row. The first `classes` elements of a row of `scores` (rows, pitch) are used; the bias is added here, in
+// fp32. labels.cuh defines the targets and the ranked label. With WEIGHTED, each class's target is multiplied by the class's
+// weight.
+// Outputs (each is skipped if its pointer is null):
 //   probabilities (rows, classes) fp32
 //   gradient (rows, pitch): (probability * sum of targets - target) * gradient_scale * *loss_scale, 0 beyond `classes`
-//   row_loss (rows): cross entropy against those targets; NaN for a label outside the classes, so that it is noticed
-//   row_rank (rows): number of classes that come before the ranked label: 0 is a top-1 hit, below 5 a top-5 hit
-// Shapes: scores, gradient (N, pitch); bias (K), labels (N), own_share (1), probabilities (N, K), row_loss (N),
-// loss_scale (1), class_weights (K) fp32; row_rank (N). One row an image, classes = K.
+//   row_loss (rows): cross entropy against the targets; NaN for a label outside the classes, so that it is noticed
+//   row_rank (rows): number of classes ranked before the ranked label: 0 is a top-1 hit, below 5 a top-5 hit
+// Shapes: scores, gradient (N, pitch); bias (K), labels (N), own_share (1), probabilities (N, K), row_loss (N), loss_scale
+// (1), class_weights (K) fp32; row_rank (N). One row an image, classes = K.
 template <class T, bool WEIGHTED>
 __global__ void softmax_cross_entropy(const T *scores, const float *bias, const float *labels, const float *own_share,
                                       float *probabilities, T *gradient, float *row_loss, int *row_rank,
@@ -100,7 +101,7 @@ __global__ void add_metrics(const float *row_loss, const int *row_rank, const in
     }
 }
 
-// bias_gradient[c] = sum of gradient (rows, pitch) over the rows. One block a 32-class strip: 32 x 32 threads.
+// bias_gradient[c] = sum of gradient (rows, pitch) over the rows. One block of 32 x 32 threads per 32 classes.
 // Shapes: gradient (N, pitch); sum (K) fp32. rows = N, classes = K.
 template <class T>
 __global__ void bias_gradient(const T *gradient, float *sum, int rows, int classes, int pitch) {

@@ -1,33 +1,35 @@
-// ResNet's first convolution, 7x7 with stride 2 and padding 3 on 4-channel images, 64 filters, on tensor cores: forward with
-// the sums of BatchNorm, and the gradient of its weights with the gradient of BatchNorm + ReLU + max pooling before it, which
-// nothing else reads and which is therefore never written.
+// ResNet's first convolution on tensor cores: 7x7 with stride 2 and padding 3 on 4-channel images, 64 filters. Forward, with
+// the sums of BatchNorm; and the gradient of its weights, fused with the gradient of BatchNorm + ReLU + max pooling. Nothing
+// else reads that gradient, so it is never written.
 //
-// As a matrix product, out[pixel, filter] = sum over k of a[pixel, k] * w[filter, k]. For each of the 7 kernel rows, k runs
-// over 8 taps (the first is padding: its weight is 0) of 4 channels: 64 bytes of one image row, which start 16 bytes later
-// for each next pixel. `ldmatrix` takes rows of 16 bytes from anywhere, so an image row in shared memory is the matrix a as
-// it is. PTX ISA, "Matrix Fragments for mma.m16n8k16" and "ldmatrix".
+//     out[pixel, filter] = sum over k of a[pixel, k] * w[filter, k]
+//
+// For each of the 7 kernel rows, k runs over 8 taps of 4 channels; the first tap is padding, and its weight is 0. These are
+// 64 bytes of one image row, which start 16 bytes later for each next pixel. `ldmatrix` reads rows of 16 bytes from any
+// address, so an image row in shared memory serves as the matrix a, without im2col. PTX ISA, "Matrix Fragments for
+// mma.m16n8k16" and "ldmatrix".
 #include "batch_norm_pool.cuh"
 #include "moments.cuh"
 
 constexpr int SIZE = 7, TAPS = SIZE + 1, IMAGE_CHANNELS = 4, FILTERS = 64;
 constexpr int FILTER_VECTORS = FILTERS / VEC;
 constexpr int THREADS = 256, WARPS = THREADS / WARP;
-constexpr int OUT_ROWS = 4;                                  // of one item of work
+constexpr int OUT_ROWS = 4;                                  // of one work item
 constexpr int IN_ROWS = 2 * OUT_ROWS + SIZE - 2;
 constexpr int ROW_OF_K = TAPS * IMAGE_CHANNELS;              // values of k in one kernel row
 constexpr int LEFT = 2;                                      // vectors of zeros left of an image row
 constexpr int LANES = 16;                                    // bytes of a vector
 
-// --- shared by both: image rows in shared memory, tensor cores ---
+// --- shared by forward and gradient: image rows in shared memory, tensor cores ---
 
-// Vectors of 16 bytes (2 pixels) of an image row in shared memory, for `tiles` times 16 output pixels.
+// Length of an image row in shared memory, in vectors of 16 bytes (2 pixels), for `tiles` tiles of 16 output pixels.
 __device__ inline int row_vectors(int tiles) { return tiles * 16 + 3; }
 
 __device__ inline void clear(uint4 *to, int vectors) {
     for (int i = threadIdx.x; i < vectors; i += THREADS) to[i] = make_uint4(0, 0, 0, 0);
 }
 
-// Starts to copy the image rows that OUT_ROWS rows of the output, from `out_row` on, are made of.
+// Starts the copies of the image rows that OUT_ROWS output rows read, from `out_row` on.
 template <class T>
 __device__ inline void copy_image_rows(uint4 *to, int pitch, const T *x, int image, int out_row, Image size) {
     const int vectors = size.width / 2;
@@ -43,14 +45,15 @@ __device__ inline void copy_image_rows(uint4 *to, int pitch, const T *x, int ima
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
-template <int OPEN> __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(OPEN) : "memory"); }
+template <int PENDING> __device__ inline void cp_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
 
-// Four 8x8 matrices; each thread gives the address of one row: threads 0 to 7 of the first, 8 to 15 of the second ...
-__device__ inline void load_matrices(uint32 (&m)[4], uint32 address) {
+// Loads four 8x8 matrices. Each lane gives the address of one row: lanes 0 to 7 of the first matrix, 8 to 15 of the second
+// ...
+__device__ inline void ldmatrix_x4(uint32 (&m)[4], uint32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(address) : "memory");
 }
-__device__ inline void load_transposed(uint32 (&m)[4], uint32 address) {
+__device__ inline void ldmatrix_trans(uint32 (&m)[4], uint32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(address) : "memory");
 }
@@ -67,11 +70,11 @@ template <> __device__ inline void multiply_add<bfloat16>(float (&c)[4], const u
 
 // --- forward ---
 
-// y = the convolution; sums = those of y per filter about its mean, in a fixed order. A warp sums about the first value of
-// each filter that it makes.
-// `items`: images times groups of OUT_ROWS rows; `tiles`: of 16 pixels in a row. Half the warps make 32 filters each, with
-// all their weights in registers; of the others, each makes one row of an item. Dynamic shared memory: image rows of two
-// items.
+// y = the convolution. `sums` are the sums of y about the mean of each filter, in a fixed order. A warp accumulates about the
+// first value that it computes of each filter.
+// `items` is the number of images times groups of OUT_ROWS rows; `tiles` is the number of 16-pixel tiles in a row. Even and
+// odd warps compute 32 filters each, and keep all weights of these in registers; each of the four warps of either half
+// computes one row of an item. Dynamic shared memory has the image rows of two items.
 // Shapes: x (N, H, W, 4), w (K, 7, 7, 4) with K = FILTERS, y (N, OH, OW, K); sums (3, K), partials (gridDim.x, K, 3) fp32;
 // tickets (1).
 template <class T>
@@ -79,15 +82,15 @@ __global__ void __launch_bounds__(THREADS, 1)
 stem_fprop(const T *x, const T *w, Packed<T> *y, float *sums, Moments *partials, uint32 *tickets, Image size,
            uint32 items, int tiles) {
     constexpr int PARTS = THREADS / FILTERS;
-    static_assert(PARTS == OUT_ROWS, "they share memory");
+    static_assert(PARTS == OUT_ROWS, "of_part has as many rows for both uses");
     extern __shared__ uint4 shared[];
     __shared__ Moments of_part[OUT_ROWS][FILTERS];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, half_of_filters = warp % 2, own_row = warp / 2;
     const int pitch = row_vectors(tiles), groups = (size.out_height + OUT_ROWS - 1) / OUT_ROWS;
     clear(shared, 2 * IN_ROWS * pitch);
 
-    // Which filter is which column of a product is free. So they are dealt such that a thread, which gets columns 2q and
-    // 2q + 1 of each of the 4 products of 8 columns, gets 8 neighbouring filters.
+    // Any filter may be any column of the product. A thread gets columns 2q and 2q + 1 of each of the four accumulator tiles.
+    // Filters are assigned to columns such that these are 8 neighbouring filters.
     uint32 weights[2 * SIZE][4][2];
 #pragma unroll
     for (int step = 0; step < 2 * SIZE; ++step) {
@@ -104,17 +107,17 @@ stem_fprop(const T *x, const T *w, Packed<T> *y, float *sums, Moments *partials,
     }
     __syncthreads();
 
-    float acc[2][VEC] = {}, near[VEC] = {};
-    uint32 pixels = 0;  // of this warp so far
+    float acc[2][VEC] = {}, pivot[VEC] = {};
+    uint32 pixels = 0;  // pixels that this warp has summed so far
     uint32 item = blockIdx.x;
     if (item < items) copy_image_rows(shared, pitch, x, item / groups, item % groups * OUT_ROWS, size);
     for (int turn = 0; item < items; item += gridDim.x, turn ^= 1) {
         const uint32 next = item + gridDim.x;
         if (next < items) {
             copy_image_rows(shared + (turn ^ 1) * IN_ROWS * pitch, pitch, x, next / groups, next % groups * OUT_ROWS, size);
-            wait_for_copies<1>();
+            cp_async_wait<1>();
         } else {
-            wait_for_copies<0>();
+            cp_async_wait<0>();
         }
         __syncthreads();
         const int out_row = item % groups * OUT_ROWS + own_row;
@@ -126,13 +129,13 @@ stem_fprop(const T *x, const T *w, Packed<T> *y, float *sums, Moments *partials,
 #pragma unroll
             for (int step = 0; step < 2 * SIZE; ++step) {
                 uint32 a[4];
-                load_matrices(a, start + (step / 2 * pitch + step % 2 * 2) * LANES);
+                ldmatrix_x4(a, start + (step / 2 * pitch + step % 2 * 2) * LANES);
 #pragma unroll
                 for (int j = 0; j < 4; ++j) multiply_add<T>(c[j], a, weights[step][j][0], weights[step][j][1]);
             }
-            if (pixels == 0)  // the first column is that of lanes 0 to 3
+            if (pixels == 0)  // lanes 0 to 3 have the first pixel
 #pragma unroll
-                for (int k = 0; k < VEC; ++k) near[k] = __shfl_sync(0xffffffff, c[k / 2][k % 2], lane % 4);
+                for (int k = 0; k < VEC; ++k) pivot[k] = __shfl_sync(0xffffffff, c[k / 2][k % 2], lane % 4);
             pixels += min(16, size.out_width - tile * 16);
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
@@ -146,7 +149,7 @@ stem_fprop(const T *x, const T *w, Packed<T> *y, float *sums, Moments *partials,
                 unpack(packed, v);
 #pragma unroll
                 for (int k = 0; k < VEC; ++k) {
-                    v[k] -= near[k];
+                    v[k] -= pivot[k];
                     acc[0][k] += v[k];
                     acc[1][k] += v[k] * v[k];
                 }
@@ -168,17 +171,18 @@ stem_fprop(const T *x, const T *w, Packed<T> *y, float *sums, Moments *partials,
     if (lane < 4) {
 #pragma unroll
         for (int k = 0; k < VEC; ++k)
-            of_part[own_row][half_of_filters * 32 + lane * VEC + k] = Moments::about(near[k], pixels, acc[0][k], acc[1][k]);
+            of_part[own_row][half_of_filters * 32 + lane * VEC + k] = Moments::from_sums(pivot[k], pixels, acc[0][k], acc[1][k]);
     }
-    write_sums(of_part, OUT_ROWS, partials, tickets, sums);
+    finish_moments(of_part, OUT_ROWS, partials, tickets, sums);
 }
 
 // --- gradient of the weights ---
 
-// partials[block] (FILTERS, SIZE * ROW_OF_K) = the block's share of dw[filter, k] = sum over pixels of dy * a, where dy is the
-// gradient of BatchNorm + ReLU + max pooling (`pooled_input_gradient`), made here from what that needs. Half the warps make
-// 32 filters each, a fourth of them 7 of the 28 groups of 8 values of k. Dynamic shared memory: dy of an item, with the
-// vectors of a pixel in an order that keeps `ldmatrix` free of bank conflicts, then its image rows.
+// partials[block] (FILTERS, SIZE * ROW_OF_K) = the block's part of
+//     dw[filter, k] = sum over pixels of dy[pixel, filter] * a[pixel, k]
+// dy is the gradient of BatchNorm + ReLU + max pooling, computed here (`PoolGradient`). Each half of the warps computes 32
+// filters; within a half, each of the four warps computes 7 of the 28 groups of 8 values of k. Dynamic shared memory has dy
+// of an item, then its image rows. The vectors of a pixel of dy are ordered such that `ldmatrix` has no bank conflicts.
 // Shapes: data (N, H, W, 4); x (N, OH, OW, K), what BatchNorm reads; dz (N, PH, PW, K), after pooling, winner likewise, in
 // bytes; saved (2, K), gamma, dgamma, dbeta (K), partials (gridDim.x, K, 7 * ROW_OF_K) fp32. rows = N*OH*OW.
 template <class T>
@@ -186,7 +190,7 @@ __global__ void __launch_bounds__(THREADS, 2)
 stem_wgrad(const T *data, const Packed<T> *x, const Packed<T> *dz, const uint2 *winner, const float *saved,
            const float *gamma, const float *dgamma, const float *dbeta, float *partials, Image size, Image pool,
            uint32 rows, uint32 items, int tiles) {
-    constexpr int GROUPS_OF_K = SIZE * ROW_OF_K / 8 / 4;  // of a warp
+    constexpr int GROUPS_OF_K = SIZE * ROW_OF_K / 8 / 4;  // groups of k of one warp
     extern __shared__ uint4 shared[];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, half_of_filters = warp % 2, first_k = warp / 2 * GROUPS_OF_K;
     const int pitch = row_vectors(tiles), dy_pitch = tiles * 16, groups = (size.out_height + OUT_ROWS - 1) / OUT_ROWS;
@@ -195,7 +199,7 @@ stem_wgrad(const T *data, const Packed<T> *x, const Packed<T> *dz, const uint2 *
     const int vector = threadIdx.x % FILTER_VECTORS;
     const PoolGradient<T> gradient(saved, gamma, dgamma, dbeta, rows, vector * VEC, FILTERS);
 
-    // Where a thread's row of the matrices lies: of dy, and of each pair of groups of k.
+    // Addresses of this lane's matrix row: in dy, and for each pair of groups of k.
     const int pixel = lane / 16 * 8 + lane % 8;
     const uint32 dy_start = uint32(__cvta_generic_to_shared(shared)) + pixel * FILTER_VECTORS * LANES;
     uint32 dy_vector[2], k_start[(GROUPS_OF_K + 1) / 2];
@@ -211,7 +215,7 @@ stem_wgrad(const T *data, const Packed<T> *x, const Packed<T> *dz, const uint2 *
     float acc[2][GROUPS_OF_K][4] = {};
     for (uint32 item = blockIdx.x; item < items; item += gridDim.x) {
         const int image = item / groups, out_row = item % groups * OUT_ROWS;
-        __syncthreads();  // all have done the item before
+        __syncthreads();  // all warps are done with the previous item
         copy_image_rows(image_rows, pitch, data, image, out_row, size);
         const int squares = (size.out_width + 1) / 2;
         for (int i = threadIdx.x / FILTER_VECTORS; i < OUT_ROWS / 2 * squares; i += THREADS / FILTER_VECTORS) {
@@ -223,18 +227,18 @@ stem_wgrad(const T *data, const Packed<T> *x, const Packed<T> *dz, const uint2 *
                 *to = inside ? *reinterpret_cast<const uint4 *>(&dy) : make_uint4(0, 0, 0, 0);
             });
         }
-        wait_for_copies<0>();
+        cp_async_wait<0>();
         __syncthreads();
         for (int i = 0; i < OUT_ROWS * tiles; ++i) {
             const int row = i / tiles, tile = i - row * tiles;
             uint32 a[2][4];
 #pragma unroll
             for (int m = 0; m < 2; ++m)
-                load_transposed(a[m], dy_start + (row * dy_pitch + tile * 16) * FILTER_VECTORS * LANES + dy_vector[m]);
+                ldmatrix_trans(a[m], dy_start + (row * dy_pitch + tile * 16) * FILTER_VECTORS * LANES + dy_vector[m]);
 #pragma unroll
             for (int g = 0; g < GROUPS_OF_K; g += 2) {
                 uint32 b[4];
-                load_transposed(b, k_start[g / 2] + (2 * row * pitch + tile * 16) * LANES);
+                ldmatrix_trans(b, k_start[g / 2] + (2 * row * pitch + tile * 16) * LANES);
 #pragma unroll
                 for (int m = 0; m < 2; ++m) {
                     multiply_add<T>(acc[m][g], a[m], b[0], b[1]);
@@ -258,13 +262,13 @@ stem_wgrad(const T *data, const Packed<T> *x, const Packed<T> *dz, const uint2 *
     }
 }
 
-// dw (FILTERS, 7, 7, 4) = the sum of the blocks' shares, in a fixed order; the padding tap has no place in it. A block is 32
-// values of k times 8 parts of the sum.
+// dw (FILTERS, 7, 7, 4) = the sum of the blocks' parts, in a fixed order; the padding tap is left out. A block has 32 values
+// of k times 8 parts of the sum.
 // Shapes: partials (blocks, K, 7 * ROW_OF_K) fp32, dw (K, 7, 7, 4).
 template <class T>
 __global__ void stem_wgrad_sum(const float *partials, T *dw, int blocks) {
     __shared__ float parts[8][WARP];
-    const int at = blockIdx.x * ROW_OF_K + threadIdx.x;  // a kernel row of a filter is 32 values
+    const int at = blockIdx.x * ROW_OF_K + threadIdx.x;  // a kernel row of a filter has 32 values
     float total = 0;
 #pragma unroll 8
     for (int block = threadIdx.y; block < blocks; block += 8) total += partials[size_t(block) * FILTERS * SIZE * ROW_OF_K + at];

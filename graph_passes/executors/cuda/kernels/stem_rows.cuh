@@ -1,75 +1,77 @@
-// ResNet's first convolution, 7x7 with stride 2 and padding 3 on 4-channel images, 64 filters, on Hopper: what its forward
-// kernels share.
+// ResNet's first convolution on Hopper (7x7 with stride 2 and padding 3 on 4-channel images, 64 filters): shared by its
+// forward kernels.
 //
-// As a matrix product, out[filter, pixel] = sum over k of w[filter, k] * x[pixel, k]. For each of the 7 kernel rows, k runs
-// over 8 taps (the first is padding: its weight is 0) of 4 channels: 64 bytes of one image row, which start 16 bytes later
-// for each next pixel. That is how wgmma takes its second operand from shared memory, without a copy of any window
-// (`overlapping`). The weights stay in registers.
+//     out[filter, pixel] = sum over k of w[filter, k] * x[pixel, k]
 //
-// A block has teams of four multiplying warps, each with a warp that starts the copies of what they read: three, for a team
-// waits for its products, its stores and itself, and two left the tensor cores and the memory idle for half of the time. A team
-// walks down strips of an image's rows. Pair t of image rows is 2t - 1 and 2t, so row i of the convolution reads the pairs i - 1 to
-// i + 1 and the first of i + 2.
+// For each of the 7 kernel rows, k runs over 8 taps of 4 channels; the first tap is padding, and its weight is 0. These are
+// 64 bytes of one image row, which start 16 bytes later for each next pixel. wgmma reads them as its B operand from shared
+// memory, without im2col (`smem_desc_windows`). The weights stay in registers.
+//
+// A block has three teams of four MMA warps, and one producer warp per team. A team waits for its products, its stores and
+// its own warps; with two teams the tensor cores and the memory were idle half of the time. A team walks down strips of an
+// image's rows. Image rows are loaded in pairs: pair t is rows 2t - 1 and 2t. Row i of the convolution reads pairs i - 1 to i
+// + 1 and the first row of pair i + 2.
 #pragma once
-#include "copy_engine.cuh"
+#include "tma.cuh"
 #include "warpgroup.cuh"
 
 constexpr int SIZE = 7, IMAGE_CHANNELS = 4, FILTERS = 64, PIXEL_BYTES = 2 * IMAGE_CHANNELS;
-constexpr int WIDTH = 112, GROUPS = WIDTH / 8;      // pixels of a row of the convolution, at most
-constexpr int TEAMS = 3, TEAM_THREADS = 4 * WARP, MULTIPLYING = TEAMS * TEAM_THREADS, THREADS = MULTIPLYING + TEAM_THREADS;
-// Registers, of 128 that each thread begins with. They change hands by groups of four warps: three of the last group start copies,
-// and the fourth only makes it whole.
-constexpr int OF_COPYING = 24, OF_MULTIPLYING = 160;
-constexpr int PAIRS = 8;                            // of image rows that a team has in shared memory
+constexpr int WIDTH = 112, GROUPS = WIDTH / 8;      // maximum number of pixels in a row of the convolution
+constexpr int TEAMS = 3, TEAM_THREADS = 4 * WARP, MMA_THREADS = TEAMS * TEAM_THREADS, THREADS = MMA_THREADS + TEAM_THREADS;
+// Registers per thread after setmaxnreg; the launch gives 128 to each. They move between whole warpgroups: three warps of the
+// last warpgroup load image rows, the fourth only completes it.
+constexpr int REGS_PRODUCER = 24, REGS_MMA = 160;
+constexpr int PAIRS = 8;                            // pairs of image rows of a team in shared memory
 constexpr int LEFT = 2;                             // vectors of zeros left of an image row
-constexpr int ROW_VECTORS = 116;                    // with the window of the last pixel
+constexpr int ROW_VECTORS = 116;                    // including the window of the last pixel
 
-// First in a block's shared memory: compute-sanitizer takes each overlapping window for 3,584 bytes, and reports those that
-// would end behind that memory.
+// Must come first in a block's shared memory: compute-sanitizer takes each overlapping window for 3,584 bytes, and reports
+// windows that would end after the block's shared memory.
 struct ImageRows {
     uint4 rows[TEAMS][PAIRS][2][ROW_VECTORS];
     uint4 zeros[ROW_VECTORS];
     uint64 full[TEAMS][PAIRS], empty[TEAMS][PAIRS];
 
-    // By all threads of the block.
+    // Called by all threads of the block.
     __device__ void init() {
         for (uint4 *at = &rows[0][0][0][0] + threadIdx.x; at < &zeros[ROW_VECTORS]; at += THREADS)
             *at = make_uint4(0, 0, 0, 0);
-        show_to_products();
+        fence_view_async_shared();
         if (threadIdx.x == 0) {
             for (int t = 0; t < TEAMS; ++t)
                 for (int p = 0; p < PAIRS; ++p) {
-                    init_barrier(full[t][p], 1);
-                    init_barrier(empty[t][p], TEAM_THREADS / WARP);
+                    mbarrier_init(full[t][p], 1);
+                    mbarrier_init(empty[t][p], TEAM_THREADS / WARP);
                 }
-            show_barriers();
+            fence_barrier_init();
         }
         __syncthreads();
     }
 
-    // By one thread: starts the copies of the pairs that these rows of the convolution of an image read.
+    // Called by one thread. Starts the loads of all pairs of image rows that rows `first_row` to `end_row` - 1 of the
+    // convolution read.
     template <class T>
-    __device__ void copy(int team, Turn &turn, const T *image, int height, int width, int first_row, int end_row) {
+    __device__ void copy(int team, PipelineState &pipe, const T *image, int height, int width, int first_row, int end_row) {
         const uint32 row_bytes = width * PIXEL_BYTES;
-        for (int pair = first_row - 1; pair < end_row + 2; ++pair, turn.next(PAIRS)) {
-            wait_for_phase(empty[team][turn.place], turn.parity ^ 1);  // at once in the first turn
+        for (int pair = first_row - 1; pair < end_row + 2; ++pair, pipe.advance(PAIRS)) {
+            mbarrier_wait(empty[team][pipe.index], pipe.phase ^ 1);  // the first round does not wait
             const bool there[2] = {pair > 0 && 2 * pair - 1 < height, pair >= 0 && 2 * pair < height};
-            arrive_expecting(full[team][turn.place], (there[0] + there[1]) * row_bytes);
+            arrive_expect_tx(full[team][pipe.index], (there[0] + there[1]) * row_bytes);
 #pragma unroll
             for (int i = 0; i < 2; ++i)
                 if (there[i])
-                    load_bytes(rows[team][turn.place][i] + LEFT, image + int64_t(2 * pair - 1 + i) * width * IMAGE_CHANNELS,
-                               row_bytes, full[team][turn.place]);
+                    tma_load_bulk(rows[team][pipe.index][i] + LEFT, image + int64_t(2 * pair - 1 + i) * width * IMAGE_CHANNELS,
+                                  row_bytes, full[team][pipe.index]);
         }
     }
 };
 
-// A team's multiplying warps, and where they are in its image rows.
+// The MMA warps of a team, and their position in its image rows.
 template <class T> struct Multiplier {
     ImageRows &images;
     const int team, lane = threadIdx.x % WARP;
-    uint32 weights[SIZE][2][4];  // of `filter` and 8 further down: as mma.m16n8k16 has the first operand
-    Turn turn, oldest;           // the next pair, and the first of those that the row reads
+    uint32 weights[SIZE][2][4];  // A fragments of mma.m16n8k16: rows are `filter()` and filter() + 8
+    PipelineState pipe, oldest;           // the next pair to arrive, and the first pair that the current row reads
 
     __device__ static int filter() { return threadIdx.x % TEAM_THREADS / WARP * 16 + threadIdx.x % WARP / 4; }
 
@@ -86,38 +88,38 @@ template <class T> struct Multiplier {
                 }
     }
 
-    // Before the first row of a strip.
-    __device__ void open() {
-        oldest = turn;
-        for (int i = 0; i < 3; ++i, turn.next(PAIRS)) wait_for_phase(images.full[team][turn.place], turn.parity);
+    // Call before the first row of a strip.
+    __device__ void begin_strip() {
+        oldest = pipe;
+        for (int i = 0; i < 3; ++i, pipe.advance(PAIRS)) mbarrier_wait(images.full[team][pipe.index], pipe.phase);
     }
 
-    // products += this row of the convolution; to be called for one after the other.
+    // products += this row of the convolution. Call it for consecutive rows.
     __device__ void row(float (&products)[GROUPS][4], int row, int height) {
-        wait_for_phase(images.full[team][turn.place], turn.parity);
+        mbarrier_wait(images.full[team][pipe.index], pipe.phase);
         uint64 windows[SIZE];
 #pragma unroll
         for (int j = 0; j < SIZE; ++j) {
-            const int image_row = 2 * row - 3 + j, place = (oldest.place + j / 2) % PAIRS;
+            const int image_row = 2 * row - 3 + j, place = (oldest.index + j / 2) % PAIRS;
             const bool there = image_row >= 0 && image_row < height;
-            windows[j] = overlapping(there ? images.rows[team][place][j % 2] : images.zeros);
+            windows[j] = smem_desc_windows(there ? images.rows[team][place][j % 2] : images.zeros);
         }
-        open_products();
+        wgmma_fence();
 #pragma unroll
         for (int j = 0; j < SIZE; ++j)
 #pragma unroll
-            for (int step = 0; step < 2; ++step) multiply_rows(products, weights[j][step], windows[j] + step * 2, T{});
-        close_products();
-        wait_for_products();
-        hold_products(products);
-        if (lane == 0) arrive(images.empty[team][oldest.place]);
-        turn.next(PAIRS);
-        oldest.next(PAIRS);
+            for (int step = 0; step < 2; ++step) wgmma_k_k(products, weights[j][step], windows[j] + step * 2, T{});
+        wgmma_commit();
+        wgmma_wait();
+        wgmma_fence_operand(products);
+        if (lane == 0) arrive(images.empty[team][oldest.index]);
+        pipe.advance(PAIRS);
+        oldest.advance(PAIRS);
     }
 
-    // After the last: the pairs that it has not given back.
-    __device__ void close() {
-        for (int i = 0; i < 3; ++i, oldest.next(PAIRS))
-            if (lane == 0) arrive(images.empty[team][oldest.place]);
+    // Call after the last row of a strip: releases the remaining pairs.
+    __device__ void end_strip() {
+        for (int i = 0; i < 3; ++i, oldest.advance(PAIRS))
+            if (lane == 0) arrive(images.empty[team][oldest.index]);
     }
 };

@@ -1,70 +1,77 @@
-// Matrix products of Hopper's tensor cores, which a group of four warps starts and which read both operands from shared
-// memory by themselves. PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions".
+// Hopper's asynchronous matrix products (wgmma). A warpgroup of four warps starts them, and the tensor cores read both
+// operands from shared memory. PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions".
 //
-// Every operand is made of tiles with rows of 64 elements (128 bytes) of which 8 vectors of 8; the vector `v` of row `r` lies
-// at r * 8 + (v ^ r % 8), which is the layout with 128-byte swizzle. Tiles start at multiples of 1024 bytes.
+// Operands are tiles in the 128-byte swizzled layout: a row has 64 elements, which are 128 bytes or 8 vectors of 16 bytes.
+// Vector `v` of row `r` lies at index r * 8 + (v ^ r % 8). Tiles start at multiples of 1024 bytes.
+//
+// K-major: neighbouring elements of a row have neighbouring k. MN-major: the rows of the tile are k.
 #pragma once
 #include "common.cuh"
 
-// Copies to shared memory that nobody waits for; zeros where `there` is false.
-__device__ inline void copy_ahead(uint4 *to, const void *from, bool there) {
+// Starts an asynchronous 16-byte copy to shared memory; writes zeros where `there` is false.
+__device__ inline void cp_async_zfill(uint4 *to, const void *from, bool there) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                  :: "r"(uint32(__cvta_generic_to_shared(to))), "l"(from), "r"(there ? 16 : 0) : "memory");
 }
-__device__ inline void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Until at most `OPEN` of the groups of copies that this thread has closed are under way.
-template <int OPEN> __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_group %0;" :: "n"(OPEN) : "memory"); }
+__device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until at most `PENDING` of this thread's committed cp.async groups are still running.
+template <int PENDING> __device__ inline void cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;" :: "n"(PENDING) : "memory");
+}
 
 __device__ inline int swizzled(int row, int vector) { return row * 8 + (vector ^ row % 8); }
 
-// A tile, or the rows or columns from `at` on, as the tensor cores are told of it. Groups of 8 rows are 1024 bytes apart. The
-// swizzle is a function of addresses, so the first row may be any.
-__device__ inline uint64 matrix(const uint4 *at) {
+// Descriptor of a tile, or of its rows or columns from `at` on. Groups of 8 rows are 1024 bytes apart. The swizzle is a
+// function of the address, so the operand may start at any row.
+__device__ inline uint64 smem_desc(const uint4 *at) {
     return (__cvta_generic_to_shared(at) & 0x3ffff) >> 4 | 64ull << 16 | 64ull << 32 | 1ull << 62;
 }
 
-// The same where the rows are k, for operands of several tiles of 64 rows and 64 columns behind each other: their columns go on
-// in the next tile.
-__device__ inline uint64 matrix_of_columns(const uint4 *at) {
+// Descriptor of an MN-major operand that spans several adjacent tiles of 64 rows (k) and 64 columns: its columns continue in
+// the next tile.
+__device__ inline uint64 smem_desc_mn(const uint4 *at) {
     return (__cvta_generic_to_shared(at) & 0x3ffff) >> 4 | 512ull << 16 | 64ull << 32 | 1ull << 62;
 }
 
-// Columns of tiles of which each begins one row behind the one before and overlaps with it: of a pixel, and of its
-// neighbours to the right. As the swizzle is one of addresses, the first may begin at any row.
-__device__ inline uint64 matrix_of_neighbours(const uint4 *at) {
+// Descriptor of an MN-major operand whose 64-column groups overlap: each starts one row after the one before. These are the
+// columns of a pixel and of its right neighbours. The swizzle is a function of the address, so the first group may start at
+// any row.
+__device__ inline uint64 smem_desc_mn_windows(const uint4 *at) {
     return (__cvta_generic_to_shared(at) & 0x3ffff) >> 4 | 8ull << 16 | 64ull << 32 | 1ull << 62;
 }
 
-// Rows of k that start every 16 bytes and overlap, without swizzle: windows that are two 8-byte pixels apart. Groups of 8
-// elements of k are 16 bytes apart, and groups of 8 rows 128 bytes.
-__device__ inline uint64 overlapping(const uint4 *at) {
+// Descriptor of a K-major operand whose rows overlap, without swizzle: each row starts 16 bytes after the one before. These
+// are windows two 8-byte pixels apart. Groups of 8 elements of k are 16 bytes apart; groups of 8 rows are 128 bytes apart.
+__device__ inline uint64 smem_desc_windows(const uint4 *at) {
     return (__cvta_generic_to_shared(at) & 0x3ffff) >> 4 | 1ull << 16 | 8ull << 32;
 }
 
-// The same windows as columns: each row of k is 8 neighbouring elements of a window, of the next window 16 bytes later.
-// Groups of 8 rows are 128 bytes apart, and groups of 8 columns `pitch` vectors.
-__device__ inline uint64 overlapping_columns(const uint4 *at, int pitch) {
+// Descriptor of the windows of `smem_desc_windows` as an MN-major operand. Row k is 8 neighbouring elements of a window; row
+// k + 1 is those of the next window, 16 bytes later. Groups of 8 rows are 128 bytes apart; groups of 8 columns are `pitch`
+// vectors apart.
+__device__ inline uint64 smem_desc_windows_mn(const uint4 *at, int pitch) {
     return (__cvta_generic_to_shared(at) & 0x3ffff) >> 4 | 8ull << 16 | uint64(pitch) << 32;
 }
 
-// What this thread wrote to shared memory is seen by products that are started after the next barrier.
-__device__ inline void show_to_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// Before the first of a series of products, and after its last.
-__device__ inline void open_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ inline void close_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-__device__ inline void wait_for_products() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
-// Until at most the series closed last is under way.
-__device__ inline void wait_for_products_before_last() { asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory"); }
-// How many registers each thread of a group of four warps has from here on, a multiple of 8. A group waits for what it takes
-// until others have left as much: the block has no more than it was launched with.
-template <int REGISTERS> __device__ inline void take_registers() {
+// Makes this thread's writes to shared memory visible to wgmma. A barrier must follow before the wgmma starts.
+__device__ inline void fence_view_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// wgmma_fence comes before the first wgmma of a group, wgmma_commit after the last.
+__device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Waits until at most `PENDING` of this warpgroup's committed groups of wgmma are still running.
+template <int PENDING = 0> __device__ inline void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(PENDING) : "memory");
+}
+// Sets the registers per thread of the warpgroup, a multiple of 8. setmaxnreg_inc waits until other warpgroups have released
+// enough: the block's total stays as launched.
+template <int REGISTERS> __device__ inline void setmaxnreg_inc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(REGISTERS));
 }
-template <int REGISTERS> __device__ inline void leave_registers() {
+template <int REGISTERS> __device__ inline void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(REGISTERS));
 }
 
-// --- a thread's part of a product ---
+// --- accumulator fragments of a thread ---
 
 template <class T> __device__ inline float2 unpack_two(uint32 bits) {
     const T *two = reinterpret_cast<const T *>(&bits);
@@ -76,8 +83,9 @@ template <class T> __device__ inline uint32 pack_two(float first, float second) 
     return bits;
 }
 
-// Of 2 * HALF values a thread keeps half, and adds to them what the thread at this DISTANCE has of them.
-template <int HALF, int DISTANCE, int N> __device__ inline void halve(float (&v)[N], int lane) {
+// One step of a reduce-scatter over lanes `DISTANCE` apart. Each thread keeps half of its 2 * HALF values and adds its
+// partner's values of that half.
+template <int HALF, int DISTANCE, int N> __device__ inline void reduce_scatter(float (&v)[N], int lane) {
     const bool upper = lane & DISTANCE;
 #pragma unroll
     for (int i = 0; i < HALF; ++i) {
@@ -87,136 +95,139 @@ template <int HALF, int DISTANCE, int N> __device__ inline void halve(float (&v)
 }
 
 __device__ inline float relu(float v) {
-    asm("max.NaN.f32 %0, %0, 0f00000000;" : "+f"(v));  // NaN stays
+    asm("max.NaN.f32 %0, %0, 0f00000000;" : "+f"(v));  // propagates NaN
     return v;
 }
 
-// Four 8x8 matrices, or two, transposed; each thread, or each of the first 16, gives the address of one row of them.
-__device__ inline void load_transposed(uint32 (&m)[4], const uint4 *at) {
+// Loads or stores four 8x8 matrices, or two, transposed. Each lane gives the address of one row; with two matrices only the
+// first 16 lanes do.
+__device__ inline void ldmatrix_trans(uint32 (&m)[4], const uint4 *at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(uint32(__cvta_generic_to_shared(at))) : "memory");
 }
-__device__ inline void load_transposed(uint32 (&m)[2], const uint4 *at) {
+__device__ inline void ldmatrix_trans(uint32 (&m)[2], const uint4 *at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];"
                  : "=r"(m[0]), "=r"(m[1]) : "r"(uint32(__cvta_generic_to_shared(at))) : "memory");
 }
-__device__ inline void store_transposed(uint4 *at, const uint32 (&m)[4]) {
+__device__ inline void stmatrix_trans(uint4 *at, const uint32 (&m)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};"
                  :: "r"(uint32(__cvta_generic_to_shared(at))), "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3]) : "memory");
 }
-__device__ inline void store_transposed(uint4 *at, const uint32 (&m)[2]) {
+__device__ inline void stmatrix_trans(uint4 *at, const uint32 (&m)[2]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1,%2};"
                  :: "r"(uint32(__cvta_generic_to_shared(at))), "r"(m[0]), "r"(m[1]) : "memory");
 }
 
-// --- products ---
+// --- wgmma ---
 
 #define FOUR(c, j) "+f"(c[j][0]), "+f"(c[j][1]), "+f"(c[j][2]), "+f"(c[j][3])
-// Nothing is done with `c` earlier than here, as the compiler might think it could.
-template <int N> __device__ inline void hold_products(float (&c)[N][4]) {
+// Keeps the compiler from touching `c` before this point.
+template <int N> __device__ inline void wgmma_fence_operand(float (&c)[N][4]) {
 #pragma unroll
     for (int j = 0; j < N; ++j) asm volatile("" : FOUR(c, j) :: "memory");
 }
 
-// c += a * b. c has 64 rows, of which a warp has 16; `c[j]` is what it is for `mma.m16n8k16` of columns 8j to 8j + 7.
-// `multiply_rows`: a is (64, 16) with rows of k, b is (32, 64, 128, 232 or 256 columns of c, 16) likewise. `multiply_columns`: a
-// is (16, 64), b is (16, 64): the rows are k. `multiply_columns_by_rows`: a is (16, 64), b is (232, 16).
-#define MULTIPLY(TYPE)                                                                                                       \
-    __device__ inline void multiply_rows(float (&c)[4][4], uint64 a, uint64 b, TYPE) {                                       \
-        asm volatile(PRODUCT("32", TYPE) " {" REGISTERS_16 "}, %16, %17, 1, 1, 1, 0, 0;"                                     \
-                     : SIXTEEN(c, 0) : "l"(a), "l"(b));                                                                      \
-    }                                                                                                                        \
-    __device__ inline void multiply_rows(float (&c)[8][4], uint64 a, uint64 b, TYPE) {                                       \
-        asm volatile(PRODUCT("64", TYPE) " {" REGISTERS_32 "}, %32, %33, 1, 1, 1, 0, 0;"                                     \
-                     : SIXTEEN(c, 0), SIXTEEN(c, 4) : "l"(a), "l"(b));                                                       \
-    }                                                                                                                        \
-    __device__ inline void multiply_rows(float (&c)[16][4], uint64 a, uint64 b, TYPE) {                                      \
-        asm volatile(PRODUCT("128", TYPE) " {" REGISTERS_64 "}, %64, %65, 1, 1, 1, 0, 0;"                                    \
-                     : SIXTEEN(c, 0), SIXTEEN(c, 4), SIXTEEN(c, 8), SIXTEEN(c, 12) : "l"(a), "l"(b));                        \
-    }                                                                                                                        \
-    __device__ inline void multiply_rows(float (&c)[32][4], uint64 a, uint64 b, TYPE) {                                      \
-        asm volatile(PRODUCT("256", TYPE) " {" REGISTERS_128 "}, %128, %129, 1, 1, 1, 0, 0;"                                 \
-                     : SIXTEEN(c, 0), SIXTEEN(c, 4), SIXTEEN(c, 8), SIXTEEN(c, 12), SIXTEEN(c, 16), SIXTEEN(c, 20),          \
-                       SIXTEEN(c, 24), SIXTEEN(c, 28) : "l"(a), "l"(b));                                                     \
-    }                                                                                                                        \
-    __device__ inline void multiply_rows(float (&c)[29][4], uint64 a, uint64 b, TYPE) {                                      \
-        asm volatile(PRODUCT("232", TYPE) " {" REGISTERS_116 "}, %116, %117, 1, 1, 1, 0, 0;" : TWENTY_NINE_FOURS(c)          \
-                     : "l"(a), "l"(b));                                                                                      \
-    }                                                                                                                        \
-    __device__ inline void multiply_columns_by_rows(float (&c)[29][4], uint64 a, uint64 b, TYPE) {                           \
-        asm volatile(PRODUCT("232", TYPE) " {" REGISTERS_116 "}, %116, %117, 1, 1, 1, 1, 0;" : TWENTY_NINE_FOURS(c)          \
-                     : "l"(a), "l"(b));                                                                                      \
-    }                                                                                                                        \
-    __device__ inline void multiply_columns(float (&c)[8][4], uint64 a, uint64 b, TYPE) {                                    \
-        asm volatile(PRODUCT("64", TYPE) " {" REGISTERS_32 "}, %32, %33, 1, 1, 1, 1, 1;"                                     \
-                     : SIXTEEN(c, 0), SIXTEEN(c, 4) : "l"(a), "l"(b));                                                       \
+// c += a * b, both operands in shared memory. c has 64 rows; a warp holds 16 of them. `c[j]` is the `mma.m16n8k16`
+// accumulator of columns 8j to 8j + 7. The names tell the major-ness of a and b:
+//   wgmma_k_k    a (64, 16), b (32, 64, 128, 232 or 256 columns of c, 16)
+//   wgmma_mn_mn  a (16, 64), b (16, 64)
+//   wgmma_mn_k   a (16, 64), b (232, 16)
+#define DEFINE_WGMMA(TYPE)                                                                                                    \
+    __device__ inline void wgmma_k_k(float (&c)[4][4], uint64 a, uint64 b, TYPE) {                                            \
+        asm volatile(WGMMA("32", TYPE) " {" REGISTERS_16 "}, %16, %17, 1, 1, 1, 0, 0;"                                        \
+                     : SIXTEEN(c, 0) : "l"(a), "l"(b));                                                                       \
+    }                                                                                                                         \
+    __device__ inline void wgmma_k_k(float (&c)[8][4], uint64 a, uint64 b, TYPE) {                                            \
+        asm volatile(WGMMA("64", TYPE) " {" REGISTERS_32 "}, %32, %33, 1, 1, 1, 0, 0;"                                        \
+                     : SIXTEEN(c, 0), SIXTEEN(c, 4) : "l"(a), "l"(b));                                                        \
+    }                                                                                                                         \
+    __device__ inline void wgmma_k_k(float (&c)[16][4], uint64 a, uint64 b, TYPE) {                                           \
+        asm volatile(WGMMA("128", TYPE) " {" REGISTERS_64 "}, %64, %65, 1, 1, 1, 0, 0;"                                       \
+                     : SIXTEEN(c, 0), SIXTEEN(c, 4), SIXTEEN(c, 8), SIXTEEN(c, 12) : "l"(a), "l"(b));                         \
+    }                                                                                                                         \
+    __device__ inline void wgmma_k_k(float (&c)[32][4], uint64 a, uint64 b, TYPE) {                                           \
+        asm volatile(WGMMA("256", TYPE) " {" REGISTERS_128 "}, %128, %129, 1, 1, 1, 0, 0;"                                    \
+                     : SIXTEEN(c, 0), SIXTEEN(c, 4), SIXTEEN(c, 8), SIXTEEN(c, 12), SIXTEEN(c, 16), SIXTEEN(c, 20),           \
+                       SIXTEEN(c, 24), SIXTEEN(c, 28) : "l"(a), "l"(b));                                                      \
+    }                                                                                                                         \
+    __device__ inline void wgmma_k_k(float (&c)[29][4], uint64 a, uint64 b, TYPE) {                                           \
+        asm volatile(WGMMA("232", TYPE) " {" REGISTERS_116 "}, %116, %117, 1, 1, 1, 0, 0;" : TWENTY_NINE_FOURS(c)             \
+                     : "l"(a), "l"(b));                                                                                       \
+    }                                                                                                                         \
+    __device__ inline void wgmma_mn_k(float (&c)[29][4], uint64 a, uint64 b, TYPE) {                                          \
+        asm volatile(WGMMA("232", TYPE) " {" REGISTERS_116 "}, %116, %117, 1, 1, 1, 1, 0;" : TWENTY_NINE_FOURS(c)             \
+                     : "l"(a), "l"(b));                                                                                       \
+    }                                                                                                                         \
+    __device__ inline void wgmma_mn_mn(float (&c)[8][4], uint64 a, uint64 b, TYPE) {                                          \
+        asm volatile(WGMMA("64", TYPE) " {" REGISTERS_32 "}, %32, %33, 1, 1, 1, 1, 1;"                                        \
+                     : SIXTEEN(c, 0), SIXTEEN(c, 4) : "l"(a), "l"(b));                                                        \
     }
-// c += a * b with a, (64, 16), in registers, as `mma.m16n8k16` has 16 rows of it in those of a warp; b is (64, 128 or 256, 16)
-// with rows of k, or (112, 16) without swizzle: `overlapping`. Until the products have been waited for, a is read too.
-#define MULTIPLY_BY_REGISTERS(TYPE)                                                                                          \
-    __device__ inline void multiply_rows(float (&c)[8][4], const uint32 (&a)[4], uint64 b, TYPE) {                           \
-        asm volatile(PRODUCT("64", TYPE) " {" REGISTERS_32 "}, {%32,%33,%34,%35}, %36, 1, 1, 1, 0;"                          \
-                     : SIXTEEN(c, 0), SIXTEEN(c, 4) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                   \
-    }                                                                                                                        \
-    __device__ inline void multiply_rows(float (&c)[14][4], const uint32 (&a)[4], uint64 b, TYPE) {                          \
-        asm volatile(PRODUCT("112", TYPE) " {" REGISTERS_56 "}, {%56,%57,%58,%59}, %60, 1, 1, 1, 0;"                         \
-                     : SIXTEEN(c, 0), SIXTEEN(c, 4), SIXTEEN(c, 8), FOUR(c, 12), FOUR(c, 13)                                 \
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                  \
-    }                                                                                                                        \
-    __device__ inline void multiply_rows(float (&c)[16][4], const uint32 (&a)[4], uint64 b, TYPE) {                          \
-        asm volatile(PRODUCT("128", TYPE) " {" REGISTERS_64 "}, {%64,%65,%66,%67}, %68, 1, 1, 1, 0;"                         \
-                     : SIXTEEN(c, 0), SIXTEEN(c, 4), SIXTEEN(c, 8), SIXTEEN(c, 12)                                           \
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                  \
-    }                                                                                                                        \
-    __device__ inline void multiply_rows(float (&c)[32][4], const uint32 (&a)[4], uint64 b, TYPE) {                          \
-        asm volatile(PRODUCT("256", TYPE) " {" REGISTERS_128 "}, {%128,%129,%130,%131}, %132, 1, 1, 1, 0;"                   \
-                     : SIXTEEN(c, 0), SIXTEEN(c, 4), SIXTEEN(c, 8), SIXTEEN(c, 12), SIXTEEN(c, 16), SIXTEEN(c, 20),          \
-                       SIXTEEN(c, 24), SIXTEEN(c, 28)                                                                        \
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                  \
+// c += a * b with a (64, 16) in registers, in the `mma.m16n8k16` fragment layout: each warp has 16 rows. b is K-major: (64,
+// 128 or 256, 16), or (112, 16) without swizzle (`smem_desc_windows`). The registers of a must not change before wgmma_wait.
+#define DEFINE_WGMMA_RS(TYPE)                                                                                                 \
+    __device__ inline void wgmma_k_k(float (&c)[8][4], const uint32 (&a)[4], uint64 b, TYPE) {                                \
+        asm volatile(WGMMA("64", TYPE) " {" REGISTERS_32 "}, {%32,%33,%34,%35}, %36, 1, 1, 1, 0;"                             \
+                     : SIXTEEN(c, 0), SIXTEEN(c, 4) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                    \
+    }                                                                                                                         \
+    __device__ inline void wgmma_k_k(float (&c)[14][4], const uint32 (&a)[4], uint64 b, TYPE) {                               \
+        asm volatile(WGMMA("112", TYPE) " {" REGISTERS_56 "}, {%56,%57,%58,%59}, %60, 1, 1, 1, 0;"                            \
+                     : SIXTEEN(c, 0), SIXTEEN(c, 4), SIXTEEN(c, 8), FOUR(c, 12), FOUR(c, 13)                                  \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                   \
+    }                                                                                                                         \
+    __device__ inline void wgmma_k_k(float (&c)[16][4], const uint32 (&a)[4], uint64 b, TYPE) {                               \
+        asm volatile(WGMMA("128", TYPE) " {" REGISTERS_64 "}, {%64,%65,%66,%67}, %68, 1, 1, 1, 0;"                            \
+                     : SIXTEEN(c, 0), SIXTEEN(c, 4), SIXTEEN(c, 8), SIXTEEN(c, 12)                                            \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                   \
+    }                                                                                                                         \
+    __device__ inline void wgmma_k_k(float (&c)[32][4], const uint32 (&a)[4], uint64 b, TYPE) {                               \
+        asm volatile(WGMMA("256", TYPE) " {" REGISTERS_128 "}, {%128,%129,%130,%131}, %132, 1, 1, 1, 0;"                      \
+                     : SIXTEEN(c, 0), SIXTEEN(c, 4), SIXTEEN(c, 8), SIXTEEN(c, 12), SIXTEEN(c, 16), SIXTEEN(c, 20),           \
+                       SIXTEEN(c, 24), SIXTEEN(c, 28)                                                                         \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                   \
     }
-// The same with b (16, 56) with rows of k: `overlapping_columns`.
-#define MULTIPLY_COLUMNS_BY_REGISTERS(TYPE)                                                                                  \
-    __device__ inline void multiply_columns(float (&c)[7][4], const uint32 (&a)[4], uint64 b, TYPE) {                        \
-        asm volatile(PRODUCT("56", TYPE) " {" REGISTERS_28 "}, {%28,%29,%30,%31}, %32, 1, 1, 1, 1;"                          \
-                     : FOUR(c, 0), FOUR(c, 1), FOUR(c, 2), FOUR(c, 3), FOUR(c, 4), FOUR(c, 5), FOUR(c, 6)                    \
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                  \
+// c += a * b with a in registers and b MN-major (16, 56): `smem_desc_windows_mn`.
+#define DEFINE_WGMMA_RS_MN(TYPE)                                                                                              \
+    __device__ inline void wgmma_mn_mn(float (&c)[7][4], const uint32 (&a)[4], uint64 b, TYPE) {                              \
+        asm volatile(WGMMA("56", TYPE) " {" REGISTERS_28 "}, {%28,%29,%30,%31}, %32, 1, 1, 1, 1;"                             \
+                     : FOUR(c, 0), FOUR(c, 1), FOUR(c, 2), FOUR(c, 3), FOUR(c, 4), FOUR(c, 5), FOUR(c, 6)                     \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                   \
     }
-// c += a * b with a as for `multiply_rows` and b as for `multiply_columns`, or (16, 128), or with a in registers also 256:
-// `matrix_of_columns`.
-#define MULTIPLY_ROWS_BY_COLUMNS(TYPE)                                                                                       \
-    __device__ inline void multiply_rows_by_columns(float (&c)[8][4], uint64 a, uint64 b, TYPE) {                            \
-        asm volatile(PRODUCT("64", TYPE) " {" REGISTERS_32 "}, %32, %33, 1, 1, 1, 0, 1;"                                     \
-                     : SIXTEEN(c, 0), SIXTEEN(c, 4) : "l"(a), "l"(b));                                                       \
-    }                                                                                                                        \
-    __device__ inline void multiply_rows_by_columns(float (&c)[16][4], uint64 a, uint64 b, TYPE) {                           \
-        asm volatile(PRODUCT("128", TYPE) " {" REGISTERS_64 "}, %64, %65, 1, 1, 1, 0, 1;"                                    \
-                     : SIXTEEN(c, 0), SIXTEEN(c, 4), SIXTEEN(c, 8), SIXTEEN(c, 12) : "l"(a), "l"(b));                        \
-    }                                                                                                                        \
-    __device__ inline void multiply_rows_by_columns(float (&c)[16][4], const uint32 (&a)[4], uint64 b, TYPE) {               \
-        asm volatile(PRODUCT("128", TYPE) " {" REGISTERS_64 "}, {%64,%65,%66,%67}, %68, 1, 1, 1, 1;"                         \
-                     : SIXTEEN(c, 0), SIXTEEN(c, 4), SIXTEEN(c, 8), SIXTEEN(c, 12)                                           \
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                  \
-    }                                                                                                                        \
-    __device__ inline void multiply_rows_by_columns(float (&c)[32][4], const uint32 (&a)[4], uint64 b, TYPE) {               \
-        asm volatile(PRODUCT("256", TYPE) " {" REGISTERS_128 "}, {%128,%129,%130,%131}, %132, 1, 1, 1, 1;"                   \
-                     : SIXTEEN(c, 0), SIXTEEN(c, 4), SIXTEEN(c, 8), SIXTEEN(c, 12), SIXTEEN(c, 16), SIXTEEN(c, 20),          \
-                       SIXTEEN(c, 24), SIXTEEN(c, 28)                                                                        \
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                  \
+// c += a * b with a K-major and b MN-major: (16, 64) or (16, 128), with a in registers also (16, 256). `smem_desc_mn`
+// describes b.
+#define DEFINE_WGMMA_K_MN(TYPE)                                                                                               \
+    __device__ inline void wgmma_k_mn(float (&c)[8][4], uint64 a, uint64 b, TYPE) {                                           \
+        asm volatile(WGMMA("64", TYPE) " {" REGISTERS_32 "}, %32, %33, 1, 1, 1, 0, 1;"                                        \
+                     : SIXTEEN(c, 0), SIXTEEN(c, 4) : "l"(a), "l"(b));                                                        \
+    }                                                                                                                         \
+    __device__ inline void wgmma_k_mn(float (&c)[16][4], uint64 a, uint64 b, TYPE) {                                          \
+        asm volatile(WGMMA("128", TYPE) " {" REGISTERS_64 "}, %64, %65, 1, 1, 1, 0, 1;"                                       \
+                     : SIXTEEN(c, 0), SIXTEEN(c, 4), SIXTEEN(c, 8), SIXTEEN(c, 12) : "l"(a), "l"(b));                         \
+    }                                                                                                                         \
+    __device__ inline void wgmma_k_mn(float (&c)[16][4], const uint32 (&a)[4], uint64 b, TYPE) {                              \
+        asm volatile(WGMMA("128", TYPE) " {" REGISTERS_64 "}, {%64,%65,%66,%67}, %68, 1, 1, 1, 1;"                            \
+                     : SIXTEEN(c, 0), SIXTEEN(c, 4), SIXTEEN(c, 8), SIXTEEN(c, 12)                                            \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                   \
+    }                                                                                                                         \
+    __device__ inline void wgmma_k_mn(float (&c)[32][4], const uint32 (&a)[4], uint64 b, TYPE) {                              \
+        asm volatile(WGMMA("256", TYPE) " {" REGISTERS_128 "}, {%128,%129,%130,%131}, %132, 1, 1, 1, 1;"                      \
+                     : SIXTEEN(c, 0), SIXTEEN(c, 4), SIXTEEN(c, 8), SIXTEEN(c, 12), SIXTEEN(c, 16), SIXTEEN(c, 20),           \
+                       SIXTEEN(c, 24), SIXTEEN(c, 28)                                                                         \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                   \
     }
-// c += a * b with a and b as for `multiply_columns`, but b (16, 128): `matrix_of_columns`.
-#define MULTIPLY_COLUMNS_BY_COLUMNS(TYPE)                                                                                    \
-    __device__ inline void multiply_columns(float (&c)[16][4], uint64 a, uint64 b, TYPE) {                                   \
-        asm volatile(PRODUCT("128", TYPE) " {" REGISTERS_64 "}, %64, %65, 1, 1, 1, 1, 1;"                                    \
-                     : SIXTEEN(c, 0), SIXTEEN(c, 4), SIXTEEN(c, 8), SIXTEEN(c, 12) : "l"(a), "l"(b));                        \
+// c += a * b with both MN-major, b (16, 128): `smem_desc_mn`.
+#define DEFINE_WGMMA_MN_MN(TYPE)                                                                                              \
+    __device__ inline void wgmma_mn_mn(float (&c)[16][4], uint64 a, uint64 b, TYPE) {                                         \
+        asm volatile(WGMMA("128", TYPE) " {" REGISTERS_64 "}, %64, %65, 1, 1, 1, 1, 1;"                                       \
+                     : SIXTEEN(c, 0), SIXTEEN(c, 4), SIXTEEN(c, 8), SIXTEEN(c, 12) : "l"(a), "l"(b));                         \
     }
-// c += a * b with a and b as for `multiply_columns`, but b (16, 192): `matrix_of_neighbours`.
-#define MULTIPLY_COLUMNS_BY_NEIGHBOURS(TYPE)                                                                                 \
-    __device__ inline void multiply_columns(float (&c)[24][4], uint64 a, uint64 b, TYPE) {                                   \
-        asm volatile(PRODUCT("192", TYPE) " {" REGISTERS_96 "}, %96, %97, 1, 1, 1, 1, 1;"                                    \
-                     : SIXTEEN(c, 0), SIXTEEN(c, 4), SIXTEEN(c, 8), SIXTEEN(c, 12), SIXTEEN(c, 16), SIXTEEN(c, 20)           \
-                     : "l"(a), "l"(b));                                                                                      \
+// c += a * b with both MN-major, b (16, 192): `smem_desc_mn_windows`.
+#define DEFINE_WGMMA_MN_WINDOWS(TYPE)                                                                                         \
+    __device__ inline void wgmma_mn_mn(float (&c)[24][4], uint64 a, uint64 b, TYPE) {                                         \
+        asm volatile(WGMMA("192", TYPE) " {" REGISTERS_96 "}, %96, %97, 1, 1, 1, 1, 1;"                                       \
+                     : SIXTEEN(c, 0), SIXTEEN(c, 4), SIXTEEN(c, 8), SIXTEEN(c, 12), SIXTEEN(c, 16), SIXTEEN(c, 20)            \
+                     : "l"(a), "l"(b));                                                                                       \
     }
-#define PRODUCT(COLUMNS, TYPE) "wgmma.mma_async.sync.aligned.m64n" COLUMNS "k16.f32." PTX_##TYPE "." PTX_##TYPE
+#define WGMMA(COLUMNS, TYPE) "wgmma.mma_async.sync.aligned.m64n" COLUMNS "k16.f32." PTX_##TYPE "." PTX_##TYPE
 #define REGISTERS_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define REGISTERS_28 REGISTERS_16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27"
 #define REGISTERS_32 REGISTERS_16  \
@@ -235,19 +246,19 @@ template <int N> __device__ inline void hold_products(float (&c)[N][4]) {
 #define REGISTERS_120 REGISTERS_116 ",%116,%117,%118,%119"
 #define REGISTERS_128 REGISTERS_120 ",%120,%121,%122,%123,%124,%125,%126,%127"
 #define SIXTEEN(c, j) FOUR(c, j), FOUR(c, j + 1), FOUR(c, j + 2), FOUR(c, j + 3)
-#define TWENTY_NINE_FOURS(c) SIXTEEN(c, 0), SIXTEEN(c, 4), SIXTEEN(c, 8), SIXTEEN(c, 12), SIXTEEN(c, 16), SIXTEEN(c, 20), \
+#define TWENTY_NINE_FOURS(c) SIXTEEN(c, 0), SIXTEEN(c, 4), SIXTEEN(c, 8), SIXTEEN(c, 12), SIXTEEN(c, 16), SIXTEEN(c, 20),     \
     SIXTEEN(c, 24), FOUR(c, 28)
 #define PTX_half "f16"
 #define PTX_bfloat16 "bf16"
-MULTIPLY(half)
-MULTIPLY(bfloat16)
-MULTIPLY_BY_REGISTERS(half)
-MULTIPLY_BY_REGISTERS(bfloat16)
-MULTIPLY_COLUMNS_BY_REGISTERS(half)
-MULTIPLY_COLUMNS_BY_REGISTERS(bfloat16)
-MULTIPLY_ROWS_BY_COLUMNS(half)
-MULTIPLY_ROWS_BY_COLUMNS(bfloat16)
-MULTIPLY_COLUMNS_BY_COLUMNS(half)
-MULTIPLY_COLUMNS_BY_COLUMNS(bfloat16)
-MULTIPLY_COLUMNS_BY_NEIGHBOURS(half)
-MULTIPLY_COLUMNS_BY_NEIGHBOURS(bfloat16)
+DEFINE_WGMMA(half)
+DEFINE_WGMMA(bfloat16)
+DEFINE_WGMMA_RS(half)
+DEFINE_WGMMA_RS(bfloat16)
+DEFINE_WGMMA_RS_MN(half)
+DEFINE_WGMMA_RS_MN(bfloat16)
+DEFINE_WGMMA_K_MN(half)
+DEFINE_WGMMA_K_MN(bfloat16)
+DEFINE_WGMMA_MN_MN(half)
+DEFINE_WGMMA_MN_MN(bfloat16)
+DEFINE_WGMMA_MN_WINDOWS(half)
+DEFINE_WGMMA_MN_WINDOWS(bfloat16)

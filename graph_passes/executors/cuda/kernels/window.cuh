@@ -1,4 +1,4 @@
-// The windows of a pooling.
+// Sizes and geometry of a pooling.
 #pragma once
 
 struct Window {

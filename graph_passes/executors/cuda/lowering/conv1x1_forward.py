@@ -27,7 +27,7 @@ AFFINE_BYTES = 12 * CHUNK  # a chunk's scales and shifts
 
 
 class Walk(ctypes.Structure):
-    """`TileWalk` of kernels/copy_engine.cuh."""
+    """`TileStep` of kernels/tma.cuh."""
 
     _fields_ = tuple((name, ctypes.c_int) for name in ("rows", "x_row", "x_line", "y_row", "y_line"))
 

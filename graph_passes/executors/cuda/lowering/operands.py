@@ -41,7 +41,7 @@ class Scratch:
 
 @dataclass(frozen=True)
 class Tiled:
-    """A tensor that Hopper's copy engine reads or writes by tiles, as kernels/copy_engine.cuh has it."""
+    """A tensor that TMA reads or writes by tiles, as kernels/tma.cuh has it."""
 
     operand: In | Out
     tiling: Tiling
