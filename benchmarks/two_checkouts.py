@@ -157,7 +157,8 @@ def main() -> None:
     print(f"this {this:.3f} ms, other {other:.3f} ms: {this / other - 1:+.2%}; starts in s and memory in MiB: "
           f"{ {name: (row['start_s'], row['memory_mib']) for name, row in rows.items()} }")
     row = {"date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "model": arguments.model,
-           "batch": arguments.batch, "dtype": arguments.dtype, "inference": arguments.inference, "commit": git_commit(), "hardware": hardware(), "versions": versions(), **rows}
+           "batch": arguments.batch, "dtype": arguments.dtype, "inference": arguments.inference,
+           "commit": git_commit(), "hardware": hardware(), "versions": versions(), **rows}
     with (RESULTS / "two_checkouts_1gpu.jsonl").open("a") as file:
         print(json.dumps(row), file=file)
 
