@@ -35,7 +35,7 @@ class ShowOptions:
     """Show the graph of inference in INT8; the scales, which calibration finds, are all 1."""
     step: bool = False
     """Show the graph of a training step, forward and backward in one: with --gpu as that GPU runs it; else by the saved
-    times of an H200, with rivals and their times, or with the fewest operators where none are saved."""
+    times of an H100, with rivals and their times, or with the fewest operators where none are saved."""
     output: Annotated[Path | None, "FOLDER"] = None
     """Write before.svg, a drawing after each pass, after.svg and after.json into this folder; default: no files."""
     gpu: int | None = None

@@ -15,7 +15,7 @@ from graph_passes.candidates import Candidates
 from graph_passes.choice import choices_of, chosen_of, fewest, format_choices, undecided
 from graph_passes.problems import Tensors
 
-FILE = Path(__file__).with_name("times") / "h200_in_step.json"
+FILE = Path(__file__).with_name("times") / "h100.json"
 
 
 class SavedPrices:

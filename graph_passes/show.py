@@ -45,7 +45,8 @@ def show(options: ShowOptions) -> None:
     console = Console(highlight=False, soft_wrap=True)
 
     nhwc = passes.layout(before, "NHWC", inputs=["data"])
-    shapes = {"data": (options.batch_size, options.image_size, options.image_size, 3)}
+    channels = 4 if options.step or options.gpu is not None else 3  # training pads images to 4 channels
+    shapes = {"data": (options.batch_size, options.image_size, options.image_size, channels)}
     price, choices = _price(nhwc, shapes, options)
     listed: Mapping[str, pipeline.Pass] = pipeline.FUSED
     if options.int8:

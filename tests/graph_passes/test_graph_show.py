@@ -132,7 +132,7 @@ def test_show_what_a_gpu_chose(capsys, monkeypatch, tmp_path):
     for source in (["--symbol", str(tmp_path / "ours.json")], ["--model", "resnet50_v1"]):
         options = ["--batch-size", "7", "--image-size", "96", "--dtype", "bfloat16", "--gpu", "3"]
         assert main(["show", *source, *options]) == 0
-        assert asked.pop() == (53, (7, 96, 96, 3), "bfloat16", 3)
+        assert asked.pop() == (53, (7, 96, 96, 4), "bfloat16", 3)
         assert re.search(r"GPU 3.*\na \[bold\] kernel +0.2500 ms  conv1\n +or another +0.5000 ms",
                          capsys.readouterr().out)
     assert main(["show", *source, *options, "--step", "--output", str(tmp_path)]) == 0
@@ -141,14 +141,14 @@ def test_show_what_a_gpu_chose(capsys, monkeypatch, tmp_path):
 
 
 def test_the_step_by_saved_times(capsys, tmp_path):
-    """Of a step whose times are in the repository: its kernels, their times, and those of rivals, as a GPU runs it; of
-    another one, that there are none."""
+    """Kernels are shown with their times and those of their rivals, if the repository has times for this step."""
     resnet(50).save(str(tmp_path / "ours.json"))
     assert main(["show", "--symbol", str(tmp_path / "ours.json"), "--step", "--output", str(tmp_path)]) == 0
     output = capsys.readouterr().out
-    assert "Chosen by saved times of NVIDIA H200, in a training step" in output
-    assert re.search(r"BatchNormPairConv1x1 +0.3561 ms  stage1_block1_bn3_add_relu\n", output)
-    assert re.search(r"Conv1x1Statistics +0.0626 ms .* and 5 more\n +or ConvolutionStatistics +0.0\d+ ms", output)
+    assert "Chosen by saved times of NVIDIA H100, each candidate by itself" in output
+    assert re.search(r"BatchNormPairConv1x1 +0.4933 ms  stage1_block1_bn3_add_relu\n", output)
+    assert re.search(r"Conv1x1Statistics +0.0590 ms .* and 5 more\n( .*\n)* +or ConvolutionStatistics +0.0670 ms",
+                     output)
     operators = Graph.load(tmp_path / "after.json").operators()
     assert (operators["BatchNormReluConv3x3"], operators["DgradReduce"], operators["NormConvDgrad"]) == (3, 12, 6)
     assert main(["show", "--symbol", str(tmp_path / "ours.json"), "--step", "--batch-size", "2"]) == 0

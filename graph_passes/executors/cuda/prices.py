@@ -49,19 +49,21 @@ class Prices:
 
     def _times(self, table: Candidates, lowering: _Lowering, open_ones: Sequence[Candidate],
                sure: Sequence[Candidate]) -> dict[Candidate, float]:
-        problems = {each: lowering.tensors.problem(each, self._store.dtype) for each in open_ones}
+        problems = {each: lowering.tensors.problem(each, self._store.dtype) for each in open_ones
+                    if not _is_last_resort(each)}
         times = self._tools.planner.times(
             {problem: partial(lowering.program, each) for each, problem in problems.items()},
             [partial(lowering.program, each) for each in sure])
-        self._check_last_resorts({each: times[problem] for each, problem in problems.items()}, problems)
-        return {each: times[problem] + _surcharge(each) for each, problem in problems.items()}
+        found = {each: times[problem] for each, problem in problems.items()}
+        self._check_last_resorts(found, problems)
+        return found | {each: LAST_RESORT for each in open_ones if _is_last_resort(each) and each["way"]}
 
     def _check_last_resorts(self, times: Mapping[Candidate, float], problems: Mapping[Candidate, str]) -> None:
         """Raise TransientError if a convolution in INT8 would get its far slower last resort only because a faster
         kernel could not be timed now, for want of memory for example."""
         faster: dict[str, list[Candidate]] = {}
         for each in problems:
-            if each.op == "QuantisedConvolution" and not _surcharge(each):
+            if each.op == "QuantisedConvolution":
                 faster.setdefault(each.node.name, []).append(each)
         for rivals in faster.values():
             errors = [error for each in rivals if (error := self._tools.planner.transient_error(problems[each]))]
@@ -75,10 +77,10 @@ class Prices:
                 for each in open_ones}
 
 
-def _surcharge(each: Candidate) -> float:
-    """The kernel for all shapes, which a convolution in INT8 without a way is left to, is never one of several: it is
-    far slower."""
-    return LAST_RESORT if each.op == "QuantisedConvolution" and each["way"] in ("", DIRECT) else 0.0
+def _is_last_resort(each: Candidate) -> bool:
+    """Is it the kernel for all shapes of a convolution in INT8? It is far slower than the others, so it is not even
+    timed, and taken only if this GPU can take no other."""
+    return each.op == "QuantisedConvolution" and each["way"] in ("", DIRECT)
 
 
 class _Lowering:
