@@ -36,11 +36,12 @@ from common.environment import versions
 from common.errors import ProgramError, UserError
 from gpu_report.recurrent import layer_graph
 from graph_passes import Graph, passes
+from graph_passes.choice import limited
 from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.function import DeviceFunction
 from graph_passes.executors.cuda.toolchain import Toolchain, toolchain
 from graph_passes.operators.rnn import flops
-from graph_passes.passes.rnn_algorithm import rnn_algorithm
+from graph_passes.pipeline import cover
 from train.recording.gpu_monitor import GpuMonitor
 from train.timing import standard_error_of_median
 
@@ -134,8 +135,9 @@ class Ours:
     def __init__(self, tools: Toolchain, case: LayerCase, algorithms: Sequence[str]) -> None:
         self._gpu, self._case = tools.gpu, case
         marked = passes.precision(case.graph, case.network_dtype)
-        self._function = DeviceFunction(lambda choose: rnn_algorithm(marked, choose, algorithms), case.shapes,
-                                        case.network_dtype, tools)
+        self._function = DeviceFunction(
+            lambda price: cover(marked, limited(price, lambda each: each.node.get("algorithm") in (None, *algorithms))),
+            case.shapes, case.network_dtype, tools)
         random = np.random.default_rng(0)
         for name, buffer in self._function.variables.items():
             values = random.standard_normal(buffer.shape, np.float32)
@@ -143,8 +145,8 @@ class Ours:
                 values = random.uniform(-1, 1, buffer.shape).astype(np.float32) / math.sqrt(case.hidden)
             self._gpu.upload(buffer.address, stored(values * (not name.startswith("state")), buffer.dtype))
         self.algorithm = self._function.graph["rnn"]["algorithm"]
-        self.times = {way: ms for decision in self._function.decisions for way, ms in decision.times.items()
-                      if math.isfinite(ms)}
+        self.times = {kernel: ms for choice in self._function.choices
+                      for kernel, ms in ((choice.kernel, choice.price), *choice.rivals)}
 
     def measure(self) -> dict[str, Any]:
         return {"step_ms": repeat(self._gpu, self._function, self._case), "finite": self._is_finite()}

@@ -15,7 +15,7 @@ from graph_passes.executors.base import parse_device
 from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.function import DeviceFunction
 from graph_passes.executors.cuda.toolchain import toolchain
-from graph_passes.passes.rnn_algorithm import rnn_algorithm
+from graph_passes.pipeline import cover
 from train.devices import Placement
 
 
@@ -43,7 +43,7 @@ class CudaMachine:
         graph = passes.precision(layer_graph(layer.mode, layer.hidden, is_training), dtype)
         shape = (layer.steps, layer.batch, layer.hidden)
         shapes = {"data": shape, **({"head": shape} if is_training else {})}
-        function = DeviceFunction(lambda choose: rnn_algorithm(graph, choose), shapes, dtype,
+        function = DeviceFunction(lambda price: cover(graph, price), shapes, dtype,
                                   self._tools[precision != "fp32"])
         try:
             self._fill(function, layer)

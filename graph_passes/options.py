@@ -34,10 +34,10 @@ class ShowOptions:
     int8: bool = False
     """Show the graph of inference in INT8; the scales, which calibration finds, are all 1."""
     step: bool = False
-    """Show the graph of a training step, forward and backward in one, with everything fused that can be; with --gpu as
-    that GPU runs it."""
+    """Show the graph of a training step, forward and backward in one: with --gpu as that GPU runs it; else by the saved
+    times of an H100, with rivals and their times, or with the fewest operators where none are saved."""
     output: Annotated[Path | None, "FOLDER"] = None
     """Write before.svg, a drawing after each pass, after.svg and after.json into this folder; default: no files."""
     gpu: int | None = None
-    """Build the training step on this GPU and list where it was chosen among several ways to compute the same, with the
-    time of each; default: no list."""
+    """Build the training step on this GPU and list which kernels it takes where others could do the same, with the time
+    of each; default: none is asked."""

@@ -1,9 +1,12 @@
-"""From a network to the graph that runs: the two ordered lists of passes that everybody uses.
+"""From a network to the graph that runs: the ordered lists of passes, and the rules of fusions, that everybody uses.
 
-    step = training_step(graph, {"data": (256, 224, 224, 3), "softmax_label": (256,)}, "float16", fused_way)
-    network = inference(graph, "float16", fused_way)
+    step = training_step(graph, {"data": (256, 224, 224, 3), "softmax_label": (256,)}, "float16", fewest)
+    network = inference(graph, "float16", fewest)
 
-Executors, the memory check, `python -m graph_passes show` and the tests call these two. To add a pass is one line here.
+The passes of a list rewrite the graph, one after the other. The one named `cover` fuses: it lists all candidates by
+the rules (`candidates.py`) and takes those of the least total price (`cover.py`), so the order of the rules decides
+nothing. Executors, the memory check, `python -m graph_passes show` and the tests call these. To add a pass or a rule is
+one line here.
 """
 
 from __future__ import annotations
@@ -11,22 +14,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from graph_passes import passes
-from graph_passes.graph import Graph, Node
-from graph_passes.passes.choice import Choose, Ways, fused_way
+from graph_passes.candidates import Candidates, Rule
+from graph_passes.choice import Price, covered, fewest, limited
+from graph_passes.graph import Graph, Ref
+from graph_passes.operators import Shape
 from graph_passes.passes.compact_grad import compact_grad
 from graph_passes.passes.conv1x1_pair import conv1x1_pair
 from graph_passes.passes.conv1x1_sum import conv1x1_sum
 from graph_passes.passes.conv3x3 import conv3x3_dgrad
 from graph_passes.passes.conv3x3_wgrad import conv3x3_wgrad
-from graph_passes.passes.conv_epilogue import conv_epilogue
+from graph_passes.passes.conv_epilogue import conv_epilogue, epilogue_forms
 from graph_passes.passes.conv_statistics import conv_statistics
 from graph_passes.passes.dgrad_reduce import dgrad_reduce
 from graph_passes.passes.group_mean import group_mean
-from graph_passes.passes.norm_backward import norm_backward
-from graph_passes.passes.norm_conv import norm_conv1x1, norm_conv3x3, unread_output
+from graph_passes.passes.norm_backward import from_masked, norm_backward
+from graph_passes.passes.norm_conv import norm_conv
 from graph_passes.passes.norm_dgrad import norm_dgrad
 from graph_passes.passes.norm_grad_add import norm_grad_add
-from graph_passes.passes.norm_pair import norm_pair
+from graph_passes.passes.norm_pair import always_paired, norm_pair, norm_pair_apply, norm_pair_reduce
 from graph_passes.passes.norm_pool import norm_pool
 from graph_passes.passes.quantise import CLASSIFIER_KEPT, Kept, Scales, quantise
 from graph_passes.passes.quantise_squares import quantise_squares
@@ -34,21 +39,59 @@ from graph_passes.passes.quantised_pair import quantised_pair
 from graph_passes.passes.quantised_stem_pool import quantised_stem_pool
 from graph_passes.passes.quantised_sum import quantised_sum
 from graph_passes.passes.quantised_way import quantised_way
-from graph_passes.passes.rnn_algorithm import rnn_algorithm
+from graph_passes.passes.rnn_algorithm import rnn_algorithm, rnn_backward
 from graph_passes.passes.softmax_bias import softmax_bias
 from graph_passes.passes.split_norm import split_norm
-from graph_passes.passes.stem import stem
+from graph_passes.passes.stem import stem, stem_wgrad
 from graph_passes.passes.stem_pool import stem_pool
 from graph_passes.passes.zero_bias_grad import zero_bias_grad
 
 Pass = Callable[[Graph], Graph]
 Shapes = Mapping[str, Sequence[int]]  # of the inputs
-OF_SEVERAL = ("stem_pool", "conv1x1_sum", "conv1x1_pair")  # passes that fuse a convolution with more than its epilogue
 # What is in both: fusions of operators of the network.
 FUSED: Mapping[str, Pass] = {"bn_add_relu": passes.bn_add_relu, "bn_relu": passes.bn_relu, "add_relu": passes.add_relu}
+# What stays in floats in a network in INT8 has its convolutions one by one.
+OF_SEVERAL = ("StemPool", "Conv1x1SumRelu", "Conv1x1Pair")
+# The rules of fusions, each with the operator that its places begin with.
+RULES: Sequence[tuple[str, Rule]] = (
+    ("BatchNormStatistics", stem),
+    ("BatchNormStatistics", conv_statistics),
+    ("BatchNormReluApply", norm_conv),
+    ("BatchNormAddReluApply", norm_pair),
+    ("BatchNormAddReluApply", norm_conv),
+    ("BatchNormPairApply", norm_conv),
+    ("BatchNormBackwardReduce", norm_pair_reduce),
+    ("BatchNormAddReluBackwardReduce", dgrad_reduce),
+    ("BatchNormPairBackwardReduce", dgrad_reduce),
+    ("BatchNormBackwardApply", norm_pair_apply),
+    ("BatchNormBackwardApply", norm_backward),
+    ("BatchNormBackwardApply", norm_dgrad),
+    ("BatchNormReluBackwardApply", norm_backward),
+    ("NormConvReduce", from_masked),
+    ("NormConvDgrad", from_masked),
+    ("Conv3x3DgradReduce", from_masked),
+    ("ConvolutionDgrad", conv3x3_dgrad),
+    ("ConvolutionWgrad", conv3x3_wgrad),
+    ("ConvolutionWgrad", stem_wgrad),
+    ("elemwise_add", norm_grad_add),
+    ("Convolution", epilogue_forms),
+    ("ConvolutionRelu", epilogue_forms),
+    ("ConvolutionAddRelu", epilogue_forms),
+    ("ConvolutionAddRelu", conv1x1_sum),
+    ("ConvolutionAddRelu", conv1x1_pair),
+    ("Pooling", stem_pool),
+    ("RNN", rnn_algorithm),
+    ("RNNTrain", rnn_algorithm),
+    ("RNNTrain", rnn_backward),
+    ("QuantisedConvolution", quantised_way),
+    ("QuantisedConvolution", quantised_sum),
+    ("QuantisedConvolution", quantised_pair),
+    ("QuantisedConvolutionSum", quantised_pair),
+    ("QuantisedPooling", quantised_stem_pool),
+)
 
 
-def training_passes(shapes: Shapes, dtype: str, choose: Choose, grouped: bool = False) -> dict[str, Pass]:
+def training_passes(shapes: Shapes, dtype: str, price: Price, grouped: bool = False) -> dict[str, Pass]:
     """The passes of `training_step` by name, in order."""
     listed: dict[str, Pass] = {
         "draw_masks": lambda graph: passes.draw_masks(graph, shapes["data"][0]),
@@ -60,30 +103,15 @@ def training_passes(shapes: Shapes, dtype: str, choose: Choose, grouped: bool = 
         "softmax_bias": softmax_bias,
         "zero_bias_grad": lambda graph: zero_bias_grad(graph, shapes),
         "split_norm": split_norm,
-        "norm_pair": norm_pair,
         "norm_pool": norm_pool,
-        "stem": lambda graph: stem(graph, shapes, choose),
-        "conv_statistics": lambda graph: conv_statistics(graph, choose),
-        "norm_conv1x1": lambda graph: norm_conv1x1(graph, choose),
-        "norm_conv3x3": lambda graph: norm_conv3x3(graph, choose),
-        "stem_pool": lambda graph: stem_pool(graph, choose),  # this and the next three: what is frozen, and biases
-        "conv_epilogue": lambda graph: conv_epilogue(graph, choose),
-        "conv1x1_sum": lambda graph: conv1x1_sum(graph, choose),
-        "conv1x1_pair": lambda graph: conv1x1_pair(graph, choose),
         "compact_grad": compact_grad,
-        "dgrad_reduce": lambda graph: dgrad_reduce(graph, choose),
-        "conv3x3_dgrad": lambda graph: conv3x3_dgrad(graph, choose),  # its BatchNorm's second half is for the next
-        "norm_backward": lambda graph: norm_backward(graph, choose),
-        "norm_dgrad": lambda graph: norm_dgrad(graph, choose),
-        "conv3x3_wgrad": lambda graph: conv3x3_wgrad(graph, shapes, choose),
-        "norm_grad_add": norm_grad_add,
-        "unread_output": unread_output,
-        "rnn_algorithm": lambda graph: rnn_algorithm(graph, choose),
+        "conv_epilogue": conv_epilogue,  # of what is frozen, and biases
+        "cover": lambda graph: cover(graph, always_paired(price) if grouped else price, graph.infer_shapes(shapes)),
     }
     return listed | ({"group_mean": group_mean} if grouped else {})
 
 
-def inference_passes(dtype: str, choose: Choose) -> dict[str, Pass]:
+def inference_passes(dtype: str, price: Price) -> dict[str, Pass]:
     """The passes of `inference` by name, in order."""
     return {
         "remove_dropout": passes.remove_dropout,
@@ -91,61 +119,62 @@ def inference_passes(dtype: str, choose: Choose) -> dict[str, Pass]:
         "fold_bn": passes.fold_bn,
         "precision": lambda graph: passes.precision(graph, dtype),
         "softmax_bias": softmax_bias,
-        "stem_pool": lambda graph: stem_pool(graph, choose),
-        "conv_epilogue": lambda graph: conv_epilogue(graph, choose),
-        "conv1x1_sum": lambda graph: conv1x1_sum(graph, choose),
-        "conv1x1_pair": lambda graph: conv1x1_pair(graph, choose),
-        "rnn_algorithm": lambda graph: rnn_algorithm(graph, choose),
+        "conv_epilogue": conv_epilogue,
+        "cover": lambda graph: cover(graph, price),
     }
 
 
 def quantised_passes(dtype: str, scales: Scales, kept: Kept = CLASSIFIER_KEPT) -> dict[str, Pass]:
-    """The passes of inference in INT8 by name, in order; `dtype` is that of what stays in floats."""
-    return {
-        **inference_passes(dtype, fused_way),
-        **dict.fromkeys(OF_SEVERAL, lambda graph: graph),  # convolutions are quantised one by one
-        "conv_epilogue": lambda graph: conv_epilogue(graph, fused_way, groups=True),
+    """The passes of inference in INT8 by name, in order; `dtype` is that of what stays in floats. Convolutions are
+    quantised one by one."""
+    listed: dict[str, Pass] = {
+        **inference_passes(dtype, fewest),
+        "conv_epilogue": lambda graph: conv_epilogue(graph, groups=True),
         "quantise": lambda graph: quantise(graph, scales, kept),
     }
+    return {name: each for name, each in listed.items() if name != "cover"}
 
 
-def gpu_quantised_passes(dtype: str, scales: Scales, kept: Kept, choose: Choose) -> dict[str, Pass]:
+def gpu_quantised_passes(dtype: str, scales: Scales, kept: Kept, price: Price) -> dict[str, Pass]:
     """Those of inference in INT8 on a GPU: the same integers, in the forms that its kernels take."""
-
-    def of_floats(graph: Graph, node: Node, ways: Ways) -> str:
-        """Where a way depends on the device: for a convolution that stays in floats. `quantise` takes fused ones."""
-        stays = kept.first and graph[node.inputs[0].node].is_variable
-        return (choose if stays else fused_way)(graph, node, ways)
-
     return {
         **quantised_passes(dtype, scales, kept),
-        "conv_epilogue": lambda graph: conv_epilogue(graph, of_floats, groups=True),
         "quantise_squares": quantise_squares,
-        "quantised_way": lambda graph: quantised_way(graph, choose),
-        "quantised_stem_pool": lambda graph: quantised_stem_pool(graph, choose),
-        "quantised_sum": lambda graph: quantised_sum(graph, choose),
-        "quantised_pair": lambda graph: quantised_pair(graph, choose),
+        "cover": lambda graph: cover(graph, limited(price, lambda each: each.op not in OF_SEVERAL)),
     }
 
 
-def training_step(graph: Graph, shapes: Shapes, dtype: str, choose: Choose, grouped: bool = False) -> Graph:
+def candidates(graph: Graph, shapes: Mapping[Ref, Shape] | None = None) -> Candidates:
+    """All that can compute the tensors of a graph in which nothing is fused yet. `shapes`: of its tensors, without
+    which rules that depend on them find nothing."""
+    table = Candidates(graph, shapes or {})
+    table.apply(RULES)
+    return table
+
+
+def cover(graph: Graph, price: Price, shapes: Mapping[Ref, Shape] | None = None) -> Graph:
+    """The graph of the candidates of the least total price."""
+    return covered(candidates(graph, shapes), price)
+
+
+def training_step(graph: Graph, shapes: Shapes, dtype: str, price: Price, grouped: bool = False) -> Graph:
     """Forward, loss and backward of a training graph, as it will run.
 
     Args:
         graph: a network in NHWC that ends in SoftmaxOutput.
         shapes: of its inputs: `data` (N, H, W, C), and the label if you like.
         dtype: of its tensors: "float16", "bfloat16" or "float32".
-        choose: answers where it depends on the device which way is faster (`passes/choice.py`).
+        price: of each candidate; on a GPU its time (`choice.py`).
         grouped: BatchNorm's statistics are shared with other GPUs.
 
     Raises GraphError for what cannot be trained.
     """
-    return run(training_passes(shapes, dtype, choose, grouped), graph)
+    return run(training_passes(shapes, dtype, price, grouped), graph)
 
 
-def inference(graph: Graph, dtype: str, choose: Choose) -> Graph:
+def inference(graph: Graph, dtype: str, price: Price) -> Graph:
     """The forward pass with running statistics, as it will run, with the parameters that `fold_bn_params` gives."""
-    return run(inference_passes(dtype, choose), graph)
+    return run(inference_passes(dtype, price), graph)
 
 
 def run(listed: Mapping[str, Pass], graph: Graph) -> Graph:

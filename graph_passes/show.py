@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -12,10 +13,15 @@ from rich.table import Table
 from common import files
 from common.command_line import did_you_mean
 from graph_passes import VARIABLE, Graph, GraphError, Node, Ref, passes, pipeline
+from graph_passes.choice import Price, fewest, format_choices
 from graph_passes.drawing import FUSED, draw_svg
 from graph_passes.operators import LOSSES, Shape
 from graph_passes.options import ShowOptions
 from graph_passes.passes.precision import ITEM_BYTES
+from graph_passes.saved_times import SavedPrices
+
+if TYPE_CHECKING:
+    from graph_passes.executors.cuda.training_step import TrainingStep
 
 _MOVE_NOTHING = ("Flatten", "FlattenBackward", "Zeros", "GroupMean")
 Stages = list[tuple[str, Graph]]  # each pass by name, and the graph that it gave
@@ -39,18 +45,17 @@ def show(options: ShowOptions) -> None:
     console = Console(highlight=False, soft_wrap=True)
 
     nhwc = passes.layout(before, "NHWC", inputs=["data"])
-    shapes = {"data": (options.batch_size, options.image_size, options.image_size, 3)}
-    decisions, choose = "", passes.fused_way
-    if options.gpu is not None:
-        decisions, choose = _choices(nhwc, shapes, options.dtype, options.gpu)
+    channels = 4 if options.step or options.gpu is not None else 3  # training pads images to 4 channels
+    shapes = {"data": (options.batch_size, options.image_size, options.image_size, channels)}
+    price, choices = _price(nhwc, shapes, options)
     listed: Mapping[str, pipeline.Pass] = pipeline.FUSED
     if options.int8:
         listed = pipeline.quantised_passes(options.dtype, defaultdict(lambda: 1.0))
     elif options.inference:
-        listed = pipeline.inference_passes(options.dtype, choose)
+        listed = pipeline.inference_passes(options.dtype, price)
     elif options.step:
         nhwc = _with_loss(nhwc)
-        listed = pipeline.training_passes(shapes, options.dtype, choose)
+        listed = pipeline.training_passes(shapes, options.dtype, price)
     stages = _run({"layout": lambda graph: nhwc, **listed}, before)
     after = stages[-1][1]
     console.print(_pass_table(f"{name}: passes", before, stages))
@@ -73,8 +78,8 @@ def show(options: ShowOptions) -> None:
             raise
         console.print(f"Bytes and shapes are left out: {error}")
 
-    if decisions:
-        console.print(f"Chosen on GPU {options.gpu}, of the ways that were timed:\n{decisions}", markup=False)
+    if text := choices():
+        console.print(text, markup=False)
     if options.output:
         pictures = {options.output / "before.svg": draw_svg(before, f"{name}, before", drawn["before"])}
         for number, (stage, graph) in enumerate(stages, start=1):
@@ -105,14 +110,21 @@ def _pass_table(title: str, before: Graph, stages: Stages) -> Table:
     return table
 
 
-def _choices(graph: Graph, shapes: Mapping[str, Shape], dtype: str, gpu: int) -> tuple[str, passes.Choose]:
-    """What a GPU has chosen for a training step, as text, and as the answer to the passes."""
+def _price(graph: Graph, shapes: Mapping[str, Shape], options: ShowOptions) -> tuple[Price, Callable[[], str]]:
+    """By what the cover is chosen, and what is said of it afterwards: the times of a GPU, those that are saved for such
+    a step, or none."""
+    if options.gpu is not None:
+        step = _built(graph, shapes, options.dtype, options.gpu)
+        return step.price, lambda: f"Chosen on GPU {options.gpu}:\n{format_choices(step.choices)}"
+    saved = SavedPrices(shapes, options.dtype)
+    return (saved, saved.text) if options.step else (fewest, lambda: "")
+
+
+def _built(graph: Graph, shapes: Mapping[str, Shape], dtype: str, gpu: int) -> TrainingStep:
     from graph_passes.executors.cuda.options import StepOptions
-    from graph_passes.executors.cuda.profile import format_decisions
     from graph_passes.executors.cuda.training_step import TrainingStep
 
-    built = TrainingStep(_with_loss(graph), {**shapes, "softmax_label": shapes["data"][:1]}, StepOptions(dtype), gpu)
-    return format_decisions(built.decisions), built.choose_again
+    return TrainingStep(_with_loss(graph), {**shapes, "softmax_label": shapes["data"][:1]}, StepOptions(dtype), gpu)
 
 
 def _with_loss(graph: Graph) -> Graph:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from graph_passes import pipeline
+from graph_passes.choice import fewest
 from graph_passes.errors import GraphError
 from graph_passes.executors.base import NO_DRAWS, Draws, Executor, Metrics, parse_device
 from graph_passes.graph import Graph, Node, Ref
@@ -21,7 +22,7 @@ from graph_passes.operators import LOSSES, OPERATORS, Operator
 from graph_passes.operators.batch_norm import batch_statistics
 from graph_passes.operators.dropout import SEED, words_of
 from graph_passes.operators.softmax import smoothed_targets
-from graph_passes.passes import fold_bn_params, fused_way, output_names
+from graph_passes.passes import fold_bn_params, output_names
 from graph_passes.passes.quantise import Kept, Scales
 
 Array = np.ndarray
@@ -58,13 +59,13 @@ class ReferenceExecutor(Executor):
         """What `forward_backward` runs for data of this shape."""
         if data_shape not in self._steps:
             shapes = self.input_shapes | {"data": data_shape}
-            self._steps[data_shape] = pipeline.training_step(self.graph, shapes, self._network_dtype, fused_way)
+            self._steps[data_shape] = pipeline.training_step(self.graph, shapes, self._network_dtype, fewest)
         return self._steps[data_shape]
 
     def inference_graph(self) -> Graph:
         """What `infer` runs."""
         if self._inference is None:
-            self._inference = pipeline.inference(self.graph, self._network_dtype, fused_way)
+            self._inference = pipeline.inference(self.graph, self._network_dtype, fewest)
         return self._inference
 
     def forward_backward(self, data: Any, label: Any, accumulate: bool = False, draws: Draws = NO_DRAWS) -> None:

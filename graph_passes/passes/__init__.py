@@ -1,13 +1,13 @@
 """Passes: pure functions from a graph to a graph, one a file. Only `precision` and `quantise` change what is
 computed.
 
-Those of single fusions are in their modules only, for `pipeline.py`, which has all that run in their order.
+The rules of single fusions (`candidates.py`) are in their modules only, for `pipeline.py`, which has all of them, and
+the passes that run in their order.
 """
 
 from graph_passes.passes.add_relu import add_relu
 from graph_passes.passes.bn_add_relu import bn_add_relu
 from graph_passes.passes.bn_relu import bn_relu
-from graph_passes.passes.choice import Choose, Ways, first_way, fused_way
 from graph_passes.passes.draw_masks import draw_masks
 from graph_passes.passes.dropout import dropout
 from graph_passes.passes.fold_bn import fold_bn, fold_bn_params, fold_frozen, foldings
@@ -23,22 +23,18 @@ from graph_passes.passes.unfuse import unfuse
 
 __all__ = [
     "BACKBONE",
-    "Choose",
     "MemoryPlan",
-    "Ways",
     "add_relu",
     "binary_cross_entropy",
     "bn_add_relu",
     "bn_relu",
     "draw_masks",
     "dropout",
-    "first_way",
     "fold_bn",
     "fold_bn_params",
     "fold_frozen",
     "foldings",
     "freeze",
-    "fused_way",
     "gradient",
     "gradient_add",
     "layout",

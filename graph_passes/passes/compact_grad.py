@@ -5,8 +5,7 @@ from __future__ import annotations
 from graph_passes.graph import Graph, Node, Ref
 from graph_passes.operators import output_size, window
 
-_REDUCTIONS = ("BatchNormBackwardReduce", "BatchNormReluBackwardReduce", "BatchNormAddReluBackwardReduce",
-               "BatchNormPairBackwardReduce")
+_REDUCTIONS = ("BatchNormBackwardReduce", "BatchNormReluBackwardReduce", "BatchNormAddReluBackwardReduce")
 
 
 def compact_grad(graph: Graph) -> Graph:

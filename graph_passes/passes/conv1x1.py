@@ -12,11 +12,11 @@ def is_product(convolution: Node, stride: tuple[int, int] = (1, 1)) -> bool:
             and convolution["num_group"] == 1 and convolution.attrs.get("dtype") in ("float16", "bfloat16"))
 
 
-def own_way(fused: Node) -> dict[str, list[Node]]:
-    """The way that is our own kernel, for a convolution with what is fused with it; none where it is no such product.
+def own_form(fused: Node) -> list[Node]:
+    """Our own kernel's, of a convolution with what is fused with it; none where it is no such product.
 
     Convolution becomes Conv1x1, ConvolutionRelu Conv1x1Relu, and so on: they compute the same.
     """
     if not is_product(fused) and not is_product(fused, stride=(2, 2)):
-        return {}
-    return {"conv1x1_forward": [fused.replace(op=fused.op.replace("Convolution", "Conv1x1"))]}
+        return []
+    return [fused.replace(op=fused.op.replace("Convolution", "Conv1x1"))]

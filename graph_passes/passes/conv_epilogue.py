@@ -2,43 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 
+from graph_passes.candidates import Candidate, Candidates
 from graph_passes.graph import Graph, Node, Ref
 from graph_passes.operators import is_relu
-from graph_passes.passes.choice import Choose
-from graph_passes.passes.conv1x1 import own_way
-from graph_passes.passes.conv3x3 import own_way_3x3
+from graph_passes.passes.conv1x1 import own_form
+from graph_passes.passes.conv3x3 import own_form_3x3
 
 
-def conv_epilogue(graph: Graph, choose: Choose, groups: bool = False) -> Graph:
-    """Let a convolution with bias also add a tensor and apply ReLU, where that is faster than a launch of its own.
+def conv_epilogue(graph: Graph, groups: bool = False) -> Graph:
+    """Write a convolution with bias and the ReLU, or sum and ReLU, that alone reads it as one operator.
 
         before    x, weight, bias -> Convolution -> y;  y, shortcut -> AddRelu `r`
         after     x, weight, bias, shortcut -> ConvolutionAddRelu `r`
-        or        x, weight -> Convolution -> product;  product, bias, shortcut -> BiasAddRelu `r`
 
-    Likewise with ReLU alone: ConvolutionRelu or BiasRelu; and with neither: Convolution as it is, or BiasAdd. A 1x1
-    convolution may be our own kernel's: Conv1x1AddRelu, Conv1x1Relu or Conv1x1; and a 3x3 one with ReLU: Conv3x3Relu.
-    `groups`: also where the convolution is one in groups, into which cuDNN fuses nothing.
+    Likewise with ReLU alone: ConvolutionRelu. Convolutions in groups become two operators, as cuDNN fuses nothing into
+    them; with `groups` they do as the others.
     """
     ends = {}  # name of a convolution -> the ReLU that reads it
     for node in graph:
         if convolution := _before_relu(graph, node):
             ends[convolution.name] = node
-    chosen: dict[str, list[Node]] = {}  # name of a node -> those in its place
+    nodes: dict[str, list[Node]] = {}  # by the name of what they take the place of
     for node in graph:
         if node.op == "Convolution" and not node["no_bias"]:
-            end = ends.get(node.name)
-            fused, separate = in_one_and_in_two(graph, node, end)
-            names = {"Convolution": "fprop_bias", "ConvolutionRelu": "fprop_bias_relu",
-                     "ConvolutionAddRelu": "fprop_bias_add_relu"}
-            ways: dict[str, Sequence[Node]] = {"separate": separate, names[fused.op]: [fused], **own_way(fused),
-                                               **own_way_3x3(fused)}
-            way = separate if node["num_group"] > 1 and not groups else ways[choose(graph, node, ways)]
-            chosen[end.name if end else node.name] = list(way)
-    nodes = [node for way in chosen.values() for node in way]
-    return graph.replace(nodes, {})
+            fused = _fused(node, ends.get(node.name))
+            is_one = groups or node["num_group"] == 1
+            nodes[fused.name] = [fused] if is_one else _in_two(fused, graph.unused_name(f"{node.name}_product"))
+    return graph.replace([node for each in nodes.values() for node in each], {})
+
+
+def epilogue_forms(table: Candidates, fused: Candidate) -> Iterator[Node]:
+    """Of such an operator, or a Convolution with bias: the same in two launches, and by kernels of our own.
+
+        before    x, weight, bias, shortcut -> ConvolutionAddRelu `r`
+        or        x, weight -> Convolution -> product;  product, bias, shortcut -> BiasAddRelu `r`
+        or        x, weight, bias, shortcut -> Conv1x1AddRelu `r`
+    """
+    node = fused.node
+    if node["no_bias"]:
+        return
+    product, end = _in_two(node, f"{node.name}_product")
+    yield end.replace(inputs=(table.add(product).output("output"), *end.inputs[1:]))
+    yield from (*own_form(node), *own_form_3x3(node))
 
 
 def _before_relu(graph: Graph, node: Node) -> Node | None:
@@ -49,13 +56,19 @@ def _before_relu(graph: Graph, node: Node) -> Node | None:
     return next((each for each in found if each and not each["no_bias"]), None)
 
 
-def in_one_and_in_two(graph: Graph, convolution: Node, end: Node | None) -> tuple[Node, list[Node]]:
-    """In one node, and in two; the last has the name of what is replaced."""
-    *inputs, bias = convolution.inputs
-    addend = [ref for ref in end.inputs if ref != Ref(convolution.name)] if end else []
-    kind = "AddRelu" if addend else "Relu" if end else ""
-    name = end.name if end else convolution.name
-    fused = convolution.derive(f"Convolution{kind}", name, (*convolution.inputs, *addend))
-    plain = convolution.derive("Convolution", graph.unused_name(f"{convolution.name}_product"), inputs, no_bias=True)
-    return fused, [plain, Node(f"Bias{kind or 'Add'}", name, (Ref(plain.name), bias, *addend),
-                               {key: value for key, value in convolution.attrs.items() if key == "dtype"})]
+def _fused(convolution: Node, end: Node | None) -> Node:
+    """With the name of what it takes the place of."""
+    if end is None:
+        return convolution
+    addend = [ref for ref in end.inputs if ref != Ref(convolution.name)]
+    kind = "ConvolutionAddRelu" if addend else "ConvolutionRelu"
+    return convolution.derive(kind, end.name, (*convolution.inputs, *addend))
+
+
+def _in_two(fused: Node, name: str) -> list[Node]:
+    """The product by this name, and what ends it."""
+    data, weight, bias, *addend = fused.inputs
+    product = fused.derive("Convolution", name, (data, weight), no_bias=True)
+    kind = fused.op.removeprefix("Convolution") or "Add"
+    dtype = {key: value for key, value in fused.attrs.items() if key == "dtype"}
+    return [product, Node(f"Bias{kind}", fused.name, (Ref(name), bias, *addend), dtype)]

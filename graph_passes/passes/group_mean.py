@@ -24,14 +24,14 @@ def group_mean(graph: Graph) -> Graph:
     moved: dict[Ref, Ref] = {}
     for node in graph:
         names = OPERATORS[node.op].output_names(node) if node.op in OPERATORS else ()
-        if "sums" in names:
+        if "sums" in names and node.output("sums") in graph.consumers:
             sums = node.output("sums")
             norm = graph.consumers[sums][0]
             data = norm.inputs[norm.inputs.index(sums) - 1]  # they stand in this order
             nodes.append(norm.derive("GroupStatistics", graph.unused_name(f"{node.name}_group"), (data, sums),
                                      part_of=norm.name))
             moved[sums] = Ref(nodes[-1].name)
-        elif "gamma_grad" in names and "data_grad" not in names:
+        elif "gamma_grad" in names and "data_grad" not in names and node.output("gamma_grad") in graph.consumers:
             gradients = tuple(node.output(name) for name in _GRADIENTS if name in names)
             part_of = node.attrs.get("part_of") or graph.consumers[gradients[0]][0].name
             attrs = {"at_most_2": len(gradients) == 2, "part_of": part_of}

@@ -1,41 +1,38 @@
-"""The last convolution of a residual block in INT8, and that of its projection shortcut, by one kernel of our own."""
+"""The last convolution of a residual block in INT8, and that of its projection shortcut, by one kernel of our own.
+
+    before    x, weight, multiplier, bias -> QuantisedConvolution -> s
+              y, weight_2, multiplier_2, bias_2, s -> QuantisedConvolution `r`
+    after     x, weight, multiplier, bias, y, weight_2, multiplier_2, bias_2 -> QuantisedConvolutionSum `r`
+
+The integers of s are the same, but neither written nor read.
+"""
 
 from __future__ import annotations
 
-from graph_passes.graph import Graph, Node
+from collections.abc import Iterator
+
+from graph_passes.candidates import Candidate, Candidates
+from graph_passes.graph import Node
 from graph_passes.operators import window
-from graph_passes.passes.choice import Choose
 from graph_passes.passes.quantised_way import STREAMS
 
 STRIDES = ((1, 1), (2, 2))  # of the shortcut
 
 
-def quantised_sum(graph: Graph, choose: Choose) -> Graph:
-    """Let one kernel compute both 1x1 convolutions whose sum is a block's output.
+def quantised_sum(table: Candidates, last: Candidate) -> Iterator[Node]:
+    """Of QuantisedConvolution."""
+    if last["way"] or last["no_addend"] or not is_product(last.node):
+        return
+    for shortcut in table.makers(last.input("addend"), "QuantisedConvolution"):
+        if not shortcut["way"] and _is_shortcut(shortcut.node):
+            inputs = (*shortcut.node.inputs, *last.node.inputs[:4])
+            fused = shortcut.node.derive("QuantisedConvolutionSum", last.node.name, inputs, scale=last["scale"],
+                                         addend_scale=last["addend_scale"], relu=last["relu"])
+            yield from (fused.with_attrs(way=way) for way in STREAMS)
 
-        before    x, weight, multiplier, bias -> QuantisedConvolution -> s
-                  y, weight_2, multiplier_2, bias_2, s -> QuantisedConvolution `r`
-        after     x, weight, multiplier, bias, y, weight_2, multiplier_2, bias_2 -> QuantisedConvolutionSum `r`
 
-    The integers of s are the same, but neither written nor read. After `quantised_way`, so that the two by themselves
-    are timed in their fastest ways.
-    """
-    nodes: list[Node] = []
-    for last in graph:
-        if not is_product(last) or last["no_addend"]:
-            continue
-        shortcut = graph.only_used_by_one(last.input("addend"), "QuantisedConvolution")
-        if shortcut is None or not any(is_product(shortcut, stride) for stride in STRIDES) or (
-                not shortcut["no_addend"] or shortcut["relu"]):
-            continue
-        inputs = (*shortcut.inputs, *last.inputs[:4])
-        fused = shortcut.derive("QuantisedConvolutionSum", last.name, inputs, scale=last["scale"],
-                                addend_scale=last["addend_scale"], relu=last["relu"])
-        ways = {"separate": [shortcut, last], **{way: [fused.with_attrs(way=way)] for way in STREAMS}}
-        way = choose(graph, last, ways)
-        if way != "separate":
-            nodes.extend(ways[way])
-    return graph.replace(nodes, {})
+def _is_shortcut(node: Node) -> bool:
+    return bool(any(is_product(node, stride) for stride in STRIDES) and node["no_addend"] and not node["relu"])
 
 
 def is_product(node: Node, stride: tuple[int, int] = (1, 1)) -> bool:

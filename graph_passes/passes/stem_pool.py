@@ -1,47 +1,38 @@
-"""The stem in inference: ResNet's first convolution up to its max pooling, by a kernel of our own."""
+"""The stem in inference: ResNet's first convolution up to its max pooling, by a kernel of our own.
+
+    before    image, weight, bias -> ConvolutionRelu -> Pooling `pool`
+    after     image, weight, bias -> StemPool `pool`
+
+In 16-bit types. The largest tensor of the network is not written.
+"""
 
 from __future__ import annotations
 
-from graph_passes.graph import Graph, Node
-from graph_passes.operators import is_relu, window
-from graph_passes.passes.choice import Choose
-from graph_passes.passes.conv_epilogue import in_one_and_in_two
+from collections.abc import Iterator
+
+from graph_passes.candidates import Candidate, Candidates
+from graph_passes.graph import Node
+from graph_passes.operators import window
 from graph_passes.passes.stem import FILTERS, WINDOW
 
 POOLING = ((3, 3), (2, 2), (1, 1), (1, 1))  # kernel, stride, pad, dilation
 
 
-def stem_pool(graph: Graph, choose: Choose) -> Graph:
-    """Let the first convolution, with its bias, also apply ReLU and max pooling, in 16-bit types.
-
-        before    image, weight, bias -> Convolution -> relu -> Pooling `pool`
-        after     image, weight, bias -> StemPool `pool`
-
-    The largest tensor of the network is not written.
-    """
-    nodes: list[Node] = []
-    for pooling in graph:
-        relu = _relu_before(graph, pooling)
-        convolution = graph.only_used_by_one(relu.inputs[0], "Convolution") if relu else None
-        if relu is None or convolution is None or not _fits(convolution):
-            continue
-        _, separate = in_one_and_in_two(graph, convolution, relu)
-        stem = convolution.derive("StemPool", pooling.name, convolution.inputs)
-        if choose(graph, pooling, {"separate": [*separate, pooling], "stem_pool": [stem]}) == "stem_pool":
-            nodes.append(stem)
-    return graph.replace(nodes, {})
+def stem_pool(table: Candidates, pooling: Candidate) -> Iterator[Node]:
+    """Of Pooling."""
+    if not is_stems(pooling.node, "Pooling"):
+        return
+    for convolution in table.makers(pooling.node.inputs[0], "ConvolutionRelu"):
+        if _fits(convolution.node):
+            yield convolution.node.derive("StemPool", pooling.node.name, convolution.node.inputs)
 
 
-def _relu_before(graph: Graph, pooling: Node) -> Node | None:
-    """The ReLU that only this max pooling reads, if it is the stem's."""
-    if (pooling.op != "Pooling" or pooling["pool_type"] != "max" or pooling["global_pool"]
-            or pooling["pooling_convention"] != "valid" or window(pooling) != POOLING):
-        return None
-    relu = graph.only_used_by_one(pooling.inputs[0], "relu", "Activation")
-    return relu if relu and is_relu(relu) else None
+def is_stems(pooling: Node, op: str) -> bool:
+    """Is it the max pooling of ResNet's stem, as this operator?"""
+    return (pooling.op == op and pooling["pool_type"] == "max" and not pooling["global_pool"]
+            and pooling["pooling_convention"] == "valid" and window(pooling) == POOLING)
 
 
 def _fits(convolution: Node) -> bool:
-    return (window(convolution) == WINDOW and convolution["num_filter"] == FILTERS and not convolution["no_bias"]
-            and convolution["num_group"] == 1 and convolution["layout"] == "NHWC"
-            and convolution.attrs.get("dtype") in ("float16", "bfloat16"))
+    return (window(convolution) == WINDOW and convolution["num_filter"] == FILTERS and convolution["num_group"] == 1
+            and convolution["layout"] == "NHWC" and convolution.attrs.get("dtype") in ("float16", "bfloat16"))

@@ -1,14 +1,19 @@
 """Small training graphs, and values for their variables, for the tests of the passes gradient, precision and memory."""
 
+import math
+
 import numpy as np
 
 from common.mxnet_compat import mx
 from graph_passes import Graph, Ref, passes
+from graph_passes.choice import fewest, repeatable
 
-# Ways by kernels of ours that take the place of others of ours, or of cuDNN's 3x3 convolutions.
-NEWEST = ("conv1x1_pair", "conv1x1_sum", "conv3x3_dgrad_reduce", "conv3x3_dgrad", "conv3x3_forward", "conv3x3_weights",
-          "dgrad_stream", "norm_conv1x1", "norm_conv3x3", "norm_dgrad", "norm_relu_conv1x1",
-          "quantised_stem_pool", "stem_forward", "stem_weights")
+# Kernels of ours that take the place of others of ours, or of cuDNN's 3x3 convolutions.
+NEWEST = ("Conv1x1Pair", "Conv1x1SumRelu", "Conv3x3DgradReduce", "Conv3x3Dgrad", "Conv3x3Statistics", "Conv3x3Relu",
+          "Conv3x3Wgrad", "DgradReduce dgrad_stream", "BatchNormAddReluConv1x1", "BatchNormPairConv1x1",
+          "BatchNormReluConv1x1", "BatchNormReluConv1x1 without output", "BatchNormReluConv3x3", "NormConvDgrad",
+          "QuantisedStemPool", "StemConvolution stem_forward", "StemWgrad stem_weights")
+OWN_FORMS = ("Conv1x1", "Conv1x1Relu", "Conv1x1AddRelu", "Conv1x1Statistics")
 
 
 def fused(symbol) -> Graph:
@@ -212,30 +217,49 @@ def random_variables(graph, shapes, rng, classes=7, dtype=np.float64):
     return values
 
 
-def repeatable_fusions(graph, node, ways):
-    """A `choose` that takes every fusion but cuDNN's own, which sum in a varying order or take long to be compiled, and
-    but the `NEWEST`, so that those run whose place they take."""
-    if any(way.startswith("fprop") for way in ways):
-        return "separate"
-    return passes.fused_way(graph, node, {way: ways[way] for way in ways if way not in NEWEST})
+# Prices of our own, which may be taken in a cover without a clock. Where either could have the gradient of a
+# convolution's data, that goes with the sums behind it.
+OWN_FUSIONS = {"DgradReduce": 1.0, "NormConvBackward": 2.5, "NormConvReduce": 2.5, "BatchNormBackwardApply": 1.0,
+               "StemPool": 1.0}
+PREFERRED, REFUSED = 0.4, math.inf  # prices: less than half a node; not to be had
 
 
-def streamed_gradients(graph, node, ways):
+def repriced(table, price, **prices_by_label):
+    """Those of `price`, but for some kernels."""
+    return [prices_by_label.get(each.label, of_each) for each, of_each in zip(table, price(table), strict=True)]
+
+
+def preferring(price, *labels):
+    """A price for which these kernels are taken wherever they can be."""
+    return lambda table: repriced(table, price, **dict.fromkeys(labels, PREFERRED))
+
+
+def refusing(price, *labels):
+    """A price for which these kernels cannot be had."""
+    return lambda table: repriced(table, price, **dict.fromkeys(labels, REFUSED))
+
+
+def repeatable_fusions(table):
+    """A price for which every fusion is taken but cuDNN's own, which sum in a varying order or take long to be
+    compiled, and but the `NEWEST`, so that those run whose place they take."""
+    return repriced(table, repeatable, **OWN_FUSIONS)
+
+
+def streamed_gradients(table):
     """`repeatable_fusions`, with the gradients of 1x1 convolutions by dgrad_stream.cu where that can make them."""
-    return "dgrad_stream" if "dgrad_stream" in ways else repeatable_fusions(graph, node, ways)
+    return preferring(repeatable_fusions, "DgradReduce dgrad_stream")(table)
 
 
-def gradients_alone(graph, node, ways):
-    """`own_kernels`, with the gradients of 3x3 convolutions by conv3x3.cu without the sums of the BatchNorm before."""
-    return "conv3x3_dgrad" if "conv3x3_dgrad" in ways else own_kernels(graph, node, ways)
-
-
-def last_way(graph, node, ways):
-    """A `choose` that takes the kernels of our own where cuDNN's do the same, which stand before them."""
-    return [*ways][-1]
-
-
-def own_kernels(graph, node, ways):
+def own_kernels(table):
     """`repeatable_fusions`, and every kernel of ours that has others beside it."""
-    own = [way for way in ways if way in (*NEWEST, "conv1x1_forward", "stem_pool")]
-    return own[-1] if own else repeatable_fusions(graph, node, ways)
+    return preferring(repeatable_fusions, *NEWEST, *OWN_FORMS, "StemPool")(table)
+
+
+def gradients_alone(table):
+    """`own_kernels`, with the gradients of 3x3 convolutions by conv3x3.cu without the sums of the BatchNorm before."""
+    return refusing(own_kernels, "Conv3x3DgradReduce")(table)
+
+
+def own_forms(table):
+    """A price of few nodes, by kernels of our own where cuDNN's do the same."""
+    return repriced(table, fewest, **dict.fromkeys((*OWN_FORMS, *NEWEST), 0.9))

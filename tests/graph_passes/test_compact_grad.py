@@ -10,6 +10,7 @@ from step_networks import random_variables, small_resnet, strided
 
 from common.mxnet_compat import mx
 from graph_passes import Graph, Ref, passes, pipeline
+from graph_passes.choice import fewest
 from graph_passes.executors.reference import run
 from graph_passes.passes.compact_grad import compact_grad
 from train.models.resnet import resnet
@@ -20,7 +21,7 @@ SHAPES = {"data": (3, 13, 11, 3), "softmax_label": (3,)}
 
 def before(graph: Graph, shapes: dict[str, Any] = SHAPES, dtype: str = "float16") -> Graph:
     """A training step as the pass finds it."""
-    listed = pipeline.training_passes(shapes, dtype, passes.fused_way)
+    listed = pipeline.training_passes(shapes, dtype, fewest)
     names = [*listed]
     return pipeline.run({name: listed[name] for name in names[: names.index("compact_grad")]}, graph)
 
@@ -48,7 +49,7 @@ def strides(step: Graph) -> list[tuple[int, int]]:
 def test_the_shortcuts_of_a_resnet(depth: int, op: str) -> None:
     """Those of stages 2 to 4, which `dgrad_reduce` adds, though they are products of matrices now themselves."""
     graph, shapes = Graph.from_json(resnet(depth).tojson()), {"data": (2, 100, 68, 3)}
-    step = pipeline.training_step(graph, shapes, "float16", passes.fused_way)
+    step = pipeline.training_step(graph, shapes, "float16", fewest)
     sizes = step.infer_shapes({**shapes, "loss_scale": (1,)})
     compact = [node for node in step if node.get("grad_stride")]
     assert [(node.op, node["grad_stride"]) for node in compact] == [(op, (2, 2))] * 3
@@ -95,7 +96,7 @@ def test_other_networks_have_none() -> None:
     """An average pooling has the stride in ResNet-D; in NCHW nothing is left out."""
     shapes = {"data": (2, 64, 64, 3)}
     assert not strides(pipeline.training_step(Graph.from_json(MODELS["resnet50d"]().tojson()), shapes, "float16",
-                                              passes.fused_way))
+                                              fewest))
     graph = passes.layout(Graph.from_json(small_resnet(False).tojson()), "NCHW", inputs=["data"])
     step = before(graph, {"data": (3, 3, 13, 11)}, "bfloat16")
     assert compact_grad(step) == step

@@ -11,6 +11,7 @@ from step_networks import bottlenecks, dropping, flattened, pre_activation, rand
 
 from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError, Node, Ref, passes, pipeline
+from graph_passes.choice import fewest
 from graph_passes.drawing import draw_svg
 from graph_passes.executors import Draws, Executor, create_executor
 from graph_passes.executors.reference import evaluate, run
@@ -102,7 +103,7 @@ def test_frozen_branches_are_not_dropped_but_counted() -> None:
     drops = [node for node in passes.stochastic_depth(graph, 0.7) if node.op == "Dropout"]
     assert [node["p"] for node in drops] == pytest.approx([0.4, 0.5, 0.6, 0.7])
     step = pipeline.training_step(passes.dropout(passes.freeze(graph, "backbone"), 0.5), {"data": (2, 32, 32, 3)},
-                                  "float16", passes.fused_way)
+                                  "float16", fewest)
     assert step.operators()["DropoutElements"] == 1, "what the classifier reads, though all before it is frozen"
 
 
@@ -122,7 +123,7 @@ def test_gradients_against_finite_differences(name: str, mode: str, rng: np.rand
     build, data = NETWORKS[name]
     graph, shapes = dropping(build(), mode), {"data": data, "softmax_label": data[:1]}
     values = random_variables(graph, shapes, rng) | {SEED: words_of(1 if mode == "block" else 2)}
-    step = pipeline.training_step(graph, shapes, "bfloat16", passes.fused_way)
+    step = pipeline.training_step(graph, shapes, "bfloat16", fewest)
     assert ("BatchNormAddReluApply" in step.operators()) == (name != "BatchNorm first")
     names = [name for name in graph.arguments if name not in shapes]
     results, width = run(step, values), 1e-9
@@ -195,12 +196,12 @@ def test_images_of_another_size_and_a_dropout_of_pixels(rng: np.random.Generator
 
 def test_networks_that_drop_are_drawn_and_planned() -> None:
     graph, shapes = dropping(bottlenecks(7, 7)), {"data": (4, 64, 64, 4), "softmax_label": (4,)}
-    step = pipeline.training_step(graph, shapes, "float16", passes.fused_way)
+    step = pipeline.training_step(graph, shapes, "float16", fewest)
     svg = draw_svg(step, "step", step.infer_shapes(shapes))
     assert all(op in svg for op in ("DropoutFactors", "DropoutElements", "BatchNormPairConv1x1"))
     plan = passes.memory(step, shapes)
     kept = passes.memory(pipeline.training_step(Graph.from_json(bottlenecks(7, 7).tojson()), shapes, "float16",
-                                                passes.fused_way), shapes)
+                                                fewest), shapes)
     factors = 3 * 256  # bytes, aligned: (2, 4) factors, and what the classifier reads and its gradient
     assert plan.arena_bytes <= kept.arena_bytes + factors + 2 * 4 * 128 * 2
     assert passes.tensor_dtypes(step)[Ref(SEED)] == "uint32"

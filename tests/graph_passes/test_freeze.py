@@ -9,6 +9,7 @@ from test_fused_step import SAME, check_close
 
 from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError, Ref, passes, pipeline, roles
+from graph_passes.choice import fewest, repeatable
 from graph_passes.executors import create_executor
 from graph_passes.executors.reference import backward, forward, run
 from graph_passes.optimizers import create, names
@@ -37,8 +38,8 @@ def test_a_step_with_frozen_layers_against_the_network_as_it_is_given(name, pref
     wanted = forward(graph, {Ref(name): value for name, value in values.items()}, training=True)
     gradients = backward(graph, wanted)
     folded = passes.fold_bn_params(pipeline.run(pipeline.FUSED, graph), values, values, frozen_only=True)
-    for choose in (passes.fused_way, passes.first_way):
-        step = pipeline.training_step(graph, shapes, "bfloat16", choose)
+    for price in (fewest, repeatable):
+        step = pipeline.training_step(graph, shapes, "bfloat16", price)
         results = run(step, values | folded)
         trained = {name for name in graph.variables if name not in frozen | shapes.keys()}
         fixed = {node.inputs[1].node for node in graph if node.op == "BatchNorm" and node["fix_gamma"]}
@@ -123,7 +124,7 @@ def test_stages_of_a_network(name):
     for prefix in ("stem", "stage1", "stage2_block1", "stage2", "stage3", "stage4", "backbone"):
         frozen = passes.freeze(graph, prefix)
         sizes.append(len(roles.frozen(frozen)))
-        operators.append(len(pipeline.training_step(frozen, shapes, "float16", passes.fused_way)))
+        operators.append(len(pipeline.training_step(frozen, shapes, "float16", fewest)))
     assert sizes == sorted(sizes) and len(set(sizes)) >= 6
     assert operators == sorted(operators, reverse=True) and operators[0] > 2 * operators[-1]
     everything = roles.frozen(passes.freeze(graph, "backbone"))

@@ -2,7 +2,6 @@
 against the network as it is given, whose gradient no pass writes; and against MXNet."""
 
 from collections import Counter
-from functools import partial
 
 import numpy as np
 import pytest
@@ -11,10 +10,14 @@ from step_networks import (
     dropping,
     flattened,
     gradients_alone,
-    last_way,
+    own_forms,
+    own_kernels,
     pre_activation,
+    preferring,
     random_network,
     random_variables,
+    refusing,
+    repriced,
     small_resnet,
     strided,
     words,
@@ -22,12 +25,11 @@ from step_networks import (
 
 from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError, Node, Ref, passes, pipeline
+from graph_passes.choice import fewest, repeatable
 from graph_passes.executors import Box, Draws, create_executor
 from graph_passes.executors.reference import backward, evaluate, forward, run
 from graph_passes.operators import OPERATORS
 from graph_passes.operators.dropout import SEED
-from graph_passes.passes.conv1x1_pair import conv1x1_pair
-from graph_passes.passes.conv1x1_sum import conv1x1_sum
 from graph_passes.passes.quantise import QUANTISED
 from train.models.resnet import resnet
 
@@ -90,7 +92,8 @@ LOSSES = {
     "binary cross entropy": lambda graph: passes.binary_cross_entropy(graph, 0.1),
     "weighted classes": lambda graph: passes.weigh_classes(graph, [0.25, 0.5, 1, 2, 4, 0.1, 3]),
 }
-WAYS = {"fused": passes.fused_way, "separate": passes.first_way, "last": last_way, "gradients alone": gradients_alone}
+PAIR = ("BatchNormPairApply", "BatchNormPairBackwardReduce", "BatchNormPairBackwardApply")
+PRICES = {"fewest": fewest, "repeatable": repeatable, "own": own_forms, "gradients alone": gradients_alone}
 
 
 def network(name):
@@ -106,9 +109,9 @@ def check_close(got, wanted, tolerance, name, floor=0.0):
     assert np.abs(got - wanted).max() <= tolerance * max(np.abs(wanted).max(), floor), name
 
 
-def check_step(graph, shapes, values, choose, grouped=False, dtype="bfloat16"):
+def check_step(graph, shapes, values, price, grouped=False, dtype="bfloat16"):
     """A training step with all its passes against the network as it is given; the operators that it ran."""
-    step = pipeline.training_step(graph, shapes, dtype, choose, grouped)
+    step = pipeline.training_step(graph, shapes, dtype, price, grouped)
     values = {**values, SEED: values["data"].view(np.uint32).ravel()[:2]}
     graph = passes.draw_masks(graph, shapes["data"][0])
     given = dict(values) if dtype != "float16" else {**values, "loss_scale": np.array([8.0])}
@@ -130,14 +133,14 @@ def check_step(graph, shapes, values, choose, grouped=False, dtype="bfloat16"):
     return step.operators().keys()
 
 
-@pytest.mark.long(but=["*-fused", "basic blocks-last", "biases-last", "words-last", "bottlenecks-last"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.long(but=["*-fewest", "basic blocks-own", "biases-own", "words-own", "bottlenecks-own"])
+@pytest.mark.parametrize("price", PRICES)
 @pytest.mark.parametrize("name", NETWORKS)
-def test_a_step_against_the_network_as_it_is_given(name, way, rng):
+def test_a_step_against_the_network_as_it_is_given(name, price, rng):
     graph, shapes = network(name)
     values = random_variables(graph, shapes, rng)
     dtype = str(rng.choice(["bfloat16", "float16"]))
-    check_step(graph, shapes, values, WAYS[way], grouped=bool(rng.integers(2)), dtype=dtype)
+    check_step(graph, shapes, values, PRICES[price], grouped=bool(rng.integers(2)), dtype=dtype)
 
 
 @pytest.mark.long(but=["basic blocks*", "wide*", "words", "biases", "flattened*"])
@@ -148,8 +151,8 @@ def test_inference_against_the_network_as_it_is_given(name, rng):
     wanted = forward(graph, {Ref(name): value for name, value in values.items()}, training=False)
     aux = {name: values[name] for name in graph.aux}
     folded = passes.fold_bn_params(graph, values, aux)
-    for choose in WAYS.values():
-        network_graph = pipeline.inference(graph, "bfloat16", choose)
+    for price in PRICES.values():
+        network_graph = pipeline.inference(graph, "bfloat16", price)
         tensors = {Ref(name): {**values, **folded}[name] for name in network_graph.variables}
         for node in network_graph:
             if not node.is_variable:
@@ -161,13 +164,13 @@ def test_pairs_of_convolutions_in_inference(rng):
     """One at the end of each block but the last and those with a projection shortcut, which are a sum of two; what is
     between them keeps its readers."""
     graph = Graph.from_json(resnet(50).tojson())
-    network_graph = pipeline.inference(graph, "float16", last_way)
+    network_graph = pipeline.inference(graph, "float16", preferring(own_forms, "Conv1x1SumRelu"))
     pairs = [node for node in network_graph if node.op == "Conv1x1Pair"]
     assert len(pairs) == 15 - 4
     for pair in pairs:
         first, second = (network_graph.consumers[ref] for ref in pair.refs())
         assert len(first) == 1 and len(second) == 1
-    assert "Conv1x1Pair" not in pipeline.inference(graph, "float32", last_way).operators()
+    assert "Conv1x1Pair" not in pipeline.inference(graph, "float32", own_forms).operators()
 
 
 @pytest.mark.parametrize("depth, convolutions, behind_norms, with_relu", [(18, 4, 2, 2), (50, 3, 3, 3)])
@@ -175,30 +178,30 @@ def test_3x3_convolutions_of_our_own(depth, convolutions, behind_norms, with_rel
     """Where the device finds them faster: those of stage 1 forward, and their data gradients, where these go through a
     BatchNorm + ReLU with it and with its sums; of all with stride 1 the weight gradients. In 16 bits alone."""
     graph, shapes = Graph.from_json(resnet(depth).tojson()), {"data": (2, 64, 64, 3)}
-    step = pipeline.training_step(graph, shapes, "bfloat16", last_way)
+    step = pipeline.training_step(graph, shapes, "bfloat16", own_forms)
     assert step.operators()["Conv3x3Wgrad"] == 13
     wanted = {"BatchNormReluConv3x3": behind_norms, "Conv3x3Statistics": convolutions - behind_norms,
               "Conv3x3DgradReduce": behind_norms, "Conv3x3Dgrad": convolutions - behind_norms}
     own = [node for node in step if node.op in wanted]
     assert all(node.name.startswith("stage1") for node in own)
     assert Counter(node.op for node in own) == Counter(wanted)
-    assert pipeline.inference(graph, "float16", last_way).operators()["Conv3x3Relu"] == with_relu
-    for dtype, choose in (("float32", last_way), ("float16", passes.first_way), ("float16", passes.fused_way)):
-        operators = {*pipeline.training_step(graph, shapes, dtype, choose).operators(),
-                     *pipeline.inference(graph, dtype, choose).operators()}
+    assert pipeline.inference(graph, "float16", own_forms).operators()["Conv3x3Relu"] == with_relu
+    for dtype, price in (("float32", own_forms), ("float16", repeatable), ("float16", fewest)):
+        operators = {*pipeline.training_step(graph, shapes, dtype, price).operators(),
+                     *pipeline.inference(graph, dtype, price).operators()}
         found = {op for op in operators if op.startswith("Conv3x3")}
-        assert found == ({"Conv3x3DgradReduce"} if choose is passes.fused_way else set())
+        assert found == ({"Conv3x3DgradReduce"} if price is fewest else set())
 
 
 def test_sums_of_convolutions_in_inference():
     """One for each projection shortcut, the first of which alone has stride 1."""
     graph = Graph.from_json(resnet(50).tojson())
-    network_graph = pipeline.inference(graph, "float16", last_way)
+    network_graph = pipeline.inference(graph, "float16", preferring(own_forms, "Conv1x1SumRelu"))
     sums = [node for node in network_graph if node.op == "Conv1x1SumRelu"]
     assert [node["stride"] for node in sums] == [(1, 1), (2, 2), (2, 2), (2, 2)]
     assert not any("shortcut" in node.name for node in network_graph if not node.is_variable)
-    for dtype, choose in (("float32", last_way), ("float16", passes.first_way)):
-        assert "Conv1x1SumRelu" not in pipeline.inference(graph, dtype, choose).operators()
+    for dtype, price in (("float32", own_forms), ("float16", repeatable)):
+        assert "Conv1x1SumRelu" not in pipeline.inference(graph, dtype, price).operators()
 
 
 @pytest.mark.parametrize("last_is_shortcut", [False, True])
@@ -211,9 +214,9 @@ def test_a_sum_is_two_convolutions_beside_one_another(last_is_shortcut, rng):
     operands = [(("x", "w", "b"), (2, 2)), (("x2", "w2", "b2"), (1, 1))]
     (of_addend, stride), (of_last, last_stride) = reversed(operands) if last_is_shortcut else operands
     addend = Node("Convolution", "addend", tuple(map(Ref, of_addend)), {**attrs, "stride": stride})
-    last = Node("Conv1x1AddRelu", "last", tuple(map(Ref, (*of_last, "addend"))), {**attrs, "stride": last_stride})
+    last = Node("ConvolutionAddRelu", "last", tuple(map(Ref, (*of_last, "addend"))), {**attrs, "stride": last_stride})
     graph = Graph([*(Node("null", name) for name in values), addend, last], [Ref("last")])
-    summed = conv1x1_sum(graph, last_way)
+    summed = pipeline.cover(graph, fewest)
     assert summed.operators() == {"Conv1x1SumRelu": 1}
     assert summed.infer_shapes({"x": values["x"], "x2": values["x2"]})[Ref("last")] == (2, 3, 5, 24)
     (node,) = (node for node in summed if not node.is_variable)
@@ -222,7 +225,8 @@ def test_a_sum_is_two_convolutions_beside_one_another(last_is_shortcut, rng):
     (wanted,) = evaluate(last, [*(arrays[name] for name in of_last), first])
     check_close(got, wanted, SAME, "last")
     read_twice = Graph(graph, [Ref("last"), Ref("addend")])
-    assert conv1x1_sum(read_twice, last_way) == read_twice
+    assert pipeline.cover(read_twice, lambda table: repriced(table, fewest, Conv1x1SumRelu=1.1)) == read_twice, (
+        "the addend is to be written anyway")
 
 
 def test_a_pair_is_two_convolutions_after_one_another(rng):
@@ -231,11 +235,11 @@ def test_a_pair_is_two_convolutions_after_one_another(rng):
     arrays = {name: rng.standard_normal(shape).astype(np.float32 if name in ("b", "b2") else np.float16)
               for name, shape in values.items()}
     attrs = {"kernel": (1, 1), "layout": "NHWC", "dtype": "float16"}
-    first = Node("Conv1x1AddRelu", "first", tuple(map(Ref, ("x", "w", "b", "a"))), {**attrs, "num_filter": 24})
-    second = Node("Conv1x1Relu", "second", (Ref("first"), Ref("w2"), Ref("b2")), {**attrs, "num_filter": 8})
+    first = Node("ConvolutionAddRelu", "first", tuple(map(Ref, ("x", "w", "b", "a"))), {**attrs, "num_filter": 24})
+    second = Node("ConvolutionRelu", "second", (Ref("first"), Ref("w2"), Ref("b2")), {**attrs, "num_filter": 8})
     variables = [Node("null", name) for name in values]
     graph = Graph([*variables, first, second], [Ref("first"), Ref("second")])
-    paired = conv1x1_pair(graph, last_way)
+    paired = pipeline.cover(graph, fewest)
     assert paired.operators() == {"Conv1x1Pair": 1} and paired.outputs == (Ref("first"), Ref("first", 1))
     (pair,) = (node for node in paired if not node.is_variable)
     y, z = evaluate(pair, [arrays[ref.node] for ref in pair.inputs])
@@ -245,112 +249,113 @@ def test_a_pair_is_two_convolutions_after_one_another(rng):
     assert np.array_equal(z, evaluate(second, [wanted, arrays["w2"], arrays["b2"]])[0])
 
 
+SUMS = {"own": "Conv1x1Statistics", "cudnn": "ConvolutionStatistics", "separate": "BatchNormStatistics"}
+ENDS = ("BatchNormAddReluConv1x1", "BatchNormPairConv1x1")
+WITHIN = ("BatchNormReluConv1x1", "BatchNormReluConv1x1 without output")
+
+
+def with_sums(kind):
+    """A price for which the sums of a convolution are had in one of these ways wherever they can be."""
+    others = [label for label in SUMS.values() if label not in (SUMS[kind], "BatchNormStatistics")]
+    return refusing(preferring(fewest, SUMS[kind]), *others, *(["Conv3x3Statistics"] if kind == "separate" else []))
+
+
+def check_same(graph, shapes, values, grouped, prices):
+    """A step by either price has the same results; both steps."""
+    steps = [pipeline.training_step(graph, shapes, "bfloat16", price, grouped) for price in prices]
+    one, other = (run(step, values) for step in steps)
+    for name, wanted in other.items():
+        check_close(one[name], wanted, SAME, name, np.abs(other["fc_weight_grad"]).max() / 1e3)
+    return steps
+
+
 @pytest.mark.long(but=["False-own"])
-@pytest.mark.parametrize("sums", ["own", "cudnn", "separate"])
+@pytest.mark.parametrize("sums", SUMS)
 @pytest.mark.parametrize("grouped", [False, True])
 def test_the_end_of_a_block_with_the_convolution_that_follows(sums, grouped, rng):
     """However that convolution has its sums: one for each block that another follows, with the same results as without,
     and all that others read of the two that it stands for."""
-    taken = {"own": "conv1x1_forward", "cudnn": "fprop_stats", "separate": "separate"}[sums]
-
-    def choose(graph, node, ways, fused=True):
-        if "norm_conv1x1" in ways:
-            return "norm_conv1x1" if fused else "separate"
-        return taken if taken in ways else passes.fused_way(graph, node, ways)
-
+    without = refusing(with_sums(sums), *WITHIN, *ENDS, "BatchNormReluConv3x3")
+    with_it = preferring(without, *ENDS)
     graph, shapes = network("bottlenecks")
     values = random_variables(graph, shapes, rng)
-    operators = check_step(graph, shapes, values, choose, grouped)
-    assert {"BatchNormPairConv1x1", "BatchNormAddReluConv1x1"} <= operators
-    with_it, without = (pipeline.training_step(graph, shapes, "bfloat16", way, grouped)
-                        for way in (choose, partial(choose, fused=False)))
-    assert with_it.operators().total() == without.operators().total() - (4 if sums == "separate" else 2)
-    results = [run(step, values) for step in (with_it, without)]
-    for name, wanted in results[1].items():
-        check_close(results[0][name], wanted, SAME, name, np.abs(results[1]["fc_weight_grad"]).max() / 1e3)
+    assert {*ENDS} <= check_step(graph, shapes, values, with_it, grouped)
+    fused, separate = check_same(graph, shapes, values, grouped, (with_it, without))
+    assert fused.operators().total() == separate.operators().total() - (4 if sums == "separate" else 2)
 
 
 @pytest.mark.long(but=["False"])
 @pytest.mark.parametrize("grouped", [False, True])
 def test_a_batch_norm_with_the_3x3_convolution_that_follows(grouped, rng):
-    """Where that is our own kernel, which has its sums, with the same results as without; else both are left alone."""
-    def choose(graph, node, ways, fused=True, own=True):
-        if "norm_conv3x3" in ways:
-            return "norm_conv3x3" if fused else "separate"
-        if "conv3x3_forward" in ways and own:
-            return "conv3x3_forward"
-        return passes.fused_way(graph, node, ways)
-
+    """In one operator or two, with the same results."""
+    without = preferring(refusing(fewest, *WITHIN, *ENDS, "BatchNormReluConv3x3"), "Conv3x3Statistics")
+    with_it = preferring(without, "BatchNormReluConv3x3")
     graph, shapes = network("bottlenecks")
     values = random_variables(graph, shapes, rng)
-    assert "BatchNormReluConv3x3" in check_step(graph, shapes, values, choose, grouped)
-    with_it, without = (pipeline.training_step(graph, shapes, "bfloat16", way, grouped)
-                        for way in (choose, partial(choose, fused=False)))
-    blocks = with_it.operators()["BatchNormReluConv3x3"]
-    assert blocks == 3 and without.operators()["Conv3x3Statistics"] == blocks
-    assert with_it.operators().total() == without.operators().total() - blocks
-    results = [run(step, values) for step in (with_it, without)]
-    for name, wanted in results[1].items():
-        check_close(results[0][name], wanted, SAME, name, np.abs(results[1]["fc_weight_grad"]).max() / 1e3)
-    alone = pipeline.training_step(graph, shapes, "bfloat16", partial(choose, own=False), grouped)
-    assert "BatchNormReluConv3x3" not in alone.operators()
+    assert "BatchNormReluConv3x3" in check_step(graph, shapes, values, with_it, grouped)
+    fused, separate = check_same(graph, shapes, values, grouped, (with_it, without))
+    blocks = fused.operators()["BatchNormReluConv3x3"]
+    assert blocks == 3 and separate.operators()["Conv3x3Statistics"] == blocks
+    assert fused.operators().total() == separate.operators().total() - blocks
 
 
-@pytest.mark.long(but=["False-fprop_stats"])
-@pytest.mark.parametrize("sums", ["conv1x1_forward", "fprop_stats", "separate"])
+@pytest.mark.long(but=["False-cudnn"])
+@pytest.mark.parametrize("sums", SUMS)
 @pytest.mark.parametrize("grouped", [False, True])
 def test_a_batch_norm_with_the_1x1_convolution_that_follows(sums, grouped, rng):
     """However that convolution has its sums: at the end of each block, with the same results as without. What the
     BatchNorm gives is written only where another node reads it: not where the gradients make it again."""
-    def choose(graph, node, ways, fused=True, again=True):
-        if "norm_relu_conv1x1" in ways:
-            return "norm_relu_conv1x1" if fused else "separate"
-        if "norm_backward" in ways:
-            return "norm_backward" if again else "separate"
-        return sums if sums in ways else passes.fused_way(graph, node, ways)
-
+    again = ("NormConvBackward", "NormConvReduce", "NormConvDgrad")
+    without = preferring(refusing(with_sums(sums), *WITHIN, *ENDS, "BatchNormReluConv3x3", *again[::2]), again[1])
+    with_it = preferring(without, *WITHIN)
     graph, shapes = network("bottlenecks")
     values = random_variables(graph, shapes, rng)
-    assert "BatchNormReluConv1x1" in check_step(graph, shapes, values, choose, grouped)
-    with_it, without = (pipeline.training_step(graph, shapes, "bfloat16", way, grouped)
-                        for way in (choose, partial(choose, fused=False)))
-    blocks = with_it.operators()["BatchNormReluConv1x1"]
-    assert blocks == 3 and "BatchNormReluConv1x1" not in without.operators()
+    assert "BatchNormReluConv1x1" in check_step(graph, shapes, values, with_it, grouped)
+    fused, separate = check_same(graph, shapes, values, grouped, (with_it, without))
+    blocks = fused.operators()["BatchNormReluConv1x1"]
+    assert blocks == 3 and "BatchNormReluConv1x1" not in separate.operators()
     saved = 2 * blocks if sums == "separate" else blocks
-    assert with_it.operators().total() == without.operators().total() - saved
-    results = [run(step, values) for step in (with_it, without)]
-    for name, wanted in results[1].items():
-        check_close(results[0][name], wanted, SAME, name, np.abs(results[1]["fc_weight_grad"]).max() / 1e3)
-    for again in (True, False):
-        step = pipeline.training_step(graph, shapes, "bfloat16", partial(choose, again=again), grouped)
-        fused = [node for node in step if node.op == "BatchNormReluConv1x1"]
-        assert all(node["no_output"] == (not step.consumers.get(Ref(node.name))) == again for node in fused)
+    assert fused.operators().total() == separate.operators().total() - saved
+    for price in (with_it, refusing(with_it, *again)):
+        step = pipeline.training_step(graph, shapes, "bfloat16", price, grouped)
+        found = [node for node in step if node.op == "BatchNormReluConv1x1"]
+        assert len(found) == blocks
+        assert all(node["no_output"] <= (not step.consumers.get(Ref(node.name))) for node in found)
+        assert any(not step.consumers.get(Ref(node.name)) for node in found) == (price is with_it)
+
+
+def test_an_output_that_nobody_reads_is_left_out_where_that_is_cheaper():
+    """Each set of outputs has its own price."""
+    graph, shapes = network("bottlenecks")
+    for cheaper, left_out in ((WITHIN[1], True), (WITHIN[0], False)):
+        price = preferring(own_kernels, "NormConvReduce")
+
+        def cheapest(table, price=price, cheaper=cheaper):
+            return repriced(table, price, **{cheaper: 0.3})
+
+        step = pipeline.training_step(graph, shapes, "bfloat16", cheapest)
+        found = [node["no_output"] for node in step if node.op == "BatchNormReluConv1x1"]
+        assert found == [left_out] * 3
 
 
 def test_where_a_block_and_the_next_convolution_are_left_alone():
     """Where images are dropped; where the convolution is no product; in fp32; where nobody asks for its sums."""
-    asked = []
-
-    def choose(graph, node, ways):
-        asked.extend((node.op, node.name) for way in ways if way in ("norm_conv1x1", "norm_relu_conv1x1"))
-        return last_way(graph, node, ways)
-
     def norms(name, dtype="float16"):
-        graph, shapes = network(name)
-        asked.clear()
-        step = pipeline.training_step(graph, shapes, dtype, choose)
-        assert len(asked) == sum(node.op.endswith("Conv1x1") for node in step)
-        return Counter(op.removesuffix("Apply") for op, _ in asked)
+        graph, shapes = network(name) if isinstance(name, str) else name
+        listed = pipeline.training_passes(shapes, dtype, fewest)
+        before = pipeline.run({each: run for each, run in listed.items() if each != "cover"}, graph)
+        table = pipeline.candidates(before, before.infer_shapes(shapes))
+        places = {(each.op, each.node.name) for each in table if each.op.endswith("Conv1x1")}
+        return Counter(op.removesuffix("Conv1x1") for op, _ in places)
 
     within = {"BatchNormRelu": 3}  # before the last convolution of a block
-    assert norms("bottlenecks") == {**within, "BatchNormPair": 1, "BatchNormAddRelu": 1}
+    # A pair is a candidate beside the BatchNorm that adds the other one.
+    assert norms("bottlenecks") == {**within, "BatchNormPair": 1, "BatchNormAddRelu": 2}
     assert norms("bottlenecks", "float32") == norms("basic blocks") == {}
-    assert norms("bottlenecks that drop") == {**within, "BatchNormPair": 1}  # in the first block nothing is dropped
+    assert norms("bottlenecks that drop") == {**within, "BatchNormPair": 1, "BatchNormAddRelu": 1}
     assert norms("BatchNorm first") == {"BatchNormRelu": 2}  # before the first
-    graph, shapes = Graph.from_json(resnet(50).tojson()), {"data": (2, 64, 64, 3)}
-    asked.clear()
-    pipeline.training_step(graph, shapes, "float16", choose)
-    assert len(asked) == 15 + 16
+    whole = Graph.from_json(resnet(50).tojson()), {"data": (2, 64, 64, 3)}
+    assert norms(whole) == {"BatchNormAddRelu": 15, "BatchNormPair": 4, "BatchNormRelu": 16}
 
 
 @pytest.mark.parametrize("build, alone", [(projections, ["a2", "b2"]), (lambda: bottlenecks(3, 7, 256), ["a4"])])
@@ -358,8 +363,8 @@ def test_one_of_a_pair_of_batch_norms_goes_its_own_way(build, alone, rng):
     """Where only its convolution can, from the same gradient; that of the other is made alone."""
     graph = passes.bn_relu(passes.bn_add_relu(Graph.from_json(build().tojson())))
     shapes = {"data": (3, 5, 7, 3), "softmax_label": (3,)}
-    check_step(graph, shapes, random_variables(graph, shapes, rng), passes.fused_way)
-    step = pipeline.training_step(graph, shapes, "float16", passes.fused_way)
+    check_step(graph, shapes, random_variables(graph, shapes, rng), fewest)
+    step = pipeline.training_step(graph, shapes, "float16", fewest)
     assert "BatchNormPairBackwardApply" not in step.operators()
     for name in alone:
         others = [node.op for node in step if node.inputs and node.inputs[0] == step[f"{name}_conv_wgrad"].inputs[0]]
@@ -373,7 +378,7 @@ def test_random_networks(rng):
     for number in range(12):
         graph = Graph.from_json(random_network(rng).tojson())
         values = random_variables(graph, shapes, rng)
-        check_step(graph, shapes, values, WAYS["fused" if number % 3 else "separate"], grouped=bool(number % 2))
+        check_step(graph, shapes, values, PRICES["fewest" if number % 3 else "repeatable"], grouped=bool(number % 2))
 
 
 @pytest.mark.long
@@ -383,9 +388,9 @@ def test_every_operator_is_in_one_of_these_graphs():
     for name in NETWORKS:
         graph, shapes = network(name)
         seen |= graph.operators().keys()
-        for choose in WAYS.values():
-            steps = [pipeline.training_passes(shapes, "float16", choose, grouped=True),
-                     pipeline.inference_passes("float16", choose)]
+        for price in PRICES.values():
+            steps = [pipeline.training_passes(shapes, "float16", price, grouped=True),
+                     pipeline.inference_passes("float16", price)]
             for listed in steps:
                 after = graph
                 for each in listed.values():
@@ -453,27 +458,20 @@ def test_a_cpu_network_in_nchw_runs_unfused_where_kernels_are_for_nhwc(rng):
     graph = passes.layout(network("bottlenecks")[0], "NCHW", inputs=["data"])
     shapes = {"data": (2, 4, 22, 18), "softmax_label": (2,)}
     values = random_variables(graph, shapes, rng)
-    operators = check_step(graph, shapes, values, passes.fused_way)
+    operators = check_step(graph, shapes, values, fewest)
     assert not operators & {"StemConvolution", "BatchNormPoolApply", "DgradReduce", "NormConvBackward"}
     assert "BatchNormPairApply" in operators
 
 
-def test_no_pass_asks_where_there_is_nothing_to_choose(rng):
-    """In fp32 only the sums of a convolution, and its bias, can be had in more than one way."""
-    asked = []
-
-    def choose(graph, node, ways):
-        asked.extend(ways)
-        for nodes in ways.values():
-            assert nodes and all(ref.node in graph.nodes or ref.node in {n.name for n in nodes}
-                                 for each in nodes for ref in each.inputs)
-        return passes.first_way(graph, node, ways)
-
+@pytest.mark.parametrize("dtype, wanted", [("float32", {"ConvolutionStatistics", *PAIR}), ("float16", {
+    "ConvolutionStatistics", "Conv1x1Statistics", "Conv3x3Statistics", "StemConvolution stem_fprop",
+    "StemConvolution stem_forward", "StemWgrad stem_wgrad", "StemWgrad stem_weights", *PAIR, *ENDS, *WITHIN,
+    "BatchNormReluConv3x3", "DgradReduce", "DgradReduce dgrad_stream", "NormConvBackward", "NormConvReduce",
+    "NormConvDgrad", "BatchNormBackwardApply", "Conv3x3Dgrad", "Conv3x3DgradReduce", "Conv3x3Wgrad"})])
+def test_what_can_be_fused(dtype, wanted):
+    """In fp32 only the sums of a convolution, and pairs of BatchNorms."""
     graph, shapes = Graph.from_json(resnet(50).tojson()), {"data": (2, 64, 64, 3)}
-    pipeline.training_step(graph, shapes, "float32", choose)
-    assert set(asked) == {"separate", "fprop_stats"}
-    pipeline.training_step(graph, shapes, "float16", choose)
-    assert set(asked) == {"separate", "fprop_stats", "conv1x1_forward", "stem_fprop", "stem_forward", "stem_wgrad",
-                          "stem_weights", "norm_conv1x1", "norm_relu_conv1x1", "dgrad_reduce", "dgrad_stream",
-                          "norm_backward", "norm_dgrad", "conv3x3_forward", "dgrad",
-                          "conv3x3_dgrad", "conv3x3_dgrad_reduce", "conv3x3_weights"}
+    listed = pipeline.training_passes(shapes, dtype, fewest)
+    before = pipeline.run({each: run for each, run in listed.items() if each != "cover"}, graph)
+    table = pipeline.candidates(before, before.infer_shapes(shapes))
+    assert {each.label for each in table if each.is_fused} == wanted

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from common.mxnet_compat import mx
-from graph_passes import VARIABLE, Graph, GraphError, Node, Ref, passes, pipeline
+from graph_passes import VARIABLE, Graph, GraphError, Node, Ref, pipeline
+from graph_passes.choice import fewest
 from graph_passes.executors import create_executor
 from graph_passes.executors.reference import backward, forward, run
 from graph_passes.operators.rnn import GATES, num_parameters
@@ -135,7 +136,7 @@ def test_a_step_against_the_network_as_it_is_given(mode, rng):
     sizes = graph.infer_shapes(shapes)
     values = {name: rng.normal(0, 0.7, sizes[Ref(name)]) for name in graph.variables}
     values["softmax_label"] = np.array([0.0, 6, 2])
-    step = pipeline.training_step(graph, shapes, "float32", passes.fused_way)
+    step = pipeline.training_step(graph, shapes, "float32", fewest)
     assert {"RNNTrain", "RNNBackward"} <= step.operators().keys()
     assert Graph.from_json(step.to_json()) == step
     results = run(step, values)
@@ -166,7 +167,7 @@ def test_states_that_the_loss_depends_on_are_refused():
         mx.sym.var("data"), mx.sym.var("parameters"), mx.sym.var("state"), mode="gru", state_size=5, num_layers=1,
         state_outputs=True, name="rnn")[1])).tojson())
     with pytest.raises(GraphError, match="last state of RNN 'rnn' is read"):
-        pipeline.training_step(graph, {"data": (4, 3, 2)}, "float32", passes.fused_way)
+        pipeline.training_step(graph, {"data": (4, 3, 2)}, "float32", fewest)
 
 
 def test_mxnet_without_onednn_is_refused(monkeypatch):

@@ -12,7 +12,7 @@ from step_networks import (
     bottlenecks,
     flattened,
     gradients_alone,
-    last_way,
+    own_forms,
     pre_activation,
     random_variables,
     small_resnet,
@@ -21,6 +21,7 @@ from step_networks import (
 
 from common.mxnet_compat import mx
 from graph_passes import Graph, Node, Ref, passes, pipeline
+from graph_passes.choice import fewest, repeatable
 from graph_passes.executors.reference import evaluate
 from graph_passes.operators import OPERATORS
 
@@ -57,11 +58,11 @@ def network(name: str) -> Graph:
     return passes.binary_cross_entropy(graph) if name == "binary cross entropy" else graph
 
 
-WAYS = {"fused": passes.fused_way, "separate": passes.first_way, "last": last_way, "gradients alone": gradients_alone}
+PRICES = {"fewest": fewest, "repeatable": repeatable, "own": own_forms, "gradients alone": gradients_alone}
 Call = tuple[Node, list[np.ndarray], list[np.ndarray | None]]  # a node, what it read, what it wrote
 
 
-CASES = [(name, way) for name in NETWORKS for way in WAYS]
+CASES = [(name, way) for name in NETWORKS for way in PRICES]
 
 
 @pytest.fixture(scope="module", params=CASES, ids=[f"{name}-{way}" for name, way in CASES])
@@ -77,7 +78,7 @@ def computed(name: str, way: str, rng: np.random.Generator) -> Iterator[Call]:
     shapes = {"data": data, "softmax_label": data[:1]}
     graph = network(name)
     values = random_variables(graph, shapes, rng)
-    step = pipeline.training_step(graph, shapes, "float16", WAYS[way])
+    step = pipeline.training_step(graph, shapes, "float16", PRICES[way])
     dtypes = passes.tensor_dtypes(step)
     values["loss_scale"] = np.array([1024.0])
     tensors = {Ref(name): values[name].astype(dtypes[Ref(name)]) for name in step.variables}
@@ -136,8 +137,8 @@ def test_operators_have_rules_and_rules_operators() -> None:
     seen = set()
     for name, (_, data) in NETWORKS.items():
         graph, shapes = network(name), {"data": data, "softmax_label": data[:1]}
-        for choose in WAYS.values():
-            seen |= pipeline.training_step(graph, shapes, "float16", choose).operators().keys()
+        for price in PRICES.values():
+            seen |= pipeline.training_step(graph, shapes, "float16", price).operators().keys()
     assert RULES.keys() <= seen, RULES.keys() - seen
     fused = {name for name in seen if OPERATORS[name].fused}
     assert fused <= RULES.keys(), fused - RULES.keys()

@@ -7,15 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from graph_passes.executors.cuda.ahead import begin_kernels
+from graph_passes.choice import Choice, Price
 from graph_passes.executors.cuda.capacity import too_little_memory
-from graph_passes.executors.cuda.choices import Choices
 from graph_passes.executors.cuda.lowering import Persistent, lower
 from graph_passes.executors.cuda.parameters import Store
+from graph_passes.executors.cuda.prices import Prices
 from graph_passes.executors.cuda.program import Buffer, Launch, run
 from graph_passes.executors.cuda.toolchain import Toolchain
 from graph_passes.graph import Graph
-from graph_passes.passes import Choose
 
 LEAST_READ = 1 << 22  # bytes of a batch: to copy less takes the GPU no longer than one more launch takes the host
 
@@ -24,11 +23,11 @@ class CompiledGraph:
     """The graph that `passes` give for inputs of these shapes, on parameters, inputs and outputs that outlive it. All
     else that it writes lies in the arena, where the next that runs may overwrite it. To be run, it must be captured.
 
-    `passes` are those of `graph_passes/pipeline.py`, which ask this GPU where there are several ways. Raises GraphError
+    `passes` are those of `graph_passes/pipeline.py`, which ask this GPU for prices. Raises GraphError
     for what cannot be lowered, and where memory does not suffice.
     """
 
-    def __init__(self, passes: Callable[[Choose], Graph], input_shapes: Mapping[str, Sequence[int]],
+    def __init__(self, passes: Callable[[Price], Graph], input_shapes: Mapping[str, Sequence[int]],
                  store: Store, persistent: Persistent, tools: Toolchain) -> None:
         self._gpu, self._arena = tools.gpu, tools.arena
         self._segments: list[list[Any]] = []  # of each its CUDA graphs, and launches that are in none
@@ -36,16 +35,16 @@ class CompiledGraph:
         self._data: Buffer = persistent.data
         self._readers: list[int] = []  # numbers of the launches that read the images and are in no CUDA graph
         self.image_size = tuple(input_shapes["data"][1:3])
-        choices = Choices(input_shapes, store, persistent, tools)
-        ahead = partial(begin_kernels, passes, input_shapes, store, persistent, tools)
+        prices = Prices(input_shapes, store, persistent, tools)
         try:
-            with tools.kernels.expecting(ahead):
-                self.graph = passes(choices)
+            with tools.kernels.side_by_side():
+                self.graph = passes(prices)
                 self.lowering = lower(self.graph, self.graph.infer_shapes(input_shapes), store, persistent, tools)
+                self.lowering.program.load()
         finally:  # what has been timed is kept, also if the user interrupts it
             tools.convolutions.save()
             tools.planner.save()
-        self.choices = choices
+        self.price = prices
         num_bytes, (free, total) = self.lowering.program.arena_bytes, self._gpu.memory()
         available = free + self._arena.num_bytes
         if num_bytes > available:
@@ -76,6 +75,11 @@ class CompiledGraph:
             found = [launches[number] for number in group]
             pieces += found if is_reader else [self._gpu.capture(partial(run, found))]
         return pieces
+
+    @property
+    def choices(self) -> list[Choice]:
+        """Which kernels were taken where there was something to choose, and the times of all that could be had."""
+        return self.price.choices
 
     @property
     def num_segments(self) -> int:

@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from graph_passes.executors.cuda.choices import Choices
+from graph_passes.choice import Choice, Price
 from graph_passes.executors.cuda.lowering import Persistent, lower_nodes
 from graph_passes.executors.cuda.lowering.builder import Builder
 from graph_passes.executors.cuda.parameters import ParameterStore
-from graph_passes.executors.cuda.planner import Decision
+from graph_passes.executors.cuda.prices import Prices
 from graph_passes.executors.cuda.program import Buffer, run
 from graph_passes.executors.cuda.toolchain import Toolchain
 from graph_passes.graph import Graph, Ref
-from graph_passes.passes import Choose, tensor_dtypes
+from graph_passes.passes import tensor_dtypes
 
 
 class DeviceFunction:
@@ -23,24 +23,24 @@ class DeviceFunction:
     and reads; all else lies in the arena.
 
     Args:
-        passes: give the graph that runs, with what this GPU answers where there are several ways.
+        passes: give the graph that runs, for the prices that this GPU says.
         shapes: of the graph's inputs, from which those of all its tensors follow.
         dtype: of the network: "float16", "bfloat16" or "float32".
 
     Raises GraphError for what cannot be lowered, and where memory does not suffice.
     """
 
-    def __init__(self, passes: Callable[[Choose], Graph], shapes: Mapping[str, Sequence[int]], dtype: str,
+    def __init__(self, passes: Callable[[Price], Graph], shapes: Mapping[str, Sequence[int]], dtype: str,
                  tools: Toolchain) -> None:
         self._tools = tools
         self._executable: Any = None
         # What else a network has: no operator of a function reads it.
         nothing = {field.name: Buffer(field.name, (0,), "uint8") for field in dataclasses.fields(Persistent)}
         persistent = Persistent(**nothing | {"data": self._placed("data", shapes["data"], dtype)})
-        choices = Choices(shapes, ParameterStore((), {}, dtype), persistent, tools)
-        self.graph = passes(choices)
+        prices = Prices(shapes, ParameterStore((), {}, dtype), persistent, tools)
+        self.graph = passes(prices)
         tools.planner.save()
-        self.decisions: list[Decision] = choices.decisions
+        self.choices: list[Choice] = prices.choices
         sizes, dtypes = self.graph.infer_shapes(shapes), tensor_dtypes(self.graph)
         buffers = {Ref("data"): persistent.data}
         for ref in (*map(Ref, self.graph.variables), *self.graph.outputs):
@@ -51,6 +51,7 @@ class DeviceFunction:
         builder = Builder(sizes, dtypes, buffers, dtype, persistent, tools)
         lower_nodes(builder, self.graph)
         self._program = builder.program
+        self._program.load()
         self._program.plan_memory()
         tools.arena.admit(self._program.arena_bytes, self._place)
 

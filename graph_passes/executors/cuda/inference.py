@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 
+from graph_passes.choice import Price
 from graph_passes.executors.cuda.compiled import CompiledGraph
 from graph_passes.executors.cuda.lowering import Persistent
 from graph_passes.executors.cuda.parameters import Store
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.executors.cuda.toolchain import Toolchain
 from graph_passes.graph import Graph
-from graph_passes.passes import Choose
 
 
 class Inference:
@@ -21,7 +21,7 @@ class Inference:
     What was compiled for one image size is kept until images of another one come.
     """
 
-    def __init__(self, passes: Callable[[Choose], Graph], shapes: Mapping[str, tuple[int, ...]], store: Store,
+    def __init__(self, passes: Callable[[Price], Graph], shapes: Mapping[str, tuple[int, ...]], store: Store,
                  tools: Toolchain) -> None:
         self._passes, self._shapes, self._store, self._tools = passes, dict(shapes), store, tools
         self._compiled: dict[int, CompiledGraph] = {}  # by number of images

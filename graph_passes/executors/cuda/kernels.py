@@ -11,7 +11,7 @@ import ctypes
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -98,43 +98,38 @@ class KernelLibrary:
         self._loaded: dict[tuple[str, str], Kernel] = {}
         self._begun: dict[tuple[str, str], Future[tuple[bytes, str]]] = {}
         self._pool: ThreadPoolExecutor | None = None
-        self._begin_others: Callable[[], None] | None = None
 
     def get(self, source: str, expression: str) -> Kernel:
         """The kernel `expression` of kernels/`source`, compiled unless this machine has done so before."""
         key = (source, expression)
         if key not in self._loaded:
-            code = self._kept(*key) or self._compiled_with_others(*key)
+            code = self._begun_or_compiled(*key) if key in self._begun else self._kept(*key) or self._compiled(*key)
             self._loaded[key] = Kernel(self._gpu, *code)
         return self._loaded[key]
 
     @contextlib.contextmanager
-    def expecting(self, begin_others: Callable[[], None]) -> Iterator[None]:
-        """Inside, the first kernel that is to be compiled has `begin_others` called, which by `begin` names those that
-        will be asked for after it: they are compiled side by side, each on a core."""
+    def side_by_side(self) -> Iterator[None]:
+        """Inside, kernels that are begun are compiled side by side, each on a core."""
         cores = len(os.sched_getaffinity(0))
         self._pool = ThreadPoolExecutor(min(cores, MOST_COMPILED_AT_ONCE), thread_name_prefix="nvrtc")
-        self._begin_others = begin_others
         try:
             yield
         finally:
             self._pool.shutdown(wait=False, cancel_futures=True)
-            self._pool = self._begin_others = None
+            self._pool = None
             self._begun.clear()
 
     def begin(self, source: str, expression: str) -> None:
-        """Compile a kernel on another core, unless this machine has done so before; `get` waits for it."""
+        """Say that a kernel will be asked for. Where that is to be side by side, it is read or compiled on another core
+        from now on; `get` waits for it."""
         key = (source, expression)
         if self._pool and key not in self._loaded and key not in self._begun:
             self._begun[key] = self._pool.submit(lambda: self._kept(*key) or self._compiled(*key))
 
-    def _compiled_with_others(self, source: str, expression: str) -> tuple[bytes, str]:
-        if self._begin_others:
-            begin_others, self._begin_others = self._begin_others, None
-            begin_others()
-        begun = self._begun.get((source, expression))
-        if begun is None or begun.cancel():  # it has not come to that one
-            return self._compiled(source, expression)
+    def _begun_or_compiled(self, source: str, expression: str) -> tuple[bytes, str]:
+        begun = self._begun[source, expression]
+        if begun.cancel():  # it has not come to that one
+            return self._kept(source, expression) or self._compiled(source, expression)
         return begun.result()
 
     def _kept(self, source: str, expression: str) -> tuple[bytes, str] | None:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from graph_passes.choice import Choice, format_choices
 from graph_passes.executors.cuda.compiled import CompiledGraph
 from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.kernels import KernelLibrary
-from graph_passes.executors.cuda.planner import Decision
 from graph_passes.executors.cuda.program import Launch
 
 COPY_BYTES = 2 << 30  # large against every cache
@@ -47,7 +47,7 @@ class Profile:
 
     rows: list[Row]
     ceiling: float
-    decisions: list[Decision]
+    choices: list[Choice]
 
     def summary(self) -> str:
         """Sums by operation."""
@@ -56,13 +56,13 @@ class Profile:
     def text(self, note: str) -> str:
         """All of it, with a note below the sums."""
         return (f"{format_table(self.rows, self.ceiling)}\n\n{self.summary()}\n{note}\n\n"
-                f"chosen, of the ways that were timed:\n{format_decisions(self.decisions)}\n")
+                f"chosen, with the times of rivals:\n{format_choices(self.choices)}\n")
 
 
 def profile(compiled: CompiledGraph, gpu: Gpu, kernels: KernelLibrary) -> Profile:
     """Of what it computes with the batch that is loaded."""
     return Profile(time_launches(gpu, compiled.lowering.program.launches), copy_gigabytes_per_second(gpu, kernels),
-                   compiled.choices.decisions)
+                   compiled.choices)
 
 
 def time_launches(gpu: Gpu, launches: Sequence[Launch], replays: int = 10) -> list[Row]:
@@ -133,17 +133,3 @@ def format_summary(rows: list[Row], ceiling: float) -> str:
     by_time = sorted(groups.items(), key=lambda item: -sum(row.milliseconds for row in item[1]))
     head = f"{'operation':<42}{'launches':>9}{'ms':>9}{'least':>9}{'TFLOP/s':>9}{'GB/s':>7}{'of copy':>9}"
     return "\n".join([head, *(line(operation, group) for operation, group in by_time), line("sum", rows)])
-
-
-def format_decisions(decisions: Iterable[Decision]) -> str:
-    """What the planner chose, and the milliseconds of all ways; nodes of the same problem on one line."""
-    groups: dict[str, list[Decision]] = {}
-    for decision in decisions:
-        groups.setdefault(decision.problem, []).append(decision)
-    lines = []
-    for problem, group in groups.items():
-        nodes = group[0].node if len(group) == 1 else f"{group[0].node} and {len(group) - 1} more"
-        lines.append(f"{nodes}: {problem}")
-        for way, milliseconds in sorted(group[0].times.items(), key=lambda item: item[1]):
-            lines.append(f"  {'*' if way == group[0].chosen else ' '} {way:<44}{milliseconds:>9.4f} ms")
-    return "\n".join(lines)

@@ -52,12 +52,19 @@ class Launch:
 @dataclass
 class Program:
     """Launches in order, and the number of bytes of the arena that they need. `scratch` are buffers that one launch at
-    a time uses, beside what it reads and writes."""
+    a time uses, beside what it reads and writes. `loads`: what makes its kernels ready, which may be being compiled."""
 
     launches: list[Launch] = field(default_factory=list)
     scratch: tuple[Buffer, ...] = ()
     arena_bytes: int = 0
+    loads: list[Callable[[], object]] = field(default_factory=list)
     _arena: int = 0  # address of the arena that the buffers lie in
+
+    def load(self) -> None:
+        """Wait for its kernels. To be called before it runs, and outside of a CUDA graph, as that cannot load code.
+        Raises GraphError for one that cannot be compiled."""
+        for load in self.loads:
+            load()
 
     def plan_memory(self) -> None:
         """Give every buffer that is not persistent its offset in the arena, as `address`; see `plan_arena`. Scratch

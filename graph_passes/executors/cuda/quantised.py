@@ -9,13 +9,14 @@ from pathlib import Path
 import numpy as np
 
 from graph_passes import pipeline
+from graph_passes.choice import Price, repeatable
 from graph_passes.errors import GraphError
 from graph_passes.executors.cuda.inference import Inference
 from graph_passes.executors.cuda.network import Allocate, Network
 from graph_passes.executors.cuda.options import StepOptions
 from graph_passes.executors.cuda.parameters import QuantisedStore, parameters_of
 from graph_passes.graph import Graph, Ref
-from graph_passes.passes import Choose, first_way, tensor_dtypes
+from graph_passes.passes import tensor_dtypes
 from graph_passes.passes.quantise import Kept, Scales
 from graph_passes.passes.quantise_squares import quantise_squares_params
 
@@ -40,7 +41,7 @@ class QuantisedNetwork(Network):
         options = StepOptions(FLOATS, deterministic=deterministic)
         super().__init__(graph, shapes, options, device_id, allocate, cache_folder)
         quantised = pipeline.run(pipeline.quantised_passes(FLOATS, scales, kept), graph)
-        self.store = _store(self._passes(scales, kept, first_way), shapes)
+        self.store = _store(self._passes(scales, kept, repeatable), shapes)
         for array in self.store.arrays.values():
             array.place(self.gpu.allocate(array.num_bytes))
         self._upload(quantise_squares_params(quantised, params))
@@ -48,8 +49,8 @@ class QuantisedNetwork(Network):
         passes = partial(self._passes, scales, kept)
         self._inference = Inference(passes, self._shapes, self.store, self._tools)
 
-    def _passes(self, scales: Scales, kept: Kept, choose: Choose) -> Graph:
-        return pipeline.run(pipeline.gpu_quantised_passes(FLOATS, scales, kept, choose), self._graph)
+    def _passes(self, scales: Scales, kept: Kept, price: Price) -> Graph:
+        return pipeline.run(pipeline.gpu_quantised_passes(FLOATS, scales, kept, price), self._graph)
 
     def _upload(self, params: Mapping[str, np.ndarray]) -> None:
         values = self.store.values

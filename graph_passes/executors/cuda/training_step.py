@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from graph_passes import pipeline, roles
+from graph_passes.choice import Choice, Price, repeatable
 from graph_passes.errors import GraphError
 from graph_passes.executors.base import Draws
 from graph_passes.executors.cuda.buckets import Bucket, bucket_of, cut
@@ -30,12 +31,10 @@ from graph_passes.executors.cuda.network import Allocate, Network
 from graph_passes.executors.cuda.optimizer import INITIAL_LOSS_SCALE, Optimizer, OptimizerConfig
 from graph_passes.executors.cuda.options import StepOptions
 from graph_passes.executors.cuda.parameters import VECTOR, FlatArray, ParameterStore, parameters_of
-from graph_passes.executors.cuda.planner import Decision
 from graph_passes.executors.cuda.profile import Profile, profile
 from graph_passes.executors.cuda.program import Buffer
-from graph_passes.graph import Graph, Node, Ref
+from graph_passes.graph import Graph, Ref
 from graph_passes.operators.dropout import words_of
-from graph_passes.passes import Choose, Ways, first_way
 from graph_passes.passes.precision import ITEM_BYTES
 
 Arrays = dict[str, np.ndarray]
@@ -69,7 +68,7 @@ class TrainingStep(Network):
             parameters_of(graph, inferred, tuple(shapes)), {name: inferred[Ref(name)] for name in graph.aux},
             options.dtype, options.wire_dtype, frozen, self._frozen.store if self._frozen else None)
         largest = self._largest_shapes(options.largest_image_size)
-        unfused = self._passes(largest)(first_way)
+        unfused = self._passes(largest)(repeatable)
         arena_bytes = check_fits(unfused, largest, self.store, *self.gpu.memory())
         self._most_images = most_images(unfused, largest)
         self._place_parameters()
@@ -109,17 +108,18 @@ class TrainingStep(Network):
         return self._training.graph
 
     @property
-    def decisions(self) -> list[Decision]:
-        """Where that step could be computed in several ways: which was chosen, and the time of each."""
-        return self._training.choices.decisions
+    def choices(self) -> list[Choice]:
+        """Which kernels were taken for that step where there was something to choose, and the times of all."""
+        return self._training.choices
+
+    @property
+    def price(self) -> Price:
+        """That for which this step was chosen, once more for the same passes on the same network."""
+        return self._training.price
 
     def profile(self) -> Profile:
         """Of forward and backward."""
         return profile(self._training, self.gpu, self.kernels)
-
-    def choose_again(self, graph: Graph, node: Node, ways: Ways) -> str:
-        """The `choose` that gives the passes the same answers as they had for that step."""
-        return self._training.choices.again(graph, node, ways)
 
     def _cut_buckets(self, num_buckets: int) -> tuple[list[list[Bucket]], list[list[str]]]:
         """What each part of the backward pass completes, and the weights whose gradients it ends with."""
@@ -134,8 +134,8 @@ class TrainingStep(Network):
         buckets[-1].append(bucket_of(self.gpu, "others", others, list(others.slices)))
         return buckets, parts
 
-    def _passes(self, shapes: Mapping[str, tuple[int, ...]]) -> Callable[[Choose], Graph]:
-        """The passes that make the step of the network, but for who chooses among several ways."""
+    def _passes(self, shapes: Mapping[str, tuple[int, ...]]) -> Callable[[Price], Graph]:
+        """The passes that make the step of the network, but for the prices of the candidates."""
         return partial(pipeline.training_step, self._graph, shapes, self.dtype, grouped=self.options.group is not None)
 
     def _largest_shapes(self, image_size: int) -> dict[str, tuple[int, ...]]:

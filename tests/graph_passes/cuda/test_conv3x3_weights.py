@@ -8,14 +8,13 @@ import ctypes
 import numpy as np
 import pytest
 from gpu_arrays import PRECISION, Device, relative_error, rounded
-from step_networks import last_way
+from step_networks import preferring
 
-from graph_passes import Graph, Node, Ref
+from graph_passes import Graph, Node, Ref, pipeline
+from graph_passes.choice import fewest, repeatable
 from graph_passes.executors.cuda.kernels import count, instance
 from graph_passes.executors.cuda.lowering.conv3x3_wgrad import Conv3x3Weights
 from graph_passes.executors.reference import evaluate
-from graph_passes.passes.choice import first_way
-from graph_passes.passes.conv3x3_wgrad import conv3x3_wgrad
 
 ATTRIBUTES = {"kernel": (3, 3), "stride": (1, 1), "pad": (1, 1), "num_filter": 64, "layout": "NHWC", "no_bias": True}
 SHAPES = [  # images, height, width, channels, filters
@@ -108,13 +107,14 @@ def test_blocks(channels: int, filters: int, blocks: tuple[int, int]) -> None:
     ({"pad": (0, 0)}, 64, False), ({"kernel": (5, 5)}, 64, False), ({"num_group": 2}, 64, False),
     ({"dilate": (2, 2)}, 64, False), ({"dtype": "float32"}, 64, False)])
 def test_pass(changed: dict[str, object], channels: int, taken: bool) -> None:
-    """It is for one window, and asks; what it takes computes the same."""
+    """It is for one window; what it takes computes the same."""
     wgrad = Node("ConvolutionWgrad", "dw", (Ref("dy"), Ref("x")), {**ATTRIBUTES, "dtype": "float16", **changed})
     graph = Graph([Node("null", "dy"), Node("null", "x"), wgrad], [Ref("dw")])
     shapes = {"x": (2, 12, 12, channels)}
-    own = conv3x3_wgrad(graph, shapes, last_way)
+    sizes = graph.infer_shapes(shapes)
+    own = pipeline.cover(graph, preferring(fewest, "Conv3x3Wgrad"), sizes)
     assert own.operators() == {"Conv3x3Wgrad" if taken else "ConvolutionWgrad": 1}
-    assert conv3x3_wgrad(graph, shapes, first_way) == graph
+    assert pipeline.cover(graph, repeatable, sizes) == graph
     if taken:
         random = np.random.default_rng(0)
         dy, x = (random.normal(0, 1, (2, 12, 12, each)) for each in (wgrad["num_filter"], channels))

@@ -1,4 +1,4 @@
-"""The planner: the fastest way wins, is remembered by the next process, and what is not chosen leaves no trace."""
+"""The planner: each problem is timed once, which the next process remembers, and leaves no trace."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 
 from common.disk_cache import Cache
 from graph_passes import GraphError
+from graph_passes.choice import Choice, format_choices
 from graph_passes.errors import TransientError
 from graph_passes.executors.cuda.arena import Arena
-from graph_passes.executors.cuda.planner import Decision, Planner
-from graph_passes.executors.cuda.profile import format_decisions
+from graph_passes.executors.cuda.planner import Planner
 from graph_passes.executors.cuda.program import Buffer, Launch, Program
 
 
@@ -74,52 +74,45 @@ def way(gpu: FakeGpu, name: str, *milliseconds: float, refused: bool = False) ->
     return SimpleNamespace(emit=emit, x=x, y=y)
 
 
-def test_the_fastest_way_wins_and_is_remembered(tmp_path: Path) -> None:
+def test_times_are_taken_once_and_remembered(tmp_path: Path) -> None:
     gpu = FakeGpu()
     first = planner(gpu, tmp_path)
     ways = {"one": way(gpu, "one", 2.0), "three": way(gpu, "three", 0.5, 0.5, 0.5),
             "never": way(gpu, "never", refused=True)}
-    emits = {name: each.emit for name, each in ways.items()}
-    decision = first.fastest("node", "a problem", emits)
-    assert decision.chosen == "three"
-    assert decision.times == {"one": 2.0, "three": 1.5, "never": float("inf")}
+    lowered = {name: each.emit for name, each in ways.items()}
+    times = first.times(lowered)
+    assert times == {"one": 2.0, "three": 1.5, "never": float("inf")}
     assert (ways["three"].x.address, ways["three"].y.address) == (4711, 0), "as they were before"
     first.save()
     assert gpu.allocated == 1 and gpu.timed == 2, "all is timed in one arena"
 
-    again = planner(gpu, tmp_path).fastest("other node", "a problem", dict.fromkeys(emits, pytest.fail))
+    others = [pytest.fail]
+    again = planner(gpu, tmp_path)
+    assert again.times(dict.fromkeys(lowered, pytest.fail), others) == times
     assert gpu.timed == 2, "not timed again, nor even lowered"
-    assert again.node == "other node" and again.times == decision.times
-    fewer = {name: emits[name] for name in ("one", "never")}
-    assert planner(gpu, tmp_path).fastest("node", "a problem", fewer).chosen == "one"
-    assert gpu.timed == 2, "there is no other way, so there is nothing to time"
-    other = planner(gpu, tmp_path)
-    assert other.fastest("node", "a problem", {name: emits[name] for name in ("one", "three")}).chosen == "three"
-    other.save()
-    assert gpu.timed == 4, "other ways, so they are timed"
-    for asked in (("one", "three"), ("one", "three", "never")):
-        planner(gpu, tmp_path).fastest("node", "a problem", dict.fromkeys(asked, pytest.fail))
+    more = {**dict.fromkeys(lowered, pytest.fail), "four": way(gpu, "four", 4.0).emit}
+    assert again.times(more)["four"] == 4.0 and gpu.timed == 3, "what is new alone"
+    again.save()
+    assert planner(gpu, tmp_path).times(dict.fromkeys(more, pytest.fail)) == {**times, "four": 4.0}
 
 
-def test_time_decides_nothing_where_runs_are_to_be_repeatable(tmp_path: Path) -> None:
-    gpu = FakeGpu()
-    ways = (("never", 0.0), ("slow", 2.0), ("fast", 1.0))
-    emits = {name: way(gpu, name, milliseconds, refused=name == "never").emit for name, milliseconds in ways}
-    quickest = planner(gpu, tmp_path)
-    assert quickest.fastest("node", "problem", emits).chosen == "fast"
-    quickest.save()
-    timed = gpu.timed
-    assert planner(gpu, tmp_path, deterministic=True).first(emits) == "slow", "the first possible, not the fastest"
-    assert gpu.timed == timed
+def test_all_is_lowered_before_the_first_is_timed(tmp_path: Path) -> None:
+    """So that all kernels are compiled side by side; also of what needs no time, whatever becomes of that."""
+    gpu, order = FakeGpu(), []
 
+    def emits(name: str, refused: bool = False) -> Any:
+        program = way(gpu, name, 1.0, refused=refused).emit
 
-def test_no_way_at_all_is_an_error(tmp_path: Path) -> None:
-    gpu = FakeGpu()
-    never = {"one": way(gpu, "such", refused=True).emit}
-    for ask in (lambda: planner(gpu, tmp_path).fastest("node", "problem", never),
-                lambda: planner(gpu, tmp_path).first(never)):
-        with pytest.raises(GraphError, match="no such"):
-            ask()
+        def emit() -> Program:
+            order.append((name, gpu.timed))
+            made: Program = program()
+            made.loads.append(lambda: order.append((f"load {name}", gpu.timed)))
+            return made
+
+        return emit
+
+    planner(gpu, tmp_path).times({"a": emits("a"), "b": emits("b")}, [emits("c"), emits("d", refused=True)])
+    assert order == [("a", 0), ("b", 0), ("c", 0), ("d", 0), ("load a", 0), ("load b", 1)]
 
 
 def test_what_could_not_be_timed_now_is_not_remembered(tmp_path: Path) -> None:
@@ -128,42 +121,35 @@ def test_what_could_not_be_timed_now_is_not_remembered(tmp_path: Path) -> None:
         raise TransientError("not found in time")
 
     gpu = FakeGpu()
-    emits = {name: way(gpu, name, milliseconds).emit for name, milliseconds in (("fused", 1.0), ("separate", 2.0))}
-    for ways, full in ((emits, True), ({**emits, "fused": unfinished}, False)):
+    lowered = {name: way(gpu, name, milliseconds).emit for name, milliseconds in (("fused", 1.0), ("separate", 2.0))}
+    for problems, full in ((lowered, True), ({**lowered, "fused": unfinished}, False)):
         now = planner(gpu, tmp_path)
         gpu.is_full = full
-        decision = now.fastest("node", "problem", ways)
-        assert decision.chosen == "separate" and decision.times["fused"] == float("inf")
+        assert now.times(problems) == {"fused": float("inf"), "separate": 2.0}
         timed = gpu.timed
-        assert now.fastest("other", "problem", ways).times == decision.times
-        assert gpu.timed == timed, "one answer a process"
+        assert now.times(problems)["fused"] == float("inf") and gpu.timed == timed, "one answer a process"
         now.save()
-    with pytest.raises(TransientError):
-        planner(gpu, tmp_path, deterministic=True).first({"fused": unfinished, "separate": emits["separate"]})
-    assert planner(gpu, tmp_path).fastest("node", "problem", emits).chosen == "fused"
+    assert planner(gpu, tmp_path).times(lowered) == {"fused": 1.0, "separate": 2.0}
 
 
 def test_a_cache_of_an_older_planner_is_left_alone(tmp_path: Path) -> None:
-    """Its problems have other names, so they are neither read wrongly nor lost."""
+    """Its times are of several launches together, in a file of another name."""
     gpu = FakeGpu()
-    old = planner(gpu, tmp_path)
-    old._times = {"dgrad 1024x64 -> 256, BatchNormAddReluBackward, float16": {"separate": 2.0, "dgrad_reduce": 1.0}}
-    old.save()
+    old = Cache("machine", tmp_path)
+    old.write("ways-0123456789abcdef-variant", b'{"a problem: separate or fused": {"separate": 2.0, "fused": 1.0}}')
     now = planner(gpu, tmp_path)
-    assert now.fastest("node", "problem", {name: way(gpu, name, 1.0).emit for name in ("a", "b")}).chosen == "a"
+    assert now.times({"problem": way(gpu, "a", 1.0).emit}) == {"problem": 1.0}
     now.save()
-    assert planner(gpu, tmp_path)._times.keys() == {*old._times, "problem: a or b"}
+    assert old.read("ways-0123456789abcdef-variant") is not None
 
 
-def test_decisions_as_text() -> None:
-    times = {"separate": 0.5, "fused": 0.25}
-    decisions = [Decision("a", "one", times), Decision("b", "two", {"separate": 1.0, "fused": 2.0}),
-                 Decision("c", "one", times)]
-    assert format_decisions(decisions).splitlines() == [
-        "a and 1 more: one",
-        f"  * {'fused':<44}   0.2500 ms",
-        f"    {'separate':<44}   0.5000 ms",
-        "b: two",
-        f"  * {'separate':<44}   1.0000 ms",
-        f"    {'fused':<44}   2.0000 ms",
+def test_choices_as_text() -> None:
+    rivals = (("Separate", 0.5),)
+    choices = [Choice("a", "Fused", 0.25, rivals), Choice("b", "Alone", 1.0, (("Together", 2.0),)),
+               Choice("c", "Fused", 0.25, rivals)]
+    assert format_choices(choices).splitlines() == [
+        f"{'Fused':<44}   0.2500 ms  a and 1 more",
+        f"  or {'Separate':<39}   0.5000 ms",
+        f"{'Alone':<44}   1.0000 ms  b",
+        f"  or {'Together':<39}   2.0000 ms",
     ]

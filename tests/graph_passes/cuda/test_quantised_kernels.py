@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,19 +15,20 @@ from int8_networks import quantised
 
 from common.mxnet_compat import mx
 from graph_passes import Graph, Node, Ref
+from graph_passes.candidates import Candidate
 from graph_passes.errors import GraphError
 from graph_passes.executors import reference
 from graph_passes.executors.cuda import compiled
-from graph_passes.executors.cuda.choices import Choices
 from graph_passes.executors.cuda.kernels import HOPPER
 from graph_passes.executors.cuda.lowering import lower_nodes
 from graph_passes.executors.cuda.lowering.builder import Builder
 from graph_passes.executors.cuda.lowering.quantised import CHUNK, SQUARES_COLUMNS, TILE_CHANNELS, Stream
 from graph_passes.executors.cuda.lowering.quantised_taps import QuantisedTaps
+from graph_passes.executors.cuda.prices import Prices
 from graph_passes.executors.cuda.program import Buffer, run
 from graph_passes.executors.cuda.quantised import QuantisedNetwork
 from graph_passes.executors.cuda.quantised_executor import QuantisedCudaExecutor
-from graph_passes.passes import Ways, tensor_dtypes
+from graph_passes.passes import tensor_dtypes
 from graph_passes.passes.quantise import Kept
 from graph_passes.passes.quantised_way import DIRECT, SQUARES, STREAMS, TAPS, TILES
 
@@ -375,18 +377,15 @@ def test_whole_networks(name: str, size: int, kept: Kept, fused: bool, rng: np.r
     """Tensor by tensor: each integer, with several convolutions, or one and its pooling, in a launch wherever that can
     be, and nowhere. Where the first convolution is in floats, its float16 makes another integer of some; what is behind
     is then compared with the answer alone."""
-    choose = Choices.__call__
+    times = Prices._times
 
-    def chosen(self: Choices, graph: Graph, node: Node, ways: Ways) -> str:
-        if "separate" in ways:
-            try:
-                preferred = {way: nodes for way, nodes in ways.items() if (way == "separate") != fused}
-                return choose(self, graph, node, preferred)
-            except GraphError:
-                pass
-        return choose(self, graph, node, ways)
+    def preferred(self: Prices, *asked: Any) -> dict[Candidate, float]:
+        of_several = ("QuantisedStemPool", "QuantisedConvolutionPair", "QuantisedConvolutionSum",
+                      "QuantisedConvolutionSumPair", "StemPool")
+        return {each: ms if each.op not in of_several or ms == math.inf else 1e-9 if fused else math.inf
+                for each, ms in times(self, *asked).items()}
 
-    monkeypatch.setattr(Choices, "__call__", chosen)
+    monkeypatch.setattr(Prices, "_times", preferred)
     case = quantised(name, 3, size, rng, kept)
     network = QuantisedNetwork(case.network, case.shapes, case.scales, kept, case.params, cache_folder=cache)
     network.load(case.images.astype(np.float16), np.zeros(3))

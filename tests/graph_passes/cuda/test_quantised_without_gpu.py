@@ -12,14 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 from int8_networks import Int8, quantised
+from step_networks import preferring, refusing
 from test_without_gpu import FakeConvolutions, FakeGpu, FakeKernels
 
 from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError, Ref, passes, pipeline
+from graph_passes.choice import fewest, repeatable
 from graph_passes.errors import TransientError
 from graph_passes.executors import reference
-from graph_passes.executors.cuda import compiled, network, toolchain
-from graph_passes.executors.cuda.choices import Choices
+from graph_passes.executors.cuda import compiled, network, prices, toolchain
 from graph_passes.executors.cuda.executor import CudaExecutor
 from graph_passes.executors.cuda.lowering.quantised import MULTIPROCESSOR_SHARED_BYTES, RESERVED_BYTES, Stream
 from graph_passes.executors.cuda.lowering.quantised_pair import QuantisedPair
@@ -29,10 +30,12 @@ from graph_passes.executors.cuda.quantised_executor import QuantisedCudaExecutor
 from graph_passes.operators import window
 from graph_passes.passes.quantise import Kept
 from graph_passes.passes.quantise_squares import quantise_squares, quantise_squares_params
-from graph_passes.passes.quantised_pair import PAIR, quantised_pair
-from graph_passes.passes.quantised_stem_pool import WAY, quantised_stem_pool
-from graph_passes.passes.quantised_sum import quantised_sum
-from graph_passes.passes.quantised_way import DIRECT, SQUARES, STREAMS, TAPS, TILES, quantised_way
+from graph_passes.passes.quantised_way import DIRECT, STREAMS, TILES, WAYS
+
+SUMS = tuple(f"QuantisedConvolutionSum {way}" for way in STREAMS)
+PAIRS = ("QuantisedConvolutionPair", "QuantisedConvolutionSumPair")
+UNFUSED = refusing(fewest, *SUMS, *PAIRS)  # a price
+WITHOUT_PAIRS = refusing(fewest, *PAIRS)
 
 
 @pytest.fixture(autouse=True)
@@ -67,8 +70,8 @@ def launches(name: str, kept: Kept, tmp_path: Path, size: int = 64, deterministi
 
 def test_launches(tmp_path: Path) -> None:
     found = launches("resnet18", Kept(), tmp_path)
-    assert found == {"quantise_squares": 1, "quantised_conv_squares": 1, "quantised_conv_taps": 16,
-                     "quantised_conv": 3, "quantised_max_pool": 1, "quantised_average_pool": 1, "fprop": 1,
+    assert found == {"quantise_squares": 1, "quantised_stem_pool": 1, "quantised_conv_taps": 16,
+                     "quantised_conv": 3, "quantised_average_pool": 1, "fprop": 1,
                      "softmax_cross_entropy": 1, "add_metrics": 1}
 
 
@@ -76,12 +79,7 @@ def test_launches(tmp_path: Path) -> None:
 def test_the_stem_with_its_pooling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it is taken: not by itself in runs that are to be repeatable, which no clock may change."""
     assert launches("resnet18", Kept(), tmp_path, deterministic=True)["quantised_stem_pool"] == 0
-    choose = Choices.__call__
-
-    def pooled_first(self: Choices, graph: Graph, node: Any, ways: passes.Ways) -> str:
-        return choose(self, graph, node, dict(sorted(ways.items(), key=lambda way: way[0] != WAY)))
-
-    monkeypatch.setattr(Choices, "__call__", pooled_first)
+    monkeypatch.setattr(prices, "repeatable", preferring(repeatable, "QuantisedStemPool"))
     for size, taken in ((64, 1), (33, 1), (256, 0)):  # 128 pixels are too wide
         found = launches("resnet18", Kept(), tmp_path, size, deterministic=True)
         assert (found["quantised_stem_pool"], found["quantised_max_pool"]) == (taken, 1 - taken)
@@ -94,12 +92,7 @@ def test_the_stem_with_its_pooling(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_sums_of_convolutions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the weights of both fit into a block, and in runs that are to be repeatable not by itself."""
     before = launches("resnet50", Kept(), tmp_path, deterministic=True)
-    choose = Choices.__call__
-
-    def sum_first(self: Choices, graph: Graph, node: Any, ways: passes.Ways) -> str:
-        return choose(self, graph, node, dict(sorted(ways.items(), key=lambda way: way[0] not in STREAMS)))
-
-    monkeypatch.setattr(Choices, "__call__", sum_first)
+    monkeypatch.setattr(prices, "repeatable", preferring(repeatable, *SUMS))
     streams = launches("resnet50", Kept(), tmp_path, deterministic=True)
     assert sum(before.values()) - sum(streams.values()) == 3, "and not in stage 4"
     monkeypatch.setattr(FakeGpu, "capability", (8, 0))
@@ -157,15 +150,8 @@ def test_pairs_of_convolutions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """In stage 1 alone, where all have few channels; in runs that are to be repeatable not by themselves."""
     before = launches("resnet50", Kept(), tmp_path, deterministic=True)
     assert before["quantised_pair"] == 0
-    choose = Choices.__call__
-    first = {PAIR}
-
-    def fused_first(self: Choices, graph: Graph, node: Any, ways: passes.Ways) -> str:
-        return choose(self, graph, node, dict(sorted(ways.items(), key=lambda way: way[0] not in first)))
-
-    monkeypatch.setattr(Choices, "__call__", fused_first)
-    for preferred, fewer in ({PAIR}, 3), ({PAIR, *STREAMS}, 6):  # with the three sums
-        first = preferred
+    for preferred, fewer in (PAIRS[:1], 3), ((*PAIRS, *SUMS), 6):  # with the three sums
+        monkeypatch.setattr(prices, "repeatable", preferring(repeatable, *preferred))
         found = launches("resnet50", Kept(), tmp_path, deterministic=True)
         assert (found["quantised_pair"], sum(before.values()) - sum(found.values())) == (3, fewer)
     monkeypatch.setattr(FakeGpu, "capability", (8, 0))
@@ -182,7 +168,7 @@ def test_launches_of_what_stays_in_floats(tmp_path: Path) -> None:
 def test_a_network_with_groups_and_a_pre_activation_one(tmp_path: Path) -> None:
     found = launches("resnext50_32x4d", Kept(), tmp_path, size=32)
     assert found["quantised_conv_direct"] == 16
-    assert (found["quantised_conv"], found["quantised_conv_taps"]) == (14, 22)
+    assert (found["quantised_conv"], found["quantised_conv_taps"]) == (12, 15), "others in pairs and sums"
     found = launches("resnet18_v2", Kept(), tmp_path, size=32)
     assert found["batch_norm_apply"] == 9 and found["dequantise"] and found["quantise"]
 
@@ -233,9 +219,10 @@ def test_squares_change_no_integer(name: str, size: int, rng: np.random.Generato
 def test_pooling_in_the_stem_changes_no_integer(name: str, size: int, rng: np.random.Generator) -> None:
     case = quantised(name, 2, size, rng)
     graph = pipeline.run(pipeline.quantised_passes("float32", case.scales, case.kept), case.network)
-    pooled = quantised_stem_pool(quantise_squares(graph), lambda *_: WAY)
+    pooled = pipeline.cover(quantise_squares(graph), preferring(fewest, "QuantisedStemPool"))
     assert sum(node.op == "QuantisedStemPool" for node in pooled) == 1
-    assert quantised_stem_pool(graph, lambda *_: WAY) == graph, "which reads no squares"
+    table = pipeline.candidates(graph)
+    assert not any(each.op == "QuantisedStemPool" for each in table), "which reads no squares"
     values = quantise_squares_params(graph, case.params) | {"data": case.images, "softmax_label": np.zeros(2)}
     found = reference.forward(pooled, {Ref(each): values[each] for each in pooled.variables}, training=False)
     for ref, want in case.expected().items():
@@ -248,9 +235,9 @@ def test_pooling_in_the_stem_changes_no_integer(name: str, size: int, rng: np.ra
 def test_sums_of_convolutions_change_no_integer(name: str, strides: list[int], rng: np.random.Generator) -> None:
     case = quantised(name, 2, 33, rng)
     graph = pipeline.run(pipeline.quantised_passes("float32", case.scales, case.kept), case.network)
-    summed = quantised_sum(graph, lambda *_: next(iter(STREAMS)))
+    summed = pipeline.cover(graph, WITHOUT_PAIRS)
     assert [node["stride"] for node in summed if node.op == "QuantisedConvolutionSum"] == [(s, s) for s in strides]
-    assert Graph.from_json(summed.to_json()) == summed and quantised_sum(graph, passes.first_way) == graph
+    assert Graph.from_json(summed.to_json()) == summed and pipeline.cover(graph, UNFUSED) == graph
     assert {*summed.variables} == {*graph.variables}
     values = case.params | {"data": case.images, "softmax_label": np.zeros(2)}
     found = reference.forward(summed, {Ref(each): values[each] for each in summed.variables}, training=False)
@@ -266,13 +253,11 @@ def test_pairs_of_convolutions_change_no_integer(name: str, pairs: int, summed: 
     """Also of sums, at the end of a block with a projection shortcut."""
     case = quantised(name, 2, 33, rng)
     graph = pipeline.run(pipeline.quantised_passes("float32", case.scales, case.kept), case.network)
-    if summed:
-        graph = quantised_sum(graph, lambda *_: next(iter(STREAMS)))
-    paired = quantised_pair(graph, passes.fused_way)
+    paired = pipeline.cover(graph, preferring(UNFUSED if not summed else fewest, *PAIRS[: 1 + summed]))
     made = [node for node in paired if node.op.endswith("Pair")]
     sums = sum(node.op == "QuantisedConvolutionSumPair" for node in made)
     assert (len(made), sums) == (pairs, 4 if summed and pairs else 0)
-    assert Graph.from_json(paired.to_json()) == paired and quantised_pair(graph, passes.first_way) == graph
+    assert Graph.from_json(paired.to_json()) == paired and pipeline.cover(graph, UNFUSED) == graph
     dtypes, shapes = passes.tensor_dtypes(paired), paired.infer_shapes(case.shapes)
     values = case.params | {"data": case.images, "softmax_label": np.zeros(2)}
     found = reference.forward(paired, {Ref(each): values[each] for each in paired.variables}, training=False)
@@ -291,26 +276,28 @@ def test_a_first_convolution_at_stride_1_reads_pixels(rng: np.random.Generator) 
     assert quantise_squares(plain) == plain and quantise_squares_params(plain, case.params).keys() == case.params.keys()
 
 
-def test_each_convolution_is_asked_for(rng: np.random.Generator) -> None:
+def test_each_convolution_has_a_candidate_for_each_kernel(rng: np.random.Generator) -> None:
     case = quantised("resnet18", 1, 32, rng)
     graph = pipeline.run(pipeline.quantised_passes("float32", case.scales, case.kept), case.network)
-    asked = []
+    table = pipeline.candidates(graph)
+    by_name = Counter(each.node.name for each in table if each.op == "QuantisedConvolution")
+    assert len(by_name) == 20 and set(by_name.values()) == {1 + len(WAYS)}
+    second = [*TILES][1]
+    chosen = pipeline.cover(graph, preferring(fewest, f"QuantisedConvolution {second}"))
+    assert {node["way"] for node in chosen if node.op == "QuantisedConvolution"} == {second}
+    refused = refusing(repeatable, *(f"QuantisedConvolution {way}" for way in WAYS if way != DIRECT))
+    chosen = pipeline.cover(graph, refused)
+    assert {node["way"] for node in chosen if node.op == "QuantisedConvolution"} == {DIRECT}
 
-    def second(graph: Graph, node: Any, ways: passes.Ways) -> str:
-        asked.append((node.name, *ways))
-        if len(asked) > 1:
-            return [*TILES][1]
-        raise GraphError("none of them")
 
-    chosen = quantised_way(graph, second)
-    assert len(asked) == 20 and asked[0][1:] == (TAPS, SQUARES, *TILES, *STREAMS)
-    assert [node["way"] for node in chosen if node.op == "QuantisedConvolution"] == [DIRECT] + 19 * [[*TILES][1]]
+def test_short_memory_does_not_lead_to_the_last_resort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be far slower, without a word."""
+    def time_ms(gpu: FakeGpu, enqueue: Any) -> float:
+        raise TransientError("the GPU has no memory left")
 
-    def short(graph: Graph, node: Any, ways: passes.Ways) -> str:
-        raise TransientError("no memory now")
-
-    with pytest.raises(TransientError):
-        quantised_way(graph, short)
+    monkeypatch.setattr(FakeGpu, "time_ms", time_ms)
+    with pytest.raises(TransientError, match="no memory left"):
+        launches("resnet18", Kept(), tmp_path)
 
 
 # --- on MXNet's arrays ---

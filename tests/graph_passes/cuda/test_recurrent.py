@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,8 @@ import pytest
 from test_without_gpu import lower_graph
 
 from common.disk_cache import Cache
-from graph_passes import VARIABLE, Graph, GraphError, Node, Ref, passes
+from graph_passes import VARIABLE, Graph, GraphError, Node, Ref, passes, pipeline
+from graph_passes.choice import repeatable
 from graph_passes.errors import TransientError
 from graph_passes.executors.cuda import recurrent
 from graph_passes.executors.cuda.arena import Arena
@@ -22,7 +24,6 @@ from graph_passes.executors.cuda.planner import Planner
 from graph_passes.executors.cuda.recurrent import RecurrentLibrary, RecurrentProblem
 from graph_passes.executors.cuda.toolchain import Toolchain
 from graph_passes.operators.rnn import ALGORITHMS, GATES, num_parameters
-from graph_passes.passes.rnn_algorithm import rnn_algorithm
 from train.language_model import LanguageModel
 
 MILLISECONDS = dict(zip(ALGORITHMS, (3.0, 1.0, 2.0), strict=True))
@@ -204,15 +205,14 @@ def test_the_fastest_algorithm_is_taken_and_remembered(cudnn: type[FakeCudnn], t
     graph, shapes = layer(training)
     for again in (False, True):
         made, gpu = tools(tmp_path)
-        function = DeviceFunction(lambda choose: rnn_algorithm(passes.precision(graph, "bfloat16"), choose),
-                                  shapes, "bfloat16", made)
+        function = DeviceFunction(partial(pipeline.cover, passes.precision(graph, "bfloat16")), shapes, "bfloat16",
+                                  made)
         taken = {node["algorithm"] for node in function.graph if not node.is_variable}
         assert taken == {"persist_static"}
-        (decision,) = function.decisions
-        assert decision.problem == (("RNNTrain gru 1 x 8 5x3x16, 1x3x8 + RNNBackward gru 1 x 8 5x3x8, 5x3x16, 1x3x8, "
-                                     "5x3x8, 1x5x3x40" if training else "RNN gru 1 x 8 5x3x16, 1x3x8") + ", bfloat16")
         passes_run = 2 if training else 1
-        assert decision.times["standard"] == 3.0 * passes_run
+        names = ("RNNTrain", "RNNBackward") if training else ("RNN",)
+        assert [choice.kernel for choice in function.choices] == [f"{name} persist_static" for name in names]
+        assert all((f"{choice.kernel.split()[0]} standard", 3.0) in choice.rivals for choice in function.choices)
         fake: Any = made.recurrent._cudnn
         tried = {call[2] for call in fake.calls if call[0] == "cudnnSetRNNDescriptor_v8"}
         assert tried == ({1} if again else {0, 1, 3}), "the next process makes only what it takes"
@@ -228,14 +228,14 @@ def test_the_fastest_algorithm_is_taken_and_remembered(cudnn: type[FakeCudnn], t
 def test_what_cudnn_refuses_is_not_taken(cudnn: type[FakeCudnn], tmp_path: Path) -> None:
     cudnn.refusals = dict.fromkeys(ALGORITHMS[1:], "NOT_SUPPORTED")
     graph, shapes = layer(training=True)
-    function = DeviceFunction(lambda choose: rnn_algorithm(passes.precision(graph, "float16"), choose), shapes,
-                              "float16", tools(tmp_path)[0])
+    function = DeviceFunction(partial(pipeline.cover, passes.precision(graph, "float16")), shapes, "float16",
+                              tools(tmp_path)[0])
     assert {node["algorithm"] for node in function.graph if not node.is_variable} == {"standard"}
 
 
 def test_repeatable_runs_take_the_first() -> None:
     graph, _ = layer(training=True)
-    chosen = rnn_algorithm(graph, passes.first_way)
+    chosen = pipeline.cover(graph, repeatable)
     assert {node["algorithm"] for node in chosen if not node.is_variable} == {"standard"}
 
 
@@ -257,6 +257,7 @@ def test_a_language_model_is_lowered(cudnn: type[FakeCudnn], tmp_path: Path) -> 
     assert {buffer.shape for buffer in launches["add"].reads} == {(24, 1, 1, 16), (24, 16)}
     assert launches["fprop"].reads[0].shape == (15, 16), "the states, word by word"
     assert set(lowered.ready) == set(shapes)
-    (decision,) = lowered.decisions
-    assert lowered.graph["rnn"]["algorithm"] == decision.chosen and decision.times.keys() == set(ALGORITHMS)
+    kernels = {each for choice in lowered.choices for each in (choice.kernel, *dict(choice.rivals))}
+    assert kernels >= {f"{op} {algorithm}" for op in ("RNNTrain", "RNNBackward") for algorithm in ALGORITHMS[:2]}
+    assert lowered.graph["rnn"]["algorithm"] == lowered.graph["rnn_backward"]["algorithm"]
     assert launches["rnn_backward"].flops == 2 * launches["rnn_forward"].flops

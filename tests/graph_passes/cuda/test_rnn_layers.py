@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from graph_passes.executors.cuda.function import DeviceFunction
 from graph_passes.executors.cuda.toolchain import Toolchain, toolchain
 from graph_passes.executors.reference import evaluate
 from graph_passes.operators.rnn import ALGORITHMS, GATES
-from graph_passes.passes.rnn_algorithm import rnn_algorithm
+from graph_passes.pipeline import cover
 
 pytestmark = pytest.mark.gpu
 
@@ -52,12 +52,12 @@ def shapes_of(graph: Graph, size: str) -> dict[str, tuple[int, ...]]:
 
 
 def run_on_gpu(tools: Toolchain, graph: Graph, shapes: dict[str, tuple[int, ...]], dtype: str,
-               values: dict[str, np.ndarray], choose: Callable[..., Graph] | None = None
+               values: dict[str, np.ndarray], covers: bool = False
                ) -> tuple[list[np.ndarray], DeviceFunction]:
     """The graph's outputs, of the second of two runs, before which all memory was poisoned."""
     device = Device(tools.gpu, tools.kernels)
     marked = passes.precision(graph, dtype)
-    function = DeviceFunction(lambda ask: choose(marked, ask) if choose else marked, shapes, dtype, tools)
+    function = DeviceFunction(lambda price: cover(marked, price) if covers else marked, shapes, dtype, tools)
     for buffer in function.outputs:
         tools.gpu.fill(buffer.address, 0xFF, buffer.num_bytes)
     for name, buffer in function.variables.items():
@@ -133,14 +133,14 @@ def test_the_fastest_is_chosen_and_right(tools: Toolchain, dtype: str, request: 
     graph = step("lstm", 128, 1, False, "standard")
     shapes = shapes_of(graph, "aligned")
     values = random_values(graph, shapes, dtype, rng)
-    got, function = run_on_gpu(tools, graph, shapes, dtype, values, rnn_algorithm)
+    got, function = run_on_gpu(tools, graph, shapes, dtype, values, covers=True)
     check(got, in_numpy(graph, values), graph, max(TOLERANCE[dtype], TOLERANCE["tf32"]))
     if dtype == "float32" and request.node.callspec.params["tools"] == "exact":
-        assert not function.decisions, "standard alone is exact"
+        assert not function.choices, "standard alone is exact"
         return
-    (decision,) = function.decisions
-    assert decision.chosen == function.graph["rnn"]["algorithm"] == function.graph["rnn_backward"]["algorithm"]
-    assert "RNNTrain lstm 1 x 128" in decision.problem
+    algorithm = function.graph["rnn"]["algorithm"]
+    assert algorithm == function.graph["rnn_backward"]["algorithm"]
+    assert [choice.kernel for choice in function.choices] == [f"RNNTrain {algorithm}", f"RNNBackward {algorithm}"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -25,6 +25,7 @@ from step_networks import (
     gradients_alone,
     own_kernels,
     pre_activation,
+    preferring,
     repeatable_fusions,
     streamed_gradients,
     strided,
@@ -33,19 +34,17 @@ from test_compile import kernels
 from test_training_step import RULES, fused, random_batch, random_state, small_network
 
 from common.mxnet_compat import mx
-from graph_passes import Graph, Node, passes
+from graph_passes import Graph, passes
+from graph_passes.choice import Price, repeatable
 from graph_passes.executors import Box, Draws
-from graph_passes.executors.cuda.choices import Choices
+from graph_passes.executors.cuda import prices
 from graph_passes.executors.cuda.kernels import Kernel, KernelLibrary
 from graph_passes.executors.cuda.optimizer import OptimizerConfig
 from graph_passes.executors.cuda.options import StepOptions
 from graph_passes.executors.cuda.quantised import QuantisedNetwork
 from graph_passes.executors.cuda.statistics_group import StatisticsGroup
 from graph_passes.executors.cuda.training_step import TrainingStep
-from graph_passes.passes.choice import Choose, Ways
 from graph_passes.passes.quantise import Kept
-from graph_passes.passes.quantised_pair import PAIR
-from graph_passes.passes.quantised_stem_pool import WAY
 from graph_passes.passes.quantised_way import STREAMS
 from pipelines.progress import num_cores
 from train.language_model import LanguageModel
@@ -61,7 +60,6 @@ LOSSES = {  # of the networks that have another one
     "BatchNorm first": lambda network: passes.weigh_classes(fused(network), [0.5, 1.5] * 5),
 }
 INT8 = (("resnet18", Kept()), ("resnet50", Kept()), ("resnet18_v2", Kept(classifier=False)))
-CHOOSE = Choices._choose
 AT_ONCE = 8  # processes on one GPU
 
 
@@ -158,7 +156,7 @@ class Network:
     size: tuple[int, int, int, int]
     dtype: str
     options: dict[str, Any] = field(default_factory=dict)
-    prefer: Choose = own_kernels  # taken where the GPU can take it
+    price: Price = own_kernels  # of what the GPU can take
 
 
 def networks(**group: Any) -> tuple[Network, ...]:
@@ -185,18 +183,9 @@ def graph_of(case: Network) -> tuple[Graph, dict[str, tuple[int, ...]]]:
     return LOSSES.get(case.name, fused)(case.network), {"data": case.size, "softmax_label": case.size[:1]}
 
 
-def preferring(prefer: Choose) -> Callable[[Choices, Graph, Node, Ways], str]:
-    """A `Choices._choose` that tries first what `prefer` takes."""
-    def choose(self: Choices, graph: Graph, node: Node, ways: Ways) -> str:
-        wanted = prefer(graph, node, ways)
-        return CHOOSE(self, graph, node, {wanted: ways[wanted], **ways})
-
-    return choose
-
-
 def train(case: Network, cache: Path) -> None:
     """Every kernel of training steps and of inference."""
-    Choices._choose = preferring(case.prefer)  # type: ignore[method-assign]
+    prices.repeatable = case.price  # type: ignore[assignment]
     graph, shapes = graph_of(case)
     step = TrainingStep(graph, shapes, StepOptions(case.dtype, deterministic=True, **case.options), cache_folder=cache)
     step.set_params(*random_state(graph, shapes, seed=1))
@@ -234,12 +223,12 @@ def train_language_model(cache: Path) -> None:
 
 def infer_in_int8(name: str, kept: Kept, cache: Path) -> None:
     # In networks other than ResNet-50 max pooling is by itself.
-    hopper = (*STREAMS, WAY, PAIR) if name == "resnet50" else (*STREAMS,)
+    sums = [f"QuantisedConvolutionSum {way}" for way in STREAMS]
+    pairs = ["QuantisedStemPool", "QuantisedConvolutionPair", "QuantisedConvolutionSumPair"]
+    streams = [f"QuantisedConvolution {way}" for way in STREAMS]
+    hopper = (*streams, *sums, *(pairs if name == "resnet50" else ()))
 
-    def hopper_first(graph: Graph, node: Node, ways: Ways) -> str:
-        return min(ways, key=lambda way: way not in hopper)
-
-    Choices._choose = preferring(hopper_first)  # type: ignore[method-assign]
+    prices.repeatable = preferring(repeatable, *hopper)  # type: ignore[assignment]
     int8 = quantised(name, 2, 33, np.random.default_rng(0), kept)
     network = QuantisedNetwork(int8.network, int8.shapes, int8.scales, kept, int8.params, deterministic=True,
                                cache_folder=cache)

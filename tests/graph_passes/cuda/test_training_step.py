@@ -19,6 +19,8 @@ from step_networks import (
     gradients_alone,
     own_kernels,
     pre_activation,
+    preferring,
+    refusing,
     repeatable_fusions,
     single_convolutions,
     streamed_gradients,
@@ -27,10 +29,12 @@ from step_networks import (
 
 from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError, Node, Ref, passes, pipeline, roles
+from graph_passes.choice import fewest, repeatable
 from graph_passes.executors import create_executor, reference
-from graph_passes.executors.cuda.choices import Choices
+from graph_passes.executors.cuda import prices
 from graph_passes.executors.cuda.optimizer import INITIAL_LOSS_SCALE, OptimizerConfig
 from graph_passes.executors.cuda.options import StepOptions
+from graph_passes.executors.cuda.prices import Prices
 from graph_passes.executors.cuda.training_step import TrainingStep
 from graph_passes.operators import OPERATORS
 from graph_passes.operators.dropout import SEED, words_of
@@ -40,7 +44,6 @@ from graph_passes.optimizers.lamb import LAMB
 from graph_passes.optimizers.lars import LARS
 from graph_passes.optimizers.lion import Lion
 from graph_passes.optimizers.sgd import SGD
-from graph_passes.passes.choice import Ways
 from train import models
 from train.models.network import init_params
 from train.models.resnet import resnet
@@ -244,18 +247,10 @@ def test_every_tensor_of_a_network_that_drops_follows_from_its_inputs(cache: Pat
 def test_every_tensor_with_the_newest_kernels_follows_from_its_inputs(cache: Path, monkeypatch: pytest.MonkeyPatch,
                                                                      name: str, dtype: str) -> None:
     """Likewise, with all of those that can take the place of others here, whether they are faster or not."""
-    choose = Choices._choose
-
-    def newest_first(self: Choices, graph: Graph, node: Node, ways: Ways) -> str:
-        for way in (way for way in NEWEST if way in ways):
-            try:
-                return choose(self, graph, node, {way: ways[way]})
-            except GraphError:
-                continue
-        without = (*NEWEST, "norm_backward")  # which would leave nothing of stage 2 to norm_dgrad
-        return choose(self, graph, node, {way: ways[way] for way in ways if way not in without})
-
-    monkeypatch.setattr(Choices, "_choose", newest_first)
+    # NormConvReduce would leave nothing of stage 2 to NormConvDgrad.
+    price = preferring(refusing(fewest, "NormConvBackward", "NormConvReduce"), *NEWEST)
+    monkeypatch.setattr(prices, "repeatable", price)
+    monkeypatch.setattr(Prices, "_times", Prices._ranks)
     network, shapes = models.create(name, CLASSES, 0.1), {"data": (6, 49, 41, 3), "softmax_label": (6,)}
     launches = check_every_tensor(cache, name, network, fused(network.symbol), shapes, dtype)
     assert launches.count("norm_conv1x1") == (12 if name == "resnet50" else 0)
@@ -342,18 +337,18 @@ def check_every_tensor(cache: Path, name: str, network: models.network.Network, 
 @pytest.mark.parametrize("network, reduces, streams, from_norm", [
     pytest.param(bottlenecks(), 2, 0, 5, id="bottlenecks"),
     pytest.param(dropping(bottlenecks()), 2, 0, 5, id="dropping"),
-    pytest.param(bottlenecks(width=256), 2, 1, 2, id="wide"),
-    pytest.param(dropping(bottlenecks(width=256)), 2, 1, 2, id="wide and dropping"),
+    pytest.param(bottlenecks(width=256), 2, 1, 1, id="wide"),
+    pytest.param(dropping(bottlenecks(width=256)), 2, 1, 1, id="wide and dropping"),
     pytest.param(strided(), 3, 0, 4, id="strided"),
     pytest.param(dropping(strided(width=256)), 3, 1, 1, id="strided, wide and dropping")])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_fused_backward_pass(cache: Path, monkeypatch: pytest.MonkeyPatch, network: Any, reduces: int, streams: int,
                              from_norm: int, dtype: str) -> None:
-    """With every fusion that the planner may choose, and with none: the same gradients. (Here rounding in the
+    """With every fusion that may be taken, and with none: the same gradients. (Here rounding in the
     forward pass alone moves them by 4 % in fp16 and 10 % in bf16: a reference that rounds elsewhere says less.)"""
-    check_ways(cache, monkeypatch, network, dtype, ("dgrad_reduce", "dgrad_stream", "norm_backward"),
-               {passes.first_way: [0, 0, 0], repeatable_fusions: [reduces, 0, from_norm],
-                streamed_gradients: [reduces - streams, streams, from_norm]})
+    check_prices(cache, monkeypatch, network, dtype, ("dgrad_reduce", "dgrad_stream", "norm_backward"),
+                 {repeatable: [0, 0, 0], repeatable_fusions: [reduces, 0, from_norm],
+                  streamed_gradients: [reduces - streams, streams, from_norm]})
 
 
 @pytest.mark.parametrize("network", [pytest.param(bottlenecks(width=128), id="bottlenecks"),
@@ -361,8 +356,8 @@ def test_fused_backward_pass(cache: Path, monkeypatch: pytest.MonkeyPatch, netwo
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_fused_backward_pass_in_clusters(cache: Path, monkeypatch: pytest.MonkeyPatch, network: Any, dtype: str
                                          ) -> None:
-    check_ways(cache, monkeypatch, network, dtype, ("norm_backward",),
-               {passes.first_way: [0], repeatable_fusions: [5]})
+    check_prices(cache, monkeypatch, network, dtype, ("norm_backward",),
+                 {repeatable: [0], repeatable_fusions: [5]})
 
 
 @pytest.mark.parametrize("network, places", [pytest.param(bottlenecks(7), 2, id="bottlenecks"),
@@ -371,11 +366,8 @@ def test_fused_backward_pass_in_clusters(cache: Path, monkeypatch: pytest.Monkey
 def test_norm_conv1x1_in_a_step(cache: Path, monkeypatch: pytest.MonkeyPatch, network: Any, places: int,
                                 dtype: str) -> None:
     """And with the two launches that it stands for."""
-
-    def two_launches(graph: Graph, node: Node, ways: Ways) -> str:
-        return "separate" if "norm_conv1x1" in ways else own_kernels(graph, node, ways)
-
-    check_ways(cache, monkeypatch, network, dtype, ("norm_conv1x1",), {two_launches: [0], own_kernels: [places]})
+    two_launches = refusing(own_kernels, "BatchNormAddReluConv1x1", "BatchNormPairConv1x1")
+    check_prices(cache, monkeypatch, network, dtype, ("norm_conv1x1",), {two_launches: [0], own_kernels: [places]})
 
 
 @pytest.mark.parametrize("network", [pytest.param(bottlenecks(7), id="bottlenecks"),
@@ -385,60 +377,51 @@ def test_norm_conv1x1_in_a_step(cache: Path, monkeypatch: pytest.MonkeyPatch, ne
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_norm_relu_conv1x1_in_a_step(cache: Path, monkeypatch: pytest.MonkeyPatch, network: Any, dtype: str) -> None:
     """And with the two launches that it stands for. From 256 channels others read what lies between the two."""
-
-    def two_launches(graph: Graph, node: Node, ways: Ways) -> str:
-        return "separate" if "norm_relu_conv1x1" in ways else own_kernels(graph, node, ways)
-
-    choices = {two_launches: [0], own_kernels: [3]}
-    check_ways(cache, monkeypatch, network, dtype, ("norm_relu_conv1x1",), choices)
+    fused = "BatchNormReluConv1x1", "BatchNormReluConv1x1 without output"
+    check_prices(cache, monkeypatch, network, dtype, ("norm_relu_conv1x1",),
+                   {refusing(own_kernels, *fused): [0], own_kernels: [3]})
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_norm_conv3x3_in_a_step(cache: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     """And with the two launches that it stands for."""
-
-    def two_launches(graph: Graph, node: Node, ways: Ways) -> str:
-        return "separate" if "norm_conv3x3" in ways else own_kernels(graph, node, ways)
-
-    check_ways(cache, monkeypatch, bottlenecks(7), dtype, ("norm_conv3x3", "conv3x3_forward"),
-               {two_launches: [0, 3], own_kernels: [3, 0]})
+    two_launches = refusing(own_kernels, "BatchNormReluConv3x3")
+    check_prices(cache, monkeypatch, bottlenecks(7), dtype, ("norm_conv3x3", "conv3x3_forward"),
+                 {two_launches: [0, 3], own_kernels: [3, 0]})
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_norm_dgrad_in_a_step(cache: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     """And with the launches that it stands for. In the first block the BatchNorm is one of a pair, of which the other
     is in one launch with both gradients of its convolution."""
-
-    def separate(graph: Graph, node: Node, ways: Ways) -> str:
-        return "separate" if "norm_dgrad" in ways else own_kernels(graph, node, ways)
-
-    check_ways(cache, monkeypatch, bottlenecks(7, width=256), dtype, ("norm_dgrad",), {separate: [0], own_kernels: [3]})
+    separate = refusing(own_kernels, "NormConvDgrad")
+    check_prices(cache, monkeypatch, bottlenecks(7, width=256), dtype, ("norm_dgrad",),
+                 {separate: [0], own_kernels: [3]})
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_conv3x3_dgrad_reduce_in_a_step(cache: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     """And with the two launches that it stands for. The first convolution, over 4 channels, is none of 3x3."""
-    check_ways(cache, monkeypatch, bottlenecks(7), dtype, ("conv3x3_dgrad", "conv3x3_dgrad_reduce"),
-               {gradients_alone: [3, 0], own_kernels: [0, 3]})
+    check_prices(cache, monkeypatch, bottlenecks(7), dtype, ("conv3x3_dgrad", "conv3x3_dgrad_reduce"),
+                 {gradients_alone: [3, 0], own_kernels: [0, 3]})
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_convolution_whose_data_are_added_too(cache: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     """On more tiles than the GPU works on at a time, of which the later ones read what none may have written over."""
-    check_ways(cache, monkeypatch, single_convolutions(CLASSES), dtype, ("dgrad_reduce", "dgrad_stream"),
-               {passes.first_way: [0, 0], repeatable_fusions: [1, 0], streamed_gradients: [0, 1]}, size=(64, 56, 56, 4))
+    check_prices(cache, monkeypatch, single_convolutions(CLASSES), dtype, ("dgrad_reduce", "dgrad_stream"),
+                 {repeatable: [0, 0], repeatable_fusions: [1, 0], streamed_gradients: [0, 1]}, size=(64, 56, 56, 4))
 
 
-def check_ways(cache: Path, monkeypatch: pytest.MonkeyPatch, network: Any, dtype: str, counted: tuple[str, ...],
-               choices: dict[Any, list[int]], size: tuple[int, ...] = (5, 19, 23, 4)) -> None:
-    """The same gradients with every `choose` as with the first. `choices`: how often each takes the `counted` launches.
-    """
+def check_prices(cache: Path, monkeypatch: pytest.MonkeyPatch, network: Any, dtype: str, counted: tuple[str, ...],
+                 choices: dict[Any, list[int]], size: tuple[int, ...] = (5, 19, 23, 4)) -> None:
+    """The same gradients by every price as by the first. `choices`: how often each takes the `counted` launches."""
     graph, shapes = fused(network), {"data": size, "softmax_label": size[:1]}
     params, aux = random_state(graph, shapes, seed=3)
     data, label = random_batch(shapes, seed=4)
     gradients = []
-    for choose, launches in choices.items():
-        monkeypatch.setattr(Choices, "__call__", lambda self, *question, choose=choose: choose(*question))
+    for price, launches in choices.items():
+        monkeypatch.setattr(prices, "repeatable", price)
         step = TrainingStep(graph, shapes, StepOptions(dtype, tf32=False, deterministic=True), cache_folder=cache)
         operations = [launch.operation for launch in step.training.program.launches]
         assert [operations.count(name) for name in counted] == launches

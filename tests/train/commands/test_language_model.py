@@ -14,8 +14,8 @@ import pytest
 
 from common.mxnet_compat import mx
 from graph_passes import Ref
+from graph_passes.choice import fewest
 from graph_passes.executors.reference import backward, forward, run
-from graph_passes.passes import fused_way
 from graph_passes.pipeline import training_step
 from train import checkpoint, loop, saver
 from train.config import Config
@@ -158,7 +158,7 @@ def test_its_step_has_the_gradient_of_the_network(rng: np.random.Generator) -> N
     values = {name: array.astype(np.float64) for name, array in model.initial_values(seed=0).items()}
     tokens = rng.integers(0, 16, (2, 12)).astype(np.float64)
     values |= {"data": tokens[0].reshape(12, 1, 1, 1), "softmax_label": tokens[1]}
-    results = run(training_step(model.graph, model.shapes, "float32", fused_way), values)
+    results = run(training_step(model.graph, model.shapes, "float32", fewest), values)
     tensors = forward(model.graph, {Ref(name): array for name, array in values.items()}, training=True)
     gradients = backward(model.graph, tensors)
     for name in ("embedding_weight", "rnn_parameters", "scores_bias"):

@@ -164,12 +164,13 @@ def test_several_gpus_do_what_one_does_with_as_many_batches(count):
 
 FUSED = """
 import hashlib
-from graph_passes.executors.cuda.planner import Decision
+from graph_passes.executors.cuda.prices import Prices
 
 # The fused kernels wherever this GPU can take them, whatever its clock says; else what is the fastest.
-OWN = ("dgrad_reduce", "norm_backward", "stem_fprop", "stem_wgrad")
-Decision.chosen = property(lambda decision: min(decision.times, key=lambda way: (
-    decision.times[way] == float("inf"), way not in OWN, decision.times[way])))
+OWN = ("DgradReduce", "NormConvBackward", "NormConvReduce", "StemConvolution stem_fprop", "StemWgrad stem_wgrad")
+times = Prices._times
+Prices._times = lambda self, *asked: {each: 1e-9 if each.label in OWN and ms < float("inf") else ms
+                                      for each, ms in times(self, *asked).items()}
 
 SHAPES = {"data": (64, 224, 224, 3), "softmax_label": (64,)}
 symbol = resnet(50, num_classes=10)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from graph_passes.errors import GraphError
@@ -99,9 +100,11 @@ class Builder:
     def launch(self, node: Node, source: str, kernel: str, grid: Size, block: Size, *operands: Any,
                shared_bytes: int = 0, flops: int = 0) -> None:
         """Emit a kernel of ours. `operands` are its arguments: buffers as `operands.py` has them, and ctypes values."""
-        function = self._kernels.get(source, kernel)
+        self._kernels.begin(source, kernel)
+        self.program.loads.append(partial(self._kernels.get, source, kernel))
 
         def enqueue() -> None:
+            function = self._kernels.get(source, kernel)
             function.launch(grid, block, *map(self._argument, operands), shared_bytes=shared_bytes)
 
         self.program.launches.append(Launch(node.name, kernel.split("<")[0], enqueue, reads(operands), writes(operands),

@@ -1,4 +1,4 @@
-"""Kernels that are compiled ahead, side by side; no GPU needed."""
+"""Kernels that are compiled side by side, as all are known before the first is asked for; no GPU needed."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def make_library(tmp_path: Path) -> Callable[[], KernelLibrary]:
     return lambda: KernelLibrary(FakeGpu(0), Cache("tests", tmp_path))  # type: ignore[arg-type]
 
 
-def test_others_are_compiled_side_by_side(make_library: Callable[[], KernelLibrary], compiled: Compiled,
-                                          monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_compiled_side_by_side(make_library: Callable[[], KernelLibrary], compiled: Compiled,
+                                           monkeypatch: pytest.MonkeyPatch) -> None:
     """Three at once: each waits until the others have begun. The next start finds them on the disk."""
-    library, meeting, asked = make_library(), threading.Barrier(3, timeout=20), 0
+    library, meeting = make_library(), threading.Barrier(3, timeout=20)
     compile_kernel = kernels.compile_kernel
 
     def together(source: str, expression: str, arch: str) -> tuple[bytes, str]:
@@ -68,22 +68,18 @@ def test_others_are_compiled_side_by_side(make_library: Callable[[], KernelLibra
         return compile_kernel(source, expression, arch)
 
     monkeypatch.setattr(kernels, "compile_kernel", together)
-
-    def begin_others() -> None:
-        nonlocal asked
-        asked += 1
+    with library.side_by_side():
         for name in ("a", "b", "c", "a"):
             library.begin("x.cu", name)
-
-    with library.expecting(begin_others):
         got = [library.get("x.cu", name).cubin for name in ("a", "b", "c", "b")]  # type: ignore[attr-defined]
     assert got == [b"code of a", b"code of b", b"code of c", b"code of b"]
-    assert asked == 1 and sorted(name for name, _ in compiled) == ["a", "b", "c"]
+    assert sorted(name for name, _ in compiled) == ["a", "b", "c"]
 
     library = make_library()
-    with library.expecting(begin_others):
+    with library.side_by_side():
+        library.begin("x.cu", "b")
         assert library.get("x.cu", "b").cubin == b"code of b"  # type: ignore[attr-defined]
-    assert asked == 1 and len(compiled) == 3
+    assert len(compiled) == 3
 
 
 def test_what_is_asked_for_before_its_turn_is_compiled_at_once(make_library: Callable[[], KernelLibrary],
@@ -100,12 +96,14 @@ def test_what_is_asked_for_before_its_turn_is_compiled_at_once(make_library: Cal
         return compile_kernel(source, expression, arch)
 
     monkeypatch.setattr(kernels, "compile_kernel", first_waits)
-    with library.expecting(lambda: [library.begin("x.cu", name) for name in ("first", "b", "c")] and None):
+    with library.side_by_side():
+        for name in ("first", "b", "c"):
+            library.begin("x.cu", name)
         library.get("x.cu", "b")
         assert compiled == [("b", True)]
-        busy.set()
-        library.get("x.cu", "first")
         pool = library._pool
+        threading.Timer(0.1, busy.set).start()
+        library.get("x.cu", "first")
     assert pool
     pool.shutdown()
     assert ("first", False) in compiled and ("c", True) not in compiled
@@ -114,7 +112,9 @@ def test_what_is_asked_for_before_its_turn_is_compiled_at_once(make_library: Cal
 def test_why_a_kernel_cannot_be_compiled_is_said_to_who_asks_for_it(make_library: Callable[[], KernelLibrary],
                                                                     compiled: Compiled) -> None:
     library = make_library()
-    with library.expecting(lambda: [library.begin("x.cu", name) for name in ("broken", "a")] and None):
+    with library.side_by_side():
+        for name in ("broken", "a"):
+            library.begin("x.cu", name)
         library.get("x.cu", "a")
         with pytest.raises(GraphError, match="broken"):
             library.get("x.cu", "broken")
@@ -125,17 +125,21 @@ def test_why_a_kernel_cannot_be_compiled_is_said_to_who_asks_for_it(make_library
 
 @dataclass
 class Named:
-    """Kernels as they were begun and asked for."""
+    """Kernels as they were begun and asked for. `first`: those that had been begun when the first was asked for."""
 
     begun: set[tuple[str, ...]] = field(default_factory=set)
     asked: set[tuple[str, ...]] = field(default_factory=set)
+    first: set[tuple[str, ...]] = field(default_factory=set)
 
-    def check(self, at_least: int) -> None:
-        """Nearly all that a graph asks for was begun, for what follows from a choice is not foreseen; and next to
-        nothing in vain."""
+    def check(self, at_least: int, deterministic: bool = False) -> None:
+        """All that a graph asks for was begun before it asked for the first, but for the loss, which is lowered with
+        the scores that it reads; and next to nothing in vain."""
         of_graph = {kernel for kernel in self.asked if kernel[0] != "optimizer.cu"}
         assert len(of_graph) >= at_least
-        assert len(of_graph - self.begun) <= 4, of_graph - self.begun
+        assert of_graph <= self.begun, of_graph - self.begun
+        if not deterministic:
+            late = of_graph - self.first
+            assert {source for source, _ in late} <= {"softmax.cu"} and len(late) <= 2, late
         assert len(self.begun - of_graph) <= 4, self.begun - of_graph
 
 
@@ -145,6 +149,8 @@ def named(compiled: Compiled, monkeypatch: pytest.MonkeyPatch, rng: np.random.Ge
     found, get = Named(), KernelLibrary.get
 
     def asked_for(self: KernelLibrary, *kernel: str) -> Any:
+        if kernel[0] != "optimizer.cu":
+            found.first = found.first or set(found.begun)
         found.asked.add(kernel)
         return get(self, *kernel)
 
@@ -170,7 +176,7 @@ def test_what_a_step_asks_for_was_begun(name: str, deterministic: bool, named: N
     shapes = {"data": (32, 224, 224, 3), "softmax_label": (32,)}
     TrainingStep(models.create(name, 1000).graph, shapes, StepOptions("float16", deterministic=deterministic),
                  cache_folder=tmp_path)
-    named.check(at_least=20)
+    named.check(at_least=20, deterministic=deterministic)
 
 
 def test_what_a_language_model_asks_for_was_begun(named: Named, tmp_path: Path) -> None:

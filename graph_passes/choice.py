@@ -1,0 +1,144 @@
+"""Which candidates run: prices of candidates, and the graph of those that are cheapest together.
+
+Where a device can be asked, a price is a time, measured for all candidates alike (`executors/cuda/prices.py`). Here are
+the prices without one: `fewest`, nodes, for the reference executor and the memory check; and `repeatable`, for runs in
+which no clock may decide. Times that are only modelled are no prices: the most flattering would win.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from graph_passes.candidates import Candidate, Candidates
+from graph_passes.cover import NoCoverError, Option, cover, open_and_sure
+from graph_passes.graph import Graph, Ref
+from graph_passes.operators.rnn import ALGORITHMS
+from graph_passes.passes.quantised_way import WAYS
+
+Price = Callable[[Candidates], Sequence[float]]  # of each candidate, in the table's order; infinite: it cannot be had
+_OWN = 1e-3  # what one of two equal nodes is dearer that is a kernel for some GPUs only
+LAST_RESORT, _REFUSED = 1e6, 1e9  # more than anything else takes
+_TIE = 1e-9  # by which a fusion is dearer, and each tensor that is written, where prices are equal
+
+
+def covered(table: Candidates, price: Price) -> Graph:
+    """The graph of the candidates of the least total price."""
+    chosen = chosen_of(table, price(table))
+    return table.graph_of(chosen)
+
+
+def chosen_of(table: Candidates, prices: Sequence[float]) -> list[Candidate]:
+    """The candidates that are taken, those of the graph first and in its order."""
+    listed = sorted(zip(table, prices, strict=True), key=_by_name)
+    options = [Option(frozenset(each.node.inputs), each.made, price + _tie(each)) for each, price in listed]
+    try:
+        taken = cover(options, _given(table), table.graph.outputs, table.updated)
+    except NoCoverError:  # a node that nothing computes here is left as it is: who is to run it says why not
+        options = [option if each.is_fused or option.cost < math.inf else option._replace(cost=_REFUSED)
+                   for option, (each, _) in zip(options, listed, strict=True)]
+        taken = cover(options, _given(table), table.graph.outputs, table.updated)
+    return [listed[number][0] for number in taken]
+
+
+def _tie(each: Candidate) -> float:
+    return _TIE * (each.is_fused + len(each.made))
+
+
+def _given(table: Candidates) -> set[Ref]:
+    return {ref for node in table.graph if node.is_variable for ref in node.refs()}
+
+
+def undecided(table: Candidates) -> tuple[set[int], set[int]]:
+    """The places in the table of those candidates of which prices decide whether they are taken, and of those that are
+    taken whatever their prices. All others are of no use."""
+    options = [Option(frozenset(each.node.inputs), each.made, 1.0) for each in table]
+    return open_and_sure(options, _given(table), table.graph.outputs, table.updated)
+
+
+def limited(price: Price, keep: Callable[[Candidate], bool]) -> Price:
+    """The same prices, but infinite ones for the fusions that are not to be kept."""
+    def prices(table: Candidates) -> list[float]:
+        return [of_each if not each.is_fused or keep(each) else math.inf
+                for each, of_each in zip(table, price(table), strict=True)]
+
+    return prices
+
+
+class Choice(NamedTuple):
+    """What was taken where there was something to choose. `rivals`: who else makes one of its tensors, and at what
+    price."""
+
+    node: str
+    kernel: str
+    price: float
+    rivals: tuple[tuple[str, float], ...]
+
+
+def choices_of(table: Candidates, prices: Sequence[float]) -> list[Choice]:
+    """Of the candidates that are taken those that have rivals, in the graph's order."""
+    price_of, found = dict(zip(table, prices, strict=True)), []
+    place = {ref: number for number, node in enumerate(table.graph) for ref in node.refs()}
+    for each in sorted(chosen_of(table, prices), key=lambda each: min(place.get(ref, len(place)) for ref in each.made)):
+        others = {other for tensor in each.made for other in table.makers(tensor)} - {each}
+        rivals = sorted(((other.label, price_of[other]) for other in others if price_of[other] < math.inf),
+                        key=lambda rival: rival[::-1])
+        if rivals:
+            found.append(Choice(each.node.name, each.label, price_of[each], tuple(rivals)))
+    return found
+
+
+def format_choices(choices: Iterable[Choice]) -> str:
+    """The kernels that were taken where there was something to choose, each with its milliseconds, and its rivals with
+    theirs; nodes of which all that is alike on one line."""
+    groups: dict[tuple[object, ...], list[Choice]] = {}
+    for choice in choices:
+        groups.setdefault(choice[1:], []).append(choice)
+    lines = []
+    for group in groups.values():
+        first, more = group[0], len(group) - 1
+        lines.append(f"{first.kernel:<44}{first.price:>9.4f} ms  {first.node}{f' and {more} more' if more else ''}")
+        lines += [f"  or {kernel:<39}{milliseconds:>9.4f} ms" for kernel, milliseconds in first.rivals]
+    return "\n".join(lines)
+
+
+def _by_name(priced: tuple[Candidate, float]) -> tuple[object, ...]:
+    """An order that does not depend on the rules', so that ties do not either: of equal ones what is repeatable is
+    rather taken, and of that the first."""
+    each, _ = priced
+    return (True, each.node.name, _rank(each), each.label) if each.is_fused else (False,)
+
+
+def fewest(table: Candidates) -> list[float]:
+    """Where no device can be asked: as few nodes as can be; of two that do the same the one for all devices."""
+    return [1.0 + _OWN * _is_own(each) for each in table]
+
+
+def _is_own(each: Candidate) -> bool:
+    kinds = ("Conv1x1", "Conv3x3")
+    is_form = each.is_fused and each.op.startswith(kinds) and not each.op.endswith(("DgradReduce", "Pair", "SumRelu"))
+    return is_form or each.node.get("way", "") not in ("", "stem_fprop", "stem_wgrad") or "RNN" in each.op
+
+
+def repeatable(table: Candidates) -> list[float]:
+    """Where equal inputs are to give equal bits: the first of what computes the same, without a look at a clock. All of
+    it sums in a fixed order, and is the same on every device that can take it."""
+    return [_rank(each) for each in table]
+
+
+# Fusions that are taken without a clock: nothing else makes fewer nodes of the same sums.
+_FIRST = ("StemConvolution stem_fprop", "StemWgrad stem_wgrad", "BatchNormPairApply", "BatchNormPairBackwardReduce",
+          "BatchNormPairBackwardApply", "BatchNormBackwardApplyAdd", "BatchNormReluBackwardApplyAdd",
+          "BiasAdd", "BiasRelu", "BiasAddRelu", "Convolution")
+
+
+def _rank(each: Candidate) -> float:
+    """1 for each node, and little more for later algorithms and ways; infinite for what a clock would have to take."""
+    if each.op.startswith("RNN"):
+        return 1.0 + ALGORITHMS.index(each["algorithm"])
+    if each.op == "QuantisedConvolution":
+        return 1.0 + _OWN * WAYS.index(each["way"]) if each["way"] else math.inf
+    ends = ("ConvolutionRelu", "ConvolutionAddRelu")
+    has_bias = each.op in ends or (each.op == "Convolution" and not each["no_bias"])
+    return 1.0 if (each.label in _FIRST or not each.is_fused) and not has_bias else math.inf

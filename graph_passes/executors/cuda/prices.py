@@ -1,0 +1,118 @@
+"""What a GPU asks for each candidate: the time that its launches take here, each lowered and timed by itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from graph_passes.candidates import Candidate, Candidates
+from graph_passes.choice import LAST_RESORT, Choice, choices_of, repeatable, undecided
+from graph_passes.errors import GraphError, TransientError
+from graph_passes.executors.cuda.capacity import check_sizes
+from graph_passes.executors.cuda.lowering import Persistent, bound_buffers, lower_nodes
+from graph_passes.executors.cuda.lowering.builder import Builder
+from graph_passes.executors.cuda.parameters import Store
+from graph_passes.executors.cuda.program import Buffer, Program
+from graph_passes.executors.cuda.toolchain import Toolchain
+from graph_passes.graph import Ref
+from graph_passes.passes.precision import node_dtypes
+from graph_passes.passes.quantised_way import DIRECT
+from graph_passes.problems import Tensors
+
+
+class Prices:
+    """The price of one compilation (`choice.py`), for inputs of these shapes."""
+
+    def __init__(self, input_shapes: Mapping[str, Sequence[int]], store: Store, persistent: Persistent,
+                 tools: Toolchain) -> None:
+        self._input_shapes, self._store, self._persistent, self._tools = input_shapes, store, persistent, tools
+        self._priced: tuple[Candidates, list[float]] | None = None
+
+    def __call__(self, table: Candidates) -> list[float]:
+        """Milliseconds of each candidate, 0 where it is taken in any case; in runs that are to be repeatable what
+        `repeatable` says of those that this GPU can take. Raises TransientError where that cannot be found out now."""
+        lowering = _Lowering(table, self._input_shapes, self._store, self._persistent, self._tools)
+        open_places, sure_places = undecided(table)
+        listed = list(table)
+        open_ones, sure = ([listed[place] for place in sorted(places)] for places in (open_places, sure_places))
+        ask = self._ranks if self._tools.planner.deterministic else self._times
+        found = dict.fromkeys(sure, 0.0) | ask(table, lowering, open_ones, sure)
+        prices = [found.get(each, math.inf) for each in listed]
+        self._priced = table, prices
+        return prices
+
+    @property
+    def choices(self) -> list[Choice]:
+        """What was taken where there was something to choose, with the times of all that could be had."""
+        return choices_of(*self._priced) if self._priced and not self._tools.planner.deterministic else []
+
+    def _times(self, table: Candidates, lowering: _Lowering, open_ones: Sequence[Candidate],
+               sure: Sequence[Candidate]) -> dict[Candidate, float]:
+        problems = {each: lowering.tensors.problem(each, self._store.dtype) for each in open_ones
+                    if not _is_last_resort(each)}
+        times = self._tools.planner.times(
+            {problem: partial(lowering.program, each) for each, problem in problems.items()},
+            [partial(lowering.program, each) for each in sure])
+        found = {each: times[problem] for each, problem in problems.items()}
+        self._check_last_resorts(found, problems)
+        return found | {each: LAST_RESORT for each in open_ones if _is_last_resort(each) and each["way"]}
+
+    def _check_last_resorts(self, times: Mapping[Candidate, float], problems: Mapping[Candidate, str]) -> None:
+        """Raise TransientError if a convolution in INT8 would get its far slower last resort only because a faster
+        kernel could not be timed now, for want of memory for example."""
+        faster: dict[str, list[Candidate]] = {}
+        for each in problems:
+            if each.op == "QuantisedConvolution":
+                faster.setdefault(each.node.name, []).append(each)
+        for rivals in faster.values():
+            errors = [error for each in rivals if (error := self._tools.planner.transient_error(problems[each]))]
+            if errors and all(times[each] == math.inf for each in rivals):
+                raise errors[0]
+
+    def _ranks(self, table: Candidates, lowering: _Lowering, open_ones: Sequence[Candidate],
+               sure: Sequence[Candidate]) -> dict[Candidate, float]:
+        ranks = dict(zip(table, repeatable(table), strict=True))
+        return {each: ranks[each] if ranks[each] < math.inf and lowering.is_possible(each) else math.inf
+                for each in open_ones}
+
+
+def _is_last_resort(each: Candidate) -> bool:
+    """Is it the kernel for all shapes of a convolution in INT8? It is far slower than the others, so it is not even
+    timed, and taken only if this GPU can take no other."""
+    return each.op == "QuantisedConvolution" and each["way"] in ("", DIRECT)
+
+
+class _Lowering:
+    """The launches of single candidates of a table."""
+
+    def __init__(self, table: Candidates, input_shapes: Mapping[str, Sequence[int]], store: Store,
+                 persistent: Persistent, tools: Toolchain) -> None:
+        self.tensors = Tensors(table, input_shapes)
+        check_sizes(self.tensors.shapes)
+        self._buffers = bound_buffers(table.graph, store, persistent)
+        self._store, self._persistent, self._tools = store, persistent, tools
+
+    def program(self, each: Candidate) -> Program:
+        """Raises GraphError where this GPU cannot take it."""
+        node = each.node.replace(name=f"{each.node.name} alone")  # no tensor of the table has this name
+        shapes, dtypes, buffers = dict(self.tensors.shapes), dict(self.tensors.dtypes), dict[Ref, Buffer]()
+        for ref in node.inputs:
+            buffers[ref] = self._buffers.get(ref) or Buffer(f"{ref.node}:{ref.output}", shapes[ref], dtypes[ref])
+        own = zip(node.refs(), each.writes, self.tensors.outputs(node), node_dtypes(node), strict=True)
+        for ref, tensor, shape, dtype in own:
+            shapes[ref], dtypes[ref] = shape, dtype
+            if tensor in self._buffers:
+                buffers[ref] = self._buffers[tensor]
+        builder = Builder(shapes, dtypes, buffers, self._store.dtype, self._persistent, self._tools)
+        lower_nodes(builder, [node])
+        return builder.program
+
+    def is_possible(self, each: Candidate) -> bool:
+        try:
+            self.program(each)
+        except TransientError:
+            raise
+        except GraphError:
+            return False
+        return True
