@@ -35,6 +35,8 @@ VERSION = "--version"
 MAX_WIDTH = 110  # columns of help; longer lines are hard to read
 T = TypeVar("T")
 
+REPEATABLE = object()  # in the annotation of a tuple: the option takes one value, and may be given several times
+
 _METAVARS = {int: "N", float: "X", str: "NAME", Path: "PATH"}
 
 
@@ -91,7 +93,7 @@ def given(options: type, arguments: Sequence[str], *, prog: str, default: object
         options: a dataclass. A field with a default is the option `--field-name`; a field without one is a positional
             argument. Types: bool, int, float, str, Path, a Literal, a tuple of one of these, or one of these or None.
             `Annotated[type, ...]` can add "FILE", the placeholder of the value in the help; "-f", a second name; a
-            function that converts the text, or raises an error that says what the option needs.
+            function that converts the text, or raises an error that says what the option needs; REPEATABLE.
         arguments: the command line after the command's name.
         prog: the name of the command in help and errors.
         default: an object whose attributes are shown as the defaults in the help; None: the defaults of `options`.
@@ -221,11 +223,14 @@ def describe_commands(commands: Mapping[str, type | str], *, prog: str, default:
 def to_arguments(config: object, default: object) -> list[str]:
     """The command-line options that turn `default` into `config`, a dataclass of the same type."""
     arguments = []
+    hints = typing.get_type_hints(type(config), include_extras=True)
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
         value, option = getattr(config, field.name), option_name(field.name)
         if value == getattr(default, field.name):
             continue
-        if isinstance(value, bool):
+        if REPEATABLE in typing.get_args(hints[field.name]):
+            arguments += [word for each in value for word in (option, each)]
+        elif isinstance(value, bool):
             arguments.append(option if value else option.replace("--", "--no-", 1))
         else:
             arguments += [option, *map(str, value if isinstance(value, tuple) else (value,))]
@@ -402,15 +407,18 @@ def _make_parser(options: type, prog: str, default: object | None = None, with_h
 
 def _takes(hint: Any, metavar: str | None = None) -> dict[str, Any]:
     """The arguments of `add_argument` for an option of this type."""
-    convert = None
+    convert, repeats = None, False
     while (origin := typing.get_origin(hint)) in (Annotated, types.UnionType, typing.Union):
         if origin is Annotated:
             hint, *notes = typing.get_args(hint)
             convert = next(filter(callable, notes), convert)
+            repeats = REPEATABLE in notes
             metavar = next((note for note in notes if isinstance(note, str) and note[0] != "-"), metavar)
         else:
             (hint,) = set(typing.get_args(hint)) - {types.NoneType}
     members = typing.get_args(hint)
+    if repeats:
+        return {**_takes(members[0], metavar), "action": "append"}
     if origin is tuple:
         return {**_takes(members[0], metavar), "nargs": "+" if members[-1] is Ellipsis else len(members)}
     if origin is Literal:

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from common import plugins
 from common.command_line import Command, choose_command, given, given_value
 from common.errors import UserError
 from common.program import summaries
 from train import models
-from train.config import Config, check_optimizer
+from train.config import Config, check_optimizer, check_schedule
 from train.errors import TrainError
 from train.options import commands, training
 from train.options.commands import (
@@ -72,9 +73,14 @@ def read(options: type, arguments: Sequence[str], *, command: str) -> dict[str, 
         default = SimpleNamespace(**{field.name: "" for field in dataclasses.fields(options)})
     values = given(options, arguments, prog=f"{PROG} {command}", default=default)
     check_limits(values, _LIMITS)
-    if "model" in values:
-        models.check(values["model"])
-    models.named(values.get("models", ()))
+    if not values.get("plugin"):  # otherwise the commands check these names, when they have loaded the plug-ins
+        if "model" in values:
+            models.check(values["model"])
+        models.named(values.get("models", ()))
+        if "schedule" in values:
+            check_schedule(values["schedule"])
+        for name in values.get("augment", ()):
+            plugins.get("augmentation", name)
     if "optimizer" in values:
         check_optimizer(values["optimizer"])
     return values

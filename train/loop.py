@@ -20,9 +20,11 @@ from typing import Any
 
 import numpy as np
 
+from common import plugins
 from common.errors import UserError
 from graph_passes.executors import Draws, Executor, Metrics
 from pipelines import Batch, DataError, Loader
+from train.callbacks import Callbacks, Run
 from train.checkpoint import Checkpoint
 from train.config import Config, changes
 from train.draws import draw
@@ -94,6 +96,7 @@ class Trainer:
         self.notes = self.state.restore(checkpoint) if checkpoint else []
         self.changes = changes(self.before, config)
         self.val_loader = val_loader
+        self.metrics = plugins.active("metric", config.plugin)
         self.validated: tuple[int, Outcomes] | None = None  # the session's latest validation: epochs done, outcomes
         self.run_folder = run_folder
         self.commit = commit
@@ -102,6 +105,9 @@ class Trainer:
         self.num_batches = 0  # batches of the last step, on each process
         self.origin: list[str] = []  # remarks on trained weights that the run starts from
         self.saver = Saver(self.state, run_folder, f"{launcher()} --resume {shlex.quote(str(run_folder))}")
+        run = Run(run_folder, config.to_dict(), list(train_loader.class_names), workers.size)
+        self.callbacks = Callbacks(config, run, workers.rank == 0)
+        self.saver.on_saved = self.callbacks.saved
         # receives the metrics that were requested at the last log line
         self.receive_metrics: Callable[[], Metrics] | None = None
         step = self.state.progress.step
@@ -134,6 +140,10 @@ class Trainer:
 
     def run(self, recorder: Recorder) -> None:
         """Train to the last epoch, or until a limit or target is reached. Raises StoppedBySignal, TrainError."""
+        with self.callbacks.told_of_failures():
+            self._run(recorder)
+
+    def _run(self, recorder: Recorder) -> None:
         progress, epochs = self.state.progress, self.config.epochs
         stop = self._steps_used_up() or self._settled(recorder.evaluated)  # a resumed run may have reached it before
         if self.changes:
@@ -143,14 +153,34 @@ class Trainer:
             recorder.say(note)
         if self.commit:
             self.commit()
+        self.callbacks.start()
+        stop = self._stop_of_callbacks(recorder) or stop
         with Signals(self.workers.alone) as signals:
             with self.monitoring(recorder), frozen_heap():
                 while progress.epoch < epochs and not stop:
-                    stop = self._train_epoch(recorder, signals) or self._end_epoch(recorder, signals)
+                    stop = self._train_epoch(recorder, signals)
+                    if not stop:
+                        stop = self._end_epoch(recorder, signals)
+                        self.callbacks.end_epoch(progress.epoch, recorder.latest_epoch)
+                        stop = self._stop_of_callbacks(recorder) or stop
             if stop:
                 recorder.say(stop)
                 recorder.event("stop", reason=stop)
             self.saver.save(recorder)
+        self.callbacks.end(stop or "all epochs are done")
+        self._stop_of_callbacks(recorder)
+
+    def _stop_of_callbacks(self, recorder: Recorder) -> str:
+        """Why the callbacks of process 0 end the run, or "". A collective operation. Raises TrainError, after a
+        checkpoint, if one of them has failed."""
+        if not self.callbacks:
+            return ""
+        wish = self.workers.gather(self.callbacks.wish)[0]
+        if wish.failure:
+            if self.state.progress.step:
+                self.saver.save_before_error(recorder)
+            raise TrainError(wish.failure, on_all_ranks=True)
+        return f"stopped by a callback: {wish.reason}" if wish.reason else ""
 
     @contextlib.contextmanager
     def monitoring(self, recorder: Recorder) -> Iterator[None]:
@@ -178,12 +208,11 @@ class Trainer:
         batches = recorder.timed(self.train_loader)
         while self._step_or_save(batches, recorder):
             recorder.stop_clock(self.executor.idle_seconds)
-            save, stop_signal, time_up = self.workers.vote(
-                [signals.save or self.saver.is_due(), _is_to_stop(signals), self._time_up()]
-            )
+            save, stop_signal, time_up, asked = self.workers.vote([
+                signals.save or self.saver.is_due(), _is_to_stop(signals), self._time_up(), self.callbacks.is_to_stop])
             save |= stop_signal
             commits = self.commit is not None and progress.step % self.config.commit_every == 0
-            self.end_step(recorder, read_now=save or time_up or commits or progress.step == self.config.max_steps)
+            self.end_step(recorder, read_now=save or time_up or asked or commits or progress.step == self.config.max_steps)
             if self.is_stuck:
                 self.saver.save(recorder)
                 raise self.stuck()
@@ -199,7 +228,7 @@ class Trainer:
                 raise self._stopped(signals)
             if time_up:
                 return f"stopped: the time limit of {self.config.time_limit:g} minutes is reached"
-            if stop := self._steps_used_up():
+            if stop := (asked and self._stop_of_callbacks(recorder)) or self._steps_used_up():
                 return stop
         return ""
 
@@ -323,9 +352,9 @@ class Trainer:
         if not validation:
             recorder.end_epoch()
             return ""
-        metrics, outcomes = validation
+        metrics, outcomes, of_plugins = validation
         is_balance_wanted = max(config.balance, config.class_weights) > 0 or outcomes.is_uneven
-        recorder.end_epoch(metrics, outcomes.balanced_accuracy if is_balance_wanted else None)
+        recorder.end_epoch(metrics, outcomes.balanced_accuracy if is_balance_wanted else None, of_plugins)
         top1 = metrics.top1 / metrics.count
         if top1 > progress.best_top1:
             progress.best_top1, progress.validations_since_best = top1, 0
@@ -352,7 +381,7 @@ class Trainer:
         try:
             with recorder.phase("validation"), self.evaluating(together=True):
                 validation = validate(self.executor, loader, self.workers, lambda: _is_to_stop(signals),
-                                      partial(recorder.show_progress, total=loader.num_batches))
+                                      partial(recorder.show_progress, total=loader.num_batches), self.metrics)
         except LostProcessError:
             raise
         except UserError:

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from common import plugins
 from graph_passes.executors import Executor
 from graph_passes.executors.cuda.statistics_group import StatisticsGroup
 from train import checkpoint, demonstration, devices
@@ -33,7 +34,7 @@ from train.commands.session import (
     steps_allowed,
     train,
 )
-from train.config import FOUND_IN_DATA, Config, check_untrained, configure
+from train.config import FOUND_IN_DATA, Config, check_plugged, check_untrained, configure
 from train.errors import TrainError
 from train.loop import Trainer
 from train.presets import load_preset
@@ -101,13 +102,17 @@ def begin(values: Mapping[str, Any], workers: Workers) -> Beginning:
             if weights:
                 default = replace(default, **settings(weights.trained.config, with_sizes="config" not in values))
             config = configure(values, default)
+            check_plugged(config)
             name_preset(config, values, workers)
             return Beginning(config, run_folder_of(config), None, weights, demonstration.is_one(config, values))
         start = checkpoint.load_checked(file)
+        checkpoint.load_plugins(start)
         default = load_preset(values["config"]) if "config" in values else _resumed_config(file, start)
         if values.get("weights"):  # the weights with which this same command began the run
             default = replace(default, **settings(start.config))
         config = of_network(configure(values, default), values, start)
+        config = replace(config, plugin=plugins.together(start.config.plugin, config.plugin))
+        check_plugged(config)
         return Beginning(config, run_folder_of(config, file), start)
 
 
@@ -131,6 +136,7 @@ def open_trainer(
     config, run_folder, start, weights, fit_machine = beginning
     with contextlib.ExitStack() as loaders:
         with workers.agreement():
+            plugins.restore(config.plugin, "the run that this process joins")
             placement = prepare(config, workers)
             bn_group = join_bn_group(config, placement, workers)
             known = (start.classes, "the network of the resumed run") if start else ()

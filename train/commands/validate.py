@@ -9,10 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common import files
+from common import files, plugins
 from train import weights
 from train.build import evaluated_images, inference_executor, open_split
 from train.classes import is_numbered, some
+from train.checkpoint import load_plugins
 from train.commands.session import name_images, of_network, prepare, shown_skipped
 from train.config import configure
 from train.devices import for_int8
@@ -44,6 +45,7 @@ def main(values: Mapping[str, Any]) -> None:
         int8 = int8_file.load(place, trained) if values.get("int8", False) else None
         if int8:
             trained = int8.prepared(trained)
+        load_plugins(trained)
         config = of_network(configure(values, trained.config), values, trained)
         if int8:
             int8_file.check_images(int8, place, config)
@@ -54,7 +56,8 @@ def main(values: Mapping[str, Any]) -> None:
         executor = inference_executor(trained, int8, config, placement)
     with loader:
         progress = printed_progress(loader.num_batches) if workers.rank == 0 else None
-        validation = validate(executor, loader, workers, progress=progress)
+        validation = validate(executor, loader, workers, progress=progress,
+                              of_plugins=plugins.active("metric", config.plugin))
     assert validation  # it is never stopped early here
     sums, skipped = validation.metrics, name_images(loader, workers)
     if not math.isfinite(sums.loss_sum):
@@ -70,7 +73,8 @@ def main(values: Mapping[str, Any]) -> None:
         is_balance_wanted = max(config.balance, config.class_weights) > 0 or validation.outcomes.is_uneven
         print(f"{place}{' in INT8' if int8 else ''}: {sums.count:.0f} {images}{shown_skipped(len(skipped))}, "
               f"loss {loss:.4f}, top-1 {top1:.2%}" + f", top-5 {top5:.2%}" * is_top5_told
-              + f", balanced accuracy {balanced:.2%}" * is_balance_wanted)
+              + f", balanced accuracy {balanced:.2%}" * is_balance_wanted
+              + "".join(f", {name} {value:.4g}" for name, value in validation.of_plugins.items()))
         per_class, *_ = validation.outcomes.by_class(trained.num_classes)
         if trained.config.val_split and not config.val_split and not is_same:
             share = f"{trained.config.val_split:g}"

@@ -28,6 +28,7 @@ class TrainingOptions(
     run.DeviceOptions,
     run.LengthOptions,
     data.DataOptions,
+    run.PluginOptions,
     run.RunOptions,
 ):
     """All options of a training run, except those of its starting point."""
