@@ -60,6 +60,7 @@ class _Loaded(NamedTuple):
 _registered: dict[tuple[str, str], Registered] = {}
 _reserved: dict[str, dict[str, str]] = {}  # kind -> names that no plug-in may take, and whose they are
 _loaded: dict[str, _Loaded] = {}  # by the name of the file, or of the entry point
+_told: set[tuple[str, str]] = set()  # records: differences that the user knows
 _loading: list[str] = []  # records of the plug-ins that are being executed
 
 
@@ -185,25 +186,19 @@ def load(words: Sequence[str]) -> tuple[str, ...]:
 
 def restore(records: Sequence[str], place: str, run_folder: str = "",
             is_enough: Callable[[], bool] = lambda: False) -> None:
-    """Load the plug-ins that a run or checkpoint, `place`, records, until `is_enough`. One that the user has named
-    takes the place of a recorded one with the same file name, which is said if it differs.
+    """Load the plug-ins that a run or checkpoint, `place`, records, until there `is_enough`. One that the user has
+    named takes the place of a recorded one with the same file name, which is said if it differs.
 
     Raises UserError for a file that is missing or has changed. `run_folder`: where copies may lie; the message names
     the copy, which is never executed unless the user then names it.
     """
     for record in records:
-        if is_enough():
-            return
         loaded = _loaded.get(name_of(record))
-        if loaded and loaded.record == record:
-            continue
-        if loaded and loaded.is_named:
-            if _parts(loaded.record)[1] != _parts(record)[1]:
-                _tell(f"the plug-in {brief(loaded.record)} is used instead of the one that {place} records, "
-                      f"{brief(record)}")
-            continue
-        _load(record, *_unchanged(record, place, run_folder), is_named=False)
-        _tell(f"plug-in {_parts(record)[0]}, as {place} records it")
+        if loaded and loaded.is_named and loaded.record != record:
+            _tell_of_change(record, loaded.record, place)
+        elif not (loaded and loaded.record == record) and not is_enough():
+            _load(record, *_unchanged(record, place, run_folder), is_named=False)
+            _tell(f"plug-in {_parts(record)[0]}, as {place} records it")
 
 
 def together(recorded: Sequence[str], given: Sequence[str]) -> tuple[str, ...]:
@@ -345,6 +340,13 @@ def _named_failure(file: str) -> Iterator[None]:
                         "correct that line") from None
     except (Exception, SystemExit) as error:
         raise UserError(f"the plug-in failed at {_where(error, file)}: {_said(error)}") from error
+
+
+def _tell_of_change(recorded: str, named: str, place: str) -> None:
+    """Say, once, that a plug-in that the user has named is another one than the recorded one."""
+    if _parts(named)[1] != _parts(recorded)[1] and (recorded, named) not in _told:
+        _told.add((recorded, named))
+        _tell(f"the plug-in {brief(named)} is used, although {place} was made with {brief(recorded)}")
 
 
 def _tell(sentence: str) -> None:
