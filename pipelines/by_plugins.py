@@ -57,7 +57,7 @@ def _check(each: Registered, image_size: int, device: str, device_id: int) -> No
     what = f"the augmentation {each.name} ({each.place})"
     try:
         (result,) = graph().run()
-        found = [(result[i].shape(), np.dtype(str(result.dtype).rpartition(".")[2].lower())) for i in range(2)]
+        found = [(result[i].shape(), np.dtype(types.to_numpy_type(result.dtype))) for i in range(2)]
     except (RuntimeError, TypeError, ValueError) as error:
         lines = [line for line in str(error).splitlines() if line.strip()]
         raise DataError(f"{what} fails on an image of {image_size}x{image_size} pixels: "

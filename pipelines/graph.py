@@ -23,6 +23,7 @@ import contextlib
 import itertools
 import math
 import re
+import warnings
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -290,7 +291,9 @@ def build_pipeline(
         return _image(config, inputs, values, operations), *beside
 
     pipeline = graph()
-    with without_lines(_MISSING_CODECS) if config.device == "gpu" else contextlib.nullcontext():
+    with (without_lines(_MISSING_CODECS) if config.device == "gpu" else contextlib.nullcontext(),
+          warnings.catch_warnings()):
+        warnings.filterwarnings("ignore", message=".*is not used")  # a plug-in need not use its random numbers
         pipeline.build()
     return pipeline
 

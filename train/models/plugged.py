@@ -15,6 +15,7 @@ from train.models.network import Symbol
 
 # The parameters of a network must not depend on the size of the images.
 SIZES = (224, 256)  # pixels
+PARAMETERS = ("weight", "bias", "gamma", "beta", "moving_mean", "moving_var")  # roles of inputs
 
 
 def build(plugin: Registered, num_classes: int, label_smoothing: float) -> Symbol:
@@ -23,7 +24,9 @@ def build(plugin: Registered, num_classes: int, label_smoothing: float) -> Symbo
     with mx.name.NameManager():  # counts from 0, so that layers without a name get the same one whenever they are made
         symbol = _symbol(plugin, plugins.call(plugin, num_classes))
     scores = _graph(plugin, symbol)
-    _check(plugin, scores, num_classes)
+    _check_end(plugin, scores, num_classes)
+    scores = passes.layout(scores, "NHWC", inputs=["data"])
+    _check_parameters(plugin, scores)
     return mx.sym.SoftmaxOutput(mx.sym.load_json(scores.to_json()), name="softmax", normalization="batch",
                                 smooth_alpha=label_smoothing)
 
@@ -51,7 +54,7 @@ def _symbol(plugin: Registered, made: Any) -> Symbol:
 
 
 def _graph(plugin: Registered, symbol: Symbol) -> Graph:
-    """The Symbol as a graph in NHWC."""
+    """The Symbol as a graph of operators that are known."""
     try:
         graph = Graph.from_json(symbol.tojson(), source="its Symbol")
         if unknown := sorted(graph.operators().keys() - set(known_operators())):
@@ -60,30 +63,34 @@ def _graph(plugin: Registered, symbol: Symbol) -> Graph:
                                  f"it of {', '.join(known_operators())}, or add the operator ({plugins.WALKS})")
         if "data" not in graph.arguments:
             raise _fault(plugin, "has no input named data: let it read mx.sym.Variable(\"data\")")
-        return passes.layout(graph, "NHWC", inputs=["data"])
+        return graph
     except GraphError as error:
         raise _fault(plugin, f"cannot be read: {error}") from None
 
 
-def _check(plugin: Registered, graph: Graph, num_classes: int) -> None:
-    """Raise UserError unless the graph ends in the scores of a classifier and fits images of any size."""
+def _check_end(plugin: Registered, graph: Graph, num_classes: int) -> None:
+    """Raise UserError unless the graph ends in the scores of a classifier."""
     end = graph[graph.outputs[0].node]
     if len(graph.outputs) != 1 or end.op != "FullyConnected" or end["no_bias"]:
         raise _fault(plugin, f"ends in {end.op} ({end.name}): let it end in the classes' scores, made by FullyConnected "
                              "with a bias (Gluon: Dense)")
     if end["num_hidden"] != num_classes:
         raise _fault(plugin, f"has {end['num_hidden']} scores for {num_classes} classes: use its argument num_classes")
+
+
+def _check_parameters(plugin: Registered, graph: Graph) -> None:
+    """Raise UserError unless each variable is a parameter of a layer, whose shape is equal for images of any size."""
+    for name, use in roles.uses(graph).items():
+        if name != "data" and use.input not in PARAMETERS:
+            raise _fault(plugin, f"has the variable {name}, which is neither data nor a parameter of a layer: leave it "
+                                 "out")
     try:
         found = [graph.infer_shapes({"data": (1, size, size, 3)}) for size in SIZES]
     except GraphError as error:
         raise _fault(plugin, f"does not fit images of {SIZES[0]} pixels in NHWC: {error}") from None
     for name in graph.variables:
-        first, second = (shapes.get(Ref(name)) for shapes in found)
-        if first is None:
-            raise _fault(plugin, f"has the input {name}, whose shape does not follow from the images: it may read only "
-                                 "data and parameters")
+        first, second = (shapes[Ref(name)] for shapes in found)
         if first != second and name != "data":
             raise _fault(plugin, f"has {name}, whose shape depends on the size of the images ({first} for "
                                  f"{SIZES[0]} pixels, {second} for {SIZES[1]}): let it end in global pooling before "
                                  "the classifier")
-    assert roles.classifier(graph) == end
