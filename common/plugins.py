@@ -4,8 +4,8 @@
     find("model", "tiny").made(10)
     restore(records, "runs/my-run")           # in a later process: the same files, if they are unchanged
 
-A run records each plug-in as FILE#sha256=DIGEST, with the absolute path of its file. Nothing is executed but a file that
-the user has named, and a recorded file that lies unchanged in its recorded place. Imports nothing slow.
+A run records each plug-in as FILE#sha256=DIGEST, with the absolute path of its file. Nothing is executed but a file
+that the user has named, and a recorded file that lies unchanged in its recorded place. Imports nothing slow.
 """
 
 from __future__ import annotations
@@ -271,8 +271,8 @@ def _unchanged(record: str, place: str, run_folder: str) -> tuple[bytes, Callabl
                    else f"give --plugin {name_of(record)} with the path that it has now")
         raise UserError(f"{place} needs the plug-in {file}, which is not there: {way_out} ({WALKS})")
     if not os.path.isabs(file) and file not in importlib.metadata.entry_points(group=GROUP).names:
-        raise UserError(f"{place} needs the plug-in {file} of an installed package, which is not installed here: install "
-                        f"it, or give --plugin with a file that has it ({WALKS})")
+        raise UserError(f"{place} needs the plug-in {file} of an installed package, which is not installed here: "
+                        f"install it, or give --plugin with a file that has it ({WALKS})")
     found, content, execute = _found(file)
     if found != record:
         way_out = f", or --plugin {copy} for the recorded one" if has_copy else ""

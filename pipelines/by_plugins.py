@@ -47,8 +47,8 @@ def _check(each: Registered, image_size: int, device: str, device_id: int) -> No
     tried = [rng.integers(0, 256, (image_size, image_size, 3), np.uint8) for _ in range(2)]
     randoms = rng.random((2, NUM_RANDOM), np.float32)
 
-    @dali.pipeline_def(batch_size=2, num_threads=1, device_id=device_id if device == "gpu" else None,
-                       prefetch_queue_depth=1)
+    @dali.pipeline_def(batch_size=2, num_threads=1, prefetch_queue_depth=1,
+                       device_id=device_id if device == "gpu" else None)  # type: ignore[arg-type]  # None is "no GPU"
     def graph() -> Any:
         images = fn.external_source(lambda: tried, layout="HWC", batch=True)
         random = fn.external_source(lambda: list(randoms), batch=True)
@@ -64,5 +64,5 @@ def _check(each: Registered, image_size: int, device: str, device_id: int) -> No
                         f"{lines[-1] if lines else type(error).__name__}") from error
     for shape, dtype in found:
         if (tuple(shape), dtype) != ((image_size, image_size, 3), np.uint8):
-            raise DataError(f"{what} makes {dtype} {tuple(shape)} of uint8 {(image_size, image_size, 3)}: return images "
-                            "of the same type and size")
+            raise DataError(f"{what} makes {dtype} {tuple(shape)} of uint8 {(image_size, image_size, 3)}: return "
+                            "images of the same type and size")

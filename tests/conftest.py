@@ -123,7 +123,8 @@ def real_data() -> Path:
 
 @pytest.fixture
 def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Writes a plug-in's file: plugin(source, name="my.py") gives its path. What is registered is forgotten at the end."""
+    """Writes a plug-in's file: plugin(source, name="my.py") gives its path. At the end, what has been registered is
+    forgotten."""
     for registry in ("_registered", "_loaded"):
         monkeypatch.setattr(plugins, registry, dict(getattr(plugins, registry)))
     monkeypatch.setattr(plugins, "_told", set())

@@ -58,7 +58,7 @@ WRONG = {
     "from train.plugins import metric\n@metric\ndef a(probabilities, labels): pass\n@metric('a')\ndef b(p, q): pass":
         "{file}:4: the metric 'a' exists already, at {file}:2: give it another name",
     "from train.plugins import metric\n@metric\ndef a(probabilities): pass":
-        "{file}:2: the metric a takes (probabilities), and is called with probabilities and labels: change its arguments",
+        "{file}:2: the metric a takes (probabilities), and is called with probabilities and labels: change its",
     "from train.plugins import model\n@model('my net')\ndef a(num_classes): pass":
         "{file}:2: 'my net' is no name for a model",
     "from train.plugins import callback\n@callback\ndef at_end(): pass":
@@ -156,7 +156,8 @@ def test_a_copy_is_not_executed_unless_named(
     """A run folder that somebody sends may hold anything."""
     file, record, copy = recorded
     file.unlink()
-    way_out = f"the run needs the plug-in {file}, which is not there: read its copy in the run's folder and give --plugin {copy}"
+    way_out = (f"the run needs the plug-in {file}, which is not there: read its copy in the run's folder and give "
+               f"--plugin {copy}")
     with pytest.raises(UserError, match=re.escape(way_out)):
         restore(record, copy)
     assert not copy.with_suffix(".executed").exists()
@@ -220,8 +221,9 @@ def test_of_the_program_itself(plugin: Callable[..., Path]) -> None:
 def test_help_waits_for_nothing(tmp_path: Path) -> None:
     """Neither for a plug-in, nor for what plug-ins import."""
     (tmp_path / "my.py").write_text("raise SystemExit('executed')")
-    program = ("import sys; from train.__main__ import main\ntry: main(['train', '--plugin', 'my.py', '--help'])\n"
-               "except SystemExit: pass\nprint({'numpy', 'mxnet', 'nvidia.dali'} & sys.modules.keys(), file=sys.stderr)")
+    program = ("import sys; from train.__main__ import main\n"
+               "try: main(['train', '--plugin', 'my.py', '--help'])\nexcept SystemExit: pass\n"
+               "print({'numpy', 'mxnet', 'nvidia.dali'} & sys.modules.keys(), file=sys.stderr)")
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True,
                           env={"PYTHONPATH": str(Path(__file__).parents[1])})
     assert done.stderr == "set()\n" and "--plugin FILE" in done.stdout

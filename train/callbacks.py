@@ -19,7 +19,6 @@ from common.plugins import Registered
 from train.config import Config
 from train.processes.signals import StoppedBySignal
 
-
 # Horovod's exceptions that end a session of an elastic run, whose next one goes on (compared by name, as in
 # distributed.py).
 SESSION_ENDS = ("HorovodInternalError", "HostsUpdatedInterrupt")

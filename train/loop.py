@@ -212,7 +212,8 @@ class Trainer:
                 signals.save or self.saver.is_due(), _is_to_stop(signals), self._time_up(), self.callbacks.is_to_stop])
             save |= stop_signal
             commits = self.commit is not None and progress.step % self.config.commit_every == 0
-            self.end_step(recorder, read_now=save or time_up or asked or commits or progress.step == self.config.max_steps)
+            is_last = time_up or asked or progress.step == self.config.max_steps
+            self.end_step(recorder, read_now=save or commits or is_last)
             if self.is_stuck:
                 self.saver.save(recorder)
                 raise self.stuck()

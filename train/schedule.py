@@ -4,8 +4,9 @@ them."""
 from __future__ import annotations
 
 import math
-import numbers
 from dataclasses import dataclass
+
+import numpy as np
 
 from common import plugins
 from common.plugins import Registered
@@ -56,7 +57,7 @@ class Schedule:
 def _factor(schedule: Registered, progress: float) -> float:
     """The factor that a plug-in's schedule gives. Raises UserError if it is no factor."""
     factor = plugins.call(schedule, progress)
-    if isinstance(factor, bool) or not isinstance(factor, numbers.Real) or not 0 <= factor < math.inf:
+    if not isinstance(factor, (int, float, np.floating)) or not 0 <= factor < math.inf:
         raise TrainError(f"the schedule {schedule.name} ({schedule.place}) gives {factor!r} for the progress "
                          f"{progress:g}: return a factor of the learning rate, 0 or more", on_all_ranks=True)
     return float(factor)

@@ -44,7 +44,8 @@ def photos(tmp_path_factory: pytest.TempPathFactory, seed: int) -> Path:
 @pytest.fixture
 def settings(photos: Path) -> LoaderConfig:
     transform = ImageTransform(mean=(0, 0, 0), std=(1, 1, 1))  # so that pixels stay as they are
-    return LoaderConfig(data=str(photos), split="train", batch_size=4, image_size=32, num_threads=1, transform=transform)
+    return LoaderConfig(data=str(photos), split="train", batch_size=4, image_size=32, num_threads=1,
+                        transform=transform)
 
 
 def batches(settings: LoaderConfig, names: tuple[str, ...], shard: tuple[int, int] = (0, 1), skip: int = 0
@@ -107,7 +108,8 @@ def test_kernels_get_images_of_the_final_size(
 
 WRONG = {
     "return fn.rotate(images, angle=20)": "makes uint8 (42, 42, 3) of uint8 (32, 32, 3)",
-    "return fn.cast(images, dtype=types.FLOAT)": "makes float32 (32, 32, 3) of uint8 (32, 32, 3): return images of the same type and size",
+    "return fn.cast(images, dtype=types.FLOAT)":
+        "makes float32 (32, 32, 3) of uint8 (32, 32, 3): return images of the same type and size",
     "return None": "returned a NoneType: return the images, as an operator of nvidia.dali.fn gives them",
     "return fn.no_such(images)": "failed at {file}:6: AttributeError: ",
     "return fn.crop(images, crop=(64, 64))": "fails on an image of 32x32 pixels: ",

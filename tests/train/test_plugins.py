@@ -17,6 +17,8 @@ from train import checkpoint
 from train.config import Config
 from train.schedule import make_schedule
 
+pytestmark = pytest.mark.usefixtures("narrow_network")
+
 SOURCE = '''
     import numpy as np
     from mxnet.gluon import nn
@@ -201,11 +203,11 @@ def test_callbacks(body: str, end: str, run_train, small, plugin, tmp_path: Path
 
 def test_a_run_is_stopped_between_two_steps(run_train, small, plugin, tmp_path: Path) -> None:
     _, options = small
-    source = CALLBACK.replace("BODY", "pass").replace('write("saved", path.name, path.is_file())', "self.run.stop('full')")
+    source = CALLBACK.replace("BODY", "pass").replace('write("saved", path.name, path.is_file())', "self.run.stop('a')")
     source = source.replace('write("start"', 'self.run = run; write("start"')
     told = plugin(source, "told.py")
     said = train(run_train, [*options, "--plugin", told, "--output", tmp_path / "run", "--checkpoint-minutes", "1e-9"])
-    assert "stopped by a callback: full" in said
+    assert "stopped by a callback: a\n" in said
     assert (tmp_path / "run" / "checkpoints" / "step-00000002.npz").exists()  # after the step that saved, one more
 
 
@@ -238,12 +240,12 @@ def test_a_callback_that_returns_something_else(run_train, small, plugin, tmp_pa
     _, options = small
     told = plugin(CALLBACK.replace("BODY", "return True"), "told.py")
     code, _, err = run_train(*options, "--plugin", told, "--output", tmp_path / "run")
-    assert code == 2 and (f"on_epoch_end of the callback Told ({told}:9) returned True: return nothing, or a sentence that "
-                          "says why the run is to stop") in err
+    assert code == 2 and (f"on_epoch_end of the callback Told ({told}:9) returned True: return nothing, or a sentence "
+                          "that says why the run is to stop") in err
 
 
 @pytest.mark.parametrize(("body", "fault"), [
-    ("return probabilities", r"the metric odd \(.*my.py:3\) returned float32 \(\d, 3\) for \d images: return \(\d,\), a number"),
+    ("return probabilities", r"odd \(.*my.py:3\) returned float32 \(\d, 3\) for \d images: return \(\d,\), a number"),
     ("return labels.mean()", r"the metric odd \(.*my.py:3\) returned float64 \(\) for \d images"),
     ("return labels[100]", r"the metric odd failed at .*my.py:5: IndexError: index 100 is out of bounds"),
 ])
@@ -266,7 +268,8 @@ def test_a_schedule_that_fails(factor: str, fault: str, run_train, plugin, tiny_
 
 
 def test_a_schedule_after_the_warm_up(plugin) -> None:
-    plugins.load([str(plugin("from train.plugins import schedule\n@schedule\ndef root(progress): return progress ** .5\n"))])
+    file = plugin("from train.plugins import schedule\n@schedule\ndef root(progress): return progress ** .5\n")
+    plugins.load([str(file)])
     config = Config(schedule="root", epochs=10, warmup_epochs=2, batch_size=256, learning_rate=0.3)
     schedule = make_schedule(config, 10, num_processes=1)
     assert [schedule(step) for step in (9, 20, 60, 100)] == pytest.approx([0.15, 0, 0.3 * math.sqrt(0.5), 0.3])

@@ -12,8 +12,8 @@ from typing import Any
 from common import files, plugins
 from train import weights
 from train.build import evaluated_images, inference_executor, open_split
-from train.classes import is_numbered, some
 from train.checkpoint import load_plugins
+from train.classes import is_numbered, some
 from train.commands.session import name_images, of_network, prepare, shown_skipped
 from train.config import configure
 from train.devices import for_int8

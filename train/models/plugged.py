@@ -59,8 +59,8 @@ def _graph(plugin: Registered, symbol: Symbol) -> Graph:
         graph = Graph.from_json(symbol.tojson(), source="its Symbol")
         if unknown := sorted(graph.operators().keys() - set(known_operators())):
             first = next(node for node in graph if node.op == unknown[0])
-            raise _fault(plugin, f"has the operator {unknown[0]} ({first.name}), which this program does not know: make "
-                                 f"it of {', '.join(known_operators())}, or add the operator ({plugins.WALKS})")
+            raise _fault(plugin, f"has the operator {unknown[0]} ({first.name}), which this program does not know: "
+                                 f"make it of {', '.join(known_operators())}, or add the operator ({plugins.WALKS})")
         if "data" not in graph.arguments:
             raise _fault(plugin, "has no input named data: let it read mx.sym.Variable(\"data\")")
         return graph
@@ -72,8 +72,8 @@ def _check_end(plugin: Registered, graph: Graph, num_classes: int) -> None:
     """Raise UserError unless the graph ends in the scores of a classifier."""
     end = graph[graph.outputs[0].node]
     if len(graph.outputs) != 1 or end.op != "FullyConnected" or end["no_bias"]:
-        raise _fault(plugin, f"ends in {end.op} ({end.name}): let it end in the classes' scores, made by FullyConnected "
-                             "with a bias (Gluon: Dense)")
+        raise _fault(plugin, f"ends in {end.op} ({end.name}): let it end in the classes' scores, made by "
+                             "FullyConnected with a bias (Gluon: Dense)")
     if end["num_hidden"] != num_classes:
         raise _fault(plugin, f"has {end['num_hidden']} scores for {num_classes} classes: use its argument num_classes")
 

@@ -10,6 +10,7 @@ from train.options import data, network, optimizer, run
 # A dataclass takes its fields from the last base class first.
 @dataclass(frozen=True)
 class TrainingOptions(
+    run.PluginOptions,
     run.LogOptions,
     run.CheckpointOptions,
     run.ElasticOptions,
@@ -28,7 +29,6 @@ class TrainingOptions(
     run.DeviceOptions,
     run.LengthOptions,
     data.DataOptions,
-    run.PluginOptions,
     run.RunOptions,
 ):
     """All options of a training run, except those of its starting point."""

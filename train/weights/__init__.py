@@ -45,8 +45,8 @@ def settings(config: Config, with_sizes: bool = False) -> dict[str, Any]:
     sizes = ("image_size", "val_image_size", "val_crop_fraction") if with_sizes else ()
     names = ("model", *(field.name for field in fields(Normalisation)), *sizes)
     of_plugin = plugins.find("model", config.model)
-    plugin = (of_plugin.record,) if of_plugin and of_plugin.record else ()
-    return {"plugin": plugin, **{name: getattr(config, name) for name in names}}
+    plugin = {"plugin": (of_plugin.record,)} if of_plugin and of_plugin.record else {}
+    return {name: getattr(config, name) for name in names} | plugin
 
 
 def read(place: str, model: str = "") -> Weights:

@@ -68,12 +68,12 @@ def test_names_are_equal_whenever_it_is_made(plugin: Callable[..., Path]) -> Non
 
 WRONG = {
     "return mx.sym.exp(mx.sym.Variable('data'))":
-        "has the operator exp (exp0), which this program does not know: make it of Activation, BatchNorm, Convolution, ",
+        "has the operator exp (exp0), which this program does not know: make it of Activation, BatchNorm, Co",
     "return mx.sym.FullyConnected(mx.sym.Variable('images'), num_hidden=num_classes)": "has no input named data",
     "return mx.sym.Convolution(mx.sym.Variable('data'), num_filter=8, kernel=(3, 3))":
         "ends in Convolution (convolution0): let it end in the classes' scores",
     "return mx.sym.FullyConnected(mx.sym.Variable('data'), num_hidden=num_classes, no_bias=True)":
-        "ends in FullyConnected (fullyconnected0): let it end in the classes' scores, made by FullyConnected with a bias",
+        "ends in FullyConnected (fullyconnected0): let it end in the classes' scores, made by FullyConnected",
     "return mx.sym.SoftmaxOutput(mx.sym.FullyConnected(mx.sym.Variable('data'), num_hidden=num_classes))":
         "has the operator SoftmaxOutput (softmaxoutput0)",
     "return mx.sym.FullyConnected(mx.sym.Variable('data'), num_hidden=10)":
@@ -85,8 +85,9 @@ WRONG = {
     "    return mx.sym.FullyConnected(x, num_hidden=num_classes)": "does not fit images of 224 pixels in NHWC: ",
     "return num_classes": "is a int: return a Symbol, or a Gluon HybridBlock",
     "return nn.Conv2D(8, 3).no_such_method()": "failed at {file}:7: AttributeError: ",
-    "x = mx.sym.Variable('data')\n    x = mx.sym.Pooling(x + mx.sym.Variable('mask'), global_pool=True, kernel=(1, 1))\n"
-    "    return mx.sym.FullyConnected(x, num_hidden=num_classes)": "has the variable mask, which is neither data nor a parameter of a layer",
+    "x = mx.sym.Variable('data') + mx.sym.Variable('mask')\n    x = mx.sym.Pooling(x, global_pool=True, kernel=(1, 1))"
+    "\n    return mx.sym.FullyConnected(x, num_hidden=num_classes)":
+        "has the variable mask, which is neither data nor a parameter of a layer",
 }
 
 
