@@ -48,7 +48,7 @@ WARM_UP_SECONDS, NUM_BATCHES = 3.0, 6
 CALIBRATION_SIZE = 64  # pixels; the scales do not depend on the size
 SHORT = {"float16": "fp16", "bfloat16": "bf16", "tf32": "tf32", "float32": "fp32", "int8": "int8"}
 MEMORY = RESULTS / "memory_1gpu.jsonl"
-PeerMode = Literal["eager", "compile", "graph", "reduce-overhead"]
+PeerMode = Literal["eager", "compile", "graph", "reduce-overhead", "max-autotune", "max-autotune-graph"]
 Measured = CudaExecutor | QuantisedCudaExecutor
 
 
@@ -153,8 +153,9 @@ class Options:
     """Timed steps in each round."""
     rounds: Positive = 2
     """Rounds; ours and the peer alternate."""
-    peers: tuple[PeerMode, ...] = ("compile", "graph")
-    """PyTorch's modes (see peer_pytorch.py); its memory is measured in the first one."""
+    peers: tuple[PeerMode, ...] = ("compile", "graph", "max-autotune", "max-autotune-graph")
+    """PyTorch's modes (see peer_pytorch.py); its memory is measured in the first one. For max-autotune PyTorch times
+    its kernels for minutes, once on a machine."""
     profile: Path | None = None
     """Write one line per kernel of the step, or of inference, to this file."""
     inference: bool = False
@@ -219,13 +220,16 @@ def main() -> None:
     def peer_turn(mode: str) -> dict[str, Any]:
         assert peer
         turn = peer.measure(mode)
-        if "peer" not in memory:  # its first measurement, which does not contain the memory of further modes
-            memory.update(peer=turn["name"], peer_in_use_gib=gib(free - executor.gpu.memory()[0]),
-                          peer_peak_allocated_gib=gib(turn["allocated_bytes"]))
+        if mode == arguments.peers[0] and "peer" not in memory:
+            memory.update(peer=turn["name"], peer_peak_allocated_gib=gib(turn["allocated_bytes"]))
         return turn
 
     if peer:
         programs |= {mode: partial(peer_turn, mode) for mode in arguments.peers}
+        for mode in arguments.peers:
+            peer.prepare(mode)
+            # of the first mode alone
+            memory.setdefault("peer_in_use_gib", gib(free - executor.gpu.memory()[0]))
     turns = take_turns(arguments.rounds, programs)
     monitor.close()
     if peer:
