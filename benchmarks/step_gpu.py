@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from record import RESULTS, Peer, best_peer, check_trained, flags, run, write_result
 from torch_peer import TorchPeer, all_times, take_turns
@@ -197,10 +197,19 @@ def gib(num_bytes: int) -> float:
     return round(num_bytes / 2**30, 2)
 
 
-def main() -> None:
-    arguments = read_options(Options)
-    if arguments.dtype == "int8" and not arguments.inference:
-        raise UserError("--dtype int8 is for --inference: add it, or give another precision")
+class Compared(NamedTuple):
+    """Both sides' turns. `theirs`: by PyTorch's mode; empty without a peer."""
+
+    executor: Measured
+    batches: list[tuple[Any, Any]]
+    ours: list[dict[str, Any]]
+    theirs: dict[str, list[dict[str, Any]]]
+    versions: dict[str, str]  # of the peer's libraries
+    memory: dict[str, Any]
+
+
+def compare(arguments: Options) -> Compared:
+    """Build both sides, and measure them in turn. Without PEER_PYTHON there is no peer."""
     # The peer imports PyTorch meanwhile; it takes no GPU memory before its first measurement.
     peer = TorchPeer(*peer_options(arguments)) if "PEER_PYTHON" in os.environ else None
     started = time.monotonic()
@@ -237,17 +246,26 @@ def main() -> None:
     if arguments.inference:
         for who, of_one in turns.items():
             check_probabilities(who, [turn["loss"] for turn in of_one])
+    ours = turns.pop("ours")
+    return Compared(executor, batches, ours, turns, peer.versions if peer else {}, memory)
+
+
+def main() -> None:
+    arguments = read_options(Options)
+    if arguments.dtype == "int8" and not arguments.inference:
+        raise UserError("--dtype int8 is for --inference: add it, or give another precision")
+    compared = compare(arguments)
     use = "inference_synthetic" if arguments.inference else "synthetic"
     name = f"{arguments.model}_{SHORT[arguments.dtype]}_b{arguments.batch}_{use}_1gpu"
-    ours = turns.pop("ours")
-    publish(name, arguments.batch, ours, turns, peer.versions if peer else {})
+    publish(name, arguments.batch, compared.ours, compared.theirs, compared.versions)
     if not arguments.inference:
-        write_memory(name, memory)
-        print(f"GPU memory: {memory}")
+        write_memory(name, compared.memory)
+        print(f"GPU memory: {compared.memory}")
     if arguments.profile:
-        measured = (executor.profile_inference(batches[0][0])
+        executor = compared.executor
+        measured = (executor.profile_inference(compared.batches[0][0])
                     if arguments.inference or isinstance(executor, QuantisedCudaExecutor) else executor.profile())
-        note = f"copy {measured.ceiling:.0f} GB/s; step {statistics.median(all_times(ours)):.3f} ms"
+        note = f"copy {measured.ceiling:.0f} GB/s; step {statistics.median(all_times(compared.ours)):.3f} ms"
         arguments.profile.write_text(measured.text(note))
         print(measured.summary())
 
