@@ -130,7 +130,7 @@ def verify_split(
     elif found.format == "folders":
         classes, files, remarks = find_images(path, split)
         items = _folder_items(classes, files)
-        clean_path = path / f"{split}.lst" if path == expanded(data) else path.parent / f"{split}.lst"
+        clean_path = expanded(data) / f"{split}.lst"
         items = [item._replace(line=_relative(item, clean_path.parent)) for item in items]
     else:
         source = open_source(data, split, num_classes, first_label=first_label, labels=labels)

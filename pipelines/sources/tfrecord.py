@@ -27,7 +27,7 @@ from pipelines.errors import DataError
 from pipelines.files import open_file
 from pipelines.options import AUTO, FirstLabel
 from pipelines.recordio import ChecksumError
-from pipelines.sources.base import ONE_HOT_REMARK, SPLITS, check_label, one_hot_class
+from pipelines.sources.base import ONE_HOT_REMARK, check_label, data_folder, one_hot_class
 from pipelines.sources.folders import some
 from pipelines.sources.shards import Entry, ShardSource, shard_name
 
@@ -93,9 +93,8 @@ class TFRecordSource(ShardSource):
         if kind == 0:
             self.first_label = "1" if first else "0"
         if kind == 0 or first:
-            folder = self.files[0].parent
-            folder = folder.parent if folder.name in SPLITS else folder
-            self.remarks = [f"{folder}: labels ({_KINDS[kind]}) count from {first} (--first-label)"]
+            self.remarks = [f"{data_folder(self.files[0].parent)}: labels ({_KINDS[kind]}) count from {first} "
+                            "(--first-label)"]
         return np.where(usable, labels - first, -1)
 
     def _one_kind(self, usable: np.ndarray) -> int:

@@ -252,10 +252,10 @@ def test_what_to_do_without_validation_images(numbered):
         open_source(numbered.parent, "val")
 
 
-def splits_of_other_names(tmp_path):
+def splits_for_tests_alone(tmp_path):
     write_folder(tmp_path / "test", 2, 2, seed=1)
-    write_folder(tmp_path / "Training", 2, 2, seed=1)
-    return tmp_path, r"holds Training, test, which are splits and not classes; rename the folder to train on to"
+    write_folder(tmp_path / "Testing", 2, 2, seed=1)
+    return tmp_path, r"holds Testing, test, which are splits and not classes; rename the folder to train on to"
 
 
 def formats_that_are_not_read(tmp_path):
@@ -382,7 +382,7 @@ MISTAKES = [
     empty_class_folders,
     other_split_only,
     file_of_a_splits_name,
-    splits_of_other_names,
+    splits_for_tests_alone,
     formats_that_are_not_read,
     one_folder_too_high,
     fractional_label_in_a_list,
