@@ -73,7 +73,7 @@ class DaliLoader(Loader):
 
     def __init__(self, config: LoaderConfig, shard: tuple[int, int], source: Source, stage: str = "full"):
         super().__init__(config, shard, len(source), source.classes)
-        self._source = source
+        self._source, self.place = source, str(source.path)
         self.remarks = source.remarks
         self.damaged = dict(source.damaged)
         self._looked_at: set[int] = set()  # images that were checked for decoder messages

@@ -136,6 +136,7 @@ class Loader(ABC):
         self.num_images = num_images  # in the whole split
         self.own_classes = self.classes = classes  # the data's own classes; the classes in the order of the labels
         self.labels: Sequence[int] = range(len(classes))  # the data's own class number -> label
+        self.place = config.data  # the file or folder of the split, for messages
         self.remarks: Sequence[str] = ()  # sentences about data that are left out
         self.bad: dict[int, str] = {}  # image -> reason
         self.damaged: dict[int, str] = {}  # image that is used although damaged -> the decoder's message

@@ -70,7 +70,7 @@ class Format(NamedTuple):
 # In search order. A list precedes the folder that it lists, because `verify --write-clean` writes a list to leave out
 # images of the folder.
 FORMATS = {
-    "list": Format("a .lst file", folders.find_list, lambda files, split, _: folders.open_list(files[0])),
+    "list": Format("a .lst file", folders.find_list, lambda files, split, how: folders.open_list(files[0], how.train)),
     "RecordIO": Format("a .rec file", records.find, lambda files, split, how: RecordSource(files[0], how.num_classes)),
     "WebDataset": Format(
         "tar shards (WebDataset)", shards.find(is_tar), lambda files, split, how: TarSource(files, how.num_classes)

@@ -491,7 +491,37 @@ def list_entry(line: str) -> tuple[int, str]:
     return int(label), file
 
 
-def open_list(path: Path) -> FileSource:
+def open_list(path: Path, train: Sequence[Path] = ()) -> FileSource:
+    """Open a list. `train`: the list of the training images, if this one is of another split.
+
+    Without a classes.txt, and unless the files of both lie in class folders of the same names, a label means the same
+    class in both.
+    """
+    files, labels = _read_list(path)
+    classes = read_classes(path.parent)
+    if not classes:
+        classes = _classes_in_list(files, labels, *(_read_list(train[0]) if train else (files, labels)))
+    for file, label in zip(files, labels, strict=True):
+        if not 0 <= label < len(classes):
+            raise DataError(f"{path}: label {label} of {file.name} is outside the {len(classes)} classes; correct it")
+    return FileSource(path, files, labels, classes, list_remarks(path, files, labels))
+
+
+def _classes_in_list(files: Sequence[Path], labels: Sequence[int], train_files: Sequence[Path],
+                     train_labels: Sequence[int]) -> Classes:
+    """The classes of a list without a classes.txt, from 0 to its highest label or that of the training images."""
+    names, of_training = _folder_names(files, labels), _folder_names(train_files, train_labels)
+    highest = max(labels)
+    if not set(names.values()) & set(of_training.values()):  # the numbers decide
+        num_trained = 1 + max(train_labels)
+        beyond = "label " * bool(of_training)  # since a training folder may be called by the bare number
+        names = {label: f"{beyond}{label}" for label in range(num_trained, 1 + highest)} | of_training
+        highest = max(highest, num_trained - 1)
+    return [(name, name) for name in (names.get(label, str(label)) for label in range(1 + highest))]
+
+
+def _read_list(path: Path) -> tuple[list[Path], list[int]]:
+    """The files of a list, and their labels. Raises DataError."""
     files: list[Path] = []
     labels: list[int] = []
     for number, line in enumerate(read_lines(path), start=1):
@@ -510,14 +540,7 @@ def open_list(path: Path) -> FileSource:
         files.append(path.parent / name)
     if not files:
         raise DataError(f"{path}: the list names no files; write it anew")
-    classes = read_classes(path.parent)
-    if not classes:
-        names = _folder_names(files, labels)
-        classes = [(name, name) for name in names]
-    for file, label in zip(files, labels, strict=True):
-        if not 0 <= label < len(classes):
-            raise DataError(f"{path}: label {label} of {file.name} is outside the {len(classes)} classes; correct it")
-    return FileSource(path, files, labels, classes, list_remarks(path, files, labels))
+    return files, labels
 
 
 def list_remarks(path: Path, files: Sequence[str | Path], labels: Sequence[int | None]) -> list[str]:
@@ -555,12 +578,12 @@ def _unlisted(path: Path, listed: Set[str]) -> int:
     return len(left)
 
 
-def _folder_names(files: list[Path], labels: list[int]) -> list[str]:
-    """Names for classes 0 to the highest label: the folders of their files, or numbers if folders are ambiguous.
+def _folder_names(files: Sequence[Path], labels: Sequence[int]) -> dict[int, str]:
+    """Names for the labels of a list: the folders of their files; {} if the folders are ambiguous.
 
     Folders name classes only if all files of a label are in folders of one name, and no other label's files are: the
     last folder of each path (CLASS/FILE), or the first one below the folder that all share (CLASS/images/FILE). A list
-    whose folders are sessions or cameras has numbers.
+    whose folders are sessions or cameras has none.
     """
     folders = {(label, os.path.dirname(file)) for label, file in zip(labels, files, strict=True)}
     places = [(label, os.path.abspath(folder)) for label, folder in folders]
@@ -569,5 +592,5 @@ def _folder_names(files: list[Path], labels: list[int]) -> list[str]:
     for pairs in ({(label, os.path.basename(place)) for label, place in places}, firsts):
         names = dict(pairs)
         if len(pairs) == len(names) == len(set(names.values()) - {os.curdir}):
-            return [names.get(label, str(label)) for label in range(max(labels) + 1)]
-    return [str(label) for label in range(max(labels) + 1)]
+            return names
+    return {}
