@@ -233,6 +233,12 @@ class Loader(ABC):
                            if (value := getattr(config, name)) != default}
 
     @property
+    def stamps(self) -> dict[str, list[str]]:
+        """Short hashes of some images of each class, by its folder, for data in class folders. An image that was
+        repaired has another one; a class of which all have others was replaced."""
+        return {}
+
+    @property
     def global_batch(self) -> int:
         """The number of images in a batch over all processes."""
         return self.config.batch_size * self.shard[1]
@@ -241,7 +247,8 @@ class Loader(ABC):
         """The position, and the bad images met so far, as JSON."""
         position = {"epoch": self.epoch, "batch": self.batch, "global_batch": self.global_batch,
                     "num_skipped": self.num_skipped}
-        return json.dumps(self._identity() | position | {"bad_images": list(self.bad.items())}).encode()
+        rest = {"bad_images": list(self.bad.items()), "classes": self.stamps}
+        return json.dumps(self._identity() | position | rest).encode()
 
     def restore(self, state: bytes) -> None:
         """Go to the position of `state`: the next batch is bit for bit the one that would have followed.
@@ -256,13 +263,20 @@ class Loader(ABC):
             if min(epoch, batch, global_batch, num_skipped) < 0:
                 raise ValueError
             bad = {int(i): str(reason) for i, reason in saved["bad_images"]}
-        except (ValueError, KeyError, TypeError, OverflowError):
+            # older states have none
+            stamps = {str(name): list(each) for name, each in saved.get("classes", {}).items()}
+        except (ValueError, KeyError, TypeError, OverflowError, AttributeError):
             raise DataError("the saved loader position cannot be read; use another checkpoint of its folder") from None
         for key, value in (_IN_THE_ORDER | self._identity()).items():
             before = saved.get(key, _IN_THE_ORDER.get(key, 0))
             if before != value:
                 raise DataError(f"the saved loader position belongs to {key} {before}, but this loader has {value}; "
                                 f"{self._way_out}")
+        changed = [name for name, each in self.stamps.items() if not set(each) & set(stamps.get(name, each))]
+        if changed:
+            named = ", ".join(map(repr, changed[:3])) + ", ..." * (len(changed) > 3)
+            raise DataError(f"the saved loader position belongs to other images of these classes: {named} (their "
+                            f"folders may have been swapped or replaced); {self._way_out}")
         self.epoch, self.bad, self.num_skipped = epoch, bad, num_skipped
         self.batch = min(-(-batch * global_batch // self.global_batch), self.num_batches)
 

@@ -218,9 +218,9 @@ def beside(found: Location, data: str | Path) -> list[str]:
               if file not in read | holders and _is_data(file, found.format)]
     places = {split: where.files[0] if where.files[0].is_dir() else where.files[0].parent
               for split, where in splits.items()}
-    named = [f"{place.relative_to(path)} as {split}" for split, place in places.items()
+    named = [f"{place.relative_to(path)} is read as {split}" for split, place in places.items()
              if place.is_relative_to(path) and place not in (path, path / split)]
-    remarks = [f"{path}: by the names of its folders, {' and '.join(named)} is read"] if named else []
+    remarks = [f"{path}: by the names of its folders, {' and '.join(named)}"] if named else []
     if others:
         remarks.append(f"{path}: {len(others):,} of its shards, records, lists and folders of images belong to no "
                        f"split and are not read: {some(others)}")

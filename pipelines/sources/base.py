@@ -62,6 +62,10 @@ class Source(ABC):
         """The folder that image `i` shares with similar images, such as the frames of a video; "" if there is none."""
         return ""
 
+    def stamp(self, i: int) -> str:
+        """The identity of image `i` and the size of its file; "" for formats whose classes are not folders."""
+        return ""
+
     @abstractmethod
     def label(self, i: int) -> int:
         """The class number of image `i`; raises DataError if the number is not that of a class."""
@@ -119,6 +123,9 @@ class Chosen(Source):
 
     def group(self, i: int) -> str:
         return self.source.group(self.indices[i])
+
+    def stamp(self, i: int) -> str:
+        return self.source.stamp(self.indices[i])
 
     def label(self, i: int) -> int:
         return self.source.label(self.indices[i])

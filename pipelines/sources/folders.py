@@ -139,6 +139,9 @@ class FileSource(Source):
         """The file's path relative to its class folder, or else to the list's folder."""
         return "/".join(self._path(i)[1])
 
+    def stamp(self, i: int) -> str:
+        return f"{nfc(self.identity(i))}, {self.location(i)[2]} bytes"
+
     def group(self, i: int) -> str:
         """The first folder within the class folder; in a list of files, the file's folder."""
         is_in_class, parts = self._path(i)
@@ -422,6 +425,9 @@ def find_images(path: Path, split: str) -> tuple[Classes, dict[str, list[Path]],
     if train and (shared := _shared(path, train)):
         remarks.append(f"{path}: these class folders are the same as those in {train}, so validation has training "
                        f"images: {some(shared)} (give it images of its own)")
+    if twice := _linked_twice(path):
+        remarks.append(f"{path}: these class folders lead, by links, to others, so the same images have two labels: "
+                       f"{some(twice)} (remove the links)")
     if inner := _same_folders_inside(path, files):
         remarks.append(f"{path}: the images of all class folders lie in folders of the same names ({some(inner)}): if "
                        f"these are the classes, and {some(sorted(files))} are not, put all images of a class into one "
@@ -446,6 +452,17 @@ def _same_folders_inside(path: Path, files: Mapping[str, Sequence[Path]]) -> lis
              for name, images in folders.items()}
     names = next(iter(inner))
     return sorted(names) if len(inner) == 1 and len(names) > 1 and os.curdir not in names else []
+
+
+def _linked_twice(path: Path) -> list[str]:
+    """The class folders that lead, by a link, to another one or into it, as "one = other"."""
+    places = class_places(path)
+    first: dict[Path, str] = {}
+    for name in sorted(places, key=lambda name: (path / name).is_symlink()):
+        first.setdefault(places[name], name)
+    others = {name: next((first[each] for each in (place, *place.parents) if first.get(each, name) != name), "")
+              for name, place in places.items()}
+    return [f"{name} = {other}" for name, other in others.items() if other]
 
 
 def _shared(path: Path, train: Path) -> list[str]:

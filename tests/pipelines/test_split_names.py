@@ -61,9 +61,9 @@ def test_splits_in_any_spelling(tmp_path, capsys, train, val, others):
         source = open_source(data, split)
         assert source.class_names == ["bird", "cat", "dog"] and len(source) == count
     assert [open_source(data, "val").label(i) for i in range(4)] == [1, 1, 2, 2]
-    spelled = [f"{name} as {split}" for name, split in ((train, "train"), (val, "val")) if name != split]
+    spelled = [f"{name} is read as {split}" for name, split in ((train, "train"), (val, "val")) if name != split]
     said, *left = open_source(data, "train").remarks
-    assert said == f"{data}: by the names of its folders, {' and '.join(spelled)} is read"
+    assert said == f"{data}: by the names of its folders, {' and '.join(spelled)}"
     assert [remark.rpartition(": ")[2] for remark in left] == [", ".join(others)] * bool(others)
     assert splits_of(data) == ["train", "val"]
     (data / "classes.txt").write_text("dog\ncat\nbird\n")
@@ -79,7 +79,7 @@ def test_splits_in_folders_of_their_own_names(tmp_path):
     source = open_source(data, "train")
     assert source.class_names == ["cat", "dog"] and len(source) == 4
     assert list(source.remarks) == [
-        f"{data}: by the names of its folders, seg_train/seg_train as train is read",
+        f"{data}: by the names of its folders, seg_train/seg_train is read as train",
         f"{data}: 2 of its shards, records, lists and folders of images belong to no split and are not read: seg_pred, "
         "seg_test"]
     with pytest.raises(DataError, match="has train but no val; .*, rename seg_test to val to validate with its images, "
@@ -161,7 +161,7 @@ def test_shards(tmp_path, train, val):
     assert [len(open_source(data, split)) for split in ("train", "val")] == [3, 2]
     if "/" in train:
         assert list(open_source(data, "train").remarks) == [
-            f"{data}: by the names of its folders, Train as train and Valid as val is read"]
+            f"{data}: by the names of its folders, Train is read as train and Valid is read as val"]
         write_tar(data / "training/0.tar", samples([(b"image", 0)]))
         with pytest.raises(DataError, match="Train, training are several folders of shards for one split; move all"):
             open_source(data, "train")

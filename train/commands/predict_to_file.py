@@ -25,6 +25,7 @@ from common.command_line import option_name
 from graph_passes.executors import Executor
 from pipelines import DataError, Loader, open_files
 from pipelines.progress import progress_bar
+from pipelines.sources.folders import some
 from train import devices, weights
 from train.build import inference_executor, loader_settings, network_dtype
 from train.checkpoint import Checkpoint
@@ -94,6 +95,10 @@ def predict_to_file(options: PredictOptions, values: Mapping[str, Any], workers:
                 whole, before = open_file(path, "all", images)
                 if before.records:
                     print(f"{path} has {before.records:,} of {len(images):,} images", flush=True)
+                    if changed := whole.changed(images[: before.records]):
+                        print(f"{path}: {len(changed):,} of these images changed after it was begun, and their "
+                              f"predictions may be of the earlier ones: {some(changed)} (give another --output to "
+                              "predict all anew)", file=sys.stderr)
         images, first = workers.gather((images, before.records))[0]  # one list, even while a folder is filled
         parts: list[Path] = []
         with workers.agreement():
