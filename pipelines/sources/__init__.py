@@ -211,11 +211,11 @@ def beside(found: Location, data: str | Path) -> list[str]:
     path = expanded(data)
     splits = {split: where for split in _OTHER if (where := _find(path, split))}
     read = {file for where in splits.values() for file in where.files}
-    if not path.is_dir() or path in read:
+    if not path.is_dir():
         return []
     holders = {path} | {file.parent for file in read if file.parent.parent == path}
     others = [str(file.relative_to(path)) for folder in sorted(holders) for file in sorted(folder.iterdir())
-              if file not in read | holders and _is_data(file, found.format)]
+              if file not in read | holders and not (path in read and file.is_dir()) and _is_data(file, found.format)]
     places = {split: where.files[0] if where.files[0].is_dir() else where.files[0].parent
               for split, where in splits.items()}
     named = [f"{place.relative_to(path)} is read as {split}" for split, place in places.items()

@@ -367,9 +367,10 @@ def folder_classes(path: Path, split: str) -> Classes:
         inside = "only files" if any(path.iterdir()) else "nothing"
         if broken := broken_links(path):
             inside = f"only links that lead to no folder ({some(broken)}) and files"
-        raise DataError(
-            f"data path {path} holds {inside}, no class folders; put the images of each class into a folder of its own"
-        )
+        others = class_folders(path.parent) if split_of(path.name) in SPLITS else []
+        or_list = f", or, if {path.name} is a class, list all classes in {path.parent / 'classes.txt'}"
+        raise DataError(f"data path {path} holds {inside}, no class folders; put the images of each class into a "
+                        f"folder of its own{or_list * (len(others) > 1)}")
     if path.name != split:
         _check_are_classes(path, folders)
     if listed := read_classes(path):

@@ -94,8 +94,19 @@ def test_splits_in_folders_of_their_own_names(tmp_path):
 
 def test_splits_without_class_folders_are_no_classes(tmp_path):
     data = images(tmp_path / "data", "train_images", "test_images")
-    with pytest.raises(DataError, match="data/train_images holds only files, no class folders; put the images of each"):
+    with pytest.raises(DataError, match="data/train_images holds only files, no class folders; put the images of each "
+                                        "class into a folder of its own, or, if train_images is a class, list all "):
         open_source(data, "train")
+    (data / "classes.txt").write_text("test_images\ntrain_images\n")  # the second way out
+    assert open_source(data, "train").class_names == ["test_images", "train_images"]
+
+
+def test_files_of_data_beside_class_folders_are_told(tmp_path):
+    """Such as a list with another name than val.lst: the class folders serve both splits."""
+    data = images(tmp_path / "data", "cat", "dog")
+    (data / "valid.lst").write_text("")
+    assert list(open_source(data, "train").remarks) == [
+        f"{data}: 1 of its shards, records, lists and folders of images belong to no split and are not read: valid.lst"]
 
 
 @pytest.mark.parametrize("splits", [("Train", "Test"), ("training", "testing"), ("train", "val"), ("TRAIN", "dev")])

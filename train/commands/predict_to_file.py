@@ -83,7 +83,12 @@ def predict_to_file(options: PredictOptions, values: Mapping[str, Any], workers:
 
         def open_file(path: Path, share: str, images: Sequence[str]) -> tuple[PredictionFile, Found]:
             file = PredictionFile(path, job.trained.class_names, job.top, about | {"part": share}, SAME)
-            return opened.enter_context(file), file.go_on(images)
+            found = opened.enter_context(file).go_on(images)
+            if changed := file.changed(images[: found.records]):
+                print(f"{path}: {len(changed):,} of its images changed after it was begun, and their predictions may "
+                      f"be of the earlier ones: {some(changed)} (give another --output to predict all anew)",
+                      file=sys.stderr)
+            return file, found
 
         images, before = [], Found(0, 0)
         with workers.agreement():
@@ -95,10 +100,6 @@ def predict_to_file(options: PredictOptions, values: Mapping[str, Any], workers:
                 whole, before = open_file(path, "all", images)
                 if before.records:
                     print(f"{path} has {before.records:,} of {len(images):,} images", flush=True)
-                    if changed := whole.changed(images[: before.records]):
-                        print(f"{path}: {len(changed):,} of these images changed after it was begun, and their "
-                              f"predictions may be of the earlier ones: {some(changed)} (give another --output to "
-                              "predict all anew)", file=sys.stderr)
         images, first = workers.gather((images, before.records))[0]  # one list, even while a folder is filled
         parts: list[Path] = []
         with workers.agreement():
