@@ -108,13 +108,12 @@ class CifarSource(PixelSource):
         images, labels, said = zip(*batches, strict=True)
         super().__init__(files, images, labels, chosen_classes(folder, names))
         self.remarks = _contradictions(meta, files, labels)
+        is_cifar10 = tuple(names) == CLASSES
         if files[0].stem == "data_batch_1":
-            self.remarks += _check_number(files, said, is_cifar10=tuple(names) == CLASSES)
-            self.remarks += _copies(files, images)
+            self.remarks += _check_number(files, said, is_cifar10) + _copies(files, images)
         if is_binary:
-            published = {folder / f"{name}.bin": BATCH_IMAGES for name in
-                         ("test_batch", *(f"data_batch_{number + 1}" for number in range(NUM_BATCHES)))}
-            self.remarks += cut_off(files, labels, published, _ROW)
+            published = ["test_batch", *(f"data_batch_{number + 1}" for number in range(NUM_BATCHES))] * is_cifar10
+            self.remarks += cut_off(files, labels, {folder / f"{name}.bin": BATCH_IMAGES for name in published}, _ROW)
 
 
 def chosen_classes(folder: Path, names: Sequence[str], way_out: str = "") -> Classes:

@@ -98,7 +98,7 @@ class Cifar100Source(PixelSource):
         other = "fine" if kind == "coarse" else "coarse"
         classes = chosen_classes(file.parent, names, f", or give --labels {other} if it lists the {other} ones")
         super().__init__(files, [images], [found], classes)
-        if file.suffix == ".bin":
+        if file.suffix == ".bin" and tuple(names) == NAMES[kind]:
             published = {file.with_name("train.bin"): 50_000, file.with_name("test.bin"): 10_000}
             self.remarks = cut_off(files, [found], published, _ROW)
 

@@ -157,5 +157,8 @@ def test_a_binary_file_that_was_cut_between_two_images_is_told(tmp_path, monkeyp
     monkeypatch.setattr(cifar_source, "BATCH_IMAGES", 4)  # as if published so
     assert told("train") == [sentence, sentence.replace("_3.bin: has 2", "_5.bin: has 3")]
     assert told("val") == ["test_batch.bin: has 1 images and not 4, so it may be cut off (unpack the archive again)"]
+    (tmp_path / "batches.meta.txt").write_text("own\nclasses\n")
+    assert told("train") == [sentence] and told("val") == []
+    (tmp_path / "batches.meta.txt").unlink()
     write_sizes(4, 4, 4, 4, 4, test=4)
     assert told("train") == told("val") == []
