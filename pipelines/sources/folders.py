@@ -80,8 +80,9 @@ def _splits(path: Path) -> _Splits:
     found = [name for those in said.values() for name in those]
     others = [name for name in names if not splits_in(name) and seems_to_hold_images(path / name)]
     has_both, are_whole = len(said) > 1, all(map(is_whole, found))
-    has_other_split = has_both or any(splits_in(name) - said.keys() for name in os.listdir(path))
     hold_folders = any(class_folders(path / name) for name in found)
+    has_other_split = has_both or any(splits_in(name) - (set() if hold_folders and name not in names else said.keys())
+                                      for name in os.listdir(path))
     in_doubt = False
     if not others:
         are_splits = has_other_split or are_whole or hold_folders

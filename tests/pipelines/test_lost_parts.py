@@ -279,7 +279,7 @@ def test_a_class_with_the_name_of_a_split(tmp_path, split):
     assert len(open_source(tmp_path / "data", "train").classes) == 4  # one other folder is reported, not refused
 
 
-@pytest.mark.parametrize("other", ["test1", "val.rec", "testing", "val_annotations.txt"])
+@pytest.mark.parametrize("other", ["test1", "val.rec", "testing", "val_annotations.txt", "train.csv"])
 def test_beside_another_part_of_a_data_set_train_is_the_split(tmp_path, other):
     for name in ("train", "raw", "masks"):
         write_folder(tmp_path / name, 2, 2, seed=1)
