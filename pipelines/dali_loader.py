@@ -113,6 +113,8 @@ class DaliLoader(Loader):
         is_dealt = config.split == "train" and config.repeated_augmentation > 0
         self._share = slice(rank, None, size) if is_dealt else slice(rank * config.batch_size,
                                                                      (rank + 1) * config.batch_size)
+        if config.split == "train":
+            self.stamps = self._stamps()  # now, because a run whose disk fails later still saves its position
         self._images_by_class: list[np.ndarray] = []  # with `balance`
         if config.balance and config.split == "train":
             self._images_by_class = list(self._sorted_by_class().values())
@@ -131,8 +133,7 @@ class DaliLoader(Loader):
         super().restore(state)
         self._pipeline = self._prepared = None
 
-    @functools.cached_property
-    def stamps(self) -> dict[str, list[str]]:
+    def _stamps(self) -> dict[str, list[str]]:
         if not self._source.stamp(0):
             return {}
         by_class: dict[int, list[int]] = {}

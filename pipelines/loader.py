@@ -140,6 +140,9 @@ class Loader(ABC):
         self.remarks: Sequence[str] = ()  # sentences about data that are left out
         self.bad: dict[int, str] = {}  # image -> reason
         self.damaged: dict[int, str] = {}  # image that is used although damaged -> the decoder's message
+        # Short hashes of some images of each class, by its folder, for training images in class folders. A repaired
+        # image has another hash; a class of which all images have others was replaced.
+        self.stamps: dict[str, list[str]] = {}
         self.num_skipped = 0  # images skipped by this process in this epoch, or in the one that has just ended
         self.epoch = 0
         self.batch = 0  # the number of the next batch in this epoch
@@ -231,12 +234,6 @@ class Loader(ABC):
         identity = {"split": config.split, "num_images": self.num_images, "seed": config.seed}
         return identity | {name: value for name, default in _IN_THE_ORDER.items()
                            if (value := getattr(config, name)) != default}
-
-    @property
-    def stamps(self) -> dict[str, list[str]]:
-        """Short hashes of some images of each class, by its folder, for data in class folders. An image that was
-        repaired has another one; a class of which all have others was replaced."""
-        return {}
 
     @property
     def global_batch(self) -> int:
