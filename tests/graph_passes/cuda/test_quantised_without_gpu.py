@@ -455,6 +455,11 @@ def test_executors_go_through_mxnet_arrays(rng: np.random.Generator, event: Simp
     step.optimizer.step(0.1)
     step.end_step()
     assert step.params.keys() == step.grads.keys() and step.aux and step.optimizer.state and not step.optimizer.ema
+    optimizer = step.create_optimizer(SGD(), ema=True)
+    assert optimizer is step.optimizer and optimizer.ema.keys() == step.params.keys() | step.aux.keys()
+    optimizer.swap_ema()
+    optimizer.scalars = optimizer.scalars
+    optimizer.step(0.1, ema_decay=0.9)
     assert not (int8.params or int8.aux or int8.grads)
     for train in (lambda: int8.forward_backward(data, label), lambda: int8.create_optimizer(SGD())):
         with pytest.raises(GraphError, match="a network in INT8 cannot be trained"):
