@@ -13,14 +13,12 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
-from common import plugins
 from common.command_line import HELP, VERSION, VERSIONS, describe_commands, exit_code_of
-from common.errors import ProgramError, UserError
+from common.errors import ProgramError
 from common.output import make_lasting
 from common.program import summaries
-from train.command_line import COMMANDS, OF_ONE_PROCESS, PROG, command_options, understood
+from train.command_line import COMMANDS, OF_ONE_PROCESS, PROG, command_options, understood, with_plugins
 from train.errors import TrainError
 from train.presets import presets
 from train.processes.invocation import is_of_several
@@ -51,7 +49,7 @@ def _run(arguments: Sequence[str]) -> int:
         run = command.load()
         if __name__ == "__main__":
             signal.signal(signal.SIGINT, interrupt)
-        run(_with_plugins(values))
+        run(with_plugins(values))
         if __name__ == "__main__":
             # the work is done: from here on Ctrl-C ends the process silently
             signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -71,17 +69,6 @@ def _run(arguments: Sequence[str]) -> int:
         raise ProgramError(f"the machine's memory does not hold this ({error or 'MemoryError'}): lower --batch-size or "
                            "--num-threads, or start fewer processes") from None
     return 0
-
-
-def _with_plugins(values: dict[str, Any]) -> dict[str, Any]:
-    """Load the plug-ins of the command line, and give them as records. Raises TrainError; of a machine's processes, the
-    first says it."""
-    if "plugin" not in values:
-        return values
-    try:
-        return values | {"plugin": plugins.load(values["plugin"])}
-    except UserError as error:
-        raise TrainError(str(error), on_all_ranks=os.environ.get("HOROVOD_LOCAL_RANK", "0") != "0") from error
 
 
 def _check_processes(name: str) -> None:

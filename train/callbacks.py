@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from common import plugins
 from common.errors import ProgramError
 from common.plugins import Registered
 from train.config import Config
+from train.plugins import HOOKS
 from train.processes.signals import StoppedBySignal
 
 # Horovod's exceptions that end a session of an elastic run, whose next one goes on (compared by name, as in
@@ -65,6 +66,15 @@ class Callbacks:
         self._is_first = is_first
         self._made: dict[type, Any] = {}  # the objects of the classes
         self._failure = ""
+
+    def add(self, callbacks: Iterable[Any]) -> None:
+        """Add callbacks of the program that has begun the run, equal in all processes: what `train.plugins.callback`
+        takes, or functions of any name that are called at the end of each epoch."""
+        for made in callbacks:
+            name = getattr(made, "__name__", type(made).__name__)
+            code = getattr(made, "__code__", None)
+            file, line = (code.co_filename, code.co_firstlineno) if code else (name, 0)
+            self._registered.append(Registered("callback", name, made, file, line, ""))
 
     def __bool__(self) -> bool:
         """Whether there are any; equal in all processes."""
@@ -128,15 +138,18 @@ class Callbacks:
             answer = plugins.call(each, *arguments, what=function) if function else None
         except ProgramError as error:
             raise _Failed(str(error)) from None
-        if answer is not None and not isinstance(answer, str):
-            raise _Failed(f"{hook} of the callback {each.name} ({each.place}) returned {answer!r}: return nothing, or "
-                          "a sentence that says why the run is to stop")
+        if answer is True:
+            return f"{each.name} asked for it"
+        if answer and not isinstance(answer, str):
+            raise _Failed(f"{hook} of the callback {each.name} ({each.place}) returned {answer!r}: return nothing, "
+                          "True to stop the run, or a sentence that says why it is to stop")
         return answer or ""
 
     def _function(self, each: Registered, hook: str) -> Callable[..., Any] | None:
         """A callback's function for a hook, if it has one."""
         if inspect.isroutine(each.made):
-            return each.made if each.name == hook else None
+            own = each.name if each.name in HOOKS else "on_epoch_end"
+            return each.made if own == hook else None
         if not inspect.isclass(each.made):
             return getattr(each.made, hook, None)
         if each.made not in self._made:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -84,6 +85,17 @@ def read(options: type, arguments: Sequence[str], *, command: str) -> dict[str, 
     if "optimizer" in values:
         check_optimizer(values["optimizer"])
     return values
+
+
+def with_plugins(values: dict[str, Any]) -> dict[str, Any]:
+    """Load the plug-ins that option values name, and replace them by their records, as the commands need them. Not part
+    of `read`, since plug-ins import MXNet. Raises TrainError; of a machine's processes, the first says it."""
+    if "plugin" not in values:
+        return values
+    try:
+        return values | {"plugin": plugins.load(values["plugin"])}
+    except UserError as error:
+        raise TrainError(str(error), on_all_ranks=os.environ.get("HOROVOD_LOCAL_RANK", "0") != "0") from error
 
 
 def understood(arguments: Sequence[str]) -> tuple[str, dict[str, Any]]:

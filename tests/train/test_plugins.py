@@ -14,6 +14,7 @@ import pytest
 
 from common import plugins
 from train import checkpoint
+from train.callbacks import Callbacks, Run
 from train.config import Config
 from train.schedule import make_schedule
 
@@ -185,19 +186,20 @@ def test_a_file_that_has_not_the_network_is_not_executed(run_train, plugin, tiny
 @pytest.mark.parametrize(("body", "end"), [
     ("pass", "end all epochs are done"),
     ("return 'enough'", "end stopped by a callback: enough"),
-    ("self.run = None", "end all epochs are done"),
+    ("return True", "end stopped by a callback: Told asked for it"),
+    ("return False", "end all epochs are done"),
 ])
 def test_callbacks(body: str, end: str, run_train, small, plugin, tmp_path: Path) -> None:
     _, options = small
     told = plugin(CALLBACK.replace("BODY", body), "told.py")
     said = train(run_train, [*options, "--plugin", told, "--output", tmp_path / "run"])
     log = (tmp_path / "told.py.log").read_text().splitlines()
-    epochs = 1 if "enough" in end else 2
+    epochs = 1 if "stopped" in end else 2
     assert log[0] == "start run small class0 class1 class2 1" and log[-1] == end
     assert [line for line in log if line.startswith("epoch")] == [
         f"epoch {epoch} train_loss truth" for epoch in range(1, epochs + 1)]
     assert f"saved step-{6 * epochs:08}.npz True" in log
-    assert ("stopped by a callback: enough" in said) == ("enough" in end)
+    assert (end.removeprefix("end ") in said) == ("stopped" in end)
     assert events(tmp_path / "run", "steps")[-1]["step"] == 6 * epochs
 
 
@@ -209,6 +211,34 @@ def test_a_run_is_stopped_between_two_steps(run_train, small, plugin, tmp_path: 
     said = train(run_train, [*options, "--plugin", told, "--output", tmp_path / "run", "--checkpoint-minutes", "1e-9"])
     assert "stopped by a callback: a\n" in said
     assert (tmp_path / "run" / "checkpoints" / "step-00000002.npz").exists()  # after the step that saved, one more
+
+
+def test_callbacks_of_a_program(tmp_path: Path) -> None:
+    """What `train.plugins.callback` takes, and functions of any name, for the end of an epoch."""
+    heard: list[Any] = []
+
+    class Told:
+        def on_epoch_end(self, epoch: int, metrics: Any) -> None:
+            heard.append((epoch, metrics))
+
+    def on_run_end(reason: str) -> None:
+        heard.append(reason)
+
+    run = Run(tmp_path, {}, ["a"], 1)
+    callbacks = Callbacks(Config(), run, is_first=True)
+    assert not callbacks
+    callbacks.add([Told(), on_run_end, lambda epoch, metrics: epoch == 2])
+    assert callbacks
+    for epoch in (1, 2):
+        assert not callbacks.is_to_stop
+        callbacks.end_epoch(epoch, {"loss": 1.0})
+    assert callbacks.wish == ("<lambda> asked for it", "")
+    callbacks.end("done")
+    assert heard == [(1, {"loss": 1.0}), (2, {"loss": 1.0}), "done"]
+    elsewhere = Callbacks(Config(), run, is_first=False)
+    elsewhere.add([Told()])
+    elsewhere.end_epoch(1, {})
+    assert elsewhere and len(heard) == 3
 
 
 FAILURES = {
@@ -238,10 +268,10 @@ def test_a_callback_that_fails(hook: str, run_train, small, plugin, tmp_path: Pa
 
 def test_a_callback_that_returns_something_else(run_train, small, plugin, tmp_path: Path) -> None:
     _, options = small
-    told = plugin(CALLBACK.replace("BODY", "return True"), "told.py")
+    told = plugin(CALLBACK.replace("BODY", "return 3"), "told.py")
     code, _, err = run_train(*options, "--plugin", told, "--output", tmp_path / "run")
-    assert code == 2 and (f"on_epoch_end of the callback Told ({told}:9) returned True: return nothing, or a sentence "
-                          "that says why the run is to stop") in err
+    assert code == 2 and (f"on_epoch_end of the callback Told ({told}:9) returned 3: return nothing, True to stop the "
+                          "run, or a sentence that says why it is to stop") in err
 
 
 @pytest.mark.parametrize(("body", "fault"), [
