@@ -4,8 +4,8 @@
     find("model", "tiny").made(10)
     restore(records, "runs/my-run")           # in a later process: the same files, if they are unchanged
 
-A run records each plug-in as FILE#sha256=DIGEST, with the absolute path of its file. Nothing is executed but a file
-that the user has named, and a recorded file that lies unchanged in its recorded place. Imports nothing slow.
+A run records each plug-in as FILE#sha256=DIGEST, with the absolute path of its file, and keeps a copy. Nothing is
+executed but what the user names, or has named before on this account, by its SHA-256. Imports nothing slow.
 """
 
 from __future__ import annotations
@@ -25,11 +25,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.command_line import nearest
+from common.disk_cache import default_folder
 from common.errors import ProgramError, UserError
 
 WALKS = "docs/extending.md"
 GROUP = "resnet_mxnet.plugins"  # the entry points of installed plug-ins
-FOLDER = "plugins"  # in a run's folder: copies of its plug-ins, each in a folder named by its digest
+# In a run's folder: copies of its plug-ins, each in a folder named by its digest. In the cache: an empty file for each
+# digest that the user has named.
+FOLDER = "plugins"
 _PIN = "#sha256="
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 _DECORATORS = (__file__, str(Path(__file__).parents[1] / "train" / "plugins.py"))
@@ -180,6 +183,7 @@ def load(words: Sequence[str]) -> tuple[str, ...]:
             raise UserError(f"the plug-ins {_parts(twin)[0]} and {file} have the same name, by which a run knows them: "
                             "rename one")
         _load(record, content, execute, is_named=True)
+        _remember(record)
         records.append(record)
     return tuple(dict.fromkeys(records))
 
@@ -189,16 +193,19 @@ def restore(records: Sequence[str], place: str, run_folder: str = "",
     """Load the plug-ins that a run or checkpoint, `place`, records, until there `is_enough`. One that the user has
     named takes the place of a recorded one with the same file name, which is said if it differs.
 
-    Raises UserError for a file that is missing or has changed. `run_folder`: where copies may lie; the message names
-    the copy, which is never executed unless the user then names it.
+    A plug-in whose file has gone or changed is executed from its copy in `run_folder`, which is said. Raises UserError
+    if that is missing too, and for a content that the user of this account has never named.
     """
     for record in records:
         loaded = _loaded.get(name_of(record))
         if loaded and loaded.is_named and loaded.record != record:
             _tell_of_change(record, loaded.record, place)
         elif not (loaded and loaded.record == record) and not is_enough():
-            _load(record, *_unchanged(record, place, run_folder), is_named=False)
-            _tell(f"plug-in {_parts(record)[0]}, as {place} records it")
+            found, content, execute = _recorded(record, place, run_folder)
+            _load(record, content, execute, is_named=False)
+            is_copy = found != _parts(record)[0]
+            _tell(f"plug-in {found}, as {place} records it"
+                  + f" ({_parts(record)[0]} has gone or changed; --plugin takes another one)" * is_copy)
 
 
 def together(recorded: Sequence[str], given: Sequence[str]) -> tuple[str, ...]:
@@ -241,6 +248,11 @@ def _record(file: str, content: bytes) -> str:
     return f"{file}{_PIN}{hashlib.sha256(content).hexdigest()}"
 
 
+def _installed() -> dict[str, importlib.metadata.EntryPoint]:
+    """The plug-ins of installed packages."""
+    return {entry.name: entry for entry in importlib.metadata.entry_points(group=GROUP)}
+
+
 def _found(word: str) -> tuple[str, bytes, Callable[[], None]]:
     """A plug-in by its file or entry point: its record, its content, and the function that executes it."""
     path = Path(word)
@@ -251,7 +263,7 @@ def _found(word: str) -> tuple[str, bytes, Callable[[], None]]:
             raise UserError(f"the plug-in {word} cannot be read ({error.strerror}): check its permissions") from None
         file = os.path.abspath(word)
         return _record(file, content), content, lambda: _execute(file, content)
-    entries = {entry.name: entry for entry in importlib.metadata.entry_points(group=GROUP)}
+    entries = _installed()
     if word in entries:
         entry = entries[word]
         content = _content_of_module(entry.module)
@@ -261,24 +273,41 @@ def _found(word: str) -> tuple[str, bytes, Callable[[], None]]:
                     "path")
 
 
-def _unchanged(record: str, place: str, run_folder: str) -> tuple[bytes, Callable[[], None]]:
-    """Content and function of a recorded plug-in. Raises UserError unless it is as it was recorded."""
+def _recorded(record: str, place: str, run_folder: str) -> tuple[str, bytes, Callable[[], None]]:
+    """A recorded plug-in: the place where it lies as it was recorded, its content, and the function that executes it.
+
+    Raises UserError if it lies nowhere, or if the user of this account has never named a plug-in with this content: a
+    run folder that somebody sends may hold anything.
+    """
     file, _ = _parts(record)
-    copy = _copy(record, run_folder) if run_folder else None
-    has_copy = copy is not None and copy.is_file()
-    if os.path.isabs(file) and not os.path.isfile(file):
-        way_out = (f"read its copy in the run's folder and give --plugin {copy}" if has_copy
-                   else f"give --plugin {name_of(record)} with the path that it has now")
-        raise UserError(f"{place} needs the plug-in {file}, which is not there: {way_out} ({WALKS})")
-    if not os.path.isabs(file) and file not in importlib.metadata.entry_points(group=GROUP).names:
-        raise UserError(f"{place} needs the plug-in {file} of an installed package, which is not installed here: "
-                        f"install it, or give --plugin with a file that has it ({WALKS})")
-    found, content, execute = _found(file)
-    if found != record:
-        way_out = f", or --plugin {copy} for the recorded one" if has_copy else ""
-        raise UserError(f"the plug-in {brief(found)} has changed since {place} recorded it ({brief(record)}): give "
-                        f"--plugin {file} to use it as it is now{way_out}")
-    return content, execute
+    copy = str(_copy(record, run_folder)) if run_folder else ""
+    is_there = os.path.isfile(file) if os.path.isabs(file) else file in _installed()
+    for candidate in [file] * is_there + [copy] * os.path.isfile(copy):
+        found, content, execute = _found(candidate)
+        if _parts(found)[1] == _parts(record)[1]:
+            if not _is_known(found):
+                raise UserError(f"{place} needs the plug-in {candidate}, which nobody has named on this account yet: "
+                                f"read it, since it can do whatever you can, and give --plugin {candidate} ({WALKS})")
+            return candidate, content, execute
+    if is_there:
+        raise UserError(f"the plug-in {file} has changed since {place} recorded it ({brief(record)}): give --plugin "
+                        f"{file} to use it as it is now")
+    raise UserError(f"{place} needs the plug-in {file}, which is not there: give --plugin with the place that it has "
+                    f"now, or install its package ({WALKS})")
+
+
+def _is_known(record: str) -> bool:
+    """Whether the user of this account has named a plug-in with this content before."""
+    folder = default_folder()
+    return folder is not None and (folder / FOLDER / _parts(record)[1]).exists()
+
+
+def _remember(record: str) -> None:
+    """Remember that the user has named this content. Without a place for that it is to be named again."""
+    if folder := default_folder():
+        with contextlib.suppress(OSError):
+            (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+            (folder / FOLDER / _parts(record)[1]).touch()
 
 
 def _load(record: str, content: bytes, execute: Callable[[], None], is_named: bool) -> None:

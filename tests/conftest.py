@@ -128,6 +128,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pat
     for registry in ("_registered", "_loaded"):
         monkeypatch.setattr(plugins, registry, dict(getattr(plugins, registry)))
     monkeypatch.setattr(plugins, "_told", set())
+    monkeypatch.setenv("RESNET_CACHE", str(tmp_path / "cache"))  # which knows what has been named
 
     def write(source: str, name: str = "my.py") -> Path:
         path = tmp_path / name

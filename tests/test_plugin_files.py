@@ -134,51 +134,70 @@ def test_a_recorded_file_is_found_again(recorded: tuple[Path, str, Path], capsys
     assert capsys.readouterr().err == f"plug-in {file}, as the run records it\n"
 
 
-def test_a_changed_file_is_not_executed_unless_named(
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_a_file_that_has_gone_or_changed(
+    is_gone: bool, recorded: tuple[Path, str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its copy in the run's folder takes its place."""
+    file, record, copy = recorded
+    file.unlink()
+    if not is_gone:
+        file.write_text("1 / 0")
+    restore(record, copy)
+    assert copy.with_suffix(".executed").exists() and plugins.get("metric", "sure").file == str(copy)
+    assert capsys.readouterr().err == (
+        f"plug-in {copy}, as the run records it ({file} has gone or changed; --plugin takes another one)\n")
+    plugins._loaded.clear()
+    copy.unlink()
+    way_out = f"the run needs the plug-in {file}, which is not there: give --plugin with the place that it has now"
+    if not is_gone:
+        way_out = (f"the plug-in {file} has changed since the run recorded it ({plugins.brief(record)}): give --plugin "
+                   f"{file} to use it as it is now")
+    with pytest.raises(UserError, match=re.escape(way_out)):
+        restore(record, copy)
+
+
+def test_a_changed_file_that_is_named(
     recorded: tuple[Path, str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, record, copy = recorded
     file.write_text(file.read_text() + "# changed\n")
-    way_out = f"give --plugin {file} to use it as it is now, or --plugin {copy} for the recorded one"
-    with pytest.raises(UserError, match=re.escape(way_out)):
+    (now,) = plugins.load([str(file)])
+    for _ in range(2):
         restore(record, copy)
-    assert not file.with_suffix(".executed").exists()
-    plugins.load([str(file)])
-    restore(record, copy)
-    assert file.with_suffix(".executed").exists()
-    assert re.fullmatch(rf"the plug-in {file} \(sha256 \w+\.\.\.\) is used, although the run was made with {file} "
-                        r"\(sha256 \w+\.\.\.\)\n", capsys.readouterr().err)
+    assert file.with_suffix(".executed").exists() and not copy.with_suffix(".executed").exists()
+    assert capsys.readouterr().err == (
+        f"the plug-in {plugins.brief(now)} is used, although the run was made with {plugins.brief(record)}\n")
 
 
-def test_a_copy_is_not_executed_unless_named(
-    recorded: tuple[Path, str, Path], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("is_there", [True, False])
+def test_what_nobody_has_named_is_not_executed(
+    is_there: bool, recorded: tuple[Path, str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run folder that somebody sends may hold anything."""
+    """A run folder that somebody sends may hold anything, and name any place for it."""
     file, record, copy = recorded
-    file.unlink()
-    way_out = (f"the run needs the plug-in {file}, which is not there: read its copy in the run's folder and give "
-               f"--plugin {copy}")
+    monkeypatch.setenv("RESNET_CACHE", str(tmp_path / "another account"))
+    if not is_there:
+        file.unlink()
+    found = file if is_there else copy
+    way_out = (f"the run needs the plug-in {found}, which nobody has named on this account yet: read it, since it can "
+               f"do whatever you can, and give --plugin {found}")
     with pytest.raises(UserError, match=re.escape(way_out)):
         restore(record, copy)
-    assert not copy.with_suffix(".executed").exists()
-    plugins.load([str(copy)])
-    restore(record, copy)
-    assert copy.with_suffix(".executed").exists()
-    assert capsys.readouterr().err == ""  # its content is the recorded one
-    copy.unlink()
+    assert not list(tmp_path.rglob("*.executed"))
+    plugins.load([str(found)])
     plugins._loaded.clear()
-    with pytest.raises(UserError, match="which is not there: give --plugin my.py with the path that it has now"):
-        restore(record, copy)
+    del plugins._registered["metric", "sure"]
+    restore(record, copy)  # known from now on
+    assert plugins.get("metric", "sure").file == str(found)
 
 
-def test_a_record_of_a_relative_path_is_not_executed(
-    recorded: tuple[Path, str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A folder that somebody sends could hold its file."""
-    file, record, copy = recorded
+def test_a_record_of_a_relative_path(recorded: tuple[Path, str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It means an installed package, not a file that lies here."""
+    file, record, _ = recorded
     monkeypatch.chdir(file.parent)
-    with pytest.raises(UserError, match="needs the plug-in my.py of an installed package, which is not installed here"):
-        restore(f"my.py#sha256={record.partition('sha256=')[2]}", copy)
+    with pytest.raises(UserError, match="the run needs the plug-in my.py, which is not there: .* install its package"):
+        plugins.restore([f"my.py#sha256={record.partition('sha256=')[2]}"], "the run")
     assert not file.with_suffix(".executed").exists()
 
 

@@ -75,8 +75,8 @@ def callback(made: Any) -> Any:
         on_checkpoint(path)           path: the file that has been written
         on_run_end(reason)            why the run ends
 
-    Process 0 of a run makes one object of the class, and is the only one that calls it. Each of them may return True, or
-    a sentence that says why, to stop the run after a checkpoint. An exception ends the run after a checkpoint too.
+    Process 0 of a run makes one object of the class, and is the only one that calls it. Each of them may return True,
+    or a sentence that says why, to stop the run after a checkpoint. An exception ends the run after a checkpoint too.
     """
     is_function = inspect.isroutine(made)
     name = made.__name__ if is_function or inspect.isclass(made) else type(made).__name__

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,21 @@ def test_trained_and_used(run_train, small, tiny_data: Path, tmp_path: Path) -> 
     assert run_train("quantize", "--checkpoint", run, "--images", "16", "--data", tiny_data)[0] == 0
 
 
+def test_benchmarks(run_train, small, tmp_path: Path) -> None:
+    file, options = small
+    more = ["--min-steps", "2", "--limit-steps", "2", "--warmup-steps", "1"]
+    at = options.index("--epochs")
+    known = [word for i, word in enumerate(options) if i not in (at, at + 1)]
+    drop = ("--checkpoint-minutes", "--validate-every", "--warmup-epochs")
+    pairs = [word for i, word in enumerate(known) if word not in drop and (i == 0 or known[i - 1] not in drop)]
+    said = train(run_train, ["benchmark", *pairs, *more, "--output", tmp_path / "run"])
+    assert "median step" in said
+    code, out, err = run_train("benchmark", "--inference", "--plugin", file, "--model", "small", "--device", "cpu",
+                               "--image-size", "32", "--batch-sizes", "1", "--output", tmp_path / "inference")
+    assert code == 0, out + err
+    assert "small" in json.loads((tmp_path / "inference" / "inference.json").read_text())["model"]
+
+
 def test_resumed(run_train, small, tmp_path: Path) -> None:
     """As if it had not been interrupted, and with its network as the start of another run."""
     _, options = small
@@ -149,7 +165,9 @@ def test_resumed(run_train, small, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "tuned" / "config.json").read_text())["plugin"] == list(theirs.config.plugin)
 
 
-def test_a_file_that_has_gone_or_changed(run_train, small, tiny_data: Path, tmp_path: Path) -> None:
+def test_a_file_that_has_gone_or_changed(
+    run_train, small, tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file, options = small
     run, image = tmp_path / "run", next(tiny_data.glob("*/*.jpg"))
     train(run_train, [*options, "--output", run, "--max-steps", "2"])
@@ -158,25 +176,33 @@ def test_a_file_that_has_gone_or_changed(run_train, small, tiny_data: Path, tmp_
     for arguments in (["predict", "--checkpoint", run, image], ["--resume", run, "--max-steps", "3"]):
         as_in_another_process()
         code, _, err = run_train(*arguments)
-        assert code == 2 and f"or --plugin {copy} for the recorded one" in err
+        assert code == 0 and f"plug-in {copy}, as " in err and f"({file} has gone or changed; --plugin" in err
     as_in_another_process()
-    code, out, err = run_train("--resume", run, "--plugin", file, "--max-steps", "3")
+    code, out, err = run_train("--resume", run, "--plugin", file, "--max-steps", "4")
     assert code == 0 and re.search(r"my\.py \(sha256 \w+\.\.\.\) is used, although .* was made with", err)
     assert "resuming with other options: --plugin" in out
     assert len(list((run / "plugins").glob("*/my.py"))) == 2  # each checkpoint has its own
     file.unlink()
     as_in_another_process()
-    code, _, err = run_train("predict", "--checkpoint", run / "checkpoints" / "step-00000003.npz", image)
-    assert code == 2 and "needs the plug-in" in err and "read its copy in the run's folder and give --plugin" in err
+    last = run / "checkpoints" / "step-00000004.npz"
+    assert run_train("predict", "--checkpoint", last, image)[0] == 0
+    (alone := tmp_path / "alone.npz").write_bytes(last.read_bytes())
     as_in_another_process()
-    code, out, err = run_train("predict", "--checkpoint", run, "--plugin", copy, "--json", image)
-    assert code == 0 and json.loads(out)
+    code, _, err = run_train("predict", "--checkpoint", alone, image)
+    assert code == 2 and f"{alone} needs the plug-in {file}, which is not there: give --plugin" in err
+    as_in_another_process()
+    assert run_train("predict", "--checkpoint", alone, "--plugin", copy, "--json", image)[0] == 0
+    as_in_another_process()
+    monkeypatch.setenv("RESNET_CACHE", str(tmp_path / "another account"))
+    code, _, err = run_train("predict", "--checkpoint", last, image)
+    assert code == 2 and "which nobody has named on this account yet: read it" in err
 
 
 def test_a_file_that_has_not_the_network_is_not_executed(run_train, plugin, tiny_options, tiny_data, tmp_path) -> None:
     file, run = plugin(SOURCE), tmp_path / "run"
     train(run_train, [*tiny_options, "--plugin", file, "--output", run, "--max-steps", "1"])
     file.unlink()
+    shutil.rmtree(run / "plugins")
     as_in_another_process()
     assert run_train("predict", "--checkpoint", run, next(tiny_data.glob("*/*.jpg")))[0] == 0
     code, _, err = run_train("--resume", run)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from several_processes import LIMIT, SCRIPT, needs_horovod, python_path
+from several_processes import LIMIT, SCRIPT, Run, needs_horovod, python_path
 
 from train import checkpoint
 
@@ -109,3 +111,19 @@ def test_a_file_that_fails_ends_both(text: str, plugin: Callable[..., Path], tin
     assert done.returncode == 2, done.stdout + done.stderr
     if "RANK" not in text:
         assert done.stderr.count(f"the plug-in failed at {file}:3: ZeroDivisionError: division by zero") == 1
+
+
+def test_an_elastic_run_that_loses_a_process(plugin: Callable[..., Path], start: Callable[..., Run]) -> None:
+    """Each session tells its first process's callbacks of its start, and the loss of a process is no end of the run."""
+    file = plugin(source().replace("SAVED", "pass") + "\n        def on_run_end(self, reason):\n"
+                                                      "            print('end', reason, flush=True)\n")
+    run = start(2, "--min-np", "1", "--plugin", str(file))
+    run.wait_for(lambda: run.last_step() >= 3)
+    os.kill(run.workers()[1], signal.SIGKILL)
+    run.wait_for(lambda: len(run.events("session")) == 2)
+    done = len(run.events("steps"))
+    run.wait_for(lambda: len(run.events("steps")) >= done + 2)
+    run.process.terminate()
+    code, out, err = run.end()
+    assert code == 128 + signal.SIGTERM, err
+    assert re.findall(r"rank \d of \d|^end .*", out, re.MULTILINE) == ["rank 0 of 2", "rank 0 of 1", "end signal"]
