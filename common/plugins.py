@@ -61,7 +61,7 @@ class _Loaded(NamedTuple):
 
 
 _registered: dict[tuple[str, str], Registered] = {}
-_reserved: dict[str, dict[str, str]] = {}  # kind -> names that no plug-in may take, and whose they are
+_reserved: dict[str, set[str]] = {}  # kind -> names that no plug-in may take
 _loaded: dict[str, _Loaded] = {}  # by the name of the file, or of the entry point
 _told: set[tuple[str, str]] = set()  # records: differences that the user knows
 _loading: list[str] = []  # records of the plug-ins that are being executed
@@ -81,8 +81,8 @@ def register(kind: str, name: str, made: Any, key: str = "") -> None:
     before = _registered.get((kind, key))
     if before and (record or before.record):  # a cell of a notebook may be run again
         raise fault(f"the {kind} {name!r} exists already, at {before.place}: give it another name")
-    if name in _reserved.get(kind, {}):
-        raise fault(f"the {kind} {name!r} exists already, {_reserved[kind][name]}: give it another name")
+    if name in _reserved.get(kind, ()):
+        raise fault(f"the {kind} {name!r} exists already, in this program: give it another name")
     _registered[kind, key] = Registered(kind, name, made, file, line, record)
 
 
@@ -92,9 +92,9 @@ def fault(sentence: str) -> UserError:
     return UserError(f"{file}:{line}: {sentence}")
 
 
-def reserve(kind: str, names: Iterable[str], whose: str = "in this program") -> None:
-    """Names of a kind that plug-ins may not take."""
-    _reserved.setdefault(kind, {}).update(dict.fromkeys(names, whose))
+def reserve(kind: str, names: Iterable[str]) -> None:
+    """This program has these names of a kind, so that plug-ins may not take them."""
+    _reserved.setdefault(kind, set()).update(names)
 
 
 def names(kind: str) -> list[str]:
@@ -120,17 +120,6 @@ def get(kind: str, name: str, own: Sequence[str] = ()) -> Registered:
 def active(kind: str, records: Sequence[str]) -> list[Registered]:
     """Everything of a kind that the plug-ins `records`, or the program itself, have registered."""
     return [each for each in _registered.values() if each.kind == kind and each.record in ("", *records)]
-
-
-@contextlib.contextmanager
-def only_inside() -> Iterator[None]:
-    """What the program itself registers inside is forgotten at the end."""
-    before = set(_registered)
-    try:
-        yield
-    finally:
-        for key in [key for key, each in _registered.items() if key not in before and not each.record]:
-            del _registered[key]
 
 
 def call(each: Registered, *arguments: Any, what: Callable[..., Any] | None = None) -> Any:
