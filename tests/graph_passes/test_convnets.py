@@ -1,0 +1,163 @@
+"""Networks that are no ResNets: all families of MXNet's zoo, and small ones with the parts of today's networks, against
+MXNet's autograd; in both layouts, and on the executors that need no GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from step_networks import random_variables
+from test_gradient import check_against_mxnet
+
+from common.mxnet_compat import mx
+from graph_passes import Graph, GraphError, Ref, passes
+from graph_passes.executors import create_executor, reference
+
+Symbol = Any
+# Name -> the least number of pixels that its poolings leave something of.
+ZOO = {"alexnet": 67, "densenet121": 33, "inceptionv3": 79, "mobilenet0.25": 33, "mobilenetv2_0.25": 33,
+       "resnet18_v1": 33, "resnet18_v2": 33, "squeezenet1.0": 221, "squeezenet1.1": 221, "vgg11": 33, "vgg11_bn": 33}
+SLOW = ("densenet121", "inceptionv3", "squeezenet1.0", "squeezenet1.1")
+
+
+def convolution(x: Symbol, name: str, filters: int, layout: str, kernel: int = 3, groups: int = 1) -> Symbol:
+    return mx.sym.Convolution(x, num_filter=filters, kernel=(kernel,) * 2, pad=(kernel // 2,) * 2, num_group=groups,
+                              no_bias=True, layout=layout, name=name)
+
+
+def squeezed(x: Symbol, name: str, channels: int, layout: str) -> Symbol:
+    """Squeeze-and-excitation."""
+    y = mx.sym.Pooling(x, global_pool=True, kernel=(1, 1), pool_type="avg", layout=layout, name=f"{name}_pool")
+    y = mx.sym.Activation(convolution(y, f"{name}_down", 2, layout, 1), act_type="relu", name=f"{name}_relu")
+    y = mx.sym.sigmoid(convolution(y, f"{name}_up", channels, layout, 1), name=f"{name}_gate")
+    return mx.sym.broadcast_mul(x, y, name=f"{name}_scaled")
+
+
+def efficient(layout: str) -> Symbol:
+    """Depthwise convolutions, SiLU, squeeze-and-excitation, a residual sum."""
+    axis = layout.index("C")
+    x = convolution(mx.sym.Variable("data"), "stem", 8, layout)
+    for name in "ab":
+        y = mx.sym.BatchNorm(convolution(x, f"{name}_depthwise", 8, layout, 5, 8), axis=axis, fix_gamma=False,
+                             name=f"{name}_norm")
+        y = mx.sym.elemwise_mul(y, mx.sym.sigmoid(y, name=f"{name}_sigmoid"), name=f"{name}_silu")
+        x = mx.sym.elemwise_add(x, squeezed(y, f"{name}_se", 8, layout), name=f"{name}_sum")
+    return classified(x, layout)
+
+
+def mobile(layout: str) -> Symbol:
+    """Hard swish and hard sigmoid as MobileNetV3 has them, leaky ReLUs, a part of the channels, means."""
+    axis = layout.index("C")
+    x = convolution(mx.sym.Variable("data"), "stem", 8, layout)
+    x = x * mx.sym.clip(x + 3, 0, 6, name="hard") / 6
+    parts = [mx.sym.slice_axis(x, axis=axis, begin=begin, end=end, name=f"part{begin}") for begin, end in
+             ((0, 3), (3, None))]
+    x = mx.sym.Concat(mx.sym.LeakyReLU(parts[0], act_type="elu", slope=1.0, name="elu"),
+                      mx.sym.LeakyReLU(parts[1], act_type="leaky", slope=0.1, name="leaky"), dim=axis, name="joined")
+    means = mx.sym.mean(x, axis=tuple({1, 2, 3} - {axis}), keepdims=True, name="means")
+    x = mx.sym.broadcast_mul(x, mx.sym.hard_sigmoid(means, name="gate"), name="gated")
+    x = mx.sym.broadcast_add(x, convolution(means, "shift", 8, layout, 1), name="shifted")
+    return classified(x, layout)
+
+
+def convnext(layout: str) -> Symbol:
+    """A 7x7 depthwise convolution, LayerNorm over the channels, GELU between two products."""
+    x = convolution(mx.sym.Variable("data"), "stem", 8, layout)
+    y = mx.sym.LayerNorm(convolution(x, "depthwise", 8, layout, 7, 8), axis=layout.index("C"), eps=1e-6, name="norm")
+    y = mx.sym.LeakyReLU(convolution(y, "wide", 32, layout, 1), act_type="gelu", name="gelu")
+    x = mx.sym.elemwise_add(x, convolution(y, "narrow", 8, layout, 1), name="sum")
+    return classified(x, layout)
+
+
+def classified(x: Symbol, layout: str) -> Symbol:
+    x = mx.sym.Pooling(x, global_pool=True, kernel=(1, 1), pool_type="avg", layout=layout, name="pool")
+    x = mx.sym.FullyConnected(mx.sym.Flatten(x), num_hidden=7, name="fc")
+    return mx.sym.SoftmaxOutput(x, normalization="batch", name="softmax")
+
+
+OWN = {"efficient": efficient, "mobile": mobile, "convnext": convnext}
+
+
+def zoo_graph(name: str) -> Graph:
+    """With a loss, and without dropout, which draws numbers of its own in MXNet."""
+    network = mx.gluon.model_zoo.vision.get_model(name, classes=7)
+    symbol = mx.sym.SoftmaxOutput(network(mx.sym.Variable("data")), normalization="batch", name="softmax")
+    return passes.remove_dropout(Graph.from_json(symbol.tojson()))
+
+
+def shapes_of(name: str, layout: str) -> dict[str, tuple[int, ...]]:
+    pixels = ZOO.get(name, 9), ZOO.get(name, 9) + 2
+    return {"data": (2, *pixels, 3) if layout == "NHWC" else (2, 3, *pixels), "softmax_label": (2,)}
+
+
+@pytest.mark.long(but=["mobilenetv2*", "vgg11_bn"])
+@pytest.mark.parametrize("name", ZOO)
+def test_zoo_against_mxnet(name: str, rng: np.random.Generator) -> None:
+    """Gradients of all parameters."""
+    graph = zoo_graph(name)
+    check_against_mxnet(graph, mx.sym.load_json(graph.to_json()), shapes_of(name, "NCHW"), rng)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_parts_against_mxnet(name: str, rng: np.random.Generator) -> None:
+    symbol = OWN[name]("NCHW")
+    check_against_mxnet(Graph.from_json(symbol.tojson()), symbol, shapes_of(name, "NCHW"), rng)
+
+
+def in_nhwc(name: str) -> tuple[Graph, Graph]:
+    """The network in NCHW, and what the pass `layout` makes of it."""
+    nchw = Graph.from_json(OWN[name]("NCHW").tojson()) if name in OWN else zoo_graph(name)
+    return nchw, passes.layout(nchw, "NHWC", inputs=["data"])
+
+
+@pytest.mark.parametrize("name", [*OWN, *(name for name in ZOO if name not in SLOW)])
+def test_in_the_other_layout(name: str, rng: np.random.Generator) -> None:
+    """The same probabilities, and no transposes but those before a classifier that reads several pixels."""
+    nchw, nhwc = in_nhwc(name)
+    assert nhwc.operators()["transpose"] == (1 if name in ("alexnet", "vgg11", "vgg11_bn") else 0)
+    values = random_variables(nchw, shapes_of(name, "NCHW"), rng)
+    weights = passes.weight_layouts(nchw).keys() | {"data"}
+    moved = {each: value.transpose(0, 2, 3, 1) if each in weights else value for each, value in values.items()}
+    results = [reference.forward(graph, {Ref(each): value for each, value in given.items()}, training=False)
+               for graph, given in ((nchw, values), (nhwc, moved))]
+    wanted, found = (result[graph.outputs[0]] for result, graph in zip(results, (nchw, nhwc), strict=True))
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_executors_agree(name: str, rng: np.random.Generator) -> None:
+    """A training step of NHWC images in fp32: probabilities, gradients, running statistics."""
+    graph = Graph.from_json(OWN[name]("NHWC").tojson())
+    shapes = shapes_of(name, "NHWC")
+    values = {each: value.astype("f") for each, value in random_variables(graph, shapes, rng).items()}
+    made = [create_executor(kind, graph, shapes) for kind in ("mxnet", "reference")]
+    results = []
+    for executor in made:
+        executor.set_params({each: values[each] for each in executor.params}, {each: values[each] for each in graph.aux})
+        data, label = (mx.nd.array(values[each]) for each in ("data", "softmax_label"))
+        executor.forward_backward(data, label)
+        gradients = executor.get_gradients() if hasattr(executor, "get_gradients") else {
+            each: executor.to_canonical(each, array) for each, array in executor.grads.items()}
+        results.append((gradients, executor.read_metrics()))
+    (one, metrics), (other, others) = results
+    assert metrics.count == others.count == 2 and metrics.loss_sum == pytest.approx(others.loss_sum, rel=1e-5)
+    largest = max(np.abs(each).max() for each in other.values())
+    for each in other:
+        np.testing.assert_allclose(one[each], other[each], rtol=0, atol=1e-5 * largest, err_msg=each)
+
+
+@pytest.mark.parametrize("symbol, sentence", [
+    (lambda x: mx.sym.Concat(x, mx.sym.slice_axis(x, axis=2, begin=0, end=2), dim=1, name="y"),
+     r"Concat 'y' joins the shapes \(1, 2, 4, 4\) and \(1, 2, 2, 4\) along dimension 1"),
+    (lambda x: mx.sym.slice_axis(x, axis=1, begin=1, end=5, name="y"), "slice_axis 'y' takes 1 to 5 of 2 along"),
+    (lambda x: mx.sym.broadcast_mul(x, mx.sym.slice_axis(x, axis=3, begin=0, end=3), name="y"),
+     r"broadcast_mul 'y' has inputs of the shapes \(1, 2, 4, 4\) and \(1, 2, 4, 3\), which do not fit"),
+    (lambda x: mx.sym.mean(x, axis=1, exclude=True, name="y"), "mean 'y' has axis=.1,., exclude=True: give dimensions"),
+    (lambda x: mx.sym.LayerNorm(x, axis=4, name="y"), "LayerNorm 'y' has axis=4, but its data has 4 dimensions"),
+    (lambda x: mx.sym.LeakyReLU(x, act_type="rrelu", name="y"), "LeakyReLU with act_type='rrelu' draws its slopes"),
+])
+def test_mistakes(symbol: Any, sentence: str) -> None:
+    made = symbol(mx.sym.var("data"))
+    with pytest.raises(GraphError, match=sentence):
+        Graph.from_json(made.tojson()).infer_shapes({"data": (1, 2, 4, 4)})
