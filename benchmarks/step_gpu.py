@@ -36,7 +36,6 @@ from common.errors import ProgramError, UserError
 from common.mxnet_compat import mx
 from graph_passes.executors import create_executor
 from graph_passes.executors.cuda.executor import CudaExecutor
-from graph_passes.executors.cuda.quantised_executor import QuantisedCudaExecutor
 from train import models
 from train.commands.quantize import untrained
 from train.devices import Placement
@@ -49,7 +48,6 @@ CALIBRATION_SIZE = 64  # pixels; the scales do not depend on the size
 SHORT = {"float16": "fp16", "bfloat16": "bf16", "tf32": "tf32", "float32": "fp32", "int8": "int8"}
 MEMORY = RESULTS / "memory_1gpu.jsonl"
 PeerMode = Literal["eager", "compile", "graph", "reduce-overhead", "max-autotune", "max-autotune-graph"]
-Measured = CudaExecutor | QuantisedCudaExecutor
 
 
 def learning_rate(batch: int) -> float:
@@ -57,12 +55,12 @@ def learning_rate(batch: int) -> float:
     return 0.1 * batch / 256
 
 
-def make_int8(model: str, batch: int, size: int) -> tuple[QuantisedCudaExecutor, list[tuple[Any, Any]]]:
+def make_int8(model: str, batch: int, size: int) -> tuple[CudaExecutor, list[tuple[Any, Any]]]:
     """`make_step` for inference in INT8."""
     trained, network = untrained(model, CLASSES, CALIBRATION_SIZE)
     config = replace(trained.config, batch_size=batch, image_size=size, val_image_size=0)
     executor = int8_file.executor_of(network, trained, config, Placement("cuda", "gpu(0)", ""))
-    assert isinstance(executor, QuantisedCudaExecutor)
+    assert isinstance(executor, CudaExecutor)
     return executor, [random_batch((batch, size, size, 4), "float16", mx.gpu(0)) for _ in range(NUM_BATCHES)]
 
 
@@ -87,12 +85,12 @@ def random_batch(shape: tuple[int, ...], dtype: str, gpu: Any) -> tuple[Any, Any
     return data.astype("float16" if dtype == "float16" else "float32").as_in_context(gpu), label.as_in_context(gpu)
 
 
-def loss_scale(executor: Measured) -> float:
+def loss_scale(executor: CudaExecutor) -> float:
     """The executor's loss scale; 1 if it does not scale the loss."""
-    return 1.0 if isinstance(executor, QuantisedCudaExecutor) else executor.get_scalars().get("loss_scale", 1.0)
+    return executor.optimizer.scalars.get("loss_scale", 1.0)
 
 
-def measure(executor: Measured, monitor: GpuMonitor, batches: Sequence[tuple[Any, Any]], steps: int,
+def measure(executor: CudaExecutor, monitor: GpuMonitor, batches: Sequence[tuple[Any, Any]], steps: int,
             inference: bool = False, warm_up_seconds: float = WARM_UP_SECONDS) -> dict[str, Any]:
     """Warm up, then measure once.
 
@@ -105,11 +103,11 @@ def measure(executor: Measured, monitor: GpuMonitor, batches: Sequence[tuple[Any
     def step() -> None:
         nonlocal answer
         data, label = next(in_turn)
-        if inference or isinstance(executor, QuantisedCudaExecutor):
+        if inference:
             answer = executor.forward(data)
             return
         executor.forward_backward(data, label)
-        executor.update(learning_rate(len(label)))
+        executor.optimizer.step(learning_rate(len(label)))
 
     gpu = executor.gpu
     events = [gpu.timing_event() for _ in range(steps + 1)]
@@ -120,7 +118,7 @@ def measure(executor: Measured, monitor: GpuMonitor, batches: Sequence[tuple[Any
         step()
         executor.synchronize()
     executor.read_metrics()  # drop the warm-up's metrics
-    scale_before = loss_scale(executor)
+    scale_before = 1.0 if inference else loss_scale(executor)
     monitor.sample()
     monitor.take()
     gpu.record(events[0])
@@ -133,7 +131,8 @@ def measure(executor: Measured, monitor: GpuMonitor, batches: Sequence[tuple[Any
     return {
         "step_ms": [gpu.elapsed_ms(start, end) for start, end in itertools.pairwise(events)],
         "loss": float(answer.asnumpy().sum(axis=1).mean()) if inference else metrics.loss_sum / metrics.count,
-        "loss_scales": [scale_before, loss_scale(executor)], "watts": readings.power, "sm_mhz": readings.clock,
+        "loss_scales": [scale_before, 1.0 if inference else loss_scale(executor)],
+        "watts": readings.power, "sm_mhz": readings.clock,
     }
 
 
@@ -200,7 +199,7 @@ def gib(num_bytes: int) -> float:
 class Compared(NamedTuple):
     """Both sides' turns. `theirs`: by PyTorch's mode; empty without a peer."""
 
-    executor: Measured
+    executor: CudaExecutor
     batches: list[tuple[Any, Any]]
     ours: list[dict[str, Any]]
     theirs: dict[str, list[dict[str, Any]]]
@@ -213,7 +212,6 @@ def compare(arguments: Options) -> Compared:
     # The peer imports PyTorch meanwhile; it takes no GPU memory before its first measurement.
     peer = TorchPeer(*peer_options(arguments)) if "PEER_PYTHON" in os.environ else None
     started = time.monotonic()
-    executor: Measured
     if arguments.dtype == "int8":
         executor, batches = make_int8(arguments.model, arguments.batch, arguments.size)
     else:
@@ -263,8 +261,7 @@ def main() -> None:
         print(f"GPU memory: {compared.memory}")
     if arguments.profile:
         executor = compared.executor
-        measured = (executor.profile_inference(compared.batches[0][0])
-                    if arguments.inference or isinstance(executor, QuantisedCudaExecutor) else executor.profile())
+        measured = executor.profile_inference(compared.batches[0][0]) if arguments.inference else executor.profile()
         note = f"copy {measured.ceiling:.0f} GB/s; step {statistics.median(all_times(compared.ours)):.3f} ms"
         arguments.profile.write_text(measured.text(note))
         print(measured.summary())

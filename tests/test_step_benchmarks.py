@@ -68,12 +68,13 @@ class Executor:
         self.seen: list[Any] = []  # data of all steps
         self.rates: set[float] = set()
         self.num_reads = 0
+        self.optimizer = self
 
     def forward_backward(self, data: Any, label: Any) -> None:
         self.seen.append(data)
         self.gpu.now += 9
 
-    def update(self, learning_rate: float) -> None:
+    def step(self, learning_rate: float) -> None:
         self.rates.add(learning_rate)
         self.gpu.now += 1
 
@@ -90,7 +91,8 @@ class Executor:
             return Metrics(0.0, 0.0, 0.0, 0.0)
         return Metrics(64 * self.losses.pop(0), 0.0, 0.0, 64.0)
 
-    def get_scalars(self) -> dict[str, float]:
+    @property
+    def scalars(self) -> dict[str, float]:
         return {"loss_scale": self.scales.pop(0)} if self.scales else {}
 
 
