@@ -316,6 +316,7 @@ OPERATORS: dict[str, Callable[[Node], OnnxOperators]] = {
                                        | ({"axes": node["axis"]} if node["axis"] else {}))],
     "Concat": lambda node: [OnnxOperator("Concat", {"axis": node["dim"]})],
     "slice_axis": _slice,
+    "transpose": lambda node: [OnnxOperator("Transpose", {"perm": node["axes"]} if node["axes"] else {})],
     "Pooling": _pooling,
     "Flatten": _one("Flatten", axis=1),
     "FullyConnected": _one("Gemm", transB=1),

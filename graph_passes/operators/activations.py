@@ -27,6 +27,7 @@ from graph_passes.operators.base import (
     Shapes,
     along_axis,
     known,
+    number,
     one_of,
     sum_over_others,
 )
@@ -94,7 +95,6 @@ FUNCTIONS: Mapping[str, tuple[Rule, Rule]] = {
     "clip": (lambda x, a, b: np.clip(x, a, b), _inside),
     "hard_sigmoid": (lambda x, a, b: np.clip(a * x + b, 0, 1),
                      lambda x, a, b: a * ((a * x + b > 0) & (a * x + b < 1)).astype(x.dtype)),
-    "silu": (lambda x, a, b: x * sigmoid(x), lambda x, a, b: sigmoid(x) * (1 + x * sigmoid(-x))),
 }
 
 
@@ -200,7 +200,7 @@ OPERATORS = (
     _of_elements("sigmoid"),
     _of_elements("tanh"),
     _of_elements("softsign"),
-    _of_elements("clip", {"a_min": Attribute(float), "a_max": Attribute(float)}),
+    _of_elements("clip", {"a_min": Attribute(number), "a_max": Attribute(number)}),
     _of_elements("hard_sigmoid", {"alpha": Attribute(float, 0.2), "beta": Attribute(float, 0.5)}),
     # `gamma`: PReLU's slopes, one for each channel, along the second dimension as in MXNet.
     Operator("LeakyReLU", ("data", "gamma"), _leaky, _compute,

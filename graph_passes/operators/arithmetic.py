@@ -25,6 +25,7 @@ from graph_passes.operators.base import (
     Shapes,
     integers,
     known,
+    number,
 )
 from graph_passes.operators.elementwise import elementwise
 
@@ -122,7 +123,7 @@ def _mean_gradient(node: NodeView, dy: Ref, shapes: Mapping[Ref, Shape]) -> Grad
 
 # --- the descriptions ---
 
-SCALAR = {"scalar": Attribute(float)}
+SCALAR = {"scalar": Attribute(number)}
 MEAN = {"axis": OPTIONAL_SIZES, "keepdims": FALSE, "exclude": FALSE}
 
 

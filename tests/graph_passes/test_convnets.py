@@ -7,73 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from step_networks import random_variables
+from step_networks import convnext, efficient, elements, mobile, random_variables
 from test_gradient import check_against_mxnet
 
 from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError, Ref, onnx_writer, passes
 from graph_passes.executors import create_executor, reference
 
-Symbol = Any
 # Name -> the least number of pixels that its poolings leave something of.
 ZOO = {"alexnet": 67, "densenet121": 33, "inceptionv3": 79, "mobilenet0.25": 33, "mobilenetv2_0.25": 33,
        "resnet18_v1": 33, "resnet18_v2": 33, "squeezenet1.0": 35, "squeezenet1.1": 35, "vgg11": 33, "vgg11_bn": 33}
 SLOW = ("densenet121", "inceptionv3")
-
-
-def convolution(x: Symbol, name: str, filters: int, layout: str, kernel: int = 3, groups: int = 1) -> Symbol:
-    return mx.sym.Convolution(x, num_filter=filters, kernel=(kernel,) * 2, pad=(kernel // 2,) * 2, num_group=groups,
-                              no_bias=True, layout=layout, name=name)
-
-
-def squeezed(x: Symbol, name: str, channels: int, layout: str) -> Symbol:
-    """Squeeze-and-excitation."""
-    y = mx.sym.Pooling(x, global_pool=True, kernel=(1, 1), pool_type="avg", layout=layout, name=f"{name}_pool")
-    y = mx.sym.Activation(convolution(y, f"{name}_down", 2, layout, 1), act_type="relu", name=f"{name}_relu")
-    y = mx.sym.sigmoid(convolution(y, f"{name}_up", channels, layout, 1), name=f"{name}_gate")
-    return mx.sym.broadcast_mul(x, y, name=f"{name}_scaled")
-
-
-def efficient(layout: str) -> Symbol:
-    """Depthwise convolutions, SiLU, squeeze-and-excitation, a residual sum."""
-    axis = layout.index("C")
-    x = convolution(mx.sym.Variable("data"), "stem", 8, layout)
-    for name in "ab":
-        y = mx.sym.BatchNorm(convolution(x, f"{name}_depthwise", 8, layout, 5, 8), axis=axis, fix_gamma=False,
-                             name=f"{name}_norm")
-        y = mx.sym.elemwise_mul(y, mx.sym.sigmoid(y, name=f"{name}_sigmoid"), name=f"{name}_silu")
-        x = mx.sym.elemwise_add(x, squeezed(y, f"{name}_se", 8, layout), name=f"{name}_sum")
-    return classified(x, layout)
-
-
-def mobile(layout: str) -> Symbol:
-    """Hard swish and hard sigmoid as MobileNetV3 has them, leaky ReLUs, a part of the channels, means."""
-    axis = layout.index("C")
-    x = convolution(mx.sym.Variable("data"), "stem", 8, layout)
-    x = x * mx.sym.clip(x + 3, 0, 6, name="hard") / 6
-    parts = [mx.sym.slice_axis(x, axis=axis, begin=begin, end=end, name=f"part{begin}") for begin, end in
-             ((0, 3), (3, None))]
-    x = mx.sym.Concat(mx.sym.LeakyReLU(parts[0], act_type="elu", slope=1.0, name="elu"),
-                      mx.sym.LeakyReLU(parts[1], act_type="leaky", slope=0.1, name="leaky"), dim=axis, name="joined")
-    means = mx.sym.mean(x, axis=tuple({1, 2, 3} - {axis}), keepdims=True, name="means")
-    x = mx.sym.broadcast_mul(x, mx.sym.hard_sigmoid(means, name="gate"), name="gated")
-    x = mx.sym.broadcast_add(x, convolution(means, "shift", 8, layout, 1), name="shifted")
-    return classified(x, layout)
-
-
-def convnext(layout: str) -> Symbol:
-    """A 7x7 depthwise convolution, LayerNorm over the channels, GELU between two products."""
-    x = convolution(mx.sym.Variable("data"), "stem", 8, layout)
-    y = mx.sym.LayerNorm(convolution(x, "depthwise", 8, layout, 7, 8), axis=layout.index("C"), eps=1e-6, name="norm")
-    y = mx.sym.LeakyReLU(convolution(y, "wide", 32, layout, 1), act_type="gelu", name="gelu")
-    x = mx.sym.elemwise_add(x, convolution(y, "narrow", 8, layout, 1), name="sum")
-    return classified(x, layout)
-
-
-def classified(x: Symbol, layout: str) -> Symbol:
-    x = mx.sym.Pooling(x, global_pool=True, kernel=(1, 1), pool_type="avg", layout=layout, name="pool")
-    x = mx.sym.FullyConnected(mx.sym.Flatten(x), num_hidden=7, name="fc")
-    return mx.sym.SoftmaxOutput(x, normalization="batch", name="softmax")
 
 
 OWN = {"efficient": efficient, "mobile": mobile, "convnext": convnext}
@@ -150,18 +94,6 @@ def test_executors_agree(name: str, rng: np.random.Generator) -> None:
     largest = max(np.abs(each).max() for each in other.values())
     for each in other:
         np.testing.assert_allclose(one[each], other[each], rtol=0, atol=1e-5 * largest, err_msg=each)
-
-
-def elements(layout: str) -> Symbol:
-    """Every function of single elements, one after the other."""
-    x = convolution(mx.sym.Variable("data"), "stem", 4, layout)
-    for kind in ("sigmoid", "tanh", "softrelu", "softsign"):
-        x = x + mx.sym.Activation(x, act_type=kind, name=kind)
-    for kind in ("leaky", "elu", "selu", "gelu"):
-        x = x - 0.5 + mx.sym.LeakyReLU(x, act_type=kind, slope=0.2, name=kind)
-    x = mx.sym.LeakyReLU(x, mx.sym.Variable("slopes_gamma"), act_type="prelu", name="prelu")
-    x = mx.sym.tanh(x) + mx.sym.sigmoid(x) + mx.sym.softsign(x)
-    return classified(x * 2, layout)
 
 
 @pytest.mark.long(but=["efficient", "mobile", "convnext", "elements", "mobilenetv2*"])
