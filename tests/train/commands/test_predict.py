@@ -19,7 +19,7 @@ from pipelines import DataError, open_files
 from train.checkpoint import Checkpoint, load, save
 from train.command_line import read
 from train.commands import predict
-from train.commands.predict import Guess, Prediction
+from train.prediction import Guess, Prediction
 from train.config import Config
 from train.errors import TrainError
 from train.models.network import init_params
