@@ -11,6 +11,7 @@ calls, one for each number of images (rounded up to a power of two), so that a c
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import weakref
 from collections import OrderedDict
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
+from PIL import Image
 
 from graph_passes.executors import Executor
 from graph_passes.executors.base import parse_device
@@ -35,6 +37,7 @@ from train.config import Config
 from train.devices import Placement
 from train.errors import TrainError
 from train.features import Features
+from train.image_paths import LIST, image_paths
 from train.options.commands import InferenceOptions, PredictOptions
 from train.processes.distributed import Workers
 from train.ranking import most_likely
@@ -42,6 +45,7 @@ from train.weights import int8_file
 from train.weights.int8_file import Int8Network
 
 GPU_BATCH = 256  # images per forward pass on a GPU, for many images
+ONE_IMAGE = (str, os.PathLike, bytes, bytearray, memoryview, Image.Image)
 KEPT_LOADERS, KEPT_EXECUTORS = 4, 3  # each loader has threads, each executor the parameters
 
 log = logging.getLogger("train.prediction")
@@ -94,9 +98,8 @@ class Prepared(NamedTuple):
     int8: Int8Network | None  # replaces the network in floats
 
 
-def prepared(options: InferenceOptions, workers: Workers, number: int | None = None) -> Prepared:
-    """Read the weights and choose the device; on a GPU its `number`, by default this process's own. Raises
-    UserError."""
+def prepared(options: InferenceOptions, workers: Workers) -> Prepared:
+    """Read the weights and choose the device. Raises UserError."""
     trained = weights.load(options.checkpoint, quiet=workers.rank > 0)
     if int8 := int8_file.load(options.checkpoint, trained) if options.int8 else None:
         trained = int8.prepared(trained)
@@ -104,7 +107,7 @@ def prepared(options: InferenceOptions, workers: Workers, number: int | None = N
                      batch_size=options.batch_size)
     if int8:
         config = devices.for_int8(config, vars(options))
-    return Prepared(trained, config, devices.choose(config, workers.local_rank if number is None else number), int8)
+    return Prepared(trained, config, devices.choose(config, workers.local_rank), int8)
 
 
 def device_and_number(device: str) -> tuple[str, int | None]:
@@ -201,7 +204,7 @@ class Predictor:
 
     def __init__(self, prepared: Prepared, options: InferenceOptions, workers: Workers) -> None:
         """`options.batch_size`: the largest number of images in a forward pass."""
-        self.prepared, self.options, self._workers = prepared, options, workers
+        self.prepared, self.options, self.workers = prepared, options, workers
         self.trained, self.place = prepared.trained, options.checkpoint
         self._loaders: Kept[DaliLoader] = Kept(KEPT_LOADERS)
         self._executors: Kept[Scores | Features] = Kept(KEPT_EXECUTORS)
@@ -219,7 +222,9 @@ class Predictor:
             may_raise_batch: compute GPU_BATCH images in a forward pass on a GPU, instead of `options.batch_size`.
         """
         workers = Workers()
-        found = prepared(options, workers, number)
+        if number is not None:
+            workers.local_rank = number
+        found = prepared(options, workers)
         if may_raise_batch and found.placement.device.startswith("gpu"):
             options = replace(options, batch_size=GPU_BATCH)
         return cls(found, options, workers)
@@ -314,9 +319,7 @@ class Predictor:
         """The loader of these images in batches of `size`: a kept one for a single batch; for more, one that makes
         batches ahead."""
         placement, config = self.prepared.placement, replace(self.prepared.config, batch_size=size)
-        settings = loader_settings(self.options, config, placement, self._workers)
-        if placement.device.startswith("gpu"):
-            settings["device_id"] = parse_device(placement.device)[1]
+        settings = loader_settings(self.options, config, placement, self.workers)
 
         def opened(**others: Any) -> DaliLoader:
             return open_in_order(source, config.inference_image_size, **settings, **others)
@@ -372,6 +375,33 @@ def features_of(trained: Checkpoint) -> int:
     """The number of features that the network's classifier reads."""
     weight, _ = models.create(trained.config.model, trained.num_classes).classifier
     return trained.params[weight].shape[1]
+
+
+def listed(images: Any) -> tuple[list[Any], bool]:
+    """The single images of what a program gives, and whether that is one image instead of several.
+
+    One image is a path of a file, the bytes of a file, an array (height, width, 3) or an image of Pillow's. Several are
+    a folder (all images in it, by name), a .txt file that lists image files, an array (N, height, width, 3), or an
+    iterable of images, folders and lists. Raises UserError.
+    """
+    if isinstance(images, np.ndarray) and images.ndim == 4:
+        return list(images), False
+    if _is_of_several(images):
+        return list(image_paths([Path(images)])), False
+    if isinstance(images, (*ONE_IMAGE, np.ndarray)) or not isinstance(images, Iterable):
+        return [images], True
+    found: list[Any] = []
+    for image in images:
+        found += image_paths([Path(image)]) if _is_of_several(image) else [image]
+    return found, False
+
+
+def _is_of_several(image: Any) -> bool:
+    """Whether it is the path of a folder or of a list of images."""
+    if not isinstance(image, (str, os.PathLike)):
+        return False
+    path = Path(image)
+    return path.is_dir() or path.suffix.lower() == LIST
 
 
 def _numbered(images: Sequence[Any]) -> list[Given]:

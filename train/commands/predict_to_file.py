@@ -27,7 +27,7 @@ from pipelines import DataError, Loader, open_files
 from pipelines.progress import progress_bar
 from train.build import inference_executor, loader_settings, network_dtype
 from train.checkpoint import Checkpoint
-from train.commands.image_paths import image_paths
+from train.image_paths import image_paths
 from train.commands.prediction_file import Found, PredictionFile, check_name
 from train.config import Config
 from train.devices import Placement
