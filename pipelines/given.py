@@ -42,7 +42,7 @@ def given(image: Any, number: int) -> Given:
     if isinstance(image, Image.Image):
         return Given("pixels", _pixels(image), getattr(image, "filename", "") or name)
     if not isinstance(image, np.ndarray):
-        raise DataError(f"{name} is a {type(image).__name__}: give {KINDS}")
+        raise DataError(f"{name} is of the type {type(image).__name__}: give {KINDS}")
     if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or not image.size:
         raise DataError(f"{name} is an array of {image.dtype} with the shape {image.shape}: give {KINDS}")
     return Given("pixels", np.ascontiguousarray(image), name)

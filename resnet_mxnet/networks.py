@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 

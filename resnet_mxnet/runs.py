@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -30,7 +31,7 @@ class Run:
 
     def __repr__(self) -> str:
         best = self.best_epoch
-        reached = f", top-1 {best.evaluation.top1:.1%} in epoch {best.epoch}" if best and best.evaluation else ""
+        reached = f", top-1 {self.best_top1:.1%} in epoch {best.epoch}" if best else ""
         return f"Run({str(self.folder)!r}: {len(self.record.epochs)} epochs{reached})"
 
     def _repr_html_(self) -> str:
@@ -58,6 +59,13 @@ class Run:
     def best_epoch(self) -> EpochRow | None:
         """The first epoch with the highest top-1 accuracy, whose weights `load` loads; None without a validation."""
         return best_of(self.record)
+
+    @property
+    def best_top1(self) -> float:
+        """The top-1 accuracy of the best epoch, a fraction of the validation images (of the training images if the data
+        has no others); NaN without a validation."""
+        best = self.best_epoch
+        return best.evaluation.top1 if best and best.evaluation else math.nan
 
     def load(self, **options: Any) -> TrainedNetwork:
         """The run's network with its best weights; options and errors as in `resnet_mxnet.load`."""
@@ -92,7 +100,7 @@ def train(*, callbacks: Sequence[Callable[[int, Mapping[str, float]], bool | Non
 def load_run(folder: str | os.PathLike[str]) -> Run:
     """Read what a run has left in its folder, also while it goes on.
 
-        rm.load_run("runs/photos").history["val_top1"].max()
+        rm.load_run("runs/photos").history["train_loss"]
 
     Raises:
         UserError: there is no run in this folder, or its metrics cannot be read.
@@ -103,7 +111,8 @@ def load_run(folder: str | os.PathLike[str]) -> Run:
 def list_runs(folder: str | os.PathLike[str] = "runs") -> list[Run]:
     """The runs in the folders within `folder`, the oldest first.
 
-        max(rm.list_runs(), key=lambda run: run.history["val_top1"].max())
+        for run in rm.list_runs():
+            print(run.folder, run.best_top1, run.config["learning_rate"])
 
     Raises:
         UserError: there is no such folder, or a run's metrics cannot be read.

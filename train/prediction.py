@@ -17,7 +17,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -65,11 +65,11 @@ class Guess:
 class Prediction:
     """The most likely classes of an image, or the reason why there are none."""
 
-    image: Any
+    image: Any = field(repr=False)
     """The image as it was given; of a folder, the path of each of its images."""
     guesses: list[Guess]
     """The most likely classes, the most likely first; empty for an image that cannot be read."""
-    picture: np.ndarray | None = None
+    picture: np.ndarray | None = field(default=None, repr=False)
     """uint8 (size, size, 3): the image as the network sees it, if that was asked for."""
     error: str = ""
     """Why the image cannot be read; "" for a good one."""
@@ -119,22 +119,22 @@ def device_and_number(device: str) -> tuple[str, int | None]:
     return kind, number
 
 
-def check_top(top: int, trained: Checkpoint, place: str) -> int:
+def check_top(top: int, num_classes: int, place: str) -> int:
     """The number of classes listed for an image: five by default, or all if the network has fewer. Raises TrainError
     if more are requested than it has."""
     if top < 1:
         raise TrainError(f"--top {top} must be at least 1")
-    if top > trained.num_classes and top != PredictOptions.top:
-        raise TrainError(f"--top {top} is more than the {trained.num_classes} classes of {place}: give at most that "
-                         "many")
-    return min(top, trained.num_classes)
+    if top > num_classes and top != PredictOptions.top:
+        raise TrainError(f"--top {top} is more than the {num_classes} classes of {place}: give at most that many")
+    return min(top, num_classes)
 
 
 def finite(probabilities: np.ndarray, place: str) -> np.ndarray:
     """Return `probabilities`. Raises TrainError if some are not finite, since they have no largest."""
     if not np.isfinite(probabilities).all():
-        raise TrainError(f"{place} gives probabilities that are no numbers: its weights are too large for the precision "
-                         "that it computes in; give --device cpu, which computes in float32, or other weights")
+        raise TrainError(f"{place} gives probabilities that are no numbers: its weights are too large for the "
+                         "precision that it computes in; give --device cpu, which computes in float32, or other "
+                         "weights")
     return probabilities
 
 
@@ -206,6 +206,8 @@ class Predictor:
         """`options.batch_size`: the largest number of images in a forward pass."""
         self.prepared, self.options, self.workers = prepared, options, workers
         self.trained, self.place = prepared.trained, options.checkpoint
+        # Both take milliseconds to find: the network's graph is made for that.
+        self.num_classes, self.num_features = self.trained.num_classes, features_of(self.trained)
         self._loaders: Kept[DaliLoader] = Kept(KEPT_LOADERS)
         self._executors: Kept[Scores | Features] = Kept(KEPT_EXECUTORS)
         self._sizes: dict[type, int] = {}  # images that the cuda executor of a kind was made for
@@ -247,7 +249,7 @@ class Predictor:
         Raises UserError.
         """
         images = list(images)
-        top, names = check_top(top, self.trained, self.place), self.trained.class_names
+        top, names = check_top(top, self.num_classes, self.place), self.trained.class_names
         found, unread = [Prediction(image, []) for image in images], Unread({}, {})
         for answer in self.answers(_numbered(images), Scores, on_bad_image, unread):
             classes, best = most_likely(finite(answer.values, self.place), top)
@@ -272,11 +274,6 @@ class Predictor:
         for place, message in unread.damaged.items():
             log.warning("image %d is damaged, and used as it decodes: %s", place, message)
         return found
-
-    @property
-    def num_features(self) -> int:
-        """The length C of a feature vector."""
-        return features_of(self.trained)
 
     def answers(self, images: Sequence[Given], kind: type[Scores | Features], on_bad_image: str,
                 unread: Unread) -> Iterator[Answer]:
@@ -372,7 +369,7 @@ def batch_for(count: int, most: int) -> int:
 
 
 def features_of(trained: Checkpoint) -> int:
-    """The number of features that the network's classifier reads."""
+    """The length C of a feature vector, which the network's classifier reads."""
     weight, _ = models.create(trained.config.model, trained.num_classes).classifier
     return trained.params[weight].shape[1]
 

@@ -19,10 +19,10 @@ import numpy as np
 from common import files
 from pipelines.given import given
 from pipelines.progress import progress_bar
-from train.image_paths import image_paths
 from train.commands.predict_to_file import name_damaged
 from train.errors import TrainError
 from train.features import Features
+from train.image_paths import image_paths
 from train.options.commands import EmbedOptions
 from train.prediction import Predictor, Unread
 from train.processes.signals import ending_with

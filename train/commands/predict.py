@@ -24,9 +24,9 @@ from common import files
 from common.drawing import fitting, font
 from pipelines import DataError
 from train.classes import printable
-from train.image_paths import image_paths
 from train.commands.predict_to_file import name_damaged, predict_to_file
 from train.errors import TrainError
+from train.image_paths import image_paths
 from train.options.commands import PredictOptions
 from train.prediction import Prediction, Predictor
 from train.processes.distributed import Workers

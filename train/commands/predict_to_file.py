@@ -27,11 +27,11 @@ from pipelines import DataError, Loader, open_files
 from pipelines.progress import progress_bar
 from train.build import inference_executor, loader_settings, network_dtype
 from train.checkpoint import Checkpoint
-from train.image_paths import image_paths
 from train.commands.prediction_file import Found, PredictionFile, check_name
 from train.config import Config
 from train.devices import Placement
 from train.errors import TrainError
+from train.image_paths import image_paths
 from train.options.commands import PredictOptions
 from train.prediction import GPU_BATCH, check_top, finite, prepared
 from train.processes.distributed import Workers
@@ -116,7 +116,7 @@ def predict_to_file(options: PredictOptions, values: Mapping[str, Any], workers:
 
 def top_of(options: PredictOptions, trained: Checkpoint) -> int:
     """The number of classes listed for an image, as `check_top` has it."""
-    return check_top(options.top, trained, options.checkpoint)
+    return check_top(options.top, trained.num_classes, options.checkpoint)
 
 
 def prepare(options: PredictOptions, workers: Workers) -> Job:
