@@ -67,8 +67,9 @@ def _check_places(output: Path, overwrite: bool) -> None:
 
 
 def write_features(network: Predictor, images: Sequence[str], output: Path, on_bad_image: str) -> tuple[int, Unread]:
-    """Write the features of image files as they are computed, and the list of the files; both or, after an error,
-    none. Returns the number of rows, and the images that have none or are damaged. Raises UserError."""
+    """Write the features of image files as they are computed, and then the list of the files. After an error the
+    files are as they were before. Returns the number of rows, and the images that have none or are damaged. Raises
+    UserError."""
     unread, written = Unread({}, {}), []
     numbered = [given(image, number) for number, image in enumerate(images)]
     with (writing(output, "give another --output"), _npy_file(output, len(images), network.num_features) as (file, end),
@@ -83,8 +84,8 @@ def write_features(network: Predictor, images: Sequence[str], output: Path, on_b
             raise TrainError(f"no image of {len(images):,} can be read, for example {images[first]}: {reason}; replace "
                              "them")
         end(len(written))
-    names = "".join(f"{images[place]}\n" for place in written)
-    files.write(list_beside(output), os.fsencode(names))
+        # The list comes first, so that there are no features without one.
+        files.write(list_beside(output), os.fsencode("".join(f"{images[place]}\n" for place in written)))
     return len(written), unread
 
 

@@ -213,7 +213,7 @@ def _requests(executor: Executor, loader: Loader,
 def name_damaged(damaged: Sequence[tuple[str, str]]) -> None:
     """Print the first of the images (file, decoder's message) that were used although damaged, on stderr."""
     for name, message in damaged[:NAMED]:
-        print(f"{name}: {message}; predicted as it decodes", file=sys.stderr)
+        print(f"{name}: {message}; used as it decodes", file=sys.stderr)
     if len(damaged) > NAMED:
         print(f"and {len(damaged) - NAMED:,} more such images", file=sys.stderr)
 
