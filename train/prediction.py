@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -258,9 +258,10 @@ class Predictor:
                                                        strict=True):
                 guesses = [Guess(names[i], i, value) for i, value in zip(indices, values, strict=True)]
                 found[place] = Prediction(images[place], guesses, picture)
-        for name, reasons in (("error", unread.bad), ("damage", unread.damaged)):
-            for place, reason in reasons.items():
-                found[place] = replace(found[place], **{name: reason})
+        for place, reason in unread.bad.items():
+            found[place] = replace(found[place], error=reason)
+        for place, message in unread.damaged.items():
+            found[place] = replace(found[place], damage=message)
         return found
 
     def embed(self, images: Iterable[Any], on_bad_image: str = "error") -> np.ndarray:
@@ -322,7 +323,7 @@ class Predictor:
             return open_in_order(source, config.inference_image_size, **settings, **others)
 
         if len(source) > size:
-            with opened() as loader:
+            with closing(opened()) as loader:
                 yield loader
             return
         key = source.feeds, size, settings["device"] == "gpu" and has_thumbnails(source)
@@ -337,7 +338,7 @@ class Predictor:
     def _executor(self, kind: type[Scores | Features], size: int) -> Scores | Features:
         """The executor for batches of `size` images. The cuda executor takes smaller batches too, so there is one."""
         is_cuda = self.prepared.placement.executor == "cuda"
-        key = kind if is_cuda else (kind, size)
+        key: Hashable = kind if is_cuda else (kind, size)
         if is_cuda and self._sizes.get(kind, size) < size:
             self._executors.drop(key)
 

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 from library_run import TINY, Trained
 
 import resnet_mxnet as rm
+from common.output import shows_bars
 from train.command_line import read, values_of
 from train.config import Config
 from train.options.commands import ExportOptions, ValidateOptions
@@ -173,3 +175,12 @@ def test_a_program_called_train(tmp_path: Path) -> None:
 def test_defaults_of_the_library_are_those_of_the_command() -> None:
     assert TINY["image_size"] == 32  # the run above is not of the defaults
     assert values_of(Config, {}, command="train") == {}
+
+
+@pytest.mark.parametrize("is_terminal, is_jupyter, has_widgets, shows", [
+    (True, False, False, True), (False, False, False, False), (True, True, True, True), (True, True, False, False),
+])
+def test_progress_bars_in_a_notebook(monkeypatch: pytest.MonkeyPatch, is_terminal: bool, is_jupyter: bool,
+                                     has_widgets: bool, shows: bool) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if has_widgets else None)
+    assert shows_bars(SimpleNamespace(is_terminal=is_terminal, is_jupyter=is_jupyter)) == shows

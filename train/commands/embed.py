@@ -76,7 +76,7 @@ def write_features(network: Predictor, images: Sequence[str], output: Path, on_b
           progress_bar(transient=True) as bar):
         task = bar.add_task("computing features", total=len(images))
         for answer in network.answers(numbered, Features, on_bad_image, unread):
-            file.write(np.ascontiguousarray(answer.values, "<f4"))
+            file.write(answer.values.astype("<f4").tobytes())
             written += answer.places
             bar.advance(task, len(answer.places))
         if not written:
