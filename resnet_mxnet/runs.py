@@ -117,4 +117,4 @@ def list_runs(folder: str | os.PathLike[str] = "runs") -> list[Run]:
     Raises:
         UserError: there is no such folder, or a run's metrics cannot be read.
     """
-    return [Run(path) for path in runs_in(Path(folder))]
+    return sorted(map(Run, runs_in(Path(folder))), key=lambda run: run.record.start_date)

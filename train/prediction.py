@@ -15,7 +15,7 @@ import os
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -147,9 +147,9 @@ class Kept(Generic[T]):
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._items: OrderedDict[Hashable, T] = OrderedDict()
+        self._items: OrderedDict[Any, T] = OrderedDict()
 
-    def get(self, key: Hashable, make: Callable[[], T]) -> T:
+    def get(self, key: Any, make: Callable[[], T]) -> T:
         if key not in self._items:
             made = make()
             while len(self._items) >= self._limit:
@@ -158,7 +158,7 @@ class Kept(Generic[T]):
         self._items.move_to_end(key)
         return self._items[key]
 
-    def drop(self, key: Hashable) -> None:
+    def drop(self, key: Any) -> None:
         """Close an item, if there is one of this key."""
         if key in self._items:
             self._items.pop(key).close()
@@ -316,17 +316,18 @@ class Predictor:
     def _loader(self, source: Source, size: int) -> Iterator[DaliLoader]:
         """The loader of these images in batches of `size`: a kept one for a single batch; for more, one that makes
         batches ahead."""
-        placement, config = self.prepared.placement, replace(self.prepared.config, batch_size=size)
-        settings = loader_settings(self.options, config, placement, self.workers)
+        placement = self.prepared.placement
 
         def opened(**others: Any) -> DaliLoader:
+            config = replace(self.prepared.config, batch_size=size)
+            settings = loader_settings(self.options, config, placement, self.workers)
             return open_in_order(source, config.inference_image_size, **settings, **others)
 
         if len(source) > size:
             with closing(opened()) as loader:
                 yield loader
             return
-        key = source.feeds, size, settings["device"] == "gpu" and has_thumbnails(source)
+        key = source.feeds, size, placement.device.startswith("gpu") and has_thumbnails(source)
         loader = self._loaders.get(key, lambda: opened(prefetch=1))
         loader.exchange(source)
         try:
@@ -338,7 +339,7 @@ class Predictor:
     def _executor(self, kind: type[Scores | Features], size: int) -> Scores | Features:
         """The executor for batches of `size` images. The cuda executor takes smaller batches too, so there is one."""
         is_cuda = self.prepared.placement.executor == "cuda"
-        key: Hashable = kind if is_cuda else (kind, size)
+        key: Any = kind if is_cuda else (kind, size)
         if is_cuda and self._sizes.get(kind, size) < size:
             self._executors.drop(key)
 

@@ -32,11 +32,10 @@ def record_of(folder: Path) -> RunRecord:
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """The folders of runs in a folder, the oldest first. Raises TrainError if there is no such folder."""
+    """The folders of runs in a folder, by name. Raises TrainError if there is no such folder."""
     if not folder.is_dir():
         raise TrainError(f"there is no folder {folder} with runs: give the folder that holds their folders")
-    found = sorted(path for path in folder.iterdir() if (path / METRICS_FILE).is_file())
-    return sorted(found, key=lambda path: record_of(path).start_date)
+    return sorted(path for path in folder.iterdir() if (path / METRICS_FILE).is_file())
 
 
 def columns(rows: Sequence[Any]) -> dict[str, np.ndarray]:

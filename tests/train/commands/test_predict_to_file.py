@@ -22,7 +22,7 @@ from PIL import Image
 from several_processes import SCRIPT, needs_horovod, python_path
 
 from common.errors import UserError
-from train import ranking
+from train import ranking, weights
 from train.checkpoint import Checkpoint, save
 from train.command_line import read
 from train.commands import predict, predict_to_file
@@ -465,7 +465,7 @@ def test_probabilities_that_are_no_numbers_are_refused(photos, tmp_path, capsys)
 
 
 def test_top_is_that_of_the_network_where_it_has_fewer(run_folder):
-    trained = predict_to_file.weights.load(str(run_folder))
+    trained = weights.load(str(run_folder))
     assert top_of(PredictOptions(images=()), trained) == 4
     with pytest.raises(TrainError, match="--top 6"):
         top_of(PredictOptions(images=(), top=6), trained)
