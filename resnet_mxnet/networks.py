@@ -11,8 +11,8 @@ from train.command_line import values_of
 from train.commands import export, quantize, validate
 from train.commands.validate import Validated
 from train.options.commands import ExportOptions, InferenceOptions, PredictOptions, QuantizeOptions, ValidateOptions
+from train.pictures import predictions_html
 from train.prediction import Prediction, Predictor, device_and_number, listed
-from train.report.notebook import predictions_html
 
 Path = str | os.PathLike[str]
 

@@ -39,6 +39,7 @@ from train.errors import TrainError
 from train.features import Features
 from train.image_paths import LIST, image_paths
 from train.options.commands import InferenceOptions, PredictOptions
+from train.pictures import predictions_html
 from train.processes.distributed import Workers
 from train.ranking import most_likely
 from train.weights import int8_file
@@ -75,6 +76,10 @@ class Prediction:
     """Why the image cannot be read; "" for a good one."""
     damage: str = ""
     """The decoder's message about an image that was predicted although damaged; "" for a sound one."""
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return predictions_html([self])
 
     @property
     def file(self) -> Path:

@@ -274,6 +274,8 @@ def test_a_notebook_shows_predictions(net: rm.TrainedNetwork, pictures: list[Pat
                         on_bad_image="skip")
     shown = found._repr_html_()
     assert shown.count("data:image/png;base64,") == 9 and "class1" in shown and "cannot be read" in shown
+    assert found[0]._repr_html_().count("data:image/png;base64,") == 1
+    assert f"{pictures[0].parent.name}/0.png" in shown and "&lt;missing&gt;.jpg" in shown
     many = rm.Predictions(30 * [found[0]])._repr_html_()
     assert many.count("data:image/png;base64,") == 24 and "and 6 more" in many
 
