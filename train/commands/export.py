@@ -231,7 +231,7 @@ def export_features(trained: Checkpoint) -> tuple[bytes, float]:
     wanted = ours.request()()
     (found,) = _session(content, _settings()).run(
         None, {"data": np.ascontiguousarray(images_nhwc.transpose(0, 3, 1, 2))})
-    largest = max(float(np.abs(wanted).max()), np.finfo(np.float32).tiny)  # a dead network's are all 0
+    largest = max(float(np.abs(wanted).max()), float(np.finfo(np.float32).tiny))  # a dead network's are all 0
     difference = float(np.abs(wanted - found).max()) / largest
     _check_difference(FEATURES, difference, TOLERANCE)
     return content, difference
