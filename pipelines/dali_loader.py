@@ -7,9 +7,12 @@ the batch again without it. So clean data pays nothing for the check.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
 import itertools
 import logging
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,7 +35,7 @@ from pipelines.loader import Batch, Loader, LoaderConfig
 from pipelines.progress import num_cores
 from pipelines.recordio import BrokenRecordError
 from pipelines.sources import Chosen, FileSource, Source, open_source
-from pipelines.sources.base import labels_of
+from pipelines.sources.base import labels_of, nfc
 
 READ_AHEAD = 4  # batches fetched from the disk before they are planned: 0.1 s at 10,000 images/s, time for many seeks
 
@@ -100,6 +103,8 @@ class DaliLoader(Loader):
         is_dealt = config.split == "train" and config.repeated_augmentation > 0
         self._share = slice(rank, None, size) if is_dealt else slice(rank * config.batch_size,
                                                                      (rank + 1) * config.batch_size)
+        if config.split == "train":
+            self.stamps = self._stamps()  # now, because a run whose disk fails later still saves its position
         self._images_by_class: list[np.ndarray] = []  # with `balance`
         if config.balance and config.split == "train":
             self._images_by_class = list(self._sorted_by_class().values())
@@ -113,7 +118,7 @@ class DaliLoader(Loader):
     def _begin(self, config: LoaderConfig, shard: tuple[int, int], source: Source) -> None:
         """Take a source whose images are all unknown yet."""
         super().__init__(config, shard, len(source), source.classes)
-        self._source = source
+        self._source, self.place = source, str(source.path)
         self.remarks = source.remarks
         self.damaged = dict(source.damaged)
         self._looked_at: set[int] = set()  # images that were checked for decoder messages
@@ -140,6 +145,17 @@ class DaliLoader(Loader):
     def restore(self, state: bytes) -> None:
         super().restore(state)
         self._pipeline = self._prepared = None
+
+    def _stamps(self) -> dict[str, list[str]]:
+        if not self._source.stamp(0):
+            return {}
+        by_class: dict[int, list[int]] = {}
+        for i in range(self.num_images):
+            with contextlib.suppress(BrokenRecordError):
+                by_class.setdefault(self._source.label(i), []).append(i)
+        return {nfc(self.own_classes[label][0]): [_short_hash(self._source.stamp(i)) for i in
+                                                  dict.fromkeys((images[0], images[len(images) // 2], images[-1]))]
+                for label, images in by_class.items() if len(images) > 1}  # a single one may have been repaired
 
     def prepare(self) -> None:
         self._prepared = self.run()
@@ -487,6 +503,10 @@ def unreadable(name: str, reason: str) -> DataError:
     """The error for an image that cannot be decoded."""
     return DataError(f"{name}: {reason}; replace it, list all such images with `python -m pipelines verify`, or go on "
                      "without them with --on-bad-image skip")
+
+
+def _short_hash(text: str) -> str:
+    return hashlib.blake2b(os.fsencode(text), digest_size=4).hexdigest()
 
 
 def _reason(error: OSError | BrokenRecordError) -> str:

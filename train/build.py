@@ -125,8 +125,9 @@ def open_split(config: Config, split: str, placement: Placement, workers: Worker
                              "leave it out, or raise it")
         loader.count_classes_as(padded(loader.classes, config.num_classes), loader.labels)
         return loader
-    matched = match(config.data, loader.classes, classes, whose, is_whole=split == "train",
-                    met=loader.labels_met)
+    first_of_data, first_of_network = (int(each.first_label == "1") for each in (loader.config, config))
+    matched = match(config.data, loader.classes, classes, whose, is_whole=split == "train", met=loader.labels_met,
+                    place=loader.place, first_labels=(first_of_data, first_of_network))
     loader.count_classes_as(classes, matched.labels)
     if matched.note and workers.rank == 0:
         print(matched.note, flush=True)

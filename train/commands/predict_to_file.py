@@ -25,6 +25,7 @@ from common.command_line import option_name
 from graph_passes.executors import Executor
 from pipelines import DataError, Loader, open_files
 from pipelines.progress import progress_bar
+from pipelines.sources.folders import some
 from train.build import inference_executor, loader_settings, network_dtype
 from train.checkpoint import Checkpoint
 from train.commands.prediction_file import Found, PredictionFile, check_name
@@ -81,7 +82,12 @@ def predict_to_file(options: PredictOptions, values: Mapping[str, Any], workers:
 
         def open_file(path: Path, share: str, images: Sequence[str]) -> tuple[PredictionFile, Found]:
             file = PredictionFile(path, job.trained.class_names, job.top, about | {"part": share}, SAME)
-            return opened.enter_context(file), file.go_on(images)
+            found = opened.enter_context(file).go_on(images)
+            if changed := file.changed(images[: found.records]):
+                print(f"{path}: {len(changed):,} of its images changed after it was begun, and their predictions may "
+                      f"be of the earlier ones: {some(changed)} (give another --output to predict all anew)",
+                      file=sys.stderr)
+            return file, found
 
         images, before = [], Found(0, 0)
         with workers.agreement():

@@ -192,6 +192,18 @@ class PredictionFile(AbstractContextManager["PredictionFile"]):
                 self._write(header)
         return found
 
+    def changed(self, images: Sequence[str]) -> list[str]:
+        """The images that have changed since the file was begun, or were put into the place of others."""
+        begun = self.path.with_name(self.path.name + ABOUT).stat().st_mtime_ns
+
+        def changed_at(image: str) -> int:
+            try:
+                return os.stat(image).st_ctime_ns  # as that of contents may be any time, after a copy or a move
+            except OSError:  # it was removed, but its prediction is still right
+                return 0
+
+        return [image for image in images if changed_at(image) > begun]
+
     def _read(self, reading: BinaryIO, images: Sequence[str]) -> tuple[Found, int]:
         """The records behind the header, and the byte at which the last whole record ends. Raises TrainError."""
         end, done, bad = reading.tell(), 0, 0

@@ -57,9 +57,12 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory, narrow_network: None) -
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory, seed: int) -> Path:
+    return make_photos(tmp_path_factory.mktemp("photos"), seed)
+
+
+def make_photos(folder: Path, seed: int) -> Path:
     """Ten images in two folders, one of them within the other, and one with a name that CSV must quote."""
-    folder = tmp_path_factory.mktemp("photos")
-    (folder / "within").mkdir()
+    (folder / "within").mkdir(parents=True)
     rng = np.random.default_rng(seed)
     for i in range(10):
         name = 'a, "b".png' if i == 3 else f"{i}.png"
@@ -234,6 +237,28 @@ def test_the_rest_may_be_bad(run_folder, photos, tmp_path):
     run_predict(run_folder, output, first)
     run_predict(run_folder, output, listed)
     assert [row["error"] != "" for row in rows(output)] == [False] * 4 + [True]
+
+
+def test_images_that_changed_since_are_told(run_folder, tmp_path, capsys):
+    """Also where another file with an older time was moved into the place of one. New images have no record yet."""
+    photos = make_photos(tmp_path / "photos", 3)
+    output = tmp_path / "out.csv"
+    images = [Path(name) for name in files_of(photos)]
+    other = tmp_path / "other.png"
+    shutil.copy(images[4], other)
+    os.utime(other, (0, 0))
+    run_predict(run_folder, output, *images[:6])
+    capsys.readouterr()
+    run_predict(run_folder, output, *images[:7])
+    assert capsys.readouterr().err == ""
+    shutil.copy(images[4], images[2])
+    other.rename(images[5])
+    shutil.copy(images[4], images[8])
+    run_predict(run_folder, output, *images)
+    assert capsys.readouterr().err.startswith(
+        f"{output}: 2 of its images changed after it was begun, and their predictions may be of the earlier ones: "
+        f"{images[2]}, {images[5]} (give another --output to predict all anew)\n")
+    assert len(rows(output)) == 10
 
 
 @pytest.mark.long(but=["0.0-csv", "0.01-jsonl"])
