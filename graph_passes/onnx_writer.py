@@ -57,8 +57,8 @@ class Qdq:
     unsigned: bool
 
 
-def to_onnx(graph: Graph, arrays: Arrays, input_shape: tuple[int, int, int],
-            qdq: Qdq | None = None) -> onnx.ModelProto:
+def to_onnx(graph: Graph, arrays: Arrays, input_shape: tuple[int, int, int], qdq: Qdq | None = None,
+            output_name: str = "probabilities") -> onnx.ModelProto:
     """The inference model of a graph, checked by onnx.
 
     Args:
@@ -67,9 +67,11 @@ def to_onnx(graph: Graph, arrays: Arrays, input_shape: tuple[int, int, int],
         arrays: parameters and running statistics by variable name, in the graph's layout, fp32.
         input_shape: (C, H, W) of an image.
         qdq: what of it is to be INT8, by the names of its nodes; None: nothing.
+        output_name: what the output is called.
 
     Returns:
-        A model with input `data`, float32 (N, C, H, W) for any N, and output `probabilities`, float32 (N, classes).
+        A model with input `data`, float32 (N, C, H, W) for any N, and one output, float32 (N, values): of a whole
+        network `probabilities` (N, classes).
 
     Raises:
         GraphError: an operator or an attribute that has no ONNX form here, with its node.
@@ -119,14 +121,14 @@ def to_onnx(graph: Graph, arrays: Arrays, input_shape: tuple[int, int, int],
         if integers:
             integers.add(node)
     (output,) = graph.outputs
-    nodes[-1].output[0] = "probabilities"
+    nodes[-1].output[0] = output_name
     assert nodes[-1].name == output.node, "the graph's output is its last node"
     used = {name for node in nodes for name in node.input}
     onnx_graph = helper.make_graph(
         nodes,
         "resnet",
         [helper.make_tensor_value_info("data", TensorProto.FLOAT, ["N", *input_shape])],
-        [helper.make_tensor_value_info("probabilities", TensorProto.FLOAT, ["N", None])],
+        [helper.make_tensor_value_info(output_name, TensorProto.FLOAT, ["N", None])],
         [numpy_helper.from_array(weight, name) for name, weight in weights.items() if name in used],
     )
     model = helper.make_model(onnx_graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
