@@ -262,11 +262,10 @@ def _function(node: Node) -> OnnxOperators:
     if function is None:
         return [OnnxOperator("PRelu")]
     name, a, b = function
-    numbers = np.float32([a, b])
     operators: dict[str, OnnxOperators] = {
         "leaky": [OnnxOperator("LeakyRelu", {"alpha": a})],
         "elu": [OnnxOperator("Elu", {"alpha": a})],
-        "clip": [OnnxOperator("Clip", {}, numbers)],
+        "clip": [OnnxOperator("Clip", {}, [np.float32(a), np.float32(b)])],
         "hard_sigmoid": [OnnxOperator("HardSigmoid", {"alpha": a, "beta": b})],
         "gelu": [OnnxOperator("Div", {}, [np.float32(np.sqrt(2))]), OnnxOperator("Erf"),
                  OnnxOperator("Add", {}, [np.float32(1)]), OnnxOperator("Mul", {}, inputs=(0,)),

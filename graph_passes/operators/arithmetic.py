@@ -168,8 +168,8 @@ OPERATORS = (
     Operator("SumTo", ("out_grad",), _sum_to, lambda node, dy: [summed_to(dy, node["shape"])],
              {"shape": Attribute(integers)}, ("data_grad",), forward="broadcast_add"),
     Operator("mean", ("data",), _mean, _compute_mean, MEAN, gradient=_mean_gradient,
-             numpy_gradient=lambda node, x, y, dy, training: _compute_mean_backward(
-                 node.derive("MeanBackward", node.name, (), data_shape=x[0].shape), dy)),
+             numpy_gradient=lambda node, x, y, dy, training: [*_compute_mean_backward(
+                 node.derive("MeanBackward", node.name, (), data_shape=x[0].shape), dy)]),
     Operator("MeanBackward", ("out_grad",), _mean_backward, _compute_mean_backward,
              {**MEAN, "data_shape": Attribute(integers)}, ("data_grad",), forward="mean"),
 )

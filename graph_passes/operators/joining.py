@@ -126,8 +126,8 @@ OPERATORS = (
              gradient=_concat_gradient, numpy_gradient=_concat_numpy_gradient),
     Operator("slice_axis", ("data",), _slice, lambda node, x: [x[_part(node, x.shape)]], SLICE,
              gradient=_slice_gradient,
-             numpy_gradient=lambda node, x, y, dy, training: _compute_slice_backward(
-                 node.derive("SliceAxisBackward", node.name, (), data_shape=x[0].shape), dy)),
+             numpy_gradient=lambda node, x, y, dy, training: [*_compute_slice_backward(
+                 node.derive("SliceAxisBackward", node.name, (), data_shape=x[0].shape), dy)]),
     # The gradient of the part, in its place, and 0 elsewhere.
     Operator("SliceAxisBackward", ("out_grad",), _slice_backward, _compute_slice_backward, SLICE | DATA_SHAPE,
              ("data_grad",), forward="slice_axis"),
