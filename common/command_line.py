@@ -223,18 +223,22 @@ def describe_commands(commands: Mapping[str, type | str], *, prog: str, default:
 def to_arguments(config: object, default: object) -> list[str]:
     """The command-line options that turn `default` into `config`, a dataclass of the same type."""
     arguments = []
-    hints = typing.get_type_hints(type(config), include_extras=True)
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
         value, option = getattr(config, field.name), option_name(field.name)
         if value == getattr(default, field.name):
             continue
-        if REPEATABLE in typing.get_args(hints[field.name]):
+        if is_repeatable(type(config), field.name):
             arguments += [word for each in value for word in (option, each)]
         elif isinstance(value, bool):
             arguments.append(option if value else option.replace("--", "--no-", 1))
         else:
             arguments += [option, *map(str, value if isinstance(value, tuple) else (value,))]
     return arguments
+
+
+def is_repeatable(options: type, field: str) -> bool:
+    """Whether the option of that field takes one value, and may be given several times."""
+    return REPEATABLE in typing.get_args(typing.get_type_hints(options, include_extras=True)[field])
 
 
 def option_name(field: str) -> str:

@@ -26,7 +26,7 @@ SESSION_ENDS = ("HorovodInternalError", "HostsUpdatedInterrupt")
 
 
 @dataclass
-class Run:
+class LiveRun:
     """A run, as callbacks see it."""
 
     folder: Path
@@ -60,7 +60,7 @@ class _Failed(Exception):
 class Callbacks:
     """The callbacks of a run's plug-ins. In other processes than the first their methods do nothing."""
 
-    def __init__(self, config: Config, run: Run, is_first: bool) -> None:
+    def __init__(self, config: Config, run: LiveRun, is_first: bool) -> None:
         self._run = run
         self._registered = plugins.active("callback", config.plugin)
         self._is_first = is_first

@@ -24,7 +24,7 @@ from common import plugins
 from common.errors import UserError
 from graph_passes.executors import Draws, Executor, Metrics
 from pipelines import Batch, DataError, Loader
-from train.callbacks import Callbacks, Run
+from train.callbacks import Callbacks, LiveRun
 from train.checkpoint import Checkpoint
 from train.config import Config, changes
 from train.draws import draw
@@ -105,7 +105,7 @@ class Trainer:
         self.num_batches = 0  # batches of the last step, on each process
         self.origin: list[str] = []  # remarks on trained weights that the run starts from
         self.saver = Saver(self.state, run_folder, f"{launcher()} --resume {shlex.quote(str(run_folder))}")
-        run = Run(run_folder, config.to_dict(), list(train_loader.class_names), workers.size)
+        run = LiveRun(run_folder, config.to_dict(), list(train_loader.class_names), workers.size)
         self.callbacks = Callbacks(config, run, workers.rank == 0)
         self.saver.on_saved = self.callbacks.saved
         # receives the metrics that were requested at the last log line

@@ -1,8 +1,8 @@
 """The decorators of plug-ins: a Python file outside this repository adds to it what it decorates.
 
-    from train.plugins import metric
+    import resnet_mxnet as rm
 
-    @metric
+    @rm.metric
     def margin(probabilities, labels):
         best_two = np.sort(probabilities)[:, -2:]
         return best_two[:, 1] - best_two[:, 0]
@@ -39,7 +39,12 @@ def model(function: Made | str) -> Any:
     `@model("tiny_v2")`. The images have one size in training and may have another one in validation, so the network
     ends in global pooling before that layer.
 
-    Raises UserError, as the other decorators do: the name exists already, or the function takes other arguments.
+        @rm.model("tiny_v2")
+        def tiny(num_classes): ...
+
+    Raises:
+        UserError: the name exists already, or the function takes other arguments. What is wrong with the network itself
+            is told when it is made.
     """
     return _decorated("model", function, ("num_classes",))
 
@@ -51,32 +56,57 @@ def augmentation(function: Made | str) -> Any:
     resized to the network's input; the result has the same type and size. `random` are 8 numbers from 0 to 1 for each
     image, float32 on the CPU, which depend on the seed, the epoch and the image's place only: a run that is resumed
     gets them again. (The operators of `fn.random` have a state of their own, which no checkpoint holds.)
+
+        @rm.augmentation("tilt")
+        def turned(images, random): return fn.rotate(images, angle=40 * random[0] - 20, keep_size=True)
+
+    Raises:
+        UserError: the name exists already, or the function takes other arguments.
     """
     return _decorated("augmentation", function, ("images", "random"))
 
 
 def metric(function: Made | str) -> Any:
     """Register a metric: a NumPy function of `probabilities` (N, C) and `labels` (N,) int64 that returns N numbers, one
-    for each image. Their mean over all images is recorded at each validation, and printed by `validate`."""
+    for each image. Their mean over all images is recorded at each validation, and printed by `validate`.
+
+        @rm.metric("surest")
+        def largest(probabilities, labels): return probabilities.max(axis=1)
+
+    Raises:
+        UserError: the name exists already, or the function takes other arguments.
+    """
     return _decorated("metric", function, ("probabilities", "labels"))
 
 
 def schedule(function: Made | str) -> Any:
     """Register a schedule for `--schedule`: a function of the progress, which rises from 0 at the end of the warm-up to
-    1 at the end of the run, that returns the factor on `--learning-rate`, 0 or more."""
+    1 at the end of the run, that returns the factor on `--learning-rate`, 0 or more.
+
+        @rm.schedule("linear")
+        def falling(progress): return 1 - progress
+
+    Raises:
+        UserError: the name exists already, or the function takes other arguments.
+    """
     return _decorated("schedule", function, ("progress",))
 
 
 def callback(made: Any) -> Any:
     """Register a callback: a class (or an object) with some of these methods, or a function with one of these names.
 
-        on_run_start(run)             run: train.callbacks.Run, with folder, config and stop("why")
+        on_run_start(run)             run: train.callbacks.LiveRun, with folder, config and stop("why")
         on_epoch_end(epoch, metrics)  epoch: counted from 1; metrics: numbers by name, as in metrics.jsonl
         on_checkpoint(path)           path: the file that has been written
         on_run_end(reason)            why the run ends
 
     Process 0 of a run makes one object of the class, and is the only one that calls it. Each of them may return True,
     or a sentence that says why, to stop the run after a checkpoint. An exception ends the run after a checkpoint too.
+
+        rm.callback(Watch)  # or @rm.callback before the class
+
+    Raises:
+        UserError: it has none of these methods, another one that begins with on_, or one with other arguments.
     """
     is_function = inspect.isroutine(made)
     name = made.__name__ if is_function or inspect.isclass(made) else type(made).__name__

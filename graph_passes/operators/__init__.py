@@ -10,6 +10,8 @@ from types import MappingProxyType
 
 from graph_passes.errors import GraphError
 from graph_passes.operators import (
+    activations,
+    arithmetic,
     batch_norm,
     batch_norm_halves,
     batch_norm_pair,
@@ -20,6 +22,8 @@ from graph_passes.operators import (
     elementwise,
     embedding,
     fully_connected,
+    joining,
+    layer_norm,
     norm_conv,
     pooling,
     quantised,
@@ -53,7 +57,7 @@ __all__ = [
 
 _FAMILIES = (convolution, batch_norm, elementwise, dropout, pooling, fully_connected, softmax, sigmoid,
              batch_norm_halves, batch_norm_pair, batch_norm_pool, norm_conv, conv1x1_backward, quantised, rnn,
-             embedding)
+             embedding, activations, arithmetic, joining, layer_norm)
 
 OPERATORS: Mapping[str, Operator] = MappingProxyType(
     {operator.name: operator for family in _FAMILIES for operator in family.OPERATORS})

@@ -24,7 +24,6 @@ from graph_passes.operators.base import (
     Shapes,
     integers,
     known,
-    one_of,
     total,
 )
 
@@ -93,13 +92,7 @@ def relu_backward(dy: Array, y: Array) -> Array:
     return np.where(y > 0, dy, 0)
 
 
-def _activation(node: NodeView, x: Array) -> list[Array]:
-    if not is_relu(node):
-        raise GraphError(f"Activation '{node.name}' has act_type='{node['act_type']}': the reference executor has relu")
-    return [relu(x)]
-
-
-def _relu_gradients(node: NodeView, inputs: Sequence[Array], outputs: Sequence[Array], dy: Array,
+def relu_numpy_gradient(node: NodeView, inputs: Sequence[Array], outputs: Sequence[Array], dy: Array,
                     training: bool) -> list[Array | None]:
     return [relu_backward(dy, outputs[0])] * len(inputs)
 
@@ -111,9 +104,7 @@ def _axes(node: NodeView, ndim: int) -> tuple[int, ...]:
 # --- gradients in the graph ---
 
 
-def _relu(node: NodeView, dy: Ref, shapes: Mapping[Ref, Shape]) -> Gradient:
-    if node.op == "Activation" and not is_relu(node):
-        raise GraphError(f"Activation '{node.name}' ({node['act_type']}) has no gradient here: use relu")
+def relu_gradient(node: NodeView, dy: Ref, shapes: Mapping[Ref, Shape]) -> Gradient:
     attrs: dict[str, Any] = {}
     backward = node.replace(op="ReluBackward", name=f"{node.name}_backward", inputs=(dy, Ref(node.name)), attrs=attrs)
     names = ("lhs", "rhs") if node.op == "AddRelu" else ("data",)
@@ -135,13 +126,9 @@ def _transpose_gradient(node: NodeView, dy: Ref, shapes: Mapping[Ref, Shape]) ->
 
 # --- the descriptions ---
 
-_ACTIVATIONS = ("relu", "sigmoid", "tanh", "softrelu", "softsign", "log_sigmoid", "mish")
-
 OPERATORS = (
-    Operator("relu", ("data",), elementwise, _activation, in_place={"output": ("data",)}, gradient=_relu,
-             numpy_gradient=_relu_gradients),
-    Operator("Activation", ("data",), elementwise, _activation, {"act_type": Attribute(one_of(*_ACTIVATIONS))},
-             in_place={"output": ("data",)}, gradient=_relu, numpy_gradient=_relu_gradients),
+    Operator("relu", ("data",), elementwise, lambda node, x: [relu(x)], in_place={"output": ("data",)},
+             gradient=relu_gradient, numpy_gradient=relu_numpy_gradient),
     # Also of an AddRelu, for both summands.
     Operator("ReluBackward", ("out_grad", "output", "out_grad_2"), elementwise,
              lambda node, dy, y, dy2=None: [relu_backward(total(dy, dy2), y)], SINGLE_GRAD, ("data_grad",), SECOND_GRAD,
@@ -151,7 +138,8 @@ OPERATORS = (
              gradient=lambda node, dy, shapes: Gradient([], {"lhs": dy, "rhs": dy}),
              numpy_gradient=lambda node, x, y, dy, training: [dy, dy]),
     Operator("AddRelu", ("lhs", "rhs"), elementwise, lambda node, a, b: [relu(a + b)],
-             in_place={"output": ("lhs", "rhs")}, gradient=_relu, numpy_gradient=_relu_gradients, fused=True),
+             in_place={"output": ("lhs", "rhs")}, gradient=relu_gradient, numpy_gradient=relu_numpy_gradient,
+             fused=True),
     # A bias along the channels (the last dimension) of a convolution that is computed without; then ReLU; a sum before.
     Operator("BiasAdd", ("data", "bias"), _with_bias, lambda node, x, bias: [x + bias],
              in_place={"output": ("data",)}, forward="Convolution"),

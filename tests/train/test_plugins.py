@@ -15,7 +15,7 @@ import pytest
 
 from common import plugins
 from train import checkpoint
-from train.callbacks import Callbacks, Run
+from train.callbacks import Callbacks, LiveRun
 from train.config import Config
 from train.schedule import make_schedule
 
@@ -250,7 +250,7 @@ def test_callbacks_of_a_program(tmp_path: Path) -> None:
     def on_run_end(reason: str) -> None:
         heard.append(reason)
 
-    run = Run(tmp_path, {}, ["a"], 1)
+    run = LiveRun(tmp_path, {}, ["a"], 1)
     callbacks = Callbacks(Config(), run, is_first=True)
     assert not callbacks
     callbacks.add([Told(), on_run_end, lambda epoch, metrics: epoch == 2])
@@ -270,7 +270,7 @@ def test_callbacks_of_a_program(tmp_path: Path) -> None:
 FAILURES = {
     "on_epoch_end": ("BODY", "1 / 0", 6, "ZeroDivisionError: division by zero"),
     "on_checkpoint": ('write("saved", path.name, path.is_file())', "path.no_such", 6, "AttributeError: "),
-    "on_run_start": ('write("start"', 'run.no_such; write("start"', 0, "AttributeError: 'Run' object"),
+    "on_run_start": ('write("start"', 'run.no_such; write("start"', 0, "AttributeError: 'LiveRun' object"),
     "on_run_end": ('write("end", reason)', "reason + 1", 12, "TypeError: "),
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -67,9 +67,18 @@ def main(values: Mapping[str, Any]) -> None:
 
         elastic.run(partial(_elastic_session, values))
         return
+    run(values)
+
+
+def run(values: Mapping[str, Any], callbacks: Sequence[Any] = ()) -> Path:
+    """Train, and return the run's folder. Raises UserError, StoppedBySignal, and LostProcessError.
+
+    `values`: the given options of the command. `callbacks`: see `Callbacks.add`.
+    """
     workers = Workers()
     beginning = begin(values, workers)
     with open_trainer(beginning, workers) as (trainer, bn_group):
+        trainer.callbacks.add(callbacks)
         try:
             train(trainer, _note)
         except Exception as error:
@@ -78,6 +87,7 @@ def main(values: Mapping[str, Any]) -> None:
             if bn_group:
                 bn_group.give_up()  # otherwise the GPU would wait for the lost one
             raise lost_process(trainer) from None
+    return beginning.run_folder
 
 
 def _elastic_session(values: Mapping[str, Any], state: RunState) -> None:

@@ -22,17 +22,19 @@ from PIL import Image
 from several_processes import SCRIPT, needs_horovod, python_path
 
 from common.errors import UserError
+from train import ranking, weights
 from train.checkpoint import Checkpoint, save
 from train.command_line import read
-from train.commands import predict, predict_to_file, prediction_file
+from train.commands import predict, predict_to_file
 from train.commands.predict_to_file import top_of
-from train.commands.prediction_file import Csv, JsonLines, PredictionFile, most_likely
+from train.commands.prediction_file import Csv, JsonLines, PredictionFile
 from train.config import Config
 from train.errors import TrainError
 from train.models.network import init_params
 from train.models.resnet import resnet
 from train.options.commands import PredictOptions
 from train.processes.signals import StoppedBySignal
+from train.ranking import most_likely
 
 SIZE, BATCH = 32, 4
 CLASS_NAMES = ["plain", 'with "quotes", and commas', "ünïcode", "four"]
@@ -488,7 +490,7 @@ def test_probabilities_that_are_no_numbers_are_refused(photos, tmp_path, capsys)
 
 
 def test_top_is_that_of_the_network_where_it_has_fewer(run_folder):
-    trained = predict_to_file.weights.load(str(run_folder))
+    trained = weights.load(str(run_folder))
     assert top_of(PredictOptions(images=()), trained) == 4
     with pytest.raises(TrainError, match="--top 6"):
         top_of(PredictOptions(images=(), top=6), trained)
@@ -497,7 +499,7 @@ def test_top_is_that_of_the_network_where_it_has_fewer(run_folder):
 def test_the_order_of_most_likely_classes(rng, monkeypatch):
     probabilities = rng.integers(0, 5, (50, 30)).astype(np.float32) / 5  # many are equal
     probabilities += np.linspace(0, 1e-3, 30, dtype=np.float32) * (rng.random((50, 1)) < 0.5)
-    monkeypatch.setattr(prediction_file, "MOST_PASSES", 5)
+    monkeypatch.setattr(ranking, "MOST_PASSES", 5)
     for top in (1, 3, 30):
         classes, best = most_likely(probabilities, top)
         assert classes.shape == best.shape == (50, top)
