@@ -36,8 +36,9 @@ from train.processes.signals import StoppedBySignal, is_first
 from train.recording.metrics import IMAGES, METRICS_FILE, VALIDATION
 from train.recording.recorder import IMAGE_EVENTS, Recorder
 from train.report import predictions
-from train.report.inspection import describe, predict_some
+from train.report.inspection import describe, sample
 from train.report.page import write_report
+from train.saver import best_outcomes
 
 LOADER_SECONDS = 2.0  # duration of the measurement of the loader alone
 AUTO = "auto"  # value of --resume: resume the run in --output, or begin it
@@ -258,17 +259,14 @@ def _kept(recorder: Recorder, run_folder: Path) -> Iterator[None]:
 def _write_report(recorder: Recorder, run_folder: Path, trainer: Trainer | None) -> None:
     folder = run_folder / "report"
     if trainer and trainer.val_loader and has_predictions(trainer, recorder):
-        if trainer.validated:
-            epoch, outcomes = trainer.validated
+        if validated := best_outcomes(run_folder) or trainer.validated:
+            epoch, outcomes = validated
             images = f"{VALIDATION} images" if recorder.evaluated == VALIDATION else recorder.evaluated
             describe(outcomes, trainer.val_loader, epoch, images).save(folder)
-        try:
-            with trainer.evaluating():
-                found = predict_some(trainer.executor, trainer.val_loader, trainer.state.progress.epoch,
-                                     recorder.evaluated)
-            predictions.save(found, folder)
-        except DataError as error:  # the run is complete anyway
-            print(f"no picture of predictions: {error}", flush=True)
+            try:
+                predictions.save(sample(outcomes, trainer.val_loader, epoch, recorder.evaluated), folder)
+            except DataError as error:  # the run is complete anyway
+                print(f"no picture of predictions: {error}", flush=True)
     print(f"report: {write_report(folder, recorder.record)}")
 
 
