@@ -16,7 +16,6 @@ from train.processes.pulse import Activity, pulse
 from train.recording.outcomes import Outcomes, spread
 from train.recording.recorder import LONGEST_SILENCE
 
-
 # receives a batch's probabilities (N, classes), labels (N,) and indices in the split (N, or empty)
 Each = Callable[[np.ndarray, np.ndarray, Sequence[int]], None]
 
@@ -35,7 +34,8 @@ def validate(
     """Validate on a whole split, with BatchNorm's statistics as they are; they must be equal in all processes.
 
     `stop` is called after each batch; None is returned if it was true on any process. `progress` gets the number of
-    batches begun, `each` what the network makes of every batch of this process. Raises UserError, on all processes, if one cannot load or evaluate a batch.
+    batches begun, `each` what the network makes of every batch of this process. Raises UserError, on all processes, if
+    one cannot load or evaluate a batch.
     """
     pulse.show(Activity.VALIDATING)  # the first batch may wait for compilation
     batches, is_over = iter(loader), False

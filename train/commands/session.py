@@ -259,15 +259,22 @@ def _kept(recorder: Recorder, run_folder: Path) -> Iterator[None]:
 def _write_report(recorder: Recorder, run_folder: Path, trainer: Trainer | None) -> None:
     folder = run_folder / "report"
     if trainer and trainer.val_loader and has_predictions(trainer, recorder):
-        if validated := best_outcomes(run_folder) or trainer.validated:
-            epoch, outcomes = validated
-            images = f"{VALIDATION} images" if recorder.evaluated == VALIDATION else recorder.evaluated
-            describe(outcomes, trainer.val_loader, epoch, images).save(folder)
-            try:
-                predictions.save(sample(outcomes, trainer.val_loader, epoch, recorder.evaluated), folder)
-            except DataError as error:  # the run is complete anyway
-                print(f"no picture of predictions: {error}", flush=True)
+        _save_outcomes(trainer, trainer.val_loader, recorder.evaluated, folder)
     print(f"report: {write_report(folder, recorder.record)}")
+
+
+def _save_outcomes(trainer: Trainer, loader: Loader, evaluated: str, folder: Path) -> None:
+    """Write what the report shows of the network into its folder: the outcomes of the best validation, or of the latest
+    one if the best is an earlier version's or its file is gone. Raises UserError."""
+    validated = best_outcomes(trainer.run_folder) or trainer.validated
+    if not validated:
+        return
+    epoch, outcomes = validated
+    describe(outcomes, loader, epoch, f"{VALIDATION} images" if evaluated == VALIDATION else evaluated).save(folder)
+    try:
+        predictions.save(sample(outcomes, loader, epoch, evaluated), folder)
+    except DataError as error:  # the run is complete anyway
+        print(f"no picture of predictions: {error}", flush=True)
 
 
 def has_predictions(trainer: Trainer, recorder: Recorder) -> bool:

@@ -1,5 +1,5 @@
-"""The outcomes of a validation for a report, with names and pictures: of the mistakes, and of a sample of images, spread
-evenly over the split so that nobody selects the good ones."""
+"""The outcomes of a validation for a report, with names and pictures: of the mistakes, and of a sample of images that
+is spread evenly over the split, so that nobody selects the good ones."""
 
 from __future__ import annotations
 
