@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import json
@@ -72,8 +73,11 @@ def steps_allowed(start: Checkpoint) -> int:
 
 
 def run_folder_of(config: Config, resumed_file: Path | None = None) -> Path:
-    """The run's folder, not created yet. Raises UserError if it holds another run or cannot be written."""
-    folder = Path(config.output or f"runs/{config.config}-{datetime.now():%Y%m%d-%H%M%S}")
+    """The run's folder, not created yet where --output names it. Raises UserError if it holds another run or cannot be
+    written."""
+    if not config.output:
+        return _new_folder(Path(f"runs/{config.config}-{datetime.now():%Y%m%d-%H%M%S}"))
+    folder = Path(config.output)
     goes_on_there = config.resume == AUTO or (resumed_file is not None and folder in resumed_file.parents)
     if (folder / CONFIG_FILE).exists() and not goes_on_there:
         way_out = f"resume it (--resume {folder})" if checkpoint.in_folder(folder) else "remove it"
@@ -81,6 +85,29 @@ def run_folder_of(config: Config, resumed_file: Path | None = None) -> Path:
     if is_first():  # only the first process writes
         files.check_place(folder / CONFIG_FILE, "give another --output")
     return folder
+
+
+def _new_folder(folder: Path) -> Path:
+    """Create a folder of this name, so that no other run of this second takes it; if one has taken it, NAME-2 and so
+    on. An end before the run's first file removes it. Raises UserError if it cannot be written."""
+    if not is_first():  # only the first process writes
+        return folder
+    files.check_place(folder / CONFIG_FILE, "give another --output")
+    for number in itertools.count(1):
+        path = folder.with_name(f"{folder.name}-{number}") if number > 1 else folder
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        atexit.register(_remove_if_empty, path)
+        return path
+    raise AssertionError  # count() has no end
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # it has files, or is gone
+        folder.rmdir()
+        folder.parent.rmdir()
 
 
 def of_network(config: Config, values: Mapping[str, Any], trained: Checkpoint) -> Config:
@@ -175,6 +202,7 @@ def train(trainer: Trainer, note: Callable[[Trainer, Recorder], None]) -> None:
     trainer.join()
     trainer.settle()
     with trainer.workers.agreement():
+        trainer.saver.check_space()
         recorder = open_recorder(trainer, trainer.config.epochs)
     try:
         with recorder:
@@ -236,7 +264,7 @@ def report(recorder: Recorder, run_folder: Path, trainer: Trainer | None = None)
         print(f"stopped before the report was complete; it is made with: {command}", flush=True)
         raise
     if trainer and trainer.config.data == SAMPLES:
-        print(demonstration.next_commands(run_folder))
+        print(demonstration.next_commands(run_folder, trainer.workers.size))
 
 
 @contextlib.contextmanager
