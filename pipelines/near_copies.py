@@ -1,9 +1,9 @@
 """Finds near copies of images: the same picture saved again, at another size or quality, or with slight edits.
 
 The method is a difference hash (dHash, N. Krawetz, "Kind of Like That", 2013), by rows and by columns: an image is
-shrunk to 9 x 9 grey pixels, and each of 128 bits says whether a pixel is brighter than its neighbour. Near copies differ
-in few bits. Flat areas make random bits, so the thumbnails themselves are compared at last. A crop, a turn or a mirror
-image is not found.
+shrunk to 9 x 9 grey pixels, and each of 128 bits says whether a pixel is brighter than its neighbour. Near copies
+differ in few bits. Flat areas make random bits, so the thumbnails themselves are compared at last. A crop, a turn or a
+mirror image is not found.
 """
 
 from __future__ import annotations

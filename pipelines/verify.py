@@ -111,7 +111,8 @@ def verify_split(
 ) -> Report:
     """Check all images of one split. Raises DataError if the split does not exist.
 
-    `thumbnails`: keep what `name_near_copies` compares. With `to_clean`, first raises UserError if `write_clean` could not write its file.
+    `thumbnails`: keep what `name_near_copies` compares. With `to_clean`, first raises UserError if `write_clean` could
+    not write its file.
     """
     check_not_negative(num_threads=num_threads)
     check_positive(max_pixels=max_pixels, num_classes=1 if num_classes is None else num_classes)
@@ -287,11 +288,11 @@ def print_report(report: Report, console: Console) -> None:
     if lost := report.lost_classes:
         print(f"{report.where}: no image of these classes is usable: {some(lost)} (replace the images, or remove the "
               "classes)")
-    unusable, usable = (Counter(finding.kind for _, finding in report.findings if finding.usable == is_usable)
-                        for is_usable in (False, True))
+    faults, others = (Counter(finding.kind for _, finding in report.findings if finding.usable == is_usable)
+                      for is_usable in (False, True))
     print(f"{report.where}: {report.num_images:,} images, {report.num_unusable:,} unusable"
-          + (f": {_counts(unusable)}" if unusable else "")
-          + (f"; usable, with a finding: {_counts(usable)}" if usable else ""))
+          + (f": {_counts(faults)}" if faults else "")
+          + (f"; usable, with a finding: {_counts(others)}" if others else ""))
 
 
 def _counts(kinds: Counter[str]) -> str:

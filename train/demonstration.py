@@ -68,8 +68,8 @@ def fit(config: Config, executor: Executor, num_images: int, workers: Workers) -
 
 
 def next_commands(run_folder: Path, num_processes: int = 1) -> str:
-    """Commands to try after a run of so many processes. They work unchanged in the shell that started this process, and show where own data
-    goes."""
+    """Commands to try after a run of so many processes. They work unchanged in the shell that started this process, and
+    show where own data goes."""
     train = start_of(TRAIN)
     commands = [
         ("a picture of your own, in place of this one", f"{train} predict --checkpoint "
