@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import re
 import shutil
 from datetime import datetime
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from train import run_folder
 from train.commands import session
 from train.config import Config
 
@@ -41,11 +41,8 @@ def test_two_runs_of_one_second_have_folders_of_their_own(tmp_path, monkeypatch)
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(session, "datetime", Clock)
-    monkeypatch.setattr(atexit, "register", lambda function, *arguments: ends.append((function, arguments)))
-    ends: list = []
     names = [str(session.run_folder_of(Config(config="demo"))) for _ in range(3)]
     assert names == [f"runs/demo-20260102-030405{suffix}" for suffix in ("", "-2", "-3")]
     (tmp_path / names[1] / "config.json").write_text("{}")
-    for function, arguments in ends:
-        function(*arguments)
+    run_folder.give_back()
     assert [path.name for path in (tmp_path / "runs").iterdir()] == [Path(names[1]).name]

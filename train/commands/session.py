@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import itertools
 import json
@@ -23,7 +22,7 @@ from pipelines import DataError, Loader
 from pipelines.options import SAMPLES
 from pipelines.samples import SAMPLES_FOLDER, make_samples
 from pipelines.sources import has_label_sets
-from train import checkpoint, demonstration, devices
+from train import checkpoint, demonstration, devices, run_folder
 from train.build import evaluated_images
 from train.checkpoint import Checkpoint
 from train.config import CONFIG_FILE, Config
@@ -73,41 +72,18 @@ def steps_allowed(start: Checkpoint) -> int:
 
 
 def run_folder_of(config: Config, resumed_file: Path | None = None) -> Path:
-    """The run's folder, not created yet where --output names it. Raises UserError if it holds another run or cannot be
-    written."""
-    if not config.output:
-        return _new_folder(Path(f"runs/{config.config}-{datetime.now():%Y%m%d-%H%M%S}"))
-    folder = Path(config.output)
+    """The run's folder. Without --output it is a new one, which `run_folder.give_back` removes if it stays empty;
+    otherwise it is not created yet. Raises UserError if it holds another run or cannot be written."""
+    folder = Path(config.output or f"runs/{config.config}-{datetime.now():%Y%m%d-%H%M%S}")
     goes_on_there = config.resume == AUTO or (resumed_file is not None and folder in resumed_file.parents)
-    if (folder / CONFIG_FILE).exists() and not goes_on_there:
+    if config.output and (folder / CONFIG_FILE).exists() and not goes_on_there:
         way_out = f"resume it (--resume {folder})" if checkpoint.in_folder(folder) else "remove it"
         raise TrainError(f"the output folder {folder} already holds a run: {way_out}, or give another --output")
     if is_first():  # only the first process writes
         files.check_place(folder / CONFIG_FILE, "give another --output")
+        if not config.output:
+            return run_folder.take(folder)
     return folder
-
-
-def _new_folder(folder: Path) -> Path:
-    """Create a folder of this name, so that no other run of this second takes it; if one has taken it, NAME-2 and so
-    on. An end before the run's first file removes it. Raises UserError if it cannot be written."""
-    if not is_first():  # only the first process writes
-        return folder
-    files.check_place(folder / CONFIG_FILE, "give another --output")
-    for number in itertools.count(1):
-        path = folder.with_name(f"{folder.name}-{number}") if number > 1 else folder
-        try:
-            path.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        atexit.register(_remove_if_empty, path)
-        return path
-    raise AssertionError  # count() has no end
-
-
-def _remove_if_empty(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # it has files, or is gone
-        folder.rmdir()
-        folder.parent.rmdir()
 
 
 def of_network(config: Config, values: Mapping[str, Any], trained: Checkpoint) -> Config:
