@@ -18,7 +18,7 @@ from typing import NamedTuple
 from pipelines.sources import Source
 
 MOST_IMAGES = 100_000  # of both splits
-SECONDS = 2.0  # for 50,000 files, sizes take 0.1 s and the rest 0.5 s if the files are cached in memory
+SECONDS = 2.0  # 2,102 files took 0.04 s (cached in memory, one core)
 TAIL = 4096  # bytes at the end of a file, where images differ that begin with the same header
 
 

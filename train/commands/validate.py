@@ -78,7 +78,7 @@ class EachImage:
 def main(values: Mapping[str, Any]) -> None:
     """Print loss and accuracy of a trained network. Raises UserError."""
     workers = Workers()
-    output, values = values.get("output"), {name: value for name, value in values.items() if name != "output"}
+    output = values.get("output_")
     folder = Path(values["report"]) if values.get("report") else None
     with workers.agreement():
         place = values.get("checkpoint")
