@@ -8,6 +8,7 @@ alone would take minutes on a network drive.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import time
@@ -15,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
+from pipelines.recordio import BrokenRecordError
 from pipelines.sources import Source
 
 MOST_IMAGES = 100_000  # of both splits
@@ -49,7 +51,11 @@ def _files(source: Source, is_val: bool) -> list[_File]:
     """The images of a split. Raises OSError if they are not files."""
     if len(source) and not os.path.isfile(source.name(0)):
         raise FileNotFoundError(source.name(0))
-    return [_File(source.name(i), source.label(i), is_val) for i in range(len(source))]
+    files = []
+    for i in range(len(source)):
+        with contextlib.suppress(BrokenRecordError):  # told when the image is loaded
+            files.append(_File(source.name(i), source.label(i), is_val))
+    return files
 
 
 def _parted(group: Sequence[_File], key: Callable[[str], Hashable], deadline: float) -> Iterable[list[_File]]:

@@ -105,6 +105,16 @@ def test_loaders_tell_it(data: Path) -> None:
     assert train.remarks_on_same_images(None) == []
 
 
+def test_an_image_that_cannot_be_decoded_hides_no_other(data: Path) -> None:
+    """Of decoded images that stay in memory, its label is not known."""
+    (data / "train/c00/002.JPEG").write_bytes(b"no image")
+    shutil.copy(data / "train/c00/000.JPEG", data / "val/c00/copy.JPEG")
+    train, val = (open_loader(LoaderConfig(data=str(data), split=split, batch_size=2, image_size=16, cache_gib=1.0,
+                                           on_bad_image="skip")) for split in ("train", "val"))
+    (sentence,) = train.remarks_on_same_images(val)
+    assert sentence.startswith("a training image is in validation, too")
+
+
 # --- near copies ---
 
 
