@@ -16,7 +16,7 @@ from train.command_line import values_of
 from train.commands import train as command
 from train.config import Config
 from train.recording.metrics import EpochRow, RunRecord
-from train.report.notebook import best_of, columns, record_of, runs_in, summary_html
+from train.report.notebook import columns, record_of, runs_in, summary_html
 
 
 class Run:
@@ -58,7 +58,7 @@ class Run:
     @property
     def best_epoch(self) -> EpochRow | None:
         """The first epoch with the highest top-1 accuracy, whose weights `load` loads; None without a validation."""
-        return best_of(self.record)
+        return self.record.best
 
     @property
     def best_top1(self) -> float:

@@ -120,7 +120,7 @@ def run_training(config: Config, folder: Path) -> RunRecord:
     if config_file.exists():
         _check_same(config, config_file)
         record = RunRecord.read_jsonl(folder / METRICS_FILE) if (folder / METRICS_FILE).exists() else None
-        if record and record.events and record.events[-1].get("completed"):
+        if record and record.is_over:
             print("already complete, skipped", flush=True)
             return record
     command = own_process(TRAIN, *run_arguments(config))

@@ -12,7 +12,7 @@ import numpy as np
 
 from train.errors import TrainError
 from train.pictures import inline
-from train.recording.metrics import METRICS_FILE, EpochRow, RunRecord, accuracy_of
+from train.recording.metrics import METRICS_FILE, RunRecord, accuracy_of
 from train.report import plots
 
 
@@ -41,15 +41,9 @@ def columns(rows: Sequence[Any]) -> dict[str, np.ndarray]:
             for name, values in found.items() if any(value is not None for value in values)}
 
 
-def best_of(record: RunRecord) -> EpochRow | None:
-    """The first epoch with the highest top-1 accuracy; None without a validation."""
-    return max((row for row in record.epochs if row.evaluation), default=None,
-               key=lambda row: row.evaluation.top1 if row.evaluation else 0.0)
-
-
 def summary_html(folder: Path, record: RunRecord) -> str:
     """A table of a run's main figures, and its curves."""
-    config, best = record.config, best_of(record)
+    config, best = record.config, record.best
     rows = [("network", f"{config.get('model', '?')}, {record.num_classes or '?'} classes"),
             ("data", str(config.get("data", "?"))), ("epochs", f"{len(record.epochs)} of {config.get('epochs', '?')}")]
     if best and best.evaluation:
@@ -59,5 +53,5 @@ def summary_html(folder: Path, record: RunRecord) -> str:
     table = "".join(f"<tr><td>{html.escape(name)}</td><td>{html.escape(value)}</td></tr>" for name, value in rows)
     drawn = [plots.accuracy(record, plots.LIGHT)] * bool(record.epochs)
     drawn += [plots.loss(record, plots.LIGHT)] * bool(record.loss_curve)
-    pictures = "".join(inline(picture, "width: 48%") for picture in drawn)
+    pictures = "".join(inline(picture.png, "width: 48%") for picture in drawn)
     return f"<p><b>{html.escape(str(folder))}</b></p><table>{table}</table>{pictures}"
