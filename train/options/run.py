@@ -45,13 +45,19 @@ class LengthOptions:
 
 
 @dataclass(frozen=True)
-class BeginningOptions:
+class WeightsOptions:
     """The run."""
 
     weights: Annotated[str, "PATH"] = ""
     """Trained weights to start from: a run folder, a checkpoint, a state_dict of torchvision or timm (.pth, .pt,
     .safetensors), Gluon's .params, or an ONNX export of this program. They also set the default of --model. Their
     classifier is used if it has all classes of the data, by name; otherwise a new one is made (docs/fine_tuning.md)."""
+
+
+@dataclass(frozen=True)
+class BeginningOptions(WeightsOptions):
+    """The run."""
+
     resume: Annotated[str, "PATH"] = ""
     """Run folder or checkpoint file to resume. auto: the newest checkpoint in --output, or a new run if there is none
     yet, so that one command begins and resumes a run."""

@@ -45,6 +45,7 @@ UNITS = {
     "last_step_images": "images of the last of the steps, where it has fewer than --accumulate batches",
     "skipped_steps": "optimizer steps that changed no weight, since a gradient was not finite",
     "skipped_images": "images of the epoch and its validation that cannot be decoded",
+    "evaluated_images": "images of the epoch's validation",
     "gradient_norm": "norm of all gradients of the last of the steps together, before clipping; with --clip-norm",
     "gpu_power": "W, all GPUs together",
     "gpu_utilization": "fraction of the time in which a kernel ran, mean of the GPUs",
@@ -156,6 +157,7 @@ class EpochRow:
     train_eval_top5: float | None = None
     train_eval_balanced_top1: float | None = None
     skipped_images: int = 0  # images of training and validation that cannot be decoded
+    evaluated_images: int | None = None  # images of the evaluation; missing in runs of earlier versions
 
     @property
     def evaluation(self) -> Evaluation | None:
@@ -377,15 +379,18 @@ class RunRecord:
         return event
 
     @classmethod
-    def read_jsonl(cls, path: Path) -> RunRecord:
+    def read_jsonl(cls, path: Path, with_steps: bool = True) -> RunRecord:
         """Read a run's record from its metrics.jsonl. A last line that a kill has cut off is left out.
+
+        `with_steps`: False leaves out the steps, which are nearly all of a long run's file.
 
         Raises TrainError if a line does not belong to a run's metrics.
         """
         record = cls(config={}, command="", images_per_step=1)
         *lines, _ = path.read_bytes().split(b"\n")
         for number, line in enumerate(lines, start=1):
-            record._apply_line(line, f"line {number} of {path}")
+            if with_steps or not line.startswith(b'{"event": "steps"'):
+                record._apply_line(line, f"line {number} of {path}")
         return record
 
     def _apply_line(self, line: bytes, place: str) -> None:

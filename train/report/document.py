@@ -161,5 +161,6 @@ def _html_text(text: str) -> str:
     return "".join([between, *links])
 
 
-def _data_url(png: bytes) -> str:
-    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
+def _data_url(picture: bytes) -> str:
+    form = "svg+xml" if picture.startswith(b"<?xml") else "png"
+    return f"data:image/{form};base64,{base64.b64encode(picture).decode()}"
