@@ -370,7 +370,8 @@ def _plain_words(message: str) -> str:
 
 
 def _plain_values(parsed: argparse.Namespace) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in vars(parsed).items()}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in vars(parsed).items()
+            if str(value) != argparse.SUPPRESS}  # argparse's value of a positional argument that is left out
 
 
 def _option_names(options: type) -> list[str]:

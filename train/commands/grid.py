@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from common.command_line import as_arguments, nearest
 from common.content import refused_as
 from common.errors import UserError
+from common.program import TRAIN
 from train.command_line import read
 from train.commands.train import new_config
 from train.config import Config
@@ -70,7 +71,7 @@ def _named(names: Sequence[str], chosen: Mapping[str, Any]) -> str:
 
 def _folder_name(names: Sequence[str], chosen: Mapping[str, Any]) -> str:
     """A folder's name that says what is varied; with a digest where the values do not fit into a name."""
-    full = _named(names, chosen)
+    full = _named(names, chosen).replace(" ", "+")
     name = re.sub(r"[^\w.,=+-]+", "-", full)
     if name == full and len(name) <= LONGEST_NAME:
         return name
@@ -138,7 +139,7 @@ def _values(path: Path, key: str, name: str, column: Any) -> list[Any]:
         if value is None or isinstance(value, dict):
             raise TrainError(f"{path}: {key} cannot be {json.dumps(value)}: give a number, a word, or true or false")
         try:
-            parsed = read(SweepOptions, as_arguments(name, value), command="sweep")[name]
+            parsed = read(Config, as_arguments(name, value), command=TRAIN)[name]
         except UserError as error:
             raise TrainError(f"{path}: {error}") from None
         if parsed not in found:

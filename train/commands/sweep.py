@@ -39,6 +39,7 @@ from train.report.comparison import compare as compare_runs
 NAME = "comparison"  # of the files that a sweep ends in
 POLL_SECONDS = 0.2
 LOOK_SECONDS = 5.0  # between two looks at the epochs of trainings that run beside each other
+LAST_WORDS = 4096  # bytes at the end of a log in which an error is looked for
 SIGNAL_CODES = {code for number in STOPPING for code in (128 + number, -number)}  # of a training that was stopped
 
 
@@ -59,8 +60,8 @@ def main(values: Mapping[str, Any]) -> None:
             compare.show(found)
             print(f"comparison: {output / NAME}.html, .md and .json")
     if failed := trainings.failed:
-        raise ProgramError(f"{len(failed)} of {len(points)} runs failed: {'; '.join(failed.values())}; the same "
-                           "command tries them again")
+        raise ProgramError(f"{len(failed)} of {len(points)} runs failed ({', '.join(failed)}), see their messages "
+                           "above: repeat the command to try them again")
 
 
 def _check_output(output: Path) -> None:
@@ -118,11 +119,11 @@ class _Running:
 class _Trainings:
     """Runs the points, in each of the `slots` one at a time.
 
-    `failed`: name -> how, of those that failed. `obstacle`: why no more are begun; None: nothing is in the way.
+    `failed`: the names of those that failed. `obstacle`: why no more are begun; None: nothing is in the way.
     """
 
     def __init__(self, points: Sequence[Point], slots: Sequence[Slot | None]) -> None:
-        self.failed: dict[str, str] = {}
+        self.failed: list[str] = []
         self.obstacle: StoppedBySignal | ProgramError | None = None
         self._points, self._left = points, list(points)
         self._free, self._num_slots = list(slots), len(slots)
@@ -207,9 +208,8 @@ class _Trainings:
             self._seconds.append(time.monotonic() - each.started)
             self._largest = max(self._largest, runs.size_on_disk(point.folder))
         elif not (isinstance(self.obstacle, StoppedBySignal) and code in SIGNAL_CODES):
-            told = f" ({each.log})" if each.log else ""
-            self.failed[point.name] = f"{point.name} {_how(code)}{told}"
-            print(f"== {self.failed[point.name]}", flush=True)
+            self.failed.append(point.name)
+            print(f"== {point.name} {_how(code)}{_last_error(each.log) if each.log else ''}", flush=True)
 
 
 def _how(code: int) -> str:
@@ -217,6 +217,13 @@ def _how(code: int) -> str:
     if not code:
         return "ended before it was finished"  # --time-limit
     return "was stopped by a signal" if code in SIGNAL_CODES else how_it_ended(code)
+
+
+def _last_error(log: Path) -> str:
+    """The last error that a training has written, and where."""
+    lines = log.read_bytes()[-LAST_WORDS:].decode(errors="replace").splitlines()
+    said = next((line for line in reversed(lines) if line.startswith("error: ")), "")
+    return f" ({log}); {said}" if said else f" ({log})"
 
 
 def _epochs(folder: Path) -> list[str]:

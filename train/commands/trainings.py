@@ -14,12 +14,13 @@ from train.report import runs
 
 
 def is_complete(config: Config, folder: Path) -> bool:
-    """Whether the run in a folder has done what `config` asks for; False for a folder without a run."""
+    """Whether the run in a folder has ended as `config` asks; False for a folder without a run."""
     try:
         run = runs.read(folder, with_steps=False)
     except TrainError:
         return False
-    return run.state == runs.FINISHED and run.options["max_steps"] == config.max_steps
+    limits = ("max_steps", "time_limit")
+    return run.is_over and all(run.options[name] == getattr(config, name) for name in limits)
 
 
 def check_same(config: Config, folder: Path, command: str) -> None:

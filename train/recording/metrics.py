@@ -45,7 +45,7 @@ UNITS = {
     "last_step_images": "images of the last of the steps, where it has fewer than --accumulate batches",
     "skipped_steps": "optimizer steps that changed no weight, since a gradient was not finite",
     "skipped_images": "images of the epoch and its validation that cannot be decoded",
-    "evaluated_images": "images of the epoch's validation",
+    "count": "images that the accuracies are of",
     "gradient_norm": "norm of all gradients of the last of the steps together, before clipping; with --clip-norm",
     "gpu_power": "W, all GPUs together",
     "gpu_utilization": "fraction of the time in which a kernel ran, mean of the GPUs",
@@ -157,7 +157,8 @@ class EpochRow:
     train_eval_top5: float | None = None
     train_eval_balanced_top1: float | None = None
     skipped_images: int = 0  # images of training and validation that cannot be decoded
-    evaluated_images: int | None = None  # images of the evaluation; missing in runs of earlier versions
+    val_count: int | None = None  # images that were evaluated
+    train_eval_count: int | None = None
 
     @property
     def evaluation(self) -> Evaluation | None:

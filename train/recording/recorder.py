@@ -312,7 +312,7 @@ class Recorder:
             for name, value in sums.items():
                 setattr(row, f"{EVALUATED[self.evaluated]}_{name}", value / validation.count)
             setattr(row, f"{EVALUATED[self.evaluated]}_balanced_top1", balanced_top1)
-            row.evaluated_images = round(validation.count)
+            setattr(row, f"{EVALUATED[self.evaluated]}_count", round(validation.count))
         row.skipped_images, self.num_skipped = self.num_skipped, 0
         self._emit("epoch", **vars(row))
         self._terminal.end_epoch(row)

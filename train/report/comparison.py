@@ -90,7 +90,7 @@ class Member:
     @cached_property
     def validation_images(self) -> int | None:
         """The number of validation images; runs of earlier versions have it only in their report."""
-        known = next((row.evaluated_images for row in reversed(self.run.record.epochs) if row.evaluated_images), None)
+        known = next((row.val_count for row in reversed(self.run.record.epochs) if row.val_count), None)
         if known or not self.validated:
             return known
         try:
@@ -277,7 +277,8 @@ class Comparison:
         known = " or ".join(f"{count:,}" for count in counts if count)
         parts = []
         if known:
-            parts.append(f"In brackets: the 95 % interval of a single run's accuracy, measured on {known} images (Wilson).")
+            parts.append(f"In brackets: the 95 % interval of a single run's accuracy, from its {known} validation "
+                         "images (Wilson).")
         if len(self.members) > len(self.rows):
             parts.append("±: standard deviation over the runs of a configuration, which differ in their seed.")
         return " ".join(parts)
@@ -395,7 +396,7 @@ def _remarks(member: Member) -> list[str]:
         how = "was killed" if run.reason == runs.KILLED else "ended with an error"
         notes.append(f"{member.name} {how}: its figures are those after {done}")
     elif run.state != FINISHED:
-        why = {"signal": "by a signal"}.get(run.reason, "at its time limit")
+        why = {"signal": "by a signal", "max_steps": "by --max-steps"}.get(run.reason, "by --time-limit")
         notes.append(f"{member.name} was stopped {why}: its figures are those after {done}")
     if not member.validated:
         on_training = any(row.evaluation and row.evaluation.images == TRAINING_IMAGES for row in run.record.epochs)
@@ -425,10 +426,11 @@ def _numbers(counts: set[int]) -> str:
 
 
 def _rows(members: Sequence[Member]) -> tuple[Row, ...]:
-    """The runs by configuration, each with a name of its own."""
+    """The runs by configuration, each with a name of its own. A run that is not over stands alone: its figures would
+    change the means of complete ones."""
     groups: dict[str, list[Member]] = {}
     for member in members:
-        groups.setdefault(member.configuration, []).append(member)
+        groups.setdefault(member.configuration if member.run.is_over else member.name, []).append(member)
     names: list[str] = []
     for group in groups.values():
         name = _name([member.name for member in group])

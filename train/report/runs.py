@@ -24,8 +24,8 @@ DAMAGED = "damaged"  # the metrics cannot be read
 
 # Why a session has ended ("reason" in metrics.jsonl) -> state of the run.
 ENDINGS = {
-    **dict.fromkeys(("epochs", "max_steps", "target_accuracy", "patience"), FINISHED),
-    **dict.fromkeys(("signal", "time_limit"), STOPPED),
+    **dict.fromkeys(("epochs", "target_accuracy", "patience", "measured"), FINISHED),
+    **dict.fromkeys(("signal", "max_steps", "time_limit"), STOPPED),
 }
 KILLED = "killed"  # the reason of a run that has not written why it ended
 DEPTH = 3  # folders below the given one that are searched for runs
@@ -41,8 +41,8 @@ class Run:
 
     @property
     def state(self) -> str:
-        """RUNNING; FINISHED: it has done what it was to do; STOPPED: by a signal or the time limit, and resumes from
-        its last checkpoint; FAILED: it ended with an error or was killed."""
+        """RUNNING; FINISHED: it has done its epochs, or has met its target or its patience; STOPPED: by a signal or a
+        limit of steps or time, and it can be resumed; FAILED: it ended with an error or was killed."""
         return RUNNING if self.is_running else ENDINGS.get(self.reason, FAILED)
 
     @property
@@ -55,11 +55,21 @@ class Run:
             return KILLED
         return last.get("reason") or self._reason_of_earlier_versions(last["completed"])
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the last session has ended as it was asked to, rather than by a signal or an error."""
+        return self.reason in ENDINGS and self.reason != "signal"
+
     def _reason_of_earlier_versions(self, completed: bool) -> str:
-        """They wrote only whether an exception ended the run; a signal was one, too."""
-        stop = next((event["reason"] for event in reversed(self.record.events)
-                     if event["event"] in ("stop", "resume") and "reason" in event), "")
-        return "time_limit" if completed and "time limit" in stop else "epochs" if completed else "signal"
+        """They wrote only whether an exception ended the run (a signal is one, too), and why a limit did, in words."""
+        if not completed:
+            return "signal"
+        stop = next((event["reason"] for event in reversed(self.record.events) if event["event"] == "stop"), "")
+        if self.epochs_done >= self.epochs_wanted:  # an earlier session may have stopped
+            return "epochs"
+        words = {"max_steps": "--max-steps", "time_limit": "time limit", "target_accuracy": "target",
+                 "patience": "in a row"}
+        return next((reason for reason, part in words.items() if part in stop), "epochs")
 
     @cached_property
     def is_language_model(self) -> bool:
