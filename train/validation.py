@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from common.errors import UserError
 from graph_passes.executors import Executor, Metrics
 from pipelines import Batch, Loader
 from train.processes.distributed import Workers
 from train.processes.pulse import Activity, pulse
-from train.recording.outcomes import Outcomes
+from train.recording.outcomes import Outcomes, spread
 from train.recording.recorder import LONGEST_SILENCE
+
+# receives a batch's probabilities (N, classes), labels (N,) and indices in the split (N, or empty)
+Each = Callable[[np.ndarray, np.ndarray, Sequence[int]], None]
 
 
 class Validation(NamedTuple):
@@ -24,12 +29,13 @@ class Validation(NamedTuple):
 
 def validate(
     executor: Executor, loader: Loader, workers: Workers, stop: Callable[[], bool] = lambda: False,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int], None] | None = None, each: Each | None = None,
 ) -> Validation | None:
     """Validate on a whole split, with BatchNorm's statistics as they are; they must be equal in all processes.
 
     `stop` is called after each batch; None is returned if it was true on any process. `progress` gets the number of
-    batches begun. Raises UserError, on all processes, if one cannot load or evaluate a batch.
+    batches begun, `each` what the network makes of every batch of this process. Raises UserError, on all processes, if
+    one cannot load or evaluate a batch.
     """
     pulse.show(Activity.VALIDATING)  # the first batch may wait for compilation
     batches, is_over = iter(loader), False
@@ -37,12 +43,13 @@ def validate(
     found: list[Outcomes] = []
     # fetches the previous batch's outcomes; the host counts while the device computes
     take: Callable[[], Outcomes] | None = None
+    sampled = spread(loader.num_images)
     for number in range(1, loader.num_batches + 1):  # equal on all processes, because they vote after each batch
         if not problem:
             try:
                 batch = next(batches)
                 executor.infer(batch.data, batch.label, batch.num_valid)
-                take_next = _request_outcomes(executor, batch)
+                take_next = _request_outcomes(executor, batch, sampled, each)
                 found += [take()] if take else []
                 take = take_next
             except UserError as error:
@@ -78,7 +85,15 @@ def printed_progress(total: int) -> Callable[[int], None]:
     return tell
 
 
-def _request_outcomes(executor: Executor, batch: Batch) -> Callable[[], Outcomes]:
+def _request_outcomes(executor: Executor, batch: Batch, sampled: Sequence[int],
+                      each: Each | None) -> Callable[[], Outcomes]:
     """Request the outcomes of the batch just evaluated; the returned function waits for them."""
-    probabilities, count = executor.request_probabilities(), batch.num_valid
-    return lambda: Outcomes.of(probabilities()[:count], batch.label.asnumpy()[:count], batch.indices)
+    request, count = executor.request_probabilities(), batch.num_valid
+
+    def take() -> Outcomes:
+        probabilities, labels = request()[:count], batch.label.asnumpy()[:count]
+        if each:
+            each(probabilities, labels, batch.indices)
+        return Outcomes.of(probabilities, labels, batch.indices, sampled)
+
+    return take

@@ -167,18 +167,21 @@ def test_learns_and_validates_every_image_once(run_train, tiny_options, tmp_path
 
 
 @pytest.mark.long(but=["options0-*"])
-@pytest.mark.parametrize("options, steps, sentence", [
-    (["--max-steps", "4"], 4, "stopped after step 4: --max-steps is 4"),
-    (["--time-limit", "0.00001"], 1, "stopped: the time limit of 1e-05 minutes is reached"),
-    (["--target-accuracy", "0.01"], 6, "has reached the target of 0.01"),
+@pytest.mark.parametrize("options, steps, sentence, reason", [
+    (["--max-steps", "4"], 4, "stopped after step 4: --max-steps is 4", "max_steps"),
+    (["--time-limit", "0.00001"], 1, "stopped: the time limit of 1e-05 minutes is reached", "time_limit"),
+    (["--target-accuracy", "0.01"], 6, "has reached the target of 0.01", "target_accuracy"),
+    (["--learning-rate", "1e-9", "--patience", "1"], 12, "1 validations in a row have not raised", "patience"),
 ])
-def test_limits(options, steps, sentence, run_train, tiny_options, tmp_path):
+def test_limits(options, steps, sentence, reason, run_train, tiny_options, tmp_path):
     folder = tmp_path / "run"
     code, out, err = run_train("--output", folder, *tiny_options, *options)
     assert code == 0, err
     assert sentence in out
     assert checkpoint.load(checkpoint.find(str(folder))).progress.step == steps
     assert len(read_lines(folder, "stop")) == 1
+    (end,) = read_lines(folder, "end")
+    assert (end["reason"], end["completed"]) == (reason, reason in ("target_accuracy", "patience"))
 
 
 @pytest.mark.long

@@ -36,8 +36,9 @@ from train.processes.signals import StoppedBySignal, is_first
 from train.recording.metrics import IMAGES, METRICS_FILE, VALIDATION
 from train.recording.recorder import IMAGE_EVENTS, Recorder
 from train.report import predictions
-from train.report.inspection import describe, predict_some
+from train.report.inspection import describe, sample
 from train.report.page import write_report
+from train.saver import best_outcomes
 
 LOADER_SECONDS = 2.0  # duration of the measurement of the loader alone
 AUTO = "auto"  # value of --resume: resume the run in --output, or begin it
@@ -258,18 +259,22 @@ def _kept(recorder: Recorder, run_folder: Path) -> Iterator[None]:
 def _write_report(recorder: Recorder, run_folder: Path, trainer: Trainer | None) -> None:
     folder = run_folder / "report"
     if trainer and trainer.val_loader and has_predictions(trainer, recorder):
-        if trainer.validated:
-            epoch, outcomes = trainer.validated
-            images = f"{VALIDATION} images" if recorder.evaluated == VALIDATION else recorder.evaluated
-            describe(outcomes, trainer.val_loader, epoch, images).save(folder)
-        try:
-            with trainer.evaluating():
-                found = predict_some(trainer.executor, trainer.val_loader, trainer.state.progress.epoch,
-                                     recorder.evaluated)
-            predictions.save(found, folder)
-        except DataError as error:  # the run is complete anyway
-            print(f"no picture of predictions: {error}", flush=True)
+        _save_outcomes(trainer, trainer.val_loader, recorder.evaluated, folder)
     print(f"report: {write_report(folder, recorder.record)}")
+
+
+def _save_outcomes(trainer: Trainer, loader: Loader, evaluated: str, folder: Path) -> None:
+    """Write what the report shows of the network into its folder: the outcomes of the best validation, or of the latest
+    one if the best is an earlier version's or its file is gone. Raises UserError."""
+    validated = best_outcomes(trainer.run_folder) or trainer.validated
+    if not validated:
+        return
+    epoch, outcomes = validated
+    describe(outcomes, loader, epoch, f"{VALIDATION} images" if evaluated == VALIDATION else evaluated).save(folder)
+    try:
+        predictions.save(sample(outcomes, loader, epoch, evaluated), folder)
+    except DataError as error:  # the run is complete anyway
+        print(f"no picture of predictions: {error}", flush=True)
 
 
 def has_predictions(trainer: Trainer, recorder: Recorder) -> bool:

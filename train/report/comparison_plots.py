@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from common.drawing import matplotlib
 from train.report import plots
 from train.report.plots import Theme
 
@@ -86,13 +84,14 @@ def _line(x: np.ndarray, values: np.ndarray) -> Line:
 
 def _plot(title: str, x_label: str, y_label: str, lines: Sequence[Line | None], curves: Sequence[Curves],
           theme: Theme) -> bytes:
-    rows = min(len(curves), MAX_NAMED + 1)
-    figure, axes = plots._figure_with_axes(theme, title, x_label, y_label, height=3.4 + 0.2 * rows)
+    names = [_short(each.name) for each in curves[:MAX_NAMED]]
+    columns = 2 if max(map(len, names)) <= LONGEST_NAME / 2 else 1
+    figure, axes = plots._figure_with_axes(theme, title, x_label, y_label, height=3.2 + 0.2 * len(names) / columns)
     styles = itertools.cycle((color, dash) for dash in DASHES for color in theme.parts)
-    for number, (line, each, (color, dash)) in enumerate(zip(lines, curves, styles, strict=False)):
+    for number, (line, (color, dash)) in enumerate(zip(lines, styles, strict=False)):
         if line is None:
             continue
-        label = _short(each.name) if number < MAX_NAMED else f"{len(curves) - MAX_NAMED} more"
+        label = names[number] if number < MAX_NAMED else f"{len(curves) - MAX_NAMED} more"
         settings: dict[str, Any] = {"marker": "o", "markersize": 3.5} if len(line.x) < 40 else {}
         axes.plot(line.x, line.mean, dash, color=color, linewidth=1.6, **settings,
                   label=label if number <= MAX_NAMED else None)
@@ -102,18 +101,10 @@ def _plot(title: str, x_label: str, y_label: str, lines: Sequence[Line | None], 
     if x_label == "epoch":
         plots._epochs_from_0(axes)
     axes.yaxis.set_major_formatter("{x:g}")
-    figure.legend(loc="outside lower left", ncols=2, frameon=False, labelcolor=theme.text, fontsize=9,
+    figure.legend(loc="outside lower left", ncols=columns, frameon=False, labelcolor=theme.text, fontsize=9,
                   handlelength=2.4)
-    return _svg(figure, theme)
+    return plots.Drawing(figure, theme).svg
 
 
 def _short(name: str) -> str:
     return name if len(name) <= LONGEST_NAME else f"…{name[1 - LONGEST_NAME:]}"
-
-
-def _svg(figure: Any, theme: Theme) -> bytes:
-    """The figure as SVG, equal bytes for equal figures; letters are drawn, so it looks alike everywhere."""
-    buffer = io.StringIO()
-    with matplotlib().rc_context({"svg.hashsalt": "comparison", "svg.fonttype": "path"}):
-        figure.savefig(buffer, format="svg", facecolor=theme.background, metadata={"Date": None, "Creator": None})
-    return buffer.getvalue().encode()

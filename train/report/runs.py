@@ -17,7 +17,7 @@ from common import files
 from train.config import Config
 from train.errors import TrainError
 from train.language_model_config import LanguageModelConfig
-from train.recording.metrics import METRICS_FILE, WORDS, EpochRow, RunRecord, perplexity
+from train.recording.metrics import METRICS_FILE, WORDS, RunRecord, perplexity
 
 RUNNING, FINISHED, STOPPED, FAILED = "running", "finished", "stopped", "failed"
 DAMAGED = "damaged"  # the metrics cannot be read
@@ -58,7 +58,7 @@ class Run:
     @property
     def is_over(self) -> bool:
         """Whether the last session has ended as it was asked to, rather than by a signal or an error."""
-        return self.reason in ENDINGS and self.reason != "signal"
+        return not self.is_running and self.record.is_over
 
     def _reason_of_earlier_versions(self, completed: bool) -> str:
         """They wrote only whether an exception ended the run (a signal is one, too), and why a limit did, in words."""
@@ -92,19 +92,6 @@ class Run:
     @property
     def epochs_wanted(self) -> int:
         return int(self.record.config.get("epochs", 0))
-
-    @property
-    def best(self) -> EpochRow | None:
-        """The epoch with the highest top-1, for a language model with the lowest loss; None without an evaluation."""
-        rows = [row for row in self.record.epochs if row.evaluation]
-        if self.is_language_model:
-            return min(rows, key=lambda row: _evaluated(row, "loss"), default=None)
-        return max(rows, key=lambda row: _evaluated(row, "top1"), default=None)
-
-
-def _evaluated(row: EpochRow, name: str) -> float:
-    """A value of an epoch's evaluation."""
-    return float(getattr(row.evaluation, name))
 
 
 def read(folder: Path, with_steps: bool = True) -> Run:
@@ -196,7 +183,7 @@ def _listed(folder: Path) -> Listed:
         run = read(folder, with_steps=False)
     except TrainError as error:
         return Listed(folder, DAMAGED, str(error), changed, size)
-    best = run.best
+    best = run.record.best
     found = best.evaluation if best else None
     top1, per_word = (None, None) if not found else \
         (None, perplexity(found.loss)) if run.is_language_model else (found.top1, None)

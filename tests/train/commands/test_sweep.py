@@ -22,7 +22,7 @@ from train.errors import TrainError
 from train.options.runs import Sweep, SweepOptions
 from train.processes.signals import StoppedBySignal
 from train.processes.topology import GpuPlace
-from train.report import comparison_plots, runs
+from train.report import plots, runs
 
 
 def planned(*words):
@@ -132,7 +132,7 @@ def trained(tmp_path, monkeypatch):
 
     monkeypatch.setattr(sweep, "own_process", start)
     monkeypatch.setattr(sweep, "POLL_SECONDS", 0.02)
-    monkeypatch.setattr(comparison_plots, "_svg", lambda figure, theme: b"<?xml")
+    monkeypatch.setattr(plots.Drawing, "svg", b"<?xml")
     monkeypatch.setattr(sweep, "check_same", lambda *arguments: None)  # the copies have other options
     return commands
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from made_runs import IMAGES_PER_STEP, STEPS, VALIDATION_IMAGES, make_run, rewrite
 
-from common.statistics import wilson
 from train.errors import TrainError
 from train.options.language_model import LanguageModelOptions
-from train.recording.metrics import METRICS_FILE, TRAINING_IMAGES
+from train.recording.metrics import METRICS_FILE, TRAINING_IMAGES, interval
 from train.recording.outcomes import Outcomes
 from train.report import comparison
 from train.report.classifier import Classifier
+from train.report.compared import MEASURES, Figure
 from train.report.comparison import compare
 from train.report.plots import DARK, LIGHT
 
@@ -31,7 +31,7 @@ def test_two_runs(tmp_path):
     found = compare([tmp_path / "a", tmp_path / "b"], accuracies=(0.5, 0.75, 0.9))
     assert found.title == "2 runs side by side" and found.notes == ()
     assert found.differing == {"--learning-rate": ("0.1", "0.4")}
-    low, high = (100 * end for end in wilson(33, VALIDATION_IMAGES))
+    low, high = (100 * end for end in interval(0.75, VALIDATION_IMAGES))
     assert table(found.results_table) == [
         ["", "epochs", "best top-1", "last top-1", "images/sec", "time", "J/image", "kJ", "GPU GiB"],
         ["a", "3", f"75.00% ({low:.1f} to {high:.1f})", "50.00% (35.8 to 64.2)", "10.0", "18.0 s", "30", "3.6", "3.0"],
@@ -52,7 +52,7 @@ def test_seeds_become_mean_and_deviation(tmp_path):
     found = compare([tmp_path], accuracies=(0.5,))
     assert [row.name for row in found.rows] == ["lr=0.1", "lr=0.2"]
     shares = [hits / VALIDATION_IMAGES for hits in right.values()]
-    best = found.rows[0].figure(comparison.MEASURES["best_top1"])
+    best = found.rows[0].figure(MEASURES["best_top1"])
     assert best.mean == pytest.approx(statistics.fmean(shares))
     assert best.deviation == pytest.approx(statistics.stdev(shares))
     (_, _, _, cell, *_), (_, runs, *_) = found.results_table.rows
@@ -139,7 +139,7 @@ def test_earlier_runs_have_the_number_of_images_in_their_report(tmp_path):
     outcomes = Outcomes.of(probabilities, np.arange(20) % 4, range(20))
     Classifier(outcomes, list("abcd"), [], np.zeros((0, 8, 8, 3), np.uint8), np.zeros(0, int), "validation images",
                1).save(tmp_path / "report")
-    assert compare([tmp_path]).members[0].interval(0.25) == wilson(5, 20)
+    assert compare([tmp_path]).members[0].interval(0.25) == interval(0.25, 20)
 
 
 @pytest.mark.parametrize(("best", "expected"), [
@@ -150,7 +150,7 @@ def test_earlier_runs_have_the_number_of_images_in_their_report(tmp_path):
     ([], ()),
 ])
 def test_accuracies_are_chosen_by_what_the_runs_reach(best, expected):
-    assert comparison._choose([comparison.Figure(tuple(best), len(best))] if best else [None]) == expected
+    assert comparison._choose([Figure(tuple(best), len(best))] if best else [None]) == expected
 
 
 def test_nothing_to_compare(tmp_path):
@@ -174,9 +174,9 @@ def test_json_has_every_figure(tmp_path):
     (run,) = row["runs"]
     assert run["joules"] == pytest.approx(100 * 2 * STEPS) and run["price"] == pytest.approx(12 * 3.6 / 3600)
     assert run["joules_per_image"] == pytest.approx(100 / IMAGES_PER_STEP) and run["validation_images"] == 44
-    assert run["interval"]["best_top1"] == pytest.approx(wilson(33, 44)) and run["state"] == "finished"
+    assert run["interval"]["best_top1"] == pytest.approx(interval(0.75, 44)) and run["state"] == "finished"
     assert run["options"]["price_per_hour"] == 3.6
-    assert set(values["units"]) >= {*comparison.MEASURES, "interval", "seconds_to", "deviation"}
+    assert set(values["units"]) >= {*MEASURES, "interval", "seconds_to", "deviation"}
 
 
 @pytest.mark.long

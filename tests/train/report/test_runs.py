@@ -74,7 +74,7 @@ def test_reading_without_steps_tells_the_same(tmp_path):
     whole, light = runs.read(tmp_path), runs.read(tmp_path, with_steps=False)
     assert whole.record.step_ms and not light.record.step_ms
     assert light.record.epochs == whole.record.epochs
-    assert light.state == whole.state and light.best == whole.best and light.best.epoch == 2
+    assert light.state == whole.state and light.record.best == whole.record.best and light.record.best.epoch == 2
 
 
 def test_options_of_other_versions(tmp_path):
