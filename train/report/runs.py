@@ -50,7 +50,8 @@ class Run:
         """Why the last session ended, a key of ENDINGS, "error" or KILLED; "" while it is running."""
         if self.is_running:
             return ""
-        last = next((event for event in reversed(self.record.events) if event["event"] in ("end", "resume")), {})
+        ends = ("end", "resume")
+        last: Mapping[str, Any] = next((event for event in reversed(self.record.events) if event["event"] in ends), {})
         if last.get("event") != "end":
             return KILLED
         return last.get("reason") or self._reason_of_earlier_versions(last["completed"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -16,7 +17,7 @@ from made_runs import make_run
 from several_processes import LIMIT, python_path
 
 from common.errors import ProgramError
-from train.command_line import read
+from train.command_line import read, understood
 from train.commands import grid, sweep
 from train.errors import TrainError
 from train.options.runs import Sweep, SweepOptions
@@ -110,6 +111,16 @@ def test_what_else_is_refused(tmp_path):
         planned(tmp_path)
     with pytest.raises(TrainError, match="x.toml (as JSON|is no TOML file)"):
         planned(written(tmp_path, "a = [", "x.toml"))
+
+
+def test_the_page_on_runs(tmp_path):
+    """Its commands are understood, and its grid is one."""
+    pytest.importorskip("tomllib", reason="Python 3.10 has none")
+    page = (Path(__file__).parents[3] / "docs" / "runs.md").read_text()
+    commands = re.findall(r"^    python -m train (.*)$", page, re.MULTILINE)
+    assert {understood(shlex.split(command))[0] for command in commands} == {"compare", "runs", "sweep"}
+    (content,) = re.findall("^```toml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert len(planned(written(tmp_path, content, "grid.toml"), "--seeds", 2, "--epochs", 20)) == 3 * 2 * 2 * 2
 
 
 # --- training ---
