@@ -21,6 +21,7 @@ from typing import Any
 from common import files
 from common.command_line import part_of
 from common.errors import ProgramError
+from common.output import print_line
 from common.program import TRAIN, own_process
 from train.commands import compare
 from train.commands.grid import Point, plan
@@ -151,6 +152,8 @@ class _Trainings:
     def _stop(self, number: int, frame: FrameType | None) -> None:
         """On a signal: the trainings save checkpoints. Ctrl-C reaches them from the terminal as well, which they count
         as once."""
+        if self._num_slots > 1 and not self.obstacle:  # otherwise the training says so
+            print_line("stopping: the trainings save their state")
         self.obstacle = StoppedBySignal(number, "stopped: repeat the command to resume")
         for each in self._running:
             each.process.send_signal(number)
@@ -174,6 +177,8 @@ class _Trainings:
             with contextlib.suppress(ProcessLookupError):  # it has already ended
                 os.sched_setaffinity(process.pid, slot.cores)
         self._running.append(_Running(point, slot, process, time.monotonic(), log, len(_epochs(point.folder))))
+        if isinstance(self.obstacle, StoppedBySignal):  # it came while this one began, which it did not reach
+            process.send_signal(self.obstacle.exit_code - 128)
 
     def _has_room(self, output: Path) -> bool:
         """Whether the disk has room for another run as large as those that have finished; if not, it is an obstacle."""

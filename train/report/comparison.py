@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from train.content import content_of_file
 from train.errors import TrainError
 from train.options.limits import shown
 from train.recording.metrics import METRICS_FILE, TRAINING_IMAGES, VALIDATION
@@ -232,12 +233,10 @@ def compare(folders: Sequence[Path | str], accuracies: Sequence[float] = ()) -> 
     found, notes = _readable(folders)
     members = []
     for name, run in found:
-        if run.is_language_model:
-            notes.append(f"{name} is left out: it is a language model, which has no top-1 accuracy")
-        elif not run.record.step_ms:
-            notes.append(f"{name} is left out: it has no finished step yet")
-        else:
-            members.append(Member(name, run, summarize(run.record)))
+        try:
+            members.append(_member(name, run))
+        except TrainError as error:
+            notes.append(f"{name} is left out: {error}")
     if not members:
         raise TrainError("; ".join(["there is no run to compare", *notes]) + ": give folders of training runs")
     for member in members:
@@ -246,6 +245,19 @@ def compare(folders: Sequence[Path | str], accuracies: Sequence[float] = ()) -> 
     rows = _rows(members)
     chosen = tuple(sorted(set(accuracies))) or _choose([row.figure(MEASURES["best_top1"]) for row in rows])
     return Comparison(rows, _differing(rows), chosen, tuple(notes))
+
+
+def _member(name: str, run: Run) -> Member:
+    """Raises TrainError for a run that cannot be compared."""
+    with content_of_file(lambda reason: f"its {METRICS_FILE} has values that are none of a run ({reason})"):
+        if run.is_language_model:
+            raise TrainError("it is a language model, which has no top-1 accuracy")
+        if not run.record.step_ms:
+            raise TrainError("it has no finished step yet")
+        member = Member(name, run, summarize(run.record))
+        for figure in (*MEASURES.values(), lambda member: member.configuration, lambda member: member.settings):
+            figure(member)
+    return member
 
 
 def _readable(folders: Sequence[Path | str]) -> tuple[list[tuple[str, Run]], list[str]]:
@@ -311,18 +323,20 @@ def _rows(members: Sequence[Member]) -> tuple[Row, ...]:
         groups.setdefault(member.configuration if member.run.is_over else member.name, []).append(member)
     names: list[str] = []
     for group in groups.values():
-        name = _name([member.name for member in group])
+        name = _name(group)
         names.append(name if name not in names else _and_more([member.name for member in group]))
     return tuple(Row(name, tuple(group)) for name, group in zip(names, groups.values(), strict=True))
 
 
-def _name(names: Sequence[str]) -> str:
-    """The names of a configuration's runs without their seeds: learning_rate=0.1 of learning_rate=0.1,seed=0 and so
-    on."""
-    if len(names) == 1:
-        return names[0]
-    without = {re.sub(r"(^|[^a-zA-Z])seed\W?\d+", "", name) for name in names}
-    return without.pop() if len(without) == 1 and without != {""} else _and_more(names)
+def _name(members: Sequence[Member]) -> str:
+    """What the names of a configuration's runs have besides their seeds: learning_rate=0.1 of
+    learning_rate=0.1,seed=0 and so on; if nothing, the name of the folder that holds them."""
+    if len(members) == 1:
+        return members[0].name
+    without = {re.sub(r"(^|[^a-zA-Z])seed\W?\d+", "", member.name) for member in members}
+    if len(without) > 1:
+        return _and_more([member.name for member in members])
+    return without.pop() or Path(os.path.abspath(members[0].run.folder)).parent.name
 
 
 def _and_more(names: Sequence[str]) -> str:

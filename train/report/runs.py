@@ -15,6 +15,7 @@ from typing import Any
 
 from common import files
 from train.config import Config
+from train.content import content_of_file
 from train.errors import TrainError
 from train.language_model_config import LanguageModelConfig
 from train.recording.metrics import METRICS_FILE, WORDS, RunRecord, perplexity
@@ -181,14 +182,18 @@ def list_runs(folder: Path) -> list[Listed]:
 def _listed(folder: Path) -> Listed:
     changed, size = (folder / METRICS_FILE).stat().st_mtime, size_on_disk(folder)
     try:
-        run = read(folder, with_steps=False)
+        with content_of_file(lambda reason: f"{folder / METRICS_FILE} has values that are none of a run ({reason})"):
+            return _listed_run(read(folder, with_steps=False), changed, size)
     except TrainError as error:
         return Listed(folder, DAMAGED, str(error), changed, size)
+
+
+def _listed_run(run: Run, changed: float, size: int) -> Listed:
     best = run.record.best
     found = best.evaluation if best else None
     top1, per_word = (None, None) if not found else \
         (None, perplexity(found.loss)) if run.is_language_model else (found.top1, None)
-    return Listed(folder, run.state, run.reason, changed, size, model_of(run.record.config), run.epochs_done,
+    return Listed(run.folder, run.state, run.reason, changed, size, model_of(run.record.config), run.epochs_done,
                   run.epochs_wanted, top1, per_word, best.epoch if best else None, found.images if found else "")
 
 

@@ -215,8 +215,9 @@ def test_a_signal_stops_the_trainings_and_begins_no_more(number, swept, trained,
         swept("--parallel", "2")
     sender.join(LIMIT)
     assert stop.value.exit_code == 128 + number and signal.getsignal(number) is before
-    out = capfd.readouterr().out
+    out, err = capfd.readouterr()
     assert "learning_rate=2.0" not in out and "failed" not in out
+    assert err == "stopping: the trainings save their state\n"
     assert len(list((tmp_path / "out").glob("*.told"))) == 2 and not (tmp_path / "out" / "comparison.json").exists()
 
 

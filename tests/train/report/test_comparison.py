@@ -69,7 +69,10 @@ def test_names_of_configurations(tmp_path):
         for seed in range(2):
             make_run(tmp_path / folder / f"seed={seed}", [10], seed=seed, learning_rate=0.1 if folder == "x" else 0.2)
     assert [row.name for row in compare([tmp_path]).rows] == ["x", "y"]
-    assert [row.name for row in compare([tmp_path / "x"]).rows] == ["seed=0 and 1 more"]
+    assert [row.name for row in compare([tmp_path / "x"]).rows] == ["x"]
+    for seed in range(2):
+        make_run(tmp_path / f"run{seed}", [10], seed=seed, learning_rate=0.3)
+    assert compare([tmp_path]).rows[0].name == "run0 and 1 more"
 
 
 def test_many_configurations_are_the_lines_of_the_options(tmp_path):
@@ -117,6 +120,16 @@ def test_what_is_not_complete_is_told_and_the_rest_compared(tmp_path):
     assert lines.keys() == {"good", "error", "stopped", "killed", "running", "plain", "own"}  # none of them a mean
     assert lines["error"][1] == "1 of 3 (failed)" and lines["running"][1] == "1 of 3 (running)"
     assert lines["plain"][2:5] == ("-", "-", "10.0") == lines["own"][2:5]
+
+
+@pytest.mark.parametrize("field", [{"config": []}, {"step_ms": ["x", "y"]}, {"val_top1": "high"}, {"hardware": None}])
+def test_values_that_are_none_of_a_run(field, tmp_path):
+    make_run(tmp_path / "good", [30])
+    make_run(tmp_path / "odd", [30])
+    rewrite(tmp_path / "odd", lambda line: {**line, **field} if field.keys() & line.keys() else line)
+    found = compare([tmp_path])
+    assert [row.name for row in found.rows] == ["good"]
+    assert found.notes[0].startswith("odd is left out: its metrics.jsonl has values that are none of a run (")
 
 
 def test_runs_of_different_data_are_told(tmp_path):

@@ -129,3 +129,10 @@ def test_a_run_that_was_ended_while_it_started(tmp_path):
     (tmp_path / METRICS_FILE).write_text('{"event": "units", "time": 0}\n')
     with pytest.raises(TrainError, match="names no session of a run"):
         runs.read(tmp_path)
+
+
+def test_values_that_are_none_of_a_run_are_listed_as_damaged(tmp_path):
+    make_run(tmp_path, [3])
+    rewrite(tmp_path, lambda line: {**line, "config": []} if "config" in line else line)
+    (listed,) = runs.list_runs(tmp_path)
+    assert listed.state == runs.DAMAGED and "has values that are none of a run" in listed.reason
