@@ -52,6 +52,11 @@ def write(path: Path, content: bytes) -> None:
         raise _no_place(path, error, "give another place") from None
 
 
+def shown_size(num_bytes: int) -> str:
+    """A size of memory or of a file in words."""
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 / 10 else f"{num_bytes / 2**20:.1f} MiB"
+
+
 def check_place(path: Path, otherwise: str) -> None:
     """Check, before minutes of work, that `write` will be able to write the file; creates nothing. Raises UserError
     with the advice `otherwise`."""

@@ -48,8 +48,8 @@ def pieces(page: str) -> Iterator[tuple[str, Piece]]:
 def insert(text: str, piece: Piece) -> str:
     """Insert a piece into a file, with the indentation of the line above or below which it goes."""
     lines = text.splitlines()
-    at = [number for number, line in enumerate(lines) if line.strip().startswith(piece.anchor)]
-    assert len(at) == 1, f"{piece.file} has {len(at)} lines that begin with {piece.anchor!r}"
+    at = [number for number, line in enumerate(lines) if piece.anchor in line]
+    assert len(at) == 1, f"{piece.file} has {len(at)} lines with {piece.anchor!r}, which a reader would search for"
     depth = len(lines[at[0]]) - len(lines[at[0]].lstrip())
     code = textwrap.indent(piece.code, depth * " ").splitlines()
     if not depth and "\n" in piece.code:

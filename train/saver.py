@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import shutil
 import time
 from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
 
+from common.files import shown_size
 from train.checkpoint import BEST, FOLDER, Checkpoint, CheckpointFolder, Progress, read_outcomes
 from train.errors import TrainError
 from train.processes.pulse import Activity, pulse
@@ -15,6 +18,7 @@ from train.recording.outcomes import Outcomes
 from train.recording.recorder import Recorder
 from train.run_state import RunState
 
+BYTES = 4  # of each value in a checkpoint
 FRESH_SECONDS = 30.0  # a checkpoint younger than this makes another one before validation unnecessary
 
 
@@ -32,6 +36,20 @@ class Saver:
         resumed = self.checkpoints.path_of(state.progress.step)
         if state.progress.step and resumed.exists():
             self.last_saved, self.saved_progress = resumed, replace(state.progress)
+
+    def check_space(self) -> None:
+        """Raise TrainError if the run's folder has no room for a checkpoint: rather now than after an epoch."""
+        state = self.state
+        if state.workers.rank:
+            return
+        optimizer = state.optimizer
+        groups = (state.executor.params, state.executor.aux, *optimizer.state.values(), optimizer.ema)
+        size = BYTES * sum(math.prod(array.shape) for arrays in groups for array in arrays.values())
+        folder = next(path for path in (self.checkpoints.path, *self.checkpoints.path.parents) if path.exists())
+        free = shutil.disk_usage(folder).free
+        if free < size:
+            raise TrainError(f"a checkpoint of this run takes {shown_size(size)}, and the disk of {folder} has "
+                             f"{shown_size(free)} free: free some space there, or give another --output")
 
     def is_due(self) -> bool:
         """Whether rank 0 requests a checkpoint, by the time since the last one."""

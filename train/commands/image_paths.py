@@ -59,7 +59,8 @@ class FolderClasses:
     def _find(self, folder: Path) -> str | None:
         folders = [folder, *folder.parents]
         given = next((depth for depth, each in enumerate(folders) if each in self._places), 0)
-        return next((self._names[name] for each in folders[: given + 1] if (name := nfc(each.name)) in self._names), None)
+        names = [nfc(each.name) for each in folders[: given + 1]]
+        return next((self._names[name] for name in names if name in self._names), None)
 
 
 def _in_folder(folder: Path) -> list[Path]:

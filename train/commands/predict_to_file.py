@@ -108,7 +108,8 @@ def predict_to_file(options: PredictOptions, values: Mapping[str, Any], workers:
                               for rank in (workers.rank, workers.rank + 1))
                 part, found = open_file(parts[workers.rank], f"{workers.rank} of {workers.size}, of images {first:,} "
                                         f"to {len(images):,}", images[begin:end])
-                totals = _predict(job, images[begin + found.records : end], part, folders)._replace(bad_before=found.bad)
+                totals = _predict(job, images[begin + found.records : end], part, folders)
+                totals = totals._replace(bad_before=found.bad)
                 part.close()
         *counts, seconds = zip(*workers.gather(totals), strict=True)
         good, bad, damaged, bad_before = map(sum, counts)
@@ -185,8 +186,8 @@ def _predict(job: Job, images: Sequence[str], file: PredictionFile, folders: Fol
             def write(begin: int, indices: Sequence[int], probabilities: np.ndarray) -> int:
                 """Append a batch's records, and return their number. `indices`: its readable images."""
                 classes, best = most_likely(probabilities, job.top)
-                known = {i: file.form.prediction(images[i], *found, folders.of(images[i])) for i, *found in zip(
-                    indices, classes.tolist(), best.tolist(), strict=True)}
+                known = {i: file.form.prediction(images[i], ranked, values, folders.of(images[i])) for i, ranked, values
+                         in zip(indices, classes.tolist(), best.tolist(), strict=True)}
                 batch = range(begin, min(begin + size, len(images)))
                 file.write([known.get(i) or file.form.failure(
                     images[i], loader.bad[i], folders.of(images[i])) for i in batch])

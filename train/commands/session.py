@@ -22,7 +22,7 @@ from pipelines import DataError, Loader
 from pipelines.options import SAMPLES
 from pipelines.samples import SAMPLES_FOLDER, make_samples
 from pipelines.sources import has_label_sets
-from train import checkpoint, demonstration, devices
+from train import checkpoint, demonstration, devices, run_folder
 from train.build import evaluated_images
 from train.checkpoint import Checkpoint
 from train.config import CONFIG_FILE, Config
@@ -72,14 +72,17 @@ def steps_allowed(start: Checkpoint) -> int:
 
 
 def run_folder_of(config: Config, resumed_file: Path | None = None) -> Path:
-    """The run's folder, not created yet. Raises UserError if it holds another run or cannot be written."""
+    """The run's folder. Without --output it is a new one, which `run_folder.give_back` removes if it stays empty;
+    otherwise it is not created yet. Raises UserError if it holds another run or cannot be written."""
     folder = Path(config.output or f"runs/{config.config}-{datetime.now():%Y%m%d-%H%M%S}")
     goes_on_there = config.resume == AUTO or (resumed_file is not None and folder in resumed_file.parents)
-    if (folder / CONFIG_FILE).exists() and not goes_on_there:
+    if config.output and (folder / CONFIG_FILE).exists() and not goes_on_there:
         way_out = f"resume it (--resume {folder})" if checkpoint.in_folder(folder) else "remove it"
         raise TrainError(f"the output folder {folder} already holds a run: {way_out}, or give another --output")
     if is_first():  # only the first process writes
         files.check_place(folder / CONFIG_FILE, "give another --output")
+        if not config.output:
+            return run_folder.take(folder)
     return folder
 
 
@@ -175,6 +178,7 @@ def train(trainer: Trainer, note: Callable[[Trainer, Recorder], None]) -> None:
     trainer.join()
     trainer.settle()
     with trainer.workers.agreement():
+        trainer.saver.check_space()
         recorder = open_recorder(trainer, trainer.config.epochs)
     try:
         with recorder:
@@ -236,7 +240,7 @@ def report(recorder: Recorder, run_folder: Path, trainer: Trainer | None = None)
         print(f"stopped before the report was complete; it is made with: {command}", flush=True)
         raise
     if trainer and trainer.config.data == SAMPLES:
-        print(demonstration.next_commands(run_folder))
+        print(demonstration.next_commands(run_folder, trainer.workers.size))
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from common.files import shown_size
 from graph_passes.executors import Executor
 from graph_passes.executors.cuda.statistics_group import StatisticsGroup
 from train import checkpoint, demonstration, devices
@@ -220,8 +221,7 @@ def _note_memory(trainer: Trainer, recorder: Recorder) -> None:
         recorder.event("memory", largest_batch=largest_batch)
     loaders = (trainer.train_loader, trainer.val_loader)
     if cached := sum(loader.cache_bytes for loader in loaders if loader):
-        size = f"{cached / 2**30:.2f} GiB" if cached >= 2**30 / 10 else f"{cached / 2**20:.1f} MiB"
-        recorder.say(f"decoded images stay in memory: {size} per process (--cache)")
+        recorder.say(f"decoded images stay in memory: {shown_size(cached)} per process (--cache)")
 
 
 def _note_data(trainer: Trainer, recorder: Recorder) -> None:
@@ -241,6 +241,8 @@ def _note_data(trainer: Trainer, recorder: Recorder) -> None:
     if config.labels != Config.labels:
         found += f" (--labels {config.labels})"
     recorder.say(found)
+    for remark in train_loader.remarks_on_same_images(None if on_training_images else val_loader):
+        recorder.say(remark)
     if on_training_images:
         recorder.say(f"{config.data} has no validation images of its own (docs/data.md): accuracy after an epoch is "
                      f"measured on the {TRAINING_IMAGES}, which is no validation")

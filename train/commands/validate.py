@@ -22,9 +22,9 @@ from train.commands.session import name_images, of_network, prepare, shown_skipp
 from train.config import configure
 from train.devices import for_int8
 from train.errors import TrainError
+from train.options.data import SYNTHETIC
 from train.processes.distributed import Workers
 from train.processes.invocation import command_line
-from train.options.data import SYNTHETIC
 from train.recording.log_file import writing
 from train.recording.metrics import TRAINING_IMAGES, shown_interval, tells_top5
 from train.report.document import Tiles
@@ -32,7 +32,6 @@ from train.report.inspection import describe
 from train.report.page import write_validation
 from train.validation import printed_progress, validate
 from train.weights import int8_file
-
 
 TOP = 5  # classes in the record of an image
 
@@ -67,8 +66,10 @@ class EachImage:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = opened.enter_context(opened.enter_context(files.replacing(path)).open("wb"))
             file.write(form.header)
-            for image, label, *guesses, loss in zip(images[order].tolist(), labels, classes, best, losses, strict=True):
-                record = form.prediction(*loader.names([image]), *guesses, names[label], loss)
+            for image, label, ranked, values, loss in zip(images[order].tolist(), labels, classes, best, losses,
+                                                          strict=True):
+                (name,) = loader.names([image])
+                record = form.prediction(name, ranked, values, names[label], loss)
                 file.write(record.encode(ENCODING, ERRORS))
             for image, reason in skipped:
                 file.write(form.failure(image, reason).encode(ENCODING, ERRORS))
@@ -77,7 +78,7 @@ class EachImage:
 def main(values: Mapping[str, Any]) -> None:
     """Print loss and accuracy of a trained network. Raises UserError."""
     workers = Workers()
-    output, values = values.get("output"), {name: value for name, value in values.items() if name != "output"}
+    output = values.get("output_")
     folder = Path(values["report"]) if values.get("report") else None
     with workers.agreement():
         place = values.get("checkpoint")
@@ -142,9 +143,9 @@ def main(values: Mapping[str, Any]) -> None:
         if folder:
             on = images if images == TRAINING_IMAGES else f"images of {config.data}"
             found = describe(validation.outcomes, loader, trained.progress.epoch, on)
-            figures = Tiles([(f"{value:{form}}", f"{name} on the {on}{more}") for value, form, name, more in
-                             ((top1, ".1%", "top-1", f"; 95 % interval: {likely}" * bool(likely)), *[(top5, ".1%", "top-5", "")] * is_top5_told,
-                              (loss, ".4f", "loss", ""))])
+            figures = Tiles([(f"{top1:.1%}", f"top-1 on the {on}" + f"; 95 % interval: {likely}" * bool(likely)),
+                             *[(f"{top5:.1%}", f"top-5 on the {on}")] * is_top5_told,
+                             (f"{loss:.4f}", f"loss on the {on}")])
             path = write_validation(folder, f"{place}: validation", figures, command_line(), found, skipped)
             print(f"report: {path}")
 

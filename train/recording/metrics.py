@@ -166,7 +166,7 @@ class Evaluation(NamedTuple):
     top1: float  # fraction of the images
     top5: float
     balanced_top1: float | None  # mean over the classes; only for uneven classes, and with --balance
-    count: int | None  # images; None in runs of earlier versions
+    num_images: int | None  # None in runs of earlier versions
 
 
 @dataclass
@@ -195,7 +195,8 @@ class EpochRow:
         """The evaluation on validation images, or on training images if there are no others; None: none in this
         epoch."""
         for images, prefix in EVALUATED.items():
-            values = [getattr(self, f"{prefix}_{name}") for name in Evaluation._fields[1:]]
+            names = (*Evaluation._fields[1:-1], "count")
+            values = [getattr(self, f"{prefix}_{name}") for name in names]
             if values[1] is not None:
                 return Evaluation(images, *values)
         return None

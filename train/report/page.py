@@ -140,7 +140,7 @@ def _contents(
     if known:
         tiles += language_model.tiles(record, known)
     elif summary.best and (best := summary.best.evaluation):
-        likely = shown_interval(best.top1, best.count)
+        likely = shown_interval(best.top1, best.num_images)
         tiles += [(f"{best.top1:.1%}", f"{accuracy_of(best.images)}, epoch {summary.best.epoch}"
                    + f"; 95 % interval: {likely}" * bool(likely))]
         best_weights += [_weights_shown(summary.best.epoch, shown, found)]

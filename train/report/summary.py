@@ -81,7 +81,7 @@ def summarize(record: RunRecord) -> Summary:
         limit_text=text,
         time_split_seconds=split,
         best=record.best,
-        best_interval=interval(best.top1, best.count) if best and best.count else None,
+        best_interval=interval(best.top1, best.num_images) if best and best.num_images else None,
         **_gpu_figures(record),
         price=record.price,
     )

@@ -328,7 +328,7 @@ def test_accuracy_comes_before_speed(record: RunRecord, tmp_path: Path, rng: np.
     Classifier(outcomes, list("abcde"), ["f"] * count, pictures[:count], np.arange(count), "validation images",
                3).save(tmp_path)
     text = report.write_report(tmp_path, record).read_text()
-    assert re.search(r"\n\n\*\*68\.2%\*\* validation top-1, epoch 3; 95 % interval: 53 to 80 % · .* images/sec in ", text)
+    assert re.search(r"\n\n\*\*68.2%\*\* validation top-1, epoch 3; 95 % interval: 53 to 80 % · .* images/sec", text)
     assert "Accuracy, classifier and pictures are those of epoch 3, whose weights predict, validate and export" in text
     assert re.findall(r"^## (.*)", text, re.MULTILINE) == [
         "Learning", "What it has learned", "The classifier", "Throughput", "Time", "Events", "Machine and versions",
