@@ -106,12 +106,7 @@ def begin(values: Mapping[str, Any], workers: Workers) -> Beginning:
     with workers.agreement():
         file = checkpoint_to_resume(values)
         if not file:
-            check_untrained(values)
-            default = devices.default_config(values, workers.local_rank)
-            weights = read_weights(values["weights"], values.get("model", "")) if values.get("weights") else None
-            if weights:
-                default = replace(default, **settings(weights.trained.config, with_sizes="config" not in values))
-            config = configure(values, default)
+            config, weights = new_config(values, workers.local_rank)
             name_preset(config, values, workers)
             return Beginning(config, run_folder_of(config), None, weights, demonstration.is_one(config, values))
         start = checkpoint.load_checked(file)
@@ -120,6 +115,17 @@ def begin(values: Mapping[str, Any], workers: Workers) -> Beginning:
             default = replace(default, **settings(start.config))
         config = of_network(configure(values, default), values, start)
         return Beginning(config, run_folder_of(config, file), start)
+
+
+def new_config(values: Mapping[str, Any], local_rank: int) -> tuple[Config, Weights | None]:
+    """The configuration of a new run, and the weights that it begins with (None: the network's initial ones). Raises
+    TrainError."""
+    check_untrained(values)
+    default = devices.default_config(values, local_rank)
+    weights = read_weights(values["weights"], values.get("model", "")) if values.get("weights") else None
+    if weights:
+        default = replace(default, **settings(weights.trained.config, with_sizes="config" not in values))
+    return configure(values, default), weights
 
 
 def _resumed_config(file: Path, start: Checkpoint) -> Config:

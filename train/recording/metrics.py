@@ -428,15 +428,18 @@ class RunRecord:
         return event
 
     @classmethod
-    def read_jsonl(cls, path: Path) -> RunRecord:
+    def read_jsonl(cls, path: Path, with_steps: bool = True) -> RunRecord:
         """Read a run's record from its metrics.jsonl. A last line that a kill has cut off is left out.
+
+        `with_steps`: False leaves out the steps, which are nearly all of a long run's file.
 
         Raises TrainError if a line does not belong to a run's metrics.
         """
         record = cls(config={}, command="", images_per_step=1)
         *lines, _ = path.read_bytes().split(b"\n")
         for number, line in enumerate(lines, start=1):
-            record._apply_line(line, f"line {number} of {path}")
+            if with_steps or not line.startswith(b'{"event": "steps"'):
+                record._apply_line(line, f"line {number} of {path}")
         return record
 
     def _apply_line(self, line: bytes, place: str) -> None:
