@@ -10,25 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from train.errors import TrainError
 from train.pictures import inline
-from train.recording.metrics import METRICS_FILE, RunRecord, accuracy_of
+from train.recording.metrics import RunRecord, accuracy_of
 from train.report import plots
-
-
-def record_of(folder: Path) -> RunRecord:
-    """The record of the run in a folder. Raises TrainError if there is none."""
-    try:
-        return RunRecord.read_jsonl(folder / METRICS_FILE)
-    except OSError as error:
-        raise TrainError(f"cannot read {folder / METRICS_FILE} ({error.strerror}): give the folder of a run") from None
-
-
-def runs_in(folder: Path) -> list[Path]:
-    """The folders of runs in a folder, by name. Raises TrainError if there is no such folder."""
-    if not folder.is_dir():
-        raise TrainError(f"there is no folder {folder} with runs: give the folder that holds their folders")
-    return sorted(path for path in folder.iterdir() if (path / METRICS_FILE).is_file())
 
 
 def columns(rows: Sequence[Any]) -> dict[str, np.ndarray]:

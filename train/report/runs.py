@@ -18,16 +18,13 @@ from train.config import Config
 from train.content import content_of_file
 from train.errors import TrainError
 from train.language_model_config import LanguageModelConfig
-from train.recording.metrics import METRICS_FILE, WORDS, RunRecord, perplexity
+from train.recording.metrics import METRICS_FILE, REASONS, WORDS, RunRecord, perplexity
 
 RUNNING, FINISHED, STOPPED, FAILED = "running", "finished", "stopped", "failed"
 DAMAGED = "damaged"  # the metrics cannot be read
 
 # Why a session has ended ("reason" in metrics.jsonl) -> state of the run.
-ENDINGS = {
-    **dict.fromkeys(("epochs", "target_accuracy", "patience", "measured"), FINISHED),
-    **dict.fromkeys(("signal", "max_steps", "time_limit"), STOPPED),
-}
+ENDINGS = {reason: FINISHED if completes else STOPPED for reason, completes in REASONS.items() if reason != "error"}
 KILLED = "killed"  # the reason of a run that has not written why it ended
 DEPTH = 3  # folders below the given one that are searched for runs
 
