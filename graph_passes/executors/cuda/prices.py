@@ -9,9 +9,9 @@ from functools import partial
 from graph_passes.candidates import Candidate, Candidates
 from graph_passes.choice import LAST_RESORT, Choice, choices_of, repeatable, undecided
 from graph_passes.errors import GraphError, TransientError
+from graph_passes.executors.cuda.builder import Builder
 from graph_passes.executors.cuda.capacity import check_sizes
 from graph_passes.executors.cuda.lowering import Persistent, bound_buffers, lower_nodes
-from graph_passes.executors.cuda.lowering.builder import Builder
 from graph_passes.executors.cuda.parameters import Store
 from graph_passes.executors.cuda.program import Buffer, Program
 from graph_passes.executors.cuda.toolchain import Toolchain

@@ -11,7 +11,7 @@ from gpu_arrays import Device
 from common.disk_cache import Cache
 from graph_passes.executors.cuda import network
 from graph_passes.executors.cuda.device import Gpu
-from graph_passes.executors.cuda.kernels import KernelLibrary
+from graph_passes.executors.cuda.kernel_library import KernelLibrary
 
 
 @pytest.fixture(scope="session")

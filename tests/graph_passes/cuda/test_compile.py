@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from graph_passes.executors.cuda.kernels import C_TYPES, HOPPER, SOURCES, architecture, compile_kernel
-from graph_passes.executors.cuda.lowering.conv1x1_backward import (
+from graph_passes.executors.cuda.kernel_library import C_TYPES, HOPPER, SOURCES, architecture, compile_kernel
+from graph_passes.executors.cuda.kernels.conv1x1_backward import (
     DgradReduce,
     DgradStream,
     NormBackward,
 )
-from graph_passes.executors.cuda.lowering.conv1x1_forward import CONTROL_BYTES
-from graph_passes.executors.cuda.lowering.conv3x3 import CONTROL_BYTES as CONV3X3_CONTROL_BYTES
-from graph_passes.executors.cuda.lowering.conv3x3 import Conv3x3, TiledImages
-from graph_passes.executors.cuda.lowering.conv3x3_wgrad import Conv3x3Weights
-from graph_passes.executors.cuda.lowering.quantised import (
+from graph_passes.executors.cuda.kernels.conv1x1_forward import CONTROL_BYTES
+from graph_passes.executors.cuda.kernels.conv3x3 import CONTROL_BYTES as CONV3X3_CONTROL_BYTES
+from graph_passes.executors.cuda.kernels.conv3x3 import Conv3x3, TiledImages
+from graph_passes.executors.cuda.kernels.conv3x3_wgrad import Conv3x3Weights
+from graph_passes.executors.cuda.kernels.quantised import (
     CHUNK,
     STEM_BLOCK,
     STEM_SHARED_BYTES,
@@ -32,10 +32,10 @@ from graph_passes.executors.cuda.lowering.quantised import (
     Stream,
     stages_of,
 )
-from graph_passes.executors.cuda.lowering.quantised_pair import Z_COLUMNS, QuantisedPair
-from graph_passes.executors.cuda.lowering.quantised_taps import CHANNELS as TAPS_CHANNELS
-from graph_passes.executors.cuda.lowering.quantised_taps import CONTROL_BYTES as TAPS_CONTROL_BYTES
-from graph_passes.executors.cuda.lowering.quantised_taps import (
+from graph_passes.executors.cuda.kernels.quantised_pair import Z_COLUMNS, QuantisedPair
+from graph_passes.executors.cuda.kernels.quantised_taps import CHANNELS as TAPS_CHANNELS
+from graph_passes.executors.cuda.kernels.quantised_taps import CONTROL_BYTES as TAPS_CONTROL_BYTES
+from graph_passes.executors.cuda.kernels.quantised_taps import (
     EIGHTS,
     FILTERS,
     MAX_PLACES,
@@ -45,8 +45,8 @@ from graph_passes.executors.cuda.lowering.quantised_taps import (
     QuantisedTaps,
     TappedImages,
 )
-from graph_passes.executors.cuda.lowering.second_grad import Grid
-from graph_passes.executors.cuda.lowering.stem import StemPool, StemRows, StemWeights
+from graph_passes.executors.cuda.kernels.second_grad import Grid
+from graph_passes.executors.cuda.kernels.stem import StemPool, StemRows, StemWeights
 from graph_passes.executors.cuda.optimizer import State, _Tensor
 from graph_passes.passes.dgrad_reduce import OUT_CHANNELS
 from graph_passes.passes.norm_backward import CHANNELS

@@ -11,16 +11,16 @@ from gpu_arrays import PRECISION, Device, relative_error, rounded
 from test_kernels import COMPACT, BatchNormCase, SecondGrad
 
 from graph_passes.executors.cuda.device import Tiling
-from graph_passes.executors.cuda.kernels import C_TYPES
-from graph_passes.executors.cuda.lowering.conv1x1_backward import (
+from graph_passes.executors.cuda.kernel_library import C_TYPES
+from graph_passes.executors.cuda.kernels.conv1x1_backward import (
     BLOCK,
     STREAM_BLOCK,
     DgradReduce,
     DgradStream,
     NormBackward,
 )
-from graph_passes.executors.cuda.lowering.conv1x1_forward import Tiles
-from graph_passes.executors.cuda.lowering.second_grad import FastDivisor, Grid
+from graph_passes.executors.cuda.kernels.conv1x1_forward import Tiles
+from graph_passes.executors.cuda.kernels.second_grad import FastDivisor, Grid
 from graph_passes.passes.dgrad_reduce import OUT_CHANNELS, STREAM_CHANNELS
 
 BLOCKS = 3  # along the rows: fewer than tiles, so that each block walks

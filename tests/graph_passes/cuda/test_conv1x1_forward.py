@@ -11,10 +11,10 @@ import pytest
 from gpu_arrays import PRECISION, Device, relative_error, rounded
 from test_norm_conv1x1 import EPS, MOMENTUM, Norm
 
+from graph_passes.executors.cuda.builder import APPLY_BLOCK
 from graph_passes.executors.cuda.device import Tiling
-from graph_passes.executors.cuda.kernels import instance
-from graph_passes.executors.cuda.lowering.builder import APPLY_BLOCK
-from graph_passes.executors.cuda.lowering.conv1x1_forward import (
+from graph_passes.executors.cuda.kernel_library import instance
+from graph_passes.executors.cuda.kernels.conv1x1_forward import (
     PLACE_BYTES,
     TEAMS,
     TILE_ROWS,

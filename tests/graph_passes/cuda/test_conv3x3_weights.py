@@ -12,8 +12,8 @@ from step_networks import preferring
 
 from graph_passes import Graph, Node, Ref, pipeline
 from graph_passes.choice import fewest, repeatable
-from graph_passes.executors.cuda.kernels import count, instance
-from graph_passes.executors.cuda.lowering.conv3x3_wgrad import Conv3x3Weights
+from graph_passes.executors.cuda.kernel_library import count, instance
+from graph_passes.executors.cuda.kernels.conv3x3_wgrad import Conv3x3Weights
 from graph_passes.executors.reference import evaluate
 
 ATTRIBUTES = {"kernel": (3, 3), "stride": (1, 1), "pad": (1, 1), "num_filter": 64, "layout": "NHWC", "no_bias": True}

@@ -11,12 +11,12 @@ import pytest
 from gpu_arrays import DTYPES, PRECISION, Device, relative_error, rounded
 
 from graph_passes import Node
-from graph_passes.executors.cuda.kernels import C_TYPES
-from graph_passes.executors.cuda.lowering.batch_norm_pool import STRIP, Image
-from graph_passes.executors.cuda.lowering.builder import APPLY_BLOCK, REDUCE_BLOCK
-from graph_passes.executors.cuda.lowering.pooling import Window
-from graph_passes.executors.cuda.lowering.second_grad import Grid
-from graph_passes.executors.cuda.lowering.stem import STEM_BLOCK, stem_work
+from graph_passes.executors.cuda.builder import APPLY_BLOCK, REDUCE_BLOCK
+from graph_passes.executors.cuda.kernel_library import C_TYPES
+from graph_passes.executors.cuda.kernels.batch_norm_pool import STRIP, Image
+from graph_passes.executors.cuda.kernels.pooling import Window
+from graph_passes.executors.cuda.kernels.second_grad import Grid
+from graph_passes.executors.cuda.kernels.stem import STEM_BLOCK, stem_work
 from graph_passes.executors.cuda.network import MetricsLayout
 from graph_passes.operators import pooling
 from graph_passes.operators.base import channel_sums, sums_about_mean

@@ -19,11 +19,11 @@ from graph_passes.candidates import Candidate
 from graph_passes.errors import GraphError
 from graph_passes.executors import reference
 from graph_passes.executors.cuda import compiled
-from graph_passes.executors.cuda.kernels import HOPPER
+from graph_passes.executors.cuda.builder import Builder
+from graph_passes.executors.cuda.kernel_library import HOPPER
+from graph_passes.executors.cuda.kernels.quantised import CHUNK, SQUARES_COLUMNS, TILE_CHANNELS, Stream
+from graph_passes.executors.cuda.kernels.quantised_taps import QuantisedTaps
 from graph_passes.executors.cuda.lowering import lower_nodes
-from graph_passes.executors.cuda.lowering.builder import Builder
-from graph_passes.executors.cuda.lowering.quantised import CHUNK, SQUARES_COLUMNS, TILE_CHANNELS, Stream
-from graph_passes.executors.cuda.lowering.quantised_taps import QuantisedTaps
 from graph_passes.executors.cuda.prices import Prices
 from graph_passes.executors.cuda.program import Buffer, run
 from graph_passes.executors.cuda.quantised import QuantisedNetwork

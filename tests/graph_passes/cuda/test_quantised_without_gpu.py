@@ -22,9 +22,9 @@ from graph_passes.errors import TransientError
 from graph_passes.executors import reference
 from graph_passes.executors.cuda import compiled, network, prices, toolchain
 from graph_passes.executors.cuda.executor import CudaExecutor
-from graph_passes.executors.cuda.lowering.quantised import MULTIPROCESSOR_SHARED_BYTES, RESERVED_BYTES, Stream
-from graph_passes.executors.cuda.lowering.quantised_pair import QuantisedPair
-from graph_passes.executors.cuda.lowering.quantised_taps import QuantisedTaps
+from graph_passes.executors.cuda.kernels.quantised import MULTIPROCESSOR_SHARED_BYTES, RESERVED_BYTES, Stream
+from graph_passes.executors.cuda.kernels.quantised_pair import QuantisedPair
+from graph_passes.executors.cuda.kernels.quantised_taps import QuantisedTaps
 from graph_passes.executors.cuda.quantised import QuantisedNetwork
 from graph_passes.executors.cuda.quantised_executor import QuantisedCudaExecutor
 from graph_passes.operators import window

@@ -38,7 +38,7 @@ from graph_passes import Graph, passes
 from graph_passes.choice import Price, repeatable
 from graph_passes.executors import Box, Draws
 from graph_passes.executors.cuda import prices
-from graph_passes.executors.cuda.kernels import Kernel, KernelLibrary
+from graph_passes.executors.cuda.kernel_library import Kernel, KernelLibrary
 from graph_passes.executors.cuda.optimizer import OptimizerConfig
 from graph_passes.executors.cuda.options import StepOptions
 from graph_passes.executors.cuda.quantised import QuantisedNetwork

@@ -19,11 +19,11 @@ from test_kernels import NOTHING_DROPPED
 from common.disk_cache import Cache
 from graph_passes import GraphError
 from graph_passes.executors.cuda.arena import Arena
+from graph_passes.executors.cuda.builder import APPLY_BLOCK, REDUCE_BLOCK
 from graph_passes.executors.cuda.convolution import ConvolutionLibrary, Problem
-from graph_passes.executors.cuda.kernels import C_TYPES, threads
-from graph_passes.executors.cuda.lowering.batch_norm_pool import STRIP, Image
-from graph_passes.executors.cuda.lowering.builder import APPLY_BLOCK, REDUCE_BLOCK
-from graph_passes.executors.cuda.lowering.stem import STEM_BLOCK, stem_work
+from graph_passes.executors.cuda.kernel_library import C_TYPES, threads
+from graph_passes.executors.cuda.kernels.batch_norm_pool import STRIP, Image
+from graph_passes.executors.cuda.kernels.stem import STEM_BLOCK, stem_work
 
 RATIOS = [1, 100, 1000]  # mean over deviation
 # Relative error of a variance from sums about a value near the mean: fp32 sums of some hundred thousand terms.

@@ -23,10 +23,10 @@ from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError, Ref, passes, pipeline, roles
 from graph_passes.choice import Choice, fewest, repeatable
 from graph_passes.executors import Box, Draws
-from graph_passes.executors.cuda import compiled, kernels, network, prices, toolchain, training_step
+from graph_passes.executors.cuda import compiled, kernel_library, network, prices, toolchain, training_step
 from graph_passes.executors.cuda.capacity import check_fits
 from graph_passes.executors.cuda.folding import Folded
-from graph_passes.executors.cuda.kernels import HOPPER, Kernel
+from graph_passes.executors.cuda.kernel_library import HOPPER, Kernel
 from graph_passes.executors.cuda.lowering import Persistent, check_operators
 from graph_passes.executors.cuda.lowering import lower as lower_to_launches
 from graph_passes.executors.cuda.optimizer import OptimizerConfig
@@ -653,10 +653,10 @@ def test_a_tensor_that_kernels_cannot_number_is_named(training: bool) -> None:
 
 
 def test_counts_are_not_cut_off() -> None:
-    assert kernels.count(2**32 - 1).value == 2**32 - 1
+    assert kernel_library.count(2**32 - 1).value == 2**32 - 1
     for value in (2**32, -1):
         with pytest.raises(GraphError, match="a kernel cannot count"):
-            kernels.count(value)
+            kernel_library.count(value)
 
 
 def test_refusals_name_the_node() -> None:

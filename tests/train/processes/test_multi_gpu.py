@@ -244,7 +244,7 @@ from pathlib import Path
 import numpy as np
 from common.disk_cache import Cache
 from graph_passes.executors.cuda.device import Gpu
-from graph_passes.executors.cuda.kernels import KernelLibrary
+from graph_passes.executors.cuda.kernel_library import KernelLibrary
 from graph_passes.executors.cuda.statistics_group import THREADS, StatisticsGroup
 from common.nvidia_gpus import find_gpus
 from train.processes.distributed import Workers

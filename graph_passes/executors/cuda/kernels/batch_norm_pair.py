@@ -5,12 +5,12 @@ from __future__ import annotations
 import ctypes
 from itertools import chain
 
-from graph_passes.executors.cuda.kernels import count
-from graph_passes.executors.cuda.lowering.batch_norm import about_mean, require_gamma
-from graph_passes.executors.cuda.lowering.builder import APPLY_BLOCK, REDUCE_BLOCK, Builder, Rules, rows_and_channels
-from graph_passes.executors.cuda.lowering.dropout import drops, factors_of
-from graph_passes.executors.cuda.lowering.operands import In, InOut, Out
-from graph_passes.executors.cuda.lowering.second_grad import Second
+from graph_passes.executors.cuda.builder import APPLY_BLOCK, REDUCE_BLOCK, Builder, Launches, rows_and_channels
+from graph_passes.executors.cuda.kernel_library import count
+from graph_passes.executors.cuda.kernels.batch_norm import about_mean, require_gamma
+from graph_passes.executors.cuda.kernels.dropout import drops, factors_of
+from graph_passes.executors.cuda.kernels.second_grad import Second
+from graph_passes.executors.cuda.operands import In, InOut, Out
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node
 
@@ -69,7 +69,7 @@ def backward_apply(builder: Builder, node: Node) -> None:
                    In(builder.input(node, "beta_grad_2") if drops(node) else None), *factors_of(builder, node, rows))
 
 
-RULES: Rules = {
+LAUNCHES: Launches = {
     "BatchNormPairApply": apply,
     "BatchNormPairBackwardReduce": backward_reduce,
     "BatchNormPairBackwardApply": backward_apply,

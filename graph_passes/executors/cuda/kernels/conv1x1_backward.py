@@ -7,11 +7,11 @@ import ctypes
 import math
 from dataclasses import dataclass
 
+from graph_passes.executors.cuda.builder import Builder, Launches, require, require_hopper, rows_and_channels
 from graph_passes.executors.cuda.device import Tiling
-from graph_passes.executors.cuda.kernels import Size, count, instance
-from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require, require_hopper, rows_and_channels
-from graph_passes.executors.cuda.lowering.conv1x1_forward import BLOCK as STREAM_BLOCK
-from graph_passes.executors.cuda.lowering.conv1x1_forward import (
+from graph_passes.executors.cuda.kernel_library import Size, count, instance
+from graph_passes.executors.cuda.kernels.conv1x1_forward import BLOCK as STREAM_BLOCK
+from graph_passes.executors.cuda.kernels.conv1x1_forward import (
     CHUNK,
     CHUNK_BYTES,
     CONTROL_BYTES,
@@ -20,9 +20,9 @@ from graph_passes.executors.cuda.lowering.conv1x1_forward import (
     TEAMS,
     Tiles,
 )
-from graph_passes.executors.cuda.lowering.dropout import drops, factors_of
-from graph_passes.executors.cuda.lowering.operands import In, Out, Tiled
-from graph_passes.executors.cuda.lowering.second_grad import Second
+from graph_passes.executors.cuda.kernels.dropout import drops, factors_of
+from graph_passes.executors.cuda.kernels.second_grad import Second
+from graph_passes.executors.cuda.operands import In, Out, Tiled
 from graph_passes.executors.cuda.parameters import VECTOR
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node
@@ -218,7 +218,7 @@ def sum_parts(builder: Builder, node: Node, parts: Buffer, dw: Buffer) -> None:
                    In(parts), Out(dw), ctypes.c_int(parts.shape[0]), count(vectors))
 
 
-RULES: Rules = {
+LAUNCHES: Launches = {
     "DgradReduce": dgrad_reduce,
     "NormConvBackward": norm_backward,
     "NormConvReduce": norm_backward,

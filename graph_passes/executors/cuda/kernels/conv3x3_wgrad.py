@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import ctypes
 
+from graph_passes.executors.cuda.builder import Builder, Launches, require
 from graph_passes.executors.cuda.device import Tiling
-from graph_passes.executors.cuda.kernels import HOPPER, Size
-from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require
-from graph_passes.executors.cuda.lowering.conv1x1_backward import sum_parts
-from graph_passes.executors.cuda.lowering.operands import In, Out, Tiled
+from graph_passes.executors.cuda.kernel_library import HOPPER, Size
+from graph_passes.executors.cuda.kernels.conv1x1_backward import sum_parts
+from graph_passes.executors.cuda.operands import In, Out, Tiled
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node
 from graph_passes.operators import Shape
@@ -67,4 +67,4 @@ def wgrad(builder: Builder, node: Node) -> None:
     sum_parts(builder, node, parts, dw)
 
 
-RULES: Rules = {"Conv3x3Wgrad": wgrad}
+LAUNCHES: Launches = {"Conv3x3Wgrad": wgrad}

@@ -10,8 +10,8 @@ from typing import Any
 
 from graph_passes.errors import GraphError
 from graph_passes.executors.cuda.convolution import Problem
-from graph_passes.executors.cuda.kernels import HOPPER, Size, instance
-from graph_passes.executors.cuda.lowering.operands import (
+from graph_passes.executors.cuda.kernel_library import HOPPER, Size, instance
+from graph_passes.executors.cuda.operands import (
     In,
     InOut,
     Operand,
@@ -179,8 +179,7 @@ class Builder:
         return operand
 
 
-Rule = Callable[[Builder, Node], None]  # emits the launches of a node
-Rules = Mapping[str, Rule]  # by operator
+Launches = Mapping[str, Callable[[Builder, Node], None]]  # operator -> what emits the launches of its nodes
 
 
 def rows_and_channels(node: Node, x: Buffer) -> tuple[int, int]:

@@ -1,10 +1,9 @@
-"""From a graph to launches on buffers: one rule per operator, and no rule knows another.
+"""From a graph to launches on buffers: one function per operator, and none knows another.
 
 The graph is one that `graph_passes/pipeline.py` gives: NHWC, fused, and for training with the backward pass in it.
 Nodes are lowered in the graph's order, which is the order of the launches.
 
-A rule is a function of a `Builder` and a node. `builder.py` is what all rules share; each of the other modules has one
-family of operators, with what it must know of the kernels that it launches.
+The function is one of a `Builder` and a node, in the file of the kernel that it launches (`kernels/`).
 """
 
 from __future__ import annotations
@@ -12,30 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from graph_passes.executors.cuda.builder import Builder, Persistent, no_lowering, require
 from graph_passes.executors.cuda.capacity import check_sizes
-from graph_passes.executors.cuda.lowering import (
-    batch_norm,
-    batch_norm_pair,
-    batch_norm_pool,
-    conv1x1_backward,
-    conv1x1_forward,
-    conv1x1_pair,
-    conv3x3,
-    conv3x3_wgrad,
-    convolution,
-    dropout,
-    elementwise,
-    embedding,
-    norm_conv1x1,
-    norm_dgrad,
-    pooling,
-    quantised,
-    quantised_pair,
-    rnn,
-    softmax,
-    stem,
-)
-from graph_passes.executors.cuda.lowering.builder import Builder, Persistent, Rule, no_lowering, require
+from graph_passes.executors.cuda.kernels import LAUNCHES
 from graph_passes.executors.cuda.parameters import Store
 from graph_passes.executors.cuda.program import Buffer, Program
 from graph_passes.executors.cuda.toolchain import Toolchain
@@ -46,15 +24,10 @@ from graph_passes.passes import output_names, tensor_dtypes
 
 __all__ = ["LoweredGraph", "Persistent", "bound_buffers", "check_operators", "lower", "lower_nodes"]
 
-_FAMILIES = (convolution, batch_norm, elementwise, dropout, pooling, softmax, batch_norm_pair, batch_norm_pool, stem,
-             conv1x1_forward, conv1x1_pair, norm_conv1x1, norm_dgrad, conv1x1_backward, conv3x3,
-             conv3x3_wgrad, quantised, quantised_pair, rnn, embedding)
-RULES: Mapping[str, Rule] = {op: rule for family in _FAMILIES for op, rule in family.RULES.items()}
-
 
 def check_operators(graph: Graph) -> None:
     """Raise GraphError for the first node of a network that can have no lowering: another operator, or not NHWC."""
-    unknown = [node for node in graph if not node.is_variable and node.op not in RULES]
+    unknown = [node for node in graph if not node.is_variable and node.op not in LAUNCHES]
     own = [node for node in unknown if node.op != "transpose"]
     if own:
         raise no_lowering(own[0])
@@ -100,9 +73,9 @@ def lower_nodes(builder: Builder, nodes: Graph | list[Node]) -> None:
     for node in nodes:
         if node.is_variable:
             continue
-        if node.op not in RULES:
+        if node.op not in LAUNCHES:
             raise no_lowering(node)
-        RULES[node.op](builder, node)
+        LAUNCHES[node.op](builder, node)
 
 
 def bound_buffers(graph: Graph, store: Store, persistent: Persistent) -> dict[Ref, Buffer]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 
-from graph_passes.executors.cuda.kernels import Size, count, instance
-from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require, require_hopper
-from graph_passes.executors.cuda.lowering.conv1x1_forward import SHARED_BYTES, TEAMS, TILE_ROWS, Tiles
-from graph_passes.executors.cuda.lowering.operands import In, Out, Tiled
-from graph_passes.executors.cuda.lowering.quantised import (
+from graph_passes.executors.cuda.builder import Builder, Launches, require, require_hopper
+from graph_passes.executors.cuda.kernel_library import Size, count, instance
+from graph_passes.executors.cuda.kernels.conv1x1_forward import SHARED_BYTES, TEAMS, TILE_ROWS, Tiles
+from graph_passes.executors.cuda.kernels.quantised import (
     CHUNK,
     STREAM_COLUMNS,
     STREAM_FACTOR_BYTES,
@@ -18,6 +17,7 @@ from graph_passes.executors.cuda.lowering.quantised import (
     Geometry,
     Stream,
 )
+from graph_passes.executors.cuda.operands import In, Out, Tiled
 from graph_passes.graph import Node
 from graph_passes.operators import window
 
@@ -103,4 +103,4 @@ def pair(builder: Builder, node: Node) -> None:
         shared_bytes=way.shared_bytes, flops=2 * rows * filters * (channels + channels_2 + filters_z))
 
 
-RULES: Rules = dict.fromkeys(("QuantisedConvolutionPair", "QuantisedConvolutionSumPair"), pair)
+LAUNCHES: Launches = dict.fromkeys(("QuantisedConvolutionPair", "QuantisedConvolutionSumPair"), pair)

@@ -159,7 +159,7 @@ class KernelLibrary:
 @cache
 def sources_digest() -> str:
     """Changes with every edit of a kernel."""
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(SOURCES.iterdir()))).hexdigest()
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(SOURCES.glob("*.cu*")))).hexdigest()
 
 
 def _text(symbol: bytes | str) -> str:

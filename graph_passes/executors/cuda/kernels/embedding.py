@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from graph_passes.executors.cuda.kernels import count, threads
-from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require
-from graph_passes.executors.cuda.lowering.operands import In, Out
+from graph_passes.executors.cuda.builder import Builder, Launches, require
+from graph_passes.executors.cuda.kernel_library import count, threads
+from graph_passes.executors.cuda.operands import In, Out
 from graph_passes.executors.cuda.parameters import VECTOR
 from graph_passes.graph import Node
 
@@ -35,4 +35,4 @@ def _row_vectors(node: Node) -> int:
     return channels // VECTOR
 
 
-RULES: Rules = {"Embedding": embedding, "EmbeddingWgrad": wgrad}
+LAUNCHES: Launches = {"Embedding": embedding, "EmbeddingWgrad": wgrad}

@@ -9,13 +9,13 @@ import ctypes
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from graph_passes.executors.cuda.kernels import HOPPER, count, instance, threads
-from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require
-from graph_passes.executors.cuda.lowering.conv1x1_forward import TILE_ROWS, Tiles
-from graph_passes.executors.cuda.lowering.operands import In, Out, Tiled
-from graph_passes.executors.cuda.lowering.pooling import Window
-from graph_passes.executors.cuda.lowering.quantised_taps import FILTERS as TAPS_FILTERS
-from graph_passes.executors.cuda.lowering.quantised_taps import QuantisedTaps
+from graph_passes.executors.cuda.builder import Builder, Launches, require
+from graph_passes.executors.cuda.kernel_library import HOPPER, count, instance, threads
+from graph_passes.executors.cuda.kernels.conv1x1_forward import TILE_ROWS, Tiles
+from graph_passes.executors.cuda.kernels.pooling import Window
+from graph_passes.executors.cuda.kernels.quantised_taps import FILTERS as TAPS_FILTERS
+from graph_passes.executors.cuda.kernels.quantised_taps import QuantisedTaps
+from graph_passes.executors.cuda.operands import In, Out, Tiled
 from graph_passes.executors.cuda.parameters import VECTOR, padded
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node
@@ -369,7 +369,7 @@ def pooling(builder: Builder, node: Node) -> None:
                    count(items), ctypes.c_int(pitch))
 
 
-RULES: Rules = {
+LAUNCHES: Launches = {
     "Quantise": quantise,
     "QuantiseSquares": quantise_squares,
     "Dequantise": dequantise,

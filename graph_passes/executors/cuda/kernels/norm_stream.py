@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from graph_passes.executors.cuda.device import Tiling
-from graph_passes.executors.cuda.kernels import Size
-from graph_passes.executors.cuda.lowering.conv1x1_forward import (
+from graph_passes.executors.cuda.kernel_library import Size
+from graph_passes.executors.cuda.kernels.conv1x1_forward import (
     CHUNK,
     CHUNK_BYTES,
     MAX_STAGES,

@@ -9,8 +9,8 @@ from functools import cache
 from typing import ClassVar
 
 from graph_passes.executors.cuda.device import Tiling
-from graph_passes.executors.cuda.kernels import Size
-from graph_passes.executors.cuda.lowering.conv1x1_forward import SHARED_BYTES
+from graph_passes.executors.cuda.kernel_library import Size
+from graph_passes.executors.cuda.kernels.conv1x1_forward import SHARED_BYTES
 from graph_passes.operators import Shape
 
 FILTERS, PEERS = 64, 2  # FILTERS: that are multiplied at once; PEERS: blocks of a cluster

@@ -6,18 +6,18 @@ import ctypes
 import math
 from typing import Any
 
-from graph_passes.executors.cuda.kernels import count, threads
-from graph_passes.executors.cuda.lowering.builder import (
+from graph_passes.executors.cuda.builder import (
     APPLY_BLOCK,
     REDUCE_BLOCK,
     Builder,
-    Rules,
+    Launches,
     require,
     rows_and_channels,
 )
-from graph_passes.executors.cuda.lowering.dropout import drops, factors_of
-from graph_passes.executors.cuda.lowering.operands import In, InOut, Out
-from graph_passes.executors.cuda.lowering.second_grad import Second
+from graph_passes.executors.cuda.kernel_library import count, threads
+from graph_passes.executors.cuda.kernels.dropout import drops, factors_of
+from graph_passes.executors.cuda.kernels.second_grad import Second
+from graph_passes.executors.cuda.operands import In, InOut, Out
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.executors.cuda.statistics_group import MAX_ARRAYS, MAX_VALUES, THREADS
 from graph_passes.graph import Node
@@ -158,7 +158,7 @@ def refuse(builder: Builder, node: Node) -> None:
     require(False, node, "has use_global_stats=True, which has no GPU lowering in training: set it to False")
 
 
-RULES: Rules = {
+LAUNCHES: Launches = {
     "BatchNorm": inference,
     "BatchNormRelu": inference,
     "BatchNormAddRelu": inference,

@@ -7,11 +7,11 @@ import ctypes
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
+from graph_passes.executors.cuda.builder import Builder, Launches, require, require_hopper, rows_and_channels
 from graph_passes.executors.cuda.device import Tiling
-from graph_passes.executors.cuda.kernels import Size, count
-from graph_passes.executors.cuda.lowering.batch_norm import before, require_gamma
-from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require, require_hopper, rows_and_channels
-from graph_passes.executors.cuda.lowering.operands import In, Out, Tiled
+from graph_passes.executors.cuda.kernel_library import Size, count
+from graph_passes.executors.cuda.kernels.batch_norm import before, require_gamma
+from graph_passes.executors.cuda.operands import In, Out, Tiled
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node
 from graph_passes.operators import Shape, window
@@ -239,5 +239,5 @@ def forward(builder: Builder, node: Node) -> None:
                    flops=2 * rows * filters * (channels + channels_2))
 
 
-RULES: Rules = {**dict.fromkeys(("Conv1x1", "Conv1x1Relu", "Conv1x1AddRelu", "Conv1x1SumRelu"), forward),
+LAUNCHES: Launches = {**dict.fromkeys(("Conv1x1", "Conv1x1Relu", "Conv1x1AddRelu", "Conv1x1SumRelu"), forward),
                 "Conv1x1Statistics": statistics, "BatchNormReluConv1x1": norm_statistics}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 
+from graph_passes.executors.cuda.builder import Builder, Launches, require, require_hopper, rows_and_channels
 from graph_passes.executors.cuda.device import Tiling
-from graph_passes.executors.cuda.kernels import Size, count
-from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require, require_hopper, rows_and_channels
-from graph_passes.executors.cuda.lowering.conv1x1_forward import (
+from graph_passes.executors.cuda.kernel_library import Size, count
+from graph_passes.executors.cuda.kernels.conv1x1_forward import (
     CHUNK,
     CHUNK_BYTES,
     MAX_STAGES,
@@ -17,7 +17,7 @@ from graph_passes.executors.cuda.lowering.conv1x1_forward import (
     TILE_ROWS,
     Tiles,
 )
-from graph_passes.executors.cuda.lowering.operands import In, Out, Tiled
+from graph_passes.executors.cuda.operands import In, Out, Tiled
 from graph_passes.graph import Node
 
 BLOCK: Size = (384, 1, 1)
@@ -94,4 +94,4 @@ def pair(builder: Builder, node: Node) -> None:
                    shared_bytes=way.shared_bytes, flops=2 * rows * filters * (channels + filters_2))
 
 
-RULES: Rules = {"Conv1x1Pair": pair}
+LAUNCHES: Launches = {"Conv1x1Pair": pair}

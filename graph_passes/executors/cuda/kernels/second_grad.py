@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import NamedTuple
 
-from graph_passes.executors.cuda.lowering.builder import Builder
+from graph_passes.executors.cuda.builder import Builder
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node
 from graph_passes.operators import Shape

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 
 from graph_passes.errors import GraphError
-from graph_passes.executors.cuda.kernels import count, threads
-from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require
-from graph_passes.executors.cuda.lowering.operands import In, Out
+from graph_passes.executors.cuda.builder import Builder, Launches, require
+from graph_passes.executors.cuda.kernel_library import count, threads
+from graph_passes.executors.cuda.operands import In, Out
 from graph_passes.executors.cuda.parameters import VECTOR
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node
@@ -73,7 +73,7 @@ def _pixels_and_pitch(x: Buffer) -> tuple[ctypes.c_int, ctypes.c_int]:
     return ctypes.c_int(x.shape[1] * x.shape[2]), ctypes.c_int(x.shape[3] // VECTOR)
 
 
-RULES: Rules = {
+LAUNCHES: Launches = {
     "Pooling": forward,
     "MaxPoolingTrain": forward,
     "MaxPoolingBackward": max_backward,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from graph_passes.executors.cuda.lowering.builder import Builder, Rules
-from graph_passes.executors.cuda.lowering.operands import In, InOut, Out
+from graph_passes.executors.cuda.builder import Builder, Launches
+from graph_passes.executors.cuda.operands import In, InOut, Out
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.executors.cuda.recurrent import RecurrentPlan, RecurrentProblem
 from graph_passes.graph import Node
@@ -54,4 +54,4 @@ def _output(builder: Builder, node: Node, role: str) -> Buffer | None:
     return builder.output(node, role) if role in OPERATORS[node.op].output_names(node) else None
 
 
-RULES: Rules = {"RNN": forward, "RNNTrain": forward, "RNNBackward": backward}
+LAUNCHES: Launches = {"RNN": forward, "RNNTrain": forward, "RNNBackward": backward}

@@ -6,11 +6,11 @@ from __future__ import annotations
 import ctypes
 import math
 
+from graph_passes.executors.cuda.builder import Builder, Launches, require, require_hopper, rows_and_channels
 from graph_passes.executors.cuda.device import Tiling
-from graph_passes.executors.cuda.kernels import Size, count
-from graph_passes.executors.cuda.lowering.batch_norm_pool import Image
-from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require, require_hopper, rows_and_channels
-from graph_passes.executors.cuda.lowering.operands import In, Out, Tiled
+from graph_passes.executors.cuda.kernel_library import Size, count
+from graph_passes.executors.cuda.kernels.batch_norm_pool import Image
+from graph_passes.executors.cuda.operands import In, Out, Tiled
 from graph_passes.graph import Node
 from graph_passes.operators import Shape
 from graph_passes.passes.stem import FILTERS, SIZE
@@ -184,7 +184,7 @@ def wgrad(builder: Builder, node: Node) -> None:
                    shares, Out(dw), ctypes.c_int(blocks))
 
 
-RULES: Rules = {
+LAUNCHES: Launches = {
     "StemConvolution": forward,
     "StemPool": pool,
     "StemWgrad": wgrad,

@@ -6,13 +6,13 @@ import ctypes
 from collections.abc import Callable
 from functools import partial
 
+from graph_passes.executors.cuda.builder import Builder, Launches, require, require_hopper, rows_and_channels
 from graph_passes.executors.cuda.device import Tiling
-from graph_passes.executors.cuda.kernels import Size, count
-from graph_passes.executors.cuda.lowering.batch_norm import about_mean, require_gamma
-from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require, require_hopper, rows_and_channels
-from graph_passes.executors.cuda.lowering.conv1x1_forward import BLOCK, CHUNK
-from graph_passes.executors.cuda.lowering.norm_stream import STREAMED_BLOCK, WEIGHT_PLACES, NormStream
-from graph_passes.executors.cuda.lowering.operands import In, InOut, Out, Tiled
+from graph_passes.executors.cuda.kernel_library import Size, count
+from graph_passes.executors.cuda.kernels.batch_norm import about_mean, require_gamma
+from graph_passes.executors.cuda.kernels.conv1x1_forward import BLOCK, CHUNK
+from graph_passes.executors.cuda.kernels.norm_stream import STREAMED_BLOCK, WEIGHT_PLACES, NormStream
+from graph_passes.executors.cuda.operands import In, InOut, Out, Tiled
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node
 from graph_passes.operators.batch_norm import RUNNING
@@ -73,4 +73,4 @@ def norm_conv1x1(builder: Builder, node: Node) -> None:
                    flops=2 * rows * filters * channels)
 
 
-RULES: Rules = {"BatchNormAddReluConv1x1": norm_conv1x1, "BatchNormPairConv1x1": norm_conv1x1}
+LAUNCHES: Launches = {"BatchNormAddReluConv1x1": norm_conv1x1, "BatchNormPairConv1x1": norm_conv1x1}

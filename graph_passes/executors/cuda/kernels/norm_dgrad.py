@@ -5,12 +5,12 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 
+from graph_passes.executors.cuda.builder import Builder, Launches, require, require_hopper, rows_and_channels
 from graph_passes.executors.cuda.device import Tiling
-from graph_passes.executors.cuda.kernels import count
-from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require, require_hopper, rows_and_channels
-from graph_passes.executors.cuda.lowering.conv1x1_forward import CHUNK
-from graph_passes.executors.cuda.lowering.norm_stream import STREAMED_BLOCK, WEIGHT_PLACES, NormStream
-from graph_passes.executors.cuda.lowering.operands import In, Out, Tiled
+from graph_passes.executors.cuda.kernel_library import count
+from graph_passes.executors.cuda.kernels.conv1x1_forward import CHUNK
+from graph_passes.executors.cuda.kernels.norm_stream import STREAMED_BLOCK, WEIGHT_PLACES, NormStream
+from graph_passes.executors.cuda.operands import In, Out, Tiled
 from graph_passes.executors.cuda.parameters import VECTOR
 from graph_passes.graph import Node
 
@@ -55,4 +55,4 @@ def norm_dgrad(builder: Builder, node: Node) -> None:
                    shared_bytes=way.shared_bytes, flops=2 * rows * data_channels * channels)
 
 
-RULES: Rules = {"NormConvDgrad": norm_dgrad}
+LAUNCHES: Launches = {"NormConvDgrad": norm_dgrad}

@@ -6,8 +6,8 @@ import ctypes
 import math
 from typing import Any
 
-from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require
-from graph_passes.executors.cuda.lowering.operands import In, InOut, Out
+from graph_passes.executors.cuda.builder import Builder, Launches, require
+from graph_passes.executors.cuda.operands import In, InOut, Out
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node, Ref
 from graph_passes.operators import LOSSES
@@ -61,7 +61,7 @@ def bias_gradient(builder: Builder, node: Node) -> None:
                    In(dy), Out(dbias), ctypes.c_int(rows), ctypes.c_int(classes), ctypes.c_int(dy.shape[-1]))
 
 
-RULES: Rules = {
+LAUNCHES: Launches = {
     "SoftmaxOutput": softmax,
     "SoftmaxCrossEntropy": softmax,
     "SigmoidOutput": sigmoid,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from graph_passes.executors.cuda.kernels import count, threads
-from graph_passes.executors.cuda.lowering.builder import Builder, Rules, no_lowering, require
-from graph_passes.executors.cuda.lowering.operands import In, Out
+from graph_passes.executors.cuda.builder import Builder, Launches, no_lowering, require
+from graph_passes.executors.cuda.kernel_library import count, threads
+from graph_passes.executors.cuda.operands import In, Out
 from graph_passes.executors.cuda.parameters import VECTOR
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node
@@ -77,7 +77,7 @@ def refuse(builder: Builder, node: Node) -> None:
     raise no_lowering(node)
 
 
-RULES: Rules = {
+LAUNCHES: Launches = {
     "Dropout": refuse,
     "DropoutFactors": factors,
     "DropoutImages": images,

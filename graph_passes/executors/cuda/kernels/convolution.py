@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require
-from graph_passes.executors.cuda.lowering.operands import In, Out
+from graph_passes.executors.cuda.builder import Builder, Launches, require
+from graph_passes.executors.cuda.operands import In, Out
 from graph_passes.executors.cuda.parameters import VECTOR, padded
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node
@@ -71,7 +71,7 @@ def dgrad(builder: Builder, node: Node) -> None:
     builder.plan(node, builder.problem("dgrad", node, dx, w, dy), In(dy), In(w), Out(dx))
 
 
-RULES: Rules = {
+LAUNCHES: Launches = {
     "Convolution": forward,
     "ConvolutionStatistics": statistics,
     "ConvolutionRelu": relu,

@@ -7,12 +7,12 @@ import ctypes
 from dataclasses import dataclass
 from typing import ClassVar
 
+from graph_passes.executors.cuda.builder import Builder, Launches, require, require_hopper
 from graph_passes.executors.cuda.device import Tiling
-from graph_passes.executors.cuda.kernels import Size
-from graph_passes.executors.cuda.lowering.batch_norm import before, require_gamma
-from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require, require_hopper
-from graph_passes.executors.cuda.lowering.conv1x1_forward import SHARED_BYTES
-from graph_passes.executors.cuda.lowering.operands import In, Out, Tiled
+from graph_passes.executors.cuda.kernel_library import Size
+from graph_passes.executors.cuda.kernels.batch_norm import before, require_gamma
+from graph_passes.executors.cuda.kernels.conv1x1_forward import SHARED_BYTES
+from graph_passes.executors.cuda.operands import In, Out, Tiled
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node
 from graph_passes.operators import Shape
@@ -160,5 +160,5 @@ def dgrad_reduce(builder: Builder, node: Node) -> None:
                    flops=builder.problem("dgrad", node, dz, w, dy).flops)
 
 
-RULES: Rules = {"Conv3x3Relu": forward, "Conv3x3Statistics": forward, "BatchNormReluConv3x3": norm_forward,
+LAUNCHES: Launches = {"Conv3x3Relu": forward, "Conv3x3Statistics": forward, "BatchNormReluConv3x3": norm_forward,
                 "Conv3x3Dgrad": dgrad, "Conv3x3DgradReduce": dgrad_reduce}

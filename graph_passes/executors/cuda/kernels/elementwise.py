@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from graph_passes.executors.cuda.kernels import count, threads
-from graph_passes.executors.cuda.lowering.builder import Builder, Rules, no_lowering, require
-from graph_passes.executors.cuda.lowering.operands import In, Out
+from graph_passes.executors.cuda.builder import Builder, Launches, no_lowering, require
+from graph_passes.executors.cuda.kernel_library import count, threads
+from graph_passes.executors.cuda.operands import In, Out
 from graph_passes.executors.cuda.parameters import VECTOR
 from graph_passes.graph import Node, Ref
 from graph_passes.operators import is_relu
@@ -65,7 +65,7 @@ def initial_zeros(builder: Builder, node: Node) -> None:
     builder.call(node, "zeros", fill, Out(y), workspace_bytes=0, flops=0)
 
 
-RULES: Rules = {
+LAUNCHES: Launches = {
     "relu": relu,
     "Activation": relu,
     "AddRelu": relu,

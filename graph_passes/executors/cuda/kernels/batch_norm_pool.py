@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ctypes
 
-from graph_passes.executors.cuda.kernels import count
-from graph_passes.executors.cuda.lowering.batch_norm import about_mean, require_gamma
-from graph_passes.executors.cuda.lowering.builder import APPLY_BLOCK, REDUCE_BLOCK, Builder, Rules, rows_and_channels
-from graph_passes.executors.cuda.lowering.operands import In, InOut, Out, Scratch
+from graph_passes.executors.cuda.builder import APPLY_BLOCK, REDUCE_BLOCK, Builder, Launches, rows_and_channels
+from graph_passes.executors.cuda.kernel_library import count
+from graph_passes.executors.cuda.kernels.batch_norm import about_mean, require_gamma
+from graph_passes.executors.cuda.operands import In, InOut, Out, Scratch
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node
 
@@ -68,7 +68,7 @@ def backward_apply(builder: Builder, node: Node) -> None:
                    Image.of(x, dz), count(rows), count(squares), ctypes.c_int(channels))
 
 
-RULES: Rules = {
+LAUNCHES: Launches = {
     "BatchNormPoolApply": apply,
     "BatchNormPoolBackwardReduce": backward_reduce,
     "BatchNormPoolBackwardApply": backward_apply,
