@@ -67,6 +67,11 @@ class Attribute(NamedTuple):
     default: Any = REQUIRED
 
 
+def by_body(node: Any, *given: Any) -> Any:
+    """In place of `infer` and `compute`: they follow from the body."""
+    raise NotImplementedError
+
+
 @dataclass(frozen=True)
 class Operator:
     """All about one operator.
@@ -74,13 +79,14 @@ class Operator:
     `infer` completes the input shapes (None: unknown) and gives the output shapes. `compute` gives the outputs, in the
     dtype of the inputs. `gradient` writes the backward pass into the graph, `numpy_gradient` computes it, for the
     oracle that has no such graph: (node, inputs, outputs, gradient of the first output, training) -> gradients of the
-    inputs, None for those that have none.
+    inputs, None for those that have none. `body` says in primitives what is computed (`body.py`); what has none is a
+    primitive. An operator with a body need not say `infer` and `compute`.
     """
 
     name: str
     inputs: tuple[str, ...]
-    infer: Infer
-    compute: Compute
+    infer: Infer = by_body
+    compute: Compute = by_body
     attrs: Mapping[str, Attribute] = field(default_factory=dict)
     outputs: tuple[str, ...] = ("output",)
     # Input or output -> an attribute, or a function of the node: left out where it is true.
@@ -94,6 +100,9 @@ class Operator:
     # The operator that takes its place in a training step: it also leaves what the gradient needs.
     training: Callable[[Any], str] | None = None
     fused: bool = False  # one of ours, in place of several: shown in another colour
+    body: Callable[[Any], Sequence[Any]] | None = None
+    # The operator, for all devices or of plainer a kernel, that computes the same from the same inputs.
+    form_of: str = ""
     forward: str = ""  # the operator under whose name users know this one: Convolution for ConvolutionWgrad
 
     def default(self, attribute: str) -> Any:
@@ -206,11 +215,14 @@ def second_grad_shape(node: NodeView, data: Shape) -> Shapes:
     """Of `out_grad_2`, if there is one."""
     if node["single_grad"]:
         return []
-    if not node["grad_stride"]:
-        return [data]
+    return [compact_shape(data, node["grad_stride"]) if node["grad_stride"] else data]
+
+
+def compact_shape(data: Shape, stride: Sequence[int]) -> Shape:
+    """Of the pixels whose row and column are multiples of the stride."""
     images, *size, channels = data
-    kept = (-(-pixels // step) for pixels, step in zip(size, node["grad_stride"], strict=True))
-    return [(images, *kept, channels)]
+    kept = (-(-pixels // step) for pixels, step in zip(size, stride, strict=True))
+    return (images, *kept, channels)
 
 
 # --- NumPy ---

@@ -13,6 +13,8 @@ than one read. Where images are dropped, both halves of the backward pass multip
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -46,6 +48,7 @@ from graph_passes.operators.batch_norm import (
     scaled,
     to_saved,
 )
+from graph_passes.operators.body import Body
 from graph_passes.operators.dropout import FACTORS, dropped, dropping, factors_shape
 from graph_passes.operators.elementwise import relu, relu_backward
 
@@ -90,9 +93,7 @@ def _backward_reduce(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes
 def _backward_apply(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
     data = known(node, shapes)
     channels = channels_of(node, data)
-    last = [data] if node.op.endswith("Add") else []
-    if node.op == "BatchNormBackwardApply":
-        last = [*factors_shape(node, shapes, 6)]
+    last = factors_shape(node, shapes, 6) if node.op == "BatchNormBackwardApply" else []
     sums_and_beta = [channels] * (len(shapes) - 4 - len(last))
     return [data, data, channels, (2, *channels), *sums_and_beta, *last], [data]
 
@@ -147,16 +148,41 @@ def _compute_reduce(node: NodeView, dy: Array, x: Array, gamma: Array, saved: Ar
 
 
 def _compute_backward_apply(node: NodeView, dz: Array, x: Array, gamma: Array, saved: Array, dgamma: Array,
-                            dbeta: Array, last: Array | None = None) -> list[Array]:
-    if node.op == "BatchNormBackwardApply":
-        return [data_gradient(node, dropped(node, dz, last), x, gamma, saved, (dgamma, dbeta))]
-    return [total(data_gradient(node, dz, x, gamma, saved, (dgamma, dbeta)), last)]
+                            dbeta: Array, factors: Array | None = None) -> list[Array]:
+    return [data_gradient(node, dropped(node, dz, factors), x, gamma, saved, (dgamma, dbeta))]
 
 
 def _compute_relu_backward_apply(node: NodeView, dy: Array, x: Array, gamma: Array, saved: Array, beta: Array,
-                                 *others: Array) -> list[Array]:
+                                 dgamma: Array, dbeta: Array) -> list[Array]:
     dz = relu_backward(dy, scaled(node, x, gamma, beta, saved))
-    return _compute_backward_apply(node, dz, x, gamma, saved, *others)
+    return [data_gradient(node, dz, x, gamma, saved, (dgamma, dbeta))]
+
+
+# --- bodies ---
+
+
+def apply_body(b: Body, relu: bool) -> list[Any]:
+    """The outputs of a BatchNorm's half, with the addend that the node has."""
+    statistics = b.statistics()
+    z = b.dropped(b.normalised(statistics[0]))
+    z = b.add(z, b["addend"]) if b.has("addend") else z
+    return [b.relu(z) if relu else z, *statistics, *([b.mask(z)] if b.has("addend") else [])]
+
+
+def _reduce_body(b: Body) -> list[Any]:
+    gradient, keeps = b.total(b["out_grad"]), b.has("mask") or b.has("out_grad_2")
+    if b.has("mask"):
+        gradient = b.gate(gradient, b["mask"])
+    elif b.has("beta"):
+        gradient = b.through_relu(gradient)
+    return [*b.reduced(b.dropped(gradient)), *([gradient] if keeps else [])]
+
+
+def backward_apply_body(b: Body) -> list[Any]:
+    """The gradient of a BatchNorm's data, through its ReLU where the node starts before that; then the sum with the
+    addend that it has."""
+    dx = b.norm_grad(b.through_relu(b["out_grad"]) if b.has("beta") else b.dropped(b["masked_grad"]))
+    return [b.add(dx, b["addend"]) if b.has("addend") else dx]
 
 
 # --- the descriptions ---
@@ -169,7 +195,8 @@ _ARRAYS = ("sums", "sums_2", "sums_3", "sums_4")
 
 def _forward(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Operator:
     return Operator(name, inputs, _apply, _compute_apply, ATTRIBUTES | dropping(inputs), outputs, FACTORS, RUNNING,
-                    {"output": ("data",)}, fused="Relu" in name, forward=name.removesuffix("Apply"))
+                    {"output": ("data",)}, body=partial(apply_body, relu="Relu" in name), fused="Relu" in name,
+                    forward=name.removesuffix("Apply"))
 
 
 def _reduce(name: str, last: tuple[str, ...]) -> Operator:
@@ -177,13 +204,13 @@ def _reduce(name: str, last: tuple[str, ...]) -> Operator:
     return Operator(name, ("out_grad", "data", "gamma", "saved", *last, "out_grad_2"), _backward_reduce,
                     _compute_reduce, ATTRIBUTES | SINGLE_GRAD | GRAD_STRIDE | dropping(last), (*_SUMS, "masked_grad"),
                     {**SECOND_GRAD, **optional},
-                    in_place={"masked_grad": ("out_grad",)}, fused="Relu" in name,
+                    in_place={"masked_grad": ("out_grad",)}, body=_reduce_body, fused="Relu" in name,
                     forward=name.removesuffix("BackwardReduce"))
 
 
 OPERATORS = (
     Operator("BatchNormStatistics", ("data",), _statistics, lambda node, x: [sums_about_mean(x, node["axis"])],
-             ATTRIBUTES, ("sums",), forward="BatchNorm"),
+             ATTRIBUTES, ("sums",), body=lambda b: [b.sums(b["data"])], forward="BatchNorm"),
     _forward("BatchNormApply", _APPLY, _KEPT),
     _forward("BatchNormReluApply", _APPLY, _KEPT),
     _forward("BatchNormAddReluApply", (*_APPLY, "addend", "factors"), (*_KEPT, "mask")),
@@ -193,17 +220,10 @@ OPERATORS = (
     # Of all three, from `masked_grad`; of a BatchNorm alone also from the gradient of its output.
     Operator("BatchNormBackwardApply", ("masked_grad", "data", "gamma", "saved", *_SUMS, "factors"), _backward_apply,
              _compute_backward_apply, ATTRIBUTES | dropping(["factors"]), ("data_grad",), FACTORS,
-             in_place={"data_grad": ("masked_grad",)}, forward="BatchNorm"),
+             in_place={"data_grad": ("masked_grad",)}, body=backward_apply_body, forward="BatchNorm"),
     Operator("BatchNormReluBackwardApply", ("out_grad", "data", "gamma", "saved", "beta", *_SUMS), _backward_apply,
              _compute_relu_backward_apply, ATTRIBUTES, ("data_grad",), in_place={"data_grad": ("out_grad",)},
-             forward="BatchNormRelu"),
-    # Both, of the pass `norm_grad_add`: with the other gradient of the data.
-    Operator("BatchNormBackwardApplyAdd", ("masked_grad", "data", "gamma", "saved", *_SUMS, "addend"), _backward_apply,
-             _compute_backward_apply, ATTRIBUTES, ("data_grad",), in_place={"data_grad": ("masked_grad", "addend")},
-             fused=True, forward="BatchNorm"),
-    Operator("BatchNormReluBackwardApplyAdd", ("out_grad", "data", "gamma", "saved", "beta", *_SUMS, "addend"),
-             _backward_apply, _compute_relu_backward_apply, ATTRIBUTES, ("data_grad",),
-             in_place={"data_grad": ("out_grad", "addend")}, fused=True, forward="BatchNormRelu"),
+             body=backward_apply_body, forward="BatchNormRelu"),
     # Sums over one GPU's batch -> those of all GPUs that share BatchNorm's statistics, for as many rows as one GPU has;
     # and the sums of the backward pass -> their means over these GPUs. In NumPy the group is of one.
     Operator("GroupStatistics", ("data", "sums"), _group_statistics, _compute_group_statistics, ATTRIBUTES,

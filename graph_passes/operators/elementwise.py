@@ -27,6 +27,7 @@ from graph_passes.operators.base import (
     one_of,
     total,
 )
+from graph_passes.operators.body import Body
 
 
 def is_relu(node: NodeView) -> bool:
@@ -108,6 +109,17 @@ def _axes(node: NodeView, ndim: int) -> tuple[int, ...]:
     return node["axes"] or tuple(reversed(range(ndim)))
 
 
+# --- bodies ---
+
+
+def _relu_body(b: Body) -> list[Any]:
+    return [b.relu(b.inputs[0])] if is_relu(b.node) else b.primitive()
+
+
+def _bias_body(b: Body) -> list[Any]:
+    return [b.ended(b["data"], b.node.op.endswith("Relu"))]
+
+
 # --- gradients in the graph ---
 
 
@@ -139,27 +151,29 @@ _ACTIVATIONS = ("relu", "sigmoid", "tanh", "softrelu", "softsign", "log_sigmoid"
 
 OPERATORS = (
     Operator("relu", ("data",), elementwise, _activation, in_place={"output": ("data",)}, gradient=_relu,
-             numpy_gradient=_relu_gradients),
+             numpy_gradient=_relu_gradients, body=_relu_body),
     Operator("Activation", ("data",), elementwise, _activation, {"act_type": Attribute(one_of(*_ACTIVATIONS))},
-             in_place={"output": ("data",)}, gradient=_relu, numpy_gradient=_relu_gradients),
+             in_place={"output": ("data",)}, gradient=_relu, numpy_gradient=_relu_gradients, body=_relu_body),
     # Also of an AddRelu, for both summands.
     Operator("ReluBackward", ("out_grad", "output", "out_grad_2"), elementwise,
              lambda node, dy, y, dy2=None: [relu_backward(total(dy, dy2), y)], SINGLE_GRAD, ("data_grad",), SECOND_GRAD,
-             in_place={"data_grad": ("out_grad", "out_grad_2", "output")}),
+             in_place={"data_grad": ("out_grad", "out_grad_2", "output")},
+             body=lambda b: [b.gate(b.total(b["out_grad"]), b.mask(b["output"]))]),
     Operator("elemwise_add", ("lhs", "rhs"), elementwise, lambda node, a, b: [a + b],
              in_place={"output": ("lhs", "rhs")},
              gradient=lambda node, dy, shapes: Gradient([], {"lhs": dy, "rhs": dy}),
-             numpy_gradient=lambda node, x, y, dy, training: [dy, dy]),
+             numpy_gradient=lambda node, x, y, dy, training: [dy, dy], body=lambda b: [b.add(*b.inputs)]),
     Operator("AddRelu", ("lhs", "rhs"), elementwise, lambda node, a, b: [relu(a + b)],
-             in_place={"output": ("lhs", "rhs")}, gradient=_relu, numpy_gradient=_relu_gradients, fused=True),
+             in_place={"output": ("lhs", "rhs")}, gradient=_relu, numpy_gradient=_relu_gradients, fused=True,
+             body=lambda b: [b.relu(b.add(*b.inputs))]),
     # A bias along the channels (the last dimension) of a convolution that is computed without; then ReLU; a sum before.
     Operator("BiasAdd", ("data", "bias"), _with_bias, lambda node, x, bias: [x + bias],
-             in_place={"output": ("data",)}, forward="Convolution"),
+             in_place={"output": ("data",)}, forward="Convolution", body=_bias_body),
     Operator("BiasRelu", ("data", "bias"), _with_bias, lambda node, x, bias: [relu(x + bias)],
-             in_place={"output": ("data",)}, forward="Convolution", fused=True),
+             in_place={"output": ("data",)}, forward="Convolution", fused=True, body=_bias_body),
     Operator("BiasAddRelu", ("data", "bias", "addend"), _with_bias,
              lambda node, x, bias, addend: [relu(x + bias + addend)], in_place={"output": ("data",)},
-             forward="Convolution", fused=True),
+             forward="Convolution", fused=True, body=_bias_body),
     Operator("Flatten", ("data",), _flatten, lambda node, x: [x.reshape(len(x), -1)], in_place={"output": ("data",)},
              gradient=_flatten_gradient, numpy_gradient=lambda node, x, y, dy, training: [dy.reshape(x[0].shape)]),
     Operator("Reshape", ("data",), _reshape, lambda node, x: [x.reshape(_reshape(node, [x.shape])[1][0])],

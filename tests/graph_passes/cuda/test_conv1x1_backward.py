@@ -12,16 +12,11 @@ from test_kernels import COMPACT, BatchNormCase, SecondGrad
 
 from graph_passes.executors.cuda.device import Tiling
 from graph_passes.executors.cuda.kernel_library import C_TYPES
-from graph_passes.executors.cuda.kernels.conv1x1_backward import (
-    BLOCK,
-    STREAM_BLOCK,
-    DgradReduce,
-    DgradStream,
-    NormBackward,
-)
+from graph_passes.executors.cuda.kernels.batch_norm import FastDivisor, Grid
 from graph_passes.executors.cuda.kernels.conv1x1_forward import Tiles
-from graph_passes.executors.cuda.kernels.second_grad import FastDivisor, Grid
-from graph_passes.passes.dgrad_reduce import OUT_CHANNELS, STREAM_CHANNELS
+from graph_passes.executors.cuda.kernels.dgrad_reduce import BLOCK, OUT_CHANNELS, DgradReduce
+from graph_passes.executors.cuda.kernels.dgrad_stream import STREAM_BLOCK, STREAM_CHANNELS, DgradStream
+from graph_passes.executors.cuda.kernels.norm_backward import NormBackward
 
 BLOCKS = 3  # along the rows: fewer than tiles, so that each block walks
 # Norm of the error over the norm: rounding of what is stored, and fp32 sums of products in another order.

@@ -20,9 +20,9 @@ from graph_passes.executors.cuda.kernels.conv1x1_forward import (
     TILE_ROWS,
     WARP_ROWS,
     Conv1x1Forward,
-    Conv1x1Statistics,
     Tiles,
 )
+from graph_passes.executors.cuda.kernels.conv1x1_statistics import Conv1x1Statistics
 
 BLOCKS = 3  # along the rows: fewer than tiles, so that each block walks
 # Norm of the error over the norm: rounding of what is stored, and fp32 sums of products in another order.

@@ -13,9 +13,9 @@ from gpu_arrays import DTYPES, PRECISION, Device, relative_error, rounded
 from graph_passes import Node
 from graph_passes.executors.cuda.builder import APPLY_BLOCK, REDUCE_BLOCK
 from graph_passes.executors.cuda.kernel_library import C_TYPES
-from graph_passes.executors.cuda.kernels.batch_norm_pool import STRIP, Image
+from graph_passes.executors.cuda.kernels.batch_norm import Grid
+from graph_passes.executors.cuda.kernels.batch_norm_relu_max_pool import STRIP, Image
 from graph_passes.executors.cuda.kernels.pooling import Window
-from graph_passes.executors.cuda.kernels.second_grad import Grid
 from graph_passes.executors.cuda.kernels.stem import STEM_BLOCK, stem_work
 from graph_passes.executors.cuda.network import MetricsLayout
 from graph_passes.operators import pooling
@@ -335,9 +335,10 @@ def test_batch_norm_relu_max_pool(device: Device, dtype: str, height: int, width
     y, x_winner = (device.poisoned(out, dtype) for _ in range(2))
     winner, saved = device.poisoned(out, "uint8"), device.poisoned((2, channels))
     running_mean, running_var = (device.put(np.ones(channels)) for _ in range(2))
-    device.run("batch_norm_pool.cu", case.kernel("batch_norm_relu_max_pool"), (case.tiles, blocks, 1), APPLY_BLOCK,
-               device.put(x, dtype), *case.sums(about_mean=True), device.put(case.gamma), device.put(case.beta), y,
-               winner, x_winner, saved, running_mean, running_var, ctypes.c_float(EPS), ctypes.c_float(MOMENTUM),
+    device.run("batch_norm_relu_max_pool.cu", case.kernel("batch_norm_relu_max_pool"), (case.tiles, blocks, 1),
+               APPLY_BLOCK, device.put(x, dtype), *case.sums(about_mean=True), device.put(case.gamma),
+               device.put(case.beta), y, winner, x_winner, saved, running_mean, running_var, ctypes.c_float(EPS),
+               ctypes.c_float(MOMENTUM),
                Image(height, width, *out[1:3]), ctypes.c_uint32(case.rows),
                ctypes.c_uint32(images * -(-out[1] // STRIP) * out[2]), ctypes.c_int(channels))
     sign = np.sign(case.gamma)

@@ -167,7 +167,7 @@ import hashlib
 from graph_passes.executors.cuda.prices import Prices
 
 # The fused kernels wherever this GPU can take them, whatever its clock says; else what is the fastest.
-OWN = ("DgradReduce", "NormConvBackward", "NormConvReduce", "StemConvolution stem_fprop", "StemWgrad stem_wgrad")
+OWN = ("DgradReduce", "NormBackward", "NormBackwardReduce", "StemFprop", "StemWgrad")
 times = Prices._times
 Prices._times = lambda self, *asked: {each: 1e-9 if each.label in OWN and ms < float("inf") else ms
                                       for each, ms in times(self, *asked).items()}

@@ -1,28 +1,31 @@
-"""BatchNorm, with ReLU, or the sum with another tensor and ReLU: the halves of its forward and of its backward pass."""
+"""BatchNorm, with ReLU, or the sum with another tensor and ReLU: the halves of its forward and of its backward pass;
+and the gradient of its data with the sum with the gradient of whatever else reads that data.
+
+    before    dy, x, ..., dgamma, dbeta -> BatchNormReluBackwardApply -> dx;  dx, other -> elemwise_add `s`
+    after     dy, x, ..., dgamma, dbeta, other -> BatchNormReluBackwardApplyAdd `s`
+
+dx is neither written nor read: at the blocks of a network whose BatchNorms come first (ResNet v2), where a sum goes to
+a BatchNorm and past it.
+"""
 
 from __future__ import annotations
 
 import ctypes
-import math
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
-from graph_passes.executors.cuda.builder import (
-    APPLY_BLOCK,
-    REDUCE_BLOCK,
-    Builder,
-    Launches,
-    require,
-    rows_and_channels,
-)
+from graph_passes.candidates import Candidate, Candidates
+from graph_passes.executors.cuda.builder import APPLY_BLOCK, REDUCE_BLOCK, Builder, Launches, require, rows_and_channels
 from graph_passes.executors.cuda.kernel_library import count, threads
 from graph_passes.executors.cuda.kernels.dropout import drops, factors_of
-from graph_passes.executors.cuda.kernels.second_grad import Second
 from graph_passes.executors.cuda.operands import In, InOut, Out
 from graph_passes.executors.cuda.program import Buffer
-from graph_passes.executors.cuda.statistics_group import MAX_ARRAYS, MAX_VALUES, THREADS
-from graph_passes.graph import Node
-from graph_passes.operators import shown_name
-from graph_passes.operators.batch_norm import RUNNING
+from graph_passes.graph import Node, Ref
+from graph_passes.operators import Operator, Shape, shown_name
+from graph_passes.operators.batch_norm import ATTRIBUTES, RUNNING
+from graph_passes.operators.batch_norm_halves import backward_apply_body
+
+# --- what kernels of other files take from here ---
 
 
 def require_gamma(node: Node) -> None:
@@ -40,6 +43,107 @@ def before(builder: Builder, node: Node) -> tuple[Any, ...]:
     return (In(sums), about_mean(sums), *(In(builder.input(node, role)) for role in ("gamma", "beta")),
             Out(builder.output(node, "saved")), *(InOut(builder.input(node, role)) for role in RUNNING),
             ctypes.c_float(node["eps"]), ctypes.c_float(node["momentum"]))
+
+
+class FastDivisor(ctypes.Structure):
+    """Of numbers below 2^31."""
+
+    _fields_ = tuple((name, ctypes.c_uint32) for name in ("value", "factor", "shift"))
+
+    @classmethod
+    def by(cls, value: int) -> FastDivisor:
+        shift = (value - 1).bit_length()
+        return cls(value, 2 ** (31 + shift) // value + 1, shift)
+
+
+class Grid(ctypes.Structure):
+    """The pixels of images that a compact gradient has."""
+
+    _fields_ = (*((name, FastDivisor) for name in ("height", "width", "down", "right")),
+                ("out_height", ctypes.c_uint32), ("out_width", ctypes.c_uint32))
+
+    @classmethod
+    def of(cls, shape: Shape, stride: tuple[int, int]) -> Grid:
+        """Of images (N, H, W, C)."""
+        size = shape[1:3]
+        out_size = (-(-pixels // step) for pixels, step in zip(size, stride, strict=True))
+        return cls(*map(FastDivisor.by, (*size, *stride)), *out_size)
+
+
+class Second(NamedTuple):
+    """`kind`: of batch_norm.cuh's `Second`."""
+
+    kind: str
+    grad: Buffer | None
+    grid: Grid
+
+    @property
+    def whole(self) -> Buffer | None:
+        """If it has all pixels: its place may be taken by the sum."""
+        return self.grad if self.kind == "WHOLE" else None
+
+    @property
+    def compact(self) -> Buffer | None:
+        return self.grad if self.kind == "COMPACT" else None
+
+    @classmethod
+    def of(cls, builder: Builder, node: Node) -> Second:
+        """Of a node that may have `out_grad_2`."""
+        grad, stride = builder.optional_input(node, "out_grad_2", "single_grad"), node["grad_stride"]
+        if grad is None or not stride:
+            return cls("WHOLE" if grad else "NONE", grad, Grid())
+        return cls("COMPACT", grad, Grid.of(builder.shapes[node.input("data")], stride))
+
+
+def relu_reductions(table: Candidates, gradient: Ref) -> Iterator[Candidate]:
+    """The first half of the backward pass of a BatchNorm + ReLU that reads this gradient alone."""
+    for reduction in table.readers(gradient, "BatchNormReluBackwardReduce"):
+        if reduction["single_grad"]:
+            yield reduction
+
+
+def of_reduction(reduction: Candidate) -> list[Ref]:
+    """What it reads beside the gradient."""
+    return [reduction.input(role) for role in ("data", "gamma", "saved", "beta")]
+
+
+def from_masked(table: Candidates, reduction: Candidate) -> Iterator[Node]:
+    """Of operators that do such a first half and keep the masked gradient: the second half that starts from that."""
+    sums = reduction.output("gamma_grad"), reduction.output("beta_grad")
+    for apply in table.readers(sums[0], "BatchNormReluBackwardApply"):
+        data, gamma, saved = (apply.input(role) for role in ("data", "gamma", "saved"))
+        yield apply.node.derive("BatchNormBackwardApply", apply.node.name,
+                                (reduction.output("masked_grad"), data, gamma, saved, *sums))
+
+
+def behind(table: Candidates, norm: Candidate, fits: Callable[[Node], bool]) -> Iterator[Candidate]:
+    """The convolutions that read what a BatchNorm's half gives, and of whose output the sums are wanted. None where
+    images are dropped in between."""
+    if norm.node.get("no_factors", True):
+        for convolution in table.readers(norm.output("output"), "Convolution"):
+            if (convolution["no_bias"] and fits(convolution.node)
+                    and table.readers(convolution.output("output"), "BatchNormStatistics")):
+                yield convolution
+
+
+def with_conv(op: str, norm: Candidate, convolution: Candidate) -> Node:
+    """Both as one."""
+    return Node(op, norm.node.name, (*norm.node.inputs, convolution.input("weight")),
+                {**convolution.node.attrs, **norm.node.attrs})
+
+
+# --- with another gradient ---
+
+
+def norm_grad_add(table: Candidates, add: Candidate) -> Iterator[Node]:
+    """Of elemwise_add."""
+    for one, other in (add.node.inputs, reversed(add.node.inputs)):
+        for apply in table.makers(one, "BatchNormBackwardApply", "BatchNormReluBackwardApply"):
+            if apply.node.get("no_factors", True):
+                yield apply.node.derive(f"{apply.op}Add", add.node.name, (*apply.node.inputs, other))
+
+
+# --- launches ---
 
 
 def statistics(builder: Builder, node: Node) -> None:
@@ -126,36 +230,21 @@ def backward_apply(builder: Builder, node: Node) -> None:
                    *factors_of(builder, node, rows))
 
 
-def group_statistics(builder: Builder, node: Node) -> None:
-    """The sums over the rows of all of the group, from those over this GPU's."""
-    sums, result = builder.input(node, "sums"), builder.output(node)
-    channels = sums.shape[1]
-    _require_shared(node, channels)
-    assert builder.group
-    rows = math.prod(builder.shapes[node.input("data")]) // channels
-    builder.launch(node, "batch_norm_group.cu", "group_statistics", (-(-channels // THREADS), 1, 1), (THREADS, 1, 1),
-                   In(sums), about_mean(sums), Out(result), count(rows), *builder.group.arguments(channels))
-
-
-def _require_shared(node: Node, channels: int) -> None:
-    require(channels <= MAX_VALUES, node, f"has {channels} channels: a group shares {MAX_VALUES} at most")
-
-
-def group_mean(builder: Builder, node: Node) -> None:
-    """Replace sums over this GPU's rows by their means over the group, where they lie."""
-    arrays = [builder.buffers[ref] for ref in node.inputs]
-    builder.buffers |= dict(zip(node.refs(), arrays, strict=True))
-    values = math.prod(arrays[0].shape)
-    _require_shared(node, values)
-    assert builder.group
-    missing = [In(None)] * (MAX_ARRAYS - len(arrays))
-    builder.launch(node, "batch_norm_group.cu", "group_mean", (-(-values // THREADS), 1, 1), (THREADS, 1, 1),
-                   *map(InOut, arrays), *missing, *builder.group.arguments(values))
-
-
 def refuse(builder: Builder, node: Node) -> None:
     """A BatchNorm of a training step that no pass has taken apart."""
     require(False, node, "has use_global_stats=True, which has no GPU lowering in training: set it to False")
+
+
+_SUMS = ("gamma_grad", "beta_grad")
+OPERATORS = (
+    Operator("BatchNormBackwardApplyAdd", ("masked_grad", "data", "gamma", "saved", *_SUMS, "addend"),
+             attrs=ATTRIBUTES, outputs=("data_grad",), in_place={"data_grad": ("masked_grad", "addend")},
+             body=backward_apply_body, forward="BatchNorm", fused=True),
+    Operator("BatchNormReluBackwardApplyAdd", ("out_grad", "data", "gamma", "saved", "beta", *_SUMS, "addend"),
+             attrs=ATTRIBUTES, outputs=("data_grad",), in_place={"data_grad": ("out_grad", "addend")},
+             body=backward_apply_body, forward="BatchNormRelu", fused=True),
+)
+RULES = (("elemwise_add", norm_grad_add),)
 
 
 LAUNCHES: Launches = {
@@ -176,6 +265,4 @@ LAUNCHES: Launches = {
     "BatchNormReluBackwardApply": backward_apply,
     "BatchNormBackwardApplyAdd": backward_apply,
     "BatchNormReluBackwardApplyAdd": backward_apply,
-    "GroupStatistics": group_statistics,
-    "GroupMean": group_mean,
 }

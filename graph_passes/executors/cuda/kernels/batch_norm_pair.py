@@ -1,18 +1,113 @@
-"""A BatchNormAddRelu and the BatchNorm that it adds, a projection shortcut's, as one."""
+"""The BatchNorm of a projection shortcut and the BatchNorm + add + ReLU that adds it, as one: the halves of both.
+
+    before    x_2 -> BatchNormApply -> shortcut;  x, shortcut -> BatchNormAddReluApply `bn` -> y, saved, ..., mask
+    after     x, x_2 -> BatchNormPairApply `bn` -> y, saved, ..., mask, saved_2, ...
+
+    before    dy, x, mask -> BatchNormAddReluBackwardReduce -> dgamma, dbeta, dz -> BatchNormBackwardApply -> dx
+              dz, x_2 -> BatchNormBackwardReduce -> dgamma_2, dbeta_2 -> BatchNormBackwardApply -> dx_2
+    after     dy, x, x_2, mask -> BatchNormPairBackwardReduce -> dgamma, dbeta, dz, dgamma_2, dbeta_2
+              dz, x, x_2, ... -> BatchNormPairBackwardApply -> dx, dx_2
+
+Neither BatchNorm's output is written, and dz is read once for both. All three read the factors of images that are
+dropped, if `bn` has some: those of its branch. Each of the three can be taken without the others. What belongs to the
+shortcut's has names that end in `_2`.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import math
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
+from typing import Any
 
+from graph_passes.candidates import Candidate, Candidates
 from graph_passes.executors.cuda.builder import APPLY_BLOCK, REDUCE_BLOCK, Builder, Launches, rows_and_channels
 from graph_passes.executors.cuda.kernel_library import count
-from graph_passes.executors.cuda.kernels.batch_norm import about_mean, require_gamma
+from graph_passes.executors.cuda.kernels.batch_norm import Second, about_mean, require_gamma
 from graph_passes.executors.cuda.kernels.dropout import drops, factors_of
-from graph_passes.executors.cuda.kernels.second_grad import Second
 from graph_passes.executors.cuda.operands import In, InOut, Out
 from graph_passes.executors.cuda.program import Buffer
-from graph_passes.graph import Node
+from graph_passes.graph import Node, Ref
+from graph_passes.operators import Operator
+from graph_passes.operators.base import GRAD_STRIDE, SECOND_GRAD, SINGLE_GRAD
+from graph_passes.operators.batch_norm import ATTRIBUTES, RUNNING
+from graph_passes.operators.body import Body
+from graph_passes.operators.dropout import FACTORS, dropping
+
+_SAME = ("eps", "momentum", "fix_gamma", "axis")  # what both must agree in
+
+
+def forward(table: Candidates, norm: Candidate) -> Iterator[Node]:
+    """Of a BatchNormAddReluApply."""
+    factors = [] if norm["no_factors"] else [norm.input("factors")]
+    for shortcut in table.makers(norm.input("addend"), "BatchNormApply"):
+        if _agree(norm, shortcut):
+            inputs = (*norm.node.inputs[:6], *shortcut.node.inputs, *factors)
+            yield norm.node.derive("BatchNormPairApply", norm.node.name, inputs)
+
+
+def reduction(table: Candidates, other: Candidate) -> Iterator[Node]:
+    """Of the shortcut's BatchNormBackwardReduce."""
+    for one in table.makers(other.input("out_grad"), "BatchNormAddReluBackwardReduce"):
+        if other["single_grad"] and _agree(one, other):
+            both = (half.input(role) for half in (one, other) for role in ("data", "saved"))
+            last = one.node.inputs[5:]  # factors of images that are dropped, and the second gradient, if there are any
+            yield one.node.derive("BatchNormPairBackwardReduce", one.node.name,
+                                  (one.input("out_grad"), one.input("mask"), *both, *last))
+
+
+def backward(table: Candidates, other: Candidate) -> Iterator[Node]:
+    """Of the shortcut's BatchNormBackwardApply: the one that does not read the data of the sum's BatchNorm."""
+    gradient = other.input("masked_grad")
+    for reduction in table.makers(gradient, "BatchNormAddReluBackwardReduce"):
+        if other.input("data") == reduction.input("data") or not other["no_factors"]:
+            continue
+        for one in table.readers(gradient, "BatchNormBackwardApply"):
+            if one.input("data") == reduction.input("data") and _agree(one, other):
+                factors = [] if one["no_factors"] else [one.input("factors")]
+                inputs = (gradient, *_of_one(one), *_of_one(other), *factors)
+                yield one.node.derive("BatchNormPairBackwardApply", one.node.name, inputs)
+
+
+def always_paired(price: Callable[[Candidates], Sequence[float]]) -> Callable[[Candidates], Sequence[float]]:
+    """Prices for which the sums of both BatchNorms are taken together: where GPUs exchange sums, all of them must
+    exchange the same, whatever their clocks say."""
+    def prices(table: Candidates) -> list[float]:
+        pairs = [each.made for each in table if each.op == "BatchNormPairBackwardReduce"]
+        return [math.inf if any(each.made & pair and not each.made >= pair for pair in pairs) else of_each
+                for each, of_each in zip(table, price(table), strict=True)]
+
+    return prices
+
+
+def _agree(one: Candidate, other: Candidate) -> bool:
+    return all(one[name] == other[name] for name in _SAME)
+
+
+def _of_one(apply: Candidate) -> list[Ref]:
+    return [apply.input(role) for role in ("data", "gamma", "saved", "gamma_grad", "beta_grad")]
+
+
+# --- bodies ---
+
+
+def apply_body(b: Body) -> list[Any]:
+    one, other = b.statistics(), b.statistics("_2")
+    z = b.add(b.dropped(b.normalised(one[0])), b.normalised(other[0], "_2"))
+    return [b.relu(z), *one, b.mask(z), *other]
+
+
+def _reduce_body(b: Body) -> list[Any]:
+    gradient = b.gate(b.total(b["out_grad"]), b["mask"])
+    return [*b.reduced(b.dropped(gradient)), gradient, *b.reduced(gradient, "_2")]
+
+
+def _backward_apply_body(b: Body) -> list[Any]:
+    return [b.norm_grad(b.dropped(b["masked_grad"])), b.norm_grad(b["masked_grad"], "_2")]
+
+
+# --- launches ---
 
 
 def _inputs(builder: Builder, node: Node, *roles: str) -> list[Buffer]:
@@ -67,6 +162,32 @@ def backward_apply(builder: Builder, node: Node) -> None:
                    *map(In, _inputs(builder, node, "saved", "gamma", "gamma_grad")),
                    In(builder.input(node, "beta_grad")), count(rows), ctypes.c_int(channels),
                    In(builder.input(node, "beta_grad_2") if drops(node) else None), *factors_of(builder, node, rows))
+
+
+def both(*names: str) -> tuple[str, ...]:
+    """The names for the BatchNorm of the sum, then for the shortcut's."""
+    return (*names, *(f"{name}_2" for name in names))
+
+
+_SUMS = ("gamma_grad", "beta_grad")
+_ATTRIBUTES = ATTRIBUTES | dropping(["factors"])
+APPLIED = ("output", "saved", *RUNNING, "mask", "saved_2", *(f"{name}_2" for name in RUNNING))  # what the first gives
+
+OPERATORS = (
+    Operator("BatchNormPairApply", (*both("data", "sums", "gamma", "beta", *RUNNING), "factors"), attrs=_ATTRIBUTES,
+             outputs=APPLIED, optional=FACTORS, aux=both(*RUNNING), body=apply_body, forward="BatchNormAddRelu",
+             fused=True),
+    Operator("BatchNormPairBackwardReduce", ("out_grad", "mask", *both("data", "saved"), "factors", "out_grad_2"),
+             attrs=_ATTRIBUTES | SINGLE_GRAD | GRAD_STRIDE,
+             outputs=(*_SUMS, "masked_grad", *(f"{name}_2" for name in _SUMS)), optional={**SECOND_GRAD, **FACTORS},
+             in_place={"masked_grad": ("out_grad",)}, body=_reduce_body, forward="BatchNormAddRelu", fused=True),
+    Operator("BatchNormPairBackwardApply", ("masked_grad", *both("data", "gamma", "saved", *_SUMS), "factors"),
+             attrs=_ATTRIBUTES, outputs=("data_grad", "data_grad_2"), optional=FACTORS,
+             in_place={"data_grad": ("masked_grad",)}, body=_backward_apply_body, forward="BatchNormAddRelu",
+             fused=True),
+)
+RULES = (("BatchNormAddReluApply", forward), ("BatchNormBackwardReduce", reduction),
+         ("BatchNormBackwardApply", backward))
 
 
 LAUNCHES: Launches = {

@@ -1,20 +1,35 @@
-"""The forward pass of 1x1 convolutions, with what comes before and after it, by conv1x1_forward.cu and
-conv1x1_statistics.cu, which are for Hopper's matrix instructions and copy engine."""
+"""1x1 convolutions with bias, and perhaps a sum and ReLU, in inference; and with the convolution of a projection
+shortcut.
+
+    before    x, weight, bias, shortcut -> ConvolutionAddRelu `r`
+    after     x, weight, bias, shortcut -> Conv1x1ForwardAddRelu `r`
+
+    before    x, weight, bias -> Convolution -> s;  y, weight_2, bias_2, s -> ConvolutionAddRelu `r`
+    after     x, weight, bias, y, weight_2, bias_2 -> Conv1x1ForwardSumRelu `r`
+
+In 16-bit types, with stride 1 or 2, on GPUs of the Hopper generation. Of a sum one of the two, the first in the new
+node, may have stride 2. Their sum is one product over the channels of both: s is neither written nor read, nor is it
+rounded.
+"""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
+from graph_passes.candidates import Candidate, Candidates
 from graph_passes.executors.cuda.builder import Builder, Launches, require, require_hopper, rows_and_channels
 from graph_passes.executors.cuda.device import Tiling
 from graph_passes.executors.cuda.kernel_library import Size, count
-from graph_passes.executors.cuda.kernels.batch_norm import before, require_gamma
 from graph_passes.executors.cuda.operands import In, Out, Tiled
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node
-from graph_passes.operators import Shape, window
+from graph_passes.operators import Operator, Shape, window
+from graph_passes.operators.body import Body
+from graph_passes.operators.convolution import CONVOLUTION, convolution_body
 
 BLOCK: Size = (320, 1, 1)
 TEAMS, TILE_ROWS, CHUNK, WARP_ROWS = 2, 64, 64, 16
@@ -24,6 +39,48 @@ CHUNK_BYTES = 2 * CHUNK  # of a row
 PLACE_BYTES = TEAMS * TILE_ROWS * CHUNK_BYTES  # for a stage of each team, or a result of each warp
 MAX_WEIGHT_BYTES = 128 << 10  # of shared memory that a block gives to its weights
 AFFINE_BYTES = 12 * CHUNK  # a chunk's scales and shifts
+
+
+# --- where it can be ---
+
+
+def is_product(convolution: Node, stride: tuple[int, int] = (1, 1)) -> bool:
+    """Is it, or the convolution whose gradient it is, a product of matrices, in a type of 16 bits?"""
+    return (window(convolution) == ((1, 1), stride, (0, 0), (1, 1)) and convolution["layout"] == "NHWC"
+            and convolution["num_group"] == 1 and convolution.attrs.get("dtype") in ("float16", "bfloat16"))
+
+
+def is_own(convolution: Node) -> bool:
+    """Is it such a product at stride 1 or 2?"""
+    return is_product(convolution) or is_product(convolution, stride=(2, 2))
+
+
+def alone(table: Candidates, fused: Candidate) -> Iterator[Node]:
+    """Of a convolution with bias, and what is fused with it."""
+    if not fused["no_bias"] and is_own(fused.node):
+        yield fused.node.replace(op=fused.op.replace("Convolution", "Conv1x1Forward"))
+
+
+def of_two(table: Candidates, last: Candidate) -> Iterator[Node]:
+    """Of ConvolutionAddRelu."""
+    for addend in table.makers(last.input("addend"), "Convolution"):
+        if addend["no_bias"]:
+            continue
+        first, second = (last.node, addend.node) if is_product(addend.node) else (addend.node, last.node)
+        if is_product(second) and (is_product(first) or is_product(first, stride=(2, 2))):
+            yield first.derive("Conv1x1ForwardSumRelu", last.node.name, (*first.inputs[:3], *second.inputs[:3]))
+
+
+# --- what is computed ---
+
+
+def _sum_body(b: Body) -> list[Any]:
+    one = b.bias(b.conv(b["data"], b["weight"]), b["bias"])
+    other = b.bias(b.conv(b["data_2"], b["weight_2"], stride=(1, 1)), b["bias_2"])
+    return [b.relu(b.add(one, other))]
+
+
+# --- how the work is divided ---
 
 
 class Walk(ctypes.Structure):
@@ -138,41 +195,12 @@ class Conv1x1Forward:
         return self.chunks * columns * CHUNK_BYTES
 
 
-@dataclass(frozen=True)
-class Conv1x1Statistics(Conv1x1Forward):
-    """The same of the kernels of conv1x1_statistics.cu, which make the sums of their output. `normalises`: what a
-    BatchNorm and ReLU before the convolution give, for which each warp has a place more.
-
-    Four more warps add up, so that a thread has registers for 128 columns at most.
-    """
-
-    BLOCK: ClassVar[Size] = (448, 1, 1)
-    COLUMNS: ClassVar[tuple[int, ...]] = (64, 128)
-
-    normalises: bool = False
-
-    @property
-    def results(self) -> int:
-        """Each is copied away, and added up."""
-        return 3
-
-    @property
-    def peers(self) -> int:
-        """How many of the blocks are a cluster, which brings data from the L2 cache once. On an H200 that pays for two,
-        and not for more, of which two would be together."""
-        return 2 if self.blocks == 2 else 1
-
-    @property
-    def _kept_bytes(self) -> int:
-        return super()._kept_bytes + (affine_bytes(self.chunks) + PLACE_BYTES if self.normalises else 0)
-
-
 def affine_bytes(chunks: int) -> int:
     """Of shared memory, for the scales and shifts of a BatchNorm: tiles begin at multiples of 1024 bytes."""
     return -(-chunks * AFFINE_BYTES // 1024) * 1024
 
 
-def _tiles(builder: Builder, node: Node, way: Conv1x1Forward, y: Buffer) -> Tiles:
+def tiles_of(builder: Builder, node: Node, way: Conv1x1Forward, y: Buffer) -> Tiles:
     """Raises GraphError where the GPU or these sizes are not for the kernels."""
     require_hopper(builder, node)
     channels = way.channels + way.channels_2
@@ -184,50 +212,16 @@ def _tiles(builder: Builder, node: Node, way: Conv1x1Forward, y: Buffer) -> Tile
     return tiles
 
 
-def statistics(builder: Builder, node: Node) -> None:
-    """The convolution with the sums of its output."""
-    x, w, y = builder.input(node, "data"), builder.input(node, "weight"), builder.output(node)
-    (rows, filters), (_, channels) = rows_and_channels(node, y), rows_and_channels(node, x)
-    way = Conv1x1Statistics(channels, filters)
-    tiles = _tiles(builder, node, way, y)
-    grid = way.grid(-(-rows // tiles.walk.rows), builder.gpu.num_multiprocessors)
-    builder.launch(node, "conv1x1_statistics.cu", builder.kernel("conv1x1_statistics", way.columns, way.peers), grid,
-                   way.BLOCK, Tiled(In(x), tiles.data), Tiled(In(w), way.weights), Tiled(Out(y), tiles.output),
-                   Out(builder.output(node, "sums")), builder.partials(3 * filters * grid[1]), builder.tickets,
-                   count(rows), tiles.walk, *map(ctypes.c_int, (filters, way.chunks, way.stages, way.results)),
-                   shared_bytes=way.shared_bytes, flops=2 * rows * filters * channels)
-
-
-def norm_statistics(builder: Builder, node: Node) -> None:
-    """BatchNorm + ReLU of the data, and the convolution of that with the sums of its output."""
-    require_gamma(node)
-    x, w, z = builder.input(node, "data"), builder.input(node, "weight"), builder.output(node, "convolved")
-    (rows, filters), (_, channels) = rows_and_channels(node, z), rows_and_channels(node, x)
-    require(channels % CHUNK == 0, node, f"has {channels} channels: its kernel takes multiples of {CHUNK}")
-    way = Conv1x1Statistics(channels, filters, normalises=True)
-    tiles = _tiles(builder, node, way, z)
-    require(way.stages >= 2, node, f"has {channels} channels: their weights leave no place in shared memory")
-    grid = way.grid(-(-rows // TILE_ROWS), builder.gpu.num_multiprocessors)
-    y = None if node["no_output"] else builder.output(node)
-    builder.launch(node, "conv1x1_statistics.cu", builder.kernel("norm_relu_conv1x1", way.columns, way.peers), grid,
-                   way.BLOCK, Tiled(In(x), tiles.data), Tiled(In(w), way.weights),
-                   Tiled(Out(y), Tiling.of_matrix(rows, channels, (WARP_ROWS, CHUNK))), Tiled(Out(z), tiles.output),
-                   ctypes.c_bool(y is not None), *before(builder, node), Out(builder.output(node, "sums")),
-                   builder.partials(3 * filters * grid[1]), builder.tickets, count(rows), tiles.walk,
-                   *map(ctypes.c_int, (filters, way.chunks, way.stages, way.results)),
-                   shared_bytes=way.shared_bytes, flops=2 * rows * filters * channels)
-
-
 def forward(builder: Builder, node: Node) -> None:
     """The convolution with a bias, and perhaps a sum and ReLU; or the sum of two."""
     x, w, y = builder.input(node, "data"), builder.input(node, "weight"), builder.output(node)
-    addend = builder.input(node, "addend") if node.op == "Conv1x1AddRelu" else None
-    is_sum = node.op == "Conv1x1SumRelu"
+    addend = builder.input(node, "addend") if node.op == "Conv1x1ForwardAddRelu" else None
+    is_sum = node.op == "Conv1x1ForwardSumRelu"
     x_2, w_2, bias_2 = (builder.input(node, role) if is_sum else None for role in ("data_2", "weight_2", "bias_2"))
     (rows, filters), (_, channels) = rows_and_channels(node, y), rows_and_channels(node, x)
     channels_2 = rows_and_channels(node, x_2)[1] if x_2 else 0
     way = Conv1x1Forward(channels, filters, addend is not None, channels_2)
-    tiles = _tiles(builder, node, way, y)
+    tiles = tiles_of(builder, node, way, y)
     grid = way.grid(-(-rows // tiles.walk.rows), builder.gpu.num_multiprocessors)
     flags = addend is not None, node.op.endswith("Relu"), is_sum
     builder.launch(node, "conv1x1_forward.cu", builder.kernel("conv1x1_forward", way.columns, *flags), grid, way.BLOCK,
@@ -239,5 +233,21 @@ def forward(builder: Builder, node: Node) -> None:
                    flops=2 * rows * filters * (channels + channels_2))
 
 
-LAUNCHES: Launches = {**dict.fromkeys(("Conv1x1", "Conv1x1Relu", "Conv1x1AddRelu", "Conv1x1SumRelu"), forward),
-                "Conv1x1Statistics": statistics, "BatchNormReluConv1x1": norm_statistics}
+_INPUTS = ("data", "weight", "bias")
+
+
+def _operator(ends: str, *more: str) -> Operator:
+    """The kernel's, with what a convolution's operator of the same ending computes."""
+    return Operator(f"Conv1x1Forward{ends}", (*_INPUTS, *more), attrs=CONVOLUTION, form_of=f"Convolution{ends}",
+                    body=partial(convolution_body, relu=ends.endswith("Relu")), forward="Convolution", fused=True)
+
+
+OPERATORS = (
+    _operator(""), _operator("Relu"), _operator("AddRelu", "addend"),
+    # A convolution with stride 1 of `data_2`, and the one that it is added to.
+    Operator("Conv1x1ForwardSumRelu", (*_INPUTS, *(f"{name}_2" for name in _INPUTS)), attrs=CONVOLUTION, body=_sum_body,
+             forward="Convolution", fused=True),
+)
+RULES = (*((op, alone) for op in ("Convolution", "ConvolutionRelu", "ConvolutionAddRelu")),
+         ("ConvolutionAddRelu", of_two))
+LAUNCHES: Launches = {operator.name: forward for operator in OPERATORS}

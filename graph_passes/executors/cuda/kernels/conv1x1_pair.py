@@ -1,10 +1,20 @@
-"""A 1x1 convolution with sum and ReLU, and the next one, in one launch, by conv1x1_pair.cu."""
+"""The last convolution of a residual block in inference, and the first of the next block, in one launch.
+
+    before    x, weight, bias, shortcut -> ConvolutionAddRelu `r` -> y;  y, weight_2, bias_2 -> ConvolutionRelu -> z
+    after     x, weight, bias, shortcut, weight_2, bias_2 -> Conv1x1Pair `r` -> y, z
+
+In 16-bit types, for GPUs of the Hopper generation. y is written, for the next sum reads it too, but z is made of what
+is still on the chip.
+"""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
+from graph_passes.candidates import Candidate, Candidates
 from graph_passes.executors.cuda.builder import Builder, Launches, require, require_hopper, rows_and_channels
 from graph_passes.executors.cuda.device import Tiling
 from graph_passes.executors.cuda.kernel_library import Size, count
@@ -16,15 +26,35 @@ from graph_passes.executors.cuda.kernels.conv1x1_forward import (
     TEAMS,
     TILE_ROWS,
     Tiles,
+    is_product,
 )
 from graph_passes.executors.cuda.operands import In, Out, Tiled
 from graph_passes.graph import Node
+from graph_passes.operators import Operator
+from graph_passes.operators.base import Attribute
+from graph_passes.operators.body import Body
+from graph_passes.operators.convolution import CONVOLUTION
 
 BLOCK: Size = (384, 1, 1)
 COLUMNS = 256  # of the first product, at most
 SECOND = (64, 128)  # of the second
 CONTROL_BYTES = 3 << 10
 PLACE_BYTES = TEAMS * TILE_ROWS * CHUNK_BYTES  # for a stage of each team, or a result of each warp
+
+
+def conv1x1_pair(table: Candidates, first: Candidate) -> Iterator[Node]:
+    """Of ConvolutionAddRelu."""
+    output = first.output("output")
+    for second in table.readers(output, "ConvolutionRelu"):
+        if second.input("data") == output and is_product(first.node) and is_product(second.node):
+            inputs = (*first.node.inputs, *second.node.inputs[1:])
+            yield first.node.derive("Conv1x1Pair", first.node.name, inputs, num_filter_2=second["num_filter"])
+
+
+def _body(b: Body) -> list[Any]:
+    y = b.stored(b.ended(b.conv(b["data"], b["weight"]), relu=True))
+    z = b.conv(y, b["weight_2"], num_filter=b.node["num_filter_2"])
+    return [y, b.relu(b.bias(z, b["bias_2"]))]
 
 
 @dataclass(frozen=True)
@@ -92,6 +122,14 @@ def pair(builder: Builder, node: Node) -> None:
                    Tiled(Out(z), tiles_2.output), In(bias), In(bias_2), count(rows), tiles.walk,
                    *map(ctypes.c_int, (filters, filters_2, way.chunks, way.stages, way.results)),
                    shared_bytes=way.shared_bytes, flops=2 * rows * filters * (channels + filters_2))
+
+
+OPERATORS = (
+    Operator("Conv1x1Pair", ("data", "weight", "bias", "addend", "weight_2", "bias_2"),
+             attrs={**CONVOLUTION, "num_filter_2": Attribute(int)}, outputs=("output", "output_2"), body=_body,
+             forward="Convolution", fused=True),
+)
+RULES = (("ConvolutionAddRelu", conv1x1_pair),)
 
 
 LAUNCHES: Launches = {"Conv1x1Pair": pair}

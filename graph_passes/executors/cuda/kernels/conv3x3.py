@@ -1,25 +1,110 @@
-"""3x3 convolutions of 64 channels with 64 filters, with what comes before and after them, and the gradient of their
-data, by conv3x3.cu, which is for Hopper's matrix instructions and copy engine."""
+"""3x3 convolutions of 64 channels with 64 filters, as in ResNet's stage 1: with bias and ReLU in inference; with the
+sums of their output, and also the BatchNorm + ReLU before them, in training; and the gradient of their data,
+
+    before    dy, weight -> ConvolutionDgrad
+    after     dy, weight -> Conv3x3Dgrad
+
+where the data comes from a BatchNorm + ReLU, with the first half of that one's backward pass:
+
+    before    dy, weight -> ConvolutionDgrad -> dx
+              dx, x, ... -> BatchNormReluBackwardReduce `r` -> dgamma, dbeta
+              dx, x, ... -> BatchNormReluBackwardApply `b`
+    after     dy, weight, x, ... -> Conv3x3DgradReduce `r` -> dgamma, dbeta, dz
+              dz, x, ... -> BatchNormBackwardApply `b`
+
+The kernels are for 16-bit types, and Hopper's matrix instructions and copy engine.
+"""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar
 
+from graph_passes.candidates import Candidate, Candidates
 from graph_passes.executors.cuda.builder import Builder, Launches, require, require_hopper
 from graph_passes.executors.cuda.device import Tiling
 from graph_passes.executors.cuda.kernel_library import Size
-from graph_passes.executors.cuda.kernels.batch_norm import before, require_gamma
+from graph_passes.executors.cuda.kernels.batch_norm import (
+    before,
+    behind,
+    from_masked,
+    relu_reductions,
+    require_gamma,
+    with_conv,
+)
 from graph_passes.executors.cuda.kernels.conv1x1_forward import SHARED_BYTES
+from graph_passes.executors.cuda.kernels.conv1x1_statistics import NORM_CONV, norm_body
+from graph_passes.executors.cuda.kernels.convolution import with_statistics
 from graph_passes.executors.cuda.operands import In, Out, Tiled
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node
-from graph_passes.operators import Shape
+from graph_passes.operators import Operator, Shape, window
+from graph_passes.operators.base import DATA_SHAPE
+from graph_passes.operators.batch_norm import ATTRIBUTES, RUNNING
+from graph_passes.operators.body import Body
+from graph_passes.operators.convolution import CONVOLUTION, convolution_body
 
 CHANNELS, TAPS = 64, 9
 PIXEL_BYTES = 2 * CHANNELS
 CONTROL_BYTES = 4 << 10
+
+
+# --- where they can be ---
+
+
+def is_3x3(convolution: Node) -> bool:
+    """Is it, or the convolution whose gradient it is, one of 3x3 at stride and padding 1, in a type of 16 bits?"""
+    return (window(convolution) == ((3, 3), (1, 1), (1, 1), (1, 1)) and convolution["layout"] == "NHWC"
+            and convolution["num_group"] == 1 and convolution.attrs.get("dtype") in ("float16", "bfloat16"))
+
+
+def is_narrow(convolution: Node) -> bool:
+    """Is it one of these, as far as its filters tell?"""
+    return is_3x3(convolution) and convolution["num_filter"] == CHANNELS
+
+
+def with_relu(table: Candidates, fused: Candidate) -> Iterator[Node]:
+    """Of ConvolutionRelu."""
+    if not fused["no_bias"] and is_narrow(fused.node):
+        yield fused.node.replace(op="Conv3x3ForwardRelu")
+
+
+def with_sums(table: Candidates, sums: Candidate) -> Iterator[Node]:
+    """Of BatchNormStatistics."""
+    for convolution in with_statistics(table, sums):
+        if is_narrow(convolution.node):
+            yield convolution.node.derive("Conv3x3ForwardStatistics", convolution.node.name, convolution.node.inputs)
+
+
+def norm_conv3x3(table: Candidates, norm: Candidate) -> Iterator[Node]:
+    """Of BatchNormReluApply."""
+    for convolution in behind(table, norm, is_narrow):
+        yield with_conv("NormConv3x3", norm, convolution)
+
+
+def conv3x3_dgrad(table: Candidates, dgrad: Candidate) -> Iterator[Node]:
+    """Of ConvolutionDgrad."""
+    if not is_narrow(dgrad.node) or dgrad["data_shape"][3] != CHANNELS:
+        return
+    yield dgrad.node.replace(op="Conv3x3Dgrad")
+    for reduction in relu_reductions(table, dgrad.output("data_grad")):
+        norm = (reduction.input(role) for role in ("data", "gamma", "saved", "beta"))
+        yield reduction.node.derive("Conv3x3DgradReduce", reduction.node.name, (*dgrad.node.inputs, *norm),
+                                    **dgrad.node.attrs)
+
+
+# --- what is computed ---
+
+
+def _dgrad_reduce_body(b: Body) -> list[Any]:
+    gradient = b.through_relu(b.dgrad(b["conv_grad"], b["weight"]))
+    return [*b.reduced(gradient), gradient]
+
+
+# --- how the work is divided ---
 
 
 class TiledImages(ctypes.Structure):
@@ -100,7 +185,10 @@ class Conv3x3:
         return Tiling((images * height, width, channels), (width * channels, channels), (1, pixels, channels))
 
 
-def _way(builder: Builder, node: Node, x: Buffer, reduces: bool = False) -> Conv3x3:
+# --- launches ---
+
+
+def _division(builder: Builder, node: Node, x: Buffer, reduces: bool = False) -> Conv3x3:
     """Raises GraphError where the GPU or these images are not for the kernels."""
     require_hopper(builder, node)
     require(x.shape[3] == CHANNELS, node, f"has {x.shape[3]} channels: its kernel takes {CHANNELS}")
@@ -112,8 +200,8 @@ def _way(builder: Builder, node: Node, x: Buffer, reduces: bool = False) -> Conv
 def forward(builder: Builder, node: Node) -> None:
     """The convolution with bias and ReLU, or with the sums of its output."""
     x, w, y = builder.input(node, "data"), builder.input(node, "weight"), builder.output(node)
-    way = _way(builder, node, x)
-    sums = builder.output(node, "sums") if node.op == "Conv3x3Statistics" else None
+    way = _division(builder, node, x)
+    sums = builder.output(node, "sums") if node.op == "Conv3x3ForwardStatistics" else None
     bias = None if sums else builder.input(node, "bias")
     grid = way.grid(builder.gpu.num_multiprocessors)
     builder.launch(node, "conv3x3.cu", builder.kernel("conv3x3_forward", sums is not None, bias is not None), grid,
@@ -127,7 +215,7 @@ def norm_forward(builder: Builder, node: Node) -> None:
     require_gamma(node)
     x, w = (builder.input(node, role) for role in ("data", "weight"))
     y, z = builder.output(node), builder.output(node, "convolved")
-    way = _way(builder, node, x)
+    way = _division(builder, node, x)
     grid = way.grid(builder.gpu.num_multiprocessors)
     builder.launch(node, "conv3x3.cu", builder.kernel("norm_conv3x3"), grid, way.BLOCK,
                    Tiled(In(x), way.padded_rows), Tiled(In(w), way.WEIGHTS), Tiled(Out(y), way.image_rows),
@@ -139,7 +227,7 @@ def norm_forward(builder: Builder, node: Node) -> None:
 def dgrad(builder: Builder, node: Node) -> None:
     """The gradient of the data."""
     dy, w, dx = builder.input(node, "out_grad"), builder.input(node, "weight"), builder.output(node)
-    way = _way(builder, node, dx)
+    way = _division(builder, node, dx)
     builder.launch(node, "conv3x3.cu", builder.kernel("conv3x3_dgrad"), way.grid(builder.gpu.num_multiprocessors),
                    way.BLOCK, Tiled(In(dy), way.padded_rows), Tiled(In(w), way.WEIGHTS), Tiled(Out(dx), way.image_rows),
                    way.images, shared_bytes=way.shared_bytes, flops=builder.problem("dgrad", node, dx, w, dy).flops)
@@ -149,7 +237,7 @@ def dgrad_reduce(builder: Builder, node: Node) -> None:
     """The same, masked, and the sums of the BatchNorm that made the data."""
     dy, w, x, dz = (*(builder.input(node, role) for role in ("conv_grad", "weight", "data")),
                     builder.output(node, "masked_grad"))
-    way = _way(builder, node, x, reduces=True)
+    way = _division(builder, node, x, reduces=True)
     norm = (In(builder.input(node, role)) for role in ("saved", "gamma", "beta"))
     sums = (Out(builder.output(node, role)) for role in ("gamma_grad", "beta_grad"))
     grid = way.grid(builder.gpu.num_multiprocessors)
@@ -160,5 +248,24 @@ def dgrad_reduce(builder: Builder, node: Node) -> None:
                    flops=builder.problem("dgrad", node, dz, w, dy).flops)
 
 
-LAUNCHES: Launches = {"Conv3x3Relu": forward, "Conv3x3Statistics": forward, "BatchNormReluConv3x3": norm_forward,
-                "Conv3x3Dgrad": dgrad, "Conv3x3DgradReduce": dgrad_reduce}
+OPERATORS = (
+    Operator("Conv3x3ForwardRelu", ("data", "weight", "bias"), attrs=CONVOLUTION, form_of="ConvolutionRelu",
+             body=partial(convolution_body, relu=True), forward="Convolution", fused=True),
+    Operator("Conv3x3ForwardStatistics", ("data", "weight"), attrs=CONVOLUTION, outputs=("output", "sums"),
+             form_of="ConvolutionStatistics", body=lambda b: b.with_sums(b.conv(b["data"], b["weight"])),
+             forward="Convolution", fused=True),
+    # Neighbours are made of the same data: it is not written over.
+    Operator("NormConv3x3", ("data", "sums", "gamma", "beta", *RUNNING, "weight"), attrs=NORM_CONV,
+             outputs=("output", "saved", *RUNNING, "convolved", "sums"), aux=RUNNING, body=norm_body,
+             forward="BatchNormRelu", fused=True),
+    Operator("Conv3x3Dgrad", ("out_grad", "weight"), attrs=CONVOLUTION | DATA_SHAPE, outputs=("data_grad",),
+             form_of="ConvolutionDgrad", body=lambda b: [b.dgrad(b["out_grad"], b["weight"])], forward="Convolution",
+             fused=True),
+    Operator("Conv3x3DgradReduce", ("conv_grad", "weight", "data", "gamma", "saved", "beta"),
+             attrs=CONVOLUTION | ATTRIBUTES | DATA_SHAPE, outputs=("gamma_grad", "beta_grad", "masked_grad"),
+             body=_dgrad_reduce_body, forward="Convolution", fused=True),
+)
+RULES = (("ConvolutionRelu", with_relu), ("BatchNormStatistics", with_sums), ("BatchNormReluApply", norm_conv3x3),
+         ("ConvolutionDgrad", conv3x3_dgrad), ("Conv3x3DgradReduce", from_masked))
+LAUNCHES: Launches = {"Conv3x3ForwardRelu": forward, "Conv3x3ForwardStatistics": forward, "NormConv3x3": norm_forward,
+                      "Conv3x3Dgrad": dgrad, "Conv3x3DgradReduce": dgrad_reduce}

@@ -1,15 +1,30 @@
-"""What works on single elements: sums, bias and ReLU; and the flattening of a tensor, which is no launch."""
+"""What works on single elements: sums, bias and ReLU; the flattening of a tensor, which is no launch; and what ends a
+convolution as a launch of its own.
+
+    before    x, weight, bias, shortcut -> ConvolutionAddRelu `r`
+    or        x, weight -> Convolution -> product;  product, bias, shortcut -> BiasAddRelu `r`
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
+from graph_passes.candidates import Candidate, Candidates
 from graph_passes.executors.cuda.builder import Builder, Launches, no_lowering, require
 from graph_passes.executors.cuda.kernel_library import count, threads
 from graph_passes.executors.cuda.operands import In, Out
 from graph_passes.executors.cuda.parameters import VECTOR
 from graph_passes.graph import Node, Ref
 from graph_passes.operators import is_relu
+from graph_passes.passes.conv_epilogue import in_two
+
+
+def bias_alone(table: Candidates, fused: Candidate) -> Iterator[Node]:
+    """Of a convolution with bias, and what is fused with it."""
+    if not fused["no_bias"]:
+        product, end = in_two(fused.node, f"{fused.node.name}_product")
+        yield end.replace(inputs=(table.add(product).output("output"), *end.inputs[1:]))
 
 
 def add(builder: Builder, node: Node) -> None:
@@ -63,6 +78,9 @@ def initial_zeros(builder: Builder, node: Node) -> None:
         builder.gpu.fill(address, 0, y.num_bytes)
 
     builder.call(node, "zeros", fill, Out(y), workspace_bytes=0, flops=0)
+
+
+RULES = tuple((op, bias_alone) for op in ("Convolution", "ConvolutionRelu", "ConvolutionAddRelu"))
 
 
 LAUNCHES: Launches = {

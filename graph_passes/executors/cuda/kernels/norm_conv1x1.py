@@ -1,23 +1,53 @@
-"""BatchNorm + add + ReLU, or a pair of BatchNorms, with the 1x1 convolution that follows, by norm_conv1x1.cu."""
+"""What ends a residual block in training, BatchNorm + add + ReLU or two BatchNorms whose sum goes through ReLU, with
+the 1x1 convolution that begins the next block, and the sums of that one's output.
+
+    before    x, sums, ..., addend -> BatchNormAddReluApply `bn` -> y, saved, ..., mask
+              y, weight -> Convolution -> z -> BatchNormStatistics -> sums of z
+    after     x, sums, ..., addend, weight -> NormConv1x1 `bn` -> y, saved, ..., mask, z, sums of z
+
+Likewise BatchNormPairApply becomes NormConv1x1Pair. z is made of what is still on the chip. y is written, for the next
+sum and the backward pass read it too. For 16-bit types and GPUs of the Hopper generation, where no images are dropped.
+Weights too large for shared memory are streamed.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
+from graph_passes.candidates import Candidate, Candidates
 from graph_passes.executors.cuda.builder import Builder, Launches, require, require_hopper, rows_and_channels
 from graph_passes.executors.cuda.device import Tiling
 from graph_passes.executors.cuda.kernel_library import Size, count
-from graph_passes.executors.cuda.kernels.batch_norm import about_mean, require_gamma
-from graph_passes.executors.cuda.kernels.conv1x1_forward import BLOCK, CHUNK
+from graph_passes.executors.cuda.kernels.batch_norm import about_mean, behind, require_gamma, with_conv
+from graph_passes.executors.cuda.kernels.batch_norm_pair import APPLIED, apply_body, both
+from graph_passes.executors.cuda.kernels.conv1x1_forward import BLOCK, CHUNK, is_product
+from graph_passes.executors.cuda.kernels.conv1x1_statistics import NORM_CONV, norm_body
 from graph_passes.executors.cuda.kernels.norm_stream import STREAMED_BLOCK, WEIGHT_PLACES, NormStream
 from graph_passes.executors.cuda.operands import In, InOut, Out, Tiled
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node
+from graph_passes.operators import Operator
 from graph_passes.operators.batch_norm import RUNNING
+from graph_passes.operators.body import Body
 
 STREAMED = 256  # so many columns of which weights are streamed
+
+
+_OPS = {"BatchNormAddReluApply": "NormConv1x1", "BatchNormPairApply": "NormConv1x1Pair"}
+
+
+def norm_conv1x1(table: Candidates, norm: Candidate) -> Iterator[Node]:
+    """Of the halves of BatchNorms."""
+    for convolution in behind(table, norm, is_product):
+        yield with_conv(_OPS[norm.op], norm, convolution)
+
+
+def _pair_body(b: Body) -> list[Any]:
+    outputs = apply_body(b)
+    return [*outputs, *b.with_sums(b.conv(outputs[0], b["weight"]))]
 
 
 class NormConv1x1(NormStream):
@@ -39,10 +69,10 @@ class NormConv1x1(NormStream):
         return Tiling.of_matrix(self.others, self.channels, (self.columns, CHUNK))
 
 
-def norm_conv1x1(builder: Builder, node: Node) -> None:
+def launch(builder: Builder, node: Node) -> None:
     require_gamma(node)
     require_hopper(builder, node)
-    is_pair = node.op == "BatchNormPairConv1x1"
+    is_pair = node.op == "NormConv1x1Pair"
     x, addend = builder.input(node, "data"), builder.input(node, "data_2" if is_pair else "addend")
     y, z, sums = (builder.output(node, role) for role in ("output", "convolved", "sums"))
     (rows, channels), (_, filters) = (rows_and_channels(node, each) for each in (x, z))
@@ -73,4 +103,14 @@ def norm_conv1x1(builder: Builder, node: Node) -> None:
                    flops=2 * rows * filters * channels)
 
 
-LAUNCHES: Launches = {"BatchNormAddReluConv1x1": norm_conv1x1, "BatchNormPairConv1x1": norm_conv1x1}
+_INPUTS = ("data", "sums", "gamma", "beta", *RUNNING)
+
+OPERATORS = (
+    Operator("NormConv1x1", (*_INPUTS, "addend", "weight"), attrs=NORM_CONV,
+             outputs=("output", "saved", *RUNNING, "mask", "convolved", "sums"), aux=RUNNING,
+             in_place={"output": ("data",)}, body=norm_body, forward="BatchNormAddRelu", fused=True),
+    Operator("NormConv1x1Pair", (*both(*_INPUTS), "weight"), attrs=NORM_CONV, outputs=(*APPLIED, "convolved", "sums"),
+             aux=both(*RUNNING), body=_pair_body, forward="BatchNormAddRelu", fused=True),
+)
+RULES = tuple((op, norm_conv1x1) for op in _OPS)
+LAUNCHES: Launches = dict.fromkeys(_OPS.values(), launch)

@@ -1,4 +1,4 @@
-"""What norm_conv1x1.cu and norm_dgrad.cu share (kernels/norm_stream.cuh): how shared memory and rows are divided."""
+"""What norm_conv1x1.cu and norm_dgrad.cu share (norm_stream.cuh): how shared memory and rows are divided."""
 
 from __future__ import annotations
 

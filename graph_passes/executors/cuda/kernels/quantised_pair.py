@@ -1,35 +1,83 @@
-"""A 1x1 convolution in INT8 with sum and ReLU, and the next one, in one launch, by quantised_pair.cu."""
+"""The last convolution of a residual block in INT8, and the first of the next block, in one launch.
+
+    before    x, weight, multiplier, bias, shortcut -> QuantisedConvolution `r` -> y
+              y, weight_2, multiplier_2, bias_2 -> QuantisedConvolution -> z
+    after     x, weight, multiplier, bias, shortcut, weight_2, multiplier_2, bias_2 -> QuantisedPair `r` -> y, z
+
+Both with ReLU, on Hopper. Likewise a QuantisedConvStreamSum begins a QuantisedPairSum. y is written, for the next sum
+reads it too, but z is made of what is still on the chip.
+"""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
+from graph_passes.candidates import Candidate, Candidates
 from graph_passes.executors.cuda.builder import Builder, Launches, require, require_hopper
 from graph_passes.executors.cuda.kernel_library import Size, count, instance
 from graph_passes.executors.cuda.kernels.conv1x1_forward import SHARED_BYTES, TEAMS, TILE_ROWS, Tiles
-from graph_passes.executors.cuda.kernels.quantised import (
-    CHUNK,
-    STREAM_COLUMNS,
-    STREAM_FACTOR_BYTES,
-    STREAM_STAGES,
-    TILE_VECTOR,
-    Geometry,
+from graph_passes.executors.cuda.kernels.quantised import CHUNK, TILE_VECTOR, Geometry
+from graph_passes.executors.cuda.kernels.quantised_conv_stream import (
+    COLUMNS,
+    FACTOR_BYTES,
+    STAGES,
+    SUM_INPUTS,
     Stream,
+    is_product,
+    sum_body,
 )
 from graph_passes.executors.cuda.operands import In, Out, Tiled
 from graph_passes.graph import Node
-from graph_passes.operators import window
+from graph_passes.operators import Operator, window
+from graph_passes.operators.base import Attribute
+from graph_passes.operators.body import Body
+from graph_passes.operators.convolution import CONVOLUTION
+from graph_passes.operators.quantised import SCALE, Scales, quantised_body
 
 BLOCK: Size = (384, 1, 1)
 Z_COLUMNS = (64, 128)  # of the second product
 PLACE_BYTES = TEAMS * TILE_ROWS * CHUNK  # for a stage of each team, or a result of each warp
+_OPS = {"QuantisedConvolution": "QuantisedPair", "QuantisedConvStreamSum": "QuantisedPairSum"}
+
+
+def quantised_pair(table: Candidates, first: Candidate) -> Iterator[Node]:
+    """Of QuantisedConvolution and QuantisedConvolutionSum."""
+    if not _begins(first.node):
+        return
+    output = first.output("output")
+    for second in table.readers(output, "QuantisedConvolution"):
+        if second.input("data") == output and _is_rectified(second.node) and second["no_addend"]:
+            inputs = (*first.node.inputs, *second.node.inputs[1:])
+            yield first.node.derive(_OPS[first.op], first.node.name, inputs, num_filter_2=second["num_filter"],
+                                    scale_2=second["scale"])
+
+
+def _begins(first: Node) -> bool:
+    if first.op == "QuantisedConvStreamSum":
+        return bool(first["relu"])
+    return _is_rectified(first) and not first["no_addend"]
+
+
+def _is_rectified(node: Node) -> bool:
+    return is_product(node) and bool(node["relu"])
+
+
+def _body(b: Body) -> list[Any]:
+    node, is_sum = b.node, b.has("data_2")
+    y = sum_body(b, True) if is_sum else quantised_body(
+        b, "", b["data"], Scales(node["scale"], node["addend_scale"]), b["addend"])
+    z = quantised_body(b, "_3" if is_sum else "_2", y, Scales(node["scale_2"]), stride=(1, 1),
+                       num_filter=node["num_filter_2"])
+    return [y, z]
 
 
 @dataclass(frozen=True)
 class QuantisedPair:
     """How quantised_pair.cu divides its work: from `channels` (C), or with a shortcut also `channels_2` (C_2), to
-    STREAM_COLUMNS filters (K) at most, and from these to `filters_z` (K_Z). A block keeps all weights; the rest of its
+    COLUMNS filters (K) at most, and from these to `filters_z` (K_Z). A block keeps all weights; the rest of its
     shared memory is as `Stream` says."""
 
     channels: int
@@ -43,20 +91,20 @@ class QuantisedPair:
 
     @property
     def of_y(self) -> Stream:
-        return Stream(self.channels, TEAMS, STREAM_COLUMNS, not self.channels_2, self.channels_2)
+        return Stream(self.channels, TEAMS, COLUMNS, not self.channels_2, self.channels_2)
 
     @property
     def results(self) -> int:
-        return STREAM_COLUMNS // CHUNK if self.channels_2 else 3
+        return COLUMNS // CHUNK if self.channels_2 else 3
 
     @property
     def stages(self) -> int:
         free = SHARED_BYTES - self.control_bytes - self._weight_bytes
-        return min(STREAM_STAGES, free // PLACE_BYTES - self.results - 1)  # and one for z
+        return min(STAGES, free // PLACE_BYTES - self.results - 1)  # and one for z
 
     @property
     def control_bytes(self) -> int:
-        return -(-(self.of_y.control_bytes + STREAM_FACTOR_BYTES * self.columns_z) // 1024) * 1024
+        return -(-(self.of_y.control_bytes + FACTOR_BYTES * self.columns_z) // 1024) * 1024
 
     @property
     def shared_bytes(self) -> int:
@@ -65,12 +113,12 @@ class QuantisedPair:
     @property
     def _weight_bytes(self) -> int:
         chunks = self.of_y.chunks + self.of_y.chunks_2
-        return (chunks * STREAM_COLUMNS + STREAM_COLUMNS // CHUNK * self.columns_z) * CHUNK
+        return (chunks * COLUMNS + COLUMNS // CHUNK * self.columns_z) * CHUNK
 
 
-def pair(builder: Builder, node: Node) -> None:
+def launch(builder: Builder, node: Node) -> None:
     """What ends a block is a convolution with an addend, or the sum of two, of which the first may have a stride."""
-    is_sum = node.op == "QuantisedConvolutionSumPair"
+    is_sum = node.op == "QuantisedPairSum"
     x, weight, multiplier, bias = (builder.input(node, role) for role in ("data", "weight", "multiplier", "bias"))
     x_2, weight_2, multiplier_2, bias_2 = (
         builder.input(node, role) if is_sum else None for role in ("data_2", "weight_2", "multiplier_2", "bias_2"))
@@ -82,8 +130,8 @@ def pair(builder: Builder, node: Node) -> None:
     rows, channels, channels_2 = Geometry.of(node, x, y).rows, x.shape[3], x_2.shape[3] if x_2 else 0
     filters, filters_z = y.shape[3], z.shape[3]
     require_hopper(builder, node)
-    require(filters <= STREAM_COLUMNS and filters_z <= max(Z_COLUMNS), node,
-            f"makes {filters} and {filters_z} channels: its kernel takes {STREAM_COLUMNS} and {max(Z_COLUMNS)} at most")
+    require(filters <= COLUMNS and filters_z <= max(Z_COLUMNS), node,
+            f"makes {filters} and {filters_z} channels: its kernel takes {COLUMNS} and {max(Z_COLUMNS)} at most")
     require(all(each % TILE_VECTOR == 0 for each in (channels, channels_2, filters, filters_z)), node,
             f"has channels that are no multiples of {TILE_VECTOR}")
     way = QuantisedPair(channels, filters_z, channels_2)
@@ -103,4 +151,15 @@ def pair(builder: Builder, node: Node) -> None:
         shared_bytes=way.shared_bytes, flops=2 * rows * filters * (channels + channels_2 + filters_z))
 
 
-LAUNCHES: Launches = dict.fromkeys(("QuantisedConvolutionPair", "QuantisedConvolutionSumPair"), pair)
+_FACTORS = ("weight", "multiplier", "bias")
+_ATTRS = CONVOLUTION | {"dtype": Attribute(str, "int8"), "scale": SCALE, "addend_scale": SCALE,
+                        "num_filter_2": Attribute(int), "scale_2": SCALE}
+
+OPERATORS = (
+    Operator("QuantisedPair", ("data", *_FACTORS, "addend", *(f"{name}_2" for name in _FACTORS)), attrs=_ATTRS,
+             outputs=("output", "output_2"), body=_body, forward="Convolution", fused=True),
+    Operator("QuantisedPairSum", (*SUM_INPUTS, *(f"{name}_3" for name in _FACTORS)), attrs=_ATTRS,
+             outputs=("output", "output_2"), body=_body, forward="Convolution", fused=True),
+)
+RULES = tuple((op, quantised_pair) for op in _OPS)
+LAUNCHES: Launches = dict.fromkeys(_OPS.values(), launch)

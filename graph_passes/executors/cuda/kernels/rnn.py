@@ -1,14 +1,39 @@
-"""Recurrent layers: cuDNN's, whole sequences and all layers in a call."""
+"""Recurrent layers: cuDNN's, whole sequences and all layers in a call; and which of its algorithms they take.
+
+    before    RNNTrain, RNNBackward
+    after     RNNTrain(algorithm=persist_static), RNNBackward(algorithm=persist_static)
+
+A layer and its backward pass, which reads the `reserve` that the algorithm has left, have one; inference has its own.
+The persistent ones keep the weights on the chip, which is faster where they fit and few sequences share them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from graph_passes import operators
+from graph_passes.candidates import Candidate, Candidates
 from graph_passes.executors.cuda.builder import Builder, Launches
 from graph_passes.executors.cuda.operands import In, InOut, Out
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.executors.cuda.recurrent import RecurrentPlan, RecurrentProblem
 from graph_passes.graph import Node
-from graph_passes.operators import OPERATORS
-from graph_passes.operators.rnn import flops
+from graph_passes.operators.rnn import ALGORITHMS, flops
+
+
+def rnn_algorithm(table: Candidates, layer: Candidate) -> Iterator[Node]:
+    """Of RNN and RNNTrain; `operators/rnn.py` has the algorithms."""
+    for algorithm in ALGORITHMS:
+        yield layer.node.with_attrs(algorithm=algorithm)
+
+
+def rnn_backward(table: Candidates, layer: Candidate) -> Iterator[Node]:
+    """Of RNNTrain: the backward pass of another one that computes the same, from this one's `reserve`."""
+    for other in table.makers(layer.output("output"), "RNNTrain"):
+        reserve = other.output("reserve")
+        for backward in table.readers(reserve, "RNNBackward"):
+            inputs = tuple(layer.output("reserve") if ref == reserve else ref for ref in backward.node.inputs)
+            yield backward.node.with_attrs(algorithm=layer["algorithm"]).replace(inputs=inputs)
 
 
 def forward(builder: Builder, node: Node) -> None:
@@ -44,14 +69,17 @@ def _plan(builder: Builder, node: Node) -> RecurrentPlan:
 
 def _read(builder: Builder, node: Node) -> list[In]:
     """Data, parameters and initial states."""
-    names = OPERATORS[node.op].input_names(node)
+    names = operators.OPERATORS[node.op].input_names(node)
     return [In(builder.input(node, name) if name in names else None)
             for name in ("data", "parameters", "state", "state_cell")]
 
 
 def _output(builder: Builder, node: Node, role: str) -> Buffer | None:
     """None where the node has no such output."""
-    return builder.output(node, role) if role in OPERATORS[node.op].output_names(node) else None
+    return builder.output(node, role) if role in operators.OPERATORS[node.op].output_names(node) else None
+
+
+RULES = (("RNN", rnn_algorithm), ("RNNTrain", rnn_algorithm), ("RNNTrain", rnn_backward))
 
 
 LAUNCHES: Launches = {"RNN": forward, "RNNTrain": forward, "RNNBackward": backward}

@@ -1,4 +1,9 @@
-"""How quantised_conv_taps.cu divides a convolution in INT8 among the multiprocessors, and its shared memory."""
+"""Convolutions in INT8 of 3x3 and 1x1 over 64 channels or multiples of 128, on Hopper: pixels of a tile stay in shared
+memory for all taps and filters.
+
+    before    x, weight, multiplier, bias -> QuantisedConvolution `y`
+    after     x, weight, multiplier, bias -> QuantisedConvTaps `y`
+"""
 
 from __future__ import annotations
 
@@ -8,10 +13,16 @@ from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar
 
+from graph_passes.candidates import Candidate, Candidates
+from graph_passes.executors.cuda.builder import Builder, Launches, require
 from graph_passes.executors.cuda.device import Tiling
-from graph_passes.executors.cuda.kernel_library import Size
+from graph_passes.executors.cuda.kernel_library import HOPPER, Size, instance
 from graph_passes.executors.cuda.kernels.conv1x1_forward import SHARED_BYTES
-from graph_passes.operators import Shape
+from graph_passes.executors.cuda.kernels.quantised import Epilogue, require_tensor_cores
+from graph_passes.executors.cuda.operands import In, Out, Tiled
+from graph_passes.graph import Node
+from graph_passes.operators import Operator, Shape, window
+from graph_passes.operators.quantised import OPTIONAL_ADDEND, QUANTISED_CONVOLUTION, quantised_convolution_body
 
 FILTERS, PEERS = 64, 2  # FILTERS: that are multiplied at once; PEERS: blocks of a cluster
 # Eighths of the pixels that are multiplied at once, by the window and its stride.
@@ -24,6 +35,11 @@ END_CLOCKS = 80  # in which a team requantises 8 pixels of 64 filters, and has t
 MAX_TILE = 256  # pixels of a tile that the copy engine can be told of, in each direction
 
 
+def quantised_conv_taps(table: Candidates, convolution: Candidate) -> Iterator[Node]:
+    """Of QuantisedConvolution."""
+    yield convolution.node.derive("QuantisedConvTaps", convolution.node.name, convolution.node.inputs)
+
+
 class TappedImages(ctypes.Structure):
     """`TappedImages` of kernels/quantised_conv_taps.cu."""
 
@@ -33,7 +49,7 @@ class TappedImages(ctypes.Structure):
 
 
 @dataclass(frozen=True)
-class QuantisedTaps:
+class QuantisedConvTaps:
     """Images (N, H, W, C) in tiles of `rows` rows of the results of several images, multiplied by 8 * `eights` pixels;
     a block makes `groups` of 64 of the `filters`. `size`, `stride`: of the windows."""
 
@@ -52,7 +68,7 @@ class QuantisedTaps:
     @classmethod
     @cache
     def of(cls, shape: Shape, filters: int, size: int, stride: int, adds: bool,
-           num_multiprocessors: int) -> QuantisedTaps | None:
+           num_multiprocessors: int) -> QuantisedConvTaps | None:
         """The one that should be the fastest; None where none fits into a block, and a cluster for all filters on the
         GPU, and where it is not for these windows."""
         few, many = CHANNELS
@@ -66,7 +82,7 @@ class QuantisedTaps:
                    default=None, key=lambda way: (way.clocks(num_multiprocessors), -way.groups, -way.rows, way.results))
 
     @classmethod
-    def _all(cls, shape: Shape, filters: int, size: int, stride: int, adds: bool) -> Iterator[QuantisedTaps]:
+    def _all(cls, shape: Shape, filters: int, size: int, stride: int, adds: bool) -> Iterator[QuantisedConvTaps]:
         groups = -(-filters // FILTERS)
         for eights in EIGHTS[size, stride]:
             most = min(shape[1] // stride, 8 * eights // (shape[2] // stride + size // 2))
@@ -211,3 +227,31 @@ class QuantisedTaps:
         length = self.size**2 * self.shape[3]
         return Tiling((self.filters // 16, 2, 8, length), (16 * length, length, 2 * length),
                       (FILTERS // PEERS // 16, 2, 8, self.channels))
+
+
+def launch(builder: Builder, node: Node) -> None:
+    x, weight, y = builder.input(node, "data"), builder.input(node, "weight"), builder.output(node)
+    addend, (adds, relu, share) = builder.optional_input(node, "addend", "no_addend"), Epilogue.of(node)
+    filters, sms = y.shape[3], builder.gpu.num_multiprocessors
+    size, stride = window(node).kernel[0], window(node).stride[0]
+    is_plain = window(node) == ((size, size), (stride, stride), (size // 2, size // 2), (1, 1)) and y.dtype == "int8"
+    require_tensor_cores(builder, node, columns=FILTERS)
+    way = QuantisedConvTaps.of(x.shape, filters, size, stride, adds, sms) if is_plain else None
+    require(builder.gpu.capability == HOPPER and way is not None, node, "is not for the kernel of taps")
+    assert way
+    builder.launch(
+        node, "quantised_conv_taps.cu",
+        instance("quantised_conv_taps", size, stride, way.channels, way.eights, adds, relu), way.grid(sms), way.BLOCK,
+        Tiled(In(x), way.data), Tiled(In(weight), way.weights), Tiled(In(addend), way.output),
+        Tiled(Out(y, over=addend), way.output), In(builder.input(node, "multiplier")), In(builder.input(node, "bias")),
+        way.images, ctypes.c_int(filters), share, shared_bytes=way.shared_bytes,
+        flops=builder.problem("fprop", node, x, weight, y).flops)
+
+
+OPERATORS = (
+    Operator("QuantisedConvTaps", ("data", "weight", "multiplier", "bias", "addend"), attrs=QUANTISED_CONVOLUTION,
+             optional=OPTIONAL_ADDEND, form_of="QuantisedConvolution", body=quantised_convolution_body,
+             forward="Convolution", fused=True),
+)
+RULES = (("QuantisedConvolution", quantised_conv_taps),)
+LAUNCHES: Launches = {"QuantisedConvTaps": launch}

@@ -1,19 +1,36 @@
-"""The gradient of the weights of 3x3 convolutions over multiples of 64 channels, by conv3x3_weights.cu, which is for
-the matrix instructions of Hopper."""
+"""The gradient of the weights of 3x3 convolutions over multiples of 64 channels, with stride and padding 1.
+
+    before    dy, data -> ConvolutionWgrad `dw`
+    after     dy, data -> Conv3x3Weights `dw`
+
+In 16-bit types and NHWC; the kernel is for GPUs of the Hopper generation.
+"""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 
+from graph_passes.candidates import Candidate, Candidates
 from graph_passes.executors.cuda.builder import Builder, Launches, require
 from graph_passes.executors.cuda.device import Tiling
 from graph_passes.executors.cuda.kernel_library import HOPPER, Size
-from graph_passes.executors.cuda.kernels.conv1x1_backward import sum_parts
+from graph_passes.executors.cuda.kernels.conv3x3 import is_3x3
+from graph_passes.executors.cuda.kernels.norm_backward import sum_parts
 from graph_passes.executors.cuda.operands import In, Out, Tiled
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node
-from graph_passes.operators import Shape
-from graph_passes.passes.conv3x3_wgrad import CHANNELS
+from graph_passes.operators import Operator, Shape
+from graph_passes.operators.convolution import CONVOLUTION
+
+CHANNELS = 64  # of the data and of the output that a block works on: its part of the gradient fits into registers
+
+
+def conv3x3_weights(table: Candidates, wgrad: Candidate) -> Iterator[Node]:
+    """Of ConvolutionWgrad."""
+    data = table.shapes.get(wgrad.input("data"))
+    if is_3x3(wgrad.node) and data and not wgrad["num_filter"] % CHANNELS and not data[3] % CHANNELS:
+        yield wgrad.node.replace(op="Conv3x3Weights")
 
 
 class Ring(ctypes.Structure):
@@ -67,4 +84,10 @@ def wgrad(builder: Builder, node: Node) -> None:
     sum_parts(builder, node, parts, dw)
 
 
-LAUNCHES: Launches = {"Conv3x3Wgrad": wgrad}
+OPERATORS = (
+    Operator("Conv3x3Weights", ("out_grad", "data"), attrs=CONVOLUTION, outputs=("weight_grad",),
+             form_of="ConvolutionWgrad", body=lambda b: [b.wgrad(b["out_grad"], b["data"])], forward="Convolution",
+             fused=True),
+)
+RULES = (("ConvolutionWgrad", conv3x3_weights),)
+LAUNCHES: Launches = {"Conv3x3Weights": wgrad}
