@@ -126,12 +126,6 @@ def repeatable(table: Candidates) -> list[float]:
     return [_rank(each) for each in table]
 
 
-# Fusions that are taken without a clock: nothing else makes fewer nodes of the same sums.
-_FIRST = ("StemFprop", "StemWgrad", "BatchNormPairApply", "BatchNormPairBackwardReduce",
-          "BatchNormPairBackwardApply", "BatchNormBackwardApplyAdd", "BatchNormReluBackwardApplyAdd",
-          "BiasAdd", "BiasRelu", "BiasAddRelu", "Convolution")
-
-
 # Of a convolution in INT8, the one that is faster at most shapes first.
 _IN_INT8 = ("QuantisedConvTaps", "QuantisedConvSquares", *(f"QuantisedConv {tile}" for tile in quantised_conv.TILES),
             *(f"QuantisedConvStream {tile}" for tile in quantised_conv_stream.TILES), "QuantisedConvolution")
@@ -146,4 +140,4 @@ def _rank(each: Candidate) -> float:
         return 1.0 + _OWN * _IN_INT8.index(each.label)
     ends = ("ConvolutionRelu", "ConvolutionAddRelu")
     has_bias = each.op in ends or (each.op == "Convolution" and not each["no_bias"])
-    return 1.0 if (each.label in _FIRST or not each.is_fused) and not has_bias else math.inf
+    return 1.0 if (not each.is_fused or OPERATORS[each.op].repeatable) and not has_bias else math.inf

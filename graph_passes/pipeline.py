@@ -1,12 +1,12 @@
-"""From a network to the graph that runs: the ordered lists of passes, and the rules of fusions, that everybody uses.
+"""From a network to the graph that runs: the ordered lists of passes, which everybody uses.
 
     step = training_step(graph, {"data": (256, 224, 224, 3), "softmax_label": (256,)}, "float16", fewest)
     network = inference(graph, "float16", fewest)
 
 The passes of a list rewrite the graph, one after the other. The one named `cover` fuses: it lists all candidates by
-the rules (`candidates.py`) and takes those of the least total price (`cover.py`), so the order of the rules decides
-nothing. Executors, the memory check, `python -m graph_passes show` and the tests call these. To add a pass or a rule is
-one line here.
+the rules of the kernels (`executors/cuda/kernels/`) and takes those of the least total price (`cover.py`), so the order
+of the rules decides nothing. Executors, the memory check, `python -m graph_passes show` and the tests call these. To add
+a pass is one line here.
 """
 
 from __future__ import annotations

@@ -29,7 +29,6 @@ from graph_passes.operators.base import (
     sum_over_others,
 )
 from graph_passes.operators.body import Body
-from graph_passes.operators.elementwise import relu
 from graph_passes.operators.windows import LAYOUT, Places, as_layout, nhwc, output_size, window
 
 # --- shapes ---
@@ -61,27 +60,10 @@ def _with_statistics(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes
     return [data, weight], [output, (2, node["num_filter"])]
 
 
-def _with_epilogue(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
-    data = known(node, shapes)
-    weight, output = convolution_shapes(node, data)
-    return [data, weight, (node["num_filter"],), *[output] * (len(shapes) - 3)], [output]
-
-
 def stem_pooled_shape(shape: Shape) -> Shape:
     """Of `stem_pooled`."""
     images, height, width, channels = shape
     return images, (height + 1) // 2, (width + 1) // 2, channels
-
-
-def _wgrad(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
-    data = known(node, shapes, 1)
-    weight, output = convolution_shapes(node, data)
-    return [output, data], [weight]
-
-
-def _dgrad(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
-    weight, output = convolution_shapes(node, node["data_shape"])
-    return [output, weight], [node["data_shape"]]
 
 
 def _bias_grad(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
@@ -205,24 +187,21 @@ OPERATORS = (
         gradient=weighted_gradient,
         numpy_gradient=_numpy_gradient,
         body=partial(convolution_body, relu=False),
+        repeatable=True,
     ),
     Operator(
         "ConvolutionWgrad",
         ("out_grad", "data"),
-        _wgrad,
-        lambda node, dy, x: [convolution_wgrad(node, dy, x)],
-        CONVOLUTION,
-        ("weight_grad",),
+        attrs=CONVOLUTION,
+        outputs=("weight_grad",),
         forward="Convolution",
         body=lambda b: [b.wgrad(b["out_grad"], b["data"])],
     ),
     Operator(
         "ConvolutionDgrad",
         ("out_grad", "weight"),
-        _dgrad,
-        lambda node, dy, weight: [convolution_dgrad(node, dy, weight, node["data_shape"])],
-        CONVOLUTION | DATA_SHAPE,
-        ("data_grad",),
+        attrs=CONVOLUTION | DATA_SHAPE,
+        outputs=("data_grad",),
         forward="Convolution",
         body=lambda b: [b.dgrad(b["out_grad"], b["weight"])],
     ),
@@ -250,9 +229,7 @@ OPERATORS = (
     Operator(
         "ConvolutionRelu",
         ("data", "weight", "bias"),
-        _with_epilogue,
-        lambda node, *inputs: [relu(convolution(node, *inputs))],
-        CONVOLUTION,
+        attrs=CONVOLUTION,
         forward="Convolution",
         fused=True,
         body=partial(convolution_body, relu=True),
@@ -260,9 +237,7 @@ OPERATORS = (
     Operator(
         "ConvolutionAddRelu",
         ("data", "weight", "bias", "addend"),
-        _with_epilogue,
-        lambda node, x, weight, bias, addend: [relu(convolution(node, x, weight, bias) + addend)],
-        CONVOLUTION,
+        attrs=CONVOLUTION,
         forward="Convolution",
         fused=True,
         body=partial(convolution_body, relu=True),

@@ -52,7 +52,7 @@ from graph_passes.operators.convolution import (
 )
 from graph_passes.operators.dropout import dropped
 from graph_passes.operators.elementwise import relu
-from graph_passes.operators.quantised import LARGEST, int8_convolution, saturated
+from graph_passes.operators.quantised import LARGEST, add_rescaled, int8_convolution, rescaled, saturated
 
 _SUMS = ("gamma_grad", "beta_grad")
 
@@ -147,10 +147,10 @@ class _Arrays(Body):
         return stem_pooled(x, -LARGEST if x.dtype == np.int8 else -np.inf)
 
     def rescaled(self, sums: Array, multiplier: Array) -> Array:
-        return sums.astype(np.float32) * along_axis(multiplier, _channel_axis(self.node), sums.ndim).astype(np.float32)
+        return rescaled(sums, along_axis(multiplier, _channel_axis(self.node), sums.ndim))
 
     def add_rescaled(self, x: Array, addend: Array, ratio: float) -> Array:
-        return x + addend.astype(np.float32) * np.float32(ratio)
+        return add_rescaled(x, addend, ratio)
 
     def saturated(self, x: Array) -> Array:
         return saturated(x)

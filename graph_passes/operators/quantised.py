@@ -27,14 +27,12 @@ from graph_passes.operators.base import (
     Operator,
     Shape,
     Shapes,
-    along_axis,
     boolean,
-    channel_axis,
     integers,
     known,
 )
 from graph_passes.operators.body import Body
-from graph_passes.operators.convolution import CONVOLUTION, convolution_shapes
+from graph_passes.operators.convolution import CONVOLUTION
 from graph_passes.operators.elementwise import elementwise, relu
 from graph_passes.operators.fully_connected import FULLY_CONNECTED, fully_connected_shapes
 from graph_passes.operators.pooling import POOLING, max_pooling, pooled_shape, pooling_body
@@ -46,12 +44,6 @@ LARGEST = 127  # and -127: symmetric, so that a product with -1 cannot overflow
 _EXACT_IN_FP32 = 2**24 // LARGEST**2
 
 # --- shapes ---
-
-
-def _convolution(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
-    data = known(node, shapes)
-    weight, output = convolution_shapes(node, data)
-    return [data, weight, *[(node["num_filter"],)] * 2, *[output] * (len(shapes) - 4)], [output]
 
 
 def _fully_connected(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
@@ -134,6 +126,16 @@ def dequantised(x: Array, scale: float) -> Array:
     return x.astype(np.float32) * np.float32(scale)
 
 
+def rescaled(accumulator: Array, multiplier: Array) -> Array:
+    """Exact sums in another unit: the fp32 product."""
+    return accumulator.astype(np.float32) * multiplier.astype(np.float32)
+
+
+def add_rescaled(v: Array, addend: Array, ratio: float) -> Array:
+    """The fp32 sum with an int8 addend whose unit is `ratio` of v's."""
+    return v + addend.astype(np.float32) * np.float32(ratio)
+
+
 def requantised(node: NodeView, accumulator: Array, multiplier: Array, addend: Array | None = None) -> Array:
     """The epilogue: an int32 accumulator in the unit of the node's output, all in fp32.
 
@@ -147,9 +149,9 @@ def requantised(node: NodeView, accumulator: Array, multiplier: Array, addend: A
         multiplier: fp32, data_scale * weight_scale / scale, which broadcasts to the accumulator.
         addend: int8, of the accumulator's shape.
     """
-    v = accumulator.astype(np.float32) * multiplier.astype(np.float32)
+    v = rescaled(accumulator, multiplier)
     if addend is not None:
-        v = v + addend.astype(np.float32) * np.float32(node["addend_scale"] / node["scale"])
+        v = add_rescaled(v, addend, node["addend_scale"] / node["scale"])
     if node.get("relu", False):
         v = relu(v)
     return saturated(v) if node["dtype"] == "int8" else v
@@ -173,13 +175,6 @@ def _products(a: Array, b: Array) -> Array:
     parts = [slice(start, start + _EXACT_IN_FP32) for start in range(0, a.shape[-1], _EXACT_IN_FP32)]
     return sum(((a[..., part].astype(np.float32) @ b[..., part, :].astype(np.float32)).astype(np.int32)
                 for part in parts), start=np.zeros((), np.int32))
-
-
-def _quantised_convolution(node: NodeView, x: Array, weight: Array, multiplier: Array, bias: Array,
-                           addend: Array | None = None) -> list[Array]:
-    axis = channel_axis(node["layout"])
-    accumulator = int8_convolution(node, x, weight) + along_axis(bias, axis, 4)
-    return [requantised(node, accumulator, along_axis(multiplier, axis, 4), addend)]
 
 
 def _quantised_pooling(node: NodeView, x: Array) -> list[Array]:
@@ -253,9 +248,8 @@ OPERATORS = (
     Operator("Dequantise", ("data",), elementwise, lambda node, x: [dequantised(x, node["data_scale"])],
              {"data_scale": SCALE, "dtype": Attribute(str, "float32")}),
     # multiplier: data_scale * weight_scale / scale, fp32 of each channel. Then bias, addend and ReLU: `requantised`.
-    Operator("QuantisedConvolution", ("data", "weight", "multiplier", "bias", "addend"), _convolution,
-             _quantised_convolution,
-             QUANTISED_CONVOLUTION, optional=OPTIONAL_ADDEND, forward="Convolution", fused=True,
+    Operator("QuantisedConvolution", ("data", "weight", "multiplier", "bias", "addend"),
+             attrs=QUANTISED_CONVOLUTION, optional=OPTIONAL_ADDEND, forward="Convolution", fused=True,
              body=quantised_convolution_body),
     # Of the maximum `scale` is `data_scale`: the same integers. A mean is the exact sum, times
     # fp32(data_scale / scale / pixels of the window).

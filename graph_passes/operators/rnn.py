@@ -343,7 +343,7 @@ _ATTRIBUTES = {
     "lstm_state_clip_min": _unsupported("lstm_state_clip_min", "clip gradients in the optimizer"),
     "lstm_state_clip_max": _unsupported("lstm_state_clip_max", "clip gradients in the optimizer"),
     "use_sequence_length": _unsupported("use_sequence_length", "give sequences of one length"),
-    "algorithm": Attribute(one_of(*ALGORITHMS), ALGORITHMS[0]),  # ours: cuDNN's, which the pass `rnn_algorithm` chooses
+    "algorithm": Attribute(one_of(*ALGORITHMS), ALGORITHMS[0]),  # ours: cuDNN's, which the cover chooses
 }
 _INPUTS = ("data", "parameters", "state", "state_cell")
 _OUTPUTS = ("output", "state_output", "statecell_output")

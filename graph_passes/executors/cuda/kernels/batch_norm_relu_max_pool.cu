@@ -3,7 +3,7 @@
 //
 // `winner` is the position of the maximum in its window (row * 3 + column). It is NOBODY if no value is above 0: ReLU then
 // lets no gradient through. `x_winner` is x at that position, so that the sums of the backward pass need not search for it.
-#include "batch_norm_pool.cuh"
+#include "batch_norm_relu_max_pool.cuh"
 
 constexpr int STRIP = 8;  // output rows that a thread of the forward pass computes
 

@@ -38,7 +38,7 @@ from graph_passes.operators.body import Body
 from graph_passes.operators.pooling import POOLING, max_pooling, max_pooling_backward, pooled_shape
 from graph_passes.operators.windows import Places
 
-NOBODY = 255  # of batch_norm_pool.cuh
+NOBODY = 255  # of batch_norm_relu_max_pool.cuh
 WINDOW = {"kernel": (3, 3), "stride": (2, 2), "pad": (1, 1)}  # of the pooling
 STRIP = 8  # rows of the output that a thread makes
 
@@ -158,7 +158,7 @@ def backward_apply_body(b: Body) -> list[Any]:
 
 
 class Image(ctypes.Structure):
-    """`Image` of batch_norm_pool.cuh."""
+    """`Image` of batch_norm_relu_max_pool.cuh."""
 
     _fields_ = tuple((name, ctypes.c_int) for name in ("height", "width", "out_height", "out_width"))
 

@@ -36,6 +36,6 @@ def launch(builder: Builder, node: Node) -> None:
                    flops=builder.problem("fprop", node, x, w, y).flops)
 
 
-OPERATORS = (dataclasses.replace(STEM_FPROP, name="StemForward", form_of="StemFprop"),)
+OPERATORS = (dataclasses.replace(STEM_FPROP, name="StemForward", form_of="StemFprop", repeatable=False),)
 RULES = (("BatchNormStatistics", stem_forward),)
 LAUNCHES: Launches = {"StemForward": launch}

@@ -72,6 +72,6 @@ def launch(builder: Builder, node: Node) -> None:
     sum_shares(builder, node, shares, blocks)
 
 
-OPERATORS = (dataclasses.replace(STEM_WGRAD, name="StemWeights", form_of="StemWgrad"),)
+OPERATORS = (dataclasses.replace(STEM_WGRAD, name="StemWeights", form_of="StemWgrad", repeatable=False),)
 RULES = (("ConvolutionWgrad", stem_weights),)
 LAUNCHES: Launches = {"StemWeights": launch}

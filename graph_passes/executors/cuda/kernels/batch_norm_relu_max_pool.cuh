@@ -1,5 +1,5 @@
 // The gradient at the input of BatchNorm + ReLU + 3x3 max pooling with stride 2. Shared by the kernel that writes it and by
-// those that consume it at once. See batch_norm_pool.cu.
+// those that consume it at once. See batch_norm_relu_max_pool.cu.
 #pragma once
 #include "batch_norm.cuh"
 
