@@ -4,9 +4,9 @@
     network = inference(graph, "float16", fewest)
 
 The passes of a list rewrite the graph, one after the other. The one named `cover` fuses: it lists all candidates by
-the rules of the kernels (`executors/cuda/kernels/`) and takes those of the least total price (`cover.py`), so the order
-of the rules decides nothing. Executors, the memory check, `python -m graph_passes show` and the tests call these. To add
-a pass is one line here.
+the rules of the kernels (`executors/cuda/kernels/`) and takes those of the least total price (`cover.py`), so the
+order of the rules decides nothing. Executors, the memory check, `python -m graph_passes show` and the tests call these.
+To add a pass is one line here.
 """
 
 from __future__ import annotations

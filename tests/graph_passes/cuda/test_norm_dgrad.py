@@ -8,7 +8,7 @@ import ctypes
 import numpy as np
 import pytest
 from gpu_arrays import PRECISION, Device, relative_error, rounded
-from test_conv1x1_backward import STORED, check_sums
+from test_dgrad_reduce import STORED, check_sums
 from test_kernels import BatchNormCase
 
 from graph_passes.executors.cuda.kernels.norm_dgrad import NormDgrad
