@@ -133,15 +133,16 @@ class _Arrays(Body):
         return [to_saved(self.node, batch), *running_statistics(self.node, Statistics(*running), batch)]
 
     def normalised(self, saved: Array, suffix: str = "") -> Array:
-        return scaled(self.node, *self.all(*(f"{role}{suffix}" for role in ("data", "gamma", "beta"))), saved)
+        data, gamma, beta = self.all(*(f"{role}{suffix}" for role in ("data", "gamma", "beta")))
+        return scaled(self.node, data, gamma, beta, saved)
 
     def norm_sums(self, gradient: Array, data: Array, saved: Array) -> list[Array]:
         return [*gradient_sums(self.node, gradient, data, saved)]
 
     def norm_grad(self, gradient: Array, suffix: str = "") -> Array:
-        given = self.all(*(f"{role}{suffix}" for role in ("data", "gamma", "saved")))
-        dgamma, dbeta = self.all(*(f"{role}{suffix}" for role in _SUMS))
-        return data_gradient(self.node, gradient, *given, (dgamma, dbeta))
+        data, gamma, saved, *sums = self.all(*(f"{role}{suffix}" for role in ("data", "gamma", "saved", *_SUMS)))
+        dgamma, dbeta = sums
+        return data_gradient(self.node, gradient, data, gamma, saved, (dgamma, dbeta))
 
     def max_of_3x3(self, x: Array) -> Array:
         return stem_pooled(x, -LARGEST if x.dtype == np.int8 else -np.inf)
