@@ -181,7 +181,6 @@ OPTIONAL_SIZES = Attribute(integers, ())
 DATA_SHAPE = {"data_shape": Attribute(integers)}  # of the forward operator's data: the gradient's shape does not tell
 # Two gradients of one tensor: `out_grad_2` is added to `out_grad` while it is read, unless there is a `single_grad`.
 SINGLE_GRAD = {"single_grad": TRUE}
-WAY = {"way": Attribute(str, "")}  # by which kernel a device computes it, as the pass has chosen
 SECOND_GRAD = {"out_grad_2": "single_grad"}
 # With a `grad_stride` the second is compact (passes/compact_grad.py): of images in NHWC it has the pixels whose row and
 # column are multiples of that stride, and is 0 elsewhere.
@@ -212,13 +211,6 @@ def channel_axis(layout: str) -> int:
     return layout.index("C")
 
 
-def second_grad_shape(node: NodeView, data: Shape) -> Shapes:
-    """Of `out_grad_2`, if there is one."""
-    if node["single_grad"]:
-        return []
-    return [compact_shape(data, node["grad_stride"]) if node["grad_stride"] else data]
-
-
 def compact_shape(data: Shape, stride: Sequence[int]) -> Shape:
     """Of the pixels whose row and column are multiples of the stride."""
     images, *size, channels = data
@@ -227,11 +219,6 @@ def compact_shape(data: Shape, stride: Sequence[int]) -> Shape:
 
 
 # --- NumPy ---
-
-
-def second_grad(node: NodeView, inputs: Sequence[Array], shape: Shape) -> Array | None:
-    """`out_grad_2`, the last of the inputs, if there is one, with all of its pixels."""
-    return None if node["single_grad"] else with_all_pixels(node, inputs[-1], shape)
 
 
 def with_all_pixels(node: NodeView, compact: Array, shape: Shape) -> Array:

@@ -22,7 +22,7 @@ from graph_passes.errors import TransientError
 from graph_passes.executors import reference
 from graph_passes.executors.cuda import compiled, network, prices, toolchain
 from graph_passes.executors.cuda.executor import CudaExecutor
-from graph_passes.executors.cuda.kernels.quantised_conv_squares import RESERVED_BYTES
+from graph_passes.executors.cuda.kernels.quantised import RESERVED_BYTES
 from graph_passes.executors.cuda.kernels.quantised_conv_stream import MULTIPROCESSOR_SHARED_BYTES, Stream
 from graph_passes.executors.cuda.kernels.quantised_conv_taps import QuantisedConvTaps
 from graph_passes.executors.cuda.kernels.quantised_pair import QuantisedPair

@@ -245,8 +245,6 @@ OPERATORS = (
              body=backward_apply_body, forward="BatchNormRelu", repeatable=True, fused=True),
 )
 RULES = (("elemwise_add", norm_grad_add),)
-
-
 LAUNCHES: Launches = {
     "BatchNorm": inference,
     "BatchNormRelu": inference,

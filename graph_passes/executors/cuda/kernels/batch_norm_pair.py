@@ -189,8 +189,6 @@ OPERATORS = (
 )
 RULES = (("BatchNormAddReluApply", forward), ("BatchNormBackwardReduce", reduction),
          ("BatchNormBackwardApply", backward))
-
-
 LAUNCHES: Launches = {
     "BatchNormPairApply": apply,
     "BatchNormPairBackwardReduce": backward_reduce,

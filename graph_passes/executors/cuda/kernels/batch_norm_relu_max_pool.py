@@ -226,8 +226,6 @@ OPERATORS = (
     Operator("BatchNormReluMaxPoolBackwardApply", BACKWARD, backward_apply_shapes, compute_backward_apply,
              POOLING | ATTRIBUTES, ("data_grad",), body=backward_apply_body, forward="BatchNormRelu", fused=True),
 )
-
-
 LAUNCHES: Launches = {
     "BatchNormReluMaxPool": apply,
     "BatchNormReluMaxPoolBackwardReduce": backward_reduce,

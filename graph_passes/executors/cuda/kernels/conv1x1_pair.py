@@ -130,6 +130,4 @@ OPERATORS = (
              forward="Convolution", fused=True),
 )
 RULES = (("ConvolutionAddRelu", conv1x1_pair),)
-
-
 LAUNCHES: Launches = {"Conv1x1Pair": pair}

@@ -97,8 +97,6 @@ def dgrad(builder: Builder, node: Node) -> None:
 
 
 RULES = (("BatchNormStatistics", conv_statistics),)
-
-
 LAUNCHES: Launches = {
     "Convolution": forward,
     "ConvolutionStatistics": statistics,

@@ -81,8 +81,6 @@ def initial_zeros(builder: Builder, node: Node) -> None:
 
 
 RULES = tuple((op, bias_alone) for op in ("Convolution", "ConvolutionRelu", "ConvolutionAddRelu"))
-
-
 LAUNCHES: Launches = {
     "relu": relu,
     "Activation": relu,

@@ -34,8 +34,6 @@ from graph_passes.operators.batch_norm import RUNNING
 from graph_passes.operators.body import Body
 
 STREAMED = 256  # so many columns of which weights are streamed
-
-
 _OPS = {"BatchNormAddReluApply": "NormConv1x1", "BatchNormPairApply": "NormConv1x1Pair"}
 
 

@@ -21,6 +21,7 @@ from graph_passes.operators.quantised import SQUARE_CHANNELS, squares
 
 TILE_VECTOR = 16  # channels that kernels of convolutions read at once
 CHUNK = 128  # bytes of a reduction that they multiply at once
+RESERVED_BYTES = 1 << 10  # of shared memory, of each block: not asked for
 
 
 class Geometry(ctypes.Structure):

@@ -25,8 +25,6 @@ from graph_passes.operators.quantised import OPTIONAL_ADDEND, QUANTISED_CONVOLUT
 TILES = {f"{groups}x{columns}": (groups, columns)
          for groups, columns in ((2, 128), (2, 64), (4, 128), (2, 256), (1, 128))}
 TILE = {"tile": Attribute(str)}
-
-
 TILE_CHANNELS = (16, 32, 64)  # that the kernel takes beside multiples of CHUNK
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from graph_passes.candidates import Candidate, Candidates
 from graph_passes.executors.cuda.builder import Builder, Launches, require
 from graph_passes.executors.cuda.kernel_library import HOPPER, count, instance
-from graph_passes.executors.cuda.kernels.quantised import CHUNK, Epilogue, require_tensor_cores
+from graph_passes.executors.cuda.kernels.quantised import CHUNK, RESERVED_BYTES, Epilogue, require_tensor_cores
 from graph_passes.executors.cuda.operands import In, Out
 from graph_passes.graph import Node
 from graph_passes.operators import Operator, window
@@ -26,7 +26,6 @@ from graph_passes.operators.quantised import (
 
 ROWS, STAGES, BLOCKS = 128, 3, 3  # blocks on a multiprocessor
 COLUMNS = {64: 64, 128: 128}  # of a block for 3x3 over so many channels, which the kernel takes too; else 64
-RESERVED_BYTES = 1 << 10  # of shared memory, of each block: not asked for
 
 
 def quantised_conv_squares(table: Candidates, convolution: Candidate) -> Iterator[Node]:

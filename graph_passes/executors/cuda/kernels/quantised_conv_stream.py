@@ -22,7 +22,14 @@ from graph_passes.candidates import Candidate, Candidates
 from graph_passes.executors.cuda.builder import Builder, Launches, require
 from graph_passes.executors.cuda.kernel_library import HOPPER, count, instance
 from graph_passes.executors.cuda.kernels.conv1x1_forward import TILE_ROWS, Tiles
-from graph_passes.executors.cuda.kernels.quantised import CHUNK, TILE_VECTOR, Epilogue, Geometry, require_tensor_cores
+from graph_passes.executors.cuda.kernels.quantised import (
+    CHUNK,
+    RESERVED_BYTES,
+    TILE_VECTOR,
+    Epilogue,
+    Geometry,
+    require_tensor_cores,
+)
 from graph_passes.executors.cuda.kernels.quantised_conv import TILE
 from graph_passes.executors.cuda.operands import In, Out, Tiled
 from graph_passes.graph import Node
@@ -38,13 +45,11 @@ from graph_passes.operators.quantised import (
 
 # The teams of a block, and the columns that it makes.
 TILES = {f"{teams}x{columns}": (teams, columns) for teams, columns in ((2, 128), (2, 256), (4, 128))}
-
-
 STRIDES = ((1, 1), (2, 2))  # of the shortcut
 STAGES, COLUMNS = 12, 256  # at most
 TEAM_THREADS = 160  # four warps that multiply, one that starts copies
 FACTOR_BYTES, BARRIER_BYTES = 12, 288  # of its Control: of each filter, and of each team
-MULTIPROCESSOR_SHARED_BYTES, RESERVED_BYTES = 228 << 10, 1 << 10  # Hopper's; what is not asked for, of each block
+MULTIPROCESSOR_SHARED_BYTES = 228 << 10  # Hopper's
 
 
 def quantised_conv_stream(table: Candidates, convolution: Candidate) -> Iterator[Node]:

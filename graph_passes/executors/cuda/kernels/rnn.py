@@ -80,6 +80,4 @@ def _output(builder: Builder, node: Node, role: str) -> Buffer | None:
 
 
 RULES = (("RNN", rnn_algorithm), ("RNNTrain", rnn_algorithm), ("RNNTrain", rnn_backward))
-
-
 LAUNCHES: Launches = {"RNN": forward, "RNNTrain": forward, "RNNBackward": backward}
