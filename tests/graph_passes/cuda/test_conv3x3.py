@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gpu_arrays import PRECISION, Device, relative_error, rounded
-from test_kernels import BatchNormCase
+from test_batch_norm import BatchNormCase
 from test_norm_conv1x1 import EPS, MOMENTUM, Norm
 
 from graph_passes import Node

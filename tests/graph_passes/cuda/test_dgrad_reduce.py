@@ -8,7 +8,7 @@ import ctypes
 import numpy as np
 import pytest
 from gpu_arrays import PRECISION, Device, relative_error, rounded
-from test_kernels import COMPACT, BatchNormCase, SecondGrad
+from test_batch_norm import COMPACT, BatchNormCase, SecondGrad
 
 from graph_passes.executors.cuda.device import Tiling
 from graph_passes.executors.cuda.kernels.batch_norm import FastDivisor, Grid

@@ -8,8 +8,8 @@ import ctypes
 import numpy as np
 import pytest
 from gpu_arrays import PRECISION, Device, relative_error, rounded
+from test_batch_norm import BatchNormCase
 from test_dgrad_reduce import STORED, check_sums
-from test_kernels import BatchNormCase
 
 from graph_passes.executors.cuda.kernels.norm_dgrad import NormDgrad
 from graph_passes.executors.cuda.kernels.norm_stream import STREAMED_BLOCK

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gpu_arrays import PRECISION, Device, relative_error, rounded
-from test_kernels import NOTHING_DROPPED
+from test_batch_norm import NOTHING_DROPPED
 
 from common.disk_cache import Cache
 from graph_passes import GraphError
