@@ -377,7 +377,7 @@ def _fprop(node: Node, given: Named, written: Named, rng: np.random.Generator) -
     patches = patches.reshape(PIXELS, -1, groups, weight.shape[3]).swapaxes(1, 2).reshape(PIXELS, -1)
     wanted, norm = _grouped_product(patches, weight.reshape(groups, len(weight) // groups, -1).swapaxes(1, 2), groups)
     error = _summed(math.prod(weight.shape[1:]), norm)
-    if node.op.startswith("BatchNorm"):
+    if node.op.startswith("Norm"):  # of what a BatchNorm gives on the chip
         error = error + _rounded_terms(norm, given["weight"].dtype)
     if "bias" in given:
         wanted, error = wanted + given["bias"], error + FEW * UNIT * np.abs(given["bias"])

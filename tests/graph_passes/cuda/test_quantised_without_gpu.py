@@ -253,7 +253,7 @@ def test_pairs_of_convolutions_change_no_integer(name: str, pairs: int, summed: 
     case = quantised(name, 2, 33, rng)
     graph = pipeline.run(pipeline.quantised_passes("float32", case.scales, case.kept), case.network)
     paired = pipeline.cover(graph, preferring(UNFUSED if not summed else fewest, *PAIRS[: 1 + summed]))
-    made = [node for node in paired if node.op.endswith("Pair")]
+    made = [node for node in paired if node.op in PAIRS]
     sums = sum(node.op == "QuantisedPairSum" for node in made)
     assert (len(made), sums) == (pairs, 4 if summed and pairs else 0)
     assert Graph.from_json(paired.to_json()) == paired and pipeline.cover(graph, UNFUSED) == graph

@@ -316,7 +316,8 @@ def check_every_tensor(cache: Path, name: str, network: models.network.Network, 
             if is_float:
                 # What is left of terms that cancel is as far off as the terms are: the sums of v2's stem vanish, as a
                 # BatchNorm follows, whose gradient is orthogonal to what it reads. The terms' size is that of dy.
-                terms = 0.1 * np.linalg.norm(inputs[0]) if node.op.endswith("BackwardReduce") else 0.0
+                is_sum = node.op.startswith("BatchNorm") and node.op.endswith("BackwardReduce")
+                terms = 0.1 * np.linalg.norm(inputs[0]) if is_sum else 0.0
                 size = max(np.linalg.norm(wanted), terms, 1e-30)
                 errors[ref] = float(min(np.linalg.norm(device[ref] - answer) for answer in of_output) / size)
             else:
