@@ -62,6 +62,11 @@ class Candidate:
 Rule = Callable[["Candidates", Candidate], Iterable[Node]]  # what can be computed in place of a candidate and others
 
 
+def form(op: str, fits: Callable[[Node], bool] = lambda node: True) -> Rule:
+    """The rule of an operator that computes what another one does, from the same inputs, where that one `fits`."""
+    return lambda table, other: [other.node.replace(op=op)] if fits(other.node) else []
+
+
 class Candidates:
     """The table. `shapes`: of tensors of the graph, where the caller knows them."""
 

@@ -38,7 +38,7 @@ from graph_passes.operators.dropout import FACTORS, dropping
 _SAME = ("eps", "momentum", "fix_gamma", "axis")  # what both must agree in
 
 
-def forward(table: Candidates, norm: Candidate) -> Iterator[Node]:
+def pair(table: Candidates, norm: Candidate) -> Iterator[Node]:
     """Of a BatchNormAddReluApply."""
     factors = [] if norm["no_factors"] else [norm.input("factors")]
     for shortcut in table.makers(norm.input("addend"), "BatchNormApply"):
@@ -47,7 +47,7 @@ def forward(table: Candidates, norm: Candidate) -> Iterator[Node]:
             yield norm.node.derive("BatchNormPairApply", norm.node.name, inputs)
 
 
-def reduction(table: Candidates, other: Candidate) -> Iterator[Node]:
+def pair_of_reductions(table: Candidates, other: Candidate) -> Iterator[Node]:
     """Of the shortcut's BatchNormBackwardReduce."""
     for one in table.makers(other.input("out_grad"), "BatchNormAddReluBackwardReduce"):
         if other["single_grad"] and _agree(one, other):
@@ -57,7 +57,7 @@ def reduction(table: Candidates, other: Candidate) -> Iterator[Node]:
                                   (one.input("out_grad"), one.input("mask"), *both, *last))
 
 
-def backward(table: Candidates, other: Candidate) -> Iterator[Node]:
+def pair_of_gradients(table: Candidates, other: Candidate) -> Iterator[Node]:
     """Of the shortcut's BatchNormBackwardApply: the one that does not read the data of the sum's BatchNorm."""
     gradient = other.input("masked_grad")
     for reduction in table.makers(gradient, "BatchNormAddReluBackwardReduce"):
@@ -187,8 +187,8 @@ OPERATORS = (
              in_place={"data_grad": ("masked_grad",)}, body=_backward_apply_body, forward="BatchNormAddRelu",
              repeatable=True, fused=True),
 )
-RULES = (("BatchNormAddReluApply", forward), ("BatchNormBackwardReduce", reduction),
-         ("BatchNormBackwardApply", backward))
+RULES = (("BatchNormAddReluApply", pair), ("BatchNormBackwardReduce", pair_of_reductions),
+         ("BatchNormBackwardApply", pair_of_gradients))
 LAUNCHES: Launches = {
     "BatchNormPairApply": apply,
     "BatchNormPairBackwardReduce": backward_reduce,

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
-from graph_passes.candidates import Candidate, Candidates
+from graph_passes.candidates import Candidate, Candidates, form
 from graph_passes.executors.cuda.builder import Builder, Launches, require, require_hopper, rows_and_channels
 from graph_passes.executors.cuda.device import Tiling
 from graph_passes.executors.cuda.kernel_library import Size, count
@@ -55,10 +55,8 @@ def is_own(convolution: Node) -> bool:
     return is_product(convolution) or is_product(convolution, stride=(2, 2))
 
 
-def alone(table: Candidates, fused: Candidate) -> Iterator[Node]:
-    """Of a convolution with bias, and what is fused with it."""
-    if not fused["no_bias"] and is_own(fused.node):
-        yield fused.node.replace(op=fused.op.replace("Convolution", "Conv1x1Forward"))
+def _has_bias(convolution: Node) -> bool:
+    return is_own(convolution) and not convolution["no_bias"]
 
 
 def of_two(table: Candidates, last: Candidate) -> Iterator[Node]:
@@ -248,6 +246,6 @@ OPERATORS = (
     Operator("Conv1x1ForwardSumRelu", (*_INPUTS, *(f"{name}_2" for name in _INPUTS)), attrs=CONVOLUTION, body=_sum_body,
              forward="Convolution", fused=True),
 )
-RULES = (*((op, alone) for op in ("Convolution", "ConvolutionRelu", "ConvolutionAddRelu")),
+RULES = (*((each.form_of, form(each.name, _has_bias)) for each in OPERATORS if each.form_of),
          ("ConvolutionAddRelu", of_two))
 LAUNCHES: Launches = {operator.name: forward for operator in OPERATORS}

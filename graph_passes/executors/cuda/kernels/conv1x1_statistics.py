@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from graph_passes.candidates import Candidate, Candidates
+from graph_passes.candidates import Candidate, Candidates, form
 from graph_passes.executors.cuda.builder import Builder, Launches, require, rows_and_channels
 from graph_passes.executors.cuda.device import Tiling
 from graph_passes.executors.cuda.kernel_library import Size, count
@@ -36,7 +36,6 @@ from graph_passes.executors.cuda.kernels.conv1x1_forward import (
     is_product,
     tiles_of,
 )
-from graph_passes.executors.cuda.kernels.convolution import with_statistics
 from graph_passes.executors.cuda.operands import In, Out, Tiled
 from graph_passes.graph import Node
 from graph_passes.operators import Operator
@@ -45,13 +44,6 @@ from graph_passes.operators.batch_norm import ATTRIBUTES, RUNNING
 from graph_passes.operators.batch_norm_halves import apply_body
 from graph_passes.operators.body import Body
 from graph_passes.operators.convolution import CONVOLUTION
-
-
-def conv1x1_statistics(table: Candidates, sums: Candidate) -> Iterator[Node]:
-    """Of BatchNormStatistics."""
-    for convolution in with_statistics(table, sums):
-        if is_own(convolution.node):
-            yield convolution.node.derive("Conv1x1Statistics", convolution.node.name, convolution.node.inputs)
 
 
 def norm_relu_conv1x1(table: Candidates, norm: Candidate) -> Iterator[Node]:
@@ -141,5 +133,5 @@ OPERATORS = (
              outputs=("output", "saved", *RUNNING, "convolved", "sums"), aux=RUNNING, body=norm_body,
              forward="BatchNormRelu", fused=True),
 )
-RULES = (("BatchNormStatistics", conv1x1_statistics), ("BatchNormReluApply", norm_relu_conv1x1))
+RULES = (("ConvolutionStatistics", form("Conv1x1Statistics", is_own)), ("BatchNormReluApply", norm_relu_conv1x1))
 LAUNCHES: Launches = {"Conv1x1Statistics": statistics, "NormReluConv1x1": norm_statistics}

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-from graph_passes.candidates import Candidate, Candidates
+from graph_passes.candidates import Candidate, Candidates, form
 from graph_passes.executors.cuda.builder import Builder, Launches, require, require_hopper
 from graph_passes.executors.cuda.device import Tiling
 from graph_passes.executors.cuda.kernel_library import Size
@@ -37,7 +37,6 @@ from graph_passes.executors.cuda.kernels.batch_norm import (
 )
 from graph_passes.executors.cuda.kernels.conv1x1_forward import SHARED_BYTES
 from graph_passes.executors.cuda.kernels.conv1x1_statistics import NORM_CONV, norm_body
-from graph_passes.executors.cuda.kernels.convolution import with_statistics
 from graph_passes.executors.cuda.operands import In, Out, Tiled
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node
@@ -64,19 +63,6 @@ def is_3x3(convolution: Node) -> bool:
 def is_narrow(convolution: Node) -> bool:
     """Is it one of these, as far as its filters tell?"""
     return is_3x3(convolution) and convolution["num_filter"] == CHANNELS
-
-
-def with_relu(table: Candidates, fused: Candidate) -> Iterator[Node]:
-    """Of ConvolutionRelu."""
-    if not fused["no_bias"] and is_narrow(fused.node):
-        yield fused.node.replace(op="Conv3x3ForwardRelu")
-
-
-def with_sums(table: Candidates, sums: Candidate) -> Iterator[Node]:
-    """Of BatchNormStatistics."""
-    for convolution in with_statistics(table, sums):
-        if is_narrow(convolution.node):
-            yield convolution.node.derive("Conv3x3ForwardStatistics", convolution.node.name, convolution.node.inputs)
 
 
 def norm_conv3x3(table: Candidates, norm: Candidate) -> Iterator[Node]:
@@ -265,7 +251,8 @@ OPERATORS = (
              attrs=CONVOLUTION | ATTRIBUTES | DATA_SHAPE, outputs=("gamma_grad", "beta_grad", "masked_grad"),
              body=_dgrad_reduce_body, forward="Convolution", fused=True),
 )
-RULES = (("ConvolutionRelu", with_relu), ("BatchNormStatistics", with_sums), ("BatchNormReluApply", norm_conv3x3),
+RULES = (("ConvolutionRelu", form("Conv3x3ForwardRelu", is_narrow)),
+         ("ConvolutionStatistics", form("Conv3x3ForwardStatistics", is_narrow)), ("BatchNormReluApply", norm_conv3x3),
          ("ConvolutionDgrad", conv3x3_dgrad), ("Conv3x3DgradReduce", from_masked))
 LAUNCHES: Launches = {"Conv3x3ForwardRelu": forward, "Conv3x3ForwardStatistics": forward, "NormConv3x3": norm_forward,
                       "Conv3x3Dgrad": dgrad, "Conv3x3DgradReduce": dgrad_reduce}

@@ -8,9 +8,8 @@ windows overlap in shared memory.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 
-from graph_passes.candidates import Candidate, Candidates
+from graph_passes.candidates import form
 from graph_passes.executors.cuda.builder import Builder, Launches, require
 from graph_passes.executors.cuda.kernel_library import HOPPER, count, instance
 from graph_passes.executors.cuda.kernels.quantised import CHUNK, RESERVED_BYTES, Epilogue, require_tensor_cores
@@ -26,11 +25,6 @@ from graph_passes.operators.quantised import (
 
 ROWS, STAGES, BLOCKS = 128, 3, 3  # blocks on a multiprocessor
 COLUMNS = {64: 64, 128: 128}  # of a block for 3x3 over so many channels, which the kernel takes too; else 64
-
-
-def quantised_conv_squares(table: Candidates, convolution: Candidate) -> Iterator[Node]:
-    """Of QuantisedConvolution."""
-    yield convolution.node.derive("QuantisedConvSquares", convolution.node.name, convolution.node.inputs)
 
 
 def launch(builder: Builder, node: Node) -> None:
@@ -68,5 +62,5 @@ OPERATORS = (
              optional=OPTIONAL_ADDEND, form_of="QuantisedConvolution", body=quantised_convolution_body,
              forward="Convolution", fused=True),
 )
-RULES = (("QuantisedConvolution", quantised_conv_squares),)
+RULES = (("QuantisedConvolution", form("QuantisedConvSquares")),)
 LAUNCHES: Launches = {"QuantisedConvSquares": launch}

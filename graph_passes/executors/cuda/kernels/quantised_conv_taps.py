@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar
 
-from graph_passes.candidates import Candidate, Candidates
+from graph_passes.candidates import form
 from graph_passes.executors.cuda.builder import Builder, Launches, require
 from graph_passes.executors.cuda.device import Tiling
 from graph_passes.executors.cuda.kernel_library import HOPPER, Size, instance
@@ -33,11 +33,6 @@ FEW_STAGES = 6  # for which a block has room in any case, where weights pass by;
 L2_BYTES = 20  # that a multiprocessor gets from the L2 cache in a clock, if all ask for some
 END_CLOCKS = 80  # in which a team requantises 8 pixels of 64 filters, and has them copied away
 MAX_TILE = 256  # pixels of a tile that the copy engine can be told of, in each direction
-
-
-def quantised_conv_taps(table: Candidates, convolution: Candidate) -> Iterator[Node]:
-    """Of QuantisedConvolution."""
-    yield convolution.node.derive("QuantisedConvTaps", convolution.node.name, convolution.node.inputs)
 
 
 class TappedImages(ctypes.Structure):
@@ -253,5 +248,5 @@ OPERATORS = (
              optional=OPTIONAL_ADDEND, form_of="QuantisedConvolution", body=quantised_convolution_body,
              forward="Convolution", fused=True),
 )
-RULES = (("QuantisedConvolution", quantised_conv_taps),)
+RULES = (("QuantisedConvolution", form("QuantisedConvTaps")),)
 LAUNCHES: Launches = {"QuantisedConvTaps": launch}

@@ -50,17 +50,11 @@ SHARE = FILTERS * SIZE * 32  # floats of the weights' gradient that a block leav
 # --- where they can be ---
 
 
-def stem_convolutions(table: Candidates, sums: Candidate) -> Iterator[Node]:
-    """The stem's, of whose output the sums are."""
-    for convolution in with_statistics(table, sums):
-        if _fits(convolution, table.shapes.get(convolution.node.inputs[0])):
-            yield convolution.node
-
-
 def stem_fprop(table: Candidates, sums: Candidate) -> Iterator[Node]:
     """Of BatchNormStatistics."""
-    for convolution in stem_convolutions(table, sums):
-        yield convolution.derive("StemFprop", convolution.name, convolution.inputs)
+    for convolution in with_statistics(table, sums):
+        if _fits(convolution, table.shapes.get(convolution.node.inputs[0])):
+            yield convolution.node.derive("StemFprop", convolution.node.name, convolution.node.inputs)
 
 
 def stem_wgrad(table: Candidates, wgrad: Candidate) -> Iterator[Node]:

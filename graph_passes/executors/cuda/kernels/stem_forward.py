@@ -8,21 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-from collections.abc import Iterator
 
-from graph_passes.candidates import Candidate, Candidates
+from graph_passes.candidates import form
 from graph_passes.executors.cuda.builder import Builder, Launches
 from graph_passes.executors.cuda.kernels.batch_norm_relu_max_pool import Image
-from graph_passes.executors.cuda.kernels.stem import FILTERS, STEM_FPROP, stem_convolutions
+from graph_passes.executors.cuda.kernels.stem import FILTERS, STEM_FPROP
 from graph_passes.executors.cuda.kernels.stem_rows import StemRows, require_rows
 from graph_passes.executors.cuda.operands import In, Out, Tiled
 from graph_passes.graph import Node
-
-
-def stem_forward(table: Candidates, sums: Candidate) -> Iterator[Node]:
-    """Of BatchNormStatistics."""
-    for convolution in stem_convolutions(table, sums):
-        yield convolution.derive("StemForward", convolution.name, convolution.inputs)
 
 
 def launch(builder: Builder, node: Node) -> None:
@@ -37,5 +30,5 @@ def launch(builder: Builder, node: Node) -> None:
 
 
 OPERATORS = (dataclasses.replace(STEM_FPROP, name="StemForward", form_of="StemFprop", repeatable=False),)
-RULES = (("BatchNormStatistics", stem_forward),)
+RULES = (("StemFprop", form("StemForward")),)
 LAUNCHES: Launches = {"StemForward": launch}

@@ -9,22 +9,15 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-from collections.abc import Iterator
 
-from graph_passes.candidates import Candidate, Candidates
+from graph_passes.candidates import form
 from graph_passes.executors.cuda.builder import Builder, Launches, require, require_hopper
 from graph_passes.executors.cuda.device import Tiling
 from graph_passes.executors.cuda.kernel_library import Size
-from graph_passes.executors.cuda.kernels.stem import SHARE, STEM_WGRAD, Wgrad, stem_wgrad, sum_shares
+from graph_passes.executors.cuda.kernels.stem import SHARE, STEM_WGRAD, Wgrad, sum_shares
 from graph_passes.executors.cuda.operands import In, Tiled
 from graph_passes.graph import Node
 from graph_passes.operators import Shape
-
-
-def stem_weights(table: Candidates, wgrad: Candidate) -> Iterator[Node]:
-    """Of ConvolutionWgrad."""
-    for fused in stem_wgrad(table, wgrad):
-        yield fused.replace(op="StemWeights")
 
 
 class Layout(ctypes.Structure):
@@ -73,5 +66,5 @@ def launch(builder: Builder, node: Node) -> None:
 
 
 OPERATORS = (dataclasses.replace(STEM_WGRAD, name="StemWeights", form_of="StemWgrad", repeatable=False),)
-RULES = (("ConvolutionWgrad", stem_weights),)
+RULES = (("StemWgrad", form("StemWeights")),)
 LAUNCHES: Launches = {"StemWeights": launch}
