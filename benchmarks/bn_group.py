@@ -72,7 +72,7 @@ def measure(arguments: Options) -> None:
             data, label = next(in_turn)
             executor.forward_backward(data, label, on_bucket=all_reduce.start)
             all_reduce.finish()
-            executor.update(learning_rate(arguments.batch))
+            executor.optimizer.step(learning_rate(arguments.batch))
             if number >= 0:
                 executor.gpu.record(ends[number])
             executor.end_step()

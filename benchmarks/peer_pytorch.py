@@ -10,13 +10,17 @@ fp16, with a loss scale of 1,024. Six batches alternate, and each measurement be
 
 Each line of standard input names a mode; the program measures `--steps` steps in it and prints one line of JSON:
 
-    eager             as written
-    compile           through torch.compile
-    graph             through torch.compile, with the whole step, optimizer and loss scaling included, replayed as one
-                      CUDA graph, so that nothing waits for the host
-    reduce-overhead   through torch.compile's mode "reduce-overhead": CUDA graphs of forward and backward pass
+    eager               as written
+    compile             through torch.compile
+    graph               through torch.compile, with the whole step, optimizer and loss scaling included, replayed as one
+                        CUDA graph, so that nothing waits for the host
+    reduce-overhead     through torch.compile's mode "reduce-overhead": CUDA graphs of forward and backward pass
+    max-autotune        through torch.compile's mode "max-autotune", which times several kernels for each operator:
+                        minutes at the first time, seconds with what it has kept on disk
+    max-autotune-graph  the same kernels, with the whole step as one CUDA graph
 
-The program ends when its input ends. With `--ddp` it measures once on several GPUs, through DistributedDataParallel and
+A line `prepare MODE` builds and compiles a mode before the measurements, and prints `{}`. The program ends when its
+input ends. With `--ddp` it measures once on several GPUs, through DistributedDataParallel and
 torch.compile, and the first process prints. With `--compile-only` it only compiles, to fill torch.compile's cache on
 disk. With `--data`, a folder of class folders, the batches come from torchvision as usual: ImageFolder,
 RandomResizedCrop, flip, a policy of `--auto-augment`, normalise, `--random-erasing`, and a DataLoader with `--workers`
@@ -49,7 +53,9 @@ CAPTURE_WARM_UP = 11  # steps before a capture; torch.cuda's notes ask for some,
 PREFETCH = 2  # batches that each worker keeps ready, PyTorch's default
 STRETCHES = 5  # timed intervals of the loader
 NAMES = {"eager": "eager", "compile": "torch.compile", "graph": "torch.compile in a CUDA graph",
-         "reduce-overhead": "torch.compile, reduce-overhead"}
+         "reduce-overhead": "torch.compile, reduce-overhead", "max-autotune": "torch.compile, max-autotune",
+         "max-autotune-graph": "torch.compile, max-autotune, in a CUDA graph"}
+WHOLE_GRAPHS = {"graph": "compile", "max-autotune-graph": "max-autotune-no-cudagraphs"}  # of which the step is captured
 VERSIONS = {"python": platform.python_version(), "torch": torch.__version__, "torchvision": torchvision.__version__,
             "cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
 
@@ -147,8 +153,8 @@ class Peer:
     def step(self, mode: str, batches: Batches) -> Step:
         """The step in this mode; it is built at its first use."""
         if mode not in self.steps:
-            if mode == "graph":
-                self.steps[mode] = captured(self.step("compile", batches), *next(batches))
+            if mode in WHOLE_GRAPHS:
+                self.steps[mode] = captured(self.step(WHOLE_GRAPHS[mode], batches), *next(batches))
             elif mode == "eager":
                 self.steps[mode] = self.step_of(self.network)
             else:
@@ -301,6 +307,10 @@ def main() -> None:
             feed = batches or peer.synthetic(arguments.batch, arguments.size)
         if arguments.compile_only:
             compile_only(peer, feed)
+        if line.startswith("prepare "):
+            peer.step(line.split()[1], feed)(*next(feed))
+            print("{}", flush=True)
+            continue
         turn = measure(peer, line.strip(), feed, arguments, before_timing)
         turn["name"] += " DDP" * arguments.ddp + f", {loader}" * bool(batches)
         if rank == 0:

@@ -117,7 +117,7 @@ class Steps:
             if all_reduce:
                 all_reduce.finish()
             gpu.record(moments.reduced)
-            executor.update(self.learning_rate)
+            executor.optimizer.step(self.learning_rate)
             gpu.record(moments.end)
             executor.end_step()
         executor.synchronize()
@@ -128,7 +128,7 @@ class Steps:
         gpu = self.executor.gpu
         begin, *others = self.run(3, all_reduce, one_by_one=True)[-1]
         return {"buckets": [[gpu.elapsed_ms(begin, event) for event in (bucket.ready, bucket.done)]
-                            for bucket in self.executor.buckets],
+                            for bucket in self.executor.step.buckets],
                 "parts": [gpu.elapsed_ms(begin, event) for event in others]}
 
     def all_reduce_ms(self, all_reduce: BucketAllReduce) -> list[float]:
@@ -141,12 +141,12 @@ class Steps:
         executor.forward_backward(*next(self.batches))
         executor.forward_backward(*next(self.batches), on_bucket=all_reduce.start)
         all_reduce.finish()
-        for bucket in executor.buckets:
+        for bucket in executor.step.buckets:
             executor.gpu.record(bucket.ready)
             all_reduce.start(bucket)
             all_reduce.finish()
         executor.synchronize()
-        return [executor.gpu.elapsed_ms(bucket.ready, bucket.done) for bucket in executor.buckets]
+        return [executor.gpu.elapsed_ms(bucket.ready, bucket.done) for bucket in executor.step.buckets]
 
 
 @dataclass
@@ -214,7 +214,7 @@ def make_row(workers: Workers, steps: Steps, batch: int, alone: ProcessTimes, to
         "what": "synthetic", "gpus": workers.size, "batch": batch,
         "step_ms": [max(times) for times in zip(*workers.gather(together.step_ms), strict=True)],
         "each_alone_ms": [statistics.median(times) for times in workers.gather(alone.step_ms)],
-        "buckets": [(bucket.name, bucket.num_bytes, bucket.dtype) for bucket in steps.executor.buckets],
+        "buckets": [(bucket.name, bucket.num_bytes, bucket.dtype) for bucket in steps.executor.step.buckets],
         "nvlink_bytes": together.nvlink_bytes,
         # The GPU that finishes its backward pass last waits only for the all-reduce.
         "exposed_ms": [min(times) for times in zip(*waits, strict=True)],

@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from record import RESULTS, Peer, best_peer, check_trained, flags, run, write_result
 from torch_peer import TorchPeer, all_times, take_turns
@@ -36,7 +36,6 @@ from common.errors import ProgramError, UserError
 from common.mxnet_compat import mx
 from graph_passes.executors import create_executor
 from graph_passes.executors.cuda.executor import CudaExecutor
-from graph_passes.executors.cuda.quantised_executor import QuantisedCudaExecutor
 from train import models
 from train.commands.quantize import untrained
 from train.devices import Placement
@@ -48,8 +47,7 @@ WARM_UP_SECONDS, NUM_BATCHES = 3.0, 6
 CALIBRATION_SIZE = 64  # pixels; the scales do not depend on the size
 SHORT = {"float16": "fp16", "bfloat16": "bf16", "tf32": "tf32", "float32": "fp32", "int8": "int8"}
 MEMORY = RESULTS / "memory_1gpu.jsonl"
-PeerMode = Literal["eager", "compile", "graph", "reduce-overhead"]
-Measured = CudaExecutor | QuantisedCudaExecutor
+PeerMode = Literal["eager", "compile", "graph", "reduce-overhead", "max-autotune", "max-autotune-graph"]
 
 
 def learning_rate(batch: int) -> float:
@@ -57,12 +55,12 @@ def learning_rate(batch: int) -> float:
     return 0.1 * batch / 256
 
 
-def make_int8(model: str, batch: int, size: int) -> tuple[QuantisedCudaExecutor, list[tuple[Any, Any]]]:
+def make_int8(model: str, batch: int, size: int) -> tuple[CudaExecutor, list[tuple[Any, Any]]]:
     """`make_step` for inference in INT8."""
     trained, network = untrained(model, CLASSES, CALIBRATION_SIZE)
     config = replace(trained.config, batch_size=batch, image_size=size, val_image_size=0)
     executor = int8_file.executor_of(network, trained, config, Placement("cuda", "gpu(0)", ""))
-    assert isinstance(executor, QuantisedCudaExecutor)
+    assert isinstance(executor, CudaExecutor)
     return executor, [random_batch((batch, size, size, 4), "float16", mx.gpu(0)) for _ in range(NUM_BATCHES)]
 
 
@@ -87,12 +85,12 @@ def random_batch(shape: tuple[int, ...], dtype: str, gpu: Any) -> tuple[Any, Any
     return data.astype("float16" if dtype == "float16" else "float32").as_in_context(gpu), label.as_in_context(gpu)
 
 
-def loss_scale(executor: Measured) -> float:
+def loss_scale(executor: CudaExecutor) -> float:
     """The executor's loss scale; 1 if it does not scale the loss."""
-    return 1.0 if isinstance(executor, QuantisedCudaExecutor) else executor.get_scalars().get("loss_scale", 1.0)
+    return executor.optimizer.scalars.get("loss_scale", 1.0)
 
 
-def measure(executor: Measured, monitor: GpuMonitor, batches: Sequence[tuple[Any, Any]], steps: int,
+def measure(executor: CudaExecutor, monitor: GpuMonitor, batches: Sequence[tuple[Any, Any]], steps: int,
             inference: bool = False, warm_up_seconds: float = WARM_UP_SECONDS) -> dict[str, Any]:
     """Warm up, then measure once.
 
@@ -105,11 +103,11 @@ def measure(executor: Measured, monitor: GpuMonitor, batches: Sequence[tuple[Any
     def step() -> None:
         nonlocal answer
         data, label = next(in_turn)
-        if inference or isinstance(executor, QuantisedCudaExecutor):
+        if inference:
             answer = executor.forward(data)
             return
         executor.forward_backward(data, label)
-        executor.update(learning_rate(len(label)))
+        executor.optimizer.step(learning_rate(len(label)))
 
     gpu = executor.gpu
     events = [gpu.timing_event() for _ in range(steps + 1)]
@@ -120,7 +118,7 @@ def measure(executor: Measured, monitor: GpuMonitor, batches: Sequence[tuple[Any
         step()
         executor.synchronize()
     executor.read_metrics()  # drop the warm-up's metrics
-    scale_before = loss_scale(executor)
+    scale_before = 1.0 if inference else loss_scale(executor)
     monitor.sample()
     monitor.take()
     gpu.record(events[0])
@@ -133,7 +131,8 @@ def measure(executor: Measured, monitor: GpuMonitor, batches: Sequence[tuple[Any
     return {
         "step_ms": [gpu.elapsed_ms(start, end) for start, end in itertools.pairwise(events)],
         "loss": float(answer.asnumpy().sum(axis=1).mean()) if inference else metrics.loss_sum / metrics.count,
-        "loss_scales": [scale_before, loss_scale(executor)], "watts": readings.power, "sm_mhz": readings.clock,
+        "loss_scales": [scale_before, 1.0 if inference else loss_scale(executor)],
+        "watts": readings.power, "sm_mhz": readings.clock,
     }
 
 
@@ -153,8 +152,9 @@ class Options:
     """Timed steps in each round."""
     rounds: Positive = 2
     """Rounds; ours and the peer alternate."""
-    peers: tuple[PeerMode, ...] = ("compile", "graph")
-    """PyTorch's modes (see peer_pytorch.py); its memory is measured in the first one."""
+    peers: tuple[PeerMode, ...] = ("compile", "graph", "max-autotune", "max-autotune-graph")
+    """PyTorch's modes (see peer_pytorch.py); its memory is measured in the first one. For max-autotune PyTorch times
+    its kernels for minutes, once on a machine."""
     profile: Path | None = None
     """Write one line per kernel of the step, or of inference, to this file."""
     inference: bool = False
@@ -196,14 +196,22 @@ def gib(num_bytes: int) -> float:
     return round(num_bytes / 2**30, 2)
 
 
-def main() -> None:
-    arguments = read_options(Options)
-    if arguments.dtype == "int8" and not arguments.inference:
-        raise UserError("--dtype int8 is for --inference: add it, or give another precision")
+class Compared(NamedTuple):
+    """Both sides' turns. `theirs`: by PyTorch's mode; empty without a peer."""
+
+    executor: CudaExecutor
+    batches: list[tuple[Any, Any]]
+    ours: list[dict[str, Any]]
+    theirs: dict[str, list[dict[str, Any]]]
+    versions: dict[str, str]  # of the peer's libraries
+    memory: dict[str, Any]
+
+
+def compare(arguments: Options) -> Compared:
+    """Build both sides, and measure them in turn. Without PEER_PYTHON there is no peer."""
     # The peer imports PyTorch meanwhile; it takes no GPU memory before its first measurement.
     peer = TorchPeer(*peer_options(arguments)) if "PEER_PYTHON" in os.environ else None
     started = time.monotonic()
-    executor: Measured
     if arguments.dtype == "int8":
         executor, batches = make_int8(arguments.model, arguments.batch, arguments.size)
     else:
@@ -219,13 +227,16 @@ def main() -> None:
     def peer_turn(mode: str) -> dict[str, Any]:
         assert peer
         turn = peer.measure(mode)
-        if "peer" not in memory:  # its first measurement, which does not contain the memory of further modes
-            memory.update(peer=turn["name"], peer_in_use_gib=gib(free - executor.gpu.memory()[0]),
-                          peer_peak_allocated_gib=gib(turn["allocated_bytes"]))
+        if mode == arguments.peers[0] and "peer" not in memory:
+            memory.update(peer=turn["name"], peer_peak_allocated_gib=gib(turn["allocated_bytes"]))
         return turn
 
     if peer:
         programs |= {mode: partial(peer_turn, mode) for mode in arguments.peers}
+        for mode in arguments.peers:
+            peer.prepare(mode)
+            # of the first mode alone
+            memory.setdefault("peer_in_use_gib", gib(free - executor.gpu.memory()[0]))
     turns = take_turns(arguments.rounds, programs)
     monitor.close()
     if peer:
@@ -233,17 +244,25 @@ def main() -> None:
     if arguments.inference:
         for who, of_one in turns.items():
             check_probabilities(who, [turn["loss"] for turn in of_one])
+    ours = turns.pop("ours")
+    return Compared(executor, batches, ours, turns, peer.versions if peer else {}, memory)
+
+
+def main() -> None:
+    arguments = read_options(Options)
+    if arguments.dtype == "int8" and not arguments.inference:
+        raise UserError("--dtype int8 is for --inference: add it, or give another precision")
+    compared = compare(arguments)
     use = "inference_synthetic" if arguments.inference else "synthetic"
     name = f"{arguments.model}_{SHORT[arguments.dtype]}_b{arguments.batch}_{use}_1gpu"
-    ours = turns.pop("ours")
-    publish(name, arguments.batch, ours, turns, peer.versions if peer else {})
+    publish(name, arguments.batch, compared.ours, compared.theirs, compared.versions)
     if not arguments.inference:
-        write_memory(name, memory)
-        print(f"GPU memory: {memory}")
+        write_memory(name, compared.memory)
+        print(f"GPU memory: {compared.memory}")
     if arguments.profile:
-        measured = (executor.profile_inference(batches[0][0])
-                    if arguments.inference or isinstance(executor, QuantisedCudaExecutor) else executor.profile())
-        note = f"copy {measured.ceiling:.0f} GB/s; step {statistics.median(all_times(ours)):.3f} ms"
+        executor = compared.executor
+        measured = executor.profile_inference(compared.batches[0][0]) if arguments.inference else executor.profile()
+        note = f"copy {measured.ceiling:.0f} GB/s; step {statistics.median(all_times(compared.ours)):.3f} ms"
         arguments.profile.write_text(measured.text(note))
         print(measured.summary())
 

@@ -63,6 +63,11 @@ class TorchPeer(LinePeer):
         super().__init__(PEER, *options)
         self.versions: dict[str, str] = {}  # of the peer's libraries; known after its first measurement
 
+    def prepare(self, mode: str) -> None:
+        """Build and compile a mode, so that its first measurement does not. Raises ProgramError if it has ended."""
+        self.say(f"prepare {mode}")
+        self.answer()
+
     def measure(self, mode: str = "eager") -> dict[str, Any]:
         """Measure once in a mode; returns the output of peer_pytorch.py. Raises ProgramError if it has ended."""
         self.say(mode)

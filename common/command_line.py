@@ -430,7 +430,8 @@ def _groups(options: type) -> dict[str, list[str]]:
     base class's docstring; the class's own fields have the title ""."""
     groups: dict[str, list[str]] = {"": []}
     for name in inspect.signature(options).parameters:
-        owner = next(base for base in options.__mro__ if name in inspect.get_annotations(base))
+        # a class below the first one that has the option only gives it another default
+        owner = next(base for base in reversed(options.__mro__) if name in inspect.get_annotations(base))
         title = "" if owner is options else (owner.__doc__ or "").splitlines()[0].removesuffix(".")
         groups.setdefault(title, []).append(name)
     return groups

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import os
 import select
@@ -63,6 +64,12 @@ def failed_output() -> OSError | None:
         sys.stdout.flush()
     descriptor = _descriptor_of(sys.stdout)
     return descriptor.failure if descriptor else None
+
+
+def shows_bars(console: Any) -> bool:
+    """Whether a rich.console.Console can show a progress bar: on a terminal, and in a notebook that has ipywidgets
+    (rich would print a warning in its place)."""
+    return console.is_terminal and (not console.is_jupyter or importlib.util.find_spec("ipywidgets") is not None)
 
 
 def print_error(sentence: object, apart: bool = False) -> None:

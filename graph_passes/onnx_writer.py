@@ -6,15 +6,16 @@ MXNet's own exporter (`mx.onnx`) needs a module that onnx removed in release 1.1
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from graph_passes import Graph, Node, Ref
 from graph_passes.errors import GraphError
 from graph_passes.operators import LOSSES, is_relu, window
+from graph_passes.operators.activations import function_of
 from graph_passes.passes.quantise import Layer, layers
 
 if TYPE_CHECKING:
@@ -24,7 +25,17 @@ OPSET = 17  # of early 2022: current runtimes all read it
 IR_VERSION = 8  # that opset's
 
 Arrays = Mapping[str, np.ndarray]
-OnnxOperator = tuple[str, dict[str, Any]]  # operator type and attributes
+
+
+class OnnxOperator(NamedTuple):
+    """An operator of ONNX. Its inputs are those of the node, or of these `inputs` by number, behind the result of the
+    operator before it if there is one, and then the constants."""
+
+    op_type: str
+    attributes: Mapping[str, Any] = {}
+    constants: Sequence[Any] = ()
+    inputs: Sequence[int] | None = None
+
 
 
 @dataclass(frozen=True)
@@ -46,8 +57,8 @@ class Qdq:
     unsigned: bool
 
 
-def to_onnx(graph: Graph, arrays: Arrays, input_shape: tuple[int, int, int],
-            qdq: Qdq | None = None) -> onnx.ModelProto:
+def to_onnx(graph: Graph, arrays: Arrays, input_shape: tuple[int, int, int], qdq: Qdq | None = None,
+            output_name: str = "probabilities") -> onnx.ModelProto:
     """The inference model of a graph, checked by onnx.
 
     Args:
@@ -56,9 +67,11 @@ def to_onnx(graph: Graph, arrays: Arrays, input_shape: tuple[int, int, int],
         arrays: parameters and running statistics by variable name, in the graph's layout, fp32.
         input_shape: (C, H, W) of an image.
         qdq: what of it is to be INT8, by the names of its nodes; None: nothing.
+        output_name: what the output is called.
 
     Returns:
-        A model with input `data`, float32 (N, C, H, W) for any N, and output `probabilities`, float32 (N, classes).
+        A model with input `data`, float32 (N, C, H, W) for any N, and one output, float32 (N, values): of a whole
+        network `probabilities` (N, classes).
 
     Raises:
         GraphError: an operator or an attribute that has no ONNX form here, with its node.
@@ -82,10 +95,13 @@ def to_onnx(graph: Graph, arrays: Arrays, input_shape: tuple[int, int, int],
             continue
         if node.op == "BatchNorm" and node["fix_gamma"]:
             weights[node.inputs[1].node] = np.ones_like(weights[node.inputs[1].node])
+        if node.op == "LeakyReLU" and node["act_type"] == "prelu":  # whose slopes are along the channels
+            slopes = node.inputs[1].node
+            weights[slopes] = weights[slopes].reshape(-1, 1, 1)
         if node.op not in OPERATORS:
             raise GraphError(f"operator {node.op} of node '{node.name}' has no ONNX form; those that have one are "
                              f"{', '.join(OPERATORS)}")
-        op_type, attributes = OPERATORS[node.op](node)
+        operators = OPERATORS[node.op](node)
         inputs = integers.inputs(node) if integers else [names[ref] for ref in node.inputs]
         if node.op in LOSSES:
             del inputs[1]  # the label
@@ -93,18 +109,26 @@ def to_onnx(graph: Graph, arrays: Arrays, input_shape: tuple[int, int, int],
             flat = f"{node.name}_flatten"  # Gemm does not flatten its input
             nodes.append(helper.make_node("Flatten", inputs[:1], [flat], flat, axis=1))
             inputs[0] = flat
-        nodes.append(helper.make_node(op_type, inputs, [node.name], node.name, **attributes))
+        before: list[str] = []
+        for number, operator in enumerate(operators, start=1):
+            name = node.name if number == len(operators) else f"{node.name}_{number}"
+            constants = {f"{name}_constant{index}": np.asarray(value) for index, value in enumerate(operator.constants)}
+            weights |= constants
+            chosen = operator.inputs if operator.inputs is not None else range(len(inputs) if number == 1 else 0)
+            read = [*before, *(inputs[index] for index in chosen), *constants]
+            nodes.append(helper.make_node(operator.op_type, read, [name], name, **operator.attributes))
+            before = [name]
         if integers:
             integers.add(node)
     (output,) = graph.outputs
-    nodes[-1].output[0] = "probabilities"
+    nodes[-1].output[0] = output_name
     assert nodes[-1].name == output.node, "the graph's output is its last node"
     used = {name for node in nodes for name in node.input}
     onnx_graph = helper.make_graph(
         nodes,
         "resnet",
         [helper.make_tensor_value_info("data", TensorProto.FLOAT, ["N", *input_shape])],
-        [helper.make_tensor_value_info("probabilities", TensorProto.FLOAT, ["N", None])],
+        [helper.make_tensor_value_info(output_name, TensorProto.FLOAT, ["N", None])],
         [numpy_helper.from_array(weight, name) for name, weight in weights.items() if name in used],
     )
     model = helper.make_model(onnx_graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
@@ -195,56 +219,111 @@ class _Integers:
         return output
 
 
-def _convolution(node: Node) -> OnnxOperator:
+OnnxOperators = Sequence[OnnxOperator]  # of one node, each reading the result of the one before
+_IMAGES_LAST, _IMAGES_FIRST = (0, 2, 3, 1), (0, 3, 1, 2)  # channels last, and first again
+
+
+def _one(op_type: str, *constants: Any, **attributes: Any) -> Callable[[Node], OnnxOperators]:
+    """The same operator for every node."""
+    return lambda node: [OnnxOperator(op_type, attributes, constants)]
+
+
+def _convolution(node: Node) -> OnnxOperators:
     _require(node, "layout", "NCHW")
     kernel, stride, pad, dilate = window(node)
-    return "Conv", {
+    return [OnnxOperator("Conv", {
         "kernel_shape": kernel,
         "strides": stride,
         "pads": (*pad, *pad),  # top, left, bottom, right
         "dilations": dilate,
         "group": node["num_group"],
-    }
+    })]
 
 
-def _batch_norm(node: Node) -> OnnxOperator:
+def _batch_norm(node: Node) -> OnnxOperators:
     _require(node, "axis", 1)
-    return "BatchNormalization", {"epsilon": node["eps"]}
+    return [OnnxOperator("BatchNormalization", {"epsilon": node["eps"]})]
 
 
-def _activation(node: Node) -> OnnxOperator:
-    _require(node, "act_type", "relu")
-    return "Relu", {}
+def _layer_norm(node: Node) -> OnnxOperators:
+    """ONNX normalises the last dimensions: images have their channels there for a while."""
+    _require(node, "axis", 1, -1)
+    attributes = {"axis": -1, "epsilon": node["eps"]}
+    if node["axis"] == -1:
+        return [OnnxOperator("LayerNormalization", attributes)]
+    return [OnnxOperator("Transpose", {"perm": _IMAGES_LAST}, inputs=(0,)),
+            OnnxOperator("LayerNormalization", attributes, inputs=(1, 2)),
+            OnnxOperator("Transpose", {"perm": _IMAGES_FIRST})]
 
 
-def _pooling(node: Node) -> OnnxOperator:
+def _function(node: Node) -> OnnxOperators:
+    """Of single elements: by its name in operators/activations.py."""
+    function = function_of(node)
+    if function is None:
+        return [OnnxOperator("PRelu")]
+    name, a, b = function
+    operators: dict[str, OnnxOperators] = {
+        "leaky": [OnnxOperator("LeakyRelu", {"alpha": a})],
+        "elu": [OnnxOperator("Elu", {"alpha": a})],
+        "clip": [OnnxOperator("Clip", {}, [np.float32(a), np.float32(b)])],
+        "hard_sigmoid": [OnnxOperator("HardSigmoid", {"alpha": a, "beta": b})],
+        "gelu": [OnnxOperator("Div", {}, [np.float32(np.sqrt(2))]), OnnxOperator("Erf"),
+                 OnnxOperator("Add", {}, [np.float32(1)]), OnnxOperator("Mul", {}, inputs=(0,)),
+                 OnnxOperator("Mul", {}, [np.float32(0.5)])],
+    }
+    plain = {"relu": "Relu", "sigmoid": "Sigmoid", "tanh": "Tanh", "softrelu": "Softplus", "softsign": "Softsign",
+             "selu": "Selu"}
+    return operators[name] if name in operators else [OnnxOperator(plain[name])]
+
+
+def _pooling(node: Node) -> OnnxOperators:
     _require(node, "layout", "NCHW")
     _require(node, "pool_type", "max", "avg")
     name = {"max": "MaxPool", "avg": "AveragePool"}[node["pool_type"]]
     if node["global_pool"]:
-        return f"Global{name}", {}
+        return [OnnxOperator(f"Global{name}")]
     _require(node, "pooling_convention", "valid", "full")
     kernel, stride, pad, _ = window(node)
     attributes: dict[str, Any] = {"kernel_shape": kernel, "strides": stride, "pads": (*pad, *pad)}
     attributes["ceil_mode"] = int(node["pooling_convention"] == "full")
     if name == "AveragePool":
         attributes["count_include_pad"] = int(node["count_include_pad"])
-    return name, attributes
+    return [OnnxOperator(name, attributes)]
+
+
+def _slice(node: Node) -> OnnxOperators:
+    end = np.iinfo(np.int64).max if node["end"] is None else node["end"]
+    return [OnnxOperator("Slice", {}, [np.array([value], np.int64) for value in (node["begin"], end, node["axis"])])]
+
+
+def _with_number(op_type: str) -> Callable[[Node], OnnxOperators]:
+    return lambda node: [OnnxOperator(op_type, {}, [np.float32(node["scalar"])])]
 
 
 # MXNet's operator -> ONNX's
-OPERATORS: dict[str, Callable[[Node], OnnxOperator]] = {
+OPERATORS: dict[str, Callable[[Node], OnnxOperators]] = {
     "Convolution": _convolution,
     "BatchNorm": _batch_norm,
-    "Activation": _activation,
-    "relu": lambda node: ("Relu", {}),
-    "elemwise_add": lambda node: ("Add", {}),
+    "LayerNorm": _layer_norm,
+    **dict.fromkeys(("relu", "Activation", "LeakyReLU", "clip", "hard_sigmoid", "sigmoid", "tanh", "softsign"),
+                    _function),
+    **dict.fromkeys(("elemwise_add", "broadcast_add"), _one("Add")),
+    **dict.fromkeys(("elemwise_mul", "broadcast_mul"), _one("Mul")),
+    "_plus_scalar": _with_number("Add"),
+    "_minus_scalar": _with_number("Sub"),
+    "_mul_scalar": _with_number("Mul"),
+    "_div_scalar": _with_number("Div"),
+    "mean": lambda node: [OnnxOperator("ReduceMean", {"keepdims": int(node["keepdims"])}
+                                       | ({"axes": node["axis"]} if node["axis"] else {}))],
+    "Concat": lambda node: [OnnxOperator("Concat", {"axis": node["dim"]})],
+    "slice_axis": _slice,
+    "transpose": lambda node: [OnnxOperator("Transpose", {"perm": node["axes"]} if node["axes"] else {})],
     "Pooling": _pooling,
-    "Flatten": lambda node: ("Flatten", {"axis": 1}),
-    "FullyConnected": lambda node: ("Gemm", {"transB": 1}),
-    "softmax": lambda node: ("Softmax", {"axis": node["axis"]}),
-    "SoftmaxOutput": lambda node: ("Softmax", {"axis": 1}),
-    "SigmoidOutput": lambda node: ("Sigmoid", {}),
+    "Flatten": _one("Flatten", axis=1),
+    "FullyConnected": _one("Gemm", transB=1),
+    "softmax": lambda node: [OnnxOperator("Softmax", {"axis": node["axis"]})],
+    "SoftmaxOutput": _one("Softmax", axis=1),
+    "SigmoidOutput": _one("Sigmoid"),
 }
 
 

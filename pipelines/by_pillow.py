@@ -110,12 +110,17 @@ def _of_tiff(read: Read) -> str:
 def by_pillow(encoded: bytes) -> bytes:
     """Decode an image with Pillow and return it upright, as an 8-bit RGB PNG; any error of Pillow's passes through."""
     with Image.open(io.BytesIO(encoded)) as image:
-        upright = ImageOps.exif_transpose(image)
-        if upright.mode.startswith("I"):  # 16 bits, which Pillow would clip at 255
-            upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
         buffer = io.BytesIO()
-        upright.convert("RGB").save(buffer, "PNG", compress_level=1)
+        upright_rgb(image).save(buffer, "PNG", compress_level=1)
         return buffer.getvalue()
+
+
+def upright_rgb(image: Image.Image) -> Image.Image:
+    """The image as its EXIF orientation wants it, in 8-bit RGB; any error of Pillow's passes through."""
+    upright = ImageOps.exif_transpose(image)
+    if upright.mode.startswith("I"):  # 16 bits, which Pillow would clip at 255
+        upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
+    return upright.convert("RGB")
 
 
 class PillowImages:

@@ -7,9 +7,12 @@ the batch again without it. So clean data pays nothing for the check.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
 import itertools
 import logging
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,7 +35,7 @@ from pipelines.loader import Batch, Loader, LoaderConfig
 from pipelines.progress import num_cores
 from pipelines.recordio import BrokenRecordError
 from pipelines.sources import Chosen, FileSource, Source, open_source
-from pipelines.sources.base import labels_of
+from pipelines.sources.base import labels_of, nfc
 
 READ_AHEAD = 4  # batches fetched from the disk before they are planned: 0.1 s at 10,000 images/s, time for many seeks
 
@@ -72,14 +75,8 @@ class DaliLoader(Loader):
     """Loads images from a source through the DALI graph, or through its first stages."""
 
     def __init__(self, config: LoaderConfig, shard: tuple[int, int], source: Source, stage: str = "full"):
-        super().__init__(config, shard, len(source), source.classes)
-        self._source = source
-        self.remarks = source.remarks
-        self.damaged = dict(source.damaged)
-        self._looked_at: set[int] = set()  # images that were checked for decoder messages
         self._by_pillow = PillowImages()  # images that Pillow has decoded in DALI's place
-        self._is_known = np.zeros(len(source), np.bool_)  # images whose headers were inspected
-        self._looks: dict[int, Look] = {}  # running inspections by batch number, counted through all epochs
+        self._begin(config, shard, source)
         self._pool = ThreadPoolExecutor(config.num_threads or num_cores())  # starts its threads when there is work
         self._graph = GraphConfig(
             training=config.split == "train",
@@ -98,11 +95,7 @@ class DaliLoader(Loader):
         self._longest_side = longest_side(self._graph)
         self._pipeline: Any = None
         self._augmenter: Augmenter | None = None
-        self._plans: deque[Plan] = deque()  # batches made ahead; the first is returned next
         self._prepared: tuple[Any, Any, Plan] | None = None
-        self._planned = 0  # the next batch to plan, counted through all epochs
-        self._read_ahead = 0  # the next batch to fetch from the disk, counted through all epochs
-        self._num_looked_ahead = 0  # batches, see _images_ahead
         self._order = functools.lru_cache(maxsize=2)(self._shuffle)  # keeps this epoch's and the next
         rank, size = shard
         # This process's part of a global batch. Neighbouring copies of an image go to different processes, as in
@@ -110,6 +103,8 @@ class DaliLoader(Loader):
         is_dealt = config.split == "train" and config.repeated_augmentation > 0
         self._share = slice(rank, None, size) if is_dealt else slice(rank * config.batch_size,
                                                                      (rank + 1) * config.batch_size)
+        if config.split == "train":
+            self.stamps = self._stamps()  # now, because a run whose disk fails later still saves its position
         self._images_by_class: list[np.ndarray] = []  # with `balance`
         if config.balance and config.split == "train":
             self._images_by_class = list(self._sorted_by_class().values())
@@ -120,6 +115,29 @@ class DaliLoader(Loader):
         # launches work of its own must finish before two more batches have been returned; we hold two here.
         self._recent: deque[tuple[Any, Any]] = deque(maxlen=2)
 
+    def _begin(self, config: LoaderConfig, shard: tuple[int, int], source: Source) -> None:
+        """Take a source whose images are all unknown yet."""
+        super().__init__(config, shard, len(source), source.classes)
+        self._source, self.place = source, str(source.path)
+        self.remarks = source.remarks
+        self.damaged = dict(source.damaged)
+        self._looked_at: set[int] = set()  # images that were checked for decoder messages
+        self._is_known = np.zeros(len(source), np.bool_)  # images whose headers were inspected
+        self._looks: dict[int, Look] = {}  # running inspections by batch number, counted through all epochs
+        self._plans: deque[Plan] = deque()  # batches made ahead; the first is returned next
+        self._planned = 0  # the next batch to plan, counted through all epochs
+        self._read_ahead = 0  # the next batch to fetch from the disk, counted through all epochs
+        self._num_looked_ahead = 0  # batches, see _images_ahead
+
+    def exchange(self, source: Source) -> None:
+        """Load the images of another source from now on, beginning with its first batch, by the same pipeline: to build
+        one takes 0.1 s. For loaders of the split "val" that make no batch ahead (`prefetch` 1), whose source has the
+        same form (`feeds`). An iteration that has begun must not be continued."""
+        if self._plans:  # a batch was made and not taken
+            self._pipeline = None
+        self._by_pillow.close()
+        self._begin(self.config, self.shard, source)
+
     @property
     def cache_bytes(self) -> int:
         return self._source.cache_bytes
@@ -127,6 +145,17 @@ class DaliLoader(Loader):
     def restore(self, state: bytes) -> None:
         super().restore(state)
         self._pipeline = self._prepared = None
+
+    def _stamps(self) -> dict[str, list[str]]:
+        if not self._source.stamp(0):
+            return {}
+        by_class: dict[int, list[int]] = {}
+        for i in range(self.num_images):
+            with contextlib.suppress(BrokenRecordError):
+                by_class.setdefault(self._source.label(i), []).append(i)
+        return {nfc(self.own_classes[label][0]): [_short_hash(self._source.stamp(i)) for i in
+                                                  dict.fromkeys((images[0], images[len(images) // 2], images[-1]))]
+                for label, images in by_class.items() if len(images) > 1}  # a single one may have been repaired
 
     def prepare(self) -> None:
         self._prepared = self.run()
@@ -225,7 +254,8 @@ class DaliLoader(Loader):
         while self._read_ahead < self._planned + READ_AHEAD:
             self._source.read_ahead(self._wanted(*divmod(self._read_ahead, self.num_batches)))
             self._read_ahead += 1
-        for number in range(self._planned - 1, self._planned + LOOK_AHEAD):
+        look_ahead = LOOK_AHEAD if self.config.prefetch > 1 else 0
+        for number in range(self._planned - 1, self._planned + look_ahead):
             if number not in self._looks:
                 self._looks[number] = self._look_at_headers(number)
         self._end_look(self._looks.pop(self._planned - 1))
@@ -455,10 +485,7 @@ class DaliLoader(Loader):
     def _mark_bad(self, i: int, reason: str) -> None:
         self._source.check([i])
         if self.config.on_bad_image == "error":
-            raise DataError(
-                f"{self._source.name(i)}: {reason}; replace it, list all such images with "
-                f"`python -m pipelines verify`, or go on without them with --on-bad-image skip"
-            )
+            raise unreadable(self._source.name(i), reason)
         self.bad[i] = reason
 
 
@@ -470,6 +497,16 @@ def windows(images: Any) -> np.ndarray:
     if not (found["height"] * found["width"]).all():
         raise DataError("a random crop of a very small image has no pixels; raise the first number of --random-area")
     return found
+
+
+def unreadable(name: str, reason: str) -> DataError:
+    """The error for an image that cannot be decoded."""
+    return DataError(f"{name}: {reason}; replace it, list all such images with `python -m pipelines verify`, or go on "
+                     "without them with --on-bad-image skip")
+
+
+def _short_hash(text: str) -> str:
+    return hashlib.blake2b(os.fsencode(text), digest_size=4).hexdigest()
 
 
 def _reason(error: OSError | BrokenRecordError) -> str:
@@ -520,8 +557,12 @@ def open_files(files: Sequence[str | Path], image_size: int, batch_size: int, **
     count. A missing file counts as a bad image.
     """
     config = LoaderConfig(data="files", split="val", image_size=image_size, batch_size=batch_size, **options)
-    source = FileSource(Path(files[0]).parent, files, range(len(files)), [("", "")] * len(files))
-    return DaliLoader(config, (0, 1), source)
+    return DaliLoader(config, (0, 1), files_in_order(files))
+
+
+def files_in_order(files: Sequence[str | Path]) -> Source:
+    """The source of image files, of which there is at least one. An image's label is its place."""
+    return FileSource(Path(files[0]).parent, files, range(len(files)), [("", "")] * len(files))
 
 
 def open_chosen(config: LoaderConfig, indices: Sequence[int]) -> DaliLoader:

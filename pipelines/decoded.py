@@ -54,6 +54,9 @@ class DecodedSource(Source):
     def name(self, i: int) -> str:
         return self._source.name(i)
 
+    def stamp(self, i: int) -> str:
+        return self._source.stamp(i)
+
     def label(self, i: int) -> int:
         if i in self._broken:
             raise BrokenRecordError(self._broken[i])

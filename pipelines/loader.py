@@ -136,9 +136,13 @@ class Loader(ABC):
         self.num_images = num_images  # in the whole split
         self.own_classes = self.classes = classes  # the data's own classes; the classes in the order of the labels
         self.labels: Sequence[int] = range(len(classes))  # the data's own class number -> label
+        self.place = config.data  # the file or folder of the split, for messages
         self.remarks: Sequence[str] = ()  # sentences about data that are left out
         self.bad: dict[int, str] = {}  # image -> reason
         self.damaged: dict[int, str] = {}  # image that is used although damaged -> the decoder's message
+        # Short hashes of some images of each class, by its folder, for training images in class folders. A repaired
+        # image has another hash; a class of which all images have others was replaced.
+        self.stamps: dict[str, list[str]] = {}
         self.num_skipped = 0  # images skipped by this process in this epoch, or in the one that has just ended
         self.epoch = 0
         self.batch = 0  # the number of the next batch in this epoch
@@ -240,7 +244,8 @@ class Loader(ABC):
         """The position, and the bad images met so far, as JSON."""
         position = {"epoch": self.epoch, "batch": self.batch, "global_batch": self.global_batch,
                     "num_skipped": self.num_skipped}
-        return json.dumps(self._identity() | position | {"bad_images": list(self.bad.items())}).encode()
+        rest = {"bad_images": list(self.bad.items()), "classes": self.stamps}
+        return json.dumps(self._identity() | position | rest).encode()
 
     def restore(self, state: bytes) -> None:
         """Go to the position of `state`: the next batch is bit for bit the one that would have followed.
@@ -255,13 +260,20 @@ class Loader(ABC):
             if min(epoch, batch, global_batch, num_skipped) < 0:
                 raise ValueError
             bad = {int(i): str(reason) for i, reason in saved["bad_images"]}
-        except (ValueError, KeyError, TypeError, OverflowError):
+            # older states have none
+            stamps = {str(name): list(each) for name, each in saved.get("classes", {}).items()}
+        except (ValueError, KeyError, TypeError, OverflowError, AttributeError):
             raise DataError("the saved loader position cannot be read; use another checkpoint of its folder") from None
         for key, value in (_IN_THE_ORDER | self._identity()).items():
             before = saved.get(key, _IN_THE_ORDER.get(key, 0))
             if before != value:
                 raise DataError(f"the saved loader position belongs to {key} {before}, but this loader has {value}; "
                                 f"{self._way_out}")
+        changed = [name for name, each in self.stamps.items() if not set(each) & set(stamps.get(name, each))]
+        if changed:
+            named = ", ".join(map(repr, changed[:3])) + ", ..." * (len(changed) > 3)
+            raise DataError(f"the saved loader position belongs to other images of these classes: {named} (their "
+                            f"folders may have been swapped or replaced); {self._way_out}")
         self.epoch, self.bad, self.num_skipped = epoch, bad, num_skipped
         self.batch = min(-(-batch * global_batch // self.global_batch), self.num_batches)
 

@@ -81,11 +81,23 @@ def with_classes(plan: Plan, known: Classes, where: str) -> Plan:
     Raises DataError if the plan has images of a class that training does not have.
     """
     number = {nfc(key): label for label, (key, _) in enumerate(known)}
+    _check_numbers(plan.classes, known, where)
     labels = [number.get(nfc(key), -1) for key, _ in plan.classes]
     if lost := sorted({plan.classes[entry.label][0] for entry in plan.entries if labels[entry.label] < 0}):
         raise DataError(f"{where} has images of classes without training images: {some(lost)}; remove them, or add "
                         "training images of these classes")
     return plan._replace(entries=[entry._replace(label=labels[entry.label]) for entry in plan.entries], classes=known)
+
+
+def _check_numbers(found: Classes, known: Classes, where: str) -> None:
+    """Raise DataError if one split has class numbers, and the other has folders of numbers that may count from 1."""
+    keys = [[key for key, _ in classes] for classes in (found, known)]
+    unnamed = [texts == list(map(str, range(len(texts)))) for texts in keys]
+    named = keys[unnamed[0]]
+    if unnamed[0] != unnamed[1] and all(map(str.isdecimal, named)) and 0 not in map(int, named):
+        raise DataError(f"{where}: classes have numbers from 0 on in one split and are called {some(named)} in the "
+                        "other, which may count from 0 or from 1: write a classes.txt beside the images of both, or "
+                        "convert each split into a folder of its own")
 
 
 def plan_train_tar(path: Path, classes: Classes) -> Plan:

@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from common.output import shows_bars
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -46,7 +48,8 @@ def progress_bar(unit: str = "images", transient: bool = False) -> Progress:
         TimeRemainingColumn(),
     )
     console = Console(stderr=True)
-    return Progress(*columns, console=console, transient=transient, disable=transient and not console.is_terminal)
+    is_hidden = not shows_bars(console) and (transient or console.is_jupyter)
+    return Progress(*columns, console=console, transient=transient, disable=is_hidden)
 
 
 def map_in_order(

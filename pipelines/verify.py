@@ -130,7 +130,7 @@ def verify_split(
     elif found.format == "folders":
         classes, files, remarks = find_images(path, split)
         items = _folder_items(classes, files)
-        clean_path = path / f"{split}.lst" if path == expanded(data) else path.parent / f"{split}.lst"
+        clean_path = expanded(data) / f"{split}.lst"
         items = [item._replace(line=_relative(item, clean_path.parent)) for item in items]
     else:
         source = open_source(data, split, num_classes, first_label=first_label, labels=labels)
@@ -165,10 +165,14 @@ def verify_split(
 def told_about_classes(train: Report, val: Report) -> list[str]:
     """Remarks about classes that only one of the two splits has images of.
 
-    There are none if one split has class names and the other has numbers.
+    There are none if one split has class names and the other has numbers, or if numbers may count from 0 or from 1:
+    a run decides on these, or refuses them.
     """
     in_train, in_val = (set(map(nfc, report.classes.values())) for report in (train, val))
     if len({all(name.isdecimal() for name in names) for names in (in_train, in_val)}) > 1:
+        return []
+    is_counted = [all(name == str(label) for label, name in report.classes.items()) for report in (train, val)]
+    if is_counted[0] != is_counted[1] and "0" not in (in_val if is_counted[0] else in_train):
         return []
     remarks = []
     if unseen := sorted(in_train - in_val):

@@ -1,29 +1,12 @@
-"""The console command `resnet-mxnet`: all programs of this project under one name.
-
-The working folder may have a foreign `train.py`, and PYTHONPATH a foreign package `common`. Therefore our packages are
-looked for only in the folder that holds this one.
-"""
+"""The console command `resnet-mxnet`: all programs of this project under one name."""
 
 from __future__ import annotations
 
 import os
 import runpy
 import sys
-from collections.abc import Sequence
-from importlib.machinery import ModuleSpec, PathFinder
-from pathlib import Path
-from types import ModuleType
 
-ROOT = str(Path(__file__).resolve().parents[1])
-PACKAGES = ("common", "train", "gpu_report", "pipelines", "graph_passes")
-
-
-class OwnPackages:
-    """A module finder that looks for this project's packages in one folder only."""
-
-    @staticmethod
-    def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        return PathFinder.find_spec(name, [ROOT]) if name in PACKAGES else None
+from resnet_mxnet.own_packages import OwnPackages
 
 
 def console() -> None:

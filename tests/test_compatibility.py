@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import re
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import graph_passes.__main__
 import pipelines.__main__
+import resnet_mxnet
 import train.__main__
 from common import environment, errors
 from common.command_line import option_name
@@ -42,6 +44,9 @@ def current() -> dict[str, Any]:
         "options": {f"{name} {command}": options_of(found.options)
                     for name, program in programs.items() for command, found in program.COMMANDS.items()}
         | {"scripts/dgx1_8gpu.sh": options_of(LaunchOptions), "scripts/multi_host.sh": options_of(MultiHostOptions)},
+        "library": sorted(resnet_mxnet.__all__),
+        "functions of the library": {name: list(inspect.signature(value).parameters)
+                                     for name, value in functions_of_library().items()},
         "presets": sorted(presets()),
         "make": sorted(set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))),
         "exit codes": {name: int(value) for name, value in vars(errors).items() if name.startswith("EXIT_")}
@@ -49,6 +54,13 @@ def current() -> dict[str, Any]:
         "checkpoint versions": list(checkpoint.READ),
         "metrics": {name: sorted(field.name for field in dataclasses.fields(event)) for name, event in events.items()},
     }
+
+
+def functions_of_library() -> dict[str, Any]:
+    found = {name: getattr(resnet_mxnet, name) for name in resnet_mxnet.__all__}
+    methods = {f"{kind.__name__}.{name}": value for kind in (resnet_mxnet.TrainedNetwork, resnet_mxnet.Run)
+               for name, value in vars(kind).items() if not name.startswith("_")}
+    return {name: value for name, value in (found | methods).items() if inspect.isfunction(value)}
 
 
 def names(value: Any, inside: str = "") -> set[str]:

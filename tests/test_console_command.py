@@ -12,7 +12,7 @@ import pytest
 
 from common import program
 from common.packages import how_to_install
-from resnet_mxnet import command
+from resnet_mxnet import own_packages
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 # The script that pip writes for an entry of [project.scripts].
@@ -102,7 +102,7 @@ def test_it_trains_and_records_the_command(run: Run, tmp_path: Path) -> None:
 
 
 def test_the_finder_knows_all_packages() -> None:
-    assert {*command.PACKAGES, "resnet_mxnet"} == {*program.PACKAGES}
+    assert {*own_packages.PACKAGES, "resnet_mxnet"} == {*program.PACKAGES}
 
 
 @pytest.mark.parametrize("text, typed", [

@@ -175,14 +175,14 @@ def test_a_turn_of_the_peer(options):
 def test_ways_to_run_the_peer(options):
     """On a GPU, in fp16: each mode infers, or trains, which means that the loss of the six batches falls between
     measurements."""
-    modes = ("eager", "compile", "graph", "reduce-overhead")
+    modes = ("eager", "compile", "graph", "reduce-overhead", "max-autotune", "max-autotune-graph")
     command = [os.environ["PEER_PYTHON"], str(BENCHMARKS / "peer_pytorch.py"), "--model", "resnet18", "--batch", "16",
                "--size", "64", "--steps", "6", "--warm-up-seconds", "0.5", "--learning-rate", "0.005", *options]
-    turns = "".join(f"{mode}\n" for mode in (*modes, *modes))
+    turns = "".join(f"{mode}\n" for mode in ("prepare graph", *modes, *modes))
     done = subprocess.run(command, input=turns, stdout=subprocess.PIPE, text=True, check=True)
-    found = list(map(json.loads, done.stdout.splitlines()))
-    assert [turn["name"].partition(" ")[0] for turn in found] == ["PyTorch"] * 8
-    for first, second in zip(found[:4], found[4:], strict=True):
+    prepared, *found = map(json.loads, done.stdout.splitlines())
+    assert prepared == {} and [turn["name"].partition(" ")[0] for turn in found] == ["PyTorch"] * 2 * len(modes)
+    for first, second in zip(found[:len(modes)], found[len(modes):], strict=True):
         assert len(first["step_ms"]) == 6 and min(first["step_ms"]) > 0
         if options:
             assert first["loss"] == pytest.approx(1, abs=0.01) and second["loss"] == pytest.approx(1, abs=0.01)

@@ -223,11 +223,13 @@ class Executor:
 
     def __init__(self, gpu: Clock) -> None:
         self.gpu = gpu
-        self.buckets = [SimpleNamespace(name=name, num_bytes=num_bytes, dtype="float16", ready={}, done={})
-                        for name, num_bytes in (("weights 1", 50e6), ("others", 2e5))]
+        buckets = [SimpleNamespace(name=name, num_bytes=num_bytes, dtype="float16", ready={}, done={})
+                   for name, num_bytes in (("weights 1", 50e6), ("others", 2e5))]
+        self.step, self.optimizer = SimpleNamespace(buckets=buckets), SimpleNamespace(
+            step=self.update, scalars={"loss_scale": 1024.0})
 
     def forward_backward(self, data: Any, label: Any, on_bucket: Any = None) -> None:
-        for bucket, ms in zip(self.buckets, (18.0, 2.0), strict=True):
+        for bucket, ms in zip(self.step.buckets, (18.0, 2.0), strict=True):
             self.gpu.now += ms
             self.gpu.record(bucket.ready)
             if on_bucket:
@@ -238,9 +240,6 @@ class Executor:
 
     def read_metrics(self) -> Metrics:
         return Metrics(700.0, 0.0, 1.0, 100.0)
-
-    def get_scalars(self) -> dict[str, float]:
-        return {"loss_scale": 1024.0}
 
     def end_step(self) -> None: ...
 

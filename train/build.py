@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -20,12 +20,13 @@ from graph_passes.executors.cuda.statistics_group import StatisticsGroup
 from graph_passes.passes.freeze import BACKBONE
 from pipelines import DEFAULT_HW_DECODER_LOAD, Loader, LoaderConfig, open_loader
 from pipelines.options import SAMPLES
-from pipelines.samples import SAMPLES_FOLDER
+from pipelines.samples import SAMPLES_FOLDER, make_samples
 from pipelines.sources import Classes, splits_of
-from train import models
+from pipelines.sources.base import SPLITS
+from train import devices, models
 from train.checkpoint import Checkpoint
 from train.classes import match, padded, some
-from train.config import Config
+from train.config import Config, configure
 from train.devices import Placement
 from train.errors import TrainError
 from train.models.network import Network
@@ -124,12 +125,25 @@ def open_split(config: Config, split: str, placement: Placement, workers: Worker
                              "leave it out, or raise it")
         loader.count_classes_as(padded(loader.classes, config.num_classes), loader.labels)
         return loader
-    matched = match(config.data, loader.classes, classes, whose, is_whole=split == "train",
-                    met=loader.labels_met)
+    first_of_data, first_of_network = (int(each.first_label == "1") for each in (loader.config, config))
+    matched = match(config.data, loader.classes, classes, whose, is_whole=split == "train", met=loader.labels_met,
+                    place=loader.place, first_labels=(first_of_data, first_of_network))
     loader.count_classes_as(classes, matched.labels)
     if matched.note and workers.rank == 0:
         print(matched.note, flush=True)
     return loader
+
+
+def open_data(values: Mapping[str, Any], split: str) -> Loader:
+    """The loader of a split for a program of its own. `values`: given options of the command `train`. Raises
+    UserError."""
+    if split not in SPLITS:
+        raise TrainError(f"there is no split {split!r}: give {' or '.join(map(repr, SPLITS))}")
+    workers = Workers()
+    config = configure(values, devices.default_config(values, workers.local_rank))
+    if config.data == SAMPLES:
+        make_samples(SAMPLES_FOLDER)
+    return open_split(config, split, devices.choose(config, workers.local_rank), workers)
 
 
 def evaluated_images(config: Config) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import NamedTuple, TypeVar
 
 from pipelines.sources import Classes
@@ -20,7 +20,7 @@ class Match(NamedTuple):
 
 def match(
     data: str, found: Classes, known: Classes, whose: str, is_whole: bool,
-    met: Callable[[], Iterable[int]] | None = None,
+    met: Callable[[], Iterable[int]] | None = None, place: str = "", first_labels: tuple[int, int] = (0, 0),
 ) -> Match:
     """Map a data set's classes to the network's class indices.
 
@@ -34,27 +34,31 @@ def match(
         known: the network's classes.
         whose: the owner of `known`, for messages: 'the network of runs/NAME'.
         is_whole: whether the data must have all classes of the network.
-        met: returns the indices in `found` of classes that have images. Called only if the network lacks a class; None:
-            all have images. A class without images may be unknown to the network, and then maps to -1.
+        met: returns the indices in `found` of classes that have images. Called only if the network lacks a class, or if
+            numbers may count from 0 or from 1; None: all have images. A class without images may be unknown to the
+            network, and then maps to -1.
+        place: the file or folder of the split, for messages; "": the data path.
+        first_labels: the stored label of the first class, of the data and of the network; see TFRecordSource.
 
     Raises:
         TrainError: the network lacks a class of the data, or the data lacks one that it must have.
     """
-    labels, note = _by_number(data, found, known, whose)
-    if labels is None:
-        labels = _by_name(found, known)
+    by_number = _by_number(place or data, found, known, whose, met or (lambda: range(len(found))), first_labels)
+    labels, note, has_names = by_number or (_by_name(found, known), "", True)
     if -1 in labels and (unknown := [label for label in (met() if met else range(len(found))) if labels[label] < 0]):
-        if note and len(found) > len(known):
+        if not has_names and len(found) > len(known):
             raise TrainError(f"{data} has {len(found)} classes and {whose} has {len(known)}: give data of these, or "
                              "train on those that it has")
         raise TrainError(f"the class {found[min(unknown)][1]!r} of {data} is none of the {len(known)} classes of "
                          f"{whose} ({some(known)}): give data of these classes, or train on those that it has")
     missing = [name for label, (_, name) in enumerate(known) if label not in labels and name != str(label)]
-    if note or (missing and is_numbered(found)):
+    if not has_names or (missing and is_numbered(found)):
         return Match(labels, note)
     if missing and is_whole:
         raise TrainError(f"{data} has no class {missing[0]!r}, one of the {len(known)} of {whose}: give data of all of "
                          "them")
+    if note:
+        return Match(labels, note)
     if missing:
         note = f"{data} has {len(found)} of the {len(known)} classes of {whose}"
     elif labels != list(range(len(found))):
@@ -62,21 +66,71 @@ def match(
     return Match(labels, note)
 
 
-def _by_number(data: str, found: Classes, known: Classes, whose: str) -> tuple[list[int] | None, str]:
-    """Match classes whose names are numbers on at least one side. Returns the labels (-1 for a class that the network
-    lacks) or None, and a note if only one side has numbers."""
-    of_found, of_known = _numbers(found), _numbers(known)
-    sides = ((data, found), (whose, known))
-    places = [place for place, classes in sides if _numbers(classes, names_alone=True)]
-    if of_found and of_known:
+class _ByNumber(NamedTuple):
+    labels: list[int]  # -1 for a class that the network lacks
+    note: str
+    has_names: bool  # on both sides, even if these are numbers
+
+
+def _by_number(place: str, found: Classes, known: Classes, whose: str, met: Callable[[], Iterable[int]],
+               first_labels: tuple[int, int]) -> _ByNumber | None:
+    """Match classes whose names are numbers on at least one side; None if both have other names."""
+    numbers = _numbers(found), _numbers(known)
+    unnamed = [owner for owner, classes in ((place, found), (whose, known)) if _numbers(classes, names_alone=True)]
+    has_names = all(numbers)
+    if not has_names and not unnamed:
+        return None
+    sides = list(zip(numbers, (found, known), strict=True))
+    is_counted = [not own or is_numbered(classes) for own, classes in sides]
+    of_found, of_known = (own or list(range(len(classes))) for own, classes in sides)
+    note = f"the class numbers of {place} are taken for those of {whose}"
+    if is_counted[0] != is_counted[1] and 0 not in (of_known if is_counted[0] else of_found):
+        first = first_labels[is_counted[1]] or (
+            _first_counted({of_found[label] for label in met()}, of_known) if is_counted[0] else
+            _first_counted_by_network(of_found, len(known)))
+        if first is None:
+            named, owner, other = (known, whose, place) if is_counted[0] else (found, place, whose)
+            raise TrainError(f"the classes of {owner} are called {some(named)}, and those of {other} have numbers from "
+                             f"0 on, so that '1' may be the number 1, or the first class: list all classes of {place} "
+                             "in a classes.txt beside its images, that of the number 0 first")
+        of_found, of_known = ([number + first * is_one for number in own]
+                              for own, is_one in zip((of_found, of_known), is_counted, strict=True))
+    elif has_names:
         note = ""
-    elif places:
-        of_found, of_known = of_found or list(range(len(found))), of_known or list(range(len(known)))
-        note = f"{places[0]} has no names of classes: the class numbers of {data} are taken for those of {whose}"
-    else:
-        return None, ""
+    if not has_names:
+        note = f"{unnamed[0]} has no names of classes: {note}"
     label_of = _first_real(known, of_known)
-    return [label_of.get(number, -1) for number in of_found], note
+    labels = [label_of.get(number, -1) for number in of_found]
+    return _ByNumber(labels, note and note + _pairs(found, known, labels, first_labels), has_names)
+
+
+def _first_counted(counted: Set[int], folders: Sequence[int]) -> int | None:
+    """Which of `folders`, numbers without 0, is the class 0 of data whose classes are counted from 0: none (0), since
+    the numbers are equal, or the folder 1 (1). None if it may be either.
+
+    Args:
+        counted: the numbers of the classes that have images.
+    """
+    is_equal = counted <= set(folders)
+    is_from_1 = list(folders) == list(range(1, len(folders) + 1)) and max(counted, default=0) < len(folders)
+    return None if is_equal and is_from_1 else int(is_from_1)
+
+
+def _first_counted_by_network(folders: Sequence[int], count: int) -> int | None:
+    """The same for a network that counts its `count` classes from 0, and data of `folders`."""
+    is_equal = max(folders) < count
+    is_from_1 = max(folders) == count or sorted(folders) == list(range(1, len(folders) + 1))
+    return None if is_equal and is_from_1 else int(is_from_1)
+
+
+def _pairs(found: Classes, known: Classes, labels: Sequence[int], first_labels: tuple[int, int]) -> str:
+    """Which class of the data is which class of the network, and what to do if that is wrong, for the end of a note."""
+    shown, of_network = (
+        [str(number + first) for number in range(len(classes))] if is_numbered(classes) else _names(classes)
+        for classes, first in zip((found, known), first_labels, strict=True))
+    pairs = [f"{name} = {of_network[label]}" for name, label in zip(shown, labels, strict=True) if label >= 0]
+    return (f", {', '.join(pairs if len(pairs) <= 4 else [*pairs[:3], '...', pairs[-1]])} (if that is wrong, list the "
+            "classes in the order of their numbers in a classes.txt beside the images)")
 
 
 def padded(classes: Classes, count: int) -> Classes:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from common.command_line import Command, choose_command, given, given_value
+from common.command_line import Command, choose_command, given, given_value, option_name
 from common.errors import UserError
 from common.program import summaries
 from train import models
@@ -17,6 +17,7 @@ from train.options import commands, training
 from train.options.commands import (
     BenchmarkOptions,
     CompareOptions,
+    EmbedOptions,
     ExportOptions,
     GpuReportOptions,
     PredictOptions,
@@ -38,10 +39,11 @@ COMMANDS = {
     "gpu-report": Command(GpuReportOptions, "gpu_report.command:main"),
     "language-model": Command(LanguageModelOptions, "train.commands.language_model:main", outlasts_output=True),
     "predict": Command(PredictOptions, "train.commands.predict:main"),
+    "embed": Command(EmbedOptions, "train.commands.embed:main"),
     "quantize": Command(QuantizeOptions, "train.commands.quantize:main"),
     "export": Command(ExportOptions, "train.commands.export:main"),
 }
-OF_ONE_PROCESS = ("compare-precision", "gpu-report", "quantize", "export")
+OF_ONE_PROCESS = ("compare-precision", "gpu-report", "embed", "quantize", "export")
 PROG = "python -m train"
 
 _LIMITS = training.LIMITS | commands.LIMITS
@@ -78,6 +80,36 @@ def read(options: type, arguments: Sequence[str], *, command: str) -> dict[str, 
     if "optimizer" in values:
         check_optimizer(values["optimizer"])
     return values
+
+
+def values_of(options: type, given: Mapping[str, Any], *, command: str) -> dict[str, Any]:
+    """The option values that a program gives by name, checked and converted as on a command line. None and "" count as
+    not given. Raises UserError, in the words of the command line.
+
+    Args:
+        options, command: as for `read`.
+        given: values by field name, for example {"epochs": 5, "data": Path("photos"), "tensorboard": False}.
+    """
+    if "config" in given:
+        load_preset(str(given["config"]))  # on a command line, ? would print the list of presets and exit
+    words: list[str] = []
+    for name, value in given.items():
+        words += _words(options, name, value)
+    return read(options, words, command=command)
+
+
+def _words(options: type, name: str, value: Any) -> list[str]:
+    """An option as on a command line."""
+    option = option_name(name)
+    if value is None or value == "":
+        return []
+    if isinstance(value, bool):
+        # Only options that a preset or a run may have turned on have a --no- form.
+        has_negation = issubclass(options, (RunOptions, DeviceOptions)) or getattr(options, name, False)
+        return [option] if value else [option.replace("--", "--no-", 1)] * bool(has_negation)
+    if isinstance(value, (tuple, list)):
+        return [option, *map(str, value)]
+    return [f"{option}={value}"]
 
 
 def understood(arguments: Sequence[str]) -> tuple[str, dict[str, Any]]:

@@ -13,7 +13,8 @@ import math
 import shlex
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,10 @@ MAX_SKIPPED_STEPS = 50
 # The run reports clipping if gradients are scaled down by more than this factor. (In the first steps of
 # `cifar10_strong` on a CPU the norms are about 20 times its --clip-norm.)
 LEAST_LEFT_BY_CLIPPING = 1000.0
+
+# Called with an epoch's number, from 1, and its results by name (`EpochRow` without those that are None); True asks to
+# stop.
+OnEpochEnd = Callable[[int, Mapping[str, float]], "bool | None"]
 
 
 @contextlib.contextmanager
@@ -100,6 +105,7 @@ class Trainer:
         self.all_reduce: GradientAllReduce | None = None  # set by `join` with several processes
         self.learning_rate = make_schedule(config, self.state.steps_per_epoch, workers.size)
         self.num_batches = 0  # batches of the last step, on each process
+        self.callbacks: Sequence[OnEpochEnd] = ()  # called by each process, at the end of each epoch
         self.origin: list[str] = []  # remarks on trained weights that the run starts from
         self.saver = Saver(self.state, run_folder, f"{launcher()} --resume {shlex.quote(str(run_folder))}")
         # receives the metrics that were requested at the last log line
@@ -322,7 +328,7 @@ class Trainer:
         progress.epoch, progress.epoch_step = done, 0
         if not validation:
             recorder.end_epoch()
-            return ""
+            return self._told(recorder, done)
         metrics, outcomes = validation
         is_balance_wanted = max(config.balance, config.class_weights) > 0 or outcomes.is_uneven
         recorder.end_epoch(metrics, outcomes.balanced_accuracy if is_balance_wanted else None)
@@ -332,7 +338,14 @@ class Trainer:
             self.saver.save(recorder, is_best=True)
         else:
             progress.validations_since_best += 1
-        return self._settled(recorder.evaluated)
+        return self._told(recorder, done) or self._settled(recorder.evaluated)
+
+    def _told(self, recorder: Recorder, done: int) -> str:
+        """Call the callbacks after `done` epochs. Returns why the run ends here, or ""."""
+        row = asdict(recorder.record.epochs[-1]) if recorder.record.epochs else {}
+        results = {name: value for name, value in row.items() if value is not None}
+        answers = [callback(done, results) for callback in self.callbacks]
+        return f"stopped: a callback asked for it after epoch {done}" if any(answers) else ""
 
     def _settled(self, images: str) -> str:
         """Why the accuracies on `images` so far end the run, or "". Also applies to a resumed run."""

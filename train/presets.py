@@ -25,10 +25,13 @@ def load_preset(name: str) -> Config:
     return dataclasses.replace(module.CONFIG, config=name)
 
 
-def describe_presets() -> str:
+def described() -> dict[str, str]:
     """Each preset with the first sentence of its docstring."""
-    lines = []
-    for name in presets():
-        text = " ".join((importlib.import_module(f"train.configs.{name}").__doc__ or "").split("\n\n")[0].split())
-        lines.append(f"{name}\n    {text.partition('. ')[0].removesuffix('.')}")
-    return "\n".join(lines)
+    texts = {name: importlib.import_module(f"train.configs.{name}").__doc__ or "" for name in presets()}
+    paragraphs = {name: " ".join(text.split("\n\n")[0].split()) for name, text in texts.items()}
+    return {name: paragraph.partition(". ")[0].removesuffix(".") for name, paragraph in paragraphs.items()}
+
+
+def describe_presets() -> str:
+    """Each preset with the first sentence of its docstring, as lines."""
+    return "\n".join(f"{name}\n    {text}" for name, text in described().items())

@@ -13,6 +13,8 @@ from types import MappingProxyType
 
 from graph_passes.errors import GraphError
 from graph_passes.operators import (
+    activations,
+    arithmetic,
     batch_norm,
     batch_norm_halves,
     convolution,
@@ -20,6 +22,8 @@ from graph_passes.operators import (
     elementwise,
     embedding,
     fully_connected,
+    joining,
+    layer_norm,
     pooling,
     quantised,
     rnn,
@@ -52,7 +56,7 @@ __all__ = [
 ]
 
 _FAMILIES = (convolution, batch_norm, elementwise, dropout, pooling, fully_connected, softmax, sigmoid,
-             batch_norm_halves, quantised, rnn, embedding)
+             batch_norm_halves, quantised, rnn, embedding, activations, arithmetic, joining, layer_norm)
 
 _KERNELS = "graph_passes.executors.cuda.kernels"
 

@@ -167,6 +167,11 @@ def numbers(value: Any) -> tuple[float, ...]:
     return tuple(map(float, ast.literal_eval(value) if isinstance(value, str) else value))
 
 
+def number(value: Any) -> int | float:
+    """An integer stays one, so that it is written as it was read."""
+    return int(value) if str(value).lstrip("-").isdecimal() else float(value)
+
+
 def one_of(*values: str) -> Callable[[Any], str]:
     def read(value: Any) -> str:
         if value not in values:

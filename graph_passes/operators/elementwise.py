@@ -24,7 +24,6 @@ from graph_passes.operators.base import (
     Shapes,
     integers,
     known,
-    one_of,
     total,
 )
 from graph_passes.operators.body import Body
@@ -94,13 +93,7 @@ def relu_backward(dy: Array, y: Array) -> Array:
     return np.where(y > 0, dy, 0)
 
 
-def _activation(node: NodeView, x: Array) -> list[Array]:
-    if not is_relu(node):
-        raise GraphError(f"Activation '{node.name}' has act_type='{node['act_type']}': the reference executor has relu")
-    return [relu(x)]
-
-
-def _relu_gradients(node: NodeView, inputs: Sequence[Array], outputs: Sequence[Array], dy: Array,
+def relu_numpy_gradient(node: NodeView, inputs: Sequence[Array], outputs: Sequence[Array], dy: Array,
                     training: bool) -> list[Array | None]:
     return [relu_backward(dy, outputs[0])] * len(inputs)
 
@@ -112,10 +105,6 @@ def _axes(node: NodeView, ndim: int) -> tuple[int, ...]:
 # --- bodies ---
 
 
-def _relu_body(b: Body) -> list[Any]:
-    return [b.relu(b.inputs[0])] if is_relu(b.node) else b.primitive()
-
-
 def _bias_body(b: Body) -> list[Any]:
     return [b.ended(b["data"], b.node.op.endswith("Relu"))]
 
@@ -123,9 +112,7 @@ def _bias_body(b: Body) -> list[Any]:
 # --- gradients in the graph ---
 
 
-def _relu(node: NodeView, dy: Ref, shapes: Mapping[Ref, Shape]) -> Gradient:
-    if node.op == "Activation" and not is_relu(node):
-        raise GraphError(f"Activation '{node.name}' ({node['act_type']}) has no gradient here: use relu")
+def relu_gradient(node: NodeView, dy: Ref, shapes: Mapping[Ref, Shape]) -> Gradient:
     attrs: dict[str, Any] = {}
     backward = node.replace(op="ReluBackward", name=f"{node.name}_backward", inputs=(dy, Ref(node.name)), attrs=attrs)
     names = ("lhs", "rhs") if node.op == "AddRelu" else ("data",)
@@ -147,13 +134,9 @@ def _transpose_gradient(node: NodeView, dy: Ref, shapes: Mapping[Ref, Shape]) ->
 
 # --- the descriptions ---
 
-_ACTIVATIONS = ("relu", "sigmoid", "tanh", "softrelu", "softsign", "log_sigmoid", "mish")
-
 OPERATORS = (
-    Operator("relu", ("data",), elementwise, _activation, in_place={"output": ("data",)}, gradient=_relu,
-             numpy_gradient=_relu_gradients, body=_relu_body),
-    Operator("Activation", ("data",), elementwise, _activation, {"act_type": Attribute(one_of(*_ACTIVATIONS))},
-             in_place={"output": ("data",)}, gradient=_relu, numpy_gradient=_relu_gradients, body=_relu_body),
+    Operator("relu", ("data",), elementwise, lambda node, x: [relu(x)], in_place={"output": ("data",)},
+             gradient=relu_gradient, numpy_gradient=relu_numpy_gradient, body=lambda b: [b.relu(b["data"])]),
     # Also of an AddRelu, for both summands.
     Operator("ReluBackward", ("out_grad", "output", "out_grad_2"), elementwise,
              lambda node, dy, y, dy2=None: [relu_backward(total(dy, dy2), y)], SINGLE_GRAD, ("data_grad",), SECOND_GRAD,
@@ -164,8 +147,8 @@ OPERATORS = (
              gradient=lambda node, dy, shapes: Gradient([], {"lhs": dy, "rhs": dy}),
              numpy_gradient=lambda node, x, y, dy, training: [dy, dy], body=lambda b: [b.add(*b.inputs)]),
     Operator("AddRelu", ("lhs", "rhs"), elementwise, lambda node, a, b: [relu(a + b)],
-             in_place={"output": ("lhs", "rhs")}, gradient=_relu, numpy_gradient=_relu_gradients, fused=True,
-             body=lambda b: [b.relu(b.add(*b.inputs))]),
+             in_place={"output": ("lhs", "rhs")}, gradient=relu_gradient, numpy_gradient=relu_numpy_gradient,
+             fused=True, body=lambda b: [b.relu(b.add(*b.inputs))]),
     # A bias along the channels (the last dimension) of a convolution that is computed without; then ReLU; a sum before.
     Operator("BiasAdd", ("data", "bias"), _with_bias, lambda node, x, bias: [x + bias],
              in_place={"output": ("data",)}, forward="Convolution", repeatable=True, body=_bias_body),

@@ -7,10 +7,15 @@ from collections.abc import Sequence
 
 from graph_passes.errors import GraphError
 from graph_passes.graph import Graph, Node, Ref
-from graph_passes.operators import BATCH_NORMS, channel_axis
+from graph_passes.operators import BATCH_NORMS, channel_axis, window
 
 _AXES = {"NCHW": (0, 3, 1, 2), "NHWC": (0, 2, 3, 1)}  # transpose to this layout from the other one; weights likewise
-_ELEMENTWISE = ("Activation", "relu", "elemwise_add", "AddRelu", "clip", "_copy", "BlockGrad")
+# Operators that do the same to every element, or along a dimension that follows from the layout.
+_ELEMENTWISE = ("Activation", "relu", "elemwise_add", "AddRelu", "clip", "_copy", "BlockGrad", "sigmoid", "tanh",
+                "softsign", "hard_sigmoid", "elemwise_mul", "_plus_scalar", "_minus_scalar", "_mul_scalar",
+                "_div_scalar")
+_BROADCAST = ("broadcast_mul", "broadcast_add")
+_AXIS = {"Concat": "dim", "slice_axis": "axis", "LayerNorm": "axis"}  # the attribute that is a dimension
 
 
 def layout(graph: Graph, to: str, inputs: Sequence[str] = ()) -> Graph:
@@ -20,9 +25,10 @@ def layout(graph: Graph, to: str, inputs: Sequence[str] = ()) -> Graph:
         after     data (NHWC) -> transpose -> Convolution(layout=NCHW), weight OIHW -> BatchNorm(axis=1) -> ...
 
     The weights change their layout (`weight_layouts` tells which is which), and so do the graph's inputs that `inputs`
-    names, where they are read in the other one; the rest keep theirs. Elementwise operators follow their inputs, and a
-    tensor of one pixel (after global pooling) needs no conversion to be flattened, so that a residual network gets one
-    transpose, at its data, or none with `inputs=["data"]`. Anything else gets its input in the layout that it had.
+    names, where they are read in the other one; the rest keep theirs. Elementwise operators follow their inputs, and so
+    do those along a dimension, such as Concat and LayerNorm. A tensor of one pixel (after global pooling) needs no
+    conversion to be flattened, so that a residual network gets one transpose, at its data, or none with
+    `inputs=["data"]`. Anything else gets its input in the layout that it had.
 
     Raises GraphError for an unknown layout or input.
     """
@@ -68,14 +74,28 @@ class _Conversion:
         if node.op in ("Convolution", "Pooling") and self._is_to_convert(node):
             inputs = (*map(self._convert, node.inputs[:2]), *node.inputs[2:])  # data and weight, but not the bias
             self.converted[result] = result
-            if node.op == "Pooling" and node["global_pool"]:
+            if self._makes_one_pixel(node):
                 self.one_pixel.add(result)
             return node.with_attrs(layout=self.to).replace(inputs=inputs)
         if node.op in BATCH_NORMS and is_converted[0] and self._is_to_convert(node):
             inputs = (self._convert(node.inputs[0]), *node.inputs[1:5], *map(self._convert, node.inputs[5:]))
             self.converted[result] = result
             return node.with_attrs(axis=channel_axis(self.to)).replace(inputs=inputs)
-        if node.op in _ELEMENTWISE and any(is_converted):
+        if node.op in _AXIS and is_converted[0]:
+            self.converted[result] = result
+            images = node.inputs[:1] if node.op == "LayerNorm" else node.inputs
+            inputs = (*map(self._convert, images), *node.inputs[len(images):])
+            return node.with_attrs(**{_AXIS[node.op]: self._moved(node[_AXIS[node.op]])}).replace(inputs=inputs)
+        if node.op == "mean" and is_converted[0] and self._is_over_pixels(node):
+            if node["keepdims"]:
+                self.converted[result] = result
+                self.one_pixel.add(result)
+            axes = tuple(sorted(map(self._moved, node["axis"])))
+            return node.with_attrs(axis=axes).replace(inputs=(self._convert(node.inputs[0]),))
+        if node.op in _BROADCAST and all(is_converted):
+            self.converted[result] = result
+            return node.replace(inputs=tuple(map(self._convert, node.inputs)))
+        if self._is_elementwise(node) and any(is_converted):
             self.converted[result] = result
             if all(ref in self.one_pixel for ref in node.inputs):
                 self.one_pixel.add(result)
@@ -87,6 +107,26 @@ class _Conversion:
         if flattens and node.inputs[0] in self.one_pixel:
             return node
         return node.replace(inputs=tuple(self._original(ref) for ref in node.inputs))
+
+    def _makes_one_pixel(self, node: Node) -> bool:
+        """A global pooling, and a product with every weight of what has one pixel."""
+        if node.op == "Pooling":
+            return bool(node["global_pool"])
+        return self._convert(node.inputs[0]) in self.one_pixel and window(node).pad == (0, 0)
+
+    def _is_elementwise(self, node: Node) -> bool:
+        """Does it do the same to each element, wherever that lies?"""
+        if node.op == "LeakyReLU":
+            return bool(node["act_type"] != "prelu")
+        return node.op in _ELEMENTWISE or (node.op == "Dropout" and not node["axes"])
+
+    def _is_over_pixels(self, node: Node) -> bool:
+        """Is it a mean over height and width alone?"""
+        return {axis % 4 for axis in node["axis"]} == {0, 1, 2, 3} - {0, channel_axis(self.origin)}
+
+    def _moved(self, axis: int) -> int:
+        """Where a dimension of an image lies in the new layout."""
+        return _AXES[self.to].index(axis % 4)
 
     def _is_to_convert(self, node: Node) -> bool:
         """Does it work on images in the layout to be left?"""

@@ -23,6 +23,7 @@ from pipelines.sources.cifar100 import Cifar100Source
 from pipelines.sources.folders import FileSource, some
 from pipelines.sources.records import RecordSource
 from pipelines.sources.shards import ShardSource, check_complete
+from pipelines.sources.split_names import split_of
 from pipelines.sources.system_files import is_system
 from pipelines.sources.tfrecord import TFRecordSource, is_tfrecord
 from pipelines.sources.val_split import part
@@ -69,7 +70,7 @@ class Format(NamedTuple):
 # In search order. A list precedes the folder that it lists, because `verify --write-clean` writes a list to leave out
 # images of the folder.
 FORMATS = {
-    "list": Format("a .lst file", folders.find_list, lambda files, split, _: folders.open_list(files[0])),
+    "list": Format("a .lst file", folders.find_list, lambda files, split, how: folders.open_list(files[0], how.train)),
     "RecordIO": Format("a .rec file", records.find, lambda files, split, how: RecordSource(files[0], how.num_classes)),
     "WebDataset": Format(
         "tar shards (WebDataset)", shards.find(is_tar), lambda files, split, how: TarSource(files, how.num_classes)
@@ -149,16 +150,19 @@ def locate(data: str | Path, split: str) -> Location:
         if path not in found.files:  # not if the user named a single shard
             check_complete(found.files)
             if found.format == "folders":
-                folders.check_is_split(path, split)
+                folders.check_is_split(path)
         return found
     other = _OTHER[split]
     if path.is_dir() and _find(path, other):
-        without = (", set part of the training images aside (--val-split 0.1), or train without validation "
+        tests = [name for name in folders.class_folders(path) if split_of(name) == "test"] if split == "val" else []
+        rename = f", rename {tests[0]} to val to validate with its images" if tests else ""
+        without = (f"{rename}, set part of the training images aside (--val-split 0.1), or train without validation "
                    "(--validate-every 0)" if split == "val" else "")
         raise DataError(
             f"data path {path} has {other} but no {split}; add {split}/, {split}.rec or {split}.lst{without}"
         )
     if path.is_dir():
+        folders.check_is_split(path)
         folders.folder_classes(path, split)  # raises the more precise error
     known = ", ".join(entry.looks_like for entry in FORMATS.values())
     problem = "is in none of the known formats" if path.exists() else "does not exist"
@@ -202,16 +206,25 @@ def _places(location: Location) -> list[Path]:
 
 
 def beside(found: Location, data: str | Path) -> list[str]:
-    """A remark about shards, records, lists and image folders in the data folder that belong to neither split."""
+    """Remarks about the splits of a data folder: which folders they are, if not `train` and `val`; and the shards,
+    records, lists and image folders that belong to neither split."""
     path = expanded(data)
-    read = {file for split in _OTHER if (where := _find(path, split)) for file in where.files}
-    if not path.is_dir() or path in read:
+    splits = {split: where for split in _OTHER if (where := _find(path, split))}
+    read = {file for where in splits.values() for file in where.files}
+    if not path.is_dir():
         return []
-    holders = {path} | {file.parent for file in found.files if file.parent.parent == path}
+    holders = {path} | {file.parent for file in read if file.parent.parent == path}
     others = [str(file.relative_to(path)) for folder in sorted(holders) for file in sorted(folder.iterdir())
-              if file not in read | holders and _is_data(file, found.format)]
-    return [f"{path}: {len(others):,} of its shards, records, lists and folders of images belong to no split and are "
-            f"not read: {some(others)}"] if others else []
+              if file not in read | holders and not (path in read and file.is_dir()) and _is_data(file, found.format)]
+    places = {split: where.files[0] if where.files[0].is_dir() else where.files[0].parent
+              for split, where in splits.items()}
+    named = [f"{place.relative_to(path)} is read as {split}" for split, place in places.items()
+             if place.is_relative_to(path) and place not in (path, path / split)]
+    remarks = [f"{path}: by the names of its folders, {' and '.join(named)}"] if named else []
+    if others:
+        remarks.append(f"{path}: {len(others):,} of its shards, records, lists and folders of images belong to no "
+                       f"split and are not read: {some(others)}")
+    return remarks
 
 
 def _is_data(path: Path, format: str) -> bool:
@@ -219,9 +232,15 @@ def _is_data(path: Path, format: str) -> bool:
     if path.name.startswith(".") or is_system(path.name):
         return False
     if not path.is_dir():
-        return path.suffix in (".rec", ".lst") or is_tar(path) or is_tfrecord(path)
+        return _is_data_file(path.name)
     # Folders beside a list usually hold its images, and train.rec was usually made from the train/ beside it.
-    return format != "list" and path.name not in _OTHER and folders.seems_to_hold_images(path)
+    return format != "list" and path.name not in _OTHER and (
+        folders.seems_to_hold_images(folders.innermost(path)) or folders.seems_to_hold(path, _is_data_file))
+
+
+def _is_data_file(name: str) -> bool:
+    path = Path(name)
+    return path.suffix in (".rec", ".lst") or is_tar(path) or is_tfrecord(path)
 
 
 def _check_val_split(data: str | Path, val_split: float) -> None:

@@ -17,12 +17,12 @@ from pipelines.errors import DataError
 from pipelines.files import read_lines
 from pipelines.options import AUTO, MAX_CLASSES, FirstLabel, Labels
 from pipelines.recordio import BrokenRecordError
+from pipelines.sources.split_names import SPLITS, split_of
 
 Classes = list[tuple[str, str]]  # (folder or synset, name to show) in the order of the labels
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".jpe", ".jfif", ".jif", ".pjpeg", ".pjp", ".png", ".bmp", ".dib", ".tif",
                             ".tiff", ".webp", ".ppm", ".pgm", ".pbm", ".pnm"})
-SPLITS = ("train", "val")  # also the names of their folders
 _NUM_SAMPLED = 64  # images
 ONE_HOT_REMARK = "{}: its labels are one-hot vectors, which are read as class numbers"
 
@@ -60,6 +60,10 @@ class Source(ABC):
 
     def group(self, i: int) -> str:
         """The folder that image `i` shares with similar images, such as the frames of a video; "" if there is none."""
+        return ""
+
+    def stamp(self, i: int) -> str:
+        """The identity of image `i` and the size of its file; "" for formats whose classes are not folders."""
         return ""
 
     @abstractmethod
@@ -119,6 +123,9 @@ class Chosen(Source):
 
     def group(self, i: int) -> str:
         return self.source.group(self.indices[i])
+
+    def stamp(self, i: int) -> str:
+        return self.source.stamp(self.indices[i])
 
     def label(self, i: int) -> int:
         return self.source.label(self.indices[i])
@@ -183,8 +190,20 @@ def read_classes(folder: Path) -> Classes:
 
 def _lists_of(folder: Path) -> list[Path]:
     """The possible places of classes.txt. A list further up may belong to other data."""
-    folders = [folder, folder.parent] if folder.name in SPLITS else [folder]
-    return [place / "classes.txt" for place in folders]
+    return [place / "classes.txt" for place in (folder, *_above_split(folder))]
+
+
+def _above_split(folder: Path) -> list[Path]:
+    """The folder that holds the split, if `folder` has the name of one; and what lies between, as in train/train."""
+    if split_of(folder.name) not in SPLITS:
+        return []
+    is_twice = split_of(folder.parent.name) == split_of(folder.name)
+    return [folder.parent, *[folder.parent.parent] * is_twice]
+
+
+def data_folder(folder: Path) -> Path:
+    """The folder of a whole data set, of which `folder` may be a split."""
+    return (folder, *_above_split(folder))[-1]
 
 
 def unread_list(folder: Path) -> list[str]:

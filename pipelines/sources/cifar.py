@@ -9,6 +9,7 @@ CIFAR-100's files with functions from here.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,7 @@ from pipelines.sources.pickles import text_of
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 NUM_BATCHES = 5  # files of CIFAR-10's training images
+BATCH_IMAGES = 10_000  # in each of CIFAR-10's files
 PIXELS = 32  # height and width
 IMAGE_BYTES = 3 * PIXELS * PIXELS
 WAY_OUT = "unpack the archive again"
@@ -106,8 +108,12 @@ class CifarSource(PixelSource):
         images, labels, said = zip(*batches, strict=True)
         super().__init__(files, images, labels, chosen_classes(folder, names))
         self.remarks = _contradictions(meta, files, labels)
+        is_cifar10 = tuple(names) == CLASSES
         if files[0].stem == "data_batch_1":
-            self.remarks += _check_number(files, said, is_cifar10=tuple(names) == CLASSES)
+            self.remarks += _check_number(files, said, is_cifar10) + _copies(files, images)
+        if is_binary:
+            published = ["test_batch", *(f"data_batch_{number + 1}" for number in range(NUM_BATCHES))] * is_cifar10
+            self.remarks += cut_off(files, labels, {folder / f"{name}.bin": BATCH_IMAGES for name in published}, _ROW)
 
 
 def chosen_classes(folder: Path, names: Sequence[str], way_out: str = "") -> Classes:
@@ -191,6 +197,37 @@ def _read_meta(folder: Path, is_binary: bool) -> dict[str, Any]:
         names = [text_of(name) for name in meta["label_names"]]
         counts: dict[str, Any] = {key: int(meta[key]) for key in ("num_cases_per_batch", "num_vis") if key in meta}
     return {"label_names": check_names(path, names), **counts}
+
+
+def _copies(files: Sequence[Path], images: Sequence[np.ndarray]) -> list[str]:
+    """A remark for each batch that has the images of an earlier one."""
+    first: dict[bytes, Path] = {}
+    remarks = []
+    for file, pixels in zip(files, images, strict=True):
+        other = first.setdefault(hashlib.blake2b(pixels.tobytes()).digest(), file)
+        if other != file:
+            remarks.append(f"{file}: has the same images as {other.name}, which come twice ({WAY_OUT})")
+    return remarks
+
+
+def cut_off(files: Sequence[Path], labels: Sequence[np.ndarray], published: Mapping[Path, int], row: int) -> list[str]:
+    """A remark about .bin files that may have been cut at the end of an image, since nothing in them tells.
+
+    They have fewer images than published, and another file of the data set has as many as published; or, in other data,
+    fewer than a batch behind them.
+
+    Args:
+        published: the number of images in each file of the published data set.
+        row: bytes of an image.
+    """
+    counts = {file: len(part) for file, part in zip(files, labels, strict=True)}
+    if any(file.is_file() and file.stat().st_size == count * row for file, count in published.items()):
+        short = {file: published[file] for file in files if counts[file] < published.get(file, 0)}
+    else:
+        most_behind = {file: max([*counts.values()][i + 1 :], default=0) for i, file in enumerate(files)}
+        short = {file: count for file, count in most_behind.items() if counts[file] < count}
+    return [f"{file}: has {counts[file]:,} images and not {count:,}, so it may be cut off ({WAY_OUT})"
+            for file, count in short.items()]
 
 
 def _contradictions(meta: Mapping[str, Any], files: Sequence[Path], labels: Sequence[np.ndarray]) -> list[str]:

@@ -21,6 +21,7 @@ from pipelines.sources.cifar import (
     PixelSource,
     check_names,
     chosen_classes,
+    cut_off,
     images_and_labels,
     read_names,
     unpickled,
@@ -97,6 +98,9 @@ class Cifar100Source(PixelSource):
         other = "fine" if kind == "coarse" else "coarse"
         classes = chosen_classes(file.parent, names, f", or give --labels {other} if it lists the {other} ones")
         super().__init__(files, [images], [found], classes)
+        if file.suffix == ".bin" and tuple(names) == NAMES[kind]:
+            published = {file.with_name("train.bin"): 50_000, file.with_name("test.bin"): 10_000}
+            self.remarks = cut_off(files, [found], published, _ROW)
 
 
 def _read_bin(file: Path, kind: LabelSet) -> tuple[np.ndarray, np.ndarray]:

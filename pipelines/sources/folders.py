@@ -7,14 +7,16 @@ import itertools
 import os
 import re
 from collections import defaultdict
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from pipelines.errors import DataError
 from pipelines.files import check_is_file, open_file, read_lines
 from pipelines.sources.base import IMAGE_SUFFIXES, Classes, Source, check_label, nfc, read_classes
+from pipelines.sources.split_names import SPLITS, by_split, is_companion, is_whole, split_of, splits_in
 from pipelines.sources.system_files import is_system
 
 # Suffixes of image files that we do not read. The last lines are cameras' raw files, most of which begin like TIFF.
@@ -40,10 +42,8 @@ NO_ENDING = "without an ending"
 # The first bytes of the formats that we read: JPEG, PNG, WebP, TIFF, BMP (with its reserved bytes), PBM to PPM.
 _BEGINNING = re.compile(
     rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|RIFF....WEBP|II\*\0|MM\0\*|BM.{4}\0{4}|P[1-6]\s+(?:#|\d+\s+\d)", re.DOTALL)
-_OF_A_SPLIT = re.compile(r"(train|val|test|dev|eval)(ing|id|idation|[\W_\d]|$)")
 _MOST_PLACES, _MOST_NAMES = 100, 1000  # limits of a quick look: folders, and names in each
 _MOST_FOLDERS = 10_000  # if a list's files are in more folders, we do not search them for unlisted images
-_SPLIT_NAMES = frozenset({"train", "training", "val", "valid", "validation", "test", "testing", "dev"})
 
 
 def find_list(path: Path, split: str) -> list[Path]:
@@ -53,32 +53,70 @@ def find_list(path: Path, split: str) -> list[Path]:
 
 
 def find_folders(path: Path, split: str) -> list[Path]:
-    """Find PATH/SPLIT with a folder for each class; or PATH itself with class folders, which then serves all splits."""
-    if _has_splits(path):
-        return [path / split] if (path / split).is_dir() else []
-    return [path] if path.is_dir() and class_folders(path) else []
-
-
-def _has_splits(path: Path) -> bool:
-    """Whether PATH has train/ or val/ as splits. With images but no folders inside, they may be classes instead."""
-    splits = _splits(path)
-    return bool(splits) and (any(class_folders(path / name) for name in splits) or not _classes_beside(path))
-
-
-def _splits(path: Path) -> list[str]:
-    return [name for name in ("train", "val") if (path / name).is_dir()]
-
-
-def _classes_beside(path: Path) -> list[str]:
-    """Image folders beside a single train/ or val/ that suggest that it is a class, too.
-
-    There must be at least two, and nothing beside them may have the name of another split, such as val.rec or test1/.
-    """
-    splits = _splits(path)
-    if len(splits) > 1 or any(_OF_A_SPLIT.match(name.lower()) for name in os.listdir(path) if name not in splits):
+    """Find the folder of a split with a folder for each class; or PATH itself with class folders, which then serves all
+    splits."""
+    if not path.is_dir():
         return []
-    found = [name for name in class_folders(path) if name not in splits and seems_to_hold_images(path / name)]
-    return found if len(found) > 1 else []
+    if splits := _splits(path).folders:
+        return [splits[split]] if split in splits else []
+    return [path] if class_folders(path) else []
+
+
+class _Splits(NamedTuple):
+    folders: dict[str, Path]  # by split; {} if the folders of the data path are classes
+    doubt: str = ""  # if they may be either, a sentence about it
+
+
+def _splits(path: Path) -> _Splits:
+    """Which folders in PATH are its splits, by their names and by what lies in them and beside them.
+
+    A class may be called `train`, too. It is taken for one if other folders of images lie beside it, no name says
+    another split, and its images lie directly in it.
+    """
+    names = [name for name in class_folders(path) if not is_companion(name)]
+    said = by_split(names)
+    if not said or (len(names) > 1 and {nfc(name) for name in names} <= {nfc(key) for key, _ in read_classes(path)}):
+        return _Splits({})
+    found = [name for those in said.values() for name in those]
+    others = [name for name in names if not splits_in(name) and seems_to_hold_images(path / name)]
+    has_both, are_whole = len(said) > 1, all(map(is_whole, found))
+    hold_folders = any(class_folders(path / name) for name in found)
+    has_other_split = has_both or any(splits_in(name) - (set() if hold_folders and name not in names else said.keys())
+                                      for name in os.listdir(path))
+    in_doubt = False
+    if not others:
+        are_splits = has_other_split or are_whole or hold_folders
+    elif are_whole:
+        are_splits = has_other_split or hold_folders
+        in_doubt = not has_both and (len(others) > 1 and not has_other_split if hold_folders else has_other_split)
+    else:
+        are_splits = in_doubt = has_both or (has_other_split and hold_folders)
+    if not are_splits:
+        return _Splits({})
+    doubt = ""
+    if twice := [those for those in said.values() if len(those) > 1]:
+        doubt = (f"data path {path} holds {some(twice[0])}, which are several folders for one split: call the one to "
+                 f"use {split_of(twice[0][0])}, or, if all are classes, list them in {path / 'classes.txt'}")
+    elif in_doubt:
+        doubt = (f"data path {path} holds {some(others)} beside {some(found)}, so {some(found)} may be a split or "
+                 f"another class: if all are classes, list them in {path / 'classes.txt'}; for {found[0]} alone, give "
+                 f"{path / found[0]} as the data")
+    return _Splits({split: innermost(path / those[0]) for split, those in said.items()}, doubt)
+
+
+def innermost(folder: Path) -> Path:
+    """A split's folder; or, where an archive put that folder into one of its own name, the folder inside."""
+    inside = class_folders(folder)
+    is_twice = len(inside) == 1 and split_of(folder.name) and split_of(inside[0]) == split_of(folder.name)
+    return folder / inside[0] if is_twice else folder
+
+
+def _training_folder(val: Path) -> Path | None:
+    """The training images beside a folder of validation images, if it has the name of one."""
+    if split_of(val.name) != "val":
+        return None
+    root = val.parent.parent if split_of(val.parent.name) == "val" else val.parent
+    return _splits(root).folders.get("train")
 
 
 class FileSource(Source):
@@ -101,6 +139,9 @@ class FileSource(Source):
     def identity(self, i: int, fully: bool = False) -> str:
         """The file's path relative to its class folder, or else to the list's folder."""
         return "/".join(self._path(i)[1])
+
+    def stamp(self, i: int) -> str:
+        return f"{nfc(self.identity(i))}, {self.location(i)[2]} bytes"
 
     def group(self, i: int) -> str:
         """The first folder within the class folder; in a list of files, the file's folder."""
@@ -142,8 +183,16 @@ class FileSource(Source):
 def class_folders(folder: Path) -> list[str]:
     """Sorted names of the sub-folders, without hidden folders and folders that systems make."""
     with os.scandir(folder) as entries:
-        names = (entry.name for entry in entries if os.path.isdir(entry))  # also False for a link to itself
+        names = (entry.name for entry in entries if _is_folder(entry))
         return sorted(name for name in names if not name.startswith(".") and not is_system(name))
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Whether an entry is a folder or leads to one; asks the file system about links only."""
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
 
 
 def other_folders(folder: Path) -> dict[str, list[str]]:
@@ -288,19 +337,22 @@ def holds_images(folder: Path) -> bool:
     return any(map(holds_images, folders))
 
 
-def check_is_split(path: Path, split: str) -> None:
-    """Raise DataError if train/ or val/ in a folder may be either a split or a class beside other classes."""
-    if others := _classes_beside(path):
-        raise DataError(f"data path {path} holds {some(others)} beside {split}, so {split} may be a split or another "
-                        f"class: if all are classes, move them into a folder {path / 'train'}; for {split} alone, give "
-                        f"{path / split} as the data")
+def check_is_split(path: Path) -> None:
+    """Raise DataError if folders may be either splits or classes."""
+    if doubt := _splits(path).doubt:
+        raise DataError(doubt)
 
 
 def seems_to_hold_images(folder: Path) -> bool:
     """Whether a folder, or a folder in it, has files with an image's suffix; a quick look at the first names only."""
+    return seems_to_hold(folder, _is_image)
+
+
+def seems_to_hold(folder: Path, is_wanted: Callable[[str], bool]) -> bool:
+    """Whether a folder, or a folder in it, has files of wanted names; a quick look at the first names only."""
     try:
         places = [folder, *(folder / name for name in class_folders(folder)[:_MOST_PLACES])]
-        return any(_is_image(name) for place in places for name in itertools.islice(os.listdir(place), _MOST_NAMES))
+        return any(is_wanted(name) for place in places for name in itertools.islice(os.listdir(place), _MOST_NAMES))
     except OSError:
         return False
 
@@ -316,25 +368,39 @@ def folder_classes(path: Path, split: str) -> Classes:
         inside = "only files" if any(path.iterdir()) else "nothing"
         if broken := broken_links(path):
             inside = f"only links that lead to no folder ({some(broken)}) and files"
-        raise DataError(
-            f"data path {path} holds {inside}, no class folders; put the images of each class into a folder of its own"
-        )
+        others = class_folders(path.parent) if split_of(path.name) in SPLITS else []
+        or_list = f", or, if {path.name} is a class, list all classes in {path.parent / 'classes.txt'}"
+        raise DataError(f"data path {path} holds {inside}, no class folders; put the images of each class into a "
+                        f"folder of its own{or_list * (len(others) > 1)}")
     if path.name != split:
-        for name in filter(lambda name: _has_splits(path / name), folders):
-            raise DataError(f"data path {path} has no train and val, but {path / name} has; give that")
-        if all(name.lower() in _SPLIT_NAMES for name in folders):
-            raise DataError(
-                f"data path {path} holds {', '.join(folders)}, which are splits and not classes; rename the folder to "
-                "train on to train, and the folder for validation to val"
-            )
+        _check_are_classes(path, folders)
     if listed := read_classes(path):
         return listed
-    train = path.parent / "train"
-    place = train if split != "train" and path.name == split and train.is_dir() else path
+    place = (_training_folder(path) if split == "val" else None) or path
     if not (names := class_folders(place)):  # the training images are stored in another format
         place, names = path, folders
     first = {nfc(name): name for name in reversed(names) if holds_images(place / name)}  # one of equal names
     return [(name, name) for name in names if first.get(nfc(name)) == name]
+
+
+def _check_are_classes(path: Path, folders: Sequence[str]) -> None:
+    """Raise DataError if the folders, or the folders in each of them, are splits instead of classes."""
+    if all(map(is_whole, folders)) and not read_classes(path):
+        raise DataError(f"data path {path} holds {', '.join(folders)}, which are splits and not classes; rename the "
+                        "folder to train on to train, and the folder for validation to val")
+    inside = {name: class_folders(path / name) for name in folders}
+    holders = [name for name, inner in inside.items() if inner and
+               (len({split_of(each) for each in inner} - {""}) > 1 or all(map(is_whole, inner)))]
+    for name in holders:
+        if any(class_folders(path / name / each) for each in inside[name] if split_of(each)):
+            raise DataError(f"data path {path} has no train and val, but {path / name} has; give that")
+    if holders:
+        first = path / holders[0]
+        splits = sorted(filter(split_of, inside[holders[0]]), key=lambda name: split_of(name) not in SPLITS)
+        to = split_of(splits[0]) if split_of(splits[0]) in SPLITS else "val"
+        raise DataError(f"data path {path} holds the splits inside the classes "
+                        f"({some([f'{first}/{name}' for name in splits])}), but they must be outside: move "
+                        f"{first / splits[0]} to {path / to / first.name}, and so on")
 
 
 def find_images(path: Path, split: str) -> tuple[Classes, dict[str, list[Path]], list[str]]:
@@ -357,9 +423,17 @@ def find_images(path: Path, split: str) -> tuple[Classes, dict[str, list[Path]],
                        f"count as these classes: {some(forms)}")
     if broken := broken_links(path):
         remarks.append(f"{path}: links that lead to no folder are left out: {some(broken)}")
-    if split == "val" and (shared := _shared_with_training(path)):
-        remarks.append(f"{path}: these class folders are the same as those in {path.parent / 'train'}, so validation "
-                       f"has training images: {some(shared)} (give it images of its own)")
+    train = _training_folder(path) if split == "val" else None
+    if train and (shared := _shared(path, train)):
+        remarks.append(f"{path}: these class folders are the same as those in {train}, so validation has training "
+                       f"images: {some(shared)} (give it images of its own)")
+    if twice := _linked_twice(path):
+        remarks.append(f"{path}: these class folders lead, by links, to others, so the same images have two labels: "
+                       f"{some(twice)} (remove the links)")
+    if inner := _same_folders_inside(path, files):
+        remarks.append(f"{path}: the images of all class folders lie in folders of the same names ({some(inner)}): if "
+                       f"these are the classes, and {some(sorted(files))} are not, put all images of a class into one "
+                       "folder")
     if empty := [name for name in sorted(files.keys() - dict(classes).keys()) if not files[name]]:
         remarks.append(f"{path}: folders without an image do not count as classes: {some(empty)}")
     for kind, others in other_folders(path).items():
@@ -371,11 +445,30 @@ def find_images(path: Path, split: str) -> tuple[Classes, dict[str, list[Path]],
     return classes, files, remarks
 
 
-def _shared_with_training(path: Path) -> list[str]:
-    """The names of class folders in `val` that lead, by links, to class folders of the `train` beside it."""
-    train = path.parent / "train"
-    if path.name != "val" or not train.is_dir():
+def _same_folders_inside(path: Path, files: Mapping[str, Sequence[Path]]) -> list[str]:
+    """The names of the folders in which all images of each class lie, if all classes have folders of the same names."""
+    folders = {name: images for name, images in files.items() if images}
+    if len(folders) < 2 or any(images[0].parent == path / name for name, images in folders.items()):
         return []
+    inner = {frozenset(str(image.relative_to(path / name).parent).split(os.sep)[0] for image in images)
+             for name, images in folders.items()}
+    names = next(iter(inner))
+    return sorted(names) if len(inner) == 1 and len(names) > 1 and os.curdir not in names else []
+
+
+def _linked_twice(path: Path) -> list[str]:
+    """The class folders that lead, by a link, to another one or into it, as "one = other"."""
+    places = class_places(path)
+    first: dict[Path, str] = {}
+    for name in sorted(places, key=lambda name: (path / name).is_symlink()):
+        first.setdefault(places[name], name)
+    others = {name: next((first[each] for each in (place, *place.parents) if first.get(each, name) != name), "")
+              for name, place in places.items()}
+    return [f"{name} = {other}" for name, other in others.items() if other]
+
+
+def _shared(path: Path, train: Path) -> list[str]:
+    """The names of class folders in `path` that lead, by links, to class folders in `train`."""
     of_training = set(class_places(train).values())
     return [name for name, place in class_places(path).items() if place in of_training]
 
@@ -417,7 +510,37 @@ def list_entry(line: str) -> tuple[int, str]:
     return int(label), file
 
 
-def open_list(path: Path) -> FileSource:
+def open_list(path: Path, train: Sequence[Path] = ()) -> FileSource:
+    """Open a list. `train`: the list of the training images, if this one is of another split.
+
+    Without a classes.txt, and unless the files of both lie in class folders of the same names, a label means the same
+    class in both.
+    """
+    files, labels = _read_list(path)
+    classes = read_classes(path.parent)
+    if not classes:
+        classes = _classes_in_list(files, labels, *(_read_list(train[0]) if train else (files, labels)))
+    for file, label in zip(files, labels, strict=True):
+        if not 0 <= label < len(classes):
+            raise DataError(f"{path}: label {label} of {file.name} is outside the {len(classes)} classes; correct it")
+    return FileSource(path, files, labels, classes, list_remarks(path, files, labels))
+
+
+def _classes_in_list(files: Sequence[Path], labels: Sequence[int], train_files: Sequence[Path],
+                     train_labels: Sequence[int]) -> Classes:
+    """The classes of a list without a classes.txt, from 0 to its highest label or that of the training images."""
+    names, of_training = _folder_names(files, labels), _folder_names(train_files, train_labels)
+    highest = max(labels)
+    if not set(names.values()) & set(of_training.values()):  # the numbers decide
+        num_trained = 1 + max(train_labels)
+        beyond = "label " * bool(of_training)  # since a training folder may be called by the bare number
+        names = {label: f"{beyond}{label}" for label in range(num_trained, 1 + highest)} | of_training
+        highest = max(highest, num_trained - 1)
+    return [(name, name) for name in (names.get(label, str(label)) for label in range(1 + highest))]
+
+
+def _read_list(path: Path) -> tuple[list[Path], list[int]]:
+    """The files of a list, and their labels. Raises DataError."""
     files: list[Path] = []
     labels: list[int] = []
     for number, line in enumerate(read_lines(path), start=1):
@@ -436,14 +559,7 @@ def open_list(path: Path) -> FileSource:
         files.append(path.parent / name)
     if not files:
         raise DataError(f"{path}: the list names no files; write it anew")
-    classes = read_classes(path.parent)
-    if not classes:
-        names = _folder_names(files, labels)
-        classes = [(name, name) for name in names]
-    for file, label in zip(files, labels, strict=True):
-        if not 0 <= label < len(classes):
-            raise DataError(f"{path}: label {label} of {file.name} is outside the {len(classes)} classes; correct it")
-    return FileSource(path, files, labels, classes, list_remarks(path, files, labels))
+    return files, labels
 
 
 def list_remarks(path: Path, files: Sequence[str | Path], labels: Sequence[int | None]) -> list[str]:
@@ -481,12 +597,12 @@ def _unlisted(path: Path, listed: Set[str]) -> int:
     return len(left)
 
 
-def _folder_names(files: list[Path], labels: list[int]) -> list[str]:
-    """Names for classes 0 to the highest label: the folders of their files, or numbers if folders are ambiguous.
+def _folder_names(files: Sequence[Path], labels: Sequence[int]) -> dict[int, str]:
+    """Names for the labels of a list: the folders of their files; {} if the folders are ambiguous.
 
     Folders name classes only if all files of a label are in folders of one name, and no other label's files are: the
     last folder of each path (CLASS/FILE), or the first one below the folder that all share (CLASS/images/FILE). A list
-    whose folders are sessions or cameras has numbers.
+    whose folders are sessions or cameras has none.
     """
     folders = {(label, os.path.dirname(file)) for label, file in zip(labels, files, strict=True)}
     places = [(label, os.path.abspath(folder)) for label, folder in folders]
@@ -495,5 +611,5 @@ def _folder_names(files: list[Path], labels: list[int]) -> list[str]:
     for pairs in ({(label, os.path.basename(place)) for label, place in places}, firsts):
         names = dict(pairs)
         if len(pairs) == len(names) == len(set(names.values()) - {os.curdir}):
-            return [names.get(label, str(label)) for label in range(max(labels) + 1)]
-    return [str(label) for label in range(max(labels) + 1)]
+            return names
+    return {}

@@ -27,11 +27,11 @@ from pipelines.errors import DataError
 from pipelines.files import MappedFile, open_file
 from pipelines.progress import map_in_order
 from pipelines.sources.base import Source, place_of, read_classes
-from pipelines.sources.folders import some
+from pipelines.sources.folders import class_folders, some
+from pipelines.sources.split_names import SPLITS, by_split, splits_in
 
 _DIGEST_BYTES = 16  # size of an index's digest
 _NUM_DIGESTED, _AROUND = 16, 4096  # it covers this many images per shard, and this many bytes before and after each
-SPLIT_NAMES = {"train": "train(?:ing)?", "val": "val(?:id(?:ation)?)?"}
 
 
 class Entry(NamedTuple):
@@ -151,21 +151,33 @@ class ShardSource(Source):
 def find(is_shard: Callable[[Path], bool]) -> Callable[[Path, str], list[Path]]:
     """A function that finds the shards of a split at a data path, sorted by name.
 
-    They are PATH itself; or all shards in PATH/SPLIT; or the shards in PATH with the split in their names; or all
-    shards in PATH if no name contains a split. The function raises DataError for a name that contains several.
+    They are PATH itself; or all shards in the split's folder; or the shards in PATH with the split in their names; or
+    all shards in PATH if no name contains a split. The function raises DataError for a name that contains several, and
+    for several folders of shards of one split.
     """
 
     def find_shards(path: Path, split: str) -> list[Path]:
         if path.is_file():
             return [path] if is_shard(path) else []
-        if any((path / name).is_dir() for name in SPLIT_NAMES):
-            return _all(path / split)
+        folders = {name: those for name, those in _folders(path).items() if those[0].name in SPLITS or _hold(those)}
+        if twice := [those for those in folders.values() if len(those) > 1]:
+            raise DataError(f"{path}: {some([folder.name for folder in twice[0]])} are several folders of shards for "
+                            f"one split; move all shards of the split into {path / 'train'} or {path / 'val'}")
+        if folders:
+            return _all(folders[split][0]) if split in folders else []
         shards = _all(path)
-        named = {name: [file for file in shards if _names(file, name)] for name in SPLIT_NAMES}
+        named = {name: [file for file in shards if name in splits_in(file.name)] for name in SPLITS}
         if both := sorted(set.intersection(*map(set, named.values()))):
-            raise DataError(f"{both[0]}: its name holds the words of several splits ({', '.join(SPLIT_NAMES)}), so it "
+            raise DataError(f"{both[0]}: its name holds the words of several splits ({', '.join(SPLITS)}), so it "
                             f"would be in each of them; move the shards into {path / 'train'} and {path / 'val'}")
         return named[split] if any(named.values()) else shards
+
+    def _folders(path: Path) -> dict[str, list[Path]]:
+        names = class_folders(path) if path.is_dir() else []
+        return {split: [path / name for name in those] for split, those in by_split(names).items()}
+
+    def _hold(folders: list[Path]) -> bool:
+        return any(map(_all, folders))
 
     def _all(folder: Path) -> list[Path]:
         return sorted(file for file in folder.iterdir() if is_shard(file)) if folder.is_dir() else []
@@ -191,10 +203,6 @@ def check_complete(files: list[Path]) -> None:
 def shard_name(file: Path) -> str:
     """A shard's name without the total number of shards, which changes when shards are added."""
     return re.sub(r"-of-\d{5}", "", file.name)
-
-
-def _names(file: Path, split: str) -> bool:
-    return re.search(rf"(?:^|[-_.]){SPLIT_NAMES[split]}(?:[-_.\d]|$)", file.name, re.IGNORECASE) is not None
 
 
 def _allow_open_files(count: int) -> None:

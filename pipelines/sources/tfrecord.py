@@ -27,13 +27,13 @@ from pipelines.errors import DataError
 from pipelines.files import open_file
 from pipelines.options import AUTO, FirstLabel
 from pipelines.recordio import ChecksumError
-from pipelines.sources.base import ONE_HOT_REMARK, SPLITS, check_label, one_hot_class
+from pipelines.sources.base import ONE_HOT_REMARK, check_label, data_folder, one_hot_class
 from pipelines.sources.folders import some
 from pipelines.sources.shards import Entry, ShardSource, shard_name
 
-# Feature names in TensorFlow's own ImageNet scripts, and in TFDS.
+# Feature names in TensorFlow's own ImageNet scripts, in TFDS, and in Kaggle's 'Petals to the Metal' (flowers).
 IMAGE_KEYS = (b"image/encoded", b"image")
-LABEL_KEYS = (b"image/class/label", b"label")
+LABEL_KEYS = (b"image/class/label", b"label", b"class")
 # The kind of a label is the number of its key in LABEL_KEYS, or one of these.
 ONE_HOT, DAMAGED = len(LABEL_KEYS), -1
 
@@ -59,6 +59,8 @@ class TFRecordSource(ShardSource):
         first_label: "0" or "1", the label of the first class; "auto": decided as above.
         train: the training shards, if `files` are another split of the data set.
     """
+
+    INDEX_VERSION = 4
 
     def __init__(self, files: list[Path], num_classes: int | None = None, first_label: FirstLabel = AUTO,
                  train: Sequence[Path] = ()) -> None:
@@ -93,9 +95,8 @@ class TFRecordSource(ShardSource):
         if kind == 0:
             self.first_label = "1" if first else "0"
         if kind == 0 or first:
-            folder = self.files[0].parent
-            folder = folder.parent if folder.name in SPLITS else folder
-            self.remarks = [f"{folder}: labels ({_KINDS[kind]}) count from {first} (--first-label)"]
+            self.remarks = [f"{data_folder(self.files[0].parent)}: labels ({_KINDS[kind]}) count from {first} "
+                            "(--first-label)"]
         return np.where(usable, labels - first, -1)
 
     def _one_kind(self, usable: np.ndarray) -> int:
@@ -141,7 +142,7 @@ class TFRecordSource(ShardSource):
                                 f"{_KINDS[train.kind]}, which may count from a different number: give --first-label 0 "
                                 "or 1")
             return int(train.first_label) if train.first_label != AUTO else 0
-        if kind:  # TFDS counts from 0
+        if kind:  # TFDS and Kaggle's flowers count from 0
             return 0
         if lowest > 0 and highest + 1 == len(self.classes):
             raise DataError(f"{self.path}: its labels are {lowest} to {highest}, and classes.txt lists "

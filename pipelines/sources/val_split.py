@@ -13,7 +13,7 @@ import numpy as np
 from pipelines.errors import DataError
 from pipelines.options import GroupBy
 from pipelines.recordio import BrokenRecordError
-from pipelines.sources.base import Chosen, Source
+from pipelines.sources.base import Chosen, Source, nfc
 
 _HASHES = 2**64
 _FAR_OFF = 3  # standard deviations of a class's share under random choice
@@ -98,4 +98,5 @@ def part(source: Source, split: str, fraction: float, group_by: GroupBy = "image
 
 
 def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(os.fsencode(text), digest_size=8).digest(), "big")
+    """The hash of a unit, equal for a copy of the data on a system that writes names in another form of Unicode."""
+    return int.from_bytes(hashlib.blake2b(os.fsencode(nfc(text)), digest_size=8).digest(), "big")

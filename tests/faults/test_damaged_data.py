@@ -29,7 +29,7 @@ from pipelines.recordio import BrokenRecordError, pack_record
 from pipelines.sources import open_source
 from pipelines.text import read_words
 from pipelines.verify import verify_split
-from train.commands.image_paths import image_paths
+from train.image_paths import image_paths
 
 FEW = 60
 MUTATIONS = int(os.environ.get("RESNET_FAULT_MUTATIONS", "20000"))

@@ -11,6 +11,7 @@ from graph_passes import Graph, Ref, passes, pipeline
 from graph_passes.calibration import folded, observed
 from graph_passes.executors import reference
 from graph_passes.executors.cuda.kernels import quantised_conv, quantised_conv_stream
+from graph_passes.executors.cuda.quantised import Quantisation
 from graph_passes.passes.quantise import CLASSIFIER_KEPT, Kept, quantise_params
 from train import models
 
@@ -36,6 +37,11 @@ class Int8:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {"data": self.images.shape, "softmax_label": self.images.shape[:1]}
+
+    @property
+    def int8(self) -> Quantisation:
+        """As the cuda executor takes it."""
+        return Quantisation(self.scales, self.kept, self.params)
 
     def expected(self, in_16_bits: Collection[str] = ()) -> dict[Ref, np.ndarray]:
         """All tensors of the graph in INT8 for the images, by the reference's operators; what the nodes `in_16_bits`

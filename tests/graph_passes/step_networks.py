@@ -59,6 +59,77 @@ def small_resnet(bottleneck, layout="NHWC", classes=7):
     return mx.sym.SoftmaxOutput(x, normalization="batch", smooth_alpha=0.1, name="softmax")
 
 
+def plain_convolution(x, name, filters, layout, kernel=3, groups=1):
+    return mx.sym.Convolution(x, num_filter=filters, kernel=(kernel,) * 2, pad=(kernel // 2,) * 2, num_group=groups,
+                              no_bias=True, layout=layout, name=name)
+
+
+def squeezed(x, name, channels, layout, squeeze):
+    """Squeeze-and-excitation."""
+    y = mx.sym.Pooling(x, global_pool=True, kernel=(1, 1), pool_type="avg", layout=layout, name=f"{name}_pool")
+    y = mx.sym.relu(plain_convolution(y, f"{name}_down", squeeze, layout, 1), name=f"{name}_relu")
+    y = mx.sym.sigmoid(plain_convolution(y, f"{name}_up", channels, layout, 1), name=f"{name}_gate")
+    return mx.sym.broadcast_mul(x, y, name=f"{name}_scaled")
+
+
+def efficient(layout="NHWC", classes=7, squeeze=2):
+    """Depthwise convolutions, SiLU, squeeze-and-excitation to so many channels, a residual sum."""
+    axis = layout.index("C")
+    x = plain_convolution(mx.sym.Variable("data"), "stem", 8, layout)
+    for name in "ab":
+        y = mx.sym.BatchNorm(plain_convolution(x, f"{name}_depthwise", 8, layout, 5, 8), axis=axis, fix_gamma=False,
+                             name=f"{name}_norm")
+        y = mx.sym.elemwise_mul(y, mx.sym.sigmoid(y, name=f"{name}_sigmoid"), name=f"{name}_silu")
+        x = mx.sym.elemwise_add(x, squeezed(y, f"{name}_se", 8, layout, squeeze), name=f"{name}_sum")
+    return classified(x, layout, classes)
+
+
+def mobile(layout="NHWC", classes=7):
+    """Hard swish and hard sigmoid as MobileNetV3 has them, leaky ReLUs, a part of the channels, means."""
+    axis = layout.index("C")
+    x = plain_convolution(mx.sym.Variable("data"), "stem", 8, layout)
+    x = x * mx.sym.clip(x + 3, 0, 6, name="hard") / 6
+    parts = [mx.sym.slice_axis(x, axis=axis, begin=begin, end=end, name=f"part{begin}") for begin, end in
+             ((0, 3), (3, None))]
+    x = mx.sym.Concat(mx.sym.LeakyReLU(parts[0], act_type="elu", slope=1.0, name="elu"),
+                      mx.sym.LeakyReLU(parts[1], act_type="leaky", slope=0.1, name="leaky"), dim=axis, name="joined")
+    means = mx.sym.mean(x, axis=tuple({1, 2, 3} - {axis}), keepdims=True, name="means")
+    x = mx.sym.broadcast_mul(x, mx.sym.hard_sigmoid(means, name="gate"), name="gated")
+    x = mx.sym.broadcast_add(x, plain_convolution(means, "shift", 8, layout, 1), name="shifted")
+    return classified(x, layout, classes)
+
+
+def convnext(layout="NHWC", classes=7):
+    """A 7x7 depthwise convolution, LayerNorm over the channels, GELU between two products."""
+    x = plain_convolution(mx.sym.Variable("data"), "stem", 8, layout)
+    y = plain_convolution(x, "depthwise", 8, layout, 7, 8)
+    y = mx.sym.LayerNorm(y, axis=layout.index("C"), eps=1e-6, name="norm")
+    y = mx.sym.LeakyReLU(plain_convolution(y, "wide", 32, layout, 1), act_type="gelu", name="gelu")
+    x = mx.sym.elemwise_add(x, plain_convolution(y, "narrow", 8, layout, 1), name="sum")
+    return classified(x, layout, classes)
+
+
+def classified(x, layout, classes):
+    x = mx.sym.Pooling(x, global_pool=True, kernel=(1, 1), pool_type="avg", layout=layout, name="pool")
+    x = mx.sym.FullyConnected(mx.sym.Flatten(x), num_hidden=classes, name="fc")
+    return mx.sym.SoftmaxOutput(x, normalization="batch", name="softmax")
+
+
+def elements(layout="NHWC", classes=7, prelu=True):
+    """Every function of single elements, one after the other; a ReLU of a sum."""
+    x = plain_convolution(mx.sym.Variable("data"), "stem", 8, layout)
+    for kind in ("sigmoid", "tanh", "softrelu", "softsign"):
+        x = x + mx.sym.Activation(x, act_type=kind, name=kind)
+    for kind in ("leaky", "elu", "selu", "gelu"):
+        x = x - 0.5 + mx.sym.LeakyReLU(x, act_type=kind, slope=0.2, name=kind)
+    x = mx.sym.relu(x + plain_convolution(x, "other", 8, layout, 1), name="sum_relu")
+    if prelu:
+        x = mx.sym.LeakyReLU(x, mx.sym.Variable("slopes_gamma"), act_type="prelu", name="prelu")
+    x = mx.sym.tanh(x) + mx.sym.sigmoid(x) + mx.sym.softsign(x)
+    x = mx.sym.transpose(mx.sym.transpose(x, axes=(0, 2, 3, 1)), axes=(0, 3, 1, 2))
+    return classified(x * 2, layout, classes)
+
+
 def flattened(last, classes=7):
     """A convolution or a max pooling of several pixels right before the classifier."""
     x = mx.sym.Variable("data")

@@ -8,6 +8,7 @@ import pytest
 
 from pipelines import MEAN, STD, DataError, ImageTransform, LoaderConfig, open_loader
 from pipelines.__main__ import main
+from pipelines.sources import cifar as cifar_source
 from pipelines.sources import open_source
 from pipelines.sources.cifar import CLASSES
 
@@ -123,3 +124,41 @@ def test_pickles_of_newer_protocols(tmp_path, rng, protocol):
     images = rng.integers(0, 256, (2, 3072), np.uint8)
     (tmp_path / "test_batch").write_bytes(pickle.dumps({b"data": images, b"labels": [1, 2]}, protocol=protocol))
     assert len(open_source(tmp_path, "val")) == 2
+
+
+def test_a_copy_of_a_batch_is_told(cifar):
+    folder, images, labels = cifar
+    kind = "bin" if folder.name.endswith("bin") else "py"
+    assert not open_source(folder, "train").remarks
+    write(folder, images[3:6], labels[3:6], kind, "data_batch_4")
+    ending = ".bin" * (kind == "bin")
+    assert list(open_source(folder, "train").remarks) == [
+        f"{folder}/data_batch_4{ending}: has the same images as data_batch_2{ending}, which come twice (unpack the "
+        "archive again)"]
+
+
+def test_a_binary_file_that_was_cut_between_two_images_is_told(tmp_path, monkeypatch):
+    """CIFAR-10's files have 10,000 images each; batches of own data may differ, and the last one is often smaller."""
+    row = 3073
+
+    def write_sizes(*sizes, test=1):
+        for number, size in enumerate((test, *sizes)):
+            name = f"data_batch_{number}.bin" if number else "test_batch.bin"
+            (tmp_path / name).write_bytes(b"".join(bytes([0, number, i % 256, *bytes(row - 3)]) for i in range(size)))
+
+    def told(split):
+        return [remark.removeprefix(f"{tmp_path}/") for remark in open_source(tmp_path, split).remarks]
+
+    write_sizes(4, 4, 4, 4, 3)
+    assert told("train") == told("val") == []
+    write_sizes(4, 4, 2, 4, 3)
+    sentence = "data_batch_3.bin: has 2 images and not 4, so it may be cut off (unpack the archive again)"
+    assert told("train") == [sentence] and told("val") == []
+    monkeypatch.setattr(cifar_source, "BATCH_IMAGES", 4)  # as if published so
+    assert told("train") == [sentence, sentence.replace("_3.bin: has 2", "_5.bin: has 3")]
+    assert told("val") == ["test_batch.bin: has 1 images and not 4, so it may be cut off (unpack the archive again)"]
+    (tmp_path / "batches.meta.txt").write_text("own\nclasses\n")
+    assert told("train") == [sentence] and told("val") == []
+    (tmp_path / "batches.meta.txt").unlink()
+    write_sizes(4, 4, 4, 4, 4, test=4)
+    assert told("train") == told("val") == []

@@ -390,3 +390,13 @@ def test_damaged_batches_meta(tmp_path, rng, meta, problem):
     with pytest.raises(DataError, match=problem) as error:
         open_source(tmp_path, "train")
     assert str(error.value).startswith(f"{tmp_path}/batches.meta: ") and "\n" not in str(error.value)
+
+
+def test_a_binary_file_that_was_cut_between_two_images_is_told(tmp_path):
+    """The other file is as published."""
+    (tmp_path / "test.bin").write_bytes(bytes(10_000 * 3074))
+    (tmp_path / "train.bin").write_bytes(bytes(7 * 3074))
+    (tmp_path / "fine_label_names.txt").write_text("".join(f"{each}\n" for each in FINE))
+    assert not open_source(tmp_path, "val").remarks
+    assert list(open_source(tmp_path, "train").remarks) == [
+        f"{tmp_path}/train.bin: has 7 images and not 50,000, so it may be cut off (unpack the archive again)"]

@@ -12,7 +12,7 @@ from pipelines.sources import open_source
 from pipelines.sources.folders import LeftOut, image_files
 from pipelines.sources.system_files import FILES, FOLDERS
 from pipelines.verify import verify_split
-from train.commands.image_paths import image_paths
+from train.image_paths import image_paths
 
 JPEG = encode(smooth_image(np.random.default_rng(1), 40, 30))
 OF_FORMATS = {kind: encode(smooth_image(np.random.default_rng(1), 40, 30), kind)

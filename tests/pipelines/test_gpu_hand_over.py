@@ -43,7 +43,7 @@ def test_the_step_reads_what_the_loader_made(config):
     shapes = {"data": (BATCH, PIXELS, PIXELS, 3), "softmax_label": (BATCH,)}
     executor = CudaExecutor(Graph.from_json(symbol.tojson()), shapes, dtype="float16")
     executor.set_params(*init_params(symbol, seed=0))
-    gpu, inputs = executor.gpu, executor._step.persistent
+    gpu, inputs = executor.gpu, executor.step.persistent
     scratch = gpu.allocate(DELAY_BYTES)
     kept = [(gpu.allocate(inputs.data.num_bytes), gpu.allocate(inputs.label.num_bytes)) for _ in range(NUM_BATCHES)]
     with open_loader(config) as loader:

@@ -211,6 +211,23 @@ def test_make_records_of_validation_with_a_class_of_its_own(tmp_path, image, cap
     assert not (tmp_path / "out" / "train.rec").exists()
 
 
+def test_the_label_of_kaggles_flowers(tmp_path, image):
+    """Its key is `class`, and it counts from 0; the usual keys go before it, and a text under it is no label."""
+    keys = ("image", "class")
+    for split, numbers in (("train", [1, 2, 3]), ("val", [3, 0])):
+        path = tmp_path / split / f"00-224x224-{len(numbers)}.tfrec"
+        write_tfrecord(path, [example(image, number, keys) for number in numbers])
+    assert (labels(tmp_path), labels(tmp_path, "val")) == ([1, 2, 3], [3, 0])
+    assert not open_source(tmp_path, "train").remarks
+    text = field(1, field(1, field(1, b"class") + field(2, field(1, field(1, b"rose")))))
+    both = example(image, 2, TFDS) + example(image, 1, keys)
+    write_tfrecord(tmp_path / "both.tfrec", [both, example(image, 0, TFDS) + text])
+    assert labels(tmp_path / "both.tfrec") == [2, 0]
+    write_tfrecord(tmp_path / "text.tfrec", [text])
+    with pytest.raises(DataError, match="has the features class; .*image/class/label or label or class: write"):
+        open_source(tmp_path / "text.tfrec", "train")
+
+
 # --- forms of Unicode ---
 
 NFC, NFD = "caf\u00e9", "cafe\u0301"
@@ -267,7 +284,7 @@ def test_a_list_of_classes_above_the_data_is_a_neighbours(tmp_path, image, store
         write_tfrecord(folder / "train.tfrecord", [example(image, label, TFDS) for label in (0, 1)])
     elif stored == "cifar":
         for number in range(1, 6):
-            (folder / f"data_batch_{number}.bin").write_bytes(bytes(3073) + b"\1" + bytes(3072))
+            (folder / f"data_batch_{number}.bin").write_bytes(bytes(3073) + b"\1" + bytes([number]) * 3072)
     else:
         for label in "01":
             (folder / label).mkdir()

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from image_helpers import EVERYTHING, operated, write_folder, write_records
+from image_helpers import EVERYTHING, encode, operated, smooth_image, write_folder, write_records
 from PIL import Image
 
 from common.mxnet_compat import mx
@@ -698,3 +698,30 @@ def test_lines_that_libraries_write_are_kept_off_stderr(capfd):
         os.write(2, b"unwanted\nbefore the error\n")
         raise ValueError
     assert capfd.readouterr().err == "one\nthree\nunwanted later\nbefore the error\n"
+
+
+@pytest.mark.parametrize("cache_gib", [0.0, 1.0])
+def test_class_folders_that_were_swapped_end_a_resumed_run(tmp_path, cache_gib):
+    """A repaired image does not, nor another place of the data, nor a position that knows no images."""
+    write_folder(tmp_path / "data", 24, 3, seed=1)
+
+    def loader(data="data"):
+        return open_loader(LoaderConfig(data=str(tmp_path / data), batch_size=4, image_size=16, cache_gib=cache_gib))
+
+    with loader() as before:
+        next(iter(before))
+        state = before.state()
+    (tmp_path / "data").rename(tmp_path / "moved")
+    first = tmp_path / "moved/c00/000.JPEG"
+    first.write_bytes(encode(smooth_image(np.random.default_rng(2), 99, 99)))
+    with loader("moved") as same:
+        same.restore(state)
+        assert same.batch == 1
+    for name, to in (("c00", "c"), ("c02", "c00"), ("c", "c02")):
+        (tmp_path / "moved" / name).rename(tmp_path / "moved" / to)
+    with loader("moved") as swapped:
+        with pytest.raises(DataError, match=r"belongs to other images of these classes: 'c00', 'c02' \(their folders "
+                                            r"may have been swapped or replaced\); resume with the same data"):
+            swapped.restore(state)
+        older = {name: value for name, value in json.loads(state).items() if name != "classes"}
+        swapped.restore(json.dumps(older).encode())

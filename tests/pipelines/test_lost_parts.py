@@ -265,19 +265,21 @@ def test_a_class_with_the_name_of_a_split(tmp_path, split):
     write_folder(tmp_path / split, 2, 2, seed=1)  # now it contains folders, so it may be a split or a class
     with pytest.raises(DataError, match=f"holds airplane, bus, car beside {split}, so {split} may be a split or"):
         open_source(tmp_path, split)
-    with pytest.raises(DataError, match=f"move them into a folder {tmp_path}/train; for {split} alone, give"):
+    with pytest.raises(DataError, match=f"list them in {tmp_path}/classes.txt; for {split} alone, give"):
         verify_split(str(tmp_path), split)
     assert open_source(tmp_path / split, split).class_names == ["c00", "c01"]  # the first way out
+    (tmp_path / "classes.txt").write_text(f"{split}\ncar\nbus\nairplane\n")
+    assert open_source(tmp_path, "train").class_names == [split, "car", "bus", "airplane"]  # the second
     (tmp_path / "data/train").mkdir(parents=True)
     for name in ("airplane", "bus", "car", split):
         (tmp_path / name).rename(tmp_path / "data/train" / name)
-    assert open_source(tmp_path / "data", "train").class_names == sorted(["airplane", "bus", "car", split])  # second
+    assert open_source(tmp_path / "data", "train").class_names == sorted(["airplane", "bus", "car", split])
     (tmp_path / "data/extra").mkdir()
     write_folder(tmp_path / "data/extra", 2, 1, seed=1)
     assert len(open_source(tmp_path / "data", "train").classes) == 4  # one other folder is reported, not refused
 
 
-@pytest.mark.parametrize("other", ["test1", "val.rec", "testing", "val_annotations.txt"])
+@pytest.mark.parametrize("other", ["test1", "val.rec", "testing", "val_annotations.txt", "train.csv"])
 def test_beside_another_part_of_a_data_set_train_is_the_split(tmp_path, other):
     for name in ("train", "raw", "masks"):
         write_folder(tmp_path / name, 2, 2, seed=1)

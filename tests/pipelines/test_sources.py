@@ -103,10 +103,25 @@ def test_links_that_lead_to_no_class_folder_are_told(tmp_path):
         (train / name).symlink_to(target)
     source = open_source(tmp_path, "train")
     broken = ", ".join(f"{train}/{name}" for name in ("circle", "file", "gone", "v1.0"))
-    expected = [f"{train}: links that lead to no folder are left out: {broken}"]
+    expected = [f"{train}: links that lead to no folder are left out: {broken}",
+                f"{train}: these class folders lead, by links, to others, so the same images have two labels: "
+                "good = c00 (remove the links)"]
     assert source.class_names == ["c00", "c01", "good"] and list(source.remarks) == expected
     assert verify_split(str(tmp_path), "train").remarks == expected
     assert plan_files(tmp_path, "train").remarks == expected
+
+
+def test_links_to_class_folders_and_into_them_are_told(tmp_path):
+    """Links to folders elsewhere are classes of their own, unless two lead to one place."""
+    write_folder(tmp_path / "data", 4, 2, seed=1)
+    write_folder(tmp_path / "data/c01/part", 2, 1, seed=2)
+    write_folder(tmp_path / "elsewhere", 2, 1, seed=3)
+    for name, target in (("a", "../elsewhere/c00"), ("b", "c01/part"), ("c00-too", "c00"), ("d", "../elsewhere/c00")):
+        (tmp_path / "data" / name).symlink_to(target)
+    source = open_source(tmp_path / "data", "train")
+    assert source.class_names == ["a", "b", "c00", "c00-too", "c01", "d"] and list(source.remarks) == [
+        f"{tmp_path}/data: these class folders lead, by links, to others, so the same images have two labels: b = c01, "
+        "c00-too = c00, d = a (remove the links)"]
 
 
 def test_hidden_folders_in_the_place_of_classes_are_told(tmp_path):
@@ -252,10 +267,10 @@ def test_what_to_do_without_validation_images(numbered):
         open_source(numbered.parent, "val")
 
 
-def splits_of_other_names(tmp_path):
+def splits_for_tests_alone(tmp_path):
     write_folder(tmp_path / "test", 2, 2, seed=1)
-    write_folder(tmp_path / "Training", 2, 2, seed=1)
-    return tmp_path, r"holds Training, test, which are splits and not classes; rename the folder to train on to"
+    write_folder(tmp_path / "Testing", 2, 2, seed=1)
+    return tmp_path, r"holds Testing, test, which are splits and not classes; rename the folder to train on to"
 
 
 def formats_that_are_not_read(tmp_path):
@@ -382,7 +397,7 @@ MISTAKES = [
     empty_class_folders,
     other_split_only,
     file_of_a_splits_name,
-    splits_of_other_names,
+    splits_for_tests_alone,
     formats_that_are_not_read,
     one_folder_too_high,
     fractional_label_in_a_list,

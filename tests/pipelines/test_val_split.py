@@ -1,6 +1,7 @@
 """--val-split: a fraction of each class becomes validation, chosen by a hash of the files' names."""
 
 import tarfile
+import unicodedata
 from collections import Counter
 from pathlib import Path
 
@@ -164,6 +165,37 @@ def test_a_broken_image_is_met_where_it_belongs(tmp_path):
         pytest.raises(DataError, match=source.name(0)),
     ):
         list(loader)
+
+
+@pytest.mark.parametrize("stored", ["folders", "list", "tar"])
+@pytest.mark.parametrize("group_by", ["image", "folder"])
+def test_a_copy_in_another_form_of_unicode_has_the_same_parts(tmp_path, stored, group_by):
+    """macOS and some archives write an accent apart from its letter (NFD)."""
+    names = [f"caf\u00e9/{i // 3}\u00fc/\u00f6{i:02}.jpg" for i in range(60)]
+    chosen = []
+    for form in ("NFC", "NFD"):
+        data = tmp_path / form
+        written = [unicodedata.normalize(form, name) for name in names]
+        if stored == "tar":
+            write_tar(data / "0.tar", {f"{name.removesuffix('.jpg')}.{ending}": b"0" for name in written
+                                       for ending in ("jpg", "cls")}, tarfile.PAX_FORMAT)
+        else:
+            empty_images(data, written)
+        if stored == "list":
+            (data / "train.lst").write_text("".join(f"0\t0\t{name}\n" for name in written))
+        val = sides(data, 0.3, val_group_by=group_by)
+        chosen.append({unicodedata.normalize("NFC", name)[-9:] for name in val})
+    assert chosen[0] == chosen[1] and 3 <= len(chosen[0]) < 60
+
+
+def test_two_files_whose_names_differ_only_in_the_form_of_unicode(tmp_path):
+    twice = ["\u00e9.jpg", "e\u0301.jpg"]
+    empty_images(tmp_path, [f"{folder}/{name}" for folder in "ab" for name in twice] + [f"b/{i}.jpg" for i in range(9)])
+    for fraction in (0.01, 0.4, 0.99):
+        parts = [open_source(tmp_path, split, val_split=fraction) for split in ("train", "val")]
+        names = [{part.name(i) for i in range(len(part))} for part in parts]
+        assert not names[0] & names[1] and len(names[0] | names[1]) == 13
+        assert sum(name.startswith(f"{tmp_path}/a/") for name in names[1]) == 1
 
 
 def test_values(tmp_path):

@@ -29,7 +29,8 @@ def plain(*names):
     (plain("dog", "n2"), [3, 1], f"DATA has 2 of the 4 classes of {NETWORK}"),
     (plain("cat", "1", "2", "dog"), [0, 1, 2, 3], ""),  # of a list without images of classes 1 and 2
     ([KNOWN[0], KNOWN[2], KNOWN[1], KNOWN[3]], [0, 2, 1, 3], "in another order"),
-    (NUMBERED, [0, 1, 2, 3], "DATA has no names of classes: the class numbers of DATA are taken for"),
+    (NUMBERED, [0, 1, 2, 3], "DATA has no names of classes: the class numbers of DATA are taken for"
+                           f" those of {NETWORK}, 0 = cat, 1 = crane, 2 = crane, 3 = dog (if that is wrong, list the"),
     (NUMBERED[:2], [0, 1], "DATA has no names"),
 ], ids=str)
 def test_labels_and_what_is_said(found, labels, note):

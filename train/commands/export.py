@@ -28,6 +28,7 @@ from train.build import build_executor, with_loss
 from train.checkpoint import Checkpoint
 from train.devices import Placement
 from train.errors import TrainError
+from train.features import Features, features_graph
 from train.options.commands import ExportOptions
 from train.weights import int8_file, onnx_file, publish, record
 from train.weights.int8_file import Int8Network
@@ -42,6 +43,8 @@ TOLERANCE = 1e-4
 # levels: sqrt(4608) * 2^-24 * 1000). Whole networks are not compared: an integer near a rounding boundary may change
 # others without bound.
 INT8_TOLERANCE = 0.5 + 0.1
+
+PROBABILITIES, FEATURES = "probabilities", "features"  # names of outputs
 
 CPU = Placement("mxnet", "cpu(0)", "")
 
@@ -64,6 +67,8 @@ def main(values: Mapping[str, Any]) -> None:
     record_file = Path(options.torchvision).with_suffix(".json") if options.torchvision else None
     if options.int8 != "none" and not options.onnx:
         raise TrainError(f"--int8 {options.int8} is for --onnx, which is not given: add --onnx FILE, or leave it out")
+    if options.features and (not options.onnx or options.int8 != "none"):
+        raise TrainError("--features is for --onnx in floats: add --onnx FILE, and leave out --int8; or leave it out")
     writers = {record_file.resolve(): "torchvision"} if record_file else {}
     for name in ("torchvision", "onnx", "symbol", "params"):
         if (file := getattr(options, name)) and (other := writers.setdefault(Path(file).resolve(), name)) != name:
@@ -81,12 +86,13 @@ def main(values: Mapping[str, Any]) -> None:
         assert trained
         int8 = int8_file.load(options.checkpoint, trained) if options.int8 != "none" else None
         of_onnx = int8.prepared(trained) if int8 else trained
-        model, difference = export_onnx(of_onnx, int8, unsigned=options.int8 == "onnxruntime")
+        model, difference = (export_features(of_onnx) if options.features else
+                             export_onnx(of_onnx, int8, unsigned=options.int8 == "onnxruntime"))
         files.write(Path(options.onnx), model)
         size = of_onnx.config.inference_image_size
         print(
             f"{options.onnx}: {trained.network}{' in INT8' if int8 else ''}, "
-            f"input data float32 (N, 3, {size}, {size}), output probabilities; "
+            f"input data float32 (N, 3, {size}, {size}), output {FEATURES if options.features else PROBABILITIES}; "
             f"largest difference between ONNX Runtime and this program: {difference:.1e}"
             + ", given the same integers before" * bool(int8)
         )
@@ -178,43 +184,18 @@ def export_onnx(trained: Checkpoint, int8: Int8Network | None = None, unsigned: 
     Raises:
         TrainError: onnx or onnxruntime is not installed, or the two differ by more than TOLERANCE or INT8_TOLERANCE.
     """
-    try:
-        import onnx
-        import onnxruntime
-    except ImportError as error:
-        raise TrainError(f"--onnx needs {error.name}: run make setup, or pip install onnx onnxruntime") from None
-
+    _check_packages()
     graph = with_loss(trained.config, models.create(trained.config.model, trained.num_classes).graph)
     size = trained.config.inference_image_size
-    folded = channels_first(passes.unfuse(calibration.folded(graph)))
-    params = passes.fold_bn_params(pipeline.run(pipeline.FUSED, graph), trained.params, trained.aux)
-    # aux: statistics of BatchNorms without a convolution before them
-    arrays = {**in_layout(folded, params), **trained.aux}
+    folded, arrays = _for_onnx(graph, trained)
     qdq = None
     if int8:
         qdq = onnx_writer.Qdq(int8.graph(trained), in_layout(folded, int8.params), int8.scales, unsigned)
     model = onnx_writer.to_onnx(folded, arrays, (3, size, size), qdq)
-    model.producer_name = onnx_file.PRODUCER
-    preparation = {
-        "class_names": json.dumps(trained.class_names),
-        "color_order": "RGB",
-        "input_layout": "NCHW",
-        "resize_shorter": str(max(size, round(size / trained.config.val_crop_fraction))),
-        "center_crop": str(size),
-        "interpolation": trained.config.interpolation,  # antialiased, as in Pillow
-        "rounding": "half up",  # of the longer side (scaled by the shorter side's factor) and of the crop's offset
-        "mean": json.dumps(trained.config.mean),  # of pixels from 0 to 255: data = (pixel - mean) / std
-        "std": json.dumps(trained.config.std),
-        "network": trained.network,
-        **onnx_file.metadata(trained),
-    }
-    onnx.helper.set_model_props(model, preparation)
-    content = model.SerializeToString()
-
-    settings = onnxruntime.SessionOptions()
-    # Without this, a CPU without VNNI sums pairs of INT8 products in 16 bits and saturates.
-    settings.add_session_config_entry("session.x64quantprecision", "1")
-    session = onnxruntime.InferenceSession(content, settings, providers=["CPUExecutionProvider"])
+    content = _described(model, preparation(trained) | {"class_names": json.dumps(trained.class_names)}
+                         | onnx_file.metadata(trained))
+    settings = _settings()
+    session = _session(content, settings)
     rng = np.random.default_rng(0)
     difference, levels = 0.0, 0.0
     for batch_size in (1, 3):
@@ -231,13 +212,96 @@ def export_onnx(trained: Checkpoint, int8: Int8Network | None = None, unsigned: 
             ours = executor.request_probabilities()()
             (theirs,) = session.run(None, {"data": np.ascontiguousarray(images_nhwc.transpose(0, 3, 1, 2))})
         difference = max(difference, float(np.abs(ours - theirs).max()))
-    for what, found, tolerance in (("integers", levels, INT8_TOLERANCE), ("probabilities", difference, TOLERANCE)):
-        if not found <= tolerance:  # NaN is a disagreement too
-            raise TrainError(
-                f"ONNX Runtime's {what} differ from this program's by {found:.1e}, more than {tolerance:.0e}: "
-                "no file was written; please report this"
-            )
+    for what, found, tolerance in (("integers", levels, INT8_TOLERANCE), (PROBABILITIES, difference, TOLERANCE)):
+        _check_difference(what, found, tolerance)
     return content, difference
+
+
+def export_features(trained: Checkpoint) -> tuple[bytes, float]:
+    """Make and check the ONNX file of a trained network without its classifier. Returns and raises as `export_onnx`,
+    with differences relative to the largest feature."""
+    _check_packages()
+    size = trained.config.inference_image_size
+    folded, arrays = _for_onnx(features_graph(models.create(trained.config.model, trained.num_classes)), trained)
+    content = _described(onnx_writer.to_onnx(folded, arrays, (3, size, size), output_name=FEATURES),
+                         preparation(trained))
+    images_nhwc = np.random.default_rng(0).standard_normal((3, size, size, 3), dtype=np.float32)
+    ours = Features(trained, replace(trained.config, batch_size=len(images_nhwc)), CPU)
+    ours.infer(mx.nd.array(images_nhwc))
+    wanted = ours.request()()
+    (found,) = _session(content, _settings()).run(
+        None, {"data": np.ascontiguousarray(images_nhwc.transpose(0, 3, 1, 2))})
+    largest = max(float(np.abs(wanted).max()), float(np.finfo(np.float32).tiny))  # a dead network's are all 0
+    difference = float(np.abs(wanted - found).max()) / largest
+    _check_difference(FEATURES, difference, TOLERANCE)
+    return content, difference
+
+
+def preparation(trained: Checkpoint) -> dict[str, str]:
+    """The metadata that say how an image becomes the input `data`."""
+    config = trained.config
+    size = config.inference_image_size
+    return {
+        "color_order": "RGB",
+        "input_layout": "NCHW",
+        "resize_shorter": str(max(size, round(size / config.val_crop_fraction))),
+        "center_crop": str(size),
+        "interpolation": config.interpolation,  # antialiased, as in Pillow
+        "rounding": "half up",  # of the longer side (scaled by the shorter side's factor) and of the crop's offset
+        "mean": json.dumps(config.mean),  # of pixels from 0 to 255: data = (pixel - mean) / std
+        "std": json.dumps(config.std),
+        "network": trained.network,
+    }
+
+
+def _check_packages() -> None:
+    """Raise TrainError if onnx or onnxruntime is not installed."""
+    try:
+        import onnx  # noqa: F401
+        import onnxruntime  # noqa: F401
+    except ImportError as error:
+        raise TrainError(f"--onnx needs {error.name}: run make setup, or pip install onnx onnxruntime") from None
+
+
+def _for_onnx(graph: Graph, trained: Checkpoint) -> tuple[Graph, Arrays]:
+    """The graph with folded BatchNorms in NCHW, and the arrays that it may read."""
+    folded = channels_first(passes.unfuse(calibration.folded(graph)))
+    params = passes.fold_bn_params(pipeline.run(pipeline.FUSED, graph), trained.params, trained.aux)
+    # aux: statistics of BatchNorms without a convolution before them
+    return folded, {**in_layout(folded, params), **trained.aux}
+
+
+def _described(model: Any, metadata: Mapping[str, str]) -> bytes:
+    """The content of the file of an onnx.ModelProto with these metadata."""
+    import onnx
+
+    model.producer_name = onnx_file.PRODUCER
+    onnx.helper.set_model_props(model, dict(metadata))
+    return model.SerializeToString()
+
+
+def _settings() -> Any:
+    """The onnxruntime.SessionOptions to check with."""
+    import onnxruntime
+
+    settings = onnxruntime.SessionOptions()
+    # Without this, a CPU without VNNI sums pairs of INT8 products in 16 bits and saturates.
+    settings.add_session_config_entry("session.x64quantprecision", "1")
+    return settings
+
+
+def _session(content: bytes, settings: Any) -> Any:
+    """An onnxruntime.InferenceSession of a file's content."""
+    import onnxruntime
+
+    return onnxruntime.InferenceSession(content, settings, providers=["CPUExecutionProvider"])
+
+
+def _check_difference(what: str, found: float, tolerance: float) -> None:
+    """Raise TrainError for a difference between ONNX Runtime and this program above the tolerance."""
+    if not found <= tolerance:  # NaN is a disagreement too
+        raise TrainError(f"ONNX Runtime's {what} differ from this program's by {found:.1e}, more than {tolerance:.0e}: "
+                         "no file was written; please report this")
 
 
 def _dequantised(qdq: onnx_writer.Qdq) -> Arrays:

@@ -11,11 +11,10 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from PIL import Image, ImageDraw
 from rich.console import Console
 from rich.markup import escape
@@ -23,33 +22,14 @@ from rich.table import Table
 
 from common import files
 from common.drawing import fitting, font
-from pipelines import open_files
-from train.build import inference_executor
+from pipelines import DataError
 from train.classes import printable
-from train.commands.image_paths import image_paths
-from train.commands.predict_to_file import finite, name_damaged, predict_to_file, prepare
-from train.commands.prediction_file import most_likely
+from train.commands.predict_to_file import name_damaged, predict_to_file
 from train.errors import TrainError
+from train.image_paths import image_paths
 from train.options.commands import PredictOptions
+from train.prediction import Prediction, Predictor
 from train.processes.distributed import Workers
-
-
-@dataclass(frozen=True)
-class Guess:
-    """A possible class of an image."""
-
-    name: str
-    index: int
-    probability: float
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """The predictions for one file, the most likely class first."""
-
-    file: Path
-    guesses: list[Guess]
-    picture: np.ndarray  # uint8 (size, size, 3): the network's input
 
 
 def main(values: Mapping[str, Any]) -> None:
@@ -68,8 +48,9 @@ def main(values: Mapping[str, Any]) -> None:
     options = replace(options, images=tuple(image_paths(options.images)))
     if options.contact_sheet:
         _check_sheet(Path(options.contact_sheet), options.images)
-    predictions = predict(options)
-    for file in sorted(set(options.images) - {prediction.file for prediction in predictions}):
+    found = predict(options)
+    predictions = [prediction for prediction in found if not prediction.error]
+    for file in sorted(prediction.file for prediction in found if prediction.error):
         print(f"skipped, not a readable image: {file}", file=sys.stderr)
     if options.contact_sheet:
         files.write(Path(options.contact_sheet), contact_sheet(predictions))
@@ -80,34 +61,16 @@ def main(values: Mapping[str, Any]) -> None:
 
 
 def predict(options: PredictOptions) -> list[Prediction]:
-    """Predictions for the given image files, in their order. Raises TrainError or DataError for a user's mistake."""
-    job = prepare(options, Workers())
-    config = replace(job.config, batch_size=min(options.batch_size, len(options.images)))
-    executor = inference_executor(job.trained, job.int8, config, job.placement)
-    predictions, names = [], job.trained.class_names
-    with open_files(
-        options.images,
-        config.inference_image_size,
-        config.batch_size,
-        device=job.placement.device.partition("(")[0],
-        on_bad_image=options.on_bad_image,
-        max_pixels=options.max_pixels,
-        num_threads=options.num_threads,
-        hw_decoder_load=options.hw_decoder_load if options.hw_decoder_load >= 0 else None,
-        transform=config.transform,
-    ) as loader:
-        for batch in loader:
-            executor.infer(batch.data)
-            probabilities = finite(executor.request_probabilities()()[: batch.num_valid], options)
-            classes, best = most_likely(probabilities, job.top)
-            positions = batch.label.asnumpy()[: batch.num_valid].astype(int)
-            pixels = batch.data.asnumpy()[: batch.num_valid, ..., :3] * config.std + config.mean
-            pictures = pixels.round().clip(0, 255).astype(np.uint8)
-            for position, indices, values, picture in zip(positions, classes.tolist(), best.tolist(), pictures,
-                                                          strict=True):
-                guesses = [Guess(names[i], i, value) for i, value in zip(indices, values, strict=True)]
-                predictions.append(Prediction(options.images[position], guesses, picture))
-        name_damaged(loader)
+    """Predictions for the given image files, in their order, with pictures; those of unreadable images have an `error`.
+    Raises TrainError or DataError for a user's mistake, and where no image can be read."""
+    network = Predictor.load(options)
+    predictions = network.predict(options.images, options.top, options.on_bad_image, keep_pictures=True)
+    network.close()
+    bad = [prediction for prediction in predictions if prediction.error]
+    if len(bad) == len(predictions):
+        raise DataError(f"none of the {len(bad)} images can be decoded, for example {bad[0].image}: {bad[0].error}; "
+                        "replace them")
+    name_damaged([(str(each.image), each.damage) for each in predictions if each.damage])
     return predictions
 
 
@@ -159,6 +122,7 @@ def contact_sheet(predictions: Sequence[Prediction], columns: int = 6) -> bytes:
     for i, prediction in enumerate(predictions):
         x = _GAP + i % columns * (_CELL + _GAP)
         y = _GAP + i // columns * (height + _GAP)
+        assert prediction.picture is not None
         sheet.paste(Image.fromarray(prediction.picture).resize((_CELL, _CELL), Image.Resampling.BICUBIC), (x, y))
         y += _CELL + 6
         name = printable(str(Path(*prediction.file.parts[-2:])))  # with the folder, which is often the true class

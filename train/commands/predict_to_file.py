@@ -25,23 +25,23 @@ from common.command_line import option_name
 from graph_passes.executors import Executor
 from pipelines import DataError, Loader, open_files
 from pipelines.progress import progress_bar
-from train import devices, weights
+from pipelines.sources.folders import some
 from train.build import inference_executor, loader_settings, network_dtype
 from train.checkpoint import Checkpoint
-from train.commands.image_paths import image_paths
-from train.commands.prediction_file import Found, PredictionFile, check_name, most_likely
+from train.commands.prediction_file import Found, PredictionFile, check_name
 from train.config import Config
 from train.devices import Placement
 from train.errors import TrainError
+from train.image_paths import image_paths
 from train.options.commands import PredictOptions
+from train.prediction import GPU_BATCH, check_top, finite, prepared
 from train.processes.distributed import Workers
 from train.processes.invocation import command_line
 from train.processes.pulse import Activity, pulse
 from train.processes.signals import ending_with
-from train.weights import int8_file
+from train.ranking import most_likely
 from train.weights.int8_file import Int8Network
 
-GPU_BATCH = 256
 WAITING_WRITES = 4  # batches
 LOG_SECONDS = 30.0  # between two lines of progress where no terminal shows a bar
 NAMED = 5  # damaged images
@@ -82,7 +82,12 @@ def predict_to_file(options: PredictOptions, values: Mapping[str, Any], workers:
 
         def open_file(path: Path, share: str, images: Sequence[str]) -> tuple[PredictionFile, Found]:
             file = PredictionFile(path, job.trained.class_names, job.top, about | {"part": share}, SAME)
-            return opened.enter_context(file), file.go_on(images)
+            found = opened.enter_context(file).go_on(images)
+            if changed := file.changed(images[: found.records]):
+                print(f"{path}: {len(changed):,} of its images changed after it was begun, and their predictions may "
+                      f"be of the earlier ones: {some(changed)} (give another --output to predict all anew)",
+                      file=sys.stderr)
+            return file, found
 
         images, before = [], Found(0, 0)
         with workers.agreement():
@@ -116,24 +121,13 @@ def predict_to_file(options: PredictOptions, values: Mapping[str, Any], workers:
 
 
 def top_of(options: PredictOptions, trained: Checkpoint) -> int:
-    """The number of classes listed for an image: five by default, or all if the network has fewer. Raises TrainError
-    if more are requested than it has."""
-    if options.top > trained.num_classes and options.top != PredictOptions.top:
-        raise TrainError(f"--top {options.top} is more than the {trained.num_classes} classes of {options.checkpoint}: "
-                         "give at most that many")
-    return min(options.top, trained.num_classes)
+    """The number of classes listed for an image, as `check_top` has it."""
+    return check_top(options.top, trained.num_classes, options.checkpoint)
 
 
 def prepare(options: PredictOptions, workers: Workers) -> Job:
     """Read the weights and choose the device. Raises UserError."""
-    trained = weights.load(options.checkpoint, quiet=workers.rank > 0)
-    if int8 := int8_file.load(options.checkpoint, trained) if options.int8 else None:
-        trained = int8.prepared(trained)
-    config = replace(trained.config, device=options.device, executor=options.executor, dtype="auto",
-                     batch_size=options.batch_size)
-    if int8:
-        config = devices.for_int8(config, vars(options))
-    placement = devices.choose(config, workers.local_rank)
+    trained, config, placement, int8 = prepared(options, workers)
     return Job(options, trained, config, placement, top_of(options, trained), workers, int8)
 
 
@@ -189,14 +183,14 @@ def _predict(job: Job, images: Sequence[str], file: PredictionFile) -> Totals:
                 return len(batch)
 
             for begin, indices, request in _requests(executor, loader, len(images)):
-                probabilities = finite(request()[: len(indices)], job.options)
+                probabilities = finite(request()[: len(indices)], job.options.checkpoint)
                 waiting.append(writer.submit(write, begin, indices, probabilities))
                 good += len(indices)
                 while len(waiting) > WAITING_WRITES:
                     advance(waiting.popleft().result())  # raises the writer's exception
             while waiting:
                 advance(waiting.popleft().result())
-        name_damaged(loader)
+        name_damaged(loader.damaged_images)
         return Totals(good, len(images) - good, len(loader.damaged), 0, time.monotonic() - start)
 
 
@@ -222,20 +216,10 @@ def _requests(executor: Executor, loader: Loader,
         yield rest, (), lambda: np.empty((0, 1), np.float32)
 
 
-def finite(probabilities: np.ndarray, options: PredictOptions) -> np.ndarray:
-    """Return `probabilities`. Raises TrainError if some are not finite, since they have no largest."""
-    if not np.isfinite(probabilities).all():
-        raise TrainError(f"{options.checkpoint} gives probabilities that are no numbers: its weights are too large for "
-                         "the precision that it computes in; give --device cpu, which computes in float32, or other "
-                         "weights")
-    return probabilities
-
-
-def name_damaged(loader: Loader) -> None:
-    """Print the first of the images that were predicted although damaged, on stderr."""
-    damaged = loader.damaged_images
+def name_damaged(damaged: Sequence[tuple[str, str]]) -> None:
+    """Print the first of the images (file, decoder's message) that were used although damaged, on stderr."""
     for name, message in damaged[:NAMED]:
-        print(f"{name}: {message}; predicted as it decodes", file=sys.stderr)
+        print(f"{name}: {message}; used as it decodes", file=sys.stderr)
     if len(damaged) > NAMED:
         print(f"and {len(damaged) - NAMED:,} more such images", file=sys.stderr)
 

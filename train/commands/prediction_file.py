@@ -20,14 +20,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-import numpy as np
-
 from common import files
 from train.errors import TrainError
 from train.recording.log_file import writing
 
 ABOUT = ".about.json"  # ends the name of the file beside it
-MOST_PASSES = 100  # over the probabilities: one takes 0.3 us for 1,000 classes, and to sort them takes 72 us (one core)
 ENCODING, ERRORS = "utf-8", "surrogateescape"  # names of files are bytes, which come out as they were
 
 
@@ -195,6 +192,18 @@ class PredictionFile(AbstractContextManager["PredictionFile"]):
                 self._write(header)
         return found
 
+    def changed(self, images: Sequence[str]) -> list[str]:
+        """The images that have changed since the file was begun, or were put into the place of others."""
+        begun = self.path.with_name(self.path.name + ABOUT).stat().st_mtime_ns
+
+        def changed_at(image: str) -> int:
+            try:
+                return os.stat(image).st_ctime_ns  # as that of contents may be any time, after a copy or a move
+            except OSError:  # it was removed, but its prediction is still right
+                return 0
+
+        return [image for image in images if changed_at(image) > begun]
+
     def _read(self, reading: BinaryIO, images: Sequence[str]) -> tuple[Found, int]:
         """The records behind the header, and the byte at which the last whole record ends. Raises TrainError."""
         end, done, bad = reading.tell(), 0, 0
@@ -268,17 +277,3 @@ class PredictionFile(AbstractContextManager["PredictionFile"]):
 
 def _writing(path: Path) -> AbstractContextManager[None]:
     return writing(path, "give the same command again, which goes on from there")
-
-
-def most_likely(probabilities: np.ndarray, top: int) -> tuple[np.ndarray, np.ndarray]:
-    """The `top` largest of the probabilities (N, classes): classes (N, top) and probabilities (N, top), the largest
-    first; among equal ones, the first class."""
-    if top > MOST_PASSES:
-        classes = np.argsort(-probabilities, axis=1, kind="stable")[:, :top]
-    else:
-        left, images = probabilities.copy(), np.arange(len(probabilities))
-        classes = np.empty((len(left), top), np.int64)
-        for rank in range(top):
-            classes[:, rank] = left.argmax(axis=1)
-            left[images, classes[:, rank]] = -np.inf
-    return classes, np.take_along_axis(probabilities, classes, axis=1)

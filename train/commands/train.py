@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from train.commands.session import (
 )
 from train.config import FOUND_IN_DATA, Config, check_untrained, configure
 from train.errors import TrainError
-from train.loop import Trainer
+from train.loop import OnEpochEnd, Trainer
 from train.presets import load_preset
 from train.processes.distributed import Workers, is_elastic, is_lost_process
 from train.recording.metrics import TRAINING_IMAGES, VALIDATION
@@ -66,9 +66,18 @@ def main(values: Mapping[str, Any]) -> None:
 
         elastic.run(partial(_elastic_session, values))
         return
+    run(values)
+
+
+def run(values: Mapping[str, Any], callbacks: Sequence[OnEpochEnd] = ()) -> Path:
+    """Train, and return the run's folder. Raises UserError, StoppedBySignal, and LostProcessError.
+
+    `values`: the given options of the command. `callbacks` are called at the end of each epoch, see `Trainer`.
+    """
     workers = Workers()
     beginning = begin(values, workers)
     with open_trainer(beginning, workers) as (trainer, bn_group):
+        trainer.callbacks = callbacks
         try:
             train(trainer, _note)
         except Exception as error:
@@ -77,6 +86,7 @@ def main(values: Mapping[str, Any]) -> None:
             if bn_group:
                 bn_group.give_up()  # otherwise the GPU would wait for the lost one
             raise lost_process(trainer) from None
+    return beginning.run_folder
 
 
 def _elastic_session(values: Mapping[str, Any], state: RunState) -> None:

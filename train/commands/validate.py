@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from common import files
 from train import weights
@@ -27,9 +27,19 @@ from train.validation import printed_progress, validate
 from train.weights import int8_file
 
 
-def main(values: Mapping[str, Any]) -> None:
+class Validated(NamedTuple):
+    """Loss and accuracy of a network on a data set."""
+
+    num_images: int  # without those that cannot be read
+    loss: float  # mean over the images, in nats
+    top1: float  # share of the images whose class is the most likely one
+    top5: float  # share of the images whose class is among the five most likely ones
+    balanced_top1: float  # mean of the classes' top-1
+
+
+def main(values: Mapping[str, Any], workers: Workers | None = None) -> Validated:
     """Print loss and accuracy of a trained network. Raises UserError."""
-    workers = Workers()
+    workers = workers or Workers()
     folder = Path(values["report"]) if values.get("report") else None
     with workers.agreement():
         place = values.get("checkpoint")
@@ -61,10 +71,10 @@ def main(values: Mapping[str, Any]) -> None:
         raise TrainError(f"the loss of {place} is {sums.loss_sum}: its weights are too large for the precision of the "
                          "computation, or its images are prepared wrongly; give --dtype float32, or other weights",
                          on_all_ranks=True)
+    loss, top1, top5 = (value / sums.count for value in (sums.loss_sum, sums.top1, sums.top5))
     if workers.rank == 0:
         is_same = Path(config.data).resolve() == Path(trained.config.data).resolve()
         images = TRAINING_IMAGES if is_same and evaluated_images(config) == TRAINING_IMAGES else "images"
-        loss, top1, top5 = (value / sums.count for value in (sums.loss_sum, sums.top1, sums.top5))
         is_top5_told = tells_top5(trained.num_classes)
         balanced = validation.outcomes.balanced_accuracy
         is_balance_wanted = max(config.balance, config.class_weights) > 0 or validation.outcomes.is_uneven
@@ -89,3 +99,4 @@ def main(values: Mapping[str, Any]) -> None:
                              ((top1, ".1%", "top-1"), *[(top5, ".1%", "top-5")] * is_top5_told, (loss, ".4f", "loss"))])
             path = write_validation(folder, f"{place}: validation", figures, command_line(), found, skipped)
             print(f"report: {path}")
+    return Validated(round(sums.count), loss, top1, top5, validation.outcomes.balanced_accuracy)

@@ -142,16 +142,31 @@ class GpuReportOptions:
     """Folder of the report; default: runs/gpu_report, or runs/gpu_comparison."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class InferenceOptions(LoaderOptions):
+    """The network."""
+
+    checkpoint: Annotated[str, "PATH"] = ""
+    """Network to compute with: a run folder (its best checkpoint is used), a checkpoint, or weights of another program
+    (docs/fine_tuning.md)."""
+    batch_size: int = 32
+    """Images per forward pass; default of predict --output and of embed on a GPU: 256."""
+    int8: bool = False
+    """Compute with the INT8 network that `quantize` has made of it. It runs on the CPU, or on a GPU with --device
+    gpu."""
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    """Device, as in training."""
+    executor: Literal["auto", "mxnet", "reference", "cuda"] = "auto"
+    """Executor, as in training."""
+
+
 @dataclass(frozen=True)
-class PredictOptions(LoaderOptions):
+class PredictOptions(InferenceOptions):
     """Print the most likely classes of image files, or write them to a file for any number of images."""
 
     images: tuple[Path, ...]
     """Images: files; folders, for all images in them and their subfolders; .txt files that list image files, one per
     line; - for a list on standard input."""
-    checkpoint: Annotated[str, "PATH"] = ""
-    """Network to predict with: a run folder (its best checkpoint is used), a checkpoint, or weights of another program
-    (docs/fine_tuning.md)."""
     output: Annotated[str, "FILE"] = ""
     """Write the predictions to this file instead, batch by batch: .csv, or .jsonl with one JSON object per line
     (docs/inference.md). The same command resumes at the end of the file. An image that cannot be read gets the reason
@@ -162,15 +177,20 @@ class PredictOptions(LoaderOptions):
     """Print JSON instead of a table."""
     contact_sheet: Annotated[str, "FILE"] = ""
     """Also write a PNG of the images as the network sees them, with their predictions."""
-    batch_size: int = 32
-    """Images per forward pass; default with --output on a GPU: 256."""
-    int8: bool = False
-    """Predict with the INT8 network that `quantize` has made of it. It runs on the CPU, or on a GPU with --device
-    gpu."""
-    device: Literal["auto", "cpu", "gpu"] = "auto"
-    """Device, as in training."""
-    executor: Literal["auto", "mxnet", "reference", "cuda"] = "auto"
-    """Executor, as in training."""
+
+
+@dataclass(frozen=True)
+class EmbedOptions(InferenceOptions):
+    """Write the features of images, which the network's classifier reads, to a NumPy file."""
+
+    images: tuple[Path, ...]
+    """Images: files; folders, for all images in them and their subfolders; .txt files that list image files, one per
+    line; - for a list on standard input."""
+    output: Annotated[str, "FILE"] = ""
+    """.npy file to write: float32 (images, features). A .txt file of the same name beside it lists the image files, one
+    per line, in the order of the rows. An image that cannot be read is left out of both with --on-bad-image skip."""
+    overwrite: bool = False
+    """Replace existing files."""
 
 
 @dataclass(frozen=True)
@@ -183,6 +203,8 @@ class ExportOptions:
     onnx: Annotated[str, "FILE"] = ""
     """ONNX file to write, checked with ONNX Runtime: input `data` float32 (N, 3, H, W), RGB, output `probabilities` (N,
     classes), BatchNorm folded into the convolutions. Its metadata says how to prepare an image (docs/inference.md)."""
+    features: bool = False
+    """Write the network to --onnx without its classifier: output `features` (N, C), what the classifier would read."""
     int8: Literal["none", "onnxruntime", "tensorrt"] = "none"
     """Write the INT8 network of `quantize` to --onnx, in the QDQ form (QuantizeLinear, DequantizeLinear). onnxruntime:
     for integer arithmetic on CPUs; tensorrt: with symmetric int8, as TensorRT requires."""

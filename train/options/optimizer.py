@@ -11,7 +11,7 @@ REFERENCE_BATCH = 256  # images; learning rates are given for this global batch,
 
 
 @dataclass(frozen=True)
-class OptimizerOptions:
+class RuleOptions:
     """Optimizer and schedule."""
 
     learning_rate: float = 0.256
@@ -33,9 +33,21 @@ class OptimizerOptions:
     """Weight decay; never applied to BatchNorm parameters and biases."""
     trust_coefficient: float = 0.001
     """Optimizer lars: the learning rate of a layer is multiplied by this times |weights| / |decayed gradient|."""
+
+
+@dataclass(frozen=True)
+class ClippingOptions:
+    """Optimizer and schedule."""
+
     clip_norm: float = 0.0
     """Gradient clipping (arXiv:1211.5063): scale all gradients down together if their common norm is larger than this,
     before the optimizer; 0: off. metrics.jsonl and TensorBoard have the norm before clipping."""
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """Optimizer and schedule."""
+
     label_smoothing: float = 0.1
     """Share of the target that goes to the wrong classes."""
     loss: Literal["softmax", "bce"] = "softmax"
@@ -48,6 +60,12 @@ class OptimizerOptions:
     """Loss softmax, for classes of unequal size: weigh a class's targets in proportion to its number of images to the
     power of -CLASS_WEIGHTS; 0: all equally. The mean weight of the images is 1. (--balance draws rare classes more
     often.)"""
+
+
+@dataclass(frozen=True)
+class OptimizerOptions(LossOptions, ClippingOptions, RuleOptions):
+    """Optimizer and schedule."""
+
     accumulate: int = 1
     """Batches whose gradients are averaged into one optimizer step."""
     ema_decay: float = 0.0

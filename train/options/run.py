@@ -15,15 +15,26 @@ MAX_BN_GROUP = 16  # GPUs; the limit of the kernels by which they exchange stati
 
 
 @dataclass(frozen=True)
-class RunOptions:
+class PresetOptions:
     """The run."""
 
     config: str = DEFAULT_PRESET
     """Preset, which sets the defaults shown here: a file of train/configs/; ? lists them."""
+
+
+@dataclass(frozen=True)
+class FolderOptions:
+    """The run."""
+
     output: Annotated[str, "FOLDER"] = ""
-    """Folder of the run; default: runs/<config>-<date>."""
+    """Folder of the run; default: runs/<name>-<date>, with the name of the preset, or language_model."""
     seed: int = 0
-    """Seed of the initial weights, the order of the images and their augmentation."""
+    """Seed of everything random: the initial weights, the order of the training data, augmentation, generated text."""
+
+
+@dataclass(frozen=True)
+class RunOptions(FolderOptions, PresetOptions):
+    """The run."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +42,16 @@ class LengthOptions:
     """The run."""
 
     epochs: int = 90
-    """Passes over the training images."""
+    """Passes over the training data."""
     max_steps: int = 0
     """Stop after this many optimizer steps, counted from the run's start; 0: no limit. The schedule is not
     shortened."""
+
+
+@dataclass(frozen=True)
+class StoppingOptions(LengthOptions):
+    """The run."""
+
     time_limit: float = 0.0
     """Save a checkpoint and stop after this many minutes; 0: no limit."""
     target_accuracy: float = 0.0
@@ -45,20 +62,31 @@ class LengthOptions:
 
 
 @dataclass(frozen=True)
-class BeginningOptions:
+class WeightsOptions:
     """The run."""
 
     weights: Annotated[str, "PATH"] = ""
     """Trained weights to start from: a run folder, a checkpoint, a state_dict of torchvision or timm (.pth, .pt,
     .safetensors), Gluon's .params, or an ONNX export of this program. They also set the default of --model. Their
     classifier is used if it has all classes of the data, by name; otherwise a new one is made (docs/fine_tuning.md)."""
-    resume: Annotated[str, "PATH"] = ""
-    """Run folder or checkpoint file to resume. auto: the newest checkpoint in --output, or a new run if there is none
-    yet, so that one command begins and resumes a run."""
 
 
 @dataclass(frozen=True)
-class DeviceOptions:
+class ResumeOptions:
+    """The run."""
+
+    resume: Annotated[str, "PATH"] = ""
+    """Run folder or checkpoint file to resume; options that are not given keep their values. auto: the newest
+    checkpoint in --output, or a new run if there is none yet, so that one command begins and resumes a run."""
+
+
+@dataclass(frozen=True)
+class BeginningOptions(ResumeOptions, WeightsOptions):
+    """The run."""
+
+
+@dataclass(frozen=True)
+class ComputeOptions:
     """Device and precision."""
 
     device: Literal["auto", "cpu", "gpu"] = "auto"
@@ -69,8 +97,14 @@ class DeviceOptions:
     """Type of the network's tensors; master weights and statistics are always float32. auto: float16 with the executor
     cuda, float32 with the others, which have no other type."""
     tf32: bool = True
-    """Executor cuda with dtype float32: convolutions round their inputs to TF32, so that tensor cores can compute
-    them."""
+    """Executor cuda with dtype float32: convolutions and matrix products round their inputs to TF32, so that tensor
+    cores can compute them."""
+
+
+@dataclass(frozen=True)
+class DeviceOptions(ComputeOptions):
+    """Device and precision."""
+
     deterministic: bool = False
     """Equal runs on equal machines give bit-identical results, also if interrupted and resumed (--resume). The executor
     cuda then avoids convolution kernels that sum in a varying order and choices by timing, so steps are slower."""
@@ -110,11 +144,17 @@ class CheckpointOptions:
 
 
 @dataclass(frozen=True)
-class LogOptions:
+class LogLineOptions:
     """Validation, checkpoints and logs."""
 
     log_every: int = 10
     """Optimizer steps between two log lines."""
+
+
+@dataclass(frozen=True)
+class LogOptions(LogLineOptions):
+    """Validation, checkpoints and logs."""
+
     price_per_hour: float = 0.0
     """Price of an hour of the run's machines, in any currency, for the report; 0: unknown."""
     tensorboard: bool = True

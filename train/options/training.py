@@ -26,7 +26,7 @@ class TrainingOptions(
     network.DroppingOptions,
     network.NetworkOptions,
     run.DeviceOptions,
-    run.LengthOptions,
+    run.StoppingOptions,
     data.DataOptions,
     run.RunOptions,
 ):

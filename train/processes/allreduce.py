@@ -3,7 +3,7 @@
     all_reduce = BucketAllReduce(executor, device_id)
     executor.forward_backward(data, label, on_bucket=all_reduce.start)
     all_reduce.finish()
-    executor.update(learning_rate)          # waits on the GPU for the mean; the host does not
+    executor.optimizer.step(learning_rate)  # waits on the GPU for the mean; the host does not
 
 Horovod's own MXNet functions contact the other processes only after a gradient has been computed, and later work can
 only be launched after its mean has arrived. Each step pays for both on the host. allreduce.cc submits a bucket before
@@ -45,7 +45,7 @@ class BucketAllReduce:
     @property
     def description(self) -> str:
         buckets = ", ".join(f"{bucket.name} {bucket.num_bytes / 1e6:.1f} MB {bucket.dtype}"
-                            for bucket in self._executor.buckets)
+                            for bucket in self._executor.step.buckets)
         return f"gradients averaged by Horovod beside the backward pass, in buckets: {buckets}"
 
     def start(self, bucket: Bucket) -> None:
@@ -82,7 +82,7 @@ class BucketAllReduce:
         self._passes += 1
         self._executor.show_passes(self._passes)
         for bucket in self._started:
-            self._executor.follow(bucket)
+            self._executor.gpu.wait_for(bucket.done)
         self._started.clear()
 
 

@@ -14,6 +14,7 @@ import os
 import select
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType, TracebackType
@@ -45,7 +46,11 @@ _to_guard: int | None = None  # descriptor of the pipe
 
 @contextlib.contextmanager
 def handled(handlers: Mapping[int, Handler | signal.Handlers]) -> Iterator[None]:
-    """Inside, these handlers are set, by signal number."""
+    """Inside, these handlers are set, by signal number. Python sets handlers in the main thread only, so in another
+    one, as a program may start for a training, signals stay with the program."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield

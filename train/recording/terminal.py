@@ -7,6 +7,7 @@ from datetime import timedelta
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
+from common.output import shows_bars
 from train.recording.metrics import IMAGES, VALIDATION, WORDS, EpochRow, Speed, shown_perplexity
 
 
@@ -26,7 +27,7 @@ class Terminal:
         self.progress: Progress | None = None
         self._task: TaskID | None = None
         self._status = ""  # text beside the bar
-        if self.console.is_terminal:
+        if shows_bars(self.console):
             name, status = TextColumn("{task.description}"), TextColumn("{task.fields[status]}")
             self.progress = Progress(name, BarColumn(20), MofNCompleteColumn(), status, console=self.console)
             self.progress.start()

@@ -155,10 +155,11 @@ def executor_of(network: Int8Network, trained: Checkpoint, config: Config, place
     shapes = {"data": shape, "softmax_label": shape[:1]}
     if placement.executor != "cuda":
         return QuantisedExecutor(graph, shapes, network.scales, network.kept, network.params)
-    from graph_passes.executors.cuda.quantised_executor import QuantisedCudaExecutor
+    from graph_passes.executors.cuda.executor import CudaExecutor
+    from graph_passes.executors.cuda.quantised import Quantisation
 
-    return QuantisedCudaExecutor(graph, shapes, network.scales, network.kept, network.params, placement.device,
-                                 config.deterministic)
+    return CudaExecutor(graph, shapes, placement.device, Quantisation(network.scales, network.kept, network.params),
+                        deterministic=config.deterministic)
 
 
 def _check(network: Int8Network, trained: Checkpoint) -> None:

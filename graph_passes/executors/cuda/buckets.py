@@ -20,8 +20,8 @@ class Bucket:
     """Gradients that are all-reduced in one message: `num_elements` of `dtype` ("float16", "float32") at `address` on
     the GPU.
 
-    Two CUDA events keep the order there: the gradients are computed when `ready` fires, and what follows the bucket
-    (`CudaExecutor.follow`) runs when `done` has fired, which whoever averages the gradients records.
+    Two CUDA events keep the order there: the gradients are computed when `ready` fires. Whoever averages them records
+    `done`, for which `Gpu.wait_for` makes the update wait.
     """
 
     name: str

@@ -1,288 +1,351 @@
-"""The cuda executor: the compiled training step on MXNet's GPU arrays, ordered with MXNet's engine.
+"""The cuda executor: a network of this package on MXNet's GPU arrays, in order with MXNet's engine.
 
 Parameters, gradients and running statistics lie in MXNet arrays on `mx.gpu()`, so that MXNet and Horovod can work with
-them; the step itself runs on a stream of its own, kept in order with them by gates (`on_mxnet.py`). A gate costs host
+them; the network itself runs on a stream of its own, kept in order with them by gates (`engine.py`). A gate costs host
 time, so one is pushed only when somebody looks: the properties `params`, `aux` and `grads` push it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from graph_passes.executors.base import NO_DRAWS, Arrays, Draws
-from graph_passes.executors.cuda.buckets import Bucket
+from common.mxnet_compat import mx
+from graph_passes.errors import GraphError
+from graph_passes.executors.base import NO_DRAWS, Arrays, Draws, Executor, Metrics
+from graph_passes.executors.cuda.engine import Array, Engine, address
 from graph_passes.executors.cuda.idle import IdleClock
-from graph_passes.executors.cuda.on_mxnet import OnMXNet
+from graph_passes.executors.cuda.network import Network
 from graph_passes.executors.cuda.optimizer import OptimizerConfig
 from graph_passes.executors.cuda.options import StepOptions
-from graph_passes.executors.cuda.parameters import FlatArray
 from graph_passes.executors.cuda.profile import Profile
+from graph_passes.executors.cuda.quantised import Quantisation, QuantisedNetwork
 from graph_passes.executors.cuda.training_step import OnBucket, TrainingStep
 from graph_passes.graph import Graph
 from graph_passes.optimizers import Rule
 
-Array = Any  # mx.nd.NDArray; MXNet has no type stubs
+PASSES_AHEAD = 2  # of inference, that wait for the GPU when the host is made to wait too
 
 
-class CudaExecutor(OnMXNet):
+class CudaExecutor(Executor):
     """Runs a graph compiled to cuDNN graphs and our own CUDA kernels. Made for one batch size and image size.
+
+    It has a `network`, which knows no MXNet: a `TrainingStep`, also as `step`, to be asked for whatever needs no order
+    with MXNet's engine; or with `int8` a `QuantisedNetwork`, for inference alone.
 
     Differs from the other executors in three ways:
 
-    - Gradients are in `dtype`, except those of gamma, beta and bias (fp32), and multiplied by `loss_scale()`. In
+    - Gradients are in `dtype`, except those of gamma, beta and bias (fp32), and multiplied by the loss scale. In
       bfloat16, which MXNet cannot hold, `grads` has the fp32 ones only.
-    - Stock MXNet has no kernels for new GPUs, so the optimizer is one of the executor's own: `create_optimizer` gives
-      it, and until then there is plain SGD, in `update`.
+    - Stock MXNet has no kernels for new GPUs, so the optimizer is one of the executor's own: `optimizer`, which does
+      plain SGD until `create_optimizer` gives it another rule.
     - `params`, `aux` and `grads` are to be asked for anew in every step: it is the asking that waits for the step.
 
-    `options` are the fields of `StepOptions`. For several GPUs (docs/multi_gpu.md), `num_buckets` cuts the backward
-    pass, so that `on_bucket` of `forward_backward` is called with the gradients of the last layers while the first ones
-    are still being computed.
+    `options` are the fields of `StepOptions`, of which a network in INT8 has `deterministic` only. For several GPUs
+    (docs/multi_gpu.md), `num_buckets` cuts the backward pass, so that `on_bucket` of `forward_backward` is called with
+    the gradients of the last layers while the first ones are still being computed.
     """
 
-    _step: TrainingStep
+    network: Network
+    optimizer: DeviceOptimizer  # not in INT8
 
     def __init__(self, graph: Graph, shapes: Mapping[str, Sequence[int]], device: str = "gpu(0)",
-                 **options: Any) -> None:
-        super().__init__(graph, shapes, device)
-        self._options = StepOptions(**options)
-        wide = self._options.dtype == "bfloat16"
-        self._shared |= {
+                 int8: Quantisation | None = None, **options: Any) -> None:
+        super().__init__(graph, shapes)
+        self._params: dict[str, Array] = {}
+        self._aux: dict[str, Array] = {}
+        self._grads: dict[str, Array] = {}
+        if int8:
+            self._engine = Engine(device, {})
+            self.network = QuantisedNetwork(graph, self.input_shapes, *int8, device_id=self._engine.device_id,
+                                            **options)
+        else:
+            self._make_step(device, StepOptions(**options))
+        self.gpu = self.network.gpu
+        self.gpu_bus_id = self.gpu.device.pci_bus_id
+        self._num_valid = self.input_shapes["data"][0]
+        self._num_inferred = 0  # images of the latest inference
+        self._answered: deque[Any] = deque()  # CUDA events at the ends of the latest passes of inference
+        self._idle = IdleClock(self.gpu)
+
+    def _make_step(self, device: str, options: StepOptions) -> None:
+        """The training step as the network, and what MXNet sees of it."""
+        wide = options.dtype == "bfloat16"
+        self._engine = engine = Engine(device, {
             **dict.fromkeys(("master", "state 1", "state 2", "statistics", "ema", "ema_statistics"), "float32"),
-            "other_gradients": "float32", "weight_gradients": "uint8" if wide else self._options.dtype}
-        self._step = TrainingStep(graph, self.input_shapes, self._options, self._context.device_id, self._allocate)
-        store = self._step.store
-        self._params = self._views("master", store.master)
-        self._aux = self._views("statistics", store.statistics)
-        self._ema: dict[str, Array] = {}
-        self._states: dict[int, dict[str, Array]] = {}  # what the optimizer keeps, by number of the slot
-        self._grads = self._views("other_gradients", store.other_gradients)
-        if self._options.dtype != "bfloat16":
-            self._grads |= self._views("weight_gradients", store.weight_gradients)
-        self.gpu_bus_id = self._step.gpu.device.pci_bus_id
+            "other_gradients": "float32", "weight_gradients": "uint8" if wide else options.dtype})
+        self.network = step = TrainingStep(self.graph, self.input_shapes, options, engine.device_id, engine.allocate)
+        self._params = engine.views("master", step.store.master)
+        self._aux = engine.views("statistics", step.store.statistics)
+        self._grads = engine.views("other_gradients", step.store.other_gradients)
+        if not wide:
+            self._grads |= engine.views("weight_gradients", step.store.weight_gradients)
+        self.optimizer = DeviceOptimizer(step, engine)
         self._last_step: Any = None  # CUDA event at the end of the latest step
         self._batch: Array = None  # of the latest pass, on this GPU
-        self._idle = IdleClock(self._step.gpu)
-        self._passes_done = self._step.gpu.allocate(4)  # address on the GPU
-        self.passes_shown = self._step.gpu.pinned(4).view(np.uint32)  # see `show_passes`
+        self._passes_done = step.gpu.allocate(4)  # address on the GPU
+        self.passes_shown = step.gpu.pinned(4).view(np.uint32)  # see `show_passes`
         self.passes_shown[:] = 0
+
+    @property
+    def step(self) -> TrainingStep:
+        """What trains the network. Raises GraphError where it is in INT8."""
+        if isinstance(self.network, TrainingStep):
+            return self.network
+        raise GraphError("a network in INT8 cannot be trained: train it in float16 or float32, and quantise it again")
 
     # --- arrays ---
 
-    def _views(self, name: str, tensors: FlatArray) -> dict[str, Array]:
-        """Slices of one flat array; they share its memory and its place in the engine."""
-        flat = self._arrays[name]
-        return {tensor: flat[start : start + int(np.prod(tensors.slices[tensor].shape))].reshape(
-                    tensors.slices[tensor].shape) for tensor, start in tensors.starts.items()}
-
     @property
     def params(self) -> dict[str, Array]:  # type: ignore[override]
-        """fp32 master weights; the network's own copies follow at the next `update`, or at once by `set_params`."""
-        self._gate([self._arrays["master"]])
-        self._step.parameters_changed()  # whoever asks may write them
-        return self._params
+        """fp32 master weights; the network's own copies follow at the next step of the optimizer, or at once by
+        `set_params`."""
+        return self._written("master", self._params)
 
     @property
     def aux(self) -> dict[str, Array]:  # type: ignore[override]
-        self._gate([self._arrays["statistics"]])
-        self._step.parameters_changed()
-        return self._aux
+        return self._written("statistics", self._aux)
+
+    def _written(self, name: str, views: dict[str, Array]) -> dict[str, Array]:
+        """The views of a shared array, which the caller may write. A network in INT8 has none."""
+        if isinstance(self.network, TrainingStep):
+            self._engine.gate(self.gpu.record_event(), [self._engine.arrays[name]])
+            self.network.parameters_changed()
+        return views
 
     @property
     def grads(self) -> dict[str, Array]:  # type: ignore[override]
-        self._gate(self._gradient_arrays)
+        if isinstance(self.network, TrainingStep):
+            arrays = self._engine.arrays
+            self._engine.gate(self.gpu.record_event(), [arrays["weight_gradients"], arrays["other_gradients"]])
         return self._grads
-
-    @property
-    def _gradient_arrays(self) -> list[Array]:
-        return [self._arrays["weight_gradients"], self._arrays["other_gradients"]]
 
     def to_canonical(self, name: str, array: Any) -> np.ndarray:
         array = np.asarray(array.asnumpy() if hasattr(array, "asnumpy") else array)
-        parameter = self._step.store.parameters.get(name)
+        parameter = self.step.store.parameters.get(name)
         return parameter.to_canonical(array.ravel()) if parameter else array
 
     def from_canonical(self, name: str, array: np.ndarray) -> np.ndarray:
-        parameter = self._step.store.parameters.get(name)
+        parameter = self.step.store.parameters.get(name)
         return parameter.to_device(array).reshape(parameter.device_shape) if parameter else np.asarray(array)
 
     def set_params(self, params: Mapping[str, np.ndarray], aux: Mapping[str, np.ndarray]) -> None:
-        self._wait_for_mxnet()
-        self._step.set_params(params, aux)
+        self._engine.wait()
+        self.step.set_params(params, aux)
 
     def get_params(self) -> tuple[Arrays, Arrays]:
-        self._wait_for_mxnet()
-        return self._step.get_params()
+        self._engine.wait()
+        return self.step.get_params()
+
+    def create_optimizer(self, rule: Rule, ema: bool = False,  # type: ignore[override]
+                         clip_norm: float = 0.0) -> DeviceOptimizer:
+        """Make the step update all parameters by this rule, as `Executor` has it."""
+        self.step.set_optimizer(OptimizerConfig(rule, ema=ema, clip_norm=clip_norm))
+        return self.optimizer
+
+    # --- training ---
+
+    def forward_backward(self, data: Array, label: Array, accumulate: bool = False, draws: Draws = NO_DRAWS,
+                         on_bucket: OnBucket | None = None) -> None:
+        """One training pass over a batch, as `Executor` has it. `on_bucket` gets one bucket of gradients after the
+        other, each as soon as what computes it is launched; its event `ready` says when it is computed."""
+        step = self.step
+        self._engine.wait()
+        self._idle.begin()
+        num_images = self.input_shapes["data"][0]
+        batch, used = self._given(data, label, num_images, num_images)
+        place = 0
+        if draws.mixes:
+            step.load_from_device(*batch)
+        else:
+            place = step.take(*batch)
+        step.mix(draws)
+        step.set_seed(draws.seed)
+        step.forward_backward(accumulate, on_bucket, place)
+        # nobody may overwrite the batch before it is read
+        self._engine.gate(self.gpu.record_event(), used, reading=True)
+        self._batch = used[0]
+        self._idle.end()
+
+    def hand_over(self, on_bucket: OnBucket) -> None:
+        """Call `on_bucket` with each bucket of the gradients as they are: after several passes."""
+        self._engine.wait()
+        self.step.hand_over(on_bucket)
+
+    def show_passes(self, number: int) -> None:
+        """Write `number` into `passes_shown` when the GPU has done what it was asked for. Asynchronous, by way of
+        its own memory: to have the host's filled directly, the host may have to wait for the stream."""
+        self.gpu.write_word(self._passes_done, np.uint32(number))
+        self.gpu.start_download(self.passes_shown, self._passes_done)
+
+    def profile(self) -> Profile:
+        """Time, bytes and operations of every kernel of forward and backward, for the batch given last."""
+        batch = self._batch
+        self.step.load_from_device(address(batch), np.dtype(batch.dtype).name, batch.shape)
+        return self.step.profile()
+
+    def largest_batch(self) -> int:
+        return self.step.largest_batch()
+
+    def end_step(self) -> None:
+        """Wait for the step before the latest one: the GPU always has the next one waiting, and no more than that."""
+        self._idle.end_step()
+        step_before, self._last_step = self._last_step, self.gpu.record_event()
+        if step_before:
+            step_before.sync()
+            self.idle_seconds = self._idle.take_seconds()
+
+    # --- inference ---
+
+    def prepare_inference(self, image_size: tuple[int, int]) -> None:
+        super().prepare_inference(image_size)
+        self._engine.wait()
+        self.network.prepare_inference(image_size)
+
+    def infer(self, data: Array, label: Array | None = None, num_valid: int = 0) -> None:
+        """As `Executor` has it. The batch may be smaller than the one that the executor was made for."""
+        self._idle.forget()
+        self._engine.wait()
+        num_images = min(data.shape[0], self.input_shapes["data"][0])
+        batch, used = self._given(data, label, min(num_valid, num_images), num_images)
+        self.network.infer(num_images, self.network.take(*batch))
+        # nobody may overwrite the batch before it is read
+        self._engine.gate(self.gpu.record_event(), used, reading=True)
+        self._num_inferred = num_images
+
+    def forward(self, data: Array, label: Array | None = None) -> Array:
+        """`infer`, with a label of all images. The probabilities are in an array of their own: to write one again, the
+        host would have to wait for MXNet, whose worker waits for the GPU, and so each pass for the one before."""
+        self.infer(data, label, 0 if label is None else data.shape[0])
+        source = self.network.persistent.probabilities
+        answer = mx.nd.empty((self._num_inferred, source.shape[1]), ctx=self._engine.context)
+        self.gpu.copy(address(answer), source.address, source.bytes_of(self._num_inferred))
+        event = self.gpu.record_event()
+        self._engine.gate(event, [answer], is_seen=False)
+        self._answer_by(event)
+        return answer
+
+    def request_probabilities(self) -> Callable[[], np.ndarray]:
+        receive = self.network.request_probabilities(self._num_inferred)
+        self._answer_by(self.gpu.record_event())
+        return receive
+
+    def _answer_by(self, event: Any) -> None:
+        """A pass of inference ends with the event; the host waits here where too many are under way."""
+        self._answered.append(event)
+        if len(self._answered) > PASSES_AHEAD:
+            self._answered.popleft().sync()
+
+    def profile_inference(self, data: Array) -> Profile:
+        """Time, bytes and operations of every kernel of the inference of a whole batch."""
+        self._engine.wait()
+        batch, used = self._given(data, None, 0, data.shape[0])
+        self.network.load_from_device(*batch)
+        self._engine.gate(self.gpu.record_event(), used, reading=True)
+        self.network.infer()
+        return self.network.profile_inference()
+
+    # --- both ---
+
+    def _given(self, data: Array, label: Array | None, num_valid: int, num_images: int
+               ) -> tuple[tuple[int, str, tuple[int, ...]], list[Array]]:
+        """The images on this GPU: address, dtype and shape; and the arrays that are read. The labels are loaded."""
+        made, persistent = self.input_shapes["data"], self.network.persistent
+        for name, array in (("data", data), ("softmax_label", label)):
+            if array is not None:
+                shape = tuple(array.shape)
+                if name == "data" and shape[-1] == persistent.data.shape[3]:
+                    shape = (*shape[:-1], made[3])  # it has the channels that the network really reads
+                whole = made[0] if shape[0] == num_images else shape[0]  # `num_images` may be a part of a batch
+                self.check_input(name, (whole, *shape[1:]))
+        data = self._engine.here(data)
+        used = [data]
+        if label is not None:
+            if label.dtype != np.float32:  # its bytes are copied
+                raise GraphError(f"'softmax_label' has the dtype {np.dtype(label.dtype).name}: give float32")
+            label = self._engine.here(label)
+            self.gpu.copy(persistent.label.address, address(label), persistent.label.bytes_of(num_images))
+            used.append(label)
+        if num_valid != self._num_valid:
+            self.network.set_num_valid(num_valid)
+            self._num_valid = num_valid
+        return (address(data), np.dtype(data.dtype).name, data.shape), used
+
+    def read_metrics(self) -> Metrics:
+        return self.request_metrics()()
+
+    def request_metrics(self) -> Callable[[], Metrics]:
+        network, receive = self.network, self.network.request_metrics()
+
+        def received() -> Metrics:
+            metrics = receive()
+            self.skipped_steps, self.skipped_in_a_row = network.skipped_steps, network.skipped_in_a_row
+            self.gradient_norm = network.gradient_norm
+            return metrics
+
+        return received
+
+    def synchronize(self) -> None:
+        self.gpu.synchronize()
+        mx.nd.waitall()
+
+    def close(self) -> None:
+        self.gpu.free_all()
+
+
+class DeviceOptimizer:
+    """The optimizer of a step, as an `Optimizer`: in order with MXNet's engine, its arrays MXNet's."""
+
+    def __init__(self, step: TrainingStep, engine: Engine) -> None:
+        self._step, self._engine = step, engine
+        self._states: dict[int, dict[str, Array]] = {}  # by number of the slot
+        self._ema: dict[str, Array] = {}
 
     @property
     def state(self) -> dict[str, dict[str, Array]]:
-        """What the optimizer keeps, by its slots, fp32; to be asked for anew in every step."""
+        """What it keeps, by its slots, fp32; to be asked for anew in every step."""
         found = {}
         for number, (slot, array) in enumerate(self._step.states.items(), start=1):
             if number not in self._states:
-                self._states[number] = self._views(f"state {number}", array)
-            self._gate([self._arrays[f"state {number}"]])
+                self._states[number] = self._engine.views(f"state {number}", array)
+            self._show(f"state {number}")
             found[slot] = self._states[number]
         return found
 
     @property
     def ema(self) -> dict[str, Array]:
         """Moving averages of parameters and running statistics, fp32; to be asked for anew in every step. Empty where
-        the optimizer keeps none."""
+        none are kept."""
         store = self._step.store
         if not store.ema.address:
             return {}
         if not self._ema:
-            self._ema = (self._views("ema", store.ema)
-                         | self._views("ema_statistics", store.ema_statistics))
-        self._gate([self._arrays["ema"], self._arrays["ema_statistics"]])
+            self._ema = (self._engine.views("ema", store.ema)
+                         | self._engine.views("ema_statistics", store.ema_statistics))
+        self._show("ema", "ema_statistics")
         return self._ema
+
+    def _show(self, *names: str) -> None:
+        self._engine.gate(self._step.gpu.record_event(), [self._engine.arrays[name] for name in names])
 
     def swap_ema(self) -> None:
         """Exchange parameters and running statistics with their moving averages. Asynchronous."""
-        self._wait_for_mxnet()
+        self._engine.wait()
         self._step.swap_ema()
-
-    def create_optimizer(self, rule: Rule, ema: bool = False,  # type: ignore[override]
-                         clip_norm: float = 0.0) -> DeviceOptimizer:
-        """Make the step update all parameters by this rule, as `Executor` has it. The optimizer to call for that."""
-        self._step.set_optimizer(OptimizerConfig(rule, ema=ema, clip_norm=clip_norm))
-        return DeviceOptimizer(self)
-
-    def set_state(self, state: Mapping[str, Mapping[str, np.ndarray]]) -> None:
-        """What the optimizer keeps, by slot and parameter, canonical."""
-        self._step.set_state(state)
-
-    def get_state(self) -> dict[str, Arrays]:
-        """The inverse of `set_state`."""
-        return self._step.get_state()
-
-    def loss_scale(self) -> float:
-        """What the gradients of the latest pass are multiplied by; waits for the GPU."""
-        return float(self._step.optimizer.read_state().loss_scale)
-
-    def get_scalars(self) -> dict[str, float]:
-        """Where dynamic loss scaling stands, and the number of updates; waits for the GPU."""
-        return self._step.optimizer.get_scalars()
-
-    def set_scalars(self, scalars: Mapping[str, float]) -> None:
-        """The inverse of `get_scalars`."""
-        self._step.optimizer.set_scalars(scalars)
-
-    # --- running ---
-
-    def forward_backward(self, data: Array, label: Array, accumulate: bool = False, draws: Draws = NO_DRAWS,
-                         on_bucket: OnBucket | None = None) -> None:
-        """One training pass over a batch, as `Executor` has it. `on_bucket` gets one bucket of gradients after the
-        other, each as soon as what computes it is launched; its event `ready` says when it is computed."""
-        self._wait_for_mxnet()
-        self._idle.begin()
-        num_images = self.input_shapes["data"][0]
-        batch, used = self._given(data, label, num_images, num_images)
-        address = 0
-        if draws.mixes:
-            self._step.load_from_device(*batch)
-        else:
-            address = self._step.take(*batch)
-        self._step.mix(draws)
-        self._step.set_seed(draws.seed)
-        self._step.forward_backward(accumulate, on_bucket, address)
-        self._gate(used, reading=True)  # nobody may overwrite the batch before it is read
-        self._batch = used[0]
-        self._idle.end()
-
-    def hand_over(self, on_bucket: OnBucket) -> None:
-        """Call `on_bucket` with each bucket of the gradients as they are: after several passes."""
-        self._wait_for_mxnet()
-        self._step.hand_over(on_bucket)
-
-    def follow(self, bucket: Bucket) -> None:
-        """Let what is asked for from now on, such as `update`, wait on the GPU for the bucket's event `done`."""
-        self._step.gpu.wait_for(bucket.done)
-
-    def show_passes(self, number: int) -> None:
-        """Write `number` into `passes_shown` when the GPU has done what it was asked for. Asynchronous, by way of
-        its own memory: to have the host's filled directly, the host may have to wait for the stream."""
-        self._step.gpu.write_word(self._passes_done, np.uint32(number))
-        self._step.gpu.start_download(self.passes_shown, self._passes_done)
-
-    @property
-    def buckets(self) -> list[Bucket]:
-        """In the order in which they are handed over."""
-        return [bucket for buckets in self._step.buckets for bucket in buckets]
-
-    def update(self, learning_rate: float, gradient_scale: float = 1.0, ema_decay: float = 0.0) -> None:
-        """One step of the optimizer; gradients are first multiplied by `gradient_scale`. Asynchronous."""
-        self._wait_for_mxnet()
-        self._step.update(learning_rate, gradient_scale, ema_decay)
-
-    def infer(self, data: Array, label: Array | None = None, num_valid: int = 0) -> None:
-        self._idle.forget()
-        super().infer(data, label, num_valid)
-
-    @property
-    def skipped_steps(self) -> int:  # type: ignore[override]
-        return self._step.skipped_steps
-
-    @property
-    def skipped_in_a_row(self) -> int:  # type: ignore[override]
-        return self._step.skipped_in_a_row
-
-    @property
-    def gradient_norm(self) -> float | None:  # type: ignore[override]
-        return self._step.gradient_norm
-
-    def profile(self) -> Profile:
-        """Time, bytes and operations of every kernel of forward and backward, for the batch given last."""
-        batch = self._batch
-        self._step.load_from_device(self._address(batch), np.dtype(batch.dtype).name, batch.shape)
-        return self._step.profile()
-
-    @property
-    def step_graph(self) -> Graph:
-        """What the latest training pass has run: the graph after all passes."""
-        return self._step.graph
-
-    def largest_batch(self) -> int:
-        return self._step.largest_batch()
-
-    def end_step(self) -> None:
-        """Wait for the step before the latest one: the GPU always has the next one waiting, and no more than that."""
-        self._idle.end_step()
-        step_before, self._last_step = self._last_step, self._step.gpu.record_event()
-        if step_before:
-            step_before.sync()
-            self.idle_seconds = self._idle.take_seconds()
-
-class DeviceOptimizer:
-    """The executor's own, as an `Optimizer`."""
-
-    def __init__(self, executor: CudaExecutor) -> None:
-        self._executor = executor
-
-    @property
-    def state(self) -> dict[str, dict[str, Array]]:
-        return self._executor.state
-
-    @property
-    def ema(self) -> dict[str, Array]:
-        return self._executor.ema
-
-    def swap_ema(self) -> None:
-        self._executor.swap_ema()
 
     @property
     def scalars(self) -> Mapping[str, float]:
         """The dynamic loss scale and the number of updates; waits for the GPU."""
-        return self._executor.get_scalars()
+        return self._step.optimizer.get_scalars()
 
     @scalars.setter
     def scalars(self, scalars: Mapping[str, float]) -> None:
-        self._executor.set_scalars(scalars)
+        self._step.optimizer.set_scalars(scalars)
 
     def step(self, learning_rate: float, scale: float = 1.0, ema_decay: float = 0.0) -> None:
-        """From the executor's own gradients, which are first multiplied by `scale`. Asynchronous."""
-        self._executor.update(learning_rate, scale, ema_decay)
+        """From the step's own gradients, which are first multiplied by `scale`. Asynchronous."""
+        self._engine.wait()
+        self._step.update(learning_rate, scale, ema_decay)

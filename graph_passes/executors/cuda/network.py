@@ -26,8 +26,6 @@ from graph_passes.graph import Graph, Ref
 from graph_passes.passes import precision, tensor_dtypes
 from graph_passes.passes.memory import ALIGNMENT
 
-Allocate = Callable[[str, int], int | None]  # name, bytes -> device address
-
 
 class MetricsLayout(ctypes.Structure):
     """How `Metrics` lies in the GPU's memory, as in softmax.cu."""
@@ -39,19 +37,17 @@ class MetricsLayout(ctypes.Structure):
 class Network:
     """Takes batches, answers with probabilities, and adds to the metrics.
 
-    `shapes`: of the inputs `data` (NHWC) and `softmax_label`. `allocate` is asked for memory by name; where it answers
-    None, plain device memory is taken. Images may come in another size than that of `shapes`: what it takes is compiled
-    when they are first used.
+    `shapes`: of the inputs `data` (NHWC) and `softmax_label`. Images may come in another size than that of `shapes`:
+    what it takes is compiled when they are first used.
     """
 
     def __init__(self, graph: Graph, shapes: Mapping[str, tuple[int, ...]], options: StepOptions, device_id: int,
-                 allocate: Allocate | None, cache_folder: Path | None) -> None:
+                 cache_folder: Path | None) -> None:
         check_operators(graph)
         self.options, self.dtype = options, options.dtype
         self.gpu = Gpu(device_id)
         self._tools = toolchain(self.gpu, options.tf32, options.deterministic, options.group, cache_folder)
         self.kernels, self._arena = self._tools.kernels, self._tools.arena
-        self._allocate_for_owner = allocate
         self._graph, self._shapes = graph, dict(shapes)
         self._inference: Inference | None = None
         self._free_pinned: list[np.ndarray] = []  # of metrics
@@ -89,11 +85,6 @@ class Network:
         self.persistent = Persistent(**buffers, probabilities=answer, loss_scale=loss_scale,
                                      class_weights=class_weights)
         self._inputs = {self.persistent.data.shape[1:3]: self.persistent.data}  # by height and width of the images
-
-    def _allocate(self, name: str, num_bytes: int) -> int:
-        self.gpu.check_free(num_bytes)  # MXNet's own words for it are a stack trace
-        address = self._allocate_for_owner(name, num_bytes) if self._allocate_for_owner else None
-        return self.gpu.allocate(num_bytes) if address is None else address
 
     def _zeros(self, num_bytes: int) -> int:
         address = self.gpu.allocate(num_bytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from graph_passes import pipeline
 from graph_passes.choice import Price, repeatable
 from graph_passes.errors import GraphError
 from graph_passes.executors.cuda.inference import Inference
-from graph_passes.executors.cuda.network import Allocate, Network
+from graph_passes.executors.cuda.network import Network
 from graph_passes.executors.cuda.options import StepOptions
 from graph_passes.executors.cuda.parameters import QuantisedStore, parameters_of
 from graph_passes.graph import Graph, Ref
@@ -23,23 +24,29 @@ from graph_passes.passes.quantise_squares import quantise_squares_params
 FLOATS = "float16"  # what is not in INT8: inputs, layers that stay in floats, scores
 
 
+class Quantisation(NamedTuple):
+    """What makes a network one in INT8: `scales` and `kept` of `passes/quantise.py`, `params` by `quantise_params`."""
+
+    scales: Scales
+    kept: Kept
+    params: Mapping[str, np.ndarray]
+
+
 class QuantisedNetwork(Network):
     """Gives the integers of `executors.reference.QuantisedExecutor`, to the bit; what stays in floats is float16.
 
     Args:
         graph, shapes: of the network, as for `TrainingStep`.
-        scales, kept: those of `passes/quantise.py`.
-        params: by `quantise_params`.
-        deterministic, device_id, allocate, cache_folder: as for `TrainingStep`.
+        scales, kept, params: the fields of `Quantisation`.
+        deterministic, device_id, cache_folder: as for `TrainingStep`.
 
     Raises GraphError for what has no lowering, a parameter of another shape, and what `Gpu` raises.
     """
 
     def __init__(self, graph: Graph, shapes: Mapping[str, tuple[int, ...]], scales: Scales, kept: Kept,
                  params: Mapping[str, np.ndarray], deterministic: bool = False, device_id: int = 0,
-                 allocate: Allocate | None = None, cache_folder: Path | None = None) -> None:
-        options = StepOptions(FLOATS, deterministic=deterministic)
-        super().__init__(graph, shapes, options, device_id, allocate, cache_folder)
+                 cache_folder: Path | None = None) -> None:
+        super().__init__(graph, shapes, StepOptions(FLOATS, deterministic=deterministic), device_id, cache_folder)
         quantised = pipeline.run(pipeline.quantised_passes(FLOATS, scales, kept), graph)
         self.store = _store(self._passes(scales, kept, repeatable), shapes)
         for array in self.store.arrays.values():

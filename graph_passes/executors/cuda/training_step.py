@@ -27,7 +27,7 @@ from graph_passes.executors.cuda.folding import Folded
 from graph_passes.executors.cuda.inference import Inference
 from graph_passes.executors.cuda.kernel_library import count, instance, threads
 from graph_passes.executors.cuda.lowering import LoweredGraph
-from graph_passes.executors.cuda.network import Allocate, Network
+from graph_passes.executors.cuda.network import Network
 from graph_passes.executors.cuda.optimizer import INITIAL_LOSS_SCALE, Optimizer, OptimizerConfig
 from graph_passes.executors.cuda.options import StepOptions
 from graph_passes.executors.cuda.parameters import VECTOR, FlatArray, ParameterStore, parameters_of
@@ -38,6 +38,7 @@ from graph_passes.operators.dropout import words_of
 from graph_passes.passes.precision import ITEM_BYTES
 
 Arrays = dict[str, np.ndarray]
+Allocate = Callable[[str, int], int | None]  # name, bytes -> device address
 OnBucket = Callable[[Bucket], None]
 
 
@@ -45,7 +46,7 @@ class TrainingStep(Network):
     """Forward, loss, backward and update of one network on one GPU, each a CUDA graph.
 
     `shapes`: of the inputs `data` (NHWC) and `softmax_label`. `allocate` is asked for memory by name; where it answers
-    None, plain device memory is taken. `buckets` has what each part of the backward pass completes.
+    None, plain device memory is taken. `buckets` are in the order in which they are handed over.
 
     Images may come in another size than that of `shapes`: what it takes is compiled when they are first used, in place
     of what was compiled for the size before, for training and for inference apart. All of it works in one arena.
@@ -57,7 +58,8 @@ class TrainingStep(Network):
     def __init__(self, graph: Graph, shapes: Mapping[str, tuple[int, ...]], options: StepOptions | None = None,
                  device_id: int = 0, allocate: Allocate | None = None, cache_folder: Path | None = None) -> None:
         options = options or StepOptions()
-        super().__init__(graph, shapes, options, device_id, allocate, cache_folder)
+        super().__init__(graph, shapes, options, device_id, cache_folder)
+        self._allocate = allocate or (lambda name, num_bytes: None)
         inferred = graph.infer_shapes(shapes)
         frozen = roles.frozen(graph)
         # What the frozen layers compute with; from the fused graph, as the passes fold that.
@@ -78,7 +80,8 @@ class TrainingStep(Network):
         self._rate_factors = roles.rate_factors(graph)
         self._initial_loss_scale = _initial_loss_scale(graph, inferred[graph.outputs[0]][1])
         self.set_optimizer(options.optimizer)
-        self.buckets, self._parts = self._cut_buckets(options.num_buckets)
+        self._completed, self._parts = self._cut_buckets(options.num_buckets)
+        self.buckets = [bucket for completed in self._completed for bucket in completed]
         if largest != self._shapes:
             self._arena.reserve(arena_bytes)
         self._training = self._compile()
@@ -94,7 +97,9 @@ class TrainingStep(Network):
             self._place(name, array)
 
     def _place(self, name: str, array: FlatArray) -> None:
-        array.place(self._allocate(name, array.num_bytes))
+        self.gpu.check_free(array.num_bytes)  # MXNet's own words for it are a stack trace
+        address = self._allocate(name, array.num_bytes)
+        array.place(self.gpu.allocate(array.num_bytes) if address is None else address)
         self.gpu.fill(array.address, 0, array.num_bytes)
 
     @property
@@ -308,13 +313,13 @@ class TrainingStep(Network):
 
     def _hand_over(self, number: int, on_bucket: OnBucket) -> None:
         if self.store.wire_gradients.size:
-            source, bucket = self.store.weight_gradients, self.buckets[number][0]
+            source, bucket = self.store.weight_gradients, self._completed[number][0]
             start = (bucket.address - self.store.wire_gradients.address) // ITEM_BYTES[bucket.dtype]
             vectors = bucket.num_elements // VECTOR
             kernel = self.kernels.get("elementwise.cu", instance("widen", source.dtype))
             kernel.launch(*threads(vectors), source.address + start * ITEM_BYTES[source.dtype], bucket.address,
                           count(vectors))
-        for bucket in self.buckets[number]:
+        for bucket in self._completed[number]:
             self.gpu.record(bucket.ready)
             on_bucket(bucket)
 

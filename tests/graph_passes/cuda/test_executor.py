@@ -75,7 +75,7 @@ def test_buckets_hold_every_gradient_once_and_in_time(executor: CudaExecutor) ->
 
     executor.forward_backward(data, label, on_bucket=download)
     assert list(seen) == ["weights 1", "weights 2", "weights 3", "others"]
-    for bucket in executor.buckets:  # what a bucket held when it came is what it holds at the end
+    for bucket in executor.step.buckets:  # what a bucket held when it came is what it holds at the end
         final = gpu.download(bucket.address, (bucket.num_elements,), bucket.dtype)
         assert np.array_equal(seen[bucket.name], final) and np.abs(final).max() > 0, bucket.name
     total = sum(float(np.abs(grad.asnumpy()).sum()) for grad in executor.grads.values())
@@ -89,7 +89,7 @@ def test_update_follows_what_mxnet_did_to_the_gradients(executor: CudaExecutor) 
     half = {name: 0.5 * grad.asnumpy() for name, grad in executor.grads.items()}
     for name, grad in executor.grads.items():
         grad[:] = mx.nd.array(half[name])  # as an all-reduce would: a write by MXNet, not waited for here
-    executor.update(0.1)
+    executor.optimizer.step(0.1)
     after, _ = executor.get_params()
     for name, value in executor.params.items():
         assert np.array_equal(executor.to_canonical(name, value), after[name])
@@ -119,7 +119,7 @@ def test_its_optimizer_does_what_that_on_arrays_does(executor: CudaExecutor, rul
         for name, array in arrays.items():
             assert relative_error(executor.to_canonical(name, optimizer.state[slot][name]), array) < 1e-4, name
             optimizer.state[slot][name][:] = executor.from_canonical(name, 2 * array)  # as a restored checkpoint does
-    for slot, arrays in executor.get_state().items():
+    for slot, arrays in executor.step.get_state().items():
         for name, array in arrays.items():
             assert np.array_equal(array, 2 * oracle.state[slot][name]), name
 
@@ -167,7 +167,7 @@ def test_losses_against_the_reference(loss: str, tmp_path: Path, monkeypatch: py
     half.set_params(*executor.get_params())
     half.forward_backward(data, label)
     reference.forward_backward(data.asnumpy(), label.asnumpy())
-    got = half.to_canonical("fc_bias", half.grads["fc_bias"]) / half.loss_scale()
+    got = half.to_canonical("fc_bias", half.grads["fc_bias"]) / half.step.optimizer.read_state().loss_scale
     assert relative_error(got, reference.grads["fc_bias"]) < 0.02
 
 
@@ -217,7 +217,7 @@ def test_moving_averages(executor: CudaExecutor) -> None:
 def test_a_graph_that_nobody_fused(executor: CudaExecutor) -> None:
     unfused = Graph.from_json(small_network().tojson())
     made = create_executor("cuda", unfused, SHAPES, device="gpu(0)", dtype="float32", tf32=False)
-    assert made.step_graph.operators() == executor.step_graph.operators()
+    assert made.step.graph.operators() == executor.step.graph.operators()
     assert made.graph.operators() == unfused.operators() != executor.graph.operators()
 
 
@@ -288,14 +288,14 @@ def test_validation_between_steps_changes_no_bit_of_training(tmp_path: Path, mon
                 executor.infer(mx.nd.array(other_data), mx.nd.array(other_label), len(other_label) - 1)
                 answers.append((executor.get_params(), executor.request_metrics(),
                                 executor.forward(mx.nd.array(other_data)).asnumpy()))
-            executor.update(0.05)
+            executor.optimizer.step(0.05)
         return executor, [receive() for receive in requests], answers
 
     alone, wanted, _ = run(validates=False)
     executor, got, answers = run(validates=True)
     assert got == wanted and wanted[0] != wanted[4]
-    for ours, theirs in zip((*executor.get_params(), executor.get_state()["momentum"]),
-                            (*alone.get_params(), alone.get_state()["momentum"]), strict=True):
+    for ours, theirs in zip((*executor.get_params(), executor.step.get_state()["momentum"]),
+                            (*alone.get_params(), alone.step.get_state()["momentum"]), strict=True):
         for name, value in theirs.items():
             assert np.array_equal(ours[name], value), name
     for (data, label), (params, metrics, probabilities) in zip(validated, answers, strict=True):
@@ -357,14 +357,14 @@ def test_batches_are_read_where_they_lie(tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.setattr(compiled, "LEAST_READ", least)
         executor = CudaExecutor(graph, shapes, dtype="float16", deterministic=True, num_buckets=2)
         executor.set_params(*state)
-        assert len(executor._step._training._readers) == (0 if least else 2)
+        assert len(executor.step._training._readers) == (0 if least else 2)
         for seed in range(4):
             images, label = random_batch(shapes, seed)
             data, labels = mx.nd.array(images, ctx=mx.gpu(0), dtype="float16"), mx.nd.array(label, ctx=mx.gpu(0))
             draws = Draws(mixup=0.7) if seed == 2 else NO_DRAWS
             executor.forward_backward(data, labels, accumulate=seed == 3, draws=draws)
             if seed != 2:
-                executor.update(0.01)
+                executor.optimizer.step(0.01)
         results.append((*executor.get_params(), executor.read_metrics()))
         executor.close()
     (params, aux, metrics), (wanted, wanted_aux, wanted_metrics) = results

@@ -20,6 +20,7 @@ from graph_passes.errors import GraphError
 from graph_passes.executors import reference
 from graph_passes.executors.cuda import compiled
 from graph_passes.executors.cuda.builder import Builder
+from graph_passes.executors.cuda.executor import CudaExecutor
 from graph_passes.executors.cuda.kernel_library import HOPPER
 from graph_passes.executors.cuda.kernels.quantised import CHUNK
 from graph_passes.executors.cuda.kernels.quantised_conv import TILE_CHANNELS
@@ -30,7 +31,6 @@ from graph_passes.executors.cuda.lowering import lower_nodes
 from graph_passes.executors.cuda.prices import Prices
 from graph_passes.executors.cuda.program import Buffer, run
 from graph_passes.executors.cuda.quantised import QuantisedNetwork
-from graph_passes.executors.cuda.quantised_executor import QuantisedCudaExecutor
 from graph_passes.passes import tensor_dtypes
 from graph_passes.passes.quantise import Kept
 
@@ -423,8 +423,8 @@ def test_the_executor_answers_as_the_reference_does(rng: np.random.Generator, ca
     monkeypatch.setenv("RESNET_CACHE", str(cache))
     case = quantised("resnet18", 4, 64, rng)
     label = rng.integers(0, 24, 4)
-    arguments = case.network, case.shapes, case.scales, case.kept, case.params
-    oracle, executor = reference.QuantisedExecutor(*arguments), QuantisedCudaExecutor(*arguments)
+    oracle = reference.QuantisedExecutor(case.network, case.shapes, case.scales, case.kept, case.params)
+    executor = CudaExecutor(case.network, case.shapes, int8=case.int8)
     data, labels = (mx.nd.array(array, ctx=mx.gpu(0)) for array in (case.images, label))
     want = oracle.forward(case.images)
     np.testing.assert_allclose(executor.forward(data).asnumpy(), want, rtol=0.02, atol=1e-4)
@@ -449,7 +449,7 @@ def test_batches_are_read_where_they_lie(rng: np.random.Generator, cache: Path,
     answers = []
     for least in (0, 1 << 40):
         monkeypatch.setattr(compiled, "LEAST_READ", least)
-        executor = QuantisedCudaExecutor(case.network, case.shapes, case.scales, case.kept, case.params)
+        executor = CudaExecutor(case.network, case.shapes, int8=case.int8)
         batches = [mx.nd.array(batch, ctx=mx.gpu(0), dtype="float16") for batch in (images, images[::-1], images[1:])]
         asked = [executor.forward(batch) for batch in batches * 2]
         answers.append([answer.asnumpy() for answer in asked])

@@ -27,8 +27,8 @@ from graph_passes.executors.cuda.kernels.quantised_conv_stream import MULTIPROCE
 from graph_passes.executors.cuda.kernels.quantised_conv_taps import QuantisedConvTaps
 from graph_passes.executors.cuda.kernels.quantised_pair import QuantisedPair
 from graph_passes.executors.cuda.quantised import QuantisedNetwork
-from graph_passes.executors.cuda.quantised_executor import QuantisedCudaExecutor
 from graph_passes.operators import window
+from graph_passes.optimizers.sgd import SGD
 from graph_passes.passes.quantise import Kept
 from graph_passes.passes.quantise_squares import quantise_squares, quantise_squares_params
 
@@ -321,7 +321,7 @@ def test_the_next_batch_waits_for_no_answer(rng: np.random.Generator, event: Sim
     """The host asks for two passes while the GPU has not ended the first, each with an answer of its own; it waits in
     the third."""
     case = quantised("resnet18", 4, 32, rng)
-    executor = QuantisedCudaExecutor(case.network, case.shapes, case.scales, case.kept, case.params)
+    executor = CudaExecutor(case.network, case.shapes, int8=case.int8)
     data, done = mx.nd.array(case.images), threading.Event()
     part = data[:3].copy()
     part.wait_to_read()
@@ -344,7 +344,7 @@ def test_places_of_answers_are_used_again(rng: np.random.Generator, event: Simpl
                                           monkeypatch: pytest.MonkeyPatch) -> None:
     """Each answer that is not taken yet has memory of its own, on the GPU and on the host."""
     case = quantised("resnet18", 4, 32, rng)
-    executor = QuantisedCudaExecutor(case.network, case.shapes, case.scales, case.kept, case.params)
+    executor = CudaExecutor(case.network, case.shapes, int8=case.int8)
     downloads: list[tuple[int, int]] = []
 
     def start_download(self: Any, pinned: np.ndarray, address: int, beside: bool = False) -> SimpleNamespace:
@@ -412,8 +412,7 @@ def test_inference_prepared_for_a_size_compiles_nothing(is_int8: bool, rng: np.r
                                                         monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does training, which has a size of its own, when it comes between."""
     case = quantised("resnet18", 4, 32, rng)
-    executor = (QuantisedCudaExecutor(case.network, case.shapes, case.scales, case.kept, case.params) if is_int8 else
-                CudaExecutor(case.network, case.shapes))
+    executor = CudaExecutor(case.network, case.shapes, int8=case.int8 if is_int8 else None)
     training, larger, label = mx.nd.zeros((4, 32, 32, 3)), mx.nd.zeros((4, 64, 32, 3)), mx.nd.zeros(4)
     executor.prepare_inference((64, 32))
     compile_anew = compiled.CompiledGraph.__init__
@@ -424,9 +423,9 @@ def test_inference_prepared_for_a_size_compiles_nothing(is_int8: bool, rng: np.r
         compile_anew(self, passes, shapes, *others)
 
     monkeypatch.setattr(compiled.CompiledGraph, "__init__", counted)
-    if isinstance(executor, CudaExecutor):
+    if not is_int8:
         executor.forward_backward(training, label)
-        executor.update(0.1)
+        executor.optimizer.step(0.1)
     executor.infer(larger, label, 4)
     executor.prepare_inference((64, 32))
     assert not compiled_for
@@ -438,8 +437,7 @@ def test_inference_prepared_for_a_size_compiles_nothing(is_int8: bool, rng: np.r
 def test_executors_go_through_mxnet_arrays(rng: np.random.Generator, event: SimpleNamespace) -> None:
     """Both of them take batches and give answers, metrics and an end, and nothing is computed."""
     case = quantised("resnet18", 4, 32, rng)
-    executors = (CudaExecutor(case.network, case.shapes),
-                 QuantisedCudaExecutor(case.network, case.shapes, case.scales, case.kept, case.params))
+    executors = [CudaExecutor(case.network, case.shapes, int8=int8) for int8 in (None, case.int8)]
     data, label = mx.nd.array(case.images), mx.nd.zeros(4)
     for executor in executors:
         assert executor.forward(data).shape == (4, 24) and executor.forward(data[:3], label[:3]).shape == (3, 24)
@@ -453,10 +451,17 @@ def test_executors_go_through_mxnet_arrays(rng: np.random.Generator, event: Simp
         executor.close()
     step, int8 = executors
     step.forward_backward(data, label)
-    step.update(0.1)
+    step.optimizer.step(0.1)
     step.end_step()
-    assert step.params.keys() == step.grads.keys() and step.aux and step.state and not step.ema
-    with pytest.raises(GraphError, match="a network in INT8 cannot be trained"):
-        int8.forward_backward(data, label)
+    assert step.params.keys() == step.grads.keys() and step.aux and step.optimizer.state and not step.optimizer.ema
+    optimizer = step.create_optimizer(SGD(), ema=True)
+    assert optimizer is step.optimizer and optimizer.ema.keys() == step.params.keys() | step.aux.keys()
+    optimizer.swap_ema()
+    optimizer.scalars = optimizer.scalars
+    optimizer.step(0.1, ema_decay=0.9)
+    assert not (int8.params or int8.aux or int8.grads)
+    for train in (lambda: int8.forward_backward(data, label), lambda: int8.create_optimizer(SGD())):
+        with pytest.raises(GraphError, match="a network in INT8 cannot be trained"):
+            train()
     with pytest.raises(GraphError, match="the cuda executor cannot run on the device 'cpu"):
         CudaExecutor(case.network, case.shapes, "cpu(0)")

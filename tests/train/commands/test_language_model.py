@@ -3,6 +3,7 @@ executor: MXNet's RNN needs oneDNN, which the tests turn off (tests/graph_passes
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from common import command_line
 from common.mxnet_compat import mx
 from graph_passes import Ref
 from graph_passes.choice import fewest
@@ -20,11 +22,22 @@ from graph_passes.pipeline import training_step
 from train import checkpoint, loop, saver
 from train.config import Config
 from train.language_model import LanguageModel
+from train.options.language_model import LanguageModelOptions
 from train.schedule import Schedule
 
 SMALL = ["language-model", "--executor", "reference", "--hidden", "16", "--layers", "1", "--sequences", "16", "--steps",
          "8", "--log-every", "100"]
 Train = Callable[..., tuple[int, str, str]]
+
+
+def test_it_shares_the_options_of_training() -> None:
+    """Each has one help text, and some another default; the learning rate has another unit."""
+    own, training = (command_line._help_texts(options) for options in (LanguageModelOptions, Config))
+    assert [name for name in own.keys() & training.keys() if own[name] != training[name]] == ["learning_rate"]
+    here = command_line._field_docstrings(inspect.getfile(LanguageModelOptions))["LanguageModelOptions"]
+    assert here.keys() & training.keys() == {"learning_rate"}
+    different = LanguageModelOptions()
+    assert (different.epochs, different.log_every, different.clip_norm) == (5, 50, 1.0)
 
 
 def test_it_learns_a_text(run_train: Train, tmp_path: Path) -> None:

@@ -19,12 +19,12 @@ from pipelines import DataError, open_files
 from train.checkpoint import Checkpoint, load, save
 from train.command_line import read
 from train.commands import predict
-from train.commands.predict import Guess, Prediction
 from train.config import Config
 from train.errors import TrainError
 from train.models.network import init_params
 from train.models.resnet import resnet
 from train.options.commands import PredictOptions
+from train.prediction import Guess, Prediction
 
 SIZE = 48
 CLASS_NAMES = ["red", "green", "blue", "grey", "a class with a rather long name, as ImageNet has many"]

@@ -22,17 +22,19 @@ from PIL import Image
 from several_processes import SCRIPT, needs_horovod, python_path
 
 from common.errors import UserError
+from train import ranking, weights
 from train.checkpoint import Checkpoint, save
 from train.command_line import read
-from train.commands import predict, predict_to_file, prediction_file
+from train.commands import predict, predict_to_file
 from train.commands.predict_to_file import top_of
-from train.commands.prediction_file import Csv, JsonLines, PredictionFile, most_likely
+from train.commands.prediction_file import Csv, JsonLines, PredictionFile
 from train.config import Config
 from train.errors import TrainError
 from train.models.network import init_params
 from train.models.resnet import resnet
 from train.options.commands import PredictOptions
 from train.processes.signals import StoppedBySignal
+from train.ranking import most_likely
 
 SIZE, BATCH = 32, 4
 CLASS_NAMES = ["plain", 'with "quotes", and commas', "ünïcode", "four"]
@@ -55,9 +57,12 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory, narrow_network: None) -
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory, seed: int) -> Path:
+    return make_photos(tmp_path_factory.mktemp("photos"), seed)
+
+
+def make_photos(folder: Path, seed: int) -> Path:
     """Ten images in two folders, one of them within the other, and one with a name that CSV must quote."""
-    folder = tmp_path_factory.mktemp("photos")
-    (folder / "within").mkdir()
+    (folder / "within").mkdir(parents=True)
     rng = np.random.default_rng(seed)
     for i in range(10):
         name = 'a, "b".png' if i == 3 else f"{i}.png"
@@ -232,6 +237,28 @@ def test_the_rest_may_be_bad(run_folder, photos, tmp_path):
     run_predict(run_folder, output, first)
     run_predict(run_folder, output, listed)
     assert [row["error"] != "" for row in rows(output)] == [False] * 4 + [True]
+
+
+def test_images_that_changed_since_are_told(run_folder, tmp_path, capsys):
+    """Also where another file with an older time was moved into the place of one. New images have no record yet."""
+    photos = make_photos(tmp_path / "photos", 3)
+    output = tmp_path / "out.csv"
+    images = [Path(name) for name in files_of(photos)]
+    other = tmp_path / "other.png"
+    shutil.copy(images[4], other)
+    os.utime(other, (0, 0))
+    run_predict(run_folder, output, *images[:6])
+    capsys.readouterr()
+    run_predict(run_folder, output, *images[:7])
+    assert capsys.readouterr().err == ""
+    shutil.copy(images[4], images[2])
+    other.rename(images[5])
+    shutil.copy(images[4], images[8])
+    run_predict(run_folder, output, *images)
+    assert capsys.readouterr().err.startswith(
+        f"{output}: 2 of its images changed after it was begun, and their predictions may be of the earlier ones: "
+        f"{images[2]}, {images[5]} (give another --output to predict all anew)\n")
+    assert len(rows(output)) == 10
 
 
 @pytest.mark.long(but=["0.0-csv", "0.01-jsonl"])
@@ -463,7 +490,7 @@ def test_probabilities_that_are_no_numbers_are_refused(photos, tmp_path, capsys)
 
 
 def test_top_is_that_of_the_network_where_it_has_fewer(run_folder):
-    trained = predict_to_file.weights.load(str(run_folder))
+    trained = weights.load(str(run_folder))
     assert top_of(PredictOptions(images=()), trained) == 4
     with pytest.raises(TrainError, match="--top 6"):
         top_of(PredictOptions(images=(), top=6), trained)
@@ -472,7 +499,7 @@ def test_top_is_that_of_the_network_where_it_has_fewer(run_folder):
 def test_the_order_of_most_likely_classes(rng, monkeypatch):
     probabilities = rng.integers(0, 5, (50, 30)).astype(np.float32) / 5  # many are equal
     probabilities += np.linspace(0, 1e-3, 30, dtype=np.float32) * (rng.random((50, 1)) < 0.5)
-    monkeypatch.setattr(prediction_file, "MOST_PASSES", 5)
+    monkeypatch.setattr(ranking, "MOST_PASSES", 5)
     for top in (1, 3, 30):
         classes, best = most_likely(probabilities, top)
         assert classes.shape == best.shape == (50, top)

@@ -64,12 +64,12 @@ def flat(arrays):
 MEANS = """
 def gradients(executor):  # one in five, from all over: the processes send them to each other
     executor.synchronize()
-    return {b.name: executor.gpu.download(b.address, (b.num_elements,), b.dtype)[::5] for b in executor.buckets}
+    return {b.name: executor.gpu.download(b.address, (b.num_elements,), b.dtype)[::5] for b in executor.step.buckets}
 
 
 for dtype, wire in (("float32", "float32"), ("float16", "float32"), ("float16", "float16")):
     executor = make(dtype, num_buckets=3, wire_dtype=wire)
-    assert len(executor.buckets) == 4
+    assert len(executor.step.buckets) == 4
     all_reduce = workers.gradient_all_reduce(executor)
     for seed in range(2):
         data, label = batch(workers.rank + 10 * seed)
@@ -111,16 +111,17 @@ for dtype in ("float16", "bfloat16"):
             data = mx.nd.array(np.full(SHAPES["data"], np.inf), ctx=gpu)
         executor.forward_backward(data, label, on_bucket=all_reduce.start)
         all_reduce.finish()
-        executor.update(0.05)
+        executor.optimizer.step(0.05)
         executor.end_step()
     params, _ = executor.get_params()
     digests = workers.gather([hashlib.sha256(flat(values).tobytes()).hexdigest()
-                              for values in (params, executor.get_state()["momentum"])] + [executor.get_scalars()])
+                              for values in (params, executor.step.get_state()["momentum"])]
+                             + [executor.optimizer.scalars])
     assert all(digest == digests[0] for digest in digests), digests
     assert np.isfinite(flat(params)).all()
     moved = np.abs(flat(params) - flat(init_params(symbol, seed=5)[0])).max()
     assert moved > 1e-2, moved
-    print("scaling", executor.get_scalars(), flush=True)
+    print("scaling", executor.optimizer.scalars, flush=True)
 """
 
 
@@ -138,14 +139,14 @@ for step in range(3):
     for part in range(2):  # two passes in each step
         executor.forward_backward(*batch(100 * step + 10 * part + workers.rank), accumulate=part > 0)
     all_reduce.finish()
-    executor.update(0.1, gradient_scale=1 / 2)
+    executor.optimizer.step(0.1, scale=1 / 2)
 if workers.rank == 0:
     alone = make("float32")
     for step in range(3):
         for number in range(2 * workers.size):
             part, rank = divmod(number, workers.size)
             alone.forward_backward(*batch(100 * step + 10 * part + rank), accumulate=number > 0)
-        alone.update(0.1, gradient_scale=1 / (2 * workers.size))
+        alone.optimizer.step(0.1, scale=1 / (2 * workers.size))
     start, got, wanted = (flat(p) for p in (init_params(symbol, seed=5)[0], executor.get_params()[0],
                                             alone.get_params()[0]))
     error = np.linalg.norm(got - wanted) / np.linalg.norm(wanted - start)
@@ -182,7 +183,7 @@ def make_fused(**options):
     graph, device = Graph.from_json(symbol.tojson()), f"gpu({workers.local_rank})"
     executor = create_executor("cuda", graph, SHAPES, device, dtype="float16", **options)
     executor.set_params(params, aux)
-    operations = {launch.operation for launch in executor._step.training.program.launches}
+    operations = {launch.operation for launch in executor.step.training.program.launches}
     assert {"dgrad_reduce", "norm_backward", "stem_fprop", "stem_wgrad"} <= operations, operations
     return executor
 
@@ -191,12 +192,12 @@ executor, alone = make_fused(num_buckets=2), make_fused()
 all_reduce = workers.gradient_all_reduce(executor)
 executor.forward_backward(*batch(workers.rank), on_bucket=all_reduce.start)
 all_reduce.finish()
-got = executor._step.get_gradients()
+got = executor.step.get_gradients()
 sums = []
 for repetition in range(2):
     for rank in range(workers.size):
         alone.forward_backward(*batch(rank), accumulate=rank > 0)
-    sums.append(alone._step.get_gradients())
+    sums.append(alone.step.get_gradients())
 
 
 def errors(one, other, factor):
@@ -217,11 +218,11 @@ assert np.median(error) < 0.25
 for step in range(20):
     executor.forward_backward(*batch(1000 * workers.rank + step), on_bucket=all_reduce.start)
     all_reduce.finish()
-    executor.update(0.02)
+    executor.optimizer.step(0.02)
     executor.end_step()
 trained, _ = executor.get_params()
 digests = workers.gather([hashlib.sha256(flat(values).tobytes()).hexdigest()
-                          for values in (trained, executor.get_state()["momentum"])])
+                          for values in (trained, executor.step.get_state()["momentum"])])
 assert all(digest == digests[0] for digest in digests), digests
 assert np.isfinite(flat(trained)).all() and np.abs(flat(trained) - flat(params)).max() > 1e-3
 print("same bits", flush=True)
@@ -297,8 +298,8 @@ executor, apart = make("float32", group=group), make("float32")
 data, label = batch(1000 * workers.rank)
 for one in (executor, apart):
     one.forward_backward(data, label)
-every = workers.gather((executor._step.get_gradients(), executor.get_params()[1], executor.read_metrics(),
-                        apart._step.get_gradients()))[first : first + size]
+every = workers.gather((executor.step.get_gradients(), executor.get_params()[1], executor.read_metrics(),
+                        apart.step.get_gradients()))[first : first + size]
 mean = {name: np.mean([rank[0][name] for rank in every], axis=0) for name in every[0][0]}
 mean_apart = {name: np.mean([rank[3][name] for rank in every], axis=0) for name in every[0][0]}
 parts = [batch(1000 * rank) for rank in range(first, first + size)]
@@ -306,7 +307,7 @@ SHAPES = {"data": (size * images, 64, 64, 3), "softmax_label": (size * images,)}
 alone = make("float32")
 alone.forward_backward(*(mx.nd.array(np.concatenate([array.asnumpy() for array in of_all]), ctx=gpu)
                          for of_all in zip(*parts)))
-wanted, wanted_aux, wanted_metrics = alone._step.get_gradients(), alone.get_params()[1], alone.read_metrics()
+wanted, wanted_aux, wanted_metrics = alone.step.get_gradients(), alone.get_params()[1], alone.read_metrics()
 
 
 def error(got, wanted):
@@ -330,7 +331,7 @@ for step in range(30):
         overlap = {} if step % 2 else {"on_bucket": all_reduce.start}
         executor.forward_backward(*batch(1000 * workers.rank + step + 100 * part), accumulate=part > 0, **overlap)
     all_reduce.finish()
-    executor.update(0.05, gradient_scale=1 / (1 + step % 2))
+    executor.optimizer.step(0.05, scale=1 / (1 + step % 2))
     executor.end_step()
 assert all(np.isfinite(flat(values)).all() for values in executor.get_params())
 digests = workers.gather([hashlib.sha256(flat(values).tobytes()).hexdigest() for values in executor.get_params()])

@@ -1,0 +1,75 @@
+"""Batches of images, networks and presets by name."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import train.models
+import train.presets
+from pipelines.loader import Loader
+from train.build import open_data
+from train.command_line import values_of
+from train.config import Config
+from train.models.network import Network
+
+
+def loader(data: str | os.PathLike[str] | None = None, *, split: str = "train", **options: Any) -> Loader:
+    """The batches of a data set, as training and validation see them.
+
+        with rm.loader("photos", batch_size=64, image_size=224) as batches:
+            for batch in batches:                   # one epoch
+                images = batch.data.asnumpy()       # (64, 224, 224, 3)
+
+    Args:
+        data: any form of docs/data.md; None: the built-in sample set.
+        split: "train": shuffled and augmented; "val": in order, resized and cropped.
+        options: those of the command `train` that concern images: `config`, `batch_size`, `image_size`, `val_split`,
+            `seed`, `device`, all augmentations, ... By default `device` is "cpu" here.
+
+    Returns:
+        A loader. Iterating gives the rest of an epoch as `Batch`es: `data`, an MXNet array (N, height, width, 3),
+        normalised, read only; `label` (N,) float32; `num_valid`, how many rows count (in validation the last batch is
+        filled up). `loader.class_names` has the classes. Close it, or use it in a `with` block.
+
+    Raises:
+        UserError: the data cannot be read, or an option is wrong.
+    """
+    return open_data(values_of(Config, {"device": "cpu", "data": data} | options, command="train"), split)
+
+
+def models() -> list[str]:
+    """The names of all networks, for `create_model` and the option `model`.
+
+        rm.models()                                 # ["resnet18", "resnet34", "resnet50", ...]
+    """
+    return train.models.names()
+
+
+def presets() -> dict[str, str]:
+    """The presets for the option `config`, each with a sentence that describes it.
+
+        rm.train(config="cifar10_resnet18", data="cifar10")
+    """
+    return train.presets.described()
+
+
+def create_model(name: str, num_classes: int = 1000, label_smoothing: float = 0.0) -> Network:
+    """A network by name, without weights: a training graph.
+
+        network = rm.create_model("resnet50", num_classes=10)
+        params, aux = network.initial_values(seed=0)
+
+    Args:
+        name: one of `models()`.
+        num_classes: the number of classes.
+        label_smoothing: the share of the target that other classes get.
+
+    Returns:
+        `Network`, whose `symbol` is an MXNet Symbol with the inputs `data` (N, H, W, 3) and `softmax_label` (N,), and
+        whose `graph` is the same for the passes of this project.
+
+    Raises:
+        UserError: there is no network of this name.
+    """
+    return train.models.create(name, num_classes, label_smoothing)

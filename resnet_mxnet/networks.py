@@ -1,0 +1,221 @@
+"""Trained networks: load, predict, embed, validate, export, quantise."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+
+from train.command_line import values_of
+from train.commands import export, quantize, validate
+from train.commands.validate import Validated
+from train.options.commands import ExportOptions, InferenceOptions, PredictOptions, QuantizeOptions, ValidateOptions
+from train.pictures import predictions_html
+from train.prediction import Prediction, Predictor, device_and_number, listed
+
+Path = str | os.PathLike[str]
+
+
+class Predictions(list[Prediction]):
+    """A list of predictions that a notebook shows with their pictures."""
+
+    def _repr_html_(self) -> str:
+        return predictions_html(self)
+
+
+def load(
+    place: Path,
+    *,
+    int8: bool = InferenceOptions.int8,
+    device: str = InferenceOptions.device,
+    executor: str = InferenceOptions.executor,
+    batch_size: int | None = None,
+    num_threads: int = InferenceOptions.num_threads,
+    hw_decoder_load: float = InferenceOptions.hw_decoder_load,
+    max_pixels: int = InferenceOptions.max_pixels,
+) -> TrainedNetwork:
+    """Load a trained network.
+
+        net = rm.load("runs/photos")
+        with rm.load("resnet50.safetensors", device="gpu(1)") as net: ...
+
+    Args:
+        place: a run folder (its best checkpoint is used), a checkpoint, or weights of another program: .pth, .pt,
+            .safetensors, Gluon's .params, an ONNX export of this program.
+        int8: compute with the INT8 network that `quantize` has made of it.
+        device: "auto", "cpu", "gpu", or one of several GPUs, "gpu(1)". auto: the GPU if there is one that the executor
+            can use.
+        executor: "auto", "mxnet", "reference" or "cuda".
+        batch_size: the largest number of images in a forward pass; None: 32, on a GPU 256.
+        num_threads: threads that decode; 0: one for each core.
+        hw_decoder_load: on a GPU, the share of JPEGs that its JPEG engine decodes; -1: DALI's default.
+        max_pixels: an image of more counts as one that cannot be read.
+
+    Raises:
+        UserError: there are no weights, they are damaged, or the device is not available.
+    """
+    kind, number = device_and_number(device)
+    given = {"checkpoint": place, "int8": int8, "device": kind, "executor": executor, "batch_size": batch_size,
+             "num_threads": num_threads, "hw_decoder_load": hw_decoder_load, "max_pixels": max_pixels}
+    options = InferenceOptions(**values_of(InferenceOptions, given, command="predict"))
+    return TrainedNetwork(Predictor.load(options, number, may_raise_batch=batch_size is None))
+
+
+class TrainedNetwork:
+    """A trained network on a device; `load` makes one.
+
+    Several may be open side by side. One may be used from several threads, which then take turns. `close`, the end of
+    a `with` block, or the last reference going away frees the device's memory.
+    """
+
+    def __init__(self, predictor: Predictor) -> None:
+        self._predictor = predictor
+
+    def __repr__(self) -> str:
+        return (f"TrainedNetwork({self.place!r}: {self._predictor.trained.network}, {self.image_size} pixels, "
+                f"{self.device})")
+
+    @property
+    def place(self) -> str:
+        """The run folder or file that the network was loaded from."""
+        return self._predictor.place
+
+    @property
+    def classes(self) -> list[str]:
+        """The names of the classes, in the order of the network's outputs."""
+        return list(self._predictor.trained.class_names)
+
+    @property
+    def image_size(self) -> int:
+        """Height and width of the network's input, in pixels. Images of any size may be given."""
+        return self._predictor.image_size
+
+    @property
+    def num_features(self) -> int:
+        """The length C of the vectors of `embed`."""
+        return self._predictor.num_features
+
+    @property
+    def device(self) -> str:
+        """The device that it runs on: "cpu(0)" or "gpu(1)"."""
+        return self._predictor.prepared.placement.device
+
+    def predict(self, images: Any, top: int = PredictOptions.top,
+                on_bad_image: str = PredictOptions.on_bad_image) -> Any:
+        """The most likely classes of one image or of several.
+
+            net.predict("cat.jpg").best.name
+            for prediction in net.predict(["cat.jpg", pixels, open("dog.png", "rb").read(), "photos/"]): ...
+
+        Images are prepared as in the run's validation: turned upright by their EXIF orientation, resized (antialiased)
+        so that the shorter side has `image_size / val_crop_fraction` pixels, cropped in the centre to `image_size` and
+        normalised by the run's mean and standard deviation. Equal pixels give equal bits, as in the command `predict`.
+
+        Args:
+            images: one image: a path, the bytes of an image file, a uint8 array (height, width, 3) in RGB, or an image
+                of Pillow's. Or several: an iterable of images, an array (N, height, width, 3), a folder (all images in
+                it and its subfolders, by name), or a .txt file that lists image files. Sizes and kinds may be mixed.
+            top: number of classes for each image; by default 5, or all if the network has fewer.
+            on_bad_image: "error" raises for an image that cannot be read; "skip" gives a Prediction in its place that
+                has an `error` and no guesses.
+
+        Returns:
+            For one image a `Prediction`, for several `Predictions`, a list in their order. `prediction.best` is the
+            most likely class as a `Guess` with `name`, `index` and `probability`; `prediction.guesses` has all.
+
+        Raises:
+            UserError: an image cannot be read, or is none; or `top` is more than the network has classes.
+        """
+        single, is_one = listed(images)
+        found = Predictions(self._predictor.predict(single, top, on_bad_image))
+        return found[0] if is_one else found
+
+    def embed(self, images: Any, on_bad_image: str = PredictOptions.on_bad_image) -> np.ndarray:
+        """The features of images: what the network's classifier reads.
+
+            features = net.embed("photos/")
+            similarity = features @ net.embed("cat.jpg")
+
+        Args:
+            images: as in `predict`.
+            on_bad_image: "error" raises for an image that cannot be read; "skip" fills its row with NaN.
+
+        Returns:
+            float32 (C,) for one image, (N, C) for several, in their order; C is `num_features`.
+
+        Raises:
+            UserError: an image cannot be read, or is none; or the network is in INT8.
+        """
+        single, is_one = listed(images)
+        found = self._predictor.embed(single, on_bad_image)
+        return found[0] if is_one else found
+
+    def validate(self, data: Path | None = None, **options: Any) -> Validated:
+        """Measure loss and accuracy on labelled images; prints a line, too.
+
+            net.validate("photos").top1
+
+        Args:
+            data: images as for training, of which the validation images are used; None: those of the run.
+            options: those of the command `validate`, such as `val_split`, `labels`, `report`.
+
+        Returns:
+            `Validated`, with `num_images`, `loss` (nats), `top1` and `top5` (fractions) and `balanced_top1`.
+
+        Raises:
+            UserError: the data cannot be read, or have other classes.
+        """
+        own = self._predictor.options
+        given = {"checkpoint": self.place, "int8": own.int8, "device": own.device, "executor": own.executor,
+                 "data": data} | options
+        return validate.main(values_of(ValidateOptions, given, command="validate"), self._predictor.workers)
+
+    def export_onnx(self, file: Path, *, features: bool = ExportOptions.features,
+                    overwrite: bool = ExportOptions.overwrite) -> None:
+        """Write the network as an ONNX file, and check it with ONNX Runtime.
+
+            net.export_onnx("net.onnx")
+
+        Args:
+            file: the file to write: input `data` float32 (N, 3, image_size, image_size), output `probabilities` (N,
+                classes). Its metadata say how an image becomes `data`.
+            features: leave out the classifier: output `features` (N, C).
+            overwrite: replace an existing file.
+
+        Raises:
+            UserError: the file exists or cannot be written, or onnx and onnxruntime are not installed.
+        """
+        int8 = "onnxruntime" if self._predictor.options.int8 else ExportOptions.int8
+        given = {"checkpoint": self.place, "onnx": file, "int8": int8, "features": features, "overwrite": overwrite}
+        export.main(values_of(ExportOptions, given, command="export"))
+
+    def quantize(self, **options: Any) -> TrainedNetwork:
+        """Make an INT8 network of this one, on the CPU, and print what that costs in accuracy. It is written beside the
+        checkpoint.
+
+            small = net.quantize(images=512)
+
+        Args:
+            options: those of the command `quantize`: `data` (by default the run's), `calibration`, `images`,
+                `float_first`, `int8_classifier`, `overwrite`, ...
+
+        Returns:
+            The INT8 network, loaded like this one. `load(place, int8=True)` loads it later.
+
+        Raises:
+            UserError: there is such a network already, or too few images.
+        """
+        given = {"checkpoint": self.place} | options
+        quantize.main(values_of(QuantizeOptions, given, command="quantize"))
+        return load(self.place, int8=True, device=self._predictor.options.device)
+
+    def close(self) -> None:
+        """Free the device's memory and all threads now. The network is not to be used any more."""
+        self._predictor.close()
+
+    def __enter__(self) -> TrainedNetwork:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

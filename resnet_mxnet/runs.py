@@ -1,0 +1,120 @@
+"""Runs: train one, read what it has left."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from resnet_mxnet.networks import TrainedNetwork, load
+from train.command_line import values_of
+from train.commands import train as command
+from train.config import Config
+from train.recording.metrics import EpochRow, RunRecord
+from train.report.notebook import best_of, columns, record_of, runs_in, summary_html
+
+
+class Run:
+    """A run in its folder, as far as it has come when this object is made. `train`, `load_run` and `list_runs` make
+    them. A notebook shows it as a table with its curves."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        """Raises UserError for a folder without a run."""
+        self.folder = Path(folder)
+        self.record: RunRecord = record_of(self.folder)
+        """All data of the run's report, as docs/interfaces.md has them."""
+
+    def __repr__(self) -> str:
+        best = self.best_epoch
+        reached = f", top-1 {self.best_top1:.1%} in epoch {best.epoch}" if best else ""
+        return f"Run({str(self.folder)!r}: {len(self.record.epochs)} epochs{reached})"
+
+    def _repr_html_(self) -> str:
+        return summary_html(self.folder, self.record)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The run's options by name, with the values that it had."""
+        return dict(self.record.config)
+
+    @cached_property
+    def history(self) -> dict[str, np.ndarray]:
+        """Columns by epoch, each (epochs,): `epoch` (from 1), `hours`, `images_per_sec`, `train_loss` (nats),
+        `train_top1`, `val_loss`, `val_top1`, `val_top5` (fractions) and others; NaN where an epoch has no value.
+        Columns without any value are left out."""
+        return columns(self.record.epochs)
+
+    @cached_property
+    def steps(self) -> dict[str, np.ndarray]:
+        """Columns by log line, each (lines,): `step`, `epoch` (with its fraction), `loss` (nats), `top1`,
+        `learning_rate` and `skipped_steps`, means over the steps since the line before."""
+        return columns(self.record.loss_curve)
+
+    @property
+    def best_epoch(self) -> EpochRow | None:
+        """The first epoch with the highest top-1 accuracy, whose weights `load` loads; None without a validation."""
+        return best_of(self.record)
+
+    @property
+    def best_top1(self) -> float:
+        """The top-1 accuracy of the best epoch, a fraction of the validation images (of the training images if the data
+        has no others); NaN without a validation."""
+        best = self.best_epoch
+        return best.evaluation.top1 if best and best.evaluation else math.nan
+
+    def load(self, **options: Any) -> TrainedNetwork:
+        """The run's network with its best weights; options and errors as in `resnet_mxnet.load`."""
+        return load(self.folder, **options)
+
+
+def train(*, callbacks: Sequence[Callable[[int, Mapping[str, float]], bool | None]] = (), **options: Any) -> Run:
+    """Train a network, as the command `train` does, and print its progress.
+
+        run = rm.train(data="photos", val_split=0.1, epochs=5)
+        run = rm.train(data="photos", weights="resnet18.safetensors", config="finetune", output="runs/photos")
+        run = rm.train(resume="runs/photos", epochs=10)
+
+    Args:
+        callbacks: functions that are called at the end of each epoch with its number (from 1) and its results by name,
+            such as `train_loss`, `val_top1` (fractions; `Run.history` has the names). If one returns True, the run ends
+            there.
+        options: those of `resnet-mxnet train --help`, with underscores: `batch_size=64` for --batch-size 64,
+            `tensorboard=False` for --no-tensorboard. Paths may be `pathlib.Path`; None counts as not given.
+
+    Returns:
+        The run. Its folder has the checkpoints and the report.
+
+    Raises:
+        UserError: a mistake in the options, the data or the weights. The text is that of the command line.
+        StoppedBySignal: Ctrl-C (in a notebook: interrupt), SIGTERM or SIGHUP arrived, in the main thread. The run is
+            saved; `train(resume=folder)` goes on. In other threads signals are left alone.
+    """
+    return Run(command.run(values_of(Config, options, command="train"), callbacks))
+
+
+def load_run(folder: str | os.PathLike[str]) -> Run:
+    """Read what a run has left in its folder, also while it goes on.
+
+        rm.load_run("runs/photos").history["train_loss"]
+
+    Raises:
+        UserError: there is no run in this folder, or its metrics cannot be read.
+    """
+    return Run(folder)
+
+
+def list_runs(folder: str | os.PathLike[str] = "runs") -> list[Run]:
+    """The runs in the folders within `folder`, the oldest first.
+
+        for run in rm.list_runs():
+            print(run.folder, run.best_top1, run.config["learning_rate"])
+
+    Raises:
+        UserError: there is no such folder, or a run's metrics cannot be read.
+    """
+    return sorted(map(Run, runs_in(Path(folder))), key=lambda run: run.record.start_date)

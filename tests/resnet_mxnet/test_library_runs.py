@@ -1,0 +1,186 @@
+"""`train`, `load_run`, `list_runs`, `loader` and the networks' other methods, as the library has them."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from library_run import TINY, Trained
+
+import resnet_mxnet as rm
+from common.output import shows_bars
+from train.command_line import read, values_of
+from train.config import Config
+from train.options.commands import ExportOptions, ValidateOptions
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_run_trained_in_another_thread(run: rm.Run, trained: Any) -> None:
+    assert [epoch for epoch, _ in trained.epochs] == [1, 2]
+    assert all(0 <= results["train_top1"] <= 1 for _, results in trained.epochs)
+    assert (run.folder / "checkpoints" / "best.npz").is_file()
+    history = run.history
+    assert history["epoch"].tolist() == [1, 2] and np.isfinite(history["train_loss"]).all()
+    assert "val_top1" not in history  # this data has no validation images
+    assert history["train_eval_top1"][1] == run.best_top1 and np.isnan(history["train_eval_top1"][0])
+    assert run.best_epoch and run.best_epoch.epoch == 2
+    assert run.steps["step"][-1] == 12 and run.config["image_size"] == 32
+    assert repr(run).startswith(f"Run('{run.folder}': 2 epochs, top-1 ")
+
+
+def test_errors_reach_the_program(tiny_data: Path, light_training: None, tmp_path: Path) -> None:
+    """In the main thread as in another one: no exit, no trace of arguments."""
+    missing = Trained(data=tmp_path / "none", output=tmp_path / "run")
+    assert isinstance(missing.error, rm.UserError) and "does not exist" in str(missing.error)
+    for options, sentence in [
+        ({"epcohs": 3}, "there is no option --epcohs; did you mean --epochs?"),
+        ({"epochs": 0}, "--epochs 0 must be from 1 to 100000"),
+        ({"epochs": 2.5}, "--epochs needs a whole number, not '2.5'"),
+        ({"config": "?"}, r"there is no preset '\?'"),
+        ({"model": "resnet19"}, "there is no model 'resnet19'"),
+        ({"optimizer": "sdg"}, "there is no optimizer 'sdg'; did you mean sgd"),
+    ]:
+        with pytest.raises(rm.UserError, match=sentence):
+            rm.train(data=tiny_data, **options)
+
+
+def test_a_second_training_resumes_and_a_callback_stops_it(run: rm.Run, light_training: None, tmp_path: Path) -> None:
+    """In the main thread, after a first training of this process."""
+    shutil.copytree(run.folder, tmp_path / "run")
+    again = rm.train(resume=tmp_path / "run", epochs=9, callbacks=[lambda epoch, results: epoch == 3])
+    assert again.folder == tmp_path / "run" and again.history["epoch"].tolist() == [1, 2, 3]
+    (stop,) = [event for event in again.record.events if event["event"] == "stop"]
+    assert stop["reason"] == "stopped: a callback asked for it after epoch 3"
+
+
+def test_runs_in_a_folder(run: rm.Run, tmp_path: Path) -> None:
+    (tmp_path / "no run").mkdir()
+    for name in ("b", "a"):
+        shutil.copytree(run.folder, tmp_path / name)
+    assert [each.folder.name for each in rm.list_runs(tmp_path)] == ["a", "b"]
+    with pytest.raises(rm.UserError, match="there is no folder .*none with runs"):
+        rm.list_runs(tmp_path / "none")
+    with pytest.raises(rm.UserError, match="cannot read .*metrics.jsonl .*: give the folder of a run"):
+        rm.load_run(tmp_path / "no run")
+
+
+def test_a_notebook_shows_a_run(run: rm.Run) -> None:
+    shown = run._repr_html_()
+    assert "resnet18, 3 classes" in shown and "2 of 2" in shown and shown.count("data:image/png;base64,") == 2
+
+
+def test_the_loader(tiny_data: Path) -> None:
+    with rm.loader(tiny_data, batch_size=5, image_size=32, seed=1) as loader:
+        first = list(loader)
+        assert [batch.data.shape for batch in first] == 5 * [(5, 32, 32, 3)] and loader.class_names[0] == "class0"
+    with rm.loader(tiny_data, split="val", batch_size=5, val_image_size=64, val_split=0.4) as loader:
+        assert loader.num_images < 27 and next(iter(loader)).data.shape == (5, 64, 64, 3)
+    with pytest.raises(rm.UserError, match="there is no split 'test': give 'train' or 'val'"):
+        rm.loader(tiny_data, split="test")
+
+
+def test_names() -> None:
+    assert "resnet50" in rm.models() and rm.create_model("resnet50", num_classes=10).num_classes == 10
+    assert "ImageNet" in rm.presets()["resnet50_90ep"]
+    assert set(dir(rm)) == {*rm.__all__} == {name for names in rm._MODULES.values() for name in names}
+    assert all(getattr(rm, name).__doc__ for name in rm.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = rm.nothing
+
+
+def test_validation(net: rm.TrainedNetwork, run: rm.Run, tiny_data: Path) -> None:
+    found = net.validate()
+    assert found == net.validate(tiny_data, batch_size=4) == pytest.approx(found)
+    assert found.num_images == 27 and math.isfinite(found.loss)
+    assert found.top1 == pytest.approx(run.best_top1)
+    right = sum(each.best.name == each.file.parent.name for each in net.predict(tiny_data))
+    assert found.top1 == pytest.approx(right / 27)
+    with pytest.raises(rm.UserError, match="there is no option --btch-size; did you mean --batch-size?"):
+        net.validate(btch_size=3)
+
+
+def test_export(net: rm.TrainedNetwork, tiny_data: Path, tmp_path: Path, seed: int) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    images = np.random.default_rng(seed).standard_normal((2, 3, 32, 32)).astype(np.float32)
+    sizes = {}
+    for name, features in (("probabilities", False), ("features", True)):
+        net.export_onnx(tmp_path / f"{name}.onnx", features=features)
+        session = onnxruntime.InferenceSession(str(tmp_path / f"{name}.onnx"), providers=["CPUExecutionProvider"])
+        (found,) = session.run([name], {"data": images})
+        sizes[name] = found.shape
+    assert sizes == {"probabilities": (2, 3), "features": (2, net.num_features)}
+    with pytest.raises(rm.UserError, match="features.onnx exists already: give --overwrite"):
+        net.export_onnx(tmp_path / "features.onnx")
+    net.export_onnx(tmp_path / "features.onnx", overwrite=True)
+
+
+@pytest.mark.long
+def test_int8(run: rm.Run, tiny_data: Path, tmp_path: Path) -> None:
+    shutil.copytree(run.folder, tmp_path / "run")
+    with rm.load(tmp_path / "run") as net, net.quantize(images=16, batch_size=8) as small:
+        image = tiny_data / "class0" / "0.jpg"
+        floats, integers = net.predict(image), small.predict(image)
+        assert {guess.index for guess in integers.guesses} == {0, 1, 2}
+        assert integers.best.probability == pytest.approx(floats.best.probability, abs=0.2)
+        assert small.validate(tiny_data).num_images == 27
+        with pytest.raises(rm.UserError, match="the INT8 network of .* has no features: load it without int8"):
+            small.embed(image)
+        with pytest.raises(rm.UserError, match="exists already, calibrated"):
+            net.quantize(images=16)
+
+
+@pytest.mark.parametrize("options, given, line", [
+    (Config, {"data": Path("a b"), "epochs": 5, "tensorboard": False, "deterministic": False, "mixup": 0.5},
+     ["--data", "a b", "--epochs", "5", "--no-tensorboard", "--no-deterministic", "--mixup", "0.5"]),
+    (Config, {"mean": (1.0, 2.0, 3.5), "decay_epochs": [1, 2], "weights": None, "output": ""},
+     ["--mean", "1", "2", "3.5", "--decay-epochs", "1", "2"]),
+    (Config, {"hw_decoder_load": -1.0, "weights": "-x.pth"}, ["--hw-decoder-load=-1", "--weights=-x.pth"]),
+    (ExportOptions, {"features": True, "overwrite": False}, ["--features"]),
+    (ValidateOptions, {"int8": False, "tf32": False}, ["--no-int8", "--no-tf32"]),
+])
+def test_values_are_those_of_the_command_line(options: type, given: dict[str, Any], line: list[str]) -> None:
+    assert values_of(options, given, command="x") == read(options, line, command="x")
+
+
+def test_the_import_is_light() -> None:
+    """No package that is slow to import, and no file of the program in place of ours."""
+    script = ("import sys, resnet_mxnet as rm; "
+              "print({'numpy', 'mxnet', 'nvidia', 'rich', 'PIL', 'argparse'} & {*sys.modules}); "
+              "print(rm.UserError.__mro__[1].__name__)")
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\nProgramError\n"
+
+
+def test_a_program_called_train(tmp_path: Path) -> None:
+    """Beside a user's file of that name; and after the user's own module of a name of ours was imported."""
+    (tmp_path / "train.py").write_text("import resnet_mxnet as rm\nprint(rm.models()[0])\n")
+    (tmp_path / "other.py").write_text("import train\nimport resnet_mxnet\n")
+    environment = {"PYTHONPATH": str(ROOT), "PATH": ""}
+    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert (done.stdout, done.returncode) == ("resnet18\n", 0), done.stderr
+    (tmp_path / "train.py").write_text("")
+    done = subprocess.run([sys.executable, "other.py"], cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert done.stderr.splitlines()[-1].startswith("ImportError: resnet_mxnet needs its own package train, but this "
+                                                   f"program has imported {tmp_path / 'train.py'}: give that another")
+
+
+def test_defaults_of_the_library_are_those_of_the_command() -> None:
+    assert TINY["image_size"] == 32  # the run above is not of the defaults
+    assert values_of(Config, {}, command="train") == {}
+
+
+@pytest.mark.parametrize("is_terminal, is_jupyter, has_widgets, shows", [
+    (True, False, False, True), (False, False, False, False), (True, True, True, True), (True, True, False, False),
+])
+def test_progress_bars_in_a_notebook(monkeypatch: pytest.MonkeyPatch, is_terminal: bool, is_jupyter: bool,
+                                     has_widgets: bool, shows: bool) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if has_widgets else None)
+    assert shows_bars(SimpleNamespace(is_terminal=is_terminal, is_jupyter=is_jupyter)) == shows

@@ -1,0 +1,21 @@
+"""The most likely classes of images, from their probabilities."""
+
+from __future__ import annotations
+
+import numpy as np
+
+MOST_PASSES = 100  # over the probabilities: one takes 0.3 us for 1,000 classes, and to sort them takes 72 us (one core)
+
+
+def most_likely(probabilities: np.ndarray, top: int) -> tuple[np.ndarray, np.ndarray]:
+    """The `top` largest of the probabilities (N, classes): classes (N, top) and probabilities (N, top), the largest
+    first; among equal ones, the first class."""
+    if top > MOST_PASSES:
+        classes = np.argsort(-probabilities, axis=1, kind="stable")[:, :top]
+    else:
+        left, images = probabilities.copy(), np.arange(len(probabilities))
+        classes = np.empty((len(left), top), np.int64)
+        for rank in range(top):
+            classes[:, rank] = left.argmax(axis=1)
+            left[images, classes[:, rank]] = -np.inf
+    return classes, np.take_along_axis(probabilities, classes, axis=1)
