@@ -36,6 +36,7 @@ MAX_WIDTH = 110  # columns of help; longer lines are hard to read
 T = TypeVar("T")
 
 REPEATABLE = object()  # in the annotation of a tuple: the option takes one value, and may be given several times
+POSITIONAL = object()  # in Annotated: a field with a default is a positional argument that may be left out
 
 _METAVARS = {int: "N", float: "X", str: "NAME", Path: "PATH"}
 
@@ -93,7 +94,8 @@ def given(options: type, arguments: Sequence[str], *, prog: str, default: object
         options: a dataclass. A field with a default is the option `--field-name`; a field without one is a positional
             argument. Types: bool, int, float, str, Path, a Literal, a tuple of one of these, or one of these or None.
             `Annotated[type, ...]` can add "FILE", the placeholder of the value in the help; "-f", a second name; a
-            function that converts the text, or raises an error that says what the option needs; REPEATABLE.
+            function that converts the text, or raises an error that says what the option needs; REPEATABLE; POSITIONAL
+            for a positional argument that may be left out.
         arguments: the command line after the command's name.
         prog: the name of the command in help and errors.
         default: an object whose attributes are shown as the defaults in the help; None: the defaults of `options`.
@@ -222,23 +224,24 @@ def describe_commands(commands: Mapping[str, type | str], *, prog: str, default:
 
 def to_arguments(config: object, default: object) -> list[str]:
     """The command-line options that turn `default` into `config`, a dataclass of the same type."""
-    arguments = []
-    for field in dataclasses.fields(config):  # type: ignore[arg-type]
-        value, option = getattr(config, field.name), option_name(field.name)
-        if value == getattr(default, field.name):
-            continue
-        if is_repeatable(type(config), field.name):
-            arguments += [word for each in value for word in (option, each)]
-        elif isinstance(value, bool):
-            arguments.append(option if value else option.replace("--", "--no-", 1))
-        else:
-            arguments += [option, *map(str, value if isinstance(value, tuple) else (value,))]
-    return arguments
+    return [word for field in dataclasses.fields(config)  # type: ignore[arg-type]
+            if (value := getattr(config, field.name)) != getattr(default, field.name)
+            for word in as_arguments(field.name, value, is_repeatable(type(config), field.name))]
+
+
+def as_arguments(field: str, value: Any, repeats: bool = False) -> list[str]:
+    """The words of a command line that give a field this value; the inverse of `given`. `repeats`: the option is
+    REPEATABLE."""
+    option = option_name(field)
+    if isinstance(value, bool):
+        return [option if value else option.replace("--", "--no-", 1)]
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return [word for each in values for word in (option, str(each))] if repeats else [option, *map(str, values)]
 
 
 def is_repeatable(options: type, field: str) -> bool:
     """Whether the option of that field takes one value, and may be given several times."""
-    return REPEATABLE in typing.get_args(typing.get_type_hints(options, include_extras=True)[field])
+    return REPEATABLE in typing.get_args(typing.get_type_hints(options, include_extras=True).get(field))
 
 
 def option_name(field: str) -> str:
@@ -375,7 +378,8 @@ def _plain_words(message: str) -> str:
 
 
 def _plain_values(parsed: argparse.Namespace) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in vars(parsed).items()}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in vars(parsed).items()
+            if str(value) != argparse.SUPPRESS}  # argparse's value of a positional argument that is left out
 
 
 def _option_names(options: type) -> list[str]:
@@ -385,16 +389,21 @@ def _option_names(options: type) -> list[str]:
 def _make_parser(options: type, prog: str, default: object | None = None, with_help: bool = False,
                  rest: str = "", description: str = "") -> _Parser:
     defaults = {name: parameter.default for name, parameter in inspect.signature(options).parameters.items()}
-    unnamed = [name for name, value in defaults.items() if value is inspect.Parameter.empty]
     hints = typing.get_type_hints(options, include_extras=True)
+    optional = {name for name, hint in hints.items() if POSITIONAL in typing.get_args(hint)[1:]}
+    unnamed = [name for name, value in defaults.items() if name in optional or value is inspect.Parameter.empty]
     texts = {name: as_typed(text) for name, text in _help_texts(options).items()} if with_help else {}
-    usage = [name.upper() + " ..." * (typing.get_origin(hints[name]) is tuple) for name in unnamed]
+    usage = [f"[{name.upper()}]" if name in optional else
+             name.upper() + " ..." * (typing.get_origin(hints[name]) is tuple) for name in unnamed]
     named = ["[--option value ...]"] if len(unnamed) < len(defaults) else []
     parser = _Parser(prog=prog, usage=as_typed(" ".join([prog, *named, *usage, *[f"[{rest}]"] * bool(rest)])),
                     description=as_typed(description or inspect.getdoc(options) or ""),
                     argument_default=argparse.SUPPRESS)
     for name in unnamed:
-        parser.add_argument(name, help=texts.get(name), **_takes(hints[name], name.upper()))
+        takes = _takes(hints[name], name.upper())
+        if name in optional:
+            takes["nargs"] = "*" if "nargs" in takes else "?"
+        parser.add_argument(name, help=texts.get(name), **takes)
     for title, names in _groups(options).items():
         group = parser.add_argument_group(title) if title else parser
         for name in names:

@@ -7,11 +7,14 @@ import errno
 import fcntl
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from common.errors import UserError
+
+PEEK_SECONDS = 0.01  # longer than `is_locked` holds a lock
 
 
 def expanded(path: str | Path) -> Path:
@@ -49,6 +52,11 @@ def write(path: Path, content: bytes) -> None:
         raise _no_place(path, error, "give another place") from None
 
 
+def shown_size(num_bytes: int) -> str:
+    """A size of memory or of a file in words."""
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 / 10 else f"{num_bytes / 2**20:.1f} MiB"
+
+
 def check_place(path: Path, otherwise: str) -> None:
     """Check, before minutes of work, that `write` will be able to write the file; creates nothing. Raises UserError
     with the advice `otherwise`."""
@@ -77,13 +85,28 @@ def _no_place(path: Path, error: OSError, otherwise: str) -> UserError:
 def lock(opened: IO[Any] | int) -> bool:
     """Lock a file, or a folder's descriptor, until it is closed or the process ends. False if another process holds the
     lock."""
+    for attempt in range(2):
+        time.sleep(attempt * PEEK_SECONDS)  # another process may only have looked (`is_locked`)
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            continue
+        except OSError:
+            pass  # some network file systems do not support locks
+        return True
+    return False
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the lock of a file; False if the file cannot be opened."""
     try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # until the file is closed, microseconds later
     except BlockingIOError:
-        return False
+        return True
     except OSError:
-        pass  # some network file systems do not support locks
-    return True
+        pass
+    return False
 
 
 def way_out(error: OSError, otherwise: str) -> str:

@@ -14,11 +14,11 @@ from gpu_report.figures import PRICE, Figure, Report, Section, precisions_of, sh
 from gpu_report.kernels import CONVOLUTION, COPY, GEMM, PASSES, TOTAL
 from train.report.document import Block, Code, Heading, Plot, Table, Text, Tiles
 from train.report.page import write_pages
-from train.report.plots import Theme
+from train.report.plots import Drawing, Theme
 
 KERNELS = {GEMM: "Products of matrices", TOTAL: "Convolutions, all three passes together",
            **{f"{CONVOLUTION} {direction}": f"Convolutions, {direction}" for direction in PASSES}}
-Drawings = dict[str, Callable[[Theme], bytes]]  # file name -> function that draws it
+Drawings = dict[str, Callable[[Theme], Drawing]]  # file name -> function that draws it
 
 
 def check_page(report: Report) -> None:

@@ -25,7 +25,7 @@ def _colors(theme: Theme) -> dict[str, str]:
     return dict(zip(PRECISIONS, (theme.muted, orange, blue, green, violet, yellow), strict=True))
 
 
-def kernels(figures: Sequence[Figure], titles: Mapping[str, str], theme: Theme) -> bytes:
+def kernels(figures: Sequence[Figure], titles: Mapping[str, str], theme: Theme) -> plots.Drawing:
     """TFLOP/s of each size, with a dot per precision and a panel per kind of kernel. A panel's title is in `titles`,
     else the kind's own name."""
     kinds = list(dict.fromkeys(figure.what for figure in figures))
@@ -46,14 +46,15 @@ def kernels(figures: Sequence[Figure], titles: Mapping[str, str], theme: Theme) 
     _logarithmic(*panels)
     panels[-1].set_xlabel("TFLOP/s, on a logarithmic scale", color=theme.muted)
     _in_columns(panels[0], theme)
-    return plots._png(figure, theme)
+    return plots.Drawing(figure, theme)
 
 
-def bars(figures: Sequence[Figure], title: str, unit: str, theme: Theme) -> bytes:
+def bars(figures: Sequence[Figure], title: str, unit: str, theme: Theme) -> plots.Drawing:
     """Horizontal bars of the values, grouped by what is measured, with a bar per precision."""
     groups = list(dict.fromkeys(figure.what for figure in figures))
     names = precisions_of(figures)
-    figure, axes = plots._figure_with_axes(theme, title, unit, "", height=BARS * len(figures) + 0.12 * len(groups) + 1)
+    figure, axes = plots._figure_with_axes(theme, title, unit, "", width=8,
+                                           height=BARS * len(figures) + 0.12 * len(groups) + 1)
     place, ticks = 0.0, []
     for group in groups:
         own = {each.precision: each for each in figures if each.what == group}
@@ -73,10 +74,10 @@ def bars(figures: Sequence[Figure], title: str, unit: str, theme: Theme) -> byte
     for precision in names:  # without repetitions, in order
         axes.plot([], [], "s", color=_colors(theme)[precision], label=precision)
     _in_columns(axes, theme)
-    return plots._png(figure, theme)
+    return plots.Drawing(figure, theme)
 
 
-def over_batches(figures: Sequence[Figure], theme: Theme) -> bytes:
+def over_batches(figures: Sequence[Figure], theme: Theme) -> plots.Drawing:
     """Images/sec over the batch size, a line per precision; beside it the median latency, if any is known."""
     is_timed = any("latency_p50_ms" in each.more for each in figures)  # only small batches have a latency
     figure = plots._figure(9, 3.6, theme)
@@ -107,7 +108,7 @@ def over_batches(figures: Sequence[Figure], theme: Theme) -> bytes:
         axes.yaxis.set_major_formatter("{x:,g}")
     # rates of small batches leave room there
     left.legend(loc="upper left", frameon=False, labelcolor=theme.text, fontsize=9)
-    return plots._png(figure, theme)
+    return plots.Drawing(figure, theme)
 
 
 def batch_of(figure: Figure) -> int:
@@ -115,7 +116,7 @@ def batch_of(figure: Figure) -> int:
     return int(figure.size.removeprefix("batch "))
 
 
-def accuracy(figures: Sequence[Figure], title: str, price_per_second: float, theme: Theme) -> bytes:
+def accuracy(figures: Sequence[Figure], title: str, price_per_second: float, theme: Theme) -> plots.Drawing:
     """Top-1 over the seconds of a run, and over its price if it has one."""
     drawn, axes = plots._figure_with_axes(theme, title, "seconds of training and validation", "top-1, %")
     axes.plot([each.more["seconds"] for each in figures], [each.value for each in figures], "o-",
@@ -129,15 +130,15 @@ def accuracy(figures: Sequence[Figure], title: str, price_per_second: float, the
         above.tick_params(colors=theme.muted, length=0)
         above.spines["top"].set_visible(False)
         axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=theme.text, pad=30)
-    return plots._png(drawn, theme)
+    return plots.Drawing(drawn, theme)
 
 
-def ratios(values: Mapping[str, Sequence[float]], devices: Sequence[str], meaning: str, theme: Theme) -> bytes:
+def ratios(values: Mapping[str, Sequence[float]], devices: Sequence[str], meaning: str, theme: Theme) -> plots.Drawing:
     """Ratios to the first device, by kind of figure; NaN: unknown. There is no title, because device names are long.
     `meaning`: what a ratio means, in words."""
     others = devices[1:]
     lines = sum(math.isfinite(value) for own in values.values() for value in own[1:])
-    figure, axes = plots._figure_with_axes(theme, "", "", "", height=BARS * lines + 0.12 * len(values) + 1.2)
+    figure, axes = plots._figure_with_axes(theme, "", "", "", width=8, height=BARS * lines + 0.12 * len(values) + 1.2)
     axes.set_xlabel(textwrap.fill(f"{meaning}, on a logarithmic scale", 80), loc="right")
     place, ticks = 0.0, []
     rounds = 1 + len(others) // len(theme.parts)  # a further round repeats the colours, paler
@@ -159,7 +160,7 @@ def ratios(values: Mapping[str, Sequence[float]], devices: Sequence[str], meanin
     for device, color in zip(others, colors, strict=True):
         axes.plot([], [], "s", color=color, label=device)
     _in_columns(axes, theme, columns=2 if max(map(len, others)) < 45 else 1)
-    return plots._png(figure, theme)
+    return plots.Drawing(figure, theme)
 
 
 def _logarithmic(*panels: Axes) -> None:

@@ -5,8 +5,8 @@
 
 A candidate is a node of today's operators. What it reads and writes are tensors of the table: those of the graph, and a
 few that only fused operators make. A tensor is known by its value (`values.py`), so two candidates that give the same
-expression write the same tensor. The rules of fusions (`passes/`, listed in `pipeline.py`) read the table and add to it
-until there is nothing to add. A rule looks at candidates of the graph and of other rules alike, so neither the order of
+expression write the same tensor. The rules of fusions (`executors/cuda/kernels/`) read the table and add to it until
+there is nothing to add. A rule looks at candidates of the graph and of other rules alike, so neither the order of
 the rules nor that of the candidates decides anything.
 """
 
@@ -53,13 +53,18 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """The kernel, for people: the operator, and by which of its kernels."""
-        how = self.node.get("way") or (self["algorithm"] if self.op.startswith("RNN") else "")
+        """The kernel, for people: the operator, and in which of its forms."""
+        how = self.node.get("tile") or (self["algorithm"] if self.op.startswith("RNN") else "")
         without = "without output" if self.node.get("no_output") else ""
         return " ".join(filter(None, (self.op, how, without)))
 
 
 Rule = Callable[["Candidates", Candidate], Iterable[Node]]  # what can be computed in place of a candidate and others
+
+
+def form(op: str, fits: Callable[[Node], bool] = lambda node: True) -> Rule:
+    """The rule of an operator that computes what another one does, from the same inputs, where that one `fits`."""
+    return lambda table, other: [other.node.replace(op=op)] if fits(other.node) else []
 
 
 class Candidates:

@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 from graph_passes.candidates import Candidate, Candidates
 from graph_passes.cover import NoCoverError, Option, cover, open_and_sure
+from graph_passes.executors.cuda.kernels import quantised_conv, quantised_conv_stream
 from graph_passes.graph import Graph, Ref
+from graph_passes.operators import OPERATORS
 from graph_passes.operators.rnn import ALGORITHMS
-from graph_passes.passes.quantised_way import WAYS
 
 Price = Callable[[Candidates], Sequence[float]]  # of each candidate, in the table's order; infinite: it cannot be had
 _OWN = 1e-3  # what one of two equal nodes is dearer that is a kernel for some GPUs only
@@ -116,9 +117,7 @@ def fewest(table: Candidates) -> list[float]:
 
 
 def _is_own(each: Candidate) -> bool:
-    kinds = ("Conv1x1", "Conv3x3")
-    is_form = each.is_fused and each.op.startswith(kinds) and not each.op.endswith(("DgradReduce", "Pair", "SumRelu"))
-    return is_form or each.node.get("way", "") not in ("", "stem_fprop", "stem_wgrad") or "RNN" in each.op
+    return (each.op in OPERATORS and bool(OPERATORS[each.op].form_of)) or "RNN" in each.op
 
 
 def repeatable(table: Candidates) -> list[float]:
@@ -127,18 +126,18 @@ def repeatable(table: Candidates) -> list[float]:
     return [_rank(each) for each in table]
 
 
-# Fusions that are taken without a clock: nothing else makes fewer nodes of the same sums.
-_FIRST = ("StemConvolution stem_fprop", "StemWgrad stem_wgrad", "BatchNormPairApply", "BatchNormPairBackwardReduce",
-          "BatchNormPairBackwardApply", "BatchNormBackwardApplyAdd", "BatchNormReluBackwardApplyAdd",
-          "BiasAdd", "BiasRelu", "BiasAddRelu", "Convolution")
+# Of a convolution in INT8, the one that is faster at most shapes first.
+_IN_INT8 = ("QuantisedConvTaps", "QuantisedConvSquares", *(f"QuantisedConv {tile}" for tile in quantised_conv.TILES),
+            *(f"QuantisedConvStream {tile}" for tile in quantised_conv_stream.TILES), "QuantisedConvolution")
 
 
 def _rank(each: Candidate) -> float:
-    """1 for each node, and little more for later algorithms and ways; infinite for what a clock would have to take."""
+    """1 for each node, and little more for later algorithms and kernels; infinite for what a clock would have to
+    take."""
     if each.op.startswith("RNN"):
         return 1.0 + ALGORITHMS.index(each["algorithm"])
-    if each.op == "QuantisedConvolution":
-        return 1.0 + _OWN * WAYS.index(each["way"]) if each["way"] else math.inf
+    if each.label in _IN_INT8:
+        return 1.0 + _OWN * _IN_INT8.index(each.label)
     ends = ("ConvolutionRelu", "ConvolutionAddRelu")
     has_bias = each.op in ends or (each.op == "Convolution" and not each["no_bias"])
-    return 1.0 if (each.label in _FIRST or not each.is_fused) and not has_bias else math.inf
+    return 1.0 if (not each.is_fused or OPERATORS[each.op].repeatable) and not has_bias else math.inf

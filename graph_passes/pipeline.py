@@ -1,12 +1,12 @@
-"""From a network to the graph that runs: the ordered lists of passes, and the rules of fusions, that everybody uses.
+"""From a network to the graph that runs: the ordered lists of passes, which everybody uses.
 
     step = training_step(graph, {"data": (256, 224, 224, 3), "softmax_label": (256,)}, "float16", fewest)
     network = inference(graph, "float16", fewest)
 
 The passes of a list rewrite the graph, one after the other. The one named `cover` fuses: it lists all candidates by
-the rules (`candidates.py`) and takes those of the least total price (`cover.py`), so the order of the rules decides
-nothing. Executors, the memory check, `python -m graph_passes show` and the tests call these. To add a pass or a rule is
-one line here.
+the rules of the kernels (`executors/cuda/kernels/`) and takes those of the least total price (`cover.py`), so the
+order of the rules decides nothing. Executors, the memory check, `python -m graph_passes show` and the tests call these.
+To add a pass is one line here.
 """
 
 from __future__ import annotations
@@ -14,36 +14,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from graph_passes import passes
-from graph_passes.candidates import Candidates, Rule
+from graph_passes.candidates import Candidates
 from graph_passes.choice import Price, covered, fewest, limited
+from graph_passes.executors.cuda.kernels import RULES
+from graph_passes.executors.cuda.kernels.batch_norm_pair import always_paired
+from graph_passes.executors.cuda.kernels.batch_norm_relu_max_pool import batch_norm_relu_max_pool
 from graph_passes.graph import Graph, Ref
 from graph_passes.operators import Shape
 from graph_passes.passes.compact_grad import compact_grad
-from graph_passes.passes.conv1x1_pair import conv1x1_pair
-from graph_passes.passes.conv1x1_sum import conv1x1_sum
-from graph_passes.passes.conv3x3 import conv3x3_dgrad
-from graph_passes.passes.conv3x3_wgrad import conv3x3_wgrad
-from graph_passes.passes.conv_epilogue import conv_epilogue, epilogue_forms
-from graph_passes.passes.conv_statistics import conv_statistics
-from graph_passes.passes.dgrad_reduce import dgrad_reduce
+from graph_passes.passes.conv_epilogue import conv_epilogue
 from graph_passes.passes.group_mean import group_mean
-from graph_passes.passes.norm_backward import from_masked, norm_backward
-from graph_passes.passes.norm_conv import norm_conv
-from graph_passes.passes.norm_dgrad import norm_dgrad
-from graph_passes.passes.norm_grad_add import norm_grad_add
-from graph_passes.passes.norm_pair import always_paired, norm_pair, norm_pair_apply, norm_pair_reduce
-from graph_passes.passes.norm_pool import norm_pool
 from graph_passes.passes.quantise import CLASSIFIER_KEPT, Kept, Scales, quantise
 from graph_passes.passes.quantise_squares import quantise_squares
-from graph_passes.passes.quantised_pair import quantised_pair
-from graph_passes.passes.quantised_stem_pool import quantised_stem_pool
-from graph_passes.passes.quantised_sum import quantised_sum
-from graph_passes.passes.quantised_way import quantised_way
-from graph_passes.passes.rnn_algorithm import rnn_algorithm, rnn_backward
 from graph_passes.passes.softmax_bias import softmax_bias
 from graph_passes.passes.split_norm import split_norm
-from graph_passes.passes.stem import stem, stem_wgrad
-from graph_passes.passes.stem_pool import stem_pool
 from graph_passes.passes.zero_bias_grad import zero_bias_grad
 
 Pass = Callable[[Graph], Graph]
@@ -51,45 +35,7 @@ Shapes = Mapping[str, Sequence[int]]  # of the inputs
 # What is in both: fusions of operators of the network.
 FUSED: Mapping[str, Pass] = {"bn_add_relu": passes.bn_add_relu, "bn_relu": passes.bn_relu, "add_relu": passes.add_relu}
 # What stays in floats in a network in INT8 has its convolutions one by one.
-OF_SEVERAL = ("StemPool", "Conv1x1SumRelu", "Conv1x1Pair")
-# The rules of fusions, each with the operator that its places begin with.
-RULES: Sequence[tuple[str, Rule]] = (
-    ("BatchNormStatistics", stem),
-    ("BatchNormStatistics", conv_statistics),
-    ("BatchNormReluApply", norm_conv),
-    ("BatchNormAddReluApply", norm_pair),
-    ("BatchNormAddReluApply", norm_conv),
-    ("BatchNormPairApply", norm_conv),
-    ("BatchNormBackwardReduce", norm_pair_reduce),
-    ("BatchNormAddReluBackwardReduce", dgrad_reduce),
-    ("BatchNormPairBackwardReduce", dgrad_reduce),
-    ("BatchNormBackwardApply", norm_pair_apply),
-    ("BatchNormBackwardApply", norm_backward),
-    ("BatchNormBackwardApply", norm_dgrad),
-    ("BatchNormReluBackwardApply", norm_backward),
-    ("NormConvReduce", from_masked),
-    ("NormConvDgrad", from_masked),
-    ("Conv3x3DgradReduce", from_masked),
-    ("ConvolutionDgrad", conv3x3_dgrad),
-    ("ConvolutionWgrad", conv3x3_wgrad),
-    ("ConvolutionWgrad", stem_wgrad),
-    ("elemwise_add", norm_grad_add),
-    ("Convolution", epilogue_forms),
-    ("ConvolutionRelu", epilogue_forms),
-    ("ConvolutionAddRelu", epilogue_forms),
-    ("ConvolutionAddRelu", conv1x1_sum),
-    ("ConvolutionAddRelu", conv1x1_pair),
-    ("Pooling", stem_pool),
-    ("RNN", rnn_algorithm),
-    ("RNNTrain", rnn_algorithm),
-    ("RNNTrain", rnn_backward),
-    ("QuantisedConvolution", quantised_way),
-    ("QuantisedConvolution", quantised_sum),
-    ("QuantisedConvolution", quantised_pair),
-    ("QuantisedConvolutionSum", quantised_pair),
-    ("QuantisedPooling", quantised_stem_pool),
-)
-
+OF_SEVERAL = ("StemPool", "Conv1x1ForwardSumRelu", "Conv1x1Pair")
 
 def training_passes(shapes: Shapes, dtype: str, price: Price, grouped: bool = False) -> dict[str, Pass]:
     """The passes of `training_step` by name, in order."""
@@ -103,7 +49,7 @@ def training_passes(shapes: Shapes, dtype: str, price: Price, grouped: bool = Fa
         "softmax_bias": softmax_bias,
         "zero_bias_grad": lambda graph: zero_bias_grad(graph, shapes),
         "split_norm": split_norm,
-        "norm_pool": norm_pool,
+        "batch_norm_relu_max_pool": batch_norm_relu_max_pool,
         "compact_grad": compact_grad,
         "conv_epilogue": conv_epilogue,  # of what is frozen, and biases
         "cover": lambda graph: cover(graph, always_paired(price) if grouped else price, graph.infer_shapes(shapes)),

@@ -53,9 +53,9 @@ def _layers(node: Node) -> str:
 def _ends(node: Node) -> str:
     """What the shapes do not tell: in INT8 not every kernel makes floats; masks that are made again; biases; one tensor
     that is read as two."""
-    if node.op == "QuantisedConvolution" and node["dtype"] != "int8":
+    if node.op.startswith("QuantisedConv") and node["dtype"] != "int8":
         return " to floats"
-    if node.op.startswith("NormConv") and not node.get("no_relu", True):
+    if not node.get("no_relu", True):
         return " through ReLU"
     if node.op == "Convolution" and not node["no_bias"]:
         return " with bias"

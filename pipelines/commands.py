@@ -30,7 +30,15 @@ from pipelines.samples import NUM_TRAIN, NUM_VAL, PATTERNS, data_path, make_samp
 from pipelines.show import augmentation_sheet, contact_sheet, save
 from pipelines.sources import class_list, open_source, read_classes, same_images, splits_of
 from pipelines.transform import OF_POLICIES, Augmentation
-from pipelines.verify import Report, leave_out_duplicates, print_report, told_about_classes, verify_split, write_clean
+from pipelines.verify import (
+    Report,
+    leave_out_duplicates,
+    name_near_copies,
+    print_report,
+    told_about_classes,
+    verify_split,
+    write_clean,
+)
 
 
 def make_records(options: MakeRecordsOptions) -> int:
@@ -103,15 +111,20 @@ def _reports(options: VerifyOptions) -> list[Report]:
         in_val = {part.name(i) for i in range(len(part))}
     splits = [options.split] if options.split else ["train"] if in_val else splits_of(data)
     found = {split: verify_split(data, split, options.num_threads, num_classes, options.max_pixels,
-                                 options.write_clean_, options.first_label, options.labels) for split in splits}
+                                 options.write_clean_, options.first_label, options.labels, options.near_copies)
+             for split in splits}
     if in_val:
         found["train"] = found["train"]._replace(remarks=list(dict.fromkeys([*found["train"].remarks, *part.remarks])))
-        found["train"] = leave_out_duplicates(found["train"], [u for u in found["train"].usable if u.name in in_val])
+        found["train"] = leave_out_duplicates(found["train"], [u for u in found["train"].usable if u.name in in_val],
+                                              found["train"].classes)
     elif len(found) == 2:
         said = found["train"].remarks
-        found["train"] = leave_out_duplicates(found["train"], found["val"].usable)
+        found["train"] = leave_out_duplicates(found["train"], found["val"].usable, found["val"].classes)
         remarks = [*found["val"].remarks, *told_about_classes(*(found[split] for split in ("train", "val")))]
         found["val"] = found["val"]._replace(remarks=[remark for remark in remarks if remark not in said])
+    if options.near_copies:  # validation first: a training image is the copy
+        order = sorted(found, reverse=True)
+        found |= dict(zip(order, name_near_copies([found[split] for split in order]), strict=True))
     return list(found.values())
 
 
@@ -128,6 +141,7 @@ def bench(options: BenchOptions) -> int:
         num_threads=options.num_threads,
         hw_decoder_load=options.hw_decoder_load,
         cache_gib=options.cache,
+        on_bad_image=options.on_bad_image,
     )
     if options.json_:
         files.check_place(options.json_, "give another --json")
@@ -188,7 +202,7 @@ def show(options: ShowOptions) -> int:
         seed=options.seed,
         transform=part_of(ImageTransform, vars(options)),
         device=options.device,
-        on_bad_image="skip",
+        on_bad_image=options.on_bad_image,
     )
     title = f"{options.data}: {options.split}, {options.image_size} px"
     if options.each:

@@ -35,6 +35,7 @@ from pipelines.inspect_image import BY_PILLOW, Finding, inspect_image, verdict
 from pipelines.loader import Batch, Loader, LoaderConfig
 from pipelines.progress import num_cores
 from pipelines.recordio import BrokenRecordError
+from pipelines.same_images import remarks_on_same_images
 from pipelines.sources import Chosen, FileSource, Source, open_source
 from pipelines.sources.base import labels_of, nfc
 
@@ -172,6 +173,10 @@ class DaliLoader(Loader):
 
     def _name(self, i: int) -> str:
         return self._source.name(i)
+
+    def remarks_on_same_images(self, val: Loader | None) -> list[str]:
+        return remarks_on_same_images(self._source, val._source if isinstance(val, DaliLoader) else None,
+                                      self.config.data)
 
     def run(self) -> tuple[Any, Any, Plan]:
         """The next batch: images, labels and its Plan. DALI's output stays a list of tensors; images augmented by our

@@ -167,6 +167,11 @@ class Loader(ABC):
         else:
             self.num_batches = -(-num_images // global_batch)
 
+    def remarks_on_same_images(self, val: Loader | None) -> list[str]:
+        """Sentences on images with two labels, or in this split and in that of `val`: as far as it is cheap to find
+        them (pipelines/same_images.py)."""
+        return []
+
     @property
     def class_names(self) -> list[str]:
         """The names to show, in the order of the labels."""

@@ -60,8 +60,8 @@ class MakeRecordsOptions(SizeLimit):
 
 @dataclass(frozen=True)
 class VerifyOptions(SizeLimit):
-    """Find truncated, empty, non-image, CMYK and mislabelled images, and training images that are in validation too;
-    exit code 1 if some are unusable, 0 once --write-clean leaves them out."""
+    """Find truncated, empty, non-image, CMYK and mislabelled images, images that have two labels, and training images
+    that are in validation too; exit code 1 if some are unusable, 0 once --write-clean leaves them out."""
 
     data: str
     """Where the images are, in any of the forms of docs/data.md; samples: the built-in sample set."""
@@ -75,6 +75,8 @@ class VerifyOptions(SizeLimit):
     """For TFRecord files: the label of the first class, as in training."""
     labels: Labels = "auto"
     """For CIFAR-100's own files: the 100 fine labels or the 20 coarse ones; auto: fine."""
+    near_copies: bool = False
+    """Also find near copies: the same picture at another size or quality, by a perceptual hash (docs/data.md)."""
     write_clean_: bool = False
     """Write an .idx (RecordIO) or a .lst (folders) without the unusable images, which the loader then reads; an
     existing one is kept as NAME.orig. A missing or wrong .idx is rebuilt from the .rec file."""
@@ -106,6 +108,8 @@ class BenchOptions:
     """CPU threads; 0 takes all cores."""
     hw_decoder_load: float | None = None
     """On the GPU, the fraction of the images that its JPEG engine decodes; default: 0.65."""
+    on_bad_image: Literal["error", "skip"] = "error"
+    """What to do with images that cannot be decoded: stop, or measure without them."""
     cache: float = 0.0
     """GiB of memory; a split that fits into it is decoded before the measurement, and fed as pixels."""
     seconds: float = 4.0
@@ -141,6 +145,8 @@ class ShowOptions(ImageTransform):
     """Columns of the sheet."""
     seed: int = 0
     """Another seed shows other samples."""
+    on_bad_image: Literal["error", "skip"] = "skip"
+    """What to do with images that cannot be decoded."""
     device: Literal["cpu", "gpu"] = "cpu"
     """Where to decode and augment."""
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from pipelines.decoder_messages import GROUP_SIZE, DecoderCheck
 from pipelines.errors import DataError, check_not_negative, check_positive
 from pipelines.files import link_beside, read_file, read_lines, write_text
 from pipelines.inspect_image import Finding, inspect_image, verdict
+from pipelines.near_copies import near_copies, thumbnail
 from pipelines.options import AUTO, MAX_CLASSES, FirstLabel, Labels
 from pipelines.progress import map_in_order
 from pipelines.recordio import (
@@ -77,6 +78,7 @@ class Usable(NamedTuple):
     line: str  # its line in the clean index or list
     label: int | None
     digest: bytes  # of its encoded bytes
+    thumbnail: bytes = b""  # see `near_copies`; empty if it is not wanted
 
 
 class Report(NamedTuple):
@@ -105,11 +107,12 @@ class Report(NamedTuple):
 
 def verify_split(
     data: str, split: str, num_threads: int = 0, num_classes: int | None = None, max_pixels: int = MAX_PIXELS,
-    to_clean: bool = False, first_label: FirstLabel = AUTO, labels: Labels = AUTO,
+    to_clean: bool = False, first_label: FirstLabel = AUTO, labels: Labels = AUTO, thumbnails: bool = False,
 ) -> Report:
     """Check all images of one split. Raises DataError if the split does not exist.
 
-    With `to_clean`, first raises UserError if `write_clean` could not write its file.
+    `thumbnails`: keep what `name_near_copies` compares. With `to_clean`, first raises UserError if `write_clean` could
+    not write its file.
     """
     check_not_negative(num_threads=num_threads)
     check_positive(max_pixels=max_pixels, num_classes=1 if num_classes is None else num_classes)
@@ -142,24 +145,55 @@ def verify_split(
     usable = []
     num_images = len(items) + len(findings)  # so far, findings are index entries that point at no record
     title = f"verifying {path.name}"
-    looked_at = list(map_in_order(partial(_look_at, max_pixels), items, len(items), title, num_threads))
-    results = [finding for finding, _ in looked_at]
+    looked_at = list(map_in_order(partial(_look_at, max_pixels, thumbnails), items, len(items), title, num_threads))
+    results = [finding for finding, *_ in looked_at]
     asked = [i for i, finding in enumerate(results) if finding is None or finding.usable or finding.doubtful]
     said = dict(_messages(items, asked, results, f"decoding {path.name}", num_threads, max_pixels))
     for i in asked:
         results[i] = verdict(results[i], said.get(i, ""))
-    for item, finding, (_, digest) in zip(items, results, looked_at, strict=True):
+    for item, finding, (_, digest, small) in zip(items, results, looked_at, strict=True):
         if finding:
             findings.append((item.name, finding))
         if not finding or finding.usable:
-            usable.append(Usable(item.name, item.line, item.label, digest))
+            usable.append(Usable(item.name, item.line, item.label, digest, small))
     is_shared = found.format == "folders" and split == "train" and same_images(data)
     folders = dict(enumerate(folder for folder, _ in classes))
     names = {item.label: folders.get(item.label, str(item.label)) for item in items if item.label is not None}
     where = str(path) if len(found.files) == 1 else f"{path} ({split})"
     if len(names) == 1:
         remarks.append(f"{where}: all images are of one class, {next(iter(names.values()))!r}")
-    return Report(where, num_images, findings, clean_path, usable, is_shared, remarks, names)
+    return name_two_labels(Report(where, num_images, findings, clean_path, usable, is_shared, remarks, names))
+
+
+def name_two_labels(report: Report) -> Report:
+    """Add a finding for each image that is there under another label, too, byte for byte. It stays usable, as only a
+    person can say which of the labels is right."""
+    of_bytes: dict[bytes, dict[int | None, str]] = defaultdict(dict)
+    for image in report.usable:
+        of_bytes[image.digest].setdefault(image.label, image.name)
+    findings = []
+    for image in report.usable:
+        others = [(label, name) for label, name in of_bytes[image.digest].items() if label != image.label]
+        if others and image.label is not None and others[0][0] is not None:
+            own, other = report.classes[image.label], report.classes[others[0][0]]
+            findings.append((image.name, Finding("two labels", f"is {own} here, and {other} as {others[0][1]}", True)))
+    return report._replace(findings=[*report.findings, *findings])
+
+
+def name_near_copies(reports: Sequence[Report]) -> list[Report]:
+    """Add a finding for each image that is a near copy of another one: of an earlier one of its split, or of one of an
+    earlier report. Equal bytes are not told again."""
+    images = [(number, image) for number, report in enumerate(reports) for image in report.usable if image.thumbnail]
+    thumbnails = np.frombuffer(b"".join(image.thumbnail for _, image in images), np.uint8).reshape(len(images), -1)
+    findings: list[list[tuple[str, Finding]]] = [[] for _ in reports]
+    for earlier, later in near_copies(thumbnails) if images else []:
+        (whose, one), (number, other) = images[earlier], images[later]
+        if one.digest == other.digest:
+            continue
+        of_class = "" if one.label is None else f" of {reports[whose].classes[one.label]}"
+        where = ", which is for validation" if whose != number else ""
+        findings[number].append((other.name, Finding("near copy", f"looks like {one.name}{of_class}{where}", True)))
+    return [report._replace(findings=[*report.findings, *more]) for report, more in zip(reports, findings, strict=True)]
 
 
 def told_about_classes(train: Report, val: Report) -> list[str]:
@@ -182,17 +216,22 @@ def told_about_classes(train: Report, val: Report) -> list[str]:
     return remarks
 
 
-def leave_out_duplicates(train: Report, val: Sequence[Usable]) -> Report:
+def leave_out_duplicates(train: Report, val: Sequence[Usable], val_classes: Mapping[int, str]) -> Report:
     """Turn training images that equal a validation image byte for byte into findings, and return the new report.
 
-    `val` may be a part of the training images (--val-split).
+    `val` may be a part of the training images (--val-split); `val_classes` names its labels.
     """
-    name_of = {image.digest: image.name for image in val}
+    of_bytes = {image.digest: image for image in val}
     own = {image.name for image in val}
-    twice = {image.name: name_of[image.digest] for image in train.usable
-             if image.digest in name_of and image.name not in own}
-    findings = [(name, Finding("duplicate", f"the same image as {other}, which is for validation", False))
-                for name, other in twice.items()]
+    twice = {image.name: (image, of_bytes[image.digest]) for image in train.usable
+             if image.digest in of_bytes and image.name not in own}
+    findings = []
+    for image, other in twice.values():
+        its, others = (None if one.label is None else classes.get(one.label)
+                       for one, classes in ((image, train.classes), (other, val_classes)))
+        conflict = "" if its == others else f" as {others}, and {its} here"
+        what = f"the same image as {other.name}, which is for validation{conflict}"
+        findings.append((image.name, Finding("duplicate", what, False)))
     usable = [image for image in train.usable if image.name not in twice]
     return train._replace(findings=[*train.findings, *findings], usable=usable)
 
@@ -253,22 +292,31 @@ def print_report(report: Report, console: Console) -> None:
     if lost := report.lost_classes:
         print(f"{report.where}: no image of these classes is usable: {some(lost)} (replace the images, or remove the "
               "classes)")
-    kinds = Counter(finding.kind for _, finding in report.findings)
+    faults, others = (Counter(finding.kind for _, finding in report.findings if finding.usable == is_usable)
+                      for is_usable in (False, True))
     print(f"{report.where}: {report.num_images:,} images, {report.num_unusable:,} unusable"
-          + (": " + ", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common()) if kinds else ""))
+          + (f": {_counts(faults)}" if faults else "")
+          + (f"; usable, with a finding: {_counts(others)}" if others else ""))
 
 
-def _look_at(max_pixels: int, item: Item) -> tuple[Finding | None, bytes]:
-    """Pillow's finding about an image, and the digest of its bytes (b"" if they cannot be used)."""
+def _counts(kinds: Counter[str]) -> str:
+    return ", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common())
+
+
+def _look_at(max_pixels: int, thumbnails: bool, item: Item) -> tuple[Finding | None, bytes, bytes]:
+    """Pillow's finding about an image, the digest of its bytes (b"" if they cannot be used), and its thumbnail (b"" if
+    it is not wanted)."""
     try:
         encoded = item.read()
     except BrokenRecordError as error:
-        return Finding("checksum" if isinstance(error, ChecksumError) else "index", str(error), False), b""
+        return Finding("checksum" if isinstance(error, ChecksumError) else "index", str(error), False), b"", b""
     except OSError as error:
-        return Finding("unreadable", error.strerror or str(error), False), b""
+        return Finding("unreadable", error.strerror or str(error), False), b"", b""
     if item.label is None:
-        return Finding("label", item.problem, False), b""
-    return inspect_image(encoded, max_pixels), hashlib.blake2b(encoded, digest_size=16).digest()
+        return Finding("label", item.problem, False), b"", b""
+    finding = inspect_image(encoded, max_pixels)
+    small = thumbnail(encoded) if thumbnails and (finding is None or finding.usable) else b""
+    return finding, hashlib.blake2b(encoded, digest_size=16).digest(), small
 
 
 def _messages(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pipelines.loader import Batch, Loader
     from resnet_mxnet.data import create_model, loader, models, presets
     from resnet_mxnet.networks import Predictions, TrainedNetwork, load
-    from resnet_mxnet.runs import Run, list_runs, load_run, train
+    from resnet_mxnet.runs import Comparison, Run, compare, list_runs, load_run, train
     from train.commands.validate import Validated
     from train.models.network import Network
     from train.plugins import augmentation, callback, metric, model, schedule
@@ -32,9 +32,10 @@ if TYPE_CHECKING:
     from train.processes.signals import StoppedBySignal
 
 __all__ = [
-    "Batch", "Guess", "Loader", "Network", "Prediction", "Predictions", "ProgramError", "Run", "StoppedBySignal",
-    "TrainedNetwork", "UserError", "Validated", "augmentation", "callback", "create_model", "list_runs", "load",
-    "load_run", "loader", "metric", "model", "models", "presets", "schedule", "train",
+    "Batch", "Comparison", "Guess", "Loader", "Network", "Prediction", "Predictions", "ProgramError", "Run",
+    "StoppedBySignal", "TrainedNetwork", "UserError", "Validated", "augmentation", "callback", "compare",
+    "create_model", "list_runs", "load", "load_run", "loader", "metric", "model", "models", "presets", "schedule",
+    "train",
 ]
 
 _MODULES = {
@@ -42,7 +43,7 @@ _MODULES = {
     "pipelines.loader": ("Batch", "Loader"),
     "resnet_mxnet.data": ("create_model", "loader", "models", "presets"),
     "resnet_mxnet.networks": ("Predictions", "TrainedNetwork", "load"),
-    "resnet_mxnet.runs": ("Run", "list_runs", "load_run", "train"),
+    "resnet_mxnet.runs": ("Comparison", "Run", "compare", "list_runs", "load_run", "train"),
     "train.commands.validate": ("Validated",),
     "train.models.network": ("Network",),
     "train.plugins": ("augmentation", "callback", "metric", "model", "schedule"),

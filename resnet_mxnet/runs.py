@@ -16,7 +16,10 @@ from train.command_line import values_of
 from train.commands import train as command
 from train.config import Config
 from train.recording.metrics import EpochRow, RunRecord
-from train.report.notebook import best_of, columns, record_of, runs_in, summary_html
+from train.report.comparison import Comparison
+from train.report.comparison import compare as compare_folders
+from train.report.notebook import columns, summary_html
+from train.report.runs import find, read
 
 
 class Run:
@@ -26,8 +29,11 @@ class Run:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         """Raises UserError for a folder without a run."""
         self.folder = Path(folder)
-        self.record: RunRecord = record_of(self.folder)
+        found = read(self.folder)
+        self.record: RunRecord = found.record
         """All data of the run's report, as docs/interfaces.md has them."""
+        self.state: str = found.state
+        """"running", "finished", "stopped" (it can be resumed) or "failed"."""
 
     def __repr__(self) -> str:
         best = self.best_epoch
@@ -58,7 +64,7 @@ class Run:
     @property
     def best_epoch(self) -> EpochRow | None:
         """The first epoch with the highest top-1 accuracy, whose weights `load` loads; None without a validation."""
-        return best_of(self.record)
+        return self.record.best
 
     @property
     def best_top1(self) -> float:
@@ -109,7 +115,7 @@ def load_run(folder: str | os.PathLike[str]) -> Run:
 
 
 def list_runs(folder: str | os.PathLike[str] = "runs") -> list[Run]:
-    """The runs in the folders within `folder`, the oldest first.
+    """The runs in a folder, up to three levels below it, the oldest first.
 
         for run in rm.list_runs():
             print(run.folder, run.best_top1, run.config["learning_rate"])
@@ -117,4 +123,21 @@ def list_runs(folder: str | os.PathLike[str] = "runs") -> list[Run]:
     Raises:
         UserError: there is no such folder, or a run's metrics cannot be read.
     """
-    return sorted(map(Run, runs_in(Path(folder))), key=lambda run: run.record.start_date)
+    return sorted(map(Run, find(Path(folder))), key=lambda run: run.record.start_date)
+
+
+def compare(*folders: str | os.PathLike[str], accuracies: Sequence[float] = ()) -> Comparison:
+    """Set runs side by side, as the command `compare` does: options in which they differ, accuracies with their 95 %
+    intervals, speed, energy and memory. Runs that differ only in their seed are one row.
+
+        found = rm.compare("runs/a", "runs/b")
+        print(found.markdown())
+
+    Args:
+        folders: run folders, or folders that hold some.
+        accuracies: top-1 accuracies (fractions) to which the time is told; (): some that the runs reach.
+
+    Raises:
+        UserError: there is no such folder, or no run in it can be compared.
+    """
+    return compare_folders([Path(folder) for folder in folders], accuracies)

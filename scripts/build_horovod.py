@@ -477,8 +477,11 @@ def fail(sentence: str) -> NoReturn:
 
 
 def main(arguments: Sequence[str]) -> None:
-    if len(arguments) != 1:
-        fail("usage: scripts/build_horovod.py FOLDER")
+    if {"-h", "--help"} & set(arguments):
+        print(__doc__)
+        return
+    if len(arguments) != 1 or arguments[0].startswith("-"):
+        fail("usage: scripts/build_horovod.py FOLDER (./-NAME for a folder whose name begins with a dash)")
     folder = Path(arguments[0]).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     try:

@@ -278,3 +278,10 @@ def test_no_compiler(tmp_path):
     assert done.returncode == 2
     assert done.stderr == ("error: there is no no-such-g++, which compiles it: install g++ (Debian, Ubuntu: apt "
                            "install g++; Fedora: dnf install gcc-c++)\n")
+
+
+@pytest.mark.parametrize(("argument", "code"), [("--help", 0), ("-h", 0), ("--version", 2)])
+def test_an_option_is_no_folder(argument: str, code: int, tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, str(SCRIPT), argument], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == code and "build_horovod.py FOLDER" in done.stdout + done.stderr
+    assert not list(tmp_path.iterdir())

@@ -14,8 +14,10 @@ from typing import Annotated, Literal
 import pytest
 
 from common.command_line import (
+    POSITIONAL,
     REPEATABLE,
     Positive,
+    as_arguments,
     choose_command,
     describe_commands,
     did_you_mean,
@@ -304,3 +306,38 @@ def test_closed_output_is_no_error():
 def test_a_letter_that_the_locale_lacks():
     done = run_program("print(chr(0x2501) + 'x')", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
     assert (done.returncode, done.stdout, done.stderr) == (0, "?x\n", "")
+
+
+@dataclass(frozen=True)
+class Tidy:
+    """Tidy up."""
+
+    rooms: Annotated[tuple[Path, ...], POSITIONAL] = (Path("kitchen"),)
+    """Where."""
+    list_: Annotated[Path | None, POSITIONAL] = None
+    broom: int = 1
+
+
+@pytest.mark.parametrize(("words", "values"), [
+    ([], {}),
+    (["--broom", "3"], {"broom": 3}),
+    (["hall"], {"rooms": (Path("hall"),)}),
+    (["hall", "--broom", "2", "cellar"], {"rooms": (Path("hall"), Path("cellar")), "broom": 2}),
+])
+def test_a_positional_argument_may_be_left_out(words, values):
+    assert given(Tidy, words, prog="tidy") == values
+
+
+def test_the_help_puts_what_may_be_left_out_in_brackets(capsys):
+    with pytest.raises(SystemExit):
+        given(Tidy, ["--help"], prog="tidy")
+    assert "usage: tidy [--option value ...] [ROOMS] [LIST_]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("field", "value", "words"), [
+    ("number", 4, ["--number", "4"]), ("sound", False, ["--no-sound"]), ("sound", True, ["--sound"]),
+    ("json_", True, ["--json"]), ("size", (1, 2), ["--size", "1", "2"]), ("share", -0.5, ["--share", "-0.5"]),
+])
+def test_words_that_give_a_value(field, value, words):
+    assert as_arguments(field, value) == words
+    assert given(Copy, [*words, "a", "b"], prog="copy")[field] == value

@@ -49,8 +49,8 @@ def pieces(page: str) -> Iterator[tuple[str, Piece]]:
 def insert(text: str, piece: Piece) -> str:
     """Insert a piece into a file, with the indentation of the line above or below which it goes."""
     lines = text.splitlines()
-    at = [number for number, line in enumerate(lines) if line.strip().startswith(piece.anchor)]
-    assert len(at) == 1, f"{piece.file} has {len(at)} lines that begin with {piece.anchor!r}"
+    at = [number for number, line in enumerate(lines) if piece.anchor in line]
+    assert len(at) == 1, f"{piece.file} has {len(at)} lines with {piece.anchor!r}, which a reader would search for"
     depth = len(lines[at[0]]) - len(lines[at[0]].lstrip())
     code = textwrap.indent(piece.code, depth * " ").splitlines()
     if not depth and "\n" in piece.code:
@@ -64,7 +64,7 @@ import numpy as np
 from common.mxnet_compat import mx
 from graph_passes import Graph, Ref, pipeline
 from graph_passes.choice import fewest
-from graph_passes.executors.cuda.lowering import RULES
+from graph_passes.executors.cuda.kernels import LAUNCHES
 from graph_passes.executors.reference import backward, forward, run
 
 def norm(x, name):
@@ -77,7 +77,7 @@ x = mx.sym.FullyConnected(mx.sym.Flatten(norm(x, "d")), num_hidden=5, name="fc")
 graph = Graph.from_json(mx.sym.SoftmaxOutput(x, normalization="batch", name="softmax").tojson())
 shapes = {"data": (4, 3, 2, 3), "softmax_label": (4,)}
 step = pipeline.training_step(graph, shapes, "bfloat16", fewest)
-assert step.operators()["AddAdd"] == 1 and "AddAdd" in RULES
+assert step.operators()["AddAdd"] == 1 and "AddAdd" in LAUNCHES
 rng, sizes = np.random.default_rng(0), graph.infer_shapes(shapes)
 values = {name: np.abs(rng.standard_normal(sizes[Ref(name)])) for name in graph.variables}
 values["softmax_label"] = np.arange(4.0)
@@ -218,7 +218,8 @@ CALLBACK = RUN + """
 lines = run("--epochs", "5", "--learning-rate", "1e-9", "--validate-every", "0")
 log = Path("run/watch.txt").read_text().splitlines()
 assert [line.partition(":")[0] for line in log] == ["epoch 1", "epoch 2", "saved step-00000006.npz", "end"], log
-assert log[-1] == "end: stopped by a callback: two epochs, and hardly better than chance", log
+assert log[-1] == "end: callback", log
+assert "two epochs, and hardly better than chance" in [line for line in lines if line["event"] == "stop"][-1]["reason"]
 """
 CHECKS = {
     "A model from outside": MODEL_FROM_OUTSIDE,
@@ -232,7 +233,7 @@ CHECKS = {
     "A data format": DATA_FORMAT,
 }
 PLUGINS = ("A model from outside", "An augmentation from outside", "A metric", "A callback")
-NUM_FILES = {**dict.fromkeys(PLUGINS, 1), "A fused operator": 6, "A model": 2, "An optimizer": 3, "An augmentation": 2,
+NUM_FILES = {**dict.fromkeys(PLUGINS, 1), "A fused operator": 2, "A model": 2, "An optimizer": 3, "An augmentation": 2,
              "A data format": 2}
 
 
@@ -269,15 +270,15 @@ def test_walk(heading: str, extended: Path, tmp_path: Path) -> None:
 
 
 def test_kernels_compile(extended: Path) -> None:
-    from graph_passes.executors.cuda import kernels
+    from graph_passes.executors.cuda import kernel_library
 
     pytest.importorskip("cuda.core", reason="cuda-core is not installed")
     sources = extended / "graph_passes/executors/cuda/kernels"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "SOURCES", sources)
-        for source, kernel in (("elementwise.cu", "add_add<half>"), ("optimizer.cu", "update<half, RmsProp>")):
+        patch.setattr(kernel_library, "SOURCES", sources)
+        for source, kernel in (("add_add.cu", "add_add<half>"), ("optimizer.cu", "update<half, RmsProp>")):
             try:
-                cubin, _ = kernels.compile_kernel(source, kernel, "sm_90a")
+                cubin, _ = kernel_library.compile_kernel(source, kernel, "sm_90a")
             except (ImportError, RuntimeError, OSError) as error:
                 if "nvrtc" in str(error).lower() and "COMPILATION" not in str(error):
                     pytest.skip(f"NVRTC is not installed: {error}")

@@ -89,7 +89,8 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     content."""
     picture = io.BytesIO()
     Image.new("RGB", (8, 8)).save(picture, "PNG")
-    monkeypatch.setattr(plots, "_png", lambda figure, theme: picture.getvalue())
+    monkeypatch.setattr(plots.Drawing, "png", picture.getvalue())
+    monkeypatch.setattr(plots.Drawing, "svg", b"<svg xmlns='http://www.w3.org/2000/svg'/>")
 
 
 @pytest.fixture

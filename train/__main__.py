@@ -18,6 +18,7 @@ from common.command_line import HELP, VERSION, VERSIONS, describe_commands, exit
 from common.errors import ProgramError
 from common.output import make_lasting
 from common.program import summaries
+from train import run_folder
 from train.command_line import COMMANDS, OF_ONE_PROCESS, PROG, command_options, understood, with_plugins
 from train.errors import TrainError
 from train.presets import presets
@@ -27,7 +28,10 @@ from train.processes.pulse import pulse
 
 def main(arguments: Sequence[str]) -> int:
     """Run a command and return the exit code. A user's mistake is printed on stderr as one sentence, with code 2."""
-    return exit_code_of(partial(_run, arguments))
+    try:
+        return exit_code_of(partial(_run, arguments))
+    finally:
+        run_folder.give_back()
 
 
 def _run(arguments: Sequence[str]) -> int:

@@ -11,6 +11,7 @@ made without pickle and readable with `numpy.load`. A further member, meta.json,
                                  initial values, from which training resumes (`train/statistics.py`); in aux and
                                  averages that share is removed
     loader/<rank>                position in the epoch, one for each process
+    outcomes/<name>              of the best validation, in best.npz: `Outcomes` of train/recording/outcomes.py
     meta.json                    format, progress, configuration, names and folders of the classes, state of NumPy's
                                  random generator, the optimizer's scalars (loss scaling, number of updates), the
                                  shares of biased statistics
@@ -52,6 +53,7 @@ READ = (1, 2)  # format versions that can be read
 FOLDER = "checkpoints"  # inside the run folder
 BEST = "best.npz"
 META = "meta.json"
+OUTCOMES = "outcomes"  # the group of their arrays
 OF_INT8 = "meta.npy"  # the metadata member of weights/int8_file.py, by which such a file is recognised
 
 Arrays = dict[str, np.ndarray]
@@ -98,6 +100,7 @@ class Checkpoint:
     loader_states: list[bytes] = field(default_factory=list)  # index: rank
     numpy_rng: dict[str, Any] = field(default_factory=dict)
     scalars: dict[str, float] = field(default_factory=dict)  # the optimizer's scalars
+    outcomes: Arrays = field(default_factory=dict)  # the outcomes of its validation; empty where it is not the best
     file: Path | None = None  # the file that it was read from; None: in memory only
 
     @property
@@ -145,7 +148,8 @@ def save(checkpoint: Checkpoint, path: Path) -> None:
         with zipfile.ZipFile(file, "w") as archive:
             slots = {f"state/{slot}": arrays for slot, arrays in checkpoint.state.items()}
             groups = {"params": checkpoint.params, "aux": checkpoint.aux, **slots, "averages": checkpoint.ema,
-                      "biased/aux": checkpoint.biased.aux, "biased/averages": checkpoint.biased.averages}
+                      "biased/aux": checkpoint.biased.aux, "biased/averages": checkpoint.biased.averages,
+                      OUTCOMES: checkpoint.outcomes}
             for group, arrays in groups.items():
                 for name, array in arrays.items():
                     _write_array(archive, f"{group}/{name}", array)
@@ -193,10 +197,24 @@ def load(path: Path) -> Checkpoint:
                 loader_states=[loader[str(rank)].tobytes() for rank in range(len(loader))],
                 numpy_rng=meta["numpy_rng"],
                 scalars=_scalars(meta["scalars"] if "scalars" in meta else meta.get("loss_scaling", {})),
+                outcomes=groups.get(OUTCOMES, {}),
                 file=path,
             )
     except OSError as error:
         raise TrainError(f"cannot read the checkpoint {path}: {error.strerror or error}") from None
+
+
+def read_outcomes(path: Path) -> tuple[Progress, Arrays] | None:
+    """A checkpoint's progress, and the outcomes of its validation, without the weights beside them. None if there is no
+    such file, if it cannot be read, or if it has none."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = [name for name in archive.namelist() if name.startswith(f"{OUTCOMES}/")]
+            arrays = {name.removeprefix(f"{OUTCOMES}/").removesuffix(".npy"): np.lib.format.read_array(
+                io.BytesIO(archive.read(name)), allow_pickle=False) for name in members}
+            return (_progress(json.loads(archive.read(META))["progress"]), arrays) if arrays else None
+    except Exception:  # any exception: see `content_of_file`
+        return None
 
 
 def load_checked(path: Path) -> Checkpoint:

@@ -15,7 +15,7 @@ from common.program import summaries
 from train import models
 from train.config import Config, check_optimizer, check_schedule
 from train.errors import TrainError
-from train.options import commands, training
+from train.options import commands, runs, training
 from train.options.commands import (
     BenchmarkOptions,
     CompareOptions,
@@ -29,6 +29,7 @@ from train.options.commands import (
 from train.options.language_model import LanguageModelOptions
 from train.options.limits import check_limits
 from train.options.run import DEFAULT_PRESET, LIST_PRESETS, DeviceOptions, RunOptions
+from train.options.runs import CompareRunsOptions, RunsOptions, SweepOptions
 from train.presets import describe_presets, load_preset
 
 # Name -> options and function of a command. The function's module is imported only when the command runs, because MXNet
@@ -38,6 +39,9 @@ COMMANDS = {
     "validate": Command(ValidateOptions, "train.commands.validate:main"),
     "benchmark": Command(BenchmarkOptions, "train.commands.benchmark:main", outlasts_output=True),
     "compare-precision": Command(CompareOptions, "train.commands.compare_precision:main"),
+    "compare": Command(CompareRunsOptions, "train.commands.compare:main"),
+    "runs": Command(RunsOptions, "train.commands.runs:main"),
+    "sweep": Command(SweepOptions, "train.commands.sweep:main", outlasts_output=True),
     "gpu-report": Command(GpuReportOptions, "gpu_report.command:main"),
     "language-model": Command(LanguageModelOptions, "train.commands.language_model:main", outlasts_output=True),
     "predict": Command(PredictOptions, "train.commands.predict:main"),
@@ -45,10 +49,10 @@ COMMANDS = {
     "quantize": Command(QuantizeOptions, "train.commands.quantize:main"),
     "export": Command(ExportOptions, "train.commands.export:main"),
 }
-OF_ONE_PROCESS = ("compare-precision", "gpu-report", "embed", "quantize", "export")
+OF_ONE_PROCESS = ("compare-precision", "compare", "runs", "sweep", "gpu-report", "embed", "quantize", "export")
 PROG = "python -m train"
 
-_LIMITS = training.LIMITS | commands.LIMITS
+_LIMITS = training.LIMITS | commands.LIMITS | runs.LIMITS
 
 
 def read(options: type, arguments: Sequence[str], *, command: str) -> dict[str, Any]:

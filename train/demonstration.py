@@ -67,9 +67,9 @@ def fit(config: Config, executor: Executor, num_images: int, workers: Workers) -
     return replace(config, epochs=epochs)
 
 
-def next_commands(run_folder: Path) -> str:
-    """Commands to try next. They work unchanged in the shell that started this process, and show where own data
-    goes."""
+def next_commands(run_folder: Path, num_processes: int = 1) -> str:
+    """Commands to try after a run of so many processes. They work unchanged in the shell that started this process, and
+    show where own data goes."""
     train = start_of(TRAIN)
     commands = [
         ("a picture of your own, in place of this one", f"{train} predict --checkpoint "
@@ -77,6 +77,6 @@ def next_commands(run_folder: Path) -> str:
         ("images of your own: a folder that has a folder for each class, in place of this one",
          f"{train} --config {DEFAULT_PRESET} --data {SAMPLES_FOLDER}"),
     ]
-    if is_console() or (ROOT / "scripts").is_dir():
+    if num_processes == 1 and (is_console() or (ROOT / "scripts").is_dir()):
         commands.append(("two processes, which average their gradients", f"{script(LAUNCH)} -n 2"))
     return "\n".join(["try next:", *(line for what, command in commands for line in (f"  # {what}", f"  {command}"))])

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipelines.files import read_file
+from pipelines.sources import Classes
+from pipelines.sources.base import nfc
 from pipelines.sources.folders import LeftOut, image_files
 from train.errors import TrainError
 
@@ -33,6 +35,32 @@ def image_paths(places: Sequence[Path]) -> list[Path]:
             raise TrainError(f"{place} does not exist: give image files, or folders or lists of them")
         paths += found
     return paths
+
+
+class FolderClasses:
+    """Tells by its folders which class an image is of.
+
+    That is the nearest folder that is named as a class: the image's own, or, in a folder that was given on the command
+    line, one between the two. `classes`: (folder or synset, name) of each class of the network.
+    """
+
+    def __init__(self, places: Sequence[Path], classes: Classes) -> None:
+        self._names = {nfc(key): name for key, name in classes}
+        self._places = {place for place in places if place.is_dir()}
+        self._known: dict[str, str | None] = {}
+
+    def of(self, image: str) -> str | None:
+        """The name of the image's class; None if no folder tells it."""
+        folder = os.path.dirname(image)
+        if folder not in self._known:
+            self._known[folder] = self._find(Path(folder))
+        return self._known[folder]
+
+    def _find(self, folder: Path) -> str | None:
+        folders = [folder, *folder.parents]
+        given = next((depth for depth, each in enumerate(folders) if each in self._places), 0)
+        names = [nfc(each.name) for each in folders[: given + 1]]
+        return next((self._names[name] for name in names if name in self._names), None)
 
 
 def _in_folder(folder: Path) -> list[Path]:

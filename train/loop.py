@@ -16,11 +16,10 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from common import plugins
 from common.errors import UserError
 from graph_passes.executors import Draws, Executor, Metrics
 from pipelines import Batch, DataError, Loader
@@ -30,6 +29,7 @@ from train.config import Config, changes
 from train.draws import draw
 from train.errors import LostProcessError, TrainError
 from train.optimizer import ema_decay, ema_in_use
+from train.plugin_metrics import PluginMetrics
 from train.processes.distributed import GradientAllReduce, Workers
 from train.processes.invocation import launcher
 from train.processes.pulse import Activity, pulse
@@ -50,6 +50,13 @@ MAX_SKIPPED_STEPS = 50
 # The run reports clipping if gradients are scaled down by more than this factor. (In the first steps of
 # `cifar10_strong` on a CPU the norms are about 20 times its --clip-norm.)
 LEAST_LEFT_BY_CLIPPING = 1000.0
+
+
+class Stop(NamedTuple):
+    """Why a run ends before its last epoch."""
+
+    reason: str  # a key of `metrics.REASONS`
+    text: str  # for the user
 
 
 @contextlib.contextmanager
@@ -96,7 +103,7 @@ class Trainer:
         self.notes = self.state.restore(checkpoint) if checkpoint else []
         self.changes = changes(self.before, config)
         self.val_loader = val_loader
-        self.metrics = plugins.active("metric", config.plugin)
+        self.plugin_metrics = PluginMetrics(config.plugin)
         self.validated: tuple[int, Outcomes] | None = None  # the session's latest validation: epochs done, outcomes
         self.run_folder = run_folder
         self.commit = commit
@@ -164,23 +171,24 @@ class Trainer:
                         self.callbacks.end_epoch(progress.epoch, recorder.latest_epoch)
                         stop = self._stop_of_callbacks(recorder) or stop
             if stop:
-                recorder.say(stop)
-                recorder.event("stop", reason=stop)
+                recorder.reason = stop.reason
+                recorder.say(stop.text)
+                recorder.event("stop", reason=stop.text)
             self.saver.save(recorder)
-        self.callbacks.end(stop or "all epochs are done")
+        self.callbacks.end(stop.reason if stop else "epochs")
         self._stop_of_callbacks(recorder)
 
-    def _stop_of_callbacks(self, recorder: Recorder) -> str:
-        """Why the callbacks of process 0 end the run, or "". A collective operation. Raises TrainError, after a
+    def _stop_of_callbacks(self, recorder: Recorder) -> Stop | None:
+        """Why the callbacks of process 0 end the run, or None. A collective operation. Raises TrainError, after a
         checkpoint, if one of them has failed."""
         if not self.callbacks:
-            return ""
+            return None
         wish = self.workers.gather(self.callbacks.wish)[0]
         if wish.failure:
             if self.state.progress.step:
                 self.saver.save_before_error(recorder)
             raise TrainError(wish.failure, on_all_ranks=True)
-        return f"stopped by a callback: {wish.reason}" if wish.reason else ""
+        return Stop("callback", f"stopped by a callback: {wish.reason}") if wish.reason else None
 
     @contextlib.contextmanager
     def monitoring(self, recorder: Recorder) -> Iterator[None]:
@@ -195,8 +203,8 @@ class Trainer:
                 if self.monitor.problem:
                     recorder.event("gpu_readings", problem=self.monitor.problem)
 
-    def _train_epoch(self, recorder: Recorder, signals: Signals) -> str:
-        """Do the remaining steps of the epoch. Returns why the run ends before the epoch does, or ""."""
+    def _train_epoch(self, recorder: Recorder, signals: Signals) -> Stop | None:
+        """Do the remaining steps of the epoch. Returns why the run ends before the epoch does, or None."""
         progress = self.state.progress
         sizes = self.train_loader.config
         if progress.epoch and sizes.size_in(progress.epoch) != sizes.size_in(progress.epoch - 1):
@@ -204,7 +212,7 @@ class Trainer:
             pulse.lose_pace()  # the network is built for the new size
         recorder.begin_epoch(progress.epoch, self.state.steps_per_epoch, progress.epoch_step)
         if self.train_loader.epoch > progress.epoch:  # resumed from a checkpoint at the beginning of validation
-            return ""
+            return None
         batches = recorder.timed(self.train_loader)
         while self._step_or_save(batches, recorder):
             recorder.stop_clock(self.executor.idle_seconds)
@@ -228,10 +236,10 @@ class Trainer:
             if stop_signal:
                 raise self._stopped(signals)
             if time_up:
-                return f"stopped: the time limit of {self.config.time_limit:g} minutes is reached"
+                return Stop("time_limit", f"stopped: the time limit of {self.config.time_limit:g} minutes is reached")
             if stop := (asked and self._stop_of_callbacks(recorder)) or self._steps_used_up():
                 return stop
-        return ""
+        return None
 
     def _step_or_save(self, batches: Iterator[Batch], recorder: Recorder) -> bool:
         """As `step`, but a single process saves a checkpoint of the completed steps if an image cannot be read."""
@@ -341,8 +349,8 @@ class Trainer:
         recorder.say(f"step {self.metrics_steps[1]}: the norm of the gradients is {norm:.3g}, and --clip-norm "
                      f"{clip_norm:g} scales them down to that: weights may hardly change; 1 is usual")
 
-    def _end_epoch(self, recorder: Recorder, signals: Signals) -> str:
-        """Validate if it is due. Returns why the run ends here, or ""."""
+    def _end_epoch(self, recorder: Recorder, signals: Signals) -> Stop | None:
+        """Validate if it is due. Returns why the run ends here, or None."""
         config, progress = self.config, self.state.progress
         done = progress.epoch + 1
         self._report_bad_images(recorder, self.train_loader)
@@ -352,37 +360,39 @@ class Trainer:
         progress.epoch, progress.epoch_step = done, 0
         if not validation:
             recorder.end_epoch()
-            return ""
-        metrics, outcomes, of_plugins = validation
+            return None
+        metrics, outcomes = validation
+        of_plugins = self.plugin_metrics.means(self.workers, metrics.count)
         is_balance_wanted = max(config.balance, config.class_weights) > 0 or outcomes.is_uneven
         recorder.end_epoch(metrics, outcomes.balanced_accuracy if is_balance_wanted else None, of_plugins)
         top1 = metrics.top1 / metrics.count
         if top1 > progress.best_top1:
             progress.best_top1, progress.validations_since_best = top1, 0
-            self.saver.save(recorder, is_best=True)
+            self.saver.save(recorder, best=outcomes)
         else:
             progress.validations_since_best += 1
         return self._settled(recorder.evaluated)
 
-    def _settled(self, images: str) -> str:
-        """Why the accuracies on `images` so far end the run, or "". Also applies to a resumed run."""
+    def _settled(self, images: str) -> Stop | None:
+        """Why the accuracies on `images` so far end the run, or None. Also applies to a resumed run."""
         config, progress, evaluated = self.config, self.state.progress, accuracy_of(images)
         if 0 < config.target_accuracy <= progress.best_top1:
-            return (f"stopped: the {evaluated} is {progress.best_top1:.4f} and has reached the target of "
-                    f"{config.target_accuracy:g}")
+            return Stop("target_accuracy", f"stopped: the {evaluated} is {progress.best_top1:.4f} and has reached the "
+                                           f"target of {config.target_accuracy:g}")
         if 0 < config.patience <= progress.validations_since_best:
-            return (f"stopped: {progress.validations_since_best} validations in a row have not raised the "
-                    f"{evaluated} above {progress.best_top1:.4f}, whose weights are kept")
-        return ""
+            return Stop("patience", f"stopped: {progress.validations_since_best} validations in a row have not raised "
+                                    f"the {evaluated} above {progress.best_top1:.4f}, whose weights are kept")
+        return None
 
     def _validate(self, recorder: Recorder, signals: Signals, loader: Loader) -> Validation:
         """Validate after an epoch's last step. The state is saved before, so that a run that is stopped or fails
         meanwhile resumes with this validation. Raises StoppedBySignal, and UserError if an image cannot be read."""
         self.saver.save_unless_fresh(recorder)
+        self.plugin_metrics.begin()
         try:
             with recorder.phase("validation"), self.evaluating(together=True):
                 validation = validate(self.executor, loader, self.workers, lambda: _is_to_stop(signals),
-                                      partial(recorder.show_progress, total=loader.num_batches), self.metrics)
+                                      partial(recorder.show_progress, total=loader.num_batches), self.plugin_metrics)
         except LostProcessError:
             raise
         except UserError:
@@ -425,10 +435,10 @@ class Trainer:
         limit = self.config.time_limit
         return self.workers.rank == 0 and 0 < 60 * limit <= time.monotonic() - self.started_at
 
-    def _steps_used_up(self) -> str:
-        """Why the run ends here: --max-steps is reached; else ""."""
+    def _steps_used_up(self) -> Stop | None:
+        """Why the run ends here: --max-steps is reached; else None."""
         done, limit = self.state.progress.step, self.config.max_steps
-        return f"stopped after step {done}: --max-steps is {limit}" if 0 < limit <= done else ""
+        return Stop("max_steps", f"stopped after step {done}: --max-steps is {limit}") if 0 < limit <= done else None
 
     @property
     def is_stuck(self) -> bool:

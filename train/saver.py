@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import math
+import shutil
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
 
-from train.checkpoint import BEST, FOLDER, Checkpoint, CheckpointFolder, Progress
+from common.files import shown_size
+from train.checkpoint import BEST, FOLDER, Checkpoint, CheckpointFolder, Progress, read_outcomes
 from train.errors import TrainError
 from train.processes.pulse import Activity, pulse
+from train.recording.outcomes import Outcomes
 from train.recording.recorder import Recorder
 from train.run_state import RunState
 
+BYTES = 4  # of each value in a checkpoint
 FRESH_SECONDS = 30.0  # a checkpoint younger than this makes another one before validation unnecessary
 
 
@@ -34,6 +39,20 @@ class Saver:
         if state.progress.step and resumed.exists():
             self.last_saved, self.saved_progress = resumed, replace(state.progress)
 
+    def check_space(self) -> None:
+        """Raise TrainError if the run's folder has no room for a checkpoint: rather now than after an epoch."""
+        state = self.state
+        if state.workers.rank:
+            return
+        optimizer = state.optimizer
+        groups = (state.executor.params, state.executor.aux, *optimizer.state.values(), optimizer.ema)
+        size = BYTES * sum(math.prod(array.shape) for arrays in groups for array in arrays.values())
+        folder = next(path for path in (self.checkpoints.path, *self.checkpoints.path.parents) if path.exists())
+        free = shutil.disk_usage(folder).free
+        if free < size:
+            raise TrainError(f"a checkpoint of this run takes {shown_size(size)}, and the disk of {folder} has "
+                             f"{shown_size(free)} free: free some space there, or give another --output")
+
     def is_due(self) -> bool:
         """Whether rank 0 requests a checkpoint, by the time since the last one."""
         minutes = self.state.config.checkpoint_minutes
@@ -45,23 +64,24 @@ class Saver:
         if workers.sum([workers.rank == 0 and time.monotonic() - self.saved_at > FRESH_SECONDS])[0]:
             self.save(recorder)
 
-    def save(self, recorder: Recorder, is_best: bool = False) -> None:
-        """Save a checkpoint, unless the last one has this state. Raises TrainError if it is not finite or cannot be
+    def save(self, recorder: Recorder, best: Outcomes | None = None) -> None:
+        """Save a checkpoint, unless the last one has this state. `best`: the outcomes of the validation just made, if
+        it is the best so far; they are kept with the weights. Raises TrainError if it is not finite or cannot be
         written."""
-        workers, progress = self.state.workers, self.state.progress
+        workers, progress, is_best = self.state.workers, self.state.progress, best is not None
         self.look_for_removed(recorder)
         if progress == self.saved_progress and not is_best:
             return
         path = self.checkpoints.path_of(progress.step)
         with recorder.phase("checkpoint"):
             pulse.show(Activity.SAVING)
-            checkpoint = self.capture()
+            checkpoint = replace(self.capture(), outcomes=vars(best) if best else {})
             with workers.agreement():
                 if workers.rank == 0:
                     self.checkpoints.save(checkpoint, is_best)
         self.last_saved, self.saved_at = path, time.monotonic()
         self.saved_progress = replace(progress)
-        recorder.event("checkpoint", file=path.name, is_best=is_best)
+        recorder.event("checkpoint", file=path.name, is_best=is_best, **({"epoch": progress.epoch} if is_best else {}))
         self.on_saved(path)
 
     def save_before_error(self, recorder: Recorder) -> None:
@@ -108,3 +128,14 @@ class Saver:
     def _forget_best(self) -> None:
         self.state.progress.best_top1 = -1.0  # an accuracy is kept only with its weights in best.npz
         self.state.progress.validations_since_best = 0
+
+
+def best_outcomes(run_folder: Path) -> tuple[int, Outcomes] | None:
+    """Epochs done at a run's best validation, and its outcomes: those of the weights in best.npz. None without that
+    file, or if an earlier version has written it."""
+    found = read_outcomes(run_folder / FOLDER / BEST)
+    if not found:
+        return None
+    progress, arrays = found
+    names = {field.name for field in fields(Outcomes)}
+    return (progress.epoch, Outcomes(**arrays)) if arrays.keys() == names else None

@@ -8,16 +8,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from common import plugins
 from common.errors import UserError
-from common.plugins import Registered
 from graph_passes.executors import Executor, Metrics
 from pipelines import Batch, Loader
-from train.errors import TrainError
 from train.processes.distributed import Workers
 from train.processes.pulse import Activity, pulse
-from train.recording.outcomes import Outcomes
+from train.recording.outcomes import Outcomes, spread
 from train.recording.recorder import LONGEST_SILENCE
+
+# receives a batch's probabilities (N, classes), labels (N,) and indices in the split (N, or empty)
+Each = Callable[[np.ndarray, np.ndarray, Sequence[int]], None]
 
 
 class Validation(NamedTuple):
@@ -25,38 +25,31 @@ class Validation(NamedTuple):
 
     metrics: Metrics
     outcomes: Outcomes
-    of_plugins: dict[str, float]  # the means of the plug-ins' metrics, by name
-
-
-class _Found(NamedTuple):
-    """The results of a batch."""
-
-    outcomes: Outcomes
-    of_plugins: np.ndarray  # (metrics,) float64, sums over the images
 
 
 def validate(
     executor: Executor, loader: Loader, workers: Workers, stop: Callable[[], bool] = lambda: False,
-    progress: Callable[[int], None] | None = None, of_plugins: Sequence[Registered] = (),
+    progress: Callable[[int], None] | None = None, each: Each | None = None,
 ) -> Validation | None:
     """Validate on a whole split, with BatchNorm's statistics as they are; they must be equal in all processes.
 
     `stop` is called after each batch; None is returned if it was true on any process. `progress` gets the number of
-    batches begun. `of_plugins`: further metrics. Raises UserError, on all processes, if one cannot load or evaluate a
-    batch.
+    batches begun, `each` what the network makes of every batch of this process. Raises UserError, on all processes, if
+    one cannot load or evaluate a batch.
     """
     pulse.show(Activity.VALIDATING)  # the first batch may wait for compilation
     batches, is_over = iter(loader), False
     problem: UserError | None = None
-    found: list[_Found] = []
+    found: list[Outcomes] = []
     # fetches the previous batch's outcomes; the host counts while the device computes
-    take: Callable[[], _Found] | None = None
+    take: Callable[[], Outcomes] | None = None
+    sampled = spread(loader.num_images)
     for number in range(1, loader.num_batches + 1):  # equal on all processes, because they vote after each batch
         if not problem:
             try:
                 batch = next(batches)
                 executor.infer(batch.data, batch.label, batch.num_valid)
-                take_next = _request_outcomes(executor, batch, of_plugins)
+                take_next = _request_outcomes(executor, batch, sampled, each)
                 found += [take()] if take else []
                 take = take_next
             except UserError as error:
@@ -76,10 +69,7 @@ def validate(
     if is_over:
         return None
     next(batches, None)  # ends the loader's epoch
-    sums = Metrics(*workers.sum(metrics))
-    totals = workers.sum(np.sum([each.of_plugins for each in found], axis=0)) if of_plugins else []
-    return Validation(sums, Outcomes.together(workers.gather(Outcomes.together([each.outcomes for each in found]))),
-                      {each.name: total / sums.count for each, total in zip(of_plugins, totals, strict=True)})
+    return Validation(Metrics(*workers.sum(metrics)), Outcomes.together(workers.gather(Outcomes.together(found))))
 
 
 def printed_progress(total: int) -> Callable[[int], None]:
@@ -95,22 +85,15 @@ def printed_progress(total: int) -> Callable[[int], None]:
     return tell
 
 
-def _request_outcomes(executor: Executor, batch: Batch, of_plugins: Sequence[Registered]) -> Callable[[], _Found]:
-    """Request the outcomes of the batch just evaluated; the returned function waits for them. Raises UserError."""
-    probabilities, count = executor.request_probabilities(), batch.num_valid
+def _request_outcomes(executor: Executor, batch: Batch, sampled: Sequence[int],
+                      each: Each | None) -> Callable[[], Outcomes]:
+    """Request the outcomes of the batch just evaluated; the returned function waits for them."""
+    request, count = executor.request_probabilities(), batch.num_valid
 
-    def take() -> _Found:
-        of_images, labels = probabilities()[:count], batch.label.asnumpy()[:count]
-        sums = [_sum(each, of_images, labels.astype(np.int64)) for each in of_plugins]
-        return _Found(Outcomes.of(of_images, labels, batch.indices), np.array(sums, np.float64))
+    def take() -> Outcomes:
+        probabilities, labels = request()[:count], batch.label.asnumpy()[:count]
+        if each:
+            each(probabilities, labels, batch.indices)
+        return Outcomes.of(probabilities, labels, batch.indices, sampled)
 
     return take
-
-
-def _sum(metric: Registered, probabilities: np.ndarray, labels: np.ndarray) -> float:
-    """The sum of a plug-in's metric over the images of a batch. Raises UserError if it is no metric."""
-    values = np.asarray(plugins.call(metric, probabilities.copy(), labels))
-    if values.shape != labels.shape or values.dtype.kind not in "biuf":
-        raise TrainError(f"the metric {metric.name} ({metric.place}) returned {values.dtype} {values.shape} for "
-                         f"{len(labels)} images: return {labels.shape}, a number for each image")
-    return float(values.sum(dtype=np.float64))

@@ -1,11 +1,14 @@
-"""The operators that passes and executors know: each is described once, in the module of its family.
+"""The operators that passes and executors know: each is described once.
 
+Operators of networks and of training steps are described here, in the module of their family; what a fused kernel
+computes beside that kernel (`executors/cuda/kernels/`), from where it comes into the table when it is first asked for.
 Operators that are not in the table pass through every pass untouched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 from graph_passes.errors import GraphError
@@ -14,9 +17,6 @@ from graph_passes.operators import (
     arithmetic,
     batch_norm,
     batch_norm_halves,
-    batch_norm_pair,
-    batch_norm_pool,
-    conv1x1_backward,
     convolution,
     dropout,
     elementwise,
@@ -24,7 +24,6 @@ from graph_passes.operators import (
     fully_connected,
     joining,
     layer_norm,
-    norm_conv,
     pooling,
     quantised,
     rnn,
@@ -33,6 +32,7 @@ from graph_passes.operators import (
 )
 from graph_passes.operators.base import Attribute, NodeView, Operator, Ref, Shape, Shapes, channel_axis
 from graph_passes.operators.batch_norm import BATCH_NORMS
+from graph_passes.operators.domains import derived
 from graph_passes.operators.elementwise import is_relu
 from graph_passes.operators.windows import Window, output_size, window
 
@@ -56,15 +56,46 @@ __all__ = [
 ]
 
 _FAMILIES = (convolution, batch_norm, elementwise, dropout, pooling, fully_connected, softmax, sigmoid,
-             batch_norm_halves, batch_norm_pair, batch_norm_pool, norm_conv, conv1x1_backward, quantised, rnn,
-             embedding, activations, arithmetic, joining, layer_norm)
+             batch_norm_halves, quantised, rnn, embedding, activations, arithmetic, joining, layer_norm)
 
-OPERATORS: Mapping[str, Operator] = MappingProxyType(
-    {operator.name: operator for family in _FAMILIES for operator in family.OPERATORS})
+_KERNELS = "graph_passes.executors.cuda.kernels"
+
+
+class _Table(Mapping[str, Operator]):
+    """Operators by name. Those of kernels are read at the first look at one that is not described here: their files
+    import this package, with all that launches need."""
+
+    def __init__(self, own: Mapping[str, Operator]) -> None:
+        self._known, self._is_complete = dict(own), False
+
+    def __getitem__(self, name: str) -> Operator:
+        if name in self._known:
+            return self._known[name]
+        return self._all()[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._known or name in self._all()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all())
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+    def _all(self) -> dict[str, Operator]:
+        if not self._is_complete:
+            fused = importlib.import_module(_KERNELS).OPERATORS
+            self._known |= {operator.name: derived(operator) for operator in fused}
+            self._is_complete = True
+        return self._known
+
+
+_OWN = {operator.name: derived(operator) for family in _FAMILIES for operator in family.OPERATORS}
+OPERATORS: Mapping[str, Operator] = _Table(_OWN)
 
 # What a network ends in, which is its own loss, and what takes its place in a training step.
 LOSSES: Mapping[str, str] = MappingProxyType({
-    operator.forward: operator.name for operator in OPERATORS.values() if "loss" in operator.outputs})
+    operator.forward: operator.name for operator in _OWN.values() if "loss" in operator.outputs})
 
 
 def infer_node_shapes(node: NodeView, inputs: list[Shape | None]) -> tuple[Shapes, Shapes]:

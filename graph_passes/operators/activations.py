@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from graph_passes.operators.base import (
     one_of,
     sum_over_others,
 )
+from graph_passes.operators.body import Body
 from graph_passes.operators.elementwise import elementwise, is_relu, relu_gradient, relu_numpy_gradient
 from graph_passes.operators.sigmoid import sigmoid
 
@@ -190,9 +191,13 @@ def _leaky_kind(value: object) -> str:
     return one_of(*_LEAKY)(value)
 
 
+def _body(b: Body) -> list[Any]:
+    return [b.relu(b["data"])] if is_relu(b.node) else b.primitive()
+
+
 def _of_elements(name: str, attrs: Mapping[str, Attribute] | None = None) -> Operator:
     return Operator(name, ("data",), elementwise, _compute, attrs or {}, in_place={"output": ("data",)},
-                    gradient=_gradient, numpy_gradient=_numpy_gradient)
+                    gradient=_gradient, numpy_gradient=_numpy_gradient, body=_body)
 
 
 OPERATORS = (

@@ -67,6 +67,11 @@ class Attribute(NamedTuple):
     default: Any = REQUIRED
 
 
+def by_body(node: Any, *given: Any) -> Any:
+    """In place of `infer` and `compute`: they follow from the body."""
+    raise NotImplementedError
+
+
 @dataclass(frozen=True)
 class Operator:
     """All about one operator.
@@ -74,13 +79,14 @@ class Operator:
     `infer` completes the input shapes (None: unknown) and gives the output shapes. `compute` gives the outputs, in the
     dtype of the inputs. `gradient` writes the backward pass into the graph, `numpy_gradient` computes it, for the
     oracle that has no such graph: (node, inputs, outputs, gradient of the first output, training) -> gradients of the
-    inputs, None for those that have none.
+    inputs, None for those that have none. `body` says in primitives what is computed (`body.py`); what has none is a
+    primitive. An operator with a body need not say `infer` and `compute`.
     """
 
     name: str
     inputs: tuple[str, ...]
-    infer: Infer
-    compute: Compute
+    infer: Infer = by_body
+    compute: Compute = by_body
     attrs: Mapping[str, Attribute] = field(default_factory=dict)
     outputs: tuple[str, ...] = ("output",)
     # Input or output -> an attribute, or a function of the node: left out where it is true.
@@ -94,6 +100,10 @@ class Operator:
     # The operator that takes its place in a training step: it also leaves what the gradient needs.
     training: Callable[[Any], str] | None = None
     fused: bool = False  # one of ours, in place of several: shown in another colour
+    body: Callable[[Any], Sequence[Any]] | None = None
+    # The operator, for all devices or of plainer a kernel, that computes the same from the same inputs.
+    form_of: str = ""
+    repeatable: bool = False  # as a fusion it is taken in runs in which no clock may decide
     forward: str = ""  # the operator under whose name users know this one: Convolution for ConvolutionWgrad
 
     def default(self, attribute: str) -> Any:
@@ -176,7 +186,6 @@ OPTIONAL_SIZES = Attribute(integers, ())
 DATA_SHAPE = {"data_shape": Attribute(integers)}  # of the forward operator's data: the gradient's shape does not tell
 # Two gradients of one tensor: `out_grad_2` is added to `out_grad` while it is read, unless there is a `single_grad`.
 SINGLE_GRAD = {"single_grad": TRUE}
-WAY = {"way": Attribute(str, "")}  # by which kernel a device computes it, as the pass has chosen
 SECOND_GRAD = {"out_grad_2": "single_grad"}
 # With a `grad_stride` the second is compact (passes/compact_grad.py): of images in NHWC it has the pixels whose row and
 # column are multiples of that stride, and is 0 elsewhere.
@@ -207,23 +216,14 @@ def channel_axis(layout: str) -> int:
     return layout.index("C")
 
 
-def second_grad_shape(node: NodeView, data: Shape) -> Shapes:
-    """Of `out_grad_2`, if there is one."""
-    if node["single_grad"]:
-        return []
-    if not node["grad_stride"]:
-        return [data]
+def compact_shape(data: Shape, stride: Sequence[int]) -> Shape:
+    """Of the pixels whose row and column are multiples of the stride."""
     images, *size, channels = data
-    kept = (-(-pixels // step) for pixels, step in zip(size, node["grad_stride"], strict=True))
-    return [(images, *kept, channels)]
+    kept = (-(-pixels // step) for pixels, step in zip(size, stride, strict=True))
+    return (images, *kept, channels)
 
 
 # --- NumPy ---
-
-
-def second_grad(node: NodeView, inputs: Sequence[Array], shape: Shape) -> Array | None:
-    """`out_grad_2`, the last of the inputs, if there is one, with all of its pixels."""
-    return None if node["single_grad"] else with_all_pixels(node, inputs[-1], shape)
 
 
 def with_all_pixels(node: NodeView, compact: Array, shape: Shape) -> Array:

@@ -40,6 +40,7 @@ from graph_passes.operators.base import (
     sum_over_others,
     total,
 )
+from graph_passes.operators.body import Body
 from graph_passes.operators.dropout import FACTORS, dropped, dropping, factors_shape
 from graph_passes.operators.elementwise import relu, relu_backward
 
@@ -241,7 +242,14 @@ _GRADIENTS = ("data_grad", "gamma_grad", "beta_grad")
 def _forward(name: str, inputs: tuple[str, ...], over: tuple[str, ...]) -> Operator:
     return Operator(name, inputs, _inference, _compute, ATTRIBUTES | dropping(inputs), ("output", "mean", "var"),
                     FACTORS, RUNNING, {"output": over}, gradient=_gradient, numpy_gradient=_numpy_gradient,
-                    training=_training_variant, fused=name != "BatchNorm")
+                    training=_training_variant, fused=name != "BatchNorm", body=_body)
+
+
+def _body(b: Body) -> list[Any]:
+    """With a sum or ReLU as the node has it, before it is split."""
+    y, *others = b.batch_norm()
+    y = b.add(b.dropped(y), b["addend"]) if b.has("addend") else y
+    return [y if b.node.op == "BatchNorm" else b.relu(y), *others]
 
 
 def _train(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], over: tuple[str, ...]) -> Operator:

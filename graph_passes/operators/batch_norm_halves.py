@@ -12,7 +12,8 @@ than one read. Where images are dropped, both halves of the backward pass multip
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -27,27 +28,16 @@ from graph_passes.operators.base import (
     Shape,
     Shapes,
     known,
-    second_grad,
-    second_grad_shape,
     sums_about_mean,
-    total,
 )
 from graph_passes.operators.batch_norm import (
     ATTRIBUTES,
     RUNNING,
     Statistics,
     channels_of,
-    data_gradient,
-    gradient_sums,
-    mask_shape,
-    masked,
-    positive_bits,
-    running_statistics,
-    scaled,
-    to_saved,
 )
-from graph_passes.operators.dropout import FACTORS, dropped, dropping, factors_shape
-from graph_passes.operators.elementwise import relu, relu_backward
+from graph_passes.operators.body import Body
+from graph_passes.operators.dropout import FACTORS, dropping
 
 # --- shapes ---
 
@@ -67,36 +57,6 @@ def _group_statistics(node: NodeView, shapes: list[Shape | None]) -> tuple[Shape
     return [known(node, shapes), sums_shape(shapes[1], channels)], [(3, *channels)]
 
 
-def _apply(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
-    data = known(node, shapes)
-    channels = channels_of(node, data)
-    inputs, mask = [data, sums_shape(shapes[1], channels), *[channels] * 4], []
-    if node.op == "BatchNormAddReluApply":
-        inputs += [data, *factors_shape(node, shapes, 7)]
-        mask = [mask_shape(data)]
-    return inputs, [data, (2, *channels), channels, channels, *mask]
-
-
-def _backward_reduce(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
-    data = known(node, shapes)
-    channels = channels_of(node, data)
-    adds = node.op == "BatchNormAddReluBackwardReduce"
-    last = [mask_shape(data), *factors_shape(node, shapes, 5)] if adds else [channels] * ("Relu" in node.op)
-    second = second_grad_shape(node, data)
-    keeps = bool(second) or adds
-    return [data, data, channels, (2, *channels), *last, *second], [channels, channels, *[data] * keeps]
-
-
-def _backward_apply(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
-    data = known(node, shapes)
-    channels = channels_of(node, data)
-    last = [data] if node.op.endswith("Add") else []
-    if node.op == "BatchNormBackwardApply":
-        last = [*factors_shape(node, shapes, 6)]
-    sums_and_beta = [channels] * (len(shapes) - 4 - len(last))
-    return [data, data, channels, (2, *channels), *sums_and_beta, *last], [data]
-
-
 def _same(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
     inputs = [known(node, shapes, index) for index in range(len(shapes))]
     return inputs, inputs
@@ -112,51 +72,36 @@ def statistics_of(sums: Array, x: Array) -> Statistics:
     return Statistics(mean.astype(x.dtype), (mean_square - first**2).astype(x.dtype))
 
 
-def apply(node: NodeView, x: Array, sums: Array, gamma: Array, beta: Array, mean: Array,
-          var: Array) -> tuple[Array, Array, Statistics]:
-    """BatchNorm of x from its sums; what the gradient needs; the new running statistics."""
-    batch = statistics_of(sums, x)
-    saved = to_saved(node, batch)
-    return scaled(node, x, gamma, beta, saved), saved, running_statistics(node, Statistics(mean, var), batch)
-
-
 def _compute_group_statistics(node: NodeView, x: Array, sums: Array) -> list[Array]:
     mean, var = statistics_of(sums, x)
     return [np.stack([np.zeros_like(mean), var * (x.size // len(mean)), mean])]
 
 
-def _compute_apply(node: NodeView, *inputs: Array) -> list[Array]:
-    y, saved, moving = apply(node, *inputs[:6])
-    if node.op == "BatchNormApply":
-        return [y, saved, *moving]
-    if node.op == "BatchNormReluApply":
-        return [relu(y), saved, *moving]
-    addend, *factors = inputs[6:]
-    y = relu(dropped(node, y, *factors or (None,)) + addend)
-    return [y, saved, *moving, positive_bits(y)]
+# --- bodies ---
 
 
-def _compute_reduce(node: NodeView, dy: Array, x: Array, gamma: Array, saved: Array, *others: Array) -> Sequence[Array]:
-    dz = total(dy, second_grad(node, others, dy.shape))
-    if node.op == "BatchNormReluBackwardReduce":
-        dz = relu_backward(dz, scaled(node, x, gamma, others[0], saved))
-    elif node.op == "BatchNormAddReluBackwardReduce":
-        dz = masked(dz, others[0])
-        return [*gradient_sums(node, dropped(node, dz, None if node["no_factors"] else others[1]), x, saved), dz]
-    return [*gradient_sums(node, dz, x, saved), *[dz] * (not node["single_grad"])]
+def apply_body(b: Body, relu: bool) -> list[Any]:
+    """The outputs of a BatchNorm's half, with the addend that the node has."""
+    statistics = b.statistics()
+    z = b.dropped(b.normalised(statistics[0]))
+    z = b.add(z, b["addend"]) if b.has("addend") else z
+    return [b.relu(z) if relu else z, *statistics, *([b.mask(z)] if b.has("addend") else [])]
 
 
-def _compute_backward_apply(node: NodeView, dz: Array, x: Array, gamma: Array, saved: Array, dgamma: Array,
-                            dbeta: Array, last: Array | None = None) -> list[Array]:
-    if node.op == "BatchNormBackwardApply":
-        return [data_gradient(node, dropped(node, dz, last), x, gamma, saved, (dgamma, dbeta))]
-    return [total(data_gradient(node, dz, x, gamma, saved, (dgamma, dbeta)), last)]
+def _reduce_body(b: Body) -> list[Any]:
+    gradient, keeps = b.total(b["out_grad"]), b.has("mask") or b.has("out_grad_2")
+    if b.has("mask"):
+        gradient = b.gate(gradient, b["mask"])
+    elif b.has("beta"):
+        gradient = b.through_relu(gradient)
+    return [*b.reduced(b.dropped(gradient)), *([gradient] if keeps else [])]
 
 
-def _compute_relu_backward_apply(node: NodeView, dy: Array, x: Array, gamma: Array, saved: Array, beta: Array,
-                                 *others: Array) -> list[Array]:
-    dz = relu_backward(dy, scaled(node, x, gamma, beta, saved))
-    return _compute_backward_apply(node, dz, x, gamma, saved, *others)
+def backward_apply_body(b: Body) -> list[Any]:
+    """The gradient of a BatchNorm's data, through its ReLU where the node starts before that; then the sum with the
+    addend that it has."""
+    dx = b.norm_grad(b.through_relu(b["out_grad"]) if b.has("beta") else b.dropped(b["masked_grad"]))
+    return [b.add(dx, b["addend"]) if b.has("addend") else dx]
 
 
 # --- the descriptions ---
@@ -168,22 +113,22 @@ _ARRAYS = ("sums", "sums_2", "sums_3", "sums_4")
 
 
 def _forward(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Operator:
-    return Operator(name, inputs, _apply, _compute_apply, ATTRIBUTES | dropping(inputs), outputs, FACTORS, RUNNING,
-                    {"output": ("data",)}, fused="Relu" in name, forward=name.removesuffix("Apply"))
+    return Operator(name, inputs, attrs=ATTRIBUTES | dropping(inputs), outputs=outputs, optional=FACTORS, aux=RUNNING,
+                    in_place={"output": ("data",)}, body=partial(apply_body, relu="Relu" in name),
+                    fused="Relu" in name, forward=name.removesuffix("Apply"))
 
 
 def _reduce(name: str, last: tuple[str, ...]) -> Operator:
     optional = FACTORS if "mask" in last else {"masked_grad": "single_grad"}
-    return Operator(name, ("out_grad", "data", "gamma", "saved", *last, "out_grad_2"), _backward_reduce,
-                    _compute_reduce, ATTRIBUTES | SINGLE_GRAD | GRAD_STRIDE | dropping(last), (*_SUMS, "masked_grad"),
-                    {**SECOND_GRAD, **optional},
-                    in_place={"masked_grad": ("out_grad",)}, fused="Relu" in name,
-                    forward=name.removesuffix("BackwardReduce"))
+    return Operator(name, ("out_grad", "data", "gamma", "saved", *last, "out_grad_2"),
+                    attrs=ATTRIBUTES | SINGLE_GRAD | GRAD_STRIDE | dropping(last), outputs=(*_SUMS, "masked_grad"),
+                    optional={**SECOND_GRAD, **optional}, in_place={"masked_grad": ("out_grad",)}, body=_reduce_body,
+                    fused="Relu" in name, forward=name.removesuffix("BackwardReduce"))
 
 
 OPERATORS = (
     Operator("BatchNormStatistics", ("data",), _statistics, lambda node, x: [sums_about_mean(x, node["axis"])],
-             ATTRIBUTES, ("sums",), forward="BatchNorm"),
+             ATTRIBUTES, ("sums",), body=lambda b: [b.sums(b["data"])], forward="BatchNorm"),
     _forward("BatchNormApply", _APPLY, _KEPT),
     _forward("BatchNormReluApply", _APPLY, _KEPT),
     _forward("BatchNormAddReluApply", (*_APPLY, "addend", "factors"), (*_KEPT, "mask")),
@@ -191,19 +136,12 @@ OPERATORS = (
     _reduce("BatchNormReluBackwardReduce", ("beta",)),
     _reduce("BatchNormAddReluBackwardReduce", ("mask", "factors")),
     # Of all three, from `masked_grad`; of a BatchNorm alone also from the gradient of its output.
-    Operator("BatchNormBackwardApply", ("masked_grad", "data", "gamma", "saved", *_SUMS, "factors"), _backward_apply,
-             _compute_backward_apply, ATTRIBUTES | dropping(["factors"]), ("data_grad",), FACTORS,
-             in_place={"data_grad": ("masked_grad",)}, forward="BatchNorm"),
-    Operator("BatchNormReluBackwardApply", ("out_grad", "data", "gamma", "saved", "beta", *_SUMS), _backward_apply,
-             _compute_relu_backward_apply, ATTRIBUTES, ("data_grad",), in_place={"data_grad": ("out_grad",)},
+    Operator("BatchNormBackwardApply", ("masked_grad", "data", "gamma", "saved", *_SUMS, "factors"),
+             attrs=ATTRIBUTES | dropping(["factors"]), outputs=("data_grad",), optional=FACTORS,
+             in_place={"data_grad": ("masked_grad",)}, body=backward_apply_body, forward="BatchNorm"),
+    Operator("BatchNormReluBackwardApply", ("out_grad", "data", "gamma", "saved", "beta", *_SUMS), attrs=ATTRIBUTES,
+             outputs=("data_grad",), in_place={"data_grad": ("out_grad",)}, body=backward_apply_body,
              forward="BatchNormRelu"),
-    # Both, of the pass `norm_grad_add`: with the other gradient of the data.
-    Operator("BatchNormBackwardApplyAdd", ("masked_grad", "data", "gamma", "saved", *_SUMS, "addend"), _backward_apply,
-             _compute_backward_apply, ATTRIBUTES, ("data_grad",), in_place={"data_grad": ("masked_grad", "addend")},
-             fused=True, forward="BatchNorm"),
-    Operator("BatchNormReluBackwardApplyAdd", ("out_grad", "data", "gamma", "saved", "beta", *_SUMS, "addend"),
-             _backward_apply, _compute_relu_backward_apply, ATTRIBUTES, ("data_grad",),
-             in_place={"data_grad": ("out_grad", "addend")}, fused=True, forward="BatchNormRelu"),
     # Sums over one GPU's batch -> those of all GPUs that share BatchNorm's statistics, for as many rows as one GPU has;
     # and the sums of the backward pass -> their means over these GPUs. In NumPy the group is of one.
     Operator("GroupStatistics", ("data", "sums"), _group_statistics, _compute_group_statistics, ATTRIBUTES,

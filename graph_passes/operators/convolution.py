@@ -1,9 +1,10 @@
-"""Convolution and its gradients; what is fused with it: BatchNorm's sums; bias, sum and ReLU; the stem's."""
+"""Convolution and its gradients; what cuDNN computes with it: BatchNorm's sums; bias, sum and ReLU."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -26,9 +27,8 @@ from graph_passes.operators.base import (
     integers,
     known,
     sum_over_others,
-    sums_about_mean,
 )
-from graph_passes.operators.elementwise import relu
+from graph_passes.operators.body import Body
 from graph_passes.operators.windows import LAYOUT, Places, as_layout, nhwc, output_size, window
 
 # --- shapes ---
@@ -57,70 +57,13 @@ def _convolution(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Sh
 def _with_statistics(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
     data = known(node, shapes)
     weight, output = convolution_shapes(node, data)
-    return [data, weight], [output, (2 if _is_by_cudnn(node) else 3, node["num_filter"])]
-
-
-def _is_by_cudnn(node: NodeView) -> bool:
-    """Whether the sums are those of cuDNN's genstats, of x and x * x; those of our own kernels are about the mean."""
-    return node.op == "ConvolutionStatistics"
-
-
-def _with_epilogue(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
-    data = known(node, shapes)
-    weight, output = convolution_shapes(node, data)
-    return [data, weight, (node["num_filter"],), *[output] * (len(shapes) - 3)], [output]
-
-
-def _stem_pool(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
-    data = known(node, shapes)
-    weight, output = convolution_shapes(node, data)
-    return [data, weight, (node["num_filter"],)], [stem_pooled_shape(output)]
+    return [data, weight], [output, (2, node["num_filter"])]
 
 
 def stem_pooled_shape(shape: Shape) -> Shape:
     """Of `stem_pooled`."""
     images, height, width, channels = shape
     return images, (height + 1) // 2, (width + 1) // 2, channels
-
-
-def _pair(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
-    data = known(node, shapes)
-    weight, output = convolution_shapes(node, data)
-    second = _second(node)
-    weight_2, output_2 = convolution_shapes(second, output)
-    return ([data, weight, (node["num_filter"],), output, weight_2, (second["num_filter"],)], [output, output_2])
-
-
-def _second(node: NodeView) -> NodeView:
-    """The second convolution of a pair, as a node of its own."""
-    second: NodeView = node.derive("ConvolutionRelu", node.name, (), num_filter=node["num_filter_2"])
-    return second
-
-
-def _sum(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
-    data, data_2 = known(node, shapes), known(node, shapes, 3)
-    weight, output = convolution_shapes(node, data)
-    data_2 = (*output[:3], data_2[-1])
-    weight_2, _ = convolution_shapes(_beside(node), data_2)
-    bias = (node["num_filter"],)
-    return [data, weight, bias, data_2, weight_2, bias], [output]
-
-
-def _beside(node: NodeView) -> NodeView:
-    """The second convolution of a sum, which reads what has the size of the output, as a node of its own."""
-    second: NodeView = node.derive("Convolution", node.name, (), stride=(1, 1))
-    return second
-
-
-def _wgrad(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
-    data = known(node, shapes, 1)
-    weight, output = convolution_shapes(node, data)
-    return [output, data], [weight]
-
-
-def _dgrad(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
-    weight, output = convolution_shapes(node, node["data_shape"])
-    return [output, weight], [node["data_shape"]]
 
 
 def _bias_grad(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
@@ -177,15 +120,9 @@ def _grouped_channels(node: NodeView, x: Array) -> Array:
     return x.reshape(*x.shape[:3], node["num_group"], -1)
 
 
-def convolution_with_sums(node: NodeView, x: Array, weight: Array) -> tuple[Array, Array]:
-    """The convolution, and the sums of its output for a BatchNorm."""
+def _compute_with_statistics(node: NodeView, x: Array, weight: Array) -> tuple[Array, Array]:
     y = convolution(node, x, weight)
-    sums = channel_sums if _is_by_cudnn(node) else sums_about_mean
-    return y, sums(y, channel_axis(node["layout"]))
-
-
-def _compute_stem_pool(node: NodeView, x: Array, weight: Array, bias: Array) -> list[Array]:
-    return [stem_pooled(relu(convolution(node, x, weight, bias)), -np.inf)]
+    return y, channel_sums(y, channel_axis(node["layout"]))
 
 
 def stem_pooled(y: Array, least: float) -> Array:
@@ -194,17 +131,6 @@ def stem_pooled(y: Array, least: float) -> Array:
     rows = [padded[:, i:i + y.shape[1]:2] for i in range(3)]
     maxima: Array = np.max([row[:, :, j:j + y.shape[2]:2] for row in rows for j in range(3)], axis=0)
     return maxima
-
-
-def _compute_pair(node: NodeView, x: Array, weight: Array, bias: Array, addend: Array, weight_2: Array,
-                  bias_2: Array) -> list[Array]:
-    y = relu(convolution(node, x, weight, bias) + addend).astype(addend.dtype)
-    return [y, relu(convolution(_second(node), y, weight_2, bias_2))]
-
-
-def _compute_sum(node: NodeView, x: Array, weight: Array, bias: Array, x_2: Array, weight_2: Array,
-                 bias_2: Array) -> list[Array]:
-    return [relu(convolution(node, x, weight, bias) + convolution(_beside(node), x_2, weight_2, bias_2))]
 
 
 def _numpy_gradient(node: NodeView, inputs: Sequence[Array], outputs: Sequence[Array], dy: Array,
@@ -233,6 +159,12 @@ def weighted_gradient(node: NodeView, dy: Ref, shapes: Mapping[Ref, Shape]) -> G
 
 # --- the descriptions ---
 
+
+def convolution_body(b: Body, relu: bool) -> list[Any]:
+    """With the bias and the addend that the node has."""
+    return [b.ended(b.conv(b["data"], b["weight"]), relu)]
+
+
 CONVOLUTION = {
     "kernel": Attribute(integers),
     "num_filter": Attribute(int),
@@ -244,7 +176,7 @@ CONVOLUTION = {
     "layout": LAYOUT,
 }
 
-_DESCRIBED = (
+OPERATORS = (
     Operator(
         "Convolution",
         ("data", "weight", "bias"),
@@ -254,24 +186,24 @@ _DESCRIBED = (
         optional={"bias": "no_bias"},
         gradient=weighted_gradient,
         numpy_gradient=_numpy_gradient,
+        body=partial(convolution_body, relu=False),
+        repeatable=True,
     ),
     Operator(
         "ConvolutionWgrad",
         ("out_grad", "data"),
-        _wgrad,
-        lambda node, dy, x: [convolution_wgrad(node, dy, x)],
-        CONVOLUTION,
-        ("weight_grad",),
+        attrs=CONVOLUTION,
+        outputs=("weight_grad",),
         forward="Convolution",
+        body=lambda b: [b.wgrad(b["out_grad"], b["data"])],
     ),
     Operator(
         "ConvolutionDgrad",
         ("out_grad", "weight"),
-        _dgrad,
-        lambda node, dy, weight: [convolution_dgrad(node, dy, weight, node["data_shape"])],
-        CONVOLUTION | DATA_SHAPE,
-        ("data_grad",),
+        attrs=CONVOLUTION | DATA_SHAPE,
+        outputs=("data_grad",),
         forward="Convolution",
+        body=lambda b: [b.dgrad(b["out_grad"], b["weight"])],
     ),
     # Of a Convolution or a FullyConnected: the sum of dy over all dimensions but `axis`.
     Operator(
@@ -282,86 +214,32 @@ _DESCRIBED = (
         {"axis": Attribute(int)},
         ("bias_grad",),
     ),
+    # The sums are those of cuDNN's genstats, of x and x * x.
     Operator(
         "ConvolutionStatistics",
         ("data", "weight"),
         _with_statistics,
-        convolution_with_sums,
+        _compute_with_statistics,
         CONVOLUTION,
         ("output", "sums"),
         forward="Convolution",
         fused=True,
-    ),
-    # ResNet's first convolution in 16-bit types: the pass `stem` says which it is. `way`: by which kernel a device
-    # computes it.
-    Operator(
-        "StemConvolution",
-        ("data", "weight"),
-        _with_statistics,
-        convolution_with_sums,
-        CONVOLUTION | {"way": Attribute(str, "stem_fprop")},
-        ("output", "sums"),
-        forward="Convolution",
-        fused=True,
-    ),
-    # In inference the same with bias, ReLU, and max pooling over 3x3 with stride 2 and padding 1, in NHWC.
-    Operator(
-        "StemPool",
-        ("data", "weight", "bias"),
-        _stem_pool,
-        _compute_stem_pool,
-        CONVOLUTION,
-        forward="Convolution",
-        fused=True,
+        body=lambda b: b.with_sums(b.conv(b["data"], b["weight"])),
     ),
     Operator(
         "ConvolutionRelu",
         ("data", "weight", "bias"),
-        _with_epilogue,
-        lambda node, *inputs: [relu(convolution(node, *inputs))],
-        CONVOLUTION,
+        attrs=CONVOLUTION,
         forward="Convolution",
         fused=True,
+        body=partial(convolution_body, relu=True),
     ),
     Operator(
         "ConvolutionAddRelu",
         ("data", "weight", "bias", "addend"),
-        _with_epilogue,
-        lambda node, x, weight, bias, addend: [relu(convolution(node, x, weight, bias) + addend)],
-        CONVOLUTION,
+        attrs=CONVOLUTION,
         forward="Convolution",
         fused=True,
+        body=partial(convolution_body, relu=True),
     ),
 )
-
-# By kernels of our own: 1x1 convolutions (conv1x1_forward.cu, conv1x1_statistics.cu), and 3x3 (conv3x3.cu over 64
-# channels, and for weights conv3x3_weights.cu). Each computes what its namesake does.
-_OWN = {
-    "Conv1x1": ("Convolution", "ConvolutionRelu", "ConvolutionAddRelu", "ConvolutionStatistics"),
-    "Conv3x3": ("ConvolutionRelu", "ConvolutionStatistics", "ConvolutionDgrad", "ConvolutionWgrad"),
-}
-
-# Conv1x1Pair is Conv1x1AddRelu and the Conv1x1Relu that reads its output (conv1x1_pair.cu).
-# Conv1x1SumRelu is Conv1x1AddRelu with stride 1, of `data_2`, and the Conv1x1 that it adds.
-OPERATORS = (*_DESCRIBED, Operator(
-    "Conv1x1Pair",
-    ("data", "weight", "bias", "addend", "weight_2", "bias_2"),
-    _pair,
-    _compute_pair,
-    {**CONVOLUTION, "num_filter_2": Attribute(int)},
-    ("output", "output_2"),
-    forward="Convolution",
-    fused=True,
-), Operator(
-    "Conv1x1SumRelu",
-    ("data", "weight", "bias", "data_2", "weight_2", "bias_2"),
-    _sum,
-    _compute_sum,
-    CONVOLUTION,
-    forward="Convolution",
-    fused=True,
-), *(
-    dataclasses.replace(operator, name=operator.name.replace("Convolution", kind), gradient=None, numpy_gradient=None,
-                        forward="Convolution", fused=True)
-    for kind, names in _OWN.items() for operator in _DESCRIBED if operator.name in names
-))

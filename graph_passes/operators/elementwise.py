@@ -26,6 +26,7 @@ from graph_passes.operators.base import (
     known,
     total,
 )
+from graph_passes.operators.body import Body
 
 
 def is_relu(node: NodeView) -> bool:
@@ -101,6 +102,13 @@ def _axes(node: NodeView, ndim: int) -> tuple[int, ...]:
     return node["axes"] or tuple(reversed(range(ndim)))
 
 
+# --- bodies ---
+
+
+def _bias_body(b: Body) -> list[Any]:
+    return [b.ended(b["data"], b.node.op.endswith("Relu"))]
+
+
 # --- gradients in the graph ---
 
 
@@ -128,26 +136,27 @@ def _transpose_gradient(node: NodeView, dy: Ref, shapes: Mapping[Ref, Shape]) ->
 
 OPERATORS = (
     Operator("relu", ("data",), elementwise, lambda node, x: [relu(x)], in_place={"output": ("data",)},
-             gradient=relu_gradient, numpy_gradient=relu_numpy_gradient),
+             gradient=relu_gradient, numpy_gradient=relu_numpy_gradient, body=lambda b: [b.relu(b["data"])]),
     # Also of an AddRelu, for both summands.
     Operator("ReluBackward", ("out_grad", "output", "out_grad_2"), elementwise,
              lambda node, dy, y, dy2=None: [relu_backward(total(dy, dy2), y)], SINGLE_GRAD, ("data_grad",), SECOND_GRAD,
-             in_place={"data_grad": ("out_grad", "out_grad_2", "output")}),
+             in_place={"data_grad": ("out_grad", "out_grad_2", "output")},
+             body=lambda b: [b.gate(b.total(b["out_grad"]), b.mask(b["output"]))]),
     Operator("elemwise_add", ("lhs", "rhs"), elementwise, lambda node, a, b: [a + b],
              in_place={"output": ("lhs", "rhs")},
              gradient=lambda node, dy, shapes: Gradient([], {"lhs": dy, "rhs": dy}),
-             numpy_gradient=lambda node, x, y, dy, training: [dy, dy]),
+             numpy_gradient=lambda node, x, y, dy, training: [dy, dy], body=lambda b: [b.add(*b.inputs)]),
     Operator("AddRelu", ("lhs", "rhs"), elementwise, lambda node, a, b: [relu(a + b)],
              in_place={"output": ("lhs", "rhs")}, gradient=relu_gradient, numpy_gradient=relu_numpy_gradient,
-             fused=True),
+             fused=True, body=lambda b: [b.relu(b.add(*b.inputs))]),
     # A bias along the channels (the last dimension) of a convolution that is computed without; then ReLU; a sum before.
     Operator("BiasAdd", ("data", "bias"), _with_bias, lambda node, x, bias: [x + bias],
-             in_place={"output": ("data",)}, forward="Convolution"),
+             in_place={"output": ("data",)}, forward="Convolution", repeatable=True, body=_bias_body),
     Operator("BiasRelu", ("data", "bias"), _with_bias, lambda node, x, bias: [relu(x + bias)],
-             in_place={"output": ("data",)}, forward="Convolution", fused=True),
+             in_place={"output": ("data",)}, forward="Convolution", fused=True, repeatable=True, body=_bias_body),
     Operator("BiasAddRelu", ("data", "bias", "addend"), _with_bias,
              lambda node, x, bias, addend: [relu(x + bias + addend)], in_place={"output": ("data",)},
-             forward="Convolution", fused=True),
+             forward="Convolution", fused=True, repeatable=True, body=_bias_body),
     Operator("Flatten", ("data",), _flatten, lambda node, x: [x.reshape(len(x), -1)], in_place={"output": ("data",)},
              gradient=_flatten_gradient, numpy_gradient=lambda node, x, y, dy, training: [dy.reshape(x[0].shape)]),
     Operator("Reshape", ("data",), _reshape, lambda node, x: [x.reshape(_reshape(node, [x.shape])[1][0])],

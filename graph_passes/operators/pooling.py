@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -33,6 +34,7 @@ from graph_passes.operators.base import (
     one_of,
     total,
 )
+from graph_passes.operators.body import Body
 from graph_passes.operators.windows import LAYOUT, Places, as_layout, nhwc, output_size, window
 
 # --- shapes ---
@@ -152,16 +154,31 @@ POOLING = {
     "layout": LAYOUT,
 }
 
+STEM_WINDOW = ((3, 3), (2, 2), (1, 1), (1, 1))  # kernel, stride, pad, dilation of the max pooling of ResNet's stem
+
+
+def is_stems(node: NodeView) -> bool:
+    """Is it the max pooling of ResNet's stem?"""
+    return bool(node["pool_type"] == "max" and not node["global_pool"] and node["pooling_convention"] == "valid"
+                and window(node) == STEM_WINDOW)
+
+
+def pooling_body(b: Body) -> list[Any]:
+    """The stem's is a primitive, which kernels of ours have in them."""
+    return [b.max_of_3x3(b["data"])] if is_stems(b.node) and b.node["layout"] == "NHWC" else b.primitive()
+
+
 OPERATORS = (
     Operator("Pooling", ("data",), _pooling, _compute, POOLING, gradient=_gradient, numpy_gradient=_numpy_gradient,
-             training=lambda node: "MaxPoolingTrain" if node["pool_type"] == "max" else "Pooling"),
+             training=lambda node: "MaxPoolingTrain" if node["pool_type"] == "max" else "Pooling", body=pooling_body),
     Operator("MaxPoolingTrain", ("data",), _max_pooling_train, _max_pooling_with_winner, POOLING,
-             ("output", "winner"), forward="Pooling"),
+             ("output", "winner"), forward="Pooling", body=lambda b: b.pooled(b["data"])),
     # dy at the winner of its window.
     Operator("MaxPoolingBackward", ("out_grad", "winner", "out_grad_2"), _backward,
              lambda node, dy, winner, dy2=None: [max_pooling_backward(node, total(dy, dy2), winner,
                                                                       node["data_shape"])],
-             POOLING | DATA_SHAPE | SINGLE_GRAD, ("data_grad",), SECOND_GRAD, forward="Pooling"),
+             POOLING | DATA_SHAPE | SINGLE_GRAD, ("data_grad",), SECOND_GRAD, forward="Pooling",
+             body=lambda b: [b.unpooled(b.total(b["out_grad"]), b["winner"])]),
     Operator("AvgPoolingBackward", ("out_grad",), _backward,
              lambda node, dy: [avg_pooling_backward(node, dy, node["data_shape"])],
              POOLING | DATA_SHAPE, ("data_grad",), forward="Pooling"),

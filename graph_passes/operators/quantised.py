@@ -15,7 +15,7 @@ floats, in the unit 1 (`scale` is 1 then) and without the rounding.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,16 +27,15 @@ from graph_passes.operators.base import (
     Operator,
     Shape,
     Shapes,
-    along_axis,
     boolean,
-    channel_axis,
     integers,
     known,
 )
-from graph_passes.operators.convolution import CONVOLUTION, convolution_shapes, stem_pooled, stem_pooled_shape
+from graph_passes.operators.body import Body
+from graph_passes.operators.convolution import CONVOLUTION
 from graph_passes.operators.elementwise import elementwise, relu
 from graph_passes.operators.fully_connected import FULLY_CONNECTED, fully_connected_shapes
-from graph_passes.operators.pooling import POOLING, max_pooling, pooled_shape
+from graph_passes.operators.pooling import POOLING, max_pooling, pooled_shape, pooling_body
 from graph_passes.operators.windows import Places, as_layout, nhwc
 
 SQUARE_CHANNELS = 16  # 2x2 pixels of 4 channels
@@ -45,61 +44,6 @@ LARGEST = 127  # and -127: symmetric, so that a product with -1 cannot overflow
 _EXACT_IN_FP32 = 2**24 // LARGEST**2
 
 # --- shapes ---
-
-
-def _convolution(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
-    data = known(node, shapes)
-    weight, output = convolution_shapes(node, data)
-    return [data, weight, *[(node["num_filter"],)] * 2, *[output] * (len(shapes) - 4)], [output]
-
-
-def _convolution_sum(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
-    data, data_2 = known(node, shapes), known(node, shapes, 4)
-    weight, output = convolution_shapes(node, data)
-    data_2 = (*output[:3], data_2[-1])
-    weight_2, _ = convolution_shapes(_last_of_sum(node), data_2)
-    factors = [(node["num_filter"],)] * 2
-    return [data, weight, *factors, data_2, weight_2, *factors], [output]
-
-
-def _last_of_sum(node: NodeView) -> NodeView:
-    """The convolution of `data_2`, to which the other one is added, as a node of its own."""
-    last: NodeView = node.derive("QuantisedConvolution", node.name, (), stride=(1, 1), no_addend=False)
-    return last
-
-
-def _shortcut_of_sum(node: NodeView) -> NodeView:
-    """The convolution of `data`, as a node of its own."""
-    shortcut: NodeView = node.derive("QuantisedConvolution", node.name, (), scale=node["addend_scale"], relu=False,
-                                     dtype="int8")
-    return shortcut
-
-
-def _pair(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
-    infer = _convolution_sum if node.op == "QuantisedConvolutionSumPair" else _convolution
-    inputs, (output,) = infer(_first_of_pair(node), shapes[:-3])
-    inputs_2, outputs_2 = _convolution(_second_of_pair(node), [output, *shapes[-3:]])
-    return [*inputs, *inputs_2[1:]], [output, *outputs_2]
-
-
-def _first_of_pair(node: NodeView) -> NodeView:
-    """The first convolution of a pair, or the sum of two, as a node of its own."""
-    op = node.op.removesuffix("Pair")
-    addend = {"no_addend": False} if op == "QuantisedConvolution" else {}
-    first: NodeView = node.derive(op, node.name, (), relu=True, **addend)
-    return first
-
-
-def _second_of_pair(node: NodeView) -> NodeView:
-    """The last convolution of a pair, which reads what the first gives."""
-    second: NodeView = node.derive("QuantisedConvolution", node.name, (), relu=True, stride=(1, 1),
-                                   num_filter=node["num_filter_2"], scale=node["scale_2"])
-    return second
-
-
-def _stem_pool(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
-    inputs, (output,) = _convolution(node, shapes)
-    return inputs, [stem_pooled_shape(output)]
 
 
 def _fully_connected(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
@@ -182,6 +126,16 @@ def dequantised(x: Array, scale: float) -> Array:
     return x.astype(np.float32) * np.float32(scale)
 
 
+def rescaled(accumulator: Array, multiplier: Array) -> Array:
+    """Exact sums in another unit: the fp32 product."""
+    return accumulator.astype(np.float32) * multiplier.astype(np.float32)
+
+
+def add_rescaled(v: Array, addend: Array, ratio: float) -> Array:
+    """The fp32 sum with an int8 addend whose unit is `ratio` of v's."""
+    return v + addend.astype(np.float32) * np.float32(ratio)
+
+
 def requantised(node: NodeView, accumulator: Array, multiplier: Array, addend: Array | None = None) -> Array:
     """The epilogue: an int32 accumulator in the unit of the node's output, all in fp32.
 
@@ -195,9 +149,9 @@ def requantised(node: NodeView, accumulator: Array, multiplier: Array, addend: A
         multiplier: fp32, data_scale * weight_scale / scale, which broadcasts to the accumulator.
         addend: int8, of the accumulator's shape.
     """
-    v = accumulator.astype(np.float32) * multiplier.astype(np.float32)
+    v = rescaled(accumulator, multiplier)
     if addend is not None:
-        v = v + addend.astype(np.float32) * np.float32(node["addend_scale"] / node["scale"])
+        v = add_rescaled(v, addend, node["addend_scale"] / node["scale"])
     if node.get("relu", False):
         v = relu(v)
     return saturated(v) if node["dtype"] == "int8" else v
@@ -223,30 +177,6 @@ def _products(a: Array, b: Array) -> Array:
                 for part in parts), start=np.zeros((), np.int32))
 
 
-def _quantised_convolution(node: NodeView, x: Array, weight: Array, multiplier: Array, bias: Array,
-                           addend: Array | None = None) -> list[Array]:
-    axis = channel_axis(node["layout"])
-    accumulator = int8_convolution(node, x, weight) + along_axis(bias, axis, 4)
-    return [requantised(node, accumulator, along_axis(multiplier, axis, 4), addend)]
-
-
-def _quantised_convolution_sum(node: NodeView, x: Array, weight: Array, multiplier: Array, bias: Array, x_2: Array,
-                               weight_2: Array, multiplier_2: Array, bias_2: Array) -> list[Array]:
-    (addend,) = _quantised_convolution(_shortcut_of_sum(node), x, weight, multiplier, bias)
-    return _quantised_convolution(_last_of_sum(node), x_2, weight_2, multiplier_2, bias_2, addend)
-
-
-def _quantised_pair(node: NodeView, *inputs: Array) -> list[Array]:
-    compute = _quantised_convolution_sum if node.op == "QuantisedConvolutionSumPair" else _quantised_convolution
-    (y,) = compute(_first_of_pair(node), *inputs[:-3])
-    return [y, *_quantised_convolution(_second_of_pair(node), y, *inputs[-3:])]
-
-
-def _quantised_stem_pool(node: NodeView, x: Array, weight: Array, multiplier: Array, bias: Array) -> list[Array]:
-    (y,) = _quantised_convolution(node, x, weight, multiplier, bias)
-    return [stem_pooled(y, -LARGEST)]
-
-
 def _quantised_pooling(node: NodeView, x: Array) -> list[Array]:
     if node["pool_type"] == "max":
         return [max_pooling(node, x.astype(np.float32))[0].astype(np.int8)]
@@ -262,6 +192,33 @@ def _quantised_fully_connected(node: NodeView, x: Array, weight: Array, multipli
     return [requantised(node, _products(x, weight.T), multiplier)]
 
 
+# --- bodies ---
+
+
+class Scales(NamedTuple):
+    """How a convolution in INT8 ends: what its output and what it adds are in units of."""
+
+    scale: float
+    addend: float = 1.0
+    relu: bool = True
+    dtype: str = "int8"
+
+
+def quantised_body(b: Body, suffix: str, data: Any, scales: Scales, addend: Any = None, **changes: Any) -> Any:
+    """The integer sums, rescaled; the sum; ReLU; saturation."""
+    weight, multiplier, bias = b.all(*(f"{role}{suffix}" for role in ("weight", "multiplier", "bias")))
+    y = b.rescaled(b.bias(b.conv(data, weight, **changes), bias), multiplier)
+    y = y if addend is None else b.add_rescaled(y, addend, scales.addend / scales.scale)
+    y = b.relu(y) if scales.relu else y
+    return b.saturated(y) if scales.dtype == "int8" else y
+
+
+def quantised_convolution_body(b: Body) -> list[Any]:
+    node = b.node
+    scales = Scales(node["scale"], node.get("addend_scale", 1.0), node["relu"], node["dtype"])
+    return [quantised_body(b, "", b["data"], scales, b["addend"] if b.has("addend") else None)]
+
+
 # --- the descriptions ---
 
 
@@ -273,10 +230,11 @@ def _scale(value: object) -> float:
 
 
 SCALE = Attribute(_scale)  # of the output: what 1 stands for
-_UNIT = Attribute(_scale, 1.0)
 SIZES = Attribute(integers)
 _DTYPE = {"dtype": Attribute(str, "int8")}
-_PAIR = CONVOLUTION | _DTYPE | {"scale": SCALE, "addend_scale": SCALE, "num_filter_2": Attribute(int), "scale_2": SCALE}
+QUANTISED_CONVOLUTION = CONVOLUTION | _DTYPE | {"scale": SCALE, "addend_scale": Attribute(_scale, 1.0),
+                                                "no_addend": TRUE, "relu": Attribute(boolean, False)}
+OPTIONAL_ADDEND = {"addend": "no_addend"}
 
 OPERATORS = (
     Operator("Quantise", ("data",), elementwise, lambda node, x: [quantised(x, node["scale"])],
@@ -290,38 +248,13 @@ OPERATORS = (
     Operator("Dequantise", ("data",), elementwise, lambda node, x: [dequantised(x, node["data_scale"])],
              {"data_scale": SCALE, "dtype": Attribute(str, "float32")}),
     # multiplier: data_scale * weight_scale / scale, fp32 of each channel. Then bias, addend and ReLU: `requantised`.
-    # `way`: by which kernel a device computes it (passes/quantised_way.py); the result is the same.
-    Operator("QuantisedConvolution", ("data", "weight", "multiplier", "bias", "addend"), _convolution,
-             _quantised_convolution,
-             CONVOLUTION | _DTYPE | {"scale": SCALE, "addend_scale": _UNIT, "no_addend": TRUE,
-                                     "relu": Attribute(boolean, False), "way": Attribute(str, "")},
-             optional={"addend": "no_addend"}, forward="Convolution", fused=True),
-    # A convolution of `data_2` with stride 1, and the one that it adds, whose scale is `addend_scale`
-    # (passes/quantised_sum.py).
-    Operator("QuantisedConvolutionSum",
-             ("data", "weight", "multiplier", "bias", "data_2", "weight_2", "multiplier_2", "bias_2"), _convolution_sum,
-             _quantised_convolution_sum,
-             CONVOLUTION | _DTYPE | {"scale": SCALE, "addend_scale": SCALE, "relu": Attribute(boolean, False),
-                                     "way": Attribute(str, "")},
-             forward="Convolution", fused=True),
-    # A convolution with addend and ReLU, and the one with ReLU that reads its output (passes/quantised_pair.py).
-    Operator("QuantisedConvolutionPair",
-             ("data", "weight", "multiplier", "bias", "addend", "weight_2", "multiplier_2", "bias_2"), _pair,
-             _quantised_pair,
-             _PAIR, ("output", "output_2"), forward="Convolution", fused=True),
-    # Likewise with a QuantisedConvolutionSum with ReLU.
-    Operator("QuantisedConvolutionSumPair",
-             ("data", "weight", "multiplier", "bias", "data_2", "weight_2", "multiplier_2", "bias_2", "weight_3",
-              "multiplier_3", "bias_3"), _pair, _quantised_pair,
-             _PAIR, ("output", "output_2"), forward="Convolution", fused=True),
-    # With max pooling over 3x3 at stride 2 and padding 1, in NHWC (passes/quantised_stem_pool.py).
-    Operator("QuantisedStemPool", ("data", "weight", "multiplier", "bias"), _stem_pool, _quantised_stem_pool,
-             CONVOLUTION | _DTYPE | {"scale": SCALE, "relu": Attribute(boolean, False)}, forward="Convolution",
-             fused=True),
+    Operator("QuantisedConvolution", ("data", "weight", "multiplier", "bias", "addend"),
+             attrs=QUANTISED_CONVOLUTION, optional=OPTIONAL_ADDEND, forward="Convolution", fused=True,
+             body=quantised_convolution_body),
     # Of the maximum `scale` is `data_scale`: the same integers. A mean is the exact sum, times
     # fp32(data_scale / scale / pixels of the window).
     Operator("QuantisedPooling", ("data",), _pooling, _quantised_pooling,
-             POOLING | _DTYPE | {"scale": SCALE, "data_scale": SCALE}, forward="Pooling"),
+             POOLING | _DTYPE | {"scale": SCALE, "data_scale": SCALE}, forward="Pooling", body=pooling_body),
     # Without bias, which softmax adds.
     Operator("QuantisedFullyConnected", ("data", "weight", "multiplier"), _fully_connected, _quantised_fully_connected,
              FULLY_CONNECTED | _DTYPE | {"scale": SCALE}, forward="FullyConnected"),

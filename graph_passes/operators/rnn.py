@@ -37,6 +37,7 @@ from graph_passes.operators.base import (
     known,
     one_of,
 )
+from graph_passes.operators.body import Body
 
 GATES = {"rnn_relu": 1, "rnn_tanh": 1, "lstm": 4, "gru": 3}
 # cuDNN's ways to compute it. The persistent ones keep the weights on the chip from one step to the next, where they fit
@@ -342,21 +343,33 @@ _ATTRIBUTES = {
     "lstm_state_clip_min": _unsupported("lstm_state_clip_min", "clip gradients in the optimizer"),
     "lstm_state_clip_max": _unsupported("lstm_state_clip_max", "clip gradients in the optimizer"),
     "use_sequence_length": _unsupported("use_sequence_length", "give sequences of one length"),
-    "algorithm": Attribute(one_of(*ALGORITHMS), ALGORITHMS[0]),  # ours: cuDNN's, which the pass `rnn_algorithm` chooses
+    "algorithm": Attribute(one_of(*ALGORITHMS), ALGORITHMS[0]),  # ours: cuDNN's, which the cover chooses
 }
 _INPUTS = ("data", "parameters", "state", "state_cell")
 _OUTPUTS = ("output", "state_output", "statecell_output")
 _OPTIONAL = {"state_cell": _no_cell, "state_cell_grad": _no_cell, "state_output": _no_state_output,
              "statecell_output": _no_cell_output}
 
+
+def _train_body(b: Body) -> list[Any]:
+    """What lies in `reserve` depends on the algorithm, which the backward pass must share."""
+    *others, reserve = b.primitive()
+    return [*others, b.reserve(reserve)]
+
+
+def _backward_body(b: Body) -> list[Any]:
+    reserve = b["reserve"]
+    return b.primitive([b.read_reserve(each) if each == reserve else each for each in b.inputs])
+
+
 OPERATORS = (
     Operator("RNN", _INPUTS, _rnn, _compute, _ATTRIBUTES, _OUTPUTS, _OPTIONAL, gradient=_gradient,
              numpy_gradient=_numpy_gradient, training=lambda node: "RNNTrain"),
     # `reserve`: what the backward pass reads; how it lies there is the device's own affair.
     Operator("RNNTrain", _INPUTS, _train, _compute_train, _ATTRIBUTES, (*_OUTPUTS, "reserve"), _OPTIONAL,
-             forward="RNN"),
+             forward="RNN", body=_train_body),
     # All gradients at once, as cuDNN's data gradient leaves in `reserve` what the weights' reads. Nothing flows back
     # through the last states.
     Operator("RNNBackward", ("out_grad", *_INPUTS, "output", "reserve"), _backward, _compute_backward, _ATTRIBUTES,
-             tuple(f"{name}_grad" for name in _INPUTS), _OPTIONAL, forward="RNN"),
+             tuple(f"{name}_grad" for name in _INPUTS), _OPTIONAL, forward="RNN", body=_backward_body),
 )

@@ -1,8 +1,8 @@
 """Passes: pure functions from a graph to a graph, one a file. Only `precision` and `quantise` change what is
 computed.
 
-The rules of single fusions (`candidates.py`) are in their modules only, for `pipeline.py`, which has all of them, and
-the passes that run in their order.
+They rewrite meaning or form. What only some devices fuse is no pass, but a rule beside its kernel
+(`executors/cuda/kernels/`), of which the pass `cover` of `pipeline.py` chooses.
 """
 
 from graph_passes.passes.add_relu import add_relu

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from graph_passes.candidates import Candidate, Candidates
 from graph_passes.graph import Graph, Node, Ref
 from graph_passes.operators import is_relu
-from graph_passes.passes.conv1x1 import own_form
-from graph_passes.passes.conv3x3 import own_form_3x3
 
 
 def conv_epilogue(graph: Graph, groups: bool = False) -> Graph:
@@ -29,23 +24,8 @@ def conv_epilogue(graph: Graph, groups: bool = False) -> Graph:
         if node.op == "Convolution" and not node["no_bias"]:
             fused = _fused(node, ends.get(node.name))
             is_one = groups or node["num_group"] == 1
-            nodes[fused.name] = [fused] if is_one else _in_two(fused, graph.unused_name(f"{node.name}_product"))
+            nodes[fused.name] = [fused] if is_one else in_two(fused, graph.unused_name(f"{node.name}_product"))
     return graph.replace([node for each in nodes.values() for node in each], {})
-
-
-def epilogue_forms(table: Candidates, fused: Candidate) -> Iterator[Node]:
-    """Of such an operator, or a Convolution with bias: the same in two launches, and by kernels of our own.
-
-        before    x, weight, bias, shortcut -> ConvolutionAddRelu `r`
-        or        x, weight -> Convolution -> product;  product, bias, shortcut -> BiasAddRelu `r`
-        or        x, weight, bias, shortcut -> Conv1x1AddRelu `r`
-    """
-    node = fused.node
-    if node["no_bias"]:
-        return
-    product, end = _in_two(node, f"{node.name}_product")
-    yield end.replace(inputs=(table.add(product).output("output"), *end.inputs[1:]))
-    yield from (*own_form(node), *own_form_3x3(node))
 
 
 def _before_relu(graph: Graph, node: Node) -> Node | None:
@@ -65,7 +45,7 @@ def _fused(convolution: Node, end: Node | None) -> Node:
     return convolution.derive(kind, end.name, (*convolution.inputs, *addend))
 
 
-def _in_two(fused: Node, name: str) -> list[Node]:
+def in_two(fused: Node, name: str) -> list[Node]:
     """The product by this name, and what ends it."""
     data, weight, bias, *addend = fused.inputs
     product = fused.derive("Convolution", name, (data, weight), no_bias=True)

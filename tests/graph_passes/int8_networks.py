@@ -10,11 +10,18 @@ import numpy as np
 from graph_passes import Graph, Ref, passes, pipeline
 from graph_passes.calibration import folded, observed
 from graph_passes.executors import reference
+from graph_passes.executors.cuda.kernels import quantised_conv, quantised_conv_stream
 from graph_passes.executors.cuda.quantised import Quantisation
 from graph_passes.passes.quantise import CLASSIFIER_KEPT, Kept, quantise_params
 from train import models
 
 Arrays = dict[str, np.ndarray]
+
+# The kernels of a convolution in INT8 by their labels; of those with tiles, what these are.
+TILES = {f"QuantisedConv {tile}": size for tile, size in quantised_conv.TILES.items()}
+STREAMS = {f"QuantisedConvStream {tile}": size for tile, size in quantised_conv_stream.TILES.items()}
+TAPS, SQUARES, DIRECT = "QuantisedConvTaps", "QuantisedConvSquares", "QuantisedConvolution"  # DIRECT: of all shapes
+SUMS = tuple(f"QuantisedConvStreamSum {tile}" for tile in quantised_conv_stream.TILES)
 
 
 @dataclass(frozen=True)

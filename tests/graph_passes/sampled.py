@@ -25,12 +25,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from graph_passes.executors.cuda.kernels.batch_norm_relu_max_pool import NOBODY, WINDOW
 from graph_passes.executors.reference import evaluate
 from graph_passes.graph import Node
 from graph_passes.operators import OPERATORS, window
 from graph_passes.operators.base import with_all_pixels
 from graph_passes.operators.batch_norm import ATTRIBUTES, data_gradient, masked, normalised, positive_bits, scaled
-from graph_passes.operators.batch_norm_pool import NOBODY, WINDOW
 from graph_passes.operators.elementwise import relu, relu_backward
 from graph_passes.operators.pooling import max_pooling, max_pooling_backward
 from graph_passes.operators.softmax import smoothed_targets
@@ -41,7 +41,7 @@ Named = Mapping[str, Array]  # inputs or outputs by their names in the operator'
 
 PIXELS = 256  # looked at of a tensor, each with all channels
 IMAGES = 4  # where whole images are
-THROUGH_NORMS = "NormConvReduce", "NormConvDgrad"  # from one BatchNorm to the sums of the one before
+THROUGH_NORMS = "NormBackwardReduce", "NormDgrad"  # from one BatchNorm to the sums of the one before
 FILTERS = 32  # of a weight's gradient, and as many of its other elements
 CHUNK = 2**18  # elements that are worked on at once where all of a tensor is: 2 MB in float64, which caches hold
 WHOLE = 2**27  # elements of the largest tensor that is computed as a whole
@@ -377,7 +377,7 @@ def _fprop(node: Node, given: Named, written: Named, rng: np.random.Generator) -
     patches = patches.reshape(PIXELS, -1, groups, weight.shape[3]).swapaxes(1, 2).reshape(PIXELS, -1)
     wanted, norm = _grouped_product(patches, weight.reshape(groups, len(weight) // groups, -1).swapaxes(1, 2), groups)
     error = _summed(math.prod(weight.shape[1:]), norm)
-    if node.op.startswith("BatchNorm"):
+    if node.op.startswith("Norm"):  # of what a BatchNorm gives on the chip
         error = error + _rounded_terms(norm, given["weight"].dtype)
     if "bias" in given:
         wanted, error = wanted + given["bias"], error + FEW * UNIT * np.abs(given["bias"])
@@ -409,7 +409,7 @@ def _dgrad(node: Node, given: Named, written: Named, rng: np.random.Generator) -
     name = "masked_grad" if "masked_grad" in written else "data_grad"
     places = _pixels(written[name].shape, rng)
     open_ = np.zeros((PIXELS, 1))
-    if node.op.startswith("NormConv"):
+    if node.op in ("NormBackward", *THROUGH_NORMS):
         out_shape = given["masked_grad"].shape
 
         def read(at: tuple[Array, ...]) -> Array:
@@ -429,7 +429,7 @@ def _dgrad(node: Node, given: Named, written: Named, rng: np.random.Generator) -
     weight = weight.reshape(groups, filters // groups, -1, channels).swapaxes(1, 2).reshape(groups, -1, channels)
     wanted, norm = _grouped_product(patches, weight, groups)
     error = _summed(weight.shape[1], norm) + open_
-    if node.op.startswith("NormConv"):
+    if node.op in ("NormBackward", *THROUGH_NORMS):
         error = error + _rounded_terms(norm, given["weight"].dtype)
     if "out_grad_2" in given:
         addend = given["out_grad_2"][places].astype(np.float64)
@@ -445,8 +445,8 @@ def _dgrad(node: Node, given: Named, written: Named, rng: np.random.Generator) -
 
 
 def _norm_gradient(node: Node, given: Named, shape: Sequence[int]) -> tuple[Array, Array]:
-    """The gradient of what a BatchNorm reads, at some of the pixels of a tensor of this shape: what most NormConv
-    operators do not write. And where its ReLU is not decided."""
+    """The gradient of what a BatchNorm reads, at some of the pixels of a tensor of this shape: which most
+    kernels do not write. And where its ReLU is not decided."""
     here = _fraction(given, math.prod(given["data"].shape[:3]) / math.prod(shape[:3]))
     dz, is_open = here["masked_grad"], np.zeros(here["masked_grad"].shape, bool)
     if not node.get("no_relu", True):
@@ -471,14 +471,15 @@ def _squared(array: Array) -> Array:
     return np.square(array).astype(np.float32)
 
 
-WGRADS = "ConvolutionWgrad", "Conv3x3Wgrad"  # of a gradient that is read, not made on the way
+STEM_WGRADS = "StemWgrad", "StemWeights"
+WGRADS = "ConvolutionWgrad", "Conv3x3Weights"  # of a gradient that is read, not made on the way
 
 
 def _wgrad(node: Node, given: Named, written: Named, rng: np.random.Generator) -> Iterator[Sample]:
     """Of a weight's gradient all that belongs to some filters, and of all filters what belongs to some places and
     channels: so each filter, place and channel is looked at."""
     weight, groups = written["weight_grad"], node["num_group"]
-    images = given["data" if node.op in WGRADS else "image" if node.op == "StemWgrad" else "data_2"]
+    images = given["data" if node.op in WGRADS else "image" if node.op in STEM_WGRADS else "data_2"]
 
     def operands(chunk: slice) -> tuple[Array, Array]:
         """Of some images: the gradient of the convolution's output, and its data."""
@@ -486,10 +487,10 @@ def _wgrad(node: Node, given: Named, written: Named, rng: np.random.Generator) -
         if node.op in WGRADS:
             return given["out_grad"][chunk].astype(np.float64), x
         here = _of_images(given, lambda array: array[chunk])
-        if node.op == "StemWgrad":
+        if node.op in STEM_WGRADS:
             return _pool_gradient(node, here, given["data"].shape), x
         dy, _ = _norm_gradient(node, here, given["data"].shape)
-        if node.op == "NormConvReduce":
+        if node.op == "NormBackwardReduce":
             x = relu(scaled(node, x, *_of_batch_norm(given, "_2")))
         return dy, x
 
@@ -535,7 +536,7 @@ def _pool_gradient(node: Node, given: Named, shape: Sequence[int]) -> Array:
     """The gradient of what the BatchNorm before the pooling reads, for some images of a tensor of this shape."""
     here = _fraction(given, len(given["data"]) / shape[0])
     attrs = {**WINDOW, "layout": "NHWC", **{name: node[name] for name in ATTRIBUTES}}
-    pooling = node.replace(op="BatchNormPoolBackwardApply", attrs=attrs)
+    pooling = node.replace(op="BatchNormReluMaxPoolBackwardApply", attrs=attrs)
     dz = max_pooling_backward(pooling, here["out_grad"], here["winner"], here["data"].shape)
     return data_gradient(node, dz, here["data"], here["gamma"], here["saved"], (here["gamma_grad"], here["beta_grad"]))
 
@@ -603,25 +604,26 @@ Rule = Callable[[Node, Named, Named, np.random.Generator], Iterator[Sample]]
 
 RULES: Mapping[str, Sequence[Rule]] = {
     **dict.fromkeys(("Convolution", "ConvolutionRelu"), (_fprop,)),
-    **dict.fromkeys(("ConvolutionStatistics", "Conv1x1Statistics", "Conv3x3Statistics", "StemConvolution"),
+    **dict.fromkeys(("ConvolutionStatistics", "Conv1x1Statistics", "Conv3x3ForwardStatistics", "StemFprop",
+                     "StemForward"),
                     (_fprop, _statistics)),
     **dict.fromkeys(("ConvolutionDgrad", "Conv3x3Dgrad"), (_dgrad,)),
     **dict.fromkeys(WGRADS, (_wgrad,)),
     "BatchNormStatistics": (_statistics,),
     **dict.fromkeys(("BatchNormApply", "BatchNormReluApply", "BatchNormAddReluApply", "BatchNormPairApply"), (_apply,)),
-    **dict.fromkeys(("BatchNormAddReluConv1x1", "BatchNormPairConv1x1", "BatchNormReluConv1x1",
-                     "BatchNormReluConv3x3"), (_apply_and_convolve,)),
+    **dict.fromkeys(("NormConv1x1", "NormConv1x1Pair", "NormReluConv1x1", "NormConv3x3"), (_apply_and_convolve,)),
     **dict.fromkeys(("BatchNormBackwardReduce", "BatchNormReluBackwardReduce", "BatchNormAddReluBackwardReduce",
-                     "BatchNormPairBackwardReduce", "BatchNormPoolBackwardReduce"), (_elementwise, _gradient_sums)),
+                     "BatchNormPairBackwardReduce", "BatchNormReluMaxPoolBackwardReduce"),
+                    (_elementwise, _gradient_sums)),
     **dict.fromkeys(("BatchNormBackwardApply", "BatchNormReluBackwardApply", "BatchNormBackwardApplyAdd",
                      "BatchNormReluBackwardApplyAdd", "BatchNormPairBackwardApply", "ReluBackward", "elemwise_add",
                      "AddRelu", "BiasAdd", "BiasRelu", "BiasAddRelu"), (_elementwise,)),
-    **dict.fromkeys(("DgradReduce", "Conv3x3DgradReduce"), (_dgrad, _gradient_sums)),
-    "NormConvBackward": (_wgrad, _dgrad),
-    "NormConvReduce": (_wgrad, _dgrad, _gradient_sums),
-    "NormConvDgrad": (_conv_grad, _dgrad, _gradient_sums),
-    "BatchNormPoolApply": (_pool_apply,),
-    "BatchNormPoolBackwardApply": (_pool_backward,),
-    "StemWgrad": (_wgrad,),
+    **dict.fromkeys(("DgradReduce", "DgradStream", "Conv3x3DgradReduce"), (_dgrad, _gradient_sums)),
+    "NormBackward": (_wgrad, _dgrad),
+    "NormBackwardReduce": (_wgrad, _dgrad, _gradient_sums),
+    "NormDgrad": (_conv_grad, _dgrad, _gradient_sums),
+    "BatchNormReluMaxPool": (_pool_apply,),
+    "BatchNormReluMaxPoolBackwardApply": (_pool_backward,),
+    **dict.fromkeys(STEM_WGRADS, (_wgrad,)),
     **dict.fromkeys(("SoftmaxCrossEntropy", "SigmoidCrossEntropy"), (_cross_entropy,)),
 }

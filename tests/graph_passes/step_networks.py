@@ -9,11 +9,11 @@ from graph_passes import Graph, Ref, passes
 from graph_passes.choice import fewest, repeatable
 
 # Kernels of ours that take the place of others of ours, or of cuDNN's 3x3 convolutions.
-NEWEST = ("Conv1x1Pair", "Conv1x1SumRelu", "Conv3x3DgradReduce", "Conv3x3Dgrad", "Conv3x3Statistics", "Conv3x3Relu",
-          "Conv3x3Wgrad", "DgradReduce dgrad_stream", "BatchNormAddReluConv1x1", "BatchNormPairConv1x1",
-          "BatchNormReluConv1x1", "BatchNormReluConv1x1 without output", "BatchNormReluConv3x3", "NormConvDgrad",
-          "QuantisedStemPool", "StemConvolution stem_forward", "StemWgrad stem_weights")
-OWN_FORMS = ("Conv1x1", "Conv1x1Relu", "Conv1x1AddRelu", "Conv1x1Statistics")
+NEWEST = ("Conv1x1Pair", "Conv1x1ForwardSumRelu", "Conv3x3DgradReduce", "Conv3x3Dgrad", "Conv3x3ForwardStatistics",
+          "Conv3x3ForwardRelu", "Conv3x3Weights", "DgradStream", "NormConv1x1", "NormConv1x1Pair", "NormReluConv1x1",
+          "NormReluConv1x1 without output", "NormConv3x3", "NormDgrad", "QuantisedStemPool", "StemForward",
+          "StemWeights")
+OWN_FORMS = ("Conv1x1Forward", "Conv1x1ForwardRelu", "Conv1x1ForwardAddRelu", "Conv1x1Statistics")
 
 
 def fused(symbol) -> Graph:
@@ -290,7 +290,7 @@ def random_variables(graph, shapes, rng, classes=7, dtype=np.float64):
 
 # Prices of our own, which may be taken in a cover without a clock. Where either could have the gradient of a
 # convolution's data, that goes with the sums behind it.
-OWN_FUSIONS = {"DgradReduce": 1.0, "NormConvBackward": 2.5, "NormConvReduce": 2.5, "BatchNormBackwardApply": 1.0,
+OWN_FUSIONS = {"DgradReduce": 1.0, "NormBackward": 2.5, "NormBackwardReduce": 2.5, "BatchNormBackwardApply": 1.0,
                "StemPool": 1.0}
 PREFERRED, REFUSED = 0.4, math.inf  # prices: less than half a node; not to be had
 
@@ -318,7 +318,7 @@ def repeatable_fusions(table):
 
 def streamed_gradients(table):
     """`repeatable_fusions`, with the gradients of 1x1 convolutions by dgrad_stream.cu where that can make them."""
-    return preferring(repeatable_fusions, "DgradReduce dgrad_stream")(table)
+    return preferring(repeatable_fusions, "DgradStream")(table)
 
 
 def own_kernels(table):

@@ -198,7 +198,7 @@ def test_networks_that_drop_are_drawn_and_planned() -> None:
     graph, shapes = dropping(bottlenecks(7, 7)), {"data": (4, 64, 64, 4), "softmax_label": (4,)}
     step = pipeline.training_step(graph, shapes, "float16", fewest)
     svg = draw_svg(step, "step", step.infer_shapes(shapes))
-    assert all(op in svg for op in ("DropoutFactors", "DropoutElements", "BatchNormPairConv1x1"))
+    assert all(op in svg for op in ("DropoutFactors", "DropoutElements", "NormConv1x1Pair"))
     plan = passes.memory(step, shapes)
     kept = passes.memory(pipeline.training_step(Graph.from_json(bottlenecks(7, 7).tojson()), shapes, "float16",
                                                 fewest), shapes)

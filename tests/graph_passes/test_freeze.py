@@ -53,7 +53,7 @@ def test_a_step_with_frozen_layers_against_the_network_as_it_is_given(name, pref
                         "weight" in node.inputs[1].node]
         assert any(node.inputs[1].node in frozen for node in convolutions)
         readers = [node for node in step if any(ref.node in frozen for ref in node.inputs)]
-        assert not [node.name for node in readers if "BatchNorm" in node.op], "all are folded into convolutions"
+        assert not [node.name for node in readers if "Norm" in node.op], "all are folded into convolutions"
 
 
 @pytest.mark.long(but=["sgd*"])

@@ -30,7 +30,6 @@ from graph_passes.executors import Box, Draws, create_executor
 from graph_passes.executors.reference import backward, evaluate, forward, run
 from graph_passes.operators import OPERATORS
 from graph_passes.operators.dropout import SEED
-from graph_passes.passes.quantise import QUANTISED
 from train.models.resnet import resnet
 
 # The same sums in another order, in float64, relative to a tensor's largest element. A variance is the difference of
@@ -164,7 +163,7 @@ def test_pairs_of_convolutions_in_inference(rng):
     """One at the end of each block but the last and those with a projection shortcut, which are a sum of two; what is
     between them keeps its readers."""
     graph = Graph.from_json(resnet(50).tojson())
-    network_graph = pipeline.inference(graph, "float16", preferring(own_forms, "Conv1x1SumRelu"))
+    network_graph = pipeline.inference(graph, "float16", preferring(own_forms, "Conv1x1ForwardSumRelu"))
     pairs = [node for node in network_graph if node.op == "Conv1x1Pair"]
     assert len(pairs) == 15 - 4
     for pair in pairs:
@@ -179,13 +178,13 @@ def test_3x3_convolutions_of_our_own(depth, convolutions, behind_norms, with_rel
     BatchNorm + ReLU with it and with its sums; of all with stride 1 the weight gradients. In 16 bits alone."""
     graph, shapes = Graph.from_json(resnet(depth).tojson()), {"data": (2, 64, 64, 3)}
     step = pipeline.training_step(graph, shapes, "bfloat16", own_forms)
-    assert step.operators()["Conv3x3Wgrad"] == 13
-    wanted = {"BatchNormReluConv3x3": behind_norms, "Conv3x3Statistics": convolutions - behind_norms,
+    assert step.operators()["Conv3x3Weights"] == 13
+    wanted = {"NormConv3x3": behind_norms, "Conv3x3ForwardStatistics": convolutions - behind_norms,
               "Conv3x3DgradReduce": behind_norms, "Conv3x3Dgrad": convolutions - behind_norms}
     own = [node for node in step if node.op in wanted]
     assert all(node.name.startswith("stage1") for node in own)
     assert Counter(node.op for node in own) == Counter(wanted)
-    assert pipeline.inference(graph, "float16", own_forms).operators()["Conv3x3Relu"] == with_relu
+    assert pipeline.inference(graph, "float16", own_forms).operators()["Conv3x3ForwardRelu"] == with_relu
     for dtype, price in (("float32", own_forms), ("float16", repeatable), ("float16", fewest)):
         operators = {*pipeline.training_step(graph, shapes, dtype, price).operators(),
                      *pipeline.inference(graph, dtype, price).operators()}
@@ -196,12 +195,12 @@ def test_3x3_convolutions_of_our_own(depth, convolutions, behind_norms, with_rel
 def test_sums_of_convolutions_in_inference():
     """One for each projection shortcut, the first of which alone has stride 1."""
     graph = Graph.from_json(resnet(50).tojson())
-    network_graph = pipeline.inference(graph, "float16", preferring(own_forms, "Conv1x1SumRelu"))
-    sums = [node for node in network_graph if node.op == "Conv1x1SumRelu"]
+    network_graph = pipeline.inference(graph, "float16", preferring(own_forms, "Conv1x1ForwardSumRelu"))
+    sums = [node for node in network_graph if node.op == "Conv1x1ForwardSumRelu"]
     assert [node["stride"] for node in sums] == [(1, 1), (2, 2), (2, 2), (2, 2)]
     assert not any("shortcut" in node.name for node in network_graph if not node.is_variable)
     for dtype, price in (("float32", own_forms), ("float16", repeatable)):
-        assert "Conv1x1SumRelu" not in pipeline.inference(graph, dtype, price).operators()
+        assert "Conv1x1ForwardSumRelu" not in pipeline.inference(graph, dtype, price).operators()
 
 
 @pytest.mark.parametrize("last_is_shortcut", [False, True])
@@ -217,7 +216,7 @@ def test_a_sum_is_two_convolutions_beside_one_another(last_is_shortcut, rng):
     last = Node("ConvolutionAddRelu", "last", tuple(map(Ref, (*of_last, "addend"))), {**attrs, "stride": last_stride})
     graph = Graph([*(Node("null", name) for name in values), addend, last], [Ref("last")])
     summed = pipeline.cover(graph, fewest)
-    assert summed.operators() == {"Conv1x1SumRelu": 1}
+    assert summed.operators() == {"Conv1x1ForwardSumRelu": 1}
     assert summed.infer_shapes({"x": values["x"], "x2": values["x2"]})[Ref("last")] == (2, 3, 5, 24)
     (node,) = (node for node in summed if not node.is_variable)
     (got,) = evaluate(node, [arrays[ref.node] for ref in node.inputs])
@@ -225,7 +224,7 @@ def test_a_sum_is_two_convolutions_beside_one_another(last_is_shortcut, rng):
     (wanted,) = evaluate(last, [*(arrays[name] for name in of_last), first])
     check_close(got, wanted, SAME, "last")
     read_twice = Graph(graph, [Ref("last"), Ref("addend")])
-    assert pipeline.cover(read_twice, lambda table: repriced(table, fewest, Conv1x1SumRelu=1.1)) == read_twice, (
+    assert pipeline.cover(read_twice, lambda table: repriced(table, fewest, Conv1x1ForwardSumRelu=1.1)) == read_twice, (
         "the addend is to be written anyway")
 
 
@@ -250,14 +249,15 @@ def test_a_pair_is_two_convolutions_after_one_another(rng):
 
 
 SUMS = {"own": "Conv1x1Statistics", "cudnn": "ConvolutionStatistics", "separate": "BatchNormStatistics"}
-ENDS = ("BatchNormAddReluConv1x1", "BatchNormPairConv1x1")
-WITHIN = ("BatchNormReluConv1x1", "BatchNormReluConv1x1 without output")
+ENDS = ("NormConv1x1", "NormConv1x1Pair")
+WITHIN = ("NormReluConv1x1", "NormReluConv1x1 without output")
 
 
 def with_sums(kind):
     """A price for which the sums of a convolution are had in one of these ways wherever they can be."""
     others = [label for label in SUMS.values() if label not in (SUMS[kind], "BatchNormStatistics")]
-    return refusing(preferring(fewest, SUMS[kind]), *others, *(["Conv3x3Statistics"] if kind == "separate" else []))
+    others += ["Conv3x3ForwardStatistics"] if kind == "separate" else []
+    return refusing(preferring(fewest, SUMS[kind]), *others)
 
 
 def check_same(graph, shapes, values, grouped, prices):
@@ -275,7 +275,7 @@ def check_same(graph, shapes, values, grouped, prices):
 def test_the_end_of_a_block_with_the_convolution_that_follows(sums, grouped, rng):
     """However that convolution has its sums: one for each block that another follows, with the same results as without,
     and all that others read of the two that it stands for."""
-    without = refusing(with_sums(sums), *WITHIN, *ENDS, "BatchNormReluConv3x3")
+    without = refusing(with_sums(sums), *WITHIN, *ENDS, "NormConv3x3")
     with_it = preferring(without, *ENDS)
     graph, shapes = network("bottlenecks")
     values = random_variables(graph, shapes, rng)
@@ -288,14 +288,14 @@ def test_the_end_of_a_block_with_the_convolution_that_follows(sums, grouped, rng
 @pytest.mark.parametrize("grouped", [False, True])
 def test_a_batch_norm_with_the_3x3_convolution_that_follows(grouped, rng):
     """In one operator or two, with the same results."""
-    without = preferring(refusing(fewest, *WITHIN, *ENDS, "BatchNormReluConv3x3"), "Conv3x3Statistics")
-    with_it = preferring(without, "BatchNormReluConv3x3")
+    without = preferring(refusing(fewest, *WITHIN, *ENDS, "NormConv3x3"), "Conv3x3ForwardStatistics")
+    with_it = preferring(without, "NormConv3x3")
     graph, shapes = network("bottlenecks")
     values = random_variables(graph, shapes, rng)
-    assert "BatchNormReluConv3x3" in check_step(graph, shapes, values, with_it, grouped)
+    assert "NormConv3x3" in check_step(graph, shapes, values, with_it, grouped)
     fused, separate = check_same(graph, shapes, values, grouped, (with_it, without))
-    blocks = fused.operators()["BatchNormReluConv3x3"]
-    assert blocks == 3 and separate.operators()["Conv3x3Statistics"] == blocks
+    blocks = fused.operators()["NormConv3x3"]
+    assert blocks == 3 and separate.operators()["Conv3x3ForwardStatistics"] == blocks
     assert fused.operators().total() == separate.operators().total() - blocks
 
 
@@ -305,20 +305,20 @@ def test_a_batch_norm_with_the_3x3_convolution_that_follows(grouped, rng):
 def test_a_batch_norm_with_the_1x1_convolution_that_follows(sums, grouped, rng):
     """However that convolution has its sums: at the end of each block, with the same results as without. What the
     BatchNorm gives is written only where another node reads it: not where the gradients make it again."""
-    again = ("NormConvBackward", "NormConvReduce", "NormConvDgrad")
-    without = preferring(refusing(with_sums(sums), *WITHIN, *ENDS, "BatchNormReluConv3x3", *again[::2]), again[1])
+    again = ("NormBackward", "NormBackwardReduce", "NormDgrad")
+    without = preferring(refusing(with_sums(sums), *WITHIN, *ENDS, "NormConv3x3", *again[::2]), again[1])
     with_it = preferring(without, *WITHIN)
     graph, shapes = network("bottlenecks")
     values = random_variables(graph, shapes, rng)
-    assert "BatchNormReluConv1x1" in check_step(graph, shapes, values, with_it, grouped)
+    assert "NormReluConv1x1" in check_step(graph, shapes, values, with_it, grouped)
     fused, separate = check_same(graph, shapes, values, grouped, (with_it, without))
-    blocks = fused.operators()["BatchNormReluConv1x1"]
-    assert blocks == 3 and "BatchNormReluConv1x1" not in separate.operators()
+    blocks = fused.operators()["NormReluConv1x1"]
+    assert blocks == 3 and "NormReluConv1x1" not in separate.operators()
     saved = 2 * blocks if sums == "separate" else blocks
     assert fused.operators().total() == separate.operators().total() - saved
     for price in (with_it, refusing(with_it, *again)):
         step = pipeline.training_step(graph, shapes, "bfloat16", price, grouped)
-        found = [node for node in step if node.op == "BatchNormReluConv1x1"]
+        found = [node for node in step if node.op == "NormReluConv1x1"]
         assert len(found) == blocks
         assert all(node["no_output"] <= (not step.consumers.get(Ref(node.name))) for node in found)
         assert any(not step.consumers.get(Ref(node.name)) for node in found) == (price is with_it)
@@ -328,13 +328,13 @@ def test_an_output_that_nobody_reads_is_left_out_where_that_is_cheaper():
     """Each set of outputs has its own price."""
     graph, shapes = network("bottlenecks")
     for cheaper, left_out in ((WITHIN[1], True), (WITHIN[0], False)):
-        price = preferring(own_kernels, "NormConvReduce")
+        price = preferring(own_kernels, "NormBackwardReduce")
 
         def cheapest(table, price=price, cheaper=cheaper):
             return repriced(table, price, **{cheaper: 0.3})
 
         step = pipeline.training_step(graph, shapes, "bfloat16", cheapest)
-        found = [node["no_output"] for node in step if node.op == "BatchNormReluConv1x1"]
+        found = [node["no_output"] for node in step if node.op == "NormReluConv1x1"]
         assert found == [left_out] * 3
 
 
@@ -345,17 +345,17 @@ def test_where_a_block_and_the_next_convolution_are_left_alone():
         listed = pipeline.training_passes(shapes, dtype, fewest)
         before = pipeline.run({each: run for each, run in listed.items() if each != "cover"}, graph)
         table = pipeline.candidates(before, before.infer_shapes(shapes))
-        places = {(each.op, each.node.name) for each in table if each.op.endswith("Conv1x1")}
-        return Counter(op.removesuffix("Conv1x1") for op, _ in places)
+        places = {(each.op, each.node.name) for each in table if each.op in ("NormReluConv1x1", *ENDS)}
+        return Counter(op for op, _ in places)
 
-    within = {"BatchNormRelu": 3}  # before the last convolution of a block
+    within = {"NormReluConv1x1": 3}  # before the last convolution of a block
     # A pair is a candidate beside the BatchNorm that adds the other one.
-    assert norms("bottlenecks") == {**within, "BatchNormPair": 1, "BatchNormAddRelu": 2}
+    assert norms("bottlenecks") == {**within, "NormConv1x1Pair": 1, "NormConv1x1": 2}
     assert norms("bottlenecks", "float32") == norms("basic blocks") == {}
-    assert norms("bottlenecks that drop") == {**within, "BatchNormPair": 1, "BatchNormAddRelu": 1}
-    assert norms("BatchNorm first") == {"BatchNormRelu": 2}  # before the first
+    assert norms("bottlenecks that drop") == {**within, "NormConv1x1Pair": 1, "NormConv1x1": 1}
+    assert norms("BatchNorm first") == {"NormReluConv1x1": 2}  # before the first
     whole = Graph.from_json(resnet(50).tojson()), {"data": (2, 64, 64, 3)}
-    assert norms(whole) == {"BatchNormAddRelu": 15, "BatchNormPair": 4, "BatchNormRelu": 16}
+    assert norms(whole) == {"NormConv1x1": 15, "NormConv1x1Pair": 4, "NormReluConv1x1": 16}
 
 
 @pytest.mark.parametrize("build, alone", [(projections, ["a2", "b2"]), (lambda: bottlenecks(3, 7, 256), ["a4"])])
@@ -368,7 +368,7 @@ def test_one_of_a_pair_of_batch_norms_goes_its_own_way(build, alone, rng):
     assert "BatchNormPairBackwardApply" not in step.operators()
     for name in alone:
         others = [node.op for node in step if node.inputs and node.inputs[0] == step[f"{name}_conv_wgrad"].inputs[0]]
-        assert sum(op in ("BatchNormBackwardApply", "NormConvDgrad") for op in others) == 1 and len(others) == 2
+        assert sum(op in ("BatchNormBackwardApply", "NormDgrad") for op in others) == 1 and len(others) == 2
 
 
 @pytest.mark.long
@@ -397,9 +397,8 @@ def test_every_operator_is_in_one_of_these_graphs():
                     after = each(after)
                     seen |= after.operators().keys()
                 assert Graph.from_json(after.to_json()) == after
-    assert set(OPERATORS) - seen == {"transpose", "softmax", "QuantiseSquares", "QuantisedStemPool",
-                                     "QuantisedConvolutionPair", "QuantisedConvolutionSum",
-                                     "QuantisedConvolutionSumPair", *QUANTISED}
+    in_int8 = {op for op in OPERATORS if op.startswith("Quantise")}
+    assert set(OPERATORS) - seen == {"transpose", "softmax", "Dequantise"} | in_int8
 
 
 @pytest.mark.long(but=["basic*", "biases", "weighted classes"])
@@ -459,15 +458,15 @@ def test_a_cpu_network_in_nchw_runs_unfused_where_kernels_are_for_nhwc(rng):
     shapes = {"data": (2, 4, 22, 18), "softmax_label": (2,)}
     values = random_variables(graph, shapes, rng)
     operators = check_step(graph, shapes, values, fewest)
-    assert not operators & {"StemConvolution", "BatchNormPoolApply", "DgradReduce", "NormConvBackward"}
+    assert not operators & {"StemFprop", "BatchNormReluMaxPool", "DgradReduce", "NormBackward"}
     assert "BatchNormPairApply" in operators
 
 
 @pytest.mark.parametrize("dtype, wanted", [("float32", {"ConvolutionStatistics", *PAIR}), ("float16", {
-    "ConvolutionStatistics", "Conv1x1Statistics", "Conv3x3Statistics", "StemConvolution stem_fprop",
-    "StemConvolution stem_forward", "StemWgrad stem_wgrad", "StemWgrad stem_weights", *PAIR, *ENDS, *WITHIN,
-    "BatchNormReluConv3x3", "DgradReduce", "DgradReduce dgrad_stream", "NormConvBackward", "NormConvReduce",
-    "NormConvDgrad", "BatchNormBackwardApply", "Conv3x3Dgrad", "Conv3x3DgradReduce", "Conv3x3Wgrad"})])
+    "ConvolutionStatistics", "Conv1x1Statistics", "Conv3x3ForwardStatistics", "StemFprop",
+    "StemForward", "StemWgrad", "StemWeights", *PAIR, *ENDS, *WITHIN,
+    "NormConv3x3", "DgradReduce", "DgradStream", "NormBackward", "NormBackwardReduce",
+    "NormDgrad", "BatchNormBackwardApply", "Conv3x3Dgrad", "Conv3x3DgradReduce", "Conv3x3Weights"})])
 def test_what_can_be_fused(dtype, wanted):
     """In fp32 only the sums of a convolution, and pairs of BatchNorms."""
     graph, shapes = Graph.from_json(resnet(50).tojson()), {"data": (2, 64, 64, 3)}

@@ -12,7 +12,7 @@ from step_networks import fused, random_variables, small_resnet
 from common.mxnet_compat import mx
 from graph_passes import optimizers, passes, roles
 from graph_passes.executors import create_executor
-from graph_passes.executors.cuda.kernels import SOURCES
+from graph_passes.executors.cuda.kernel_library import SOURCES
 from graph_passes.executors.cuda.optimizer import CHUNK, MAX_CONSTANTS, THREADS
 from graph_passes.executors.cuda.parameters import MAX_SLOTS
 from graph_passes.optimizers import ArrayOptimizer, Rule, base

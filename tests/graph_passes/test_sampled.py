@@ -86,7 +86,8 @@ def computed(name: str, way: str, rng: np.random.Generator) -> Iterator[Call]:
         if node.is_variable:
             continue
         inputs = [tensors[ref] for ref in node.inputs]
-        dtype = np.float64 if any(word in node.op for word in ("Reduce", "Statistics", "Wgrad")) else np.float32
+        has_sums = any(word in node.op for word in ("Reduce", "Statistics", "DgradStream", "Wgrad", "Weights"))
+        dtype = np.float64 if has_sums else np.float32
         exact = evaluate(node, [array.astype(dtype) if array.dtype.kind == "f" else array for array in inputs])
         outputs = [array.astype(dtypes[ref]) for ref, array in zip(node.refs(), exact, strict=True)]
         tensors.update(zip(node.refs(), outputs, strict=True))
@@ -104,7 +105,7 @@ def test_a_step_is_accepted(calls: list[Call], rng: np.random.Generator) -> None
 def with_a_wrong_channel(node: Node, array: np.ndarray) -> np.ndarray:
     """That of the largest element, a fifth too large; of bits and places, others."""
     broken = array.copy()
-    axis = 0 if node.op.endswith("Wgrad") else -1
+    axis = 0 if node.op.endswith(("Wgrad", "Weights")) else -1
     largest = np.unravel_index(np.abs(array.astype(float)).argmax(), array.shape)[axis]
     channel = np.moveaxis(broken, axis, 0)[largest:largest + 1]
     channel[...] = channel * 1.2 if array.dtype.kind == "f" else channel ^ 1

@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from image_helpers import write_folder
+from image_helpers import encode, smooth_image, write_folder
 from PIL import Image
 
 from pipelines import samples
@@ -127,7 +127,8 @@ def test_verify_finds_training_images_that_are_in_validation_too(tmp_path, capsy
     code, out, _ = run(capsys, "verify", tmp_path)
     assert code == 1 and "train: 6 images, 2 unusable: 2 duplicate" in out and "val: 4 images, 0 unusable" in out
     for file in (files[2], files[5]):
-        assert f"{file}: duplicate, the same image as {others[1]}, which is for validation\n" in out
+        conflict = " as c00, and c01 here" * (file == files[5])
+        assert f"{file}: duplicate, the same image as {others[1]}, which is for validation{conflict}\n" in out
     code, out, _ = run(capsys, "verify", tmp_path, "--write-clean")
     assert code == 0 and "train.lst: 4 usable images" in out and "val.lst: 4 usable images" in out
     assert run(capsys, "verify", tmp_path)[0] == 0
@@ -340,3 +341,25 @@ def test_as_a_program(tmp_path):
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert result.stderr.startswith("error: data path") and "Traceback" not in result.stderr
+
+
+def test_bench_and_show_take_what_messages_advise(tmp_path, capsys):
+    """--on-bad-image skip, which an unreadable image's message says."""
+    for file in write_folder(tmp_path / "data", 8, 2, seed=1)[:1]:
+        file.write_bytes(b"no image")
+    bench = ("bench", tmp_path / "data", "--seconds", 0.05, "--batch-size", 4, "--image-size", 32)
+    code, _, err = run(capsys, *bench)
+    assert code == 2 and "go on without them with --on-bad-image skip" in err
+    assert run(capsys, *bench, "--on-bad-image", "skip")[0] == 0
+    show = ("show", tmp_path / "data", tmp_path / "sheet.png", "--rows", 2, "--columns", 4, "--image-size", 32)
+    assert run(capsys, *show)[0] == run(capsys, *show, "--on-bad-image", "skip")[0] == 0
+    assert run(capsys, *show, "--on-bad-image", "error")[0] == 2
+
+
+def test_the_summary_of_verify_tells_usable_images_apart(tmp_path, capsys):
+    files = write_folder(tmp_path / "train", 4, 2, seed=1)
+    files[0].write_bytes(b"")
+    files[1].write_bytes(encode(smooth_image(np.random.default_rng(1), 60, 50).convert("CMYK")))
+    code, out, _ = run(capsys, "verify", tmp_path)
+    assert code == 1
+    assert out.endswith(f"{tmp_path / 'train'}: 4 images, 1 unusable: 1 empty; usable, with a finding: 1 CMYK\n")

@@ -66,10 +66,15 @@ def test_runs_in_a_folder(run: rm.Run, tmp_path: Path) -> None:
     (tmp_path / "no run").mkdir()
     for name in ("b", "a"):
         shutil.copytree(run.folder, tmp_path / name)
-    assert [each.folder.name for each in rm.list_runs(tmp_path)] == ["a", "b"]
-    with pytest.raises(rm.UserError, match="there is no folder .*none with runs"):
+    listed = rm.list_runs(tmp_path)
+    assert [(each.folder.name, each.state) for each in listed] == [("a", "finished"), ("b", "finished")]
+    compared = rm.compare(tmp_path / "a", tmp_path / "b")
+    assert len(compared.members) == 2 and "images/sec" in compared.markdown()
+    with pytest.raises(rm.UserError, match="there is no folder"):
+        rm.compare(tmp_path / "none")
+    with pytest.raises(rm.UserError, match="there is no folder .*none: give one that holds runs"):
         rm.list_runs(tmp_path / "none")
-    with pytest.raises(rm.UserError, match="cannot read .*metrics.jsonl .*: give the folder of a run"):
+    with pytest.raises(rm.UserError, match="there is no metrics.jsonl in .*no run: give the output folder"):
         rm.load_run(tmp_path / "no run")
 
 
@@ -208,6 +213,8 @@ def test_a_run_with_a_plugin(
     options = TINY | {"data": tiny_data, "model": "small", "epochs": 1, "validate_every": 1}
     run = rm.train(plugin=[file], output=tmp_path / "plugged", **options)
     assert run.record.epochs[-1].plugin_metrics["surest"] > 1 / 3
+    assert run.history["surest"].tolist() == [run.record.epochs[-1].plugin_metrics["surest"]]
+    assert "plugin_metrics" not in run.history
     with run.load(device="cpu") as net:
         assert net.num_features == 8 and "small" in repr(net) and "small" in rm.models()
         assert net.validate().plugin_metrics == pytest.approx(run.record.epochs[-1].plugin_metrics, rel=1e-4)

@@ -13,9 +13,10 @@ import zipfile
 import numpy as np
 import pytest
 
-from train import TrainError, checkpoint
+from train import TrainError, checkpoint, saver
 from train.checkpoint import Checkpoint, CheckpointFolder, Progress
 from train.config import Config
+from train.recording.outcomes import Outcomes, spread
 from train.report import predictions
 from train.report.predictions import Predictions
 
@@ -248,3 +249,22 @@ def test_find_without_checkpoint(tmp_path):
         checkpoint.find(str(tmp_path / "missing"))
     with pytest.raises(TrainError, match="holds no checkpoint"):
         checkpoint.find(str(tmp_path))
+
+
+def test_outcomes_lie_beside_the_weights_of_the_best(state, tmp_path, rng):
+    """They come back as they were, without the weights; a file of an earlier version, or a damaged one, has none."""
+    probabilities, labels = rng.dirichlet(np.ones(11), 30), rng.integers(0, 11, 30)
+    outcomes = Outcomes.of(probabilities, labels, range(30), spread(30, 5))
+    assert saver.best_outcomes(tmp_path) is None
+    folder = CheckpointFolder(tmp_path, keep=1)
+    folder.save(dataclasses.replace(state, outcomes=vars(outcomes)), is_best=True)
+    epoch, found = saver.best_outcomes(tmp_path)
+    assert epoch == state.progress.epoch
+    for name, array in vars(outcomes).items():
+        np.testing.assert_array_equal(getattr(found, name), array, err_msg=name)
+    assert len(found.sample) == 5 and checkpoint.load(folder.path / "best.npz").outcomes.keys() == vars(outcomes).keys()
+    for other in (state, dataclasses.replace(state, outcomes={"pairs": outcomes.pairs})):
+        folder.save(other, is_best=True)
+        assert saver.best_outcomes(tmp_path) is None
+    (folder.path / "best.npz").write_bytes(b"PK")
+    assert saver.best_outcomes(tmp_path) is None

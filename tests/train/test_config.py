@@ -57,7 +57,7 @@ def test_commands_have_the_options_that_they_use():
     """All are those of training, declared once, but for what the command itself has."""
     names = {kind: {field.name for field in dataclasses.fields(kind)}
              for kind in (Config, ValidateOptions, BenchmarkOptions, CompareOptions)}
-    assert names[ValidateOptions] - names[Config] == {"checkpoint", "report", "int8"}
+    assert names[ValidateOptions] - names[Config] == {"checkpoint", "report", "int8", "output_"}
     assert names[BenchmarkOptions] - names[Config] == {field.name for field in dataclasses.fields(Measurement)}
     assert names[Config] - names[CompareOptions] == {"resume", "weights"}
     for kind in (ValidateOptions, BenchmarkOptions):

@@ -120,3 +120,8 @@ def test_commands_to_try_next_are_real() -> None:
     taken = read(Config, own_data[3:], command="train")
     assert taken == {"config": DEFAULT_PRESET, "data": "data/samples"}
     assert (ROOT / "scripts/dgx1_8gpu.sh").samefile(processes[-3]) and processes[-2:] == ["-n", "2"]
+
+
+def test_two_processes_are_no_advice_after_two() -> None:
+    text = demonstration.next_commands(Path("runs/x"), num_processes=2)
+    assert "two processes" not in text and "predict" in text

@@ -22,7 +22,7 @@ from graph_passes.executors.mxnet import MXNetExecutor
 from graph_passes.optimizers import ArrayOptimizer
 from graph_passes.optimizers.sgd import SGD
 from pipelines import Batch
-from train import checkpoint
+from train import checkpoint, loop
 from train.commands.benchmark import standard_error_of_median
 from train.loop import Trainer
 from train.models.network import init_params
@@ -30,7 +30,7 @@ from train.models.resnet import resnet
 from train.recording.gpu_monitor import GpuReadings
 from train.recording.metrics import RunRecord
 from train.recording.recorder import Recorder
-from train.validation import printed_progress
+from train.validation import printed_progress, validate
 
 pytestmark = pytest.mark.usefixtures("narrow_network")
 
@@ -167,18 +167,24 @@ def test_learns_and_validates_every_image_once(run_train, tiny_options, tmp_path
 
 
 @pytest.mark.long(but=["options0-*"])
-@pytest.mark.parametrize("options, steps, sentence", [
-    (["--max-steps", "4"], 4, "stopped after step 4: --max-steps is 4"),
-    (["--time-limit", "0.00001"], 1, "stopped: the time limit of 1e-05 minutes is reached"),
-    (["--target-accuracy", "0.01"], 6, "has reached the target of 0.01"),
+@pytest.mark.parametrize("options, steps, sentence, reason", [
+    (["--max-steps", "4"], 4, "stopped after step 4: --max-steps is 4", "max_steps"),
+    (["--time-limit", "0.00001"], 1, "stopped: the time limit of 1e-05 minutes is reached", "time_limit"),
+    (["--target-accuracy", "0.01"], 6, "has reached the target of 0.01", "target_accuracy"),
+    (["--patience", "1"], 12, "1 validations in a row have not raised", "patience"),
 ])
-def test_limits(options, steps, sentence, run_train, tiny_options, tmp_path):
+def test_limits(options, steps, sentence, reason, run_train, tiny_options, tmp_path, monkeypatch):
+    if reason == "patience":  # no validation is better than the first
+        monkeypatch.setattr(loop, "validate", lambda *arguments: (found := validate(*arguments)) and found._replace(
+            metrics=found.metrics._replace(top1=0.0)))
     folder = tmp_path / "run"
     code, out, err = run_train("--output", folder, *tiny_options, *options)
     assert code == 0, err
     assert sentence in out
     assert checkpoint.load(checkpoint.find(str(folder))).progress.step == steps
     assert len(read_lines(folder, "stop")) == 1
+    (end,) = read_lines(folder, "end")
+    assert (end["reason"], end["completed"]) == (reason, reason in ("target_accuracy", "patience"))
 
 
 @pytest.mark.long
@@ -223,6 +229,8 @@ def test_accuracy_on_the_training_images_is_called_so(run_train, tiny_data, tiny
     """Of a folder without `val`; nowhere is it validation, but with `val` it is."""
     for folder in ("train", "val"):
         shutil.copytree(tiny_data, tmp_path / "split" / folder)
+    for file in (tmp_path / "split" / "val").glob("*/*"):  # other bytes, as a run tells training images in validation
+        file.write_bytes(file.read_bytes() + b"\0")
     texts = {}
     for data in (tiny_data, tmp_path / "split"):
         folder = tmp_path / "runs" / data.name

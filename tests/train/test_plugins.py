@@ -117,7 +117,7 @@ def test_trained_and_used(run_train, small, tiny_data: Path, tmp_path: Path) -> 
 
     as_in_another_process()
     code, out, err = run_train("validate", "--checkpoint", run)
-    assert code == 0 and re.search(r"top-1 \d+\.\d+%, truth 0\.\d+", out), out + err
+    assert code == 0 and re.search(r"top-1 \d+\.\d+%.*, truth 0\.\d+", out), out + err
     shown = float(re.search(r"truth (0\.\d+)", out)[1])
     assert shown == pytest.approx(truth[int(np.argmax([line["train_eval_top1"] for line in events(run, "epoch")]))],
                                   rel=1e-3)
@@ -210,10 +210,10 @@ def test_a_file_that_has_not_the_network_is_not_executed(run_train, plugin, tiny
 
 
 @pytest.mark.parametrize(("body", "end"), [
-    ("pass", "end all epochs are done"),
-    ("return 'enough'", "end stopped by a callback: enough"),
-    ("return True", "end stopped by a callback: Told asked for it"),
-    ("return False", "end all epochs are done"),
+    ("pass", "end epochs"),
+    ("return 'enough'", "stopped by a callback: enough"),
+    ("return True", "stopped by a callback: Told asked for it"),
+    ("return False", "end epochs"),
 ])
 def test_callbacks(body: str, end: str, run_train, small, plugin, tmp_path: Path) -> None:
     _, options = small
@@ -221,11 +221,12 @@ def test_callbacks(body: str, end: str, run_train, small, plugin, tmp_path: Path
     said = train(run_train, [*options, "--plugin", told, "--output", tmp_path / "run"])
     log = (tmp_path / "told.py.log").read_text().splitlines()
     epochs = 1 if "stopped" in end else 2
-    assert log[0] == "start run small class0 class1 class2 1" and log[-1] == end
+    assert log[0] == "start run small class0 class1 class2 1"
+    assert log[-1] == ("end callback" if "stopped" in end else end)
     assert [line for line in log if line.startswith("epoch")] == [
         f"epoch {epoch} train_loss truth" for epoch in range(1, epochs + 1)]
     assert f"saved step-{6 * epochs:08}.npz True" in log
-    assert (end.removeprefix("end ") in said) == ("stopped" in end)
+    assert (end in said) == ("stopped" in end)
     assert events(tmp_path / "run", "steps")[-1]["step"] == 6 * epochs
 
 

@@ -114,6 +114,7 @@ def benchmark(trainer: Trainer, recorder: Recorder, wanted: Measurement) -> Resu
 
     median = float(np.median(times[wanted.warmup_steps :]))
     speed = trainer.config.global_batch(trainer.workers.size) / median
+    recorder.reason = "measured"
     recorder.event("benchmark", median_step_ms=1e3 * median, images_per_sec=speed, relative_error=error)
     result = f"median step {1e3 * median:.1f} ms = {speed:.1f} images/sec"
     if error < PRECISION:

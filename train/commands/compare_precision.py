@@ -20,21 +20,12 @@ from rich.console import Console
 from rich.table import Table
 
 from common import files
-from common.command_line import option_name, part_of, to_arguments
+from common.command_line import part_of, to_arguments
 from common.errors import error_of
 from common.program import TRAIN, own_process
-from pipelines.options import AUTO
 from train import devices, models
-from train.config import (
-    CONFIG_FILE,
-    FOUND_IN_DATA,
-    OF_A_SESSION,
-    Config,
-    check_untrained,
-    configure,
-    default_warmup,
-)
-from train.errors import TrainError
+from train.commands.trainings import check_same, is_complete
+from train.config import Config, check_untrained, configure, default_warmup
 from train.options.commands import Comparison
 from train.presets import load_preset
 from train.processes.signals import STOPPING, StoppedBySignal, ending, handled
@@ -116,13 +107,10 @@ def run_arguments(config: Config) -> list[str]:
 def run_training(config: Config, folder: Path) -> RunRecord:
     """Begin or resume a run, or do nothing if it is complete; return its record. Raises TrainError if it fails, and
     StoppedBySignal."""
-    config_file = folder / CONFIG_FILE
-    if config_file.exists():
-        _check_same(config, config_file)
-        record = RunRecord.read_jsonl(folder / METRICS_FILE) if (folder / METRICS_FILE).exists() else None
-        if record and record.events and record.events[-1].get("completed"):
-            print("already complete, skipped", flush=True)
-            return record
+    check_same(config, folder, "comparison")
+    if is_complete(config, folder):
+        print("already complete, skipped", flush=True)
+        return RunRecord.read_jsonl(folder / METRICS_FILE)
     command = own_process(TRAIN, *run_arguments(config))
     # On a signal the child saves a checkpoint, and this process waits for that. Ctrl-C reaches both processes, so the
     # child gets the signal twice at once, which it counts as once. If this process is killed, the child must stop too.
@@ -137,17 +125,6 @@ def run_training(config: Config, folder: Path) -> RunRecord:
         raise error_of(code)(f"the run in {folder} ended with exit code {code}, see its message above; repeat the "
                              "command to resume")
     return RunRecord.read_jsonl(folder / METRICS_FILE)
-
-
-def _check_same(config: Config, config_file: Path) -> None:
-    """Raise TrainError if the run in the folder has other settings."""
-    there, here = Config.from_dict(json.loads(config_file.read_text())).to_dict(), config.to_dict()
-    for name, value in here.items():
-        may_be = FOUND_IN_DATA.get(name, ()) if value == AUTO else ()
-        if name not in OF_A_SESSION and there.get(name) not in (value, *may_be):
-            option = option_name(name)
-            raise TrainError(f"the run in {config_file.parent} was made with {option} {there.get(name)}, but this "
-                             f"comparison has {value}: give another --output, or the same {option}")
 
 
 # --- the result ---

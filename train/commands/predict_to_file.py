@@ -32,7 +32,7 @@ from train.commands.prediction_file import Found, PredictionFile, check_name
 from train.config import Config
 from train.devices import Placement
 from train.errors import TrainError
-from train.image_paths import image_paths
+from train.image_paths import FolderClasses, image_paths
 from train.options.commands import PredictOptions
 from train.prediction import GPU_BATCH, check_top, finite, prepared
 from train.processes.distributed import Workers
@@ -81,7 +81,7 @@ def predict_to_file(options: PredictOptions, values: Mapping[str, Any], workers:
     with ending_with(f"stopped: the same command goes on where {path} ends"), ExitStack() as opened:
 
         def open_file(path: Path, share: str, images: Sequence[str]) -> tuple[PredictionFile, Found]:
-            file = PredictionFile(path, job.trained.class_names, job.top, about | {"part": share}, SAME)
+            file = PredictionFile(path, job.trained.class_names, job.top, about | {"part": share}, SAME, has_true)
             found = opened.enter_context(file).go_on(images)
             if changed := file.changed(images[: found.records]):
                 print(f"{path}: {len(changed):,} of its images changed after it was begun, and their predictions may "
@@ -89,28 +89,32 @@ def predict_to_file(options: PredictOptions, values: Mapping[str, Any], workers:
                       file=sys.stderr)
             return file, found
 
-        images, before = [], Found(0, 0)
+        images, before, has_true = [], Found(0, 0), False
         with workers.agreement():
             check_name(path)
             job = _job(options, values, workers)
             about = _about(job)
+            folders = FolderClasses(options.images, job.trained.classes)
             if workers.rank == 0:
                 images = [str(image) for image in image_paths(options.images)]
+                has_true = any(map(folders.of, images))
                 whole, before = open_file(path, "all", images)
                 if before.records:
                     print(f"{path} has {before.records:,} of {len(images):,} images", flush=True)
-        images, first = workers.gather((images, before.records))[0]  # one list, even while a folder is filled
+        # one list, even while a folder is filled
+        images, first, has_true = workers.gather((images, before.records, has_true))[0]
         parts: list[Path] = []
         with workers.agreement():
             if workers.size == 1 or first == len(images):
-                totals = _predict(job, images[first:], whole) if workers.rank == 0 else Totals()
+                totals = _predict(job, images[first:], whole, folders) if workers.rank == 0 else Totals()
             else:
                 parts = [path.with_name(f"{path.stem}.part{rank}{path.suffix}") for rank in range(workers.size)]
                 begin, end = (first + (len(images) - first) * rank // workers.size
                               for rank in (workers.rank, workers.rank + 1))
                 part, found = open_file(parts[workers.rank], f"{workers.rank} of {workers.size}, of images {first:,} "
                                         f"to {len(images):,}", images[begin:end])
-                totals = _predict(job, images[begin + found.records : end], part)._replace(bad_before=found.bad)
+                totals = _predict(job, images[begin + found.records : end], part, folders)
+                totals = totals._replace(bad_before=found.bad)
                 part.close()
         *counts, seconds = zip(*workers.gather(totals), strict=True)
         good, bad, damaged, bad_before = map(sum, counts)
@@ -159,7 +163,7 @@ def _about(job: Job) -> dict[str, Any]:
     }
 
 
-def _predict(job: Job, images: Sequence[str], file: PredictionFile) -> Totals:
+def _predict(job: Job, images: Sequence[str], file: PredictionFile, folders: FolderClasses) -> Totals:
     """Predict these images, in their order, and append them to the file. Raises UserError."""
     if not images:
         return Totals()
@@ -176,10 +180,11 @@ def _predict(job: Job, images: Sequence[str], file: PredictionFile) -> Totals:
             def write(begin: int, indices: Sequence[int], probabilities: np.ndarray) -> int:
                 """Append a batch's records, and return their number. `indices`: its readable images."""
                 classes, best = most_likely(probabilities, job.top)
-                known = {i: file.form.prediction(images[i], *found) for i, *found in zip(
-                    indices, classes.tolist(), best.tolist(), strict=True)}
+                known = {i: file.form.prediction(images[i], ranked, values, folders.of(images[i])) for i, ranked, values
+                         in zip(indices, classes.tolist(), best.tolist(), strict=True)}
                 batch = range(begin, min(begin + size, len(images)))
-                file.write([known.get(i) or file.form.failure(images[i], loader.bad[i]) for i in batch])
+                file.write([known.get(i) or file.form.failure(
+                    images[i], loader.bad[i], folders.of(images[i])) for i in batch])
                 return len(batch)
 
             for begin, indices, request in _requests(executor, loader, len(images)):

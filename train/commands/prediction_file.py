@@ -1,9 +1,10 @@
 """The file of many predictions, one record per image, as CSV or JSON lines. It grows batch by batch, and a later run
 resumes it.
 
-The CSV columns are `file`; then `class`, `index` and `probability` of the most likely class; `class_2`, `index_2` and
-`probability_2` of the second, and so on; and `error`. A JSON line has the form that `predict --json` prints. The record
-of an image that cannot be read has no classes, and the reason in `error`. A JSON file beside it says what made the
+The CSV columns are `file`; `true`, the true class, where folders tell any; then `class`, `index` and `probability` of
+the most likely class; `class_2`, `index_2` and `probability_2` of the second, and so on; in a file of `validate` the
+`loss`; and `error`. A JSON line has the form that `predict --json` prints, with the same further fields. The record of
+an image that cannot be read has no classes, and the reason in `error`. A JSON file beside it says what made the
 predictions, so that a later run can check whether it may resume.
 """
 
@@ -35,35 +36,43 @@ class Found(NamedTuple):
     bad: int
 
 
-def _csv_field(text: str) -> str:
-    """The text as a CSV field (RFC 4180)."""
+def _csv_field(text: str | None) -> str:
+    """The text as a CSV field (RFC 4180); None is an empty one."""
+    text = text or ""
     return '"' + text.replace('"', '""') + '"' if set(text) & set(',"\r\n') else text
 
 
 class Form(ABC):
-    """How a record is written and read back. `names`: the classes, in the network's order; `top`: classes in a record.
+    """How a record is written and read back. `names`: the classes, in the network's order; `top`: classes in a record;
+    `has_true`, `has_loss`: whether it has the true class, and the loss (such records are not read back).
     """
 
     header = b""
-    quote: Callable[[str], str]
+    quote: Callable[[str | None], str]
     guess: str  # % (class, index); the probability follows
     between: str  # two guesses
-    image: str  # % (file, guesses)
-    bad_image: str  # % (file, reason)
+    true, loss = "", ""  # % true class, % loss; empty if a record has none
+    image: str  # % (file, true class, guesses, loss)
+    bad_image: str  # % (file, true class, reason)
 
-    def __init__(self, names: Sequence[str], top: int) -> None:
+    def __init__(self, names: Sequence[str], top: int, has_true: bool = False, has_loss: bool = False) -> None:
         self.top = top
+        self.true, self.loss = self.true if has_true else "", self.loss if has_loss else ""
         self._beginnings = [self.guess % (self.quote(name), index) for index, name in enumerate(names)]
 
-    def prediction(self, file: str, classes: Sequence[int], probabilities: Sequence[float]) -> str:
-        """The record of an image, the most likely class first."""
-        return self.image % (self.quote(file), self.between.join(
-            f"{self._beginnings[index]}{probability:.6g}"
-            for index, probability in zip(classes, probabilities, strict=True)))
+    def prediction(self, file: str, classes: Sequence[int], probabilities: Sequence[float], true: str | None = None,
+                   loss: float = 0.0) -> str:
+        """The record of an image, the most likely class first. `true`: its true class; None: not known."""
+        guesses = self.between.join(f"{self._beginnings[index]}{probability:.6g}"
+                                    for index, probability in zip(classes, probabilities, strict=True))
+        return self.image % (self.quote(file), self._true(true), guesses, self.loss % loss if self.loss else "")
 
-    def failure(self, file: str, reason: str) -> str:
+    def failure(self, file: str, reason: str, true: str | None = None) -> str:
         """The record of an image that cannot be read."""
-        return self.bad_image % (self.quote(file), self.quote(reason))
+        return self.bad_image % (self.quote(file), self._true(true), self.quote(reason))
+
+    def _true(self, name: str | None) -> str:
+        return self.true % self.quote(name) if self.true else ""
 
     def records(self, lines: Iterable[str]) -> Iterator[tuple[str, bool]]:
         """The file of each record, and whether that file cannot be read. Reads no line beyond the record. Raises any
@@ -75,44 +84,51 @@ class Form(ABC):
                 taken.append(line)
                 yield line
 
-        for file, classes, probabilities, error in self.parsed(taking()):
-            written = self.failure(file, error) if error else self.prediction(file, classes, probabilities)
+        for file, true, classes, probabilities, error in self.parsed(taking()):
+            written = self.failure(file, error, true) if error else self.prediction(file, classes, probabilities, true)
             if "".join(taken) != written or len(classes) != (0 if error else self.top):
                 raise ValueError("it is not as it was written")
             taken.clear()
             yield file, error != ""
 
     @abstractmethod
-    def parsed(self, lines: Iterable[str]) -> Iterator[tuple[str, list[int], list[float], str]]:
-        """For each record: its file, classes, probabilities, and why the image cannot be read ("" if it can)."""
+    def parsed(self, lines: Iterable[str]) -> Iterator[tuple[str, str | None, list[int], list[float], str]]:
+        """For each record: its file, true class, classes, probabilities, and why the image cannot be read ("" if it
+        can)."""
 
 
 class Csv(Form):
-    quote, guess, between, image = staticmethod(_csv_field), ",%s,%d,", "", "%s%s,\n"
+    quote, guess, between, image = staticmethod(_csv_field), ",%s,%d,", "", "%s%s%s%s,\n"
+    true, loss = ",%s", ",%.6g"
 
-    def __init__(self, names: Sequence[str], top: int) -> None:
-        super().__init__(names, top)
-        self.bad_image = f"%s{',' * (3 * top + 1)}%s\n"
+    def __init__(self, names: Sequence[str], top: int, has_true: bool = False, has_loss: bool = False) -> None:
+        super().__init__(names, top, has_true, has_loss)
+        self.bad_image = f"%s%s{',' * (3 * top + has_loss + 1)}%s\n"
         ranks = ["", *(f"_{rank}" for rank in range(2, top + 1))]
-        self.header = f"file,{''.join(f'class{rank},index{rank},probability{rank},' for rank in ranks)}error\n".encode()
+        guesses = [f"{field}{rank}" for rank in ranks for field in ("class", "index", "probability")]
+        columns = ["file", *["true"] * has_true, *guesses, *["loss"] * has_loss, "error"]
+        self.header = f"{','.join(columns)}\n".encode()
 
-    def parsed(self, lines: Iterable[str]) -> Iterator[tuple[str, list[int], list[float], str]]:
+    def parsed(self, lines: Iterable[str]) -> Iterator[tuple[str, str | None, list[int], list[float], str]]:
         for file, *fields, error in csv.reader(lines, strict=True):
+            true = fields.pop(0) or None if self.true else None
             fields = [] if error else fields
-            yield file, [*map(int, fields[1::3])], [*map(float, fields[2::3])], error
+            yield file, true, [*map(int, fields[1::3])], [*map(float, fields[2::3])], error
 
 
 class JsonLines(Form):
     quote, between = staticmethod(json.dumps), "}, "
-    guess, image = '{"class": %s, "index": %d, "probability": ', '{"file": %s, "predictions": [%s}]}\n'
-    bad_image = '{"file": %s, "predictions": [], "error": %s}\n'
+    guess, image = '{"class": %s, "index": %d, "probability": ', '{"file": %s%s, "predictions": [%s}]%s}\n'
+    bad_image = '{"file": %s%s, "predictions": [], "error": %s}\n'
+    true, loss = ', "true": %s', ', "loss": %.6g'
 
-    def parsed(self, lines: Iterable[str]) -> Iterator[tuple[str, list[int], list[float], str]]:
+    def parsed(self, lines: Iterable[str]) -> Iterator[tuple[str, str | None, list[int], list[float], str]]:
         for record in map(json.loads, lines):
             classes, values = ([guess[key] for guess in record["predictions"]] for key in ("index", "probability"))
-            yield record["file"], classes, values, record.get("error", "")
+            yield record["file"], record["true"] if self.true else None, classes, values, record.get("error", "")
 
 
+_COLUMNS = {False: "without true classes", True: "with true classes"}  # the value of "columns" in the JSON file
 FORMS: dict[str, type[Form]] = {".csv": Csv, ".jsonl": JsonLines}  # by the ending of the file
 
 
@@ -131,13 +147,15 @@ class PredictionFile(AbstractContextManager["PredictionFile"]):
         top: classes in a record.
         about: what makes the predictions, as JSON values.
         same: the keys of `about` that must be equal to resume a file, and their names in a message.
+        has_true: whether the records have the true class.
 
     Raises TrainError if the file is foreign, locked or cannot be written; the file is then unchanged.
     """
 
-    def __init__(self, path: Path, names: Sequence[str], top: int, about: Mapping[str, Any],
-                 same: Mapping[str, str]) -> None:
-        self.path, self.form = path, FORMS[path.suffix](names, top)
+    def __init__(self, path: Path, names: Sequence[str], top: int, about: Mapping[str, Any], same: Mapping[str, str],
+                 has_true: bool = False) -> None:
+        self.path, self.form = path, FORMS[path.suffix](names, top, has_true)
+        about, same = {**about, "columns": _COLUMNS[has_true]}, {**same, "columns": "set of columns"}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists() and not path.is_file():  # a folder, a pipe, a device
@@ -163,7 +181,8 @@ class PredictionFile(AbstractContextManager["PredictionFile"]):
     def _check(self, path: Path, about: Mapping[str, Any], same: Mapping[str, str]) -> None:
         """Raise TrainError where the file cannot be resumed."""
         try:
-            found = json.loads(path.read_bytes())
+            # earlier versions wrote no true classes, and did not say so
+            found = {"columns": _COLUMNS[False]} | json.loads(path.read_bytes())
             changed = [(words, found[name], about[name]) for name, words in same.items() if found[name] != about[name]]
         except FileNotFoundError:
             raise TrainError(f"{self.path} is there already, and was not begun by this command (no {path.name} beside "

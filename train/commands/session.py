@@ -22,7 +22,7 @@ from pipelines import DataError, Loader
 from pipelines.options import SAMPLES
 from pipelines.samples import SAMPLES_FOLDER, make_samples
 from pipelines.sources import has_label_sets
-from train import checkpoint, demonstration, devices
+from train import checkpoint, demonstration, devices, run_folder
 from train.build import evaluated_images
 from train.checkpoint import Checkpoint
 from train.config import CONFIG_FILE, Config
@@ -36,8 +36,9 @@ from train.processes.signals import StoppedBySignal, is_first
 from train.recording.metrics import IMAGES, METRICS_FILE, VALIDATION
 from train.recording.recorder import IMAGE_EVENTS, Recorder
 from train.report import predictions
-from train.report.inspection import describe, predict_some
+from train.report.inspection import describe, sample
 from train.report.page import write_report
+from train.saver import best_outcomes
 
 LOADER_SECONDS = 2.0  # duration of the measurement of the loader alone
 AUTO = "auto"  # value of --resume: resume the run in --output, or begin it
@@ -71,14 +72,17 @@ def steps_allowed(start: Checkpoint) -> int:
 
 
 def run_folder_of(config: Config, resumed_file: Path | None = None) -> Path:
-    """The run's folder, not created yet. Raises UserError if it holds another run or cannot be written."""
+    """The run's folder. Without --output it is a new one, which `run_folder.give_back` removes if it stays empty;
+    otherwise it is not created yet. Raises UserError if it holds another run or cannot be written."""
     folder = Path(config.output or f"runs/{config.config}-{datetime.now():%Y%m%d-%H%M%S}")
     goes_on_there = config.resume == AUTO or (resumed_file is not None and folder in resumed_file.parents)
-    if (folder / CONFIG_FILE).exists() and not goes_on_there:
+    if config.output and (folder / CONFIG_FILE).exists() and not goes_on_there:
         way_out = f"resume it (--resume {folder})" if checkpoint.in_folder(folder) else "remove it"
         raise TrainError(f"the output folder {folder} already holds a run: {way_out}, or give another --output")
     if is_first():  # only the first process writes
         files.check_place(folder / CONFIG_FILE, "give another --output")
+        if not config.output:
+            return run_folder.take(folder)
     return folder
 
 
@@ -175,6 +179,7 @@ def train(trainer: Trainer, note: Callable[[Trainer, Recorder], None]) -> None:
     trainer.join()
     trainer.settle()
     with trainer.workers.agreement():
+        trainer.saver.check_space()
         recorder = open_recorder(trainer, trainer.config.epochs)
     try:
         with recorder:
@@ -236,7 +241,7 @@ def report(recorder: Recorder, run_folder: Path, trainer: Trainer | None = None)
         print(f"stopped before the report was complete; it is made with: {command}", flush=True)
         raise
     if trainer and trainer.config.data == SAMPLES:
-        print(demonstration.next_commands(run_folder))
+        print(demonstration.next_commands(run_folder, trainer.workers.size))
 
 
 @contextlib.contextmanager
@@ -259,18 +264,22 @@ def _kept(recorder: Recorder, run_folder: Path) -> Iterator[None]:
 def _write_report(recorder: Recorder, run_folder: Path, trainer: Trainer | None) -> None:
     folder = run_folder / "report"
     if trainer and trainer.val_loader and has_predictions(trainer, recorder):
-        if trainer.validated:
-            epoch, outcomes = trainer.validated
-            images = f"{VALIDATION} images" if recorder.evaluated == VALIDATION else recorder.evaluated
-            describe(outcomes, trainer.val_loader, epoch, images).save(folder)
-        try:
-            with trainer.evaluating():
-                found = predict_some(trainer.executor, trainer.val_loader, trainer.state.progress.epoch,
-                                     recorder.evaluated)
-            predictions.save(found, folder)
-        except DataError as error:  # the run is complete anyway
-            print(f"no picture of predictions: {error}", flush=True)
+        _save_outcomes(trainer, trainer.val_loader, recorder.evaluated, folder)
     print(f"report: {write_report(folder, recorder.record)}")
+
+
+def _save_outcomes(trainer: Trainer, loader: Loader, evaluated: str, folder: Path) -> None:
+    """Write what the report shows of the network into its folder: the outcomes of the best validation, or of the latest
+    one if the best is an earlier version's or its file is gone. Raises UserError."""
+    validated = best_outcomes(trainer.run_folder) or trainer.validated
+    if not validated:
+        return
+    epoch, outcomes = validated
+    describe(outcomes, loader, epoch, f"{VALIDATION} images" if evaluated == VALIDATION else evaluated).save(folder)
+    try:
+        predictions.save(sample(outcomes, loader, epoch, evaluated), folder)
+    except DataError as error:  # the run is complete anyway
+        print(f"no picture of predictions: {error}", flush=True)
 
 
 def has_predictions(trainer: Trainer, recorder: Recorder) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from common import plugins
+from common.files import shown_size
 from graph_passes.executors import Executor
 from graph_passes.executors.cuda.statistics_group import StatisticsGroup
 from train import checkpoint, demonstration, devices
@@ -106,13 +107,7 @@ def begin(values: Mapping[str, Any], workers: Workers) -> Beginning:
     with workers.agreement():
         file = checkpoint_to_resume(values)
         if not file:
-            check_untrained(values)
-            default = devices.default_config(values, workers.local_rank)
-            weights = read_weights(values["weights"], values.get("model", "")) if values.get("weights") else None
-            if weights:
-                default = replace(default, **settings(weights.trained.config, with_sizes="config" not in values))
-            config = configure(values, default)
-            check_plugged(config)
+            config, weights = new_config(values, workers.local_rank)
             name_preset(config, values, workers)
             return Beginning(config, run_folder_of(config), None, weights, demonstration.is_one(config, values))
         start = checkpoint.load_checked(file)
@@ -124,6 +119,19 @@ def begin(values: Mapping[str, Any], workers: Workers) -> Beginning:
         config = replace(config, plugin=plugins.together(start.config.plugin, config.plugin))
         check_plugged(config)
         return Beginning(config, run_folder_of(config, file), start)
+
+
+def new_config(values: Mapping[str, Any], local_rank: int) -> tuple[Config, Weights | None]:
+    """The configuration of a new run, and the weights that it begins with (None: the network's initial ones). Raises
+    TrainError."""
+    check_untrained(values)
+    default = devices.default_config(values, local_rank)
+    weights = read_weights(values["weights"], values.get("model", "")) if values.get("weights") else None
+    if weights:
+        default = replace(default, **settings(weights.trained.config, with_sizes="config" not in values))
+    config = configure(values, default)
+    check_plugged(config)
+    return config, weights
 
 
 def _resumed_config(file: Path, start: Checkpoint) -> Config:
@@ -230,8 +238,7 @@ def _note_memory(trainer: Trainer, recorder: Recorder) -> None:
         recorder.event("memory", largest_batch=largest_batch)
     loaders = (trainer.train_loader, trainer.val_loader)
     if cached := sum(loader.cache_bytes for loader in loaders if loader):
-        size = f"{cached / 2**30:.2f} GiB" if cached >= 2**30 / 10 else f"{cached / 2**20:.1f} MiB"
-        recorder.say(f"decoded images stay in memory: {size} per process (--cache)")
+        recorder.say(f"decoded images stay in memory: {shown_size(cached)} per process (--cache)")
 
 
 def _note_data(trainer: Trainer, recorder: Recorder) -> None:
@@ -251,6 +258,8 @@ def _note_data(trainer: Trainer, recorder: Recorder) -> None:
     if config.labels != Config.labels:
         found += f" (--labels {config.labels})"
     recorder.say(found)
+    for remark in train_loader.remarks_on_same_images(None if on_training_images else val_loader):
+        recorder.say(remark)
     if on_training_images:
         recorder.say(f"{config.data} has no validation images of its own (docs/data.md): accuracy after an epoch is "
                      f"measured on the {TRAINING_IMAGES}, which is no validation")

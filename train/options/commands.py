@@ -36,6 +36,9 @@ class ValidateOptions(LoaderOptions, InferenceImageOptions, BatchOptions, Device
     """Validate the INT8 network that `quantize` has made of it. It runs on the CPU, or on a GPU with --device gpu."""
     report: Annotated[str, "FOLDER"] = ""
     """Also write a report into this new folder: confusions, accuracy by class, the surest mistakes, calibration."""
+    output_: Annotated[str, "FILE"] = ""
+    """Also write a record of each image to this new file: its true class, its five most likely ones and its loss; .csv,
+    or .jsonl with one JSON object per line (docs/inference.md)."""
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ class Processes:
         self.watch.records[slot.number].rank = int(environment["HOROVOD_RANK"])
         is_ours = is_own(self.command)
         process = subprocess.Popen(self.command, env=variables, pass_fds=(self.watch.descriptor,),
-                                   preexec_fn=_stop_ours_with_us if is_ours else stop_with_us)
+                                   preexec_fn=stop_ours_with_us if is_ours else stop_with_us)
         self.all.append(Worker(slot, process))
         self._guard.add(slot.number, process.pid)
         if slot.bound:
@@ -238,7 +238,7 @@ def stop_with_us() -> None:
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _stop_ours_with_us() -> None:
+def stop_ours_with_us() -> None:
     """As `stop_with_us`, for our own programs: also block Ctrl-C until `signals.leave_at`, because Python prints a
     stack trace while it starts."""
     stop_with_us()

@@ -27,6 +27,7 @@ METRICS_FILE = "metrics.jsonl"  # in a run's output folder
 
 UNITS = {
     "images": "of a language model's run: words",
+    "count": "images that the accuracies are of",
     "time": "s since the start of the run, summed over its sessions",
     "step": "optimizer steps done since the start of the run",
     "epoch": "epochs, counted from 1",
@@ -58,6 +59,10 @@ UNITS = {
 }
 
 
+# Why a session ended -> whether that completes the run. A benchmark's session is measured.
+REASONS = {"epochs": True, "target_accuracy": True, "patience": True, "callback": True, "measured": True,
+           "max_steps": False, "time_limit": False, "signal": False, "error": False}
+STOPPED = ("signal", "error")
 IMAGES, WORDS = "images", "words"  # the examples of a run: images, or the words of a language model
 
 
@@ -114,6 +119,31 @@ def shown_perplexity(loss: float) -> str:
     return f"{value:,.2f}" if value < 1e6 else f"{value:.1e}"
 
 
+Z_95 = 1.959964  # of the normal distribution: 95 % lie within so many standard deviations
+WIDE = 0.02  # the width from which an interval is worth its place
+
+
+def interval(share: float, count: int) -> tuple[float, float]:
+    """The 95 % confidence interval of a share of `count` (at least 1) independent cases, by Wilson's score.
+
+    It holds with few cases and near 0 and 1, too. Source: Wilson, J. Am. Stat. Assoc. 22 (1927), 209-212; Brown, Cai
+    and DasGupta, Statistical Science 16 (2001), 101-133, who recommend it.
+    """
+    z2 = Z_95**2
+    middle = (share + z2 / (2 * count)) / (1 + z2 / count)
+    half = Z_95 / (1 + z2 / count) * math.sqrt(share * (1 - share) / count + z2 / (4 * count**2))
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def shown_interval(share: float, count: int | None) -> str:
+    """The interval of an accuracy as text, in percent: "53 to 80 %". "" if `count` is unknown, or so large that the
+    interval is narrow."""
+    if not count:
+        return ""
+    low, high = interval(share, count)
+    return f"{100 * low:.0f} to {100 * high:.0f} %" if high - low >= WIDE else ""
+
+
 VALIDATION, TRAINING_IMAGES = "validation", "training images"
 # Images used for the accuracy after an epoch -> prefix of the fields in an `EpochRow`, metrics.jsonl and TensorBoard.
 EVALUATED = {VALIDATION: "val", TRAINING_IMAGES: "train_eval"}
@@ -137,6 +167,7 @@ class Evaluation(NamedTuple):
     top1: float  # fraction of the images
     top5: float
     balanced_top1: float | None  # mean over the classes; only for uneven classes, and with --balance
+    num_images: int | None  # None in runs of earlier versions
 
 
 @dataclass
@@ -157,6 +188,8 @@ class EpochRow:
     train_eval_top5: float | None = None
     train_eval_balanced_top1: float | None = None
     skipped_images: int = 0  # images of training and validation that cannot be decoded
+    val_count: int | None = None  # images that were evaluated
+    train_eval_count: int | None = None
     # plug-ins' metrics by name, means over the images of the evaluation; empty without any
     plugin_metrics: dict[str, float] = field(default_factory=dict)
 
@@ -165,7 +198,8 @@ class EpochRow:
         """The evaluation on validation images, or on training images if there are no others; None: none in this
         epoch."""
         for images, prefix in EVALUATED.items():
-            values = [getattr(self, f"{prefix}_{name}") for name in Evaluation._fields[1:]]
+            names = (*Evaluation._fields[1:-1], "count")
+            values = [getattr(self, f"{prefix}_{name}") for name in names]
             if values[1] is not None:
                 return Evaluation(images, *values)
         return None
@@ -281,6 +315,23 @@ class RunRecord:
         return np.concatenate(parts) if parts else np.arange(0)
 
     @property
+    def best(self) -> EpochRow | None:
+        """The epoch whose weights are kept as the best; None without an evaluation. In runs of earlier versions, and
+        where that epoch was undone: the one with the highest top-1."""
+        rows = {row.epoch: row for row in self.epochs if row.evaluation}
+        saved = [event["epoch"] for event in self.events if event.get("is_best") and "epoch" in event]
+        if saved and saved[-1] in rows:
+            return rows[saved[-1]]
+        return max(rows.values(), key=lambda row: row.evaluation.top1 if row.evaluation else -1, default=None)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last session has ended as it was asked to, rather than by a signal or an error."""
+        last = self.events[-1] if self.events else {}
+        # earlier versions gave no reason
+        return last.get("event") == "end" and last.get("reason", "error" * (not last["completed"])) not in STOPPED
+
+    @property
     def price(self) -> float | None:
         """The price of the run so far, with validation and with steps that were repeated; None without a price per
         hour."""
@@ -380,15 +431,18 @@ class RunRecord:
         return event
 
     @classmethod
-    def read_jsonl(cls, path: Path) -> RunRecord:
+    def read_jsonl(cls, path: Path, with_steps: bool = True) -> RunRecord:
         """Read a run's record from its metrics.jsonl. A last line that a kill has cut off is left out.
+
+        `with_steps`: False leaves out the steps, which are nearly all of a long run's file.
 
         Raises TrainError if a line does not belong to a run's metrics.
         """
         record = cls(config={}, command="", images_per_step=1)
         *lines, _ = path.read_bytes().split(b"\n")
         for number, line in enumerate(lines, start=1):
-            record._apply_line(line, f"line {number} of {path}")
+            if with_steps or not line.startswith(b'{"event": "steps"'):
+                record._apply_line(line, f"line {number} of {path}")
         return record
 
     def _apply_line(self, line: bytes, place: str) -> None:

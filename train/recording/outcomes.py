@@ -1,14 +1,15 @@
-"""Counts of a network's predictions: confusions between classes, calibration, and the surest mistakes."""
+"""Counts of a network's predictions: confusions between classes, calibration, the surest mistakes, and a sample."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 NUM_BINS = 15  # bins of equal width, from 0 to 1
 NUM_MISTAKES = 24
+NUM_SAMPLED = 24  # images whose predictions are kept, right or wrong
 UNEVEN = 2  # ratio of class sizes from which plain accuracy depends too much on the large classes
 
 
@@ -22,11 +23,15 @@ class Outcomes:
     bins: np.ndarray
     mistakes: np.ndarray  # int64 (M, 3): index of the image in the split, true class, predicted class; the surest first
     sureness: np.ndarray  # float64 (M,): the probabilities of the wrong guesses
+    # int64 (S, 3), float64 (S,): the same for images chosen beforehand, right or wrong, by image
+    sample: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), np.int64))
+    sample_sureness: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
     @classmethod
-    def of(cls, probabilities: np.ndarray, labels: np.ndarray, images: Sequence[int]) -> Outcomes:
+    def of(cls, probabilities: np.ndarray, labels: np.ndarray, images: Sequence[int],
+           sampled: Sequence[int] = ()) -> Outcomes:
         """The outcomes of a batch: probabilities (N, classes), labels (N,), and the images' indices in the split (N, or
-        empty).
+        empty). `sampled`: the indices of images whose predictions are kept, whatever they are.
 
         Among equally likely classes the first is the guess, as in the executors' top-1.
         """
@@ -38,10 +43,14 @@ class Outcomes:
         which = np.clip(np.ceil(NUM_BINS * sureness).astype(int) - 1, 0, NUM_BINS - 1)  # bin m is (m / M, (m + 1) / M]
         bins = [np.bincount(which, weights, NUM_BINS) for weights in (None, is_right, sureness)]
         wrong = np.flatnonzero(~is_right) if len(images) else np.zeros(0, np.int64)
-        rows = [np.asarray(images, np.int64)[wrong], labels[wrong], guesses[wrong]]
+        kept = np.flatnonzero(np.isin(images, sampled)) if len(images) else wrong
+
+        def rows(some: np.ndarray) -> np.ndarray:
+            return np.stack([np.asarray(images, np.int64)[some], labels[some], guesses[some]], axis=1)
+
         pairs = _counted(labels, guesses, np.ones(len(labels)))
-        return cls(pairs, np.stack(bins, axis=1).astype(np.float64),
-                   *_surest(np.stack(rows, axis=1), sureness[wrong]))
+        return cls(pairs, np.stack(bins, axis=1).astype(np.float64), *_surest(rows(wrong), sureness[wrong]),
+                   *_by_image(rows(kept), sureness[kept]))
 
     @classmethod
     def together(cls, parts: Sequence[Outcomes]) -> Outcomes:
@@ -49,7 +58,9 @@ class Outcomes:
         pairs = _counted(*np.concatenate([part.pairs for part in parts]).T)
         return cls(pairs, np.sum([part.bins for part in parts], axis=0),
                    *_surest(np.concatenate([part.mistakes for part in parts]),
-                            np.concatenate([part.sureness for part in parts])))
+                            np.concatenate([part.sureness for part in parts])),
+                   *_by_image(np.concatenate([part.sample for part in parts]),
+                              np.concatenate([part.sample_sureness for part in parts])))
 
     @property
     def num_images(self) -> int:
@@ -109,3 +120,15 @@ def _surest(mistakes: np.ndarray, sureness: np.ndarray) -> tuple[np.ndarray, np.
     """The NUM_MISTAKES mistakes with the highest probability; ties are ordered by image."""
     order = np.lexsort((mistakes[:, 0], -sureness))[:NUM_MISTAKES]
     return mistakes[order], sureness[order]
+
+
+def _by_image(rows: np.ndarray, sureness: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows whose first column is an image, in the order of the images."""
+    order = np.argsort(rows[:, 0], kind="stable")
+    return rows[order], sureness[order]
+
+
+def spread(total: int, count: int = NUM_SAMPLED) -> list[int]:
+    """At most `count` evenly spread numbers below `total`."""
+    count = min(count, total)
+    return [(2 * i + 1) * total // (2 * count) for i in range(count)]

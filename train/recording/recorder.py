@@ -29,6 +29,7 @@ from rich.console import Console
 
 from graph_passes.executors import Metrics
 from train.errors import TrainError
+from train.processes.signals import StoppedBySignal
 from train.recording.gpu_monitor import GpuReadings
 from train.recording.metrics import EVALUATED, VALIDATION, RunRecord, Speed
 from train.recording.run_logs import RunLogs
@@ -92,6 +93,7 @@ class Recorder:
     ) -> None:
         self.enabled = enabled
         self.folder = folder
+        self.reason = "epochs"  # why the session ends, if no exception ends it: a key of `metrics.REASONS`
         self.all_removed: list[str] = []
         self.num_skipped = 0  # skipped images of this epoch, as counted by the loop
         self.evaluated = evaluated
@@ -310,10 +312,11 @@ class Recorder:
         self._write_unread()
         row = self.record.epoch_row(self._place.epoch + 1, self._place.epoch_first_step, self._logs.hours())
         if validation:
-            sums = {"loss": validation.loss_sum, "top1": validation.top1, "top5": validation.top5}
-            for name, value in sums.items():
-                setattr(row, f"{EVALUATED[self.evaluated]}_{name}", value / validation.count)
-            setattr(row, f"{EVALUATED[self.evaluated]}_balanced_top1", balanced_top1)
+            count, prefix = validation.count, EVALUATED[self.evaluated]
+            values = {"loss": validation.loss_sum / count, "top1": validation.top1 / count,
+                      "top5": validation.top5 / count, "balanced_top1": balanced_top1, "count": round(count)}
+            for name, value in values.items():
+                setattr(row, f"{prefix}_{name}", value)
             row.plugin_metrics = dict(plugin_metrics or {})
         row.skipped_images, self.num_skipped = self.num_skipped, 0
         self._emit("epoch", **vars(row))
@@ -371,7 +374,7 @@ class Recorder:
         with contextlib.suppress(TrainError):
             self._write_unread()
             if logs := self._whole_logs():
-                logs.end(self._place.step, completed=error is None)
+                logs.end(self._place.step, self.reason if error is None else _reason_of(error))
         if self._logs:
             self._logs.close()
         if error is None and len(self.record.counted_steps):
@@ -397,6 +400,10 @@ class Recorder:
         if self._clock.has_steps:
             self.close_interval()
             self._write_unread()
+
+
+def _reason_of(error: BaseException) -> str:
+    return "signal" if isinstance(error, (StoppedBySignal, KeyboardInterrupt)) else "error"
 
 
 def _bad_images(batches: object) -> Sequence[tuple[str, str]]:

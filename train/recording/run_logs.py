@@ -13,7 +13,7 @@ from common import environment
 from graph_passes.executors import Metrics
 from train.processes.invocation import command_line
 from train.recording.gpu_monitor import GpuReadings
-from train.recording.metrics import EVALUATED, METRICS_FILE, VALIDATION, EpochRow, speed
+from train.recording.metrics import EVALUATED, METRICS_FILE, REASONS, VALIDATION, EpochRow, speed
 from train.recording.metrics_file import MetricsFile
 from train.recording.mlperf import MLPerfLog
 from train.recording.step_clock import Interval, Place
@@ -130,7 +130,7 @@ class RunLogs:
         """The epoch has ended, at optimizer step `step`."""
         if self._tensorboard and row.evaluation:
             values = row.evaluation._asdict()
-            images = values.pop("images")
+            images, _ = values.pop("images"), values.pop("num_images")
             values |= row.plugin_metrics
             group = VALIDATION if images == VALIDATION else EVALUATED[images]
             self._tensorboard.add(group, step, **{name: value for name, value in values.items() if value is not None})
@@ -139,10 +139,11 @@ class RunLogs:
                 self._mlperf.point("eval_accuracy", row.val_top1, epoch_num=row.epoch)
             self._mlperf.end("epoch_stop", epoch_num=row.epoch)
 
-    def end(self, step: int, completed: bool) -> None:
-        """The session has ended, normally or by an error."""
+    def end(self, step: int, reason: str) -> None:
+        """The session has ended; `reason`: a key of `metrics.REASONS`."""
+        completed = REASONS[reason]
         price = {} if self.record.price is None else {"price": self.record.price}
-        self.emit("end", step=step, completed=completed, **price)
+        self.emit("end", step=step, completed=completed, reason=reason, **price)
         if self._mlperf:
             self._mlperf.end("run_stop", status="success" if completed else "aborted")
 

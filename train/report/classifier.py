@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from train.recording.metrics import TRAINING_IMAGES
+from train.recording.metrics import TRAINING_IMAGES, interval, shown_interval
 from train.recording.outcomes import NUM_BINS, Outcomes
 from train.report import arrays, classifier_plots, plots
 from train.report.document import Block, Heading, Plot, Table, Text
@@ -63,7 +63,8 @@ class Classifier:
             "images": self.images,
             "count": outcomes.num_images,
             "epoch": self.epoch,
-            "top1": float(right.sum() / outcomes.num_images),
+            "top1": (top1 := float(right.sum() / outcomes.num_images)),
+            "top1_interval": list(interval(top1, outcomes.num_images)),
             "balanced_top1": outcomes.balanced_accuracy,
             "calibration_error": outcomes.calibration_error,
             "classes": names,
@@ -82,19 +83,26 @@ class Classifier:
         return list(zip(self.files, self.outcomes.mistakes, self.outcomes.sureness, strict=False))
 
     @property
-    def figures(self) -> dict[str, Callable[[plots.Theme], bytes]]:
-        """File name -> function that draws the picture."""
-        drawn: dict[str, Callable[[plots.Theme], bytes]] = {}
+    def figures(self) -> dict[str, Callable[[plots.Theme], plots.Drawing]]:
+        """File name -> function that draws the plot."""
+        drawn: dict[str, Callable[[plots.Theme], plots.Drawing]] = {}
         if len(self.names) <= MAX_MATRIX:
             matrix = self.outcomes.confusion(len(self.names))
             drawn[CONFUSION] = lambda theme: classifier_plots.confusion(matrix, self.names, theme)
-        if len(self.shown):
-            _, true, guess = self.outcomes.mistakes[self.shown].T
-            sheet = Predictions(self.pictures, [self.names[i] for i in true], [self.names[i] for i in guess],
-                                self.outcomes.sureness[self.shown], self.epoch)
-            drawn[MISTAKES] = lambda theme: plots.contact_sheet(sheet, "The surest mistakes", "", theme)
         drawn[CALIBRATION] = lambda theme: classifier_plots.calibration(self.outcomes, theme)
         return drawn
+
+    @property
+    def sheets(self) -> dict[str, bytes]:
+        """File name -> PNG of pictures."""
+        return {MISTAKES: plots.contact_sheet(self._surest, "The surest mistakes", "")} if len(self.shown) else {}
+
+    @property
+    def _surest(self) -> Predictions:
+        """The mistakes that have pictures."""
+        _, true, guess = self.outcomes.mistakes[self.shown].T
+        return Predictions(self.pictures, [self.names[i] for i in true], [self.names[i] for i in guess],
+                           self.outcomes.sureness[self.shown], self.epoch)
 
     def blocks(self, best_epoch: int = 0) -> list[Block]:
         """The classifier's part of a report. `best_epoch`: the epoch of the best weights, which later commands use; 0
@@ -105,11 +113,15 @@ class Classifier:
         after = f" after {self.epoch} epoch{'s' * (self.epoch != 1)}" if self.epoch else ""
         caveat = (" These are the images that it was trained on: none of this says how it does on others."
                   if self.is_of_training else "")
-        if best_epoch not in (0, self.epoch):
+        if best_epoch and best_epoch == self.epoch:
+            after += ", with the weights that predict, validate and export take"
+        elif best_epoch:
             caveat += (f" The best weights, which validate, predict and export take, are those of epoch {best_epoch}: "
                        "python -m train validate --checkpoint RUN --report FOLDER shows what they do.")
-        text = (f"What the network makes of {what}{after}: top-1 {known['top1']:.2%}, balanced accuracy (the mean over "
-                f"the classes) {known['balanced_top1']:.2%}.{caveat}")
+        likely = shown_interval(known["top1"], outcomes.num_images)
+        text = (f"What the network makes of {what}{after}: top-1 {known['top1']:.2%}"
+                + f" (95 % interval: {likely})" * bool(likely)
+                + f", balanced accuracy (the mean over the classes) {known['balanced_top1']:.2%}.{caveat}")
         blocks: list[Block] = [Heading("The classifier" + f" on the {TRAINING_IMAGES}" * self.is_of_training),
                                Text(text)]
         if CONFUSION in figures:
@@ -118,9 +130,9 @@ class Classifier:
                                        "colour, the larger the share of the row.")]
         blocks += [self._confused_table(NUM_CONFUSED if CONFUSION in figures else 2 * NUM_CONFUSED)]
         blocks += self._class_table()
-        if MISTAKES in figures:
-            blocks += [Plot(MISTAKES, f"Of the {what}, the {len(self.shown)} wrong guesses with the highest "
-                                      "probability. Images with a wrong label show up here first.")]
+        if len(self.shown):
+            blocks += [self._surest.block(MISTAKES, f"Of the {what}, the {len(self.shown)} wrong guesses with the "
+                                          "highest probability. Images with a wrong label show up here first.")]
         if self.files:
             rows = [(file, self.names[true], self.names[guess], f"{sure:.1%}")
                     for file, (_, true, guess), sure in self._mistakes()]
@@ -145,19 +157,20 @@ class Classifier:
         seen = np.flatnonzero(images)
         order = seen[np.lexsort((seen, -images[seen], accuracy[seen]))]
         rows: list[Sequence[str]] = [
-            (self.names[i], f"{accuracy[i]:.1%}", f"{right[i]:,} of {images[i]:,}",
-             f"{right[i] / guessed[i]:.1%}" if guessed[i] else "none", f"{guessed[i]:,}")
+            (self.names[i], f"{accuracy[i]:.1%}", shown_interval(accuracy[i], int(images[i])),
+             f"{right[i]:,} of {images[i]:,}", f"{right[i] / guessed[i]:.1%}" if guessed[i] else "none",
+             f"{guessed[i]:,}")
             for i in (order if len(order) <= MAX_TABLE else np.concatenate([order[:NUM_ENDS], order[-NUM_ENDS:]]))
         ]
         notes = []
         if len(order) > MAX_TABLE:
-            rows.insert(NUM_ENDS, ("...",) + ("",) * 4)
+            rows.insert(NUM_ENDS, ("...",) + ("",) * 5)
             notes += [f"These are the {NUM_ENDS} classes with the lowest accuracy and the {NUM_ENDS} with the highest, "
                       f"of {len(order):,}; report.json has all."]
         if without := len(self.names) - len(order):
             notes += [f"{without:,} class{'es' * (without > 1)} of the network {'have' if without > 1 else 'has'} no "
                       "image here."]
-        head = ("class", "accuracy", "right", "precision", "taken for it")
+        head = ("class", "accuracy", "95 % interval", "right", "precision", "taken for it")
         return [Table(head, rows), *([Text(" ".join(notes))] if notes else [])]
 
 

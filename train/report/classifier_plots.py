@@ -1,21 +1,20 @@
-"""The plots of a classifier as PNG bytes, in a light and a dark version like those of `plots`."""
+"""The plots of a classifier, in a light and a dark version like those of `plots`."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 
 import numpy as np
 
 from train.recording.outcomes import NUM_BINS, Outcomes
 from train.report import plots
-from train.report.plots import Theme
+from train.report.plots import Drawing, Theme
 
 MAX_NUMBERED = 20  # classes; with more, cells have no room for a number
 LONGEST_NAME = 24  # letters
 
 
-def confusion(matrix: np.ndarray, names: Sequence[str], theme: Theme) -> bytes:
+def confusion(matrix: np.ndarray, names: Sequence[str], theme: Theme) -> Drawing:
     """The confusion matrix (classes, classes), with true classes as rows. A cell's shade is its share of the row, in
     one colour on the diagonal and in another beside it. With few classes, cells show numbers of images."""
     count = len(names)
@@ -25,10 +24,10 @@ def confusion(matrix: np.ndarray, names: Sequence[str], theme: Theme) -> bytes:
     paper, right, wrong = (_rgb(color) for color in (theme.background, theme.series[0], theme.series[1]))
     ink = np.where(np.eye(count, dtype=bool)[..., None], right, wrong)
     size = min(max(3.2, 1.4 + 0.34 * count), 7.4)
-    figure = plots._figure(8, size + 0.8, theme)
+    figure = plots._figure(max(plots.WIDTH, size + 0.6), size + 0.8, theme)
     axes = figure.add_subplot(facecolor=theme.background)
     cells = paper + strength * (ink - paper)
-    axes.imshow(cells, interpolation="nearest", aspect="equal")
+    axes.imshow(cells, interpolation="none", aspect="equal")  # none: a picture of one pixel a cell
     axes.set_title("Confusion matrix", loc="left", fontsize=12, fontweight="bold", color=theme.text)
     letters = 9 if count <= MAX_NUMBERED else max(5.5, 9 * 30 / count)
     shown = [name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…" for name in names]
@@ -48,14 +47,12 @@ def confusion(matrix: np.ndarray, names: Sequence[str], theme: Theme) -> bytes:
             is_dark = cells[row, column] @ (0.299, 0.587, 0.114) < 0.55  # luma, ITU-R BT.601
             axes.text(column, row, f"{matrix[row, column]:,}", ha="center", va="center",
                       fontsize=8 if count <= 12 else 6.5, color="#ffffff" if is_dark else "#1f2328")
-    with warnings.catch_warnings():  # matplotlib warns of each letter that its font lacks, and draws a box instead
-        warnings.filterwarnings("ignore", "Glyph", UserWarning)
-        return plots._png(figure, theme)
+    return Drawing(figure, theme)
 
 
-def calibration(outcomes: Outcomes, theme: Theme) -> bytes:
+def calibration(outcomes: Outcomes, theme: Theme) -> Drawing:
     """A calibration plot: accuracy and number of guesses in each bin of the guess's probability."""
-    figure = plots._figure(8, 4.8, theme)
+    figure = plots._figure(plots.WIDTH, 4.6, theme)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     title = f"Calibration, ECE {100 * outcomes.calibration_error:.1f} %"
     plots._styled(upper, theme, title, "", "correct (%)")
@@ -72,7 +69,7 @@ def calibration(outcomes: Outcomes, theme: Theme) -> bytes:
     for axes in (upper, lower):
         axes.set_facecolor(theme.background)
     plots._legend(upper, theme)
-    return plots._png(figure, theme)
+    return Drawing(figure, theme)
 
 
 def _rgb(color: str) -> np.ndarray:

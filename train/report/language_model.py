@@ -47,7 +47,7 @@ def facts(record: RunRecord) -> Facts | None:
     return Facts(**{name: found[-1][name] for name in names}) if found else None
 
 
-def figures(record: RunRecord, known: Facts) -> dict[str, Callable[[plots.Theme], bytes]]:
+def figures(record: RunRecord, known: Facts) -> dict[str, Callable[[plots.Theme], plots.Drawing]]:
     """File name -> function that draws the plot; empty if the run has logged no loss."""
     if not record.loss_curve:
         return {}

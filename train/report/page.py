@@ -1,4 +1,5 @@
-"""The report of a run: report.md, report.html (one file, plots inlined), PNG plots, report.json and dawnbench.tsv.
+"""The report of a run: report.md, report.html (one file, with all plots in it), PNG plots, report.json and
+dawnbench.tsv.
 
     python -m train.report.page RUN_FOLDER        # makes the report of a run anew from its metrics.jsonl
 """
@@ -11,16 +12,18 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from common import files
 from common.command_line import exit_code_of, given
 from train.errors import TrainError
 from train.options.data import SYNTHETIC
-from train.recording.metrics import EVALUATED, METRICS_FILE, VALIDATION, RunRecord, accuracy_of
+from train.recording.metrics import EVALUATED, METRICS_FILE, VALIDATION, RunRecord, accuracy_of, shown_interval
 from train.report import classifier, language_model, plots, predictions
 from train.report.classifier import Classifier
 from train.report.document import Block, Code, Heading, Plot, Table, Text, Tiles, duration, html_page, markdown
+from train.report.predictions import Predictions
 from train.report.summary import Summary, summarize
 
 
@@ -32,7 +35,7 @@ def write_report(folder: Path, record: RunRecord) -> Path:
     Raises UserError for a run without a single step, or a folder that cannot be written.
     """
     summary = summarize(record)
-    figures: dict[str, Callable[[plots.Theme], bytes]] = {
+    figures: dict[str, Callable[[plots.Theme], plots.Drawing]] = {
         "throughput.png": lambda theme: plots.throughput(record, theme),
         "time_split.png": lambda theme: plots.time_split(summary.time_split_seconds, theme),
     }
@@ -46,17 +49,17 @@ def write_report(folder: Path, record: RunRecord) -> Path:
     if record.epochs and not known:
         figures["accuracy.png"] = lambda theme: plots.accuracy(record, theme)
     shown = predictions.read(folder)
-    if shown:
-        figures[predictions.PICTURE] = lambda theme: plots.predictions(shown, theme)
     found = classifier.read(folder)
-    title, blocks = _contents(record, summary, list(figures), shown.caption if shown else "", found)
+    title, blocks = _contents(record, summary, list(figures), shown, found)
+    sheets = {predictions.PICTURE: plots.predictions(shown)} if shown else {}
     values: dict[str, Any] = {"summary": asdict(summary), **record.to_dict()}
     if known:
         values["language_model"] = language_model.to_dict(record, known)
     if found:
         figures |= found.figures
+        sheets |= found.sheets
         values["classifier"] = found.to_dict()
-    write_pages(folder, title, blocks, figures, values)
+    write_pages(folder, title, blocks, figures, values, sheets=sheets)
     if not known:
         files.write(folder / "dawnbench.tsv", dawnbench_tsv(record).encode())
     return folder / "report.md"
@@ -69,20 +72,22 @@ def write_validation(folder: Path, title: str, results: Tiles, command: str, fou
     found.save(folder)
     blocks = [results, *_skipped([file for file, _ in skipped], "report.json"), Text("By:"), Code(command)]
     write_pages(folder, title, [*blocks, *found.blocks()], found.figures,
-                {"command": command, "skipped": dict(skipped), "classifier": found.to_dict()})
+                {"command": command, "skipped": dict(skipped), "classifier": found.to_dict()}, sheets=found.sheets)
     return folder / "report.md"
 
 
 def write_pages(
-    folder: Path, title: str, blocks: Sequence[Block], figures: Mapping[str, Callable[[plots.Theme], bytes]],
-    values: Mapping[str, Any], name: str = "report",
+    folder: Path, title: str, blocks: Sequence[Block], figures: Mapping[str, Callable[[plots.Theme], plots.Drawing]],
+    values: Mapping[str, Any], name: str = "report", sheets: Mapping[str, bytes] = MappingProxyType({}),
 ) -> None:
-    """Write the files of a report: PNG plots, name.json with these values, name.md and name.html with these blocks.
-    Raises UserError for a folder that cannot be written."""
-    light = {name: draw(plots.LIGHT) for name, draw in figures.items()}
-    dark = {name: draw(plots.DARK) for name, draw in figures.items()}
+    """Write the files of a report: PNG plots, `sheets` (PNG files of pictures), name.json with these values, name.md
+    and name.html with these blocks. Raises UserError for a folder that cannot be written."""
+    drawn = {file: draw(plots.LIGHT) for file, draw in figures.items()}
+    light = {file: drawing.svg for file, drawing in drawn.items()}
+    dark = {file: draw(plots.DARK).svg for file, draw in figures.items()}
     contents: dict[str, bytes] = {
-        **light,
+        **{file: drawing.png for file, drawing in drawn.items()},
+        **sheets,
         f"{name}.json": json.dumps(values, indent=1).encode(),
         # File names may have bytes that are not text.
         f"{name}.md": markdown(title, blocks).encode(errors="replace"),
@@ -123,37 +128,46 @@ def _model(config: Mapping[str, Any]) -> str:
 
 
 def _contents(
-    record: RunRecord, summary: Summary, figures: Sequence[str], predicted: str, found: Classifier | None
+    record: RunRecord, summary: Summary, figures: Sequence[str], shown: Predictions | None, found: Classifier | None
 ) -> tuple[str, list[Block]]:
-    """Title and blocks; `predicted` is the caption of the predictions' picture, "" if there is none."""
+    """Title and blocks."""
     known = language_model.facts(record)
     name = f"{_model(record.config)}, {record.config.get('config', 'run')}"
     title = f"{language_model.name(record) if known else name}: training report"
     where = ", ".join(record.hardware.get("gpus") or [record.hardware.get("cpu", "unknown CPU")])
-    tiles = [(f"{summary.total.mean:,.1f}", f"{record.examples}/sec in total")]
+    tiles: list[tuple[str, str]] = []
+    best_weights: list[Block] = []
     if known:
         tiles += language_model.tiles(record, known)
     elif summary.best and (best := summary.best.evaluation):
-        tiles += [(f"{best.top1:.1%}", f"{accuracy_of(best.images)}, epoch {summary.best.epoch}")]
+        likely = shown_interval(best.top1, best.num_images)
+        tiles += [(f"{best.top1:.1%}", f"{accuracy_of(best.images)}, epoch {summary.best.epoch}"
+                   + f"; 95 % interval: {likely}" * bool(likely))]
+        best_weights += [_weights_shown(summary.best.epoch, shown, found)]
         tiles += [(f"{best.top5:.1%}", "top-5 of the same epoch")] * record.tells_top5
         if best.balanced_top1 is not None:
             tiles += [(f"{best.balanced_top1:.1%}", "balanced accuracy of the same epoch")]
+    tiles += [(f"{summary.total.mean:,.1f}", f"{record.examples}/sec in total")]
     tiles += [(duration(record.seconds), f"on {record.num_processes} process{'es' * (record.num_processes > 1)}")]
     if summary.price is not None:
         tiles += [(_amount(summary.price), "price of the run")]
     blocks: list[Block] = [
         Tiles(tiles),
-        Text(summary.limit_text),
+        *best_weights,
         *_skipped(list(dict.fromkeys(event["file"] for event in record.events if event["event"] == "bad_image")),
                   "the events"),
         Text(f"Started {_date(record.start_date)} on {where}, {_images_per_step(record)} {record.examples} per step, "
              "by:"),
         Code(record.command),
     ]
-    if predicted:
-        blocks += [Heading("What it has learned"), Plot(predictions.PICTURE, predicted)]
+    blocks += _learning(record, figures, known)
+    if shown:
+        blocks += [Heading("What it has learned"), shown.block(predictions.PICTURE, shown.caption)]
+    if found:
+        blocks += found.blocks(summary.best.epoch if summary.best else 0)
     blocks += [
         Heading("Throughput"),
+        Text(summary.limit_text),
         _throughput_table(record, summary),
         Text(
             f"{summary.num_steps_counted:,} {'step is' if summary.num_steps_counted == 1 else 'steps are'} counted; "
@@ -173,6 +187,30 @@ def _contents(
         ),
     ]
     blocks += _gpu_blocks(record, summary, figures)
+    if record.events:
+        blocks += [Heading("Events"), _event_table(record)]
+    blocks += [
+        Heading("Machine and versions"),
+        Table(("", ""), [(name, _plain(value)) for name, value in _environment(record).items()]),
+        Heading("Configuration"),
+        Table(("option", "value"), [(k, _plain(v)) for k, v in _flat(record.config).items()], folded="All options"),
+    ]
+    return title, blocks
+
+
+def _weights_shown(epoch: int, shown: Predictions | None, found: Classifier | None) -> Text:
+    """Which weights the page describes."""
+    of_others = {each.epoch for each in (shown, found) if each and each.epoch != epoch}
+    what = "Accuracy" if of_others or not found else "Accuracy, classifier and pictures" if shown else (
+        "Accuracy and classifier")
+    verb = "is that" if what == "Accuracy" else "are those"
+    return Text(f"{what} {verb} of epoch {epoch}, whose weights predict, validate and export take "
+                f"(checkpoints/best.npz).")
+
+
+def _learning(record: RunRecord, figures: Sequence[str], known: language_model.Facts | None) -> list[Block]:
+    """How loss and accuracy went, by epoch."""
+    blocks: list[Block] = []
     if record.loss_curve or record.epochs:
         blocks += [Heading("Learning")]
         top5 = " or among the first five (top-5)" * record.tells_top5
@@ -188,17 +226,7 @@ def _contents(
         blocks += language_model.blocks(record, known)
     elif record.epochs:
         blocks += [_epoch_table(record)]
-    if found:
-        blocks += found.blocks(summary.best.epoch if summary.best else 0)
-    if record.events:
-        blocks += [Heading("Events"), _event_table(record)]
-    blocks += [
-        Heading("Machine and versions"),
-        Table(("", ""), [(name, _plain(value)) for name, value in _environment(record).items()]),
-        Heading("Configuration"),
-        Table(("option", "value"), [(k, _plain(v)) for k, v in _flat(record.config).items()], folded="All options"),
-    ]
-    return title, blocks
+    return blocks
 
 
 def _images_per_step(record: RunRecord) -> str:
@@ -269,19 +297,20 @@ def _epoch_table(record: RunRecord) -> Table:
         return "" if value is None else format(value, form)
 
     seen = {row.evaluation.images for row in record.epochs if row.evaluation} or {VALIDATION}
-    figures = (("loss", ".4f", "loss"), ("top1", ".2%", "top-1"), ("top5", ".2%", "top-5"))[: 2 + record.tells_top5]
+    figures = (("top1", ".2%", "top-1"), *[("top5", ".2%", "top-5")] * record.tells_top5, ("loss", ".4f", "loss"))
     prefixes = {images: prefix for images, prefix in EVALUATED.items() if images in seen}
     headings = [f"val {name}" if images == VALIDATION else f"{name} on the {images}"
                 for images in prefixes for *_, name in figures]
     some_skipped = any(row.skipped_images for row in record.epochs)
     return Table(
-        ("epoch", "time", "images/sec", "train loss", "train top-1", *headings, *["skipped"] * some_skipped),
+        ("epoch", *headings, "train top-1", "train loss", "images/sec", "time", *["skipped"] * some_skipped),
         [
             (
-                str(row.epoch), duration(3600 * row.hours), number(row.images_per_sec, ",.1f"),
-                number(row.train_loss, ".4f"), number(row.train_top1, ".2%"),
+                str(row.epoch),
                 *(number(getattr(row, f"{prefix}_{field}"), form) for prefix in prefixes.values()
                   for field, form, _ in figures),
+                number(row.train_top1, ".2%"), number(row.train_loss, ".4f"), number(row.images_per_sec, ",.1f"),
+                duration(3600 * row.hours),
                 *[f"{row.skipped_images:,}"] * some_skipped,
             )
             for row in record.epochs

@@ -1,9 +1,11 @@
-"""The plots of a report as PNG bytes from a RunRecord, in a light and a dark version."""
+"""The plots of a report from a RunRecord, in a light and a dark version."""
 
 from __future__ import annotations
 
 import io
 import math
+import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,7 +25,11 @@ if TYPE_CHECKING:
 # upper end of the plot, as a multiple of the highest perplexity in validation, or in training after the first
 # validation
 PERPLEXITY_ROOM = 1.5
-MAX_POINTS = 1500  # longer series are drawn as medians of equal parts, because a plot has not enough pixels
+MAX_POINTS = 750  # longer series are drawn as medians of equal parts, because a plot has not enough pixels
+
+
+WIDTH = 5.2  # inches: two plots fit beside each other on a page, and letters can be read on a phone
+_LONG_NUMBER = re.compile(rb"(?<=[ MLQCZ\"(,-])(\d+\.\d{2})\d+(?=[ \"),])")  # a coordinate in points: 1/100 is enough
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,31 @@ DARK = Theme(
 )
 
 
-def throughput(record: RunRecord, theme: Theme) -> bytes:
+class Drawing:
+    """A figure, drawn when its content is asked for."""
+
+    def __init__(self, figure: Figure, theme: Theme) -> None:
+        self.figure, self._theme = figure, theme
+
+    @property
+    def png(self) -> bytes:
+        return self._saved("png")
+
+    @property
+    def svg(self) -> bytes:
+        """For HTML: sharp at any size, with letters as text. The same figure gives the same bytes."""
+        with matplotlib().rc_context({"svg.fonttype": "none", "svg.hashsalt": "report"}):
+            return _LONG_NUMBER.sub(rb"\1", self._saved("svg", metadata={"Date": None, "Creator": None}))
+
+    def _saved(self, form: str, **options: Any) -> bytes:
+        buffer = io.BytesIO()
+        with warnings.catch_warnings():  # matplotlib warns of each letter that its font lacks, and draws a box instead
+            warnings.filterwarnings("ignore", "Glyph", UserWarning)
+            self.figure.savefig(buffer, format=form, facecolor=self._theme.background, **options)
+        return buffer.getvalue()
+
+
+def throughput(record: RunRecord, theme: Theme) -> Drawing:
     """Images/sec (words/sec) of every step over training time, with its running median and the warm-up greyed."""
     speeds = record.images / (np.asarray(record.step_ms) / 1e3)
     hours = np.cumsum(record.step_ms) / 3.6e6
@@ -74,10 +104,10 @@ def throughput(record: RunRecord, theme: Theme) -> bytes:
     axes.set_ylim(0, 1.15 * min(float(np.max(speeds[counted])), 3 * typical))
     axes.yaxis.set_major_formatter("{x:,g}")
     _legend(axes, theme)
-    return _png(figure, theme)
+    return Drawing(figure, theme)
 
 
-def loss(record: RunRecord, theme: Theme) -> bytes:
+def loss(record: RunRecord, theme: Theme) -> Drawing:
     """Training loss and validation loss (if any) by epoch."""
     figure, axes = _figure_with_axes(theme, "Loss", "epoch", f"nats per {record.examples[:-1]}")
     x, y = _thin(np.array([p.epoch for p in record.loss_curve]), np.array([p.loss for p in record.loss_curve]))
@@ -89,10 +119,10 @@ def loss(record: RunRecord, theme: Theme) -> bytes:
     axes.set_ylim(0, 1.08 * axes.dataLim.ymax)
     _epochs_from_0(axes)
     _legend(axes, theme)
-    return _png(figure, theme)
+    return Drawing(figure, theme)
 
 
-def accuracy(record: RunRecord, theme: Theme) -> bytes:
+def accuracy(record: RunRecord, theme: Theme) -> Drawing:
     """Training top-1, validation top-1 and top-5 by epoch, in percent."""
     figure, axes = _figure_with_axes(theme, "Accuracy", "epoch", "correct (%)")
     series = [("training top-1", theme.series[0], [(row.epoch, row.train_top1) for row in record.epochs])]
@@ -109,10 +139,10 @@ def accuracy(record: RunRecord, theme: Theme) -> bytes:
     axes.set_ylim(0, 102)
     _epochs_from_0(axes)
     _legend(axes, theme)
-    return _png(figure, theme)
+    return Drawing(figure, theme)
 
 
-def perplexities(record: RunRecord, best_possible: float | None, theme: Theme) -> bytes:
+def perplexities(record: RunRecord, best_possible: float | None, theme: Theme) -> Drawing:
     """A language model's perplexity in training and, after each epoch, in validation; and the best possible one, if
     known."""
     figure, axes = _figure_with_axes(theme, "Perplexity", "epoch", "")
@@ -130,7 +160,7 @@ def perplexities(record: RunRecord, best_possible: float | None, theme: Theme) -
         axes.set_ylim(lowest - 0.1 * (top - lowest), top)
     _epochs_from_0(axes)
     _legend(axes, theme)
-    return _png(figure, theme)
+    return Drawing(figure, theme)
 
 
 def perplexity_top(record: RunRecord) -> float:
@@ -152,11 +182,11 @@ def _evaluations(record: RunRecord) -> dict[str, list[tuple[int, Evaluation]]]:
     return found
 
 
-def gpu(record: RunRecord, theme: Theme) -> bytes:
+def gpu(record: RunRecord, theme: Theme) -> Drawing:
     """Utilisation and power of the GPUs over training time, one above the other."""
     hours = np.cumsum(record.step_ms) / 3.6e6
     unit, scale = _time_unit(hours[-1])
-    figure = _figure(8, 4.6, theme)
+    figure = _figure(WIDTH, 4.6, theme)
     panels = (
         ("GPU utilisation", "%", theme.series[0], [(p.step, 100 * p.utilization) for p in record.gpu_curve
                                                    if p.utilization is not None]),
@@ -171,12 +201,12 @@ def gpu(record: RunRecord, theme: Theme) -> bytes:
             axes.plot(x, y, color=color, linewidth=1.6)
             axes.set_ylim(0, 1.15 * float(y.max()) if row == 2 else 105)
         axes.set_xlim(0, float(hours[-1]) * scale)
-    return _png(figure, theme)
+    return Drawing(figure, theme)
 
 
-def time_split(seconds: Mapping[str, float], theme: Theme) -> bytes:
+def time_split(seconds: Mapping[str, float], theme: Theme) -> Drawing:
     """A stacked bar of the run's time; `seconds` by part, the last part being the rest."""
-    figure, axes = _figure_with_axes(theme, "Where the time went", "", "", height=1.6)
+    figure, axes = _figure_with_axes(theme, "Where the time went", "", "", height=1.9)
     total = sum(seconds.values())
     left = 0.0
     colors = [*(theme.parts * len(seconds))[: len(seconds) - 1], theme.muted]
@@ -189,25 +219,25 @@ def time_split(seconds: Mapping[str, float], theme: Theme) -> bytes:
     axes.set_ylim(-0.5, 0.5)
     axes.axis("off")
     figure.legend(
-        loc="outside lower left", ncols=3, frameon=False, labelcolor=theme.text, fontsize=9,
+        loc="outside lower left", ncols=2, frameon=False, labelcolor=theme.text, fontsize=10,
         handlelength=1.0, handleheight=1.0, columnspacing=2.5,
     )
-    return _png(figure, theme)
+    return Drawing(figure, theme)
 
 
 _COLUMNS, _TOP = 6, 58  # pictures in a row; pixels above the first row
 _CELL, _PICTURE, _LINE = 192, 168, 22  # pixels of a cell's width, of a picture in it, of a line of text
 
 
-def predictions(shown: Predictions, theme: Theme) -> bytes:
+def predictions(shown: Predictions) -> bytes:
     """The contact sheet of predictions, with the number of right ones in its title."""
-    return contact_sheet(shown, "Predictions", f"{shown.num_right} of {len(shown.true)} right", theme)
+    return contact_sheet(shown, "Predictions", f"{shown.num_right} of {len(shown.true)} right")
 
 
-def contact_sheet(shown: Predictions, title: str, note: str, theme: Theme) -> bytes:
-    """Images with the network's guess and its probability (also as a bar). A wrong guess gets a frame and the true
-    class."""
-    columns = min(_COLUMNS, len(shown.true))
+def contact_sheet(shown: Predictions, title: str, note: str) -> bytes:
+    """A PNG of images with the network's guess and its probability (also as a bar). A wrong guess gets a frame and the
+    true class."""
+    theme, columns = LIGHT, min(_COLUMNS, len(shown.true))
     height = _PICTURE + 3 * _LINE + 24
     sheet = Image.new("RGB", (_COLUMNS * _CELL, _TOP + math.ceil(len(shown.true) / columns) * height), theme.background)
     draw = ImageDraw.Draw(sheet)
@@ -238,7 +268,7 @@ def contact_sheet(shown: Predictions, title: str, note: str, theme: Theme) -> by
 
 
 def precisions(runs: Mapping[str, Mapping[str, RunRecord]], title: str) -> bytes:
-    """Compare runs by model and precision: accuracy (or loss without validation) over time, and images/sec."""
+    """A PNG that compares runs by model and precision: accuracy over time (loss without validation), and images/sec."""
     theme, models = LIGHT, list(runs)
     figure = _figure(9, 3.2 * len(models) + 0.4, theme)
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=theme.text)
@@ -263,7 +293,7 @@ def precisions(runs: Mapping[str, Mapping[str, RunRecord]], title: str) -> bytes
         right.invert_yaxis()
         right.set_xmargin(0.25)
         _legend(left, theme)
-    return _png(figure, theme)
+    return Drawing(figure, theme).png
 
 
 _DOTTED: dict[str, Any] = {"linewidth": 1.6, "markersize": 4}
@@ -277,13 +307,14 @@ def _figure(width: float, height: float, theme: Theme) -> Figure:
     return Figure(figsize=(width, height), dpi=144, facecolor=theme.background, layout="constrained")
 
 
-def _figure_with_axes(theme: Theme, title: str, x_label: str, y_label: str, height: float = 3.4) -> tuple[Figure, Axes]:
-    figure = _figure(8, height, theme)
+def _figure_with_axes(theme: Theme, title: str, x_label: str, y_label: str, height: float = 3.2,
+                      width: float = WIDTH) -> tuple[Figure, Axes]:
+    figure = _figure(width, height, theme)
     return figure, _styled(figure.add_subplot(facecolor=theme.background), theme, title, x_label, y_label)
 
 
 def _styled(axes: Axes, theme: Theme, title: str, x_label: str, y_label: str) -> Axes:
-    axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=theme.text)
+    _titled(axes, theme, title)
     axes.set_xlabel(x_label, color=theme.muted)
     axes.set_ylabel(y_label, color=theme.muted)
     axes.tick_params(colors=theme.muted, length=0)
@@ -304,17 +335,17 @@ def _epochs_from_0(axes: Axes) -> None:
 
 
 def _legend(axes: Axes, theme: Theme) -> None:
-    """Put the legend above the axes, to the right of the title, where it never covers data."""
-    axes.legend(
-        loc="lower right", bbox_to_anchor=(1, 1), ncols=4, frameon=False, labelcolor=theme.text, fontsize=9,
-        borderaxespad=0.2, handlelength=1.6, columnspacing=1.4,
+    """Put the legend above the axes, under the title, where it never covers data."""
+    legend = axes.legend(
+        loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False, labelcolor=theme.text, fontsize=9,
+        borderaxespad=0.2, handlelength=1.4, columnspacing=1.2, borderpad=0,
     )
+    lines = math.ceil(len(legend.get_texts()) / 3)
+    _titled(axes, theme, axes.get_title("left"), pad=8 + 15 * lines)
 
 
-def _png(figure: Figure, theme: Theme) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", facecolor=theme.background)
-    return buffer.getvalue()
+def _titled(axes: Axes, theme: Theme, title: str, pad: float | None = None) -> None:
+    axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=theme.text, pad=pad)
 
 
 def _time_unit(hours: float) -> tuple[str, float]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
 from train.recording.metrics import VALIDATION
 from train.report import arrays
+from train.report.document import Picture, Pictures
 
 FILE, PICTURE = "predictions.npz", "predictions.png"  # in the report's folder
+JPEG_QUALITY = 85
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,15 @@ class Predictions:
     @property
     def num_right(self) -> int:
         return sum(true == guess for true, guess in zip(self.true, self.guessed, strict=True))
+
+    def block(self, file: str, caption: str) -> Pictures:
+        """The pictures as a block of a document; `file`: the PNG with all of them."""
+        jpegs = []
+        for pixels in self.pictures:
+            jpeg = io.BytesIO()
+            Image.fromarray(pixels).save(jpeg, "JPEG", quality=JPEG_QUALITY)
+            jpegs.append(jpeg.getvalue())
+        return Pictures(file, caption, list(map(Picture, jpegs, self.guessed, self.probability.tolist(), self.true)))
 
     @property
     def caption(self) -> str:

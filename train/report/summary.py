@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from train.errors import TrainError
-from train.recording.metrics import IMAGES, EpochRow, RunRecord, Speed
+from train.recording.metrics import IMAGES, EpochRow, RunRecord, Speed, interval
 
 WAIT_SHARE_THAT_LIMITS = 0.1  # share of the step time; used only if the speed of the loader alone is unknown
 
@@ -35,7 +35,8 @@ class Summary:
     limit: str  # "loader" or "computation"
     limit_text: str
     time_split_seconds: dict[str, float]
-    best: EpochRow | None  # the epoch with the highest top-1 in validation, or else on the training images
+    best: EpochRow | None  # the epoch whose weights are kept, by top-1 in validation, or else on the training images
+    best_interval: tuple[float, float] | None  # 95 % interval of that top-1; None: its images were not counted
     gpu_power: float | None  # W, all GPUs together
     gpu_utilization: float | None  # fraction of the time in which a kernel ran
     gpu_memory: float | None  # GiB; the maximum in use on a GPU
@@ -65,7 +66,7 @@ def summarize(record: RunRecord) -> Summary:
         **record.phase_seconds,
     }
     split["set-up and other"] = max(record.seconds - sum(split.values()), 0.0)
-    accuracy = {row.epoch: row.evaluation.top1 for row in record.epochs if row.evaluation}
+    best = record.best.evaluation if record.best else None
     return Summary(
         total=record.speed(),
         total_median=float(median),
@@ -79,7 +80,8 @@ def summarize(record: RunRecord) -> Summary:
         limit=limit,
         limit_text=text,
         time_split_seconds=split,
-        best=max((row for row in record.epochs if row.evaluation), key=lambda row: accuracy[row.epoch], default=None),
+        best=record.best,
+        best_interval=interval(best.top1, best.num_images) if best and best.num_images else None,
         **_gpu_figures(record),
         price=record.price,
     )

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from graph_passes.executors.cuda.kernels import count, instance
+from graph_passes.executors.cuda.kernel_library import count, instance
 from graph_passes.executors.cuda.parameters import FoldedStore, ParameterStore, parameters_of
 from graph_passes.executors.cuda.toolchain import Toolchain
 from graph_passes.graph import Graph, Ref

@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from graph_passes.choice import Choice, Price
+from graph_passes.executors.cuda.builder import Builder
 from graph_passes.executors.cuda.lowering import Persistent, lower_nodes
-from graph_passes.executors.cuda.lowering.builder import Builder
 from graph_passes.executors.cuda.parameters import ParameterStore
 from graph_passes.executors.cuda.prices import Prices
 from graph_passes.executors.cuda.program import Buffer, run

@@ -11,11 +11,11 @@ import numpy as np
 
 from graph_passes.errors import GraphError
 from graph_passes.executors.base import Metrics
+from graph_passes.executors.cuda.builder import MAX_CHANNELS, TILE_CHANNELS
 from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.inference import Inference
-from graph_passes.executors.cuda.kernels import C_TYPES, instance, threads
+from graph_passes.executors.cuda.kernel_library import C_TYPES, instance, threads
 from graph_passes.executors.cuda.lowering import Persistent, check_operators
-from graph_passes.executors.cuda.lowering.builder import MAX_CHANNELS, TILE_CHANNELS
 from graph_passes.executors.cuda.optimizer import State
 from graph_passes.executors.cuda.options import StepOptions
 from graph_passes.executors.cuda.parameters import padded_channels

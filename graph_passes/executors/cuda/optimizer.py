@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from graph_passes.executors.cuda.device import Gpu
-from graph_passes.executors.cuda.kernels import KernelLibrary, count, instance
+from graph_passes.executors.cuda.kernel_library import KernelLibrary, count, instance
 from graph_passes.executors.cuda.parameters import MAX_SLOTS, VECTOR, ParameterStore
 from graph_passes.optimizers import Rule
 from graph_passes.optimizers.sgd import SGD

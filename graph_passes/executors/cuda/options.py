@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from graph_passes.errors import GraphError
-from graph_passes.executors.cuda.kernels import C_TYPES
+from graph_passes.executors.cuda.kernel_library import C_TYPES
 from graph_passes.executors.cuda.optimizer import OptimizerConfig
 from graph_passes.executors.cuda.statistics_group import StatisticsGroup
 

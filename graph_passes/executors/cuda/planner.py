@@ -16,7 +16,7 @@ from common.disk_cache import Cache
 from graph_passes.errors import GraphError, TransientError
 from graph_passes.executors.cuda.arena import Arena
 from graph_passes.executors.cuda.device import Gpu
-from graph_passes.executors.cuda.kernels import sources_digest
+from graph_passes.executors.cuda.kernel_library import sources_digest
 from graph_passes.executors.cuda.program import Buffer, Program, run
 from graph_passes.passes.memory import aligned
 

@@ -9,15 +9,15 @@ from functools import partial
 from graph_passes.candidates import Candidate, Candidates
 from graph_passes.choice import LAST_RESORT, Choice, choices_of, repeatable, undecided
 from graph_passes.errors import GraphError, TransientError
+from graph_passes.executors.cuda.builder import Builder
 from graph_passes.executors.cuda.capacity import check_sizes
 from graph_passes.executors.cuda.lowering import Persistent, bound_buffers, lower_nodes
-from graph_passes.executors.cuda.lowering.builder import Builder
 from graph_passes.executors.cuda.parameters import Store
 from graph_passes.executors.cuda.program import Buffer, Program
 from graph_passes.executors.cuda.toolchain import Toolchain
 from graph_passes.graph import Ref
+from graph_passes.operators import OPERATORS
 from graph_passes.passes.precision import node_dtypes
-from graph_passes.passes.quantised_way import DIRECT
 from graph_passes.problems import Tensors
 
 
@@ -56,14 +56,14 @@ class Prices:
             [partial(lowering.program, each) for each in sure])
         found = {each: times[problem] for each, problem in problems.items()}
         self._check_last_resorts(found, problems)
-        return found | {each: LAST_RESORT for each in open_ones if _is_last_resort(each) and each["way"]}
+        return found | {each: LAST_RESORT for each in open_ones if _is_last_resort(each)}
 
     def _check_last_resorts(self, times: Mapping[Candidate, float], problems: Mapping[Candidate, str]) -> None:
         """Raise TransientError if a convolution in INT8 would get its far slower last resort only because a faster
         kernel could not be timed now, for want of memory for example."""
         faster: dict[str, list[Candidate]] = {}
         for each in problems:
-            if each.op == "QuantisedConvolution":
+            if OPERATORS[each.op].form_of == "QuantisedConvolution":
                 faster.setdefault(each.node.name, []).append(each)
         for rivals in faster.values():
             errors = [error for each in rivals if (error := self._tools.planner.transient_error(problems[each]))]
@@ -80,7 +80,7 @@ class Prices:
 def _is_last_resort(each: Candidate) -> bool:
     """Is it the kernel for all shapes of a convolution in INT8? It is far slower than the others, so it is not even
     timed, and taken only if this GPU can take no other."""
-    return each.op == "QuantisedConvolution" and each["way"] in ("", DIRECT)
+    return each.op == "QuantisedConvolution"
 
 
 class _Lowering:

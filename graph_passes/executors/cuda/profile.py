@@ -16,7 +16,7 @@ from functools import partial
 from graph_passes.choice import Choice, format_choices
 from graph_passes.executors.cuda.compiled import CompiledGraph
 from graph_passes.executors.cuda.device import Gpu
-from graph_passes.executors.cuda.kernels import KernelLibrary
+from graph_passes.executors.cuda.kernel_library import KernelLibrary
 from graph_passes.executors.cuda.program import Launch
 
 COPY_BYTES = 2 << 30  # large against every cache

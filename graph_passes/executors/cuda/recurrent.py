@@ -1,7 +1,7 @@
 """Recurrent layers through cuDNN's recurrent API: its graphs have no such operators, so the library is called directly.
 
 A `RecurrentPlan` is what cuDNN needs to know of one problem and one of its algorithms. Which algorithm is taken is
-asked by the pass `rnn_algorithm`; here it is tried whether cuDNN can run it at all, also within a CUDA graph.
+asked by the cover; here it is tried whether cuDNN can run it at all, also within a CUDA graph.
 """
 
 from __future__ import annotations

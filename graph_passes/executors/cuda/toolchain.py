@@ -9,7 +9,7 @@ from common.disk_cache import Cache
 from graph_passes.executors.cuda.arena import Arena
 from graph_passes.executors.cuda.convolution import ConvolutionLibrary, import_cudnn
 from graph_passes.executors.cuda.device import Gpu
-from graph_passes.executors.cuda.kernels import KernelLibrary
+from graph_passes.executors.cuda.kernel_library import KernelLibrary
 from graph_passes.executors.cuda.planner import Planner
 from graph_passes.executors.cuda.recurrent import RecurrentLibrary
 from graph_passes.executors.cuda.statistics_group import StatisticsGroup

@@ -25,7 +25,7 @@ from graph_passes.executors.cuda.capacity import check_fits, largest_batch, most
 from graph_passes.executors.cuda.compiled import CompiledGraph
 from graph_passes.executors.cuda.folding import Folded
 from graph_passes.executors.cuda.inference import Inference
-from graph_passes.executors.cuda.kernels import count, instance, threads
+from graph_passes.executors.cuda.kernel_library import count, instance, threads
 from graph_passes.executors.cuda.lowering import LoweredGraph
 from graph_passes.executors.cuda.network import Network
 from graph_passes.executors.cuda.optimizer import INITIAL_LOSS_SCALE, Optimizer, OptimizerConfig

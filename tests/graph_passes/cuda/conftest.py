@@ -6,18 +6,23 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from gpu_arrays import Device
+from gpu_arrays import DTYPES, Device
 
 from common.disk_cache import Cache
 from graph_passes.executors.cuda import network
 from graph_passes.executors.cuda.device import Gpu
-from graph_passes.executors.cuda.kernels import KernelLibrary
+from graph_passes.executors.cuda.kernel_library import KernelLibrary
 
 
 @pytest.fixture(scope="session")
 def device(tmp_path_factory: pytest.TempPathFactory) -> Device:
     gpu = Gpu()
     return Device(gpu, KernelLibrary(gpu, Cache("tests", tmp_path_factory.mktemp("cache"))))
+
+
+@pytest.fixture(params=DTYPES)
+def dtype(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(autouse=True)

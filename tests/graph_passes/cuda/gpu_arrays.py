@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from graph_passes.executors.cuda.device import Gpu
-from graph_passes.executors.cuda.kernels import KernelLibrary
+from graph_passes.executors.cuda.kernel_library import KernelLibrary
 
 POISON = 0xFF  # as every byte: NaN in all floating-point types, -1 or 255 in integers
 DTYPES = ("float16", "bfloat16", "float32")

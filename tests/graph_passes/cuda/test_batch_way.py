@@ -25,7 +25,7 @@ from train.presets import load_preset
 from train.processes.distributed import Workers
 
 ROOT = Path(__file__).resolve().parents[3]
-FAKED = {f"graph_passes/executors/cuda/{name}.py" for name in ("device", "kernels")}
+FAKED = {f"graph_passes/executors/cuda/{name}.py" for name in ("device", "kernel_library")}
 # called in a step, but only deciding about it, checking or watching it
 BESIDE = {f"{name}.py" for name in (
     "graph_passes/executors/base", "graph_passes/executors/cuda/idle", "pipelines/by_pillow",

@@ -9,48 +9,37 @@ from pathlib import Path
 
 import pytest
 
-from graph_passes.executors.cuda.kernels import C_TYPES, HOPPER, SOURCES, architecture, compile_kernel
-from graph_passes.executors.cuda.lowering.conv1x1_backward import (
-    DgradReduce,
-    DgradStream,
-    NormBackward,
-)
-from graph_passes.executors.cuda.lowering.conv1x1_forward import CONTROL_BYTES
-from graph_passes.executors.cuda.lowering.conv3x3 import CONTROL_BYTES as CONV3X3_CONTROL_BYTES
-from graph_passes.executors.cuda.lowering.conv3x3 import Conv3x3, TiledImages
-from graph_passes.executors.cuda.lowering.conv3x3_wgrad import Conv3x3Weights
-from graph_passes.executors.cuda.lowering.quantised import (
-    CHUNK,
-    STEM_BLOCK,
-    STEM_SHARED_BYTES,
-    STEM_TEAMS,
-    STEM_WIDTH,
-    STREAM_COLUMNS,
-    STREAM_STAGES,
-    Geometry,
-    PooledSizes,
-    Stream,
-    stages_of,
-)
-from graph_passes.executors.cuda.lowering.quantised_pair import Z_COLUMNS, QuantisedPair
-from graph_passes.executors.cuda.lowering.quantised_taps import CHANNELS as TAPS_CHANNELS
-from graph_passes.executors.cuda.lowering.quantised_taps import CONTROL_BYTES as TAPS_CONTROL_BYTES
-from graph_passes.executors.cuda.lowering.quantised_taps import (
+from graph_passes.executors.cuda.kernel_library import C_TYPES, HOPPER, SOURCES, architecture, compile_kernel
+from graph_passes.executors.cuda.kernels.batch_norm import Grid
+from graph_passes.executors.cuda.kernels.conv1x1_forward import CONTROL_BYTES
+from graph_passes.executors.cuda.kernels.conv3x3 import CONTROL_BYTES as CONV3X3_CONTROL_BYTES
+from graph_passes.executors.cuda.kernels.conv3x3 import Conv3x3, TiledImages
+from graph_passes.executors.cuda.kernels.conv3x3_weights import Conv3x3Weights
+from graph_passes.executors.cuda.kernels.dgrad_reduce import OUT_CHANNELS, DgradReduce
+from graph_passes.executors.cuda.kernels.dgrad_stream import DgradStream
+from graph_passes.executors.cuda.kernels.norm_backward import CHANNELS, NormBackward
+from graph_passes.executors.cuda.kernels.quantised import CHUNK, Geometry
+from graph_passes.executors.cuda.kernels.quantised_conv import TILES, stages_of
+from graph_passes.executors.cuda.kernels.quantised_conv_stream import COLUMNS, STAGES, Stream
+from graph_passes.executors.cuda.kernels.quantised_conv_stream import TILES as STREAMS
+from graph_passes.executors.cuda.kernels.quantised_conv_taps import CHANNELS as TAPS_CHANNELS
+from graph_passes.executors.cuda.kernels.quantised_conv_taps import CONTROL_BYTES as TAPS_CONTROL_BYTES
+from graph_passes.executors.cuda.kernels.quantised_conv_taps import (
     EIGHTS,
     FILTERS,
     MAX_PLACES,
     MAX_RESULTS,
     MAX_STAGES,
     PEERS,
-    QuantisedTaps,
+    QuantisedConvTaps,
     TappedImages,
 )
-from graph_passes.executors.cuda.lowering.second_grad import Grid
-from graph_passes.executors.cuda.lowering.stem import StemPool, StemRows, StemWeights
+from graph_passes.executors.cuda.kernels.quantised_pair import Z_COLUMNS, QuantisedPair
+from graph_passes.executors.cuda.kernels.quantised_stem_pool import BLOCK, SHARED_BYTES, TEAMS, WIDTH, PooledSizes
+from graph_passes.executors.cuda.kernels.stem_pool import StemPool
+from graph_passes.executors.cuda.kernels.stem_rows import StemRows
+from graph_passes.executors.cuda.kernels.stem_weights import StemWeights
 from graph_passes.executors.cuda.optimizer import State, _Tensor
-from graph_passes.passes.dgrad_reduce import OUT_CHANNELS
-from graph_passes.passes.norm_backward import CHANNELS
-from graph_passes.passes.quantised_way import STREAMS, TILES
 
 RULES = ["Sgd<false>", "Sgd<true>", "Lars<false>", "Lars<true>", "AdamW", "Lamb", "Lion"]  # of optimizer.cu
 
@@ -303,7 +292,7 @@ def test_structs_of_int8_are_laid_out_alike() -> None:
         f"sizeof(Stage<Tile<{groups}, {columns}>>) == {(64 * groups + columns) * CHUNK});\n"
         for groups, columns in TILES.values())
     options = ProgramOptions(arch="sm_90a", std="c++17", include_path=[str(SOURCES)])
-    stream = f"static_assert(MAX_STAGES == {STREAM_STAGES} && MAX_COLUMNS == {STREAM_COLUMNS});\n" + "".join(
+    stream = f"static_assert(MAX_STAGES == {STAGES} && MAX_COLUMNS == {COLUMNS});\n" + "".join(
         f"static_assert(sizeof(Control<{teams}, {columns}, {1 + (channels_2 > 0)}>) == "
         f"{Stream(64, teams, columns, False, channels_2).control_bytes});\n"
         for teams, columns in STREAMS.values() for channels_2 in (0, 64))
@@ -313,10 +302,10 @@ def test_structs_of_int8_are_laid_out_alike() -> None:
                    f"{QuantisedPair(64, columns, channels_2).control_bytes});\n"
                    for columns in Z_COLUMNS for channels_2 in (0, 64))
     Program('#include "quantised_pair.cu"\n' + pair, "c++", options).compile("cubin")
-    taps = (f"static_assert(sizeof(Control) == {TAPS_CONTROL_BYTES} && THREADS == {QuantisedTaps.BLOCK[0]} && "
+    taps = (f"static_assert(sizeof(Control) == {TAPS_CONTROL_BYTES} && THREADS == {QuantisedConvTaps.BLOCK[0]} && "
             f"PEERS == {PEERS} && FILTERS == {FILTERS} && MAX_PLACES == {MAX_PLACES} && MAX_STAGES == {MAX_STAGES} && "
             f"MAX_RESULTS == {MAX_RESULTS} && sizeof(TappedImages) == {ctypes.sizeof(TappedImages)});\n")
     Program('#include "quantised_conv_taps.cu"\n' + taps, "c++", options).compile("cubin")
-    stem = (f"static_assert(sizeof(Shared) == {STEM_SHARED_BYTES} && TEAMS == {STEM_TEAMS} && WIDTH == {STEM_WIDTH} && "
-            f"THREADS == {STEM_BLOCK[0]} && sizeof(PooledSizes) == {ctypes.sizeof(PooledSizes)});\n")
+    stem = (f"static_assert(sizeof(Shared) == {SHARED_BYTES} && TEAMS == {TEAMS} && WIDTH == {WIDTH} && "
+            f"THREADS == {BLOCK[0]} && sizeof(PooledSizes) == {ctypes.sizeof(PooledSizes)});\n")
     Program('#include "quantised_stem_pool.cu"\n' + stem, "c++", options).compile("cubin")

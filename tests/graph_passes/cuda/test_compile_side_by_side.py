@@ -16,8 +16,8 @@ from test_without_gpu import FakeConvolutions, FakeGpu
 
 from common.disk_cache import Cache
 from graph_passes.errors import GraphError
-from graph_passes.executors.cuda import kernels, network, toolchain
-from graph_passes.executors.cuda.kernels import KernelLibrary
+from graph_passes.executors.cuda import kernel_library, network, toolchain
+from graph_passes.executors.cuda.kernel_library import KernelLibrary
 from graph_passes.executors.cuda.options import StepOptions
 from graph_passes.executors.cuda.quantised import QuantisedNetwork
 from graph_passes.executors.cuda.training_step import TrainingStep
@@ -45,9 +45,9 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Compiled:
 
         def launch(self, *arguments: Any, **options: Any) -> None: ...
 
-    monkeypatch.setattr(kernels, "compile_kernel", compile_kernel)
-    monkeypatch.setattr(kernels, "Kernel", FakeKernel)
-    monkeypatch.setattr(kernels.os, "sched_getaffinity", lambda process: {0, 1, 2, 3})
+    monkeypatch.setattr(kernel_library, "compile_kernel", compile_kernel)
+    monkeypatch.setattr(kernel_library, "Kernel", FakeKernel)
+    monkeypatch.setattr(kernel_library.os, "sched_getaffinity", lambda process: {0, 1, 2, 3})
     return found
 
 
@@ -61,13 +61,13 @@ def test_kernels_are_compiled_side_by_side(make_library: Callable[[], KernelLibr
                                            monkeypatch: pytest.MonkeyPatch) -> None:
     """Three at once: each waits until the others have begun. The next start finds them on the disk."""
     library, meeting = make_library(), threading.Barrier(3, timeout=20)
-    compile_kernel = kernels.compile_kernel
+    compile_kernel = kernel_library.compile_kernel
 
     def together(source: str, expression: str, arch: str) -> tuple[bytes, str]:
         meeting.wait()
         return compile_kernel(source, expression, arch)
 
-    monkeypatch.setattr(kernels, "compile_kernel", together)
+    monkeypatch.setattr(kernel_library, "compile_kernel", together)
     with library.side_by_side():
         for name in ("a", "b", "c", "a"):
             library.begin("x.cu", name)
@@ -86,16 +86,16 @@ def test_what_is_asked_for_before_its_turn_is_compiled_at_once(make_library: Cal
                                                                compiled: Compiled,
                                                                monkeypatch: pytest.MonkeyPatch) -> None:
     """And what nobody has asked for in the end is not compiled any more."""
-    monkeypatch.setattr(kernels.os, "sched_getaffinity", lambda process: {0})
+    monkeypatch.setattr(kernel_library.os, "sched_getaffinity", lambda process: {0})
     library, busy = make_library(), threading.Event()
-    compile_kernel = kernels.compile_kernel
+    compile_kernel = kernel_library.compile_kernel
 
     def first_waits(source: str, expression: str, arch: str) -> tuple[bytes, str]:
         if expression == "first":
             assert busy.wait(20)
         return compile_kernel(source, expression, arch)
 
-    monkeypatch.setattr(kernels, "compile_kernel", first_waits)
+    monkeypatch.setattr(kernel_library, "compile_kernel", first_waits)
     with library.side_by_side():
         for name in ("first", "b", "c"):
             library.begin("x.cu", name)

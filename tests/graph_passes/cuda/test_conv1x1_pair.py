@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from gpu_arrays import PRECISION, Device, relative_error, rounded
 
-from graph_passes.executors.cuda.kernels import instance
-from graph_passes.executors.cuda.lowering.conv1x1_forward import Tiles
-from graph_passes.executors.cuda.lowering.conv1x1_pair import BLOCK, Conv1x1Pair
+from graph_passes.executors.cuda.kernel_library import instance
+from graph_passes.executors.cuda.kernels.conv1x1_forward import Tiles
+from graph_passes.executors.cuda.kernels.conv1x1_pair import BLOCK, Conv1x1Pair
 
 BLOCKS = 3  # fewer than tiles, so that each block walks
 # Norm of the error over the norm: rounding of what is stored, and fp32 sums of products in another order.

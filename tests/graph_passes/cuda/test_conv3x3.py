@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 from gpu_arrays import PRECISION, Device, relative_error, rounded
-from test_kernels import BatchNormCase
+from test_batch_norm import BatchNormCase
 from test_norm_conv1x1 import EPS, MOMENTUM, Norm
 
 from graph_passes import Node
-from graph_passes.executors.cuda.kernels import instance
-from graph_passes.executors.cuda.lowering.builder import APPLY_BLOCK
-from graph_passes.executors.cuda.lowering.conv3x3 import Conv3x3
+from graph_passes.executors.cuda.builder import APPLY_BLOCK
+from graph_passes.executors.cuda.kernel_library import instance
+from graph_passes.executors.cuda.kernels.conv3x3 import Conv3x3
 from graph_passes.executors.reference import evaluate
 
 # Norm of the error over the norm: rounding of what is stored, and fp32 sums of products in another order.

@@ -12,8 +12,8 @@ from step_networks import preferring
 
 from graph_passes import Graph, Node, Ref, pipeline
 from graph_passes.choice import fewest, repeatable
-from graph_passes.executors.cuda.kernels import count, instance
-from graph_passes.executors.cuda.lowering.conv3x3_wgrad import Conv3x3Weights
+from graph_passes.executors.cuda.kernel_library import count, instance
+from graph_passes.executors.cuda.kernels.conv3x3_weights import Conv3x3Weights
 from graph_passes.executors.reference import evaluate
 
 ATTRIBUTES = {"kernel": (3, 3), "stride": (1, 1), "pad": (1, 1), "num_filter": 64, "layout": "NHWC", "no_bias": True}
@@ -25,7 +25,8 @@ SHAPES = [  # images, height, width, channels, filters
 
 
 def evaluated(x: np.ndarray, dy: np.ndarray) -> np.ndarray:
-    wanted: np.ndarray = evaluate(Node("Conv3x3Wgrad", "dw", (), {**ATTRIBUTES, "num_filter": dy.shape[3]}), [dy, x])[0]
+    node = Node("Conv3x3Weights", "dw", (), {**ATTRIBUTES, "num_filter": dy.shape[3]})
+    wanted: np.ndarray = evaluate(node, [dy, x])[0]
     return wanted
 
 
@@ -112,8 +113,8 @@ def test_pass(changed: dict[str, object], channels: int, taken: bool) -> None:
     graph = Graph([Node("null", "dy"), Node("null", "x"), wgrad], [Ref("dw")])
     shapes = {"x": (2, 12, 12, channels)}
     sizes = graph.infer_shapes(shapes)
-    own = pipeline.cover(graph, preferring(fewest, "Conv3x3Wgrad"), sizes)
-    assert own.operators() == {"Conv3x3Wgrad" if taken else "ConvolutionWgrad": 1}
+    own = pipeline.cover(graph, preferring(fewest, "Conv3x3Weights"), sizes)
+    assert own.operators() == {"Conv3x3Weights" if taken else "ConvolutionWgrad": 1}
     assert pipeline.cover(graph, repeatable, sizes) == graph
     if taken:
         random = np.random.default_rng(0)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from gpu_arrays import DTYPES, PRECISION, Device, relative_error, rounded
 
-from graph_passes.executors.cuda.kernels import C_TYPES, SOURCES, threads
-from graph_passes.executors.cuda.lowering.dropout import MAX_DROPOUTS, Rates
+from graph_passes.executors.cuda.kernel_library import C_TYPES, SOURCES, threads
+from graph_passes.executors.cuda.kernels.dropout import MAX_DROPOUTS, Rates
 from graph_passes.operators.dropout import keep_factors, kept_scale, philox, threshold, words_of
 
 SEED = 0xFEDCBA9876543210

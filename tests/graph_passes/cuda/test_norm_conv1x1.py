@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from gpu_arrays import PRECISION, Device, relative_error, rounded
 
-from graph_passes.executors.cuda.kernels import instance
-from graph_passes.executors.cuda.lowering.builder import APPLY_BLOCK
-from graph_passes.executors.cuda.lowering.norm_conv1x1 import NormConv1x1
+from graph_passes.executors.cuda.builder import APPLY_BLOCK
+from graph_passes.executors.cuda.kernel_library import instance
+from graph_passes.executors.cuda.kernels.norm_conv1x1 import NormConv1x1
 
 BLOCKS = 3  # fewer than tiles, so that each block walks
 EPS, MOMENTUM = 1e-5, 0.9

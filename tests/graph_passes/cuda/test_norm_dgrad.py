@@ -8,11 +8,11 @@ import ctypes
 import numpy as np
 import pytest
 from gpu_arrays import PRECISION, Device, relative_error, rounded
-from test_conv1x1_backward import STORED, check_sums
-from test_kernels import BatchNormCase
+from test_batch_norm import BatchNormCase
+from test_dgrad_reduce import STORED, check_sums
 
-from graph_passes.executors.cuda.lowering.norm_dgrad import NormDgrad
-from graph_passes.executors.cuda.lowering.norm_stream import STREAMED_BLOCK
+from graph_passes.executors.cuda.kernels.norm_dgrad import NormDgrad
+from graph_passes.executors.cuda.kernels.norm_stream import STREAMED_BLOCK
 
 BLOCKS = 4  # fewer than tiles, so that each block walks
 KINK = 1e-3  # so near to zero either answer of ReLU is right

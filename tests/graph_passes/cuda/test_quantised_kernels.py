@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gpu_arrays import Device
-from int8_networks import quantised
+from int8_networks import DIRECT, SQUARES, STREAMS, SUMS, TAPS, TILES, quantised
 
 from common.mxnet_compat import mx
 from graph_passes import Graph, Node, Ref
@@ -19,18 +19,20 @@ from graph_passes.candidates import Candidate
 from graph_passes.errors import GraphError
 from graph_passes.executors import reference
 from graph_passes.executors.cuda import compiled
+from graph_passes.executors.cuda.builder import Builder
 from graph_passes.executors.cuda.executor import CudaExecutor
-from graph_passes.executors.cuda.kernels import HOPPER
+from graph_passes.executors.cuda.kernel_library import HOPPER
+from graph_passes.executors.cuda.kernels.quantised import CHUNK
+from graph_passes.executors.cuda.kernels.quantised_conv import TILE_CHANNELS
+from graph_passes.executors.cuda.kernels.quantised_conv_squares import COLUMNS as SQUARES_COLUMNS
+from graph_passes.executors.cuda.kernels.quantised_conv_stream import Stream
+from graph_passes.executors.cuda.kernels.quantised_conv_taps import QuantisedConvTaps
 from graph_passes.executors.cuda.lowering import lower_nodes
-from graph_passes.executors.cuda.lowering.builder import Builder
-from graph_passes.executors.cuda.lowering.quantised import CHUNK, SQUARES_COLUMNS, TILE_CHANNELS, Stream
-from graph_passes.executors.cuda.lowering.quantised_taps import QuantisedTaps
 from graph_passes.executors.cuda.prices import Prices
 from graph_passes.executors.cuda.program import Buffer, run
 from graph_passes.executors.cuda.quantised import QuantisedNetwork
 from graph_passes.passes import tensor_dtypes
 from graph_passes.passes.quantise import Kept
-from graph_passes.passes.quantised_way import DIRECT, SQUARES, STREAMS, TAPS, TILES
 
 pytestmark = pytest.mark.gpu
 
@@ -65,7 +67,10 @@ def launched(device: Device, op: str, arrays: Sequence[np.ndarray], **attrs: Any
     return [device.get(buffer.address, buffer.shape, buffer.dtype).reshape(shapes[ref]) for ref, buffer in made.items()]
 
 
-def check(device: Device, op: str, arrays: Sequence[np.ndarray], **attrs: Any) -> None:
+def check(device: Device, label: str, arrays: Sequence[np.ndarray], **attrs: Any) -> None:
+    """`label`: the operator, and its tile if it has some."""
+    op, _, tile = label.partition(" ")
+    attrs |= {"tile": tile} if tile else {}
     expected = reference.evaluate(Node(op, "y", (), attrs), arrays)
     for found, want in zip(launched(device, op, arrays, **attrs), expected, strict=True):
         want = want.astype(np.float16) if attrs.get("dtype") == "float16" else want
@@ -98,57 +103,57 @@ CONVOLUTIONS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {  # images, w
 }
 
 
-def check_epilogues(device: Device, shape: tuple[int, ...], window: dict[str, Any], way: str, filters: int,
+def check_epilogues(device: Device, shape: tuple[int, ...], window: dict[str, Any], label: str, filters: int,
                     rng: np.random.Generator, multipliers: Sequence[float] = ()) -> None:
     x, weight = int8(rng, *shape), int8(rng, filters, *window["kernel"], shape[3])
     multiplier, bias = factors(rng, filters, weight[0].size, multipliers)
-    attrs = {**window, "num_filter": filters, "layout": "NHWC", "way": way, "scale": 0.062 if multipliers else 0.047}
+    attrs = {**window, "num_filter": filters, "layout": "NHWC", "scale": 0.062 if multipliers else 0.047}
     addend = int8(rng, *reference.evaluate(Node("QuantisedConvolution", "y", (), attrs),
                                            [x, weight, multiplier, bias])[0].shape)
     for relu in (False, True):
-        for dtype in ("int8", "float16")[:1 if way in (TAPS, *STREAMS) else 2]:
-            check(device, "QuantisedConvolution", [x, weight, multiplier, bias], relu=relu, dtype=dtype, **attrs)
-        check(device, "QuantisedConvolution", [x, weight, multiplier, bias, addend], relu=relu, dtype="int8",
-              no_addend=False, addend_scale=0.031, **{**attrs, "way": DIRECT if way == SQUARES else way})
+        for dtype in ("int8", "float16")[:1 if label in (TAPS, *STREAMS) else 2]:
+            check(device, label, [x, weight, multiplier, bias], relu=relu, dtype=dtype, **attrs)
+        check(device, DIRECT if label == SQUARES else label, [x, weight, multiplier, bias, addend], relu=relu,
+              dtype="int8", no_addend=False, addend_scale=0.031, **attrs)
 
 
 @pytest.mark.parametrize("filters", [48, 64, 128, 272])
-@pytest.mark.parametrize("way", [*TILES, *STREAMS, TAPS, SQUARES, DIRECT])
+@pytest.mark.parametrize("label", [*TILES, *STREAMS, TAPS, SQUARES, DIRECT])
 @pytest.mark.parametrize("shape, window", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
-def test_convolution(device: Device, shape: tuple[int, ...], window: dict[str, Any], way: str, filters: int,
+def test_convolution(device: Device, shape: tuple[int, ...], window: dict[str, Any], label: str, filters: int,
                      rng: np.random.Generator) -> None:
     """With and without addend and ReLU, as int8 and as float16."""
-    if (device.gpu.capability < (8, 0) and way != DIRECT) or (
-            device.gpu.capability != HOPPER and way in (TAPS, SQUARES, *STREAMS)):
+    if (device.gpu.capability < (8, 0) and label != DIRECT) or (
+            device.gpu.capability != HOPPER and label in (TAPS, SQUARES, *STREAMS)):
         pytest.skip("for tensor cores that this GPU has not")
-    columns = (STREAMS | TILES).get(way, (0, 0))[1]
+    columns = (STREAMS | TILES).get(label, (0, 0))[1]
     if columns and filters <= columns // 2:
         pytest.skip("has less filters than that tile is for")
-    if way in TILES and shape[3] % CHUNK and shape[3] not in TILE_CHANNELS:
+    if label in TILES and shape[3] % CHUNK and shape[3] not in TILE_CHANNELS:
         pytest.skip("for channels that fill tiles")
-    if way in STREAMS and (window["kernel"] != (1, 1) or ("stride" in window and shape[1] % 2) or
-                           Stream(shape[3], *STREAMS[way], True).stages < 2):
+    if label in STREAMS and (window["kernel"] != (1, 1) or ("stride" in window and shape[1] % 2) or
+                           Stream(shape[3], *STREAMS[label], True).stages < 2):
         pytest.skip("not for this window, or so many weights")
     (size, width), (stride, _) = window["kernel"], window.get("stride", (1, 1))
-    if way == TAPS and (size != width or (size == 1) == ("pad" in window) or QuantisedTaps.of(
+    if label == TAPS and (size != width or (size == 1) == ("pad" in window) or QuantisedConvTaps.of(
             shape, filters, size, stride, True, device.gpu.num_multiprocessors) is None):
         pytest.skip("for some 3x3 and 1x1, and channels that fill tiles, but not too many")
-    if way == SQUARES and shape[3] != 16 and (
+    if label == SQUARES and shape[3] != 16 and (
             window != {"kernel": (3, 3), "pad": (1, 1)} or filters <= SQUARES_COLUMNS.get(shape[3], 2 * filters) // 2):
         pytest.skip("for squares with 16 channels, and 3x3 over few")
-    check_epilogues(device, shape, window, way, filters, rng)
+    check_epilogues(device, shape, window, label, filters, rng)
 
 
-@pytest.mark.parametrize("way", STREAMS)
+@pytest.mark.parametrize("label", STREAMS)
 @pytest.mark.parametrize("channels, filters, stride", [
     (64, 256, 1), (64, 272, 2), (128, 512, 1), (192, 400, 1), (256, 256, 2), (512, 304, 1), (16, 144, 1)])
-def test_blocks_that_walk(device: Device, way: str, channels: int, filters: int, stride: int, rng: np.random.Generator,
-                          monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_walk(device: Device, label: str, channels: int, filters: int, stride: int,
+                          rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a large batch: many tiles for each block."""
     if device.gpu.capability != HOPPER:
         pytest.skip("for Hopper")
     monkeypatch.setattr(device.gpu, "num_multiprocessors", 2)
-    check_epilogues(device, (1, 46, 83, channels), {"kernel": (1, 1), "stride": (stride, stride)}, way, filters, rng)
+    check_epilogues(device, (1, 46, 83, channels), {"kernel": (1, 1), "stride": (stride, stride)}, label, filters, rng)
 
 
 @pytest.mark.parametrize("num_multiprocessors", [1, 5, 132])
@@ -167,7 +172,7 @@ def test_taps_of_many_tiles(device: Device, size: int, stride: int, shape: tuple
     if device.gpu.capability != HOPPER:
         pytest.skip("for Hopper")
     monkeypatch.setattr(device.gpu, "num_multiprocessors", num_multiprocessors)
-    assert QuantisedTaps.of(shape, filters, size, stride, True, num_multiprocessors)
+    assert QuantisedConvTaps.of(shape, filters, size, stride, True, num_multiprocessors)
     window = {"kernel": (size, size), "stride": (stride, stride), "pad": (size // 2, size // 2)}
     check_epilogues(device, shape, window, TAPS, filters, rng)
 
@@ -181,31 +186,31 @@ def operands_of_sum(x_shape: tuple[int, ...], channels_2: int, filters: int, str
     return made
 
 
-def check_sums(device: Device, x_shape: tuple[int, ...], channels_2: int, way: str, filters: int, stride: int,
+def check_sums(device: Device, x_shape: tuple[int, ...], channels_2: int, label: str, filters: int, stride: int,
                rng: np.random.Generator, multipliers: Sequence[float] = ()) -> None:
     """A projection shortcut together with the convolution that it is added to, with ReLU and without."""
     operands = operands_of_sum(x_shape, channels_2, filters, stride, rng, multipliers)
     for relu in (False, True):
-        check(device, "QuantisedConvolutionSum", operands, kernel=(1, 1), stride=(stride, stride), num_filter=filters,
-              layout="NHWC", way=way, scale=0.062 if multipliers else 0.047, addend_scale=0.031, relu=relu,
+        check(device, label, operands, kernel=(1, 1), stride=(stride, stride), num_filter=filters,
+              layout="NHWC", scale=0.062 if multipliers else 0.047, addend_scale=0.031, relu=relu,
               dtype="int8")
 
 
 @pytest.mark.parametrize("num_multiprocessors", [1, 132])
-@pytest.mark.parametrize("way", STREAMS)
+@pytest.mark.parametrize("label", SUMS)
 @pytest.mark.parametrize("channels, channels_2, filters, stride", [
     (64, 64, 256, 1), (256, 128, 512, 2), (512, 256, 272, 2), (16, 144, 144, 1), (192, 64, 400, 2), (128, 320, 256, 1)])
-def test_sums(device: Device, way: str, channels: int, channels_2: int, filters: int, stride: int,
+def test_sums(device: Device, label: str, channels: int, channels_2: int, filters: int, stride: int,
               num_multiprocessors: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that fill no tile; many tiles for each block, and few."""
     if device.gpu.capability != HOPPER:
         pytest.skip("for Hopper")
-    teams, columns = STREAMS[way]
+    teams, columns = STREAMS[label.replace("Sum", "")]
     if filters <= columns // 2 or Stream(channels, teams, columns, False, channels_2).stages < 2:
-        pytest.skip("has less filters than that way is for, or too many weights")
+        pytest.skip("has less filters than that tile is for, or too many weights")
     monkeypatch.setattr(device.gpu, "num_multiprocessors", num_multiprocessors)
-    check_sums(device, (1, 46, 83, channels), channels_2, way, filters, stride, rng)
-    check_sums(device, (3, 10, 7, channels), channels_2, way, filters, stride, rng)
+    check_sums(device, (1, 46, 83, channels), channels_2, label, filters, stride, rng)
+    check_sums(device, (3, 10, 7, channels), channels_2, label, filters, stride, rng)
 
 
 def check_pair(device: Device, shape: tuple[int, ...], filters: int, filters_2: int, rng: np.random.Generator,
@@ -215,7 +220,7 @@ def check_pair(device: Device, shape: tuple[int, ...], filters: int, filters_2: 
     operands = [int8(rng, *shape), int8(rng, filters, 1, 1, channels), *factors(rng, filters, channels, multipliers),
                 int8(rng, *shape[:3], filters), int8(rng, filters_2, 1, 1, filters),
                 *factors(rng, filters_2, filters, multipliers)]
-    check(device, "QuantisedConvolutionPair", operands, kernel=(1, 1), num_filter=filters, num_filter_2=filters_2,
+    check(device, "QuantisedPair", operands, kernel=(1, 1), num_filter=filters, num_filter_2=filters_2,
           layout="NHWC", scale=0.062 if multipliers else 0.047, addend_scale=0.031, scale_2=0.02, dtype="int8")
 
 
@@ -224,7 +229,7 @@ def check_sum_pair(device: Device, x_shape: tuple[int, ...], channels_2: int, fi
     """A projection shortcut, the convolution that it is added to, with ReLU, and the one that reads what they give."""
     operands = [*operands_of_sum(x_shape, channels_2, filters, stride, rng, multipliers),
                 int8(rng, filters_z, 1, 1, filters), *factors(rng, filters_z, filters, multipliers)]
-    check(device, "QuantisedConvolutionSumPair", operands, kernel=(1, 1), stride=(stride, stride), num_filter=filters,
+    check(device, "QuantisedPairSum", operands, kernel=(1, 1), stride=(stride, stride), num_filter=filters,
           num_filter_2=filters_z, layout="NHWC", scale=0.062 if multipliers else 0.047, addend_scale=0.031,
           scale_2=0.02, dtype="int8")
 
@@ -264,21 +269,21 @@ def test_ties_and_saturation_of_pairs(device: Device, filters_2: int, rng: np.ra
     check_sum_pair(device, (2, 20, 21, 16), 32, 256, filters_2, 1, rng, multipliers)
 
 
-@pytest.mark.parametrize("way", STREAMS)
-def test_ties_and_saturation_of_sums(device: Device, way: str, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("label", SUMS)
+def test_ties_and_saturation_of_sums(device: Device, label: str, rng: np.random.Generator) -> None:
     """Of the shortcut, too, which is rounded and saturated before it is added."""
     if device.gpu.capability != HOPPER:
         pytest.skip("for Hopper")
-    check_sums(device, (2, 20, 21, 16), 32, way, 256, 1, rng,
+    check_sums(device, (2, 20, 21, 16), 32, label, 256, 1, rng,
                (0.5, 2.0**-9, 2.0**-10, 2.0**-11, 2.0**-12, 2.0**-14, 1e3, 1e30, 1e-30, 1e-40))
 
 
-@pytest.mark.parametrize("way", [*TILES, *STREAMS])
-def test_ties_and_saturation(device: Device, way: str, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("label", [*TILES, *STREAMS])
+def test_ties_and_saturation(device: Device, label: str, rng: np.random.Generator) -> None:
     """Sums that lie in the middle of two integers, alone and with an addend's half, and far beyond all integers."""
-    if device.gpu.capability < (8, 0) or (way in STREAMS and device.gpu.capability != HOPPER):
+    if device.gpu.capability < (8, 0) or (label in STREAMS and device.gpu.capability != HOPPER):
         pytest.skip("for tensor cores that this GPU has not")
-    check_epilogues(device, (2, 20, 21, 16), {"kernel": (1, 1)}, way, 256, rng,
+    check_epilogues(device, (2, 20, 21, 16), {"kernel": (1, 1)}, label, 256, rng,
                     (0.5, 2.0**-9, 2.0**-10, 2.0**-11, 2.0**-12, 2.0**-14, 1e3, 1e30, 1e-30, 1e-40))
 
 
@@ -320,10 +325,10 @@ def test_sums_beyond_24_bits(device: Device) -> None:
     weight[::3] = -127
     x[0, 1, 1, 5] = 1
     bias = np.arange(64, dtype=np.int32) * 2**24 + 1
-    for way in ("tile 2x64", DIRECT):
-        if way == DIRECT or device.gpu.capability >= (8, 0):
-            check(device, "QuantisedConvolution", [x, weight, np.full(64, 2.0**-24, np.float32), bias], kernel=(1, 1),
-                  num_filter=64, layout="NHWC", scale=1.0, dtype="float16", way=way)
+    for label in ("QuantisedConv 2x64", DIRECT):
+        if label == DIRECT or device.gpu.capability >= (8, 0):
+            check(device, label, [x, weight, np.full(64, 2.0**-24, np.float32), bias], kernel=(1, 1), num_filter=64,
+                  layout="NHWC", scale=1.0, dtype="float16")
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float16"])
@@ -380,8 +385,8 @@ def test_whole_networks(name: str, size: int, kept: Kept, fused: bool, rng: np.r
     times = Prices._times
 
     def preferred(self: Prices, *asked: Any) -> dict[Candidate, float]:
-        of_several = ("QuantisedStemPool", "QuantisedConvolutionPair", "QuantisedConvolutionSum",
-                      "QuantisedConvolutionSumPair", "StemPool")
+        of_several = ("QuantisedStemPool", "QuantisedPair", "QuantisedConvStreamSum",
+                      "QuantisedPairSum", "StemPool")
         return {each: ms if each.op not in of_several or ms == math.inf else 1e-9 if fused else math.inf
                 for each, ms in times(self, *asked).items()}
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from int8_networks import Int8, quantised
+from int8_networks import DIRECT, SQUARES, STREAMS, SUMS, TAPS, TILES, Int8, quantised
 from step_networks import preferring, refusing
 from test_without_gpu import FakeConvolutions, FakeGpu, FakeKernels
 
@@ -22,18 +22,17 @@ from graph_passes.errors import TransientError
 from graph_passes.executors import reference
 from graph_passes.executors.cuda import compiled, network, prices, toolchain
 from graph_passes.executors.cuda.executor import CudaExecutor
-from graph_passes.executors.cuda.lowering.quantised import MULTIPROCESSOR_SHARED_BYTES, RESERVED_BYTES, Stream
-from graph_passes.executors.cuda.lowering.quantised_pair import QuantisedPair
-from graph_passes.executors.cuda.lowering.quantised_taps import QuantisedTaps
+from graph_passes.executors.cuda.kernels.quantised import RESERVED_BYTES
+from graph_passes.executors.cuda.kernels.quantised_conv_stream import MULTIPROCESSOR_SHARED_BYTES, Stream
+from graph_passes.executors.cuda.kernels.quantised_conv_taps import QuantisedConvTaps
+from graph_passes.executors.cuda.kernels.quantised_pair import QuantisedPair
 from graph_passes.executors.cuda.quantised import QuantisedNetwork
 from graph_passes.operators import window
 from graph_passes.optimizers.sgd import SGD
 from graph_passes.passes.quantise import Kept
 from graph_passes.passes.quantise_squares import quantise_squares, quantise_squares_params
-from graph_passes.passes.quantised_way import DIRECT, STREAMS, TILES, WAYS
 
-SUMS = tuple(f"QuantisedConvolutionSum {way}" for way in STREAMS)
-PAIRS = ("QuantisedConvolutionPair", "QuantisedConvolutionSumPair")
+PAIRS = ("QuantisedPair", "QuantisedPairSum")
 UNFUSED = refusing(fewest, *SUMS, *PAIRS)  # a price
 WITHOUT_PAIRS = refusing(fewest, *PAIRS)
 
@@ -99,15 +98,15 @@ def test_sums_of_convolutions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert sum(launches("resnet50", Kept(), tmp_path, deterministic=True).values()) == sum(before.values())
 
 
-@pytest.mark.parametrize("channels, channels_2, adds, way, blocks, results, stages", [
-    (64, 64, False, "stream 2x128", 2, 1, 3), (256, 128, False, "stream 2x128", 2, 1, 2),
-    (512, 256, False, "stream 2x128", 1, 1, 6), (64, 64, False, "stream 2x256", 1, 2, 7),
-    (512, 256, False, "stream 4x128", 1, 1, 2), (1024, 512, False, "stream 4x128", 1, 1, -1),
-    (256, 0, True, "stream 2x128", 2, 2, 2), (256, 0, True, "stream 4x128", 1, 3, 3),
-    (1024, 0, False, "stream 4x128", 1, 1, 2), (512, 0, True, "stream 4x128", 1, 3, 2)])
-def test_what_a_stream_keeps_in_shared_memory(channels: int, channels_2: int, adds: bool, way: str, blocks: int,
+@pytest.mark.parametrize("channels, channels_2, adds, label, blocks, results, stages", [
+    (64, 64, False, "QuantisedConvStream 2x128", 2, 1, 3), (256, 128, False, "QuantisedConvStream 2x128", 2, 1, 2),
+    (512, 256, False, "QuantisedConvStream 2x128", 1, 1, 6), (64, 64, False, "QuantisedConvStream 2x256", 1, 2, 7),
+    (512, 256, False, "QuantisedConvStream 4x128", 1, 1, 2), (1024, 512, False, "QuantisedConvStream 4x128", 1, 1, -1),
+    (256, 0, True, "QuantisedConvStream 2x128", 2, 2, 2), (256, 0, True, "QuantisedConvStream 4x128", 1, 3, 3),
+    (1024, 0, False, "QuantisedConvStream 4x128", 1, 1, 2), (512, 0, True, "QuantisedConvStream 4x128", 1, 3, 2)])
+def test_what_a_stream_keeps_in_shared_memory(channels: int, channels_2: int, adds: bool, label: str, blocks: int,
                                               results: int, stages: int) -> None:
-    stream = Stream(channels, *STREAMS[way], adds, channels_2)
+    stream = Stream(channels, *STREAMS[label], adds, channels_2)
     assert (stream.blocks, stream.results, stream.stages) == (blocks, results, stages)
     assert blocks * (stream.shared_bytes + RESERVED_BYTES) <= MULTIPROCESSOR_SHARED_BYTES
     assert stream.shared_bytes <= FakeGpu.max_shared_bytes
@@ -124,7 +123,7 @@ def test_what_a_stream_keeps_in_shared_memory(channels: int, channels_2: int, ad
     (1, 1, (256, 7, 7, 512), 2048, (24, 192, 1), 16, False, 7, 5)])
 def test_how_taps_are_divided(size: int, stride: int, shape: tuple[int, ...], filters: int, of_tile: tuple[int, ...],
                               groups: int, stay: bool, stages: int, places: int) -> None:
-    way = QuantisedTaps.of(shape, filters, size, stride, size == 1, FakeGpu.num_multiprocessors)
+    way = QuantisedConvTaps.of(shape, filters, size, stride, size == 1, FakeGpu.num_multiprocessors)
     assert way and (way.eights, way.rows, way.together) == of_tile and way.groups == groups
     assert (way.stages, way.places, way.stages == groups * way.chunks) == (stages, places, stay)
     assert way.shared_bytes <= FakeGpu.max_shared_bytes
@@ -135,7 +134,7 @@ def test_how_taps_are_divided(size: int, stride: int, shape: tuple[int, ...], fi
 def test_what_is_not_for_taps(shape: tuple[int, ...], stride: int) -> None:
     """Channels of which no tile fits into shared memory; a row that no product is wide enough for; with stride 2 an odd
     number of rows; channels that fill no part."""
-    assert QuantisedTaps.of(shape, 64, 3, stride, False, FakeGpu.num_multiprocessors) is None
+    assert QuantisedConvTaps.of(shape, 64, 3, stride, False, FakeGpu.num_multiprocessors) is None
 
 
 @pytest.mark.parametrize("channels, filters_z, channels_2, stages", [
@@ -236,7 +235,7 @@ def test_sums_of_convolutions_change_no_integer(name: str, strides: list[int], r
     case = quantised(name, 2, 33, rng)
     graph = pipeline.run(pipeline.quantised_passes("float32", case.scales, case.kept), case.network)
     summed = pipeline.cover(graph, WITHOUT_PAIRS)
-    assert [node["stride"] for node in summed if node.op == "QuantisedConvolutionSum"] == [(s, s) for s in strides]
+    assert [node["stride"] for node in summed if node.op == "QuantisedConvStreamSum"] == [(s, s) for s in strides]
     assert Graph.from_json(summed.to_json()) == summed and pipeline.cover(graph, UNFUSED) == graph
     assert {*summed.variables} == {*graph.variables}
     values = case.params | {"data": case.images, "softmax_label": np.zeros(2)}
@@ -254,8 +253,8 @@ def test_pairs_of_convolutions_change_no_integer(name: str, pairs: int, summed: 
     case = quantised(name, 2, 33, rng)
     graph = pipeline.run(pipeline.quantised_passes("float32", case.scales, case.kept), case.network)
     paired = pipeline.cover(graph, preferring(UNFUSED if not summed else fewest, *PAIRS[: 1 + summed]))
-    made = [node for node in paired if node.op.endswith("Pair")]
-    sums = sum(node.op == "QuantisedConvolutionSumPair" for node in made)
+    made = [node for node in paired if node.op in PAIRS]
+    sums = sum(node.op == "QuantisedPairSum" for node in made)
     assert (len(made), sums) == (pairs, 4 if summed and pairs else 0)
     assert Graph.from_json(paired.to_json()) == paired and pipeline.cover(graph, UNFUSED) == graph
     dtypes, shapes = passes.tensor_dtypes(paired), paired.infer_shapes(case.shapes)
@@ -280,14 +279,14 @@ def test_each_convolution_has_a_candidate_for_each_kernel(rng: np.random.Generat
     case = quantised("resnet18", 1, 32, rng)
     graph = pipeline.run(pipeline.quantised_passes("float32", case.scales, case.kept), case.network)
     table = pipeline.candidates(graph)
-    by_name = Counter(each.node.name for each in table if each.op == "QuantisedConvolution")
-    assert len(by_name) == 20 and set(by_name.values()) == {1 + len(WAYS)}
+    labels = {DIRECT, TAPS, SQUARES, *TILES, *STREAMS}
+    by_name = Counter(each.node.name for each in table if each.label in labels)
+    assert len(by_name) == 20 and set(by_name.values()) == {len(labels)}
     second = [*TILES][1]
-    chosen = pipeline.cover(graph, preferring(fewest, f"QuantisedConvolution {second}"))
-    assert {node["way"] for node in chosen if node.op == "QuantisedConvolution"} == {second}
-    refused = refusing(repeatable, *(f"QuantisedConvolution {way}" for way in WAYS if way != DIRECT))
-    chosen = pipeline.cover(graph, refused)
-    assert {node["way"] for node in chosen if node.op == "QuantisedConvolution"} == {DIRECT}
+    chosen = pipeline.cover(graph, preferring(fewest, second))
+    assert {op for op in chosen.operators() if op.startswith("QuantisedConv")} == {"QuantisedConv"}
+    chosen = pipeline.cover(graph, refusing(repeatable, *labels - {DIRECT}))
+    assert {op for op in chosen.operators() if op.startswith("QuantisedConv")} == {DIRECT}
 
 
 def test_short_memory_does_not_lead_to_the_last_resort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from int8_networks import quantised
+from int8_networks import STREAMS, SUMS, quantised
 from step_networks import (
     bottlenecks,
     dropping,
@@ -38,14 +38,13 @@ from graph_passes import Graph, passes
 from graph_passes.choice import Price, repeatable
 from graph_passes.executors import Box, Draws
 from graph_passes.executors.cuda import prices
-from graph_passes.executors.cuda.kernels import Kernel, KernelLibrary
+from graph_passes.executors.cuda.kernel_library import Kernel, KernelLibrary
 from graph_passes.executors.cuda.optimizer import OptimizerConfig
 from graph_passes.executors.cuda.options import StepOptions
 from graph_passes.executors.cuda.quantised import QuantisedNetwork
 from graph_passes.executors.cuda.statistics_group import StatisticsGroup
 from graph_passes.executors.cuda.training_step import TrainingStep
 from graph_passes.passes.quantise import Kept
-from graph_passes.passes.quantised_way import STREAMS
 from pipelines.progress import num_cores
 from train.language_model import LanguageModel
 from train.models.resnet import resnet
@@ -223,10 +222,8 @@ def train_language_model(cache: Path) -> None:
 
 def infer_in_int8(name: str, kept: Kept, cache: Path) -> None:
     # In networks other than ResNet-50 max pooling is by itself.
-    sums = [f"QuantisedConvolutionSum {way}" for way in STREAMS]
-    pairs = ["QuantisedStemPool", "QuantisedConvolutionPair", "QuantisedConvolutionSumPair"]
-    streams = [f"QuantisedConvolution {way}" for way in STREAMS]
-    hopper = (*streams, *sums, *(pairs if name == "resnet50" else ()))
+    pairs = ["QuantisedStemPool", "QuantisedPair", "QuantisedPairSum"]
+    hopper = (*STREAMS, *SUMS, *(pairs if name == "resnet50" else ()))
 
     prices.repeatable = preferring(repeatable, *hopper)  # type: ignore[assignment]
     int8 = quantised(name, 2, 33, np.random.default_rng(0), kept)

@@ -18,7 +18,7 @@ from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError
 from graph_passes.executors.cuda import statistics_group
 from graph_passes.executors.cuda.device import Gpu
-from graph_passes.executors.cuda.kernels import SOURCES, KernelLibrary
+from graph_passes.executors.cuda.kernel_library import SOURCES, KernelLibrary
 from graph_passes.executors.cuda.statistics_group import MAX_VALUES, THREADS, StatisticsGroup
 from graph_passes.operators.base import channel_sums, sums_about_mean
 from graph_passes.operators.batch_norm import batch_statistics, data_gradient, gradient_sums, to_saved

@@ -14,16 +14,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gpu_arrays import PRECISION, Device, relative_error, rounded
-from test_kernels import NOTHING_DROPPED
+from test_batch_norm import NOTHING_DROPPED
 
 from common.disk_cache import Cache
 from graph_passes import GraphError
 from graph_passes.executors.cuda.arena import Arena
+from graph_passes.executors.cuda.builder import APPLY_BLOCK, REDUCE_BLOCK
 from graph_passes.executors.cuda.convolution import ConvolutionLibrary, Problem
-from graph_passes.executors.cuda.kernels import C_TYPES, threads
-from graph_passes.executors.cuda.lowering.batch_norm_pool import STRIP, Image
-from graph_passes.executors.cuda.lowering.builder import APPLY_BLOCK, REDUCE_BLOCK
-from graph_passes.executors.cuda.lowering.stem import STEM_BLOCK, stem_work
+from graph_passes.executors.cuda.kernel_library import C_TYPES, threads
+from graph_passes.executors.cuda.kernels.batch_norm_relu_max_pool import STRIP, Image
+from graph_passes.executors.cuda.kernels.stem import STEM_BLOCK, stem_work
 
 RATIOS = [1, 100, 1000]  # mean over deviation
 # Relative error of a variance from sums about a value near the mean: fp32 sums of some hundred thousand terms.
@@ -219,9 +219,10 @@ def test_statistics_and_what_reads_them(device: Device, check: Report, dtype: st
 
     out = (images, (height + 1) // 2, (width + 1) // 2, channels)
     y, saved, mean, var = outputs(out)
-    device.run("batch_norm_pool.cu", f"batch_norm_relu_max_pool<{C_TYPES[dtype]}>", (1, 132, 1), APPLY_BLOCK, address,
-               sums, ctypes.c_bool(True), gamma, beta, y, device.poisoned(out, "uint8"), device.poisoned(out, dtype),
-               saved, mean, var, *options, Image(height, width, *out[1:3]), ctypes.c_uint32(rows),
+    device.run("batch_norm_relu_max_pool.cu", f"batch_norm_relu_max_pool<{C_TYPES[dtype]}>", (1, 132, 1),
+               APPLY_BLOCK, address, sums, ctypes.c_bool(True), gamma, beta, y, device.poisoned(out, "uint8"),
+               device.poisoned(out, dtype), saved, mean, var, *options, Image(height, width, *out[1:3]),
+               ctypes.c_uint32(rows),
                ctypes.c_uint32(images * -(-out[1] // STRIP) * out[2]), ctypes.c_int(channels))
     check("  with max pooling", dtype, ratio, variance_from(device.get(saved, (2, channels))), x.var(0), NEAR)
 

@@ -10,12 +10,12 @@ import pytest
 from gpu_arrays import PRECISION, Device, relative_error, rounded
 
 from graph_passes import Node
-from graph_passes.executors.cuda.kernels import instance
-from graph_passes.executors.cuda.lowering.batch_norm_pool import Image
-from graph_passes.executors.cuda.lowering.stem import StemRows
+from graph_passes.executors.cuda.kernel_library import instance
+from graph_passes.executors.cuda.kernels.batch_norm_relu_max_pool import Image
+from graph_passes.executors.cuda.kernels.stem_rows import StemRows
 from graph_passes.executors.reference import evaluate
 
-NODE = Node("StemConvolution", "stem", (), {"kernel": (7, 7), "stride": (2, 2), "pad": (3, 3), "num_filter": 64,
+NODE = Node("StemForward", "stem", (), {"kernel": (7, 7), "stride": (2, 2), "pad": (3, 3), "num_filter": 64,
                                             "layout": "NHWC", "no_bias": True})
 SHAPES = [(1, 224, 224), (2, 37, 64), (5, 64, 50), (2, 9, 8), (1, 1, 2), (3, 30, 222), (7, 14, 16)]
 

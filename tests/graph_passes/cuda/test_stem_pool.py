@@ -10,8 +10,8 @@ import pytest
 from gpu_arrays import PRECISION, Device, relative_error, rounded
 
 from graph_passes import Node
-from graph_passes.executors.cuda.kernels import instance
-from graph_passes.executors.cuda.lowering.stem import PooledImage, StemPool
+from graph_passes.executors.cuda.kernel_library import instance
+from graph_passes.executors.cuda.kernels.stem_pool import PooledImage, StemPool
 from graph_passes.executors.reference import evaluate
 
 NODE = Node("StemPool", "stem", (), {"kernel": (7, 7), "stride": (2, 2), "pad": (3, 3), "num_filter": 64,

@@ -10,12 +10,13 @@ import pytest
 from gpu_arrays import PRECISION, Device, relative_error, rounded
 
 from graph_passes import Node
-from graph_passes.executors.cuda.kernels import count, instance
-from graph_passes.executors.cuda.lowering.batch_norm_pool import Image
-from graph_passes.executors.cuda.lowering.stem import SHARE, StemWeights
+from graph_passes.executors.cuda.kernel_library import count, instance
+from graph_passes.executors.cuda.kernels.batch_norm_relu_max_pool import Image
+from graph_passes.executors.cuda.kernels.stem import SHARE
+from graph_passes.executors.cuda.kernels.stem_weights import StemWeights
 from graph_passes.executors.reference import evaluate
 
-NODE = Node("StemWgrad", "dw", (), {"kernel": (7, 7), "stride": (2, 2), "pad": (3, 3), "num_filter": 64,
+NODE = Node("StemWeights", "dw", (), {"kernel": (7, 7), "stride": (2, 2), "pad": (3, 3), "num_filter": 64,
                                     "layout": "NHWC", "no_bias": True, "axis": 3, "fix_gamma": False})
 SHAPES = [(1, 224, 224), (3, 37, 64), (2, 64, 50), (2, 9, 8), (1, 1, 2), (3, 30, 222), (7, 14, 16), (1, 256, 256),
           (2, 23, 340)]

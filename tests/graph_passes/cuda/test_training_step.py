@@ -247,8 +247,8 @@ def test_every_tensor_of_a_network_that_drops_follows_from_its_inputs(cache: Pat
 def test_every_tensor_with_the_newest_kernels_follows_from_its_inputs(cache: Path, monkeypatch: pytest.MonkeyPatch,
                                                                      name: str, dtype: str) -> None:
     """Likewise, with all of those that can take the place of others here, whether they are faster or not."""
-    # NormConvReduce would leave nothing of stage 2 to NormConvDgrad.
-    price = preferring(refusing(fewest, "NormConvBackward", "NormConvReduce"), *NEWEST)
+    # NormBackwardReduce would leave nothing of stage 2 to NormDgrad.
+    price = preferring(refusing(fewest, "NormBackward", "NormBackwardReduce"), *NEWEST)
     monkeypatch.setattr(prices, "repeatable", price)
     monkeypatch.setattr(Prices, "_times", Prices._ranks)
     network, shapes = models.create(name, CLASSES, 0.1), {"data": (6, 49, 41, 3), "softmax_label": (6,)}
@@ -316,7 +316,8 @@ def check_every_tensor(cache: Path, name: str, network: models.network.Network, 
             if is_float:
                 # What is left of terms that cancel is as far off as the terms are: the sums of v2's stem vanish, as a
                 # BatchNorm follows, whose gradient is orthogonal to what it reads. The terms' size is that of dy.
-                terms = 0.1 * np.linalg.norm(inputs[0]) if node.op.endswith("BackwardReduce") else 0.0
+                is_sum = node.op.startswith("BatchNorm") and node.op.endswith("BackwardReduce")
+                terms = 0.1 * np.linalg.norm(inputs[0]) if is_sum else 0.0
                 size = max(np.linalg.norm(wanted), terms, 1e-30)
                 errors[ref] = float(min(np.linalg.norm(device[ref] - answer) for answer in of_output) / size)
             else:
@@ -327,7 +328,7 @@ def check_every_tensor(cache: Path, name: str, network: models.network.Network, 
     if not frozen:
         assert len(errors) > len(list(whole)) // 2
         particular = "BatchNormReluBackwardApplyAdd" if name.endswith("v2") else "BatchNormPairApply"
-        assert {"BatchNormPoolApply", "BatchNormPoolBackwardReduce", particular} <= whole.operators().keys()
+        assert {"BatchNormReluMaxPool", "BatchNormReluMaxPoolBackwardReduce", particular} <= whole.operators().keys()
     print(f"median {np.median(list(errors.values())):.1e}, maximum {max(errors.values()):.1e} of {len(errors)} tensors")
     worst = sorted(errors.items(), key=lambda item: -item[1])[:5]
     assert max(errors.values()) < {"float16": 2e-2, "bfloat16": 2e-2, "float32": 1e-4}[dtype], worst
@@ -366,7 +367,7 @@ def test_fused_backward_pass_in_clusters(cache: Path, monkeypatch: pytest.Monkey
 def test_norm_conv1x1_in_a_step(cache: Path, monkeypatch: pytest.MonkeyPatch, network: Any, places: int,
                                 dtype: str) -> None:
     """And with the two launches that it stands for."""
-    two_launches = refusing(own_kernels, "BatchNormAddReluConv1x1", "BatchNormPairConv1x1")
+    two_launches = refusing(own_kernels, "NormConv1x1", "NormConv1x1Pair")
     check_prices(cache, monkeypatch, network, dtype, ("norm_conv1x1",), {two_launches: [0], own_kernels: [places]})
 
 
@@ -377,7 +378,7 @@ def test_norm_conv1x1_in_a_step(cache: Path, monkeypatch: pytest.MonkeyPatch, ne
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_norm_relu_conv1x1_in_a_step(cache: Path, monkeypatch: pytest.MonkeyPatch, network: Any, dtype: str) -> None:
     """And with the two launches that it stands for. From 256 channels others read what lies between the two."""
-    fused = "BatchNormReluConv1x1", "BatchNormReluConv1x1 without output"
+    fused = "NormReluConv1x1", "NormReluConv1x1 without output"
     check_prices(cache, monkeypatch, network, dtype, ("norm_relu_conv1x1",),
                    {refusing(own_kernels, *fused): [0], own_kernels: [3]})
 
@@ -385,7 +386,7 @@ def test_norm_relu_conv1x1_in_a_step(cache: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_norm_conv3x3_in_a_step(cache: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     """And with the two launches that it stands for."""
-    two_launches = refusing(own_kernels, "BatchNormReluConv3x3")
+    two_launches = refusing(own_kernels, "NormConv3x3")
     check_prices(cache, monkeypatch, bottlenecks(7), dtype, ("norm_conv3x3", "conv3x3_forward"),
                  {two_launches: [0, 3], own_kernels: [3, 0]})
 
@@ -394,7 +395,7 @@ def test_norm_conv3x3_in_a_step(cache: Path, monkeypatch: pytest.MonkeyPatch, dt
 def test_norm_dgrad_in_a_step(cache: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     """And with the launches that it stands for. In the first block the BatchNorm is one of a pair, of which the other
     is in one launch with both gradients of its convolution."""
-    separate = refusing(own_kernels, "NormConvDgrad")
+    separate = refusing(own_kernels, "NormDgrad")
     check_prices(cache, monkeypatch, bottlenecks(7, width=256), dtype, ("norm_dgrad",),
                  {separate: [0], own_kernels: [3]})
 

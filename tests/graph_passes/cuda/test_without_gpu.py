@@ -23,10 +23,10 @@ from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError, Ref, passes, pipeline, roles
 from graph_passes.choice import Choice, fewest, repeatable
 from graph_passes.executors import Box, Draws
-from graph_passes.executors.cuda import compiled, kernels, network, prices, toolchain, training_step
+from graph_passes.executors.cuda import compiled, kernel_library, network, prices, toolchain, training_step
 from graph_passes.executors.cuda.capacity import check_fits
 from graph_passes.executors.cuda.folding import Folded
-from graph_passes.executors.cuda.kernels import HOPPER, Kernel
+from graph_passes.executors.cuda.kernel_library import HOPPER, Kernel
 from graph_passes.executors.cuda.lowering import Persistent, check_operators
 from graph_passes.executors.cuda.lowering import lower as lower_to_launches
 from graph_passes.executors.cuda.optimizer import OptimizerConfig
@@ -67,7 +67,7 @@ def _sizes(buffers: Sequence[Buffer]) -> list[tuple[tuple[int, ...], str]]:
 
 
 # Fusions that are taken by a clock alone, but cuDNN's own and the stem's.
-BY_THE_CLOCK = (*NEWEST, *OWN_FORMS, "DgradReduce", "NormConvBackward", "NormConvReduce", "StemPool")
+BY_THE_CLOCK = (*NEWEST, *OWN_FORMS, "DgradReduce", "NormBackward", "NormBackwardReduce", "StemPool")
 OF_OUR_OWN = (*NEWEST, *OWN_FORMS, "StemPool")
 
 
@@ -90,7 +90,7 @@ class FakePlanner:
             return math.inf
         assert self.asked.setdefault(problem, launched) == launched, "problems that differ have other names"
         if _is_one_of(problem, OF_OUR_OWN):
-            return (0.39 if problem.startswith("Conv1x1SumRelu ") else 0.4) if self.own_kernels else 9.0
+            return (0.39 if problem.startswith("Conv1x1ForwardSumRelu ") else 0.4) if self.own_kernels else 9.0
         return 9.0 if _is_one_of(problem, BY_THE_CLOCK) and not self.fused else 1.0
 
 
@@ -220,10 +220,10 @@ def test_what_a_gpu_cannot_take_is_not_taken(capability: tuple[int, int], shared
     hopper, stem = {"dgrad_reduce", "norm_backward"}, {"stem_fprop", "stem_wgrad"}
     taken = (hopper if capability == HOPPER else set()) | (stem if capability >= (8, 0) else set())
     assert operations & (hopper | stem) == taken
-    clocked = {*BY_THE_CLOCK, "ConvolutionStatistics", "StemConvolution stem_fprop", "StemWgrad stem_wgrad"}
+    clocked = {*BY_THE_CLOCK, "ConvolutionStatistics", "StemFprop", "StemWgrad"}
     assert {choice.kernel for choice in lowering.choices} & clocked == {"ConvolutionStatistics"} | (
-        {"DgradReduce", "NormConvReduce", "NormConvBackward"} if hopper & taken else set()) | (
-        {"StemConvolution stem_fprop", "StemWgrad stem_wgrad"} if stem & taken else set())
+        {"DgradReduce", "NormBackwardReduce", "NormBackward"} if hopper & taken else set()) | (
+        {"StemFprop", "StemWgrad"} if stem & taken else set())
     written_from = {kernel.strip("!"): source for source, kernel in all_kernels()}
     sources = {written_from[operation] for operation in operations & written_from.keys()}
     assert all(serves(source, capability) for source in sources), "each of them can be compiled for this GPU"
@@ -458,9 +458,9 @@ def test_launches_of_the_fused_backward_pass() -> None:
     fused = operations.count("dgrad_reduce")
     assert fused == 11 + 1 and operations.count("dgrad") == 54 - 1 - 9 - fused
     taken = Counter(choice.kernel for choice in lowering.choices)
-    assert taken["StemConvolution stem_fprop"] == taken["StemWgrad stem_wgrad"] == 1
+    assert taken["StemFprop"] == taken["StemWgrad"] == 1
     assert (taken["ConvolutionStatistics"], taken["DgradReduce"]) == (52, fused)
-    assert (taken["NormConvReduce"], taken["NormConvBackward"]) == (7, 2)
+    assert (taken["NormBackwardReduce"], taken["NormBackward"]) == (7, 2)
     assert lowering.ready.keys() == store.parameters.keys()
     written = [buffer for launch in launches for buffer in launch.writes if buffer in store.gradients.values()]
     assert len(written) == len(set(written)) == len(store.parameters)
@@ -506,7 +506,7 @@ def test_launches_of_our_own_kernels() -> None:
         assert operations["norm_conv1x1"] == (norms if on_hopper else 0)
         assert operations["norm_relu_conv1x1"] == (within if on_hopper else 0)
         assert operations["norm_dgrad"] == (6 if on_hopper else 0), "in stage 3, also of a pair"
-        assert lowering.graph.operators()["Conv1x1SumRelu"] == (0 if training else sums)
+        assert lowering.graph.operators()["Conv1x1ForwardSumRelu"] == (0 if training else sums)
         for launch in lowering.program.launches:
             launch.enqueue()
         check_memory(lowering.program)
@@ -653,10 +653,10 @@ def test_a_tensor_that_kernels_cannot_number_is_named(training: bool) -> None:
 
 
 def test_counts_are_not_cut_off() -> None:
-    assert kernels.count(2**32 - 1).value == 2**32 - 1
+    assert kernel_library.count(2**32 - 1).value == 2**32 - 1
     for value in (2**32, -1):
         with pytest.raises(GraphError, match="a kernel cannot count"):
-            kernels.count(value)
+            kernel_library.count(value)
 
 
 def test_refusals_name_the_node() -> None:

@@ -10,8 +10,8 @@ import pytest
 from gpu_arrays import DTYPES, PRECISION, Device, relative_error, rounded
 
 from graph_passes import Ref
-from graph_passes.executors.cuda.kernels import C_TYPES, count, threads
-from graph_passes.executors.cuda.lowering.embedding import COLUMNS
+from graph_passes.executors.cuda.kernel_library import C_TYPES, count, threads
+from graph_passes.executors.cuda.kernels.embedding import COLUMNS
 from graph_passes.executors.cuda.options import StepOptions
 from graph_passes.executors.cuda.training_step import TrainingStep
 from graph_passes.executors.reference import backward, forward

@@ -20,6 +20,7 @@ from common.command_line import given, to_arguments
 from train import models
 from train.command_line import read
 from train.commands import compare_precision
+from train.commands.trainings import check_same
 from train.config import Config, configure
 from train.errors import TrainError
 from train.presets import load_preset
@@ -178,9 +179,9 @@ def test_what_a_run_found_in_its_data_is_no_other_setting(tmp_path):
     config = load_preset("cpu_sample")
     file = tmp_path / "config.json"
     file.write_text(json.dumps(dataclasses.replace(config, first_label="1", labels="fine").to_dict()))
-    compare_precision._check_same(config, file)
+    check_same(config, tmp_path, "comparison")
     with pytest.raises(TrainError, match="was made with --first-label 1, but this comparison has 0"):
-        compare_precision._check_same(dataclasses.replace(config, first_label="0"), file)
+        check_same(dataclasses.replace(config, first_label="0"), tmp_path, "comparison")
 
 
 def test_networks_by_family():

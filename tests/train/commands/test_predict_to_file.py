@@ -592,3 +592,58 @@ def test_gpu_predicts_as_the_cpu(run_folder, photos, tmp_path):
     output.write_bytes(b"".join(output.read_bytes().splitlines(keepends=True)[:6]))
     run_predict(run_folder, output, photos, "--device", "gpu")
     assert [row["file"] for row in rows(output)] == files_of(photos)
+
+
+# --- true classes ---
+
+
+@pytest.fixture
+def class_folders(photos: Path, tmp_path: Path) -> Path:
+    """Images in folders of classes, in a folder within one, and in one that is no class."""
+    for number, folder in enumerate(("four", "four/of a day", "plain", "unsorted")):
+        (tmp_path / "classes" / folder).mkdir(parents=True)
+        shutil.copy(photos / "0.png", tmp_path / "classes" / folder / f"{number}.png")
+    return tmp_path / "classes"
+
+
+@pytest.mark.parametrize("ending", ["csv", "jsonl"])
+def test_folders_tell_the_true_class(run_folder, class_folders, tmp_path, ending):
+    """Also of an image that cannot be read, and after a resume."""
+    (class_folders / "plain" / "9.png").write_bytes(b"no image")
+    output = tmp_path / f"out.{ending}"
+    run_predict(run_folder, output, class_folders)
+    content = output.read_bytes()
+    found = rows(output) if ending == "csv" else [json.loads(line) for line in content.splitlines()]
+    assert [row["true"] for row in found] == ["four", "four", "plain", "plain", "" if ending == "csv" else None]
+    assert [bool(row.get("error")) for row in found] == [False, False, False, True, False]
+    output.write_bytes(content[: content.index(b"2.png")])  # in mid record
+    run_predict(run_folder, output, class_folders)
+    assert output.read_bytes() == content
+
+
+def test_no_folder_tells_a_class(run_folder, photos, tmp_path):
+    """The file has no column for it. A list's images are of the folder that each lies in, not of one further up."""
+    run_predict(run_folder, tmp_path / "out.csv", photos)
+    assert "true" not in rows(tmp_path / "out.csv")[0]
+    deep = tmp_path / "four" / "photos"
+    shutil.copytree(photos, deep)
+    listed = tmp_path / "list.txt"
+    listed.write_text(f"{deep}/0.png\n")
+    run_predict(run_folder, tmp_path / "listed.csv", listed)
+    assert "true" not in rows(tmp_path / "listed.csv")[0]
+    run_predict(run_folder, tmp_path / "given.csv", tmp_path / "four")
+    assert {row["true"] for row in rows(tmp_path / "given.csv")} == {"four"}
+
+
+def test_a_file_of_an_earlier_version_has_no_true_classes(run_folder, class_folders, photos, tmp_path):
+    """It is gone on with where there are none, and otherwise refused in one sentence."""
+    for folder, sentence in ((photos, ""), (class_folders, "begun with another set of columns: without true classes, "
+                                                           "now with true classes; give another --output")):
+        output = tmp_path / folder.name / "out.csv"
+        run_predict(run_folder, output, folder)
+        about = output.with_name("out.csv.about.json")
+        values = json.loads(about.read_bytes())
+        del values["columns"]
+        about.write_text(json.dumps(values))
+        with pytest.raises(TrainError, match=sentence) if sentence else contextlib.nullcontext():
+            run_predict(run_folder, output, folder)

@@ -168,7 +168,7 @@ import hashlib
 from graph_passes.executors.cuda.prices import Prices
 
 # The fused kernels wherever this GPU can take them, whatever its clock says; else what is the fastest.
-OWN = ("DgradReduce", "NormConvBackward", "NormConvReduce", "StemConvolution stem_fprop", "StemWgrad stem_wgrad")
+OWN = ("DgradReduce", "NormBackward", "NormBackwardReduce", "StemFprop", "StemWgrad")
 times = Prices._times
 Prices._times = lambda self, *asked: {each: 1e-9 if each.label in OWN and ms < float("inf") else ms
                                       for each, ms in times(self, *asked).items()}
@@ -245,7 +245,7 @@ from pathlib import Path
 import numpy as np
 from common.disk_cache import Cache
 from graph_passes.executors.cuda.device import Gpu
-from graph_passes.executors.cuda.kernels import KernelLibrary
+from graph_passes.executors.cuda.kernel_library import KernelLibrary
 from graph_passes.executors.cuda.statistics_group import THREADS, StatisticsGroup
 from common.nvidia_gpus import find_gpus
 from train.processes.distributed import Workers

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import json
+import math
 import random
 import re
 import shutil
@@ -20,8 +22,9 @@ from rich.console import Console
 
 from graph_passes.executors import Metrics
 from train.errors import TrainError
+from train.processes.signals import StoppedBySignal
 from train.recording.gpu_monitor import GpuReadings
-from train.recording.metrics import METRICS_FILE, UNITS, RunRecord, speed
+from train.recording.metrics import METRICS_FILE, UNITS, EpochRow, RunRecord, interval, shown_interval, speed
 from train.recording.mlperf import PREFIX
 from train.recording.recorder import Recorder
 from train.report.page import write_report
@@ -775,3 +778,58 @@ def test_a_device_that_works_ahead_waits_only_while_it_stands_still(tmp_path: Pa
     # The first step has no word from the device yet. The last idle time has other causes than the 10 ms of the batch.
     assert run.recorder.record.loader_wait_ms == pytest.approx([20, 0, 12, 10])
     assert run.recorder.record.step_ms == pytest.approx([120, 130, 110, 150])
+
+
+# --- intervals, and why a session ends ---
+
+
+@pytest.mark.parametrize(("right", "count", "low", "high"), [
+    (30, 44, 0.5344, 0.8000), (0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (1, 1, 0.2065, 1.0),
+    (38_000, 50_000, 0.7562, 0.7637),
+])
+def test_wilson_interval(right: int, count: int, low: float, high: float) -> None:
+    """Against its definition: the shares from which `right` is 1.96 standard deviations away."""
+    found = interval(right / count, count)
+    assert found == pytest.approx((low, high), abs=5e-5)
+    for bound in found:
+        if 1e-9 < bound < 1 - 1e-9:
+            assert abs(right / count - bound) == pytest.approx(1.959964 * math.sqrt(bound * (1 - bound) / count))
+
+
+def test_intervals_in_words() -> None:
+    assert shown_interval(30 / 44, 44) == "53 to 80 %"
+    assert shown_interval(0.76, 50_000) == shown_interval(0.76, None) == "", "narrow, or not known"
+
+
+@pytest.mark.parametrize(("error", "reason"), [
+    (None, "epochs"), (StoppedBySignal(2, "stopped"), "signal"), (KeyboardInterrupt(), "signal"),
+    (ValueError(), "error"),
+])
+def test_why_a_session_ends(error: BaseException | None, reason: str, tmp_path: Path) -> None:
+    with contextlib.suppress(BaseException), Recorder(
+            tmp_path, config={}, images_per_step=4, num_epochs=1, log_every=1, tensorboard=False):
+        if error:
+            raise error
+    last = lines(tmp_path)[-1]
+    assert (last["event"], last["reason"], last["completed"]) == ("end", reason, error is None)
+    assert RunRecord.read_jsonl(tmp_path / METRICS_FILE).is_over == (error is None)
+
+
+def test_the_end_of_an_earlier_versions_run(tmp_path: Path) -> None:
+    for completed in (True, False):
+        (tmp_path / METRICS_FILE).write_text(json.dumps({"event": "end", "time": 1, "completed": completed}) + "\n")
+        assert RunRecord.read_jsonl(tmp_path / METRICS_FILE).is_over == completed
+
+
+def test_the_best_epoch_is_that_of_the_kept_weights() -> None:
+    """After a removed best.npz a lower accuracy is the best; earlier versions did not say which epoch it is of."""
+    rows = [EpochRow(epoch, 0.1, None, val_loss=1.0, val_top1=top1, val_top5=1.0)
+            for epoch, top1 in ((1, 0.3), (2, 0.6), (3, 0.5), (4, 0.4))]
+    record = RunRecord({}, "", 1, epochs=rows, events=[{"event": "checkpoint", "time": 0, "is_best": True}])
+    assert record.best is rows[1]
+    record.events += [{"event": "checkpoint", "is_best": is_best, "epoch": epoch}
+                      for epoch, is_best in ((2, True), (3, True), (4, False))]
+    assert record.best is rows[2]
+    record.epochs = rows[:2]  # resumed before that epoch
+    assert record.best is rows[1]
+    assert RunRecord({}, "", 1).best is None

@@ -7,6 +7,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,17 +15,18 @@ from PIL import Image
 from several_processes import needs_horovod, run_processes
 
 from pipelines import LoaderConfig, open_loader
-from train import checkpoint
+from train import checkpoint, loop
 from train.build import build_executor
 from train.devices import Placement
 from train.errors import TrainError
-from train.recording.metrics import TRAINING_IMAGES
-from train.recording.outcomes import Outcomes
-from train.report import classifier, classifier_plots, plots
+from train.recording.metrics import TRAINING_IMAGES, interval
+from train.recording.outcomes import Outcomes, spread
+from train.report import classifier, classifier_plots, plots, predictions
 from train.report.classifier import CALIBRATION, CONFUSION, MISTAKES, Classifier
 from train.report.document import Table, Text, Tiles, html_page, markdown
 from train.report.inspection import SHOWN_SIZE, describe
 from train.report.page import write_validation
+from train.validation import Validation, validate
 
 ODD_NAMES = ["$a$ $b$", "日本語", "a|b", "<b>x</b>", "*star*", "`tick`", "x" * 90]
 
@@ -39,6 +41,12 @@ def made_up(rng: np.random.Generator, count: int, names: list[str], images: str 
     files = [f"val/{image}\udcff.jpg" for image in outcomes.mistakes[:, 0]]  # a byte that is no text
     pictures = rng.integers(0, 256, (2, 20, 20, 3)).astype(np.uint8)
     return Classifier(outcomes, names, files, pictures, np.array([0, 2]), images, 3)
+
+
+def worse(*arguments: Any) -> Validation | None:
+    """As `validate`, but no guess is right."""
+    found = validate(*arguments)
+    return found and found._replace(metrics=found.metrics._replace(top1=0.0))
 
 
 def tables(text: str) -> list[list[list[str]]]:
@@ -63,6 +71,8 @@ def test_figures_and_tables_against_numpy(rng: np.random.Generator, tmp_path: Pa
     assert off[true, guess] == off.max() == int(confused[2][2])
     assert confused[2][3].strip() == f"{off.max() / matrix.sum(axis=1)[true]:.1%}"
     assert [row[1].strip() for row in by_class[2:]] == [f"{share:.1%}" for share in sorted(shares)]
+    assert all(re.fullmatch(r" \d+ to \d+ % ", row[2]) for row in by_class[2:])
+    assert values["top1_interval"] == pytest.approx(interval(values["top1"], 500))
     path = write_validation(tmp_path, "made up", Tiles([("1", "one")]), "command", found)
     assert json.loads((tmp_path / "report.json").read_text())["classifier"] == values
     assert all((tmp_path / name).is_file() for name in re.findall(r"\]\((.*?)\)", path.read_text()))
@@ -116,7 +126,8 @@ def test_what_it_says_of_its_images(rng: np.random.Generator) -> None:
     assert "## The classifier\n" in text and "What the network makes of 4 validation images after 3 epochs" in text
     assert "No image is taken for one of another class." in text and MISTAKES not in text
     assert "1 class of the network has no image here" in text
-    assert markdown("", seen.blocks(best_epoch=3)) == text
+    assert "after 3 epochs, with the weights that predict, validate and export take: top-1" in markdown(
+        "", seen.blocks(best_epoch=3))
     assert "The best weights, which validate, predict and export take, are those of epoch 2" in markdown(
         "", seen.blocks(best_epoch=2))
     text = markdown("", replace(seen, images=TRAINING_IMAGES, epoch=0).blocks())
@@ -129,7 +140,7 @@ def test_what_it_says_of_its_images(rng: np.random.Generator) -> None:
 def test_matrix_has_one_colour_on_the_diagonal_and_another_beside(theme: plots.Theme) -> None:
     """Class 0 is always right, half of class 1 is taken for class 0, class 2 has no image."""
     picture = classifier_plots.confusion(np.array([[8, 0, 0], [5, 5, 0], [0, 0, 0]]), ["a", "b", "$c$ $d$"], theme)
-    pixels = np.asarray(Image.open(io.BytesIO(picture)).convert("RGB")).reshape(-1, 3).astype(int)
+    pixels = np.asarray(Image.open(io.BytesIO(picture.png)).convert("RGB")).reshape(-1, 3).astype(int)
 
     def area(color: np.ndarray) -> int:
         return int((np.abs(pixels - color).max(axis=1) <= 2).sum())
@@ -144,8 +155,8 @@ def test_matrix_has_one_colour_on_the_diagonal_and_another_beside(theme: plots.T
 
 def test_calibration_is_drawn_for_a_single_bin() -> None:
     sure = Outcomes.of(np.eye(3)[[0, 1, 2]], np.arange(3), range(3))
-    image = Image.open(io.BytesIO(classifier_plots.calibration(sure, plots.LIGHT)))
-    assert image.width == 1152
+    image = Image.open(io.BytesIO(classifier_plots.calibration(sure, plots.LIGHT).png))
+    assert image.width > 700
 
 
 # --- of real networks ---
@@ -170,7 +181,7 @@ def test_pictures_are_those_of_the_mistakes(tmp_path: Path, rng: np.random.Gener
     assert len(tables(markdown("", found.blocks()))[-1]) == 2 + 3
     for i in (7, 9):
         (tmp_path / "class1" / f"{i}.png").write_bytes(b"")
-    assert MISTAKES not in describe(outcomes, loader, 1, "validation images").figures
+    assert MISTAKES not in describe(outcomes, loader, 1, "validation images").sheets
 
 
 @pytest.mark.long
@@ -178,22 +189,32 @@ def test_a_run_shows_what_predict_says_of_each_image(
     narrow_network: None, tiny_options: list[str], tiny_data: Path, tmp_path: Path, run_train,
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The images are 27 in batches of 4; the network of the last epoch is that of the last checkpoint. `validate` with
-    --report finds the same, and makes no report where files are."""
+    """The images are 27 in batches of 4, and the best epoch is the first of two: headline, classifier and pictures are
+    of its weights, although the session that reports has only trained the second. `validate` with --report finds the
+    same, and makes no report where files are."""
     run = tmp_path / "run"
-    code, _, err = run_train("--output", run, *tiny_options, report=True)
+    assert run_train("--output", run, *tiny_options, "--max-steps", "7")[0] == 0
+    monkeypatch.setattr(loop, "validate", worse)
+    code, _, err = run_train("--resume", run, report=True)
     assert code == 0, err
-    found = json.loads((run / "report" / "report.json").read_text())["classifier"]
-    last = checkpoint.load(checkpoint.find(str(run / "checkpoints" / "step-00000012.npz")))
-    executor = build_executor(last.config, 3, 32, Placement("mxnet", "cpu(0)", ""), last)
+    values = json.loads((run / "report" / "report.json").read_text())
+    found = values["classifier"]
+    best = checkpoint.load(checkpoint.find(str(run), prefer_best=True))
+    executor = build_executor(best.config, 3, 32, Placement("mxnet", "cpu(0)", ""), best)
     loader = open_loader(LoaderConfig(data=str(tiny_data), split="val", image_size=32, batch_size=4,
-                                      transform=last.config.transform))
+                                      transform=best.config.transform))
     rows, labels = [], []
     for batch in loader:
         rows += executor.forward(batch.data).asnumpy()[: batch.num_valid].tolist()
         labels += batch.label.asnumpy()[: batch.num_valid].astype(int).tolist()
     guesses, labels = np.argmax(rows, axis=1), np.array(labels)
-    assert (found["images"], found["count"], found["epoch"]) == (TRAINING_IMAGES, 27, 2)
+    assert (found["images"], found["count"], found["epoch"]) == (TRAINING_IMAGES, 27, 1)
+    assert (values["summary"]["best"]["epoch"], values["summary"]["best"]["train_eval_top1"]) == (1, found["top1"])
+    shown = predictions.read(run / "report")
+    assert shown and shown.epoch == 1
+    order = spread(27)
+    assert shown.guessed == [f"class{guesses[i]}" for i in order]
+    np.testing.assert_allclose(shown.probability, np.max(rows, axis=1)[order], rtol=1e-5)
     assert found["classes"] == ["class0", "class1", "class2"]
     assert found["class_right"] == [int(((guesses == i) & (labels == i)).sum()) for i in range(3)]
     assert found["class_guessed"] == [int((guesses == i).sum()) for i in range(3)]
@@ -201,10 +222,11 @@ def test_a_run_shows_what_predict_says_of_each_image(
     assert [each["probability"] for each in found["mistakes"]] == pytest.approx(sorted(sure, reverse=True)[:24])
     text = (run / "report" / "report.md").read_text()
     assert "## The classifier on the training images" in text
+    assert "Accuracy, classifier and pictures are those of epoch 1, whose weights predict, validate and " in text
     for name in (CONFUSION, CALIBRATION, *[MISTAKES] * bool(len(sure))):
         assert f"]({name})" in text and (run / "report" / name).is_file()
 
-    options = ("validate", "--checkpoint", run / "checkpoints" / "step-00000012.npz", "--device", "cpu")
+    options = ("validate", "--checkpoint", run, "--device", "cpu")
     code, out, err = run_train(*options, "--report", tmp_path / "new" / "report")
     assert code == 0 and f"report: {tmp_path}/new/report/report.md" in out, err
     again = json.loads((tmp_path / "new" / "report" / "report.json").read_text())["classifier"]

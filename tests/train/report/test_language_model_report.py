@@ -45,8 +45,8 @@ def record() -> RunRecord:
 
 def test_what_it_says(record: RunRecord, tmp_path: Path) -> None:
     page = report.write_report(tmp_path, record).read_text()
-    assert page.startswith("# Language model, 2 LSTM layers of 32 units: training report\n\n**1,000.0** words/sec in "
-                           "total · **2.00** perplexity in validation, epoch 3 · **1.23 M** parameters")
+    assert page.startswith("# Language model, 2 LSTM layers of 32 units: training report\n\n**2.00** perplexity in "
+                           "validation, epoch 3 · **1.23 M** parameters · **1,000.0** words/sec in total")
     for line in ("steps spend 20.0% of their time",
                  "| 1 | 1.0 s | 1,000.0 | 4.48 | 2.72 |", "| precision | float16 |", "| text | a\\|b.txt |",
                  "| unknown words | 12.5% of those for validation", "language-model --hidden 32", "1000 words per step",

@@ -15,9 +15,12 @@ from train.build import build_executor
 from train.config import Config
 from train.devices import Placement
 from train.errors import TrainError
+from train.processes.distributed import Workers
+from train.recording.outcomes import spread
 from train.report import plots, predictions
-from train.report.inspection import SHOWN_SIZE, predict_some, spread
+from train.report.inspection import SHOWN_SIZE, sample
 from train.report.predictions import Predictions
+from train.validation import validate
 
 NAMES = ["bricks", "a class with a rather long name, as ImageNet has many", "dots"]
 
@@ -61,7 +64,10 @@ def test_predictions_of_the_spread_images(
     executor.set_params(*({name: array + rng.standard_normal(array.shape).astype(np.float32) * scale
                            for name, array in arrays.items()}
                           for arrays, scale in zip(executor.get_params(), (0.1, 0.0), strict=True)))
-    found = predict_some(executor, open_loader(options), epoch=7)
+    loader = open_loader(replace(options, on_bad_image="skip"))
+    validation = validate(executor, loader, Workers())
+    assert validation
+    found = sample(validation.outcomes, loader, epoch=7)
 
     assert (found.true, found.epoch) == ([f"class{i // 10}" for i in chosen], 7)
     assert found.pictures.shape == (len(chosen), SHOWN_SIZE, SHOWN_SIZE, 3)
@@ -90,10 +96,9 @@ def test_they_are_kept_in_a_file(shown: Predictions, tmp_path: Path) -> None:
         predictions.read(tmp_path)
 
 
-@pytest.mark.parametrize("theme", [plots.LIGHT, plots.DARK])
-def test_the_picture_frames_what_is_wrong(shown: Predictions, theme: plots.Theme) -> None:
+def test_the_picture_frames_what_is_wrong(shown: Predictions) -> None:
     """Each image has a bar and a name in the colour of right or wrong; a frame in that colour has only the wrong."""
-    sheet = np.asarray(Image.open(io.BytesIO(plots.predictions(shown, theme))))
+    theme, sheet = plots.LIGHT, np.asarray(Image.open(io.BytesIO(plots.predictions(shown))))
     assert sheet.shape[1] == 1152
     cell, height = plots._CELL, (sheet.shape[0] - plots._TOP) // 2
     for i in range(8):

@@ -10,6 +10,8 @@ import re
 import statistics
 import subprocess
 import sys
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,9 +22,11 @@ from common.command_line import exit_code_of
 from common.errors import UserError
 from train.errors import TrainError
 from train.recording.metrics import METRICS_FILE, EpochRow, GpuPoint, LossPoint, RunRecord
+from train.recording.outcomes import Outcomes
 from train.recording.recorder import Recorder
+from train.report import document, plots, predictions
 from train.report import page as report
-from train.report import plots, predictions
+from train.report.classifier import Classifier
 from train.report.predictions import Predictions
 from train.report.summary import summarize, what_limits
 
@@ -171,17 +175,18 @@ def test_report_folder(record: RunRecord, tmp_path: Path) -> None:
     assert summary.limit_text in markdown
     assert "| loader-only | 5,000.0 |" in markdown
     assert f"{summary.num_steps_counted} steps are counted; the first 5 of each session (10 in all)" in markdown
-    assert "| 3 | 0:18:45 | 305.0 | 1.0000 | 70.00% | 1.2500 | 61.23% | 90.00% |" in markdown
+    assert "| 3 | 61.23% | 90.00% | 1.2500 | 70.00% | 1.0000 | 305.0 | 0:18:45 |" in markdown
     assert "| optimizer.momentum | 0.875 |" in markdown
     assert set(re.findall(r"\]\((\w+\.png)\)", markdown)) == PLOTS
 
     page = (folder / "report.html").read_text()
     assert "a &lt; b | c" in page and "&lt;truncated&gt;" in page
     assert not re.search(r"""(src|href|srcset)=["'](?!data:)|url\(""", page)  # one file, nothing is fetched
-    images = re.findall(r"data:image/png;base64,([^\"]+)", page)
-    assert len(images) == 2 * len(PLOTS)  # light and dark
+    images = re.findall(r"data:image/svg\+xml;base64,([^\"]+)", page)
+    assert len(images) == 2 * len(PLOTS) and "image/png" not in page  # light and dark
     for data in images:
-        assert Image.open(io.BytesIO(base64.b64decode(data))).width == 1152
+        assert ElementTree.fromstring(base64.b64decode(data)).get("width", "").endswith("pt")
+    assert all(Image.open(folder / name).width > 700 for name in PLOTS)
 
     assert (folder / "dawnbench.tsv").read_text() == (
         "epoch\thours\ttop1Accuracy\ttop5Accuracy\n"
@@ -203,8 +208,8 @@ def test_plots_show_something_in_the_colours_of_the_theme(record: RunRecord, the
         theme.series[2]: plots.accuracy(record, theme),
         theme.parts[3]: plots.time_split(summarize(record).time_split_seconds, theme),
     }
-    for colour, png in drawn.items():
-        image = Image.open(io.BytesIO(png)).convert("RGB")
+    for colour, drawing in drawn.items():
+        image = Image.open(io.BytesIO(drawing.png)).convert("RGB")
         counts = {c: n for n, c in image.getcolors(image.width * image.height) or []}
         assert max(counts, key=lambda c: counts[c]) in (rgb(theme.background), rgb(theme.parts[0]))
         assert counts.get(rgb(colour), 0) > 100
@@ -216,7 +221,7 @@ def test_long_runs_are_drawn_with_few_points() -> None:
     record = RunRecord({}, "", 1, step_ms=steps, loader_wait_ms=[0.0] * 20_000, compute_ms=steps)
     x, y = plots._thin(*([plots.np.arange(20_000.0)] * 2))
     assert len(x) == len(y) == plots.MAX_POINTS and x[0] < x[-1] < 20_000
-    assert len(plots.throughput(record, plots.LIGHT)) > 1000
+    assert 10_000 < len(plots.throughput(record, plots.LIGHT).svg) < 150_000
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -246,7 +251,7 @@ def test_skipped_images_of_each_epoch(record: RunRecord, tmp_path: Path) -> None
     record.epochs[2].skipped_images = 1234
     text = report.write_report(tmp_path, record).read_text()
     table = [line.split("|")[-2].strip() for line in text[text.index("| epoch | ") :].split("\n\n")[0].splitlines()]
-    assert table == ["skipped", "---", "0", "0", "1,234", "0"]
+    assert table == ["skipped", "---:", "0", "0", "1,234", "0"]
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -268,7 +273,8 @@ def test_predictions_that_lie_there_become_a_picture(record: RunRecord, tmp_path
     assert re.search(rf"## What it has learned\n\n!\[{caption}\]\(predictions.png\)", text)
     assert Image.open(tmp_path / "predictions.png").width == 1152
     page = (tmp_path / "report.html").read_text()
-    assert len(re.findall("data:image/png", page)) == 2 * (len(PLOTS) + 1)
+    assert page.count("data:image/jpeg") == 7 and page.count('class="wrong"') == 1
+    assert "<b>✗ dog</b> 75%<br>is: cat" in page and "image/png" not in page
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -308,3 +314,46 @@ def test_command_line_makes_a_report_anew(
     assert capsys.readouterr().err == (
         f"error: there is no metrics.jsonl in {tmp_path}: give the output folder of a training run\n"
     )
+
+
+def test_accuracy_comes_before_speed(record: RunRecord, tmp_path: Path, rng: np.random.Generator) -> None:
+    """On the page: tiles, sections and columns; numbers stand at the right; and with all its pictures it is small."""
+    record.epochs = [replace(row, val_count=44) if row.val_top1 else row for row in record.epochs]
+    record.epochs[2].val_top1 = 30 / 44
+    rows = rng.integers(0, 5, (24, 3))
+    pictures = rng.integers(0, 256, (24, 160, 160, 3)).astype(np.uint8)  # noise, the worst case of JPEG
+    predictions.save(Predictions(pictures, ["a"] * 24, ["b"] * 24, np.full(24, 0.5), epoch=3), tmp_path)
+    outcomes = Outcomes.of(np.eye(5)[rows[:, 0]], rows[:, 1], range(24))
+    count = len(outcomes.mistakes)
+    Classifier(outcomes, list("abcde"), ["f"] * count, pictures[:count], np.arange(count), "validation images",
+               3).save(tmp_path)
+    text = report.write_report(tmp_path, record).read_text()
+    assert re.search(r"\n\n\*\*68.2%\*\* validation top-1, epoch 3; 95 % interval: 53 to 80 % · .* images/sec", text)
+    assert "Accuracy, classifier and pictures are those of epoch 3, whose weights predict, validate and export" in text
+    assert re.findall(r"^## (.*)", text, re.MULTILINE) == [
+        "Learning", "What it has learned", "The classifier", "Throughput", "Time", "Events", "Machine and versions",
+        "Configuration"]
+    assert ("| epoch | val top-1 | val top-5 | val loss | train top-1 | train loss | images/sec | time |\n"
+            f"| {' | '.join(['---:'] * 8)} |") in text
+    page = (tmp_path / "report.html").read_text()
+    assert '<td class="short num">68.18%</td>' in page and '<td class="short">Some CPU</td>' in page
+    assert "<th class=num>images/<wbr>sec</th>" in page
+    assert page.count("data:image/jpeg") == 24 + count and len(page) < 2e6
+    assert json.loads((tmp_path / "report.json").read_text())["summary"]["best_interval"] == pytest.approx(
+        [0.534, 0.800], abs=5e-4)
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_results_of_another_epoch_than_the_headlines_are_told(record: RunRecord, tmp_path: Path) -> None:
+    """As of a run of an earlier version, whose pictures are of the last epoch."""
+    predictions.save(Predictions(np.zeros((1, 8, 8, 3), np.uint8), ["a"], ["b"], np.ones(1), epoch=4), tmp_path)
+    text = report.write_report(tmp_path, record).read_text()
+    assert "Accuracy is that of epoch 3, whose weights predict" in text and "after 4 epochs" in text
+
+
+@pytest.mark.parametrize(("cells", "is_number"), [
+    (["1", "", "1,234.5"], True), (["61.23%", "not measured"], True), (["0:18:45", "9.5 s"], True),
+    (["53 to 80 %", "3 of 25"], True), (["12", "a"], False), (["", "-"], False), (["2 GPUs"], False),
+])
+def test_which_columns_are_numbers(cells: list[str], is_number: bool) -> None:
+    assert document._numbers(document.Table(("",), [(cell,) for cell in cells])) == [is_number]

@@ -8,7 +8,7 @@
 // 64 bytes of one image row, which start 16 bytes later for each next pixel. `ldmatrix` reads rows of 16 bytes from any
 // address, so an image row in shared memory serves as the matrix a, without im2col. PTX ISA, "Matrix Fragments for
 // mma.m16n8k16" and "ldmatrix".
-#include "batch_norm_pool.cuh"
+#include "batch_norm_relu_max_pool.cuh"
 #include "moments.cuh"
 
 constexpr int SIZE = 7, TAPS = SIZE + 1, IMAGE_CHANNELS = 4, FILTERS = 64;

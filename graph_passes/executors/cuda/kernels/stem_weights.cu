@@ -10,7 +10,7 @@
 // are 64 bytes of one image row, 4 vectors, which start one vector later for each next pixel. So the vectors at one position
 // in all 7 kernel rows form a matrix of 56 columns in shared memory (`smem_desc_windows_mn`), and four such matrices cover
 // all k.
-#include "batch_norm_pool.cuh"
+#include "batch_norm_relu_max_pool.cuh"
 #include "tma.cuh"
 #include "warpgroup.cuh"
 

@@ -1,0 +1,266 @@
+"""BatchNorm, with ReLU, or the sum with another tensor and ReLU: the halves of its forward and of its backward pass;
+and the gradient of its data with the sum with the gradient of whatever else reads that data.
+
+    before    dy, x, ..., dgamma, dbeta -> BatchNormReluBackwardApply -> dx;  dx, other -> elemwise_add `s`
+    after     dy, x, ..., dgamma, dbeta, other -> BatchNormReluBackwardApplyAdd `s`
+
+dx is neither written nor read: at the blocks of a network whose BatchNorms come first (ResNet v2), where a sum goes to
+a BatchNorm and past it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from graph_passes.candidates import Candidate, Candidates
+from graph_passes.executors.cuda.builder import APPLY_BLOCK, REDUCE_BLOCK, Builder, Launches, require, rows_and_channels
+from graph_passes.executors.cuda.kernel_library import count, threads
+from graph_passes.executors.cuda.kernels.dropout import drops, factors_of
+from graph_passes.executors.cuda.operands import In, InOut, Out
+from graph_passes.executors.cuda.program import Buffer
+from graph_passes.graph import Node, Ref
+from graph_passes.operators import Operator, Shape, shown_name
+from graph_passes.operators.batch_norm import ATTRIBUTES, RUNNING
+from graph_passes.operators.batch_norm_halves import backward_apply_body
+
+# --- what kernels of other files take from here ---
+
+
+def require_gamma(node: Node) -> None:
+    require(not node["fix_gamma"], node, "has fix_gamma=True, which has no GPU lowering: set it to False")
+
+
+def about_mean(sums: Buffer) -> ctypes.c_bool:
+    """Whether they are about the mean, which is their third row."""
+    return ctypes.c_bool(sums.shape[0] == 3)
+
+
+def before(builder: Builder, node: Node) -> tuple[Any, ...]:
+    """Of a node that does a BatchNorm on the way: what its kernel takes for `Before` of kernels/batch_norm.cuh."""
+    sums = builder.input(node, "sums")
+    return (In(sums), about_mean(sums), *(In(builder.input(node, role)) for role in ("gamma", "beta")),
+            Out(builder.output(node, "saved")), *(InOut(builder.input(node, role)) for role in RUNNING),
+            ctypes.c_float(node["eps"]), ctypes.c_float(node["momentum"]))
+
+
+class FastDivisor(ctypes.Structure):
+    """Of numbers below 2^31."""
+
+    _fields_ = tuple((name, ctypes.c_uint32) for name in ("value", "factor", "shift"))
+
+    @classmethod
+    def by(cls, value: int) -> FastDivisor:
+        shift = (value - 1).bit_length()
+        return cls(value, 2 ** (31 + shift) // value + 1, shift)
+
+
+class Grid(ctypes.Structure):
+    """The pixels of images that a compact gradient has."""
+
+    _fields_ = (*((name, FastDivisor) for name in ("height", "width", "down", "right")),
+                ("out_height", ctypes.c_uint32), ("out_width", ctypes.c_uint32))
+
+    @classmethod
+    def of(cls, shape: Shape, stride: tuple[int, int]) -> Grid:
+        """Of images (N, H, W, C)."""
+        size = shape[1:3]
+        out_size = (-(-pixels // step) for pixels, step in zip(size, stride, strict=True))
+        return cls(*map(FastDivisor.by, (*size, *stride)), *out_size)
+
+
+class Second(NamedTuple):
+    """`kind`: of batch_norm.cuh's `Second`."""
+
+    kind: str
+    grad: Buffer | None
+    grid: Grid
+
+    @property
+    def whole(self) -> Buffer | None:
+        """If it has all pixels: its place may be taken by the sum."""
+        return self.grad if self.kind == "WHOLE" else None
+
+    @property
+    def compact(self) -> Buffer | None:
+        return self.grad if self.kind == "COMPACT" else None
+
+    @classmethod
+    def of(cls, builder: Builder, node: Node) -> Second:
+        """Of a node that may have `out_grad_2`."""
+        grad, stride = builder.optional_input(node, "out_grad_2", "single_grad"), node["grad_stride"]
+        if grad is None or not stride:
+            return cls("WHOLE" if grad else "NONE", grad, Grid())
+        return cls("COMPACT", grad, Grid.of(builder.shapes[node.input("data")], stride))
+
+
+def relu_reductions(table: Candidates, gradient: Ref) -> Iterator[Candidate]:
+    """The first half of the backward pass of a BatchNorm + ReLU that reads this gradient alone."""
+    for reduction in table.readers(gradient, "BatchNormReluBackwardReduce"):
+        if reduction["single_grad"]:
+            yield reduction
+
+
+def of_reduction(reduction: Candidate) -> list[Ref]:
+    """What it reads beside the gradient."""
+    return [reduction.input(role) for role in ("data", "gamma", "saved", "beta")]
+
+
+def from_masked(table: Candidates, reduction: Candidate) -> Iterator[Node]:
+    """Of operators that do such a first half and keep the masked gradient: the second half that starts from that."""
+    sums = reduction.output("gamma_grad"), reduction.output("beta_grad")
+    for apply in table.readers(sums[0], "BatchNormReluBackwardApply"):
+        data, gamma, saved = (apply.input(role) for role in ("data", "gamma", "saved"))
+        yield apply.node.derive("BatchNormBackwardApply", apply.node.name,
+                                (reduction.output("masked_grad"), data, gamma, saved, *sums))
+
+
+def behind(table: Candidates, norm: Candidate, fits: Callable[[Node], bool]) -> Iterator[Candidate]:
+    """The convolutions that read what a BatchNorm's half gives, and of whose output the sums are wanted. None where
+    images are dropped in between."""
+    if norm.node.get("no_factors", True):
+        for convolution in table.readers(norm.output("output"), "Convolution"):
+            if (convolution["no_bias"] and fits(convolution.node)
+                    and table.readers(convolution.output("output"), "BatchNormStatistics")):
+                yield convolution
+
+
+def with_conv(op: str, norm: Candidate, convolution: Candidate) -> Node:
+    """Both as one."""
+    return Node(op, norm.node.name, (*norm.node.inputs, convolution.input("weight")),
+                {**convolution.node.attrs, **norm.node.attrs})
+
+
+# --- with another gradient ---
+
+
+def norm_grad_add(table: Candidates, add: Candidate) -> Iterator[Node]:
+    """Of elemwise_add."""
+    for one, other in (add.node.inputs, reversed(add.node.inputs)):
+        for apply in table.makers(one, "BatchNormBackwardApply", "BatchNormReluBackwardApply"):
+            if apply.node.get("no_factors", True):
+                yield apply.node.derive(f"{apply.op}Add", add.node.name, (*apply.node.inputs, other))
+
+
+# --- launches ---
+
+
+def statistics(builder: Builder, node: Node) -> None:
+    """The sums of the input."""
+    require_gamma(node)
+    x = builder.input(node, "data")
+    rows, channels = rows_and_channels(node, x)
+    grid = builder.reduce_grid(rows, channels)
+    builder.launch(node, "batch_norm.cu", builder.kernel("batch_norm_statistics"), grid, REDUCE_BLOCK,
+                   In(x), Out(builder.output(node)), builder.partials(2 * channels * grid[1]), builder.tickets,
+                   count(rows), ctypes.c_int(channels))
+
+
+def apply(builder: Builder, node: Node) -> None:
+    """In training: the output, from the input and its sums."""
+    _apply(builder, node, builder.input(node, "sums"))
+
+
+def inference(builder: Builder, node: Node) -> None:
+    """In inference: the output, from the input and the running statistics, of which sums are made."""
+    x = builder.input(node, "data")
+    rows, channels = rows_and_channels(node, x)
+    sums = Buffer(f"{node.name}:sums", (3, channels), "float32")
+    mean, var = (builder.input(node, role) for role in RUNNING)
+    builder.launch(node, "batch_norm.cu", "sums_from_running", *threads(channels), In(mean), In(var), Out(sums),
+                   count(rows), ctypes.c_int(channels))
+    _apply(builder, node, sums)
+
+
+def _apply(builder: Builder, node: Node, sums: Buffer) -> None:
+    require_gamma(node)
+    training, kind = node.op.endswith("Apply"), shown_name(node.op)
+    add, relu = kind == "BatchNormAddRelu", kind != "BatchNorm"
+    x, y = builder.input(node, "data"), builder.output(node)
+    rows, channels = rows_and_channels(node, x)
+    running = [InOut(builder.input(node, role)) if training else In(None) for role in RUNNING]
+    builder.launch(node, "batch_norm.cu", builder.kernel("batch_norm_apply", add, relu, drops(node)),
+                   builder.grid(rows, channels), APPLY_BLOCK, In(x),
+                   In(builder.input(node, "addend") if add else None), In(sums), about_mean(sums),
+                   In(builder.input(node, "gamma")), In(builder.input(node, "beta")), Out(y, over=x),
+                   Out(builder.output(node, "mask") if training and add else None),
+                   Out(builder.output(node, "saved") if training else None), *running,
+                   ctypes.c_float(node["eps"]), ctypes.c_float(node["momentum"]), count(rows), ctypes.c_int(channels),
+                   *factors_of(builder, node, rows))
+
+
+# How batch_norm.cu knows where ReLU let the gradient through.
+_RELU = {"BatchNorm": "NO_RELU", "BatchNormRelu": "RECOMPUTED", "BatchNormAddRelu": "BITS"}
+
+
+def backward_reduce(builder: Builder, node: Node) -> None:
+    """The sums, which are the gradients of gamma and beta, and the masked gradient where it is kept."""
+    relu = _RELU[shown_name(node.op)]
+    dy, x = builder.input(node, "out_grad"), builder.input(node, "data")
+    second = Second.of(builder, node)
+    beta = builder.input(node, "beta") if relu == "RECOMPUTED" else None
+    mask = builder.input(node, "mask") if relu == "BITS" else None
+    dz = builder.output(node, "masked_grad") if node.num_outputs == 3 else None
+    rows, channels = rows_and_channels(node, x)
+    grid = builder.reduce_grid(rows, channels)
+    flags = second.kind, dz is not None, drops(node)
+    builder.launch(node, "batch_norm.cu", builder.kernel("batch_norm_backward_reduce", relu, *flags), grid,
+                   REDUCE_BLOCK, In(x), In(dy), In(second.grad), In(mask), Out(dz, over=dy),
+                   In(builder.input(node, "saved")), In(builder.input(node, "gamma")), In(beta),
+                   Out(builder.output(node, "gamma_grad")), Out(builder.output(node, "beta_grad")),
+                   builder.partials(2 * channels * grid[1]), builder.tickets,
+                   count(rows), ctypes.c_int(channels), *factors_of(builder, node, rows), second.grid)
+
+
+def backward_apply(builder: Builder, node: Node) -> None:
+    """The gradient of the input, from the sums, and the masked gradient or else that of the output. With the other
+    gradient of the input, if there is one to add."""
+    recompute, add = node.op.startswith("BatchNormRelu"), node.op.endswith("Add")
+    source, x = builder.buffers[node.inputs[0]], builder.input(node, "data")
+    rows, channels = rows_and_channels(node, x)
+    builder.launch(node, "batch_norm.cu",
+                   builder.kernel("batch_norm_backward_apply", "RECOMPUTED" if recompute else "NO_RELU", add,
+                                  drops(node)),
+                   builder.grid(rows, channels), APPLY_BLOCK, In(x), In(source),
+                   In(builder.input(node, "addend") if add else None), Out(builder.output(node), over=source),
+                   In(builder.input(node, "saved")), In(builder.input(node, "gamma")),
+                   In(builder.input(node, "beta") if recompute else None), In(builder.input(node, "gamma_grad")),
+                   In(builder.input(node, "beta_grad")), count(rows), ctypes.c_int(channels),
+                   *factors_of(builder, node, rows))
+
+
+def refuse(builder: Builder, node: Node) -> None:
+    """A BatchNorm of a training step that no pass has taken apart."""
+    require(False, node, "has use_global_stats=True, which has no GPU lowering in training: set it to False")
+
+
+_SUMS = ("gamma_grad", "beta_grad")
+OPERATORS = (
+    Operator("BatchNormBackwardApplyAdd", ("masked_grad", "data", "gamma", "saved", *_SUMS, "addend"),
+             attrs=ATTRIBUTES, outputs=("data_grad",), in_place={"data_grad": ("masked_grad", "addend")},
+             body=backward_apply_body, forward="BatchNorm", repeatable=True, fused=True),
+    Operator("BatchNormReluBackwardApplyAdd", ("out_grad", "data", "gamma", "saved", "beta", *_SUMS, "addend"),
+             attrs=ATTRIBUTES, outputs=("data_grad",), in_place={"data_grad": ("out_grad", "addend")},
+             body=backward_apply_body, forward="BatchNormRelu", repeatable=True, fused=True),
+)
+RULES = (("elemwise_add", norm_grad_add),)
+LAUNCHES: Launches = {
+    "BatchNorm": inference,
+    "BatchNormRelu": inference,
+    "BatchNormAddRelu": inference,
+    "BatchNormTrain": refuse,
+    "BatchNormReluTrain": refuse,
+    "BatchNormAddReluTrain": refuse,
+    "BatchNormStatistics": statistics,
+    "BatchNormApply": apply,
+    "BatchNormReluApply": apply,
+    "BatchNormAddReluApply": apply,
+    "BatchNormBackwardReduce": backward_reduce,
+    "BatchNormReluBackwardReduce": backward_reduce,
+    "BatchNormAddReluBackwardReduce": backward_reduce,
+    "BatchNormBackwardApply": backward_apply,
+    "BatchNormReluBackwardApply": backward_apply,
+    "BatchNormBackwardApplyAdd": backward_apply,
+    "BatchNormReluBackwardApplyAdd": backward_apply,
+}

@@ -1,0 +1,133 @@
+"""The last convolution of a residual block in inference, and the first of the next block, in one launch.
+
+    before    x, weight, bias, shortcut -> ConvolutionAddRelu `r` -> y;  y, weight_2, bias_2 -> ConvolutionRelu -> z
+    after     x, weight, bias, shortcut, weight_2, bias_2 -> Conv1x1Pair `r` -> y, z
+
+In 16-bit types, for GPUs of the Hopper generation. y is written, for the next sum reads it too, but z is made of what
+is still on the chip.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from graph_passes.candidates import Candidate, Candidates
+from graph_passes.executors.cuda.builder import Builder, Launches, require, require_hopper, rows_and_channels
+from graph_passes.executors.cuda.device import Tiling
+from graph_passes.executors.cuda.kernel_library import Size, count
+from graph_passes.executors.cuda.kernels.conv1x1_forward import (
+    CHUNK,
+    CHUNK_BYTES,
+    MAX_STAGES,
+    SHARED_BYTES,
+    TEAMS,
+    TILE_ROWS,
+    Tiles,
+    is_product,
+)
+from graph_passes.executors.cuda.operands import In, Out, Tiled
+from graph_passes.graph import Node
+from graph_passes.operators import Operator
+from graph_passes.operators.base import Attribute
+from graph_passes.operators.body import Body
+from graph_passes.operators.convolution import CONVOLUTION
+
+BLOCK: Size = (384, 1, 1)
+COLUMNS = 256  # of the first product, at most
+SECOND = (64, 128)  # of the second
+CONTROL_BYTES = 3 << 10
+PLACE_BYTES = TEAMS * TILE_ROWS * CHUNK_BYTES  # for a stage of each team, or a result of each warp
+
+
+def conv1x1_pair(table: Candidates, first: Candidate) -> Iterator[Node]:
+    """Of ConvolutionAddRelu."""
+    output = first.output("output")
+    for second in table.readers(output, "ConvolutionRelu"):
+        if second.input("data") == output and is_product(first.node) and is_product(second.node):
+            inputs = (*first.node.inputs, *second.node.inputs[1:])
+            yield first.node.derive("Conv1x1Pair", first.node.name, inputs, num_filter_2=second["num_filter"])
+
+
+def _body(b: Body) -> list[Any]:
+    y = b.stored(b.ended(b.conv(b["data"], b["weight"]), relu=True))
+    z = b.conv(y, b["weight_2"], num_filter=b.node["num_filter_2"])
+    return [y, b.relu(b.bias(z, b["bias_2"]))]
+
+
+@dataclass(frozen=True)
+class Conv1x1Pair:
+    """How `conv1x1_pair` divides its work: from `channels` (C) to `filters` (K), and from these to `filters_2` (K_2). A
+    block keeps all weights of both; the rest of its shared memory is as `Conv1x1Forward` says."""
+
+    channels: int
+    filters: int
+    filters_2: int
+    results: int = 3  # as Conv1x1Forward has them
+
+    @property
+    def second(self) -> int:
+        """Columns of the second product."""
+        return next(columns for columns in SECOND if columns >= self.filters_2)
+
+    @property
+    def weights(self) -> tuple[Tiling, Tiling]:
+        return (Tiling.of_matrix(self.filters, self.channels, (COLUMNS, CHUNK)),
+                Tiling.of_matrix(self.filters_2, self.filters, (self.second, CHUNK)))
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.channels // CHUNK)
+
+    @property
+    def stages(self) -> int:
+        free = SHARED_BYTES - CONTROL_BYTES - self._weight_bytes
+        return min(MAX_STAGES, free // PLACE_BYTES - self._results_of_both)
+
+    @property
+    def shared_bytes(self) -> int:
+        return CONTROL_BYTES + self._weight_bytes + PLACE_BYTES * (self.stages + self._results_of_both)
+
+    def grid(self, tiles: int, num_multiprocessors: int) -> Size:
+        return 1, min(num_multiprocessors, -(-tiles // TEAMS)), 1
+
+    @property
+    def _results_of_both(self) -> int:
+        return self.results + self.second // CHUNK
+
+    @property
+    def _weight_bytes(self) -> int:
+        return (self.chunks * COLUMNS + COLUMNS // CHUNK * self.second) * CHUNK_BYTES
+
+
+def pair(builder: Builder, node: Node) -> None:
+    x, w, bias, addend, w_2, bias_2 = (builder.input(node, role) for role in (
+        "data", "weight", "bias", "addend", "weight_2", "bias_2"))
+    y, z = builder.output(node), builder.output(node, "output_2")
+    require_hopper(builder, node)
+    (rows, filters), (_, channels), (_, filters_2) = (rows_and_channels(node, each) for each in (y, x, z))
+    way = Conv1x1Pair(channels, filters, filters_2)
+    require(filters <= COLUMNS and filters_2 <= max(SECOND), node,
+            f"makes {filters} and {filters_2} channels: its kernel takes {COLUMNS} and {max(SECOND)} at most")
+    require(way.stages >= 2, node, f"has {channels} channels: the weights do not fit into shared memory")
+    tiles, tiles_2 = Tiles.of(x.shape, y.shape, (1, 1)), Tiles.of(y.shape, z.shape, (1, 1))
+    assert tiles and tiles_2
+    weights, weights_2 = way.weights
+    grid = way.grid(-(-rows // tiles.walk.rows), builder.gpu.num_multiprocessors)
+    builder.launch(node, "conv1x1_pair.cu", builder.kernel("conv1x1_pair", way.second), grid, BLOCK,
+                   Tiled(In(x), tiles.data), Tiled(In(w), weights), Tiled(In(addend), tiles.output),
+                   Tiled(Out(y, over=addend), tiles.output), Tiled(In(w_2), weights_2),
+                   Tiled(Out(z), tiles_2.output), In(bias), In(bias_2), count(rows), tiles.walk,
+                   *map(ctypes.c_int, (filters, filters_2, way.chunks, way.stages, way.results)),
+                   shared_bytes=way.shared_bytes, flops=2 * rows * filters * (channels + filters_2))
+
+
+OPERATORS = (
+    Operator("Conv1x1Pair", ("data", "weight", "bias", "addend", "weight_2", "bias_2"),
+             attrs={**CONVOLUTION, "num_filter_2": Attribute(int)}, outputs=("output", "output_2"), body=_body,
+             forward="Convolution", fused=True),
+)
+RULES = (("ConvolutionAddRelu", conv1x1_pair),)
+LAUNCHES: Launches = {"Conv1x1Pair": pair}

@@ -1,0 +1,93 @@
+"""The gradient of the weights of 3x3 convolutions over multiples of 64 channels, with stride and padding 1.
+
+    before    dy, data -> ConvolutionWgrad `dw`
+    after     dy, data -> Conv3x3Weights `dw`
+
+In 16-bit types and NHWC; the kernel is for GPUs of the Hopper generation.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+
+from graph_passes.candidates import Candidate, Candidates
+from graph_passes.executors.cuda.builder import Builder, Launches, require
+from graph_passes.executors.cuda.device import Tiling
+from graph_passes.executors.cuda.kernel_library import HOPPER, Size
+from graph_passes.executors.cuda.kernels.conv3x3 import is_3x3
+from graph_passes.executors.cuda.kernels.norm_backward import sum_parts
+from graph_passes.executors.cuda.operands import In, Out, Tiled
+from graph_passes.executors.cuda.program import Buffer
+from graph_passes.graph import Node
+from graph_passes.operators import Operator, Shape
+from graph_passes.operators.convolution import CONVOLUTION
+
+CHANNELS = 64  # of the data and of the output that a block works on: its part of the gradient fits into registers
+
+
+def conv3x3_weights(table: Candidates, wgrad: Candidate) -> Iterator[Node]:
+    """Of ConvolutionWgrad."""
+    data = table.shapes.get(wgrad.input("data"))
+    if is_3x3(wgrad.node) and data and not wgrad["num_filter"] % CHANNELS and not data[3] % CHANNELS:
+        yield wgrad.node.replace(op="Conv3x3Weights")
+
+
+class Ring(ctypes.Structure):
+    """`Ring` of conv3x3_weights.cu."""
+
+    _fields_ = tuple((name, ctypes.c_int) for name in ("rows", "repeated", "pitch"))
+
+
+class Conv3x3Weights:
+    """How conv3x3_weights.cu divides its work: into neighbouring rows of the padded images, and 64 channels of the data
+    and of the output's gradient. Rows of both have places in shared memory that are used in turn."""
+
+    BLOCK: Size = (448, 1, 1)
+    STEP, MAX_ROWS, MAX_PITCH = 16, 32, 256  # MAX_PITCH: of a side of what the copy engine copies at once
+    CONTROL_BYTES, SHARED_BYTES = 1 << 10, 227 << 10
+    LEAST_STEPS = 32  # of a block: what fewer would gain, more parts would cost
+
+    def __init__(self, shape: Shape, filters: int, num_multiprocessors: int) -> None:
+        """`shape`: of the data, (N, H, W, C)."""
+        images, height, width, channels = self.shape = shape
+        pitch = width + 1
+        row_bytes = 2 * pitch * CHANNELS * 2  # of both
+        repeated = -(-(self.STEP + 1) // pitch)  # a product reads as many pixels behind a round
+        rows = min(self.MAX_ROWS, (self.SHARED_BYTES - self.CONTROL_BYTES) // row_bytes - repeated)
+        in_use = -(-(2 * self.STEP - 1) // pitch) + 3  # rows of x that two products under way read
+        self.fits = rows > in_use and pitch <= self.MAX_PITCH
+        self.ring = Ring(rows, repeated, pitch)
+        self.shared_bytes = self.CONTROL_BYTES + (rows + repeated) * row_bytes
+        self.padded_rows = images * (height + 1) - 1
+        products = channels // CHANNELS * (filters // CHANNELS)
+        blocks = min(num_multiprocessors // products, self.padded_rows * pitch // (self.LEAST_STEPS * self.STEP))
+        self.grid: Size = (max(1, blocks), products, 1)
+
+    def tiling(self, channels: int) -> Tiling:
+        """Of images of this size with so many channels."""
+        images, height, width, _ = self.shape
+        return Tiling((images * height, width, channels), (width * channels, channels), (1, width + 1, CHANNELS))
+
+
+def wgrad(builder: Builder, node: Node) -> None:
+    """Blocks leave parts of the sums, and a second launch adds these up."""
+    require(builder.gpu.capability == HOPPER, node, "has a kernel that only Hopper's instructions can compute")
+    dy, x, dw = builder.input(node, "out_grad"), builder.input(node, "data"), builder.output(node)
+    way = Conv3x3Weights(x.shape, dy.shape[3], builder.gpu.num_multiprocessors)
+    require(way.fits, node, f"has rows of {x.shape[2]} pixels, of which too few fit into shared memory")
+    parts = Buffer(f"{node.name}:parts", (way.grid[0], *dw.shape), "float32")
+    builder.launch(node, "conv3x3_weights.cu", builder.kernel("conv3x3_weights"), way.grid, way.BLOCK,
+                   Tiled(In(x), way.tiling(x.shape[3])), Tiled(In(dy), way.tiling(dy.shape[3])), Out(parts),
+                   *map(ctypes.c_int, (x.shape[1], x.shape[3], way.padded_rows)), way.ring,
+                   shared_bytes=way.shared_bytes, flops=builder.problem("wgrad", node, x, dw, dy).flops)
+    sum_parts(builder, node, parts, dw)
+
+
+OPERATORS = (
+    Operator("Conv3x3Weights", ("out_grad", "data"), attrs=CONVOLUTION, outputs=("weight_grad",),
+             form_of="ConvolutionWgrad", body=lambda b: [b.wgrad(b["out_grad"], b["data"])], forward="Convolution",
+             fused=True),
+)
+RULES = (("ConvolutionWgrad", conv3x3_weights),)
+LAUNCHES: Launches = {"Conv3x3Weights": wgrad}

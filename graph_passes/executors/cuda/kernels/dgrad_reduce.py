@@ -1,0 +1,143 @@
+"""The gradient of a 1x1 convolution's data, with the sums of the BatchNorm that reads it: of a BatchNorm + add + ReLU,
+or a pair, whose output that data was.
+
+    before    dy, weight -> ConvolutionDgrad -> dx;  dx, addend, x, mask -> BatchNormAddReluBackwardReduce `b`
+    after     dy, weight, addend, x, mask -> DgradReduce `b` -> dgamma, dbeta, dz
+
+dx is not written. For 16-bit types and the matrix instructions of Hopper.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+from graph_passes.candidates import Candidate, Candidates
+from graph_passes.executors.cuda.builder import Builder, Launches, require_hopper, rows_and_channels
+from graph_passes.executors.cuda.kernel_library import Size, count
+from graph_passes.executors.cuda.kernels.batch_norm import Second
+from graph_passes.executors.cuda.kernels.conv1x1_forward import is_product
+from graph_passes.executors.cuda.kernels.dropout import drops, factors_of
+from graph_passes.executors.cuda.operands import In, Out
+from graph_passes.executors.cuda.parameters import VECTOR
+from graph_passes.executors.cuda.program import Buffer
+from graph_passes.graph import Node, Ref
+from graph_passes.operators import Operator
+from graph_passes.operators.base import DATA_SHAPE, GRAD_STRIDE, SECOND_GRAD, SINGLE_GRAD, TRUE
+from graph_passes.operators.batch_norm import ATTRIBUTES
+from graph_passes.operators.body import Body
+from graph_passes.operators.convolution import CONVOLUTION
+from graph_passes.operators.dropout import FACTORS, dropping
+
+VECTOR_BYTES, FLOAT_BYTES = 16, 4
+BLOCK: Size = (512, 1, 1)
+TILE_ROWS = 64
+READ = "conv_grad", "weight", "data", "mask", "saved"
+WRITTEN = "masked_grad", "gamma_grad", "beta_grad"
+OUT_CHANNELS = (64, 128, 256)  # of the convolution: chunks of 64 whose tiles fit into shared memory
+MIN_CHANNELS = 128  # of its data
+PAIR = "BatchNormPairBackwardReduce"
+
+
+def dgrad_reduce(table: Candidates, reduction: Candidate) -> Iterator[Node]:
+    """Of the reductions."""
+    for dgrad, gradient in reduced_gradients(table, reduction):
+        if dgrad["num_filter"] in OUT_CHANNELS:
+            yield fused("DgradReduce", reduction.node, dgrad, gradient, single_norm=reduction.op != PAIR)
+
+
+def reduced_gradients(table: Candidates, reduction: Candidate) -> Iterator[tuple[Node, Ref]]:
+    """The gradients of convolutions' data, each with its tensor, that one of the reductions reads. A compact one can
+    only be added."""
+    gradients = [reduction.input("out_grad")]
+    if not reduction["single_grad"] and not reduction["grad_stride"]:
+        gradients.append(reduction.input("out_grad_2"))
+    if len({*gradients}) < len(gradients):  # the sum of a tensor with itself
+        return
+    for gradient in gradients:
+        for dgrad in table.makers(gradient, "ConvolutionDgrad"):
+            if is_product(dgrad.node) and dgrad["data_shape"][3] >= MIN_CHANNELS:
+                yield dgrad.node, gradient
+
+
+def fused(op: str, reduction: Node, dgrad: Node, gradient: Ref, **attrs: Any) -> Node:
+    """Both as one, `gradient` being the tensor between them."""
+    roles = ("data", "saved", "data_2", "saved_2") if reduction.op == PAIR else ("data", "saved")
+    norms = [reduction.input(role) for role in roles]
+    gradients = [reduction.input("out_grad")]
+    if not reduction["single_grad"]:
+        gradients.append(reduction.input("out_grad_2"))
+    addend = [ref for ref in gradients if ref != gradient]
+    factors = [] if reduction["no_factors"] else [reduction.input("factors")]
+    inputs = (*dgrad.inputs, reduction.input("mask"), *norms, *factors, *addend)
+    return Node(op, reduction.name, inputs,
+                {**dgrad.attrs, **reduction.attrs, **attrs, "single_grad": not addend})
+
+
+def reduce_body(b: Body) -> list[Any]:
+    """The sums of one BatchNorm, or of a pair."""
+    gradient = b.gate(b.total(b.dgrad(b["conv_grad"], b["weight"])), b["mask"])
+    return [*b.reduced(b.dropped(gradient)), gradient, *(b.reduced(gradient, "_2") if b.has("data_2") else [])]
+
+
+class DgradReduce:
+    """`dgrad_reduce`, for convolutions of at least 128 channels to `k`."""
+
+    COLUMNS = MIN_CHANNELS
+
+    def __init__(self, k: int) -> None:
+        self.k = k
+
+    def grid(self, rows: int, columns: int, num_multiprocessors: int) -> Size:
+        """Blocks for columns and rows, one for each multiprocessor."""
+        blocks = -(-columns // self.COLUMNS)
+        return blocks, max(1, min(num_multiprocessors // blocks, -(-rows // TILE_ROWS))), 1
+
+    def shared_bytes(self, add: bool, pair: bool) -> int:
+        """sizeof(Shared<Shape<k, add, pair>>) of dgrad_reduce.cu."""
+        weights = self.k * self.COLUMNS // VECTOR * VECTOR_BYTES
+        stage = (self.k + (1 + add + pair) * self.COLUMNS) * TILE_ROWS // VECTOR * VECTOR_BYTES
+        stages = 2 if self.k > 128 else 3 if self.k < 128 or pair else 4  # of two teams two each
+        return weights + stages * stage
+
+
+def launch(builder: Builder, node: Node) -> None:
+    """The gradient of a convolution's data, the residual's added to it, masked, and the sums of the BatchNorm (and its
+    shortcut's) that made the data."""
+    require_hopper(builder, node)
+
+    def second(role: str) -> Buffer | None:
+        return builder.optional_input(node, role, "single_norm")
+
+    def second_output(role: str) -> Buffer | None:
+        return None if node["single_norm"] else builder.output(node, role)
+
+    dy, w, x, mask, saved = (builder.input(node, role) for role in READ)
+    x_2, addend = second("data_2"), Second.of(builder, node)
+    dz, dgamma, dbeta = (builder.output(node, role) for role in WRITTEN)
+    (rows, columns), k, pair = rows_and_channels(node, x), w.shape[0], not node["single_norm"]
+    sums = 2 + pair + (pair and drops(node))
+    way = DgradReduce(k)
+    grid = way.grid(rows, columns, builder.gpu.num_multiprocessors)
+    builder.launch(node, "dgrad_reduce.cu", builder.kernel("dgrad_reduce", k, addend.kind, pair, drops(node)),
+                   grid, BLOCK, In(dy), In(w), In(x), In(x_2), In(addend.grad), In(mask), Out(dz, over=addend.whole),
+                   In(saved), In(second("saved_2")), Out(dgamma), Out(second_output("gamma_grad_2")), Out(dbeta),
+                   Out(second_output("beta_grad_2")), builder.partials(sums * columns * grid[1]), builder.tickets,
+                   count(rows), ctypes.c_int(columns), *factors_of(builder, node, rows), addend.grid,
+                   shared_bytes=way.shared_bytes(addend.grad is not None, pair), flops=2 * rows * columns * k)
+
+
+INPUTS = ("conv_grad", "weight", "mask", "data", "saved")
+ATTRS = CONVOLUTION | ATTRIBUTES | DATA_SHAPE | dropping(["factors"]) | SINGLE_GRAD | GRAD_STRIDE
+
+OPERATORS = (
+    Operator("DgradReduce", (*INPUTS, "data_2", "saved_2", "factors", "out_grad_2"),
+             attrs=ATTRS | {"single_norm": TRUE},
+             outputs=("gamma_grad", "beta_grad", "masked_grad", "gamma_grad_2", "beta_grad_2"),
+             optional={**SECOND_GRAD, **FACTORS,
+                       **dict.fromkeys(("data_2", "saved_2", "gamma_grad_2", "beta_grad_2"), "single_norm")},
+             in_place={"masked_grad": ("out_grad_2",)}, body=reduce_body, forward="Convolution", fused=True),
+)
+RULES = tuple((op, dgrad_reduce) for op in ("BatchNormAddReluBackwardReduce", PAIR))
+LAUNCHES: Launches = {"DgradReduce": launch}

@@ -1,0 +1,85 @@
+"""Dropout: what is drawn for whole images, and products with it; single elements, drawn where they are multiplied."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from graph_passes.executors.cuda.builder import Builder, Launches, no_lowering, require
+from graph_passes.executors.cuda.kernel_library import count, threads
+from graph_passes.executors.cuda.operands import In, Out
+from graph_passes.executors.cuda.parameters import VECTOR
+from graph_passes.executors.cuda.program import Buffer
+from graph_passes.graph import Node
+from graph_passes.operators.dropout import kept_scale, threshold
+
+MAX_DROPOUTS = 128  # of dropout.cu
+
+
+class Rates(ctypes.Structure):
+    """As dropout.cu has it."""
+
+    _fields_ = (("threshold", ctypes.c_uint32 * MAX_DROPOUTS), ("scale", ctypes.c_float * MAX_DROPOUTS),
+                ("number", ctypes.c_uint32 * MAX_DROPOUTS))
+
+
+def factors(builder: Builder, node: Node) -> None:
+    """Of all images, in all Dropouts: one launch."""
+    rates, result = node["rates"], builder.output(node)
+    require(len(rates) <= MAX_DROPOUTS, node, f"is one of {len(rates)} that drop images: use {MAX_DROPOUTS} at most")
+    given = Rates()
+    for row, (rate, number) in enumerate(zip(rates, node["numbers"], strict=True)):
+        given.threshold[row], given.scale[row], given.number[row] = threshold(rate), kept_scale(rate), number
+    builder.launch(node, "dropout.cu", "dropout_factors", *threads(len(rates) * node["images"]),
+                   In(builder.input(node, "seed")), Out(result), given, count(len(rates)), count(node["images"]),
+                   ctypes.c_bool(node["per_batch"]))
+
+
+def drops(node: Node) -> bool:
+    """Whether an operator multiplies images by factors on the way."""
+    return not node.get("no_factors", True)
+
+
+def factors_of(builder: Builder, node: Node, rows: int) -> tuple[Any, Any, Any]:
+    """How kernels that multiply images on the way get their factors: all of them, the place of the first image's, and
+    how many of the `rows` an image has. A null pointer for a node without."""
+    if not drops(node):
+        return In(None), count(0), count(1)
+    given = builder.input(node, "factors")
+    images = given.shape[1]
+    return In(given), count(node["row"] * images), count(rows // images)
+
+
+def images(builder: Builder, node: Node) -> None:
+    """A product that no pass has fused."""
+    x, y, given = builder.input(node, "data"), builder.output(node), builder.input(node, "factors")
+    vectors, num_images = _vectors(builder, node, y), given.shape[1]
+    builder.launch(node, "dropout.cu", builder.kernel("dropout_images"), *threads(vectors), In(x), In(given),
+                   Out(y, over=x), count(node["row"] * num_images), count(vectors), count(vectors // num_images))
+
+
+def elements(builder: Builder, node: Node) -> None:
+    x, y = builder.input(node, "data"), builder.output(node)
+    vectors = _vectors(builder, node, y)
+    builder.launch(node, "dropout.cu", builder.kernel("dropout_elements"), *threads(vectors), In(x),
+                   In(builder.input(node, "seed")), Out(y, over=x), ctypes.c_uint32(threshold(node["p"])),
+                   ctypes.c_float(kept_scale(node["p"])), count(node["number"]), count(vectors))
+
+
+def _vectors(builder: Builder, node: Node, y: Buffer) -> int:
+    channels = y.shape[-1]
+    require(channels % VECTOR == 0, node, f"has {channels} channels: use a multiple of {VECTOR}")
+    return builder.vectors(y)
+
+
+def refuse(builder: Builder, node: Node) -> None:
+    """One that `draw_masks` has not replaced."""
+    raise no_lowering(node)
+
+
+LAUNCHES: Launches = {
+    "Dropout": refuse,
+    "DropoutFactors": factors,
+    "DropoutImages": images,
+    "DropoutElements": elements,
+}

@@ -1,0 +1,98 @@
+"""What works on single elements: sums, bias and ReLU; the flattening of a tensor, which is no launch; and what ends a
+convolution as a launch of its own.
+
+    before    x, weight, bias, shortcut -> ConvolutionAddRelu `r`
+    or        x, weight -> Convolution -> product;  product, bias, shortcut -> BiasAddRelu `r`
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from graph_passes.candidates import Candidate, Candidates
+from graph_passes.executors.cuda.builder import Builder, Launches, no_lowering, require
+from graph_passes.executors.cuda.kernel_library import count, threads
+from graph_passes.executors.cuda.operands import In, Out
+from graph_passes.executors.cuda.parameters import VECTOR
+from graph_passes.graph import Node, Ref
+from graph_passes.operators import is_relu
+from graph_passes.passes.conv_epilogue import in_two
+
+
+def bias_alone(table: Candidates, fused: Candidate) -> Iterator[Node]:
+    """Of a convolution with bias, and what is fused with it."""
+    if not fused["no_bias"]:
+        product, end = in_two(fused.node, f"{fused.node.name}_product")
+        yield end.replace(inputs=(table.add(product).output("output"), *end.inputs[1:]))
+
+
+def add(builder: Builder, node: Node) -> None:
+    a, b = builder.input(node, "lhs"), builder.input(node, "rhs")
+    y = builder.output(node)
+    vectors = builder.vectors(y)
+    builder.launch(node, "elementwise.cu", builder.kernel("add"), *threads(vectors), In(a), In(b), Out(y, over=a),
+                   count(vectors))
+
+
+def bias(builder: Builder, node: Node) -> None:
+    """x + bias, and then perhaps ReLU, of the sum with another tensor."""
+    x, y = builder.input(node, "data"), builder.output(node)
+    adds, relu = node.op == "BiasAddRelu", node.op != "BiasAdd"
+    vectors = builder.vectors(y)
+    builder.launch(node, "elementwise.cu", builder.kernel("bias_add_relu", adds, relu), *threads(vectors),
+                   In(x), In(builder.input(node, "bias")), In(builder.input(node, "addend") if adds else None),
+                   Out(y, over=x), count(vectors), count(y.shape[3] // VECTOR))
+
+
+def relu(builder: Builder, node: Node) -> None:
+    """A ReLU that no pass has fused."""
+    if node.op == "Activation" and not is_relu(node):
+        raise no_lowering(node)
+    require(False, node, "follows no BatchNorm, which has no GPU lowering: put one before it")
+
+
+def flatten(builder: Builder, node: Node) -> None:
+    """Nothing is launched: the output is the input's memory."""
+    x = builder.input(node, "data")
+    require(x.num_bytes == math.prod(builder.shapes[Ref(node.name)]) * builder.item_bytes, node,
+            "changes its number of elements by padding, which has no GPU lowering")
+    builder.buffers[Ref(node.name)] = x
+
+
+def reshape(builder: Builder, node: Node) -> None:
+    """Nothing is launched: the memory is in the other shape from now on, as what reads it looks at that."""
+    x = builder.buffers[node.inputs[0]]
+    x.shape = builder.shapes[Ref(node.name)]
+    builder.buffers[Ref(node.name)] = x
+
+
+def zeros(builder: Builder, node: Node) -> None:
+    """Gradients start as zeros."""
+
+
+def initial_zeros(builder: Builder, node: Node) -> None:
+    y = builder.output(node)
+
+    def fill(address: int, workspace: int) -> None:
+        builder.gpu.fill(address, 0, y.num_bytes)
+
+    builder.call(node, "zeros", fill, Out(y), workspace_bytes=0, flops=0)
+
+
+RULES = tuple((op, bias_alone) for op in ("Convolution", "ConvolutionRelu", "ConvolutionAddRelu"))
+LAUNCHES: Launches = {
+    "relu": relu,
+    "Activation": relu,
+    "AddRelu": relu,
+    "ReluBackward": relu,
+    "elemwise_add": add,
+    "BiasAdd": bias,
+    "BiasRelu": bias,
+    "BiasAddRelu": bias,
+    "Flatten": flatten,
+    "FlattenBackward": reshape,
+    "Reshape": reshape,
+    "Zeros": zeros,
+    "_zeros": initial_zeros,
+}

@@ -1,0 +1,167 @@
+"""From a BatchNorm's sums through the 1x1 convolution before it, to the sums of the BatchNorm before that one.
+
+    before    dz, x -> BatchNormBackwardApply -> dx
+              dx, data -> ConvolutionWgrad `dw`;  dx, weight -> ConvolutionDgrad `ddata`
+    after     dz, x, data, weight -> NormBackward `dw` -> dw, ddata
+
+and where `data` comes from a BatchNorm + ReLU of `x_2`, with the first half of that one's backward pass:
+
+    before    ddata, x_2 -> BatchNormReluBackwardReduce -> dgamma, dbeta;  ... -> BatchNormReluBackwardApply `b`
+    after     dz, x, x_2, weight -> NormBackwardReduce `dw` -> dw, dz_2, dgamma, dbeta
+              dz_2, ... -> BatchNormBackwardApply `b`
+
+dx, the wide one, is not written. Where images are dropped after a BatchNorm, its gradient is multiplied by `factors`.
+The kernel is for 16-bit types and GPUs of the Hopper generation.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from graph_passes.candidates import Candidate, Candidates
+from graph_passes.executors.cuda.builder import Builder, Launches, require_hopper, rows_and_channels
+from graph_passes.executors.cuda.device import Tiling
+from graph_passes.executors.cuda.kernel_library import Size, count, instance
+from graph_passes.executors.cuda.kernels.batch_norm import from_masked, of_reduction, relu_reductions
+from graph_passes.executors.cuda.kernels.conv1x1_forward import CHUNK, CHUNK_BYTES, is_product
+from graph_passes.executors.cuda.kernels.dgrad_reduce import FLOAT_BYTES, TILE_ROWS, VECTOR_BYTES
+from graph_passes.executors.cuda.kernels.dropout import drops, factors_of
+from graph_passes.executors.cuda.operands import In, Out, Tiled
+from graph_passes.executors.cuda.parameters import VECTOR
+from graph_passes.executors.cuda.program import Buffer
+from graph_passes.graph import Node, Ref
+from graph_passes.operators import Operator
+from graph_passes.operators.base import DATA_SHAPE, FALSE
+from graph_passes.operators.batch_norm import ATTRIBUTES
+from graph_passes.operators.body import Body
+from graph_passes.operators.convolution import CONVOLUTION
+from graph_passes.operators.dropout import FACTORS, dropping
+
+BLOCK: Size = (512, 1, 1)
+# Of the convolution's data -> those it makes: the registers of a block, or of two, hold the gradient of its weights.
+CHANNELS = {64: (64, 128, 256), 128: (128, 256, 512)}
+
+
+def norm_backward(table: Candidates, apply: Candidate) -> Iterator[Node]:
+    """Of BatchNormBackwardApply and BatchNormReluBackwardApply."""
+    gradient = apply.output("data_grad")
+    for dgrad in table.readers(gradient, "ConvolutionDgrad"):
+        channels = CHANNELS.get(dgrad["data_shape"][3], ())
+        if not is_product(dgrad.node) or dgrad["num_filter"] not in channels:
+            continue
+        for wgrad in table.readers(gradient, "ConvolutionWgrad"):
+            if is_product(wgrad.node):  # where the gradient of the data is compact, this one still has the stride
+                yield from _forms(table, apply.node, dgrad, wgrad)
+
+
+def _forms(table: Candidates, apply: Node, dgrad: Candidate, wgrad: Candidate) -> Iterator[Node]:
+    inputs = [apply.inputs[0], *_of_norm(apply), dgrad.input("weight")]
+    relu = [apply.input("beta")] if apply.op == "BatchNormReluBackwardApply" else []
+    factors = [] if apply.get("no_factors", True) else [apply.input("factors")]
+    attrs = {**apply.attrs, **dgrad.node.attrs, "no_relu": not relu, "no_factors": not factors}
+    name = wgrad.node.name
+    yield Node("NormBackward", name, (*inputs, wgrad.input("data"), *relu, *factors), attrs)
+    for reduction in relu_reductions(table, dgrad.output("data_grad")):
+        data, *before = of_reduction(reduction)
+        yield Node("NormBackwardReduce", name, (*inputs, data, *relu, *before, *factors), attrs)
+
+
+def _of_norm(apply: Node) -> list[Ref]:
+    """What the half of a BatchNorm reads beside the gradient."""
+    return [apply.input(role) for role in ("data", "gamma", "saved", "gamma_grad", "beta_grad")]
+
+
+def _body(b: Body, reduces: bool) -> list[Any]:
+    gradient = b.dropped(b["masked_grad"])
+    dy = b.norm_grad(b.through_relu(gradient) if b.has("beta") else gradient)
+    dx = b.dgrad(dy, b["weight"])
+    if not reduces:
+        return [b.wgrad(dy, b["data_2"]), dx]
+    y = b.relu(b.normalised(b["saved_2"], "_2"))
+    dz = b.gate(dx, b.mask(y))
+    return [b.wgrad(dy, y), dz, *b.reduced(dz, "_2")]
+
+
+class NormBackward:
+    """`norm_backward`, for convolutions of 64 channels to `k`, or of 128 by clusters of two blocks with half of the `k`
+    channels each: what a block makes of the weights' gradient fits into its registers."""
+
+    OWN_COLUMNS = 64  # of the data's gradient, that a block finishes
+    WARPS, PIECE_ROWS, X_PLACES = 4, 16, 5  # that prepare dz, and of each the pieces of x that have a place
+
+    def __init__(self, k: int, columns: int) -> None:
+        self.columns, self.blocks = columns, columns // self.OWN_COLUMNS
+        self.k, self.stages = k // self.blocks, 3 if self.blocks == 1 else 2
+
+    def grid(self, rows: int, num_multiprocessors: int) -> Size:
+        """The blocks of a cluster, and clusters."""
+        return self.blocks, max(1, min(num_multiprocessors // self.blocks, -(-rows // TILE_ROWS))), 1
+
+    def tiling(self, rows: int, channels: int) -> Tiling:
+        return Tiling.of_matrix(rows, channels, (self.PIECE_ROWS, CHUNK))
+
+    @property
+    def shared_bytes(self) -> int:
+        """sizeof(Shared<Shape<k, columns>>) of norm_backward.cu."""
+        weights = self.k * self.columns // VECTOR * VECTOR_BYTES
+        stages = self.stages * (self.k + self.columns) * TILE_ROWS // VECTOR * VECTOR_BYTES
+        x = self.WARPS * self.X_PLACES * self.PIECE_ROWS * CHUNK_BYTES
+        received = TILE_ROWS * (8 if self.blocks == 1 else self.OWN_COLUMNS) * FLOAT_BYTES
+        barriers = self.stages * (TILE_ROWS // self.PIECE_ROWS + 2) + self.WARPS * self.X_PLACES + 2
+        return weights + stages + x + received + 3 * self.columns * FLOAT_BYTES + -(-barriers // 2) * VECTOR_BYTES
+
+
+def launch(builder: Builder, node: Node) -> None:
+    """The gradients of the weights and of the data, or the masked one and the sums of the BatchNorm that reads it."""
+    require_hopper(builder, node)
+    reduces = node.op == "NormBackwardReduce"
+    dz, x, behind = (In(builder.input(node, role)) for role in ("masked_grad", "data", "data_2"))
+    w, dw = builder.input(node, "weight"), builder.output(node, "weight_grad")
+    beta = builder.optional_input(node, "beta", "no_relu")
+    (rows, k), columns = rows_and_channels(node, builder.input(node, "data")), w.shape[3]
+    way = NormBackward(k, columns)
+    of_k, of_columns = way.tiling(rows, k), way.tiling(rows, columns)
+    grid = way.grid(rows, builder.gpu.num_multiprocessors)
+    parts = Buffer(f"{node.name}:parts", (grid[1], k, columns), "float32")
+    before = [builder.input(node, role) if reduces else None for role in ("saved_2", "gamma_2", "beta_2")]
+    sums = [builder.output(node, role) if reduces else None for role in ("gamma_grad", "beta_grad")]
+    flags = beta is not None, reduces, drops(node)
+    builder.launch(node, "norm_backward.cu", builder.kernel("norm_backward", k, columns, *flags), grid, BLOCK,
+                   Tiled(dz, of_k), Tiled(x, of_k), Tiled(behind, of_columns),
+                   In(builder.input(node, "saved")), In(builder.input(node, "gamma")), In(beta),
+                   In(builder.input(node, "gamma_grad")), In(builder.input(node, "beta_grad")), In(w), behind,
+                   Out(builder.output(node, "masked_grad" if reduces else "data_grad")), *map(In, before),
+                   *map(Out, sums), Out(parts), builder.partials(2 * columns * grid[1]), builder.tickets, count(rows),
+                   *factors_of(builder, node, rows), shared_bytes=way.shared_bytes, flops=4 * rows * columns * k)
+    sum_parts(builder, node, parts, dw)
+
+
+def sum_parts(builder: Builder, node: Node, parts: Buffer, dw: Buffer) -> None:
+    """dw from the parts that blocks have left of it, one behind the other."""
+    vectors = math.prod(parts.shape[1:]) // VECTOR
+    builder.launch(node, "norm_backward.cu", instance("sum_parts", dw.dtype), (-(-vectors // 16), 1, 1), (256, 1, 1),
+                   In(parts), Out(dw), ctypes.c_int(parts.shape[0]), count(vectors))
+
+
+_SUMS = ("gamma_grad", "beta_grad")
+NORM_CONV = ("masked_grad", "data", "gamma", "saved", *_SUMS, "weight", "data_2")
+BEFORE = ("gamma_2", "saved_2", "beta_2")
+_ATTRIBUTES = CONVOLUTION | ATTRIBUTES | DATA_SHAPE | dropping(["factors"]) | {"no_relu": FALSE}
+_OPTIONAL = {"beta": "no_relu", **FACTORS}
+
+OPERATORS = (
+    # `beta` where ReLU has still to be applied to the gradient. `data_2` is the data of the convolution ...
+    Operator("NormBackward", (*NORM_CONV, "beta", "factors"), attrs=_ATTRIBUTES, outputs=("weight_grad", "data_grad"),
+             optional=_OPTIONAL, body=partial(_body, reduces=False), forward="BatchNorm", fused=True),
+    # ... and here that of the BatchNorm + ReLU before it, from which it is made again.
+    Operator("NormBackwardReduce", (*NORM_CONV, "beta", *BEFORE, "factors"), attrs=_ATTRIBUTES,
+             outputs=("weight_grad", "masked_grad", *_SUMS), optional=_OPTIONAL, body=partial(_body, reduces=True),
+             forward="BatchNorm", fused=True),
+)
+RULES = (("BatchNormBackwardApply", norm_backward), ("BatchNormReluBackwardApply", norm_backward),
+         ("NormBackwardReduce", from_masked))
+LAUNCHES: Launches = {"NormBackward": launch, "NormBackwardReduce": launch}

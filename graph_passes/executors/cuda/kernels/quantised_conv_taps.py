@@ -1,0 +1,252 @@
+"""Convolutions in INT8 of 3x3 and 1x1 over 64 channels or multiples of 128, on Hopper: pixels of a tile stay in shared
+memory for all taps and filters.
+
+    before    x, weight, multiplier, bias -> QuantisedConvolution `y`
+    after     x, weight, multiplier, bias -> QuantisedConvTaps `y`
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import ClassVar
+
+from graph_passes.candidates import form
+from graph_passes.executors.cuda.builder import Builder, Launches, require
+from graph_passes.executors.cuda.device import Tiling
+from graph_passes.executors.cuda.kernel_library import HOPPER, Size, instance
+from graph_passes.executors.cuda.kernels.conv1x1_forward import SHARED_BYTES
+from graph_passes.executors.cuda.kernels.quantised import Epilogue, require_tensor_cores
+from graph_passes.executors.cuda.operands import In, Out, Tiled
+from graph_passes.graph import Node
+from graph_passes.operators import Operator, Shape, window
+from graph_passes.operators.quantised import OPTIONAL_ADDEND, QUANTISED_CONVOLUTION, quantised_convolution_body
+
+FILTERS, PEERS = 64, 2  # FILTERS: that are multiplied at once; PEERS: blocks of a cluster
+# Eighths of the pixels that are multiplied at once, by the window and its stride.
+EIGHTS = {(3, 1): (26, 28, 30), (3, 2): (14, 26, 28, 30), (1, 1): (24, 26, 28, 30, 32)}
+CHANNELS = (64, 128)  # of a part
+CONTROL_BYTES, MAX_PLACES, MAX_STAGES, MAX_RESULTS = 1 << 10, 16, 40, 4
+FEW_STAGES = 6  # for which a block has room in any case, where weights pass by; more are for what is left
+L2_BYTES = 20  # that a multiprocessor gets from the L2 cache in a clock, if all ask for some
+END_CLOCKS = 80  # in which a team requantises 8 pixels of 64 filters, and has them copied away
+MAX_TILE = 256  # pixels of a tile that the copy engine can be told of, in each direction
+
+
+class TappedImages(ctypes.Structure):
+    """`TappedImages` of kernels/quantised_conv_taps.cu."""
+
+    _fields_ = tuple((name, ctypes.c_int) for name in (
+        "images", "height", "width", "pad", "rows", "more", "together", "parts", "places", "part_vectors", "stages",
+        "results", "groups", "all_groups"))
+
+
+@dataclass(frozen=True)
+class QuantisedConvTaps:
+    """Images (N, H, W, C) in tiles of `rows` rows of the results of several images, multiplied by 8 * `eights` pixels;
+    a block makes `groups` of 64 of the `filters`. `size`, `stride`: of the windows."""
+
+    BLOCK: ClassVar[Size] = (352, 1, 1)
+
+    shape: Shape
+    filters: int
+    size: int
+    stride: int
+    adds: bool
+    eights: int
+    rows: int
+    groups: int
+    results: int  # places for those of a tile and 64 filters
+
+    @classmethod
+    @cache
+    def of(cls, shape: Shape, filters: int, size: int, stride: int, adds: bool,
+           num_multiprocessors: int) -> QuantisedConvTaps | None:
+        """The one that should be the fastest; None where none fits into a block, and a cluster for all filters on the
+        GPU, and where it is not for these windows."""
+        few, many = CHANNELS
+        if ((size, stride) not in EIGHTS or (shape[3] != few and shape[3] % many) or shape[1] % stride
+                or shape[2] % stride):
+            return None
+        if size == 1:  # no matter which pixels are neighbours
+            shape = (1, shape[0] * shape[1] * shape[2], 1, shape[3])
+        return min((way for way in cls._all(shape, filters, size, stride, adds)
+                    if way.fits and way.grid(num_multiprocessors)[2] <= max(1, num_multiprocessors // PEERS)),
+                   default=None, key=lambda way: (way.clocks(num_multiprocessors), -way.groups, -way.rows, way.results))
+
+    @classmethod
+    def _all(cls, shape: Shape, filters: int, size: int, stride: int, adds: bool) -> Iterator[QuantisedConvTaps]:
+        groups = -(-filters // FILTERS)
+        for eights in EIGHTS[size, stride]:
+            most = min(shape[1] // stride, 8 * eights // (shape[2] // stride + size // 2))
+            for rows in range(1 if size > 1 else most, most + 1):
+                for of_block in {-(-groups // blocks) for blocks in range(1, groups + 1)}:
+                    for results in (MAX_RESULTS, 2) if adds else (1, 2):
+                        yield cls(shape, filters, size, stride, adds, eights, rows, of_block, results)
+
+    @property
+    def channels(self) -> int:
+        """Of a part."""
+        return min(self.shape[3], max(CHANNELS))
+
+    @property
+    def parts(self) -> int:
+        """Of the data of a tile."""
+        return self.shape[3] // self.channels * self.stride**2
+
+    @property
+    def pad(self) -> int:
+        return self.size // 2
+
+    @property
+    def more(self) -> int:
+        """Rows of a part, beside as many as of results."""
+        return 2 * self.pad if self.stride == 1 else 1
+
+    @property
+    def pitch(self) -> int:
+        """Pixels of a row in shared memory: with one of zeros on the left."""
+        return self.shape[2] // self.stride + self.pad
+
+    @property
+    def together(self) -> int:
+        """Images of a tile."""
+        return min(self.shape[0], MAX_TILE, 8 * self.eights // (self.rows * self.pitch))
+
+    @property
+    def part_bytes(self) -> int:
+        """Of a part of a tile in shared memory: up to the last pixel that is read with the last tap, and at least one
+        more than is copied."""
+        line = self.together * self.pitch
+        pixels = max((self.rows + self.more) * line + self.pad, self.more * (line + 1) + 8 * self.eights)
+        return -(-pixels * self.channels // 1024) * 1024
+
+    @property
+    def chunks(self) -> int:
+        """Of the weights of 64 filters."""
+        return self.size**2 * self.shape[3] // self.channels
+
+    @property
+    def stages(self) -> int:
+        """Of weights: all that a block needs, if there is then room for two tiles."""
+        if self._weights_stay:
+            return self.groups * self.chunks
+        return min(MAX_STAGES, (self._free_bytes - self.places * self.part_bytes) // self._stage_bytes)
+
+    @property
+    def places(self) -> int:
+        """For parts of tiles."""
+        if self._weights_stay:
+            return min(MAX_PLACES, (self._free_bytes - self.stages * self._stage_bytes) // self.part_bytes)
+        return min(MAX_PLACES, 2 * self.parts, (self._free_bytes - FEW_STAGES * self._stage_bytes) // self.part_bytes)
+
+    @property
+    def fits(self) -> bool:
+        return (self.places >= self.parts and (self._weights_stay or self.stages >= 2)
+                and max(self.pitch, self.rows + self.more) <= MAX_TILE)
+
+    @property
+    def shared_bytes(self) -> int:
+        return SHARED_BYTES - self._free_bytes + self.stages * self._stage_bytes + self.places * self.part_bytes
+
+    @property
+    def _stage_bytes(self) -> int:
+        return FILTERS * self.channels
+
+    @property
+    def _free_bytes(self) -> int:
+        """Of shared memory, for weights and tiles."""
+        return SHARED_BYTES - CONTROL_BYTES - self.results * -(-self.eights // 4) * 32 * FILTERS
+
+    @property
+    def _weights_stay(self) -> bool:
+        all_chunks = self.groups * self.chunks
+        return (all_chunks <= MAX_STAGES and
+                all_chunks * self._stage_bytes + 2 * self.parts * self.part_bytes <= self._free_bytes)
+
+    def grid(self, num_multiprocessors: int) -> Size:
+        across = -(-self.filters // (FILTERS * self.groups))
+        return PEERS, max(1, min(num_multiprocessors // PEERS // across, self._pairs)), across
+
+    def clocks(self, num_multiprocessors: int) -> float:
+        """An estimate: tensor cores wait for what the L2 cache cannot bring in time, and for results' places. Where
+        something is added, these are in use for four times as long, from the start of its copy on."""
+        tile_bytes = (self.rows + self.more) * self.together * self.pitch * self.channels * self.parts
+        other_bytes = 0 if self._weights_stay else self.groups * self.chunks * self._stage_bytes // PEERS
+        if self.adds:
+            other_bytes += self.groups * FILTERS * 8 * self.eights
+        multiplying, ending = self.chunks * self.channels // 32 * self.eights * 4, END_CLOCKS * self.eights
+        of_group = max(multiplying, (multiplying + ending) / 2, ending * (4 if self.adds else 1) / self.results)
+        # Parts of the next tile that have no place before the last group frees some.
+        late = max(0, 2 * self.parts - self.places) / self.parts
+        waits = max(0, late * (tile_bytes / L2_BYTES - of_group))
+        rounds = -(-self._pairs // self.grid(num_multiprocessors)[1])
+        return (rounds * max(self.groups * of_group + waits, (tile_bytes + other_bytes) / L2_BYTES)
+                + tile_bytes / self.parts / L2_BYTES)
+
+    @property
+    def _pairs(self) -> int:
+        """Of tiles, of which each block of a cluster makes one."""
+        tiles = -(-(self.shape[1] // self.stride) // self.rows) * -(-self.shape[0] // self.together)
+        return -(-tiles // PEERS)
+
+    @property
+    def images(self) -> TappedImages:
+        images, height, width = (self.shape[0], *(size // self.stride for size in self.shape[1:3]))
+        return TappedImages(images, height, width, self.pad, self.rows, self.more, self.together, self.parts,
+                            self.places, self.part_bytes // 16, self.stages, self.results, self.groups,
+                            -(-self.filters // FILTERS))
+
+    @property
+    def data(self) -> Tiling:
+        """Rows and columns by their remainders: with stride 2 odd rows behind the even ones, odd columns as more
+        channels."""
+        (images, height, width, channels), stride = self.shape, self.stride
+        row = width * channels
+        return Tiling((stride, height // stride, images, width // stride, stride * channels),
+                      (row, stride * row, height * row, stride * channels),
+                      (1, self.rows + self.more, self.together, self.pitch, self.channels))
+
+    @property
+    def output(self) -> Tiling:
+        images, height, width = (self.shape[0], *(size // self.stride for size in self.shape[1:3]))
+        row = width * self.filters
+        return Tiling((height, images, width, self.filters), (row, height * row, self.filters),
+                      (self.rows, self.together, self.pitch, FILTERS))
+
+    @property
+    def weights(self) -> Tiling:
+        """Of sixteen filters the even ones before the odd ones."""
+        length = self.size**2 * self.shape[3]
+        return Tiling((self.filters // 16, 2, 8, length), (16 * length, length, 2 * length),
+                      (FILTERS // PEERS // 16, 2, 8, self.channels))
+
+
+def launch(builder: Builder, node: Node) -> None:
+    x, weight, y = builder.input(node, "data"), builder.input(node, "weight"), builder.output(node)
+    addend, (adds, relu, share) = builder.optional_input(node, "addend", "no_addend"), Epilogue.of(node)
+    filters, sms = y.shape[3], builder.gpu.num_multiprocessors
+    size, stride = window(node).kernel[0], window(node).stride[0]
+    is_plain = window(node) == ((size, size), (stride, stride), (size // 2, size // 2), (1, 1)) and y.dtype == "int8"
+    require_tensor_cores(builder, node, columns=FILTERS)
+    way = QuantisedConvTaps.of(x.shape, filters, size, stride, adds, sms) if is_plain else None
+    require(builder.gpu.capability == HOPPER and way is not None, node, "is not for the kernel of taps")
+    assert way
+    builder.launch(
+        node, "quantised_conv_taps.cu",
+        instance("quantised_conv_taps", size, stride, way.channels, way.eights, adds, relu), way.grid(sms), way.BLOCK,
+        Tiled(In(x), way.data), Tiled(In(weight), way.weights), Tiled(In(addend), way.output),
+        Tiled(Out(y, over=addend), way.output), In(builder.input(node, "multiplier")), In(builder.input(node, "bias")),
+        way.images, ctypes.c_int(filters), share, shared_bytes=way.shared_bytes,
+        flops=builder.problem("fprop", node, x, weight, y).flops)
+
+
+OPERATORS = (
+    Operator("QuantisedConvTaps", ("data", "weight", "multiplier", "bias", "addend"), attrs=QUANTISED_CONVOLUTION,
+             optional=OPTIONAL_ADDEND, form_of="QuantisedConvolution", body=quantised_convolution_body,
+             forward="Convolution", fused=True),
+)
+RULES = (("QuantisedConvolution", form("QuantisedConvTaps")),)
+LAUNCHES: Launches = {"QuantisedConvTaps": launch}

@@ -1,0 +1,78 @@
+"""The stem in INT8: the first convolution with its max pooling, on Hopper.
+
+    before    squares, weight, multiplier, bias -> QuantisedConvolution -> QuantisedPooling `pool`
+    after     squares, weight, multiplier, bias -> QuantisedStemPool `pool`
+
+The first convolution is one of squares (`passes/quantise_squares.py`). The largest tensor of the network is not
+written; maxima of integers are the same integers. Teams of warps walk over the rows of all images.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+from graph_passes.candidates import Candidate, Candidates
+from graph_passes.executors.cuda.builder import Builder, Launches, require
+from graph_passes.executors.cuda.kernel_library import HOPPER, instance
+from graph_passes.executors.cuda.kernels.stem import FILTERS
+from graph_passes.executors.cuda.operands import In, Out
+from graph_passes.graph import Node
+from graph_passes.operators import Operator, window
+from graph_passes.operators.body import Body
+from graph_passes.operators.pooling import is_stems
+from graph_passes.operators.quantised import QUANTISED_CONVOLUTION, SQUARE_CHANNELS, quantised_convolution_body
+
+WINDOW = ((4, 4), (1, 1), (0, 0), (1, 1))  # of 7x7 with stride 2 and padding 3, in squares
+TEAMS, BLOCK, WIDTH, SHARED_BYTES = 3, (384, 1, 1), 112, 88_608
+
+
+def quantised_stem_pool(table: Candidates, pooling: Candidate) -> Iterator[Node]:
+    """Of QuantisedPooling."""
+    if not is_stems(pooling.node):
+        return
+    for convolution in table.makers(pooling.node.inputs[0], "QuantisedConvolution"):
+        if table.makers(convolution.input("data"), "QuantiseSquares") and _fits(convolution.node):
+            yield convolution.node.derive("QuantisedStemPool", pooling.node.name, convolution.node.inputs)
+
+
+def _fits(convolution: Node) -> bool:
+    return (window(convolution) == WINDOW and convolution["num_filter"] == FILTERS and convolution["num_group"] == 1
+            and convolution["no_addend"] and convolution["layout"] == "NHWC" and convolution["dtype"] == "int8")
+
+
+def _body(b: Body) -> list[Any]:
+    (y,) = quantised_convolution_body(b)
+    return [b.max_of_3x3(y)]
+
+
+class PooledSizes(ctypes.Structure):
+    """`PooledSizes` of quantised_stem_pool.cu."""
+
+    _fields_ = tuple((name, ctypes.c_int) for name in ("images", "out_height", "out_width", "pooled_height",
+                                                       "pooled_width"))
+
+
+def launch(builder: Builder, node: Node) -> None:
+    x, weight, y = builder.input(node, "data"), builder.input(node, "weight"), builder.output(node)
+    images, height, width, channels = x.shape
+    size = window(node)
+    out_height, out_width = height - size.kernel[0] + 1, width - size.kernel[1] + 1
+    require(builder.gpu.capability == HOPPER and size == WINDOW and channels == SQUARE_CHANNELS
+            and y.shape[3] == FILTERS and y.dtype == "int8" and out_width <= WIDTH, node,
+            "is not for the kernel of the stem and its pooling")
+    blocks = min(builder.gpu.num_multiprocessors, -(-images * y.shape[1] // TEAMS))
+    builder.launch(node, "quantised_stem_pool.cu", instance("quantised_stem_pool", node["relu"]), (blocks, 1, 1),
+                   BLOCK, In(x), In(weight), In(builder.input(node, "multiplier")),
+                   In(builder.input(node, "bias")), Out(y),
+                   PooledSizes(images, out_height, out_width, *y.shape[1:3]), shared_bytes=SHARED_BYTES,
+                   flops=2 * images * out_height * out_width * weight.num_bytes)
+
+
+OPERATORS = (
+    Operator("QuantisedStemPool", ("data", "weight", "multiplier", "bias"), attrs=QUANTISED_CONVOLUTION, body=_body,
+             forward="Convolution", fused=True),
+)
+RULES = (("QuantisedPooling", quantised_stem_pool),)
+LAUNCHES: Launches = {"QuantisedStemPool": launch}

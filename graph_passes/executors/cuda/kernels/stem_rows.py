@@ -1,0 +1,47 @@
+"""What stem_forward.cu and stem_pool.cu share (stem_rows.cuh): how images are divided."""
+
+from __future__ import annotations
+
+import math
+
+from graph_passes.executors.cuda.builder import Builder, require, require_hopper
+from graph_passes.executors.cuda.device import Tiling
+from graph_passes.executors.cuda.kernel_library import Size
+from graph_passes.executors.cuda.kernels.stem import FILTERS
+from graph_passes.graph import Node
+from graph_passes.operators import Shape
+
+
+class StemRows:
+    """How the kernels of stem_rows.cuh divide their work: into strips of rows of their output. A block has three teams
+    of warps, each of which makes a strip."""
+
+    BLOCK: Size = (512, 1, 1)
+    TEAMS, MAX_WIDTH, PAIRS, ROW_BYTES = 3, 224, 8, 1856  # of an image, and of one of its rows in shared memory
+    IMAGE_BYTES = -(-((TEAMS * PAIRS * 2 + 1) * ROW_BYTES + 2 * TEAMS * PAIRS * 8) // 1024) * 1024
+    ROWS, RESULT_PIXELS = 1, 112  # of the convolution, that make a row of the output; of a row of the output
+    SHARED_BYTES = 2 * TEAMS * RESULT_PIXELS * FILTERS * 2 + IMAGE_BYTES
+
+    def __init__(self, shape: Shape, num_multiprocessors: int) -> None:
+        """`shape`: of the output, (N, H, W, 64)."""
+        images, height, _, _ = shape
+
+        def rows_in_turn(strips: int) -> int:
+            """Of the convolution, that the busiest team makes; a strip costs one more."""
+            rounds = -(-images * strips // (self.TEAMS * num_multiprocessors))
+            return rounds * (self.ROWS * -(-height // strips) + 1)
+
+        strips = min(range(1, height + 1), key=rows_in_turn)
+        self.strip = -(-height // strips)
+        items = images * -(-height // self.strip)
+        self.grid: Size = (min(num_multiprocessors, -(-items // self.TEAMS)), 1, 1)
+        self.tiling = Tiling.of_matrix(math.prod(shape[:3]), FILTERS, (shape[2], FILTERS))
+
+
+def require_rows(builder: Builder, node: Node, images: Shape) -> None:
+    """Raise GraphError where the GPU or these images are not for the kernels of stem_rows.cuh."""
+    require_hopper(builder, node)
+    _, _, width, channels = images
+    require(width % 2 == 0 and width <= StemRows.MAX_WIDTH and channels == 4, node,
+            f"reads images of {channels} channels and {width} pixels' width: its kernel takes 4 and, if even, up to "
+            f"{StemRows.MAX_WIDTH}")

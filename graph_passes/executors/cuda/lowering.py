@@ -1,0 +1,95 @@
+"""From a graph to launches on buffers: one function per operator, and none knows another.
+
+The graph is one that `graph_passes/pipeline.py` gives: NHWC, fused, and for training with the backward pass in it.
+Nodes are lowered in the graph's order, which is the order of the launches.
+
+The function is one of a `Builder` and a node, in the file of the kernel that it launches (`kernels/`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from graph_passes.executors.cuda.builder import Builder, Persistent, no_lowering, require
+from graph_passes.executors.cuda.capacity import check_sizes
+from graph_passes.executors.cuda.kernels import LAUNCHES
+from graph_passes.executors.cuda.parameters import Store
+from graph_passes.executors.cuda.program import Buffer, Program
+from graph_passes.executors.cuda.toolchain import Toolchain
+from graph_passes.graph import Graph, Node, Ref
+from graph_passes.operators import BATCH_NORMS, LOSSES, Shape
+from graph_passes.operators.dropout import SEED
+from graph_passes.passes import output_names, tensor_dtypes
+
+__all__ = ["LoweredGraph", "Persistent", "bound_buffers", "check_operators", "lower", "lower_nodes"]
+
+
+def check_operators(graph: Graph) -> None:
+    """Raise GraphError for the first node of a network that can have no lowering: another operator, or not NHWC."""
+    unknown = [node for node in graph if not node.is_variable and node.op not in LAUNCHES]
+    own = [node for node in unknown if node.op != "transpose"]
+    if own:
+        raise no_lowering(own[0])
+    for node in graph:
+        is_nchw = ((node.op in ("Convolution", "Pooling") and node["layout"] == "NCHW")
+                   or (node.op in BATCH_NORMS and node["axis"] not in (3, -1)))
+        require(not is_nchw, node, "is not NHWC: run passes.layout(graph, 'NHWC', inputs=['data']) first")
+        if node.op == "FullyConnected":
+            readers = {reader.op for reader in graph.consumers.get(Ref(node.name), ())}
+            require(bool(readers) and readers <= {*LOSSES, *LOSSES.values()}, node,
+                    "does not feed a SoftmaxOutput alone: only the classifier has a GPU lowering")
+    if unknown:  # a transpose may be there only because of another operator, in front of which the layout pass put it
+        raise no_lowering(unknown[0])
+
+
+@dataclass(frozen=True)
+class LoweredGraph:
+    """What `lower` makes of a graph."""
+
+    program: Program
+    ready: dict[str, int]  # name of a parameter -> after how many launches its gradient is final
+    buffers: Mapping[Ref, Buffer]  # where the tensors lie
+
+
+def lower(graph: Graph, shapes: Mapping[Ref, Shape], store: Store, persistent: Persistent,
+          tools: Toolchain) -> LoweredGraph:
+    """One pass over the graph. `shapes`: of all its tensors. Raises GraphError, with the name of the node, for what has
+    no lowering, or too many elements."""
+    check_operators(graph)
+    check_sizes(shapes)
+    builder = Builder(shapes, tensor_dtypes(graph), bound_buffers(graph, store, persistent), store.dtype, persistent,
+                      tools)
+    lower_nodes(builder, graph)
+    program = builder.program
+    program.plan_memory()
+    ready = {name: number for number, launch in enumerate(program.launches, start=1)
+             for name, gradient in store.gradients.items() if gradient in launch.writes}
+    return LoweredGraph(program, ready, builder.buffers)
+
+
+def lower_nodes(builder: Builder, nodes: Graph | list[Node]) -> None:
+    """Emit the launches of the nodes, in order."""
+    for node in nodes:
+        if node.is_variable:
+            continue
+        if node.op not in LAUNCHES:
+            raise no_lowering(node)
+        LAUNCHES[node.op](builder, node)
+
+
+def bound_buffers(graph: Graph, store: Store, persistent: Persistent) -> dict[Ref, Buffer]:
+    """The tensors that have their places already: data, parameters, running statistics, and their gradients."""
+    buffers = {Ref("data"): persistent.data, Ref(SEED): persistent.seed,
+               **{Ref(name): buffer for name, buffer in store.values.items()},
+               **{Ref(name): buffer for name, buffer in store.statistics.slices.items()}}
+    if "output_names" not in graph.attrs:
+        return buffers
+    for name, ref in output_names(graph).items():
+        if name.endswith("_grad"):
+            buffers[ref] = store.gradients[name.removesuffix("_grad")]
+    for node in graph:
+        if node.op == "GroupMean":  # it works where the sums lie
+            buffers |= {ref: buffers[mean] for ref, mean in zip(node.inputs, node.refs(), strict=True)
+                        if mean in buffers}
+    return buffers

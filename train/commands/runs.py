@@ -1,0 +1,72 @@
+"""The command runs: a list of the runs in a folder."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from common.command_line import part_of
+from train.commands.tables import print_table
+from train.options.runs import RunsOptions
+from train.recording.metrics import VALIDATION
+from train.report.runs import DAMAGED, KILLED, Listed, list_runs
+
+HEADER = ("run", "state", "best top-1", "epochs", "network", "age", "size")
+
+
+def main(values: Mapping[str, Any]) -> None:
+    """List the runs. Raises TrainError for a folder that does not exist."""
+    own = part_of(RunsOptions, values)
+    first, *others = own.folder
+    if first == Path("list") and not first.is_dir():  # `runs list FOLDER`
+        own = RunsOptions(tuple(others) or RunsOptions.folder, own.json)
+    found = {run.folder: run for folder in own.folder for run in list_runs(folder)}
+    listed = sorted(found.values(), key=lambda run: -run.changed)
+    if own.json:
+        print(json.dumps([run.to_dict() for run in listed], indent=1))
+        return
+    if listed:
+        print_table(HEADER, [_cells(run, time.time()) for run in listed])
+    else:
+        print(f"no runs in {', '.join(map(str, own.folder))}")
+    for run in listed:
+        if run.state == DAMAGED:
+            print(run.reason, file=sys.stderr)
+
+
+def _cells(run: Listed, now: float) -> tuple[str, ...]:
+    epochs = "" if run.state == DAMAGED else f"{run.epochs} of {run.epochs_wanted}" if run.epochs_wanted else ""
+    return (str(run.folder), _state(run), _best(run), epochs, run.model, _age(now - run.changed), _size(run.size))
+
+
+def _state(run: Listed) -> str:
+    """The state, with the reason where it is not the usual one."""
+    told = {"max_steps": "--max-steps", "target_accuracy": "--target-accuracy", "patience": "--patience",
+            "time_limit": "--time-limit", KILLED: "killed"}
+    reason = told.get(run.reason, "")
+    return f"{run.state} ({reason})" if reason else run.state
+
+
+def _best(run: Listed) -> str:
+    if run.best_perplexity is not None:
+        return f"perplexity {run.best_perplexity:,.2f}"
+    if run.best_top1 is None:
+        return ""
+    return f"{run.best_top1:.2%}" + f" ({run.images})" * (run.images != VALIDATION)
+
+
+def _age(seconds: float) -> str:
+    """A time that has passed, in its largest unit."""
+    for unit, length in (("d", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{int(seconds // length)} {unit}"
+    return f"{max(int(seconds), 0)} s"
+
+
+def _size(count: int) -> str:
+    """A number of bytes."""
+    return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"

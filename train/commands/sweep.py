@@ -1,0 +1,273 @@
+"""The command sweep: trainings of several seeds or options, one after the other or one a GPU, and their comparison.
+
+Each training is a run of `python -m train` in its own process and folder. If the command is repeated, finished runs are
+skipped and a stopped one is resumed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from common import files
+from common.command_line import part_of
+from common.errors import ProgramError
+from common.output import print_line
+from common.program import TRAIN, own_process
+from train.commands import compare
+from train.commands.grid import Point, plan
+from train.commands.trainings import check_same, is_complete
+from train.config import CONFIG_FILE
+from train.errors import TrainError
+from train.options.runs import Sweep
+from train.processes import topology
+from train.processes.signals import STOPPING, StoppedBySignal, ending, handled
+from train.processes.worker import Slot, how_it_ended, stop_ours_with_us
+from train.recording.metrics import METRICS_FILE, accuracy_of
+from train.report import runs
+from train.report.comparison import Comparison
+from train.report.comparison import compare as compare_runs
+
+NAME = "comparison"  # of the files that a sweep ends in
+POLL_SECONDS = 0.2
+LOOK_SECONDS = 5.0  # between two looks at the epochs of trainings that run beside each other
+LAST_WORDS = 4096  # bytes at the end of a log in which an error is looked for
+SIGNAL_CODES = {code for number in STOPPING for code in (128 + number, -number)}  # of a training that was stopped
+
+
+def main(values: Mapping[str, Any]) -> None:
+    """Train all points and compare them. Raises UserError, StoppedBySignal, and ProgramError if a training fails."""
+    own = part_of(Sweep, values)
+    points = plan(own, values)
+    output = points[0].folder.parent
+    _check_output(output)
+    slots = _slots(own.parallel, points)
+    for point in points:
+        check_same(point.config, point.folder, "sweep")
+    files.check_place(output / f"{NAME}.json", "give another --output")
+    with _alone(output):
+        trainings = _Trainings(points, slots)
+        trainings.run()
+        if found := _compare(points):
+            compare.show(found)
+            print(f"comparison: {output / NAME}.html, .md and .json")
+    if failed := trainings.failed:
+        raise ProgramError(f"{len(failed)} of {len(points)} runs failed ({', '.join(failed)}), see their messages "
+                           "above: repeat the command to try them again")
+
+
+def _check_output(output: Path) -> None:
+    if (output / CONFIG_FILE).exists():
+        raise TrainError(f"{output} is the folder of a run, and a sweep's runs have folders of their own below it: "
+                         "give another --output")
+
+
+@contextlib.contextmanager
+def _alone(output: Path) -> Iterator[None]:
+    """Inside, no other sweep works in the folder, which is created. Raises UserError."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(output, os.O_RDONLY)
+    except OSError as error:
+        raise TrainError(f"cannot write {output} ({error.strerror}): give another --output") from None
+    try:
+        if not files.lock(descriptor):
+            raise TrainError(f"another sweep is at work in {output}: wait for its end, or give another --output")
+        yield
+    finally:
+        os.close(descriptor)
+
+
+# --- training ---
+
+
+def _slots(parallel: int, points: Sequence[Point]) -> list[Slot | None]:
+    """The share of the machine for each training that runs at a time; None: all of it. Raises TrainError if there are
+    fewer GPUs than asked for."""
+    on_gpu = any(point.config.device != "cpu" for point in points)
+    gpus = topology.read_gpus() if on_gpu and parallel != 1 else []
+    count = min(parallel or len(gpus) or 1, len(points))
+    if gpus and count > len(gpus):
+        raise TrainError(f"--parallel {parallel} needs {count} GPUs, and there {'are' if len(gpus) > 1 else 'is'} "
+                         f"{len(gpus)} here: lower it, or give --device cpu")
+    if count == 1:
+        return [None]
+    cores = topology.assign_cores(gpus, count)
+    return [Slot(i, gpus[i] if gpus else None, cores[i], bound=True) for i in range(count)]
+
+
+@dataclass
+class _Running:
+    """A training that runs."""
+
+    point: Point
+    slot: Slot | None
+    process: subprocess.Popen[bytes]
+    started: float
+    log: Path | None  # what it prints, if it runs beside others
+    epochs: int  # done and told so far
+
+
+class _Trainings:
+    """Runs the points, in each of the `slots` one at a time.
+
+    `failed`: the names of those that failed. `obstacle`: why no more are begun; None: nothing is in the way.
+    """
+
+    def __init__(self, points: Sequence[Point], slots: Sequence[Slot | None]) -> None:
+        self.failed: list[str] = []
+        self.obstacle: StoppedBySignal | ProgramError | None = None
+        self._points, self._left = points, list(points)
+        self._free, self._num_slots = list(slots), len(slots)
+        self._running: list[_Running] = []
+        self._seconds: list[float] = []  # durations of the trainings that have ended well
+        self._largest = 0  # bytes on disk of the largest finished run
+        self._looked = time.monotonic()
+
+    def run(self) -> None:
+        """Train until all are done. Raises StoppedBySignal, and ProgramError if the disk is full."""
+        with handled(dict.fromkeys(ending(), self._stop)):
+            try:
+                while self._running or (self._left and not self.obstacle):
+                    while self._left and self._free and not self.obstacle:
+                        self._begin(self._left.pop(0))
+                    time.sleep(POLL_SECONDS)
+                    self._collect()
+            finally:
+                for each in self._running:  # only if beginning one has raised an error
+                    each.process.terminate()
+                    each.process.wait()
+        if self.obstacle:
+            raise self.obstacle
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        """On a signal: the trainings save checkpoints. Ctrl-C reaches them from the terminal as well, which they count
+        as once."""
+        if self._num_slots > 1 and not self.obstacle:  # otherwise the training says so
+            print_line("stopping: the trainings save their state")
+        self.obstacle = StoppedBySignal(number, "stopped: repeat the command to resume")
+        for each in self._running:
+            each.process.send_signal(number)
+
+    def _begin(self, point: Point) -> None:
+        number = f"{self._points.index(point) + 1} of {len(self._points)}"
+        if is_complete(point.config, point.folder):
+            self._largest = max(self._largest, runs.size_on_disk(point.folder))
+            print(f"== {point.name} ({number}): finished before, skipped", flush=True)
+            return
+        if not self._has_room(point.folder.parent):
+            return
+        slot = self._free.pop(0)
+        log = point.folder.with_name(f"{point.name}.log") if slot else None
+        where = f" on {f'GPU {slot.gpu.visible}' if slot.gpu else 'the CPU'}, output in {log}" if slot else ""
+        print(f"== {point.name} ({number}{self._time_left()}){where}", flush=True)
+        with log.open("ab") if log else contextlib.nullcontext() as output:
+            process = subprocess.Popen(own_process(TRAIN, *point.arguments), env=_environment(slot), stdout=output,
+                                       stderr=output, preexec_fn=stop_ours_with_us)
+        if slot:
+            with contextlib.suppress(ProcessLookupError):  # it has already ended
+                os.sched_setaffinity(process.pid, slot.cores)
+        self._running.append(_Running(point, slot, process, time.monotonic(), log, len(_epochs(point.folder))))
+        if isinstance(self.obstacle, StoppedBySignal):  # it came while this one began, which it did not reach
+            process.send_signal(self.obstacle.exit_code - 128)
+
+    def _has_room(self, output: Path) -> bool:
+        """Whether the disk has room for another run as large as those that have finished; if not, it is an obstacle."""
+        free = shutil.disk_usage(output).free
+        if free < self._largest:
+            self.obstacle = ProgramError(f"{output} has {free / 2**30:.2f} GiB left, and a run of this sweep takes "
+                                         f"{self._largest / 2**30:.2f}: make room, and repeat the command to resume")
+        return not self.obstacle
+
+    def _time_left(self) -> str:
+        """The time of the trainings that have not begun, this one included, by the mean of those that have ended."""
+        if not self._seconds:
+            return ""
+        seconds = (len(self._left) + 1) / self._num_slots * sum(self._seconds) / len(self._seconds)
+        return f", about {timedelta(seconds=round(seconds))} left"
+
+    def _collect(self) -> None:
+        """Take note of trainings that have ended, and tell the epochs of those that run beside each other."""
+        ended = [each for each in self._running if each.process.poll() is not None]
+        if ended or time.monotonic() - self._looked > LOOK_SECONDS:
+            self._looked = time.monotonic()
+            for each in self._running:
+                _tell_epochs(each)
+        for each in ended:
+            self._running.remove(each)
+            self._free.append(each.slot)
+            self._end(each)
+
+    def _end(self, each: _Running) -> None:
+        point, code = each.point, each.process.returncode
+        if not code and is_complete(point.config, point.folder):
+            self._seconds.append(time.monotonic() - each.started)
+            self._largest = max(self._largest, runs.size_on_disk(point.folder))
+        elif not (isinstance(self.obstacle, StoppedBySignal) and code in SIGNAL_CODES):
+            self.failed.append(point.name)
+            print(f"== {point.name} {_how(code)}{_last_error(each.log) if each.log else ''}", flush=True)
+
+
+def _how(code: int) -> str:
+    """How a training ended that is not finished."""
+    if not code:
+        return "ended before it was finished"  # --time-limit
+    return "was stopped by a signal" if code in SIGNAL_CODES else how_it_ended(code)
+
+
+def _last_error(log: Path) -> str:
+    """The last error that a training has written, and where."""
+    lines = log.read_bytes()[-LAST_WORDS:].decode(errors="replace").splitlines()
+    said = next((line for line in reversed(lines) if line.startswith("error: ")), "")
+    return f" ({log}); {said}" if said else f" ({log})"
+
+
+def _epochs(folder: Path) -> list[str]:
+    """What to tell of each epoch that a run has done."""
+    try:
+        run = runs.read(folder, with_steps=False)
+    except TrainError:  # it has not begun yet
+        return []
+    return [f"epoch {row.epoch} of {run.epochs_wanted}"
+            + (f", {accuracy_of(row.evaluation.images)} {row.evaluation.top1:.1%}" if row.evaluation else "")
+            for row in run.record.epochs]
+
+
+def _tell_epochs(each: _Running) -> None:
+    """Print the epochs that a training beside others has done since the last look."""
+    if each.slot:
+        done = _epochs(each.point.folder)
+        for epoch in done[each.epochs:]:
+            print(f"{each.point.name}: {epoch}", flush=True)
+        each.epochs = len(done)
+
+
+def _environment(slot: Slot | None) -> dict[str, str]:
+    if slot is None:
+        return dict(os.environ)
+    own = {"CUDA_VISIBLE_DEVICES": slot.gpu.visible} if slot.gpu else {}
+    return {**os.environ, **slot.environment, **own}
+
+
+# --- the comparison ---
+
+
+def _compare(points: Sequence[Point]) -> Comparison | None:
+    """Write the comparison of the runs; None if none of them has a step."""
+    begun = [point.folder for point in points if (point.folder / METRICS_FILE).exists()]
+    try:
+        found = compare_runs(begun)
+    except TrainError:
+        return None
+    for ending_, form in compare.ENDINGS.items():
+        compare.save(found, points[0].folder.with_name(f"{NAME}{ending_}"), form)
+    return found
