@@ -35,6 +35,7 @@ VERSION = "--version"
 MAX_WIDTH = 110  # columns of help; longer lines are hard to read
 T = TypeVar("T")
 
+REPEATABLE = object()  # in the annotation of a tuple: the option takes one value, and may be given several times
 POSITIONAL = object()  # in Annotated: a field with a default is a positional argument that may be left out
 
 _METAVARS = {int: "N", float: "X", str: "NAME", Path: "PATH"}
@@ -93,8 +94,8 @@ def given(options: type, arguments: Sequence[str], *, prog: str, default: object
         options: a dataclass. A field with a default is the option `--field-name`; a field without one is a positional
             argument. Types: bool, int, float, str, Path, a Literal, a tuple of one of these, or one of these or None.
             `Annotated[type, ...]` can add "FILE", the placeholder of the value in the help; "-f", a second name; a
-            function that converts the text, or raises an error that says what the option needs; POSITIONAL for a
-            positional argument that may be left out.
+            function that converts the text, or raises an error that says what the option needs; REPEATABLE; POSITIONAL
+            for a positional argument that may be left out.
         arguments: the command line after the command's name.
         prog: the name of the command in help and errors.
         default: an object whose attributes are shown as the defaults in the help; None: the defaults of `options`.
@@ -225,15 +226,22 @@ def to_arguments(config: object, default: object) -> list[str]:
     """The command-line options that turn `default` into `config`, a dataclass of the same type."""
     return [word for field in dataclasses.fields(config)  # type: ignore[arg-type]
             if (value := getattr(config, field.name)) != getattr(default, field.name)
-            for word in as_arguments(field.name, value)]
+            for word in as_arguments(field.name, value, is_repeatable(type(config), field.name))]
 
 
-def as_arguments(field: str, value: Any) -> list[str]:
-    """The words of a command line that give a field this value; the inverse of `given`."""
+def as_arguments(field: str, value: Any, repeats: bool = False) -> list[str]:
+    """The words of a command line that give a field this value; the inverse of `given`. `repeats`: the option is
+    REPEATABLE."""
     option = option_name(field)
     if isinstance(value, bool):
         return [option if value else option.replace("--", "--no-", 1)]
-    return [option, *map(str, value if isinstance(value, (tuple, list)) else (value,))]
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return [word for each in values for word in (option, str(each))] if repeats else [option, *map(str, values)]
+
+
+def is_repeatable(options: type, field: str) -> bool:
+    """Whether the option of that field takes one value, and may be given several times."""
+    return REPEATABLE in typing.get_args(typing.get_type_hints(options, include_extras=True).get(field))
 
 
 def option_name(field: str) -> str:
@@ -412,15 +420,18 @@ def _make_parser(options: type, prog: str, default: object | None = None, with_h
 
 def _takes(hint: Any, metavar: str | None = None) -> dict[str, Any]:
     """The arguments of `add_argument` for an option of this type."""
-    convert = None
+    convert, repeats = None, False
     while (origin := typing.get_origin(hint)) in (Annotated, types.UnionType, typing.Union):
         if origin is Annotated:
             hint, *notes = typing.get_args(hint)
             convert = next(filter(callable, notes), convert)
+            repeats = REPEATABLE in notes
             metavar = next((note for note in notes if isinstance(note, str) and note[0] != "-"), metavar)
         else:
             (hint,) = set(typing.get_args(hint)) - {types.NoneType}
     members = typing.get_args(hint)
+    if repeats:
+        return {**_takes(members[0], metavar), "action": "append"}
     if origin is tuple:
         return {**_takes(members[0], metavar), "nargs": "+" if members[-1] is Ellipsis else len(members)}
     if origin is Literal:

@@ -9,7 +9,7 @@ import math
 from rich.console import Console
 from rich.table import Table
 
-from common import files
+from common import files, plugins
 from common.command_line import option_name, part_of
 from pipelines import DataError, ImageTransform, LoaderConfig, open_loader
 from pipelines.bench import STAGE_TITLES, LoaderSpeed, bench_settings, bench_stages
@@ -182,7 +182,8 @@ def _print_speeds(title: str, column: str, rows: dict[str, tuple[int, LoaderSpee
 
 
 def show(options: ShowOptions) -> int:
-    """Write a contact sheet of samples. Raises DataError for an option that would have no effect on them."""
+    """Write a contact sheet of samples. Raises UserError, also for an option that would have no effect on them."""
+    plugins.load(options.plugin)
     given = [name for name, default in vars(Augmentation()).items() if getattr(options, name) != default]
     if given and options.split == "val":
         raise DataError(f"{option_name(given[0])} is for training images, and --split val shows those of validation: "

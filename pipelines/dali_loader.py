@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common.mxnet_compat import mx
+from pipelines import by_plugins
 from pipelines.augment import WINDOW, Augmenter, source_code
 from pipelines.balance import draw_balanced
 from pipelines.by_pillow import PillowImages, reason_for_pillow, reason_for_pillow_of_file
@@ -93,6 +94,8 @@ class DaliLoader(Loader):
             max_pixels=config.max_pixels,
             large_images=config.device == "gpu" and source.mean_encoded_bytes > LARGE_BYTES,
         )
+        if self._graph.training and stage == "full":
+            by_plugins.check(config.transform.augment, config.size_in(0), config.device, config.device_id)
         self._longest_side = longest_side(self._graph)
         self._pipeline: Any = None
         self._augmenter: Augmenter | None = None

@@ -4,9 +4,10 @@
 
 The window is cut from the decoded pixels instead if the images come decoded (decoded.py) or if the window may reach
 beyond the image (`crop_padding`). Cutout follows the window. All other augmentations follow the resize, when the images
-of a batch have one size: the policy (policies.py, operations.py), colours, blur, erasing. On a GPU, the training graph
+of a batch have one size: those of plug-ins (by_plugins.py), the policy (policies.py, operations.py), colours, blur,
+erasing. On a GPU, the training graph
 ends with the windows. Our own kernels (augment.py) then resize and augment them from the same random numbers. Large
-windows would fill the memory while they wait, so the graph still resizes them.
+windows would fill the memory while they wait, so the graph still resizes them, and so it does for plug-ins.
 
 The loader draws all random numbers from (seed, epoch, batch) and feeds them in; no operator keeps a state. So any batch
 of any epoch can be computed directly: resuming needs two numbers, a broken image can be removed without disturbing the
@@ -22,6 +23,7 @@ import contextlib
 import itertools
 import math
 import re
+import warnings
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,7 +34,7 @@ import nvidia.dali.math as dali_math
 from nvidia import dali
 
 from common.quiet import without_lines
-from pipelines import augment, policies
+from pipelines import augment, by_plugins, policies
 from pipelines.operations import Numbers, applied, colour_numbers, mean_grey, numbers, on_those, solarised
 from pipelines.transform import MAX_PIXELS, MOST_OPERATIONS, ImageTransform
 
@@ -85,7 +87,7 @@ class GraphConfig:
     @property
     def is_resized_by_kernels(self) -> bool:
         """Whether the graph ends with the windows; otherwise it resizes, and augment.py keeps the size."""
-        return self.is_finished_by_kernels and not self.large_images
+        return self.is_finished_by_kernels and not (self.large_images or self.transform.augment)
 
 
 class ImageInputs(NamedTuple):
@@ -108,6 +110,7 @@ class ImageInputs(NamedTuple):
     policy_noise: Any = None  # (N, MOST_OPERATIONS) float32, policies.Draws.normal, for timm's RandAugment
     erasing: Any = None  # (N, 2, NUM_CANDIDATES) float32 in [0, 1), for random erasing: area, and width / height
     erasing_place: Any = None  # (N, 3) float32 in [0, 1): whether to erase, and the rectangle's x and y
+    for_plugins: Any = None  # (N, augmentations of plug-ins, by_plugins.NUM_RANDOM) float32 in [0, 1)
     size: Any = None  # (N, 2) float32, height and width of the output in pixels, equal for all images of a batch
 
 
@@ -223,6 +226,7 @@ def random_inputs(rng: np.random.Generator, count: int, transform: ImageTransfor
          lambda: rng.standard_normal((count, MOST_OPERATIONS), np.float32)),
         ("erasing", transform.random_erasing, lambda: uniform(2, NUM_CANDIDATES)),
         ("erasing_place", transform.random_erasing, lambda: uniform(3)),
+        ("for_plugins", transform.augment, lambda: uniform(len(transform.augment), by_plugins.NUM_RANDOM)),
     ]
     is_read = {name: bool(read) for name, read, _ in draws}
     while not is_read[draws[-1][0]]:  # nothing after it is read
@@ -287,7 +291,9 @@ def build_pipeline(
         return _image(config, inputs, values, operations), *beside
 
     pipeline = graph()
-    with without_lines(_MISSING_CODECS) if config.device == "gpu" else contextlib.nullcontext():
+    with (without_lines(_MISSING_CODECS) if config.device == "gpu" else contextlib.nullcontext(),
+          warnings.catch_warnings()):
+        warnings.filterwarnings("ignore", message=".*is not used")  # a plug-in need not use its random numbers
         pipeline.build()
     return pipeline
 
@@ -308,7 +314,7 @@ def _fed(config: GraphConfig) -> tuple[list[str], list[str], int]:
     fields += ["hole"] if transform.cutout and not config.is_finished_by_kernels else []
     if config.is_resized_by_kernels:
         return fields, [], 0
-    fields.append("size")
+    fields += ["size", *["for_plugins"] * (config.stage == "full" and bool(transform.augment))]
     derived_fields = ["interpolation"] if transform.train_interpolation == "random" else []
     if config.is_finished_by_kernels or config.stage == "resize":
         return fields, derived_fields, 0
@@ -354,7 +360,11 @@ def _image(config: GraphConfig, inputs: ImageInputs, values: Derived, operations
     else:
         kind = INTERPOLATIONS[transform.interpolation]
         image = fn.resize(image, resize_shorter=shorter_side(config), interp_type=kind)
-    if config.stage == "resize" or config.is_finished_by_kernels:
+    if config.stage == "resize":
+        return image
+    if config.training:
+        image = by_plugins.changed(transform.augment, image, inputs.for_plugins)
+    if config.is_finished_by_kernels:
         return image
     for each in operations:
         image = applied(image, each, policies.families(transform), policies.fill(transform), inputs.size)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from common import plugins
 from common.mxnet_compat import mx
 from common.nvidia_gpus import find_gpus
 from pipelines.errors import DataError, check_not_negative, check_positive
@@ -40,7 +41,8 @@ _IN_THE_ORDER = {"val_split": 0, "val_group_by": "image", "balance": 0, "repeate
 
 @dataclass(frozen=True)
 class LoaderConfig:
-    """The options of a loader; raises DataError for an invalid value."""
+    """The options of a loader; raises DataError for an invalid value, UserError for an augmentation that no plug-in
+    has."""
 
     data: str  # a path as in sources/, or "synthetic"
     split: str = "train"  # "train" shuffles and augments, "val" does neither
@@ -83,6 +85,8 @@ class LoaderConfig:
         if self.repeated_augmentation < 0 or self.repeated_augmentation == 1:
             raise DataError(f"repeated_augmentation is {self.repeated_augmentation}; it must be 0, or at least 2")
         self.transform.check()
+        for name in self.transform.augment if self.split == "train" else ():
+            plugins.get("augmentation", name)
         if self.split == "train" and self.transform.auto_augment != "none":
             smallest = min((self.image_size, *self.image_sizes))
             if smallest < 3:

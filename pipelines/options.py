@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+from common.command_line import REPEATABLE
 from pipelines.transform import ImageTransform, SizeLimit
 
 SAMPLES = "samples"  # as the data: the built-in sample set
@@ -128,6 +129,8 @@ class ShowOptions(ImageTransform):
     images."""
     output: Path
     """The file; .jpg makes it a JPEG."""
+    plugin: Annotated[tuple[str, ...], "FILE", REPEATABLE] = ()
+    """Python file with augmentations for --augment, as in training."""
     labels: Labels = "auto"
     """For CIFAR-100's own files: name the 100 fine classes or the 20 coarse ones; auto: fine."""
     split: Split = "train"

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
+from common.command_line import REPEATABLE
 from common.limits import FRACTION, PROBABILITY, Limit, between
 from pipelines.errors import DataError
 
@@ -78,6 +79,9 @@ class Augmentation:
     random_erasing: float = 0.0
     """Fill a random rectangle, 2 to 33 % of a training image, with the mean colour, with this probability
     (arXiv:1708.04896; 0.1 to 0.25 is usual); 0: off."""
+    augment: Annotated[tuple[str, ...], "NAME", REPEATABLE] = ()
+    """Change training images by a plug-in's augmentation (--plugin, docs/extending.md), after the crop and before the
+    other augmentations. May be repeated, and works in that order."""
     train_interpolation: Literal["same", "bilinear", "bicubic", "random"] = "same"
     """How training images are resized: same as validation images, or random: either of the two for each image."""
 

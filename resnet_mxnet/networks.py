@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ def load(
     num_threads: int = InferenceOptions.num_threads,
     hw_decoder_load: float = InferenceOptions.hw_decoder_load,
     max_pixels: int = InferenceOptions.max_pixels,
+    plugin: Path | Sequence[Path] = (),
 ) -> TrainedNetwork:
     """Load a trained network.
 
@@ -51,13 +53,14 @@ def load(
         num_threads: threads that decode; 0: one for each core.
         hw_decoder_load: on a GPU, the share of JPEGs that its JPEG engine decodes; -1: DALI's default.
         max_pixels: an image of more counts as one that cannot be read.
+        plugin: files of plug-ins, if those of the network's run are no longer where they were.
 
     Raises:
         UserError: there are no weights, they are damaged, or the device is not available.
     """
     kind, number = device_and_number(device)
     given = {"checkpoint": place, "int8": int8, "device": kind, "executor": executor, "batch_size": batch_size,
-             "num_threads": num_threads, "hw_decoder_load": hw_decoder_load, "max_pixels": max_pixels}
+             "num_threads": num_threads, "hw_decoder_load": hw_decoder_load, "max_pixels": max_pixels, "plugin": plugin}
     options = InferenceOptions(**values_of(InferenceOptions, given, command="predict"))
     return TrainedNetwork(Predictor.load(options, number, may_raise_batch=batch_size is None))
 
@@ -161,7 +164,8 @@ class TrainedNetwork:
             options: those of the command `validate`, such as `val_split`, `labels`, `report`.
 
         Returns:
-            `Validated`, with `num_images`, `loss` (nats), `top1` and `top5` (fractions) and `balanced_top1`.
+            `Validated`, with `num_images`, `loss` (nats), `top1` and `top5` (fractions), `balanced_top1`, and
+            `plugin_metrics` by name.
 
         Raises:
             UserError: the data cannot be read, or have other classes.

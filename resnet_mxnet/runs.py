@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,7 @@ class Run:
         return load(self.folder, **options)
 
 
-def train(*, callbacks: Sequence[Callable[[int, Mapping[str, float]], bool | None]] = (), **options: Any) -> Run:
+def train(*, callbacks: Sequence[Any] = (), **options: Any) -> Run:
     """Train a network, as the command `train` does, and print its progress.
 
         run = rm.train(data="photos", val_split=0.1, epochs=5)
@@ -87,8 +87,8 @@ def train(*, callbacks: Sequence[Callable[[int, Mapping[str, float]], bool | Non
 
     Args:
         callbacks: functions that are called at the end of each epoch with its number (from 1) and its results by name,
-            such as `train_loss`, `val_top1` (fractions; `Run.history` has the names). If one returns True, the run ends
-            there.
+            such as `train_loss`, `val_top1` (fractions; `Run.history` has the names). If one returns True, or a
+            sentence that says why, the run ends there. Also what `callback` takes: objects and classes with the hooks.
         options: those of `resnet-mxnet train --help`, with underscores: `batch_size=64` for --batch-size 64,
             `tensorboard=False` for --no-tensorboard. Paths may be `pathlib.Path`; None counts as not given.
 

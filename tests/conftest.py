@@ -6,6 +6,7 @@ import importlib
 import os
 import signal
 import sys
+import textwrap
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,7 @@ import numpy as np
 import pytest
 import side_by_side
 
+from common import plugins
 from common.nvidia_gpus import find_gpus
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -117,3 +119,20 @@ def real_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no real data at {folder}; set RESNET_REAL_DATA to a folder with imagenet_sample/ and cifar10/")
     return folder
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Writes a plug-in's file: plugin(source, name="my.py") gives its path. At the end, what has been registered is
+    forgotten."""
+    for registry in ("_registered", "_loaded"):
+        monkeypatch.setattr(plugins, registry, dict(getattr(plugins, registry)))
+    monkeypatch.setattr(plugins, "_told", set())
+    monkeypatch.setenv("RESNET_CACHE", str(tmp_path / "cache"))  # which knows what has been named
+
+    def write(source: str, name: str = "my.py") -> Path:
+        path = tmp_path / name
+        path.write_text(textwrap.dedent(source).lstrip("\n"))
+        return path
+
+    return write

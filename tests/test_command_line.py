@@ -15,6 +15,7 @@ import pytest
 
 from common.command_line import (
     POSITIONAL,
+    REPEATABLE,
     Positive,
     as_arguments,
     choose_command,
@@ -161,6 +162,27 @@ def test_a_flag_that_a_preset_has_set_can_be_taken_back():
     arguments = to_arguments(other, preset)
     assert given(Film, arguments, prog="film", default=preset) == {"title": "M", "loud": False}
     assert to_arguments(preset, preset) == []
+
+
+@dataclass(frozen=True)
+class Baskets:
+    """Fill baskets."""
+
+    more: tuple[Path, ...]
+    """What goes into them."""
+    basket: Annotated[tuple[str, ...], "NAME", REPEATABLE] = ()
+    """A basket."""
+
+
+def test_an_option_that_may_be_repeated(capsys):
+    """It takes one word each time, so that the files after it stay files."""
+    found = given(Baskets, ["--basket", "red", "apple", "--basket=blue", "pear"], prog="fill")
+    assert found == {"basket": ("red", "blue"), "more": (Path("apple"), Path("pear"))}
+    filled = Baskets((), ("red", "blue"))
+    assert to_arguments(filled, Baskets(())) == ["--basket", "red", "--basket", "blue"]
+    with pytest.raises(SystemExit):
+        given(Baskets, ["--help"], prog="fill")
+    assert "--basket NAME  " in capsys.readouterr().out
 
 
 def help_of(capsys, monkeypatch, *arguments, reader=given, **settings):

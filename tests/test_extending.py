@@ -1,4 +1,5 @@
-"""docs/extending.md: its examples, inserted into a copy of the code as the page says, work as the page says."""
+"""docs/extending.md: its examples, inserted into a copy of the code as the page says, work as the page says; its
+plug-ins work with the code as it is."""
 
 from __future__ import annotations
 
@@ -165,25 +166,88 @@ assert above("val", transform).all()
 GraphConfig.is_resized_by_kernels = property(lambda graph: graph.training)  # so a GPU's graph ends
 assert 0 < above("train", transform).sum() < 16
 """
+RUN = """
+import json, sys
+from pathlib import Path
+import numpy as np
+from PIL import Image
+from train.__main__ import main
+rng = np.random.default_rng(0)
+for split, name in ((split, name) for split in ("train", "val") for name in "abc"):
+    Path(split, name).mkdir(parents=True)
+    for number in range(8):
+        pixels = rng.integers(0, 256, (40, 48, 3), np.uint8)
+        Image.fromarray(pixels).save(f"{split}/{name}/{number}.png")
+def run(*options):
+    code = main(["--data", ".", "--plugin", sys.argv[1], "--output", "run", "--device", "cpu", "--image-size", "32",
+                 "--batch-size", "8", "--no-tensorboard", "--model", "tiny", "--plugin", sys.argv[2],
+                 "--warmup-epochs", "0", *options])
+    assert code == 0, code
+    return [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+"""
+MODEL_FROM_OUTSIDE = RUN + """
+run("--max-steps", "2")
+assert main(["predict", "--checkpoint", "run", "--json", "val/a/0.png"]) == 0
+assert main(["validate", "--checkpoint", "run"]) == 0
+"""
+AUGMENTATION_FROM_OUTSIDE = RUN + """
+from common import plugins
+from pipelines import ImageTransform, LoaderConfig, open_loader
+plugins.load([sys.argv[1]])
+def batch(*names, epoch=0):
+    crop = {"random_area": (1, 1), "random_ratio": (1, 1), "mirror": False}
+    settings = LoaderConfig(data=".", split="train", batch_size=24, image_size=32, num_threads=1,
+                            transform=ImageTransform(augment=names, **crop))
+    with open_loader(settings) as loader:
+        for _ in range(epoch):
+            list(loader)
+        return next(iter(loader)).data.asnumpy()
+plain, tilted, again = batch(), batch("tilt"), batch("tilt", epoch=1)
+assert plain.shape == tilted.shape
+assert (tilted[:, 0, 0] != plain[:, 0, 0]).any(axis=1).mean() > 0.9  # corners are filled
+assert np.abs(tilted[:, 16, 16] - plain[:, 16, 16]).mean() < np.abs(tilted[:, 0, 0] - plain[:, 0, 0]).mean()
+assert (tilted == batch("tilt")).all() and (tilted != again).any()
+run("--augment", "tilt", "--max-steps", "1")
+"""
+METRIC = RUN + """
+(epoch,) = [line for line in run("--epochs", "1") if line["event"] == "epoch"]
+# the probabilities of an untrained network are nearly equal: (1 - 1/3)^2 + 2 (1/3)^2 = 2/3
+assert 0.6 < epoch["plugin_metrics"]["brier"] < 0.75, epoch
+"""
+CALLBACK = RUN + """
+lines = run("--epochs", "5", "--learning-rate", "1e-9", "--validate-every", "0")
+log = Path("run/watch.txt").read_text().splitlines()
+assert [line.partition(":")[0] for line in log] == ["epoch 1", "epoch 2", "saved step-00000006.npz", "end"], log
+assert log[-1] == "end: callback", log
+assert "two epochs, and hardly better than chance" in [line for line in lines if line["event"] == "stop"][-1]["reason"]
+"""
 CHECKS = {
+    "A model from outside": MODEL_FROM_OUTSIDE,
+    "An augmentation from outside": AUGMENTATION_FROM_OUTSIDE,
+    "A metric": METRIC,
+    "A callback": CALLBACK,
     "A fused operator": FUSED_OPERATOR,
     "A model": MODEL,
     "An optimizer": OPTIMIZER,
     "An augmentation": AUGMENTATION,
     "A data format": DATA_FORMAT,
 }
-NUM_FILES = {"A fused operator": 2, "A model": 2, "An optimizer": 3, "An augmentation": 2,
+PLUGINS = ("A model from outside", "An augmentation from outside", "A metric", "A callback")
+NUM_FILES = {**dict.fromkeys(PLUGINS, 1), "A fused operator": 2, "A model": 2, "An optimizer": 3, "An augmentation": 2,
              "A data format": 2}
 
 
 @pytest.fixture(scope="module")
 def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the packages with all pieces in it."""
+    """A copy of the packages with all pieces in it, and beside it the folder `outside` with the plug-ins."""
     root = tmp_path_factory.mktemp("extended")
     for package in ("common", "graph_passes", "gpu_report", "pipelines", "train"):
         shutil.copytree(ROOT / package, root / package, ignore=shutil.ignore_patterns("__pycache__"))
-    for _, piece in pieces(PAGE.read_text()):
+    for heading, piece in pieces(PAGE.read_text()):
         path = root / piece.file
+        if heading in PLUGINS:
+            (outside := root / "outside").mkdir(exist_ok=True)
+            path = outside / piece.file
         assert path.exists() == (piece.side is not None), f"{piece.file}: should be new, or should be there"
         path.write_text(insert(path.read_text(), piece) if piece.side else f"{piece.code}\n")
     return root
@@ -195,7 +259,12 @@ def test_walk(heading: str, extended: Path, tmp_path: Path) -> None:
     files = {piece.file for under, piece in pieces(PAGE.read_text()) if under == heading}
     assert len(files) == NUM_FILES[heading], files
     environment = {**os.environ, "PYTHONPATH": str(extended), "RESNET_CACHE": str(tmp_path / "cache")}
-    done = subprocess.run([sys.executable, "-c", CHECKS[heading]], cwd=tmp_path, env=environment, text=True,
+    arguments: list[str] = []
+    if heading in PLUGINS:  # with the code as it is
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests" / "light"), str(ROOT)])
+        (file,) = files
+        arguments = [str(extended / "outside" / name) for name in (file, "tiny.py")]
+    done = subprocess.run([sys.executable, "-c", CHECKS[heading], *arguments], cwd=tmp_path, env=environment, text=True,
                           stderr=subprocess.PIPE)
     assert done.returncode == 0, done.stderr
 
@@ -220,7 +289,8 @@ def test_kernels_compile(extended: Path) -> None:
 def test_page_passes_lint(extended: Path) -> None:
     """The pieces follow the style of the code around them."""
     shutil.copy(ROOT / "pyproject.toml", extended)
-    files = sorted({piece.file for _, piece in pieces(PAGE.read_text()) if piece.file.endswith(".py")})
+    files = sorted({f"outside/{piece.file}" if heading in PLUGINS else piece.file
+                    for heading, piece in pieces(PAGE.read_text()) if piece.file.endswith(".py")})
     done = subprocess.run([sys.executable, "-m", "ruff", "check", *files], cwd=extended, text=True,
                           stdout=subprocess.PIPE)
     assert done.returncode == 0, done.stdout

@@ -19,7 +19,7 @@ from common.errors import ProgramError
 from common.output import make_lasting
 from common.program import summaries
 from train import run_folder
-from train.command_line import COMMANDS, OF_ONE_PROCESS, PROG, command_options, understood
+from train.command_line import COMMANDS, OF_ONE_PROCESS, PROG, command_options, understood, with_plugins
 from train.errors import TrainError
 from train.presets import presets
 from train.processes.invocation import is_of_several
@@ -53,7 +53,7 @@ def _run(arguments: Sequence[str]) -> int:
         run = command.load()
         if __name__ == "__main__":
             signal.signal(signal.SIGINT, interrupt)
-        run(values)
+        run(with_plugins(values))
         if __name__ == "__main__":
             # the work is done: from here on Ctrl-C ends the process silently
             signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -36,6 +36,7 @@ from typing import Any
 
 import numpy as np
 
+from common import plugins
 from common.files import replacing, way_out
 from pipelines.sources import Classes
 from train import models
@@ -424,11 +425,20 @@ def _numbers(model: str, params: Arrays) -> list[str]:
 
 
 def _config(values: dict[str, Any], path: Path) -> Config:
+    """The configuration of the run. Loads the plug-in that has its network, if one has. Raises UserError."""
     kind = LanguageModelConfig if values.get("config") == LANGUAGE_MODEL else Config
     try:
-        return kind.from_dict(values)
+        config = kind.from_dict(values)
     except TrainError as error:
         raise TrainError(f"cannot read the checkpoint {path}: {error}") from None
+    plugins.restore(config.plugin, str(path), run_folder(path), lambda: config.model in models.names())
+    return config
+
+
+def load_plugins(checkpoint: Checkpoint) -> None:
+    """Load all plug-ins of a checkpoint's run, as training and validation need them. Raises UserError."""
+    file = checkpoint.file or Path()
+    plugins.restore(checkpoint.config.plugin, checkpoint.named, run_folder(file))
 
 
 def _write_array(archive: zipfile.ZipFile, name: str, array: np.ndarray) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from common.command_line import Command, choose_command, given, given_value, option_name
+from common import plugins
+from common.command_line import Command, choose_command, given, given_value, is_repeatable, option_name
 from common.errors import UserError
 from common.program import summaries
 from train import models
-from train.config import Config, check_optimizer
+from train.config import Config, check_optimizer, check_schedule
 from train.errors import TrainError
 from train.options import commands, runs, training
 from train.options.commands import (
@@ -78,17 +80,33 @@ def read(options: type, arguments: Sequence[str], *, command: str) -> dict[str, 
         default = SimpleNamespace(**{field.name: "" for field in dataclasses.fields(options)})
     values = given(options, arguments, prog=f"{PROG} {command}", default=default)
     check_limits(values, _LIMITS)
-    if "model" in values:
-        models.check(values["model"])
-    models.named(values.get("models", ()))
+    if not values.get("plugin"):  # otherwise the commands check these names, when they have loaded the plug-ins
+        if "model" in values:
+            models.check(values["model"])
+        models.named(values.get("models", ()))
+        if "schedule" in values:
+            check_schedule(values["schedule"])
+        for name in values.get("augment", ()):
+            plugins.get("augmentation", name)
     if "optimizer" in values:
         check_optimizer(values["optimizer"])
     return values
 
 
+def with_plugins(values: dict[str, Any]) -> dict[str, Any]:
+    """Load the plug-ins that option values name, and replace them by their records, as the commands need them. Not part
+    of `read`, since plug-ins import MXNet. Raises TrainError; of a machine's processes, the first says it."""
+    if "plugin" not in values:
+        return values
+    try:
+        return values | {"plugin": plugins.load(values["plugin"])}
+    except UserError as error:
+        raise TrainError(str(error), on_all_ranks=os.environ.get("HOROVOD_LOCAL_RANK", "0") != "0") from error
+
+
 def values_of(options: type, given: Mapping[str, Any], *, command: str) -> dict[str, Any]:
-    """The option values that a program gives by name, checked and converted as on a command line. None and "" count as
-    not given. Raises UserError, in the words of the command line.
+    """The option values that a program gives by name, checked and converted as on a command line, with plug-ins loaded.
+    None and "" count as not given. Raises UserError, in the words of the command line.
 
     Args:
         options, command: as for `read`.
@@ -99,7 +117,7 @@ def values_of(options: type, given: Mapping[str, Any], *, command: str) -> dict[
     words: list[str] = []
     for name, value in given.items():
         words += _words(options, name, value)
-    return read(options, words, command=command)
+    return with_plugins(read(options, words, command=command))
 
 
 def _words(options: type, name: str, value: Any) -> list[str]:
@@ -112,6 +130,8 @@ def _words(options: type, name: str, value: Any) -> list[str]:
         has_negation = issubclass(options, (RunOptions, DeviceOptions)) or getattr(options, name, False)
         return [option] if value else [option.replace("--", "--no-", 1)] * bool(has_negation)
     if isinstance(value, (tuple, list)):
+        if is_repeatable(options, name):
+            return [f"{option}={each}" for each in value]
         return [option, *map(str, value)]
     return [f"{option}={value}"]
 

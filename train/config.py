@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from os.path import realpath
 from typing import Any
 
+from common import plugins
 from common.command_line import nearest, option_name, part_of
 from common.limits import Limit
 from graph_passes import optimizers
@@ -21,7 +22,7 @@ from train import models
 from train.errors import TrainError
 from train.options import language_model
 from train.options.limits import check_limits, shown
-from train.options.optimizer import REFERENCE_BATCH
+from train.options.optimizer import REFERENCE_BATCH, SCHEDULES
 from train.options.run import FINE_TUNING_PRESET, BeginningOptions
 from train.options.training import LIMITS, TrainingOptions
 
@@ -126,6 +127,7 @@ def configure(values: Mapping[str, Any], default: Config) -> Config:
     optimizer = values.get("optimizer", default.optimizer)
     recipe = optimizers.rule_of(optimizer).recipe if optimizer != default.optimizer else {}
     of_run = {name: values[name] for name in vars(default).keys() & values}
+    of_run["plugin"] = plugins.together(default.plugin, values.get("plugin", ()))
     if realpath(of_run.get("data", default.data)) != realpath(default.data):
         of_run = {"val_split": 0.0, "val_group_by": "image"} | of_run  # the default's values belong to other data
     config = dataclasses.replace(default, **{**recipe, **of_run})
@@ -190,7 +192,10 @@ def default_warmup(default: Config, epochs: int) -> float:
 
 def changes(before: Config, now: Config) -> list[str]:
     """The options that differ in a resumed run, with both values; without the options of a single session."""
-    return [f"{option_name(name)} {shown(value)} (before: {shown(before.chosen[name])})"
+    def in_words(name: str, value: Any) -> str:
+        return ", ".join(map(plugins.brief, value)) or "none" if name == "plugin" else shown(value)
+
+    return [f"{option_name(name)} {in_words(name, value)} (before: {in_words(name, before.chosen[name])})"
             for name, value in now.chosen.items() if value != before.chosen[name] and name not in OF_A_SESSION
             and not (name in FOUND_IN_DATA and before.chosen[name] == AUTO)]  # an older run has not recorded the value
 
@@ -248,6 +253,20 @@ def check(config: Config) -> None:
         raise TrainError(
             f"--warmup-epochs {config.warmup_epochs:g} is longer than the run of {config.epochs} epochs; lower it"
         )
+
+
+def check_plugged(config: Config) -> None:
+    """Raise UserError for a schedule or an augmentation that neither this program nor a loaded plug-in has; for runs
+    that train."""
+    check_schedule(config.schedule)
+    for name in config.augment:
+        plugins.get("augmentation", name)
+
+
+def check_schedule(name: str) -> None:
+    """Raise UserError if there is no schedule of this name."""
+    if name not in SCHEDULES:
+        plugins.get("schedule", name, SCHEDULES)
 
 
 def check_optimizer(name: str) -> None:

@@ -13,8 +13,7 @@ import math
 import shlex
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,11 +23,13 @@ import numpy as np
 from common.errors import UserError
 from graph_passes.executors import Draws, Executor, Metrics
 from pipelines import Batch, DataError, Loader
+from train.callbacks import Callbacks, LiveRun
 from train.checkpoint import Checkpoint
 from train.config import Config, changes
 from train.draws import draw
 from train.errors import LostProcessError, TrainError
 from train.optimizer import ema_decay, ema_in_use
+from train.plugin_metrics import PluginMetrics
 from train.processes.distributed import GradientAllReduce, Workers
 from train.processes.invocation import launcher
 from train.processes.pulse import Activity, pulse
@@ -49,10 +50,6 @@ MAX_SKIPPED_STEPS = 50
 # The run reports clipping if gradients are scaled down by more than this factor. (In the first steps of
 # `cifar10_strong` on a CPU the norms are about 20 times its --clip-norm.)
 LEAST_LEFT_BY_CLIPPING = 1000.0
-
-# Called with an epoch's number, from 1, and its results by name (`EpochRow` without those that are None); True asks to
-# stop.
-OnEpochEnd = Callable[[int, Mapping[str, float]], "bool | None"]
 
 
 class Stop(NamedTuple):
@@ -106,15 +103,18 @@ class Trainer:
         self.notes = self.state.restore(checkpoint) if checkpoint else []
         self.changes = changes(self.before, config)
         self.val_loader = val_loader
+        self.plugin_metrics = PluginMetrics(config.plugin)
         self.validated: tuple[int, Outcomes] | None = None  # the session's latest validation: epochs done, outcomes
         self.run_folder = run_folder
         self.commit = commit
         self.all_reduce: GradientAllReduce | None = None  # set by `join` with several processes
         self.learning_rate = make_schedule(config, self.state.steps_per_epoch, workers.size)
         self.num_batches = 0  # batches of the last step, on each process
-        self.callbacks: Sequence[OnEpochEnd] = ()  # called by each process, at the end of each epoch
         self.origin: list[str] = []  # remarks on trained weights that the run starts from
         self.saver = Saver(self.state, run_folder, f"{launcher()} --resume {shlex.quote(str(run_folder))}")
+        run = LiveRun(run_folder, config.to_dict(), list(train_loader.class_names), workers.size)
+        self.callbacks = Callbacks(config, run, workers.rank == 0)
+        self.saver.on_saved = self.callbacks.saved
         # receives the metrics that were requested at the last log line
         self.receive_metrics: Callable[[], Metrics] | None = None
         step = self.state.progress.step
@@ -147,6 +147,10 @@ class Trainer:
 
     def run(self, recorder: Recorder) -> None:
         """Train to the last epoch, or until a limit or target is reached. Raises StoppedBySignal, TrainError."""
+        with self.callbacks.told_of_failures():
+            self._run(recorder)
+
+    def _run(self, recorder: Recorder) -> None:
         progress, epochs = self.state.progress, self.config.epochs
         stop = self._steps_used_up() or self._settled(recorder.evaluated)  # a resumed run may have reached it before
         if self.changes:
@@ -156,15 +160,35 @@ class Trainer:
             recorder.say(note)
         if self.commit:
             self.commit()
+        self.callbacks.start()
+        stop = self._stop_of_callbacks(recorder) or stop
         with Signals(self.workers.alone) as signals:
             with self.monitoring(recorder), frozen_heap():
                 while progress.epoch < epochs and not stop:
-                    stop = self._train_epoch(recorder, signals) or self._end_epoch(recorder, signals)
+                    stop = self._train_epoch(recorder, signals)
+                    if not stop:
+                        stop = self._end_epoch(recorder, signals)
+                        self.callbacks.end_epoch(progress.epoch, recorder.latest_epoch)
+                        stop = self._stop_of_callbacks(recorder) or stop
             if stop:
                 recorder.reason = stop.reason
                 recorder.say(stop.text)
                 recorder.event("stop", reason=stop.text)
             self.saver.save(recorder)
+        self.callbacks.end(stop.reason if stop else "epochs")
+        self._stop_of_callbacks(recorder)
+
+    def _stop_of_callbacks(self, recorder: Recorder) -> Stop | None:
+        """Why the callbacks of process 0 end the run, or None. A collective operation. Raises TrainError, after a
+        checkpoint, if one of them has failed."""
+        if not self.callbacks:
+            return None
+        wish = self.workers.gather(self.callbacks.wish)[0]
+        if wish.failure:
+            if self.state.progress.step:
+                self.saver.save_before_error(recorder)
+            raise TrainError(wish.failure, on_all_ranks=True)
+        return Stop("callback", f"stopped by a callback: {wish.reason}") if wish.reason else None
 
     @contextlib.contextmanager
     def monitoring(self, recorder: Recorder) -> Iterator[None]:
@@ -192,12 +216,12 @@ class Trainer:
         batches = recorder.timed(self.train_loader)
         while self._step_or_save(batches, recorder):
             recorder.stop_clock(self.executor.idle_seconds)
-            save, stop_signal, time_up = self.workers.vote(
-                [signals.save or self.saver.is_due(), _is_to_stop(signals), self._time_up()]
-            )
+            save, stop_signal, time_up, asked = self.workers.vote([
+                signals.save or self.saver.is_due(), _is_to_stop(signals), self._time_up(), self.callbacks.is_to_stop])
             save |= stop_signal
             commits = self.commit is not None and progress.step % self.config.commit_every == 0
-            self.end_step(recorder, read_now=save or time_up or commits or progress.step == self.config.max_steps)
+            is_last = time_up or asked or progress.step == self.config.max_steps
+            self.end_step(recorder, read_now=save or commits or is_last)
             if self.is_stuck:
                 self.saver.save(recorder)
                 raise self.stuck()
@@ -213,7 +237,7 @@ class Trainer:
                 raise self._stopped(signals)
             if time_up:
                 return Stop("time_limit", f"stopped: the time limit of {self.config.time_limit:g} minutes is reached")
-            if stop := self._steps_used_up():
+            if stop := (asked and self._stop_of_callbacks(recorder)) or self._steps_used_up():
                 return stop
         return None
 
@@ -336,24 +360,18 @@ class Trainer:
         progress.epoch, progress.epoch_step = done, 0
         if not validation:
             recorder.end_epoch()
-            return self._told(recorder, done)
+            return None
         metrics, outcomes = validation
+        of_plugins = self.plugin_metrics.means(self.workers, metrics.count)
         is_balance_wanted = max(config.balance, config.class_weights) > 0 or outcomes.is_uneven
-        recorder.end_epoch(metrics, outcomes.balanced_accuracy if is_balance_wanted else None)
+        recorder.end_epoch(metrics, outcomes.balanced_accuracy if is_balance_wanted else None, of_plugins)
         top1 = metrics.top1 / metrics.count
         if top1 > progress.best_top1:
             progress.best_top1, progress.validations_since_best = top1, 0
             self.saver.save(recorder, best=outcomes)
         else:
             progress.validations_since_best += 1
-        return self._told(recorder, done) or self._settled(recorder.evaluated)
-
-    def _told(self, recorder: Recorder, done: int) -> Stop | None:
-        """Call the callbacks after `done` epochs. Returns why the run ends here, or None."""
-        row = asdict(recorder.record.epochs[-1]) if recorder.record.epochs else {}
-        results = {name: value for name, value in row.items() if value is not None}
-        answers = [callback(done, results) for callback in self.callbacks]
-        return Stop("callback", f"stopped: a callback asked for it after epoch {done}") if any(answers) else None
+        return self._settled(recorder.evaluated)
 
     def _settled(self, images: str) -> Stop | None:
         """Why the accuracies on `images` so far end the run, or None. Also applies to a resumed run."""
@@ -370,10 +388,11 @@ class Trainer:
         """Validate after an epoch's last step. The state is saved before, so that a run that is stopped or fails
         meanwhile resumes with this validation. Raises StoppedBySignal, and UserError if an image cannot be read."""
         self.saver.save_unless_fresh(recorder)
+        self.plugin_metrics.begin()
         try:
             with recorder.phase("validation"), self.evaluating(together=True):
                 validation = validate(self.executor, loader, self.workers, lambda: _is_to_stop(signals),
-                                      partial(recorder.show_progress, total=loader.num_batches))
+                                      partial(recorder.show_progress, total=loader.num_batches), self.plugin_metrics)
         except LostProcessError:
             raise
         except UserError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -30,6 +31,7 @@ class Saver:
         self.state = state
         self.resume_command = resume_command
         self.checkpoints = CheckpointFolder(run_folder, state.config.keep_checkpoints)
+        self.on_saved: Callable[[Path], None] = lambda path: None  # called with each new checkpoint
         self.last_saved: Path | None = None
         self.saved_progress: Progress | None = None  # progress in the last checkpoint
         self.saved_at = time.monotonic()
@@ -80,6 +82,7 @@ class Saver:
         self.last_saved, self.saved_at = path, time.monotonic()
         self.saved_progress = replace(progress)
         recorder.event("checkpoint", file=path.name, is_best=is_best, **({"epoch": progress.epoch} if is_best else {}))
+        self.on_saved(path)
 
     def save_before_error(self, recorder: Recorder) -> None:
         """Save before a user's mistake ends the run, and report how to resume."""

@@ -6,7 +6,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
+from common import plugins
+from common.plugins import Registered
 from train.config import Config
+from train.errors import TrainError
 from train.options.optimizer import REFERENCE_BATCH
 
 IMAGE_SIZE_STEP = 32  # pixels; the network halves the image five times
@@ -19,7 +24,8 @@ class Schedule:
     Warm-up: peak * (step + 1) / warmup_steps (after Goyal et al., arXiv:1706.02677, section 2.2, but from 0). With p =
     the fraction of the steps after the warm-up that are done: cosine: final + (peak - final) * (1 + cos(pi p)) / 2
     (Loshchilov and Hutter, arXiv:1608.03983, without restarts); polynomial: final + (peak - final) * (1 - p) ** power;
-    step: peak * factor ** (number of `milestones` reached, counted from the start of the run).
+    step: peak * factor ** (number of `milestones` reached, counted from the start of the run); of a plug-in: peak *
+    function(p).
     """
 
     kind: str
@@ -30,12 +36,15 @@ class Schedule:
     power: float = 2.0
     milestones: tuple[int, ...] = ()
     factor: float = 0.1
+    of_plugin: Registered | None = None  # in place of `kind`
 
     def __call__(self, step: int) -> float:
         """The learning rate of optimizer step `step`."""
         if step < self.warmup_steps:
             return self.peak * (step + 1) / self.warmup_steps
         done = min(1.0, (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
+        if self.of_plugin:
+            return self.peak * _factor(self.of_plugin, done)
         if self.kind == "cosine":
             return self.final + (self.peak - self.final) * (1 + math.cos(math.pi * done)) / 2
         if self.kind == "polynomial":
@@ -45,9 +54,25 @@ class Schedule:
         raise ValueError(f"unknown schedule {self.kind!r}")
 
 
+def _factor(schedule: Registered, progress: float) -> float:
+    """The factor that a plug-in's schedule gives. Raises UserError if it is no factor."""
+    factor = plugins.call(schedule, progress)
+    if not isinstance(factor, (int, float, np.floating)) or not 0 <= factor < math.inf:
+        raise TrainError(f"the schedule {schedule.name} ({schedule.place}) gives {factor!r} for the progress "
+                         f"{progress:g}: return a factor of the learning rate, 0 or more", on_all_ranks=True)
+    return float(factor)
+
+
 def make_schedule(config: Config, steps_per_epoch: int, num_processes: int) -> Schedule:
-    """The schedule of a run. Learning rates are scaled linearly with the global batch (Goyal et al., section 2.1)."""
+    """The schedule of a run. Learning rates are scaled linearly with the global batch (Goyal et al., section 2.1).
+
+    Raises UserError if a plug-in's schedule fails.
+    """
     scale = config.global_batch(num_processes) / REFERENCE_BATCH
+    of_plugin = plugins.find("schedule", config.schedule)
+    if of_plugin:
+        for percent in range(101):  # so that it fails now, if at all
+            _factor(of_plugin, percent / 100)
     return Schedule(
         kind=config.schedule,
         peak=config.learning_rate * scale,
@@ -57,6 +82,7 @@ def make_schedule(config: Config, steps_per_epoch: int, num_processes: int) -> S
         power=config.decay_power,
         milestones=tuple(round(epoch * steps_per_epoch) for epoch in config.decay_epochs),
         factor=config.decay_factor,
+        of_plugin=of_plugin,
     )
 
 

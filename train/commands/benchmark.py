@@ -18,7 +18,7 @@ from train.build import build_executor, check_memory, class_weights, join_bn_gro
 from train.commands.benchmark_inference import measure_inference
 from train.commands.profile import write_profile
 from train.commands.session import measure_loader, name_preset, open_recorder, prepare, report, run_folder_of
-from train.config import Config, configure
+from train.config import Config, check_plugged, configure
 from train.errors import TrainError
 from train.loop import Trainer, frozen_heap
 from train.options.commands import Measurement
@@ -48,6 +48,7 @@ def main(values: Mapping[str, Any]) -> None:
         default = devices.default_config(values, workers.local_rank)
         # With progressive resizing, steps of several image sizes would be mixed.
         config = configure(values, replace(default, first_image_size=0, resize_epochs=(0.0, 0.0)))
+        check_plugged(config)
         name_preset(config, values, workers)
         run_folder = run_folder_of(config)
         placement = prepare(config, workers)

@@ -44,7 +44,7 @@ from train.devices import IMAGENET_PRESET, Placement
 from train.errors import TrainError
 from train.options.data import SizeOptions
 from train.options.network import NetworkOptions
-from train.options.run import DeviceOptions, RunOptions
+from train.options.run import DeviceOptions, PluginOptions, RunOptions
 from train.presets import load_preset
 from train.processes.distributed import Workers
 from train.processes.invocation import command_line
@@ -69,7 +69,8 @@ RESULT, PLOT = "inference.json", "inference.png"
 
 # Options that may be given with --inference, which uses neither data nor training.
 TAKEN = {"inference", "int8", "batch_sizes", "num_classes",
-         *(field.name for part in (RunOptions, NetworkOptions, SizeOptions, DeviceOptions) for field in fields(part))}
+         *(field.name for part in (RunOptions, PluginOptions, NetworkOptions, SizeOptions, DeviceOptions)
+           for field in fields(part))}
 
 
 def measure_inference(values: Mapping[str, Any], workers: Workers) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.command_line import as_arguments, nearest
+from common.command_line import as_arguments, is_repeatable, nearest
 from common.content import refused_as
 from common.errors import UserError
 from common.program import TRAIN
@@ -81,7 +81,7 @@ def _folder_name(names: Sequence[str], chosen: Mapping[str, Any]) -> str:
 def _arguments(chosen: Mapping[str, Any], config: Config, folder: Path) -> list[str]:
     # Always gives --epochs. Without it, the demonstration would choose its length by the machine's speed.
     settings = {**chosen, "epochs": config.epochs, "output": str(folder), "resume": "auto"}
-    return [word for name, value in settings.items() for word in as_arguments(name, value)]
+    return [word for name, value in settings.items() for word in as_arguments(name, value, is_repeatable(Config, name))]
 
 
 def _read_grid(path: Path, given: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -139,7 +139,7 @@ def _values(path: Path, key: str, name: str, column: Any) -> list[Any]:
         if value is None or isinstance(value, dict):
             raise TrainError(f"{path}: {key} cannot be {json.dumps(value)}: give a number, a word, or true or false")
         try:
-            parsed = read(Config, as_arguments(name, value), command=TRAIN)[name]
+            parsed = read(Config, as_arguments(name, value, is_repeatable(Config, name)), command=TRAIN)[name]
         except UserError as error:
             raise TrainError(f"{path}: {error}") from None
         if parsed not in found:

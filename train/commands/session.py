@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from common import files
+from common import files, plugins
 from common.errors import ProgramError
 from common.program import REPORT, start_of
 from pipelines import DataError, Loader
@@ -170,6 +170,7 @@ def open_recorder(trainer: Trainer, num_epochs: int | None, warmup_steps: int = 
 def _write_config(trainer: Trainer) -> None:
     content = json.dumps(trainer.state.stated.to_dict(), indent=2).encode() + b"\n"
     files.write(trainer.run_folder / CONFIG_FILE, content)
+    plugins.keep(trainer.state.stated.plugin, trainer.run_folder, files.write)
 
 
 def train(trainer: Trainer, note: Callable[[Trainer, Recorder], None]) -> None:

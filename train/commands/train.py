@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from common import plugins
 from common.files import shown_size
 from graph_passes.executors import Executor
 from graph_passes.executors.cuda.statistics_group import StatisticsGroup
@@ -34,9 +35,9 @@ from train.commands.session import (
     steps_allowed,
     train,
 )
-from train.config import FOUND_IN_DATA, Config, check_untrained, configure
+from train.config import FOUND_IN_DATA, Config, check_plugged, check_untrained, configure
 from train.errors import TrainError
-from train.loop import OnEpochEnd, Trainer
+from train.loop import Trainer
 from train.presets import load_preset
 from train.processes.distributed import Workers, is_elastic, is_lost_process
 from train.recording.metrics import TRAINING_IMAGES, VALIDATION
@@ -70,15 +71,15 @@ def main(values: Mapping[str, Any]) -> None:
     run(values)
 
 
-def run(values: Mapping[str, Any], callbacks: Sequence[OnEpochEnd] = ()) -> Path:
+def run(values: Mapping[str, Any], callbacks: Sequence[Any] = ()) -> Path:
     """Train, and return the run's folder. Raises UserError, StoppedBySignal, and LostProcessError.
 
-    `values`: the given options of the command. `callbacks` are called at the end of each epoch, see `Trainer`.
+    `values`: the given options of the command. `callbacks`: see `Callbacks.add`.
     """
     workers = Workers()
     beginning = begin(values, workers)
     with open_trainer(beginning, workers) as (trainer, bn_group):
-        trainer.callbacks = callbacks
+        trainer.callbacks.add(callbacks)
         try:
             train(trainer, _note)
         except Exception as error:
@@ -110,10 +111,13 @@ def begin(values: Mapping[str, Any], workers: Workers) -> Beginning:
             name_preset(config, values, workers)
             return Beginning(config, run_folder_of(config), None, weights, demonstration.is_one(config, values))
         start = checkpoint.load_checked(file)
+        checkpoint.load_plugins(start)
         default = load_preset(values["config"]) if "config" in values else _resumed_config(file, start)
         if values.get("weights"):  # the weights with which this same command began the run
             default = replace(default, **settings(start.config))
         config = of_network(configure(values, default), values, start)
+        config = replace(config, plugin=plugins.together(start.config.plugin, config.plugin))
+        check_plugged(config)
         return Beginning(config, run_folder_of(config, file), start)
 
 
@@ -125,7 +129,9 @@ def new_config(values: Mapping[str, Any], local_rank: int) -> tuple[Config, Weig
     weights = read_weights(values["weights"], values.get("model", "")) if values.get("weights") else None
     if weights:
         default = replace(default, **settings(weights.trained.config, with_sizes="config" not in values))
-    return configure(values, default), weights
+    config = configure(values, default)
+    check_plugged(config)
+    return config, weights
 
 
 def _resumed_config(file: Path, start: Checkpoint) -> Config:
@@ -148,6 +154,7 @@ def open_trainer(
     config, run_folder, start, weights, fit_machine = beginning
     with contextlib.ExitStack() as loaders:
         with workers.agreement():
+            plugins.restore(config.plugin, "the run that this process joins")
             placement = prepare(config, workers)
             bn_group = join_bn_group(config, placement, workers)
             known = (start.classes, "the network of the resumed run") if start else ()

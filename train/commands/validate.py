@@ -16,6 +16,7 @@ from common import files
 from pipelines import Loader
 from train import weights
 from train.build import evaluated_images, inference_executor, open_split
+from train.checkpoint import load_plugins
 from train.classes import is_numbered, some
 from train.commands.prediction_file import ENCODING, ERRORS, FORMS, check_name
 from train.commands.session import name_images, of_network, prepare, shown_skipped
@@ -23,6 +24,7 @@ from train.config import configure
 from train.devices import for_int8
 from train.errors import TrainError
 from train.options.data import SYNTHETIC
+from train.plugin_metrics import PluginMetrics
 from train.processes.distributed import Workers
 from train.processes.invocation import command_line
 from train.ranking import most_likely
@@ -84,6 +86,7 @@ class Validated(NamedTuple):
     top1: float  # share of the images whose class is the most likely one
     top5: float  # share of the images whose class is among the five most likely ones
     balanced_top1: float  # mean of the classes' top-1
+    plugin_metrics: dict[str, float]  # means of the plug-ins' metrics over the images, by name
 
 
 def main(values: Mapping[str, Any], workers: Workers | None = None) -> Validated:
@@ -103,6 +106,7 @@ def main(values: Mapping[str, Any], workers: Workers | None = None) -> Validated
         int8 = int8_file.load(place, trained) if values.get("int8", False) else None
         if int8:
             trained = int8.prepared(trained)
+        load_plugins(trained)
         config = of_network(configure(values, trained.config), values, trained)
         if int8:
             int8_file.check_images(int8, place, config)
@@ -116,10 +120,18 @@ def main(values: Mapping[str, Any], workers: Workers | None = None) -> Validated
     with loader:
         progress = printed_progress(loader.num_batches) if workers.rank == 0 else None
         each = EachImage(min(TOP, trained.num_classes)) if output else None
-        validation = validate(executor, loader, workers, progress=progress, each=each)
+        of_plugins = PluginMetrics(config.plugin)
+
+        def take(probabilities: np.ndarray, labels: np.ndarray, images: Sequence[int]) -> None:
+            of_plugins(probabilities, labels, images)
+            if each:
+                each(probabilities, labels, images)
+
+        validation = validate(executor, loader, workers, progress=progress, each=take)
     assert validation  # it is never stopped early here
     sums, skipped = validation.metrics, name_images(loader, workers)
     parts = each.gathered(workers) if each else []
+    plugin_metrics = of_plugins.means(workers, sums.count)
     if not math.isfinite(sums.loss_sum):
         raise TrainError(f"the loss of {place} is {sums.loss_sum}: its weights are too large for the precision of the "
                          "computation, or its images are prepared wrongly; give --dtype float32, or other weights",
@@ -135,7 +147,8 @@ def main(values: Mapping[str, Any], workers: Workers | None = None) -> Validated
         print(f"{place}{' in INT8' if int8 else ''}: {sums.count:.0f} {images}{shown_skipped(len(skipped))}, "
               f"loss {loss:.4f}, top-1 {top1:.2%}" + f" (95 % interval: {likely})" * bool(likely)
               + f", top-5 {top5:.2%}" * is_top5_told
-              + f", balanced accuracy {balanced:.2%}" * is_balance_wanted)
+              + f", balanced accuracy {balanced:.2%}" * is_balance_wanted
+              + "".join(f", {name} {value:.4g}" for name, value in plugin_metrics.items()))
         per_class, *_ = validation.outcomes.by_class(trained.num_classes)
         if trained.config.val_split and not config.val_split and not is_same:
             share = f"{trained.config.val_split:g}"
@@ -158,7 +171,7 @@ def main(values: Mapping[str, Any], workers: Workers | None = None) -> Validated
                              (f"{loss:.4f}", f"loss on the {on}")])
             path = write_validation(folder, f"{place}: validation", figures, command_line(), found, skipped)
             print(f"report: {path}")
-    return Validated(round(sums.count), loss, top1, top5, validation.outcomes.balanced_accuracy)
+    return Validated(round(sums.count), loss, top1, top5, validation.outcomes.balanced_accuracy, plugin_metrics)
 
 
 def _check_output(path: Path, data: str) -> None:

@@ -3,7 +3,7 @@
     network = create("resnet50", num_classes=1000)
     params, aux = network.initial_values(seed=0)
 
-To add a family: its file in this folder, and its line in `FAMILIES`.
+To add a family: its file in this folder, and its line in `FAMILIES`. A plug-in's networks are known by name too.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import importlib
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from common import plugins
 from common.command_line import nearest
 from train.errors import TrainError
 
@@ -32,10 +33,12 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
 
 ALL = "all"  # stands for every network, where several may be given
 
+plugins.reserve("model", (ALL, *FAMILIES, *(name for family in FAMILIES.values() for name in family)))
+
 
 def names() -> list[str]:
-    """The names of all networks."""
-    return [name for family in FAMILIES.values() for name in family]
+    """The names of all networks, a plug-in's last."""
+    return [*(name for family in FAMILIES.values() for name in family), *plugins.names("model")]
 
 
 def named(words: Iterable[str]) -> list[str]:
@@ -60,15 +63,18 @@ def check(name: str) -> None:
 def create(name: str, num_classes: int = 1000, label_smoothing: float = 0.0) -> Network:
     """The training network of that name. Raises TrainError if there is none."""
     check(name)
+    from train.models import plugged
     from train.models.network import Network
 
+    if of_plugin := plugins.find("model", name):
+        return Network(name, num_classes, plugged.build(of_plugin, num_classes, label_smoothing))
     build = _family(name).MODELS[name]
     return Network(name, num_classes, build(num_classes, label_smoothing))
 
 
 def published(name: str) -> tuple[Published, ...]:
     """The names of the network's layers in other libraries; () if no other library has it."""
-    return getattr(_family(name), "PUBLISHED", {}).get(name, ())
+    return () if plugins.find("model", name) else getattr(_family(name), "PUBLISHED", {}).get(name, ())
 
 
 def num_classes(name: str, params: Mapping[str, Any]) -> int:

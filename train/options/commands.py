@@ -18,12 +18,12 @@ from train.options.data import (
 )
 from train.options.network import DroppingOptions, NetworkOptions
 from train.options.optimizer import OptimizerOptions
-from train.options.run import DeviceOptions, DistributedOptions, LogOptions, RunOptions
+from train.options.run import DeviceOptions, DistributedOptions, LogOptions, PluginOptions, RunOptions
 from train.options.training import TrainingOptions
 
 
 @dataclass(frozen=True)
-class ValidateOptions(LoaderOptions, InferenceImageOptions, BatchOptions, DeviceOptions, DataOptions):
+class ValidateOptions(LoaderOptions, InferenceImageOptions, BatchOptions, DeviceOptions, DataOptions, PluginOptions):
     """Print loss and accuracy of a trained network on validation data.
 
     Options that are not given keep their values from the run that trained the network.
@@ -42,7 +42,7 @@ class ValidateOptions(LoaderOptions, InferenceImageOptions, BatchOptions, Device
 
 
 @dataclass(frozen=True)
-class QuantizeOptions(LoaderOptions, InferenceImageOptions, BatchOptions, DataOptions):
+class QuantizeOptions(LoaderOptions, InferenceImageOptions, BatchOptions, DataOptions, PluginOptions):
     """Quantise a trained network to INT8, and print what that costs in accuracy.
 
     Convolutions then compute with 8-bit integers, whose ranges come from training images. The result is written beside
@@ -93,8 +93,8 @@ class Measurement:
 
 @dataclass(frozen=True)
 class BenchmarkOptions(LogOptions, DistributedOptions, OptimizerOptions, CacheOptions, LoaderOptions, ImageOptions,
-                       BatchOptions, DroppingOptions, NetworkOptions, DeviceOptions, DataOptions, RunOptions,
-                       Measurement):
+                       BatchOptions, DroppingOptions, NetworkOptions, DeviceOptions, DataOptions, PluginOptions,
+                       RunOptions, Measurement):
     """Measure the speed of training steps, repeated until it is known to 1 %, or of inference."""
 
 
@@ -146,7 +146,7 @@ class GpuReportOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InferenceOptions(LoaderOptions):
+class InferenceOptions(LoaderOptions, PluginOptions):
     """The network."""
 
     checkpoint: Annotated[str, "PATH"] = ""
@@ -197,7 +197,7 @@ class EmbedOptions(InferenceOptions):
 
 
 @dataclass(frozen=True)
-class ExportOptions:
+class ExportOptions(PluginOptions):
     """Write a trained network as ONNX, PyTorch or MXNet files, or a network's Symbol."""
 
     checkpoint: Annotated[str, "PATH"] = ""

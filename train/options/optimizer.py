@@ -10,6 +10,9 @@ from common.limits import ABOVE_0_TO_1, AT_LEAST_1, BELOW_1, FRACTION, NOT_NEGAT
 REFERENCE_BATCH = 256  # images; learning rates are given for this global batch, as in Goyal et al. (arXiv:1706.02677)
 
 
+SCHEDULES = ("cosine", "step", "polynomial")
+
+
 @dataclass(frozen=True)
 class RuleOptions:
     """Optimizer and schedule."""
@@ -77,8 +80,8 @@ class OptimizerOptions(LossOptions, ClippingOptions, RuleOptions):
 class ScheduleOptions:
     """Optimizer and schedule."""
 
-    schedule: Literal["cosine", "step", "polynomial"] = "cosine"
-    """How the learning rate falls after the warm-up."""
+    schedule: Annotated[str, "NAME"] = "cosine"
+    """How the learning rate falls after the warm-up: cosine, step, polynomial, or a plug-in's schedule."""
     warmup_epochs: float = 5.0
     """Epochs over which the learning rate first rises linearly. If --epochs makes a run shorter than its preset, the
     default is at most a fifth of the epochs."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from common.command_line import REPEATABLE
 from common.limits import AT_LEAST_1, FRACTION, NOT_NEGATIVE, Limit, between
 
 DEFAULT_PRESET = "cpu_sample"
@@ -35,6 +36,16 @@ class FolderOptions:
 @dataclass(frozen=True)
 class RunOptions(FolderOptions, PresetOptions):
     """The run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PluginOptions:
+    """Plug-ins."""
+
+    plugin: Annotated[tuple[str, ...], "FILE", REPEATABLE] = ()
+    """Python file that adds models, augmentations, metrics, schedules or callbacks, or the name of an installed plug-in
+    (docs/extending.md). May be repeated. A trained network finds the files of its run again by itself, as long as they
+    are unchanged."""
 
 
 @dataclass(frozen=True)

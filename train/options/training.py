@@ -10,6 +10,7 @@ from train.options import data, network, optimizer, run
 # A dataclass takes its fields from the last base class first.
 @dataclass(frozen=True)
 class TrainingOptions(
+    run.PluginOptions,
     run.LogOptions,
     run.CheckpointOptions,
     run.ElasticOptions,

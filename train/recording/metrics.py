@@ -42,6 +42,7 @@ UNITS = {
     "top1": "fraction of images",
     "top5": "fraction of images",
     "balanced_top1": "fraction of images, mean of the classes; of uneven classes, and with --balance",
+    "plugin_metrics": "of each plug-in's metric by name: its mean over the images of the evaluation",
     "learning_rate": "1",
     "last_step_images": "images of the last of the steps, where it has fewer than --accumulate batches",
     "skipped_steps": "optimizer steps that changed no weight, since a gradient was not finite",
@@ -189,6 +190,8 @@ class EpochRow:
     skipped_images: int = 0  # images of training and validation that cannot be decoded
     val_count: int | None = None  # images that were evaluated
     train_eval_count: int | None = None
+    # plug-ins' metrics by name, means over the images of the evaluation; empty without any
+    plugin_metrics: dict[str, float] = field(default_factory=dict)
 
     @property
     def evaluation(self) -> Evaluation | None:

@@ -303,8 +303,10 @@ class Recorder:
             self.say(f"{self._phase}: batch {done} of {total}")
             self._last_line = self._clock.now()
 
-    def end_epoch(self, validation: Metrics | None = None, balanced_top1: float | None = None) -> None:
-        """The epoch, with its validation if any, has ended. `balanced_top1`: given if it is to be shown."""
+    def end_epoch(self, validation: Metrics | None = None, balanced_top1: float | None = None,
+                  plugin_metrics: Mapping[str, float] | None = None) -> None:
+        """The epoch, with its validation if any, has ended. `balanced_top1`: given if it is to be shown.
+        `plugin_metrics`: the means of the plug-ins' metrics."""
         if not (self._logs and self._terminal):
             return
         self._write_unread()
@@ -315,10 +317,21 @@ class Recorder:
                       "top5": validation.top5 / count, "balanced_top1": balanced_top1, "count": round(count)}
             for name, value in values.items():
                 setattr(row, f"{prefix}_{name}", value)
+            row.plugin_metrics = dict(plugin_metrics or {})
         row.skipped_images, self.num_skipped = self.num_skipped, 0
         self._emit("epoch", **vars(row))
         self._terminal.end_epoch(row)
         self._logs.end_epoch(row, self._place.step)
+
+    @property
+    def latest_epoch(self) -> dict[str, float]:
+        """The numbers of the latest epoch by name, as in metrics.jsonl, and the plug-ins' metrics by theirs; empty on
+        ranks that do not record."""
+        if not self.record.epochs:
+            return {}
+        row = self.record.epochs[-1]
+        numbers = {name: value for name, value in vars(row).items() if isinstance(value, (int, float))}
+        return numbers | row.plugin_metrics
 
     # --- other events ---
 

@@ -131,6 +131,7 @@ class RunLogs:
         if self._tensorboard and row.evaluation:
             values = row.evaluation._asdict()
             images, _ = values.pop("images"), values.pop("num_images")
+            values |= row.plugin_metrics
             group = VALIDATION if images == VALIDATION else EVALUATED[images]
             self._tensorboard.add(group, step, **{name: value for name, value in values.items() if value is not None})
         if self._mlperf:

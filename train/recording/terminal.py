@@ -78,6 +78,7 @@ class Terminal:
             parts.append(f"loss {found.loss:.3f}, {self._success(found.loss, found.top1, found.top5)}")
             if found.balanced_top1 is not None and self.examples == IMAGES:
                 parts[-1] += f", balanced accuracy {found.balanced_top1:.1%}"
+            parts[-1] += "".join(f", {name} {value:.4g}" for name, value in row.plugin_metrics.items())
         if count := row.skipped_images:
             parts.append(f"| {count:,} image{'s' * (count > 1)} skipped")
         self.say(" ".join([*parts, f"| {timedelta(seconds=round(3600 * row.hours))} so far"]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import html
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,11 +15,11 @@ from train.report import plots
 
 
 def columns(rows: Sequence[Any]) -> dict[str, np.ndarray]:
-    """The fields of dataclasses of one kind as arrays, with NaN for None; without fields that are None in all rows."""
-    if not rows:
-        return {}
-    names = [field.name for field in dataclasses.fields(rows[0])]
-    found = {name: [getattr(row, name) for row in rows] for name in names}
+    """The fields of dataclasses of one kind as arrays, with NaN for None; without fields that are None in all rows. The
+    plug-ins' metrics are columns of their own."""
+    flat = [{**vars(row), **getattr(row, "plugin_metrics", {})} for row in rows]
+    names = [name for name in dict.fromkeys(name for row in flat for name in row) if name != "plugin_metrics"]
+    found = {name: [row.get(name) for row in flat] for name in names}
     return {name: np.array([np.nan if value is None else value for value in values])
             for name, values in found.items() if any(value is not None for value in values)}
 

@@ -16,7 +16,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common import imagenet
+from common import imagenet, plugins
 from pipelines.sources import Classes
 from pipelines.transform import Normalisation
 from train import checkpoint, models
@@ -40,11 +40,13 @@ class Weights(NamedTuple):
 
 
 def settings(config: Config, with_sizes: bool = False) -> dict[str, Any]:
-    """The options that a run takes from the trained weights it starts from: the network, the images' normalisation, and
-    with `with_sizes` their sizes."""
+    """The options that a run takes from the trained weights it starts from: the network, the plug-in that has it, if
+    one has, the images' normalisation, and with `with_sizes` their sizes."""
     sizes = ("image_size", "val_image_size", "val_crop_fraction") if with_sizes else ()
     names = ("model", *(field.name for field in fields(Normalisation)), *sizes)
-    return {name: getattr(config, name) for name in names}
+    of_plugin = plugins.find("model", config.model)
+    plugin = {"plugin": (of_plugin.record,)} if of_plugin and of_plugin.record else {}
+    return {name: getattr(config, name) for name in names} | plugin
 
 
 def read(place: str, model: str = "") -> Weights:

@@ -1,0 +1,373 @@
+"""Plug-ins: Python files of a user, or installed packages, that add to this program by decorators (`train/plugins.py`).
+
+    records = load(["my.py"])                 # executes the file, whose decorators call `register`
+    find("model", "tiny").made(10)
+    restore(records, "runs/my-run")           # in a later process: the same files, if they are unchanged
+
+A run records each plug-in as FILE#sha256=DIGEST, with the absolute path of its file, and keeps a copy. Nothing is
+executed but what the user names, or has named before on this account, by its SHA-256. Imports nothing slow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+import sys
+import traceback
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from common.command_line import nearest
+from common.disk_cache import default_folder
+from common.errors import ProgramError, UserError
+
+WALKS = "docs/extending.md"
+GROUP = "resnet_mxnet.plugins"  # the entry points of installed plug-ins
+# In a run's folder: copies of its plug-ins, each in a folder named by its digest. In the cache: an empty file for each
+# digest that the user has named.
+FOLDER = "plugins"
+_PIN = "#sha256="
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
+_DECORATORS = (__file__, str(Path(__file__).parents[1] / "train" / "plugins.py"))
+
+
+class Registered(NamedTuple):
+    """What a plug-in has registered."""
+
+    kind: str  # "model", "metric", ...
+    name: str
+    made: Any  # the function, class or object
+    file: str
+    line: int
+    record: str  # of its plug-in; "" if the program itself has registered it
+
+    @property
+    def place(self) -> str:
+        """Its file and line, for messages."""
+        return f"{self.file}:{self.line}"
+
+
+class _Loaded(NamedTuple):
+    record: str
+    content: bytes
+    is_named: bool  # by the user; otherwise by a run's record
+
+
+_registered: dict[tuple[str, str], Registered] = {}
+_reserved: dict[str, set[str]] = {}  # kind -> names that no plug-in may take
+_loaded: dict[str, _Loaded] = {}  # by the name of the file, or of the entry point
+_told: set[tuple[str, str]] = set()  # records: differences that the user knows
+_loading: list[str] = []  # records of the plug-ins that are being executed
+
+
+# --- what is registered ---
+
+
+def register(kind: str, name: str, made: Any, key: str = "") -> None:
+    """Called by the decorators. `key`: identifies what is never chosen by its name, which may then occur in several
+    plug-ins. Raises UserError for a name that exists already, or is none."""
+    file, line = _caller()
+    if not _NAME.fullmatch(name):
+        raise fault(f"{name!r} is no name for a {kind}: give letters, digits, '_', '-' and '.'")
+    record = _loading[-1] if _loading else ""
+    key = f"{record} {key}" if key else name
+    before = _registered.get((kind, key))
+    if before and (record or before.record):  # a cell of a notebook may be run again
+        raise fault(f"the {kind} {name!r} exists already, at {before.place}: give it another name")
+    if name in _reserved.get(kind, ()):
+        raise fault(f"the {kind} {name!r} exists already, in this program: give it another name")
+    _registered[kind, key] = Registered(kind, name, made, file, line, record)
+
+
+def fault(sentence: str) -> UserError:
+    """The error of a decorator, with the file and line where it stands."""
+    file, line = _caller()
+    return UserError(f"{file}:{line}: {sentence}")
+
+
+def reserve(kind: str, names: Iterable[str]) -> None:
+    """This program has these names of a kind, so that plug-ins may not take them."""
+    _reserved.setdefault(kind, set()).update(names)
+
+
+def names(kind: str) -> list[str]:
+    """The names of everything of a kind that is registered."""
+    return [name for of, name in _registered if of == kind]
+
+
+def find(kind: str, name: str) -> Registered | None:
+    """What is registered under that name, if anything."""
+    return _registered.get((kind, name))
+
+
+def get(kind: str, name: str, own: Sequence[str] = ()) -> Registered:
+    """As `find`, but raises UserError, with the nearest name, if there is none. `own`: names that this program has."""
+    found = find(kind, name)
+    if not found:
+        known = [*own, *names(kind)]
+        way_out = nearest(name, known) if known else f": load the plug-in that has it with --plugin ({WALKS})"
+        raise UserError(f"there is no {kind} {name!r}{way_out}")
+    return found
+
+
+def active(kind: str, records: Sequence[str]) -> list[Registered]:
+    """Everything of a kind that the plug-ins `records`, or the program itself, have registered."""
+    return [each for each in _registered.values() if each.kind == kind and each.record in ("", *records)]
+
+
+def call(each: Registered, *arguments: Any, what: Callable[..., Any] | None = None) -> Any:
+    """Call what is registered, or `what` of it. An exception becomes a UserError with its file and line."""
+    try:
+        return (what or each.made)(*arguments)
+    except ProgramError:
+        raise
+    except Exception as error:
+        raise UserError(f"the {each.kind} {each.name} failed at {_where(error, each.file)}: {_said(error)}") from error
+
+
+def _caller() -> tuple[str, int]:
+    """File and line of the code that has called a decorator."""
+    frame = sys._getframe()
+    while frame.f_back and frame.f_code.co_filename in _DECORATORS:
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def _where(error: BaseException, file: str) -> str:
+    """The last line of `file` that an exception has passed through; without one, the line that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = ([frame for frame in frames if frame.filename == file] or frames)[-1]
+    return f"{frame.filename}:{frame.lineno}"
+
+
+def _said(error: BaseException) -> str:
+    first = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+# --- loading ---
+
+
+def load(words: Sequence[str]) -> tuple[str, ...]:
+    """Load the plug-ins that the user has named, and return their records.
+
+    A word is a file, an entry point of the group `resnet_mxnet.plugins`, or a record, whose file must then have its
+    digest. One that is loaded already is not executed again, unless its file has changed. Raises UserError.
+    """
+    records: list[str] = []
+    for word in words:
+        file, digest = _parts(word)
+        record, content, execute = _found(file)
+        if digest and digest != _parts(record)[1]:
+            raise UserError(f"the plug-in {file} has changed: its sha256 is {_parts(record)[1][:8]}..., not "
+                            f"{digest[:8]}...; give --plugin {file} to use it as it is now")
+        if twin := next((each for each in records if name_of(each) == name_of(record) and each != record), ""):
+            raise UserError(f"the plug-ins {_parts(twin)[0]} and {file} have the same name, by which a run knows them: "
+                            "rename one")
+        _load(record, content, execute, is_named=True)
+        _remember(record)
+        records.append(record)
+    return tuple(dict.fromkeys(records))
+
+
+def restore(records: Sequence[str], place: str, run_folder: str = "",
+            is_enough: Callable[[], bool] = lambda: False) -> None:
+    """Load the plug-ins that a run or checkpoint, `place`, records, until there `is_enough`. One that the user has
+    named takes the place of a recorded one with the same file name, which is said if it differs.
+
+    A plug-in whose file has gone or changed is executed from its copy in `run_folder`, which is said. Raises UserError
+    if that is missing too, and for a content that the user of this account has never named.
+    """
+    for record in records:
+        loaded = _loaded.get(name_of(record))
+        if loaded and loaded.is_named and loaded.record != record:
+            _tell_of_change(record, loaded.record, place)
+        elif not (loaded and loaded.record == record) and not is_enough():
+            found, content, execute = _recorded(record, place, run_folder)
+            _load(record, content, execute, is_named=False)
+            is_copy = found != _parts(record)[0]
+            _tell(f"plug-in {found}, as {place} records it"
+                  + f" ({_parts(record)[0]} has gone or changed; --plugin takes another one)" * is_copy)
+
+
+def together(recorded: Sequence[str], given: Sequence[str]) -> tuple[str, ...]:
+    """The plug-ins of a run: the recorded ones, of which those given now replace the ones with their file names."""
+    return tuple({name_of(record): record for record in (*recorded, *given)}.values())
+
+
+def name_of(record: str) -> str:
+    """The name by which a run knows a plug-in: that of its file, or of its entry point."""
+    return Path(_parts(record)[0]).name
+
+
+def brief(record: str) -> str:
+    """A record for a reader: the file, and the beginning of its digest."""
+    file, digest = _parts(record)
+    return f"{file} (sha256 {digest[:8]}...)"
+
+
+def keep(records: Sequence[str], run_folder: Path, write: Callable[[Path, bytes], None]) -> None:
+    """Write copies of the plug-ins' files into a run's folder, by `write`; those of installed packages have none."""
+    for record in records:
+        loaded = _loaded.get(name_of(record))
+        if loaded and loaded.record == record and os.path.isabs(record):
+            copy = _copy(record, run_folder)
+            if not copy.exists():
+                write(copy, loaded.content)
+
+
+def _copy(record: str, run_folder: str | Path) -> Path:
+    return Path(run_folder) / FOLDER / _parts(record)[1][:8] / name_of(record)
+
+
+def _parts(record: str) -> tuple[str, str]:
+    """File and digest of a record; "" for a file that is not pinned."""
+    file, pin, digest = record.rpartition(_PIN)
+    return (file, digest) if pin else (record, "")
+
+
+def _record(file: str, content: bytes) -> str:
+    return f"{file}{_PIN}{hashlib.sha256(content).hexdigest()}"
+
+
+def _installed() -> dict[str, importlib.metadata.EntryPoint]:
+    """The plug-ins of installed packages."""
+    return {entry.name: entry for entry in importlib.metadata.entry_points(group=GROUP)}
+
+
+def _found(word: str) -> tuple[str, bytes, Callable[[], None]]:
+    """A plug-in by its file or entry point: its record, its content, and the function that executes it."""
+    path = Path(word)
+    if path.is_file():
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise UserError(f"the plug-in {word} cannot be read ({error.strerror}): check its permissions") from None
+        file = os.path.abspath(word)
+        return _record(file, content), content, lambda: _execute(file, content)
+    entries = _installed()
+    if word in entries:
+        entry = entries[word]
+        content = _content_of_module(entry.module)
+        return _record(word, content), content, lambda: _import(entry)
+    known = f" (installed are: {', '.join(sorted(entries))})" if entries else ""
+    raise UserError(f"--plugin {word}: there is no such file, and no installed plug-in of that name{known}; check the "
+                    "path")
+
+
+def _recorded(record: str, place: str, run_folder: str) -> tuple[str, bytes, Callable[[], None]]:
+    """A recorded plug-in: the place where it lies as it was recorded, its content, and the function that executes it.
+
+    Raises UserError if it lies nowhere, or if the user of this account has never named a plug-in with this content: a
+    run folder that somebody sends may hold anything.
+    """
+    file, _ = _parts(record)
+    copy = str(_copy(record, run_folder)) if run_folder else ""
+    is_there = os.path.isfile(file) if os.path.isabs(file) else file in _installed()
+    for candidate in [file] * is_there + [copy] * os.path.isfile(copy):
+        found, content, execute = _found(candidate)
+        if _parts(found)[1] == _parts(record)[1]:
+            if not _is_known(found):
+                raise UserError(f"{place} needs the plug-in {candidate}, which nobody has named on this account yet: "
+                                f"read it, since it can do whatever you can, and give --plugin {candidate} ({WALKS})")
+            return candidate, content, execute
+    if is_there:
+        raise UserError(f"the plug-in {file} has changed since {place} recorded it ({brief(record)}): give --plugin "
+                        f"{file} to use it as it is now")
+    raise UserError(f"{place} needs the plug-in {file}, which is not there: give --plugin with the place that it has "
+                    f"now, or install its package ({WALKS})")
+
+
+def _is_known(record: str) -> bool:
+    """Whether the user of this account has named a plug-in with this content before."""
+    folder = default_folder()
+    return folder is not None and (folder / FOLDER / _parts(record)[1]).exists()
+
+
+def _remember(record: str) -> None:
+    """Remember that the user has named this content. Without a place for that it is to be named again."""
+    if folder := default_folder():
+        with contextlib.suppress(OSError):
+            (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+            (folder / FOLDER / _parts(record)[1]).touch()
+
+
+def _load(record: str, content: bytes, execute: Callable[[], None], is_named: bool) -> None:
+    """Execute a plug-in that is not loaded yet; one of the same name is forgotten. Raises UserError."""
+    name = name_of(record)
+    if name in _loaded and _loaded[name].record == record:
+        _loaded[name] = _loaded[name]._replace(is_named=is_named or _loaded[name].is_named)
+        return
+    before = dict(_registered)
+    for key in [key for key, each in _registered.items() if name in _loaded and each.record == _loaded[name].record]:
+        del _registered[key]
+    _loading.append(record)
+    try:
+        execute()
+        if not any(each.record == record for each in _registered.values()):
+            raise UserError(f"the plug-in {_parts(record)[0]} registers nothing: put a decorator before what it adds, "
+                            f"such as @model ({WALKS})")
+    except BaseException:
+        _registered.clear()
+        _registered.update(before)
+        raise
+    finally:
+        _loading.pop()
+    _loaded[name] = _Loaded(record, content, is_named)
+
+
+def _execute(file: str, content: bytes) -> None:
+    module = types.ModuleType(f"plugin_{re.sub(r'[^0-9A-Za-z_]', '_', Path(file).stem)}")
+    module.__file__ = file
+    sys.modules[module.__name__] = module  # dataclasses look for their module there
+    with _named_failure(file):
+        exec(compile(content, file, "exec"), vars(module))
+
+
+def _import(entry: importlib.metadata.EntryPoint) -> None:
+    for name in [entry.module, *(name for name in sys.modules if name.startswith(f"{entry.module}."))]:
+        sys.modules.pop(name, None)  # otherwise a module that is imported already would register nothing
+    with _named_failure(entry.module):
+        entry.load()
+
+
+def _content_of_module(module: str) -> bytes:
+    with _named_failure(module):
+        spec = importlib.util.find_spec(module)
+        if not (spec and spec.origin and os.path.isfile(spec.origin)):
+            raise ImportError("it has no Python file")
+        return Path(spec.origin).read_bytes()
+
+
+@contextlib.contextmanager
+def _named_failure(file: str) -> Iterator[None]:
+    """Inside, a plug-in is executed; what it raises becomes a UserError with its file and line."""
+    try:
+        yield
+    except ProgramError:
+        raise
+    except SyntaxError as error:
+        raise UserError(f"the plug-in {error.filename or file}:{error.lineno or 1} is not valid Python ({error.msg}): "
+                        "correct that line") from None
+    except (Exception, SystemExit) as error:
+        raise UserError(f"the plug-in failed at {_where(error, file)}: {_said(error)}") from error
+
+
+def _tell_of_change(recorded: str, named: str, place: str) -> None:
+    """Say, once, that a plug-in that the user has named is another one than the recorded one."""
+    if _parts(named)[1] != _parts(recorded)[1] and (recorded, named) not in _told:
+        _told.add((recorded, named))
+        _tell(f"the plug-in {brief(named)} is used, although {place} was made with {brief(recorded)}")
+
+
+def _tell(sentence: str) -> None:
+    """Say it once, not in each process of a run."""
+    if os.environ.get("HOROVOD_RANK", "0") == "0":
+        print(sentence, file=sys.stderr, flush=True)

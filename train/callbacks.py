@@ -1,0 +1,157 @@
+"""The callbacks of plug-ins: called by the training loop in process 0, they may ask to stop the run.
+
+An exception in one of them ends the run too, after a checkpoint, with its file and line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from common import plugins
+from common.errors import ProgramError
+from common.plugins import Registered
+from train.config import Config
+from train.plugins import HOOKS
+from train.processes.signals import StoppedBySignal
+
+# Horovod's exceptions that end a session of an elastic run, whose next one goes on (compared by name, as in
+# distributed.py).
+SESSION_ENDS = ("HorovodInternalError", "HostsUpdatedInterrupt")
+
+
+@dataclass
+class LiveRun:
+    """A run, as callbacks see it."""
+
+    folder: Path
+    config: dict[str, Any]  # the options by name, as in config.json
+    class_names: list[str]
+    num_processes: int
+    _stop: str = field(default="", repr=False)
+
+    def stop(self, why: str) -> None:
+        """End the run after the current step, with a checkpoint. `why` is printed and recorded. Of several reasons the
+        first counts. May be called from any thread."""
+        self._stop = self._stop or why
+
+    @property
+    def reason(self) -> str:
+        """Why a callback wants the run to end; "" as long as none does."""
+        return self._stop
+
+
+class Wish(NamedTuple):
+    """What process 0's callbacks want: to end the run for a `reason`, or since one of them has failed."""
+
+    reason: str = ""
+    failure: str = ""
+
+
+class _Failed(Exception):
+    """A callback has failed, as a sentence."""
+
+
+class Callbacks:
+    """The callbacks of a run's plug-ins. In other processes than the first their methods do nothing."""
+
+    def __init__(self, config: Config, run: LiveRun, is_first: bool) -> None:
+        self._run = run
+        self._registered = plugins.active("callback", config.plugin)
+        self._is_first = is_first
+        self._made: dict[type, Any] = {}  # the objects of the classes
+        self._failure = ""
+
+    def add(self, callbacks: Iterable[Any]) -> None:
+        """Add callbacks of the program that has begun the run, equal in all processes: what `train.plugins.callback`
+        takes, or functions of any name that are called at the end of each epoch."""
+        for made in callbacks:
+            name = getattr(made, "__name__", type(made).__name__)
+            code = getattr(made, "__code__", None)
+            file, line = (code.co_filename, code.co_firstlineno) if code else (name, 0)
+            self._registered.append(Registered("callback", name, made, file, line, ""))
+
+    def __bool__(self) -> bool:
+        """Whether there are any; equal in all processes."""
+        return bool(self._registered)
+
+    @property
+    def wish(self) -> Wish:
+        return Wish(self._run.reason, self._failure)
+
+    @property
+    def is_to_stop(self) -> bool:
+        """Whether this process's callbacks want the run to end."""
+        return any(self.wish)
+
+    def start(self) -> None:
+        """A session of the run begins."""
+        self._call("on_run_start", self._run)
+
+    def end_epoch(self, epoch: int, metrics: Mapping[str, float]) -> None:
+        self._call("on_epoch_end", epoch, dict(metrics))
+
+    def saved(self, path: Path) -> None:
+        """A checkpoint has been written."""
+        self._call("on_checkpoint", path)
+
+    def end(self, reason: str) -> None:
+        self._call("on_run_end", reason)
+
+    @contextlib.contextmanager
+    def told_of_failures(self) -> Iterator[None]:
+        """Inside, the run trains. A signal or an error that ends it is told to the callbacks; one that fails then is
+        only named, since the run's own end counts."""
+        try:
+            yield
+        except BaseException as error:
+            if type(error).__name__ in SESSION_ENDS:
+                raise
+            before = self._failure
+            self.end("signal" if isinstance(error, (StoppedBySignal, KeyboardInterrupt)) else "error")
+            if self._failure != before:
+                print(self._failure, file=sys.stderr, flush=True)
+            raise
+
+    def _call(self, hook: str, *arguments: Any) -> None:
+        """Call a hook of all callbacks. The first failure is kept in `wish`; only `on_run_end` is called after it."""
+        for each in self._registered if self._is_first else ():
+            if self._failure and hook != "on_run_end":
+                return
+            try:
+                answer = self._answer(each, hook, arguments)
+            except _Failed as failure:
+                self._failure = self._failure or str(failure)
+            else:
+                if answer:
+                    self._run.stop(answer)
+
+    def _answer(self, each: Registered, hook: str, arguments: tuple[Any, ...]) -> str:
+        """What a callback's hook returns; "" if it has none. Raises _Failed."""
+        try:
+            function = self._function(each, hook)
+            answer = plugins.call(each, *arguments, what=function) if function else None
+        except ProgramError as error:
+            raise _Failed(str(error)) from None
+        if answer is True:
+            return f"{each.name} asked for it"
+        if answer and not isinstance(answer, str):
+            raise _Failed(f"{hook} of the callback {each.name} ({each.place}) returned {answer!r}: return nothing, "
+                          "True to stop the run, or a sentence that says why it is to stop")
+        return answer or ""
+
+    def _function(self, each: Registered, hook: str) -> Callable[..., Any] | None:
+        """A callback's function for a hook, if it has one."""
+        if inspect.isroutine(each.made):
+            own = each.name if each.name in HOOKS else "on_epoch_end"
+            return each.made if own == hook else None
+        if not inspect.isclass(each.made):
+            return getattr(each.made, hook, None)
+        if each.made not in self._made:
+            self._made[each.made] = plugins.call(each)
+        return getattr(self._made[each.made], hook, None)

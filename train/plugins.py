@@ -1,0 +1,148 @@
+"""The decorators of plug-ins: a Python file outside this repository adds to it what it decorates.
+
+    import resnet_mxnet as rm
+
+    @rm.metric
+    def margin(probabilities, labels):
+        best_two = np.sort(probabilities)[:, -2:]
+        return best_two[:, 1] - best_two[:, 0]
+
+`python -m train --plugin margin.py` loads it. docs/extending.md has a walk for each kind; common/plugins.py says which
+files are executed, and how a run records them. Imports nothing slow.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from common import plugins
+from train.options.optimizer import SCHEDULES
+
+__all__ = ["augmentation", "callback", "metric", "model", "schedule"]
+
+Made = TypeVar("Made", bound=Callable[..., Any])
+HOOKS = {"on_run_start": ("run",), "on_epoch_end": ("epoch", "metrics"), "on_checkpoint": ("path",),
+         "on_run_end": ("reason",)}
+
+plugins.reserve("schedule", SCHEDULES)
+plugins.reserve("metric", ("loss", "top1", "top5", "balanced_top1"))
+
+
+def model(function: Made | str) -> Any:
+    """Register a network for `--model`: a function of the number of classes that returns an MXNet Symbol or a Gluon
+    HybridBlock.
+
+    A Symbol reads the variable `data`. The network may be NHWC or NCHW, and ends in the scores (N, num_classes), which
+    a FullyConnected layer with a bias makes (Gluon: Dense). Its name is the function's, or the one that is given:
+    `@model("tiny_v2")`. The images have one size in training and may have another one in validation, so the network
+    ends in global pooling before that layer.
+
+        @rm.model("tiny_v2")
+        def tiny(num_classes): ...
+
+    Raises:
+        UserError: the name exists already, or the function takes other arguments. What is wrong with the network itself
+            is told when it is made.
+    """
+    return _decorated("model", function, ("num_classes",))
+
+
+def augmentation(function: Made | str) -> Any:
+    """Register an augmentation for `--augment`: a function of `images` and `random` that returns the changed images.
+
+    Both are nodes of the DALI graph. `images` are uint8 (height, width, RGB) on the CPU or on the GPU, cropped and
+    resized to the network's input; the result has the same type and size. `random` are 8 numbers from 0 to 1 for each
+    image, float32 on the CPU, which depend on the seed, the epoch and the image's place only: a run that is resumed
+    gets them again. (The operators of `fn.random` have a state of their own, which no checkpoint holds.)
+
+        @rm.augmentation("tilt")
+        def turned(images, random): return fn.rotate(images, angle=40 * random[0] - 20, keep_size=True)
+
+    Raises:
+        UserError: the name exists already, or the function takes other arguments.
+    """
+    return _decorated("augmentation", function, ("images", "random"))
+
+
+def metric(function: Made | str) -> Any:
+    """Register a metric: a NumPy function of `probabilities` (N, C) and `labels` (N,) int64 that returns N numbers, one
+    for each image. Their mean over all images is recorded at each validation, and printed by `validate`.
+
+        @rm.metric("surest")
+        def largest(probabilities, labels): return probabilities.max(axis=1)
+
+    Raises:
+        UserError: the name exists already, or the function takes other arguments.
+    """
+    return _decorated("metric", function, ("probabilities", "labels"))
+
+
+def schedule(function: Made | str) -> Any:
+    """Register a schedule for `--schedule`: a function of the progress, which rises from 0 at the end of the warm-up to
+    1 at the end of the run, that returns the factor on `--learning-rate`, 0 or more.
+
+        @rm.schedule("linear")
+        def falling(progress): return 1 - progress
+
+    Raises:
+        UserError: the name exists already, or the function takes other arguments.
+    """
+    return _decorated("schedule", function, ("progress",))
+
+
+def callback(made: Any) -> Any:
+    """Register a callback: a class (or an object) with some of these methods, or a function with one of these names.
+
+        on_run_start(run)             run: train.callbacks.LiveRun, with folder, config and stop("why")
+        on_epoch_end(epoch, metrics)  epoch: counted from 1; metrics: numbers by name, as in metrics.jsonl
+        on_checkpoint(path)           path: the file that has been written
+        on_run_end(reason)            why the run ends: a key of train.recording.metrics.REASONS, such as "epochs"
+
+    Process 0 of a run makes one object of the class, and is the only one that calls it. Each of them may return True,
+    or a sentence that says why, to stop the run after a checkpoint. An exception ends the run after a checkpoint too.
+
+        rm.callback(Watch)  # or @rm.callback before the class
+
+    Raises:
+        UserError: it has none of these methods, another one that begins with on_, or one with other arguments.
+    """
+    is_function = inspect.isroutine(made)
+    name = made.__name__ if is_function or inspect.isclass(made) else type(made).__name__
+    hooks = {name: made} if is_function else {each: getattr(made, each) for each in dir(made) if each[:3] == "on_"}
+    known = ", ".join(HOOKS)
+    if not hooks:
+        raise plugins.fault(f"the callback {name} has none of the methods {known}: add one")
+    for hook, function in hooks.items():
+        if hook not in HOOKS:
+            raise plugins.fault(f"the callback {name} has {hook}, which is never called: there are {known}")
+        _check_arguments(f"{hook} of the callback {name}", function, HOOKS[hook], is_method=inspect.isclass(made))
+    plugins.register("callback", name, made, key=name if hasattr(made, "__name__") else f"{name} {id(made)}")
+    return made
+
+
+def _decorated(kind: str, function: Made | str, arguments: tuple[str, ...]) -> Any:
+    """Register a function under its own name, or return the decorator that registers it under the one given."""
+
+    def register(decorated: Made, name: str) -> Made:
+        _check_arguments(f"the {kind} {name}", decorated, arguments)
+        plugins.register(kind, name, decorated)
+        return decorated
+
+    if isinstance(function, str):
+        return lambda decorated: register(decorated, function)
+    return register(function, function.__name__)
+
+
+def _check_arguments(what: str, function: Callable[..., Any], arguments: tuple[str, ...], is_method: bool = False
+                     ) -> None:
+    """Raise UserError unless a function can be called with so many arguments."""
+    if not callable(function):
+        raise plugins.fault(f"{what} is no function: write def, with {' and '.join(arguments)}")
+    try:
+        signature = inspect.signature(function)
+        signature.bind(*[None] * (len(arguments) + is_method))
+    except TypeError:
+        raise plugins.fault(f"{what} takes {signature}, and is called with {' and '.join(arguments)}: change its "
+                            "arguments") from None
