@@ -54,8 +54,8 @@ def test_help(line):
     ("train --data --epochs 3", "--data needs a value"),
     ("train --model resnet51", "there is no model 'resnet51'; did you mean resnet50?"),
     ("train benchmark --optimizer adam", "there is no optimizer 'adam'; did you mean adamw?"),
-    ("train validate --epochs 3", "--epochs is an option of train, compare-precision and language-model, not of "
-                                    "validate"),
+    ("train validate --epochs 3", "--epochs is an option of train, compare-precision, sweep and language-model, "
+                                    "not of validate"),
     ("train benchmark --resume auto", "--resume is an option of train and language-model, not of"),
     ("train predict --top x a.jpg", "--top needs a whole number, not 'x'"),
     ("pipelines vrify", "there is no command 'vrify'; did you mean verify?"),
