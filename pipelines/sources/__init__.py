@@ -17,7 +17,7 @@ from common.imagenet import in_words
 from pipelines.errors import DataError
 from pipelines.options import AUTO, FirstLabel, GroupBy, Labels
 from pipelines.sources import cifar, cifar100, folders, records, shards
-from pipelines.sources.base import Chosen, Classes, Source, class_list, place_of, read_classes, unread_list
+from pipelines.sources.base import Chosen, Classes, Source, class_list, misnumbered, place_of, read_classes, unread_list
 from pipelines.sources.cifar import CifarSource
 from pipelines.sources.cifar100 import Cifar100Source
 from pipelines.sources.folders import FileSource, some
@@ -131,7 +131,7 @@ def open_source(
         source = FORMATS[found.format].open(found.files, stored, how)
         source.classes = in_words(source.classes)
         folder = found.files[0] if found.files[0].is_dir() else found.files[0].parent
-        source.remarks = [*source.remarks, *unread_list(folder)]
+        source.remarks = [*source.remarks, *unread_list(folder), *misnumbered(folder) * (found.format != "folders")]
         if split == "train":  # only once for both splits
             source.remarks = [*source.remarks, *beside(found, data)]
         return part(source, split, val_split, val_group_by) if val_split else source

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import os
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +15,7 @@ import numpy as np
 
 from pipelines.errors import DataError
 from pipelines.files import check_is_file, open_file, read_lines
-from pipelines.sources.base import IMAGE_SUFFIXES, Classes, Source, check_label, nfc, read_classes
+from pipelines.sources.base import IMAGE_SUFFIXES, Classes, Source, check_label, data_folder, nfc, read_classes
 from pipelines.sources.split_names import SPLITS, by_split, is_companion, is_whole, split_of, splits_in
 from pipelines.sources.system_files import is_system
 
@@ -43,6 +43,7 @@ NO_ENDING = "without an ending"
 _BEGINNING = re.compile(
     rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|RIFF....WEBP|II\*\0|MM\0\*|BM.{4}\0{4}|P[1-6]\s+(?:#|\d+\s+\d)", re.DOTALL)
 _MOST_PLACES, _MOST_NAMES = 100, 1000  # limits of a quick look: folders, and names in each
+_DEEPEST = 3  # folders below a class folder that are compared with those of other classes
 _MOST_FOLDERS = 10_000  # if a list's files are in more folders, we do not search them for unlisted images
 
 
@@ -115,8 +116,7 @@ def _training_folder(val: Path) -> Path | None:
     """The training images beside a folder of validation images, if it has the name of one."""
     if split_of(val.name) != "val":
         return None
-    root = val.parent.parent if split_of(val.parent.name) == "val" else val.parent
-    return _splits(root).folders.get("train")
+    return _splits(data_folder(val)).folders.get("train")
 
 
 class FileSource(Source):
@@ -431,9 +431,8 @@ def find_images(path: Path, split: str) -> tuple[Classes, dict[str, list[Path]],
         remarks.append(f"{path}: these class folders lead, by links, to others, so the same images have two labels: "
                        f"{some(twice)} (remove the links)")
     if inner := _same_folders_inside(path, files):
-        remarks.append(f"{path}: the images of all class folders lie in folders of the same names ({some(inner)}): if "
-                       f"these are the classes, and {some(sorted(files))} are not, put all images of a class into one "
-                       "folder")
+        remarks.append(f"{path}: most images lie in folders that several class folders have ({some(inner)}): if these "
+                       f"are the classes, and {some(sorted(files))} are not, put all images of a class into one folder")
     if empty := [name for name in sorted(files.keys() - dict(classes).keys()) if not files[name]]:
         remarks.append(f"{path}: folders without an image do not count as classes: {some(empty)}")
     for kind, others in other_folders(path).items():
@@ -446,14 +445,28 @@ def find_images(path: Path, split: str) -> tuple[Classes, dict[str, list[Path]],
 
 
 def _same_folders_inside(path: Path, files: Mapping[str, Sequence[Path]]) -> list[str]:
-    """The names of the folders in which all images of each class lie, if all classes have folders of the same names."""
-    folders = {name: images for name, images in files.items() if images}
-    if len(folders) < 2 or any(images[0].parent == path / name for name, images in folders.items()):
+    """The names of folders that lie in several class folders and hold most of the images, if they are two or more.
+
+    They may be the classes, and the class folders splits, folds or sites: trn/cat, trn/dog, vld/cat, vld/dog.
+    """
+    # An image of a deeper folder comes after those of the class folder, so a look at the last one is enough.
+    deeper = [name for name, images in files.items() if images and images[-1].parent != path / name]
+    if len(deeper) < 2:
         return []
-    inner = {frozenset(str(image.relative_to(path / name).parent).split(os.sep)[0] for image in images)
-             for name, images in folders.items()}
-    names = next(iter(inner))
-    return sorted(names) if len(inner) == 1 and len(names) > 1 and os.curdir not in names else []
+    counts = {name: Counter(os.path.relpath(folder, path / name) for folder in map(os.path.dirname, files[name]))
+              for name in deeper}
+    for depth in range(1, 1 + _DEEPEST):
+        images_in, holders = Counter[str](), Counter[str]()
+        for inside in counts.values():
+            those = [(folder.split(os.sep), count) for folder, count in inside.items() if folder != os.curdir]
+            names = [(os.sep.join(parts[:depth]), count) for parts, count in those if len(parts) >= depth]
+            holders.update({name for name, _ in names})
+            for name, count in names:
+                images_in[name] += count
+        shared = sorted(name for name, count in holders.items() if count > 1)
+        if len(shared) > 1 and 2 * sum(images_in[name] for name in shared) > sum(map(len, files.values())):
+            return shared
+    return []
 
 
 def _linked_twice(path: Path) -> list[str]:
