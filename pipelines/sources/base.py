@@ -239,9 +239,9 @@ def class_list(path: Path, separator: str | None) -> Classes:
     if len({nfc(key) for key, _ in classes}) < len(classes):
         raise DataError(f"{path}: a class name occurs twice; every line must name a different class")
     if all(key != shown for key, shown in classes) and _are_in_disorder([shown for _, shown in classes]):
-        raise DataError(f"{path}: its lines have a number behind the name that is not the line's ({classes[0][0]} "
-                        f"{classes[0][1]}), but the place of a line is the number of its class; sort the lines by their "
-                        "numbers")
+        first = " ".join(classes[0])
+        raise DataError(f"{path}: its lines have a number behind the name that is not the line's ({first}), but the "
+                        "place of a line is the number of its class; sort the lines by their numbers")
     return classes
 
 
