@@ -91,6 +91,7 @@ FORMATS = {
 
 _WITH_LABEL_SETS = ("CIFAR-100",)
 _OTHER = {"train": "val", "val": "train"}
+_WRAPPINGS = folders.COPIES_SUFFIXES | {".gz", ".xz", ".bz2", ".zst", ".zip"}
 
 
 class Location(NamedTuple):
@@ -239,8 +240,11 @@ def _is_data(path: Path, format: str) -> bool:
 
 
 def _is_data_file(name: str) -> bool:
-    path = Path(name)
-    return path.suffix in (".rec", ".lst") or is_tar(path) or is_tfrecord(path)
+    """Whether a file is named like data; also a shard that is compressed, a copy, or an unfinished download."""
+    path = shard = Path(name)
+    while shard.suffix.lower() in _WRAPPINGS:
+        shard = shard.with_suffix("")
+    return path.suffix in (".rec", ".lst") or is_tar(shard) or is_tfrecord(shard)
 
 
 def _check_val_split(data: str | Path, val_split: float) -> None:

@@ -32,7 +32,7 @@ _NO_IMAGES = frozenset({
     ".tar", ".7z", ".rar", ".mp4", ".avi", ".mov", ".mp3", ".wav", ".rec", ".idx", ".lst", ".url", ".lnk",
 })  # fmt: skip
 # Suffixes of editors' backup copies and of unfinished downloads, which may be images but must not count as such.
-_COPIES = frozenset({".bak", ".orig", ".tmp", ".temp", ".swp", ".part", ".partial", ".crdownload", ".download"})
+COPIES_SUFFIXES = frozenset({".bak", ".orig", ".tmp", ".temp", ".swp", ".part", ".partial", ".crdownload", ".download"})
 # Other kinds that `image_files` leaves out, in the words of its remarks.
 LINKS, HIDDEN_FOLDERS, HIDDEN_IMAGES = "links to folders", "hidden folders", "hidden images"
 SYSTEM = "folders and files that systems make"
@@ -309,7 +309,7 @@ def _no_image(path: str) -> str:
         return HIDDEN_IMAGES if ending in IMAGE_SUFFIXES else ""
     if is_system(name):
         return SYSTEM
-    if ending in _COPIES or name.endswith("~"):
+    if ending in COPIES_SUFFIXES or name.endswith("~"):
         return COPIES
     is_other = ending in UNREAD_SUFFIXES or ending in _NO_IMAGES or not _begins_as_image(path)
     return (ending or NO_ENDING) if is_other else ""
@@ -445,16 +445,17 @@ def find_images(path: Path, split: str) -> tuple[Classes, dict[str, list[Path]],
 
 
 def _same_folders_inside(path: Path, files: Mapping[str, Sequence[Path]]) -> list[str]:
-    """The names of folders that lie in several class folders and hold most of the images, if they are two or more.
+    """The names of folders that lie in several class folders and hold most of the images, if they are two or more, and
+    all class folders have images in folders.
 
     They may be the classes, and the class folders splits, folds or sites: trn/cat, trn/dog, vld/cat, vld/dog.
     """
     # An image of a deeper folder comes after those of the class folder, so a look at the last one is enough.
-    deeper = [name for name, images in files.items() if images and images[-1].parent != path / name]
-    if len(deeper) < 2:
+    folders = {name: images for name, images in files.items() if images}
+    if len(folders) < 2 or any(images[-1].parent == path / name for name, images in folders.items()):
         return []
-    counts = {name: Counter(os.path.relpath(folder, path / name) for folder in map(os.path.dirname, files[name]))
-              for name in deeper}
+    counts = {name: Counter(os.path.relpath(folder, path / name) for folder in map(os.path.dirname, images))
+              for name, images in folders.items()}
     for depth in range(1, 1 + _DEEPEST):
         images_in, holders = Counter[str](), Counter[str]()
         for inside in counts.values():

@@ -168,7 +168,8 @@ def test_folders_of_the_same_names_in_all_classes_are_told(tmp_path):
     ([*below("trn", "vld"), "vld/bird"], "cat, dog"), ([*below("trn", "vld"), "trn"], "cat, dog"),
     (below("trn/images", "vld/images"), "images/cat, images/dog"), (["trn/cat", "trn/dog", "vld/cat"], None),
     ([*below("cat", "dog"), "cat", "cat", "dog", "dog", "dog"], None), (["cat/images", "dog/images"], None),
-    (["cat/a", "cat/b", "dog/c", "dog/d"], None), (["cat/video_1", "dog/video_1", "cat/video_2", "dog"], None),
+    (["cat/a", "cat/b", "dog/c", "dog/d"], None), ([*below("car", "bus"), "bike"], None),
+    (["cat/video_1", "dog/video_1", "cat/video_2", "dog"], None),
 ])
 def test_folders_that_most_images_of_several_classes_lie_in_are_told(tmp_path, folders, shared):
     data = images(tmp_path / "data", *folders)
