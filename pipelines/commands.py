@@ -106,10 +106,11 @@ def _reports(options: VerifyOptions) -> list[Report]:
                                  options.write_clean_, options.first_label, options.labels) for split in splits}
     if in_val:
         found["train"] = found["train"]._replace(remarks=list(dict.fromkeys([*found["train"].remarks, *part.remarks])))
-        found["train"] = leave_out_duplicates(found["train"], [u for u in found["train"].usable if u.name in in_val])
+        found["train"] = leave_out_duplicates(found["train"], [u for u in found["train"].usable if u.name in in_val],
+                                              is_part=True)
     elif len(found) == 2:
         said = found["train"].remarks
-        found["train"] = leave_out_duplicates(found["train"], found["val"].usable)
+        found["train"] = leave_out_duplicates(found["train"], found["val"].usable, is_part=False)
         remarks = [*found["val"].remarks, *told_about_classes(*(found[split] for split in ("train", "val")))]
         found["val"] = found["val"]._replace(remarks=[remark for remark in remarks if remark not in said])
     return list(found.values())

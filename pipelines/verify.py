@@ -182,13 +182,13 @@ def told_about_classes(train: Report, val: Report) -> list[str]:
     return remarks
 
 
-def leave_out_duplicates(train: Report, val: Sequence[Usable]) -> Report:
+def leave_out_duplicates(train: Report, val: Sequence[Usable], is_part: bool) -> Report:
     """Turn training images that equal a validation image byte for byte into findings, and return the new report.
 
-    `val` may be a part of the training images (--val-split).
+    `is_part`: `val` is a part of the images in `train` (--val-split); otherwise a file may be listed for both.
     """
     name_of = {image.digest: image.name for image in val}
-    own = {image.name for image in val}
+    own = {image.name for image in val} if is_part else set()
     twice = {image.name: name_of[image.digest] for image in train.usable
              if image.digest in name_of and image.name not in own}
     findings = [(name, Finding("duplicate", f"the same image as {other}, which is for validation", False))

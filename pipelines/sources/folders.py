@@ -531,13 +531,17 @@ def open_list(path: Path, train: Sequence[Path] = ()) -> FileSource:
     class in both.
     """
     files, labels = _read_list(path)
-    classes = read_classes(path.parent)
+    classes, of_training = read_classes(path.parent), _read_list(train[0]) if train else (files, labels)
     if not classes:
-        classes = _classes_in_list(files, labels, *(_read_list(train[0]) if train else (files, labels)))
+        classes = _classes_in_list(files, labels, *of_training)
     for file, label in zip(files, labels, strict=True):
         if not 0 <= label < len(classes):
             raise DataError(f"{path}: label {label} of {file.name} is outside the {len(classes)} classes; correct it")
-    return FileSource(path, files, labels, classes, list_remarks(path, files, labels))
+    remarks = list_remarks(path, files, labels)
+    if train and (shared := sorted(set(map(str, files)) & set(map(str, of_training[0])))):
+        remarks.append(f"{path}: {len(shared):,} of its files are in {train[0].name} too, so validation has training "
+                       f"images: {some(shared)} (list each in one of them)")
+    return FileSource(path, files, labels, classes, remarks)
 
 
 def _classes_in_list(files: Sequence[Path], labels: Sequence[int], train_files: Sequence[Path],

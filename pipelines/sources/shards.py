@@ -113,8 +113,10 @@ class ShardSource(Source):
         for number, (begin, end) in enumerate(itertools.pairwise(ends)):
             columns = np.stack([column[begin:end] for column in (self._offset, self._size, self._label)])
             first = first_with.setdefault(hashlib.blake2b(columns.tobytes()).digest(), number)
-            pairs = ((ends[first] + i - begin, i) for i in (begin, (begin + end) // 2, end - 1))
-            if first < number and begin < end and all(np.array_equal(*map(self._bytes, pair)) for pair in pairs):
+            if first == number or begin == end:
+                continue
+            some_of = (begin, (begin + end) // 2, end - 1)
+            if all(np.array_equal(self._bytes(ends[first] + i - begin), self._bytes(i)) for i in some_of):
                 remarks.append(f"{self.files[number]}: has the same images as {self.files[first].name}, which come "
                                "twice (remove one of them)")
         return remarks

@@ -529,3 +529,16 @@ def test_folders_that_hold_one_class_each_name_them_in_a_list(tmp_path, files):
     lines = [f"{number}\t{int(file[0] == 'b')}\t{file}\n" for number, file in enumerate(files)]
     (tmp_path / "train.lst").write_text("".join(lines))
     assert open_source(tmp_path, "train").class_names == ["a", "b"]
+
+
+def test_files_that_both_lists_name_are_told(tmp_path, image, capsys):
+    for name in ("a/0.jpg", "a/1.jpg", "b/0.jpg"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(image + name.encode())
+    (tmp_path / "train.lst").write_text("0\t0\ta/0.jpg\n1\t0\ta/1.jpg\n2\t1\tb/0.jpg\n")
+    (tmp_path / "val.lst").write_text("0\t1\tb/0.jpg\n")
+    assert list(open_source(tmp_path, "val").remarks) == [
+        f"{tmp_path}/val.lst: 1 of its files are in train.lst too, so validation has training images: "
+        f"{tmp_path}/b/0.jpg (list each in one of them)"]
+    assert main(["verify", str(tmp_path)]) == 1
+    assert f"{tmp_path}/b/0.jpg: duplicate, the same image as" in capsys.readouterr().out
