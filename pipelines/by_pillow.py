@@ -29,6 +29,7 @@ _PNM = re.compile(rb"P[2356]" + _BLANK + rb"\d+" + _BLANK + rb"\d+" + _BLANK + r
 _PNM_VALUES = (255, 65535)  # the largest values ("maxval") that DALI reads correctly
 _TIFF_MODES = frozenset({"L", "P", "RGB", "RGBA", "CMYK", "YCbCr", "I;16", "I;16B"})  # modes in Pillow
 _HEADER = 4096  # bytes
+_LARGEST_16_BIT = 65535
 
 
 def reason_for_pillow(read: Read) -> str:
@@ -116,10 +117,18 @@ def by_pillow(encoded: bytes) -> bytes:
 
 
 def upright_rgb(image: Image.Image) -> Image.Image:
-    """The image as its EXIF orientation wants it, in 8-bit RGB; any error of Pillow's passes through."""
+    """The image as its EXIF orientation wants it, in 8-bit RGB; any error of Pillow's passes through.
+
+    Raises ValueError for pixels whose range is unknown: floating-point numbers, and whole ones of more than 16 bits.
+    """
     upright = ImageOps.exif_transpose(image)
+    if upright.mode == "F":
+        raise ValueError("its pixels are floating-point numbers; convert it to 8 bits")
     if upright.mode.startswith("I"):  # 16 bits, which Pillow would clip at 255
-        upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
+        pixels = np.asarray(upright)
+        if pixels.min() < 0 or pixels.max() > _LARGEST_16_BIT:
+            raise ValueError("its pixels are not numbers of 16 bits; convert it to 8 bits")
+        upright = Image.fromarray((pixels >> 8).astype(np.uint8))
     return upright.convert("RGB")
 
 

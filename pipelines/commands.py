@@ -116,10 +116,10 @@ def _reports(options: VerifyOptions) -> list[Report]:
     if in_val:
         found["train"] = found["train"]._replace(remarks=list(dict.fromkeys([*found["train"].remarks, *part.remarks])))
         found["train"] = leave_out_duplicates(found["train"], [u for u in found["train"].usable if u.name in in_val],
-                                              found["train"].classes)
+                                              found["train"].classes, is_part=True)
     elif len(found) == 2:
         said = found["train"].remarks
-        found["train"] = leave_out_duplicates(found["train"], found["val"].usable, found["val"].classes)
+        found["train"] = leave_out_duplicates(found["train"], found["val"].usable, found["val"].classes, is_part=False)
         remarks = [*found["val"].remarks, *told_about_classes(*(found[split] for split in ("train", "val")))]
         found["val"] = found["val"]._replace(remarks=[remark for remark in remarks if remark not in said])
     if options.near_copies:  # validation first: a training image is the copy

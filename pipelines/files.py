@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import mmap
 import os
 import shutil
@@ -125,7 +126,13 @@ def read_lines(path: Path) -> list[str]:
     if (place := text.find("\0")) >= 0:
         line = text.count("\n", 0, place) + 1
         raise DataError(f"{path} line {line}: holds a NUL, as a damaged file; put a whole one there")
-    return text.splitlines()
+    return lines_of(text)
+
+
+def lines_of(text: str) -> list[str]:
+    """The lines of a text, as text editors show them: `str.splitlines` also ends a line at characters that a name may
+    hold, such as U+2028."""
+    return io.StringIO(text, newline=None).read().removesuffix("\n").split("\n") if text else []
 
 
 class MappedFile:

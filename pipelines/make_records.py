@@ -27,7 +27,7 @@ from PIL import Image
 
 from common.files import lock
 from pipelines.errors import DataError, check_not_negative, check_positive
-from pipelines.files import link_beside, open_file, read_file, read_lines, understood, write_text
+from pipelines.files import lines_of, link_beside, open_file, read_file, read_lines, understood, write_text
 from pipelines.inspect_image import inspect_image
 from pipelines.progress import map_in_order
 from pipelines.recordio import BrokenRecordError, index_path, pack_record
@@ -430,7 +430,7 @@ def _fingerprint(entries: list[Entry], options: Options) -> str:
 def _write_classes(path: Path, classes: Classes) -> None:
     lines = [f"{key}\n" if key == shown else f"{key}\t{shown}\n" for key, shown in classes]
     for line, of_class in zip(lines, classes, strict=True):
-        if parse_classes(line.splitlines(), separator="\t") != [of_class]:
+        if parse_classes(lines_of(line), separator="\t") != [of_class]:
             raise DataError(f"{path}: cannot hold the class name {of_class[0]!r}, as a line break, a tab, or a blank "
                             "at its start or end would be lost; rename its folder")
     text = "".join(lines)

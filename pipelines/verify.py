@@ -216,13 +216,14 @@ def told_about_classes(train: Report, val: Report) -> list[str]:
     return remarks
 
 
-def leave_out_duplicates(train: Report, val: Sequence[Usable], val_classes: Mapping[int, str]) -> Report:
+def leave_out_duplicates(train: Report, val: Sequence[Usable], val_classes: Mapping[int, str], is_part: bool) -> Report:
     """Turn training images that equal a validation image byte for byte into findings, and return the new report.
 
-    `val` may be a part of the training images (--val-split); `val_classes` names its labels.
+    `val_classes` names the labels of `val`. `is_part`: `val` is a part of the images in `train` (--val-split);
+    otherwise a file may be listed for both.
     """
     of_bytes = {image.digest: image for image in val}
-    own = {image.name for image in val}
+    own = {image.name for image in val} if is_part else set()
     twice = {image.name: (image, of_bytes[image.digest]) for image in train.usable
              if image.digest in of_bytes and image.name not in own}
     findings = []

@@ -8,9 +8,11 @@ from typing import Any
 import train.models
 import train.presets
 from pipelines.loader import Loader
+from pipelines.options import MAX_CLASSES
 from train.build import open_data
 from train.command_line import values_of
 from train.config import Config
+from train.errors import TrainError
 from train.models.network import Network
 
 
@@ -70,6 +72,12 @@ def create_model(name: str, num_classes: int = 1000, label_smoothing: float = 0.
         whose `graph` is the same for the passes of this project.
 
     Raises:
-        UserError: there is no network of this name.
+        UserError: there is no network of this name, or a number is not allowed.
     """
+    if not isinstance(name, str):
+        raise TrainError(f"name is {name!r}: give one of rm.models()")
+    if isinstance(num_classes, bool) or not isinstance(num_classes, int) or not 0 < num_classes <= MAX_CLASSES:
+        raise TrainError(f"num_classes is {num_classes!r}: give a whole number from 1 to {MAX_CLASSES}")
+    if not isinstance(label_smoothing, (int, float)) or not 0 <= label_smoothing < 1:
+        raise TrainError(f"label_smoothing is {label_smoothing!r}: give a number of at least 0 and below 1")
     return train.models.create(name, num_classes, label_smoothing)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from train.command_line import values_of
 from train.commands import export, quantize, validate
 from train.commands.validate import Validated
+from train.errors import TrainError
 from train.options.commands import ExportOptions, InferenceOptions, PredictOptions, QuantizeOptions, ValidateOptions
 from train.pictures import predictions_html
 from train.prediction import Prediction, Predictor, device_and_number, listed
@@ -58,6 +59,8 @@ def load(
     Raises:
         UserError: there are no weights, they are damaged, or the device is not available.
     """
+    if not isinstance(place, (str, os.PathLike)) or not os.fspath(place):
+        raise TrainError(f"{place!r} is no place of a trained network: give a run folder, a checkpoint or weights")
     kind, number = device_and_number(device)
     given = {"checkpoint": place, "int8": int8, "device": kind, "executor": executor, "batch_size": batch_size,
              "num_threads": num_threads, "hw_decoder_load": hw_decoder_load, "max_pixels": max_pixels, "plugin": plugin}
@@ -130,7 +133,9 @@ class TrainedNetwork:
         Raises:
             UserError: an image cannot be read, or is none; or `top` is more than the network has classes.
         """
-        single, is_one = listed(images)
+        if isinstance(top, bool) or not isinstance(top, (int, np.integer)):
+            raise TrainError(f"top is {top!r}: give a whole number")
+        single, is_one = _in_order(images)
         found = Predictions(self._predictor.predict(single, top, on_bad_image))
         return found[0] if is_one else found
 
@@ -150,7 +155,7 @@ class TrainedNetwork:
         Raises:
             UserError: an image cannot be read, or is none; or the network is in INT8.
         """
-        single, is_one = listed(images)
+        single, is_one = _in_order(images)
         found = self._predictor.embed(single, on_bad_image)
         return found[0] if is_one else found
 
@@ -223,3 +228,14 @@ class TrainedNetwork:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _in_order(images: Any) -> tuple[list[Any], bool]:
+    """`listed`, for images that have an order. Raises UserError."""
+    if isinstance(images, str) and not images:
+        raise TrainError("the path of the images is empty: give a file, a folder, or images")
+    if isinstance(images, (Set, Mapping)):
+        raise TrainError(f"a {type(images).__name__} is no list of images: give a list, whose order the results have")
+    if hasattr(images, "read"):
+        raise TrainError(f"images is an open file ({type(images).__name__}): give its path or its bytes")
+    return listed(images)

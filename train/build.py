@@ -154,7 +154,7 @@ def evaluated_images(config: Config) -> str:
 
 
 def told_about_classes(data: str, train_loader: Loader, val_loader: Loader) -> list[str]:
-    """Remarks on classes that have images in only one of the two splits."""
+    """Remarks on classes that have images in only one of the two splits, or in none."""
     classes = train_loader.classes
     in_train, in_val = (_met(loader, set(train_loader.labels)) for loader in (train_loader, val_loader))
     remarks = []
@@ -165,6 +165,10 @@ def told_about_classes(data: str, train_loader: Loader, val_loader: Loader) -> l
     if untrained := sorted(in_val - in_train):
         remarks.append(f"{data}: images for validation are of classes that no training image has: "
                        f"{some([classes[label] for label in untrained])}")
+    listed = {label for label, (_, name) in enumerate(classes) if name != str(label)}  # not those that only fill up
+    if unused := sorted(listed - in_train - in_val):
+        remarks.append(f"{data}: no image is of these classes, which only the list of classes has: "
+                       f"{some([classes[label] for label in unused])}")
     return remarks
 
 

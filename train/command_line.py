@@ -114,6 +114,8 @@ def values_of(options: type, given: Mapping[str, Any], *, command: str) -> dict[
     """
     if "config" in given:
         load_preset(str(given["config"]))  # on a command line, ? would print the list of presets and exit
+    if asked := {"help", "version"} & given.keys():  # would print something and exit
+        raise TrainError(f"there is no option {min(asked)} in a program: see {PROG} {command} --{min(asked)}")
     words: list[str] = []
     for name, value in given.items():
         words += _words(options, name, value)
@@ -123,8 +125,13 @@ def values_of(options: type, given: Mapping[str, Any], *, command: str) -> dict[
 def _words(options: type, name: str, value: Any) -> list[str]:
     """An option as on a command line."""
     option = option_name(name)
-    if value is None or value == "":
+    if hasattr(value, "tolist"):  # a number or an array of NumPy's, which is slow to import
+        value = value.tolist()
+    if value is None or (isinstance(value, str) and not value):
         return []
+    for each in value if isinstance(value, (tuple, list)) else [value]:
+        if not isinstance(each, (str, int, float, os.PathLike)):
+            raise TrainError(f"{option} needs text, a path, a number or a list of these, not a {type(each).__name__}")
     if isinstance(value, bool):
         # Only options that a preset or a run may have turned on have a --no- form.
         has_negation = issubclass(options, (RunOptions, DeviceOptions)) or getattr(options, name, False)

@@ -17,7 +17,7 @@ from common.imagenet import in_words
 from pipelines.errors import DataError
 from pipelines.options import AUTO, FirstLabel, GroupBy, Labels
 from pipelines.sources import cifar, cifar100, folders, records, shards
-from pipelines.sources.base import Chosen, Classes, Source, class_list, place_of, read_classes, unread_list
+from pipelines.sources.base import Chosen, Classes, Source, class_list, misnumbered, place_of, read_classes, unread_list
 from pipelines.sources.cifar import CifarSource
 from pipelines.sources.cifar100 import Cifar100Source
 from pipelines.sources.folders import FileSource, some
@@ -91,6 +91,7 @@ FORMATS = {
 
 _WITH_LABEL_SETS = ("CIFAR-100",)
 _OTHER = {"train": "val", "val": "train"}
+_WRAPPINGS = folders.COPIES_SUFFIXES | {".gz", ".xz", ".bz2", ".zst", ".zip"}
 
 
 class Location(NamedTuple):
@@ -131,7 +132,7 @@ def open_source(
         source = FORMATS[found.format].open(found.files, stored, how)
         source.classes = in_words(source.classes)
         folder = found.files[0] if found.files[0].is_dir() else found.files[0].parent
-        source.remarks = [*source.remarks, *unread_list(folder)]
+        source.remarks = [*source.remarks, *unread_list(folder), *misnumbered(folder) * (found.format != "folders")]
         if split == "train":  # only once for both splits
             source.remarks = [*source.remarks, *beside(found, data)]
         return part(source, split, val_split, val_group_by) if val_split else source
@@ -239,8 +240,11 @@ def _is_data(path: Path, format: str) -> bool:
 
 
 def _is_data_file(name: str) -> bool:
-    path = Path(name)
-    return path.suffix in (".rec", ".lst") or is_tar(path) or is_tfrecord(path)
+    """Whether a file is named like data; also a shard that is compressed, a copy, or an unfinished download."""
+    path = shard = Path(name)
+    while shard.suffix.lower() in _WRAPPINGS:
+        shard = shard.with_suffix("")
+    return path.suffix in (".rec", ".lst") or is_tar(shard) or is_tfrecord(shard)
 
 
 def _check_val_split(data: str | Path, val_split: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from pipelines.errors import DataError
 from pipelines.files import read_lines
 from pipelines.options import AUTO, MAX_CLASSES, FirstLabel, Labels
 from pipelines.recordio import BrokenRecordError
-from pipelines.sources.split_names import SPLITS, split_of
+from pipelines.sources.split_names import SPLITS, by_split, split_of
 
 Classes = list[tuple[str, str]]  # (folder or synset, name to show) in the order of the labels
 
@@ -194,11 +195,23 @@ def _lists_of(folder: Path) -> list[Path]:
 
 
 def _above_split(folder: Path) -> list[Path]:
-    """The folder that holds the split, if `folder` has the name of one; and what lies between, as in train/train."""
-    if split_of(folder.name) not in SPLITS:
+    """The folder that holds the split, if `folder` has the name of one; and what lies between, as in train/train.
+
+    A folder that holds splits is none, even if its name says so: ~/dev with train/ and val/.
+    """
+    if split_of(folder.name) not in SPLITS or len(by_split(_names_in(folder))) > 1:
         return []
-    is_twice = split_of(folder.parent.name) == split_of(folder.name)
+    is_twice = (split_of(folder.parent.name) == split_of(folder.name)
+                and [name for name in _names_in(folder.parent) if split_of(name) and (folder.parent / name).is_dir()]
+                == [folder.name])
     return [folder.parent, *[folder.parent.parent] * is_twice]
+
+
+def _names_in(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
 
 
 def data_folder(folder: Path) -> Path:
@@ -225,7 +238,34 @@ def class_list(path: Path, separator: str | None) -> Classes:
         raise DataError(f"{path}: the list of classes is empty; write one class name in each line")
     if len({nfc(key) for key, _ in classes}) < len(classes):
         raise DataError(f"{path}: a class name occurs twice; every line must name a different class")
+    if all(key != shown for key, shown in classes) and _are_in_disorder([shown for _, shown in classes]):
+        first = " ".join(classes[0])
+        raise DataError(f"{path}: its lines have a number behind the name that is not the line's ({first}), but the "
+                        "place of a line is the number of its class; sort the lines by their numbers")
     return classes
+
+
+def misnumbered(folder: Path) -> list[str]:
+    """A remark about a classes.txt whose lines begin with numbers in another order, for labels that are numbers.
+
+    Not for numbers sorted as text, as `make-records` writes them for folders 0, 1, 10, 2: these are names.
+    """
+    classes = read_classes(folder)
+    keys = [key for key, _ in classes]
+    if keys == sorted(keys) or not _are_in_disorder(keys):
+        return []
+    lines = [key if key == shown else f"{key} {shown}" for key, shown in classes]
+    return [f"{folder}: the lines of its classes.txt begin with numbers that are not in order, and the place of a line "
+            f"is the number of its class: label 0 is {lines[0]!r}, label 1 {lines[1]!r} (sort the lines if the numbers "
+            "are the labels)"]
+
+
+def _are_in_disorder(texts: Sequence[str]) -> bool:
+    """Whether the texts begin with the numbers from 0 or from 1 on, each once, but not in their order."""
+    found = [re.match(r"\d+(?![^\W_])", text, re.ASCII) for text in texts]
+    numbers = [int(match[0]) for match in found if match]
+    return len(numbers) == len(texts) and any(
+        sorted(numbers) == list(order) != numbers for order in (range(len(texts)), range(1, 1 + len(texts))))
 
 
 def nfc(name: str) -> str:

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import os
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +15,7 @@ import numpy as np
 
 from pipelines.errors import DataError
 from pipelines.files import check_is_file, open_file, read_lines
-from pipelines.sources.base import IMAGE_SUFFIXES, Classes, Source, check_label, nfc, read_classes
+from pipelines.sources.base import IMAGE_SUFFIXES, Classes, Source, check_label, data_folder, nfc, read_classes
 from pipelines.sources.split_names import SPLITS, by_split, is_companion, is_whole, split_of, splits_in
 from pipelines.sources.system_files import is_system
 
@@ -32,7 +32,7 @@ _NO_IMAGES = frozenset({
     ".tar", ".7z", ".rar", ".mp4", ".avi", ".mov", ".mp3", ".wav", ".rec", ".idx", ".lst", ".url", ".lnk",
 })  # fmt: skip
 # Suffixes of editors' backup copies and of unfinished downloads, which may be images but must not count as such.
-_COPIES = frozenset({".bak", ".orig", ".tmp", ".temp", ".swp", ".part", ".partial", ".crdownload", ".download"})
+COPIES_SUFFIXES = frozenset({".bak", ".orig", ".tmp", ".temp", ".swp", ".part", ".partial", ".crdownload", ".download"})
 # Other kinds that `image_files` leaves out, in the words of its remarks.
 LINKS, HIDDEN_FOLDERS, HIDDEN_IMAGES = "links to folders", "hidden folders", "hidden images"
 SYSTEM = "folders and files that systems make"
@@ -43,6 +43,7 @@ NO_ENDING = "without an ending"
 _BEGINNING = re.compile(
     rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|RIFF....WEBP|II\*\0|MM\0\*|BM.{4}\0{4}|P[1-6]\s+(?:#|\d+\s+\d)", re.DOTALL)
 _MOST_PLACES, _MOST_NAMES = 100, 1000  # limits of a quick look: folders, and names in each
+_DEEPEST = 3  # folders below a class folder that are compared with those of other classes
 _MOST_FOLDERS = 10_000  # if a list's files are in more folders, we do not search them for unlisted images
 
 
@@ -115,8 +116,7 @@ def _training_folder(val: Path) -> Path | None:
     """The training images beside a folder of validation images, if it has the name of one."""
     if split_of(val.name) != "val":
         return None
-    root = val.parent.parent if split_of(val.parent.name) == "val" else val.parent
-    return _splits(root).folders.get("train")
+    return _splits(data_folder(val)).folders.get("train")
 
 
 class FileSource(Source):
@@ -309,7 +309,7 @@ def _no_image(path: str) -> str:
         return HIDDEN_IMAGES if ending in IMAGE_SUFFIXES else ""
     if is_system(name):
         return SYSTEM
-    if ending in _COPIES or name.endswith("~"):
+    if ending in COPIES_SUFFIXES or name.endswith("~"):
         return COPIES
     is_other = ending in UNREAD_SUFFIXES or ending in _NO_IMAGES or not _begins_as_image(path)
     return (ending or NO_ENDING) if is_other else ""
@@ -431,9 +431,8 @@ def find_images(path: Path, split: str) -> tuple[Classes, dict[str, list[Path]],
         remarks.append(f"{path}: these class folders lead, by links, to others, so the same images have two labels: "
                        f"{some(twice)} (remove the links)")
     if inner := _same_folders_inside(path, files):
-        remarks.append(f"{path}: the images of all class folders lie in folders of the same names ({some(inner)}): if "
-                       f"these are the classes, and {some(sorted(files))} are not, put all images of a class into one "
-                       "folder")
+        remarks.append(f"{path}: most images lie in folders that several class folders have ({some(inner)}): if these "
+                       f"are the classes, and {some(sorted(files))} are not, put all images of a class into one folder")
     if empty := [name for name in sorted(files.keys() - dict(classes).keys()) if not files[name]]:
         remarks.append(f"{path}: folders without an image do not count as classes: {some(empty)}")
     for kind, others in other_folders(path).items():
@@ -446,14 +445,29 @@ def find_images(path: Path, split: str) -> tuple[Classes, dict[str, list[Path]],
 
 
 def _same_folders_inside(path: Path, files: Mapping[str, Sequence[Path]]) -> list[str]:
-    """The names of the folders in which all images of each class lie, if all classes have folders of the same names."""
+    """The names of folders that lie in several class folders and hold most of the images, if they are two or more, and
+    all class folders have images in folders.
+
+    They may be the classes, and the class folders splits, folds or sites: trn/cat, trn/dog, vld/cat, vld/dog.
+    """
+    # An image of a deeper folder comes after those of the class folder, so a look at the last one is enough.
     folders = {name: images for name, images in files.items() if images}
-    if len(folders) < 2 or any(images[0].parent == path / name for name, images in folders.items()):
+    if len(folders) < 2 or any(images[-1].parent == path / name for name, images in folders.items()):
         return []
-    inner = {frozenset(str(image.relative_to(path / name).parent).split(os.sep)[0] for image in images)
-             for name, images in folders.items()}
-    names = next(iter(inner))
-    return sorted(names) if len(inner) == 1 and len(names) > 1 and os.curdir not in names else []
+    counts = {name: Counter(os.path.relpath(folder, path / name) for folder in map(os.path.dirname, images))
+              for name, images in folders.items()}
+    for depth in range(1, 1 + _DEEPEST):
+        images_in, holders = Counter[str](), Counter[str]()
+        for inside in counts.values():
+            those = [(folder.split(os.sep), count) for folder, count in inside.items() if folder != os.curdir]
+            names = [(os.sep.join(parts[:depth]), count) for parts, count in those if len(parts) >= depth]
+            holders.update({name for name, _ in names})
+            for name, count in names:
+                images_in[name] += count
+        shared = sorted(name for name, count in holders.items() if count > 1)
+        if len(shared) > 1 and 2 * sum(images_in[name] for name in shared) > sum(map(len, files.values())):
+            return shared
+    return []
 
 
 def _linked_twice(path: Path) -> list[str]:
@@ -517,13 +531,17 @@ def open_list(path: Path, train: Sequence[Path] = ()) -> FileSource:
     class in both.
     """
     files, labels = _read_list(path)
-    classes = read_classes(path.parent)
+    classes, of_training = read_classes(path.parent), _read_list(train[0]) if train else (files, labels)
     if not classes:
-        classes = _classes_in_list(files, labels, *(_read_list(train[0]) if train else (files, labels)))
+        classes = _classes_in_list(files, labels, *of_training)
     for file, label in zip(files, labels, strict=True):
         if not 0 <= label < len(classes):
             raise DataError(f"{path}: label {label} of {file.name} is outside the {len(classes)} classes; correct it")
-    return FileSource(path, files, labels, classes, list_remarks(path, files, labels))
+    remarks = list_remarks(path, files, labels)
+    if train and (shared := sorted(set(map(str, files)) & set(map(str, of_training[0])))):
+        remarks.append(f"{path}: {len(shared):,} of its files are in {train[0].name} too, so validation has training "
+                       f"images: {some(shared)} (list each in one of them)")
+    return FileSource(path, files, labels, classes, remarks)
 
 
 def _classes_in_list(files: Sequence[Path], labels: Sequence[int], train_files: Sequence[Path],

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import json
 import os
 import re
@@ -61,6 +62,7 @@ class ShardSource(Source):
         if not self.classes:
             count = max(num_classes or 1, 1 + int(self._label.max()))
             self.classes = [(str(label), str(label)) for label in range(count)]
+        self.remarks = [*self.remarks, *self._copies()]
 
     @staticmethod
     @abstractmethod
@@ -84,6 +86,9 @@ class ShardSource(Source):
         return label
 
     def feed(self, i: int) -> np.ndarray:
+        return self._bytes(i)
+
+    def _bytes(self, i: int) -> np.ndarray:
         return self._maps[self._file[i]].stretch(int(self._offset[i]), int(self._size[i]))
 
     def read(self, i: int) -> np.ndarray:
@@ -100,6 +105,21 @@ class ShardSource(Source):
     def location(self, i: int) -> tuple[Path, int, int]:
         """File, offset and size of image `i`, in bytes."""
         return self.files[self._file[i]], int(self._offset[i]), int(self._size[i])
+
+    def _copies(self) -> list[str]:
+        """Remarks about shards that hold the images of another one, as a copy `train-0 (1).tar` does."""
+        remarks, first_with = [], dict[bytes, int]()
+        ends = np.searchsorted(self._file, range(len(self.files) + 1)).tolist()
+        for number, (begin, end) in enumerate(itertools.pairwise(ends)):
+            columns = np.stack([column[begin:end] for column in (self._offset, self._size, self._label)])
+            first = first_with.setdefault(hashlib.blake2b(columns.tobytes()).digest(), number)
+            if first == number or begin == end:
+                continue
+            some_of = (begin, (begin + end) // 2, end - 1)
+            if all(np.array_equal(self._bytes(ends[first] + i - begin), self._bytes(i)) for i in some_of):
+                remarks.append(f"{self.files[number]}: has the same images as {self.files[first].name}, which come "
+                               "twice (remove one of them)")
+        return remarks
 
     def _index(self) -> tuple[np.ndarray, ...]:
         """The index, from the cache or by a scan: for each image, the number of its file and the fields of Entry.

@@ -1,7 +1,7 @@
 """The names that say which split a folder or a file belongs to; this module alone decides it.
 
 A name says a split if one of its words does: `Train`, `seg_train`, `train_images`, `valid-2`, `val2017`. Words are
-separated by anything that is not a letter.
+separated by anything that is not a letter, or begin with a capital behind a small letter (`TrainImages`, `trainA`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _COMPANIONS = frozenset({
 
 
 def _words(name: str) -> list[str]:
-    return [word for word in re.split(r"[\W\d_]+", name.lower()) if word]
+    return [word.lower() for word in re.split(r"[\W\d_]+|(?<=[a-z])(?=[A-Z])", name) if word]
 
 
 def splits_in(name: str) -> set[str]:

@@ -183,7 +183,7 @@ class TFRecordSource(ShardSource):
 def is_tfrecord(path: Path) -> bool:
     """Whether a file is named like train-00000-of-01024, imagenet2012-train.tfrecord-00000-of-01024, train.tfrecord,
     train.tfrecords or train.tfrec."""
-    return re.search(r"\.tfrec(?:ords?)?$|-\d{5}-of-\d{5}$", path.name) is not None
+    return re.search(r"\.tfrec(?:ords?)?$|-\d{5}-of-\d{5}$", path.name.lower()) is not None
 
 
 def _fits(stretch: np.ndarray, size: int) -> bool:

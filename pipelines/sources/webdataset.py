@@ -80,7 +80,7 @@ class TarSource(ShardSource):
 
 
 def is_tar(path: Path) -> bool:
-    return path.suffix == ".tar" or path.name.endswith(_COMPRESSED)
+    return path.name.lower().endswith((".tar", *_COMPRESSED))
 
 
 def _name_in(headers: bytes) -> str:

@@ -18,7 +18,7 @@ from image_helpers import encode, smooth_image, write_records
 from PIL import Image, ImageOps
 
 from pipelines import DataError, ImageTransform, LoaderConfig, open_files, open_loader
-from pipelines.by_pillow import PillowImages, reason_for_pillow, reason_for_pillow_of_file
+from pipelines.by_pillow import PillowImages, reason_for_pillow, reason_for_pillow_of_file, upright_rgb
 from pipelines.dali_loader import LOOK_AHEAD, DaliLoader
 from pipelines.sources import open_source
 from pipelines.verify import verify_split
@@ -231,6 +231,14 @@ def test_verify_and_training_are_one_judge(tmp_path, name, feeds):
         with (open_loader(LoaderConfig(data=str(data), split="val", batch_size=8, image_size=16)) as loader,
               pytest.raises(DataError, match="replace it, list all such images with")):
             list(loader)
+
+
+@pytest.mark.parametrize("pixels", [np.ones((4, 4), np.float32), np.full((4, 4), 65536, np.int32),
+                                    np.full((4, 4), -1, np.int32)])
+def test_pixels_of_unknown_range_are_refused(pixels):
+    """Pillow would make black or arbitrary ones of them."""
+    with pytest.raises(ValueError, match="its pixels are .* convert it to 8 bits"):
+        upright_rgb(Image.fromarray(pixels))
 
 
 def test_the_files_of_conversions_are_removed(tmp_path, monkeypatch):

@@ -270,6 +270,48 @@ def test_training_and_validation_in_two_forms(tmp_path, image, train, val):
 # --- whose classes.txt it is ---
 
 
+@pytest.mark.parametrize("stored", ["records", "tar"])
+def test_a_data_folder_that_is_called_like_a_split_has_no_list_above(tmp_path, image, stored):
+    data = tmp_path / "dev"
+    for split in ("train", "val"):
+        if stored == "records":
+            write_records(data / f"{split}.rec", [image] * 2, [0.0, 1.0])
+        else:
+            write_tar(data / split / "0.tar", samples([(image, 0), (image, 1)]))
+    (tmp_path / "classes.txt").write_text("dog\ncat\n")
+    for split in ("train", "val"):
+        assert open_source(data, split).class_names == ["0", "1"]
+
+
+@pytest.mark.parametrize("lines, shown", [
+    ("2\tc\n0\ta\n1\tb\n", "label 0 is '2 c', label 1 '0 a'"), ("2 c\n0 a\n1 b\n", "label 0 is '2 c', label 1 '0 a'"),
+    ("3: c\n1: a\n2: b\n", "label 0 is '3: c', label 1 '1: a'"), ("0 a\n1 b\n2 c\n", ""), ("c\na\nb\n", ""),
+    ("7 c\n0 a\n1 b\n", ""), ("2nd\n0th\n1st\n", ""), ("".join(f"{i}\n" for i in sorted(map(str, range(12)))), ""),
+])
+def test_a_list_of_classes_with_numbers_of_its_own(tmp_path, image, lines, shown):
+    """The place of a line is its class, whatever number the line begins with; that is told."""
+    write_records(tmp_path / "train.rec", [image] * 3, [0.0, 1.0, 2.0])
+    (tmp_path / "classes.txt").write_text(lines)
+    remarks = open_source(tmp_path, "train").remarks
+    assert len(remarks) == bool(shown) and all(shown in remark for remark in remarks)
+
+
+def test_numbers_behind_the_names_of_classes(tmp_path, image):
+    write_records(tmp_path / "train.rec", [image] * 3, [0.0, 1.0, 2.0])
+    (tmp_path / "classes.txt").write_text("c\t2\na\t0\nb\t1\n")
+    with pytest.raises(DataError, match=r"a number behind the name that is not the line's \(c 2\)"):
+        open_source(tmp_path, "train")
+    (tmp_path / "classes.txt").write_text("a\t0\nb\t1\nc\t2\n")
+    assert open_source(tmp_path, "train").class_names == ["0", "1", "2"]
+
+
+def test_a_class_name_may_hold_a_line_separator(tmp_path, image):
+    """A list has a class in each line that a text editor shows."""
+    write_records(tmp_path / "train.rec", [image] * 3, [0.0, 1.0, 2.0])
+    (tmp_path / "classes.txt").write_bytes("a\u2028x\x0bz\x85\rb\r\nc".encode())
+    assert open_source(tmp_path, "train").class_names == ["a\u2028x\x0bz", "b", "c"]
+
+
 @pytest.mark.parametrize("stored", ["records", "list", "folders", "tar", "tfrecord", "cifar"])
 @pytest.mark.parametrize("split", ["", "train"])
 def test_a_list_of_classes_above_the_data_is_a_neighbours(tmp_path, image, stored, split):
@@ -489,3 +531,16 @@ def test_folders_that_hold_one_class_each_name_them_in_a_list(tmp_path, files):
     lines = [f"{number}\t{int(file[0] == 'b')}\t{file}\n" for number, file in enumerate(files)]
     (tmp_path / "train.lst").write_text("".join(lines))
     assert open_source(tmp_path, "train").class_names == ["a", "b"]
+
+
+def test_files_that_both_lists_name_are_told(tmp_path, image, capsys):
+    for name in ("a/0.jpg", "a/1.jpg", "b/0.jpg"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(image + name.encode())
+    (tmp_path / "train.lst").write_text("0\t0\ta/0.jpg\n1\t0\ta/1.jpg\n2\t1\tb/0.jpg\n")
+    (tmp_path / "val.lst").write_text("0\t1\tb/0.jpg\n")
+    assert list(open_source(tmp_path, "val").remarks) == [
+        f"{tmp_path}/val.lst: 1 of its files are in train.lst too, so validation has training images: "
+        f"{tmp_path}/b/0.jpg (list each in one of them)"]
+    assert main(["verify", str(tmp_path)]) == 1
+    assert f"{tmp_path}/b/0.jpg: duplicate, the same image as" in capsys.readouterr().out

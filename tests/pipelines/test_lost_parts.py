@@ -229,8 +229,9 @@ def test_what_belongs_to_no_sample_of_a_shard_is_counted(tmp_path):
     (("part-0", "part-1"), 2, ""),
 ])
 def test_shards_of_no_split_are_counted(tmp_path, names, read, others):
-    for name in names:
-        write_tar(tmp_path / f"data/{name}.tar", samples([(image, i) for i, image in enumerate(images(2))]))
+    for number, name in enumerate(names):
+        those = images(2 + 2 * number)[2 * number :]
+        write_tar(tmp_path / f"data/{name}.tar", samples([(image, i) for i, image in enumerate(those)]))
     remarks = [f"{tmp_path}/data: {others.count('.tar')} of its {OTHERS}{others}"] if others else []
     source = open_source(tmp_path / "data", "train")
     assert len(source) == 2 * read and list(source.remarks) == remarks

@@ -380,3 +380,31 @@ def test_splits_in_capitals_and_training_are_known(tmp_path, train, other):
         write_tar(tmp_path / f"{name}.tar", samples([(encode(smooth_image(np.random.default_rng(number), 40, 30)), 0)]))
     source = open_source(tmp_path, "train")
     assert len(source) == 1 and train in source.name(0)
+
+
+@pytest.mark.parametrize("kind", ["tar", "tfrecord"])
+def test_a_copy_of_a_shard_is_told(make_images, tmp_path, kind):
+    images, others = make_images(5), make_images(5)
+    for name, those in ((f"train-0.{kind}", images), (f"train-0 (1).{kind}", images), (f"train-1.{kind}", others)):
+        if kind == "tar":
+            write_tar(tmp_path / name, samples(those))
+        else:
+            write_tfrecord(tmp_path / name, [example(image, label, ("image", "label")) for image, label in those])
+    told = [remark for remark in open_source(tmp_path, "train").remarks if "twice" in remark]
+    assert told == [f"{tmp_path}/train-0.{kind}: has the same images as train-0 (1).{kind}, which come twice (remove "
+                    "one of them)"]
+
+
+@pytest.mark.parametrize("left_out", ["train-1.tar.part", "train-1.tar.crdownload", "train-1.tar.tmp.gz",
+                                      "train-1.tfrecord.gz"])
+def test_shards_that_are_no_whole_files_are_told(make_images, tmp_path, left_out):
+    write_tar(tmp_path / "train-0.tar", samples(make_images(4)))
+    write_tar(tmp_path / left_out, samples(make_images(4)))
+    (remark,) = open_source(tmp_path, "train").remarks
+    assert remark.endswith(f"belong to no split and are not read: {left_out}")
+
+
+def test_endings_of_shards_in_capitals(make_images, tmp_path):
+    write_tar(tmp_path / "train-0.tar", samples(make_images(4)))
+    write_tar(tmp_path / "train-1.TAR", samples(make_images(3), 4))
+    assert len(open_source(tmp_path, "train")) == 7

@@ -40,7 +40,8 @@ def below(*splits: str) -> list[str]:
     ("train-2", "train"), ("pets.train", "train"), ("my train", "train"), ("train2017", "train"), ("val2017", "val"),
     ("Valid", "val"), ("validation", "val"), ("dev", "val"), ("eval_set", "val"), ("test1", "test"),
     ("Testing", "test"), ("trainer", ""), ("value", ""), ("contest", ""), ("train_val", ""), ("cat", ""),
-    ("strain", ""), ("train_labels", ""),
+    ("strain", ""), ("train_labels", ""), ("TrainImages", "train"), ("trainA", "train"), ("imagesVal", "val"),
+    ("TRAINED", ""), ("McTrainer", ""),
 ])
 def test_what_a_name_says(name, split):
     assert split_of(name) == split
@@ -159,10 +160,37 @@ def test_folders_of_the_same_names_in_all_classes_are_told(tmp_path):
     """They may be the classes, and the classes parts of the data set."""
     data = images(tmp_path / "data", *below("site_a", "site_b"))
     assert list(open_source(data, "train").remarks) == [
-        f"{data}: the images of all class folders lie in folders of the same names (cat, dog): if these are the "
-        "classes, and site_a, site_b are not, put all images of a class into one folder"]
-    images(data, "site_b/bird")
-    assert list(open_source(data, "train").remarks) == []
+        f"{data}: most images lie in folders that several class folders have (cat, dog): if these are the classes, and "
+        "site_a, site_b are not, put all images of a class into one folder"]
+
+
+@pytest.mark.parametrize("folders, shared", [
+    ([*below("trn", "vld"), "vld/bird"], "cat, dog"), ([*below("trn", "vld"), "trn"], "cat, dog"),
+    (below("trn/images", "vld/images"), "images/cat, images/dog"), (["trn/cat", "trn/dog", "vld/cat"], None),
+    ([*below("cat", "dog"), "cat", "cat", "dog", "dog", "dog"], None), (["cat/images", "dog/images"], None),
+    (["cat/a", "cat/b", "dog/c", "dog/d"], None), ([*below("car", "bus"), "bike"], None),
+    (["cat/video_1", "dog/video_1", "cat/video_2", "dog"], None),
+])
+def test_folders_that_most_images_of_several_classes_lie_in_are_told(tmp_path, folders, shared):
+    data = images(tmp_path / "data", *folders)
+    told = [remark for remark in open_source(data, "train").remarks if "several class folders have" in remark]
+    assert len(told) == bool(shared) and all(f"({shared})" in remark for remark in told)
+
+
+def test_letters_behind_a_split_are_several_folders_of_it(tmp_path):
+    data = images(tmp_path / "data", "trainA", "trainB", "testA", "testB")
+    with pytest.raises(DataError, match="holds trainA, trainB, which are several folders for one split"):
+        open_source(data, "train")
+
+
+@pytest.mark.parametrize("name", ["dev", "imagenet_val"])
+def test_a_data_folder_that_is_called_like_a_split(tmp_path, name):
+    """What lies beside it belongs to others: their training images, their list of classes."""
+    data = images(tmp_path / name, *below("train", "val"))
+    images(tmp_path, "train/bird")
+    (tmp_path / "classes.txt").write_text("dog\ncat\n")
+    for split in ("train", "val"):
+        assert open_source(data, split).class_names == ["cat", "dog"]
 
 
 @pytest.mark.parametrize("train, val", [("Train/0", "Valid/0"), ("training-0", "eval-0"), ("a.TRAIN", "a_dev_1")])

@@ -122,7 +122,7 @@ def test_classes_of_which_nothing_is_left(tmp_path):
     report = verify_split(str(tmp_path), "train")
     assert report.lost_classes == ["c01"]
     in_val = [Usable("val", "", 0, image.digest) for image in report.usable[:2]]
-    assert leave_out_duplicates(report, in_val, report.classes).lost_classes == ["c00", "c01"]
+    assert leave_out_duplicates(report, in_val, report.classes, is_part=True).lost_classes == ["c00", "c01"]
     write_clean(report)
     assert verify_split(str(tmp_path), "train").lost_classes == []
     files[5].unlink(), files[4].unlink()

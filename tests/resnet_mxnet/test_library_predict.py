@@ -291,3 +291,25 @@ def make(*arguments: Any) -> Any:
     from graph_passes.executors import create_executor
 
     return create_executor(*arguments)
+
+
+@pytest.mark.parametrize("images, sentence", [
+    ("", "the path of the images is empty"), ({"a.png"}, "a set is no list of images"),
+    ({"a.png": 1}, "a dict is no list of images"),
+    (io.BytesIO(b"image"), r"an open file \(BytesIO\): give its path or"),
+    (Image.new("F", (4, 4)), "its pixels are floating-point numbers; convert it to 8 bits"),
+])
+def test_what_is_no_list_of_images(net: rm.TrainedNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, images: Any,
+                                   sentence: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (4, 4)).save("a.png")
+    for ask in (net.predict, net.embed):
+        with pytest.raises(rm.UserError, match=sentence):
+            ask(images)
+
+
+@pytest.mark.parametrize("top", ["2", 1.5, None, True])
+def test_the_number_of_classes_is_a_whole_number(net: rm.TrainedNetwork, top: Any) -> None:
+    with pytest.raises(rm.UserError, match="top is .*: give a whole number"):
+        net.predict(np.zeros((4, 4, 3), np.uint8), top=top)
+    assert len(net.predict(np.zeros((4, 4, 3), np.uint8), top=np.int64(2)).guesses) == 2

@@ -48,6 +48,11 @@ def test_errors_reach_the_program(tiny_data: Path, light_training: None, tmp_pat
         ({"config": "?"}, r"there is no preset '\?'"),
         ({"model": "resnet19"}, "there is no model 'resnet19'"),
         ({"optimizer": "sdg"}, "there is no optimizer 'sdg'; did you mean sgd"),
+        ({"help": True}, "there is no option help in a program"),
+        ({"version": True}, "there is no option version in a program"),
+        ({"mean": [None, 1, 2]}, "--mean needs text, a path, a number or a list of these, not a NoneType"),
+        ({"weights": np.zeros((2, 2))}, "--weights needs text, a path, a number or a list of these, not a list"),
+        ({"epochs": np.int64(0)}, "--epochs 0 must be from 1 to 100000"),
     ]:
         with pytest.raises(rm.UserError, match=sentence):
             rm.train(data=tiny_data, **options)
@@ -100,6 +105,21 @@ def test_names() -> None:
     assert all(getattr(rm, name).__doc__ for name in rm.__all__)
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = rm.nothing
+
+
+@pytest.mark.parametrize("arguments", [(None,), ("resnet18", 0), ("resnet18", -1), ("resnet18", "10"),
+                                       ("resnet18", 2.5), ("resnet18", True), ("resnet18", 10, 2.0)])
+def test_wrong_numbers_of_a_network(arguments: tuple[Any, ...]) -> None:
+    with pytest.raises(rm.UserError, match=r"^(name|num_classes|label_smoothing) is .*: give "):
+        rm.create_model(*arguments)
+
+
+@pytest.mark.parametrize("place", [None, "", 3])
+def test_no_place_of_a_network(place: Any, run: rm.Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a run's folder, too."""
+    monkeypatch.chdir(run.folder)
+    with pytest.raises(rm.UserError, match="is no place of a trained network: give a run folder"):
+        rm.load(place)
 
 
 def test_validation(net: rm.TrainedNetwork, run: rm.Run, tiny_data: Path) -> None:

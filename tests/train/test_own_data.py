@@ -255,9 +255,11 @@ def test_classes_that_one_split_alone_has_are_told(tiny_data, tmp_path):
     image = next(tiny_data.glob("*/*.jpg")).read_bytes()
     (tmp_path / "classes.txt").write_text("a\nb\nc\nd\n")
     no_image = "no image for validation is of these classes, so accuracy says nothing about them"
+    unused = "no image is of these classes, which only the list of classes has: 'd'"
     for in_train, in_val, sentences in (
-        ([0, 1, 2], [0, 1, 2], []),
-        ([0, 1, 2], [1, 1], [f"{no_image}: 'a', 'c' (all of it is 'b')"]),
+        ([0, 1, 2], [0, 1, 2, 3], ["images for validation are of classes that no training image has: 'd'"]),
+        ([0, 1, 2], [0, 1, 2], [unused]),
+        ([0, 1, 2], [1, 1], [f"{no_image}: 'a', 'c' (all of it is 'b')", unused]),
         ([0, 1, 2], [0, 2, 3], [f"{no_image}: 'b'",
                                 "images for validation are of classes that no training image has: 'd'"]),
     ):
