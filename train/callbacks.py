@@ -17,6 +17,7 @@ from common import plugins
 from common.errors import ProgramError
 from common.plugins import Registered
 from train.config import Config
+from train.errors import TrainError
 from train.plugins import HOOKS
 from train.processes.signals import StoppedBySignal
 
@@ -51,6 +52,21 @@ class Wish(NamedTuple):
 
     reason: str = ""
     failure: str = ""
+
+
+def check_callbacks(callbacks: Any) -> None:
+    """Raise TrainError for what `Callbacks.add` could not call."""
+    if not isinstance(callbacks, (list, tuple)):
+        raise TrainError(f"callbacks={callbacks!r} is no list: give one of functions, as in callbacks=[stop_early]")
+    for made in callbacks:
+        if any(hasattr(made, hook) for hook in HOOKS):
+            continue
+        arguments = HOOKS.get(getattr(made, "__name__", ""), HOOKS["on_epoch_end"])
+        try:
+            inspect.signature(made).bind(*arguments)
+        except (TypeError, ValueError):
+            raise TrainError(f"the callback {made!r} cannot be called with {' and '.join(arguments)}: give a function "
+                             f"of these, or an object with one of the methods {', '.join(HOOKS)}") from None
 
 
 class _Failed(Exception):

@@ -67,6 +67,16 @@ def test_a_second_training_resumes_and_a_callback_stops_it(run: rm.Run, light_tr
     assert stop["reason"] == "stopped by a callback: <lambda> asked for it"
 
 
+@pytest.mark.parametrize("callbacks, sentence", [
+    (None, "callbacks=None is no list"), (print, "callbacks=<built-in function print> is no list"),
+    ("abc", "callbacks='abc' is no list"), ([3], "the callback 3 cannot be called with epoch and metrics"),
+    ([lambda epoch: True], "the callback <function .* cannot be called with epoch and metrics: give a function of")])
+def test_wrong_callbacks_are_told_before_training(callbacks: Any, sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(rm.UserError, match=sentence):
+        rm.train(output=tmp_path / "run", callbacks=callbacks)
+    assert not (tmp_path / "run").exists()
+
+
 def test_runs_in_a_folder(run: rm.Run, tmp_path: Path) -> None:
     (tmp_path / "no run").mkdir()
     for name in ("b", "a"):

@@ -24,6 +24,7 @@ from train.build import (
     open_split,
     told_about_classes,
 )
+from train.callbacks import check_callbacks
 from train.checkpoint import Checkpoint
 from train.commands.session import (
     checkpoint_to_resume,
@@ -76,6 +77,7 @@ def run(values: Mapping[str, Any], callbacks: Sequence[Any] = ()) -> Path:
 
     `values`: the given options of the command. `callbacks`: see `Callbacks.add`.
     """
+    check_callbacks(callbacks)
     workers = Workers()
     beginning = begin(values, workers)
     with open_trainer(beginning, workers) as (trainer, bn_group):
