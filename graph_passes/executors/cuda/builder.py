@@ -197,7 +197,7 @@ def require(condition: bool, node: Node, problem: str) -> None:
 
 
 def require_hopper(builder: Builder, node: Node) -> None:
-    """For kernels with Hopper's matrix instructions or copy engine."""
+    """For kernels with Hopper's matrix instructions or TMA."""
     require(builder.gpu.capability == HOPPER, node, "is fused as only Hopper's instructions can compute it")
 
 

@@ -39,7 +39,7 @@ RULES = "exact-2"  # what was chosen by other rules than these is not read
 # stand in place of the milliseconds, before the time was up, and the next process tries the others.
 REFUSED, UNFINISHED = "", "?"
 # What cuDNN says where memory is short or a library cannot be loaded: that is no verdict on the plan.
-PASSING = ("ALLOC", "OUT OF MEMORY", "LOADING_FAILED")
+TRANSIENT_WORDS = ("ALLOC", "OUT OF MEMORY", "LOADING_FAILED")
 
 # cuDNN's numerical notes on plans that are never taken: partial sums in less than fp32, and algorithms that multiply
 # transformed tensors, whose rounding is of another kind than a convolution's.
@@ -281,7 +281,7 @@ class ConvolutionLibrary:
         best_ms, best = min(trial.timed)
         plan.select(best)
         plan.time_ms = best_ms
-        if not trial.passing:
+        if not trial.transient:
             self._remember(problem, plan.name, best_ms)
             if not self.deterministic:  # where choices are not kept
                 self._dump(plan)
@@ -313,8 +313,8 @@ class ConvolutionLibrary:
             except Exception as error:  # cuDNN refuses some of its own proposals while building or running them
                 self._gpu.synchronize()  # raises where the GPU cannot go on: that is no verdict on a plan
                 trial.reason = first_line(error)
-                trial.passing |= is_passing(error)
-                if trial.passing and self.deterministic:  # another proposal has other bits
+                trial.transient |= is_transient(error)
+                if trial.transient and self.deterministic:  # another proposal has other bits
                     break
             if ends_at == math.inf:
                 ends_at = time.monotonic() + seconds
@@ -328,7 +328,7 @@ class ConvolutionLibrary:
 
     def _given_up(self, problem: Problem, trial: _Trial) -> GraphError:
         """The error for a problem without a plan. Of a fused one, what is certain is remembered."""
-        if trial.passing:
+        if trial.transient:
             return self._no_plan(problem, trial.reason, TransientError)
         if trial.stopped_at is None:
             if problem.is_fused:
@@ -430,7 +430,7 @@ class _Trial:
 
     timed: list[tuple[float, int]] = field(default_factory=list)  # milliseconds, index
     reason: str = "it proposes no plan"  # of the latest refusal
-    passing: bool = False  # one could not be tried, for want of memory
+    transient: bool = False  # one could not be tried, for want of memory
     stopped_at: int | None = None  # the first one for which no time was left, where none before it can be had
 
 
@@ -467,9 +467,9 @@ def _last_resorts(names: Sequence[str]) -> set[int]:
     return {index for index, engine in enumerate(engines) if with_settings and engine not in with_settings}
 
 
-def is_passing(error: Exception) -> bool:
+def is_transient(error: Exception) -> bool:
     """Whether what cuDNN says is no verdict on what it was asked for."""
-    return isinstance(error, TransientError) or any(word in str(error).upper() for word in PASSING)
+    return isinstance(error, TransientError) or any(word in str(error).upper() for word in TRANSIENT_WORDS)
 
 
 def import_cudnn() -> Any:

@@ -221,7 +221,8 @@ class Gpu:
                                                      self._driver.CUdevice(self.device_id)))
 
     def tensor_map(self, address: int, dtype: str, tiling: Tiling) -> Any:
-        """A tensor at `address` as the copy engine of a Hopper GPU is told of it: an argument for a kernel (`TensorMap`
+        """A tensor at `address` as TMA, the tensor memory accelerator of Hopper GPUs, is told of it: an argument for a
+        kernel (`TensorMap`
         of kernels/tma.cuh). A row of a tile has 128 bytes, or 64, which are swizzled. Without an address a map
         that is not for use."""
         if not address:

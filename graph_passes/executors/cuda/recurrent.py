@@ -15,7 +15,7 @@ from typing import Any
 
 from graph_passes.errors import GraphError, TransientError
 from graph_passes.executors.cuda.arena import Arena
-from graph_passes.executors.cuda.convolution import import_cudnn, is_passing
+from graph_passes.executors.cuda.convolution import import_cudnn, is_transient
 from graph_passes.executors.cuda.device import Gpu, first_line
 from graph_passes.operators.rnn import GATES
 from graph_passes.passes.memory import aligned
@@ -210,7 +210,7 @@ class RecurrentLibrary:
             raise
         except Exception as error:
             self._gpu.synchronize()  # raises where the GPU cannot go on: that is no verdict on the algorithm
-            kind = TransientError if is_passing(error) else GraphError
+            kind = TransientError if is_transient(error) else GraphError
             raise kind(f"cuDNN cannot run {problem} ({first_line(error)}): use another algorithm, or smaller sizes"
                        ) from None
 

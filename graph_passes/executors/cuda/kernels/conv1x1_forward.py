@@ -198,11 +198,11 @@ def affine_bytes(chunks: int) -> int:
     return -(-chunks * AFFINE_BYTES // 1024) * 1024
 
 
-def tiles_of(builder: Builder, node: Node, way: Conv1x1Forward, y: Buffer) -> Tiles:
+def tiles_of(builder: Builder, node: Node, geometry: Conv1x1Forward, y: Buffer) -> Tiles:
     """Raises GraphError where the GPU or these sizes are not for the kernels."""
     require_hopper(builder, node)
-    channels = way.channels + way.channels_2
-    require(way.columns > 0, node, f"has {channels} channels: their weights do not fit into shared memory")
+    channels = geometry.channels + geometry.channels_2
+    require(geometry.columns > 0, node, f"has {channels} channels: their weights do not fit into shared memory")
     x = builder.input(node, "data")
     tiles = Tiles.of(x.shape, y.shape, window(node).stride)
     require(tiles is not None, node, f"has images of {x.shape[1]}x{x.shape[2]} pixels, which its kernel cannot divide")
@@ -218,16 +218,17 @@ def forward(builder: Builder, node: Node) -> None:
     x_2, w_2, bias_2 = (builder.input(node, role) if is_sum else None for role in ("data_2", "weight_2", "bias_2"))
     (rows, filters), (_, channels) = rows_and_channels(node, y), rows_and_channels(node, x)
     channels_2 = rows_and_channels(node, x_2)[1] if x_2 else 0
-    way = Conv1x1Forward(channels, filters, addend is not None, channels_2)
-    tiles = tiles_of(builder, node, way, y)
-    grid = way.grid(-(-rows // tiles.walk.rows), builder.gpu.num_multiprocessors)
+    geometry = Conv1x1Forward(channels, filters, addend is not None, channels_2)
+    tiles = tiles_of(builder, node, geometry, y)
+    grid = geometry.grid(-(-rows // tiles.walk.rows), builder.gpu.num_multiprocessors)
     flags = addend is not None, node.op.endswith("Relu"), is_sum
-    builder.launch(node, "conv1x1_forward.cu", builder.kernel("conv1x1_forward", way.columns, *flags), grid, way.BLOCK,
-                   Tiled(In(x), tiles.data), Tiled(In(w), way.weights), Tiled(In(addend), tiles.output),
-                   Tiled(Out(y, over=addend), tiles.output), In(builder.input(node, "bias")), count(rows), tiles.walk,
-                   *map(ctypes.c_int, (filters, way.chunks, way.stages, way.results)),
-                   Tiled(In(x_2), tiles.beside(channels_2)), Tiled(In(w_2), way.weights_2), In(bias_2),
-                   ctypes.c_int(way.chunks_2), shared_bytes=way.shared_bytes,
+    builder.launch(node, "conv1x1_forward.cu", builder.kernel("conv1x1_forward", geometry.columns, *flags), grid,
+                   geometry.BLOCK, Tiled(In(x), tiles.data), Tiled(In(w), geometry.weights),
+                   Tiled(In(addend), tiles.output), Tiled(Out(y, over=addend), tiles.output),
+                   In(builder.input(node, "bias")), count(rows), tiles.walk,
+                   *map(ctypes.c_int, (filters, geometry.chunks, geometry.stages, geometry.results)),
+                   Tiled(In(x_2), tiles.beside(channels_2)), Tiled(In(w_2), geometry.weights_2), In(bias_2),
+                   ctypes.c_int(geometry.chunks_2), shared_bytes=geometry.shared_bytes,
                    flops=2 * rows * filters * (channels + channels_2))
 
 

@@ -108,20 +108,20 @@ def pair(builder: Builder, node: Node) -> None:
     y, z = builder.output(node), builder.output(node, "output_2")
     require_hopper(builder, node)
     (rows, filters), (_, channels), (_, filters_2) = (rows_and_channels(node, each) for each in (y, x, z))
-    way = Conv1x1Pair(channels, filters, filters_2)
+    geometry = Conv1x1Pair(channels, filters, filters_2)
     require(filters <= COLUMNS and filters_2 <= max(SECOND), node,
             f"makes {filters} and {filters_2} channels: its kernel takes {COLUMNS} and {max(SECOND)} at most")
-    require(way.stages >= 2, node, f"has {channels} channels: the weights do not fit into shared memory")
+    require(geometry.stages >= 2, node, f"has {channels} channels: the weights do not fit into shared memory")
     tiles, tiles_2 = Tiles.of(x.shape, y.shape, (1, 1)), Tiles.of(y.shape, z.shape, (1, 1))
     assert tiles and tiles_2
-    weights, weights_2 = way.weights
-    grid = way.grid(-(-rows // tiles.walk.rows), builder.gpu.num_multiprocessors)
-    builder.launch(node, "conv1x1_pair.cu", builder.kernel("conv1x1_pair", way.second), grid, BLOCK,
+    weights, weights_2 = geometry.weights
+    grid = geometry.grid(-(-rows // tiles.walk.rows), builder.gpu.num_multiprocessors)
+    builder.launch(node, "conv1x1_pair.cu", builder.kernel("conv1x1_pair", geometry.second), grid, BLOCK,
                    Tiled(In(x), tiles.data), Tiled(In(w), weights), Tiled(In(addend), tiles.output),
                    Tiled(Out(y, over=addend), tiles.output), Tiled(In(w_2), weights_2),
                    Tiled(Out(z), tiles_2.output), In(bias), In(bias_2), count(rows), tiles.walk,
-                   *map(ctypes.c_int, (filters, filters_2, way.chunks, way.stages, way.results)),
-                   shared_bytes=way.shared_bytes, flops=2 * rows * filters * (channels + filters_2))
+                   *map(ctypes.c_int, (filters, filters_2, geometry.chunks, geometry.stages, geometry.results)),
+                   shared_bytes=geometry.shared_bytes, flops=2 * rows * filters * (channels + filters_2))
 
 
 OPERATORS = (

@@ -92,14 +92,16 @@ def statistics(builder: Builder, node: Node) -> None:
     """The convolution with the sums of its output."""
     x, w, y = builder.input(node, "data"), builder.input(node, "weight"), builder.output(node)
     (rows, filters), (_, channels) = rows_and_channels(node, y), rows_and_channels(node, x)
-    way = Conv1x1Statistics(channels, filters)
-    tiles = tiles_of(builder, node, way, y)
-    grid = way.grid(-(-rows // tiles.walk.rows), builder.gpu.num_multiprocessors)
-    builder.launch(node, "conv1x1_statistics.cu", builder.kernel("conv1x1_statistics", way.columns, way.peers), grid,
-                   way.BLOCK, Tiled(In(x), tiles.data), Tiled(In(w), way.weights), Tiled(Out(y), tiles.output),
+    geometry = Conv1x1Statistics(channels, filters)
+    tiles = tiles_of(builder, node, geometry, y)
+    grid = geometry.grid(-(-rows // tiles.walk.rows), builder.gpu.num_multiprocessors)
+    builder.launch(node, "conv1x1_statistics.cu",
+                   builder.kernel("conv1x1_statistics", geometry.columns, geometry.peers), grid, geometry.BLOCK,
+                   Tiled(In(x), tiles.data), Tiled(In(w), geometry.weights), Tiled(Out(y), tiles.output),
                    Out(builder.output(node, "sums")), builder.partials(3 * filters * grid[1]), builder.tickets,
-                   count(rows), tiles.walk, *map(ctypes.c_int, (filters, way.chunks, way.stages, way.results)),
-                   shared_bytes=way.shared_bytes, flops=2 * rows * filters * channels)
+                   count(rows), tiles.walk,
+                   *map(ctypes.c_int, (filters, geometry.chunks, geometry.stages, geometry.results)),
+                   shared_bytes=geometry.shared_bytes, flops=2 * rows * filters * channels)
 
 
 def norm_statistics(builder: Builder, node: Node) -> None:
@@ -108,18 +110,18 @@ def norm_statistics(builder: Builder, node: Node) -> None:
     x, w, z = builder.input(node, "data"), builder.input(node, "weight"), builder.output(node, "convolved")
     (rows, filters), (_, channels) = rows_and_channels(node, z), rows_and_channels(node, x)
     require(channels % CHUNK == 0, node, f"has {channels} channels: its kernel takes multiples of {CHUNK}")
-    way = Conv1x1Statistics(channels, filters, normalises=True)
-    tiles = tiles_of(builder, node, way, z)
-    require(way.stages >= 2, node, f"has {channels} channels: their weights leave no place in shared memory")
-    grid = way.grid(-(-rows // TILE_ROWS), builder.gpu.num_multiprocessors)
+    geometry = Conv1x1Statistics(channels, filters, normalises=True)
+    tiles = tiles_of(builder, node, geometry, z)
+    require(geometry.stages >= 2, node, f"has {channels} channels: their weights leave no place in shared memory")
+    grid = geometry.grid(-(-rows // TILE_ROWS), builder.gpu.num_multiprocessors)
     y = None if node["no_output"] else builder.output(node)
-    builder.launch(node, "conv1x1_statistics.cu", builder.kernel("norm_relu_conv1x1", way.columns, way.peers), grid,
-                   way.BLOCK, Tiled(In(x), tiles.data), Tiled(In(w), way.weights),
+    builder.launch(node, "conv1x1_statistics.cu", builder.kernel("norm_relu_conv1x1", geometry.columns, geometry.peers),
+                   grid, geometry.BLOCK, Tiled(In(x), tiles.data), Tiled(In(w), geometry.weights),
                    Tiled(Out(y), Tiling.of_matrix(rows, channels, (WARP_ROWS, CHUNK))), Tiled(Out(z), tiles.output),
                    ctypes.c_bool(y is not None), *before(builder, node), Out(builder.output(node, "sums")),
                    builder.partials(3 * filters * grid[1]), builder.tickets, count(rows), tiles.walk,
-                   *map(ctypes.c_int, (filters, way.chunks, way.stages, way.results)),
-                   shared_bytes=way.shared_bytes, flops=2 * rows * filters * channels)
+                   *map(ctypes.c_int, (filters, geometry.chunks, geometry.stages, geometry.results)),
+                   shared_bytes=geometry.shared_bytes, flops=2 * rows * filters * channels)
 
 
 NORM_CONV = CONVOLUTION | ATTRIBUTES | {"no_output": FALSE}

@@ -12,7 +12,7 @@ where the data comes from a BatchNorm + ReLU, with the first half of that one's 
     after     dy, weight, x, ... -> Conv3x3DgradReduce `r` -> dgamma, dbeta, dz
               dz, x, ... -> BatchNormBackwardApply `b`
 
-The kernels are for 16-bit types, and Hopper's matrix instructions and copy engine.
+The kernels are for 16-bit types, and Hopper's matrix instructions and TMA.
 """
 
 from __future__ import annotations
@@ -178,22 +178,23 @@ def _division(builder: Builder, node: Node, x: Buffer, reduces: bool = False) ->
     """Raises GraphError where the GPU or these images are not for the kernels."""
     require_hopper(builder, node)
     require(x.shape[3] == CHANNELS, node, f"has {x.shape[3]} channels: its kernel takes {CHANNELS}")
-    way = Conv3x3(x.shape, reduces)
-    require(way.fits, node, f"has rows of {x.shape[2]} pixels, of which too few fit into shared memory")
-    return way
+    geometry = Conv3x3(x.shape, reduces)
+    require(geometry.fits, node, f"has rows of {x.shape[2]} pixels, of which too few fit into shared memory")
+    return geometry
 
 
 def forward(builder: Builder, node: Node) -> None:
     """The convolution with bias and ReLU, or with the sums of its output."""
     x, w, y = builder.input(node, "data"), builder.input(node, "weight"), builder.output(node)
-    way = _division(builder, node, x)
+    geometry = _division(builder, node, x)
     sums = builder.output(node, "sums") if node.op == "Conv3x3ForwardStatistics" else None
     bias = None if sums else builder.input(node, "bias")
-    grid = way.grid(builder.gpu.num_multiprocessors)
+    grid = geometry.grid(builder.gpu.num_multiprocessors)
     builder.launch(node, "conv3x3.cu", builder.kernel("conv3x3_forward", sums is not None, bias is not None), grid,
-                   way.BLOCK, Tiled(In(x), way.padded_rows), Tiled(In(w), way.WEIGHTS), Tiled(Out(y), way.image_rows),
-                   In(bias), Out(sums), builder.partials(3 * CHANNELS * grid[1] if sums else 0), builder.tickets,
-                   way.images, shared_bytes=way.shared_bytes, flops=builder.problem("fprop", node, x, w, y).flops)
+                   geometry.BLOCK, Tiled(In(x), geometry.padded_rows), Tiled(In(w), geometry.WEIGHTS),
+                   Tiled(Out(y), geometry.image_rows), In(bias), Out(sums),
+                   builder.partials(3 * CHANNELS * grid[1] if sums else 0), builder.tickets, geometry.images,
+                   shared_bytes=geometry.shared_bytes, flops=builder.problem("fprop", node, x, w, y).flops)
 
 
 def norm_forward(builder: Builder, node: Node) -> None:
@@ -201,37 +202,39 @@ def norm_forward(builder: Builder, node: Node) -> None:
     require_gamma(node)
     x, w = (builder.input(node, role) for role in ("data", "weight"))
     y, z = builder.output(node), builder.output(node, "convolved")
-    way = _division(builder, node, x)
-    grid = way.grid(builder.gpu.num_multiprocessors)
-    builder.launch(node, "conv3x3.cu", builder.kernel("norm_conv3x3"), grid, way.BLOCK,
-                   Tiled(In(x), way.padded_rows), Tiled(In(w), way.WEIGHTS), Tiled(Out(y), way.image_rows),
-                   Tiled(Out(z), way.image_rows), *before(builder, node), Out(builder.output(node, "sums")),
-                   builder.partials(3 * CHANNELS * grid[1]), builder.tickets, way.images,
-                   shared_bytes=way.shared_bytes, flops=builder.problem("fprop", node, x, w, z).flops)
+    geometry = _division(builder, node, x)
+    grid = geometry.grid(builder.gpu.num_multiprocessors)
+    builder.launch(node, "conv3x3.cu", builder.kernel("norm_conv3x3"), grid, geometry.BLOCK,
+                   Tiled(In(x), geometry.padded_rows), Tiled(In(w), geometry.WEIGHTS),
+                   Tiled(Out(y), geometry.image_rows), Tiled(Out(z), geometry.image_rows), *before(builder, node),
+                   Out(builder.output(node, "sums")), builder.partials(3 * CHANNELS * grid[1]), builder.tickets,
+                   geometry.images, shared_bytes=geometry.shared_bytes,
+                   flops=builder.problem("fprop", node, x, w, z).flops)
 
 
 def dgrad(builder: Builder, node: Node) -> None:
     """The gradient of the data."""
     dy, w, dx = builder.input(node, "out_grad"), builder.input(node, "weight"), builder.output(node)
-    way = _division(builder, node, dx)
-    builder.launch(node, "conv3x3.cu", builder.kernel("conv3x3_dgrad"), way.grid(builder.gpu.num_multiprocessors),
-                   way.BLOCK, Tiled(In(dy), way.padded_rows), Tiled(In(w), way.WEIGHTS), Tiled(Out(dx), way.image_rows),
-                   way.images, shared_bytes=way.shared_bytes, flops=builder.problem("dgrad", node, dx, w, dy).flops)
+    geometry = _division(builder, node, dx)
+    builder.launch(node, "conv3x3.cu", builder.kernel("conv3x3_dgrad"), geometry.grid(builder.gpu.num_multiprocessors),
+                   geometry.BLOCK, Tiled(In(dy), geometry.padded_rows), Tiled(In(w), geometry.WEIGHTS),
+                   Tiled(Out(dx), geometry.image_rows), geometry.images, shared_bytes=geometry.shared_bytes,
+                   flops=builder.problem("dgrad", node, dx, w, dy).flops)
 
 
 def dgrad_reduce(builder: Builder, node: Node) -> None:
     """The same, masked, and the sums of the BatchNorm that made the data."""
     dy, w, x, dz = (*(builder.input(node, role) for role in ("conv_grad", "weight", "data")),
                     builder.output(node, "masked_grad"))
-    way = _division(builder, node, x, reduces=True)
+    geometry = _division(builder, node, x, reduces=True)
     norm = (In(builder.input(node, role)) for role in ("saved", "gamma", "beta"))
     sums = (Out(builder.output(node, role)) for role in ("gamma_grad", "beta_grad"))
-    grid = way.grid(builder.gpu.num_multiprocessors)
-    builder.launch(node, "conv3x3.cu", builder.kernel("conv3x3_dgrad_reduce"), grid, way.BLOCK,
-                   Tiled(In(dy), way.padded_rows), Tiled(In(w), way.WEIGHTS), Tiled(In(x), way.image_rows),
-                   Tiled(Out(dz), way.image_rows), *norm, *sums, builder.partials(2 * CHANNELS * grid[1]),
-                   builder.tickets, way.images, shared_bytes=way.shared_bytes,
-                   flops=builder.problem("dgrad", node, dz, w, dy).flops)
+    grid = geometry.grid(builder.gpu.num_multiprocessors)
+    builder.launch(node, "conv3x3.cu", builder.kernel("conv3x3_dgrad_reduce"), grid, geometry.BLOCK,
+                   Tiled(In(dy), geometry.padded_rows), Tiled(In(w), geometry.WEIGHTS),
+                   Tiled(In(x), geometry.image_rows), Tiled(Out(dz), geometry.image_rows), *norm, *sums,
+                   builder.partials(2 * CHANNELS * grid[1]), builder.tickets, geometry.images,
+                   shared_bytes=geometry.shared_bytes, flops=builder.problem("dgrad", node, dz, w, dy).flops)
 
 
 OPERATORS = (

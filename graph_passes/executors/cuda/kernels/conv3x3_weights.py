@@ -44,7 +44,7 @@ class Conv3x3Weights:
     and of the output's gradient. Rows of both have places in shared memory that are used in turn."""
 
     BLOCK: Size = (448, 1, 1)
-    STEP, MAX_ROWS, MAX_PITCH = 16, 32, 256  # MAX_PITCH: of a side of what the copy engine copies at once
+    STEP, MAX_ROWS, MAX_PITCH = 16, 32, 256  # MAX_PITCH: of a side of what TMA copies at once
     CONTROL_BYTES, SHARED_BYTES = 1 << 10, 227 << 10
     LEAST_STEPS = 32  # of a block: what fewer would gain, more parts would cost
 
@@ -74,13 +74,13 @@ def wgrad(builder: Builder, node: Node) -> None:
     """Blocks leave parts of the sums, and a second launch adds these up."""
     require(builder.gpu.capability == HOPPER, node, "has a kernel that only Hopper's instructions can compute")
     dy, x, dw = builder.input(node, "out_grad"), builder.input(node, "data"), builder.output(node)
-    way = Conv3x3Weights(x.shape, dy.shape[3], builder.gpu.num_multiprocessors)
-    require(way.fits, node, f"has rows of {x.shape[2]} pixels, of which too few fit into shared memory")
-    parts = Buffer(f"{node.name}:parts", (way.grid[0], *dw.shape), "float32")
-    builder.launch(node, "conv3x3_weights.cu", builder.kernel("conv3x3_weights"), way.grid, way.BLOCK,
-                   Tiled(In(x), way.tiling(x.shape[3])), Tiled(In(dy), way.tiling(dy.shape[3])), Out(parts),
-                   *map(ctypes.c_int, (x.shape[1], x.shape[3], way.padded_rows)), way.ring,
-                   shared_bytes=way.shared_bytes, flops=builder.problem("wgrad", node, x, dw, dy).flops)
+    geometry = Conv3x3Weights(x.shape, dy.shape[3], builder.gpu.num_multiprocessors)
+    require(geometry.fits, node, f"has rows of {x.shape[2]} pixels, of which too few fit into shared memory")
+    parts = Buffer(f"{node.name}:parts", (geometry.grid[0], *dw.shape), "float32")
+    builder.launch(node, "conv3x3_weights.cu", builder.kernel("conv3x3_weights"), geometry.grid, geometry.BLOCK,
+                   Tiled(In(x), geometry.tiling(x.shape[3])), Tiled(In(dy), geometry.tiling(dy.shape[3])), Out(parts),
+                   *map(ctypes.c_int, (x.shape[1], x.shape[3], geometry.padded_rows)), geometry.ring,
+                   shared_bytes=geometry.shared_bytes, flops=builder.problem("wgrad", node, x, dw, dy).flops)
     sum_parts(builder, node, parts, dw)
 
 

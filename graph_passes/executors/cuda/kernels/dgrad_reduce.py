@@ -118,14 +118,14 @@ def launch(builder: Builder, node: Node) -> None:
     dz, dgamma, dbeta = (builder.output(node, role) for role in WRITTEN)
     (rows, columns), k, pair = rows_and_channels(node, x), w.shape[0], not node["single_norm"]
     sums = 2 + pair + (pair and drops(node))
-    way = DgradReduce(k)
-    grid = way.grid(rows, columns, builder.gpu.num_multiprocessors)
+    geometry = DgradReduce(k)
+    grid = geometry.grid(rows, columns, builder.gpu.num_multiprocessors)
     builder.launch(node, "dgrad_reduce.cu", builder.kernel("dgrad_reduce", k, addend.kind, pair, drops(node)),
                    grid, BLOCK, In(dy), In(w), In(x), In(x_2), In(addend.grad), In(mask), Out(dz, over=addend.whole),
                    In(saved), In(second("saved_2")), Out(dgamma), Out(second_output("gamma_grad_2")), Out(dbeta),
                    Out(second_output("beta_grad_2")), builder.partials(sums * columns * grid[1]), builder.tickets,
                    count(rows), ctypes.c_int(columns), *factors_of(builder, node, rows), addend.grid,
-                   shared_bytes=way.shared_bytes(addend.grad is not None, pair), flops=2 * rows * columns * k)
+                   shared_bytes=geometry.shared_bytes(addend.grad is not None, pair), flops=2 * rows * columns * k)
 
 
 INPUTS = ("conv_grad", "weight", "mask", "data", "saved")

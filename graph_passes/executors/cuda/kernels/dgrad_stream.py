@@ -4,7 +4,7 @@ with more output channels than `dgrad_reduce` takes, and of no pair.
     before    dy, weight -> ConvolutionDgrad -> dx;  dx, addend, x, mask -> BatchNormAddReluBackwardReduce `b`
     after     dy, weight, addend, x, mask -> DgradStream `b` -> dgamma, dbeta, dz
 
-dx is not written. For 16-bit types, and Hopper's matrix instructions and copy engine.
+dx is not written. For 16-bit types, and Hopper's matrix instructions and TMA.
 """
 
 from __future__ import annotations
@@ -117,17 +117,17 @@ def launch(builder: Builder, node: Node) -> None:
     dz, dgamma, dbeta = (builder.output(node, role) for role in WRITTEN)
     (rows, columns), k = rows_and_channels(node, x), w.shape[0]
     require(k % VECTOR == 0, node, f"makes {k} channels: its kernel takes multiples of {VECTOR}")
-    way, tiles = DgradStream(k, 1 + (addend.grad is not None)), Tiles.of(dy.shape, x.shape, (1, 1))
+    geometry, tiles = DgradStream(k, 1 + (addend.grad is not None)), Tiles.of(dy.shape, x.shape, (1, 1))
     assert tiles
-    grid, by_part = way.grid(rows, columns, builder.gpu.num_multiprocessors), tiles.output
+    grid, by_part = geometry.grid(rows, columns, builder.gpu.num_multiprocessors), tiles.output
     builder.launch(node, "dgrad_stream.cu", builder.kernel("dgrad_stream", addend.kind, drops(node)), grid,
-                   STREAM_BLOCK, Tiled(In(dy), tiles.data), Tiled(In(w), way.weights(columns)), Tiled(In(x), by_part),
-                   Tiled(In(addend.whole), by_part), Tiled(Out(dz, over=addend.whole), by_part), In(addend.compact),
-                   In(mask), In(saved), Out(dgamma), Out(dbeta), builder.partials(2 * columns * grid[1]),
-                   builder.tickets, count(rows), tiles.walk,
-                   *map(ctypes.c_int, (columns, way.chunks, way.stages, way.ahead)), *factors_of(builder, node, rows),
-                   addend.grid,
-                   shared_bytes=way.shared_bytes, flops=2 * rows * columns * k)
+                   STREAM_BLOCK, Tiled(In(dy), tiles.data), Tiled(In(w), geometry.weights(columns)),
+                   Tiled(In(x), by_part), Tiled(In(addend.whole), by_part), Tiled(Out(dz, over=addend.whole), by_part),
+                   In(addend.compact), In(mask), In(saved), Out(dgamma), Out(dbeta),
+                   builder.partials(2 * columns * grid[1]), builder.tickets, count(rows), tiles.walk,
+                   *map(ctypes.c_int, (columns, geometry.chunks, geometry.stages, geometry.ahead)),
+                   *factors_of(builder, node, rows), addend.grid,
+                   shared_bytes=geometry.shared_bytes, flops=2 * rows * columns * k)
 
 
 OPERATORS = (

@@ -123,9 +123,9 @@ def launch(builder: Builder, node: Node) -> None:
     w, dw = builder.input(node, "weight"), builder.output(node, "weight_grad")
     beta = builder.optional_input(node, "beta", "no_relu")
     (rows, k), columns = rows_and_channels(node, builder.input(node, "data")), w.shape[3]
-    way = NormBackward(k, columns)
-    of_k, of_columns = way.tiling(rows, k), way.tiling(rows, columns)
-    grid = way.grid(rows, builder.gpu.num_multiprocessors)
+    geometry = NormBackward(k, columns)
+    of_k, of_columns = geometry.tiling(rows, k), geometry.tiling(rows, columns)
+    grid = geometry.grid(rows, builder.gpu.num_multiprocessors)
     parts = Buffer(f"{node.name}:parts", (grid[1], k, columns), "float32")
     before = [builder.input(node, role) if reduces else None for role in ("saved_2", "gamma_2", "beta_2")]
     sums = [builder.output(node, role) if reduces else None for role in ("gamma_grad", "beta_grad")]
@@ -136,7 +136,7 @@ def launch(builder: Builder, node: Node) -> None:
                    In(builder.input(node, "gamma_grad")), In(builder.input(node, "beta_grad")), In(w), behind,
                    Out(builder.output(node, "masked_grad" if reduces else "data_grad")), *map(In, before),
                    *map(Out, sums), Out(parts), builder.partials(2 * columns * grid[1]), builder.tickets, count(rows),
-                   *factors_of(builder, node, rows), shared_bytes=way.shared_bytes, flops=4 * rows * columns * k)
+                   *factors_of(builder, node, rows), shared_bytes=geometry.shared_bytes, flops=4 * rows * columns * k)
     sum_parts(builder, node, parts, dw)
 
 

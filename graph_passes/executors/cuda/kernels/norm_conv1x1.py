@@ -77,27 +77,28 @@ def launch(builder: Builder, node: Node) -> None:
     require(channels % CHUNK == 0, node, f"has {channels} channels: its kernel takes multiples of {CHUNK}")
     most = max(NormConv1x1.COLUMNS)
     require(filters <= most, node, f"is read by {filters} filters: its kernel takes {most} at most")
-    way = NormConv1x1(channels, filters)
-    require(way.stages >= 2, node, f"has {channels} channels: the weights do not fit into shared memory")
+    geometry = NormConv1x1(channels, filters)
+    require(geometry.stages >= 2, node, f"has {channels} channels: the weights do not fit into shared memory")
 
     def of_both(kind: type[In | Out | InOut], find: Callable[[Node, str], Buffer], role: str) -> list[In | Out | InOut]:
         return [kind(find(node, role)), kind(find(node, f"{role}_2")) if is_pair else In(None)]
 
     given = partial(of_both, In, builder.input)
     sums_of_both = given("sums")
-    grid = way.grid(rows, builder.gpu.num_multiprocessors)
-    builder.launch(node, "norm_conv1x1.cu", builder.kernel("norm_conv1x1", way.columns, is_pair), grid, way.block,
-                   Tiled(In(x), way.read(rows, channels)), Tiled(In(addend), way.read(rows, channels)),
-                   Tiled(In(builder.input(node, "weight")), way.weights),
-                   Tiled(Out(y, over=None if is_pair else x), way.written(rows, channels)),
-                   Tiled(Out(z), way.written(rows, filters)), *sums_of_both,
+    grid = geometry.grid(rows, builder.gpu.num_multiprocessors)
+    builder.launch(node, "norm_conv1x1.cu", builder.kernel("norm_conv1x1", geometry.columns, is_pair), grid,
+                   geometry.block, Tiled(In(x), geometry.read(rows, channels)),
+                   Tiled(In(addend), geometry.read(rows, channels)),
+                   Tiled(In(builder.input(node, "weight")), geometry.weights),
+                   Tiled(Out(y, over=None if is_pair else x), geometry.written(rows, channels)),
+                   Tiled(Out(z), geometry.written(rows, filters)), *sums_of_both,
                    *(about_mean(each.buffer) if each.buffer else ctypes.c_bool(False) for each in sums_of_both),
                    *given("gamma"), *given("beta"), Out(builder.output(node, "mask")),
                    *of_both(Out, builder.output, "saved"),
                    *(each for role in RUNNING for each in of_both(InOut, builder.input, role)),
                    ctypes.c_float(node["eps"]), ctypes.c_float(node["momentum"]), Out(sums),
                    builder.partials(3 * filters * grid[1]), builder.tickets, count(rows),
-                   *map(ctypes.c_int, (filters, way.chunks, way.stages)), shared_bytes=way.shared_bytes,
+                   *map(ctypes.c_int, (filters, geometry.chunks, geometry.stages)), shared_bytes=geometry.shared_bytes,
                    flops=2 * rows * filters * channels)
 
 

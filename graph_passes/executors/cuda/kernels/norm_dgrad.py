@@ -84,20 +84,20 @@ def launch(builder: Builder, node: Node) -> None:
     most = max(NormDgrad.COLUMNS)
     require(data_channels % VECTOR == 0 and data_channels <= most, node,
             f"is made of {data_channels} channels: its kernel takes multiples of {VECTOR}, {most} at most")
-    way = NormDgrad(channels, data_channels)
-    require(way.stages >= 2, node, f"has {channels} channels: there is no room in shared memory for tiles of them")
-    grid = way.grid(rows, builder.gpu.num_multiprocessors)
+    geometry = NormDgrad(channels, data_channels)
+    require(geometry.stages >= 2, node, f"has {channels} channels: there is no room in shared memory for tiles of them")
+    grid = geometry.grid(rows, builder.gpu.num_multiprocessors)
     given = [builder.input(node, role) for role in ("saved", "gamma", "gamma_grad", "beta_grad", "saved_2", "gamma_2",
                                                     "beta_2")]
-    wide, narrow = way.read(rows, channels), way.read(rows, data_channels)
-    builder.launch(node, "norm_dgrad.cu", builder.kernel("norm_dgrad", way.columns), grid, STREAMED_BLOCK,
-                   Tiled(In(dz), wide), Tiled(In(x), wide), Tiled(In(builder.input(node, "weight")), way.weights),
-                   Tiled(In(behind), narrow), Tiled(Out(dx, over=x), way.written(rows, channels)),
-                   Tiled(Out(dz_behind), way.written(rows, data_channels)), *map(In, given),
+    wide, narrow = geometry.read(rows, channels), geometry.read(rows, data_channels)
+    builder.launch(node, "norm_dgrad.cu", builder.kernel("norm_dgrad", geometry.columns), grid, STREAMED_BLOCK,
+                   Tiled(In(dz), wide), Tiled(In(x), wide), Tiled(In(builder.input(node, "weight")), geometry.weights),
+                   Tiled(In(behind), narrow), Tiled(Out(dx, over=x), geometry.written(rows, channels)),
+                   Tiled(Out(dz_behind), geometry.written(rows, data_channels)), *map(In, given),
                    Out(builder.output(node, "gamma_grad")), Out(builder.output(node, "beta_grad")),
                    builder.partials(2 * data_channels * grid[1]), builder.tickets, count(rows),
-                   *map(ctypes.c_int, (data_channels, way.chunks, way.stages)),
-                   shared_bytes=way.shared_bytes, flops=2 * rows * data_channels * channels)
+                   *map(ctypes.c_int, (data_channels, geometry.chunks, geometry.stages)),
+                   shared_bytes=geometry.shared_bytes, flops=2 * rows * data_channels * channels)
 
 
 OPERATORS = (

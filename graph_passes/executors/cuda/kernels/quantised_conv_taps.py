@@ -32,7 +32,7 @@ CONTROL_BYTES, MAX_PLACES, MAX_STAGES, MAX_RESULTS = 1 << 10, 16, 40, 4
 FEW_STAGES = 6  # for which a block has room in any case, where weights pass by; more are for what is left
 L2_BYTES = 20  # that a multiprocessor gets from the L2 cache in a clock, if all ask for some
 END_CLOCKS = 80  # in which a team requantises 8 pixels of 64 filters, and has them copied away
-MAX_TILE = 256  # pixels of a tile that the copy engine can be told of, in each direction
+MAX_TILE = 256  # pixels of a tile that TMA can be told of, in each direction
 
 
 class TappedImages(ctypes.Structure):
@@ -72,9 +72,11 @@ class QuantisedConvTaps:
             return None
         if size == 1:  # no matter which pixels are neighbours
             shape = (1, shape[0] * shape[1] * shape[2], 1, shape[3])
-        return min((way for way in cls._all(shape, filters, size, stride, adds)
-                    if way.fits and way.grid(num_multiprocessors)[2] <= max(1, num_multiprocessors // PEERS)),
-                   default=None, key=lambda way: (way.clocks(num_multiprocessors), -way.groups, -way.rows, way.results))
+        return min((geometry for geometry in cls._all(shape, filters, size, stride, adds)
+                    if geometry.fits and geometry.grid(num_multiprocessors)[2] <= max(1, num_multiprocessors // PEERS)),
+                   default=None,
+                   key=lambda geometry: (geometry.clocks(num_multiprocessors), -geometry.groups, -geometry.rows,
+                                         geometry.results))
 
     @classmethod
     def _all(cls, shape: Shape, filters: int, size: int, stride: int, adds: bool) -> Iterator[QuantisedConvTaps]:
@@ -231,16 +233,16 @@ def launch(builder: Builder, node: Node) -> None:
     size, stride = window(node).kernel[0], window(node).stride[0]
     is_plain = window(node) == ((size, size), (stride, stride), (size // 2, size // 2), (1, 1)) and y.dtype == "int8"
     require_tensor_cores(builder, node, columns=FILTERS)
-    way = QuantisedConvTaps.of(x.shape, filters, size, stride, adds, sms) if is_plain else None
-    require(builder.gpu.capability == HOPPER and way is not None, node, "is not for the kernel of taps")
-    assert way
+    geometry = QuantisedConvTaps.of(x.shape, filters, size, stride, adds, sms) if is_plain else None
+    require(builder.gpu.capability == HOPPER and geometry is not None, node, "is not for the kernel of taps")
+    assert geometry
     builder.launch(
         node, "quantised_conv_taps.cu",
-        instance("quantised_conv_taps", size, stride, way.channels, way.eights, adds, relu), way.grid(sms), way.BLOCK,
-        Tiled(In(x), way.data), Tiled(In(weight), way.weights), Tiled(In(addend), way.output),
-        Tiled(Out(y, over=addend), way.output), In(builder.input(node, "multiplier")), In(builder.input(node, "bias")),
-        way.images, ctypes.c_int(filters), share, shared_bytes=way.shared_bytes,
-        flops=builder.problem("fprop", node, x, weight, y).flops)
+        instance("quantised_conv_taps", size, stride, geometry.channels, geometry.eights, adds, relu),
+        geometry.grid(sms), geometry.BLOCK, Tiled(In(x), geometry.data), Tiled(In(weight), geometry.weights),
+        Tiled(In(addend), geometry.output), Tiled(Out(y, over=addend), geometry.output),
+        In(builder.input(node, "multiplier")), In(builder.input(node, "bias")), geometry.images, ctypes.c_int(filters),
+        share, shared_bytes=geometry.shared_bytes, flops=builder.problem("fprop", node, x, weight, y).flops)
 
 
 OPERATORS = (

@@ -134,21 +134,22 @@ def launch(builder: Builder, node: Node) -> None:
             f"makes {filters} and {filters_z} channels: its kernel takes {COLUMNS} and {max(Z_COLUMNS)} at most")
     require(all(each % TILE_VECTOR == 0 for each in (channels, channels_2, filters, filters_z)), node,
             f"has channels that are no multiples of {TILE_VECTOR}")
-    way = QuantisedPair(channels, filters_z, channels_2)
-    require(way.stages >= 2, node, f"has {channels} channels: the weights do not fit into shared memory")
+    geometry = QuantisedPair(channels, filters_z, channels_2)
+    require(geometry.stages >= 2, node, f"has {channels} channels: the weights do not fit into shared memory")
     tiles, tiles_z = (Tiles.of(x.shape, made.shape, window(node).stride, CHUNK) for made in (y, z))
     require(tiles is not None, node, f"has images of {x.shape[1]}x{x.shape[2]} pixels, which its kernel cannot divide")
     assert tiles and tiles_z
     blocks = min(builder.gpu.num_multiprocessors, -(-rows // (TEAMS * tiles.walk.rows)))
     builder.launch(
-        node, "quantised_pair.cu", instance("quantised_pair", way.columns_z, is_sum), (1, blocks, 1), BLOCK,
+        node, "quantised_pair.cu", instance("quantised_pair", geometry.columns_z, is_sum), (1, blocks, 1), BLOCK,
         Tiled(In(x), tiles.data), Tiled(In(addend), tiles.output), Tiled(Out(y, over=addend), tiles.output),
         Tiled(Out(z), tiles_z.output), In(weight), In(multiplier), In(bias), In(weight_z), In(multiplier_z), In(bias_z),
         count(rows), tiles.walk, *map(ctypes.c_int, (channels, filters, filters_z)),
         ctypes.c_float(node["addend_scale"] / node["scale"]),
-        *map(ctypes.c_int, (way.of_y.chunks, way.stages, way.results)), Tiled(In(x_2), tiles.beside(channels_2, CHUNK)),
-        In(weight_2), In(multiplier_2), In(bias_2), *map(ctypes.c_int, (channels_2, way.of_y.chunks_2)),
-        shared_bytes=way.shared_bytes, flops=2 * rows * filters * (channels + channels_2 + filters_z))
+        *map(ctypes.c_int, (geometry.of_y.chunks, geometry.stages, geometry.results)),
+        Tiled(In(x_2), tiles.beside(channels_2, CHUNK)), In(weight_2), In(multiplier_2), In(bias_2),
+        *map(ctypes.c_int, (channels_2, geometry.of_y.chunks_2)), shared_bytes=geometry.shared_bytes,
+        flops=2 * rows * filters * (channels + channels_2 + filters_z))
 
 
 _FACTORS = ("weight", "multiplier", "bias")

@@ -65,11 +65,11 @@ def launch(builder: Builder, node: Node) -> None:
     """The convolution with bias, ReLU and max pooling, in inference."""
     x, w, y = builder.input(node, "data"), builder.input(node, "weight"), builder.output(node)
     require_rows(builder, node, x.shape)
-    way, (rows, _) = StemPool(y.shape, builder.gpu.num_multiprocessors), rows_and_channels(node, y)
-    builder.launch(node, "stem_pool.cu", builder.kernel("stem_pool"), way.grid, way.BLOCK, In(x), In(w),
-                   In(builder.input(node, "bias")), Tiled(Out(y), way.tiling),
-                   PooledImage.of(x.shape, y.shape), *map(ctypes.c_int, (x.shape[0], way.strip)),
-                   shared_bytes=way.SHARED_BYTES, flops=8 * rows * FILTERS * SIZE * SIZE * x.shape[3])
+    geometry, (rows, _) = StemPool(y.shape, builder.gpu.num_multiprocessors), rows_and_channels(node, y)
+    builder.launch(node, "stem_pool.cu", builder.kernel("stem_pool"), geometry.grid, geometry.BLOCK, In(x), In(w),
+                   In(builder.input(node, "bias")), Tiled(Out(y), geometry.tiling),
+                   PooledImage.of(x.shape, y.shape), *map(ctypes.c_int, (x.shape[0], geometry.strip)),
+                   shared_bytes=geometry.SHARED_BYTES, flops=8 * rows * FILTERS * SIZE * SIZE * x.shape[3])
 
 
 OPERATORS = (

@@ -31,7 +31,7 @@ class StemWeights:
     shared memory holds what such an item is made of."""
 
     BLOCK: Size = (640, 1, 1)
-    ROWS, IN_ROWS, STEP, MAX_PIXELS = 2, 9, 16, 256  # MAX_PIXELS: of a side of what the copy engine copies at once
+    ROWS, IN_ROWS, STEP, MAX_PIXELS = 2, 9, 16, 256  # MAX_PIXELS: of a side of what TMA copies at once
     CONTROL_BYTES, SHARED_BYTES, MAX_STAGES = 1 << 10, 227 << 10, 8
 
     def __init__(self, shape: Shape, num_multiprocessors: int) -> None:
