@@ -222,9 +222,8 @@ class Gpu:
 
     def tensor_map(self, address: int, dtype: str, tiling: Tiling) -> Any:
         """A tensor at `address` as TMA, the tensor memory accelerator of Hopper GPUs, is told of it: an argument for a
-        kernel (`TensorMap`
-        of kernels/tma.cuh). A row of a tile has 128 bytes, or 64, which are swizzled. Without an address a map
-        that is not for use."""
+        kernel (`TensorMap` of kernels/tma.cuh). A row of a tile has 128 bytes, or 64, which are swizzled. Without an
+        address a map that is not for use."""
         if not address:
             return (ctypes.c_uint64 * TENSOR_MAP_WORDS)()
         driver, types, swizzles = self._driver, self._driver.CUtensorMapDataType, self._driver.CUtensorMapSwizzle
