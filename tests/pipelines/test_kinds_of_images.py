@@ -172,7 +172,8 @@ def test_decoded_pixels_are_those_of_pillow(tmp_path, caplog, feeds, split):
 def test_verify_calls_all_of_them_usable(tmp_path):
     report = verify_split(str(write(tmp_path, "bytes", list(KINDS.values()))), "train", num_threads=2)
     assert report.num_unusable == 0
-    found = {list(KINDS)[int(name.split()[-1])]: finding.kind for name, finding in report.findings}
+    found = {list(KINDS)[int(name.split()[-1])]: finding.kind for name, finding in report.findings
+             if finding.kind != "two labels"}  # some kinds are written as the same bytes
     assert set(found.values()) == {"CMYK", "16-bit", "by Pillow"}
     by_pillow = [name for name, kind in found.items() if kind == "by Pillow"]
     assert {name.split()[0] for name in by_pillow} == {"bare", "TIFF", "WEBP", "P6", "P5", "P3", "P2"}
