@@ -1,4 +1,4 @@
-"""Reading a file's content with a library, any exception of which becomes one sentence of ours."""
+"""Exceptions of libraries and plug-ins as sentences of ours."""
 
 from __future__ import annotations
 
@@ -23,3 +23,12 @@ def refused_as(refusal: Callable[[Exception], ProgramError]) -> Iterator[None]:
         raise
     except Exception as error:
         raise refusal(error) from None
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's message; "" if it has none, or raises another exception when it is asked."""
+    try:
+        lines = str(error).strip().splitlines()
+    except Exception:
+        return ""
+    return lines[0] if lines else ""

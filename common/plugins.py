@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.command_line import nearest
+from common.content import first_line
 from common.disk_cache import default_folder
 from common.errors import ProgramError, UserError
 
@@ -148,7 +149,7 @@ def _where(error: BaseException, file: str) -> str:
 
 
 def _said(error: BaseException) -> str:
-    first = next(iter(str(error).strip().splitlines()), "")
+    first = first_line(error)
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
@@ -328,7 +329,14 @@ def _execute(file: str, content: bytes) -> None:
     module.__file__ = file
     sys.modules[module.__name__] = module  # dataclasses look for their module there
     with _named_failure(file):
-        exec(compile(content, file, "exec"), vars(module))
+        exec(_compiled(content, file), vars(module))
+
+
+def _compiled(content: bytes, file: str) -> types.CodeType:
+    try:
+        return compile(content, file, "exec")
+    except ValueError as error:  # null bytes; from Python 3.12 on they are a SyntaxError
+        raise SyntaxError(str(error), (file, 1, None, None)) from None
 
 
 def _import(entry: importlib.metadata.EntryPoint) -> None:

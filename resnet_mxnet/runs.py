@@ -15,6 +15,7 @@ from resnet_mxnet.networks import TrainedNetwork, load
 from train.command_line import values_of
 from train.commands import train as command
 from train.config import Config
+from train.errors import TrainError
 from train.recording.metrics import EpochRow, RunRecord
 from train.report.comparison import Comparison
 from train.report.comparison import compare as compare_folders
@@ -28,7 +29,7 @@ class Run:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         """Raises UserError for a folder without a run."""
-        self.folder = Path(folder)
+        self.folder = _folder(folder)
         found = read(self.folder)
         self.record: RunRecord = found.record
         """All data of the run's report, as docs/interfaces.md has them."""
@@ -63,13 +64,14 @@ class Run:
 
     @property
     def best_epoch(self) -> EpochRow | None:
-        """The first epoch with the highest top-1 accuracy, whose weights `load` loads; None without a validation."""
+        """The epoch whose weights `load` loads: the first with the highest top-1 accuracy on the validation images (on
+        the training images if the data has no others); None if no epoch was evaluated."""
         return self.record.best
 
     @property
     def best_top1(self) -> float:
         """The top-1 accuracy of the best epoch, a fraction of the validation images (of the training images if the data
-        has no others); NaN without a validation."""
+        has no others); NaN if no epoch was evaluated."""
         best = self.best_epoch
         return best.evaluation.top1 if best and best.evaluation else math.nan
 
@@ -98,13 +100,13 @@ def train(*, callbacks: Sequence[Any] = (), **options: Any) -> Run:
     Raises:
         UserError: a mistake in the options, the data or the weights. The text is that of the command line.
         StoppedBySignal: Ctrl-C (in a notebook: interrupt), SIGTERM or SIGHUP arrived, in the main thread. The run is
-            saved; `train(resume=folder)` goes on. In other threads signals are left alone.
+            saved; `train(resume=folder)` resumes it. In other threads signals are left to the program.
     """
     return Run(command.run(values_of(Config, options, command="train"), callbacks))
 
 
 def load_run(folder: str | os.PathLike[str]) -> Run:
-    """Read what a run has left in its folder, also while it goes on.
+    """Read the run in a folder, also while it trains.
 
         rm.load_run("runs/photos").history["train_loss"]
 
@@ -123,7 +125,7 @@ def list_runs(folder: str | os.PathLike[str] = "runs") -> list[Run]:
     Raises:
         UserError: there is no such folder, or a run's metrics cannot be read.
     """
-    return sorted(map(Run, find(Path(folder))), key=lambda run: run.record.start_date)
+    return sorted(map(Run, find(_folder(folder))), key=lambda run: run.record.start_date)
 
 
 def compare(*folders: str | os.PathLike[str], accuracies: Sequence[float] = ()) -> Comparison:
@@ -138,6 +140,23 @@ def compare(*folders: str | os.PathLike[str], accuracies: Sequence[float] = ()) 
         accuracies: top-1 accuracies (fractions) to which the time is told; (): some that the runs reach.
 
     Raises:
-        UserError: there is no such folder, or no run in it can be compared.
+        UserError: there is no such folder, no run in it can be compared, or an accuracy is not above 0 and at most 1.
     """
-    return compare_folders([Path(folder) for folder in folders], accuracies)
+    return compare_folders([_folder(folder) for folder in folders], _checked(accuracies))
+
+
+def _folder(given: Any) -> Path:
+    """A folder that a program gives. Raises TrainError for "", which would be the working folder, and for no path."""
+    if not isinstance(given, (str, os.PathLike)) or not os.fspath(given):
+        raise TrainError(f"{given!r} is no folder: give the path of a run, or of a folder that holds runs")
+    return Path(given)
+
+
+def _checked(accuracies: Any) -> tuple[float, ...]:
+    try:
+        found = tuple(map(float, accuracies))
+    except (TypeError, ValueError):
+        found = (math.nan,)
+    if not all(0 < accuracy <= 1 for accuracy in found):
+        raise TrainError(f"accuracies is {accuracies!r}: give a list of fractions above 0 and at most 1, such as [0.7]")
+    return found

@@ -48,7 +48,12 @@ def test_what_is_registered(plugin: Callable[..., Path]) -> None:
 WRONG = {
     "1 / 0": "the plug-in failed at {file}:1: ZeroDivisionError: division by zero",
     "def f(:": "the plug-in {file}:1 is not valid Python (",
+    "x = 1\0": "the plug-in {file}:1 is not valid Python (",
+    "from train.plugins import metric\nmetric(3)": "{file}:2: the metric 3 is no function: write def, with",
+    "import functools\nfrom train.plugins import metric\nmetric(functools.partial(max))":
+        "{file}:3: functools.partial(<built-in function max>) has no name: give one, as in rm.metric(\"mine\")(...)",
     "x = 1": "the plug-in {file} registers nothing: put a decorator before what it adds",
+    "class E(Exception):\n  def __str__(self): raise ValueError\nraise E": "the plug-in failed at {file}:3: E",
     "import no_such_module": "the plug-in failed at {file}:1: ModuleNotFoundError: No module named 'no_such_module'",
     "import sys\nsys.exit(3)": "the plug-in failed at {file}:2: SystemExit: 3",
     "from train.plugins import model\n\n@model\ndef resnet50(num_classes): pass":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from common.content import refused_as
+from common.content import first_line, refused_as
 from train.errors import TrainError
 
 
@@ -16,4 +16,4 @@ def content_of_file(sentence: Callable[[str], str]) -> AbstractContextManager[No
 
 def reason(error: Exception) -> str:
     """The first line of an exception's message, or its type if it has none."""
-    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+    return first_line(error) or type(error).__name__

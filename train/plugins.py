@@ -132,17 +132,22 @@ def _decorated(kind: str, function: Made | str, arguments: tuple[str, ...]) -> A
 
     if isinstance(function, str):
         return lambda decorated: register(decorated, function)
-    return register(function, function.__name__)
+    name = getattr(function, "__name__", "")
+    if not name and callable(function):  # an object, or functools.partial
+        raise plugins.fault(f'{function!r} has no name: give one, as in rm.{kind}("mine")(...)')
+    return register(function, name or repr(function))
 
 
 def _check_arguments(what: str, function: Callable[..., Any], arguments: tuple[str, ...], is_method: bool = False
                      ) -> None:
-    """Raise UserError unless a function can be called with so many arguments."""
+    """Raise UserError for what is no function, and for one that cannot be called with so many arguments."""
     if not callable(function):
         raise plugins.fault(f"{what} is no function: write def, with {' and '.join(arguments)}")
     try:
         signature = inspect.signature(function)
         signature.bind(*[None] * (len(arguments) + is_method))
+    except ValueError:  # a builtin that tells no signature
+        return
     except TypeError:
         raise plugins.fault(f"{what} takes {signature}, and is called with {' and '.join(arguments)}: change its "
                             "arguments") from None

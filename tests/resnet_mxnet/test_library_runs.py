@@ -93,6 +93,21 @@ def test_runs_in_a_folder(run: rm.Run, tmp_path: Path) -> None:
         rm.load_run(tmp_path / "no run")
 
 
+@pytest.mark.parametrize("folder", [None, "", 3])
+def test_no_folder(folder: Any, run: rm.Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a run's folder, too."""
+    monkeypatch.chdir(run.folder)
+    for function in (rm.load_run, rm.list_runs, rm.compare):
+        with pytest.raises(rm.UserError, match="is no folder: give the path of a run, or of a folder that holds runs"):
+            function(folder)
+
+
+@pytest.mark.parametrize("accuracies", [[70], 0.7, ["high"], [0]])
+def test_wrong_accuracies(accuracies: Any, run: rm.Run) -> None:
+    with pytest.raises(rm.UserError, match="^accuracies is .*: give a list of fractions above 0 and at most 1"):
+        rm.compare(run.folder, accuracies=accuracies)
+
+
 def test_a_notebook_shows_a_run(run: rm.Run) -> None:
     shown = run._repr_html_()
     assert "resnet18, 3 classes" in shown and "2 of 2" in shown and shown.count("data:image/png;base64,") == 2

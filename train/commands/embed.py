@@ -36,7 +36,7 @@ def main(values: Mapping[str, Any]) -> None:
         raise TrainError("embed needs trained weights: give --checkpoint with a run folder, a checkpoint or a file of "
                          "weights")
     output = Path(options.output)
-    _check_places(output, options.overwrite)
+    _check_places(output, options.images, options.overwrite)
     images = [str(path) for path in image_paths(options.images)]
     network = Predictor.load(options, may_raise_batch="batch_size" not in values)
     start = time.monotonic()
@@ -55,11 +55,14 @@ def list_beside(output: Path) -> Path:
     return output.with_suffix(".txt")
 
 
-def _check_places(output: Path, overwrite: bool) -> None:
-    """Raise UserError if the two files cannot be written, or exist already."""
+def _check_places(output: Path, images: Sequence[Path], overwrite: bool) -> None:
+    """Raise UserError if the two files cannot be written, exist already, or would replace a list of `images`."""
     if output.suffix != ".npy":
         raise TrainError(f"--output {output} must end in .npy: give the NumPy file to write" if output.name else
                          "embed writes a NumPy file: give --output features.npy")
+    if any(os.path.realpath(place) == os.path.realpath(list_beside(output)) for place in images):
+        raise TrainError(f"--output {output} would replace {list_beside(output)}, the list of the images to read: give "
+                         "another --output")
     for path in (output, list_beside(output)):
         if path.exists() and not overwrite:
             raise TrainError(f"{path} exists already: give --overwrite to replace it, or another --output")

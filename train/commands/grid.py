@@ -25,8 +25,7 @@ from train.options.limits import shown
 from train.options.runs import Sweep, SweepOptions
 
 LONGEST_NAME = 120  # characters of a run's folder
-OF_SWEEP = {field.name for field in dataclasses.fields(Sweep)}
-NOT_IN_GRID = {*OF_SWEEP, "output"}
+NOT_IN_GRID = {*(field.name for field in dataclasses.fields(Sweep)), "output"}  # options of the sweep itself
 
 
 class Point(NamedTuple):
@@ -43,7 +42,7 @@ def plan(own: Sweep, values: Mapping[str, Any]) -> list[Point]:
     UserError for a grid or a combination that cannot be trained."""
     if not (own.grid or own.seeds):
         raise TrainError("a sweep needs something to vary: give a grid file, or --seeds 3")
-    given = {name: value for name, value in values.items() if name not in (*OF_SWEEP, "output")}
+    given = {name: value for name, value in values.items() if name not in NOT_IN_GRID}
     axes = _read_grid(own.grid, given) if own.grid else {}
     if own.seeds:
         if "seed" in axes:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from common.command_line import part_of
+from common.files import shown_size
 from train.commands.tables import print_table
 from train.options.runs import RunsOptions
 from train.recording.metrics import VALIDATION
@@ -39,12 +40,12 @@ def main(values: Mapping[str, Any]) -> None:
 
 
 def _cells(run: Listed, now: float) -> tuple[str, ...]:
-    epochs = "" if run.state == DAMAGED else f"{run.epochs} of {run.epochs_wanted}" if run.epochs_wanted else ""
-    return (str(run.folder), _state(run), _best(run), epochs, run.model, _age(now - run.changed), _size(run.size))
+    epochs = f"{run.epochs} of {run.epochs_wanted}" if run.epochs_wanted else ""
+    return (str(run.folder), _state(run), _best(run), epochs, run.model, _age(now - run.changed), shown_size(run.size))
 
 
 def _state(run: Listed) -> str:
-    """The state, with the reason where it is not the usual one."""
+    """The state, with the option that ended the run or "killed", if it was one of them."""
     told = {"max_steps": "--max-steps", "target_accuracy": "--target-accuracy", "patience": "--patience",
             "time_limit": "--time-limit", KILLED: "killed"}
     reason = told.get(run.reason, "")
@@ -65,8 +66,3 @@ def _age(seconds: float) -> str:
         if seconds >= length:
             return f"{int(seconds // length)} {unit}"
     return f"{max(int(seconds), 0)} s"
-
-
-def _size(count: int) -> str:
-    """A number of bytes."""
-    return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"

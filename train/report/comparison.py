@@ -27,7 +27,7 @@ from train.report.plots import DARK, LIGHT
 from train.report.runs import FAILED, FINISHED, RUNNING, Run
 from train.report.summary import summarize
 
-MAX_COLUMNS = 4  # configurations that are shown as the columns of the options' table; more of them are its lines
+MAX_COLUMNS = 4  # configurations; with more of them, the table of options has a line for each instead of a column
 # Candidates for the accuracies to which the time is told, rising.
 LADDER = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.94, 0.95, 0.96, 0.97, 0.98, 0.99, 0.995)
 NUM_ACCURACIES = 4  # of the ladder, if none are given
@@ -86,7 +86,7 @@ class Comparison:
         return f"{number} of {rows} configuration{'s' * (rows > 1)}" if rows < count else f"{number} side by side"
 
     def curves(self) -> list[Curves]:
-        """What the plots draw."""
+        """Accuracies and losses of each row, for the plots."""
         return [Curves(row.name, [member.validated for member in row.members],
                        [[(point.epoch, point.loss) for point in member.run.record.loss_curve]
                         for member in row.members]) for row in self.rows]
@@ -124,13 +124,12 @@ class Comparison:
 
     @property
     def times_table(self) -> Table | None:
-        """The time to each accuracy; None without a validation."""
+        """The time to each accuracy; None if there are no accuracies."""
         if not self.accuracies:
             return None
         cells = [[_text(row.figure(_seconds_to(accuracy)), duration) or "-" for accuracy in self.accuracies]
                  for row in self.rows]
-        return Table(("time to", *(f"{accuracy:.4g}" if accuracy > 1 else f"{100 * accuracy:.4g}%"
-                                   for accuracy in self.accuracies)),
+        return Table(("time to", *(f"{100 * accuracy:.4g}%" for accuracy in self.accuracies)),
                      [(row.name, *line) for row, line in zip(self.rows, cells, strict=True)])
 
     @property
@@ -238,7 +237,7 @@ def compare(folders: Sequence[Path | str], accuracies: Sequence[float] = ()) -> 
         except TrainError as error:
             notes.append(f"{name} is left out: {error}")
     if not members:
-        raise TrainError("; ".join(["there is no run to compare", *notes]) + ": give folders of training runs")
+        raise TrainError("; ".join(["there is no run to compare: give folders of training runs", *notes]))
     for member in members:
         notes += _remarks(member)
     notes += _incomparable(members)

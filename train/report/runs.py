@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import cached_property
 from pathlib import Path
@@ -60,7 +60,8 @@ class Run:
         return not self.is_running and self.record.is_over
 
     def _reason_of_earlier_versions(self, completed: bool) -> str:
-        """They wrote only whether an exception ended the run (a signal is one, too), and why a limit did, in words."""
+        """From what earlier versions wrote: whether an exception (a signal is one, too) ended the run, and which limit
+        did, in words."""
         if not completed:
             return "signal"
         stop = next((event["reason"] for event in reversed(self.record.events) if event["event"] == "stop"), "")
@@ -156,7 +157,7 @@ class Listed:
     reason: str  # see `Run.reason`; of a damaged run: a sentence
     changed: float  # seconds since 1970, when it wrote its last line
     size: int  # bytes on disk
-    model: str = ""  # "": unknown
+    model: str = ""  # as of `model_of`
     epochs: int = 0  # epochs done
     epochs_wanted: int = 0
     best_top1: float | None = None  # fraction of `images`
@@ -187,11 +188,15 @@ def _listed(folder: Path) -> Listed:
 
 def _listed_run(run: Run, changed: float, size: int) -> Listed:
     best = run.record.best
-    found = best.evaluation if best else None
-    top1, per_word = (None, None) if not found else \
-        (None, perplexity(found.loss)) if run.is_language_model else (found.top1, None)
-    return Listed(run.folder, run.state, run.reason, changed, size, model_of(run.record.config), run.epochs_done,
-                  run.epochs_wanted, top1, per_word, best.epoch if best else None, found.images if found else "")
+    listed = Listed(run.folder, run.state, run.reason, changed, size, model_of(run.record.config), run.epochs_done,
+                    run.epochs_wanted)
+    if not (best and best.evaluation):
+        return listed
+    found = best.evaluation
+    listed = replace(listed, best_epoch=best.epoch, images=found.images)
+    if run.is_language_model:
+        return replace(listed, best_perplexity=perplexity(found.loss))
+    return replace(listed, best_top1=found.top1)
 
 
 def model_of(config: Mapping[str, Any]) -> str:

@@ -62,6 +62,8 @@ def test_mistakes(initial_weights: Path, photos: Path, tmp_path: Path) -> None:
         ([*good, "--output", tmp_path / "a.csv"], "--output .*a.csv must end in .npy: give the NumPy file to write"),
         ([*good, "--output", tmp_path / "there.npy"], "there.npy exists already: give --overwrite"),
         ([*good, "--output", tmp_path / "beside.npy"], "beside.txt exists already: give --overwrite"),
+        ([*good, tmp_path / "beside.txt", "--output", tmp_path / "beside.npy", "--overwrite"],
+         "beside.npy would replace .*beside.txt, the list of the images to read: give another --output"),
         (["--checkpoint", initial_weights, photos, "--output", tmp_path / "a.npy"], r"2\.png: .*; replace it"),
         (["--checkpoint", initial_weights, photos / "2.png", "--output", tmp_path / "a.npy", "--on-bad-image", "skip"],
          r"no image of 1 can be read, for example .*2\.png: .*; replace them"),

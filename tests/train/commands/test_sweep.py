@@ -16,6 +16,7 @@ import pytest
 from made_runs import make_run
 from several_processes import LIMIT, python_path
 
+from common.command_line import part_of
 from common.errors import ProgramError
 from train.command_line import read, understood
 from train.commands import grid, sweep
@@ -28,7 +29,7 @@ from train.report import plots, runs
 
 def planned(*words):
     values = read(SweepOptions, [str(word) for word in words], command="sweep")
-    return grid.plan(Sweep(**{name: values[name] for name in grid.OF_SWEEP & values.keys()}), values)
+    return grid.plan(part_of(Sweep, values), values)
 
 
 def written(folder: Path, content: str, name: str = "grid.json") -> Path:

@@ -169,7 +169,7 @@ def test_accuracies_are_chosen_by_what_the_runs_reach(best, expected):
 def test_nothing_to_compare(tmp_path):
     with pytest.raises(TrainError, match=r"^there is no folder .*/none: give one that holds runs$"):
         compare([tmp_path / "none"])
-    with pytest.raises(TrainError, match=r"^there is no run to compare; .* is left out: it holds no run"):
+    with pytest.raises(TrainError, match=r"^there is no run to compare: give .*; .* is left out: it holds no run"):
         compare([tmp_path])
 
 
