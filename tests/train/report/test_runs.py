@@ -131,6 +131,13 @@ def test_a_run_that_was_ended_while_it_started(tmp_path):
         runs.read(tmp_path)
 
 
+def test_other_bytes_in_place_of_metrics_are_no_young_run(tmp_path):
+    """Which could be removed. A line without an end may be one that was being written."""
+    (tmp_path / METRICS_FILE).write_bytes(b"\x80\x02 no metrics")
+    with pytest.raises(TrainError, match="metrics.jsonl is damaged: its first line is no JSON"):
+        runs.read(tmp_path)
+
+
 def test_values_that_are_none_of_a_run_are_listed_as_damaged(tmp_path):
     make_run(tmp_path, [3])
     rewrite(tmp_path, lambda line: {**line, "config": []} if "config" in line else line)
