@@ -29,8 +29,8 @@ FAKED = {f"graph_passes/executors/cuda/{name}.py" for name in ("device", "kernel
 # called in a step, but only deciding about it, checking or watching it
 BESIDE = {f"{name}.py" for name in (
     "graph_passes/executors/base", "graph_passes/executors/cuda/idle", "pipelines/by_pillow",
-    "pipelines/decoder_messages", "pipelines/transform", "train/draws", "train/optimizer", "train/processes/pulse",
-    "train/schedule", "train/statistics")}
+    "pipelines/decoder_messages", "pipelines/transform", "train/draws", "train/optimizer",
+    "train/processes/horovod_mxnet", "train/processes/pulse", "train/schedule", "train/statistics")}
 
 
 class Gpu(FakeGpu):
