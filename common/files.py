@@ -97,6 +97,24 @@ def lock(opened: IO[Any] | int) -> bool:
     return False
 
 
+@contextlib.contextmanager
+def alone_in(folder: Path, taken: UserError) -> Iterator[None]:
+    """Create a folder, and hold its lock inside. Raises UserError if that is impossible, and `taken` if another process
+    holds the lock."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        opened = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise UserError(f"cannot write to {folder} ({error.strerror}): "
+                        f"{way_out(error, 'give another --output')}") from None
+    try:
+        if not lock(opened):
+            raise taken
+        yield
+    finally:
+        os.close(opened)
+
+
 def is_locked(path: Path) -> bool:
     """Whether a process holds the lock of a file; False if the file cannot be opened."""
     try:

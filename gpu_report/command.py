@@ -5,11 +5,9 @@ Each figure is written to report.json as soon as it is measured, so after a stop
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
@@ -65,7 +63,9 @@ def _report(wanted: GpuReportOptions, values: Mapping[str, Any]) -> None:
     if placement.note:
         print(placement.note, flush=True)
     folder = Path(wanted.output or FOLDER)
-    with _alone_in(folder):
+    taken = TrainError(f"another process is measuring into {folder}: wait until it ends; two at once would only slow "
+                       "each other down")
+    with files.alone_in(folder, taken):
         busy = _busy(placement)
         if busy:
             print(f"other programs use {busy}, so the figures will be too slow: end them, and begin anew with "
@@ -124,24 +124,6 @@ def _measure(wanted: GpuReportOptions, values: Mapping[str, Any], placement: Pla
         report = _write(report, folder, name, section)
     write_page(folder, report)
     print(f"report: {folder / 'report.md'}, {folder / 'report.html'}, {folder / FILE}")
-
-
-@contextlib.contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Hold a lock on the folder, so that no other process overwrites its figures. Raises TrainError if it is taken."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        opened = os.open(folder, os.O_RDONLY)
-    except OSError as error:
-        raise TrainError(f"cannot write to {folder} ({error.strerror}): "
-                         f"{files.way_out(error, 'give another --output')}") from None
-    try:
-        if not files.lock(opened):
-            raise TrainError(f"another process is measuring into {folder}: wait until it ends; two at "
-                             "once would only slow each other down")
-        yield
-    finally:
-        os.close(opened)
 
 
 def _write(report: Report, folder: Path, name: str, section: Section) -> Report:

@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -54,7 +54,8 @@ def main(values: Mapping[str, Any]) -> None:
     for point in points:
         check_same(point.config, point.folder, "sweep")
     files.check_place(output / f"{NAME}.json", "give another --output")
-    with _alone(output):
+    taken = TrainError(f"another sweep is at work in {output}: wait for its end, or give another --output")
+    with files.alone_in(output, taken):
         trainings = _Trainings(points, slots)
         trainings.run()
         if found := _compare(points):
@@ -69,22 +70,6 @@ def _check_output(output: Path) -> None:
     if (output / CONFIG_FILE).exists():
         raise TrainError(f"{output} is the folder of a run, and a sweep's runs have folders of their own below it: "
                          "give another --output")
-
-
-@contextlib.contextmanager
-def _alone(output: Path) -> Iterator[None]:
-    """Inside, no other sweep works in the folder, which is created. Raises UserError."""
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(output, os.O_RDONLY)
-    except OSError as error:
-        raise TrainError(f"cannot write {output} ({error.strerror}): give another --output") from None
-    try:
-        if not files.lock(descriptor):
-            raise TrainError(f"another sweep is at work in {output}: wait for its end, or give another --output")
-        yield
-    finally:
-        os.close(descriptor)
 
 
 # --- training ---

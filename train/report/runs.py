@@ -107,9 +107,9 @@ def read(folder: Path, with_steps: bool = True) -> Run:
         record = RunRecord.read_jsonl(path, with_steps)
     except OSError as error:
         raise TrainError(f"cannot read {path} ({error.strerror}): see that it can be read") from None
-    if not record.session_starts and path.read_bytes().lstrip()[:1] not in (b"", b"{"):
-        raise TrainError(f"{path} is damaged: its first line is no JSON; restore it, or remove the run")
     if not record.session_starts:
+        if path.read_bytes().lstrip()[:1] not in (b"", b"{"):
+            raise TrainError(f"{path} is damaged: its first line is no JSON; restore it, or remove the run")
         raise TrainError(f"{path} names no session of a run: it was ended while it started, and can be removed")
     return Run(folder, record, is_running)
 

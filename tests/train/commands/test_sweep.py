@@ -16,6 +16,7 @@ import pytest
 from made_runs import make_run
 from several_processes import LIMIT, python_path
 
+from common import files
 from common.command_line import part_of
 from common.errors import ProgramError
 from train.command_line import read, understood
@@ -250,7 +251,8 @@ def test_folders_that_are_taken(swept, trained, tmp_path):
     with pytest.raises(TrainError, match=r"out is the folder of a run, and a sweep's runs have folders of their own"):
         swept()
     shutil.rmtree(tmp_path / "out")
-    with sweep._alone(tmp_path / "out"), pytest.raises(TrainError, match="^another sweep is at work in .*out: wait"):
+    held = files.alone_in(tmp_path / "out", TrainError("it is free"))
+    with held, pytest.raises(TrainError, match="^another sweep is at work in .*out: wait"):
         swept()
 
 
