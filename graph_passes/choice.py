@@ -78,7 +78,7 @@ class Choice(NamedTuple):
 
 
 def choices_of(table: Candidates, prices: Sequence[float]) -> list[Choice]:
-    """Of the candidates that are taken those that have rivals, in the graph's order."""
+    """Return the taken candidates that have rivals, in the graph's order."""
     price_of, found = dict(zip(table, prices, strict=True)), []
     place = {ref: number for number, node in enumerate(table.graph) for ref in node.refs()}
     for each in sorted(chosen_of(table, prices), key=lambda each: min(place.get(ref, len(place)) for ref in each.made)):
@@ -126,7 +126,7 @@ def repeatable(table: Candidates) -> list[float]:
     return [_rank(each) for each in table]
 
 
-# Of a convolution in INT8, the one that is faster at most shapes first.
+# The kernels of a convolution in INT8; the one that is faster at most shapes comes first.
 _IN_INT8 = ("QuantisedConvTaps", "QuantisedConvSquares", *(f"QuantisedConv {tile}" for tile in quantised_conv.TILES),
             *(f"QuantisedConvStream {tile}" for tile in quantised_conv_stream.TILES), "QuantisedConvolution")
 

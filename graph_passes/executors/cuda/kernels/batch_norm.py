@@ -38,7 +38,7 @@ def about_mean(sums: Buffer) -> ctypes.c_bool:
 
 
 def before(builder: Builder, node: Node) -> tuple[Any, ...]:
-    """Of a node that does a BatchNorm on the way: what its kernel takes for `Before` of kernels/batch_norm.cuh."""
+    """Return what the kernel of a node that also does a BatchNorm takes for `Before` of kernels/batch_norm.cuh."""
     sums = builder.input(node, "sums")
     return (In(sums), about_mean(sums), *(In(builder.input(node, role)) for role in ("gamma", "beta")),
             Out(builder.output(node, "saved")), *(InOut(builder.input(node, role)) for role in RUNNING),
@@ -46,7 +46,7 @@ def before(builder: Builder, node: Node) -> tuple[Any, ...]:
 
 
 class FastDivisor(ctypes.Structure):
-    """Of numbers below 2^31."""
+    """Divides numbers below 2^31 by a fixed one without a division instruction."""
 
     _fields_ = tuple((name, ctypes.c_uint32) for name in ("value", "factor", "shift"))
 
@@ -64,7 +64,7 @@ class Grid(ctypes.Structure):
 
     @classmethod
     def of(cls, shape: Shape, stride: tuple[int, int]) -> Grid:
-        """Of images (N, H, W, C)."""
+        """Return the grid of images (N, H, W, C)."""
         size = shape[1:3]
         out_size = (-(-pixels // step) for pixels, step in zip(size, stride, strict=True))
         return cls(*map(FastDivisor.by, (*size, *stride)), *out_size)
@@ -88,7 +88,7 @@ class Second(NamedTuple):
 
     @classmethod
     def of(cls, builder: Builder, node: Node) -> Second:
-        """Of a node that may have `out_grad_2`."""
+        """Return the second gradient of a node, which may have `out_grad_2`."""
         grad, stride = builder.optional_input(node, "out_grad_2", "single_grad"), node["grad_stride"]
         if grad is None or not stride:
             return cls("WHOLE" if grad else "NONE", grad, Grid())
@@ -108,7 +108,7 @@ def of_reduction(reduction: Candidate) -> list[Ref]:
 
 
 def from_masked(table: Candidates, reduction: Candidate) -> Iterator[Node]:
-    """Of operators that do such a first half and keep the masked gradient: the second half that starts from that."""
+    """Yield the second half that starts from the masked gradient, which the first half `reduction` keeps."""
     sums = reduction.output("gamma_grad"), reduction.output("beta_grad")
     for apply in table.readers(sums[0], "BatchNormReluBackwardApply"):
         data, gamma, saved = (apply.input(role) for role in ("data", "gamma", "saved"))
@@ -136,7 +136,7 @@ def with_conv(op: str, norm: Candidate, convolution: Candidate) -> Node:
 
 
 def norm_grad_add(table: Candidates, add: Candidate) -> Iterator[Node]:
-    """Of elemwise_add."""
+    """Yield the second half of a BatchNorm's backward pass that also does the elemwise_add `add`."""
     for one, other in (add.node.inputs, reversed(add.node.inputs)):
         for apply in table.makers(one, "BatchNormBackwardApply", "BatchNormReluBackwardApply"):
             if apply.node.get("no_factors", True):

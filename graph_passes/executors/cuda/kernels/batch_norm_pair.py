@@ -39,7 +39,7 @@ _SAME = ("eps", "momentum", "fix_gamma", "axis")  # what both must agree in
 
 
 def pair(table: Candidates, norm: Candidate) -> Iterator[Node]:
-    """Of a BatchNormAddReluApply."""
+    """Yield the node that does the BatchNormAddReluApply `norm` and the BatchNorm of its shortcut in one."""
     factors = [] if norm["no_factors"] else [norm.input("factors")]
     for shortcut in table.makers(norm.input("addend"), "BatchNormApply"):
         if _agree(norm, shortcut):
@@ -48,7 +48,7 @@ def pair(table: Candidates, norm: Candidate) -> Iterator[Node]:
 
 
 def pair_of_reductions(table: Candidates, other: Candidate) -> Iterator[Node]:
-    """Of the shortcut's BatchNormBackwardReduce."""
+    """Yield the node that does `other`, the shortcut's BatchNormBackwardReduce, with that of the sum's BatchNorm."""
     for one in table.makers(other.input("out_grad"), "BatchNormAddReluBackwardReduce"):
         if other["single_grad"] and _agree(one, other):
             both = (half.input(role) for half in (one, other) for role in ("data", "saved"))
@@ -58,7 +58,9 @@ def pair_of_reductions(table: Candidates, other: Candidate) -> Iterator[Node]:
 
 
 def pair_of_gradients(table: Candidates, other: Candidate) -> Iterator[Node]:
-    """Of the shortcut's BatchNormBackwardApply: the one that does not read the data of the sum's BatchNorm."""
+    """Yield the node that does `other`, the shortcut's BatchNormBackwardApply, with that of the sum's BatchNorm.
+
+    The shortcut's is the one that does not read the data of the sum's BatchNorm."""
     gradient = other.input("masked_grad")
     for reduction in table.makers(gradient, "BatchNormAddReluBackwardReduce"):
         if other.input("data") == reduction.input("data") or not other["no_factors"]:
@@ -111,7 +113,7 @@ def _backward_apply_body(b: Body) -> list[Any]:
 
 
 def _inputs(builder: Builder, node: Node, *roles: str) -> list[Buffer]:
-    """Of both BatchNorms: each role of the one, then of the shortcut's."""
+    """Return, for each role, the input of the sum's BatchNorm and then that of the shortcut's."""
     return list(chain.from_iterable((builder.input(node, role), builder.input(node, f"{role}_2")) for role in roles))
 
 

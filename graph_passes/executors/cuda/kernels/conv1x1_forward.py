@@ -60,7 +60,7 @@ def _has_bias(convolution: Node) -> bool:
 
 
 def of_two(table: Candidates, last: Candidate) -> Iterator[Node]:
-    """Of ConvolutionAddRelu."""
+    """Yield the kernel's operator for the places where `last` is a ConvolutionAddRelu."""
     for addend in table.makers(last.input("addend"), "Convolution"):
         if addend["no_bias"]:
             continue

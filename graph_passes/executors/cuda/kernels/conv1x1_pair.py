@@ -43,7 +43,7 @@ PLACE_BYTES = TEAMS * TILE_ROWS * CHUNK_BYTES  # for a stage of each team, or a 
 
 
 def conv1x1_pair(table: Candidates, first: Candidate) -> Iterator[Node]:
-    """Of ConvolutionAddRelu."""
+    """Yield the kernel's operator for the places where `first` is a ConvolutionAddRelu."""
     output = first.output("output")
     for second in table.readers(output, "ConvolutionRelu"):
         if second.input("data") == output and is_product(first.node) and is_product(second.node):

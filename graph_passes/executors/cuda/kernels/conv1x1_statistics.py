@@ -47,7 +47,7 @@ from graph_passes.operators.convolution import CONVOLUTION
 
 
 def norm_relu_conv1x1(table: Candidates, norm: Candidate) -> Iterator[Node]:
-    """Of BatchNormReluApply."""
+    """Yield the kernel's operator for the places where `norm` is a BatchNormReluApply."""
     for convolution in behind(table, norm, is_product):
         fused = with_conv("NormReluConv1x1", norm, convolution)
         yield from (fused, fused.with_attrs(no_output=True))

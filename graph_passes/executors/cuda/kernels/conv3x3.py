@@ -66,13 +66,13 @@ def is_narrow(convolution: Node) -> bool:
 
 
 def norm_conv3x3(table: Candidates, norm: Candidate) -> Iterator[Node]:
-    """Of BatchNormReluApply."""
+    """Yield the kernel's operator for the places where `norm` is a BatchNormReluApply."""
     for convolution in behind(table, norm, is_narrow):
         yield with_conv("NormConv3x3", norm, convolution)
 
 
 def conv3x3_dgrad(table: Candidates, dgrad: Candidate) -> Iterator[Node]:
-    """Of ConvolutionDgrad."""
+    """Yield the kernel's operator for the places where `dgrad` is a ConvolutionDgrad."""
     if not is_narrow(dgrad.node) or dgrad["data_shape"][3] != CHANNELS:
         return
     yield dgrad.node.replace(op="Conv3x3Dgrad")

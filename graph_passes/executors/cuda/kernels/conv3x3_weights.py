@@ -27,7 +27,7 @@ CHANNELS = 64  # of the data and of the output that a block works on: its part o
 
 
 def conv3x3_weights(table: Candidates, wgrad: Candidate) -> Iterator[Node]:
-    """Of ConvolutionWgrad."""
+    """Yield the kernel's operator for the places where `wgrad` is a ConvolutionWgrad."""
     data = table.shapes.get(wgrad.input("data"))
     if is_3x3(wgrad.node) and data and not wgrad["num_filter"] % CHANNELS and not data[3] % CHANNELS:
         yield wgrad.node.replace(op="Conv3x3Weights")

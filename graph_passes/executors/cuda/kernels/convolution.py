@@ -22,7 +22,7 @@ from graph_passes.operators import channel_axis
 
 
 def conv_statistics(table: Candidates, sums: Candidate) -> Iterator[Node]:
-    """Of BatchNormStatistics."""
+    """Yield the kernel's operator for the places where `sums` is a BatchNormStatistics."""
     for convolution in with_statistics(table, sums):
         yield convolution.node.derive("ConvolutionStatistics", convolution.node.name, convolution.node.inputs)
 

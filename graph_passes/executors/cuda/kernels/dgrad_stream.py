@@ -52,7 +52,7 @@ STREAM_CHANNELS = range(129, 512 + 1)
 
 
 def dgrad_stream(table: Candidates, reduction: Candidate) -> Iterator[Node]:
-    """Of BatchNormAddReluBackwardReduce."""
+    """Yield the kernel's operator for the places where `reduction` is a BatchNormAddReluBackwardReduce."""
     for dgrad, gradient in reduced_gradients(table, reduction):
         if dgrad["num_filter"] in STREAM_CHANNELS:
             yield fused("DgradStream", reduction.node, dgrad, gradient)

@@ -47,7 +47,7 @@ CHANNELS = {64: (64, 128, 256), 128: (128, 256, 512)}
 
 
 def norm_backward(table: Candidates, apply: Candidate) -> Iterator[Node]:
-    """Of BatchNormBackwardApply and BatchNormReluBackwardApply."""
+    """Yield the kernel's operator where `apply` is a BatchNormBackwardApply or BatchNormReluBackwardApply."""
     gradient = apply.output("data_grad")
     for dgrad in table.readers(gradient, "ConvolutionDgrad"):
         channels = CHANNELS.get(dgrad["data_shape"][3], ())

@@ -38,7 +38,7 @@ MAX_CHANNELS = 256  # of the convolution's data: so many columns of its gradient
 
 
 def norm_dgrad(table: Candidates, apply: Candidate) -> Iterator[Node]:
-    """Of BatchNormBackwardApply."""
+    """Yield the kernel's operator for the places where `apply` is a BatchNormBackwardApply."""
     if not apply["no_factors"]:
         return
     for dgrad in table.readers(apply.output("data_grad"), "ConvolutionDgrad"):

@@ -29,7 +29,7 @@ TILE_CHANNELS = (16, 32, 64)  # that the kernel takes beside multiples of CHUNK
 
 
 def quantised_conv(table: Candidates, convolution: Candidate) -> Iterator[Node]:
-    """Of QuantisedConvolution."""
+    """Yield the kernel's operator for the places where `convolution` is a QuantisedConvolution."""
     for tile in TILES:
         yield convolution.node.derive("QuantisedConv", convolution.node.name, convolution.node.inputs, tile=tile)
 

@@ -53,13 +53,13 @@ MULTIPROCESSOR_SHARED_BYTES = 228 << 10  # Hopper's
 
 
 def quantised_conv_stream(table: Candidates, convolution: Candidate) -> Iterator[Node]:
-    """Of QuantisedConvolution."""
+    """Yield the kernel's operator for the places where `convolution` is a QuantisedConvolution."""
     for tile in TILES:
         yield convolution.node.derive("QuantisedConvStream", convolution.node.name, convolution.node.inputs, tile=tile)
 
 
 def of_two(table: Candidates, last: Candidate) -> Iterator[Node]:
-    """Of QuantisedConvolution."""
+    """Yield the kernel's operator for the places where `last` is a QuantisedConvolution."""
     if last["no_addend"] or not is_product(last.node):
         return
     for shortcut in table.makers(last.input("addend"), "QuantisedConvolution"):

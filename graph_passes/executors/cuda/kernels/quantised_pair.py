@@ -44,7 +44,7 @@ _OPS = {"QuantisedConvolution": "QuantisedPair", "QuantisedConvStreamSum": "Quan
 
 
 def quantised_pair(table: Candidates, first: Candidate) -> Iterator[Node]:
-    """Of QuantisedConvolution and QuantisedConvStreamSum."""
+    """Yield the kernel's operator for the places where `first` is a QuantisedConvolution or QuantisedConvStreamSum."""
     if not _begins(first.node):
         return
     output = first.output("output")

@@ -29,7 +29,7 @@ TEAMS, BLOCK, WIDTH, SHARED_BYTES = 3, (384, 1, 1), 112, 88_608
 
 
 def quantised_stem_pool(table: Candidates, pooling: Candidate) -> Iterator[Node]:
-    """Of QuantisedPooling."""
+    """Yield the kernel's operator for the places where `pooling` is a QuantisedPooling."""
     if not is_stems(pooling.node):
         return
     for convolution in table.makers(pooling.node.inputs[0], "QuantisedConvolution"):

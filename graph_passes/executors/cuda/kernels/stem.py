@@ -51,14 +51,14 @@ SHARE = FILTERS * SIZE * 32  # floats of the weights' gradient that a block leav
 
 
 def stem_fprop(table: Candidates, sums: Candidate) -> Iterator[Node]:
-    """Of BatchNormStatistics."""
+    """Yield the kernel's operator for the places where `sums` is a BatchNormStatistics."""
     for convolution in with_statistics(table, sums):
         if _fits(convolution, table.shapes.get(convolution.node.inputs[0])):
             yield convolution.node.derive("StemFprop", convolution.node.name, convolution.node.inputs)
 
 
 def stem_wgrad(table: Candidates, wgrad: Candidate) -> Iterator[Node]:
-    """Of ConvolutionWgrad."""
+    """Yield the kernel's operator for the places where `wgrad` is a ConvolutionWgrad."""
     image = wgrad.input("data")
     if _fits(wgrad, table.shapes.get(image)):
         for before in table.makers(wgrad.input("out_grad"), "BatchNormReluMaxPoolBackwardApply"):

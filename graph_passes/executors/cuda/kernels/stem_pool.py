@@ -25,7 +25,7 @@ from graph_passes.operators.pooling import is_stems
 
 
 def stem_pool(table: Candidates, pooling: Candidate) -> Iterator[Node]:
-    """Of Pooling."""
+    """Yield the kernel's operator for the places where `pooling` is a Pooling."""
     if not is_stems(pooling.node):
         return
     for convolution in table.makers(pooling.node.inputs[0], "ConvolutionRelu"):
