@@ -49,11 +49,11 @@ def write_cifar100(folder: Path, kind: str, name: str, images: np.ndarray, fine:
 
 
 def make(folder: Path, kind: str, rng: np.random.Generator, num_train: int = 12, num_val: int = 5) -> Made:
-    """Write both splits; the labels include the highest possible ones."""
+    """Write both splits; the labels include the highest possible ones, and one class has two training images."""
     count = num_train + num_val
     images = rng.integers(0, 256, (count, 3, 32, 32), np.uint8)
     fine, coarse = rng.integers(0, 100, count), rng.integers(0, 20, count)
-    fine[[0, -1]], coarse[[0, -1]] = 99, 19
+    fine[[0, 1, -1]], coarse[[0, 1, -1]] = 99, 19
     for name, part in (("train", slice(num_train)), ("test", slice(num_train, None))):
         write_cifar100(folder, kind, name, images[part], fine[part], coarse[part])
     return Made(folder, images, fine, coarse)
