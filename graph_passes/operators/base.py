@@ -103,7 +103,7 @@ class Operator:
     body: Callable[[Any], Sequence[Any]] | None = None
     # The operator, for all devices or of plainer a kernel, that computes the same from the same inputs.
     form_of: str = ""
-    repeatable: bool = False  # as a fusion it is taken in runs in which no clock may decide
+    plain: bool = False  # a fusion that is in the plain step too, of which the memory check takes the size
     forward: str = ""  # the operator under whose name users know this one: Convolution for ConvolutionWgrad
 
     def default(self, attribute: str) -> Any:

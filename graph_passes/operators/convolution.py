@@ -187,7 +187,7 @@ OPERATORS = (
         gradient=weighted_gradient,
         numpy_gradient=_numpy_gradient,
         body=partial(convolution_body, relu=False),
-        repeatable=True,
+        plain=True,
     ),
     Operator(
         "ConvolutionWgrad",

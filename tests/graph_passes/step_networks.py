@@ -6,7 +6,7 @@ import numpy as np
 
 from common.mxnet_compat import mx
 from graph_passes import Graph, Ref, passes
-from graph_passes.choice import fewest, repeatable
+from graph_passes.choice import fewest, plain
 from graph_passes.executors import reference
 
 # Kernels of ours that take the place of others of ours, or of cuDNN's 3x3 convolutions.
@@ -332,20 +332,20 @@ def refusing(price, *labels):
     return lambda table: repriced(table, price, **dict.fromkeys(labels, REFUSED))
 
 
-def repeatable_fusions(table):
+def own_fusions(table):
     """A price for which every fusion is taken but cuDNN's own, which sum in a varying order or take long to be
     compiled, and but the `NEWEST`, so that those run whose place they take."""
-    return repriced(table, repeatable, **OWN_FUSIONS)
+    return repriced(table, plain, **OWN_FUSIONS)
 
 
 def streamed_gradients(table):
-    """`repeatable_fusions`, with the gradients of 1x1 convolutions by dgrad_stream.cu where that can make them."""
-    return preferring(repeatable_fusions, "DgradStream")(table)
+    """`own_fusions`, with the gradients of 1x1 convolutions by dgrad_stream.cu where that can make them."""
+    return preferring(own_fusions, "DgradStream")(table)
 
 
 def own_kernels(table):
-    """`repeatable_fusions`, and every kernel of ours that has others beside it."""
-    return preferring(repeatable_fusions, *NEWEST, *OWN_FORMS, "StemPool")(table)
+    """`own_fusions`, and every kernel of ours that has others beside it."""
+    return preferring(own_fusions, *NEWEST, *OWN_FORMS, "StemPool")(table)
 
 
 def gradients_alone(table):

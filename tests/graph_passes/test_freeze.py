@@ -9,7 +9,7 @@ from test_fused_step import SAME, check_close
 
 from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError, Ref, passes, pipeline, roles
-from graph_passes.choice import fewest, repeatable
+from graph_passes.choice import fewest, plain
 from graph_passes.executors import create_executor
 from graph_passes.executors.reference import backward, forward, run
 from graph_passes.optimizers import create, names
@@ -38,7 +38,7 @@ def test_a_step_with_frozen_layers_against_the_network_as_it_is_given(name, pref
     wanted = forward(graph, {Ref(name): value for name, value in values.items()}, training=True)
     gradients = backward(graph, wanted)
     folded = passes.fold_bn_params(pipeline.run(pipeline.FUSED, graph), values, values, frozen_only=True)
-    for price in (fewest, repeatable):
+    for price in (fewest, plain):
         step = pipeline.training_step(graph, shapes, "bfloat16", price)
         results = run(step, values | folded)
         trained = {name for name in graph.variables if name not in frozen | shapes.keys()}

@@ -29,7 +29,7 @@ from step_networks import (
 
 from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError, Node, Ref, passes, pipeline
-from graph_passes.choice import fewest, repeatable
+from graph_passes.choice import fewest, plain
 from graph_passes.executors import Box, Draws, create_executor
 from graph_passes.executors.reference import backward, evaluate, forward, run
 from graph_passes.operators import OPERATORS
@@ -96,7 +96,7 @@ LOSSES = {
     "weighted classes": lambda graph: passes.weigh_classes(graph, [0.25, 0.5, 1, 2, 4, 0.1, 3]),
 }
 PAIR = ("BatchNormPairApply", "BatchNormPairBackwardReduce", "BatchNormPairBackwardApply")
-PRICES = {"fewest": fewest, "repeatable": repeatable, "own": own_forms, "gradients alone": gradients_alone}
+PRICES = {"fewest": fewest, "plain": plain, "own": own_forms, "gradients alone": gradients_alone}
 
 
 def network(name):
@@ -189,7 +189,7 @@ def test_3x3_convolutions_of_our_own(depth, convolutions, behind_norms, with_rel
     assert all(node.name.startswith("stage1") for node in own)
     assert Counter(node.op for node in own) == Counter(wanted)
     assert pipeline.inference(graph, "float16", own_forms).operators()["Conv3x3ForwardRelu"] == with_relu
-    for dtype, price in (("float32", own_forms), ("float16", repeatable), ("float16", fewest)):
+    for dtype, price in (("float32", own_forms), ("float16", plain), ("float16", fewest)):
         operators = {*pipeline.training_step(graph, shapes, dtype, price).operators(),
                      *pipeline.inference(graph, dtype, price).operators()}
         found = {op for op in operators if op.startswith("Conv3x3")}
@@ -203,7 +203,7 @@ def test_sums_of_convolutions_in_inference():
     sums = [node for node in network_graph if node.op == "Conv1x1ForwardSumRelu"]
     assert [node["stride"] for node in sums] == [(1, 1), (2, 2), (2, 2), (2, 2)]
     assert not any("shortcut" in node.name for node in network_graph if not node.is_variable)
-    for dtype, price in (("float32", own_forms), ("float16", repeatable)):
+    for dtype, price in (("float32", own_forms), ("float16", plain)):
         assert "Conv1x1ForwardSumRelu" not in pipeline.inference(graph, dtype, price).operators()
 
 
@@ -382,7 +382,7 @@ def test_random_networks(rng):
     for number in range(12):
         graph = Graph.from_json(random_network(rng).tojson())
         values = random_variables(graph, shapes, rng)
-        check_step(graph, shapes, values, PRICES["fewest" if number % 3 else "repeatable"], grouped=bool(number % 2))
+        check_step(graph, shapes, values, PRICES["fewest" if number % 3 else "plain"], grouped=bool(number % 2))
 
 
 @pytest.mark.long

@@ -10,7 +10,7 @@ import pytest
 from common.mxnet_compat import mx
 from graph_passes import Graph, Ref, passes, pipeline
 from graph_passes.__main__ import main
-from graph_passes.choice import Choice, fewest, repeatable
+from graph_passes.choice import Choice, fewest, plain
 from graph_passes.drawing import draw_svg
 from graph_passes.executors.cuda import training_step
 from graph_passes.show import forward_bytes
@@ -127,7 +127,7 @@ def test_show_what_a_gpu_chose(capsys, monkeypatch, tmp_path):
         passes.gradient(graph, shapes)  # it is a network that can be trained, on NHWC images
         asked.append((graph.operators()["BatchNorm"], shapes["data"], options.dtype, device_id))
         choices = [Choice("conv1", "a [bold] kernel", 0.25, (("another", 0.5),))]
-        return SimpleNamespace(choices=choices, price=repeatable)
+        return SimpleNamespace(choices=choices, price=plain)
 
     monkeypatch.setattr(training_step, "TrainingStep", build)
     resnet(50).save(str(tmp_path / "ours.json"))

@@ -21,7 +21,7 @@ from step_networks import (
 
 from common.mxnet_compat import mx
 from graph_passes import Graph, Node, Ref, passes, pipeline
-from graph_passes.choice import fewest, repeatable
+from graph_passes.choice import fewest, plain
 from graph_passes.executors.reference import evaluate
 from graph_passes.operators import OPERATORS
 
@@ -58,7 +58,7 @@ def network(name: str) -> Graph:
     return passes.binary_cross_entropy(graph) if name == "binary cross entropy" else graph
 
 
-PRICES = {"fewest": fewest, "repeatable": repeatable, "own": own_forms, "gradients alone": gradients_alone}
+PRICES = {"fewest": fewest, "plain": plain, "own": own_forms, "gradients alone": gradients_alone}
 Call = tuple[Node, list[np.ndarray], list[np.ndarray | None]]  # a node, what it read, what it wrote
 
 

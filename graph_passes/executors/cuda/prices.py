@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from graph_passes.candidates import Candidate, Candidates
-from graph_passes.choice import LAST_RESORT, Choice, choices_of, repeatable, undecided
+from graph_passes.choice import LAST_RESORT, Choice, choices_of, deterministic, undecided
 from graph_passes.errors import GraphError, TransientError
 from graph_passes.executors.cuda.builder import Builder
 from graph_passes.executors.cuda.capacity import check_sizes
@@ -30,8 +30,8 @@ class Prices:
         self._priced: tuple[Candidates, list[float]] | None = None
 
     def __call__(self, table: Candidates) -> list[float]:
-        """Milliseconds of each candidate, 0 where it is taken in any case; in runs that are to be repeatable what
-        `repeatable` says of those that this GPU can take. Raises TransientError where that cannot be found out now."""
+        """Milliseconds of each candidate, 0 where it is taken in any case; in deterministic runs what `deterministic`
+        says of those that this GPU can take. Raises TransientError where that cannot be found out now."""
         lowering = _Lowering(table, self._input_shapes, self._store, self._persistent, self._tools)
         open_places, sure_places = undecided(table)
         listed = list(table)
@@ -72,7 +72,7 @@ class Prices:
 
     def _ranks(self, table: Candidates, lowering: _Lowering, open_ones: Sequence[Candidate],
                sure: Sequence[Candidate]) -> dict[Candidate, float]:
-        ranks = dict(zip(table, repeatable(table), strict=True))
+        ranks = dict(zip(table, deterministic(table), strict=True))
         return {each: ranks[each] if ranks[each] < math.inf and lowering.is_possible(each) else math.inf
                 for each in open_ones}
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from graph_passes import pipeline
-from graph_passes.choice import Price, repeatable
+from graph_passes.choice import Price, plain
 from graph_passes.errors import GraphError
 from graph_passes.executors.cuda.inference import Inference
 from graph_passes.executors.cuda.network import Network
@@ -48,7 +48,7 @@ class QuantisedNetwork(Network):
                  cache_folder: Path | None = None) -> None:
         super().__init__(graph, shapes, StepOptions(FLOATS, deterministic=deterministic), device_id, cache_folder)
         quantised = pipeline.run(pipeline.quantised_passes(FLOATS, scales, kept), graph)
-        self.store = _store(self._passes(scales, kept, repeatable), shapes)
+        self.store = _store(self._passes(scales, kept, plain), shapes)
         for array in self.store.arrays.values():
             array.place(self.gpu.allocate(array.num_bytes))
         self._upload(quantise_squares_params(quantised, params))

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from graph_passes import pipeline, roles
-from graph_passes.choice import Choice, Price, repeatable
+from graph_passes.choice import Choice, Price, plain
 from graph_passes.errors import GraphError
 from graph_passes.executors.base import Draws
 from graph_passes.executors.cuda.buckets import Bucket, bucket_of, cut
@@ -70,7 +70,7 @@ class TrainingStep(Network):
             parameters_of(graph, inferred, tuple(shapes)), {name: inferred[Ref(name)] for name in graph.aux},
             options.dtype, options.wire_dtype, frozen, self._frozen.store if self._frozen else None)
         largest = self._largest_shapes(options.largest_image_size)
-        unfused = self._passes(largest)(repeatable)
+        unfused = self._passes(largest)(plain)
         arena_bytes = check_fits(unfused, largest, self.store, *self.gpu.memory())
         self._most_images = most_images(unfused, largest)
         self._place_parameters()

@@ -17,7 +17,7 @@ from test_without_gpu import FakeConvolutions, FakeGpu, FakeKernels
 
 from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError, Ref, passes, pipeline
-from graph_passes.choice import fewest, repeatable
+from graph_passes.choice import fewest, plain
 from graph_passes.errors import TransientError
 from graph_passes.executors import reference
 from graph_passes.executors.cuda import compiled, network, prices, toolchain
@@ -76,9 +76,7 @@ def test_launches(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_the_stem_with_its_pooling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it is taken: not by itself in runs that are to be repeatable, which no clock may change."""
-    assert launches("resnet18", Kept(), tmp_path, deterministic=True)["quantised_stem_pool"] == 0
-    monkeypatch.setattr(prices, "repeatable", preferring(repeatable, "QuantisedStemPool"))
+    """Where it is taken, also in deterministic runs."""
     for size, taken in ((64, 1), (33, 1), (256, 0)):  # 128 pixels are too wide
         found = launches("resnet18", Kept(), tmp_path, size, deterministic=True)
         assert (found["quantised_stem_pool"], found["quantised_max_pool"]) == (taken, 1 - taken)
@@ -89,9 +87,10 @@ def test_the_stem_with_its_pooling(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.long
 def test_sums_of_convolutions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the weights of both fit into a block, and in runs that are to be repeatable not by itself."""
+    """Where the weights of both fit into a block."""
+    monkeypatch.setattr(prices, "deterministic", plain)
     before = launches("resnet50", Kept(), tmp_path, deterministic=True)
-    monkeypatch.setattr(prices, "repeatable", preferring(repeatable, *SUMS))
+    monkeypatch.setattr(prices, "deterministic", preferring(plain, *SUMS))
     streams = launches("resnet50", Kept(), tmp_path, deterministic=True)
     assert sum(before.values()) - sum(streams.values()) == 3, "and not in stage 4"
     monkeypatch.setattr(FakeGpu, "capability", (8, 0))
@@ -146,11 +145,12 @@ def test_what_a_pair_keeps_in_shared_memory(channels: int, filters_z: int, chann
 
 @pytest.mark.long
 def test_pairs_of_convolutions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In stage 1 alone, where all have few channels; in runs that are to be repeatable not by themselves."""
+    """In stage 1 alone, where all have few channels."""
+    monkeypatch.setattr(prices, "deterministic", plain)
     before = launches("resnet50", Kept(), tmp_path, deterministic=True)
     assert before["quantised_pair"] == 0
     for preferred, fewer in (PAIRS[:1], 3), ((*PAIRS, *SUMS), 6):  # with the three sums
-        monkeypatch.setattr(prices, "repeatable", preferring(repeatable, *preferred))
+        monkeypatch.setattr(prices, "deterministic", preferring(plain, *preferred))
         found = launches("resnet50", Kept(), tmp_path, deterministic=True)
         assert (found["quantised_pair"], sum(before.values()) - sum(found.values())) == (3, fewer)
     monkeypatch.setattr(FakeGpu, "capability", (8, 0))
@@ -285,7 +285,7 @@ def test_each_convolution_has_a_candidate_for_each_kernel(rng: np.random.Generat
     second = [*TILES][1]
     chosen = pipeline.cover(graph, preferring(fewest, second))
     assert {op for op in chosen.operators() if op.startswith("QuantisedConv")} == {"QuantisedConv"}
-    chosen = pipeline.cover(graph, refusing(repeatable, *labels - {DIRECT}))
+    chosen = pipeline.cover(graph, refusing(plain, *labels - {DIRECT}))
     assert {op for op in chosen.operators() if op.startswith("QuantisedConv")} == {DIRECT}
 
 

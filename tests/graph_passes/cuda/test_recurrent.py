@@ -15,7 +15,7 @@ from test_without_gpu import lower_graph
 
 from common.disk_cache import Cache
 from graph_passes import VARIABLE, Graph, GraphError, Node, Ref, passes, pipeline
-from graph_passes.choice import repeatable
+from graph_passes.choice import plain
 from graph_passes.errors import TransientError
 from graph_passes.executors.cuda import recurrent
 from graph_passes.executors.cuda.arena import Arena
@@ -235,7 +235,7 @@ def test_what_cudnn_refuses_is_not_taken(cudnn: type[FakeCudnn], tmp_path: Path)
 
 def test_repeatable_runs_take_the_first() -> None:
     graph, _ = layer(training=True)
-    chosen = pipeline.cover(graph, repeatable)
+    chosen = pipeline.cover(graph, plain)
     assert {node["algorithm"] for node in chosen if not node.is_variable} == {"standard"}
 
 

@@ -23,10 +23,10 @@ from step_networks import (
     bottlenecks,
     dropping,
     gradients_alone,
+    own_fusions,
     own_kernels,
     pre_activation,
     preferring,
-    repeatable_fusions,
     streamed_gradients,
     strided,
 )
@@ -35,7 +35,7 @@ from test_training_step import RULES, fused, random_batch, random_state, small_n
 
 from common.mxnet_compat import mx
 from graph_passes import Graph, passes
-from graph_passes.choice import Price, repeatable
+from graph_passes.choice import Price, plain
 from graph_passes.executors import Box, Draws
 from graph_passes.executors.cuda import prices
 from graph_passes.executors.cuda.kernel_library import Kernel, KernelLibrary
@@ -164,8 +164,8 @@ def networks(**group: Any) -> tuple[Network, ...]:
         Network("all fusions", bottlenecks(), (3, 19, 23, 4), "float16"),
         Network("all fusions after ResNet's stem", bottlenecks(7), (3, 36, 38, 3), "float16",
                 {"wire_dtype": "float32"}),
-        Network("ResNet-18 in a group", resnet(18, 10), (3, 36, 38, 3), "float16", group, repeatable_fusions),
-        Network("the fusions that others replace", bottlenecks(), (3, 19, 23, 4), "float16", {}, repeatable_fusions),
+        Network("ResNet-18 in a group", resnet(18, 10), (3, 36, 38, 3), "float16", group, own_fusions),
+        Network("the fusions that others replace", bottlenecks(), (3, 19, 23, 4), "float16", {}, own_fusions),
         Network("wide bottlenecks", bottlenecks(width=256), (3, 9, 11, 4), "bfloat16"),
         Network("strided shortcuts", strided(10, 256), (2, 9, 11, 4), "float16", {}, streamed_gradients),
         Network("bottlenecks in clusters", bottlenecks(width=128), (3, 9, 11, 4), "float16"),
@@ -184,7 +184,7 @@ def graph_of(case: Network) -> tuple[Graph, dict[str, tuple[int, ...]]]:
 
 def train(case: Network, cache: Path) -> None:
     """Every kernel of training steps and of inference."""
-    prices.repeatable = case.price  # type: ignore[assignment]
+    prices.deterministic = case.price  # type: ignore[assignment]
     graph, shapes = graph_of(case)
     step = TrainingStep(graph, shapes, StepOptions(case.dtype, deterministic=True, **case.options), cache_folder=cache)
     step.set_params(*random_state(graph, shapes, seed=1))
@@ -225,7 +225,7 @@ def infer_in_int8(name: str, kept: Kept, cache: Path) -> None:
     pairs = ["QuantisedStemPool", "QuantisedPair", "QuantisedPairSum"]
     hopper = (*STREAMS, *SUMS, *(pairs if name == "resnet50" else ()))
 
-    prices.repeatable = preferring(repeatable, *hopper)  # type: ignore[assignment]
+    prices.deterministic = preferring(plain, *hopper)  # type: ignore[assignment]
     int8 = quantised(name, 2, 33, np.random.default_rng(0), kept)
     network = QuantisedNetwork(int8.network, int8.shapes, int8.scales, kept, int8.params, deterministic=True,
                                cache_folder=cache)

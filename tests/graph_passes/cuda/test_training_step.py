@@ -17,11 +17,11 @@ from step_networks import (
     dropping,
     flattened,
     gradients_alone,
+    own_fusions,
     own_kernels,
     pre_activation,
     preferring,
     refusing,
-    repeatable_fusions,
     single_convolutions,
     streamed_gradients,
     strided,
@@ -29,7 +29,7 @@ from step_networks import (
 
 from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError, Node, Ref, passes, pipeline, roles
-from graph_passes.choice import fewest, repeatable
+from graph_passes.choice import fewest, plain
 from graph_passes.executors import create_executor, reference
 from graph_passes.executors.cuda import prices
 from graph_passes.executors.cuda.optimizer import INITIAL_LOSS_SCALE, OptimizerConfig
@@ -249,7 +249,7 @@ def test_every_tensor_with_the_newest_kernels_follows_from_its_inputs(cache: Pat
     """Likewise, with all of those that can take the place of others here, whether they are faster or not."""
     # NormBackwardReduce would leave nothing of stage 2 to NormDgrad.
     price = preferring(refusing(fewest, "NormBackward", "NormBackwardReduce"), *NEWEST)
-    monkeypatch.setattr(prices, "repeatable", price)
+    monkeypatch.setattr(prices, "deterministic", price)
     monkeypatch.setattr(Prices, "_times", Prices._ranks)
     network, shapes = models.create(name, CLASSES, 0.1), {"data": (6, 49, 41, 3), "softmax_label": (6,)}
     launches = check_every_tensor(cache, name, network, fused(network.symbol), shapes, dtype)
@@ -348,7 +348,7 @@ def test_fused_backward_pass(cache: Path, monkeypatch: pytest.MonkeyPatch, netwo
     """With every fusion that may be taken, and with none: the same gradients. (Here rounding in the
     forward pass alone moves them by 4 % in fp16 and 10 % in bf16: a reference that rounds elsewhere says less.)"""
     check_prices(cache, monkeypatch, network, dtype, ("dgrad_reduce", "dgrad_stream", "norm_backward"),
-                 {repeatable: [0, 0, 0], repeatable_fusions: [reduces, 0, from_norm],
+                 {plain: [0, 0, 0], own_fusions: [reduces, 0, from_norm],
                   streamed_gradients: [reduces - streams, streams, from_norm]})
 
 
@@ -358,7 +358,7 @@ def test_fused_backward_pass(cache: Path, monkeypatch: pytest.MonkeyPatch, netwo
 def test_fused_backward_pass_in_clusters(cache: Path, monkeypatch: pytest.MonkeyPatch, network: Any, dtype: str
                                          ) -> None:
     check_prices(cache, monkeypatch, network, dtype, ("norm_backward",),
-                 {repeatable: [0], repeatable_fusions: [5]})
+                 {plain: [0], own_fusions: [5]})
 
 
 @pytest.mark.parametrize("network, places", [pytest.param(bottlenecks(7), 2, id="bottlenecks"),
@@ -411,7 +411,7 @@ def test_conv3x3_dgrad_reduce_in_a_step(cache: Path, monkeypatch: pytest.MonkeyP
 def test_a_convolution_whose_data_are_added_too(cache: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     """On more tiles than the GPU works on at a time, of which the later ones read what none may have written over."""
     check_prices(cache, monkeypatch, single_convolutions(CLASSES), dtype, ("dgrad_reduce", "dgrad_stream"),
-                 {repeatable: [0, 0], repeatable_fusions: [1, 0], streamed_gradients: [0, 1]}, size=(64, 56, 56, 4))
+                 {plain: [0, 0], own_fusions: [1, 0], streamed_gradients: [0, 1]}, size=(64, 56, 56, 4))
 
 
 def check_prices(cache: Path, monkeypatch: pytest.MonkeyPatch, network: Any, dtype: str, counted: tuple[str, ...],
@@ -422,7 +422,7 @@ def check_prices(cache: Path, monkeypatch: pytest.MonkeyPatch, network: Any, dty
     data, label = random_batch(shapes, seed=4)
     gradients = []
     for price, launches in choices.items():
-        monkeypatch.setattr(prices, "repeatable", price)
+        monkeypatch.setattr(prices, "deterministic", price)
         step = TrainingStep(graph, shapes, StepOptions(dtype, tf32=False, deterministic=True), cache_folder=cache)
         operations = [launch.operation for launch in step.training.program.launches]
         assert [operations.count(name) for name in counted] == launches

@@ -15,7 +15,7 @@ from PIL import Image
 
 from common.mxnet_compat import mx
 from graph_passes import passes, pipeline
-from graph_passes.choice import repeatable
+from graph_passes.choice import plain
 from graph_passes.errors import CapacityError
 from train import models
 from train.commands import benchmark_inference
@@ -257,12 +257,12 @@ def test_a_frozen_network_infers_by_the_same_graph():
     """The executors of the sweep are made for training too, of the classifier alone: what infers must not differ."""
     graph = models.create("resnet50", 1000).graph
     frozen = passes.freeze(graph, passes.BACKBONE)
-    ours, plain = (pipeline.inference(each, "float16", repeatable) for each in (frozen, graph))
+    ours, whole = (pipeline.inference(each, "float16", plain) for each in (frozen, graph))
     without_marks = [node.replace(attrs={name: value for name, value in node.attrs.items() if name != "__lr_mult__"})
                      for node in ours]
-    assert without_marks == list(plain)
+    assert without_marks == list(whole)
     shapes = {"data": (2048, 224, 224, 3), "softmax_label": (2048,)}
-    step = pipeline.training_step(frozen, shapes, "float16", repeatable)
+    step = pipeline.training_step(frozen, shapes, "float16", plain)
     assert passes.memory(step, shapes).arena_bytes < 10 * 2**30  # a whole training step would take about 80 GiB
 
 

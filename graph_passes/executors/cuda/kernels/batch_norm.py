@@ -242,10 +242,10 @@ _SUMS = ("gamma_grad", "beta_grad")
 OPERATORS = (
     Operator("BatchNormBackwardApplyAdd", ("masked_grad", "data", "gamma", "saved", *_SUMS, "addend"),
              attrs=ATTRIBUTES, outputs=("data_grad",), in_place={"data_grad": ("masked_grad", "addend")},
-             body=backward_apply_body, forward="BatchNorm", repeatable=True, fused=True),
+             body=backward_apply_body, forward="BatchNorm", plain=True, fused=True),
     Operator("BatchNormReluBackwardApplyAdd", ("out_grad", "data", "gamma", "saved", "beta", *_SUMS, "addend"),
              attrs=ATTRIBUTES, outputs=("data_grad",), in_place={"data_grad": ("out_grad", "addend")},
-             body=backward_apply_body, forward="BatchNormRelu", repeatable=True, fused=True),
+             body=backward_apply_body, forward="BatchNormRelu", plain=True, fused=True),
 )
 RULES = (("elemwise_add", norm_grad_add),)
 LAUNCHES: Launches = {

@@ -178,16 +178,16 @@ APPLIED = ("output", "saved", *RUNNING, "mask", "saved_2", *(f"{name}_2" for nam
 OPERATORS = (
     Operator("BatchNormPairApply", (*both("data", "sums", "gamma", "beta", *RUNNING), "factors"), attrs=_ATTRIBUTES,
              outputs=APPLIED, optional=FACTORS, aux=both(*RUNNING), body=apply_body, forward="BatchNormAddRelu",
-             repeatable=True, fused=True),
+             plain=True, fused=True),
     Operator("BatchNormPairBackwardReduce", ("out_grad", "mask", *both("data", "saved"), "factors", "out_grad_2"),
              attrs=_ATTRIBUTES | SINGLE_GRAD | GRAD_STRIDE,
              outputs=(*_SUMS, "masked_grad", *(f"{name}_2" for name in _SUMS)), optional={**SECOND_GRAD, **FACTORS},
              in_place={"masked_grad": ("out_grad",)}, body=_reduce_body, forward="BatchNormAddRelu",
-             repeatable=True, fused=True),
+             plain=True, fused=True),
     Operator("BatchNormPairBackwardApply", ("masked_grad", *both("data", "gamma", "saved", *_SUMS), "factors"),
              attrs=_ATTRIBUTES, outputs=("data_grad", "data_grad_2"), optional=FACTORS,
              in_place={"data_grad": ("masked_grad",)}, body=_backward_apply_body, forward="BatchNormAddRelu",
-             repeatable=True, fused=True),
+             plain=True, fused=True),
 )
 RULES = (("BatchNormAddReluApply", pair), ("BatchNormBackwardReduce", pair_of_reductions),
          ("BatchNormBackwardApply", pair_of_gradients))

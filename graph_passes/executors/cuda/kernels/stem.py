@@ -171,9 +171,9 @@ def sum_shares(builder: Builder, node: Node, shares: Scratch, blocks: int) -> No
 
 STEM_FPROP = Operator("StemFprop", ("data", "weight"), attrs=CONVOLUTION, outputs=("output", "sums"),
                       body=lambda b: b.with_sums(b.conv(b["data"], b["weight"])), forward="Convolution",
-                      repeatable=True, fused=True)
+                      plain=True, fused=True)
 STEM_WGRAD = Operator("StemWgrad", (*BACKWARD, "image"), _stem_wgrad, _compute_stem_wgrad, CONVOLUTION | ATTRIBUTES,
-                      ("weight_grad",), body=_wgrad_body, forward="Convolution", repeatable=True,
+                      ("weight_grad",), body=_wgrad_body, forward="Convolution", plain=True,
                       fused=True)
 OPERATORS = (STEM_FPROP, STEM_WGRAD)
 RULES = (("BatchNormStatistics", stem_fprop), ("ConvolutionWgrad", stem_wgrad))

@@ -29,6 +29,6 @@ def launch(builder: Builder, node: Node) -> None:
                    flops=builder.problem("fprop", node, x, w, y).flops)
 
 
-OPERATORS = (dataclasses.replace(STEM_FPROP, name="StemForward", form_of="StemFprop", repeatable=False),)
+OPERATORS = (dataclasses.replace(STEM_FPROP, name="StemForward", form_of="StemFprop", plain=False),)
 RULES = (("StemFprop", form("StemForward")),)
 LAUNCHES: Launches = {"StemForward": launch}

@@ -70,6 +70,6 @@ def launch(builder: Builder, node: Node) -> None:
     sum_shares(builder, node, shares, blocks)
 
 
-OPERATORS = (dataclasses.replace(STEM_WGRAD, name="StemWeights", form_of="StemWgrad", repeatable=False),)
+OPERATORS = (dataclasses.replace(STEM_WGRAD, name="StemWeights", form_of="StemWgrad", plain=False),)
 RULES = (("StemWgrad", form("StemWeights")),)
 LAUNCHES: Launches = {"StemWeights": launch}
