@@ -147,7 +147,7 @@ def norm_grad_add(table: Candidates, add: Candidate) -> Iterator[Node]:
 
 
 def statistics(builder: Builder, node: Node) -> None:
-    """Launch: the sums over the input."""
+    """Launch the sums over the input."""
     require_gamma(node)
     x = builder.input(node, "data")
     rows, channels = rows_and_channels(node, x)
@@ -158,12 +158,12 @@ def statistics(builder: Builder, node: Node) -> None:
 
 
 def apply(builder: Builder, node: Node) -> None:
-    """Launch for training: the output, from the input and its sums."""
+    """Launch the forward pass in training: the output, from the input and its sums."""
     _apply(builder, node, builder.input(node, "sums"))
 
 
 def inference(builder: Builder, node: Node) -> None:
-    """Launch for inference: the output, from the input and the running statistics, which are converted to sums."""
+    """Launch inference: the output, from the input and the running statistics, which are converted to sums."""
     x = builder.input(node, "data")
     rows, channels = rows_and_channels(node, x)
     sums = Buffer(f"{node.name}:sums", (3, channels), "float32")
@@ -195,7 +195,7 @@ _RELU = {"BatchNorm": "NO_RELU", "BatchNormRelu": "RECOMPUTED", "BatchNormAddRel
 
 
 def backward_reduce(builder: Builder, node: Node) -> None:
-    """Launch: the sums (the gradients of gamma and beta), and the masked gradient if it is kept."""
+    """Launch the sums (the gradients of gamma and beta), and the masked gradient if it is kept."""
     relu = _RELU[shown_name(node.op)]
     dy, x = builder.input(node, "out_grad"), builder.input(node, "data")
     second = Second.of(builder, node)
@@ -214,7 +214,7 @@ def backward_reduce(builder: Builder, node: Node) -> None:
 
 
 def backward_apply(builder: Builder, node: Node) -> None:
-    """Launch: the gradient of the input, from the sums and either the masked gradient or the output's gradient. Adds
+    """Launch the gradient of the input, from the sums and either the masked gradient or the output's gradient. Adds
     the other gradient of the input, if there is one."""
     recompute, add = node.op.startswith("BatchNormRelu"), node.op.endswith("Add")
     source, x = builder.buffers[node.inputs[0]], builder.input(node, "data")

@@ -124,7 +124,7 @@ def _outputs(builder: Builder, node: Node, *roles: str) -> list[Buffer]:
 
 
 def apply(builder: Builder, node: Node) -> None:
-    """Launch: the output, from both inputs and their sums."""
+    """Launch the output, from both inputs and their sums."""
     require_gamma(node)
     x = _inputs(builder, node, "data")
     rows, channels = rows_and_channels(node, x[0])
@@ -140,7 +140,7 @@ def apply(builder: Builder, node: Node) -> None:
 
 
 def backward_reduce(builder: Builder, node: Node) -> None:
-    """Launch: the sums of both BatchNorms, and the masked gradient."""
+    """Launch the sums of both BatchNorms, and the masked gradient."""
     dy, x = builder.input(node, "out_grad"), _inputs(builder, node, "data")
     second = Second.of(builder, node)
     rows, channels = rows_and_channels(node, x[0])
@@ -155,7 +155,7 @@ def backward_reduce(builder: Builder, node: Node) -> None:
 
 
 def backward_apply(builder: Builder, node: Node) -> None:
-    """Launch: the gradients of both inputs, from the masked gradient and the sums. Without stochastic depth both have
+    """Launch the gradients of both inputs, from the masked gradient and the sums. Without stochastic depth both have
     the same dbeta."""
     dz, x = builder.input(node, "masked_grad"), _inputs(builder, node, "data")
     dx, dx_2 = _outputs(builder, node, "data_grad")

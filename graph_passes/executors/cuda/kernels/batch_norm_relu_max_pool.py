@@ -169,7 +169,7 @@ class Image(ctypes.Structure):
 
 
 def apply(builder: Builder, node: Node) -> None:
-    """Launch: the output of the pooling, from the BatchNorm's input and its sums."""
+    """Launch the output of the pooling, from the BatchNorm's input and its sums."""
     require_gamma(node)
     x, sums, y = builder.input(node, "data"), builder.input(node, "sums"), builder.output(node)
     rows, channels = rows_and_channels(node, x)
@@ -186,7 +186,7 @@ def apply(builder: Builder, node: Node) -> None:
 
 
 def backward_reduce(builder: Builder, node: Node) -> None:
-    """Launch: the sums of the BatchNorm's backward pass. If the pooling's output has two gradients, also their masked
+    """Launch the sums of the BatchNorm's backward pass. If the pooling's output has two gradients, also their masked
     sum."""
     dy, dy2 = builder.input(node, "out_grad"), builder.optional_input(node, "out_grad_2", "single_grad")
     outputs, channels = rows_and_channels(node, dy)
@@ -201,7 +201,7 @@ def backward_reduce(builder: Builder, node: Node) -> None:
 
 
 def backward_apply(builder: Builder, node: Node) -> None:
-    """Launch: the gradient of the BatchNorm's input, from the masked gradient and the sums."""
+    """Launch the gradient of the BatchNorm's input, from the masked gradient and the sums."""
     x, dz = builder.input(node, "data"), builder.input(node, "out_grad")
     rows, channels = rows_and_channels(node, x)
     squares = x.shape[0] * -(-x.shape[1] // 2) * -(-x.shape[2] // 2)

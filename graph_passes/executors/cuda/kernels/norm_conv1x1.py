@@ -1,12 +1,12 @@
-"""What ends a residual block in training, BatchNorm + add + ReLU or two BatchNorms whose sum goes through ReLU, with
-the 1x1 convolution that begins the next block, and the sums of that one's output.
+"""The end of a residual block in training (BatchNorm + add + ReLU, or two BatchNorms whose sum goes through ReLU),
+fused with the 1x1 convolution that begins the next block and the sums of its output.
 
     before    x, sums, ..., addend -> BatchNormAddReluApply `bn` -> y, saved, ..., mask
               y, weight -> Convolution -> z -> BatchNormStatistics -> sums of z
     after     x, sums, ..., addend, weight -> NormConv1x1 `bn` -> y, saved, ..., mask, z, sums of z
 
-Likewise BatchNormPairApply becomes NormConv1x1Pair. z is made of what is still on the chip. y is written, for the next
-sum and the backward pass read it too. For 16-bit types and GPUs of the Hopper generation, where no images are dropped.
+Likewise BatchNormPairApply becomes NormConv1x1Pair. z is computed from y while y is still in registers. y is written
+because the next sum and the backward pass read it, too. For 16-bit types and Hopper GPUs, without stochastic depth.
 Weights too large for shared memory are streamed.
 """
 
@@ -33,12 +33,12 @@ from graph_passes.operators import Operator
 from graph_passes.operators.batch_norm import RUNNING
 from graph_passes.operators.body import Body
 
-STREAMED = 256  # so many columns of which weights are streamed
+STREAMED = 256  # columns if weights are streamed
 _OPS = {"BatchNormAddReluApply": "NormConv1x1", "BatchNormPairApply": "NormConv1x1Pair"}
 
 
 def norm_conv1x1(table: Candidates, norm: Candidate) -> Iterator[Node]:
-    """Of the halves of BatchNorms."""
+    """Yield the kernel's operator for one of the BatchNorm halves."""
     for convolution in behind(table, norm, is_product):
         yield with_conv(_OPS[norm.op], norm, convolution)
 
@@ -49,7 +49,7 @@ def _pair_body(b: Body) -> list[Any]:
 
 
 class NormConv1x1(NormStream):
-    """`norm_conv1x1`, from `channels` (C) to `others` (K). A block keeps all weights, or streams them."""
+    """`norm_conv1x1`, from `channels` (C) to `others` (K). A block keeps all weights or streams them."""
 
     COLUMNS = (64, 128, 256)
     CONTROL_BYTES = 3 << 10
