@@ -3,7 +3,7 @@
     before    image, weight, bias -> ConvolutionRelu -> Pooling `pool`
     after     image, weight, bias -> StemPool `pool`
 
-In 16-bit types, on GPUs of the Hopper generation. The largest tensor of the network is not written.
+For 16-bit types and Hopper GPUs. The largest tensor of the network is not written.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from graph_passes.operators.pooling import is_stems
 
 
 def stem_pool(table: Candidates, pooling: Candidate) -> Iterator[Node]:
-    """Yield the kernel's operator for the places where `pooling` is a Pooling."""
+    """Yield the kernel's operator for a Pooling `pooling`."""
     if not is_stems(pooling.node):
         return
     for convolution in table.makers(pooling.node.inputs[0], "ConvolutionRelu"):
@@ -43,7 +43,7 @@ def _body(b: Body) -> list[Any]:
 
 
 class StemPool(StemRows):
-    """Of stem_pool.cu, which also makes a row of the strip above."""
+    """How stem_pool.cu divides its work. A strip also recomputes the last convolution row of the strip above."""
 
     ROWS, RESULT_PIXELS = 2, 56
     SHARED_BYTES = 2 * StemRows.TEAMS * RESULT_PIXELS * FILTERS * 2 + StemRows.IMAGE_BYTES
@@ -62,7 +62,7 @@ class PooledImage(ctypes.Structure):
 
 
 def launch(builder: Builder, node: Node) -> None:
-    """The convolution with bias, ReLU and max pooling, in inference."""
+    """Launch the convolution with bias, ReLU and max pooling, for inference."""
     x, w, y = builder.input(node, "data"), builder.input(node, "weight"), builder.output(node)
     require_rows(builder, node, x.shape)
     geometry, (rows, _) = StemPool(y.shape, builder.gpu.num_multiprocessors), rows_and_channels(node, y)

@@ -1,4 +1,4 @@
-"""What stem_forward.cu and stem_pool.cu share (stem_rows.cuh): how images are divided."""
+"""Geometry shared by stem_forward.cu and stem_pool.cu (stem_rows.cuh): how images are divided."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from graph_passes.operators import Shape
 
 class StemRows:
     """How the kernels of stem_rows.cuh divide their work: into strips of rows of their output. A block has three teams
-    of warps, each of which makes a strip."""
+    of warps; each team computes one strip at a time."""
 
     BLOCK: Size = (512, 1, 1)
-    TEAMS, MAX_WIDTH, PAIRS, ROW_BYTES = 3, 224, 8, 1856  # of an image, and of one of its rows in shared memory
+    TEAMS, MAX_WIDTH, PAIRS, ROW_BYTES = 3, 224, 8, 1856  # MAX_WIDTH in pixels; ROW_BYTES of shared memory
     IMAGE_BYTES = -(-((TEAMS * PAIRS * 2 + 1) * ROW_BYTES + 2 * TEAMS * PAIRS * 8) // 1024) * 1024
-    ROWS, RESULT_PIXELS = 1, 112  # of the convolution, that make a row of the output; of a row of the output
+    ROWS, RESULT_PIXELS = 1, 112  # convolution rows per output row; pixels in an output row
     SHARED_BYTES = 2 * TEAMS * RESULT_PIXELS * FILTERS * 2 + IMAGE_BYTES
 
     def __init__(self, shape: Shape, num_multiprocessors: int) -> None:
-        """`shape`: of the output, (N, H, W, 64)."""
+        """`shape` of the output: (N, H, W, 64)."""
         images, height, _, _ = shape
 
         def rows_in_turn(strips: int) -> int:
-            """Of the convolution, that the busiest team makes; a strip costs one more."""
+            """Convolution rows that the busiest team computes; each strip costs one more."""
             rounds = -(-images * strips // (self.TEAMS * num_multiprocessors))
             return rounds * (self.ROWS * -(-height // strips) + 1)
 
@@ -39,7 +39,7 @@ class StemRows:
 
 
 def require_rows(builder: Builder, node: Node, images: Shape) -> None:
-    """Raise GraphError where the GPU or these images are not for the kernels of stem_rows.cuh."""
+    """Raise GraphError if the kernels of stem_rows.cuh do not support the GPU or these images."""
     require_hopper(builder, node)
     _, _, width, channels = images
     require(width % 2 == 0 and width <= StemRows.MAX_WIDTH and channels == 4, node,
