@@ -1,4 +1,4 @@
-"""What the commands of this package take; imports nothing slow."""
+"""Options of this package's commands. Imports nothing slow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stochastic depth: training leaves out residual branches at random."""
+"""Stochastic depth: training skips residual branches at random."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def stochastic_depth(graph: Graph, rate: float, mode: Literal["image", "block"] 
         before    x -> BatchNorm `bn` -> elemwise_add (with shortcut)
         after     x -> BatchNorm `bn` -> Dropout(p, axes=(1, 2, 3)) `bn_drop` -> elemwise_add (with shortcut)
 
-    The rates rise linearly from 0 at the first block to `rate` at the last, as in timm: branch i of n has rate * i /
-    (n - 1). A rate of 0 leaves no node. `mode` "image": each image is dropped or not; "block": all of a batch at once.
-    Branches that are kept are divided by 1 - p, as in timm and torchvision. A frozen branch (`freeze`), which computes
-    in training what it does in inference, is not dropped, but counted. For a network in which nothing is fused yet.
+    The rates rise linearly from 0 at the first block to `rate` at the last, as in timm: branch i of n has rate * i / (n
+    - 1). A rate of 0 leaves no node. `mode` "image": each image is dropped or not; "block": all of a batch at once.
+    Branches that are kept are divided by 1 - p, as in timm and torchvision. A frozen branch (`freeze`) computes the
+    same in training as in inference: it is counted but not dropped. The network must not be fused yet.
 
-    Raises GraphError for a rate that is no part, or where there is no branch to drop.
+    Raises GraphError unless 0 <= rate < 1, or if there is no branch to drop.
     """
     if not 0 <= rate < 1:
         raise GraphError(f"branches cannot be dropped at a rate of {rate:g}: give at least 0 and less than 1")
