@@ -52,7 +52,7 @@ def measure(bench: Bench) -> Section:
     if module is None:
         return bench.found()
     sizes = (GEMMS, CONVOLUTIONS) if bench.on_gpu else (SMALL_GEMMS, SMALL_CONVOLUTIONS)
-    bench.figures = [figure for figure in bench.figures if figure.what != TOTAL]  # an earlier start may have left some
+    bench.figures = [figure for figure in bench.figures if figure.what != TOTAL]  # left there by an earlier start
     with contextlib.closing(module.open_machine(bench.placement)) as machine:
         if not bench.has(COPY, "", ""):
             _measure_copy(bench, machine)

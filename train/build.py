@@ -53,16 +53,16 @@ def network_dtype(config: Config, placement: Placement) -> str:
 
 
 def batch_form(config: Config, placement: Placement) -> tuple[str, Literal[3, 4]]:
-    """Type and number of channels of the images for the executor: "float16" or "float32"; 3, or 4 where the fourth is
-    0."""
+    """Type and number of channels of the executor's images: "float16" or "float32"; 3, or 4 with zeros as the
+    fourth."""
     # The cuda executor's first convolution reads four channels, so a batch with four is copied unchanged.
     channels: Literal[3, 4] = 4 if placement.executor == "cuda" else 3
     return "float16" if network_dtype(config, placement) == "float16" else "float32", channels
 
 
 def loader_settings(options: LoaderOptions, config: Config, placement: Placement, workers: Workers) -> dict[str, Any]:
-    """The LoaderConfig arguments that all loaders of a network share: the values of `options`, the batches' form, and
-    the place where they are made."""
+    """The LoaderConfig arguments that all loaders of a network share: the values of `options`, the format of batches,
+    and the device on which they are made."""
     on_gpu = placement.device.startswith("gpu")
     dtype, channels = batch_form(config, placement)
     return {
@@ -147,8 +147,7 @@ def open_data(values: Mapping[str, Any], split: str) -> Loader:
 
 
 def evaluated_images(config: Config) -> str:
-    """The images that validation uses, as one of the words in `metrics.EVALUATED`. Raises DataError without any
-    data."""
+    """Which images validation uses: one of the words in `metrics.EVALUATED`. Raises DataError without any data."""
     has_own = config.val_split or config.data in (SAMPLES, SYNTHETIC) or "val" in splits_of(config.data)
     return VALIDATION if has_own else TRAINING_IMAGES
 
@@ -165,7 +164,8 @@ def told_about_classes(data: str, train_loader: Loader, val_loader: Loader) -> l
     if untrained := sorted(in_val - in_train):
         remarks.append(f"{data}: images for validation are of classes that no training image has: "
                        f"{some([classes[label] for label in untrained])}")
-    listed = {label for label, (_, name) in enumerate(classes) if name != str(label)}  # not those that only fill up
+    # Classes that are only padding have their index as name.
+    listed = {label for label, (_, name) in enumerate(classes) if name != str(label)}
     if unused := sorted(listed - in_train - in_val):
         remarks.append(f"{data}: no image is of these classes, which only the list of classes has: "
                        f"{some([classes[label] for label in unused])}")
@@ -173,7 +173,7 @@ def told_about_classes(data: str, train_loader: Loader, val_loader: Loader) -> l
 
 
 def _met(loader: Loader, wanted: set[int]) -> set[int]:
-    """The wanted classes that occur in a split; looks through its images until all of them are found."""
+    """The wanted classes that occur in a split. Reads images until all of them are found."""
     met: set[int] = set()
     for label in loader.labels_met():
         met.add(loader.labels[label])

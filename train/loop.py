@@ -1,7 +1,7 @@
 """The training loop.
 
 A step: batches from the loader -> executor.forward_backward -> gradients averaged over the processes -> optimizer.
-Between two steps the loop looks whether to log, to save or to stop.
+Between two steps the loop checks whether to log, save or stop.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ from train.ranking import most_likely
 from train.weights.int8_file import Int8Network
 
 WAITING_WRITES = 4  # batches
-LOG_SECONDS = 30.0  # between two lines of progress where no terminal shows a bar
+LOG_SECONDS = 30.0  # seconds between two lines of progress if no terminal shows a bar
 NAMED = 5  # damaged images
 
 # The keys of the JSON file beside it that must be equal to resume a file, and their names in messages.
@@ -125,7 +125,7 @@ def predict_to_file(options: PredictOptions, values: Mapping[str, Any], workers:
 
 
 def top_of(options: PredictOptions, trained: Checkpoint) -> int:
-    """The number of classes listed for an image, as `check_top` has it."""
+    """The number of classes listed for an image, see `check_top`."""
     return check_top(options.top, trained.num_classes, options.checkpoint)
 
 
@@ -149,7 +149,7 @@ def _job(options: PredictOptions, values: Mapping[str, Any], workers: Workers) -
 
 
 def _about(job: Job) -> dict[str, Any]:
-    """What makes the predictions: the content of the JSON file beside them."""
+    """The content of the JSON file beside the predictions: what produced them."""
     digest = hashlib.sha256(repr(job.trained.class_names).encode(errors="surrogateescape"))
     values = job.int8.params if job.int8 else job.trained.params | job.trained.aux
     for name, array in sorted(values.items()):

@@ -25,8 +25,8 @@ from common import files
 from train.errors import TrainError
 from train.recording.log_file import writing
 
-ABOUT = ".about.json"  # ends the name of the file beside it
-ENCODING, ERRORS = "utf-8", "surrogateescape"  # names of files are bytes, which come out as they were
+ABOUT = ".about.json"  # suffix of the JSON file beside it
+ENCODING, ERRORS = "utf-8", "surrogateescape"  # file names are bytes, which are written unchanged
 
 
 class Found(NamedTuple):
@@ -75,8 +75,8 @@ class Form(ABC):
         return self.true % self.quote(name) if self.true else ""
 
     def records(self, lines: Iterable[str]) -> Iterator[tuple[str, bool]]:
-        """The file of each record, and whether that file cannot be read. Reads no line beyond the record. Raises any
-        exception for a record that is not whole, or not as this program writes it."""
+        """The image file of each record, and whether that image was unreadable. Reads no line beyond the record. Raises
+        any exception for an incomplete record, or one that this program did not write."""
         taken: list[str] = []
 
         def taking() -> Iterator[str]:
@@ -129,7 +129,7 @@ class JsonLines(Form):
 
 
 _COLUMNS = {False: "without true classes", True: "with true classes"}  # the value of "columns" in the JSON file
-FORMS: dict[str, type[Form]] = {".csv": Csv, ".jsonl": JsonLines}  # by the ending of the file
+FORMS: dict[str, type[Form]] = {".csv": Csv, ".jsonl": JsonLines}  # by the suffix of the file
 
 
 def check_name(path: Path) -> None:
@@ -167,7 +167,7 @@ class PredictionFile(AbstractContextManager["PredictionFile"]):
                              f"{files.way_out(error, 'give another --output')}") from None
         about_path = path.with_name(path.name + ABOUT)
         try:
-            if not files.lock(self._file):  # until it is closed, which the end of the process does too
+            if not files.lock(self._file):  # until it is closed, or the process ends
                 raise TrainError(f"another process is writing {path}: wait for its end, or give another --output")
             if path.stat().st_size:
                 self._check(about_path, about, same)
@@ -179,7 +179,7 @@ class PredictionFile(AbstractContextManager["PredictionFile"]):
             raise
 
     def _check(self, path: Path, about: Mapping[str, Any], same: Mapping[str, str]) -> None:
-        """Raise TrainError where the file cannot be resumed."""
+        """Raise TrainError if the file cannot be resumed."""
         try:
             # earlier versions wrote no true classes, and did not say so
             found = {"columns": _COLUMNS[False]} | json.loads(path.read_bytes())
@@ -190,15 +190,16 @@ class PredictionFile(AbstractContextManager["PredictionFile"]):
         except OSError as error:
             raise TrainError(f"cannot read {path}, which says what {self.path.name} was begun with ({error.strerror}): "
                              "see that it can be read, or give another --output") from None
-        except Exception:  # as `refused_as` says
+        except Exception:  # as in `refused_as`
             raise TrainError(f"{path}, which says what {self.path.name} was begun with, is damaged: put back a copy of "
                              "it, or give another --output") from None
         for words, before, now in changed:
             raise TrainError(f"{self.path} was begun with another {words}: {before}, now {now}; give another --output")
 
     def go_on(self, images: Sequence[str]) -> Found:
-        """Check that the file's records are of the first images, and count them. Cuts off an unfinished record at its
-        end, which a kill leaves. Raises TrainError if it has other images, or is damaged before its end."""
+        """Check that the file's records belong to the first images, and count them. Removes an incomplete record at the
+        end, which a killed process leaves. Raises TrainError if the file has other images, or is damaged before its
+        end."""
         header, end, found = self.form.header, 0, Found(0, 0)
         with self.path.open("rb") as reading:
             if (beginning := reading.read(len(header))) == header:
@@ -212,19 +213,20 @@ class PredictionFile(AbstractContextManager["PredictionFile"]):
         return found
 
     def changed(self, images: Sequence[str]) -> list[str]:
-        """The images that have changed since the file was begun, or were put into the place of others."""
+        """The images that have changed or been replaced since the file was begun."""
         begun = self.path.with_name(self.path.name + ABOUT).stat().st_mtime_ns
 
         def changed_at(image: str) -> int:
             try:
-                return os.stat(image).st_ctime_ns  # as that of contents may be any time, after a copy or a move
+                # modification times of contents may be arbitrary after a copy or a move
+                return os.stat(image).st_ctime_ns
             except OSError:  # it was removed, but its prediction is still right
                 return 0
 
         return [image for image in images if changed_at(image) > begun]
 
     def _read(self, reading: BinaryIO, images: Sequence[str]) -> tuple[Found, int]:
-        """The records behind the header, and the byte at which the last whole record ends. Raises TrainError."""
+        """The records after the header, and the byte at which the last complete record ends. Raises TrainError."""
         end, done, bad = reading.tell(), 0, 0
         lines = (line.decode(ENCODING, ERRORS) for line in reading if line.endswith(b"\n"))
         try:
@@ -236,8 +238,8 @@ class PredictionFile(AbstractContextManager["PredictionFile"]):
                 done, bad, end = done + 1, bad + is_bad, reading.tell()
         except TrainError:
             raise
-        except Exception:  # as `refused_as` says
-            # A name may have line breaks, and be cut after one of them.
+        except Exception:  # as in `refused_as`
+            # A name may contain line breaks, and may be cut after one of them.
             name = _csv_field(images[done]).encode(ENCODING, ERRORS) if done < len(images) else b""
             length = reading.tell() - end
             reading.seek(end)
@@ -250,8 +252,8 @@ class PredictionFile(AbstractContextManager["PredictionFile"]):
         return Found(done, bad), end
 
     def write(self, records: Iterable[str]) -> None:
-        """Append records. Raises TrainError if that fails; whole records remain, and nothing more is written, since it
-        would follow a gap."""
+        """Append records. Raises TrainError if that fails. Complete records remain; nothing more is written, because it
+        would come after a gap."""
         with _writing(self.path):
             try:
                 self._write("".join(records).encode(ENCODING, ERRORS))
@@ -286,7 +288,7 @@ class PredictionFile(AbstractContextManager["PredictionFile"]):
 
     def close(self) -> None:
         if not self._file.closed:
-            with contextlib.suppress(OSError):  # of a file system that does not know it
+            with contextlib.suppress(OSError):  # for a file system without this operation
                 os.fsync(self._file.fileno())
             self._file.close()
 

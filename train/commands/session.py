@@ -54,7 +54,7 @@ def name_preset(config: Config, values: Mapping[str, Any], workers: Workers) -> 
 
 
 def checkpoint_to_resume(values: Mapping[str, Any]) -> Path | None:
-    """The checkpoint file that --resume means; None: a new run begins. Raises TrainError."""
+    """The checkpoint file for --resume; None: begin a new run. Raises TrainError."""
     place = values.get("resume")
     if place and place != AUTO and values.get("weights"):
         raise TrainError(f"--weights {values['weights']} begins a run, but --resume {place} continues one with its "

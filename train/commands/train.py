@@ -88,14 +88,14 @@ def run(values: Mapping[str, Any], callbacks: Sequence[Any] = ()) -> Path:
             if not is_lost_process(error):
                 raise
             if bn_group:
-                bn_group.give_up()  # otherwise the GPU would wait for the lost one
+                bn_group.give_up()  # otherwise the GPU would wait for the lost process
             raise lost_process(trainer) from None
     return beginning.run_folder
 
 
 def _elastic_session(values: Mapping[str, Any], state: RunState) -> None:
-    """Train until the run ends, or until processes come or go. `state` then has the start of the next session, and the
-    executor with everything that it has compiled."""
+    """Train until the run ends, or processes join or leave. `state` then has the start of the next session, and the
+    executor with its compiled graphs."""
     workers = Workers()
     if not state.beginning:
         state.beginning = begin(values, workers)
