@@ -39,16 +39,17 @@ from graph_passes.operators.windows import Places
 Array = np.ndarray
 Named = Mapping[str, Array]  # inputs or outputs by their names in the operator's description
 
-PIXELS = 256  # looked at of a tensor, each with all channels
-IMAGES = 4  # where whole images are
-THROUGH_NORMS = "NormBackwardReduce", "NormDgrad"  # from one BatchNorm to the sums of the one before
-FILTERS = 32  # of a weight's gradient, and as many of its other elements
-CHUNK = 2**18  # elements that are worked on at once where all of a tensor is: 2 MB in float64, which caches hold
+PIXELS = 256  # sampled pixels of a tensor, each with all channels
+IMAGES = 4  # sampled images if whole images are needed
+THROUGH_NORMS = "NormBackwardReduce", "NormDgrad"  # from one BatchNorm to the sums of the preceding one
+FILTERS = 32  # filters of a weight's gradient, and as many of its other elements
+CHUNK = 2**18  # elements processed at once if all of a tensor is: 2 MB in float64, which caches hold
 WHOLE = 2**27  # elements of the largest tensor that is computed as a whole
 
-UNIT = 2.0**-24  # of fp32: the rounding of a number relative to itself
-FEW = 16  # roundings of fp32 that an expression has, with room
-STORED = {"float16": (2.0**-11, 2.0**-25), "float32": (2.0**-24, 2.0**-150)}  # relative, and where numbers end
+UNIT = 2.0**-24  # relative rounding error of fp32
+FEW = 16  # roundings of fp32 in an expression, with a margin
+# relative rounding error, and the smallest number
+STORED = {"float16": (2.0**-11, 2.0**-25), "float32": (2.0**-24, 2.0**-150)}
 
 
 class Sample(NamedTuple):
@@ -251,7 +252,8 @@ def _statistics_kept(node: Node, given: Named, written: Named) -> Iterator[Sampl
         from_near, mean_square = sums[:2] / math.prod(data.shape[:3])
         near = sums[2] if len(sums) == 3 else np.zeros_like(from_near)
         mean, var = near + from_near, np.maximum(mean_square - from_near**2, 0)
-        error = FEW * UNIT * np.stack([np.abs(near) + np.abs(from_near), mean_square])  # the variance is a difference
+        # twice that of the root, which may be a large part of the variance
+        error = FEW * UNIT * np.stack([np.abs(near) + np.abs(from_near), mean_square])
         inverse = 1 / np.sqrt(var + node["eps"])
         slope = inverse / (var + node["eps"])  # twice that of the root, of which the variance may take a good part
         name = f"saved{suffix}"
@@ -269,7 +271,8 @@ def _statistics_kept(node: Node, given: Named, written: Named) -> Iterator[Sampl
 # --- sums over the batch, of every channel ---
 
 
-Terms = Callable[[slice], Sequence[tuple[Array, Array | None]]]  # of some rows: terms, and those that may be missing
+# of some rows: the terms, and the terms that may be missing
+Terms = Callable[[slice], Sequence[tuple[Array, Array | None]]]
 
 
 def _sums(chunks: Sequence[slice], terms: Terms) -> list[tuple[Array, Array, Array]]:
@@ -301,12 +304,12 @@ def _statistics(node: Node, given: Named, written: Named, rng: np.random.Generat
     norms = np.stack([norm, 2 * norm_of_squares])
     error = _summed(math.prod(x.shape[:3]), norms)
     if "output" in written:
-        # What is rounded are the values, not what they are less `near`.
+        # The values are rounded, not their differences from `near`.
         sizes = np.stack([np.ones_like(norm), 2 * norm / math.sqrt(math.prod(x.shape[:3]))])
         shift = np.abs(near) * math.sqrt(math.prod(x.shape[:3])) * sizes
         error = error + _rounded_terms(norms + shift, x.dtype)
     wanted = [plain, squares]
-    if len(sums) == 3:  # any value will do that is not far from the mean: the sums above are about the one written
+    if len(sums) == 3:  # any value near the mean will do: the sums above are about the stored one
         mean = plain / math.prod(x.shape[:3])
         wanted.append(near + mean)
         error = np.stack([*error, 8 * norm / math.sqrt(math.prod(x.shape[:3]))])
@@ -377,7 +380,7 @@ def _fprop(node: Node, given: Named, written: Named, rng: np.random.Generator) -
     patches = patches.reshape(PIXELS, -1, groups, weight.shape[3]).swapaxes(1, 2).reshape(PIXELS, -1)
     wanted, norm = _grouped_product(patches, weight.reshape(groups, len(weight) // groups, -1).swapaxes(1, 2), groups)
     error = _summed(math.prod(weight.shape[1:]), norm)
-    if node.op.startswith("Norm"):  # of what a BatchNorm gives on the chip
+    if node.op.startswith("Norm"):  # output of a BatchNorm that stays on the chip
         error = error + _rounded_terms(norm, given["weight"].dtype)
     if "bias" in given:
         wanted, error = wanted + given["bias"], error + FEW * UNIT * np.abs(given["bias"])
@@ -472,7 +475,7 @@ def _squared(array: Array) -> Array:
 
 
 STEM_WGRADS = "StemWgrad", "StemWeights"
-WGRADS = "ConvolutionWgrad", "Conv3x3Weights"  # of a gradient that is read, not made on the way
+WGRADS = "ConvolutionWgrad", "Conv3x3Weights"  # of a gradient that is read, not computed internally
 
 
 def _wgrad(node: Node, given: Named, written: Named, rng: np.random.Generator) -> Iterator[Sample]:
@@ -499,7 +502,8 @@ def _wgrad(node: Node, given: Named, written: Named, rng: np.random.Generator) -
     columns = rng.choice(height * width * channels, min(FILTERS, height * width * channels), replace=False)
 
     def work(chunk: slice) -> list[Array]:
-        """By group: of some filters all, and of all filters some; the same of the terms' squares, in fp32."""
+        """The gradient in two parts: all elements of some filters, and some elements of all filters; likewise for the
+        squares of the terms, in fp32."""
         gradient, data = operands(chunk)
         places = Places(node, data.shape)
         gradient, data = gradient.reshape(-1, groups, filters_of_group), places.padded(data)

@@ -261,7 +261,7 @@ def test_training_transform_against_pillow(numbered):
     assert 0 < flips < 36
 
 
-@pytest.mark.parametrize("cache_gib", [0.0, 1.0])  # fed with bytes, or with pixels
+@pytest.mark.parametrize("cache_gib", [0.0, 1.0])  # fed with bytes or pixels
 @pytest.mark.parametrize("area", [0.001, 0.08])
 def test_a_window_has_a_pixel_at_least(area, cache_gib, tmp_path, rng):
     for k, (width, height) in enumerate([(2, 2), (8, 8), (300, 2), (2, 300)]):
@@ -273,7 +273,7 @@ def test_a_window_has_a_pixel_at_least(area, cache_gib, tmp_path, rng):
             assert np.isfinite(pixels).all() and len(pixels) == 4
 
 
-@pytest.mark.parametrize("cache_gib", [0.0, 1.0])  # fed with bytes, or with pixels
+@pytest.mark.parametrize("cache_gib", [0.0, 1.0])  # fed with bytes or pixels
 def test_padded_windows_and_cutout_against_numpy(numbered, cache_gib, rng):
     """NumPy pads, cuts, erases and flips, Pillow resizes. `numbered` has images of 40 to 130 pixels."""
     padding, side, seed = 9, 0.3, int(rng.integers(1 << 16))
