@@ -1,4 +1,5 @@
-"""The labels of CIFAR-100 that a network is trained on: kept in its checkpoints, and never taken for the others."""
+"""The labels of CIFAR-100 that a network is trained on: stored in its checkpoints, and never confused with the other
+labels."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def test_a_network_keeps_its_labels(trained, run_train, tiny_data, tmp_path):
         code, _, err = run_train(*command, "--labels", "fine")
         assert code == 2 and err.endswith(refused), err
 
-    # Data of other classes: what is wrong with them are the classes, and not a --labels that nobody has given.
+    # Data of other classes: the message is about the classes, and not about a --labels that nobody has given.
     code, _, err = run_train("validate", "--checkpoint", run, "--data", tiny_data)
     assert code == 2 and "the class 'class0' of" in err and "--labels" not in err
 

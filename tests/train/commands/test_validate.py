@@ -33,7 +33,7 @@ def rows(path: Path) -> list[dict[str, str]]:
 
 
 def test_every_image_has_its_record(run_folder, tiny_data, run_train, tmp_path):
-    """27 images in batches of 4: in the order of the split, with all that accuracy and loss are made of."""
+    """27 images in batches of 4: in the order of the split, with all values behind accuracy and loss."""
     output = tmp_path / "val.csv"
     code, out, err = run_train("validate", "--checkpoint", run_folder, "--device", "cpu", "--output", output)
     assert code == 0, err
