@@ -94,10 +94,10 @@ class Histogram:
 
     def limit(self, method: str) -> float:
         """The limit by one of METHODS; 0 if all values are 0. Raises GraphError for another method."""
-        ways = {"max": lambda: self.largest, "percentile": self._percentile, "entropy": self._entropy}
-        if method not in ways:
-            raise GraphError(f"there is no calibration '{method}': choose {', '.join(ways)}")
-        return ways[method]()
+        limits = {"max": lambda: self.largest, "percentile": self._percentile, "entropy": self._entropy}
+        if method not in limits:
+            raise GraphError(f"there is no calibration '{method}': choose {', '.join(limits)}")
+        return limits[method]()
 
     def _percentile(self) -> float:
         """The end of the bin up to which PERCENTILE of the values lie."""

@@ -81,7 +81,7 @@ class VerifyOptions(SizeLimit):
     """Write an .idx (RecordIO) or a .lst (folders) without the unusable images, which the loader then reads; an
     existing one is kept as NAME.orig. A missing or wrong .idx is rebuilt from the .rec file."""
     num_classes: int | None = None
-    """How many classes a .rec file without a classes.txt has."""
+    """Number of classes, for a .rec file without a classes.txt."""
     num_threads: int = 0
     """0 takes all cores."""
 

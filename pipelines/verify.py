@@ -196,7 +196,7 @@ def name_near_copies(reports: Sequence[Report]) -> list[Report]:
     return [report._replace(findings=[*report.findings, *more]) for report, more in zip(reports, findings, strict=True)]
 
 
-def told_about_classes(train: Report, val: Report) -> list[str]:
+def class_remarks(train: Report, val: Report) -> list[str]:
     """Remarks about classes with images in only one of the two splits.
 
     There are none if one split has class names and the other has numbers, or if numbers may count from 0 or from 1: a

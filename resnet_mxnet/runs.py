@@ -137,7 +137,7 @@ def compare(*folders: str | os.PathLike[str], accuracies: Sequence[float] = ()) 
 
     Args:
         folders: run folders, or folders that hold some.
-        accuracies: top-1 accuracies (fractions) to which the time is told; (): some that the runs reach.
+        accuracies: top-1 accuracies (fractions) for the time to accuracy; (): some that the runs reach.
 
     Raises:
         UserError: there is no such folder, no run in it can be compared, or an accuracy is not above 0 and at most 1.

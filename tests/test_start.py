@@ -136,7 +136,7 @@ def hear_ctrl_c() -> None:
 @pytest.mark.parametrize("name, steps, said", [("train", 0, "stopped while it started\n"), ("train", 1, ""),
                                                ("validate", 0, "")])
 def test_ctrl_c_once_all_is_imported(monkeypatch, capsys, name, steps, said):
-    """In commands that train, the first Ctrl-C before the first step prints a sentence; other commands end silently."""
+    """Before the first step of a command that trains, Ctrl-C prints a sentence; otherwise the program ends silently."""
     from train import __main__ as program
     from train.processes.pulse import Record, pulse
 

@@ -152,7 +152,7 @@ def evaluated_images(config: Config) -> str:
     return VALIDATION if has_own else TRAINING_IMAGES
 
 
-def told_about_classes(data: str, train_loader: Loader, val_loader: Loader) -> list[str]:
+def class_remarks(data: str, train_loader: Loader, val_loader: Loader) -> list[str]:
     """Remarks on classes that have images in only one of the two splits, or in none."""
     classes = train_loader.classes
     in_train, in_val = (_met(loader, set(train_loader.labels)) for loader in (train_loader, val_loader))

@@ -120,7 +120,7 @@ class Callbacks:
         self._call("on_run_end", reason)
 
     @contextlib.contextmanager
-    def told_of_failures(self) -> Iterator[None]:
+    def reporting_failures(self) -> Iterator[None]:
         """A context in which the run trains. Reports a signal or an error that ends the run to the callbacks. If a
         callback then fails, its name is only printed, because the run's own error matters more."""
         try:

@@ -147,7 +147,7 @@ class Trainer:
 
     def run(self, recorder: Recorder) -> None:
         """Train to the last epoch, or until a limit or target is reached. Raises StoppedBySignal, TrainError."""
-        with self.callbacks.told_of_failures():
+        with self.callbacks.reporting_failures():
             self._run(recorder)
 
     def _run(self, recorder: Recorder) -> None:

@@ -67,15 +67,15 @@ class Prediction:
     """The most likely classes of an image, or the reason why there are none."""
 
     image: Any = field(repr=False)
-    """The image as it was given; of a folder, the path of each of its images."""
+    """The given image; for a folder, the path of each of its images."""
     guesses: list[Guess]
     """The most likely classes, the most likely first; empty for an image that cannot be read."""
     picture: np.ndarray | None = field(default=None, repr=False)
-    """uint8 (size, size, 3): the image as the network sees it, if that was asked for."""
+    """uint8 (size, size, 3): the image as the network sees it, if requested."""
     error: str = ""
     """Why the image cannot be read; "" for a good one."""
     damage: str = ""
-    """The decoder's message about an image that was predicted although damaged; "" for a sound one."""
+    """The decoder's message about a damaged image that was predicted; "" for an intact one."""
 
     def _repr_html_(self) -> str:
         """The HTML that a notebook shows."""

@@ -96,7 +96,7 @@ class Executor(ABC):
     aux: dict[str, Any]
     grads: dict[str, Any]
     gpu_bus_id: str = ""
-    """PCI bus id of the GPU it runs on, such as "0000:1B:00.0", by which NVML knows it; empty where it does not say."""
+    """PCI bus id of its GPU, such as "0000:1B:00.0", by which NVML identifies it; empty if unknown."""
 
     def __init__(self, graph: Graph, shapes: Mapping[str, Sequence[int]]) -> None:
         """`graph` is the graph after all passes. Raises GraphError for impossible shapes."""

@@ -55,7 +55,7 @@ class Body(ABC):
         """A tensor and its sums, for the BatchNorm that reads it."""
         return [x, self.sums(x)]
 
-    def ended(self, y: Any, relu: bool) -> Any:
+    def epilogue(self, y: Any, relu: bool) -> Any:
         """The convolution followed by the node's bias, addend and ReLU."""
         y = self.bias(y, self["bias"]) if self.has("bias") else y
         y = self.add(y, self["addend"]) if self.has("addend") else y

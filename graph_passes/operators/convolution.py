@@ -162,7 +162,7 @@ def weighted_gradient(node: NodeView, dy: Ref, shapes: Mapping[Ref, Shape]) -> G
 
 def convolution_body(b: Body, relu: bool) -> list[Any]:
     """The body of a convolution with the node's bias and addend."""
-    return [b.ended(b.conv(b["data"], b["weight"]), relu)]
+    return [b.epilogue(b.conv(b["data"], b["weight"]), relu)]
 
 
 CONVOLUTION = {

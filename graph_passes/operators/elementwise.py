@@ -106,7 +106,7 @@ def _axes(node: NodeView, ndim: int) -> tuple[int, ...]:
 
 
 def _bias_body(b: Body) -> list[Any]:
-    return [b.ended(b["data"], b.node.op.endswith("Relu"))]
+    return [b.epilogue(b["data"], b.node.op.endswith("Relu"))]
 
 
 # --- gradients in the graph ---

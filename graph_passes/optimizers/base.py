@@ -29,15 +29,15 @@ class Rule(ABC):
     """
 
     slots: ClassVar[tuple[str, ...]]
-    """Names of the arrays that it keeps for each parameter."""
+    """Names of the state arrays for each parameter."""
     rate_in: ClassVar[tuple[str, ...]] = ()
-    """Those of them that the learning rate is a factor of: where it jumps, they are to be scaled with it."""
+    """State arrays that contain the learning rate as a factor: if it jumps, they must be scaled with it."""
     counts: ClassVar[bool] = False
-    """Whether the number of updates is part of the formula, and so of what is saved."""
+    """Whether the formula contains the number of updates, which must then be saved."""
     norms_of: ClassVar[Literal["", "gradient", "update"]] = ""
-    """What a weight's norm is compared with for a learning rate of its own: in the kernels, that takes launches."""
+    """What a weight's norm is compared with to scale its learning rate; on a GPU this takes additional launches."""
     recipe: ClassVar[Mapping[str, Any]] = {}
-    """Values of options, constants or not, that go with it where a run's preset is made for another optimizer."""
+    """Default values of options for this optimizer, if a run's preset is made for another one."""
 
     weight_decay: float = 0.0
 
@@ -98,8 +98,8 @@ class Optimizer(Protocol):
     """The interface of an optimizer for a training loop."""
 
     scalars: Mapping[str, float]
-    """What it keeps beside arrays, to be saved and set again: where dynamic loss scaling stands, and the number of
-    updates where its formula has that; or empty."""
+    """State besides the arrays, to be saved and restored: the dynamic loss scale, and the number of updates if the
+    formula contains it; may be empty."""
 
     @property
     def state(self) -> Mapping[str, Arrays]:

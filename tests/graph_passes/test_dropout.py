@@ -118,8 +118,8 @@ NETWORKS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
 @pytest.mark.parametrize("mode", ["image", "block"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_gradients_against_finite_differences(name: str, mode: str, rng: np.random.Generator) -> None:
-    """Of the loss of the fused step, in float64, along random directions of all parameters. In about one of a hundred
-    directions a ReLU changes sides, so one of two must agree: with a wrong gradient neither would."""
+    """Gradients of the loss of the fused step, in float64, along random directions of all parameters. In about one of a
+    hundred directions a ReLU changes sides, so one of two must agree: with a wrong gradient neither would."""
     build, data = NETWORKS[name]
     graph, shapes = dropping(build(), mode), {"data": data, "softmax_label": data[:1]}
     values = random_variables(graph, shapes, rng) | {SEED: words_of(1 if mode == "block" else 2)}

@@ -12,7 +12,7 @@ from tfrecord_files import example, write_tfrecord
 from pipelines.errors import DataError
 from pipelines.make_records import plan_files, with_classes
 from pipelines.recordio import pack_record
-from pipelines.verify import told_about_classes, verify_split
+from pipelines.verify import class_remarks, verify_split
 from train import TrainError
 from train.build import open_split
 from train.classes import match, padded
@@ -167,7 +167,7 @@ def test_make_records_refuses_numbers_that_may_count_from_0_or_1(tmp_path, image
     data = tmp_path / "data"
     for name, (stored, numbers) in (("train", train), ("val", val)):
         write(data / name, stored, numbers, image)
-    assert not told_about_classes(*(verify_split(str(data), split) for split in ("train", "val")))
+    assert not class_remarks(*(verify_split(str(data), split) for split in ("train", "val")))
     plans = {split: plan_files(data, split) for split in ("train", "val")}
     with pytest.raises(DataError, match="have numbers from 0 on in one split and are called 1, 2.* in the other, "):
         with_classes(plans["val"], plans["train"].classes, f"{data}: val")

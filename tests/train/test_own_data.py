@@ -14,7 +14,7 @@ from tfrecord_files import example, write_tfrecord
 from pipelines.recordio import pack_record
 from pipelines.sources import open_source
 from train import checkpoint, models
-from train.build import class_weights, open_split, told_about_classes, training_graph
+from train.build import class_remarks, class_weights, open_split, training_graph
 from train.config import Config
 from train.devices import Placement
 from train.errors import TrainError
@@ -270,7 +270,7 @@ def test_classes_that_one_split_alone_has_are_told(tiny_data, tmp_path):
         with loader_of(tmp_path) as train_loader:
             classes = train_loader.classes
             with loader_of(tmp_path, "val", classes=classes, whose="the training images") as val_loader:
-                told = told_about_classes("data", train_loader, val_loader)
+                told = class_remarks("data", train_loader, val_loader)
         assert told == [f"data: {sentence}" for sentence in sentences]
 
 

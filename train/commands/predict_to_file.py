@@ -82,7 +82,7 @@ def predict_to_file(options: PredictOptions, values: Mapping[str, Any], workers:
 
         def open_file(path: Path, share: str, images: Sequence[str]) -> tuple[PredictionFile, Found]:
             file = PredictionFile(path, job.trained.class_names, job.top, about | {"part": share}, SAME, has_true)
-            found = opened.enter_context(file).go_on(images)
+            found = opened.enter_context(file).resume(images)
             if changed := file.changed(images[: found.records]):
                 print(f"{path}: {len(changed):,} of its images changed after it was begun, and their predictions may "
                       f"be of the earlier ones: {some(changed)} (give another --output to predict all anew)",

@@ -196,7 +196,7 @@ class PredictionFile(AbstractContextManager["PredictionFile"]):
         for words, before, now in changed:
             raise TrainError(f"{self.path} was begun with another {words}: {before}, now {now}; give another --output")
 
-    def go_on(self, images: Sequence[str]) -> Found:
+    def resume(self, images: Sequence[str]) -> Found:
         """Check that the file's records belong to the first images, and count them. Removes an incomplete record at the
         end, which a killed process leaves. Raises TrainError if the file has other images, or is damaged before its
         end."""

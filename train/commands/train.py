@@ -18,11 +18,11 @@ from train import checkpoint, demonstration, devices
 from train.build import (
     build_executor,
     check_memory,
+    class_remarks,
     class_weights,
     evaluated_images,
     join_bn_group,
     open_split,
-    told_about_classes,
 )
 from train.callbacks import check_callbacks
 from train.checkpoint import Checkpoint
@@ -171,7 +171,7 @@ def open_trainer(
                                                               "the training images"))
                 if workers.rank == 0 and evaluated_images(config) == VALIDATION:
                     val_loader.remarks = [*val_loader.remarks,
-                                          *told_about_classes(config.data, train_loader, val_loader)]
+                                          *class_remarks(config.data, train_loader, val_loader)]
             if not start and placement.device.startswith("gpu"):
                 # The network checks how much memory is left, so both loaders must have theirs by then.
                 for loader in (train_loader, val_loader):

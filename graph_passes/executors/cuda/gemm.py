@@ -142,9 +142,9 @@ class GemmLibrary:
         """The fastest of cuBLASLt's algorithms, timed on the matrices at these addresses. Raises GraphError if it has
         none for this problem on this GPU."""
         timed: list[tuple[float, int]] = []
-        ways = self._proposed(problem)
-        for number, way in enumerate(ways):
-            enqueue = partial(way.enqueue, a, b, c, workspace)
+        gemms = self._proposed(problem)
+        for number, gemm in enumerate(gemms):
+            enqueue = partial(gemm.enqueue, a, b, c, workspace)
             try:
                 enqueue()
                 self.gpu.synchronize()
@@ -153,7 +153,7 @@ class GemmLibrary:
             timed.append((self.gpu.time_ms(enqueue, launches=2), number))
         if not timed:
             raise self._none(problem)
-        return ways[min(timed)[1]]
+        return gemms[min(timed)[1]]
 
     def _proposed(self, problem: GemmProblem) -> list[Gemm]:
         handles = self._describe(problem)

@@ -298,7 +298,7 @@ def test_a_name_with_a_line_break_is_cut_anywhere(run_folder, tmp_path, cut):
     with output.open("ab") as file:
         file.write(cut)
     whole = PredictionFile(output, CLASS_NAMES, 2, {}, {})
-    assert whole.go_on(["0.jpg", "line one\nline two.jpg"]) == (1, 1)
+    assert whole.resume(["0.jpg", "line one\nline two.jpg"]) == (1, 1)
     assert [row["file"] for row in rows(output)] == ["0.jpg"]
     whole.close()
 
@@ -545,14 +545,14 @@ def test_no_changed_byte_of_a_record_counts_as_done(form):
 def test_damaged_records_are_refused(tmp_path, form, whole, changed):
     path = tmp_path / f"out{'.csv' if form is Csv else '.jsonl'}"
     with PredictionFile(path, CLASS_NAMES, 2, {}, {}) as file:
-        file.go_on(["a.jpg", "b.jpg"])
+        file.resume(["a.jpg", "b.jpg"])
         file.write([file.form.prediction(name, [3, 0], [0.5, 0.25]) for name in ("a.jpg", "b.jpg")])
     text = path.read_text()
     assert whole in text
     path.write_text(text.replace(whole, changed, 1))
     with (PredictionFile(path, CLASS_NAMES, 2, {}, {}) as file,
           pytest.raises(TrainError, match=r"is damaged in line \d, after 0 images: repair")):
-        file.go_on(["a.jpg", "b.jpg"])
+        file.resume(["a.jpg", "b.jpg"])
 
 
 @pytest.mark.long

@@ -116,7 +116,7 @@ def from_masked(table: Candidates, reduction: Candidate) -> Iterator[Node]:
                                 (reduction.output("masked_grad"), data, gamma, saved, *sums))
 
 
-def behind(table: Candidates, norm: Candidate, fits: Callable[[Node], bool]) -> Iterator[Candidate]:
+def convolutions_after(table: Candidates, norm: Candidate, fits: Callable[[Node], bool]) -> Iterator[Candidate]:
     """The convolutions that read the output of a BatchNorm's half and whose output statistics are wanted. None if
     stochastic depth is between them."""
     if norm.node.get("no_factors", True):

@@ -58,7 +58,7 @@ def _has_bias(convolution: Node) -> bool:
     return is_own(convolution) and not convolution["no_bias"]
 
 
-def of_two(table: Candidates, last: Candidate) -> Iterator[Node]:
+def sum_of_two(table: Candidates, last: Candidate) -> Iterator[Node]:
     """Yield the kernel's operator for a ConvolutionAddRelu `last` that adds another convolution."""
     for addend in table.makers(last.input("addend"), "Convolution"):
         if addend["no_bias"]:
@@ -248,5 +248,5 @@ OPERATORS = (
              forward="Convolution", fused=True),
 )
 RULES = (*((each.form_of, form(each.name, _has_bias)) for each in OPERATORS if each.form_of),
-         ("ConvolutionAddRelu", of_two))
+         ("ConvolutionAddRelu", sum_of_two))
 LAUNCHES: Launches = {operator.name: forward for operator in OPERATORS}

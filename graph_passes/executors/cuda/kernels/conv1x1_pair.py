@@ -52,7 +52,7 @@ def conv1x1_pair(table: Candidates, first: Candidate) -> Iterator[Node]:
 
 
 def _body(b: Body) -> list[Any]:
-    y = b.stored(b.ended(b.conv(b["data"], b["weight"]), relu=True))
+    y = b.stored(b.epilogue(b.conv(b["data"], b["weight"]), relu=True))
     z = b.conv(y, b["weight_2"], num_filter=b.node["num_filter_2"])
     return [y, b.relu(b.bias(z, b["bias_2"]))]
 

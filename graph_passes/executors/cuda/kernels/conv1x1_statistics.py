@@ -24,7 +24,7 @@ from graph_passes.candidates import Candidate, Candidates, form
 from graph_passes.executors.cuda.builder import Builder, Launches, require, rows_and_channels
 from graph_passes.executors.cuda.device import Tiling
 from graph_passes.executors.cuda.kernel_library import Size, count
-from graph_passes.executors.cuda.kernels.batch_norm import before, behind, require_gamma, with_conv
+from graph_passes.executors.cuda.kernels.batch_norm import before, convolutions_after, require_gamma, with_conv
 from graph_passes.executors.cuda.kernels.conv1x1_forward import (
     CHUNK,
     PLACE_BYTES,
@@ -48,7 +48,7 @@ from graph_passes.operators.convolution import CONVOLUTION
 
 def norm_relu_conv1x1(table: Candidates, norm: Candidate) -> Iterator[Node]:
     """Yield the kernel's operator for a BatchNormReluApply `norm`."""
-    for convolution in behind(table, norm, is_product):
+    for convolution in convolutions_after(table, norm, is_product):
         fused = with_conv("NormReluConv1x1", norm, convolution)
         yield from (fused, fused.with_attrs(no_output=True))
 

@@ -29,7 +29,7 @@ from graph_passes.executors.cuda.device import Tiling
 from graph_passes.executors.cuda.kernel_library import Size
 from graph_passes.executors.cuda.kernels.batch_norm import (
     before,
-    behind,
+    convolutions_after,
     from_masked,
     relu_reductions,
     require_gamma,
@@ -68,7 +68,7 @@ def is_narrow(convolution: Node) -> bool:
 
 def norm_conv3x3(table: Candidates, norm: Candidate) -> Iterator[Node]:
     """Yield the kernel's operator for a BatchNormReluApply `norm`."""
-    for convolution in behind(table, norm, is_narrow):
+    for convolution in convolutions_after(table, norm, is_narrow):
         yield with_conv("NormConv3x3", norm, convolution)
 
 

@@ -21,7 +21,7 @@ from graph_passes.candidates import Candidate, Candidates
 from graph_passes.executors.cuda.builder import Builder, Launches, require, require_hopper, rows_and_channels
 from graph_passes.executors.cuda.device import Tiling
 from graph_passes.executors.cuda.kernel_library import Size, count
-from graph_passes.executors.cuda.kernels.batch_norm import about_mean, behind, require_gamma, with_conv
+from graph_passes.executors.cuda.kernels.batch_norm import about_mean, convolutions_after, require_gamma, with_conv
 from graph_passes.executors.cuda.kernels.batch_norm_pair import APPLIED, apply_body, both
 from graph_passes.executors.cuda.kernels.conv1x1_forward import BLOCK, CHUNK, is_product
 from graph_passes.executors.cuda.kernels.conv1x1_statistics import NORM_CONV, norm_body
@@ -39,7 +39,7 @@ _OPS = {"BatchNormAddReluApply": "NormConv1x1", "BatchNormPairApply": "NormConv1
 
 def norm_conv1x1(table: Candidates, norm: Candidate) -> Iterator[Node]:
     """Yield the kernel's operator for one of the BatchNorm halves."""
-    for convolution in behind(table, norm, is_product):
+    for convolution in convolutions_after(table, norm, is_product):
         yield with_conv(_OPS[norm.op], norm, convolution)
 
 

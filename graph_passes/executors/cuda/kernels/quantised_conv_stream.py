@@ -58,7 +58,7 @@ def quantised_conv_stream(table: Candidates, convolution: Candidate) -> Iterator
         yield convolution.node.derive("QuantisedConvStream", convolution.node.name, convolution.node.inputs, tile=tile)
 
 
-def of_two(table: Candidates, last: Candidate) -> Iterator[Node]:
+def sum_of_two(table: Candidates, last: Candidate) -> Iterator[Node]:
     """Yield the kernel's operator for a QuantisedConvolution `last` that adds another one."""
     if last["no_addend"] or not is_product(last.node):
         return
@@ -185,5 +185,5 @@ OPERATORS = (
     Operator("QuantisedConvStreamSum", SUM_INPUTS, attrs=QUANTISED_CONVOLUTION | TILE,
              body=lambda b: [sum_body(b, b.node["relu"])], forward="Convolution", fused=True),
 )
-RULES = (("QuantisedConvolution", quantised_conv_stream), ("QuantisedConvolution", of_two))
+RULES = (("QuantisedConvolution", quantised_conv_stream), ("QuantisedConvolution", sum_of_two))
 LAUNCHES: Launches = {"QuantisedConvStream": launch, "QuantisedConvStreamSum": launch}

@@ -39,7 +39,7 @@ def _fits(convolution: Node) -> bool:
 
 
 def _body(b: Body) -> list[Any]:
-    return [b.max_of_3x3(b.ended(b.conv(b["data"], b["weight"]), relu=True))]
+    return [b.max_of_3x3(b.epilogue(b.conv(b["data"], b["weight"]), relu=True))]
 
 
 class StemPool(StemRows):
