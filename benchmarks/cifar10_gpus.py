@@ -9,8 +9,8 @@ It trains the preset's recipe in three variants, each from several seeds:
     n GPUs                each with the preset's batch
 
 The second and the third variant are the same recipe, so their accuracies must agree within the spread of the seeds. The
-first variant shows the cost of the larger batch itself. Runs on one GPU go side by side, each on its own GPU and cores. But
-they share the machine's cores and memory, so their times are not those of a single run. Writes
+first variant shows the cost of the larger batch itself. Runs on one GPU go side by side, each on its own GPU and cores.
+But they share the machine's cores and memory, so their times are not those of a single run. Writes
 results/cifar10_<epochs>ep_<n>gpu.jsonl (every validation; the same command resumes), .png and .json: seconds of
 training and validation on n GPUs, one value for each seed.
 """

@@ -35,7 +35,7 @@ class Machine(Protocol):
     """A device on which kernels are timed. Its samplers raise UserError for a kernel that the device cannot run."""
 
     precisions: tuple[str, ...]
-    copy_bytes: int  # a copy reads so many bytes, and writes as many
+    copy_bytes: int  # bytes that a copy reads; it writes as many
 
     def copy(self) -> Sampler: ...
 

@@ -133,7 +133,7 @@ class ImageTransform(Normalisation, CentreCrop, Augmentation):
                             "--auto-augment randaugment-timm is of 10: give 0 to 10, or randaugment")
 
 
-# option -> the only values of `auto_augment` that it is for
+# option -> the values of `auto_augment` with which it has an effect
 OF_POLICIES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("randaugment_operations", "randaugment_magnitude"), ("randaugment", "randaugment-timm")),
     "randaugment_magnitude_std": ("randaugment-timm",),

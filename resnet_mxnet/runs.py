@@ -146,7 +146,7 @@ def compare(*folders: str | os.PathLike[str], accuracies: Sequence[float] = ()) 
 
 
 def _folder(given: Any) -> Path:
-    """A folder that a program gives. Raises TrainError for "", which would be the working folder, and for no path."""
+    """The folder that a program has passed. Raises TrainError for "" (the working folder), and unless it is a path."""
     if not isinstance(given, (str, os.PathLike)) or not os.fspath(given):
         raise TrainError(f"{given!r} is no folder: give the path of a run, or of a folder that holds runs")
     return Path(given)

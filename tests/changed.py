@@ -66,7 +66,7 @@ def imported(source: str) -> Iterator[str]:
 
 
 class Project:
-    """Who imports whom.
+    """The import graph of the project.
 
     Args:
         sources: text of each Python file, by its path.

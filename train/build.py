@@ -305,7 +305,7 @@ def build_executor(
 ) -> Executor:
     """Build the network with the parameters of `checkpoint`, or with initial ones. Raises GraphError or TrainError.
 
-    `image_size` is that of the first batches, in pixels; for other sizes the executor is built again when they come.
+    `image_size`: size of the first batches, in pixels; for other sizes the executor is built again when they come.
     `all_reduce`: the gradients will be averaged with other processes. `bn_group`: see `join_bn_group`.
     `largest_image_size`: the largest size of training images to come, for which the cuda executor reserves memory now.
     `class_weights`: see the function `class_weights`.

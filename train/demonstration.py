@@ -38,8 +38,8 @@ def is_one(config: Config, values: Mapping[str, Any]) -> bool:
 
 
 def fit(config: Config, executor: Executor, num_images: int, workers: Workers) -> Config:
-    """Set the epochs to what this machine trains in `SECONDS`: at least `FEWEST_EPOCHS`, at most `config.epochs`; print
-    the choice. A collective operation before training, which restores the executor's state."""
+    """Set the epochs to the number that this machine trains in `SECONDS`: at least `FEWEST_EPOCHS`, at most
+    `config.epochs`; print the choice. A collective operation before training, which restores the executor's state."""
     params, aux = executor.get_params()
     optimizer = make_optimizer(executor, config)
     images = np.random.default_rng(0).standard_normal(executor.input_shapes["data"], np.float32)

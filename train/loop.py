@@ -43,8 +43,8 @@ from train.saver import Saver
 from train.schedule import make_schedule
 from train.validation import Validation, validate
 
-# A run ends after so many consecutive steps with gradients that are not finite. The loss scale is halved in each; from
-# its maximum of 2^24 it reaches its minimum of 1 in 24 steps.
+# A run ends after this many consecutive steps with gradients that are not finite. The loss scale is halved in each;
+# from its maximum of 2^24 it reaches its minimum of 1 in 24 steps.
 MAX_SKIPPED_STEPS = 50
 
 # The run reports clipping if gradients are scaled down by more than this factor. (In the first steps of

@@ -43,8 +43,8 @@ def model(function: Made | str) -> Any:
         def tiny(num_classes): ...
 
     Raises:
-        UserError: the name exists already, or the function takes other arguments. What is wrong with the network itself
-            is told when it is made.
+        UserError: the name exists already, or the function takes other arguments. Errors in the network itself are
+            raised when it is built.
     """
     return _decorated("model", function, ("num_classes",))
 

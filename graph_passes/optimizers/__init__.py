@@ -33,6 +33,6 @@ def rule_of(name: str) -> type[Rule]:
 
 
 def create(name: str, constants: Mapping[str, Any]) -> Rule:
-    """The optimizer with this name. It takes those of the constants that it has."""
+    """The optimizer with this name. It takes from `constants` those that it has."""
     rule = rule_of(name)
     return rule(**{field.name: constants[field.name] for field in fields(rule) if field.name in constants})

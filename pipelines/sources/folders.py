@@ -69,7 +69,7 @@ class _Splits(NamedTuple):
 
 
 def _splits(path: Path) -> _Splits:
-    """Which folders in PATH are its splits, by their names and by what lies in them and beside them.
+    """The folders in PATH that are its splits, by their names, their content and their neighbours.
 
     A class may be called `train`, too. It is taken for one if other folders of images lie beside it, no name says
     another split, and its images lie directly in it.

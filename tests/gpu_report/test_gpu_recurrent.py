@@ -1,4 +1,4 @@
-"""The section recurrent: its sizes, what it leaves out, and the layers on a CPU and on a GPU."""
+"""The section recurrent: its sizes, the layers it leaves out, and the layers on a CPU and on a GPU."""
 
 from __future__ import annotations
 

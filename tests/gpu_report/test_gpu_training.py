@@ -1,4 +1,4 @@
-"""The section training: the chosen batch, what is left out, and that its steps train."""
+"""The section training: the chosen batch, the networks it leaves out, and that its steps train."""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ and products before that are in fp32. `norm` is the norm of the n terms of a sum
                       terms' sizes. Partial sums of terms with any sign grow as sqrt(i), so that rounding adds a few
                       UNIT of it. Tensor cores cut off instead, 16 terms at a time, which is biased: sqrt(n) / 24 UNIT,
                       of which three times are allowed. One missing term is 1 / sqrt(n) of the norm.
-    its terms         16 roundings of the network's type times the norm, where a kernel sums what it rounds for the
-                      tensor cores, or has not rounded yet as it was written: these errors are independent.
-    a ReLU made again lets through or not where fp32 cannot tell the sign: such elements are left out.
+    its terms         16 roundings of the network's type times the norm, if a kernel sums values that it rounds for the
+                      tensor cores, or that are rounded only when written: these errors are independent.
+    recomputed ReLU  where fp32 cannot decide the sign, either result is right: such elements are left out.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ def _statistics_kept(node: Node, given: Named, written: Named) -> Iterator[Sampl
         # twice that of the root, which may be a large part of the variance
         error = FEW * UNIT * np.stack([np.abs(near) + np.abs(from_near), mean_square])
         inverse = 1 / np.sqrt(var + node["eps"])
-        slope = inverse / (var + node["eps"])  # twice that of the root, of which the variance may take a good part
+        slope = inverse / (var + node["eps"])  # twice that of the root, which may be a large part of the variance
         name = f"saved{suffix}"
         yield _sample(name, written, written[name], np.stack([mean, inverse]),
                       np.stack([error[0], slope * error[1] + FEW * UNIT * inverse]))

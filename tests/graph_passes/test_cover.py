@@ -1,4 +1,4 @@
-"""The exact cover against all subsets of the candidates; what it settles without prices; ties."""
+"""The exact cover against all subsets of the candidates; the part that it settles without prices; ties."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The graph: MXNet's Symbol JSON in and out, shapes against MXNet's own, rewriting, and what bad input gets."""
+"""The graph: MXNet's Symbol JSON in and out, shapes against MXNet's own, rewriting, and errors for bad input."""
 
 import json
 

@@ -43,7 +43,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory, seed: int) -> Path:
 
 @pytest.fixture
 def settings(photos: Path) -> LoaderConfig:
-    transform = ImageTransform(mean=(0, 0, 0), std=(1, 1, 1))  # forget what was red before
+    transform = ImageTransform(mean=(0, 0, 0), std=(1, 1, 1))  # the earlier red is forgotten
     return LoaderConfig(data=str(photos), split="train", batch_size=4, image_size=32, num_threads=1,
                         transform=transform)
 
@@ -68,7 +68,7 @@ def test_in_their_order(plugin: Callable[..., Path], settings: LoaderConfig) -> 
     (red, *_) = batches(settings, ("red",))
     assert (red[..., 0] > 0).all() and not red[..., 1:].any()
     both = batches(settings, ("red", "constant"))[0]
-    assert both[..., 1].any() and (both == both[:, :1, :1]).all()  # what was red before is forgotten
+    assert both[..., 1].any() and (both == both[:, :1, :1]).all()  # the earlier red is forgotten
     assert not batches(settings, ("constant", "red"))[0][..., 1:].any()
     assert batches(replace(settings, split="val"), ("red",))[0][..., 1:].any()  # only of training images
 

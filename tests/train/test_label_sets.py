@@ -29,7 +29,7 @@ def write_cifar100(folder: Path, rng: np.random.Generator) -> Path:
 
 @pytest.fixture
 def trained(run_train, tiny_options, tmp_path, rng) -> tuple[Path, Path]:
-    """The folder of a run on the coarse labels, and that of its data."""
+    """The folder of a run on the coarse labels, and the folder of its data."""
     data, run = write_cifar100(tmp_path / "cifar-100-python", rng), tmp_path / "run"
     code, out, err = run_train("--output", run, *tiny_options, "--data", data, "--labels", "coarse", "--epochs", "1")
     assert code == 0, err

@@ -230,7 +230,7 @@ def test_accuracy_on_the_training_images_is_called_so(run_train, tiny_data, tiny
     """For a folder without `val`, no text calls it validation; with `val` every text does."""
     for folder in ("train", "val"):
         shutil.copytree(tiny_data, tmp_path / "split" / folder)
-    for file in (tmp_path / "split" / "val").glob("*/*"):  # other bytes, as a run tells training images in validation
+    for file in (tmp_path / "split" / "val").glob("*/*"):  # other bytes: a run reports training images in validation
         file.write_bytes(file.read_bytes() + b"\0")
     texts = {}
     for data in (tiny_data, tmp_path / "split"):

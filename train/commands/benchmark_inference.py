@@ -206,7 +206,7 @@ def images(config: Config, placement: Placement, batch: int) -> list[Any]:
     pool = np.zeros((min(POOL, NUM_BATCHES * batch), size, size, channels), dtype)
     pool[..., :3] = rng.standard_normal((*pool.shape[:3], 3), np.float32)
     context = mx.gpu(0) if placement.device.startswith("gpu") else mx.cpu()
-    # A large batch contains every image of the pool, and so many that two alternating batches are enough.
+    # A large batch contains every image of the pool, and is so large that two alternating batches are enough.
     starts = range(NUM_BATCHES if batch <= POOL else 2)
     return [mx.nd.array(pool[(start * batch + np.arange(batch)) % len(pool)], context, dtype) for start in starts]
 

@@ -52,7 +52,7 @@ SAME = {"numbers": "kind of numbers", "weights": "network, by the SHA-256 of its
 
 
 class Job(NamedTuple):
-    """What a process needs to predict."""
+    """The arguments of a process that predicts."""
 
     options: PredictOptions
     trained: Checkpoint

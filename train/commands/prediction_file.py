@@ -1,11 +1,11 @@
 """The file of many predictions, one record per image, as CSV or JSON lines. It grows batch by batch, and a later run
 resumes it.
 
-The CSV columns are `file`; `true`, the true class, where folders tell any; then `class`, `index` and `probability` of
+The CSV columns are `file`; `true`, the true class, if folders determine it; then `class`, `index` and `probability` of
 the most likely class; `class_2`, `index_2` and `probability_2` of the second, and so on; in a file of `validate` the
 `loss`; and `error`. A JSON line has the form that `predict --json` prints, with the same further fields. The record of
-an image that cannot be read has no classes, and the reason in `error`. A JSON file beside it says what made the
-predictions, so that a later run can check whether it may resume.
+an image that cannot be read has no classes, and the reason in `error`. A JSON file beside it says how the predictions
+were made, so that a later run can check whether it may resume.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ FORMS: dict[str, type[Form]] = {".csv": Csv, ".jsonl": JsonLines}  # by the suff
 
 
 def check_name(path: Path) -> None:
-    """Raise TrainError for a file whose name does not tell its form."""
+    """Raise TrainError for a file whose name does not determine its format."""
     if path.suffix not in FORMS:
         raise TrainError(f"--output {path} must end in {' or '.join(FORMS)}, which says how it is written")
 
@@ -145,7 +145,7 @@ class PredictionFile(AbstractContextManager["PredictionFile"]):
         path: its suffix is one of `FORMS`.
         names: the classes, in the network's order.
         top: classes in a record.
-        about: what makes the predictions, as JSON values.
+        about: how the predictions are made, as JSON values.
         same: the keys of `about` that must be equal to resume a file, and their names in a message.
         has_true: whether the records have the true class.
 

@@ -269,7 +269,7 @@ def _write_report(recorder: Recorder, run_folder: Path, trainer: Trainer | None)
 
 
 def _save_outcomes(trainer: Trainer, loader: Loader, evaluated: str, folder: Path) -> None:
-    """Write what the report shows of the network into its folder: the outcomes of the best validation, or of the latest
+    """Write the network's results for the report into its folder: the outcomes of the best validation, or of the latest
     one if the best is an earlier version's or its file is gone. Raises UserError."""
     validated = best_outcomes(trainer.run_folder) or trainer.validated
     if not validated:

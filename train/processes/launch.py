@@ -122,8 +122,8 @@ def launch_elastic(slots: Sequence[Slot], command: Sequence[str], min_processes:
 def launch(slots: Sequence[Slot], command: Sequence[str], hang_seconds: float = DEFAULT_SECONDS) -> int:
     """Run `command` in a process for each slot, with its rank in the environment.
 
-    Returns the exit code: 0, or that of the first process that failed. After a failure or a hang (`Watch`, with
-    `hang_seconds`) the other processes are ended.
+    Returns the exit code: 0, or the exit code of the first process that failed. After a failure or a hang (`Watch`,
+    with `hang_seconds`) the other processes are ended.
 
     Raises TrainError if Horovod is missing, and StoppedBySignal while it starts.
     """

@@ -371,7 +371,7 @@ class Recorder:
         if not self._terminal:
             return
         self._terminal.close()
-        # A full disk may be the cause of the end. Write what can be written, and let the first error be shown.
+        # A full disk may be the cause of the end. Write as much as possible, and let the first error be shown.
         with contextlib.suppress(TrainError):
             self._write_unread()
             if logs := self._whole_logs():

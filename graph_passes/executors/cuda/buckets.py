@@ -1,4 +1,4 @@
-"""Buckets: pieces of the gradients that are averaged over several GPUs while the backward pass goes on."""
+"""Buckets: pieces of the gradients that are averaged over several GPUs during the backward pass."""
 
 from __future__ import annotations
 

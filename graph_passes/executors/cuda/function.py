@@ -24,7 +24,7 @@ class DeviceFunction:
 
     Args:
         passes: produce the graph that runs, from this GPU's prices.
-        shapes: of the graph's inputs, from which those of all its tensors follow.
+        shapes: of the graph's inputs; the shapes of all other tensors are inferred.
         dtype: of the network: "float16", "bfloat16" or "float32".
 
     Raises GraphError if a node cannot be lowered, or memory is short.

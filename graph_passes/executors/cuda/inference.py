@@ -40,8 +40,8 @@ class Inference:
             self._compiled[num_images] = self._compile(num_images, persistent)
 
     def run(self, num_images: int, batch: int = 0) -> None:
-        """Compute probabilities and metrics of the first images of the input that was given to `prepare`, for the same
-        number; or of the images at the address `batch`. Asynchronous."""
+        """Compute probabilities and metrics of this many images, for which `prepare` was called: of the loaded batch,
+        or of the batch at the address `batch`. Asynchronous."""
         self.latest = self._compiled[num_images]
         self.latest.replay(batch=batch)
 

@@ -86,7 +86,7 @@ class TrainingStep(Network):
         if largest != self._shapes:
             self._arena.reserve(arena_bytes)
         self._training = self._compile()
-        self._own_share, self._seed = 1.0, 0  # batch as it is on the GPU
+        self._own_share, self._seed = 1.0, 0  # the batch in its form on the GPU
         self._gradient_backup: dict[str, int] = {}
         self._folded: Folded | None = None  # parameters of inference
         self._inference_is_current = False

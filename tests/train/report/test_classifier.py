@@ -245,7 +245,7 @@ def test_a_run_shows_what_predict_says_of_each_image(
 @pytest.mark.usefixtures("undrawn")
 @needs_horovod
 def test_two_processes_count_as_one(narrow_network: None, tiny_options: list[str], tmp_path: Path, run_train) -> None:
-    """27 images in batches of 4 on each of two: the second has a short batch, and at last an empty one."""
+    """27 images in batches of 4 on each of two processes: the second has a short batch, and finally an empty one."""
     run = tmp_path / "run"
     assert run_train("--output", run, *tiny_options, "--epochs", "1", "--validate-every", "0")[0] == 0
     script = "import sys; from train.__main__ import main; sys.exit(main(sys.argv[1:]))"

@@ -1,4 +1,4 @@
-"""One file for each kernel: NAME.py has all that is Python about what NAME.cu (or a header, NAME.cuh) has in CUDA.
+"""One file for each kernel: NAME.cu (or a header, NAME.cuh) has the CUDA code, NAME.py the Python code for it.
 
 A file may define three things. They are collected here, so no list of kernels is needed:
 

@@ -59,7 +59,7 @@ def pair_of_reductions(table: Candidates, other: Candidate) -> Iterator[Node]:
 
 
 def pair_of_gradients(table: Candidates, other: Candidate) -> Iterator[Node]:
-    """Yield the node that fuses `other`, the shortcut's BatchNormBackwardApply, with that of the sum's BatchNorm.
+    """Yield the node that fuses `other`, the shortcut's BatchNormBackwardApply, with the one of the sum's BatchNorm.
 
     The shortcut's node is the one that does not read the data of the sum's BatchNorm.
     """

@@ -43,7 +43,7 @@ WINDOW = ((SIZE, SIZE), (2, 2), (3, 3), (1, 1))  # kernel, stride, pad, dilation
 CHANNELS = (3, 4)  # channels of the images; three are padded to four
 STEM_BLOCK: Size = (256, 1, 1)
 OUT_ROWS = 4  # as in stem.cu
-STATIC_BYTES = 3100  # shared memory beyond that of `stem_work`
+STATIC_BYTES = 3100  # shared memory in addition to that of `stem_work`
 SHARE = FILTERS * SIZE * 32  # floats of the weights' gradient that each block leaves
 
 
