@@ -171,8 +171,8 @@ def load(words: Sequence[str]) -> tuple[str, ...]:
             raise UserError(f"the plug-in {file} has changed: its sha256 is {_parts(record)[1][:8]}..., not "
                             f"{digest[:8]}...; give --plugin {file} to use it as it is now")
         if twin := next((each for each in records if name_of(each) == name_of(record) and each != record), ""):
-            raise UserError(f"the plug-ins {_parts(twin)[0]} and {file} have the same name, by which a run knows them: "
-                            "rename one")
+            raise UserError(f"the plug-ins {_parts(twin)[0]} and {file} have the same name, but a run finds them by "
+                            "name: rename one")
         _load(record, content, execute, is_named=True)
         _remember(record)
         records.append(record)

@@ -54,7 +54,7 @@ class Calibration:
         """Count the tensors' values for a batch. Raises GraphError if a value is not finite."""
         for name, histogram in self._histograms.items():
             if not histogram.add(tensors[name]):
-                raise GraphError(f"the tensor '{name}' holds what is no finite number: take other weights, the network "
+                raise GraphError(f"the tensor '{name}' has a value that is not finite: take other weights, the network "
                                  "cannot be calibrated with these")
 
     def scales(self, method: str) -> dict[str, float]:

@@ -252,8 +252,8 @@ def _elimination_order(scopes: Iterable[Sequence[_Variable]]) -> list[_Variable]
         variable = min(neighbours, key=lambda each: len(neighbours[each]))
         own = neighbours.pop(variable)
         if len(own) > MOST_NEIGHBOURS:
-            raise GraphError(f"{len(own)} choices of kernels depend on each other, of which {MOST_NEIGHBOURS} can be "
-                             "weighed at most: use the executor mxnet")
+            raise GraphError(f"{len(own)} choices of kernels depend on each other, more than the "
+                             f"{MOST_NEIGHBOURS} that can be compared: use the executor mxnet")
         for other in own:
             neighbours[other] |= own - {other}
             neighbours[other].discard(variable)

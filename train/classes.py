@@ -47,10 +47,10 @@ def match(
     labels, note, has_names = by_number or (_by_name(found, known), "", True)
     if -1 in labels and (unknown := [label for label in (met() if met else range(len(found))) if labels[label] < 0]):
         if not has_names and len(found) > len(known):
-            raise TrainError(f"{data} has {len(found)} classes and {whose} has {len(known)}: give data of these, or "
-                             "train on those that it has")
+            raise TrainError(f"{data} has {len(found)} classes and {whose} has {len(known)}: give data of these "
+                             "classes, or train on this data")
         raise TrainError(f"the class {found[min(unknown)][1]!r} of {data} is none of the {len(known)} classes of "
-                         f"{whose} ({some(known)}): give data of these classes, or train on those that it has")
+                         f"{whose} ({some(known)}): give data of these classes, or train on this data")
     missing = [name for label, (_, name) in enumerate(known) if label not in labels and name != str(label)]
     if not has_names or (missing and is_numbered(found)):
         return Match(labels, note)
@@ -91,7 +91,7 @@ def _by_number(place: str, found: Classes, known: Classes, whose: str, met: Call
         if first is None:
             named, owner, other = (known, whose, place) if is_counted[0] else (found, place, whose)
             raise TrainError(f"the classes of {owner} are called {some(named)}, and those of {other} have numbers from "
-                             f"0 on, so that '1' may be the number 1, or the first class: list all classes of {place} "
+                             f"0 on, so '1' may be the number 1 or the first class: list all classes of {place} "
                              "in a classes.txt beside its images, that of the number 0 first")
         of_found, of_known = ([number + first * is_one for number in own]
                               for own, is_one in zip((of_found, of_known), is_counted, strict=True))

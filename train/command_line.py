@@ -115,7 +115,7 @@ def values_of(options: type, given: Mapping[str, Any], *, command: str) -> dict[
     if "config" in given:
         load_preset(str(given["config"]))  # on a command line, ? would print the list of presets and exit
     if asked := {"help", "version"} & given.keys():  # would print something and exit
-        raise TrainError(f"there is no option {min(asked)} in a program: see {PROG} {command} --{min(asked)}")
+        raise TrainError(f"{min(asked)} is an option of the command line only: see {PROG} {command} --{min(asked)}")
     words: list[str] = []
     for name, value in given.items():
         words += _words(options, name, value)

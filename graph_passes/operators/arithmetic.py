@@ -62,7 +62,7 @@ def mean_axes(node: NodeView, ndim: int) -> tuple[int, ...]:
     axes = node["axis"] or tuple(range(ndim))
     if node["exclude"] or not all(-ndim <= axis < ndim for axis in axes):
         raise GraphError(f"{node.op} '{node.name}' has axis={node['axis']}, exclude={node['exclude']}: give dimensions "
-                         f"of its data, of which there are {ndim}, without exclude")
+                         f"of its data, which has {ndim}, without exclude")
     return tuple(sorted(axis % ndim for axis in axes))
 
 

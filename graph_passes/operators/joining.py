@@ -65,7 +65,7 @@ def range_of(node: NodeView, data: Shape) -> tuple[int, int]:
     begin, end = (place + size if place < 0 else place for place in (begin, end))
     if not 0 <= begin < end <= size:
         raise GraphError(f"slice_axis '{node.name}' takes {node['begin']} to {node['end']} of {size} along dimension "
-                         f"{node['axis']}: give a part that is there")
+                         f"{node['axis']}: give a part within 0 to {size}")
     return begin, end
 
 

@@ -16,7 +16,7 @@ def dropout(graph: Graph, p: float) -> Graph:
     Raises GraphError unless 0 <= p < 1.
     """
     if not 0 <= p < 1:
-        raise GraphError(f"a part of {p:g} cannot be dropped: give at least 0 and less than 1")
+        raise GraphError(f"dropout cannot drop a share of {p:g}: give at least 0 and less than 1")
     classifier = roles.classifier(graph)
     data, *others = classifier.inputs
     drop = Node("Dropout", graph.unused_name(f"{classifier.name}_drop"), (data,), {"p": p})

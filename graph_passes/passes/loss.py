@@ -21,8 +21,8 @@ def binary_cross_entropy(graph: Graph, threshold: float = 0.0) -> Graph:
     """
     end = graph[graph.outputs[0].node]
     if end.op != "SoftmaxOutput":
-        raise GraphError(f"the graph ends in {end.op} '{end.name}', not in the SoftmaxOutput whose place "
-                         "another loss is to take")
+        raise GraphError(f"the graph ends in {end.op} '{end.name}', not in the SoftmaxOutput that "
+                         "another loss is to replace")
     kept = {name: end[name] for name in ("grad_scale", "normalization", "smooth_alpha")}
     return _replace(graph, end.replace(op="SigmoidOutput", attrs=kept | {"threshold": threshold}))
 

@@ -222,7 +222,7 @@ class _Quantiser:
         try:
             return self._scales[ref.node]
         except KeyError:
-            raise GraphError(f"there is no scale of the tensor '{ref.node}', which is to be int8: calibrate this "
+            raise GraphError(f"there is no scale for the tensor '{ref.node}', which is to be int8: calibrate this "
                              "network") from None
 
 

@@ -27,10 +27,11 @@ def stochastic_depth(graph: Graph, rate: float, mode: Literal["image", "block"] 
         raise GraphError(f"branches cannot be dropped at a rate of {rate:g}: give at least 0 and less than 1")
     branches, trained = roles.branches(graph), roles.trained(graph)
     if not branches:
-        raise GraphError("the network has no residual branches that could be dropped: use another network, or none of "
-                         "it")
+        raise GraphError("the network has no residual branches to drop: use another network, or leave out "
+                         "stochastic depth")
     if not any(end.node in trained for end in branches.values()):
-        raise GraphError("all residual branches are frozen, so there is none to drop: freeze less, or drop none")
+        raise GraphError("all residual branches are frozen, so none can be dropped: freeze fewer layers, or leave out "
+                         "stochastic depth")
     axes = PER_IMAGE if mode == "image" else PER_BATCH
     nodes: list[Node] = []
     for number, (name, end) in enumerate(branches.items()):

@@ -86,7 +86,7 @@ def test_nothing_but_zeros(method: str) -> None:
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_is_named(value: float) -> None:
     found = Calibration(["good", "bad"])
-    with pytest.raises(GraphError, match="the tensor 'bad' holds what is no finite number"):
+    with pytest.raises(GraphError, match="the tensor 'bad' has a value that is not finite"):
         found.add({"good": np.ones(3), "bad": np.array([1, value])})
 
 

@@ -599,7 +599,7 @@ def test_files_keep_their_order_and_mistakes_are_named(folder, tmp_path):
             ("randaugment_magnitude", -1.0, "randaugment_magnitude is -1; it must be from 0 to 30"),
         )),
         ({"transform": ImageTransform(auto_augment="randaugment-timm", randaugment_magnitude=11.0)},
-         "--randaugment-magnitude 11 is of 30, and that of --auto-augment randaugment-timm is of 10"),
+         "--randaugment-magnitude 11 is out of 30, and --auto-augment randaugment-timm takes it out of 10"),
         ({"transform": ImageTransform(auto_augment="autoaugment"), "image_size": 2},
          "image_size is 2, and autoaugment needs at least 3 pixels"),
         ({"num_threads": -1}, "num_threads is -1"),

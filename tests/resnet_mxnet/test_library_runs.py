@@ -48,8 +48,8 @@ def test_errors_reach_the_program(tiny_data: Path, light_training: None, tmp_pat
         ({"config": "?"}, r"there is no preset '\?'"),
         ({"model": "resnet19"}, "there is no model 'resnet19'"),
         ({"optimizer": "sdg"}, "there is no optimizer 'sdg'; did you mean sgd"),
-        ({"help": True}, "there is no option help in a program"),
-        ({"version": True}, "there is no option version in a program"),
+        ({"help": True}, "help is an option of the command line only"),
+        ({"version": True}, "version is an option of the command line only"),
         ({"mean": [None, 1, 2]}, "--mean needs text, a path, a number or a list of these, not a NoneType"),
         ({"weights": np.zeros((2, 2))}, "--weights needs text, a path, a number or a list of these, not a list"),
         ({"epochs": np.int64(0)}, "--epochs 0 must be from 1 to 100000"),
@@ -143,7 +143,7 @@ def test_wrong_numbers_of_a_network(arguments: tuple[Any, ...]) -> None:
 def test_no_place_of_a_network(place: Any, run: rm.Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same in a run's folder."""
     monkeypatch.chdir(run.folder)
-    with pytest.raises(rm.UserError, match="is no place of a trained network: give a run folder"):
+    with pytest.raises(rm.UserError, match="is not the path of a trained network: give a run folder"):
         rm.load(place)
 
 

@@ -121,7 +121,7 @@ def test_what_cannot_be_decided_is_refused(tmp_path, image, capsys, train, val):
     data = tmp_path / "data"
     for name, (stored, numbers) in (("train", train), ("val", val)):
         write(data / name, stored, numbers, image)
-    with pytest.raises(TrainError, match=r"so that '1' may be the number 1, or the first class: list all classes of "
+    with pytest.raises(TrainError, match=r"so '1' may be the number 1 or the first class: list all classes of "
                                          rf"{data}/val\S* in a classes.txt beside its images, that of the number 0"):
         labels_of_both(data, capsys)
     if val[0] != "folders":

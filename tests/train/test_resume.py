@@ -278,7 +278,7 @@ def test_files_that_are_removed_in_mid_run(gone, named, unbroken, tiny_options, 
     code, out, err = run_train("--output", folder, *tiny_options, "--log-every", "1")
     assert code == 1, err
     lost = ", earlier checkpoints are not" * ("checkpoints/" in named)
-    assert (f"error: the run has ended, but {named} been removed from {folder} meanwhile: what was still known "
+    assert (f"error: the run has ended, but {named} been removed from {folder} meanwhile: their known content "
             f"is written again{lost}\n") in err
     if gone != "config.json":
         assert out.count("removed while the run continues: ") == named.count("/best") + named.count("metrics")

@@ -135,7 +135,7 @@ FORMS: dict[str, type[Form]] = {".csv": Csv, ".jsonl": JsonLines}  # by the suff
 def check_name(path: Path) -> None:
     """Raise TrainError for a file whose name does not determine its format."""
     if path.suffix not in FORMS:
-        raise TrainError(f"--output {path} must end in {' or '.join(FORMS)}, which says how it is written")
+        raise TrainError(f"--output {path} must end in {' or '.join(FORMS)}, which determines the format")
 
 
 class PredictionFile(AbstractContextManager["PredictionFile"]):
@@ -159,8 +159,8 @@ class PredictionFile(AbstractContextManager["PredictionFile"]):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists() and not path.is_file():  # a folder, a pipe, a device
-                raise TrainError(f"{path} is no regular file, so that nothing could go on where it ends: give another "
-                                 "--output")
+                raise TrainError(f"{path} is no regular file, so it cannot be continued after an "
+                                 "interruption: give another --output")
             self._file: BinaryIO = path.open("a+b", buffering=0)
         except OSError as error:
             raise TrainError(f"cannot write {path} ({error.strerror}): "
@@ -189,10 +189,10 @@ class PredictionFile(AbstractContextManager["PredictionFile"]):
                              "it says so): give another --output") from None
         except OSError as error:
             raise TrainError(f"cannot read {path}, which says what {self.path.name} was begun with ({error.strerror}): "
-                             "see that it can be read, or give another --output") from None
+                             "check its permissions, or give another --output") from None
         except Exception:  # as in `refused_as`
-            raise TrainError(f"{path}, which says what {self.path.name} was begun with, is damaged: put back a copy of "
-                             "it, or give another --output") from None
+            raise TrainError(f"{path}, which says what {self.path.name} was begun with, is damaged: restore it from "
+                             "a copy, or give another --output") from None
         for words, before, now in changed:
             raise TrainError(f"{self.path} was begun with another {words}: {before}, now {now}; give another --output")
 
@@ -233,7 +233,7 @@ class PredictionFile(AbstractContextManager["PredictionFile"]):
             for file, is_bad in self.form.records(lines):
                 wanted = repr(images[done]) if done < len(images) else "none"
                 if repr(file) != wanted:
-                    raise TrainError(f"image {done + 1:,} in {self.path} is {file!r}, and of this command {wanted}: "
+                    raise TrainError(f"image {done + 1:,} in {self.path} is {file!r}, but this command has {wanted}: "
                                      "give the same images in the same order, or another --output")
                 done, bad, end = done + 1, bad + is_bad, reading.tell()
         except TrainError:

@@ -353,7 +353,7 @@ class Recorder:
         """Report that these files of the run's folder were removed; repeated at the end (`all_removed`)."""
         if names:
             self.all_removed += names
-            self.say(f"removed while the run continues: {', '.join(names)} in {self.folder}; what is still known will "
+            self.say(f"removed while the run continues: {', '.join(names)} in {self.folder}; their known content will "
                      "be written again")
             self.event("removed", files=list(names))
 

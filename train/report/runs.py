@@ -106,7 +106,7 @@ def read(folder: Path, with_steps: bool = True) -> Run:
     try:
         record = RunRecord.read_jsonl(path, with_steps)
     except OSError as error:
-        raise TrainError(f"cannot read {path} ({error.strerror}): see that it can be read") from None
+        raise TrainError(f"cannot read {path} ({error.strerror}): check its permissions") from None
     if not record.session_starts:
         if path.read_bytes().lstrip()[:1] not in (b"", b"{"):
             raise TrainError(f"{path} is damaged: its first line is no JSON; restore it, or remove the run")
@@ -122,7 +122,7 @@ def find(folder: Path) -> list[Path]:
     try:
         return list(_find(folder, DEPTH))
     except OSError as error:
-        raise TrainError(f"cannot read {error.filename} ({error.strerror}): see that it can be read") from None
+        raise TrainError(f"cannot read {error.filename} ({error.strerror}): check its permissions") from None
 
 
 def _find(folder: Path, depth: int) -> Iterator[Path]:

@@ -62,8 +62,8 @@ def check_fits(step: Graph, shapes: Mapping[str, tuple[int, ...]], store: Parame
         raise too_little_memory(shapes["data"], growing, fixed, free, total, most)
     if images > most:
         raise CapacityError(f"batches of {images} images of {height}x{width} make a tensor of more than "
-                            f"{MAX_ELEMENTS:,} elements, which is what the cuda executor can number: use a batch size "
-                            f"of at most {most}")
+                            f"{MAX_ELEMENTS:,} elements, the limit of the cuda executor: use a "
+                            f"batch size of at most {most}")
     return arena_bytes
 
 

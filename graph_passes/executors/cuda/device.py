@@ -91,7 +91,8 @@ class Gpu:
         """The value of a driver call. Raises TransientError if the GPU's memory is full, and otherwise RuntimeError."""
         status, *values = result
         if int(status) == OUT_OF_MEMORY:
-            raise TransientError("the GPU has no memory left: use a smaller batch size, or end what else uses that GPU")
+            raise TransientError("the GPU has no memory left: use a smaller batch size, or end the other programs that "
+                                 "use it")
         if int(status) != 0:
             _, text = self._driver.cuGetErrorString(status)
             raise RuntimeError(f"CUDA error {int(status)}: {text.decode() if text else 'unknown'}")

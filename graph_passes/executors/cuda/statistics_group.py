@@ -115,5 +115,5 @@ class StatisticsGroup:
         if self._fault.any():
             raise GraphError(
                 f"GPU {self._gpu.device_id} has waited {self._limit_seconds:g} s for the BatchNorm statistics of "
-                f"another one of its group of {self.size}: a process hangs or has ended; go on from the last "
+                f"another GPU of its group of {self.size}: a process hangs or has ended; go on from the last "
                 "checkpoint with --resume and the run's folder")

@@ -306,7 +306,7 @@ def test_a_lost_member_is_told_of_and_not_waited_for(make_members: Any) -> None:
     seconds = time.monotonic() - started
     assert 0.2 <= seconds < 1, "one wait, not twenty"
     assert np.isnan(present.gpu.download(sums[-1], (300,), np.float32)).all()
-    with pytest.raises(GraphError, match="^GPU 0 has waited 0.2 s for the BatchNorm statistics of another one of its "
+    with pytest.raises(GraphError, match="^GPU 0 has waited 0.2 s for the BatchNorm statistics of another GPU of its "
                                          "group of 2: .*go on from the last checkpoint"):
         present.group.check()
     absent.group.check()

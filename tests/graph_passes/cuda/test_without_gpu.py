@@ -896,7 +896,7 @@ def test_windows_of_too_many_places_are_refused(window: tuple[int, int], trainin
     x = mx.sym.Pooling(x, kernel=window, pool_type="max", layout="NHWC", name="large")
     x = mx.sym.SoftmaxOutput(mx.sym.FullyConnected(mx.sym.Flatten(x), num_hidden=8), name="softmax")
     shapes = {"data": (2, 20, 20, 8), "softmax_label": (2,)}
-    sentence = r"^Pooling 'large' has kernel=\(17, 16\), and a byte tells 256 places .*: use a smaller kernel$"
+    sentence = r"^Pooling 'large' has kernel=\(17, 16\), and training stores .*: use a smaller kernel$"
     with pytest.raises(GraphError, match=sentence) if refused else nullcontext():
         lower_graph(Graph.from_json(x.tojson()), shapes, training)
 

@@ -394,8 +394,8 @@ DAMAGE = {  # a line, and its replacement
     ("checkpoint", "begun with another network, by the SHA-256 of its weights"),
     ("top", "begun with another --top: 2, now 3"),
     ("foreign", "is there already, and was not begun by this command"),
-    ("images", "of this command"),
-    ("fewer images", "of this command none"),
+    ("images", "but this command has"),
+    ("fewer images", "but this command has none"),
     ("about", r"\.about\.json, which says what out\.csv was begun with, is damaged: put back"),
     ("damaged jsonl", r"out\.jsonl is damaged in line 4, after 3 images: repair"),
     ("damaged csv", r"out\.csv is damaged in line 5, after 3 images: repair"),
@@ -446,7 +446,7 @@ def test_folder_that_cannot_be_written(run_folder, photos, tmp_path):
                          ids=["pipe", "folder", "device"])
 def test_what_is_no_file_is_refused(run_folder, photos, tmp_path, make):
     make(tmp_path / "out.csv")
-    with pytest.raises(TrainError, match=r"out.csv is no regular file, so that .*: give another --output"):
+    with pytest.raises(TrainError, match=r"out.csv is no regular file, so it .*: give another --output"):
         run_predict(run_folder, tmp_path / "out.csv", photos)
     assert [path.name for path in tmp_path.iterdir()] == ["out.csv"]
 

@@ -73,7 +73,7 @@ def test_lines_of_json_and_images_that_are_skipped(run_folder, tiny_data, run_tr
 
 
 @pytest.mark.parametrize(("name", "more", "sentence"), [
-    ("val.txt", [], r"--output .*val.txt must end in .csv or .jsonl, which says how it is written"),
+    ("val.txt", [], r"--output .*val.txt must end in .csv or .jsonl, which determines the format"),
     ("there.csv", [], r".*there.csv is there already: give another --output"),
     ("val.csv", ["--data", "synthetic"], r"--output .* is for images that have files, and those of --data synthetic "
                                          r"have none: leave it out"),

@@ -145,7 +145,7 @@ def test_checks(machine):
     (in_use,) = topology.check(gpus, 2)
     assert in_use.startswith("GPU 1 is in use by another program (processes 4, 5)")
     assert "NVLink" in topology.check(gpus, 3)[1]
-    with pytest.raises(TrainError, match=r"GPU 3 has only 1.0 of 141.0 GiB free \(processes 9\): end what uses it"):
+    with pytest.raises(TrainError, match=r"GPU 3 has only 1.0 of 141.0 GiB free \(processes 9\): end the programs"):
         topology.check(gpus, 4)
     with pytest.raises(TrainError, match="-n 6 needs 6 GPUs, but there are only 5"):
         topology.check(gpus, 6)

@@ -158,7 +158,7 @@ def test_what_is_exported_is_read_again(model, tmp_path, rng):
 
 @pytest.mark.parametrize("model, file, words", [
     ("resnet18_v2", "w.pth", "neither torchvision nor timm has a resnet18_v2"),
-    ("resnet18", "w.h5", "must end in .pth or .pt or .safetensors, which says the form to write"),
+    ("resnet18", "w.h5", "must end in .pth or .pt or .safetensors, which determines the format"),
 ])
 def test_what_cannot_be_exported(model, file, words, tmp_path, rng):
     place = saved(random_network(model, 3, rng), tmp_path)
