@@ -47,8 +47,8 @@ def _form(own: CompareRunsOptions) -> str:
         return TEXT
     ending = Path(own.output).suffix.lower()
     if ending not in ENDINGS:
-        raise TrainError(f"--output {own.output} ends in none of {', '.join(ENDINGS)}, which determine the format: rename "
-                         "it, or give --format")
+        raise TrainError(f"--output {own.output} ends in none of {', '.join(ENDINGS)}, which determine the format: "
+                         "rename it, or give --format")
     return ENDINGS[ending]
 
 
