@@ -32,7 +32,7 @@ from graph_passes.passes.precision import ITEM_BYTES
 
 _CUDA = Declarations("batch_norm.cuh")
 TILE_CHANNELS = _CUDA.value("TILE * VEC")  # channels that a block of batch_norm.cu works on
-MAX_CHANNELS = 4096 * TILE_CHANNELS  # of a tensor that sums are made of: each tile has a ticket
+MAX_CHANNELS = 4096 * TILE_CHANNELS  # most channels of a tensor that is summed: each tile has a ticket
 # Threads: vectors along the channels, rows.
 REDUCE_BLOCK: Size = (_CUDA.value("TILE"), _CUDA.value("REDUCE_ROWS"), 1)
 APPLY_BLOCK: Size = (_CUDA.value("TILE"), _CUDA.value("APPLY_ROWS"), 1)

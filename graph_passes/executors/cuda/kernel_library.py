@@ -21,9 +21,9 @@ from graph_passes.errors import GraphError
 from graph_passes.executors.cuda.declarations import SOURCES
 from graph_passes.executors.cuda.device import INSTALL, Gpu
 
-Size = tuple[int, int, int]  # of a grid in blocks, of a block in threads
-DEFAULT_SHARED_BYTES = 32 << 10  # of dynamic shared memory beside a static part; 48 KiB together need no permission
-MOST_COMPILED_AT_ONCE = 16  # 45 MB of memory each; the longest of 60 kernels takes as long as a sixteenth of all
+Size = tuple[int, int, int]  # grid in blocks, block in threads
+DEFAULT_SHARED_BYTES = 32 << 10  # dynamic shared memory beside the static part; 48 KiB together need no permission
+MOST_COMPILED_AT_ONCE = 16  # 45 MB of memory each; the longest of 60 kernels takes a sixteenth of the total time
 HOPPER = (9, 0)
 C_TYPES = {"float16": "half", "bfloat16": "bfloat16", "float32": "float"}  # our dtype names -> names in the .cu files
 

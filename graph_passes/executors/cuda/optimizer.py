@@ -21,7 +21,8 @@ from graph_passes.optimizers.sgd import SGD
 
 _CUDA = Declarations("optimizer.cu")
 CHUNK, THREADS, MAX_CONSTANTS = _CUDA.values("CHUNK", "THREADS", "MAX_CONSTANTS")  # CHUNK: elements a block updates
-INITIAL_LOSS_SCALE = 1024.0  # of float16; the gradients of a batch mean are small, ResNet-50's fit far above and below
+# For float16. Gradients of a batch mean are small; ResNet-50's fit with a wide margin on both sides.
+INITIAL_LOSS_SCALE = 1024.0
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from graph_passes.passes.precision import ITEM_BYTES
 
 SLICE_ALIGNMENT = 64  # elements: 128 bytes in 16-bit types
 _CUDA = Declarations("optimizer.cu")
-MAX_SLOTS = _CUDA.value("MAX_SLOTS")  # arrays that an optimizer keeps for each parameter, at most
-VECTOR = _CUDA.value("VEC")  # channels and classes are padded to multiples of it, as tensor cores want them
+MAX_SLOTS = _CUDA.value("MAX_SLOTS")  # most state arrays that an optimizer keeps for each parameter
+VECTOR = _CUDA.value("VEC")  # channels and classes are padded to multiples of it for the tensor cores
 
 
 def padded(size: int) -> int:

@@ -30,8 +30,8 @@ from graph_passes.executors.cuda.device import Gpu
 
 _CUDA = Declarations("batch_norm_group.cu")
 MAX_MEMBERS, THREADS, MAX_ARRAYS, MAX_VALUES = _CUDA.values("MAX_MEMBERS", "THREADS", "MAX_ARRAYS", "MAX_VALUES")
-SHARED_UNIT = 2 << 20  # bytes; what is shared should not lie in one piece of memory with anything else
-# How long a member waits for another one before the run ends: longer than a checkpoint or a late batch keeps a process.
+SHARED_UNIT = 2 << 20  # bytes; shared memory should not be in one allocation with anything else
+# How long a member waits for another one before the run ends: longer than a checkpoint or a late batch takes.
 LIMIT_SECONDS = 60.0
 NEEDED, WAY_OUT = "which common BatchNorm statistics need", "leave out --bn-group"  # name in messages
 

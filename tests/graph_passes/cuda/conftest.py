@@ -27,7 +27,7 @@ def dtype(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def nvrtc() -> None:
-    """Skips tests where there is no NVRTC."""
+    """Skip the test if NVRTC is not installed."""
     pytest.importorskip("cuda.core", reason="cuda-core is not installed")
     try:
         compile_kernel("elementwise.cu", "add<float>", "sm_90a")

@@ -40,9 +40,9 @@ from graph_passes.operators.pooling import POOLING, max_pooling, max_pooling_bac
 from graph_passes.operators.windows import Places
 
 _CUDA = Declarations("batch_norm_relu_max_pool.cu")
-NOBODY = _CUDA.value("NOBODY")  # no place of a window
+NOBODY = _CUDA.value("NOBODY")  # stands for no place of a window
 WINDOW = {"kernel": (3, 3), "stride": (2, 2), "pad": (1, 1)}  # of the pooling
-STRIP = _CUDA.value("STRIP")  # rows of the output that a thread makes
+STRIP = _CUDA.value("STRIP")  # output rows per thread
 
 
 # --- where it is: always, so this is a pass ---

@@ -36,10 +36,10 @@ BLOCK: Size = (_CUDA.value("THREADS"), 1, 1)
 TEAMS, TILE_ROWS, CHUNK, WARP_ROWS = _CUDA.values("TEAMS", "ROWS", "CHUNK", "WARP_ROWS")
 MAX_STAGES = _CUDA.value("MAX_STAGES")
 CONTROL_BYTES = _CUDA.sizeof("Control")
-SHARED_BYTES = 227 << 10  # that a block can have on Hopper
-CHUNK_BYTES = 2 * CHUNK  # of a row
-PLACE_BYTES = TEAMS * TILE_ROWS * CHUNK_BYTES  # for a stage of each team, or a result of each warp
-MAX_WEIGHT_BYTES = 128 << 10  # of shared memory that a block gives to its weights
+SHARED_BYTES = 227 << 10  # most shared memory of a block on Hopper
+CHUNK_BYTES = 2 * CHUNK  # bytes of a row
+PLACE_BYTES = TEAMS * TILE_ROWS * CHUNK_BYTES  # one stage of each team, or one result of each warp
+MAX_WEIGHT_BYTES = 128 << 10  # shared memory that a block gives to its weights
 AFFINE_BYTES = Declarations("norm_stream.cuh").sizeof("Affine")  # a chunk's scales and shifts
 
 

@@ -38,10 +38,10 @@ from graph_passes.operators.convolution import CONVOLUTION
 
 _CUDA = Declarations("conv1x1_pair.cu")
 BLOCK: Size = (_CUDA.value("PAIR_THREADS"), 1, 1)
-COLUMNS = _CUDA.value("COLUMNS")  # of the first product, at most
-SECOND = (64, 128)  # of the second
+COLUMNS = _CUDA.value("COLUMNS")  # most columns of the first product
+SECOND = (64, 128)  # columns of the second product
 CONTROL_BYTES = _CUDA.sizeof("PairControl")
-PLACE_BYTES = TEAMS * TILE_ROWS * CHUNK_BYTES  # for a stage of each team, or a result of each warp
+PLACE_BYTES = TEAMS * TILE_ROWS * CHUNK_BYTES  # one stage of each team, or one result of each warp
 
 
 def conv1x1_pair(table: Candidates, first: Candidate) -> Iterator[Node]:

@@ -108,7 +108,7 @@ class Conv3x3:
     gradient. Each team then has one more slot, which receives x and is overwritten by the gradient."""
 
     BLOCK: ClassVar[Size] = (_CUDA.value("THREADS"), 1, 1)
-    # That are multiplied at once, those in the columns of zeros among them.
+    # Pixels multiplied at once, including those in the columns of zeros.
     PIXELS: ClassVar[int] = _CUDA.value("8 * GROUPS")
     MAX_PLACES: ClassVar[int] = _CUDA.value("MAX_PLACES")
     TEAMS: ClassVar[int] = _CUDA.value("TEAMS")

@@ -26,7 +26,7 @@ from graph_passes.operators import Operator, Shape
 from graph_passes.operators.convolution import CONVOLUTION
 
 _CUDA = Declarations("conv3x3_weights.cu")
-# Of the data and of the output that a block works on: its part of the gradient fits into registers.
+# Channels of the data and of the output per block: its part of the gradient fits into registers.
 CHANNELS = _CUDA.value("CHANNELS")
 
 
@@ -49,18 +49,18 @@ class Conv3x3Weights:
 
     BLOCK: Size = (_CUDA.value("THREADS"), 1, 1)
     STEP, MAX_ROWS = _CUDA.values("STEP", "MAX_ROWS")
-    MAX_PITCH = 256  # of a side of what TMA copies at once
+    MAX_PITCH = 256  # longest side of a TMA copy
     CONTROL_BYTES = _CUDA.sizeof("Control")
-    LEAST_STEPS = 32  # of a block: what fewer would gain, more parts would cost
+    LEAST_STEPS = 32  # rows of a block: with fewer, the additional parts cost more than is gained
 
     def __init__(self, shape: Shape, filters: int, num_multiprocessors: int) -> None:
         """`shape` of the data: (N, H, W, C)."""
         images, height, width, channels = self.shape = shape
         pitch = width + 1
-        row_bytes = 2 * pitch * CHANNELS * 2  # of both
-        repeated = -(-(self.STEP + 1) // pitch)  # a product reads as many pixels behind a round
+        row_bytes = 2 * pitch * CHANNELS * 2  # slots of both circular buffers
+        repeated = -(-(self.STEP + 1) // pitch)  # a product reads this many pixels past the wrap-around
         rows = min(self.MAX_ROWS, (SHARED_BYTES - self.CONTROL_BYTES) // row_bytes - repeated)
-        in_use = -(-(2 * self.STEP - 1) // pitch) + 3  # rows of x that two products under way read
+        in_use = -(-(2 * self.STEP - 1) // pitch) + 3  # rows of x that two products in flight read
         self.fits = rows > in_use and pitch <= self.MAX_PITCH
         self.ring = Ring(rows, repeated, pitch)
         self.shared_bytes = self.CONTROL_BYTES + (rows + repeated) * row_bytes

@@ -31,13 +31,13 @@ from graph_passes.operators.convolution import CONVOLUTION
 from graph_passes.operators.dropout import FACTORS, dropping
 
 _CUDA = Declarations("dgrad_reduce.cu")
-_SHAPE = "Shape<64, false, false>"  # what follows is equal in all
+_SHAPE = "Shape<64, false, false>"  # these constants are equal in all shapes
 BLOCK: Size = (_CUDA.value(f"{_SHAPE}::THREADS"), 1, 1)
 TILE_ROWS = _CUDA.value(f"{_SHAPE}::ROWS")
 READ = "conv_grad", "weight", "data", "mask", "saved"
 WRITTEN = "masked_grad", "gamma_grad", "beta_grad"
-OUT_CHANNELS = (64, 128, 256)  # of the convolution: chunks of 64 whose tiles fit into shared memory
-MIN_CHANNELS = _CUDA.value(f"{_SHAPE}::COLUMNS")  # of its data
+OUT_CHANNELS = (64, 128, 256)  # output channels of the convolution: chunks of 64 whose tiles fit into shared memory
+MIN_CHANNELS = _CUDA.value(f"{_SHAPE}::COLUMNS")  # fewest channels of its data
 PAIR = "BatchNormPairBackwardReduce"
 
 

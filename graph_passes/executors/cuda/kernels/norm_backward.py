@@ -43,7 +43,8 @@ from graph_passes.operators.dropout import FACTORS, dropping
 
 _CUDA = Declarations("norm_backward.cu")
 BLOCK: Size = (_CUDA.value("THREADS"), 1, 1)
-# Of the convolution's data -> those it makes: the registers of a block, or of two, hold the gradient of its weights.
+# The convolution's input channels -> its output channels. The registers of one or two blocks hold the gradient of its
+# weights.
 CHANNELS = {64: (64, 128, 256), 128: (128, 256, 512)}
 
 
@@ -96,7 +97,7 @@ class NormBackward:
         self.blocks = _CUDA.value(f"{self._shape}::BLOCKS")
 
     def grid(self, rows: int, num_multiprocessors: int) -> Size:
-        """The blocks of a cluster, and clusters."""
+        """The grid: blocks of a cluster, and clusters."""
         return self.blocks, max(1, min(num_multiprocessors // self.blocks, -(-rows // _CUDA.value("ROWS")))), 1
 
     def tiling(self, rows: int, channels: int) -> Tiling:

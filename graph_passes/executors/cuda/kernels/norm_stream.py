@@ -22,9 +22,9 @@ from graph_passes.executors.cuda.kernels.conv1x1_forward import (
 )
 
 _CUDA = Declarations("norm_stream.cuh")
-STREAMED_BLOCK: Size = (_CUDA.value("STREAMING"), 1, 1)  # where weights are streamed, by chunks
-STAGE_BYTES = 2 * PLACE_BYTES  # for two tiles of each team
-WEIGHT_PLACES = _CUDA.value("WEIGHT_STAGES")  # for a chunk's weights, where they are streamed
+STREAMED_BLOCK: Size = (_CUDA.value("STREAMING"), 1, 1)  # threads of a block that streams its weights
+STAGE_BYTES = 2 * PLACE_BYTES  # two tiles of each team
+WEIGHT_PLACES = _CUDA.value("WEIGHT_STAGES")  # slots for the weights of a chunk, if they are streamed
 
 
 @dataclass(frozen=True)

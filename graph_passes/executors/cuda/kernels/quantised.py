@@ -21,9 +21,9 @@ from graph_passes.operators import window
 from graph_passes.operators.quantised import SQUARE_CHANNELS, squares
 
 _CUDA = Declarations("quantised_stream.cuh")
-TILE_VECTOR = _CUDA.value("VECTOR")  # channels that kernels of convolutions read at once
-CHUNK = _CUDA.value("CHUNK")  # bytes of a reduction that they multiply at once
-RESERVED_BYTES = 1 << 10  # of shared memory, of each block: not asked for
+TILE_VECTOR = _CUDA.value("VECTOR")  # channels that convolution kernels read at once
+CHUNK = _CUDA.value("CHUNK")  # bytes of the reduction that they multiply at once
+RESERVED_BYTES = 1 << 10  # shared memory of each block that is reserved by CUDA
 
 
 class Geometry(ctypes.Structure):

@@ -23,7 +23,7 @@ from graph_passes.operators.base import Attribute
 from graph_passes.operators.quantised import OPTIONAL_ADDEND, QUANTISED_CONVOLUTION, quantised_convolution_body
 
 _CUDA = Declarations("quantised_conv.cu")
-# Rows / 64 and columns of what a block makes.
+# Tile of a block: rows / 64, and columns.
 TILES = {f"{groups}x{columns}": (groups, columns)
          for groups, columns in ((2, 128), (2, 64), (4, 128), (2, 256), (1, 128))}
 TILE = {"tile": Attribute(str)}

@@ -26,7 +26,7 @@ from graph_passes.operators.quantised import (
 
 ROWS, THREADS = Declarations("quantised_conv_squares.cu").values("ROWS", "THREADS")
 STAGES, BLOCKS = 3, 3  # blocks on a multiprocessor
-COLUMNS = {64: 64, 128: 128}  # of a block for 3x3 over so many channels, which the kernel takes too; else 64
+COLUMNS = {64: 64, 128: 128}  # channels of a supported 3x3 convolution -> filters of a block; otherwise 64
 
 
 def launch(builder: Builder, node: Node) -> None:

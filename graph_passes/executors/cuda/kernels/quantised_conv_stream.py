@@ -46,7 +46,7 @@ from graph_passes.operators.quantised import (
 
 # Teams of a block, and the columns that it computes.
 TILES = {f"{teams}x{columns}": (teams, columns) for teams, columns in ((2, 128), (2, 256), (4, 128))}
-STRIDES = ((1, 1), (2, 2))  # of the shortcut
+STRIDES = ((1, 1), (2, 2))  # strides of the shortcut
 _CUDA = Declarations("quantised_conv_stream.cu")
 STAGES, COLUMNS = _CUDA.values("MAX_STAGES", "MAX_COLUMNS")
 MULTIPROCESSOR_SHARED_BYTES = 228 << 10  # Hopper's

@@ -26,16 +26,16 @@ from graph_passes.operators import Operator, Shape, window
 from graph_passes.operators.quantised import OPTIONAL_ADDEND, QUANTISED_CONVOLUTION, quantised_convolution_body
 
 _CUDA = Declarations("quantised_conv_taps.cu")
-FILTERS, PEERS = _CUDA.values("FILTERS", "PEERS")  # FILTERS: that are multiplied at once; PEERS: blocks of a cluster
-# Eighths of the pixels that are multiplied at once, by the window and its stride.
+FILTERS, PEERS = _CUDA.values("FILTERS", "PEERS")  # FILTERS: multiplied at once; PEERS: blocks of a cluster
+# Eighths of the pixels that are multiplied at once, by window size and stride.
 EIGHTS = {(3, 1): (26, 28, 30), (3, 2): (14, 26, 28, 30), (1, 1): (24, 26, 28, 30, 32)}
-CHANNELS = (64, 128)  # of a part
+CHANNELS = (64, 128)  # channels of a part
 MAX_PLACES, MAX_STAGES, MAX_RESULTS = _CUDA.values("MAX_PLACES", "MAX_STAGES", "MAX_RESULTS")
 CONTROL_BYTES = _CUDA.sizeof("Control")
-FEW_STAGES = 6  # for which a block has room in any case, where weights pass by; more are for what is left
-L2_BYTES = 20  # that a multiprocessor gets from the L2 cache in a clock, if all ask for some
-END_CLOCKS = 80  # in which a team requantises 8 pixels of 64 filters, and has them copied away
-MAX_TILE = 256  # pixels of a tile that TMA can be told of, in each direction
+FEW_STAGES = 6  # stages for which a block always has room if weights are streamed; more use what is left
+L2_BYTES = 20  # bytes per clock that a multiprocessor gets from the L2 cache when all of them read
+END_CLOCKS = 80  # clocks in which a team requantises 8 pixels of 64 filters and stores them
+MAX_TILE = 256  # largest side of a tile in pixels for TMA
 
 
 class TappedImages(ctypes.Structure):

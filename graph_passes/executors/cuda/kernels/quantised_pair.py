@@ -39,8 +39,8 @@ from graph_passes.operators.quantised import SCALE, Scales, quantised_body
 
 _CUDA = Declarations("quantised_pair.cu")
 BLOCK: Size = (_CUDA.value("PAIR_THREADS"), 1, 1)
-Z_COLUMNS = (64, 128)  # of the second product
-PLACE_BYTES = TEAMS * TILE_ROWS * CHUNK  # for a stage of each team, or a result of each warp
+Z_COLUMNS = (64, 128)  # columns of the second product
+PLACE_BYTES = TEAMS * TILE_ROWS * CHUNK  # one stage of each team, or one result of each warp
 _OPS = {"QuantisedConvolution": "QuantisedPair", "QuantisedConvStreamSum": "QuantisedPairSum"}
 
 

@@ -25,7 +25,7 @@ from graph_passes.operators.body import Body
 from graph_passes.operators.pooling import is_stems
 from graph_passes.operators.quantised import QUANTISED_CONVOLUTION, SQUARE_CHANNELS, quantised_convolution_body
 
-WINDOW = ((4, 4), (1, 1), (0, 0), (1, 1))  # of 7x7 with stride 2 and padding 3, in squares
+WINDOW = ((4, 4), (1, 1), (0, 0), (1, 1))  # 7x7 with stride 2 and padding 3, on 2x2 squares
 _CUDA = Declarations("quantised_stem_pool.cu")
 TEAMS, WIDTH = _CUDA.values("TEAMS", "WIDTH")
 BLOCK = _CUDA.value("THREADS"), 1, 1

@@ -21,8 +21,8 @@ class StemRows:
 
     BLOCK: Size = (_CUDA.value("THREADS"), 1, 1)
     TEAMS = _CUDA.value("TEAMS")
-    MAX_WIDTH = 2 * _CUDA.value("WIDTH")  # of an image
-    ROWS = 1  # of the convolution, that make a row of the output
+    MAX_WIDTH = 2 * _CUDA.value("WIDTH")  # pixels of an image row
+    ROWS = 1  # convolution rows per output row
     SHARED_BYTES = Declarations("stem_forward.cu").sizeof("Shared")
 
     def __init__(self, shape: Shape, num_multiprocessors: int) -> None:

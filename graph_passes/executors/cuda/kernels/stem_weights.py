@@ -36,7 +36,7 @@ class StemWeights:
 
     BLOCK: Size = (_CUDA.value("THREADS"), 1, 1)
     ROWS, IN_ROWS, STEP, MAX_STAGES = _CUDA.values("OUT_ROWS", "IN_ROWS", "STEP", "MAX_STAGES")
-    MAX_PIXELS = 256  # of a side of what TMA copies at once
+    MAX_PIXELS = 256  # longest side of a TMA copy
     CONTROL_BYTES = _CUDA.sizeof("Control")
 
     def __init__(self, shape: Shape, num_multiprocessors: int) -> None:
