@@ -25,7 +25,7 @@ from graph_passes.operators.quantised import LARGEST
 Method = Literal["max", "percentile", "entropy"]
 METHODS: tuple[str, ...] = get_args(Method)
 PERCENTILE = 99.99  # % of the absolute values that the method "percentile" does not clip
-NUM_BINS = 2048  # bins of a histogram, and levels for entropy: Migacz, '8-bit Inference with TensorRT', GTC 2017
+NUM_BINS = 2048  # bins of a histogram (128 levels for entropy): Migacz, '8-bit Inference with TensorRT', GTC 2017
 _LEVELS = LARGEST + 1
 _STEP = 8  # step, in bins, between the limits tried for entropy: 0.4 % of the range
 # Operators whose output may become int8, in a graph of `folded`.

@@ -44,7 +44,7 @@ class _Placed:
 
     rows: dict[str, int] = field(default_factory=dict)
     lanes: dict[str, int] = field(default_factory=dict)
-    edge_lanes: dict[tuple[str, str], int] = field(default_factory=dict)  # colour of lines that skip layers
+    edge_lanes: dict[tuple[str, str], int] = field(default_factory=dict)  # lanes of edges that skip layers
 
 
 def draw_svg(graph: Graph, title: str, shapes: Mapping[Ref, Shape] | None = None, rows_per_strip: int = 44) -> str:

@@ -23,7 +23,7 @@ class Mapped(Protocol):
 
     address: int  # of its first byte
     size: int  # bytes
-    is_damaged: bool  # bytes
+    is_damaged: bool  # set once bytes have been lost
 
 
 class _SigAction(ctypes.Structure):

@@ -27,7 +27,7 @@ def group_mean(graph: Graph) -> Graph:
         if "sums" in names and node.output("sums") in graph.consumers:
             sums = node.output("sums")
             norm = graph.consumers[sums][0]
-            data = norm.inputs[norm.inputs.index(sums) - 1]  # in this order
+            data = norm.inputs[norm.inputs.index(sums) - 1]  # the data precede their sums
             nodes.append(norm.derive("GroupStatistics", graph.unused_name(f"{node.name}_group"), (data, sums),
                                      part_of=norm.name))
             moved[sums] = Ref(nodes[-1].name)

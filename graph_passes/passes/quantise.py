@@ -22,7 +22,7 @@ _LARGEST_BIAS = 2.0**30
 class Kept(NamedTuple):
     """The parts that stay in floats although they have an INT8 form."""
 
-    first: bool = False  # name of the convolution that reads the images
+    first: bool = False  # the convolution that reads the images
     classifier: bool = True
 
 

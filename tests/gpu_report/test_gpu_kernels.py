@@ -137,7 +137,7 @@ def test_problems_for_cudnn():
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[mx.nd.NDArray]:
-    """The plots that the kernels draw, in order."""
+    """The random arrays that the measurements of the kernels draw, in order."""
     found: list[mx.nd.NDArray] = []
 
     def draw(shape: tuple[int, ...]) -> mx.nd.NDArray:

@@ -43,7 +43,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory, seed: int) -> Path:
 
 @pytest.fixture
 def settings(photos: Path) -> LoaderConfig:
-    transform = ImageTransform(mean=(0, 0, 0), std=(1, 1, 1))  # the earlier red is forgotten
+    transform = ImageTransform(mean=(0, 0, 0), std=(1, 1, 1))  # pixels keep their values
     return LoaderConfig(data=str(photos), split="train", batch_size=4, image_size=32, num_threads=1,
                         transform=transform)
 

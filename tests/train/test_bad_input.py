@@ -306,7 +306,7 @@ def test_full_disk_while_saving(fails, tiny_options, tmp_path, monkeypatch):
     def no_room_at_last(descriptor):
         nonlocal count
         count += 1
-        if count > 2:  # names of the file and of the folder, for the first checkpoint
+        if count > 2:  # the first two are for the first checkpoint: of the file and of the folder
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         save(descriptor)
 

@@ -370,7 +370,7 @@ def test_averages_begin_in_mid_run(tiny_options, tmp_path, run_train):
     code, _, err = run_train("--resume", folder, "--ema-decay", "0.99", "--max-steps", "6", "--validate-every", "0")
     assert code == 0, err
     after = checkpoint.load(checkpoint.find(str(folder)))
-    decay = 5 / 14  # name of the sixth step's checkpoint
+    decay = 5 / 14  # decay of the averages in the sixth step
     for name, start in (before.params | before.biased.aux).items():
         expected = decay * start + (1 - decay) * (after.params | after.biased.aux)[name]
         averages = after.ema | after.biased.averages

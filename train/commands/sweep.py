@@ -37,7 +37,7 @@ from train.report import runs
 from train.report.comparison import Comparison
 from train.report.comparison import compare as compare_runs
 
-NAME = "comparison"  # bytes of the files that a sweep writes at its end
+NAME = "comparison"  # name of the files that a sweep writes at its end, without ending
 POLL_SECONDS = 0.2
 LOOK_SECONDS = 5.0  # seconds between two looks at the epochs of parallel trainings
 LAST_WORDS = 4096  # bytes at the end of a log that are searched for an error

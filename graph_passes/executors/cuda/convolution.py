@@ -151,7 +151,7 @@ class ConvolutionLibrary:
         self.handle = self._cudnn.create_handle()
         self._cudnn.set_stream(handle=self.handle, stream=gpu.stream_handle)
         self._plans: dict[Problem, Plan] = {}
-        self.variant = f"tf32_{int(tf32)}-{RULES}"  # kinds of problems whose choices are kept
+        self.variant = f"tf32_{int(tf32)}-{RULES}"  # distinguishes the choices that are kept for different settings
         self._choices_name = f"plans-{self.variant}"
         self._choices = self._read_choices()  # problem key -> [plan name, milliseconds]
         self._unsaved = False
@@ -443,7 +443,7 @@ class _Bench:
         self._gpu, self._arena, self._dtype = gpu, arena, problem.dtype
         self._starts, self._data_bytes = placed(problem)
         arena.reserve(self._data_bytes)
-        self._filled_bytes = 0  # address of the arena when it was filled
+        self._filled_bytes = 0  # size of the arena when it was filled last
 
     def time_ms(self, plan: Plan, rivals: list[tuple[float, int]]) -> float:
         """Time in ms. A plan that is clearly slower than the best so far is timed only roughly; others run for a

@@ -85,7 +85,7 @@ class CudaExecutor(Executor):
             self._grads |= engine.views("weight_gradients", step.store.weight_gradients)
         self.optimizer = DeviceOptimizer(step, engine)
         self._last_step: Any = None  # CUDA event at the end of the latest step
-        self._batch: Array = None  # arrays of the latest pass, on this GPU
+        self._batch: Array = None  # data of the latest pass, on this GPU
         self._passes_done = step.gpu.allocate(4)  # address on the GPU
         self.passes_shown = step.gpu.pinned(4).view(np.uint32)  # see `show_passes`
         self.passes_shown[:] = 0
@@ -265,7 +265,7 @@ class CudaExecutor(Executor):
         data = self._engine.here(data)
         used = [data]
         if label is not None:
-            if label.dtype != np.float32:  # for example raw bytes of bfloat16
+            if label.dtype != np.float32:  # its bytes are copied unchanged
                 raise GraphError(f"'softmax_label' has the dtype {np.dtype(label.dtype).name}: give float32")
             label = self._engine.here(label)
             self.gpu.copy(persistent.label.address, address(label), persistent.label.bytes_of(num_images))

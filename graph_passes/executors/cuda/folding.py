@@ -50,7 +50,7 @@ class Folded:
             weight = convolution.inputs[1].node
             source = trained.master.slices[weight]
             filters = source.shape[0]
-            own_bias = trained.master.slices.get(bias)  # weight of the convolution
+            own_bias = trained.master.slices.get(bias)  # bias of the convolution
             kernel.launch((filters, 1, 1), (256, 1, 1), source.address, own_bias.address if own_bias else 0,
                           trained.master.slices[gamma].address, trained.master.slices[beta].address,
                           trained.statistics.slices[mean].address, trained.statistics.slices[var].address,

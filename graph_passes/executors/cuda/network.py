@@ -50,7 +50,7 @@ class Network:
         self.kernels, self._arena = self._tools.kernels, self._tools.arena
         self._graph, self._shapes = graph, dict(shapes)
         self._inference: Inference | None = None
-        self._free_pinned: list[np.ndarray] = []  # read requests for metrics
+        self._free_pinned: list[np.ndarray] = []  # pinned arrays for metrics that can be reused
         self._free_answers: list[tuple[int, np.ndarray]] = []  # addresses on the GPU and in pinned memory
         self.skipped_steps = self.skipped_in_a_row = 0  # as in `Executor`
         self.gradient_norm: float | None = None  # likewise

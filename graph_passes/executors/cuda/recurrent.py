@@ -32,7 +32,7 @@ _DEFAULT_MATH, _TENSOR_CORES, _NO_TENSOR_CORES = 0, 1, 3
 # without padding.
 _LAYOUT, _PADDED_IO = 1, 0
 
-_SOME_ADDRESS = 1 << 40  # bytes of parameters when only offsets are requested; nothing is read there
+_SOME_ADDRESS = 1 << 40  # parameters' address when only their offsets are requested; nothing is read there
 
 _P, _I, _Z = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
 _SIGNATURES: dict[str, tuple[Any, ...]] = {

@@ -33,7 +33,7 @@ MAX_MEMBERS, THREADS, MAX_ARRAYS, MAX_VALUES = _CUDA.values("MAX_MEMBERS", "THRE
 SHARED_UNIT = 2 << 20  # bytes; shared memory should not be in one allocation with anything else
 # How long a member waits for another one before the run ends: longer than a checkpoint or a late batch takes.
 LIMIT_SECONDS = 60.0
-NEEDED, WAY_OUT = "which common BatchNorm statistics need", "leave out --bn-group"  # name in messages
+NEEDED, WAY_OUT = "which common BatchNorm statistics need", "leave out --bn-group"  # parts of messages
 
 
 class Mailboxes(ctypes.Structure):
@@ -104,7 +104,7 @@ class StatisticsGroup:
                              f"run all processes in one container, or {WAY_OUT}") from None
 
     def arguments(self, num_values: int) -> tuple[Any, ...]:
-        """Arguments of the kernel `group_mean` after its four arrays of `count` floats each."""
+        """Arguments of the kernel `group_mean` after its four arrays of `num_values` floats each."""
         return (self._mailboxes, ctypes.c_int(self._own), ctypes.c_int(self.size), self._numbers,
                 self._fault.ctypes.data, ctypes.c_uint64(round(self._limit_seconds * 1e9)), ctypes.c_int(num_values))
 

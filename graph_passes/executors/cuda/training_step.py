@@ -86,7 +86,7 @@ class TrainingStep(Network):
         if largest != self._shapes:
             self._arena.reserve(arena_bytes)
         self._training = self._compile()
-        self._own_share, self._seed = 1.0, 0  # the batch in its form on the GPU
+        self._own_share, self._seed = 1.0, 0  # values of the next pass that the GPU has now
         self._gradient_backup: dict[str, int] = {}
         self._folded: Folded | None = None  # parameters of inference
         self._inference_is_current = False
@@ -145,7 +145,7 @@ class TrainingStep(Network):
         return partial(pipeline.training_step, self._graph, shapes, self.dtype, grouped=self.options.group is not None)
 
     def _largest_shapes(self, image_size: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of the graph's inputs when training images have grown to `pixels` pixels."""
+        """Shapes of the graph's inputs when training images have grown to `image_size` pixels."""
         images, height, width, channels = self._shapes["data"]
         return self._shapes | {"data": (images, max(height, image_size), max(width, image_size), channels)}
 

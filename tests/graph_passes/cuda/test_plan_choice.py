@@ -62,7 +62,7 @@ class FakeCudnn:
                                   fill_random=self.fill_random)
         self.memory = self.filled = range(0)
         self.free_bytes = 1 << 40
-        self.item_bytes = 2  # sizes of the tensors
+        self.item_bytes = 2  # bytes of an element of the tensors
 
     def build(self, index: int) -> None:
         self.clock += self.first_seconds or self.seconds

@@ -53,8 +53,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 OWN = {kernel.strip("!") for _, kernel in kernels()}
-NOT_IN_A_STEP = {"copy"}  # columns of --profile
-LOSSES = {  # kinds of networks with a different one
+NOT_IN_A_STEP = {"copy"}  # kernel of --profile only
+LOSSES = {  # network -> its loss, if not the default
     "poolings": lambda network: passes.binary_cross_entropy(fused(network), 0.2),
     "BatchNorm first": lambda network: passes.weigh_classes(fused(network), [0.5, 1.5] * 5),
 }
@@ -155,7 +155,7 @@ class Network:
     size: tuple[int, int, int, int]
     dtype: str
     options: dict[str, Any] = field(default_factory=dict)
-    price: Price = own_kernels  # as much as the GPU can take
+    price: Price = own_kernels  # of the candidates; default: all own kernels that the GPU can run
 
 
 def networks(**group: Any) -> tuple[Network, ...]:

@@ -175,7 +175,8 @@ def both(*names: str) -> tuple[str, ...]:
 
 _SUMS = ("gamma_grad", "beta_grad")
 _ATTRIBUTES = ATTRIBUTES | dropping(["factors"])
-APPLIED = ("output", "saved", *RUNNING, "mask", "saved_2", *(f"{name}_2" for name in RUNNING))  # of the first node
+# Outputs of the first node.
+APPLIED = ("output", "saved", *RUNNING, "mask", "saved_2", *(f"{name}_2" for name in RUNNING))
 
 OPERATORS = (
     Operator("BatchNormPairApply", (*both("data", "sums", "gamma", "beta", *RUNNING), "factors"), attrs=_ATTRIBUTES,
