@@ -363,7 +363,7 @@ class DaliLoader(Loader):
         self._end_inspection(look.new, [each for part in look.found for each in part.result()])
 
     def _end_inspection(self, indices: Sequence[int] | np.ndarray, found: Sequence[tuple[int, str]]) -> None:
-        """Have Pillow decode `found`, the images among `indices` that it must decode, with the reason."""
+        """Have Pillow decode `found`: (index, reason) of the images among `indices` that DALI cannot decode."""
         self._decode_by_pillow([(i, reason) for i, reason in found if i not in self._by_pillow and i not in self.bad])
         self._is_known[indices] = True
 

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from common.command_line import REPEATABLE
 from pipelines.transform import ImageTransform, SizeLimit
 
-SAMPLES = "samples"  # as the data: the built-in sample set
+SAMPLES = "samples"  # value of --data that stands for the built-in sample set
 # ImageNet-21k has 21,841 classes; a million give ResNet-50 a classifier of 8 GB. The limit catches damaged labels:
 # without it, the class names up to a huge label would fill the memory.
 MAX_CLASSES = 1_000_000
