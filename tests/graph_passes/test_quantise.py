@@ -259,7 +259,7 @@ def test_a_tensor_without_scale_is_named() -> None:
     folded = before(models.create("resnet18", CLASSES).graph)
     scales = UNIT(folded.nodes, 0.1)
     del scales["stem_bn_relu"]
-    with pytest.raises(GraphError, match="no scale of the tensor 'stem_bn_relu', which is to be int8: calibrate"):
+    with pytest.raises(GraphError, match="no scale for the tensor 'stem_bn_relu', which is to be int8: calibrate"):
         quantise(folded, scales)
 
 

@@ -314,8 +314,8 @@ def test_files_that_are_removed_while_the_report_is_written(gone, named, unbroke
     monkeypatch.setattr(session, "has_predictions", lambda trainer, recorder: False)
     code, _, err = run_train("--output", folder, *tiny_options, report=True)
     assert code == 1, err
-    assert (f"error: the run has ended, but {named} had been removed from {folder} meanwhile: what was still "
-            "known is written again\n") in err
+    assert (f"error: the run has ended, but {named} had been removed from {folder} meanwhile: their known "
+            "content is written again\n") in err
     assert_same_end(folder, unbroken)
     assert RunRecord.read_jsonl(folder / "metrics.jsonl").steps_done == 12
 

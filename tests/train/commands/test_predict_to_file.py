@@ -396,7 +396,7 @@ DAMAGE = {  # a line, and its replacement
     ("foreign", "is there already, and was not begun by this command"),
     ("images", "but this command has"),
     ("fewer images", "but this command has none"),
-    ("about", r"\.about\.json, which says what out\.csv was begun with, is damaged: put back"),
+    ("about", r"\.about\.json, which says what out\.csv was begun with, is damaged: restore it"),
     ("damaged jsonl", r"out\.jsonl is damaged in line 4, after 3 images: repair"),
     ("damaged csv", r"out\.csv is damaged in line 5, after 3 images: repair"),
     ("open quote", r"out\.csv is damaged in line 5, after 3 images: repair"),
