@@ -92,7 +92,11 @@ class _Conversion:
                 self.one_pixel.add(result)
             axes = tuple(sorted(map(self._moved, node["axis"])))
             return node.with_attrs(axis=axes).replace(inputs=(self._convert(node.inputs[0]),))
-        if node.op in _BROADCAST and all(is_converted):
+        if node.op == "reverse" and is_converted[0]:
+            self.converted[result] = result
+            axes = tuple(sorted(map(self._moved, node["axis"])))
+            return node.with_attrs(axis=axes).replace(inputs=(self._convert(node.inputs[0]),))
+        if node.op in _BROADCAST and any(is_converted) and all(map(self._is_image, node.inputs)):
             self.converted[result] = result
             return node.replace(inputs=tuple(map(self._convert, node.inputs)))
         if self._is_elementwise(node) and any(is_converted):
@@ -107,6 +111,11 @@ class _Conversion:
         if flattens and node.inputs[0] in self.one_pixel:
             return node
         return node.replace(inputs=tuple(self._original(ref) for ref in node.inputs))
+
+    def _is_image(self, ref: Ref) -> bool:
+        """Does a tensor have the dimensions of images, or is it converted?"""
+        node = self.graph[ref.node]
+        return ref in self.converted or (node.op == "Reshape" and len(node["shape"]) == 4)
 
     def _makes_one_pixel(self, node: Node) -> bool:
         """A global pooling, and a product with every weight of what has one pixel."""
@@ -137,7 +146,8 @@ class _Conversion:
     def _is_input(self, variable: Node) -> bool:
         """Is it an input that is to come in the new layout and does not do so already?"""
         readers = self.graph.consumers.get(Ref(variable.name), ())
-        return variable.name in self.inputs and any(map(self._is_to_convert, readers))
+        reversed_ = [each for node in readers if node.op == "reverse" for each in self.graph.consumers[Ref(node.name)]]
+        return variable.name in self.inputs and any(map(self._is_to_convert, (*readers, *reversed_)))
 
     def _is_weight(self, variable: Node) -> bool:
         """Is it the weight of convolutions that are converted, and nothing else?"""

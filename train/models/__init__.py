@@ -29,6 +29,12 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     "resnet_v2": ("resnet18_v2", "resnet34_v2", "resnet50_v2", "resnet101_v2", "resnet152_v2"),
     "resnext": ("resnext50_32x4d", "resnext101_32x8d", "resnext101_64x4d"),
     "wide_resnet": ("wide_resnet50_2", "wide_resnet101_2"),
+    "efficientnet": (
+        "efficientnet_b0", "efficientnet_b1", "efficientnet_b2", "efficientnet_b3", "efficientnet_b4",
+        "efficientnet_v2_s", "efficientnet_lite0", "efficientnet_lite1", "efficientnet_lite2",
+        "tf_efficientnet_b0", "tf_efficientnet_b1", "tf_efficientnet_b2", "tf_efficientnet_b3", "tf_efficientnet_b4",
+        "tf_efficientnetv2_s", "tf_efficientnet_lite0", "tf_efficientnet_lite1", "tf_efficientnet_lite2",
+    ),
 }
 
 ALL = "all"  # stands for every network, where several may be given

@@ -8,7 +8,7 @@ extra arrays may be present: counters, biases before a BatchNorm, and Gluon's Ba
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,15 +19,16 @@ from graph_passes import Graph, roles
 from graph_passes.passes.fold_bn import foldings
 from train import models
 from train.errors import TrainError
-from train.models.libraries import GLUON, Published
+from train.models.blocks import BATCH_NORM_EPS
+from train.models.libraries import GLUON, TORCHVISION, Published
 from train.models.network import Network, value_shapes
-from train.models.resnet import BATCH_NORM_EPS
 from train.weights.record import Record
 
 COUNTER = "num_batches_tracked"  # a counter in each BatchNorm of PyTorch, which has no effect
 _STATISTICS = ("running_mean", "running_var")
 # Gluon's numbered layer names, with an optional network prefix: resnetv10_stage1_conv0_weight.
 _COUNTED = re.compile(r"(?:resnetv\d+_)?((?:stage\d+_)?(?:conv|batchnorm|dense)\d+)_(\w+)")
+_OUR_LAYER = re.compile(r"(.+)_(?:weight|bias|gamma|beta|moving_mean|moving_var)")
 
 Arrays = dict[str, np.ndarray]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -39,6 +40,7 @@ class Found:
 
     model: str
     library: str  # whose names the arrays have; "": ours
+    prepared_by: str  # the library whose images `record` is for, if it is no file's
     params: Arrays  # canonical, like `aux`
     aux: Arrays
     classifier: str  # original name of the classifier's weight, which `params` may lack
@@ -66,24 +68,54 @@ def recognise(path: Path, arrays: Mapping[str, np.ndarray], record: Record, want
         TrainError: the arrays belong to no network of this program, to another one than `wanted`, or to one that would
             compute something else; or they have values that are not finite.
     """
-    candidates = list(_candidates())
+    candidates = list(_candidates(arrays))
     shared = [candidate.shared_names(arrays) for candidate in candidates]
     alike = [candidate for candidate, share in zip(candidates, shared, strict=True) if share == max(shared)]
-    nearest = max(alike, key=lambda candidate: candidate.match(candidate.structural(arrays)))
-    named = nearest.structural(arrays)
-    if nearest.match(named) == 1:
-        return nearest.take(path, named, record, wanted)
+    matches = [candidate.match(candidate.structural(arrays)) for candidate in alike]
+    if max(matches) == 1:
+        fitting = [candidate for candidate, match in zip(alike, matches, strict=True) if match == 1]
+        found = _chosen(path, fitting, wanted or record.architecture)
+        return found.take(path, found.structural(arrays), record, wanted)
+    nearest = alike[matches.index(max(matches))]
     raise TrainError(f"{path} belongs to no network of this program; the nearest is {nearest.model}, "
-                     f"{nearest.difference(named)}: give weights of one of its networks "
+                     f"{nearest.difference(nearest.structural(arrays))}: give weights of one of its networks "
                      f"({', '.join(models.names())})")
 
 
-def _candidates() -> Iterator[_Candidate]:
-    for model in models.names():
-        network = models.create(model)
-        shapes, aux_shapes = value_shapes(network.symbol)
-        for published, is_oihw in ((None, False), (None, True), *((found, True) for found in models.published(model))):
-            yield _Candidate(network, published, is_oihw, shapes, aux_shapes)
+def _chosen(path: Path, fitting: Sequence[_Candidate], name: str) -> _Candidate:
+    """The candidate of this name ("": not given) among those that fit. Networks with equal arrays may still differ, in
+    BatchNorm's epsilon for example. Raises TrainError if the name does not tell."""
+    called = [candidate for candidate in fitting if name in candidate.model_names]
+    differing = list(dict.fromkeys(candidate.model for candidate in fitting))
+    if not called and len(differing) > 1:
+        raise TrainError(f"{path} may be a {' or a '.join(differing)}, which have equal arrays but compute something "
+                         f"else: say which in {path.with_suffix('.json').name} beside it, such as "
+                         f'{{"architecture": "{differing[0]}"}}')
+    return (called or fitting)[0]
+
+
+def _candidates(arrays: Mapping[str, np.ndarray]) -> Iterator[_Candidate]:
+    """The networks whose layers have the most names in common with those of the arrays, in all their forms. Only they
+    are made, because making all takes long."""
+    forms = {model: models.published(model) for model in models.names()}
+    shares = {model: max(_shared_layers(each, arrays) for each in found) for model, found in forms.items() if found}
+    for model, found in forms.items():
+        if not found or shares[model] == max(shares.values()):  # of a plug-in's network no names are known yet
+            network = models.create(model)
+            shapes, aux_shapes = value_shapes(network.symbol)
+            for published, is_oihw in ((None, False), (None, True), *((each, True) for each in found)):
+                yield _Candidate(network, published, is_oihw, shapes, aux_shapes)
+
+
+def _shared_layers(published: Published, arrays: Mapping[str, np.ndarray]) -> float:
+    """The share of all names of layers that a network and the arrays have in common, by the library's names or ours."""
+    layers = set(published.layers.values())
+    forms = [(layers, {name if name in layers else name.rpartition(".")[0] for name in arrays}),
+             (set(published.layers), {found[1] for name in arrays if (found := _OUR_LAYER.fullmatch(name))})]
+    if published.library == GLUON:
+        counted = {found[1] for name in arrays if (found := _COUNTED.fullmatch(name))}
+        forms.append((set(published.counted()), counted))
+    return max(len(here & there) / len(here | there) for here, there in forms)
 
 
 @dataclass(frozen=True)
@@ -102,6 +134,11 @@ class _Candidate:
         return self.network.name
 
     @property
+    def model_names(self) -> set[str]:
+        """The network's names, here and in the library."""
+        return {self.model, self.published.model or self.model} if self.published else {self.model}
+
+    @property
     def graph(self) -> Graph:
         """The network's graph, made only on demand: it takes longer than the rest of a candidate."""
         return self.network.graph
@@ -113,8 +150,13 @@ class _Candidate:
     @cached_property
     def wanted(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of each array in this form."""
-        return {self.name(ours): _oihw(shape) if self.is_oihw else shape
+        return {self.name(ours): self._form.shape(ours, shape) if self.is_oihw else shape
                 for ours, shape in (*self.shapes.items(), *self.aux_shapes.items())}
+
+    @property
+    def _form(self) -> Published:
+        """How the arrays differ from the canonical ones."""
+        return self.published or Published("", {})
 
     @cached_property
     def classifier(self) -> list[str]:
@@ -205,12 +247,15 @@ class _Candidate:
             raise TrainError(f"{path} is {library}'s {self.model}, which would compute something else here: "
                              f"{self.published.refused}; give weights of torchvision, timm or this program")
         for model, whose in ((wanted, "this run has --model"), (record.architecture, f"{record.file} says")):
-            if model and model != self.model:
+            if model and model not in self.model_names:
                 raise TrainError(f"{path} holds a {self.model}, but {whose} {model}: give weights of a {model}, or "
                                  f"correct the name to {self.model}")
+        if self.published and not record.file:
+            record = replace(record, **self.published.images)
         for name, array in arrays.items():
             _check(path, name, array)
-        params, aux = ({ours: self._canonical(arrays[self.name(ours)]) for ours in shapes if self.name(ours) in arrays}
+        params, aux = ({ours: self._canonical(arrays[self.name(ours)], shape)
+                        for ours, shape in shapes.items() if self.name(ours) in arrays}
                        for shapes in (self.shapes, self.aux_shapes))
         notes = []
         if biases := [name for name in self.biases if name in arrays]:
@@ -232,17 +277,12 @@ class _Candidate:
         counters = [int(array.item()) for name, array in arrays.items() if _is_counter(name)]
         if counters:
             notes.append(f"{COUNTER} of {len(counters)} BatchNorms: ignored, as they have no effect")
-        return Found(self.model, library, params, aux, self.classifier[0], record, len(arrays),
+        prepared_by = library if self.published and self.published.images else TORCHVISION
+        return Found(self.model, library, prepared_by, params, aux, self.classifier[0], record, len(arrays),
                      max(counters, default=0), notes)
 
-    def _canonical(self, array: np.ndarray) -> np.ndarray:
-        if array.ndim == 4 and self.is_oihw:
-            array = array.transpose(0, 2, 3, 1)
-        return np.ascontiguousarray(array, np.float32)
-
-
-def _oihw(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return (shape[0], shape[3], *shape[1:3]) if len(shape) == 4 else shape
+    def _canonical(self, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        return np.ascontiguousarray(self._form.ours(array, shape) if self.is_oihw else array, np.float32)
 
 
 def _is_counter(name: str) -> bool:
