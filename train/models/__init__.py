@@ -35,6 +35,16 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
         "tf_efficientnet_b0", "tf_efficientnet_b1", "tf_efficientnet_b2", "tf_efficientnet_b3", "tf_efficientnet_b4",
         "tf_efficientnetv2_s", "tf_efficientnet_lite0", "tf_efficientnet_lite1", "tf_efficientnet_lite2",
     ),
+    "mobilenet": ("mobilenet_v2", "mobilenet_v3_large", "mobilenet_v3_small", "mobilenetv3_large_100",
+                  "mobilenetv3_small_100"),
+    "regnet": (
+        "regnet_x_400mf", "regnet_x_800mf", "regnet_x_1_6gf", "regnet_x_3_2gf", "regnet_x_8gf", "regnet_x_16gf",
+        "regnet_x_32gf", "regnet_y_400mf", "regnet_y_800mf", "regnet_y_1_6gf", "regnet_y_3_2gf", "regnet_y_8gf",
+        "regnet_y_16gf", "regnet_y_32gf",
+    ),
+    "convnext": ("convnext_tiny", "convnext_small", "convnext_base"),
+    "se_resnet": ("seresnet18", "seresnet34", "seresnet50", "seresnet101", "seresnet152", "resnetrs50", "resnetrs101",
+                  "resnetrs152"),
 }
 
 ALL = "all"  # stands for every network, where several may be given
