@@ -39,7 +39,9 @@ def folded(graph: Graph) -> Graph:
 
 def observed(graph: Graph) -> list[str]:
     """Names of the tensors of a folded graph that may become int8, and of those that ONNX's form of it has besides."""
-    return ["data", *(node.name for node in graph if node.op in _OBSERVED or is_relu(node))]
+    read = {node.inputs[0].node for node in graph if node.op in ("Convolution", "FullyConnected", "Pooling")}
+    return ["data", *(node.name for node in graph if not node.is_variable
+                      and (node.op in _OBSERVED or is_relu(node) or node.name in read))]
 
 
 class Calibration:

@@ -156,7 +156,9 @@ class _Integers:
                     self._scales |= {name: self._scales.get(name, qdq.scales[name]) for name in summands}
         self._not_negative: set[str] = set()
         for node in graph:
-            if is_relu(node) or (node.op in ("Pooling", "Flatten") and node.inputs[0].node in self._not_negative):
+            is_clipped = node.op == "clip" and node["a_min"] >= 0
+            if is_relu(node) or is_clipped or (node.op in ("Pooling", "Flatten")
+                                               and node.inputs[0].node in self._not_negative):
                 self._not_negative.add(node.name)
             elif qdq.unsigned and any(each.op == "Convolution" for each in graph.consumers.get(Ref(node.name), ())):
                 self._scales.pop(node.name, None)

@@ -84,6 +84,8 @@ class _Conversion:
         if node.op in _AXIS and is_converted[0]:
             self.converted[result] = result
             images = node.inputs[:1] if node.op == "LayerNorm" else node.inputs
+            if all(self._convert(ref) in self.one_pixel for ref in images):
+                self.one_pixel.add(result)
             inputs = (*map(self._convert, images), *node.inputs[len(images):])
             return node.with_attrs(**{_AXIS[node.op]: self._moved(node[_AXIS[node.op]])}).replace(inputs=inputs)
         if node.op == "mean" and is_converted[0] and self._is_over_pixels(node):

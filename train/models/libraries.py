@@ -66,15 +66,19 @@ class Published:
         """Our canonical array `ours` in the library's form."""
         shape = self.shape(ours, array.shape)
         if array.ndim == 4:
-            array = (array[:, ::-1, ::-1] if self.is_reversed else array).transpose(0, 3, 1, 2)
+            array = self._turned(array).transpose(0, 3, 1, 2)
         return np.ascontiguousarray(array).reshape(shape)
 
     def ours(self, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         """The inverse of `theirs`. `shape`: our canonical one, whose first size may be another."""
         if len(shape) == 4:
-            array = array.reshape(len(array), shape[3], *shape[1:3]).transpose(0, 2, 3, 1)
-            return array[:, ::-1, ::-1] if self.is_reversed else array
+            return self._turned(array.reshape(len(array), shape[3], *shape[1:3]).transpose(0, 2, 3, 1))
         return array.reshape(len(array), *shape[1:])
+
+    def _turned(self, weight: np.ndarray) -> np.ndarray:
+        """A kernel (filters, rows, columns, channels) from our order of rows and columns to the library's, or back."""
+        # the copy has no negative strides, as a view of a 1x1 kernel has, which counts as contiguous all the same
+        return weight[:, ::-1, ::-1].copy() if self.is_reversed else weight
 
     def counted(self) -> dict[str, str]:
         """Gluon's alternative layer names, numbered by kind within a stage: stage1_conv0."""
