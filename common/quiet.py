@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def without_lines(unwanted: re.Pattern[bytes]) -> Iterator[None]:
-    """Inside, lines on standard error that match `unwanted` are dropped, also those that libraries write by file
-    descriptor. All other lines appear at the end of the block."""
+    """A context in which lines on standard error that match `unwanted` are dropped, including lines that libraries
+    write by file descriptor. All other lines appear at the end of the block."""
     sys.stderr.flush()
     stderr = os.dup(2)
     with tempfile.TemporaryFile() as caught:

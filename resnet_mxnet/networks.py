@@ -60,7 +60,7 @@ def load(
         UserError: there are no weights, they are damaged, or the device is not available.
     """
     if not isinstance(place, (str, os.PathLike)) or not os.fspath(place):
-        raise TrainError(f"{place!r} is no place of a trained network: give a run folder, a checkpoint or weights")
+        raise TrainError(f"{place!r} is not the path of a trained network: give a run folder, a checkpoint or weights")
     kind, number = device_and_number(device)
     given = {"checkpoint": place, "int8": int8, "device": kind, "executor": executor, "batch_size": batch_size,
              "num_threads": num_threads, "hw_decoder_load": hw_decoder_load, "max_pixels": max_pixels, "plugin": plugin}
@@ -235,7 +235,7 @@ def _in_order(images: Any) -> tuple[list[Any], bool]:
     if isinstance(images, str) and not images:
         raise TrainError("the path of the images is empty: give a file, a folder, or images")
     if isinstance(images, (Set, Mapping)):
-        raise TrainError(f"a {type(images).__name__} is no list of images: give a list, whose order the results have")
+        raise TrainError(f"a {type(images).__name__} is no list of images: give a list; the results have its order")
     if hasattr(images, "read"):
         raise TrainError(f"images is an open file ({type(images).__name__}): give its path or its bytes")
     return listed(images)

@@ -1,4 +1,4 @@
-"""A network's features: what its classifier reads, a vector for each image."""
+"""A network's features: the input of its classifier, one vector per image."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from train.devices import Placement
 from train.errors import TrainError
 from train.models.network import Network
 
-# The classifier that hands features on divides them by this, so that the exponentials of softmax reach features up to
-# 8 * 87 below the largest one: exp(-87) is about the smallest float32. A power of two costs no bits.
+# The classifier divides features by this, so that the exponentials of softmax cover features up to 8 * 87 below the
+# largest one: exp(-87) is about the smallest float32. Division by a power of two is exact.
 DIVISOR = 8.0
 
 
@@ -29,8 +29,8 @@ def features_graph(network: Network) -> Graph:
 
 
 class Features:
-    """Computes features with an executor of its own. `config` has the batch size and the image size. Raises GraphError
-    and TrainError."""
+    """Computes features with its own executor. `config` has the batch size and the image size. Raises GraphError and
+    TrainError."""
 
     def __init__(self, trained: Checkpoint, config: Config, placement: Placement) -> None:
         self._hands_on = placement.executor == "cuda"
@@ -42,7 +42,8 @@ class Features:
         self._executor.infer(data)
 
     def request(self) -> Callable[[], np.ndarray]:
-        """The features (N, C), float32, of the latest `infer`: what is returned, to be called once, waits for them."""
+        """Request the features (N, C), float32, of the latest `infer`. Returns a function, to be called once, that
+        waits for them."""
         receive = self._executor.request_probabilities()
         if self._hands_on:
             return lambda: handed_on(receive())
@@ -54,7 +55,7 @@ class Features:
         return flat
 
     def close(self) -> None:
-        """Give back the device's memory."""
+        """Free the device's memory."""
         self._executor.close()
 
 
@@ -69,8 +70,9 @@ def _without_classifier(trained: Checkpoint, config: Config, placement: Placemen
 
 
 def _handing_on(trained: Checkpoint, config: Config, placement: Placement) -> Executor:
-    """An executor whose probabilities hold the features. The cuda executor runs networks that end in a softmax over a
-    classifier's scores, so the classifier is one whose scores are the features, beside a score of 0."""
+    """An executor whose probabilities encode the features. The cuda executor only runs networks that end in a softmax
+    over a classifier's scores. So the classifier is chosen such that its scores are the features and an additional
+    0."""
     network = models.create(config.model, trained.num_classes)
     weight, bias = network.classifier
     channels = trained.params[weight].shape[1]
@@ -84,9 +86,9 @@ def _handing_on(trained: Checkpoint, config: Config, placement: Placement) -> Ex
 
 
 def handed_on(probabilities: np.ndarray) -> np.ndarray:
-    """The features (N, C) behind the probabilities (N, C + 1) of `_handing_on`: each is its score's distance to the
-    last score, which is 0. In float32 they are exact to about 1e-6. Raises TrainError for features whose exponentials
-    leave float32."""
+    """The features (N, C) decoded from the probabilities (N, C + 1) of `_handing_on`: each is the difference of its
+    score from the last score, which is 0. In float32 they are exact to about 1e-6. Raises TrainError for features whose
+    exponentials exceed float32."""
     with np.errstate(divide="ignore", invalid="ignore"):
         logarithms = np.log(probabilities.astype(np.float64))
         found = DIVISOR * (logarithms[:, :-1] - logarithms[:, -1:])

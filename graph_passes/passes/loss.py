@@ -1,4 +1,4 @@
-"""What a network learns to lower: another loss than the cross entropy of its softmax."""
+"""Loss functions other than the cross entropy of a softmax."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from graph_passes.graph import Graph, Node
 
 
 def binary_cross_entropy(graph: Graph, threshold: float = 0.0) -> Graph:
-    """Answer for each class by itself, and learn that by binary cross entropy (arXiv:2110.00476, section 2.1).
+    """Predict each class independently, and train with binary cross entropy (arXiv:2110.00476, section 2.1).
 
         before    scores, label -> SoftmaxOutput
         after     scores, label -> SigmoidOutput(threshold)
 
     Label smoothing and normalisation stay. The loss of an image is the mean over the classes. With a `threshold`,
-    targets above it become 1 and the others 0, once they are smoothed and mixed; 0: they stay as they are.
+    targets above it become 1 and the others 0, after smoothing and mixing; 0: they stay as they are.
 
     Raises GraphError for a network that does not end in SoftmaxOutput.
     """
     end = graph[graph.outputs[0].node]
     if end.op != "SoftmaxOutput":
-        raise GraphError(f"the graph ends in {end.op} '{end.name}', not in the SoftmaxOutput whose place "
-                         "another loss is to take")
+        raise GraphError(f"the graph ends in {end.op} '{end.name}', not in the SoftmaxOutput that "
+                         "another loss is to replace")
     kept = {name: end[name] for name in ("grad_scale", "normalization", "smooth_alpha")}
     return _replace(graph, end.replace(op="SigmoidOutput", attrs=kept | {"threshold": threshold}))
 
 
 def weigh_classes(graph: Graph, weights: Sequence[float]) -> Graph:
-    """Multiply the targets of each class by its weight, in training alone.
+    """Multiply the targets of each class by its weight, in training only.
 
         before    scores, label -> SoftmaxOutput
         after     scores, label -> SoftmaxOutput(class_weights)
@@ -37,7 +37,7 @@ def weigh_classes(graph: Graph, weights: Sequence[float]) -> Graph:
 
 
 def stock_loss(graph: Graph) -> Graph:
-    """MXNet's own operator in place of SigmoidOutput, for a file that MXNet is to read; it gives the same answers.
+    """Replace SigmoidOutput by MXNet's own operator, for a file that MXNet is to read. The outputs are equal.
 
         before    scores, label -> SigmoidOutput
         after     scores, label -> LogisticRegressionOutput

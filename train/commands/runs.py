@@ -45,7 +45,7 @@ def _cells(run: Listed, now: float) -> tuple[str, ...]:
 
 
 def _state(run: Listed) -> str:
-    """The state, with the option that ended the run or "killed", if it was one of them."""
+    """The state; for a run that was ended, the option that ended it or "killed"."""
     told = {"max_steps": "--max-steps", "target_accuracy": "--target-accuracy", "patience": "--patience",
             "time_limit": "--time-limit", KILLED: "killed"}
     reason = told.get(run.reason, "")

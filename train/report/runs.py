@@ -1,6 +1,6 @@
-"""Run folders as other programs find them: a run's state, options and best accuracy; and all runs below a folder.
+"""Run folders for other programs: a run's state, options and best accuracy; and all runs below a folder.
 
-Reads metrics.jsonl only, so a run can be looked at while it trains, and after it was killed.
+Reads only metrics.jsonl, so it works while a run trains and after it was killed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DAMAGED = "damaged"  # the metrics cannot be read
 
 # Why a session has ended ("reason" in metrics.jsonl) -> state of the run.
 ENDINGS = {reason: FINISHED if completes else STOPPED for reason, completes in REASONS.items() if reason != "error"}
-KILLED = "killed"  # the reason of a run that has not written why it ended
+KILLED = "killed"  # reason of a run that has not recorded why it ended
 DEPTH = 3  # folders below the given one that are searched for runs
 
 
@@ -39,8 +39,8 @@ class Run:
 
     @property
     def state(self) -> str:
-        """RUNNING; FINISHED: it has done its epochs, or has met its target or its patience; STOPPED: by a signal or a
-        limit of steps or time, and it can be resumed; FAILED: it ended with an error or was killed."""
+        """RUNNING; FINISHED: it has done its epochs, or has met its target or its patience; STOPPED: ended by a signal
+        or a limit of steps or time, and can be resumed; FAILED: ended with an error or was killed."""
         return RUNNING if self.is_running else ENDINGS.get(self.reason, FAILED)
 
     @property
@@ -56,12 +56,12 @@ class Run:
 
     @property
     def is_over(self) -> bool:
-        """Whether the last session has ended as it was asked to, rather than by a signal or an error."""
+        """Whether the last session has ended as requested, and not by a signal or an error."""
         return not self.is_running and self.record.is_over
 
     def _reason_of_earlier_versions(self, completed: bool) -> str:
-        """From what earlier versions wrote: whether an exception (a signal is one, too) ended the run, and which limit
-        did, in words."""
+        """The reason in files of earlier versions: whether an exception (including a signal) ended the run, and in
+        words which limit."""
         if not completed:
             return "signal"
         stop = next((event["reason"] for event in reversed(self.record.events) if event["event"] == "stop"), "")
@@ -77,8 +77,8 @@ class Run:
 
     @property
     def options(self) -> dict[str, Any]:
-        """All options by field name. Those that a run of an earlier version has not recorded have their defaults; those
-        of a version that this one does not know are kept as they are."""
+        """All options by field name. Options that an earlier version has not recorded have their defaults; options of
+        another version that this one does not know are kept unchanged."""
         kind = LanguageModelConfig if self.is_language_model else Config
         try:
             return dict(kind.from_dict(self.record.config).to_dict())
@@ -95,18 +95,18 @@ class Run:
 
 
 def read(folder: Path, with_steps: bool = True) -> Run:
-    """The run in a folder. `with_steps`: with the times of all steps; without them it is read ten times as fast.
+    """The run in a folder. `with_steps`: with the times of all steps; reading without them is ten times as fast.
 
-    Raises TrainError if the folder holds no run, or if its metrics cannot be read.
+    Raises TrainError if the folder contains no run, or its metrics cannot be read.
     """
     path = folder / METRICS_FILE
     if not path.is_file():
         raise TrainError(f"there is no {METRICS_FILE} in {folder}: give the output folder of a training run")
-    is_running = files.is_locked(path)  # before reading: a run that ends meanwhile has then written its end
+    is_running = files.is_locked(path)  # checked before reading: a run that ends meanwhile has then written its end
     try:
         record = RunRecord.read_jsonl(path, with_steps)
     except OSError as error:
-        raise TrainError(f"cannot read {path} ({error.strerror}): see that it can be read") from None
+        raise TrainError(f"cannot read {path} ({error.strerror}): check its permissions") from None
     if not record.session_starts:
         if path.read_bytes().lstrip()[:1] not in (b"", b"{"):
             raise TrainError(f"{path} is damaged: its first line is no JSON; restore it, or remove the run")
@@ -116,13 +116,13 @@ def read(folder: Path, with_steps: bool = True) -> Run:
 
 def find(folder: Path) -> list[Path]:
     """The folders of all runs in a folder: itself, or those up to DEPTH levels below it, by name. Raises TrainError if
-    it is no folder that can be read."""
+    it is not a readable folder."""
     if not folder.is_dir():
         raise TrainError(f"there is no folder {folder}: give one that holds runs")
     try:
         return list(_find(folder, DEPTH))
     except OSError as error:
-        raise TrainError(f"cannot read {error.filename} ({error.strerror}): see that it can be read") from None
+        raise TrainError(f"cannot read {error.filename} ({error.strerror}): check its permissions") from None
 
 
 def _find(folder: Path, depth: int) -> Iterator[Path]:
@@ -156,14 +156,14 @@ class Listed:
 
     folder: Path
     state: str  # RUNNING, FINISHED, STOPPED, FAILED or DAMAGED
-    reason: str  # see `Run.reason`; of a damaged run: a sentence
+    reason: str  # see `Run.reason`; for a damaged run: a sentence
     changed: float  # seconds since 1970, when it wrote its last line
     size: int  # bytes on disk
-    model: str = ""  # as of `model_of`
+    model: str = ""  # see `model_of`
     epochs: int = 0  # epochs done
     epochs_wanted: int = 0
     best_top1: float | None = None  # fraction of `images`
-    best_perplexity: float | None = None  # of a language model, in its place
+    best_perplexity: float | None = None  # for a language model, in its place
     best_epoch: int | None = None
     images: str = ""  # validation, or training images
 
@@ -209,7 +209,7 @@ def model_of(config: Mapping[str, Any]) -> str:
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
-    """A short name for each folder: its path below the folder that all have in common."""
+    """A short name for each folder: its path below their common folder."""
     if not folders:
         return []
     paths = [os.path.abspath(folder) for folder in folders]

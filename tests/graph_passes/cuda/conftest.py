@@ -11,7 +11,7 @@ from gpu_arrays import DTYPES, Device
 from common.disk_cache import Cache
 from graph_passes.executors.cuda import network
 from graph_passes.executors.cuda.device import Gpu
-from graph_passes.executors.cuda.kernel_library import KernelLibrary
+from graph_passes.executors.cuda.kernel_library import KernelLibrary, compile_kernel
 
 
 @pytest.fixture(scope="session")
@@ -25,9 +25,21 @@ def dtype(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture(scope="module")
+def nvrtc() -> None:
+    """Skip the test if NVRTC is not installed."""
+    pytest.importorskip("cuda.core", reason="cuda-core is not installed")
+    try:
+        compile_kernel("elementwise.cu", "add<float>", "sm_90a")
+    except (ImportError, RuntimeError, OSError) as error:
+        if "nvrtc" in str(error).lower() and "COMPILATION" not in str(error):
+            pytest.skip(f"NVRTC is not installed: {error}")
+        raise
+
+
 @pytest.fixture(autouse=True)
 def free_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The memory of the steps that a test has made is the GPU's again after it: others are tested beside it."""
+    """Free the GPU memory of a test's steps after the test, because other tests run at the same time."""
     made: list[Gpu] = []
 
     class Remembered(Gpu):

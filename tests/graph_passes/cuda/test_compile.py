@@ -1,8 +1,7 @@
-"""Every kernel compiles to machine code, wherever NVRTC can be had; no GPU needed."""
+"""Every kernel compiles to machine code if NVRTC is available; no GPU is needed."""
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import re
 from pathlib import Path
@@ -10,45 +9,22 @@ from pathlib import Path
 import pytest
 
 from graph_passes.executors.cuda.kernel_library import C_TYPES, HOPPER, SOURCES, architecture, compile_kernel
-from graph_passes.executors.cuda.kernels.batch_norm import Grid
-from graph_passes.executors.cuda.kernels.conv1x1_forward import CONTROL_BYTES
-from graph_passes.executors.cuda.kernels.conv3x3 import CONTROL_BYTES as CONV3X3_CONTROL_BYTES
-from graph_passes.executors.cuda.kernels.conv3x3 import Conv3x3, TiledImages
-from graph_passes.executors.cuda.kernels.conv3x3_weights import Conv3x3Weights
-from graph_passes.executors.cuda.kernels.dgrad_reduce import OUT_CHANNELS, DgradReduce
-from graph_passes.executors.cuda.kernels.dgrad_stream import DgradStream
-from graph_passes.executors.cuda.kernels.norm_backward import CHANNELS, NormBackward
-from graph_passes.executors.cuda.kernels.quantised import CHUNK, Geometry
-from graph_passes.executors.cuda.kernels.quantised_conv import TILES, stages_of
-from graph_passes.executors.cuda.kernels.quantised_conv_stream import COLUMNS, STAGES, Stream
+from graph_passes.executors.cuda.kernels.quantised_conv import TILES
 from graph_passes.executors.cuda.kernels.quantised_conv_stream import TILES as STREAMS
 from graph_passes.executors.cuda.kernels.quantised_conv_taps import CHANNELS as TAPS_CHANNELS
-from graph_passes.executors.cuda.kernels.quantised_conv_taps import CONTROL_BYTES as TAPS_CONTROL_BYTES
 from graph_passes.executors.cuda.kernels.quantised_conv_taps import (
     EIGHTS,
-    FILTERS,
-    MAX_PLACES,
-    MAX_RESULTS,
-    MAX_STAGES,
-    PEERS,
-    QuantisedConvTaps,
-    TappedImages,
 )
-from graph_passes.executors.cuda.kernels.quantised_pair import Z_COLUMNS, QuantisedPair
-from graph_passes.executors.cuda.kernels.quantised_stem_pool import BLOCK, SHARED_BYTES, TEAMS, WIDTH, PooledSizes
-from graph_passes.executors.cuda.kernels.stem_pool import StemPool
-from graph_passes.executors.cuda.kernels.stem_rows import StemRows
-from graph_passes.executors.cuda.kernels.stem_weights import StemWeights
-from graph_passes.executors.cuda.optimizer import State, _Tensor
+from graph_passes.executors.cuda.kernels.quantised_pair import Z_COLUMNS
 
-RULES = ["Sgd<false>", "Sgd<true>", "Lars<false>", "Lars<true>", "AdamW", "Lamb", "Lion"]  # of optimizer.cu
+RULES = ["Sgd<false>", "Sgd<true>", "Lars<false>", "Lars<true>", "AdamW", "Lamb", "Lion"]  # as in optimizer.cu
 
-# Of wgmma: for Hopper alone, in 16-bit types.
+# Kernels with wgmma: for Hopper only, in 16-bit types.
 WARPGROUPS = ("conv1x1_forward.cu", "conv1x1_pair.cu", "conv1x1_statistics.cu", "conv3x3.cu", "conv3x3_weights.cu",
               "dgrad_reduce.cu", "dgrad_stream.cu", "norm_backward.cu", "norm_conv1x1.cu", "norm_dgrad.cu",
               "stem_forward.cu", "stem_pool.cu", "stem_weights.cu")
 
-# Template arguments behind the dtype that the executor asks for.
+# Template arguments, after the dtype, that the executor requests.
 FLAGS = {
     "dgrad_reduce": ["64, NONE, true, false", "128, WHOLE, false, false", "256, WHOLE, true, false",
                      "64, WHOLE, true, true", "256, NONE, false, true", "128, COMPACT, false, false",
@@ -92,13 +68,13 @@ FLAGS = {
                        for flags in ("false, false, true", "true, true, true")],
     "quantised_conv_squares": ["4, 1, 64, true", "2, 1, 64, false", "3, 4, 64, true", "3, 8, 128, true"],
 }
-# What gives int8 as well as floats.
+# Kernels that write int8 or floats.
 WRITES_INT8 = ("quantised_average_pool", "quantised_conv_direct", "quantised_conv",
                "quantised_conv_squares")
 
 
 def kernels() -> list[tuple[str, str]]:
-    """(file, kernel) of all __global__ functions of kernels/."""
+    """(file, kernel) for all __global__ functions in kernels/."""
     found = []
     for path in sorted(SOURCES.glob("*.cu")):
         text = re.sub(r"__(launch_bounds|cluster_dims)__\([^)]*\)", "", path.read_text())
@@ -108,7 +84,7 @@ def kernels() -> list[tuple[str, str]]:
 
 
 def expressions(kernel: str, c_type: str) -> list[str]:
-    if kernel.endswith("!"):  # no template
+    if kernel.endswith("!"):  # not a template
         return [kernel[:-1]]
     if kernel == "trust_ratios":  # the same for all types
         return [f"trust_ratios<{rule}>" for rule in RULES if rule.startswith("La")]
@@ -116,7 +92,7 @@ def expressions(kernel: str, c_type: str) -> list[str]:
         return [f"convert_input<float, {c_type}>", f"convert_input<half, {c_type}>"]
     if kernel == "quantised_max_pool":  # the same for all types
         return ["quantised_max_pool<4, 3>", "quantised_max_pool<1, 0>"]
-    if kernel == "quantised_conv_stream":  # writes int8 alone
+    if kernel == "quantised_conv_stream":  # writes int8 only
         return [f"quantised_conv_stream<{teams}, {columns}, {flags}>" for teams, columns in STREAMS.values()
                 for flags in ("true, true, false", "false, true, false", "false, false, false", "false, true, true")]
     if kernel == "quantised_conv_taps":  # likewise; each shape with one of two kinds of epilogue
@@ -147,19 +123,8 @@ def test_every_kernel_tells_the_shapes_of_its_operands(path: Path) -> None:
     assert all("// Shapes: " in comment for comment in comments)
 
 
-@pytest.fixture(scope="module")
-def nvrtc() -> None:
-    pytest.importorskip("cuda.core", reason="cuda-core is not installed")
-    try:
-        compile_kernel("elementwise.cu", "add<float>", "sm_90a")
-    except (ImportError, RuntimeError, OSError) as error:
-        if "nvrtc" in str(error).lower() and "COMPILATION" not in str(error):
-            pytest.skip(f"NVRTC is not installed: {error}")
-        raise
-
-
 def compile_for(path: Path, names: list[str], arch: str) -> None:
-    """All kernels of a file at once: each call of NVRTC reads all that the file includes. It optimizes little, which
+    """Compile all kernels of a file together, because each call of NVRTC reads all included files. Little optimization
     takes a quarter of the time."""
     from cuda.core import Program, ProgramOptions
 
@@ -171,18 +136,19 @@ def compile_for(path: Path, names: list[str], arch: str) -> None:
     assert all((symbol if isinstance(symbol, bytes) else symbol.encode()) in cubin for symbol in symbols)
 
 
-TENSOR_CORES = (*WARPGROUPS, "stem.cu")  # in 16-bit types only, by instructions of each type
+TENSOR_CORES = (*WARPGROUPS, "stem.cu")  # only in 16-bit types, by instructions of each type
 
 
 def variants(path: Path, dtype: str) -> list[str]:
-    """The kernels of a file for networks of this type: all, of bfloat16 one of each, since what differs from float16
-    are helpers that all of them use."""
+    """The kernels of a file for networks of this type. For bfloat16 one variant each, since only helpers that all of
+    them use differ from float16."""
     return [name for source, kernel in kernels() if source == path.name
             for name in expressions(kernel, C_TYPES[dtype])[:1 if dtype == "bfloat16" else None]]
 
 
 def dtypes(path: Path) -> list[str]:
-    """For which the variants of a file differ. Of bfloat16 the other files are compiled for each generation below."""
+    """The types for which a file's variants differ. In bfloat16 the other files are compiled for each generation
+    below."""
     other = "bfloat16" if path.name in TENSOR_CORES else "float32"
     return ["float16"] + [other] * (variants(path, other) != variants(path, "float16"))
 
@@ -207,7 +173,7 @@ CAPABILITIES = [(7, 5), (8, 0), HOPPER, (10, 0), (12, 0)]
 
 
 def serves(source: str, capability: tuple[int, int]) -> bool:
-    """Whether the kernels of a file are for this GPU: elsewhere another way is lowered (test_without_gpu.py)."""
+    """Whether the kernels of a file support this GPU: other GPUs use other kernels (test_without_gpu.py)."""
     if source in (*WARPGROUPS, "quantised_conv_squares.cu", "quantised_conv_stream.cu", "quantised_conv_taps.cu",
                   "quantised_pair.cu", "quantised_stem_pool.cu"):
         return capability == HOPPER
@@ -221,7 +187,7 @@ def serves(source: str, capability: tuple[int, int]) -> bool:
     for path in sorted(SOURCES.glob("*.cu")) if serves(path.name, capability)
     and not (capability == HOPPER and "float32" not in dtypes(path))])  # all of these are compiled above
 def test_compiles_for_each_generation(capability: tuple[int, int], path: Path) -> None:
-    """Each kernel in one variant, in the youngest type: what differs between generations are their instructions."""
+    """Each kernel in one variant, in the newest type: generations differ in their instructions."""
     from cuda.bindings import nvrtc
 
     arch = architecture(capability)
@@ -230,82 +196,3 @@ def test_compiles_for_each_generation(capability: tuple[int, int], path: Path) -
         pytest.skip(f"this NVRTC does not know {arch}: it has {', '.join(f'sm_{number}' for number in known)}")
     names = [expressions(kernel, C_TYPES["bfloat16"])[0] for source, kernel in kernels() if source == path.name]
     compile_for(path, names, arch)
-
-
-@pytest.mark.usefixtures("nvrtc")
-def test_structs_of_the_optimizer_are_laid_out_alike() -> None:
-    """Python writes them, the kernels read them."""
-    from cuda.core import Program, ProgramOptions
-
-    source, asserts = (SOURCES / "optimizer.cu").read_text(), ""
-    for name, struct in (("State", State), ("Tensor", _Tensor)):
-        body = re.sub("//.*", "", source.partition(f"struct {name} {{")[2].partition("};")[0])
-        assert re.findall(r"(\w+)(?:\[\w+\])?[,;]", body) == [field[0] for field in struct._fields_]
-        asserts += f"static_assert(sizeof({name}) == {ctypes.sizeof(struct)});\n"
-    options = ProgramOptions(arch="sm_90a", std="c++17", include_path=[str(SOURCES)])
-    Program('#include "optimizer.cu"\n' + asserts, "c++", options).compile("cubin")
-
-
-@pytest.mark.usefixtures("nvrtc")
-def test_shared_memory() -> None:
-    """Python counts the bytes that a launch asks for, the kernel lays them out."""
-    from cuda.core import Program, ProgramOptions
-
-    sizes = {
-        "norm_backward.cu": [(f"{k}, {columns}", NormBackward(k, columns).shared_bytes)
-                             for columns, channels in CHANNELS.items() for k in channels],
-        "dgrad_reduce.cu": [(f"{k}, {str(add).lower()}, {str(pair).lower()}", DgradReduce(k).shared_bytes(add, pair))
-                            for k in OUT_CHANNELS for add in (False, True) for pair in (False, True)]}
-    options = ProgramOptions(arch="sm_90a", std="c++17", include_path=[str(SOURCES)])
-    for source, size in (("batch_norm.cuh", f"sizeof(Grid) == {ctypes.sizeof(Grid)}"),
-                         ("stem_pool.cu", f"sizeof(Shared) == {StemPool.SHARED_BYTES}"),
-                         ("stem_forward.cu", f"sizeof(Shared) == {StemRows.SHARED_BYTES}"),
-                         ("dgrad_stream.cu", f"sizeof(Control) == {CONTROL_BYTES} && COLUMNS == {DgradStream.COLUMNS}"),
-                         ("stem_weights.cu", f"sizeof(Control) == {StemWeights.CONTROL_BYTES}"),
-                         ("conv3x3.cu", f"sizeof(Control) == {CONV3X3_CONTROL_BYTES} && THREADS == {Conv3x3.BLOCK[0]} "
-                          f"&& GROUPS * 8 == {Conv3x3.PIXELS} && MAX_PLACES == {Conv3x3.MAX_PLACES} "
-                          f"&& TEAMS == {Conv3x3.TEAMS} "
-                          f"&& sizeof(TiledImages) == {ctypes.sizeof(TiledImages)}"),
-                         ("conv3x3_weights.cu", f"sizeof(Control) == {Conv3x3Weights.CONTROL_BYTES} && "
-                          f"THREADS == {Conv3x3Weights.BLOCK[0]} && STEP == {Conv3x3Weights.STEP} && "
-                          f"MAX_ROWS == {Conv3x3Weights.MAX_ROWS}")):
-        Program(f'#include "{source}"\nstatic_assert({size});', "c++", options).compile("cubin")
-    for source, shapes in sizes.items():
-        assert max(size for _, size in shapes) <= (227 - 2) << 10, "what Hopper has, less what is not asked for"
-        asserts = "".join(f"static_assert(sizeof(Shared<Shape<{shape}>>) == {size});\n" for shape, size in shapes)
-        Program(f'#include "{source}"\n' + asserts, "c++", options).compile("cubin")
-
-
-@pytest.mark.usefixtures("nvrtc")
-def test_structs_of_int8_are_laid_out_alike() -> None:
-    """Python writes them, the kernels read them; and both know how many stages of a tile there are."""
-    from cuda.core import Program, ProgramOptions
-
-    for file, name, struct in (("quantised.cuh", "Convolution", Geometry),
-                               ("quantised_conv_taps.cu", "TappedImages", TappedImages),
-                               ("quantised_stem_pool.cu", "PooledSizes", PooledSizes)):
-        body = re.split("};|__device__", (SOURCES / file).read_text().partition(f"struct {name} {{")[2])[0]
-        names = re.findall(r"(\w+)[,;]", re.sub("//.*", "", body))
-        assert names == [field[0] for field in struct._fields_]
-    asserts = f"static_assert(sizeof(Convolution) == {ctypes.sizeof(Geometry)});\n" + "".join(
-        f"static_assert(Tile<{groups}, {columns}>::STAGES == {stages_of(groups, columns)} && "
-        f"sizeof(Stage<Tile<{groups}, {columns}>>) == {(64 * groups + columns) * CHUNK});\n"
-        for groups, columns in TILES.values())
-    options = ProgramOptions(arch="sm_90a", std="c++17", include_path=[str(SOURCES)])
-    stream = f"static_assert(MAX_STAGES == {STAGES} && MAX_COLUMNS == {COLUMNS});\n" + "".join(
-        f"static_assert(sizeof(Control<{teams}, {columns}, {1 + (channels_2 > 0)}>) == "
-        f"{Stream(64, teams, columns, False, channels_2).control_bytes});\n"
-        for teams, columns in STREAMS.values() for channels_2 in (0, 64))
-    Program('#include "quantised_conv.cu"\n' + asserts, "c++", options).compile("cubin")
-    Program('#include "quantised_conv_stream.cu"\n' + stream, "c++", options).compile("cubin")
-    pair = "".join(f"static_assert(sizeof(PairControl<{columns}, {str(channels_2 > 0).lower()}>) == "
-                   f"{QuantisedPair(64, columns, channels_2).control_bytes});\n"
-                   for columns in Z_COLUMNS for channels_2 in (0, 64))
-    Program('#include "quantised_pair.cu"\n' + pair, "c++", options).compile("cubin")
-    taps = (f"static_assert(sizeof(Control) == {TAPS_CONTROL_BYTES} && THREADS == {QuantisedConvTaps.BLOCK[0]} && "
-            f"PEERS == {PEERS} && FILTERS == {FILTERS} && MAX_PLACES == {MAX_PLACES} && MAX_STAGES == {MAX_STAGES} && "
-            f"MAX_RESULTS == {MAX_RESULTS} && sizeof(TappedImages) == {ctypes.sizeof(TappedImages)});\n")
-    Program('#include "quantised_conv_taps.cu"\n' + taps, "c++", options).compile("cubin")
-    stem = (f"static_assert(sizeof(Shared) == {SHARED_BYTES} && TEAMS == {TEAMS} && WIDTH == {WIDTH} && "
-            f"THREADS == {BLOCK[0]} && sizeof(PooledSizes) == {ctypes.sizeof(PooledSizes)});\n")
-    Program('#include "quantised_stem_pool.cu"\n' + stem, "c++", options).compile("cubin")

@@ -1,12 +1,12 @@
-"""What ends a residual block in training, BatchNorm + add + ReLU or two BatchNorms whose sum goes through ReLU, with
-the 1x1 convolution that begins the next block, and the sums of that one's output.
+"""The end of a residual block in training (BatchNorm + add + ReLU, or two BatchNorms whose sum goes through ReLU),
+fused with the 1x1 convolution that begins the next block and the sums of its output.
 
     before    x, sums, ..., addend -> BatchNormAddReluApply `bn` -> y, saved, ..., mask
               y, weight -> Convolution -> z -> BatchNormStatistics -> sums of z
     after     x, sums, ..., addend, weight -> NormConv1x1 `bn` -> y, saved, ..., mask, z, sums of z
 
-Likewise BatchNormPairApply becomes NormConv1x1Pair. z is made of what is still on the chip. y is written, for the next
-sum and the backward pass read it too. For 16-bit types and GPUs of the Hopper generation, where no images are dropped.
+Likewise BatchNormPairApply becomes NormConv1x1Pair. z is computed from y while y is still in registers. y is written
+because the next sum and the backward pass read it, too. For 16-bit types and Hopper GPUs, without stochastic depth.
 Weights too large for shared memory are streamed.
 """
 
@@ -19,13 +19,14 @@ from typing import Any
 
 from graph_passes.candidates import Candidate, Candidates
 from graph_passes.executors.cuda.builder import Builder, Launches, require, require_hopper, rows_and_channels
+from graph_passes.executors.cuda.declarations import Declarations
 from graph_passes.executors.cuda.device import Tiling
 from graph_passes.executors.cuda.kernel_library import Size, count
-from graph_passes.executors.cuda.kernels.batch_norm import about_mean, behind, require_gamma, with_conv
+from graph_passes.executors.cuda.kernels.batch_norm import about_mean, convolutions_after, require_gamma, with_conv
 from graph_passes.executors.cuda.kernels.batch_norm_pair import APPLIED, apply_body, both
-from graph_passes.executors.cuda.kernels.conv1x1_forward import BLOCK, CHUNK, is_product
+from graph_passes.executors.cuda.kernels.conv1x1_forward import CHUNK, is_product
 from graph_passes.executors.cuda.kernels.conv1x1_statistics import NORM_CONV, norm_body
-from graph_passes.executors.cuda.kernels.norm_stream import STREAMED_BLOCK, WEIGHT_PLACES, NormStream
+from graph_passes.executors.cuda.kernels.norm_stream import WEIGHT_PLACES, NormStream
 from graph_passes.executors.cuda.operands import In, InOut, Out, Tiled
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node
@@ -33,13 +34,13 @@ from graph_passes.operators import Operator
 from graph_passes.operators.batch_norm import RUNNING
 from graph_passes.operators.body import Body
 
-STREAMED = 256  # so many columns of which weights are streamed
+_CUDA = Declarations("norm_conv1x1.cu")
 _OPS = {"BatchNormAddReluApply": "NormConv1x1", "BatchNormPairApply": "NormConv1x1Pair"}
 
 
 def norm_conv1x1(table: Candidates, norm: Candidate) -> Iterator[Node]:
-    """Of the halves of BatchNorms."""
-    for convolution in behind(table, norm, is_product):
+    """Yield the kernel's operator for one of the BatchNorm halves."""
+    for convolution in convolutions_after(table, norm, is_product):
         yield with_conv(_OPS[norm.op], norm, convolution)
 
 
@@ -49,18 +50,18 @@ def _pair_body(b: Body) -> list[Any]:
 
 
 class NormConv1x1(NormStream):
-    """`norm_conv1x1`, from `channels` (C) to `others` (K). A block keeps all weights, or streams them."""
+    """`norm_conv1x1`, from `channels` (C) to `others` (K). A block keeps all weights or streams them."""
 
     COLUMNS = (64, 128, 256)
-    CONTROL_BYTES = 3 << 10
+    CONTROL_BYTES = _CUDA.sizeof("NormControl")
 
     @property
     def block(self) -> Size:
-        return STREAMED_BLOCK if self.columns == STREAMED else BLOCK
+        return _CUDA.value(f"BLOCK<{self.columns}>"), 1, 1
 
     @property
     def places(self) -> int:
-        return WEIGHT_PLACES if self.columns == STREAMED else self.chunks
+        return WEIGHT_PLACES if _CUDA.value(f"STREAMED<{self.columns}>") else self.chunks
 
     @property
     def weights(self) -> Tiling:

@@ -6,6 +6,7 @@ import ctypes
 
 from graph_passes.errors import GraphError
 from graph_passes.executors.cuda.builder import Builder, Launches, require
+from graph_passes.executors.cuda.declarations import Declarations
 from graph_passes.executors.cuda.kernel_library import count, threads
 from graph_passes.executors.cuda.operands import In, Out
 from graph_passes.executors.cuda.parameters import VECTOR
@@ -17,18 +18,17 @@ from graph_passes.operators import window
 class Window(ctypes.Structure):
     """`Window` of window.cuh."""
 
-    _fields_ = tuple((name, ctypes.c_int) for name in (
-        "height", "width", "out_height", "out_width", "kernel_h", "kernel_w", "stride_h", "stride_w", "pad_h", "pad_w"))
+    _fields_ = Declarations("window.cuh").fields("Window")
 
     @classmethod
     def of(cls, node: Node, x: Buffer, y: Buffer) -> Window:
-        """Of a Pooling from `x` to `y`."""
+        """The window of a Pooling from `x` to `y`."""
         size = window(node)
         return cls(*x.shape[1:3], *y.shape[1:3], *size.kernel, *size.stride, *size.pad)
 
 
 def forward(builder: Builder, node: Node) -> None:
-    """Of any kind; the training variant of max pooling keeps the winners."""
+    """Launch pooling of any kind. The training variant of max pooling keeps the winners' positions."""
     x, y = builder.input(node, "data"), builder.output(node)
     require(x.shape[3] % VECTOR == 0, node, f"has {x.shape[3]} channels: use a multiple of {VECTOR}")
     vectors, (pixels, pitch) = builder.vectors(y), _pixels_and_pitch(x)

@@ -1,5 +1,5 @@
-"""The first convolution in INT8, of squares (`passes/quantise_squares.py`), and 3x3 over few channels, on Hopper:
-windows overlap in shared memory.
+"""INT8 convolutions on Hopper whose windows overlap in shared memory: the first convolution, of 2x2 squares
+(`passes/quantise_squares.py`), and 3x3 convolutions of few channels.
 
     before    x, weight, multiplier, bias -> QuantisedConvolution `y`
     after     x, weight, multiplier, bias -> QuantisedConvSquares `y`
@@ -11,6 +11,7 @@ import ctypes
 
 from graph_passes.candidates import form
 from graph_passes.executors.cuda.builder import Builder, Launches, require
+from graph_passes.executors.cuda.declarations import Declarations
 from graph_passes.executors.cuda.kernel_library import HOPPER, count, instance
 from graph_passes.executors.cuda.kernels.quantised import CHUNK, RESERVED_BYTES, Epilogue, require_tensor_cores
 from graph_passes.executors.cuda.operands import In, Out
@@ -23,12 +24,13 @@ from graph_passes.operators.quantised import (
     quantised_convolution_body,
 )
 
-ROWS, STAGES, BLOCKS = 128, 3, 3  # blocks on a multiprocessor
-COLUMNS = {64: 64, 128: 128}  # of a block for 3x3 over so many channels, which the kernel takes too; else 64
+ROWS, THREADS = Declarations("quantised_conv_squares.cu").values("ROWS", "THREADS")
+STAGES, BLOCKS = 3, 3  # blocks on a multiprocessor
+COLUMNS = {64: 64, 128: 128}  # channels of a supported 3x3 convolution -> filters of a block; otherwise 64
 
 
 def launch(builder: Builder, node: Node) -> None:
-    """Blocks walk over the places."""
+    """Launch the convolution. Blocks walk over the positions."""
     x, weight, y = builder.input(node, "data"), builder.input(node, "weight"), builder.output(node)
     size, (adds, relu, _), filters = window(node), Epilogue.of(node), y.shape[3]
     images, height, width, channels = x.shape
@@ -43,7 +45,7 @@ def launch(builder: Builder, node: Node) -> None:
     on_multiprocessor = BLOCKS if columns == 64 else 1
     height, width = height + 2 * pad, width + 2 * pad
     places, patch = images * height * width, ROWS + (kernel - 1) * width + kernel
-    patch += (8 // planes - patch) % 8  # eight copies, of all planes, are then in all banks of shared memory
+    patch += (8 // planes - patch) % 8  # eight copies, of all planes, then fall into all banks of shared memory
     stages = STAGES if planes == 1 else STAGES - 1
     shared_bytes = -(-kernel**2 * planes // 8) * columns * CHUNK + stages * patch * channels
     require(shared_bytes <= builder.gpu.max_shared_bytes // on_multiprocessor - RESERVED_BYTES, node,
@@ -51,7 +53,7 @@ def launch(builder: Builder, node: Node) -> None:
     blocks = min(-(-places // ROWS), on_multiprocessor * builder.gpu.num_multiprocessors)
     builder.launch(
         node, "quantised_conv_squares.cu", instance("quantised_conv_squares", y.dtype, kernel, planes, columns, relu),
-        (blocks, -(-filters // columns), 1), (2 * ROWS, 1, 1), In(x), In(weight),
+        (blocks, -(-filters // columns), 1), (THREADS, 1, 1), In(x), In(weight),
         In(builder.input(node, "multiplier")), In(builder.input(node, "bias")), Out(y), count(places),
         *map(ctypes.c_int, (height, width, filters, patch, pad)), shared_bytes=shared_bytes,
         flops=builder.problem("fprop", node, x, weight, y).flops)

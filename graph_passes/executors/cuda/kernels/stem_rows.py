@@ -1,33 +1,36 @@
-"""What stem_forward.cu and stem_pool.cu share (stem_rows.cuh): how images are divided."""
+"""Geometry shared by stem_forward.cu and stem_pool.cu (stem_rows.cuh): how images are divided."""
 
 from __future__ import annotations
 
 import math
 
 from graph_passes.executors.cuda.builder import Builder, require, require_hopper
+from graph_passes.executors.cuda.declarations import Declarations
 from graph_passes.executors.cuda.device import Tiling
 from graph_passes.executors.cuda.kernel_library import Size
 from graph_passes.executors.cuda.kernels.stem import FILTERS
 from graph_passes.graph import Node
 from graph_passes.operators import Shape
 
+_CUDA = Declarations("stem_rows.cuh")
+
 
 class StemRows:
     """How the kernels of stem_rows.cuh divide their work: into strips of rows of their output. A block has three teams
-    of warps, each of which makes a strip."""
+    of warps; each team computes one strip at a time."""
 
-    BLOCK: Size = (512, 1, 1)
-    TEAMS, MAX_WIDTH, PAIRS, ROW_BYTES = 3, 224, 8, 1856  # of an image, and of one of its rows in shared memory
-    IMAGE_BYTES = -(-((TEAMS * PAIRS * 2 + 1) * ROW_BYTES + 2 * TEAMS * PAIRS * 8) // 1024) * 1024
-    ROWS, RESULT_PIXELS = 1, 112  # of the convolution, that make a row of the output; of a row of the output
-    SHARED_BYTES = 2 * TEAMS * RESULT_PIXELS * FILTERS * 2 + IMAGE_BYTES
+    BLOCK: Size = (_CUDA.value("THREADS"), 1, 1)
+    TEAMS = _CUDA.value("TEAMS")
+    MAX_WIDTH = 2 * _CUDA.value("WIDTH")  # pixels of an image row
+    ROWS = 1  # convolution rows per output row
+    SHARED_BYTES = Declarations("stem_forward.cu").sizeof("Shared")
 
     def __init__(self, shape: Shape, num_multiprocessors: int) -> None:
-        """`shape`: of the output, (N, H, W, 64)."""
+        """`shape` of the output: (N, H, W, 64)."""
         images, height, _, _ = shape
 
         def rows_in_turn(strips: int) -> int:
-            """Of the convolution, that the busiest team makes; a strip costs one more."""
+            """Convolution rows that the busiest team computes; each strip costs one more."""
             rounds = -(-images * strips // (self.TEAMS * num_multiprocessors))
             return rounds * (self.ROWS * -(-height // strips) + 1)
 
@@ -39,7 +42,7 @@ class StemRows:
 
 
 def require_rows(builder: Builder, node: Node, images: Shape) -> None:
-    """Raise GraphError where the GPU or these images are not for the kernels of stem_rows.cuh."""
+    """Raise GraphError if the kernels of stem_rows.cuh do not support the GPU or these images."""
     require_hopper(builder, node)
     _, _, width, channels = images
     require(width % 2 == 0 and width <= StemRows.MAX_WIDTH and channels == 4, node,
