@@ -148,8 +148,9 @@ class _Conversion:
     def _is_input(self, variable: Node) -> bool:
         """Whether it is an input that must come in the new layout but does not yet."""
         readers = self.graph.consumers.get(Ref(variable.name), ())
-        reversed_ = [each for node in readers if node.op == "reverse" for each in self.graph.consumers[Ref(node.name)]]
-        return variable.name in self.inputs and any(map(self._is_to_convert, (*readers, *reversed_)))
+        behind = [each for node in readers if node.op == "reverse"
+                  for each in self.graph.consumers.get(Ref(node.name), ())]
+        return variable.name in self.inputs and any(map(self._is_to_convert, (*readers, *behind)))
 
     def _is_weight(self, variable: Node) -> bool:
         """Whether it is only read as a weight by convolutions that are converted."""

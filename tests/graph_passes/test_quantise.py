@@ -215,7 +215,8 @@ def test_integers_end_where_relu6_and_its_limit_do(limit: float, rng: np.random.
     result = quantise(before(graph), scales)
     found = values(result, quantise_params(before(graph), params, scales), exact["data"])["act"]
     assert found.dtype == np.int8 and (found == LARGEST).any() and not found.min()
-    assert np.abs(found * (limit / LARGEST) - exact["act"].clip(0, limit)).max() < 0.2  # the noise of 27 products of 8 bits
+    noise = found * (limit / LARGEST) - exact["act"].clip(0, limit)  # of 27 products of 8 bits
+    assert np.abs(noise).max() < 0.2
 
 
 def decibel(exact: np.ndarray, found: np.ndarray) -> float:
