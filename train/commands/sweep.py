@@ -33,9 +33,9 @@ from train.processes import topology
 from train.processes.signals import STOPPING, StoppedBySignal, ending, handled
 from train.processes.worker import Slot, how_it_ended, stop_ours_with_us
 from train.recording.metrics import METRICS_FILE, accuracy_of
-from train.report import runs
 from train.report.comparison import Comparison
 from train.report.comparison import compare as compare_runs
+from train.report.runs import Run, size_on_disk
 
 NAME = "comparison"  # of the files that a sweep ends in
 POLL_SECONDS = 0.2
@@ -146,7 +146,7 @@ class _Trainings:
     def _begin(self, point: Point) -> None:
         number = f"{self._points.index(point) + 1} of {len(self._points)}"
         if is_complete(point.config, point.folder):
-            self._largest = max(self._largest, runs.size_on_disk(point.folder))
+            self._largest = max(self._largest, size_on_disk(point.folder))
             print(f"== {point.name} ({number}): finished before, skipped", flush=True)
             return
         if not self._has_room(point.folder.parent):
@@ -196,7 +196,7 @@ class _Trainings:
         point, code = each.point, each.process.returncode
         if not code and is_complete(point.config, point.folder):
             self._seconds.append(time.monotonic() - each.started)
-            self._largest = max(self._largest, runs.size_on_disk(point.folder))
+            self._largest = max(self._largest, size_on_disk(point.folder))
         elif not (isinstance(self.obstacle, StoppedBySignal) and code in SIGNAL_CODES):
             self.failed.append(point.name)
             print(f"== {point.name} {_how(code)}{_last_error(each.log) if each.log else ''}", flush=True)
@@ -219,7 +219,7 @@ def _last_error(log: Path) -> str:
 def _epochs(folder: Path) -> list[str]:
     """What to tell of each epoch that a run has done."""
     try:
-        run = runs.read(folder, with_steps=False)
+        run = Run.read(folder, with_steps=False)
     except TrainError:  # it has not begun yet
         return []
     return [f"epoch {row.epoch} of {run.epochs_wanted}"

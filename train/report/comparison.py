@@ -33,7 +33,7 @@ LADDER = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.94, 0
 NUM_ACCURACIES = 4  # of the ladder, if none are given
 
 UNITS = {
-    "best_top1": "fraction of the validation images, highest of the epochs",
+    "best_top1": "fraction of the validation images, in the epoch whose weights are kept as the best",
     "last_top1": "fraction of the validation images, last validation",
     "interval": "95 % interval of a single run's accuracy (Wilson), from its number of validation images",
     "seconds_to": "s of the run, validation included, to the end of the first validation with this accuracy",
@@ -248,7 +248,7 @@ def compare(folders: Sequence[Path | str], accuracies: Sequence[float] = ()) -> 
 
 def _member(name: str, run: Run) -> Member:
     """Raises TrainError for a run that cannot be compared."""
-    with content_of_file(lambda reason: f"its {METRICS_FILE} has values that are none of a run ({reason})"):
+    with content_of_file(lambda reason: f"{run.folder / METRICS_FILE} has values that are none of a run ({reason})"):
         if run.is_language_model:
             raise TrainError("it is a language model, which has no top-1 accuracy")
         if not run.record.step_ms:
@@ -268,7 +268,7 @@ def _readable(folders: Sequence[Path | str]) -> tuple[list[tuple[str, Run]], lis
     found, notes = [], []
     for name, place in zip(runs.names_of(list(places.values())), places.values(), strict=True):
         try:
-            found.append((name, runs.read(place)))
+            found.append((name, Run.read(place)))
         except TrainError as error:
             notes.append(f"{name} is left out: {error}" if (place / METRICS_FILE).exists()
                          else f"{name} is left out: it holds no run, since it has no {METRICS_FILE}")

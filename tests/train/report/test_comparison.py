@@ -129,7 +129,8 @@ def test_values_that_are_none_of_a_run(field, tmp_path):
     rewrite(tmp_path / "odd", lambda line: {**line, **field} if field.keys() & line.keys() else line)
     found = compare([tmp_path])
     assert [row.name for row in found.rows] == ["good"]
-    assert found.notes[0].startswith("odd is left out: its metrics.jsonl has values that are none of a run (")
+    sentence = f"odd is left out: {tmp_path / 'odd' / 'metrics.jsonl'} has values that are none of a run ("
+    assert found.notes[0].startswith(sentence)
 
 
 def test_runs_of_different_data_are_told(tmp_path):
