@@ -178,6 +178,18 @@ def load(words: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(records))
 
 
+@contextlib.contextmanager
+def forgotten() -> Iterator[None]:
+    """What is loaded inside is forgotten at the end, so that the plug-ins of one training do not meet another's."""
+    before = dict(_registered), dict(_loaded)
+    try:
+        yield
+    finally:
+        for registry, earlier in zip((_registered, _loaded), before, strict=True):
+            registry.clear()
+            registry.update(earlier)  # type: ignore[arg-type]  # each has its own
+
+
 def restore(records: Sequence[str], place: str, run_folder: str = "",
             is_enough: Callable[[], bool] = lambda: False) -> None:
     """Load the plug-ins that a run or checkpoint, `place`, records, until there `is_enough`. One that the user has

@@ -24,7 +24,7 @@ from common.errors import ProgramError
 from common.output import print_line
 from common.program import TRAIN, own_process
 from train.commands import compare
-from train.commands.grid import Point, plan
+from train.commands.grid import Point, check_data, plan
 from train.commands.trainings import check_same, is_complete
 from train.config import CONFIG_FILE
 from train.errors import TrainError
@@ -48,6 +48,7 @@ def main(values: Mapping[str, Any]) -> None:
     """Train all points and compare them. Raises UserError, StoppedBySignal, and ProgramError if a training fails."""
     own = part_of(Sweep, values)
     points = plan(own, values)
+    check_data(points)
     output = points[0].folder.parent
     _check_output(output)
     slots = _slots(own.parallel, points)
