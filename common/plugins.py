@@ -181,13 +181,14 @@ def load(words: Sequence[str]) -> tuple[str, ...]:
 @contextlib.contextmanager
 def forgotten() -> Iterator[None]:
     """What is loaded inside is forgotten at the end, so that the plug-ins of one training do not meet another's."""
-    before = dict(_registered), dict(_loaded)
+    registered, loaded = dict(_registered), dict(_loaded)
     try:
         yield
     finally:
-        for registry, earlier in zip((_registered, _loaded), before, strict=True):
-            registry.clear()
-            registry.update(earlier)  # type: ignore[arg-type]  # each has its own
+        _registered.clear()
+        _registered.update(registered)
+        _loaded.clear()
+        _loaded.update(loaded)
 
 
 def restore(records: Sequence[str], place: str, run_folder: str = "",
