@@ -27,7 +27,11 @@ HOOKS = {"on_run_start": ("run",), "on_epoch_end": ("epoch", "metrics"), "on_che
          "on_run_end": ("reason",)}
 
 plugins.reserve("schedule", SCHEDULES)
-plugins.reserve("metric", ("loss", "top1", "top5", "balanced_top1"))
+_MEASURED = ("loss", "top1", "top5", "balanced_top1")
+# The columns of an epoch (`EpochRow` of train/recording/metrics.py), beside which a metric's has its name.
+plugins.reserve("metric", (*_MEASURED, *(f"{images}_{name}" for images in ("train", "val", "train_eval")
+                                         for name in (*_MEASURED, "count")),
+                           "epoch", "hours", "images_per_sec", "skipped_images", "plugin_metrics"))
 
 
 def model(function: Made | str) -> Any:

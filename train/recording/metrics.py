@@ -273,6 +273,11 @@ class RunRecord:
         """Whether to show the run's top-5 accuracy."""
         return tells_top5(self.num_classes)
 
+    @property
+    def plugin_metrics(self) -> list[str]:
+        """The names of the plug-ins' metrics that the run has measured."""
+        return list(dict.fromkeys(name for row in self.epochs for name in row.plugin_metrics))
+
     def speed(self) -> Speed:
         """Speed of the whole run, with waits for the loader, without warm-up, validation and checkpoints."""
         return speed(np.asarray(self.step_ms)[self.counted_steps], self.images[self.counted_steps])

@@ -74,6 +74,12 @@ class Member:
         return None if math.isnan(self.run.best_top1) else self.run.best_top1
 
     @property
+    def plugin_metrics(self) -> Mapping[str, float]:
+        """The metrics of plug-ins on the validation images, by name, in the epoch that `best_top1` is of."""
+        best = self.run.best_epoch
+        return best.plugin_metrics if best and self.best_top1 is not None else {}
+
+    @property
     def last_top1(self) -> float | None:
         return self.validated[-1][-1] if self.validated else None
 

@@ -48,6 +48,8 @@ def write_report(folder: Path, record: RunRecord) -> Path:
         figures["gpu.png"] = lambda theme: plots.gpu(record, theme)
     if record.epochs and not known:
         figures["accuracy.png"] = lambda theme: plots.accuracy(record, theme)
+    if record.plugin_metrics:
+        figures["plugin_metrics.png"] = lambda theme: plots.plugin_metrics(record, theme)
     shown = predictions.read(folder)
     found = classifier.read(folder)
     title, blocks = _contents(record, summary, list(figures), shown, found)
@@ -119,6 +121,7 @@ CAPTIONS = {
     "gpu.png": "Means between two log lines, over the time spent in steps.",
     "loss.png": "Mean training loss between two log lines; loss on whole images after an epoch.",
     "accuracy.png": "Share of images whose class is the first guess (top-1){}.",
+    "plugin_metrics.png": "Metrics of plug-ins after each epoch, on the images that the accuracy is measured on.",
 }
 
 
@@ -147,6 +150,7 @@ def _contents(
         tiles += [(f"{best.top5:.1%}", "top-5 of the same epoch")] * record.tells_top5
         if best.balanced_top1 is not None:
             tiles += [(f"{best.balanced_top1:.1%}", "balanced accuracy of the same epoch")]
+        tiles += [(f"{value:.4g}", f"{name} of the same epoch") for name, value in summary.best.plugin_metrics.items()]
     tiles += [(f"{summary.total.mean:,.1f}", f"{record.examples}/sec in total")]
     tiles += [(duration(record.seconds), f"on {record.num_processes} process{'es' * (record.num_processes > 1)}")]
     if summary.price is not None:
@@ -214,8 +218,8 @@ def _learning(record: RunRecord, figures: Sequence[str], known: language_model.F
     if record.loss_curve or record.epochs:
         blocks += [Heading("Learning")]
         top5 = " or among the first five (top-5)" * record.tells_top5
-        blocks += [Plot(name, CAPTIONS[name].format(top5)) for name in ("loss.png", "accuracy.png")
-                   if name in figures and not known]
+        plotted = ("loss.png", "accuracy.png", "plugin_metrics.png")
+        blocks += [Plot(name, CAPTIONS[name].format(top5)) for name in plotted if name in figures and not known]
     if record.skipped_steps:
         blocks += [Text(f"{record.skipped_steps:,} of {len(record.step_ms):,} steps changed no weight, since a "
                         "gradient was not finite (the loss scale of float16 is halved then).")]
@@ -303,12 +307,14 @@ def _epoch_table(record: RunRecord) -> Table:
                 for images in prefixes for *_, name in figures]
     some_skipped = any(row.skipped_images for row in record.epochs)
     return Table(
-        ("epoch", *headings, "train top-1", "train loss", "images/sec", "time", *["skipped"] * some_skipped),
+        ("epoch", *headings, *record.plugin_metrics, "train top-1", "train loss", "images/sec", "time",
+         *["skipped"] * some_skipped),
         [
             (
                 str(row.epoch),
                 *(number(getattr(row, f"{prefix}_{field}"), form) for prefix in prefixes.values()
                   for field, form, _ in figures),
+                *(number(row.plugin_metrics.get(name), ".4g") for name in record.plugin_metrics),
                 number(row.train_top1, ".2%"), number(row.train_loss, ".4f"), number(row.images_per_sec, ",.1f"),
                 duration(3600 * row.hours),
                 *[f"{row.skipped_images:,}"] * some_skipped,
