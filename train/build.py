@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 
 from common.command_line import option_name
-from graph_passes import Graph, GraphError, passes
+from graph_passes import Graph, GraphError, Ref, passes
 from graph_passes.errors import CapacityError
 from graph_passes.executors import Executor, create_executor
 from graph_passes.executors.cuda.statistics_group import StatisticsGroup
@@ -302,13 +302,15 @@ def build_executor(
     bn_group: StatisticsGroup | None = None,
     largest_image_size: int = 0,
     class_weights: Sequence[float] = (),
+    answer: Ref | None = None,
 ) -> Executor:
     """Build the network with the parameters of `checkpoint`, or with initial ones. Raises GraphError or TrainError.
 
     `image_size` is that of the first batches, in pixels; for other sizes the executor is built again when they come.
     `all_reduce`: the gradients will be averaged with other processes. `bn_group`: see `join_bn_group`.
     `largest_image_size`: the largest size of training images to come, for which the cuda executor reserves memory now.
-    `class_weights`: see the function `class_weights`.
+    `class_weights`: see the function `class_weights`. `answer`: with the cuda executor, the tensor that inference ends
+    at.
     """
     network = models.create(config.model, num_classes, config.label_smoothing)
     if checkpoint is None:
@@ -324,7 +326,7 @@ def build_executor(
     if placement.executor == "cuda":
         dtype = network_dtype(config, placement)
         options = {"dtype": dtype, "tf32": config.tf32, "deterministic": config.deterministic, "group": bn_group,
-                   "largest_image_size": largest_image_size}
+                   "largest_image_size": largest_image_size, "answer": answer}
         if all_reduce:
             # Horovod's MXNet library does not support bfloat16.
             wide = config.wire_dtype == "float32" or dtype == "bfloat16"

@@ -43,7 +43,7 @@ class Persistent:
     label: Buffer  # (N,) float32
     own_share: Buffer  # float32: of an image's own label in its target; 1 where nothing is mixed
     seed: Buffer  # (2,) uint32: of what is dropped
-    probabilities: Buffer  # (N, classes) float32
+    probabilities: Buffer  # (N, classes) float32; or (N, C) of the tensor that inference ends at
     metrics: Buffer  # softmax.cu's Metrics
     num_valid: Buffer  # int32: how many rows of the batch count
     loss_scale: Buffer  # float32, part of the optimizer's state

@@ -74,7 +74,10 @@ class TrainingStep(Network):
         arena_bytes = check_fits(unfused, largest, self.store, *self.gpu.memory())
         self._most_images = most_images(unfused, largest)
         self._place_parameters()
-        self._make_persistent(shapes["data"], inferred[graph.outputs[0]])
+        answer = options.answer or graph.outputs[0]
+        self._inferring = Graph(graph, [answer], graph.attrs)  # what inference runs, before all passes
+        self._inferring_shapes = {name: shape for name, shape in shapes.items() if name in self._inferring.nodes}
+        self._make_persistent(shapes["data"], inferred[answer])
         self._slots: tuple[str, ...] = ()  # of the optimizer: names of what it keeps in the store's states
         self._update: Any = None  # a CUDA graph
         self._rate_factors = roles.rate_factors(graph)
@@ -348,10 +351,10 @@ class TrainingStep(Network):
     def _ready_inference(self) -> Inference:
         """Made when it is first asked for. Where parameters have changed since, they are folded again."""
         if self._folded is None:
-            self._folded = Folded(self._graph, self._shapes, self.dtype, self._tools)
+            self._folded = Folded(self._inferring, self._inferring_shapes, self.dtype, self._tools)
         if self._inference is None:
-            passes = partial(pipeline.inference, self._graph, self.dtype)
-            self._inference = Inference(passes, self._shapes, self._folded.store, self._tools)
+            passes = partial(pipeline.inference, self._inferring, self.dtype)
+            self._inference = Inference(passes, self._inferring_shapes, self._folded.store, self._tools)
         if not self._inference_is_current:
             self._folded.fold(self.store)
             self._inference_is_current = True

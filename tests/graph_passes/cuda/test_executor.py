@@ -171,6 +171,24 @@ def test_losses_against_the_reference(loss: str, tmp_path: Path, monkeypatch: py
     assert relative_error(got, reference.grads["fc_bias"]) < 0.02
 
 
+def test_features_against_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inference that ends at what the classifier reads, of a whole batch and of a part of it."""
+    monkeypatch.setenv("RESNET_CACHE", str(tmp_path))
+    graph = fused(small_network())
+    features = Graph(graph, roles.classifier(graph).inputs[:1], graph.attrs)
+    params, aux = random_state(graph, SHAPES, seed=1)
+    reference = create_executor("reference", features, {"data": SHAPES["data"]}, dtype="float64")
+    reference.set_params({name: params[name] for name in reference.params}, aux)
+    executor = create_executor("cuda", graph, SHAPES, device="gpu(0)", dtype="float32", tf32=False,
+                               answer=features.outputs[0])
+    executor.set_params(params, aux)
+    data, _ = batch(7)
+    wanted = reference.forward(data.asnumpy()).reshape(len(data), -1)
+    for images in (len(data), 2):
+        executor.infer(data[:images])
+        assert relative_error(executor.request_probabilities()(), wanted[:images]) < 1e-4
+
+
 def test_metrics_that_are_asked_for_before_they_are_waited_for(executor: CudaExecutor) -> None:
     data, label = batch(2)
     executor.forward_backward(data, label)

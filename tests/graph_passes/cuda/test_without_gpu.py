@@ -151,7 +151,8 @@ def lower_graph(graph: Graph, shapes: dict[str, tuple[int, ...]], training: bool
     persistent = Persistent(
         kept("data", (batch, height, width, padded_channels(channels)), dtype), kept("label", (batch,), "float32"),
         kept("own_share", (1,), "float32"), kept("seed", (2,), "uint32"),
-        kept("probabilities", (batch, 1000), "float32"), kept("metrics", (32,), "uint8"),
+        kept("probabilities", (batch, math.prod(inferred[graph.outputs[0]][1:])), "float32"),
+        kept("metrics", (32,), "uint8"),
         kept("num_valid", (1,), "int32"), kept("loss_scale", (1,), "float32"), kept("tickets", (64,), "int32"),
         kept("class_weights", (1000,), "float32") if graph[graph.outputs[0].node].get("class_weights", ()) else None)
     price = Prices(shapes, store, persistent, tools)
@@ -280,6 +281,22 @@ def test_launches_of_folded_inference() -> None:
     assert sorted(set(operations) - {"fprop_bias", "fprop_bias_relu", "fprop_bias_add_relu"}) == [
         "add_metrics", "fprop", "global_average_pool", "max_pool", "softmax_cross_entropy"]
     assert not store.statistics.slices
+    check_memory(lowering.program)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_inference_that_ends_at_the_features(dtype: str) -> None:
+    """What the classifier reads is handed out in float32 in place of probabilities; no classifier, no softmax."""
+    graph = Graph.from_json(resnet(18, 1000).tojson())
+    features = Graph(graph, roles.classifier(graph).inputs[:1], graph.attrs)
+    lowering, store = lower_graph(passes.fold_bn(pipeline.run(pipeline.FUSED, features)), {"data": (4, 64, 64, 3)},
+                                  training=False, dtype=dtype)
+    *_, pool, hand_out = lowering.program.launches
+    assert (pool.operation, hand_out.operation) == ("global_average_pool", "convert_input")
+    assert hand_out.reads == pool.writes and [each.dtype for each in hand_out.reads] == [dtype]
+    (answer,) = hand_out.writes
+    assert (answer.name, answer.shape, answer.dtype) == ("probabilities", (4, 512), "float32")
+    assert not any(name.startswith("classifier") for name in store.parameters)
     check_memory(lowering.program)
 
 
