@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from step_networks import random_variables, small_resnet
+from test_formula import focal, json_of
 
 from common.mxnet_compat import mx
 from graph_passes import VARIABLE, Graph, GraphError, Node, Ref, onnx_writer, passes, pipeline
@@ -34,6 +35,8 @@ def written_out(op: str, scores: np.ndarray, targets: np.ndarray, threshold: flo
         p = 1 / (1 + np.exp(-scores))
         return -(targets * np.log(p) + (1 - targets) * np.log(1 - p)).mean(axis=1)
     p = np.exp(scores) / np.exp(scores).sum(axis=1, keepdims=True)
+    if op == "CustomOutput":  # focal
+        return -(targets * (1 - p) ** 2 * np.log(p)).sum(axis=1)
     return -(weights * targets * np.log(p)).sum(axis=1)
 
 
@@ -45,7 +48,8 @@ def smoothed(label: np.ndarray, smoothing: float, share: float) -> np.ndarray:
 
 @pytest.mark.parametrize("op, attrs", [
     ("SigmoidOutput", {}), ("SigmoidOutput", {"threshold": 0.2}), ("SoftmaxOutput", {"class_weights": WEIGHTS}),
-], ids=str)
+    ("CustomOutput", {"loss": json_of(focal)}),
+], ids=["sigmoid", "above 0.2", "weighted", "focal"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("normalization", ["batch", "null"])
 @pytest.mark.parametrize("share", [1.0, 0.7, 0.3])
@@ -136,6 +140,7 @@ LOSS = {
     "bce": lambda graph: passes.binary_cross_entropy(graph),
     "bce above 0.2": lambda graph: passes.binary_cross_entropy(graph, 0.2),
     "weighted": lambda graph: passes.weigh_classes(graph, WEIGHTS),
+    "focal": lambda graph: passes.custom_loss(graph, json_of(focal)),
     "softmax": lambda graph: graph,
 }
 MIXED = {"plain": Draws(), "mixup": Draws(0.7), "a small box": Draws(cutmix=Box(3, 2, 9, 12)),
@@ -175,6 +180,9 @@ def test_steps_against_pytorch(loss: str, mixed: str, rng: np.random.Generator) 
         if loss.startswith("bce"):
             targets = (targets > 0.2).double() if loss != "bce" else targets
             wanted = torch.nn.functional.binary_cross_entropy_with_logits(scores, targets)
+        elif loss == "focal":
+            log_p = torch.log_softmax(scores, dim=1)
+            wanted = -(targets * (1 - log_p.exp()) ** 2 * log_p).sum(dim=1).mean()
         else:
             weights = torch.tensor(WEIGHTS, dtype=torch.float64) if loss == "weighted" else None
             wanted = torch.nn.functional.cross_entropy(scores, targets, weights)
@@ -185,6 +193,21 @@ def test_steps_against_pytorch(loss: str, mixed: str, rng: np.random.Generator) 
         assert metrics[0].loss_sum == pytest.approx(images * wanted.item(), rel=1e-4)
         assert metrics[1].loss_sum == pytest.approx(images * wanted.item(), rel=1e-9)
         assert metrics[0][1:] == metrics[1][1:]
+
+
+@pytest.mark.parametrize("mixed", MIXED)
+def test_steps_of_a_custom_loss(mixed: str, rng: np.random.Generator) -> None:
+    """All gradients, fp32 in MXNet, which differentiates the Symbol itself, against float64 by the formula."""
+    for images in (4, 5):
+        made, data, label = executors_of("focal", images, rng)
+        for executor in made:
+            executor.forward_backward(mx.nd.array(data), mx.nd.array(label), draws=MIXED[mixed])
+        stock, reference = ({name: executor.to_canonical(name, grad) for name, grad in executor.grads.items()}
+                            for executor in made)
+        for name, wanted in reference.items():
+            assert np.abs(stock[name] - wanted).max() < 1e-4 * max(np.abs(wanted).max(), 1e-3), name
+        metrics = [executor.read_metrics() for executor in made]
+        assert metrics[0][1:] == metrics[1][1:] and metrics[0][0] == pytest.approx(metrics[1][0], rel=1e-5)
 
 
 def features_of(reference: Executor, data: np.ndarray, draws: Draws) -> tuple[np.ndarray, np.ndarray]:
@@ -231,6 +254,31 @@ def test_files_for_others_have_sigmoids(rng: np.random.Generator) -> None:
     assert passes.stock_loss(plain) == plain
     model = onnx_writer.to_onnx(graph, {"fc_weight": weight}, (1, 1, CLASSES))
     assert [node.op_type for node in model.graph.node] == ["Flatten", "Gemm", "Sigmoid"]
+
+
+@pytest.mark.parametrize("probabilities, stock, of_onnx", [
+    ("softmax", "SoftmaxOutput", "Softmax"), ("sigmoid", "LogisticRegressionOutput", "Sigmoid")])
+def test_a_custom_loss_and_files_for_others(probabilities: str, stock: str, of_onnx: str,
+                                            rng: np.random.Generator) -> None:
+    graph = passes.custom_loss(one_layer(), json_of(focal), probabilities)
+    assert Graph.from_json(graph.to_json()) == graph and graph["softmax"]["smooth_alpha"] == 0.1
+    assert passes.stock_loss(graph)["softmax"].op == stock
+    model = onnx_writer.to_onnx(graph, {"fc_weight": rng.standard_normal((CLASSES, CLASSES))}, (1, 1, CLASSES))
+    assert [node.op_type for node in model.graph.node] == ["Flatten", "Gemm", of_onnx]
+    answers = []
+    for kind in KINDS:
+        executor = create_executor(kind, graph, {"data": (2, 1, 1, CLASSES), "softmax_label": (2,)})
+        executor.set_params({"fc_weight": np.eye(CLASSES, dtype=np.float32)}, {})
+        executor.infer(mx.nd.array(np.arange(2.0 * CLASSES).reshape(2, 1, 1, CLASSES) / 9), mx.nd.array([0, 3]), 1)
+        answers.append(executor.request_probabilities()())
+        metrics = executor.read_metrics()
+        z = np.arange(CLASSES)[None] / 9
+        assert metrics.loss_sum == pytest.approx(
+            written_out("CustomOutput", z, smoothed(np.array([0]), 0.1, 1.0)).sum(), rel=1e-5)
+    np.testing.assert_allclose(*answers, rtol=1e-5)
+    assert (answers[0].sum(axis=1) == pytest.approx(1)) == (probabilities == "softmax")
+    with pytest.raises(GraphError, match=r"^returns \(N, C\)"):
+        passes.custom_loss(one_layer(), json_of(lambda s, t: s * t))
 
 
 @pytest.mark.parametrize("threshold", [0.01, 0.9])

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from gpu_arrays import relative_error
 from step_networks import bottlenecks
+from test_formula import focal, json_of
 from test_training_step import CLASSES, fused, random_batch, random_state, small_network
 
 from common.mxnet_compat import mx
@@ -140,6 +141,7 @@ LOSSES = {
     "binary cross entropy": passes.binary_cross_entropy,
     "of targets above 0.2": lambda graph: passes.binary_cross_entropy(graph, 0.2),
     "weighted classes": lambda graph: passes.weigh_classes(graph, np.linspace(0.25, 4, CLASSES)),
+    "focal": lambda graph: passes.custom_loss(graph, json_of(focal)),
 }
 
 

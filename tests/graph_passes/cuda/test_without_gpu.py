@@ -18,6 +18,7 @@ import test_sanitizer
 from step_networks import NEWEST, OWN_FORMS, bottlenecks, flattened, random_network
 from test_compile import kernels as all_kernels
 from test_compile import serves
+from test_formula import focal, json_of
 
 from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError, Ref, passes, pipeline, roles
@@ -259,16 +260,17 @@ def test_launches_of_the_losses(training: bool) -> None:
     shapes = {"data": (4, 64, 64, 3), "softmax_label": (4,)}
     kernels = {}
     for name, graph in (("softmax", plain), ("sigmoid", passes.binary_cross_entropy(plain, 0.2)),
-                        ("weighted", passes.weigh_classes(plain, [0.5, 1.5] * 500))):
+                        ("weighted", passes.weigh_classes(plain, [0.5, 1.5] * 500)),
+                        ("focal", passes.custom_loss(plain, json_of(focal)))):
         lowering, _ = lower_graph(graph, shapes, training)
         loss, count_hits = (launch for launch in lowering.program.launches if launch.node == "softmax")
         assert count_hits.operation == "add_metrics"
         kernels[name] = loss.operation, [buffer.name for buffer in loss.reads]
         check_memory(lowering.program)
     assert [operation for operation, _ in kernels.values()] == [
-        "softmax_cross_entropy", "sigmoid_cross_entropy", "softmax_cross_entropy"]
+        "softmax_cross_entropy", "sigmoid_cross_entropy", "softmax_cross_entropy", "custom_loss"]
     assert {name: "class_weights" in reads for name, (_, reads) in kernels.items()} == {
-        "softmax": False, "sigmoid": False, "weighted": training}
+        "softmax": False, "sigmoid": False, "weighted": training, "focal": False}
     assert all(("own_share" in reads) == training for _, reads in kernels.values())
 
 
