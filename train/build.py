@@ -23,7 +23,7 @@ from pipelines.options import SAMPLES
 from pipelines.samples import SAMPLES_FOLDER, make_samples
 from pipelines.sources import Classes, splits_of
 from pipelines.sources.base import SPLITS
-from train import devices, models
+from train import devices, losses, models
 from train.checkpoint import Checkpoint
 from train.classes import match, padded, some
 from train.config import Config, configure
@@ -31,6 +31,7 @@ from train.devices import Placement
 from train.errors import TrainError
 from train.models.network import Network
 from train.options.data import SYNTHETIC, LoaderOptions
+from train.options.optimizer import BCE, SOFTMAX
 from train.processes import topology
 from train.processes.distributed import Workers, is_elastic
 from train.recording.metrics import TRAINING_IMAGES, VALIDATION
@@ -239,9 +240,12 @@ def class_weights(config: Config, loader: Loader) -> list[float]:
 
 
 def with_loss(config: Config, graph: Graph, class_weights: Sequence[float] = ()) -> Graph:
-    """Set the loss of `--loss` in a network, which also determines the probabilities that it returns."""
-    if config.loss == "bce":
+    """Set the loss of `--loss` in a network, which also determines the probabilities that it returns. Raises UserError
+    for a plug-in's loss that cannot be trained with."""
+    if config.loss == BCE:
         return passes.binary_cross_entropy(graph, config.bce_threshold)
+    if config.loss != SOFTMAX:
+        return losses.use(graph, config.loss)
     return passes.weigh_classes(graph, class_weights) if class_weights else graph
 
 

@@ -13,7 +13,7 @@ from common.command_line import Command, choose_command, given, given_value, is_
 from common.errors import UserError
 from common.program import summaries
 from train import models
-from train.config import Config, check_optimizer, check_schedule
+from train.config import Config, check_loss, check_optimizer, check_schedule
 from train.errors import TrainError
 from train.options import commands, runs, training
 from train.options.commands import (
@@ -84,6 +84,8 @@ def read(options: type, arguments: Sequence[str], *, command: str) -> dict[str, 
         if "model" in values:
             models.check(values["model"])
         models.named(values.get("models", ()))
+        if "loss" in values:
+            check_loss(values["loss"])
         if "schedule" in values:
             check_schedule(values["schedule"])
         for name in values.get("augment", ()):

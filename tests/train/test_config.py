@@ -174,7 +174,7 @@ MISTAKES = {
     "--loss bce --bce-threshold 1": "--bce-threshold 1.0 must be at least 0 and below 1",
     "--loss bce --bce-threshold 0.95 --label-smoothing 0.1":
         "--bce-threshold 0.95 is not below 0.9, the largest target with --label-smoothing 0.1: no target would become",
-    "--loss bc": "--loss bc is not one of softmax, bce",
+    "--loss bc": "there is no loss 'bc'; did you mean bce?",
     "--auto-augment augmix": "--auto-augment augmix is not one of none, trivialaugment, randaugment, randaugment-timm,",
     "--randaugment-operations 3": "--randaugment-operations is for --auto-augment randaugment or randaugment-timm, and",
     "--auto-augment randaugment --randaugment-operations 5": "--randaugment-operations 5 must be from 1 to 4",

@@ -15,10 +15,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from common import files
+from common import files, plugins
 from common.command_line import exit_code_of, given
 from train.errors import TrainError
 from train.options.data import SYNTHETIC
+from train.options.optimizer import LOSSES, SOFTMAX
 from train.recording.metrics import EVALUATED, METRICS_FILE, VALIDATION, RunRecord, accuracy_of, shown_interval
 from train.report import classifier, language_model, plots, predictions
 from train.report.classifier import Classifier
@@ -223,6 +224,9 @@ def _learning(record: RunRecord, figures: Sequence[str], known: language_model.F
     if record.skipped_steps:
         blocks += [Text(f"{record.skipped_steps:,} of {len(record.step_ms):,} steps changed no weight, since a "
                         "gradient was not finite (the loss scale of float16 is halved then).")]
+    if (loss := record.config.get("loss", SOFTMAX)) not in LOSSES:
+        blocks += [Text(f"Trained with the loss {loss} of a plug-in "
+                        f"({', '.join(map(plugins.brief, record.config.get('plugin', ())))}).")]
     if mixing := [f"--{name}" for name in ("mixup", "cutmix") if record.config.get(name)]:
         blocks += [Text(f"Training loss and accuracy are those of mixed images ({', '.join(mixing)}), which are harder "
                         "than whole ones.")]

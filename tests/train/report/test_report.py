@@ -267,6 +267,13 @@ def test_metrics_of_plugins(record: RunRecord, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("undrawn")
+def test_a_plugins_loss_is_named(record: RunRecord, tmp_path: Path) -> None:
+    record.config |= {"loss": "focal", "plugin": [f"/x/focal.py#sha256={'0123456789abcdef' * 4}"]}
+    text = report.write_report(tmp_path, record).read_text()
+    assert "Trained with the loss focal of a plug-in (/x/focal.py (sha256 01234567...))." in text
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_benchmark_without_epochs_or_losses(record: RunRecord, tmp_path: Path) -> None:
     record.epochs, record.loss_curve, record.events, record.loader_images_per_sec = [], [], [], None
     report.write_report(tmp_path, record)
