@@ -134,6 +134,8 @@ def _words(options: type, name: str, value: Any) -> list[str]:
     for each in value if isinstance(value, (tuple, list)) else [value]:
         if not isinstance(each, (str, int, float, os.PathLike)):
             raise TrainError(f"{option} needs text, a path, a number or a list of these, not a {type(each).__name__}")
+        if "\0" in str(each):  # which no command line can have
+            raise TrainError(f"{option} {str(each)!r} has a null byte in it: leave that out")
     if isinstance(value, bool):
         # Only options that a preset or a run may have turned on have a --no- form.
         has_negation = issubclass(options, (RunOptions, DeviceOptions)) or getattr(options, name, False)

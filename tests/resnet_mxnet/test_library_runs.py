@@ -57,6 +57,7 @@ def test_errors_reach_the_program(tiny_data: Path, light_training: None, tmp_pat
         ({"mean": [None, 1, 2]}, "--mean needs text, a path, a number or a list of these, not a NoneType"),
         ({"weights": np.zeros((2, 2))}, "--weights needs text, a path, a number or a list of these, not a list"),
         ({"epochs": np.int64(0)}, "--epochs 0 must be from 1 to 100000"),
+        ({"output": "a\0b"}, r"--output 'a\\x00b' has a null byte in it"),
     ]:
         with pytest.raises(rm.UserError, match=sentence):
             rm.train(data=tiny_data, **options)
@@ -113,6 +114,19 @@ def test_runs_in_a_folder(run: rm.Run, tmp_path: Path, capsys: pytest.CaptureFix
         rm.load_run(tmp_path / "no run")
 
 
+@pytest.mark.parametrize("function", [rm.load_run, rm.list_runs, rm.compare, rm.load])
+def test_paths_that_no_file_can_have(function: Any) -> None:
+    with pytest.raises(rm.UserError, match=r"^(cannot read )?x+.* \(File name too long\)"):
+        function("x" * 5000)
+    with pytest.raises(rm.UserError):
+        function("a\0b")
+
+
+def test_runs_may_be_keys(run: rm.Run) -> None:
+    again = rm.load_run(run.folder)
+    assert {run: 1, again: 2}[run] == 1 and run != again
+
+
 @pytest.mark.parametrize("folder", [None, "", 3])
 def test_no_folder(folder: Any, run: rm.Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a run's folder, too."""
@@ -157,6 +171,12 @@ def test_names() -> None:
 def test_wrong_numbers_of_a_network(arguments: tuple[Any, ...]) -> None:
     with pytest.raises(rm.UserError, match=r"^(name|num_classes|label_smoothing) is .*: give "):
         rm.create_model(*arguments)
+
+
+@pytest.mark.parametrize("device", [None, 0, ["cpu"]])
+def test_no_device(device: Any, run: rm.Run) -> None:
+    with pytest.raises(rm.UserError, match="^device is .*: give 'auto', 'cpu', 'gpu', or one of several GPUs"):
+        rm.load(run.folder, device=device)
 
 
 @pytest.mark.parametrize("place", [None, "", 3])

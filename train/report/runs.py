@@ -34,7 +34,7 @@ KILLED = "killed"  # the reason of a run that has not written why it ended
 DEPTH = 3  # folders below the given one that are searched for runs
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Run:
     """A run in its folder, as far as it has come when it is read. `read` and `list_runs` make them."""
 
@@ -53,10 +53,10 @@ class Run:
         Raises TrainError if the folder holds no run, or if its metrics cannot be read.
         """
         path = folder / METRICS_FILE
-        if not path.is_file():
-            raise TrainError(f"there is no {METRICS_FILE} in {folder}: give the output folder of a training run")
-        is_running = files.is_locked(path)  # before reading: a run that ends meanwhile has then written its end
         try:
+            if not path.is_file():
+                raise TrainError(f"there is no {METRICS_FILE} in {folder}: give the output folder of a training run")
+            is_running = files.is_locked(path)  # before reading: a run that ends meanwhile has then written its end
             record = RunRecord.read_jsonl(path, with_steps)
         except OSError as error:
             raise TrainError(f"cannot read {path} ({error.strerror}): see that it can be read") from None
@@ -206,9 +206,9 @@ class Run:
 def find(folder: Path) -> list[Path]:
     """The folders of all runs in a folder: itself, or those up to DEPTH levels below it, by name. Raises TrainError if
     it is no folder that can be read."""
-    if not folder.is_dir():
-        raise TrainError(f"there is no folder {folder}: give one that holds runs")
     try:
+        if not folder.is_dir():
+            raise TrainError(f"there is no folder {folder}: give one that holds runs")
         return list(_find(folder, DEPTH))
     except OSError as error:
         raise TrainError(f"cannot read {error.filename} ({error.strerror}): see that it can be read") from None
