@@ -40,7 +40,8 @@ def main(values: Mapping[str, Any]) -> None:
 
 def _cells(run: Run, now: float) -> tuple[str, ...]:
     epochs = f"{run.epochs_done} of {run.epochs_wanted}" if run.epochs_wanted else ""
-    return (str(run.folder), _state(run), _best(run), epochs, run.model, _age(now - run.changed), shown_size(run.size))
+    return (str(run.folder), _state(run), _best(run), epochs, run.record.model, _age(now - run.changed),
+            shown_size(run.size))
 
 
 def _state(run: Run) -> str:

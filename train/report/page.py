@@ -17,14 +17,14 @@ from typing import Any
 
 from common import files, plugins
 from common.command_line import exit_code_of, given
-from train.errors import TrainError
 from train.options.data import SYNTHETIC
 from train.options.optimizer import LOSSES, SOFTMAX
-from train.recording.metrics import EVALUATED, METRICS_FILE, VALIDATION, RunRecord, accuracy_of, shown_interval
+from train.recording.metrics import EVALUATED, VALIDATION, RunRecord, accuracy_of, shown_interval
 from train.report import classifier, language_model, plots, predictions
 from train.report.classifier import Classifier
 from train.report.document import Block, Code, Heading, Plot, Table, Text, Tiles, duration, html_page, markdown
 from train.report.predictions import Predictions
+from train.report.runs import Run
 from train.report.summary import Summary, summarize
 
 
@@ -126,17 +126,12 @@ CAPTIONS = {
 }
 
 
-def _model(config: Mapping[str, Any]) -> str:
-    """The name of a run's network, also for runs of earlier versions, which had only ResNets."""
-    return config.get("model") or f"resnet{config.get('depth', '?')}"
-
-
 def _contents(
     record: RunRecord, summary: Summary, figures: Sequence[str], shown: Predictions | None, found: Classifier | None
 ) -> tuple[str, list[Block]]:
     """Title and blocks."""
     known = language_model.facts(record)
-    name = f"{_model(record.config)}, {record.config.get('config', 'run')}"
+    name = f"{record.model or 'unknown network'}, {record.config.get('config', 'run')}"
     title = f"{language_model.name(record) if known else name}: training report"
     where = ", ".join(record.hardware.get("gpus") or [record.hardware.get("cpu", "unknown CPU")])
     tiles: list[tuple[str, str]] = []
@@ -377,10 +372,7 @@ class ReportOptions:
 
 def remake(run_folder: Path) -> None:
     """Make the report of a run again. Raises TrainError."""
-    path = run_folder / METRICS_FILE
-    if not path.is_file():
-        raise TrainError(f"there is no {METRICS_FILE} in {run_folder}: give the output folder of a training run")
-    print(write_report(run_folder / "report", RunRecord.read_jsonl(path)))
+    print(write_report(run_folder / "report", Run.read(run_folder).record))
 
 
 def main() -> None:

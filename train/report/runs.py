@@ -138,14 +138,6 @@ class Run:
             return {**({} if self.is_language_model else Config().to_dict()), **self.record.config}
 
     @property
-    def model(self) -> str:
-        """The name of the network, also for runs of earlier versions, which had only ResNets; "": unknown."""
-        config = self.record.config
-        if "vocabulary" in config:
-            return "language model"
-        return config.get("model") or (f"resnet{config['depth']}" if "depth" in config else "")
-
-    @property
     def epochs_done(self) -> int:
         return self.record.epochs[-1].epoch if self.record.epochs else 0
 
@@ -194,7 +186,7 @@ class Run:
         top1 = evaluated.top1 if evaluated and not self.is_language_model else None
         is_of_validation = evaluated is not None and evaluated.images == VALIDATION
         return {
-            "state": self.state, "reason": self.reason, "model": self.model,
+            "state": self.state, "reason": self.reason, "model": self.record.model,
             "epochs": self.epochs_done, "epochs_wanted": self.epochs_wanted,
             "best_epoch": best.epoch if best else None,
             "best_top1": top1 if is_of_validation else None,

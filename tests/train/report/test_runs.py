@@ -114,7 +114,7 @@ def test_the_list(tmp_path):
     (tmp_path / "damaged" / METRICS_FILE).write_text("{}\n")
     damaged, new, plain, own = Run.list_runs([tmp_path])
     assert (new.folder.name, new.state, new.best_top1, new.best_epoch.epoch) == ("new", FINISHED, 0.75, 2)
-    assert (new.epochs_done, new.epochs_wanted, new.model) == (2, 2, "resnet50")
+    assert (new.epochs_done, new.epochs_wanted, new.record.model) == (2, 2, "resnet50")
     assert new.size == sum(path.stat().st_size for path in (tmp_path / "new").rglob("*"))
     assert math.isnan(plain.best_top1) and plain.best_epoch is None
     assert math.isnan(own.best_top1) and own.best_epoch.train_eval_top1 == 0.25
