@@ -15,9 +15,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = {str(path.relative_to(ROOT)): path for path in (*sorted(ROOT.glob("*.md")), ROOT / "benchmarks/README.md",
                                                         *sorted((ROOT / "docs").glob("*.md")),
                                                         ROOT / "tests/docs_questions.md")}
+DOCS = [page for page, path in PAGES.items() if path.parent.name == "docs"]
 LONGEST_PARAGRAPH = 5  # lines
-FOR_MAINTAINERS = {"cuda_executor.md", "performance.md"}  # may have longer paragraphs
-FOR_USERS = [page for page, path in PAGES.items() if path.parent.name == "docs" and path.name not in FOR_MAINTAINERS]
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 
 
@@ -63,9 +62,22 @@ def test_links(page: str) -> None:
     assert dead_links(PAGES[page].read_text(), PAGES[page].parent) == []
 
 
-@pytest.mark.parametrize("page", FOR_USERS)
+@pytest.mark.parametrize("page", PAGES)
 def test_paragraphs_are_short(page: str) -> None:
     assert long_paragraphs(PAGES[page].read_text()) == []
+
+
+@pytest.mark.parametrize("page", DOCS)
+def test_command_comes_first(page: str) -> None:
+    assert re.match(r"# .+\n\n    \S", PAGES[page].read_text())
+
+
+@pytest.mark.parametrize("page", DOCS)
+def test_headings_are_questions(page: str) -> None:
+    """All but that of the maintainers' part, and what can be added, by extending.md."""
+    headings = re.findall(r"^##? (.+)$", PAGES[page].read_text(), flags=re.MULTILINE)
+    others = [heading for heading in headings if not heading.endswith("?") and heading != "For maintainers"]
+    assert page == "docs/extending.md" or others == []
 
 
 @pytest.mark.parametrize("page", PAGES)

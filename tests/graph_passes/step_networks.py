@@ -7,6 +7,7 @@ import numpy as np
 from common.mxnet_compat import mx
 from graph_passes import Graph, Ref, passes
 from graph_passes.choice import fewest, repeatable
+from graph_passes.executors import reference
 
 # Kernels of ours that take the place of others of ours, or of cuDNN's 3x3 convolutions.
 NEWEST = ("Conv1x1Pair", "Conv1x1ForwardSumRelu", "Conv3x3DgradReduce", "Conv3x3Dgrad", "Conv3x3ForwardStatistics",
@@ -18,6 +19,27 @@ OWN_FORMS = ("Conv1x1Forward", "Conv1x1ForwardRelu", "Conv1x1ForwardAddRelu", "C
 
 def fused(symbol) -> Graph:
     return passes.bn_relu(passes.bn_add_relu(Graph.from_json(symbol.tojson())))
+
+
+def rounding_decides(graph: Graph, values, margin=1e-6) -> bool:
+    """Whether fp32's rounding may turn a ReLU, or choose the winner of a max pooling after one. Gradients then change
+    by any amount. `margin`: distance from 0, or between the two largest values, over the tensor's largest value."""
+    variables = {Ref(name): np.asarray(array, np.float64) for name, array in values.items()}
+    results = reference.forward(graph, variables, training=True)
+
+    def closest(node, x):
+        if node.op != "Pooling":
+            return np.abs(x).min()
+        edges = [(pad, pad + size) for pad, size in zip(node["pad"], node["kernel"], strict=True)]
+        windows = np.lib.stride_tricks.sliding_window_view(np.pad(x, ((0, 0), *edges, (0, 0))), node["kernel"], (1, 2))
+        down, right = node["stride"]
+        windows = windows[:, ::down, ::right].reshape(-1, math.prod(node["kernel"]))
+        second, first = np.sort(windows[windows.max(1) > 0])[:, -2:].T  # where all are 0, so is the gradient
+        return (first - second).min()
+
+    deciding = [(node, results[node.inputs[0]]) for node in graph
+                if node.op in ("relu", "Activation") or (node.op == "Pooling" and node["pool_type"] == "max")]
+    return any(closest(node, x) < margin * np.abs(x).max() for node, x in deciding)
 
 
 def dropping(symbol, mode="image", depth=0.6, p=0.25) -> Graph:

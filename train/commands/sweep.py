@@ -156,13 +156,14 @@ class _Trainings:
         log = point.folder.with_name(f"{point.name}.log") if slot else None
         where = f" on {f'GPU {slot.gpu.visible}' if slot.gpu else 'the CPU'}, output in {log}" if slot else ""
         print(f"== {point.name} ({number}{self._time_left()}){where}", flush=True)
+        epochs_before = len(_epochs(point.folder))
         with log.open("ab") if log else contextlib.nullcontext() as output:
             process = subprocess.Popen(own_process(TRAIN, *point.arguments), env=_environment(slot), stdout=output,
                                        stderr=output, preexec_fn=stop_ours_with_us)
         if slot:
             with contextlib.suppress(ProcessLookupError):  # it has already ended
                 os.sched_setaffinity(process.pid, slot.cores)
-        self._running.append(_Running(point, slot, process, time.monotonic(), log, len(_epochs(point.folder))))
+        self._running.append(_Running(point, slot, process, time.monotonic(), log, epochs_before))
         if isinstance(self.obstacle, StoppedBySignal):  # it came while this one began, which it did not reach
             process.send_signal(self.obstacle.exit_code - 128)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from graph_passes.errors import GraphError
 from graph_passes.executors.cuda.convolution import Problem
+from graph_passes.executors.cuda.declarations import Declarations
 from graph_passes.executors.cuda.kernel_library import HOPPER, Size, instance
 from graph_passes.executors.cuda.operands import (
     In,
@@ -29,10 +30,12 @@ from graph_passes.graph import Node, Ref
 from graph_passes.operators import Shape, shown_name, window
 from graph_passes.passes.precision import ITEM_BYTES
 
-TILE_CHANNELS = 64  # channels that a block of batch_norm.cu works on
+_CUDA = Declarations("batch_norm.cuh")
+TILE_CHANNELS = _CUDA.value("TILE * VEC")  # channels that a block of batch_norm.cu works on
 MAX_CHANNELS = 4096 * TILE_CHANNELS  # of a tensor that sums are made of: each tile has a ticket
-REDUCE_BLOCK: Size = (8, 96, 1)  # threads: vectors along the channels, rows
-APPLY_BLOCK: Size = (8, 32, 1)
+# Threads: vectors along the channels, rows.
+REDUCE_BLOCK: Size = (_CUDA.value("TILE"), _CUDA.value("REDUCE_ROWS"), 1)
+APPLY_BLOCK: Size = (_CUDA.value("TILE"), _CUDA.value("APPLY_ROWS"), 1)
 
 
 @dataclass(frozen=True)

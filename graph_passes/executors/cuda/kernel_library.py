@@ -14,16 +14,15 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from common.disk_cache import Cache
 from graph_passes.errors import GraphError
+from graph_passes.executors.cuda.declarations import SOURCES
 from graph_passes.executors.cuda.device import INSTALL, Gpu
 
 Size = tuple[int, int, int]  # of a grid in blocks, of a block in threads
 DEFAULT_SHARED_BYTES = 32 << 10  # of dynamic shared memory beside a static part; 48 KiB together need no permission
-SOURCES = Path(__file__).with_name("kernels")
 MOST_COMPILED_AT_ONCE = 16  # 45 MB of memory each; the longest of 60 kernels takes as long as a sixteenth of all
 HOPPER = (9, 0)
 C_TYPES = {"float16": "half", "bfloat16": "bfloat16", "float32": "float"}  # our dtype names -> names in the .cu files

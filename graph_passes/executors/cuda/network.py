@@ -13,6 +13,7 @@ import numpy as np
 from graph_passes.errors import GraphError
 from graph_passes.executors.base import Metrics
 from graph_passes.executors.cuda.builder import MAX_CHANNELS, TILE_CHANNELS
+from graph_passes.executors.cuda.declarations import Declarations
 from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.inference import Inference
 from graph_passes.executors.cuda.kernel_library import C_TYPES, instance, threads
@@ -31,8 +32,7 @@ from graph_passes.passes.memory import ALIGNMENT
 class MetricsLayout(ctypes.Structure):
     """How `Metrics` lies in the GPU's memory, as in softmax.cu."""
 
-    _fields_ = (("loss_sum", ctypes.c_double), ("top1", ctypes.c_uint64), ("top5", ctypes.c_uint64),
-                ("count", ctypes.c_uint64))
+    _fields_ = Declarations("softmax.cu").fields("Metrics")
 
 
 class Network:

@@ -12,15 +12,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from graph_passes.executors.cuda.declarations import Declarations
 from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.kernel_library import KernelLibrary, count, instance
-from graph_passes.executors.cuda.parameters import MAX_SLOTS, VECTOR, ParameterStore
+from graph_passes.executors.cuda.parameters import VECTOR, ParameterStore
 from graph_passes.optimizers import Rule
 from graph_passes.optimizers.sgd import SGD
 
-CHUNK = 8192  # elements a block updates; CHUNK of optimizer.cu
-THREADS = 256  # THREADS of optimizer.cu
-MAX_CONSTANTS = 8  # of optimizer.cu
+_CUDA = Declarations("optimizer.cu")
+CHUNK, THREADS, MAX_CONSTANTS = _CUDA.values("CHUNK", "THREADS", "MAX_CONSTANTS")  # CHUNK: elements a block updates
 INITIAL_LOSS_SCALE = 1024.0  # of float16; the gradients of a batch mean are small, ResNet-50's fit far above and below
 
 
@@ -47,24 +47,13 @@ class OptimizerConfig:
 class State(ctypes.Structure):
     """`State` of optimizer.cu."""
 
-    _fields_ = (
-        ("learning_rate", ctypes.c_float), ("gradient_scale", ctypes.c_float), ("loss_scale", ctypes.c_float),
-        ("overflow", ctypes.c_uint32), ("good_steps", ctypes.c_uint32), ("skipped_steps", ctypes.c_uint32),
-        ("skipped_in_a_row", ctypes.c_uint32), ("growth_interval", ctypes.c_uint32), ("updates", ctypes.c_uint32),
-        ("ema_decay", ctypes.c_float), ("constants", ctypes.c_float * MAX_CONSTANTS),
-        ("clip_norm", ctypes.c_float), ("gradient_norm", ctypes.c_float),
-    )
+    _fields_ = _CUDA.fields("State")
 
 
 class _Tensor(ctypes.Structure):
     """`Tensor` of optimizer.cu."""
 
-    _fields_ = (
-        ("gradient", ctypes.c_void_p), ("master", ctypes.c_void_p), ("state", ctypes.c_void_p * MAX_SLOTS),
-        ("ema", ctypes.c_void_p), ("copy", ctypes.c_void_p), ("size", ctypes.c_uint32),
-        ("first_chunk", ctypes.c_uint32), ("num_chunks", ctypes.c_uint32), ("fp32_gradient", ctypes.c_uint32),
-        ("is_weight", ctypes.c_uint32), ("weight_decay", ctypes.c_float), ("rate_factor", ctypes.c_float),
-    )
+    _fields_ = _CUDA.fields("Tensor")
 
 
 class Optimizer:

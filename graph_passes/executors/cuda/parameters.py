@@ -13,14 +13,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from graph_passes import roles
+from graph_passes.executors.cuda.declarations import Declarations
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Graph, Ref
 from graph_passes.operators import Shape, shown_name
 from graph_passes.passes.precision import ITEM_BYTES
 
 SLICE_ALIGNMENT = 64  # elements: 128 bytes in 16-bit types
-MAX_SLOTS = 2  # arrays that an optimizer keeps for each parameter, at most; of optimizer.cu
-VECTOR = 8  # VEC of common.cuh; channels and classes are padded to multiples of it, as tensor cores want them
+_CUDA = Declarations("optimizer.cu")
+MAX_SLOTS = _CUDA.value("MAX_SLOTS")  # arrays that an optimizer keeps for each parameter, at most
+VECTOR = _CUDA.value("VEC")  # channels and classes are padded to multiples of it, as tensor cores want them
 
 
 def padded(size: int) -> int:

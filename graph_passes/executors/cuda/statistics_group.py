@@ -25,9 +25,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from graph_passes.errors import GraphError
+from graph_passes.executors.cuda.declarations import Declarations
 from graph_passes.executors.cuda.device import Gpu
 
-MAX_MEMBERS, THREADS, MAX_ARRAYS, MAX_VALUES = 16, 256, 4, 8192  # of batch_norm_group.cu
+_CUDA = Declarations("batch_norm_group.cu")
+MAX_MEMBERS, THREADS, MAX_ARRAYS, MAX_VALUES = _CUDA.values("MAX_MEMBERS", "THREADS", "MAX_ARRAYS", "MAX_VALUES")
 SHARED_UNIT = 2 << 20  # bytes; what is shared should not lie in one piece of memory with anything else
 # How long a member waits for another one before the run ends: longer than a checkpoint or a late batch keeps a process.
 LIMIT_SECONDS = 60.0
@@ -37,7 +39,7 @@ NEEDED, WAY_OUT = "which common BatchNorm statistics need", "leave out --bn-grou
 class Mailboxes(ctypes.Structure):
     """The address of each member's mailbox, as the kernel's argument."""
 
-    _fields_ = (("of", ctypes.c_uint64 * MAX_MEMBERS),)
+    _fields_ = _CUDA.fields("Mailboxes")
 
 
 class Invitation(NamedTuple):

@@ -11,7 +11,7 @@ from gpu_arrays import DTYPES, Device
 from common.disk_cache import Cache
 from graph_passes.executors.cuda import network
 from graph_passes.executors.cuda.device import Gpu
-from graph_passes.executors.cuda.kernel_library import KernelLibrary
+from graph_passes.executors.cuda.kernel_library import KernelLibrary, compile_kernel
 
 
 @pytest.fixture(scope="session")
@@ -23,6 +23,18 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Device:
 @pytest.fixture(params=DTYPES)
 def dtype(request: pytest.FixtureRequest) -> str:
     return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def nvrtc() -> None:
+    """Skips tests where there is no NVRTC."""
+    pytest.importorskip("cuda.core", reason="cuda-core is not installed")
+    try:
+        compile_kernel("elementwise.cu", "add<float>", "sm_90a")
+    except (ImportError, RuntimeError, OSError) as error:
+        if "nvrtc" in str(error).lower() and "COMPILATION" not in str(error):
+            pytest.skip(f"NVRTC is not installed: {error}")
+        raise
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import re
 from pathlib import Path
@@ -10,36 +9,13 @@ from pathlib import Path
 import pytest
 
 from graph_passes.executors.cuda.kernel_library import C_TYPES, HOPPER, SOURCES, architecture, compile_kernel
-from graph_passes.executors.cuda.kernels.batch_norm import Grid
-from graph_passes.executors.cuda.kernels.conv1x1_forward import CONTROL_BYTES
-from graph_passes.executors.cuda.kernels.conv3x3 import CONTROL_BYTES as CONV3X3_CONTROL_BYTES
-from graph_passes.executors.cuda.kernels.conv3x3 import Conv3x3, TiledImages
-from graph_passes.executors.cuda.kernels.conv3x3_weights import Conv3x3Weights
-from graph_passes.executors.cuda.kernels.dgrad_reduce import OUT_CHANNELS, DgradReduce
-from graph_passes.executors.cuda.kernels.dgrad_stream import DgradStream
-from graph_passes.executors.cuda.kernels.norm_backward import CHANNELS, NormBackward
-from graph_passes.executors.cuda.kernels.quantised import CHUNK, Geometry
-from graph_passes.executors.cuda.kernels.quantised_conv import TILES, stages_of
-from graph_passes.executors.cuda.kernels.quantised_conv_stream import COLUMNS, STAGES, Stream
+from graph_passes.executors.cuda.kernels.quantised_conv import TILES
 from graph_passes.executors.cuda.kernels.quantised_conv_stream import TILES as STREAMS
 from graph_passes.executors.cuda.kernels.quantised_conv_taps import CHANNELS as TAPS_CHANNELS
-from graph_passes.executors.cuda.kernels.quantised_conv_taps import CONTROL_BYTES as TAPS_CONTROL_BYTES
 from graph_passes.executors.cuda.kernels.quantised_conv_taps import (
     EIGHTS,
-    FILTERS,
-    MAX_PLACES,
-    MAX_RESULTS,
-    MAX_STAGES,
-    PEERS,
-    QuantisedConvTaps,
-    TappedImages,
 )
-from graph_passes.executors.cuda.kernels.quantised_pair import Z_COLUMNS, QuantisedPair
-from graph_passes.executors.cuda.kernels.quantised_stem_pool import BLOCK, SHARED_BYTES, TEAMS, WIDTH, PooledSizes
-from graph_passes.executors.cuda.kernels.stem_pool import StemPool
-from graph_passes.executors.cuda.kernels.stem_rows import StemRows
-from graph_passes.executors.cuda.kernels.stem_weights import StemWeights
-from graph_passes.executors.cuda.optimizer import State, _Tensor
+from graph_passes.executors.cuda.kernels.quantised_pair import Z_COLUMNS
 
 RULES = ["Sgd<false>", "Sgd<true>", "Lars<false>", "Lars<true>", "AdamW", "Lamb", "Lion"]  # of optimizer.cu
 
@@ -147,17 +123,6 @@ def test_every_kernel_tells_the_shapes_of_its_operands(path: Path) -> None:
     assert all("// Shapes: " in comment for comment in comments)
 
 
-@pytest.fixture(scope="module")
-def nvrtc() -> None:
-    pytest.importorskip("cuda.core", reason="cuda-core is not installed")
-    try:
-        compile_kernel("elementwise.cu", "add<float>", "sm_90a")
-    except (ImportError, RuntimeError, OSError) as error:
-        if "nvrtc" in str(error).lower() and "COMPILATION" not in str(error):
-            pytest.skip(f"NVRTC is not installed: {error}")
-        raise
-
-
 def compile_for(path: Path, names: list[str], arch: str) -> None:
     """All kernels of a file at once: each call of NVRTC reads all that the file includes. It optimizes little, which
     takes a quarter of the time."""
@@ -230,82 +195,3 @@ def test_compiles_for_each_generation(capability: tuple[int, int], path: Path) -
         pytest.skip(f"this NVRTC does not know {arch}: it has {', '.join(f'sm_{number}' for number in known)}")
     names = [expressions(kernel, C_TYPES["bfloat16"])[0] for source, kernel in kernels() if source == path.name]
     compile_for(path, names, arch)
-
-
-@pytest.mark.usefixtures("nvrtc")
-def test_structs_of_the_optimizer_are_laid_out_alike() -> None:
-    """Python writes them, the kernels read them."""
-    from cuda.core import Program, ProgramOptions
-
-    source, asserts = (SOURCES / "optimizer.cu").read_text(), ""
-    for name, struct in (("State", State), ("Tensor", _Tensor)):
-        body = re.sub("//.*", "", source.partition(f"struct {name} {{")[2].partition("};")[0])
-        assert re.findall(r"(\w+)(?:\[\w+\])?[,;]", body) == [field[0] for field in struct._fields_]
-        asserts += f"static_assert(sizeof({name}) == {ctypes.sizeof(struct)});\n"
-    options = ProgramOptions(arch="sm_90a", std="c++17", include_path=[str(SOURCES)])
-    Program('#include "optimizer.cu"\n' + asserts, "c++", options).compile("cubin")
-
-
-@pytest.mark.usefixtures("nvrtc")
-def test_shared_memory() -> None:
-    """Python counts the bytes that a launch asks for, the kernel lays them out."""
-    from cuda.core import Program, ProgramOptions
-
-    sizes = {
-        "norm_backward.cu": [(f"{k}, {columns}", NormBackward(k, columns).shared_bytes)
-                             for columns, channels in CHANNELS.items() for k in channels],
-        "dgrad_reduce.cu": [(f"{k}, {str(add).lower()}, {str(pair).lower()}", DgradReduce(k).shared_bytes(add, pair))
-                            for k in OUT_CHANNELS for add in (False, True) for pair in (False, True)]}
-    options = ProgramOptions(arch="sm_90a", std="c++17", include_path=[str(SOURCES)])
-    for source, size in (("batch_norm.cuh", f"sizeof(Grid) == {ctypes.sizeof(Grid)}"),
-                         ("stem_pool.cu", f"sizeof(Shared) == {StemPool.SHARED_BYTES}"),
-                         ("stem_forward.cu", f"sizeof(Shared) == {StemRows.SHARED_BYTES}"),
-                         ("dgrad_stream.cu", f"sizeof(Control) == {CONTROL_BYTES} && COLUMNS == {DgradStream.COLUMNS}"),
-                         ("stem_weights.cu", f"sizeof(Control) == {StemWeights.CONTROL_BYTES}"),
-                         ("conv3x3.cu", f"sizeof(Control) == {CONV3X3_CONTROL_BYTES} && THREADS == {Conv3x3.BLOCK[0]} "
-                          f"&& GROUPS * 8 == {Conv3x3.PIXELS} && MAX_PLACES == {Conv3x3.MAX_PLACES} "
-                          f"&& TEAMS == {Conv3x3.TEAMS} "
-                          f"&& sizeof(TiledImages) == {ctypes.sizeof(TiledImages)}"),
-                         ("conv3x3_weights.cu", f"sizeof(Control) == {Conv3x3Weights.CONTROL_BYTES} && "
-                          f"THREADS == {Conv3x3Weights.BLOCK[0]} && STEP == {Conv3x3Weights.STEP} && "
-                          f"MAX_ROWS == {Conv3x3Weights.MAX_ROWS}")):
-        Program(f'#include "{source}"\nstatic_assert({size});', "c++", options).compile("cubin")
-    for source, shapes in sizes.items():
-        assert max(size for _, size in shapes) <= (227 - 2) << 10, "what Hopper has, less what is not asked for"
-        asserts = "".join(f"static_assert(sizeof(Shared<Shape<{shape}>>) == {size});\n" for shape, size in shapes)
-        Program(f'#include "{source}"\n' + asserts, "c++", options).compile("cubin")
-
-
-@pytest.mark.usefixtures("nvrtc")
-def test_structs_of_int8_are_laid_out_alike() -> None:
-    """Python writes them, the kernels read them; and both know how many stages of a tile there are."""
-    from cuda.core import Program, ProgramOptions
-
-    for file, name, struct in (("quantised.cuh", "Convolution", Geometry),
-                               ("quantised_conv_taps.cu", "TappedImages", TappedImages),
-                               ("quantised_stem_pool.cu", "PooledSizes", PooledSizes)):
-        body = re.split("};|__device__", (SOURCES / file).read_text().partition(f"struct {name} {{")[2])[0]
-        names = re.findall(r"(\w+)[,;]", re.sub("//.*", "", body))
-        assert names == [field[0] for field in struct._fields_]
-    asserts = f"static_assert(sizeof(Convolution) == {ctypes.sizeof(Geometry)});\n" + "".join(
-        f"static_assert(Tile<{groups}, {columns}>::STAGES == {stages_of(groups, columns)} && "
-        f"sizeof(Stage<Tile<{groups}, {columns}>>) == {(64 * groups + columns) * CHUNK});\n"
-        for groups, columns in TILES.values())
-    options = ProgramOptions(arch="sm_90a", std="c++17", include_path=[str(SOURCES)])
-    stream = f"static_assert(MAX_STAGES == {STAGES} && MAX_COLUMNS == {COLUMNS});\n" + "".join(
-        f"static_assert(sizeof(Control<{teams}, {columns}, {1 + (channels_2 > 0)}>) == "
-        f"{Stream(64, teams, columns, False, channels_2).control_bytes});\n"
-        for teams, columns in STREAMS.values() for channels_2 in (0, 64))
-    Program('#include "quantised_conv.cu"\n' + asserts, "c++", options).compile("cubin")
-    Program('#include "quantised_conv_stream.cu"\n' + stream, "c++", options).compile("cubin")
-    pair = "".join(f"static_assert(sizeof(PairControl<{columns}, {str(channels_2 > 0).lower()}>) == "
-                   f"{QuantisedPair(64, columns, channels_2).control_bytes});\n"
-                   for columns in Z_COLUMNS for channels_2 in (0, 64))
-    Program('#include "quantised_pair.cu"\n' + pair, "c++", options).compile("cubin")
-    taps = (f"static_assert(sizeof(Control) == {TAPS_CONTROL_BYTES} && THREADS == {QuantisedConvTaps.BLOCK[0]} && "
-            f"PEERS == {PEERS} && FILTERS == {FILTERS} && MAX_PLACES == {MAX_PLACES} && MAX_STAGES == {MAX_STAGES} && "
-            f"MAX_RESULTS == {MAX_RESULTS} && sizeof(TappedImages) == {ctypes.sizeof(TappedImages)});\n")
-    Program('#include "quantised_conv_taps.cu"\n' + taps, "c++", options).compile("cubin")
-    stem = (f"static_assert(sizeof(Shared) == {SHARED_BYTES} && TEAMS == {TEAMS} && WIDTH == {WIDTH} && "
-            f"THREADS == {BLOCK[0]} && sizeof(PooledSizes) == {ctypes.sizeof(PooledSizes)});\n")
-    Program('#include "quantised_stem_pool.cu"\n' + stem, "c++", options).compile("cubin")

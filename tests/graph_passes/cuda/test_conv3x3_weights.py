@@ -13,6 +13,7 @@ from step_networks import preferring
 from graph_passes import Graph, Node, Ref, pipeline
 from graph_passes.choice import fewest, repeatable
 from graph_passes.executors.cuda.kernel_library import count, instance
+from graph_passes.executors.cuda.kernels.conv1x1_forward import SHARED_BYTES
 from graph_passes.executors.cuda.kernels.conv3x3_weights import Conv3x3Weights
 from graph_passes.executors.reference import evaluate
 
@@ -85,7 +86,7 @@ def test_what_is_no_number_stays_in_its_filter(device: Device) -> None:
 @pytest.mark.parametrize("width, rows", [(56, 14), (112, 7), (128, 6), (1, 32), (32, 26)])
 def test_rows_in_shared_memory(width: int, rows: int) -> None:
     way = Conv3x3Weights((256, width, width, 64), 64, 132)
-    assert way.fits and way.ring.rows == rows and way.shared_bytes <= way.SHARED_BYTES
+    assert way.fits and way.ring.rows == rows and way.shared_bytes <= SHARED_BYTES
     assert way.padded_rows == 256 * (width + 1) - 1
     assert way.ring.repeated * way.ring.pitch > way.STEP
 

@@ -171,7 +171,7 @@ def test_joining(monkeypatch: pytest.MonkeyPatch) -> None:
     group.join(invitations, own=1)
     group.check()
     mailboxes, own, size, *_, num_values = group.arguments(520)
-    assert list(mailboxes.of[:4]) == [7006, 1005, 7007, 0]
+    assert list(mailboxes.of[:4]) == [7006, 1005, 7007, None]
     assert (own.value, size.value, group.size, num_values.value) == (1, 3, 3, 520)
 
     monkeypatch.setattr(FakeGpu, "closed", invitations[2].handle)

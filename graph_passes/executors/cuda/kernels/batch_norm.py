@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from graph_passes.candidates import Candidate, Candidates
 from graph_passes.executors.cuda.builder import APPLY_BLOCK, REDUCE_BLOCK, Builder, Launches, require, rows_and_channels
+from graph_passes.executors.cuda.declarations import Declarations
 from graph_passes.executors.cuda.kernel_library import count, threads
 from graph_passes.executors.cuda.kernels.dropout import drops, factors_of
 from graph_passes.executors.cuda.operands import In, InOut, Out
@@ -45,10 +46,13 @@ def before(builder: Builder, node: Node) -> tuple[Any, ...]:
             ctypes.c_float(node["eps"]), ctypes.c_float(node["momentum"]))
 
 
+_CUDA = Declarations("batch_norm.cuh")
+
+
 class FastDivisor(ctypes.Structure):
     """Divides numbers below 2^31 by a fixed one without a division instruction."""
 
-    _fields_ = tuple((name, ctypes.c_uint32) for name in ("value", "factor", "shift"))
+    _fields_ = _CUDA.fields("FastDivisor")
 
     @classmethod
     def by(cls, value: int) -> FastDivisor:
@@ -59,8 +63,7 @@ class FastDivisor(ctypes.Structure):
 class Grid(ctypes.Structure):
     """The pixels of images that a compact gradient has."""
 
-    _fields_ = (*((name, FastDivisor) for name in ("height", "width", "down", "right")),
-                ("out_height", ctypes.c_uint32), ("out_width", ctypes.c_uint32))
+    _fields_ = _CUDA.fields("Grid", FastDivisor=FastDivisor)
 
     @classmethod
     def of(cls, shape: Shape, stride: tuple[int, int]) -> Grid:

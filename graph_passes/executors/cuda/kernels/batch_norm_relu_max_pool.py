@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from graph_passes.executors.cuda.builder import APPLY_BLOCK, REDUCE_BLOCK, Builder, Launches, rows_and_channels
+from graph_passes.executors.cuda.declarations import Declarations
 from graph_passes.executors.cuda.kernel_library import count
 from graph_passes.executors.cuda.kernels.batch_norm import about_mean, require_gamma
 from graph_passes.executors.cuda.operands import In, InOut, Out, Scratch
@@ -38,9 +39,10 @@ from graph_passes.operators.body import Body
 from graph_passes.operators.pooling import POOLING, max_pooling, max_pooling_backward, pooled_shape
 from graph_passes.operators.windows import Places
 
-NOBODY = 255  # of batch_norm_relu_max_pool.cuh
+_CUDA = Declarations("batch_norm_relu_max_pool.cu")
+NOBODY = _CUDA.value("NOBODY")  # no place of a window
 WINDOW = {"kernel": (3, 3), "stride": (2, 2), "pad": (1, 1)}  # of the pooling
-STRIP = 8  # rows of the output that a thread makes
+STRIP = _CUDA.value("STRIP")  # rows of the output that a thread makes
 
 
 # --- where it is: always, so this is a pass ---
@@ -160,7 +162,7 @@ def backward_apply_body(b: Body) -> list[Any]:
 class Image(ctypes.Structure):
     """`Image` of batch_norm_relu_max_pool.cuh."""
 
-    _fields_ = tuple((name, ctypes.c_int) for name in ("height", "width", "out_height", "out_width"))
+    _fields_ = _CUDA.fields("Image")
 
     @classmethod
     def of(cls, x: Buffer, y: Buffer) -> Image:

@@ -16,7 +16,6 @@ conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
                 const __grid_constant__ TensorMap x_2, const __grid_constant__ TensorMap w_2, const float *bias_2,
                 int chunks_2) {
     constexpr int PARTS = COLUMNS / CHUNK;
-    static_assert(sizeof(Control) == 2048, "equals the size in conv1x1_forward.py");
     extern __shared__ __align__(1024) uint4 memory[];
     Control &control = *reinterpret_cast<Control *>(memory);
     uint4 *const weights = memory + sizeof(Control) / VECTOR_BYTES;

@@ -22,6 +22,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from graph_passes.candidates import Candidate, Candidates, form
 from graph_passes.executors.cuda.builder import Builder, Launches, require, require_hopper, rows_and_channels
+from graph_passes.executors.cuda.declarations import Declarations
 from graph_passes.executors.cuda.device import Tiling
 from graph_passes.executors.cuda.kernel_library import Size, count
 from graph_passes.executors.cuda.operands import In, Out, Tiled
@@ -31,14 +32,16 @@ from graph_passes.operators import Operator, Shape, window
 from graph_passes.operators.body import Body
 from graph_passes.operators.convolution import CONVOLUTION, convolution_body
 
-BLOCK: Size = (320, 1, 1)
-TEAMS, TILE_ROWS, CHUNK, WARP_ROWS = 2, 64, 64, 16
-MAX_STAGES = 12
-SHARED_BYTES, CONTROL_BYTES = 227 << 10, 2 << 10
+_CUDA = Declarations("conv1x1_forward.cuh")
+BLOCK: Size = (_CUDA.value("THREADS"), 1, 1)
+TEAMS, TILE_ROWS, CHUNK, WARP_ROWS = _CUDA.values("TEAMS", "ROWS", "CHUNK", "WARP_ROWS")
+MAX_STAGES = _CUDA.value("MAX_STAGES")
+CONTROL_BYTES = _CUDA.sizeof("Control")
+SHARED_BYTES = 227 << 10  # that a block can have on Hopper
 CHUNK_BYTES = 2 * CHUNK  # of a row
 PLACE_BYTES = TEAMS * TILE_ROWS * CHUNK_BYTES  # for a stage of each team, or a result of each warp
 MAX_WEIGHT_BYTES = 128 << 10  # of shared memory that a block gives to its weights
-AFFINE_BYTES = 12 * CHUNK  # a chunk's scales and shifts
+AFFINE_BYTES = Declarations("norm_stream.cuh").sizeof("Affine")  # a chunk's scales and shifts
 
 
 # --- where it can be ---
@@ -84,7 +87,7 @@ def _sum_body(b: Body) -> list[Any]:
 class Walk(ctypes.Structure):
     """`TileStep` of kernels/tma.cuh."""
 
-    _fields_ = tuple((name, ctypes.c_int) for name in ("rows", "x_row", "x_line", "y_row", "y_line"))
+    _fields_ = _CUDA.fields("TileStep")
 
 
 class Tiles(NamedTuple):

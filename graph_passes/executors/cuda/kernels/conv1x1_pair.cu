@@ -26,7 +26,6 @@ conv1x1_pair(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
              const __grid_constant__ TensorMap w_2, const __grid_constant__ TensorMap z, const float *bias,
              const float *bias_2, uint32 rows, TileStep walk, int columns, int columns_2, int chunks, int stages, int results) {
     constexpr int SECOND_PARTS = SECOND / CHUNK;
-    static_assert(sizeof(PairControl) == 3072, "equals the size in conv1x1_pair.py");
     extern __shared__ __align__(1024) uint4 memory[];
     PairControl &both = *reinterpret_cast<PairControl *>(memory);
     Control &control = both.control;

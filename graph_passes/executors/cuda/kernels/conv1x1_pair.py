@@ -16,6 +16,7 @@ from typing import Any
 
 from graph_passes.candidates import Candidate, Candidates
 from graph_passes.executors.cuda.builder import Builder, Launches, require, require_hopper, rows_and_channels
+from graph_passes.executors.cuda.declarations import Declarations
 from graph_passes.executors.cuda.device import Tiling
 from graph_passes.executors.cuda.kernel_library import Size, count
 from graph_passes.executors.cuda.kernels.conv1x1_forward import (
@@ -35,10 +36,11 @@ from graph_passes.operators.base import Attribute
 from graph_passes.operators.body import Body
 from graph_passes.operators.convolution import CONVOLUTION
 
-BLOCK: Size = (384, 1, 1)
-COLUMNS = 256  # of the first product, at most
+_CUDA = Declarations("conv1x1_pair.cu")
+BLOCK: Size = (_CUDA.value("PAIR_THREADS"), 1, 1)
+COLUMNS = _CUDA.value("COLUMNS")  # of the first product, at most
 SECOND = (64, 128)  # of the second
-CONTROL_BYTES = 3 << 10
+CONTROL_BYTES = _CUDA.sizeof("PairControl")
 PLACE_BYTES = TEAMS * TILE_ROWS * CHUNK_BYTES  # for a stage of each team, or a result of each warp
 
 

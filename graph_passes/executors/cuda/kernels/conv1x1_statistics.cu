@@ -55,7 +55,6 @@ __device__ inline void convolve(const TensorMap &x, const TensorMap &w, const Te
                                 const TensorMap *norm_out, float *sums, float *partials, uint32 *tickets, uint32 rows,
                                 const TileStep &walk, int columns, int chunks, int stages, int results) {
     constexpr int PARTS = COLUMNS / CHUNK, STORES_IN_FLIGHT = 2;  // TMA stores of results
-    static_assert(sizeof(Control) == 2048 && sizeof(Affine) == 768, "equals the size in conv1x1_forward.py");
     extern __shared__ __align__(1024) uint4 memory[];
     Control &control = *reinterpret_cast<Control *>(memory);
     Affine *const affine = reinterpret_cast<Affine *>(memory + sizeof(Control) / VECTOR_BYTES);

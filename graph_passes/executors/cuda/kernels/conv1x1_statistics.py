@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 
 from graph_passes.candidates import Candidate, Candidates, form
 from graph_passes.executors.cuda.builder import Builder, Launches, require, rows_and_channels
+from graph_passes.executors.cuda.declarations import Declarations
 from graph_passes.executors.cuda.device import Tiling
 from graph_passes.executors.cuda.kernel_library import Size, count
 from graph_passes.executors.cuda.kernels.batch_norm import before, behind, require_gamma, with_conv
@@ -67,7 +68,7 @@ class Conv1x1Statistics(Conv1x1Forward):
     Four more warps add up, so that a thread has registers for 128 columns at most.
     """
 
-    BLOCK: ClassVar[Size] = (448, 1, 1)
+    BLOCK: ClassVar[Size] = (Declarations("conv1x1_statistics.cu").value("BLOCK"), 1, 1)
     COLUMNS: ClassVar[tuple[int, ...]] = (64, 128)
 
     normalises: bool = False

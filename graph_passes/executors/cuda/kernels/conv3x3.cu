@@ -280,7 +280,6 @@ template <class T, bool SUMS, bool RELU, bool BACKWARD, bool REDUCE, bool NORM>
 __device__ inline void convolve(const TensorMap &x, const TensorMap &w, const TensorMap &y, const float *bias, float *sums,
                                 const Norm &norm, const FusedNorm &before, const TensorMap *norm_out, float *partials,
                                 uint32 *tickets, const TiledImages &images) {
-    static_assert(sizeof(Control) == 4096, "equals the size in conv3x3.py");
     extern __shared__ __align__(1024) uint4 memory[];
     Control &control = *reinterpret_cast<Control *>(memory);
     uint4 *const tiles = memory + sizeof(Control) / VECTOR_BYTES, *const results = tiles + images.places * images.place_vectors;

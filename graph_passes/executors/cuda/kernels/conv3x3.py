@@ -25,6 +25,7 @@ from typing import Any, ClassVar
 
 from graph_passes.candidates import Candidate, Candidates, form
 from graph_passes.executors.cuda.builder import Builder, Launches, require, require_hopper
+from graph_passes.executors.cuda.declarations import Declarations
 from graph_passes.executors.cuda.device import Tiling
 from graph_passes.executors.cuda.kernel_library import Size
 from graph_passes.executors.cuda.kernels.batch_norm import (
@@ -46,9 +47,10 @@ from graph_passes.operators.batch_norm import ATTRIBUTES, RUNNING
 from graph_passes.operators.body import Body
 from graph_passes.operators.convolution import CONVOLUTION, convolution_body
 
-CHANNELS, TAPS = 64, 9
+_CUDA = Declarations("conv3x3.cu")
+CHANNELS, TAPS = _CUDA.values("CHANNELS", "TAPS")
 PIXEL_BYTES = 2 * CHANNELS
-CONTROL_BYTES = 4 << 10
+CONTROL_BYTES = _CUDA.sizeof("Control")
 
 
 # --- where they can be ---
@@ -96,8 +98,7 @@ def _dgrad_reduce_body(b: Body) -> list[Any]:
 class TiledImages(ctypes.Structure):
     """`TiledImages` of kernels/conv3x3.cu."""
 
-    _fields_ = tuple((name, ctypes.c_int) for name in (
-        "images", "height", "width", "rows", "places", "place_vectors"))
+    _fields_ = _CUDA.fields("TiledImages")
 
 
 @dataclass(frozen=True)
@@ -105,10 +106,11 @@ class Conv3x3:
     """How the kernels of conv3x3.cu divide images (N, H, W, 64) into tiles of whole rows. `reduces`: with the sums of a
     gradient, for which each team has a place for what it reads beside its tile, and leaves."""
 
-    BLOCK: ClassVar[Size] = (288, 1, 1)
-    PIXELS: ClassVar[int] = 232  # that are multiplied at once, those in the columns of zeros among them
-    MAX_PLACES: ClassVar[int] = 3
-    TEAMS: ClassVar[int] = 2
+    BLOCK: ClassVar[Size] = (_CUDA.value("THREADS"), 1, 1)
+    # That are multiplied at once, those in the columns of zeros among them.
+    PIXELS: ClassVar[int] = _CUDA.value("8 * GROUPS")
+    MAX_PLACES: ClassVar[int] = _CUDA.value("MAX_PLACES")
+    TEAMS: ClassVar[int] = _CUDA.value("TEAMS")
     WEIGHTS: ClassVar[Tiling] = Tiling.of_matrix(CHANNELS, TAPS * CHANNELS, (CHANNELS, CHANNELS))
 
     shape: Shape

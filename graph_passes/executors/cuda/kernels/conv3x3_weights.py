@@ -13,8 +13,10 @@ from collections.abc import Iterator
 
 from graph_passes.candidates import Candidate, Candidates
 from graph_passes.executors.cuda.builder import Builder, Launches, require
+from graph_passes.executors.cuda.declarations import Declarations
 from graph_passes.executors.cuda.device import Tiling
 from graph_passes.executors.cuda.kernel_library import HOPPER, Size
+from graph_passes.executors.cuda.kernels.conv1x1_forward import SHARED_BYTES
 from graph_passes.executors.cuda.kernels.conv3x3 import is_3x3
 from graph_passes.executors.cuda.kernels.norm_backward import sum_parts
 from graph_passes.executors.cuda.operands import In, Out, Tiled
@@ -23,7 +25,9 @@ from graph_passes.graph import Node
 from graph_passes.operators import Operator, Shape
 from graph_passes.operators.convolution import CONVOLUTION
 
-CHANNELS = 64  # of the data and of the output that a block works on: its part of the gradient fits into registers
+_CUDA = Declarations("conv3x3_weights.cu")
+# Of the data and of the output that a block works on: its part of the gradient fits into registers.
+CHANNELS = _CUDA.value("CHANNELS")
 
 
 def conv3x3_weights(table: Candidates, wgrad: Candidate) -> Iterator[Node]:
@@ -36,16 +40,17 @@ def conv3x3_weights(table: Candidates, wgrad: Candidate) -> Iterator[Node]:
 class Ring(ctypes.Structure):
     """`Ring` of conv3x3_weights.cu."""
 
-    _fields_ = tuple((name, ctypes.c_int) for name in ("rows", "repeated", "pitch"))
+    _fields_ = _CUDA.fields("Ring")
 
 
 class Conv3x3Weights:
     """How conv3x3_weights.cu divides its work: into neighbouring rows of the padded images, and 64 channels of the data
     and of the output's gradient. Rows of both have places in shared memory that are used in turn."""
 
-    BLOCK: Size = (448, 1, 1)
-    STEP, MAX_ROWS, MAX_PITCH = 16, 32, 256  # MAX_PITCH: of a side of what TMA copies at once
-    CONTROL_BYTES, SHARED_BYTES = 1 << 10, 227 << 10
+    BLOCK: Size = (_CUDA.value("THREADS"), 1, 1)
+    STEP, MAX_ROWS = _CUDA.values("STEP", "MAX_ROWS")
+    MAX_PITCH = 256  # of a side of what TMA copies at once
+    CONTROL_BYTES = _CUDA.sizeof("Control")
     LEAST_STEPS = 32  # of a block: what fewer would gain, more parts would cost
 
     def __init__(self, shape: Shape, filters: int, num_multiprocessors: int) -> None:
@@ -54,7 +59,7 @@ class Conv3x3Weights:
         pitch = width + 1
         row_bytes = 2 * pitch * CHANNELS * 2  # of both
         repeated = -(-(self.STEP + 1) // pitch)  # a product reads as many pixels behind a round
-        rows = min(self.MAX_ROWS, (self.SHARED_BYTES - self.CONTROL_BYTES) // row_bytes - repeated)
+        rows = min(self.MAX_ROWS, (SHARED_BYTES - self.CONTROL_BYTES) // row_bytes - repeated)
         in_use = -(-(2 * self.STEP - 1) // pitch) + 3  # rows of x that two products under way read
         self.fits = rows > in_use and pitch <= self.MAX_PITCH
         self.ring = Ring(rows, repeated, pitch)

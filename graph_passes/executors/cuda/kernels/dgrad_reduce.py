@@ -15,12 +15,12 @@ from typing import Any
 
 from graph_passes.candidates import Candidate, Candidates
 from graph_passes.executors.cuda.builder import Builder, Launches, require_hopper, rows_and_channels
+from graph_passes.executors.cuda.declarations import Declarations
 from graph_passes.executors.cuda.kernel_library import Size, count
 from graph_passes.executors.cuda.kernels.batch_norm import Second
 from graph_passes.executors.cuda.kernels.conv1x1_forward import is_product
 from graph_passes.executors.cuda.kernels.dropout import drops, factors_of
 from graph_passes.executors.cuda.operands import In, Out
-from graph_passes.executors.cuda.parameters import VECTOR
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node, Ref
 from graph_passes.operators import Operator
@@ -30,13 +30,14 @@ from graph_passes.operators.body import Body
 from graph_passes.operators.convolution import CONVOLUTION
 from graph_passes.operators.dropout import FACTORS, dropping
 
-VECTOR_BYTES, FLOAT_BYTES = 16, 4
-BLOCK: Size = (512, 1, 1)
-TILE_ROWS = 64
+_CUDA = Declarations("dgrad_reduce.cu")
+_SHAPE = "Shape<64, false, false>"  # what follows is equal in all
+BLOCK: Size = (_CUDA.value(f"{_SHAPE}::THREADS"), 1, 1)
+TILE_ROWS = _CUDA.value(f"{_SHAPE}::ROWS")
 READ = "conv_grad", "weight", "data", "mask", "saved"
 WRITTEN = "masked_grad", "gamma_grad", "beta_grad"
 OUT_CHANNELS = (64, 128, 256)  # of the convolution: chunks of 64 whose tiles fit into shared memory
-MIN_CHANNELS = 128  # of its data
+MIN_CHANNELS = _CUDA.value(f"{_SHAPE}::COLUMNS")  # of its data
 PAIR = "BatchNormPairBackwardReduce"
 
 
@@ -95,11 +96,7 @@ class DgradReduce:
         return blocks, max(1, min(num_multiprocessors // blocks, -(-rows // TILE_ROWS))), 1
 
     def shared_bytes(self, add: bool, pair: bool) -> int:
-        """sizeof(Shared<Shape<k, add, pair>>) of dgrad_reduce.cu."""
-        weights = self.k * self.COLUMNS // VECTOR * VECTOR_BYTES
-        stage = (self.k + (1 + add + pair) * self.COLUMNS) * TILE_ROWS // VECTOR * VECTOR_BYTES
-        stages = 2 if self.k > 128 else 3 if self.k < 128 or pair else 4  # of two teams two each
-        return weights + stages * stage
+        return _CUDA.sizeof(f"Shared<Shape<{self.k}, {int(add)}, {int(pair)}>>")
 
 
 def launch(builder: Builder, node: Node) -> None:

@@ -72,7 +72,6 @@ dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ Tenso
              uint32 pixels, const __grid_constant__ Grid grid) {
     constexpr bool ADD = SECOND != NONE;
     constexpr int READ = 1 + ADD, SUMS = 2, ARRIVALS = 1 + (SECOND == WHOLE ? 1 : SECOND == COMPACT ? WARP : 0);
-    static_assert(sizeof(Control) == 2048, "equals the size in conv1x1_forward.py");
     extern __shared__ __align__(1024) uint4 memory[];
     Control &control = *reinterpret_cast<Control *>(memory);
     float *const mean = control.bias;  // this convolution has no bias

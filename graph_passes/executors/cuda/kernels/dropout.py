@@ -6,6 +6,7 @@ import ctypes
 from typing import Any
 
 from graph_passes.executors.cuda.builder import Builder, Launches, no_lowering, require
+from graph_passes.executors.cuda.declarations import Declarations
 from graph_passes.executors.cuda.kernel_library import count, threads
 from graph_passes.executors.cuda.operands import In, Out
 from graph_passes.executors.cuda.parameters import VECTOR
@@ -13,14 +14,14 @@ from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node
 from graph_passes.operators.dropout import kept_scale, threshold
 
-MAX_DROPOUTS = 128  # of dropout.cu
+_CUDA = Declarations("dropout.cu")
+MAX_DROPOUTS = _CUDA.value("MAX_DROPOUTS")
 
 
 class Rates(ctypes.Structure):
     """As dropout.cu has it."""
 
-    _fields_ = (("threshold", ctypes.c_uint32 * MAX_DROPOUTS), ("scale", ctypes.c_float * MAX_DROPOUTS),
-                ("number", ctypes.c_uint32 * MAX_DROPOUTS))
+    _fields_ = _CUDA.fields("Rates")
 
 
 def factors(builder: Builder, node: Node) -> None:

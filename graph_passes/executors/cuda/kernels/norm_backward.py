@@ -24,11 +24,11 @@ from typing import Any
 
 from graph_passes.candidates import Candidate, Candidates
 from graph_passes.executors.cuda.builder import Builder, Launches, require_hopper, rows_and_channels
+from graph_passes.executors.cuda.declarations import Declarations
 from graph_passes.executors.cuda.device import Tiling
 from graph_passes.executors.cuda.kernel_library import Size, count, instance
 from graph_passes.executors.cuda.kernels.batch_norm import from_masked, of_reduction, relu_reductions
-from graph_passes.executors.cuda.kernels.conv1x1_forward import CHUNK, CHUNK_BYTES, is_product
-from graph_passes.executors.cuda.kernels.dgrad_reduce import FLOAT_BYTES, TILE_ROWS, VECTOR_BYTES
+from graph_passes.executors.cuda.kernels.conv1x1_forward import CHUNK, is_product
 from graph_passes.executors.cuda.kernels.dropout import drops, factors_of
 from graph_passes.executors.cuda.operands import In, Out, Tiled
 from graph_passes.executors.cuda.parameters import VECTOR
@@ -41,7 +41,8 @@ from graph_passes.operators.body import Body
 from graph_passes.operators.convolution import CONVOLUTION
 from graph_passes.operators.dropout import FACTORS, dropping
 
-BLOCK: Size = (512, 1, 1)
+_CUDA = Declarations("norm_backward.cu")
+BLOCK: Size = (_CUDA.value("THREADS"), 1, 1)
 # Of the convolution's data -> those it makes: the registers of a block, or of two, hold the gradient of its weights.
 CHANNELS = {64: (64, 128, 256), 128: (128, 256, 512)}
 
@@ -90,29 +91,20 @@ class NormBackward:
     """`norm_backward`, for convolutions of 64 channels to `k`, or of 128 by clusters of two blocks with half of the `k`
     channels each: what a block makes of the weights' gradient fits into its registers."""
 
-    OWN_COLUMNS = 64  # of the data's gradient, that a block finishes
-    WARPS, PIECE_ROWS, X_PLACES = 4, 16, 5  # that prepare dz, and of each the pieces of x that have a place
-
     def __init__(self, k: int, columns: int) -> None:
-        self.columns, self.blocks = columns, columns // self.OWN_COLUMNS
-        self.k, self.stages = k // self.blocks, 3 if self.blocks == 1 else 2
+        self._shape = f"Shape<{k}, {columns}>"
+        self.blocks = _CUDA.value(f"{self._shape}::BLOCKS")
 
     def grid(self, rows: int, num_multiprocessors: int) -> Size:
         """The blocks of a cluster, and clusters."""
-        return self.blocks, max(1, min(num_multiprocessors // self.blocks, -(-rows // TILE_ROWS))), 1
+        return self.blocks, max(1, min(num_multiprocessors // self.blocks, -(-rows // _CUDA.value("ROWS")))), 1
 
     def tiling(self, rows: int, channels: int) -> Tiling:
-        return Tiling.of_matrix(rows, channels, (self.PIECE_ROWS, CHUNK))
+        return Tiling.of_matrix(rows, channels, (_CUDA.value("PIECE_ROWS"), CHUNK))
 
     @property
     def shared_bytes(self) -> int:
-        """sizeof(Shared<Shape<k, columns>>) of norm_backward.cu."""
-        weights = self.k * self.columns // VECTOR * VECTOR_BYTES
-        stages = self.stages * (self.k + self.columns) * TILE_ROWS // VECTOR * VECTOR_BYTES
-        x = self.WARPS * self.X_PLACES * self.PIECE_ROWS * CHUNK_BYTES
-        received = TILE_ROWS * (8 if self.blocks == 1 else self.OWN_COLUMNS) * FLOAT_BYTES
-        barriers = self.stages * (TILE_ROWS // self.PIECE_ROWS + 2) + self.WARPS * self.X_PLACES + 2
-        return weights + stages + x + received + 3 * self.columns * FLOAT_BYTES + -(-barriers // 2) * VECTOR_BYTES
+        return _CUDA.sizeof(f"Shared<{self._shape}>")
 
 
 def launch(builder: Builder, node: Node) -> None:

@@ -78,7 +78,6 @@ norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
              float *running_mean_2, float *running_var, float *running_var_2, float eps, float momentum, float *sums_of_z,
              float *partials, uint32 *tickets, uint32 rows, int columns, int chunks, int stages) {
     constexpr int PARTS = COLUMNS / CHUNK;
-    static_assert(sizeof(NormControl) == 3072 && sizeof(Affine) == 768, "equals the size in norm_conv1x1.py");
     extern __shared__ __align__(1024) uint4 memory[];
     NormControl &all = *reinterpret_cast<NormControl *>(memory);
     Control &control = all.control;

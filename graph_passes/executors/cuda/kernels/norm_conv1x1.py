@@ -19,13 +19,14 @@ from typing import Any
 
 from graph_passes.candidates import Candidate, Candidates
 from graph_passes.executors.cuda.builder import Builder, Launches, require, require_hopper, rows_and_channels
+from graph_passes.executors.cuda.declarations import Declarations
 from graph_passes.executors.cuda.device import Tiling
 from graph_passes.executors.cuda.kernel_library import Size, count
 from graph_passes.executors.cuda.kernels.batch_norm import about_mean, behind, require_gamma, with_conv
 from graph_passes.executors.cuda.kernels.batch_norm_pair import APPLIED, apply_body, both
-from graph_passes.executors.cuda.kernels.conv1x1_forward import BLOCK, CHUNK, is_product
+from graph_passes.executors.cuda.kernels.conv1x1_forward import CHUNK, is_product
 from graph_passes.executors.cuda.kernels.conv1x1_statistics import NORM_CONV, norm_body
-from graph_passes.executors.cuda.kernels.norm_stream import STREAMED_BLOCK, WEIGHT_PLACES, NormStream
+from graph_passes.executors.cuda.kernels.norm_stream import WEIGHT_PLACES, NormStream
 from graph_passes.executors.cuda.operands import In, InOut, Out, Tiled
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node
@@ -33,7 +34,7 @@ from graph_passes.operators import Operator
 from graph_passes.operators.batch_norm import RUNNING
 from graph_passes.operators.body import Body
 
-STREAMED = 256  # so many columns of which weights are streamed
+_CUDA = Declarations("norm_conv1x1.cu")
 _OPS = {"BatchNormAddReluApply": "NormConv1x1", "BatchNormPairApply": "NormConv1x1Pair"}
 
 
@@ -52,15 +53,15 @@ class NormConv1x1(NormStream):
     """`norm_conv1x1`, from `channels` (C) to `others` (K). A block keeps all weights, or streams them."""
 
     COLUMNS = (64, 128, 256)
-    CONTROL_BYTES = 3 << 10
+    CONTROL_BYTES = _CUDA.sizeof("NormControl")
 
     @property
     def block(self) -> Size:
-        return STREAMED_BLOCK if self.columns == STREAMED else BLOCK
+        return _CUDA.value(f"BLOCK<{self.columns}>"), 1, 1
 
     @property
     def places(self) -> int:
-        return WEIGHT_PLACES if self.columns == STREAMED else self.chunks
+        return WEIGHT_PLACES if _CUDA.value(f"STREAMED<{self.columns}>") else self.chunks
 
     @property
     def weights(self) -> Tiling:

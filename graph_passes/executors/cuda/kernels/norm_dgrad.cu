@@ -54,7 +54,6 @@ norm_dgrad(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorM
            float *prev_dgamma, float *prev_dbeta, float *partials, uint32 *tickets, uint32 rows, int columns, int chunks,
            int stages) {
     constexpr int PARTS = COLUMNS / CHUNK, SUMS = 2;
-    static_assert(sizeof(DgradControl) == 5120 && sizeof(Affine) == 768, "equals the size in norm_dgrad.py");
     static_assert(PARTS % 2 == 0, "two parts of `prev` are loaded at once");
     extern __shared__ __align__(1024) uint4 memory[];
     DgradControl &of_prev = *reinterpret_cast<DgradControl *>(memory);

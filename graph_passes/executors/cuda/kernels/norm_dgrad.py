@@ -19,6 +19,7 @@ from typing import Any
 
 from graph_passes.candidates import Candidate, Candidates
 from graph_passes.executors.cuda.builder import Builder, Launches, require, require_hopper, rows_and_channels
+from graph_passes.executors.cuda.declarations import Declarations
 from graph_passes.executors.cuda.device import Tiling
 from graph_passes.executors.cuda.kernel_library import count
 from graph_passes.executors.cuda.kernels.batch_norm import from_masked, of_reduction, relu_reductions
@@ -65,7 +66,7 @@ class NormDgrad(NormStream):
     """`norm_dgrad`, of a convolution from `others` (C) to `channels` (K)."""
 
     COLUMNS = (128, 256)
-    CONTROL_BYTES = 5 << 10
+    CONTROL_BYTES = Declarations("norm_dgrad.cu").sizeof("DgradControl")
 
     places = WEIGHT_PLACES
 

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
+from graph_passes.executors.cuda.declarations import Declarations
 from graph_passes.executors.cuda.device import Tiling
 from graph_passes.executors.cuda.kernel_library import Size
 from graph_passes.executors.cuda.kernels.conv1x1_forward import (
@@ -20,9 +21,10 @@ from graph_passes.executors.cuda.kernels.conv1x1_forward import (
     affine_bytes,
 )
 
-STREAMED_BLOCK: Size = (384, 1, 1)  # where weights are streamed, by chunks
+_CUDA = Declarations("norm_stream.cuh")
+STREAMED_BLOCK: Size = (_CUDA.value("STREAMING"), 1, 1)  # where weights are streamed, by chunks
 STAGE_BYTES = 2 * PLACE_BYTES  # for two tiles of each team
-WEIGHT_PLACES = 2  # for a chunk's weights, where they are streamed
+WEIGHT_PLACES = _CUDA.value("WEIGHT_STAGES")  # for a chunk's weights, where they are streamed
 
 
 @dataclass(frozen=True)

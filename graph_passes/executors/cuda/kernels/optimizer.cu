@@ -4,9 +4,9 @@
 // step (loss scale, learning rate, overflow) is on the GPU, so that no step waits for the host.
 #include "common.cuh"
 
-constexpr int CHUNK = 8192;  // elements; must equal optimizer.py's
+constexpr int CHUNK = 8192;  // elements
 constexpr int THREADS = 256;
-constexpr int MAX_SLOTS = 2, MAX_CONSTANTS = 8;  // must equal optimizer.py's
+constexpr int MAX_SLOTS = 2, MAX_CONSTANTS = 8;
 
 struct Tensor {
     const void *gradient;     // T, or fp32 where `fp32_gradient`; scaled by the loss scale

@@ -6,6 +6,7 @@ import ctypes
 
 from graph_passes.errors import GraphError
 from graph_passes.executors.cuda.builder import Builder, Launches, require
+from graph_passes.executors.cuda.declarations import Declarations
 from graph_passes.executors.cuda.kernel_library import count, threads
 from graph_passes.executors.cuda.operands import In, Out
 from graph_passes.executors.cuda.parameters import VECTOR
@@ -17,8 +18,7 @@ from graph_passes.operators import window
 class Window(ctypes.Structure):
     """`Window` of window.cuh."""
 
-    _fields_ = tuple((name, ctypes.c_int) for name in (
-        "height", "width", "out_height", "out_width", "kernel_h", "kernel_w", "stride_h", "stride_w", "pad_h", "pad_w"))
+    _fields_ = Declarations("window.cuh").fields("Window")
 
     @classmethod
     def of(cls, node: Node, x: Buffer, y: Buffer) -> Window:

@@ -10,6 +10,7 @@ import ctypes
 from typing import NamedTuple
 
 from graph_passes.executors.cuda.builder import Builder, Launches, require
+from graph_passes.executors.cuda.declarations import Declarations
 from graph_passes.executors.cuda.kernel_library import count, instance, threads
 from graph_passes.executors.cuda.kernels.pooling import Window
 from graph_passes.executors.cuda.operands import In, Out
@@ -19,17 +20,16 @@ from graph_passes.graph import Node
 from graph_passes.operators import window
 from graph_passes.operators.quantised import SQUARE_CHANNELS, squares
 
-TILE_VECTOR = 16  # channels that kernels of convolutions read at once
-CHUNK = 128  # bytes of a reduction that they multiply at once
+_CUDA = Declarations("quantised_stream.cuh")
+TILE_VECTOR = _CUDA.value("VECTOR")  # channels that kernels of convolutions read at once
+CHUNK = _CUDA.value("CHUNK")  # bytes of a reduction that they multiply at once
 RESERVED_BYTES = 1 << 10  # of shared memory, of each block: not asked for
 
 
 class Geometry(ctypes.Structure):
     """`Convolution` of quantised.cuh."""
 
-    _fields_ = (("rows", ctypes.c_uint32), *((name, ctypes.c_int) for name in (
-        "height", "width", "channels", "out_height", "out_width", "filters", "kernel_h", "kernel_w", "stride_h",
-        "stride_w", "pad_h", "pad_w", "dilate_h", "dilate_w")))
+    _fields_ = _CUDA.fields("Convolution")
 
     @classmethod
     def of(cls, node: Node, x: Buffer, y: Buffer) -> Geometry:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from graph_passes.candidates import Candidate, Candidates
 from graph_passes.executors.cuda.builder import Builder, Launches, require
+from graph_passes.executors.cuda.declarations import Declarations
 from graph_passes.executors.cuda.kernel_library import instance
 from graph_passes.executors.cuda.kernels.quantised import CHUNK, Epilogue, Geometry, require_tensor_cores
 from graph_passes.executors.cuda.operands import In, Out
@@ -21,6 +22,7 @@ from graph_passes.operators import Operator, window
 from graph_passes.operators.base import Attribute
 from graph_passes.operators.quantised import OPTIONAL_ADDEND, QUANTISED_CONVOLUTION, quantised_convolution_body
 
+_CUDA = Declarations("quantised_conv.cu")
 # Rows / 64 and columns of what a block makes.
 TILES = {f"{groups}x{columns}": (groups, columns)
          for groups, columns in ((2, 128), (2, 64), (4, 128), (2, 256), (1, 128))}
@@ -34,11 +36,6 @@ def quantised_conv(table: Candidates, convolution: Candidate) -> Iterator[Node]:
         yield convolution.node.derive("QuantisedConv", convolution.node.name, convolution.node.inputs, tile=tile)
 
 
-def stages_of(groups: int, columns: int) -> int:
-    """STAGES of quantised_conv.cu: chunks that have a place in shared memory."""
-    return 3 if groups * columns <= 256 else 4
-
-
 def launch(builder: Builder, node: Node) -> None:
     groups, columns = TILES[node["tile"]]
     x, weight, y = builder.input(node, "data"), builder.input(node, "weight"), builder.output(node)
@@ -48,14 +45,15 @@ def launch(builder: Builder, node: Node) -> None:
     require(channels % CHUNK == 0 or channels in TILE_CHANNELS, node, "is not for the kernel of tiles")
     is_plain = size.kernel == size.stride == (1, 1) and size.pad == (0, 0)
     chunks = -(-size.kernel[0] * size.kernel[1] * channels // CHUNK)
-    rows = 64 * groups
-    shared_bytes = min(stages_of(groups, columns), chunks) * (rows + columns) * CHUNK
+    tile = f"Tile<{groups}, {columns}>"
+    rows, threads, stages = _CUDA.values(f"{tile}::ROWS", f"{tile}::THREADS", f"{tile}::STAGES")
+    shared_bytes = min(stages, chunks) * _CUDA.sizeof(f"Stage<{tile}>")
     require(shared_bytes <= builder.gpu.max_shared_bytes, node, "has no room for these tiles")
     blocks = -(-geometry.rows // rows) * -(-y.shape[3] // columns)
     builder.launch(
         node, "quantised_conv.cu",
         instance("quantised_conv", y.dtype, groups, columns, is_plain, adds, relu),
-        (blocks, 1, 1), (128 * groups, 1, 1), In(x), In(weight), In(builder.input(node, "multiplier")),
+        (blocks, 1, 1), (threads, 1, 1), In(x), In(weight), In(builder.input(node, "multiplier")),
         In(builder.input(node, "bias")), In(builder.optional_input(node, "addend", "no_addend")), Out(y), geometry,
         share, ctypes.c_int(chunks), shared_bytes=shared_bytes,
         flops=builder.problem("fprop", node, x, weight, y).flops)

@@ -11,6 +11,7 @@ import ctypes
 
 from graph_passes.candidates import form
 from graph_passes.executors.cuda.builder import Builder, Launches, require
+from graph_passes.executors.cuda.declarations import Declarations
 from graph_passes.executors.cuda.kernel_library import HOPPER, count, instance
 from graph_passes.executors.cuda.kernels.quantised import CHUNK, RESERVED_BYTES, Epilogue, require_tensor_cores
 from graph_passes.executors.cuda.operands import In, Out
@@ -23,7 +24,8 @@ from graph_passes.operators.quantised import (
     quantised_convolution_body,
 )
 
-ROWS, STAGES, BLOCKS = 128, 3, 3  # blocks on a multiprocessor
+ROWS, THREADS = Declarations("quantised_conv_squares.cu").values("ROWS", "THREADS")
+STAGES, BLOCKS = 3, 3  # blocks on a multiprocessor
 COLUMNS = {64: 64, 128: 128}  # of a block for 3x3 over so many channels, which the kernel takes too; else 64
 
 
@@ -51,7 +53,7 @@ def launch(builder: Builder, node: Node) -> None:
     blocks = min(-(-places // ROWS), on_multiprocessor * builder.gpu.num_multiprocessors)
     builder.launch(
         node, "quantised_conv_squares.cu", instance("quantised_conv_squares", y.dtype, kernel, planes, columns, relu),
-        (blocks, -(-filters // columns), 1), (2 * ROWS, 1, 1), In(x), In(weight),
+        (blocks, -(-filters // columns), 1), (THREADS, 1, 1), In(x), In(weight),
         In(builder.input(node, "multiplier")), In(builder.input(node, "bias")), Out(y), count(places),
         *map(ctypes.c_int, (height, width, filters, patch, pad)), shared_bytes=shared_bytes,
         flops=builder.problem("fprop", node, x, weight, y).flops)

@@ -20,6 +20,7 @@ from typing import Any
 
 from graph_passes.candidates import Candidate, Candidates
 from graph_passes.executors.cuda.builder import Builder, Launches, require
+from graph_passes.executors.cuda.declarations import Declarations
 from graph_passes.executors.cuda.kernel_library import HOPPER, count, instance
 from graph_passes.executors.cuda.kernels.conv1x1_forward import TILE_ROWS, Tiles
 from graph_passes.executors.cuda.kernels.quantised import (
@@ -46,9 +47,8 @@ from graph_passes.operators.quantised import (
 # The teams of a block, and the columns that it makes.
 TILES = {f"{teams}x{columns}": (teams, columns) for teams, columns in ((2, 128), (2, 256), (4, 128))}
 STRIDES = ((1, 1), (2, 2))  # of the shortcut
-STAGES, COLUMNS = 12, 256  # at most
-TEAM_THREADS = 160  # four warps that multiply, one that starts copies
-FACTOR_BYTES, BARRIER_BYTES = 12, 288  # of its Control: of each filter, and of each team
+_CUDA = Declarations("quantised_conv_stream.cu")
+STAGES, COLUMNS = _CUDA.values("MAX_STAGES", "MAX_COLUMNS")
 MULTIPROCESSOR_SHARED_BYTES = 228 << 10  # Hopper's
 
 
@@ -129,8 +129,7 @@ class Stream:
 
     @property
     def control_bytes(self) -> int:
-        factors = FACTOR_BYTES * self.columns * (2 if self.channels_2 else 1)
-        return -(-(factors + BARRIER_BYTES * self.teams) // 1024) * 1024
+        return _CUDA.sizeof(f"Control<{self.teams}, {self.columns}, {2 if self.channels_2 else 1}>")
 
     @property
     def shared_bytes(self) -> int:
@@ -166,9 +165,10 @@ def launch(builder: Builder, node: Node) -> None:
     down = max(1, min(stream.blocks * builder.gpu.num_multiprocessors // across, of_teams))
     builder.launch(
         node, "quantised_conv_stream.cu", instance("quantised_conv_stream", teams, columns, adds, relu, is_sum),
-        (across, down, 1), (teams * TEAM_THREADS, 1, 1), Tiled(In(x), tiles.data), Tiled(In(addend), tiles.output),
-        Tiled(Out(y, over=addend), tiles.output), In(weight), In(builder.input(node, "multiplier")),
-        In(builder.input(node, "bias")), count(geometry.rows), tiles.walk, *map(ctypes.c_int, (channels, filters)),
+        (across, down, 1), (_CUDA.value(f"THREADS<{teams}>"), 1, 1), Tiled(In(x), tiles.data),
+        Tiled(In(addend), tiles.output), Tiled(Out(y, over=addend), tiles.output), In(weight),
+        In(builder.input(node, "multiplier")), In(builder.input(node, "bias")), count(geometry.rows), tiles.walk,
+        *map(ctypes.c_int, (channels, filters)),
         share, *map(ctypes.c_int, (stream.chunks, stream.stages, stream.results)),
         Tiled(In(x_2), tiles.beside(channels_2, CHUNK)), In(weight_2), In(multiplier_2), In(bias_2),
         *map(ctypes.c_int, (channels_2, stream.chunks_2)),

@@ -200,7 +200,6 @@ quantised_conv_taps(const __grid_constant__ TensorMap x, const __grid_constant__
                     const __grid_constant__ TensorMap addend, const __grid_constant__ TensorMap y, const float *multiplier,
                     const int *bias, const __grid_constant__ TappedImages images, int filters, float addend_share) {
     constexpr int FOURS = (EIGHTS + 3) / 4, RESULT = FOURS * 4 * 8 * RESULT_VECTORS;
-    static_assert(sizeof(Control) == 1024, "equals the size in quantised_conv_taps.py");
     extern __shared__ __align__(1024) uint4 memory[];
     Control &control = *reinterpret_cast<Control *>(memory);
     uint4 *const weights = memory + sizeof(Control) / VECTOR_BYTES;

@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from graph_passes.candidates import form
 from graph_passes.executors.cuda.builder import Builder, Launches, require
+from graph_passes.executors.cuda.declarations import Declarations
 from graph_passes.executors.cuda.device import Tiling
 from graph_passes.executors.cuda.kernel_library import HOPPER, Size, instance
 from graph_passes.executors.cuda.kernels.conv1x1_forward import SHARED_BYTES
@@ -24,11 +25,13 @@ from graph_passes.graph import Node
 from graph_passes.operators import Operator, Shape, window
 from graph_passes.operators.quantised import OPTIONAL_ADDEND, QUANTISED_CONVOLUTION, quantised_convolution_body
 
-FILTERS, PEERS = 64, 2  # FILTERS: that are multiplied at once; PEERS: blocks of a cluster
+_CUDA = Declarations("quantised_conv_taps.cu")
+FILTERS, PEERS = _CUDA.values("FILTERS", "PEERS")  # FILTERS: that are multiplied at once; PEERS: blocks of a cluster
 # Eighths of the pixels that are multiplied at once, by the window and its stride.
 EIGHTS = {(3, 1): (26, 28, 30), (3, 2): (14, 26, 28, 30), (1, 1): (24, 26, 28, 30, 32)}
 CHANNELS = (64, 128)  # of a part
-CONTROL_BYTES, MAX_PLACES, MAX_STAGES, MAX_RESULTS = 1 << 10, 16, 40, 4
+MAX_PLACES, MAX_STAGES, MAX_RESULTS = _CUDA.values("MAX_PLACES", "MAX_STAGES", "MAX_RESULTS")
+CONTROL_BYTES = _CUDA.sizeof("Control")
 FEW_STAGES = 6  # for which a block has room in any case, where weights pass by; more are for what is left
 L2_BYTES = 20  # that a multiprocessor gets from the L2 cache in a clock, if all ask for some
 END_CLOCKS = 80  # in which a team requantises 8 pixels of 64 filters, and has them copied away
@@ -38,9 +41,7 @@ MAX_TILE = 256  # pixels of a tile that TMA can be told of, in each direction
 class TappedImages(ctypes.Structure):
     """`TappedImages` of kernels/quantised_conv_taps.cu."""
 
-    _fields_ = tuple((name, ctypes.c_int) for name in (
-        "images", "height", "width", "pad", "rows", "more", "together", "parts", "places", "part_vectors", "stages",
-        "results", "groups", "all_groups"))
+    _fields_ = _CUDA.fields("TappedImages")
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class QuantisedConvTaps:
     """Images (N, H, W, C) in tiles of `rows` rows of the results of several images, multiplied by 8 * `eights` pixels;
     a block makes `groups` of 64 of the `filters`. `size`, `stride`: of the windows."""
 
-    BLOCK: ClassVar[Size] = (352, 1, 1)
+    BLOCK: ClassVar[Size] = (_CUDA.value("THREADS"), 1, 1)
 
     shape: Shape
     filters: int

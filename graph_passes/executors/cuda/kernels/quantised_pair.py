@@ -17,12 +17,12 @@ from typing import Any
 
 from graph_passes.candidates import Candidate, Candidates
 from graph_passes.executors.cuda.builder import Builder, Launches, require, require_hopper
+from graph_passes.executors.cuda.declarations import Declarations
 from graph_passes.executors.cuda.kernel_library import Size, count, instance
 from graph_passes.executors.cuda.kernels.conv1x1_forward import SHARED_BYTES, TEAMS, TILE_ROWS, Tiles
 from graph_passes.executors.cuda.kernels.quantised import CHUNK, TILE_VECTOR, Geometry
 from graph_passes.executors.cuda.kernels.quantised_conv_stream import (
     COLUMNS,
-    FACTOR_BYTES,
     STAGES,
     SUM_INPUTS,
     Stream,
@@ -37,7 +37,8 @@ from graph_passes.operators.body import Body
 from graph_passes.operators.convolution import CONVOLUTION
 from graph_passes.operators.quantised import SCALE, Scales, quantised_body
 
-BLOCK: Size = (384, 1, 1)
+_CUDA = Declarations("quantised_pair.cu")
+BLOCK: Size = (_CUDA.value("PAIR_THREADS"), 1, 1)
 Z_COLUMNS = (64, 128)  # of the second product
 PLACE_BYTES = TEAMS * TILE_ROWS * CHUNK  # for a stage of each team, or a result of each warp
 _OPS = {"QuantisedConvolution": "QuantisedPair", "QuantisedConvStreamSum": "QuantisedPairSum"}
@@ -104,7 +105,7 @@ class QuantisedPair:
 
     @property
     def control_bytes(self) -> int:
-        return -(-(self.of_y.control_bytes + FACTOR_BYTES * self.columns_z) // 1024) * 1024
+        return _CUDA.sizeof(f"PairControl<{self.columns_z}, {int(self.channels_2 > 0)}>")
 
     @property
     def shared_bytes(self) -> int:

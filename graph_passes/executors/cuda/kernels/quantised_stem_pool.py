@@ -15,6 +15,7 @@ from typing import Any
 
 from graph_passes.candidates import Candidate, Candidates
 from graph_passes.executors.cuda.builder import Builder, Launches, require
+from graph_passes.executors.cuda.declarations import Declarations
 from graph_passes.executors.cuda.kernel_library import HOPPER, instance
 from graph_passes.executors.cuda.kernels.stem import FILTERS
 from graph_passes.executors.cuda.operands import In, Out
@@ -25,7 +26,10 @@ from graph_passes.operators.pooling import is_stems
 from graph_passes.operators.quantised import QUANTISED_CONVOLUTION, SQUARE_CHANNELS, quantised_convolution_body
 
 WINDOW = ((4, 4), (1, 1), (0, 0), (1, 1))  # of 7x7 with stride 2 and padding 3, in squares
-TEAMS, BLOCK, WIDTH, SHARED_BYTES = 3, (384, 1, 1), 112, 88_608
+_CUDA = Declarations("quantised_stem_pool.cu")
+TEAMS, WIDTH = _CUDA.values("TEAMS", "WIDTH")
+BLOCK = _CUDA.value("THREADS"), 1, 1
+SHARED_BYTES = _CUDA.sizeof("Shared")
 
 
 def quantised_stem_pool(table: Candidates, pooling: Candidate) -> Iterator[Node]:
@@ -50,8 +54,7 @@ def _body(b: Body) -> list[Any]:
 class PooledSizes(ctypes.Structure):
     """`PooledSizes` of quantised_stem_pool.cu."""
 
-    _fields_ = tuple((name, ctypes.c_int) for name in ("images", "out_height", "out_width", "pooled_height",
-                                                       "pooled_width"))
+    _fields_ = _CUDA.fields("PooledSizes")
 
 
 def launch(builder: Builder, node: Node) -> None:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from graph_passes.candidates import Candidate, Candidates
 from graph_passes.executors.cuda.builder import Builder, Launches, require, rows_and_channels
+from graph_passes.executors.cuda.declarations import Declarations
 from graph_passes.executors.cuda.kernel_library import Size, count
 from graph_passes.executors.cuda.kernels.batch_norm_relu_max_pool import (
     BACKWARD,
@@ -38,13 +39,14 @@ from graph_passes.operators.batch_norm import ATTRIBUTES
 from graph_passes.operators.body import Body
 from graph_passes.operators.convolution import CONVOLUTION, convolution_shapes, convolution_wgrad
 
-FILTERS, SIZE = 64, 7
+_CUDA = Declarations("stem.cu")
+FILTERS, SIZE = _CUDA.values("FILTERS", "SIZE")
 WINDOW = ((SIZE, SIZE), (2, 2), (3, 3), (1, 1))  # kernel, stride, pad, dilation
 CHANNELS = (3, 4)  # of the images; three are padded to four
-STEM_BLOCK: Size = (256, 1, 1)
-OUT_ROWS = 4  # of stem.cu
+STEM_BLOCK: Size = (_CUDA.value("THREADS"), 1, 1)
+OUT_ROWS, IN_ROWS = _CUDA.values("OUT_ROWS", "IN_ROWS")  # of an item of work
 STATIC_BYTES = 3100  # of shared memory, beside what `stem_work` says
-SHARE = FILTERS * SIZE * 32  # floats of the weights' gradient that a block leaves
+SHARE = FILTERS * SIZE * _CUDA.value("ROW_OF_K")  # floats of the weights' gradient that a block leaves
 
 
 # --- where they can be ---
@@ -107,8 +109,7 @@ def stem_work(out_shape: Shape) -> tuple[int, int, int, int]:
     memory that an item's rows of the image and of the output's gradient take."""
     images, height, width, filters = out_shape
     tiles = -(-width // 16)
-    in_rows = 2 * OUT_ROWS + SIZE - 2
-    return (images * -(-height // OUT_ROWS), tiles, in_rows * (16 * tiles + 3) * 16,
+    return (images * -(-height // OUT_ROWS), tiles, IN_ROWS * (16 * tiles + 3) * 16,
             OUT_ROWS * 16 * tiles * filters * 2)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from graph_passes.candidates import Candidate, Candidates
 from graph_passes.executors.cuda.builder import Builder, Launches, rows_and_channels
+from graph_passes.executors.cuda.declarations import Declarations
 from graph_passes.executors.cuda.kernels.stem import FILTERS, SIZE, WINDOW
 from graph_passes.executors.cuda.kernels.stem_rows import StemRows, require_rows
 from graph_passes.executors.cuda.operands import In, Out, Tiled
@@ -22,6 +23,8 @@ from graph_passes.operators import Operator, Shape, window
 from graph_passes.operators.body import Body
 from graph_passes.operators.convolution import CONVOLUTION
 from graph_passes.operators.pooling import is_stems
+
+_CUDA = Declarations("stem_pool.cu")
 
 
 def stem_pool(table: Candidates, pooling: Candidate) -> Iterator[Node]:
@@ -45,15 +48,14 @@ def _body(b: Body) -> list[Any]:
 class StemPool(StemRows):
     """Of stem_pool.cu, which also makes a row of the strip above."""
 
-    ROWS, RESULT_PIXELS = 2, 56
-    SHARED_BYTES = 2 * StemRows.TEAMS * RESULT_PIXELS * FILTERS * 2 + StemRows.IMAGE_BYTES
+    ROWS = 2
+    SHARED_BYTES = _CUDA.sizeof("Shared")
 
 
 class PooledImage(ctypes.Structure):
     """`Sizes` of stem_pool.cu."""
 
-    _fields_ = tuple((name, ctypes.c_int) for name in (
-        "height", "width", "out_height", "out_width", "pooled_height", "pooled_width"))
+    _fields_ = _CUDA.fields("Sizes")
 
     @classmethod
     def of(cls, image: Shape, pooled: Shape) -> PooledImage:

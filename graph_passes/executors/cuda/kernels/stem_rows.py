@@ -5,22 +5,25 @@ from __future__ import annotations
 import math
 
 from graph_passes.executors.cuda.builder import Builder, require, require_hopper
+from graph_passes.executors.cuda.declarations import Declarations
 from graph_passes.executors.cuda.device import Tiling
 from graph_passes.executors.cuda.kernel_library import Size
 from graph_passes.executors.cuda.kernels.stem import FILTERS
 from graph_passes.graph import Node
 from graph_passes.operators import Shape
 
+_CUDA = Declarations("stem_rows.cuh")
+
 
 class StemRows:
     """How the kernels of stem_rows.cuh divide their work: into strips of rows of their output. A block has three teams
     of warps, each of which makes a strip."""
 
-    BLOCK: Size = (512, 1, 1)
-    TEAMS, MAX_WIDTH, PAIRS, ROW_BYTES = 3, 224, 8, 1856  # of an image, and of one of its rows in shared memory
-    IMAGE_BYTES = -(-((TEAMS * PAIRS * 2 + 1) * ROW_BYTES + 2 * TEAMS * PAIRS * 8) // 1024) * 1024
-    ROWS, RESULT_PIXELS = 1, 112  # of the convolution, that make a row of the output; of a row of the output
-    SHARED_BYTES = 2 * TEAMS * RESULT_PIXELS * FILTERS * 2 + IMAGE_BYTES
+    BLOCK: Size = (_CUDA.value("THREADS"), 1, 1)
+    TEAMS = _CUDA.value("TEAMS")
+    MAX_WIDTH = 2 * _CUDA.value("WIDTH")  # of an image
+    ROWS = 1  # of the convolution, that make a row of the output
+    SHARED_BYTES = Declarations("stem_forward.cu").sizeof("Shared")
 
     def __init__(self, shape: Shape, num_multiprocessors: int) -> None:
         """`shape`: of the output, (N, H, W, 64)."""

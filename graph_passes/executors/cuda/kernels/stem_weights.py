@@ -12,27 +12,32 @@ import dataclasses
 
 from graph_passes.candidates import form
 from graph_passes.executors.cuda.builder import Builder, Launches, require, require_hopper
+from graph_passes.executors.cuda.declarations import Declarations
 from graph_passes.executors.cuda.device import Tiling
 from graph_passes.executors.cuda.kernel_library import Size
+from graph_passes.executors.cuda.kernels.conv1x1_forward import SHARED_BYTES
 from graph_passes.executors.cuda.kernels.stem import SHARE, STEM_WGRAD, Wgrad, sum_shares
 from graph_passes.executors.cuda.operands import In, Tiled
 from graph_passes.graph import Node
 from graph_passes.operators import Shape
 
+_CUDA = Declarations("stem_weights.cu")
+
 
 class Layout(ctypes.Structure):
     """`Layout` of stem_weights.cu."""
 
-    _fields_ = tuple((name, ctypes.c_int) for name in ("stages", "stage_vectors", "pixels"))
+    _fields_ = _CUDA.fields("Layout")
 
 
 class StemWeights:
     """How stem_weights.cu divides its work: into pairs of rows of the gradient of the convolution's output. A stage of
     shared memory holds what such an item is made of."""
 
-    BLOCK: Size = (640, 1, 1)
-    ROWS, IN_ROWS, STEP, MAX_PIXELS = 2, 9, 16, 256  # MAX_PIXELS: of a side of what TMA copies at once
-    CONTROL_BYTES, SHARED_BYTES, MAX_STAGES = 1 << 10, 227 << 10, 8
+    BLOCK: Size = (_CUDA.value("THREADS"), 1, 1)
+    ROWS, IN_ROWS, STEP, MAX_STAGES = _CUDA.values("OUT_ROWS", "IN_ROWS", "STEP", "MAX_STAGES")
+    MAX_PIXELS = 256  # of a side of what TMA copies at once
+    CONTROL_BYTES = _CUDA.sizeof("Control")
 
     def __init__(self, shape: Shape, num_multiprocessors: int) -> None:
         """`shape`: of the convolution's output, (N, OH, OW, 64)."""
@@ -41,7 +46,7 @@ class StemWeights:
         gradient, image = self.ROWS * pixels * filters * 2, self.IN_ROWS * (pixels + 3) * 16
         pooled = 2 * pooled_width * filters * 3  # two rows, of 2 bytes and the winner
         stage_bytes = -(-(gradient + image + pooled) // 1024) * 1024
-        stages = min(self.MAX_STAGES, (self.SHARED_BYTES - self.CONTROL_BYTES) // stage_bytes)
+        stages = min(self.MAX_STAGES, (SHARED_BYTES - self.CONTROL_BYTES) // stage_bytes)
         self.fits = stages >= 2 and pixels <= self.MAX_PIXELS
         self.layout = Layout(stages, stage_bytes // 16, pixels)
         self.shared_bytes = self.CONTROL_BYTES + stages * stage_bytes
