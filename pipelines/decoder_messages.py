@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 
+from common.quiet import on_their_way
 from pipelines.graph import GraphConfig, ImageInputs, build_pipeline
 from pipelines.inspect_image import REFUSED
 from pipelines.progress import num_cores
@@ -73,6 +74,7 @@ class DecoderMessages:
         self._place.value, before = writer, self._place.value
         threading.Thread(target=self._pass_on, name="C's stderr", daemon=True).start()
         atexit.register(self._end, before)
+        on_their_way.append(self._pass_on_now)
 
     def _file_descriptor(self) -> ctypes.c_int:
         """Where C's stderr has the number of its file descriptor."""
@@ -124,13 +126,15 @@ class DecoderMessages:
                 is_partial = self._read()
             if is_partial:
                 time.sleep(_PATIENCE)
-                with self._lock:
-                    self._read(partly=True)
+                self._pass_on_now()
+
+    def _pass_on_now(self) -> None:
+        with self._lock:
+            self._read(partly=True)
 
     def _end(self, before: int) -> None:
         self._place.value = before
-        with self._lock:
-            self._read(partly=True)
+        self._pass_on_now()
 
 
 def _pipe() -> tuple[int, int]:

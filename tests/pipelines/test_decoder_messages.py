@@ -3,6 +3,7 @@ lost."""
 
 import ctypes
 import inspect
+import re
 import subprocess
 import sys
 import textwrap
@@ -14,6 +15,7 @@ import pytest
 from image_helpers import encode, write_records
 from PIL import Image
 
+from common.quiet import without_lines
 from pipelines import DataError, ImageTransform, LoaderConfig, open_loader
 from pipelines.decoder_messages import decoder_messages
 from pipelines.sources import open_source
@@ -159,6 +161,18 @@ def test_last_words_are_not_lost(death):
     assert done.returncode and [line for line in lines if line.startswith("line ")] == [
         f"line {number} of many words" for number in range(2000)]
     assert lines[-1] == "and the last" and lines[-2].startswith("C: ")
+
+
+def test_lines_that_are_dropped_elsewhere(capfd):
+    """Those of MXNet in a block that drops them, and not those before and after it."""
+    decoder_messages().take()
+    cerr(b"before\n")
+    with without_lines(re.compile(b"unwanted")):
+        cerr(b"unwanted\n")
+        cerr(b"inside\n")
+    cerr(b"unwanted after\n")
+    decoder_messages().take()
+    assert capfd.readouterr().err == "before\ninside\nunwanted after\n"
 
 
 def test_a_line_without_an_end_is_passed_on(capfd):
