@@ -67,8 +67,8 @@ def main() -> None:
     options = read_options(Options)
     images = np.random.default_rng(1).standard_normal((options.batch, 3, options.size, options.size), dtype=np.float32)
     contents = network_files(options.model, options.classes, options.size)
-    ways = passes(contents, images, psutil.cpu_count(logical=False) or 1)
-    times = times_in_turn(ways, options.rounds, warm_up=5)
+    programs = passes(contents, images, psutil.cpu_count(logical=False) or 1)
+    times = times_in_turn(programs, options.rounds, warm_up=5)
     versions = {"onnxruntime": version("onnxruntime")}
     write_result(f"{options.model}_int8_cpu", times["int8"], options.batch,
                  Peer("ONNX Runtime fp32", times["fp32"], versions))

@@ -38,7 +38,7 @@ LINES, PICTURE = RESULTS / "map_1gpu.jsonl", RESULTS / "map_1gpu.png"
 Use = Literal["training", "inference"]
 DTYPES: dict[str, tuple[str, ...]] = {"training": ("float16", "bfloat16", "tf32"), "inference": ("float16", "int8")}
 BATCHES = {"training": (256, 32, 64, 128, 16, 8), "inference": (1, 32, 256, 8, 4, 128, 1024)}
-IMAGES = 12_000  # of a cell's timed steps in each round, but at least LEAST_STEPS and at most MOST_STEPS of them
+IMAGES = 12_000  # timed per round in each cell, within LEAST_STEPS to MOST_STEPS steps
 LEAST_STEPS, MOST_STEPS = 20, 400
 WORST = 10  # cells that are named at the end
 

@@ -7,9 +7,8 @@
 First PyTorch compiles all steps to be measured, several at a time, without running them: torch.compile's cache on disk
 shortens its start later. Then the programs of SECTIONS run one after the other, each alone in its own process; a
 section should take less than four minutes. Each program writes its files under results/. `python benchmarks/tables.py`
-then puts them into the pages.
-If a program fails, the others still run; failures are named at the end, with exit code 1. With `--limit`, no program
-starts after so many seconds, and the remaining ones are named.
+then puts them into the pages. If a program fails, the others still run; failures are named at the end, with exit code
+1. With `--limit`, no program starts after this many seconds, and the remaining ones are named.
 """
 
 from __future__ import annotations

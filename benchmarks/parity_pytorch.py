@@ -4,7 +4,7 @@
     ... --device cpu --preset cifar10_resnet18 --batch 32 --size 64 --steps 40                # minutes on two cores
 
 Trains a ResNet with the constants of a preset, by ours and by PyTorch (parity_peer.py), in float16 and in float32
-without TF32; on a CPU in float32 only. Two further experiments tell how large a difference is normal. Both programs
+without TF32; on a CPU in float32 only. Two further experiments show how large a difference is normal. Both programs
 train again with another order of the images and other crops, as with another seed. And PyTorch trains again in float32
 from initial weights that differ in their last digit. The latter shows the effect of rounding, which training magnifies:
 no two correct programs can agree better.

@@ -55,7 +55,7 @@ STRETCHES = 5  # timed intervals of the loader
 NAMES = {"eager": "eager", "compile": "torch.compile", "graph": "torch.compile in a CUDA graph",
          "reduce-overhead": "torch.compile, reduce-overhead", "max-autotune": "torch.compile, max-autotune",
          "max-autotune-graph": "torch.compile, max-autotune, in a CUDA graph"}
-WHOLE_GRAPHS = {"graph": "compile", "max-autotune-graph": "max-autotune-no-cudagraphs"}  # of which the step is captured
+WHOLE_GRAPHS = {"graph": "compile", "max-autotune-graph": "max-autotune-no-cudagraphs"}  # mode -> captured mode
 VERSIONS = {"python": platform.python_version(), "torch": torch.__version__, "torchvision": torchvision.__version__,
             "cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
 

@@ -59,20 +59,20 @@ class Peer:
     """Times of the peer's slower modes, by name."""
 
 
-def best_peer(ways: Mapping[str, Sequence[float]], versions: Mapping[str, str]) -> Peer:
+def best_peer(modes: Mapping[str, Sequence[float]], versions: Mapping[str, str]) -> Peer:
     """The mode with the least median time."""
-    best = min(ways, key=lambda name: statistics.median(ways[name]))
-    return Peer(best, ways[best], versions, {name: times for name, times in ways.items() if name != best})
+    best = min(modes, key=lambda name: statistics.median(modes[name]))
+    return Peer(best, modes[best], versions, {name: times for name, times in modes.items() if name != best})
 
 
-def times_in_turn(ways: Mapping[str, Callable[[], object]], rounds: int, warm_up: int) -> dict[str, list[float]]:
+def times_in_turn(modes: Mapping[str, Callable[[], object]], rounds: int, warm_up: int) -> dict[str, list[float]]:
     """Time several functions on the CPU, alternating, so that a slow spell of the machine hits all of them.
 
     Returns the times in ms by name.
     """
-    times: dict[str, list[float]] = {name: [] for name in ways}
+    times: dict[str, list[float]] = {name: [] for name in modes}
     for number in range(warm_up + rounds):
-        for name, once in ways.items():
+        for name, once in modes.items():
             start = time.perf_counter()
             once()
             if number >= warm_up:

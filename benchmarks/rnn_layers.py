@@ -243,8 +243,8 @@ def measure(tools: Toolchain, monitor: GpuMonitor, peer: LinePeer | None, case: 
         "peer": None, "ratio": None, "step_ms": rounded(times["ours"]),
     }
     if peer:
-        ways = {turns[way][0]["name"]: times[way] for way in ("eager", "graph")}
-        best = best_peer(ways, turns["eager"][0]["versions"])
+        samples_by_mode = {turns[way][0]["name"]: times[way] for way in ("eager", "graph")}
+        best = best_peer(samples_by_mode, turns["eager"][0]["versions"])
         theirs = statistics.median(best.step_ms)
         line["peer"] = {"name": best.name, "ms": round(theirs, 5), "relative_error": round(
             relative_error(best.step_ms), 5), "versions": best.versions, "step_ms": rounded(best.step_ms),
@@ -259,9 +259,9 @@ def described(line: Line) -> str:
     row = (f"{line['name']:<36} {line['ms']:>8.4f} ms +-{line['relative_error']:>6.2%} {line['tflops']:>7.1f} TFLOP/s "
            f"{line['algorithm']:<22}")
     if line["peer"]:
-        ways = {line["peer"]["name"]: line["peer"]["step_ms"], **line["peer"]["others"]}
+        samples_by_mode = {line["peer"]["name"]: line["peer"]["step_ms"], **line["peer"]["others"]}
         theirs = ", ".join(f"{name.split(' ', 2)[2]} {statistics.median(samples):.4f}"
-                           for name, samples in sorted(ways.items(), reverse=True))
+                           for name, samples in sorted(samples_by_mode.items(), reverse=True))
         row += f" PyTorch {theirs}: {line['ratio']:.2f} times"
     return row
 

@@ -190,7 +190,7 @@ def measure_synthetic(arguments: Options) -> None:
     steps.run(arguments.warm_up, all_reduce)
     alone, together = ProcessTimes(), ProcessTimes()
     for _ in range(TURNS):
-        workers.sum([0])  # a barrier: all processes start together
+        workers.sum([0])  # barrier: all processes start together
         alone.measure(steps, arguments.steps, None)
         if all_reduce:
             workers.sum([0])

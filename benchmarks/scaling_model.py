@@ -19,20 +19,21 @@ from scaling import DAMAGED, Row, read_rows
 from common.command_line import read_options
 from common.errors import UserError
 
-FILES = ("scaling_b64_4gpu.jsonl", "scaling_b256_4gpu.jsonl")  # of scaling.py
+FILES = ("scaling_b64_4gpu.jsonl", "scaling_b256_4gpu.jsonl")  # as in scaling.py
 NCCL = ("ring", "tree")  # its tuner takes the faster one for each message
 MLPERF = ((64, 50, 4908.0), (3584, 16, 2815.0))  # H100, batch on each, images/sec of each: NVIDIA's MXNet, LARS
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Fitted by `fit`, but for the second group. A line is (ms for each image, ms whatever the batch)."""
+    """A machine, with values from `fit` except for the second group. A line is (ms per image, ms independent of the
+    batch)."""
 
-    alone: tuple[float, float]  # a step of one GPU
-    beside: tuple[float, float]  # how much longer it is beside other GPUs and the all-reduces
+    alone: tuple[float, float]  # time of a step on one GPU
+    beside: tuple[float, float]  # factor by which it is longer beside other GPUs and all-reduces
     spread: float  # standard deviation of the GPUs' times in one step, relative
     nvlink_gbs: float  # GB/s that a GPU sends in an all-reduce within a host
-    message_us: float  # an all-reduce of nothing between two GPUs
+    message_us: float  # an empty all-reduce between two GPUs
     buckets: tuple[tuple[int, float], ...]  # bytes, and the share of the pass after which they are computed
 
     gpus_per_host: int = 8
@@ -44,9 +45,9 @@ class Machine:
 class Step(NamedTuple):
     ms: float
     alone_ms: float
-    beside_ms: float  # with what the GPUs and all-reduces beside it cost
+    beside_ms: float  # including the cost of other GPUs and all-reduces at the same time
     slowest_ms: float  # the slowest GPU, for which all wait
-    exposed_ms: float  # the part of the all-reduces that nothing hides
+    exposed_ms: float  # the part of the all-reduces that is not hidden
     all_reduce_ms: float
     algorithm: str  # for the largest bucket
 
@@ -62,18 +63,19 @@ def all_reduce_ms(num_bytes: float, gpus: int, machine: Machine, algorithm: str)
         "tree": (2 * (min(gpus, machine.gpus_per_host) - 1), 2 * math.ceil(math.log2(hosts)), 2.0),
         "switches": (2, 2 * math.ceil(math.log(hosts, 32)), 1.0),
     }[algorithm]
-    # message_us was measured between two GPUs, whose two hops are in it.
+    # message_us was measured between two GPUs, so it includes their two hops.
     latency_us = machine.message_us + max(0.0, (local - 2) * machine.nvlink_hop_us + network * machine.network_hop_us)
     return latency_us / 1e3 + sent * num_bytes / (gbs * 1e6)
 
 
 def largest_of(number: int) -> float:
-    """Mean of the largest of so many standard normal variables (Blom, 1958; at most 5 % too large)."""
+    """Mean of the largest of this many standard normal variables (Blom, 1958; at most 5 % too large)."""
     return NormalDist().inv_cdf((number - 0.375) / (number + 0.25)) if number > 1 else 0.0
 
 
 def predict(machine: Machine, gpus: int, batch: int, allowed: Sequence[str] = NCCL) -> Step:
-    """A bucket's all-reduce begins when the slowest GPU has computed it and the all-reduce before is over."""
+    """Predict a step. A bucket's all-reduce begins when the slowest GPU has computed the bucket and the previous
+    all-reduce is over."""
     alone, extra = (slope * batch + fixed for slope, fixed in (machine.alone, machine.beside))
     if gpus == 1:
         return Step(alone, alone, alone, alone, 0.0, 0.0, "none")
@@ -87,7 +89,7 @@ def predict(machine: Machine, gpus: int, batch: int, allowed: Sequence[str] = NC
 
 
 def measurements(results: Path = RESULTS) -> list[Row]:
-    """What scaling.py measured on synthetic data. Raises UserError."""
+    """The measurements of scaling.py on synthetic data. Raises UserError."""
     rows = []
     for path in (results / name for name in FILES):
         try:
@@ -104,14 +106,14 @@ def measurements(results: Path = RESULTS) -> list[Row]:
 
 
 def fit(rows: Sequence[Row], most_gpus: int = 4) -> Machine:
-    """The machine by the rows of at most so many GPUs."""
+    """A machine fitted to the rows with at most this many GPUs."""
     one = {row["batch"]: median(row["step_ms"]) for row in rows if row["gpus"] == 1}
     several = [row for row in rows if 1 < row["gpus"] <= most_gpus]
     longer = [fmean(row["each_alone_ms"]) - one[row["batch"]] + median(row["pass_ms"]) - median(row["pass_alone_ms"])
               for row in several]
     waits = [(fmean(row["wait_ms"]) - fmean(row["exposed_ms"])) / median(row["pass_ms"]) / largest_of(row["gpus"])
              for row in several if row["batch"] == max(one)]  # smaller ones do not reach the power limit
-    messages: dict[tuple[int, int], float] = {}  # the shortest time of each, as a host that is late makes it longer
+    messages: dict[tuple[int, int], float] = {}  # the shortest time of each, because a late host makes it longer
     for row in several:
         for (_, size, _), ms in zip(row["buckets"], row["all_reduce_ms"], strict=True):
             messages[row["gpus"], size] = min(ms, messages.get((row["gpus"], size), math.inf))
@@ -157,7 +159,7 @@ def plan_table(rows: Sequence[Row]) -> list[str]:
 
 @dataclass(frozen=True)
 class Options:
-    """What the model is fitted to."""
+    """Options of the fit."""
 
     results: Path = RESULTS
     """Folder of the measurements."""

@@ -186,8 +186,8 @@ def publish(name: str, batch: int, ours: Sequence[dict[str, Any]], theirs: dict[
     """Check that all rounds trained, and write the figure. `theirs` holds the peer's results by mode."""
     for who, turns in (("ours", ours), *((turns[0]["name"], turns) for turns in theirs.values())):
         check_trained(who, [turn["loss"] for turn in turns], [scale for turn in turns for scale in turn["loss_scales"]])
-    ways = {turns[0]["name"]: all_times(turns) for turns in theirs.values()}
-    peer: Peer | None = best_peer(ways, versions) if ways else None
+    modes = {turns[0]["name"]: all_times(turns) for turns in theirs.values()}
+    peer: Peer | None = best_peer(modes, versions) if modes else None
     write_result(name, all_times(ours), batch, peer, statistics.fmean(turn["watts"] for turn in ours),
                  statistics.fmean(turn["sm_mhz"] for turn in ours))
 

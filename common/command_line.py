@@ -134,7 +134,7 @@ def read_options(options: type[T]) -> T:
 
 
 def part_of(options: type[T], values: Mapping[str, Any]) -> T:
-    """An instance of the dataclass `options`, made of those of `values` that are its fields."""
+    """An instance of the dataclass `options`, made from those `values` that are its fields."""
     known = {field.name for field in dataclasses.fields(options)}  # type: ignore[arg-type]  # a dataclass
     return options(**{name: value for name, value in values.items() if name in known})
 
@@ -147,7 +147,7 @@ class Command(NamedTuple):
 
     options: type  # a dataclass, in a module that imports nothing slow
     function: str  # as "module:function"
-    # keeps running when standard output cannot be written, because its result lies elsewhere
+    # keeps running when standard output cannot be written, because its result is elsewhere
     outlasts_output: bool = False
 
     def load(self) -> Callable[..., int | None]:
@@ -230,7 +230,7 @@ def to_arguments(config: object, default: object) -> list[str]:
 
 
 def as_arguments(field: str, value: Any, repeats: bool = False) -> list[str]:
-    """The words of a command line that give a field this value; the inverse of `given`. `repeats`: the option is
+    """The command-line words that give a field this value; the inverse of `given`. `repeats`: the option is
     REPEATABLE."""
     option = option_name(field)
     if isinstance(value, bool):

@@ -10,7 +10,8 @@ from common.errors import ProgramError
 
 @contextlib.contextmanager
 def refused_as(refusal: Callable[[Exception], ProgramError]) -> Iterator[None]:
-    """Inside, a library reads a file's content. Any exception that the content causes is raised as refusal(error).
+    """A context in which a library reads a file's content. Any exception that the content causes is raised as
+    refusal(error).
 
     All exception types are caught, because no list of them is complete. In a zip of NumPy arrays, one changed byte
     raises BadZipFile, zlib.error, ValueError, NotImplementedError (a compression), RuntimeError (an encryption flag),

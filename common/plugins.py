@@ -1,11 +1,11 @@
-"""Plug-ins: Python files of a user, or installed packages, that add to this program by decorators (`train/plugins.py`).
+"""Plug-ins: Python files of a user, or installed packages, that extend this program by decorators (`train/plugins.py`).
 
     records = load(["my.py"])                 # executes the file, whose decorators call `register`
     find("model", "tiny").made(10)
     restore(records, "runs/my-run")           # in a later process: the same files, if they are unchanged
 
-A run records each plug-in as FILE#sha256=DIGEST, with the absolute path of its file, and keeps a copy. Nothing is
-executed but what the user names, or has named before on this account, by its SHA-256. Imports nothing slow.
+A run records each plug-in as FILE#sha256=DIGEST, with the absolute path of its file, and keeps a copy. Only files that
+the user names, or has named before on this account (by SHA-256), are executed. Imports nothing slow.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _DECORATORS = (__file__, str(Path(__file__).parents[1] / "train" / "plugins.py")
 
 
 class Registered(NamedTuple):
-    """What a plug-in has registered."""
+    """An object that a plug-in has registered."""
 
     kind: str  # "model", "metric", ...
     name: str
     made: Any  # the function, class or object
     file: str
     line: int
-    record: str  # of its plug-in; "" if the program itself has registered it
+    record: str  # record of its plug-in; "" if the program itself has registered it
 
     @property
     def place(self) -> str:
@@ -58,13 +58,13 @@ class Registered(NamedTuple):
 class _Loaded(NamedTuple):
     record: str
     content: bytes
-    is_named: bool  # by the user; otherwise by a run's record
+    is_named: bool  # whether the user named it; otherwise a run's record did
 
 
 _registered: dict[tuple[str, str], Registered] = {}
 _reserved: dict[str, set[str]] = {}  # kind -> names that no plug-in may take
 _loaded: dict[str, _Loaded] = {}  # by the name of the file, or of the entry point
-_told: set[tuple[str, str]] = set()  # records: differences that the user knows
+_told: set[tuple[str, str]] = set()  # records whose difference has been reported
 _loading: list[str] = []  # records of the plug-ins that are being executed
 
 
@@ -72,15 +72,15 @@ _loading: list[str] = []  # records of the plug-ins that are being executed
 
 
 def register(kind: str, name: str, made: Any, key: str = "") -> None:
-    """Called by the decorators. `key`: identifies what is never chosen by its name, which may then occur in several
-    plug-ins. Raises UserError for a name that exists already, or is none."""
+    """Called by the decorators. `key` identifies objects that are never chosen by name, so that several plug-ins may
+    use the same name. Raises UserError for an invalid name, or one that exists already."""
     file, line = _caller()
     if not _NAME.fullmatch(name):
         raise fault(f"{name!r} is no name for a {kind}: give letters, digits, '_', '-' and '.'")
     record = _loading[-1] if _loading else ""
     key = f"{record} {key}" if key else name
     before = _registered.get((kind, key))
-    if before and (record or before.record):  # a cell of a notebook may be run again
+    if before and (record or before.record):  # a notebook cell may be run again
         raise fault(f"the {kind} {name!r} exists already, at {before.place}: give it another name")
     if name in _reserved.get(kind, ()):
         raise fault(f"the {kind} {name!r} exists already, in this program: give it another name")
@@ -94,22 +94,23 @@ def fault(sentence: str) -> UserError:
 
 
 def reserve(kind: str, names: Iterable[str]) -> None:
-    """This program has these names of a kind, so that plug-ins may not take them."""
+    """Reserve names of a kind that this program uses itself, so that plug-ins cannot take them."""
     _reserved.setdefault(kind, set()).update(names)
 
 
 def names(kind: str) -> list[str]:
-    """The names of everything of a kind that is registered."""
+    """The names of all registered objects of a kind."""
     return [name for of, name in _registered if of == kind]
 
 
 def find(kind: str, name: str) -> Registered | None:
-    """What is registered under that name, if anything."""
+    """The object registered under that name, if any."""
     return _registered.get((kind, name))
 
 
 def get(kind: str, name: str, own: Sequence[str] = ()) -> Registered:
-    """As `find`, but raises UserError, with the nearest name, if there is none. `own`: names that this program has."""
+    """Like `find`, but raises UserError, with the nearest name, if there is none. `own`: names that this program has
+    itself."""
     found = find(kind, name)
     if not found:
         known = [*own, *names(kind)]
@@ -119,12 +120,12 @@ def get(kind: str, name: str, own: Sequence[str] = ()) -> Registered:
 
 
 def active(kind: str, records: Sequence[str]) -> list[Registered]:
-    """Everything of a kind that the plug-ins `records`, or the program itself, have registered."""
+    """All objects of a kind that the plug-ins `records`, or the program itself, have registered."""
     return [each for each in _registered.values() if each.kind == kind and each.record in ("", *records)]
 
 
 def call(each: Registered, *arguments: Any, what: Callable[..., Any] | None = None) -> Any:
-    """Call what is registered, or `what` of it. An exception becomes a UserError with its file and line."""
+    """Call a registered object, or its method `what`. An exception becomes a UserError with its file and line."""
     try:
         return (what or each.made)(*arguments)
     except ProgramError:
@@ -159,8 +160,8 @@ def _said(error: BaseException) -> str:
 def load(words: Sequence[str]) -> tuple[str, ...]:
     """Load the plug-ins that the user has named, and return their records.
 
-    A word is a file, an entry point of the group `resnet_mxnet.plugins`, or a record, whose file must then have its
-    digest. One that is loaded already is not executed again, unless its file has changed. Raises UserError.
+    A word is a file, an entry point of the group `resnet_mxnet.plugins`, or a record; the file of a record must have
+    the recorded digest. A loaded plug-in is executed again only if its file has changed. Raises UserError.
     """
     records: list[str] = []
     for word in words:
@@ -170,8 +171,8 @@ def load(words: Sequence[str]) -> tuple[str, ...]:
             raise UserError(f"the plug-in {file} has changed: its sha256 is {_parts(record)[1][:8]}..., not "
                             f"{digest[:8]}...; give --plugin {file} to use it as it is now")
         if twin := next((each for each in records if name_of(each) == name_of(record) and each != record), ""):
-            raise UserError(f"the plug-ins {_parts(twin)[0]} and {file} have the same name, by which a run knows them: "
-                            "rename one")
+            raise UserError(f"the plug-ins {_parts(twin)[0]} and {file} have the same name, but a run finds them by "
+                            "name: rename one")
         _load(record, content, execute, is_named=True)
         _remember(record)
         records.append(record)
@@ -193,11 +194,11 @@ def forgotten() -> Iterator[None]:
 
 def restore(records: Sequence[str], place: str, run_folder: str = "",
             is_enough: Callable[[], bool] = lambda: False) -> None:
-    """Load the plug-ins that a run or checkpoint, `place`, records, until there `is_enough`. One that the user has
-    named takes the place of a recorded one with the same file name, which is said if it differs.
+    """Load the plug-ins recorded by a run or checkpoint at `place`, until there `is_enough`. A plug-in that the user
+    has named replaces a recorded one with the same file name; a difference between them is reported.
 
-    A plug-in whose file has gone or changed is executed from its copy in `run_folder`, which is said. Raises UserError
-    if that is missing too, and for a content that the user of this account has never named.
+    If a plug-in's file is missing or has changed, its copy in `run_folder` is executed, and this is reported. Raises
+    UserError if the copy is missing too, or if the user of this account has never named this content.
     """
     for record in records:
         loaded = _loaded.get(name_of(record))
@@ -212,23 +213,23 @@ def restore(records: Sequence[str], place: str, run_folder: str = "",
 
 
 def together(recorded: Sequence[str], given: Sequence[str]) -> tuple[str, ...]:
-    """The plug-ins of a run: the recorded ones, of which those given now replace the ones with their file names."""
+    """The plug-ins of a run: the recorded ones, replaced by the given ones with equal file names."""
     return tuple({name_of(record): record for record in (*recorded, *given)}.values())
 
 
 def name_of(record: str) -> str:
-    """The name by which a run knows a plug-in: that of its file, or of its entry point."""
+    """The name of a plug-in in a run: the name of its file or of its entry point."""
     return Path(_parts(record)[0]).name
 
 
 def brief(record: str) -> str:
-    """A record for a reader: the file, and the beginning of its digest."""
+    """A record in short form: the file, and the beginning of its digest."""
     file, digest = _parts(record)
     return f"{file} (sha256 {digest[:8]}...)"
 
 
 def keep(records: Sequence[str], run_folder: Path, write: Callable[[Path, bytes], None]) -> None:
-    """Write copies of the plug-ins' files into a run's folder, by `write`; those of installed packages have none."""
+    """Copy the plug-ins' files into a run's folder, using `write`. Plug-ins of installed packages are not copied."""
     for record in records:
         loaded = _loaded.get(name_of(record))
         if loaded and loaded.record == record and os.path.isabs(record):
@@ -277,10 +278,10 @@ def _found(word: str) -> tuple[str, bytes, Callable[[], None]]:
 
 
 def _recorded(record: str, place: str, run_folder: str) -> tuple[str, bytes, Callable[[], None]]:
-    """A recorded plug-in: the place where it lies as it was recorded, its content, and the function that executes it.
+    """A recorded plug-in: where its recorded content is now, the content, and the function that executes it.
 
-    Raises UserError if it lies nowhere, or if the user of this account has never named a plug-in with this content: a
-    run folder that somebody sends may hold anything.
+    Raises UserError if it no longer exists, or if the user of this account has never named a plug-in with this content:
+    a run folder received from somebody else may contain anything.
     """
     file, _ = _parts(record)
     copy = str(_copy(record, run_folder)) if run_folder else ""
@@ -306,7 +307,7 @@ def _is_known(record: str) -> bool:
 
 
 def _remember(record: str) -> None:
-    """Remember that the user has named this content. Without a place for that it is to be named again."""
+    """Remember that the user has named this content. If it cannot be stored, the user must name it again."""
     if folder := default_folder():
         with contextlib.suppress(OSError):
             (folder / FOLDER).mkdir(parents=True, exist_ok=True)
@@ -314,7 +315,7 @@ def _remember(record: str) -> None:
 
 
 def _load(record: str, content: bytes, execute: Callable[[], None], is_named: bool) -> None:
-    """Execute a plug-in that is not loaded yet; one of the same name is forgotten. Raises UserError."""
+    """Execute a plug-in that is not loaded yet; replaces a loaded one with the same name. Raises UserError."""
     name = name_of(record)
     if name in _loaded and _loaded[name].record == record:
         _loaded[name] = _loaded[name]._replace(is_named=is_named or _loaded[name].is_named)
@@ -340,7 +341,7 @@ def _load(record: str, content: bytes, execute: Callable[[], None], is_named: bo
 def _execute(file: str, content: bytes) -> None:
     module = types.ModuleType(f"plugin_{re.sub(r'[^0-9A-Za-z_]', '_', Path(file).stem)}")
     module.__file__ = file
-    sys.modules[module.__name__] = module  # dataclasses look for their module there
+    sys.modules[module.__name__] = module  # dataclasses look up their module there
     with _named_failure(file):
         exec(_compiled(content, file), vars(module))
 
@@ -369,7 +370,7 @@ def _content_of_module(module: str) -> bytes:
 
 @contextlib.contextmanager
 def _named_failure(file: str) -> Iterator[None]:
-    """Inside, a plug-in is executed; what it raises becomes a UserError with its file and line."""
+    """A context in which a plug-in is executed; its exceptions become UserErrors with file and line."""
     try:
         yield
     except ProgramError:
@@ -382,13 +383,13 @@ def _named_failure(file: str) -> Iterator[None]:
 
 
 def _tell_of_change(recorded: str, named: str, place: str) -> None:
-    """Say, once, that a plug-in that the user has named is another one than the recorded one."""
+    """Report, once, that a plug-in that the user has named differs from the recorded one."""
     if _parts(named)[1] != _parts(recorded)[1] and (recorded, named) not in _told:
         _told.add((recorded, named))
         _tell(f"the plug-in {brief(named)} is used, although {place} was made with {brief(recorded)}")
 
 
 def _tell(sentence: str) -> None:
-    """Say it once, not in each process of a run."""
+    """Print it once, not in each process of a run."""
     if os.environ.get("HOROVOD_RANK", "0") == "0":
         print(sentence, file=sys.stderr, flush=True)

@@ -37,7 +37,8 @@ from train.recording.gpu_monitor import GpuMonitor
 # precision, which takes more than ten minutes in all; it gets the time that the other sections leave.
 SECTIONS = {"kernels": 0.2, "recurrent": 0.1, "cost": 0.1, "training": 0.45, "inference": 0.15}
 OF_COST = ("data", *cost.COUNTED_BY)  # options of the section cost only
-LOOK_SECONDS, LITTLE = 0.3, 0.25  # the load is measured for so long; a machine with a lower share in use counts as idle
+# seconds of measuring the load, and the share in use below which a machine counts as idle
+LOOK_SECONDS, LITTLE = 0.3, 0.25
 FOLDER, COMPARISON_FOLDER = Path("runs/gpu_report"), Path("runs/gpu_comparison")
 
 
@@ -74,7 +75,7 @@ def _report(wanted: GpuReportOptions, values: Mapping[str, Any]) -> None:
 
 
 def _busy(placement: Placement) -> str:
-    """Which share of this machine is in use before the measurements, in words; "" if it is small."""
+    """The share of this machine that is in use before the measurements, in words; "" if it is small."""
     monitor = None
     if placement.executor == "cuda":
         monitor = GpuMonitor(Gpu(parse_device(placement.device)[1]).device.pci_bus_id)

@@ -57,7 +57,7 @@ def rows_of(reports: Sequence[Report]) -> list[Row]:
 
 
 def _is_said_twice(row: Row, keys: Collection[Key]) -> bool:
-    """Whether the row repeats another one: the best batch, where only one batch size was measured."""
+    """Whether the row repeats another one: the best batch, if only one batch size was measured."""
     return row[0].size == BEST and sum(key._replace(size=BEST) == row[0] for key in keys) == 2
 
 

@@ -1,6 +1,6 @@
 """Peak figures from the makers' datasheets, without sparsity: TFLOP/s (TOP/s in int8) and memory bandwidth in GB/s.
 
-Datasheets of Ampere and later GPUs first name figures with sparsity; the ones here are half of them. The 16-bit and
+Datasheets of Ampere and later GPUs state figures with sparsity; the figures here are half of these. The 16-bit and
 8-bit figures are those of tensor cores where a GPU has them, with sums in fp32 or int32.
 """
 

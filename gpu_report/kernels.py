@@ -35,7 +35,7 @@ class Machine(Protocol):
     """A device on which kernels are timed. Its samplers raise UserError for a kernel that the device cannot run."""
 
     precisions: tuple[str, ...]
-    copy_bytes: int  # a copy reads so many bytes, and writes as many
+    copy_bytes: int  # bytes that a copy reads; it writes as many
 
     def copy(self) -> Sampler: ...
 
@@ -52,7 +52,7 @@ def measure(bench: Bench) -> Section:
     if module is None:
         return bench.found()
     sizes = (GEMMS, CONVOLUTIONS) if bench.on_gpu else (SMALL_GEMMS, SMALL_CONVOLUTIONS)
-    bench.figures = [figure for figure in bench.figures if figure.what != TOTAL]  # an earlier start may have left some
+    bench.figures = [figure for figure in bench.figures if figure.what != TOTAL]  # left there by an earlier start
     with contextlib.closing(module.open_machine(bench.placement)) as machine:
         if not bench.has(COPY, "", ""):
             _measure_copy(bench, machine)

@@ -20,7 +20,7 @@ from train.devices import Placement
 
 SAMPLE_MS = 1.0  # duration of one sample, which is a series of launches
 MAX_LAUNCHES = 100
-# Time for trying cuDNN's plans for one fused convolution: enough for all of them. With half a second, as in networks,
+# Time for trying cuDNN's plans for one fused convolution, enough for all of them. With half a second, as in networks,
 # FP8 reaches two thirds of its speed.
 FUSED_SECONDS = 10.0
 DTYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp8": "float8", "int8": "int8"}

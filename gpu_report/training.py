@@ -45,14 +45,14 @@ def measure(bench: Bench) -> Section:
     models, batch = (GPU_MODELS, GPU_BATCH) if bench.on_gpu else (CPU_MODELS, CPU_BATCH)
     default = Config(batch_size=batch, image_size=IMAGE_SIZE, zero_init_residual=False)
     chosen = precisions(default, bench.placement, is_chosen=False)
-    for depth, precision in in_turn(models, list(chosen)):
+    for depth, precision in measurement_order(models, list(chosen)):
         if bench.has(named(depth), "batch ", precision) or not bench.has_time(f"{named(depth)} in {precision}"):
             continue
         _measure(bench, depth, precision, replace(chosen[precision], model=f"resnet{depth}"))
     return bench.found()
 
 
-def in_turn(models: Sequence[int], names: Sequence[str]) -> list[tuple[int, str]]:
+def measurement_order(models: Sequence[int], names: Sequence[str]) -> list[tuple[int, str]]:
     """The order of the measurements: the first network in all precisions, then the others, precision by precision."""
     return [(models[0], name) for name in names] + [(model, name) for name in names for model in models[1:]]
 

@@ -1,6 +1,6 @@
 """The graph of a network, passes that rewrite it, and executors that run it.
 
-What this package is used for is imported at its first use: `python -m train --help` does not wait for NumPy.
+Submodules are imported at their first use, so that `python -m train --help` does not wait for NumPy.
 """
 
 from __future__ import annotations

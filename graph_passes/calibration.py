@@ -1,4 +1,4 @@
-"""Which range of each tensor INT8 is to tell apart, from what the tensor holds for some images.
+"""Calibration: the range that INT8 must resolve in each tensor, from the tensor's values for some images.
 
     names = observed(folded(graph))
     found = Calibration(names)
@@ -6,7 +6,7 @@
         found.add(tensors(images))          # by these names, from whatever executor
     scales = found.scales("entropy")        # for `passes/quantise.py`
 
-A limit is the largest absolute value that is not cut off: small limits resolve finely, large ones cut little off.
+A limit is the largest absolute value that is not clipped. A small limit resolves finely; a large one clips little.
 """
 
 from __future__ import annotations
@@ -24,21 +24,23 @@ from graph_passes.operators.quantised import LARGEST
 
 Method = Literal["max", "percentile", "entropy"]
 METHODS: tuple[str, ...] = get_args(Method)
-PERCENTILE = 99.99  # of the absolute values, which the method "percentile" does not cut off
-NUM_BINS = 2048  # of a histogram; and 128 levels for entropy: Migacz, '8-bit Inference with TensorRT', GTC 2017
+PERCENTILE = 99.99  # % of the absolute values that the method "percentile" does not clip
+NUM_BINS = 2048  # bins of a histogram (128 levels for entropy): Migacz, '8-bit Inference with TensorRT', GTC 2017
 _LEVELS = LARGEST + 1
-_STEP = 8  # bins between limits that are tried for entropy: 0.4 % of the range
-# What gives a tensor that may become int8, in a graph of `folded`.
+_STEP = 8  # step, in bins, between the limits tried for entropy: 0.4 % of the range
+# Operators whose output may become int8, in a graph of `folded`.
 _OBSERVED = ("Convolution", "AddRelu", "Pooling", "Flatten", "BatchNormRelu", "elemwise_add")
 
 
 def folded(graph: Graph) -> Graph:
-    """The network with BatchNorm folded; its tensors have the names that those of `pipeline.quantised_passes` have."""
+    """The network with BatchNorm folded. Its tensors have the same names as in the graph of
+    `pipeline.quantised_passes`."""
     return pipeline.run({**pipeline.FUSED, "fold_bn": passes.fold_bn}, graph)
 
 
 def observed(graph: Graph) -> list[str]:
-    """Names of the tensors of a folded graph that may become int8, and of those that ONNX's form of it has besides."""
+    """Names of the tensors of a folded graph that may become int8, and of the tensors that the ONNX export needs
+    besides."""
     return ["data", *(node.name for node in graph if node.op in _OBSERVED or is_relu(node))]
 
 
@@ -49,28 +51,29 @@ class Calibration:
         self._histograms = {name: Histogram() for name in names}
 
     def add(self, tensors: Mapping[str, np.ndarray]) -> None:
-        """Count what tensors hold for a batch. Raises GraphError where that is no finite number."""
+        """Count the tensors' values for a batch. Raises GraphError if a value is not finite."""
         for name, histogram in self._histograms.items():
             if not histogram.add(tensors[name]):
-                raise GraphError(f"the tensor '{name}' holds what is no finite number: take other weights, the network "
+                raise GraphError(f"the tensor '{name}' has a value that is not finite: take other weights, the network "
                                  "cannot be calibrated with these")
 
     def scales(self, method: str) -> dict[str, float]:
-        """What 1 stands for in each tensor, by name. Raises GraphError for an unknown method."""
+        """The scale of each tensor, by name: the real value of the integer 1. Raises GraphError for an unknown
+        method."""
         return {name: (histogram.limit(method) or 1.0) / LARGEST for name, histogram in self._histograms.items()}
 
 
 class Histogram:
-    """Of absolute values, in bins of equal width from 0 on. The width doubles, and bins are joined in pairs, when a
-    value comes that is beyond the last one: no value is looked at twice."""
+    """A histogram of absolute values, in bins of equal width from 0 on. When a value beyond the last bin comes, the
+    width doubles and pairs of bins are merged, so no value is read twice."""
 
     def __init__(self) -> None:
         self.counts = np.zeros(NUM_BINS, np.int64)
-        self.width = 0.0  # of a bin; 0 until something else than 0 has come
+        self.width = 0.0  # width of a bin; 0 until a value other than 0 has come
         self.largest = 0.0
 
     def add(self, values: np.ndarray) -> bool:
-        """Count values; False, and nothing counted, if some are not finite."""
+        """Count values. If some are not finite, counts nothing and returns False."""
         values = np.abs(values.ravel())
         largest = float(values.max(initial=0.0))
         if not np.isfinite(largest):
@@ -90,11 +93,11 @@ class Histogram:
         return True
 
     def limit(self, method: str) -> float:
-        """The limit by one of METHODS; 0 where all is 0. Raises GraphError for another."""
-        ways = {"max": lambda: self.largest, "percentile": self._percentile, "entropy": self._entropy}
-        if method not in ways:
-            raise GraphError(f"there is no calibration '{method}': choose {', '.join(ways)}")
-        return ways[method]()
+        """The limit by one of METHODS; 0 if all values are 0. Raises GraphError for another method."""
+        limits = {"max": lambda: self.largest, "percentile": self._percentile, "entropy": self._entropy}
+        if method not in limits:
+            raise GraphError(f"there is no calibration '{method}': choose {', '.join(limits)}")
+        return limits[method]()
 
     def _percentile(self) -> float:
         """The end of the bin up to which PERCENTILE of the values lie."""
@@ -103,11 +106,11 @@ class Histogram:
         return min(bins * self.width, self.largest)
 
     def _entropy(self) -> float:
-        """The limit at which the distribution of the quantised values diverges least from that of the values (Kullback
-        and Leibler; Migacz, GTC 2017), whose outliers count as the limit.
+        """The limit at which the distribution of the quantised values diverges least from that of the values (KL
+        divergence; Migacz, GTC 2017). Outliers are counted at the limit.
 
-        The first bin counts as the second: it holds the zeros of ReLUs, which are exact at any limit (so NVIDIA's
-        pytorch-quantization).
+        The first bin is given the count of the second: it holds the zeros of ReLUs, which are exact at any limit (as in
+        NVIDIA's pytorch-quantization).
         """
         counts = self.counts.astype(np.float64)
         counts[0] = counts[1]
@@ -120,8 +123,8 @@ class Histogram:
 
 
 def _divergence(counts: np.ndarray, bins: int) -> float:
-    """KL divergence of the first `bins` bins, outliers in the last one, from themselves in 128 levels, in nats; inf
-    where that gives a value no chance that occurs."""
+    """KL divergence, in nats, of the first `bins` bins (outliers counted in the last one) from their quantisation to
+    128 levels; inf if the quantised distribution gives an occurring value no probability."""
     inside = counts[:bins]
     reference = inside.copy()
     reference[-1] += counts[bins:].sum()

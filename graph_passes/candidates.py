@@ -1,13 +1,12 @@
-"""Which operators can compute which tensors of a graph: the table from which `cover.py` chooses those that run.
+"""Which operators can compute which tensors of a graph: the table of candidates from which `cover.py` chooses.
 
-    table = candidates(graph)                       # of a graph in which nothing is fused yet
+    table = candidates(graph)                       # the graph has no fused operators yet
     for each in table: print(each.label, each.node.inputs, each.writes)
 
-A candidate is a node of today's operators. What it reads and writes are tensors of the table: those of the graph, and a
-few that only fused operators make. A tensor is known by its value (`values.py`), so two candidates that give the same
-expression write the same tensor. The rules of fusions (`executors/cuda/kernels/`) read the table and add to it until
-there is nothing to add. A rule looks at candidates of the graph and of other rules alike, so neither the order of
-the rules nor that of the candidates decides anything.
+A candidate is a node. It reads and writes tensors of the table: the graph's own, and a few that only fused operators
+produce. A tensor is known by its value (`values.py`), so two candidates that give the same expression write the same
+tensor. The fusion rules (`executors/cuda/kernels/`) read the table and add to it until nothing is left to add. A rule
+may start from the graph's candidates or from another rule's, so the order of rules and candidates does not matter.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from graph_passes.values import Values
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A node whose inputs are tensors of the table. `writes`: for each of its outputs the tensor that it is, None for
-    one that is left out. A kernel that may leave out an output is a candidate for each set that it may write."""
+    """A node whose inputs are tensors of the table. `writes` gives the tensor of each output; None for an output that
+    is left out. A kernel with optional outputs has one candidate for each set of outputs that it may write."""
 
     node: Node
     writes: tuple[Ref | None, ...]
-    is_fused: bool  # by a rule; else it is a node of the graph
+    is_fused: bool  # found by a rule; otherwise a node of the graph
 
     @property
     def op(self) -> str:
@@ -42,7 +41,7 @@ class Candidate:
         return self.node.input(role)
 
     def output(self, role: str) -> Ref:
-        """The tensor that this output is."""
+        """The tensor of this output."""
         tensor = self.writes[self.node.output(role).output]
         assert tensor, (self.node, role)
         return tensor
@@ -53,22 +52,24 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """The kernel, for people: the operator, and in which of its forms."""
+        """The kernel's name for people: the operator and its variant."""
         how = self.node.get("tile") or (self["algorithm"] if self.op.startswith("RNN") else "")
         without = "without output" if self.node.get("no_output") else ""
         return " ".join(filter(None, (self.op, how, without)))
 
 
-Rule = Callable[["Candidates", Candidate], Iterable[Node]]  # what can be computed in place of a candidate and others
+# Returns nodes that can replace a candidate and its neighbours.
+Rule = Callable[["Candidates", Candidate], Iterable[Node]]
 
 
 def form(op: str, fits: Callable[[Node], bool] = lambda node: True) -> Rule:
-    """The rule of an operator that computes what another one does, from the same inputs, where that one `fits`."""
+    """The rule for an operator that computes the same as another one, from the same inputs, if `fits` accepts the
+    node."""
     return lambda table, other: [other.node.replace(op=op)] if fits(other.node) else []
 
 
 class Candidates:
-    """The table. `shapes`: of tensors of the graph, where the caller knows them."""
+    """The table of candidates. `shapes`: of the graph's tensors, if the caller knows them."""
 
     def __init__(self, graph: Graph, shapes: Mapping[Ref, Shape]) -> None:
         self.graph, self.shapes = graph, shapes
@@ -86,7 +87,7 @@ class Candidates:
         return len(self._known)
 
     def makers(self, tensor: Ref, *ops: str) -> list[Candidate]:
-        """Who writes a tensor; with `ops`, as one of these operators."""
+        """The candidates that write a tensor; with `ops`, only those with one of these operators."""
         return [each for each in self._makers.get(tensor, ()) if not ops or each.op in ops]
 
     def readers(self, tensor: Ref, *ops: str) -> list[Candidate]:
@@ -94,12 +95,13 @@ class Candidates:
 
     @property
     def updated(self) -> set[Ref]:
-        """Running statistics, which are changed where they lie: two candidates must not both write one."""
+        """Running statistics that the candidate updates in place. Two chosen candidates must not update the same
+        one."""
         return {ref for each in self for role, ref in zip(_outputs(each.node), each.writes, strict=False)
                 if ref and role.startswith("moving_")}
 
     def _add_own(self, node: Node) -> None:
-        """A node of the graph. Where the graph computes one expression twice, these stay two tensors."""
+        """Add a node of the graph. If the graph computes an expression twice, its two tensors stay separate."""
         numbers = self._values.outputs(node, [self._numbers[ref] for ref in node.inputs])
         for ref, value in zip(node.refs(), numbers, strict=True):
             own = self._values("again", value, attrs=ref) if value in self._tensors else value
@@ -109,7 +111,7 @@ class Candidates:
             self._enter((key, node.name) if key in self._known else key, Candidate(node, node.refs(), is_fused=False))
 
     def add(self, node: Node) -> Candidate:
-        """What a rule has found, or what the table has of it already."""
+        """Add the candidate that a rule has found, or return the equal one that is in the table already."""
         key = _key(node)
         if key in self._known:
             return self._known[key]
@@ -119,7 +121,7 @@ class Candidates:
         return self._enter(key, Candidate(node, written, is_fused=True))
 
     def _tensor(self, value: int, ref: Ref) -> Ref:
-        """The tensor of this value: the graph's, or one of its own by an unused name."""
+        """The tensor with this value: the graph's, or a new one with an unused name."""
         if value not in self._tensors:
             tensor = Ref(f"{ref.node}:{value}", ref.output)
             self._tensors[value], self._numbers[tensor] = tensor, value
@@ -134,7 +136,7 @@ class Candidates:
         return candidate
 
     def apply(self, rules: Iterable[tuple[str, Rule]]) -> None:
-        """Add what the rules find, each at candidates of one operator, until that is all there already."""
+        """Apply each rule to the candidates of its operator, repeatedly, until no rule adds anything."""
         by_operator: dict[str, list[Rule]] = defaultdict(list)
         for op, rule in rules:
             by_operator[op].append(rule)
@@ -148,13 +150,14 @@ class Candidates:
             todo = self._around(self._around([*self][size:]))
 
     def _around(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """These, and all that read or write one of their tensors but for variables: as far as a rule looks is twice."""
+        """These candidates and all that share a tensor (variables excepted) with them. A rule looks at most two such
+        steps far."""
         tensors = dict.fromkeys(ref for each in candidates for ref in (*each.node.inputs, *each.made)
                                 if ref.node not in self.graph.nodes or not self.graph[ref.node].is_variable)
         return list(dict.fromkeys(each for ref in tensors for each in (*self._makers[ref], *self._readers[ref])))
 
     def graph_of(self, chosen: Sequence[Candidate]) -> Graph:
-        """The graph that the chosen candidates are. Raises GraphError where they wait for each other."""
+        """The graph of the chosen candidates. Raises GraphError if they depend on each other in a circle."""
         nodes, places = dict[str, Node](), dict[Ref, Ref]()
         for each in chosen:
             name = each.node.name
@@ -169,7 +172,7 @@ class Candidates:
 
 
 def _key(node: Node) -> Any:
-    """What makes two candidates one: all but the name."""
+    """The key by which two candidates are the same one: everything but the name."""
     attrs = tuple(sorted((key, value) for key, value in node.attrs.items() if key not in ("part_of",)))
     return node.op, node.inputs, attrs, () if node.inputs else node.name
 

@@ -1,8 +1,8 @@
-"""Which candidates run: prices of candidates, and the graph of those that are cheapest together.
+"""Prices of candidates, and the graph of the candidates that are cheapest together.
 
-Where a device can be asked, a price is a time, measured for all candidates alike (`executors/cuda/prices.py`). Here are
-the prices without one: `fewest`, nodes, for the reference executor and the memory check; and `repeatable`, for runs in
-which no clock may decide. Times that are only modelled are no prices: the most flattering would win.
+On a GPU a price is a measured time, taken in the same way for all candidates (`executors/cuda/prices.py`). This module
+has the prices without a GPU: `fewest` counts nodes, for the reference executor and the memory check; `repeatable` is
+for runs in which no clock may decide. Modelled times are not used as prices: the most optimistic model would win.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from graph_passes.graph import Graph, Ref
 from graph_passes.operators import OPERATORS
 from graph_passes.operators.rnn import ALGORITHMS
 
-Price = Callable[[Candidates], Sequence[float]]  # of each candidate, in the table's order; infinite: it cannot be had
-_OWN = 1e-3  # what one of two equal nodes is dearer that is a kernel for some GPUs only
-LAST_RESORT, _REFUSED = 1e6, 1e9  # more than anything else takes
-_TIE = 1e-9  # by which a fusion is dearer, and each tensor that is written, where prices are equal
+Price = Callable[[Candidates], Sequence[float]]  # of each candidate, in the table's order; infinite: not available
+_OWN = 1e-3  # surcharge for a kernel that only some GPUs can run, against an equal node
+LAST_RESORT, _REFUSED = 1e6, 1e9  # more than any other price
+_TIE = 1e-9  # surcharge for a fusion, and for each tensor that is written, to break ties
 
 
 def covered(table: Candidates, price: Price) -> Graph:
-    """The graph of the candidates of the least total price."""
+    """The graph of the candidates with the least total price."""
     chosen = chosen_of(table, price(table))
     return table.graph_of(chosen)
 
 
 def chosen_of(table: Candidates, prices: Sequence[float]) -> list[Candidate]:
-    """The candidates that are taken, those of the graph first and in its order."""
+    """The candidates that are taken: first the graph's own nodes in their order, then the others."""
     listed = sorted(zip(table, prices, strict=True), key=_by_name)
     options = [Option(frozenset(each.node.inputs), each.made, price + _tie(each)) for each, price in listed]
     try:
         taken = cover(options, _given(table), table.graph.outputs, table.updated)
-    except NoCoverError:  # a node that nothing computes here is left as it is: who is to run it says why not
+    except NoCoverError:  # a node that no candidate computes stays; the executor that has to run it says why it cannot
         options = [option if each.is_fused or option.cost < math.inf else option._replace(cost=_REFUSED)
                    for option, (each, _) in zip(options, listed, strict=True)]
         taken = cover(options, _given(table), table.graph.outputs, table.updated)
@@ -52,14 +52,14 @@ def _given(table: Candidates) -> set[Ref]:
 
 
 def undecided(table: Candidates) -> tuple[set[int], set[int]]:
-    """The places in the table of those candidates of which prices decide whether they are taken, and of those that are
-    taken whatever their prices. All others are of no use."""
+    """Two sets of table indices: candidates whose prices decide whether they are taken, and candidates that are taken
+    at any price. All other candidates are never taken."""
     options = [Option(frozenset(each.node.inputs), each.made, 1.0) for each in table]
     return open_and_sure(options, _given(table), table.graph.outputs, table.updated)
 
 
 def limited(price: Price, keep: Callable[[Candidate], bool]) -> Price:
-    """The same prices, but infinite ones for the fusions that are not to be kept."""
+    """The same prices, but infinite for the fusions that are switched off."""
     def prices(table: Candidates) -> list[float]:
         return [of_each if not each.is_fused or keep(each) else math.inf
                 for each, of_each in zip(table, price(table), strict=True)]
@@ -68,8 +68,7 @@ def limited(price: Price, keep: Callable[[Candidate], bool]) -> Price:
 
 
 class Choice(NamedTuple):
-    """What was taken where there was something to choose. `rivals`: who else makes one of its tensors, and at what
-    price."""
+    """A taken candidate that had rivals. `rivals`: the other candidates for one of its tensors, with their prices."""
 
     node: str
     kernel: str
@@ -91,8 +90,8 @@ def choices_of(table: Candidates, prices: Sequence[float]) -> list[Choice]:
 
 
 def format_choices(choices: Iterable[Choice]) -> str:
-    """The kernels that were taken where there was something to choose, each with its milliseconds, and its rivals with
-    theirs; nodes of which all that is alike on one line."""
+    """The kernels that had rivals, as text: each with its time in ms, and its rivals with theirs. Nodes with equal
+    entries share a line."""
     groups: dict[tuple[object, ...], list[Choice]] = {}
     for choice in choices:
         groups.setdefault(choice[1:], []).append(choice)
@@ -105,14 +104,15 @@ def format_choices(choices: Iterable[Choice]) -> str:
 
 
 def _by_name(priced: tuple[Candidate, float]) -> tuple[object, ...]:
-    """An order that does not depend on the rules', so that ties do not either: of equal ones what is repeatable is
-    rather taken, and of that the first."""
+    """A sort key that does not depend on the order of the rules, so that ties are always broken alike: the graph's own
+    nodes first; fused ones by name, repeatable candidates first."""
     each, _ = priced
     return (True, each.node.name, _rank(each), each.label) if each.is_fused else (False,)
 
 
 def fewest(table: Candidates) -> list[float]:
-    """Where no device can be asked: as few nodes as can be; of two that do the same the one for all devices."""
+    """Prices without a device: as few nodes as possible. Of two equal choices, the operator that runs on all devices
+    wins."""
     return [1.0 + _OWN * _is_own(each) for each in table]
 
 
@@ -121,8 +121,8 @@ def _is_own(each: Candidate) -> bool:
 
 
 def repeatable(table: Candidates) -> list[float]:
-    """Where equal inputs are to give equal bits: the first of what computes the same, without a look at a clock. All of
-    it sums in a fixed order, and is the same on every device that can take it."""
+    """Prices for deterministic runs: the first candidate of those that compute the same, without timing. All of these
+    kernels sum in a fixed order, and the choice is the same on every device that supports them."""
     return [_rank(each) for each in table]
 
 
@@ -132,8 +132,8 @@ _IN_INT8 = ("QuantisedConvTaps", "QuantisedConvSquares", *(f"QuantisedConv {tile
 
 
 def _rank(each: Candidate) -> float:
-    """1 for each node, and little more for later algorithms and kernels; infinite for what a clock would have to
-    take."""
+    """1 for each node, plus a small amount for later algorithms and kernels; infinite for candidates that only timing
+    could choose."""
     if each.op.startswith("RNN"):
         return 1.0 + ALGORITHMS.index(each["algorithm"])
     if each.label in _IN_INT8:

@@ -1,10 +1,10 @@
-"""The exact cover: the candidates of least total cost by which every wanted tensor is made.
+"""The exact cover: the candidates of least total cost that together produce every wanted tensor.
 
-A candidate that is taken makes its tensors, and all that it needs must be made too. Which are taken is found by
-variable elimination (Dechter, Bucket elimination, Artificial Intelligence 113, 1999): one 0/1 variable says of each
-candidate whether it is taken, and one of each tensor whether it is made. That is exact, and fast where few candidates
-are bound to each other: what every cover must take or make is settled first, and parts the rest into small groups.
-ResNet-50's training step takes 0.03 s, of which the order of the candidates decides nothing but ties.
+A candidate that is taken produces its tensors, and all tensors that it needs must be produced too. The cover is found
+by variable elimination (Dechter, Bucket elimination, Artificial Intelligence 113, 1999). Each candidate has a 0/1
+variable (is it taken?), and so has each tensor (is it produced?). This is exact, and fast if few candidates depend on
+each other. Candidates that every cover must take are settled first, which splits the rest into small groups.
+ResNet-50's training step takes 0.03 s. The order of the candidates decides ties only.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from graph_passes.errors import GraphError
 
 Tensor = Hashable
 _Variable = tuple[str, Hashable]  # ("taken", number of an option) or ("made", tensor)
-_Table = tuple[tuple[_Variable, ...], np.ndarray]  # a cost for each combination of the variables' values
-MOST_NEIGHBOURS = 22  # of a variable: a table of 2^22 costs is 32 MiB
+_Table = tuple[tuple[_Variable, ...], np.ndarray]  # one cost for each combination of the variables' values
+MOST_NEIGHBOURS = 22  # most neighbours of a variable: a table of 2^22 costs is 32 MiB
 
 
 class Option(NamedTuple):
-    """A candidate as the cover sees it."""
+    """A candidate as the cover sees it: tensors it needs, tensors it makes, its cost."""
 
     needs: frozenset[Tensor]
     makes: frozenset[Tensor]
-    cost: float  # infinite: it cannot be had
+    cost: float  # infinite: not available
 
 
 class NoCoverError(Exception):
-    """Wanted tensors cannot be made."""
+    """The wanted tensors cannot be produced."""
 
 
 def cover(options: Sequence[Option], given: Iterable[Tensor], wanted: Iterable[Tensor],
           once: Collection[Tensor] = ()) -> list[int]:
-    """The numbers of the options that are taken, in order. `given`: tensors that are there. `once`: tensors that only
-    one of those taken may make. Raises NoCoverError."""
+    """The indices of the options that are taken, in order. `given`: tensors that exist already. `once`: tensors that at
+    most one taken option may produce. Raises NoCoverError."""
     problem = _Problem(options, set(given), set(wanted), frozenset(once))
     taken = problem.settle()
     for group in problem.groups():
@@ -49,15 +49,15 @@ def cover(options: Sequence[Option], given: Iterable[Tensor], wanted: Iterable[T
 
 def open_and_sure(options: Sequence[Option], given: Iterable[Tensor], wanted: Iterable[Tensor],
                   once: Collection[Tensor] = ()) -> tuple[set[int], set[int]]:
-    """The numbers of the options of which costs decide whether they are taken, and of those that every cover takes.
-    Arguments as for `cover`, whose costs are not read. Raises NoCoverError."""
+    """Two lists of option indices: options for which costs decide whether they are taken, and options that every cover
+    takes. Arguments as for `cover`; costs are not read. Raises NoCoverError."""
     problem = _Problem(options, set(given), set(wanted), frozenset(once))
     sure = problem.settle(by_cost=False)
     return set(problem.options), sure
 
 
 class _Problem:
-    """What is left to decide: options by their numbers, tensors that are there, and those that are wanted."""
+    """What is left to decide: options by index, tensors that exist already, and wanted tensors."""
 
     def __init__(self, options: Sequence[Option], given: set[Tensor], wanted: set[Tensor],
                  once: frozenset[Tensor]) -> None:
@@ -69,7 +69,7 @@ class _Problem:
         self.options = {number: option for number, option in self.options.items() if option.needs <= made}
 
     def _makeable(self) -> set[Tensor]:
-        """All tensors that the options can make of what is there."""
+        """All tensors that the options can produce from the given ones."""
         made = set(self.there)
         missing = {number: len(option.needs - made) for number, option in self.options.items()}
         readers: dict[Tensor, list[int]] = defaultdict(list)
@@ -94,8 +94,8 @@ class _Problem:
         return found
 
     def settle(self, by_cost: bool = True) -> set[int]:
-        """Take what every cover takes, and leave out what none takes, or `by_cost` no best one, until nothing more is
-        sure."""
+        """Take the options that every cover takes, and drop those that no cover takes (with `by_cost`, no best cover),
+        until nothing changes."""
         taken: set[int] = set()
         while True:
             size = len(self.options)
@@ -109,7 +109,7 @@ class _Problem:
                 return taken
 
     def _take(self, sure: set[int]) -> None:
-        """What they make is there from now on, and nobody is needed any more who makes nothing else."""
+        """Take these options. Their tensors exist from now on, and options that produce nothing else are dropped."""
         for number in sure:
             option = self.options.pop(number)
             self.there |= option.makes
@@ -123,12 +123,13 @@ class _Problem:
         self.options = left
 
     def _sure(self) -> set[int]:
-        """The only makers of what is wanted."""
+        """The options that are the only producers of a wanted tensor."""
         makers = self.makers()
         return {makers[tensor][0] for tensor in self.wanted if len(makers[tensor]) == 1}
 
     def _drop_unreachable(self) -> None:
-        """Options that make nothing that is wanted, or needed for it; and find what every cover makes."""
+        """Drop the options that produce nothing that is wanted, directly or through others. Also finds the tensors that
+        every cover produces."""
         makers = self.makers()
         self._want_more(makers)
         seen, todo, used = set(self.wanted), list(self.wanted), set[int]()
@@ -142,7 +143,7 @@ class _Problem:
         self.options = {number: option for number, option in self.options.items() if number in used}
 
     def _want_more(self, makers: Mapping[Tensor, list[int]]) -> None:
-        """What all makers of a wanted tensor need is wanted too."""
+        """A tensor that all producers of a wanted tensor need is wanted too."""
         todo = list(self.wanted)
         while todo:
             needs = [self.options[number].needs for number in makers[todo.pop()]]
@@ -151,9 +152,9 @@ class _Problem:
             todo += new
 
     def _drop_dominated(self) -> None:
-        """Options that another one replaces: it makes as much or more, of no more, at no more cost."""
+        """Drop an option if another one produces at least as much, needs no more, and costs no more."""
         makers = self.makers()
-        for number, option in reversed(list(self.options.items())):  # of equal ones the first is left
+        for number, option in reversed(list(self.options.items())):  # of equal options, the first stays
             rivals = makers[next(iter(option.makes))]
             if any(other != number and other in self.options and self._replaces(other, number) for other in rivals):
                 del self.options[number]
@@ -164,7 +165,8 @@ class _Problem:
                 and better.makes & self.once == option.makes & self.once)
 
     def groups(self) -> list[dict[int, Option]]:
-        """Options that are bound to each other: by a tensor that both make, or one needs that may not be made."""
+        """Groups of options that depend on each other: two produce the same tensor, or one needs a tensor that may not
+        be produced."""
         parent = {number: number for number in self.options}
 
         def root(number: int) -> int:
@@ -200,7 +202,8 @@ def _eliminated(group: Mapping[int, Option], problem: _Problem) -> set[int]:
 
 
 def _tables(group: Mapping[int, Option], problem: _Problem) -> list[_Table]:
-    """What each option costs; that a tensor is made where it is wanted or needed, of some once at most."""
+    """The cost tables: the cost of each option, and infinite costs where a tensor that is wanted or needed is not
+    produced, or is produced twice although it is in `once`."""
     makers: dict[Tensor, list[int]] = defaultdict(list)
     tables: list[_Table] = []
     for number, option in group.items():
@@ -221,7 +224,8 @@ _IF_TAKEN_THEN_MADE = np.array([[0, 0], [math.inf, 0]])
 
 
 def _made_by(count: int, is_wanted: bool, once: bool) -> np.ndarray:
-    """That one of `count` options makes a tensor, where it is wanted, or its variable, the last, says that it is made.
+    """A table that forces one of `count` options to produce a tensor: always if the tensor is wanted; otherwise if the
+    last variable says that it is produced.
     """
     number_taken = np.indices((2,) * count).sum(axis=0)
     many = np.where(number_taken > 1, math.inf, 0) if once else np.zeros((2,) * count)
@@ -237,8 +241,8 @@ def _spread(table: _Table, scope: tuple[_Variable, ...]) -> np.ndarray:
 
 
 def _elimination_order(scopes: Iterable[Sequence[_Variable]]) -> list[_Variable]:
-    """The variable of the fewest neighbours first; the networks of the zoo have six at most. Raises GraphError where
-    there are too many of these."""
+    """An elimination order: always the variable with the fewest neighbours next; the networks of the zoo have at most
+    six. Raises GraphError if a variable has too many neighbours."""
     neighbours: dict[_Variable, set[_Variable]] = defaultdict(set)
     for scope in scopes:
         for variable in scope:
@@ -248,8 +252,8 @@ def _elimination_order(scopes: Iterable[Sequence[_Variable]]) -> list[_Variable]
         variable = min(neighbours, key=lambda each: len(neighbours[each]))
         own = neighbours.pop(variable)
         if len(own) > MOST_NEIGHBOURS:
-            raise GraphError(f"{len(own)} choices of kernels depend on each other, of which {MOST_NEIGHBOURS} can be "
-                             "weighed at most: use the executor mxnet")
+            raise GraphError(f"{len(own)} choices of kernels depend on each other, more than the "
+                             f"{MOST_NEIGHBOURS} that can be compared: use the executor mxnet")
         for other in own:
             neighbours[other] |= own - {other}
             neighbours[other].discard(variable)

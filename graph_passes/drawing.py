@@ -40,11 +40,11 @@ _STYLE = """
 
 @dataclass
 class _Placed:
-    """Where everything is: layer (row) and lane of each operator, lane 0 being the main path."""
+    """The position of every operator: layer (row) and lane; lane 0 is the main path."""
 
     rows: dict[str, int] = field(default_factory=dict)
     lanes: dict[str, int] = field(default_factory=dict)
-    edge_lanes: dict[tuple[str, str], int] = field(default_factory=dict)  # of edges that pass by other layers
+    edge_lanes: dict[tuple[str, str], int] = field(default_factory=dict)  # lanes of edges that skip layers
 
 
 def draw_svg(graph: Graph, title: str, shapes: Mapping[Ref, Shape] | None = None, rows_per_strip: int = 44) -> str:
@@ -103,7 +103,7 @@ def draw_svg(graph: Graph, title: str, shapes: Mapping[Ref, Shape] | None = None
 
 def _place(names: list[str], reads: dict[str, list[str]], graph: Graph) -> _Placed:
     placed = _Placed()
-    for name in names:  # topological order: a layer is the longest way from an input
+    for name in names:  # topological order; a node's layer is its longest distance from an input
         placed.rows[name] = 1 + max((placed.rows[source] for source in reads[name]), default=-1)
 
     main, name = [], graph.outputs[0].node
@@ -142,7 +142,7 @@ def _place(names: list[str], reads: dict[str, list[str]], graph: Graph) -> _Plac
             first, last = placed.rows[source] + 1, placed.rows[name] - 1
             if first <= last and placed.lanes[source] == placed.lanes[name] == 0:
                 placed.edge_lanes[source, name] = free_lane(first, last)
-            elif first <= last:  # along the lane of its branch
+            elif first <= last:  # in its branch's lane
                 placed.edge_lanes[source, name] = placed.lanes[source] or placed.lanes[name]
     return placed
 
@@ -184,12 +184,12 @@ def _kind(node: Node) -> str:
 
 
 def _colours(kind: str) -> tuple[str, str]:
-    """Fill and border of a box; the gradient of an operator has those of the operator."""
+    """Fill and border colour of a box. The gradient of an operator has the operator's colours."""
     return _COLOURS.get(kind) or _COLOURS.get(shown_name(kind), _OTHER)
 
 
 def _describe(node: Node) -> str:
-    """What the box says: the operator and what matters of its attributes."""
+    """The text of a box: the operator and its most important attributes."""
     if node.op in ("Convolution", "Pooling"):
         kind = node.op if node.op == "Convolution" else f"{node['pool_type']} pooling".capitalize()
         if node.op == "Pooling" and node["global_pool"]:
@@ -234,7 +234,7 @@ def _edge(x0: float, y0: float, x1: float, y1: float, lane_x: float | None, labe
 
 
 def _cut_edge(x0: float, y0: float, x1: float, y1: float, lane_x: float | None, top: float, label: str) -> str:
-    """From the foot of one strip to the head of the next, whose first box begins at `top`."""
+    """A line from the foot of one strip to the head of the next, whose first box begins at `top`."""
     foot, head = y0 + _BOX_HEIGHT / 2, top - 18
     if lane_x is None:
         x, path = x1, f"M{x1:.1f} {head:.1f} V{y1 - _BOX_HEIGHT / 2 - 1:.1f}"
@@ -249,7 +249,8 @@ def _cut_edge(x0: float, y0: float, x1: float, y1: float, lane_x: float | None, 
 
 
 def _legend(graph: Graph) -> tuple[str, float]:
-    """Kinds of operators with their counts, most frequent first; and how far to the right that reaches."""
+    """The kinds of operators with their counts, most frequent first. Returns how far to the right the legend
+    reaches."""
     counts: dict[str, int] = {}
     for node in graph:
         if not node.is_variable:

@@ -4,13 +4,13 @@ from common.errors import UserError
 
 
 class GraphError(UserError):
-    """A user's mistake in what concerns a network's graph."""
+    """A user's mistake that concerns a network's graph."""
 
 
 class CapacityError(GraphError):
-    """A batch is larger than a device has room for."""
+    """A batch is too large for the device's memory."""
 
 
 class TransientError(GraphError):
-    """What was asked for cannot be had now, but perhaps another time, as memory or time ran out: nobody is to remember
-    it as a refusal."""
+    """Not possible now, but perhaps later, since memory or time ran out. The caller must not store it as a permanent
+    refusal."""

@@ -3,7 +3,7 @@
     graph = Graph.from_json(symbol.tojson())       # needs no MXNet
     for node in graph:                             # topological order
         print(node.name, node.op, node.inputs, node["kernel"] if node.op == "Convolution" else "")
-    symbol = mx.sym.load_json(graph.to_json())     # as long as no operator is one of ours (fused)
+    symbol = mx.sym.load_json(graph.to_json())     # unless it has fused operators of ours
 
 A graph is immutable: nodes are known by name, and a pass builds a new graph, mostly through `rewrite`.
 """
@@ -28,7 +28,7 @@ __all__ = ["VARIABLE", "Graph", "Node", "Ref"]
 
 VARIABLE = "null"  # MXNet's operator name of a variable: an input, a parameter or a running statistic
 _OLD_NAMES = {"_Plus": "elemwise_add", "_plus": "elemwise_add", "_add": "elemwise_add"}  # in JSON of MXNet before 1.0
-_OLD_HINTS = ("ctx_group", "lr_mult", "wd_mult", "force_mirroring", "mirror_stage")  # now __ctx_group__ and so on
+_OLD_HINTS = ("ctx_group", "lr_mult", "wd_mult", "force_mirroring", "mirror_stage")  # now __ctx_group__ and the like
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class Node:
             object.__setattr__(self, "num_outputs", len(known.output_names(self)) if known else 1)
 
     def __getitem__(self, attribute: str) -> Any:
-        """The value of an operator's attribute, or MXNet's default where the node does not give it."""
+        """The value of an operator's attribute, or MXNet's default if the node does not set it."""
         return self.attrs[attribute] if attribute in self.attrs else OPERATORS[self.op].default(attribute)
 
     def get(self, attribute: str, default: Any = None) -> Any:
-        """The value of an attribute, or `default` for one that neither the node nor its operator has."""
+        """The value of an attribute, or `default` if neither the node nor its operator has it."""
         if attribute in self.attrs or (self.op in OPERATORS and attribute in OPERATORS[self.op].attrs):
             return self[attribute]
         return default
@@ -64,15 +64,15 @@ class Node:
         return self.op == VARIABLE
 
     def refs(self) -> tuple[Ref, ...]:
-        """All its outputs."""
+        """References to all its outputs."""
         return tuple(Ref(self.name, index) for index in range(self.num_outputs))
 
     def input(self, role: str) -> Ref:
-        """The input of that name in the description of its operator."""
+        """The input with this name in the operator's description."""
         return self.inputs[OPERATORS[self.op].input_names(self).index(role)]
 
     def output(self, role: str) -> Ref:
-        """The output of that name."""
+        """The output with this name."""
         return Ref(self.name, OPERATORS[self.op].output_names(self).index(role))
 
     def replace(self, **changes: Any) -> Node:
@@ -80,8 +80,8 @@ class Node:
         return dataclasses.replace(self, **changes)
 
     def derive(self, op: str, name: str, inputs: Iterable[Ref], **attrs: Any) -> Node:
-        """A node of another operator that has this one's attributes, as far as that operator knows them, its hints, and
-        `attrs` besides."""
+        """A node of another operator with this node's attributes (those that the other operator has), its hints, and
+        `attrs`."""
         own, its = OPERATORS[self.op].attrs, OPERATORS[op].attrs
         kept = {key: value for key, value in self.attrs.items() if key in its or key not in own}
         return Node(op, name, tuple(inputs), {**kept, **attrs})
@@ -92,9 +92,9 @@ class Node:
 
 
 class Graph:
-    """Nodes in topological order and the outputs (`heads`) that they serve; nodes that serve none are left out.
+    """Nodes in topological order, and the graph's outputs (`heads`). Nodes that no output needs are left out.
 
-    Raises GraphError for two nodes of one name, an input that no node gives, and a cycle.
+    Raises GraphError for two nodes with one name, an input that no node produces, and a cycle.
     """
 
     def __init__(self, nodes: Iterable[Node], outputs: Iterable[Ref], attrs: Mapping[str, Any] | None = None) -> None:
@@ -125,7 +125,8 @@ class Graph:
 
     @cached_property
     def consumers(self) -> Mapping[Ref, tuple[Node, ...]]:
-        """Who reads each output of each node; a node that reads it twice is listed twice. Graph outputs not counted."""
+        """The readers of each output of each node. A node that reads an output twice is listed twice; graph outputs are
+        not counted."""
         consumers: dict[Ref, list[Node]] = defaultdict(list)
         for node in self:
             for ref in node.inputs:
@@ -139,7 +140,7 @@ class Graph:
 
     @cached_property
     def aux(self) -> tuple[str, ...]:
-        """Names of the variables that operators update while they run in training: running statistics."""
+        """Names of the variables that operators update during training: running statistics."""
         written = {ref.node for node in self if node.op in OPERATORS for ref in OPERATORS[node.op].aux_inputs(node)}
         return tuple(name for name in self.variables if name in written)
 
@@ -149,20 +150,20 @@ class Graph:
         return tuple(name for name in self.variables if name not in set(self.aux))
 
     def operators(self) -> Counter[str]:
-        """How many nodes of each operator there are."""
+        """The number of nodes of each operator."""
         return Counter(node.op for node in self if not node.is_variable)
 
     def only_used_by_one(self, ref: Ref, *ops: str) -> Node | None:
-        """The node that gives `ref`, if a fusion may swallow it: its operator is one of `ops`, `ref` has exactly one
-        reader and is no output of the graph, and its other outputs are not used at all."""
+        """The node that produces `ref`, if a fusion may absorb it: its operator is one of `ops`, `ref` has exactly one
+        reader and is no output of the graph, and its other outputs are unused."""
         node = self.nodes[ref.node]
         used = [Ref(node.name, i) for i in range(node.num_outputs) for _ in self.consumers.get(Ref(node.name, i), ())]
         used += [output for output in self.outputs if output.node == node.name]
         return node if node.op in ops and used == [ref] and ref not in self.outputs else None
 
     def sole_reader(self, ref: Ref, *ops: str) -> Node | None:
-        """The node that alone reads `ref`, and reads it once, if its operator is one of `ops` and `ref` is no output of
-        the graph."""
+        """The only reader of `ref`, if it reads it once, its operator is one of `ops`, and `ref` is no output of the
+        graph."""
         readers = self.consumers.get(ref, ())
         return readers[0] if len(readers) == 1 and readers[0].op in ops and ref not in self.outputs else None
 
@@ -200,12 +201,12 @@ class Graph:
     # --- rewriting ---
 
     def rewrite(self, rule: Callable[[Node], Node | Sequence[Node] | None]) -> Graph:
-        """A new graph in which every node for which `rule` gives nodes is replaced by these.
+        """A new graph in which the nodes for which `rule` returns a replacement are replaced.
 
-        `rule` sees the nodes of this graph, in topological order, and answers None (keep it), the node that takes its
-        place, or several, the last of which takes its place; their inputs name nodes of this graph or each other.
-        Whoever read the replaced node reads the new one; nodes that nobody reads any more disappear. New nodes need
-        names that this graph does not have (`unused_name`), or the name of the node that they replace.
+        `rule` is called with the nodes of this graph in topological order. It returns None (keep the node), the node
+        that replaces it, or several nodes, the last of which replaces it. Inputs of new nodes name nodes of this graph
+        or each other. Readers of the replaced node read the new one; nodes without readers disappear. A new node needs
+        a name that this graph does not have (`unused_name`), or the name of the node that it replaces.
         """
         nodes: list[Node] = []
         moved: dict[str, str] = {}  # name of a replaced node -> name of the node in its place
@@ -221,11 +222,12 @@ class Graph:
         return Graph(nodes, outputs, self.attrs)
 
     def replace(self, nodes: Iterable[Node], moved: Mapping[Ref, Ref]) -> Graph:
-        """A new graph that has `nodes` too, in which every reader of a tensor of `moved` reads the one that it is moved
-        to instead, but for the node that gives that one. Nodes that nobody reads any more disappear.
+        """A new graph with `nodes` added. `moved` maps tensors to tensors: every reader of a key reads its value
+        instead, except the node that produces the value. Nodes without readers disappear.
 
-        For what `rewrite` cannot say: a node in place of several, or several outputs of it. A new node takes the place
-        of the one whose name it has. New nodes read tensors of this graph or of each other, which may be moved as well.
+        This covers what `rewrite` cannot express: a node that replaces several nodes, or several outputs. A new node
+        replaces the node with its name. New nodes read tensors of this graph or of each other; these may be moved as
+        well.
         """
         def of(ref: Ref, reader: str) -> Ref:
             while ref in moved and moved[ref].node != reader:
@@ -245,7 +247,7 @@ class Graph:
     def load(cls, path: str | Path) -> Graph:
         """Read a Symbol JSON file, as `symbol.save(path)` writes it."""
         try:
-            if Path(path).exists() and not Path(path).is_file():  # a pipe would be waited for without end
+            if Path(path).exists() and not Path(path).is_file():  # reading a pipe would block forever
                 raise OSError(errno.EINVAL, "it is no regular file")
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -257,7 +259,7 @@ class Graph:
     def from_json(cls, text: str, source: str = "the JSON text") -> Graph:
         """Read MXNet's Symbol JSON (nnvm's format, also with the older `attr` and `param` of nodes).
 
-        Raises GraphError, naming `source`, for text that is cut off or is no such JSON.
+        Raises GraphError, naming `source`, for text that is cut off or not in this format.
         """
         hint = "write the file anew with symbol.save()"
         try:
@@ -278,7 +280,7 @@ class Graph:
             raise GraphError(f"{source} is damaged or not a graph of MXNet ({kind}: {error}): {hint}") from None
 
     def to_json(self) -> str:
-        """MXNet's Symbol JSON; the fused operators are written under our names, which stock MXNet cannot load."""
+        """MXNet's Symbol JSON. Fused operators keep our names, which stock MXNet cannot load."""
         ids = {name: i for i, name in enumerate(self.nodes)}
         versions: Counter[str] = Counter()  # nnvm counts how often a variable has been written
         nodes, row = [], [0]
@@ -317,7 +319,7 @@ def _from_document(cls: type[Graph], document: dict[str, Any]) -> Graph:
             inputs.append(Ref(nodes[source].name, index))
         hints = {f"__{key}__" if key in _OLD_HINTS else key: value for key, value in entry.get("attr", {}).items()}
         attrs = {**entry.get("param", {}), **hints, **entry.get("attrs", {})}
-        # MXNet knows best: for operators that are not in our table, and for hidden outputs (a workspace of Pooling).
+        # MXNet knows best, for operators that are not in our table and for hidden outputs (a workspace of Pooling).
         num_outputs = rows[number + 1] - rows[number] if rows else 0
         nodes.append(Node(op, name, tuple(inputs), attrs, num_outputs))
     outputs = [Ref(nodes[source].name, index) for source, index, *_ in document["heads"]]
@@ -327,7 +329,7 @@ def _from_document(cls: type[Graph], document: dict[str, Any]) -> Graph:
 
 
 def _sorted(nodes: Mapping[str, Node], outputs: Iterable[Ref]) -> dict[str, Node]:
-    """The nodes that serve the outputs, depth first (the order in which MXNet lists arguments too)."""
+    """The nodes that the outputs need, depth first (the order in which MXNet lists arguments, too)."""
     done: dict[str, Node] = {}
     open_nodes: set[str] = set()
 

@@ -21,15 +21,15 @@ from graph_passes.passes.quantise import Layer, layers
 if TYPE_CHECKING:
     import onnx
 
-OPSET = 17  # of early 2022: current runtimes all read it
-IR_VERSION = 8  # that opset's
+OPSET = 17  # from early 2022: all current runtimes read it
+IR_VERSION = 8  # the IR version of that opset
 
 Arrays = Mapping[str, np.ndarray]
 
 
 class OnnxOperator(NamedTuple):
-    """An operator of ONNX. Its inputs are those of the node, or of these `inputs` by number, behind the result of the
-    operator before it if there is one, and then the constants."""
+    """An ONNX operator. Its inputs are the node's inputs, or those with the numbers `inputs`, after the result of the
+    preceding ONNX operator if there is one; then the constants."""
 
     op_type: str
     attributes: Mapping[str, Any] = {}
@@ -40,14 +40,15 @@ class OnnxOperator(NamedTuple):
 
 @dataclass(frozen=True)
 class Qdq:
-    """How INT8 is written in the QDQ form: QuantizeLinear and DequantizeLinear around what is to be integers.
+    """How INT8 is written in the QDQ form: QuantizeLinear and DequantizeLinear around the tensors that are to be
+    integers.
 
-    graph: the same network, quantised (`passes/quantise.py`), and `params` its parameters, weights in the layout of the
-    graph that is written. `unsigned`: tensors are uint8 in the same scale, with the zero point 0 after a ReLU and 128
-    elsewhere, and what is added is rounded before the sum too, by its scale of `scales`: so ONNX Runtime computes on
-    CPUs with integers, where it leaves ReLU and sums of int8 with the zero point 0 in floats. TensorRT takes the latter
-    alone. A convolution of what may be negative, as the first one is, then reads floats: with the zero point 128 the
-    integers reach 255, and without VNNI ONNX Runtime cuts off sums of two such products, at 16 bits. That cost a
+    `graph`: the same network, quantised (`passes/quantise.py`). `params`: its parameters, with weights in the layout of
+    the written graph. `unsigned` is for ONNX Runtime on CPUs, which computes ReLU and sums in floats if they are int8
+    with zero point 0. With it, tensors are uint8 with the same scale and zero point 0 after a ReLU and 128 elsewhere,
+    and addends are also rounded before a sum, by their entry of `scales`. TensorRT supports int8 with zero point 0
+    only. With `unsigned`, a convolution of possibly negative data, such as the first one, reads floats: with zero point
+    128 the integers reach 255, and without VNNI ONNX Runtime saturates sums of two products at 16 bits. That cost a
     ResNet-18 5 points of top-1.
     """
 
@@ -66,12 +67,12 @@ def to_onnx(graph: Graph, arrays: Arrays, input_shape: tuple[int, int, int], qdq
             SigmoidOutput a Sigmoid, a CustomOutput one of the two.
         arrays: parameters and running statistics by variable name, in the graph's layout, fp32.
         input_shape: (C, H, W) of an image.
-        qdq: what of it is to be INT8, by the names of its nodes; None: nothing.
-        output_name: what the output is called.
+        qdq: the part of it that is to be INT8, by node names; None: nothing.
+        output_name: name of the output.
 
     Returns:
-        A model with input `data`, float32 (N, C, H, W) for any N, and one output, float32 (N, values): of a whole
-        network `probabilities` (N, classes).
+        A model with input `data`, float32 (N, C, H, W) for any N, and one output, float32 (N, values). A whole network
+        has the output `probabilities` (N, classes).
 
     Raises:
         GraphError: an operator or an attribute that has no ONNX form here, with its node.
@@ -80,7 +81,7 @@ def to_onnx(graph: Graph, arrays: Arrays, input_shape: tuple[int, int, int], qdq
 
     nodes: list[Any] = []
     weights: dict[str, np.ndarray] = {}
-    names: dict[Ref, str] = {}  # what an output is called in the ONNX graph
+    names: dict[Ref, str] = {}  # name of an output in the ONNX graph
     integers = _Integers(graph, qdq, nodes, weights) if qdq else None
     labels = {node.inputs[1].node for node in graph if node.op in LOSSES}
     for node in graph:
@@ -95,7 +96,7 @@ def to_onnx(graph: Graph, arrays: Arrays, input_shape: tuple[int, int, int], qdq
             continue
         if node.op == "BatchNorm" and node["fix_gamma"]:
             weights[node.inputs[1].node] = np.ones_like(weights[node.inputs[1].node])
-        if node.op == "LeakyReLU" and node["act_type"] == "prelu":  # whose slopes are along the channels
+        if node.op == "LeakyReLU" and node["act_type"] == "prelu":  # its slopes are along the channels
             slopes = node.inputs[1].node
             weights[slopes] = weights[slopes].reshape(-1, 1, 1)
         if node.op not in OPERATORS:
@@ -137,12 +138,12 @@ def to_onnx(graph: Graph, arrays: Arrays, input_shape: tuple[int, int, int], qdq
 
 
 class _Integers:
-    """The QuantizeLinear and DequantizeLinear of a graph that is being written."""
+    """The QuantizeLinear and DequantizeLinear nodes of a graph that is being written."""
 
     def __init__(self, graph: Graph, qdq: Qdq, nodes: list[Any], weights: dict[str, np.ndarray]) -> None:
         self._graph, self._qdq, self._nodes, self._weights = graph, qdq, nodes, weights
         self._layers: dict[str, Layer] = {layer.weight: layer for layer in layers(qdq.graph)}
-        self._scales: dict[str, float] = {}  # of the tensors that become integers
+        self._scales: dict[str, float] = {}  # scales of the tensors that become integers
         for node in qdq.graph:
             if node.op == "Quantise":
                 self._scales[node.inputs[0].node] = node["scale"]
@@ -160,10 +161,10 @@ class _Integers:
                 self._not_negative.add(node.name)
             elif qdq.unsigned and any(each.op == "Convolution" for each in graph.consumers.get(Ref(node.name), ())):
                 self._scales.pop(node.name, None)
-        self._dequantised: dict[str, str] = {}  # tensor -> its name in floats again
+        self._dequantised: dict[str, str] = {}  # tensor -> name of its dequantised form
 
     def _is_computed(self, node: Node) -> bool:
-        """Is it a part of a node in INT8?"""
+        """Whether it is inside a node in INT8."""
         if node.op in ("Convolution", "FullyConnected"):
             return node.inputs[1].node in self._layers
         if node.op == "elemwise_add":
@@ -172,7 +173,7 @@ class _Integers:
         return node.name in self._qdq.graph.nodes and self._qdq.graph[node.name].op.startswith("Quantised")
 
     def inputs(self, node: Node) -> list[str]:
-        """What a node of the graph reads."""
+        """The ONNX names of a node's inputs."""
         if node.op in ("Convolution", "FullyConnected") and node.name in self._computed:
             return [self._of(node, node.inputs[0]), *self._parameters(node)]
         return [self._of(node, ref) for ref in node.inputs]
@@ -182,7 +183,7 @@ class _Integers:
         return self._dequantised.get(ref.node, ref.node) if is_integer else ref.node
 
     def add(self, node: Node) -> None:
-        """What follows a node: if its tensor is to be integers, to these and back."""
+        """Add the nodes after a node: if its tensor is to be integers, quantise and dequantise."""
         if node.name not in self._scales:
             return
         if self._qdq.unsigned:
@@ -194,7 +195,7 @@ class _Integers:
         self._dequantised[node.name] = self._back(f"{node.name}_quantized", constants)
 
     def _parameters(self, node: Node) -> list[str]:
-        """Of a convolution or the classifier: integer weight and bias, each with its scale, in floats again."""
+        """Integer weight and bias of a convolution or the classifier, each with its scale, dequantised."""
         layer = self._layers[node.inputs[1].node]
         scale = self._qdq.params[layer.multiplier].astype(np.float64) * layer.node["scale"] / layer.data_scale
         parameters = {layer.weight: scale} | ({layer.bias: scale * layer.data_scale} if layer.bias else {})
@@ -219,12 +220,12 @@ class _Integers:
         return output
 
 
-OnnxOperators = Sequence[OnnxOperator]  # of one node, each reading the result of the one before
+OnnxOperators = Sequence[OnnxOperator]  # ONNX operators of one node, each reading the result of the one before
 _IMAGES_LAST, _IMAGES_FIRST = (0, 2, 3, 1), (0, 3, 1, 2)  # channels last, and first again
 
 
 def _one(op_type: str, *constants: Any, **attributes: Any) -> Callable[[Node], OnnxOperators]:
-    """The same operator for every node."""
+    """A rule that gives every node the same ONNX operator."""
     return lambda node: [OnnxOperator(op_type, attributes, constants)]
 
 
@@ -246,7 +247,7 @@ def _batch_norm(node: Node) -> OnnxOperators:
 
 
 def _layer_norm(node: Node) -> OnnxOperators:
-    """ONNX normalises the last dimensions: images have their channels there for a while."""
+    """ONNX normalises the last dimensions, so images are transposed to channels-last and back."""
     _require(node, "axis", 1, -1)
     attributes = {"axis": -1, "epsilon": node["eps"]}
     if node["axis"] == -1:
@@ -257,7 +258,7 @@ def _layer_norm(node: Node) -> OnnxOperators:
 
 
 def _function(node: Node) -> OnnxOperators:
-    """Of single elements: by its name in operators/activations.py."""
+    """The ONNX operator of an elementwise function, by its name in operators/activations.py."""
     function = function_of(node)
     if function is None:
         return [OnnxOperator("PRelu")]

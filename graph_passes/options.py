@@ -1,4 +1,4 @@
-"""What the commands of this package take; imports nothing slow."""
+"""Options of this package's commands. Imports nothing slow."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class ShowOptions:
     inference: bool = False
     """Show the graph of inference, with BatchNorm folded into the convolutions."""
     int8: bool = False
-    """Show the graph of inference in INT8; the scales, which calibration finds, are all 1."""
+    """Show the graph of inference in INT8, with all scales 1 instead of calibrated ones."""
     step: bool = False
-    """Show the graph of a training step, forward and backward in one: with --gpu as that GPU runs it; else by the saved
-    times of an H100, with rivals and their times, or with the fewest operators where none are saved."""
+    """Show the graph of a training step, forward and backward in one: with --gpu as that GPU runs it; otherwise by the
+    saved times of an H100, with rivals and their times, or with the fewest operators if no times are saved."""
     output: Annotated[Path | None, "FOLDER"] = None
     """Write before.svg, a drawing after each pass, after.svg and after.json into this folder; default: no files."""
     gpu: int | None = None
-    """Build the training step on this GPU and list which kernels it takes where others could do the same, with the time
-    of each; default: none is asked."""
+    """Build the training step on this GPU, and list the kernels that it takes where there are several candidates, with
+    all times; default: no GPU."""

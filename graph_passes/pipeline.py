@@ -1,12 +1,12 @@
-"""From a network to the graph that runs: the ordered lists of passes, which everybody uses.
+"""From a network to the graph that runs: the ordered lists of passes, used by every caller.
 
     step = training_step(graph, {"data": (256, 224, 224, 3), "softmax_label": (256,)}, "float16", fewest)
     network = inference(graph, "float16", fewest)
 
-The passes of a list rewrite the graph, one after the other. The one named `cover` fuses: it lists all candidates by
-the rules of the kernels (`executors/cuda/kernels/`) and takes those of the least total price (`cover.py`), so the
-order of the rules decides nothing. Executors, the memory check, `python -m graph_passes show` and the tests call these.
-To add a pass is one line here.
+The passes of a list rewrite the graph, one after the other. The pass `cover` fuses: it lists all candidates by the
+rules of the kernels (`executors/cuda/kernels/`) and takes the candidates of the least total price (`cover.py`), so the
+order of the rules does not matter. Executors, the memory check, `python -m graph_passes show` and the tests call these
+functions. A new pass is one line here.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from graph_passes.passes.split_norm import split_norm
 from graph_passes.passes.zero_bias_grad import zero_bias_grad
 
 Pass = Callable[[Graph], Graph]
-Shapes = Mapping[str, Sequence[int]]  # of the inputs
-# What is in both: fusions of operators of the network.
+Shapes = Mapping[str, Sequence[int]]  # shapes of the inputs
+# Passes of both lists: fusions of a network's operators.
 FUSED: Mapping[str, Pass] = {"bn_add_relu": passes.bn_add_relu, "bn_relu": passes.bn_relu, "add_relu": passes.add_relu}
-# What stays in floats in a network in INT8 has its convolutions one by one.
+# In a network in INT8, convolutions that stay in floats are not fused.
 OF_SEVERAL = ("StemPool", "Conv1x1ForwardSumRelu", "Conv1x1Pair")
 
 def training_passes(shapes: Shapes, dtype: str, price: Price, grouped: bool = False) -> dict[str, Pass]:
@@ -51,7 +51,7 @@ def training_passes(shapes: Shapes, dtype: str, price: Price, grouped: bool = Fa
         "split_norm": split_norm,
         "batch_norm_relu_max_pool": batch_norm_relu_max_pool,
         "compact_grad": compact_grad,
-        "conv_epilogue": conv_epilogue,  # of what is frozen, and biases
+        "conv_epilogue": conv_epilogue,  # gradients of frozen parameters, and of biases
         "cover": lambda graph: cover(graph, always_paired(price) if grouped else price, graph.infer_shapes(shapes)),
     }
     return listed | ({"group_mean": group_mean} if grouped else {})
@@ -71,7 +71,7 @@ def inference_passes(dtype: str, price: Price) -> dict[str, Pass]:
 
 
 def quantised_passes(dtype: str, scales: Scales, kept: Kept = CLASSIFIER_KEPT) -> dict[str, Pass]:
-    """The passes of inference in INT8 by name, in order; `dtype` is that of what stays in floats. Convolutions are
+    """The passes of inference in INT8 by name, in order. `dtype`: of the layers that stay in floats. Convolutions are
     quantised one by one."""
     listed: dict[str, Pass] = {
         **inference_passes(dtype, fewest),
@@ -82,7 +82,7 @@ def quantised_passes(dtype: str, scales: Scales, kept: Kept = CLASSIFIER_KEPT) -
 
 
 def gpu_quantised_passes(dtype: str, scales: Scales, kept: Kept, price: Price) -> dict[str, Pass]:
-    """Those of inference in INT8 on a GPU: the same integers, in the forms that its kernels take."""
+    """The passes of inference in INT8 on a GPU: the same integers, in the forms that its kernels take."""
     return {
         **quantised_passes(dtype, scales, kept),
         "quantise_squares": quantise_squares,
@@ -91,15 +91,15 @@ def gpu_quantised_passes(dtype: str, scales: Scales, kept: Kept, price: Price) -
 
 
 def candidates(graph: Graph, shapes: Mapping[Ref, Shape] | None = None) -> Candidates:
-    """All that can compute the tensors of a graph in which nothing is fused yet. `shapes`: of its tensors, without
-    which rules that depend on them find nothing."""
+    """All candidates for the tensors of a graph that is not fused yet. `shapes`: of its tensors; without them, rules
+    that depend on shapes find nothing."""
     table = Candidates(graph, shapes or {})
     table.apply(RULES)
     return table
 
 
 def cover(graph: Graph, price: Price, shapes: Mapping[Ref, Shape] | None = None) -> Graph:
-    """The graph of the candidates of the least total price."""
+    """The graph of the candidates with the least total price."""
     return covered(candidates(graph, shapes), price)
 
 
@@ -108,23 +108,23 @@ def training_step(graph: Graph, shapes: Shapes, dtype: str, price: Price, groupe
 
     Args:
         graph: a network in NHWC that ends in SoftmaxOutput.
-        shapes: of its inputs: `data` (N, H, W, C), and the label if you like.
+        shapes: of its inputs: `data` (N, H, W, C), and optionally the label.
         dtype: of its tensors: "float16", "bfloat16" or "float32".
         price: of each candidate; on a GPU its time (`choice.py`).
         grouped: BatchNorm's statistics are shared with other GPUs.
 
-    Raises GraphError for what cannot be trained.
+    Raises GraphError if the network cannot be trained.
     """
     return run(training_passes(shapes, dtype, price, grouped), graph)
 
 
 def inference(graph: Graph, dtype: str, price: Price) -> Graph:
-    """The forward pass with running statistics, as it will run, with the parameters that `fold_bn_params` gives."""
+    """The forward pass with running statistics, as it will run, with the parameters of `fold_bn_params`."""
     return run(inference_passes(dtype, price), graph)
 
 
 def run(listed: Mapping[str, Pass], graph: Graph) -> Graph:
-    """The passes, one after the other."""
+    """Run the passes one after the other."""
     for each in listed.values():
         graph = each(graph)
     return graph

@@ -1,4 +1,4 @@
-"""What the time of a candidate depends on, in words: the key under which times are kept, for people too."""
+"""The key under which times are kept: everything that a candidate's time depends on, in words that people can read."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from graph_passes.passes.precision import node_dtypes, tensor_dtypes
 
 
 class Tensors:
-    """Shapes and dtypes of all tensors of a table, for graph inputs of these shapes."""
+    """Shapes and dtypes of all tensors of a candidate table, for graph inputs of these shapes."""
 
     def __init__(self, table: Candidates, input_shapes: Mapping[str, Sequence[int]]) -> None:
         graph = table.graph
         inputs = {name: shape for name, shape in input_shapes.items() if name in graph.nodes}
         self.shapes, self.dtypes = dict(table.shapes) or graph.infer_shapes(inputs), tensor_dtypes(graph)
         waiting = [each for each in table if each.is_fused and not each.made <= self.shapes.keys()]
-        while waiting:  # for a tensor that only another rule's operator makes
+        while waiting:  # for a tensor that only another rule's operator produces
             ready = [each for each in waiting if {*each.node.inputs} <= self.shapes.keys()]
             for each in ready:
                 for ref, shape, dtype in zip(each.writes, self.outputs(each.node), node_dtypes(each.node), strict=True):
@@ -28,13 +28,13 @@ class Tensors:
             waiting = [each for each in waiting if each not in ready]
 
     def outputs(self, node: Node) -> list[Shape]:
-        """The shapes of what a node gives."""
+        """The shapes of a node's outputs."""
         _, outputs = infer_node_shapes(node, [self.shapes[ref] for ref in node.inputs])
         return [tuple(shape) for shape in outputs]
 
     def problem(self, each: Candidate, dtype: str) -> str:
-        """Operator and kernel, window, the shapes of the images and weights that it reads, and of the factors of images
-        that are dropped; of a network in this dtype."""
+        """Operator and kernel, window, and the shapes of the images, weights and stochastic-depth factors that it
+        reads, for a network in this dtype."""
         node = each.node
         roles = OPERATORS[node.op].input_names(node)
         sizes = ", ".join("x".join(map(str, self.shapes[ref])) for role, ref in zip(roles, node.inputs, strict=True)
@@ -43,7 +43,7 @@ class Tensors:
 
 
 def _layers(node: Node) -> str:
-    """Of a recurrent layer, what its shapes do not tell."""
+    """The properties of a recurrent layer that its shapes do not determine."""
     if not node.get("state_size"):
         return ""
     both = " both directions" if node["bidirectional"] else ""
@@ -51,8 +51,8 @@ def _layers(node: Node) -> str:
 
 
 def _ends(node: Node) -> str:
-    """What the shapes do not tell: in INT8 not every kernel makes floats; masks that are made again; biases; one tensor
-    that is read as two."""
+    """Properties that the shapes do not determine: an INT8 kernel that writes floats; masks that are recomputed;
+    biases; one tensor that is read as two inputs."""
     if node.op.startswith("QuantisedConv") and node["dtype"] != "int8":
         return " to floats"
     if not node.get("no_relu", True):
@@ -63,7 +63,7 @@ def _ends(node: Node) -> str:
 
 
 def _window(node: Node) -> str:
-    """Of a convolution, where it is more than a product of matrices."""
+    """The window of a convolution, if it is more than a matrix product."""
     if not node.get("num_filter") or len(node["kernel"]) != 2:
         return ""
     size = window(node)

@@ -1,4 +1,4 @@
-"""What each parameter of a network is for, as its graph says: which operator reads it, and where that one stands."""
+"""The role of each parameter in a network: which operator reads it, as which input, and at which depth."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from graph_passes.operators import BATCH_NORMS, OPERATORS
 
 
 class Use(NamedTuple):
-    """The operator that reads a parameter, and as which of its inputs: "weight", "bias", "gamma", "beta", or, of all of
-    a recurrent layer's, "parameters"."""
+    """The operator that reads a parameter, and the input as which it reads it: "weight", "bias", "gamma", "beta", or
+    "parameters" for all parameters of a recurrent layer."""
 
     node: Node
     input: str
 
 
 def uses(graph: Graph) -> dict[str, Use]:
-    """How each variable of the graph is used, the inputs among them, by the first operator that reads it."""
+    """The use of each variable of the graph, inputs included, by the first operator that reads it."""
     found: dict[str, Use] = {}
     for node in graph:
         if node.op in OPERATORS:
@@ -27,26 +27,26 @@ def uses(graph: Graph) -> dict[str, Use]:
     return found
 
 
-RATE_FACTOR = "__lr_mult__"  # MXNet's attribute of a parameter, which its Module multiplies the learning rate by
+RATE_FACTOR = "__lr_mult__"  # MXNet's attribute of a parameter by which its Module multiplies the learning rate
 
 
 def rate_factors(graph: Graph) -> dict[str, float]:
-    """What the learning rate of each parameter is multiplied by, of those for which the graph says it."""
+    """The factor of the learning rate, for each parameter for which the graph sets one."""
     return {node.name: float(node.attrs[RATE_FACTOR]) for node in graph
             if node.is_variable and RATE_FACTOR in node.attrs}
 
 
 def frozen(graph: Graph) -> frozenset[str]:
-    """The parameters and running statistics that training leaves as they are (`passes/freeze.py`)."""
+    """The parameters and running statistics that training does not change (`passes/freeze.py`)."""
     kept = {ref.node for node in graph if node.op in BATCH_NORMS and node["use_global_stats"]
             for ref in OPERATORS[node.op].aux_inputs(node)}
     return frozenset(kept | {name for name, factor in rate_factors(graph).items() if factor == 0})
 
 
 def weights(graph: Graph) -> frozenset[str]:
-    """The parameters with weight decay, and with a learning rate of their own in LARS and LAMB: weights of convolutions
-    and fully connected layers, but no bias and neither gamma nor beta (He et al., arXiv:1812.01187, section 3.1). Those
-    of recurrent layers, biases included, are one vector, which is one of them."""
+    """The parameters with weight decay, and with a separate learning rate in LARS and LAMB: weights of convolutions and
+    fully connected layers, but no bias, gamma or beta (He et al., arXiv:1812.01187, section 3.1). The parameters of a
+    recurrent layer, biases included, are one vector, which counts as a weight."""
     return frozenset(name for name, use in uses(graph).items() if use.input in ("weight", "parameters"))
 
 
@@ -62,7 +62,7 @@ def classifier(graph: Graph) -> Node:
 
 
 def trained(graph: Graph) -> frozenset[str]:
-    """The parameters that training changes, and the operators that depend on one."""
+    """The parameters that training changes, and the operators that depend on one of them."""
     kept, found = frozen(graph), set()
     for name, use in uses(graph).items():
         if use.input in ("weight", "bias", "gamma", "beta", "parameters") and name not in kept:
@@ -74,11 +74,11 @@ def trained(graph: Graph) -> frozenset[str]:
 
 
 def branches(graph: Graph) -> dict[str, Ref]:
-    """The end of each residual branch by the sum that reads it, from the first block to the last, in a graph in which
-    nothing is fused yet.
+    """The end of each residual branch, by the sum that reads it, from the first block to the last. The graph must not
+    be fused yet.
 
-    Of the two tensors that are added, the branch is the one with more operators between it and what both are made of;
-    the other is the shortcut, which is that tensor itself, or a projection of it.
+    Both summands are computed from a common tensor. The branch is the one with more operators in between; the other is
+    the shortcut, which is the common tensor itself or a projection of it.
     """
     found = {}
     for node in graph:
@@ -92,13 +92,13 @@ def branches(graph: Graph) -> dict[str, Ref]:
 
 
 def branch_gammas(graph: Graph) -> frozenset[str]:
-    """Gamma of the last BatchNorm of each residual branch, in a graph in which nothing is fused yet."""
+    """Gamma of the last BatchNorm of each residual branch. The graph must not be fused yet."""
     ends = (graph[ref.node] for ref in branches(graph).values())
     return frozenset(end.inputs[1].node for end in ends if end.op == "BatchNorm")
 
 
 def _path(graph: Graph, ref: Ref) -> list[str]:
-    """Names of the operators from a tensor back to the input, along what each of them takes as its data."""
+    """Names of the operators from a tensor back to the input, along each operator's data input."""
     names = []
     while not graph[ref.node].is_variable:
         names.append(ref.node)

@@ -1,7 +1,7 @@
-"""Times that were measured on a GPU before, by which a cover can be shown where there is none.
+"""Times that were measured on a GPU earlier, by which a cover can be shown on a machine without one.
 
-A file of `times/` has one kind of times, of one GPU; kinds are never mixed, as a kernel by itself takes up to twice as
-long as in a step. A problem without a saved time is no candidate: a time that is only modelled would decide wrongly.
+A file in `times/` has one kind of times, from one GPU. Kinds are never mixed: a kernel in isolation takes up to twice
+as long as in a step. A problem without a saved time is no candidate: a modelled time would decide wrongly.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ FILE = Path(__file__).with_name("times") / "h100.json"
 
 
 class SavedPrices:
-    """A price by saved times (`choice.py`), for inputs of these shapes; by the number of nodes where they do not
-    suffice. `text` says afterwards which it was."""
+    """Prices from saved times (`choice.py`), for inputs of these shapes; from the number of nodes if saved times are
+    missing. `text` tells afterwards which prices were used."""
 
     def __init__(self, input_shapes: Mapping[str, Sequence[int]], dtype: str, file: Path = FILE) -> None:
         saved = json.loads(file.read_text())
@@ -38,11 +38,12 @@ class SavedPrices:
         return prices
 
     def times(self, table: Candidates) -> list[float]:
-        """Milliseconds of each candidate that has a choice, infinite where none is saved; 0 of what is taken anyway."""
+        """Milliseconds of each candidate that has rivals, infinite if none is saved; 0 for candidates that are taken
+        anyway."""
         tensors, (open_places, sure) = Tensors(table, self._input_shapes), undecided(table)
         return [self._times.get(tensors.problem(each, self._dtype), math.inf) if place in open_places
                 else 0.0 if place in sure else math.inf for place, each in enumerate(table)]
 
     def text(self) -> str:
-        """Which kernels were taken, their times, those of their rivals, and where they are from."""
+        """The kernels that were taken, their times, their rivals' times, and the source of the times."""
         return self._text

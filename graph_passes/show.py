@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from graph_passes.executors.cuda.training_step import TrainingStep
 
 _MOVE_NOTHING = ("Flatten", "FlattenBackward", "Zeros", "GroupMean")
-Stages = list[tuple[str, Graph]]  # each pass by name, and the graph that it gave
+Stages = list[tuple[str, Graph]]  # name of each pass, and the resulting graph
 
 
 def show(options: ShowOptions) -> None:
@@ -111,8 +111,7 @@ def _pass_table(title: str, before: Graph, stages: Stages) -> Table:
 
 
 def _price(graph: Graph, shapes: Mapping[str, Shape], options: ShowOptions) -> tuple[Price, Callable[[], str]]:
-    """By what the cover is chosen, and what is said of it afterwards: the times of a GPU, those that are saved for such
-    a step, or none."""
+    """The prices for the cover, and the text shown afterwards: times of a GPU, saved times of such a step, or none."""
     if options.gpu is not None:
         step = _built(graph, shapes, options.dtype, options.gpu)
         return step.price, lambda: f"Chosen on GPU {options.gpu}:\n{format_choices(step.choices)}"
@@ -128,7 +127,7 @@ def _built(graph: Graph, shapes: Mapping[str, Shape], dtype: str, gpu: int) -> T
 
 
 def _with_loss(graph: Graph) -> Graph:
-    """The network with a loss, if it ends in scores, as those of the zoo do."""
+    """The network with a loss added, if it ends in scores as the networks of the zoo do."""
     scores = graph.outputs[0]
     if graph[scores.node].op in LOSSES:
         return graph
@@ -184,7 +183,8 @@ def _count_table(before: Graph, after: Graph) -> Table:
 
 def forward_bytes(graph: Graph, shapes: dict[Ref, Shape], item_bytes: int) -> int:
     """Bytes of activations that the forward pass reads and writes, if each operator reads its inputs and writes its
-    first output once; `item_bytes` of floats. Parameters are left out, and Flatten, which moves nothing."""
+    first output once. `item_bytes`: bytes of a float. Parameters do not count, nor does Flatten, which moves
+    nothing."""
     dtypes, total = passes.tensor_dtypes(graph), 0
     for node in graph:
         if node.is_variable or node.op in _MOVE_NOTHING:
@@ -196,8 +196,8 @@ def forward_bytes(graph: Graph, shapes: dict[Ref, Shape], item_bytes: int) -> in
 
 
 def step_bytes(graph: Graph, shapes: dict[Ref, Shape]) -> int:
-    """Bytes that a training step reads and writes, if each operator reads its inputs and writes its outputs once, but
-    those that nobody reads. Parameters count too."""
+    """Bytes that a training step reads and writes, if each operator reads its inputs once and writes once those outputs
+    that have readers. Parameters count."""
     dtypes, total = passes.tensor_dtypes(graph), 0
     used = {*graph.consumers, *graph.outputs}
     for node in graph:
@@ -215,7 +215,7 @@ def _print_step_bytes(console: Console, unfused: Graph, step: Graph, shapes: Map
 
 
 def _saved(old: int, new: int) -> str:
-    """What the passes save in bytes, or cost: where they fuse nothing, a change of layout is left."""
+    """The bytes that the passes save or cost: if they fuse nothing, a change of layout remains."""
     return f"{abs(old - new) / 1e9:.2f} GB ({abs(1 - new / old):.0%}) {'saved' if new <= old else 'more'}"
 
 

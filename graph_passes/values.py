@@ -1,10 +1,10 @@
-"""Value numbering: tensors that are the same expression of the variables have the same number, whatever is fused.
+"""Value numbering: tensors that are the same expression of the variables have the same number, with or without fusions.
 
     number(graph)    # each tensor by its Ref -> its number in a table of expressions
 
-A fused operator is expanded into primitives, which is its body (`operators/body.py`): ConvolutionAddRelu is
-relu(add(bias(conv))). Sums of a batch that BatchNorm reads have one number in both of their forms
-(`operators/batch_norm_halves.py`), as who reads them takes either.
+A fused operator is expanded into primitives by its body (`operators/body.py`): ConvolutionAddRelu is
+relu(add(bias(conv))). BatchNorm's sums have one number in both of their forms (`operators/batch_norm_halves.py`),
+because their readers accept either form.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from graph_passes.graph import Graph, Node, Ref
 from graph_passes.operators import OPERATORS, output_size, window
 from graph_passes.operators.body import Body
 
-# How something is computed or stored, not what.
+# Attributes of how something is computed or stored, not of its value.
 _HOW = ("algorithm", "dtype", "no_output", "part_of", "tile", "workspace")
 
 
@@ -37,7 +37,7 @@ class Values:
         self._expressions: list[Expression] = []
 
     def __call__(self, op: str, *inputs: int, attrs: Sequence[Any] = (), output: int = 0) -> int:
-        """The number of an expression. A sum is the same in either order."""
+        """The number of an expression. A sum has the same number in either order."""
         ordered = tuple(sorted(inputs)) if op == "add" else inputs
         expression = Expression(op, ordered, tuple(attrs), output)
         if expression not in self._numbers:
@@ -49,18 +49,19 @@ class Values:
         return self._expressions[number]
 
     def outputs(self, node: Node, inputs: Sequence[int]) -> list[int]:
-        """The numbers of what a node gives, from those of what it reads."""
+        """The numbers of a node's outputs, from the numbers of its inputs."""
         if node.is_variable:
             return [self("variable", attrs=(node.name,))]
         operator = OPERATORS.get(node.op)
         b = _Numbers(self, node, operator.input_names(node) if operator else (), inputs)
         found = list(operator.body(b)) if operator and operator.body else b.primitive()
-        hidden = range(len(found), node.num_outputs)  # MXNet's, of which no description knows: a workspace of Pooling
+        # hidden outputs of MXNet without a description: a workspace of Pooling
+        hidden = range(len(found), node.num_outputs)
         return found + [self("hidden", *inputs, attrs=(node.op, node.name), output=index) for index in hidden]
 
 
 def number(graph: Graph, values: Values | None = None) -> dict[Ref, int]:
-    """Of all tensors of a graph; of several graphs alike in one table `values`."""
+    """The numbers of all tensors of a graph. With a table `values`, several graphs can share their numbers."""
     values, found = values or Values(), dict[Ref, int]()
     for node in graph:
         numbers = values.outputs(node, [found[ref] for ref in node.inputs])
@@ -69,7 +70,7 @@ def number(graph: Graph, values: Values | None = None) -> dict[Ref, int]:
 
 
 class _Numbers(Body):
-    """Primitives of numbers are expressions."""
+    """Primitives on numbers of expressions."""
 
     def __init__(self, values: Values, node: Node, roles: Sequence[str], inputs: Sequence[int]) -> None:
         super().__init__(node, roles, inputs)
@@ -108,7 +109,8 @@ class _Numbers(Body):
         return self.values("bias", data, bias)
 
     def dgrad(self, gradient: int, weight: int) -> int:
-        """A strided 1x1 convolution leaves pixels out: its gradient is that of what it reads, and 0 elsewhere."""
+        """A strided 1x1 convolution skips pixels: its gradient is the gradient of the pixels that it reads, and 0
+        elsewhere."""
         node, shape = self.node, self.node["data_shape"]
         kernel, stride, pad, _ = window(node)
         if kernel != (1, 1) or pad != (0, 0) or stride == (1, 1) or node["layout"] != "NHWC":

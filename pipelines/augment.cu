@@ -393,7 +393,7 @@ extern "C" __global__ void finish_images(const uint8 *__restrict__ x, const Chan
     y[1ll * n * pixels + at] = finished(colour, row, column, finishes[n]);
 }
 
-constexpr int HISTOGRAMS = 8;  // several, because threads that count in one entry at once wait for each other
+constexpr int HISTOGRAMS = 8;  // several, because threads that increment one entry at once wait for each other
 
 // Before a round: measures the statistics that its families need. One block per channel (blockIdx.x) of an image
 // (blockIdx.y).

@@ -13,7 +13,7 @@ from common.plugins import Registered
 from pipelines.errors import DataError
 
 KIND = "augmentation"
-NUM_RANDOM = 8  # numbers from 0 to 1 that each of them gets for an image
+NUM_RANDOM = 8  # random numbers from 0 to 1 for each augmentation and image
 
 fn: Any = dali.fn  # DALI makes its operators when it is imported
 types: Any = dali.types

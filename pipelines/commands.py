@@ -32,10 +32,10 @@ from pipelines.sources import class_list, open_source, read_classes, same_images
 from pipelines.transform import OF_POLICIES, Augmentation
 from pipelines.verify import (
     Report,
+    class_remarks,
     leave_out_duplicates,
     name_near_copies,
     print_report,
-    told_about_classes,
     verify_split,
     write_clean,
 )
@@ -120,7 +120,7 @@ def _reports(options: VerifyOptions) -> list[Report]:
     elif len(found) == 2:
         said = found["train"].remarks
         found["train"] = leave_out_duplicates(found["train"], found["val"].usable, found["val"].classes, is_part=False)
-        remarks = [*found["val"].remarks, *told_about_classes(*(found[split] for split in ("train", "val")))]
+        remarks = [*found["val"].remarks, *class_remarks(*(found[split] for split in ("train", "val")))]
         found["val"] = found["val"]._replace(remarks=[remark for remark in remarks if remark not in said])
     if options.near_copies:  # validation first: a training image is the copy
         order = sorted(found, reverse=True)

@@ -67,7 +67,7 @@ class Plan(NamedTuple):
 
 
 class Look(NamedTuple):
-    """An inspection of the headers of a batch's images, running in threads."""
+    """An inspection of the image headers of a batch, running in threads."""
 
     new: np.ndarray  # images that are inspected for the first time
     found: list[Future[list[tuple[int, str]]]]  # images that Pillow must decode, with the reason
@@ -134,9 +134,9 @@ class DaliLoader(Loader):
         self._num_looked_ahead = 0  # batches, see _images_ahead
 
     def exchange(self, source: Source) -> None:
-        """Load the images of another source from now on, beginning with its first batch, by the same pipeline: to build
-        one takes 0.1 s. For loaders of the split "val" that make no batch ahead (`prefetch` 1), whose source has the
-        same form (`feeds`). An iteration that has begun must not be continued."""
+        """Load the images of another source from now on, starting with its first batch, through the same pipeline:
+        building a pipeline takes 0.1 s. For loaders of the split "val" without prefetching (`prefetch` 1), whose source
+        has the same form (`feeds`). An iteration that has begun must not be continued."""
         if self._plans:  # a batch was made and not taken
             self._pipeline = None
         self._by_pillow.close()
@@ -221,7 +221,7 @@ class DaliLoader(Loader):
             except (RuntimeError, MemoryError) as error:  # DALI gives up a whole batch for one image
                 self._pipeline = None
                 decoder_messages().take()  # drop them: the batches in flight are decoded again
-                if "CUDA allocation failed" in str(error):  # DALI's words
+                if "CUDA allocation failed" in str(error):  # DALI's own message
                     raise self._no_memory() from error
                 if isinstance(error, MemoryError):
                     raise
@@ -363,7 +363,7 @@ class DaliLoader(Loader):
         self._end_inspection(look.new, [each for part in look.found for each in part.result()])
 
     def _end_inspection(self, indices: Sequence[int] | np.ndarray, found: Sequence[tuple[int, str]]) -> None:
-        """Have Pillow decode `found`, the images among `indices` that it must decode, with the reason."""
+        """Have Pillow decode `found`: (index, reason) of the images among `indices` that DALI cannot decode."""
         self._decode_by_pillow([(i, reason) for i, reason in found if i not in self._by_pillow and i not in self.bad])
         self._is_known[indices] = True
 
@@ -396,7 +396,7 @@ class DaliLoader(Loader):
             return fault
         try:
             self._by_pillow.add(i, self._source.read(i).tobytes())
-        except Exception as error:  # no list has all that Pillow raises
+        except Exception as error:  # no list contains all exceptions that Pillow raises
             return f"neither DALI nor Pillow can decode it ({' '.join(str(error).split())})"
         return ""
 
@@ -569,7 +569,7 @@ def open_files(files: Sequence[str | Path], image_size: int, batch_size: int, **
 
 
 def files_in_order(files: Sequence[str | Path]) -> Source:
-    """The source of image files, of which there is at least one. An image's label is its place."""
+    """The source of image files (at least one). An image's label is its position."""
     return FileSource(Path(files[0]).parent, files, range(len(files)), [("", "")] * len(files))
 
 

@@ -125,7 +125,7 @@ def read_lines(path: Path) -> list[str]:
         raise DataError(f"{path}: is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
     if (place := text.find("\0")) >= 0:
         line = text.count("\n", 0, place) + 1
-        raise DataError(f"{path} line {line}: holds a NUL, as a damaged file; put a whole one there")
+        raise DataError(f"{path} line {line}: holds a NUL, so the file is damaged; restore it")
     return lines_of(text)
 
 

@@ -1,4 +1,4 @@
-"""Images that a program hands over: paths, encoded bytes, pixels, Pillow's images; in order, for prediction.
+"""Images from a program (paths, encoded bytes, pixels, Pillow images), in order, for prediction.
 
 DALI decodes paths and bytes, and prepares pixels like the images that it has decoded. So pixels equal to those of a
 file give the file's batch, bit for bit.
@@ -25,15 +25,15 @@ KINDS = "a path, the bytes of an image file, a uint8 array (height, width, 3) in
 
 
 class Given(NamedTuple):
-    """An image as it was handed over."""
+    """An image as the program passed it."""
 
     feeds: str  # "paths", "bytes" or "pixels", as in Source
     content: Any  # a path; uint8 (bytes,); uint8 (height, width, 3); or the reason why Pillow cannot decode it
-    name: str  # in messages: the path, or "image 3"
+    name: str  # name in messages: the path, or "image 3"
 
 
 def given(image: Any, number: int) -> Given:
-    """The image `number` of a list. Raises DataError for what is no image; a broken one raises when it is loaded."""
+    """The image `number` of a list. Raises DataError if it is not an image; a broken image raises when it is loaded."""
     name = f"image {number}"
     if isinstance(image, (str, os.PathLike)):
         return Given("paths", os.fspath(image), os.fspath(image))
@@ -51,12 +51,12 @@ def given(image: Any, number: int) -> Given:
 def _pixels(image: Image.Image) -> np.ndarray | str:
     try:
         return np.asarray(upright_rgb(image))
-    except Exception as error:  # no list has all that Pillow raises
+    except Exception as error:  # no list contains all exceptions that Pillow raises
         return f"Pillow cannot decode it ({' '.join(str(error).split())})"
 
 
 class GivenSource(Source):
-    """Encoded images or pixels in memory. An image's label is its place."""
+    """Encoded images or pixels in memory. An image's label is its position."""
 
     path = Path()
 
@@ -88,19 +88,19 @@ class GivenSource(Source):
 
 
 def source_of(images: Sequence[Given]) -> Source:
-    """The source of one or more images that are all of one form."""
+    """The source of one or more images of the same form."""
     return files_in_order([image.content for image in images]) if images[0].feeds == "paths" else GivenSource(images)
 
 
 def has_thumbnails(source: Source) -> bool:
-    """Whether a loader on a GPU decodes these images on the CPU, which decides on their pixels."""
+    """Whether a loader on a GPU decodes these images on the CPU. The decoder affects the pixels."""
     return source.feeds != "pixels" and 0 < source.mean_encoded_bytes < THUMBNAIL_BYTES
 
 
 def open_in_order(source: Source, image_size: int, batch_size: int, **options: Any) -> DaliLoader:
-    """The loader of a source's images in order, through the validation transform, that leaves out those that cannot be
-    decoded (`Loader.bad`). `options`: further fields of LoaderConfig. A batch's `indices` are places in the source; its
-    first `num_valid` rows count."""
+    """The loader of a source's images in order, through the validation transform. Leaves out images that cannot be
+    decoded (`Loader.bad`). `options`: further fields of LoaderConfig. A batch's `indices` are positions in the source;
+    its first `num_valid` rows count."""
     config = LoaderConfig(data="files", split="val", image_size=image_size, batch_size=batch_size,
                           **options | {"on_bad_image": "skip"})
     return DaliLoader(config, (0, 1), source)

@@ -63,7 +63,7 @@ class LoaderConfig:
     seed: int = 0
     transform: ImageTransform = field(default_factory=ImageTransform)  # how images are cropped and augmented
     on_bad_image: str = "error"  # or "skip": leave out images that cannot be decoded
-    max_pixels: int = MAX_PIXELS  # an image of more, by its header, counts as one that cannot be decoded
+    max_pixels: int = MAX_PIXELS  # an image with more pixels, by its header, counts as one that cannot be decoded
     num_classes: int | None = None  # for synthetic data (default 10) and RecordIO files without classes.txt
     synthetic_images: int = 12_800  # images per epoch of synthetic training data; validation has a tenth
     prefetch: int = 3  # batches made ahead: one late batch does not stop the step
@@ -168,8 +168,8 @@ class Loader(ABC):
             self.num_batches = -(-num_images // global_batch)
 
     def remarks_on_same_images(self, val: Loader | None) -> list[str]:
-        """Sentences on images with two labels, or in this split and in that of `val`: as far as it is cheap to find
-        them (pipelines/same_images.py)."""
+        """Sentences on images with two labels, or in both this split and the split of `val`, if they are cheap to find
+        (pipelines/same_images.py)."""
         return []
 
     @property

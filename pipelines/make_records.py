@@ -191,7 +191,7 @@ def read_labels(path: Path, names: list[str], classes: Classes) -> dict[str, int
     label_of: dict[str, int] = {}
     for fields in lines:
         if len(fields) < 2:
-            raise DataError(f"{path}: {fields[0]!r} has no label in its line, as other lines have; add its label")
+            raise DataError(f"{path}: {fields[0]!r} has no label in its line, as the other lines do; add its label")
         value = fields[1]
         label = int(value) if value.isdigit() else number.get(value, -1)
         if not 0 <= label < len(classes):

@@ -15,9 +15,10 @@ import numpy as np
 from PIL import Image
 
 SIDE = 9  # pixels of a thumbnail
-NUM_WORDS = 8  # parts of 16 bits of a hash; hashes that differ in fewer bits than that have an equal part
+NUM_WORDS = 8  # 16-bit parts of a hash; two hashes that differ in fewer bits than this have an equal part
 MOST_GREY = 8.0  # mean difference of two near copies' thumbnails, of 255 grey levels
-WINDOW = 64  # images with an equal part of the hash that each is compared with, in the order of their hashes
+# Number of images with an equal part of the hash with which each image is compared, in the order of their hashes
+WINDOW = 64
 _BITS = np.array([bin(byte).count("1") for byte in range(256)], np.uint8)
 
 

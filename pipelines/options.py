@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from common.command_line import REPEATABLE
 from pipelines.transform import ImageTransform, SizeLimit
 
-SAMPLES = "samples"  # as the data: the built-in sample set
+SAMPLES = "samples"  # value of --data that stands for the built-in sample set
 # ImageNet-21k has 21,841 classes; a million give ResNet-50 a classifier of 8 GB. The limit catches damaged labels:
 # without it, the class names up to a huge label would fill the memory.
 MAX_CLASSES = 1_000_000
@@ -81,7 +81,7 @@ class VerifyOptions(SizeLimit):
     """Write an .idx (RecordIO) or a .lst (folders) without the unusable images, which the loader then reads; an
     existing one is kept as NAME.orig. A missing or wrong .idx is rebuilt from the .rec file."""
     num_classes: int | None = None
-    """How many classes a .rec file without a classes.txt has."""
+    """Number of classes, for a .rec file without a classes.txt."""
     num_threads: int = 0
     """0 takes all cores."""
 

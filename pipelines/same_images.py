@@ -1,9 +1,9 @@
-"""Tells at the start of a run of equal files that spoil it: under two labels, or in training and in validation.
+"""Reports, at the start of a run, identical files that spoil it: with two labels, or in training and validation.
 
-`verify` finds all of them, and reads every image. Here only what is cheap is done, and only for images that are files:
-sizes are compared first, then the last bytes of files of equal size, and only where these are equal, too, whole files.
-Above MOST_IMAGES, and once SECONDS are over, nothing is looked for: of the 1.28 million files of ImageNet, the sizes
-alone would take minutes on a network drive.
+`verify` finds all of them by reading every image. This module does only what is cheap, and only for images that are
+files. It compares sizes first, then the last bytes of files of equal size, and whole files only if these are equal,
+too. With more than MOST_IMAGES, or after SECONDS, it stops: the sizes of ImageNet's 1.28 million files alone would take
+minutes on a network drive.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import NamedTuple
 from pipelines.recordio import BrokenRecordError
 from pipelines.sources import Source
 
-MOST_IMAGES = 100_000  # of both splits
+MOST_IMAGES = 100_000  # images of both splits
 SECONDS = 2.0  # 2,102 files took 0.04 s (cached in memory, one core)
-TAIL = 4096  # bytes at the end of a file, where images differ that begin with the same header
+TAIL = 4096  # bytes at the end of a file, where images with equal headers differ
 
 
 class _File(NamedTuple):
@@ -31,7 +31,8 @@ class _File(NamedTuple):
 
 
 def remarks_on_same_images(train: Source, val: Source | None, data: str) -> list[str]:
-    """Sentences on equal images of a run's splits; none if it takes too long to look. `data`: what the user calls them.
+    """Sentences on identical images in a run's splits; none if the search takes too long. `data`: the data's name for
+    the user.
 
     `val` is None if validation is on the training images.
     """
@@ -42,7 +43,7 @@ def remarks_on_same_images(train: Source, val: Source | None, data: str) -> list
         groups = [_files(train, False) + (_files(val, True) if val else [])]
         for key in (_size, _tail, _digest):
             groups = [part for group in groups for part in _parted(group, key, deadline)]
-    except (OSError, TimeoutError):  # images that are no files, or a slow disk
+    except (OSError, TimeoutError):  # images that are not files, or a slow disk
         return []
     return [*_labels(groups, data), *_leaks(groups, data)]
 
@@ -53,13 +54,13 @@ def _files(source: Source, is_val: bool) -> list[_File]:
         raise FileNotFoundError(source.name(0))
     files = []
     for i in range(len(source)):
-        with contextlib.suppress(BrokenRecordError):  # told when the image is loaded
+        with contextlib.suppress(BrokenRecordError):  # reported when the image is loaded
             files.append(_File(source.name(i), source.label(i), is_val))
     return files
 
 
 def _parted(group: Sequence[_File], key: Callable[[str], Hashable], deadline: float) -> Iterable[list[_File]]:
-    """The files of a group that have an equal key, where that would spoil a run. Raises OSError and TimeoutError."""
+    """The files of a group that have an equal key, if that would spoil a run. Raises OSError and TimeoutError."""
     parts: dict[Hashable, list[_File]] = defaultdict(list)
     for number, file in enumerate(group):
         if number % 64 == 0 and time.monotonic() > deadline:
@@ -69,7 +70,7 @@ def _parted(group: Sequence[_File], key: Callable[[str], Hashable], deadline: fl
 
 
 def _two_labels(files: Sequence[_File]) -> list[_File]:
-    """Two of the files of one split that have different labels; [] if there are none."""
+    """Two files of one split with different labels; [] if there are none."""
     for is_val in (False, True):
         of_label = {file.label: file for file in reversed(files) if file.is_val == is_val}
         if len(of_label) > 1:
@@ -78,7 +79,7 @@ def _two_labels(files: Sequence[_File]) -> list[_File]:
 
 
 def _in_both(files: Sequence[_File]) -> list[_File]:
-    """A training and a validation file; [] if there are not both."""
+    """A training and a validation file; [] unless there are both."""
     of_split = {file.is_val: file for file in reversed(files)}
     return [of_split[False], of_split[True]] if len(of_split) > 1 else []
 

@@ -129,11 +129,11 @@ class ImageTransform(Normalisation, CentreCrop, Augmentation):
                 shown = " ".join(f"{each:g}" for each in (value if isinstance(value, tuple) else (value,)))
                 raise DataError(f"{name} is {shown}; it must be {words}")
         if self.auto_augment == "randaugment-timm" and self.randaugment_magnitude > 10:
-            raise DataError(f"--randaugment-magnitude {self.randaugment_magnitude:g} is of 30, and that of "
-                            "--auto-augment randaugment-timm is of 10: give 0 to 10, or randaugment")
+            raise DataError(f"--randaugment-magnitude {self.randaugment_magnitude:g} is out of 30, and "
+                            "--auto-augment randaugment-timm takes it out of 10: give 0 to 10, or randaugment")
 
 
-# option -> the only values of `auto_augment` that it is for
+# option -> the values of `auto_augment` with which it has an effect
 OF_POLICIES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("randaugment_operations", "randaugment_magnitude"), ("randaugment", "randaugment-timm")),
     "randaugment_magnitude_std": ("randaugment-timm",),

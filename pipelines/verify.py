@@ -166,8 +166,8 @@ def verify_split(
 
 
 def name_two_labels(report: Report) -> Report:
-    """Add a finding for each image that is there under another label, too, byte for byte. It stays usable, as only a
-    person can say which of the labels is right."""
+    """Add a finding for each image whose bytes also occur under another label. It stays usable, because only a person
+    can say which label is right."""
     of_bytes: dict[bytes, dict[int | None, str]] = defaultdict(dict)
     for image in report.usable:
         of_bytes[image.digest].setdefault(image.label, image.name)
@@ -181,8 +181,8 @@ def name_two_labels(report: Report) -> Report:
 
 
 def name_near_copies(reports: Sequence[Report]) -> list[Report]:
-    """Add a finding for each image that is a near copy of another one: of an earlier one of its split, or of one of an
-    earlier report. Equal bytes are not told again."""
+    """Add a finding for each image that is a near copy of an earlier one in its split, or of one in an earlier report.
+    Identical bytes are not reported again."""
     images = [(number, image) for number, report in enumerate(reports) for image in report.usable if image.thumbnail]
     thumbnails = np.frombuffer(b"".join(image.thumbnail for _, image in images), np.uint8).reshape(len(images), -1)
     findings: list[list[tuple[str, Finding]]] = [[] for _ in reports]
@@ -196,11 +196,11 @@ def name_near_copies(reports: Sequence[Report]) -> list[Report]:
     return [report._replace(findings=[*report.findings, *more]) for report, more in zip(reports, findings, strict=True)]
 
 
-def told_about_classes(train: Report, val: Report) -> list[str]:
-    """Remarks about classes that only one of the two splits has images of.
+def class_remarks(train: Report, val: Report) -> list[str]:
+    """Remarks about classes with images in only one of the two splits.
 
-    There are none if one split has class names and the other has numbers, or if numbers may count from 0 or from 1:
-    a run decides on these, or refuses them.
+    There are none if one split has class names and the other has numbers, or if numbers may count from 0 or from 1: a
+    run resolves or refuses these cases.
     """
     in_train, in_val = (set(map(nfc, report.classes.values())) for report in (train, val))
     if len({all(name.isdecimal() for name in names) for names in (in_train, in_val)}) > 1:

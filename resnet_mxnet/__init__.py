@@ -9,7 +9,7 @@
 Options have the names, defaults and limits of the command line: `--batch-size 64` is `batch_size=64`. A user's mistake
 raises `UserError`, whose text is one sentence. docs/python.md shows everything.
 
-What is slow to import (MXNet, DALI, NumPy) is imported when it is first used.
+Slow packages (MXNet, DALI, NumPy) are imported when they are first used.
 """
 
 from __future__ import annotations

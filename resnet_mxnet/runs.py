@@ -124,7 +124,7 @@ def compare(*folders: str | os.PathLike[str], accuracies: Sequence[float] = ()) 
 
     Args:
         folders: run folders, or folders that hold some.
-        accuracies: top-1 accuracies (fractions) to which the time is told; (): some that the runs reach.
+        accuracies: top-1 accuracies (fractions) for the time to accuracy; (): some that the runs reach.
 
     Raises:
         UserError: there is no such folder, no run in it can be compared, or an accuracy is not above 0 and at most 1.
@@ -133,7 +133,7 @@ def compare(*folders: str | os.PathLike[str], accuracies: Sequence[float] = ()) 
 
 
 def _folder(given: Any) -> Path:
-    """A folder that a program gives. Raises TrainError for "", which would be the working folder, and for no path."""
+    """The folder that a program has passed. Raises TrainError for "" (the working folder), and unless it is a path."""
     if not isinstance(given, (str, os.PathLike)) or not os.fspath(given):
         raise TrainError(f"{given!r} is no folder: give the path of a run, or of a folder that holds runs")
     return Path(given)

@@ -115,7 +115,7 @@ inline void InvokeCompleteCallback("""),
     return;
 """),
     # If another process is lost while they connect, Gloo throws in Horovod's thread. The exception was not caught, and
-    # aborted the process. Now Python gets the error, and may begin again.
+    # aborted the process. Now Python gets the error, and may connect again.
     ("horovod/common/operations.cc", """\
     global_gloo_context.Initialize(ParseGlooIface());
   }
@@ -145,7 +145,7 @@ inline void InvokeCompleteCallback("""),
     horovod_global.initialization_done = false;
     horovod_global.initialization_failed = false;
     horovod_global.background"""),
-    # An operation that came between Horovod's end and the look whether it has ended was never completed.
+    # An operation that came between Horovod's end and the check whether it has ended was never completed.
     ("horovod/common/tensor_queue.h", "  mutable std::mutex mutex_;", """\
   mutable std::mutex mutex_;
   Status ended_ = Status::OK();  // else why nothing is taken any more

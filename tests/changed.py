@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("common", "train", "gpu_report", "pipelines", "graph_passes", "resnet_mxnet", "benchmarks", "scripts",
            "tests")
-MOST_FILES = 6  # test files, of about ten seconds each on one core
+MOST_FILES = 6  # test files, each of about ten seconds on one core
 MAIN = ("origin/main", "main")
 
 
@@ -66,7 +66,7 @@ def imported(source: str) -> Iterator[str]:
 
 
 class Project:
-    """Who imports whom.
+    """The import graph of the project.
 
     Args:
         sources: text of each Python file, by its path.

@@ -123,12 +123,12 @@ def real_data() -> Path:
 
 @pytest.fixture
 def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Writes a plug-in's file: plugin(source, name="my.py") gives its path. At the end, what has been registered is
+    """Writes a plug-in's file: plugin(source, name="my.py") returns its path. At the end, everything registered is
     forgotten."""
     for registry in ("_registered", "_loaded"):
         monkeypatch.setattr(plugins, registry, dict(getattr(plugins, registry)))
     monkeypatch.setattr(plugins, "_told", set())
-    monkeypatch.setenv("RESNET_CACHE", str(tmp_path / "cache"))  # which knows what has been named
+    monkeypatch.setenv("RESNET_CACHE", str(tmp_path / "cache"))  # it remembers which plug-ins the user has named
 
     def write(source: str, name: str = "my.py") -> Path:
         path = tmp_path / name

@@ -103,7 +103,7 @@ class Progress:
         self.pytest_xdist_node_collection_finished([item.nodeid for item in session.items])
 
     def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
-        if self._total or not ids:  # every process tells the same, and who waits for them has none
+        if self._total or not ids:  # every process reports it, and the main process has none
             return
         self._left.update(file_of(test_id) for test_id in ids)
         self._total = len(ids)

@@ -25,8 +25,8 @@ OF_PACKAGE_CLIENTS = {
 
 @pytest.fixture
 def run_ci(tmp_path: Path) -> Callable[..., tuple[int, list[Path]]]:
-    """Runs the script with a make that ends with `code`; its exit code, and a folder for each call of make, with what
-    it was given."""
+    """Runs the script with a make that ends with `code`. Returns its exit code, and a folder for each call of make with
+    its arguments and environment."""
 
     def run(code: int = 0, **variables: str) -> tuple[int, list[Path]]:
         make = tmp_path / "bin" / "make"

@@ -20,7 +20,7 @@ def benchmark(benchmark_module):
 
 
 def test_files(benchmark, tmp_path, rng):
-    seconds = {way.name: rng.uniform(10, 20, 3) for way in benchmark.ways(4)}
+    seconds = {variant.name: rng.uniform(10, 20, 3) for variant in benchmark.variants(4)}
     lines = [{"program": name, "seed": seed, "epoch": epoch, "seconds": epoch * times[seed] / 2, "top1": 0.4 * epoch,
               "train_loss": 1.0, "startup_seconds": 3.0}
              for name, times in seconds.items() for seed in range(3) for epoch in (1, 2)]
@@ -47,18 +47,18 @@ lines = [{"event": "phase", "name": "checkpoint", "seconds": 0.5},
 
 
 def test_runs_side_by_side(benchmark, tmp_path, monkeypatch):
-    def start(way, slot, options):
-        return subprocess.Popen([sys.executable, "-c", PROGRAM, *options, "--accumulate", str(way.passes)])
+    def start(variant, slot, options):
+        return subprocess.Popen([sys.executable, "-c", PROGRAM, *options, "--accumulate", str(variant.passes)])
 
     monkeypatch.setattr(benchmark, "start", start)
     config, slots = load_preset("cifar10_resnet18"), plan(2, on_cpu=True)[0]
-    *alone, together = benchmark.ways(2)
+    *alone, together = benchmark.variants(2)
     lines = benchmark.train([(alone[0], 5), (alone[1], 6)], slots, config, tmp_path)
     assert [(line["program"], line["seed"], line["top1"], line["seconds"]) for line in lines] == [
         ("1 GPU", 5, 0.1, 6.5), ("1 GPU, 2 passes", 6, 0.2, 6.5)
     ]
     with pytest.raises(UserError, match="training on 1 GPU, 3 passes failed with code 2"):
-        benchmark.train([(together, 5), (benchmark.ways(3)[1], 5)], slots, config, tmp_path)
+        benchmark.train([(together, 5), (benchmark.variants(3)[1], 5)], slots, config, tmp_path)
 
 
 def test_goes_on_where_it_was_stopped(benchmark, tmp_path, monkeypatch):
@@ -69,8 +69,8 @@ def test_goes_on_where_it_was_stopped(benchmark, tmp_path, monkeypatch):
         if wanted == 0:
             raise KeyboardInterrupt
         wanted -= 1
-        trained.append([(way.name, seed) for way, seed in runs])
-        return [{"program": way.name, "seed": seed} for way, seed in runs]
+        trained.append([(variant.name, seed) for variant, seed in runs])
+        return [{"program": variant.name, "seed": seed} for variant, seed in runs]
 
     monkeypatch.setattr(benchmark, "train", train)
     monkeypatch.setattr(benchmark, "plan", lambda count, on_cpu: (range(count), None))
@@ -79,5 +79,5 @@ def test_goes_on_where_it_was_stopped(benchmark, tmp_path, monkeypatch):
         benchmark.measure(benchmark.KeptLines(path, {}), 2, (1, 2), config, tmp_path)
     wanted = 1
     benchmark.measure(benchmark.KeptLines(path, {}), 2, (1, 2), config, tmp_path)
-    one, passes, together = (way.name for way in benchmark.ways(2))
+    one, passes, together = (variant.name for variant in benchmark.variants(2))
     assert trained == [[(one, 1), (passes, 1)], [(one, 2), (passes, 2)], [(together, 1)], [(together, 2)]]

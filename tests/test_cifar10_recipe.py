@@ -157,12 +157,12 @@ def test_what_is_published(program, tmp_path):
     assert {line["part"] for line in lines} == {"comparison", "loader", "ingredients"}
     figure = tmp_path / "results" / "cifar10_recipe_1gpu.json"
     figure.unlink()
-    program("--parts", "ingredients")  # whose command is not the one that has measured it
+    program("--parts", "ingredients")  # its command differs from the one that measured it
     assert not figure.exists()
 
 
 def test_no_run_begins_after_the_limit(program, benchmark, tmp_path, monkeypatch, capsys):
-    now = iter([0.0, 5.0, 11.0])  # at the start, and when each run is to begin
+    now = iter([0.0, 5.0, 11.0])  # at the start, and when each run is about to begin
     monkeypatch.setattr(benchmark.time, "monotonic", lambda: next(now))
     assert program("--limit", "10") == [("ours", 1)]
     assert "not all runs have begun" in capsys.readouterr().err

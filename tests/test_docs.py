@@ -74,7 +74,7 @@ def test_command_comes_first(page: str) -> None:
 
 @pytest.mark.parametrize("page", DOCS)
 def test_headings_are_questions(page: str) -> None:
-    """All but that of the maintainers' part, and what can be added, by extending.md."""
+    """All but "For maintainers" and the headings of extending.md, which name what can be added."""
     headings = re.findall(r"^##? (.+)$", PAGES[page].read_text(), flags=re.MULTILINE)
     others = [heading for heading in headings if not heading.endswith("?") and heading != "For maintainers"]
     assert page == "docs/extending.md" or others == []

@@ -97,7 +97,7 @@ def run_with(site: Path, program: str) -> str:
 
 
 def test_mxnet_is_mended_for_programs_that_import_it_themselves(site: Path) -> None:
-    """horovodrun is such a program; it imports nothing of ours first."""
+    """horovodrun is such a program; it does not import our modules first."""
     loaded = "print([name for name in sys.modules if name.startswith(('resnet', 'common', 'numpy'))]); "
     assert run_with(site, loaded + "import mxnet") == "[]\nresnet_mxnet_hook True True\n"
 
@@ -210,7 +210,7 @@ def test_threads_of_mxnet_are_not_those_of_programs_started_from_it(given: str |
 
 
 def test_a_checkout_is_of_one_piece(tmp_path: Path) -> None:
-    """Also in an environment that another checkout has made."""
+    """Also in an environment that another checkout has set up."""
     for package in PACKAGES:
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").touch()
@@ -228,8 +228,8 @@ def test_benchmarks_find_what_they_import() -> None:
 
 
 def imports_of_modules() -> dict[str, set[str]]:
-    """The modules of ours that each module imports, inside functions and for type checkers too; `from package import
-    module` imports the module."""
+    """The modules of ours that each module imports, including imports inside functions and for type checkers; `from
+    package import module` imports the module."""
     modules = {".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__"): path
                for package in PACKAGES for path in files(package)}
     imports: dict[str, set[str]] = {}

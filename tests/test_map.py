@@ -1,4 +1,4 @@
-"""benchmarks/map.py without a GPU: which cells there are, that it resumes, and what it draws."""
+"""benchmarks/map.py without a GPU: its cells, resuming, and its plot."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def test_the_peer_of_the_strong_recipe_learns(tmp_path, rng):
 @pytest.mark.parametrize("options", [[], ["--inference"]])
 def test_a_turn_of_the_peer(options):
     """A measurement has raw times, a loss and the loss scale, with all gammas 1 at the start. It runs on the CPU, where
-    the peer has no CUDA graphs."""
+    PyTorch has no CUDA graphs."""
     command = [os.environ["PEER_PYTHON"], str(BENCHMARKS / "peer_pytorch.py"), "--device", "cpu", "--model", "resnet18",
                "--batch", "2", "--size", "32", "--dtype", "bfloat16", "--steps", "3", "--warm-up-seconds", "0",
                "--learning-rate", "0.001", *options]
@@ -173,7 +173,7 @@ def test_a_turn_of_the_peer(options):
 @pytest.mark.alone
 @pytest.mark.parametrize("options", [[], ["--inference"]])
 def test_ways_to_run_the_peer(options):
-    """On a GPU, in fp16: each mode infers, or trains, which means that the loss of the six batches falls between
+    """On a GPU, in fp16: each mode infers, or trains such that the loss of the six batches falls between
     measurements."""
     modes = ("eager", "compile", "graph", "reduce-overhead", "max-autotune", "max-autotune-graph")
     command = [os.environ["PEER_PYTHON"], str(BENCHMARKS / "peer_pytorch.py"), "--model", "resnet18", "--batch", "16",

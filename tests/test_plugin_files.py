@@ -1,4 +1,4 @@
-"""Files of plug-ins: what is executed, what a run records, and the sentences for what is wrong with them."""
+"""Plug-in files: which are executed, what a run records, and the error messages."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_mistakes(source: str, plugin: Callable[..., Path]) -> None:
     before = dict(plugins._registered)
     with pytest.raises(UserError, match="^" + re.escape(WRONG[source].format(file=file))):
         plugins.load([str(file)])
-    assert plugins._registered == before  # nothing of it stays
+    assert plugins._registered == before  # nothing of it remains
 
 
 def test_no_such_file(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_a_file_that_has_changed_is_loaded_anew(plugin: Callable[..., Path]) -> 
     assert plugins.together([before], [after]) == (after,)
     with pytest.raises(UserError, match="ZeroDivisionError"):
         plugins.load([str(plugin("1 / 0"))])
-    assert plugins.get("model", "small").made(5) == -5  # the one before is still there
+    assert plugins.get("model", "small").made(5) == -5  # the previous one is still there
     with pytest.raises(UserError, match=r"my.py has changed: its sha256 is \w{8}\.\.\., not \w{8}\.\.\."):
         plugins.load([before])
 
@@ -149,7 +149,7 @@ def test_a_recorded_file_is_found_again(recorded: tuple[Path, str, Path], capsys
 def test_a_file_that_has_gone_or_changed(
     is_gone: bool, recorded: tuple[Path, str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its copy in the run's folder takes its place."""
+    """Its copy in the run's folder is used instead."""
     file, record, copy = recorded
     file.unlink()
     if not is_gone:
@@ -185,7 +185,7 @@ def test_a_changed_file_that_is_named(
 def test_what_nobody_has_named_is_not_executed(
     is_there: bool, recorded: tuple[Path, str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run folder that somebody sends may hold anything, and name any place for it."""
+    """A run folder received from somebody else may contain anything, and name any path for it."""
     file, record, copy = recorded
     monkeypatch.setenv("RESNET_CACHE", str(tmp_path / "another account"))
     if not is_there:
@@ -199,12 +199,12 @@ def test_what_nobody_has_named_is_not_executed(
     plugins.load([str(found)])
     plugins._loaded.clear()
     del plugins._registered["metric", "sure"]
-    restore(record, copy)  # known from now on
+    restore(record, copy)  # known to this account from now on
     assert plugins.get("metric", "sure").file == str(found)
 
 
 def test_a_record_of_a_relative_path(recorded: tuple[Path, str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It means an installed package, not a file that lies here."""
+    """It stands for an installed package, not for a file in this folder."""
     file, record, _ = recorded
     monkeypatch.chdir(file.parent)
     with pytest.raises(UserError, match="the run needs the plug-in my.py, which is not there: .* install its package"):
@@ -240,14 +240,14 @@ def test_of_the_program_itself(plugin: Callable[..., Path]) -> None:
     from train.plugins import metric
 
     (record,) = plugins.load([str(plugin(EXECUTED))])
-    for _ in range(2):  # as a notebook's cell that is run again
+    for _ in range(2):  # like a notebook cell that is run again
         metric("own")(lambda probabilities, labels: labels)
     assert {each.name for each in plugins.active("metric", [record])} == {"sure", "own"}
     assert {each.name for each in plugins.active("metric", [])} == {"own"}  # in every run of this process
 
 
 def test_help_waits_for_nothing(tmp_path: Path) -> None:
-    """Neither for a plug-in, nor for what plug-ins import."""
+    """Neither for a plug-in, nor for its imports."""
     (tmp_path / "my.py").write_text("raise SystemExit('executed')")
     program = ("import sys; from train.__main__ import main\n"
                "try: main(['train', '--plugin', 'my.py', '--help'])\nexcept SystemExit: pass\n"

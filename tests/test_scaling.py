@@ -100,7 +100,7 @@ def test_a_kill_leaves_the_rows_that_were_there(scaling: Any, tmp_path: Path, mo
     def killed(*names: Path) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("os.replace", killed)  # where a new file takes the place of an old one
+    monkeypatch.setattr("os.replace", killed)  # where a new file replaces an old one
     with pytest.raises(KeyboardInterrupt):
         scaling.write(rows(), 2, tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
@@ -280,7 +280,7 @@ def test_measurement(scaling: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     if size == 1:
         assert row["step_ms"] == pytest.approx([20.5] * len(row["step_ms"]))
         return
-    # 0.5 ms of the first bucket are hidden by the 2 ms that the pass goes on for, the second's 2 us are not
+    # the first bucket's 0.5 ms are hidden by the remaining 2 ms of the pass; the second bucket's 2 us are not
     assert row["step_ms"] == pytest.approx([20.502] * len(row["step_ms"]))
     assert row["exposed_ms"] == pytest.approx([0.002] * scaling.TURNS * options.steps)
     assert row["each_alone_ms"] == pytest.approx([20.5] * 2)

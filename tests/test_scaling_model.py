@@ -1,4 +1,4 @@
-"""The plan for many GPUs: limits that any such model must keep, and its fit to what was measured."""
+"""The scaling model for many GPUs: limits that any such model must keep, and its fit to the measurements."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def test_more_gpus_are_never_faster_for_each(model: Any) -> None:
     assert 3.0 < model.largest_of(1000) < math.sqrt(2 * math.log(1000))  # 3.24
     far = replace(machine, network_hop_us=2 * machine.network_hop_us)
     assert model.predict(far, 3584, 16).ms / model.predict(machine, 3584, 16).ms == pytest.approx(1.077, abs=1e-3)
-    one_bucket = replace(machine, buckets=((51_000_000, 1.0),))  # ready at the end, so that nothing hides it
+    # ready at the end, so that nothing hides its all-reduce
+    one_bucket = replace(machine, buckets=((51_000_000, 1.0),))
     step = model.predict(one_bucket, 8, 256)
     assert step.exposed_ms == pytest.approx(step.all_reduce_ms) and step.exposed_ms > 0.2
 
@@ -64,7 +65,7 @@ def test_more_gpus_are_never_faster_for_each(model: Any) -> None:
     lambda text: "".join(line for line in text.splitlines(keepends=True) if json.loads(line)["gpus"] != 2)])
 def test_damaged_measurements(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                               capsys: pytest.CaptureFixture[str], damage: Callable[[str], str]) -> None:
-    """One sentence that names the file, and nothing is printed of what is left of it."""
+    """One sentence names the file, and nothing of its content is printed."""
     for name in model.FILES:
         (tmp_path / name).write_text((model.RESULTS / name).read_text())
     file = tmp_path / model.FILES[1]

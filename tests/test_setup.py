@@ -61,7 +61,7 @@ def a_python(version: str, *, has_venv: bool = True, make: str = "exit 1") -> st
 
 
 def until(condition: str) -> str:
-    """Lines of a shell that wait for it, in the end for nothing."""
+    """Shell lines that wait until the condition holds; they give up at last."""
     return f"for _ in {{1..3000}}; do if {condition}; then break; fi; sleep 0.1; done"
 
 
@@ -201,7 +201,7 @@ def test_horovod_that_does_not_compile(run_setup, venv):
 
 
 def test_a_compiler_runtime_that_is_missing(run_setup, venv):
-    """Of what MXNet's library does not find, only this is not set up here."""
+    """setup does not install this one, although MXNet's library needs it."""
     done = run_setup(ldd="""printf '\\t%s\\n' 'libcuda.so.1 => not found' 'libc.so.6 => /lib/libc.so.6 (0x7f)' \\
         'libquadmath.so.0 => not found' 'libgomp.so.1 => not found'""")
     assert done.code == 2 and not (venv / ".ready").exists()
@@ -217,7 +217,7 @@ def test_too_little_disk(run_setup):
 
 
 def test_a_disk_that_becomes_full(run_setup, venv):
-    write_program(venv / "bin" / "pip", "exit 1")  # and says nothing: its log is on that disk
+    write_program(venv / "bin" / "pip", "exit 1")  # and prints nothing, because its log is on that disk
     seen = venv.parent / "seen"
     done = run_setup(df=f"echo Avail; if [ -e {seen} ]; then echo 0; else echo 9000000000; touch {seen}; fi")
     assert done.code == 2
@@ -238,13 +238,14 @@ UV = "run 'uv python install 3.12' (https://docs.astral.sh/uv has uv, for any Li
 
 @pytest.mark.parametrize(("system", "python", "found", "way"), [
     (DEBIAN_12, None, "", APT),
-    (DEBIAN_12, a_python("3.9"), ", only Python 3.9.1", APT),  # somebody's own: Debian's is python3.11 beside it
+    # a user's own environment: Debian's is python3.11 beside it
+    (DEBIAN_12, a_python("3.9"), ", only Python 3.9.1", APT),
     (DEBIAN_12, a_python("3.11", has_venv=False), ", only Python 3.11.1 without them", APT),
     (DEBIAN_13, a_python("3.13", has_venv=False), ", only Python 3.13.1 without them", APT),
     (UBUNTU_26, a_python("3.14", has_venv=False), ", only Python 3.14.1 without them", APT),
     (UBUNTU_26.replace("26", "22"), None, "", APT),
     (UBUNTU_26.replace("26.04", "20.04"), a_python("3.8"), ", only Python 3.8.1", UV),
-    ("ID=debian\n", a_python("3.15"), ", only Python 3.15.1", UV),  # of the next release
+    ("ID=debian\n", a_python("3.15"), ", only Python 3.15.1", UV),  # version of the next release
     (MINT, a_python("3.14", has_venv=False), ", only Python 3.14.1 without them", APT),
     (FEDORA, a_python("3.15"), ", only Python 3.15.1", "run as root 'dnf install python3.14'"),
     (ROCKY, a_python("3.9"), ", only Python 3.9.1", "run as root 'dnf install python3.12'"),
@@ -274,7 +275,7 @@ def test_the_python_that_is_tested_most(run_setup, tmp_path, pythons, chosen):
 @pytest.mark.parametrize(("version", "separately"), [("3.12", []), ("3.13", ["mxnet==1.9.1"]),
                                                      ("3.14", ["mxnet==1.9.1"])])
 def test_mxnet_where_only_numpy_2_is(run_setup, venv, version, separately):
-    """Without what it declares: pip would insist on numpy<2."""
+    """Without MXNet's declared dependencies: pip would insist on numpy<2."""
     make_python(venv, version)
     assert run_setup().calls == [f"{PIP} .[cpu]", *(f"{INSTALL} --no-deps {name}" for name in separately)]
     assert run_setup(nvidia_smi=GPU).calls[-2:] == [
@@ -282,7 +283,7 @@ def test_mxnet_where_only_numpy_2_is(run_setup, venv, version, separately):
 
 
 def test_mxnet_of_the_same_version_everywhere():
-    """What pip takes below Python 3.13, and setup.sh from there on."""
+    """pip's version below Python 3.13 equals setup.sh's version from 3.13 on."""
     pinned = re.findall(r'"(mxnet[^;"]*); python_version < \'3\.13\'"', (ROOT / "pyproject.toml").read_text())
     assert pinned == ["mxnet==1.9.1", "mxnet-cu117==1.9.1"] and '"$mxnet==1.9.1"' in SCRIPT.read_text()
 
@@ -440,7 +441,8 @@ def environment_of(process: Path) -> bytes:
 
 
 def without_make() -> dict[str, str]:
-    """The environment without what `make test PYTHON=...` hands on to the tests, and so to a make of theirs."""
+    """The environment without the variables that `make test PYTHON=...` passes to the tests, and so to any make that
+    they run."""
     return {name: value for name, value in os.environ.items()
             if name not in ("PYTHON", "MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL")}
 
@@ -490,7 +492,7 @@ def test_make_sets_up_what_a_target_needs(tmp_path):
 
 
 def test_make_sees_a_python_that_was_replaced(tmp_path):
-    """Though all that was set up in its environment is marked as done."""
+    """Although everything in its environment is marked as done."""
     shutil.copy(ROOT / "Makefile", tmp_path)
     make_python(tmp_path / ".venv", "3.12")
     mark = tmp_path / ".venv" / ".ready"

@@ -28,7 +28,7 @@ class File:
 
 
 def finish(progress: side_by_side.Progress, test_id: str, outcome: str, message: str = "") -> tuple[str, str, str]:
-    """Report a finished test like pytest: call the hooks around pytest's own, which asks how to show the test.
+    """Report a finished test like pytest: call the hooks around pytest's own hook, which asks how to show the test.
     `message` is the reason of a failure."""
     longrepr = SimpleNamespace(reprcrash=SimpleNamespace(message=message)) if message else None
     report: Any = SimpleNamespace(nodeid=test_id, duration=0.5, when="teardown", longrepr=longrepr)
@@ -52,7 +52,7 @@ def test_a_line_for_each_file_and_each_failure():
     file = File()
     progress, lines = side_by_side.Progress(file, SEED), file.lines
     tests = ["a/test_x.py::one", "a/test_x.py::two[b::c]", "test_y.py::three", "test_y.py::four"]
-    for _ in range(2):  # each of the processes has collected the same
+    for _ in range(2):  # each process has collected the same tests
         progress.pytest_xdist_node_collection_finished(tests)
     assert finish(progress, "a/test_x.py::one", "passed") == ("passed", "", "")
     assert finish(progress, "test_y.py::three", "skipped") == ("skipped", "", "")
@@ -68,7 +68,7 @@ def test_a_line_for_each_file_and_each_failure():
 def test_without_others_beside_it():
     file = File()
     progress, lines = side_by_side.Progress(file, SEED), file.lines
-    for ids in ([], ["test_x.py::one"]):  # who hands tests out to others has none
+    for ids in ([], ["test_x.py::one"]):  # the process that distributes tests has none
         progress.pytest_collection_finish(SimpleNamespace(items=[SimpleNamespace(nodeid=test_id) for test_id in ids]))
     finish(progress, "test_x.py::one", "failed")
     assert lines == ["1 test in 1 file, in an order of chance (RESNET_TEST_SEED=5)", "FAILED test_x.py::one",

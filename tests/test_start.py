@@ -1,4 +1,4 @@
-"""Help, versions and mistakes are answered before anything slow is imported, and each command's function is there."""
+"""Help, versions and user errors are answered before anything slow is imported, and each command's function exists."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ IN_A_LAUNCHER = [
     ("train", "common.mxnet_compat", signal.SIGINT),
     ("train", "train.models.resnet", signal.SIGINT),  # to build the network
     *[(*place, number) for place in IN_A_LAUNCHER for number in (signal.SIGINT, signal.SIGTERM)],
-    ("train.processes.launch -n 2", "train.errors", signal.SIGINT),  # in its processes, before any line of theirs
+    ("train.processes.launch -n 2", "train.errors", signal.SIGINT),  # in its processes, before their own code runs
     ("train.processes.launch -n 2", "common.mxnet_compat", signal.SIGINT),
 ])
 def test_stopped_while_it_starts(tmp_path, program, module, number):
@@ -129,14 +129,14 @@ def test_stopped_while_it_starts(tmp_path, program, module, number):
 
 
 def hear_ctrl_c() -> None:
-    """As in a terminal, also where the tests run in the background, which ignores it."""
+    """Restore the handling of Ctrl-C as in a terminal, even if the tests run in the background, which ignores it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize("name, steps, said", [("train", 0, "stopped while it started\n"), ("train", 1, ""),
                                                ("validate", 0, "")])
 def test_ctrl_c_once_all_is_imported(monkeypatch, capsys, name, steps, said):
-    """Before the first step of what trains there is something to be said; whatever else ends then ends without."""
+    """Before the first step of a command that trains, Ctrl-C prints a sentence; otherwise the program ends silently."""
     from train import __main__ as program
     from train.processes.pulse import Record, pulse
 

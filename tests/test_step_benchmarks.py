@@ -21,8 +21,7 @@ from common.errors import ProgramError, UserError
 from graph_passes.executors.base import Metrics
 from train.recording.gpu_monitor import GpuReadings
 
-# Stands in for peer_pytorch.py: a step takes 30 ms, in another mode than "compile" 20 ms; --losses gives the
-# losses.
+# Stands in for peer_pytorch.py: a step takes 30 ms, in modes other than "compile" 20 ms; --losses gives the losses.
 FAKE_PEER = """
 import json, sys
 losses = {losses}
@@ -254,7 +253,7 @@ class TestMeasureAll:
 
     def test_pytorch_compiles_first_what_is_measured_compiled(
             self, program: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        """With the options of the measurement; a compilation that takes too long is ended."""
+        """With the options of the measurement; a compilation that takes too long is stopped."""
         started: list[list[str]] = []
         killed: list[int] = []
 

@@ -23,7 +23,7 @@ IMAGES_PER_CLASS = 9
 
 @pytest.fixture(scope="module")
 def narrow_network() -> Iterator[None]:
-    """Makes networks an eighth as wide, which is six times as fast, for modules that do not test the network."""
+    """Makes networks an eighth as wide, which is six times as fast, for test files that do not test the network."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(resnet, "FIRST_WIDTH", 8)
         yield

@@ -54,16 +54,16 @@ def network_dtype(config: Config, placement: Placement) -> str:
 
 
 def batch_form(config: Config, placement: Placement) -> tuple[str, Literal[3, 4]]:
-    """Type and number of channels of the images for the executor: "float16" or "float32"; 3, or 4 where the fourth is
-    0."""
+    """Type and number of channels of the executor's images: "float16" or "float32"; 3, or 4 with zeros as the
+    fourth."""
     # The cuda executor's first convolution reads four channels, so a batch with four is copied unchanged.
     channels: Literal[3, 4] = 4 if placement.executor == "cuda" else 3
     return "float16" if network_dtype(config, placement) == "float16" else "float32", channels
 
 
 def loader_settings(options: LoaderOptions, config: Config, placement: Placement, workers: Workers) -> dict[str, Any]:
-    """The LoaderConfig arguments that all loaders of a network share: the values of `options`, the batches' form, and
-    the place where they are made."""
+    """The LoaderConfig arguments that all loaders of a network share: the values of `options`, the format of batches,
+    and the device on which they are made."""
     on_gpu = placement.device.startswith("gpu")
     dtype, channels = batch_form(config, placement)
     return {
@@ -148,13 +148,12 @@ def open_data(values: Mapping[str, Any], split: str) -> Loader:
 
 
 def evaluated_images(config: Config) -> str:
-    """The images that validation uses, as one of the words in `metrics.EVALUATED`. Raises DataError without any
-    data."""
+    """Which images validation uses: one of the words in `metrics.EVALUATED`. Raises DataError without any data."""
     has_own = config.val_split or config.data in (SAMPLES, SYNTHETIC) or "val" in splits_of(config.data)
     return VALIDATION if has_own else TRAINING_IMAGES
 
 
-def told_about_classes(data: str, train_loader: Loader, val_loader: Loader) -> list[str]:
+def class_remarks(data: str, train_loader: Loader, val_loader: Loader) -> list[str]:
     """Remarks on classes that have images in only one of the two splits, or in none."""
     classes = train_loader.classes
     in_train, in_val = (_met(loader, set(train_loader.labels)) for loader in (train_loader, val_loader))
@@ -166,7 +165,8 @@ def told_about_classes(data: str, train_loader: Loader, val_loader: Loader) -> l
     if untrained := sorted(in_val - in_train):
         remarks.append(f"{data}: images for validation are of classes that no training image has: "
                        f"{some([classes[label] for label in untrained])}")
-    listed = {label for label, (_, name) in enumerate(classes) if name != str(label)}  # not those that only fill up
+    # Classes that are only padding have their index as name.
+    listed = {label for label, (_, name) in enumerate(classes) if name != str(label)}
     if unused := sorted(listed - in_train - in_val):
         remarks.append(f"{data}: no image is of these classes, which only the list of classes has: "
                        f"{some([classes[label] for label in unused])}")
@@ -174,7 +174,7 @@ def told_about_classes(data: str, train_loader: Loader, val_loader: Loader) -> l
 
 
 def _met(loader: Loader, wanted: set[int]) -> set[int]:
-    """The wanted classes that occur in a split; looks through its images until all of them are found."""
+    """The wanted classes that occur in a split. Reads images until all of them are found."""
     met: set[int] = set()
     for label in loader.labels_met():
         met.add(loader.labels[label])
@@ -310,7 +310,7 @@ def build_executor(
 ) -> Executor:
     """Build the network with the parameters of `checkpoint`, or with initial ones. Raises GraphError or TrainError.
 
-    `image_size` is that of the first batches, in pixels; for other sizes the executor is built again when they come.
+    `image_size`: size of the first batches, in pixels; for other sizes the executor is built again when they come.
     `all_reduce`: the gradients will be averaged with other processes. `bn_group`: see `join_bn_group`.
     `largest_image_size`: the largest size of training images to come, for which the cuda executor reserves memory now.
     `class_weights`: see the function `class_weights`. `answer`: with the cuda executor, the tensor that inference ends

@@ -1,6 +1,6 @@
-"""The callbacks of plug-ins: called by the training loop in process 0, they may ask to stop the run.
+"""The callbacks of plug-ins. The training loop calls them in process 0; they may ask to stop the run.
 
-An exception in one of them ends the run too, after a checkpoint, with its file and line.
+An exception in a callback ends the run after a checkpoint. The message names its file and line.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from train.errors import TrainError
 from train.plugins import HOOKS
 from train.processes.signals import StoppedBySignal
 
-# Horovod's exceptions that end a session of an elastic run, whose next one goes on (compared by name, as in
+# Horovod's exceptions that end a session of an elastic run; the next session continues (compared by name, as in
 # distributed.py).
 SESSION_ENDS = ("HorovodInternalError", "HostsUpdatedInterrupt")
 
 
 @dataclass
 class LiveRun:
-    """A run, as callbacks see it."""
+    """The view of a run that callbacks get."""
 
     folder: Path
     config: dict[str, Any]  # the options by name, as in config.json
@@ -37,8 +37,8 @@ class LiveRun:
     _stop: str = field(default="", repr=False)
 
     def stop(self, why: str) -> None:
-        """End the run after the current step, with a checkpoint. `why` is printed and recorded. Of several reasons the
-        first counts. May be called from any thread."""
+        """End the run after the current step, with a checkpoint. `why` is printed and recorded; of several reasons the
+        first is kept. May be called from any thread."""
         self._stop = self._stop or why
 
     @property
@@ -48,14 +48,14 @@ class LiveRun:
 
 
 class Wish(NamedTuple):
-    """What process 0's callbacks want: to end the run for a `reason`, or since one of them has failed."""
+    """The request of process 0's callbacks: to end the run for a `reason`, or because one of them has failed."""
 
     reason: str = ""
     failure: str = ""
 
 
 def check_callbacks(callbacks: Any) -> None:
-    """Raise TrainError for what `Callbacks.add` could not call."""
+    """Raise TrainError for objects that `Callbacks.add` cannot call."""
     if not isinstance(callbacks, (list, tuple)):
         raise TrainError(f"callbacks={callbacks!r} is no list: give one of functions, as in callbacks=[stop_early]")
     for made in callbacks:
@@ -70,22 +70,22 @@ def check_callbacks(callbacks: Any) -> None:
 
 
 class _Failed(Exception):
-    """A callback has failed, as a sentence."""
+    """A callback has failed; the message is a sentence."""
 
 
 class Callbacks:
-    """The callbacks of a run's plug-ins. In other processes than the first their methods do nothing."""
+    """The callbacks of a run's plug-ins. In processes other than the first, their methods do nothing."""
 
     def __init__(self, config: Config, run: LiveRun, is_first: bool) -> None:
         self._run = run
         self._registered = plugins.active("callback", config.plugin)
         self._is_first = is_first
-        self._made: dict[type, Any] = {}  # the objects of the classes
+        self._made: dict[type, Any] = {}  # callback objects
         self._failure = ""
 
     def add(self, callbacks: Iterable[Any]) -> None:
-        """Add callbacks of the program that has begun the run, equal in all processes: what `train.plugins.callback`
-        takes, or functions of any name that are called at the end of each epoch."""
+        """Add callbacks of the program that started the run, the same in all processes: objects that
+        `train.plugins.callback` accepts, or functions with any name, which are called at the end of each epoch."""
         for made in callbacks:
             name = getattr(made, "__name__", type(made).__name__)
             code = getattr(made, "__code__", None)
@@ -93,7 +93,7 @@ class Callbacks:
             self._registered.append(Registered("callback", name, made, file, line, ""))
 
     def __bool__(self) -> bool:
-        """Whether there are any; equal in all processes."""
+        """Whether there are any callbacks; equal in all processes."""
         return bool(self._registered)
 
     @property
@@ -120,9 +120,9 @@ class Callbacks:
         self._call("on_run_end", reason)
 
     @contextlib.contextmanager
-    def told_of_failures(self) -> Iterator[None]:
-        """Inside, the run trains. A signal or an error that ends it is told to the callbacks; one that fails then is
-        only named, since the run's own end counts."""
+    def reporting_failures(self) -> Iterator[None]:
+        """A context in which the run trains. Reports a signal or an error that ends the run to the callbacks. If a
+        callback then fails, its name is only printed, because the run's own error matters more."""
         try:
             yield
         except BaseException as error:
@@ -148,7 +148,7 @@ class Callbacks:
                     self._run.stop(answer)
 
     def _answer(self, each: Registered, hook: str, arguments: tuple[Any, ...]) -> str:
-        """What a callback's hook returns; "" if it has none. Raises _Failed."""
+        """The return value of a callback's hook; "" if it has no such hook. Raises _Failed."""
         try:
             function = self._function(each, hook)
             answer = plugins.call(each, *arguments, what=function) if function else None

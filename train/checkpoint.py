@@ -54,7 +54,7 @@ READ = (1, 2)  # format versions that can be read
 FOLDER = "checkpoints"  # inside the run folder
 BEST = "best.npz"
 META = "meta.json"
-OUTCOMES = "outcomes"  # the group of their arrays
+OUTCOMES = "outcomes"  # group of the arrays in the file
 OF_INT8 = "meta.npy"  # the metadata member of weights/int8_file.py, by which such a file is recognised
 
 Arrays = dict[str, np.ndarray]
@@ -73,8 +73,8 @@ class Progress:
 
 @dataclass(frozen=True)
 class Biased:
-    """Running statistics and their moving averages that still contain a share of their initial values, and the shares.
-    Training resumes from these (`train/statistics.py`)."""
+    """Running statistics and their moving averages that still contain a share of their initial values, and these
+    shares. Training resumes from them (`train/statistics.py`)."""
 
     aux: Arrays = field(default_factory=dict)
     averages: Arrays = field(default_factory=dict)
@@ -83,7 +83,7 @@ class Biased:
 
     @property
     def shares(self) -> dict[str, dict[str, float]]:
-        """The shares, by the name of their group in the file."""
+        """The shares, each by the name of its group in the file."""
         return {"aux": self.aux_shares, "averages": self.average_shares}
 
 
@@ -101,7 +101,7 @@ class Checkpoint:
     loader_states: list[bytes] = field(default_factory=list)  # index: rank
     numpy_rng: dict[str, Any] = field(default_factory=dict)
     scalars: dict[str, float] = field(default_factory=dict)  # the optimizer's scalars
-    outcomes: Arrays = field(default_factory=dict)  # the outcomes of its validation; empty where it is not the best
+    outcomes: Arrays = field(default_factory=dict)  # outcomes of its validation; empty if it is not the best
     file: Path | None = None  # the file that it was read from; None: in memory only
 
     @property
@@ -120,7 +120,7 @@ class Checkpoint:
 
     @property
     def is_at_limit(self) -> bool:
-        """Whether its run has reached its --max-steps."""
+        """Whether the run has reached its --max-steps."""
         return 0 < self.config.max_steps <= self.progress.step
 
     @property
@@ -162,7 +162,8 @@ def save(checkpoint: Checkpoint, path: Path) -> None:
 
 
 def load(path: Path) -> Checkpoint:
-    """Read and verify a checkpoint. Raises TrainError: missing, truncated, damaged or of another program."""
+    """Read and verify a checkpoint. Raises TrainError for a missing, truncated or damaged file, or one of another
+    program."""
     groups: dict[str, Arrays] = {"params": {}, "aux": {}, "averages": {}, "loader": {}}
     try:
         with (content_of_file(lambda reason: f"{path} is not a complete checkpoint ({reason}); use another one in its "
@@ -206,8 +207,8 @@ def load(path: Path) -> Checkpoint:
 
 
 def read_outcomes(path: Path) -> tuple[Progress, Arrays] | None:
-    """A checkpoint's progress, and the outcomes of its validation, without the weights beside them. None if there is no
-    such file, if it cannot be read, or if it has none."""
+    """A checkpoint's progress and the outcomes of its validation, without reading the weights. None if the file is
+    missing, unreadable, or has no outcomes."""
     try:
         with zipfile.ZipFile(path) as archive:
             members = [name for name in archive.namelist() if name.startswith(f"{OUTCOMES}/")]
@@ -219,7 +220,7 @@ def read_outcomes(path: Path) -> tuple[Progress, Arrays] | None:
 
 
 def load_checked(path: Path) -> Checkpoint:
-    """As `load`, and check that the arrays are those of the network and finite. Raises TrainError."""
+    """Like `load`, but also checks that the arrays match the network and are finite. Raises TrainError."""
     checkpoint = load(path)
     if isinstance(checkpoint.config, LanguageModelConfig):
         raise TrainError(f"{path} belongs to a language model, not to a network for images: give another one, or "
@@ -264,8 +265,8 @@ def _check_arrays(path: Path, network: str, arrays: Arrays, shapes: Shapes) -> N
 
 
 def load_trained(place: str) -> Checkpoint:
-    """The network to validate, predict with or export: the best one of a run folder, or that of a checkpoint file. Its
-    `params` and `aux` are the moving averages if the run keeps them. Raises TrainError, as `find` and
+    """The network to validate, predict with or export: the best of a run folder, or the one in a checkpoint file. Its
+    `params` and `aux` are the moving averages if the run keeps them. Raises TrainError, like `find` and
     `load_checked`."""
     trained = load_checked(find(place, prefer_best=True))
     if not trained.ema:
@@ -275,7 +276,7 @@ def load_trained(place: str) -> Checkpoint:
 
 
 def find(place: str, prefer_best: bool = False) -> Path:
-    """The checkpoint file that `place` means: the file itself, or the newest (or best) checkpoint of a run folder.
+    """The checkpoint file at `place`: the file itself, or the newest (or best) checkpoint of a run folder.
 
     Raises TrainError if there is none.
     """
@@ -382,7 +383,7 @@ def _progress(values: dict[str, Any]) -> Progress:
         if name != "best_top1" and not (type(value) is int and value >= 0):
             raise ValueError(f"{name} is {value!r}")
     top1 = values["best_top1"]
-    # no accuracy could ever exceed another value
+    # an accuracy outside 0 to 1 could never be exceeded
     if not (type(top1) in (int, float) and (top1 == -1 or 0 <= top1 <= 1)):
         raise ValueError(f"best_top1 is {top1!r}")
     progress = Progress(**values)
@@ -421,7 +422,7 @@ def _names(meta: dict[str, Any], key: str) -> list[str]:
 
 
 def _numbers(model: str, params: Arrays) -> list[str]:
-    """The class indices, as names for a network that has no class names."""
+    """Class indices as class names, for a network without names."""
     return [str(label) for label in range(models.num_classes(model, params))]
 
 
@@ -453,7 +454,8 @@ def _write_array(archive: zipfile.ZipFile, name: str, array: np.ndarray) -> None
 
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """As `replacing`, but also safe from a power cut; creates the folder. Raises TrainError if it cannot be written."""
+    """Like `replacing`, but also safe against a power cut; creates the folder. Raises TrainError if it cannot be
+    written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as part:

@@ -47,10 +47,10 @@ def match(
     labels, note, has_names = by_number or (_by_name(found, known), "", True)
     if -1 in labels and (unknown := [label for label in (met() if met else range(len(found))) if labels[label] < 0]):
         if not has_names and len(found) > len(known):
-            raise TrainError(f"{data} has {len(found)} classes and {whose} has {len(known)}: give data of these, or "
-                             "train on those that it has")
+            raise TrainError(f"{data} has {len(found)} classes and {whose} has {len(known)}: give data of these "
+                             "classes, or train on this data")
         raise TrainError(f"the class {found[min(unknown)][1]!r} of {data} is none of the {len(known)} classes of "
-                         f"{whose} ({some(known)}): give data of these classes, or train on those that it has")
+                         f"{whose} ({some(known)}): give data of these classes, or train on this data")
     missing = [name for label, (_, name) in enumerate(known) if label not in labels and name != str(label)]
     if not has_names or (missing and is_numbered(found)):
         return Match(labels, note)
@@ -91,7 +91,7 @@ def _by_number(place: str, found: Classes, known: Classes, whose: str, met: Call
         if first is None:
             named, owner, other = (known, whose, place) if is_counted[0] else (found, place, whose)
             raise TrainError(f"the classes of {owner} are called {some(named)}, and those of {other} have numbers from "
-                             f"0 on, so that '1' may be the number 1, or the first class: list all classes of {place} "
+                             f"0 on, so '1' may be the number 1 or the first class: list all classes of {place} "
                              "in a classes.txt beside its images, that of the number 0 first")
         of_found, of_known = ([number + first * is_one for number in own]
                               for own, is_one in zip((of_found, of_known), is_counted, strict=True))
@@ -105,8 +105,8 @@ def _by_number(place: str, found: Classes, known: Classes, whose: str, met: Call
 
 
 def _first_counted(counted: Set[int], folders: Sequence[int]) -> int | None:
-    """Which of `folders`, numbers without 0, is the class 0 of data whose classes are counted from 0: none (0), since
-    the numbers are equal, or the folder 1 (1). None if it may be either.
+    """The position in `folders` (numbers without 0) of class 0, for data that count classes from 0: 0 if the numbers
+    are equal on both sides, 1 if folder 1 is class 0. None if it may be either.
 
     Args:
         counted: the numbers of the classes that have images.
@@ -117,14 +117,14 @@ def _first_counted(counted: Set[int], folders: Sequence[int]) -> int | None:
 
 
 def _first_counted_by_network(folders: Sequence[int], count: int) -> int | None:
-    """The same for a network that counts its `count` classes from 0, and data of `folders`."""
+    """Like `_first_counted`, for a network that counts its `count` classes from 0 and data with these `folders`."""
     is_equal = max(folders) < count
     is_from_1 = max(folders) == count or sorted(folders) == list(range(1, len(folders) + 1))
     return None if is_equal and is_from_1 else int(is_from_1)
 
 
 def _pairs(found: Classes, known: Classes, labels: Sequence[int], first_labels: tuple[int, int]) -> str:
-    """Which class of the data is which class of the network, and what to do if that is wrong, for the end of a note."""
+    """For the end of a note: which class of the data is which class of the network, and what to do if that is wrong."""
     shown, of_network = (
         [str(number + first) for number in range(len(classes))] if is_numbered(classes) else _names(classes)
         for classes, first in zip((found, known), first_labels, strict=True))
@@ -134,7 +134,7 @@ def _pairs(found: Classes, known: Classes, labels: Sequence[int], first_labels: 
 
 
 def padded(classes: Classes, count: int) -> Classes:
-    """The classes, extended to `count`; a class that no image shows has its index as its name."""
+    """The classes, extended to `count`. A class without images is named by its index."""
     return [*classes, *((str(label), str(label)) for label in range(len(classes), count))]
 
 
@@ -154,8 +154,8 @@ def _numbers(classes: Classes, names_alone: bool = False) -> list[int] | None:
 
 
 def _first_real(classes: Classes, names: Sequence[T]) -> dict[T, int]:
-    """Name -> class index. A class that no image shows has its index as its name; if another class really has that
-    name, the name belongs to the other class."""
+    """Name -> class index. A class without images is named by its index. If another class really has that name, the
+    name belongs to the other class."""
     order = sorted(range(len(classes)), key=lambda label: classes[label][1] != str(label))
     return {names[label]: label for label in order}
 
@@ -206,7 +206,7 @@ def _by_name(found: Classes, known: Classes) -> list[int]:
     is_alike = _names(found) == _names(known)
     labels = []
     for label, (key, name) in enumerate(found):
-        # If two classes share a name, the other names decide. A number is the name of a class that no image shows.
+        # If two classes share a name, their other names decide. A number is the name of a class without images.
         as_it_is = label if is_alike or (name == str(label) and label < len(known)) else -1
         labels.append(number.get(nfc(key), number.get(nfc(name), as_it_is)))
     return labels

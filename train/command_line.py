@@ -80,7 +80,7 @@ def read(options: type, arguments: Sequence[str], *, command: str) -> dict[str, 
         default = SimpleNamespace(**{field.name: "" for field in dataclasses.fields(options)})
     values = given(options, arguments, prog=f"{PROG} {command}", default=default)
     check_limits(values, _LIMITS)
-    if not values.get("plugin"):  # otherwise the commands check these names, when they have loaded the plug-ins
+    if not values.get("plugin"):  # otherwise the commands check these names after loading the plug-ins
         if "model" in values:
             models.check(values["model"])
         models.named(values.get("models", ()))
@@ -96,8 +96,8 @@ def read(options: type, arguments: Sequence[str], *, command: str) -> dict[str, 
 
 
 def with_plugins(values: dict[str, Any]) -> dict[str, Any]:
-    """Load the plug-ins that option values name, and replace them by their records, as the commands need them. Not part
-    of `read`, since plug-ins import MXNet. Raises TrainError; of a machine's processes, the first says it."""
+    """Load the plug-ins named in option values, and replace the names by the plug-ins' records. Not part of `read`,
+    because plug-ins import MXNet. Raises TrainError; on each machine only the first process prints it."""
     if "plugin" not in values:
         return values
     try:
@@ -107,8 +107,8 @@ def with_plugins(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def values_of(options: type, given: Mapping[str, Any], *, command: str) -> dict[str, Any]:
-    """The option values that a program gives by name, checked and converted as on a command line, with plug-ins loaded.
-    None and "" count as not given. Raises UserError, in the words of the command line.
+    """Option values that a program gives by name, checked and converted like a command line, with plug-ins loaded. None
+    and "" count as not given. Raises UserError with the messages of the command line.
 
     Args:
         options, command: as for `read`.
@@ -117,7 +117,7 @@ def values_of(options: type, given: Mapping[str, Any], *, command: str) -> dict[
     if "config" in given:
         load_preset(str(given["config"]))  # on a command line, ? would print the list of presets and exit
     if asked := {"help", "version"} & given.keys():  # would print something and exit
-        raise TrainError(f"there is no option {min(asked)} in a program: see {PROG} {command} --{min(asked)}")
+        raise TrainError(f"{min(asked)} is an option of the command line only: see {PROG} {command} --{min(asked)}")
     words: list[str] = []
     for name, value in given.items():
         words += _words(options, name, value)
@@ -125,9 +125,9 @@ def values_of(options: type, given: Mapping[str, Any], *, command: str) -> dict[
 
 
 def _words(options: type, name: str, value: Any) -> list[str]:
-    """An option as on a command line."""
+    """An option and its value as words of a command line."""
     option = option_name(name)
-    if hasattr(value, "tolist"):  # a number or an array of NumPy's, which is slow to import
+    if hasattr(value, "tolist"):  # a NumPy number or array; NumPy is slow to import
         value = value.tolist()
     if value is None or (isinstance(value, str) and not value):
         return []

@@ -24,8 +24,8 @@ from train.options.run import DEFAULT_PRESET
 from train.processes.distributed import Workers
 from train.processes.invocation import script
 
-SECONDS = 75.0  # of training steps: how long a newcomer should wait
-# reach 70 % top-1 (two seeds; 5 epochs: 87 %); a slower machine takes longer instead of training less
+SECONDS = 75.0  # seconds of training steps: how long a newcomer should wait
+# they reach 70 % top-1 (two seeds; 5 epochs: 87 %); a slower machine takes longer instead of training less
 FEWEST_EPOCHS = 3
 MEASURED_STEPS = 3
 PICTURE = SAMPLES_FOLDER / "val" / "rings" / "0000.jpg"
@@ -38,8 +38,8 @@ def is_one(config: Config, values: Mapping[str, Any]) -> bool:
 
 
 def fit(config: Config, executor: Executor, num_images: int, workers: Workers) -> Config:
-    """Set the epochs to what this machine trains in `SECONDS`: at least `FEWEST_EPOCHS`, at most `config.epochs`; print
-    the choice. A collective operation before training, which restores the executor's state."""
+    """Set the epochs to the number that this machine trains in `SECONDS`: at least `FEWEST_EPOCHS`, at most
+    `config.epochs`; print the choice. A collective operation before training, which restores the executor's state."""
     params, aux = executor.get_params()
     optimizer = make_optimizer(executor, config)
     images = np.random.default_rng(0).standard_normal(executor.input_shapes["data"], np.float32)
@@ -56,7 +56,7 @@ def fit(config: Config, executor: Executor, num_images: int, workers: Workers) -
     seconds = min(step() for _ in range(MEASURED_STEPS))
     executor.set_params(params, aux)
     executor.read_metrics()
-    # The rate of all processes together; the fast ones wait for the slowest.
+    # The rate of all processes together; fast ones wait for the slowest.
     rates = [config.batch_size * config.accumulate / seconds * (rank == workers.rank) for rank in range(workers.size)]
     rate = workers.size * min(workers.sum(rates))
     epochs = min(max(round(SECONDS * rate / num_images), FEWEST_EPOCHS), config.epochs)
@@ -68,8 +68,8 @@ def fit(config: Config, executor: Executor, num_images: int, workers: Workers) -
 
 
 def next_commands(run_folder: Path, num_processes: int = 1) -> str:
-    """Commands to try after a run of so many processes. They work unchanged in the shell that started this process, and
-    show where own data goes."""
+    """Commands to try after a run with this many processes. They work unchanged in the shell that started this process,
+    and show where to put the user's own data."""
     train = start_of(TRAIN)
     commands = [
         ("a picture of your own, in place of this one", f"{train} predict --checkpoint "

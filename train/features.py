@@ -1,4 +1,4 @@
-"""A network's features: what its classifier reads, a vector for each image."""
+"""A network's features: the input of its classifier, one vector per image."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def features_graph(network: Network) -> Graph:
 
 
 class Features:
-    """Computes features with an executor of its own. `config` has the batch size and the image size. Raises GraphError
-    and TrainError."""
+    """Computes features with its own executor. `config` has the batch size and the image size. Raises GraphError and
+    TrainError."""
 
     def __init__(self, trained: Checkpoint, config: Config, placement: Placement) -> None:
         make = _within_the_network if placement.executor == "cuda" else _without_classifier
@@ -35,7 +35,8 @@ class Features:
         self._executor.infer(data)
 
     def request(self) -> Callable[[], np.ndarray]:
-        """The features (N, C), float32, of the latest `infer`: what is returned, to be called once, waits for them."""
+        """Request the features (N, C), float32, of the latest `infer`. Returns a function, to be called once, that
+        waits for them."""
         receive = self._executor.request_probabilities()
 
         def flat() -> np.ndarray:
@@ -45,7 +46,7 @@ class Features:
         return flat
 
     def close(self) -> None:
-        """Give back the device's memory."""
+        """Free the device's memory."""
         self._executor.close()
 
 

@@ -38,10 +38,10 @@ def image_paths(places: Sequence[Path]) -> list[Path]:
 
 
 class FolderClasses:
-    """Tells by its folders which class an image is of.
+    """Finds an image's class from its folders.
 
-    That is the nearest folder that is named as a class: the image's own, or, in a folder that was given on the command
-    line, one between the two. `classes`: (folder or synset, name) of each class of the network.
+    The class is the nearest folder with the name of a class: the image's own folder, or one between it and a folder
+    that was given on the command line. `classes`: (folder or synset, name) of each class of the network.
     """
 
     def __init__(self, places: Sequence[Path], classes: Classes) -> None:
@@ -50,7 +50,7 @@ class FolderClasses:
         self._known: dict[str, str | None] = {}
 
     def of(self, image: str) -> str | None:
-        """The name of the image's class; None if no folder tells it."""
+        """The name of the image's class; None if no folder has one."""
         folder = os.path.dirname(image)
         if folder not in self._known:
             self._known[folder] = self._find(Path(folder))

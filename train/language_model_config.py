@@ -53,8 +53,8 @@ class LanguageModelConfig(Config):
         return cls.of(LanguageModelOptions(**options))
 
     def check_goes_on(self, before: LanguageModelConfig, checkpoint: str) -> None:
-        """Raise TrainError if a run with the configuration `before`, of `checkpoint`, cannot be resumed with this
-        one."""
+        """Raise TrainError if a run of `checkpoint` with the configuration `before` cannot be resumed with this
+        configuration."""
         for name in FIXED:
             then, now = before.chosen[name], self.chosen[name]
             if then != now:

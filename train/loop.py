@@ -1,7 +1,7 @@
 """The training loop.
 
 A step: batches from the loader -> executor.forward_backward -> gradients averaged over the processes -> optimizer.
-Between two steps the loop looks whether to log, to save or to stop.
+Between two steps the loop checks whether to log, save or stop.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from train.saver import Saver
 from train.schedule import make_schedule
 from train.validation import Validation, validate
 
-# A run ends after so many consecutive steps with gradients that are not finite. The loss scale is halved in each; from
-# its maximum of 2^24 it reaches its minimum of 1 in 24 steps.
+# A run ends after this many consecutive steps with gradients that are not finite. The loss scale is halved in each;
+# from its maximum of 2^24 it reaches its minimum of 1 in 24 steps.
 MAX_SKIPPED_STEPS = 50
 
 # The run reports clipping if gradients are scaled down by more than this factor. (In the first steps of
@@ -147,7 +147,7 @@ class Trainer:
 
     def run(self, recorder: Recorder) -> None:
         """Train to the last epoch, or until a limit or target is reached. Raises StoppedBySignal, TrainError."""
-        with self.callbacks.told_of_failures():
+        with self.callbacks.reporting_failures():
             self._run(recorder)
 
     def _run(self, recorder: Recorder) -> None:

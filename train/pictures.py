@@ -1,4 +1,4 @@
-"""Pictures in HTML, for notebooks: a network's predictions for images in any form."""
+"""Pictures in HTML for notebooks: a network's predictions for images in any form."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ BAR = "linear-gradient(90deg, rgba(11, 98, 196, .25) {:.0%}, transparent 0)"
 
 
 def predictions_html(predictions: Sequence[Any]) -> str:
-    """The first of some `Prediction`s with their pictures, and the most likely classes over bars as long as their
-    probabilities."""
+    """The first `Prediction`s with their pictures, and the most likely classes over bars whose length is the
+    probability."""
     shown = "".join(map(_prediction, predictions[:MOST_PICTURES]))
     left = len(predictions) - MOST_PICTURES
     more = f"<p>and {left:,} more</p>" if left > 0 else ""
@@ -45,7 +45,7 @@ def _name(image: Any) -> str:
 
 
 def _thumbnail(image: Any) -> bytes:
-    """A PNG of an image in any of the forms that `predict` takes; empty if its file is gone meanwhile."""
+    """A PNG of an image in any form that `predict` accepts; empty if its file no longer exists."""
     try:
         if isinstance(image, np.ndarray):
             image = Image.fromarray(image)

@@ -13,7 +13,8 @@ from train.processes.distributed import Workers
 
 
 class PluginMetrics:
-    """Sums up what the metrics give for each image; called with each batch of a validation (`validation.Each`)."""
+    """Sums the values that the metrics return for each image; called with each batch of a validation
+    (`validation.Each`)."""
 
     def __init__(self, records: Sequence[str]) -> None:
         """`records`: the plug-ins of the run."""
@@ -21,11 +22,12 @@ class PluginMetrics:
         self.begin()
 
     def begin(self) -> None:
-        """A validation begins."""
+        """Start a validation."""
         self._sums = np.zeros(len(self._metrics))
 
     def __call__(self, probabilities: np.ndarray, labels: np.ndarray, images: Sequence[int]) -> None:
-        """Add a batch: probabilities (N, C), labels (N,). Raises UserError if a metric fails or gives no numbers."""
+        """Add a batch: probabilities (N, C), labels (N,). Raises UserError if a metric fails or does not return
+        numbers."""
         if self._metrics and len(labels):
             whole = labels.astype(np.int64)
             self._sums += [_sum(each, probabilities, whole) for each in self._metrics]

@@ -1,4 +1,4 @@
-"""The decorators of plug-ins: a Python file outside this repository adds to it what it decorates.
+"""Decorators of plug-ins: a Python file outside this repository registers new parts by them.
 
     import resnet_mxnet as rm
 
@@ -7,8 +7,8 @@
         best_two = np.sort(probabilities)[:, -2:]
         return best_two[:, 1] - best_two[:, 0]
 
-`python -m train --plugin margin.py` loads it. docs/extending.md has a walk for each kind; common/plugins.py says which
-files are executed, and how a run records them. Imports nothing slow.
+`python -m train --plugin margin.py` loads it. docs/extending.md explains each kind step by step; common/plugins.py says
+which files are executed, and how a run records them. Imports nothing slow.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def model(function: Made | str) -> Any:
         def tiny(num_classes): ...
 
     Raises:
-        UserError: the name exists already, or the function takes other arguments. What is wrong with the network itself
-            is told when it is made.
+        UserError: the name exists already, or the function takes other arguments. Errors in the network itself are
+            raised when it is built.
     """
     return _decorated("model", function, ("num_classes",))
 
@@ -176,13 +176,13 @@ def _decorated(kind: str, function: Made | str, arguments: tuple[str, ...],
 
 def _check_arguments(what: str, function: Callable[..., Any], arguments: tuple[str, ...], is_method: bool = False
                      ) -> None:
-    """Raise UserError for what is no function, and for one that cannot be called with so many arguments."""
+    """Raise UserError unless it is a function that accepts this number of arguments."""
     if not callable(function):
         raise plugins.fault(f"{what} is no function: write def, with {' and '.join(arguments)}")
     try:
         signature = inspect.signature(function)
         signature.bind(*[None] * (len(arguments) + is_method))
-    except ValueError:  # a builtin that tells no signature
+    except ValueError:  # a builtin without a signature
         return
     except TypeError:
         raise plugins.fault(f"{what} takes {signature}, and is called with {' and '.join(arguments)}: change its "

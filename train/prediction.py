@@ -1,4 +1,4 @@
-"""A trained network that answers for images: their most likely classes, and their features.
+"""A trained network that predicts the most likely classes of images, or computes their features.
 
     network = Predictor.load(InferenceOptions(checkpoint="runs/photos"))
     predictions = network.predict(["cat.jpg", pixels, encoded])
@@ -67,23 +67,23 @@ class Prediction:
     """The most likely classes of an image, or the reason why there are none."""
 
     image: Any = field(repr=False)
-    """The image as it was given; of a folder, the path of each of its images."""
+    """The given image; for a folder, the path of each of its images."""
     guesses: list[Guess]
     """The most likely classes, the most likely first; empty for an image that cannot be read."""
     picture: np.ndarray | None = field(default=None, repr=False)
-    """uint8 (size, size, 3): the image as the network sees it, if that was asked for."""
+    """uint8 (size, size, 3): the image as the network sees it, if requested."""
     error: str = ""
     """Why the image cannot be read; "" for a good one."""
     damage: str = ""
-    """The decoder's message about an image that was predicted although damaged; "" for a sound one."""
+    """The decoder's message about a damaged image that was predicted; "" for an intact one."""
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """The HTML that a notebook shows."""
         return predictions_html([self])
 
     @property
     def file(self) -> Path:
-        """The path of the image; raises TypeError for an image that is no file."""
+        """The path of the image; raises TypeError if the image is not a file."""
         return Path(self.image)
 
     @property
@@ -95,7 +95,7 @@ class Prediction:
 
 
 class Prepared(NamedTuple):
-    """A network that is read from its files, and where it will run."""
+    """A network read from its files, and its device."""
 
     trained: Checkpoint
     config: Config
@@ -150,7 +150,7 @@ class Closable(Protocol):
 
 
 class Kept(Generic[T]):
-    """What is costly to make, by key. Beyond `limit`, what was used least recently is closed."""
+    """A cache of objects that are costly to make. Beyond `limit`, the least recently used object is closed."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -166,7 +166,7 @@ class Kept(Generic[T]):
         return self._items[key]
 
     def drop(self, key: Any) -> None:
-        """Close an item, if there is one of this key."""
+        """Close the item with this key, if there is one."""
         if key in self._items:
             self._items.pop(key).close()
 
@@ -192,42 +192,42 @@ class Scores:
 
 
 class Answer(NamedTuple):
-    """What a network says about images of one batch."""
+    """A network's results for the images of one batch."""
 
-    places: list[int]  # of the N images, in the order in which they were given
+    places: list[int]  # indices of the N images in the caller's order
     values: np.ndarray  # (N, classes) or (N, features), float32
     batch: Batch  # its first N rows are the images
 
 
 class Unread(NamedTuple):
-    """Images by place, with the reason: those that cannot be read, and those that were used although damaged."""
+    """Images by index, with the reason: unreadable ones, and damaged ones that were used."""
 
     bad: dict[int, str]
     damaged: dict[int, str]
 
 
 class Predictor:
-    """A trained network on a device. May be used from several threads, which then take turns."""
+    """A trained network on a device. Several threads may use it; they then take turns."""
 
     def __init__(self, prepared: Prepared, options: InferenceOptions, workers: Workers) -> None:
         """`options.batch_size`: the largest number of images in a forward pass."""
         self.prepared, self.options, self.workers = prepared, options, workers
         self.trained, self.place = prepared.trained, options.checkpoint
-        # Both take milliseconds to find: the network's graph is made for that.
+        # Both take milliseconds to find, because the network's graph is built for that.
         self.num_classes, self.num_features = self.trained.num_classes, features_of(self.trained)
         self._loaders: Kept[DaliLoader] = Kept(KEPT_LOADERS)
         self._executors: Kept[Scores | Features] = Kept(KEPT_EXECUTORS)
-        self._sizes: dict[type, int] = {}  # images that the cuda executor of a kind was made for
+        self._sizes: dict[type, int] = {}  # batch size of the cuda executor of each kind
         self._lock = threading.RLock()
         self._finalizer = weakref.finalize(self, _close, self._loaders, self._executors)
-        self._finalizer.atexit = False  # the process's end frees all, and libraries may have gone by then
+        self._finalizer.atexit = False  # the end of the process frees everything, and libraries may be unloaded by then
 
     @classmethod
     def load(cls, options: InferenceOptions, number: int | None = None, may_raise_batch: bool = False) -> Predictor:
         """Read a network. Raises UserError.
 
         Args:
-            number: of the GPU; None: this process's own.
+            number: number of the GPU; None: this process's own.
             may_raise_batch: compute GPU_BATCH images in a forward pass on a GPU, instead of `options.batch_size`.
         """
         workers = Workers()
@@ -251,7 +251,7 @@ class Predictor:
             images: each as `pipelines.given.given` takes it.
             top: number of classes for each image.
             on_bad_image: "error" raises for an image that cannot be read; "skip" gives a Prediction with its `error`.
-            keep_pictures: each Prediction has the image as the network sees it.
+            keep_pictures: keep the image in each Prediction as the network sees it.
 
         Raises UserError.
         """
@@ -272,8 +272,8 @@ class Predictor:
         return found
 
     def embed(self, images: Iterable[Any], on_bad_image: str = "error") -> np.ndarray:
-        """The features of images (N, C), float32, in their order: what the classifier reads. With `on_bad_image`
-        "skip" the row of an image that cannot be read is NaN. Raises UserError."""
+        """The features of images (N, C), float32, in their order: the input of the classifier. With `on_bad_image`
+        "skip" the row of an unreadable image is NaN. Raises UserError."""
         images = list(images)
         found = np.full((len(images), self.num_features), np.nan, np.float32)
         unread = Unread({}, {})
@@ -285,8 +285,8 @@ class Predictor:
 
     def answers(self, images: Sequence[Given], kind: type[Scores | Features], on_bad_image: str,
                 unread: Unread) -> Iterator[Answer]:
-        """Compute batch by batch, those of one form of images (paths, bytes, pixels) after the other, each in order.
-        `unread` receives the images that cannot be read, or are damaged. Raises UserError."""
+        """Compute batch by batch: first all images of one form (paths, bytes, pixels), then of the next, each in order.
+        `unread` receives the images that are unreadable or damaged. Raises UserError."""
         if on_bad_image not in ("error", "skip"):
             raise TrainError(f"on_bad_image is {on_bad_image!r}: give 'error' or 'skip'")
         if kind is Features and self.prepared.int8:
@@ -321,8 +321,8 @@ class Predictor:
 
     @contextmanager
     def _loader(self, source: Source, size: int) -> Iterator[DaliLoader]:
-        """The loader of these images in batches of `size`: a kept one for a single batch; for more, one that makes
-        batches ahead."""
+        """The loader of these images in batches of `size`: a cached one for a single batch; for more, one that
+        prefetches."""
         placement = self.prepared.placement
 
         def opened(**others: Any) -> DaliLoader:
@@ -344,7 +344,8 @@ class Predictor:
             raise
 
     def _executor(self, kind: type[Scores | Features], size: int) -> Scores | Features:
-        """The executor for batches of `size` images. The cuda executor takes smaller batches too, so there is one."""
+        """The executor for batches of `size` images. The cuda executor also accepts smaller batches, so there is only
+        one."""
         is_cuda = self.prepared.placement.executor == "cuda"
         key: Any = kind if is_cuda else (kind, size)
         if is_cuda and self._sizes.get(kind, size) < size:
@@ -366,14 +367,14 @@ class Predictor:
         return list(pixels.round().clip(0, 255).astype(np.uint8))
 
     def close(self) -> None:
-        """Give back memory and threads now. The network is not to be used any more."""
+        """Free memory and threads now. The network must not be used afterwards."""
         with self._lock:
             self._finalizer()
 
 
 def batch_for(count: int, most: int) -> int:
-    """The batch size for so many images: the next power of two, but at most `most`. So few sizes occur, and what is
-    made for one is used again."""
+    """The batch size for this many images: the next power of two, but at most `most`. So few sizes occur, and the
+    objects for a size are reused."""
     return min(most, 1 << (count - 1).bit_length())
 
 
@@ -384,10 +385,10 @@ def features_of(trained: Checkpoint) -> int:
 
 
 def listed(images: Any) -> tuple[list[Any], bool]:
-    """The single images of what a program gives, and whether that is one image instead of several.
+    """The single images in a program's argument, and whether the argument is one image.
 
-    One image is a path of a file, the bytes of a file, an array (height, width, 3) or an image of Pillow's. Several are
-    a folder (all images in it, by name), a .txt file that lists image files, an array (N, height, width, 3), or an
+    One image is a path of a file, the bytes of a file, an array (height, width, 3) or a Pillow image. Several images
+    are a folder (all images in it, by name), a .txt file that lists image files, an array (N, height, width, 3), or an
     iterable of images, folders and lists. Raises UserError.
     """
     if isinstance(images, np.ndarray) and images.ndim == 4:
@@ -415,7 +416,8 @@ def _numbered(images: Sequence[Any]) -> list[Given]:
 
 
 def _requests(executor: Scores | Features, loader: Loader) -> Iterator[tuple[Batch, Callable[[], np.ndarray]]]:
-    """Each batch, and a function that fetches its answers. A batch is yielded once the device computes the next one."""
+    """Yields each batch and a function that fetches its results. A batch is yielded once the device computes the next
+    one."""
     before: tuple[Batch, Callable[[], np.ndarray]] | None = None
     for batch in loader:
         executor.infer(batch.data)

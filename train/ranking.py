@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-MOST_PASSES = 100  # over the probabilities: one takes 0.3 us for 1,000 classes, and to sort them takes 72 us (one core)
+# faster than sorting: one pass over the probabilities takes 0.3 us for 1,000 classes, sorting them takes 72 us (one
+# core)
+MOST_PASSES = 100
 
 
 def most_likely(probabilities: np.ndarray, top: int) -> tuple[np.ndarray, np.ndarray]:

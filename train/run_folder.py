@@ -1,4 +1,4 @@
-"""Folders of runs that begin without --output: each has a name of its own, even if two runs begin in one second."""
+"""Folders of runs without --output: each gets a unique name, even if two runs begin in the same second."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import contextlib
 import itertools
 from pathlib import Path
 
-_taken: list[Path] = []  # made by this process, and not given back yet; the outermost first
+_taken: list[Path] = []  # created by this process, and not removed yet; the outermost first
 
 
 def take(folder: Path) -> Path:
-    """Create a folder of this name; or, if another run has taken it, one called NAME-2 and so on. Returns its path.
-    Raises OSError."""
+    """Create a folder with this name; or, if another run has taken it, NAME-2 and so on. Returns its path. Raises
+    OSError."""
     if not folder.parent.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         _taken.append(folder.parent)
@@ -25,7 +25,7 @@ def take(folder: Path) -> Path:
 
 
 def give_back() -> None:
-    """Remove the taken folders that are still empty: of a command that has ended before its first file."""
+    """Remove the created folders that are still empty, when a command ends before its first file."""
     while _taken:
         with contextlib.suppress(OSError):  # it has files, or is gone
             _taken.pop().rmdir()

@@ -19,7 +19,7 @@ from train.recording.outcomes import Outcomes
 from train.recording.recorder import Recorder
 from train.run_state import RunState
 
-BYTES = 4  # of each value in a checkpoint
+BYTES = 4  # bytes of each value in a checkpoint
 FRESH_SECONDS = 30.0  # a checkpoint younger than this makes another one before validation unnecessary
 
 
@@ -40,7 +40,7 @@ class Saver:
             self.last_saved, self.saved_progress = resumed, replace(state.progress)
 
     def check_space(self) -> None:
-        """Raise TrainError if the run's folder has no room for a checkpoint: rather now than after an epoch."""
+        """Raise TrainError if the run's folder has no room for a checkpoint: better now than after an epoch."""
         state = self.state
         if state.workers.rank:
             return
@@ -131,8 +131,8 @@ class Saver:
 
 
 def best_outcomes(run_folder: Path) -> tuple[int, Outcomes] | None:
-    """Epochs done at a run's best validation, and its outcomes: those of the weights in best.npz. None without that
-    file, or if an earlier version has written it."""
+    """Epochs done at a run's best validation, and its outcomes, from best.npz. None without that file, or if an earlier
+    version has written it."""
     found = read_outcomes(run_folder / FOLDER / BEST)
     if not found:
         return None

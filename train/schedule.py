@@ -55,7 +55,7 @@ class Schedule:
 
 
 def _factor(schedule: Registered, progress: float) -> float:
-    """The factor that a plug-in's schedule gives. Raises UserError if it is no factor."""
+    """The factor from a plug-in's schedule. Raises UserError if it is invalid."""
     factor = plugins.call(schedule, progress)
     if not isinstance(factor, (int, float, np.floating)) or not 0 <= factor < math.inf:
         raise TrainError(f"the schedule {schedule.name} ({schedule.place}) gives {factor!r} for the progress "

@@ -75,8 +75,8 @@ class InitialShares:
 
     @contextlib.contextmanager
     def divided_out(self, executor: Executor, is_averaged: bool) -> Iterator[None]:
-        """Inside, the executor's running statistics have no shares. `is_averaged`: they are currently the moving
-        averages."""
+        """A context in which the executor's running statistics have no shares. `is_averaged`: they are currently the
+        moving averages."""
         shares = self.averaged if is_averaged else self.own
         if not shares:
             yield
@@ -93,8 +93,8 @@ class InitialShares:
 
 
 def without_variance(executor: Executor, image_size: int, processes: int = 1) -> list[str]:
-    """The BatchNorms that see a single value per channel, with images of this size on each of `processes` processes
-    that share statistics. The value is its own mean, so their output is always 0 before gamma and beta."""
+    """BatchNorms that get only one value per channel, with images of this size on each of `processes` processes that
+    share statistics. The value equals its mean, so their output is always 0 before gamma and beta."""
     images, *_, channels = executor.input_shapes["data"]
     graph = executor.graph
     shapes = graph.infer_shapes(executor.input_shapes | {"data": (images, image_size, image_size, channels)})

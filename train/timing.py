@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-PRECISION = 0.01  # target for the relative standard error of a median
+PRECISION = 0.01  # tolerance of the relative standard error of a median
 MIN_SAMPLES = 10  # with fewer, the interval behind the standard error covers nearly all samples
 
 

@@ -34,8 +34,8 @@ def validate(
     """Validate on a whole split, with BatchNorm's statistics as they are; they must be equal in all processes.
 
     `stop` is called after each batch; None is returned if it was true on any process. `progress` gets the number of
-    batches begun, `each` what the network makes of every batch of this process. Raises UserError, on all processes, if
-    one cannot load or evaluate a batch.
+    batches begun; `each` gets the network's results for every batch of this process. Raises UserError, on all
+    processes, if one cannot load or evaluate a batch.
     """
     pulse.show(Activity.VALIDATING)  # the first batch may wait for compilation
     batches, is_over = iter(loader), False
@@ -44,7 +44,7 @@ def validate(
     # fetches the previous batch's outcomes; the host counts while the device computes
     take: Callable[[], Outcomes] | None = None
     sampled = spread(loader.num_images)
-    for number in range(1, loader.num_batches + 1):  # equal on all processes, because they vote after each batch
+    for number in range(1, loader.num_batches + 1):  # equal in all processes, because they vote after each batch
         if not problem:
             try:
                 batch = next(batches)
@@ -73,7 +73,7 @@ def validate(
 
 
 def printed_progress(total: int) -> Callable[[int], None]:
-    """A `progress` for `validate`: prints the number of batches begun, if the last such line is long ago."""
+    """A `progress` for `validate`: prints the number of batches begun, if the last such line is some time ago."""
     last = time.monotonic()
 
     def tell(done: int) -> None:

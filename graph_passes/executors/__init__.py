@@ -1,4 +1,4 @@
-"""What runs a graph: `create_executor` makes one of the executors, all of which are used alike (`base.Executor`).
+"""Executors run graphs. `create_executor` makes one; all of them have the interface `base.Executor`.
 
     executor = create_executor("mxnet", graph, {"data": (32, 64, 64, 3), "softmax_label": (32,)})
     executor.set_params(params, aux)
@@ -25,11 +25,11 @@ def create_executor(
 
     name     "mxnet": any CPU, and GPUs that stock MXNet supports; "cuda": NVIDIA GPUs, compiled; "reference": NumPy
     device   "cpu(0)" or "gpu(1)"
-    options  those of the executor's class
+    options  options of the executor's class
 
     Raises GraphError for an unknown name or device, and for whatever the executor cannot run.
     """
-    if name == "mxnet":  # each is imported when it is asked for: MXNet and the CUDA libraries take their time
+    if name == "mxnet":  # each is imported when it is first used: MXNet and the CUDA libraries take long to load
         from graph_passes.executors.mxnet import MXNetExecutor
 
         return MXNetExecutor(graph, shapes, device, **options)

@@ -23,8 +23,8 @@ Arrays = dict[str, np.ndarray]
 
 
 class Metrics(NamedTuple):
-    """Sums over images, of one process or of all: the network's loss (nats, with its label smoothing; of binary cross
-    entropy the mean over the classes), hits among the best 1 and 5, and how many images these are."""
+    """Sums over images, of one process or of all: the network's loss in nats (with label smoothing; for binary cross
+    entropy the mean over the classes), top-1 and top-5 hits, and the number of images."""
 
     loss_sum: float
     top1: float
@@ -42,19 +42,18 @@ class Box(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """What is random in a training pass. The caller draws it, from where the run stands, so that any pass can be made
-    again, on any executor.
+    """The random choices of a training pass. The caller draws them from the position in the run, so that any pass can
+    be repeated on any executor.
 
-    An image's partner is the one at the same place from the end of the batch; the middle one of an odd number has
-    itself. The loss is that of the mixed targets. Hits are counted for the label that has the larger share of the
-    image: mostly its own, but with a `cutmix` of more than half of the image its partner's; of equal shares, for the
-    label with the smaller number.
+    Image i of a batch of n is mixed with image n - 1 - i. The loss is computed with the mixed targets. Hits are counted
+    for the label with the larger share of the image: mostly its own; its partner's if `cutmix` covers more than half;
+    the label with the smaller number if the shares are equal.
 
     mixup: lambda of Zhang et al., arXiv:1710.09412, from 0.5 to 1: each image becomes lambda * itself + (1 - lambda) *
         its partner, and its target likewise.
     cutmix: the box of Yun et al., arXiv:1905.04899, of images in the size of this batch: each image has its partner's
         pixels there, and its target is a mean by area. None: no box, as with mixup, since a batch has one of the two.
-    seed: 64 bits, from which all that the network's Dropouts drop follows (`operators/dropout.py`).
+    seed: 64 bits that determine the masks of all Dropouts (`operators/dropout.py`).
     """
 
     mixup: float = 1.0
@@ -66,8 +65,8 @@ class Draws(NamedTuple):
         return self.mixup < 1 or self.cutmix is not None
 
     def own_share(self, height: int, width: int) -> float:
-        """The share of its own label in each image's target. Raises GraphError for a box that leaves images of this
-        size, and for one with mixup."""
+        """The share of an image's own label in its target. Raises GraphError for a box outside images of this size, and
+        for a box together with mixup."""
         if self.cutmix is None:
             return self.mixup
         top, left, bottom, right = self.cutmix
@@ -83,24 +82,24 @@ NO_DRAWS = Draws()
 class Executor(ABC):
     """Runs one graph on one device.
 
-    Made for one batch size; images may come in another height and width than it was made with: the network is built for
-    the new size when a batch of it is first seen, on the same parameters, or when `prepare_inference` names it.
-    Training and inference may differ in size; each keeps what it was built for last.
+    It is made for one batch size. The height and width of images may change: the network is built for a new size, on
+    the same parameters, when the first batch of that size comes or when `prepare_inference` names it. Training and
+    inference may have different sizes; each keeps the network for its latest size.
 
-    `params`, `aux` (running statistics) and `grads` (of the latest backward pass, or the sum of several; none of what
-    is `frozen`) are live arrays by variable name, in this executor's own layout; the canonical layout of a
-    convolution's weight is OHWI. On a GPU the host waits to see them: fetch them anew in every step, and only where
-    they are needed.
+    `params`, `aux` (running statistics) and `grads` (of the latest backward pass, or the sum of several; `frozen`
+    parameters have none) are live arrays by variable name, in this executor's own layout. The canonical layout of a
+    convolution's weight is OHWI. On a GPU, reading them makes the host wait: read them anew in every step, and only if
+    needed.
     """
 
     params: dict[str, Any]
     aux: dict[str, Any]
     grads: dict[str, Any]
     gpu_bus_id: str = ""
-    """PCI bus id of the GPU it runs on, such as "0000:1B:00.0", by which NVML knows it; empty where it does not say."""
+    """PCI bus id of its GPU, such as "0000:1B:00.0", by which NVML identifies it; empty if unknown."""
 
     def __init__(self, graph: Graph, shapes: Mapping[str, Sequence[int]]) -> None:
-        """`graph` is the one that is run, after all passes. Raises GraphError for shapes that no tensor has."""
+        """`graph` is the graph after all passes. Raises GraphError for impossible shapes."""
         for name, shape in shapes.items():
             if not shape or min(shape) < 1:
                 raise GraphError(f"the input '{name}' has the shape {tuple(shape)}: every dimension must be at least 1")
@@ -108,12 +107,12 @@ class Executor(ABC):
         self.frozen = roles.frozen(graph)
         self.input_shapes: dict[str, Shape] = {name: tuple(shape) for name, shape in shapes.items()}
         self._weight_layouts = weight_layouts(graph)
-        self._accepted = {name: {shape} for name, shape in self.input_shapes.items()}  # by `check_input`
+        self._accepted = {name: {shape} for name, shape in self.input_shapes.items()}  # set by `check_input`
         self._optimizer: ArrayOptimizer | None = None
 
     @property
     def trained_statistics(self) -> list[Any]:
-        """The running statistics that training changes, as `aux` has them."""
+        """The running statistics that training updates, as in `aux`."""
         return [array for name, array in self.aux.items() if name not in self.frozen]
 
     # --- parameters ---
@@ -131,7 +130,8 @@ class Executor(ABC):
         return self._weight_layouts.get(name) == "OIHW"
 
     def set_params(self, params: Mapping[str, np.ndarray], aux: Mapping[str, np.ndarray]) -> None:
-        """Copy canonical values in. Raises GraphError for a missing, unknown or wrongly shaped array; then none is set.
+        """Copy canonical values in. Raises GraphError for a missing or unknown array or a wrong shape; then nothing is
+        changed.
         """
         for kind, given, own in (("parameter", params, self.params), ("running statistic", aux, self.aux)):
             for name in sorted(own.keys() ^ given.keys()):
@@ -158,8 +158,8 @@ class Executor(ABC):
         return params, {name: self.to_canonical(name, array) for name, array in self.aux.items()}
 
     def check_input(self, name: str, shape: Sequence[int]) -> None:
-        """Raise GraphError for a batch of another shape than this executor was made for. Images may have another height
-        and width, where the network's parameters do not depend on them."""
+        """Raise GraphError if the batch has another shape than the executor's. Height and width may differ if the
+        network's parameters do not depend on them."""
         shape = tuple(shape)
         if name not in self.input_shapes:
             known = ", ".join(self.input_shapes)
@@ -177,9 +177,9 @@ class Executor(ABC):
         self._accepted[name].add(shape)
 
     def create_optimizer(self, rule: Rule, ema: bool = False, clip_norm: float = 0.0) -> Optimizer:
-        """The optimizer of all parameters that are not frozen; `ema`: with moving averages of them and of the running
-        statistics. `clip_norm`: their gradients are scaled down to this norm where all of them together have a larger
-        one (`optimizers.base.clip_factor`); 0: never."""
+        """Create the optimizer of all parameters that are not frozen. `ema`: keep moving averages of parameters and
+        running statistics. `clip_norm`: scale the gradients down to this global norm if theirs is larger
+        (`optimizers.base.clip_factor`); 0: no clipping."""
         trained, statistics = ({name: array for name, array in arrays.items() if name not in self.frozen}
                                for arrays in (self.params, self.aux))
         self._optimizer = ArrayOptimizer(rule, trained, self.grads, roles.weights(self.graph),
@@ -190,39 +190,39 @@ class Executor(ABC):
 
     @abstractmethod
     def forward_backward(self, data: Any, label: Any, accumulate: bool = False, draws: Draws = NO_DRAWS) -> None:
-        """One training pass over a batch: gradients of the mean loss in `grads` (added to what is there if
-        `accumulate`), running statistics in `aux`, metrics. Asynchronous where the device is.
+        """One training pass over a batch. Computes gradients of the mean loss in `grads` (added to the present ones if
+        `accumulate`), running statistics in `aux`, and metrics. Asynchronous on a GPU.
         """
 
     def prepare_inference(self, image_size: tuple[int, int]) -> None:
-        """Build the network for the inference of whole batches of images of this height and width, where the first of
-        them would wait for that: on a GPU that has no kernels chosen for it yet, some seconds. Raises GraphError for a
-        size that the network does not take, and where memory does not suffice."""
+        """Build the network for inference on whole batches of images of this height and width. Otherwise the first
+        batch would wait for it: some seconds on a GPU that has no kernels chosen yet. Raises GraphError if the network
+        does not take this size or memory is short."""
         images, _, _, channels = self.input_shapes["data"]
         self.check_input("data", (images, *image_size, channels))
 
     @abstractmethod
     def infer(self, data: Any, label: Any = None, num_valid: int = 0) -> None:
-        """Inference with running statistics; `request_probabilities` has the answer. With a label, the first
-        `num_valid` images count in the metrics. Asynchronous where the device is."""
+        """Inference with running statistics; `request_probabilities` returns the result. With a label, the first
+        `num_valid` images count in the metrics. Asynchronous on a GPU."""
 
     @abstractmethod
     def forward(self, data: Any, label: Any = None) -> Any:
-        """`infer`, with a label of all images. Returns class probabilities (N, classes) as an array of the device,
+        """`infer` with a label for every image. Returns class probabilities (N, classes) as an array on the device,
         which the next call may overwrite."""
 
     @abstractmethod
     def request_probabilities(self) -> Callable[[], np.ndarray]:
-        """The class probabilities (N, classes), float32, of the latest inference, without waiting: what is returned, to
-        be called once, waits for them, whatever the executor is asked for in between."""
+        """Request the class probabilities (N, classes), float32, of the latest inference without waiting. Returns a
+        function, to be called once, that waits for them; the executor may be used meanwhile."""
 
     @abstractmethod
     def read_metrics(self) -> Metrics:
-        """What has been counted since the last read, over training and inference; waits for the device."""
+        """The counts since the last read, over training and inference. Waits for the device."""
 
     def request_metrics(self) -> Callable[[], Metrics]:
-        """`read_metrics` as of now, but without waiting: what is returned, to be called once, waits for what has been
-        asked for so far, and gives the metrics of that. Here they are read at once."""
+        """Like `read_metrics`, but does not wait. Returns a function, to be called once, that waits for the work
+        requested so far and returns its metrics. This default reads them at once."""
         metrics, gradient_norm = self.read_metrics(), self._optimizer.gradient_norm if self._optimizer else None
 
         def receive() -> Metrics:
@@ -233,34 +233,34 @@ class Executor(ABC):
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait until everything asked for is done."""
+        """Wait until all requested work is done."""
 
     def close(self) -> None:
-        """Give back the device's memory now, instead of at the end of the process. The executor is not to be used any
-        more; arrays that it gave out stay."""
+        """Free the device's memory now instead of at the end of the process. The executor must not be used afterwards;
+        arrays that it has returned stay valid."""
         self.synchronize()
 
     def largest_batch(self) -> int | None:
-        """How many images a training step could have here, from the memory that this one's takes; None where memory is
-        not a device's own."""
+        """The largest batch size of a training step on this device, estimated from the memory of the present one; None
+        if the device has no memory of its own."""
         return None
 
-    # Where a device works ahead of its caller: how long it stood still for want of a batch in the step that the latest
-    # `end_step` waited for.
+    # Seconds that the GPU was idle for lack of a batch, in the step that the latest `end_step` waited for.
     idle_seconds: float | None = None
 
-    # Of the optimizer's steps before the metrics received last were asked for: those that changed no weight, since a
-    # gradient was not finite; in all, and since the last that did change some. Only the cuda executor skips steps, in
-    # float16, with LARS and with clipping; elsewhere what is not finite reaches the weights, and so the loss.
+    # Skipped optimizer steps (a gradient was not finite, so no weight changed), as of the latest metrics: in all, and
+    # since the last step that changed weights. Only the cuda executor skips steps: in float16, with LARS and with
+    # clipping. Elsewhere values that are not finite reach the weights, and so the loss.
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
 
-    # Where gradients are clipped: the norm that those of the last of these steps had before.
+    # With clipping: the gradient norm before clipping, in the last of these steps.
     gradient_norm: float | None = None
 
     def end_step(self) -> None:
-        """To be called after each optimizer step: bounds the work under way. Here it waits for all of it; where a
-        device is to be kept busy, for the step before, so that the time between two calls is still that of a step."""
+        """Call this after each optimizer step: it bounds the work in flight. This default waits for all of it.
+        Executors on a GPU wait for the step before, to keep the GPU busy; the time between two calls is still one
+        step's."""
         self.synchronize()
 
 
@@ -273,6 +273,6 @@ def parse_device(device: str) -> tuple[str, int]:
 
 
 def wrong_shape(name: str, shape: Sequence[int], expected: Sequence[int]) -> GraphError:
-    """The error for a batch that is not of the shape that an executor was made for."""
+    """The error for a batch whose shape differs from the executor's."""
     return GraphError(f"'{name}' has the shape {tuple(shape)}, but the executor was made for {tuple(expected)}: "
                       "make one for each batch size")

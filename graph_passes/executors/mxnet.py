@@ -1,7 +1,7 @@
 """The executor on stock MXNet: any CPU, and the GPUs that MXNet 1.9.1 has machine code for (up to sm_89).
 
-The fused operators are expanded to MXNet's own, on the CPU the graph is converted to NCHW (MXNet's CPU convolution
-knows no NHWC), and the Symbol is bound. Equal inputs give equal bits in every run on one machine and thread count.
+Fused operators are expanded to MXNet's own. On the CPU the graph is converted to NCHW (MXNet's CPU convolution does not
+support NHWC). Then the Symbol is bound. Equal inputs give equal bits in every run on one machine and thread count.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Array = Any  # mx.nd.NDArray; MXNet has no type stubs
 
 
 class _Bound(NamedTuple):
-    """The Symbol bound for one use and one image size. `masks`: those of its inputs that say what is dropped."""
+    """The Symbol bound for one use and one image size. `masks`: its inputs that are Dropout masks."""
 
     executor: Any
     inputs: dict[str, Array]
@@ -49,7 +49,7 @@ class MXNetExecutor(Executor):
         super().__init__(layout(graph, "NCHW") if self._context.device_type == "cpu" else graph, shapes)
         graph = self.graph
         self._loss = _loss_node(graph)
-        if self._loss:  # the Symbol ends in the scores: what is made of them needs no Symbol
+        if self._loss:  # the Symbol ends in the scores; the rest is computed without it
             graph = Graph(graph, self._loss.inputs[:1], graph.attrs)
             if LABEL in self.input_shapes:
                 self._classes = self.graph.infer_shapes(self.input_shapes)[self._loss.inputs[0]][1]
@@ -64,10 +64,11 @@ class MXNetExecutor(Executor):
         self.grads = {name: mx.nd.zeros(array.shape, ctx=self._context) for name, array in self.params.items()
                       if name not in self.frozen}
         self._symbols = {"write": training, "add": training, "null": inference}
-        # The Symbol is bound once for each use: forward(is_train) of a bound Symbol sets a flag that operators which
-        # still wait in the engine read when their turn comes. One that both trained and inferred would mix up the two.
-        self._bound: dict[str, _Bound] = {}  # by grad_req: to write gradients, to add to them, or to infer ("null")
-        self._trained: set[str] = set()  # those of them that have had a training pass
+        # The Symbol is bound once for each use. forward(is_train) of a bound Symbol sets a flag, which operators
+        # waiting in the engine read only when they run. A Symbol used for both training and inference would mix up the
+        # two.
+        self._bound: dict[str, _Bound] = {}  # by grad_req: "write" gradients, "add" to them, or infer ("null")
+        self._trained: set[str] = set()  # bound Symbols that have had a training pass
         self._bind("write", self._shapes)
         self._totals = mx.nd.zeros(4, dtype="float64", ctx=self._context)  # the fields of Metrics
         self._latest: Array = None  # probabilities of the latest inference
@@ -90,7 +91,7 @@ class MXNetExecutor(Executor):
         return self._latest
 
     def forward_all(self, data: Array) -> list[np.ndarray]:
-        """All outputs of the graph by inference, of which `forward` gives the first."""
+        """All outputs of the graph in inference; `forward` returns the first."""
         bound = self._load("null", data)
         return [output.asnumpy() for output in bound.executor.forward(is_train=False)]
 
@@ -112,8 +113,8 @@ class MXNetExecutor(Executor):
         mx.nd.waitall()
 
     def _assign(self, array: Array, value: np.ndarray) -> None:
-        # After inference oneDNN keeps convolution weights in a blocked layout of its own (training undoes it). Every
-        # MXNet operator knows that, but assigning NumPy to such an array fails, and its pointer must not be given away.
+        # After inference oneDNN keeps convolution weights in its own blocked layout (training undoes it). Every MXNet
+        # operator can read it, but assigning NumPy to such an array fails, and its pointer must not be given away.
         array[:] = mx.nd.array(value, ctx=self._context)
 
     def _load(self, grad_req: str, data: Array, draws: Draws = NO_DRAWS) -> _Bound:
@@ -125,14 +126,14 @@ class MXNetExecutor(Executor):
         for name, mask in _masks(self.graph, bound.masks, draws.seed):
             bound.inputs[name][:] = mx.nd.array(mask, ctx=self._context)
         bound.inputs["data"][:] = data if draws.mixup == 1 else _mixed(data, draws.mixup)
-        if draws.cutmix and draws.own_share(*data.shape[1:3]) < 1:  # MXNet knows no empty slices
+        if draws.cutmix and draws.own_share(*data.shape[1:3]) < 1:  # MXNet has no empty slices
             top, left, bottom, right = draws.cutmix
             bound.inputs["data"][:, top:bottom, left:right] = mx.nd.flip(data[:, top:bottom, left:right], axis=0)
         return bound
 
     def _targets(self, label: Array, share: float = 1.0) -> tuple[Array, Array]:
-        """(N, classes): what the network should answer, with label smoothing; (N,): the labels that hits are counted
-        for, as `Draws` says. `share`: of an image's own label."""
+        """Targets (N, classes) with label smoothing, and the labels (N,) for counting hits (see `Draws`). `share`:
+        share of an image's own label."""
         self.check_input(LABEL, label.shape)
         assert self._loss is not None
         label, smoothing = label.as_in_context(self._context), self._loss["smooth_alpha"]
@@ -160,7 +161,7 @@ class MXNetExecutor(Executor):
 
     @contextlib.contextmanager
     def _first_pass_quiet(self, grad_req: str) -> Iterator[None]:
-        """In its first training pass oneDNN logs a line for each average pooling over windows."""
+        """Silence oneDNN in its first training pass, where it logs a line for each average pooling over windows."""
         pools = any(node.op == "Pooling" and node["pool_type"] == "avg" and not node["global_pool"]
                     for node in self.graph)
         if not pools or grad_req in self._trained:
@@ -184,7 +185,7 @@ class MXNetExecutor(Executor):
 
 
 def _mixed(array: Array, share: float) -> Array:
-    """Each row with the one at the same place from the end."""
+    """Each row mixed with row n - 1 - i."""
     return share * array + (1 - share) * mx.nd.flip(array, axis=0)
 
 
@@ -196,8 +197,9 @@ def _context(device: str) -> Any:
 
 
 def check_recurrent(graph: Graph) -> None:
-    """MXNet 1.9.1 computes RNN by oneDNN. Told to go without, it still passes it arrays of oneDNN's, and gives any
-    numbers or ends the process; its own code for it (MXNET_USE_MKLDNN_RNN=0) has wrong gradients of several layers."""
+    """Refuse RNN without oneDNN. MXNet 1.9.1 computes RNN by oneDNN. With oneDNN switched off, it still passes RNN
+    oneDNN's arrays, and returns wrong numbers or ends the process; its own RNN code (MXNET_USE_MKLDNN_RNN=0) has wrong
+    gradients for several layers."""
     recurrent = [node.name for node in graph if node.op == "RNN"]
     if recurrent and "0" in (os.environ.get("MXNET_MKLDNN_ENABLED"), os.environ.get("MXNET_USE_MKLDNN_RNN")):
         raise GraphError(f"MXNet computes RNN '{recurrent[0]}' right with oneDNN only: unset MXNET_MKLDNN_ENABLED and "
@@ -210,7 +212,7 @@ def _infer_shapes(symbol: Any, inputs: Mapping[str, Sequence[int]]) -> tuple[dic
         if name not in symbol.list_arguments():
             raise GraphError(f"the graph has no input '{name}': give shapes for its inputs only")
     try:
-        with warnings.catch_warnings():  # it warns of what the last error below says
+        with warnings.catch_warnings():  # MXNet warns of what the error below says
             warnings.simplefilter("ignore")
             arguments, _, aux = symbol.infer_shape(**inputs)
     except mx.base.MXNetError as error:
@@ -224,13 +226,14 @@ def _infer_shapes(symbol: Any, inputs: Mapping[str, Sequence[int]]) -> tuple[dic
     )
 
 
-# What MXNet logs when it binds, and no setting turns off: MXNET_SUBGRAPH_BACKEND (common/mxnet_compat.py).
+# Messages that MXNet logs when it binds, and that no setting turns off: MXNET_SUBGRAPH_BACKEND
+# (common/mxnet_compat.py).
 _ANY_LINE = re.compile(b"")
 _DROPPING = ("DropoutImages", "DropoutElements")
 
 
 def _mask(node: Node) -> str:
-    """Name of the input that a tensor is multiplied by where `node` drops."""
+    """Name of the mask input by which a tensor is multiplied in place of the Dropout `node`."""
     return f"{node.name}_mask"
 
 
@@ -245,7 +248,7 @@ def _with_masks(graph: Graph) -> Graph:
 
 
 def _mask_shapes(graph: Graph, data: Sequence[int]) -> dict[str, Shape]:
-    """Of all masks, by their names, for data of this shape."""
+    """Shapes of all masks, by name, for data of this shape."""
     dropping = [node for node in graph if node.op in _DROPPING]
     sizes = graph.infer_shapes({"data": data}) if dropping else {}
     return {_mask(node): (sizes[Ref(node.name)][0], 1, 1, 1) if node.op == "DropoutImages" else sizes[Ref(node.name)]
@@ -253,7 +256,7 @@ def _mask_shapes(graph: Graph, data: Sequence[int]) -> dict[str, Shape]:
 
 
 def _masks(graph: Graph, shapes: Mapping[str, Shape], seed: int) -> Iterator[tuple[str, np.ndarray]]:
-    """The masks that a seed gives, by their names."""
+    """The masks of a seed, by name."""
     values = {Ref(SEED): words_of(seed)}
     for node in graph if shapes else ():
         if node.op == "DropoutFactors":
@@ -284,7 +287,7 @@ def _custom_loss(symbol: str) -> Any:
 
 
 def _loss_sum(loss: Node, scores: Array, targets: Array) -> Array:
-    """(1,): the sum over the images."""
+    """The loss (1,): the sum over the images."""
     if loss.op == "SigmoidOutput":
         targets = _above_threshold(loss, targets)
         costs = mx.nd.relu(scores) - scores * targets + mx.nd.log1p(mx.nd.exp(-mx.nd.abs(scores)))
@@ -295,7 +298,7 @@ def _loss_sum(loss: Node, scores: Array, targets: Array) -> Array:
 
 
 def _loss_gradient(loss: Node, scores: Array, targets: Array) -> Array:
-    """(N, classes): of the loss with regard to the scores."""
+    """The gradient (N, classes) of the loss with respect to the scores."""
     scale = loss["grad_scale"] / (1 if loss["normalization"] == "null" else scores.shape[0])
     if loss.op == "SigmoidOutput":
         return (mx.nd.sigmoid(scores) - _above_threshold(loss, targets)) * (scale / scores.shape[1])

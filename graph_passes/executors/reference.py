@@ -1,8 +1,8 @@
-"""The executor in NumPy: the oracle for every operator and every fused one, forward and backward. Small shapes only.
+"""The executor in NumPy: the oracle for every operator, fused or not, forward and backward. Small shapes only.
 
-It runs the graphs of `graph_passes/pipeline.py` with all that can be fused fused, one operator after the other; what
-each computes is in its description (`graph_passes/operators`). `forward` and `backward` run a network as it is given
-instead, without a graph of its backward pass: what the passes are checked against.
+It runs the fully fused graphs of `graph_passes/pipeline.py`, one operator after the other, each as its description says
+(`graph_passes/operators`). `forward` and `backward` instead run a network as given, without passes and without a graph
+of the backward pass. The passes are checked against them.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ Values = dict[Ref, Array]
 class ReferenceExecutor(Executor):
     """Runs a graph in NumPy, as the oracle for the others.
 
-    Arrays are of `dtype`: "float32" or "float64". `network_dtype` is what the passes are told: with "bfloat16" the
-    fusions that are for 16-bit types are there too, computed in `dtype` all the same.
+    Arrays are of `dtype`: "float32" or "float64". `network_dtype` is the type that the passes see: with "bfloat16" they
+    include the fusions for 16-bit types, which are still computed in `dtype`.
     """
 
     def __init__(self, graph: Graph, shapes: Mapping[str, Sequence[int]], device: str = "cpu(0)",
@@ -56,14 +56,14 @@ class ReferenceExecutor(Executor):
         self._inference: Graph | None = None
 
     def step_graph(self, data_shape: tuple[int, ...]) -> Graph:
-        """What `forward_backward` runs for data of this shape."""
+        """The graph that `forward_backward` runs for data of this shape."""
         if data_shape not in self._steps:
             shapes = self.input_shapes | {"data": data_shape}
             self._steps[data_shape] = pipeline.training_step(self.graph, shapes, self._network_dtype, fewest)
         return self._steps[data_shape]
 
     def inference_graph(self) -> Graph:
-        """What `infer` runs."""
+        """The graph that `infer` runs."""
         if self._inference is None:
             self._inference = pipeline.inference(self.graph, self._network_dtype, fewest)
         return self._inference
@@ -94,7 +94,7 @@ class ReferenceExecutor(Executor):
         if num_valid:
             last = graph[graph.outputs[0].node]
             scores, label, *bias = (values[ref] for ref in last.inputs)
-            counting = last.derive(LOSSES[last.op], last.name, last.inputs, class_weights=())  # which are for training
+            counting = last.derive(LOSSES[last.op], last.name, last.inputs, class_weights=())  # they are for training
             _, *sums = evaluate(counting, [scores[:num_valid], label[:num_valid], *bias])
             self._sums += [*(total.item() for total in sums), num_valid]
 
@@ -125,7 +125,7 @@ class ReferenceExecutor(Executor):
         return inputs
 
     def _mixed(self, inputs: Mapping[str, Array], draws: Draws) -> dict[str, Array]:
-        """Images, and targets (N, classes) in place of labels, each mixed with the one from the end of the batch."""
+        """Images, and targets (N, classes) in place of labels, each mixed with row n - 1 - i of the batch."""
         loss = self.graph[self.graph.outputs[0].node]
         classes = self.graph.infer_shapes(self.input_shapes)[loss.inputs[0]][1]
         label, data = loss.inputs[1].node, inputs["data"]
@@ -140,17 +140,17 @@ class ReferenceExecutor(Executor):
         return {"data": mixed, label: share * targets + (1 - share) * targets[::-1]}
 
     def _inference_values(self) -> dict[str, Array]:
-        """Those of the variables of `inference_graph`, but its inputs."""
+        """Values of the variables of `inference_graph`, without its inputs."""
         params = fold_bn_params(pipeline.run(pipeline.FUSED, self.graph), self.params, self.aux)
         return self.params | self.aux | params
 
 
 class QuantisedExecutor(ReferenceExecutor):
-    """Inference in INT8, to the bit: the oracle for devices, and for their users who have none.
+    """Inference in INT8, exact to the bit: the oracle for GPUs, and an executor for users without one.
 
     Args:
         graph, shapes: of the network, as for every executor.
-        scales, kept: those of `passes/quantise.py`.
+        scales, kept: as in `passes/quantise.py`.
         params: by `quantise_params`.
     """
 
@@ -171,7 +171,8 @@ class QuantisedExecutor(ReferenceExecutor):
 
 
 def run(graph: Graph, variables: Mapping[str, Array]) -> dict[str, Array]:
-    """Run a graph of the pass `gradient` or a later one, in the dtype of the variables; its outputs by name."""
+    """Run a graph of the pass `gradient` or a later pass, in the dtype of the variables. Returns its outputs by
+    name."""
     values = {Ref(name): array for name, array in variables.items()}
     for node in graph:
         if not node.is_variable:
@@ -188,7 +189,7 @@ def evaluate(node: Node, inputs: Sequence[Array]) -> Sequence[Array]:
 
 
 def forward(graph: Graph, values: Mapping[Ref, Array], training: bool) -> Values:
-    """The outputs of all nodes, from the values of all variables. `training`: with the batch's statistics."""
+    """The outputs of all nodes, from the values of all variables. `training`: use the batch's statistics."""
     values = dict(values)
     for node in graph:
         if node.is_variable:
@@ -202,11 +203,11 @@ def forward(graph: Graph, values: Mapping[Ref, Array], training: bool) -> Values
 
 def backward(graph: Graph, values: Mapping[Ref, Array], training: bool = True,
              output_gradient: Array | None = None) -> Values:
-    """Gradients of a loss with regard to all tensors, from the values that `forward` gave.
+    """Gradients of a loss with respect to all tensors, from the values that `forward` returned.
 
-    `output_gradient` is that of the graph's first output; a SoftmaxOutput, which is its own loss, needs none.
+    `output_gradient`: the gradient of the graph's first output. A SoftmaxOutput is its own loss and needs none.
     """
-    gradients: dict[Ref, Any] = defaultdict(float)  # an array of 0 would make float64 of fp32
+    gradients: dict[Ref, Any] = defaultdict(float)  # an array containing 0 would turn fp32 into float64
     output = graph.outputs[0]
     gradients[output] = np.ones_like(values[output]) if output_gradient is None else output_gradient
     for node in reversed(list(graph)):

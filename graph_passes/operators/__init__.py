@@ -1,8 +1,8 @@
-"""The operators that passes and executors know: each is described once.
+"""The operators that passes and executors know. Each is described once.
 
-Operators of networks and of training steps are described here, in the module of their family; what a fused kernel
-computes beside that kernel (`executors/cuda/kernels/`), from where it comes into the table when it is first asked for.
-Operators that are not in the table pass through every pass untouched.
+Operators of networks and of training steps are described here, in the module of their family. The operator of a fused
+kernel is described beside that kernel (`executors/cuda/kernels/`) and enters the table at its first use. Passes leave
+operators that are not in the table untouched.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ _KERNELS = "graph_passes.executors.cuda.kernels"
 
 
 class _Table(Mapping[str, Operator]):
-    """Operators by name. Those of kernels are read at the first look at one that is not described here: their files
-    import this package, with all that launches need."""
+    """Operators by name. Operators of kernels are imported at the first lookup of a name that is not described here:
+    their files import this package and everything that launches need."""
 
     def __init__(self, own: Mapping[str, Operator]) -> None:
         self._known, self._is_complete = dict(own), False
@@ -94,13 +94,14 @@ class _Table(Mapping[str, Operator]):
 _OWN = {operator.name: derived(operator) for family in _FAMILIES for operator in family.OPERATORS}
 OPERATORS: Mapping[str, Operator] = _Table(_OWN)
 
-# What a network ends in, which is its own loss, and what takes its place in a training step.
+# The last operator of a network, which is its own loss -> the operator that replaces it in a training step.
 LOSSES: Mapping[str, str] = MappingProxyType({
     operator.forward: operator.name for operator in _OWN.values() if "loss" in operator.outputs})
 
 
 def infer_node_shapes(node: NodeView, inputs: list[Shape | None]) -> tuple[Shapes, Shapes]:
-    """Complete the shapes of a node's inputs and give those of its outputs. Raises GraphError, naming the node."""
+    """Infer missing shapes of a node's inputs, and return the shapes of its outputs. Raises GraphError, naming the
+    node."""
     operator = OPERATORS.get(node.op)
     if operator is None:
         raise GraphError(f"operator {node.op} of node '{node.name}' has no shape rule in graph_passes/operators")
@@ -111,7 +112,7 @@ def infer_node_shapes(node: NodeView, inputs: list[Shape | None]) -> tuple[Shape
 
 
 def shown_name(op: str) -> str:
-    """The operator under whose name users know `op`: Convolution for ConvolutionWgrad."""
+    """The operator name that users know for `op`: Convolution for ConvolutionWgrad."""
     while op in OPERATORS and OPERATORS[op].forward:
         op = OPERATORS[op].forward
     return op

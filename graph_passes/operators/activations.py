@@ -1,10 +1,10 @@
-"""Functions of single elements: MXNet's Activation, LeakyReLU, clip, hard_sigmoid, sigmoid, tanh and softsign.
+"""Elementwise functions: MXNet's Activation, LeakyReLU, clip, hard_sigmoid, sigmoid, tanh and softsign.
 
     function_of(node)    # -> Function("leaky", 0.01): which function a node applies, whatever its spelling
 
-Gradients are computed from the data (ReLU's, in operators/elementwise.py, from the output). At a kink, such as that of
-leaky ReLU at 0, the slope is MXNet's. Sources: ELU arXiv:1511.07289, SELU arXiv:1706.02515, GELU arXiv:1606.08415 (with
-erf), PReLU arXiv:1502.01852, hard sigmoid and hard swish arXiv:1905.02244.
+Gradients are computed from the data; only ReLU's (operators/elementwise.py) is computed from the output. At a kink,
+such as leaky ReLU's at 0, the slope is MXNet's. Sources: ELU arXiv:1511.07289, SELU arXiv:1706.02515, GELU
+arXiv:1606.08415 (with erf), PReLU arXiv:1502.01852, hard sigmoid and hard swish arXiv:1905.02244.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _inside(x: Array, low: float, high: float) -> Array:
 
 
 Rule = Callable[[Array, float, float], Array]
-# Name -> the function, and its derivative; `a` and `b` are constants of the function.
+# Name -> the function and its derivative; `a` and `b` are constants of the function.
 FUNCTIONS: Mapping[str, tuple[Rule, Rule]] = {
     "relu": (lambda x, a, b: np.maximum(x, 0), lambda x, a, b: (x > 0).astype(x.dtype)),
     "sigmoid": (lambda x, a, b: sigmoid(x), lambda x, a, b: sigmoid(x) * sigmoid(-x)),
@@ -100,7 +100,7 @@ FUNCTIONS: Mapping[str, tuple[Rule, Rule]] = {
 
 
 def function_of(node: NodeView) -> Function | None:
-    """The function that a node applies to each element; None for a node that does something else."""
+    """The function that a node applies to each element; None for other nodes."""
     if node.op in ("relu", "sigmoid", "tanh", "softsign"):
         return Function(node.op)
     if node.op == "Activation":
@@ -149,7 +149,7 @@ def _compute_backward(node: NodeView, dy: Array, x: Array) -> list[Array]:
 
 
 def _compute_prelu_backward(node: NodeView, dy: Array, x: Array, gamma: Array) -> list[Array]:
-    """The slopes have one for each channel, along the second dimension."""
+    """There is one slope per channel, along the second dimension."""
     return [np.where(x > 0, dy, along_axis(gamma, 1, x.ndim) * dy), sum_over_others(np.where(x > 0, 0, x * dy), 1)]
 
 
@@ -207,7 +207,7 @@ OPERATORS = (
     _of_elements("softsign"),
     _of_elements("clip", {"a_min": Attribute(number), "a_max": Attribute(number)}),
     _of_elements("hard_sigmoid", {"alpha": Attribute(float, 0.2), "beta": Attribute(float, 0.5)}),
-    # `gamma`: PReLU's slopes, one for each channel, along the second dimension as in MXNet.
+    # `gamma`: PReLU's slopes, one per channel, along the second dimension as in MXNet.
     Operator("LeakyReLU", ("data", "gamma"), _leaky, _compute,
              {"act_type": Attribute(_leaky_kind, "leaky"), "slope": Attribute(float, 0.25)},
              optional={"gamma": lambda node: node["act_type"] != "prelu"}, gradient=_gradient,

@@ -1,7 +1,7 @@
-"""Products and sums of two tensors, with broadcasting as NumPy has it; with a number; and means over dimensions.
+"""Products and sums of two tensors, with NumPy's broadcasting, or of a tensor and a number; and means over dimensions.
 
 Squeeze-and-excitation (arXiv:1709.01507) is a mean over the pixels and a broadcast_mul with one factor for each image
-and channel; SiLU an elemwise_mul with the sigmoid; hard swish of arXiv:1905.02244 `x * clip(x + 3, 0, 6) / 6`.
+and channel. SiLU is an elemwise_mul with the sigmoid. Hard swish (arXiv:1905.02244) is `x * clip(x + 3, 0, 6) / 6`.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ def _mean(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
 
 
 def mean_axes(node: NodeView, ndim: int) -> tuple[int, ...]:
-    """The dimensions over which a mean is taken, from 0. Raises GraphError for one that the data does not have."""
+    """The dimensions of a mean, counted from 0. Raises GraphError for one that the data does not have."""
     axes = node["axis"] or tuple(range(ndim))
     if node["exclude"] or not all(-ndim <= axis < ndim for axis in axes):
         raise GraphError(f"{node.op} '{node.name}' has axis={node['axis']}, exclude={node['exclude']}: give dimensions "
-                         f"of its data, of which there are {ndim}, without exclude")
+                         f"of its data, which has {ndim}, without exclude")
     return tuple(sorted(axis % ndim for axis in axes))
 
 
@@ -74,7 +74,7 @@ def _mean_backward(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, 
 
 
 def summed_to(x: Array, shape: Shape) -> Array:
-    """The gradient of a tensor of this shape that was broadcast to that of x."""
+    """The gradient of a tensor of this shape that was broadcast to the shape of x."""
     x = x.sum(axis=tuple(range(x.ndim - len(shape))))
     return x.sum(axis=tuple(axis for axis, size in enumerate(shape) if size != x.shape[axis]), keepdims=True)
 
@@ -104,7 +104,7 @@ def _product_gradient(node: NodeView, dy: Ref, shapes: Mapping[Ref, Shape]) -> G
 
 
 def _sum_gradient(node: NodeView, dy: Ref, shapes: Mapping[Ref, Shape]) -> Gradient:
-    """Where a summand was broadcast, the sum over what it was broadcast to."""
+    """The gradient of a summand; if it was broadcast, summed over the broadcast dimensions."""
     nodes, gradients = [], {}
     for role, ref in zip(("lhs", "rhs"), node.inputs, strict=True):
         gradients[role] = dy
@@ -140,7 +140,7 @@ def _of_two(name: str, compute: Callable[[Array, Array], Array], is_product: boo
 
 
 def _with_scalar(name: str, compute: Callable[[Array, float], Array], slope: Callable[[float], float]) -> Operator:
-    """`slope`: the derivative, the same everywhere."""
+    """`slope`: the derivative, which is constant."""
     def gradient(node: NodeView, dy: Ref, shapes: Mapping[Ref, Shape]) -> Gradient:
         if slope(node["scalar"]) == 1:
             return Gradient([], {"data": dy})
@@ -164,7 +164,7 @@ OPERATORS = (
     _with_scalar("_div_scalar", lambda x, a: x / a, lambda a: 1 / a),
     Operator("ProductBackward", ("out_grad", "lhs", "rhs"), _product_backward, _product_gradients, {},
              ("lhs_grad", "rhs_grad"), forward="elemwise_mul"),
-    # The sum over the dimensions to which a tensor of `shape` was broadcast.
+    # The sum over the dimensions along which a tensor of `shape` was broadcast.
     Operator("SumTo", ("out_grad",), _sum_to, lambda node, dy: [summed_to(dy, node["shape"])],
              {"shape": Attribute(integers)}, ("data_grad",), forward="broadcast_add"),
     Operator("mean", ("data",), _mean, _compute_mean, MEAN, gradient=_mean_gradient,

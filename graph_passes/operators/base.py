@@ -1,7 +1,7 @@
-"""What describes an operator, and what the descriptions of all families share.
+"""The description of an operator, and helpers that the descriptions of all families share.
 
-An `Operator` says everything about one operator in one place: inputs, outputs, attributes, shapes, gradient, and what
-it computes, in NumPy. Each module of this package has one family of them; `operators/__init__.py` is the table of all.
+An `Operator` describes one operator completely: inputs, outputs, attributes, shapes, gradient, and its computation in
+NumPy. Each module of this package has one family of operators; `operators/__init__.py` is the table of all.
 
 Names, attributes and defaults of MXNet's operators are MXNet's (`help(mx.sym.Convolution)`).
 """
@@ -31,7 +31,7 @@ class Ref(NamedTuple):
 
 
 class NodeView(Protocol):
-    """What an operator's functions see of a node of the graph (`graph.Node`)."""
+    """The view of a graph's node (`graph.Node`) that an operator's functions get."""
 
     @property
     def op(self) -> str: ...
@@ -48,7 +48,7 @@ class NodeView(Protocol):
 
 
 class Gradient(NamedTuple):
-    """The backward pass of one node: the nodes that it adds, and the gradients of its inputs by their names."""
+    """The backward pass of one node: the nodes that it adds, and the gradients of its inputs by name."""
 
     nodes: Sequence[Any]
     of_inputs: Mapping[str, Ref]
@@ -61,26 +61,26 @@ NumpyGradient = Callable[[Any, Sequence[Array], Sequence[Array], Array, bool], "
 
 
 class Attribute(NamedTuple):
-    """How an attribute is read (from text or a value) and what holds where a node does not give it."""
+    """How an attribute is parsed (from text or a value), and its default."""
 
     read: Callable[[Any], Any]
     default: Any = REQUIRED
 
 
 def by_body(node: Any, *given: Any) -> Any:
-    """In place of `infer` and `compute`: they follow from the body."""
+    """A marker in place of `infer` and `compute`: they follow from the body."""
     raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Operator:
-    """All about one operator.
+    """The description of one operator.
 
-    `infer` completes the input shapes (None: unknown) and gives the output shapes. `compute` gives the outputs, in the
-    dtype of the inputs. `gradient` writes the backward pass into the graph, `numpy_gradient` computes it, for the
-    oracle that has no such graph: (node, inputs, outputs, gradient of the first output, training) -> gradients of the
-    inputs, None for those that have none. `body` says in primitives what is computed (`body.py`); what has none is a
-    primitive. An operator with a body need not say `infer` and `compute`.
+    `infer` completes the input shapes (None: unknown) and returns the output shapes. `compute` returns the outputs, in
+    the dtype of the inputs. `gradient` writes the backward pass into the graph. `numpy_gradient` computes it for the
+    oracle, which has no such graph: (node, inputs, outputs, gradient of the first output, training) -> gradients of the
+    inputs, or None. `body` expresses the operator in primitives (`body.py`); an operator without a body is a primitive.
+    An operator with a body does not need `infer` and `compute`.
     """
 
     name: str
@@ -89,32 +89,32 @@ class Operator:
     compute: Compute = by_body
     attrs: Mapping[str, Attribute] = field(default_factory=dict)
     outputs: tuple[str, ...] = ("output",)
-    # Input or output -> an attribute, or a function of the node: left out where it is true.
+    # Input or output -> an attribute, or a function of the node: it is absent if that is true.
     optional: Mapping[str, str | Callable[[Any], bool]] = field(default_factory=dict)
     aux: tuple[str, ...] = ()  # inputs that the operator updates in training
-    # Outputs that may take the place of an input, the preferred one first: element i of the output depends on that
-    # input only through its element i and through sums that are complete before the first element is written.
+    # Outputs that may overwrite an input, the preferred input first: element i of the output depends on that input only
+    # through its element i and through sums that are complete before the first element is written.
     in_place: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     gradient: GradientRule | None = None
     numpy_gradient: NumpyGradient | None = None
-    # The operator that takes its place in a training step: it also leaves what the gradient needs.
+    # The operator that replaces it in a training step: it also outputs the tensors that the gradient needs.
     training: Callable[[Any], str] | None = None
-    fused: bool = False  # one of ours, in place of several: shown in another colour
+    fused: bool = False  # a fused operator of ours: shown in another colour
     body: Callable[[Any], Sequence[Any]] | None = None
-    # The operator, for all devices or of plainer a kernel, that computes the same from the same inputs.
+    # An operator that computes the same from the same inputs, with a plainer kernel or one for all devices.
     form_of: str = ""
-    repeatable: bool = False  # as a fusion it is taken in runs in which no clock may decide
-    forward: str = ""  # the operator under whose name users know this one: Convolution for ConvolutionWgrad
+    repeatable: bool = False  # deterministic runs, in which no clock may decide, use this fusion
+    forward: str = ""  # the operator name that users know: Convolution for ConvolutionWgrad
 
     def default(self, attribute: str) -> Any:
         return self.attrs[attribute].default
 
     def parse(self, name: str, attrs: Mapping[str, Any]) -> dict[str, Any]:
-        """Attributes as values; GraphError names the node for one that is missing or makes no sense."""
+        """Attributes as values. Raises GraphError, naming the node, for a missing or invalid attribute."""
         values: dict[str, Any] = {}
         for key, value in attrs.items():
             if key not in self.attrs:
-                values[key] = value  # hints such as `workspace` and `__ctx_group__`: kept, never read
+                values[key] = value  # hints such as `workspace` and `__ctx_group__`: kept but never read
                 continue
             try:
                 values[key] = self.attrs[key].read(value)
@@ -143,7 +143,7 @@ class Operator:
         return bool(node[absent] if isinstance(absent, str) else absent(node))
 
     def aux_inputs(self, node: NodeView) -> tuple[Ref, ...]:
-        """What this node reads as running statistics."""
+        """The inputs of this node that are running statistics."""
         if not self.aux:
             return ()
         return tuple(ref for name, ref in zip(self.inputs, node.inputs, strict=False) if name in self.aux)
@@ -168,7 +168,7 @@ def numbers(value: Any) -> tuple[float, ...]:
 
 
 def number(value: Any) -> int | float:
-    """An integer stays one, so that it is written as it was read."""
+    """Parse a number. An integer stays an integer, so that it is written as it was read."""
     return int(value) if str(value).lstrip("-").isdecimal() else float(value)
 
 
@@ -183,8 +183,10 @@ def one_of(*values: str) -> Callable[[Any], str]:
 
 FALSE, TRUE = Attribute(boolean, False), Attribute(boolean, True)
 OPTIONAL_SIZES = Attribute(integers, ())
-DATA_SHAPE = {"data_shape": Attribute(integers)}  # of the forward operator's data: the gradient's shape does not tell
-# Two gradients of one tensor: `out_grad_2` is added to `out_grad` while it is read, unless there is a `single_grad`.
+DATA_SHAPE = {"data_shape": Attribute(integers)}  # of the forward operator, not determined by the gradient's shape
+# A tensor may have two gradients: `out_grad_2` is added to `out_grad` while it is read, unless `single_grad` is set.
+# With a `grad_stride` the second gradient is compact (passes/compact_grad.py): of NHWC images it has only the pixels
+# whose row and column are multiples of that stride, and is 0 elsewhere.
 SINGLE_GRAD = {"single_grad": TRUE}
 SECOND_GRAD = {"out_grad_2": "single_grad"}
 # With a `grad_stride` the second is compact (passes/compact_grad.py): of images in NHWC it has the pixels whose row and
@@ -196,7 +198,7 @@ GRAD_STRIDE = {"grad_stride": OPTIONAL_SIZES}
 
 
 def known(node: NodeView, shapes: Sequence[Shape | None], index: int = 0) -> Shape:
-    """The shape of an input. Raises GraphError where it is not known."""
+    """The shape of an input. Raises GraphError if it is not known."""
     shape = shapes[index]
     if shape is None:
         source = node.inputs[index].node
@@ -217,7 +219,7 @@ def channel_axis(layout: str) -> int:
 
 
 def compact_shape(data: Shape, stride: Sequence[int]) -> Shape:
-    """Of the pixels whose row and column are multiples of the stride."""
+    """The shape with only the pixels whose row and column are multiples of the stride."""
     images, *size, channels = data
     kept = (-(-pixels // step) for pixels, step in zip(size, stride, strict=True))
     return (images, *kept, channels)
@@ -227,7 +229,7 @@ def compact_shape(data: Shape, stride: Sequence[int]) -> Shape:
 
 
 def with_all_pixels(node: NodeView, compact: Array, shape: Shape) -> Array:
-    """A gradient that is compact if there is a `grad_stride`."""
+    """The gradient with all pixels; with a `grad_stride` it is compact."""
     if not node["grad_stride"]:
         return compact
     rows, columns = node["grad_stride"]
@@ -247,19 +249,20 @@ def sum_over_others(x: Array, axis: int) -> Array:
 
 
 def channel_sums(x: Array, axis: int) -> Array:
-    """(2, C): sum and sum of squares over all dimensions but `axis`. In float64, as a variance is their difference."""
+    """(2, C): sum and sum of squares over all dimensions but `axis`. In float64, because a variance is their
+    difference."""
     x = x.astype(np.float64)
     return np.stack([sum_over_others(x, axis), sum_over_others(x * x, axis)])
 
 
 def sums_about_mean(x: Array, axis: int) -> Array:
-    """(3, C): the sums of x - mean, which is 0, and of its square over all dimensions but `axis`, and the mean. A
-    variance made of these loses no digits where the mean is far above the deviation."""
+    """(3, C): over all dimensions but `axis`, the sum of x - mean (which is 0), the sum of its square, and the mean. A
+    variance computed from these loses no digits if the mean is far above the deviation."""
     x = np.moveaxis(x, axis, -1).astype(np.float64)
     mean = x.mean(axis=tuple(range(x.ndim - 1)))
     return np.stack([np.zeros_like(mean), ((x - mean) ** 2).sum(axis=tuple(range(x.ndim - 1))), mean])
 
 
 def along_axis(channels: Array, axis: int, ndim: int) -> Array:
-    """(C,) in a shape that broadcasts along the axis of a tensor with `ndim` dimensions."""
+    """(C,) reshaped to broadcast along the axis of a tensor with `ndim` dimensions."""
     return channels.reshape(-1, *(1,) * (ndim - 1 - axis % ndim))

@@ -1,17 +1,18 @@
-"""BatchNorm (Ioffe and Szegedy, arXiv:1502.03167), alone, with ReLU, or with a sum and ReLU; and their gradients.
+"""BatchNorm (Ioffe and Szegedy, arXiv:1502.03167), alone, with ReLU, or with addition and ReLU; and the gradients.
 
-The fused ones are ours, under the names that NVIDIA's MXNet gave them. All have three outputs: the result, and the
-mean and (biased) variance with which the data was normalised, as MXNet's own has. In an inference graph these are the
-running ones; the variants of a training step take the batch's and keep what the gradient needs besides the data:
+The fused operators are ours, with the names of NVIDIA's MXNet. Like MXNet's BatchNorm, all have three outputs: the
+result, and the mean and (biased) variance with which the data was normalised. In an inference graph these are the
+running statistics. The variants of a training step use the batch's statistics and keep what the gradient needs besides
+the data:
 
-- `saved` (2, C), fp32: mean and 1 / sqrt(var + eps). Next to nothing.
-- BatchNorm reads its own data again (2 bytes per element in 16 bits). The ReLU after it keeps nothing: whether its
-  input was positive is computed again from data, gamma, beta and `saved`, which are read anyway.
-- `mask` of BatchNorm + add + ReLU: one bit (1/8 byte), eight channels to a byte, the lowest bit first. To compute it
-  again the addend would have to be kept and read (2 bytes); reading the output instead costs 2 bytes as well.
+- `saved` (2, C), fp32: mean and 1 / sqrt(var + eps). Its size is negligible.
+- BatchNorm reads its own data again (2 bytes per element in 16 bits). The ReLU after it keeps nothing: the sign of its
+  input is recomputed from data, gamma, beta and `saved`, which are read anyway.
+- `mask` of BatchNorm + add + ReLU: one bit (1/8 byte), eight channels per byte, the lowest bit first. To recompute it,
+  the addend would have to be kept and read (2 bytes); reading the output instead costs 2 bytes as well.
 
-Where images are dropped (`operators/dropout.py`) BatchNorm + add + ReLU multiplies by `factors` before it adds. The
-gradient of BatchNorm is multiplied then, that of the addend is not.
+With stochastic depth (`operators/dropout.py`), BatchNorm + add + ReLU multiplies by `factors` before it adds. The
+gradient of BatchNorm is then multiplied by them, the addend's gradient is not.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Statistics(NamedTuple):
 
 
 def channels_of(node: NodeView, data: Shape) -> Shape:
-    """(C,), of the data's shape. Raises GraphError for an axis that it does not have."""
+    """(C,), from the data's shape. Raises GraphError for an axis that the data does not have."""
     if not -len(data) <= node["axis"] < len(data):
         raise GraphError(f"{node.op} '{node.name}' has axis={node['axis']}, but its input has the shape {data}")
     return (data[node["axis"]],)
@@ -108,7 +109,7 @@ def running_statistics(node: NodeView, running: Statistics, batch: Statistics) -
 
 
 def to_saved(node: NodeView, statistics: Statistics) -> Array:
-    """What the gradient needs of them."""
+    """The part of the statistics that the gradient needs."""
     return np.stack([statistics.mean, 1 / np.sqrt(statistics.var + node["eps"])])
 
 
@@ -125,14 +126,14 @@ def scaled(node: NodeView, x: Array, gamma: Array, beta: Array, saved: Array) ->
 
 
 def gradient_sums(node: NodeView, dz: Array, x: Array, saved: Array) -> tuple[Array, Array]:
-    """The two sums that the gradient of x needs: the gradients of gamma and beta, but for a fixed gamma."""
+    """The two sums that the gradient of x needs: the gradients of gamma (unless fixed) and beta."""
     axis = node["axis"]
     return sum_over_others(dz * normalised(node, x, saved), axis), sum_over_others(dz, axis)
 
 
 def data_gradient(node: NodeView, dz: Array, x: Array, gamma: Array, saved: Array, sums: tuple[Array, Array],
                   from_batch: bool = True) -> Array:
-    """The gradient of x. `from_batch`: its statistics are those of x and have gradients of their own."""
+    """The gradient of x. `from_batch`: the statistics are computed from x and have gradients of their own."""
     axis, (dgamma, dbeta) = node["axis"], sums
     if from_batch:
         terms = along_axis(dbeta, axis, x.ndim) + normalised(node, x, saved) * along_axis(dgamma, axis, x.ndim)
@@ -142,12 +143,12 @@ def data_gradient(node: NodeView, dz: Array, x: Array, gamma: Array, saved: Arra
 
 
 def positive_bits(y: Array) -> Array:
-    """`mask` of an output."""
+    """The `mask` of an output."""
     return np.packbits(y > 0, axis=-1, bitorder="little")
 
 
 def masked(dz: Array, mask: Array) -> Array:
-    """The gradient where the bits of `mask` let it through."""
+    """The gradient where the bits of `mask` are set, and 0 elsewhere."""
     return relu_backward(dz, np.unpackbits(mask, axis=-1, count=dz.shape[-1], bitorder="little"))
 
 
@@ -246,7 +247,7 @@ def _forward(name: str, inputs: tuple[str, ...], over: tuple[str, ...]) -> Opera
 
 
 def _body(b: Body) -> list[Any]:
-    """With a sum or ReLU as the node has it, before it is split."""
+    """The body before the split into halves, with the addition or ReLU that the node has."""
     y, *others = b.batch_norm()
     y = b.add(b.dropped(y), b["addend"]) if b.has("addend") else y
     return [y if b.node.op == "BatchNorm" else b.relu(y), *others]
@@ -274,7 +275,7 @@ OPERATORS = (
     _train("BatchNormAddReluTrain", (*_INPUTS, "addend", "factors"), (*_KEPT, "mask"), ("addend", "data")),
     _back("BatchNormBackward", (), _GRADIENTS, _OVER),
     _back("BatchNormReluBackward", ("beta",), _GRADIENTS, _OVER),
-    # addend_grad is written by the reduction, while data is still read: it may replace gradients only.
+    # addend_grad is written by the reduction while data is still read, so it may overwrite gradients only.
     _back("BatchNormAddReluBackward", ("mask", "factors"), (*_GRADIENTS, "addend_grad"),
           {"addend_grad": ("out_grad", "out_grad_2"), "data_grad": ("data",)}),
 )

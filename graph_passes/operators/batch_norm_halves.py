@@ -1,13 +1,13 @@
-"""The two halves that a BatchNorm of a training step is made of, forward and backward: sums over the batch, and what
-is done to each element with them. The pass `split_norm` writes them in its place; what is fused with other operators is
-one half.
+"""The two halves of a BatchNorm in a training step, forward and backward: sums over the batch, and an elementwise
+operation with these sums. The pass `split_norm` replaces a BatchNorm by its halves; a fusion with other operators
+includes one half.
 
-`sums`, fp32, are of the data, over the batch: (2, C) its sum and its sum of squares, of which a variance loses digits
-where the mean is far above the deviation; or (3, C) those of the data less its mean, the first of which is 0, and the
-mean. The first is what cuDNN makes beside a convolution, the second what our own kernels make. The sums of the backward
-pass are the gradients of gamma and beta. `masked_grad` is the gradient of what ReLU reads: the sum of the output's
-gradients where ReLU let it through. It is kept where an addend wants it, or where to compute it again would cost more
-than one read. Where images are dropped, both halves of the backward pass multiply it by `factors` as they read it.
+`sums` (fp32) are sums of the data over the batch, in one of two forms. (2, C): sum and sum of squares, as cuDNN
+computes them beside a convolution; a variance computed from them loses digits if the mean is far above the deviation.
+(3, C): sum of x - mean (which is 0), sum of (x - mean)^2, and the mean, as our own kernels compute them. The sums of
+the backward pass are the gradients of gamma and beta. `masked_grad` is the gradient of ReLU's input: the sum of the
+output's gradients where ReLU let it through. It is kept if an addend needs it, or if recomputing it would cost more
+than one read. With stochastic depth, both halves of the backward pass multiply it by `factors` as they read it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _statistics(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Sha
 
 
 def sums_shape(shape: Shape | None, channels: Shape) -> Shape:
-    """That of a BatchNorm's sums: the one given, if it is one of the two."""
+    """The shape of a BatchNorm's sums: the given one, if it is one of the two forms."""
     return shape if shape == (3, *channels) else (2, *channels)
 
 
@@ -81,7 +81,7 @@ def _compute_group_statistics(node: NodeView, x: Array, sums: Array) -> list[Arr
 
 
 def apply_body(b: Body, relu: bool) -> list[Any]:
-    """The outputs of a BatchNorm's half, with the addend that the node has."""
+    """The outputs of a BatchNorm's half, with the node's addend."""
     statistics = b.statistics()
     z = b.dropped(b.normalised(statistics[0]))
     z = b.add(z, b["addend"]) if b.has("addend") else z
@@ -98,8 +98,7 @@ def _reduce_body(b: Body) -> list[Any]:
 
 
 def backward_apply_body(b: Body) -> list[Any]:
-    """The gradient of a BatchNorm's data, through its ReLU where the node starts before that; then the sum with the
-    addend that it has."""
+    """The gradient of a BatchNorm's data, through its ReLU if the node includes it, plus the node's addend."""
     dx = b.norm_grad(b.through_relu(b["out_grad"]) if b.has("beta") else b.dropped(b["masked_grad"]))
     return [b.add(dx, b["addend"]) if b.has("addend") else dx]
 
@@ -135,15 +134,15 @@ OPERATORS = (
     _reduce("BatchNormBackwardReduce", ()),
     _reduce("BatchNormReluBackwardReduce", ("beta",)),
     _reduce("BatchNormAddReluBackwardReduce", ("mask", "factors")),
-    # Of all three, from `masked_grad`; of a BatchNorm alone also from the gradient of its output.
+    # For all three, from `masked_grad`; for a BatchNorm alone also from the gradient of its output.
     Operator("BatchNormBackwardApply", ("masked_grad", "data", "gamma", "saved", *_SUMS, "factors"),
              attrs=ATTRIBUTES | dropping(["factors"]), outputs=("data_grad",), optional=FACTORS,
              in_place={"data_grad": ("masked_grad",)}, body=backward_apply_body, forward="BatchNorm"),
     Operator("BatchNormReluBackwardApply", ("out_grad", "data", "gamma", "saved", "beta", *_SUMS), attrs=ATTRIBUTES,
              outputs=("data_grad",), in_place={"data_grad": ("out_grad",)}, body=backward_apply_body,
              forward="BatchNormRelu"),
-    # Sums over one GPU's batch -> those of all GPUs that share BatchNorm's statistics, for as many rows as one GPU has;
-    # and the sums of the backward pass -> their means over these GPUs. In NumPy the group is of one.
+    # Sums over one GPU's batch -> sums over all GPUs that share BatchNorm's statistics, scaled to one GPU's number of
+    # rows; and sums of the backward pass -> their means over these GPUs. In NumPy the group has one member.
     Operator("GroupStatistics", ("data", "sums"), _group_statistics, _compute_group_statistics, ATTRIBUTES,
              ("sums",), forward="BatchNorm"),
     Operator("GroupMean", _ARRAYS, _same, lambda node, *sums: list(sums), {"at_most_2": TRUE}, _ARRAYS,

@@ -1,4 +1,4 @@
-"""Convolution and its gradients; what cuDNN computes with it: BatchNorm's sums; bias, sum and ReLU."""
+"""Convolution and its gradients, and cuDNN's fusions with it: BatchNorm's sums; bias, addition and ReLU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from graph_passes.operators.windows import LAYOUT, Places, as_layout, nhwc, outp
 
 
 def convolution_shapes(node: NodeView, data: Shape) -> tuple[Shape, Shape]:
-    """Shapes of weight and output, from that of the data."""
+    """Shapes of weight and output, from the data's shape."""
     image_batch(node, data)
     layout, filters, groups = node["layout"], node["num_filter"], node["num_group"]
     channels, kernel = data[channel_axis(layout)], window(node).kernel
@@ -61,7 +61,7 @@ def _with_statistics(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes
 
 
 def stem_pooled_shape(shape: Shape) -> Shape:
-    """Of `stem_pooled`."""
+    """The output shape of `stem_pooled`."""
     images, height, width, channels = shape
     return images, (height + 1) // 2, (width + 1) // 2, channels
 
@@ -126,7 +126,7 @@ def _compute_with_statistics(node: NodeView, x: Array, weight: Array) -> tuple[A
 
 
 def stem_pooled(y: Array, least: float) -> Array:
-    """Maxima over 3x3 with stride 2 and padding 1, in NHWC; nothing in y is smaller than `least`."""
+    """Maxima of 3x3 windows with stride 2 and padding 1, in NHWC; no element of y is smaller than `least`."""
     padded = np.pad(y, ((0, 0), (1, 1), (1, 1), (0, 0)), constant_values=least)
     rows = [padded[:, i:i + y.shape[1]:2] for i in range(3)]
     maxima: Array = np.max([row[:, :, j:j + y.shape[2]:2] for row in rows for j in range(3)], axis=0)
@@ -144,8 +144,8 @@ def _numpy_gradient(node: NodeView, inputs: Sequence[Array], outputs: Sequence[A
 
 
 def weighted_gradient(node: NodeView, dy: Ref, shapes: Mapping[Ref, Shape]) -> Gradient:
-    """Of a Convolution or a FullyConnected. The weight's gradient comes before the data's: the data of the forward pass
-    is free then, and the bucket is full earlier."""
+    """The backward pass of a Convolution or FullyConnected. The weight's gradient comes before the data's: the data of
+    the forward pass is then free, and the bucket is full earlier."""
     data, weight, *bias = node.inputs
     wgrad = node.derive(f"{node.op}Wgrad", f"{node.name}_wgrad", (dy, data))
     dgrad = node.derive(f"{node.op}Dgrad", f"{node.name}_dgrad", (dy, weight), data_shape=shapes[data])
@@ -161,8 +161,8 @@ def weighted_gradient(node: NodeView, dy: Ref, shapes: Mapping[Ref, Shape]) -> G
 
 
 def convolution_body(b: Body, relu: bool) -> list[Any]:
-    """With the bias and the addend that the node has."""
-    return [b.ended(b.conv(b["data"], b["weight"]), relu)]
+    """The body of a convolution with the node's bias and addend."""
+    return [b.epilogue(b.conv(b["data"], b["weight"]), relu)]
 
 
 CONVOLUTION = {
@@ -205,7 +205,7 @@ OPERATORS = (
         forward="Convolution",
         body=lambda b: [b.dgrad(b["out_grad"], b["weight"])],
     ),
-    # Of a Convolution or a FullyConnected: the sum of dy over all dimensions but `axis`.
+    # For a Convolution or FullyConnected: the sum of dy over all dimensions but `axis`.
     Operator(
         "BiasGrad",
         ("out_grad",),
@@ -214,7 +214,7 @@ OPERATORS = (
         {"axis": Attribute(int)},
         ("bias_grad",),
     ),
-    # The sums are those of cuDNN's genstats, of x and x * x.
+    # The sums of cuDNN's genstats: of x and of x * x.
     Operator(
         "ConvolutionStatistics",
         ("data", "weight"),

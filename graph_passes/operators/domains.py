@@ -1,6 +1,6 @@
-"""What else a body can be run over: arrays, which is what its operator computes in NumPy, and shapes.
+"""Two further interpretations of a body: over arrays (the operator's NumPy implementation), and over shapes.
 
-An operator that is described by its body alone gets `compute` and `infer` from here (`derived`).
+An operator that has only a body gets its `compute` and `infer` from here (`derived`).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _SUMS = ("gamma_grad", "beta_grad")
 
 
 def derived(operator: Operator) -> Operator:
-    """The operator with what it computes, and its shapes, from its body, where it does not say these itself."""
+    """The operator with `compute` and `infer` from its body, unless it has its own."""
     if operator.compute is not by_body:
         return operator
     return dataclasses.replace(operator, compute=partial(_compute, operator), infer=partial(_infer, operator))
@@ -77,18 +77,18 @@ def _infer(operator: Operator, node: NodeView, shapes: list[Shape | None]) -> tu
 
 
 def _changed(node: NodeView, **changes: Any) -> NodeView:
-    """The node with other attributes, as a convolution of its own."""
+    """The node with other attributes, as a convolution."""
     view: NodeView = node.replace(attrs={**node.attrs, **changes})
     return view
 
 
 def _channel_axis(node: NodeView) -> int:
-    """Of what a convolution of the node makes."""
+    """The channel axis of the output of the node's convolution."""
     return channel_axis(node["layout"])
 
 
 class _Arrays(Body):
-    """Primitives of NumPy arrays."""
+    """Primitives on NumPy arrays."""
 
     def relu(self, x: Array) -> Array:
         return relu(x)
@@ -159,25 +159,25 @@ class _Arrays(Body):
 
 @dataclass
 class _Tensor:
-    """What is known of a tensor's shape: that of an input may be found by who reads it."""
+    """The known shape of a tensor. An input's shape may be found later, by a primitive that reads it."""
 
     shape: Shape | None
-    input: str = ""  # the name of the node that gives it, of an input
+    input: str = ""  # name of the node that produces the input
 
 
 def _known(node: NodeView, tensor: _Tensor) -> Shape:
-    """Raises GraphError where the shape is not known."""
+    """The tensor's shape. Raises GraphError if it is not known."""
     if tensor.shape is None:
         raise GraphError(f"the shape of '{tensor.input}', read by {node.op} '{node.name}', is not known: give it")
     return tensor.shape
 
 
 class _Sizes(Body):
-    """Primitives of shapes. What a primitive asks of an input's shape becomes that shape; whoever wanted to know shapes
-    compares it with the one there is."""
+    """Primitives on shapes. A primitive's requirement becomes the shape of an input with unknown shape; the caller
+    compares it with the known shapes."""
 
     def _known(self, *tensors: _Tensor) -> Shape:
-        """Of tensors of one shape: that of the first that is known."""
+        """The shape of tensors with equal shapes: the first one that is known."""
         found = next((each for each in tensors if each.shape is not None), tensors[0])
         shape = _known(self.node, found)
         for each in tensors:
@@ -185,7 +185,7 @@ class _Sizes(Body):
         return shape
 
     def _is(self, tensor: _Tensor, shape: Shape) -> None:
-        """Raises GraphError where it has another one."""
+        """Set the shape of an input, or check that of another tensor. Raises GraphError if it differs."""
         if tensor.input:
             tensor.shape = shape
         elif tensor.shape != shape:
@@ -193,7 +193,7 @@ class _Sizes(Body):
                              f"needs {shape}: give inputs that agree")
 
     def _of_norm(self, data: _Tensor, *channels: _Tensor, saved: _Tensor | None = None) -> Shape:
-        """(C,) of a BatchNorm's data."""
+        """(C,) for the data of a BatchNorm."""
         found = channels_of(self.node, self._known(data))
         for each in channels:
             self._is(each, found)

@@ -1,13 +1,13 @@
-"""Dropout (Srivastava et al., JMLR 15, 2014), of single elements or, as stochastic depth (Huang et al.,
-arXiv:1603.09382), of whole images: a part `p` becomes 0, and the rest is divided by 1 - p, so that means stay.
+"""Dropout (Srivastava et al., JMLR 15, 2014) of single elements, or as stochastic depth (Huang et al.,
+arXiv:1603.09382) of whole images: a fraction `p` becomes 0, and the rest is divided by 1 - p, so that means stay.
 
-MXNet's `Dropout` says so in a network. In a training step the pass `draw_masks` has put others in its place, which take
-their random bits from a variable, the seed, (2,) words of 32 bits, the lower one first: the same on every executor.
-In inference nothing is dropped.
+A network has MXNet's `Dropout`. In a training step the pass `draw_masks` has replaced it by operators that take their
+random bits from a variable, the seed: (2,) words of 32 bits, the lower one first. So the bits are the same on every
+executor. In inference nothing is dropped.
 
-The bits are those of Philox4x32-10 (Salmon et al., 'Parallel random numbers: as easy as 1, 2, 3', SC'11): the first
-word for the counter (element, number of the Dropout, 0, 0) and the key `seed`. An element is kept where that word is at
-least p * 2^32.
+The bits come from Philox4x32-10 (Salmon et al., 'Parallel random numbers: as easy as 1, 2, 3', SC'11): the first word
+for the counter (element, number of the Dropout, 0, 0) and the key `seed`. An element is kept if that word is at least p
+* 2^32.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from graph_passes.operators.base import (
 )
 from graph_passes.operators.elementwise import elementwise
 
-SEED = "dropout_seed"  # the variable
-PER_IMAGE, PER_BATCH = (1, 2, 3), (0, 1, 2, 3)  # axes along which a mask of MXNet's Dropout is the same
+SEED = "dropout_seed"  # name of the variable
+PER_IMAGE, PER_BATCH = (1, 2, 3), (0, 1, 2, 3)  # axes along which the mask of MXNet's Dropout is constant
 
 # --- random bits ---
 
@@ -48,7 +48,7 @@ _HALF = np.uint64(32)
 
 
 def philox(counter: Sequence[Array], key: Iterable[int]) -> list[Array]:
-    """Philox4x32-10: four arrays of random words, uint32, for counters of four words each and a key of two."""
+    """Philox4x32-10: four arrays of random words, uint32, for counters of four words and a key of two words."""
     words = [np.asarray(word, np.uint64) for word in counter]
     keys = [int(word) for word in key]
     for _ in range(_ROUNDS):
@@ -60,22 +60,22 @@ def philox(counter: Sequence[Array], key: Iterable[int]) -> list[Array]:
 
 
 def threshold(p: float) -> int:
-    """Words below it drop an element."""
+    """The threshold for random words; an element with a smaller word is dropped."""
     return min(round(p * 2**32), 2**32 - 1)
 
 
 def kept_scale(p: float) -> float:
-    """What kept elements are multiplied by, a number of fp32."""
+    """The factor of kept elements, an fp32 number."""
     return float(np.float32(1 / (1 - p)))
 
 
 def words_of(seed: int) -> Array:
-    """(2,) uint32, of a seed of 64 bits."""
+    """A 64-bit seed as (2,) uint32."""
     return np.array([seed % 2**32, seed >> 32], np.uint32)
 
 
 def keep_factors(p: float, number: int, elements: Array, seed: Array) -> Array:
-    """float32, 0 or 1 / (1 - p), for the elements of these numbers."""
+    """float32, 0 or 1 / (1 - p), for the elements with these indices."""
     words = philox([elements, np.full_like(elements, number), *[np.zeros_like(elements)] * 2], seed)[0]
     return np.where(words >= threshold(p), np.float32(kept_scale(p)), np.float32(0))
 
@@ -98,7 +98,7 @@ def _elements(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shape
 
 
 def factors_shape(node: NodeView, shapes: Sequence[Shape | None], index: int) -> Shapes:
-    """That of the factors, input number `index`, of a node that has some."""
+    """The shape of the factors, input number `index`, of a node that has factors."""
     return [] if node["no_factors"] else [known(node, shapes, index)]
 
 
@@ -106,7 +106,7 @@ def factors_shape(node: NodeView, shapes: Sequence[Shape | None], index: int) ->
 
 
 def dropped(node: NodeView, x: Array, factors: Array | None) -> Array:
-    """Each image of x times its factor, of this node's row. Without factors, x itself."""
+    """Each image of x times its factor in this node's row. Without factors, x itself."""
     if factors is None:
         return x
     return x * factors[node["row"]].astype(x.dtype).reshape(-1, *(1,) * (x.ndim - 1))
@@ -139,7 +139,7 @@ NUMPY = {"DropoutImages": _compute_images, "DropoutElements": _compute_elements}
 
 
 def _gradient(node: NodeView, dy: Ref, shapes: Mapping[Ref, Shape]) -> Gradient:
-    """The same operator: a product with the same factors."""
+    """The gradient is the same operator: a product with the same factors."""
     backward = node.replace(name=f"{node.name}_backward", inputs=(dy, node.inputs[1]))
     return Gradient([backward], {"data": Ref(backward.name)})
 
@@ -148,7 +148,7 @@ def _gradient(node: NodeView, dy: Ref, shapes: Mapping[Ref, Shape]) -> Gradient:
 
 
 def rate(value: Any) -> float:
-    """A part that may be dropped."""
+    """Parse a dropout rate, from 0 to below 1."""
     if not 0 <= float(value) < 1:
         raise ValueError(value)
     return float(value)
@@ -158,12 +158,12 @@ def _rates(value: Any) -> tuple[float, ...]:
     return tuple(rate(each) for each in (value.strip("(),").split(",") if isinstance(value, str) else value))
 
 
-ROW = {"row": Attribute(int, 0)}  # of `factors`, which has those of all Dropouts of a kind
-FACTORS = {"factors": "no_factors"}  # of operators that multiply by them on the way, where there are any
+ROW = {"row": Attribute(int, 0)}  # row of `factors`, which has one row for each Dropout of a kind
+FACTORS = {"factors": "no_factors"}  # input of operators that include the product with factors
 
 
 def dropping(inputs: Sequence[str]) -> dict[str, Attribute]:
-    """The attributes that an operator with these inputs has for it."""
+    """The dropout attributes of an operator with these inputs."""
     return {**ROW, "no_factors": TRUE} if "factors" in inputs else {}
 
 

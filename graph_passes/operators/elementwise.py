@@ -1,4 +1,4 @@
-"""What works on single elements: ReLU, sums, bias; and what only changes a tensor's shape."""
+"""Elementwise operators: ReLU, sums, bias; and operators that only change a tensor's shape."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from graph_passes.operators.body import Body
 
 
 def is_relu(node: NodeView) -> bool:
-    """Gluon and Symbol write a ReLU as Activation, `mx.sym.relu` as an operator of its own."""
+    """Whether the node is a ReLU. Gluon and Symbol write it as Activation, `mx.sym.relu` as an operator of its own."""
     return node.op == "relu" or (node.op == "Activation" and node["act_type"] == "relu")
 
 
@@ -54,7 +54,7 @@ def _flatten(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes
 
 
 def _reshape(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
-    """0: as the data has it in that place; -1, once: what is left."""
+    """The new shape. 0 copies the data's size in that place; -1, once, stands for the remaining size."""
     data, wanted = known(node, shapes), list(node["shape"])
     sizes = [data[place] if size == 0 and place < len(data) else size for place, size in enumerate(wanted)]
     if sizes.count(-1) == 1:
@@ -106,7 +106,7 @@ def _axes(node: NodeView, ndim: int) -> tuple[int, ...]:
 
 
 def _bias_body(b: Body) -> list[Any]:
-    return [b.ended(b["data"], b.node.op.endswith("Relu"))]
+    return [b.epilogue(b["data"], b.node.op.endswith("Relu"))]
 
 
 # --- gradients in the graph ---
@@ -137,7 +137,7 @@ def _transpose_gradient(node: NodeView, dy: Ref, shapes: Mapping[Ref, Shape]) ->
 OPERATORS = (
     Operator("relu", ("data",), elementwise, lambda node, x: [relu(x)], in_place={"output": ("data",)},
              gradient=relu_gradient, numpy_gradient=relu_numpy_gradient, body=lambda b: [b.relu(b["data"])]),
-    # Also of an AddRelu, for both summands.
+    # Also for an AddRelu, for both summands.
     Operator("ReluBackward", ("out_grad", "output", "out_grad_2"), elementwise,
              lambda node, dy, y, dy2=None: [relu_backward(total(dy, dy2), y)], SINGLE_GRAD, ("data_grad",), SECOND_GRAD,
              in_place={"data_grad": ("out_grad", "out_grad_2", "output")},
@@ -149,7 +149,8 @@ OPERATORS = (
     Operator("AddRelu", ("lhs", "rhs"), elementwise, lambda node, a, b: [relu(a + b)],
              in_place={"output": ("lhs", "rhs")}, gradient=relu_gradient, numpy_gradient=relu_numpy_gradient,
              fused=True, body=lambda b: [b.relu(b.add(*b.inputs))]),
-    # A bias along the channels (the last dimension) of a convolution that is computed without; then ReLU; a sum before.
+    # A bias along the channels (the last dimension), for a convolution that is computed without it; optionally with
+    # addition before it and ReLU after it.
     Operator("BiasAdd", ("data", "bias"), _with_bias, lambda node, x, bias: [x + bias],
              in_place={"output": ("data",)}, forward="Convolution", repeatable=True, body=_bias_body),
     Operator("BiasRelu", ("data", "bias"), _with_bias, lambda node, x, bias: [relu(x + bias)],
@@ -168,7 +169,7 @@ OPERATORS = (
     Operator("transpose", ("data",), _transpose, lambda node, x: [x.transpose(_axes(node, x.ndim))],
              {"axes": OPTIONAL_SIZES}, gradient=_transpose_gradient,
              numpy_gradient=lambda node, x, y, dy, training: [dy.transpose(np.argsort(_axes(node, x[0].ndim)))]),
-    # MXNet's: initial states.
+    # MXNet's operator for initial states.
     Operator("_zeros", (), _zeros, lambda node: [np.zeros(node["shape"], np.float32)], {"shape": Attribute(integers)},
              numpy_gradient=lambda node, x, y, dy, training: []),
     # A gradient that is known to be 0.

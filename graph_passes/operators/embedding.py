@@ -1,4 +1,4 @@
-"""Rows of a matrix by number: the vectors of words."""
+"""Embedding: rows of a matrix by number, the vectors of words."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _gradient_shapes(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes
 
 
 def _rows(node: NodeView, tokens: Array) -> Array:
-    """Numbers of rows; those that are none are taken as the nearest, as MXNet does."""
+    """Row numbers. Invalid numbers are clamped to the nearest valid one, as in MXNet."""
     return np.clip(tokens.astype(np.int64), 0, node["input_dim"] - 1)
 
 
@@ -43,7 +43,7 @@ def _gradient(node: NodeView, dy: Ref, shapes: Mapping[Ref, Shape]) -> Gradient:
 _ATTRIBUTES = {"input_dim": Attribute(int), "output_dim": Attribute(int)}
 
 OPERATORS = (
-    # MXNet calls the tokens data; they are whole numbers, whatever the precision of the rest.
+    # MXNet calls the tokens data. They are whole numbers, whatever the precision of the network.
     Operator("Embedding", ("tokens", "weight"), _embedding, lambda node, tokens, weight: [weight[_rows(node, tokens)]],
              _ATTRIBUTES, gradient=_gradient, numpy_gradient=_numpy_gradient),
     Operator("EmbeddingWgrad", ("out_grad", "tokens"), _gradient_shapes, _compute_gradient, _ATTRIBUTES,

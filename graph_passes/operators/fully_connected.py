@@ -22,7 +22,7 @@ from graph_passes.operators.convolution import weighted_gradient
 
 
 def fully_connected_shapes(node: NodeView, data: Shape) -> tuple[Shape, Shape]:
-    """Shapes of weight and output, from that of the data."""
+    """Shapes of weight and output, from the data's shape."""
     flat = (data[0], math.prod(data[1:])) if node["flatten"] else data
     return (node["num_hidden"], flat[-1]), (*flat[:-1], node["num_hidden"])
 
@@ -45,7 +45,7 @@ def _dgrad(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
 
 
 def fully_connected(node: NodeView, x: Array, weight: Array, bias: Array | None = None) -> Array:
-    """x (N, ...) flattened where the node says so, weight (hidden, features)."""
+    """x (N, ...), flattened if the node says so, times weight (hidden, features)."""
     y = (x.reshape(len(x), -1) if node["flatten"] else x) @ weight.T
     return y if bias is None else y + bias
 

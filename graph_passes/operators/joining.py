@@ -1,4 +1,4 @@
-"""Concat, which joins tensors along a dimension, and slice_axis, which takes a part; each is the other's gradient."""
+"""Concat, which joins tensors along a dimension, and slice_axis, which takes a part. Each is the other's gradient."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from graph_passes.operators.base import (
     known,
 )
 
-MOST_INPUTS = 64  # of a Concat; DenseNet and Inception join four at most
+MOST_INPUTS = 64  # most inputs of a Concat; DenseNet and Inception join at most four
 
 # --- shapes ---
 
@@ -51,7 +51,7 @@ def _slice_backward(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes,
 
 
 def axis_of(node: NodeView, attribute: str, ndim: int) -> int:
-    """A dimension of the data, from 0. Raises GraphError for one that it does not have."""
+    """A dimension of the data, counted from 0. Raises GraphError for one that it does not have."""
     axis = node[attribute]
     if not -ndim <= axis < ndim:
         raise GraphError(f"{node.op} '{node.name}' has {attribute}={axis}, but its data has {ndim} dimensions")
@@ -59,13 +59,13 @@ def axis_of(node: NodeView, attribute: str, ndim: int) -> int:
 
 
 def range_of(node: NodeView, data: Shape) -> tuple[int, int]:
-    """The first element along the dimension, and the one behind the last. Raises GraphError for an empty part."""
+    """First and end index along the dimension. Raises GraphError for an empty part."""
     size = data[axis_of(node, "axis", len(data))]
     begin, end = node["begin"], size if node["end"] is None else node["end"]
     begin, end = (place + size if place < 0 else place for place in (begin, end))
     if not 0 <= begin < end <= size:
         raise GraphError(f"slice_axis '{node.name}' takes {node['begin']} to {node['end']} of {size} along dimension "
-                         f"{node['axis']}: give a part that is there")
+                         f"{node['axis']}: give a part within 0 to {size}")
     return begin, end
 
 
@@ -92,7 +92,7 @@ def _concat_numpy_gradient(node: NodeView, inputs: Sequence[Array], outputs: Seq
 
 
 def _concat_gradient(node: NodeView, dy: Ref, shapes: Mapping[Ref, Shape]) -> Gradient:
-    """A part of dy for each input."""
+    """The part of dy for each input."""
     nodes, gradients, begin = [], {}, 0
     axis = axis_of(node, "dim", len(shapes[node.inputs[0]]))
     for number, ref in enumerate(node.inputs):
@@ -128,7 +128,7 @@ OPERATORS = (
              gradient=_slice_gradient,
              numpy_gradient=lambda node, x, y, dy, training: [*_compute_slice_backward(
                  node.derive("SliceAxisBackward", node.name, (), data_shape=x[0].shape), dy)]),
-    # The gradient of the part, in its place, and 0 elsewhere.
+    # The gradient of the part, in its place; 0 elsewhere.
     Operator("SliceAxisBackward", ("out_grad",), _slice_backward, _compute_slice_backward, SLICE | DATA_SHAPE,
              ("data_grad",), forward="slice_axis"),
 )

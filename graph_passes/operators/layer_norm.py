@@ -1,4 +1,4 @@
-"""LayerNorm (arXiv:1607.06450) along one dimension: for images the channels of each pixel, as ConvNeXt has it."""
+"""LayerNorm (arXiv:1607.06450) along one dimension: for images the channels of each pixel, as in ConvNeXt."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _backward(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shape
 
 
 def _normalised(node: NodeView, x: Array) -> tuple[Array, Array, Array]:
-    """x less its mean, over its deviation; the mean; the deviation, with eps."""
+    """(x - mean) / deviation, the mean, and the deviation, which includes eps."""
     mean = x.mean(axis=node["axis"], keepdims=True)
     deviation = np.sqrt(x.var(axis=node["axis"], keepdims=True) + x.dtype.type(node["eps"]))
     return (x - mean) / deviation, mean, deviation

@@ -1,7 +1,8 @@
 """Max and average pooling, and their gradients.
 
-The training variant of max pooling keeps `winner`: 1 byte, the place in the window, row * width + column. Its data and
-output instead would be 2 * stride^2 + 2 = 10 bytes in ResNet's stem, whose pooling's data nobody else needs.
+The training variant of max pooling keeps `winner`, the position in the window (row * width + column), in 1 byte per
+output. Keeping its data and output instead would take 2 * stride^2 + 2 = 10 bytes in ResNet's stem, where no other
+operator needs the pooling's data.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from graph_passes.operators.windows import LAYOUT, Places, as_layout, nhwc, outp
 
 
 def pooled_shape(node: NodeView, data: Shape) -> Shape:
-    """Shape of the output, from that of the data."""
+    """Shape of the output, from the data's shape."""
     image_batch(node, data)
     layout = node["layout"]
     height, width = output_size(node, data[2:] if layout == "NCHW" else data[1:3])
@@ -56,8 +57,8 @@ def _pooling(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes
 
 def _max_pooling_train(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
     if math.prod(window(node).kernel) > 256:
-        raise GraphError(f"Pooling '{node.name}' has kernel={node['kernel']}, and a byte tells 256 places of a maximum "
-                         "apart, which training must know: use a smaller kernel")
+        raise GraphError(f"Pooling '{node.name}' has kernel={node['kernel']}, and training stores the place of a "
+                         "maximum in one byte, which can tell 256 places apart: use a smaller kernel")
     data = known(node, shapes)
     return [data], [pooled_shape(node, data)] * 2
 
@@ -71,7 +72,8 @@ def _backward(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shape
 
 
 def max_pooling(node: NodeView, x: Array) -> tuple[Array, Array]:
-    """The largest element of each window, and its place in the window, row * width + column (the first, if several)."""
+    """The largest element of each window, and its position in the window, row * width + column (the first of
+    several)."""
     places = Places(node, x.shape)
     x = places.padded(nhwc(node, x), fill=-np.inf)
     windows = np.stack([x[region] for _, region in places])
@@ -154,17 +156,17 @@ POOLING = {
     "layout": LAYOUT,
 }
 
-STEM_WINDOW = ((3, 3), (2, 2), (1, 1), (1, 1))  # kernel, stride, pad, dilation of the max pooling of ResNet's stem
+STEM_WINDOW = ((3, 3), (2, 2), (1, 1), (1, 1))  # kernel, stride, pad, dilation of the max pooling in ResNet's stem
 
 
 def is_stems(node: NodeView) -> bool:
-    """Is it the max pooling of ResNet's stem?"""
+    """Whether it is the max pooling of ResNet's stem."""
     return bool(node["pool_type"] == "max" and not node["global_pool"] and node["pooling_convention"] == "valid"
                 and window(node) == STEM_WINDOW)
 
 
 def pooling_body(b: Body) -> list[Any]:
-    """The stem's is a primitive, which kernels of ours have in them."""
+    """The body of a pooling. The stem's pooling is a primitive because our fused kernels include it."""
     return [b.max_of_3x3(b["data"])] if is_stems(b.node) and b.node["layout"] == "NHWC" else b.primitive()
 
 

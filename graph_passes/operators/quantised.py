@@ -1,15 +1,15 @@
-"""INT8: operators on integers from -127 to 127, each of which stands for itself times the scale of its tensor.
+"""INT8: operators on integers from -127 to 127. An integer represents itself times the scale of its tensor.
 
-Scales are symmetric, one a tensor for activations and one an output channel for weights. What a tensor holds is then
-`scale * integer`, and a convolution's sum of products `data_scale * weight_scale[k] * accumulator`. So that a GPU gives
-the same integers to the bit, every operation after the exact int32 sum is one fp32 operation, rounded to nearest even,
-in the order written at `requantised`; none is contracted (no fma), and what is derived from scales is computed in
-float64 and rounded to fp32 once. In this order an epilogue is a conversion, one product (two and a sum with an
-addend), and a conversion with saturation, which is the ReLU as well.
+Scales are symmetric: one per tensor for activations, one per output channel for weights. The real value is `scale *
+integer`, and a convolution's sum of products is `data_scale * weight_scale[k] * accumulator`. A GPU must produce the
+same integers to the bit. So every operation after the exact int32 sum is one fp32 operation, rounded to nearest even,
+in the order written at `requantised`. None is contracted (no fma), and values derived from scales are computed in
+float64 and rounded to fp32 once. In this order an epilogue is a conversion, one product (two and a sum with an addend),
+and a conversion with saturation, which is also the ReLU.
 
-The bias is an int32 in units of the accumulator, which starts from it: no operation of its own, and the number that
-ONNX's QDQ form has. Outputs have the `dtype` of the node: "int8", or a float type for what is read by an operator in
-floats, in the unit 1 (`scale` is 1 then) and without the rounding.
+The bias is an int32 in units of the accumulator, which starts from it. It needs no operation, and ONNX's QDQ form has
+the same number. Outputs have the `dtype` of the node: "int8", or a float type if an operator in floats reads them.
+Float outputs are not rounded and their unit is 1 (`scale` is 1).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from graph_passes.operators.windows import Places, as_layout, nhwc
 
 SQUARE_CHANNELS = 16  # 2x2 pixels of 4 channels
 LARGEST = 127  # and -127: symmetric, so that a product with -1 cannot overflow
-# Products of int8 that fp32 sums exactly in any order, as every partial sum is an integer of at most 24 bits.
+# Number of int8 products that fp32 sums exactly in any order: every partial sum is an integer of at most 24 bits.
 _EXACT_IN_FP32 = 2**24 // LARGEST**2
 
 # --- shapes ---
@@ -58,17 +58,17 @@ def _pooling(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes
 
 
 class Squares(NamedTuple):
-    """Of 2x2 pixels, which a convolution at stride 2 reads in place of pixels, in one dimension."""
+    """The 2x2 squares that a convolution at stride 2 reads in place of pixels, in one dimension."""
 
     before: int  # the image
-    shift: int  # of a tap of the window: where it lies in its squares
+    shift: int  # position of a window's tap in its squares
     window: int  # squares of a window
     total: int
 
 
 def squares(kernel: int, pad: int, size: int = 0) -> Squares:
-    """For a window of `kernel` pixels at stride 2 with this padding. `size`: pixels of the image; else there is no
-    count."""
+    """Squares for a window of `kernel` pixels at stride 2 with this padding. `size`: pixels of the image; without it
+    there is no count."""
     before = -(-pad // 2)
     shift = 2 * before - pad
     window = -(-(kernel + shift) // 2)
@@ -85,7 +85,7 @@ def _squares(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes
 
 
 def saturated(x: Array) -> Array:
-    """Floats to int8: to the nearest integer, to the even one of two, and from -127 to 127."""
+    """Floats to int8: rounded to the nearest integer, ties to even, and clamped to -127 ... 127."""
     return np.clip(np.rint(x), -LARGEST, LARGEST).astype(np.int8)
 
 
@@ -95,7 +95,7 @@ def quantised(x: Array, scale: float) -> Array:
 
 
 def in_squares(x: Array, kernel: Sequence[int], pad: Sequence[int]) -> Array:
-    """Images (N, H, W, up to 4 channels) as squares (N, h, w, 16), zeros where there is no image."""
+    """Images (N, H, W, up to 4 channels) as squares (N, h, w, 16), zeros outside the image."""
     down, right = (squares(*of) for of in zip(kernel, pad, x.shape[1:3], strict=True))
     room = np.zeros((len(x), 2 * down.total, 2 * right.total, 4), x.dtype)
     top, left = 2 * down.before, 2 * right.before
@@ -105,8 +105,8 @@ def in_squares(x: Array, kernel: Sequence[int], pad: Sequence[int]) -> Array:
 
 
 def weight_in_squares(weight: Array, pad: Sequence[int]) -> Array:
-    """The weight (K, kernel, up to 4 channels) with which a convolution of squares at stride 1, without padding, gives
-    what one of images at stride 2 gives."""
+    """The weight with which a convolution of squares at stride 1, without padding, equals the convolution of images at
+    stride 2 with this weight (K, kernel, up to 4 channels)."""
     filters, height, width, channels = weight.shape
     down, right = squares(height, pad[0]), squares(width, pad[1])
     room = np.zeros((filters, 2 * down.window, 2 * right.window, 4), weight.dtype)
@@ -122,17 +122,17 @@ def _pixels_as_channels(x: Array) -> Array:
 
 
 def dequantised(x: Array, scale: float) -> Array:
-    """What integers stand for: the fp32 product with the scale."""
+    """Integers as real values: the fp32 product with the scale."""
     return x.astype(np.float32) * np.float32(scale)
 
 
 def rescaled(accumulator: Array, multiplier: Array) -> Array:
-    """Exact sums in another unit: the fp32 product."""
+    """Exact sums in another unit: the fp32 product with a factor."""
     return accumulator.astype(np.float32) * multiplier.astype(np.float32)
 
 
 def add_rescaled(v: Array, addend: Array, ratio: float) -> Array:
-    """The fp32 sum with an int8 addend whose unit is `ratio` of v's."""
+    """The fp32 sum with an int8 addend whose unit is `ratio` times v's."""
     return v + addend.astype(np.float32) * np.float32(ratio)
 
 
@@ -142,7 +142,7 @@ def requantised(node: NodeView, accumulator: Array, multiplier: Array, addend: A
         v = float(accumulator) * multiplier
         v = v + float(addend) * fp32(addend_scale / scale)     with an addend
         v = max(v, 0)                                          with relu
-        int8: nearest even, from -127 to 127; else v
+        int8: round to nearest even, clamp to -127 ... 127; otherwise v
 
     Args:
         accumulator: int32, any shape.
@@ -161,7 +161,7 @@ def int8_convolution(node: NodeView, x: Array, weight: Array) -> Array:
     """The exact int32 sums of a convolution of int8 data and weights, in the node's layout."""
     places = Places(node, x.shape)
     x, weight, groups = places.padded(nhwc(node, x)), nhwc(node, weight), node["num_group"]
-    filters, _, _, channels = weight.shape  # those of a group
+    filters, _, _, channels = weight.shape  # channels of a group
     batch, height, width = places.output_size
     total = np.zeros((groups, batch * height * width, filters // groups), np.int32)
     for (row, column), region in places:
@@ -171,7 +171,7 @@ def int8_convolution(node: NodeView, x: Array, weight: Array) -> Array:
 
 
 def _products(a: Array, b: Array) -> Array:
-    """The exact int32 product of int8 matrices (..., M, K) and (..., K, N), by fp32's fast one on parts of K."""
+    """The exact int32 product of int8 matrices (..., M, K) and (..., K, N), by fast fp32 products of parts of K."""
     parts = [slice(start, start + _EXACT_IN_FP32) for start in range(0, a.shape[-1], _EXACT_IN_FP32)]
     return sum(((a[..., part].astype(np.float32) @ b[..., part, :].astype(np.float32)).astype(np.int32)
                 for part in parts), start=np.zeros((), np.int32))
@@ -196,7 +196,7 @@ def _quantised_fully_connected(node: NodeView, x: Array, weight: Array, multipli
 
 
 class Scales(NamedTuple):
-    """How a convolution in INT8 ends: what its output and what it adds are in units of."""
+    """The epilogue of a convolution in INT8: the units of its output and of its addend."""
 
     scale: float
     addend: float = 1.0
@@ -205,7 +205,7 @@ class Scales(NamedTuple):
 
 
 def quantised_body(b: Body, suffix: str, data: Any, scales: Scales, addend: Any = None, **changes: Any) -> Any:
-    """The integer sums, rescaled; the sum; ReLU; saturation."""
+    """The body: integer sums, rescaled; addition; ReLU; saturation."""
     weight, multiplier, bias = b.all(*(f"{role}{suffix}" for role in ("weight", "multiplier", "bias")))
     y = b.rescaled(b.bias(b.conv(data, weight, **changes), bias), multiplier)
     y = y if addend is None else b.add_rescaled(y, addend, scales.addend / scales.scale)
@@ -229,7 +229,7 @@ def _scale(value: object) -> float:
     return number
 
 
-SCALE = Attribute(_scale)  # of the output: what 1 stands for
+SCALE = Attribute(_scale)  # of the output: the real value of 1
 SIZES = Attribute(integers)
 _DTYPE = {"dtype": Attribute(str, "int8")}
 QUANTISED_CONVOLUTION = CONVOLUTION | _DTYPE | {"scale": SCALE, "addend_scale": Attribute(_scale, 1.0),
@@ -239,23 +239,23 @@ OPTIONAL_ADDEND = {"addend": "no_addend"}
 OPERATORS = (
     Operator("Quantise", ("data",), elementwise, lambda node, x: [quantised(x, node["scale"])],
              {"scale": SCALE, **_DTYPE}),
-    # For the first convolution at stride 2, whose `kernel` and `pad` these are: 2x2 pixels are the channels of one
+    # For the first convolution at stride 2, with this `kernel` and `pad`: 2x2 pixels become the channels of one pixel
     # (passes/quantise_squares.py).
     Operator("QuantiseSquares", ("data",), _squares,
              lambda node, x: [in_squares(quantised(x, node["scale"]), node["kernel"], node["pad"])],
              {"scale": SCALE, "kernel": SIZES, "pad": SIZES, **_DTYPE}, forward="Quantise"),
-    # `data_scale`: what 1 stands for in the data.
+    # `data_scale`: the real value of 1 in the data.
     Operator("Dequantise", ("data",), elementwise, lambda node, x: [dequantised(x, node["data_scale"])],
              {"data_scale": SCALE, "dtype": Attribute(str, "float32")}),
-    # multiplier: data_scale * weight_scale / scale, fp32 of each channel. Then bias, addend and ReLU: `requantised`.
+    # multiplier: data_scale * weight_scale / scale, fp32 per channel. Then bias, addend and ReLU: `requantised`.
     Operator("QuantisedConvolution", ("data", "weight", "multiplier", "bias", "addend"),
              attrs=QUANTISED_CONVOLUTION, optional=OPTIONAL_ADDEND, forward="Convolution", fused=True,
              body=quantised_convolution_body),
-    # Of the maximum `scale` is `data_scale`: the same integers. A mean is the exact sum, times
-    # fp32(data_scale / scale / pixels of the window).
+    # For a maximum, `scale` is `data_scale`: the same integers. A mean is the exact sum times fp32(data_scale / scale /
+    # pixels of the window).
     Operator("QuantisedPooling", ("data",), _pooling, _quantised_pooling,
              POOLING | _DTYPE | {"scale": SCALE, "data_scale": SCALE}, forward="Pooling", body=pooling_body),
-    # Without bias, which softmax adds.
+    # Without bias, which the softmax adds.
     Operator("QuantisedFullyConnected", ("data", "weight", "multiplier"), _fully_connected, _quantised_fully_connected,
              FULLY_CONNECTED | _DTYPE | {"scale": SCALE}, forward="FullyConnected"),
 )

@@ -8,9 +8,9 @@ before (W, R and both b are of one layer and direction):
     lstm                  i, f, o = sigmoid(...), g = tanh(...);  c' = f c + i g,  h' = o tanh(c')
     gru                   r, z = sigmoid(...), n = tanh(W x + b + r (R h + b'));  h' = (1 - z) n + z h
 
-Gates lie in the order i, f, g, o and r, z, n. The backward direction reads the sequence from its end; the layer above
+Gates are in the order i, f, g, o and r, z, n. The backward direction reads the sequence from its end. The layer above
 reads both directions side by side. (Hochreiter and Schmidhuber, Neural Computation 9, 1997; Cho et al.,
-arXiv:1406.1078, with the reset gate behind the product, as cuDNN has it.)
+arXiv:1406.1078, with the reset gate after the product, as in cuDNN.)
 
 `parameters` is one vector, MXNet's and cuDNN's: W (G H, I) and R (G H, H) of each layer and direction, one after the
 other, then b (G H,) and b' (G H,) of each. States are (L D, N, H).
@@ -40,10 +40,10 @@ from graph_passes.operators.base import (
 from graph_passes.operators.body import Body
 
 GATES = {"rnn_relu": 1, "rnn_tanh": 1, "lstm": 4, "gru": 3}
-# cuDNN's ways to compute it. The persistent ones keep the weights on the chip from one step to the next, where they fit
-# (Diamos et al., 'Persistent RNNs: Stashing Recurrent Weights On-Chip', ICML 2016); the last is for one small layer in
-# one direction: of two layers in both it gave wrong gradients on an H200 (cuDNN 9.19) in each run of
-# tests/graph_passes/cuda/test_rnn_layers.py. persist_dynamic, which cuDNN has too, is left out: it did in one of two.
+# cuDNN's algorithms. The persistent ones keep the weights on the chip from one step to the next, if they fit (Diamos et
+# al., 'Persistent RNNs: Stashing Recurrent Weights On-Chip', ICML 2016). The last one is for one small layer in one
+# direction: with two layers in both directions it gave wrong gradients on an H200 (cuDNN 9.19) in each run of
+# tests/graph_passes/cuda/test_rnn_layers.py. cuDNN's persist_dynamic is left out: it was wrong in one of two runs.
 ALGORITHMS = ("standard", "persist_static", "persist_static_small_h")
 
 
@@ -53,7 +53,7 @@ def directions(node: NodeView) -> int:
 
 
 def num_parameters(node: NodeView, features: int) -> int:
-    """Elements of `parameters` for data with so many features."""
+    """Elements of `parameters` for data with this many features."""
     gates, hidden, both = GATES[node["mode"]] * node["state_size"], node["state_size"], directions(node)
     above = (node["num_layers"] - 1) * (both * hidden + hidden + 2)
     return both * gates * (features + hidden + 2 + above)
@@ -86,7 +86,7 @@ def _backward(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shape
 
 
 def _sizes(node: NodeView, data: Shape) -> tuple[list[Shape], tuple[Shape, Shape]]:
-    """Of the inputs, and of output and state."""
+    """The shapes of the inputs, and of output and state."""
     if len(data) != 3:
         raise GraphError(f"{node.op} '{node.name}' needs data of shape (steps, sequences, features), not {data}")
     steps, sequences, features = data
@@ -114,12 +114,13 @@ def _no_cell_output(node: NodeView) -> bool:
 
 # --- NumPy: one layer in one direction. Arrays (T, N, ...) are in the order in which its steps run ---
 
-# What the backward pass reads of each step, in multiples of H: the gates and the new states; of the GRU also R h + b'.
+# Values of each step that the backward pass reads, in multiples of H: the gates and the new states; for the GRU also R
+# h + b'.
 _NUM_SAVED = {"rnn_relu": 1, "rnn_tanh": 1, "lstm": 6, "gru": 5}
 
 
 class _Weights(NamedTuple):
-    """Of one layer and direction, or their gradients: views of `parameters`."""
+    """The weights of one layer and direction, or their gradients: views of `parameters`."""
 
     input: Array  # W (G H, I)
     recurrent: Array  # R (G H, H)
@@ -150,7 +151,7 @@ def _gru_step(from_input: Array, from_state: Array, h: Array, c: Array) -> tuple
     return [r, z, n, state_n], (1 - z) * n + z * h, c
 
 
-# (W x + b, R h + b', h, c) -> what is saved besides the new h, the new h, the new c
+# (W x + b, R h + b', h, c) -> saved values besides the new h, the new h, the new c
 _STEPS: Mapping[str, Callable[..., tuple[list[Array], Array, Array]]] = {
     "rnn_relu": lambda *given: _plain_step(lambda x: np.maximum(x, 0), *given),
     "rnn_tanh": lambda *given: _plain_step(np.tanh, *given),
@@ -185,8 +186,8 @@ def _gru_step_back(saved: list[Array], h: Array, c: Array, dh: Array, dc: Array)
     return np.concatenate([dr, dz, dn], axis=1), np.concatenate([dr, dz, dn * r], axis=1), dh * z, dc
 
 
-# (what was saved, h and c before the step, gradients of the new h and c) -> gradients of W x + b, of R h + b', of h but
-# through R, and of c
+# (saved values, h and c before the step, gradients of the new h and c) -> gradients of W x + b, of R h + b', of h
+# without the path through R, and of c
 _STEPS_BACK: Mapping[str, Callable[..., tuple[Array, ...]]] = {
     "rnn_relu": _relu_step_back,
     "rnn_tanh": _tanh_step_back,
@@ -196,7 +197,7 @@ _STEPS_BACK: Mapping[str, Callable[..., tuple[Array, ...]]] = {
 
 
 def _run(mode: str, x: Array, weights: _Weights, h: Array, c: Array) -> tuple[Array, Array, Array, Array]:
-    """The states of all steps (T, N, H), the last h and c, and what is saved, (T, N, ... H)."""
+    """The states of all steps (T, N, H), the last h and c, and the saved values (T, N, ... H)."""
     from_input = x @ weights.input.T + weights.input_bias
     outputs, saved = [], []
     for each in from_input:
@@ -208,7 +209,7 @@ def _run(mode: str, x: Array, weights: _Weights, h: Array, c: Array) -> tuple[Ar
 
 def _run_back(mode: str, dy: Array, x: Array, weights: _Weights, h: Array, c: Array, saved: Array,
               gradients: _Weights) -> tuple[Array, Array, Array]:
-    """Gradients of x and of the first h and c; those of the weights are added to `gradients`."""
+    """Gradients of x and of the first h and c. The gradients of the weights are added to `gradients`."""
     steps = [np.split(each, _NUM_SAVED[mode], axis=1) for each in saved]
     before = [(h, c), *((kept[-1], kept[-2] if mode == "lstm" else c) for kept in steps[:-1])]
     dh, dc, dx = np.zeros_like(h), np.zeros_like(c), np.empty_like(x)
@@ -226,7 +227,7 @@ def _run_back(mode: str, dy: Array, x: Array, weights: _Weights, h: Array, c: Ar
 
 
 def _unpacked(node: NodeView, parameters: Array, features: int) -> list[_Weights]:
-    """Of each layer and direction, (layer, direction) in the order of the states."""
+    """The weights of each layer and direction, in the order of the states."""
     gates, hidden, both = GATES[node["mode"]] * node["state_size"], node["state_size"], directions(node)
     cells = [(layer, direction) for layer in range(node["num_layers"]) for direction in range(both)]
     widths = [both * hidden if layer else features for layer, _ in cells]
@@ -239,7 +240,7 @@ def _unpacked(node: NodeView, parameters: Array, features: int) -> list[_Weights
 
 
 def _layers(node: NodeView) -> Iterator[list[tuple[int, slice]]]:
-    """For each layer its directions: the number of its state, and the order of its steps."""
+    """For each layer its directions, each as the index of its state and the order of its steps."""
     both = directions(node)
     for layer in range(node["num_layers"]):
         yield [(layer * both + direction, slice(None, None, -1 if direction else 1)) for direction in range(both)]
@@ -247,7 +248,7 @@ def _layers(node: NodeView) -> Iterator[list[tuple[int, slice]]]:
 
 def _forward(node: NodeView, x: Array, parameters: Array, state: Array,
              state_cell: Array | None = None) -> tuple[Array, Array, Array, Array]:
-    """Output, last states and cells, and what the backward pass needs."""
+    """Output, last states and cells, and the values that the backward pass needs."""
     weights = _unpacked(node, parameters, x.shape[2])
     cells = np.zeros_like(state) if state_cell is None else state_cell
     last_h, last_c, saved = [], [], []
@@ -281,7 +282,7 @@ def _compute_backward(node: NodeView, dy: Array, x: Array, parameters: Array, st
     dparameters, dstate, dcells = np.zeros_like(parameters), np.empty_like(state), np.empty_like(cells)
     gradients = _unpacked(node, dparameters, x.shape[2])
     layers = list(_layers(node))
-    data = [x]  # of each layer: the states that its directions have saved, in the order of time
+    data = [x]  # for each layer: the saved states of its directions, in the order of time
     for layer in layers[:-1]:
         data.append(np.concatenate([saved[number][order, :, -hidden:] for number, order in layer], axis=2))
     for layer, below in zip(reversed(layers), reversed(data), strict=True):
@@ -316,14 +317,14 @@ def _gradient(node: NodeView, dy: Ref, shapes: Mapping[Ref, Shape]) -> Gradient:
 
 
 def _size(value: Any) -> int:
-    """At least 1."""
+    """Parse a size of at least 1."""
     if int(value) < 1:
         raise ValueError(value)
     return int(value)
 
 
 def _unsupported(name: str, advice: str) -> Attribute:
-    """One of MXNet's that must keep its default."""
+    """An MXNet attribute that must keep its default."""
 
     def read(value: Any) -> None:
         if str(value) not in ("None", "0", "0.0", "False"):
@@ -343,7 +344,7 @@ _ATTRIBUTES = {
     "lstm_state_clip_min": _unsupported("lstm_state_clip_min", "clip gradients in the optimizer"),
     "lstm_state_clip_max": _unsupported("lstm_state_clip_max", "clip gradients in the optimizer"),
     "use_sequence_length": _unsupported("use_sequence_length", "give sequences of one length"),
-    "algorithm": Attribute(one_of(*ALGORITHMS), ALGORITHMS[0]),  # ours: cuDNN's, which the cover chooses
+    "algorithm": Attribute(one_of(*ALGORITHMS), ALGORITHMS[0]),  # ours: cuDNN's algorithm, chosen by the cover
 }
 _INPUTS = ("data", "parameters", "state", "state_cell")
 _OUTPUTS = ("output", "state_output", "statecell_output")
@@ -352,7 +353,7 @@ _OPTIONAL = {"state_cell": _no_cell, "state_cell_grad": _no_cell, "state_output"
 
 
 def _train_body(b: Body) -> list[Any]:
-    """What lies in `reserve` depends on the algorithm, which the backward pass must share."""
+    """The contents of `reserve` depend on the algorithm, which the backward pass must share."""
     *others, reserve = b.primitive()
     return [*others, b.reserve(reserve)]
 
@@ -365,11 +366,11 @@ def _backward_body(b: Body) -> list[Any]:
 OPERATORS = (
     Operator("RNN", _INPUTS, _rnn, _compute, _ATTRIBUTES, _OUTPUTS, _OPTIONAL, gradient=_gradient,
              numpy_gradient=_numpy_gradient, training=lambda node: "RNNTrain"),
-    # `reserve`: what the backward pass reads; how it lies there is the device's own affair.
+    # `reserve`: memory for the backward pass, in the executor's own format.
     Operator("RNNTrain", _INPUTS, _train, _compute_train, _ATTRIBUTES, (*_OUTPUTS, "reserve"), _OPTIONAL,
              forward="RNN", body=_train_body),
-    # All gradients at once, as cuDNN's data gradient leaves in `reserve` what the weights' reads. Nothing flows back
-    # through the last states.
+    # All gradients at once: cuDNN's data gradient writes to `reserve` the values that the weights' gradient reads. No
+    # gradient flows back through the last states.
     Operator("RNNBackward", ("out_grad", *_INPUTS, "output", "reserve"), _backward, _compute_backward, _ATTRIBUTES,
              tuple(f"{name}_grad" for name in _INPUTS), _OPTIONAL, forward="RNN", body=_backward_body),
 )

@@ -1,4 +1,4 @@
-"""Sigmoids of the scores, each class a yes or no by itself, and their loss: binary cross entropy (BCE)."""
+"""Sigmoids of the scores, an independent yes or no for each class, and their loss: binary cross entropy (BCE)."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ def _check(node: NodeView, classes: int) -> None:
 
 
 def sigmoid(x: Array) -> Array:
-    e = np.exp(-np.abs(x))  # of no large number
+    e = np.exp(-np.abs(x))  # the argument is never large
     return np.where(x >= 0, 1, e) / (1 + e)
 
 
 def binary_targets(node: NodeView, label: Array, num_classes: int, dtype: np.dtype) -> Array:
-    """(N, classes): as `smoothed_targets`; with a threshold, 1 for those above it and 0 for the others."""
+    """(N, classes): like `smoothed_targets`; with a threshold, 1 for targets above it and 0 for the others."""
     targets = smoothed_targets(node, label, num_classes, dtype)
     return (targets > node["threshold"]).astype(dtype) if node["threshold"] else targets
 
 
 def binary_cross_entropy(scores: Array, targets: Array) -> Array:
-    """-target * log(p) - (1 - target) * log(1 - p) with p = sigmoid(score), element by element: without a logarithm of
-    what has been rounded to 0 or 1."""
+    """-target * log(p) - (1 - target) * log(1 - p) with p = sigmoid(score), elementwise. Computed without the logarithm
+    of a probability that was rounded to 0 or 1."""
     return np.maximum(scores, 0) - scores * targets + np.log1p(np.exp(-np.abs(scores)))
 
 
@@ -83,15 +83,15 @@ _OUTPUT = {
     "normalization": Attribute(one_of("null", "batch"), "null"),
     "smooth_alpha": Attribute(float, 0.0),
     "threshold": Attribute(float, 0.0),  # targets above it are 1, others 0; 0: they stay as they are
-    "no_bias": TRUE,  # the classifier's, where the pass `softmax_bias` has moved it here
+    "no_bias": TRUE,  # the classifier's bias, if the pass `softmax_bias` has moved it here
 }
 
-# MXNet has LogisticRegressionOutput, which is for targets only, neither smooths them nor divides by the batch.
+# MXNet has LogisticRegressionOutput. It only takes targets, and neither smooths them nor divides by the batch size.
 OPERATORS = (
     Operator("SigmoidOutput", ("data", "label", "bias"), _output, _compute_output, _OUTPUT,
              optional={"bias": "no_bias"}, numpy_gradient=_output_gradient,
              training=lambda node: "SigmoidCrossEntropy"),
-    # As SoftmaxCrossEntropy. The loss of an image is the mean over the classes (timm's BinaryCrossEntropy).
+    # Like SoftmaxCrossEntropy. The loss of an image is the mean over the classes (timm's BinaryCrossEntropy).
     Operator("SigmoidCrossEntropy", ("data", "label", "loss_scale", "bias"), loss_and_hits, _compute_cross_entropy,
              _OUTPUT | {"no_loss_scale": TRUE}, ("data_grad", "loss", "top1", "top5"),
              {"loss_scale": "no_loss_scale", "bias": "no_bias"}, forward="SigmoidOutput"),

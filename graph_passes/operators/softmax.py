@@ -1,4 +1,4 @@
-"""Softmax, and the loss of the network's scores: cross entropy with smoothed labels."""
+"""Softmax, and the loss of a network's scores: cross entropy with smoothed labels."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from graph_passes.operators.base import (
 )
 from graph_passes.operators.elementwise import elementwise
 
-TOP_K = 5  # of the second accuracy, as ImageNet's
+TOP_K = 5  # k of the second accuracy, as for ImageNet
 
 # --- shapes ---
 
 
 def scores_and_labels(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
-    """Of an operator that makes probabilities of scores (N, classes)."""
+    """The shapes for an operator that computes probabilities from scores (N, classes)."""
     data = known(node, shapes)
     if len(data) != 2:
         raise GraphError(f"{node.op} '{node.name}' needs scores of shape (batch, classes), not {data}")
@@ -36,7 +36,7 @@ def scores_and_labels(node: NodeView, shapes: list[Shape | None]) -> tuple[Shape
 
 
 def loss_and_hits(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
-    """Of the operator that takes its place in a training step."""
+    """The shapes for the operator that replaces it in a training step."""
     (data, *others), _ = scores_and_labels(node, shapes)
     loss_scale = [] if node["no_loss_scale"] else [(1,)]
     label, *bias = others
@@ -71,8 +71,8 @@ def softmax_backward(dy: Array, y: Array, axis: int = -1) -> Array:
 def smoothed_targets(node: NodeView, label: Array, num_classes: int, dtype: np.dtype) -> Array:
     """(N, classes): 1 - smooth_alpha for the label, smooth_alpha / (classes - 1) elsewhere, as MXNet smooths.
 
-    (Szegedy et al., arXiv:1512.00567, spread it over all classes; the two agree after a rescaling of smooth_alpha.)
-    A label of shape (N, classes) is taken as the targets themselves, as MXNet takes it.
+    (Szegedy et al., arXiv:1512.00567, spread it over all classes; the two agree after a rescaling of smooth_alpha.) As
+    in MXNet, a label of shape (N, classes) is used directly as the targets.
     """
     if label.ndim == 2:
         return label.astype(dtype)
@@ -84,18 +84,19 @@ def smoothed_targets(node: NodeView, label: Array, num_classes: int, dtype: np.d
 
 
 def weighted_targets(node: NodeView, label: Array, num_classes: int, dtype: np.dtype) -> Array:
-    """(N, classes): `smoothed_targets`, each class's times its weight, as PyTorch's cross_entropy has it."""
+    """(N, classes): `smoothed_targets`, each class times its weight, as in PyTorch's cross_entropy."""
     targets, weights = smoothed_targets(node, label, num_classes, dtype), node["class_weights"]
     return targets * np.asarray(weights, dtype) if weights else targets
 
 
 def gradient_scale(node: NodeView, num_images: int) -> float:
-    """What the gradient of an image's loss is multiplied by."""
+    """The factor of the gradient of an image's loss."""
     return node["grad_scale"] / (1 if node["normalization"] == "null" else num_images)
 
 
 def softmax_output_backward(node: NodeView, probabilities: Array, label: Array) -> Array:
-    """Gradient of the cross entropy with regard to the scores: (p - target) * grad_scale, over N unless 'null'.
+    """Gradient of the cross entropy with respect to the scores: (p - target) * grad_scale, divided by N unless
+    normalization is 'null'.
 
     With `class_weights` targets are `weighted_targets`, and p is multiplied by their sum.
     """
@@ -121,7 +122,7 @@ def _compute_cross_entropy(node: NodeView, scores: Array, label: Array, *others:
 
 
 def with_bias(node: NodeView, scores: Array, others: Sequence[Array]) -> tuple[Array, Array]:
-    """The scores with the bias, and the loss scale, in the scores' dtype, of a loss that has `others` of both."""
+    """The scores plus bias, and the loss scale in the scores' dtype, of a loss whose `others` may include both."""
     names = [name for name, absent in _OPTIONAL.items() if not node[absent]]
     given = dict(zip(names, others, strict=True))
     loss_scale = given.get("loss_scale", np.ones(1)).astype(scores.dtype)
@@ -129,9 +130,9 @@ def with_bias(node: NodeView, scores: Array, others: Sequence[Array]) -> tuple[A
 
 
 def count_hits(scores: Array, label: Array) -> list[Array]:
-    """How many images have their label as the best class, and among the best `TOP_K`, (1,) each. Of targets
-    (N, classes) in place of labels, each image's largest is counted as its label."""
-    # Classes that come before the label: better ones, and equal ones with a smaller number.
+    """The number of images whose label is the best class, and among the best `TOP_K`, (1,) each. With targets (N,
+    classes) instead of labels, an image's largest target counts as its label."""
+    # Classes that rank before the label: better ones, and equal ones with a smaller number.
     own_class = (label.argmax(axis=1) if label.ndim == 2 else label.astype(int))[:, None]
     own = np.take_along_axis(scores, own_class, axis=1)
     rank = ((scores > own) | ((scores == own) & (np.arange(scores.shape[1]) < own_class))).sum(axis=1)
@@ -159,8 +160,8 @@ _OUTPUT = {
     "smooth_alpha": Attribute(float, 0.0),
     "use_ignore": FALSE,
     "multi_output": FALSE,
-    "class_weights": Attribute(numbers, ()),  # ours: in training, of the targets of each class; none: all are 1
-    "no_bias": TRUE,  # ours: the classifier's bias, where the pass `softmax_bias` has moved it here
+    "class_weights": Attribute(numbers, ()),  # ours: factors of each class's targets in training; empty: all 1
+    "no_bias": TRUE,  # ours: the classifier's bias, if the pass `softmax_bias` has moved it here
 }
 
 OPERATORS = (
@@ -169,7 +170,7 @@ OPERATORS = (
              numpy_gradient=lambda node, x, y, dy, training: [softmax_backward(dy, y[0], node["axis"])]),
     Operator("SoftmaxOutput", ("data", "label", "bias"), _softmax_output, _compute_output, _OUTPUT,
              optional={"bias": "no_bias"}, numpy_gradient=_output_gradient, training=_training),
-    # The gradient of the data (times loss_scale), and sums over the batch: the loss, hits among the best 1 and 5.
+    # The gradient of the data (times loss_scale), and sums over the batch: the loss, top-1 and top-5 hits.
     Operator("SoftmaxCrossEntropy", ("data", "label", "loss_scale", "bias"), loss_and_hits, _compute_cross_entropy,
              _OUTPUT | {"no_loss_scale": TRUE}, ("data_grad", "loss", "top1", "top5"),
              _OPTIONAL, forward="SoftmaxOutput"),

@@ -1,4 +1,4 @@
-"""Windows that move over images: what convolution and pooling have in common."""
+"""Windows that move over images: geometry shared by convolution and pooling."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LAYOUT = Attribute(_layout, "NCHW")
 
 
 def window(node: NodeView) -> Window:
-    """Window of a convolution or pooling or a gradient of one, with MXNet's defaults: stride and dilation 1, no
+    """The window of a convolution or pooling or of a gradient of one. MXNet's defaults are stride and dilation 1 and no
     padding."""
     kernel = node["kernel"]
     if len(kernel) != 2:
@@ -43,7 +43,7 @@ def window(node: NodeView) -> Window:
 
 
 def output_size(node: NodeView, size: Shape) -> Shape:
-    """Height and width after a convolution or pooling of images of height and width `size`."""
+    """Height and width after a convolution or pooling of images with height and width `size`."""
     if node.get("global_pool"):
         return (1, 1)
     convention = node.get("pooling_convention")
@@ -73,7 +73,7 @@ def as_layout(node: NodeView, x: Array) -> Array:
 
 
 class Places:
-    """For each place (row, column) in a kernel, the region of the padded images that meets it, one pixel per output.
+    """For each position (row, column) in a kernel, the region of the padded images that it meets, one pixel per output.
 
     Iterating gives ((row, column), index of an NHWC array), rows first.
     """
@@ -84,7 +84,7 @@ class Places:
         self.size = (height, width)
         self.output_size = (batch, *output_size(node, self.size))
         self.window = Window(self.size, (1, 1), (0, 0), (1, 1)) if node.get("global_pool") else window(node)
-        # Pooling with the convention "full" reaches beyond the padding at the far side.
+        # Pooling with the convention "full" reaches beyond the padding at the bottom and right.
         kernel, stride, pad, dilate = self.window
         reach = [(out - 1) * stride[i] + dilate[i] * (kernel[i] - 1) + 1 for i, out in enumerate(self.output_size[1:])]
         self.padded_size = [max(reach[i], self.size[i] + 2 * pad[i]) for i in (0, 1)]
@@ -110,7 +110,7 @@ class Places:
         return np.zeros(self.padded_shape, dtype)
 
     def divisor(self, node: NodeView) -> Array:
-        """What the sum over a window is divided by: its number of pixels, for each output (1, H, W, 1)."""
+        """The divisor of a window's sum for each output (1, H, W, 1): the number of its pixels."""
         if node["pool_type"] == "sum":
             return np.ones((1, 1, 1, 1))
         pad = self.window.pad

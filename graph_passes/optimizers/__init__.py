@@ -1,11 +1,11 @@
-"""Optimizers by name: one a file, with its constants and its formula; `kernels/optimizer.cu` has it for GPUs.
+"""Optimizers by name: one per file, with constants and formula; `kernels/optimizer.cu` has the GPU implementations.
 
     rule = create("adamw", {"betas": (0.9, 0.999), "epsilon": 1e-8, "weight_decay": 0.05})
     optimizer = executor.create_optimizer(rule)
     optimizer.step(learning_rate=1e-3)
 
-To add one: its file in this folder, whose `RULE` is its class; its struct in optimizer.cu; its options, under the names
-of the constants, in train/options/optimizer.py.
+To add an optimizer, write a file in this folder whose `RULE` is its class, a struct in optimizer.cu, and options with
+the names of the constants in train/options/optimizer.py.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ __all__ = ["ArrayOptimizer", "Optimizer", "Rule", "Update", "create", "names", "
 
 
 def names() -> list[str]:
-    """Of all optimizers."""
+    """The names of all optimizers."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name != "base")
 
 
 def rule_of(name: str) -> type[Rule]:
-    """The class of an optimizer's constants, one of `names()`."""
+    """The class of an optimizer's constants; `name` is one of `names()`."""
     rule: type[Rule] = importlib.import_module(f"{__name__}.{name}").RULE
     return rule
 
 
 def create(name: str, constants: Mapping[str, Any]) -> Rule:
-    """The optimizer of that name, with those of the constants that it has."""
+    """The optimizer with this name. It takes from `constants` those that it has."""
     rule = rule_of(name)
     return rule(**{field.name: constants[field.name] for field in fields(rule) if field.name in constants})

@@ -1,4 +1,4 @@
-"""AdamW: Adam with weight decay apart from the gradient."""
+"""AdamW: Adam with weight decay decoupled from the gradient."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from graph_passes.optimizers.base import Rule, Update, is_numpy
 
 @dataclass(frozen=True)
 class AdamW(Rule):
-    """Loshchilov and Hutter, arXiv:1711.05101, algorithm 2, with the learning rate as the schedule, as PyTorch has it:
+    """Loshchilov and Hutter, arXiv:1711.05101, algorithm 2, with the learning rate as the schedule, as in PyTorch:
 
         g = scale * gradient
         m = beta1 * m + (1 - beta1) * g
         v = beta2 * v + (1 - beta2) * g * g
         w = w - learning_rate * (m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + epsilon) + weight_decay * w)
 
-    t is the number of the update, from 1.
+    t is the number of the update, counted from 1.
     """
 
     slots = ("mean", "variance")
     counts = True
-    # ConvNeXt's (Liu et al., arXiv:2201.03545, table 5), a learning rate of 4e-3 for 4,096 images.
+    # ConvNeXt's constants (Liu et al., arXiv:2201.03545, table 5), for a learning rate of 4e-3 with 4,096 images.
     recipe: ClassVar[Mapping[str, Any]] = {"learning_rate": 2.5e-4, "weight_decay": 0.05}
 
     betas: tuple[float, float] = (0.9, 0.999)
@@ -36,7 +36,7 @@ class AdamW(Rule):
 
     @property
     def kernel_constants(self) -> tuple[float, ...]:
-        """1 - beta and log(beta) are made here: from a beta near 1 in fp32 they would have few digits."""
+        """Compute 1 - beta and log(beta) here: from an fp32 beta near 1 they would have few digits."""
         return (*(constant for beta in self.betas for constant in (beta, 1 - beta, _log(beta))), self.epsilon)
 
     def update(self, arrays: Any, weight: Any, gradient: Any, state: tuple[Any, ...], is_weight: bool,
@@ -45,7 +45,7 @@ class AdamW(Rule):
         if is_numpy(arrays):
             weight -= rate * self.direction(weight, gradient, state, decay, step)
             return
-        # MXNet's Adam, one pass over memory instead of ten, has no bias correction: that goes into the rate.
+        # MXNet's Adam, one pass over memory instead of ten, has no bias correction: the correction goes into the rate.
         beta1, beta2 = self.betas
         root = math.sqrt(1 - beta2**step.number)
         if decay:
@@ -54,7 +54,7 @@ class AdamW(Rule):
                            beta2=beta2, epsilon=self.epsilon * root, rescale_grad=step.scale, out=weight)
 
     def direction(self, weight: Any, gradient: Any, state: tuple[Any, ...], decay: float, step: Update) -> Any:
-        """What the learning rate is multiplied with, from the new mean and variance, which it leaves in `state`; in
+        """The update direction, which is multiplied by the learning rate. Updates mean and variance in `state`. In
         NumPy."""
         mean, variance = state
         gradient = step.scale * gradient

@@ -1,4 +1,5 @@
-"""What all optimizers share: what a rule says, and the optimizer that applies one to arrays of MXNet or NumPy."""
+"""The parts that all optimizers share: the interface of a rule, and the optimizer that applies one to MXNet or NumPy
+arrays."""
 
 from __future__ import annotations
 
@@ -13,119 +14,119 @@ Arrays = Mapping[str, Any]
 
 
 class Update(NamedTuple):
-    """What is the same for all parameters in one step."""
+    """The values of one step that are the same for all parameters."""
 
     learning_rate: float
-    scale: float  # gradients are multiplied by it first
-    number: int  # of this update, from 1
+    scale: float  # factor that gradients are multiplied by first
+    number: int  # number of this update, from 1
 
 
 @dataclass(frozen=True)
 class Rule(ABC):
     """An optimizer: its constants, which are options of a run under the same names, and its formula.
 
-    `weight_decay` applies to weights only (`roles.weights`), and so do the ratios of LARS and LAMB.
+    `weight_decay` applies to weights only (`roles.weights`), as do the ratios of LARS and LAMB.
     """
 
     slots: ClassVar[tuple[str, ...]]
-    """Names of the arrays that it keeps for each parameter."""
+    """Names of the state arrays for each parameter."""
     rate_in: ClassVar[tuple[str, ...]] = ()
-    """Those of them that the learning rate is a factor of: where it jumps, they are to be scaled with it."""
+    """State arrays that contain the learning rate as a factor: if it jumps, they must be scaled with it."""
     counts: ClassVar[bool] = False
-    """Whether the number of updates is part of the formula, and so of what is saved."""
+    """Whether the formula contains the number of updates, which must then be saved."""
     norms_of: ClassVar[Literal["", "gradient", "update"]] = ""
-    """What a weight's norm is compared with for a learning rate of its own: in the kernels, that takes launches."""
+    """What a weight's norm is compared with to scale its learning rate; on a GPU this takes additional launches."""
     recipe: ClassVar[Mapping[str, Any]] = {}
-    """Values of options, constants or not, that go with it where a run's preset is made for another optimizer."""
+    """Default values of options for this optimizer, if a run's preset is made for another one."""
 
     weight_decay: float = 0.0
 
     @property
     @abstractmethod
     def kernel(self) -> str:
-        """Its struct in optimizer.cu, with template arguments."""
+        """Name of the struct in optimizer.cu, with template arguments."""
 
     @property
     @abstractmethod
     def kernel_constants(self) -> tuple[float, ...]:
-        """What the struct finds in `State::constants`."""
+        """Values of `State::constants` for the struct."""
 
     @abstractmethod
     def update(self, arrays: Any, weight: Any, gradient: Any, state: tuple[Any, ...], is_weight: bool,
                step: Update) -> None:
-        """Change a parameter, and the `slots` of it in `state`, in place. `arrays`: the module of the arrays, mx.nd or
-        np. Nothing waits."""
+        """Update a parameter and its `slots` in `state` in place. `arrays`: the module of the arrays, mx.nd or np. Does
+        not wait for the device."""
 
     def decay(self, is_weight: bool) -> float:
-        """Of a parameter."""
+        """The weight decay of a parameter."""
         return self.weight_decay if is_weight else 0.0
 
 
 def ratio(above: Any, below: Any) -> Any:
-    """`above` / `below`, or 1 where one of the two norms is 0. Nothing waits."""
+    """`above` / `below`, or 1 if one of the two norms is 0. Does not wait for the device."""
     is_safe = (above > 0) * (below > 0)
     return is_safe * (above / (below + (1 - is_safe))) + (1 - is_safe)
 
 
 def norm(arrays: Any, array: Any) -> Any:
-    """Square root of the sum of squares; a Python float of NumPy's arrays, whose products with fp32 stay fp32. Nothing
-    waits."""
+    """Square root of the sum of squares. A Python float for NumPy arrays, so that their products with fp32 stay fp32.
+    Does not wait for the device."""
     root = arrays.sqrt(_squares(arrays, array))
     return float(root) if is_numpy(arrays) else root
 
 
 def global_norm(arrays: Any, tensors: Iterable[Any]) -> float:
-    """The norm of all elements of all tensors. Waits, once."""
+    """The norm over all elements of all tensors. Waits for the device once."""
     squares = [_squares(arrays, tensor) for tensor in tensors]
     together = squares if is_numpy(arrays) else arrays.concat(*squares, dim=0).asnumpy().tolist()
     return math.sqrt(math.fsum(together))
 
 
 def clip_factor(clip_norm: float, gradient_norm: float) -> float:
-    """What gradients are multiplied by, so that the norm of all of them together is at most `clip_norm`: Pascanu et
-    al., arXiv:1211.5063, algorithm 1, with the 1e-6 of torch.nn.utils.clip_grad_norm_. 1 where the norm is NaN."""
+    """The factor that brings the global norm of the gradients down to at most `clip_norm`: Pascanu et al.,
+    arXiv:1211.5063, algorithm 1, with the 1e-6 of torch.nn.utils.clip_grad_norm_. 1 if the norm is NaN."""
     return min(1.0, clip_norm / (gradient_norm + 1e-6))
 
 
 def _squares(arrays: Any, array: Any) -> Any:
-    """The sum of squares; by BLAS, on MXNet's arrays in a seventh of the time of `(array * array).sum()`."""
+    """The sum of squares, by BLAS: on MXNet arrays it takes a seventh of the time of `(array * array).sum()`."""
     flat = array.reshape(-1)
     return arrays.dot(flat, flat)
 
 
 class Optimizer(Protocol):
-    """What a training loop works with."""
+    """The interface of an optimizer for a training loop."""
 
     scalars: Mapping[str, float]
-    """What it keeps beside arrays, to be saved and set again: where dynamic loss scaling stands, and the number of
-    updates where its formula has that; or empty."""
+    """State besides the arrays, to be saved and restored: the dynamic loss scale, and the number of updates if the
+    formula contains it; may be empty."""
 
     @property
     def state(self) -> Mapping[str, Arrays]:
-        """By the rule's slots, then by parameter: live arrays in the executor's layout."""
+        """State by slot, then by parameter: live arrays in the executor's layout."""
 
     @property
     def ema(self) -> Arrays:
-        """Moving averages of parameters and running statistics, live arrays in the executor's layout; or empty."""
+        """Moving averages of parameters and running statistics: live arrays in the executor's layout; may be empty."""
 
     def step(self, learning_rate: float, scale: float = 1.0, ema_decay: float = 0.0) -> None:
         """Update all parameters from the executor's gradients, which are first multiplied by `scale`, and then the
-        averages. Asynchronous where the device is."""
+        averages. Asynchronous on a GPU."""
 
     def swap_ema(self) -> None:
         """Exchange the executor's parameters and running statistics with their averages."""
 
 
 class ArrayOptimizer:
-    """An `Optimizer` on live arrays, MXNet's or NumPy's, which are updated in place.
+    """An `Optimizer` on live arrays of MXNet or NumPy, which are updated in place.
 
     Args:
-        rule: what it does.
-        params, grads: by parameter; read and written, and read, in every step.
+        rule: the optimizer's formula.
+        params, grads: by parameter name; parameters are read and written, gradients are read in every step.
         weights: the parameters that are weights (`roles.weights`).
-        ema_of: what to keep moving averages of: ema = decay * ema + (1 - decay) * array.
-        rate_factors: by parameter, what its learning rate is multiplied by, where that is not 1 (`roles.rate_factors`).
-        clip_norm: what the norm of all gradients together is brought down to where it is larger; 0: never.
+        ema_of: arrays to keep moving averages of: ema = decay * ema + (1 - decay) * array.
+        rate_factors: factors of the learning rate, by parameter, if not 1 (`roles.rate_factors`).
+        clip_norm: the largest global norm of the gradients; 0: no clipping.
     """
 
     def __init__(self, rule: Rule, params: Arrays, grads: Arrays, weights: Collection[str],
@@ -134,7 +135,7 @@ class ArrayOptimizer:
         self.rule, self.params, self.grads, self.weights = rule, params, grads, weights
         self.rate_factors = rate_factors or {}
         self.clip_norm = clip_norm
-        self.gradient_norm: float | None = None  # of the latest step, before clipping; known where that is done
+        self.gradient_norm: float | None = None  # of the latest step, before clipping; None without clipping
         self._arrays = _module_of(next(iter(params.values())))
         self.state = {slot: {name: self._zeros_like(array) for name, array in params.items()} for slot in rule.slots}
         self.ema_of = ema_of or {}
@@ -150,8 +151,8 @@ class ArrayOptimizer:
         self._updates = int(scalars.get("updates", 0))
 
     def step(self, learning_rate: float, scale: float = 1.0, ema_decay: float = 0.0) -> None:
-        """Update all parameters, from gradients multiplied by `scale`, and then the averages. Where gradients are
-        clipped it waits for them."""
+        """Update all parameters from gradients multiplied by `scale`, and then the averages. With clipping it waits for
+        the gradients."""
         self._updates += 1
         if self.clip_norm:
             self.gradient_norm = scale * global_norm(self._arrays, (self.grads[name] for name in self.params))
@@ -177,12 +178,12 @@ class ArrayOptimizer:
 
 
 def is_numpy(arrays: Any) -> bool:
-    """Whether a module of arrays is NumPy, which is imported with the first array: help on options is quick."""
+    """Whether a module of arrays is NumPy. NumPy is imported with the first array, so that --help is quick."""
     return bool(arrays.__name__ == "numpy")
 
 
 def _module_of(array: Any) -> Any:
-    """np or mx.nd."""
+    """The array's module: np or mx.nd."""
     if type(array).__module__ == "numpy":
         return importlib.import_module("numpy")
     from common.mxnet_compat import mx

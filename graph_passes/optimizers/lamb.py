@@ -1,4 +1,4 @@
-"""LAMB: AdamW with a learning rate of its own for each layer, for large batches."""
+"""LAMB: AdamW with a separate learning rate for each layer, for large batches."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class LAMB(AdamW):
 
         |w| / |m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + epsilon) + weight_decay * w|
 
-    or by 1 where a norm is 0. Biases, gamma and beta are spared, as in the authors' own code (LAMBOptimizer in
-    google-research/albert, `exclude_from_layer_adaptation`). Gradients are not normalised first: to clip them to a norm
-    of 1, as NVIDIA's and timm's LAMB do, is the optimizer's `clip_norm`.
+    or by 1 if a norm is 0. Biases, gamma and beta are excluded, as in the authors' own code (LAMBOptimizer in
+    google-research/albert, `exclude_from_layer_adaptation`). Gradients are not normalised first; `clip_norm` of the
+    optimizer clips them to a norm of 1, as NVIDIA's and timm's LAMB do.
     """
 
     norms_of = "update"
-    # Wightman et al., arXiv:2110.00476, table 2, A2: a learning rate of 5e-3 for 2,048 images. Epsilon: the authors'.
+    # Wightman et al., arXiv:2110.00476, table 2, A2: a learning rate of 5e-3 for 2,048 images. Epsilon is the authors'.
     recipe: ClassVar[Mapping[str, Any]] = {"learning_rate": 6.25e-4, "weight_decay": 0.02, "epsilon": 1e-6}
 
     @property

@@ -1,4 +1,4 @@
-"""LARS: SGD with a learning rate of its own for each layer, for large batches."""
+"""LARS: SGD with a separate learning rate for each layer, for large batches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class LARS(SGD):
 
         trust_coefficient * |w| / (|scale * gradient| + weight_decay * |w|)
 
-    or by 1 where a norm is 0.
+    or by 1 if a norm is 0.
     """
 
     norms_of = "gradient"

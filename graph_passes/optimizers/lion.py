@@ -1,4 +1,4 @@
-"""Lion: each weight goes by the learning rate, up or down, as the sign of a moving average says."""
+"""Lion: each weight moves by the learning rate in the direction of the sign of a moving average."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Lion(Rule):
     """
 
     slots = ("mean",)
-    # The authors' (google/automl, lion/README.md): a tenth of AdamW's learning rate, ten times its weight decay.
+    # The authors' advice (google/automl, lion/README.md): a tenth of AdamW's learning rate, ten times its weight decay.
     recipe: ClassVar[Mapping[str, Any]] = {"learning_rate": 2.5e-5, "weight_decay": 0.5, "betas": (0.9, 0.99)}
 
     betas: tuple[float, float] = (0.9, 0.99)
@@ -40,7 +40,7 @@ class Lion(Rule):
         gradient = step.scale * gradient
         between = beta1 * mean + (1 - beta1) * gradient
         mean[:] = beta2 * mean + (1 - beta2) * gradient
-        sign = arrays.sign(between) + 0 * between  # NaN stays, of which MXNet's sign is 0
+        sign = arrays.sign(between) + 0 * between  # NaN stays NaN; MXNet's sign of NaN is 0
         weight -= step.learning_rate * (sign + self.decay(is_weight) * weight)
 
 

@@ -1,4 +1,4 @@
-"""SGD with momentum, plain or Nesterov's."""
+"""SGD with momentum, plain or Nesterov."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from graph_passes.optimizers.base import Rule, Update, is_numpy
 
 @dataclass(frozen=True)
 class SGD(Rule):
-    """With the learning rate inside the momentum, as MXNet and NVIDIA's recipes have it:
+    """SGD with the learning rate inside the momentum, as in MXNet and NVIDIA's recipes:
 
         g = scale * gradient + weight_decay * w
         m = momentum * m - learning_rate * g
@@ -35,15 +35,17 @@ class SGD(Rule):
                step: Update) -> None:
         decay = self.decay(is_weight)
         if is_numpy(arrays) or self.nesterov:
-            # The decayed gradient first: MXNet's Nesterov with weight decay would read the parameter after its update.
+            # Add the decay to the gradient first: MXNet's Nesterov with weight decay would read the parameter after its
+            # update.
             self.move(arrays, weight, step.scale * gradient + decay * weight, state, step.learning_rate)
         else:
-            # One call an array: on the CPU MXNet's multi_sgd_mom_update takes six times as long for all of ResNet-50's.
+            # One call per array: on the CPU MXNet's multi_sgd_mom_update takes six times as long for all of ResNet-50's
+            # arrays.
             arrays.sgd_mom_update(weight, gradient, *state, lr=step.learning_rate, momentum=self.momentum, wd=decay,
                                   rescale_grad=step.scale, out=weight)
 
     def move(self, arrays: Any, weight: Any, gradient: Any, state: tuple[Any, ...], rate: Any) -> None:
-        """The last two lines of the formula, of a decayed gradient."""
+        """The last two lines of the formula, for a gradient with decay."""
         (momentum,) = state
         if is_numpy(arrays):
             step = rate * gradient

@@ -1,8 +1,7 @@
-"""Passes: pure functions from a graph to a graph, one a file. Only `precision` and `quantise` change what is
-computed.
+"""Passes: pure functions from a graph to a graph, one per file. Only `precision` and `quantise` change results.
 
-They rewrite meaning or form. What only some devices fuse is no pass, but a rule beside its kernel
-(`executors/cuda/kernels/`), of which the pass `cover` of `pipeline.py` chooses.
+They rewrite meaning or form. A fusion that only some devices support is not a pass but a rule beside its kernel
+(`executors/cuda/kernels/`); the pass `cover` of `pipeline.py` chooses among these.
 """
 
 from graph_passes.passes.add_relu import add_relu

@@ -1,4 +1,4 @@
-"""An elementwise add followed by ReLU becomes one operator."""
+"""Fuse an elementwise addition followed by ReLU into one operator."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from graph_passes.operators import is_relu
 
 
 def add_relu(graph: Graph) -> Graph:
-    """Fuse add and ReLU where nothing else reads the sum.
+    """Fuse addition and ReLU if nothing else reads the sum.
 
         before    a, b -> elemwise_add `add` -> Activation(relu)
         after     a, b -> AddRelu `add_relu`
 
-    The sum is never written to memory: one write and one read less, and the same for its gradient.
+    The sum is never written to memory. This saves one write and one read, and as much for its gradient.
     """
 
     def fuse(node: Node) -> Node | None:

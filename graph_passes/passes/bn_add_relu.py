@@ -1,4 +1,4 @@
-"""A BatchNorm, the addition of a shortcut and ReLU become one operator."""
+"""Fuse a BatchNorm, the addition of a shortcut and ReLU into one operator."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from graph_passes.operators import is_relu
 
 
 def bn_add_relu(graph: Graph) -> Graph:
-    """Fuse BatchNorm, add and ReLU where nothing else reads the two tensors between them.
+    """Fuse BatchNorm, addition and ReLU if nothing else reads the two tensors between them.
 
         before    x, gamma, beta, mean, var -> BatchNorm `bn` -+
                                              shortcut ---------+-> elemwise_add -> Activation(relu)
         after     x, gamma, beta, mean, var, shortcut -> BatchNormAddRelu `bn_add_relu`
 
-    Where a BatchNorm feeds each side of the sum, the first one is taken. Finds an AddRelu of the pass `add_relu` as
-    well, so that the order of the passes does not matter. Where images are dropped between BatchNorm and sum:
+    If both summands come from BatchNorms, the first is fused. An AddRelu from the pass `add_relu` is fused as well, so
+    the order of the passes does not matter. With stochastic depth between BatchNorm and sum:
 
         before    x, gamma, beta, mean, var -> BatchNorm `bn`;  bn, factors -> DropoutImages -> elemwise_add -> ...
         after     x, gamma, beta, mean, var, shortcut, factors -> BatchNormAddRelu(no_factors=False) `bn_add_relu`
 
-    and that BatchNorm is taken before another one.
+    In this case that BatchNorm is fused in preference to another one.
     """
 
     def dropped(ref: Ref) -> Node | None:
-        """What drops images of the BatchNorm that is to be added."""
+        """The stochastic-depth node between the BatchNorm and the addition; None if there is none."""
         drop = graph.only_used_by_one(ref, "DropoutImages")
         bn = graph.only_used_by_one(drop.inputs[0], "BatchNorm") if drop else None
         return drop if bn and not bn["use_global_stats"] else None
 
     def sum_of(node: Node) -> Node | None:
-        """The node whose inputs are added up, if `node` is the ReLU of a sum."""
+        """The node whose inputs are added, if `node` is the ReLU of a sum."""
         if node.op == "AddRelu":
             return node
         return graph.only_used_by_one(node.inputs[0], "elemwise_add") if is_relu(node) else None

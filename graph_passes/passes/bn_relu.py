@@ -1,4 +1,4 @@
-"""A BatchNorm followed by ReLU becomes one operator."""
+"""Fuse a BatchNorm followed by ReLU into one operator."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from graph_passes.operators import is_relu
 
 
 def bn_relu(graph: Graph) -> Graph:
-    """Fuse BatchNorm and ReLU where nothing else reads the normalised tensor.
+    """Fuse BatchNorm and ReLU if nothing else reads the normalised tensor.
 
         before    x, gamma, beta, mean, var -> BatchNorm `bn` -> Activation(relu)
         after     x, gamma, beta, mean, var -> BatchNormRelu `bn_relu`

@@ -1,4 +1,4 @@
-"""The gradient of a strided 1x1 convolution's data without the pixels that the convolution does not read."""
+"""The gradient of a strided 1x1 convolution's data, without the pixels that the convolution does not read."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ _REDUCTIONS = ("BatchNormBackwardReduce", "BatchNormReluBackwardReduce", "BatchN
 
 
 def compact_grad(graph: Graph) -> Graph:
-    """Leave the zeros out of a strided 1x1 convolution's data gradient where a BatchNorm's sums add it to another one.
+    """Leave the zeros out of a strided 1x1 convolution's data gradient if a BatchNorm's sums add it to another
+    gradient.
 
         before    dy, weight -> ConvolutionDgrad(stride=(2, 2)) -> dx (N, H, W, C), 3/4 of its pixels are 0
                   other, ..., dx -> BatchNormAddReluBackwardReduce
         after     dy, weight -> ConvolutionDgrad -> dx (N, OH, OW, C)
                   other, ..., dx -> BatchNormAddReluBackwardReduce(grad_stride=(2, 2))
 
-    A quarter of dx is written and read: at the projection shortcuts that end a stage's backward pass.
+    Only a quarter of dx is written and read. This occurs at the projection shortcuts that end a stage's backward pass.
     """
     nodes: list[Node] = []
     for reduction in graph:
@@ -33,12 +34,12 @@ def compact_grad(graph: Graph) -> Graph:
 
 
 def _gradients(reduction: Node) -> tuple[Ref, Ref]:
-    """The two that it adds: its first input and its last."""
+    """The two gradients that the node adds: its first input and its last."""
     return reduction.input("out_grad"), reduction.input("out_grad_2")
 
 
 def _strided(graph: Graph, reduction: Node) -> Node | None:
-    """The gradient of a strided 1x1 convolution's data that only this reduction reads, beside another one."""
+    """The data gradient of a strided 1x1 convolution that only this reduction reads, besides another gradient."""
     if reduction.op not in _REDUCTIONS or reduction["single_grad"] or reduction["axis"] not in (3, -1):
         return None
     return next((graph[ref.node] for ref in reversed(_gradients(reduction))

@@ -1,4 +1,4 @@
-"""Bias, sum and ReLU in the epilogue of a convolution."""
+"""Fuse bias, addition and ReLU into the epilogue of a convolution."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from graph_passes.operators import is_relu
 
 
 def conv_epilogue(graph: Graph, groups: bool = False) -> Graph:
-    """Write a convolution with bias and the ReLU, or sum and ReLU, that alone reads it as one operator.
+    """Fuse a convolution with bias and the ReLU, or addition and ReLU, that is its only reader.
 
         before    x, weight, bias -> Convolution -> y;  y, shortcut -> AddRelu `r`
         after     x, weight, bias, shortcut -> ConvolutionAddRelu `r`
 
-    Likewise with ReLU alone: ConvolutionRelu. Convolutions in groups become two operators, as cuDNN fuses nothing into
-    them; with `groups` they do as the others.
+    Likewise with ReLU alone: ConvolutionRelu. Grouped convolutions become two operators, because cuDNN fuses nothing
+    into them; with `groups` they are treated like the others.
     """
     ends = {}  # name of a convolution -> the ReLU that reads it
     for node in graph:
         if convolution := _before_relu(graph, node):
             ends[convolution.name] = node
-    nodes: dict[str, list[Node]] = {}  # by the name of what they take the place of
+    nodes: dict[str, list[Node]] = {}  # by the name of the node that they replace
     for node in graph:
         if node.op == "Convolution" and not node["no_bias"]:
             fused = _fused(node, ends.get(node.name))
@@ -29,7 +29,7 @@ def conv_epilogue(graph: Graph, groups: bool = False) -> Graph:
 
 
 def _before_relu(graph: Graph, node: Node) -> Node | None:
-    """The convolution with bias that this ReLU, or sum and ReLU, alone reads: the first, if there are two."""
+    """The convolution with bias whose only reader is this ReLU, or addition and ReLU; the first, if there are two."""
     if not is_relu(node) and node.op != "AddRelu":
         return None
     found = (graph.only_used_by_one(ref, "Convolution") for ref in node.inputs)
@@ -37,7 +37,7 @@ def _before_relu(graph: Graph, node: Node) -> Node | None:
 
 
 def _fused(convolution: Node, end: Node | None) -> Node:
-    """With the name of what it takes the place of."""
+    """The fused node, with the name of the node that it replaces."""
     if end is None:
         return convolution
     addend = [ref for ref in end.inputs if ref != Ref(convolution.name)]
@@ -46,7 +46,7 @@ def _fused(convolution: Node, end: Node | None) -> Node:
 
 
 def in_two(fused: Node, name: str) -> list[Node]:
-    """The product by this name, and what ends it."""
+    """The convolution under this name, and the node for the rest."""
     data, weight, bias, *addend = fused.inputs
     product = fused.derive("Convolution", name, (data, weight), no_bias=True)
     kind = fused.op.removeprefix("Convolution") or "Add"

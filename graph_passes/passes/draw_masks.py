@@ -1,4 +1,4 @@
-"""What a training step drops, as operators that read a seed."""
+"""Dropout in a training step, as operators that read a seed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from graph_passes.operators.dropout import PER_BATCH, PER_IMAGE, SEED
 
 
 def draw_masks(graph: Graph, images: int) -> Graph:
-    """Write each Dropout as a product with what is drawn from the step's seed.
+    """Write each Dropout as a product with factors drawn from the step's seed.
 
         before    x -> Dropout(p, axes=(1, 2, 3)) `d`
         after     dropout_seed -> DropoutFactors `dropout_factors` -> factors;  x, factors -> DropoutImages(row) `d`
@@ -16,14 +16,14 @@ def draw_masks(graph: Graph, images: int) -> Graph:
         before    x -> Dropout(p) `d`
         after     x, dropout_seed -> DropoutElements(p, number) `d`
 
-    One DropoutFactors draws for all Dropouts of whole images, of `images` in a batch. Dropouts are numbered in the
-    graph's order, and each number has random bits of its own. One with a `p` of 0 is left out.
+    One DropoutFactors draws for all Dropouts of whole images, for a batch of `images`. Dropouts are numbered in the
+    graph's order, and each number has its own random bits. A Dropout with `p` 0 is removed.
 
-    Raises GraphError for axes other than those of images, (1, 2, 3), of the batch, (0, 1, 2, 3), and none.
+    Raises GraphError for axes other than (1, 2, 3) (whole images), (0, 1, 2, 3) (whole batches) and none.
     """
     nodes: list[Node] = []
     moved: dict[Ref, Ref] = {}
-    rows: dict[tuple[int, ...], list[tuple[Node, int]]] = {PER_IMAGE: [], PER_BATCH: []}  # by axes, with the numbers
+    rows: dict[tuple[int, ...], list[tuple[Node, int]]] = {PER_IMAGE: [], PER_BATCH: []}  # by axes, with their numbers
     dropouts = [node for node in graph if node.op == "Dropout"]
     for number, node in enumerate(dropouts):
         axes = tuple(sorted(node["axes"]))

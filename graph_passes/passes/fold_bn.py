@@ -1,4 +1,4 @@
-"""Inference: a BatchNorm folded into the convolution before it."""
+"""Inference: fold a BatchNorm into the preceding convolution."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ Arrays = Mapping[str, np.ndarray]
 
 
 def fold_bn(graph: Graph) -> Graph:
-    """Let a convolution with a bias compute what it and the BatchNorm that reads it compute in inference.
+    """Replace a convolution and its BatchNorm by a convolution with bias that computes the same in inference.
 
         before    x, weight -> Convolution `conv` -> BatchNorm (gamma, beta, mean, var)
         after     x, weight, bias -> Convolution `conv_folded`
 
-    Of a fused BatchNorm, the ReLU (and the sum) remain. Not for training, but for what is frozen: `fold_frozen`. The
-    folded graph needs other values of the weights and biases: `fold_bn_params`.
+    If the BatchNorm is fused with ReLU (and addition), these remain. In training only frozen layers can be folded:
+    `fold_frozen`. The folded graph needs other values of the weights and biases: `fold_bn_params`.
     """
     return _fold(graph, frozen_only=False)
 
 
 def fold_frozen(graph: Graph) -> Graph:
-    """`fold_bn` for the layers of a training graph that are frozen (`freeze`): their BatchNorms do in training what all
-    do in inference. Leaves a graph without such layers as it is."""
+    """`fold_bn` for the frozen layers of a training graph (`freeze`): their BatchNorms compute the same in training as
+    in inference. A graph without such layers stays as it is."""
     return _fold(graph, frozen_only=True)
 
 
@@ -40,7 +40,7 @@ def _fold(graph: Graph, frozen_only: bool) -> Graph:
         if conv is None:
             return None
         weight = graph[conv.inputs[1].node]
-        own = {key: weight.attrs[key] for key in (RATE_FACTOR,) if key in weight.attrs}  # frozen with the weight
+        own = {key: weight.attrs[key] for key in (RATE_FACTOR,) if key in weight.attrs}  # frozen if the weight is
         bias = [] if len(conv.inputs) == 3 else [Node(VARIABLE, _bias_name(graph, conv), attrs=own)]
         inputs = (*conv.inputs[:2], Ref(_bias_name(graph, conv)))
         folded = conv.replace(name=graph.unused_name(f"{conv.name}_folded"), inputs=inputs)
@@ -55,7 +55,7 @@ def _fold(graph: Graph, frozen_only: bool) -> Graph:
 
 
 class Folding(NamedTuple):
-    """A BatchNorm that `fold_bn` folds, the convolution before it, and the name of that one's bias afterwards."""
+    """A BatchNorm that `fold_bn` folds, the convolution before it, and the name of the folded convolution's bias."""
 
     norm: Node
     convolution: Node
@@ -63,15 +63,15 @@ class Folding(NamedTuple):
 
 
 def foldings(graph: Graph, frozen_only: bool = False) -> Iterator[Folding]:
-    """What `fold_bn(graph)`, or with `frozen_only` `fold_frozen(graph)`, folds, in the graph's order."""
+    """The BatchNorms that `fold_bn(graph)` folds, or with `frozen_only` `fold_frozen(graph)`, in the graph's order."""
     for node in graph:
         if (conv := _convolution_before(graph, node)) and (node["use_global_stats"] or not frozen_only):
             yield Folding(node, conv, _bias_name(graph, conv))
 
 
 def fold_bn_params(graph: Graph, params: Arrays, aux: Arrays, frozen_only: bool = False) -> dict[str, np.ndarray]:
-    """The parameters of `fold_bn(graph)`, or with `frozen_only` of `fold_frozen(graph)`, from those of `graph` (weights
-    OIHW or OHWI, as they come).
+    """The parameters of `fold_bn(graph)`, or with `frozen_only` of `fold_frozen(graph)`, from the parameters of `graph`
+    (weights OIHW or OHWI).
 
     weight' = weight * scale, bias' = (bias - mean) * scale + beta, scale = gamma / sqrt(var + eps), in float64.
     """
@@ -90,7 +90,8 @@ def fold_bn_params(graph: Graph, params: Arrays, aux: Arrays, frozen_only: bool 
 
 
 def _convolution_before(graph: Graph, node: Node) -> Node | None:
-    """The convolution that can swallow this node, if it is a BatchNorm over the channels of one that it alone reads."""
+    """The convolution that can absorb this node: the node is a BatchNorm over the channels of a convolution whose only
+    reader it is."""
     if node.op not in BATCH_NORMS or _reads_statistics(graph, node):
         return None
     conv = graph.only_used_by_one(node.inputs[0], "Convolution")

@@ -1,4 +1,4 @@
-"""Fine-tuning: the beginning of a network stays as it is, or learns more slowly than its classifier."""
+"""Fine-tuning: freeze the beginning of a network, or let it learn more slowly than its classifier."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ BACKBONE = "backbone"
 
 
 def freeze(graph: Graph, prefix: str) -> Graph:
-    """Mark the layers whose names begin with `prefix`, and all that they depend on, as not to be trained.
+    """Freeze the layers whose names begin with `prefix`, and everything that they depend on.
 
         before    data, weight -> Convolution -> BatchNorm
         after     data, weight(lr_mult=0) -> Convolution -> BatchNorm(use_global_stats=True), gamma(lr_mult=0), ...
 
-    These are MXNet's own attributes. A frozen BatchNorm normalises with its running statistics in training too, and
-    leaves them as they are; so does one that alone reads a frozen convolution. `prefix` is of names as `graph` has them
-    ("stage2", "stage2_block1_conv1"), or "backbone": all but the classifier. For a network in which nothing is fused
-    yet.
+    These are MXNet's own attributes. A frozen BatchNorm normalises with its running statistics in training, too, and
+    does not update them. The same holds for a BatchNorm that is the only reader of a frozen convolution. `prefix` is
+    the beginning of names in `graph` ("stage2", "stage2_block1_conv1"), or "backbone": all but the classifier. The
+    network must not be fused yet.
 
-    Raises GraphError where no name begins so, and where nothing would be left to train.
+    Raises GraphError if no name begins with `prefix`, or if nothing would be left to train.
     """
     classifier = roles.classifier(graph)
     if prefix == BACKBONE:
@@ -48,8 +48,7 @@ def freeze(graph: Graph, prefix: str) -> Graph:
 
 
 def slow_backbone(graph: Graph, factor: float) -> Graph:
-    """Mark the parameters of all layers before the classifier, but those that are frozen, to have their learning rate
-    multiplied by `factor`.
+    """Multiply the learning rate of all layers before the classifier, except frozen ones, by `factor`.
 
         before    weight
         after     weight(lr_mult=factor)
@@ -64,9 +63,9 @@ def slow_backbone(graph: Graph, factor: float) -> Graph:
 
 
 def _with_ancestors(graph: Graph, nodes: list[Node]) -> set[str]:
-    """Names of these nodes and of all that they depend on."""
+    """Names of these nodes and of all nodes that they depend on."""
     found = {node.name for node in nodes}
-    for node in reversed(list(graph)):  # readers come before what they read
+    for node in reversed(list(graph)):  # readers come before the nodes that they read
         if node.name in found:
             found.update(ref.node for ref in node.inputs)
     return found
@@ -77,6 +76,6 @@ def _parameters(graph: Graph) -> set[str]:
 
 
 def _first_words(graph: Graph) -> list[str]:
-    """Of the names of layers with parameters, but for the classifier: "stem", "stage1", ..."""
+    """The first words in the names of layers with parameters, without the classifier: "stem", "stage1", ..."""
     names = [use.node.name for name, use in roles.uses(graph).items() if name in _parameters(graph)]
     return list(dict.fromkeys(name.split("_")[0] for name in names if name != roles.classifier(graph).name))

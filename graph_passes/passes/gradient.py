@@ -18,20 +18,19 @@ def gradient(graph: Graph, shapes: Mapping[str, Sequence[int]]) -> Graph:
         after     data -> Convolution -> BatchNormReluTrain -> ... -> SoftmaxCrossEntropy
                        -> ... -> BatchNormReluBackward -> ConvolutionWgrad
 
-    `shapes` are those of the inputs (`data`, and the label if you like); every other argument is a parameter. Each
-    operator's own gradient is in its description (`graph_passes/operators`). Outputs, by the names that `output_names`
-    gives:
+    `shapes`: of the inputs (`data`, optionally the label); every other argument is a parameter. Each operator's
+    gradient is in its description (`graph_passes/operators`). Outputs, with the names from `output_names`:
 
     - `loss`, `top1`, `top5`: sums over the batch, (1,). The loss is the (binary) cross entropy with smoothed targets
     - each running statistic under its own name: the value after this step
-    - `<parameter>_grad`, last layers first: the order in which the backward pass has them ready. A parameter that the
+    - `<parameter>_grad`, last layers first: the order in which the backward pass completes them. A parameter that the
       loss does not depend on (gamma with fix_gamma) has none
 
-    Layers before the first one that is trained are those of inference: no gradient reaches what is frozen (`freeze`).
+    Layers before the first trained layer are as in inference: no gradient reaches frozen layers (`freeze`).
 
-    A convolution's weight gradient comes before its data gradient: the data of the forward convolution is free then,
-    and the bucket is full earlier. Gradients of a tensor with several readers are added with `elemwise_add`, which the
-    pass `gradient_add` moves into the operator that reads the sum.
+    A convolution's weight gradient comes before its data gradient: the forward convolution's data is then free, and the
+    bucket is full earlier. Gradients of a tensor with several readers are added with `elemwise_add`, which the pass
+    `gradient_add` moves into the operator that reads the sum.
 
     Raises GraphError for another last operator, and operators that have no gradient here.
     """
@@ -44,13 +43,13 @@ def gradient(graph: Graph, shapes: Mapping[str, Sequence[int]]) -> Graph:
     needed = _needing_gradient(graph, parameters)
 
     nodes = [_training_variant(graph, node) if node.name in needed else node for node in graph]
-    pending = {loss.inputs[0]: [Ref(loss.name)]}  # tensor -> what its readers add to its gradient
+    pending = {loss.inputs[0]: [Ref(loss.name)]}  # tensor -> gradients from each of its readers
     for node in reversed(list(graph)):
         if node.is_variable or Ref(node.name) not in pending:
             continue
         total, sums = _sum(node.name, pending.pop(Ref(node.name)))
         rule = OPERATORS[node.op].gradient
-        assert rule, node.op  # `_training_variant` has asked
+        assert rule, node.op  # checked by `_training_variant`
         backward, of_inputs = rule(node, total, sizes)
         nodes += [*sums, *backward]
         for name, ref in zip(OPERATORS[node.op].input_names(node), node.inputs, strict=True):
@@ -69,7 +68,7 @@ def gradient(graph: Graph, shapes: Mapping[str, Sequence[int]]) -> Graph:
 
 
 def output_names(graph: Graph) -> dict[str, Ref]:
-    """The outputs of a graph that `gradient` made, by name."""
+    """The outputs of a graph from `gradient`, by name."""
     return dict(zip(graph.attrs["output_names"][1], graph.outputs, strict=True))
 
 
@@ -79,7 +78,8 @@ def gradient_add(graph: Graph) -> Graph:
         before    a, b -> elemwise_add -> BatchNormAddReluBackward
         after     a, b -> BatchNormAddReluBackward(single_grad=False)
 
-    Saves a write and a read of the sum at every residual block. Sums that a convolution or several operators read stay.
+    This saves a write and a read of the sum at every residual block. Sums read by a convolution or by several operators
+    stay.
     """
 
     def fuse(node: Node) -> Node | None:
@@ -104,7 +104,7 @@ def _needing_gradient(graph: Graph, parameters: Sequence[str]) -> set[str]:
 
 
 def _training_variant(graph: Graph, node: Node) -> Node:
-    """The node, or the operator that also leaves what its gradient needs. Keeps the name."""
+    """The node, or its training variant, which also outputs what its gradient needs. Keeps the name."""
     if node.is_variable:
         return node
     if node.op in BATCH_NORMS and any(Ref(node.name, index) in graph.consumers for index in (1, 2)):
@@ -122,7 +122,7 @@ def _training_variant(graph: Graph, node: Node) -> Node:
 
 
 def _sum(name: str, gradients: list[Ref]) -> tuple[Ref, list[Node]]:
-    """The sum of all gradients of the tensor `name`, and the nodes that add them up."""
+    """The sum of all gradients of the tensor `name`, and the nodes that add them."""
     total, nodes = gradients[0], []
     for number, term in enumerate(gradients[1:], start=1):
         nodes.append(Node("elemwise_add", f"{name}_grad_add{number}", (total, term)))

@@ -1,4 +1,4 @@
-"""BatchNorm statistics shared by the GPUs of a group: the sums of each become those of the group."""
+"""BatchNorm statistics shared by the GPUs of a group: each GPU's sums are replaced by the group's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _GRADIENTS = ("gamma_grad", "gamma_grad_2", "beta_grad", "beta_grad_2")
 
 
 def group_mean(graph: Graph) -> Graph:
-    """Put an exchange after every sum over the batch, forward and backward, before anybody reads it.
+    """Insert an exchange after every sum over the batch, forward and backward, before any reader.
 
         before    x -> BatchNormStatistics `s` -> sums;  x, sums -> BatchNormApply
         after     x -> BatchNormStatistics `s` -> sums;  x, sums -> GroupStatistics `s_group` -> group's sums;
@@ -18,7 +18,7 @@ def group_mean(graph: Graph) -> Graph:
         before    dy, x -> BatchNormBackwardReduce `b` -> dgamma, dbeta
         after     dy, x -> BatchNormBackwardReduce `b` -> dgamma, dbeta -> GroupMean `b_group` -> their means
 
-    The last of the passes: fusions need not know of it.
+    This is the last pass, so that fusions need not know about it.
     """
     nodes: list[Node] = []
     moved: dict[Ref, Ref] = {}
@@ -27,7 +27,7 @@ def group_mean(graph: Graph) -> Graph:
         if "sums" in names and node.output("sums") in graph.consumers:
             sums = node.output("sums")
             norm = graph.consumers[sums][0]
-            data = norm.inputs[norm.inputs.index(sums) - 1]  # they stand in this order
+            data = norm.inputs[norm.inputs.index(sums) - 1]  # the data precede their sums
             nodes.append(norm.derive("GroupStatistics", graph.unused_name(f"{node.name}_group"), (data, sums),
                                      part_of=norm.name))
             moved[sums] = Ref(nodes[-1].name)

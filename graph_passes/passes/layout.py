@@ -10,7 +10,7 @@ from graph_passes.graph import Graph, Node, Ref
 from graph_passes.operators import BATCH_NORMS, channel_axis, window
 
 _AXES = {"NCHW": (0, 3, 1, 2), "NHWC": (0, 2, 3, 1)}  # transpose to this layout from the other one; weights likewise
-# Operators that do the same to every element, or along a dimension that follows from the layout.
+# Operators that treat every element alike, or that work along a dimension that follows from the layout.
 _ELEMENTWISE = ("Activation", "relu", "elemwise_add", "AddRelu", "clip", "_copy", "BlockGrad", "sigmoid", "tanh",
                 "softsign", "hard_sigmoid", "elemwise_mul", "_plus_scalar", "_minus_scalar", "_mul_scalar",
                 "_div_scalar")
@@ -24,11 +24,11 @@ def layout(graph: Graph, to: str, inputs: Sequence[str] = ()) -> Graph:
         before    data (NHWC) -> Convolution(layout=NHWC), weight OHWI -> BatchNorm(axis=3) -> ... -> Pooling(NHWC)
         after     data (NHWC) -> transpose -> Convolution(layout=NCHW), weight OIHW -> BatchNorm(axis=1) -> ...
 
-    The weights change their layout (`weight_layouts` tells which is which), and so do the graph's inputs that `inputs`
-    names, where they are read in the other one; the rest keep theirs. Elementwise operators follow their inputs, and so
-    do those along a dimension, such as Concat and LayerNorm. A tensor of one pixel (after global pooling) needs no
-    conversion to be flattened, so that a residual network gets one transpose, at its data, or none with
-    `inputs=["data"]`. Anything else gets its input in the layout that it had.
+    The weights change their layout (`weight_layouts` returns it), and so do the graph's inputs named by `inputs`, if
+    they are read in the other layout. Other inputs keep theirs. Elementwise operators follow their inputs, and so do
+    operators along a dimension, such as Concat and LayerNorm. A tensor of one pixel (after global pooling) can be
+    flattened without conversion. So a residual network gets one transpose, at its data, or none with `inputs=["data"]`.
+    All other operators get their inputs in the original layout.
 
     Raises GraphError for an unknown layout or input.
     """
@@ -50,14 +50,14 @@ def weight_layouts(graph: Graph) -> dict[str, str]:
 
 
 class _Conversion:
-    """One run of the pass: knows for every tensor in which layouts it exists already."""
+    """One run of the pass. Knows for every tensor the layouts in which it exists already."""
 
     def __init__(self, graph: Graph, to: str, inputs: Sequence[str]) -> None:
         self.graph, self.inputs = graph, inputs
         self.to, self.origin = to, next(name for name in _AXES if name != to)
         self.nodes: list[Node] = []
-        self.converted: dict[Ref, Ref] = {}  # tensor of the graph -> the same in the layout `to`
-        self.restored: dict[Ref, Ref] = {}  # tensor that exists only converted -> the same in its original layout
+        self.converted: dict[Ref, Ref] = {}  # tensor of the graph -> its form in the layout `to`
+        self.restored: dict[Ref, Ref] = {}  # tensor that exists only converted -> its form in the original layout
         self.one_pixel: set[Ref] = set()  # converted tensors of height and width 1
 
     def run(self) -> Graph:
@@ -109,38 +109,38 @@ class _Conversion:
         return node.replace(inputs=tuple(self._original(ref) for ref in node.inputs))
 
     def _makes_one_pixel(self, node: Node) -> bool:
-        """A global pooling, and a product with every weight of what has one pixel."""
+        """Whether its output has one pixel: a global pooling, or a product of a one-pixel tensor with every weight."""
         if node.op == "Pooling":
             return bool(node["global_pool"])
         return self._convert(node.inputs[0]) in self.one_pixel and window(node).pad == (0, 0)
 
     def _is_elementwise(self, node: Node) -> bool:
-        """Does it do the same to each element, wherever that lies?"""
+        """Whether it treats each element alike, independent of its position."""
         if node.op == "LeakyReLU":
             return bool(node["act_type"] != "prelu")
         return node.op in _ELEMENTWISE or (node.op == "Dropout" and not node["axes"])
 
     def _is_over_pixels(self, node: Node) -> bool:
-        """Is it a mean over height and width alone?"""
+        """Whether it is a mean over height and width only."""
         return {axis % 4 for axis in node["axis"]} == {0, 1, 2, 3} - {0, channel_axis(self.origin)}
 
     def _moved(self, axis: int) -> int:
-        """Where a dimension of an image lies in the new layout."""
+        """The index of an image dimension in the new layout."""
         return _AXES[self.to].index(axis % 4)
 
     def _is_to_convert(self, node: Node) -> bool:
-        """Does it work on images in the layout to be left?"""
+        """Whether it works on images in the layout that is being replaced."""
         if node.op in ("Convolution", "Pooling"):
             return node["layout"] == self.origin
         return node.op in BATCH_NORMS and node["axis"] % 4 == channel_axis(self.origin)
 
     def _is_input(self, variable: Node) -> bool:
-        """Is it an input that is to come in the new layout and does not do so already?"""
+        """Whether it is an input that must come in the new layout but does not yet."""
         readers = self.graph.consumers.get(Ref(variable.name), ())
         return variable.name in self.inputs and any(map(self._is_to_convert, readers))
 
     def _is_weight(self, variable: Node) -> bool:
-        """Is it the weight of convolutions that are converted, and nothing else?"""
+        """Whether it is only read as a weight by convolutions that are converted."""
         ref = Ref(variable.name)
         readers = self.graph.consumers.get(ref, ())
         return ref not in self.graph.outputs and all(
@@ -149,7 +149,7 @@ class _Conversion:
         )
 
     def _variable(self, variable: Node) -> Node:
-        """A variable in its new layout: the caller converts the values, here only a shape hint changes."""
+        """A variable in its new layout. Only the shape hint changes here; the caller converts the values."""
         self.converted[Ref(variable.name)] = Ref(variable.name)
         shape = ast.literal_eval(variable.attrs.get("__shape__", "()"))
         if len(shape) != 4:
@@ -157,17 +157,17 @@ class _Conversion:
         return variable.with_attrs(__shape__=str(tuple(shape[axis] for axis in _AXES[self.to])))
 
     def _convert(self, ref: Ref) -> Ref:
-        """The tensor in the new layout, through a transpose where it does not exist in it yet."""
+        """The tensor in the new layout, through a transpose if it does not exist in it yet."""
         if ref not in self.converted:
             source = self.graph[ref.node]
             if source.op == "transpose" and source["axes"] == _AXES[self.origin]:
-                self.converted[ref] = self._original(source.inputs[0])  # it was in the new layout before that
+                self.converted[ref] = self._original(source.inputs[0])  # it had the new layout already
             else:
                 self.converted[ref] = self._transpose(ref, self.to)
         return self.converted[ref]
 
     def _original(self, ref: Ref) -> Ref:
-        """The tensor in the layout that it has in the graph."""
+        """The tensor in its original layout."""
         if self.converted.get(ref) != ref:
             return ref
         if ref not in self.restored:

@@ -1,4 +1,4 @@
-"""What a network learns to lower: another loss than the cross entropy of its softmax."""
+"""Loss functions other than the cross entropy of a softmax."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from graph_passes.operators import formula
 
 
 def binary_cross_entropy(graph: Graph, threshold: float = 0.0) -> Graph:
-    """Answer for each class by itself, and learn that by binary cross entropy (arXiv:2110.00476, section 2.1).
+    """Predict each class independently, and train with binary cross entropy (arXiv:2110.00476, section 2.1).
 
         before    scores, label -> SoftmaxOutput
         after     scores, label -> SigmoidOutput(threshold)
 
     Label smoothing and normalisation stay. The loss of an image is the mean over the classes. With a `threshold`,
-    targets above it become 1 and the others 0, once they are smoothed and mixed; 0: they stay as they are.
+    targets above it become 1 and the others 0, after smoothing and mixing; 0: they stay as they are.
 
     Raises GraphError for a network that does not end in SoftmaxOutput.
     """
@@ -41,7 +41,7 @@ def custom_loss(graph: Graph, loss: str, probabilities: str = "softmax") -> Grap
 
 
 def weigh_classes(graph: Graph, weights: Sequence[float]) -> Graph:
-    """Multiply the targets of each class by its weight, in training alone.
+    """Multiply the targets of each class by its weight, in training only.
 
         before    scores, label -> SoftmaxOutput
         after     scores, label -> SoftmaxOutput(class_weights)

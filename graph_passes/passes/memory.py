@@ -1,4 +1,4 @@
-"""Where the tensors of a graph lie: one arena of memory, offsets from lifetimes, in place where that is legal."""
+"""Memory plan of a graph's tensors: one arena, offsets from lifetimes, in place if that is legal."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from graph_passes.graph import Graph, Node, Ref
 from graph_passes.operators import OPERATORS
 from graph_passes.passes.precision import ITEM_BYTES, tensor_dtypes
 
-Tensor = TypeVar("Tensor", bound=Hashable)  # whatever names a tensor: here Ref, or a buffer of a lowered graph
+Tensor = TypeVar("Tensor", bound=Hashable)  # a tensor's key: a Ref here, or a buffer of a lowered graph
 
-ALIGNMENT = 256  # bytes, as cudaMalloc's: more than any vector load and cuDNN ask for
+ALIGNMENT = 256  # bytes, like cudaMalloc's alignment: more than any vector load or cuDNN requires
 
 
 class Allocation(NamedTuple):
@@ -24,14 +24,14 @@ class Allocation(NamedTuple):
     num_bytes: int
     first: int
     last: int
-    in_place: bool  # it took over the place of a tensor that died in step `first`
+    in_place: bool  # it overwrites a tensor whose life ended in step `first`
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Offsets of all tensors of a graph but its variables and outputs, which outlive the step and lie elsewhere.
+    """Offsets of all tensors of a graph except its variables and outputs, which outlive the step and have other memory.
 
-    The steps of its allocations are the numbers of the nodes in the order of the graph, variables counted.
+    The steps of its allocations are the indices of the nodes in the graph's order, variables included.
     """
 
     graph: Graph
@@ -41,10 +41,11 @@ class MemoryPlan:
 
     @cached_property
     def live_bytes(self) -> list[int]:
-        """Bytes that are alive while each node runs, alignment included, a place that was taken over counted once."""
+        """Bytes that are alive while each node runs, including alignment; memory that is overwritten in place is
+        counted once."""
         change = [0] * (len(self.graph) + 1)
         for allocation in self.allocations.values():
-            # A tensor that takes over a place shares the node with the one before it, which is counted there.
+            # A tensor that overwrites another one shares a node with it, which is counted for the earlier one.
             change[allocation.first + allocation.in_place] += aligned(allocation.num_bytes)
             change[allocation.last + 1] -= aligned(allocation.num_bytes)
         live, total = [], 0
@@ -55,12 +56,12 @@ class MemoryPlan:
 
     @property
     def lower_bound(self) -> int:
-        """Bytes that any plan for this order and these replacements needs: the most that is alive at any node."""
+        """Bytes that any plan with this order and these overwrites needs: the most that is alive at any node."""
         return max(self.live_bytes, default=0)
 
     @property
     def tensor_bytes(self) -> int:
-        """Bytes of all tensors side by side, as if nothing were ever reused."""
+        """Bytes of all tensors side by side, without reuse."""
         return sum(aligned(allocation.num_bytes) for allocation in self.allocations.values())
 
     def table(self) -> str:
@@ -85,14 +86,14 @@ class MemoryPlan:
 
 
 def memory(graph: Graph, shapes: Mapping[str, Sequence[int]]) -> MemoryPlan:
-    """Plan one arena for the tensors of a graph that runs one node after the other, in its own order.
+    """Plan one arena for the tensors of a graph whose nodes run one after the other, in the graph's order.
 
         before    y = relu(x) reads x last, dy = f(y):     x at 0, y at 4096, dy at 8192: 12,288 bytes
-        after     y takes the place of x, dy comes behind: x at 0, y at 0,    dy at 4096:  8,192 bytes
+        after     y overwrites x, dy comes after it:       x at 0, y at 0,    dy at 4096:  8,192 bytes
 
-    `shapes` are those of the input variables, `tensor_dtypes` gives the bytes per element. A tensor lives from the node
-    that writes it to the last one that reads it. Offsets are multiples of 256 bytes. Scratch space of single kernels is
-    not a tensor of the graph and not planned here.
+    `shapes`: of the input variables; `tensor_dtypes` gives the bytes per element. A tensor lives from the node that
+    writes it to its last reader. Offsets are multiples of 256 bytes. Scratch memory of kernels is not a tensor of the
+    graph and not planned here.
 
     ResNet-50, fused, fp16, 224 px, batch 256: 10,043 MiB, the lower bound; all tensors side by side are 24,870 MiB.
     """
@@ -113,8 +114,8 @@ def memory(graph: Graph, shapes: Mapping[str, Sequence[int]]) -> MemoryPlan:
 
 @dataclass(frozen=True)
 class Step(Generic[Tensor]):
-    """What one node, or one launch, does to the tensors in the arena. `in_place`: for each output that may take over
-    the place of an input, those inputs, the preferred one first."""
+    """The tensors in the arena that one node, or one launch, reads and writes. `in_place`: for each output that may
+    overwrite an input, those inputs, the preferred one first."""
 
     reads: Iterable[Tensor]
     writes: Iterable[Tensor]
@@ -124,12 +125,12 @@ class Step(Generic[Tensor]):
 def plan_arena(
     steps: Sequence[Step[Tensor]], num_bytes: Mapping[Tensor, int]
 ) -> tuple[dict[Tensor, Allocation], int]:
-    """A place for every tensor that the steps, run one after the other, read or write; and the bytes of the arena.
+    """An offset for every tensor that the steps, run one after the other, read or write; and the bytes of the arena.
 
-    A tensor lives from the step that writes it first to the last one that reads it. It takes over the place of one that
-    dies when it is born, where the step allows it and both have the same size. The largest is placed first, each at the
-    lowest offset where nothing lies that is alive at the same time (greedy by size: Pisarchyk and Lee,
-    arXiv:2001.03288); once more with size * lifetime as the order, and the smaller arena wins.
+    A tensor lives from the step that writes it first to its last reader. It overwrites a tensor whose life ends when
+    its own begins, if the step allows it and both have the same size. The largest is placed first, each at the lowest
+    offset that is free during its lifetime (greedy by size: Pisarchyk and Lee, arXiv:2001.03288). This is repeated in
+    the order of size * lifetime, and the smaller arena wins.
     """
     first: dict[Tensor, int] = {}
     last: dict[Tensor, int] = {}
@@ -138,11 +139,11 @@ def plan_arena(
             first.setdefault(tensor, number)
             last[tensor] = number
 
-    chains: dict[Tensor, list[Tensor]] = {}  # last tensor of a place -> all that hold it, one after the other
+    chains: dict[Tensor, list[Tensor]] = {}  # last tensor in a place -> all tensors that are in it, one after the other
     for number, step in enumerate(steps):
         for tensor in step.writes:
             if first[tensor] < number:
-                continue  # written before, for instance to be added to
+                continue  # written before, for example to be added to
             dying = [old for old in step.in_place.get(tensor, ()) if last.get(old) == number and old in chains]
             same_size = [old for old in dying if num_bytes[old] == num_bytes[tensor]]
             chains[tensor] = [*(chains.pop(same_size[0]) if same_size else []), tensor]
@@ -160,7 +161,7 @@ def plan_arena(
 
 
 class _Place(NamedTuple):
-    """Bytes of the arena that are taken from step `first` to `last`."""
+    """Bytes of the arena that are in use from step `first` to `last`."""
 
     num_bytes: int
     first: int
@@ -168,7 +169,8 @@ class _Place(NamedTuple):
 
 
 def _offsets(places: Sequence[_Place], importance: Sequence[int]) -> tuple[list[int], int]:
-    """An offset for each place and the bytes of the arena: the most important first, each as low as it fits."""
+    """An offset for each place, and the bytes of the arena: the most important place first, each at the lowest free
+    offset."""
     offsets = [0] * len(places)
     placed: list[int] = []
     for index in sorted(range(len(places)), key=lambda i: (-importance[i], places[i].first)):
@@ -185,8 +187,8 @@ def _offsets(places: Sequence[_Place], importance: Sequence[int]) -> tuple[list[
 
 
 def _in_place(node: Node) -> dict[Ref, list[Ref]]:
-    """The replacements that the operator allows, for one node. What it reads as two of its inputs keeps its place: of
-    one of them, elements may be needed that are written over by then."""
+    """The overwrites that the operator allows, for one node. A tensor that is read as two inputs is not overwritten:
+    elements of one input may be needed after they are overwritten."""
     if node.op not in OPERATORS:
         return {}
     operator = OPERATORS[node.op]

@@ -1,4 +1,4 @@
-"""Mixed precision: which tensors of the training step are 16-bit and which stay fp32."""
+"""Mixed precision: which tensors of the training step are 16-bit and which stay in fp32."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4, "uint32": 4
 DTYPES = ("float16", "bfloat16", "float32")  # of a network
 LOSS_SCALE = "loss_scale"
 
-# What keeps its dtype whatever the network's precision is, by its name in the operator table.
+# Inputs and outputs that keep their dtype in every precision, by their names in the operator table.
 _FIXED = {
     **dict.fromkeys(("gamma", "beta", "bias", "gamma_grad", "beta_grad", "bias_grad"), "float32"),
     **dict.fromkeys(("moving_mean", "moving_var", "mean", "var", "saved", "sums"), "float32"),
@@ -24,13 +24,14 @@ _FIXED = {
 
 
 def precision(graph: Graph, dtype: str) -> Graph:
-    """Make tensors, convolution and classifier weights, and their gradients 16-bit; the only pass that changes results.
+    """Make tensors, convolution and classifier weights, and their gradients 16-bit. The only pass that changes results
+    in training.
 
         before    data, weight -> Convolution -> BatchNormReluTrain -> ... -> SoftmaxCrossEntropy(data, label)
         after     the same nodes, each marked dtype=float16; in fp16 also SoftmaxCrossEntropy(data, label, loss_scale)
 
-    `dtype` is "float16", "bfloat16" or "float32", which changes nothing (TF32 is a choice of the executor). To be run
-    after `gradient`; `tensor_dtypes` tells the dtype of each tensor.
+    `dtype` is "float16", "bfloat16", or "float32", which changes nothing (TF32 is an option of the executor). Run it
+    after `gradient`; `tensor_dtypes` returns the dtype of each tensor.
 
     - fp32 throughout: BatchNorm's statistics, gamma, beta, biases, the gradients of these, and everything from the
       logits to the loss. Every sum is taken in fp32.
@@ -83,5 +84,5 @@ def node_dtypes(node: Node) -> list[str]:
 
 
 def _role(name: str) -> str:
-    """What an input or output is, also where an operator has several of its kind: `saved` for `saved_2`."""
+    """The role of an input or output; `saved` for `saved_2`, if an operator has several of a kind."""
     return re.sub(r"_\d$", "", name)

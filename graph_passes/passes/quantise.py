@@ -14,13 +14,13 @@ from graph_passes.passes.fold_bn import Arrays, foldings
 
 CONVOLUTIONS = ("Convolution", "ConvolutionRelu", "ConvolutionAddRelu")
 QUANTISED = ("Quantise", "Dequantise", "QuantisedConvolution", "QuantisedPooling", "QuantisedFullyConnected")
-Scales = Mapping[str, float]  # of tensors, by the name of the node that gives them: what the integer 1 stands for
-# A bias is an int32 in units of its channel's accumulator. Half of the range is left to the sum of products.
+Scales = Mapping[str, float]  # node name -> the real value of the integer 1 in its output
+# A bias is an int32 in units of its channel's accumulator. Half of the range is left for the sum of products.
 _LARGEST_BIAS = 2.0**30
 
 
 class Kept(NamedTuple):
-    """What is to stay in floats though it has an INT8 form."""
+    """The parts that stay in floats although they have an INT8 form."""
 
     first: bool = False  # the convolution that reads the images
     classifier: bool = True
@@ -30,22 +30,22 @@ CLASSIFIER_KEPT = Kept()
 
 
 def quantise(graph: Graph, scales: Scales, kept: Kept = CLASSIFIER_KEPT) -> Graph:
-    """Let a folded inference graph compute in INT8 wherever it can.
+    """Make a folded inference graph compute in INT8 wherever possible.
 
         before    x, weight, bias, shortcut -> ConvolutionAddRelu `r`
         after     x (int8), weight (int8), multiplier, bias (int32), shortcut (int8) -> QuantisedConvolution `r` (int8)
 
-    Likewise with ReLU alone or neither; pooling between such convolutions, and after the last; and the classifier, if
-    it is not kept. An operator without an INT8 form stays as it is (`in_floats` lists these), with Quantise and
-    Dequantise between it and the others; what only such operators read is left in floats by what computes it.
+    Likewise with ReLU alone or neither; pooling between such convolutions and after the last; and the classifier, if it
+    is not kept. An operator without an INT8 form stays in floats (`in_floats` lists these), with Quantise and
+    Dequantise between it and the others. If only operators in floats read a tensor, its producer writes it in floats.
 
-    To be run after `conv_epilogue`. The graph needs other values of its parameters: `quantise_params`.
+    Run it after `conv_epilogue`. The graph needs other values of its parameters: `quantise_params`.
 
     Args:
         graph: of inference, in the order of `pipeline.quantised_passes`.
-        scales: of the tensors that become int8: limit / 127, a limit being the largest absolute value to be told apart
-            (`graph_passes/calibration.py`).
-        kept: what is to stay in floats.
+        scales: of the tensors that become int8: limit / 127, where the limit is the largest absolute value that is not
+            clipped (`graph_passes/calibration.py`).
+        kept: the parts that stay in floats.
 
     Raises:
         GraphError: BatchNorms are not folded, or a scale is missing.
@@ -58,13 +58,13 @@ def quantise(graph: Graph, scales: Scales, kept: Kept = CLASSIFIER_KEPT) -> Grap
 
 def quantise_params(graph: Graph, params: Arrays, scales: Scales,
                     kept: Kept = CLASSIFIER_KEPT) -> dict[str, np.ndarray]:
-    """The values of the parameters of `quantise(graph, scales, kept)`, from those of `graph`.
+    """The values of the parameters of `quantise(graph, scales, kept)`, from the parameters of `graph`.
 
         weight_scale[k] = max |weight[k]| / 127           weight'     = weight / weight_scale, to the nearest integer
         multiplier[k]   = data_scale * weight_scale[k] / scale        fp32
         bias'[k]        = bias[k] / (data_scale * weight_scale[k]), to the nearest integer, int32
 
-    A channel whose weights are so small that its bias would leave the int32 gets a larger scale. In float64.
+    A channel whose weights are so small that its bias would overflow int32 gets a larger scale. Computed in float64.
     """
     values = dict(params)
     result = quantise(graph, scales, kept)
@@ -82,11 +82,11 @@ def quantise_params(graph: Graph, params: Arrays, scales: Scales,
 
 
 def weight_scales(weight: np.ndarray, bias: np.ndarray | None, data_scale: float) -> np.ndarray:
-    """Of each output channel (the first dimension), float64: `quantise_params` says by which formula."""
+    """The weight scale of each output channel (the first dimension), float64, by the formula in `quantise_params`."""
     limits = np.abs(weight).reshape(len(weight), -1).max(axis=1) / LARGEST
     if bias is not None:
         limits = np.maximum(limits, np.abs(bias) / (data_scale * _LARGEST_BIAS))
-    return np.where(limits > 0, limits, 1.0)  # of a channel that is 0 throughout
+    return np.where(limits > 0, limits, 1.0)  # scale of a channel that is 0 throughout
 
 
 class Layer(NamedTuple):
@@ -96,11 +96,11 @@ class Layer(NamedTuple):
     data_scale: float
     weight: str
     multiplier: str
-    bias: str  # "" without
+    bias: str  # "" without a bias
 
 
 def layers(graph: Graph) -> Iterator[Layer]:
-    """Those of a quantised graph, in order."""
+    """The layers of a quantised graph with integer weights, in order."""
     for node in graph:
         if node.op in ("QuantisedConvolution", "QuantisedFullyConnected"):
             data, weight, multiplier, *rest = node.inputs
@@ -109,12 +109,12 @@ def layers(graph: Graph) -> Iterator[Layer]:
 
 
 def in_floats(graph: Graph) -> list[Node]:
-    """The operators of a quantised graph that have stayed in floats, in order."""
+    """The operators of a quantised graph that stay in floats, in order."""
     return [node for node in graph if not node.is_variable and node.op not in QUANTISED]
 
 
 class _Quantiser:
-    """One run of the pass: the nodes of the result, and for each tensor of the graph those in it that hold it."""
+    """One run of the pass: the nodes of the result, and for each tensor of the graph its forms in the result."""
 
     def __init__(self, graph: Graph, scales: Scales, kept: Kept) -> None:
         self._graph, self._scales = graph, scales
@@ -143,7 +143,7 @@ class _Quantiser:
         return Graph(self._nodes.values(), outputs, self._graph.attrs)
 
     def _has_form(self, node: Node) -> bool:
-        if node.op == "Pooling":  # in INT8 where its data is
+        if node.op == "Pooling":  # those that compute in INT8 if their data is int8
             return node["pool_type"] in ("max", "avg", "sum") and node.inputs[0].node in self._chosen
         if node.op == "FullyConnected":
             return node["no_bias"] and self._has_own_weight(node)
@@ -188,7 +188,7 @@ class _Quantiser:
         return [weight, Ref(multiplier.name), *bias]
 
     def _output(self, node: Node) -> dict[str, object]:
-        """Type and scale of what a node gives: floats where nobody reads integers."""
+        """Type and scale of a node's output: floats if nothing reads it as integers."""
         ref = Ref(node.name)
         if any(reader.name in self._chosen for reader in self._graph.consumers.get(ref, ())):
             return {"dtype": "int8", "scale": self._scale(ref)}
@@ -222,10 +222,10 @@ class _Quantiser:
         try:
             return self._scales[ref.node]
         except KeyError:
-            raise GraphError(f"there is no scale of the tensor '{ref.node}', which is to be int8: calibrate this "
+            raise GraphError(f"there is no scale for the tensor '{ref.node}', which is to be int8: calibrate this "
                              "network") from None
 
 
 def _rows(values: np.ndarray, ndim: int) -> np.ndarray:
-    """(K,) in a shape that broadcasts along the first dimension."""
+    """(K,) reshaped to broadcast along the first dimension."""
     return values.reshape(-1, *(1,) * (ndim - 1))

@@ -12,13 +12,14 @@ from graph_passes.operators.quantised import squares, weight_in_squares
 
 
 def quantise_squares(graph: Graph) -> Graph:
-    """Turn pixels of images with 3 or 4 channels into channels where a convolution at stride 2 reads the images.
+    """Turn 2x2 pixels of images with 3 or 4 channels into channels, for a convolution at stride 2 that reads the
+    images.
 
         before    images -> Quantise `q` (H, W, 3);  q -> QuantisedConvolution (7x7, stride 2, pad 3)
         after     images -> QuantiseSquares `q` (H / 2 + 3, W / 2 + 3, 16);  q -> QuantisedConvolution (4x4)
 
-    Tensor cores multiply 16 channels and more. The sums are the same integers; the weight has other places, and zeros
-    between them: `quantise_squares_params`.
+    Tensor cores need at least 16 channels. The sums are the same integers. The weight is rearranged, with zeros in
+    between: `quantise_squares_params`.
     """
     changed: dict[str, Node] = {}
     for convolution in _convolutions(graph):
@@ -31,7 +32,7 @@ def quantise_squares(graph: Graph) -> Graph:
 
 
 def quantise_squares_params(graph: Graph, params: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The values of the parameters of `quantise_squares(graph)`, from those of `graph`."""
+    """The values of the parameters of `quantise_squares(graph)`, from the parameters of `graph`."""
     changed = {node.inputs[1].node: window(node).pad for node in _convolutions(graph)}
     return {name: weight_in_squares(array, changed[name]) if name in changed else array
             for name, array in params.items()}

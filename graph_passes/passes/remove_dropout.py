@@ -8,7 +8,7 @@ _OPERATORS = ("Dropout", "DropoutImages", "DropoutElements")
 
 
 def remove_dropout(graph: Graph) -> Graph:
-    """Leave out every Dropout, also those that `draw_masks` has written as products.
+    """Remove every Dropout, including the products of `draw_masks`.
 
         before    x -> Dropout -> FullyConnected
         after     x -> FullyConnected

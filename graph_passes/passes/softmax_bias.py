@@ -1,4 +1,4 @@
-"""The classifier's bias is added where softmax, or the sigmoid, reads the scores."""
+"""Move the classifier's bias into the softmax or sigmoid that reads the scores."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from graph_passes.operators import LOSSES
 
 
 def softmax_bias(graph: Graph) -> Graph:
-    """Move a bias that only a softmax or the sigmoids see into it.
+    """Move a bias into the softmax or sigmoid that is its only reader.
 
         before    x, weight, bias -> FullyConnected `fc` -> SoftmaxCrossEntropy (data, label)
         after     x, weight -> FullyConnected(no_bias) `fc` -> SoftmaxCrossEntropy (data, label, bias)
 
-    The sum is taken in fp32 then, and in no launch of its own.
+    The sum is then computed in fp32 and needs no launch of its own.
     """
     nodes: list[Node] = []
     for node in graph:

@@ -1,4 +1,4 @@
-"""A BatchNorm of a training step is two operators: the sums over the batch, and what is done with them."""
+"""Split a BatchNorm of a training step into two operators: the sums over the batch, and the elementwise part."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _BACKWARD = ("BatchNormBackward", "BatchNormReluBackward", "BatchNormAddReluBack
 
 
 def split_norm(graph: Graph) -> Graph:
-    """Write every BatchNorm, forward and backward, as its two halves: each can be fused with another neighbour.
+    """Replace every BatchNorm, forward and backward, by its two halves. Each half can be fused with another neighbour.
 
         before    x, gamma, beta, mean, var -> BatchNormReluTrain `bn`
         after     x -> BatchNormStatistics `bn_sums`; x, sums, gamma, beta, mean, var -> BatchNormReluApply `bn`
@@ -19,8 +19,8 @@ def split_norm(graph: Graph) -> Graph:
         after     dy, x, gamma, saved, beta -> BatchNormReluBackwardReduce `b_sums` -> dgamma, dbeta
                   dy, x, gamma, saved, beta, dgamma, dbeta -> BatchNormReluBackwardApply `b` -> dx
 
-    Where the reduction keeps `masked_grad`, it is from there that the second half starts: BatchNormBackwardApply. Both
-    halves read the factors of images that are dropped. Two BatchNorms of one tensor share its sums.
+    If the reduction keeps `masked_grad`, the second half starts from it: BatchNormBackwardApply. With stochastic depth
+    both halves read the factors. Two BatchNorms of one tensor share its sums.
     """
     nodes: list[Node] = []
     moved: dict[Ref, Ref] = {}
@@ -41,7 +41,7 @@ def split_norm(graph: Graph) -> Graph:
 
 
 def _backward(graph: Graph, node: Node) -> tuple[Node, Node]:
-    """The two halves; the second has the name of the whole."""
+    """The two halves; the second has the name of the replaced node."""
     dy, data, gamma, saved, *_ = node.inputs
     reduction = node.derive(f"{node.op}Reduce", graph.unused_name(f"{node.name}_sums"), node.inputs, part_of=node.name)
     dgamma, dbeta, *dz = reduction.refs()

@@ -1,4 +1,4 @@
-"""Stochastic depth: training leaves out residual branches at random."""
+"""Stochastic depth: training skips residual branches at random."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ def stochastic_depth(graph: Graph, rate: float, mode: Literal["image", "block"] 
         before    x -> BatchNorm `bn` -> elemwise_add (with shortcut)
         after     x -> BatchNorm `bn` -> Dropout(p, axes=(1, 2, 3)) `bn_drop` -> elemwise_add (with shortcut)
 
-    The rates rise linearly from 0 at the first block to `rate` at the last, as in timm: branch i of n has rate * i /
-    (n - 1). A rate of 0 leaves no node. `mode` "image": each image is dropped or not; "block": all of a batch at once.
-    Branches that are kept are divided by 1 - p, as in timm and torchvision. A frozen branch (`freeze`), which computes
-    in training what it does in inference, is not dropped, but counted. For a network in which nothing is fused yet.
+    The rates rise linearly from 0 at the first block to `rate` at the last, as in timm: branch i of n has rate * i / (n
+    - 1). A rate of 0 leaves no node. `mode` "image": each image is dropped or not; "block": all of a batch at once.
+    Branches that are kept are divided by 1 - p, as in timm and torchvision. A frozen branch (`freeze`) computes the
+    same in training as in inference: it is counted but not dropped. The network must not be fused yet.
 
-    Raises GraphError for a rate that is no part, or where there is no branch to drop.
+    Raises GraphError unless 0 <= rate < 1, or if there is no branch to drop.
     """
     if not 0 <= rate < 1:
         raise GraphError(f"branches cannot be dropped at a rate of {rate:g}: give at least 0 and less than 1")
     branches, trained = roles.branches(graph), roles.trained(graph)
     if not branches:
-        raise GraphError("the network has no residual branches that could be dropped: use another network, or none of "
-                         "it")
+        raise GraphError("the network has no residual branches to drop: use another network, or leave out "
+                         "stochastic depth")
     if not any(end.node in trained for end in branches.values()):
-        raise GraphError("all residual branches are frozen, so there is none to drop: freeze less, or drop none")
+        raise GraphError("all residual branches are frozen, so none can be dropped: freeze fewer layers, or leave out "
+                         "stochastic depth")
     axes = PER_IMAGE if mode == "image" else PER_BATCH
     nodes: list[Node] = []
     for number, (name, end) in enumerate(branches.items()):

@@ -1,4 +1,4 @@
-"""The fused operators back to MXNet's own, for an executor that knows only those; and SELU with the right gradient."""
+"""Expand fused operators to MXNet's own, for an executor that knows only those; and correct SELU's gradient."""
 
 from __future__ import annotations
 

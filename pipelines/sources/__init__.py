@@ -1,6 +1,6 @@
 """Sources of images: one module for each storage format, behind one small interface (base.py).
 
-FORMATS lists what the data path (`LoaderConfig.data`) may be, for the split `train` and likewise for `val`. A class
+FORMATS lists the possible data paths (`LoaderConfig.data`), for the split `train` and likewise for `val`. A class
 number is a line number of a classes.txt beside the split (lines of `name`, or `folder <tab> name to show`). Without
 that file the format decides: sorted class folders of the training split, or the numbers in the files. ImageNet classes
 that are only named by WordNet ids get English names.

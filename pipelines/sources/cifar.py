@@ -200,7 +200,7 @@ def _read_meta(folder: Path, is_binary: bool) -> dict[str, Any]:
 
 
 def _copies(files: Sequence[Path], images: Sequence[np.ndarray]) -> list[str]:
-    """A remark for each batch that has the images of an earlier one."""
+    """A remark for each batch with the same images as an earlier one."""
     first: dict[bytes, Path] = {}
     remarks = []
     for file, pixels in zip(files, images, strict=True):
@@ -211,10 +211,10 @@ def _copies(files: Sequence[Path], images: Sequence[np.ndarray]) -> list[str]:
 
 
 def cut_off(files: Sequence[Path], labels: Sequence[np.ndarray], published: Mapping[Path, int], row: int) -> list[str]:
-    """A remark about .bin files that may have been cut at the end of an image, since nothing in them tells.
+    """A remark about .bin files that may have been cut off at the end of an image, since the format does not show it.
 
-    They have fewer images than published, and another file of the data set has as many as published; or, in other data,
-    fewer than a batch behind them.
+    They have fewer images than published, while another file of the data set has the published number; or, in other
+    data, fewer than a later batch.
 
     Args:
         published: the number of images in each file of the published data set.

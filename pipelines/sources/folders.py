@@ -69,7 +69,7 @@ class _Splits(NamedTuple):
 
 
 def _splits(path: Path) -> _Splits:
-    """Which folders in PATH are its splits, by their names and by what lies in them and beside them.
+    """The folders in PATH that are its splits, by their names, their content and their neighbours.
 
     A class may be called `train`, too. It is taken for one if other folders of images lie beside it, no name says
     another split, and its images lie directly in it.
@@ -546,7 +546,8 @@ def open_list(path: Path, train: Sequence[Path] = ()) -> FileSource:
 
 def _classes_in_list(files: Sequence[Path], labels: Sequence[int], train_files: Sequence[Path],
                      train_labels: Sequence[int]) -> Classes:
-    """The classes of a list without a classes.txt, from 0 to its highest label or that of the training images."""
+    """The classes of a list without a classes.txt: from 0 to its highest label, or to the highest label of the training
+    images."""
     names, of_training = _folder_names(files, labels), _folder_names(train_files, train_labels)
     highest = max(labels)
     if not set(names.values()) & set(of_training.values()):  # the numbers decide

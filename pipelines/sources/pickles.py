@@ -42,7 +42,7 @@ def text_of(value: object) -> str:
     if isinstance(value, bytes):
         return value.decode()
     if not isinstance(value, str):
-        raise TypeError(f"it has a {type(value).__name__} where a text belongs")
+        raise TypeError(f"it has a {type(value).__name__} instead of a text")
     return value
 
 
@@ -57,7 +57,7 @@ class _Dtype:
     def __setstate__(self, state: Sequence[object]) -> None:
         order = text_of(state[1])
         if order not in ("<", ">", "|", "="):
-            raise pickle.UnpicklingError(f"it has {order[:20]!r} where the order of bytes belongs")
+            raise pickle.UnpicklingError(f"it has {order[:20]!r} instead of a byte order")
         self.dtype = np.dtype(order + self.dtype.str[1:])
 
 
@@ -76,7 +76,7 @@ class _Array:
 
 def _array(content: bytes | bytearray, dtype: _Dtype, shape: tuple[int, ...], order: Any) -> np.ndarray:
     if not isinstance(content, bytes | bytearray):
-        raise TypeError(f"it has a {type(content).__name__} where the bytes of an array belong")
+        raise TypeError(f"it has a {type(content).__name__} instead of the bytes of an array")
     if math.prod(shape) * dtype.dtype.itemsize != len(content):
         raise ValueError(f"an array in it has {len(content)} bytes, which do not fit its shape")
     return np.frombuffer(content, dtype.dtype).reshape(shape, order=order)

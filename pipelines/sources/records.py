@@ -133,7 +133,7 @@ class RecordSource(Source):
         return np.unique(np.linspace(0, len(self) - 1, _NUM_SPOT_CHECKS, dtype=np.int64)).tolist()
 
     def _spot_check(self) -> None:
-        """Detect a wrong index when the file is opened, without reading all of a big file."""
+        """Detect a wrong index when the file is opened, without reading a whole big file."""
         for i in self._spots():
             try:
                 self._class(i)

@@ -23,7 +23,7 @@ class SetAside(NamedTuple):
     """Which images are for validation."""
 
     chosen: np.ndarray  # bool (number of images)
-    remarks: list[str]  # what the owner of the data should know about the shares of the classes
+    remarks: list[str]  # remarks for the user about the classes' shares
 
 
 def set_aside(source: Source, fraction: float, group_by: GroupBy = "image") -> SetAside:

@@ -44,7 +44,7 @@ def images(tmp_path_factory: pytest.TempPathFactory, seed: int) -> Path:
 
 @pytest.fixture
 def new_run(tmp_path: Path, images: Path) -> Iterator[Callable[..., faulty.FaultyRun]]:
-    """Creates runs in folders of their own; at the end, all processes left over are killed."""
+    """Creates runs in separate folders; at the end, all remaining processes are killed."""
     runs = []
 
     def make(*options: str, folder: Path | None = None, data: Path = images, **more: Any) -> faulty.FaultyRun:

@@ -151,7 +151,7 @@ def wait_a_random_time(run: FaultyRun, rng: np.random.Generator, least: int = 0)
     """Wait for a random step, `least` or later, and then for a random part of the time of a step and its save. The run
     may have ended by then."""
     run.wait_for_step(int(rng.integers(least, run.steps + 1)))
-    time.sleep(rng.uniform(0, 0.2))  # to hit any moment, not to wait for something
+    time.sleep(rng.uniform(0, 0.2))  # hits any moment; it waits for nothing
 
 
 def assert_nothing_lost(run: FaultyRun) -> None:
@@ -198,12 +198,12 @@ def assert_sentence(run: FaultyRun, *words: str) -> None:
 
 
 def title(function: Any) -> str:
-    """Of a fault: the first line of its test's docstring."""
+    """The title of a fault: the first line of its test's docstring."""
     return str(function.__doc__).splitlines()[0].rstrip(".")
 
 
 def table(outcomes: Iterable[tuple[str, str]]) -> str:
-    """Markdown, from a fault's title and the outcome of each try."""
+    """A Markdown table, from each fault's title and the outcome of each try."""
     counts: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for fault, outcome in outcomes:
         counts[fault][outcome] += 1

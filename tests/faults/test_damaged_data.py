@@ -1,4 +1,4 @@
-"""Files of data with damaged content: whatever a reader makes of it, it ends with one sentence or with images.
+"""Files of data with damaged content: whatever the damage, a reader ends with one sentence or returns images.
 
 A mutation is one of few ways to damage a file at a random place. `make test` tries some for each reader, `make
 test-faults` 20,000 (RESNET_FAULT_MUTATIONS) over all of them; RESNET_TEST_SEED repeats them.
@@ -223,7 +223,7 @@ READERS["photograph to be shrunk"] = (write_photo, shrink)
 
 
 def damaged(content: bytes, rng: np.random.Generator) -> bytes:
-    """One to three small damages, each at a random place."""
+    """The content with one to three small damages, each at a random place."""
     for _ in range(int(rng.integers(1, 4))):
         place = int(rng.integers(len(content) + 1))
         if rng.random() < 0.5:  # most formats begin with their type

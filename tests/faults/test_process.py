@@ -41,7 +41,8 @@ def test_stop(new_run: NewRun, unbroken: FaultyRun, rng: np.random.Generator, nu
     assert run.process
     run.process.send_signal(asked)
     code = run.end()
-    has_trained = len(run.events("steps")) == run.steps  # after training, a signal ends the program as any other
+    # after training, a signal ends the program as it ends any other
+    has_trained = len(run.events("steps")) == run.steps
     assert code == 128 + asked or (has_trained and code in (0, -asked)), run.err
     assert "Traceback" not in run.err, run.err
     assert_nothing_lost(run)
@@ -54,7 +55,7 @@ def test_stop_while_it_starts(new_run: NewRun, unbroken: FaultyRun, rng: np.rand
     """Asked to end (SIGTERM, SIGHUP, Ctrl-C) while it imports, opens the data and builds the network."""
     run = new_run()
     run.start()
-    time.sleep(rng.uniform(0, 5))  # to hit any moment, not to wait for something
+    time.sleep(rng.uniform(0, 5))  # hits any moment; it waits for nothing
     asked = signal.Signals(rng.choice(SIGNALS))
     assert run.process
     run.process.send_signal(asked)
@@ -72,7 +73,7 @@ def test_two_signals(new_run: NewRun, unbroken: FaultyRun, rng: np.random.Genera
     wait_a_random_time(run, rng, least=1)
     assert run.process
     run.process.send_signal(signal.SIGINT)
-    time.sleep(rng.uniform(0, 3))  # to hit any moment, not to wait for something
+    time.sleep(rng.uniform(0, 3))  # hits any moment; it waits for nothing
     run.process.send_signal(signal.SIGINT)
     assert run.end(AFTER_SECOND) in (0, 128 + signal.SIGINT, -signal.SIGINT, -signal.SIGKILL), run.err
     assert_nothing_lost(run)
@@ -101,7 +102,7 @@ def test_kill_in_the_report(new_run: NewRun, unbroken: FaultyRun, rng: np.random
     run = new_run()
     run.start(REPORT="1")
     run.wait_for_step(faulty.EPOCHS * faulty.STEPS_PER_EPOCH)
-    time.sleep(rng.uniform(0, 5))  # to hit any moment, not to wait for something
+    time.sleep(rng.uniform(0, 5))  # hits any moment; it waits for nothing
     run.kill()
     assert_nothing_lost(run)
     run.start(REPORT="1")

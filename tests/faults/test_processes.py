@@ -61,7 +61,7 @@ def unbroken_pair(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Pai
 def victim(run: Pair, rng: np.random.Generator) -> int:
     """Choose one of the run's processes at a random moment."""
     run.wait_for_step(int(rng.integers(1, run.steps)))
-    time.sleep(rng.uniform(0, 0.2))  # to hit any moment, not to wait for something
+    time.sleep(rng.uniform(0, 0.2))  # hits any moment; it waits for nothing
     found = run.ranks()
     return found[int(rng.integers(2))] if len(found) == 2 else 0
 

@@ -1,4 +1,4 @@
-"""Seconds of the section cost of `gpu-report`: what a kill has made the run do twice counts once."""
+"""Seconds of the section cost of `gpu-report`: work repeated after a kill counts once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def steps(time: float, step: int) -> dict[str, Any]:
 
 
 def checkpoint(time: float, step: int) -> list[dict[str, Any]]:
-    """Which took a second."""
+    """A checkpoint event, which took a second."""
     return [{"event": "phase", "name": "checkpoint", "time": time, "seconds": 1.0},
             {"event": "checkpoint", "time": time, "step": step}]
 
@@ -34,15 +34,16 @@ BEGINNING = [session(0.1, 0), steps(8.0, 10), epoch(10.0, 1), *checkpoint(11.0, 
     ([*BEGINNING, steps(19.0, 20), epoch(21.0, 2)], [10, 20]),
     # Killed in mid-epoch, 5 s after the checkpoint; the next session begins half a second after its start.
     ([*BEGINNING, steps(16.0, 15), session(16.5, 10), steps(24.5, 20), epoch(26.5, 2)], [10, 20]),
-    # Twice, and with a checkpoint in mid-epoch in between.
+    # Two kills, with a checkpoint in mid-epoch in between.
     ([*BEGINNING, steps(16.0, 15), session(16.5, 10), steps(20.5, 15), *checkpoint(21.5, 15), steps(23.5, 17),
       session(24.0, 15), steps(28.0, 20), epoch(30.0, 2)], [10, 20]),
-    # Killed before the first checkpoint, whose time and the lost epoch's count neither.
+    # Killed before the first checkpoint: neither its time nor the time of the lost epoch counts.
     ([session(0.1, 0), steps(8.0, 10), epoch(10.0, 1), session(12.0, 0), steps(20.0, 10), epoch(22.0, 1)], [10]),
-    # Killed in validation, behind the checkpoint before it; then when that of the epoch's end was being written.
+    # Killed in validation, after the checkpoint before it; then while the checkpoint of the epoch's end was being
+    # written.
     ([session(0.1, 0), steps(8.0, 10), *checkpoint(9.0, 10), session(10.0, 10), epoch(12.0, 1), session(13.0, 10),
       epoch(15.0, 1), *checkpoint(16.0, 10), steps(24.0, 20), epoch(26.0, 2)], [10, 20]),
-    # Killed when the checkpoint was written, before the word of it.
+    # Killed after the checkpoint was written, but before its event.
     ([session(0.1, 0), steps(4.0, 5), session(6.0, 5), steps(10.0, 10), epoch(12.0, 1)], [10]),
 ])
 def test_what_is_done_again_counts_once(lines, seconds):

@@ -137,7 +137,7 @@ def test_problems_for_cudnn():
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[mx.nd.NDArray]:
-    """What the kernels draw, in order."""
+    """The random arrays that the measurements of the kernels draw, in order."""
     found: list[mx.nd.NDArray] = []
 
     def draw(shape: tuple[int, ...]) -> mx.nd.NDArray:
@@ -150,7 +150,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[mx.nd.NDArray]:
 
 @pytest.mark.parametrize("transposes", [(False, False), (True, False), (False, True)])
 def test_product_on_the_cpu(drawn, transposes, monkeypatch):
-    """Column-major, as the sizes say it."""
+    """Column-major, as the sizes are stated."""
     results = []
     dot = mx.nd.dot
     monkeypatch.setattr(mx.nd, "dot", lambda *values, **options: results.append(dot(*values, **options)) or results[-1])

@@ -23,7 +23,7 @@ NETWORK, CIFAR10 = "ResNet-50, 224 pixels", "CIFAR-10, ResNet-18, 128 pixels"
 
 @pytest.fixture
 def report() -> Report:
-    """Of a GPU, with round numbers."""
+    """The report of a GPU, with round numbers."""
     timed = [Figure("GEMM", "1 x 2 x 3 NN", precision, 1.0, "ms", 0.004, more={"tflops": tflops})
              for precision, tflops in (("fp32", 33.5), ("fp16", 500.0), ("int8", 1000.0))]
     timed += [Figure(f"{CONVOLUTION} {direction}", "4 x 5 x 6 x 7, 8 of 3 x 3, stride 1", "fp16", 2.0, "ms", 0.004,
@@ -71,13 +71,13 @@ def test_page(report, tmp_path):
         assert f"({name}.png)" in page
         with Image.open(tmp_path / f"{name}.png") as picture:
             assert picture.width > 700 and picture.height > 150
-    assert html.count("<img ") == 6 and html.count("prefers-color-scheme: dark)") == 7  # and the style's own
+    assert html.count("<img ") == 6 and html.count("prefers-color-scheme: dark)") == 7  # in the style's colours
     assert Report.read(tmp_path / "report.json") == report
 
 
 @pytest.mark.long
 def test_large_batches_alone_have_no_latency(report, tmp_path):
-    """As where there was time for the largest one only."""
+    """As if the time had sufficed only for the largest batch."""
     section = report.sections["inference"]
     write_page(tmp_path, report.with_section("inference", Section(section.figures[-1:])))
     assert "| fp16 | 256 | 25,600.0 | 0.2% | - |" in (tmp_path / "report.md").read_text()
@@ -99,7 +99,7 @@ def test_what_no_page_can_show(report, tmp_path, name, change):
 
 
 def test_what_is_missing_is_named(tmp_path):
-    """No section at all, and sections that found nothing."""
+    """No section at all, and sections without figures."""
     sections = {"training": Section((), ("all of it: no time",)), "cost": Section(())}
     write_page(tmp_path, Report("some CPU", sections))
     page = (tmp_path / "report.md").read_text()
@@ -108,7 +108,7 @@ def test_what_is_missing_is_named(tmp_path):
 
 
 def test_what_is_timed_once_is_not_said_to_be_repeated(report, tmp_path):
-    """A whole training run is one timing, whose error is not known."""
+    """A whole training run is a single timing, whose error is unknown."""
     words = "Each timing was repeated until the standard error"
     for section, is_repeated in (("cost", False), ("training", True)):
         write_page(tmp_path, Report("some CPU", {section: report.sections[section]}))
@@ -116,7 +116,7 @@ def test_what_is_timed_once_is_not_said_to_be_repeated(report, tmp_path):
 
 
 def test_kernels_that_were_stopped_have_no_shares_yet(tmp_path):
-    """Of a GPU with a datasheet; the page is that of another section, which was measured alone afterwards."""
+    """The GPU has a datasheet. The page shows another section, which was measured alone afterwards."""
     copy = Figure("copy", "2,048 MiB", "", 3600.0, "GB/s", 0.001)
     write_page(tmp_path, Report("NVIDIA H200", {"kernels": Section((copy,), complete=False)}))
     page = (tmp_path / "report.md").read_text()
@@ -131,7 +131,7 @@ def test_ratios_of_which_some_are_not_known(tmp_path: Path):
 
 
 def test_plots_have_room_and_ticks():
-    """The highest point is within its axes, and a narrow logarithmic axis has ticks enough to read it by."""
+    """The highest point is within its axes, and a narrow logarithmic axis has enough ticks."""
     points = [Figure("ResNet-50", f"batch {batch}", "fp32", 2.0 * batch, "images/sec", more={"latency_p50_ms": batch})
               for batch in (1, 8)]
     images, latency = gpu_plots.over_batches(points, plots.LIGHT).figure.axes
@@ -152,7 +152,7 @@ def test_plots_have_room_and_ticks():
     (0.000965,), (0.00445,), (30.0,), (0.0007, 0.0032), (0.0066, 0.0151), (0.11, 0.53), (7.0, 34.0), (90.0, 950.0),
     (1.0, 990.0), (0.088, 0.162), (0.09, 0.11)])
 def test_ticks_of_kernels_do_not_overlap(speeds):
-    """Nor do those of a single kernel, and none is in powers of ten."""
+    """Nor do the ticks of a single kernel, and none is a power of ten."""
     drawn = gpu_plots.kernels([Figure("GEMM", f"{speed} x {speed}", "fp32", 1.0, "ms", more={"tflops": speed})
                                for speed in speeds], {"GEMM": "products"}, plots.LIGHT).figure
     drawn.canvas.draw()
@@ -166,7 +166,7 @@ def test_ticks_of_kernels_do_not_overlap(speeds):
 
 @pytest.mark.parametrize("device", ["NVIDIA H200", "Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz, of a rented host"])
 def test_long_names_in_ratios_are_whole_and_colors_differ(device):
-    """Of reports of one device and commit, which a mark of their place tells apart."""
+    """Reports of the same device and commit are told apart by their position."""
     devices = [f"{device} (369a32a) ({place})" for place in range(1, 9)]
     values = {"recurrent, RNN with ReLU, forward and backward, fp16": [float(place) for place in range(1, 9)]}
     drawn = gpu_plots.ratios(values, devices, f"times as fast as {devices[0]} (prices: as cheap)", plots.LIGHT).figure

@@ -1,4 +1,4 @@
-"""The section recurrent: its sizes, what is left out, and the layers of a CPU and of a GPU."""
+"""The section recurrent: its sizes, the layers it leaves out, and the layers on a CPU and on a GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from train.devices import Placement
 
 @pytest.mark.parametrize("mode", ["lstm", "gru", "rnn_relu"])
 def test_layer(mode):
-    """Operations as the operator counts them; in training a gradient of each input."""
+    """The operator's count of operations; in training a gradient for each input."""
     layer = Layer(mode, 8, 3, 5)
     graph = recurrent.layer_graph(mode, 8, is_training=False)
     assert layer.flops == flops(graph["rnn"], (5, 3, 8)) and str(layer) == "hidden 8, batch 3, 5 steps"
@@ -73,7 +73,7 @@ for mode in ("lstm", "gru", "rnn_relu"):
 
 @pytest.mark.long
 def test_layers_on_the_cpu():
-    """In a process of its own: MXNet's RNN needs oneDNN, which tests turn off (conftest.py)."""
+    """In a separate process: MXNet's RNN needs oneDNN, which the tests turn off (conftest.py)."""
     environment = {name: value for name, value in os.environ.items() if name != "MXNET_MKLDNN_ENABLED"}
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run([sys.executable, "-c", ON_THE_CPU], cwd=root, env=environment, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""gpu-report on the CPU: its sections alone and together, going on, the page, comparisons, and what users do wrong."""
+"""gpu-report on the CPU: its sections alone and together, resuming, the page, comparisons, and user errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("narrow_network")
 
 @pytest.fixture(autouse=True)
 def drawn_once(request: pytest.FixtureRequest) -> None:
-    """The pages of one test alone have their pictures."""
+    """Only one test draws the plots of the pages."""
     if request.function is not test_sections_one_after_the_other:
         request.getfixturevalue("undrawn")
 
@@ -67,7 +67,7 @@ def report(device: str, **sections: tuple[Figure, ...]) -> Report:
 
 
 def test_sections_one_after_the_other(run_train, tmp_path):
-    """Each is kept; the page has what there is, and names what there is not."""
+    """Each section is kept. The page has the figures so far, and names the missing ones."""
     folder = tmp_path / "report"
     command = ("gpu-report", "--device", "cpu", "--output", folder, "--sections")
     code, out, err = run_train(*command, "kernels")
@@ -85,7 +85,7 @@ def test_sections_one_after_the_other(run_train, tmp_path):
     second = json.loads((folder / "report.json").read_text())
     assert second["sections"]["kernels"] == first["sections"]["kernels"]
     layers = second["sections"]["recurrent"]
-    assert layers["figures"] == [] and "right with oneDNN only" in layers["notes"][0]  # which tests turn off
+    assert layers["figures"] == [] and "right with oneDNN only" in layers["notes"][0]  # the tests turn it off
     (trained,) = second["sections"]["training"]["figures"]
     assert (trained["what"], trained["size"], trained["precision"]) == ("ResNet-18, 224 pixels", "batch 2", "fp32")
     assert trained["value"] > 0 and trained["more"]["memory_gib"] > 0 and "joules_per_image" not in trained["more"]
@@ -104,7 +104,7 @@ def test_sections_one_after_the_other(run_train, tmp_path):
 
 @pytest.mark.long
 def test_no_time(run_train, tmp_path, monkeypatch):
-    """Whatever would begin too late is left out, and noted; the same command measures it later."""
+    """Measurements that would begin too late are left out and noted; the same command measures them later."""
     command = ("gpu-report", "--device", "cpu", "--output", tmp_path / "report", "--sections", "kernels", "training")
     with monkeypatch.context() as patch:
         patch.setattr(section.Bench, "spent", property(lambda self: 1e9))
@@ -144,7 +144,7 @@ def test_stopped_within_a_section(run_train, tmp_path, monkeypatch, number):
 
 @pytest.mark.long
 def test_stopped_within_a_precision_of_inference(run_train, tmp_path, monkeypatch):
-    """A batch is on the disk before the next one begins, so a kill loses none either; nor is one measured again."""
+    """A batch is on disk before the next one begins, so a kill loses none, and none is measured again."""
     command = ("gpu-report", "--device", "cpu", "--output", tmp_path, "--sections", "inference")
     measure, sizes, kept = benchmark_inference.measure, [], []
 
@@ -168,8 +168,8 @@ def test_stopped_within_a_precision_of_inference(run_train, tmp_path, monkeypatc
 
 
 def test_int8_on_a_gpu(tmp_path, monkeypatch):
-    """In turn with the other precisions; one that the GPU has no kernels for is left out with the reason, and so is a
-    batch that does not fit."""
+    """INT8 is measured in turn with the other precisions. A precision without kernels on this GPU is left out with the
+    reason, as is a batch that does not fit."""
     asked = []
 
     def sweep(precision: str, config: Any, placement: Any, classes: int, batches: Any, seconds: float) -> Iterator[Any]:
@@ -195,7 +195,8 @@ def test_no_time_for_the_larger_batches_of_inference(run_train, tmp_path, monkey
     command = ("gpu-report", "--device", "cpu", "--output", tmp_path, "--sections", "inference")
     monkeypatch.setattr(inference, "CPU_BATCHES", (1, 2, 12))
     with monkeypatch.context() as patch:
-        patch.setattr(section.Bench, "spent", property(lambda self: 1e9 * len(self.figures)))  # the first takes it all
+        # the first section takes all the time
+        patch.setattr(section.Bench, "spent", property(lambda self: 1e9 * len(self.figures)))
         code, out, err = run_train(*command)
     assert code == 0, err
     found = Report.read(tmp_path / "report.json").sections["inference"]
@@ -211,9 +212,9 @@ def test_no_time_for_the_larger_batches_of_inference(run_train, tmp_path, monkey
 
 @pytest.mark.long
 def test_cost(run_train, tiny_data, tmp_path, monkeypatch):
-    # In this process; a run that is complete is not done again.
+    # In this process. A complete run is not repeated.
     monkeypatch.setattr(cost, "run_training", lambda config, folder: folder.exists() or main(run_arguments(config)))
-    monkeypatch.setattr(cost, "CIFAR10", cost.Recipe("tiny", "cpu_sample", 2, 0.0))  # which any network reaches
+    monkeypatch.setattr(cost, "CIFAR10", cost.Recipe("tiny", "cpu_sample", 2, 0.0))  # any network reaches it
     monkeypatch.setattr(cost, "CIFAR10_IMAGES", {})
     monkeypatch.setattr(cost, "load_preset", lambda name: replace(load_preset(name), batch_size=4, model="resnet18",
                                                                  val_split=0.25))
@@ -240,7 +241,7 @@ def test_cost(run_train, tiny_data, tmp_path, monkeypatch):
     assert section.notes[0].startswith("the time to 100%: 2 epochs reach only")
     assert "2 epochs, which end at" in " ".join((tmp_path / "report.md").read_text().split())
 
-    # What is not given stays as it was.
+    # Options that are not given stay as they were.
     for options, count, wanted in ((("--price-per-hour", "3.6"), 4, 1000), (("--target-accuracy", "0"), 6, 1000),
                                    (("--price-per-hour", "0"), 4, None)):
         code, _, err = run_train(*arguments[:-4], *options)
@@ -251,7 +252,7 @@ def test_cost(run_train, tiny_data, tmp_path, monkeypatch):
 
 
 def test_cost_begins_no_run_when_its_time_is_over(tmp_path):
-    """Or when it has so little that the run would take much longer."""
+    """Nor when the remaining time is far too short for a run."""
     for seconds, why in ((-1.0, "the section's -1 s were over"),
                          (9.0, "it takes 30 s or more and the section had 9 s")):
         bench = section.Bench(Placement("mxnet", "cpu(0)", ""), "some CPU", tmp_path, seconds)
@@ -277,7 +278,7 @@ def test_validations_without_checkpoints():
         {"event": "epoch", "epoch": 1, "time": 10.0, "val_top1": 0.5},
         {"event": "phase", "name": "validation", "seconds": 1.0}, {"event": "epoch", "epoch": 2, "time": 15.0,
                                                                    "val_top1": None},
-        {"event": "epoch", "epoch": 1, "time": 20.0, "val_top1": 0.6},  # done again, after a kill
+        {"event": "epoch", "epoch": 1, "time": 20.0, "val_top1": 0.6},  # repeated after a kill
     ]
     assert cost.validations(lines) == [cost.Validation(1, 18.0, 0.6)]
 
@@ -290,7 +291,7 @@ def test_target_that_is_not_reached(tmp_path):
 
 
 def test_targets_have_all_their_digits(tmp_path):
-    """So that times to different ones are never set side by side."""
+    """So that times to different targets are never compared."""
     def sizes(target: float) -> list[str]:
         bench = section.Bench(Placement("mxnet", "cpu(0)", ""), "", tmp_path, 1.0, target_accuracy=target)
         return [each.size for each in cost._figures(bench, cost.SAMPLE, [cost.Validation(1, 2.0, 0.7)], "fp32", 0.0)]
@@ -330,8 +331,8 @@ def test_pages_of_others_stay_as_they_are(run_train, tmp_path):
 
 
 def test_compare(run_train, tmp_path):
-    """Files of reports, and their folders. Ratios above 1 are faster, whatever the unit; networks by their best batch
-    too; what is missing is named."""
+    """Files of reports, and their folders. Ratios above 1 are faster, whatever the unit; networks are also compared by
+    their best batch; missing figures are named."""
     old = report("Old", kernels=(figure(8.0), figure(2.0, size="2 x 2 x 2 NN")),
                  training=(figure(100.0, "ResNet-50", "batch 32", unit="images/sec"),),
                  cost=(figure(9.0, "CIFAR-10", "to 88% top-1", unit="s"),),
@@ -389,7 +390,7 @@ def test_compare_with_what_was_published(run_train, tmp_path):
 
 @pytest.mark.parametrize("path", sorted(PUBLISHED.glob("*_published.json")), ids=lambda path: path.stem)
 def test_published_figures(path):
-    """Each names its source, and the kernels are of sizes that a report has."""
+    """Each names its source, and the kernels have sizes that a report has."""
     published = Report.read(path)
     assert all(figure.source for figure in published.figures().values())
     sizes = {str(size) for size in (*deepbench.GEMMS, *deepbench.CONVOLUTIONS)}
@@ -397,7 +398,7 @@ def test_published_figures(path):
     layers = {(f"{recurrent.NAMES[layer.mode]}, forward and backward", str(layer)) for layer in recurrent.LAYERS}
     if "recurrent" in published.sections:
         assert {(figure.what, figure.size) for figure in published.sections["recurrent"].figures} <= layers
-    for figure in published.sections["kernels"].figures:  # DeepBench's own TFLOP/s agree, as far as ms are rounded
+    for figure in published.sections["kernels"].figures:  # DeepBench's own TFLOP/s agree, within the rounding of ms
         if figure.what == "GEMM":
             (gemm,) = (size for size in deepbench.GEMMS if str(size) == figure.size)
             assert figure.more["tflops"] == pytest.approx(gemm.flops / figure.value / 1e9, rel=0.2)
@@ -415,7 +416,7 @@ def test_devices_of_one_name_are_told_apart(tmp_path):
 
 @pytest.fixture
 def files(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Reports of a kind, each a file."""
+    """One file for each kind of report."""
     good = report("GPU", kernels=(figure(1.0),)).to_dict()
     contents = {
         "good": good, "newer": {**good, "version": 2}, "version": {**good, "version": "1"},
@@ -543,7 +544,7 @@ def test_two_at_once_are_refused(run_train, tmp_path):
     ({"versions": 3}, {}, "about.versions is 3"),
 ])
 def test_report_that_was_written_by_hand(run_train, about, sections, reason, tmp_path):
-    """Which has no page, as published figures have none, is found out before anything is measured."""
+    """It has no page, because published figures have none. This is noticed before anything is measured."""
     device, commit = environment.hardware()["cpu"], environment.git_commit()
     Report(device, {name: Section(figures) for name, figures in sections.items()},
            {"commit": commit, **about}).write(tmp_path / "report.json")
@@ -556,7 +557,7 @@ def test_report_that_was_written_by_hand(run_train, about, sections, reason, tmp
 
 
 def test_prices_of_a_part_of_the_spans(tmp_path):
-    """As somebody may have left in report.json: the page has those that there are."""
+    """report.json may contain only part of the prices: the page shows these."""
     run = (figure(50.0, "CIFAR-10", "epoch 1", unit="top-1 %", seconds=1.0),
            figure(2.0, "CIFAR-10", "to 88% top-1", unit="s"), figure(3.0, "CIFAR-10", "the whole run", unit="s"),
            figure(0.5, "CIFAR-10", "to 88% top-1", unit="price"))
@@ -585,7 +586,7 @@ def test_pages_of_others_are_not_written_over(run_train, page, tmp_path):
 
 @pytest.mark.long
 def test_a_start_that_adds_to_a_report_is_in_it(run_train, tmp_path):
-    """Its command, below those of earlier starts, and its date; of one that measures nothing neither."""
+    """Its command, below the commands of earlier starts, and its date. A start that measures nothing adds neither."""
     command = ("gpu-report", "--device", "cpu", "--output", tmp_path, "--sections", "kernels", "--minutes")
     first = Report("", {}, {"command": "another one", "date": "2020-01-01T00:00:00+00:00",
                             "commit": environment.git_commit(), "versions": environment.versions()})
@@ -610,7 +611,7 @@ def test_report_of_other_versions(run_train, tmp_path):
 
 @pytest.mark.parametrize("has_run", [True, False])
 def test_a_price_for_a_run_of_another_commit(run_train, tmp_path, monkeypatch, has_run):
-    """Is counted from the run that there is; without it, it would be trained anew."""
+    """The price is counted from the existing run; otherwise the run would be repeated."""
     monkeypatch.setattr(cost, "measure", lambda bench: bench.found())
     sections = {"cost": Section((figure(50.0, "CIFAR-10", "epoch 1", unit="top-1 %", seconds=1.0),))}
     Report(environment.hardware()["cpu"], sections, {"commit": "0" * 40}).write(tmp_path / "report.json")

@@ -1,4 +1,4 @@
-"""The section training: which batch it takes, what is left out, and that its steps train."""
+"""The section training: the chosen batch, the networks it leaves out, and that its steps train."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from train.devices import Placement
 
 
 class Executor:
-    """A device on which steps take 10 ms of a clock of its own, for batches that fit."""
+    """A device on which steps take 10 ms of a simulated clock, for batches that fit."""
 
     gpu_bus_id = ""
 
@@ -49,7 +49,7 @@ class Executor:
 
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
-    """A GPU, whose executors `build` makes."""
+    """A GPU whose executors come from `build`."""
     monkeypatch.setattr(training, "GPU_MODELS", (50, 18))
     monkeypatch.setattr(training, "images", lambda *arguments: [None])
     monkeypatch.setattr(training, "make_optimizer", lambda executor, config: executor)
@@ -59,7 +59,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 
 def build(monkeypatch: pytest.MonkeyPatch, most: int = 512, **behaviour: Any) -> list[tuple[Config, Executor]]:
-    """The configurations that are asked for, and their executors."""
+    """Records the requested configurations and their executors."""
     clock, made = SimpleNamespace(now=0.0), []
     monkeypatch.setattr(training, "perf_counter", lambda: clock.now)
     monkeypatch.setattr(training, "repeat", lambda step, *limits: training.Timing(step(), 0.001, ""))
@@ -116,7 +116,7 @@ def test_a_gpu_too_small_for_a_single_image(bench, monkeypatch):
 
 
 def test_memory_that_kernels_need_besides(bench, monkeypatch):
-    """An executor that was made is closed, too."""
+    """An executor that was built is closed, too."""
     made = build(monkeypatch)
 
     def too_little(step: Any, *limits: Any) -> Any:

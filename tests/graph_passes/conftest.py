@@ -1,4 +1,4 @@
-"""Networks for the tests of the passes; its being here also lets the tests in cuda/ import this folder's modules."""
+"""Networks for the tests of the passes. This file also lets the tests in cuda/ import this folder's modules."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from train.models import resnet
 
 @pytest.fixture
 def narrow_networks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our ResNets and those of MXNet's zoo an eighth as wide, for tests that compute with them: as many operators of
-    every kind and a sixtieth of the weights."""
+    """Our ResNets and those of MXNet's zoo, an eighth as wide, for tests that compute with them: they have the same
+    operators and a sixtieth of the weights."""
     monkeypatch.setattr(resnet, "FIRST_WIDTH", 8)
     sizes = mx.gluon.model_zoo.vision.resnet.resnet_spec
     for depth, (kind, layers, channels) in list(sizes.items()):

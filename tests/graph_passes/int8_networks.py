@@ -1,4 +1,4 @@
-"""Networks in INT8 for tests: calibrated on noise, with the values of their parameters."""
+"""INT8 networks for tests: calibrated on noise, with the values of their parameters."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from train import models
 
 Arrays = dict[str, np.ndarray]
 
-# The kernels of a convolution in INT8 by their labels; of those with tiles, what these are.
+# The kernels of an INT8 convolution by label, with their tiles if they have some.
 TILES = {f"QuantisedConv {tile}": size for tile, size in quantised_conv.TILES.items()}
 STREAMS = {f"QuantisedConvStream {tile}": size for tile, size in quantised_conv_stream.TILES.items()}
-TAPS, SQUARES, DIRECT = "QuantisedConvTaps", "QuantisedConvSquares", "QuantisedConvolution"  # DIRECT: of all shapes
+TAPS, SQUARES, DIRECT = "QuantisedConvTaps", "QuantisedConvSquares", "QuantisedConvolution"  # DIRECT: for all shapes
 SUMS = tuple(f"QuantisedConvStreamSum {tile}" for tile in quantised_conv_stream.TILES)
 
 
 @dataclass(frozen=True)
 class Int8:
-    """A network, what it is quantised with, and the images that it is calibrated on, as float16 holds them."""
+    """A network, its quantisation, and its calibration images, rounded to float16."""
 
     network: Graph
     scales: dict[str, float]
@@ -40,12 +40,12 @@ class Int8:
 
     @property
     def int8(self) -> Quantisation:
-        """As the cuda executor takes it."""
+        """The quantisation in the form that the cuda executor takes."""
         return Quantisation(self.scales, self.kept, self.params)
 
     def expected(self, in_16_bits: Collection[str] = ()) -> dict[Ref, np.ndarray]:
-        """All tensors of the graph in INT8 for the images, by the reference's operators; what the nodes `in_16_bits`
-        give is rounded to float16, before it is read too."""
+        """All tensors of the INT8 graph for the images, by the reference's operators. Outputs of the nodes `in_16_bits`
+        are rounded to float16 before they are read."""
         graph = pipeline.run(pipeline.quantised_passes("float32", self.scales, self.kept), self.network)
         given = self.params | {"data": self.images, "softmax_label": np.zeros(len(self.images))}
         values = {Ref(name): given[name] for name in graph.variables}

@@ -1,5 +1,5 @@
-"""RNN in the reference executor against MXNet's, in a process of its own: MXNet's RNN needs oneDNN, which the other
-tests turn off (conftest.py). Prints {case: [relative errors]} as JSON.
+"""RNN in the reference executor against MXNet's, in a separate process: MXNet's RNN needs oneDNN, which the other tests
+turn off (conftest.py). Prints {case: [relative errors]} as JSON.
 
     python tests/graph_passes/rnn_in_mxnet.py SEED
 """
@@ -22,7 +22,7 @@ from graph_passes.operators.rnn import GATES
 
 
 def layers(rng: np.random.Generator, mode: str, state_outputs: bool) -> tuple[Graph, tuple[int, ...]]:
-    """One RNN of a random size, as MXNet writes it."""
+    """One RNN of a random size, as MXNet's Symbol."""
     size = [int(rng.integers(1, 9)) for _ in range(4)]
     cell = [mx.sym.var("state_cell")] if mode == "lstm" else []
     symbol = mx.sym.RNN(mx.sym.var("data"), mx.sym.var("parameters"), mx.sym.var("state"), *cell, mode=mode,
@@ -32,10 +32,11 @@ def layers(rng: np.random.Generator, mode: str, state_outputs: bool) -> tuple[Gr
 
 
 def operator_errors(rng: np.random.Generator, mode: str, state_outputs: bool) -> list[float]:
-    """Of the outputs, and of the gradients of all inputs, each relative to the largest of them."""
+    """Errors of the outputs, and of the gradients of all inputs, each relative to its largest element."""
     graph, data = layers(rng, mode, state_outputs)
     shapes = graph.infer_shapes({"data": data})
-    # Weights of about 1 / sqrt(hidden): with larger ones states are chaotic, and rounding grows from step to step.
+    # Weights of about 1 / sqrt(hidden): with larger ones the states are chaotic, and rounding errors grow from step to
+    # step.
     scale = {"parameters": 0.7 * graph["y"]["state_size"] ** -0.5}
     values = {Ref(name): (rng.standard_normal(shapes[Ref(name)]) * scale.get(name, 1)).astype(np.float32)
               for name in graph.variables}
@@ -54,8 +55,7 @@ def operator_errors(rng: np.random.Generator, mode: str, state_outputs: bool) ->
 
 
 def network(mode: str) -> Graph:
-    """Two recurrent layers of both directions in a classifier of sequences (N, T, I), whose initial states are trained.
-    """
+    """Two bidirectional recurrent layers in a classifier of sequences (N, T, I), with trained initial states."""
     cell = [mx.sym.var("state_cell")] if mode == "lstm" else []
     x = mx.sym.transpose(mx.sym.var("data"), axes=(1, 0, 2))
     x = mx.sym.RNN(x, mx.sym.var("parameters"), mx.sym.var("state"), *cell, mode=mode, state_size=5, num_layers=2,
@@ -65,7 +65,7 @@ def network(mode: str) -> Graph:
 
 
 def executor_errors(rng: np.random.Generator, mode: str) -> list[float]:
-    """Of the probabilities and the gradients of a training pass, mxnet against reference."""
+    """Errors of the probabilities and gradients of a training pass, mxnet against reference."""
     graph, shapes = network(mode), {"data": (3, 6, 4), "softmax_label": (3,)}
     sizes = graph.infer_shapes(shapes)
     params = {name: rng.normal(0, 0.5, sizes[Ref(name)]).astype(np.float32)

@@ -1,20 +1,20 @@
-"""What an executor has written, at sampled places, against float64 applied to what it read.
+"""An executor's outputs, at sampled places, against float64 applied to its inputs.
 
-`samples` has a rule for each operator of a training step, by which a few elements of an output follow from the inputs:
-of an image all channels at some pixels (or some whole images), of what is summed over the batch every channel. So a
-step of full size is checked in minutes of one core, and every channel of every tensor is looked at. Nothing here takes
-a second core: nodes are independent, so who has many of them and many cores checks them side by side.
+`samples` has a rule for each operator of a training step that computes a few elements of an output from the inputs: for
+images all channels of some pixels (or some whole images), for sums over the batch every channel. So a full-size step is
+checked in minutes of one core, and every channel of every tensor is covered. This module uses one core; nodes are
+independent, so callers can check them in parallel.
 
-Bounds are for each element: what is stored is rounded once, to half the distance of two numbers of its type; sums and
-products before that are of fp32. `norm` is that of the n terms of a sum.
+Bounds are per element. A stored value is rounded once, by at most half the distance of two numbers of its type; sums
+and products before that are in fp32. `norm` is the norm of the n terms of a sum.
 
     the sum           UNIT * (32 + sqrt(n) / 8) * sqrt(n) * norm, where sqrt(n) * norm is at least the sum of the
                       terms' sizes. Partial sums of terms with any sign grow as sqrt(i), so that rounding adds a few
                       UNIT of it. Tensor cores cut off instead, 16 terms at a time, which is biased: sqrt(n) / 24 UNIT,
                       of which three times are allowed. One missing term is 1 / sqrt(n) of the norm.
-    its terms         16 roundings of the network's type times the norm, where a kernel sums what it rounds for the
-                      tensor cores, or has not rounded yet as it was written: these errors are independent.
-    a ReLU made again lets through or not where fp32 cannot tell the sign: such elements are left out.
+    its terms         16 roundings of the network's type times the norm, if a kernel sums values that it rounds for the
+                      tensor cores, or that are rounded only when written: these errors are independent.
+    recomputed ReLU  where fp32 cannot decide the sign, either result is right: such elements are left out.
 """
 
 from __future__ import annotations
@@ -39,20 +39,21 @@ from graph_passes.operators.windows import Places
 Array = np.ndarray
 Named = Mapping[str, Array]  # inputs or outputs by their names in the operator's description
 
-PIXELS = 256  # looked at of a tensor, each with all channels
-IMAGES = 4  # where whole images are
-THROUGH_NORMS = "NormBackwardReduce", "NormDgrad"  # from one BatchNorm to the sums of the one before
-FILTERS = 32  # of a weight's gradient, and as many of its other elements
-CHUNK = 2**18  # elements that are worked on at once where all of a tensor is: 2 MB in float64, which caches hold
+PIXELS = 256  # sampled pixels of a tensor, each with all channels
+IMAGES = 4  # sampled images if whole images are needed
+THROUGH_NORMS = "NormBackwardReduce", "NormDgrad"  # from one BatchNorm to the sums of the preceding one
+FILTERS = 32  # filters of a weight's gradient, and as many of its other elements
+CHUNK = 2**18  # elements processed at once if all of a tensor is: 2 MB in float64, which caches hold
 WHOLE = 2**27  # elements of the largest tensor that is computed as a whole
 
-UNIT = 2.0**-24  # of fp32: the rounding of a number relative to itself
-FEW = 16  # roundings of fp32 that an expression has, with room
-STORED = {"float16": (2.0**-11, 2.0**-25), "float32": (2.0**-24, 2.0**-150)}  # relative, and where numbers end
+UNIT = 2.0**-24  # relative rounding error of fp32
+FEW = 16  # roundings of fp32 in an expression, with a margin
+# relative rounding error, and the smallest number
+STORED = {"float16": (2.0**-11, 2.0**-25), "float32": (2.0**-24, 2.0**-150)}
 
 
 class Sample(NamedTuple):
-    """Elements of one output: as they were written, as they should be, and how far apart they may be."""
+    """Elements of one output: as written, as expected, and the allowed difference."""
 
     output: str
     got: Array
@@ -61,20 +62,20 @@ class Sample(NamedTuple):
 
     @property
     def excess(self) -> float:
-        """The largest distance in units of its bound: more than 1 is wrong. Infinite for NaN."""
+        """The largest difference in units of its bound: more than 1 is wrong. Infinite for NaN."""
         distance = np.abs(self.got.astype(np.float64) - self.wanted)
         ratio = np.divide(distance, self.bound, out=np.where(distance == 0, 0.0, np.inf), where=self.bound > 0)
         return float(np.nan_to_num(ratio, nan=np.inf, posinf=np.inf).max(initial=0.0))
 
     @property
     def decided(self) -> float:
-        """Share of the elements that have a finite bound."""
+        """Share of the elements with a finite bound."""
         return float(np.mean(np.isfinite(self.bound)))
 
 
 def samples(node: Node, inputs: Sequence[Array], outputs: Sequence[Array | None],
             rng: np.random.Generator) -> list[Sample]:
-    """Of all outputs of a node that were written. Arrays are of float16 or float32, images NHWC; None: not written."""
+    """Samples of all written outputs of a node. Arrays are float16 or float32, images NHWC; None: not written."""
     operator = OPERATORS[node.op]
     given = dict(zip(operator.input_names(node), inputs, strict=True))
     written = {name: array for name, array in zip(operator.output_names(node), outputs, strict=True)
@@ -106,13 +107,13 @@ def _rounded_terms(norm: Array, dtype: np.dtype) -> Array:
 
 
 def _sample(name: str, written: Named, got: Array, wanted: Array, error: Array) -> Sample:
-    """`error`: of the computation, to which the rounding of what is stored is added."""
+    """A sample. `error`: of the computation; the rounding of the stored value is added."""
     return Sample(name, got, wanted, error + _stored(wanted, written[name].dtype))
 
 
 def _absolute(given: Named) -> dict[str, Array]:
-    """Inputs of BatchNorm's operators for which the terms of each result have one sign: what is added to an element, in
-    absolute numbers, is then the result."""
+    """Absolute values of a BatchNorm operator's inputs, such that the terms of each result have one sign: the result is
+    then the sum of the terms' magnitudes."""
     changed = {}
     for name, array in given.items():
         if name.startswith("mask") and array.dtype == np.uint8:
@@ -133,7 +134,7 @@ def _of_batch_norm(given: Named, suffix: str = "") -> tuple[Array, Array, Array]
 
 
 def _activation(node: Node, x: Array, gamma: Array, beta: Array, saved: Array) -> tuple[Array, Array]:
-    """BatchNorm of x, and how far from it fp32 may be."""
+    """BatchNorm of x, and the bound for fp32's error."""
     signs = _absolute({"data": x, "gamma": gamma, "beta": beta, "saved": saved})
     return scaled(node, x, gamma, beta, saved), FEW * UNIT * scaled(node, *signs.values())
 
@@ -142,7 +143,7 @@ def _activation(node: Node, x: Array, gamma: Array, beta: Array, saved: Array) -
 
 
 def _pixels(shape: Sequence[int], rng: np.random.Generator) -> tuple[Array, ...]:
-    """Image, row and column of each; the first and the last of the tensor among them."""
+    """Image, row and column of each sampled pixel, including the tensor's first and last."""
     places = tuple(rng.integers(0, size, PIXELS) for size in shape[:3])
     for at, size in zip(places, shape[:3], strict=True):
         at[:2] = 0, size - 1
@@ -150,18 +151,18 @@ def _pixels(shape: Sequence[int], rng: np.random.Generator) -> tuple[Array, ...]
 
 
 def _at(array: Array, places: tuple[Array, ...]) -> Array:
-    """(pixels, 1, 1, C): each pixel an image of its own."""
+    """(pixels, 1, 1, C): each pixel as an image."""
     pixels = array[places][:, None, None, :]
     return pixels.astype(np.float64) if array.dtype.kind == "f" else pixels
 
 
 def _of_images(given: Named, read: Callable[[Array], Array]) -> dict[str, Array]:
-    """`read` applied to what has pixels."""
+    """`read` applied to the tensors that have pixels."""
     return {name: read(array) if array.ndim == 4 and name != "weight" else array for name, array in given.items()}
 
 
 def _as_rows(array: Array) -> Array:
-    """(N * H * W, 1, 1, C): each pixel an image of its own, so that chunks need not be of whole images."""
+    """(N * H * W, 1, 1, C): each pixel as an image, so that chunks need not contain whole images."""
     return array.reshape(-1, 1, 1, array.shape[-1])
 
 
@@ -171,8 +172,8 @@ def _chunks(shape: Sequence[int]) -> list[slice]:
 
 
 def _fraction(given: Named, share: float) -> dict[str, Array]:
-    """In float64, with BatchNorm's sums of the backward pass as if they were of a share of the pixels: the operators
-    divide them by the number of pixels that they are given."""
+    """Inputs in float64, with BatchNorm's backward sums scaled to a share of the pixels: the operators divide them by
+    the number of pixels that they get."""
     return {name: array.astype(np.float64) * (share if name.startswith(("gamma_grad", "beta_grad")) else 1)
             if array.dtype.kind == "f" else array for name, array in given.items()}
 
@@ -181,7 +182,7 @@ def _fraction(given: Named, share: float) -> dict[str, Array]:
 
 
 def _elementwise(node: Node, given: Named, written: Named, rng: np.random.Generator) -> Iterator[Sample]:
-    """The operator itself, applied to the pixels."""
+    """The operator itself, applied to the sampled pixels."""
     images = {name: array for name, array in written.items() if array.ndim == 4}
     if not images:
         return
@@ -201,7 +202,7 @@ def _elementwise(node: Node, given: Named, written: Named, rng: np.random.Genera
 
 
 def _apply(node: Node, given: Named, written: Named, rng: np.random.Generator) -> Iterator[Sample]:
-    """BatchNorm's forward half: elements from the statistics that the GPU has kept, and those from the sums."""
+    """BatchNorm's forward half: elements from the statistics that the GPU has saved, and these from the sums."""
     yield from _statistics_kept(node, given, written)
     if "output" not in written:
         return
@@ -225,7 +226,7 @@ def _apply(node: Node, given: Named, written: Named, rng: np.random.Generator) -
 
 
 def _apply_and_convolve(node: Node, given: Named, written: Named, rng: np.random.Generator) -> Iterator[Sample]:
-    """BatchNorm's forward half, and the convolution of what it has written, or would have if others read it."""
+    """BatchNorm's forward half, and the convolution of its output (which the kernel may not write)."""
     names = {"convolved": "output", "sums": "sums"}
     of_convolution = {name: written[its] for its, name in names.items()}
     of_norm = {name: array for name, array in written.items() if name not in names}
@@ -237,7 +238,7 @@ def _apply_and_convolve(node: Node, given: Named, written: Named, rng: np.random
 
 
 def _normalised_again(node: Node, given: Named, saved: Array) -> Array:
-    """What BatchNorm + ReLU give, rounded: now and then to the other side, as the GPU computes in fp32."""
+    """The output of BatchNorm + ReLU, rounded; sometimes to the other side, since the GPU computes in fp32."""
     x, parts = given["data"], _of_batch_norm({**given, "saved": saved})
     return np.concatenate([relu(scaled(node, x[chunk].astype(np.float64), *parts)).astype(x.dtype)
                            for chunk in _chunks(x.shape)])
@@ -251,9 +252,10 @@ def _statistics_kept(node: Node, given: Named, written: Named) -> Iterator[Sampl
         from_near, mean_square = sums[:2] / math.prod(data.shape[:3])
         near = sums[2] if len(sums) == 3 else np.zeros_like(from_near)
         mean, var = near + from_near, np.maximum(mean_square - from_near**2, 0)
-        error = FEW * UNIT * np.stack([np.abs(near) + np.abs(from_near), mean_square])  # the variance is a difference
+        # twice that of the root, which may be a large part of the variance
+        error = FEW * UNIT * np.stack([np.abs(near) + np.abs(from_near), mean_square])
         inverse = 1 / np.sqrt(var + node["eps"])
-        slope = inverse / (var + node["eps"])  # twice that of the root, of which the variance may take a good part
+        slope = inverse / (var + node["eps"])  # twice that of the root, which may be a large part of the variance
         name = f"saved{suffix}"
         yield _sample(name, written, written[name], np.stack([mean, inverse]),
                       np.stack([error[0], slope * error[1] + FEW * UNIT * inverse]))
@@ -269,11 +271,12 @@ def _statistics_kept(node: Node, given: Named, written: Named) -> Iterator[Sampl
 # --- sums over the batch, of every channel ---
 
 
-Terms = Callable[[slice], Sequence[tuple[Array, Array | None]]]  # of some rows: terms, and those that may be missing
+# of some rows: the terms, and the terms that may be missing
+Terms = Callable[[slice], Sequence[tuple[Array, Array | None]]]
 
 
 def _sums(chunks: Sequence[slice], terms: Terms) -> list[tuple[Array, Array, Array]]:
-    """Of each kind of terms, by channel: the sum, the norm, and the sum of what may be missing."""
+    """For each kind of terms, by channel: the sum, the norm, and the sum of the terms that may be missing."""
     def work(chunk: slice) -> list[tuple[Array, Array, Array]]:
         results = []
         for values, open_ in terms(chunk):
@@ -287,8 +290,8 @@ def _sums(chunks: Sequence[slice], terms: Terms) -> list[tuple[Array, Array, Arr
 
 
 def _statistics(node: Node, given: Named, written: Named, rng: np.random.Generator) -> Iterator[Sample]:
-    """Sums and sums of squares of what BatchNorm reads; where a convolution leaves them, they may be of values that are
-    not rounded yet."""
+    """Sums and sums of squares of a BatchNorm's input. If a convolution's kernel computes them, they may be of
+    unrounded values."""
     x = _as_rows(written["output"] if "output" in written else given["data"])
     sums = written["sums"]
     near = sums[2].astype(np.float64) if len(sums) == 3 else np.zeros(sums.shape[1])
@@ -301,12 +304,12 @@ def _statistics(node: Node, given: Named, written: Named, rng: np.random.Generat
     norms = np.stack([norm, 2 * norm_of_squares])
     error = _summed(math.prod(x.shape[:3]), norms)
     if "output" in written:
-        # What is rounded are the values, not what they are less `near`.
+        # The values are rounded, not their differences from `near`.
         sizes = np.stack([np.ones_like(norm), 2 * norm / math.sqrt(math.prod(x.shape[:3]))])
         shift = np.abs(near) * math.sqrt(math.prod(x.shape[:3])) * sizes
         error = error + _rounded_terms(norms + shift, x.dtype)
     wanted = [plain, squares]
-    if len(sums) == 3:  # any value will do that is not far from the mean: the sums above are about the one written
+    if len(sums) == 3:  # any value near the mean will do: the sums above are about the stored one
         mean = plain / math.prod(x.shape[:3])
         wanted.append(near + mean)
         error = np.stack([*error, 8 * norm / math.sqrt(math.prod(x.shape[:3]))])
@@ -314,7 +317,7 @@ def _statistics(node: Node, given: Named, written: Named, rng: np.random.Generat
 
 
 def _gradient_sums(node: Node, given: Named, written: Named, rng: np.random.Generator) -> Iterator[Sample]:
-    """The gradients of gamma and beta, from the masked gradient: as it was written, or else made again."""
+    """The gradients of gamma and beta, from the masked gradient: as written, or recomputed."""
     dz = _as_rows(written["masked_grad"] if "masked_grad" in written else given["out_grad"])
     rows = _of_images(given, _as_rows)
     roles = [("data_at_winner", "saved", "")] if "winner" in given else [("data", "saved", "")]
@@ -360,7 +363,7 @@ def _grouped_product(a: Array, b: Array, groups: int) -> tuple[Array, Array]:
 
 
 def _patches(node: Node, x: Array, places: tuple[Array, ...]) -> Array:
-    """(pixels, KH, KW, C): what the window of each pixel of the output covers, 0 outside of the image."""
+    """(pixels, KH, KW, C): the window of each output pixel, 0 outside the image."""
     size, (image, *corner) = window(node), places
     at = [corner[i][:, None] * size.stride[i] - size.pad[i] + size.dilate[i] * np.arange(size.kernel[i])
           for i in (0, 1)]
@@ -377,7 +380,7 @@ def _fprop(node: Node, given: Named, written: Named, rng: np.random.Generator) -
     patches = patches.reshape(PIXELS, -1, groups, weight.shape[3]).swapaxes(1, 2).reshape(PIXELS, -1)
     wanted, norm = _grouped_product(patches, weight.reshape(groups, len(weight) // groups, -1).swapaxes(1, 2), groups)
     error = _summed(math.prod(weight.shape[1:]), norm)
-    if node.op.startswith("Norm"):  # of what a BatchNorm gives on the chip
+    if node.op.startswith("Norm"):  # output of a BatchNorm that stays on the chip
         error = error + _rounded_terms(norm, given["weight"].dtype)
     if "bias" in given:
         wanted, error = wanted + given["bias"], error + FEW * UNIT * np.abs(given["bias"])
@@ -388,8 +391,8 @@ def _fprop(node: Node, given: Named, written: Named, rng: np.random.Generator) -
 
 def _gradient_patches(node: Node, places: tuple[Array, ...], out_shape: Sequence[int],
                       read: Callable[[tuple[Array, ...]], Array]) -> Array:
-    """(pixels, KH, KW, K): of each pixel of the data and each place in the kernel, the gradient of the output that
-    meets the pixel there. `read` gives it at image, row and column; 0 where there is none."""
+    """(pixels, KH, KW, K): for each pixel of the data and each position in the kernel, the output's gradient that meets
+    the pixel there. `read` returns it at image, row and column; 0 if there is none."""
     size, (image, *corner) = window(node), places
     at, inside = [], []
     for i in (0, 1):
@@ -404,7 +407,7 @@ def _gradient_patches(node: Node, places: tuple[Array, ...], out_shape: Sequence
 
 
 def _dgrad(node: Node, given: Named, written: Named, rng: np.random.Generator) -> Iterator[Sample]:
-    """The gradient of a convolution's data, and what operators do with it that go on to the BatchNorm before."""
+    """The gradient of a convolution's data, and its use in operators that continue to the preceding BatchNorm."""
     weight, groups = given["weight"].astype(np.float64), node["num_group"]
     name = "masked_grad" if "masked_grad" in written else "data_grad"
     places = _pixels(written[name].shape, rng)
@@ -445,8 +448,8 @@ def _dgrad(node: Node, given: Named, written: Named, rng: np.random.Generator) -
 
 
 def _norm_gradient(node: Node, given: Named, shape: Sequence[int]) -> tuple[Array, Array]:
-    """The gradient of what a BatchNorm reads, at some of the pixels of a tensor of this shape: which most
-    kernels do not write. And where its ReLU is not decided."""
+    """The gradient of a BatchNorm's input, which most kernels do not write, at some pixels of a tensor of this shape;
+    and where its ReLU is undecided."""
     here = _fraction(given, math.prod(given["data"].shape[:3]) / math.prod(shape[:3]))
     dz, is_open = here["masked_grad"], np.zeros(here["masked_grad"].shape, bool)
     if not node.get("no_relu", True):
@@ -457,7 +460,7 @@ def _norm_gradient(node: Node, given: Named, shape: Sequence[int]) -> tuple[Arra
 
 
 def _conv_grad(node: Node, given: Named, written: Named, rng: np.random.Generator) -> Iterator[Sample]:
-    """The same where it is written."""
+    """Likewise, if the gradient is written."""
     shape = given["data"].shape
     places = _pixels(shape, rng)
     here = _of_images(given, lambda array: _at(array, places) if array.shape == shape else array)
@@ -472,17 +475,17 @@ def _squared(array: Array) -> Array:
 
 
 STEM_WGRADS = "StemWgrad", "StemWeights"
-WGRADS = "ConvolutionWgrad", "Conv3x3Weights"  # of a gradient that is read, not made on the way
+WGRADS = "ConvolutionWgrad", "Conv3x3Weights"  # of a gradient that is read, not computed internally
 
 
 def _wgrad(node: Node, given: Named, written: Named, rng: np.random.Generator) -> Iterator[Sample]:
-    """Of a weight's gradient all that belongs to some filters, and of all filters what belongs to some places and
-    channels: so each filter, place and channel is looked at."""
+    """From a weight's gradient, all elements of some filters, and for all filters the elements of some positions and
+    channels. So each filter, position and channel is covered."""
     weight, groups = written["weight_grad"], node["num_group"]
     images = given["data" if node.op in WGRADS else "image" if node.op in STEM_WGRADS else "data_2"]
 
     def operands(chunk: slice) -> tuple[Array, Array]:
-        """Of some images: the gradient of the convolution's output, and its data."""
+        """For some images: the gradient of the convolution's output, and its data."""
         x = images[chunk].astype(np.float64)
         if node.op in WGRADS:
             return given["out_grad"][chunk].astype(np.float64), x
@@ -499,7 +502,8 @@ def _wgrad(node: Node, given: Named, written: Named, rng: np.random.Generator) -
     columns = rng.choice(height * width * channels, min(FILTERS, height * width * channels), replace=False)
 
     def work(chunk: slice) -> list[Array]:
-        """By group: of some filters all, and of all filters some; the same of the terms' squares, in fp32."""
+        """The gradient in two parts: all elements of some filters, and some elements of all filters; likewise for the
+        squares of the terms, in fp32."""
         gradient, data = operands(chunk)
         places = Places(node, data.shape)
         gradient, data = gradient.reshape(-1, groups, filters_of_group), places.padded(data)
@@ -533,7 +537,7 @@ def _wgrad(node: Node, given: Named, written: Named, rng: np.random.Generator) -
 
 
 def _pool_gradient(node: Node, given: Named, shape: Sequence[int]) -> Array:
-    """The gradient of what the BatchNorm before the pooling reads, for some images of a tensor of this shape."""
+    """The gradient of the input of the BatchNorm before the pooling, for some images of a tensor of this shape."""
     here = _fraction(given, len(given["data"]) / shape[0])
     attrs = {**WINDOW, "layout": "NHWC", **{name: node[name] for name in ATTRIBUTES}}
     pooling = node.replace(op="BatchNormReluMaxPoolBackwardApply", attrs=attrs)
@@ -542,7 +546,7 @@ def _pool_gradient(node: Node, given: Named, shape: Sequence[int]) -> Array:
 
 
 def _some_images(shape: Sequence[int], rng: np.random.Generator) -> Array:
-    """Numbers of images, in order; the last among them."""
+    """Indices of images, in order, including the last one."""
     return np.union1d(rng.choice(shape[0], min(IMAGES, shape[0]) - 1, replace=False), shape[0] - 1)
 
 
@@ -585,8 +589,8 @@ def _whole(node: Node, given: Named, written: Named, rng: np.random.Generator) -
 
 
 def _cross_entropy(node: Node, given: Named, written: Named, rng: np.random.Generator) -> Iterator[Sample]:
-    """Probabilities less targets, of a loss without threshold and weights; these are added up for the bound. Sums over
-    the batch go to the metrics."""
+    """Probabilities less targets, for a loss without threshold and weights, added up for the bound. Sums over the batch
+    go to the metrics."""
     doubles = _fraction(given, 1)
     results = dict(zip(OPERATORS[node.op].output_names(node), evaluate(node, list(doubles.values())), strict=True))
     wanted = results["data_grad"]

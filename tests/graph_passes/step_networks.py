@@ -9,7 +9,7 @@ from graph_passes import Graph, Ref, passes
 from graph_passes.choice import fewest, repeatable
 from graph_passes.executors import reference
 
-# Kernels of ours that take the place of others of ours, or of cuDNN's 3x3 convolutions.
+# Our kernels that replace others of ours, or cuDNN's 3x3 convolutions.
 NEWEST = ("Conv1x1Pair", "Conv1x1ForwardSumRelu", "Conv3x3DgradReduce", "Conv3x3Dgrad", "Conv3x3ForwardStatistics",
           "Conv3x3ForwardRelu", "Conv3x3Weights", "DgradStream", "NormConv1x1", "NormConv1x1Pair", "NormReluConv1x1",
           "NormReluConv1x1 without output", "NormConv3x3", "NormDgrad", "QuantisedStemPool", "StemForward",
@@ -43,7 +43,7 @@ def rounding_decides(graph: Graph, values, margin=1e-6) -> bool:
 
 
 def dropping(symbol, mode="image", depth=0.6, p=0.25) -> Graph:
-    """The network with stochastic depth, from its second block on, and dropout before the classifier."""
+    """The network with stochastic depth from its second block on, and dropout before the classifier."""
     return passes.dropout(passes.stochastic_depth(Graph.from_json(symbol.tojson()), depth, mode), p)
 
 
@@ -95,7 +95,7 @@ def squeezed(x, name, channels, layout, squeeze):
 
 
 def efficient(layout="NHWC", classes=7, squeeze=2):
-    """Depthwise convolutions, SiLU, squeeze-and-excitation to so many channels, a residual sum."""
+    """Depthwise convolutions, SiLU, squeeze-and-excitation with this many channels, a residual sum."""
     axis = layout.index("C")
     x = plain_convolution(mx.sym.Variable("data"), "stem", 8, layout)
     for name in "ab":
@@ -107,7 +107,7 @@ def efficient(layout="NHWC", classes=7, squeeze=2):
 
 
 def mobile(layout="NHWC", classes=7):
-    """Hard swish and hard sigmoid as MobileNetV3 has them, leaky ReLUs, a part of the channels, means."""
+    """Hard swish and hard sigmoid as in MobileNetV3, leaky ReLUs, a slice of the channels, means."""
     axis = layout.index("C")
     x = plain_convolution(mx.sym.Variable("data"), "stem", 8, layout)
     x = x * mx.sym.clip(x + 3, 0, 6, name="hard") / 6
@@ -138,7 +138,7 @@ def classified(x, layout, classes):
 
 
 def elements(layout="NHWC", classes=7, prelu=True):
-    """Every function of single elements, one after the other; a ReLU of a sum."""
+    """Every elementwise function, one after the other; a ReLU of a sum."""
     x = plain_convolution(mx.sym.Variable("data"), "stem", 8, layout)
     for kind in ("sigmoid", "tanh", "softrelu", "softsign"):
         x = x + mx.sym.Activation(x, act_type=kind, name=kind)
@@ -166,8 +166,8 @@ def flattened(last, classes=7):
 
 
 def bottlenecks(stem=3, classes=10, width=64):
-    """Blocks of 1x1, 3x3 and 1x1 convolutions, wide enough for all fused kernels: a projected and two plain ones.
-    `stem`: the kernel of the first convolution; with 7 it is ResNet's. `width`: channels between the convolutions."""
+    """Blocks of 1x1, 3x3 and 1x1 convolutions, wide enough for all fused kernels: one projected and two plain blocks.
+    `stem`: kernel size of the first convolution; with 7 it is ResNet's. `width`: channels between the convolutions."""
 
     def conv_bn(x, name, filters, kernel, stride=1):
         x = mx.sym.Convolution(x, num_filter=filters, kernel=(kernel, kernel), pad=(kernel // 2,) * 2, no_bias=True,
@@ -187,7 +187,7 @@ def bottlenecks(stem=3, classes=10, width=64):
 
 
 def strided(classes=7, width=64):
-    """A plain block of 1x1, 3x3 and 1x1 convolutions, and three projected ones with other strides. `width`: channels
+    """A plain block of 1x1, 3x3 and 1x1 convolutions, and three projected blocks with other strides. `width`: channels
     between the convolutions."""
     def conv_bn(x, name, filters, kernel, stride=(1, 1)):
         x = mx.sym.Convolution(x, num_filter=filters, kernel=(kernel, kernel), pad=(kernel // 2,) * 2, no_bias=True,
@@ -206,8 +206,8 @@ def strided(classes=7, width=64):
 
 
 def pre_activation(classes=7):
-    """Three blocks that begin with BatchNorm, as those of ResNet v2: a projected one, a plain one, and one without the
-    first ReLU, whose branch alone is a BatchNorm's data's other reader."""
+    """Three blocks that begin with BatchNorm, as in ResNet v2: a projected one, a plain one, and one without the first
+    ReLU. In the last one, a BatchNorm and the shortcut read the same tensor."""
     def conv(x, name, filters, kernel=1):
         return mx.sym.Convolution(x, num_filter=filters, kernel=(kernel, kernel), pad=(kernel // 2,) * 2, no_bias=True,
                                   layout="NHWC", name=f"{name}_conv")
@@ -228,7 +228,7 @@ def pre_activation(classes=7):
 
 
 def single_convolutions(classes=7, width=256):
-    """Two blocks of one 1x1 convolution: what it reads is also what is added, after a BatchNorm and without one."""
+    """Two blocks of one 1x1 convolution, whose input is also the addend, after a BatchNorm and without one."""
     x = mx.sym.Convolution(mx.sym.Variable("data"), num_filter=width, kernel=(3, 3), pad=(1, 1), no_bias=True,
                            layout="NHWC", name="stem")
     x = mx.sym.relu(mx.sym.BatchNorm(x, axis=3, fix_gamma=False, name="stem_bn"))
@@ -243,7 +243,7 @@ def single_convolutions(classes=7, width=256):
 
 
 def words(classes=7, steps=3, sequences=4):
-    """A language model: rows of a matrix by number, two recurrent layers from states of 0, scores by that matrix."""
+    """A language model: an embedding, two recurrent layers from states of 0, scores by the embedding's matrix."""
     weight = mx.sym.var("embedding_weight")
     x = mx.sym.Embedding(mx.sym.var("data"), weight, input_dim=classes, output_dim=5, name="embedding")
     x = mx.sym.Reshape(x, shape=(steps, sequences, -1))
@@ -254,8 +254,8 @@ def words(classes=7, steps=3, sequences=4):
 
 
 def random_network(rng):
-    """Convolutions, BatchNorms, sums of any of these, ReLUs after BatchNorms and max poolings, in any order. What is
-    added may be dropped."""
+    """Convolutions, BatchNorms, sums of any of these, ReLUs after BatchNorms and max poolings, in any order. Summands
+    may have stochastic depth."""
     def conv(x, filters, stride=1, sizes=(1, 1, 3)):
         size = int(rng.choice(sizes))
         return mx.sym.Convolution(x, num_filter=filters, kernel=(size, size), stride=(stride, stride),
@@ -275,7 +275,7 @@ def random_network(rng):
             x = mx.sym.relu(norm(x))
         elif kind == 1:
             shortcut = x if rng.integers(2) else norm(conv(x, width))
-            # A GPU has no ReLU but after a BatchNorm of which images are dropped at most.
+            # On a GPU, a ReLU is only supported after a BatchNorm, with stochastic depth at most in between.
             terms = [dropped(norm(conv(x, width)), 2), dropped(shortcut, 3)]
             x = mx.sym.elemwise_add(*(terms[i] for i in rng.permutation(2)))
             x = mx.sym.relu(x) if rng.integers(4) else x
@@ -295,7 +295,7 @@ def random_network(rng):
 
 
 def random_variables(graph, shapes, rng, classes=7, dtype=np.float64):
-    """A value for every variable of a training graph. Scaled so that no ReLU is all on or off."""
+    """A value for every variable of a training graph, scaled so that no ReLU is entirely on or off."""
     values, inferred = {}, graph.infer_shapes(shapes)
     for name in graph.variables:
         shape = inferred[Ref(name)]
@@ -310,49 +310,50 @@ def random_variables(graph, shapes, rng, classes=7, dtype=np.float64):
     return values
 
 
-# Prices of our own, which may be taken in a cover without a clock. Where either could have the gradient of a
-# convolution's data, that goes with the sums behind it.
+# Our own prices, for covers without timing. If two fusions could include the gradient of a convolution's data, the one
+# with the sums after it is taken.
 OWN_FUSIONS = {"DgradReduce": 1.0, "NormBackward": 2.5, "NormBackwardReduce": 2.5, "BatchNormBackwardApply": 1.0,
                "StemPool": 1.0}
-PREFERRED, REFUSED = 0.4, math.inf  # prices: less than half a node; not to be had
+PREFERRED, REFUSED = 0.4, math.inf  # prices: less than half a node; not available
 
 
 def repriced(table, price, **prices_by_label):
-    """Those of `price`, but for some kernels."""
+    """The prices of `price`, except for some kernels."""
     return [prices_by_label.get(each.label, of_each) for each, of_each in zip(table, price(table), strict=True)]
 
 
 def preferring(price, *labels):
-    """A price for which these kernels are taken wherever they can be."""
+    """Prices by which these kernels are taken wherever possible."""
     return lambda table: repriced(table, price, **dict.fromkeys(labels, PREFERRED))
 
 
 def refusing(price, *labels):
-    """A price for which these kernels cannot be had."""
+    """Prices by which these kernels are not available."""
     return lambda table: repriced(table, price, **dict.fromkeys(labels, REFUSED))
 
 
 def repeatable_fusions(table):
-    """A price for which every fusion is taken but cuDNN's own, which sum in a varying order or take long to be
-    compiled, and but the `NEWEST`, so that those run whose place they take."""
+    """Prices by which every fusion is taken except cuDNN's own (which sum in a varying order or compile slowly) and the
+    `NEWEST`, so that the kernels they would replace run."""
     return repriced(table, repeatable, **OWN_FUSIONS)
 
 
 def streamed_gradients(table):
-    """`repeatable_fusions`, with the gradients of 1x1 convolutions by dgrad_stream.cu where that can make them."""
+    """`repeatable_fusions`, with the gradients of 1x1 convolutions by dgrad_stream.cu where possible."""
     return preferring(repeatable_fusions, "DgradStream")(table)
 
 
 def own_kernels(table):
-    """`repeatable_fusions`, and every kernel of ours that has others beside it."""
+    """`repeatable_fusions`, with every kernel of ours that has rivals."""
     return preferring(repeatable_fusions, *NEWEST, *OWN_FORMS, "StemPool")(table)
 
 
 def gradients_alone(table):
-    """`own_kernels`, with the gradients of 3x3 convolutions by conv3x3.cu without the sums of the BatchNorm before."""
+    """`own_kernels`, with the gradients of 3x3 convolutions by conv3x3.cu without the sums of the preceding
+    BatchNorm."""
     return refusing(own_kernels, "Conv3x3DgradReduce")(table)
 
 
 def own_forms(table):
-    """A price of few nodes, by kernels of our own where cuDNN's do the same."""
+    """Prices for few nodes, by our own kernels where cuDNN's compute the same."""
     return repriced(table, fewest, **dict.fromkeys((*OWN_FORMS, *NEWEST), 0.9))

@@ -1,5 +1,5 @@
-"""Bodies: what a kernel's operator computes follows from the primitives that it is made of; and one name for each
-kernel, its operator and its files."""
+"""Bodies: a kernel's operator computes what its primitives compute. Also checks that a kernel, its operator and its
+files have one name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def words(camel_case: str) -> list[str]:
 
 
 def names(kernel: str, operator: str) -> bool:
-    """Whether the operator's name is the kernel's, but for words between or behind: what an instance does more."""
+    """Whether the operator has the kernel's name, except for words in between or at the end for additional functions of
+    an instance."""
     rest = iter(word.lower() for word in words(operator))
     return all(word in rest for word in kernel.split("_"))
 
@@ -50,7 +51,7 @@ def test_every_kernels_operator_has_a_body_and_a_launch() -> None:
 
 @pytest.mark.parametrize("price", [fewest, own_forms])
 def test_shapes_of_parameters_follow_from_bodies(price) -> None:
-    """Gamma's from the data that is normalised with it, a weight's from its convolution's."""
+    """Gamma's from the data that it normalises, a weight's from its convolution's."""
     graph, shapes = fused(bottlenecks(7)), {"data": (2, 22, 18, 4), "softmax_label": (2,)}
     seen = set()
     for made in (pipeline.training_step(graph, shapes, "float16", price), pipeline.inference(graph, "float16", price)):
@@ -58,7 +59,7 @@ def test_shapes_of_parameters_follow_from_bodies(price) -> None:
         for node in made:
             if node.op in DESCRIBED and DESCRIBED[node.op].fused and DESCRIBED[node.op].body:
                 roles = DESCRIBED[node.op].input_names(node)
-                unread = "gamma" if node.op.endswith("AddReluBackwardReduce") else ""  # by its body
+                unread = "gamma" if node.op.endswith("AddReluBackwardReduce") else ""  # computed by its body
                 given = [None if PARAMETERS.fullmatch(role) and role != unread else found[ref]
                          for role, ref in zip(roles, node.inputs, strict=True)]
                 inputs, outputs = infer_node_shapes(node, given)

@@ -1,4 +1,4 @@
-"""Ranges for INT8: what a histogram counts batch by batch, and the limits that are read from it."""
+"""Ranges for INT8: the counts of a histogram batch by batch, and the limits computed from it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ def histogram(*batches: np.ndarray) -> Histogram:
 
 
 def test_batches_in_turn_count_as_all_at_once(rng: np.random.Generator) -> None:
-    """Also where the range grows: bins are joined, and no value is lost or counted twice."""
-    first = np.append(rng.uniform(-0.99, 0.99, 5000), 1.0)  # of powers of two: all at once would have bins as wide
+    """Also if the range grows: bins are merged, and no value is lost or counted twice."""
+    # powers of two: all at once would give bins of the same width
+    first = np.append(rng.uniform(-0.99, 0.99, 5000), 1.0)
     second, third = np.append(rng.normal(0, 2, 3000).clip(-8, 8), 8.0), rng.uniform(-3, 3, 1000)
     found, at_once = histogram(first, second, third), histogram(np.concatenate([first, second, third]))
     assert found.width == at_once.width == 8 / NUM_BINS
     moved = found.counts - at_once.counts
-    # The largest value so far counts to the last bin, whose end it is: 1 does in the first batch.
+    # The largest value so far counts in the last bin, whose end it is: 1 does so in the first batch.
     assert np.flatnonzero(moved).tolist() == [255, 256] and moved[[255, 256]].tolist() == [1, -1]
     assert found.counts.sum() == 9002 and found.limit("max") == 8
 
@@ -64,7 +65,7 @@ def test_a_limit_by_entropy_diverges_least(rng: np.random.Generator) -> None:
         p, q = p / p.sum(), q / q.sum()
         return float("inf") if (q[p > 0] == 0).any() else sum(a * np.log(a / b) for a, b in zip(p, q, strict=True) if a)
 
-    # Limits are tried 8 bins apart from 128 on, and where the last value is.
+    # Limits are tried every 8 bins from 128 on, and at the last value.
     last = int(np.flatnonzero(counts)[-1]) + 1
     limit = round(found.limit("entropy") / found.width)
     assert limit in (last, *range(128, last, 8))
@@ -85,7 +86,7 @@ def test_nothing_but_zeros(method: str) -> None:
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_is_named(value: float) -> None:
     found = Calibration(["good", "bad"])
-    with pytest.raises(GraphError, match="the tensor 'bad' holds what is no finite number"):
+    with pytest.raises(GraphError, match="the tensor 'bad' has a value that is not finite"):
         found.add({"good": np.ones(3), "bad": np.array([1, value])})
 
 

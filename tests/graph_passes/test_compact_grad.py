@@ -1,4 +1,5 @@
-"""The pass compact_grad: where it leaves zeros out, that nothing else changes, and where it leaves the graph alone."""
+"""The pass compact_grad: where it leaves zeros out, where it leaves the graph unchanged, and that results do not
+change."""
 
 from __future__ import annotations
 
@@ -20,14 +21,14 @@ SHAPES = {"data": (3, 13, 11, 3), "softmax_label": (3,)}
 
 
 def before(graph: Graph, shapes: dict[str, Any] = SHAPES, dtype: str = "float16") -> Graph:
-    """A training step as the pass finds it."""
+    """A training step before the pass."""
     listed = pipeline.training_passes(shapes, dtype, fewest)
     names = [*listed]
     return pipeline.run({name: listed[name] for name in names[: names.index("compact_grad")]}, graph)
 
 
 def two_readers(kernel: int = 1, stride: tuple[int, int] = (2, 2), pad: int = 0, third: bool = False) -> Graph:
-    """A BatchNorm + ReLU that a convolution of 3x3 and another one read."""
+    """A BatchNorm + ReLU that is read by a 3x3 convolution and another one."""
     def conv(x: Any, name: str, kernel: int, stride: tuple[int, int], pad: int) -> Any:
         return mx.sym.Convolution(x, num_filter=8, kernel=(kernel, kernel), stride=stride, pad=(pad, pad), no_bias=True,
                                   layout="NHWC", name=name)
@@ -48,7 +49,7 @@ def strides(step: Graph) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("depth, ops", [
     (18, ["BatchNormAddReluBackwardReduce"] * 3), (50, ["DgradStream", "DgradReduce", "DgradReduce"])])
 def test_the_shortcuts_of_a_resnet(depth: int, ops: list[str]) -> None:
-    """Those of stages 2 to 4, which these kernels add, though they are products of matrices now themselves."""
+    """Those of stages 2 to 4. These kernels add the compact gradients, which are now plain matrix products."""
     graph, shapes = Graph.from_json(resnet(depth).tojson()), {"data": (2, 100, 68, 3)}
     step = pipeline.training_step(graph, shapes, "float16", fewest)
     sizes = step.infer_shapes({**shapes, "loss_scale": (1,)})
@@ -64,7 +65,7 @@ def test_the_shortcuts_of_a_resnet(depth: int, ops: list[str]) -> None:
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("network", ["strided", "basic blocks", "two readers"])
 def test_nothing_else_changes(network: str, dtype: str, rng: np.random.Generator) -> None:
-    """All outputs of the step are what they are without the pass."""
+    """All outputs of the step equal those without the pass."""
     graph = two_readers(stride=(3, 2)) if network == "two readers" else Graph.from_json(
         (strided() if network == "strided" else small_resnet(False)).tojson())
     values = random_variables(graph, SHAPES, rng)
@@ -81,7 +82,7 @@ def test_nothing_else_changes(network: str, dtype: str, rng: np.random.Generator
 
 @pytest.mark.parametrize("more", [{"pad": 1}, {"kernel": 3, "pad": 1}, {"stride": (1, 1)}, {"third": True}])
 def test_what_is_left_alone(more: dict[str, Any]) -> None:
-    """Padding, windows of more than a pixel, nothing to leave out, and a sum that another sum reads."""
+    """Padding, windows of more than a pixel, no zeros to leave out, and a sum that another sum reads."""
     step = before(two_readers(**more))
     assert compact_grad(step) == step
 
@@ -94,7 +95,7 @@ def test_what_others_read_is_left_alone() -> None:
 
 
 def test_other_networks_have_none() -> None:
-    """An average pooling has the stride in ResNet-D; in NCHW nothing is left out."""
+    """In ResNet-D an average pooling has the stride; in NCHW nothing is left out."""
     shapes = {"data": (2, 64, 64, 3)}
     assert not strides(pipeline.training_step(Graph.from_json(MODELS["resnet50d"]().tojson()), shapes, "float16",
                                               fewest))

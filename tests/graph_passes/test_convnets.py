@@ -1,4 +1,4 @@
-"""Networks that are no ResNets: all families of MXNet's zoo, and small ones with the parts of today's networks, against
+"""Networks other than ResNets: all families of MXNet's zoo, and small ones with parts of current networks, against
 MXNet's autograd; in both layouts, and on the executors that need no GPU."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError, Ref, onnx_writer, passes
 from graph_passes.executors import create_executor, reference
 
-# Name -> the least number of pixels that its poolings leave something of.
+# Name -> the smallest image size, in pixels, for which its poolings leave at least one pixel.
 ZOO = {"alexnet": 67, "densenet121": 33, "inceptionv3": 79, "mobilenet0.25": 33, "mobilenetv2_0.25": 33,
        "resnet18_v1": 33, "resnet18_v2": 33, "squeezenet1.0": 35, "squeezenet1.1": 35, "vgg11": 33, "vgg11_bn": 33}
 SLOW = ("densenet121", "inceptionv3")
@@ -24,8 +24,8 @@ OWN = {"efficient": efficient, "mobile": mobile, "convnext": convnext}
 
 
 def zoo_graph(name: str) -> Graph:
-    """With a loss, and without dropout, which draws numbers of its own in MXNet. The last pooling is over all pixels:
-    small images will do."""
+    """The network with a loss, and without dropout, for which MXNet draws its own random numbers. The last pooling
+    covers all pixels, so small images suffice."""
     zoo = mx.gluon.model_zoo.vision
     network = (zoo.DenseNet(8, 4, [2, 3, 2, 2], classes=7) if name == "densenet121" else  # with few channels
                zoo.get_model(name, classes=7))
@@ -55,14 +55,14 @@ def test_parts_against_mxnet(name: str, rng: np.random.Generator) -> None:
 
 
 def in_nhwc(name: str) -> tuple[Graph, Graph]:
-    """The network in NCHW, and what the pass `layout` makes of it."""
+    """The network in NCHW, and the result of the pass `layout`."""
     nchw = Graph.from_json(OWN[name]("NCHW").tojson()) if name in OWN else zoo_graph(name)
     return nchw, passes.layout(nchw, "NHWC", inputs=["data"])
 
 
 @pytest.mark.parametrize("name", [*OWN, *(name for name in ZOO if name not in SLOW)])
 def test_in_the_other_layout(name: str, rng: np.random.Generator) -> None:
-    """The same probabilities, and no transposes but those before a classifier that reads several pixels."""
+    """The probabilities are equal, and there are no transposes except before a classifier that reads several pixels."""
     nchw, nhwc = in_nhwc(name)
     assert nhwc.operators()["transpose"] == (name in ("alexnet", "vgg11", "vgg11_bn"))
     values = random_variables(nchw, shapes_of(name, "NCHW"), rng)

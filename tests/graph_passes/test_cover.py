@@ -1,4 +1,4 @@
-"""The exact cover against all subsets of the candidates; what it settles without prices; ties."""
+"""The exact cover against all subsets of the candidates; the part that it settles without prices; ties."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ GIVEN = ("x",)
 
 
 def random_options(rng: np.random.Generator) -> tuple[list[Option], list[str], list[str]]:
-    """Candidates over a few tensors, each of which needs earlier ones; wanted tensors, and those made once at most."""
+    """Candidates over a few tensors, each of which needs earlier ones; wanted tensors, and tensors that may be produced
+    once at most."""
     tensors = [*GIVEN, *"abcdefg"]
     options = []
     for _ in range(int(rng.integers(5, 12))):
@@ -34,7 +35,7 @@ def is_cover(options: list[Option], taken: tuple[int, ...], wanted: list[str], o
 
 
 def least(options: list[Option], wanted: list[str], once: list[str]) -> float:
-    """Of all subsets."""
+    """The least cost over all subsets."""
     subsets = itertools.chain.from_iterable(
         itertools.combinations(range(len(options)), size) for size in range(len(options) + 1))
     return min((sum(options[number].cost for number in taken) for taken in subsets
@@ -47,7 +48,7 @@ def test_no_subset_is_cheaper(rng: np.random.Generator) -> None:
         options, wanted, once = random_options(rng)
         best = least(options, wanted, once)
         if best == math.inf:
-            continue  # what NoCoverError is for, unless one tensor would have to be made twice
+            continue  # NoCoverError is right here, unless one tensor would have to be produced twice
         taken = cover(options, GIVEN, wanted, once)
         assert is_cover(options, tuple(taken), wanted, once)
         assert sum(options[number].cost for number in taken) == best
@@ -56,7 +57,7 @@ def test_no_subset_is_cheaper(rng: np.random.Generator) -> None:
 
 
 def test_what_every_cover_takes_is_taken_whatever_it_costs(rng: np.random.Generator) -> None:
-    """And what no cover can use is neither open nor sure."""
+    """And candidates that no cover can use are neither open nor sure."""
     for _ in range(60):
         options, wanted, _ = random_options(rng)
         priced = [option._replace(cost=1.0) for option in options]
@@ -74,7 +75,7 @@ def test_what_every_cover_takes_is_taken_whatever_it_costs(rng: np.random.Genera
 
 
 def test_a_tensor_that_may_be_made_once() -> None:
-    """Both makers of a are cheaper together than the one of all three, but must not both run."""
+    """Both producers of a are cheaper together than the one producer of all three, but must not both run."""
     options = [Option(frozenset(), frozenset("ab"), 1.0), Option(frozenset(), frozenset("ac"), 1.0),
                Option(frozenset(), frozenset("abc"), 3.0)]
     assert cover(options, (), "abc") == [0, 1]

@@ -1,4 +1,4 @@
-"""Dropout and stochastic depth: the random bits, the passes, and what training steps make of them."""
+"""Dropout and stochastic depth: the random bits, the passes, and the training steps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_philox_against_its_published_vectors(counter: tuple[int, ...], key: tup
 
 @pytest.mark.parametrize("p", [0.05, 0.2, 0.9])
 def test_the_right_part_is_dropped_and_the_mean_stays(p: float, rng: np.random.Generator) -> None:
-    """Of 100,000 draws; five standard errors are allowed."""
+    """Over 100,000 draws; five standard errors are allowed."""
     count = 100_000
     factors = keep_factors(p, 3, np.arange(count), words_of(int(rng.integers(2**63))))
     assert set(np.unique(factors)) == {np.float32(0), np.float32(1 / (1 - p))}
@@ -42,7 +42,7 @@ def test_the_right_part_is_dropped_and_the_mean_stays(p: float, rng: np.random.G
 
 
 def masks(graph: Graph, images: int, seed: int) -> np.ndarray:
-    """(Dropouts, images) of a network with stochastic depth."""
+    """The masks (Dropouts, images) of a network with stochastic depth."""
     (node,) = (node for node in passes.draw_masks(graph, images) if node.op == "DropoutFactors")
     return evaluate(node, [words_of(seed)])[0]
 
@@ -86,11 +86,11 @@ def test_what_cannot_be_dropped_is_refused_in_a_sentence() -> None:
     for rate in (1.0, -0.1, float("nan")):
         with pytest.raises(GraphError, match=r"cannot be dropped.*: give at least 0 and less than 1$"):
             passes.stochastic_depth(graph, rate)
-        with pytest.raises(GraphError, match=r"cannot be dropped: give at least 0 and less than 1$"):
+        with pytest.raises(GraphError, match=r"cannot drop .*: give at least 0 and less than 1$"):
             passes.dropout(graph, rate)
-    with pytest.raises(GraphError, match="^the network has no residual branches that could be dropped: use another"):
+    with pytest.raises(GraphError, match="^the network has no residual branches to drop: use another"):
         passes.stochastic_depth(Graph.from_json(flattened("Pooling").tojson()), 0.1)
-    with pytest.raises(GraphError, match="^all residual branches are frozen, so there is none to drop: freeze less"):
+    with pytest.raises(GraphError, match="^all residual branches are frozen, so none can be dropped: freeze fewer"):
         passes.stochastic_depth(passes.freeze(graph, "backbone"), 0.1)
     for p, axes, sentence in ((1.0, (), "has p=1.0, which is no valid"), (0.5, (1, 2), r"has axes=\(1, 2\): give")):
         with pytest.raises(GraphError, match=rf"^Dropout 'd' {sentence}"):
@@ -118,8 +118,8 @@ NETWORKS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
 @pytest.mark.parametrize("mode", ["image", "block"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_gradients_against_finite_differences(name: str, mode: str, rng: np.random.Generator) -> None:
-    """Of the loss of the fused step, in float64, along random directions of all parameters. One in some hundred has a
-    ReLU that changes sides on the way, so one of two must agree: with a wrong gradient neither would."""
+    """Gradients of the loss of the fused step, in float64, along random directions of all parameters. In about one of a
+    hundred directions a ReLU changes sides, so one of two must agree: with a wrong gradient neither would."""
     build, data = NETWORKS[name]
     graph, shapes = dropping(build(), mode), {"data": data, "softmax_label": data[:1]}
     values = random_variables(graph, shapes, rng) | {SEED: words_of(1 if mode == "block" else 2)}
@@ -129,7 +129,7 @@ def test_gradients_against_finite_differences(name: str, mode: str, rng: np.rand
     results, width = run(step, values), 1e-9
 
     def slopes() -> tuple[float, float]:
-        """Along a direction, by the loss and by the gradients."""
+        """The slope along a direction, from the loss and from the gradients."""
         direction = {name: rng.standard_normal(values[name].shape) for name in names}
         ahead, behind = (run(step, values | {name: values[name] + sign * width * direction[name] for name in names})
                          for sign in (1, -1))
@@ -153,7 +153,8 @@ def trained(executor: Executor, values: dict[str, np.ndarray], *draws: Draws) ->
 @pytest.mark.long(but=["mxnet"])
 @pytest.mark.parametrize("name", ["reference", "mxnet"])
 def test_a_seed_decides_what_is_dropped(name: str, rng: np.random.Generator) -> None:
-    """Equal seeds give equal bits, others other gradients, also in the passes of one step; inference drops nothing."""
+    """Equal seeds give equal bits, other seeds other gradients, also among the passes of one step. Inference drops
+    nothing."""
     build, data = NETWORKS["bottlenecks"]
     plain, graph = Graph.from_json(build().tojson()), dropping(build())
     shapes = {"data": data, "softmax_label": data[:1]}
@@ -177,7 +178,7 @@ def test_a_seed_decides_what_is_dropped(name: str, rng: np.random.Generator) -> 
 
 
 def test_images_of_another_size_and_a_dropout_of_pixels(rng: np.random.Generator) -> None:
-    """MXNet's masks are made for the size that the images have; a Dropout of single elements may stand anywhere."""
+    """MXNet's masks are made for the images' size; a Dropout of single elements may be anywhere."""
     x = mx.sym.Convolution(mx.sym.Variable("data"), num_filter=8, kernel=(3, 3), layout="NHWC", name="conv")
     x = mx.sym.Pooling(mx.sym.Dropout(x, p=0.4, name="drop"), global_pool=True, kernel=(1, 1), pool_type="avg",
                        layout="NHWC")
@@ -202,7 +203,7 @@ def test_networks_that_drop_are_drawn_and_planned() -> None:
     plan = passes.memory(step, shapes)
     kept = passes.memory(pipeline.training_step(Graph.from_json(bottlenecks(7, 7).tojson()), shapes, "float16",
                                                 fewest), shapes)
-    factors = 3 * 256  # bytes, aligned: (2, 4) factors, and what the classifier reads and its gradient
+    factors = 3 * 256  # bytes, aligned: (2, 4) factors, and the classifier's input and its gradient
     assert plan.arena_bytes <= kept.arena_bytes + factors + 2 * 4 * 128 * 2
     assert passes.tensor_dtypes(step)[Ref(SEED)] == "uint32"
     assert Graph.from_json(step.to_json()) == step
@@ -210,7 +211,7 @@ def test_networks_that_drop_are_drawn_and_planned() -> None:
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet50"])
 def test_a_whole_step_against_timm(name: str, rng: np.random.Generator) -> None:
-    """In float64, with the masks of our seed in place of timm's: its rates, where it drops, and all gradients."""
+    """In float64, with our seed's masks in place of timm's: timm's rates, its places of Dropout, and all gradients."""
     torch, timm = pytest.importorskip("torch"), pytest.importorskip("timm")
     images, depth, p, draws = 5, 0.5, 0.3, Draws(seed=int(rng.integers(2**63)))
     network = models.create(name, 10)

@@ -1,4 +1,4 @@
-"""Frozen layers and slower ones: what the passes mark, and steps of such networks."""
+"""Frozen layers and slower ones: the marks that the passes set, and steps of such networks."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def network(name):
 @pytest.mark.long(but=["basic*"])
 @pytest.mark.parametrize("name, prefix", CASES)
 def test_a_step_with_frozen_layers_against_the_network_as_it_is_given(name, prefix, rng):
-    """In float64, fused and not: the same gradients and statistics for what is trained, none for the rest, of which
-    nothing is left in the step but what inference has."""
+    """In float64, fused and not: equal gradients and statistics for trained layers, and none for the rest, which is the
+    same in the step as in inference."""
     graph, shapes = network(name)
     graph = passes.freeze(graph, prefix)
     values, frozen = random_variables(graph, shapes, rng), roles.frozen(graph)
@@ -60,7 +60,7 @@ def test_a_step_with_frozen_layers_against_the_network_as_it_is_given(name, pref
 @pytest.mark.parametrize("executor", ["mxnet", "reference"])
 @pytest.mark.parametrize("optimizer", names())
 def test_steps_leave_frozen_layers_as_they_are(executor, optimizer, rng):
-    """Parameters, statistics and averages; what is trained goes as far as its gradient and its factor say."""
+    """Parameters, statistics and averages stay; trained parameters move by their gradient and factor."""
     graph, shapes = network("basic blocks")
     marked = passes.slow_backbone(passes.freeze(graph, "a"), 0.25)
     frozen, rule = roles.frozen(marked), create(optimizer, {"weight_decay": 0.01})
@@ -93,8 +93,8 @@ def test_steps_leave_frozen_layers_as_they_are(executor, optimizer, rng):
 
 
 def test_executors_agree_on_frozen_layers(rng):
-    """Gradients and loss of MXNet in fp32 and of the reference in float64, relative to each tensor's largest. Where
-    fp32 decides about a ReLU, some gradients differ: then with other numbers once more."""
+    """Gradients and loss of MXNet in fp32 and of the reference in float64, relative to each tensor's largest element.
+    If fp32 rounding decides a ReLU, some gradients differ: then the test repeats with other numbers."""
     graph, shapes = network("bottlenecks")
     graph = passes.freeze(graph, "a")
     ours, oracle = (create_executor("mxnet", graph, shapes),

@@ -1,5 +1,5 @@
-"""The graphs that run, with every fused operator in them, forward and backward: on whole small networks, in float64,
-against the network as it is given, whose gradient no pass writes; and against MXNet."""
+"""The graphs that run, with every fused operator, forward and backward: whole small networks in float64 against the
+original network without passes, and against MXNet."""
 
 from collections import Counter
 
@@ -36,13 +36,13 @@ from graph_passes.operators import OPERATORS
 from graph_passes.operators.dropout import SEED
 from train.models.resnet import resnet
 
-# The same sums in another order, in float64, relative to a tensor's largest element. A variance is the difference of
-# two means here, which costs digits where it is small.
+# Bound for equal sums in another order, in float64, relative to a tensor's largest element. A variance is a difference
+# of two means here, which costs digits if it is small.
 SAME = 1e-6
 
 
 def biased(classes=7):
-    """Convolutions with a bias: alone, consumed by ReLU, by a sum and ReLU, and by a BatchNorm."""
+    """Convolutions with a bias: alone, read by ReLU, by a sum and ReLU, and by a BatchNorm."""
     def conv(x, name):
         return mx.sym.Convolution(x, num_filter=8, kernel=(3, 3), pad=(1, 1), layout="NHWC", name=name)
 
@@ -54,8 +54,8 @@ def biased(classes=7):
 
 
 def projections(classes=7):
-    """Two blocks whose strides are where ResNet has them: of a pair of BatchNorms one reads a 1x1 convolution of stride
-    1, and the other one of stride 2."""
+    """Two blocks with strides as in ResNet: in a pair of BatchNorms, one reads a 1x1 convolution of stride 1, the other
+    one of stride 2."""
     def conv_bn(x, name, filters, kernel, stride=1):
         x = mx.sym.Convolution(x, num_filter=filters, kernel=(kernel, kernel), pad=(kernel // 2,) * 2, no_bias=True,
                                stride=(stride, stride), layout="NHWC", name=f"{name}_conv")
@@ -113,7 +113,7 @@ def check_close(got, wanted, tolerance, name, floor=0.0):
 
 
 def check_step(graph, shapes, values, price, grouped=False, dtype="bfloat16"):
-    """A training step with all its passes against the network as it is given; the operators that it ran."""
+    """Check a training step with all its passes against the original network; returns the operators that ran."""
     step = pipeline.training_step(graph, shapes, dtype, price, grouped)
     values = {**values, SEED: values["data"].view(np.uint32).ravel()[:2]}
     graph = passes.draw_masks(graph, shapes["data"][0])
@@ -123,7 +123,7 @@ def check_step(graph, shapes, values, price, grouped=False, dtype="bfloat16"):
     gradients = backward(graph, wanted)
     largest = max(np.abs(gradients[Ref(name)]).max() for name in graph.arguments if name not in {*shapes, SEED})
     for name in graph.arguments:
-        if f"{name}_grad" in results:  # else it is that of a fixed gamma
+        if f"{name}_grad" in results:  # otherwise it belongs to a fixed gamma
             scale = 8.0 if dtype == "float16" else 1.0
             check_close(results[f"{name}_grad"] / scale, gradients[Ref(name)], SAME, name, largest / 1e3)
     for node in graph:
@@ -164,8 +164,8 @@ def test_inference_against_the_network_as_it_is_given(name, rng):
 
 
 def test_pairs_of_convolutions_in_inference(rng):
-    """One at the end of each block but the last and those with a projection shortcut, which are a sum of two; what is
-    between them keeps its readers."""
+    """One at the end of each block, except the last block and blocks with a projection shortcut, which are a sum of
+    two. The tensor in between keeps its readers."""
     graph = Graph.from_json(resnet(50).tojson())
     network_graph = pipeline.inference(graph, "float16", preferring(own_forms, "Conv1x1ForwardSumRelu"))
     pairs = [node for node in network_graph if node.op == "Conv1x1Pair"]
@@ -178,8 +178,8 @@ def test_pairs_of_convolutions_in_inference(rng):
 
 @pytest.mark.parametrize("depth, convolutions, behind_norms, with_relu", [(18, 4, 2, 2), (50, 3, 3, 3)])
 def test_3x3_convolutions_of_our_own(depth, convolutions, behind_norms, with_relu):
-    """Where the device finds them faster: those of stage 1 forward, and their data gradients, where these go through a
-    BatchNorm + ReLU with it and with its sums; of all with stride 1 the weight gradients. In 16 bits alone."""
+    """Where the device finds them faster: forward in stage 1; their data gradients, alone or through the BatchNorm +
+    ReLU with its sums; weight gradients of all with stride 1. In 16 bits only."""
     graph, shapes = Graph.from_json(resnet(depth).tojson()), {"data": (2, 64, 64, 3)}
     step = pipeline.training_step(graph, shapes, "bfloat16", own_forms)
     assert step.operators()["Conv3x3Weights"] == 13
@@ -197,7 +197,7 @@ def test_3x3_convolutions_of_our_own(depth, convolutions, behind_norms, with_rel
 
 
 def test_sums_of_convolutions_in_inference():
-    """One for each projection shortcut, the first of which alone has stride 1."""
+    """One for each projection shortcut; only the first shortcut has stride 1."""
     graph = Graph.from_json(resnet(50).tojson())
     network_graph = pipeline.inference(graph, "float16", preferring(own_forms, "Conv1x1ForwardSumRelu"))
     sums = [node for node in network_graph if node.op == "Conv1x1ForwardSumRelu"]
@@ -209,7 +209,7 @@ def test_sums_of_convolutions_in_inference():
 
 @pytest.mark.parametrize("last_is_shortcut", [False, True])
 def test_a_sum_is_two_convolutions_beside_one_another(last_is_shortcut, rng):
-    """With stride 2 in the one or the other."""
+    """With stride 2 in either of them."""
     values = {"x": (2, 6, 10, 16), "w": (24, 1, 1, 16), "b": (24,),
               "x2": (2, 3, 5, 8), "w2": (24, 1, 1, 8), "b2": (24,)}
     arrays = {name: rng.standard_normal(shape) for name, shape in values.items()}
@@ -233,7 +233,7 @@ def test_a_sum_is_two_convolutions_beside_one_another(last_is_shortcut, rng):
 
 
 def test_a_pair_is_two_convolutions_after_one_another(rng):
-    """To the bit in float16: what is between them is rounded as it is stored."""
+    """Equal bits in float16: the tensor in between is rounded as it would be when stored."""
     values = {"x": (2, 3, 5, 16), "w": (24, 1, 1, 16), "b": (24,), "a": (2, 3, 5, 24), "w2": (8, 1, 1, 24), "b2": (8,)}
     arrays = {name: rng.standard_normal(shape).astype(np.float32 if name in ("b", "b2") else np.float16)
               for name, shape in values.items()}
@@ -258,14 +258,14 @@ WITHIN = ("NormReluConv1x1", "NormReluConv1x1 without output")
 
 
 def with_sums(kind):
-    """A price for which the sums of a convolution are had in one of these ways wherever they can be."""
+    """Prices by which the sums of a convolution come from one of these fusions wherever possible."""
     others = [label for label in SUMS.values() if label not in (SUMS[kind], "BatchNormStatistics")]
     others += ["Conv3x3ForwardStatistics"] if kind == "separate" else []
     return refusing(preferring(fewest, SUMS[kind]), *others)
 
 
 def check_same(graph, shapes, values, grouped, prices):
-    """A step by either price has the same results; both steps."""
+    """Check that steps by either price have equal results; returns both steps."""
     steps = [pipeline.training_step(graph, shapes, "bfloat16", price, grouped) for price in prices]
     one, other = (run(step, values) for step in steps)
     for name, wanted in other.items():
@@ -277,8 +277,8 @@ def check_same(graph, shapes, values, grouped, prices):
 @pytest.mark.parametrize("sums", SUMS)
 @pytest.mark.parametrize("grouped", [False, True])
 def test_the_end_of_a_block_with_the_convolution_that_follows(sums, grouped, rng):
-    """However that convolution has its sums: one for each block that another follows, with the same results as without,
-    and all that others read of the two that it stands for."""
+    """However that convolution gets its sums: one for each block that another one follows, with the results of the
+    unfused step, including all outputs that other nodes read."""
     without = refusing(with_sums(sums), *WITHIN, *ENDS, "NormConv3x3")
     with_it = preferring(without, *ENDS)
     graph, shapes = network("bottlenecks")
@@ -291,7 +291,7 @@ def test_the_end_of_a_block_with_the_convolution_that_follows(sums, grouped, rng
 @pytest.mark.long(but=["False"])
 @pytest.mark.parametrize("grouped", [False, True])
 def test_a_batch_norm_with_the_3x3_convolution_that_follows(grouped, rng):
-    """In one operator or two, with the same results."""
+    """In one operator or two, with equal results."""
     without = preferring(refusing(fewest, *WITHIN, *ENDS, "NormConv3x3"), "Conv3x3ForwardStatistics")
     with_it = preferring(without, "NormConv3x3")
     graph, shapes = network("bottlenecks")
@@ -307,8 +307,8 @@ def test_a_batch_norm_with_the_3x3_convolution_that_follows(grouped, rng):
 @pytest.mark.parametrize("sums", SUMS)
 @pytest.mark.parametrize("grouped", [False, True])
 def test_a_batch_norm_with_the_1x1_convolution_that_follows(sums, grouped, rng):
-    """However that convolution has its sums: at the end of each block, with the same results as without. What the
-    BatchNorm gives is written only where another node reads it: not where the gradients make it again."""
+    """However that convolution gets its sums: at the end of each block, with the results of the unfused step. The
+    BatchNorm's output is written only if another node reads it, and not if the gradients recompute it."""
     again = ("NormBackward", "NormBackwardReduce", "NormDgrad")
     without = preferring(refusing(with_sums(sums), *WITHIN, *ENDS, "NormConv3x3", *again[::2]), again[1])
     with_it = preferring(without, *WITHIN)
@@ -343,7 +343,7 @@ def test_an_output_that_nobody_reads_is_left_out_where_that_is_cheaper():
 
 
 def test_where_a_block_and_the_next_convolution_are_left_alone():
-    """Where images are dropped; where the convolution is no product; in fp32; where nobody asks for its sums."""
+    """With stochastic depth; if the convolution is not a matrix product; in fp32; if nobody needs its sums."""
     def norms(name, dtype="float16"):
         graph, shapes = network(name) if isinstance(name, str) else name
         listed = pipeline.training_passes(shapes, dtype, fewest)
@@ -353,7 +353,7 @@ def test_where_a_block_and_the_next_convolution_are_left_alone():
         return Counter(op for op, _ in places)
 
     within = {"NormReluConv1x1": 3}  # before the last convolution of a block
-    # A pair is a candidate beside the BatchNorm that adds the other one.
+    # A pair is a candidate beside the BatchNorm that adds the other one's output.
     assert norms("bottlenecks") == {**within, "NormConv1x1Pair": 1, "NormConv1x1": 2}
     assert norms("bottlenecks", "float32") == norms("basic blocks") == {}
     assert norms("bottlenecks that drop") == {**within, "NormConv1x1Pair": 1, "NormConv1x1": 1}
@@ -364,7 +364,8 @@ def test_where_a_block_and_the_next_convolution_are_left_alone():
 
 @pytest.mark.parametrize("build, alone", [(projections, ["a2", "b2"]), (lambda: bottlenecks(3, 7, 256), ["a4"])])
 def test_one_of_a_pair_of_batch_norms_goes_its_own_way(build, alone, rng):
-    """Where only its convolution can, from the same gradient; that of the other is made alone."""
+    """If only its convolution supports the fusion, from the same gradient; the other BatchNorm's gradient is computed
+    separately."""
     graph = passes.bn_relu(passes.bn_add_relu(Graph.from_json(build().tojson())))
     shapes = {"data": (3, 5, 7, 3), "softmax_label": (3,)}
     check_step(graph, shapes, random_variables(graph, shapes, rng), fewest)
@@ -377,7 +378,7 @@ def test_one_of_a_pair_of_batch_norms_goes_its_own_way(build, alone, rng):
 
 @pytest.mark.long
 def test_random_networks(rng):
-    """Whatever follows what, fused or not: the same gradients as of the network as it is given."""
+    """Operators in any order, fused or not: the gradients equal those of the original network."""
     shapes = {"data": (3, 18, 22, 4), "softmax_label": (3,)}
     for number in range(12):
         graph = Graph.from_json(random_network(rng).tojson())
@@ -387,7 +388,8 @@ def test_random_networks(rng):
 
 @pytest.mark.long
 def test_every_operator_is_in_one_of_these_graphs():
-    """All that is in the table, but what no pass writes, what only some executors know, and INT8 (test_quantise.py)."""
+    """All operators of the table, except those that no pass writes, those that only some executors know, and INT8
+    (test_quantise.py)."""
     seen = set()
     others = [(Graph.from_json(build("NHWC").tojson()), {"data": (2, 9, 11, 3), "softmax_label": (2,)})
               for build in (convnext, efficient, elements, mobile)]
@@ -410,8 +412,8 @@ def test_every_operator_is_in_one_of_these_graphs():
 @pytest.mark.parametrize("name", ["basic blocks", "bottlenecks", "biases", "BatchNorm first", "basic blocks that drop",
                                   "bottlenecks that drop batches", "BatchNorm first that drops", *LOSSES])
 def test_the_executor_against_mxnet(name, rng):
-    """Three steps, one of them with mixup, one with CutMix, and inference; MXNet has fp32 and stock operators. Where
-    fp32 decides about a ReLU near the end, all gradients before it change: then with other numbers, up to 4 times."""
+    """Three steps, one of them with mixup, one with CutMix, and inference. MXNet has fp32 and stock operators. If fp32
+    rounding decides a ReLU near the end, all gradients before it change: then other numbers are used, up to 4 times."""
     graph, shapes = network(name)
     own = create_executor("reference", graph, shapes, dtype="float64", network_dtype="bfloat16")
     other = create_executor("mxnet", graph, shapes)
@@ -419,7 +421,7 @@ def test_the_executor_against_mxnet(name, rng):
         values = random_variables(graph, shapes, rng)
         for name in graph.arguments:
             if name.endswith("weight"):
-                values[name] *= 0.7  # so that this is seldom
+                values[name] *= 0.7  # so that this is rare
         params = {name: values[name].astype(np.float32) for name in graph.arguments if name not in shapes}
         aux = {name: values[name].astype(np.float32) for name in graph.aux}
         data, label = values["data"].astype(np.float32), values["softmax_label"].astype(np.float32)
@@ -458,7 +460,7 @@ def test_the_executor_follows_the_size_of_the_images(rng):
 
 
 def test_a_cpu_network_in_nchw_runs_unfused_where_kernels_are_for_nhwc(rng):
-    """The passes leave alone what the fused operators are not for."""
+    """The passes do not fuse graphs that the fused operators do not support."""
     graph = passes.layout(network("bottlenecks")[0], "NCHW", inputs=["data"])
     shapes = {"data": (2, 4, 22, 18), "softmax_label": (2,)}
     values = random_variables(graph, shapes, rng)

@@ -1,4 +1,5 @@
-"""Passes layout, add_relu, bn_relu, bn_add_relu, unfuse, fold_bn: what they find, what they leave, the same results."""
+"""Passes layout, add_relu, bn_relu, bn_add_relu, unfuse, fold_bn: their matches, what they leave unchanged, and equal
+results."""
 
 import numpy as np
 import pytest
@@ -16,7 +17,8 @@ PASSES = {
     "bn_relu": passes.bn_relu,
     "bn_add_relu": passes.bn_add_relu,
 }
-# fp32 sums in the same order: what remains is rounding where a pass leads to other kernels (transposed layouts).
+# fp32 sums in the same order: the remaining differences are rounding, where a pass leads to other kernels (transposed
+# layouts).
 TOLERANCE = 1e-5
 
 
@@ -153,15 +155,15 @@ def run(graph, shapes, params, aux, data, label):
 
 
 def largest_difference(results, expected):
-    """Relative to the largest element of each tensor; gradients that cancel to nothing count against the largest of all
-    (a bias before a BatchNorm has the gradient 0 plus rounding)."""
+    """Relative to the largest element of each tensor. Gradients that cancel to zero count against the largest of all
+    tensors (a bias before a BatchNorm has the gradient 0 plus rounding)."""
     assert results.keys() == expected.keys()
     floor = 1e-3 * max(np.abs(array).max() for array in expected.values())
     return max(np.abs(results[k] - v).max() / max(np.abs(v).max(), floor) for k, v in expected.items())
 
 
 def canonical_variables(graph, shapes, rng):
-    """Values in the canonical layout; they suit a graph in any layout."""
+    """Values in the canonical layout, for a graph in any layout."""
     nhwc = passes.layout(graph, "NHWC")
     values = random_variables(nhwc, shapes, rng, classes=7, dtype=np.float32)
     params = {name: values[name] for name in graph.arguments if name not in shapes}
@@ -200,7 +202,7 @@ def test_outputs_and_gradients_after_each_pass(network, rng):
 @pytest.mark.long(but=["mobilenet*"])
 @pytest.mark.parametrize("name", ["vgg11_bn", "mobilenet_v2_0_25", "squeezenet1_0", "densenet121"])
 def test_operators_that_no_pass_knows_go_through_unharmed(name, rng):
-    """Concat, clip, Dropout, a Flatten of more than a pixel: their inputs are given back the layout that they had."""
+    """Concat, clip, Dropout, a Flatten of more than a pixel: their inputs get back their original layout."""
     scores = getattr(mx.gluon.model_zoo.vision, name)(classes=7)(mx.sym.var("data"))
     before, after = graph_of(scores), all_passes(graph_of(scores))
     size = (2, 3, 224, 224) if name in ("squeezenet1_0", "densenet121") else (2, 3, 64, 64)
@@ -262,7 +264,7 @@ def test_a_weight_that_is_read_otherwise_too_keeps_its_layout():
 
 
 def test_the_data_may_change_its_layout_too(rng):
-    """Without a transpose then, and with the same result; data that comes in the layout already stays as it is."""
+    """Then there is no transpose, and the result is equal; data that has the layout already stays as it is."""
     nchw = graph_of(small_resnet(True, layout="NCHW"))
     nhwc = passes.layout(nchw, "NHWC", inputs=["data"])
     assert "transpose" not in nhwc.operators()

@@ -25,7 +25,7 @@ def test_structure_of_resnet(depth, convolutions, adds):
     assert kinds["ConvolutionDgrad"] == convolutions - 1, "nobody needs the gradient of the data"
     assert kinds["BatchNormAddReluTrain"] == kinds["BatchNormAddReluBackward"] == adds
     assert kinds["BatchNormReluTrain"] == kinds["BatchNormReluBackward"] == graph.operators()["BatchNormRelu"]
-    # Every block's input has two readers: `adds` sums, and each is read by one BatchNorm or the max pooling.
+    # Every block's input has two readers: `adds` sums of gradients, each read by one BatchNorm or the max pooling.
     assert kinds["elemwise_add"] == adds
     merged = passes.gradient_add(step)
     assert merged.operators()["elemwise_add"] == 0
@@ -52,7 +52,7 @@ def test_last_layers_come_first_and_wgrad_before_dgrad():
     assert ready == sorted(ready)
     convolutions = [node.name for node in step if node.op == "Convolution"]
     wgrads = [number[f"{name}_wgrad"] for name in convolutions]
-    # The order of the forward pass, but for the projections, which stand after the branch that they join
+    # The order of the forward pass, except for the projections, which come after the branch that they join
     main = [n for n, name in zip(wgrads, convolutions, strict=True) if "shortcut" not in name]
     assert main == sorted(main, reverse=True)
     assert all(number[f"{name}_wgrad"] < number[f"{name}_dgrad"] for name in convolutions if name != "stem_conv")
@@ -101,7 +101,7 @@ def check_against_mxnet(graph, symbol, shapes, rng):
 
     Both compute in float64, but MXNet keeps attributes such as eps and smooth_alpha in fp32, with a rounding error of
     6e-8. Errors are relative to the largest element of a tensor, or to a thousandth of the network's largest gradient:
-    some are 0 but for rounding, as that of a bias in front of a BatchNorm.
+    some are 0 except for rounding, such as that of a bias before a BatchNorm.
     """
     values = random_variables(graph, shapes, rng)
     grads, aux, probabilities = mxnet_gradients(symbol, values)
@@ -123,7 +123,7 @@ def check_against_mxnet(graph, symbol, shapes, rng):
     target = np.full(probabilities.shape, smoothing / (probabilities.shape[1] - 1))
     target[np.arange(len(label)), label] = 1 - smoothing
     np.testing.assert_allclose(results["loss"], [-(target * np.log(probabilities)).sum()], rtol=1e-6)
-    # of equal scores, such as 0 after a ReLU, the first goes before
+    # among equal scores, such as 0 after a ReLU, the first ranks first
     equal = (probabilities == own) & (np.arange(probabilities.shape[1]) < label[:, None])
     rank = ((probabilities > own) | equal).sum(1)
     assert (results["top1"], results["top5"]) == ((rank < 1).sum(), (rank < 5).sum())
@@ -132,7 +132,7 @@ def check_against_mxnet(graph, symbol, shapes, rng):
 @pytest.mark.parametrize("bottleneck", [False, True])
 @pytest.mark.parametrize("fuse", [False, True])
 def test_against_mxnet_autograd(bottleneck, fuse, rng):
-    symbol = small_resnet(bottleneck, "NCHW")  # MXNet's CPU convolution knows no NHWC
+    symbol = small_resnet(bottleneck, "NCHW")  # MXNet's CPU convolution does not support NHWC
     graph = fused(symbol) if fuse else Graph.from_json(symbol.tojson())
     check_against_mxnet(graph, symbol, {"data": (3, 3, 17, 13), "softmax_label": (3,)}, rng)
 
@@ -216,7 +216,8 @@ def test_against_finite_differences(bottleneck, rng):
     {"pool_type": "max", "kernel": (3, 3), "stride": (2, 2), "pooling_convention": "full"},
 ])
 def test_shared_weights_groups_transposes_and_poolings(pool, rng):
-    """What ResNets do not have: a weight and a tensor read several times, groups, dilation, ReLU without BatchNorm."""
+    """Features that ResNets lack: a weight and a tensor read several times, groups, dilation, ReLU without
+    BatchNorm."""
     weight = mx.sym.Variable("shared_weight")
     x = mx.sym.Variable("data")
     for i in range(2):

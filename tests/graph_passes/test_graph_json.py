@@ -1,4 +1,4 @@
-"""The graph: MXNet's Symbol JSON in and out, shapes against MXNet's own, rewriting, and what bad input gets."""
+"""The graph: MXNet's Symbol JSON in and out, shapes against MXNet's own, rewriting, and errors for bad input."""
 
 import json
 
@@ -152,7 +152,7 @@ def test_deep_graphs_need_no_recursion():
     assert len(Graph(reversed(nodes), [Ref("4999")])) == 5000
 
 
-# --- bad input: one sentence that says what and where ---
+# The graph: MXNet's Symbol JSON in and out, shapes against MXNet's own, rewriting, and errors for bad input.
 
 
 def test_json_cut_off_anywhere(rng):
@@ -257,7 +257,7 @@ def test_replace_moves_readers_and_drops_what_nobody_reads():
 
 
 def test_replace_puts_a_node_behind_another():
-    """Whoever reads `a` reads the new node instead, but for that one."""
+    """All readers of `a` read the new node instead, except the new node itself."""
     graph = relu_chain("a", "b")
     after = graph.replace([Node("relu", "between", (Ref("a"),))], {Ref("a"): Ref("between")})
     assert [(node.name, node.inputs) for node in after][2:] == [("between", (Ref("a"),)), ("b", (Ref("between"),))]

@@ -104,7 +104,7 @@ def test_show_our_own_symbol(capsys, tmp_path):
 
 
 def test_passes_that_save_nothing_are_not_said_to(capsys):
-    """The layout is changed, and there is nothing to fuse."""
+    """The layout changes, and there is nothing to fuse."""
     main(["show", "--model", "vgg11"])
     output = " ".join(capsys.readouterr().out.split())
     assert re.search(r"forward: [\d.]+ -> [\d.]+ GB, 0.0\d GB \(0%\) more", output) and "saves at least" not in output
@@ -120,7 +120,7 @@ def test_an_operator_without_a_shape_rule_is_drawn_without_shapes(capsys, tmp_pa
 
 @pytest.mark.long
 def test_show_what_a_gpu_chose(capsys, monkeypatch, tmp_path):
-    """The step is built for the network after its passes, and all that it chose among is listed."""
+    """The step is built for the network after its passes, and all its candidates are listed."""
     asked = []
 
     def build(graph, shapes, options, device_id):
@@ -191,7 +191,7 @@ def test_show_the_training_step(source, capsys, tmp_path):
          "cannot write /dev/null/x/before.svg (Not a directory): give another --output"),
         (["show", "--model", "resnet18_v1", "--gpu", "0", "--inference"], "leave out --inference"),
         (["show", "--model", "resnet18_v1", "--step", "--inference"], "--step shows a training step: leave out --inf"),
-        (["show", "--model", "resnet18_v1", "--gpu", "99"], "GPU"),  # none at all, or not so many
+        (["show", "--model", "resnet18_v1", "--gpu", "99"], "GPU"),  # no GPU at all, or fewer
     ],
 )
 def test_mistakes_get_one_sentence(arguments, message, capsys):

@@ -1,4 +1,5 @@
-"""The losses: binary cross entropy, weighted classes, mixed targets; against differences, each other and PyTorch."""
+"""The losses: binary cross entropy, weighted classes, mixed targets; against finite differences, each other and
+PyTorch."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ KINDS = ["mxnet", "reference"]
 
 
 def loss_graph(op: str, **attrs: Any) -> Graph:
-    """Scores and labels, and what is made of them."""
+    """Scores and labels, and the loss operator that reads them."""
     variables = [Node(VARIABLE, name) for name in ("data", "softmax_label")]
     return Graph([*variables, Node(op, "softmax", (Ref("data"), Ref("softmax_label")), attrs)], [Ref("softmax")])
 
@@ -89,7 +90,7 @@ def one_layer(classes: int = CLASSES) -> Graph:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_scores_of_a_hundred_in_fp32(kind: str) -> None:
-    """Loss and gradient are exact where sigmoids have been rounded to 0 or 1."""
+    """Loss and gradient are exact even if sigmoids are rounded to 0 or 1."""
     scores = np.array([[100, -100, 20, -20, 0, 50, -3]], np.float32)
     executor = create_executor(kind, passes.binary_cross_entropy(one_layer()),
                                {"data": (2, 1, 1, CLASSES), "softmax_label": (2,)})
@@ -163,8 +164,8 @@ def executors_of(loss: str, images: int, rng: np.random.Generator) -> tuple[list
 @pytest.mark.parametrize("mixed", MIXED)
 @pytest.mark.parametrize("loss", LOSS)
 def test_steps_against_pytorch(loss: str, mixed: str, rng: np.random.Generator) -> None:
-    """Gradients of the classifier, by PyTorch's losses on the features that the network has; mxnet and reference alike,
-    odd and even batches, smoothed labels."""
+    """Gradients of the classifier, by PyTorch's losses on the network's features; mxnet and reference alike, odd and
+    even batches, smoothed labels."""
     torch = pytest.importorskip("torch")
     draws = MIXED[mixed]
     for images in (4, 5):
@@ -211,7 +212,7 @@ def test_steps_of_a_custom_loss(mixed: str, rng: np.random.Generator) -> None:
 
 
 def features_of(reference: Executor, data: np.ndarray, draws: Draws) -> tuple[np.ndarray, np.ndarray]:
-    """What the classifier reads in a training pass, and its bias."""
+    """The classifier's input in a training pass, and its bias."""
     images = data.astype(np.float64)
     if draws.cutmix:
         top, left, bottom, right = draws.cutmix
@@ -238,7 +239,7 @@ def test_the_pass_keeps_what_the_network_says() -> None:
     assert weighted["softmax"]["class_weights"] == WEIGHTS
     for graph in (after, weighted):
         assert Graph.from_json(graph.to_json()) == graph
-    with pytest.raises(GraphError, match="the graph ends in SigmoidOutput 'softmax', not in the SoftmaxOutput whose"):
+    with pytest.raises(GraphError, match="the graph ends in SigmoidOutput 'softmax', not in the SoftmaxOutput that"):
         passes.binary_cross_entropy(after)
 
 

@@ -1,4 +1,4 @@
-"""The memory plan: nothing overlaps, the plan executed literally gives the same bits, and how good it is."""
+"""The memory plan: nothing overlaps, executing the plan literally gives the same bits, and the plan is good."""
 
 import itertools
 import math
@@ -13,7 +13,7 @@ from graph_passes.operators import OPERATORS
 from graph_passes.passes.memory import ALIGNMENT, Step, plan_arena
 from train.models.resnet import resnet
 
-POISON = 0xFF  # as bytes of a floating-point number: NaN
+POISON = 0xFF  # byte of a floating-point number that is NaN
 BYTES = {"float32": 4, "float16": 2, "int32": 4, "uint8": 1}
 
 
@@ -22,7 +22,7 @@ def training_step(graph, shapes, dtype="float32"):
 
 
 def check(plan, graph, shapes):
-    """Against the graph itself, not against what the plan says about lifetimes."""
+    """Check the plan against the graph itself, not against the lifetimes that the plan states."""
     sizes, dtypes = graph.infer_shapes(shapes), passes.tensor_dtypes(graph)
     nodes = list(graph)
     written = {ref: i for i, node in enumerate(nodes) for ref in sizes if ref.node == node.name}
@@ -72,7 +72,7 @@ def test_resnet50_at_batch_256_is_as_small_as_its_order_allows():
     plan = passes.memory(step, shapes)
     assert plan.arena_bytes <= 1.01 * plan.lower_bound
     assert plan.tensor_bytes > 2 * plan.arena_bytes
-    # Fusing must pay: without it ReLU outputs and sums of gradients lie around, too.
+    # Fusing must pay: without it, ReLU outputs and sums of gradients need memory, too.
     plain = Graph.from_json(resnet(50).tojson())
     unfused = passes.memory(training_step(plain, {"data": shapes["data"]}, "float16"), shapes)
     assert plan.arena_bytes < unfused.arena_bytes
@@ -93,7 +93,7 @@ def test_what_is_read_as_two_inputs_keeps_its_place(second, in_place):
 
 
 def run_in_arena(graph, variables, plan, shapes):
-    """All tensors live in one array of bytes, at the planned offsets; what is dead is poisoned at once."""
+    """All tensors are in one array of bytes, at the planned offsets; dead tensors are poisoned at once."""
     sizes, dtypes = graph.infer_shapes(shapes), passes.tensor_dtypes(graph)
     arena = np.full(plan.arena_bytes, POISON, np.uint8)
     outside = {Ref(name): array for name, array in variables.items()}
@@ -120,7 +120,7 @@ def run_in_arena(graph, variables, plan, shapes):
 
 
 def run_apart(graph, variables):
-    """The graph's outputs, computed with an array of its own for every tensor."""
+    """The graph's outputs, computed with a separate array for every tensor."""
     dtypes = passes.tensor_dtypes(graph)
     values = {Ref(name): array for name, array in variables.items()}
     for node in graph:
@@ -239,7 +239,7 @@ def test_one_successor_for_a_place():
 
 
 def test_not_in_place_between_sizes():
-    """Element i of a 16-bit output does not lie where element i of a 32-bit input lay."""
+    """Element i of a 16-bit output has another address than element i of a 32-bit input."""
     steps = [Step([], ["x"], {}), Step(["x"], ["y"], {"y": ["x"]}), Step(["y"], [], {})]
     allocations, arena_bytes = plan_arena(steps, {"x": 512, "y": 256})
     assert not allocations["y"].in_place and arena_bytes == 768

@@ -31,12 +31,12 @@ STEPS = 50
 
 
 def norm_ratio(above: float, below: float) -> float:
-    """Layers with a norm of 0 keep the learning rate as it is."""
+    """Layers with a norm of 0 keep the learning rate unchanged."""
     return above / below if above and below else 1.0
 
 
 def momentum_oracle(rule: SGD, params: Arrays, gradients: list[Arrays], rates: list[float]) -> tuple[Arrays, Any]:
-    """Plain SGD in float64, written with another order of terms than the code under test."""
+    """Plain SGD in float64, with another order of terms than the code under test."""
     moved = {name: np.zeros_like(p) for name, p in params.items()}
     for grads, rate in zip(gradients, rates, strict=True):
         for name, p in params.items():
@@ -52,7 +52,7 @@ def momentum_oracle(rule: SGD, params: Arrays, gradients: list[Arrays], rates: l
 
 
 def adam_oracle(rule: AdamW, params: Arrays, gradients: list[Arrays], rates: list[float]) -> tuple[Arrays, Any]:
-    """In float64, from the sums that the moving averages stand for and not step by step."""
+    """In float64, from the sums that the moving averages represent, not step by step."""
     beta1, beta2 = rule.betas
     for t, rate in enumerate(rates, start=1):
         keep1, keep2 = ((1 - beta) * beta ** np.arange(t - 1, -1, -1) for beta in (beta1, beta2))
@@ -69,7 +69,7 @@ def adam_oracle(rule: AdamW, params: Arrays, gradients: list[Arrays], rates: lis
 
 
 def lion_oracle(rule: Lion, params: Arrays, gradients: list[Arrays], rates: list[float]) -> tuple[Arrays, Any]:
-    """In float64, from the sums that the moving average stands for."""
+    """In float64, from the sums that the moving average represents."""
     beta1, beta2 = rule.betas
     mean = {name: np.zeros_like(p) for name, p in params.items()}
     for t, rate in enumerate(rates, start=1):
@@ -94,7 +94,7 @@ RULES = [
 
 
 def clipped(grads: Arrays, clip_norm: float) -> Arrays:
-    """Of the norm `clip_norm` at most, all together, with PyTorch's 1e-6."""
+    """The gradients clipped to the global norm `clip_norm`, with PyTorch's 1e-6."""
     norm = np.linalg.norm(np.concatenate([g.ravel() for g in grads.values()]))
     return {name: g * (clip_norm / (norm + 1e-6)) for name, g in grads.items()} if norm > clip_norm else grads
 
@@ -104,7 +104,7 @@ def clipped(grads: Arrays, clip_norm: float) -> Arrays:
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{type(rule).__name__} {rule.kernel_constants}")
 @pytest.mark.parametrize("backend", ["mxnet", "numpy"])
 def test_fifty_steps_against_the_oracle(backend: str, rule: Rule, clip_norm: float, rng: np.random.Generator) -> None:
-    if isinstance(rule, Lion):  # in one draw of a thousand a moving average is so near 0 that fp32 has another sign
+    if isinstance(rule, Lion):  # in one of a thousand draws a moving average is so near 0 that fp32 has the other sign
         rng = np.random.default_rng(0)
     start = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
     start["zero_weight"][:] = 0
@@ -121,7 +121,7 @@ def test_fifty_steps_against_the_oracle(backend: str, rule: Rule, clip_norm: flo
     for number, (grads, rate) in enumerate(zip(gradients, rates, strict=True)):
         live.update({name: convert(g) for name, g in grads.items()})
         optimizer.step(rate, scale=0.5)
-        if number == 20:  # as a run that is resumed
+        if number == 20:  # as when a run is resumed
             saved, scalars, before = optimizer.state, optimizer.scalars, optimizer
             optimizer = ArrayOptimizer(rule, params, live, WEIGHTS, clip_norm=clip_norm)
             optimizer.scalars = scalars
@@ -137,7 +137,7 @@ def test_fifty_steps_against_the_oracle(backend: str, rule: Rule, clip_norm: flo
     exact = {name: p.astype(np.float64) for name, p in start.items()}
     expected, state = ORACLES[type(rule)](rule, exact, halved, rates)
     for name in SHAPES:
-        # Fifty updates of values near 1, each rounded to 6e-8 of them.
+        # Bound for fifty updates of values near 1, each rounded to 6e-8 of them.
         np.testing.assert_allclose(numpy(params[name]), expected[name], rtol=1e-5, atol=5e-6, err_msg=name)
         for slot, arrays in state.items():
             np.testing.assert_allclose(numpy(optimizer.state[slot][name]), arrays[name], rtol=1e-5, atol=5e-6,
@@ -217,8 +217,8 @@ def test_moving_averages_against_oracle(backend: str, rng: np.random.Generator) 
         expected = {name: decay * expected[name] + (1 - decay) * value for name, value in values.items()}
     with ema_in_use(optimizer):
         for name, array in (params | aux).items():
-            # Each step rounds to fp32 three times (6e-8 each) and forgets at least a quarter of what was before: 12
-            # times that at most, of the largest value on the way.
+            # Each step rounds to fp32 three times (6e-8 each) and forgets at least a quarter of earlier errors: 12
+            # times that at most, relative to the largest value so far.
             np.testing.assert_allclose(numpy(array), expected[name], rtol=1e-6, atol=2e-6, err_msg=name)
     for name, array in (params | aux).items():
         assert np.array_equal(numpy(array), history[-1][name].astype(np.float32)), "and the weights are back"
@@ -227,7 +227,7 @@ def test_moving_averages_against_oracle(backend: str, rng: np.random.Generator) 
 @pytest.mark.parametrize("executor_name", ["mxnet", "reference"])
 @pytest.mark.parametrize("rule", [SGD(weight_decay=0.5), AdamW(weight_decay=0.5)], ids=["sgd", "adamw"])
 def test_weight_decay_spares_norm_and_bias(executor_name: str, rule: Rule, rng: np.random.Generator) -> None:
-    """Which parameters are weights is what the graph says, in any layout."""
+    """The graph says which parameters are weights, in any layout."""
     graph, shapes = fused(small_resnet(True)), {"data": (2, 17, 17, 3), "softmax_label": (2,)}
     values = random_variables(graph, shapes, rng, dtype=np.float32)
     executor = create_executor(executor_name, graph, shapes)
@@ -240,7 +240,7 @@ def test_weight_decay_spares_norm_and_bias(executor_name: str, rule: Rule, rng: 
 
 
 def test_norms_of_numpys_arrays_are_python_numbers() -> None:
-    """A float64 of NumPy's would make NumPy 2 compute updates in float64, an fp32 their ratios in fp32."""
+    """A NumPy float64 would make NumPy 2 compute updates in float64; an fp32 would make it compute ratios in fp32."""
     weight = np.full((2, 2), 3, np.float32)
     found = base.norm(np, weight)
     assert (found, type(found), (weight * found).dtype) == (6, float, np.float32)

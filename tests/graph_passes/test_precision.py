@@ -1,4 +1,4 @@
-"""Which tensors are 16-bit, and what that does to the gradients (16-bit tensors rounded, arithmetic in fp32)."""
+"""Which tensors are 16-bit, and the effect on the gradients (16-bit tensors rounded, arithmetic in fp32)."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ SHAPES = {"data": (4, 33, 31, 3), "softmax_label": (4,)}
 
 
 def rounded(array, dtype):
-    """fp32 values rounded to what `dtype` can hold, to nearest and ties to even."""
+    """fp32 values rounded to `dtype`, to nearest with ties to even."""
     if dtype == "float16":
         with np.errstate(over="ignore"):
             return array.astype(np.float16).astype(np.float32)
@@ -62,7 +62,7 @@ def test_dtype_of_every_kind_of_tensor(dtype):
     assert dtypes[Ref("classifier")] == dtypes[Ref("softmax")] == dtype, "logits and their gradient"
     assert dtypes[Ref("stem_pool", 1)] == dtypes[Ref("stage1_block1_bn3_add_relu", 4)] == "uint8"
     assert dtypes[Ref("stem_bn_relu", 1)] == "float32"
-    # Nothing of the size of an activation is fp32.
+    # No tensor as large as an activation is fp32.
     shapes = step.infer_shapes({"data": (2, 64, 64, 4), **({"loss_scale": (1,)} if dtype == "float16" else {})})
     large = {dtypes[ref] for ref, shape in shapes.items() if len(shape) == 4}
     assert large == {dtype, "uint8"}
@@ -81,7 +81,7 @@ def test_inference_graph():
 
 
 def without_relu():
-    """Four residual blocks and nothing that rounding can flip: a ReLU that turns changes a gradient by more."""
+    """Four residual blocks without a ReLU, whose flips would change gradients by more."""
     x = mx.sym.Variable("data")
     for i in range(4):
         y = mx.sym.Convolution(x, num_filter=8, kernel=(3, 3), pad=(1, 1), no_bias=True, layout="NHWC", name=f"conv{i}")

@@ -1,4 +1,4 @@
-"""INT8: what its operators compute, to the bit, and what the pass makes of networks."""
+"""INT8: the operators' results, to the bit, and the pass's effect on networks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from graph_passes.passes.quantise import Kept, in_floats, layers, quantise, quan
 from train import models
 
 CLASSES, SIZE = 7, 40
-UNIT = dict.fromkeys  # a scale for each tensor, where no value matters
+UNIT = dict.fromkeys  # a scale for each tensor, for tests that do not depend on values
 
 
 def int8(rng: np.random.Generator, *shape: int) -> np.ndarray:
@@ -108,7 +108,7 @@ def test_pooling_of_integers(rng: np.random.Generator) -> None:
     assert largest.dtype == np.int8 and largest[0, 0, 0, 0] == x[0, :2, :2, 0].max()
     mean = pooling(pool_type="avg", count_include_pad=False, **window)
     (found,) = reference.evaluate(mean, [x])
-    corner = np.float32(x[0, :2, :2, 0].sum(dtype=np.int32)) * np.float32(2 / 4)  # 4 pixels lie in the image
+    corner = np.float32(x[0, :2, :2, 0].sum(dtype=np.int32)) * np.float32(2 / 4)  # 4 pixels are in the image
     inner = np.float32(x[1, 1:4, 1:4, 2].sum(dtype=np.int32)) * np.float32(2 / 9)
     for value, v in ((found[0, 0, 0, 0], corner), (found[1, 1, 1, 2], inner)):
         assert value == min(max(np.rint(v), -127), 127)
@@ -120,7 +120,7 @@ def test_pooling_of_integers(rng: np.random.Generator) -> None:
 
 
 def network(name: str) -> tuple[Graph, dict[str, np.ndarray]]:
-    """Its graph and its folded parameters, with BatchNorms that do something."""
+    """A graph and its folded parameters, with BatchNorms that are not the identity."""
     made = models.create(name, CLASSES)
     params, aux = made.initial_values(3, zero_init_residual=False)
     rng = np.random.default_rng(5)
@@ -134,13 +134,13 @@ def network(name: str) -> tuple[Graph, dict[str, np.ndarray]]:
 
 
 def before(graph: Graph) -> Graph:
-    """What `quantise` is given."""
+    """The input of `quantise`."""
     listed = pipeline.quantised_passes("float32", {})
     return pipeline.run({name: each for name, each in listed.items() if name != "quantise"}, graph)
 
 
 def values(graph: Graph, params: dict[str, np.ndarray], images: np.ndarray) -> dict[str, np.ndarray]:
-    """All tensors of a graph by the names of their nodes."""
+    """All tensors of a graph, by the names of their nodes."""
     variables = {**params, "data": images, "softmax_label": np.zeros(len(images))}
     found = reference.forward(graph, {Ref(name): variables[name] for name in graph.variables}, training=False)
     return {ref.node: array for ref, array in found.items() if not ref.output}
@@ -159,7 +159,7 @@ def test_all_of_a_residual_network_but_its_classifier_is_int8(name: str, convolu
     found = result.operators()
     assert (found["QuantisedConvolution"], found["QuantisedPooling"], found["Quantise"]) == (convolutions, pools, 1)
     assert [node.op for node in in_floats(result) if node.op != "Flatten"] == ["FullyConnected", "SoftmaxOutput"]
-    assert not found["Dequantise"]  # the mean before the classifier gives floats itself
+    assert not found["Dequantise"]  # the mean before the classifier outputs floats itself
     assert sum(node.get("no_addend") is False for node in result) == sum(n.op == "ConvolutionAddRelu" for n in folded)
     shapes = result.infer_shapes({"data": (2, SIZE, SIZE, 3)})
     dtypes = passes.tensor_dtypes(result)
@@ -185,12 +185,12 @@ def test_operators_without_int8_form_stay_and_are_listed() -> None:
     kept = [node.op for node in in_floats(result)]
     assert kept.count("BatchNormRelu") == folded.operators()["BatchNormRelu"] > 10
     assert kept.count("elemwise_add") == folded.operators()["elemwise_add"] == 16
-    # Convolutions give floats where a sum or a BatchNorm alone reads them: nothing is rounded to 8 bits in vain.
+    # A convolution outputs floats if only a sum or a BatchNorm reads it: nothing is rounded to 8 bits in vain.
     assert result.operators()["Dequantise"] <= 1
 
 
 def decibel(exact: np.ndarray, found: np.ndarray) -> float:
-    """Signal to noise."""
+    """Signal-to-noise ratio in dB."""
     return float(10 * np.log10((exact**2).sum() / ((found - exact) ** 2).sum()))
 
 
@@ -199,7 +199,7 @@ def decibel(exact: np.ndarray, found: np.ndarray) -> float:
 @pytest.mark.parametrize("name", ["resnet18", "resnext50_32x4d", "resnet50d", "resnet50_v2"])
 @pytest.mark.parametrize("kept", [Kept(), Kept(first=True, classifier=False)])
 def test_a_quantised_network_computes_the_same_but_for_noise(name: str, kept: Kept) -> None:
-    """Of one drawing of weights and images. 8 bits alone give about 40 dB, and noise adds up over the layers."""
+    """With one drawing of weights and images. 8 bits alone give about 40 dB, and noise adds up over the layers."""
     graph, params = network(name)
     folded = before(graph)
     exact = values(folded, params, np.random.default_rng(7).standard_normal((4, SIZE, SIZE, 3), np.float32))
@@ -216,7 +216,7 @@ def test_a_quantised_network_computes_the_same_but_for_noise(name: str, kept: Ke
 @pytest.mark.usefixtures("narrow_networks")
 @pytest.mark.parametrize("name", ["resnet18", "resnext50_32x4d"])
 def test_a_layer_errs_by_no_more_than_its_roundings(name: str, rng: np.random.Generator) -> None:
-    """Half an integer each of its weights, its bias and its output, from the same integers before it."""
+    """Half an integer each from its weights, its bias and its output, given equal integers at its input."""
     graph, params = network(name)
     folded = before(graph)
     exact = values(folded, params, rng.standard_normal((2, SIZE, SIZE, 3), np.float32))
@@ -259,7 +259,7 @@ def test_a_tensor_without_scale_is_named() -> None:
     folded = before(models.create("resnet18", CLASSES).graph)
     scales = UNIT(folded.nodes, 0.1)
     del scales["stem_bn_relu"]
-    with pytest.raises(GraphError, match="no scale of the tensor 'stem_bn_relu', which is to be int8: calibrate"):
+    with pytest.raises(GraphError, match="no scale for the tensor 'stem_bn_relu', which is to be int8: calibrate"):
         quantise(folded, scales)
 
 

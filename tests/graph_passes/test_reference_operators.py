@@ -9,7 +9,7 @@ from graph_passes import VARIABLE, Graph, GraphError, Node, Ref, passes
 from graph_passes.executors.reference import backward, forward
 from graph_passes.operators import OPERATORS
 
-# Relative to the largest element of a tensor. fp32 rounds to 6e-8; the sums here have up to a few hundred terms.
+# Bound relative to the largest element of a tensor. fp32 rounds to 6e-8; the sums here have up to a few hundred terms.
 FP32_TOLERANCE = 2e-5
 # A central difference with step h errs by h^2 times the third derivative and by rounding, 1e-16 / h.
 STEP, DIFFERENCE_TOLERANCE = 1e-6, 1e-7
@@ -25,7 +25,7 @@ def batch(rng, layout, channels):
 
 
 def single(op, data_shape, rng, num_data=1, **attrs):
-    """A graph of one operator; its inputs are variables of fitting shapes."""
+    """A graph of one operator; its inputs are variables of suitable shapes."""
     node = Node(op, "y", (), attrs)
     names = OPERATORS[op].input_names(node)
     graph = Graph([*(Node(VARIABLE, name) for name in names), node.replace(inputs=tuple(map(Ref, names)))], [Ref("y")])
@@ -144,7 +144,7 @@ CASES = {
 }
 
 
-WITH_MXNET = [case for case in CASES if not case.startswith("RNN")]  # those: test_rnn.py
+WITH_MXNET = [case for case in CASES if not case.startswith("RNN")]  # tested in test_rnn.py
 
 
 def test_every_operator_has_a_case():
@@ -158,13 +158,14 @@ def random_values(graph, shapes, rng):
     inferred = graph.infer_shapes(shapes)
     return {
         Ref(name): rng.uniform(0.5, 1.5, inferred[Ref(name)]) if name.endswith(("gamma", "var"))
-        else rng.standard_normal(inferred[Ref(name)]) * (0.4 if name == "parameters" else 1)  # an RNN's: not chaotic
+        # for an RNN: small enough not to be chaotic
+        else rng.standard_normal(inferred[Ref(name)]) * (0.4 if name == "parameters" else 1)
         for name in graph.variables
     }
 
 
 def with_mxnet(graph, values, head, training):
-    """Output and gradients of a graph in MXNet's fp32, which wants NCHW and stock operators."""
+    """Output and gradients of a graph in MXNet's fp32, which needs NCHW and stock operators."""
     nchw = passes.layout(passes.unfuse(graph), "NCHW")
     to_nchw = [name for name, kind in passes.weight_layouts(graph).items() if kind == "OHWI"]
     arrays = {r.node: mx.nd.array(v.transpose(0, 3, 1, 2) if r.node in to_nchw else v) for r, v in values.items()}
@@ -209,13 +210,13 @@ def test_against_mxnet(case, rng):
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_against_finite_differences(case, training, rng):
-    """Twice in a row a kink (of ReLU, or where two values of a max pooling are equal) does not lie within a step."""
+    """A kink (of ReLU, or of two equal values in a max pooling) is not within a step twice in a row."""
     assert not wrong_gradients(case, training, rng) or not wrong_gradients(case, training, rng)
 
 
 def wrong_gradients(case, training, rng):
-    """The variables for which (f(v + h d) - f(v - h d)) / 2 h = gradient . d is not so along a random direction d, with
-    f = head . output."""
+    """The variables for which (f(v + h d) - f(v - h d)) / 2 h differs from gradient . d along a random direction d,
+    with f = head . output."""
     graph, shapes = CASES[case](rng)
     values = random_values(graph, shapes, rng)
     results = forward(graph, values, training)

@@ -1,5 +1,5 @@
-"""MXNet's RNN: shapes, its meaning against formulas written out for single numbers, MXNet, and what is refused. Its
-gradients against finite differences are in test_reference_operators.py."""
+"""MXNet's RNN: shapes, results against formulas for single numbers and against MXNet, and errors. Its gradients against
+finite differences are in test_reference_operators.py."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from graph_passes.operators.rnn import GATES, num_parameters
 
 # fp32 rounds to 6e-8; states go through up to eight steps and three layers, which add a few hundred terms each.
 FP32_TOLERANCE = 1e-5
-SAME = 1e-12  # the same sums in float64, in another order
+SAME = 1e-12  # equal sums in float64, in another order
 
 
 def layer(mode, features=4, state_size=3, **attrs):
@@ -34,7 +34,7 @@ def sigmoid(x):
 
 
 def one_direction(mode, xs, w, r, b, b2, h, c):
-    """The states of a sequence xs (T, I), each gate computed by itself; the last h and c."""
+    """The states of a sequence xs (T, I), gate by gate; the last h and c."""
     def gate(number, x, h):
         rows = slice(number * len(h), (number + 1) * len(h))
         return w[rows] @ x + b[rows], r[rows] @ h + b2[rows]
@@ -93,7 +93,7 @@ def test_against_the_formulas(mode, num_layers, both, rng):
     sizes = graph.infer_shapes({"data": data})
     assert sizes[Ref("parameters")] == (num_parameters(graph["y"], data[2]),)
     values = {Ref(name): rng.standard_normal(sizes[Ref(name)]) for name in graph.variables}
-    values[Ref("parameters")] *= 0.7 * hidden**-0.5  # with larger ones states are chaotic, and rounding grows
+    values[Ref("parameters")] *= 0.7 * hidden**-0.5  # with larger weights states are chaotic, and rounding errors grow
     results = forward(graph, values, training=True)
     cells = values.get(Ref("state_cell"), np.zeros(sizes[Ref("state")]))
     wanted = written_out(mode, num_layers, both, hidden, *(values[Ref(name)] for name in graph.variables[:3]), cells)
@@ -120,7 +120,7 @@ def test_against_mxnet(mode, what, errors):
 
 
 def classifier(mode, **attrs):
-    """Of sequences (N, T, I), with initial states that are trained."""
+    """A classifier of sequences (N, T, I), with trained initial states."""
     cell = [mx.sym.var("state_cell")] if mode == "lstm" else []
     x = mx.sym.transpose(mx.sym.var("data"), axes=(1, 0, 2))
     x = mx.sym.RNN(x, mx.sym.var("parameters"), mx.sym.var("state"), *cell, mode=mode, state_size=5, num_layers=2,
@@ -131,7 +131,7 @@ def classifier(mode, **attrs):
 
 @pytest.mark.parametrize("mode", GATES)
 def test_a_step_against_the_network_as_it_is_given(mode, rng):
-    """The graph with the backward pass in it, as any executor runs it."""
+    """The graph that includes the backward pass, as any executor runs it."""
     graph, shapes = Graph.from_json(classifier(mode).tojson()), {"data": (3, 6, 4), "softmax_label": (3,)}
     sizes = graph.infer_shapes(shapes)
     values = {name: rng.normal(0, 0.7, sizes[Ref(name)]) for name in graph.variables}
@@ -171,7 +171,7 @@ def test_states_that_the_loss_depends_on_are_refused():
 
 
 def test_mxnet_without_onednn_is_refused(monkeypatch):
-    """Its native RNN gives other numbers, and ends the process for some sizes."""
+    """Its native RNN gives wrong numbers, and ends the process for some sizes."""
     monkeypatch.setenv("MXNET_MKLDNN_ENABLED", "0")
     graph = Graph.from_json(classifier("gru").tojson())
     with pytest.raises(GraphError, match="RNN 'rnn' .* MXNET_MKLDNN_ENABLED"):

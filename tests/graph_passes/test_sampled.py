@@ -1,4 +1,5 @@
-"""The sampled oracle, of every tensor of a step: it accepts what rounds as a GPU does, and finds one wrong channel."""
+"""The sampling oracle, for every tensor of a step: it accepts the rounding of a GPU, and detects a single wrong
+channel."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from graph_passes.operators import OPERATORS
 
 
 def grouped(classes: int = 7) -> Any:
-    """Convolutions in groups, one of them with a bias; sums and ReLUs that no BatchNorm takes."""
+    """Grouped convolutions, one of them with a bias; sums and ReLUs that no BatchNorm absorbs."""
     def conv(x: Any, name: str, **more: Any) -> Any:
         return mx.sym.Convolution(x, num_filter=16, kernel=(3, 3), pad=(1, 1), layout="NHWC", name=name, **more)
 
@@ -59,7 +60,7 @@ def network(name: str) -> Graph:
 
 
 PRICES = {"fewest": fewest, "repeatable": repeatable, "own": own_forms, "gradients alone": gradients_alone}
-Call = tuple[Node, list[np.ndarray], list[np.ndarray | None]]  # a node, what it read, what it wrote
+Call = tuple[Node, list[np.ndarray], list[np.ndarray | None]]  # a node, its inputs, its outputs
 
 
 CASES = [(name, way) for name in NETWORKS for way in PRICES]
@@ -67,13 +68,13 @@ CASES = [(name, way) for name in NETWORKS for way in PRICES]
 
 @pytest.fixture(scope="module", params=CASES, ids=[f"{name}-{way}" for name, way in CASES])
 def calls(request: pytest.FixtureRequest, seed: int) -> list[Call]:
-    """The calls of a network's step; two tests read them, none changes them."""
+    """The calls of a network's step; two tests read them, and none changes them."""
     return list(computed(*request.param, np.random.default_rng([seed, CASES.index(request.param)])))
 
 
 def computed(name: str, way: str, rng: np.random.Generator) -> Iterator[Call]:
-    """Of every node of a training step in fp16: operators in fp32 whose results are rounded when they are stored. Sums
-    are of fp64: NumPy adds up all pixels one after the other, where a GPU makes many short sums."""
+    """The outputs of every node of a training step in fp16: operators compute in fp32, and stored results are rounded.
+    Sums are in fp64, because NumPy adds all pixels one after the other, while a GPU makes many short sums."""
     _, data = NETWORKS[name]
     shapes = {"data": data, "softmax_label": data[:1]}
     graph = network(name)
@@ -103,7 +104,8 @@ def test_a_step_is_accepted(calls: list[Call], rng: np.random.Generator) -> None
 
 
 def with_a_wrong_channel(node: Node, array: np.ndarray) -> np.ndarray:
-    """That of the largest element, a fifth too large; of bits and places, others."""
+    """The output with a wrong channel: the channel of the largest element is a fifth too large; for bits and positions,
+    other values."""
     broken = array.copy()
     axis = 0 if node.op.endswith(("Wgrad", "Weights")) else -1
     largest = np.unravel_index(np.abs(array.astype(float)).argmax(), array.shape)[axis]
@@ -134,7 +136,8 @@ def test_a_wrong_channel_is_found(calls: list[Call], rng: np.random.Generator) -
 
 @pytest.mark.long
 def test_operators_have_rules_and_rules_operators() -> None:
-    """What is computed as a whole, at once, has no rounding in between: of fused operators that would be wrong."""
+    """An operator that is computed as a whole must have no rounding in between; for fused operators that would be
+    wrong."""
     seen = set()
     for name, (_, data) in NETWORKS.items():
         graph, shapes = network(name), {"data": data, "softmax_label": data[:1]}

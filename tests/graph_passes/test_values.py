@@ -1,5 +1,5 @@
-"""Value numbering: no cover changes what an output of the graph is, whichever candidates are taken and in whatever
-order they were found; and tensors of one number are the same arrays."""
+"""Value numbering: no cover changes the value of a graph's output, whichever candidates are taken and in whatever order
+they were found. Tensors with equal numbers are equal arrays."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KINDS = ("training", "inference", "int8")
 
 
 def before_the_cover(kind: str, graph: Graph, shapes: Shapes) -> Graph:
-    """As the rules of fusions find it."""
+    """The graph as the fusion rules find it."""
     if kind == "int8":
         scales: dict[str, float] = defaultdict(lambda: 0.5)
         listed = pipeline.gpu_quantised_passes("float16", scales, Kept(first=True), fewest)
@@ -47,7 +47,7 @@ def before_the_cover(kind: str, graph: Graph, shapes: Shapes) -> Graph:
 
 
 def any_price(chance: random.Random) -> Price:
-    """For which anything may be taken, also more than is needed: some kernels cost nothing."""
+    """Prices by which anything may be taken, even more than is needed: some kernels cost nothing."""
     return lambda table: [chance.choice([0.0, chance.random(), 1.0]) for _ in table]
 
 
@@ -57,7 +57,7 @@ def outputs(graph: Graph, values: Values) -> list[int]:
 
 
 def check_covers(kind: str, graph: Graph, shapes: Shapes, chance: random.Random, covers: int) -> set[str]:
-    """Of any price; all operators that were taken."""
+    """Check covers by any price; returns all operators that were taken."""
     before = before_the_cover(kind, graph, shapes)
     values, sizes = Values(), before.infer_shapes(shapes)
     wanted, taken = outputs(before, values), set[str]()
@@ -89,7 +89,7 @@ def test_no_cover_changes_an_output_of_a_resnet(kind: str, name: str, variant: s
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_order_of_the_rules_decides_nothing(kind: str, rng: np.random.Generator) -> None:
-    """Neither what is listed nor, where prices differ, what is taken."""
+    """Neither the list of candidates nor, if prices differ, the choice."""
     shapes = {"data": (2, 64, 64, 3), "softmax_label": (2,)}
     before = before_the_cover(kind, models.create("resnet50", 10).graph, shapes)
     chance, sizes = random.Random(int(rng.integers(2**32))), before.infer_shapes(shapes)
@@ -123,13 +123,13 @@ def test_tensors_of_one_number_are_the_same(name: str, kind: str, rng: np.random
 
 
 def compare(graph: Graph, values: Values, given: Mapping[str, np.ndarray], seen: dict[int, np.ndarray]) -> None:
-    """Run the graph; each of its tensors against the one of the same number that is `seen` already."""
+    """Run the graph, and compare each of its tensors with the one of equal number in `seen`."""
     numbers, arrays = number(graph, values), dict[Ref, np.ndarray]()
     for node in graph:
         found = [given[node.name]] if node.is_variable else evaluate(node, [arrays[ref] for ref in node.inputs])
         for role, ref, array in zip(_roles(node), node.refs(), found, strict=True):
             arrays[ref] = array
-            if role not in ("sums", "winner", "data_at_winner"):  # where nobody wins, these say nothing
+            if role not in ("sums", "winner", "data_at_winner"):  # without a winner these say nothing
                 wanted = seen.setdefault(numbers[ref], array)
                 np.testing.assert_allclose(array, wanted, rtol=0, atol=1e-6 * max(1, np.abs(wanted).max()),
                                            err_msg=f"{node.op} {node.name} {role}")
@@ -154,7 +154,8 @@ def test_integers_of_one_number_are_the_same(name: str, rng: np.random.Generator
 
 
 def test_what_differs_has_other_numbers() -> None:
-    """Another window, another order of what is no sum, another constant, another algorithm's reserve."""
+    """Another window, another order of operands that do not commute, another constant, the reserve of another
+    algorithm."""
     x, y, w = Node("null", "x"), Node("null", "y"), Node("null", "w")
 
     def convolution(name: str, data: str, **attrs: object) -> Node:
@@ -173,7 +174,7 @@ def test_what_differs_has_other_numbers() -> None:
 
 
 def test_what_a_graph_computes_twice_stays_two_tensors() -> None:
-    """Each of them is an output with a place of its own: a gradient of another parameter."""
+    """Each of them is an output with its own memory: the gradient of another parameter."""
     x, w = Node("null", "x"), Node("null", "w")
     attrs = {"kernel": (1, 1), "num_filter": 8, "no_bias": True, "layout": "NHWC", "dtype": "float16"}
     twice = [Node("Convolution", name, (Ref("x"), Ref("w")), attrs) for name in ("a", "b")]

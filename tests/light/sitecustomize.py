@@ -1,6 +1,6 @@
 """For processes that tests start with this folder on PYTHONPATH: networks are an eighth as wide, as with the fixture
-`narrow_network`, and what is slow after a run's last step is left out, unless REPORT is in the environment. Python
-imports a module of this name at every start."""
+`narrow_network`, and slow work after a run's last step is left out, unless REPORT is in the environment. Python imports
+a module of this name at every start."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CHANGES = {"train.models.resnet": narrow, "train.commands.session": lighten}
 
 
 class Finder(MetaPathFinder):
-    """Changes these modules when they have been imported."""
+    """Changes these modules after their import."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         change = CHANGES.pop(name, None)

@@ -1,4 +1,4 @@
-"""Augmentations of plug-ins: where they stand in the graph, their random numbers, and what is refused."""
+"""Augmentations of plug-ins: their place in the graph, their random numbers, and errors."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def photos(tmp_path_factory: pytest.TempPathFactory, seed: int) -> Path:
 
 @pytest.fixture
 def settings(photos: Path) -> LoaderConfig:
-    transform = ImageTransform(mean=(0, 0, 0), std=(1, 1, 1))  # so that pixels stay as they are
+    transform = ImageTransform(mean=(0, 0, 0), std=(1, 1, 1))  # pixels keep their values
     return LoaderConfig(data=str(photos), split="train", batch_size=4, image_size=32, num_threads=1,
                         transform=transform)
 
 
 def batches(settings: LoaderConfig, names: tuple[str, ...], shard: tuple[int, int] = (0, 1), skip: int = 0
             ) -> list[np.ndarray]:
-    """The batches of an epoch, the first `skip` of which are left out as in a run that is resumed."""
+    """The batches of an epoch without the first `skip`, as in a resumed run."""
     config = replace(settings, transform=replace(settings.transform, augment=names))
     state = b""
     if skip:
@@ -68,9 +68,9 @@ def test_in_their_order(plugin: Callable[..., Path], settings: LoaderConfig) -> 
     (red, *_) = batches(settings, ("red",))
     assert (red[..., 0] > 0).all() and not red[..., 1:].any()
     both = batches(settings, ("red", "constant"))[0]
-    assert both[..., 1].any() and (both == both[:, :1, :1]).all()  # what was red before is forgotten
+    assert both[..., 1].any() and (both == both[:, :1, :1]).all()  # the earlier red is forgotten
     assert not batches(settings, ("constant", "red"))[0][..., 1:].any()
-    assert batches(replace(settings, split="val"), ("red",))[0][..., 1:].any()  # of training images only
+    assert batches(replace(settings, split="val"), ("red",))[0][..., 1:].any()  # only of training images
 
 
 def test_random_numbers_follow_from_the_place(plugin: Callable[..., Path], settings: LoaderConfig) -> None:
@@ -83,7 +83,7 @@ def test_random_numbers_follow_from_the_place(plugin: Callable[..., Path], setti
     parts = [batches(replace(settings, batch_size=2), ("constant",), shard=(rank, 2)) for rank in range(2)]
     for batch, *halves in zip(whole, *parts, strict=True):
         np.testing.assert_array_equal(batch, np.concatenate(halves))
-    # what others draw stays the same
+    # the other random numbers do not change
     plain, red = batches(settings, ()), batches(settings, ("red",))
     np.testing.assert_array_equal(plain[1][..., 0], red[1][..., 0])
 
@@ -97,7 +97,7 @@ def test_kernels_get_images_of_the_final_size(
     assert replace(config, transform=settings.transform).is_resized_by_kernels
     monkeypatch.setattr(GraphConfig, "is_finished_by_kernels", property(lambda graph: graph.training))
     plugins.load([str(plugin(PAINT))])
-    # The kernels' arrays follow the labels, which the loader would hand to the kernels.
+    # The kernels' arrays come after the labels; the loader would pass them to the kernels.
     monkeypatch.setattr("pipelines.dali_loader.DaliLoader._augmented", lambda self, images, *_: images)
     monkeypatch.setattr("pipelines.dali_loader.windows", lambda images: images)
     monkeypatch.setattr("nvidia.dali.backend.TensorListCPU.data_ptr", lambda self: 0, raising=False)

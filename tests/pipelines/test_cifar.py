@@ -138,7 +138,8 @@ def test_a_copy_of_a_batch_is_told(cifar):
 
 
 def test_a_binary_file_that_was_cut_between_two_images_is_told(tmp_path, monkeypatch):
-    """CIFAR-10's files have 10,000 images each; batches of own data may differ, and the last one is often smaller."""
+    """CIFAR-10's files have 10,000 images each; the user's own batches may differ, and the last one is often
+    smaller."""
     row = 3073
 
     def write_sizes(*sizes, test=1):

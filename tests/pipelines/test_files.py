@@ -216,7 +216,7 @@ def test_what_is_of_the_disk_and_what_is_a_sentence_is_passed_on(tmp_path):
 
 def test_a_nul_in_a_list_or_a_name(tmp_path):
     (tmp_path / "train.lst").write_bytes(b"0\t0\ta.jpg\n1\t0\tb\0.jpg\n")
-    with pytest.raises(DataError, match=r"train\.lst line 2: holds a NUL, as a damaged file; put a whole one there"):
+    with pytest.raises(DataError, match=r"train\.lst line 2: holds a NUL, so the file is damaged; restore it"):
         open_source(tmp_path, "train")
     for call in (check_is_file, open_file):
         with pytest.raises(OSError, match="its name holds a NUL"):

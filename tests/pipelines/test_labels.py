@@ -289,7 +289,7 @@ def test_a_data_folder_that_is_called_like_a_split_has_no_list_above(tmp_path, i
     ("7 c\n0 a\n1 b\n", ""), ("2nd\n0th\n1st\n", ""), ("".join(f"{i}\n" for i in sorted(map(str, range(12)))), ""),
 ])
 def test_a_list_of_classes_with_numbers_of_its_own(tmp_path, image, lines, shown):
-    """The place of a line is its class, whatever number the line begins with; that is told."""
+    """The place of a line is its class, whatever number the line begins with; a remark says so."""
     write_records(tmp_path / "train.rec", [image] * 3, [0.0, 1.0, 2.0])
     (tmp_path / "classes.txt").write_text(lines)
     remarks = open_source(tmp_path, "train").remarks

@@ -261,7 +261,7 @@ def test_training_transform_against_pillow(numbered):
     assert 0 < flips < 36
 
 
-@pytest.mark.parametrize("cache_gib", [0.0, 1.0])  # fed with bytes, or with pixels
+@pytest.mark.parametrize("cache_gib", [0.0, 1.0])  # fed with bytes or pixels
 @pytest.mark.parametrize("area", [0.001, 0.08])
 def test_a_window_has_a_pixel_at_least(area, cache_gib, tmp_path, rng):
     for k, (width, height) in enumerate([(2, 2), (8, 8), (300, 2), (2, 300)]):
@@ -273,7 +273,7 @@ def test_a_window_has_a_pixel_at_least(area, cache_gib, tmp_path, rng):
             assert np.isfinite(pixels).all() and len(pixels) == 4
 
 
-@pytest.mark.parametrize("cache_gib", [0.0, 1.0])  # fed with bytes, or with pixels
+@pytest.mark.parametrize("cache_gib", [0.0, 1.0])  # fed with bytes or pixels
 def test_padded_windows_and_cutout_against_numpy(numbered, cache_gib, rng):
     """NumPy pads, cuts, erases and flips, Pillow resizes. `numbered` has images of 40 to 130 pixels."""
     padding, side, seed = 9, 0.3, int(rng.integers(1 << 16))
@@ -599,7 +599,7 @@ def test_files_keep_their_order_and_mistakes_are_named(folder, tmp_path):
             ("randaugment_magnitude", -1.0, "randaugment_magnitude is -1; it must be from 0 to 30"),
         )),
         ({"transform": ImageTransform(auto_augment="randaugment-timm", randaugment_magnitude=11.0)},
-         "--randaugment-magnitude 11 is of 30, and that of --auto-augment randaugment-timm is of 10"),
+         "--randaugment-magnitude 11 is out of 30, and --auto-augment randaugment-timm takes it out of 10"),
         ({"transform": ImageTransform(auto_augment="autoaugment"), "image_size": 2},
          "image_size is 2, and autoaugment needs at least 3 pixels"),
         ({"num_threads": -1}, "num_threads is -1"),

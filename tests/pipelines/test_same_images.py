@@ -1,4 +1,4 @@
-"""Equal files and near copies: what verify finds, and what a run is told at its start."""
+"""Identical files and near copies: verify's findings, and the remarks at the start of a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pipelines.sources import open_source
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """Two splits of two classes, without equal images."""
+    """Two splits of two classes, without identical images."""
     for split, seed in (("train", 3), ("val", 4)):
         write_folder(tmp_path / "data" / split, 8, 2, seed)
     return tmp_path / "data"
@@ -41,7 +41,7 @@ def told(data: Path) -> list[str]:
 
 
 def test_the_same_file_in_two_classes(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """verify names both, and they stay usable; a run says it."""
+    """verify reports both, and they stay usable; a run reports them, too."""
     assert told(data) == []
     one, other = data / "train/c00/000.JPEG", data / "train/c01/copy.JPEG"
     shutil.copy(one, other)
@@ -82,7 +82,7 @@ def test_files_of_equal_size_or_end_are_no_copies(data: Path) -> None:
 
 
 def test_only_what_is_cheap_is_looked_for(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few images, that are files, on a disk that answers."""
+    """Only a small number of images, only files, and only on a disk that responds."""
     shutil.copy(data / "train/c00/000.JPEG", data / "train/c01/copy.JPEG")
     assert told(data)
     monkeypatch.setattr(same_images, "MOST_IMAGES", 16)
@@ -106,7 +106,7 @@ def test_loaders_tell_it(data: Path) -> None:
 
 
 def test_an_image_that_cannot_be_decoded_hides_no_other(data: Path) -> None:
-    """Of decoded images that stay in memory, its label is not known."""
+    """A decoded image that stays in memory has no known label."""
     (data / "train/c00/002.JPEG").write_bytes(b"no image")
     shutil.copy(data / "train/c00/000.JPEG", data / "val/c00/copy.JPEG")
     train, val = (open_loader(LoaderConfig(data=str(data), split=split, batch_size=2, image_size=16, cache_gib=1.0,
@@ -141,7 +141,7 @@ def test_near_copies_are_found(change: str, rng: np.random.Generator) -> None:
 
 
 def test_flat_images_of_other_colours_are_no_copies() -> None:
-    """Their hashes are equal; and each image is told once, with the first that it equals."""
+    """Their hashes are equal. Each image is reported once, with the first one that it equals."""
     thumbnails = np.repeat(np.array([[10], [100], [200], [101]], np.uint8), 81, axis=1)
     assert near_copies(thumbnails) == [(1, 3)]
     assert near_copies(thumbnails[:1]) == [] and thumbnail(b"no image") == b""
@@ -157,7 +157,7 @@ def test_many_images_with_equal_hashes_take_no_square_of_time() -> None:
 def test_verify_names_near_copies_as_an_option(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = data / "train/c00/000.JPEG"
     Image.open(one).save(data / "val/c01/copy.png")
-    shutil.copy(one, data / "train/c00/equal.JPEG")  # equal bytes of one class are no finding
+    shutil.copy(one, data / "train/c00/equal.JPEG")  # identical files of one class are no finding
     assert "near copy" not in verify(capsys, data)[1]
     code, out = verify(capsys, data, "--near-copies")
     assert code == 0

@@ -185,7 +185,7 @@ def test_folders_without_an_image_are_no_classes(tmp_path, capsys):
 
 
 def test_names_of_classes_in_a_list(tmp_path):
-    """The folders' names, if they tell the classes apart; paths may be absolute, or relative to the list."""
+    """The folders' names, if they identify the classes; paths may be absolute, or relative to the list."""
     image, *_ = write_folder(tmp_path / "images", 1, 1, seed=1)
     for files, names in (
         (("a/1.jpg", "b/2.jpg"), ["a", "b"]),

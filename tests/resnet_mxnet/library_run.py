@@ -18,7 +18,7 @@ TINY = {"model": "resnet18", "image_size": 32, "batch_size": 4, "epochs": 2, "de
 
 
 class Trained:
-    """What `rm.train` gave in a thread of its own."""
+    """The result of `rm.train` in a separate thread."""
 
     def __init__(self, **options: Any) -> None:
         self.epochs: list[tuple[int, dict[str, float]]] = []
@@ -40,7 +40,7 @@ class Trained:
 
 @pytest.fixture(scope="module")
 def light_training() -> Iterator[None]:
-    """Networks an eighth as wide, and no report, whose plots take longer than the run."""
+    """Networks an eighth as wide, and no report, because its plots take longer than the run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(resnet, "FIRST_WIDTH", 8)
         patch.setattr(session, "LOADER_SECONDS", 0.05)
@@ -51,7 +51,7 @@ def light_training() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def trained(tiny_data: Path, light_training: None, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """A run that another thread than the main one has trained."""
+    """A run that was trained in a thread other than the main thread."""
     return Trained(data=tiny_data, output=tmp_path_factory.mktemp("runs") / "tiny", **TINY)
 
 

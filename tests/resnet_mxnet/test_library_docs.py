@@ -1,4 +1,4 @@
-"""docs/python.md shows each function of the library, as it is."""
+"""docs/python.md shows each function of the library with its present signature."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_attributes_are_on_the_page(name: str, kind: type) -> None:
 
 
 def test_docstrings_stand_alone() -> None:
-    """Each function tells its errors, and has an example where it does something."""
+    """Each function's docstring states its errors, and has an example if the function does something."""
     silent = {"net.close"}
     for name, function in functions().items():
         text = inspect.getdoc(function) or ""

@@ -1,4 +1,4 @@
-"""`predict` and `embed` of the library: all kinds of images, in any order, as the commands do it, to the bit."""
+"""`predict` and `embed` of the library: all kinds of images, in any order, with the bits of the commands."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from train.prediction import Kept
 
 
 def of_command(run: rm.Run, *arguments: object, capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
-    """What `python -m train predict --json` prints for some files."""
+    """The output of `python -m train predict --json` for some files."""
     capsys.readouterr()
     line = ["--checkpoint", str(run.folder), "--json", *map(str, arguments)]
     predict.main(read(PredictOptions, line, command="predict"))
@@ -37,19 +37,19 @@ def as_plain(found: list[rm.Prediction]) -> list[list[dict[str, Any]]]:
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory, seed: int) -> list[Path]:
-    """Seven images without losses, of any sizes, one of which EXIF turns."""
+    """Seven losslessly stored images of any sizes; EXIF rotates one of them."""
     folder, rng = tmp_path_factory.mktemp("pictures"), np.random.default_rng(seed)
     for number, size in enumerate([(32, 32), (33, 60), (90, 41), (200, 150), (31, 30), (64, 300)]):
         coarse = Image.fromarray(rng.integers(0, 256, (6, 5, 3), np.uint8))
         coarse.resize(size, Image.Resampling.BICUBIC).save(folder / f"{number}.png")
     exif = Image.Exif()
-    exif[0x0112] = 6  # orientation: turned by 90 degrees
+    exif[0x0112] = 6  # orientation: rotated by 90 degrees
     coarse.resize((70, 40)).save(folder / "6.png", exif=exif)
     return sorted(folder.iterdir())
 
 
 def pixels_of(path: Path) -> np.ndarray:
-    """What a decoder that heeds EXIF gives for a file without losses."""
+    """The pixels that a decoder with EXIF support returns for a lossless file."""
     from PIL import ImageOps
 
     with Image.open(path) as image:
@@ -60,8 +60,8 @@ def pixels_of(path: Path) -> np.ndarray:
 def test_all_kinds_give_the_bits_of_the_command(
     run: rm.Run, net: rm.TrainedNetwork, pictures: list[Path], count: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also for a folder whose images are of several batches, and after other calls of the same network."""
-    chosen = pictures[-count:]  # with the turned one
+    """Also for a folder with several batches of images, and after other calls of the same network."""
+    chosen = pictures[-count:]  # including the rotated one
     wanted = [entry["predictions"] for entry in of_command(run, *chosen, capsys=capsys)]
     for kind in (str, Path, Path.read_bytes, pixels_of, Image.open):
         assert as_plain(net.predict([kind(path) for path in chosen])) == wanted, kind
@@ -87,7 +87,7 @@ def test_real_photographs(run: rm.Run, net: rm.TrainedNetwork, real_data: Path, 
 
 
 def test_kinds_and_sizes_may_be_mixed(net: rm.TrainedNetwork, pictures: list[Path]) -> None:
-    """The order stays. Batches of other images have other sizes, which may change the last bits."""
+    """The order stays. Batches of other kinds have other sizes, which may change the last bits."""
     kinds = [str, pixels_of, Path.read_bytes, Image.open, pixels_of, Path, bytearray]
     mixed = [kind(path.read_bytes() if kind is bytearray else path) for kind, path in zip(kinds, pictures, strict=True)]
     found, wanted = net.predict([*mixed, pictures[0].parent], top=3), net.predict([*pictures, *pictures], top=3)

@@ -1,4 +1,4 @@
-"""`train`, `load_run`, `list_runs`, `loader` and the networks' other methods, as the library has them."""
+"""`train`, `load_run`, `list_runs`, `loader` and other methods of networks, in the library."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_run_trained_in_another_thread(run: rm.Run, trained: Any) -> None:
 
 
 def test_errors_reach_the_program(tiny_data: Path, light_training: None, tmp_path: Path) -> None:
-    """In the main thread as in another one: no exit, no trace of arguments."""
+    """In the main thread and in others: no exit, no trace of arguments."""
     missing = Trained(data=tmp_path / "none", output=tmp_path / "run")
     assert isinstance(missing.error, rm.UserError) and "does not exist" in str(missing.error)
     for options, sentence in [
@@ -52,8 +52,8 @@ def test_errors_reach_the_program(tiny_data: Path, light_training: None, tmp_pat
         ({"config": "?"}, r"there is no preset '\?'"),
         ({"model": "resnet19"}, "there is no model 'resnet19'"),
         ({"optimizer": "sdg"}, "there is no optimizer 'sdg'; did you mean sgd"),
-        ({"help": True}, "there is no option help in a program"),
-        ({"version": True}, "there is no option version in a program"),
+        ({"help": True}, "help is an option of the command line only"),
+        ({"version": True}, "version is an option of the command line only"),
         ({"mean": [None, 1, 2]}, "--mean needs text, a path, a number or a list of these, not a NoneType"),
         ({"weights": np.zeros((2, 2))}, "--weights needs text, a path, a number or a list of these, not a list"),
         ({"epochs": np.int64(0)}, "--epochs 0 must be from 1 to 100000"),
@@ -129,7 +129,7 @@ def test_runs_may_be_keys(run: rm.Run) -> None:
 
 @pytest.mark.parametrize("folder", [None, "", 3])
 def test_no_folder(folder: Any, run: rm.Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a run's folder, too."""
+    """The same in a run's folder."""
     monkeypatch.chdir(run.folder)
     for function in (rm.load_run, rm.list_runs, rm.compare):
         with pytest.raises(rm.UserError, match="is no folder: give the path of a run, or of a folder that holds runs"):
@@ -181,9 +181,9 @@ def test_no_device(device: Any, run: rm.Run) -> None:
 
 @pytest.mark.parametrize("place", [None, "", 3])
 def test_no_place_of_a_network(place: Any, run: rm.Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a run's folder, too."""
+    """The same in a run's folder."""
     monkeypatch.chdir(run.folder)
-    with pytest.raises(rm.UserError, match="is no place of a trained network: give a run folder"):
+    with pytest.raises(rm.UserError, match="is not the path of a trained network: give a run folder"):
         rm.load(place)
 
 
@@ -242,7 +242,7 @@ def test_values_are_those_of_the_command_line(options: type, given: dict[str, An
 
 
 def test_the_import_is_light() -> None:
-    """No package that is slow to import, and no file of the program in place of ours."""
+    """It imports no slow package, and no file of the user in place of ours."""
     script = ("import sys, resnet_mxnet as rm; "
               "print({'numpy', 'mxnet', 'nvidia', 'rich', 'PIL', 'argparse'} & {*sys.modules}); "
               "print(rm.UserError.__mro__[1].__name__)")
@@ -251,7 +251,7 @@ def test_the_import_is_light() -> None:
 
 
 def test_a_program_called_train(tmp_path: Path) -> None:
-    """Beside a user's file of that name; and after the user's own module of a name of ours was imported."""
+    """Beside a user's file with that name; and after the user's own module with one of our names was imported."""
     (tmp_path / "train.py").write_text("import resnet_mxnet as rm\nprint(rm.models()[0])\n")
     (tmp_path / "other.py").write_text("import train\nimport resnet_mxnet\n")
     environment = {"PYTHONPATH": str(ROOT), "PATH": ""}
@@ -264,7 +264,7 @@ def test_a_program_called_train(tmp_path: Path) -> None:
 
 
 def test_defaults_of_the_library_are_those_of_the_command() -> None:
-    assert TINY["image_size"] == 32  # the run above is not of the defaults
+    assert TINY["image_size"] == 32  # the run above does not have the defaults
     assert values_of(Config, {}, command="train") == {}
 
 
@@ -280,7 +280,7 @@ def test_progress_bars_in_a_notebook(monkeypatch: pytest.MonkeyPatch, is_termina
 def test_a_run_with_a_plugin(
     plugin: Callable[..., Path], tiny_data: Path, light_training: None, tmp_path: Path
 ) -> None:
-    """Its network is loaded again by the run alone."""
+    """Its network is loaded again from the run alone."""
     file = plugin("""
         import resnet_mxnet as rm
         from mxnet.gluon import nn

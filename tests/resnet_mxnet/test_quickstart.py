@@ -30,12 +30,13 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    for name in ("MXNET_MKLDNN_ENABLED", "OMP_NUM_THREADS"):  # of the tests; a user has oneDNN, 40 times as fast
+    # for the tests; a user has oneDNN, which is 40 times as fast
+    for name in ("MXNET_MKLDNN_ENABLED", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbformat.validate(notebook)
     nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    if folder := os.environ.get("RESNET_SHOWN_NOTEBOOK"):  # to look at it
+    if folder := os.environ.get("RESNET_SHOWN_NOTEBOOK"):  # to inspect it
         nbformat.write(notebook, Path(folder) / NOTEBOOK.name)
     shown = ["".join(output.get("data", {}).get("text/html", "") or output.get("text", "") for output in cell.outputs)
              for cell in code_cells(notebook)]

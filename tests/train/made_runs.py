@@ -1,4 +1,4 @@
-"""Run folders as the recorder writes them, without a training: their times and accuracies are given."""
+"""Run folders in the recorder's format, made without training: their times and accuracies are given."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VALIDATION_IMAGES = 44
 
 
 class Clock:
-    """Seconds that a test counts."""
+    """A clock in seconds that the test advances."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -77,7 +77,7 @@ def _train_epoch(recorder: Recorder, clock: Clock, epoch: int, step_seconds: flo
 
 
 def rewrite(folder: Path, change: Any) -> None:
-    """Change the lines of a run's metrics, each a dict that `change` returns; None leaves the line out."""
+    """Change the lines of a run's metrics. `change` maps a line, a dict, to the new one; None removes the line."""
     path = folder / METRICS_FILE
     lines = map(change, map(json.loads, path.read_text().splitlines()))
     path.write_text("".join(json.dumps(line) + "\n" for line in lines if line is not None))

@@ -1,4 +1,4 @@
-"""For tests that start processes of their own: their environment, and a script run in several of them."""
+"""For tests that start processes: their environment, and a function that runs a script in several of them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = REPOSITORY / "scripts" / "dgx1_8gpu.sh"
 BATCH, COMMIT_EVERY = 4, 2  # of a `Run`
-# Seconds after which a test gives up. Not what it tests: a machine ten times as busy as usual keeps within them.
+# Seconds after which a test gives up. This is not the tested value: a machine ten times as busy as usual stays within
+# it.
 LIMIT = 300
 LIGHT = REPOSITORY / "tests" / "light"  # on PYTHONPATH it makes a run shorter
 needs_horovod = pytest.mark.skipif(find_spec("horovod") is None, reason="Horovod is not installed (no g++ at set-up)")
 
 
 def python_path(light: bool = False) -> str:
-    """PYTHONPATH of a process whose networks may be narrow, and which writes no report then."""
+    """PYTHONPATH of a process with narrow networks and without a report."""
     return os.pathsep.join([*[str(LIGHT)] * light, str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
 
 
@@ -34,8 +35,8 @@ def run_processes(
     script: str, *arguments: object, count: int = 2, light: bool = False, hang_seconds: int = 40, min_np: int = 0,
     on_gpus: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a Python script in several processes by the launcher of `python -m train.processes.launch`; elastic where
-    `min_np` is given, each with a GPU of its own with `on_gpus`, and as tests/light makes them with `light`."""
+    """Run a Python script in several processes by the launcher `python -m train.processes.launch`. `min_np`: elastic;
+    `on_gpus`: each process has its own GPU; `light`: with tests/light."""
     call = f"launch_elastic(slots, sys.argv[1:], {min_np}, 0," if min_np else "launch(slots, sys.argv[1:],"
     starter = (f"import sys; from train.processes.launch import *; slots, _ = plan({count}, on_cpu={not on_gpus}); "
                f"sys.exit({call} {hang_seconds}))")
@@ -48,7 +49,7 @@ def run_processes(
 class Run:
     """A run on generated images; on the CPU an epoch of them is longer than any test.
 
-    What it prints goes to files: a pipe that nobody reads is full after some hundred steps, and the run waits for ever.
+    Its output goes to files: a pipe that nobody reads is full after some hundred steps, and the run would wait forever.
     """
 
     def __init__(self, folder: Path, device: str, processes: int, *options: str) -> None:
@@ -98,7 +99,7 @@ class Run:
         return max((event["step"] for event in self.events("steps")), default=0)
 
     def workers(self) -> dict[int, int]:
-        """Process ids by the rank that each started with."""
+        """Process ids by the rank with which each started."""
         found = {}
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         for pid in {*children, *_children_of_threads(self.process.pid)}:

@@ -1,4 +1,4 @@
-"""What a user's mistakes get: exit code 2, one sentence with the value and the way out, nothing half-written."""
+"""A user's mistakes: exit code 2, one sentence with the value and the way out, and no partial files."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def trained(narrow_network, tiny_options, tmp_path_factory, light_run):
 
 @pytest.fixture
 def fails(run_train):
-    """Runs a command that must fail with code 2 and one sentence, which it returns."""
+    """Runs a command that must fail with code 2 and one sentence; returns the sentence."""
 
     def run(*arguments):
         code, out, err = run_train(*arguments)
@@ -82,7 +82,7 @@ def test_mistakes_leave_no_output_folder(options, sentence, fails, tiny_options,
 
 @pytest.mark.parametrize("inside", ["", "a"])
 def test_one_class_is_refused(inside, fails, tiny_options, tiny_data, tmp_path):
-    """The folder of the images of one class, or the one above the data set."""
+    """The folder of the images of one class, or the folder above the data set."""
     shutil.copytree(tiny_data / "class0", tmp_path / "data/only" / inside)
     way_out = f"give {tmp_path}/data/only, where there are folders" if inside else "give data of two or more"
     sentence = fails(*tiny_options, "--data", tmp_path / "data")
@@ -110,7 +110,7 @@ def test_output_folder_that_cannot_be_made(fails, tiny_options, tmp_path):
     *(["export", "--checkpoint", "run", option] for option in ("--onnx", "--torchvision", "--symbol", "--params")),
 ], ids=lambda command: f"{command[0]} {command[-1]}")
 def test_a_place_that_cannot_be_written_is_named_at_once(command, fails, tmp_path, monkeypatch):
-    """Before data, weights or the device are looked at, and by the option that names it."""
+    """Before data, weights or the device are checked; the message names the option."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     for later in ("devices.choose", "weights.load", "commands.language_model._text"):
@@ -132,7 +132,7 @@ def test_folder_that_must_not_be_looked_into(fails, tmp_path, monkeypatch):
 
 def test_resume_of_a_run_without_checkpoint(fails, tiny_options, tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "checkpoints").mkdir()  # of which the first could not be written
+    (tmp_path / "checkpoints").mkdir()  # the first of them could not be written
     assert "holds no checkpoint" in fails("--resume", tmp_path)
     assert "already holds a run: remove it" in fails(*tiny_options, "--output", tmp_path)
 
@@ -300,13 +300,13 @@ def test_validation_and_prediction_without_weights(fails, tmp_path):
 
 @pytest.mark.long
 def test_full_disk_while_saving(fails, tiny_options, tmp_path, monkeypatch):
-    """The second checkpoint finds no room; the first stays, and the run goes on from it when there is room again."""
+    """There is no room for the second checkpoint; the first stays, and the run resumes from it once there is room."""
     save, count = os.fsync, 0
 
     def no_room_at_last(descriptor):
         nonlocal count
         count += 1
-        if count > 2:  # of the file and of the folder, for the first checkpoint
+        if count > 2:  # the first two are for the first checkpoint: of the file and of the folder
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         save(descriptor)
 
@@ -320,7 +320,7 @@ def test_full_disk_while_saving(fails, tiny_options, tmp_path, monkeypatch):
 
 
 def test_nan_stops_and_keeps_the_last_good_checkpoint(fails, tiny_options, tmp_path, monkeypatch):
-    """One weight becomes NaN after step 4: the loss of step 5 is NaN, and nothing of it is saved."""
+    """One weight becomes NaN after step 4: the loss of step 5 is NaN, and this state is not saved."""
     step = Trainer.step
 
     def poisoned_step(self, batches):
@@ -408,8 +408,9 @@ def test_what_is_missing_for_the_cuda_executor_is_named(monkeypatch):
 
 @pytest.mark.parametrize("command", ["train", "benchmark"])
 def test_batch_too_large_for_the_machine(command, fails, monkeypatch, tmp_path):
-    """A larger batch needs more in proportion, so the one that is named is the same for both; 1 MiB holds no image."""
-    monkeypatch.setattr(resnet, "FIRST_WIDTH", 64)  # of which 1 GiB does not hold 1000 images
+    """A larger batch needs proportionally more memory, so the suggested batch is the same for both; 1 MiB is too small
+    for one image."""
+    monkeypatch.setattr(resnet, "FIRST_WIDTH", 64)  # 1 GiB is too small for 1000 of these images
     folder = tmp_path / "run"
     options = [command, "--data", "synthetic", "--model", "resnet18", "--device", "cpu", "--output", folder,
                "--image-size", "48", "--batch-size"]
@@ -425,7 +426,8 @@ def test_batch_too_large_for_the_machine(command, fails, monkeypatch, tmp_path):
 
 @pytest.mark.long
 def test_validation_too_large_for_the_machine(fails, run_train, tiny_options, monkeypatch, tmp_path):
-    """Before the first step; and in `validate`. MXNet has no tensors of 2^31 elements, whatever the memory."""
+    """Before the first step; and in `validate`. MXNet does not support tensors of 2^31 elements, whatever the
+    memory."""
     monkeypatch.setattr(resnet, "FIRST_WIDTH", 64)
     assert run_train(*tiny_options, "--max-steps", "1", "--output", tmp_path / "trained")[0] == 0
     commands = ([*tiny_options, "--output", tmp_path / "run"], ["validate", "--checkpoint", tmp_path / "trained"])
@@ -443,7 +445,7 @@ def test_validation_too_large_for_the_machine(fails, run_train, tiny_options, mo
 
 
 def test_an_image_that_two_processes_have_met_is_skipped_once(tmp_path, capfd):
-    """The second one's images of the last batch are all bad: it looks at the first one's for others."""
+    """The second process's images of the last batch are all bad, so it takes images of the first process instead."""
     folder = tmp_path / "images" / "val"
     for label in "ab":
         (folder / label).mkdir(parents=True)
@@ -459,5 +461,5 @@ def test_an_image_that_two_processes_have_met_is_skipped_once(tmp_path, capfd):
         found = [(loader.bad_images, loader.damaged_images) for loader in (one, two)]
         skipped = name_images(one, SimpleNamespace(rank=0, gather=lambda own: found))
     assert sorted(file for file, _ in skipped) == [f"{folder}/a/00.png", f"{folder}/b/12.png"]
-    assert sum(len(bad) for bad, _ in found) == 3  # else this tests nothing
+    assert sum(len(bad) for bad, _ in found) == 3  # otherwise this tests nothing
     assert capfd.readouterr().err.count("skipped ") == 2

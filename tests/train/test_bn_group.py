@@ -1,4 +1,4 @@
-"""`--bn-group`: who shares BatchNorm statistics with whom, and the sentences where nobody can."""
+"""`--bn-group`: which processes share BatchNorm statistics, and the messages if none can."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CUDA = Placement("cuda", "gpu(0)", "")
 
 
 def workers(rank, local_rank, local_size):
-    """Of machines with `local_size` processes each; a process's invitation is its rank."""
+    """Workers on machines with `local_size` processes each; a process's invitation is its rank."""
     size = (rank // local_size + 1) * local_size
     return SimpleNamespace(rank=rank, local_rank=local_rank, local_size=local_size,
                            agreement=contextlib.nullcontext, gather=lambda invitation: list(range(size)))

@@ -61,7 +61,7 @@ def test_round_trip(state, tmp_path):
 
 
 def test_one_of_version_1_is_read(state, tmp_path):
-    """It had the momentum alone, under another name, and a network had a depth."""
+    """It had only the momentum, under another name, and a network had a depth."""
     path, old = tmp_path / "c.npz", tmp_path / "old.npz"
     checkpoint.save(dataclasses.replace(state, state={"momentum": state.params}), path)
     with zipfile.ZipFile(path) as archive, zipfile.ZipFile(old, "w") as earlier:
@@ -81,7 +81,7 @@ def test_one_of_version_1_is_read(state, tmp_path):
 
 
 def test_a_clock_before_1980(state, tmp_path, monkeypatch):
-    """Such a time fits into no zip file; nor does it make checkpoints of the same state differ."""
+    """A zip file cannot store such a time; nor may it make checkpoints of the same state differ."""
     checkpoint.save(state, tmp_path / "now.npz")
     shown = Predictions(np.zeros((1, 2, 2, 3), np.uint8), ["a"], ["b"], np.ones(1), epoch=1)
     monkeypatch.setattr("time.time", lambda: 0.0)
@@ -166,7 +166,7 @@ def test_newest_and_best_are_kept(state, tmp_path):
 
 @pytest.mark.parametrize("is_best", [False, True])
 def test_a_folder_that_is_removed_while_a_checkpoint_is_written(is_best, state, tmp_path, monkeypatch):
-    """It is written once more, and what else was there is named."""
+    """It is written again, and the other lost files are named."""
     folder = CheckpointFolder(tmp_path / "run", keep=2)
     folder.save(state, is_best=True)
     to_remove = [folder.path]
@@ -186,8 +186,8 @@ def test_what_a_killed_process_left_is_removed(state, tmp_path):
 
 
 def dies_at(call, work):
-    """Do the work in a process of its own, which ends in the middle of it as by SIGKILL: before its `call`-th change of
-    a name in a folder, counted from 1. False where it has fewer."""
+    """Do the work in a separate process, which ends in the middle as by SIGKILL: before its `call`-th renaming in a
+    folder, counted from 1. False if it has fewer."""
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 77
@@ -213,8 +213,8 @@ def dies_at(call, work):
 
 @pytest.mark.long
 def test_a_kill_at_any_rename_leaves_the_best_weights_in_best(state, tmp_path):
-    """A run with a best of 40 % saves one of 90 %, and dies on the way; what it goes on from knows of 90 % only where
-    best.npz has them, and the next checkpoint leaves nothing of that behind."""
+    """A run with a best of 40 % saves one of 90 % and is killed on the way. The resumed run knows of 90 % only if
+    best.npz has these weights, and the next checkpoint removes all remains."""
     def reached(step, top1):
         return dataclasses.replace(state, progress=Progress(step=step, epoch=step, best_top1=top1))
 
@@ -252,7 +252,7 @@ def test_find_without_checkpoint(tmp_path):
 
 
 def test_outcomes_lie_beside_the_weights_of_the_best(state, tmp_path, rng):
-    """They come back as they were, without the weights; a file of an earlier version, or a damaged one, has none."""
+    """They are read back unchanged, without the weights; a file of an earlier version, or a damaged one, has none."""
     probabilities, labels = rng.dirichlet(np.ones(11), 30), rng.integers(0, 11, 30)
     outcomes = Outcomes.of(probabilities, labels, range(30), spread(30, 5))
     assert saver.best_outcomes(tmp_path) is None

@@ -12,7 +12,7 @@ from tfrecord_files import example, write_tfrecord
 from pipelines.errors import DataError
 from pipelines.make_records import plan_files, with_classes
 from pipelines.recordio import pack_record
-from pipelines.verify import told_about_classes, verify_split
+from pipelines.verify import class_remarks, verify_split
 from train import TrainError
 from train.build import open_split
 from train.classes import match, padded
@@ -67,7 +67,7 @@ def write(place: Path, stored: str, labels: list[int], image: bytes) -> None:
 
 
 def labels_of_both(data: Path, capsys) -> tuple[dict[str, int], dict[str, int], str]:
-    """For both splits, the network's index of each class that has images, by the class's number; and what is said."""
+    """For both splits, the network's index of each class that has images, by the class's number; and the remarks."""
     config = Config(data=str(data), batch_size=1, image_size=8, cache=0)
     cpu, workers = Placement("mxnet", "cpu(0)", ""), Workers()
     with open_split(config, "train", cpu, workers) as train:
@@ -80,25 +80,25 @@ def labels_of_both(data: Path, capsys) -> tuple[dict[str, int], dict[str, int], 
 
 
 @pytest.mark.parametrize("train, val, labels, expected", [
-    # TFRecord labels that count from 1 are the numbers of folders from 1, also where a class is missing from one.
+    # TFRecord labels that count from 1 are the numbers of folders from 1, even if one split lacks a class.
     (("folders", [1, 2, 3]), ("TFRecord from 1", [1, 2, 3]), {"0": 0, "1": 1, "2": 2}, "1 = 1, 2 = 2, 3 = 3"),
     (("folders", [1, 2, 3]), ("TFRecord from 1", [1, 2]), {"0": 0, "1": 1}, "1 = 1, 2 = 2"),
     (("folders", [1, 2, 3]), ("TFRecord from 1", [2, 3]), {"1": 1, "2": 2}, "1 = 1, 2 = 2, 3 = 3"),
     (("TFRecord from 1", [1, 2, 3]), ("folders", [1, 2, 3]), {"1": 0, "2": 1, "3": 2}, "1 = 1, 2 = 2, 3 = 3"),
     (("TFRecord from 1", [1, 2, 3]), ("folders", [1, 2]), {"1": 0, "2": 1}, "1 = 1, 2 = 2"),
     (("TFRecord from 1", [1, 2, 3]), ("folders", [2, 3]), {"2": 1, "3": 2}, "2 = 2, 3 = 3"),
-    # Folders from 0 on are the classes from 0 on.
+    # Folders numbered from 0 are the classes from 0.
     (("folders", [0, 1, 2]), ("TFRecord from 1", [1, 3]), {"0": 0, "2": 2}, ""),
     (("TFRecord from 1", [1, 2, 3]), ("folders", [0, 2]), {"0": 0, "2": 2}, ""),
     (("records", [0, 1, 2]), ("TFRecord from 1", [1, 2, 3]), {"0": 0, "1": 1, "2": 2}, ""),
-    # Labels from 0 on and folders from 1 on, where both have all classes.
+    # Labels from 0 and folders from 1, if both have all classes.
     (("folders", [1, 2, 3]), ("records", [0, 1, 2]), {"0": 0, "1": 1, "2": 2}, "0 = 1, 1 = 2, 2 = 3"),
     (("folders", [1, 2, 3]), ("records", [0, 2]), {"0": 0, "2": 2}, "0 = 1, 1 = 2, 2 = 3"),
     (("folders", [1, 2, 3]), ("records", [1, 3]), {"1": 0, "3": 2}, "1 = 1, 2 = 2, 3 = 3"),
     (("records", [0, 1, 2]), ("folders", [1, 2, 3]), {"1": 0, "2": 1, "3": 2}, "1 = 0, 2 = 1, 3 = 2"),
     (("TFRecord from 0", [0, 1, 2]), ("folders", [2, 3]), {"2": 1, "3": 2}, "2 = 1, 3 = 2"),
     (("folders", [1, 2, 3]), ("list", [0, 1, 2]), {"0": 0, "1": 1, "2": 2}, "0 = 1, 1 = 2, 2 = 3"),
-    # Lists beside each other: a label is the same class in both.
+    # Lists beside each other: a label means the same class in both.
     (("list of folders from 1", [0, 1, 2]), ("list", [0, 1, 2]), {"1": 0, "2": 1, "3": 2}, ""),
     (("list of folders from 1", [0, 1, 2]), ("list", [1]), {"2": 1}, ""),
     (("list", [0, 1, 2]), ("list of folders from 1", [0, 1, 2]), {"0": 0, "1": 1, "2": 2}, ""),
@@ -121,7 +121,7 @@ def test_what_cannot_be_decided_is_refused(tmp_path, image, capsys, train, val):
     data = tmp_path / "data"
     for name, (stored, numbers) in (("train", train), ("val", val)):
         write(data / name, stored, numbers, image)
-    with pytest.raises(TrainError, match=r"so that '1' may be the number 1, or the first class: list all classes of "
+    with pytest.raises(TrainError, match=r"so '1' may be the number 1 or the first class: list all classes of "
                                          rf"{data}/val\S* in a classes.txt beside its images, that of the number 0"):
         labels_of_both(data, capsys)
     if val[0] != "folders":
@@ -135,7 +135,7 @@ def test_what_cannot_be_decided_is_refused(tmp_path, image, capsys, train, val):
 
 
 def test_a_network_of_numbers(tmp_path):
-    """Its checkpoint says whether its labels counted from 1."""
+    """Its checkpoint records whether its labels counted from 1."""
     assert match("DATA", plain("1", "3"), padded([], 3), NETWORK, False, first_labels=(0, 1)).labels == [0, 2]
     assert match("DATA", plain("0", "2"), padded([], 3), NETWORK, False, first_labels=(0, 1)).labels == [0, 2]
     assert match("DATA", padded([], 3), padded([], 3), NETWORK, True, first_labels=(1, 1)) == ([0, 1, 2], "")
@@ -143,7 +143,7 @@ def test_a_network_of_numbers(tmp_path):
 
 
 def test_class_folders_and_a_list_of_numbers(tmp_path, image, capsys):
-    """What is assumed is shown, with the way out."""
+    """The assumption is shown, with the way out."""
     data = tmp_path / "data"
     for name in ("cat", "dog"):
         (data / "train" / name).mkdir(parents=True)
@@ -167,7 +167,7 @@ def test_make_records_refuses_numbers_that_may_count_from_0_or_1(tmp_path, image
     data = tmp_path / "data"
     for name, (stored, numbers) in (("train", train), ("val", val)):
         write(data / name, stored, numbers, image)
-    assert not told_about_classes(*(verify_split(str(data), split) for split in ("train", "val")))
+    assert not class_remarks(*(verify_split(str(data), split) for split in ("train", "val")))
     plans = {split: plan_files(data, split) for split in ("train", "val")}
     with pytest.raises(DataError, match="have numbers from 0 on in one split and are called 1, 2.* in the other, "):
         with_classes(plans["val"], plans["train"].classes, f"{data}: val")

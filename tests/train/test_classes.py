@@ -1,4 +1,4 @@
-"""Classes are told apart by their names, whatever numbers data and network count them with."""
+"""Classes are identified by their names, whatever their numbers in data and network."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 from train import TrainError, checkpoint
 from train.classes import display_names, match, padded
 
-KNOWN = [("n1", "cat"), ("n2", "crane"), ("n3", "crane"), ("n4", "dog")]  # two classes to show alike, as ImageNet has
+# two classes with equal display names, as in ImageNet
+KNOWN = [("n1", "cat"), ("n2", "crane"), ("n3", "crane"), ("n4", "dog")]
 NUMBERED = padded([], 4)
 NETWORK = "the network of runs/x"
 
@@ -55,13 +56,13 @@ def test_numbers_on_both_sides_and_a_network_without_names():
 @pytest.mark.parametrize("found, known, labels", [
     (NUMBERED[:3], plain("00", "01", "02", "03"), [0, 1, 2]),
     (plain("03", "00"), NUMBERED, [3, 0]),
-    (padded([], 8), plain("3", "5", "7"), [-1, -1, -1, 0, -1, 1, -1, 2]),  # if no image has 0, 1, 2, 4, 6
+    (padded([], 8), plain("3", "5", "7"), [-1, -1, -1, 0, -1, 1, -1, 2]),  # without images of 0, 1, 2, 4, 6
     (plain("0", "1", "10", "2"), [*KNOWN, *plain(*"ghijklm")], [0, 1, 10, 2]),  # numbers of classes with names
     (plain("cat", "dog"), plain("1", "0"), [1, 0]),
-    ([("10", "ten"), ("2", "two")], padded([], 11), [10, 2]),  # folders to go by
+    ([("10", "ten"), ("2", "two")], padded([], 11), [10, 2]),  # folders that determine the classes
     (padded([], 3), [("2", "two"), ("0", "zero"), ("1", "one")], [1, 2, 0]),
     ([("0", "dog"), ("1", "cat")], plain("cat", "dog"), [1, 0]),
-    (plain("0", "1", "3"), padded(plain("0", "1", "3"), 4), [0, 1, 2]),  # the class 3 that no image shows is another
+    (plain("0", "1", "3"), padded(plain("0", "1", "3"), 4), [0, 1, 2]),  # class 3, without images, is another one
     (padded([], 4), padded(plain("0", "1", "3"), 4), [0, 1, -1, 2]),
     (plain("cafe\u0301", "dog"), plain("dog", "caf\u00e9"), [1, 0]),  # one name in two forms of Unicode
     (plain("caf\u00e9"), plain("dog", "cafe\u0301"), [1]),
@@ -82,7 +83,7 @@ def test_numbers_that_two_folders_share_are_names():
 @pytest.mark.parametrize("found, known, is_whole, sentence", [
     (plain("cat", "cow"), KNOWN, False, "the class 'cow' of DATA is none of the 4 classes of the network of runs/x "
                                         "('cat', 'crane', 'crane', 'dog'): give data of these classes"),
-    (plain("dog", "crane", "crane", "cat"), KNOWN, False, "the class 'crane' of DATA is none of"),  # which of the two?
+    (plain("dog", "crane", "crane", "cat"), KNOWN, False, "the class 'crane' of DATA is none of"),  # either of the two?
     (plain("n1", "n2", "n4"), KNOWN, True, "DATA has no class 'crane', one of the 4 of the network of runs/x: give"),
     (padded([], 5), KNOWN, False, "DATA has 5 classes and the network of runs/x has 4"),
     (plain(*"abcde"), NUMBERED, False, "DATA has 5 classes and the network of runs/x has 4"),
@@ -95,7 +96,7 @@ def test_what_cannot_be_told_apart_is_refused(found, known, is_whole, sentence):
 
 @pytest.fixture(scope="module")
 def reordered(tiny_data, tmp_path_factory):
-    """The tiny data with its classes counted from the last to the first."""
+    """The tiny data with its classes in reverse order."""
     folder = tmp_path_factory.mktemp("reordered") / "data"
     shutil.copytree(tiny_data, folder)
     (folder / "classes.txt").write_text("class2\nclass1\tfirst\nclass0\n")
@@ -106,7 +107,7 @@ def reordered(tiny_data, tmp_path_factory):
 def test_a_run_goes_on_and_is_validated_with_classes_in_another_order(
     narrow_network, tiny_options, reordered, run_train, tmp_path
 ):
-    """Its weights, and their accuracy, are to the bit those of data in the first order."""
+    """Its weights, and their accuracy, equal those with data in the first order, to the bit."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert run_train("--output", whole, *tiny_options)[0] == 0
     assert run_train("--output", parts, *tiny_options, "--max-steps", "4")[0] == 0
@@ -123,14 +124,15 @@ def test_a_run_goes_on_and_is_validated_with_classes_in_another_order(
     for data in ((), ("--data", reordered)):
         code, out, err = run_train("validate", "--checkpoint", whole, *data)
         assert code == 0, err
-        figures.append(out.splitlines()[-1].partition(" images, ")[2])  # before it: whether they are the training ones
+        figures.append(out.splitlines()[-1].partition(" images, ")[2])  # whether the images are the training images
         assert (f"{said} of {whole}: they" in out) == bool(data)
     assert figures[0] == figures[1]
 
 
 @pytest.mark.long
 def test_more_classes_than_the_data_has(narrow_network, tiny_options, run_train, tmp_path):
-    """--num-classes is what the network has, and config.json says so; those without images are called by numbers."""
+    """--num-classes is the number of the network's classes, also in config.json. Classes without images are named by
+    numbers."""
     code, out, err = run_train("--output", tmp_path / "run", *tiny_options, "--num-classes", "5", "--max-steps", "7")
     assert code == 0, err
     trained = checkpoint.load(checkpoint.find(str(tmp_path / "run")))

@@ -1,4 +1,4 @@
-"""Configuration: presets, the command line, and the sentences that mistakes get."""
+"""Configuration: presets, the command line, and the messages for mistakes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from train.presets import load_preset, presets
 
 
 def config_of(*arguments):
-    """The configuration that the command `train` makes of a command line, without looking at the machine."""
+    """The configuration that the command `train` builds from a command line, without looking at the machine."""
     values = read(Config, arguments, command="train")
     return configure(values, load_preset(values.get("config", DEFAULT_PRESET)))
 
@@ -54,7 +54,7 @@ def test_what_a_command_gives_to_whom():
 
 
 def test_commands_have_the_options_that_they_use():
-    """All are those of training, declared once, but for what the command itself has."""
+    """All are options of training, declared once, except the command's own."""
     names = {kind: {field.name for field in dataclasses.fields(kind)}
              for kind in (Config, ValidateOptions, BenchmarkOptions, CompareOptions)}
     assert names[ValidateOptions] - names[Config] == {"checkpoint", "report", "int8", "output_"}
@@ -77,7 +77,7 @@ def test_json_round_trip():
 
 
 def test_what_earlier_versions_wrote_is_read():
-    """Networks had a depth, gradients could be averaged in two ways; there was one loss."""
+    """Earlier versions: a network had a depth, there were two ways to average gradients, and one loss."""
     before = {name: value for name, value in Config().to_dict().items()
               if name not in ("loss", "bce_threshold", "class_weights", "cutmix", "cutmix_share")}
     assert Config.from_dict(before) == Config() and Config().loss == "softmax"
@@ -182,7 +182,7 @@ MISTAKES = {
     "--auto-augment randaugment --randaugment-magnitude-std 1":
         "--randaugment-magnitude-std is for --auto-augment randaugment-timm, and this run has randaugment",
     "--auto-augment randaugment-timm --randaugment-magnitude 11":
-        "--randaugment-magnitude 11 is of 30, and that of --auto-augment randaugment-timm is of 10",
+        "--randaugment-magnitude 11 is out of 30, and --auto-augment randaugment-timm takes it out of 10",
     "--hue 0.6": "--hue 0.6 must be from 0 to 0.5, half of the colour circle",
     "--random-erasing 2": "--random-erasing 2.0 must be a probability from 0 to 1",
     "--train-interpolation nearest": "--train-interpolation nearest is not one of same, bilinear, bicubic, random",
@@ -224,7 +224,7 @@ def test_warmup_of_a_shortened_run(arguments, warmup):
 
 
 def test_another_optimizer_than_the_preset_s_brings_its_own_recipe():
-    """Where it needs another learning rate; what the command line gives holds in any case."""
+    """If it needs another learning rate; values on the command line apply in any case."""
     preset = load_preset("resnet50_90ep")
 
     def constants(*arguments, default=preset):
@@ -241,7 +241,7 @@ def test_another_optimizer_than_the_preset_s_brings_its_own_recipe():
 
 
 def test_a_preset_s_policy_can_be_left_out():
-    """What belongs to it stays, and does nothing."""
+    """The options that belong to it stay, and have no effect."""
     config = config_of("--config", "resnet50_a1_600ep", "--auto-augment", "none", "--loss", "softmax")
     config.transform.check()
     assert config.randaugment_magnitude == 7 and config.bce_threshold == 0.2
@@ -281,7 +281,7 @@ def test_list_of_presets(capsys):
 
 
 def test_help_of_validation_tells_no_defaults(capsys):
-    """They are those of the run."""
+    """The defaults come from the run."""
     with pytest.raises(SystemExit):
         read(ValidateOptions, ["--help"], command="validate")
     text = capsys.readouterr().out

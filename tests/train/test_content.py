@@ -1,4 +1,4 @@
-"""Files with changed bytes: one sentence, whatever a library raises on them, and little memory and time."""
+"""Files with changed bytes: one sentence, whatever exception a library raises, and little memory and time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("narrow_network")
 
 
 def rezipped(path, change):
-    """The zip with its first member's content changed, and the checksum of what is then there."""
+    """The zip with the content of its first member changed, and a matching checksum."""
     with zipfile.ZipFile(path) as archive:
         members = [(name, archive.read(name)) for name in archive.namelist()]
     with zipfile.ZipFile(path, "w") as archive:
@@ -32,7 +32,7 @@ def rezipped(path, change):
 
 
 def central(content, offset):
-    """Where a field of the first entry of a zip's central directory is."""
+    """The offset of a field in the first entry of a zip's central directory."""
     return content.index(b"PK\x01\x02") + offset
 
 
@@ -69,7 +69,7 @@ def test_changed_zip_of_a_checkpoint(tmp_path, damage):
 
 @pytest.mark.long
 def test_any_changed_byte_of_a_checkpoint_is_a_sentence(tmp_path, seed):
-    """Or does no harm: in a time, or in a name that nobody reads."""
+    """Or has no effect: in a time, or in a name that nobody reads."""
     path, random = tmp_path / "step-00000001.npz", np.random.default_rng(seed)
     few = {"one": np.arange(6, dtype=np.float32).reshape(2, 3)}
     checkpoint.save(Checkpoint(few, few, {}, Config(model="resnet18"), list("abc")), path)
@@ -117,7 +117,7 @@ def test_parameter_files_of_all_versions(tmp_path, params):
 
 
 def test_no_changed_byte_of_a_parameter_file_takes_memory(params, monkeypatch):
-    """Each byte of lengths, shapes and types: MXNet is asked only for what the file has."""
+    """Each byte of lengths, shapes and types: MXNet only reads as much as the file has."""
     content, sizes = params.read_bytes(), []
     monkeypatch.setattr(mx.nd, "load", lambda path: sizes.append(path) or {"one": mx.nd.zeros(1)})
     for place in range(len(content)):
@@ -154,7 +154,7 @@ def test_our_safetensors_have_a_checksum(tmp_path):
     with pytest.raises(TrainError, match=r"is not a complete safetensors file \(its tensors do not match its chec"):
         safetensors_file.read(path)
     from safetensors.numpy import save
-    path.write_bytes(save(tensors))  # another program's
+    path.write_bytes(save(tensors))  # of another program
     assert safetensors_file.read(path).keys() == tensors.keys()
 
 

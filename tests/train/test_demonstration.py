@@ -27,7 +27,7 @@ NUM_IMAGES = 1800
 
 
 class TimedExecutor:
-    """Trains nothing, in a given time."""
+    """Trains nothing, but takes a given time."""
 
     input_shapes = {"data": (32, 4, 4, 3), "softmax_label": (32,)}  # noqa: RUF012
     params: dict[str, Any] = {}  # noqa: RUF012
@@ -59,7 +59,7 @@ def test_epochs_follow_the_speed(
     seconds: tuple[float, ...], epochs: int, expected: str, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """As many as take 75 s, 3 to 10; the first step, which starts everything, and slow ones do not count."""
+    """As many as take 75 s, from 3 to 10; the first step, which includes set-up, and slow outliers do not count."""
     executor: Any = TimedExecutor(monkeypatch, *seconds)
     found = demonstration.fit(Config(batch_size=32, epochs=10), executor, NUM_IMAGES, Workers())
     assert found == Config(batch_size=32, epochs=epochs)
@@ -67,7 +67,7 @@ def test_epochs_follow_the_speed(
 
 
 def test_the_slowest_process_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of them: this one makes 200 images/sec, the other 100, for which this one waits."""
+    """Two processes: this one computes 200 images/sec, the other 100, and this one waits for it."""
     executor: Any = TimedExecutor(monkeypatch, 1.0, 0.16, 0.16, 0.16)
     workers: Any = SimpleNamespace(size=2, rank=1, sum=lambda rates: [rates[0] + 100.0, rates[1]])
     found = demonstration.fit(Config(batch_size=32, epochs=10), executor, NUM_IMAGES, workers)
@@ -88,7 +88,7 @@ def test_the_choice_is_recorded_and_changes_nothing_else(
     run_train: Callable[..., tuple[int, str, str]], narrow_network: None, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its bits are those of a run with that number of epochs given; resumed, the run keeps its number."""
+    """The run has the bits of a run with that number of epochs given; when resumed, it keeps the number."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(session, "make_samples", lambda folder: make_samples(folder, num_train=2, num_val=1))
     monkeypatch.setattr(demonstration, "SECONDS", 1e-6)
@@ -110,7 +110,7 @@ def test_the_choice_is_recorded_and_changes_nothing_else(
 
 
 def test_commands_to_try_next_are_real() -> None:
-    """Their program, files and options exist."""
+    """The programs, files and options in them exist."""
     text = demonstration.next_commands(Path("runs/with a blank"))
     commands = [shlex.split(line) for line in text.splitlines()[1:] if not line.startswith("  #")]
     assert len(commands) == 3 and len(text.splitlines()) == 7

@@ -1,4 +1,4 @@
-"""What is random in a pass: its distributions, and that it is a function of where the run stands."""
+"""The random choices of a pass: their distributions, and that they are a function of the position in the run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_lambda_is_the_larger_half_of_beta(alpha: float, rng: np.random.Generato
 
 @pytest.mark.parametrize("alpha", [0.5, 1.0, 4.0])
 def test_boxes_of_cutmix(alpha: float, rng: np.random.Generator) -> None:
-    """Their centres are anywhere, and those that no edge cuts off have the area 1 - lambda, lambda from Beta."""
+    """Their centres are anywhere. Boxes that no edge cuts off have the area 1 - lambda, with lambda from Beta."""
     config = Config(cutmix=alpha, image_size=224, epochs=9, seed=int(rng.integers(2**31)))
     boxes = np.array([draw(config, epoch, batch).cutmix for epoch in range(5) for batch in range(400)])
     (top, left), (bottom, right) = boxes.T[:2], boxes.T[2:]
@@ -44,7 +44,7 @@ def test_boxes_of_cutmix(alpha: float, rng: np.random.Generator) -> None:
     assert whole.mean() == pytest.approx(share, abs=5 * np.sqrt(share / len(boxes)))
     wanted = np.average(1 - lambdas, weights=chance)
     deviation = np.sqrt(np.average((1 - lambdas - wanted) ** 2, weights=chance) / whole.sum())
-    # Sides are even numbers, cut off from up to two pixels more.
+    # Sides are even numbers, rounded down by up to two pixels.
     assert (height * width / 224**2)[whole].mean() == pytest.approx(wanted, abs=5 * deviation + 1 / 224)
 
 
@@ -67,7 +67,7 @@ def test_mixup_or_cutmix_by_chance() -> None:
 
 
 def test_mixup_alone_draws_what_it_always_did() -> None:
-    """So that runs of earlier versions go on to the bit."""
+    """So that runs of earlier versions resume to the bit."""
     assert draw(Config(mixup=0.4, seed=3), 2, 5, 1).mixup == 0.8259347960390848
 
 

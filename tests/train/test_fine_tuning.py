@@ -100,7 +100,7 @@ def test_what_is_for_trained_weights(command, option, run_train, tiny_options, t
 
 
 def make_accuracies(monkeypatch, top1s):
-    """Let the next validations have these fractions, whatever the network says."""
+    """Set the accuracies of the next validations, whatever the network predicts."""
     real, fractions = loop.validate, iter(top1s)
 
     def validated(*arguments):
@@ -112,7 +112,7 @@ def make_accuracies(monkeypatch, top1s):
 
 @pytest.mark.long
 def test_patience(run_train, tiny_options, tmp_path, monkeypatch):
-    """The third of these validations is the best, the two after it are not: the run ends with the third's kept."""
+    """The third of these validations is the best, the next two are not: the run ends and keeps the third's weights."""
     make_accuracies(monkeypatch, [0.25, 0.375, 0.5, 0.5, 0.375, 0.75])
     folder = tmp_path / "run"
     code, out, err = run_train("--output", folder, *tiny_options, "--epochs", "6", "--patience", "2")
@@ -152,7 +152,7 @@ def test_a_run_that_has_reached_its_target_is_done(run_train, tiny_options, tmp_
 @pytest.mark.long
 @pytest.mark.parametrize("is_elsewhere", [False, True])
 def test_going_on_without_the_best_weights(is_elsewhere, run_train, tiny_options, tmp_path, monkeypatch):
-    """In another folder, or where best.npz was removed since: the next validation's weights are the best there are."""
+    """In another folder, or if best.npz was removed: the next validation's weights are the best."""
     make_accuracies(monkeypatch, [0.75, 0.5, 0.25])
     folder = tmp_path / "run"
     assert run_train("--output", folder, *tiny_options, "--epochs", "1", "--patience", "1")[0] == 0

@@ -19,7 +19,7 @@ from train import checkpoint
 
 pytestmark = pytest.mark.gpu
 
-# 50 steps an epoch; the smallest network, on images that it tells apart within one epoch.
+# 50 steps per epoch; the smallest network, on images that it learns to tell apart within one epoch.
 STEP_OPTIONS = [
     "--config", "cpu_sample", "--data", "synthetic", "--model", "resnet18", "--image-size", "33",
     "--batch-size", "256", "--learning-rate", "0.1", "--no-tensorboard", "--optimizer", "sgd", "--momentum", "0.9",
@@ -41,7 +41,7 @@ def lines(folder: Path, event: str) -> list[dict]:
 
 
 def assert_equal_bits(run: Path, other: Path) -> None:
-    """Of all that the newest checkpoints of two runs hold."""
+    """Compare everything that the newest checkpoints of two runs contain."""
     one, two = (checkpoint.load(checkpoint.find(str(folder))) for folder in (run, other))
     assert one.progress.step == two.progress.step
     assert one.scalars == two.scalars and one.state.keys() == two.state.keys()
@@ -114,7 +114,7 @@ DECODED_EVERY_EPOCH = ["--cache", "0"]  # by the GPU, as ImageNet is
 
 
 def end_of(folder: Path) -> tuple[float, float]:
-    """Loss and top-1 on the training images after the last epoch, of which there is one line."""
+    """Loss and top-1 on the training images after the last epoch, which is printed once."""
     (row,) = [row for row in lines(folder, "epoch") if row["epoch"] == 12]
     return row["train_eval_loss"], row["train_eval_top1"]
 
@@ -132,14 +132,14 @@ def unbroken(photographs, tmp_path_factory):
 
 
 def saved_step(folder: Path) -> int:
-    """That of a run's newest checkpoint; 0 before there is one."""
+    """The step of a run's newest checkpoint; 0 if there is none."""
     return max((int(path.stem.removeprefix("step-")) for path in folder.glob("checkpoints/step-*.npz")), default=0)
 
 
 @pytest.mark.parametrize("death", [signal.SIGTERM, signal.SIGKILL], ids=lambda death: death.name)
 def test_a_run_from_jpegs_that_is_stopped_ends_like_an_unbroken_one(death, photographs, unbroken, run_train, tmp_path,
                                                                     monkeypatch):
-    # What another process has found out about this machine, such as the fastest kernels, must not decide about bits.
+    # Results of another process on this machine, such as the fastest kernels, must not affect bits.
     monkeypatch.setenv("RESNET_CACHE", str(tmp_path / "cache"))
     options = ["--data", str(photographs), *PHOTOGRAPH_OPTIONS, *DECODED_EVERY_EPOCH]
     folder = tmp_path / "stopped"
@@ -163,7 +163,7 @@ def test_a_run_from_jpegs_that_is_stopped_ends_like_an_unbroken_one(death, photo
     assert code == 0, err
     loss, top1 = end_of(folder)
     print(f"stopped at step {stopped_at}: loss {loss}, unbroken {unbroken}")
-    # Noise: what two unbroken runs differ by, which is 0 where the JPEG decoder is deterministic too.
+    # The difference between two uninterrupted runs; 0 if the JPEG decoder is deterministic, too.
     noise = abs(unbroken[0][0] - unbroken[1][0])
     assert abs(loss - unbroken[0][0]) <= 3 * noise + 1e-6 * loss and abs(top1 - unbroken[0][1]) <= 3 * noise
     assert {row["epoch"] for row in lines(folder, "epoch")} == set(range(1, 13))
@@ -176,7 +176,7 @@ def test_broken_files_are_skipped_and_listed(photographs, run_train, tmp_path, r
     broken = {
         path.name: content(path.read_bytes())
         for path, content in zip(rng.choice(images, 3, replace=False), [  # type: ignore[arg-type]
-            # The third ends before its first scan: a crop above a later cut is decoded, and used.
+            # The third file ends before its first scan. A crop above a later cut is decoded and used.
             lambda image: b"", lambda image: rng.bytes(len(image)), lambda image: image[: image.index(b"\xff\xda")]],
             strict=True)
     }
@@ -263,7 +263,8 @@ def test_accumulation_mixing_and_averages_go_on(recipe, run_train, tmp_path):
 
 
 def test_predict_and_export_from_a_gpu_run(run_train, tiny_data, tmp_path):
-    """JPEGs through the GPU loader and the compiled step; the CPU gives the same answers for the same checkpoint."""
+    """JPEGs through the GPU loader and the compiled step; the CPU gives the same predictions for the same
+    checkpoint."""
     folder = tmp_path / "run"
     options = ["--data", tiny_data, "--model", "resnet18", "--image-size", "32", "--batch-size", "8", "--epochs", "8",
                "--warmup-epochs", "1", "--learning-rate", "1", "--no-tensorboard", "--random-area", "0.5", "1",
@@ -283,7 +284,7 @@ def test_predict_and_export_from_a_gpu_run(run_train, tiny_data, tmp_path):
         guesses = (on_gpu["predictions"], on_cpu["predictions"])
         gpu, cpu = ({guess["class"]: guess["probability"] for guess in found} for found in guesses)
         differences += [abs(gpu[name] - cpu[name]) for name in cpu]
-    # The GPU decodes JPEGs otherwise than the CPU does, which shows in images of noise, and computes in 16 bits.
+    # The GPU decodes JPEGs differently from the CPU, which shows in images of noise, and computes in 16 bits.
     assert len(differences) == 3 * len(images) and np.mean(differences) < 0.05
     code, out, err = run_train("export", "--checkpoint", folder, "--symbol", tmp_path / "net.json",
                                "--params", tmp_path / "net.params")

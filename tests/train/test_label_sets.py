@@ -1,4 +1,5 @@
-"""The labels of CIFAR-100 that a network is trained on: kept in its checkpoints, and never taken for the others."""
+"""The labels of CIFAR-100 that a network is trained on: stored in its checkpoints, and never confused with the other
+labels."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def write_cifar100(folder: Path, rng: np.random.Generator) -> Path:
 
 @pytest.fixture
 def trained(run_train, tiny_options, tmp_path, rng) -> tuple[Path, Path]:
-    """The folder of a run on the coarse labels, and that of its data."""
+    """The folder of a run on the coarse labels, and the folder of its data."""
     data, run = write_cifar100(tmp_path / "cifar-100-python", rng), tmp_path / "run"
     code, out, err = run_train("--output", run, *tiny_options, "--data", data, "--labels", "coarse", "--epochs", "1")
     assert code == 0, err
@@ -52,7 +53,7 @@ def test_a_network_keeps_its_labels(trained, run_train, tiny_data, tmp_path):
         code, _, err = run_train(*command, "--labels", "fine")
         assert code == 2 and err.endswith(refused), err
 
-    # Data of other classes: what is wrong with them are the classes, and not a --labels that nobody has given.
+    # Data of other classes: the message is about the classes, and not about a --labels that nobody has given.
     code, _, err = run_train("validate", "--checkpoint", run, "--data", tiny_data)
     assert code == 2 and "the class 'class0' of" in err and "--labels" not in err
 

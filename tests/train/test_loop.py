@@ -1,4 +1,4 @@
-"""The loop: accumulation, limits, schedules in use, validation over processes' shards, and the benchmark."""
+"""The training loop: accumulation, limits, schedules, validation over processes' shards, and the benchmark."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ def read_lines(folder: Path, event: str) -> list[dict]:
 def test_accumulation_averages_the_gradients_of_its_batches(rng):
     """One step on two accumulated batches moves the weights by the mean of the two batches' gradients.
 
-    BatchNorm normalises each batch by itself, so this is not a batch of twice the size; it is compared with the
-    gradients of the two batches taken one by one. Tolerance: one fp32 rounding more than the oracle's float64 has.
+    BatchNorm normalises each batch by itself, so this is not a batch of twice the size. The result is compared with the
+    gradients of the two batches, computed one by one. Tolerance: one fp32 rounding, which the float64 oracle does not
+    have.
     """
     symbol = resnet(18, num_classes=4)
     params, aux = init_params(symbol, seed=int(rng.integers(1000)))
@@ -70,7 +71,7 @@ def test_accumulation_averages_the_gradients_of_its_batches(rng):
 
 
 def test_accumulating_run(run_train, tiny_options, tmp_path):
-    """6 batches of 4 images are 4 + 2 of them in the two steps of an epoch; the learning rate counts 16 images."""
+    """6 batches of 4 images form steps of 4 and 2 batches in an epoch; the learning rate counts 16 images."""
     folder = tmp_path / "run"
     code, _, err = run_train("--output", folder, *tiny_options, "--accumulate", "4", "--log-every", "1",
                              "--schedule", "polynomial", "--decay-power", "1")
@@ -82,7 +83,7 @@ def test_accumulating_run(run_train, tiny_options, tmp_path):
 
 
 def test_no_step_is_longer_than_an_epoch(run_train, tiny_options, tmp_path):
-    """Its learning rate and images/sec would be those of images that it never has."""
+    """Otherwise its learning rate and images/sec would count images that it does not have."""
     options = [*tiny_options, "--validate-every", "0"]
     code, _, err = run_train("--output", tmp_path / "longer", *options, "--accumulate", "7")
     assert (code, err) == (2, "error: --accumulate 7 is more than the 6 batches of an epoch, but a step cannot span "
@@ -93,7 +94,7 @@ def test_no_step_is_longer_than_an_epoch(run_train, tiny_options, tmp_path):
 
 @pytest.mark.long
 def test_validation_is_prepared_before_the_first_step(run_train, tiny_options, tmp_path, monkeypatch):
-    """For its own size of images, where there is one. What fails in it fails before anything is written."""
+    """For its own image size, if it has one. Errors come before anything is written."""
     asked: list[Any] = []
     prepare, train = MXNetExecutor.prepare_inference, MXNetExecutor.forward_backward
 
@@ -135,7 +136,7 @@ def test_skipped_validation_images_are_named_once(run_train, tiny_data, tiny_opt
 
 @pytest.mark.long
 def test_skipped_images_are_counted_in_each_epoch(run_train, tiny_data, tiny_options, tmp_path):
-    """Of an epoch in which a run was stopped, those before that too."""
+    """Also if the run was stopped within the epoch: images skipped before that count, too."""
     data, folder = tmp_path / "data", tmp_path / "run"
     for split in ("train", "val"):
         shutil.copytree(tiny_data, data / split)
@@ -226,10 +227,10 @@ def test_damaged_images_are_counted_and_named(run_train, tiny_data, tiny_options
 @pytest.mark.long
 @pytest.mark.usefixtures("undrawn")
 def test_accuracy_on_the_training_images_is_called_so(run_train, tiny_data, tiny_options, tmp_path):
-    """Of a folder without `val`; nowhere is it validation, but with `val` it is."""
+    """For a folder without `val`, no text calls it validation; with `val` every text does."""
     for folder in ("train", "val"):
         shutil.copytree(tiny_data, tmp_path / "split" / folder)
-    for file in (tmp_path / "split" / "val").glob("*/*"):  # other bytes, as a run tells training images in validation
+    for file in (tmp_path / "split" / "val").glob("*/*"):  # other bytes: a run reports training images in validation
         file.write_bytes(file.read_bytes() + b"\0")
     texts = {}
     for data in (tiny_data, tmp_path / "split"):
@@ -270,7 +271,7 @@ def test_without_validation(run_train, tiny_options, tmp_path):
 
 
 def test_reference_executor_trains_like_mxnet(run_train, tiny_options, tmp_path):
-    """Two steps on each of the executors; fp32 networks of this depth agree to a few thousandths in the loss."""
+    """Two steps on each executor; fp32 networks of this depth agree to a few thousandths in the loss."""
     losses = {}
     for executor in ("mxnet", "reference"):
         folder = tmp_path / executor
@@ -292,7 +293,7 @@ def test_benchmark_on_synthetic_data(run_train, tmp_path):
     assert f"= {result['images_per_sec']:.1f} images/sec" in out
     times = list(itertools.chain.from_iterable(line["step_ms"] for line in read_lines(folder, "steps")))
     assert 2 + 5 <= len(times) <= 2 + 8
-    # the recorder's times hold a little bookkeeping more than the benchmark's
+    # the recorder's times include slightly more overhead than the benchmark's
     assert result["median_step_ms"] == pytest.approx(np.median(times[2:]), rel=0.1)
     assert "standard error of the median" in out
     assert ("more than the 1 % wanted" in out) == (result["relative_error"] >= 0.01)
@@ -304,7 +305,7 @@ def test_benchmark_on_synthetic_data(run_train, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("command", ["train", "benchmark"])
 def test_the_collector_passes_over_what_a_run_is_made_of(command, run_train, tmp_path, monkeypatch):
-    """All that was there before the first step, and that only until the run ends."""
+    """It ignores all objects from before the first step, until the run ends."""
     step, looked_at = Trainer.step, []
     frozen_before = gc.get_freeze_count()
 
@@ -327,14 +328,14 @@ def test_the_collector_passes_over_what_a_run_is_made_of(command, run_train, tmp
 
 
 def test_standard_error_of_median(rng):
-    """For normal values it is known: 1.2533 sigma / sqrt(n); the mean of many estimates must come near it."""
+    """For normal values it is 1.2533 sigma / sqrt(n); the mean of many estimates must be near it."""
     estimates = [standard_error_of_median(rng.normal(100, 2, 201)) for _ in range(300)]
     assert np.mean(estimates) == pytest.approx(1.2533 * 2 / np.sqrt(201), rel=0.1)
     assert standard_error_of_median([3.0]) == 0.0
 
 
 def test_steps_are_written_down_before_they_are_committed(run_train, tiny_options, tmp_path, monkeypatch):
-    """Whoever goes on from a commit, after the process that logs is lost, finds all of its steps."""
+    """If the logging process is lost, a run that resumes from a commit finds all of its steps."""
     folder, committed = tmp_path / "run", []
     run = Trainer.run
 
@@ -354,9 +355,9 @@ def test_steps_are_written_down_before_they_are_committed(run_train, tiny_option
 
 @pytest.mark.long
 def test_metrics_are_received_a_step_late_and_none_is_lost(run_train, tiny_options, tmp_path, monkeypatch):
-    """Asked for after a step, received after the next one was handed to the device; at once after a session's first
-    step, at an epoch's end, at a checkpoint and at a limit. Every image of every step is in exactly one line, in a
-    resumed run too."""
+    """They are requested after a step, and received after the next one was launched; immediately after a session's
+    first step, at an epoch's end, at a checkpoint and at a limit. Every image of every step is in exactly one line,
+    also in a resumed run."""
     happened: list[str] = []
     logged: list[tuple[int, float]] = []  # step, images
 
@@ -385,7 +386,7 @@ def test_metrics_are_received_a_step_late_and_none_is_lost(run_train, tiny_optio
     monkeypatch.setattr(Recorder, "log", spy)
     folder = tmp_path / "run"
     options = [*tiny_options, "--log-every", "4", "--validate-every", "0"]
-    code, _, err = run_train("--output", folder, *options, "--max-steps", "9")  # of 6 in an epoch, 4 images each
+    code, _, err = run_train("--output", folder, *options, "--max-steps", "9")  # of 6 in an epoch, with 4 images each
     assert code == 0, err
     step, ask, receive = "step", "ask", "receive"
     assert happened == [step, ask, receive, *[step] * 3, ask, step, receive, step, ask, receive,
@@ -434,7 +435,7 @@ def test_clipping_that_leaves_nothing_of_the_gradients_is_told_once(clip_norm, i
 
 
 class Overflowing(MXNetExecutor):
-    """Skips some of its optimizer's steps, as the cuda executor does where a gradient is not finite."""
+    """Skips some of its optimizer's steps, like the cuda executor if a gradient is not finite."""
 
     skipped: frozenset[int] = frozenset()  # numbers of these steps, from 1
     steps = 0
@@ -475,7 +476,7 @@ def test_skipped_steps_are_counted(run_train, tiny_options, tmp_path, monkeypatc
 
 @pytest.mark.long
 def test_a_run_whose_gradients_never_are_finite_ends(run_train, tiny_options, tmp_path, monkeypatch):
-    """With a sentence, and with the weights of the last step that changed them in a checkpoint."""
+    """With a sentence, and a checkpoint with the weights of the last step that changed them."""
     monkeypatch.setattr("graph_passes.executors.mxnet.MXNetExecutor", Overflowing)
     monkeypatch.setattr(Overflowing, "skipped", frozenset(range(5, 1000)))
     folder, before = tmp_path / "run", tmp_path / "before"

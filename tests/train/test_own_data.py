@@ -14,7 +14,7 @@ from tfrecord_files import example, write_tfrecord
 from pipelines.recordio import pack_record
 from pipelines.sources import open_source
 from train import checkpoint, models
-from train.build import class_weights, open_split, told_about_classes, training_graph
+from train.build import class_remarks, class_weights, open_split, training_graph
 from train.config import Config
 from train.devices import Placement
 from train.errors import TrainError
@@ -57,7 +57,7 @@ def test_a_folder_without_val_is_split(run_train, options, uneven_data, tmp_path
     assert numbers[0] + numbers[2] == 30 and said.endswith("for validation (--val-split 0.3)")
     assert "on the training images" not in out and "validation loss" in out
     report = json.loads((folder / "report" / "report.json").read_text())
-    best = max(report["epochs"], key=lambda epoch: epoch["val_top1"])  # the first of equal ones
+    best = max(report["epochs"], key=lambda epoch: epoch["val_top1"])  # the first of several equal ones
     assert best["val_balanced_top1"] == pytest.approx(report["classifier"]["balanced_top1"])
     assert f"balanced accuracy {best['val_balanced_top1']:.1%} |" in out
     assert "balanced accuracy of the same epoch" in (folder / "report" / "report.md").read_text()
@@ -66,7 +66,7 @@ def test_a_folder_without_val_is_split(run_train, options, uneven_data, tmp_path
     assert code == 0 and f"{numbers[2]} images, loss" in out and ", balanced accuracy " in out, err
     shutil.copytree(uneven_data, tmp_path / "x")
     code, out, err = run_train("validate", "--checkpoint", folder, "--data", tmp_path / "x")
-    assert code == 0 and "30 images, loss" in out, err  # other data, all of them
+    assert code == 0 and "30 images, loss" in out, err  # in other data, all of them
     code, out, err = run_train("validate", "--checkpoint", folder, "--data", tmp_path / "x", "--val-split", "0.3")
     assert code == 0 and f"{numbers[2]} images, loss" in out, err
 
@@ -74,7 +74,7 @@ def test_a_folder_without_val_is_split(run_train, options, uneven_data, tmp_path
 @pytest.mark.long
 @pytest.mark.usefixtures("undrawn")
 def test_a_network_remembers_where_labels_count_from(run_train, tiny_options, tiny_data, tmp_path):
-    """So that validation images alone, of which none is of the first class, are not counted from their own first."""
+    """So that validation images without the first class are not counted from their own first label."""
     images = [(file.read_bytes(), int(file.parent.name[-1])) for file in sorted(tiny_data.glob("*/*.jpg"))]
     data = tmp_path / "data"
     data.mkdir()
@@ -98,7 +98,8 @@ def test_a_network_remembers_where_labels_count_from(run_train, tiny_options, ti
 
 @pytest.mark.long
 def test_validation_names_classes_without_an_image(run_train, tiny_data, initial_weights, tmp_path):
-    """Of a list, which cannot be left out of the classes before another one; of a folder that is empty, or is none."""
+    """For a list: a class without images cannot be left out if another one follows. For a folder: it is empty, or does
+    not exist."""
     options = ("--checkpoint", initial_weights, "--data", tmp_path, "--device", "cpu", "--num-threads", "1",
                "--val-image-size", "32")
     sentence = f"{tmp_path}: no image of these classes was validated on, so accuracy says nothing about them: "
@@ -145,7 +146,7 @@ def test_a_stopped_run_goes_on_to_the_same_bits(run_train, options, tmp_path):
 @pytest.mark.long
 @needs_horovod
 def test_two_processes_validate_each_image_once(options, uneven_data, tmp_path, monkeypatch):
-    """The part that is set aside is the same on both, and balanced accuracy is that of the images of both."""
+    """Both processes set aside the same part, and balanced accuracy counts the images of both."""
     monkeypatch.setenv("REPORT", "yes")
     program = "import sys; from train.__main__ import main; sys.exit(main(sys.argv[1:]))"
     done = run_processes(program, *options, *OWN, "--output", tmp_path / "run", "--batch-size", "2", "--epochs", "1",
@@ -178,7 +179,8 @@ def test_mistakes(run_train, tiny_options, tiny_data, tmp_path, monkeypatch, wro
 
 
 def test_class_weights(run_train, options, tmp_path):
-    """In proportion to the size to the power of -1/2, 1 on average over the images; told, and in the network's loss."""
+    """In proportion to the class size to the power of -1/2, with mean 1 over the images; reported, and in the network's
+    loss."""
     folder = tmp_path / "run"
     code, out, err = run_train("--output", folder, *options, "--class-weights", "0.5", "--max-steps", "2")
     assert code == 0, err
@@ -192,7 +194,7 @@ def test_class_weights(run_train, options, tmp_path):
 
 @pytest.mark.parametrize("stored", ["records", "tfrecord"])
 def test_folders_called_by_numbers_and_numbers(tiny_data, tmp_path, stored):
-    """Folders in the order 0, 1, 10, 11, 2 and labels 0 to 11 are the same classes, whichever is for training."""
+    """Folders in the order 0, 1, 10, 11, 2 and labels 0 to 11 are the same classes, whichever split is for training."""
     image = next(tiny_data.glob("*/*.jpg")).read_bytes()
     for way, (of_folders, other) in enumerate((("train", "val"), ("val", "train"))):
         data = tmp_path / str(way)
@@ -228,7 +230,7 @@ def write_records(path, image, labels):
 
 @pytest.mark.parametrize("stored", ["records", "records and names", "tfrecord", "folders", "list"])
 def test_images_of_one_class_are_refused(tiny_data, tmp_path, stored):
-    """Whatever classes the labels or a list leave room for."""
+    """Whatever number of classes the labels or a list allow."""
     file = next(tiny_data.glob("*/*.jpg"))
     data, name = tmp_path / "data", "2"
     data.mkdir()
@@ -268,7 +270,7 @@ def test_classes_that_one_split_alone_has_are_told(tiny_data, tmp_path):
         with loader_of(tmp_path) as train_loader:
             classes = train_loader.classes
             with loader_of(tmp_path, "val", classes=classes, whose="the training images") as val_loader:
-                told = told_about_classes("data", train_loader, val_loader)
+                told = class_remarks("data", train_loader, val_loader)
         assert told == [f"data: {sentence}" for sentence in sentences]
 
 

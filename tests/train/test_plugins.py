@@ -1,4 +1,4 @@
-"""Runs with plug-ins, by the command line: trained, recorded, resumed, used; callbacks that stop or fail."""
+"""Runs with plug-ins, by the command line: training, recording, resuming, use; callbacks that stop or fail."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def as_in_another_process() -> None:
-    """Forget what plug-ins have registered."""
+    """Forget everything that plug-ins have registered."""
     plugins._loaded.clear()
     plugins._told.clear()
     for key in [key for key, each in plugins._registered.items() if each.record]:
@@ -148,7 +148,7 @@ def test_benchmarks(run_train, small, tmp_path: Path) -> None:
 
 
 def test_resumed(run_train, small, tmp_path: Path) -> None:
-    """As if it had not been interrupted, and with its network as the start of another run."""
+    """As if it had not been interrupted; its network can also start another run."""
     _, options = small
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train(run_train, [*options, "--output", whole])
@@ -241,7 +241,7 @@ def test_a_run_is_stopped_between_two_steps(run_train, small, plugin, tmp_path: 
 
 
 def test_callbacks_of_a_program(tmp_path: Path) -> None:
-    """What `train.plugins.callback` takes, and functions of any name, for the end of an epoch."""
+    """Objects that `train.plugins.callback` accepts, and functions of any name, for the end of an epoch."""
     heard: list[Any] = []
 
     class Told:

@@ -1,4 +1,4 @@
-"""The presets of published recipes, field by field against what their sources say."""
+"""The presets of published recipes, field by field against their sources."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from train.presets import load_preset
 
 NUM_GPUS = 8  # of every source's command
 
-STRIKES_BACK = "https://arxiv.org/abs/2110.00476"  # table 2, and the text where that is said
-# Beside the table stands what its authors' program does where no option is given.
+STRIKES_BACK = "https://arxiv.org/abs/2110.00476"  # table 2, and the text
+# Besides the table, the defaults of the authors' program.
 TIMM = "https://github.com/huggingface/pytorch-image-models/blob/v1.0.31/timm"
 TIMM_WEIGHTS = f"{TIMM}/models/resnet.py"  # resnet50.a1_in1k, a2_in1k and a3_in1k, with their _rcfg and _r3cfg
 TIMM_LAMB = f"{TIMM}/optim/lamb.py"  # eps, max_grad_norm
@@ -62,7 +62,7 @@ FFCV_88: dict[str, dict[str, Any]] = {
 
 
 def with_values(sources: dict[str, dict[str, Any]], **changed: Any) -> dict[str, dict[str, Any]]:
-    """The same sources with other values; a field that none of them has is of the first."""
+    """The same sources with other values; a field that none of them has is added to the first."""
     first = next(iter(sources))
     found = {url: values | {name: changed.pop(name) for name in values.keys() & changed}
              for url, values in sources.items()}
@@ -124,7 +124,7 @@ def test_torchvision_s_average_is_the_one_of_its_train_py() -> None:
 @pytest.mark.usefixtures("narrow_network")
 @pytest.mark.parametrize("name", ["resnet50_a1_600ep", "cifar10_strong"])
 def test_a_run_with_all_ingredients_goes_on_with_equal_bits(name, tiny_data, run_train, tmp_path) -> None:
-    """Each of them as the preset has it, but for the network and the sizes."""
+    """Each ingredient as in the preset, except for the network and the sizes."""
     options = ["--config", name, "--data", tiny_data, "--model", "resnet18", "--image-size", "32", "--val-image-size",
                "32", "--batch-size", "4", "--epochs", "1", "--device", "cpu", "--num-threads", "1",
                "--no-tensorboard", "--checkpoint-minutes", "0", "--validate-every", "0"]

@@ -1,4 +1,4 @@
-"""An interrupted and resumed run ends with the same bits as an unbroken one, wherever it was interrupted."""
+"""A resumed run ends with the same bits as an uninterrupted one, wherever it was interrupted."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def assert_same_end(folder, unbroken_end, last=LAST):
 @pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("signal_at", [2, STEPS_PER_EPOCH], ids=lambda step: f"step{step}")
 def test_sigterm(unbroken, tiny_options, tmp_path, run_train, monkeypatch, signal_at):
-    folder, reports = tmp_path / "run", signal_at == 2  # one is as good as two, and takes longer than the run
+    folder, reports = tmp_path / "run", signal_at == 2  # one is enough; a second takes longer than the run
     step = Trainer.step
 
     def steps_in_the_report():
@@ -76,7 +76,7 @@ def test_sigterm(unbroken, tiny_options, tmp_path, run_train, monkeypatch, signa
     assert f"resume with: {start_of(TRAIN)} --resume {folder}" in out
     assert checkpoint.load(checkpoint.find(str(folder))).progress.step == signal_at
 
-    code, out, err = run_train("--resume", folder, report=reports)  # the options are those of the checkpoint
+    code, out, err = run_train("--resume", folder, report=reports)  # the options come from the checkpoint
     assert code == 0 and "other options" not in out, err
     assert_same_end(folder, unbroken)
     assert steps_in_the_report() == 2 * STEPS_PER_EPOCH
@@ -87,7 +87,7 @@ def test_sigterm(unbroken, tiny_options, tmp_path, run_train, monkeypatch, signa
 
 @pytest.mark.long
 def test_limits_that_are_not_reached_stay(unbroken, tiny_options, tmp_path, run_train, monkeypatch):
-    """So an interrupted run ends where an uninterrupted one does; one that has reached its --max-steps goes on."""
+    """So an interrupted run ends where an uninterrupted one does; a run that has reached its --max-steps continues."""
     step, folder = Trainer.step, tmp_path / "run"
 
     def signalled_step(self, batches):
@@ -123,7 +123,7 @@ def test_without_a_step_the_run_s_files_say_what_they_said(end, reason, tiny_opt
     assert code == 0 and reason in out and "other options" not in out, (out, err)
     assert (folder / "config.json").read_bytes() == config
     assert RunRecord.read_jsonl(folder / "metrics.jsonl").config == json.loads(config)
-    if not end:  # in another folder, too
+    if not end:  # also in another folder
         folder = tmp_path / "other"
         assert run_train("--resume", tmp_path / "run", "--output", folder, "--learning-rate", "0.25")[0] == 0
         assert (folder / "config.json").read_bytes() == config
@@ -149,7 +149,8 @@ def test_other_signals_save_too(number, tiny_options, tmp_path, run_train, monke
 
 @pytest.mark.long
 def test_stopped_in_validation(unbroken, tiny_options, tmp_path, run_train, monkeypatch):
-    """Within a batch, with the epoch saved; it is validated when the run goes on, which ends with the same bits."""
+    """The run stops within a validation batch, with the epoch saved. The resumed run validates it, and ends with the
+    same bits."""
     folder = tmp_path / "run"
     infer, validated = MXNetExecutor.infer, 0
 
@@ -211,7 +212,7 @@ def test_images_that_training_cannot_decode_any_more_lose_nothing(unbroken, tiny
     step = Trainer.step
 
     def breaking_step(self, batches):
-        if self.state.progress.step == 2:  # the batches that are under way have been read
+        if self.state.progress.step == 2:  # the batches in flight have been read
             for image in data.rglob("*.jpg"):
                 image.write_bytes(b"no image")
         return step(self, batches)
@@ -262,7 +263,8 @@ def test_a_run_saved_at_its_last_step_is_validated_once(unbroken, tiny_options, 
     ("config.json", "config.json had"),
 ])
 def test_files_that_are_removed_in_mid_run(gone, named, unbroken, tiny_options, tmp_path, run_train, monkeypatch):
-    """It is said, what is still known is written again, and the exit code tells; the run itself loses nothing."""
+    """The run reports it, writes the remembered content again, and returns another exit code; nothing of the run is
+    lost."""
     folder = tmp_path / "run"
     step = Trainer.step
 
@@ -276,12 +278,12 @@ def test_files_that_are_removed_in_mid_run(gone, named, unbroken, tiny_options, 
     code, out, err = run_train("--output", folder, *tiny_options, "--log-every", "1")
     assert code == 1, err
     lost = ", earlier checkpoints are not" * ("checkpoints/" in named)
-    assert (f"error: the run has ended, but {named} been removed from {folder} meanwhile: what was still known "
+    assert (f"error: the run has ended, but {named} been removed from {folder} meanwhile: their known content "
             f"is written again{lost}\n") in err
     if gone != "config.json":
         assert out.count("removed while the run continues: ") == named.count("/best") + named.count("metrics")
     wanted = unbroken
-    if "best.npz" in named:  # whatever it was, the validation after that is the best
+    if "best.npz" in named:  # whatever the earlier accuracy was, the next validation is the best
         epochs = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
         *_, last = [line["train_eval_top1"] for line in epochs if line["event"] == "epoch"]
         wanted = replace(unbroken, progress=replace(unbroken.progress, best_top1=last, validations_since_best=0))
@@ -300,7 +302,7 @@ def test_files_that_are_removed_in_mid_run(gone, named, unbroken, tiny_options, 
 ])
 def test_files_that_are_removed_while_the_report_is_written(gone, named, unbroken, tiny_options, tmp_path, run_train,
                                                             monkeypatch):
-    """All of them are there again, and the exit code tells."""
+    """All of them exist again, and the exit code shows the loss."""
     folder = tmp_path / "run"
 
     def rob(report_folder, record):
@@ -312,8 +314,8 @@ def test_files_that_are_removed_while_the_report_is_written(gone, named, unbroke
     monkeypatch.setattr(session, "has_predictions", lambda trainer, recorder: False)
     code, _, err = run_train("--output", folder, *tiny_options, report=True)
     assert code == 1, err
-    assert (f"error: the run has ended, but {named} had been removed from {folder} meanwhile: what was still "
-            "known is written again\n") in err
+    assert (f"error: the run has ended, but {named} had been removed from {folder} meanwhile: their known "
+            "content is written again\n") in err
     assert_same_end(folder, unbroken)
     assert RunRecord.read_jsonl(folder / "metrics.jsonl").steps_done == 12
 
@@ -356,19 +358,19 @@ def test_ingredients_and_averages_go_on(recipe, steps_per_epoch, tiny_options, t
 
 @pytest.mark.long
 def test_averages_begin_in_mid_run(tiny_options, tmp_path, run_train):
-    """A run that is resumed with --ema-decay for the first time averages from the weights that it has."""
+    """A run that is resumed with --ema-decay for the first time starts the averages from its present weights."""
     folder = tmp_path / "run"
     code, _, err = run_train("--output", folder, *tiny_options, "--max-steps", "5")
     assert code == 0, err
     before = checkpoint.load(checkpoint.find(str(folder)))
-    code, out, err = run_train("--resume", folder, "--max-steps", "3")  # fewer than are done: no step more
+    code, out, err = run_train("--resume", folder, "--max-steps", "3")  # fewer than the steps done: no further step
     assert code == 0, err
     assert "stopped after step 5: --max-steps is 3" in out
     assert checkpoint.load(checkpoint.find(str(folder))).progress == before.progress
     code, _, err = run_train("--resume", folder, "--ema-decay", "0.99", "--max-steps", "6", "--validate-every", "0")
     assert code == 0, err
     after = checkpoint.load(checkpoint.find(str(folder)))
-    decay = 5 / 14  # of the sixth step
+    decay = 5 / 14  # decay of the averages in the sixth step
     for name, start in (before.params | before.biased.aux).items():
         expected = decay * start + (1 - decay) * (after.params | after.biased.aux)[name]
         averages = after.ema | after.biased.averages
@@ -377,8 +379,8 @@ def test_averages_begin_in_mid_run(tiny_options, tmp_path, run_train):
 
 @pytest.mark.long
 def test_sigkill_in_mid_epoch_after_a_timed_checkpoint(unbroken, tiny_options, tmp_path, run_train):
-    """The process dies at once at step 9; a checkpoint was due by the clock after every step until step 8. The same
-    --resume auto has begun the run, in a folder where one had died before its first checkpoint."""
+    """The process dies at step 9. Until step 8 a checkpoint was due after every step, by the clock. The same --resume
+    auto has begun the run, in a folder where a run had died before its first checkpoint."""
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
@@ -452,7 +454,7 @@ def test_best_is_kept_and_validated(ema_decay, tiny_options, tmp_path, run_train
 
 @pytest.mark.long
 def test_in_mid_schedule_of_image_sizes_and_with_lars(tiny_options, tmp_path, run_train):
-    """Epoch 1 at 32 pixels, epoch 2 at 48, validation at 64; stopped in epoch 2, a run goes on to the same bits."""
+    """Epoch 1 at 32 pixels, epoch 2 at 48, validation at 64. A run stopped in epoch 2 resumes to the same bits."""
     options = [*tiny_options, "--first-image-size", "32", "--image-size", "48", "--resize-epochs", "1", "1",
                "--val-image-size", "64", "--validate-every", "2", "--optimizer", "lars",
                "--learning-rate", "5"]
@@ -474,7 +476,7 @@ def test_in_mid_schedule_of_image_sizes_and_with_lars(tiny_options, tmp_path, ru
     ("adamw", ["mean", "variance"]), ("lamb", ["mean", "variance"]), ("lion", ["mean"])
 ])  # fmt: skip
 def test_another_optimizer(optimizer, slots, tiny_options, tmp_path, run_train):
-    """It goes on to the same bits, with the number of its updates; and not from another one's state."""
+    """It resumes to the same bits, with the number of its updates; but not from another optimizer's state."""
     options = [*tiny_options, "--optimizer", optimizer, "--ema-decay", "0.5", "--validate-every", "0"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     code, _, err = run_train("--output", whole, *options)
@@ -494,7 +496,7 @@ def test_another_optimizer(optimizer, slots, tiny_options, tmp_path, run_train):
 
 @pytest.mark.long
 def test_another_global_batch(tiny_options, tmp_path, run_train):
-    """After 3 steps of 4 images the run goes on with 8: at the 17th of 27 images, with rate and momentum doubled."""
+    """After 3 steps of 4 images the run continues with 8: at the 17th of 27 images, with rate and momentum doubled."""
     folder = tmp_path / "run"
     assert run_train("--output", folder, *tiny_options, "--max-steps", "3")[0] == 0
     stopped = checkpoint.load(checkpoint.find(str(folder)))
@@ -531,7 +533,7 @@ def test_another_global_batch(tiny_options, tmp_path, run_train):
 @pytest.mark.long
 def test_rank_0_of_an_elastic_run_has_moved_to_a_machine_without_its_folder(tiny_options, tmp_path, run_train,
                                                                             monkeypatch):
-    """Where the machines share no disk, its report begins anew: it is told."""
+    """If the machines share no disk, its report starts again: the user is told."""
     assert run_train("--output", tmp_path / "run", *tiny_options, "--max-steps", "3")[0] == 0
     monkeypatch.setattr(session, "is_elastic", lambda: True)
     go_on = ("--resume", tmp_path / "run", "--max-steps", "4", "--output")

@@ -1,4 +1,4 @@
-"""The folder of a run: a name of its own, and room for its checkpoints."""
+"""The folder of a run: a unique name, and enough space for its checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("narrow_network")
 
 
 def test_room_for_a_checkpoint_is_looked_for_before_the_first_step(tiny_options, tmp_path, run_train, monkeypatch):
-    """One sentence with both sizes; nothing is trained, and no folder made."""
+    """One sentence with both sizes; nothing is trained, and no folder is created."""
     options = ("--output", tmp_path / "run", *tiny_options, "--max-steps", "1", "--validate-every", "0")
     assert run_train(*options)[0] == 0
     size = (tmp_path / "run" / "checkpoints" / "step-00000001.npz").stat().st_size
@@ -33,7 +33,7 @@ def test_room_for_a_checkpoint_is_looked_for_before_the_first_step(tiny_options,
 
 
 def test_two_runs_of_one_second_have_folders_of_their_own(tmp_path, monkeypatch):
-    """Whichever comes second; a run that ends before its first file leaves no folder."""
+    """Whichever comes second gets another name. A run that ends before its first file leaves no folder."""
     class Clock:
         @staticmethod
         def now():

@@ -20,7 +20,7 @@ def test_cosine():
     for step in range(7, 57):
         assert schedule(step) == pytest.approx(0.1 + 0.6 * math.cos(math.pi * (step - 7) / 100) ** 2)
     assert schedule(57) == pytest.approx(0.1)
-    assert schedule(1000) == pytest.approx(0.1)  # past the end it stays
+    assert schedule(1000) == pytest.approx(0.1)  # it stays there after the end
 
 
 @pytest.mark.parametrize("power", [1.0, 2.0, 0.5])

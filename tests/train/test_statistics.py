@@ -1,4 +1,5 @@
-"""BatchNorm's running statistics without their initial values: in validation, checkpoints and what reads them."""
+"""BatchNorm's running statistics without their initial values: in validation, in checkpoints and everything made from
+them."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ def unbiased(executor, shares):
 
 @pytest.mark.parametrize("name", ["mxnet", "reference"])
 def test_statistics_of_one_batch_are_that_batch_s(name, seed):
-    """However often it has been seen; and the executor goes on from the bits that it had."""
+    """However often the batch has been seen; and the executor continues with its own bits."""
     executor, batch = executor_of(name), batch_of(seed)
     shares = InitialShares(executor)
     once = None
@@ -77,7 +78,7 @@ def test_executors_agree(seed):
 
 
 def test_averages_hold_the_average_of_the_shares(seed):
-    """Averages of statistics that are always the same batch's are that batch's."""
+    """If all statistics are of the same batch, their averages are that batch's statistics."""
     executor, batch, config = executor_of("mxnet"), batch_of(seed), Config(ema_decay=0.9, optimizer="sgd")
     optimizer, shares = make_optimizer(executor, config), InitialShares(executor)
     for step in range(5):
@@ -103,7 +104,7 @@ def test_frozen_and_trained_statistics_stay_theirs():
 
 
 def test_they_end_with_what_fp32_holds():
-    """From then on statistics are the very bits that training has."""
+    """From then on the statistics have exactly the bits of training."""
     shares = InitialShares(executor_of("mxnet"))
     batches = 0
     while shares.own:
@@ -124,7 +125,8 @@ def test_no_variance_is_negative():
 
 @pytest.fixture(scope="module")
 def four_classes(tmp_path_factory):
-    """48 images, in train and once more in val. The same ones always: how well twelve steps learn differs by images."""
+    """48 images, in train and again in val. They are always the same, because the accuracy after twelve steps depends
+    on the images."""
     folder, random = tmp_path_factory.mktemp("four_classes"), np.random.default_rng(2)
     tints = [(150, 60, 60), (60, 150, 60), (60, 60, 150), (140, 140, 40)]
     for label, tint in enumerate(tints):
@@ -139,7 +141,7 @@ def four_classes(tmp_path_factory):
 
 @pytest.mark.parametrize("options", [(), ("--ema-decay", "0.9"), ("--batch-size", "4", "--accumulate", "2")])
 def test_few_steps_are_validated_as_they_are_trained(four_classes, tmp_path, run_train, options):
-    """Twelve steps, after which r still holds 28 % of 1 where batches have variances of 0.01."""
+    """Twelve steps, after which r still contains 28 % of 1 although batches have variances of 0.01."""
     run = tmp_path / "run"
     code, out, err = run_train("--data", four_classes, "--model", "resnet18", "--image-size", 32, "--batch-size", 8,
                                "--epochs", 2, "--device", "cpu", "--num-threads", 1, "--no-tensorboard", "--output",
@@ -153,7 +155,7 @@ def test_few_steps_are_validated_as_they_are_trained(four_classes, tmp_path, run
 
 
 def test_weights_keep_their_statistics(four_classes, tmp_path, run_train):
-    """A run that begins with trained weights goes on from their statistics, as ever."""
+    """A run that begins with trained weights continues with their statistics."""
     options = ["--data", four_classes, "--model", "resnet18", "--image-size", 32, "--batch-size", 8, "--device", "cpu",
                "--num-threads", 1, "--no-tensorboard", "--warmup-epochs", 0, "--validate-every", 0]
     for name, more in (("one", ()), ("two", ("--weights", tmp_path / "one"))):

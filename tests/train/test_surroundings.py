@@ -1,5 +1,5 @@
-"""What else surrounds a program: variables, home folder, terminal, input. None of it may end a program or change what
-it says."""
+"""The surroundings of a program: variables, home folder, terminal, input. None of it may end a program or change its
+output."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture(params=SURROUNDINGS)
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> Run:
-    """Runs Python, which must end well, without a terminal."""
+    """Runs Python without a terminal; it must succeed."""
     variables, prepare = SURROUNDINGS[request.param]
 
     def run(*arguments: object, light: bool = False) -> subprocess.CompletedProcess[str]:

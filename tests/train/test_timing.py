@@ -1,4 +1,4 @@
-"""Timings are repeated until their median is known to 1 %, or to a limit, which is said."""
+"""Timings are repeated until their median is known to 1 %, or to a limit, which is reported."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from train.timing import MIN_SAMPLES, relative_error, repeat
 
 
 class Clock:
-    """Each sample takes as long as it says."""
+    """Each sample takes the time that it returns."""
 
     def __init__(self, samples: object) -> None:
         self.now, self.samples = 0.0, iter(samples)  # type: ignore[call-overload]
@@ -38,8 +38,8 @@ def test_least_seconds():
 
 
 def test_noise_is_repeated_until_the_median_is_known():
-    """Of five values that take turns, the 95 % interval of the median holds the middle one alone once it is narrower
-    than a fifth of all: 2 * 1.96 * sqrt(n) / 2 < n / 5 from 97 on."""
+    """The samples cycle through five values. The 95 % interval of the median contains only the middle value once it is
+    narrower than a fifth of all samples: 2 * 1.96 * sqrt(n) / 2 < n / 5 from n = 97 on."""
     clock = Clock(itertools.cycle([0.9, 1.1, 0.95, 1.05, 1.0]))
     timing = repeat(clock.sample, limit_seconds=1e6, clock=clock)
     assert timing.median == 1.0 and timing.error < 0.01 and timing.limit == ""

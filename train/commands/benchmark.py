@@ -93,7 +93,7 @@ def benchmark(trainer: Trainer, recorder: Recorder, wanted: Measurement) -> Resu
     most = wanted.warmup_steps + wanted.limit_steps
     recorder.begin_epoch(0, most)
     batches = recorder.timed(itertools.chain.from_iterable(itertools.repeat(trainer.train_loader)))
-    times: list[float] = []  # seconds per step
+    times: list[float] = []  # duration of each step in seconds
     error, done = math.inf, False
     start = last_end = time.perf_counter()
     while not done:

@@ -59,7 +59,7 @@ CPU_BATCHES = (1, 2, 4, 8, 16)
 CLASSES = 1000
 NUM_BATCHES, POOL = 6, 64  # batches that alternate, and images from which they are made
 WARM_UP_SECONDS, SECONDS = 3.0, 3.0  # minimum, for each of a point's two figures
-CPU_SECONDS = 1.0  # for both, on a CPU: its clock rises at once, and its passes take long
+CPU_SECONDS = 1.0  # seconds for both on a CPU: its clock rises at once, and its passes take long
 LONGER = 4
 LEAST_LATENCIES, LEAST_PASSES = 10, 5  # a 90th percentile needs 10 latencies
 INT8 = "int8"
@@ -138,10 +138,10 @@ def precisions(config: Config, placement: Placement, is_chosen: bool) -> dict[st
 
 def sweep(precision: str, config: Config, placement: Placement, num_classes: int, sizes: Sequence[int],
           seconds: float | None = None) -> Generator[Point, None, None]:
-    """Yield the points of one precision, from the smallest batch up; print what is measured, and which sizes do not fit
+    """Yield the points of one precision, from the smallest batch up. Prints the results, and the sizes that do not fit
     into memory. A cuda executor accepts batches smaller than its own; other executors are built for each size.
-    `seconds`: the time of each part of a point, instead of the default. The throughput gets LONGER times as much if its
-    median is not known to 1 % by then."""
+    `seconds`: the time for each part of a point, instead of the default. The throughput gets LONGER times as much if
+    its median is not known to 1 % by then."""
     shared: Executor | None = None
     fitting = list(sizes)
     if placement.executor == "cuda":
@@ -206,7 +206,7 @@ def images(config: Config, placement: Placement, batch: int) -> list[Any]:
     pool = np.zeros((min(POOL, NUM_BATCHES * batch), size, size, channels), dtype)
     pool[..., :3] = rng.standard_normal((*pool.shape[:3], 3), np.float32)
     context = mx.gpu(0) if placement.device.startswith("gpu") else mx.cpu()
-    # A large batch contains every image of the pool, and so many that two alternating batches are enough.
+    # A large batch contains every image of the pool, and is so large that two alternating batches are enough.
     starts = range(NUM_BATCHES if batch <= POOL else 2)
     return [mx.nd.array(pool[(start * batch + np.arange(batch)) % len(pool)], context, dtype) for start in starts]
 

@@ -38,7 +38,7 @@ def main(values: Mapping[str, Any]) -> None:
 
 
 def _form(own: CompareRunsOptions) -> str:
-    """The form of what is written, or of what is printed. Raises TrainError if it is not known."""
+    """The format of the file or of the printed comparison. Raises TrainError if it is not known."""
     if own.format != "auto":
         if own.output and own.format == TEXT:
             raise TrainError(f"--format text is for the terminal: give markdown, html or json for {own.output}")
@@ -47,13 +47,13 @@ def _form(own: CompareRunsOptions) -> str:
         return TEXT
     ending = Path(own.output).suffix.lower()
     if ending not in ENDINGS:
-        raise TrainError(f"--output {own.output} ends in none of {', '.join(ENDINGS)}, which say its form: rename it, "
-                         "or give --format")
+        raise TrainError(f"--output {own.output} ends in none of {', '.join(ENDINGS)}, which determine the format: "
+                         "rename it, or give --format")
     return ENDINGS[ending]
 
 
 def content(comparison: Comparison, form: str, plots: str | None = None) -> str:
-    """The comparison in a form: MARKDOWN (`plots` as in `Comparison.blocks`), HTML or JSON."""
+    """The comparison in a format: MARKDOWN (`plots` as in `Comparison.blocks`), HTML or JSON."""
     if form == MARKDOWN:
         return comparison.markdown(plots)
     return comparison.html() if form == HTML else json.dumps(comparison.to_dict(), indent=1) + "\n"

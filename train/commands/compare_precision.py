@@ -119,7 +119,7 @@ def run_training(config: Config, folder: Path) -> RunRecord:
     ):
         code = child.wait()
     for number in STOPPING:
-        if code in (128 + number, -number):  # the latter before the training loop has begun
+        if code in (128 + number, -number):  # the latter before the training loop has started
             raise StoppedBySignal(number, "stopped: repeat the command to resume")
     if code:
         raise error_of(code)(f"the run in {folder} ended with exit code {code}, see its message above; repeat the "

@@ -1,4 +1,4 @@
-"""Features of images: what the network's classifier reads, as a NumPy file, for searches, clusters and classifiers.
+"""Features of images (the input of the network's classifier) as a NumPy file, for search, clustering and classifiers.
 
     python -m train embed --checkpoint runs/my-run photos/ --output features.npy
 """
@@ -70,8 +70,8 @@ def _check_places(output: Path, images: Sequence[Path], overwrite: bool) -> None
 
 
 def write_features(network: Predictor, images: Sequence[str], output: Path, on_bad_image: str) -> tuple[int, Unread]:
-    """Write the features of image files as they are computed, and then the list of the files. After an error the
-    files are as they were before. Returns the number of rows, and the images that have none or are damaged. Raises
+    """Write the features of image files as they are computed, then the list of the files. After an error, existing
+    files are unchanged. Returns the number of rows, and the images that are unreadable (no row) or damaged. Raises
     UserError."""
     unread, written = Unread({}, {}), []
     numbered = [given(image, number) for number, image in enumerate(images)]
@@ -94,11 +94,12 @@ def write_features(network: Predictor, images: Sequence[str], output: Path, on_b
 
 @contextmanager
 def _npy_file(path: Path, most_rows: int, columns: int) -> Iterator[tuple[BinaryIO, Any]]:
-    """Inside: a new .npy file, to which rows of float32 are appended, and a function that ends it with their number.
-    The file takes its name when the block succeeds."""
+    """A context that creates a .npy file. Yields a function that appends rows of float32, and one that completes the
+    file with their number. The file gets its name when the block succeeds."""
     path.parent.mkdir(parents=True, exist_ok=True)
 
-    def write_header(rows: int) -> None:  # NumPy leaves room for any number of rows, so all headers have one length
+    # NumPy leaves room for any number of rows, so all headers have the same length
+    def write_header(rows: int) -> None:
         file.seek(0)
         np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": (rows, columns)})
 

@@ -118,7 +118,7 @@ def export_torchvision(trained: Checkpoint, file: Path, overwrite: bool) -> None
         place = f"{about}, where --torchvision {file} writes how images are prepared,"
         if not record.is_one(about):
             raise TrainError(f"{place} already holds something else: move it, or give another name")
-        # equal if it belongs to the same network in the other file format
+        # it may be the other file of the same network
         if not overwrite and about.read_bytes() != written:
             raise TrainError(f"{place} belongs to other weights: give --overwrite to replace it, or another name")
     files.write(about, written)
@@ -231,7 +231,7 @@ def export_features(trained: Checkpoint) -> tuple[bytes, float]:
     wanted = ours.request()()
     (found,) = _session(content, _settings()).run(
         None, {"data": np.ascontiguousarray(images_nhwc.transpose(0, 3, 1, 2))})
-    largest = max(float(np.abs(wanted).max()), float(np.finfo(np.float32).tiny))  # a dead network's are all 0
+    largest = max(float(np.abs(wanted).max()), float(np.finfo(np.float32).tiny))  # a dead network has only zeros
     difference = float(np.abs(wanted - found).max()) / largest
     _check_difference(FEATURES, difference, TOLERANCE)
     return content, difference
@@ -299,7 +299,7 @@ def _session(content: bytes, settings: Any) -> Any:
 
 def _check_difference(what: str, found: float, tolerance: float) -> None:
     """Raise TrainError for a difference between ONNX Runtime and this program above the tolerance."""
-    if not found <= tolerance:  # NaN is a disagreement too
+    if not found <= tolerance:  # NaN counts as a difference, too
         raise TrainError(f"ONNX Runtime's {what} differ from this program's by {found:.1e}, more than {tolerance:.0e}: "
                          "no file was written; please report this")
 

@@ -1,4 +1,4 @@
-"""The trainings of a sweep: each combination of a grid file's values, with each seed."""
+"""The runs of a sweep: each combination of a grid file's values, with each seed."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from train.options.data import SYNTHETIC
 from train.options.limits import shown
 from train.options.runs import Sweep, SweepOptions
 
-LONGEST_NAME = 120  # characters of a run's folder
+LONGEST_NAME = 120  # most characters of a run folder's name
 NOT_IN_GRID = {*(field.name for field in dataclasses.fields(Sweep)), "output"}  # options of the sweep itself
 
 
 class Point(NamedTuple):
-    """One training of a sweep."""
+    """One run of a sweep."""
 
-    name: str  # of its folder
+    name: str  # name of its folder
     folder: Path
     config: Config
-    arguments: list[str]  # of `python -m train`, which begin or resume it
+    arguments: list[str]  # arguments of `python -m train` that begin or resume the run
 
 
 def plan(own: Sweep, values: Mapping[str, Any]) -> list[Point]:
-    """The trainings of a sweep, the seeds of a combination one after the other. `values`: the given options. Raises
-    UserError for a grid or a combination that cannot be trained."""
+    """The runs of a sweep; the seeds of a combination come one after the other. `values`: the given options. Raises
+    UserError for an invalid grid or combination."""
     if not (own.grid or own.seeds):
         raise TrainError("a sweep needs something to vary: give a grid file, or --seeds 3")
     given = {name: value for name, value in values.items() if name not in NOT_IN_GRID}
@@ -91,7 +91,7 @@ def _named(names: Sequence[str], chosen: Mapping[str, Any]) -> str:
 
 
 def _folder_name(names: Sequence[str], chosen: Mapping[str, Any]) -> str:
-    """A folder's name that says what is varied; with a digest where the values do not fit into a name."""
+    """A folder name that contains the varied values; a digest of them if they do not fit into a name."""
     full = _named(names, chosen).replace(" ", "+")
     name = re.sub(r"[^\w.,=+-]+", "-", full)
     if name == full and len(name) <= LONGEST_NAME:
@@ -106,8 +106,8 @@ def _arguments(chosen: Mapping[str, Any], config: Config, folder: Path) -> list[
 
 
 def _read_grid(path: Path, given: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """The values of each option of a grid file. Raises UserError for a file that is no grid, for values that an option
-    does not take, and for an option of the command line `given`."""
+    """The values of each option of a grid file. Raises UserError if the file is not a grid, an option does not accept a
+    value, or an option is also `given` on the command line."""
     axes: dict[str, list[Any]] = {}
     content = _content(path)
     # Names that only a plug-in of the grid knows are checked when it is loaded.

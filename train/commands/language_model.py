@@ -68,7 +68,7 @@ def main(values: Mapping[str, Any]) -> None:
         executor.set_params(params, {})
         trainer = Trainer(config, workers, executor, loaders[0], loaders[1], folder, start)
     trainer.saver.resume_command = f"{launcher()} language-model --resume {shlex.quote(str(folder))}"
-    unknown = float(np.mean(tokens[end:] == 0))  # the share that a network would get right by always answering <unk>
+    unknown = float(np.mean(tokens[end:] == 0))  # accuracy of a network that always answers <unk>
     facts = Facts(_precision(config, placement), sum(array.size for array in params.values()), num_known(known),
                   loaders[0].num_images, loaders[1].num_images, unknown, best_possible)
     try:

@@ -61,8 +61,8 @@ def main(values: Mapping[str, Any]) -> None:
 
 
 def predict(options: PredictOptions) -> list[Prediction]:
-    """Predictions for the given image files, in their order, with pictures; those of unreadable images have an `error`.
-    Raises TrainError or DataError for a user's mistake, and where no image can be read."""
+    """Predictions for the given image files, in their order, with pictures. Predictions of unreadable images have an
+    `error`. Raises TrainError or DataError for a user's mistake, or if no image is readable."""
     network = Predictor.load(options)
     predictions = network.predict(options.images, options.top, options.on_bad_image, keep_pictures=True)
     network.close()

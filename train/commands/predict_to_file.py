@@ -43,7 +43,7 @@ from train.ranking import most_likely
 from train.weights.int8_file import Int8Network
 
 WAITING_WRITES = 4  # batches
-LOG_SECONDS = 30.0  # between two lines of progress where no terminal shows a bar
+LOG_SECONDS = 30.0  # seconds between two lines of progress if no terminal shows a bar
 NAMED = 5  # damaged images
 
 # The keys of the JSON file beside it that must be equal to resume a file, and their names in messages.
@@ -52,7 +52,7 @@ SAME = {"numbers": "kind of numbers", "weights": "network, by the SHA-256 of its
 
 
 class Job(NamedTuple):
-    """What a process needs to predict."""
+    """The arguments of a process that predicts."""
 
     options: PredictOptions
     trained: Checkpoint
@@ -82,7 +82,7 @@ def predict_to_file(options: PredictOptions, values: Mapping[str, Any], workers:
 
         def open_file(path: Path, share: str, images: Sequence[str]) -> tuple[PredictionFile, Found]:
             file = PredictionFile(path, job.trained.class_names, job.top, about | {"part": share}, SAME, has_true)
-            found = opened.enter_context(file).go_on(images)
+            found = opened.enter_context(file).resume(images)
             if changed := file.changed(images[: found.records]):
                 print(f"{path}: {len(changed):,} of its images changed after it was begun, and their predictions may "
                       f"be of the earlier ones: {some(changed)} (give another --output to predict all anew)",
@@ -125,7 +125,7 @@ def predict_to_file(options: PredictOptions, values: Mapping[str, Any], workers:
 
 
 def top_of(options: PredictOptions, trained: Checkpoint) -> int:
-    """The number of classes listed for an image, as `check_top` has it."""
+    """The number of classes listed for an image, see `check_top`."""
     return check_top(options.top, trained.num_classes, options.checkpoint)
 
 
@@ -149,7 +149,7 @@ def _job(options: PredictOptions, values: Mapping[str, Any], workers: Workers) -
 
 
 def _about(job: Job) -> dict[str, Any]:
-    """What makes the predictions: the content of the JSON file beside them."""
+    """The content of the JSON file beside the predictions: what produced them."""
     digest = hashlib.sha256(repr(job.trained.class_names).encode(errors="surrogateescape"))
     values = job.int8.params if job.int8 else job.trained.params | job.trained.aux
     for name, array in sorted(values.items()):

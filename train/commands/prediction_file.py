@@ -1,11 +1,11 @@
 """The file of many predictions, one record per image, as CSV or JSON lines. It grows batch by batch, and a later run
 resumes it.
 
-The CSV columns are `file`; `true`, the true class, where folders tell any; then `class`, `index` and `probability` of
+The CSV columns are `file`; `true`, the true class, if folders determine it; then `class`, `index` and `probability` of
 the most likely class; `class_2`, `index_2` and `probability_2` of the second, and so on; in a file of `validate` the
 `loss`; and `error`. A JSON line has the form that `predict --json` prints, with the same further fields. The record of
-an image that cannot be read has no classes, and the reason in `error`. A JSON file beside it says what made the
-predictions, so that a later run can check whether it may resume.
+an image that cannot be read has no classes, and the reason in `error`. A JSON file beside it says how the predictions
+were made, so that a later run can check whether it may resume.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from common import files
 from train.errors import TrainError
 from train.recording.log_file import writing
 
-ABOUT = ".about.json"  # ends the name of the file beside it
-ENCODING, ERRORS = "utf-8", "surrogateescape"  # names of files are bytes, which come out as they were
+ABOUT = ".about.json"  # suffix of the JSON file beside it
+ENCODING, ERRORS = "utf-8", "surrogateescape"  # file names are bytes, which are written unchanged
 
 
 class Found(NamedTuple):
@@ -75,8 +75,8 @@ class Form(ABC):
         return self.true % self.quote(name) if self.true else ""
 
     def records(self, lines: Iterable[str]) -> Iterator[tuple[str, bool]]:
-        """The file of each record, and whether that file cannot be read. Reads no line beyond the record. Raises any
-        exception for a record that is not whole, or not as this program writes it."""
+        """The image file of each record, and whether that image was unreadable. Reads no line beyond the record. Raises
+        any exception for an incomplete record, or one that this program did not write."""
         taken: list[str] = []
 
         def taking() -> Iterator[str]:
@@ -129,13 +129,13 @@ class JsonLines(Form):
 
 
 _COLUMNS = {False: "without true classes", True: "with true classes"}  # the value of "columns" in the JSON file
-FORMS: dict[str, type[Form]] = {".csv": Csv, ".jsonl": JsonLines}  # by the ending of the file
+FORMS: dict[str, type[Form]] = {".csv": Csv, ".jsonl": JsonLines}  # by the suffix of the file
 
 
 def check_name(path: Path) -> None:
-    """Raise TrainError for a file whose name does not tell its form."""
+    """Raise TrainError for a file whose name does not determine its format."""
     if path.suffix not in FORMS:
-        raise TrainError(f"--output {path} must end in {' or '.join(FORMS)}, which says how it is written")
+        raise TrainError(f"--output {path} must end in {' or '.join(FORMS)}, which determines the format")
 
 
 class PredictionFile(AbstractContextManager["PredictionFile"]):
@@ -145,7 +145,7 @@ class PredictionFile(AbstractContextManager["PredictionFile"]):
         path: its suffix is one of `FORMS`.
         names: the classes, in the network's order.
         top: classes in a record.
-        about: what makes the predictions, as JSON values.
+        about: how the predictions are made, as JSON values.
         same: the keys of `about` that must be equal to resume a file, and their names in a message.
         has_true: whether the records have the true class.
 
@@ -159,15 +159,15 @@ class PredictionFile(AbstractContextManager["PredictionFile"]):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists() and not path.is_file():  # a folder, a pipe, a device
-                raise TrainError(f"{path} is no regular file, so that nothing could go on where it ends: give another "
-                                 "--output")
+                raise TrainError(f"{path} is no regular file, so it cannot be continued after an "
+                                 "interruption: give another --output")
             self._file: BinaryIO = path.open("a+b", buffering=0)
         except OSError as error:
             raise TrainError(f"cannot write {path} ({error.strerror}): "
                              f"{files.way_out(error, 'give another --output')}") from None
         about_path = path.with_name(path.name + ABOUT)
         try:
-            if not files.lock(self._file):  # until it is closed, which the end of the process does too
+            if not files.lock(self._file):  # until it is closed, or the process ends
                 raise TrainError(f"another process is writing {path}: wait for its end, or give another --output")
             if path.stat().st_size:
                 self._check(about_path, about, same)
@@ -179,7 +179,7 @@ class PredictionFile(AbstractContextManager["PredictionFile"]):
             raise
 
     def _check(self, path: Path, about: Mapping[str, Any], same: Mapping[str, str]) -> None:
-        """Raise TrainError where the file cannot be resumed."""
+        """Raise TrainError if the file cannot be resumed."""
         try:
             # earlier versions wrote no true classes, and did not say so
             found = {"columns": _COLUMNS[False]} | json.loads(path.read_bytes())
@@ -189,16 +189,17 @@ class PredictionFile(AbstractContextManager["PredictionFile"]):
                              "it says so): give another --output") from None
         except OSError as error:
             raise TrainError(f"cannot read {path}, which says what {self.path.name} was begun with ({error.strerror}): "
-                             "see that it can be read, or give another --output") from None
-        except Exception:  # as `refused_as` says
-            raise TrainError(f"{path}, which says what {self.path.name} was begun with, is damaged: put back a copy of "
-                             "it, or give another --output") from None
+                             "check its permissions, or give another --output") from None
+        except Exception:  # as in `refused_as`
+            raise TrainError(f"{path}, which says what {self.path.name} was begun with, is damaged: restore it from "
+                             "a copy, or give another --output") from None
         for words, before, now in changed:
             raise TrainError(f"{self.path} was begun with another {words}: {before}, now {now}; give another --output")
 
-    def go_on(self, images: Sequence[str]) -> Found:
-        """Check that the file's records are of the first images, and count them. Cuts off an unfinished record at its
-        end, which a kill leaves. Raises TrainError if it has other images, or is damaged before its end."""
+    def resume(self, images: Sequence[str]) -> Found:
+        """Check that the file's records belong to the first images, and count them. Removes an incomplete record at the
+        end, which a killed process leaves. Raises TrainError if the file has other images, or is damaged before its
+        end."""
         header, end, found = self.form.header, 0, Found(0, 0)
         with self.path.open("rb") as reading:
             if (beginning := reading.read(len(header))) == header:
@@ -212,32 +213,33 @@ class PredictionFile(AbstractContextManager["PredictionFile"]):
         return found
 
     def changed(self, images: Sequence[str]) -> list[str]:
-        """The images that have changed since the file was begun, or were put into the place of others."""
+        """The images that have changed or been replaced since the file was begun."""
         begun = self.path.with_name(self.path.name + ABOUT).stat().st_mtime_ns
 
         def changed_at(image: str) -> int:
             try:
-                return os.stat(image).st_ctime_ns  # as that of contents may be any time, after a copy or a move
+                # modification times of contents may be arbitrary after a copy or a move
+                return os.stat(image).st_ctime_ns
             except OSError:  # it was removed, but its prediction is still right
                 return 0
 
         return [image for image in images if changed_at(image) > begun]
 
     def _read(self, reading: BinaryIO, images: Sequence[str]) -> tuple[Found, int]:
-        """The records behind the header, and the byte at which the last whole record ends. Raises TrainError."""
+        """The records after the header, and the byte at which the last complete record ends. Raises TrainError."""
         end, done, bad = reading.tell(), 0, 0
         lines = (line.decode(ENCODING, ERRORS) for line in reading if line.endswith(b"\n"))
         try:
             for file, is_bad in self.form.records(lines):
                 wanted = repr(images[done]) if done < len(images) else "none"
                 if repr(file) != wanted:
-                    raise TrainError(f"image {done + 1:,} in {self.path} is {file!r}, and of this command {wanted}: "
+                    raise TrainError(f"image {done + 1:,} in {self.path} is {file!r}, but this command has {wanted}: "
                                      "give the same images in the same order, or another --output")
                 done, bad, end = done + 1, bad + is_bad, reading.tell()
         except TrainError:
             raise
-        except Exception:  # as `refused_as` says
-            # A name may have line breaks, and be cut after one of them.
+        except Exception:  # as in `refused_as`
+            # A name may contain line breaks, and may be cut after one of them.
             name = _csv_field(images[done]).encode(ENCODING, ERRORS) if done < len(images) else b""
             length = reading.tell() - end
             reading.seek(end)
@@ -250,8 +252,8 @@ class PredictionFile(AbstractContextManager["PredictionFile"]):
         return Found(done, bad), end
 
     def write(self, records: Iterable[str]) -> None:
-        """Append records. Raises TrainError if that fails; whole records remain, and nothing more is written, since it
-        would follow a gap."""
+        """Append records. Raises TrainError if that fails. Complete records remain; nothing more is written, because it
+        would come after a gap."""
         with _writing(self.path):
             try:
                 self._write("".join(records).encode(ENCODING, ERRORS))
@@ -286,7 +288,7 @@ class PredictionFile(AbstractContextManager["PredictionFile"]):
 
     def close(self) -> None:
         if not self._file.closed:
-            with contextlib.suppress(OSError):  # of a file system that does not know it
+            with contextlib.suppress(OSError):  # for a file system without this operation
                 os.fsync(self._file.fileno())
             self._file.close()
 

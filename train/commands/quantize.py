@@ -57,8 +57,8 @@ class LayerError:
 
     name: str
     limit: float  # the output's largest representable absolute value; 0 for a float output
-    weight_db: float  # of each weight by itself
-    output_db: float  # of the output for images, including the noise of all earlier layers
+    weight_db: float  # error of the weights, each by itself
+    output_db: float  # error of the output for images, including the noise of all earlier layers
 
 
 def main(values: Mapping[str, Any]) -> None:

@@ -54,7 +54,7 @@ def name_preset(config: Config, values: Mapping[str, Any], workers: Workers) -> 
 
 
 def checkpoint_to_resume(values: Mapping[str, Any]) -> Path | None:
-    """The checkpoint file that --resume means; None: a new run begins. Raises TrainError."""
+    """The checkpoint file for --resume; None: begin a new run. Raises TrainError."""
     place = values.get("resume")
     if place and place != AUTO and values.get("weights"):
         raise TrainError(f"--weights {values['weights']} begins a run, but --resume {place} continues one with its "
@@ -211,7 +211,7 @@ def _check_complete(trainer: Trainer, recorder: Recorder) -> None:
     if names := list(dict.fromkeys(recorder.all_removed)):
         lost = ", earlier checkpoints are not" * any(not (trainer.run_folder / name).exists() for name in names)
         raise ProgramError(f"the run has ended, but {', '.join(names)} had been removed from {trainer.run_folder} "
-                           f"meanwhile: what was still known is written again{lost}")
+                           f"meanwhile: their known content is written again{lost}")
 
 
 def measure_loader(loader: Loader, workers: Workers) -> float:
@@ -269,7 +269,7 @@ def _write_report(recorder: Recorder, run_folder: Path, trainer: Trainer | None)
 
 
 def _save_outcomes(trainer: Trainer, loader: Loader, evaluated: str, folder: Path) -> None:
-    """Write what the report shows of the network into its folder: the outcomes of the best validation, or of the latest
+    """Write the network's results for the report into its folder: the outcomes of the best validation, or of the latest
     one if the best is an earlier version's or its file is gone. Raises UserError."""
     validated = best_outcomes(trainer.run_folder) or trainer.validated
     if not validated:

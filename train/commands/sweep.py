@@ -1,4 +1,4 @@
-"""The command sweep: trainings of several seeds or options, one after the other or one a GPU, and their comparison.
+"""The command sweep: trains several seeds or options, one after the other or one per GPU, and compares the runs.
 
 Each training is a run of `python -m train` in its own process and folder. If the command is repeated, finished runs are
 skipped and a stopped one is resumed.
@@ -37,11 +37,12 @@ from train.report.comparison import Comparison
 from train.report.comparison import compare as compare_runs
 from train.report.runs import Run, size_on_disk
 
-NAME = "comparison"  # of the files that a sweep ends in
+NAME = "comparison"  # name of the files that a sweep writes at its end, without ending
 POLL_SECONDS = 0.2
-LOOK_SECONDS = 5.0  # between two looks at the epochs of trainings that run beside each other
-LAST_WORDS = 4096  # bytes at the end of a log in which an error is looked for
-SIGNAL_CODES = {code for number in STOPPING for code in (128 + number, -number)}  # of a training that was stopped
+LOOK_SECONDS = 5.0  # seconds between two looks at the epochs of parallel trainings
+LAST_WORDS = 4096  # bytes at the end of a log that are searched for an error
+# Exit codes of a training that was stopped.
+SIGNAL_CODES = {code for number in STOPPING for code in (128 + number, -number)}
 
 
 def main(values: Mapping[str, Any]) -> None:
@@ -77,8 +78,8 @@ def _check_output(output: Path) -> None:
 
 
 def _slots(parallel: int, points: Sequence[Point]) -> list[Slot | None]:
-    """The share of the machine for each training that runs at a time; None: all of it. Raises TrainError if there are
-    fewer GPUs than asked for."""
+    """The share of the machine for each run that trains at a time; None: the whole machine. Raises TrainError if there
+    are fewer GPUs than requested."""
     on_gpu = any(point.config.device != "cpu" for point in points)
     gpus = topology.read_gpus() if on_gpu and parallel != 1 else []
     count = min(parallel or len(gpus) or 1, len(points))
@@ -93,20 +94,20 @@ def _slots(parallel: int, points: Sequence[Point]) -> list[Slot | None]:
 
 @dataclass
 class _Running:
-    """A training that runs."""
+    """A training that is running."""
 
     point: Point
     slot: Slot | None
     process: subprocess.Popen[bytes]
     started: float
-    log: Path | None  # what it prints, if it runs beside others
-    epochs: int  # done and told so far
+    log: Path | None  # log file, if it runs in parallel
+    epochs: int  # epochs printed so far
 
 
 class _Trainings:
-    """Runs the points, in each of the `slots` one at a time.
+    """Runs the trainings of a sweep, one at a time in each of the `slots`.
 
-    `failed`: the names of those that failed. `obstacle`: why no more are begun; None: nothing is in the way.
+    `failed`: names of failed trainings. `obstacle`: why no further training is started; None if there is no obstacle.
     """
 
     def __init__(self, points: Sequence[Point], slots: Sequence[Slot | None]) -> None:
@@ -115,12 +116,12 @@ class _Trainings:
         self._points, self._left = points, list(points)
         self._free, self._num_slots = list(slots), len(slots)
         self._running: list[_Running] = []
-        self._seconds: list[float] = []  # durations of the trainings that have ended well
+        self._seconds: list[float] = []  # durations of the successful trainings
         self._largest = 0  # bytes on disk of the largest finished run
         self._looked = time.monotonic()
 
     def run(self) -> None:
-        """Train until all are done. Raises StoppedBySignal, and ProgramError if the disk is full."""
+        """Train until all are complete. Raises StoppedBySignal, and ProgramError if the disk is full."""
         with handled(dict.fromkeys(ending(), self._stop)):
             try:
                 while self._running or (self._left and not self.obstacle):
@@ -129,16 +130,16 @@ class _Trainings:
                     time.sleep(POLL_SECONDS)
                     self._collect()
             finally:
-                for each in self._running:  # only if beginning one has raised an error
+                for each in self._running:  # set only if starting one has raised an error
                     each.process.terminate()
                     each.process.wait()
         if self.obstacle:
             raise self.obstacle
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        """On a signal: the trainings save checkpoints. Ctrl-C reaches them from the terminal as well, which they count
-        as once."""
-        if self._num_slots > 1 and not self.obstacle:  # otherwise the training says so
+        """Forward a signal: the trainings save checkpoints. They also receive Ctrl-C from the terminal, and count both
+        signals as one."""
+        if self._num_slots > 1 and not self.obstacle:  # otherwise the training itself prints it
             print_line("stopping: the trainings save their state")
         self.obstacle = StoppedBySignal(number, "stopped: repeat the command to resume")
         for each in self._running:
@@ -164,11 +165,12 @@ class _Trainings:
             with contextlib.suppress(ProcessLookupError):  # it has already ended
                 os.sched_setaffinity(process.pid, slot.cores)
         self._running.append(_Running(point, slot, process, time.monotonic(), log, epochs_before))
-        if isinstance(self.obstacle, StoppedBySignal):  # it came while this one began, which it did not reach
+        # it came while this training was starting, so the training did not receive it
+        if isinstance(self.obstacle, StoppedBySignal):
             process.send_signal(self.obstacle.exit_code - 128)
 
     def _has_room(self, output: Path) -> bool:
-        """Whether the disk has room for another run as large as those that have finished; if not, it is an obstacle."""
+        """Whether the disk has room for another run as large as the finished ones; if not, sets `obstacle`."""
         free = shutil.disk_usage(output).free
         if free < self._largest:
             self.obstacle = ProgramError(f"{output} has {free / 2**30:.2f} GiB left, and a run of this sweep takes "
@@ -176,14 +178,15 @@ class _Trainings:
         return not self.obstacle
 
     def _time_left(self) -> str:
-        """The time of the trainings that have not begun, this one included, by the mean of those that have ended."""
+        """Estimated time of the trainings that have not started, including this one, from the mean duration of finished
+        ones."""
         if not self._seconds:
             return ""
         seconds = (len(self._left) + 1) / self._num_slots * sum(self._seconds) / len(self._seconds)
         return f", about {timedelta(seconds=round(seconds))} left"
 
     def _collect(self) -> None:
-        """Take note of trainings that have ended, and tell the epochs of those that run beside each other."""
+        """Collect trainings that have ended, and print the epochs of parallel ones."""
         ended = [each for each in self._running if each.process.poll() is not None]
         if ended or time.monotonic() - self._looked > LOOK_SECONDS:
             self._looked = time.monotonic()
@@ -205,21 +208,21 @@ class _Trainings:
 
 
 def _how(code: int) -> str:
-    """How a training ended that is not finished."""
+    """How a training that is not complete ended."""
     if not code:
         return "ended before it was finished"  # --time-limit
     return "was stopped by a signal" if code in SIGNAL_CODES else how_it_ended(code)
 
 
 def _last_error(log: Path) -> str:
-    """The last error that a training has written, and where."""
+    """The last error message of a training, and the file that has it."""
     lines = log.read_bytes()[-LAST_WORDS:].decode(errors="replace").splitlines()
     said = next((line for line in reversed(lines) if line.startswith("error: ")), "")
     return f" ({log}); {said}" if said else f" ({log})"
 
 
 def _epochs(folder: Path) -> list[str]:
-    """What to tell of each epoch that a run has done."""
+    """A line for each epoch that a run has completed."""
     try:
         run = Run.read(folder, with_steps=False)
     except TrainError:  # it has not begun yet
@@ -230,7 +233,7 @@ def _epochs(folder: Path) -> list[str]:
 
 
 def _tell_epochs(each: _Running) -> None:
-    """Print the epochs that a training beside others has done since the last look."""
+    """Print the epochs that a parallel training has completed since the last call."""
     if each.slot:
         done = _epochs(each.point.folder)
         for epoch in done[each.epochs:]:
@@ -249,7 +252,7 @@ def _environment(slot: Slot | None) -> dict[str, str]:
 
 
 def _compare(points: Sequence[Point]) -> Comparison | None:
-    """Write the comparison of the runs; None if none of them has a step."""
+    """Write the comparison of the runs; None if no run has a step."""
     begun = [point.folder for point in points if (point.folder / METRICS_FILE).exists()]
     try:
         found = compare_runs(begun)

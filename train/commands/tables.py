@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-PIPE_WIDTH = 200  # columns where the output is no terminal
+PIPE_WIDTH = 200  # columns if the output is not a terminal
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

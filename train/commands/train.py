@@ -18,11 +18,11 @@ from train import checkpoint, demonstration, devices, losses
 from train.build import (
     build_executor,
     check_memory,
+    class_remarks,
     class_weights,
     evaluated_images,
     join_bn_group,
     open_split,
-    told_about_classes,
 )
 from train.callbacks import check_callbacks
 from train.checkpoint import Checkpoint
@@ -88,14 +88,14 @@ def run(values: Mapping[str, Any], callbacks: Sequence[Any] = ()) -> Path:
             if not is_lost_process(error):
                 raise
             if bn_group:
-                bn_group.give_up()  # otherwise the GPU would wait for the lost one
+                bn_group.give_up()  # otherwise the GPU would wait for the lost process
             raise lost_process(trainer) from None
     return beginning.run_folder
 
 
 def _elastic_session(values: Mapping[str, Any], state: RunState) -> None:
-    """Train until the run ends, or until processes come or go. `state` then has the start of the next session, and the
-    executor with everything that it has compiled."""
+    """Train until the run ends, or processes join or leave. `state` then has the start of the next session, and the
+    executor with its compiled graphs."""
     workers = Workers()
     if not state.beginning:
         state.beginning = begin(values, workers)
@@ -173,7 +173,7 @@ def open_trainer(
                                                               "the training images"))
                 if workers.rank == 0 and evaluated_images(config) == VALIDATION:
                     val_loader.remarks = [*val_loader.remarks,
-                                          *told_about_classes(config.data, train_loader, val_loader)]
+                                          *class_remarks(config.data, train_loader, val_loader)]
             if not start and placement.device.startswith("gpu"):
                 # The network checks how much memory is left, so both loaders must have theirs by then.
                 for loader in (train_loader, val_loader):

@@ -1,4 +1,4 @@
-"""Trainings that a command runs in processes of their own: whether one is done, and whether a folder holds it."""
+"""Runs that a command trains in separate processes: whether one is complete, and whether a folder contains it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from train.report.runs import Run
 
 
 def is_complete(config: Config, folder: Path) -> bool:
-    """Whether the run in a folder has ended as `config` asks; False for a folder without a run."""
+    """Whether the run in a folder is complete according to `config`; False for a folder without a run."""
     try:
         run = Run.read(folder, with_steps=False)
     except TrainError:
@@ -24,8 +24,8 @@ def is_complete(config: Config, folder: Path) -> bool:
 
 
 def check_same(config: Config, folder: Path, command: str) -> None:
-    """Raise TrainError if the folder holds a run with other settings than `config`. `command`: what the user has
-    started, in words."""
+    """Raise TrainError if the folder has a run with other settings than `config`. `command`: the user's command, for
+    the message."""
     path = folder / CONFIG_FILE
     if not path.exists():
         return

@@ -40,14 +40,14 @@ TOP = 5  # classes in the record of an image
 
 
 class EachImage:
-    """What a network makes of each image of a validation, in this process: compact, for millions of images."""
+    """The network's results for each image of a validation, in this process. Compact enough for millions of images."""
 
     def __init__(self, top: int) -> None:
         self._top = top
         self._parts: list[tuple[np.ndarray, ...]] = []
 
     def __call__(self, probabilities: np.ndarray, labels: np.ndarray, images: Sequence[int]) -> None:
-        """Add a batch: probabilities (N, classes), labels (N,), indices in the split (N)."""
+        """Add a batch: probabilities (N, classes), labels (N,), indices in the split (N,)."""
         labels = labels.astype(np.int32)
         own = np.maximum(probabilities[np.arange(len(labels)), labels], np.finfo(np.float32).tiny)
         self._parts.append((np.asarray(images, np.int64), labels, *most_likely(probabilities, self._top), -np.log(own)))
@@ -128,7 +128,7 @@ def main(values: Mapping[str, Any], workers: Workers | None = None) -> Validated
                 each(probabilities, labels, images)
 
         validation = validate(executor, loader, workers, progress=progress, each=take)
-    assert validation  # it is never stopped early here
+    assert validation  # validation is never stopped early here
     sums, skipped = validation.metrics, name_images(loader, workers)
     parts = each.gathered(workers) if each else []
     plugin_metrics = of_plugins.means(workers, sums.count)
@@ -175,7 +175,7 @@ def main(values: Mapping[str, Any], workers: Workers | None = None) -> Validated
 
 
 def _check_output(path: Path, data: str) -> None:
-    """Raise UserError, before the validation, if the records of its images could not be written to `path`."""
+    """Raise UserError, before the validation, if the records cannot be written to `path`."""
     check_name(path)
     if path.exists():
         raise TrainError(f"{path} is there already: give another --output")

@@ -2,11 +2,11 @@
 
     python -m train --config finetune --weights resnet50.pth --data /path/to/folder
 
-Any weights that `--weights` takes; the network is theirs where --model is not given. For a few hundred images add
-`--freeze backbone`, or `--backbone-lr-factor 0.1`. Stops by itself where ten validations bring nothing.
+`--weights` also determines the network if --model is not given. For a few hundred images add `--freeze backbone`, or
+`--backbone-lr-factor 0.1`. The run stops after ten validations without improvement.
 
-Hardware: any. Images/sec: not measured here; those of training, and more with frozen layers. Accuracy: not measured
-here; docs/fine_tuning.md has runs on CIFAR-10.
+Hardware: any. Images/sec: not measured here; as in training, and more with frozen layers. Accuracy: not measured here;
+docs/fine_tuning.md has runs on CIFAR-10.
 """
 
 from train.config import Config

@@ -4,9 +4,9 @@
     python -m train --config resnet50_a1_600ep --data /path/to/imagenet --accumulate 8    # one GPU, the same batch
 
 LAMB, learning rate 5e-3 for 2,048 images, cosine after 5 epochs of warm-up; binary cross entropy, mixup and CutMix,
-timm's RandAugment, stochastic depth, repeated augmentation. Source: Wightman, Touvron, Jégou, arXiv:2110.00476,
-table 2, which states 80.4 % top-1. What is not in its table is timm's: gradients clipped to a norm of 1 (the default
-of its LAMB), three copies of an image, bicubic resizing. What differs: docs/recipes.md.
+timm's RandAugment, stochastic depth, repeated augmentation. Source: Wightman, Touvron, Jégou, arXiv:2110.00476, table
+2, which states 80.4 % top-1. Settings missing from that table are timm's: gradients clipped to a norm of 1 (the default
+of its LAMB), three copies of an image, bicubic resizing. Differences: docs/recipes.md.
 
 Hardware: 8 NVIDIA GPUs, or 1. Images/sec: docs/recipes.md. Accuracy: 80.4 % expected, not measured here.
 """

@@ -6,7 +6,7 @@
 SGD, learning rate 0.5 for 1,024 images, cosine after 5 epochs of warm-up, weight decay 2e-5; TrivialAugment, random
 erasing, mixup and CutMix, label smoothing, repeated augmentation, a moving average of the weights. Source:
 https://github.com/pytorch/vision/issues/3995#issuecomment-1013906621, the recipe of ResNet50_Weights.IMAGENET1K_V2, for
-which torchvision states 80.858 % top-1. What differs: docs/recipes.md.
+which torchvision states 80.858 % top-1. Differences: docs/recipes.md.
 
 Hardware: 8 NVIDIA GPUs, or 1. Images/sec: docs/recipes.md. Accuracy: 80.86 % expected, not measured here.
 """

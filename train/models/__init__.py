@@ -3,7 +3,7 @@
     network = create("resnet50", num_classes=1000)
     params, aux = network.initial_values(seed=0)
 
-To add a family: its file in this folder, and its line in `FAMILIES`. A plug-in's networks are known by name too.
+To add a family, add its file in this folder and a line in `FAMILIES`. Networks of plug-ins have names, too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     "wide_resnet": ("wide_resnet50_2", "wide_resnet101_2"),
 }
 
-ALL = "all"  # stands for every network, where several may be given
+ALL = "all"  # stands for all networks, if several may be given
 
 plugins.reserve("model", (ALL, *FAMILIES, *(name for family in FAMILIES.values() for name in family)))
 

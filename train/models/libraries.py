@@ -1,5 +1,5 @@
-"""Names of weights in other libraries. A family's file maps layer names (`PUBLISHED`), this file the names of a layer's
-arrays."""
+"""Names of weights in other libraries. A family's file maps layer names (`PUBLISHED`); this file maps the names of a
+layer's arrays."""
 
 from __future__ import annotations
 

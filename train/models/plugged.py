@@ -1,4 +1,4 @@
-"""A plug-in's network as one of ours: NHWC, the loss at its end, made of operators that passes and executors know."""
+"""A plug-in's network in our form: NHWC, with a loss at its end, and only operators that passes and executors know."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ PARAMETERS = ("weight", "bias", "gamma", "beta", "moving_mean", "moving_var")  #
 
 
 def build(plugin: Registered, num_classes: int, label_smoothing: float) -> Symbol:
-    """The training Symbol of a plug-in's network, as `Network.symbol`. Raises UserError if it is no network that this
-    program can train."""
-    with mx.name.NameManager():  # counts from 0, so that layers without a name get the same one whenever they are made
+    """The training Symbol of a plug-in's network, like `Network.symbol`. Raises UserError if this program cannot train
+    it."""
+    with mx.name.NameManager():  # counts from 0, so that layers without a name always get the same name
         symbol = _symbol(plugin, plugins.call(plugin, num_classes))
     scores = _graph(plugin, symbol)
     _check_end(plugin, scores, num_classes)
@@ -32,7 +32,7 @@ def build(plugin: Registered, num_classes: int, label_smoothing: float) -> Symbo
 
 
 def known_operators() -> list[str]:
-    """The operators that a network may be made of, under MXNet's names."""
+    """The operators that a network may use, by MXNet's names."""
     return sorted(name for name, each in OPERATORS.items() if name not in LOSSES and not name.startswith("_")
                   and not each.fused and (each.gradient or each.numpy_gradient) and hasattr(mx.sym, name))
 
@@ -42,7 +42,7 @@ def _fault(plugin: Registered, sentence: str) -> UserError:
 
 
 def _symbol(plugin: Registered, made: Any) -> Symbol:
-    """What a plug-in's function has returned, as a Symbol."""
+    """The return value of a plug-in's function as a Symbol."""
     if isinstance(made, mx.gluon.HybridBlock):
         return plugins.call(plugin, mx.sym.Variable("data"), what=made)
     if isinstance(made, mx.gluon.Block):
@@ -54,7 +54,7 @@ def _symbol(plugin: Registered, made: Any) -> Symbol:
 
 
 def _graph(plugin: Registered, symbol: Symbol) -> Graph:
-    """The Symbol as a graph of operators that are known."""
+    """The Symbol as a graph of known operators."""
     try:
         graph = Graph.from_json(symbol.tojson(), source="its Symbol")
         if unknown := sorted(graph.operators().keys() - set(known_operators())):
@@ -79,7 +79,8 @@ def _check_end(plugin: Registered, graph: Graph, num_classes: int) -> None:
 
 
 def _check_parameters(plugin: Registered, graph: Graph) -> None:
-    """Raise UserError unless each variable is a parameter of a layer, whose shape is equal for images of any size."""
+    """Raise UserError unless each variable is a parameter of a layer whose shape does not depend on the size of
+    images."""
     for name, use in roles.uses(graph).items():
         if name != "data" and use.input not in PARAMETERS:
             raise _fault(plugin, f"has the variable {name}, which is neither data nor a parameter of a layer: leave it "

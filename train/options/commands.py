@@ -45,7 +45,7 @@ class ValidateOptions(LoaderOptions, InferenceImageOptions, BatchOptions, Device
 class QuantizeOptions(LoaderOptions, InferenceImageOptions, BatchOptions, DataOptions, PluginOptions):
     """Quantise a trained network to INT8, and print what that costs in accuracy.
 
-    Convolutions then compute with 8-bit integers, whose ranges come from training images. The result is written beside
+    Convolutions then compute with 8-bit integers. Their ranges come from training images. The result is written beside
     the checkpoint. Options that are not given keep their values from the run that trained the network. Runs on the CPU.
     """
 

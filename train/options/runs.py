@@ -21,14 +21,14 @@ class CompareRunsOptions:
     """
 
     runs: tuple[Path, ...]
-    """Run folders, or folders that hold some, as a sweep's does."""
+    """Run folders, or folders that contain run folders, such as a sweep's."""
     accuracies: Annotated[tuple[float, ...], "X"] = ()
-    """Top-1 accuracies (fractions) to which the time is told; default: some that the runs reach."""
+    """Top-1 accuracies (fractions) for the time to accuracy; default: some that the runs reach."""
     output: Annotated[str, "FILE"] = ""
     """Also write the comparison to this file: .html (one page with the curves), .md (with the curves beside it) or
     .json."""
     format: Literal["auto", "text", "markdown", "html", "json"] = "auto"
-    """Form of --output, or without it of what is printed; auto: by the file's ending, or text."""
+    """Format of --output, or of the printed comparison; auto: by the file's suffix, or text."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Sweep:
     seeds: int = 0
     """Train each combination with this many seeds, from --seed on; 0: with --seed only."""
     parallel: int = 1
-    """Trainings at a time, each on a GPU of its own where there are GPUs; 0: one for each GPU."""
+    """Number of trainings at a time, each on its own GPU if there are GPUs; 0: one for each GPU."""
 
 
 @dataclass(frozen=True)

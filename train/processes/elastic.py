@@ -129,8 +129,8 @@ def _broadcast(value: Any, rank: int = 0) -> Any:
 
 @contextlib.contextmanager
 def _losses_named() -> Iterator[None]:
-    """Inside, the error of an operation that fails because a process is lost becomes Horovod's own exception for
-    that."""
+    """A context in which the error of an operation that fails because a process is lost becomes Horovod's own
+    exception."""
     try:
         yield
     except Exception as error:
@@ -140,7 +140,7 @@ def _losses_named() -> Iterator[None]:
 
 
 def run(session: Callable[[RunState], None]) -> None:
-    """Call `session` in this process, and again after each change, until it returns. Other exceptions pass. Raises
+    """Call `session` in this process, and again after each change, until it returns. Other exceptions propagate. Raises
     TrainError if a session fails without a lost process and without a commit, because it would fail forever."""
     connections = _join()
 

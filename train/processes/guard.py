@@ -2,8 +2,8 @@
 (Not the guard in signals.py, which every process has for itself.)
 
 Each process gets SIGTERM when its launcher is gone (PR_SET_PDEATHSIG), saves a checkpoint and ends. But a stopped
-process takes no signal, and a hanging one blocks all. So the guard wakes stopped processes, watches the others as the
-launcher did, and kills a process that hangs.
+process receives no signal, and a hanging process blocks all others. So the guard wakes stopped processes, watches the
+others like the launcher, and kills a process that hangs.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ train.processes.launch`.
 
 It works like horovodrun with Gloo, with these differences: it checks the GPUs first and binds each process to the cores
 beside its GPU; the terminal belongs to rank 0 (progress bar, no prefixes); signals reach all processes; the exit code
-is that of the process that failed first. Over several machines horovodrun starts `python -m train.processes.launch` for
+is that of the process that failed first. With several machines horovodrun starts `python -m train.processes.launch` for
 each process (scripts/multi_host.sh), which then only binds itself to its cores and becomes `python -m train`.
 """
 
@@ -52,7 +52,7 @@ from train.processes.worker import (
 )
 
 MAX_PROCESSES = 8  # without -n: a DGX-1 has 8 GPUs
-# A killed process is gone only after its threads have ended, one by one. Another process that it has crashed may be
+# A killed process is gone only after its threads have ended, one by one. A process that crashed because of it may be
 # gone earlier.
 SETTLING_SECONDS = 0.2
 
@@ -122,8 +122,8 @@ def launch_elastic(slots: Sequence[Slot], command: Sequence[str], min_processes:
 def launch(slots: Sequence[Slot], command: Sequence[str], hang_seconds: float = DEFAULT_SECONDS) -> int:
     """Run `command` in a process for each slot, with its rank in the environment.
 
-    Returns the exit code: 0, or that of the first process that failed. After a failure or a hang (`Watch`, with
-    `hang_seconds`) the other processes are ended.
+    Returns the exit code: 0, or the exit code of the first process that failed. After a failure or a hang (`Watch`,
+    with `hang_seconds`) the other processes are ended.
 
     Raises TrainError if Horovod is missing, and StoppedBySignal while it starts.
     """

@@ -35,7 +35,7 @@ from train.processes import launch
 from train.processes.invocation import LAUNCHER_VARIABLE, script
 from train.processes.worker import TOLD, WAY_OUT, how_it_ended
 
-SECONDS_TO_SAVE = 60  # for a process to save and report after a request to stop
+SECONDS_TO_SAVE = 60  # seconds for a process to save and report after a request to stop
 if __name__ == "__mp_main__":  # in Horovod's helper processes, which start and end the processes of the run
     from horovod.runner.common.util import safe_shell_exec
 

@@ -26,7 +26,7 @@ LEAVE = signal.SIGUSR2  # from the guard: a second signal has arrived
 
 # a repetition within this time counts as the same signal: a launcher and the system may both send it
 SAME_SECONDS = 1.0
-GRACE_SECONDS = 5.0  # for a process to end by itself
+GRACE_SECONDS = 5.0  # seconds for a process to end by itself
 TRAINING, NOT_TRAINING = 100, 101  # messages to the guard; signal numbers go up to 64
 
 WORDS = "stopping after this step, then saving"
@@ -71,7 +71,7 @@ class Signals:
     """While active, the signals in STOPPING request to save and stop, and SIGUSR1 requests to save and continue.
 
     Exceptions: SIGHUP if the process was started to ignore it (nohup), and SIGPIPE unless the process is `alone`,
-    because it may come from a connection to a process that has ended.
+    because the signal may come from a connection to a process that has ended.
     """
 
     def __init__(self, alone: bool = True) -> None:

@@ -116,8 +116,8 @@ def check(gpus: Sequence[GpuPlace], num_processes: int) -> list[str]:
         others = f" (processes {', '.join(map(str, gpu.processes))})" if gpu.processes else ""
         free, total = gpu.free_bytes / 2**30, gpu.total_bytes / 2**30
         if gpu.free_bytes < MIN_FREE_BYTES:
-            raise TrainError(f"GPU {gpu.visible} has only {free:.1f} of {total:.1f} GiB free{others}: end what uses "
-                             f"it, or choose other GPUs with CUDA_VISIBLE_DEVICES")
+            raise TrainError(f"GPU {gpu.visible} has only {free:.1f} of {total:.1f} GiB free{others}: end the programs "
+                             f"that use it, or choose other GPUs with CUDA_VISIBLE_DEVICES")
         if total - free > MAX_IN_USE * total:
             notes.append(f"GPU {gpu.visible} is in use by another program{others}, which may slow all processes: "
                          f"{free:.1f} of {total:.1f} GiB are free")

@@ -1,9 +1,9 @@
 """Finds the process of a run that hangs, from the records that the processes write (pulse.py).
 
-A process that hangs blocks all others, which soon are quiet too. So quietness is not the sign; being behind is. All
-processes begin the same operations in the same order, and the others wait for the one that has begun the fewest. That
-process hangs if it has shown no sign of life for longer than its activity may take. A process that was stopped
-(SIGSTOP) hangs too, wherever it is.
+A process that hangs blocks all others, which then soon show no activity either. So the sign is not inactivity but being
+behind. All processes begin the same operations in the same order, and wait for the process that has begun the fewest.
+That process hangs if it has shown no sign of life for longer than its activity may take. A process that was stopped
+(SIGSTOP) counts as hanging, wherever it is.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Hang(NamedTuple):
     """Processes that hang."""
 
     processes: tuple[int, ...]  # indices of their records
-    is_certain: bool  # False: all are equally far, and the others may wait for any of them
+    # False: all have begun equally many operations, and any of them may be the one that the others wait for
+    is_certain: bool
 
 
 class Watch:
@@ -92,7 +93,7 @@ class Watch:
                         and self.records[number].activity != Activity.AT_DOOR]
             least = min((self.records[number].collectives for number in together), default=0)
             behind = [number for number in together if self.records[number].collectives == least]
-            if len(behind) == len(together):  # the hosts are equally far, but perhaps not the GPUs
+            if len(behind) == len(together):  # the hosts have begun equally many operations, but the GPUs perhaps not
                 slowest = min((self.records[number].device_passes for number in behind), default=0)
                 behind = [number for number in behind if self.records[number].device_passes == slowest]
             if behind and all(quiet[number] > self._limit(number) for number in behind):

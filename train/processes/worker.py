@@ -25,7 +25,7 @@ from train.processes.watch import Watch
 
 _libc = ctypes.CDLL(None)
 
-GRACE_SECONDS = 3.0  # for the other processes to end by themselves after one has failed
+GRACE_SECONDS = 3.0  # seconds for the other processes to end by themselves after one has failed
 POLL_SECONDS = 0.05
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 # Exit codes of processes that have reported why they end.
@@ -120,7 +120,7 @@ class Processes:
         self.watch = Watch(1 + max(slot.number for slot in slots), hang_seconds)
         self.all: list[Worker] = []  # in the order of their start, including ended ones
         self.signals: list[int] = []  # signals received by this process, to be passed on
-        # times, in seconds, of received signals of which a second one means 'stop at once'
+        # times, in seconds, of received signals that mean 'stop at once' if repeated
         self._insisted_at: list[float] = []
         self._given_up: list[Worker] = []  # killed for hanging; one that waits for a dead disk never goes away
         self._guard = Guard(self.watch)

@@ -19,7 +19,7 @@ def writing(path: Path, advice: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise TrainError(f"cannot write {path} ({error.strerror}): {way_out(error, 'see that it can be written')} and "
+        raise TrainError(f"cannot write {path} ({error.strerror}): {way_out(error, 'check its permissions')} and "
                          f"{advice}") from None
 
 

@@ -119,8 +119,8 @@ def shown_perplexity(loss: float) -> str:
     return f"{value:,.2f}" if value < 1e6 else f"{value:.1e}"
 
 
-Z_95 = 1.959964  # of the normal distribution: 95 % lie within so many standard deviations
-WIDE = 0.02  # the width from which an interval is worth its place
+Z_95 = 1.959964  # standard deviations of the normal distribution that contain 95 %
+WIDE = 0.02  # width from which an interval is worth printing
 
 
 def interval(share: float, count: int) -> tuple[float, float]:
@@ -338,7 +338,7 @@ class RunRecord:
 
     @property
     def is_over(self) -> bool:
-        """Whether the last session has ended as it was asked to, rather than by a signal or an error."""
+        """Whether the last session has ended as requested, and not by a signal or an error."""
         last = self.events[-1] if self.events else {}
         # earlier versions gave no reason
         return last.get("event") == "end" and last.get("reason", "error" * (not last["completed"])) not in STOPPED

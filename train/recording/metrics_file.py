@@ -60,7 +60,7 @@ def _finite(value: Any) -> Any:
 
 
 def _cut_unfinished_line(path: Path) -> None:
-    """Remove a last line without its end, as a kill leaves it, so that appending starts on a new line."""
+    """Remove an incomplete last line, which a killed process leaves, so that appending starts on a new line."""
     content = path.read_bytes()
     end = content.rfind(b"\n") + 1
     if end < len(content):

@@ -1,4 +1,5 @@
-"""Counts of a network's predictions: confusions between classes, calibration, the surest mistakes, and a sample."""
+"""Counts of a network's predictions: confusions between classes, calibration, the mistakes with the highest
+probability, and a sample."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ class Outcomes:
     pairs: np.ndarray  # int64 (P, 3): true class, predicted class, images (at least one); sorted
     # float64 (NUM_BINS, 3), per bin of the guess's probability: images, right ones, sum of the probabilities
     bins: np.ndarray
-    mistakes: np.ndarray  # int64 (M, 3): index of the image in the split, true class, predicted class; the surest first
+    # int64 (M, 3): index of the image in the split, true class, predicted class; the highest probability first
+    mistakes: np.ndarray
     sureness: np.ndarray  # float64 (M,): the probabilities of the wrong guesses
     # int64 (S, 3), float64 (S,): the same for images chosen beforehand, right or wrong, by image
     sample: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), np.int64))

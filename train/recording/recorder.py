@@ -128,7 +128,7 @@ class Recorder:
     # --- steps ---
 
     def begin_epoch(self, epoch: int, num_steps: int, first_step: int = 0) -> None:
-        """Epoch `epoch` (from 0) of `num_steps` steps begins; at `first_step` if the run resumes within it."""
+        """Begin epoch `epoch` (from 0) with `num_steps` steps; at `first_step` if the run resumes within it."""
         self._place.begin_epoch(epoch, num_steps, first_step)
         if self._logs and self._terminal:
             self._logs.begin_epoch(epoch + 1)
@@ -180,16 +180,16 @@ class Recorder:
     def stop_clock(self, idle_seconds: float | None = None) -> None:
         """End the timing of the current step; the time until `end_step` counts for the next step.
 
-        For devices that work one step ahead (`Executor.end_step`), a step ends when the step before it is done: waiting
-        then for the device means waiting for the latest step, which the next step would have done anyway. While the
-        loop waits for a batch, such a device still computes. The wait costs at most `idle_seconds`, the time for which
-        the device stood still in the previous step (`Executor.idle_seconds`).
+        For devices that work one step ahead (`Executor.end_step`), a step ends when the step before it is done. Time
+        spent waiting for the device is then time of the latest step, for which the next step would have waited anyway.
+        While the loop waits for a batch, the device still computes, so the wait costs at most `idle_seconds`, the idle
+        time of the device in the previous step (`Executor.idle_seconds`).
         """
         self._clock.stop(idle_seconds)
 
     def end_step(self, learning_rate: float, images: int | None = None) -> None:
-        """An optimizer step with this learning rate has ended. `images`: its images, if fewer because the epoch
-        ended."""
+        """Record the end of an optimizer step with this learning rate. `images`: its number of images, if smaller
+        because the epoch ended."""
         self._place.step += 1
         self._learning_rate, self._last_step_images = learning_rate, images
         self._clock.end_step(self._place.step, self.record.images_per_step if images is None else images)
@@ -220,10 +220,10 @@ class Recorder:
         self._last_line = self._clock.now()
 
     def close_interval(self) -> None:
-        """The metrics have been requested: the next call of `log` gets those of the steps up to the one that has just
-        ended.
+        """Close the interval when the metrics have been requested: the next call of `log` gets the metrics of the steps
+        up to the one that has just ended.
 
-        To be called whenever `log_due` is true, which prints a line, and wherever else metrics are read.
+        Call it whenever `log_due` is true, which prints a line, and wherever else metrics are read.
         """
         assert self._interval is None, "the previous interval still waits for its metrics"
         place = self._place
@@ -255,8 +255,8 @@ class Recorder:
     ) -> None:
         """Log the metrics of the closed interval (sums over its images and all processes) and the GPUs' readings.
 
-        `loader_waits`: as the property `loader_waits`, but of the process that waited longest, for which all others
-        wait. `skipped_steps`: steps of the interval that changed no weight because a gradient was not finite.
+        `loader_waits`: like the property, but for the process that waited longest, for which all others wait.
+        `skipped_steps`: steps of the interval that changed no weight because a gradient was not finite.
         `gradient_norm`: of the interval's last step, if gradients are clipped.
         """
         interval, self._interval = self._interval, None
@@ -298,15 +298,16 @@ class Recorder:
         self._emit("phase", name=name, seconds=seconds)
 
     def show_progress(self, done: int, total: int) -> None:
-        """`done` batches of the current phase are done; prints a line if the terminal has been silent for long."""
+        """Report that `done` batches of the current phase are done; prints a line if the terminal has been silent for
+        long."""
         if self._terminal and self._is_quiet:
             self.say(f"{self._phase}: batch {done} of {total}")
             self._last_line = self._clock.now()
 
     def end_epoch(self, validation: Metrics | None = None, balanced_top1: float | None = None,
                   plugin_metrics: Mapping[str, float] | None = None) -> None:
-        """The epoch, with its validation if any, has ended. `balanced_top1`: given if it is to be shown.
-        `plugin_metrics`: the means of the plug-ins' metrics."""
+        """End the epoch, with its validation if any. `balanced_top1`: given if it is to be shown. `plugin_metrics`:
+        means of the plug-ins' metrics."""
         if not (self._logs and self._terminal):
             return
         self._write_unread()
@@ -352,7 +353,7 @@ class Recorder:
         """Report that these files of the run's folder were removed; repeated at the end (`all_removed`)."""
         if names:
             self.all_removed += names
-            self.say(f"removed while the run continues: {', '.join(names)} in {self.folder}; what is still known will "
+            self.say(f"removed while the run continues: {', '.join(names)} in {self.folder}; their known content will "
                      "be written again")
             self.event("removed", files=list(names))
 
@@ -370,7 +371,7 @@ class Recorder:
         if not self._terminal:
             return
         self._terminal.close()
-        # A full disk may be the cause of the end. Write what can be written, and let the first error be shown.
+        # A full disk may be the cause of the end. Write as much as possible, and let the first error be shown.
         with contextlib.suppress(TrainError):
             self._write_unread()
             if logs := self._whole_logs():

@@ -40,7 +40,7 @@ class RunLogs:
         self, place: Place, config: Mapping[str, Any], *, images_per_step: int, num_processes: int,
         num_classes: int | None, warmup_steps: int, tensorboard: bool, mlperf: bool
     ) -> None:
-        """A run with this configuration begins or resumes at `place`."""
+        """Begin or resume a run with this configuration at `place`."""
         self._first_step = place.step
         self.emit(
             "session",
@@ -127,7 +127,7 @@ class RunLogs:
             self._mlperf.end("eval_stop", epoch_num=epoch)
 
     def end_epoch(self, row: EpochRow, step: int) -> None:
-        """The epoch has ended, at optimizer step `step`."""
+        """Record the end of the epoch, at optimizer step `step`."""
         if self._tensorboard and row.evaluation:
             values = row.evaluation._asdict()
             images, _ = values.pop("images"), values.pop("num_images")
@@ -140,7 +140,7 @@ class RunLogs:
             self._mlperf.end("epoch_stop", epoch_num=row.epoch)
 
     def end(self, step: int, reason: str) -> None:
-        """The session has ended; `reason`: a key of `metrics.REASONS`."""
+        """Record the end of the session; `reason`: a key of `metrics.REASONS`."""
         completed = REASONS[reason]
         price = {} if self.record.price is None else {"price": self.record.price}
         self.emit("end", step=step, completed=completed, reason=reason, **price)

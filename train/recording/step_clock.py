@@ -119,14 +119,14 @@ class StepClock:
         self._waited += self.now() - start
 
     def stop(self, idle_seconds: float | None) -> None:
-        """The current step is over; see `Recorder.stop_clock`."""
+        """End the current step; see `Recorder.stop_clock`."""
         self._step_end = self.now()
         if idle_seconds is not None:
             waited_before, self._waited_before = self._waited_before, self._waited
             self._waited = min(waited_before, idle_seconds)
 
     def end_step(self, step: int, images: int) -> None:
-        """Step `step` has ended, now or at the call of `stop`."""
+        """Record the end of step `step`, now or at the call of `stop`."""
         now = self.now()
         step_end = now if self._step_end is None else self._step_end
         self._step_end = None
@@ -145,7 +145,7 @@ class StepClock:
         self._overhang = self.now() - self._step_start
 
     def leave_out(self, seconds: float) -> None:
-        """Exclude so many of the seconds since the last step's end from the next step."""
+        """Exclude this many of the seconds since the last step's end from the next step."""
         self._step_start += seconds
 
     @property

@@ -49,8 +49,8 @@ class Terminal:
         self, place: str, rate: Speed | None, loss: float | None, learning_rate: float, time_left: str,
         skipped_steps: int = 0
     ) -> None:
-        """Print a log line. `time_left` is shown if it is known and `rate`, from which it follows, is too.
-        `skipped_steps`: of the line's steps, those that changed no weight."""
+        """Print a log line. `time_left` is shown if it and `rate`, from which it is computed, are known.
+        `skipped_steps`: the line's steps that changed no weight."""
         shown_rate = f"  {self.examples}/sec: {rate}" if rate else ""
         shown_loss = f"  loss {loss:.3f}" if loss is not None else ""
         shown_skipped = f"  {skipped_steps} skipped (overflow)" if skipped_steps else ""

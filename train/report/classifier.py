@@ -1,4 +1,4 @@
-"""A report on a trained classifier: its confusions, its surest mistakes, and its calibration.
+"""A report on a trained classifier: its confusions, the mistakes with the highest probability, and its calibration.
 
 The data is stored in a file of the report's folder, from which the report is drawn.
 """
@@ -20,7 +20,7 @@ from train.report.predictions import Predictions
 
 FILE = "classifier.npz"  # in the report's folder, beside its pictures
 CONFUSION, MISTAKES, CALIBRATION = "confusion.png", "mistakes.png", "calibration.png"
-MAX_MATRIX = 50  # classes; a picture of more could not be read
+MAX_MATRIX = 50  # classes; a picture with more would be unreadable
 MAX_TABLE = 20  # classes; with more the table has only the first and the last ones
 NUM_ENDS = 10  # number of first and of last classes in that table
 NUM_CONFUSED = 10  # pairs listed beside the confusion matrix; twice as many without it
@@ -106,7 +106,7 @@ class Classifier:
 
     def blocks(self, best_epoch: int = 0) -> list[Block]:
         """The classifier's part of a report. `best_epoch`: the epoch of the best weights, which later commands use; 0
-        if these are the ones shown."""
+        if the report shows these."""
         outcomes, figures = self.outcomes, self.figures
         known = self.to_dict()
         what = f"{outcomes.num_images:,} {self.images}"

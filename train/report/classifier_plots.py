@@ -11,7 +11,7 @@ from train.report import plots
 from train.report.plots import Drawing, Theme
 
 MAX_NUMBERED = 20  # classes; with more, cells have no room for a number
-LONGEST_NAME = 24  # letters
+LONGEST_NAME = 24  # most letters of a name
 
 
 def confusion(matrix: np.ndarray, names: Sequence[str], theme: Theme) -> Drawing:
@@ -27,7 +27,7 @@ def confusion(matrix: np.ndarray, names: Sequence[str], theme: Theme) -> Drawing
     figure = plots._figure(max(plots.WIDTH, size + 0.6), size + 0.8, theme)
     axes = figure.add_subplot(facecolor=theme.background)
     cells = paper + strength * (ink - paper)
-    axes.imshow(cells, interpolation="none", aspect="equal")  # none: a picture of one pixel a cell
+    axes.imshow(cells, interpolation="none", aspect="equal")  # "none": one pixel per cell
     axes.set_title("Confusion matrix", loc="left", fontsize=12, fontweight="bold", color=theme.text)
     letters = 9 if count <= MAX_NUMBERED else max(5.5, 9 * 30 / count)
     shown = [name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…" for name in names]

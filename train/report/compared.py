@@ -1,4 +1,4 @@
-"""What a comparison sets side by side: runs with their figures, and the runs of one configuration."""
+"""The items of a comparison: runs with their figures, and the runs of one configuration."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from train.report.runs import Run
 from train.report.summary import Summary
 
 SEED = "seed"
-OF_PLACE = ("output", "resume")  # options that say where a run lies, not what it does
+OF_PLACE = ("output", "resume")  # options on where a run is stored, not on what it does
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure of the runs of one configuration; `values` has those of the runs that have it, at least one."""
+    """A figure of the runs of one configuration; `values` has it for each run that has it, at least one."""
 
     values: tuple[float, ...]
     num_runs: int
@@ -53,7 +53,7 @@ class Member:
 
     @cached_property
     def validated(self) -> list[tuple[int, float, float]]:
-        """(epoch, hours, top-1) of each validation; evaluations on the training images are none."""
+        """(epoch, hours, top-1) of each validation; evaluations on training images do not count."""
         return [(row.epoch, row.hours, row.val_top1) for row in self.run.record.epochs if row.val_top1 is not None]
 
     @cached_property
@@ -89,7 +89,7 @@ class Member:
         return interval(top1, count) if count else None
 
     def seconds_to(self, accuracy: float) -> float | None:
-        """Seconds from the run's start to the end of the first validation that reaches an accuracy; None: it never
+        """Seconds from the run's start to the end of the first validation that reaches an accuracy; None if none
         does."""
         return next((3600 * hours for _, hours, top1 in self.validated if top1 >= accuracy), None)
 
@@ -126,7 +126,7 @@ class Row:
         return Figure(values, len(self.members)) if values else None
 
     def setting(self, name: str) -> list[Any]:
-        """The different values of a setting, of one run after the other."""
+        """The values of a setting in the runs, without repetitions."""
         found: list[Any] = []
         for member in self.members:
             if (value := member.settings.get(name)) not in found:

@@ -28,9 +28,9 @@ from train.report.runs import FAILED, FINISHED, RUNNING, Run
 from train.report.summary import summarize
 
 MAX_COLUMNS = 4  # configurations; with more of them, the table of options has a line for each instead of a column
-# Candidates for the accuracies to which the time is told, rising.
+# Candidates for the time to accuracy, ascending.
 LADDER = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.94, 0.95, 0.96, 0.97, 0.98, 0.99, 0.995)
-NUM_ACCURACIES = 4  # of the ladder, if none are given
+NUM_ACCURACIES = 4  # most accuracies from the ladder, if none are given
 
 UNITS = {
     "best_top1": "fraction of the validation images, in the epoch whose weights are kept as the best",
@@ -66,8 +66,8 @@ class Comparison:
 
     rows: one for each configuration, in the order in which the runs were given.
     differing: setting (an option such as --learning-rate, or machine, processes, commit) -> its value in each row; only
-        those that are not equal in all rows. Several seeds of a row are joined.
-    accuracies: top-1 accuracies (fractions) to which the time is told, rising.
+        settings that differ between rows. Several seeds of a row are joined.
+    accuracies: top-1 accuracies (fractions) for the time to accuracy, ascending.
     notes: sentences about runs that are left out, unfinished or not comparable.
     """
 
@@ -156,7 +156,7 @@ class Comparison:
 
     @property
     def explanation(self) -> str:
-        """How the accuracies are to be read."""
+        """An explanation of the accuracies."""
         counts = sorted({member.validation_images or 0 for member in self.members if member.validated})
         if not counts:
             return ""
@@ -170,7 +170,7 @@ class Comparison:
         return " ".join(parts)
 
     def blocks(self, plots: str | None = "") -> list[Block]:
-        """The comparison as the blocks of a document. `plots`: stands before the names of the plots in `figures`; None:
+        """The comparison as the blocks of a document. `plots`: prefix of the plots' file names in `figures`; None:
         without plots."""
         figures = self.figures if plots is not None else {}
         blocks: list[Block] = [Text(note) for note in self.notes]
@@ -232,11 +232,11 @@ class Comparison:
 
 
 def compare(folders: Sequence[Path | str], accuracies: Sequence[float] = ()) -> Comparison:
-    """Set runs side by side.
+    """Compare runs side by side.
 
     Args:
-        folders: run folders, or folders that hold some.
-        accuracies: top-1 accuracies (fractions) to which the time is told; (): some that the runs reach.
+        folders: run folders, or folders that contain run folders.
+        accuracies: top-1 accuracies (fractions) for the time to accuracy; (): chosen from those that the runs reach.
 
     Raises TrainError for a folder that does not exist, and if no run can be compared.
     """
@@ -271,7 +271,7 @@ def _member(name: str, run: Run) -> Member:
 
 
 def _readable(folders: Sequence[Path | str]) -> tuple[list[tuple[str, Run]], list[str]]:
-    """The runs with their short names, and sentences about those that cannot be read."""
+    """The readable runs with their short names, and sentences about the others."""
     places: dict[str, Path] = {}
     for folder in map(Path, folders):
         for place in runs.find(folder) or [folder]:
@@ -287,7 +287,7 @@ def _readable(folders: Sequence[Path | str]) -> tuple[list[tuple[str, Run]], lis
 
 
 def _remarks(member: Member) -> list[str]:
-    """Sentences about a run whose figures are not those of a complete, validated run."""
+    """Sentences about a run that is not complete and validated."""
     run, notes = member.run, []
     done = f"{run.epochs_done} of {run.epochs_wanted} epochs" if run.epochs_wanted else f"step {run.record.steps_done}"
     if run.state == RUNNING:
@@ -326,8 +326,8 @@ def _numbers(counts: set[int]) -> str:
 
 
 def _rows(members: Sequence[Member]) -> tuple[Row, ...]:
-    """The runs by configuration, each with a name of its own. A run that is not over stands alone: its figures would
-    change the means of complete ones."""
+    """The runs by configuration, each with its own name. An unfinished run stands alone: its figures would change the
+    means of complete ones."""
     groups: dict[str, list[Member]] = {}
     for member in members:
         groups.setdefault(member.configuration if member.run.is_over else member.name, []).append(member)
@@ -339,8 +339,8 @@ def _rows(members: Sequence[Member]) -> tuple[Row, ...]:
 
 
 def _name(members: Sequence[Member]) -> str:
-    """What the names of a configuration's runs have besides their seeds: learning_rate=0.1 of
-    learning_rate=0.1,seed=0 and so on; if nothing, the name of the folder that holds them."""
+    """The common part of the names of a configuration's runs, without their seeds: learning_rate=0.1 for
+    learning_rate=0.1,seed=0 and so on; if nothing is common, the name of their folder."""
     if len(members) == 1:
         return members[0].name
     without = {re.sub(r"(^|[^a-zA-Z])seed\W?\d+", "", member.name) for member in members}
@@ -354,7 +354,7 @@ def _and_more(names: Sequence[str]) -> str:
 
 
 def _differing(rows: Sequence[Row]) -> dict[str, tuple[str, ...]]:
-    """The settings that are not equal in all rows, with their values as on the command line."""
+    """The settings that differ between rows, with their values as on the command line."""
     names = dict.fromkeys(name for row in rows for member in row.members for name in member.settings)
     found = {name: tuple(", ".join(map(_shown, row.setting(name))) for row in rows) for name in names}
     return {name: values for name, values in found.items() if len(set(values)) > 1}
@@ -367,7 +367,7 @@ def _shown(value: Any) -> str:
 
 
 def _choose(best: Sequence[Figure | None]) -> tuple[float, ...]:
-    """Accuracies to tell the time to: the highest of LADDER that a run reaches, and the highest that all reach."""
+    """Accuracies for the time to accuracy: the highest of LADDER that a run reaches, and the highest that all reach."""
     tops = [top for figure in best if figure for top in figure.values]
     reached = [step for step in LADDER if tops and step <= max(tops)]
     by_all = [step for step in reached if step <= min(tops)][-1:]
@@ -394,7 +394,7 @@ def _text(figure: Figure | None, form: Callable[[float], str]) -> str:
 
 
 def _accuracy(row: Row, of: Callable[[Member], float | None]) -> str:
-    """An accuracy: of a single run with its interval, of several with mean and deviation."""
+    """An accuracy: for a single run with its interval, for several with mean and deviation."""
     figure = row.figure(of)
     if figure is None:
         return ""
@@ -404,7 +404,7 @@ def _accuracy(row: Row, of: Callable[[Member], float | None]) -> str:
 
 
 def _epochs(members: Sequence[Member]) -> str:
-    """The epochs done, with those wanted where they are more, and the state of runs that have not finished."""
+    """The epochs done, with the requested number if it is larger, and the state of unfinished runs."""
     done = sorted({member.run.epochs_done for member in members})
     wanted = max(member.run.epochs_wanted for member in members)
     text = f"{done[0]} to {done[-1]}" if len(done) > 1 else str(done[0])
@@ -413,7 +413,7 @@ def _epochs(members: Sequence[Member]) -> str:
 
 
 def _without_empty(columns: Sequence[tuple[str, list[str]]]) -> Table:
-    """A table of columns with headings, without those that have no cell; other empty cells get a dash."""
+    """A table of columns with headings, without empty columns; other empty cells get a dash."""
     kept = [(heading, cells) for heading, cells in columns if any(cells)]
     return Table([heading for heading, _ in kept],
                  list(zip(*([cell or "-" for cell in cells] for _, cells in kept), strict=True)))

@@ -34,7 +34,7 @@ class Curves(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A mean of runs, and the lowest and highest of them, at each x."""
+    """At each x, the mean of several runs, and their lowest and highest values."""
 
     x: np.ndarray
     mean: np.ndarray
@@ -43,7 +43,7 @@ class Line(NamedTuple):
 
 
 def figures(curves: Sequence[Curves]) -> dict[str, Callable[[Theme], bytes]]:
-    """File name -> function that draws the plot, for those plots that have something to show."""
+    """File name -> function that draws the plot, for the plots that have data."""
     drawn: dict[str, Callable[[Theme], bytes]] = {}
     if any(run for each in curves for run in each.validated):
         drawn[BY_EPOCH] = lambda theme: _plot("Validation top-1", "epoch", "correct (%)", [
@@ -58,7 +58,7 @@ def figures(curves: Sequence[Curves]) -> dict[str, Callable[[Theme], bytes]]:
 
 
 def _accuracies(curves: Curves, by_time: bool, scale: float) -> Line | None:
-    """Top-1 in percent at the epochs that all of the runs have validated (that any has, if they share none)."""
+    """Top-1 in percent at the epochs that all runs have validated (or any run, if they share none)."""
     found = [{epoch: (hours, top1) for epoch, hours, top1 in run} for run in curves.validated if run]
     if not found:
         return None

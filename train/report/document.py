@@ -35,7 +35,7 @@ class Plot:
 
 
 class Picture(NamedTuple):
-    """An image with what a network takes it for."""
+    """An image with the network's prediction."""
 
     jpeg: bytes
     guess: str
@@ -45,7 +45,7 @@ class Picture(NamedTuple):
 
 @dataclass(frozen=True)
 class Pictures:
-    """A grid of pictures in HTML; in Markdown the PNG file that has them all."""
+    """A grid of pictures in HTML; in Markdown the PNG file that contains them all."""
 
     file: str
     caption: str
@@ -103,7 +103,7 @@ def _cell(text: str) -> str:
 
 
 _NUMBER = re.compile(r"[-+~]*\d[\d,.:]*( ?(%|s|ms|W|GiB|MHz|J)| (of|to) \d[\d,.]*( %)?)?")  # with its unit
-_NO_NUMBER = {"", "-", "...", "none", "not known", "not measured"}  # stands in a column of numbers, too
+_NO_NUMBER = {"", "-", "...", "none", "not known", "not measured"}  # also occurs in a column of numbers
 
 
 def _numbers(table: Table) -> list[bool]:

@@ -23,7 +23,7 @@ class Point:
     precision: str
     batch: int
     images_per_sec: float  # throughput, over all passes
-    pass_ms: np.ndarray  # times between the ends of the throughput's passes
+    pass_ms: np.ndarray  # times between the ends of consecutive passes in the throughput measurement
     latency_ms: np.ndarray  # of passes that run alone; empty for a large batch
     memory_gib: float  # in use on the GPU, or by the process on a CPU
     joules_per_image: float  # NaN if power is unknown
@@ -62,8 +62,8 @@ class Point:
 
 
 def error_of_passes(passes: np.ndarray) -> float:
-    """Relative standard error of the median time of two consecutive passes; infinite with too few passes. Two, because
-    two are under way at once, and on a CPU they end together."""
+    """Relative standard error of the median time of two consecutive passes; infinite with too few passes. It uses two,
+    because two are in flight at once and end together on a CPU."""
     return relative_error(passes[: len(passes) // 2 * 2].reshape(-1, 2).sum(axis=1))
 
 

@@ -1,5 +1,5 @@
-"""The outcomes of a validation for a report, with names and pictures: of the mistakes, and of a sample of images that
-is spread evenly over the split, so that nobody selects the good ones."""
+"""The outcomes of a validation for a report, with names and pictures: of the mistakes, and of a sample that is spread
+evenly over the split, so that it is not selected."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def describe(outcomes: Outcomes, loader: Loader, epoch: int, images: str) -> Cla
 
 
 def _pictures(loader: Loader, chosen: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Pictures of chosen images of a validation loader's split, in its crop but large enough to look at (S, size, size,
-    3); and the indices of those that could be decoded (S,). Raises DataError if none can."""
+    """Pictures (S, size, size, 3) of chosen images of a validation loader's split, in its crop but large enough to look
+    at; and the indices (S,) of those that could be decoded. Raises DataError if none can."""
     config = replace(loader.config, on_bad_image="skip", image_size=SHOWN_SIZE, device="cpu", dtype="float32",
                      channels=3)
     data, places = zip(*_valid(config, chosen), strict=True)

@@ -1,7 +1,7 @@
 """The report of a run: report.md, report.html (one file, with all plots in it), PNG plots, report.json and
 dawnbench.tsv.
 
-    python -m train.report.page RUN_FOLDER        # makes the report of a run anew from its metrics.jsonl
+    python -m train.report.page RUN_FOLDER        # makes the report of a run again from its metrics.jsonl
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def _weights_shown(epoch: int, shown: Predictions | None, found: Classifier | No
 
 
 def _learning(record: RunRecord, figures: Sequence[str], known: language_model.Facts | None) -> list[Block]:
-    """How loss and accuracy went, by epoch."""
+    """Loss and accuracy by epoch."""
     blocks: list[Block] = []
     if record.loss_curve or record.epochs:
         blocks += [Heading("Learning")]
@@ -364,7 +364,7 @@ def _date(iso: str) -> str:
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """Make the report of a run anew."""
+    """Make the report of a run again."""
 
     run_folder: Path
     """Output folder of a training run, with its metrics.jsonl."""

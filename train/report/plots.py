@@ -63,7 +63,7 @@ DARK = Theme(
 
 
 class Drawing:
-    """A figure, drawn when its content is asked for."""
+    """A figure that is drawn when its content is requested."""
 
     def __init__(self, figure: Figure, theme: Theme) -> None:
         self.figure, self._theme = figure, theme

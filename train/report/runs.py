@@ -1,6 +1,6 @@
 """Run folders as everybody reads them: a run's state, options and best accuracy; and all runs below a folder.
 
-Reads metrics.jsonl only, so a run can be looked at while it trains, and after it was killed.
+Reads only metrics.jsonl, so it works while a run trains and after it was killed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DAMAGED = "damaged"  # the metrics cannot be read
 
 # Why a session has ended ("reason" in metrics.jsonl) -> state of the run.
 ENDINGS = {reason: FINISHED if completes else STOPPED for reason, completes in REASONS.items() if reason != "error"}
-KILLED = "killed"  # the reason of a run that has not written why it ended
+KILLED = "killed"  # reason of a run that has not recorded why it ended
 DEPTH = 3  # folders below the given one that are searched for runs
 
 
@@ -108,12 +108,12 @@ class Run:
 
     @property
     def is_over(self) -> bool:
-        """Whether the last session has ended as it was asked to, rather than by a signal or an error."""
+        """Whether the last session has ended as requested, and not by a signal or an error."""
         return not self.is_running and self.record.is_over
 
     def _reason_of_earlier_versions(self, completed: bool) -> str:
-        """From what earlier versions wrote: whether an exception (a signal is one, too) ended the run, and which limit
-        did, in words."""
+        """The reason in files of earlier versions: whether an exception (including a signal) ended the run, and in
+        words which limit."""
         if not completed:
             return "signal"
         stop = next((event["reason"] for event in reversed(self.record.events) if event["event"] == "stop"), "")
@@ -129,8 +129,8 @@ class Run:
 
     @property
     def options(self) -> dict[str, Any]:
-        """All options by field name. Those that a run of an earlier version has not recorded have their defaults; those
-        of a version that this one does not know are kept as they are."""
+        """All options by field name. Options that an earlier version has not recorded have their defaults; options of
+        another version that this one does not know are kept unchanged."""
         kind = LanguageModelConfig if self.is_language_model else Config
         try:
             return dict(kind.from_dict(self.record.config).to_dict())
@@ -203,7 +203,7 @@ def find(folder: Path) -> list[Path]:
             raise TrainError(f"there is no folder {folder}: give one that holds runs")
         return list(_find(folder, DEPTH))
     except OSError as error:
-        raise TrainError(f"cannot read {error.filename} ({error.strerror}): see that it can be read") from None
+        raise TrainError(f"cannot read {error.filename} ({error.strerror}): check its permissions") from None
 
 
 def _find(folder: Path, depth: int) -> Iterator[Path]:
@@ -229,7 +229,7 @@ def size_on_disk(folder: Path) -> int:
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
-    """A short name for each folder: its path below the folder that all have in common."""
+    """A short name for each folder: its path below their common folder."""
     if not folders:
         return []
     paths = [os.path.abspath(folder) for folder in folders]

@@ -27,16 +27,16 @@ from train.errors import TrainError
 from train.weights import files
 from train.weights.recognise import Found, recognise
 
-BATCH_SIZE = 32  # for validation and export, with weights that no run here has made
+BATCH_SIZE = 32  # for validation and export, if no run here has produced the weights
 
 
 class Weights(NamedTuple):
     """Trained weights, and remarks on them."""
 
-    trained: Checkpoint  # `params` lacks the classifier's if the weights have none
+    trained: Checkpoint  # `params` has no classifier if the weights have none
     classifier: str  # name of the classifier's weight in the source
     num_classes: int  # 0 without a classifier
-    notes: list[str]  # remarks on what was used, what not, and why
+    notes: list[str]  # remarks on what was used, what was not, and why
 
 
 def settings(config: Config, with_sizes: bool = False) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def _is_of_others(path: Path) -> bool:
 
 
 def _own_checkpoint(place: str) -> Checkpoint:
-    """A checkpoint of this program's own runs. Raises UserError, also for a file of an unknown form (a checkpoint is a
+    """A checkpoint of this program's own runs. Raises UserError, also for a file of unknown format (a checkpoint is a
     zip)."""
     path = Path(place)
     if path.suffix.lower() != ".npz" and path.is_file() and not zipfile.is_zipfile(path):

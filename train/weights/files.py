@@ -24,7 +24,7 @@ def read(path: Path) -> tuple[Arrays, Record]:
     try:
         return READERS[path.suffix.lower()](path)
     except OSError as error:
-        raise TrainError(f"cannot read {path} ({error.strerror or error}): see to its permissions") from None
+        raise TrainError(f"cannot read {path} ({error.strerror or error}): check its permissions") from None
 
 
 def _read_mxnet(path: Path) -> Arrays:

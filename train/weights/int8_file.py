@@ -33,7 +33,7 @@ from train.errors import TrainError
 FORMAT, VERSION = "resnet int8", 1
 # Options of the images. With other values, the tensors would leave the calibrated ranges.
 IMAGES = ("inference_image_size", "mean", "std")
-OPTIONS = {"inference_image_size": "val_image_size"}  # their names as options, if different
+OPTIONS = {"inference_image_size": "val_image_size"}  # option names, if different
 Arrays = dict[str, np.ndarray]
 
 
@@ -42,7 +42,7 @@ class Int8Network:
     """An INT8 network, made by `passes/quantise.py` from a trained one."""
 
     network: str
-    checksum: int  # of the float weights
+    checksum: int  # checksum of the float weights
     scales: dict[str, float]  # tensor -> scale
     kept: Kept
     calibration: dict[str, Any]  # method, images, data

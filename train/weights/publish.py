@@ -47,7 +47,7 @@ def content(tensors: Mapping[str, np.ndarray], file: Path) -> bytes:
     """The content of a file with these tensors, in the format of the file's ending. Raises TrainError for an unknown
     ending."""
     if file.suffix.lower() not in _FORMS:
-        raise TrainError(f"--torchvision {file} must end in {' or '.join(_FORMS)}, which says the form to write")
+        raise TrainError(f"--torchvision {file} must end in {' or '.join(_FORMS)}, which determines the format")
     return _FORMS[file.suffix.lower()](tensors)
 
 

@@ -38,7 +38,7 @@ class Found:
     """The network of the registry that was found."""
 
     model: str
-    library: str  # whose names the arrays have; "": ours
+    library: str  # library with these array names; "": ours
     params: Arrays  # canonical, like `aux`
     aux: Arrays
     classifier: str  # original name of the classifier's weight, which `params` may lack
@@ -187,7 +187,7 @@ class _Candidate:
                 found += [f"which has no {name}"]
             elif not self._fits(name, arrays):
                 found += [self._other_shape(name, arrays)]
-        found = list(dict.fromkeys(found))  # weight and bias may give the same sentence
+        found = list(dict.fromkeys(found))  # weight and bias may have the same sentence
         return found[0] + (f" (and {len(found) - 1} more differences)" if len(found) > 1 else "")
 
     def _other_shape(self, name: str, arrays: Mapping[str, np.ndarray]) -> str:

@@ -108,7 +108,7 @@ def _values(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_bytes())
     except OSError as error:
-        raise TrainError(f"cannot read {path} ({error.strerror}), which says how images are prepared: see to its "
+        raise TrainError(f"cannot read {path} ({error.strerror}), which says how images are prepared: check its "
                          "permissions") from None
     except (ValueError, RecursionError) as error:
         raise TrainError(f"{path}, which says how images are prepared for these weights, is not JSON ({error}): "

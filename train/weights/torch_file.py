@@ -290,7 +290,8 @@ def _write_aligned(archive: zipfile.ZipFile, buffer: io.BytesIO, name: str, data
 
 
 def _pickle(arrays: Mapping[str, np.ndarray]) -> bytes:
-    """The pickle of the dictionary in protocol 2, written opcode by opcode: Python's pickler would import PyTorch."""
+    """The pickle of the dictionary in protocol 2, written opcode by opcode, because Python's pickler would import
+    PyTorch."""
     ordered_dict = _named("collections", "OrderedDict") + pickle.EMPTY_TUPLE + pickle.REDUCE
     parts = [pickle.PROTO + b"\x02", ordered_dict, pickle.MARK]
     for key, (name, array) in enumerate(arrays.items()):

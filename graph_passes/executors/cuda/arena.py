@@ -1,4 +1,4 @@
-"""Device memory that everything on a GPU's stream works in, one after the other."""
+"""Device memory that all work on a GPU's stream shares, one after the other."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ Place = Callable[[int], None]
 
 
 class Arena:
-    """One piece of memory for all that leaves nothing behind in it: training steps and inference at every size, and
-    the timing of kernels. It is as large as the largest of them has needed so far."""
+    """One block of memory for all work whose results nobody needs afterwards: training steps and inference at every
+    size, and the timing of kernels. It is as large as the largest request so far."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
@@ -20,10 +20,10 @@ class Arena:
         self.num_bytes = 0
 
     def reserve(self, num_bytes: int) -> int:
-        """Address of so many bytes, with any contents, until the next call: it may move what is larger then. Raises
-        TransientError where they do not fit."""
+        """Address of this many bytes, with any contents, valid until the next call: a larger request may move the
+        memory. Raises TransientError if they do not fit."""
         if num_bytes > self.num_bytes:
-            self._gpu.check_free(num_bytes - self.num_bytes)  # before anything is given up
+            self._gpu.check_free(num_bytes - self.num_bytes)  # checked before anything is freed
             if self.num_bytes:
                 self._gpu.synchronize()
                 self._gpu.free(self._address)
@@ -33,7 +33,7 @@ class Arena:
         return self._address
 
     def admit(self, num_bytes: int, place: Place) -> None:
-        """`place` is called with the address of so many bytes, now and whenever they move, until `dismiss`."""
+        """Call `place` with the address of this many bytes, now and whenever they move, until `dismiss`."""
         place(self.reserve(num_bytes))
         self._tenants.append(place)
 

@@ -1,4 +1,4 @@
-"""Buckets: pieces of the gradients that are averaged over several GPUs while the backward pass goes on."""
+"""Buckets: pieces of the gradients that are averaged over several GPUs during the backward pass."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.parameters import FlatArray
 from graph_passes.passes.precision import ITEM_BYTES
 
-# Nothing is left to hide the last all-reduce behind, so it is to be small.
+# No computation is left to hide the last all-reduce, so it must be small.
 LAST_BUCKET_BYTES = 2**20
 
 
@@ -20,8 +20,8 @@ class Bucket:
     """Gradients that are all-reduced in one message: `num_elements` of `dtype` ("float16", "float32") at `address` on
     the GPU.
 
-    Two CUDA events keep the order there: the gradients are computed when `ready` fires. Whoever averages them records
-    `done`, for which `Gpu.wait_for` makes the update wait.
+    Two CUDA events order the work: `ready` fires when the gradients are computed. The all-reduce records `done`, and
+    `Gpu.wait_for` makes the update wait for it.
     """
 
     name: str
@@ -37,10 +37,10 @@ class Bucket:
 
 
 def cut(sizes: Sequence[int], num_buckets: int) -> list[tuple[int, int]]:
-    """Cut tensors of so many bytes, in order, into at most `num_buckets` ranges (first, end) of their numbers.
+    """Cut tensors with these sizes in bytes, in order, into at most `num_buckets` ranges (first, end) of indices.
 
-    The last range is no larger than the others, and has at most LAST_BUCKET_BYTES (but one tensor at least); the others
-    are about equally large.
+    The last range is no larger than the others. It has at most LAST_BUCKET_BYTES, but at least one tensor. The others
+    have about equal sizes.
     """
     if num_buckets == 1 or len(sizes) == 1:
         return [(0, len(sizes))]
@@ -57,7 +57,7 @@ def cut(sizes: Sequence[int], num_buckets: int) -> list[tuple[int, int]]:
 
 
 def bucket_of(gpu: Gpu, name: str, array: FlatArray, tensors: Sequence[str]) -> Bucket:
-    """The bucket of neighbouring tensors of a flat array."""
+    """The bucket of adjacent tensors in a flat array."""
     first = array.starts[tensors[0]]
     last = array.slices[tensors[-1]]
     end = array.starts[tensors[-1]] + last.num_bytes // ITEM_BYTES[array.dtype]

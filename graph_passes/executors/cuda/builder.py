@@ -1,4 +1,4 @@
-"""What the rules of all operators share: where the tensors lie, and the launches so far."""
+"""State that the launch rules of all operators share: where the tensors are, and the launches so far."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from graph_passes.passes.precision import ITEM_BYTES
 
 _CUDA = Declarations("batch_norm.cuh")
 TILE_CHANNELS = _CUDA.value("TILE * VEC")  # channels that a block of batch_norm.cu works on
-MAX_CHANNELS = 4096 * TILE_CHANNELS  # of a tensor that sums are made of: each tile has a ticket
+MAX_CHANNELS = 4096 * TILE_CHANNELS  # most channels of a tensor that is summed: each tile has a ticket
 # Threads: vectors along the channels, rows.
 REDUCE_BLOCK: Size = (_CUDA.value("TILE"), _CUDA.value("REDUCE_ROWS"), 1)
 APPLY_BLOCK: Size = (_CUDA.value("TILE"), _CUDA.value("APPLY_ROWS"), 1)
@@ -40,7 +40,7 @@ APPLY_BLOCK: Size = (_CUDA.value("TILE"), _CUDA.value("APPLY_ROWS"), 1)
 
 @dataclass(frozen=True)
 class Persistent:
-    """Buffers beside the parameters that outlive a step."""
+    """Buffers that outlive a step, besides the parameters."""
 
     data: Buffer  # (N, H, W, C padded), the network's dtype
     label: Buffer  # (N,) float32
@@ -48,17 +48,17 @@ class Persistent:
     seed: Buffer  # (2,) uint32: of what is dropped
     probabilities: Buffer  # (N, classes) float32; or (N, C) of the tensor that inference ends at
     metrics: Buffer  # softmax.cu's Metrics
-    num_valid: Buffer  # int32: how many rows of the batch count
+    num_valid: Buffer  # int32: number of valid rows of the batch
     loss_scale: Buffer  # float32, part of the optimizer's state
-    tickets: Buffer  # zeros, left as zeros by every reduction
-    class_weights: Buffer | None = None  # (classes,) float32, where the loss has some
+    tickets: Buffer  # zeros; every reduction leaves zeros behind
+    class_weights: Buffer | None = None  # (classes,) float32, if the loss has class weights
 
 
 class Builder:
-    """The program in the making. A rule finds the buffers of its node's inputs here, and emits launches. Its scratch,
-    cuDNN's workspace and `partials`, the sums of single blocks, grows with what is emitted.
+    """The program under construction. A launch rule finds the buffers of its node's inputs here, and emits launches.
+    Scratch memory, cuDNN's workspace and `partials` (partial sums of blocks) grow as needed.
 
-    `shapes` and `dtypes`: of all tensors. `buffers`: where those lie that have a place already.
+    `shapes` and `dtypes`: of all tensors. `buffers`: of the tensors that have an address already.
     """
 
     def __init__(self, shapes: Mapping[Ref, Shape], dtypes: Mapping[Ref, str], buffers: Mapping[Ref, Buffer],
@@ -74,15 +74,15 @@ class Builder:
     # --- tensors ---
 
     def input(self, node: Node, role: str) -> Buffer:
-        """The buffer of the input that has this name in the operator's description."""
+        """The buffer of the input with this name in the operator's description."""
         return self.buffers[node.input(role)]
 
     def optional_input(self, node: Node, role: str, absent: str) -> Buffer | None:
-        """None where the node's attribute `absent` says that there is none."""
+        """The buffer of an optional input; None if the node's attribute `absent` lists it."""
         return None if node[absent] else self.input(node, role)
 
     def output(self, node: Node, role: str = "", shape: Shape | None = None) -> Buffer:
-        """The buffer of one output of a node, the first if no name is given; gradients of parameters have theirs
+        """The buffer of one output of a node, by default the first. Gradients of parameters have their buffers
         already."""
         ref = node.output(role) if role else Ref(node.name)
         if ref not in self.buffers:
@@ -91,13 +91,13 @@ class Builder:
         return self.buffers[ref]
 
     def vectors(self, buffer: Buffer) -> int:
-        """How many vectors of `VECTOR` elements a tensor of the network's dtype has."""
+        """The number of vectors of `VECTOR` elements in a tensor of the network's dtype."""
         return buffer.num_bytes // (VECTOR * self.item_bytes)
 
     # --- kernels of ours ---
 
     def kernel(self, name: str, *arguments: object) -> str:
-        """A template's instance for the network's dtype, which is its first argument."""
+        """The template's instance for the network's dtype, which is its first argument."""
         return instance(name, self.dtype, *arguments)
 
     def launch(self, node: Node, source: str, kernel: str, grid: Size, block: Size, *operands: Any,
@@ -114,29 +114,29 @@ class Builder:
                                             flops, in_place=in_place(operands)))
 
     def grid(self, rows: int, channels: int, block: Size = APPLY_BLOCK, blocks_per_multiprocessor: int = 4) -> Size:
-        """As many blocks as the GPU holds at once, by the launch bounds of the kernel."""
+        """As many blocks as the GPU can hold at once, by the kernel's launch bounds."""
         tiles = -(-channels // TILE_CHANNELS)
         blocks = self.gpu.num_multiprocessors * blocks_per_multiprocessor
         return tiles, max(1, min(blocks // tiles, -(-rows // block[1]))), 1
 
     def reduce_grid(self, rows: int, channels: int) -> Size:
-        """For blocks of `REDUCE_BLOCK`."""
+        """The grid for blocks of `REDUCE_BLOCK`."""
         return self.grid(rows, channels, REDUCE_BLOCK, blocks_per_multiprocessor=1)
 
     def partials(self, floats: int) -> Scratch:
-        """Room for so many floats that blocks leave for the last one of them."""
+        """A buffer for this many floats: the partial sums that blocks leave for the last block."""
         self._partials.shape = (max(self._partials.shape[0], floats),)
         return Scratch(self._partials)
 
     @property
     def tickets(self) -> Scratch:
-        """By which blocks know which of them is the last."""
+        """A buffer of counters by which a block knows that it is the last."""
         return Scratch(self.persistent.tickets)
 
     # --- plans of cuDNN ---
 
     def problem(self, kind: str, node: Node, x: Buffer, w: Buffer, y: Buffer) -> Problem:
-        """What cuDNN is to compute for a convolution or FullyConnected, or a gradient of one."""
+        """The cuDNN problem of a Convolution or FullyConnected, or of one of its gradients."""
         if shown_name(node.op) == "FullyConnected":
             rows, columns = y.shape[0], math.prod(x.shape[1:])
             return Problem(kind, (rows, 1, 1, columns), _four(w.shape), (rows, 1, 1, math.prod(y.shape[1:])),
@@ -160,8 +160,8 @@ class Builder:
 
     def call(self, node: Node, operation: str, function: Callable[..., None], *operands: Operand, workspace_bytes: int,
              flops: int) -> None:
-        """Emit a call of a library: `function` gets the addresses of the operands, 0 for a null pointer, and as
-        `workspace` that of so many bytes."""
+        """Emit a call of a library. `function` gets the addresses of the operands (0 for a null pointer), and a
+        workspace of `workspace` bytes."""
         self._workspace.shape = (max(self._workspace.shape[0], workspace_bytes),)
 
         def enqueue() -> None:
@@ -172,7 +172,7 @@ class Builder:
 
 
     def _argument(self, operand: Any) -> Any:
-        """As the kernel gets it: an address is an int."""
+        """The argument as the kernel takes it: an address is an int."""
         if isinstance(operand, Tiled):
             address, buffer = self._argument(operand.operand), operand.operand.buffer
             dtype = buffer.dtype if buffer else self.dtype
@@ -182,11 +182,11 @@ class Builder:
         return operand
 
 
-Launches = Mapping[str, Callable[[Builder, Node], None]]  # operator -> what emits the launches of its nodes
+Launches = Mapping[str, Callable[[Builder, Node], None]]  # operator -> function that emits the launches of a node
 
 
 def rows_and_channels(node: Node, x: Buffer) -> tuple[int, int]:
-    """Of a tensor as BatchNorm's kernels see it. Raises GraphError for channels that they cannot work on."""
+    """(rows, channels) of a tensor for the BatchNorm kernels. Raises GraphError if they do not support its channels."""
     channels = x.shape[-1]
     require(channels % VECTOR == 0, node, f"has {channels} channels: use a multiple of {VECTOR}")
     require(channels <= MAX_CHANNELS, node, f"has {channels} channels: use {MAX_CHANNELS} at most")
@@ -194,13 +194,13 @@ def rows_and_channels(node: Node, x: Buffer) -> tuple[int, int]:
 
 
 def require(condition: bool, node: Node, problem: str) -> None:
-    """Raise GraphError for the node, under the names that users know, unless the condition holds."""
+    """Raise GraphError for the node, with names that users know, if the condition is false."""
     if not condition:
         raise GraphError(f"{shown_name(node.op)} '{node.attrs.get('part_of', node.name)}' {problem}")
 
 
 def require_hopper(builder: Builder, node: Node) -> None:
-    """For kernels with Hopper's matrix instructions or TMA."""
+    """Raise GraphError unless the GPU has Hopper's matrix instructions and TMA."""
     require(builder.gpu.capability == HOPPER, node, "is fused as only Hopper's instructions can compute it")
 
 

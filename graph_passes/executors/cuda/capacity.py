@@ -1,4 +1,4 @@
-"""Whether a training step fits into a GPU's memory and into the kernels' numbers, and the largest batch that does."""
+"""Whether a training step fits into a GPU's memory and the kernels' 32-bit indices, and the largest batch that does."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from graph_passes.passes import memory, tensor_dtypes
 from graph_passes.passes.precision import ITEM_BYTES
 
 GIB = 2**30
-# What a batch may need beyond the planner's arena, relative to it: the lowered step has workspaces of convolutions and
-# partial sums besides (6 % in ResNet-18, 1.6 % in ResNet-50), validation has folded weights; and where a batch is
-# larger than the loader's, the loader will take more of the same memory.
+# What a batch may need beyond the planner's arena, relative to it. The lowered step also has workspaces of convolutions
+# and partial sums (6 % in ResNet-18, 1.6 % in ResNet-50), and validation has folded weights. A batch larger than the
+# present one also takes more memory in the loader.
 HEADROOM = 0.15
-# Of one tensor: kernels number places in 32 bits, some with a sign, and cuDNN has been known to fail beyond
+# Most elements of one tensor. Kernels index elements with 32 bits, some of them signed, and cuDNN has failed beyond
 # (pytorch/pytorch, issue 95024 and pull request 134890). 2,674 images of 224 pixels in ResNet-50 are within.
 MAX_ELEMENTS = 2**31 - 1
 
 
 def check_sizes(shapes: Mapping[Ref, Shape]) -> None:
-    """Raise GraphError for a tensor with more elements than kernels can number."""
+    """Raise GraphError for a tensor with more elements than the kernels can index."""
     for ref, shape in shapes.items():
         if math.prod(shape) > MAX_ELEMENTS:
             raise CapacityError(f"'{ref.node}' has {math.prod(shape):,} elements {tuple(shape)}, and the cuda executor "
@@ -31,7 +31,7 @@ def check_sizes(shapes: Mapping[Ref, Shape]) -> None:
 
 
 def most_images(step: Graph, shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """The largest batch of which every tensor can be numbered, for images of the size in `shapes`. Arguments as for
+    """The largest batch whose tensors the kernels can all index, for images of the size in `shapes`. Arguments as for
     `check_fits`."""
     data = shapes["data"]
     sizes = [math.prod(data[:-1]) * padded_channels(data[-1])]
@@ -43,13 +43,13 @@ def most_images(step: Graph, shapes: Mapping[str, tuple[int, ...]]) -> int:
 
 def check_fits(step: Graph, shapes: Mapping[str, tuple[int, ...]], store: ParameterStore, free: int,
                total: int) -> int:
-    """Bytes of the step's arena, but for what single kernels need besides. Raises CapacityError where the GPU is
-    certain to have too little memory, or the batch is too large for the kernels, before any are chosen and timed.
+    """Bytes of the step's arena, without the workspaces of single kernels. Raises CapacityError, before any kernel is
+    chosen and timed, if the GPU certainly has too little memory or the batch is too large for the kernels.
 
     Args:
         step: the training graph, after the passes gradient and precision.
         shapes: of its inputs `data` (NHWC) and `softmax_label`.
-        store: the parameters and all else that does not grow with the batch.
+        store: the parameters and everything else that does not grow with the batch.
         free, total: bytes of the GPU.
     """
     images, height, width, channels = shapes["data"]
@@ -62,25 +62,27 @@ def check_fits(step: Graph, shapes: Mapping[str, tuple[int, ...]], store: Parame
         raise too_little_memory(shapes["data"], growing, fixed, free, total, most)
     if images > most:
         raise CapacityError(f"batches of {images} images of {height}x{width} make a tensor of more than "
-                            f"{MAX_ELEMENTS:,} elements, which is what the cuda executor can number: use a batch size "
-                            f"of at most {most}")
+                            f"{MAX_ELEMENTS:,} elements, the limit of the cuda executor: use a "
+                            f"batch size of at most {most}")
     return arena_bytes
 
 
 def _inputs(step: Graph, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """The shapes of all that the step graph reads and no shape follows from."""
+    """Shapes of the step graph's inputs that cannot be inferred."""
     return {**shapes, **({"loss_scale": (1,)} if "loss_scale" in step.variables else {})}
 
 
 def largest_batch(images: int, growing: int, free: int, most: int) -> int:
-    """How many images are sure to fit into `free` bytes where `images` need `growing` bytes; `most` by their number."""
+    """The number of images that certainly fit into `free` bytes if `images` of them need `growing` bytes; at most
+    `most`."""
     return min(most, int(max(0, free) * images / (growing * (1 + HEADROOM))))
 
 
 def too_little_memory(data: tuple[int, ...], growing: int, fixed: int, free: int, total: int,
                       most: int) -> CapacityError:
-    """The error that names the largest batch that is sure to fit. `growing`: bytes that batches of the shape `data`
-    need, in proportion to their size; `fixed`: bytes needed besides; `most`: images that can be numbered."""
+    """The error that names the largest batch that certainly fits. `growing`: bytes that batches of the shape `data`
+    need, in proportion to their size; `fixed`: bytes needed besides; `most`: the largest number of images that the
+    kernels can index."""
     images, height, width, _ = data
     largest = largest_batch(images, growing, free - fixed, most)
     advice = f"use a batch size of at most {largest}" if largest else "free memory on it, or use smaller images"

@@ -16,24 +16,25 @@ from graph_passes.executors.cuda.program import Buffer, Launch, run
 from graph_passes.executors.cuda.toolchain import Toolchain
 from graph_passes.graph import Graph
 
-LEAST_READ = 1 << 22  # bytes of a batch: to copy less takes the GPU no longer than one more launch takes the host
+LEAST_READ = 1 << 22  # bytes of a batch: copying less takes the GPU no longer than an extra launch takes the host
 
 
 class CompiledGraph:
-    """The graph that `passes` give for inputs of these shapes, on parameters, inputs and outputs that outlive it. All
-    else that it writes lies in the arena, where the next that runs may overwrite it. To be run, it must be captured.
+    """The graph that `passes` produce for inputs of these shapes, on parameters, inputs and outputs that outlive it.
+    Everything else that it writes is in the arena, where the next graph to run may overwrite it. It must be captured
+    before it can run.
 
-    `passes` are those of `graph_passes/pipeline.py`, which ask this GPU for prices. Raises GraphError
-    for what cannot be lowered, and where memory does not suffice.
+    `passes` are those of `graph_passes/pipeline.py`, which ask this GPU for prices. Raises GraphError if a node cannot
+    be lowered, or memory is short.
     """
 
     def __init__(self, passes: Callable[[Price], Graph], input_shapes: Mapping[str, Sequence[int]],
                  store: Store, persistent: Persistent, tools: Toolchain) -> None:
         self._gpu, self._arena = tools.gpu, tools.arena
-        self._segments: list[list[Any]] = []  # of each its CUDA graphs, and launches that are in none
+        self._segments: list[list[Any]] = []  # the CUDA graphs of each segment, and launches outside them
         self._cuts: tuple[int, ...] = ()
         self._data: Buffer = persistent.data
-        self._readers: list[int] = []  # numbers of the launches that read the images and are in no CUDA graph
+        self._readers: list[int] = []  # numbers of the launches that read the images and are outside the CUDA graphs
         self.image_size = tuple(input_shapes["data"][1:3])
         prices = Prices(input_shapes, store, persistent, tools)
         try:
@@ -41,7 +42,7 @@ class CompiledGraph:
                 self.graph = passes(prices)
                 self.lowering = lower(self.graph, self.graph.infer_shapes(input_shapes), store, persistent, tools)
                 self.lowering.program.load()
-        finally:  # what has been timed is kept, also if the user interrupts it
+        finally:  # measured times are kept, even if the user interrupts
             tools.convolutions.save()
             tools.planner.save()
         self.price = prices
@@ -52,9 +53,9 @@ class CompiledGraph:
             raise too_little_memory(data, num_bytes, 0, available, total, most=data[0])
 
     def capture(self, cuts: Sequence[int] = ()) -> None:
-        """Make the CUDA graphs of one segment, or of several that the launches are cut into, before those with numbers
-        `cuts`. What reads the images is left out of them if all of it are kernels of ours, and the images are many, so
-        that it can read another batch each time."""
+        """Capture the CUDA graphs of one segment, or of several, cut before the launches with the numbers `cuts`.
+        Launches that read the images stay outside the graphs if all of them are our own kernels and the batch is large.
+        They can then read another batch each time."""
         self._cuts = tuple(cuts)
         launches = self.lowering.program.launches
         readers = [number for number, launch in enumerate(launches) if self._data in launch.reads]
@@ -63,7 +64,7 @@ class CompiledGraph:
         self._arena.admit(self.lowering.program.arena_bytes, self._place)
 
     def _place(self, arena: int) -> None:
-        """Addresses are part of a CUDA graph, so those made for another place are made anew."""
+        """Capture again after a move: addresses are part of a CUDA graph."""
         self._destroy()
         self.lowering.program.place(arena)
         self._segments = [self._pieces(range(start, end)) for start, end in
@@ -78,7 +79,7 @@ class CompiledGraph:
 
     @property
     def choices(self) -> list[Choice]:
-        """Which kernels were taken where there was something to choose, and the times of all that could be had."""
+        """The kernels that had rivals, with the times of all candidates."""
         return self.price.choices
 
     @property
@@ -86,8 +87,8 @@ class CompiledGraph:
         return len(self._segments)
 
     def replay(self, segment: int = 0, batch: int = 0) -> None:
-        """Run one of the segments, asynchronous. `batch`: the address of images that take the place of those in the
-        input; where they cannot be read as they lie, the first segment copies them there."""
+        """Run one segment, asynchronously. `batch`: address of images to read in place of the input. If the kernels
+        cannot read them there, the first segment copies them."""
         loaded = self._data.address
         if batch and not self._readers:
             if segment == 0:

@@ -1,8 +1,8 @@
 """Convolutions through cuDNN 9's graph API: forward (fprop), gradient of the data (dgrad) and of the weights (wgrad).
 
 Everything is NHWC with OHWI weights. A fully connected layer is a 1x1 convolution of a 1x1 image. For each problem
-cuDNN proposes several plans (engine and tile sizes); they are timed once, the best one's name is kept on disk, and the
-next start builds only that one. Where runs are to be repeatable nothing is timed: cuDNN's first proposal is taken.
+cuDNN proposes several plans (engine and tile sizes). They are timed once, the name of the fastest is kept on disk, and
+the next start builds only that plan. For deterministic runs nothing is timed: cuDNN's first proposal is taken.
 """
 
 from __future__ import annotations
@@ -30,38 +30,39 @@ MIN_CUDNN = 90100  # 9.1.0
 MAX_CANDIDATES = 24  # plans timed per problem; cuDNN lists the most promising ones first
 # s for one problem, where it has a plan by then. In 16 bits 24 plans take 0.1 s; but fp32 kernels run for milliseconds,
 # and cuDNN compiles fused plans, each in 0.3 to 1.2 s, or in 0.04 s where the process has had the same engine and tiles
-# for another shape. A second in place of half a one gave ResNet-50's inference -1 to 2 % for a third more of waiting
-# (docs/performance.md, "How many of cuDNN's fused plans are tried").
-# The first proposal for the first problem of a kind is not in it, as that may load a library.
+# for another shape. A second instead of half a second changed ResNet-50's inference by -1 to 2 % for a third more
+# waiting (docs/performance.md, "How many of cuDNN's fused plans are tried"). The first proposal for the first problem
+# of a kind is not in it, as that may load a library.
 TUNING_SECONDS = 0.5
-RULES = "exact-2"  # what was chosen by other rules than these is not read
-# In place of a plan's name, for a fused problem: cuDNN has refused each of its proposals; or the first ones, so many as
-# stand in place of the milliseconds, before the time was up, and the next process tries the others.
+RULES = "exact-2"  # a file written under other rules of choice is not read
+# Stored in place of a plan's name, for a fused problem. The first: cuDNN has refused every proposal. The second: it
+# refused the first ones before the time was up (their number is in place of the milliseconds), and the next process
+# tries the others.
 REFUSED, UNFINISHED = "", "?"
-# What cuDNN says where memory is short or a library cannot be loaded: that is no verdict on the plan.
+# cuDNN's messages when memory is short or a library cannot be loaded: they say nothing about the plan.
 TRANSIENT_WORDS = ("ALLOC", "OUT OF MEMORY", "LOADING_FAILED")
 
-# cuDNN's numerical notes on plans that are never taken: partial sums in less than fp32, and algorithms that multiply
-# transformed tensors, whose rounding is of another kind than a convolution's.
+# Numerical notes of plans that are never used: partial sums in less than fp32, and algorithms that multiply transformed
+# tensors, whose rounding differs from a convolution's.
 INEXACT = ("REDUCED_PRECISION_REDUCTION", "WINOGRAD", "FFT")
 NOTES = (*INEXACT, "DOWN_CONVERT_INPUTS", "TENSOR_CORE", "NONDETERMINISTIC")
-# Engines of which cuDNN does not say it, by kind of problem in float32 without TF32: a 3x3 weight gradient (256 to 512
-# channels, 16 images of 28x28) took 0.26 ms on an H200, 1.7 times as fast as it multiplies, with errors of 2e-5 of the
-# largest value, where all others had 6e-6 or less in 1 ms or more.
+# Engines that do the same without a note, by kind of problem in float32 without TF32: a 3x3 weight gradient (256 to 512
+# channels, 16 images of 28x28) took 0.26 ms on an H200, 1.7 times as fast as the multiplications allow, with errors of
+# 2e-5 of the largest value. All others had at most 6e-6, in 1 ms or more.
 UNTOLD = {"wgrad": "eng17"}
 
-FIRST_UID = 1  # of the tensors of a problem, in the order of `Plan.enqueue`
-KEEP_SECONDS = 20.0  # between two times that choices are kept while many are made
+FIRST_UID = 1  # tensor numbers, in the order of `Plan.enqueue`
+KEEP_SECONDS = 20.0  # seconds between two saves while many plans are being chosen
 
 log = logging.getLogger("graph_passes.cuda")
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What cuDNN is asked to compute. `kind`: 'fprop', 'fprop_stats' (also per-channel sum and sum of squares of the
-    output, fp32), 'fprop_bias' (+ fp32 bias; with '_add' + a tensor like the output, with '_relu' then ReLU: the parts
-    of the name are in the order of the operations), 'dgrad' or 'wgrad'. `x` and `y` are NHWC shapes, `w` is OHWI; dgrad
-    writes x, wgrad writes w. Where `w` has less channels than `x`, cuDNN makes a convolution in groups of it."""
+    """A problem for cuDNN. `kind`: 'fprop', 'fprop_stats' (also per-channel sum and sum of squares of the output,
+    fp32), 'fprop_bias' (+ fp32 bias; with '_add' + a tensor like the output, with '_relu' then ReLU: the parts of the
+    name are in the order of the operations), 'dgrad' or 'wgrad'. `x` and `y` are NHWC shapes, `w` is OHWI; dgrad writes
+    x, wgrad writes w. If `w` has fewer channels than `x`, it is a grouped convolution."""
 
     kind: str
     x: tuple[int, int, int, int]
@@ -70,7 +71,7 @@ class Problem:
     pad: tuple[int, int]
     stride: tuple[int, int]
     dilate: tuple[int, int]
-    dtype: str  # float16, bfloat16, float32; of forward passes with an epilogue also int8 and float8 (E4M3)
+    dtype: str  # float16, bfloat16, float32; forward passes with an epilogue also int8 and float8 (E4M3)
 
     @property
     def flops(self) -> int:
@@ -80,7 +81,7 @@ class Problem:
 
     @property
     def is_fused(self) -> bool:
-        """More than a convolution, which one that is not fused and another launch can do as well."""
+        """More than a convolution: a plain convolution and another launch can do the same."""
         return "_" in self.kind
 
     def __str__(self) -> str:
@@ -93,13 +94,13 @@ class Problem:
 
 
 class Plan:
-    """A built cuDNN plan for one problem, ready to be enqueued on any buffers of its shapes; `select` builds one of
-    cuDNN's proposals, or `restore` reads what `dump` gave for one that was built before."""
+    """A cuDNN plan for one problem, which can be enqueued on any buffers of the problem's shapes. `select` builds one
+    of cuDNN's proposals; `restore` reads a plan that `dump` wrote."""
 
     def __init__(self, library: ConvolutionLibrary, problem: Problem) -> None:
         self._library, self.problem = library, problem
         self._graph: Any = None
-        self._index: int | None = None  # of the proposal; None: the graph has that plan alone
+        self._index: int | None = None  # index of the proposal; None: the graph has only this plan
         self.name = ""
         self.time_ms = float("nan")
         self.workspace_bytes = 0
@@ -110,18 +111,18 @@ class Plan:
         return [self._graph.get_plan_name_at_index(i) for i in range(self._graph.get_execution_plan_count())]
 
     def select(self, index: int) -> None:
-        """Build the plan of that index in `names`. Raises cuDNN's exception where the GPU does not support it."""
+        """Build the plan with this index in `names`. Raises cuDNN's exception if the GPU does not support it."""
         self._graph.build_plan_at_index(index)
         self._index, self.name = index, self._graph.get_plan_name_at_index(index)
         self.workspace_bytes = self._graph.get_workspace_size_plan_at_index(index)
 
     def dump(self) -> bytes:
-        """Raises cuDNN's exception where it cannot be written out."""
+        """Serialize the plan. Raises cuDNN's exception if that is not possible."""
         head = {"name": self.name, "workspace_bytes": self.workspace_bytes}
         return json.dumps(head).encode() + b"\n" + bytes(self._graph.serialize())
 
     def restore(self, dumped: bytes) -> None:
-        """Raises cuDNN's exception where it cannot read it."""
+        """Read a serialized plan. Raises cuDNN's exception if that is not possible."""
         head, built = dumped.split(b"\n", 1)
         self._graph = self._library.read(built)
         self._index, fields = None, json.loads(head)
@@ -138,9 +139,9 @@ class Plan:
 
 class ConvolutionLibrary:
     """cuDNN on one GPU; plans are timed in `arena`. `tf32` lets fp32 convolutions round their inputs to TF32.
-    `deterministic` leaves out plans that sum in a varying order, and lets neither time nor what is on disk decide
-    between the others: each plan has its own order of sums, so another choice gives other bits. Whoever measures
-    convolutions themselves may raise `fused_seconds`, for the plans of one fused problem."""
+    `deterministic` excludes plans that sum in a varying order. Neither times nor the file on disk then decide between
+    the others: each plan has its own order of sums, so another choice gives other bits. Benchmarks of convolutions may
+    raise `fused_seconds`, the time for trying the plans of one fused problem."""
 
     def __init__(self, gpu: Gpu, cache: Cache, arena: Arena, tf32: bool = True, deterministic: bool = False) -> None:
         self._cudnn = import_cudnn()
@@ -150,19 +151,19 @@ class ConvolutionLibrary:
         self.handle = self._cudnn.create_handle()
         self._cudnn.set_stream(handle=self.handle, stream=gpu.stream_handle)
         self._plans: dict[Problem, Plan] = {}
-        self.variant = f"tf32_{int(tf32)}-{RULES}"  # of which choices are kept
+        self.variant = f"tf32_{int(tf32)}-{RULES}"  # distinguishes the choices that are kept for different settings
         self._choices_name = f"plans-{self.variant}"
         self._choices = self._read_choices()  # problem key -> [plan name, milliseconds]
         self._unsaved = False
-        self._late: set[Problem] = set()  # fused ones that this process has given up
-        self._loaded: set[str] = set()  # kinds of problem of which a proposal has been built
-        self._kept_at: float | None = None  # when choices were last kept while some are being made
+        self._late: set[Problem] = set()  # fused problems without a plan in this process
+        self._loaded: set[str] = set()  # kinds of problems for which a proposal has been built
+        self._kept_at: float | None = None  # time of the latest save of choices
 
     def plan(self, problem: Problem) -> Plan:
-        """The fastest plan for the problem, built; the first that runs, if `deterministic`. Times all proposals the
-        first time that this machine meets it.
+        """The fastest plan for the problem, built; with `deterministic`, the first that runs. All proposals are timed
+        when this machine meets the problem for the first time.
 
-        Raises GraphError where cuDNN has no plan, and TransientError where time or memory ran out before one was found.
+        Raises GraphError if cuDNN has no plan, and TransientError if time or memory ran out before one was found.
         """
         if problem not in self._plans:
             if problem in self._late:
@@ -174,8 +175,8 @@ class ConvolutionLibrary:
         return self._plans[problem]
 
     def notes(self, plan: Plan) -> list[str]:
-        """cuDNN's numerical notes on a plan, of those in `NOTES`. Python is not told them, but a plan with a note that
-        has been deselected is not built."""
+        """A plan's numerical notes, of those in `NOTES`. The Python API does not return them, but a plan with a
+        deselected note cannot be built."""
         return [note for note in NOTES if self._is_barred(plan, note)]
 
     def _is_barred(self, plan: Plan, note: str) -> bool:
@@ -190,7 +191,7 @@ class ConvolutionLibrary:
         return False
 
     def _unwanted(self, problem: Problem) -> list[str]:
-        """Notes of plans that are left out."""
+        """Numerical notes whose plans are excluded."""
         unwanted = [*INEXACT]
         if problem.dtype != "float32" or not self._tf32:
             unwanted.append("DOWN_CONVERT_INPUTS")
@@ -214,8 +215,8 @@ class ConvolutionLibrary:
     # --- choosing ---
 
     def _keep(self) -> None:
-        """Say that choices are being made; now and then keep those made so far, which a run that is stopped while it
-        chooses need not make again."""
+        """Log that plans are being chosen. Saves the choices now and then, so that an interrupted run need not repeat
+        them."""
         now = time.monotonic()
         if self._kept_at is None:
             log.warning("choosing the fastest kernels for this GPU and these shapes, once: half a minute, in float32 "
@@ -239,7 +240,7 @@ class ConvolutionLibrary:
             return plan
         try:
             plan.select(plan.names().index(choice[0]))
-        except Exception as error:  # it is not offered any more, or refused
+        except Exception as error:  # it is no longer proposed, or is refused
             log.warning("the remembered cuDNN plan for %s cannot be had (%s): it is chosen anew", problem,
                         first_line(error))
             return None
@@ -247,7 +248,8 @@ class ConvolutionLibrary:
         return plan
 
     def _restore(self, plan: Plan, name: str) -> bool:
-        """Whether it could be read from the disk: in a tenth of the time in which cuDNN proposes and builds it."""
+        """Read the plan from the disk, in a tenth of the time of proposing and building it. Returns whether that
+        worked."""
         dumped = self._cache.read(self._file(plan.problem, name))
         if dumped is None:
             return False
@@ -260,7 +262,7 @@ class ConvolutionLibrary:
         return True
 
     def _dump(self, plan: Plan) -> None:
-        """For the next start, which only takes longer where cuDNN cannot write the plan out."""
+        """Serialize the plan for the next start. If cuDNN cannot, the next start only takes longer."""
         try:
             dumped = plan.dump()
         except Exception as error:
@@ -269,7 +271,7 @@ class ConvolutionLibrary:
         self._cache.write(self._file(plan.problem, plan.name), dumped)
 
     def _file(self, problem: Problem, name: str) -> str:
-        """Of a built plan."""
+        """The file of a built plan."""
         what = f"{self._cudnn.__version__} {self.variant} {problem.key} {name}"
         return "plan-" + hashlib.sha256(what.encode()).hexdigest()[:32]
 
@@ -289,7 +291,7 @@ class ConvolutionLibrary:
         return plan
 
     def _try(self, plan: Plan) -> _Trial:
-        """Build and time the proposals, one after the other, as long as there is time for it."""
+        """Build and time the proposals, one after the other, until the time is up."""
         problem, trial, bench = plan.problem, _Trial(), _Bench(self._gpu, self._arena, plan.problem)
         most = 1 if self.deterministic else MAX_CANDIDATES
         seconds = self.fused_seconds if problem.is_fused else TUNING_SECONDS
@@ -311,10 +313,10 @@ class ConvolutionLibrary:
                 plan.select(index)
                 trial.timed.append((bench.time_ms(plan, trial.timed), index))
             except Exception as error:  # cuDNN refuses some of its own proposals while building or running them
-                self._gpu.synchronize()  # raises where the GPU cannot go on: that is no verdict on a plan
+                self._gpu.synchronize()  # raises if the GPU cannot go on: that says nothing about the plan
                 trial.reason = first_line(error)
                 trial.transient |= is_transient(error)
-                if trial.transient and self.deterministic:  # another proposal has other bits
+                if trial.transient and self.deterministic:  # another proposal would give other bits
                     break
             if ends_at == math.inf:
                 ends_at = time.monotonic() + seconds
@@ -322,12 +324,12 @@ class ConvolutionLibrary:
         return trial
 
     def _tried_before(self, problem: Problem) -> int:
-        """How many proposals an earlier process had tried when its time was up."""
+        """The number of proposals that an earlier process had tried when its time was up."""
         name, tried = self._choices.get(problem.key, (REFUSED, 0))
         return int(tried) if name == UNFINISHED and not self.deterministic else 0
 
     def _given_up(self, problem: Problem, trial: _Trial) -> GraphError:
-        """The error for a problem without a plan. Of a fused one, what is certain is remembered."""
+        """The error for a problem without a plan. For a fused problem, a permanent refusal is stored."""
         if trial.transient:
             return self._no_plan(problem, trial.reason, TransientError)
         if trial.stopped_at is None:
@@ -355,14 +357,14 @@ class ConvolutionLibrary:
     # --- describing a problem to cuDNN ---
 
     def read(self, built: bytes) -> Any:
-        """cuDNN's graph with one plan, as its `serialize` gave it. Raises cuDNN's exception."""
+        """cuDNN's graph with one plan, from its `serialize`. Raises cuDNN's exception."""
         graph = self._cudnn.pygraph(handle=self.handle)
         graph.deserialize(self.handle, list(built))
         return graph
 
     def describe(self, problem: Problem, unwanted: Sequence[str] | None = None) -> Any:
-        """cuDNN's graph with its proposals listed; its tensors have the numbers from FIRST_UID on. Proposals with the
-        numerical notes `unwanted`, by default those that are never taken, stay in the list and cannot be built."""
+        """cuDNN's graph with its proposals; its tensors are numbered from FIRST_UID on. Proposals with the numerical
+        notes `unwanted` (by default those that are never used) stay in the list but cannot be built."""
         cudnn = self._cudnn
         fp32 = cudnn.data_type.FLOAT
         dtype = {"float16": cudnn.data_type.HALF, "bfloat16": cudnn.data_type.BFLOAT16, "float32": fp32,
@@ -426,54 +428,54 @@ class ConvolutionLibrary:
 
 @dataclass
 class _Trial:
-    """What came of building and timing the proposals for a problem."""
+    """The result of building and timing the proposals for a problem."""
 
     timed: list[tuple[float, int]] = field(default_factory=list)  # milliseconds, index
-    reason: str = "it proposes no plan"  # of the latest refusal
+    reason: str = "it proposes no plan"  # message of the latest refusal
     transient: bool = False  # one could not be tried, for want of memory
-    stopped_at: int | None = None  # the first one for which no time was left, where none before it can be had
+    stopped_at: int | None = None  # index of the first proposal that was not tried for lack of time
 
 
 class _Bench:
-    """Memory to time the plans for a problem in. Raises TransientError where its tensors alone do not fit."""
+    """Memory for timing the plans of a problem. Raises TransientError if its tensors alone do not fit."""
 
     def __init__(self, gpu: Gpu, arena: Arena, problem: Problem) -> None:
         self._gpu, self._arena, self._dtype = gpu, arena, problem.dtype
         self._starts, self._data_bytes = placed(problem)
         arena.reserve(self._data_bytes)
-        self._filled_bytes = 0  # of the arena, when it was filled
+        self._filled_bytes = 0  # size of the arena when it was filled last
 
     def time_ms(self, plan: Plan, rivals: list[tuple[float, int]]) -> float:
-        """Milliseconds; roughly where it is no rival of those timed already, else over a millisecond or more."""
+        """Time in ms. A plan that is clearly slower than the best so far is timed only roughly; others run for a
+        millisecond or more."""
         base = self._arena.reserve(self._data_bytes + plan.workspace_bytes)
-        if self._arena.num_bytes != self._filled_bytes:  # it is fresh, or has moved
+        if self._arena.num_bytes != self._filled_bytes:  # the memory is new, or has moved
             self._filled_bytes = self._arena.num_bytes
             self._gpu.fill_random(base, self._data_bytes, self._dtype)  # zeros run faster
         addresses = [base + start for start in self._starts]
         enqueue = partial(plan.enqueue, *addresses, workspace=base + self._data_bytes)
         rough = self._gpu.time_ms(enqueue, launches=1, repeats=1)
-        if rivals and rough > 2 * min(rivals)[0] + 0.01:  # a single launch has 0.003 ms of its own
+        if rivals and rough > 2 * min(rivals)[0] + 0.01:  # a single launch costs 0.003 ms by itself
             return rough
         return self._gpu.time_ms(enqueue, launches=min(8, max(1, round(1 / max(rough, 1e-3)))))
 
 
 def _last_resorts(names: Sequence[str]) -> set[int]:
-    """Indices of the proposals of which the first is taken where no other can be had: of engines that cuDNN names
-    without settings only ('eng8', where others are 'eng4_k24=33' and 'eng4'), unless it names none with settings. Of 34
-    fused problems in fp16 none had its fastest plan there, and building them took two thirds of the time, up to 30 s
-    each."""
+    """Indices of the proposals that are used only if no other works, and then the first of them: engines that cuDNN
+    names without settings ('eng8', as against 'eng4_k24=33'), unless no engine has settings. In 34 fused problems in
+    fp16 none of these was the fastest, and building them took two thirds of the time, up to 30 s each."""
     engines = [name.partition("_")[0] for name in names]
     with_settings = {engine for engine, name in zip(engines, names, strict=True) if engine != name}
     return {index for index, engine in enumerate(engines) if with_settings and engine not in with_settings}
 
 
 def is_transient(error: Exception) -> bool:
-    """Whether what cuDNN says is no verdict on what it was asked for."""
+    """Whether cuDNN's error says nothing about the plan itself (memory or a library was missing)."""
     return isinstance(error, TransientError) or any(word in str(error).upper() for word in TRANSIENT_WORDS)
 
 
 def import_cudnn() -> Any:
-    """The cudnn module of nvidia-cudnn-frontend, with a cuDNN that is new enough. Raises GraphError."""
+    """The cudnn module of nvidia-cudnn-frontend, with a recent enough cuDNN. Raises GraphError."""
     try:
         import cudnn
     except ImportError as error:
@@ -488,7 +490,7 @@ def import_cudnn() -> Any:
 
 
 def placed(problem: Problem) -> tuple[list[int], int]:
-    """Where a problem's tensors lie while it is timed, in the order of `Plan.enqueue`; and the bytes of all of them."""
+    """Offsets of a problem's tensors while it is timed, in the order of `Plan.enqueue`, and their total bytes."""
     roles = {"fprop": "xwy", "fprop_stats": "xwyss", "fprop_bias": "xwcy", "fprop_bias_relu": "xwcy",
              "fprop_bias_add_relu": "xwcyy", "dgrad": "ywx", "wgrad": "xyw"}[problem.kind]
     channels, item_bytes = problem.y[3], ITEM_BYTES[problem.dtype]

@@ -1,4 +1,4 @@
-"""Constants and structs that the CUDA sources declare, read by Python, so that each is said once.
+"""Constants and structs of the CUDA sources, read by Python, so that each is written in one place.
 
     cuda = Declarations("conv1x1_forward.cuh")
     TEAMS, ROWS = cuda.values("TEAMS", "ROWS")  # constexpr integers
@@ -30,7 +30,7 @@ _NUMBERS: Mapping[str, type[Any]] = {
     "double": ctypes.c_double, "uint8": ctypes.c_uint8, "uint16": ctypes.c_uint16, "bool": ctypes.c_bool}
 _VECTOR = re.compile(r"(?:u?int|float)([24])")  # CUDA's vectors of 4-byte numbers, which are aligned to their size
 _TOKEN = re.compile(r"0x[0-9a-fA-F]+|\d+|\w+|::|<<|<=|>=|==|!=|&&|\|\||[^\s\w]")
-# Binary operators, the loosest first. Division is of numbers that are not negative.
+# Binary operators, lowest precedence first. Division expects numbers that are not negative.
 _OPERATORS: Sequence[Mapping[str, Callable[[Any, Any], Any]]] = (
     {"||": lambda a, b: a or b}, {"&&": lambda a, b: a and b}, {"==": operator.eq, "!=": operator.ne},
     {"<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge}, {"<<": operator.lshift},
@@ -39,12 +39,12 @@ _OPERATORS: Sequence[Mapping[str, Callable[[Any, Any], Any]]] = (
 
 @dataclass(frozen=True)
 class _Declared:
-    """A constant or a struct as it is written, perhaps a template."""
+    """The text of a constant or a struct, which may be a template."""
 
     text: str  # a constant's value; a struct's members
     parameters: tuple[str, ...] = ()
     is_struct: bool = False
-    alignment: int = 1  # of `alignas`
+    alignment: int = 1  # the argument of `alignas`
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,15 @@ class _Member:
     """An array or a single value of a struct, and its type's size and alignment in bytes."""
 
     name: str
-    type: type[Any] | None  # ctypes's, of the whole array; None for a vector
+    type: type[Any] | None  # the ctypes type of the whole array; None for a vector
     size: int
     alignment: int
 
 
 @dataclass(frozen=True)
 class Declarations:
-    """What kernels/`source` and the files that it includes declare outside functions. An unknown name is a KeyError."""
+    """Constants and structs that kernels/`source` and its included files declare outside functions. An unknown name
+    raises KeyError."""
 
     source: str
 
@@ -77,13 +78,13 @@ class Declarations:
         return found.size
 
     def fields(self, struct: str, **classes: type[ctypes.Structure]) -> list[tuple[str, type[Any]]]:
-        """The fields of a struct, as ctypes wants them. `classes`: for the structs among them that have one. Raises
+        """The fields of a struct, in the form of ctypes. `classes`: the ctypes class of a struct among them. Raises
         TypeError for a vector, which ctypes does not know."""
         found: _Struct = _Parser(struct, {**_names(self.source), **classes}).expression()
         return found.fields
 
     def names(self) -> tuple[list[str], list[str]]:
-        """The names of all constants, and of all structs, that are no templates."""
+        """The names of all constants and of all structs, without templates."""
         plain = {name: each for name, each in _names(self.source).items() if not each.parameters}
         return ([name for name, each in plain.items() if not each.is_struct],
                 [name for name, each in plain.items() if each.is_struct])
@@ -97,7 +98,7 @@ def _evaluated(source: str, expression: str) -> Any:
 
 @cache
 def _names(source: str) -> dict[str, _Declared]:
-    """What a source and the files that it includes declare."""
+    """The declarations of a source and of its included files, by name."""
     found: dict[str, _Declared] = {}
     for path in _included(source):
         found |= _declared(path)
@@ -106,14 +107,14 @@ def _names(source: str) -> dict[str, _Declared]:
 
 @dataclass(frozen=True)
 class _Struct:
-    """A struct, whose constants and members follow from the names around it."""
+    """A struct. Its constants and members are computed from the names of the enclosing scope."""
 
     declared: _Declared
     around: Mapping[str, Any] = field(repr=False)
 
     @cached_property
     def names(self) -> Mapping[str, Any]:
-        """The names around it, and its own constants."""
+        """The names of the enclosing scope and the struct's own constants."""
         own: dict[str, Any] = {}
         for statement in _statements(self.declared.text):
             if constants := re.fullmatch(r"static constexpr \w+ (.*)", statement):
@@ -151,10 +152,10 @@ class _Parser:
 
     def __init__(self, text: str, names: Mapping[str, Any]) -> None:
         self._tokens, self._at, self._names = _TOKEN.findall(text), 0, names
-        self._in_arguments = False  # of a template, where `>` is their end
+        self._in_arguments = False  # inside template arguments, where `>` ends the list
 
     def expression(self) -> Any:
-        """a ? b : c, or what binds tighter."""
+        """An expression a ? b : c, or one of higher precedence."""
         condition = self._binary(0)
         if not self._take("?"):
             return condition
@@ -197,7 +198,7 @@ class _Parser:
         if vector := _VECTOR.fullmatch(name):
             return None, *(4 * int(vector[1]),) * 2
         if name not in self._names and self._peek() == "*":
-            return None, 0, 0  # only pointed to
+            return None, 0, 0  # an unknown type, which is only pointed to
         struct = self._named(name)
         if isinstance(struct, type):
             return struct, ctypes.sizeof(struct), ctypes.alignment(struct)
@@ -236,7 +237,7 @@ class _Parser:
         return found
 
     def _named(self, name: str) -> Any:
-        """What the name stands for, after the arguments of a template."""
+        """The value or declaration of the name, with its template arguments if it has some."""
         found = self._names[name]
         arguments: list[Any] = []
         if isinstance(found, _Declared) and found.parameters and self._take("<"):
@@ -264,7 +265,7 @@ class _Parser:
         return self._tokens[self._at - 1]
 
     def _take(self, token: str) -> bool:
-        """Whether this token is next; it is then read."""
+        """Read the next token if it is this one; return whether it was."""
         found = self._peek() == token
         self._at += found
         return found
@@ -275,7 +276,7 @@ class _Parser:
 
 
 def _resolved(found: Any, names: Mapping[str, Any], arguments: Sequence[Any]) -> Any:
-    """A declaration's value, or the struct; what is a value already stays."""
+    """The value of a declared constant, or the struct. A value is returned as it is."""
     if not isinstance(found, _Declared):
         return found
     inside = {**names, **dict(zip(found.parameters, arguments, strict=True))}
@@ -284,7 +285,7 @@ def _resolved(found: Any, names: Mapping[str, Any], arguments: Sequence[Any]) ->
 
 @cache
 def _included(source: str) -> tuple[Path, ...]:
-    """A source after all files that it includes."""
+    """The text of a source, preceded by all files that it includes."""
     path = SOURCES / source
     before: dict[Path, None] = {}
     for name in re.findall(r'^#include "(.*)"', path.read_text(), re.MULTILINE):
@@ -336,7 +337,7 @@ def _statements(text: str) -> Iterator[str]:
 
 
 def _end_of_braces(text: str, begin: int) -> int:
-    """The place of the brace that closes the one at `begin`."""
+    """The index of the brace that closes the one at `begin`."""
     depth = 0
     for place in re.finditer("[{}]", text[begin:]):
         depth += 1 if place[0] == "{" else -1

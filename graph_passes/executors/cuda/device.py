@@ -18,7 +18,7 @@ import numpy as np
 from graph_passes.errors import GraphError, TransientError
 from graph_passes.passes.precision import ITEM_BYTES
 
-MIN_COMPUTE_CAPABILITY = (7, 5)  # below, cuDNN 9 and CUDA 13 have no kernels
+MIN_COMPUTE_CAPABILITY = (7, 5)  # below this, cuDNN 9 and CUDA 13 have no kernels
 OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 MIN_DRIVER_CUDA = 12000  # CUDA 12.0, as cuDriverGetVersion counts
 
@@ -30,8 +30,8 @@ INSTALL = "install the GPU packages: `make setup`, or pip install '.[gpu]' in th
 
 
 class Tiling(NamedTuple):
-    """A tensor of lines, rows and columns, or of layers of these, by tiles, each of which one copy moves. `pitches`:
-    elements from a line to the next, and from a row to the next."""
+    """Tiles of a tensor of (lines, rows, columns), or of layers of these; one copy moves one tile. `pitches`: elements
+    from a line to the next, and from a row to the next."""
 
     shape: tuple[int, ...]
     pitches: tuple[int, ...]
@@ -39,14 +39,14 @@ class Tiling(NamedTuple):
 
     @classmethod
     def of_matrix(cls, rows: int, columns: int, tile: tuple[int, int]) -> Tiling:
-        """Of rows that follow each other; `tile`: rows, columns."""
+        """The tiling of a contiguous matrix; `tile`: rows, columns."""
         return cls((1, rows, columns), (rows * columns, columns), (1, *tile))
 
 
 class Gpu:
-    """The current device of this process, one stream on it, and what the executor asks of the driver.
+    """This process's current GPU, one stream on it, and the driver functions that the executor needs.
 
-    Raises GraphError where there is no such GPU, or the driver or a library is missing or too old.
+    Raises GraphError if there is no such GPU, or the driver or a library is missing or too old.
     """
 
     def __init__(self, device_id: int = 0) -> None:
@@ -88,10 +88,11 @@ class Gpu:
         self._allocated: set[int] = set()
 
     def check(self, result: tuple[Any, ...]) -> Any:
-        """The value of a driver call; TransientError where the GPU has no memory left, else RuntimeError."""
+        """The value of a driver call. Raises TransientError if the GPU's memory is full, and otherwise RuntimeError."""
         status, *values = result
         if int(status) == OUT_OF_MEMORY:
-            raise TransientError("the GPU has no memory left: use a smaller batch size, or end what else uses that GPU")
+            raise TransientError("the GPU has no memory left: use a smaller batch size, or end the other programs that "
+                                 "use it")
         if int(status) != 0:
             _, text = self._driver.cuGetErrorString(status)
             raise RuntimeError(f"CUDA error {int(status)}: {text.decode() if text else 'unknown'}")
@@ -104,14 +105,14 @@ class Gpu:
         return self.check(self._driver.cuMemGetInfo())
 
     def check_free(self, num_bytes: int) -> None:
-        """Raise TransientError, with what is needed and free, where so many bytes do not fit."""
+        """Raise TransientError, naming needed and free bytes, if this many bytes do not fit."""
         free, total = self.memory()
         if num_bytes > free:
             raise TransientError(f"the GPU has {free / 2**30:.1f} of {total / 2**30:.1f} GiB free, "
                                f"{num_bytes / 2**30:.1f} GiB more are needed: use a smaller batch size")
 
     def allocate(self, num_bytes: int) -> int:
-        """Address of fresh device memory, for `free`. Raises TransientError where it does not fit."""
+        """Address of new device memory, to be released by `free`. Raises TransientError if it does not fit."""
         self.check_free(num_bytes)
         address = int(self.check(self._driver.cuMemAlloc(max(num_bytes, 1))))
         self._allocated.add(address)
@@ -122,25 +123,25 @@ class Gpu:
         self._allocated.remove(address)
 
     def free_all(self) -> None:
-        """Wait for the work under way and free all that `allocate` gave."""
+        """Wait for the work in flight and free all memory from `allocate`."""
         self.synchronize()
         for address in tuple(self._allocated):
             self.free(address)
 
     def share(self, address: int) -> bytes:
-        """What another process of this machine needs to `open_shared` memory that `allocate` gave."""
+        """The handle that another process of this machine needs to `open_shared` memory from `allocate`."""
         handle = self.check(self._driver.cuIpcGetMemHandle(address))
         return ctypes.string_at(handle.getPtr(), IPC_HANDLE_BYTES)
 
     def open_shared(self, handle: bytes) -> int:
-        """Address here of memory that another process shares, perhaps of another GPU: see `can_access`."""
+        """Address in this process of memory that another process shares, perhaps on another GPU: see `can_access`."""
         opaque = self._driver.CUipcMemHandle()
         ctypes.memmove(opaque.getPtr(), handle, IPC_HANDLE_BYTES)
         peer_access = self._driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
         return int(self.check(self._driver.cuIpcOpenMemHandle(opaque, peer_access)))
 
     def can_access(self, bus_id: str) -> bool:
-        """Can this GPU reach the memory of that one? Not if this process does not see it."""
+        """Whether this GPU can reach the other one's memory. False if this process does not see that GPU."""
         status, other = self._driver.cuDeviceGetByPCIBusId(bus_id.encode())
         if int(status) != 0:
             return False
@@ -154,7 +155,7 @@ class Gpu:
         self.synchronize()
 
     def download(self, address: int, shape: Iterable[int], dtype: Any) -> np.ndarray:
-        """Copy device to host, after everything on the stream."""
+        """Copy device to host, after all work on the stream."""
         array = np.empty(tuple(shape), dtype)
         self.check(self._driver.cuMemcpyDtoHAsync(array.ctypes.data, address, array.nbytes, self.stream_handle))
         self.synchronize()
@@ -166,8 +167,9 @@ class Gpu:
         return np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
 
     def start_download(self, pinned: np.ndarray, address: int, beside: bool = False) -> Any:
-        """Copy device to host, as many bytes as `pinned` has, without waiting: `sync()` of the event returned does.
-        `beside` what is enqueued from now on, which then must not write there before that event."""
+        """Copy device to host, as many bytes as `pinned` has, without waiting; the returned event's `sync()` waits.
+        With `beside`, the copy runs beside the work enqueued from now on, which must not write there before the
+        event."""
         stream = self._downloads if beside else self.stream
         if beside:
             stream.wait(self.stream)
@@ -197,7 +199,7 @@ class Gpu:
         first = min(num_bytes, block.nbytes)
         self.upload(address, block.view(np.uint8)[:first])
         filled = first
-        while filled < num_bytes:  # double what is there
+        while filled < num_bytes:  # double the filled part
             self.copy(address + filled, address, min(filled, num_bytes - filled))
             filled *= 2
 
@@ -215,15 +217,15 @@ class Gpu:
         self.check(self._driver.cuLaunchKernel(function, *grid, *block, shared_bytes, self.stream_handle, arguments, 0))
 
     def allow_shared_bytes(self, function: int, shared_bytes: int) -> None:
-        """Let launches of a kernel ask for so much dynamic shared memory."""
+        """Allow launches of a kernel to use this much dynamic shared memory."""
         attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         self.check(self._driver.cuKernelSetAttribute(attribute, shared_bytes, self._driver.CUkernel(function),
                                                      self._driver.CUdevice(self.device_id)))
 
     def tensor_map(self, address: int, dtype: str, tiling: Tiling) -> Any:
-        """A tensor at `address` as TMA, the tensor memory accelerator of Hopper GPUs, is told of it: an argument for a
-        kernel (`TensorMap` of kernels/tma.cuh). A row of a tile has 128 bytes, or 64, which are swizzled. Without an
-        address a map that is not for use."""
+        """A descriptor of the tensor at `address` for TMA, the tensor memory accelerator of Hopper GPUs: a kernel
+        argument (`TensorMap` of kernels/tma.cuh). A row of a tile has 128 or 64 bytes, which are swizzled. Without an
+        address, an unusable placeholder."""
         if not address:
             return (ctypes.c_uint64 * TENSOR_MAP_WORDS)()
         driver, types, swizzles = self._driver, self._driver.CUtensorMapDataType, self._driver.CUtensorMapSwizzle
@@ -251,11 +253,11 @@ class Gpu:
         return self.stream.record()
 
     def capture(self, enqueue: Callable[[], None]) -> Any:
-        """The work that `enqueue` puts on the stream, as an executable CUDA graph for `replay`."""
-        # Thread-local: MXNet's and Horovod's threads may allocate meanwhile.
+        """Capture the work that `enqueue` puts on the stream, as an executable CUDA graph for `replay`."""
+        # Thread-local: MXNet's and Horovod's threads may allocate during the capture.
         mode = self._driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         self.check(self._driver.cuStreamBeginCapture(self.stream_handle, mode))
-        # Python must not collect garbage meanwhile: unloading an old kernel or freeing an event breaks the capture.
+        # Python must not collect garbage during the capture: unloading a kernel or freeing an event would break it.
         collects = gc.isenabled()
         gc.disable()
         try:
@@ -270,7 +272,7 @@ class Gpu:
         return executable
 
     def replay(self, executable: Any) -> None:
-        """Launch a captured graph, asynchronous."""
+        """Launch a captured graph asynchronously."""
         self.check(self._driver.cuGraphLaunch(executable, self.stream_handle))
 
     def destroy(self, executable: Any) -> None:
@@ -287,11 +289,11 @@ class Gpu:
         self.check(self._driver.cuEventRecord(event, self.stream_handle))
 
     def wait_for(self, event: Any) -> None:
-        """Let what is enqueued from now on wait for an event of another stream; the host goes on."""
+        """Make the work enqueued from now on wait for an event of another stream. The host does not wait."""
         self.check(self._driver.cuStreamWaitEvent(self.stream_handle, event, 0))
 
     def record_in_graph(self, event: Any) -> None:
-        """Record a timing event; while capturing it becomes a node of the graph that records at every replay."""
+        """Record a timing event. During a capture it becomes a node of the graph and is recorded at every replay."""
         self.check(self._driver.cuEventRecordWithFlags(event, self.stream_handle,
                                                        self._driver.CUevent_record_flags.CU_EVENT_RECORD_EXTERNAL))
 
@@ -300,9 +302,9 @@ class Gpu:
 
     @contextlib.contextmanager
     def timer(self, enqueue: Callable[[], None], launches: int) -> Iterator[Callable[[], float]]:
-        """What replays `launches` of what `enqueue` does, captured in one CUDA graph, and returns the milliseconds of
-        one of them. A graph, because enqueueing from Python takes longer than many kernels run; with the events in it,
-        so that the time the host takes to launch it does not count."""
+        """A function that replays `launches` runs of `enqueue`, captured in one CUDA graph, and returns the
+        milliseconds of one run. It uses a graph because enqueueing from Python takes longer than many kernels run. The
+        events are inside the graph, so the host's launch time does not count."""
         start, end = self.timing_event(), self.timing_event()
 
         def enqueue_all() -> None:
@@ -327,20 +329,21 @@ class Gpu:
                 self.check(self._driver.cuEventDestroy(event))
 
     def time_ms(self, enqueue: Callable[[], None], launches: int = 8, repeats: int = 3) -> float:
-        """Milliseconds of what `enqueue` does: median over `repeats` of the mean of `launches` in one CUDA graph."""
+        """Milliseconds of one run of `enqueue`: the median over `repeats` of the mean of `launches` in one CUDA
+        graph."""
         with self.timer(enqueue, launches) as sample:
-            sample()  # warms up
+            sample()  # warm-up
             return statistics.median(sample() for _ in range(repeats))
 
 
 def e4m3(values: np.ndarray) -> np.ndarray:
-    """Values of [-1, 1] as bytes of FP8 E4M3, cut off after 3 bits; those below its smallest normal number, 2^-6,
-    become 0. The exponent's bias is 7. Source: arXiv:2209.05433, table 1."""
+    """Values in [-1, 1] as bytes of FP8 E4M3, truncated after 3 bits of mantissa. Values below the smallest normal
+    number, 2^-6, become 0. The exponent's bias is 7. Source: arXiv:2209.05433, table 1."""
     bits = values.astype(np.float16).view(np.uint16)
     sign, rest = bits >> 15, (bits & 0x7FFF) >> 7  # 5 bits of exponent, with a bias of 15, and 3 of mantissa
     return (sign << 7 | np.where(rest >= 9 << 3, rest - (8 << 3), 0)).astype(np.uint8)
 
 
 def first_line(error: Exception) -> str:
-    """Of its message, or the name of its class."""
+    """The first line of the exception's message, or the name of its class."""
     return (str(error).splitlines() or [type(error).__name__])[0]

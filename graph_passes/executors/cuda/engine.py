@@ -1,12 +1,11 @@
-"""MXNet's engine beside the stream of a GPU: memory that both work with, and gates that keep them in order.
+"""MXNet's engine beside a GPU stream of our own: memory that both use, and gates that keep them in order.
 
-A network (`network.py`) runs on a stream of its own, of which the engine knows nothing. A gate is an operation that is
-pushed to the engine as the reader or writer of an array, and that ends when an event of that stream has fired. Whatever
-MXNet or Horovod is asked to do with that array afterwards waits for it. A gate costs about 40 us of host time.
+A network (`network.py`) runs on its own stream, which the engine does not know. A gate is an operation that is pushed
+to the engine as the reader or writer of an array, and that ends when an event of that stream has fired. Whatever MXNet
+or Horovod is asked to do with that array afterwards waits for it. A gate costs about 40 us of host time.
 
-A gate waits in one of the engine's four threads for what is urgent. In its one thread for all other work of the CPU,
-whatever MXNet does there would wait for the GPU too: even a new array in the host's memory, which the engine is asked
-to make ready for writing.
+A gate waits in one of the engine's four threads for urgent work. The engine has only one thread for other CPU work: a
+gate there would make all of it wait for the GPU, even the creation of an array in host memory.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ _CPU_PRIORITIZED = ctypes.c_int(3)  # MXNet's FnProperty::kCPUPrioritized
 
 
 class _Context(ctypes.Structure):
-    """MXNet's Context as its C API takes it."""
+    """MXNet's Context in the layout of its C API."""
 
     _fields_ = (("device_type", ctypes.c_int), ("device_id", ctypes.c_int32))
 
 
 class Engine:
-    """MXNet's engine for one GPU, with the arrays there that MXNet and a network share.
+    """MXNet's engine for one GPU, and the arrays on it that MXNet and a network share.
 
     Args:
         device: "gpu(0)", "gpu(1)", ...; GraphError for any other.
-        shared: the names of the memory that is MXNet's, and its dtypes.
+        shared: names and dtypes of the buffers that are MXNet arrays.
     """
 
     def __init__(self, device: str, shared: Mapping[str, str]) -> None:
@@ -49,14 +48,15 @@ class Engine:
         self.arrays: dict[str, Array] = {}
         self._shared = shared
         self._seen: list[Array] = []  # arrays that MXNet may be reading or writing
-        self._pending: dict[int, Any] = {}  # number of a gate that the engine has not passed yet -> its CUDA event
+        self._pending: dict[int, Any] = {}  # number of a gate that is still closed -> its CUDA event
         self._num_gates = 0
         self._pass_gate = _ENGINE_CALLBACK(lambda run_context, number: self._pending.pop(number).sync())
 
     # --- memory ---
 
     def allocate(self, name: str, num_bytes: int) -> int | None:
-        """The address of a new MXNet array in `arrays`; None for what is not shared, which needs plain memory only."""
+        """The address of a new MXNet array in `arrays`; None for a buffer that is not shared, which needs plain memory
+        only."""
         if name not in self._shared:
             return None
         dtype = self._shared[name]
@@ -65,11 +65,11 @@ class Engine:
         return address(array)
 
     def here(self, array: Array) -> Array:
-        """The array on this GPU."""
+        """A copy of the array on this GPU, or the array itself if it is there."""
         return array if array.context == self.context else array.as_in_context(self.context)
 
     def views(self, name: str, tensors: FlatArray) -> dict[str, Array]:
-        """Slices of one flat array; they share its memory and its place in the engine."""
+        """Slices of one flat array. They share its memory, and MXNet's engine treats them as the same variable."""
         flat = self.arrays[name]
         return {tensor: flat[start : start + int(np.prod(tensors.slices[tensor].shape))].reshape(
                     tensors.slices[tensor].shape) for tensor, start in tensors.starts.items()}
@@ -77,28 +77,28 @@ class Engine:
     # --- order ---
 
     def gate(self, event: Any, arrays: Sequence[Array], reading: bool = False, is_seen: bool = True) -> None:
-        """Make what MXNet does with the arrays from now on wait for a CUDA event: everything, or with `reading` what
-        would overwrite them. No array twice, nor a slice beside its whole: the engine knows them as one and would wait
-        for itself. `is_seen`: `wait` must wait for what MXNet does with them."""
+        """Make MXNet's later work on the arrays wait for a CUDA event: all of it, or with `reading` only writes. Do not
+        pass an array twice, nor a slice beside its whole: the engine sees them as one variable and would wait for
+        itself. `is_seen`: `wait` must wait for MXNet's work on them."""
         self._num_gates += 1
         self._pending[self._num_gates] = event
         handles = (ctypes.c_void_p * len(arrays))(*(array.handle for array in arrays))
         read, written = ((handles, len(arrays)), (None, 0)) if reading else ((None, 0), (handles, len(arrays)))
-        cpu = _Context(1, 0)  # a thread for the CPU waits, so that MXNet's own for the GPU stays free
+        cpu = _Context(1, 0)  # a CPU thread waits, so that MXNet's GPU thread stays free
         _call("MXEnginePushSyncND", self._pass_gate, ctypes.c_void_p(self._num_gates), None, ctypes.byref(cpu),
               *read, *written, ctypes.byref(_CPU_PRIORITIZED), 0, b"gate")
         if is_seen and not reading:
             self._seen += arrays
 
     def wait(self) -> None:
-        """Wait until MXNet has done what it was asked to do with arrays that it has been shown."""
+        """Wait until MXNet has finished its work on the arrays that it has been given."""
         for array in self._seen:
             _call("MXNDArrayWaitToWrite", array.handle)
         self._seen.clear()
 
 
 def address(array: Array) -> int:
-    """Where an array lies on the GPU, once MXNet has written it."""
+    """Address of an array on the GPU, after MXNet has written it."""
     array.wait_to_read()
     found = ctypes.c_void_p()
     _call("MXNDArrayGetData", array.handle, ctypes.byref(found))
@@ -106,5 +106,5 @@ def address(array: Array) -> int:
 
 
 def _call(function: str, *arguments: Any) -> None:
-    """A function of MXNet's C API."""
+    """Call a function of MXNet's C API."""
     mx.base.check_call(getattr(mx.base._LIB, function)(*arguments))

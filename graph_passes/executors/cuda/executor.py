@@ -2,7 +2,7 @@
 
 Parameters, gradients and running statistics lie in MXNet arrays on `mx.gpu()`, so that MXNet and Horovod can work with
 them; the network itself runs on a stream of its own, kept in order with them by gates (`engine.py`). A gate costs host
-time, so one is pushed only when somebody looks: the properties `params`, `aux` and `grads` push it.
+time, so it is pushed only on access: the properties `params`, `aux` and `grads` push it.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from graph_passes.executors.cuda.training_step import OnBucket, TrainingStep
 from graph_passes.graph import Graph
 from graph_passes.optimizers import Rule
 
-PASSES_AHEAD = 2  # of inference, that wait for the GPU when the host is made to wait too
+PASSES_AHEAD = 2  # inference passes that may wait for the GPU before the host waits too
 
 
 class CudaExecutor(Executor):
     """Runs a graph compiled to cuDNN graphs and our own CUDA kernels. Made for one batch size and image size.
 
-    It has a `network`, which knows no MXNet: a `TrainingStep`, also as `step`, to be asked for whatever needs no order
-    with MXNet's engine; or with `int8` a `QuantisedNetwork`, for inference alone.
+    Its `network` does not depend on MXNet. It is a `TrainingStep`, also available as `step` for calls that need no
+    order with MXNet's engine; or with `int8` a `QuantisedNetwork`, for inference only.
 
     Differs from the other executors in three ways:
 
     - Gradients are in `dtype`, except those of gamma, beta and bias (fp32), and multiplied by the loss scale. In
       bfloat16, which MXNet cannot hold, `grads` has the fp32 ones only.
-    - Stock MXNet has no kernels for new GPUs, so the optimizer is one of the executor's own: `optimizer`, which does
-      plain SGD until `create_optimizer` gives it another rule.
-    - `params`, `aux` and `grads` are to be asked for anew in every step: it is the asking that waits for the step.
+    - Stock MXNet has no kernels for new GPUs, so the executor has its own optimizer, `optimizer`: plain SGD until
+      `create_optimizer` sets another rule.
+    - `params`, `aux` and `grads` must be read anew in every step: reading them waits for the step.
 
     `options` are the fields of `StepOptions`, of which a network in INT8 has `deterministic` only. For several GPUs
     (docs/multi_gpu.md), `num_buckets` cuts the backward pass, so that `on_bucket` of `forward_backward` is called with
@@ -67,12 +67,12 @@ class CudaExecutor(Executor):
         self.gpu = self.network.gpu
         self.gpu_bus_id = self.gpu.device.pci_bus_id
         self._num_valid = self.input_shapes["data"][0]
-        self._num_inferred = 0  # images of the latest inference
+        self._num_inferred = 0  # number of images of the latest inference
         self._answered: deque[Any] = deque()  # CUDA events at the ends of the latest passes of inference
         self._idle = IdleClock(self.gpu)
 
     def _make_step(self, device: str, options: StepOptions) -> None:
-        """The training step as the network, and what MXNet sees of it."""
+        """Make the training step, and its arrays for MXNet."""
         wide = options.dtype == "bfloat16"
         self._engine = engine = Engine(device, {
             **dict.fromkeys(("master", "state 1", "state 2", "statistics", "ema", "ema_statistics"), "float32"),
@@ -85,14 +85,14 @@ class CudaExecutor(Executor):
             self._grads |= engine.views("weight_gradients", step.store.weight_gradients)
         self.optimizer = DeviceOptimizer(step, engine)
         self._last_step: Any = None  # CUDA event at the end of the latest step
-        self._batch: Array = None  # of the latest pass, on this GPU
+        self._batch: Array = None  # data of the latest pass, on this GPU
         self._passes_done = step.gpu.allocate(4)  # address on the GPU
         self.passes_shown = step.gpu.pinned(4).view(np.uint32)  # see `show_passes`
         self.passes_shown[:] = 0
 
     @property
     def step(self) -> TrainingStep:
-        """What trains the network. Raises GraphError where it is in INT8."""
+        """The training step. Raises GraphError if the network is in INT8."""
         if isinstance(self.network, TrainingStep):
             return self.network
         raise GraphError("a network in INT8 cannot be trained: train it in float16 or float32, and quantise it again")
@@ -101,7 +101,7 @@ class CudaExecutor(Executor):
 
     @property
     def params(self) -> dict[str, Array]:  # type: ignore[override]
-        """fp32 master weights; the network's own copies follow at the next step of the optimizer, or at once by
+        """fp32 master weights. The network's own copies follow at the next optimizer step, or at once with
         `set_params`."""
         return self._written("master", self._params)
 
@@ -110,7 +110,7 @@ class CudaExecutor(Executor):
         return self._written("statistics", self._aux)
 
     def _written(self, name: str, views: dict[str, Array]) -> dict[str, Array]:
-        """The views of a shared array, which the caller may write. A network in INT8 has none."""
+        """Views of a shared array, which the caller may write. A network in INT8 has none."""
         if isinstance(self.network, TrainingStep):
             self._engine.gate(self.gpu.record_event(), [self._engine.arrays[name]])
             self.network.parameters_changed()
@@ -142,7 +142,7 @@ class CudaExecutor(Executor):
 
     def create_optimizer(self, rule: Rule, ema: bool = False,  # type: ignore[override]
                          clip_norm: float = 0.0) -> DeviceOptimizer:
-        """Make the step update all parameters by this rule, as `Executor` has it."""
+        """Update all parameters by this rule from now on (see `Executor`)."""
         self.step.set_optimizer(OptimizerConfig(rule, ema=ema, clip_norm=clip_norm))
         return self.optimizer
 
@@ -150,8 +150,8 @@ class CudaExecutor(Executor):
 
     def forward_backward(self, data: Array, label: Array, accumulate: bool = False, draws: Draws = NO_DRAWS,
                          on_bucket: OnBucket | None = None) -> None:
-        """One training pass over a batch, as `Executor` has it. `on_bucket` gets one bucket of gradients after the
-        other, each as soon as what computes it is launched; its event `ready` says when it is computed."""
+        """One training pass over a batch (see `Executor`). `on_bucket` is called with each bucket of gradients as soon
+        as its kernels are launched; the bucket's event `ready` fires when they are computed."""
         step = self.step
         self._engine.wait()
         self._idle.begin()
@@ -165,24 +165,24 @@ class CudaExecutor(Executor):
         step.mix(draws)
         step.set_seed(draws.seed)
         step.forward_backward(accumulate, on_bucket, place)
-        # nobody may overwrite the batch before it is read
+        # the batch must not be overwritten before it is read
         self._engine.gate(self.gpu.record_event(), used, reading=True)
         self._batch = used[0]
         self._idle.end()
 
     def hand_over(self, on_bucket: OnBucket) -> None:
-        """Call `on_bucket` with each bucket of the gradients as they are: after several passes."""
+        """Call `on_bucket` with each bucket of the present gradients, after several passes were accumulated."""
         self._engine.wait()
         self.step.hand_over(on_bucket)
 
     def show_passes(self, number: int) -> None:
-        """Write `number` into `passes_shown` when the GPU has done what it was asked for. Asynchronous, by way of
-        its own memory: to have the host's filled directly, the host may have to wait for the stream."""
+        """Write `number` into `passes_shown` once the GPU has done its present work. Asynchronous, through a buffer of
+        the GPU: writing host memory directly may make the host wait for the stream."""
         self.gpu.write_word(self._passes_done, np.uint32(number))
         self.gpu.start_download(self.passes_shown, self._passes_done)
 
     def profile(self) -> Profile:
-        """Time, bytes and operations of every kernel of forward and backward, for the batch given last."""
+        """Time, bytes and operations of every kernel of forward and backward pass, for the latest batch."""
         batch = self._batch
         self.step.load_from_device(address(batch), np.dtype(batch.dtype).name, batch.shape)
         return self.step.profile()
@@ -191,7 +191,7 @@ class CudaExecutor(Executor):
         return self.step.largest_batch()
 
     def end_step(self) -> None:
-        """Wait for the step before the latest one: the GPU always has the next one waiting, and no more than that."""
+        """Wait for the step before the latest one. The GPU always has exactly one step queued."""
         self._idle.end_step()
         step_before, self._last_step = self._last_step, self.gpu.record_event()
         if step_before:
@@ -206,19 +206,20 @@ class CudaExecutor(Executor):
         self.network.prepare_inference(image_size)
 
     def infer(self, data: Array, label: Array | None = None, num_valid: int = 0) -> None:
-        """As `Executor` has it. The batch may be smaller than the one that the executor was made for."""
+        """Inference (see `Executor`). The batch may be smaller than the executor's."""
         self._idle.forget()
         self._engine.wait()
         num_images = min(data.shape[0], self.input_shapes["data"][0])
         batch, used = self._given(data, label, min(num_valid, num_images), num_images)
         self.network.infer(num_images, self.network.take(*batch))
-        # nobody may overwrite the batch before it is read
+        # the batch must not be overwritten before it is read
         self._engine.gate(self.gpu.record_event(), used, reading=True)
         self._num_inferred = num_images
 
     def forward(self, data: Array, label: Array | None = None) -> Array:
-        """`infer`, with a label of all images. The probabilities are in an array of their own: to write one again, the
-        host would have to wait for MXNet, whose worker waits for the GPU, and so each pass for the one before."""
+        """`infer` with a label for every image. Returns the probabilities in a new array: before writing an old one
+        again, the host would have to wait for MXNet, whose worker waits for the GPU. Each pass would wait for the one
+        before."""
         self.infer(data, label, 0 if label is None else data.shape[0])
         source = self.network.persistent.probabilities
         answer = mx.nd.empty((self._num_inferred, source.shape[1]), ctx=self._engine.context)
@@ -234,13 +235,13 @@ class CudaExecutor(Executor):
         return receive
 
     def _answer_by(self, event: Any) -> None:
-        """A pass of inference ends with the event; the host waits here where too many are under way."""
+        """Register the event that ends an inference pass. The host waits here if too many passes are in flight."""
         self._answered.append(event)
         if len(self._answered) > PASSES_AHEAD:
             self._answered.popleft().sync()
 
     def profile_inference(self, data: Array) -> Profile:
-        """Time, bytes and operations of every kernel of the inference of a whole batch."""
+        """Time, bytes and operations of every kernel, for inference on a whole batch."""
         self._engine.wait()
         batch, used = self._given(data, None, 0, data.shape[0])
         self.network.load_from_device(*batch)
@@ -252,19 +253,19 @@ class CudaExecutor(Executor):
 
     def _given(self, data: Array, label: Array | None, num_valid: int, num_images: int
                ) -> tuple[tuple[int, str, tuple[int, ...]], list[Array]]:
-        """The images on this GPU: address, dtype and shape; and the arrays that are read. The labels are loaded."""
+        """The images on this GPU (address, dtype and shape), and the arrays that are read. Loads the labels."""
         made, persistent = self.input_shapes["data"], self.network.persistent
         for name, array in (("data", data), ("softmax_label", label)):
             if array is not None:
                 shape = tuple(array.shape)
                 if name == "data" and shape[-1] == persistent.data.shape[3]:
-                    shape = (*shape[:-1], made[3])  # it has the channels that the network really reads
-                whole = made[0] if shape[0] == num_images else shape[0]  # `num_images` may be a part of a batch
+                    shape = (*shape[:-1], made[3])  # it has the number of channels that the network reads
+                whole = made[0] if shape[0] == num_images else shape[0]  # `num_images` may be less than a batch
                 self.check_input(name, (whole, *shape[1:]))
         data = self._engine.here(data)
         used = [data]
         if label is not None:
-            if label.dtype != np.float32:  # its bytes are copied
+            if label.dtype != np.float32:  # its bytes are copied unchanged
                 raise GraphError(f"'softmax_label' has the dtype {np.dtype(label.dtype).name}: give float32")
             label = self._engine.here(label)
             self.gpu.copy(persistent.label.address, address(label), persistent.label.bytes_of(num_images))
@@ -297,7 +298,8 @@ class CudaExecutor(Executor):
 
 
 class DeviceOptimizer:
-    """The optimizer of a step, as an `Optimizer`: in order with MXNet's engine, its arrays MXNet's."""
+    """The step's optimizer with the interface `Optimizer`. Its arrays are MXNet's, and it runs in order with MXNet's
+    engine."""
 
     def __init__(self, step: TrainingStep, engine: Engine) -> None:
         self._step, self._engine = step, engine
@@ -306,7 +308,7 @@ class DeviceOptimizer:
 
     @property
     def state(self) -> dict[str, dict[str, Array]]:
-        """What it keeps, by its slots, fp32; to be asked for anew in every step."""
+        """The optimizer's state, by slot, fp32; read it anew in every step."""
         found = {}
         for number, (slot, array) in enumerate(self._step.states.items(), start=1):
             if number not in self._states:
@@ -317,8 +319,8 @@ class DeviceOptimizer:
 
     @property
     def ema(self) -> dict[str, Array]:
-        """Moving averages of parameters and running statistics, fp32; to be asked for anew in every step. Empty where
-        none are kept."""
+        """Moving averages of parameters and running statistics, fp32; read them anew in every step. Empty if none are
+        kept."""
         store = self._step.store
         if not store.ema.address:
             return {}
@@ -346,6 +348,6 @@ class DeviceOptimizer:
         self._step.optimizer.set_scalars(scalars)
 
     def step(self, learning_rate: float, scale: float = 1.0, ema_decay: float = 0.0) -> None:
-        """From the step's own gradients, which are first multiplied by `scale`. Asynchronous."""
+        """One update from the step's own gradients, after multiplying them by `scale`. Asynchronous."""
         self._engine.wait()
         self._step.update(learning_rate, scale, ema_decay)

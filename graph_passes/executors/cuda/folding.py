@@ -1,4 +1,4 @@
-"""BatchNorms folded into the convolutions before them on the GPU, for inference and for what is frozen in training."""
+"""BatchNorms folded into the preceding convolutions on the GPU, for inference and for frozen layers in training."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from graph_passes.passes import fold_bn, fold_frozen, foldings
 
 
 class Folded:
-    """What `fold_bn(graph)` computes with: all its parameters. With `frozen_only` what `fold_frozen(graph)` has in
-    place of the parameters of `graph`: folded weights and their biases. They have values after `fold`."""
+    """The parameters of `fold_bn(graph)`, all of them. With `frozen_only`, only the parameters that
+    `fold_frozen(graph)` replaces: folded weights and their biases. They get their values by `fold`."""
 
     def __init__(self, graph: Graph, shapes: Mapping[str, tuple[int, ...]], dtype: str, tools: Toolchain,
                  frozen_only: bool = False) -> None:
@@ -36,7 +36,7 @@ class Folded:
         self._graph: Any = None  # a CUDA graph
 
     def fold(self, trained: ParameterStore) -> None:
-        """Take over the parameters and running statistics as they are now. Asynchronous."""
+        """Compute them from the present parameters and running statistics. Asynchronous."""
         if self._graph is None:
             self._kernels.get("elementwise.cu", self._kernel)  # compiled before capturing
             self._graph = self._gpu.capture(partial(self._enqueue, trained))
@@ -50,7 +50,7 @@ class Folded:
             weight = convolution.inputs[1].node
             source = trained.master.slices[weight]
             filters = source.shape[0]
-            own_bias = trained.master.slices.get(bias)  # of the convolution
+            own_bias = trained.master.slices.get(bias)  # bias of the convolution
             kernel.launch((filters, 1, 1), (256, 1, 1), source.address, own_bias.address if own_bias else 0,
                           trained.master.slices[gamma].address, trained.master.slices[beta].address,
                           trained.statistics.slices[mean].address, trained.statistics.slices[var].address,

@@ -1,4 +1,4 @@
-"""A graph as a function on the GPU: single layers, where no network is trained, in benchmarks and tests."""
+"""A graph as a function on the GPU, for single layers in benchmarks and tests. Nothing is trained."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from graph_passes.passes import tensor_dtypes
 
 
 class DeviceFunction:
-    """A graph compiled as one CUDA graph. Its variables and outputs have memory of their own, which the caller fills
-    and reads; all else lies in the arena.
+    """A graph compiled as one CUDA graph. Its variables and outputs have their own memory, which the caller fills and
+    reads. All other tensors are in the arena.
 
     Args:
-        passes: give the graph that runs, for the prices that this GPU says.
-        shapes: of the graph's inputs, from which those of all its tensors follow.
+        passes: produce the graph that runs, from this GPU's prices.
+        shapes: of the graph's inputs; the shapes of all other tensors are inferred.
         dtype: of the network: "float16", "bfloat16" or "float32".
 
-    Raises GraphError for what cannot be lowered, and where memory does not suffice.
+    Raises GraphError if a node cannot be lowered, or memory is short.
     """
 
     def __init__(self, passes: Callable[[Price], Graph], shapes: Mapping[str, Sequence[int]], dtype: str,
                  tools: Toolchain) -> None:
         self._tools = tools
         self._executable: Any = None
-        # What else a network has: no operator of a function reads it.
+        # Buffers that a network has besides: no operator of a function reads them.
         nothing = {field.name: Buffer(field.name, (0,), "uint8") for field in dataclasses.fields(Persistent)}
         persistent = Persistent(**nothing | {"data": self._placed("data", shapes["data"], dtype)})
         prices = Prices(shapes, ParameterStore((), {}, dtype), persistent, tools)
@@ -56,11 +56,11 @@ class DeviceFunction:
         tools.arena.admit(self._program.arena_bytes, self._place)
 
     def __call__(self) -> None:
-        """Run it, asynchronous."""
+        """Run it asynchronously."""
         self._tools.gpu.replay(self._executable)
 
     def close(self) -> None:
-        """Wait for the GPU and give all memory back."""
+        """Wait for the GPU and free all memory."""
         self._tools.gpu.synchronize()
         self._tools.arena.dismiss(self._place)
         self._tools.gpu.destroy(self._executable)
@@ -73,7 +73,7 @@ class DeviceFunction:
         return buffer
 
     def _place(self, arena: int) -> None:
-        """Addresses are part of a CUDA graph, so it is made anew for another place."""
+        """Capture again after a move: addresses are part of a CUDA graph."""
         if self._executable is not None:
             self._tools.gpu.destroy(self._executable)
         self._program.place(arena)

@@ -1,7 +1,7 @@
-"""Products of matrices through cuBLASLt, in every precision that tensor cores have: what a GPU's speed is compared by.
+"""Matrix products through cuBLASLt, in every precision that tensor cores have: the yardstick for a GPU's speed.
 
-The graph's own products are 1x1 convolutions (`convolution.py`); this is the yardstick beside them. The library comes
-with cuDNN, and its C interface is called as it stands: nothing here is compiled.
+The graph's own products are 1x1 convolutions (`convolution.py`). cuBLASLt comes with cuDNN. Its C interface is called
+directly; nothing is compiled here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _TRANSPOSE_A, _TRANSPOSE_B, _MAX_WORKSPACE_BYTES = 3, 4, 1
 
 
 class _Types(NamedTuple):
-    """Of a product: our names of what is read and written, and cuBLASLt's numbers of these, of its sums, of alpha."""
+    """Types of a product: our names of the operand and result types, and cuBLASLt's numbers for these, for the sums,
+    and for alpha."""
 
     operand: str
     result: str
@@ -50,8 +51,8 @@ _TYPES = {
 class GemmProblem:
     """C (m x n) = A (m x k) times B (k x n), all column-major; A and B may be stored transposed.
 
-    `precision`: fp32, tf32, fp16, bf16, fp8 (E4M3, result bf16) or int8 (result int32); sums are fp32, or int32.
-    8-bit operands have one layout only, A transposed and B not, which they get whatever is asked for.
+    `precision`: fp32, tf32, fp16, bf16, fp8 (E4M3, result bf16) or int8 (result int32); sums are fp32, or int32. 8-bit
+    operands always get the only layout that cuBLASLt has for them: A transposed, B not.
     """
 
     m: int
@@ -71,13 +72,13 @@ class GemmProblem:
 
     @property
     def dtypes(self) -> tuple[str, str, str]:
-        """Of A, B and C."""
+        """dtypes of A, B and C."""
         types = _TYPES[self.precision]
         return types.operand, types.operand, types.result
 
     @property
     def num_bytes(self) -> tuple[int, int, int]:
-        """Of A, B and C."""
+        """Bytes of A, B and C."""
         counts = (self.m * self.k, self.k * self.n, self.m * self.n)
         a, b, c = (count * ITEM_BYTES[dtype] for count, dtype in zip(counts, self.dtypes, strict=True))
         return a, b, c
@@ -91,7 +92,7 @@ class _Algorithm(ctypes.Structure):
 
 
 class Gemm:
-    """A product ready to be enqueued: a problem, and one of cuBLASLt's algorithms for it."""
+    """A product that can be enqueued: a problem, and one of cuBLASLt's algorithms for it."""
 
     def __init__(self, library: GemmLibrary, problem: GemmProblem, handles: _Handles, algorithm: _Algorithm) -> None:
         self._library, self.problem, self._handles, self._algorithm = library, problem, handles, algorithm
@@ -100,7 +101,7 @@ class Gemm:
         self._alpha, self._beta = scalar(1), scalar(0)
 
     def enqueue(self, a: int, b: int, c: int, workspace: int) -> None:
-        """Addresses, all aligned to 256 bytes; `workspace` has WORKSPACE_BYTES."""
+        """Enqueue the product. All addresses are aligned to 256 bytes; `workspace` has WORKSPACE_BYTES."""
         handles = self._handles
         self._library.call(
             "cublasLtMatmul", handles.product, ctypes.byref(self._alpha), ctypes.c_void_p(a), handles.a,
@@ -110,7 +111,7 @@ class Gemm:
 
 
 class _Handles(NamedTuple):
-    """cuBLASLt's descriptions of a product and of the layouts of its matrices."""
+    """cuBLASLt's descriptors of a product and of its matrices' layouts."""
 
     product: ctypes.c_void_p
     a: ctypes.c_void_p
@@ -119,7 +120,7 @@ class _Handles(NamedTuple):
 
 
 class GemmLibrary:
-    """cuBLASLt on one GPU. Raises GraphError where the library is missing."""
+    """cuBLASLt on one GPU. Raises GraphError if the library is missing."""
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
@@ -130,29 +131,29 @@ class GemmLibrary:
 
     @property
     def version(self) -> int:
-        """120900 is 12.9.0."""
+        """The library's version; 120900 is 12.9.0."""
         return int(self._library.cublasLtGetVersion())
 
     def call(self, function: str, *arguments: Any) -> None:
-        """A function of the library that takes its handle. Raises GraphError."""
+        """Call a function of the library that takes its handle. Raises GraphError."""
         self._check(function, getattr(self._library, function)(self._handle, *arguments))
 
     def fastest(self, problem: GemmProblem, a: int, b: int, c: int, workspace: int) -> Gemm:
-        """The fastest of cuBLASLt's algorithms on the matrices at these addresses; each is timed. Raises GraphError
-        where it has none for this problem on this GPU."""
+        """The fastest of cuBLASLt's algorithms, timed on the matrices at these addresses. Raises GraphError if it has
+        none for this problem on this GPU."""
         timed: list[tuple[float, int]] = []
-        ways = self._proposed(problem)
-        for number, way in enumerate(ways):
-            enqueue = partial(way.enqueue, a, b, c, workspace)
+        gemms = self._proposed(problem)
+        for number, gemm in enumerate(gemms):
+            enqueue = partial(gemm.enqueue, a, b, c, workspace)
             try:
                 enqueue()
                 self.gpu.synchronize()
-            except GraphError:  # it refuses some of its own proposals
+            except GraphError:  # cuBLASLt refuses some of its own proposals
                 continue
             timed.append((self.gpu.time_ms(enqueue, launches=2), number))
         if not timed:
             raise self._none(problem)
-        return ways[min(timed)[1]]
+        return gemms[min(timed)[1]]
 
     def _proposed(self, problem: GemmProblem) -> list[Gemm]:
         handles = self._describe(problem)
@@ -183,7 +184,7 @@ class GemmLibrary:
         return _Handles(product, *layouts)
 
     def _created(self, function: str, *arguments: Any) -> ctypes.c_void_p:
-        """What a function creates; kept as long as the process, as it is a few hundred bytes."""
+        """The descriptor that a function creates. It lives as long as the process: a few hundred bytes."""
         created = ctypes.c_void_p()
         self._check(function, getattr(self._library, function)(ctypes.byref(created), *arguments))
         return created

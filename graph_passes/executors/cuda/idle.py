@@ -1,4 +1,4 @@
-"""How long a GPU stands still because its next batch is late, measured on the GPU itself."""
+"""How long a GPU is idle because its next batch is late, measured on the GPU."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from graph_passes.executors.cuda.device import Gpu
 
 
 class IdleClock:
-    """CUDA events at the ends of passes and at the begins of those that follow: the time between two is idle time.
+    """CUDA events at the end of each pass and at the start of the next: the time between them is idle time.
 
         clock.begin(); ...; clock.end()         around the launches of every pass (twice or more in a step is fine)
         clock.end_step()                        after the last launch of a step
-        clock.take_seconds()                    of the oldest step not yet taken, which the GPU must have finished
+        clock.take_seconds()                    idle time in the oldest untaken step, which the GPU has finished
     """
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
-        self._unused: list[Any] = []  # events; each is used again and again
-        self._end: Any = None  # after what was launched last
-        self._gaps: list[tuple[Any, Any]] = []  # of the step under way: (end of a pass, begin of the next one)
+        self._unused: list[Any] = []  # events, reused in turn
+        self._end: Any = None  # end of the latest launch
+        self._gaps: list[tuple[Any, Any]] = []  # of the current step: (end of a pass, begin of the next one)
         self._steps: deque[list[tuple[Any, Any]]] = deque()
 
     def begin(self) -> None:
@@ -40,7 +40,7 @@ class IdleClock:
         self._gaps = []
 
     def forget(self) -> None:
-        """What comes now is no training: the time until it ends is not counted."""
+        """Something other than training runs now: the time until it ends is not counted."""
         if self._end is not None:
             self._unused.append(self._end)
             self._end = None

@@ -15,21 +15,21 @@ from graph_passes.graph import Graph
 
 
 class Inference:
-    """The graph that `passes` give, on parameters of its own in `store`, and the inputs and outputs of a `Network`.
+    """The graph that `passes` produce, on parameters of its own in `store`, with the inputs and outputs of a `Network`.
 
-    A batch may be smaller than the network's: its images, labels and probabilities are the first ones of the buffers.
-    What was compiled for one image size is kept until images of another one come.
+    A batch may be smaller than the network's: its images, labels and probabilities are at the start of the buffers. The
+    compiled graph is kept until images of another size come.
     """
 
     def __init__(self, passes: Callable[[Price], Graph], shapes: Mapping[str, tuple[int, ...]], store: Store,
                  tools: Toolchain) -> None:
         self._passes, self._shapes, self._store, self._tools = passes, dict(shapes), store, tools
-        self._compiled: dict[int, CompiledGraph] = {}  # by number of images
-        self.latest: CompiledGraph | None = None  # what has run
+        self._compiled: dict[int, CompiledGraph] = {}  # number of images -> compiled graph
+        self.latest: CompiledGraph | None = None  # the latest graph that ran
         self.image_size = tuple(shapes["data"][1:3])
 
     def prepare(self, num_images: int, persistent: Persistent) -> None:
-        """Compile for so many images in `persistent`, of the size that they have there, where that is not done yet."""
+        """Compile for this many images in `persistent`, of their present size, unless that is done already."""
         image_size = persistent.data.shape[1:3]
         if image_size != self.image_size:
             for compiled in self._compiled.values():
@@ -40,8 +40,8 @@ class Inference:
             self._compiled[num_images] = self._compile(num_images, persistent)
 
     def run(self, num_images: int, batch: int = 0) -> None:
-        """Probabilities and metrics of the first so many images in what was given to `prepare`, for as many; or of
-        those at the address `batch`. Asynchronous."""
+        """Compute probabilities and metrics of this many images, for which `prepare` was called: of the loaded batch,
+        or of the batch at the address `batch`. Asynchronous."""
         self.latest = self._compiled[num_images]
         self.latest.replay(batch=batch)
 

@@ -21,9 +21,9 @@ from graph_passes.errors import GraphError
 from graph_passes.executors.cuda.declarations import SOURCES
 from graph_passes.executors.cuda.device import INSTALL, Gpu
 
-Size = tuple[int, int, int]  # of a grid in blocks, of a block in threads
-DEFAULT_SHARED_BYTES = 32 << 10  # of dynamic shared memory beside a static part; 48 KiB together need no permission
-MOST_COMPILED_AT_ONCE = 16  # 45 MB of memory each; the longest of 60 kernels takes as long as a sixteenth of all
+Size = tuple[int, int, int]  # grid in blocks, block in threads
+DEFAULT_SHARED_BYTES = 32 << 10  # dynamic shared memory beside the static part; 48 KiB together need no permission
+MOST_COMPILED_AT_ONCE = 16  # 45 MB of memory each; the longest of 60 kernels takes a sixteenth of the total time
 HOPPER = (9, 0)
 C_TYPES = {"float16": "half", "bfloat16": "bfloat16", "float32": "float"}  # our dtype names -> names in the .cu files
 
@@ -33,12 +33,12 @@ class Written(str):
 
 
 def threads(items: int) -> tuple[Size, Size]:
-    """Grid and block with one thread for each."""
+    """Grid and block with one thread for each element."""
     return (-(-items // 256), 1, 1), (256, 1, 1)
 
 
 def count(value: int) -> ctypes.c_uint32:
-    """An unsigned 32-bit kernel argument. Raises GraphError for what does not fit: ctypes would cut it off."""
+    """An unsigned 32-bit kernel argument. Raises GraphError if the value does not fit: ctypes would truncate it."""
     if not 0 <= value < 2**32:
         raise GraphError(f"a kernel cannot count {value:,} things: use a smaller batch size, or a smaller network")
     return ctypes.c_uint32(value)
@@ -53,7 +53,7 @@ def instance(name: str, *arguments: object) -> str:
 
 
 def architecture(capability: tuple[int, ...]) -> str:
-    """NVRTC's name for a GPU: on Hopper with the instructions that only it has."""
+    """NVRTC's name for a GPU; for Hopper the one with its special instructions (sm_90a)."""
     return f"sm_{capability[0]}{capability[1]}{'a' if capability == HOPPER else ''}"
 
 
@@ -84,8 +84,8 @@ class Kernel:
         self._shared_bytes = DEFAULT_SHARED_BYTES
 
     def launch(self, grid: Size, block: Size, *arguments: Any, shared_bytes: int = 0) -> None:
-        """Enqueue on the GPU's stream. An `int` argument is a device address, every other one a ctypes value. A grid
-        without blocks, for an array without elements, is no launch: CUDA would refuse it."""
+        """Enqueue the kernel on the GPU's stream. An `int` argument is a device address; all others are ctypes values.
+        An empty grid, for an array without elements, is not launched: CUDA would refuse it."""
         if 0 in grid:
             return
         if shared_bytes > self._shared_bytes:
@@ -106,7 +106,7 @@ class KernelLibrary:
         self._pool: ThreadPoolExecutor | None = None
 
     def get(self, source: str, expression: str) -> Kernel:
-        """The kernel `expression` of kernels/`source`, compiled unless this machine has done so before."""
+        """The kernel `expression` of kernels/`source`; compiled unless this machine has it on disk."""
         key = (source, expression)
         if key not in self._loaded:
             code = self._begun_or_compiled(*key) if key in self._begun else self._kept(*key) or self._compiled(*key)
@@ -115,7 +115,7 @@ class KernelLibrary:
 
     @contextlib.contextmanager
     def side_by_side(self) -> Iterator[None]:
-        """Inside, kernels that are begun are compiled side by side, each on a core."""
+        """Within this context, kernels announced by `begin` are compiled in parallel, one per core."""
         cores = len(os.sched_getaffinity(0))
         self._pool = ThreadPoolExecutor(min(cores, MOST_COMPILED_AT_ONCE), thread_name_prefix="nvrtc")
         try:
@@ -126,20 +126,20 @@ class KernelLibrary:
             self._begun.clear()
 
     def begin(self, source: str, expression: str) -> None:
-        """Say that a kernel will be asked for. Where that is to be side by side, it is read or compiled on another core
-        from now on; `get` waits for it."""
+        """Announce that a kernel will be needed. Within `side_by_side`, another core reads or compiles it from now on;
+        `get` waits for it."""
         key = (source, expression)
         if self._pool and key not in self._loaded and key not in self._begun:
             self._begun[key] = self._pool.submit(lambda: self._kept(*key) or self._compiled(*key))
 
     def _begun_or_compiled(self, source: str, expression: str) -> tuple[bytes, str]:
         begun = self._begun[source, expression]
-        if begun.cancel():  # it has not come to that one
+        if begun.cancel():  # its turn had not come
             return self._kept(source, expression) or self._compiled(source, expression)
         return begun.result()
 
     def _kept(self, source: str, expression: str) -> tuple[bytes, str] | None:
-        """Machine code and symbol, if they are on disk."""
+        """Machine code and symbol from the disk; None if they are not there."""
         entry = self._cache.read(self._name(source, expression))
         if entry is None:
             return None
@@ -157,14 +157,14 @@ class KernelLibrary:
         return cubin, symbol
 
     def _name(self, source: str, expression: str) -> str:
-        """Of the file on disk."""
+        """Name of the kernel's file on disk."""
         what = f"{sources_digest()} {source} {expression} {architecture(self._gpu.capability)}"
         return "kernel-" + hashlib.sha256(what.encode()).hexdigest()[:32]
 
 
 @cache
 def sources_digest() -> str:
-    """Changes with every edit of a kernel."""
+    """A digest that changes with every edit of a kernel."""
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(SOURCES.glob("*.cu*")))).hexdigest()
 
 

@@ -1,9 +1,9 @@
-"""From a graph to launches on buffers: one function per operator, and none knows another.
+"""Lowering: from a graph to launches on buffers, with one independent function per operator.
 
-The graph is one that `graph_passes/pipeline.py` gives: NHWC, fused, and for training with the backward pass in it.
-Nodes are lowered in the graph's order, which is the order of the launches.
+The graph comes from `graph_passes/pipeline.py`: NHWC, fused, and for training with its backward pass. Nodes are lowered
+in the graph's order, which is the order of the launches.
 
-The function is one of a `Builder` and a node, in the file of the kernel that it launches (`kernels/`).
+Each function takes a `Builder` and a node. It is in the file of the kernel that it launches (`kernels/`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["LoweredGraph", "Persistent", "bound_buffers", "check_operators", "lo
 
 
 def check_operators(graph: Graph) -> None:
-    """Raise GraphError for the first node of a network that can have no lowering: another operator, or not NHWC."""
+    """Raise GraphError for the first node that cannot be lowered: an unknown operator, or not NHWC."""
     unknown = [node for node in graph if not node.is_variable and node.op not in LAUNCHES]
     own = [node for node in unknown if node.op != "transpose"]
     if own:
@@ -43,23 +43,23 @@ def check_operators(graph: Graph) -> None:
             readers = {reader.op for reader in graph.consumers.get(Ref(node.name), ())}
             require(bool(readers) and readers <= {*LOSSES, *LOSSES.values()}, node,
                     "does not feed a SoftmaxOutput alone: only the classifier has a GPU lowering")
-    if unknown:  # a transpose may be there only because of another operator, in front of which the layout pass put it
+    if unknown:  # the layout pass may have put a transpose in front of another operator
         raise no_lowering(unknown[0])
 
 
 @dataclass(frozen=True)
 class LoweredGraph:
-    """What `lower` makes of a graph."""
+    """The result of `lower`."""
 
     program: Program
-    ready: dict[str, int]  # name of a parameter -> after how many launches its gradient is final
-    buffers: Mapping[Ref, Buffer]  # where the tensors lie
+    ready: dict[str, int]  # name of a parameter -> number of launches after which its gradient is final
+    buffers: Mapping[Ref, Buffer]  # buffer of each tensor
 
 
 def lower(graph: Graph, shapes: Mapping[Ref, Shape], store: Store, persistent: Persistent,
           tools: Toolchain) -> LoweredGraph:
-    """One pass over the graph. `shapes`: of all its tensors. Raises GraphError, with the name of the node, for what has
-    no lowering, or too many elements."""
+    """Lower a graph. `shapes`: of all its tensors. Raises GraphError, naming the node, for an operator without a
+    lowering or a tensor with too many elements."""
     check_operators(graph)
     check_sizes(shapes)
     builder = Builder(shapes, tensor_dtypes(graph), bound_buffers(graph, store, persistent), store.dtype, persistent,
@@ -94,7 +94,8 @@ def hand_out(builder: Builder, node: Node) -> None:
 
 
 def bound_buffers(graph: Graph, store: Store, persistent: Persistent) -> dict[Ref, Buffer]:
-    """The tensors that have their places already: data, parameters, running statistics, and their gradients."""
+    """Buffers of the tensors that have an address already: data, parameters, running statistics, and their
+    gradients."""
     buffers = {Ref("data"): persistent.data, Ref(SEED): persistent.seed,
                **{Ref(name): buffer for name, buffer in store.values.items()},
                **{Ref(name): buffer for name, buffer in store.statistics.slices.items()}}
@@ -104,7 +105,7 @@ def bound_buffers(graph: Graph, store: Store, persistent: Persistent) -> dict[Re
         if name.endswith("_grad"):
             buffers[ref] = store.gradients[name.removesuffix("_grad")]
     for node in graph:
-        if node.op == "GroupMean":  # it works where the sums lie
+        if node.op == "GroupMean":  # it works in place
             buffers |= {ref: buffers[mean] for ref, mean in zip(node.inputs, node.refs(), strict=True)
                         if mean in buffers}
     return buffers

@@ -1,4 +1,4 @@
-"""A network on one GPU, without MXNet: its tools, its inputs, its answers. Training and INT8 share it."""
+"""A network on one GPU, without MXNet: its toolchain, inputs and outputs. Training and INT8 inference share it."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from graph_passes.passes.memory import ALIGNMENT
 
 
 class MetricsLayout(ctypes.Structure):
-    """How `Metrics` lies in the GPU's memory, as in softmax.cu."""
+    """The layout of `Metrics` in GPU memory, as in softmax.cu."""
 
     _fields_ = Declarations("softmax.cu").fields("Metrics")
 
 
 class Network:
-    """Takes batches, answers with probabilities, and adds to the metrics.
+    """Takes batches, computes probabilities, and adds to the metrics.
 
-    `shapes`: of the inputs `data` (NHWC) and `softmax_label`. Images may come in another size than that of `shapes`:
-    what it takes is compiled when they are first used.
+    `shapes`: of the inputs `data` (NHWC) and `softmax_label`. Images of other sizes are allowed: the network is
+    compiled for a size when it is first used.
     """
 
     def __init__(self, graph: Graph, shapes: Mapping[str, tuple[int, ...]], options: StepOptions, device_id: int,
@@ -51,9 +51,9 @@ class Network:
         self.kernels, self._arena = self._tools.kernels, self._tools.arena
         self._graph, self._shapes = graph, dict(shapes)
         self._inference: Inference | None = None
-        self._free_pinned: list[np.ndarray] = []  # of metrics
-        self._free_answers: list[tuple[int, np.ndarray]] = []  # addresses on the GPU, and pinned memory
-        self.skipped_steps = self.skipped_in_a_row = 0  # as `Executor` has them
+        self._free_pinned: list[np.ndarray] = []  # pinned arrays for metrics that can be reused
+        self._free_answers: list[tuple[int, np.ndarray]] = []  # addresses on the GPU and in pinned memory
+        self.skipped_steps = self.skipped_in_a_row = 0  # as in `Executor`
         self.gradient_norm: float | None = None  # likewise
 
     def _make_persistent(self, data: tuple[int, ...], answer: tuple[int, ...]) -> None:
@@ -85,7 +85,7 @@ class Network:
             self.gpu.upload(class_weights.address, np.array(weights, np.float32))
         self.persistent = Persistent(**buffers, probabilities=probabilities, loss_scale=loss_scale,
                                      class_weights=class_weights)
-        self._inputs = {self.persistent.data.shape[1:3]: self.persistent.data}  # by height and width of the images
+        self._inputs = {self.persistent.data.shape[1:3]: self.persistent.data}  # by image height and width
 
     def _zeros(self, num_bytes: int) -> int:
         address = self.gpu.allocate(num_bytes)
@@ -94,11 +94,11 @@ class Network:
 
     @property
     def _state_address(self) -> int:
-        """Of the optimizer's `State`."""
+        """The address of the optimizer's `State`."""
         return self.persistent.loss_scale.address - State.loss_scale.offset
 
     def _select_input(self, image_size: tuple[int, ...]) -> None:
-        """Make the input for images of this size the one that is loaded and used."""
+        """Select the input buffer for images of this size as the one that is loaded and used."""
         if image_size not in self._inputs:
             images, _, _, channels = self.persistent.data.shape
             buffer = Buffer("data", (images, *image_size, channels), self.persistent.data.dtype, persistent=True)
@@ -107,13 +107,13 @@ class Network:
         self.persistent = dataclasses.replace(self.persistent, data=self._inputs[image_size])
 
     def _free_inputs(self) -> None:
-        """Those of sizes for which nothing is compiled any more."""
+        """Free the input buffers of sizes for which nothing is compiled any more."""
         for image_size in self._inputs.keys() - self._image_sizes_in_use():
             self.gpu.synchronize()
             self.gpu.free(self._inputs.pop(image_size).address)
 
     def _image_sizes_in_use(self) -> set[tuple[int, ...]]:
-        """Those that are loaded or compiled for."""
+        """Image sizes that are loaded or compiled for."""
         used = {self.persistent.data.shape[1:3]}
         return used | {self._inference.image_size} if self._inference else used
 
@@ -129,8 +129,8 @@ class Network:
         self.gpu.free(staging)
 
     def take(self, address: int, dtype: str, shape: tuple[int, ...]) -> int:
-        """A batch that lies on the GPU, for the next pass: its address where the network can read it there; else the
-        batch is loaded, and the answer is 0."""
+        """Take a batch on the GPU for the next pass. Returns its address if the network can read it there; otherwise
+        loads the batch and returns 0."""
         self._accept(dtype, shape)
         if self._is_as_wanted(dtype, shape) and address % ALIGNMENT == 0:
             return address
@@ -138,7 +138,7 @@ class Network:
         return 0
 
     def load_from_device(self, address: int, dtype: str, shape: tuple[int, ...]) -> None:
-        """Take a batch that lies on the GPU: convert and pad it to the network's own input, asynchronous."""
+        """Load a batch on the GPU: convert and pad it into the network's input, asynchronously."""
         self._accept(dtype, shape)
         target = self.persistent.data
         if self._is_as_wanted(dtype, shape):
@@ -150,7 +150,7 @@ class Network:
                       ctypes.c_int(target.shape[3]))
 
     def _accept(self, dtype: str, shape: tuple[int, ...]) -> None:
-        """Make ready for images of this size. Raises GraphError for a batch that the network was not built for."""
+        """Prepare for images of this size. Raises GraphError for a batch that the network was not built for."""
         made = self.persistent.data.shape
         if len(shape) != 4 or shape[0] > made[0] or shape[3] > made[3]:
             raise GraphError(f"data has the shape {tuple(shape)}: the network was built for {made}")
@@ -159,25 +159,25 @@ class Network:
         self._select_input(tuple(shape[1:3]))
 
     def _is_as_wanted(self, dtype: str, shape: tuple[int, ...]) -> bool:
-        """Whether a batch is what the network reads, without conversion."""
+        """Whether the network can read the batch without conversion."""
         return dtype == self.persistent.data.dtype and shape[3] == self.persistent.data.shape[3]
 
     def infer(self, num_images: int | None = None, batch: int = 0) -> None:
-        """Forward with running statistics: fills the probabilities, adds to the metrics.
+        """Forward pass with running statistics: computes the probabilities and adds to the metrics.
 
-        `num_images`: of a batch smaller than the one that it was made for. `batch`: what `take` answered; 0 for the
-        batch that is loaded. Asynchronous, but for the first time that images are so many or so large.
+        `num_images`: size of a batch that is smaller than the network's. `batch`: address returned by `take`; 0 for the
+        loaded batch. Asynchronous, except for the first batch of a new size.
         """
         num_images = num_images or self._shapes["data"][0]
         self._prepared(num_images).run(num_images, batch)
 
     def prepare_inference(self, image_size: tuple[int, int]) -> None:
-        """Compile for whole batches of images of this size, for which the first `infer` would wait otherwise."""
+        """Compile for whole batches of images of this size; otherwise the first `infer` would have to."""
         self._select_input(image_size)
         self._prepared(self._shapes["data"][0])
 
     def _prepared(self, num_images: int) -> Inference:
-        """Compiled for so many images of the size that is loaded."""
+        """The graph compiled for this many images of the loaded size."""
         inference = self._ready_inference()
         size_before = inference.image_size
         inference.prepare(num_images, self.persistent)
@@ -186,26 +186,26 @@ class Network:
         return inference
 
     def _ready_inference(self) -> Inference:
-        """With the parameters as they are now."""
+        """Inference with the present parameters."""
         raise NotImplementedError
 
     def profile_inference(self) -> Profile:
-        """Of the latest `infer`, on the batch that is loaded."""
+        """Profile the latest `infer`, on the loaded batch."""
         assert self._inference and self._inference.latest
         return profile(self._inference.latest, self.gpu, self.kernels)
 
     def set_num_valid(self, num_valid: int) -> None:
-        """How many rows of the next batches count in the metrics."""
+        """Set how many rows of the next batches count in the metrics."""
         self.gpu.write_word(self.persistent.num_valid.address, np.uint32(num_valid))
 
     def probabilities(self) -> np.ndarray:
-        """Of the latest `infer` (N, classes); waits."""
+        """Probabilities of the latest `infer`, (N, classes); waits."""
         return self.gpu.download(self.persistent.probabilities.address, self.persistent.probabilities.shape, np.float32)
 
     def request_probabilities(self, num_images: int) -> Callable[[], np.ndarray]:
-        """Those of the first images of the latest `infer`, (N, classes) float32, without waiting: what is returned, to
-        be called once, waits for that pass alone. They are first copied within the GPU, so that the next pass need not
-        wait until the slower copy to the host has ended."""
+        """Probabilities of the first images of the latest `infer`, (N, classes) float32, without waiting. Returns a
+        function, to be called once, that waits for this pass only. The probabilities are first copied within the GPU,
+        so that the next pass need not wait for the slower copy to the host."""
         source = self.persistent.probabilities
         if not self._free_answers:
             self._free_answers.append((self.gpu.allocate(source.num_bytes), self.gpu.pinned(source.num_bytes)))
@@ -223,14 +223,15 @@ class Network:
         return receive
 
     def read_metrics(self) -> Metrics:
-        """Of all passes since the last call; waits and resets.
+        """The metrics of all passes since the last call; waits and resets.
 
-        Raises GraphError where another GPU of the group was waited for in vain.
+        Raises GraphError if another GPU of the group did not answer.
         """
         return self.request_metrics()()
 
     def request_metrics(self) -> Callable[[], Metrics]:
-        """`read_metrics` without waiting: what is returned, to be called once, waits for the passes enqueued so far."""
+        """`read_metrics` without waiting. Returns a function, to be called once, that waits for the passes enqueued so
+        far."""
         buffer, size = self.persistent.metrics, self.persistent.metrics.num_bytes
         pinned = self._free_pinned.pop() if self._free_pinned else self.gpu.pinned(size + ctypes.sizeof(State))
         self.gpu.start_download(pinned[:size], buffer.address)

@@ -1,4 +1,4 @@
-"""What a launch does with each buffer that it is given: said where it is given, and nowhere else."""
+"""How a launch uses each of its buffers. This is stated at the launch and nowhere else."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class In:
 
 @dataclass(frozen=True)
 class Out:
-    """A buffer that is written. `over`: an operand that is read, whose place it may take: element i of what is written
-    depends on element i of that operand only. None is a null pointer."""
+    """A buffer that is written. `over`: an operand that may share its memory, because element i of the output depends
+    on element i of that operand only. None is a null pointer."""
 
     buffer: Buffer | None
     over: Buffer | None = None
@@ -34,14 +34,14 @@ class InOut:
 
 @dataclass(frozen=True)
 class Scratch:
-    """Memory whose contents matter to this launch alone: no tensor."""
+    """Memory that only this launch uses: no tensor."""
 
     buffer: Buffer
 
 
 @dataclass(frozen=True)
 class Tiled:
-    """A tensor that TMA reads or writes by tiles, as kernels/tma.cuh has it."""
+    """A tensor that TMA reads or writes in tiles (kernels/tma.cuh)."""
 
     operand: In | Out
     tiling: Tiling
@@ -51,7 +51,7 @@ Operand = In | Out | InOut | Scratch
 
 
 def reads(operands: Iterable[object]) -> tuple[Buffer, ...]:
-    """Each once."""
+    """The buffers that are read, each once."""
     return tuple(dict.fromkeys(each.buffer for each in _plain(operands)
                                if isinstance(each, In | InOut) and each.buffer))
 
@@ -61,8 +61,8 @@ def writes(operands: Iterable[object]) -> tuple[Buffer, ...]:
 
 
 def in_place(operands: Iterable[object]) -> tuple[Buffer, Buffer] | None:
-    """(read, written) of the one output that may take the place of an input. Not where that is another operand too, as
-    in relu(conv(x) + x): of that, elements may be needed that are written over by then."""
+    """The pair (read, written) if the output may share an input's memory. None if that input is also another operand,
+    as in relu(conv(x) + x): elements of it may be needed after they are overwritten."""
     plain = list(_plain(operands))
     given = [each.buffer for each in plain if isinstance(each, In | InOut)]
     return next(((each.over, each.buffer) for each in plain

@@ -1,6 +1,6 @@
-"""The optimizer on the GPU, any of `graph_passes.optimizers`, with dynamic loss scaling, in a few launches.
+"""The optimizer on the GPU: any rule of `graph_passes.optimizers`, with dynamic loss scaling, in a few launches.
 
-All that decides about a step lies in one small struct on the GPU (`State` of optimizer.cu); the host only writes the
+Everything that controls a step is in a small struct on the GPU (`State` of optimizer.cu). The host only writes the
 learning rate into it.
 """
 
@@ -21,18 +21,18 @@ from graph_passes.optimizers.sgd import SGD
 
 _CUDA = Declarations("optimizer.cu")
 CHUNK, THREADS, MAX_CONSTANTS = _CUDA.values("CHUNK", "THREADS", "MAX_CONSTANTS")  # CHUNK: elements a block updates
-INITIAL_LOSS_SCALE = 1024.0  # of float16; the gradients of a batch mean are small, ResNet-50's fit far above and below
+# For float16. Gradients of a batch mean are small; ResNet-50's fit with a wide margin on both sides.
+INITIAL_LOSS_SCALE = 1024.0
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """A rule, and what the GPU adds to it; the learning rate is given at every step.
+    """A rule, with the options of its GPU implementation. The learning rate is given at every step.
 
-    `loss_scale`: a constant, or None for dynamic scaling in float16 and 1 in other types. A dynamic one begins as
-    `initial_loss_scale`, and doubles after `growth_interval` good steps. `ema`: keep moving averages of parameters and
-    running statistics, with the decay that is given at every step. `rate_factors`: by parameter, what its learning rate
-    is multiplied by, where that is not 1. `clip_norm`: what the norm of all gradients together is brought down to; 0:
-    never.
+    `loss_scale`: a constant, or None for dynamic scaling in float16 and 1 in other types. Dynamic scaling begins with
+    `initial_loss_scale` and doubles after `growth_interval` good steps. `ema`: keep moving averages of parameters and
+    running statistics, with the decay given at every step. `rate_factors`: factors of the learning rate, by parameter,
+    if not 1. `clip_norm`: the largest global norm of the gradients; 0: no clipping.
     """
 
     rule: Rule = field(default_factory=SGD)
@@ -57,10 +57,10 @@ class _Tensor(ctypes.Structure):
 
 
 class Optimizer:
-    """Updates the store's master weights from its gradients, and the copies in the network's dtype. What the rule keeps
-    lies in the store's first `states`.
+    """Updates the store's master weights from its gradients, and the copies in the network's dtype. The rule's state is
+    in the store's first `states`.
 
-    `state_address`: sizeof(State) bytes of device memory, which the loss kernel reads the loss scale from.
+    `state_address`: sizeof(State) bytes of device memory, from which the loss kernel reads the loss scale.
     """
 
     def __init__(self, gpu: Gpu, kernels: KernelLibrary, store: ParameterStore, config: OptimizerConfig,
@@ -89,7 +89,7 @@ class Optimizer:
         self._norms = gpu.allocate(self._num_chunks * 2 * 4)
         self._trust = gpu.allocate(self._num_tensors * 4)
         dynamic = config.loss_scale is None and store.dtype == "float16"
-        # Where nothing scales the loss, nothing overflows that should be skipped: NaN then shows in the loss.
+        # Without loss scaling there is no overflow to skip: NaN then shows in the loss.
         self._inspects = dynamic or any(needs_norms)
         constants = (ctypes.c_float * MAX_CONSTANTS)(*rule.kernel_constants)
         self._write_state(State(
@@ -98,7 +98,7 @@ class Optimizer:
             clip_norm=config.clip_norm))
 
     def _tables(self) -> tuple[ctypes.Array[_Tensor], np.ndarray]:
-        """All parameters, those that are trained first, and the chunks that they are cut into, in the same order."""
+        """Tables of all parameters, trained ones first, and of the chunks that they are cut into, in the same order."""
         store, gradients, rule = self._store, self._store.reduced_gradients, self.config.rule
         rows: list[_Tensor] = []
         chunks: list[tuple[int, int]] = []
@@ -109,7 +109,7 @@ class Optimizer:
                           num_chunks=num_chunks)
             if copy := store.copies.slices.get(name):
                 row.copy = copy.address
-            if gradient := gradients.get(name):  # else it is frozen
+            if gradient := gradients.get(name):  # otherwise it is frozen
                 row.gradient, row.fp32_gradient = gradient.address, int(gradient.dtype == "float32")
                 for slot, state in enumerate(store.states[: len(rule.slots)]):
                     row.state[slot] = state.slices[name].address
@@ -130,7 +130,7 @@ class Optimizer:
         self._gpu.upload(self._state_address, np.frombuffer(bytes(state), np.uint8))
 
     def close(self) -> None:
-        """Free what is its own, once its last launch has ended. What it has kept for the parameters stays."""
+        """Free the optimizer's own memory after its last launch. The state of the parameters stays."""
         self._gpu.synchronize()
         for address in (self._tensors, self._chunks, self._norms, self._trust):
             self._gpu.free(address)
@@ -138,7 +138,7 @@ class Optimizer:
     # --- what a step does ---
 
     def enqueue_update(self) -> None:
-        """The launches of one step."""
+        """Enqueue the launches of one step."""
         every_chunk, block = (self._num_chunks, 1, 1), (THREADS, 1, 1)
         if self._inspects:
             self._inspect.launch(every_chunk, block, self._tensors, self._chunks, self._state_address, self._norms)
@@ -157,36 +157,35 @@ class Optimizer:
         self._end_step.launch((1, 1, 1), (1, 1, 1), self._state_address)
 
     def enqueue_copy(self) -> None:
-        """Bring the copies in the network's dtype up to date after the master weights were set."""
+        """Update the copies in the network's dtype after the master weights were set."""
         if self._store.dtype != "float32":
             self._copy.launch((self._num_copied_chunks, 1, 1), (THREADS, 1, 1), self._tensors, self._chunks)
 
     def set_step(self, learning_rate: float, gradient_scale: float = 1.0, ema_decay: float = 0.0) -> None:
-        """What the next update uses, in order with the stream, without waiting."""
+        """Set the values for the next update, in order with the stream, without waiting."""
         self._gpu.write_word(self._state_address + State.learning_rate.offset, np.float32(learning_rate))
         self._gpu.write_word(self._state_address + State.gradient_scale.offset, np.float32(gradient_scale))
         if self.config.ema:
             self._gpu.write_word(self._state_address + State.ema_decay.offset, np.float32(ema_decay))
 
     def read_state(self) -> State:
-        """Waits for the GPU."""
+        """Read the state; waits for the GPU."""
         content = self._gpu.download(self._state_address, (ctypes.sizeof(State),), np.uint8)
         return State.from_buffer_copy(content.tobytes())
 
     def get_scalars(self) -> dict[str, float]:
-        """Where dynamic loss scaling stands, and the number of updates, so that a run can go on with them; what does
-        not matter is left out. Waits."""
+        """The state of dynamic loss scaling and the number of updates, for resuming a run. Waits."""
         state = self.read_state()
         return {name: getattr(state, name) for name in self._scalars(state)}
 
     def set_scalars(self, scalars: Mapping[str, float]) -> None:
-        """Go on with what `get_scalars` gave. Waits."""
+        """Restore the values of `get_scalars`. Waits."""
         state = self.read_state()
         for name in self._scalars(state) & scalars.keys():
             setattr(state, name, float(scalars[name]) if name == "loss_scale" else int(scalars[name]))
         self._write_state(state)
 
     def _scalars(self, state: State) -> set[str]:
-        """Fields of the state that a run goes on with."""
+        """Fields of the state that a resumed run needs."""
         scaling = {"loss_scale", "good_steps"} if state.growth_interval else set()
         return scaling | ({"updates"} if self.config.rule.counts else set())

@@ -1,4 +1,4 @@
-"""How a training step is to be built."""
+"""Options of a training step."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class StepOptions:
 
     dtype               of tensors and weights: float16, bfloat16 or float32
     optimizer           its constants
-    tf32                let fp32 convolutions round their inputs to TF32
+    tf32                fp32 convolutions may round their inputs to TF32
     deterministic       equal inputs give equal bits: no clock decides how something is computed
     num_buckets         cut the backward pass into that many graphs (`buckets.cut`), so that the gradients of the last
                         layers are ready while the first ones are still being computed
-    wire_dtype          "float32": hand gradients over in that type whatever theirs is. Every update must then follow
+    wire_dtype          "float32": hand gradients over in fp32, whatever their type is. Every update must then follow
                         `forward_backward` with `on_bucket`, or `hand_over`
-    group               the GPUs that BatchNorm's statistics are shared with in training, joined already; all of them
+    group               the GPUs that share BatchNorm's statistics in training, joined already; all of them
                         must run the same passes
     largest_image_size  height and width of the largest training images to come, where those of the first batch are
                         smaller: their memory is taken at once

@@ -1,7 +1,7 @@
-"""Where parameters, gradients and running statistics lie: a few flat arrays, each tensor a slice of them.
+"""The memory of parameters, gradients and running statistics: a few flat arrays, of which each tensor is a slice.
 
-Flat, so that the optimizer is one launch and a bucket of gradients is one contiguous array for the all-reduce. Tensors
-follow each other in the order in which the backward pass finishes their gradients: the classifier first.
+With flat arrays the optimizer is one launch, and a bucket of gradients is one contiguous array for the all-reduce.
+Tensors are in the order in which the backward pass finishes their gradients: the classifier first.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from graph_passes.passes.precision import ITEM_BYTES
 
 SLICE_ALIGNMENT = 64  # elements: 128 bytes in 16-bit types
 _CUDA = Declarations("optimizer.cu")
-MAX_SLOTS = _CUDA.value("MAX_SLOTS")  # arrays that an optimizer keeps for each parameter, at most
-VECTOR = _CUDA.value("VEC")  # channels and classes are padded to multiples of it, as tensor cores want them
+MAX_SLOTS = _CUDA.value("MAX_SLOTS")  # most state arrays that an optimizer keeps for each parameter
+VECTOR = _CUDA.value("VEC")  # channels and classes are padded to multiples of it for the tensor cores
 
 
 def padded(size: int) -> int:
@@ -31,17 +31,17 @@ def padded(size: int) -> int:
 
 
 def padded_channels(channels: int) -> int:
-    """Channels of a convolution's input: 3 become 4, for which cuDNN has tensor-core kernels; others stay."""
+    """Padded channels of a convolution's input: 3 become 4, for which cuDNN has tensor-core kernels; others stay."""
     return 4 if channels == 3 else channels
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A learned tensor. `shape` is canonical (fp32, OHWI), `device_shape` the padded one; what is padded stays 0.
+    """A learned tensor. `shape` is canonical (fp32, OHWI); `device_shape` is padded with zeros.
 
-    `is_weight`: of a convolution, the classifier, recurrent layers or an embedding, held in the network's dtype beside
-    the fp32 master, with a gradient in that dtype, and with weight decay. The others (BatchNorm's gamma and beta,
-    biases) are fp32 throughout.
+    `is_weight`: a weight of a convolution, the classifier, recurrent layers or an embedding. It has a copy in the
+    network's dtype beside the fp32 master, a gradient in that dtype, and weight decay. Other parameters (BatchNorm's
+    gamma and beta, biases) are fp32 throughout.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Parameter:
         return math.prod(self.device_shape)
 
     def to_device(self, array: np.ndarray, dtype: str = "float32") -> np.ndarray:
-        """Canonical array -> flat, padded."""
+        """Canonical array -> flat and padded."""
         canonical = self._aligned(array)
         padding = [(0, large - small) for small, large in zip(canonical.shape, self.device_shape, strict=True)]
         return np.pad(canonical.astype(dtype), padding).ravel()
@@ -67,7 +67,7 @@ class Parameter:
 
     @property
     def _aligned_shape(self) -> tuple[int, ...]:
-        """The canonical shape with the device's number of dimensions: a classifier (K, C) is (K, 1, 1, C) there."""
+        """The canonical shape with the device's number of dimensions: a classifier's (K, C) becomes (K, 1, 1, C)."""
         if len(self.shape) == len(self.device_shape):
             return self.shape
         return (self.shape[0], *(1,) * (len(self.device_shape) - len(self.shape)), *self.shape[1:])
@@ -77,7 +77,7 @@ class Parameter:
 
 
 def parameters_of(graph: Graph, shapes: Mapping[Ref, Shape], inputs: tuple[str, ...]) -> list[Parameter]:
-    """Every parameter of a forward graph, the last layer's first: the order in which their gradients are ready."""
+    """Every parameter of a forward graph, the last layer's first: the order in which the gradients are ready."""
     uses, weights = roles.uses(graph), roles.weights(graph)
     parameters: dict[str, Parameter] = {}
     for node in reversed(list(graph)):
@@ -123,12 +123,12 @@ class FlatArray:
 
 
 class ParameterStore:
-    """All state of a network that outlives a step. `dtype` is that of the network's tensors.
+    """All state of a network that outlives a step. `dtype`: of the network's tensors.
 
-    `wire_dtype`: the one in which gradients are averaged over several GPUs. Where it is not `dtype`, the gradients of
-    the weights are copied to `wire_gradients` for that, and the optimizer reads those. What is `frozen`, parameters and
-    running statistics, comes last, and has no gradients and nothing of an optimizer. `folded`: the store of what the
-    network computes with in place of some of it (`folding.py`).
+    `wire_dtype`: the type in which gradients are averaged over several GPUs. If it differs from `dtype`, the gradients
+    of the weights are copied to `wire_gradients`, and the optimizer reads the copies. `frozen` parameters and running
+    statistics come last and have no gradients and no optimizer state. `folded`: the store of the folded parameters that
+    replace some of these in the network (`folding.py`).
     """
 
     def __init__(self, parameters: Iterable[Parameter], statistics: Mapping[str, tuple[int, ...]], dtype: str,
@@ -141,7 +141,7 @@ class ParameterStore:
         everything, trained = _shapes(ordered), _shapes(self.trained)
         weights = _shapes(p for p in self.trained if p.is_weight)
         self.master = FlatArray("float32", everything)
-        # What an optimizer keeps. Every one keeps something; the second has memory only where one needs it.
+        # Optimizer state. Every optimizer has a first array; the second has memory only if the optimizer needs it.
         self.states = [FlatArray("float32", trained) for _ in range(MAX_SLOTS)]
         self.weight_gradients = FlatArray(dtype, weights)
         self.other_gradients = FlatArray("float32", _shapes(p for p in self.trained if not p.is_weight))
@@ -149,8 +149,8 @@ class ParameterStore:
         in_order = sorted(statistics.items(), key=lambda item: item[0] in frozen)
         self.statistics = FlatArray("float32", in_order)
         self.copies = FlatArray(dtype, _shapes(p for p in ordered if p.is_weight) if dtype != "float32" else ())
-        # Moving averages, which have memory only where an optimizer keeps them. As what is frozen comes last, they lie
-        # as the beginnings of `master` and `statistics` do.
+        # Moving averages, which have memory only if an optimizer keeps them. Frozen tensors come last, so these arrays
+        # are laid out like the beginnings of `master` and `statistics`.
         self.ema = FlatArray("float32", trained)
         self.ema_statistics = FlatArray("float32", [item for item in in_order if item[0] not in frozen])
 
@@ -166,23 +166,23 @@ class ParameterStore:
 
     @property
     def values(self) -> dict[str, Buffer]:
-        """What the network computes with, by variable."""
+        """The buffers that the network computes with, by variable."""
         return {name: self.value(name) for name in self.parameters} | (self.folded.values if self.folded else {})
 
     @property
     def gradients(self) -> dict[str, Buffer]:
-        """What the backward pass computes."""
+        """The gradients that the backward pass computes."""
         return {**self.weight_gradients.slices, **self.other_gradients.slices}
 
     @property
     def reduced_gradients(self) -> dict[str, Buffer]:
-        """What the optimizer reads."""
+        """The gradients that the optimizer reads."""
         return {**self.gradients, **self.wire_gradients.slices}
 
 
 class FoldedStore:
-    """The parameters of a folded graph, in the network's dtype but for the biases, and the running statistics of what
-    could not be folded."""
+    """The parameters of a folded graph, in the network's dtype (biases in fp32), and the running statistics of
+    BatchNorms that could not be folded."""
 
     def __init__(self, parameters: Iterable[Parameter], statistics: Mapping[str, tuple[int, ...]], dtype: str) -> None:
         self.parameters = {parameter.name: parameter for parameter in parameters}
@@ -198,13 +198,13 @@ class FoldedStore:
 
     @property
     def values(self) -> dict[str, Buffer]:
-        """What the network computes with, by variable."""
+        """The buffers that the network computes with, by variable."""
         return {**self.weights.slices, **self.others.slices}
 
 
 class QuantisedStore:
-    """The parameters of a graph in INT8, each of its own type, and the running statistics of what could not be folded.
-    `dtypes`: of the parameters by name; `dtype`: of what stays in floats."""
+    """The parameters of a graph in INT8, each in its own type, and the running statistics of BatchNorms that could not
+    be folded. `dtypes`: of the parameters by name; `dtype`: of the layers that stay in floats."""
 
     def __init__(self, parameters: Iterable[Parameter], dtypes: Mapping[str, str],
                  statistics: Mapping[str, tuple[int, ...]], dtype: str) -> None:
@@ -221,11 +221,11 @@ class QuantisedStore:
 
     @property
     def values(self) -> dict[str, Buffer]:
-        """What the network computes with, by variable."""
+        """The buffers that the network computes with, by variable."""
         return {name: buffer for array in self._typed.values() for name, buffer in array.slices.items()}
 
 
-Store = ParameterStore | FoldedStore | QuantisedStore  # what a graph can run on
+Store = ParameterStore | FoldedStore | QuantisedStore  # stores that a graph can run on
 
 
 def _shapes(parameters: Iterable[Parameter]) -> list[tuple[str, tuple[int, ...]]]:

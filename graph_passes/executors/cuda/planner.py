@@ -1,6 +1,6 @@
-"""The times of problems on this GPU: sequences of launches, each timed once, all alike.
+"""Times of problems on this GPU. A problem is a sequence of launches; each is timed once, in the same way.
 
-They are kept on disk beside the choice of cuDNN plans, so the next start lowers and times nothing.
+The times are kept on disk beside the choice of cuDNN plans, so the next start neither lowers nor times anything.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from graph_passes.executors.cuda.kernel_library import sources_digest
 from graph_passes.executors.cuda.program import Buffer, Program, run
 from graph_passes.passes.memory import aligned
 
-Lower = Callable[[], Program]  # emits the launches when it is called; raises GraphError where this GPU cannot run them
+Lower = Callable[[], Program]  # emits the launches when called; raises GraphError if this GPU cannot run them
 log = logging.getLogger("graph_passes.cuda")
 
 
 class Planner:
-    """Problems are timed in `arena`. `variant` names what else the times depend on, such as options of the
-    convolutions. `deterministic`: times are to decide nothing, as each kernel has an order of sums of its own."""
+    """Problems are timed in `arena`. `variant` names everything else that the times depend on, such as options of the
+    convolutions. `deterministic`: times must not decide anything, as each kernel sums in its own order."""
 
     def __init__(self, gpu: Gpu, cache: Cache, arena: Arena, variant: str, deterministic: bool = False) -> None:
         self._gpu, self._cache, self._arena = gpu, cache, arena
@@ -34,22 +34,22 @@ class Planner:
         self._name = f"times-{sources_digest()[:16]}-{variant}"
         self._times: dict[str, float] = self._read()
         self._known = len(self._times)
-        self._transient: dict[str, TransientError] = {}  # memory or time ran out: not kept for the next process
+        self._transient: dict[str, TransientError] = {}  # memory or time ran out: not stored for the next process
 
     def times(self, problems: Mapping[str, Lower], others: Iterable[Lower] = ()) -> dict[str, float]:
-        """Milliseconds of each problem, by a name that says all that its time depends on; infinite for one that this
-        GPU cannot take.
+        """Milliseconds of each problem, by a name that contains everything that its time depends on; infinite for a
+        problem that this GPU cannot run.
 
-        Those that are not known are all lowered before the first is timed, and with them the `others`, which need no
-        times: so all kernels are known by then, and compiled side by side.
+        Problems without a known time are all lowered before the first is timed, together with the `others`, which need
+        no times. So all kernels are known early and are compiled in parallel.
 
-        While a problem is timed, all that it reads and writes, and its scratch, lies in the arena, with random
-        contents. What could not be lowered or timed for a transient reason is not kept on disk.
+        While a problem is timed, its tensors and scratch memory are in the arena, with random contents. A problem that
+        could not be lowered or timed for a transient reason is not stored on disk.
         """
         programs = {name: self._lowered(name, lower) for name, lower in problems.items()
                     if name not in self._times and name not in self._transient}
         for lower in others if programs else ():
-            with contextlib.suppress(GraphError):  # which is told where the graph is lowered
+            with contextlib.suppress(GraphError):  # the lowering reports it
                 lower()
         for name, program in programs.items():
             if program is not None:
@@ -57,7 +57,7 @@ class Planner:
         return {name: self._times.get(name, math.inf) for name in problems}
 
     def transient_error(self, problem: str) -> TransientError | None:
-        """Why this problem has no time in this process, where the next process may find one."""
+        """Why this problem has no time in this process although the next process may find one."""
         return self._transient.get(problem)
 
     def _lowered(self, name: str, lower: Lower) -> Program | None:
@@ -76,14 +76,14 @@ class Planner:
             log.debug("%s: %.4f ms", name, self._times[name])
 
     def _refuse(self, name: str, error: GraphError) -> None:
-        """Remember that this GPU cannot take it; in this process only if the reason may be gone in the next."""
+        """Record that this GPU cannot run it; only for this process if the reason is transient."""
         if isinstance(error, TransientError):
             self._transient[name] = error
         else:
             self._times[name] = math.inf
 
     def save(self) -> None:
-        """Keep the times taken since the last call on disk."""
+        """Save the times measured since the last call on disk."""
         if len(self._times) > self._known:
             self._times = {**self._read(), **self._times}  # another process may have written meanwhile
             self._cache.write(self._name, json.dumps(self._times, indent=0).encode())
@@ -100,7 +100,7 @@ class Planner:
 
     @contextlib.contextmanager
     def _placed(self, buffers: set[Buffer]) -> Iterator[None]:
-        """Have the buffers in the arena for a while, side by side."""
+        """Place the buffers one after the other in the arena for a while."""
         address = self._arena.reserve(sum(aligned(buffer.num_bytes) for buffer in buffers))
         before = {buffer: buffer.address for buffer in buffers}
         for buffer in sorted(buffers, key=lambda buffer: buffer.name):

@@ -1,4 +1,4 @@
-"""What a GPU asks for each candidate: the time that its launches take here, each lowered and timed by itself."""
+"""Prices of candidates on a GPU: the times of their launches, each lowered and timed by itself."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from graph_passes.problems import Tensors
 
 
 class Prices:
-    """The price of one compilation (`choice.py`), for inputs of these shapes."""
+    """The prices for one compilation (`choice.py`), for inputs of these shapes."""
 
     def __init__(self, input_shapes: Mapping[str, Sequence[int]], store: Store, persistent: Persistent,
                  tools: Toolchain) -> None:
@@ -30,8 +30,9 @@ class Prices:
         self._priced: tuple[Candidates, list[float]] | None = None
 
     def __call__(self, table: Candidates) -> list[float]:
-        """Milliseconds of each candidate, 0 where it is taken in any case; in runs that are to be repeatable what
-        `repeatable` says of those that this GPU can take. Raises TransientError where that cannot be found out now."""
+        """Milliseconds of each candidate, 0 if it is taken in any case. In deterministic runs, the prices of
+        `repeatable` for the candidates that this GPU can run. Raises TransientError if that cannot be determined
+        now."""
         lowering = _Lowering(table, self._input_shapes, self._store, self._persistent, self._tools)
         open_places, sure_places = undecided(table)
         listed = list(table)
@@ -44,7 +45,7 @@ class Prices:
 
     @property
     def choices(self) -> list[Choice]:
-        """What was taken where there was something to choose, with the times of all that could be had."""
+        """The kernels that had rivals, with the times of all candidates."""
         return choices_of(*self._priced) if self._priced and not self._tools.planner.deterministic else []
 
     def _times(self, table: Candidates, lowering: _Lowering, open_ones: Sequence[Candidate],
@@ -59,8 +60,8 @@ class Prices:
         return found | {each: LAST_RESORT for each in open_ones if _is_last_resort(each)}
 
     def _check_last_resorts(self, times: Mapping[Candidate, float], problems: Mapping[Candidate, str]) -> None:
-        """Raise TransientError if a convolution in INT8 would get its far slower last resort only because a faster
-        kernel could not be timed now, for want of memory for example."""
+        """Raise TransientError if an INT8 convolution would get its far slower last resort only because a faster kernel
+        could not be timed now, for example for lack of memory."""
         faster: dict[str, list[Candidate]] = {}
         for each in problems:
             if OPERATORS[each.op].form_of == "QuantisedConvolution":
@@ -78,8 +79,8 @@ class Prices:
 
 
 def _is_last_resort(each: Candidate) -> bool:
-    """Is it the kernel for all shapes of a convolution in INT8? It is far slower than the others, so it is not even
-    timed, and taken only if this GPU can take no other."""
+    """Whether this is the INT8 convolution kernel for all shapes. It is far slower than the others, so it is not timed,
+    and taken only if this GPU can run no other."""
     return each.op == "QuantisedConvolution"
 
 
@@ -94,7 +95,7 @@ class _Lowering:
         self._store, self._persistent, self._tools = store, persistent, tools
 
     def program(self, each: Candidate) -> Program:
-        """Raises GraphError where this GPU cannot take it."""
+        """The launches of a candidate. Raises GraphError if this GPU cannot run it."""
         node = each.node.replace(name=f"{each.node.name} alone")  # no tensor of the table has this name
         shapes, dtypes, buffers = dict(self.tensors.shapes), dict(self.tensors.dtypes), dict[Ref, Buffer]()
         for ref in node.inputs:

@@ -1,7 +1,7 @@
-"""Where the time of a step, or of inference, goes: its own launches, with a timing event between each two of them.
+"""Profile of a step or of inference: its own launches, with a timing event between them.
 
-The events become nodes of the CUDA graph, so every kernel is timed in its place in the step, with the caches as it
-finds them. The memory ceiling for the percentages is measured on the same GPU.
+The events are nodes of the CUDA graph, so every kernel is timed at its place in the step, with realistic cache
+contents. The memory ceiling for the percentages is measured on the same GPU.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.kernel_library import KernelLibrary
 from graph_passes.executors.cuda.program import Launch
 
-COPY_BYTES = 2 << 30  # large against every cache
+COPY_BYTES = 2 << 30  # much larger than any cache
 
 
 @dataclass(frozen=True)
 class Row:
-    """One launch of the step. `milliseconds`: median over the replays, the timing event (about 1 us) included."""
+    """One launch of the step. `milliseconds`: median over the replays, including the timing event (about 1 us)."""
 
     node: str
     operation: str
@@ -43,7 +43,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Profile:
-    """Where the time of a compiled graph goes, and what the planner chose. `ceiling`: GB/s of a copy on this GPU."""
+    """The times of a compiled graph's launches, and the planner's choices. `ceiling`: GB/s of a copy on this GPU."""
 
     rows: list[Row]
     ceiling: float
@@ -54,13 +54,13 @@ class Profile:
         return format_summary(self.rows, self.ceiling)
 
     def text(self, note: str) -> str:
-        """All of it, with a note below the sums."""
+        """The table, the sums, and a note below them."""
         return (f"{format_table(self.rows, self.ceiling)}\n\n{self.summary()}\n{note}\n\n"
                 f"chosen, with the times of rivals:\n{format_choices(self.choices)}\n")
 
 
 def profile(compiled: CompiledGraph, gpu: Gpu, kernels: KernelLibrary) -> Profile:
-    """Of what it computes with the batch that is loaded."""
+    """The profile of the graph with the loaded batch."""
     return Profile(time_launches(gpu, compiled.lowering.program.launches), copy_gigabytes_per_second(gpu, kernels),
                    compiled.choices)
 
@@ -80,7 +80,7 @@ def time_launches(gpu: Gpu, launches: Sequence[Launch], replays: int = 10) -> li
     for replay in range(replays + 2):
         gpu.replay(graph)
         gpu.synchronize()
-        if replay >= 2:  # the first ones warm up
+        if replay >= 2:  # the first replays warm up
             for number, (start, end) in enumerate(itertools.pairwise(events)):
                 times[number].append(gpu.elapsed_ms(start, end))
     return [Row(launch.node, launch.operation, statistics.median(ms), launch.num_bytes, launch.flops)
@@ -89,12 +89,12 @@ def time_launches(gpu: Gpu, launches: Sequence[Launch], replays: int = 10) -> li
 
 @contextlib.contextmanager
 def copying(gpu: Gpu, kernels: KernelLibrary) -> Iterator[Callable[[], None]]:
-    """What enqueues a copy of COPY_BYTES within the device, which are read and written. Raises TransientError."""
+    """A function that enqueues a copy of COPY_BYTES within the device. Raises TransientError."""
     address = gpu.allocate(2 * COPY_BYTES)
     try:
         gpu.fill_random(address, COPY_BYTES, "float16")
         vectors = COPY_BYTES // 16
-        grid, block = (vectors // 1024, 1, 1), (256, 1, 1)  # four vectors a thread
+        grid, block = (vectors // 1024, 1, 1), (256, 1, 1)  # four vectors per thread
         yield partial(kernels.get("elementwise.cu", "copy").launch, grid, block, address, address + COPY_BYTES)
     finally:
         gpu.free(address)
@@ -116,8 +116,8 @@ def format_table(rows: list[Row], ceiling: float) -> str:
 
 
 def format_summary(rows: list[Row], ceiling: float) -> str:
-    """Sums by operation. `least`: milliseconds that the launches would take if each moved its bytes at the copy's
-    speed, or multiplied at the highest TFLOP/s that any launch of the step reaches, whichever takes longer."""
+    """Sums by operation. `least`: milliseconds that the launches would take if each moved its bytes at the copy's speed
+    or multiplied at the highest TFLOP/s of any launch of the step, whichever takes longer."""
     peak = max(row.teraflops for row in rows) or 1.0
 
     def line(operation: str, group: list[Row]) -> str:

@@ -1,4 +1,5 @@
-"""What a lowered graph is: a list of launches on buffers, and where each buffer lies in one arena of device memory."""
+"""The result of lowering: a list of launches on buffers, and the offset of each buffer in one arena of device
+memory."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from graph_passes.passes.precision import ITEM_BYTES
 
 @dataclass(eq=False)
 class Buffer:
-    """A tensor on the GPU. `address` is set once memory is planned; persistent ones have it from the start."""
+    """A tensor on the GPU. `address` is set when memory is planned; persistent buffers have it from the start."""
 
     name: str
     shape: tuple[int, ...]
@@ -25,7 +26,7 @@ class Buffer:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
     def bytes_of(self, rows: int) -> int:
-        """Of so many along the first axis."""
+        """Bytes of this many elements along the first axis."""
         return self.num_bytes // self.shape[0] * rows
 
 
@@ -39,7 +40,7 @@ class Launch:
     reads: tuple[Buffer, ...]
     writes: tuple[Buffer, ...]
     flops: int = 0
-    by_library: bool = False  # cuDNN's: costs the host up to 0.25 ms outside of a CUDA graph
+    by_library: bool = False  # a cuDNN launch: costs the host up to 0.25 ms outside a CUDA graph
     # (read, written): element i of `written` depends on element i of `read` only, so both may share memory.
     in_place: tuple[Buffer, Buffer] | None = None
 
@@ -51,24 +52,24 @@ class Launch:
 
 @dataclass
 class Program:
-    """Launches in order, and the number of bytes of the arena that they need. `scratch` are buffers that one launch at
-    a time uses, beside what it reads and writes. `loads`: what makes its kernels ready, which may be being compiled."""
+    """Launches in order, and the bytes of the arena that they need. `scratch`: buffers that one launch at a time uses
+    besides its tensors. `loads`: functions that make its kernels ready, which may still be compiling."""
 
     launches: list[Launch] = field(default_factory=list)
     scratch: tuple[Buffer, ...] = ()
     arena_bytes: int = 0
     loads: list[Callable[[], object]] = field(default_factory=list)
-    _arena: int = 0  # address of the arena that the buffers lie in
+    _arena: int = 0  # address of the arena that contains the buffers
 
     def load(self) -> None:
-        """Wait for its kernels. To be called before it runs, and outside of a CUDA graph, as that cannot load code.
-        Raises GraphError for one that cannot be compiled."""
+        """Wait for the kernels. Call this before the first run and outside a CUDA graph capture, which cannot load
+        code. Raises GraphError for a kernel that cannot be compiled."""
         for load in self.loads:
             load()
 
     def plan_memory(self) -> None:
         """Give every buffer that is not persistent its offset in the arena, as `address`; see `plan_arena`. Scratch
-        lies behind the others."""
+        comes after the others."""
         steps = [
             Step(reads=[buffer for buffer in launch.reads if not buffer.persistent],
                  writes=[buffer for buffer in launch.writes if not buffer.persistent],
@@ -95,6 +96,6 @@ class Program:
 
 
 def run(launches: Iterable[Launch]) -> None:
-    """Enqueue them all, in order."""
+    """Enqueue all launches in order."""
     for launch in launches:
         launch.enqueue()

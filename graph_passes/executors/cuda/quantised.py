@@ -21,11 +21,11 @@ from graph_passes.passes import tensor_dtypes
 from graph_passes.passes.quantise import Kept, Scales
 from graph_passes.passes.quantise_squares import quantise_squares_params
 
-FLOATS = "float16"  # what is not in INT8: inputs, layers that stay in floats, scores
+FLOATS = "float16"  # type of everything that is not in INT8: inputs, layers that stay in floats, scores
 
 
 class Quantisation(NamedTuple):
-    """What makes a network one in INT8: `scales` and `kept` of `passes/quantise.py`, `params` by `quantise_params`."""
+    """The quantisation of a network: `scales` and `kept` of `passes/quantise.py`, `params` by `quantise_params`."""
 
     scales: Scales
     kept: Kept
@@ -33,14 +33,14 @@ class Quantisation(NamedTuple):
 
 
 class QuantisedNetwork(Network):
-    """Gives the integers of `executors.reference.QuantisedExecutor`, to the bit; what stays in floats is float16.
+    """Computes exactly the integers of `executors.reference.QuantisedExecutor`; layers that stay in floats use float16.
 
     Args:
         graph, shapes: of the network, as for `TrainingStep`.
         scales, kept, params: the fields of `Quantisation`.
         deterministic, device_id, cache_folder: as for `TrainingStep`.
 
-    Raises GraphError for what has no lowering, a parameter of another shape, and what `Gpu` raises.
+    Raises GraphError for an operator without a lowering, a parameter of another shape, and the errors of `Gpu`.
     """
 
     def __init__(self, graph: Graph, shapes: Mapping[str, tuple[int, ...]], scales: Scales, kept: Kept,
@@ -75,7 +75,7 @@ class QuantisedNetwork(Network):
 
 
 def _store(graph: Graph, shapes: Mapping[str, tuple[int, ...]]) -> QuantisedStore:
-    """Room for the parameters of a graph in INT8."""
+    """Memory for the parameters of a graph in INT8."""
     inferred, dtypes = graph.infer_shapes(shapes), tensor_dtypes(graph)
     parameters = parameters_of(graph, inferred, tuple(shapes))
     return QuantisedStore(parameters, {each.name: dtypes[Ref(each.name)] for each in parameters},

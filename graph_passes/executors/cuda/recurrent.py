@@ -1,7 +1,8 @@
-"""Recurrent layers through cuDNN's recurrent API: its graphs have no such operators, so the library is called directly.
+"""Recurrent layers through cuDNN's recurrent API. cuDNN's graph API has no such operators, so the library is called
+directly.
 
-A `RecurrentPlan` is what cuDNN needs to know of one problem and one of its algorithms. Which algorithm is taken is
-asked by the cover; here it is tried whether cuDNN can run it at all, also within a CUDA graph.
+A `RecurrentPlan` describes one problem and one algorithm to cuDNN. The cover chooses the algorithm; this module tries
+whether cuDNN can run it at all, also within a CUDA graph.
 """
 
 from __future__ import annotations
@@ -21,16 +22,17 @@ from graph_passes.operators.rnn import GATES
 from graph_passes.passes.memory import aligned
 from graph_passes.passes.precision import ITEM_BYTES
 
-# Numbers of cudnn_adv.h and cudnn_graph.h.
+# Constants of cudnn_adv.h and cudnn_graph.h.
 _ALGORITHMS = {"standard": 0, "persist_static": 1, "persist_static_small_h": 3}
 _MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 _DTYPES = {"float32": 0, "float16": 2, "bfloat16": 9}
 _TWO_BIASES, _LINEAR_INPUT, _ADD, _INFERENCE, _TRAINING = 2, 0, 0, 0, 1
 _DEFAULT_MATH, _TENSOR_CORES, _NO_TENSOR_CORES = 0, 1, 3
-# Sequences of one length lie alike in all of cuDNN's layouts but the batch's. This one is 'packed', without padding.
+# For sequences of equal length, all of cuDNN's layouts except the batch-major one are the same. This one is 'packed',
+# without padding.
 _LAYOUT, _PADDED_IO = 1, 0
 
-_SOME_ADDRESS = 1 << 40  # of parameters whose places are asked for; nothing is read there
+_SOME_ADDRESS = 1 << 40  # parameters' address when only their offsets are requested; nothing is read there
 
 _P, _I, _Z = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
@@ -56,7 +58,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class RecurrentProblem:
-    """What cuDNN is asked to compute: `operators/rnn.py` in sizes. `num_parameters` is what our graph has of them."""
+    """A problem for cuDNN: `operators/rnn.py` in sizes. `num_parameters` is the number of parameters in our graph."""
 
     mode: str
     num_layers: int
@@ -85,13 +87,13 @@ class RecurrentProblem:
 
 
 class RecurrentPlan:
-    """cuDNN's descriptors for one problem, for as long as the process lives: kernels that cuDNN compiles for it are
-    theirs, and CUDA graphs may hold them."""
+    """cuDNN's descriptors for one problem. They live as long as the process: they own the kernels that cuDNN compiles,
+    and CUDA graphs may refer to these."""
 
     def __init__(self, cudnn: _Cudnn, problem: RecurrentProblem, tf32: bool) -> None:
         self._cudnn, self.problem = cudnn, problem
         if problem.dtype == "float32" and not tf32 and problem.algorithm != "standard":
-            # Seen on an H200: their sigmoids and tanhs differ from NumPy's by more than fp32's rounding.
+            # Seen on an H200: their sigmoid and tanh differ from NumPy's by more than fp32's rounding.
             raise GraphError(f"cuDNN computes {problem} less exactly than float32: use the algorithm standard, or tf32")
         if problem.algorithm == "persist_static_small_h" and problem.num_layers * problem.directions > 1:
             raise GraphError(f"cuDNN computes wrong gradients of {problem}: use another algorithm")
@@ -121,15 +123,15 @@ class RecurrentPlan:
 
     def forward(self, x: int, parameters: int, h: int, c: int, y: int, last_h: int, last_c: int, reserve: int,
                 *, workspace: int) -> None:
-        """Enqueue the forward pass; every argument is an address, 0 for what there is none of. Asynchronous."""
+        """Enqueue the forward pass. Every argument is an address; 0 if there is no such tensor. Asynchronous."""
         self._cudnn("cudnnRNNForward", self._cudnn.handle, self._rnn, self._use, None, self._x, x, self._y, y,
                     self._state, h, last_h, self._state, c, last_c, self.weight_bytes, parameters,
                     self.workspace_bytes, workspace, self.reserve_bytes, reserve)
 
     def backward(self, dy: int, x: int, parameters: int, h: int, c: int, y: int, reserve: int, dx: int,
                  dparameters: int, dh: int, dc: int, *, workspace: int) -> None:
-        """Enqueue all gradients. cuDNN can only add to those of the parameters, so they are set to 0 first; and its
-        data gradients leave in `reserve` what these are made from. Asynchronous."""
+        """Enqueue all gradients. cuDNN only adds to the parameters' gradients, so they are first set to 0. The data
+        gradients write to `reserve` the values from which the parameters' gradients are computed. Asynchronous."""
         temporary = self.workspace_bytes, workspace, self.reserve_bytes, reserve
         self._cudnn("cudnnRNNBackwardData_v8", self._cudnn.handle, self._rnn, None, self._y, y, dy, self._x, dx,
                     self._state, h, None, dh, self._state, c, None, dc, self.weight_bytes, parameters, *temporary)
@@ -138,7 +140,7 @@ class RecurrentPlan:
                     self._y, y, self.weight_bytes, dparameters, *temporary)
 
     def _sequences(self, dtype: int, features: int) -> Any:
-        """The descriptor of (T, N, features), all sequences being as long."""
+        """The descriptor of (T, N, features) with all sequences of equal length."""
         problem, descriptor = self.problem, self._cudnn.create("RNNData")
         lengths = (_I * problem.sequences)(*[problem.steps] * problem.sequences)
         self._cudnn("cudnnSetRNNDataDescriptor", descriptor, dtype, _LAYOUT, problem.steps, problem.sequences, features,
@@ -146,8 +148,8 @@ class RecurrentPlan:
         return descriptor
 
     def _places(self) -> list[int]:
-        """The offset in bytes of every matrix, then of every bias, that cuDNN has among its parameters: for each layer
-        and direction first those of the input's gates, then of the state's."""
+        """cuDNN's offset in bytes of every matrix, then of every bias, among the parameters: for each layer and
+        direction first the input's gates, then the state's."""
         matrices, biases = [], []
         unused = [self._cudnn.create("Tensor") for _ in range(2)]
         gates = 2 * GATES[self.problem.mode]
@@ -160,7 +162,7 @@ class RecurrentPlan:
         return matrices + biases
 
     def _expected_places(self) -> list[int]:
-        """The same by `operators/rnn.py`."""
+        """The offsets by `operators/rnn.py`."""
         problem = self.problem
         sizes = []
         for number in range(problem.state_shape[0]):
@@ -181,8 +183,8 @@ class RecurrentLibrary:
         self._plans: dict[RecurrentProblem, RecurrentPlan | GraphError] = {}
 
     def plan(self, problem: RecurrentProblem) -> RecurrentPlan:
-        """Raises GraphError where cuDNN cannot run the problem with that algorithm, alone and captured in a CUDA graph,
-        and TransientError where memory ran out."""
+        """A plan. Raises GraphError if cuDNN cannot run the problem with that algorithm, alone and captured in a CUDA
+        graph, and TransientError if memory ran out."""
         if problem not in self._plans:
             try:
                 self._plans[problem] = self._tried(problem)
@@ -196,7 +198,8 @@ class RecurrentLibrary:
         return found
 
     def _tried(self, problem: RecurrentProblem) -> RecurrentPlan:
-        """A plan that has run: in its first call cuDNN loads libraries and takes memory, which a capture forbids."""
+        """A plan that has run once: in its first call cuDNN loads libraries and allocates memory, which a capture
+        forbids."""
         if self._cudnn is None:
             self._cudnn = _Cudnn(self._gpu)
         try:
@@ -209,13 +212,13 @@ class RecurrentLibrary:
         except GraphError:
             raise
         except Exception as error:
-            self._gpu.synchronize()  # raises where the GPU cannot go on: that is no verdict on the algorithm
+            self._gpu.synchronize()  # raises if the GPU cannot go on: that says nothing about the algorithm
             kind = TransientError if is_transient(error) else GraphError
             raise kind(f"cuDNN cannot run {problem} ({first_line(error)}): use another algorithm, or smaller sizes"
                        ) from None
 
     def _trial(self, plan: RecurrentPlan) -> list[Callable[[], None]]:
-        """Its passes on memory of the arena, all of it zeros."""
+        """Run its passes on zeros in the arena."""
         problem, item_bytes = plan.problem, ITEM_BYTES[plan.problem.dtype]
         rows = problem.steps * problem.sequences * item_bytes
         layers, sequences, hidden = problem.state_shape
@@ -237,10 +240,10 @@ class RecurrentLibrary:
 
 
 class _Cudnn:
-    """libcudnn, by its C API, on the GPU's stream. Calling it raises RuntimeError with what cuDNN says."""
+    """libcudnn through its C API, on the GPU's stream. Calls raise RuntimeError with cuDNN's message."""
 
     def __init__(self, gpu: Gpu) -> None:
-        import_cudnn()  # which finds and loads the library
+        import_cudnn()  # this finds and loads the library
         self.gpu, self._library = gpu, ctypes.CDLL("libcudnn.so.9")
         self._library.cudnnGetErrorString.restype = ctypes.c_char_p
         for name, arguments in _SIGNATURES.items():
@@ -264,7 +267,7 @@ class _Cudnn:
         return descriptor
 
     def size(self, function: str, *arguments: Any) -> int:
-        """What a function gives by its last argument, in bytes."""
+        """The bytes that a function returns in its last argument."""
         found = ctypes.c_size_t()
         self(function, *arguments, ctypes.byref(found))
         return found.value

@@ -1,4 +1,4 @@
-"""Whether the cuda executor can run here, found out before anything is built."""
+"""Check whether the cuda executor can run here, before anything is built."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from graph_passes.executors.cuda.device import INSTALL, MIN_COMPUTE_CAPABILITY, 
 
 
 def check_requirements(device_id: int) -> None:
-    """Raise GraphError, in one sentence with the way out, where the GPU, the driver or a library is missing or too old.
-    """
+    """Raise GraphError, in one sentence with the way out, if the GPU, the driver or a library is missing or too old."""
     if not mx.runtime.Features().is_enabled("CUDA"):
         raise GraphError(_too_old(device_id) or f"MXNet is installed without GPU support: {INSTALL}")
     Gpu(device_id)
@@ -20,7 +19,7 @@ def check_requirements(device_id: int) -> None:
 
 
 def _too_old(device_id: int) -> str:
-    """Why the set-up left this machine without GPU packages, or ""."""
+    """Why setup installed no GPU packages on this machine, or ""."""
     gpus, version = find_gpus(), driver_cuda_version()
     if device_id >= len(gpus):
         return ""

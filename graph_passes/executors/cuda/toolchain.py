@@ -1,4 +1,4 @@
-"""What graphs are compiled with."""
+"""The libraries with which graphs are compiled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from graph_passes.executors.cuda.statistics_group import StatisticsGroup
 
 @dataclass(frozen=True)
 class Toolchain:
-    """One of each for a training step and its inference, at every size of images."""
+    """One library of each kind, shared by a training step and its inference at every image size."""
 
     gpu: Gpu
     kernels: KernelLibrary
@@ -25,12 +25,12 @@ class Toolchain:
     recurrent: RecurrentLibrary
     planner: Planner
     arena: Arena
-    group: StatisticsGroup | None = None  # the GPUs that BatchNorm's statistics are shared with in training
+    group: StatisticsGroup | None = None  # the GPUs that share BatchNorm's statistics in training
 
 
 def toolchain(gpu: Gpu, tf32: bool = True, deterministic: bool = False, group: StatisticsGroup | None = None,
               cache_folder: Path | None = None) -> Toolchain:
-    """For one GPU, with the fields of `StepOptions`. Raises GraphError where cuDNN is missing or too old."""
+    """The toolchain for one GPU, with the fields of `StepOptions`. Raises GraphError if cuDNN is missing or too old."""
     cache, arena = Cache(_machine(gpu), cache_folder), Arena(gpu)
     convolutions = ConvolutionLibrary(gpu, cache, arena, tf32, deterministic)
     planner = Planner(gpu, cache, arena, convolutions.variant, deterministic)
@@ -39,5 +39,5 @@ def toolchain(gpu: Gpu, tf32: bool = True, deterministic: bool = False, group: S
 
 
 def _machine(gpu: Gpu) -> str:
-    """What compiled kernels and timed plans depend on."""
+    """The versions and the GPU that compiled kernels and timed plans depend on."""
     return f"{gpu.name} driver {gpu.driver_version} cudnn {import_cudnn().backend_version()}"

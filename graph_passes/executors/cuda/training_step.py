@@ -1,4 +1,5 @@
-"""The compiled training step: a graph on one GPU, without MXNet. `executor.py` puts it on MXNet's arrays and engine.
+"""The compiled training step: a graph on one GPU, without MXNet. `executor.py` connects it to MXNet's arrays and
+engine.
 
     step = TrainingStep(graph, {"data": (256, 224, 224, 4), "softmax_label": (256,)}, StepOptions("float16"))
     step.set_params(params, aux)
@@ -45,14 +46,14 @@ OnBucket = Callable[[Bucket], None]
 class TrainingStep(Network):
     """Forward, loss, backward and update of one network on one GPU, each a CUDA graph.
 
-    `shapes`: of the inputs `data` (NHWC) and `softmax_label`. `allocate` is asked for memory by name; where it answers
-    None, plain device memory is taken. `buckets` are in the order in which they are handed over.
+    `shapes`: of the inputs `data` (NHWC) and `softmax_label`. `allocate` returns memory by name, or None for plain
+    device memory. `buckets` are in the order in which they are handed over.
 
-    Images may come in another size than that of `shapes`: what it takes is compiled when they are first used, in place
-    of what was compiled for the size before, for training and for inference apart. All of it works in one arena.
+    Images of other sizes are allowed. The step is compiled for a new size when it is first used, and replaces the one
+    for the previous size; training and inference are separate. All of them share one arena.
 
     Raises GraphError for an operator without a lowering, a network that is not NHWC, a shape that cuDNN refuses, too
-    little memory, and what `Gpu` raises.
+    little memory, and the errors of `Gpu`.
     """
 
     def __init__(self, graph: Graph, shapes: Mapping[str, tuple[int, ...]], options: StepOptions | None = None,
@@ -62,7 +63,7 @@ class TrainingStep(Network):
         self._allocate = allocate or (lambda name, num_bytes: None)
         inferred = graph.infer_shapes(shapes)
         frozen = roles.frozen(graph)
-        # What the frozen layers compute with; from the fused graph, as the passes fold that.
+        # Folded parameters of the frozen layers; from the fused graph, because the passes fold that graph.
         self._frozen = Folded(pipeline.run(pipeline.FUSED, graph), shapes, options.dtype, self._tools,
                               frozen_only=True) if frozen else None
         self._frozen_is_current = False
@@ -88,9 +89,9 @@ class TrainingStep(Network):
         if largest != self._shapes:
             self._arena.reserve(arena_bytes)
         self._training = self._compile()
-        self._own_share, self._seed = 1.0, 0  # as the GPU has them
+        self._own_share, self._seed = 1.0, 0  # values of the next pass that the GPU has now
         self._gradient_backup: dict[str, int] = {}
-        self._folded: Folded | None = None  # what inference computes with
+        self._folded: Folded | None = None  # parameters of inference
         self._inference_is_current = False
 
     # --- building ---
@@ -100,14 +101,14 @@ class TrainingStep(Network):
             self._place(name, array)
 
     def _place(self, name: str, array: FlatArray) -> None:
-        self.gpu.check_free(array.num_bytes)  # MXNet's own words for it are a stack trace
+        self.gpu.check_free(array.num_bytes)  # MXNet's own message would be a stack trace
         address = self._allocate(name, array.num_bytes)
         array.place(self.gpu.allocate(array.num_bytes) if address is None else address)
         self.gpu.fill(array.address, 0, array.num_bytes)
 
     @property
     def training(self) -> LoweredGraph:
-        """Forward and backward, for the images of the latest training pass."""
+        """Forward and backward pass, for the size of the latest training images."""
         return self._training.lowering
 
     @property
@@ -117,48 +118,48 @@ class TrainingStep(Network):
 
     @property
     def choices(self) -> list[Choice]:
-        """Which kernels were taken for that step where there was something to choose, and the times of all."""
+        """The kernels of the latest step that had rivals, with the times of all candidates."""
         return self._training.choices
 
     @property
     def price(self) -> Price:
-        """That for which this step was chosen, once more for the same passes on the same network."""
+        """The prices by which this step was chosen, for the same passes on the same network."""
         return self._training.price
 
     def profile(self) -> Profile:
-        """Of forward and backward."""
+        """The profile of forward and backward pass."""
         return profile(self._training, self.gpu, self.kernels)
 
     def _cut_buckets(self, num_buckets: int) -> tuple[list[list[Bucket]], list[list[str]]]:
-        """What each part of the backward pass completes, and the weights whose gradients it ends with."""
+        """The buckets that each part of the backward pass completes, and the weights with whose gradients it ends."""
         store = self.store
         weights = list(store.weight_gradients.slices)
         gradients = store.wire_gradients if store.wire_gradients.size else store.weight_gradients
         ranges = cut([gradients.slices[name].num_bytes for name in weights], num_buckets)
         parts = [weights[first:end] for first, end in ranges]
         buckets = [[bucket_of(self.gpu, f"weights {number}", gradients, part)] for number, part in enumerate(parts, 1)]
-        # BatchNorm's and the biases' are few, so they travel together at the end.
+        # BatchNorm's parameters and biases are few, so they are sent together at the end.
         others = store.other_gradients
         buckets[-1].append(bucket_of(self.gpu, "others", others, list(others.slices)))
         return buckets, parts
 
     def _passes(self, shapes: Mapping[str, tuple[int, ...]]) -> Callable[[Price], Graph]:
-        """The passes that make the step of the network, but for the prices of the candidates."""
+        """The passes from the network to the step, without the prices of candidates."""
         return partial(pipeline.training_step, self._graph, shapes, self.dtype, grouped=self.options.group is not None)
 
     def _largest_shapes(self, image_size: int) -> dict[str, tuple[int, ...]]:
-        """Of the graph's inputs, when training images have grown to so many pixels."""
+        """Shapes of the graph's inputs when training images have grown to `image_size` pixels."""
         images, height, width, channels = self._shapes["data"]
         return self._shapes | {"data": (images, max(height, image_size), max(width, image_size), channels)}
 
     def _loaded_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the graph's inputs, for images of the size that is loaded."""
+        """Shapes of the graph's inputs for images of the loaded size."""
         images, _, _, channels = self._shapes["data"]
         return self._shapes | {"data": (images, *self.persistent.data.shape[1:3], channels)}
 
     def _compile(self) -> CompiledGraph:
-        """Forward and backward for images of the size that is loaded, a CUDA graph for each part of the weights; the
-        first holds the forward pass too."""
+        """Compile forward and backward for images of the loaded size: one CUDA graph for each part of the weights. The
+        first includes the forward pass."""
         shapes = self._loaded_shapes()
         compiled = CompiledGraph(self._passes(shapes), shapes, self.store, self.persistent, self._tools)
         ready, cuts = compiled.lowering.ready, [0]
@@ -168,8 +169,8 @@ class TrainingStep(Network):
         return compiled
 
     def set_optimizer(self, config: OptimizerConfig) -> None:
-        """Another optimizer from now on. Parameters stay, and what the one before has kept, where this one keeps the
-        same; the loss scale starts anew."""
+        """Replace the optimizer. Parameters stay, and so does optimizer state that the new optimizer also has. The loss
+        scale starts anew."""
         config = dataclasses.replace(config, rate_factors=self._rate_factors,
                                      initial_loss_scale=self._initial_loss_scale)
         slots = config.rule.slots
@@ -202,8 +203,8 @@ class TrainingStep(Network):
         self.parameters_changed()
 
     def parameters_changed(self) -> None:
-        """To be called by whoever writes parameters or running statistics by their addresses: inference and the frozen
-        layers hold folded copies, which are made anew when they are used next."""
+        """Call this after writing parameters or running statistics through their addresses. Inference and frozen layers
+        hold folded copies, which are then computed again before their next use."""
         self._inference_is_current = self._frozen_is_current = False
 
     @staticmethod
@@ -224,17 +225,17 @@ class TrainingStep(Network):
         self._inference_is_current = False
         store, kernel = self.store, self.kernels.get("elementwise.cu", "exchange")
         for own, ema in ((store.master, store.ema), (store.statistics, store.ema_statistics)):
-            vectors = ema.size // 4  # those that are frozen come after it
+            vectors = ema.size // 4  # frozen parameters come after it
             kernel.launch(*threads(vectors), own.address, ema.address, count(vectors))
         self.optimizer.enqueue_copy()
 
     @property
     def states(self) -> dict[str, FlatArray]:
-        """What the optimizer keeps, by its slots."""
+        """The optimizer's state, by slot."""
         return dict(zip(self._slots, self.store.states, strict=False))
 
     def get_state(self) -> dict[str, Arrays]:
-        """Canonical copies of what the optimizer keeps, by its slots."""
+        """Canonical copies of the optimizer's state, by slot."""
         return {slot: {name: self._read(array.slices[name], name) for name in array.slices}
                 for slot, array in self.states.items()}
 
@@ -259,8 +260,8 @@ class TrainingStep(Network):
     # --- running ---
 
     def mix(self, draws: Draws) -> None:
-        """Mix the loaded batch and the labels of the next passes over it as `draws` says; a plain one leaves both as
-        they are. Asynchronous. Raises GraphError for a box that leaves the images."""
+        """Mix the loaded batch, and the labels of the next passes over it, as `draws` says. Without mixing, both stay
+        as they are. Asynchronous. Raises GraphError for a box that reaches outside the images."""
         data = self.persistent.data
         images, height, width, channels = data.shape
         own_share = draws.own_share(height, width)
@@ -280,16 +281,16 @@ class TrainingStep(Network):
                           *map(ctypes.c_int, (images, height, width, *draws.cutmix)))
 
     def set_seed(self, seed: int) -> None:
-        """What the next passes drop follows from these 64 bits. Asynchronous."""
+        """Set the 64-bit seed of the next passes' Dropout masks. Asynchronous."""
         if seed != self._seed:
             for number, word in enumerate(words_of(seed)):
                 self.gpu.write_word(self.persistent.seed.address + number * ITEM_BYTES["uint32"], word)
             self._seed = seed
 
     def forward_backward(self, accumulate: bool = False, on_bucket: OnBucket | None = None, batch: int = 0) -> None:
-        """One pass over the loaded batch, or over that at the address `batch`, as `take` answered; gradients, times the
-        loss scale, are in the store, added to what was there if `accumulate`. `on_bucket` is called with each bucket
-        once what computes it is enqueued. Asynchronous."""
+        """One pass over the loaded batch, or over the batch at the address that `take` returned. Leaves the gradients,
+        times the loss scale, in the store, added to the present ones if `accumulate`. Calls `on_bucket` with each
+        bucket once its kernels are enqueued. Asynchronous."""
         self._inference_is_current = False  # the running statistics change
         if self._frozen and not self._frozen_is_current:
             self._frozen.fold(self.store)
@@ -310,7 +311,7 @@ class TrainingStep(Network):
                 self.hand_over(on_bucket)
 
     def hand_over(self, on_bucket: OnBucket) -> None:
-        """Call `on_bucket` with each bucket of the gradients as they are."""
+        """Call `on_bucket` with each bucket of the present gradients."""
         for number in range(self._training.num_segments):
             self._hand_over(number, on_bucket)
 
@@ -349,7 +350,7 @@ class TrainingStep(Network):
         self.gpu.replay(self._update)
 
     def _ready_inference(self) -> Inference:
-        """Made when it is first asked for. Where parameters have changed since, they are folded again."""
+        """Inference, made at its first use. If parameters have changed since, they are folded again."""
         if self._folded is None:
             self._folded = Folded(self._inferring, self._inferring_shapes, self.dtype, self._tools)
         if self._inference is None:
@@ -364,13 +365,14 @@ class TrainingStep(Network):
         return super()._image_sizes_in_use() | {self._training.image_size}
 
     def largest_batch(self) -> int:
-        """How many images a training step may have on this GPU, with what else is in its memory now."""
+        """The largest batch of a training step on this GPU, with the present contents of its memory."""
         free, _ = self.gpu.memory()
         growing = self._arena.num_bytes + self.persistent.data.num_bytes
         return largest_batch(self._shapes["data"][0], growing, free + growing, self._most_images)
 
 def _initial_loss_scale(graph: Graph, classes: int) -> float:
-    """Of float16. Gradients of a mean over the classes are as much smaller, and thousands of steps double it only once.
+    """The initial loss scale for float16. If the loss is a mean over the classes, its gradients are smaller by their
+    number, and doubling only happens once in thousands of steps.
     """
     if graph[graph.outputs[0].node].op != "SigmoidOutput":
         return INITIAL_LOSS_SCALE

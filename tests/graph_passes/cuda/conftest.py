@@ -27,7 +27,7 @@ def dtype(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def nvrtc() -> None:
-    """Skips tests where there is no NVRTC."""
+    """Skip the test if NVRTC is not installed."""
     pytest.importorskip("cuda.core", reason="cuda-core is not installed")
     try:
         compile_kernel("elementwise.cu", "add<float>", "sm_90a")
@@ -39,7 +39,7 @@ def nvrtc() -> None:
 
 @pytest.fixture(autouse=True)
 def free_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The memory of the steps that a test has made is the GPU's again after it: others are tested beside it."""
+    """Free the GPU memory of a test's steps after the test, because other tests run at the same time."""
     made: list[Gpu] = []
 
     class Remembered(Gpu):

@@ -1,4 +1,4 @@
-"""Arrays on the GPU for tests: values that the dtype can hold, and outputs that are poisoned beforehand."""
+"""Arrays on the GPU for tests: values representable in the dtype, and outputs that are poisoned beforehand."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.kernel_library import KernelLibrary
 
-POISON = 0xFF  # as every byte: NaN in all floating-point types, -1 or 255 in integers
+POISON = 0xFF  # byte value: NaN in all floating-point types, -1 or 255 in integers
 DTYPES = ("float16", "bfloat16", "float32")
-# Rounding of one stored value relative to itself is at most half of this.
+# Rounding a stored value changes it by at most half of this, relatively.
 PRECISION = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23}
 
 
 def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
-    """The values as the dtype holds them, in float64."""
+    """The values rounded to the dtype, in float64."""
     if dtype == "bfloat16":
         return (_bfloat16_bits(values).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     return values.astype(dtype).astype(np.float64)
@@ -28,7 +28,7 @@ def _bfloat16_bits(values: np.ndarray) -> np.ndarray:
 
 
 class Device:
-    """A GPU with kernels and a list of what to free."""
+    """A GPU with kernels and a list of allocations to free."""
 
     def __init__(self, gpu: Gpu, kernels: KernelLibrary) -> None:
         self.gpu, self.kernels = gpu, kernels

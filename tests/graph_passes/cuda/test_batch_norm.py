@@ -23,7 +23,7 @@ SHAPES = [(1, 8), (7, 24), (1000, 64), (333, 72), (4099, 256), (49, 2048)]  # ro
 
 
 class BatchNormCase:
-    """A random batch norm, its reference and its device arrays. `mean` is added to what it reads."""
+    """A random BatchNorm, its reference and its device arrays. `mean` is added to its input."""
 
     def __init__(self, device: Device, rows: int, channels: int, dtype: str, seed: int, mean: float = 0.0) -> None:
         random = np.random.default_rng(seed)
@@ -39,7 +39,7 @@ class BatchNormCase:
         self.partials = device.poisoned((2 * 5 * channels,))
         self.tickets = device.zeros(4 * self.tiles)
         self.size = (ctypes.c_uint32(rows), ctypes.c_int(channels))
-        # Images of which the last may have fewer rows, and the second of three sets of factors for them.
+        # The last image may have fewer rows. The second of three sets of factors is used.
         self.pixels = -(-rows // 5)
         images = -(-rows // self.pixels)
         factors = rounded(random.choice([0, 1 / 0.7], (3, images)), "float32")
@@ -58,14 +58,14 @@ class BatchNormCase:
         return self.device.put(np.stack([self.mean, self.invstd]))
 
     def sums(self, about_mean: bool) -> tuple[int, ctypes.c_bool]:
-        """Of x, or of x less its mean, as kernels take them."""
+        """Sums of x, or of x less its mean, as kernels take them."""
         sums = (sums_about_mean if about_mean else channel_sums)(self.x, 1)
         return self.device.put(sums), ctypes.c_bool(about_mean)
 
 
 @dataclass(frozen=True)
 class SecondGrad:
-    """A second gradient of a tensor (rows, channels) as kernels take it: `given` to them, and `values` of all rows."""
+    """A second gradient of a tensor (rows, channels) for kernels: `given` is their argument, `values` has all rows."""
 
     kind: str
     values: np.ndarray
@@ -75,7 +75,7 @@ class SecondGrad:
     @classmethod
     def random(cls, rows: int, channels: int, dtype: str, kind: str, size: tuple[int, int] = (1, 1),
                stride: tuple[int, int] = (1, 1)) -> SecondGrad:
-        """`size` of its images, and the `stride`, where it is compact."""
+        """`size` of the images, and `stride` if the gradient is compact."""
         values = np.zeros((rows, channels))
         there = values.reshape(-1, *size, channels)[:, ::stride[0], ::stride[1]]
         if kind != "NONE":
@@ -84,11 +84,11 @@ class SecondGrad:
 
     @property
     def whole(self) -> SecondGrad:
-        """The same with its zeros."""
+        """The gradient with its zeros."""
         return SecondGrad("WHOLE", self.values, self.values, self.grid)
 
 
-# Sizes of images and strides of compact gradients: odd and even, one pixel, more than one step of a stride at the end.
+# Sizes of images and strides of compact gradients: odd and even sizes, one pixel, and an end that is not on the stride.
 COMPACT = [((7, 7), (2, 2)), ((8, 6), (2, 2)), ((5, 9), (2, 1)), ((6, 5), (1, 2)), ((10, 11), (3, 3)),
            ((1, 1), (2, 2)), ((2, 13), (3, 2))]
 
@@ -109,7 +109,7 @@ def test_statistics(device: Device, dtype: str, rows: int, channels: int) -> Non
 
 @pytest.mark.parametrize("blocks", [1, 24, 25, 216, 217, 300])
 def test_sums_by_many_blocks(device: Device, blocks: int) -> None:
-    """As many as the last one reads at once, one more, and some without rows; equal bits every time."""
+    """As many blocks as the last one reads at once, one more, and some without rows. The bits are equal every time."""
     rows, channels = 1003, 72
     case = BatchNormCase(device, rows, channels, "float16", seed=blocks)
     dy = rounded(np.random.default_rng(blocks).normal(0.1, 1, (rows, channels)), "float16")
@@ -151,9 +151,9 @@ def test_batch_norm_forward(device: Device, dtype: str, rows: int, channels: int
     before_relu = norm + (case.addend if add else 0)
     wanted = np.maximum(before_relu, 0) if relu else before_relu
     got = device.get(y, (rows, channels), dtype)
-    if rows > 1:  # of one row the variance is 0 and what fp32 makes of it differs
+    if rows > 1:  # with one row the variance is 0, and its rounding errors in fp32 differ
         assert relative_error(got, wanted) < PRECISION[dtype] + 2e-5  # rounding of y; fp32 variance from sums
-        # Statistics that the backward pass and inference use.
+        # Statistics for the backward pass and inference.
         assert relative_error(device.get(saved, (2, channels)), np.stack([case.mean, case.invstd])) < 1e-4
         new = zip((running_mean, running_var), running, (case.mean, case.var), strict=True)
         for address, old, value in new:
@@ -161,7 +161,7 @@ def test_batch_norm_forward(device: Device, dtype: str, rows: int, channels: int
             assert relative_error(device.get(address, (channels,)), wanted) < 1e-5
     if relu:
         bits = np.unpackbits(device.get(mask, (rows, channels // 8), "uint8"), axis=1, bitorder="little")
-        clear = np.abs(before_relu) > 1e-3  # near zero either answer is right
+        clear = np.abs(before_relu) > 1e-3  # near zero either sign is right
         assert np.array_equal(bits[clear], (before_relu > 0)[clear])
 
 
@@ -211,7 +211,8 @@ def test_batch_norm_backward(device: Device, dtype: str, rows: int, channels: in
 @pytest.mark.parametrize("kind, drop", [("NO_RELU", False), ("BITS", True), ("pair", False), ("pair", True)])
 def test_a_compact_gradient(device: Device, dtype: str, size: tuple[int, int], stride: tuple[int, int], kind: str,
                             drop: bool) -> None:
-    """Added by a BatchNorm's sums: against float64, and to the bit as it is with its zeros."""
+    """A compact gradient added by a BatchNorm's sums: against float64, and bit for bit like the same gradient with its
+    zeros."""
     rows, channels = 13 * size[0] * size[1], 72
     cases = [BatchNormCase(device, rows, channels, dtype, seed) for seed in (rows, channels)]
     case, random = cases[0], np.random.default_rng(rows)

@@ -1,5 +1,5 @@
-"""Two BatchNorms whose outputs are added against float64 NumPy: random values, odd sizes,
-poisoned outputs, all dtypes."""
+"""Two BatchNorms whose outputs are added, against float64 NumPy: random values, odd sizes, poisoned outputs, all
+dtypes."""
 
 from __future__ import annotations
 

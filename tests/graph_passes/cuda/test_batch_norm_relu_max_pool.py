@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("height, width, channels", [(1, 1, 8), (2, 5, 24), (15, 33, 64), (17, 8, 72), (36, 6, 128)])
 def test_batch_norm_relu_max_pool(device: Device, dtype: str, height: int, width: int, channels: int) -> None:
-    """Strips that are whole and others, odd and even sizes, scales of both signs, values that are equal."""
+    """Whole and partial strips, odd and even sizes, scales of both signs, equal values."""
     images, blocks = 3, 2
     out = images, (height + 1) // 2, (width + 1) // 2, channels
     case = BatchNormCase(device, images * height * width, channels, dtype, seed=height)
@@ -41,7 +41,7 @@ def test_batch_norm_relu_max_pool(device: Device, dtype: str, height: int, width
                                     Window(height, width, *out[1:3], 3, 3, 2, 2, 1, 1))
     value = largest * sign
     wanted = (value - mean) * invstd * case.gamma + case.beta
-    clear = np.abs(wanted) > 1e-3  # near zero either answer is right
+    clear = np.abs(wanted) > 1e-3  # near zero either sign is right
     assert np.array_equal(device.get(x_winner, out, dtype)[clear], value[clear])
     assert np.array_equal(device.get(winner, out, "uint8")[clear], np.where(wanted > 0, place, 255)[clear])
     if case.rows > 4:

@@ -1,5 +1,5 @@
-"""The files that a batch goes through from its images to the weights, as docs/extending.md lists them. The GPU is a
-fake one, on which nothing is computed; loader, loop and executor are the real ones."""
+"""The files through which a batch goes from its images to the weights, as listed in docs/extending.md. The GPU is a
+fake, which computes nothing; loader, loop and executor are real."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from train.processes.distributed import Workers
 
 ROOT = Path(__file__).resolve().parents[3]
 FAKED = {f"graph_passes/executors/cuda/{name}.py" for name in ("device", "kernel_library")}
-# called in a step, but only deciding about it, checking or watching it
+# called in a step, but only to decide, check or watch
 BESIDE = {f"{name}.py" for name in (
     "graph_passes/executors/base", "graph_passes/executors/cuda/idle", "pipelines/by_pillow",
     "pipelines/decoder_messages", "pipelines/transform", "train/draws", "train/optimizer",
@@ -34,7 +34,7 @@ BESIDE = {f"{name}.py" for name in (
 
 
 class Gpu(FakeGpu):
-    """With what an executor needs besides; no event is waited for."""
+    """A fake with everything that an executor needs; events never wait."""
 
     device = SimpleNamespace(pci_bus_id="0000:00:00.0")
 
@@ -52,13 +52,13 @@ class Gpu(FakeGpu):
 
 @pytest.fixture
 def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trainer:
-    """Of ResNet-18, on a few JPEGs that are decoded anew in each epoch."""
+    """A ResNet-18 on a few JPEGs that are decoded anew in each epoch."""
     monkeypatch.setenv("RESNET_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(network, "Gpu", Gpu)
     monkeypatch.setattr(toolchain, "KernelLibrary", lambda *_: FakeKernels())
     monkeypatch.setattr(toolchain, "ConvolutionLibrary", lambda *_: FakeConvolutions())
     monkeypatch.setattr(toolchain, "_machine", lambda gpu: "fake")
-    monkeypatch.setattr(compiled, "LEAST_READ", 0)  # what reads the batch is launched with its address
+    monkeypatch.setattr(compiled, "LEAST_READ", 0)  # launches that read the batch get its address
     monkeypatch.setattr(mx, "gpu", lambda number: mx.cpu(number))
     for number in range(64):
         folder = tmp_path / "data" / "train" / "ab"[number % 2]

@@ -1,4 +1,4 @@
-"""How gradients are cut into buckets; what the buckets hold on a GPU is in test_executor.py."""
+"""How gradients are cut into buckets. Their content on a GPU is tested in test_executor.py."""
 
 from __future__ import annotations
 

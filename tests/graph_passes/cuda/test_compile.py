@@ -1,4 +1,4 @@
-"""Every kernel compiles to machine code, wherever NVRTC can be had; no GPU needed."""
+"""Every kernel compiles to machine code if NVRTC is available; no GPU is needed."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from graph_passes.executors.cuda.kernels.quantised_conv_taps import (
 )
 from graph_passes.executors.cuda.kernels.quantised_pair import Z_COLUMNS
 
-RULES = ["Sgd<false>", "Sgd<true>", "Lars<false>", "Lars<true>", "AdamW", "Lamb", "Lion"]  # of optimizer.cu
+RULES = ["Sgd<false>", "Sgd<true>", "Lars<false>", "Lars<true>", "AdamW", "Lamb", "Lion"]  # as in optimizer.cu
 
-# Of wgmma: for Hopper alone, in 16-bit types.
+# Kernels with wgmma: for Hopper only, in 16-bit types.
 WARPGROUPS = ("conv1x1_forward.cu", "conv1x1_pair.cu", "conv1x1_statistics.cu", "conv3x3.cu", "conv3x3_weights.cu",
               "dgrad_reduce.cu", "dgrad_stream.cu", "norm_backward.cu", "norm_conv1x1.cu", "norm_dgrad.cu",
               "stem_forward.cu", "stem_pool.cu", "stem_weights.cu")
 
-# Template arguments behind the dtype that the executor asks for.
+# Template arguments, after the dtype, that the executor requests.
 FLAGS = {
     "dgrad_reduce": ["64, NONE, true, false", "128, WHOLE, false, false", "256, WHOLE, true, false",
                      "64, WHOLE, true, true", "256, NONE, false, true", "128, COMPACT, false, false",
@@ -68,13 +68,13 @@ FLAGS = {
                        for flags in ("false, false, true", "true, true, true")],
     "quantised_conv_squares": ["4, 1, 64, true", "2, 1, 64, false", "3, 4, 64, true", "3, 8, 128, true"],
 }
-# What gives int8 as well as floats.
+# Kernels that write int8 or floats.
 WRITES_INT8 = ("quantised_average_pool", "quantised_conv_direct", "quantised_conv",
                "quantised_conv_squares")
 
 
 def kernels() -> list[tuple[str, str]]:
-    """(file, kernel) of all __global__ functions of kernels/."""
+    """(file, kernel) for all __global__ functions in kernels/."""
     found = []
     for path in sorted(SOURCES.glob("*.cu")):
         text = re.sub(r"__(launch_bounds|cluster_dims)__\([^)]*\)", "", path.read_text())
@@ -84,7 +84,7 @@ def kernels() -> list[tuple[str, str]]:
 
 
 def expressions(kernel: str, c_type: str) -> list[str]:
-    if kernel.endswith("!"):  # no template
+    if kernel.endswith("!"):  # not a template
         return [kernel[:-1]]
     if kernel == "trust_ratios":  # the same for all types
         return [f"trust_ratios<{rule}>" for rule in RULES if rule.startswith("La")]
@@ -92,7 +92,7 @@ def expressions(kernel: str, c_type: str) -> list[str]:
         return [f"convert_input<float, {c_type}>", f"convert_input<half, {c_type}>"]
     if kernel == "quantised_max_pool":  # the same for all types
         return ["quantised_max_pool<4, 3>", "quantised_max_pool<1, 0>"]
-    if kernel == "quantised_conv_stream":  # writes int8 alone
+    if kernel == "quantised_conv_stream":  # writes int8 only
         return [f"quantised_conv_stream<{teams}, {columns}, {flags}>" for teams, columns in STREAMS.values()
                 for flags in ("true, true, false", "false, true, false", "false, false, false", "false, true, true")]
     if kernel == "quantised_conv_taps":  # likewise; each shape with one of two kinds of epilogue
@@ -124,7 +124,7 @@ def test_every_kernel_tells_the_shapes_of_its_operands(path: Path) -> None:
 
 
 def compile_for(path: Path, names: list[str], arch: str) -> None:
-    """All kernels of a file at once: each call of NVRTC reads all that the file includes. It optimizes little, which
+    """Compile all kernels of a file together, because each call of NVRTC reads all included files. Little optimization
     takes a quarter of the time."""
     from cuda.core import Program, ProgramOptions
 
@@ -136,18 +136,19 @@ def compile_for(path: Path, names: list[str], arch: str) -> None:
     assert all((symbol if isinstance(symbol, bytes) else symbol.encode()) in cubin for symbol in symbols)
 
 
-TENSOR_CORES = (*WARPGROUPS, "stem.cu")  # in 16-bit types only, by instructions of each type
+TENSOR_CORES = (*WARPGROUPS, "stem.cu")  # only in 16-bit types, by instructions of each type
 
 
 def variants(path: Path, dtype: str) -> list[str]:
-    """The kernels of a file for networks of this type: all, of bfloat16 one of each, since what differs from float16
-    are helpers that all of them use."""
+    """The kernels of a file for networks of this type. For bfloat16 one variant each, since only helpers that all of
+    them use differ from float16."""
     return [name for source, kernel in kernels() if source == path.name
             for name in expressions(kernel, C_TYPES[dtype])[:1 if dtype == "bfloat16" else None]]
 
 
 def dtypes(path: Path) -> list[str]:
-    """For which the variants of a file differ. Of bfloat16 the other files are compiled for each generation below."""
+    """The types for which a file's variants differ. In bfloat16 the other files are compiled for each generation
+    below."""
     other = "bfloat16" if path.name in TENSOR_CORES else "float32"
     return ["float16"] + [other] * (variants(path, other) != variants(path, "float16"))
 
@@ -172,7 +173,7 @@ CAPABILITIES = [(7, 5), (8, 0), HOPPER, (10, 0), (12, 0)]
 
 
 def serves(source: str, capability: tuple[int, int]) -> bool:
-    """Whether the kernels of a file are for this GPU: elsewhere another way is lowered (test_without_gpu.py)."""
+    """Whether the kernels of a file support this GPU: other GPUs use other kernels (test_without_gpu.py)."""
     if source in (*WARPGROUPS, "quantised_conv_squares.cu", "quantised_conv_stream.cu", "quantised_conv_taps.cu",
                   "quantised_pair.cu", "quantised_stem_pool.cu"):
         return capability == HOPPER
@@ -186,7 +187,7 @@ def serves(source: str, capability: tuple[int, int]) -> bool:
     for path in sorted(SOURCES.glob("*.cu")) if serves(path.name, capability)
     and not (capability == HOPPER and "float32" not in dtypes(path))])  # all of these are compiled above
 def test_compiles_for_each_generation(capability: tuple[int, int], path: Path) -> None:
-    """Each kernel in one variant, in the youngest type: what differs between generations are their instructions."""
+    """Each kernel in one variant, in the newest type: generations differ in their instructions."""
     from cuda.bindings import nvrtc
 
     arch = architecture(capability)

@@ -1,4 +1,4 @@
-"""Kernels that are compiled side by side, as all are known before the first is asked for; no GPU needed."""
+"""Kernels compile in parallel, because all are known before the first is requested; no GPU is needed."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from graph_passes.passes.quantise import Kept
 from train import models
 from train.language_model import LanguageModel
 
-Compiled = list[tuple[str, bool]]  # what NVRTC was given, and whether in the main thread
+Compiled = list[tuple[str, bool]]  # input of NVRTC, and whether it ran in the main thread
 
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> Compiled:
-    """What has been compiled, by an NVRTC that takes no time."""
+    """The compiled kernels, by a fake NVRTC that takes no time."""
     found: Compiled = []
 
     def compile_kernel(source: str, expression: str, arch: str) -> tuple[bytes, str]:
@@ -53,13 +53,13 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Compiled:
 
 @pytest.fixture
 def make_library(tmp_path: Path) -> Callable[[], KernelLibrary]:
-    """As each start of a program makes it, on the same disk."""
+    """Makes a library as each start of a program does, on the same disk."""
     return lambda: KernelLibrary(FakeGpu(0), Cache("tests", tmp_path))  # type: ignore[arg-type]
 
 
 def test_kernels_are_compiled_side_by_side(make_library: Callable[[], KernelLibrary], compiled: Compiled,
                                            monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three at once: each waits until the others have begun. The next start finds them on the disk."""
+    """Three at once: each waits until the others have begun. The next start finds them on disk."""
     library, meeting = make_library(), threading.Barrier(3, timeout=20)
     compile_kernel = kernel_library.compile_kernel
 
@@ -85,7 +85,7 @@ def test_kernels_are_compiled_side_by_side(make_library: Callable[[], KernelLibr
 def test_what_is_asked_for_before_its_turn_is_compiled_at_once(make_library: Callable[[], KernelLibrary],
                                                                compiled: Compiled,
                                                                monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what nobody has asked for in the end is not compiled any more."""
+    """Kernels that nobody requests in the end are no longer compiled."""
     monkeypatch.setattr(kernel_library.os, "sched_getaffinity", lambda process: {0})
     library, busy = make_library(), threading.Event()
     compile_kernel = kernel_library.compile_kernel
@@ -119,21 +119,22 @@ def test_why_a_kernel_cannot_be_compiled_is_said_to_who_asks_for_it(make_library
         with pytest.raises(GraphError, match="broken"):
             library.get("x.cu", "broken")
     library.get("x.cu", "c")
-    library.begin("x.cu", "d")  # outside, where nobody waits for it
+    library.begin("x.cu", "d")  # outside the context, where nobody waits for it
     assert {name for name, _ in compiled} == {"a", "c"}
 
 
 @dataclass
 class Named:
-    """Kernels as they were begun and asked for. `first`: those that had been begun when the first was asked for."""
+    """Kernels in the order of `begin` and of `get`. `first`: kernels that had been begun when the first was
+    requested."""
 
     begun: set[tuple[str, ...]] = field(default_factory=set)
     asked: set[tuple[str, ...]] = field(default_factory=set)
     first: set[tuple[str, ...]] = field(default_factory=set)
 
     def check(self, at_least: int, deterministic: bool = False) -> None:
-        """All that a graph asks for was begun before it asked for the first, but for the loss, which is lowered with
-        the scores that it reads; and next to nothing in vain."""
+        """Check that all kernels of a graph were begun before the first was requested, and almost none in vain. The
+        loss is an exception: it is lowered with the scores that it reads."""
         of_graph = {kernel for kernel in self.asked if kernel[0] != "optimizer.cu"}
         assert len(of_graph) >= at_least
         assert of_graph <= self.begun, of_graph - self.begun
@@ -145,7 +146,7 @@ class Named:
 
 @pytest.fixture
 def named(compiled: Compiled, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> Named:
-    """On a machine that has no kernel yet, where nothing is computed and any way may be the fastest."""
+    """Kernels on a machine that has none yet. Nothing is computed, and any candidate may be the fastest."""
     found, get = Named(), KernelLibrary.get
 
     def asked_for(self: KernelLibrary, *kernel: str) -> Any:

@@ -1,4 +1,4 @@
-"""The forward pass of 1x1 convolutions with what follows it, against float64 NumPy: random values, odd numbers of rows,
+"""The forward pass of 1x1 convolutions with their epilogue, against float64 NumPy: random values, odd numbers of rows,
 channels that fill neither the last chunk nor the last block, poisoned outputs."""
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from graph_passes.executors.cuda.kernels.conv1x1_forward import (
 )
 from graph_passes.executors.cuda.kernels.conv1x1_statistics import Conv1x1Statistics
 
-BLOCKS = 3  # along the rows: fewer than tiles, so that each block walks
-# Norm of the error over the norm: rounding of what is stored, and fp32 sums of products in another order.
+BLOCKS = 3  # blocks along the rows: fewer than tiles, so that each block walks
+# Bound for the norm of the error relative to the norm: rounding of stored values, and fp32 sums in another order.
 STORED = {dtype: PRECISION[dtype] + 2e-5 for dtype in ("float16", "bfloat16")}
-NEAR = 1e-5  # relative error of a variance from fp32 sums about a value near the mean, and of that mean in deviations
+# bounds for a variance from fp32 sums about a value near the mean (relative), and for that mean (in deviations)
+NEAR = 1e-5
 
 
 class Case:
-    """Random operands, and what the kernel leaves on a GPU."""
+    """Random operands, and the kernel's results on a GPU."""
 
     def __init__(self, device: Device, dtype: str, channels: int, filters: int, rows: int, add: bool = False,
                  relu: bool = False, sums: bool = False, mean: float = 0.0,
                  images: tuple[int, int, int] | None = None, channels_2: int = 0, blocks: int = BLOCKS) -> None:
-        """`images` (N, H, W), in which every other pixel of every other row is read, in place of `rows`; `channels_2`:
-        of a second convolution, with stride 1; `blocks`: along the rows, at most."""
+        """`images` (N, H, W) replaces `rows`: every other pixel of every other row is read. `channels_2`: input
+        channels of a second convolution, with stride 1. `blocks`: maximum along the rows."""
         image_shape = images or (1, 1, rows)
         data_rows, stride = math.prod(image_shape), 2 if images else 1
         out_shape = (image_shape[0], *(-(-size // stride) for size in image_shape[1:]), filters)
@@ -56,7 +57,7 @@ class Case:
         self.blocks = blocks
 
     def run(self, times: int = 2) -> tuple[np.ndarray, np.ndarray]:
-        """y and its sums; more than once, for what a launch must leave as it was."""
+        """y and its sums, after several launches, so that a launch that leaves wrong tickets is noticed."""
         device, way, (rows, filters) = self.device, self.way, self.shape
         y, sums = device.poisoned(self.shape, self.dtype), device.poisoned((3, filters))
         blocks = way.grid(-(-rows // self.tiles.walk.rows), self.blocks * -(-filters // way.columns))
@@ -92,7 +93,7 @@ class Case:
         return np.maximum(y, 0) if self.relu else y
 
 
-SHAPES = [  # channels, filters, rows: ResNet-50's, and others that fill nothing
+SHAPES = [  # channels, filters, rows: those of ResNet-50, and others that leave chunks and blocks partly empty
     (64, 64, 1003), (64, 256, 1003), (256, 64, 517), (128, 512, 1003), (512, 128, 777), (256, 1024, 389),
     (512, 2048, 131), (256, 128, 64), (512, 256, 1), (8, 8, 65), (72, 40, 130), (200, 328, 259), (448, 136, 1111)]
 
@@ -132,7 +133,7 @@ def test_stride_2(device: Device, dtype: str, sums: bool, channels: int, filters
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_sum_of_two_convolutions(device: Device, dtype: str, channels: int, channels_2: int, filters: int, rows: int,
                                  images: tuple[int, int, int] | None) -> None:
-    """Without rounding in between; equal bits every time."""
+    """Nothing is rounded in between, and the bits are equal every time."""
     case = Case(device, dtype, channels, filters, rows, relu=True, images=images, channels_2=channels_2)
     y, _ = case.run()
     assert relative_error(y, case.wanted) < STORED[dtype]
@@ -142,7 +143,8 @@ def test_sum_of_two_convolutions(device: Device, dtype: str, channels: int, chan
 
 @pytest.mark.gpu
 def test_nan_and_infinity_stay(device: Device) -> None:
-    """Those of x reach all outputs of their row and no others; ReLU keeps them, so that a broken network is noticed."""
+    """NaN and infinity in x reach all outputs of their row and no others. ReLU keeps them, so that a broken network is
+    noticed."""
     case = Case(device, "float16", 64, 64, 200, add=True, relu=True)
     case.data[70, 3] = np.nan
     case.addend[131, 5] = np.inf
@@ -154,7 +156,7 @@ def test_nan_and_infinity_stay(device: Device) -> None:
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("channels, filters, _", SHAPES)
 def test_division_of_shared_memory(channels: int, filters: int, _: int, adds: bool) -> None:
-    """All that a block needs fits, with two tiles on their way for each team, and more where a tensor is read too."""
+    """Everything fits, with at least two tiles in flight for each team, and more if another tensor is read too."""
     way = Conv1x1Forward(channels, filters, adds)
     assert way.stages >= 2 and way.results == 2 + adds
     assert way.shared_bytes <= 227 << 10
@@ -169,7 +171,7 @@ def test_what_does_not_fit() -> None:
 @pytest.mark.parametrize("channels, channels_2, filters, columns", [
     (64, 64, 256, 256), (256, 128, 512, 128), (512, 256, 1024, 64), (1024, 512, 2048, 0), (72, 8, 40, 64)])
 def test_shared_memory_of_two_convolutions(channels: int, channels_2: int, filters: int, columns: int) -> None:
-    """Those of ResNet-50's projection shortcuts: of stage 4 there are more weights than a block can keep."""
+    """The projection shortcuts of ResNet-50: those of stage 4 have more weights than a block can keep."""
     way = Conv1x1Forward(channels, filters, False, channels_2)
     assert way.columns == columns
     assert not columns or (way.stages >= 2 and way.shared_bytes <= 227 << 10)

@@ -14,12 +14,12 @@ from graph_passes.executors.cuda.kernels.conv1x1_forward import Tiles
 from graph_passes.executors.cuda.kernels.conv1x1_pair import BLOCK, Conv1x1Pair
 
 BLOCKS = 3  # fewer than tiles, so that each block walks
-# Norm of the error over the norm: rounding of what is stored, and fp32 sums of products in another order.
+# Bound for the norm of the error relative to the norm: rounding of stored values, and fp32 sums in another order.
 STORED = {dtype: PRECISION[dtype] + 2e-5 for dtype in ("float16", "bfloat16")}
 
 
 class Case:
-    """Random operands, and what the kernel leaves on a GPU."""
+    """Random operands, and the kernel's results on a GPU."""
 
     def __init__(self, device: Device, dtype: str, channels: int, filters: int, filters_2: int, rows: int,
                  mean: float = 0.0, results: int = 3) -> None:
@@ -36,7 +36,8 @@ class Case:
         self.addend = rounded(random.normal(0, 1, (rows, filters)), dtype)
 
     def run(self, in_place: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """y and z, twice, for what a launch must leave as it was; `in_place`: once, y over the addend."""
+        """y and z after two launches, so that a launch that leaves wrong tickets is noticed. `in_place`: one launch, y
+        over the addend."""
         device, way, dtype = self.device, self.way, self.dtype
         of_y, of_z = ((self.rows, filters) for filters in (way.filters, way.filters_2))
         addend = device.put(self.addend, dtype)
@@ -62,7 +63,7 @@ class Case:
         return np.maximum(self.x @ self.w.T + self.bias + self.addend, 0)
 
     def wanted_z(self, y: np.ndarray) -> np.ndarray:
-        """`y`: as it was stored."""
+        """The expected z. `y`: the stored y."""
         return np.maximum(y @ self.w_2.T + self.bias_2, 0)
 
     def check(self, y: np.ndarray, z: np.ndarray) -> None:
@@ -71,7 +72,8 @@ class Case:
             assert np.abs(got - wanted).max() < 8 * PRECISION[self.dtype] * np.abs(wanted).max()
 
 
-SHAPES = [  # channels, filters, filters_2, rows: ResNet-50's, and others that fill nothing
+# channels, filters, filters_2, rows: those of ResNet-50, and others that leave chunks and blocks partly empty
+SHAPES = [
     (64, 256, 64, 1003), (64, 256, 128, 1003), (64, 256, 64, 1), (64, 256, 128, 1), (64, 256, 64, 131),
     (64, 256, 128, 5000), (64, 256, 64, 1024), (128, 256, 64, 517), (8, 8, 8, 65), (72, 40, 16, 130),
     (24, 200, 72, 259), (48, 136, 104, 777)]
@@ -92,7 +94,7 @@ def test_pair(device: Device, dtype: str, mean: float, channels: int, filters: i
 @pytest.mark.gpu
 @pytest.mark.parametrize("filters_2", [64, 128])
 def test_in_place(device: Device, filters_2: int) -> None:
-    """y may lie where the addend was."""
+    """y may overwrite the addend."""
     case = Case(device, "float16", 64, 256, filters_2, 1003)
     case.check(*case.run(in_place=True))
 
@@ -106,7 +108,7 @@ def test_other_numbers_of_results(device: Device, results: int) -> None:
 
 @pytest.mark.gpu
 def test_nan_and_infinity_stay(device: Device) -> None:
-    """In their rows, so that a broken network is noticed, and in no others."""
+    """NaN and infinity stay in their rows, so that a broken network is noticed."""
     case = Case(device, "float16", 64, 256, 64, 200)
     case.x[70, 3] = np.nan
     case.addend[131, 5] = np.inf
@@ -118,7 +120,7 @@ def test_nan_and_infinity_stay(device: Device) -> None:
 
 @pytest.mark.parametrize("channels, filters, filters_2, _", SHAPES)
 def test_division_of_shared_memory(channels: int, filters: int, filters_2: int, _: int) -> None:
-    """All that a block needs fits, with two tiles on their way for each team."""
+    """Everything fits, with two tiles in flight for each team."""
     way = Conv1x1Pair(channels, filters, filters_2)
     assert way.stages >= 2 and way.shared_bytes <= 227 << 10
     assert way.second >= filters_2

@@ -1,5 +1,5 @@
-"""1x1 convolutions with the sums of their output, and with the BatchNorm + ReLU before them, against float64 NumPy: as
-test_conv1x1_forward.py."""
+"""1x1 convolutions with the sums of their output, also fused with the preceding BatchNorm + ReLU, against float64
+NumPy, like test_conv1x1_forward.py."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from graph_passes.executors.cuda.kernels.conv1x1_statistics import Conv1x1Statis
 @pytest.mark.parametrize("channels, filters, rows", SHAPES)
 @pytest.mark.parametrize("dtype, mean", [("float16", 0.0), ("bfloat16", 0.0), ("float16", 100.0), ("float16", 1000.0)])
 def test_sums_of_the_output(device: Device, dtype: str, mean: float, channels: int, filters: int, rows: int) -> None:
-    """Of what is stored, about the mean; equal bits every time."""
+    """The sums are of the stored values, about the mean; the bits are equal every time."""
     case = Case(device, dtype, channels, filters, rows, sums=True, mean=mean)
     y, sums = case.run()
     assert relative_error(y, case.wanted) < STORED[dtype]
@@ -45,7 +45,8 @@ def test_sums_of_the_output(device: Device, dtype: str, mean: float, channels: i
 @pytest.mark.parametrize("channels, filters", [(64, 40), (64, 64), (64, 128), (200, 328), (64, 512)])
 @pytest.mark.parametrize("dtype, mean", [("float16", 1000.0), ("bfloat16", 0.0)])
 def test_sums_of_many_blocks(device: Device, dtype: str, mean: float, channels: int, filters: int, blocks: int) -> None:
-    """The last block adds up those of as many as an H200 has multiprocessors, or of more; the last tile has one row."""
+    """The last block adds the sums of as many blocks as an H200 has multiprocessors, or more. The last tile has one
+    row."""
     rows = 128 * blocks - 63
     y, sums = Case(device, dtype, channels, filters, rows, sums=True, mean=mean, blocks=blocks).run()
     deviation = y.std(0)
@@ -67,7 +68,7 @@ class NormCase:
         self.w = rounded(random.normal(0, channels**-0.5, (filters, channels)), dtype)
 
     def run(self, separate: bool = False, is_read: bool = True) -> dict[str, np.ndarray]:
-        """By one launch, or `separate`, of the BatchNorm + ReLU alone."""
+        """One launch; with `separate`, only the BatchNorm + ReLU."""
         device, dtype, way, norm, rows = self.device, self.dtype, self.way, self.norm, self.rows
         shapes = {"y": (rows, way.channels), "z": (rows, way.filters), "saved": (2, way.channels),
                   "running_mean": (way.channels,), "running_var": (way.channels,), "sums": (3, way.filters)}
@@ -109,14 +110,14 @@ NORM_SHAPES = [(64, 256, 1003), (128, 512, 1003), (256, 1024, 389), (64, 64, 65)
                                                      ("float16", True, 100.0)])
 def test_after_a_batch_norm(device: Device, dtype: str, about_mean: bool, mean: float, channels: int, filters: int,
                             rows: int) -> None:
-    """What is normalised to the bit as by a launch of its own; all against float64; equal bits every time, with what
-    lies between the two and without."""
+    """The normalised tensor has the bits of a separate launch. Everything is checked against float64, and the bits are
+    equal every time, with and without the tensor in between being written."""
     case = NormCase(device, dtype, channels, filters, rows, about_mean, mean)
     got, alone = case.run(), case.run(separate=True)
     for name in ("y", "saved", "running_mean", "running_var"):
         assert np.array_equal(got[name], alone[name]), name
     y, z, sums = got["y"], got["z"], got["sums"]
-    if rows > 1:  # of one pixel the variance is 0
+    if rows > 1:  # with one pixel the variance is 0
         assert relative_error(y, np.maximum(case.norm.y, 0)) < STORED[dtype]
     wanted = y @ case.w.T
     assert relative_error(z, wanted) < STORED[dtype]
@@ -135,7 +136,7 @@ def test_after_a_batch_norm(device: Device, dtype: str, about_mean: bool, mean: 
 @pytest.mark.gpu
 @pytest.mark.parametrize("channels, filters", [(64, 256), (128, 512), (256, 1024)])
 def test_many_tiles_after_a_batch_norm(device: Device, channels: int, filters: int) -> None:
-    """All places are used again and again, by as many blocks as there are."""
+    """All slots are reused many times, by as many blocks as there are."""
     case = NormCase(device, "float16", channels, filters, 70_001, blocks=132 // -(-filters // 128))
     got, alone = case.run(), case.run(separate=True)
     assert np.array_equal(got["y"], alone["y"])
@@ -145,7 +146,7 @@ def test_many_tiles_after_a_batch_norm(device: Device, channels: int, filters: i
 
 @pytest.mark.parametrize("channels, filters, _", SHAPES)
 def test_division_of_shared_memory_with_sums(channels: int, filters: int, _: int) -> None:
-    """The same; what a block sums up at the end lies where the tiles were."""
+    """Likewise; the final sums of a block reuse the memory of the tiles."""
     way = Conv1x1Statistics(channels, filters)
     assert way.stages >= 2 and way.results == 3 and way.shared_bytes <= 227 << 10
     assert min(filters, 128) <= way.columns <= 128

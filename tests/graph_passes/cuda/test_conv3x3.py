@@ -1,6 +1,6 @@
-"""3x3 convolutions of 64 channels with what follows them, after a BatchNorm + ReLU too, and the gradient of their data,
-alone and with the sums of a BatchNorm, against float64 NumPy: rows that fill no tile, tiles that fill no block, images
-from one pixel on, poisoned outputs."""
+"""3x3 convolutions of 64 channels with their epilogue, also after a fused BatchNorm + ReLU, and the gradient of their
+data, alone and with the sums of a BatchNorm. Against float64 NumPy: rows that do not fill a tile, tiles that do not
+fill a block, images from one pixel on, poisoned outputs."""
 
 from __future__ import annotations
 
@@ -19,33 +19,35 @@ from graph_passes.executors.cuda.kernel_library import instance
 from graph_passes.executors.cuda.kernels.conv3x3 import Conv3x3
 from graph_passes.executors.reference import evaluate
 
-# Norm of the error over the norm: rounding of what is stored, and fp32 sums of products in another order.
+# Bound for the norm of the error relative to the norm: rounding of stored values, and fp32 sums in another order.
 STORED = {dtype: PRECISION[dtype] + 2e-5 for dtype in ("float16", "bfloat16")}
-SUMMED = 1e-5  # error of fp32 sums, of the sum of the absolute values of their terms
-NEAR = 1e-5  # relative error of a variance from fp32 sums about a value near the mean, and of that mean in deviations
+SUMMED = 1e-5  # bound for fp32 sums, relative to the sum of their terms' absolute values
+# bounds for a variance from fp32 sums about a value near the mean (relative), and for that mean (in deviations)
+NEAR = 1e-5
 
-# N, H, W: ResNet's at 224 pixels and others; heights that are no multiple of a tile's, places for two tiles only.
+# N, H, W: those of ResNet at 224 pixels and others: heights that are no multiple of a tile's, and only two slots for
+# tiles.
 SHAPES = [(1, 56, 56), (3, 56, 56), (5, 13, 56), (2, 7, 9), (3, 12, 40), (5, 1, 1), (2, 1, 56), (1, 100, 1), (3, 5, 2),
           (7, 28, 28), (2, 57, 80), (1, 9, 81), (2, 6, 180)]
 BLOCKS = [1, 3, 132]
 FEW = 1000  # pixels
-# With the sums of a BatchNorm there is no place for wider rows.
+# With the sums of a BatchNorm there is no room for wider rows.
 REDUCED = [shape for shape in SHAPES if shape[2] <= 64] + [(2, 7, 64)]
 
 
 class Case:
-    """Random operands, and what the kernels leave on a GPU."""
+    """Random operands, and the kernels' results on a GPU."""
 
     def __init__(self, device: Device, dtype: str, shape: tuple[int, int, int], kind: str, mean: float = 0.0) -> None:
-        """`kind`: "Statistics", "Relu", "Dgrad" or "DgradReduce"; `mean`: of the output, in deviations, or of what the
-        BatchNorm reads."""
+        """`kind`: "Statistics", "Relu", "Dgrad" or "DgradReduce". `mean`: of the output, in deviations, or of the
+        BatchNorm's input."""
         self.device, self.dtype, self.kind, self.shape = device, dtype, kind, (*shape, 64)
         random = np.random.default_rng(sum(shape))
         self.x = rounded(random.normal(0, 1, self.shape), dtype)
         self.w = rounded(random.normal(0, 576**-0.5, (64, 3, 3, 64)), dtype)
         if kind == "DgradReduce":
             self.norm = BatchNormCase(device, int(np.prod(shape)), 64, dtype, sum(shape), mean)
-        elif mean:  # the first channel is 1, and the tap in the middle is never in the padding
+        elif mean:  # the first channel is 1, and the middle tap is never in the padding
             self.x[..., 0], self.w[..., 0] = 1, 0
             self.w[:, 1, 1, 0] = rounded(mean * random.choice([-1, 1], 64), dtype)
         self.bias = random.normal(0, 1, 64).astype(np.float32)
@@ -55,8 +57,8 @@ class Case:
         return Conv3x3(self.shape, self.kind == "DgradReduce")
 
     def run(self, blocks: int) -> tuple[np.ndarray, np.ndarray]:
-        """y and its sums, of the second of two launches: each must leave the tickets as they were. The sums of a
-        BatchNorm are dgamma and dbeta."""
+        """y and its sums, from the second of two launches, so that wrong tickets are noticed. The sums of a BatchNorm
+        are dgamma and dbeta."""
         device, dtype, way, size = self.device, self.dtype, self.way, self.shape
         grid = way.grid(blocks)
         y, sums = device.poisoned(size, dtype), device.poisoned((3, 64))
@@ -106,14 +108,14 @@ def test_of_every_shape(device: Device, dtype: str, kind: str, shape: tuple[int,
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype, mean", [("float16", 0.0), ("bfloat16", 0.0), ("float16", 100.0), ("float16", 1000.0)])
 def test_sums_of_the_output(device: Device, dtype: str, mean: float, shape: tuple[int, int, int]) -> None:
-    """Of what is stored, about the mean; equal bits every time."""
+    """The sums are of the stored values, about the mean; the bits are equal every time."""
     case = Case(device, dtype, shape, "Statistics", mean)
     for blocks in BLOCKS:
         y, sums = case.run(blocks)
         stored = y.reshape(-1, 64)
         assert np.all(sums[0] == 0)
         assert np.all(np.abs(sums[2] - stored.mean(0)) <= NEAR * stored.std(0) + 2.0**-22 * np.abs(stored.mean(0)))
-        # Of a few pixels the blocks' means, which are rounded to 2^-24, are as far apart as the pixels are.
+        # With few pixels the blocks' means, which are rounded to 2^-24, differ as much as the pixels do.
         between = 2.0**-22 * np.abs(stored.mean(0)) * stored.std(0) if len(stored) < FEW else 0.0
         assert np.all(np.abs(sums[1] / len(stored) - stored.var(0)) <= NEAR * stored.var(0) + between + 1e-12)
         again = case.run(blocks)
@@ -121,7 +123,7 @@ def test_sums_of_the_output(device: Device, dtype: str, mean: float, shape: tupl
 
 
 class NormCase:
-    """A BatchNorm + ReLU and the convolution that follows, by one launch or by two."""
+    """A BatchNorm + ReLU and the convolution that follows, in one launch or in two."""
 
     def __init__(self, device: Device, dtype: str, shape: tuple[int, int, int], about_mean: bool, mean: float) -> None:
         self.device, self.dtype, self.shape, self.way = device, dtype, (*shape, 64), Conv3x3((*shape, 64))
@@ -164,11 +166,11 @@ class NormCase:
                                                      ("float16", True, 100.0)])
 def test_after_a_batch_norm(device: Device, dtype: str, about_mean: bool, mean: float, shape: tuple[int, int, int]
                             ) -> None:
-    """The bits of the two launches that it stands for, every time; what is normalised also against float64."""
+    """One launch gives the bits of two, every time. The normalised tensor is also checked against float64."""
     case = NormCase(device, dtype, shape, about_mean, mean)
     for blocks in BLOCKS:
         wanted = case.run(blocks, fused=False)
-        if len(case.norm.x) > 1:  # of one pixel the variance is 0
+        if len(case.norm.x) > 1:  # with one pixel the variance is 0
             assert relative_error(wanted["y"].reshape(-1, 64), np.maximum(case.norm.y, 0)) < STORED[dtype]
         for got in (case.run(blocks, fused=True) for _ in range(2)):
             for name, values in wanted.items():
@@ -180,13 +182,14 @@ def test_after_a_batch_norm(device: Device, dtype: str, about_mean: bool, mean: 
 @pytest.mark.parametrize("dtype, mean", [("float16", 0.0), ("bfloat16", 0.0), ("float16", 100.0), ("float16", 1000.0)])
 def test_gradient_with_the_sums_of_a_batch_norm(device: Device, dtype: str, mean: float,
                                                 shape: tuple[int, int, int]) -> None:
-    """The bits of the gradient alone where ReLU lets it through, and the sums of what is stored; equal bits always."""
+    """The gradient has the bits of the unfused kernel where ReLU lets it through. The sums are of the stored values.
+    The bits are equal every time."""
     case, alone = Case(device, dtype, shape, "DgradReduce", mean), Case(device, dtype, shape, "Dgrad")
     wanted, norm = alone.wanted, case.norm
     saved = np.stack([norm.mean, norm.invstd]).astype(np.float32).astype(np.float64)
     normal = (norm.x - saved[0]) * saved[1]
     before_relu = (normal * norm.gamma + norm.beta).reshape(case.shape)
-    clear = np.abs(before_relu) > 1e-3  # near zero either answer is right
+    clear = np.abs(before_relu) > 1e-3  # near zero either sign is right
     for blocks in BLOCKS:
         dz, sums = case.run(blocks)
         error = relative_error(dz[clear], np.where(before_relu > 0, wanted, 0)[clear])
@@ -202,7 +205,7 @@ def test_gradient_with_the_sums_of_a_batch_norm(device: Device, dtype: str, mean
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["Statistics", "Relu", "Dgrad", "DgradReduce"])
 def test_not_a_number_stays_in_its_neighbourhood(device: Device, kind: str) -> None:
-    """Also at the border of an image, where the next one begins."""
+    """Also at the border of an image, where the next image begins."""
     case = Case(device, "float16", (3, 10, 56), kind)
     touched = np.zeros(case.shape, bool)
     for image, row, column in ((0, 9, 55), (1, 4, 20), (2, 0, 0)):
@@ -217,10 +220,11 @@ def test_not_a_number_stays_in_its_neighbourhood(device: Device, kind: str) -> N
 @pytest.mark.parametrize("shape, reduces", [*((shape, False) for shape in [*SHAPES, (256, 56, 56), (64, 72, 72)]),
                                             *((shape, True) for shape in [*REDUCED, (256, 56, 56)])])
 def test_division_into_tiles(shape: tuple[int, int, int], reduces: bool) -> None:
-    """Every pixel of a tile is in its product, all that this reads is in the tile's place, and all places fit."""
+    """Every pixel of a tile is in its product, everything that the product reads is in the tile's slot, and all slots
+    fit."""
     way = Conv3x3((*shape, 64), reduces)
     assert way.fits and way.rows * way.pitch - 2 <= way.PIXELS
-    read = 2 * way.pitch + 2 + way.PIXELS  # from the first pixel on that is in the tile
+    read = 2 * way.pitch + 2 + way.PIXELS  # from the tile's first pixel on
     assert 128 * max(read, (way.rows + 2) * way.pitch) <= way.place_bytes and way.place_bytes % 1024 == 0
     assert way.shared_bytes <= 227 << 10
 

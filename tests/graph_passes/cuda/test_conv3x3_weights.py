@@ -1,5 +1,5 @@
 """The gradient of the weights of 3x3 convolutions on Hopper against float64 NumPy: rows of any width, blocks with one
-row and with many, of one image and of several, poisoned outputs; and the pass that takes it."""
+row and with many, of one image and of several, poisoned outputs; and the rule that takes the kernel."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def evaluated(x: np.ndarray, dy: np.ndarray) -> np.ndarray:
 
 
 def run(device: Device, dtype: str, x: np.ndarray, dy: np.ndarray, blocks: int) -> np.ndarray:
-    """With so many parts of the sums, if there are rows for them."""
+    """Run with this many parts of the sums, if there are enough rows."""
     channels, filters = x.shape[3], dy.shape[3]
     way, shape = Conv3x3Weights(x.shape, filters, 132), (filters, 3, 3, channels)
     assert way.fits
@@ -59,7 +59,7 @@ def test_conv3x3_weights(device: Device, dtype: str, images: int, height: int, w
     results = [run(device, dtype, x, dy, blocks) for blocks in (1, 5, 44, 44)]
     for result in results:
         assert relative_error(result, wanted) < PRECISION[dtype]
-        # Of every filter and tap, so that no small part is wrong.
+        # Checked for every filter and tap, so that an error in a small part is noticed.
         errors = np.abs(result - wanted).max(axis=3) / (np.abs(wanted).max(axis=3) + 1e-6 * np.abs(wanted).max())
         assert errors.max() < 2 * PRECISION[dtype]
     assert np.array_equal(results[-2], results[-1]), "the order of sums is fixed"
@@ -68,7 +68,7 @@ def test_conv3x3_weights(device: Device, dtype: str, images: int, height: int, w
 
 @pytest.mark.gpu
 def test_what_is_no_number_stays_in_its_filter(device: Device) -> None:
-    """And not in shared memory, where the next launch finds it."""
+    """And not in shared memory, where the next launch would find it."""
     random = np.random.default_rng(0)
     x, dy = (rounded(random.normal(0, 1, (40, 14, 14, 64)), "float16") for _ in range(2))
     clean = run(device, "float16", x, dy, 132)
@@ -98,7 +98,7 @@ def test_too_wide_for_shared_memory() -> None:
 @pytest.mark.parametrize("channels, filters, blocks", [(64, 64, (132, 1)), (128, 128, (33, 4)), (256, 256, (8, 16)),
                                                        (64, 192, (44, 3)), (1024, 1024, (1, 256))])
 def test_blocks(channels: int, filters: int, blocks: tuple[int, int]) -> None:
-    """For each 64 channels and 64 filters as many as there are multiprocessors for them, and work."""
+    """For each 64 channels and 64 filters, as many blocks as there are multiprocessors and work for them."""
     assert Conv3x3Weights((512, 14, 14, channels), filters, 132).grid == (*blocks, 1)
     assert Conv3x3Weights((2, 14, 14, channels), filters, 132).grid == (1, blocks[1], 1)
 
@@ -109,7 +109,7 @@ def test_blocks(channels: int, filters: int, blocks: tuple[int, int]) -> None:
     ({"pad": (0, 0)}, 64, False), ({"kernel": (5, 5)}, 64, False), ({"num_group": 2}, 64, False),
     ({"dilate": (2, 2)}, 64, False), ({"dtype": "float32"}, 64, False)])
 def test_pass(changed: dict[str, object], channels: int, taken: bool) -> None:
-    """It is for one window; what it takes computes the same."""
+    """The rule takes the kernel for one window only, and the result is the same."""
     wgrad = Node("ConvolutionWgrad", "dw", (Ref("dy"), Ref("x")), {**ATTRIBUTES, "dtype": "float16", **changed})
     graph = Graph([Node("null", "dy"), Node("null", "x"), wgrad], [Ref("dw")])
     shapes = {"x": (2, 12, 12, channels)}

@@ -48,7 +48,7 @@ def test_values_are_the_compilers(source: str) -> None:
 
 
 def test_structs_become_fields() -> None:
-    """In order, with arrays, pointers and structs."""
+    """The fields keep their order, and include arrays, pointers and structs."""
     assert [name for name, _ in Walk._fields_] == ["rows", "x_row", "x_line", "y_row", "y_line"]
     tensor = dict(Declarations("optimizer.cu").fields("Tensor"))
     assert tensor["state"] == ctypes.c_void_p * 2 and tensor["size"] == ctypes.c_uint32

@@ -1,5 +1,5 @@
-"""`dgrad_reduce` and `dgrad_stream`, which compute the same, against float64 NumPy: random values, odd numbers of
-rows, columns that do not fill the last block, poisoned outputs."""
+"""`dgrad_reduce` and `dgrad_stream`, which compute the same, against float64 NumPy: random values, odd numbers of rows,
+columns that do not fill the last block, poisoned outputs."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from graph_passes.executors.cuda.kernels.conv1x1_forward import Tiles
 from graph_passes.executors.cuda.kernels.dgrad_reduce import BLOCK, OUT_CHANNELS, DgradReduce
 from graph_passes.executors.cuda.kernels.dgrad_stream import STREAM_BLOCK, DgradStream
 
-BLOCKS = 3  # along the rows: fewer than tiles, so that each block walks
-# Norm of the error over the norm: rounding of what is stored, and fp32 sums of products in another order.
+BLOCKS = 3  # blocks along the rows: fewer than tiles, so that each block walks
+# Bound for the norm of the error relative to the norm: rounding of stored values, and fp32 sums in another order.
 STORED = {dtype: PRECISION[dtype] + 2e-5 for dtype in ("float16", "bfloat16")}
-# Per channel, of the sum of the absolute values of its terms. Terms that are made on the way are not rounded to the
-# dtype, and those that are stored may be rounded to the other side.
+# Bounds per channel, relative to the sum of the terms' absolute values. Intermediate terms are not rounded to the
+# dtype, and stored ones may be rounded to the other side.
 SUMS = {"float16": 2e-4, "bfloat16": 2e-3}
 
 
 def check_sums(got: np.ndarray, terms: np.ndarray, dtype: str) -> None:
-    """`got` (channels,) against the sum of `terms` (rows, channels)."""
+    """Compare `got` (channels,) with the sum of `terms` (rows, channels)."""
     assert np.max(np.abs(got - terms.sum(0)) / (np.abs(terms).sum(0) + 1e-6)) < SUMS[dtype]
 
 
 class DgradCase:
-    """Random operands of `dgrad_reduce` and `dgrad_stream`, and what they leave on a GPU. `mean` is added to what the
-    BatchNorms read; only `dgrad_reduce` takes a `pair` of them. `blocks` share the rows. What is added is `second`, if
-    that is given."""
+    """Random operands of `dgrad_reduce` and `dgrad_stream`, and their results on a GPU. `mean` is added to the
+    BatchNorms' inputs. Only `dgrad_reduce` supports a `pair` of BatchNorms. `blocks` share the rows. `second`, if
+    given, is the addend."""
 
     def __init__(self, device: Device, dtype: str, k: int, rows: int, columns: int, add: bool, pair: bool, drop: bool,
                  mean: float = 0.0, blocks: int = BLOCKS, second: SecondGrad | None = None) -> None:
@@ -46,7 +46,8 @@ class DgradCase:
         self.mask = random.integers(0, 2, self.shape).astype(bool)
 
     def run(self, stream: bool) -> tuple[np.ndarray, ...]:
-        """dz, dbeta, dgamma, dbeta_2 and dgamma_2; twice, for the tickets must be back at zero."""
+        """dz, dbeta, dgamma, dbeta_2 and dgamma_2, from the second of two launches: the tickets must be back at
+        zero."""
         device, dtype, (rows, columns) = self.device, self.dtype, self.shape
         dz = device.poisoned(self.shape, dtype)
         dgamma, dgamma_2, dbeta, dbeta_2 = sums = [device.poisoned((columns,)) for _ in range(4)]
@@ -86,7 +87,7 @@ class DgradCase:
         assert relative_error(dz, wanted) < STORED[self.dtype]
         own = wanted * (self.norms[0].factor if drop else 1)
         check_sums(dbeta, own, self.dtype)
-        if len(wanted) > 1:  # of one row the variance is 0, and so is x - mean but for rounding
+        if len(wanted) > 1:  # with one row the variance is 0, and so is x - mean except for rounding
             check_sums(dgamma, own * self.norms[0].normal, self.dtype)
         if pair:
             check_sums(dbeta_2, wanted, self.dtype)
@@ -132,7 +133,7 @@ def test_dgrad_reduce(device: Device, dtype: str, k: int, rows: int, columns: in
 def test_dgrad_reduce_adds_a_compact_gradient(device: Device, dtype: str, k: int, images: int, columns: int, pair: bool,
                                               drop: bool, size: tuple[int, int], stride: tuple[int, int],
                                               stream: bool) -> None:
-    """To the bit as it is with its zeros."""
+    """The bits are those of the same gradient with its zeros."""
     if pair if stream else k not in OUT_CHANNELS:
         pytest.skip("this kernel is for no pairs" if stream else "this kernel is for other numbers of channels")
     rows = images * size[0] * size[1]
@@ -149,7 +150,7 @@ def test_dgrad_reduce_adds_a_compact_gradient(device: Device, dtype: str, k: int
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("mean", [100.0, 1000.0])
 def test_dgrad_reduce_far_from_zero(device: Device, mean: float, stream: bool) -> None:
-    """Where a mean is far above the deviation, the sums are as exact."""
+    """With a mean far above the deviation, the sums are as accurate."""
     DgradCase(device, "float16", 128, 4001, 256, True, not stream, False, mean).check(stream)
 
 
@@ -158,7 +159,7 @@ def test_dgrad_reduce_far_from_zero(device: Device, mean: float, stream: bool) -
     (False, 72, 20_003, 256), (False, 73, 20_003, 256), (False, 132, 130, 136), (True, 45, 20_003, 256),
     (True, 46, 20_003, 136)])
 def test_dgrad_reduce_by_many_blocks(device: Device, stream: bool, blocks: int, rows: int, columns: int) -> None:
-    """As many as the last one reads at once, one more, and with some that have no rows."""
+    """As many blocks as the last one reads at once, one more, and some without rows."""
     DgradCase(device, "float16", 64, rows, columns, True, False, False, blocks=blocks).check(stream)
 
 
@@ -173,7 +174,7 @@ def test_dgrad_reduce_gives_equal_bits(device: Device, stream: bool) -> None:
 
 @pytest.mark.parametrize("size, stride", COMPACT)
 def test_rows_of_a_compact_gradient(size: tuple[int, int], stride: tuple[int, int]) -> None:
-    """As `Grid` of batch_norm.cuh finds them: the pixels that are there follow each other, through all images."""
+    """As `Grid` of batch_norm.cuh finds them: consecutive stored pixels, through all images."""
     grid, images = Grid.of((1, *size, 8), stride), 5
     row = np.arange(images * size[0] * size[1])
     line, x = divided(row, grid.width)

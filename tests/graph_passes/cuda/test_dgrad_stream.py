@@ -1,4 +1,4 @@
-"""How dgrad_stream divides shared memory; test_dgrad_reduce.py has what it computes."""
+"""How dgrad_stream divides shared memory. Its results are tested in test_dgrad_reduce.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from graph_passes.executors.cuda.kernels.dgrad_stream import STREAM_CHANNELS, Dg
 
 @pytest.mark.parametrize("read", [1, 2])
 def test_division_of_shared_memory(read: int) -> None:
-    """All that a block needs fits, with two tiles on their way for each team."""
+    """Everything fits, with two tiles in flight for each team."""
     for k in range(8, max(STREAM_CHANNELS) + 1, 8):
         way = DgradStream(k, read)
         assert 2 <= way.stages <= 12 and way.shared_bytes <= 227 << 10

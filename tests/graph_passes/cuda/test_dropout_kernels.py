@@ -1,4 +1,4 @@
-"""What draws and drops on a GPU: the bits of NumPy, and products with them."""
+"""Dropout on a GPU: NumPy's random bits, and the products with the masks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SEED = 0xFEDCBA9876543210
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="there is no g++")
 def test_random_words_are_those_of_numpy(tmp_path: Path, rng: np.random.Generator) -> None:
-    """philox.cuh has integers alone, which a compiler for the host understands as well."""
+    """philox.cuh has integer arithmetic only, so a host compiler can compile it, too."""
     key = words_of(SEED)
     elements, numbers = (rng.integers(0, 2**32, 1000, dtype=np.uint32) for _ in range(2))
     values = ", ".join(f"{{{element}u, {number}u}}" for element, number in zip(elements, numbers, strict=True))

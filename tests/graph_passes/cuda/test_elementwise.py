@@ -1,4 +1,4 @@
-"""What works on single elements against float64 NumPy: random values, odd sizes, poisoned outputs, all dtypes."""
+"""Elementwise kernels against float64 NumPy: random values, odd sizes, poisoned outputs, all dtypes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Gates: what waits for the step's stream in MXNet's engine, and what does not. Without a GPU: the arrays are the
-CPU's, and an event of the stream is one of threading. And that the step itself needs no MXNet."""
+"""Gates: what waits for the step's stream in MXNet's engine, and what does not. Runs without a GPU: the arrays are on
+the CPU, and a threading event stands for an event of the stream. Also checks that the step itself needs no MXNet."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import pytest
 from common.mxnet_compat import mx
 from graph_passes.executors.cuda.engine import Engine
 
-PATIENCE = 10.0  # s; after them what waits goes on, and the test fails
+PATIENCE = 10.0  # seconds; then the waiting operations go on, and the test fails
 
 
 @pytest.fixture
 def end() -> Iterator[threading.Event]:
-    """When it is set, the stream has done what it was asked to do."""
+    """Set when the stream has finished its work."""
     event = threading.Event()
     yield event
     event.set()
@@ -31,13 +31,13 @@ def engine(end: threading.Event) -> Iterator[Engine]:
     made = Engine("gpu(0)", {})
     yield made
     end.set()
-    mx.nd.waitall()  # the engine's callback is called as long as there are gates
+    mx.nd.waitall()  # the engine's callback must live as long as there are gates
 
 
 @pytest.mark.parametrize("reading", [True, False])
 def test_only_what_is_behind_a_gate_waits(engine: Engine, end: threading.Event, reading: bool) -> None:
-    """Three gates, as many as a host that is ahead of its GPU may have. A new array, as a vote among processes makes in
-    every step, is one that the engine is asked to make ready for writing."""
+    """Three gates, as many as a host that is ahead of its GPU may have. A vote among processes makes a new array in
+    every step, which the engine must make ready for writing."""
     fired = SimpleNamespace(sync=lambda: end.wait(PATIENCE) or end.set())
     arrays = [mx.nd.zeros((3,)) for _ in range(3)]
     mx.nd.waitall()

@@ -60,7 +60,7 @@ def check_pass(executor: CudaExecutor, reference: Executor, seed: int, draws: Dr
 def test_gradients_match_the_reference_and_are_waited_for(executor: CudaExecutor) -> None:
     reference = create_executor("reference", executor.graph, SHAPES, dtype="float64")
     reference.set_params(*executor.get_params())
-    for seed in range(3):  # each time other gradients, read at once: a missing gate would show the old ones
+    for seed in range(3):  # the gradients differ each time and are read at once: a missing gate would show the old ones
         check_pass(executor, reference, seed)
     for name, value in reference.aux.items():
         assert relative_error(executor.to_canonical(name, executor.aux[name]), value) < 1e-4, name
@@ -76,7 +76,7 @@ def test_buckets_hold_every_gradient_once_and_in_time(executor: CudaExecutor) ->
 
     executor.forward_backward(data, label, on_bucket=download)
     assert list(seen) == ["weights 1", "weights 2", "weights 3", "others"]
-    for bucket in executor.step.buckets:  # what a bucket held when it came is what it holds at the end
+    for bucket in executor.step.buckets:  # a bucket's content on arrival equals its content at the end
         final = gpu.download(bucket.address, (bucket.num_elements,), bucket.dtype)
         assert np.array_equal(seen[bucket.name], final) and np.abs(final).max() > 0, bucket.name
     total = sum(float(np.abs(grad.asnumpy()).sum()) for grad in executor.grads.values())
@@ -89,7 +89,7 @@ def test_update_follows_what_mxnet_did_to_the_gradients(executor: CudaExecutor) 
     executor.forward_backward(data, label)
     half = {name: 0.5 * grad.asnumpy() for name, grad in executor.grads.items()}
     for name, grad in executor.grads.items():
-        grad[:] = mx.nd.array(half[name])  # as an all-reduce would: a write by MXNet, not waited for here
+        grad[:] = mx.nd.array(half[name])  # like an all-reduce: a write by MXNet that nobody waits for here
     executor.optimizer.step(0.1)
     after, _ = executor.get_params()
     for name, value in executor.params.items():
@@ -119,15 +119,16 @@ def test_its_optimizer_does_what_that_on_arrays_does(executor: CudaExecutor, rul
     for slot, arrays in oracle.state.items():
         for name, array in arrays.items():
             assert relative_error(executor.to_canonical(name, optimizer.state[slot][name]), array) < 1e-4, name
-            optimizer.state[slot][name][:] = executor.from_canonical(name, 2 * array)  # as a restored checkpoint does
+            # as when a checkpoint is restored
+            optimizer.state[slot][name][:] = executor.from_canonical(name, 2 * array)
     for slot, arrays in executor.step.get_state().items():
         for name, array in arrays.items():
             assert np.array_equal(array, 2 * oracle.state[slot][name]), name
 
 
 def test_mixing_against_the_reference(executor: CudaExecutor) -> None:
-    """Mixup and CutMix in turn, with plain passes between them; an odd number of images, some boxes of more than half
-    of an image, one of nothing."""
+    """Mixup, CutMix and plain passes in turn: an odd number of images, boxes larger than half an image, an empty
+    box."""
     reference = create_executor("reference", executor.graph, SHAPES, dtype="float64")
     reference.set_params(*executor.get_params())
     for draws in (Draws(0.6), Draws(cutmix=Box(3, 0, 20, 31)), NO_DRAWS, Draws(cutmix=Box(0, 1, 33, 30)), Draws(0.75),
@@ -155,7 +156,7 @@ def test_losses_against_the_reference(loss: str, tmp_path: Path, monkeypatch: py
     executor = create_executor("cuda", graph, SHAPES, device="gpu(0)", dtype="float32", tf32=False)
     assert isinstance(executor, CudaExecutor)
     executor.set_params(*reference.get_params())
-    # The box up to row 30 has a ReLU so near 0 that NumPy in float32 puts it on the other side: 1 % of a gradient.
+    # A ReLU in the box up to row 30 is so near 0 that NumPy in float32 puts it on the other side: 1 % of a gradient.
     for draws in (NO_DRAWS, Draws(0.6), Draws(cutmix=Box(3, 0, 20, 31))):
         check_pass(executor, reference, seed=5, draws=draws)
     data, label = batch(7)
@@ -196,7 +197,7 @@ def test_metrics_that_are_asked_for_before_they_are_waited_for(executor: CudaExe
     executor.forward_backward(data, label)
     wanted = executor.read_metrics()
     requests = []
-    for number in range(3):  # each request has what came after the one before, however late it is received
+    for number in range(3):  # each request returns what came after the previous one, however late it is received
         for _ in range(number):
             executor.forward_backward(data, label)
         requests.append(executor.request_metrics())
@@ -209,7 +210,7 @@ def test_metrics_that_are_asked_for_before_they_are_waited_for(executor: CudaExe
 
 
 def test_moving_averages(executor: CudaExecutor) -> None:
-    """Against NumPy in float64 over the weights that the executor really has after each step."""
+    """Against float64 NumPy over the executor's actual weights after each step."""
     optimizer = executor.create_optimizer(SGD(momentum=0.8, weight_decay=0.01), ema=True)
     data, label = batch(4)
     wanted: dict = {}
@@ -253,7 +254,7 @@ def test_inference_and_metrics(executor: CudaExecutor) -> None:
     executor.infer(*batch(8), num_valid=0)
     assert relative_error(evaluated(), wanted) < 1e-4, "those of the batch before, whatever came since"
     asked = []
-    for number in range(8):  # more than may be under way at once; none is taken before all are asked for
+    for number in range(8):  # more than may be in flight at once; none is received before all are requested
         executor.infer(batch(number)[0][: 3 + number % 3])
         asked.append(executor.request_probabilities())
     for number, answer in reversed(list(enumerate(asked))):
@@ -263,7 +264,7 @@ def test_inference_and_metrics(executor: CudaExecutor) -> None:
     assert executor.read_metrics()[1:] == reference.read_metrics()[1:]
     executor.forward_backward(data, label)
     assert executor.read_metrics().count == SHAPES["data"][0]
-    # The running statistics have moved, and a part of a batch has its own graph.
+    # The running statistics have changed, and a part of a batch has its own graph.
     reference.set_params(*executor.get_params())
     few = executor.forward(data[:2], label[:2])
     assert few.shape == (2, CLASSES) and executor.read_metrics().count == 2
@@ -273,7 +274,7 @@ def test_inference_and_metrics(executor: CudaExecutor) -> None:
 
 
 def test_profiles(executor: CudaExecutor) -> None:
-    """Of the step and of inference: every launch has a time, and inference has fewer."""
+    """Profiles of the step and of inference: every launch has a time, and inference has fewer."""
     executor.forward_backward(*batch(1))
     step, inference = executor.profile(), executor.profile_inference(batch(1)[0])
     assert all(row.milliseconds > 0 for row in (*step.rows, *inference.rows))
@@ -282,8 +283,8 @@ def test_profiles(executor: CudaExecutor) -> None:
 
 
 def test_validation_between_steps_changes_no_bit_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inference works in the memory of the training step, and large images make that memory move. Here it comes between
-    gradients and update, and the metrics of both are received at the end."""
+    """Inference uses the memory of the training step, and large images make that memory move. Here inference comes
+    between gradients and update, and the metrics of both are received at the end."""
     monkeypatch.setenv("RESNET_CACHE", str(tmp_path))
     graph = fused(small_network())
 
@@ -341,7 +342,7 @@ def test_half_precision_images_and_other_shapes(executor: CudaExecutor) -> None:
 
 @pytest.mark.alone
 def test_the_host_does_not_wait_to_show_passes(executor: CudaExecutor) -> None:
-    """Behind a function of the host that takes half a second."""
+    """Although a host function on the stream takes half a second."""
     gpu, microseconds = executor.gpu, 500_000
     sleep = ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p).value
     executor.show_passes(6)
@@ -367,7 +368,7 @@ def test_close_gives_the_memory_back(executor: CudaExecutor) -> None:
 
 
 def test_batches_are_read_where_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One after the other without a wait, in buckets and accumulated, mixed or not: the bits are those of batches that
+    """One after the other without waiting, in buckets and accumulated, mixed or not: the bits are those of batches that
     are copied."""
     monkeypatch.setenv("RESNET_CACHE", str(tmp_path))
     graph, shapes = fused(bottlenecks(7)), {"data": (6, 40, 36, 4), "softmax_label": (6,)}

@@ -1,4 +1,4 @@
-"""The compiled step of a network whose beginning is frozen, and whose backbone learns more slowly."""
+"""The compiled step of a network with frozen first layers and a backbone that learns more slowly."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from train import models
 
 pytestmark = pytest.mark.gpu
 
-ROUNDING = {"float32": 1e-6, "float16": 2.0**-11, "bfloat16": 2.0**-8}  # of one value, and in fp32 of a few operations
+# rounding of one value, and in fp32 of a few operations
+ROUNDING = {"float32": 1e-6, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +31,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_frozen_layers_are_folded(cache: Path, dtype: str) -> None:
-    """Into weights and biases of their own, anew for each set of values; their statistics stay. Every tensor of such a
-    step: test_training_step.py."""
+    """Folded weights and biases are computed again for each set of values; the statistics stay. Every tensor of such a
+    step is tested in test_training_step.py."""
     graph = passes.freeze(Graph.from_json(small_network().tojson()), "a")
     shapes = {"data": (3, 29, 23, 3), "softmax_label": (3,)}
     fused, frozen = pipeline.run(pipeline.FUSED, graph), roles.frozen(graph)
@@ -52,7 +53,7 @@ def test_frozen_layers_are_folded(cache: Path, dtype: str) -> None:
     step.gpu.free_all()
 
 
-@pytest.mark.parametrize("prefix", ["a", passes.BACKBONE])  # of the latter no running statistics are left to average
+@pytest.mark.parametrize("prefix", ["a", passes.BACKBONE])  # for the latter no running statistics are left to average
 @pytest.mark.parametrize("rule", [SGD(momentum=0.9, weight_decay=1e-2), LAMB(weight_decay=1e-2)])
 def test_updates_leave_what_is_frozen_and_go_as_far_as_the_factors_say(cache: Path, rule: Rule, prefix: str) -> None:
     shapes = {"data": (6, 33, 31, 4), "softmax_label": (6,)}
@@ -87,7 +88,7 @@ def test_updates_leave_what_is_frozen_and_go_as_far_as_the_factors_say(cache: Pa
         step.gpu.free_all()
     for name in params.keys() - frozen:
         wanted = moves[1.0][name] * (1.0 if name.startswith("fc") else 0.25)
-        rounding = 2.0**-23 * np.abs(params[name]).max()  # of each of the fp32 weights whose difference these are
+        rounding = 2.0**-23 * np.abs(params[name]).max()  # relative to the fp32 weights whose difference is compared
         assert np.abs(moves[0.25][name] - wanted).max() < 2 * rounding + 1e-5 * np.abs(wanted).max(), name
         assert np.abs(wanted).max() > 10 * rounding, name
 
@@ -125,7 +126,7 @@ def test_a_frozen_step_is_faster(cache: Path) -> None:
         step.load(*random_batch(shapes, seed=2))
         start, end = step.gpu.timing_event(), step.gpu.timing_event()
         for number in range(30):
-            if number == 10:  # warm by now
+            if number == 10:  # already warm
                 step.gpu.record(start)
             step.forward_backward()
             step.update(0.001)

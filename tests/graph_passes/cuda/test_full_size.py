@@ -1,8 +1,9 @@
-"""The step that users train with, at its size and with what the planner chose for this GPU: every tensor follows from
-what the GPU itself read, element by element.
+"""The step that users train with, at full size and with the planner's choice for this GPU. Every tensor is checked,
+element by element, against what follows from the GPU's own inputs to it.
 
-First all that needs the GPU: the launches one by one, and copies of all that they read and write, 85 MB an image in
-fp16: 22 GB of host memory. Then the GPU is free, and the copies are checked on all cores, a node on each."""
+First the GPU runs the launches one by one, and their inputs and outputs are copied: 85 MB per image in fp16, 22 GB of
+host memory. Then the GPU is free, and the copies are checked on all cores, one node per core.
+"""
 
 from __future__ import annotations
 
@@ -28,22 +29,22 @@ pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 SHAPES = {"data": (256, 224, 224, 3), "softmax_label": (256,)}
 CLASSES = 1000
-MANY = 2000  # elements that are looked at of each tensor, unless it is smaller
-RATE = 0.05  # of the update that is checked
+MANY = 2000  # elements checked in each tensor, unless it is smaller
+RATE = 0.05  # for the update that is checked
 Arrays = dict[str, np.ndarray]
-Call = tuple[Node, list[np.ndarray], list[np.ndarray | None]]  # a node, what it read, what it wrote
+Call = tuple[Node, list[np.ndarray], list[np.ndarray | None]]  # a node, its inputs, its outputs
 
 
 class Optimized(NamedTuple):
-    """Parameters, and what the optimizer keeps of them, by its slots."""
+    """Parameters, and the optimizer's state for them, by slot."""
 
     params: Arrays
     state: dict[str, Arrays]
 
 
 def calls(step: TrainingStep, variables: dict[Ref, np.ndarray]) -> list[Call]:
-    """Runs the launches of the step one by one. What a node writes is copied right after its last launch, for memory is
-    used again."""
+    """Runs the launches of the step one by one. A node's outputs are copied right after its last launch, because memory
+    is reused."""
     parameters = {buffer: step.store.parameters[name] for name, buffer in step.store.gradients.items()}
     launches = {name: list(group) for name, group in
                 itertools.groupby(step.training.program.launches, key=lambda launch: launch.node)}
@@ -84,14 +85,14 @@ def calls(step: TrainingStep, variables: dict[Ref, np.ndarray]) -> list[Call]:
 
 
 def canonical(step: TrainingStep, name: str, buffer: Buffer) -> np.ndarray:
-    """A parameter as it lies on the GPU, without its padding."""
+    """A parameter from the GPU, without its padding."""
     array = step.gpu.download(buffer.address, buffer.shape, buffer.dtype)
     return step.store.parameters[name].to_canonical(array).astype(buffer.dtype)
 
 
 def test_every_tensor_of_a_whole_step_at_full_size(tmp_path: Path, rng: np.random.Generator) -> None:
-    """ResNet-50 in fp16, after two steps of training: thousands of elements of each activation, statistic and gradient,
-    and all updated weights. Bounds and their reasons: sampled.py."""
+    """ResNet-50 in fp16, after two training steps: thousands of elements of each activation, statistic and gradient,
+    and all updated weights. sampled.py explains the bounds."""
     network = models.create("resnet50", CLASSES, label_smoothing=0.1)
     step = TrainingStep(network.graph, SHAPES, StepOptions("float16"), cache_folder=tmp_path)
     step.set_params(*network.initial_values(int(rng.integers(1000)), zero_init_residual=False))
@@ -128,7 +129,7 @@ def test_every_tensor_of_a_whole_step_at_full_size(tmp_path: Path, rng: np.rando
 
 
 def check_step(found: list[Call], rng: np.random.Generator) -> None:
-    """Each node on a core, from the last: that one, the gradient of the stem's weight, takes longest."""
+    """Check one node per core, from the last on: the gradient of the stem's weight takes longest."""
     def check(call: Call, rng: np.random.Generator) -> list[Sample]:
         return samples(*call, rng)
 
@@ -160,7 +161,7 @@ def doubles(arrays: Arrays) -> Arrays:
 
 
 def check_update(oracle: ArrayOptimizer, before: Optimized, after: Optimized, copies: Arrays) -> None:
-    """All of the weights, their momentum and their copies in fp16: a few roundings of fp32 from float64."""
+    """Check all weights, their momentum and their fp16 copies: they differ from float64 by a few roundings of fp32."""
     for slot, arrays in before.state.items():
         oracle.state[slot] = doubles(arrays)
     sizes = {name: np.abs(array) + np.abs(oracle.grads[name])

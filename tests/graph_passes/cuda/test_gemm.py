@@ -14,7 +14,8 @@ from graph_passes.errors import GraphError
 from graph_passes.executors.cuda.device import Gpu, e4m3
 from graph_passes.executors.cuda.gemm import WORKSPACE_BYTES, GemmLibrary, GemmProblem
 
-# Of the largest magnitude in the result: rounding of the operands and of the result. fp32: sums of 200 products.
+# Bounds relative to the largest magnitude in the result: rounding of the operands and of the result. fp32: sums of 200
+# products.
 TOLERANCES = {"fp32": 1e-5, "tf32": 2**-9, "fp16": 2**-9, "bf16": 2**-7, "fp8": 2**-7, "int8": 0.0}
 
 
@@ -69,7 +70,7 @@ def gpu() -> Iterator[Gpu]:
 
 
 def stored(values: np.ndarray, precision: str) -> tuple[np.ndarray, np.ndarray]:
-    """A matrix as it lies in memory in a precision, and the values that it then has, float64."""
+    """A matrix as stored in memory in a precision, and its values in float64."""
     if precision == "fp16":
         return values.astype(np.float16), values.astype(np.float16).astype(np.float64)
     if precision == "bf16":
@@ -122,7 +123,7 @@ def test_what_the_gpu_has_not(gpu):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["int8", "float8"])
 def test_convolution_in_8_bits(gpu, dtype, rng, tmp_path):
-    """With bias and ReLU, 1x1: a product of matrices. Results within range, so that none saturates."""
+    """With bias and ReLU, 1x1: a matrix product. Results are within range, so that none saturates."""
     from common.disk_cache import Cache
     from graph_passes.executors.cuda.arena import Arena
     from graph_passes.executors.cuda.convolution import ConvolutionLibrary, Problem

@@ -1,4 +1,4 @@
-"""The time that a GPU stands still between passes: on a clock that the test turns, and on a GPU."""
+"""How long a GPU is idle between passes: with a simulated clock, and on a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from graph_passes.executors.cuda.idle import IdleClock
 
 
 class Timeline:
-    """In place of a GPU: an event is the time (ms) at which it was recorded."""
+    """Simulates a GPU: an event is the time (ms) at which it was recorded."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -38,7 +38,7 @@ def test_gaps_between_passes_are_counted_for_their_step() -> None:
         gpu.now += 20
         clock.end()
 
-    waits = [[5, 1], [0, 7], [3, 2], [0, 0]]  # two passes a step
+    waits = [[5, 1], [0, 7], [3, 2], [0, 0]]  # two passes per step
     taken = []
     for number, step in enumerate(waits):
         for wait in step:
@@ -47,10 +47,10 @@ def test_gaps_between_passes_are_counted_for_their_step() -> None:
         clock.end_step()
         if number:
             taken.append(clock.take_seconds() * 1e3)
-        if number == 1:  # a validation, which no step has to answer for
+        if number == 1:  # a validation, which belongs to no step
             clock.forget()
             gpu.now += 1000
-    # Nothing comes before the first pass, nor, that counts, before the one after validation; the optimizer is no gap.
+    # Nothing counts before the first pass, nor before the first pass after validation; the optimizer is no gap.
     assert taken == pytest.approx([1, 7, 2])
     for _ in range(100):
         do_pass(0.5)

@@ -1,4 +1,4 @@
-"""From one BatchNorm through a 1x1 convolution to the sums of the BatchNorm before, against float64 NumPy: random
+"""From one BatchNorm through a 1x1 convolution to the sums of the preceding BatchNorm, against float64 NumPy: random
 values, odd numbers of rows, poisoned outputs."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from graph_passes.executors.cuda.kernels.norm_backward import NormBackward
     ("float16", 64, 20_003, False, False, False, 37)])
 def test_norm_backward(device: Device, dtype: str, k: int, rows: int, reduces: bool, relu: bool, drop: bool,
                        blocks: int) -> None:
-    """Of one tile, of fewer tiles than blocks, and of so many that all places are used again and again."""
+    """One tile, fewer tiles than blocks, and so many tiles that all slots are reused many times."""
     check_norm_backward(device, 64, dtype, k, rows, reduces, relu, drop, blocks)
 
 
@@ -52,14 +52,14 @@ def test_norm_backward_by_clusters(device: Device, dtype: str, k: int, rows: int
 @pytest.mark.parametrize("columns, k", [(64, 256), (128, 512)])
 @pytest.mark.parametrize("mean", [100.0, 1000.0])
 def test_norm_backward_far_from_zero(device: Device, columns: int, k: int, mean: float) -> None:
-    """Where what the earlier BatchNorm has read has a mean far above its deviation, its sums are as exact."""
+    """If the mean of the earlier BatchNorm's input is far above its deviation, its sums are as accurate."""
     check_norm_backward(device, columns, "float16", k, 4001, True, False, False, BLOCKS, mean)
 
 
 def check_norm_backward(device: Device, columns: int, dtype: str, k: int, rows: int, reduces: bool, relu: bool,
                         drop: bool, blocks: int, mean: float = 0.0) -> None:
-    """Gradients of a BatchNorm's input (never stored), of the 1x1 convolution before it, and of its input. `mean` is
-    added to what the earlier BatchNorm reads."""
+    """Checks the gradients of a BatchNorm's input (never stored), of the preceding 1x1 convolution, and of that
+    convolution's input. `mean` is added to the earlier BatchNorm's input."""
     way = NormBackward(k, columns)
     out = BatchNormCase(device, rows, k, dtype, seed=k + rows)
     norm = BatchNormCase(device, rows, columns, dtype, seed=columns + rows, mean=mean)
@@ -67,11 +67,12 @@ def check_norm_backward(device: Device, columns: int, dtype: str, k: int, rows: 
     given = rounded(random.normal(0, 1, (rows, k)), dtype)
     out_before_relu = out.normal * out.gamma + out.beta
     if relu:
-        given[np.abs(out_before_relu) < 1e-3] = 0  # near zero either answer is right
+        given[np.abs(out_before_relu) < 1e-3] = 0  # near zero either sign is right
     out_dz = np.where(out_before_relu > 0, given, 0) if relu else given
     out_dz = out_dz * (out.factor if drop else 1)
     w = rounded(random.normal(0, k**-0.5, (k, columns)), dtype)
-    out_dbeta, out_dgamma = random.normal(0, rows**0.5, (2, k))  # any: with their own, one row would leave nothing
+    # any values: with the real ones, one row would leave nothing
+    out_dbeta, out_dgamma = random.normal(0, rows**0.5, (2, k))
     dy = rounded(out.gamma * out.invstd * (out_dz - out_dbeta / rows - out.normal * out_dgamma / rows), dtype)
     before_relu = norm.normal * norm.gamma + norm.beta
     dx, dw_parts = device.poisoned((rows, columns), dtype), device.poisoned((blocks, k, columns))
@@ -97,7 +98,7 @@ def check_norm_backward(device: Device, columns: int, dtype: str, k: int, rows: 
     if reduces and rows > 1:
         check_sums(device.get(dbeta, (columns,)), np.where(clear, wanted, got), dtype)
         check_sums(device.get(dgamma, (columns,)), np.where(clear, wanted, got) * norm.normal, dtype)
-    elif reduces:  # nothing averages the rounding of what one row's products are of
+    elif reduces:  # with one row, nothing averages the rounding of its products
         assert relative_error(device.get(dbeta, (columns,)), got[0]) < PRECISION[dtype]
     dw = device.poisoned((k, columns), dtype)
     vectors = k * columns // 8

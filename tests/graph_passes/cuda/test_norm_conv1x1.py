@@ -1,5 +1,6 @@
-"""What ends a residual block with the 1x1 convolution that begins the next, in one launch: BatchNorm's part to the bit
-as in a launch of its own, all against float64 NumPy. Random values, odd numbers of rows, large means, poisoned outputs.
+"""The end of a residual block and the next block's first 1x1 convolution in one launch. BatchNorm's part has the bits
+of a separate launch; everything is checked against float64 NumPy. Random values, odd numbers of rows, large means,
+poisoned outputs.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from graph_passes.executors.cuda.kernels.norm_conv1x1 import NormConv1x1
 
 BLOCKS = 3  # fewer than tiles, so that each block walks
 EPS, MOMENTUM = 1e-5, 0.9
-# Norm of the error over the norm: rounding of what is stored, and fp32 sums of products in another order.
+# Bound for the norm of the error relative to the norm: rounding of stored values, and fp32 sums in another order.
 STORED = {dtype: PRECISION[dtype] + 2e-5 for dtype in ("float16", "bfloat16")}
-NEAR = 1e-5  # relative error of a variance from fp32 sums about a value near the mean, and of that mean in deviations
+# bounds for a variance from fp32 sums about a value near the mean (relative), and for that mean (in deviations)
+NEAR = 1e-5
 Arrays = dict[str, np.ndarray]
 
 
 class Norm:
-    """A BatchNorm of random data: its sums about the mean, or plain ones, its parameters and running statistics."""
+    """A BatchNorm of random data: its sums (about the mean, or plain), its parameters and running statistics."""
 
     def __init__(self, rows: int, channels: int, dtype: str, about_mean: bool, mean: float,
                  random: np.random.Generator) -> None:
@@ -47,8 +49,8 @@ class Norm:
 
 
 class Case:
-    """Random operands, and what one launch leaves on a GPU, or that of the BatchNorm alone. `filter_mean`: about what
-    the convolution gives on average; `blocks`: along the rows, at most."""
+    """Random operands, and the results of one launch on a GPU, or of the BatchNorm alone. `filter_mean`: approximate
+    mean of the convolution's output; `blocks`: maximum along the rows."""
 
     def __init__(self, device: Device, dtype: str, channels: int, filters: int, rows: int, pair: bool,
                  mean: float = 0.0, filter_mean: float = 0.0, blocks: int = BLOCKS) -> None:
@@ -64,7 +66,7 @@ class Case:
         self.tickets = device.zeros(4)
 
     def run(self, separate: bool = False, in_place: bool = False) -> Arrays:
-        """By a launch with the convolution, or `separate`, of the BatchNorm alone; `in_place`: y over x."""
+        """One launch with the convolution; with `separate`, only the BatchNorm; `in_place`: y over x."""
         device, dtype, rows, way = self.device, self.dtype, self.rows, self.way
         shapes = {"y": (rows, way.channels), "mask": (rows, way.channels // 8), "z": (rows, way.others),
                   "sums": (3, way.others)}
@@ -140,7 +142,7 @@ class Case:
         assert np.all(np.abs(sums[1] / self.rows - z.var(0)) <= NEAR * z.var(0))
 
 
-SHAPES = [  # channels, filters, rows: ResNet-50's, and others that fill nothing
+SHAPES = [  # channels, filters, rows: those of ResNet-50, and others that leave chunks and blocks partly empty
     (256, 64, 1003), (256, 128, 1003), (512, 128, 1003), (256, 64, 1), (512, 128, 1), (128, 64, 65), (64, 64, 131),
     (256, 64, 5000), (256, 128, 1024), (512, 128, 777), (192, 72, 130), (64, 8, 517), (320, 40, 259), (448, 104, 193),
     (1024, 256, 1003), (512, 256, 517), (1024, 256, 1), (1024, 256, 5000), (64, 136, 65), (320, 200, 193)]
@@ -151,7 +153,7 @@ SHAPES = [  # channels, filters, rows: ResNet-50's, and others that fill nothing
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("pair", [False, True])
 def test_norm_conv1x1(device: Device, pair: bool, dtype: str, channels: int, filters: int, rows: int) -> None:
-    """Equal bits as in the BatchNorm's own launch, and every time."""
+    """The bits equal those of the BatchNorm's own launch, every time."""
     case = Case(device, dtype, channels, filters, rows, pair)
     got, again, alone = case.run(), case.run(), case.run(separate=True)
     case.check(got)
@@ -168,7 +170,7 @@ def test_norm_conv1x1(device: Device, pair: bool, dtype: str, channels: int, fil
     ("float16", 100.0, 0.0), ("float16", 0.0, 100.0), ("float16", 0.0, 1000.0), ("bfloat16", 10.0, 100.0)])
 def test_large_means(device: Device, dtype: str, mean: float, filter_mean: float, channels: int, filters: int,
                      rows: int) -> None:
-    """Of what is normalised, and of what the convolution gives."""
+    """Large means of the BatchNorm's input and of the convolution's output."""
     case = Case(device, dtype, channels, filters, rows, False, mean, filter_mean)
     case.check(case.run())
 
@@ -179,7 +181,8 @@ def test_large_means(device: Device, dtype: str, mean: float, filter_mean: float
 @pytest.mark.parametrize("dtype, filter_mean", [("float16", 1000.0), ("bfloat16", 0.0)])
 def test_sums_of_many_blocks(device: Device, dtype: str, filter_mean: float, channels: int, filters: int, blocks: int
                              ) -> None:
-    """The last block adds up those of as many as an H200 has multiprocessors, or of more; the last tile has one row."""
+    """The last block adds the sums of as many blocks as an H200 has multiprocessors, or more. The last tile has one
+    row."""
     rows = 128 * blocks - 63
     case = Case(device, dtype, channels, filters, rows, False, filter_mean=filter_mean, blocks=blocks)
     assert case.way.grid(rows, blocks)[1] == blocks
@@ -191,16 +194,16 @@ def test_sums_of_many_blocks(device: Device, dtype: str, filter_mean: float, cha
 @pytest.mark.gpu
 @pytest.mark.parametrize("filters", [64, 128, 256])
 def test_in_place(device: Device, filters: int) -> None:
-    """y may lie where x was."""
+    """y may overwrite x."""
     case = Case(device, "float16", 256, filters, 1003, False)
     case.check(case.run(in_place=True))
 
 
 @pytest.mark.gpu
 def test_nan_and_infinity_stay(device: Device) -> None:
-    """In their rows, so that a broken network is noticed, and in no others."""
+    """NaN and infinity stay in their rows, so that a broken network is noticed."""
     case = Case(device, "float16", 256, 64, 200, False)
-    case.norms[0].x[70, 3], case.addend[131, 5] = np.nan, np.inf  # not in the sums, as they are given
+    case.norms[0].x[70, 3], case.addend[131, 5] = np.nan, np.inf  # not in the sums, which are given
     got = case.run()
     y, z = got["y"], got["z"]
     assert np.isnan(y[70, 3]) and np.isnan(z[70]).all() and y[131, 5] == np.inf
@@ -210,8 +213,7 @@ def test_nan_and_infinity_stay(device: Device) -> None:
 
 @pytest.mark.parametrize("channels, filters, _", SHAPES)
 def test_division_of_shared_memory(channels: int, filters: int, _: int) -> None:
-    """All that a block needs fits, with two tiles on their way for each team, and the sums of its warps where these
-    were."""
+    """Everything fits, with two tiles in flight for each team, and the sums of its warps in the memory of the tiles."""
     way = NormConv1x1(channels, filters)
     assert way.stages >= 2 and way.shared_bytes <= 227 << 10
     assert way.columns >= filters and way.chunks * 64 == channels
@@ -220,7 +222,7 @@ def test_division_of_shared_memory(channels: int, filters: int, _: int) -> None:
 
 
 def test_places_for_resnet() -> None:
-    """As many as the weights leave room for; those of 256 filters are streamed."""
+    """As many slots as the weights leave room for; the weights of 256 filters are streamed."""
     assert [NormConv1x1(*sizes).stages for sizes in ((256, 64), (256, 128), (512, 128))] == [5, 4, 2]
     assert [NormConv1x1(*sizes).stages for sizes in ((512, 256), (1024, 256))] == [4, 4]
     assert NormConv1x1(1024, 128).stages < 2

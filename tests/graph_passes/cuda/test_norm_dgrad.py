@@ -1,4 +1,4 @@
-"""From one BatchNorm through a 1x1 convolution's data to the sums of the BatchNorm before, in one launch, against
+"""From one BatchNorm through a 1x1 convolution's data to the sums of the preceding BatchNorm, in one launch, against
 float64 NumPy. Random values, odd numbers of rows, large means, poisoned outputs."""
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from graph_passes.executors.cuda.kernels.norm_dgrad import NormDgrad
 from graph_passes.executors.cuda.kernels.norm_stream import STREAMED_BLOCK
 
 BLOCKS = 4  # fewer than tiles, so that each block walks
-KINK = 1e-3  # so near to zero either answer of ReLU is right
+KINK = 1e-3  # so near to zero either sign is right for ReLU
 Arrays = dict[str, np.ndarray]
 
 
 class Case:
-    """Random operands, and what one launch leaves on a GPU. `mean` is added to what both BatchNorms have read;
-    `blocks`: along the rows, at most."""
+    """Random operands, and the results of one launch on a GPU. `mean` is added to the inputs of both BatchNorms;
+    `blocks`: maximum along the rows."""
 
     def __init__(self, device: Device, dtype: str, channels: int, data_channels: int, rows: int,
                  mean: float = 0.0, blocks: int = BLOCKS) -> None:
@@ -32,7 +32,7 @@ class Case:
         random = np.random.default_rng([rows, channels, data_channels])
         self.dz = rounded(random.normal(0.1, 1, (rows, channels)), dtype)
         self.w = rounded(random.normal(0, channels**-0.5, (channels, data_channels)), dtype)
-        # Half of the sums: with all of them, dx of one row is what rounding leaves.
+        # Half of the sums: with all of them, dx of one row would be only rounding errors.
         self.dbeta, self.dgamma = self.dz.sum(0) / 2, (self.dz * self.after.normal).sum(0) / 2
 
     def run(self, in_place: bool = False) -> Arrays:
@@ -70,11 +70,11 @@ class Case:
         if rows > 1:
             check_sums(got["dbeta"], wanted, self.dtype)
             check_sums(got["dgamma"], wanted * before.normal, self.dtype)
-        else:  # of one row x - mean is 0 but for rounding, and so may be a product of 1,024 terms
+        else:  # with one row x - mean is 0 except for rounding, and a product of 1,024 terms may be 0, too
             assert relative_error(got["dbeta"], got["dz_behind"][0]) < PRECISION[self.dtype]
 
 
-SHAPES = [  # channels, channels of data, rows: ResNet-50's, and others that fill nothing
+SHAPES = [  # channels, channels of data, rows: those of ResNet-50, and others that leave chunks and blocks partly empty
     (1024, 256, 1003), (512, 128, 1003), (256, 64, 1003), (1024, 256, 1), (512, 128, 63), (256, 64, 65),
     (2048, 256, 517), (1024, 256, 5000), (64, 128, 131), (64, 256, 129), (128, 72, 130), (320, 200, 193),
     (448, 136, 259), (192, 8, 64), (256, 192, 1024), (1024, 128, 777)]
@@ -84,7 +84,7 @@ SHAPES = [  # channels, channels of data, rows: ResNet-50's, and others that fil
 @pytest.mark.parametrize("channels, data_channels, rows", SHAPES)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_norm_dgrad(device: Device, dtype: str, channels: int, data_channels: int, rows: int) -> None:
-    """With equal bits every time, and where dx lies over x."""
+    """The bits are equal every time, also if dx overwrites x."""
     case = Case(device, dtype, channels, data_channels, rows)
     got = case.run()
     case.check(got)
@@ -97,7 +97,7 @@ def test_norm_dgrad(device: Device, dtype: str, channels: int, data_channels: in
 @pytest.mark.parametrize("channels, data_channels", [(1024, 256), (512, 128)])
 @pytest.mark.parametrize("dtype, mean", [("float16", 100.0), ("float16", 1000.0), ("bfloat16", 10.0)])
 def test_far_from_zero(device: Device, dtype: str, mean: float, channels: int, data_channels: int) -> None:
-    """Where a mean is far above the deviation, the sums are as exact."""
+    """With a mean far above the deviation, the sums are as accurate."""
     case = Case(device, dtype, channels, data_channels, 1003, mean=mean)
     case.check(case.run())
 
@@ -106,7 +106,8 @@ def test_far_from_zero(device: Device, dtype: str, mean: float, channels: int, d
 @pytest.mark.parametrize("blocks", [1, 2, 44, 45, 132, 201])
 @pytest.mark.parametrize("channels, data_channels", [(64, 256), (128, 72)])
 def test_sums_of_many_blocks(device: Device, channels: int, data_channels: int, blocks: int) -> None:
-    """The last block adds up those of as many as an H200 has multiprocessors, or of more; the last tile has one row."""
+    """The last block adds the sums of as many blocks as an H200 has multiprocessors, or more. The last tile has one
+    row."""
     rows = 128 * blocks - 63
     case = Case(device, "float16", channels, data_channels, rows, blocks=blocks)
     assert case.way.grid(rows, blocks)[1] == blocks
@@ -115,9 +116,9 @@ def test_sums_of_many_blocks(device: Device, channels: int, data_channels: int, 
 
 @pytest.mark.gpu
 def test_nan_and_infinity_stay(device: Device) -> None:
-    """In their rows, so that a broken network is noticed, and in no others."""
+    """NaN and infinity stay in their rows, so that a broken network is noticed."""
     case = Case(device, "float16", 256, 128, 200)
-    case.dz[70, 3], case.dz[131, 5] = np.nan, np.inf  # not in the sums, as they are given
+    case.dz[70, 3], case.dz[131, 5] = np.nan, np.inf  # not in the sums, which are given
     got = case.run()
     assert np.isnan(got["dx"][70, 3]) and np.isinf(got["dx"][131, 5])
     assert np.isfinite(got["dx"]).sum() == got["dx"].size - 2
@@ -127,8 +128,8 @@ def test_nan_and_infinity_stay(device: Device) -> None:
 
 @pytest.mark.parametrize("channels, data_channels, _", SHAPES)
 def test_division_of_shared_memory(channels: int, data_channels: int, _: int) -> None:
-    """All that a block needs fits, with two places on their way for each team, and the sums of its warps where these
-    were."""
+    """Everything fits, with two stages in flight for each team, and the sums of its warps in the memory of the
+    tiles."""
     way = NormDgrad(channels, data_channels)
     assert way.stages >= 2 and way.shared_bytes <= 227 << 10
     assert way.columns >= data_channels and way.chunks * 64 == channels

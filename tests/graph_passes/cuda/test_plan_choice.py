@@ -1,4 +1,4 @@
-"""Which of cuDNN's plans is taken: the fastest, which is remembered; the first, where runs are to be repeatable."""
+"""Which of cuDNN's plans is taken: the fastest, which is stored; in deterministic runs the first."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from train.models.resnet import resnet
 
 PROBLEM = Problem("wgrad", (4, 9, 9, 16), (8, 3, 3, 16), (4, 9, 9, 8), (1, 1), (1, 1), (1, 1), "float16")
 FUSED = dataclasses.replace(PROBLEM, kind="fprop_stats")
-MILLISECONDS = (float("nan"), 3.0, 1.0, 2.0)  # of each plan; cuDNN refuses to build the first
-WORKSPACES = (0, 0, 4096, 512)  # bytes, of each plan
+MILLISECONDS = (float("nan"), 3.0, 1.0, 2.0)  # time of each plan; cuDNN refuses to build the first
+WORKSPACES = (0, 0, 4096, 512)  # workspace bytes of each plan
 
 
 class FakeCudnn:
-    """Four plans of fixed speed. `refusals`: why some cannot be built; `notes`: numerical ones of some; `seconds`: what
-    building one takes, for the first one of a process `first_seconds`."""
+    """Four plans of fixed speed. `refusals`: why some cannot be built; `notes`: numerical notes of some; `seconds`:
+    time to build a plan; `first_seconds`: for the first plan of a process."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.running, self.built = -1, []
         self.read = -1  # from the disk
-        self.unreadable = self.unwritable = ""  # why it cannot be
+        self.unreadable = self.unwritable = ""  # reason if it cannot be built
         self.names = [f"engine {index}" for index in range(len(MILLISECONDS))]
         self.refusals = {0: "not supported"}
         self.notes: dict[int, str] = {}
@@ -62,7 +62,7 @@ class FakeCudnn:
                                   fill_random=self.fill_random)
         self.memory = self.filled = range(0)
         self.free_bytes = 1 << 40
-        self.item_bytes = 2  # of the tensors
+        self.item_bytes = 2  # bytes of an element of the tensors
 
     def build(self, index: int) -> None:
         self.clock += self.first_seconds or self.seconds
@@ -95,7 +95,7 @@ class FakeCudnn:
         self.filled = range(address, address + num_bytes)
 
     def execute(self, pack: dict[Any, int], workspace: int, index: int, handle: Any) -> None:
-        """x, dy and dw lie side by side in memory that has been filled, and the workspace behind them."""
+        """x, dy and dw are side by side in memory that has been filled, and the workspace is behind them."""
         if len(pack) == 3:
             sizes = [self.item_bytes * math.prod(shape) for shape in (PROBLEM.x, PROBLEM.y, PROBLEM.w)]
             for address, size, end in zip(pack.values(), sizes, [*list(pack.values())[1:], workspace], strict=True):
@@ -108,7 +108,7 @@ class FakeCudnn:
         return MILLISECONDS[self.running]
 
     def choose(self, folder: Path, deterministic: bool, problem: Problem = PROBLEM) -> str:
-        """In a new process."""
+        """Choose in a new process."""
         self.memory = range(0)
         library = ConvolutionLibrary(self.gpu, Cache("machine", folder), Arena(self.gpu), deterministic=deterministic)
         try:
@@ -168,7 +168,7 @@ def test_a_plan_from_the_disk_runs_as_the_built_one(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("tf32, wanted", [(False, "engine 3"), (True, "engine 2")])
 def test_an_engine_that_is_not_exact_is_left_out_where_float32_is_meant(
         monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tf32: bool, wanted: str) -> None:
-    """Also where an older version has chosen it."""
+    """Even if an older version has chosen it."""
     cudnn = FakeCudnn(monkeypatch)
     cudnn.item_bytes = 4
     exact = dataclasses.replace(PROBLEM, dtype="float32")
@@ -186,7 +186,7 @@ def test_choices_are_kept_while_others_are_being_made(monkeypatch: pytest.Monkey
     library = ConvolutionLibrary(cudnn.gpu, Cache("machine", tmp_path), Arena(cudnn.gpu))
     library.plan(PROBLEM)
     monkeypatch.setattr(convolution, "KEEP_SECONDS", 0.0)
-    library.plan(dataclasses.replace(PROBLEM, stride=(2, 2)))  # at whose start the first choice is kept
+    library.plan(dataclasses.replace(PROBLEM, stride=(2, 2)))  # the first choice is saved at its start
     assert [record.message for record in caplog.records][1:] == [
         "choosing the fastest kernels: 1 chosen and kept so far"]
     del library  # the process is killed
@@ -216,7 +216,8 @@ def test_the_first_plan_is_taken_where_runs_are_to_be_repeatable(monkeypatch: py
 ])
 def test_plans_that_round_otherwise_are_not_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, note: str,
                                                   dtype: str, tf32: bool, deterministic: bool, taken: bool) -> None:
-    """Sums in less than fp32, transformed tensors, TF32 where it is not asked for. The notes can be listed."""
+    """Plans with sums in less than fp32, transformed tensors, or TF32 where it is not requested. The notes can be
+    listed."""
     cudnn = FakeCudnn(monkeypatch)
     best = 1 if deterministic else 2  # the first, or the fastest
     cudnn.notes = {best: note}
@@ -228,14 +229,14 @@ def test_plans_that_round_otherwise_are_not_taken(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_library_that_loads_slowly_refuses_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A fused problem has half a second; the first plan of a process may take longer to build, and be of no use."""
+    """A fused problem has half a second. The first plan of a process may take longer to build, and be useless."""
     cudnn = FakeCudnn(monkeypatch)
     cudnn.first_seconds = 100.0
     assert cudnn.choose(tmp_path, False, FUSED) == "engine 2"
 
 
 def test_time_for_plans_that_are_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Half a second, and more where convolutions themselves are measured."""
+    """Half a second; more in benchmarks of convolutions."""
     cudnn = FakeCudnn(monkeypatch)
     cudnn.refusals.clear()
     cudnn.seconds = 1.0
@@ -253,7 +254,7 @@ def test_time_for_plans_that_are_compiled(monkeypatch: pytest.MonkeyPatch, tmp_p
 ])
 def test_the_last_engines_are_tried_where_no_other_can_be_had(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
                                                               names: list[str], tried: set[int], chosen: str) -> None:
-    """Of a fused problem: they take the longest to build, and are slow."""
+    """For a fused problem these engines take the longest to build, and are slow."""
     cudnn = FakeCudnn(monkeypatch)
     cudnn.names = names
     assert cudnn.choose(tmp_path, False, FUSED) == chosen and set(cudnn.built) == tried
@@ -262,7 +263,7 @@ def test_the_last_engines_are_tried_where_no_other_can_be_had(monkeypatch: pytes
 
 
 def test_a_busy_machine_refuses_nothing_for_ever(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Where the time is up before a plan is found, the next process tries those that have not been tried."""
+    """If the time is up before a plan is found, the next process tries the remaining ones."""
     cudnn = FakeCudnn(monkeypatch)
     cudnn.seconds = 1.0
     cudnn.refusals = dict.fromkeys((0, 1, 2), "not supported")
@@ -338,7 +339,7 @@ def test_a_gpu_that_cannot_go_on_is_no_verdict(monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_notes_of_the_plans_in_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dtype: str) -> None:
-    """Of ResNet-50's step, and what it costs to leave plans out: a table of the plans in use and of the fastest of all,
+    """For ResNet-50's step, and the cost of leaving plans out: a table of the plans in use and of the fastest of all,
     with their milliseconds and notes (pytest -s)."""
     batch = 32 if dtype == "float32" else 256
     shapes = {"data": (batch, 224, 224, 3), "softmax_label": (batch,)}

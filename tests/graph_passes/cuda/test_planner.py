@@ -1,4 +1,4 @@
-"""The planner: each problem is timed once, which the next process remembers, and leaves no trace."""
+"""The planner: each problem is timed once, the next process knows the time, and timing leaves no trace."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from graph_passes.executors.cuda.program import Buffer, Launch, Program
 
 
 class FakeGpu:
-    """Every launch takes as long as it says; memory is counted."""
+    """Every launch takes the time that it states; memory is counted."""
 
     def __init__(self) -> None:
         self.clock, self.timed, self.allocated = 0.0, 0, 0
-        self.is_full = False  # the next time that something is timed
+        self.is_full = False  # the next time that a problem is timed
 
     def allocate(self, num_bytes: int) -> int:
         self.allocated += 1
@@ -97,7 +97,7 @@ def test_times_are_taken_once_and_remembered(tmp_path: Path) -> None:
 
 
 def test_all_is_lowered_before_the_first_is_timed(tmp_path: Path) -> None:
-    """So that all kernels are compiled side by side; also of what needs no time, whatever becomes of that."""
+    """So that all kernels compile in parallel; this includes launches that need no time, even if they fail."""
     gpu, order = FakeGpu(), []
 
     def emits(name: str, refused: bool = False) -> Any:
@@ -116,7 +116,7 @@ def test_all_is_lowered_before_the_first_is_timed(tmp_path: Path) -> None:
 
 
 def test_what_could_not_be_timed_now_is_not_remembered(tmp_path: Path) -> None:
-    """Neither of a GPU without memory, nor of a convolution that was not found in time, is the next process told."""
+    """Neither memory that was short, nor a convolution that was not found in time, is stored for the next process."""
     def unfinished() -> Program:
         raise TransientError("not found in time")
 
@@ -133,7 +133,7 @@ def test_what_could_not_be_timed_now_is_not_remembered(tmp_path: Path) -> None:
 
 
 def test_a_cache_of_an_older_planner_is_left_alone(tmp_path: Path) -> None:
-    """Its times are of several launches together, in a file of another name."""
+    """Its times are of several launches together, and its file has another name."""
     gpu = FakeGpu()
     old = Cache("machine", tmp_path)
     old.write("ways-0123456789abcdef-variant", b'{"a problem: separate or fused": {"separate": 2.0, "fused": 1.0}}')

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 
 def pool_reference(x: np.ndarray, window: Window) -> tuple[np.ndarray, np.ndarray]:
-    """Maximum over each window and the place of the first maximum in it."""
+    """Maximum over each window, and the position of the first maximum in it."""
     n, height, width, channels = x.shape
     y = np.full((n, window.out_height, window.out_width, channels), -np.inf)
     winner = np.zeros(y.shape, np.uint8)
@@ -71,7 +71,7 @@ def test_max_pool(device: Device, dtype: str, size: tuple[int, int], kernel: int
 @pytest.mark.parametrize("padding", [False, True])
 def test_average_pool(device: Device, dtype: str, size: tuple[int, int], kernel: int, stride: int, pad: int,
                       convention: str, padding: bool) -> None:
-    """Windows that end beyond the image too, whose pixels there do not count."""
+    """Also windows that end beyond the image; pixels there do not count."""
     node = Node("Pooling", "pool", (), {"kernel": (kernel,) * 2, "stride": (stride,) * 2, "pad": (pad,) * 2,
                                         "pool_type": "avg", "layout": "NHWC", "pooling_convention": convention,
                                         "count_include_pad": padding})

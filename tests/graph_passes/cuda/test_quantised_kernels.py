@@ -39,7 +39,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Kernels are compiled once for all networks."""
+    """A cache, so that kernels are compiled once for all networks."""
     return tmp_path_factory.mktemp("cache")
 
 
@@ -48,7 +48,7 @@ def int8(rng: np.random.Generator, *shape: int) -> np.ndarray:
 
 
 def launched(device: Device, op: str, arrays: Sequence[np.ndarray], **attrs: Any) -> list[np.ndarray]:
-    """What the launches of an operator write for these inputs."""
+    """The outputs of an operator's launches for these inputs."""
     names = [f"input{i}" for i in range(len(arrays))]
     node = Node(op, "y", tuple(map(Ref, names)), attrs)
     variables = [Node("null", name, (), {"dtype": array.dtype.name}) for name, array in zip(names, arrays, strict=True)]
@@ -68,7 +68,7 @@ def launched(device: Device, op: str, arrays: Sequence[np.ndarray], **attrs: Any
 
 
 def check(device: Device, label: str, arrays: Sequence[np.ndarray], **attrs: Any) -> None:
-    """`label`: the operator, and its tile if it has some."""
+    """`label`: the operator, and its tile if it has one."""
     op, _, tile = label.partition(" ")
     attrs |= {"tile": tile} if tile else {}
     expected = reference.evaluate(Node(op, "y", (), attrs), arrays)
@@ -79,9 +79,9 @@ def check(device: Device, label: str, arrays: Sequence[np.ndarray], **attrs: Any
 
 def factors(rng: np.random.Generator, filters: int, channels: int,
             multipliers: Sequence[float] = ()) -> list[np.ndarray]:
-    """Multipliers by which most sums become numbers of int8, or some of those given; and biases. `channels`: of a
-    filter, with all taps."""
-    spread = 127**2 / 3 * np.sqrt(channels)  # of the sums
+    """Multipliers by which most sums fit into int8, or some of the given ones; and biases. `channels`: of a filter,
+    including all taps."""
+    spread = 127**2 / 3 * np.sqrt(channels)  # scale of the sums
     multiplier = rng.choice(multipliers, filters) if multipliers else rng.uniform(0.5, 1.5, filters) * 60 / spread
     return [multiplier.astype(np.float32), rng.integers(-int(spread), int(spread), filters, np.int32)]
 
@@ -149,7 +149,7 @@ def test_convolution(device: Device, shape: tuple[int, ...], window: dict[str, A
     (64, 256, 1), (64, 272, 2), (128, 512, 1), (192, 400, 1), (256, 256, 2), (512, 304, 1), (16, 144, 1)])
 def test_blocks_that_walk(device: Device, label: str, channels: int, filters: int, stride: int,
                           rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a large batch: many tiles for each block."""
+    """As with a large batch: many tiles per block."""
     if device.gpu.capability != HOPPER:
         pytest.skip("for Hopper")
     monkeypatch.setattr(device.gpu, "num_multiprocessors", 2)
@@ -168,7 +168,8 @@ def test_blocks_that_walk(device: Device, label: str, channels: int, filters: in
 def test_taps_of_many_tiles(device: Device, size: int, stride: int, shape: tuple[int, ...], filters: int,
                             num_multiprocessors: int, rng: np.random.Generator,
                             monkeypatch: pytest.MonkeyPatch) -> None:
-    """For each block, and few; of one image or several, whose rows fill no tile; with weights that stay and pass by."""
+    """Many and few tiles per block; tiles of one image or several, whose rows do not fill a tile; resident and streamed
+    weights."""
     if device.gpu.capability != HOPPER:
         pytest.skip("for Hopper")
     monkeypatch.setattr(device.gpu, "num_multiprocessors", num_multiprocessors)
@@ -188,7 +189,7 @@ def operands_of_sum(x_shape: tuple[int, ...], channels_2: int, filters: int, str
 
 def check_sums(device: Device, x_shape: tuple[int, ...], channels_2: int, label: str, filters: int, stride: int,
                rng: np.random.Generator, multipliers: Sequence[float] = ()) -> None:
-    """A projection shortcut together with the convolution that it is added to, with ReLU and without."""
+    """A projection shortcut fused with the convolution to which it is added, with and without ReLU."""
     operands = operands_of_sum(x_shape, channels_2, filters, stride, rng, multipliers)
     for relu in (False, True):
         check(device, label, operands, kernel=(1, 1), stride=(stride, stride), num_filter=filters,
@@ -202,7 +203,7 @@ def check_sums(device: Device, x_shape: tuple[int, ...], channels_2: int, label:
     (64, 64, 256, 1), (256, 128, 512, 2), (512, 256, 272, 2), (16, 144, 144, 1), (192, 64, 400, 2), (128, 320, 256, 1)])
 def test_sums(device: Device, label: str, channels: int, channels_2: int, filters: int, stride: int,
               num_multiprocessors: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that fill no tile; many tiles for each block, and few."""
+    """Rows that do not fill a tile; many and few tiles per block."""
     if device.gpu.capability != HOPPER:
         pytest.skip("for Hopper")
     teams, columns = STREAMS[label.replace("Sum", "")]
@@ -215,7 +216,7 @@ def test_sums(device: Device, label: str, channels: int, channels_2: int, filter
 
 def check_pair(device: Device, shape: tuple[int, ...], filters: int, filters_2: int, rng: np.random.Generator,
                multipliers: Sequence[float] = ()) -> None:
-    """A convolution with its addend and ReLU, and the one that reads what it gives."""
+    """A convolution with addend and ReLU, and the convolution that reads its output."""
     channels = shape[3]
     operands = [int8(rng, *shape), int8(rng, filters, 1, 1, channels), *factors(rng, filters, channels, multipliers),
                 int8(rng, *shape[:3], filters), int8(rng, filters_2, 1, 1, filters),
@@ -226,7 +227,8 @@ def check_pair(device: Device, shape: tuple[int, ...], filters: int, filters_2: 
 
 def check_sum_pair(device: Device, x_shape: tuple[int, ...], channels_2: int, filters: int, filters_z: int, stride: int,
                    rng: np.random.Generator, multipliers: Sequence[float] = ()) -> None:
-    """A projection shortcut, the convolution that it is added to, with ReLU, and the one that reads what they give."""
+    """A projection shortcut, the convolution to which it is added, with ReLU, and the convolution that reads the
+    sum."""
     operands = [*operands_of_sum(x_shape, channels_2, filters, stride, rng, multipliers),
                 int8(rng, filters_z, 1, 1, filters), *factors(rng, filters_z, filters, multipliers)]
     check(device, "QuantisedPairSum", operands, kernel=(1, 1), stride=(stride, stride), num_filter=filters,
@@ -252,7 +254,7 @@ def test_pairs_that_begin_with_a_sum(device: Device, channels: int, channels_2: 
     (64, 256, 64), (64, 256, 128), (128, 256, 64), (144, 208, 48), (16, 96, 112), (320, 256, 64)])
 def test_pairs(device: Device, channels: int, filters: int, filters_2: int, num_multiprocessors: int,
                rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that fill no tile; many tiles for each block, and few."""
+    """Rows that do not fill a tile; many and few tiles per block."""
     if device.gpu.capability != HOPPER:
         pytest.skip("for Hopper")
     monkeypatch.setattr(device.gpu, "num_multiprocessors", num_multiprocessors)
@@ -271,7 +273,7 @@ def test_ties_and_saturation_of_pairs(device: Device, filters_2: int, rng: np.ra
 
 @pytest.mark.parametrize("label", SUMS)
 def test_ties_and_saturation_of_sums(device: Device, label: str, rng: np.random.Generator) -> None:
-    """Of the shortcut, too, which is rounded and saturated before it is added."""
+    """Also of the shortcut, which is rounded and saturated before the addition."""
     if device.gpu.capability != HOPPER:
         pytest.skip("for Hopper")
     check_sums(device, (2, 20, 21, 16), 32, label, 256, 1, rng,
@@ -280,7 +282,7 @@ def test_ties_and_saturation_of_sums(device: Device, label: str, rng: np.random.
 
 @pytest.mark.parametrize("label", [*TILES, *STREAMS])
 def test_ties_and_saturation(device: Device, label: str, rng: np.random.Generator) -> None:
-    """Sums that lie in the middle of two integers, alone and with an addend's half, and far beyond all integers."""
+    """Sums exactly between two integers, alone and with half an addend, and far outside the range."""
     if device.gpu.capability < (8, 0) or (label in STREAMS and device.gpu.capability != HOPPER):
         pytest.skip("for tensor cores that this GPU has not")
     check_epilogues(device, (2, 20, 21, 16), {"kernel": (1, 1)}, label, 256, rng,
@@ -298,12 +300,12 @@ def test_ties_and_saturation_of_taps(device: Device, rng: np.random.Generator) -
 @pytest.mark.parametrize("images, height, width", [(2, 112, 112), (3, 17, 33), (5, 16, 20), (2, 1, 1), (40, 2, 3)])
 def test_stem_pool(device: Device, images: int, height: int, width: int, num_multiprocessors: int,
                    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`height`, `width`: of what the convolution makes."""
+    """`height`, `width`: of the convolution's output."""
     if device.gpu.capability != HOPPER:
         pytest.skip("for Hopper")
     monkeypatch.setattr(device.gpu, "num_multiprocessors", num_multiprocessors)
     x, weight = int8(rng, images, height + 3, width + 3, 16), int8(rng, 64, 4, 4, 16)
-    spread = 127**2 / 3 * np.sqrt(weight[0].size)  # of the sums
+    spread = 127**2 / 3 * np.sqrt(weight[0].size)  # scale of the sums
     for multiplier in (rng.uniform(0.5, 1.5, 64) * 60 / spread, rng.choice([0, 2.0**-9, 2.0**-12, 1e30, 1e-40], 64)):
         for relu in (False, True):
             check(device, "QuantisedStemPool",
@@ -320,7 +322,7 @@ def test_convolution_in_groups_and_of_images(device: Device, rng: np.random.Gene
 
 
 def test_sums_beyond_24_bits(device: Device) -> None:
-    """Which fp32 does not hold, and one bias that only an int32 holds."""
+    """fp32 cannot hold these sums, and only an int32 can hold one of the biases."""
     x, weight = np.full((1, 2, 2, 2048), 127, np.int8), np.full((64, 1, 1, 2048), 127, np.int8)
     weight[::3] = -127
     x[0, 1, 1, 5] = 1
@@ -347,7 +349,7 @@ def test_pooling(device: Device, channels: int, dtype: str, rng: np.random.Gener
 
 
 def test_quantising_and_back(device: Device, rng: np.random.Generator) -> None:
-    """Ties among them."""
+    """Includes ties."""
     x = np.concatenate([rng.normal(0, 3, 4096), np.arange(-4096, 4096) / 64]).astype(np.float16).reshape(2, 8, 96, 8)
     for scale in (1 / 32, 0.0371):
         check(device, "Quantise", [x], scale=scale, dtype="int8")
@@ -379,9 +381,9 @@ def test_classifier(device: Device, rng: np.random.Generator) -> None:
     ("resnet18_v2", 64, Kept())])
 def test_whole_networks(name: str, size: int, kept: Kept, fused: bool, rng: np.random.Generator, cache: Path,
                         monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensor by tensor: each integer, with several convolutions, or one and its pooling, in a launch wherever that can
-    be, and nowhere. Where the first convolution is in floats, its float16 makes another integer of some; what is behind
-    is then compared with the answer alone."""
+    """Tensor by tensor, every integer is equal: with several convolutions, or a convolution and its pooling, fused
+    wherever possible, and nowhere. If the first convolution is in floats, its float16 changes some integers; then only
+    the network's result is compared."""
     times = Prices._times
 
     def preferred(self: Prices, *asked: Any) -> dict[Candidate, float]:
@@ -395,7 +397,8 @@ def test_whole_networks(name: str, size: int, kept: Kept, fused: bool, rng: np.r
     network = QuantisedNetwork(case.network, case.shapes, case.scales, kept, case.params, cache_folder=cache)
     network.load(case.images.astype(np.float16), np.zeros(3))
     network.infer()
-    # The means before the classifier are float16: rounded, some become another integer where it is in INT8.
+    # The means before the classifier are float16: after rounding some become another integer if the classifier is in
+    # INT8.
     expected, compared = case.expected(in_16_bits=("pool",)), 0
     probabilities = network.probabilities()
     assert network._inference
@@ -410,8 +413,8 @@ def test_whole_networks(name: str, size: int, kept: Kept, fused: bool, rng: np.r
                 compared += 1
     assert compared > 15 or kept.first or name == "resnet18_v2"
     want, (softmax,) = expected[case.network.outputs[0]], [case.network[case.network.outputs[0].node]]
-    # The scores and, where it is in floats, the classifier's weights are rounded to fp16: each score by 2^-10 of the
-    # largest at most, of which two make a probability's error.
+    # The scores (and the classifier's weights, if it is in floats) are rounded to fp16: each score by at most 2^-10 of
+    # the largest. Two such errors add up in a probability.
     error = np.expm1(2 * 2.0**-10 * np.abs(expected[softmax.inputs[0]]).max())
     np.testing.assert_allclose(probabilities, want, rtol=max(error, 0.02) if compared else 0.2, atol=1e-4)
     network.gpu.free_all()
@@ -419,7 +422,7 @@ def test_whole_networks(name: str, size: int, kept: Kept, fused: bool, rng: np.r
 
 def test_the_executor_answers_as_the_reference_does(rng: np.random.Generator, cache: Path,
                                                     monkeypatch: pytest.MonkeyPatch) -> None:
-    """On MXNet's arrays, for a whole batch and a part of one, and its metrics."""
+    """On MXNet's arrays, for a whole batch and a partial one, including the metrics."""
     monkeypatch.setenv("RESNET_CACHE", str(cache))
     case = quantised("resnet18", 4, 64, rng)
     label = rng.integers(0, 24, 4)
@@ -442,7 +445,7 @@ def test_the_executor_answers_as_the_reference_does(rng: np.random.Generator, ca
 
 def test_batches_are_read_where_they_lie(rng: np.random.Generator, cache: Path,
                                          monkeypatch: pytest.MonkeyPatch) -> None:
-    """One after the other, whole and in part, without a wait: the answers are those of batches that are copied."""
+    """One after the other, whole and partial, without waiting: the results are those of batches that are copied."""
     monkeypatch.setenv("RESNET_CACHE", str(cache))
     case = quantised("resnet18", 4, 64, rng)
     images = np.pad(case.images, ((0, 0), (0, 0), (0, 0), (0, 1))).astype(np.float16)

@@ -1,4 +1,4 @@
-"""What of inference in INT8 on a GPU needs none: its passes, its launches, its memory."""
+"""The part of INT8 inference on a GPU that needs no GPU: passes, launches, memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ WITHOUT_PAIRS = refusing(fewest, *PAIRS)
 
 @pytest.fixture(autouse=True)
 def fake_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On which nothing is computed."""
+    """A machine on which nothing is computed."""
     monkeypatch.setattr(network, "Gpu", FakeGpu)
     monkeypatch.setattr(toolchain, "KernelLibrary", lambda *_: FakeKernels())
     monkeypatch.setattr(toolchain, "ConvolutionLibrary", lambda *_: FakeConvolutions())
@@ -48,12 +48,12 @@ def fake_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @lru_cache(maxsize=4)
 def case_of(name: str, size: int, kept: Kept) -> Int8:
-    """For tests that ask what is launched, which no value changes."""
+    """A case for tests about launches, which do not depend on values."""
     return quantised(name, 2, size, np.random.default_rng(0), kept)
 
 
 def launches(name: str, kept: Kept, tmp_path: Path, size: int = 64, deterministic: bool = False) -> Counter[str]:
-    """Of inference, by operation."""
+    """The launches of inference, by operation."""
     case = case_of(name, size, kept)
     made = QuantisedNetwork(case.network, case.shapes, case.scales, kept, case.params, deterministic,
                             cache_folder=tmp_path)
@@ -76,7 +76,7 @@ def test_launches(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_the_stem_with_its_pooling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it is taken: not by itself in runs that are to be repeatable, which no clock may change."""
+    """When the fusion is taken: not automatically in deterministic runs, where no clock may decide."""
     assert launches("resnet18", Kept(), tmp_path, deterministic=True)["quantised_stem_pool"] == 0
     monkeypatch.setattr(prices, "repeatable", preferring(repeatable, "QuantisedStemPool"))
     for size, taken in ((64, 1), (33, 1), (256, 0)):  # 128 pixels are too wide
@@ -89,7 +89,7 @@ def test_the_stem_with_its_pooling(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.long
 def test_sums_of_convolutions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the weights of both fit into a block, and in runs that are to be repeatable not by itself."""
+    """If the weights of both fit into a block; not automatically in deterministic runs."""
     before = launches("resnet50", Kept(), tmp_path, deterministic=True)
     monkeypatch.setattr(prices, "repeatable", preferring(repeatable, *SUMS))
     streams = launches("resnet50", Kept(), tmp_path, deterministic=True)
@@ -132,8 +132,8 @@ def test_how_taps_are_divided(size: int, stride: int, shape: tuple[int, ...], fi
 @pytest.mark.parametrize("shape, stride", [
     ((256, 8, 8, 2048), 1), ((2, 9, 240, 64), 1), ((2, 9, 8, 64), 2), ((2, 8, 8, 192), 1)])
 def test_what_is_not_for_taps(shape: tuple[int, ...], stride: int) -> None:
-    """Channels of which no tile fits into shared memory; a row that no product is wide enough for; with stride 2 an odd
-    number of rows; channels that fill no part."""
+    """Channels for which no tile fits into shared memory; a row too wide for any product; an odd number of rows with
+    stride 2; channels that do not fill a part."""
     assert QuantisedConvTaps.of(shape, 64, 3, stride, False, FakeGpu.num_multiprocessors) is None
 
 
@@ -146,10 +146,10 @@ def test_what_a_pair_keeps_in_shared_memory(channels: int, filters_z: int, chann
 
 @pytest.mark.long
 def test_pairs_of_convolutions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In stage 1 alone, where all have few channels; in runs that are to be repeatable not by themselves."""
+    """Only in stage 1, where all convolutions have few channels; not automatically in deterministic runs."""
     before = launches("resnet50", Kept(), tmp_path, deterministic=True)
     assert before["quantised_pair"] == 0
-    for preferred, fewer in (PAIRS[:1], 3), ((*PAIRS, *SUMS), 6):  # with the three sums
+    for preferred, fewer in (PAIRS[:1], 3), ((*PAIRS, *SUMS), 6):  # including the three sums
         monkeypatch.setattr(prices, "repeatable", preferring(repeatable, *preferred))
         found = launches("resnet50", Kept(), tmp_path, deterministic=True)
         assert (found["quantised_pair"], sum(before.values()) - sum(found.values())) == (3, fewer)
@@ -174,7 +174,7 @@ def test_a_network_with_groups_and_a_pre_activation_one(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_convolution_that_makes_floats_is_timed_by_itself(tmp_path: Path) -> None:
-    """Kernels that make integers alone are the fastest of the same shapes in the first network."""
+    """In the first network, kernels that write integers only are the fastest for the same shapes."""
     assert launches("resnet18", Kept(), tmp_path)["quantised_conv_taps"] == 16
     assert launches("resnet18_v2", Kept(), tmp_path)["quantised_conv"] > 0
 
@@ -249,7 +249,7 @@ def test_sums_of_convolutions_change_no_integer(name: str, strides: list[int], r
 @pytest.mark.parametrize("summed", [False, True])
 @pytest.mark.parametrize("name, pairs", [("resnet50", 15), ("resnet50d", 15), ("resnet18", 0)])
 def test_pairs_of_convolutions_change_no_integer(name: str, pairs: int, summed: bool, rng: np.random.Generator) -> None:
-    """Also of sums, at the end of a block with a projection shortcut."""
+    """Also for sums, at the end of a block with a projection shortcut."""
     case = quantised(name, 2, 33, rng)
     graph = pipeline.run(pipeline.quantised_passes("float32", case.scales, case.kept), case.network)
     paired = pipeline.cover(graph, preferring(UNFUSED if not summed else fewest, *PAIRS[: 1 + summed]))
@@ -290,7 +290,7 @@ def test_each_convolution_has_a_candidate_for_each_kernel(rng: np.random.Generat
 
 
 def test_short_memory_does_not_lead_to_the_last_resort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would be far slower, without a word."""
+    """It would be far slower, and the user would not know."""
     def time_ms(gpu: FakeGpu, enqueue: Any) -> float:
         raise TransientError("the GPU has no memory left")
 
@@ -304,7 +304,7 @@ def test_short_memory_does_not_lead_to_the_last_resort(tmp_path: Path, monkeypat
 
 @pytest.fixture
 def event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What executors need besides, on arrays of the CPU: each event of the GPU is this one."""
+    """Provides what executors need besides, on CPU arrays: this object stands for every event of the GPU."""
     monkeypatch.setenv("RESNET_CACHE", str(tmp_path))
     monkeypatch.setattr(mx, "gpu", lambda number: mx.cpu(number))
     event = SimpleNamespace(sync=lambda: None)
@@ -318,15 +318,15 @@ def event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def test_the_next_batch_waits_for_no_answer(rng: np.random.Generator, event: SimpleNamespace) -> None:
-    """The host asks for two passes while the GPU has not ended the first, each with an answer of its own; it waits in
-    the third."""
+    """The host starts two passes before the GPU has finished the first, each with its own result; it waits in the
+    third."""
     case = quantised("resnet18", 4, 32, rng)
     executor = CudaExecutor(case.network, case.shapes, int8=case.int8)
     data, done = mx.nd.array(case.images), threading.Event()
     part = data[:3].copy()
     part.wait_to_read()
     event.sync = done.wait
-    hurry = threading.Timer(20, done.set)  # else a wait would be for ever
+    hurry = threading.Timer(20, done.set)  # otherwise a wait would never end
     hurry.start()
     answers = [executor.forward(data), executor.forward(part)]
     assert not done.is_set()
@@ -342,7 +342,7 @@ def test_the_next_batch_waits_for_no_answer(rng: np.random.Generator, event: Sim
 
 def test_places_of_answers_are_used_again(rng: np.random.Generator, event: SimpleNamespace,
                                           monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each answer that is not taken yet has memory of its own, on the GPU and on the host."""
+    """Each result that has not been taken yet has its own memory on the GPU and on the host."""
     case = quantised("resnet18", 4, 32, rng)
     executor = CudaExecutor(case.network, case.shapes, int8=case.int8)
     downloads: list[tuple[int, int]] = []
@@ -370,8 +370,8 @@ def test_places_of_answers_are_used_again(rng: np.random.Generator, event: Simpl
 @pytest.mark.parametrize("where, is_read", [(512, True), (520, False)])
 def test_a_batch_is_read_where_it_lies(where: int, is_read: bool, tmp_path: Path, rng: np.random.Generator,
                                        monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the first launch, which is in no CUDA graph; one that kernels cannot read by vectors is copied. Without a
-    batch the one that was loaded is read."""
+    """By the first launch, which is outside the CUDA graphs. A batch that is not aligned for vector loads is copied.
+    Without a batch the loaded one is read."""
     case = quantised("resnet18", 2, 64, rng)
     monkeypatch.setattr(compiled, "LEAST_READ", 0)
     copies: list[int] = []
@@ -394,7 +394,7 @@ def test_a_batch_is_read_where_it_lies(where: int, is_read: bool, tmp_path: Path
 @pytest.mark.parametrize("kept, least", [(Kept(), compiled.LEAST_READ), (Kept(first=True), 0)])
 def test_a_batch_that_is_copied(kept: Kept, least: int, tmp_path: Path, rng: np.random.Generator,
                                 monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small one; and one that a plan of cuDNN's reads, which would take the host longer outside of a CUDA graph."""
+    """A small batch; and a batch that a cuDNN plan reads, which would take the host longer outside a CUDA graph."""
     case = quantised("resnet18", 2, 64, rng, kept)
     monkeypatch.setattr(compiled, "LEAST_READ", least)
     copies: list[int] = []
@@ -410,7 +410,7 @@ def test_a_batch_that_is_copied(kept: Kept, least: int, tmp_path: Path, rng: np.
 @pytest.mark.parametrize("is_int8", [False, True])
 def test_inference_prepared_for_a_size_compiles_nothing(is_int8: bool, rng: np.random.Generator,
                                                         monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does training, which has a size of its own, when it comes between."""
+    """Nor does training, which has its own size, when it comes in between."""
     case = quantised("resnet18", 4, 32, rng)
     executor = CudaExecutor(case.network, case.shapes, int8=case.int8 if is_int8 else None)
     training, larger, label = mx.nd.zeros((4, 32, 32, 3)), mx.nd.zeros((4, 64, 32, 3)), mx.nd.zeros(4)
@@ -435,7 +435,7 @@ def test_inference_prepared_for_a_size_compiles_nothing(is_int8: bool, rng: np.r
 
 
 def test_executors_go_through_mxnet_arrays(rng: np.random.Generator, event: SimpleNamespace) -> None:
-    """Both of them take batches and give answers, metrics and an end, and nothing is computed."""
+    """Both take batches and return results, metrics and an end event; nothing is computed."""
     case = quantised("resnet18", 4, 32, rng)
     executors = [CudaExecutor(case.network, case.shapes, int8=int8) for int8 in (None, case.int8)]
     data, label = mx.nd.array(case.images), mx.nd.zeros(4)

@@ -1,4 +1,5 @@
-"""Recurrent layers on the cuda executor without a GPU: what cuDNN is told, tried and refuses; which way is taken."""
+"""Recurrent layers on the cuda executor without a GPU: calls of cuDNN, trials and refusals; and the choice of the
+algorithm."""
 
 from __future__ import annotations
 
@@ -27,12 +28,12 @@ from graph_passes.operators.rnn import ALGORITHMS, GATES, num_parameters
 from train.language_model import LanguageModel
 
 MILLISECONDS = dict(zip(ALGORITHMS, (3.0, 1.0, 2.0), strict=True))
-NUMBERS = {0: "standard", 1: "persist_static", 3: "persist_static_small_h"}  # of cudnn_graph.h
+NUMBERS = {0: "standard", 1: "persist_static", 3: "persist_static_small_h"}  # as in cudnn_graph.h
 RESERVE, WORKSPACE = 1000, 3000  # bytes
 
 
 class FakeGpu:
-    """Memory that is only counted; time passes by what cuDNN is asked for."""
+    """Counts memory only; time passes with the calls of cuDNN."""
 
     def __init__(self) -> None:
         self.next, self.taken, self.captured, self.clock = 1 << 20, {}, 0, 0.0
@@ -69,10 +70,10 @@ class FakeGpu:
 
 
 class FakeCudnn:
-    """Takes MILLISECONDS by algorithm for each pass. `refusals`: what it says of an algorithm when it runs."""
+    """A pass takes MILLISECONDS by algorithm. `refusals`: the error of an algorithm when it runs."""
 
     refusals: dict[str, str] = {}  # noqa: RUF012  a test replaces it
-    shift = 0  # bytes by which the second matrix lies elsewhere
+    shift = 0  # bytes by which the second matrix has another offset
 
     def __init__(self, gpu: FakeGpu) -> None:
         self.gpu, self.handle = gpu, 7
@@ -134,7 +135,7 @@ def problem(algorithm: str = "standard", num_layers: int = 2, bidirectional: boo
 
 
 def test_a_plan_has_run_alone_and_captured(cudnn: type[FakeCudnn], tmp_path: Path) -> None:
-    """Each pass in memory of its own, one behind the other; the gradient of the parameters from 0 on."""
+    """Each pass in separate memory, one after the other; the parameters' gradient starts from 0."""
     made, gpu = tools(tmp_path)
     plan = made.recurrent.plan(problem())
     assert (plan.workspace_bytes, plan.reserve_bytes) == (WORKSPACE, RESERVE)
@@ -240,8 +241,8 @@ def test_repeatable_runs_take_the_first() -> None:
 
 
 def test_a_language_model_is_lowered(cudnn: type[FakeCudnn], tmp_path: Path) -> None:
-    """Every launch finds its operands, in the shapes that it works on; a matrix with two uses has the sum of two
-    gradients; what is a number of a word stays in fp32."""
+    """Every launch finds its operands, in the right shapes. A matrix with two uses has the sum of two gradients. Word
+    indices stay in fp32."""
     model = LanguageModel(words=24, hidden=16, layers=2, steps=5, sequences=3)
     made, _ = tools(tmp_path)
     lowered, store = lower_graph(model.graph, model.shapes, training=True, recurrent=made.recurrent)

@@ -1,4 +1,4 @@
-"""What a machine that cannot run the cuda executor is told: one sentence, with the way out. Needs no GPU."""
+"""The message on a machine that cannot run the cuda executor: one sentence, with the way out. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from graph_passes.executors.cuda.device import Gpu
 
 def use_machine(monkeypatch: pytest.MonkeyPatch, version: int = 13000, count: int = 1, status: int = 0,
                 capability: tuple[int, int] = (9, 0)) -> None:
-    """A driver of this CUDA version with `count` GPUs; `status` is what it answers to everything."""
+    """Simulate a driver of this CUDA version with `count` GPUs; `status` is its answer to everything."""
     driver = SimpleNamespace(
         cuInit=lambda flags: (status,), cuDriverGetVersion=lambda: (status, version),
         cuDeviceGetCount=lambda: (status, count), cuGetErrorString=lambda status: (0, b"no device"))
@@ -116,7 +116,7 @@ def test_a_shape_that_cudnn_refuses(refusing: str, sentence: str, monkeypatch: p
 ])
 def test_packages_for_the_cpu_beside_a_gpu(version: int, capability: tuple[int, int], sentence: str,
                                            monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the set-up leaves where it cannot use the GPU: the same reason is given when a run starts."""
+    """The state after a setup that could not use the GPU: a run gives the same reason."""
     features = SimpleNamespace(is_enabled=lambda name: False)
     monkeypatch.setattr(requirements, "mx", SimpleNamespace(runtime=SimpleNamespace(Features=lambda: features)))
     monkeypatch.setattr(requirements, "find_gpus", lambda: [nvidia_gpus.GpuInfo("GTX 1080", capability)])

@@ -1,4 +1,4 @@
-"""Recurrent layers on the GPU: every algorithm that is offered, in each precision, against NumPy in float64."""
+"""Recurrent layers on the GPU: every offered algorithm, in each precision, against NumPy in float64."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from graph_passes.pipeline import cover
 
 pytestmark = pytest.mark.gpu
 
-# Norm of the error over the norm, of any tensor. States, gates and the gradients between steps are stored in the
-# dtype, and a gradient passes through up to 12 steps and two layers: a few roundings (2^-11, 2^-8 and, of TF32's
-# products, 2^-11) add up. Measured maxima are in docs/cuda_executor.md.
+# Bound for the norm of the error relative to the norm, for any tensor. States, gates and the gradients between steps
+# are stored in the dtype, and a gradient passes through up to 12 steps and two layers: a few roundings (2^-11, 2^-8,
+# and for TF32's products 2^-11) add up. docs/cuda_executor.md has the measured maxima.
 TOLERANCE = {"float32": 2e-6, "tf32": 2e-3, "float16": 4e-3, "bfloat16": 3e-2}
 # Steps, sequences, features, hidden.
 SIZES = {"odd": (7, 3, 5, 9), "aligned": (12, 16, 64, 128), "wide": (12, 72, 256, 256)}
@@ -54,7 +54,7 @@ def shapes_of(graph: Graph, size: str) -> dict[str, tuple[int, ...]]:
 def run_on_gpu(tools: Toolchain, graph: Graph, shapes: dict[str, tuple[int, ...]], dtype: str,
                values: dict[str, np.ndarray], covers: bool = False
                ) -> tuple[list[np.ndarray], DeviceFunction]:
-    """The graph's outputs, of the second of two runs, before which all memory was poisoned."""
+    """The graph's outputs from the second of two runs; before it, all memory was poisoned."""
     device = Device(tools.gpu, tools.kernels)
     marked = passes.precision(graph, dtype)
     function = DeviceFunction(lambda price: cover(marked, price) if covers else marked, shapes, dtype, tools)
@@ -76,8 +76,8 @@ def random_values(graph: Graph, shapes: dict[str, tuple[int, ...]], dtype: str,
 
 
 def keep_off_the_kink(graph: Graph, values: dict[str, np.ndarray], dtype: str) -> None:
-    """Smaller weights and larger biases, so that no sum comes near 0. Of 50,000 units some always would, where rounding
-    decides whether ReLU lets a gradient through: a few wrong gradients, whoever computes, and more than TOLERANCE."""
+    """Use smaller weights and larger biases, so that no sum comes near 0. Among 50,000 units some always would.
+    Rounding would then decide whether ReLU lets a gradient through, which exceeds TOLERANCE for any implementation."""
     layer = graph["rnn"]
     biases = 2 * layer["state_size"] * layer["num_layers"] * (2 if layer["bidirectional"] else 1)
     values["parameters"] = rounded(values["parameters"] / 8, dtype)
@@ -106,7 +106,7 @@ def check(got: list[np.ndarray], wanted: list[np.ndarray], graph: Graph, toleran
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_against_numpy(tools: Toolchain, dtype: str, mode: str, algorithm: str, num_layers: int, bidirectional: bool,
                        size: str, request: pytest.FixtureRequest, rng: np.random.Generator) -> None:
-    """Standard is there for every layer; where cuDNN can run another, it must be right."""
+    """The standard algorithm exists for every layer; if cuDNN can run another one, it must be right, too."""
     is_tf32 = request.node.callspec.params["tools"] == "tf32"
     if is_tf32 and dtype != "float32":
         pytest.skip("16-bit layers know no TF32")
@@ -145,7 +145,7 @@ def test_the_fastest_is_chosen_and_right(tools: Toolchain, dtype: str, request: 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_equal_inputs_give_equal_bits(tools: Toolchain, dtype: str, rng: np.random.Generator) -> None:
-    """With the algorithm that runs with --deterministic take, in sizes whose sums cuDNN may split."""
+    """With the algorithm that --deterministic runs use, in sizes whose sums cuDNN may split."""
     graph = step("lstm", 512, 1, False, "standard")
     shapes = {"data": (20, 64, 512), "head": (20, 64, 512)}
     values = random_values(graph, shapes, dtype, rng)

@@ -53,8 +53,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 OWN = {kernel.strip("!") for _, kernel in kernels()}
-NOT_IN_A_STEP = {"copy"}  # of --profile
-LOSSES = {  # of the networks that have another one
+NOT_IN_A_STEP = {"copy"}  # kernel of --profile only
+LOSSES = {  # network -> its loss, if not the default
     "poolings": lambda network: passes.binary_cross_entropy(fused(network), 0.2),
     "BatchNorm first": lambda network: passes.weigh_classes(fused(network), [0.5, 1.5] * 5),
 }
@@ -63,9 +63,9 @@ AT_ONCE = 8  # processes on one GPU
 
 
 def run_here(cache: Path, *command: str) -> dict[str, subprocess.CompletedProcess[str]]:
-    """What the sanitizer looks at, each network in a process of its own, several at a time: racecheck makes a step take
-    minutes."""
-    path = os.pathsep.join([str(REPOSITORY), *sys.path])  # with the folders of the tests' own modules
+    """Run the steps that the sanitizer checks, each network in a separate process, several at a time: racecheck makes a
+    step take minutes."""
+    path = os.pathsep.join([str(REPOSITORY), *sys.path])  # including the folders of the tests' modules
 
     def look_at(name: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([*command, sys.executable, "-W", "ignore", __file__, str(cache), name],
@@ -78,7 +78,7 @@ def run_here(cache: Path, *command: str) -> dict[str, subprocess.CompletedProces
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Compiled kernels, so that the sanitizers need not wait for the compiler."""
+    """A cache of compiled kernels, so that the sanitizers need not wait for the compiler."""
     if not shutil.which("compute-sanitizer"):
         pytest.skip("compute-sanitizer is not installed; it comes with the CUDA toolkit")
     folder = tmp_path_factory.mktemp("cache")
@@ -92,13 +92,13 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
 def test_a_sanitizer_finds_nothing(tool: str, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In kernels of ours; what it finds in those of cuDNN is counted."""
+    """In our kernels; findings in cuDNN's kernels are counted."""
     begin, found_by_others, total = time.monotonic(), 0, 0
     in_ours: list[str] = []
     for name, run in run_here(cache, "compute-sanitizer", "--tool", tool).items():
         report = run.stdout + run.stderr
         ours, others = findings(report)
-        if ours:  # one of many threads that it reports alike, at each place
+        if ours:  # one of many threads with the same report, for each place
             alike = Counter("\n".join(text.splitlines()[:2]) for text in ours)
             in_ours += [f"{name}, {times} times: {text}" for text, times in alike.most_common(5)]
             continue
@@ -115,8 +115,8 @@ def test_a_sanitizer_finds_nothing(tool: str, cache: Path, capsys: pytest.Captur
 
 
 def findings(report: str) -> tuple[list[str], list[str]]:
-    """What a sanitizer reports, one text for each: in our kernels and in others. Each begins with a line that is not
-    indented, and names the kernel there or in the next ones."""
+    """A sanitizer's findings, one text each: in our kernels and in others. A finding begins with a line that is not
+    indented, and names the kernel there or in the next lines."""
     blocks: list[list[str]] = []
     for line in report.splitlines():
         text = line.removeprefix("========= ")
@@ -134,7 +134,7 @@ def findings(report: str) -> tuple[list[str], list[str]]:
 
 
 def pooled() -> Any:
-    """What the other networks do not have: average pooling over windows, two gradients of a max pooling."""
+    """The kernels that the other networks lack: average pooling over windows, two gradients of a max pooling."""
     def conv_bn(x: Any, name: str) -> Any:
         x = mx.sym.Convolution(x, num_filter=16, kernel=(3, 3), pad=(1, 1), layout="NHWC", name=name)
         return mx.sym.BatchNorm(x, axis=3, fix_gamma=False, name=f"{name}_bn")
@@ -148,18 +148,18 @@ def pooled() -> Any:
 
 @dataclass(frozen=True)
 class Network:
-    """That the sanitizers look at: training steps, and inference."""
+    """A network for the sanitizers: training steps and inference."""
 
     name: str
     network: Any
     size: tuple[int, int, int, int]
     dtype: str
     options: dict[str, Any] = field(default_factory=dict)
-    price: Price = own_kernels  # of what the GPU can take
+    price: Price = own_kernels  # of the candidates; default: all own kernels that the GPU can run
 
 
 def networks(**group: Any) -> tuple[Network, ...]:
-    """`group`: options of the one that is in a group."""
+    """`group`: options of the network in a group."""
     return (
         Network("all fusions", bottlenecks(), (3, 19, 23, 4), "float16"),
         Network("all fusions after ResNet's stem", bottlenecks(7), (3, 36, 38, 3), "float16",
@@ -178,12 +178,12 @@ def networks(**group: Any) -> tuple[Network, ...]:
 
 
 def graph_of(case: Network) -> tuple[Graph, dict[str, tuple[int, ...]]]:
-    """With its loss, and the shapes of what it reads."""
+    """The graph with its loss, and the shapes of its inputs."""
     return LOSSES.get(case.name, fused)(case.network), {"data": case.size, "softmax_label": case.size[:1]}
 
 
 def train(case: Network, cache: Path) -> None:
-    """Every kernel of training steps and of inference."""
+    """Run every kernel of training steps and of inference."""
     prices.repeatable = case.price  # type: ignore[assignment]
     graph, shapes = graph_of(case)
     step = TrainingStep(graph, shapes, StepOptions(case.dtype, deterministic=True, **case.options), cache_folder=cache)
@@ -221,7 +221,7 @@ def train_language_model(cache: Path) -> None:
 
 
 def infer_in_int8(name: str, kept: Kept, cache: Path) -> None:
-    # In networks other than ResNet-50 max pooling is by itself.
+    # In networks other than ResNet-50 the max pooling is not fused.
     pairs = ["QuantisedStemPool", "QuantisedPair", "QuantisedPairSum"]
     hopper = (*STREAMS, *SUMS, *(pairs if name == "resnet50" else ()))
 
@@ -235,7 +235,7 @@ def infer_in_int8(name: str, kept: Kept, cache: Path) -> None:
 
 
 def steps(cache: Path, **group: Any) -> dict[str, Callable[[], None]]:
-    """What the sanitizers look at, by name. Deterministic, so that no plans are timed, which takes minutes there."""
+    """The steps for the sanitizers, by name. Deterministic, so that no plans are timed: timing takes minutes there."""
     return {
         **{case.name: partial(train, case, cache) for case in networks(**group)},
         "language model": partial(train_language_model, cache),

@@ -1,5 +1,5 @@
-"""Softmax and sigmoids with their losses and gradients against float64 NumPy: random values, odd sizes,
-poisoned outputs, all dtypes."""
+"""Softmax and sigmoid with their losses and gradients against float64 NumPy: random values, odd sizes, poisoned
+outputs, all dtypes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 
 
 def ranked_labels(labels: np.ndarray, own_share: float) -> np.ndarray:
-    """Those that hits are counted for, as `Draws` says."""
+    """The labels for which hits are counted, see `Draws`."""
     if own_share == 0.5:
         return np.minimum(labels, labels[::-1])
     return labels if own_share > 0.5 else labels[::-1]

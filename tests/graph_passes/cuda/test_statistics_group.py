@@ -1,5 +1,5 @@
-"""BatchNorm statistics shared by a group of GPUs: the arithmetic, where the exchanges are in a step, and the exchange
-itself between streams of one GPU. tests/train/processes/test_multi_gpu.py has the same between GPUs."""
+"""BatchNorm statistics shared by a group of GPUs: the arithmetic, the places of the exchanges in a step, and the
+exchange itself between streams of one GPU. tests/train/processes/test_multi_gpu.py tests it between GPUs."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ EPS = 1e-5
 @pytest.mark.parametrize("members, rows, channels", [(2, 35, 3), (3, 8, 7), (8, 2, 1)])
 def test_what_members_share_gives_what_one_gpu_has_for_all_images(members: int, rows: int, channels: int,
                                                                   rng: np.random.Generator) -> None:
-    """The formulas of batch_norm.cuh and batch_norm_group.cu, with the group's statistics and means of sums in place of
-    a GPU's own, against the reference operators on the images of all members. The loss of all is the mean of theirs."""
+    """The formulas of batch_norm.cuh and batch_norm_group.cu, with the group's statistics and means of sums, against
+    the reference operators on the images of all members. The common loss is the mean of the members' losses."""
     random = rng
     symbol = mx.sym.BatchNorm(mx.sym.Variable("x"), axis=3, eps=EPS, fix_gamma=False, name="bn")
     node = Graph.from_json(symbol.tojson())["bn"]
     x = random.normal(random.normal(0, 2, (members, 1, 1, 1, channels)), 1.5, (members, rows, 1, 1, channels))
-    dy = random.normal(0.3, 1, x.shape)  # of each member's own loss
+    dy = random.normal(0.3, 1, x.shape)  # gradient of each member's own loss
     gamma = random.uniform(0.5, 1.5, channels)
     whole = x.reshape(-1, 1, 1, channels)
     statistics = batch_statistics(node, whole)
@@ -87,7 +87,7 @@ def test_no_sum_is_read_before_it_is_shared(depth: int, batch_norms: int, projec
     operations = {launch.operation for launch in launches}
     assert fused == ("dgrad_reduce" in operations) == ("norm_backward" in operations)
     check_memory(lowering.program)
-    # A gradient is handed over when it is the group's.
+    # A gradient is handed over only after the exchange.
     for name, number in lowering.ready.items():
         if store.gradients[name] in gradients:
             assert launches[number - 1] in exchanges, name
@@ -95,7 +95,8 @@ def test_no_sum_is_read_before_it_is_shared(depth: int, batch_norms: int, projec
 
 @pytest.mark.long
 def test_members_exchange_in_one_order_whatever_they_have_chosen() -> None:
-    """Each member times its own ways: another choice must not make it wait for other sums than its peers send."""
+    """Each member times its own candidates. A different choice must not make it wait for other sums than its peers
+    send."""
     orders = []
     for options in ({"fused": True}, {"fused": False}, {"fused": True, "deterministic": True}):
         lowering, store = lower(50, 4, 64, training=True, group=FAKE_GROUP, **options)  # type: ignore[arg-type]
@@ -134,7 +135,8 @@ def test_sizes_are_those_of_the_kernel() -> None:
 
 
 class FakeGpu:
-    """What `StatisticsGroup` asks of a GPU; `unreachable` and `closed` are bus ids and handles that it cannot use."""
+    """The parts of a GPU that `StatisticsGroup` uses; `unreachable` and `closed` are bus ids and handles that it cannot
+    use."""
 
     unreachable: str | None = None
     closed: bytes | None = None
@@ -205,11 +207,11 @@ class Member:
 
 @pytest.fixture
 def make_members(tmp_path: Any) -> Any:
-    """Members of one group, each with a stream of its own. Their kernel is loaded: later that would wait for a member
-    that waits for another one."""
+    """Members of one group, each with its own stream. Their kernel is loaded beforehand: loading it later would wait
+    for a member that waits for another one."""
     def make(count: int, limit_seconds: float = 5.0) -> list[Member]:
         cache = Cache("tests", tmp_path)
-        gpus = [Gpu() for _ in range(count)]  # streams made in a row do not queue behind each other
+        gpus = [Gpu() for _ in range(count)]  # streams created in a row do not share a queue
         members = [Member(KernelLibrary(gpu, cache), gpu, limit_seconds) for gpu in gpus]
         for own, member in enumerate(members):
             member.group.connect([other.group.mailbox for other in members], own)
@@ -225,7 +227,7 @@ def make_members(tmp_path: Any) -> Any:
 @pytest.mark.alone
 @pytest.mark.parametrize("count", [2, 3, 5])
 def test_exchange(make_members: Any, count: int, rng: np.random.Generator) -> None:
-    """Many in a row, of changing sizes, one member far ahead of the others at times."""
+    """Many exchanges in a row, of changing sizes, with one member sometimes far ahead of the others."""
     random = rng
     members = make_members(count)
     expected: list[np.ndarray] = []
@@ -264,7 +266,8 @@ def test_exchange(make_members: Any, count: int, rng: np.random.Generator) -> No
 @pytest.mark.parametrize("ratio", [1, 100, 1000])
 @pytest.mark.parametrize("count", [2, 5])
 def test_exchange_of_statistics(make_members: Any, count: int, ratio: int) -> None:
-    """Of members whose means differ and are `ratio` times their deviation; one has plain sums, as cuDNN leaves them."""
+    """The members' means differ and are `ratio` times their deviation. One member has plain sums, as cuDNN computes
+    them."""
     random = np.random.default_rng(ratio)
     rows, channels = 700, 300
     x = random.normal(ratio * random.choice([-1, 1], channels) + random.normal(0, 1, (count, 1, channels)), 1.0,
@@ -284,7 +287,7 @@ def test_exchange_of_statistics(make_members: Any, count: int, ratio: int) -> No
     zero, squares, mean = got[0].astype(np.float64)
     var = squares / rows
     assert not zero.any()
-    # What is sent is rounded: means to 2^-24 of themselves, by which the deviation of one from another is off.
+    # Sent values are rounded: means to 2^-24 of themselves, which is the error of their distances.
     assert np.max(np.abs(mean - x.mean((0, 1)))) < 4 * 2.0**-24 * ratio + 1e-6
     assert np.max(np.abs(var / x.var((0, 1)) - 1)) < 1e-5 + 8 * 2.0**-24 * ratio
     for member in members:
@@ -303,12 +306,12 @@ def test_a_lost_member_is_told_of_and_not_waited_for(make_members: Any) -> None:
     seconds = time.monotonic() - started
     assert 0.2 <= seconds < 1, "one wait, not twenty"
     assert np.isnan(present.gpu.download(sums[-1], (300,), np.float32)).all()
-    with pytest.raises(GraphError, match="^GPU 0 has waited 0.2 s for the BatchNorm statistics of another one of its "
+    with pytest.raises(GraphError, match="^GPU 0 has waited 0.2 s for the BatchNorm statistics of another GPU of its "
                                          "group of 2: .*go on from the last checkpoint"):
         present.group.check()
     absent.group.check()
     absent.group.give_up()
     started = time.monotonic()
-    absent.exchange(sums[0], values=300)  # the other one is far beyond this exchange
+    absent.exchange(sums[0], values=300)  # the other member is far beyond this exchange
     absent.gpu.synchronize()
     assert time.monotonic() - started < 0.2

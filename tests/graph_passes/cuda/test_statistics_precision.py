@@ -1,7 +1,8 @@
-"""BatchNorm's statistics where the mean is far above the deviation: the arithmetic of our kernels in NumPy, in fp32 and
-their order; and on a GPU every path that computes statistics, with a table of the errors (pytest -s).
+"""BatchNorm's statistics with a mean far above the deviation: the arithmetic of our kernels in NumPy, in fp32 and their
+order; and on a GPU every path that computes statistics, with a table of the errors (pytest -s).
 
-Against float64 on what the GPU itself has stored: in float16 a mean of 1,000 deviations leaves a digit or two of them.
+The reference is float64 on the values stored by the GPU: in float16, with a mean of 1,000 deviations, these have only a
+digit or two left.
 """
 
 from __future__ import annotations
@@ -26,26 +27,27 @@ from graph_passes.executors.cuda.kernels.batch_norm_relu_max_pool import STRIP, 
 from graph_passes.executors.cuda.kernels.stem import STEM_BLOCK, stem_work
 
 RATIOS = [1, 100, 1000]  # mean over deviation
-# Relative error of a variance from sums about a value near the mean: fp32 sums of some hundred thousand terms.
+# Bound for the relative error of a variance from sums about a value near the mean: fp32 sums of some hundred thousand
+# terms.
 NEAR = 1e-5
 EPS, MOMENTUM = 1e-5, 0.9
 
 
 def plain_bound(ratio: float) -> float:
-    """Of a variance from the sums of x and x * x in fp32: they may be off by 2^-17 of the mean square, 128 times what
-    rounding one number costs. cuDNN 9.19 on an H200: by up to 2^-17.9."""
+    """Bound for a variance from the sums of x and x * x in fp32: they may be off by 2^-17 of the mean square, 128 times
+    the cost of rounding one number. cuDNN 9.19 on an H200: up to 2^-17.9."""
     return 2.0**-17 * (1 + ratio**2)
 
 
 def of_unrounded(ratio: float, rows: int, dtype: str) -> float:
-    """How far a variance may lie from that of the stored values if it is of those before they were rounded: rounding
-    moves a value by up to half of PRECISION, at random; five deviations of the mean of `rows` such products."""
+    """How far the variance of unrounded values may be from the variance of the stored ones: rounding moves a value by
+    up to half of PRECISION, at random; five deviations of the mean of `rows` such products."""
     deviation = PRECISION[dtype] / np.sqrt(12) * np.sqrt(1 + ratio**2)
     return 5 * 2 * deviation / np.sqrt(rows)
 
 
 def variance(sums: np.ndarray, rows: int) -> np.ndarray:
-    """As `Forward` of batch_norm.cuh makes it, in fp32."""
+    """The variance as computed by `Forward` of batch_norm.cuh, in fp32."""
     from_near = sums[0] / np.float32(rows)
     return np.maximum(sums[1] / np.float32(rows) - from_near * from_near, np.float32(0))
 
@@ -54,8 +56,8 @@ def variance(sums: np.ndarray, rows: int) -> np.ndarray:
 
 
 def sums_in_order(x: np.ndarray, near: np.ndarray, blocks: int) -> np.ndarray:
-    """`batch_norm_statistics` and `reduce_over_rows`, in fp32: a thread adds up every (96 * blocks)-th row, then the 4
-    rows of a warp, the 24 warps, the blocks in 24 parts, and these."""
+    """`batch_norm_statistics` and `reduce_over_rows` in fp32: a thread adds every (96 * blocks)-th row; then the 4 rows
+    of a warp, the 24 warps, the blocks in 24 parts, and these parts are added."""
     rows_at_once = REDUCE_BLOCK[1] * blocks
     padded = np.zeros((-(-len(x) // rows_at_once) * rows_at_once, x.shape[1]), np.float32)
     padded[: len(x)] = x - near
@@ -72,7 +74,7 @@ def sums_in_order(x: np.ndarray, near: np.ndarray, blocks: int) -> np.ndarray:
 
 
 def in_turn(terms: np.ndarray | list[np.ndarray]) -> np.ndarray:
-    """Their sum, one after the other."""
+    """Their sum, added one after the other."""
     total = np.zeros_like(terms[0])
     for term in terms:
         total += term
@@ -80,7 +82,7 @@ def in_turn(terms: np.ndarray | list[np.ndarray]) -> np.ndarray:
 
 
 def far_from_zero(ratio: float, shape: tuple[int, ...], dtype: str, seed: int) -> np.ndarray:
-    """Values with a deviation of 1 and a mean of +-`ratio`, as the dtype holds them."""
+    """Values with a deviation of 1 and a mean of +-`ratio`, rounded to the dtype."""
     random = np.random.default_rng(seed)
     sign = random.choice([-1.0, 1.0], shape[-1])
     return rounded(random.normal(sign * ratio, 1.0, shape), dtype)
@@ -119,7 +121,8 @@ def together(parts: list[tuple[int, np.ndarray, np.ndarray]]) -> tuple[int, np.n
 
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_moments_of_warps_and_blocks_together(ratio: int) -> None:
-    """Each of 132 blocks has four warps, the last of them fewer pixels, or none; each sums about its first value."""
+    """Each of 132 blocks has four warps, the last of which have fewer pixels or none; each warp sums about its first
+    value."""
     x = far_from_zero(ratio, (132, 4, 500, 8), "float16", seed=ratio)
     counts = [[500, 500, 500, 0 if block == 7 else 311] for block in range(132)]
     blocks = []
@@ -163,12 +166,12 @@ def check(errors: list[str]) -> Report:
 
 
 def variance_from(saved: np.ndarray) -> np.ndarray:
-    """Of `saved` (2, C), whose second row is 1 / sqrt(var + eps)."""
+    """The variance from `saved` (2, C), whose second row is 1 / sqrt(var + eps)."""
     return saved[1] ** -2.0 - EPS
 
 
 def statistics_of_kernel(device: Device, x: np.ndarray, dtype: str) -> tuple[int, int]:
-    """Addresses of x (rows, C), and of its sums by `batch_norm_statistics`."""
+    """Addresses of x (rows, C), and of its sums from `batch_norm_statistics`."""
     rows, channels = x.shape
     tiles, blocks = -(-channels // 64), 132
     address, sums = device.put(x, dtype), device.poisoned((3, channels))
@@ -182,7 +185,7 @@ def statistics_of_kernel(device: Device, x: np.ndarray, dtype: str) -> tuple[int
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_statistics_and_what_reads_them(device: Device, check: Report, dtype: str, ratio: int) -> None:
-    """batch_norm_statistics; then BatchNorm alone, of a pair, and with max pooling."""
+    """batch_norm_statistics; then BatchNorm alone, in a pair, and with max pooling."""
     images, height, width, channels = 5, 202, 198, 64
     rows = images * height * width
     x = far_from_zero(ratio, (rows, channels), dtype, seed=ratio)
@@ -190,11 +193,11 @@ def test_statistics_and_what_reads_them(device: Device, check: Report, dtype: st
     address, sums = statistics_of_kernel(device, x, dtype)
     gamma, beta = device.put(np.ones(channels)), device.put(np.zeros(channels))
     options = ctypes.c_float(EPS), ctypes.c_float(MOMENTUM)
-    # An output is x * scale + shift, each of them rounded, and `ratio` times as large.
+    # An output is x * scale + shift; both are rounded, and `ratio` times as large as the output.
     exact = PRECISION[dtype] + 4 * 2.0**-24 * ratio + NEAR
 
     def outputs(shape: tuple[int, ...]) -> tuple[int, int, int, int]:
-        """y, what is kept, the running statistics, which begin as 0."""
+        """y, the saved tensor, and the running statistics, which begin as 0."""
         return (device.poisoned(shape, dtype), device.poisoned((2, channels)), device.zeros(4 * channels),
                 device.zeros(4 * channels))
 
@@ -245,7 +248,7 @@ def test_running_statistics_of_inference(device: Device, check: Report, ratio: i
 @pytest.mark.gpu
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_statistics_of_the_stem(device: Device, check: Report, ratio: int) -> None:
-    """The fourth channel of the images is 1, and its weight at the centre, which is never in the padding, the mean."""
+    """The images' fourth channel is 1, and its weight at the centre, which is never in the padding, is the mean."""
     n, height, width, filters = 16, 224, 224, 64
     image = height // 2, width // 2
     random = np.random.default_rng(ratio)
@@ -269,9 +272,9 @@ def test_statistics_of_the_stem(device: Device, check: Report, ratio: int) -> No
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_statistics_of_cudnn(device: Device, check: Report, tmp_path: Path, dtype: str, ratio: int) -> None:
-    """Sums of y and y * y, so that the variance loses ratio^2 of fp32's digits; which docs/cuda_executor.md says.
+    """cuDNN sums y and y * y, so the variance loses ratio^2 of fp32's digits, as docs/cuda_executor.md says.
 
-    The first channel of the data is 1, and its weight at the centre the mean.
+    The first channel of the data is 1, and its weight at the centre is the mean.
     """
     library = ConvolutionLibrary(device.gpu, Cache("tests", tmp_path), Arena(device.gpu), tf32=False)
     random = np.random.default_rng(ratio)

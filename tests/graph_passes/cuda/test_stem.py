@@ -30,7 +30,7 @@ def test_stem(device: Device, stem_dtype: str, height: int, width: int) -> None:
     data = rounded(random.normal(0, 1, (n, height, width, 4)), stem_dtype)
     w = rounded(random.normal(0, 0.1, (filters, 7, 7, 4)), stem_dtype)
     padded = np.pad(data, ((0, 0), (3, 3), (3, 3), (0, 0)))
-    # (N, rows, columns, 7, 7, 4): what each output pixel is made of
+    # (N, rows, columns, 7, 7, 4): the inputs of each output pixel
     windows = np.lib.stride_tricks.sliding_window_view(padded, (7, 7), (1, 2))[:, ::2, ::2].transpose(0, 1, 2, 4, 5, 3)
     wanted = np.einsum("nyxrsc,frsc->nyxf", windows, w, optimize=True)
     y, sums, tickets = device.poisoned(wanted.shape, stem_dtype), device.poisoned((3, filters)), device.zeros(4)
@@ -49,8 +49,8 @@ def test_stem(device: Device, stem_dtype: str, height: int, width: int) -> None:
     gamma, dgamma, dbeta = (random.normal(0, 1, filters).astype(np.float32) for _ in range(3))
     dz = rounded(random.normal(0, 1, (n, *pooled, filters)), stem_dtype)
     winner = random.integers(0, 9, dz.shape).astype(np.uint8)
-    winner[random.random(dz.shape) < 0.1] = 255  # nobody: ReLU lets nothing through
-    dy = np.zeros((n, image[0] + 2, image[1] + 2, filters))  # with the padding that no winner lies in
+    winner[random.random(dz.shape) < 0.1] = 255  # no winner: ReLU lets nothing through
+    dy = np.zeros((n, image[0] + 2, image[1] + 2, filters))  # including the padding, which no winner is in
     for at in np.ndindex(*dz.shape):
         place = int(winner[at])
         row, column = 2 * at[1] + place // 3, 2 * at[2] + place % 3

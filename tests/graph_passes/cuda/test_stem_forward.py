@@ -41,7 +41,7 @@ def test_stem_forward(device: Device, dtype: str, images: int, height: int, widt
                    shared_bytes=way.SHARED_BYTES)
         got, got_sums = device.get(y, wanted.shape, dtype), device.get(sums, (3, 64))
         results.append(got_sums)
-        # Rounding of what is stored, and fp32 sums of products in another order.
+        # Rounding of stored values, and fp32 sums of products in another order.
         assert relative_error(got, wanted) < PRECISION[dtype] + 2e-5, f"{way.grid[0]} blocks"
         assert not got_sums[0].any()
         assert relative_error(got_sums[2], got.mean((0, 1, 2))) < 1e-6
@@ -53,7 +53,7 @@ def test_stem_forward(device: Device, dtype: str, images: int, height: int, widt
 
 @pytest.mark.parametrize("images", [1, 8, 32, 64, 256, 1000])
 def test_strips(images: int) -> None:
-    """Every row of the output is in one; most teams are busy to the end."""
+    """Every row of the output is in exactly one strip, and most teams are busy to the end."""
     way = StemRows((images, 112, 112, 64), 132)
     strips = -(-112 // way.strip)
     teams = 132 * way.TEAMS

@@ -38,14 +38,14 @@ def test_stem_pool(device: Device, dtype: str, images: int, height: int, width: 
                    PooledImage.of(x.shape, wanted.shape), ctypes.c_int(images), ctypes.c_int(way.strip),
                    shared_bytes=way.SHARED_BYTES)
     got = device.get(y, wanted.shape, dtype)
-    # Rounding of what is stored, and fp32 sums of products in another order.
+    # Rounding of stored values, and fp32 sums of products in another order.
     assert relative_error(got, wanted) < PRECISION[dtype] + 2e-5
     assert np.abs(got - wanted).max() < 2 * PRECISION[dtype] * np.abs(wanted).max()
 
 
 @pytest.mark.parametrize("images", [1, 8, 32, 256, 1000])
 def test_strips(images: int) -> None:
-    """Every row of the output is in one; most teams are busy to the end."""
+    """Every row of the output is in exactly one strip, and most teams are busy to the end."""
     way = StemPool((images, 56, 56, 64), 132)
     strips = -(-56 // way.strip)
     teams = 132 * way.TEAMS

@@ -34,7 +34,7 @@ def test_stem_weights(device: Device, dtype: str, images: int, height: int, widt
     gamma, dgamma, dbeta = (random.normal(0, 1, 64).astype(np.float32) for _ in range(3))
     saved = np.stack([random.normal(0, 0.1, 64), random.uniform(0.5, 2, 64)]).astype(np.float32)
     rows = x[..., 0].size
-    dgamma, dbeta = dgamma * np.sqrt(rows), dbeta * np.sqrt(rows)  # as large as sums of so many are
+    dgamma, dbeta = dgamma * np.sqrt(rows), dbeta * np.sqrt(rows)  # the size of a sum of this many terms
     of_channels = (each.astype(np.float64) for each in (gamma, saved, dgamma, dbeta))
     (wanted,) = evaluate(NODE, [dz, winner, x, *of_channels, image])
 
@@ -60,7 +60,7 @@ def test_stem_weights(device: Device, dtype: str, images: int, height: int, widt
 
 
 def _winners(random: np.random.Generator, out: tuple[int, ...], pooled: tuple[int, ...]) -> np.ndarray:
-    """A pixel of each window, or nobody."""
+    """One winner per window, or none."""
     places = random.integers(0, 9, pooled)
     row, column = (2 * np.arange(pooled[axis]).reshape([-1 if axis == i else 1 for i in range(4)]) - 1 + place
                    for axis, place in ((1, places // 3), (2, places % 3)))
@@ -70,7 +70,7 @@ def _winners(random: np.random.Generator, out: tuple[int, ...], pooled: tuple[in
 
 @pytest.mark.parametrize("width, stages", [(224, 3), (256, 3), (96, 7), (340, 2), (500, 1)])
 def test_stages(width: int, stages: int) -> None:
-    """As many items as fit; one alone could not be copied ahead."""
+    """As many items as fit; with a single one nothing could be loaded ahead."""
     way = StemWeights((256, width // 2, width // 2, 64), 132)
     assert way.layout.stages == stages and way.fits == (stages > 1)
     assert way.grid == (132, 1, 1) and way.items == 256 * -(-(width // 2) // 2)

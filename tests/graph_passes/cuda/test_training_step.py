@@ -51,13 +51,14 @@ from train.models.resnet import resnet
 pytestmark = pytest.mark.gpu
 
 CLASSES = 10
-# Norm of the error over the norm, per tensor, against a reference that rounds where the device does. What is left is
-# the order of sums, and where it decides how a value is rounded, one unit in the last place, in ten layers.
+# Bound for the norm of the error relative to the norm, per tensor, against a reference that rounds where the device
+# does. The remaining error comes from the order of sums, and, if it decides a rounding, one unit in the last place, in
+# ten layers.
 SMALL = {"float16": 2e-2, "bfloat16": 1e-1, "float32": 1e-4}
-# Whole networks against unrounded fp32. Where the sign at a ReLU is a matter of rounding, all gradients below move:
-# (median, maximum) over the tensors. On an H200: fp32 2e-6 and 9e-6 (other batches: up to 1e-2, where one ReLU flips),
-# fp16 3.6e-2 to 5.3e-2 and 6.7e-2; PyTorch's automatic mixed precision has 4.1e-2 to 5.3e-2 and 7.3e-2.
-DROPS = 2**63 + 11  # the seed of what networks drop that do
+# Whole networks against unrounded fp32. If rounding decides the sign at a ReLU, all gradients below change: (median,
+# maximum) over the tensors. On an H200: fp32 2e-6 and 9e-6 (other batches: up to 1e-2, where one ReLU flips), fp16
+# 3.6e-2 to 5.3e-2 and 6.7e-2; PyTorch's automatic mixed precision has 4.1e-2 to 5.3e-2 and 7.3e-2.
+DROPS = 2**63 + 11  # seed of the Dropout masks
 WHOLE = {"float32": (1e-5, 2e-2), "float16": (8e-2, 1.2e-1)}
 
 
@@ -67,15 +68,15 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def fused(network: Any) -> Graph:
-    """A Symbol's graph; one that is a graph already is given as it is."""
+    """A Symbol as a graph; a graph is returned unchanged."""
     if isinstance(network, Graph):
         return network
     return passes.bn_relu(passes.bn_add_relu(Graph.from_json(network.tojson())))
 
 
 def small_network(channels: int = 16) -> Any:
-    """Every operator that has a lowering: strided, padded and dilated convolutions, all three BatchNorms, a projected
-    and a plain residual, both poolings, the classifier."""
+    """Every operator with a lowering: strided, padded and dilated convolutions, all three BatchNorms, a projected and a
+    plain residual, both poolings, the classifier."""
 
     def conv_bn(x: Any, name: str, filters: int, kernel: int, stride: int = 1, dilate: int = 1) -> Any:
         pad = (dilate * (kernel // 2),) * 2
@@ -96,8 +97,8 @@ def small_network(channels: int = 16) -> Any:
 
 def rounded_reference(graph: Graph, shapes: dict[str, tuple[int, ...]], values: dict[str, np.ndarray],
                       dtype: str) -> dict[str, np.ndarray]:
-    """Outputs of the training graph in float64, every tensor rounded to the type that the precision pass gives it, as
-    the device stores it. Against unrounded arithmetic, 16-bit types differ by some percent, whoever computes: rounding
+    """Outputs of the training graph in float64, with every tensor rounded to its type by the precision pass, as the
+    device stores it. Compared with unrounded arithmetic, any 16-bit implementation differs by some percent: rounding
     decides whether a ReLU near 0 lets a gradient through.
     """
     graph = pipeline.run(pipeline.FUSED, passes.draw_masks(graph, shapes["data"][0]))
@@ -139,9 +140,9 @@ def random_batch(shapes: dict[str, tuple[int, ...]], seed: int) -> tuple[np.ndar
     return data, random.integers(0, CLASSES, shapes["softmax_label"]).astype(np.float32)
 
 
-# With these seeds no ReLU is so near 0 that an error of 1e-6 in all tensors moves a gradient by half of SMALL (most
-# seeds have one: up to 30 % of a gradient in bf16). Where BatchNorm comes first there is always one in 16-bit types:
-# test_every_tensor_of_a_network_that_drops_follows_from_its_inputs has those.
+# With these seeds no ReLU is so near 0 that an error of 1e-6 in all tensors changes a gradient by half of SMALL (most
+# seeds have one: up to 30 % of a gradient in bf16). Networks that begin with BatchNorm always have one in 16-bit types;
+# test_every_tensor_of_a_network_that_drops_follows_from_its_inputs covers them.
 @pytest.mark.parametrize("network, size, seed, dtype", [
     pytest.param(network, size, seed, dtype, id=f"{name}-{dtype}")
     for name, network, size, seed, dtypes in (
@@ -172,7 +173,7 @@ def test_small_network_against_the_reference(cache: Path, network: Any, size: tu
     assert abs(top1 - wanted["top1"]) <= 1 and abs(top5 - wanted["top5"]) <= 1, "but for a near tie"
     got = step.get_gradients()
     assert got.keys() == params.keys()
-    if "c1_bn_beta" in got:  # of a constant that the next BatchNorm takes away: what is left of terms of this size
+    if "c1_bn_beta" in got:  # size of the terms that cancel: the next BatchNorm removes the constant
         limit = SMALL[dtype] * np.linalg.norm(gradients["c1_bn_gamma"])
         assert max(np.linalg.norm(grads.pop("c1_bn_beta")) for grads in (got, gradients)) < limit
     errors = {name: relative_error(grad, gradients[name]) for name, grad in got.items()}
@@ -186,7 +187,7 @@ def test_small_network_against_the_reference(cache: Path, network: Any, size: tu
     for name, grad in gradients.items():
         assert relative_error(got[name], 2 * grad) < SMALL[dtype], name
 
-    new_params, new_aux = step.get_params()  # inference with what the device has, on both sides
+    new_params, new_aux = step.get_params()  # inference with the device's values, on both sides
     oracle = create_executor("reference", graph, shapes, dtype="float64")
     oracle.set_params(new_params, new_aux)
     step.set_num_valid(size[0] - 1)
@@ -197,7 +198,8 @@ def test_small_network_against_the_reference(cache: Path, network: Any, size: tu
 
 
 def written_tensors(step: TrainingStep, shapes: dict[str, tuple[int, ...]]) -> dict[Ref, np.ndarray]:
-    """Every tensor that a pass writes, canonical, read right after the launch that writes it: memory is used again."""
+    """Every tensor that a pass writes, canonical, read right after the launch that writes it, because memory is
+    reused."""
     refs: dict[Any, list[Ref]] = {}
     for ref, buffer in step.training.buffers.items():
         refs.setdefault(buffer, []).append(ref)
@@ -218,8 +220,8 @@ def written_tensors(step: TrainingStep, shapes: dict[str, tuple[int, ...]]) -> d
 @pytest.mark.parametrize("name, dtype", [*itertools.product(("resnet18", "resnet50", "resnet50_v2"), DTYPES),
                                          ("resnet101", "float16")])
 def test_every_tensor_of_a_whole_network_follows_from_its_inputs(cache: Path, name: str, dtype: str) -> None:
-    """Forward and backward, operator by operator of the graph that runs: float64 applied to what the device has written
-    before, so that one ReLU whose sign is a matter of rounding does not move everything after it, as from end to end.
+    """Forward and backward, operator by operator of the graph that runs: float64 applied to the device's own inputs. So
+    one ReLU whose sign depends on rounding does not change everything after it, as it would end to end.
     """
     network, shapes = models.create(name, CLASSES, 0.1), {"data": (6, 49, 41, 3), "softmax_label": (6,)}
     check_every_tensor(cache, name, network, fused(network.symbol), shapes, dtype)
@@ -229,7 +231,7 @@ def test_every_tensor_of_a_whole_network_follows_from_its_inputs(cache: Path, na
 @pytest.mark.parametrize("name, dtype", [*itertools.product(("resnet18", "resnet50", "resnet50_v2"), DTYPES)])
 def test_every_tensor_of_a_frozen_network_follows_from_its_inputs(cache: Path, name: str, dtype: str,
                                                                  prefix: str) -> None:
-    """Likewise, on the weights that the frozen layers are folded into."""
+    """Likewise, with the folded weights of the frozen layers."""
     network, shapes = models.create(name, CLASSES, 0.1), {"data": (6, 49, 41, 3), "softmax_label": (6,)}
     check_every_tensor(cache, name, network, pipeline.run(pipeline.FUSED, passes.freeze(network.graph, prefix)), shapes,
                        dtype)
@@ -246,8 +248,8 @@ def test_every_tensor_of_a_network_that_drops_follows_from_its_inputs(cache: Pat
 @pytest.mark.parametrize("name, dtype", [*itertools.product(("resnet18", "resnet50"), ("float16", "bfloat16"))])
 def test_every_tensor_with_the_newest_kernels_follows_from_its_inputs(cache: Path, monkeypatch: pytest.MonkeyPatch,
                                                                      name: str, dtype: str) -> None:
-    """Likewise, with all of those that can take the place of others here, whether they are faster or not."""
-    # NormBackwardReduce would leave nothing of stage 2 to NormDgrad.
+    """Likewise, with all newest kernels that can replace others here, whether they are faster or not."""
+    # NormBackwardReduce would leave no place in stage 2 for NormDgrad.
     price = preferring(refusing(fewest, "NormBackward", "NormBackwardReduce"), *NEWEST)
     monkeypatch.setattr(prices, "repeatable", price)
     monkeypatch.setattr(Prices, "_times", Prices._ranks)
@@ -257,7 +259,7 @@ def test_every_tensor_with_the_newest_kernels_follows_from_its_inputs(cache: Pat
     assert launches.count("norm_relu_conv1x1") == (13 if name == "resnet50" else 0), "in stages 1 to 3"
     assert launches.count("norm_dgrad") >= (8 if name == "resnet50" else 0), "in stages 2 and 3"
     in_stage_1 = 3 if name == "resnet50" else 4
-    behind_norms = 3 if name == "resnet50" else 2  # what the others read is a sum
+    behind_norms = 3 if name == "resnet50" else 2  # the others read a sum
     assert launches.count("norm_conv3x3") == behind_norms
     assert launches.count("conv3x3_forward") == in_stage_1 - behind_norms
     assert launches.count("conv3x3_dgrad_reduce") == behind_norms
@@ -265,8 +267,8 @@ def test_every_tensor_with_the_newest_kernels_follows_from_its_inputs(cache: Pat
 
 
 def about_the_kink(node: Node, given: list[np.ndarray]) -> Iterator[list[np.ndarray]]:
-    """The inputs, and where ReLU's sign is made again from a BatchNorm's input, the same with the mean a rounding lower
-    and higher: for a pixel that lies at the mean, as bfloat16's few values do now and then, either sign is right."""
+    """The inputs; and, if a ReLU's sign is recomputed from a BatchNorm's input, also the inputs with the mean one
+    rounding lower and higher. For a pixel equal to the mean, which occurs in bfloat16, either sign is right."""
     yield given
     names = OPERATORS[node.op].input_names(node)
     for saved, beta in (("saved", "beta"), ("saved_2", "beta_2")):
@@ -278,7 +280,7 @@ def about_the_kink(node: Node, given: list[np.ndarray]) -> Iterator[list[np.ndar
 
 def check_every_tensor(cache: Path, name: str, network: models.network.Network, graph: Graph,
                        shapes: dict[str, tuple[int, ...]], dtype: str) -> list[str]:
-    """What it has launched."""
+    """Returns the launches."""
     seed, frozen = 50, roles.frozen(graph)
     random = np.random.default_rng(seed)
     params, aux = network.initial_values(seed=seed)
@@ -294,7 +296,7 @@ def check_every_tensor(cache: Path, name: str, network: models.network.Network, 
 
     whole = step.graph
     folded = passes.fold_bn_params(graph, params, aux, frozen_only=True)
-    aux = step.get_params()[1]  # as the pass that is looked at finds them
+    aux = step.get_params()[1]  # as the pass under test finds them
     values = {**params, **folded, **aux, "data": data, "softmax_label": label,
               "loss_scale": np.array([INITIAL_LOSS_SCALE]), SEED: words_of(DROPS)}
     device = written_tensors(step, {name: values[name].shape for name in whole.variables})
@@ -314,8 +316,8 @@ def check_every_tensor(cache: Path, name: str, network: models.network.Network, 
                 continue
             tensors[ref] = device[ref] if is_float else device[ref].astype(wanted.dtype)
             if is_float:
-                # What is left of terms that cancel is as far off as the terms are: the sums of v2's stem vanish, as a
-                # BatchNorm follows, whose gradient is orthogonal to what it reads. The terms' size is that of dy.
+                # The remainder of terms that cancel is as inaccurate as the terms: the sums of v2's stem vanish, since
+                # the BatchNorm that follows has a gradient orthogonal to its input. The terms have the size of dy.
                 is_sum = node.op.startswith("BatchNorm") and node.op.endswith("BackwardReduce")
                 terms = 0.1 * np.linalg.norm(inputs[0]) if is_sum else 0.0
                 size = max(np.linalg.norm(wanted), terms, 1e-30)
@@ -345,8 +347,8 @@ def check_every_tensor(cache: Path, name: str, network: models.network.Network, 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_fused_backward_pass(cache: Path, monkeypatch: pytest.MonkeyPatch, network: Any, reduces: int, streams: int,
                              from_norm: int, dtype: str) -> None:
-    """With every fusion that may be taken, and with none: the same gradients. (Here rounding in the
-    forward pass alone moves them by 4 % in fp16 and 10 % in bf16: a reference that rounds elsewhere says less.)"""
+    """With every possible fusion and with none: the gradients agree. (Rounding in the forward pass alone changes them
+    by 4 % in fp16 and 10 % in bf16, so a reference that rounds elsewhere would say less.)"""
     check_prices(cache, monkeypatch, network, dtype, ("dgrad_reduce", "dgrad_stream", "norm_backward"),
                  {repeatable: [0, 0, 0], repeatable_fusions: [reduces, 0, from_norm],
                   streamed_gradients: [reduces - streams, streams, from_norm]})
@@ -366,7 +368,7 @@ def test_fused_backward_pass_in_clusters(cache: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_norm_conv1x1_in_a_step(cache: Path, monkeypatch: pytest.MonkeyPatch, network: Any, places: int,
                                 dtype: str) -> None:
-    """And with the two launches that it stands for."""
+    """Against the two separate launches."""
     two_launches = refusing(own_kernels, "NormConv1x1", "NormConv1x1Pair")
     check_prices(cache, monkeypatch, network, dtype, ("norm_conv1x1",), {two_launches: [0], own_kernels: [places]})
 
@@ -377,7 +379,7 @@ def test_norm_conv1x1_in_a_step(cache: Path, monkeypatch: pytest.MonkeyPatch, ne
                                      pytest.param(bottlenecks(7, width=256), id="wider")])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_norm_relu_conv1x1_in_a_step(cache: Path, monkeypatch: pytest.MonkeyPatch, network: Any, dtype: str) -> None:
-    """And with the two launches that it stands for. From 256 channels others read what lies between the two."""
+    """Against the two separate launches. From 256 channels on, other nodes read the tensor in between."""
     fused = "NormReluConv1x1", "NormReluConv1x1 without output"
     check_prices(cache, monkeypatch, network, dtype, ("norm_relu_conv1x1",),
                    {refusing(own_kernels, *fused): [0], own_kernels: [3]})
@@ -385,7 +387,7 @@ def test_norm_relu_conv1x1_in_a_step(cache: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_norm_conv3x3_in_a_step(cache: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
-    """And with the two launches that it stands for."""
+    """Against the two separate launches."""
     two_launches = refusing(own_kernels, "NormConv3x3")
     check_prices(cache, monkeypatch, bottlenecks(7), dtype, ("norm_conv3x3", "conv3x3_forward"),
                  {two_launches: [0, 3], own_kernels: [3, 0]})
@@ -393,8 +395,8 @@ def test_norm_conv3x3_in_a_step(cache: Path, monkeypatch: pytest.MonkeyPatch, dt
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_norm_dgrad_in_a_step(cache: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
-    """And with the launches that it stands for. In the first block the BatchNorm is one of a pair, of which the other
-    is in one launch with both gradients of its convolution."""
+    """Against the separate launches. In the first block the BatchNorm is in a pair; the other BatchNorm of the pair is
+    fused with both gradients of its convolution."""
     separate = refusing(own_kernels, "NormDgrad")
     check_prices(cache, monkeypatch, bottlenecks(7, width=256), dtype, ("norm_dgrad",),
                  {separate: [0], own_kernels: [3]})
@@ -402,21 +404,23 @@ def test_norm_dgrad_in_a_step(cache: Path, monkeypatch: pytest.MonkeyPatch, dtyp
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_conv3x3_dgrad_reduce_in_a_step(cache: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
-    """And with the two launches that it stands for. The first convolution, over 4 channels, is none of 3x3."""
+    """Against the two separate launches. The first convolution, with 4 channels, does not count as 3x3."""
     check_prices(cache, monkeypatch, bottlenecks(7), dtype, ("conv3x3_dgrad", "conv3x3_dgrad_reduce"),
                  {gradients_alone: [3, 0], own_kernels: [0, 3]})
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_convolution_whose_data_are_added_too(cache: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
-    """On more tiles than the GPU works on at a time, of which the later ones read what none may have written over."""
+    """On more tiles than the GPU processes at a time: later tiles read data that earlier ones must not have
+    overwritten."""
     check_prices(cache, monkeypatch, single_convolutions(CLASSES), dtype, ("dgrad_reduce", "dgrad_stream"),
                  {repeatable: [0, 0], repeatable_fusions: [1, 0], streamed_gradients: [0, 1]}, size=(64, 56, 56, 4))
 
 
 def check_prices(cache: Path, monkeypatch: pytest.MonkeyPatch, network: Any, dtype: str, counted: tuple[str, ...],
                  choices: dict[Any, list[int]], size: tuple[int, ...] = (5, 19, 23, 4)) -> None:
-    """The same gradients by every price as by the first. `choices`: how often each takes the `counted` launches."""
+    """The gradients by every price equal those by the first. `choices`: how often each price takes the `counted`
+    launches."""
     graph, shapes = fused(network), {"data": size, "softmax_label": size[:1]}
     params, aux = random_state(graph, shapes, seed=3)
     data, label = random_batch(shapes, seed=4)
@@ -430,7 +434,7 @@ def check_prices(cache: Path, monkeypatch: pytest.MonkeyPatch, network: Any, dty
         step.load(data, label)
         step.set_seed(DROPS)
         step.forward_backward()
-        step.forward_backward()  # partial sums and tickets as the first pass left them
+        step.forward_backward()  # partial sums and tickets as left by the first pass
         gradients.append(step.get_gradients())
     for others in gradients[1:]:
         errors = {name: relative_error(others[name], grad) for name, grad in gradients[0].items()}
@@ -441,12 +445,12 @@ def check_prices(cache: Path, monkeypatch: pytest.MonkeyPatch, network: Any, dty
 @pytest.mark.parametrize("dtype", WHOLE)
 @pytest.mark.parametrize("name", ["resnet18", "resnet50", "resnet101", "resnext50_32x4d", "resnet50d"])
 def test_whole_network_against_mxnet_on_the_cpu(cache: Path, name: str, dtype: str) -> None:
-    """Networks whose branches begin with 0. Others, as those of v2, tell nothing so: where MXNet's own weights differ
-    by 1e-7, the gradients of ResNet-50 v2 differ by 0.8 % in the median (those of ResNet-50 by 1e-6)."""
+    """Networks whose branches start at 0. Others, such as v2, cannot be compared: if MXNet's own weights differ by
+    1e-7, the gradients of ResNet-50 v2 differ by 0.8 % in the median (those of ResNet-50 by 1e-6)."""
     network, shapes = models.create(name, CLASSES, 0.1), {"data": (8, 64, 64, 3), "softmax_label": (8,)}
     graph = fused(network.symbol)
-    # With seed 50 ResNet-50-D has a ReLU at 3e-6 in its last stage, which two ways to add up in fp32 put on either side
-    # of 0: one of 33,000 gradients there, so 0.6 % of all that follows from it. With 52 the nearest is at 1e-5.
+    # With seed 50 ResNet-50-D has a ReLU at 3e-6 in its last stage, which two orders of fp32 sums put on different
+    # sides of 0: one of 33,000 gradients there, so 0.6 % of everything that follows. With 52 the nearest is at 1e-5.
     seed = 52 if name == "resnet50d" else 50
     params, aux = network.initial_values(seed)
     data, label = random_batch(shapes, seed)
@@ -476,7 +480,7 @@ def test_whole_network_against_mxnet_on_the_cpu(cache: Path, name: str, dtype: s
 def test_folded_inference_of_a_trained_network(cache: Path, name: str, dtype: str) -> None:
     """Against the unfolded network in fp32 on the CPU, with weights and statistics after ten steps. Probabilities: each
     of up to 50 layers rounds its output once, to 2^-11 (fp16) or 2^-8 (bf16); folding rounds other weights. (Larger
-    steps make the answers of v2, which has no BatchNorm behind its sums, all but certain.)"""
+    steps would make the answers of v2, which has no BatchNorm after its sums, almost certain.)"""
     network, shapes = models.create(name, CLASSES), {"data": (9, 64, 64, 3), "softmax_label": (9,)}
     graph = fused(network.symbol)
     step = TrainingStep(graph, shapes, StepOptions(dtype, tf32=False), cache_folder=cache)
@@ -500,10 +504,10 @@ def test_folded_inference_of_a_trained_network(cache: Path, name: str, dtype: st
 
 @pytest.mark.alone
 def test_the_largest_batch_computes_what_two_of_its_images_do(cache: Path) -> None:
-    """2,674 images of 224 pixels, which are the same two again and again: 2^31 numbers in the first convolution. Sums
-    of so many are rounded in another way, and after three layers so are all 16-bit values: about one ReLU in 1,000 then
-    switches, and gradients move by some percent (by 5 in an emulation with the reference executor). How far, two
-    images tell whose gammas are moved by one rounding of fp32; the many may be twice as far away."""
+    """2,674 images of 224 pixels, which repeat the same two: 2^31 numbers in the first convolution. Sums of so many
+    terms are rounded differently, and after three layers so are all 16-bit values: about one ReLU in 1,000 then
+    switches, and gradients change by some percent (by 5 in an emulation with the reference executor). The bound comes
+    from two images with gammas changed by one rounding of fp32; the large batch may differ twice as much."""
     graph, results = fused(bottlenecks(7, CLASSES)), []
     data, label = random_batch({"data": (2, 224, 224, 4), "softmax_label": (2,)}, seed=2)
     for images, factor in ((2, 1.0), (2, 1 + 2.0**-23), (2674, 1.0)):
@@ -538,7 +542,7 @@ RULES = {
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_fifty_optimizer_steps_against_numpy(cache: Path, dtype: str, rule: Rule, clip_norm: float) -> None:
-    """In float64, from the gradients that the device has: tests/graph_passes/test_optimizers.py tests the formulas."""
+    """In float64, from the device's gradients; tests/graph_passes/test_optimizers.py tests the formulas."""
     graph, shapes = fused(small_network(8)), {"data": (8, 16, 16, 3), "softmax_label": (8,)}
     config = OptimizerConfig(rule, clip_norm=clip_norm)
     step = TrainingStep(graph, shapes, StepOptions(dtype, optimizer=config), cache_folder=cache)
@@ -556,7 +560,7 @@ def test_fifty_optimizer_steps_against_numpy(cache: Path, dtype: str, rule: Rule
         step.update(rate, gradient_scale=0.5)
         step.read_metrics()
         assert step.gradient_norm == (pytest.approx(oracle.gradient_norm, rel=1e-5) if clip_norm else None)
-        if number == 20:  # as a run that is resumed
+        if number == 20:  # as when a run is resumed
             state, scalars = step.get_state(), step.optimizer.get_scalars()
             assert scalars.get("updates") == (21 if rule.counts else None)
             step.set_optimizer(config)
@@ -570,7 +574,7 @@ def test_fifty_optimizer_steps_against_numpy(cache: Path, dtype: str, rule: Rule
 
 
 def test_another_optimizer_begins_anew(cache: Path) -> None:
-    """One that keeps the same goes on with it."""
+    """An optimizer with the same state continues with it."""
     graph, shapes = fused(small_network(8)), {"data": (8, 16, 16, 3), "softmax_label": (8,)}
     step = TrainingStep(graph, shapes, StepOptions("float32"), cache_folder=cache)
     step.set_params(*random_state(graph, shapes, seed=1))
@@ -603,7 +607,7 @@ def test_an_overflow_skips_the_step_and_halves_the_loss_scale(cache: Path, rule:
     broken[0, 0, 0, 0] = np.inf
     step.load(broken, label)
     step.forward_backward()
-    step.update(0.1, ema_decay=0.75)  # of averages that begin as 0
+    step.update(0.1, ema_decay=0.75)  # averages that begin as 0
     state, after = step.optimizer.read_state(), step.get_params()[0]
     step.swap_ema()
     ema = step.get_params()[0]
@@ -624,7 +628,7 @@ def test_an_overflow_skips_the_step_and_halves_the_loss_scale(cache: Path, rule:
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_steps_that_overflow_for_ever_are_counted(cache: Path, rule: Rule) -> None:
-    """A gradient beyond float16 at a loss scale of 1, of a loss that is finite: the metrics tell."""
+    """A gradient is beyond float16 at a loss scale of 1 although the loss is finite: the metrics show it."""
     graph, shapes = fused(small_network(8)), {"data": (4, 16, 16, 3), "softmax_label": (4,)}
     step = TrainingStep(graph, shapes, StepOptions("float16", optimizer=OptimizerConfig(rule)), cache_folder=cache)
     params, aux = random_state(graph, shapes, seed=1)
@@ -647,8 +651,8 @@ def test_steps_that_overflow_for_ever_are_counted(cache: Path, rule: Rule) -> No
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_convolutions_with_bias(cache: Path, dtype: str) -> None:
-    """As Gluon makes them: in front of a BatchNorm, where a bias has no gradient and moves the running mean only, and
-    without one. Against MXNet in fp32, from which fp16 differs by 1e-3: there is one ReLU only."""
+    """As in Gluon's networks: a bias before a BatchNorm has no gradient and only moves the running mean; another bias
+    has no BatchNorm after it. Against MXNet in fp32; fp16 differs by 1e-3, because there is only one ReLU."""
     x = mx.sym.Convolution(mx.sym.Variable("data"), num_filter=16, kernel=(3, 3), layout="NHWC", name="first")
     x = mx.sym.relu(mx.sym.BatchNorm(x, axis=3, fix_gamma=False, momentum=0.5, name="bn"))
     x = mx.sym.Convolution(x, num_filter=8, kernel=(3, 3), stride=(2, 2), layout="NHWC", name="last")
@@ -677,8 +681,8 @@ def test_convolutions_with_bias(cache: Path, dtype: str) -> None:
 
 @pytest.mark.alone
 def test_images_of_other_sizes(cache: Path) -> None:
-    """Training goes from size to size, with inference at yet another one in between, to the bits of steps that were
-    made for these sizes; what was compiled for the sizes before is given back."""
+    """Training changes sizes, with inference at a further size in between. The bits are those of steps made for these
+    sizes, and graphs compiled for earlier sizes are freed."""
     graph, shapes = fused(small_network(8)), {"data": (6, 24, 24, 3), "softmax_label": (6,)}
 
     def make(size: int) -> TrainingStep:
@@ -718,7 +722,7 @@ def test_images_of_other_sizes(cache: Path) -> None:
 @pytest.mark.parametrize("rule", [SGD(), LARS(), AdamW(), LAMB(), Lion()],
                          ids=["sgd", "lars", "adamw", "lamb", "lion"])
 def test_deterministic_runs_give_equal_bits(cache: Path, tmp_path: Path, rule: Rule) -> None:
-    """Whatever the cache holds, and with a batch that is many blocks of every kernel."""
+    """Whatever the cache contains, and with a batch that takes many blocks of every kernel."""
     symbol, shapes = resnet(18, CLASSES), {"data": (201, 64, 64, 3), "softmax_label": (201,)}
     graph = fused(symbol)
     results = []

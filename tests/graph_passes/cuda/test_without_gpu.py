@@ -1,4 +1,4 @@
-"""What of the cuda executor needs no GPU: the lowering of whole networks, memory, parameters, the cache."""
+"""The part of the cuda executor that needs no GPU: the lowering of whole networks, memory, parameters, the cache."""
 
 from __future__ import annotations
 
@@ -62,23 +62,23 @@ class FakeConvolutions:
 
 
 def _sizes(buffers: Sequence[Buffer]) -> list[tuple[tuple[int, ...], str]]:
-    """Shapes and dtypes. A batch's sums have two rows or three, which takes no other time."""
+    """Shapes and dtypes. A batch's sums have two or three rows, which does not change the time."""
     return [((2, *buffer.shape[1:]) if len(buffer.shape) == 2 and buffer.shape[0] == 3 else buffer.shape, buffer.dtype)
             for buffer in buffers]
 
 
-# Fusions that are taken by a clock alone, but cuDNN's own and the stem's.
+# Fusions that only timing takes, except cuDNN's own and the stem's.
 BY_THE_CLOCK = (*NEWEST, *OWN_FORMS, "DgradReduce", "NormBackward", "NormBackwardReduce", "StemPool")
 OF_OUR_OWN = (*NEWEST, *OWN_FORMS, "StemPool")
 
 
 class FakePlanner:
-    """Takes as few launches as the GPU can, our own forward kernels and the `NEWEST` only with `own_kernels`; without
-    `fused` only what is one in the forward pass or the stem's."""
+    """Prices by which the fewest launches are taken; our own forward kernels and `NEWEST` only with `own_kernels`.
+    Without `fused`, only fusions of the forward pass or the stem."""
 
     def __init__(self, fused: bool, deterministic: bool = False, own_kernels: bool = False) -> None:
         self.fused, self.deterministic, self.own_kernels = fused, deterministic, own_kernels
-        self.asked: dict[str, Any] = {}  # problem -> what it launches
+        self.asked: dict[str, Any] = {}  # problem -> its launches
 
     def times(self, problems: dict[str, Any], others: Sequence[Any] = ()) -> dict[str, float]:
         return {problem: self._time(problem, lower) for problem, lower in problems.items()}
@@ -96,13 +96,13 @@ class FakePlanner:
 
 
 def _is_one_of(problem: str, labels: Sequence[str]) -> bool:
-    """Does the problem name one of these kernels, whose names may begin alike?"""
+    """Whether the problem names one of these kernels (some names are prefixes of others)."""
     found = [label for label in {*BY_THE_CLOCK, *OF_OUR_OWN} if problem.startswith(f"{label} ")]
     return max(found, key=len, default="") in labels
 
 
 class CountingGpu:
-    """Memory that is only counted, and work that is done at once."""
+    """Memory is only counted, and work is done at once."""
 
     num_multiprocessors = 132
 
@@ -168,7 +168,7 @@ def lower_graph(graph: Graph, shapes: dict[str, tuple[int, ...]], training: bool
 
 @dataclass
 class Lowered:
-    """A graph on its way to a GPU."""
+    """A graph during lowering."""
 
     program: Program
     ready: dict[str, int]
@@ -178,7 +178,8 @@ class Lowered:
 
 
 def test_plans_get_the_addresses_of_their_operands(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the order of `Plan.enqueue`; that with statistics its sums as two, the second half of the buffer's bytes."""
+    """In the order of `Plan.enqueue`. A plan with statistics gets its sums as two addresses; the second is in the
+    middle of the buffer."""
     given: list[tuple[str, tuple[int, ...], int]] = []
 
     def plan(self: FakeConvolutions, problem: Any) -> Any:
@@ -215,8 +216,8 @@ def test_nothing_is_fused_by_its_speed_where_runs_are_to_be_repeatable() -> None
 @pytest.mark.parametrize("capability, shared_kib", [((7, 5), 64), ((8, 0), 163), ((8, 6), 99), ((8, 9), 99),
                                                     ((9, 0), 227), ((10, 0), 227), ((12, 0), 99)])
 def test_what_a_gpu_cannot_take_is_not_taken(capability: tuple[int, int], shared_kib: int) -> None:
-    """Neither older nor newer GPUs have the instructions of Hopper, the oldest not those of the stem's kernels either:
-    there the same step is lowered without them. test_compile.py compiles for each of these GPUs what is left."""
+    """Neither older nor newer GPUs have Hopper's instructions; the oldest lack those of the stem's kernels, too. There
+    the step is lowered without them. test_compile.py compiles the remaining kernels for each of these GPUs."""
     lowering, _ = lower(50, 4, 224, training=True, fused=True, capability=capability, shared_kib=shared_kib)
     operations = {launch.operation for launch in lowering.program.launches}
     hopper, stem = {"dgrad_reduce", "norm_backward"}, {"stem_fprop", "stem_wgrad"}
@@ -241,7 +242,7 @@ def test_launches_of_a_training_step(depth: int, batch_norms: int, projections: 
     with_sums = operations.count("fprop_stats") + operations.count("stem_fprop")
     assert with_sums == batch_norms, "the statistics of every BatchNorm come with its convolution"
     assert operations.count("wgrad") == batch_norms and operations.count("dgrad") == batch_norms
-    alone = batch_norms - 1 - 2 * projections  # without the stem's, and those that are summed up in one launch
+    alone = batch_norms - 1 - 2 * projections  # without the stem's, and without those that are summed in one launch
     assert operations.count("batch_norm_apply") == operations.count("batch_norm_backward_apply") == alone
     assert operations.count("batch_norm_pair_apply") == projections
     assert operations.count("batch_norm_pair_backward_apply") == projections
@@ -255,7 +256,7 @@ def test_launches_of_a_training_step(depth: int, batch_norms: int, projections: 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
 def test_launches_of_the_losses(training: bool) -> None:
-    """Each its kernel; the softmax without weights is the instance that knows of none, and so it is in inference."""
+    """One kernel for each loss. Without weights, and in inference, the softmax is the instance without weights."""
     plain = passes.bn_relu(passes.bn_add_relu(Graph.from_json(resnet(18, 1000).tojson())))
     shapes = {"data": (4, 64, 64, 3), "softmax_label": (4,)}
     kernels = {}
@@ -304,8 +305,8 @@ def test_inference_that_ends_at_the_features(dtype: str) -> None:
 
 @pytest.mark.parametrize("training, operation", [(False, "conv1x1_forward"), (True, "dgrad_stream")])
 def test_the_data_of_a_convolution_are_not_written_over(training: bool, operation: str) -> None:
-    """What is added in y = relu(conv(x) + b) gives its place to y, but not if it is x, of which y needs other elements
-    too. Likewise in y = conv(x) + x, where the gradient of x takes that of y twice."""
+    """The addend of y = relu(conv(x) + b) may be overwritten by y, but not if it is x, of which y also needs other
+    elements. Likewise in y = conv(x) + x, where the gradient of x takes y's gradient twice."""
     def conv_bn(x: Any, name: str, kernel: int) -> Any:
         x = mx.sym.Convolution(x, kernel=(kernel, kernel), pad=(kernel // 2, kernel // 2), num_filter=256,
                                no_bias=True, layout="NHWC", name=name)
@@ -336,7 +337,7 @@ def test_the_data_of_a_convolution_are_not_written_over(training: bool, operatio
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name, grouped, averages", [("resnext50_32x4d", 16, 0), ("resnet50d", 0, 3)])
 def test_grouped_convolutions_and_average_pooling(name: str, grouped: int, averages: int, training: bool) -> None:
-    """Nothing is fused into a convolution with groups, of whose weight each group has its share of the channels."""
+    """Nothing is fused into a grouped convolution. Each group has its share of the weight's channels."""
     graph = passes.bn_relu(passes.bn_add_relu(models.create(name).graph))
     graph = graph if training else passes.fold_bn(graph)
     shapes: dict[str, tuple[int, ...]] = {"data": (4, 65, 65, 3), "softmax_label": (4,)}
@@ -357,11 +358,11 @@ def test_grouped_convolutions_and_average_pooling(name: str, grouped: int, avera
 
 @pytest.mark.parametrize("name, convolutions, sums", [("resnet18_v2", 20, 8), ("resnet50_v2", 53, 16)])
 def test_a_pre_activation_network(name: str, convolutions: int, sums: int) -> None:
-    """A BatchNorm that reads a sum has statistics of its own, and stays in inference: no convolution is before it. Its
-    backward pass adds the gradient that goes past it: the only sums of two launches are those of the forward pass."""
+    """A BatchNorm that reads a sum computes its own statistics, and stays in inference because no convolution precedes
+    it. Its backward pass adds the shortcut's gradient, so only sums of the forward pass are separate launches."""
     graph = passes.bn_relu(passes.bn_add_relu(models.create(name).graph))
     norms = graph.operators()["BatchNormRelu"]
-    alone = sums + 1  # in each block and behind the last; the first of them reads the stem's max pooling
+    alone = sums + 1  # in each block and after the last; the first of them reads the stem's max pooling
     shapes: dict[str, tuple[int, ...]] = {"data": (4, 64, 64, 3), "softmax_label": (4,)}
     lowering, store = lower_graph(graph, shapes, training=True, fused=True)
     operations = Counter(launch.operation for launch in lowering.program.launches)
@@ -369,7 +370,7 @@ def test_a_pre_activation_network(name: str, convolutions: int, sums: int) -> No
     assert operations["stem_fprop"] + operations["fprop_stats"] == norms - alone
     assert operations["stem_fprop"] + operations["fprop_stats"] + operations["fprop"] == convolutions + 1
     assert operations["add"] == sums
-    # In each block but those with a projection, whose shortcut reads what the BatchNorm gives.
+    # In each block except those with a projection, whose shortcut reads the BatchNorm's output.
     assert sum(node.op.endswith("BackwardApplyAdd") for node in lowering.graph) == sums - 4
     assert lowering.ready.keys() == store.parameters.keys()
     check_memory(lowering.program)
@@ -386,8 +387,8 @@ def test_a_pre_activation_network(name: str, convolutions: int, sums: int) -> No
                                                   ("resnet50_v2", "image", 2 * 15)])
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_network_that_drops(name: str, mode: Any, products: int, fused: bool) -> None:
-    """The launches of the same network, and two for the masks and two for dropout; where branches end in a BatchNorm,
-    the products with masks are in its launches."""
+    """The launches of the same network, plus two for the masks and two for dropout. Where branches end in a BatchNorm,
+    its launches include the products with masks."""
     plain = models.create(name).graph
     graph = passes.dropout(passes.stochastic_depth(plain, 0.2, mode), 0.1)
     shapes: dict[str, tuple[int, ...]] = {"data": (4, 96, 96, 3), "softmax_label": (4,)}
@@ -429,8 +430,8 @@ def test_inference_takes_over_every_parameter() -> None:
 @pytest.mark.parametrize("name", ["resnet50", "resnet50d", "resnet50_v2"])
 @pytest.mark.parametrize("prefix", ["stem", "stage2", "backbone"])
 def test_a_frozen_network(name: str, prefix: str) -> None:
-    """Its convolutions are those of inference, on weights of their own where a BatchNorm is folded into them; what is
-    frozen has no gradient, and nothing of an optimizer."""
+    """Frozen convolutions are those of inference, with their own weights if a BatchNorm is folded into them. Frozen
+    parameters have no gradient and no optimizer state."""
     whole = models.create(name).graph
     shapes: dict[str, tuple[int, ...]] = {"data": (4, 64, 64, 3), "softmax_label": (4,)}
     graph = pipeline.run(pipeline.FUSED, passes.freeze(whole, prefix))
@@ -465,8 +466,8 @@ def test_the_stem_is_ours_where_its_rows_are_aligned_and_fit(size: int, is_ours:
 
 
 def test_launches_of_the_fused_backward_pass() -> None:
-    """Gradients of the data of 1x1 convolutions come with the sums of the BatchNorm that reads them; in stages
-    1 and 2 one launch goes from a BatchNorm to the one before the convolution before it. Nothing is done twice or left
+    """Gradients of the data of 1x1 convolutions come with the sums of the BatchNorm that reads them. In stages 1 and 2
+    one launch goes from a BatchNorm through a convolution to the preceding BatchNorm. Nothing is done twice or left
     out."""
     lowering, store = lower(50, 256, 224, training=True, fused=True)
     launches = lowering.program.launches
@@ -488,7 +489,7 @@ def test_launches_of_the_fused_backward_pass() -> None:
 
 
 def test_a_grid_without_blocks_is_no_launch() -> None:
-    """As for moving averages of running statistics, where all of these are frozen."""
+    """For example moving averages of running statistics if all of these are frozen."""
     launched: list[Any] = []
     kernel = Kernel.__new__(Kernel)
     kernel.__dict__.update(_gpu=SimpleNamespace(launch=lambda *arguments: launched.append(arguments[1])),
@@ -499,13 +500,13 @@ def test_a_grid_without_blocks_is_no_launch() -> None:
 
 
 def test_launches_of_our_own_kernels() -> None:
-    """Where the GPU has the instructions for them."""
+    """If the GPU has the instructions for them."""
     graph, shapes = Graph.from_json(resnet(50, 1000).tojson()), {"data": (16, 224, 224, 3), "softmax_label": (16,)}
     folded = passes.fold_bn(pipeline.run(pipeline.FUSED, graph))
-    sums = 3  # in the first block of stages 1 to 3: of the last there are more weights than a block can keep
-    pairs = 3 - 1  # likewise in stage 1, but for what is such a sum
+    sums = 3  # in the first block of stages 1 to 3; the last stage's has more weights than a block can keep
+    pairs = 3 - 1  # likewise in stage 1, except for such sums
     norms = 3 + 4 + 5  # in training the first of a block, after every block of stages 1 and 2, and within stage 3
-    within = 3 + 4 + 6  # the last of a block, but of those of stage 4 there are too many weights
+    within = 3 + 4 + 6  # the last of a block, except in stage 4, which has too many weights
     for capability, training, wanted in ((HOPPER, True, 34 - norms - within), (HOPPER, False, 34 - sums - 2 * pairs),
                                          ((8, 0), True, 0)):
         lowering, _ = lower_graph(pipeline.run(pipeline.FUSED, graph) if training else folded, shapes, training,
@@ -532,7 +533,8 @@ def test_launches_of_our_own_kernels() -> None:
 
 
 def test_what_the_sanitizers_look_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Can be lowered, for training and inference, and has each kernel of ours that the operators of images have."""
+    """The networks for the sanitizers can be lowered, for training and inference, and contain each of our kernels for
+    image operators."""
     used: set[str] = set()
 
     def get(self: FakeKernels, source: str, kernel: str) -> Any:
@@ -546,7 +548,8 @@ def test_what_the_sanitizers_look_at(monkeypatch: pytest.MonkeyPatch) -> None:
         lower_graph(graph, shapes, True, case.dtype, deterministic=True)
         folded = passes.fold_bn(pipeline.run(pipeline.FUSED, passes.remove_dropout(graph)))
         lower_graph(folded, shapes, False, case.dtype, deterministic=True)
-    others = ("batch_norm_group.cu", "embedding.cu", "optimizer.cu", "quantised")  # of groups, words, updates, INT8
+    # kernels for groups, words, updates, INT8
+    others = ("batch_norm_group.cu", "embedding.cu", "optimizer.cu", "quantised")
     around = {"convert_input", "copy", "exchange", "exchange_boxes", "fold_batch_norm", "mix_images", "widen"}
     wanted = {kernel.strip("!") for source, kernel in all_kernels() if not source.startswith(others)} - around
     assert wanted <= used, wanted - used
@@ -559,9 +562,9 @@ def test_no_two_living_buffers_of_a_network_share_memory(depth: int, training: b
 
 
 def check_memory(program: Program) -> None:
-    """Execute the plan: every read must see what was last written to that buffer, whole."""
+    """Execute the plan: every read must see the whole of what was last written to that buffer."""
     writers: list[Buffer] = []  # in the order in which they were written
-    memory = np.full(-(-program.arena_bytes // 256), -1)  # of each page of 256 bytes, the latest in that order
+    memory = np.full(-(-program.arena_bytes // 256), -1)  # for each page of 256 bytes, the latest write in that order
     written: dict[Buffer, int] = {}
 
     def pages(buffer: Buffer) -> slice:
@@ -616,8 +619,8 @@ def test_parameters_keep_their_values(shape: tuple[int, ...], device_shape: tupl
 
 @pytest.mark.parametrize("depth, dtype", [(18, "float32"), (50, "float16")])
 def test_too_little_memory_names_the_largest_batch_that_fits(depth: int, dtype: str, rng: np.random.Generator) -> None:
-    """For any free memory the step that is really lowered fits with the batch that the sentence gives, which is no less
-    than 3/4 of what the memory would hold."""
+    """For any free memory, the step that is really lowered fits with the batch in the message, which is at least 3/4 of
+    what the memory would hold."""
     graph = passes.bn_relu(passes.bn_add_relu(Graph.from_json(resnet(depth, 1000).tojson())))
     free = int(rng.uniform(1.5, 20) * 2**30)
     print("free", free)
@@ -647,7 +650,7 @@ def test_too_little_memory_names_the_largest_batch_that_fits(depth: int, dtype: 
 @pytest.mark.parametrize("free_gib, batch, wanted", [
     (1000, 2674, None), (1000, 2675, 2674), (140, 4000, 2674), (20, 4000, 443)])
 def test_no_batch_that_kernels_cannot_number_is_taken_or_advised(free_gib: int, batch: int, wanted: int | None) -> None:
-    """ResNet-50's first convolution makes 112 x 112 x 64 numbers of an image: 2^31 of 2,675."""
+    """ResNet-50's first convolution has 112 x 112 x 64 numbers per image: 2^31 with 2,675 images."""
     graph = passes.bn_relu(passes.bn_add_relu(Graph.from_json(resnet(50, 1000).tojson())))
     shapes = {"data": (batch, 224, 224, 3), "softmax_label": (batch,)}
     store = ParameterStore([], {}, "float16")
@@ -657,7 +660,7 @@ def test_no_batch_that_kernels_cannot_number_is_taken_or_advised(free_gib: int, 
 
 
 def test_the_largest_batch_is_one_that_kernels_can_number(make_step: Callable[..., training_step.TrainingStep]) -> None:
-    """Of a GPU with a TiB: ResNet-18 has 32 x 32 x 64 numbers of an image of 64 pixels."""
+    """On a GPU with a TiB: ResNet-18 has 32 x 32 x 64 numbers per image of 64 pixels."""
     assert make_step(64).largest_batch() == (2**31 - 1) // 2**16
     assert make_step(32, largest_image_size=64).largest_batch() == (2**31 - 1) // 2**16, "when images have grown"
 
@@ -692,7 +695,7 @@ def test_refusals_name_the_node() -> None:
 
 
 def test_networks_of_the_zoo(tmp_path: Path) -> None:
-    """Each is lowered, or refused in a sentence that names an operator of its own."""
+    """Each is lowered, or refused in a sentence that names one of its operators."""
     refusals = {
         "resnet18_v1": "",
         "resnet50_v1": "",
@@ -717,8 +720,8 @@ def test_networks_of_the_zoo(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_random_networks(fused: bool, rng: np.random.Generator) -> None:
-    """Whatever follows what: what is to be timed has a name of its own, every tensor has the graph's shape, every
-    gradient is written but those of biases that a BatchNorm takes away, which are 0, and no memory is shared."""
+    """Operators in any order: every timed problem has a unique name, every tensor has the graph's shape, every gradient
+    is written except those of biases before a BatchNorm, which are 0, and no memory is shared."""
     shapes: dict[str, tuple[int, ...]] = {"data": (3, 17, 22, 4), "softmax_label": (3,)}
     planner = FakePlanner(fused)
     for _ in range(20):
@@ -745,14 +748,14 @@ def test_the_gradient_of_what_was_flattened_has_its_shape(last: str) -> None:
 
 
 class FakeGpu:
-    """Memory that is only counted, launches that do nothing, CUDA graphs that say when they run."""
+    """Memory is only counted, launches do nothing, CUDA graphs record when they run."""
 
     name, driver_version, num_multiprocessors, capability = "fake", 1, 132, (9, 0)
     max_shared_bytes = 232448
 
     def __init__(self, device_id: int) -> None:
         self.sizes: dict[int, int] = {}  # by address
-        self.graphs: dict[int, bool] = {}  # replayed?
+        self.graphs: dict[int, bool] = {}  # whether replayed
         self.numbers = count(1 << 40, 1 << 40)
 
     def memory(self) -> tuple[int, int]:
@@ -800,7 +803,7 @@ class FakeGpu:
 
 @pytest.fixture
 def make_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., training_step.TrainingStep]:
-    """Makes a ResNet-18's training step for square images of so many pixels, where nothing is computed."""
+    """Makes a ResNet-18's training step for square images of this many pixels. Nothing is computed."""
     monkeypatch.setattr(network, "Gpu", FakeGpu)
     monkeypatch.setattr(toolchain, "KernelLibrary", lambda *_: FakeKernels())
     monkeypatch.setattr(toolchain, "ConvolutionLibrary", lambda *_: FakeConvolutions())
@@ -817,8 +820,8 @@ def make_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., 
 
 
 def test_a_training_batch_is_read_where_it_lies(make_step: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the stem, forward and for its weights' gradient, between CUDA graphs of three parts of the weights; without a
-    batch the one that was loaded is read. Where cuDNN reads the images, they are copied."""
+    """By the stem's forward pass and weight gradient, between CUDA graphs of three parts of the weights. Without a
+    batch the loaded one is read. If cuDNN reads the images, they are copied."""
     monkeypatch.setattr(compiled, "LEAST_READ", 0)
     copies: list[int] = []
     monkeypatch.setattr(FakeGpu, "copy", lambda self, to, source, num_bytes: copies.append(source))
@@ -852,7 +855,7 @@ def infer(step: training_step.TrainingStep, size: int, num_images: int = 4) -> N
 
 
 def check_arena(step: training_step.TrainingStep) -> None:
-    """All that is compiled lies in the one arena, where it is now, and its CUDA graphs were captured there."""
+    """Everything compiled is in the one arena at its present address, and its CUDA graphs were captured there."""
     gpu: Any = step.gpu
     compiled = [step._training, *(step._inference._compiled.values() if step._inference else ())]
     start, end = step._arena._address, step._arena._address + step._arena.num_bytes
@@ -867,8 +870,8 @@ def check_arena(step: training_step.TrainingStep) -> None:
 
 
 def test_sizes_of_images_share_one_arena(make_step: Callable[..., training_step.TrainingStep]) -> None:
-    """A step goes through sizes of training and inference, some of which make the arena grow and move: it ends up with
-    what one made for the last ones has, but for an arena of the largest."""
+    """A step goes through sizes of training and inference, some of which make the arena grow and move. It ends up like
+    a step made for the last sizes, except that the arena has the largest size."""
     step = make_step(64)
     gpu: Any = step.gpu
     largest = 0
@@ -912,7 +915,7 @@ def test_windows_of_too_many_places_are_refused(window: tuple[int, int], trainin
     x = mx.sym.Pooling(x, kernel=window, pool_type="max", layout="NHWC", name="large")
     x = mx.sym.SoftmaxOutput(mx.sym.FullyConnected(mx.sym.Flatten(x), num_hidden=8), name="softmax")
     shapes = {"data": (2, 20, 20, 8), "softmax_label": (2,)}
-    sentence = r"^Pooling 'large' has kernel=\(17, 16\), and a byte tells 256 places .*: use a smaller kernel$"
+    sentence = r"^Pooling 'large' has kernel=\(17, 16\), and training stores .*: use a smaller kernel$"
     with pytest.raises(GraphError, match=sentence) if refused else nullcontext():
         lower_graph(Graph.from_json(x.tojson()), shapes, training)
 
@@ -924,8 +927,8 @@ def test_images_of_other_types_are_refused(make_step: Callable[..., training_ste
 
 def test_what_mixes_a_batch(make_step: Callable[..., training_step.TrainingStep], monkeypatch: pytest.MonkeyPatch
                             ) -> None:
-    """One launch over as many blocks as the pairs of images have, and the share where the loss reads it, if it is
-    another than before."""
+    """One launch with as many blocks as the pairs of images need, and a write of the share that the loss reads, if it
+    has changed."""
     step = make_step(64)
     launched: list[Any] = []
     monkeypatch.setattr(step.kernels, "get", lambda source, name: SimpleNamespace(

@@ -19,7 +19,7 @@ from train.language_model import LanguageModel
 
 pytestmark = pytest.mark.gpu
 
-# Norm of the error over the norm: of a gradient that has gone through two recurrent layers of 6 steps.
+# Bound for the norm of the error relative to the norm, of a gradient through two recurrent layers of 6 steps.
 TOLERANCE = {"float32": 2e-6, "float16": 5e-3, "bfloat16": 4e-2}
 
 
@@ -27,7 +27,8 @@ TOLERANCE = {"float32": 2e-6, "float16": 5e-3, "bfloat16": 4e-2}
 @pytest.mark.parametrize("words, channels, tokens", [(8, 8, 1), (24, 40, 77), (504, 1048, 1000)])
 def test_embedding(device: Device, dtype: str, words: int, channels: int, tokens: int,
                    rng: np.random.Generator) -> None:
-    """Numbers that are none become the nearest; words that do not occur have a gradient of 0; equal bits again."""
+    """Invalid numbers become the nearest valid one; words that do not occur have a gradient of 0; the bits are equal
+    again."""
     numbers = rng.integers(-1, words + 1, tokens).astype(np.float64)
     rows = np.clip(numbers, 0, words - 1).astype(int)
     weight = rounded(rng.standard_normal((words, channels)), dtype)

@@ -1,4 +1,5 @@
-"""The sweep of inference: every size and precision is measured, what does not fit is left out, and figures agree."""
+"""The sweep of inference: every size and precision is measured, sizes that do not fit are left out, and the figures
+agree."""
 
 from __future__ import annotations
 
@@ -86,7 +87,7 @@ def test_mistakes(run_train, options, sentence, tmp_path):
 
 
 def test_what_does_not_fit_is_left_out(run_train, tmp_path, monkeypatch):
-    """And what was measured before is kept."""
+    """And earlier measurements are kept."""
     check = benchmark_inference.check_memory
 
     def check_memory(config: Config, *arguments: object) -> None:
@@ -105,7 +106,7 @@ def test_what_does_not_fit_is_left_out(run_train, tmp_path, monkeypatch):
 
 
 def stop_after(count: int, end: Callable[[], object]) -> Callable[..., Iterator[Point]]:
-    """A sweep of so many points, and then what ends it."""
+    """A sweep of this many points, and the exception that ends it."""
     def sweep(*arguments: object) -> Iterator[Point]:
         yield from (point("fp32", batch) for batch in range(1, count + 1))
         end()
@@ -155,21 +156,21 @@ def test_a_folder_that_cannot_be_written_is_told_first(run_train, tmp_path, monk
 
 
 def test_a_throughput_that_is_repeated_until_it_is_known(monkeypatch):
-    """Ten pairs of passes tell the error of their median."""
+    """Ten pairs of passes determine the error of their median."""
     executor = Delayed(monkeypatch)
     point = measure(executor, "fp16", [np.zeros((64, 1))], seconds=0.2)
     assert len(point.pass_ms) == 20 and np.median(point.pass_ms) == pytest.approx(20)
 
 
 def test_passes_that_end_together_are_no_error():
-    """As on a CPU, whose two passes under way compute side by side."""
+    """As on a CPU, where two passes in flight are computed in parallel."""
     passes = np.tile([1.0, 39.0], 20)
     assert error_of_passes(passes) == 0 and error_of_passes(passes[:19]) == np.inf
     assert error_of_passes(passes + np.repeat([0, 10], 20)) > 0.05
 
 
 class Delayed:
-    """An executor, and the clock that it is timed by: its device takes 20 ms a batch, answers take 10 ms to fetch."""
+    """An executor and its clock: the device takes 20 ms per batch, and fetching a result takes 10 ms."""
 
     gpu_bus_id = ""
 
@@ -240,7 +241,7 @@ def test_scenarios_are_the_best_points():
 
 
 def test_plot_shows_every_precision():
-    """Each has its colour in both halves; without latencies, at the left alone."""
+    """Each precision has its colour in both halves; without latencies only in the left half."""
     points = [point(name, batch, factor * 100.0 * batch**0.8, 200 if batch <= 32 else 0, batch**0.8 / factor)
               for name, factor in (("fp16", 2), ("tf32", 1)) for batch in benchmark_inference.GPU_BATCHES]
     without = [replace(each, latency_ms=np.empty(0)) for each in points]
@@ -254,7 +255,8 @@ def test_plot_shows_every_precision():
 
 
 def test_a_frozen_network_infers_by_the_same_graph():
-    """The executors of the sweep are made for training too, of the classifier alone: what infers must not differ."""
+    """The sweep's executors are made for training too, of the classifier only. Inference must not differ from that of
+    other executors."""
     graph = models.create("resnet50", 1000).graph
     frozen = passes.freeze(graph, passes.BACKBONE)
     ours, plain = (pipeline.inference(each, "float16", repeatable) for each in (frozen, graph))
@@ -268,7 +270,7 @@ def test_a_frozen_network_infers_by_the_same_graph():
 
 @pytest.mark.gpu
 def test_sweep_on_the_gpu(run_train, tmp_path):
-    """All precisions, from one executor each; energy and memory are NVML's."""
+    """All precisions, from one executor each; energy and memory come from NVML."""
     folder = tmp_path / "run"
     code, out, err = run_train("benchmark", "--inference", *TINY, "--device", "gpu", "--batch-sizes", "1", "2", "64",
                                "--output", folder)

@@ -1,4 +1,4 @@
-"""compare-precision on the CPU, where there is float32 only: the runs, going on, the tables and the plot."""
+"""compare-precision on the CPU, which has only float32: the runs, resuming, the tables and the plot."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_compare_goes_on_where_it_was_stopped(tiny_options, tmp_path, run_train,
     assert code == 0, err
     metrics = run / "metrics.jsonl"
     lines = metrics.read_bytes().splitlines(keepends=True)
-    metrics.write_bytes(b"".join(lines[:-1]))  # as if it had been killed after its checkpoint: no word of its end
+    metrics.write_bytes(b"".join(lines[:-1]))  # as if it had been killed after its checkpoint: the end is not recorded
 
     arguments = ["compare-precision", *tiny_options, *OPTIONS, "--max-steps", "4", "--output", folder]
     code, out, err = run_train(*arguments)
@@ -69,7 +69,7 @@ def test_compare_goes_on_where_it_was_stopped(tiny_options, tmp_path, run_train,
 @pytest.mark.long(but=["15"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_this_process_alone_stops_the_run(number, tmp_path, monkeypatch):
-    """As `kill` sends it, and no terminal: the run, which is a process of its own, gets it from this one."""
+    """As from `kill` and not from a terminal: the run, a separate process, gets the signal from this one."""
     run = tmp_path / "run.sh"
     run.write_text(f"#!/bin/sh\ntrap 'exit {128 + number}' {number:d}\nsleep 0.5\nkill -{number:d} $PPID\n"
                    "for i in $(seq 30); do sleep 0.1; done\n")
@@ -129,7 +129,7 @@ def test_a_run_of_the_comparison_has_its_preset(preset, options):
 @pytest.mark.long
 @pytest.mark.usefixtures("narrow_network")
 def test_several_networks_on_cifar100(run_train, tmp_path, rng, monkeypatch):
-    """The table has a row for each run that is complete, also where the command ends before the last."""
+    """The table has a row for each complete run, even if the command ends before the last."""
     monkeypatch.setenv("PYTHONPATH", python_path(light=True))
     data, folder = tmp_path / "cifar-100-python", tmp_path / "compared"
     write_cifar100(data, rng)
@@ -166,7 +166,7 @@ def test_several_networks_on_cifar100(run_train, tmp_path, rng, monkeypatch):
 
 
 def write_cifar100(folder: Path, rng: np.random.Generator) -> None:
-    """Four training images and four of validation, each of another superclass."""
+    """Four training images and four validation images, each of another superclass."""
     folder.mkdir()
     for name in ("train", "test"):
         batch = {b"data": rng.integers(0, 256, (4, 3072), np.uint8), b"fine_labels": [5, 6, 7, 8],
@@ -175,7 +175,7 @@ def write_cifar100(folder: Path, rng: np.random.Generator) -> None:
 
 
 def test_what_a_run_found_in_its_data_is_no_other_setting(tmp_path):
-    """Repeated, the command has "auto" where the configuration of a run says what that was."""
+    """When the command is repeated, it has "auto" where the run's configuration has the resolved value."""
     config = load_preset("cpu_sample")
     file = tmp_path / "config.json"
     file.write_text(json.dumps(dataclasses.replace(config, first_label="1", labels="fine").to_dict()))

@@ -58,8 +58,8 @@ def test_forms(two, run):
 
 
 @pytest.mark.parametrize(("words", "sentence"), [
-    (["--output", "c.pdf"], "--output c.pdf ends in none of .html, .md, .json, which say its form: rename it, or give "
-                            "--format"),
+    (["--output", "c.pdf"], "--output c.pdf ends in none of .html, .md, .json, which determine the format: rename it, "
+                            "or give --format"),
     (["--output", "c.txt", "--format", "text"], "--format text is for the terminal: give markdown, html or json for "
                                                 "c.txt"),
     (["--accuracies", "70"], "--accuracies 70.0 must be above 0 and at most 1 each"),

@@ -1,4 +1,4 @@
-"""Exported files, read back by ONNX Runtime and by stock MXNet, give what our executor gives."""
+"""Exported files give the results of our executor in ONNX Runtime and in stock MXNet."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CLASS_NAMES = ["ant", "bee", "cat", "dog", "eel", "fox", "été"]
 
 
 def probabilities(params: dict[str, np.ndarray], aux: dict[str, np.ndarray], images: np.ndarray) -> np.ndarray:
-    """Those of our executor."""
+    """The probabilities of our executor."""
     graph = Graph.from_json(resnet(18, NUM_CLASSES).tojson())
     executor = create_executor("mxnet", graph, {"data": images.shape, "softmax_label": images.shape[:1]}, "cpu(0)")
     executor.set_params(params, aux)
@@ -49,7 +49,7 @@ def run_export(arguments: list[str]) -> None:
 
 @pytest.fixture(scope="module")
 def trained(seed: int) -> Checkpoint:
-    """A ResNet-18 whose BatchNorms do something, and whose probabilities are neither alike nor all 0 or 1."""
+    """A ResNet-18 whose BatchNorms are not the identity, and whose probabilities are neither equal nor all 0 or 1."""
     rng = np.random.default_rng(seed)
     params, aux = init_params(resnet(18, NUM_CLASSES), seed=seed)
     for name, array in params.items():
@@ -83,15 +83,15 @@ def images(seed: int) -> np.ndarray:
 @pytest.fixture(scope="module")
 def ours(trained: Checkpoint, images: np.ndarray) -> np.ndarray:
     found = probabilities(trained.params, trained.aux, images)
-    assert np.ptp(found, axis=1).min() > 0.1  # else the comparisons below could not fail
+    assert np.ptp(found, axis=1).min() > 0.1  # otherwise the comparisons below could not fail
     return found
 
 
 @pytest.mark.long(but=["resnet50_v2"])
 @pytest.mark.parametrize("name", ["resnext50_32x4d", "resnet50d", "resnet50_v2"])
 def test_onnx_of_other_families(name: str, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
-    """Convolutions in groups, average pooling whose windows reach beyond images of an odd size, and BatchNorms that no
-    convolution is before. `export_onnx` compares with our executor itself."""
+    """Grouped convolutions, average pooling whose windows reach beyond images of an odd size, and BatchNorms without a
+    convolution before them. `export_onnx` itself compares with our executor."""
     monkeypatch.setattr("train.models.resnet.FIRST_WIDTH", 8)
     params, aux = models.create(name, NUM_CLASSES).initial_values(seed=3, zero_init_residual=False)
     params["classifier_weight"] = rng.standard_normal(params["classifier_weight"].shape, np.float32)
@@ -120,7 +120,7 @@ def test_onnx_of_the_command(
     session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
     for count in (1, 5):  # any batch size
         (theirs,) = session.run(["probabilities"], {"data": images[:count].transpose(0, 3, 1, 2)})
-        # fp32 in another order of summation: 1e-5 is 50 times what was seen
+        # fp32 with another order of summation: 1e-5 is 50 times the largest difference seen
         np.testing.assert_allclose(theirs, ours[:count], atol=1e-5)
     meta = session.get_modelmeta().custom_metadata_map
     assert json.loads(meta["class_names"]) == CLASS_NAMES
@@ -131,13 +131,13 @@ def test_onnx_of_the_command(
 
 @pytest.mark.long
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-@pytest.mark.parametrize("size", [(61, 84), (93, 55), (71, 71)])  # two whose longer side and offset round up
+@pytest.mark.parametrize("size", [(61, 84), (93, 55), (71, 71)])  # two images whose longer side and offset round up
 def test_the_lines_of_the_page_predict_the_same(
     trained: Checkpoint, size: tuple[int, int], interpolation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str], rng: np.random.Generator,
 ) -> None:
-    """A picture without losses, so that no decoder differs, and of middling levels, so that cubes overshoot neither
-    black nor white, where Pillow cuts them off between its two passes: what is left is the rounding of its pixels."""
+    """A lossless picture, so that decoders do not differ. Its levels are moderate, so that bicubic interpolation does
+    not leave 0 to 255, where Pillow clips between its two passes: only the rounding of its pixels remains."""
     monkeypatch.chdir(tmp_path)
     coarse = Image.fromarray(rng.integers(64, 192, (size[1] // 6, size[0] // 6, 3), np.uint8))
     coarse.resize(size, Image.Resampling.BICUBIC).save("cat.jpg", "PNG")
@@ -154,16 +154,16 @@ def test_the_lines_of_the_page_predict_the_same(
     assert np.abs(names["pixels"].astype(int) - ours.picture).max() <= 1
     theirs = dict(zip(CLASS_NAMES, names["probabilities"][0], strict=True))
     for guess in ours.guesses:
-        assert theirs[guess.name] == pytest.approx(guess.probability, abs=0.03)  # 0.003 was seen
+        assert theirs[guess.name] == pytest.approx(guess.probability, abs=0.03)  # 0.003 was the largest seen
     best = sorted(theirs, key=lambda name: -theirs[name])[:5]
     assert printed == {name: f"{100 * theirs[name]:5.1f}" for name in best}
 
 
 @pytest.mark.long
 def test_a_network_of_binary_cross_entropy(trained: Checkpoint, images: np.ndarray, tmp_path: Path) -> None:
-    """All that leaves the program gives sigmoids, as predictions are, and all that comes back does; the order of the
-    classes is that of the scores."""
-    scores = np.log(probabilities(trained.params, trained.aux, images))  # but for a constant of each image
+    """Exports give sigmoids like predictions, and so do files that are read back. The order of the classes is that of
+    the scores."""
+    scores = np.log(probabilities(trained.params, trained.aux, images))  # except for a constant per image
     bce = replace(trained, config=replace(trained.config, loss="bce", bce_threshold=0.2))
     save(bce, tmp_path / "run" / "checkpoints" / "best.npz")
     run, prefix = str(tmp_path / "run"), tmp_path / "network"

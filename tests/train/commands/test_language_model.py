@@ -1,5 +1,5 @@
-"""The command language-model: a word language model through the loop that trains classifiers. With the reference
-executor: MXNet's RNN needs oneDNN, which the tests turn off (tests/graph_passes/test_rnn.py has it)."""
+"""The command language-model: a word language model in the training loop of classifiers. With the reference executor:
+MXNet's RNN needs oneDNN, which the tests turn off (tests/graph_passes/test_rnn.py tests it)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Train = Callable[..., tuple[int, str, str]]
 
 
 def test_it_shares_the_options_of_training() -> None:
-    """Each has one help text, and some another default; the learning rate has another unit."""
+    """Each has one help text. Some have other defaults, and the learning rate has another unit."""
     own, training = (command_line._help_texts(options) for options in (LanguageModelOptions, Config))
     assert [name for name in own.keys() & training.keys() if own[name] != training[name]] == ["learning_rate"]
     here = command_line._field_docstrings(inspect.getfile(LanguageModelOptions))["LanguageModelOptions"]
@@ -41,8 +41,8 @@ def test_it_shares_the_options_of_training() -> None:
 
 
 def test_it_learns_a_text(run_train: Train, tmp_path: Path) -> None:
-    """Sentences in which each word but the second follows from the one before: of the 7 of a line a single one cannot
-    be known, and the perplexity goes towards 3 ** (1 / 7) = 1.17."""
+    """Sentences in which each word except the second follows from the previous one: one of the 7 words of a line cannot
+    be predicted, so the perplexity approaches 3 ** (1 / 7) = 1.17."""
     rng = np.random.default_rng(0)
     animals, sounds = ("cat", "dog", "bird"), ("meows", "barks", "sings")
     text = tmp_path / "text.txt"
@@ -60,8 +60,8 @@ def test_it_learns_a_text(run_train: Train, tmp_path: Path) -> None:
 
 
 def test_words_that_are_not_in_the_vocabulary_are_told(run_train: Train, tmp_path: Path) -> None:
-    """In the last tenth one word is known. The mark that some
-    editors begin a file with is no word."""
+    """In the last tenth one word is known. The byte order mark that some editors put at the start of a file is not a
+    word."""
     text = tmp_path / "text.txt"
     text.write_text("\ufeff" + "a b " * 1800 + " ".join(f"w{number}" for number in range(398)) + " a")
     code, out, err = run_train(*SMALL, "--output", tmp_path / "run", "--text", text, "--epochs", "1")
@@ -72,7 +72,7 @@ def test_words_that_are_not_in_the_vocabulary_are_told(run_train: Train, tmp_pat
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy
 def test_a_run_that_diverges(run_train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its learning rate is told as it was given, and no option of training with images."""
+    """The message has the learning rate as it was given, and no option for training with images."""
     text = tmp_path / "text.txt"
     text.write_text("a b c b c a " * 400)
     monkeypatch.setattr(Schedule, "__call__", lambda schedule, step: 1e38)
@@ -82,7 +82,8 @@ def test_a_run_that_diverges(run_train: Train, tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.long
 def test_resume(run_train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that is stopped and resumed ends as one that is not; what does not fit is refused in one sentence."""
+    """A run that is stopped and resumed ends like an uninterrupted one; options that do not fit are refused in one
+    sentence."""
     text, other, longer = (tmp_path / f"{name}.txt" for name in ("text", "other", "longer"))
     text.write_text("a b c b c a " * 400)
     other.write_text("d e f " * 800)
@@ -126,7 +127,7 @@ def test_resume_of_a_run_of_images(run_train: Train, tmp_path: Path) -> None:
 
 
 def test_a_run_begins_and_goes_on_by_the_same_command(run_train: Train, tmp_path: Path) -> None:
-    """--max-steps that has been reached is not kept."""
+    """A reached --max-steps is not kept."""
     text = tmp_path / "text.txt"
     text.write_text("a b c b c a " * 400)
     options = [*SMALL, "--text", text, "--epochs", "1", "--output", tmp_path / "run", "--resume", "auto"]
@@ -149,7 +150,7 @@ def test_bad_input(run_train: Train, options: list[str], message: str, tmp_path:
 
 
 def test_elastic_runs_are_refused(run_train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything is built: it would end at the first loss, though its launcher says that it goes on."""
+    """Before anything is built: the run would end at the first loss, although its launcher says that it continues."""
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
     code, _, err = run_train(*SMALL)
     assert code == 2 and err.startswith("error: --min-np is for training with images: language-model cannot continue")
@@ -166,7 +167,7 @@ def test_a_lost_process_is_told(run_train: Train, tmp_path: Path, monkeypatch: p
 
 
 def test_its_step_has_the_gradient_of_the_network(rng: np.random.Generator) -> None:
-    """The embedding's is that of its two uses together."""
+    """The embedding's gradient is the sum over its two uses."""
     model = LanguageModel(words=16, hidden=6, layers=2, steps=4, sequences=3)
     values = {name: array.astype(np.float64) for name, array in model.initial_values(seed=0).items()}
     tokens = rng.integers(0, 16, (2, 12)).astype(np.float64)

@@ -52,8 +52,8 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     executor = create_executor("mxnet", graph, {"data": (4, SIZE, SIZE, 3)}, "cpu(0)")
     executor.set_params({k: v for k, v in params.items() if not k.startswith("classifier")}, aux)
     features = executor.forward(batch.data).asnumpy()
-    # Scores of 8 for the right class and 0 for the others: the least-norm solution of the linear equations, whose four
-    # rows sum to zero, so that one singular value is rounding alone and must not be inverted.
+    # Scores of 8 for the right class and 0 for the others: the least-norm solution of the linear equations. Its four
+    # rows sum to zero, so one singular value is only rounding and must not be inverted.
     centre = features.mean(axis=0)
     params["classifier_weight"] = np.zeros_like(params["classifier_weight"])
     params["classifier_weight"][:4] = 8 * np.linalg.pinv(features - centre, rcond=1e-5).T

@@ -1,4 +1,4 @@
-"""Predictions of many images into a file: every image once and in order, whatever is broken or interrupted."""
+"""Predictions of many images, written to a file: every image once and in order, whatever is broken or interrupted."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory, seed: int) -> Path:
 
 
 def make_photos(folder: Path, seed: int) -> Path:
-    """Ten images in two folders, one of them within the other, and one with a name that CSV must quote."""
+    """Ten images in two nested folders; one has a name that CSV must quote."""
     (folder / "within").mkdir(parents=True)
     rng = np.random.default_rng(seed)
     for i in range(10):
@@ -83,7 +83,7 @@ def rows(path: Path) -> list[dict[str, str]]:
 
 
 def assert_same(path: Path, other: Path) -> None:
-    """The same but for what another batch size changes: the last digit of a probability."""
+    """Equal except for the last digit of a probability, which may depend on the batch size."""
     ours, theirs = ((rows if each.suffix == ".csv" else json_rows)(each) for each in (path, other))
     assert [row["file"] for row in ours] == [row["file"] for row in theirs]
     for own, known in zip(ours, theirs, strict=True):
@@ -95,7 +95,7 @@ def assert_same(path: Path, other: Path) -> None:
 
 
 def json_rows(path: Path) -> list[dict[str, Any]]:
-    """As `rows` has them."""
+    """JSON lines in the form of `rows`."""
     found = []
     for line in map(json.loads, path.read_text().splitlines()):
         row = {"file": line["file"], "error": line.get("error", "")}
@@ -110,7 +110,7 @@ def files_of(photos: Path) -> list[str]:
 
 
 def test_every_image_once_and_in_order(run_folder, photos, tmp_path, capsys):
-    output = tmp_path / "made" / "predictions.csv"  # its folder is made
+    output = tmp_path / "made" / "predictions.csv"  # its folder is created
     run_predict(run_folder, output, photos)
     assert output.read_text().splitlines()[0] == COLUMNS
     found = rows(output)
@@ -155,12 +155,12 @@ def test_lists_of_files(run_folder, photos, tmp_path, monkeypatch):
 
 @pytest.mark.long
 def test_a_name_that_is_no_text(run_folder, photos, tmp_path):
-    """Names of files are bytes, and those of Latin-1 are no UTF-8."""
+    """File names are bytes; names in Latin-1 are not UTF-8."""
     odd = tmp_path / os.fsdecode(b"caf\xe9.png")
     shutil.copy(files_of(photos)[0], odd)
     for form in ("csv", "jsonl"):
         output = tmp_path / f"odd.{form}"
-        for _ in range(2):  # the second one finds that nothing is left
+        for _ in range(2):  # the second process finds that nothing is left
             run_predict(run_folder, output, odd)
     assert b"caf\xe9.png" in (tmp_path / "odd.csv").read_bytes()
     assert json.loads((tmp_path / "odd.jsonl").read_text())["file"] == str(odd)
@@ -168,7 +168,7 @@ def test_a_name_that_is_no_text(run_folder, photos, tmp_path):
 
 @pytest.fixture
 def some_bad(photos: Path, tmp_path: Path) -> list[str]:
-    """The photos with a broken one among the first batch, and a second batch of missing ones alone."""
+    """The photos with a broken one in the first batch, and a second batch of missing ones only."""
     broken = tmp_path / "broken.png"
     broken.write_bytes(Path(files_of(photos)[0]).read_bytes()[:200])
     missing = [str(tmp_path / f"missing{i}.jpg") for i in range(BATCH)]
@@ -230,7 +230,7 @@ def test_bad_images_of_earlier_sessions_count(run_folder, some_bad, tmp_path, fo
 
 
 def test_the_rest_may_be_bad(run_folder, photos, tmp_path):
-    """Where a run goes on and finds bad images alone, those before them were good ones."""
+    """A resumed run that finds only bad images succeeds, because earlier images were good."""
     first, listed, output = tmp_path / "first.txt", tmp_path / "all.txt", tmp_path / "out.csv"
     first.write_text("\n".join(files_of(photos)[:4]))
     listed.write_text("\n".join([*files_of(photos)[:4], "/nowhere/1.jpg"]))
@@ -240,7 +240,7 @@ def test_the_rest_may_be_bad(run_folder, photos, tmp_path):
 
 
 def test_images_that_changed_since_are_told(run_folder, tmp_path, capsys):
-    """Also where another file with an older time was moved into the place of one. New images have no record yet."""
+    """Even if another file with an older time has replaced one. New images have no record yet."""
     photos = make_photos(tmp_path / "photos", 3)
     output = tmp_path / "out.csv"
     images = [Path(name) for name in files_of(photos)]
@@ -265,7 +265,7 @@ def test_images_that_changed_since_are_told(run_folder, tmp_path, capsys):
 @pytest.mark.parametrize("form", ["csv", "jsonl"])
 @pytest.mark.parametrize("part", [0.0, 0.01, 0.3, 0.55, 0.99])
 def test_goes_on_where_the_file_ends(run_folder, photos, tmp_path, form, part, capsys):
-    """Cut anywhere, as a kill does, with another batch size afterwards."""
+    """Cut at any place, as by a kill, and resumed with another batch size."""
     output = tmp_path / f"out.{form}"
     run_predict(run_folder, output, photos)
     unbroken = tmp_path / f"unbroken.{form}"
@@ -298,7 +298,7 @@ def test_a_name_with_a_line_break_is_cut_anywhere(run_folder, tmp_path, cut):
     with output.open("ab") as file:
         file.write(cut)
     whole = PredictionFile(output, CLASS_NAMES, 2, {}, {})
-    assert whole.go_on(["0.jpg", "line one\nline two.jpg"]) == (1, 1)
+    assert whole.resume(["0.jpg", "line one\nline two.jpg"]) == (1, 1)
     assert [row["file"] for row in rows(output)] == ["0.jpg"]
     whole.close()
 
@@ -332,13 +332,13 @@ def test_full_disk_loses_nothing(run_folder, photos, tmp_path, monkeypatch):
 
 
 def test_nothing_follows_a_batch_that_a_full_disk_has_cut(run_folder, photos, tmp_path, monkeypatch):
-    """There is room again for the batches that wait behind it."""
+    """Although there is room again for the batches that wait behind it."""
     run_predict(run_folder, tmp_path / "whole.csv", photos)
     output, whole, calls = tmp_path / "out.csv", PredictionFile._write, iter(range(100))
 
     def write(self: PredictionFile, content: bytes) -> None:
         if next(calls) == 1:  # after the header
-            time.sleep(1)  # until the others wait
+            time.sleep(1)  # until the others are waiting
             whole(self, content[:100])
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         whole(self, content)
@@ -355,7 +355,7 @@ def test_nothing_follows_a_batch_that_a_full_disk_has_cut(run_folder, photos, tm
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_and_sigterm_keep_what_is_done(run_folder, photos, tmp_path, monkeypatch, number):
     class Interrupted:
-        """The executor, until a signal comes in the third batch."""
+        """An executor that receives a signal in the third batch."""
 
         def __init__(self, executor: Any) -> None:
             self.executor, self.batches = executor, 0
@@ -381,7 +381,7 @@ def test_ctrl_c_and_sigterm_keep_what_is_done(run_folder, photos, tmp_path, monk
     assert_same(output, tmp_path / "whole.csv")
 
 
-DAMAGE = {  # a line, and what is there instead
+DAMAGE = {  # a line, and its replacement
     "damaged jsonl": (4, b"no JSON\n"),
     "damaged csv": (5, b"a.png,four,3\n"),
     "open quote": (5, b'"a.png,four,3,0.5,four,3,0.5,\n'),
@@ -394,9 +394,9 @@ DAMAGE = {  # a line, and what is there instead
     ("checkpoint", "begun with another network, by the SHA-256 of its weights"),
     ("top", "begun with another --top: 2, now 3"),
     ("foreign", "is there already, and was not begun by this command"),
-    ("images", "of this command"),
-    ("fewer images", "of this command none"),
-    ("about", r"\.about\.json, which says what out\.csv was begun with, is damaged: put back"),
+    ("images", "but this command has"),
+    ("fewer images", "but this command has none"),
+    ("about", r"\.about\.json, which says what out\.csv was begun with, is damaged: restore it"),
     ("damaged jsonl", r"out\.jsonl is damaged in line 4, after 3 images: repair"),
     ("damaged csv", r"out\.csv is damaged in line 5, after 3 images: repair"),
     ("open quote", r"out\.csv is damaged in line 5, after 3 images: repair"),
@@ -446,7 +446,7 @@ def test_folder_that_cannot_be_written(run_folder, photos, tmp_path):
                          ids=["pipe", "folder", "device"])
 def test_what_is_no_file_is_refused(run_folder, photos, tmp_path, make):
     make(tmp_path / "out.csv")
-    with pytest.raises(TrainError, match=r"out.csv is no regular file, so that .*: give another --output"):
+    with pytest.raises(TrainError, match=r"out.csv is no regular file, so it .*: give another --output"):
         run_predict(run_folder, tmp_path / "out.csv", photos)
     assert [path.name for path in tmp_path.iterdir()] == ["out.csv"]
 
@@ -474,7 +474,7 @@ def test_bad_input_is_one_sentence(run_folder, photos, tmp_path, arguments, sent
 
 @pytest.mark.long
 def test_probabilities_that_are_no_numbers_are_refused(photos, tmp_path, capsys):
-    """As weights that are numbers, but too large, make them; in a file and printed."""
+    """Finite weights that are too large produce them; in a file and printed."""
     params, aux = init_params(resnet(18, len(CLASS_NAMES)), seed=3)
     params["classifier_weight"] = np.full_like(params["classifier_weight"], 3e38)
     save(Checkpoint(params, aux, {}, Config(model="resnet18", image_size=SIZE), CLASS_NAMES), tmp_path / "large.npz")
@@ -509,7 +509,7 @@ def test_the_order_of_most_likely_classes(rng, monkeypatch):
 
 
 def test_records_are_read_back():
-    """By Python's own readers, and by what finds where a file ends."""
+    """By Python's own readers, and by the code that finds the end of a file."""
     names, files = ['a,"b"\n', "plain"], ['x"y\n,z', "line\rfeed", " plain "]
     for form in (Csv(names, 1), JsonLines(names, 1)):
         text = "".join([*(form.prediction(file, [0], [0.25]) for file in files), form.failure(files[0], 'no, "none"')])
@@ -523,7 +523,7 @@ def test_records_are_read_back():
 
 @pytest.mark.parametrize("form", [Csv(CLASS_NAMES, 2), JsonLines(CLASS_NAMES, 2)])
 def test_no_changed_byte_of_a_record_counts_as_done(form):
-    """But in a probability, or in the words of a fault, which nobody can see."""
+    """Except in a probability, or in an error message, where nobody can notice it."""
     file = "one.jpg"
     for whole, unseen in ((form.prediction(file, [1, 0], [0.75, 0.125]), ("0.75", "0.125")),
                           (form.failure(file, "no image"), ("no image",))):
@@ -545,21 +545,21 @@ def test_no_changed_byte_of_a_record_counts_as_done(form):
 def test_damaged_records_are_refused(tmp_path, form, whole, changed):
     path = tmp_path / f"out{'.csv' if form is Csv else '.jsonl'}"
     with PredictionFile(path, CLASS_NAMES, 2, {}, {}) as file:
-        file.go_on(["a.jpg", "b.jpg"])
+        file.resume(["a.jpg", "b.jpg"])
         file.write([file.form.prediction(name, [3, 0], [0.5, 0.25]) for name in ("a.jpg", "b.jpg")])
     text = path.read_text()
     assert whole in text
     path.write_text(text.replace(whole, changed, 1))
     with (PredictionFile(path, CLASS_NAMES, 2, {}, {}) as file,
           pytest.raises(TrainError, match=r"is damaged in line \d, after 0 images: repair")):
-        file.go_on(["a.jpg", "b.jpg"])
+        file.resume(["a.jpg", "b.jpg"])
 
 
 @pytest.mark.long
 @needs_horovod
 def test_two_processes(run_folder, photos, tmp_path):
-    """Together they write what one writes, and go on with all that an interrupted run has left: two records in the file
-    itself, and two of the next four in the part of process 0; that of process 1 is not there yet."""
+    """Together they write the file that one process writes. They also continue an interrupted run, which has left two
+    records in the file itself and two of the next four in process 0's part; process 1's part does not exist yet."""
     alone, output, part = tmp_path / "alone.csv", tmp_path / "out.csv", tmp_path / "out.part0.csv"
     run_predict(run_folder, alone, photos)
     header, *lines = alone.read_bytes().splitlines(keepends=True)
@@ -580,13 +580,13 @@ def test_two_processes(run_folder, photos, tmp_path):
 
 @pytest.mark.gpu
 def test_gpu_predicts_as_the_cpu(run_folder, photos, tmp_path):
-    """In float16, in any batch size, and where a file is resumed."""
+    """In float16, with any batch size, and when a file is resumed."""
     run_predict(run_folder, tmp_path / "cpu.csv", photos, "--device", "cpu")
     run_predict(run_folder, tmp_path / "gpu.csv", photos, "--device", "gpu")
     cpu, gpu = rows(tmp_path / "cpu.csv"), rows(tmp_path / "gpu.csv")
     assert [row["file"] for row in gpu] == [row["file"] for row in cpu]
     for ours, theirs in zip(gpu, cpu, strict=True):
-        # 2 % of a probability: float16's step is 0.1 %, and the two decode and resize by other code.
+        # 2 % of a probability: float16's step is 0.1 %, and the two decoders and resizers differ.
         assert float(ours["probability"]) == pytest.approx(float(theirs["probability"]), rel=0.02, abs=0.002)
     output = tmp_path / "gpu.csv"
     output.write_bytes(b"".join(output.read_bytes().splitlines(keepends=True)[:6]))
@@ -599,7 +599,7 @@ def test_gpu_predicts_as_the_cpu(run_folder, photos, tmp_path):
 
 @pytest.fixture
 def class_folders(photos: Path, tmp_path: Path) -> Path:
-    """Images in folders of classes, in a folder within one, and in one that is no class."""
+    """Images in class folders, in a folder inside one, and in one that is not a class."""
     for number, folder in enumerate(("four", "four/of a day", "plain", "unsorted")):
         (tmp_path / "classes" / folder).mkdir(parents=True)
         shutil.copy(photos / "0.png", tmp_path / "classes" / folder / f"{number}.png")
@@ -608,7 +608,7 @@ def class_folders(photos: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("ending", ["csv", "jsonl"])
 def test_folders_tell_the_true_class(run_folder, class_folders, tmp_path, ending):
-    """Also of an image that cannot be read, and after a resume."""
+    """Also for an unreadable image, and after resuming."""
     (class_folders / "plain" / "9.png").write_bytes(b"no image")
     output = tmp_path / f"out.{ending}"
     run_predict(run_folder, output, class_folders)
@@ -616,13 +616,13 @@ def test_folders_tell_the_true_class(run_folder, class_folders, tmp_path, ending
     found = rows(output) if ending == "csv" else [json.loads(line) for line in content.splitlines()]
     assert [row["true"] for row in found] == ["four", "four", "plain", "plain", "" if ending == "csv" else None]
     assert [bool(row.get("error")) for row in found] == [False, False, False, True, False]
-    output.write_bytes(content[: content.index(b"2.png")])  # in mid record
+    output.write_bytes(content[: content.index(b"2.png")])  # in the middle of a record
     run_predict(run_folder, output, class_folders)
     assert output.read_bytes() == content
 
 
 def test_no_folder_tells_a_class(run_folder, photos, tmp_path):
-    """The file has no column for it. A list's images are of the folder that each lies in, not of one further up."""
+    """The file has no column for it. For a list, only the folder of each image counts, not one further up."""
     run_predict(run_folder, tmp_path / "out.csv", photos)
     assert "true" not in rows(tmp_path / "out.csv")[0]
     deep = tmp_path / "four" / "photos"
@@ -636,7 +636,7 @@ def test_no_folder_tells_a_class(run_folder, photos, tmp_path):
 
 
 def test_a_file_of_an_earlier_version_has_no_true_classes(run_folder, class_folders, photos, tmp_path):
-    """It is gone on with where there are none, and otherwise refused in one sentence."""
+    """It is resumed if there are no true classes, and otherwise refused in one sentence."""
     for folder, sentence in ((photos, ""), (class_folders, "begun with another set of columns: without true classes, "
                                                            "now with true classes; give another --output")):
         output = tmp_path / folder.name / "out.csv"

@@ -1,4 +1,4 @@
-"""The command quantize, and what takes its file: validate --int8 and export --int8."""
+"""The command quantize, and the commands that read its file: validate --int8 and export --int8."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("narrow_network")
 
 @pytest.fixture(scope="module")
 def trained(narrow_network: None, tiny_data: Path, seed: int) -> Checkpoint:
-    """A network for the tiny data whose probabilities are neither alike nor all 0 or 1."""
+    """A network for the tiny data whose probabilities are neither equal nor all 0 or 1."""
     rng = np.random.default_rng(seed)
     params, aux = models.create("resnet18", 3).initial_values(seed, zero_init_residual=False)
     params["classifier_weight"] = 0.1 * rng.standard_normal(params["classifier_weight"].shape, np.float32)
@@ -51,7 +51,7 @@ def run_folder(trained: Checkpoint, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def quantised(run_folder: Path, run_train: RunTrain) -> Path:
-    """The run's folder, once it has a network in INT8 beside its checkpoint."""
+    """The run's folder, with an INT8 network beside its checkpoint."""
     code, _, _ = run_train("quantize", "--checkpoint", run_folder, "--images", "27")
     assert code == 0
     return run_folder
@@ -71,8 +71,8 @@ def test_the_command_writes_integers_and_tells_what_they_cost(
     assert "calibrating (max) on 20 training images of 32 pixels ..." in lines
     assert "in float32: classifier (FullyConnected), and the loss" in lines
     rows = [line.split() for line in lines if re.match(r"(stem|stage\d)\w+ +[0-9.]+ +[0-9.]+ +[0-9.]+$", line)]
-    # In dB. Rounding makes a noise 127 * sqrt(12), 53 dB, below the largest weight of a channel, itself less than 17 dB
-    # above the root of their mean square but for one in 10^11 normal ones. Outputs had 27 dB or more in 8 drawings.
+    # In dB. Rounding noise is 127 * sqrt(12), 53 dB, below the largest weight of a channel. This weight is less than 17
+    # dB above the weights' root mean square, except in one of 10^11 normal draws. Outputs had 27 dB or more in 8 draws.
     assert len(rows) == 20 and all(float(row[2]) > 35 and float(row[3]) > 15 for row in rows)
     exact, int8 = (next(line for line in lines if line.startswith(name)) for name in ("float32: ", "int8: "))
     assert exact.endswith("on 27 training images") and int8.endswith("on 27 training images")
@@ -92,7 +92,7 @@ def test_the_command_writes_integers_and_tells_what_they_cost(
 def test_skipped_and_damaged_images_are_named(
     run_folder: Path, tiny_data: Path, tmp_path: Path, run_train: RunTrain
 ) -> None:
-    """By quantize, those that it is calibrated on too; by validate, how many as well; and in its report."""
+    """By quantize, also among the calibration images; by validate with their number, and in its report."""
     for split in ("train", "val"):
         shutil.copytree(tiny_data, tmp_path / split)
         (tmp_path / split / "class0" / "1.jpg").write_bytes(b"no image")
@@ -124,7 +124,7 @@ def test_skipped_and_damaged_images_are_named(
 def test_skipped_images_leave_enough_to_calibrate_on(
     run_folder: Path, tiny_data: Path, tmp_path: Path, run_train: RunTrain
 ) -> None:
-    """As many as must be there to begin with."""
+    """As many as are required in the first place."""
     shutil.copytree(tiny_data, tmp_path / "train")
     shutil.copytree(tiny_data, tmp_path / "val")
     bad = sorted((tmp_path / "train").glob("*/*.jpg"))[15:]
@@ -179,8 +179,9 @@ def test_what_is_kept_in_floats(run_folder: Path, run_train: RunTrain) -> None:
     options = ["--images", "16", "--float-first", "--int8-classifier"]
     code, out, _ = run_train("quantize", "--checkpoint", run_folder, *options)
     assert code == 0 and "in float32: stem_bn_relu (ConvolutionRelu), stem_pool (Pooling), and the loss" in out
-    (decibel,) = re.findall(r"^classifier +float32 +[0-9.]+ +(-?[0-9.]+)$", out, re.MULTILINE)  # of its output
-    assert float(decibel) > 3  # 27 is usual, 12 was seen in 180 draws; an output with another's scale has 0 or less
+    (decibel,) = re.findall(r"^classifier +float32 +[0-9.]+ +(-?[0-9.]+)$", out, re.MULTILINE)  # noise of its output
+    # 27 is usual, 12 was seen in 180 draws; an output with another tensor's scale has 0 or less
+    assert float(decibel) > 3
     assert run_train("validate", "--checkpoint", run_folder, "--int8")[0] == 0
 
 
@@ -223,7 +224,7 @@ def test_weights_that_are_no_numbers_are_refused(run_folder: Path, trained: Chec
 
 def test_a_batch_has_no_more_images_than_are_asked_for(run_folder: Path, run_train: RunTrain,
                                                        monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a batch has besides is computed too."""
+    """All images of a batch are computed, so a batch has no superfluous ones."""
     sizes, of_tensors = [], quantize._Tensors
     monkeypatch.setattr(quantize, "_Tensors", lambda graph, trained, config: sizes.append(config.batch_size)
                         or of_tensors(graph, trained, config))
@@ -262,7 +263,7 @@ def test_a_file_of_other_weights_or_images_is_refused(
 @pytest.mark.long
 def test_images_are_prepared_as_for_the_ranges(run_folder: Path, tiny_data: Path, tmp_path: Path,
                                                run_train: RunTrain) -> None:
-    """By each command that takes the file, with no option that says so."""
+    """By each command that reads the file, without an option for it."""
     images = ["--val-image-size", "40", "--mean", "0", "0", "0", "--std", "1", "1", "1"]
     code, out, _ = run_train("quantize", "--checkpoint", run_folder, "--images", "16", *images)
     assert code == 0
@@ -270,7 +271,7 @@ def test_images_are_prepared_as_for_the_ranges(run_folder: Path, tiny_data: Path
     for options in ([], images):
         code, out, _ = run_train("validate", "--checkpoint", run_folder, "--int8", *options)
         (again,) = re.findall(r"INT8: .*loss ([0-9.]+)", out)
-        # Both round a sum to four places, and may add it up in another order.
+        # Both round a sum to four places, and may add in another order.
         assert code == 0 and float(again) == pytest.approx(float(loss), rel=1e-5)
     code, _, err = run_train("predict", "--checkpoint", run_folder, "--int8", "--output", tmp_path / "x.csv", tiny_data)
     assert (code, err) == (0, "")
@@ -290,10 +291,10 @@ def test_images_are_prepared_as_for_the_ranges(run_folder: Path, tiny_data: Path
 
 @pytest.mark.long
 def test_onnx_for_tensorrt_has_the_same_integers(quantised: Path, tmp_path: Path, run_train: RunTrain) -> None:
-    """Symmetric int8 with channels along axis 0. Where ONNX Runtime computes each operator by itself, each layer gives
-    our integers of those before it. It sums in fp32: an integer may be the next one where the exact value is as near to
-    the middle of two as n fp32 operations may err, n * 2^-24 times the sum of the magnitudes (Higham, 'Accuracy and
-    Stability of Numerical Algorithms', section 3.1)."""
+    """Symmetric int8 with channels along axis 0. If ONNX Runtime computes each operator by itself, each layer gives our
+    integers from the integers before it. It sums in fp32: an integer may differ by one if the exact value is as near to
+    the middle of two integers as n fp32 operations may err, n * 2^-24 times the sum of the magnitudes (Higham,
+    'Accuracy and Stability of Numerical Algorithms', section 3.1)."""
     onnx, onnxruntime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
     file = tmp_path / "network.onnx"
     code, out, _ = run_train("export", "--checkpoint", quantised, "--onnx", file, "--int8", "tensorrt")
@@ -312,7 +313,8 @@ def test_onnx_for_tensorrt_has_the_same_integers(quantised: Path, tmp_path: Path
     network = int8_file.load(str(quantised), checkpoint)
     graph = network.graph(checkpoint)
     integers = np.random.default_rng(1).integers(-LARGEST, LARGEST + 1, (6, SIZE, SIZE, 3))
-    images = integers.astype(np.float32) * np.float32(network.scales["data"])  # no rounding of theirs is near a middle
+    # none of ONNX Runtime's roundings is near a middle
+    images = integers.astype(np.float32) * np.float32(network.scales["data"])
     model.graph.output.extend(onnx.helper.make_tensor_value_info(node.output[0], onnx.TensorProto.INT8, None)
                               for node in rounding)
     settings = onnxruntime.SessionOptions()
@@ -339,7 +341,7 @@ def test_onnx_for_tensorrt_has_the_same_integers(quantised: Path, tmp_path: Path
             operations = inputs[1][0].size + 8  # products, the bias, the addend, (de)quantisation of each
             error = operations * 2.0**-24 * magnitude
             assert (np.abs(found - exact.clip(-LARGEST - 1, LARGEST)) <= 0.5 + error).all(), node.name
-            assert error.max() < 0.1, node.name  # or the line before says little
+            assert error.max() < 0.1, node.name  # otherwise the line above says little
         else:
             np.testing.assert_array_equal(found, reference.evaluate(node, inputs)[0])
     np.testing.assert_allclose(probabilities, values[graph.outputs[0]], rtol=0, atol=export.TOLERANCE)
@@ -353,7 +355,7 @@ def test_onnx_for_onnx_runtime_computes_with_integers(quantised: Path, tmp_path:
     assert (code, err) == (0, "")
     settings = onnxruntime.SessionOptions()
     settings.optimized_model_filepath = str(optimised)
-    settings.log_severity_level = 3  # it warns that what it writes is for this machine
+    settings.log_severity_level = 3  # it warns that its output is for this machine
     onnxruntime.InferenceSession(str(file), settings, providers=["CPUExecutionProvider"])
     kinds = [node.op_type for node in onnx.load(optimised).graph.node]
     assert kinds.count("QLinearConv") == 19 and kinds.count("QLinearAdd") == 8
@@ -387,7 +389,7 @@ def test_onnx_that_differs_is_not_written(quantised: Path, tmp_path: Path, monke
     ({"executor": "cuda"}, [], "", "auto", "cuda"), ({"executor": "reference"}, ["H200"], "", "cpu", "reference")])
 def test_where_integers_are_computed(given: dict[str, str], gpus: list[str], obstacle: str, device: str, executor: str,
                                      monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU where there is one that can, whatever the run was trained on."""
+    """On a capable GPU if there is one, whatever the run was trained on."""
     monkeypatch.setattr(devices, "find_gpus", lambda: gpus)
     monkeypatch.setattr(devices, "_cuda_obstacle", lambda number: obstacle)
     found = for_int8(Config(device="gpu", executor="mxnet", dtype="float16"), given)
@@ -397,7 +399,8 @@ def test_where_integers_are_computed(given: dict[str, str], gpus: list[str], obs
 @pytest.mark.long
 def test_predictions_with_integers(quantised: Path, trained: Checkpoint, tiny_data: Path, tmp_path: Path,
                                    run_train: RunTrain) -> None:
-    """Printed and written to a file: those of the reference executor, which are not quite those in floats."""
+    """Printed and written to a file: the reference executor's predictions, which differ slightly from those in
+    floats."""
     images = sorted(tiny_data.rglob("*.jpg"))[:5]
     found = {}
     for name, options in (("int8", ["--int8"]), ("floats", [])):
@@ -417,7 +420,7 @@ def test_predictions_with_integers(quantised: Path, trained: Checkpoint, tiny_da
 @pytest.mark.long
 def test_the_way_out_of_a_missing_gpu_is_one(quantised: Path, tiny_data: Path, monkeypatch: pytest.MonkeyPatch,
                                              run_train: RunTrain) -> None:
-    """The executor that each sentence names is one that the command takes."""
+    """The command accepts the executor that each message suggests."""
     monkeypatch.setattr(devices, "find_gpus", lambda: [])
     for command in (["validate"], ["predict", next(tiny_data.rglob("*.jpg"))]):
         for executor, problem in (("cuda", "needs an NVIDIA GPU, and there is none here"), ("mxnet", "has no INT8")):
@@ -462,7 +465,7 @@ def test_a_folder_without_write_access_is_named_at_once(run_folder: Path, run_tr
     def refuse(dir: Path) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    monkeypatch.setattr("tempfile.TemporaryFile", refuse)  # root may write everywhere
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)  # root may write anywhere
     code, out, err = run_train("quantize", "--checkpoint", run_folder, "--images", "16")
     assert (code, out) == (2, "") and "int8-best.npz (Permission denied): copy the checkpoint to another folder" in err
 

@@ -1,4 +1,4 @@
-"""Sweeps: what is trained, one after the other or beside each other; most trainings here copy made-up runs."""
+"""Sweeps: the runs, one after the other or in parallel. Most trainings here copy made-up runs."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_toml(tmp_path):
 
 
 def test_the_length_of_the_demonstration_is_the_same_for_all(tmp_path):
-    """Alone, a run on the sample set chooses its epochs by the speed of the machine."""
+    """Alone, a run on the sample set chooses its number of epochs by the speed of the machine."""
     (point,) = planned("--seeds", 1)
     assert str(point.folder) == "runs/sweep-cpu_sample/seed=0"
     assert point.arguments[:4] == ["--seed", "0", "--epochs", str(point.config.epochs)]
@@ -144,7 +144,7 @@ def test_plugins_in_a_grid(plugin, tmp_path):
 
 
 def test_the_page_on_runs(tmp_path):
-    """Its commands are understood, and its grid is one."""
+    """Its commands are valid, and its grid is a grid."""
     pytest.importorskip("tomllib", reason="Python 3.10 has none")
     page = (Path(__file__).parents[3] / "docs" / "runs.md").read_text()
     commands = re.findall(r"^    python -m train (.*)$", page, re.MULTILINE)
@@ -180,7 +180,7 @@ def trained(tmp_path, monkeypatch):
 
 @pytest.fixture
 def swept(tmp_path, monkeypatch, capfd):
-    """Runs a sweep of two learning rates and two seeds; returns what it has printed. Raises its error."""
+    """Runs a sweep of two learning rates and two seeds; returns its output. Raises its error."""
     file = written(tmp_path, '{"learning_rate": [1.0, 2.0]}')
 
     def run(*words):
@@ -226,7 +226,7 @@ def test_one_that_fails_is_told_and_the_rest_goes_on(parallel, swept, trained, t
     assert out.count("skipped") == 3 and "== learning_rate=1.0,seed=1 (2 of 4)" in out
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])  # SIGINT is blocked until a training is ours
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])  # SIGINT is blocked until our training has started
 def test_a_signal_stops_the_trainings_and_begins_no_more(number, swept, trained, tmp_path, capfd):
     for name in ("learning_rate=1.0,seed=0", "learning_rate=1.0,seed=1"):
         trained[name] = (f"trap 'touch $FOLDER.told; exit {128 + number}' {number:d}; touch $FOLDER.begun; "

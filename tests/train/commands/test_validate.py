@@ -33,7 +33,7 @@ def rows(path: Path) -> list[dict[str, str]]:
 
 
 def test_every_image_has_its_record(run_folder, tiny_data, run_train, tmp_path):
-    """27 images in batches of 4: in the order of the split, with all that accuracy and loss are made of."""
+    """27 images in batches of 4: in the order of the split, with all values behind accuracy and loss."""
     output = tmp_path / "val.csv"
     code, out, err = run_train("validate", "--checkpoint", run_folder, "--device", "cpu", "--output", output)
     assert code == 0, err
@@ -73,7 +73,7 @@ def test_lines_of_json_and_images_that_are_skipped(run_folder, tiny_data, run_tr
 
 
 @pytest.mark.parametrize(("name", "more", "sentence"), [
-    ("val.txt", [], r"--output .*val.txt must end in .csv or .jsonl, which says how it is written"),
+    ("val.txt", [], r"--output .*val.txt must end in .csv or .jsonl, which determines the format"),
     ("there.csv", [], r".*there.csv is there already: give another --output"),
     ("val.csv", ["--data", "synthetic"], r"--output .* is for images that have files, and those of --data synthetic "
                                          r"have none: leave it out"),

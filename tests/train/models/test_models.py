@@ -49,7 +49,7 @@ def test_parameter_count_is_the_published_one(name):
 
 @pytest.mark.parametrize("name", [name for name in models.names() if name not in models.FAMILIES["resnext"]])
 def test_the_first_width_is_read_when_a_network_is_made(name, monkeypatch):
-    """Not when its file is imported: then the order of imports would decide which width a network has."""
+    """Not when its file is imported: otherwise the order of imports would determine the width."""
     def weights():
         shapes = models.create(name).graph.infer_shapes({"data": (1, 64, 64, 3), "softmax_label": (1,)})
         return {node: shapes[Ref(node)] for node in (f"stage1_block1_conv{n}_weight" for n in (1, 2))}
@@ -103,8 +103,8 @@ def test_resnet_d_averages_where_a_shortcut_has_a_stride():
 
 
 def gluon_parameters(zoo):
-    """The parameters of a network of Gluon's zoo, and its running statistics, in order, without those of the BatchNorm
-    of the images; that one is made to leave them as they are."""
+    """The parameters and running statistics of a network of Gluon's zoo, in order, without the BatchNorm of the images,
+    which is set to the identity."""
     zoo.initialize()
     zoo(mx.nd.zeros((1, 3, 32, 32)))
     _, _, _, variance, *parameters = zoo.collect_params().values()
@@ -137,7 +137,7 @@ def test_pre_activation_networks_compute_what_gluons_do(name, rng):
         parameter.set_data(mx.nd.array(np.moveaxis(value, -1, 1) if value.ndim == 4 else value))
     data = rng.standard_normal((3, 75, 64, 3)).astype(np.float32)
     images = mx.nd.array(np.moveaxis(data, -1, 1))
-    params["classifier_weight"] /= np.ptp(zoo(images).asnumpy())  # else one class has it all
+    params["classifier_weight"] /= np.ptp(zoo(images).asnumpy())  # otherwise one class has all the probability
     zoo.output.weight.set_data(mx.nd.array(params["classifier_weight"]))
     wanted = mx.nd.softmax(zoo(images)).asnumpy()
     executor = create_executor("mxnet", network.graph, {"data": data.shape, "softmax_label": (3,)})

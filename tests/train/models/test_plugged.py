@@ -1,4 +1,4 @@
-"""Networks of plug-ins: in either layout, by Gluon or as a Symbol, the same network; and what is refused."""
+"""Networks of plug-ins: in either layout, from Gluon or as a Symbol, the result is the same; and errors."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_both_layouts_and_both_ways(plugin: Callable[..., Path], rng: np.random.
 
 
 def test_names_are_equal_whenever_it_is_made(plugin: Callable[..., Path]) -> None:
-    """Checkpoints know arrays by them."""
+    """Checkpoints identify arrays by these names."""
     plugins.load([str(plugin(GLUON))])
     first, _, third = (models.create(name).graph for name in ("gluon", "symbol", "gluon"))
     assert first == third and "dense0_weight" in first.variables

@@ -17,13 +17,13 @@ def on_gpu(request):
 
 @pytest.fixture
 def processes(on_gpu):
-    """How many a run has: two, on GPUs one for each, up to four."""
+    """The number of processes of a run: two; on GPUs one for each, up to four."""
     return min(4, len(find_gpus())) if on_gpu else 2
 
 
 @pytest.fixture
 def start(tmp_path, on_gpu):
-    """Starts a run of so many processes, with further options of the launcher."""
+    """Starts a run of this many processes, with further options of the launcher."""
     runs = []
 
     def build(processes: int, *options: str) -> Run:

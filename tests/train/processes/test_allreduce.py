@@ -1,4 +1,4 @@
-"""The library that hands buckets of gradients to Horovod, on memory of the host; on GPUs: test_multi_gpu.py."""
+"""The library that hands buckets of gradients to Horovod, with host memory; test_multi_gpu.py tests it on GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""scripts/dgx1_8gpu.sh: what it passes on, what it refuses, and runs of two processes on the CPU."""
+"""scripts/dgx1_8gpu.sh: the arguments it passes on, the input it refuses, and runs of two processes on the CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from train import checkpoint
 from train.processes.invocation import script
 
 SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "dgx1_8gpu.sh"
-# Of processes that train: what is trained here is narrow.
+# Options of training processes: the trained networks are narrow.
 TRAINING = {"PYTHONPATH": python_path(light=True), "MXNET_MKLDNN_ENABLED": "1"}
 
 
@@ -45,7 +45,7 @@ def test_arguments_reach_the_launcher(fake_python):
 
 @pytest.mark.parametrize("platform, batch", [("dgx1_v100", 192), ("dgx_a100", 256), ("dgx_h100", 400)])
 def test_platform(platform, batch, fake_python):
-    """A platform's options come first, so that the user's win."""
+    """A platform's options come first, so that the user's options override them."""
     done = run_script("-b", 32, "-p", platform, python=fake_python)
     assert done.stdout == f"-m|train.processes.launch|-b|{batch}|-b|32|"
 
@@ -112,7 +112,7 @@ def test_sigterm_and_resume_in_two_processes(tiny_options, tmp_path):
     stopped = checkpoint.load(checkpoint.find(str(folder)))
     assert stopped.progress.step >= 2
     assert len(stopped.loader_states) == 2
-    assert stopped.params["stem_conv_weight"].shape[0] == 8  # or tests/light does its work no more
+    assert stopped.params["stem_conv_weight"].shape[0] == 8  # otherwise tests/light has no effect
 
     last = stopped.progress.step + 2
     done = run_script("-n", 2, "--resume", folder, "--max-steps", last, REPORT="yes", **TRAINING)

@@ -17,7 +17,7 @@ from train.models.network import init_params
 from train.processes.distributed import Workers
 from train.recording.metrics import METRICS_FILE, RunRecord
 
-# Five tests in one start of the processes, the mistake last: after it they end.
+# Five tests with one start of the processes. The error comes last, because the processes end after it.
 SESSION = """
     import sys, time
     import numpy as np
@@ -107,7 +107,7 @@ SESSION = """
 
 @pytest.fixture(scope="module")
 def session(tmp_path_factory: pytest.TempPathFactory, seed: int) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """What SESSION left behind, its folder and how it ended."""
+    """The results of SESSION, its folder and its exit code."""
     folder, rng = tmp_path_factory.mktemp("session"), np.random.default_rng(seed)
     for rank in range(2):
         np.savez(
@@ -160,7 +160,7 @@ def test_clipping_takes_the_mean_over_the_processes(session):
 
 @needs_horovod
 def test_step_with_frozen_and_slower_layers(session):
-    """The same on both processes: what is frozen stays, the rest goes as far as mean gradient and factor say."""
+    """On both processes frozen layers stay, and the others move by mean gradient and factor."""
     first, second = (np.load(session[0] / f"frozen{rank}.npz") for rank in range(2))
     assert all(np.array_equal(first[name], second[name]) for name in first.files)
     trained = {name.removeprefix("mean/") for name in first.files if name.startswith("mean/")}
@@ -176,8 +176,8 @@ def test_step_with_frozen_and_slower_layers(session):
 @pytest.mark.long
 @needs_horovod
 def test_frozen_backbone_trains_as_in_one_process(narrow_network, tiny_options, initial_weights, tmp_path, run_train):
-    """Batches of 4 on each of two processes, of 8 on one: where no BatchNorm has statistics of its batch, both train
-    the classifier alike, image by image."""
+    """Batches of 4 on each of two processes, of 8 on one: if no BatchNorm uses its batch's statistics, both train the
+    classifier equally, image by image."""
     script = "import sys; from train import __main__ as program; sys.exit(program.main(sys.argv[1:]))"
     options = [*tiny_options, "--freeze", "backbone", "--weights", initial_weights, "--validate-every", "0", "--output"]
     done = run_processes(script, *options, tmp_path / "two", light=True)
@@ -191,7 +191,7 @@ def test_frozen_backbone_trains_as_in_one_process(narrow_network, tiny_options, 
     for name, value in one.params.items():
         way = np.abs(value - start[name]).max()
         assert way > 1e-3 if name.startswith("classifier") else way == 0, name
-        # Sums of 8 in another order, 1e-6 of a gradient: a hundredth of this is left for each step.
+        # Sums of 8 terms in another order, 1e-6 of a gradient: a hundredth of this is allowed in each step.
         np.testing.assert_allclose(two.params[name], value, rtol=0, atol=1e-4 * way, err_msg=name)
     assert all(np.array_equal(two.aux[name], value) for name, value in aux.items())
 
@@ -211,7 +211,7 @@ def test_wait_for_a_loader_is_that_of_the_process_that_waits_longest(session):
     folder, _ = session
     record = RunRecord.read_jsonl(folder / "run" / METRICS_FILE)
     assert len(record.step_ms) == 5
-    assert sum(record.loader_wait_ms) > 500  # a third: rank 0 may see the end of a step late, and the next one short
+    assert sum(record.loader_wait_ms) > 500  # a third: rank 0 may see the end of a step late, and so the next one short
     assert np.add(record.loader_wait_ms, record.compute_ms) == pytest.approx(record.step_ms, abs=1e-3)
 
 
@@ -230,7 +230,7 @@ def test_process_that_dies_ends_the_others():
 @pytest.mark.long
 @needs_horovod
 def test_who_was_killed_is_named_and_not_who_crashed_because_of_it():
-    """Though the launcher sees both at once, and the other one first, which leaves half a line."""
+    """Although the launcher sees both at once, and first the other one, which leaves half a line."""
     script = """
         import os, signal, sys
         from pathlib import Path
@@ -280,7 +280,7 @@ def test_one_process_is_its_own_mean():
 @pytest.mark.long
 @needs_horovod
 def test_nobody_gets_the_values_of_an_operation_that_failed():
-    """Whoever waits for anything is told, until that is forgotten; Horovod goes on."""
+    """Every waiting caller gets the error, until it is cleared; then Horovod continues."""
     script = """
         from common.mxnet_compat import mx
         from train.processes.distributed import Workers, drain_engine, is_lost_process
@@ -306,7 +306,7 @@ def test_nobody_gets_the_values_of_an_operation_that_failed():
 @needs_horovod
 @pytest.mark.parametrize("elastic, error", [("0", "LostProcessError"), ("1", "HorovodInternalError")])
 def test_processes_that_cannot_connect(elastic, error):
-    """The other one never comes: it is told, and not the end of this one by SIGABRT."""
+    """The other process never comes: an error is reported, and SIGABRT does not end this process."""
     script = """if True:
         import os
         from horovod.runner.common.util.hosts import SlotInfo

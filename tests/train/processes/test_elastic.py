@@ -1,4 +1,4 @@
-"""A process that is killed in mid-epoch: the run ends with its last words, or in elastic mode goes on without it."""
+"""A process is killed in mid-epoch: the run ends with a message about it, or in elastic mode continues without it."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ pytestmark = needs_horovod
 
 @pytest.fixture
 def patient_gloo(monkeypatch):
-    """Who waits for Gloo's time-out to notice a loss waits longer than any test does."""
+    """Gloo's time-out is set longer than any test, so a test that relies on it to notice a loss fails."""
     monkeypatch.setenv("HOROVOD_GLOO_TIMEOUT_SECONDS", str(2 * LIMIT))
 
 
 @pytest.mark.long
 def test_elastic_run_loses_a_process_and_gets_one(start, on_gpu, processes, rng, request, monkeypatch):
-    """Three processes become two and three again (on four GPUs four, three and four, on two: two, one, two). No commit
-    is lost, and the position counts images, not steps."""
+    """Three processes become two and three again (on four GPUs four, three and four; on two GPUs two, one, two). No
+    commit is lost, and the position counts images, not steps."""
     count = processes if on_gpu else 3
     if not on_gpu:
-        monkeypatch.setattr(resnet, "FIRST_WIDTH", 8)  # as the run's network
+        monkeypatch.setattr(resnet, "FIRST_WIDTH", 8)  # as for the run's network
     weights = request.getfixturevalue("initial_weights")
     run = start(count, "--min-np", str(count - 1), "--cooldown", "1", "--freeze", "stage2", "--weights", str(weights))
     run.wait_for(lambda: run.last_step() >= COMMIT_EVERY + 1)
-    victim = int(rng.integers(count))  # rank 0, whose part is more, like any other
+    victim = int(rng.integers(count))  # rank 0, which has more to do, like any other
     os.kill(run.workers()[victim], signal.SIGKILL)
     killed_after = run.last_step()
     run.wait_for(lambda: len(run.events("session")) == 3)
@@ -65,12 +65,12 @@ def test_elastic_run_loses_a_process_and_gets_one(start, on_gpu, processes, rng,
     assert second % COMMIT_EVERY == third % COMMIT_EVERY == 0
     rates = {}
     for event in run.events("steps"):
-        rates[event["step"]] = event["learning_rate"]  # a step that is done again counts as it was done last
+        rates[event["step"]] = event["learning_rate"]  # a repeated step counts as in its last execution
 
     def size(step: int) -> int:
         return less if second < step <= third else more
 
-    # Cosine: hardly below its peak. On a busy machine the lost process may be back before the others took a step.
+    # Cosine: hardly below its peak. On a busy machine the lost process may be back before the others have done a step.
     if third in rates:
         assert rates[third] / rates[third + 1] == pytest.approx(size(third) / size(third + 1), rel=1e-3)
 
@@ -79,8 +79,8 @@ def test_elastic_run_loses_a_process_and_gets_one(start, on_gpu, processes, rng,
     assert {name.partition("_")[0] for name in last.state["momentum"]} == {"stage3", "stage4", "classifier"}
     state = json.loads(last.loader_states[0])
     if last.progress.epoch == 0:
-        num_seen = sum(map(size, range(1, last.progress.step + 1)))  # one that rank 0 took and did not write, too
-        # less than a batch is passed over at each change
+        num_seen = sum(map(size, range(1, last.progress.step + 1)))  # including one that rank 0 did and did not write
+        # less than a batch is skipped at each change
         assert num_seen <= more * state["batch"] < num_seen + less + more
 
 
@@ -91,8 +91,8 @@ def test_elastic_run_loses_a_process_and_gets_one(start, on_gpu, processes, rng,
     ("first steps", "from where the run began: nothing it trained was committed yet (--commit-every)"),
 ])
 def test_loss_at_start_up(place, where):
-    """One of three processes is killed before it has joined the others, while they connect, or before the first commit,
-    or the first one behind what the run began with: the others do without it, and do not wait for Gloo's time-out."""
+    """One of three processes is killed before it has joined the others, while they connect, before the first commit, or
+    after the first one. The others continue without it, and do not wait for Gloo's time-out."""
     script = f"""
         import os, signal, sys
         from train.processes import elastic
@@ -132,9 +132,9 @@ def test_loss_at_start_up(place, where):
 @pytest.mark.long
 @pytest.mark.parametrize("commits", [1, 2])
 def test_fault_without_a_loss(tmp_path, monkeypatch, commits):
-    """As where NCCL refuses two processes on one GPU. With no commit but that of the beginning the run ends, as nothing
-    would change; else it goes on, and says so."""
-    # Who is the second to leave Horovod sometimes waits for the first until Gloo's time-out.
+    """For example, NCCL refuses two processes on one GPU. If the only commit is the initial one, the run ends, because
+    nothing would change; otherwise it continues and says so."""
+    # The second process to leave Horovod sometimes waits for the first until Gloo's time-out.
     monkeypatch.setenv("HOROVOD_GLOO_TIMEOUT_SECONDS", "20")
     script = f"""
         import os, sys, time
@@ -167,7 +167,7 @@ def test_fault_without_a_loss(tmp_path, monkeypatch, commits):
         assert done.returncode == 0 and len(lines) == 1, done.stderr
         assert lines[0].endswith("; resuming from the last commit")
     else:
-        assert done.returncode == 2 and lines, done.stderr  # one may be ended before it says so too
+        assert done.returncode == 2 and lines, done.stderr  # one may be ended before it reports that, too
         assert all(line.startswith("error: ") and ", so the run ends: check that" in line for line in lines)
 
 
@@ -180,8 +180,8 @@ def test_fault_without_a_loss(tmp_path, monkeypatch, commits):
      "an operation among the 2 processes failed, though none of them was lost (broken pipe)"),
 ])
 def test_a_fault_over_several_machines_is_told(now, sentence):
-    """Where horovodrun has started them, nobody else says what has become of the run. Processes that join change
-    something: what failed may work then."""
+    """If horovodrun has started the processes, nobody else reports what happened to the run. Processes that join may
+    make a failed operation work."""
     from train.processes.elastic import Member, _what_happened
 
     before = [Member(host, pid, True, 0, "") for host, pid in (("a", 1), ("b", 2))]
@@ -204,7 +204,7 @@ def test_a_fault_that_would_come_for_ever_ends_the_run():
     (3, 20, "resuming from the last commit, step 20"),
 ])
 def test_the_state_comes_from_a_process_that_has_it(monkeypatch, capsys, commits, step, where):
-    """Rank 0 is new, as Horovod may have it: it does not begin the run anew in the others."""
+    """Horovod may make a new process rank 0: it must not restart the run in the others."""
     from train.processes import elastic
 
     start = checkpoint.Checkpoint({}, {}, {}, Config(), [], progress=checkpoint.Progress(step))
@@ -222,7 +222,7 @@ def test_the_state_comes_from_a_process_that_has_it(monkeypatch, capsys, commits
 
 @pytest.mark.slow
 def test_fault_without_a_loss_over_two_hosts(tmp_path):
-    """Both are this machine. It began anew and failed again, for ever and without a word."""
+    """Both hosts are this machine. The run used to restart and fail forever without a message."""
     hosts, script, ready = tmp_path / "hosts.sh", tmp_path / "script.py", tmp_path / "ready"
     ready.mkdir()
     hosts.write_text("#!/bin/sh\nprintf 'localhost:1\\n127.0.0.1:1\\n'\n")
@@ -258,7 +258,8 @@ def test_fault_without_a_loss_over_two_hosts(tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("min_np", [0, 1])
 def test_loss_while_the_report_is_written(tiny_options, tmp_path, min_np):
-    """Process 1 has nothing to do any more, and is not missed; process 0 writes it, and nobody goes on without it."""
+    """Process 1 has nothing left to do, so its loss does not matter. Process 0 writes the report, and the run cannot
+    continue without it."""
     script = """
         import os, signal, sys, time
         from pathlib import Path
@@ -292,7 +293,7 @@ def test_loss_while_the_report_is_written(tiny_options, tmp_path, min_np):
 @pytest.mark.long
 @pytest.mark.parametrize("victim", [0, 1])
 def test_loss_once_another_process_has_trained_to_the_end(tiny_options, tmp_path, victim):
-    """Nobody goes on then: process 1 is not missed, and without process 0 the run ends."""
+    """The run no longer continues then: process 1's loss does not matter, and without process 0 the run ends."""
     script = """
         import os, signal, sys, time
         from pathlib import Path
@@ -337,7 +338,7 @@ def test_loss_once_another_process_has_trained_to_the_end(tiny_options, tmp_path
 @pytest.mark.long
 @pytest.mark.parametrize("min_np", [0, 1])
 def test_a_process_that_has_said_why_it_ends_is_not_lost(tiny_options, tmp_path, min_np):
-    """All is done when process 0 tells that somebody has removed a file of the run."""
+    """Process 0 reports, after all work is done, that a file of the run was removed."""
     script = """
         import sys
         from pathlib import Path
@@ -357,7 +358,7 @@ def test_a_process_that_has_said_why_it_ends_is_not_lost(tiny_options, tmp_path,
 @pytest.mark.long
 @pytest.mark.usefixtures("patient_gloo")
 def test_killed_process_ends_the_run(start, processes, rng):
-    """Without elastic mode: at once, with what happened and what to do; the checkpoint of before is whole."""
+    """Without elastic mode: the run ends at once with the reason and advice, and the earlier checkpoint is intact."""
     run = start(processes)
     run.wait_for(lambda: run.last_step() >= 1)
     run.process.send_signal(signal.SIGUSR1)
@@ -378,7 +379,7 @@ def test_killed_process_ends_the_run(start, processes, rng):
 
 @pytest.mark.long
 def test_process_without_memory_ends_the_run(tiny_options, tmp_path):
-    """An allocation that fails on one of two processes, in mid-epoch: both end, and what was saved is whole."""
+    """An allocation fails on one of two processes in mid-epoch: both end, and the checkpoints are intact."""
     script = """
         import sys
         from train import __main__ as program
@@ -407,7 +408,7 @@ def test_process_without_memory_ends_the_run(tiny_options, tmp_path):
 
 @pytest.mark.long
 def test_validation_that_fails_on_one_process_ends_the_run(tiny_options, tmp_path):
-    """As where a GPU has no memory left for it: nobody waits for the other, and the epoch is saved."""
+    """For example a GPU has no memory left for it: neither process waits for the other, and the epoch is saved."""
     script = """
         import sys
         from graph_passes import GraphError
@@ -465,7 +466,7 @@ def test_gpu_without_memory_ends_the_run(tiny_options, tmp_path):
     assert done.returncode == 2, done.stderr
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     lost = [line for line in errors if "the connection to another process of this run is lost" in line]
-    (cause,) = set(errors) - set(lost)  # of the process that is full; the other may have noticed that it is gone
+    (cause,) = set(errors) - set(lost)  # of the process without memory; the other may have noticed its end
     assert re.search(r"the GPU has (no memory left|[\d.]+ of [\d.]+ GiB free)", cause)
     assert "Traceback" not in done.stderr
     assert checkpoint.load(checkpoint.find(str(tmp_path / "run"))).progress.step >= 1

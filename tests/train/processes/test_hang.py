@@ -1,4 +1,4 @@
-"""A process that hangs: the launcher finds it, says which and ends it; the run ends, or in elastic mode goes on."""
+"""A process hangs: the launcher finds it, names it and ends it. The run ends, or in elastic mode continues."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from train.processes import watch
 from train.processes.pulse import Activity
 from train.processes.watch import ONCE, SLOWER, Hang, Watch
 
-SECONDS = 5  # the launcher's patience here; a step takes a tenth of a second, and may take ten times the longest
+SECONDS = 5  # seconds without a sign of life here; a step takes a tenth of a second, and may take ten times the longest
 
 
 class Clocked:
-    """A watch of three processes whose clock the test turns; none of them is stopped."""
+    """A watch of three processes with a simulated clock; none of them is stopped."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float = 40) -> None:
         self.now, self.stopped, self.gone = 0.0, set[int](), set[int]()
@@ -35,10 +35,10 @@ class Clocked:
             self.watch.begin(number)
             self.records[number].keeps_pace, self.records[number].activity = 1, Activity.TOGETHER
 
-        self.after(1)  # they are seen for the first time
+        self.after(1)  # seen for the first time
 
     def after(self, seconds: float, *alive: int) -> Hang | None:
-        """What is found so much later, where only those processes have shown signs of life."""
+        """The hangs found this much later, if only these processes have shown signs of life."""
         found = None
         for _ in range(round(seconds)):
             self.now += 1
@@ -54,7 +54,7 @@ def clocked(monkeypatch):
 
 
 def test_who_is_behind_hangs(clocked):
-    """The others have begun an operation that process 1 has not."""
+    """The others have begun an operation that process 1 has not begun."""
     for number, collectives in enumerate((8, 7, 9)):
         clocked.records[number].collectives = collectives
     assert clocked.after(40) is None
@@ -62,7 +62,7 @@ def test_who_is_behind_hangs(clocked):
 
 
 def test_who_waits_does_not_hang(clocked):
-    """Process 1 alone is behind, and alive: the others wait for it as long as it takes."""
+    """Only process 1 is behind, and it shows signs of life: the others wait for it as long as it takes."""
     for number, collectives in enumerate((8, 7, 9)):
         clocked.records[number].collectives = collectives
     assert clocked.after(500, 1) is None
@@ -74,14 +74,14 @@ def test_equally_far(clocked):
 
 
 def test_gpu_that_is_behind(clocked):
-    """The hosts have all launched the step after, and wait."""
+    """All hosts have launched the next step, and wait."""
     for number, passes in enumerate((12, 12, 11)):
         clocked.records[number].device_passes = passes
     assert clocked.after(41) == Hang((2,), is_certain=True)
 
 
 def test_stopped_process_hangs_wherever_it_is(clocked):
-    """Also while it compiles, and though it has begun more than the others."""
+    """Also while it compiles, and although it has begun more operations than the others."""
     clocked.records[2].activity, clocked.records[2].collectives = Activity.STARTING, 5
     clocked.stopped = {102}
     assert clocked.after(40, 0, 1) is None
@@ -105,7 +105,7 @@ def test_long_steps_may_take_longer(clocked):
 
 
 def test_launcher_that_was_stopped_has_seen_nothing(clocked):
-    """As with Ctrl-Z and fg: an hour went by in which nobody could have shown anything."""
+    """As with Ctrl-Z and fg: for an hour nobody could have shown a sign of life."""
     assert clocked.after(1) is None
     clocked.now += 3600
     assert clocked.after(35) is None
@@ -113,7 +113,7 @@ def test_launcher_that_was_stopped_has_seen_nothing(clocked):
 
 
 def test_who_has_waited_is_not_the_next(clocked):
-    """Process 1 was waited for, and is gone: the others have as much time to notice it as they had to wait for it."""
+    """The others were waiting for process 1, which has ended: they get the full time again to notice it."""
     clocked.records[0].collectives = clocked.records[2].collectives = 1
     assert clocked.after(41) == Hang((1,), is_certain=True)
     clocked.gone = {1}
@@ -122,7 +122,7 @@ def test_who_has_waited_is_not_the_next(clocked):
 
 
 def test_those_who_come_are_not_waited_for(clocked):
-    """Elastic: process 2 has been started anew, and those who train do not wait for it; nor does one at the door."""
+    """Elastic: process 2 was restarted. The training processes do not wait for it, nor for one at the door."""
     clocked.records[0].generation = clocked.records[1].generation = 1
     clocked.records[0].collectives = clocked.records[1].collectives = 7
     assert clocked.after(100, 0, 1, 2) is None
@@ -166,14 +166,14 @@ def wait_until(condition) -> None:
 
 
 def told(err: str) -> list[str]:
-    """What the launcher has said of processes, among the libraries' lines."""
+    """The launcher's messages about processes, among the libraries' lines."""
     return [line for line in err.splitlines() if re.match(r"(error: )?process \d", line)]
 
 
 @pytest.mark.long
 @needs_horovod
 def test_stopped_process_ends_the_run(start, processes, rng):
-    """With its name and place, after the time given, as the last thing that is said; what was saved is whole."""
+    """After the given time; the last message names the process and its activity, and the checkpoints are intact."""
     run = start(processes, "--hang-seconds", str(SECONDS))
     run.wait_for(lambda: run.last_step() >= 3)
     run.process.send_signal(signal.SIGUSR1)
@@ -221,7 +221,7 @@ def test_elastic_run_goes_on_without_a_stopped_process(start, processes, rng):
 @pytest.mark.long
 @needs_horovod
 def test_request_to_stop_survives_a_loss(start):
-    """SIGTERM while a process is stopped: it is found, and the others, who begin anew without it, save and stop."""
+    """SIGTERM while a process is stopped: it is found, and the others, which restart without it, save and stop."""
     run = start(2, "--min-np", "1", "--hang-seconds", str(SECONDS))
     run.wait_for(lambda: run.last_step() >= COMMIT_EVERY + 1)
     os.kill(run.workers()[1], signal.SIGSTOP)
@@ -253,7 +253,7 @@ BLOCKED = """
 @pytest.mark.long
 @needs_horovod
 def test_process_blocked_in_c_ends_the_run(tiny_options, tmp_path):
-    """Where no signal handler can run."""
+    """Signal handlers cannot run there."""
     done = run_processes(BLOCKED, *tiny_options, "--output", tmp_path / "run", light=True,
                          hang_seconds=SECONDS)
     assert done.returncode == EXIT_HUNG_PROCESS, done.stderr
@@ -281,8 +281,8 @@ def test_elastic_run_goes_on_without_a_blocked_process(tiny_options, tmp_path, m
 @needs_horovod
 @pytest.mark.parametrize("min_np", [0, 1])
 def test_gpu_that_hangs(tiny_options, tmp_path, min_np):
-    """One of two GPUs never gets to the end of a pass; both hosts wait for the next. (A function of the host in its
-    stream that does not return, which to the stream is a kernel that does not.)"""
+    """One of two GPUs never finishes a pass, and both hosts wait for the next one. (Simulated by a host function in its
+    stream that does not return, which looks to the stream like a kernel that hangs.)"""
     if len(find_gpus()) < 2:
         pytest.skip(f"2 GPUs are needed, {len(find_gpus())} are there")
     script = """
@@ -314,8 +314,8 @@ def test_gpu_that_hangs(tiny_options, tmp_path, min_np):
 @needs_horovod
 @pytest.mark.parametrize("stop", [True, False])
 def test_killed_launcher_leaves_no_process(tmp_path, stop):
-    """Not one that is stopped, which cannot take the signal that the launcher's end sends, and not one that goes on as
-    if nothing had been."""
+    """Neither a stopped process, which cannot receive the signal sent at the launcher's end, nor one that ignores
+    it."""
     script = f"""if True:
         import os, pathlib, signal, time
         from train.processes.pulse import Activity, pulse
@@ -332,7 +332,7 @@ def test_killed_launcher_leaves_no_process(tmp_path, stop):
     with subprocess.Popen([sys.executable, "-c", starter, script]) as launcher:
         wait_until(lambda: {"0", "1"} <= set(os.listdir(tmp_path)))
         all_of_it = children(launcher.pid)
-        assert len(all_of_it) == 3  # with the guard
+        assert len(all_of_it) == 3  # including the guard
         for pid in all_of_it:
             if stop and b"HOROVOD_RANK=0\0" in Path(f"/proc/{pid}/environ").read_bytes():
                 os.kill(pid, signal.SIGSTOP)
@@ -343,7 +343,7 @@ def test_killed_launcher_leaves_no_process(tmp_path, stop):
 @pytest.mark.long
 @needs_horovod
 def test_elastic_run_in_which_one_after_the_other_hangs():
-    """With --cooldown: it ends. Nobody had read what rank 0 printed, so each new rank 0 hung like the one before."""
+    """With --cooldown: the run ends. Nobody read rank 0's output, so each new rank 0 hung like the previous one."""
     script = """if True:
         import os, time
         from train.processes.pulse import pulse

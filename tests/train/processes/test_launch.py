@@ -1,4 +1,5 @@
-"""The launcher: GPUs as NVML reports them (a stand-in), cores for each process, and what a process that dies leaves."""
+"""The launcher: GPUs as reported by NVML (simulated), cores for each process, and the consequences of a process that
+dies."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ GIB = 2**30
 
 
 class FakeNvml:
-    """The part of pynvml that is asked: GPUs given as dicts."""
+    """The part of pynvml that is used: GPUs given as dicts."""
 
     NVML_NVLINK_MAX_LINKS = 18
     NVML_FEATURE_ENABLED = 1
@@ -117,7 +118,7 @@ def test_visible_devices(machine):
 
 
 def test_cores_beside_the_gpu(machine):
-    """GPUs that share a NUMA node share its cores evenly; of those only the allowed ones count."""
+    """GPUs on one NUMA node share its cores evenly; only allowed cores count."""
     node0, node1 = {"cores": range(96)}, {"cores": range(96, 192)}
     gpus = machine(node0, node0, node0, node1, allowed=[*range(7), *range(100, 104)])
     shares = topology.assign_cores(gpus, 4)
@@ -125,7 +126,7 @@ def test_cores_beside_the_gpu(machine):
 
 
 def test_cores_without_affinity(machine):
-    """A container may forbid all of a GPU's own cores: then its process gets a share of what there is."""
+    """A container may forbid all cores beside a GPU: then its process gets a share of the available ones."""
     gpus = machine({"cores": range(96, 192)}, {}, allowed=range(4))
     assert topology.assign_cores(gpus, 2) == [{0, 1}, {2, 3}]
     assert topology.assign_cores([], 3) == [{0}, {1}, {2, 3}]
@@ -144,7 +145,7 @@ def test_checks(machine):
     (in_use,) = topology.check(gpus, 2)
     assert in_use.startswith("GPU 1 is in use by another program (processes 4, 5)")
     assert "NVLink" in topology.check(gpus, 3)[1]
-    with pytest.raises(TrainError, match=r"GPU 3 has only 1.0 of 141.0 GiB free \(processes 9\): end what uses it"):
+    with pytest.raises(TrainError, match=r"GPU 3 has only 1.0 of 141.0 GiB free \(processes 9\): end the programs"):
         topology.check(gpus, 4)
     with pytest.raises(TrainError, match="-n 6 needs 6 GPUs, but there are only 5"):
         topology.check(gpus, 6)
@@ -186,7 +187,7 @@ def test_parse():
 def test_machine_whose_name_has_no_address(monkeypatch, capsys, processes):
     """Gloo would crash."""
     monkeypatch.setattr(socket, "gethostname", lambda: "nobody.invalid")
-    monkeypatch.setenv(LAUNCHER_VARIABLE, "")  # put back afterwards
+    monkeypatch.setenv(LAUNCHER_VARIABLE, "")  # restored afterwards
     arguments = ["-n", *processes.split(), "--device", "cpu"]
     assert exit_code_of(lambda: launch.main(arguments)) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -202,7 +203,7 @@ def test_one_process_needs_no_horovod(monkeypatch, capsys):
         raise SystemExit
 
     monkeypatch.setattr(os, "execve", execve)
-    monkeypatch.setenv(LAUNCHER_VARIABLE, "")  # put back afterwards
+    monkeypatch.setenv(LAUNCHER_VARIABLE, "")  # restored afterwards
     monkeypatch.setitem(sys.modules, "horovod", None)
     with pytest.raises(SystemExit):
         launch.main(["-n", "1", "-b", "32", "--device", "cpu"])
@@ -214,7 +215,7 @@ def test_one_process_needs_no_horovod(monkeypatch, capsys):
 
 
 def place(monkeypatch, **variables):
-    """What Horovod tells a process of its place."""
+    """Horovod's environment variables for the position of a process."""
     for name in [name for name in os.environ if name.startswith("HOROVOD_")]:
         monkeypatch.delenv(name)
     for name, value in variables.items():
@@ -253,7 +254,7 @@ def test_a_launcher_is_not_elastic_because_another_was(monkeypatch):
 def test_numbers_in_the_environment(monkeypatch, capsys, name, value):
     """MXNet, OpenMP or Gloo would abort."""
     pytest.importorskip("horovod")
-    monkeypatch.setenv(LAUNCHER_VARIABLE, "")  # put back afterwards
+    monkeypatch.setenv(LAUNCHER_VARIABLE, "")  # restored afterwards
     monkeypatch.setenv(name, value)
     assert exit_code_of(lambda: launch.main(["-n", "2", "--device", "cpu"])) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -267,7 +268,8 @@ def test_an_empty_number_of_threads_is_none(monkeypatch):
 
 
 def test_worker_of_horovodrun_binds_itself(machine, monkeypatch):
-    """With a rank in its environment the launcher becomes `python -m train`, on the cores of that rank's GPU."""
+    """With a rank in its environment the launcher becomes `python -m train`, bound to the cores beside that rank's
+    GPU."""
     gpus = machine({"cores": range(4)}, {"cores": range(4, 8)})
     monkeypatch.setattr(topology, "read_gpus", lambda: gpus)
     place(monkeypatch, HOROVOD_RANK="3", HOROVOD_SIZE="4", HOROVOD_LOCAL_RANK="1", HOROVOD_LOCAL_SIZE="2",
@@ -292,7 +294,7 @@ def test_worker_of_horovodrun_binds_itself(machine, monkeypatch):
 @pytest.mark.parametrize("ending, code, words", [
     ("os.kill(os.getpid(), 9)", 128 + signal.SIGKILL, "was killed by SIGKILL, as the kernel does when the machine's"),
     ("sys.exit(7)", 7, "failed with exit code 7"),
-    ("sys.exit(2)", 2, None),  # has told its user's mistake itself
+    ("sys.exit(2)", 2, None),  # the process itself has printed the user's mistake
 ])
 def test_last_words(ending, code, words, capfd, monkeypatch):
     monkeypatch.setattr(launch, "GRACE_SECONDS", 0.2)
@@ -317,8 +319,8 @@ time.sleep(10_000)
 @pytest.mark.long
 @pytest.mark.parametrize("send", [os.killpg, os.kill], ids=["terminal", "launcher"])
 def test_ctrl_c_reaches_the_processes(tmp_path, send):
-    """Also before they have a handler of their own, as while they start, and in commands that need none; and where
-    only the launcher gets it, as from `kill -INT`."""
+    """Also before they have a handler, while they start; in commands that need none; and if only the launcher receives
+    it, as from `kill -INT`."""
     pytest.importorskip("horovod")
     script = ("import os, pathlib, time; "
               f"pathlib.Path({str(tmp_path)!r}, os.environ['HOROVOD_RANK']).touch(); time.sleep(10_000)")
@@ -331,7 +333,7 @@ def test_ctrl_c_reaches_the_processes(tmp_path, send):
         try:
             assert launcher.wait(LIMIT) == 128 + signal.SIGINT
             assert launcher.stderr
-            assert b"error" not in launcher.stderr.read()  # it was asked to
+            assert b"error" not in launcher.stderr.read()  # it was asked to stop
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(launcher.pid, signal.SIGKILL)
@@ -342,7 +344,7 @@ def test_ctrl_c_reaches_the_processes(tmp_path, send):
 @pytest.mark.parametrize("activity, words", [(Activity.STARTING, f"{STOPPED_EARLY}\n"), (Activity.REPORTING, "")],
                          ids=["early", "late"])
 def test_sigterm_while_the_processes_start(tmp_path, call, activity, words):
-    """They have no handler yet, so the launcher says it; not where they had begun."""
+    """They have no handler yet, so the launcher prints the message; not if they had begun."""
     pytest.importorskip("horovod")
     script = ("import os, pathlib, time; from train.processes.pulse import Activity, pulse; "
               f"pulse.show(Activity({activity:d})); "
@@ -367,7 +369,7 @@ def wait_until(condition):
 
 
 def test_processes_stop_with_the_launcher(tmp_path):
-    """A launcher that is killed leaves none behind: they are asked to stop."""
+    """When a launcher is killed, its processes are asked to stop."""
     pytest.importorskip("horovod")
     script = f"""
 import os, pathlib, signal, sys, time
@@ -387,7 +389,8 @@ time.sleep(10_000)
 @pytest.mark.long
 @pytest.mark.parametrize("call", ["launch(slots, command)", "launch_elastic(slots, command, 1)"])
 def test_a_launcher_whose_terminal_is_closed_waits_for_the_processes(tmp_path, call):
-    """Whoever waits for it, as make and containers do, would take the run for over while it saves."""
+    """Programs that wait for the launcher, such as make and containers, would otherwise consider the run finished while
+    it saves."""
     pytest.importorskip("horovod")
     script = f"""
 import os, pathlib, signal, sys, time
@@ -437,7 +440,7 @@ while True:
         wait_until(lambda: {"0.asked", "1.asked"} <= set(os.listdir(tmp_path)))
         try:
             with pytest.raises(subprocess.TimeoutExpired):
-                launcher.wait(SAME_SECONDS + 0.2)  # before, another one would be the first again
+                launcher.wait(SAME_SECONDS + 0.2)  # otherwise another one might be first
             launcher.send_signal(number)
             assert launcher.wait(LIMIT) == 128 + number
         finally:
@@ -447,7 +450,7 @@ while True:
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_the_slowest_to_stop_is_waited_for(capfd, monkeypatch, number):
-    """Process 0 writes the report when the others, asked to stop as it was, are gone."""
+    """Process 0 writes the report after the others, which were also asked to stop, have ended."""
     pytest.importorskip("horovod")
     monkeypatch.setattr(launch, "GRACE_SECONDS", 0.1)
     script = f"""
@@ -462,7 +465,7 @@ sys.exit({128 + number})
 
 
 def test_too_few_left(capfd):
-    """An elastic run of which fewer than the least number are left ends at once, and says so."""
+    """An elastic run with fewer than the minimum number of processes ends at once with a message."""
     pytest.importorskip("horovod")
     script = "import os, time; os.environ['HOROVOD_RANK'] == '1' and os.kill(os.getpid(), 9); time.sleep(10_000)"
     slots, _ = launch.plan(3, on_cpu=True)

@@ -1,6 +1,6 @@
 """Gradients averaged over GPUs by NCCL, through Horovod: against their mean, and whole steps against one GPU alone.
 
-With one GPU the same runs in one process, through the same code; the mean is then the gradient itself.
+With one GPU, one process runs the same code; the mean is then the gradient itself.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ for dtype in ("float16", "bfloat16"):
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_weights_are_the_same_bits_after_100_steps(count):
     out = run_on_gpus(count, PREPARE + HUNDRED_STEPS)
-    # 1024 at first, halved for each of the two steps that were left out
+    # 1024 at first, halved for each of the two skipped steps
     assert re.findall(r"'loss_scale': ([\d.]+)", out) == ["256.0"] * count
 
 
@@ -231,8 +231,8 @@ print("same bits", flush=True)
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_fused_kernels_on_several_gpus(count):
-    """ResNet-50 as it is trained, not deterministic: averaged gradients are those of as many batches on one GPU, and
-    after 20 steps all GPUs have the same weights."""
+    """ResNet-50 as in real training, not deterministic: averaged gradients equal those of as many batches on one GPU,
+    and after 20 steps all GPUs have the same weights."""
     out = run_on_gpus(count, PREPARE + FUSED)
     print("\n".join(line for line in out.splitlines() if line.startswith("errors")))
     assert out.count("same bits") == count
@@ -275,7 +275,7 @@ print("exchanged", flush=True)
 
 
 def test_gpus_write_into_each_others_memory():
-    """With one GPU: into that of another process."""
+    """With one GPU: into the memory of another process."""
     if not find_gpus():
         pytest.skip("no GPU")
     done = run_processes(MAILBOXES, count=2)
@@ -344,7 +344,7 @@ print("same bits", flush=True)
 
 @pytest.mark.parametrize("count, size", [(2, 2), (4, 2), (4, 4)])
 def test_group_has_the_statistics_of_all_its_images(count, size):
-    """A group's gradients are those of one GPU with all its images, and weights stay the same bits."""
+    """A group's gradients are those of one GPU with all its images, and the weights stay equal to the bit."""
     out = run_on_gpus(count, PREPARE + GROUPS, size)
     print("\n".join(line for line in out.splitlines() if line.startswith("errors")))
     assert out.count("same bits") == count
@@ -397,7 +397,7 @@ sys.exit(main(sys.argv[2:]))
 
 @pytest.mark.parametrize("group", [1, 2])
 def test_a_lost_process_ends_the_run(tmp_path, group):
-    """Within seconds, though the other GPU waits in the middle of a step, for its gradients or its statistics."""
+    """Within seconds, although the other GPU waits in the middle of a step, for gradients or statistics."""
     if len(find_gpus()) < 2:
         pytest.skip(f"2 GPUs are needed, {len(find_gpus())} are there")
     died = tmp_path / "died"

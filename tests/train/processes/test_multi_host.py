@@ -1,4 +1,4 @@
-"""scripts/multi_host.sh: what it asks horovodrun for, in a SLURM job too, and what it refuses."""
+"""scripts/multi_host.sh: its call of horovodrun, also in a SLURM job, and the input it refuses."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "multi_host.sh"
 
 @pytest.fixture
 def asked(tmp_path, monkeypatch):
-    """Calls the program with a stand-in for horovodrun, and one for SLURM's scontrol, which names nodes a and b.
-    Returns the arguments of horovodrun, and of `python -m train.processes.launch` behind them."""
+    """Calls the program with fake versions of horovodrun and of SLURM's scontrol, which names nodes a and b. Returns
+    the arguments of horovodrun, and of `python -m train.processes.launch` after them."""
     (tmp_path / "scontrol").write_text('#!/bin/sh\nprintf "a\\nb\\n"\n')
     (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setenv(LAUNCHER_VARIABLE, "")  # put back afterwards
+    monkeypatch.setenv(LAUNCHER_VARIABLE, "")  # restored afterwards
     monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
     words: list[str] = []
     monkeypatch.setattr(multi_host, "horovodrun", lambda arguments: words.extend(arguments) or 0)
@@ -56,7 +56,7 @@ def discovery(tmp_path):
 
 
 def test_script_and_platform(tmp_path):
-    """The options of the platform come first, so that the user's win."""
+    """The platform's options come first, so that the user's options override them."""
     fake = tmp_path / "python"
     fake.write_text('#!/bin/sh\nprintf "%s|" "$@"\n')
     fake.chmod(0o755)
@@ -116,8 +116,8 @@ def test_mistakes(arguments, sentence, asked):
 
 
 def test_output_that_nobody_reads(tmp_path):
-    """It ends no run: what is printed goes to standard error."""
-    (tmp_path / "horovod").mkdir()  # one that starts nothing
+    """It does not end a run: output goes to standard error."""
+    (tmp_path / "horovod").mkdir()  # a horovodrun that starts nothing
     for name, content in (("__init__", ""), ("runner/__init__", ""), ("runner/gloo_run", ""),
                           ("runner/common/__init__", ""), ("runner/common/util/__init__", ""),
                           ("runner/common/util/timeout", "TimeoutException = TimeoutError"),
@@ -150,7 +150,8 @@ def test_a_script_that_fails_or_names_nobody(asked, discovery):
 
 
 def test_a_script_is_found_wherever_it_lies(asked, discovery, tmp_path, monkeypatch, capsys):
-    """By a bare name in this folder, and in one with a space; a shell runs it. The line printed can be pasted."""
+    """By a bare name in this folder, and in a folder with a space in its name; a shell runs it. The printed line can be
+    pasted."""
     folder = tmp_path / "a folder"
     folder.mkdir()
     discovery("a:2\\nb:3\\n").rename(folder / "hosts.sh")
@@ -175,7 +176,7 @@ def test_slurm_that_does_not_answer(asked, tmp_path, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules")
 def test_time_to_save(monkeypatch):
-    """Horovod's processes give those of a run more than 5 s to end."""
+    """Horovod's processes give the run's processes more than 5 s to end."""
     safe_shell_exec = pytest.importorskip("horovod.runner.common.util.safe_shell_exec")
     monkeypatch.setattr(safe_shell_exec, "GRACEFUL_TERMINATION_TIME_S", 5)
     runpy.run_module("train.processes.multi_host", run_name="__mp_main__")
@@ -183,7 +184,8 @@ def test_time_to_save(monkeypatch):
 
 
 @pytest.mark.parametrize("error, code, words", [
-    (RuntimeError("one of them:\nProcess name: 1\nExit code: 2\n"), 2, ""),  # has told its user's mistake itself
+    # the process itself has printed the user's mistake
+    (RuntimeError("one of them:\nProcess name: 1\nExit code: 2\n"), 2, ""),
     (RuntimeError("one of them:\nProcess name: 1\nExit code: 7\n"), 7, "error: process 1 failed with exit code 7"),
     (RuntimeError("one of them:\nProcess name: 3\nExit code: 137\n"), 137,
      "error: process 3 was killed by SIGKILL, as the kernel does when the machine's memory runs out, so the run ends"),

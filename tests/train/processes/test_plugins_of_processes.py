@@ -1,4 +1,4 @@
-"""Plug-ins in a run of two processes: both load them, process 0 calls its callbacks, and what these want ends both."""
+"""Plug-ins in a run of two processes: both load them, process 0 calls its callbacks, and their requests end both."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_stopped_and_resumed(plugin: Callable[..., Path], tiny_data: Path, tmp_p
     assert first.progress.epoch == 1 and len(first.loader_states) == 2
     again = run(folder, tiny_data, "--resume", folder)
     assert again.returncode == 0, again.stderr
-    assert again.stderr.count(f"plug-in {file}, as ") == 1  # said by one of them
+    assert again.stderr.count(f"plug-in {file}, as ") == 1  # printed by one of them
     assert "stopped by a callback: epoch 2 is enough" in again.stdout
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines() if '"epoch"' in line]
     values = [row["plugin_metrics"]["truth"] for row in rows if row["event"] == "epoch"]
@@ -114,7 +114,7 @@ def test_a_file_that_fails_ends_both(text: str, plugin: Callable[..., Path], tin
 
 
 def test_an_elastic_run_that_loses_a_process(plugin: Callable[..., Path], start: Callable[..., Run]) -> None:
-    """Each session tells its first process's callbacks of its start, and the loss of a process is no end of the run."""
+    """In each session the first process calls on_run_start, and the loss of a process is not the end of the run."""
     file = plugin(source().replace("SAVED", "pass") + "\n        def on_run_end(self, reason):\n"
                                                       "            print('end', reason, flush=True)\n")
     run = start(2, "--min-np", "1", "--plugin", str(file))

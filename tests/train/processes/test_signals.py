@@ -1,4 +1,4 @@
-"""Signals: requests to the training loop, and the guard that ends a process which does not listen."""
+"""Signals: requests to the training loop, and the guard that ends a process that does not respond."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import pytest
 from train.processes import signals
 from train.processes.signals import ANSWERS, Signals
 
-LIMIT = 120  # seconds that nothing here takes, however busy the machine
-# A process with a guard; `block` waits in C, where no signal wakes it and no other thread can run meanwhile. Without
-# further ado the second signal is not the first one again, however soon it comes, and leaves little time.
+LIMIT = 120  # seconds, longer than anything here takes on a busy machine
+# A process with a guard; `block` waits in C, where no signal wakes it and no other thread can run. Unless a test
+# changes it, the second signal never counts as the first one again, and leaves little time.
 PROGRAM = """
     import ctypes, signal, sys
     from train.processes import signals
@@ -58,7 +58,7 @@ def start() -> Iterator[Callable[[str], subprocess.Popen]]:
 
 
 def wait_until_blocked(process: subprocess.Popen) -> None:
-    """Between "ready" and the lock there is a moment in which the process would listen."""
+    """Between "ready" and the lock there is a moment in which the process would respond."""
     status = Path(f"/proc/{process.pid}/stat")
     deadline = time.monotonic() + LIMIT
     while status.read_text().rpartition(")")[2].split()[0] != "S":
@@ -108,12 +108,12 @@ def test_a_second_ctrl_c_is_the_usual_one_for_a_process_that_listens(start):
     """, grace_seconds=1000)
     process.send_signal(signal.SIGTERM)
     process.stderr.readline()
-    process.send_signal(signal.SIGTERM)  # once: a third would find a program that has no handler any more
+    process.send_signal(signal.SIGTERM)  # once: a third would find a program without handlers
     assert (process.wait(LIMIT), process.stderr.read()) == (130, "")
 
 
 def test_ctrl_c_that_comes_by_two_ways_at_once_is_one(start):
-    """As from a terminal and from the launcher: what is done before the end is not cut short."""
+    """For example from a terminal and from the launcher: the work before the end is not cut short."""
     process = start("""
         try:
             print("ready", flush=True)
@@ -132,8 +132,8 @@ def test_ctrl_c_that_comes_by_two_ways_at_once_is_one(start):
 
 
 def test_signals_that_come_by_two_ways_at_once_are_one(start):
-    """As from a launcher and from the system. A closed terminal's do not end a process either, be it one that saves
-    already."""
+    """For example from a launcher and from the system. Two signals of a closed terminal do not end a process at once
+    either, even if it is saving already."""
     process = start("""
         with signals.Signals() as requests:
             print("ready", flush=True)
@@ -155,7 +155,7 @@ def test_signals_that_come_by_two_ways_at_once_are_one(start):
 
 
 def test_nohup_and_other_processes_decide_what_is_a_request():
-    """SIGHUP is none where it is ignored, SIGPIPE where a process works with others."""
+    """SIGHUP is no request if it is ignored, nor SIGPIPE if the process works with others."""
     with signals.handled({signal.SIGHUP: signal.SIG_IGN}), Signals(alone=False) as requests:
         for number in (signal.SIGHUP, signal.SIGPIPE):
             os.kill(os.getpid(), number)
@@ -177,7 +177,7 @@ def test_the_guard_ends_with_its_process(start):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_without_its_guard_a_process_listens_all_the_same(start, number):
-    """Somebody has ended the guard: a signal is a request, and no trace of a broken pipe."""
+    """If somebody has ended the guard, a signal is still a request, and there is no trace of a broken pipe."""
     process = start("""
         import os, time
         children = f"/proc/self/task/{os.getpid()}/children"

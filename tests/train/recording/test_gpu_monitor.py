@@ -114,7 +114,7 @@ def test_the_thread_samples_until_it_is_closed(monkeypatch: pytest.MonkeyPatch) 
     made = GpuMonitor("0000:1B:00.0", nvml)
     nvml.utilization = 0.5
     made.start()
-    while math.isnan(made.take().utilization):  # a second sample is there
+    while math.isnan(made.take().utilization):  # a second sample exists
         pass
     made.close()
     assert made.take().utilization == 0.5

@@ -1,4 +1,4 @@
-"""The recorder and its record, on a clock that the tests turn: every time is known exactly."""
+"""The recorder and its record, with a simulated clock: every time is known exactly."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_speed_is_that_of_tf_cnn_benchmarks(rng: random.Random) -> None:
 
 
 def test_a_device_that_works_a_step_ahead(tmp_path: Path, rng: random.Random) -> None:
-    """Every step but a session's first has its own time, although reading the metrics waits for the latest one."""
+    """Every step except a session's first has its own time, although reading the metrics waits for the latest one."""
     run, done, expected = Run(tmp_path, log_every=3), [100.5], []  # 0.5 s of other work come first
     with run.recorder as recorder:
         for epoch in range(3):
@@ -111,7 +111,7 @@ def test_a_device_that_works_a_step_ahead(tmp_path: Path, rng: random.Random) ->
                 seconds = rng.uniform(1, 2)
                 expected.append(1e3 * seconds)
                 done.append(max(done[-1], run.clock.seconds) + seconds)
-                run.clock.seconds = max(run.clock.seconds, done[-2])  # the step before is done
+                run.clock.seconds = max(run.clock.seconds, done[-2])  # the previous step is done
                 recorder.stop_clock()
                 recorder.end_step(0.1)
                 if recorder.log_due:
@@ -172,7 +172,7 @@ def test_several_batches_of_one_step_add_their_waits(tmp_path: Path) -> None:
 
 
 def test_a_step_of_fewer_images_counts_those_that_it_has(tmp_path: Path) -> None:
-    """The last one of an epoch whose batches --accumulate does not divide: all steps here have 24 images/sec."""
+    """The last step of an epoch whose batches --accumulate does not divide: all steps here have 24 images/sec."""
     run = Run(tmp_path, num_epochs=2, warmup_steps=0)
     with run.recorder as recorder:
         for epoch in range(2):
@@ -199,7 +199,7 @@ def test_a_step_of_fewer_images_counts_those_that_it_has(tmp_path: Path) -> None
 
 
 def test_bad_images_of_the_loader_are_named_once(tmp_path: Path) -> None:
-    """Whether it met them before the first batch was asked for, or later; and not again in a resumed run."""
+    """Whether the loader met them before the first batch was requested or later; and not again in a resumed run."""
     class Loader:
         bad_images: Sequence[tuple[str, str]] = [("first.jpg", "empty")]
 
@@ -297,7 +297,7 @@ def test_lines_read_back_as_the_record_and_have_units(tmp_path: Path, rng: rando
 
 
 def test_metrics_may_come_a_step_late(tmp_path: Path) -> None:
-    """Times, losses and lines belong to the steps that they were asked for at; none is lost at an end or an error."""
+    """Times, losses and lines belong to the steps at which they were requested; none is lost at an end or an error."""
     run = Run(tmp_path, log_every=2)
     with pytest.raises(TrainError), run.recorder as recorder:
         recorder.begin_epoch(0, 9)
@@ -420,8 +420,8 @@ def test_top5_of_five_classes_is_kept_but_not_shown(tmp_path: Path, num_classes:
 
 
 def test_time_left_of_very_short_epochs(tmp_path: Path) -> None:
-    """Five epochs of two steps of half a second, with validation and checkpoint in 4 s after each, the first time in 9
-    s: what is told before the end of the second epoch is a bound, from then on it is what the run will take."""
+    """Five epochs of two steps of half a second, with 4 s of validation and checkpoint after each, the first time 9 s.
+    Before the end of the second epoch the printed time is a bound, afterwards it is the run's real time."""
     run = Run(tmp_path, num_epochs=5, log_every=100, warmup_steps=10)
     told, began = [], []
     with run.recorder as recorder:
@@ -515,7 +515,7 @@ def test_resume_drops_what_is_done_again(tmp_path: Path) -> None:
     assert record.steps_done == 12
     assert record.session_starts == [0, 8]
     assert [row.epoch for row in record.epochs] == [1, 2]
-    assert record.seconds == 19.0  # the repeated steps took their time too
+    assert record.seconds == 19.0  # the repeated steps took time, too
     assert [point.step for point in record.loss_curve] == [1, 4, 6, 9, 12]
     assert [event["event"] for event in record.events] == ["resume", "end"]
     assert RunRecord.read_jsonl(tmp_path / METRICS_FILE) == record
@@ -553,7 +553,7 @@ def test_resume_from_an_older_checkpoint_drops_the_epochs_after_it(tmp_path: Pat
 
 @pytest.mark.parametrize("checkpoint_step", [3, 9])
 def test_steps_that_are_missing_before_a_resume(tmp_path: Path, checkpoint_step: int) -> None:
-    """A run that began at step 4 and recorded up to step 6 goes on from a checkpoint of before, and of behind."""
+    """A run that began at step 4 and recorded up to step 6 resumes from an earlier checkpoint, and from a later one."""
     with (run := Run(tmp_path, first_step=4)).recorder:
         run.epoch(0, [0.0] * 2, [1.0] * 2, first_step=4)
     run = Run(tmp_path, first_step=checkpoint_step)
@@ -653,8 +653,8 @@ def test_a_slow_validation_is_not_silent(tmp_path: Path) -> None:
 
 
 def test_slow_steps_are_not_silent(tmp_path: Path) -> None:
-    """Between two log lines no more than ten seconds and a step go by without a line; it has no loss, which is read
-    where a log line is due."""
+    """The terminal is never silent for more than ten seconds and a step. Lines between two log lines have no loss,
+    which is only read for log lines."""
     run = Run(tmp_path, log_every=20)
     with run.recorder:
         run.epoch(0, [0.0] * 12, [4.0] * 12)
@@ -765,10 +765,10 @@ def test_a_disk_that_fills_up_later_ends_the_run_with_one_sentence(tmp_path: Pat
 
 
 def test_a_device_that_works_ahead_waits_only_while_it_stands_still(tmp_path: Path) -> None:
-    """The loop fetches the next batch while the device computes: only where that stood still did a step wait."""
+    """The loop fetches the next batch while the device computes: only the device's idle time counts as waiting."""
     run = Run(tmp_path)
-    fetched = [0.02, 0.03, 0.01, 0.05]  # seconds that the loop spent on each batch
-    idle = [None, 0.0, 0.012, 0.5]  # of the step before, as the device tells at the end of each step
+    fetched = [0.02, 0.03, 0.01, 0.05]  # seconds that the loop spends on each batch
+    idle = [None, 0.0, 0.012, 0.5]  # idle time in the previous step, as the device reports at the end of each step
     with run.recorder as recorder:
         recorder.begin_epoch(0, 4)
         for _, idle_seconds in zip(recorder.timed(run.batches(fetched)), idle, strict=True):
@@ -777,7 +777,8 @@ def test_a_device_that_works_ahead_waits_only_while_it_stands_still(tmp_path: Pa
             recorder.end_step(0.1)
             recorder.close_interval()
             recorder.log(Metrics(1, 1, 1, IMAGES_PER_STEP))
-    # The first step has no word from the device yet. The last idle time has other causes than the 10 ms of the batch.
+    # The device has not reported anything for the first step. The last idle time has other causes than the 10 ms of the
+    # batch.
     assert run.recorder.record.loader_wait_ms == pytest.approx([20, 0, 12, 10])
     assert run.recorder.record.step_ms == pytest.approx([120, 130, 110, 150])
 
@@ -824,7 +825,7 @@ def test_the_end_of_an_earlier_versions_run(tmp_path: Path) -> None:
 
 
 def test_the_best_epoch_is_that_of_the_kept_weights() -> None:
-    """After a removed best.npz a lower accuracy is the best; earlier versions did not say which epoch it is of."""
+    """After best.npz was removed, a lower accuracy is the best. Earlier versions did not record its epoch."""
     rows = [EpochRow(epoch, 0.1, None, val_loss=1.0, val_top1=top1, val_top5=1.0)
             for epoch, top1 in ((1, 0.3), (2, 0.6), (3, 0.5), (4, 0.4))]
     record = RunRecord({}, "", 1, epochs=rows, events=[{"event": "checkpoint", "time": 0, "is_best": True}])

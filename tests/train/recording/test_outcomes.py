@@ -1,4 +1,4 @@
-"""Counts of what a network makes of images, against plain loops and distributions whose calibration is known."""
+"""Counts of a network's predictions, against plain loops and distributions with known calibration."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from train.recording.outcomes import NUM_BINS, NUM_MISTAKES, Outcomes
 
 
 def draw(rng: np.random.Generator, count: int, classes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Probabilities (count, classes) and labels (count,) as the executors have them."""
+    """Probabilities (count, classes) and labels (count,) in the executors' format."""
     return rng.dirichlet(np.full(classes, 0.3), count).astype(np.float32), rng.integers(0, classes, count).astype("f")
 
 
@@ -81,7 +81,8 @@ def test_calibration_error_of_one_probability(sureness: float, accuracy: float, 
 
 
 def test_calibration_error_of_known_distributions(rng: np.random.Generator) -> None:
-    """Guesses as often right as their probability says: only chance is left. Twice as often wrong: 1 - p."""
+    """Guesses that are right as often as their probability says: only random deviations remain. Wrong twice as often: 1
+    - p."""
     sureness = rng.uniform(0.5001, 1, 200_000)
     calibrated = two_classes(sureness, rng.uniform(size=len(sureness)) < sureness)
     assert calibrated.calibration_error < 0.005  # 15 bins of 25,000: a deviation of 0.003 each
@@ -97,7 +98,7 @@ def test_bins_hold_their_upper_bound_and_what_is_no_number() -> None:
 
 
 def test_balanced_accuracy_is_the_mean_of_the_classes() -> None:
-    """Classes 0, 1 and 3 with 8, 2 and 4 images, of which 6, 2 and 1 are right; class 2 has none, but is guessed."""
+    """Classes 0, 1 and 3 have 8, 2 and 4 images, of which 6, 2 and 1 are right; class 2 has none, but is guessed."""
     labels = np.repeat([0, 1, 3], [8, 2, 4])
     guesses = np.array([0] * 6 + [1, 3] + [1, 1] + [3, 2, 2, 0])
     found = Outcomes.of(np.eye(5, dtype="f")[guesses], labels.astype("f"), range(14))
@@ -108,5 +109,5 @@ def test_balanced_accuracy_is_the_mean_of_the_classes() -> None:
 @pytest.mark.parametrize(("sizes", "is_uneven"), [((5, 5, 0, 5), False), ((5, 9), False), ((5, 10), True)])
 def test_uneven_classes(sizes: tuple[int, ...], is_uneven: bool) -> None:
     labels = np.repeat(np.arange(len(sizes)), sizes)
-    probabilities = np.full((len(labels), len(sizes)), 1 / len(sizes), "f")  # all are taken for class 0
+    probabilities = np.full((len(labels), len(sizes)), 1 / len(sizes), "f")  # all are predicted as class 0
     assert Outcomes.of(probabilities, labels.astype("f"), range(len(labels))).is_uneven == is_uneven

@@ -32,19 +32,19 @@ ODD_NAMES = ["$a$ $b$", "日本語", "a|b", "<b>x</b>", "*star*", "`tick`", "x" 
 
 
 def made_up(rng: np.random.Generator, count: int, names: list[str], images: str = "validation images") -> Classifier:
-    """A network that is wrong about each tenth image."""
+    """A network that is wrong for every tenth image."""
     classes = len(names)
     probabilities = rng.dirichlet(np.full(classes, 0.05), count)
     labels = probabilities.argmax(axis=1)
     labels[::10] = (labels[::10] + rng.integers(1, classes, len(labels[::10]))) % classes
     outcomes = Outcomes.of(probabilities, labels, range(count))
-    files = [f"val/{image}\udcff.jpg" for image in outcomes.mistakes[:, 0]]  # a byte that is no text
+    files = [f"val/{image}\udcff.jpg" for image in outcomes.mistakes[:, 0]]  # a byte that is not text
     pictures = rng.integers(0, 256, (2, 20, 20, 3)).astype(np.uint8)
     return Classifier(outcomes, names, files, pictures, np.array([0, 2]), images, 3)
 
 
 def worse(*arguments: Any) -> Validation | None:
-    """As `validate`, but no guess is right."""
+    """Like `validate`, but no guess is right."""
     found = validate(*arguments)
     return found and found._replace(metrics=found.metrics._replace(top1=0.0))
 
@@ -138,7 +138,7 @@ def test_what_it_says_of_its_images(rng: np.random.Generator) -> None:
 @pytest.mark.long(but=["theme0"])
 @pytest.mark.parametrize("theme", [plots.LIGHT, plots.DARK])
 def test_matrix_has_one_colour_on_the_diagonal_and_another_beside(theme: plots.Theme) -> None:
-    """Class 0 is always right, half of class 1 is taken for class 0, class 2 has no image."""
+    """Class 0 is always right, half of class 1 is predicted as class 0, class 2 has no image."""
     picture = classifier_plots.confusion(np.array([[8, 0, 0], [5, 5, 0], [0, 0, 0]]), ["a", "b", "$c$ $d$"], theme)
     pixels = np.asarray(Image.open(io.BytesIO(picture.png)).convert("RGB")).reshape(-1, 3).astype(int)
 
@@ -163,7 +163,7 @@ def test_calibration_is_drawn_for_a_single_bin() -> None:
 
 
 def test_pictures_are_those_of_the_mistakes(tmp_path: Path, rng: np.random.Generator) -> None:
-    """Of plain images; one that has gone meanwhile has no picture, and its mistake stays."""
+    """The images are plain. An image whose file no longer exists has no picture, but its mistake stays."""
     colours = rng.integers(0, 256, (10, 3))
     for i, colour in enumerate(colours):
         path = tmp_path / f"class{i // 5}" / f"{i}.png"
@@ -189,9 +189,9 @@ def test_a_run_shows_what_predict_says_of_each_image(
     narrow_network: None, tiny_options: list[str], tiny_data: Path, tmp_path: Path, run_train,
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The images are 27 in batches of 4, and the best epoch is the first of two: headline, classifier and pictures are
-    of its weights, although the session that reports has only trained the second. `validate` with --report finds the
-    same, and makes no report where files are."""
+    """27 images in batches of 4; the best epoch is the first of two. Headline, classifier and pictures are of its
+    weights, although the reporting session has only trained the second epoch. `validate` with --report gives the same,
+    and does not overwrite existing files."""
     run = tmp_path / "run"
     assert run_train("--output", run, *tiny_options, "--max-steps", "7")[0] == 0
     monkeypatch.setattr(loop, "validate", worse)
@@ -245,7 +245,7 @@ def test_a_run_shows_what_predict_says_of_each_image(
 @pytest.mark.usefixtures("undrawn")
 @needs_horovod
 def test_two_processes_count_as_one(narrow_network: None, tiny_options: list[str], tmp_path: Path, run_train) -> None:
-    """27 images in batches of 4 on each of two: the second has a short batch, and at last an empty one."""
+    """27 images in batches of 4 on each of two processes: the second has a short batch, and finally an empty one."""
     run = tmp_path / "run"
     assert run_train("--output", run, *tiny_options, "--epochs", "1", "--validate-every", "0")[0] == 0
     script = "import sys; from train.__main__ import main; sys.exit(main(sys.argv[1:]))"

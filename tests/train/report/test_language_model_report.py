@@ -37,7 +37,7 @@ def record() -> RunRecord:
         epochs=[EpochRow(number, number / 3600, 1_000.0, 1.5, 0.5, loss, 0.25, 0.5)
                 for number, loss in enumerate(losses, start=1)],
         loss_curve=[LossPoint(step, step / 4, 3.0 / step, 0.1, 0.1) for step in range(1, 5)],
-        # A resumed run has said it twice.
+        # A resumed run has recorded it twice.
         events=[{"event": "language_model", "time": 0.1, "step": 0, **facts, "precision": "float32"},
                 {"event": "language_model", "time": 0.2, "step": 2, **facts}],
     )
@@ -89,7 +89,7 @@ def test_stopped_in_the_first_epoch(record: RunRecord, tmp_path: Path) -> None:
 
 
 def test_the_plot_shows_what_validation_has(record: RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The perplexity of guessing, with which training begins, would squash all the rest."""
+    """The perplexity of guessing, at which training begins, would squash the rest."""
     limits = []
     monkeypatch.setattr(plots, "_legend", lambda axes, theme: limits.append(axes.get_ylim()))
     plots.perplexities(record, 1.75, plots.LIGHT)
@@ -99,7 +99,7 @@ def test_the_plot_shows_what_validation_has(record: RunRecord, monkeypatch: pyte
 
 
 def test_training_above_validation_is_shown(record: RunRecord) -> None:
-    """Where the words for validation are easily foretold; only the first epoch may be cut off."""
+    """If the validation words are easy to predict; only the first epoch may be cut off."""
     for row in record.epochs:
         row.val_loss = 0.1
     assert plots.perplexity_top(record) == pytest.approx(1.5 * math.exp(0.75)), "of the step that ends the epoch"

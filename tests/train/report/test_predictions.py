@@ -1,4 +1,4 @@
-"""What a network makes of some validation images: the right ones, what it thinks of them, and their picture."""
+"""A network's predictions for some validation images: the right classes, the guesses, and the pictures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NAMES = ["bricks", "a class with a rather long name, as ImageNet has many", "dot
 
 @pytest.fixture
 def shown(rng: np.random.Generator) -> Predictions:
-    """Eight images in shades of grey, of which the network takes the second and the last for something else."""
+    """Eight images in shades of grey; the network is wrong about the second and the last."""
     true = [NAMES[i % 3] for i in range(8)]
     guessed = [NAMES[2] if i == 1 else NAMES[0] if i == 7 else name for i, name in enumerate(true)]
     pictures = np.repeat(rng.integers(0, 256, (8, 40, 40, 1)).astype(np.uint8), 3, axis=3)
@@ -46,7 +46,7 @@ def test_spread(total: int, count: int, expected: list[int]) -> None:
 def test_predictions_of_the_spread_images(
     broken: bool, tmp_path: Path, narrow_network: None, rng: np.random.Generator
 ) -> None:
-    """As the executor predicts each alone, and as the files look; one that cannot be decoded is left out."""
+    """As the executor predicts each alone, and with the files' pixels; an image that cannot be decoded is left out."""
     colours, files = {}, []
     for i in range(30):
         colours[f"{i:02}.png"] = tuple(int(value) for value in rng.integers(0, 256, 3))
@@ -97,7 +97,7 @@ def test_they_are_kept_in_a_file(shown: Predictions, tmp_path: Path) -> None:
 
 
 def test_the_picture_frames_what_is_wrong(shown: Predictions) -> None:
-    """Each image has a bar and a name in the colour of right or wrong; a frame in that colour has only the wrong."""
+    """Each image has a bar and a name in the colour of right or wrong; only wrong ones have a frame."""
     theme, sheet = plots.LIGHT, np.asarray(Image.open(io.BytesIO(plots.predictions(shown))))
     assert sheet.shape[1] == 1152
     cell, height = plots._CELL, (sheet.shape[0] - plots._TOP) // 2

@@ -1,4 +1,4 @@
-"""The report of a made-up run: every figure computed a second time here, in plain Python."""
+"""The report of a made-up run: every figure is computed again here, in plain Python."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def test_images_per_step_of_all_sessions(sessions: list[int], words: str, record
 
 @pytest.mark.usefixtures("undrawn")
 def test_skipped_images_stand_at_its_head(record: RunRecord, tmp_path: Path) -> None:
-    """Each once, though a resumed run may name one again."""
+    """Each once, although a resumed run may report one again."""
     text = report.write_report(tmp_path, record).read_text()
     assert "1 image was skipped, which cannot be decoded (see the events): a.JPEG\n" in text
     record.events += [{"event": "bad_image", "time": 2.0, "file": f"{name}.png", "reason": "x"} for name in "bcdb"]
@@ -336,7 +336,8 @@ def test_command_line_makes_a_report_anew(
 
 
 def test_accuracy_comes_before_speed(record: RunRecord, tmp_path: Path, rng: np.random.Generator) -> None:
-    """On the page: tiles, sections and columns; numbers stand at the right; and with all its pictures it is small."""
+    """On the page: tiles, sections and columns. Numbers are right-aligned, and the page with all its pictures is
+    small."""
     record.epochs = [replace(row, val_count=44) if row.val_top1 else row for row in record.epochs]
     record.epochs[2].val_top1 = 30 / 44
     rows = rng.integers(0, 5, (24, 3))
@@ -364,7 +365,7 @@ def test_accuracy_comes_before_speed(record: RunRecord, tmp_path: Path, rng: np.
 
 @pytest.mark.usefixtures("undrawn")
 def test_results_of_another_epoch_than_the_headlines_are_told(record: RunRecord, tmp_path: Path) -> None:
-    """As of a run of an earlier version, whose pictures are of the last epoch."""
+    """For example a run of an earlier version, whose pictures are of the last epoch."""
     predictions.save(Predictions(np.zeros((1, 8, 8, 3), np.uint8), ["a"], ["b"], np.ones(1), epoch=4), tmp_path)
     text = report.write_report(tmp_path, record).read_text()
     assert "Accuracy is that of epoch 3, whose weights predict" in text and "after 4 epochs" in text

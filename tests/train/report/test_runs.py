@@ -29,7 +29,7 @@ def with_end(folder: Path, **fields: object) -> None:
     ({"completed": False, "reason": "max_steps"}, STOPPED, "max_steps"),
     ({"completed": False, "reason": "signal"}, STOPPED, "signal"),
     ({"completed": False, "reason": "error"}, FAILED, "error"),
-    ({"completed": True}, FINISHED, "epochs"),  # as earlier versions wrote it
+    ({"completed": True}, FINISHED, "epochs"),  # in the format of earlier versions
     ({"completed": False}, STOPPED, "signal"),
 ])
 def test_the_state_of_a_run_that_has_ended(fields, state, reason, tmp_path):
@@ -52,14 +52,14 @@ def test_a_run_that_goes_on_and_one_that_was_killed(tmp_path):
     recorder = make_run(tmp_path, [10], leave_open=True)
     assert Run.read(tmp_path).state == RUNNING
     with pytest.raises(TrainError, match="another process is at work"):
-        make_run(tmp_path, [10])  # a look at the lock does not take it away
+        make_run(tmp_path, [10])  # checking the lock does not take it
     recorder._logs.close()
     run = Run.read(tmp_path)
     assert (run.state, run.reason, run.is_over) == (FAILED, runs.KILLED, False)
 
 
 def test_a_lock_is_got_although_somebody_looks(tmp_path, monkeypatch):
-    """`runs` looks whether a run is at work in the moment in which it begins."""
+    """`runs` checks whether a run is active at the moment at which it begins."""
     path = tmp_path / "metrics.jsonl"
     path.write_text("")
     with path.open("a") as file:
@@ -152,7 +152,7 @@ def test_a_run_that_was_ended_while_it_started(tmp_path):
 
 
 def test_other_bytes_in_place_of_metrics_are_no_young_run(tmp_path):
-    """Which could be removed. A line without an end may be one that was being written."""
+    """Such a run could be removed. A line without an end may be one that was being written."""
     (tmp_path / METRICS_FILE).write_bytes(b"\x80\x02 no metrics")
     with pytest.raises(TrainError, match="metrics.jsonl is damaged: its first line is no JSON"):
         Run.read(tmp_path)

@@ -27,7 +27,7 @@ def trained(narrow_network, tiny_options, tmp_path_factory, light_run) -> Path:
 
 @pytest.fixture(scope="module")
 def published(trained, light_run) -> Path:
-    """The same as a file of PyTorch."""
+    """The same weights as a PyTorch file."""
     file = trained.parent / "w.pth"
     assert light_run("export", "--checkpoint", trained, "--torchvision", file) == 0
     return file
@@ -35,7 +35,7 @@ def published(trained, light_run) -> Path:
 
 @pytest.fixture
 def start(run_train, tiny_options, tmp_path, monkeypatch):
-    """Runs a training of no step but one with a learning rate of nothing; its output and its parameters."""
+    """Runs a training of one step with learning rate 0; returns its output and its parameters."""
 
     def run(*options: object) -> tuple[str, dict[str, np.ndarray]]:
         folder = tmp_path / "new"
@@ -58,8 +58,8 @@ def test_from_a_run(start, trained):
 
 
 def test_from_a_file_for_some_of_its_classes(start, published, tiny_data, tmp_path):
-    """The classifier's rows are found by the names of the classes, which the record beside the file has. The network
-    is the file's, also where the preset has another."""
+    """The classifier's rows are found by the class names in the record beside the file. The network is the file's, even
+    if the preset has another."""
     data = tmp_path / "data"
     for name in ("class2", "class0"):
         shutil.copytree(tiny_data / name, data / name)
@@ -82,7 +82,7 @@ def test_from_a_file_for_other_classes(start, published, tiny_data, tmp_path):
 
 
 def test_the_run_has_the_images_of_its_weights(start, published, tmp_path):
-    """Their normalisation is that of the weights, unless the command line has its own."""
+    """The normalisation comes from the weights, unless the command line sets it."""
     file = tmp_path / "w.pth"
     shutil.copy(published, file)
     cfg = {"mean": [0.5, 0.5, 0.5], "std": [0.25, 0.25, 0.25], "interpolation": "bicubic", "input_size": [3, 224, 224]}
@@ -173,7 +173,7 @@ def test_mistakes_leave_nothing(options, words, run_train, tiny_options, tiny_da
 
 @pytest.mark.long
 def test_validate_and_predict_with_a_file(run_train, trained, published, tiny_data):
-    """As with the run that it was exported from; what is to be said stands on stderr."""
+    """As with the run from which it was exported; remarks go to stderr."""
     options = ("--data", tiny_data, "--device", "cpu", "--num-threads", "1", "--batch-size", "9")
     lines = {}
     for place in (trained, published):
@@ -192,7 +192,7 @@ def test_validate_and_predict_with_a_file(run_train, trained, published, tiny_da
 
 
 def test_weights_that_overflow_are_not_validated(run_train, trained, tiny_data, tmp_path):
-    """Finite ones, so they are read; the scores that they make are not."""
+    """The weights are finite, so they are read; their scores are not."""
     huge = checkpoint.load(checkpoint.find(str(trained)))
     huge.params["classifier_weight"][:] = 3e38
     checkpoint.save(huge, tmp_path / "huge.npz")

@@ -1,4 +1,4 @@
-"""PyTorch's files: what torch.save writes is read to the bit, and nothing in them is executed."""
+"""PyTorch's files: files of torch.save are read to the bit, and nothing in them is executed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NUMBERS = np.arange(12, dtype=np.float32)
 
 
 def test_tensors_of_every_kind():
-    """tensors.pth is PyTorch 2.5's, written by benchmarks/peer_weights.py: strides, offsets, a shared storage, types,
+    """tensors.pth was written by PyTorch 2.5 (benchmarks/peer_weights.py): strides, offsets, a shared storage, types,
     and a wrapper's names."""
     wanted = {
         "transposed": NUMBERS.reshape(3, 4).T, "part": NUMBERS[2:9:3], "shared": NUMBERS, "scalar": np.array(7),
@@ -90,7 +90,7 @@ def sentence(path: Path) -> str:
 
 
 class Command:
-    """Pickled, it is a call: a file that is opened with pickle.load makes `victim`."""
+    """Its pickle is a call: pickle.load of such a file creates `victim`."""
 
     def __init__(self, *call: object) -> None:
         self.call = call
@@ -109,13 +109,14 @@ def test_a_malicious_pickle_is_not_executed(protocol, wrap, tmp_path):
         text = sentence(archive(tmp_path / "evil.pth", content))
         assert "holds more than tensors and plain containers (" in text and "nothing of it was executed" in text
         assert not victim.exists()
-        pickle.loads(content)  # which shows that this pickle is one that does harm
+        pickle.loads(content)  # this shows that the pickle is harmful
         assert victim.exists()
         victim.unlink()
 
 
 def test_a_pickle_cannot_change_what_it_gets(tmp_path):
-    """BUILD sets attributes: of the functions that stand for PyTorch's, so that the next tensor would call another."""
+    """BUILD sets attributes, for example of the functions that replace PyTorch's, so that the next tensor would call
+    another function."""
     name = b"ctorch._utils\n_rebuild_tensor_v2\n"
     for state in (b"}X\x04\x00\x00\x00callc__builtin__\neval\ns", b"}X\x04\x00\x00\x00callK\x01s"):
         content = b"\x80\x02" + name + state + b"b."
@@ -132,7 +133,8 @@ def tensor(count: int, offset: int, size: tuple[int, ...], stride: tuple[int, ..
 
 
 def doubled(nested: bytes = pickle.EMPTY_TUPLE, times: int = 60) -> bytes:
-    """The pickle's opcodes of t = (t, t), that often: to hash, compare or show it takes 2 ** times steps."""
+    """The pickle opcodes of t = (t, t), repeated `times` times: hashing, comparing or printing it takes 2 ** times
+    steps."""
     return nested + times * (pickle.DUP + pickle.TUPLE2)
 
 
@@ -177,7 +179,7 @@ ENDLESS = [
 
 @pytest.mark.long
 def test_a_few_bytes_take_no_endless_time(tmp_path):
-    """In a process of its own, as C code that hangs cannot be interrupted."""
+    """In a separate process, because hanging C code cannot be interrupted."""
     for number, content in enumerate(ENDLESS):
         archive(tmp_path / f"{number}.pth", b"\x80\x04" + content + pickle.STOP, **{"data/0": bytes(16)})
     script = """if True:
@@ -198,7 +200,7 @@ def test_a_few_bytes_take_no_endless_time(tmp_path):
 
 
 def test_tuples_that_are_no_harm(tmp_path):
-    """A training program's dictionary may have some, as keys too."""
+    """A training program's dictionary may contain tuples, also as keys."""
     state = torch_file._pickle({"w": NUMBERS[:4]})[2:-1]
     betas = pickle.BINFLOAT + struct.pack(">d", 0.9) + pickle.TUPLE1
     content = (b"\x80\x02" + pickle.EMPTY_DICT + pickle.MARK + betas + pickle.DUP + torch_file._text("state_dict")
@@ -236,7 +238,7 @@ def test_damaged_files(tmp_path, rng):
             reads += 1
         except TrainError as error:
             assert "\n" not in str(error)
-    assert reads < 30  # what lies between the members is read by nobody
+    assert reads < 30  # nobody reads the bytes between the members
 
 
 @pytest.mark.parametrize("content, words", [

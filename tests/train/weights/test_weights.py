@@ -1,4 +1,4 @@
-"""Weights of other programs: networks with them compute what those compute, and what would not is refused."""
+"""Weights of other programs: networks compute the same with them here as there, and other weights are refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from train.weights import files, publish, torch_file
 from train.weights.record import MEAN, STD
 
 SMALL = Path(__file__).with_name("resnet18_small.pth")  # benchmarks/peer_weights.py makes it, with PyTorch's logits
-WIDTH = 2  # channels there where a ResNet-18 has 64
+WIDTH = 2  # channels, where a ResNet-18 has 64
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,7 @@ def written(path: Path, arrays: dict[str, np.ndarray], **record: object) -> str:
 
 
 def refused(place: str, model: str = "") -> str:
-    """The sentence."""
+    """The error message."""
     with pytest.raises(TrainError) as error:
         weights.read(place, model)
     assert "\n" not in str(error.value) and place in str(error.value)
@@ -57,7 +57,7 @@ def refused(place: str, model: str = "") -> str:
 
 
 def probabilities(trained: Checkpoint, data: np.ndarray) -> np.ndarray:
-    """Of normalised images (N, H, W, 3)."""
+    """Probabilities for normalised images (N, H, W, 3)."""
     graph = models.create(trained.config.model, trained.num_classes).graph
     executor = create_executor("mxnet", graph, {"data": data.shape, "softmax_label": data.shape[:1]}, "cpu(0)")
     executor.set_params(trained.params, trained.aux)
@@ -69,7 +69,7 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def random_network(model: str, classes: int, rng: np.random.Generator) -> Checkpoint:
-    """With random BatchNorms too, and classes that differ in their probabilities."""
+    """With random BatchNorms, and classes that differ in their probabilities."""
     params, aux = models.create(model, classes).initial_values(seed=1, zero_init_residual=False)
     for name, array in (*params.items(), *aux.items()):
         if array.ndim == 1:
@@ -97,7 +97,7 @@ def assert_same_arrays(found: Checkpoint, wanted: Checkpoint) -> None:
 
 
 def test_pytorchs_logits():
-    """SMALL's logits by PyTorch 2.5 in float32; 1e-5 is ten times what another order of summation makes."""
+    """SMALL's logits from PyTorch 2.5 in float32; 1e-5 is ten times the effect of another order of summation."""
     with np.load(SMALL.with_suffix(".npz")) as made:
         images, logits = made["images"].astype(np.float32), made["logits"]
     trained = weights.load(str(SMALL), quiet=True)
@@ -111,10 +111,10 @@ def test_pytorchs_logits():
 @pytest.mark.gpu
 @pytest.mark.parametrize("model", ["resnet18", "resnet50", "resnet50d", "resnext50_32x4d"])
 def test_logits_in_float16_on_a_gpu(model, tmp_path, rng, monkeypatch):
-    """Of weights that have been a file of PyTorch, against float32 on the CPU."""
+    """Weights that were written as a PyTorch file, against float32 on the CPU."""
     monkeypatch.setattr(resnet, "FIRST_WIDTH", 64)
     file, made = tmp_path / "w.pth", random_network(model, 10, rng)
-    made.params["classifier_weight"] *= 0.015  # of this width its logits differ by 550, whose exp is 0 in fp32
+    made.params["classifier_weight"] *= 0.015  # with this width its logits differ by 550, and exp(-550) is 0 in fp32
     run_export("--checkpoint", saved(made, tmp_path), "--torchvision", file)
     trained = weights.load(str(file), quiet=True)
     data = rng.standard_normal((4, 96, 96, 3), np.float32)
@@ -122,7 +122,7 @@ def test_logits_in_float16_on_a_gpu(model, tmp_path, rng, monkeypatch):
     placement = devices.choose(Config(device="gpu", dtype="float16"), local_rank=0)
     executor = build_executor(config, trained.num_classes, 96, placement, trained)
     found = executor.forward(mx.nd.array(data).as_in_context(mx.gpu())).asnumpy()
-    executor.close()  # the GPU's memory is others' too
+    executor.close()  # other processes use the GPU's memory, too
     ours, wanted = (np.log(values.astype(np.float64)) for values in (found, probabilities(trained, data)))
     difference = (ours - ours.mean(axis=1, keepdims=True)) - (wanted - wanted.mean(axis=1, keepdims=True))
     assert np.abs(difference).max() / np.ptp(wanted, axis=1).max() < 1e-2
@@ -158,7 +158,7 @@ def test_what_is_exported_is_read_again(model, tmp_path, rng):
 
 @pytest.mark.parametrize("model, file, words", [
     ("resnet18_v2", "w.pth", "neither torchvision nor timm has a resnet18_v2"),
-    ("resnet18", "w.h5", "must end in .pth or .pt or .safetensors, which says the form to write"),
+    ("resnet18", "w.h5", "must end in .pth or .pt or .safetensors, which determines the format"),
 ])
 def test_what_cannot_be_exported(model, file, words, tmp_path, rng):
     place = saved(random_network(model, 3, rng), tmp_path)
@@ -174,7 +174,7 @@ def test_two_files_of_one_name(tmp_path):
 
 
 def test_a_record_replaces_no_other_file(tmp_path):
-    """Such as the Symbol that another command has exported, or a run's config.json."""
+    """Such as a Symbol that another command has exported, or a run's config.json."""
     file, about = tmp_path / "w.pth", tmp_path / "w.json"
     about.write_text('{"nodes": []}')
     with pytest.raises(TrainError, match=r"w\.json, where --torchvision .*w\.pth writes how images are prepared"):
@@ -199,7 +199,7 @@ def test_files_are_replaced_only_when_asked(tmp_path):
 
 
 def test_a_record_of_other_weights_is_replaced_only_when_asked(tmp_path, rng):
-    """Two forms of the same weights have one record."""
+    """Two formats of the same weights share one record."""
     run_export("--checkpoint", SMALL, "--torchvision", tmp_path / "w.pth")
     run_export("--checkpoint", SMALL, "--torchvision", tmp_path / "w.pt")
     about, other = tmp_path / "w.json", saved(random_network("resnet18", 7, rng), tmp_path / "other")
@@ -223,7 +223,7 @@ def test_other_precisions(dtype, state, tmp_path):
 
 @pytest.mark.parametrize("form", [".pth", ".safetensors"])
 def test_names_behind_wrappers(form, state, tmp_path):
-    """Of torch.compile in DistributedDataParallel."""
+    """Names from torch.compile in DistributedDataParallel."""
     if form == ".safetensors":
         pytest.importorskip("safetensors")
     renamed = {f"module._orig_mod.{name}": array for name, array in state.items()}
@@ -233,7 +233,7 @@ def test_names_behind_wrappers(form, state, tmp_path):
 
 
 def test_biases_before_a_batch_norm(state, tmp_path, rng):
-    """A convolution with a bias, and a running mean that has it, are the convolution without both."""
+    """A convolution with a bias, whose mean the BatchNorm has learned, equals the convolution without both."""
     biases = {"conv1": rng.standard_normal(WIDTH, np.float32),
               "layer2.0.downsample.0": rng.standard_normal(2 * WIDTH, np.float32)}
     norms = {"conv1": "bn1", "layer2.0.downsample.0": "layer2.0.downsample.1"}
@@ -265,7 +265,7 @@ def test_a_network_without_classifier(state, tmp_path):
 
 
 def zoo_network(name: str, classes: int, rng: np.random.Generator) -> mx.gluon.HybridBlock:
-    """One of Gluon's, as narrow as ours here, with random weights and statistics."""
+    """A network of Gluon's, as narrow as ours here, with random weights and statistics."""
     zoo = mx.gluon.model_zoo.vision.resnet
     _, version, depth = re.fullmatch(r"(resnet)(\d+)_v(\d)", name).group(1, 3, 2)  # type: ignore[union-attr]
     kind, layers, channels = zoo.resnet_spec[int(depth)]
@@ -288,7 +288,7 @@ def zoo_network(name: str, classes: int, rng: np.random.Generator) -> mx.gluon.H
     ("resnet50_v2", "save_parameters"),
 ])
 def test_gluons_networks_compute_the_same(name, form, tmp_path, rng):
-    """Those of v2 normalise the images once more: that is in the mean and standard deviation of ours."""
+    """Networks of v2 normalise the images once more: our mean and standard deviation include that."""
     zoo = zoo_network(name, 4, rng)
     if form == "export":
         zoo.hybridize()
@@ -350,7 +350,8 @@ def test_own_parameter_files(layout, tmp_path, rng):
 @pytest.mark.long(but=["resnet18"])
 @pytest.mark.parametrize("model", ["resnet18", "resnet50d", "resnet18_v2"])
 def test_own_onnx_files(model, tmp_path, rng):
-    """BatchNorms are folded there: taken out again they compute the same, and have their gamma and beta."""
+    """They contain folded BatchNorms: when these are restored, the network computes the same, with the original gamma
+    and beta."""
     pytest.importorskip("onnx")
     pytest.importorskip("onnxruntime")
     trained = random_network(model, 3, rng)
@@ -442,7 +443,8 @@ def test_truncated_files(state, tmp_path, rng):
 
 @pytest.mark.parametrize("place", [16, 18, 22, 24, 32, 36, 47])
 def test_a_changed_byte_of_mxnets_file(place, tmp_path):
-    """Of the number of arrays (16 to 23), or of the first one's head and shape: there MXNet fails, or takes memory."""
+    """A byte of the number of arrays (16 to 23), or of the first array's header and shape: MXNet would fail, or take
+    much memory."""
     file = tmp_path / "w.params"
     mx.nd.save(str(file), {"a": mx.nd.ones((2, 3)), "b": mx.nd.ones(4)})
     content = bytearray(file.read_bytes())
@@ -452,7 +454,7 @@ def test_a_changed_byte_of_mxnets_file(place, tmp_path):
 
 
 def test_what_mxnet_finds_late(tmp_path, monkeypatch):
-    """It works behind the program, so that what it says of a file may come with the numbers."""
+    """MXNet works asynchronously, so its error about a file may come only with the numbers."""
     def fail(array: mx.nd.NDArray) -> None:
         raise mx.MXNetError("a stack trace\nof many lines")
 
@@ -544,7 +546,7 @@ CFG = {"input_size": [3, 64, 64], "mean": [0.5, 0.25, 0.5], "std": [0.5, 0.5, 0.
 
 
 def test_timms_record(state, tmp_path):
-    """In FILE.json, or in config.json as on Hugging Face's hub."""
+    """In FILE.json, or in config.json as on the Hugging Face hub."""
     place = written(tmp_path / "w.pth", state, architecture="resnet18.a1_in1k", pretrained_cfg=CFG,
                     label_names=list("abcde"), label_descriptions={"a": "ant"})
     for name in ("w.json", "config.json"):
@@ -561,7 +563,7 @@ def test_timms_record(state, tmp_path):
 
 
 def test_without_a_record(state, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(Config().to_dict()))  # a run's, which is none
+    (tmp_path / "config.json").write_text(json.dumps(Config().to_dict()))  # of a run, which is not a record
     config = weights.read(written(tmp_path / "w.pth", state)).trained.config
     assert (config.image_size, config.val_crop_fraction, config.mean, config.std) == (224, 0.875, MEAN, STD)
 
@@ -626,7 +628,7 @@ def test_a_record_that_is_no_json(state, tmp_path):
 
 
 def test_null_in_a_record_says_nothing(state, tmp_path):
-    """As in timm."""
+    """As in timm's files."""
     place = written(tmp_path / "w.pth", state, pretrained_cfg=dict.fromkeys([*CFG, "color_order", "crop_mode"]))
     config = weights.read(place).trained.config
     assert (config.image_size, config.val_crop_fraction, config.mean, config.std) == (224, 0.875, MEAN, STD)
@@ -682,7 +684,7 @@ def test_imagenets_classes():
 
 
 def test_imagenets_words_are_those_of_its_file_names(real_data):
-    """The sample's files are called n04553703_washbasin.JPEG; two words stand for two classes each there."""
+    """The sample's files have names such as n04553703_washbasin.JPEG; two words there each stand for two classes."""
     words = dict(imagenet.classes())
     found = sorted((real_data / "imagenet_sample").glob("n*/*.JPEG"))
     if not found:

@@ -1,12 +1,12 @@
-"""One file for each kernel: NAME.py has all that is Python about what NAME.cu (or a header, NAME.cuh) has in CUDA.
+"""One file for each kernel: NAME.cu (or a header, NAME.cuh) has the CUDA code, NAME.py the Python code for it.
 
-A file may give three things, which are collected here, so there is no list of kernels anywhere:
+A file may define three things. They are collected here, so no list of kernels is needed:
 
-    OPERATORS   what it computes, described once (`operators/base.py`): named as the kernel is, norm_dgrad -> NormDgrad
-    RULES       where it can take the place of other operators: (operator that a place begins with, rule)
-    LAUNCHES    operator -> function of a `Builder` and a node, which emits the launches
+    OPERATORS   the operator that it computes (`operators/base.py`), named after the kernel: norm_dgrad -> NormDgrad
+    RULES       where it can replace other operators: (operator at which the search begins, rule)
+    LAUNCHES    operator -> function of a `Builder` and a node that emits the launches
 
-Kernels of operators of the network, and plans of cuDNN, have launches alone: their operators are in `operators/`.
+Kernels of a network's own operators, and cuDNN plans, have only LAUNCHES: their operators are in `operators/`.
 """
 
 from __future__ import annotations

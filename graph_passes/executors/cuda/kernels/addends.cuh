@@ -3,7 +3,7 @@
 #pragma once
 #include "tma.cuh"
 
-// Every `step`-th tile, from `first` on.
+// Every `step`-th tile, starting with `first`.
 struct TileRange { uint32 first, end, step; };
 
 // Prefetches the addend of a warp's part of each tile into its result slots. Every slot holds an addend in flight, except the

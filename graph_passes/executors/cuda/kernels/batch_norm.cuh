@@ -120,7 +120,7 @@ __device__ inline float drop_factor(uint32 row, const float *factors, uint32 fir
 
 // --- a second gradient of the same tensor ---
 
-// What is added to the first gradient: nothing, a gradient of all pixels, or one of the pixels of a `Grid`.
+// The second gradient that is added: none, one of all pixels, or one of the pixels of a `Grid`.
 enum SecondGradient { NONE, WHOLE, COMPACT };
 
 // Divides numbers below 2^31 by multiplication: Granlund and Montgomery, "Division by invariant integers using

@@ -1,11 +1,11 @@
-"""BatchNorm, with ReLU, or the sum with another tensor and ReLU: the halves of its forward and of its backward pass;
-and the gradient of its data with the sum with the gradient of whatever else reads that data.
+"""BatchNorm, with ReLU, or with addition and ReLU: both halves of its forward and backward pass. Also the gradient of
+its data fused with the addition of another gradient of that data.
 
     before    dy, x, ..., dgamma, dbeta -> BatchNormReluBackwardApply -> dx;  dx, other -> elemwise_add `s`
     after     dy, x, ..., dgamma, dbeta, other -> BatchNormReluBackwardApplyAdd `s`
 
-dx is neither written nor read: at the blocks of a network whose BatchNorms come first (ResNet v2), where a sum goes to
-a BatchNorm and past it.
+dx is neither written nor read. This occurs at the blocks of ResNet v2, where a sum is read by a BatchNorm and by the
+shortcut around it.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def require_gamma(node: Node) -> None:
 
 
 def about_mean(sums: Buffer) -> ctypes.c_bool:
-    """Whether they are about the mean, which is their third row."""
+    """Whether the sums are about the mean, which is then their third row."""
     return ctypes.c_bool(sums.shape[0] == 3)
 
 
 def before(builder: Builder, node: Node) -> tuple[Any, ...]:
-    """Return what the kernel of a node that also does a BatchNorm takes for `Before` of kernels/batch_norm.cuh."""
+    """The arguments `Before` (kernels/batch_norm.cuh) for a node that includes a BatchNorm."""
     sums = builder.input(node, "sums")
     return (In(sums), about_mean(sums), *(In(builder.input(node, role)) for role in ("gamma", "beta")),
             Out(builder.output(node, "saved")), *(InOut(builder.input(node, role)) for role in RUNNING),
@@ -50,7 +50,7 @@ _CUDA = Declarations("batch_norm.cuh")
 
 
 class FastDivisor(ctypes.Structure):
-    """Divides numbers below 2^31 by a fixed one without a division instruction."""
+    """Division of numbers below 2^31 by a fixed divisor, without a division instruction."""
 
     _fields_ = _CUDA.fields("FastDivisor")
 
@@ -74,7 +74,7 @@ class Grid(ctypes.Structure):
 
 
 class Second(NamedTuple):
-    """`kind`: of batch_norm.cuh's `Second`."""
+    """The second gradient. `kind`: of batch_norm.cuh's `Second`."""
 
     kind: str
     grad: Buffer | None
@@ -82,7 +82,7 @@ class Second(NamedTuple):
 
     @property
     def whole(self) -> Buffer | None:
-        """If it has all pixels: its place may be taken by the sum."""
+        """The second gradient, if it has all pixels: the sum may then overwrite it."""
         return self.grad if self.kind == "WHOLE" else None
 
     @property
@@ -91,7 +91,7 @@ class Second(NamedTuple):
 
     @classmethod
     def of(cls, builder: Builder, node: Node) -> Second:
-        """Return the second gradient of a node, which may have `out_grad_2`."""
+        """The second gradient of a node, from its `out_grad_2` if it has one."""
         grad, stride = builder.optional_input(node, "out_grad_2", "single_grad"), node["grad_stride"]
         if grad is None or not stride:
             return cls("WHOLE" if grad else "NONE", grad, Grid())
@@ -106,7 +106,7 @@ def relu_reductions(table: Candidates, gradient: Ref) -> Iterator[Candidate]:
 
 
 def of_reduction(reduction: Candidate) -> list[Ref]:
-    """What it reads beside the gradient."""
+    """The reduction's inputs besides the gradient."""
     return [reduction.input(role) for role in ("data", "gamma", "saved", "beta")]
 
 
@@ -119,9 +119,9 @@ def from_masked(table: Candidates, reduction: Candidate) -> Iterator[Node]:
                                 (reduction.output("masked_grad"), data, gamma, saved, *sums))
 
 
-def behind(table: Candidates, norm: Candidate, fits: Callable[[Node], bool]) -> Iterator[Candidate]:
-    """The convolutions that read what a BatchNorm's half gives, and of whose output the sums are wanted. None where
-    images are dropped in between."""
+def convolutions_after(table: Candidates, norm: Candidate, fits: Callable[[Node], bool]) -> Iterator[Candidate]:
+    """The convolutions that read the output of a BatchNorm's half and whose output statistics are wanted. None if
+    stochastic depth is between them."""
     if norm.node.get("no_factors", True):
         for convolution in table.readers(norm.output("output"), "Convolution"):
             if (convolution["no_bias"] and fits(convolution.node)
@@ -130,7 +130,7 @@ def behind(table: Candidates, norm: Candidate, fits: Callable[[Node], bool]) -> 
 
 
 def with_conv(op: str, norm: Candidate, convolution: Candidate) -> Node:
-    """Both as one."""
+    """Both as one node."""
     return Node(op, norm.node.name, (*norm.node.inputs, convolution.input("weight")),
                 {**convolution.node.attrs, **norm.node.attrs})
 
@@ -150,7 +150,7 @@ def norm_grad_add(table: Candidates, add: Candidate) -> Iterator[Node]:
 
 
 def statistics(builder: Builder, node: Node) -> None:
-    """The sums of the input."""
+    """Launch the sums over the input."""
     require_gamma(node)
     x = builder.input(node, "data")
     rows, channels = rows_and_channels(node, x)
@@ -161,12 +161,12 @@ def statistics(builder: Builder, node: Node) -> None:
 
 
 def apply(builder: Builder, node: Node) -> None:
-    """In training: the output, from the input and its sums."""
+    """Launch the forward pass in training: the output, from the input and its sums."""
     _apply(builder, node, builder.input(node, "sums"))
 
 
 def inference(builder: Builder, node: Node) -> None:
-    """In inference: the output, from the input and the running statistics, of which sums are made."""
+    """Launch inference: the output, from the input and the running statistics, which are converted to sums."""
     x = builder.input(node, "data")
     rows, channels = rows_and_channels(node, x)
     sums = Buffer(f"{node.name}:sums", (3, channels), "float32")
@@ -193,12 +193,12 @@ def _apply(builder: Builder, node: Node, sums: Buffer) -> None:
                    *factors_of(builder, node, rows))
 
 
-# How batch_norm.cu knows where ReLU let the gradient through.
+# How batch_norm.cu learns where ReLU let the gradient through.
 _RELU = {"BatchNorm": "NO_RELU", "BatchNormRelu": "RECOMPUTED", "BatchNormAddRelu": "BITS"}
 
 
 def backward_reduce(builder: Builder, node: Node) -> None:
-    """The sums, which are the gradients of gamma and beta, and the masked gradient where it is kept."""
+    """Launch the sums (the gradients of gamma and beta), and the masked gradient if it is kept."""
     relu = _RELU[shown_name(node.op)]
     dy, x = builder.input(node, "out_grad"), builder.input(node, "data")
     second = Second.of(builder, node)
@@ -217,8 +217,8 @@ def backward_reduce(builder: Builder, node: Node) -> None:
 
 
 def backward_apply(builder: Builder, node: Node) -> None:
-    """The gradient of the input, from the sums, and the masked gradient or else that of the output. With the other
-    gradient of the input, if there is one to add."""
+    """Launch the gradient of the input, from the sums and either the masked gradient or the output's gradient. Adds
+    the other gradient of the input, if there is one."""
     recompute, add = node.op.startswith("BatchNormRelu"), node.op.endswith("Add")
     source, x = builder.buffers[node.inputs[0]], builder.input(node, "data")
     rows, channels = rows_and_channels(node, x)
@@ -234,7 +234,7 @@ def backward_apply(builder: Builder, node: Node) -> None:
 
 
 def refuse(builder: Builder, node: Node) -> None:
-    """A BatchNorm of a training step that no pass has taken apart."""
+    """Refuse a BatchNorm that no pass of the training step has split into halves."""
     require(False, node, "has use_global_stats=True, which has no GPU lowering in training: set it to False")
 
 

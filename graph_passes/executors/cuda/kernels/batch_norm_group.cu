@@ -1,4 +1,5 @@
-// Synchronised BatchNorm: the GPUs of a group sum their statistics by themselves, as no host takes part within a step.
+// Synchronised BatchNorm: the GPUs of a group exchange their statistics directly, since the host takes no part within a
+// step.
 //
 // Every member has a mailbox that all members can write. A word of it is a float and the number of its exchange, stored
 // together as 64 bits. A reader that finds the expected number therefore has the float, too, without flags or fences. (NCCL's
@@ -7,9 +8,9 @@
 #include "common.cuh"
 
 constexpr int THREADS = 256;
-constexpr int MAX_ARRAYS = 4, MAX_VALUES = 8192;  // of one exchange
+constexpr int MAX_ARRAYS = 4, MAX_VALUES = 8192;  // words of one exchange
 constexpr int MAX_MEMBERS = 16;
-constexpr int SPINS = 256;  // polls of a word between two looks at the clock
+constexpr int SPINS = 256;  // polls of a word before the clock is read again
 
 struct Mailboxes { uint64 *of[MAX_MEMBERS]; };
 

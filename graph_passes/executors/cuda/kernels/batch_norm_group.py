@@ -1,4 +1,4 @@
-"""Sums of BatchNorms over the batches of several GPUs, in place of one GPU's."""
+"""BatchNorm statistics over the batches of several GPUs instead of one GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from graph_passes.graph import Node
 
 
 def group_statistics(builder: Builder, node: Node) -> None:
-    """The sums over the rows of all of the group, from those over this GPU's."""
+    """Launch the sums over the rows of the whole group, from the sums of this GPU."""
     sums, result = builder.input(node, "sums"), builder.output(node)
     channels = sums.shape[1]
     _require_shared(node, channels)
@@ -28,7 +28,7 @@ def _require_shared(node: Node, channels: int) -> None:
 
 
 def group_mean(builder: Builder, node: Node) -> None:
-    """Replace sums over this GPU's rows by their means over the group, where they lie."""
+    """Launch the exchange that replaces this GPU's sums by their means over the group, in place."""
     arrays = [builder.buffers[ref] for ref in node.inputs]
     builder.buffers |= dict(zip(node.refs(), arrays, strict=True))
     values = math.prod(arrays[0].shape)

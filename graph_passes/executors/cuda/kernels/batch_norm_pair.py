@@ -1,4 +1,4 @@
-"""The BatchNorm of a projection shortcut and the BatchNorm + add + ReLU that adds it, as one: the halves of both.
+"""The BatchNorm of a projection shortcut fused with the BatchNorm + add + ReLU that adds it: both halves.
 
     before    x_2 -> BatchNormApply -> shortcut;  x, shortcut -> BatchNormAddReluApply `bn` -> y, saved, ..., mask
     after     x, x_2 -> BatchNormPairApply `bn` -> y, saved, ..., mask, saved_2, ...
@@ -8,9 +8,9 @@
     after     dy, x, x_2, mask -> BatchNormPairBackwardReduce -> dgamma, dbeta, dz, dgamma_2, dbeta_2
               dz, x, x_2, ... -> BatchNormPairBackwardApply -> dx, dx_2
 
-Neither BatchNorm's output is written, and dz is read once for both. All three read the factors of images that are
-dropped, if `bn` has some: those of its branch. Each of the three can be taken without the others. What belongs to the
-shortcut's has names that end in `_2`.
+Neither BatchNorm's output is written, and dz is read once for both. If `bn` has stochastic depth, all three nodes read
+its factors. Each of the three can be taken without the others. Names that end in `_2` belong to the shortcut's
+BatchNorm.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from graph_passes.operators.batch_norm import ATTRIBUTES, RUNNING
 from graph_passes.operators.body import Body
 from graph_passes.operators.dropout import FACTORS, dropping
 
-_SAME = ("eps", "momentum", "fix_gamma", "axis")  # what both must agree in
+_SAME = ("eps", "momentum", "fix_gamma", "axis")  # attributes in which both must agree
 
 
 def pair(table: Candidates, norm: Candidate) -> Iterator[Node]:
-    """Yield the node that does the BatchNormAddReluApply `norm` and the BatchNorm of its shortcut in one."""
+    """Yield the node that fuses the BatchNormAddReluApply `norm` with the BatchNorm of its shortcut."""
     factors = [] if norm["no_factors"] else [norm.input("factors")]
     for shortcut in table.makers(norm.input("addend"), "BatchNormApply"):
         if _agree(norm, shortcut):
@@ -48,19 +48,21 @@ def pair(table: Candidates, norm: Candidate) -> Iterator[Node]:
 
 
 def pair_of_reductions(table: Candidates, other: Candidate) -> Iterator[Node]:
-    """Yield the node that does `other`, the shortcut's BatchNormBackwardReduce, with that of the sum's BatchNorm."""
+    """Yield the node that fuses `other`, the shortcut's BatchNormBackwardReduce, with the reduction of the sum's
+    BatchNorm."""
     for one in table.makers(other.input("out_grad"), "BatchNormAddReluBackwardReduce"):
         if other["single_grad"] and _agree(one, other):
             both = (half.input(role) for half in (one, other) for role in ("data", "saved"))
-            last = one.node.inputs[5:]  # factors of images that are dropped, and the second gradient, if there are any
+            last = one.node.inputs[5:]  # the factors of stochastic depth and the second gradient, if there are any
             yield one.node.derive("BatchNormPairBackwardReduce", one.node.name,
                                   (one.input("out_grad"), one.input("mask"), *both, *last))
 
 
 def pair_of_gradients(table: Candidates, other: Candidate) -> Iterator[Node]:
-    """Yield the node that does `other`, the shortcut's BatchNormBackwardApply, with that of the sum's BatchNorm.
+    """Yield the node that fuses `other`, the shortcut's BatchNormBackwardApply, with the one of the sum's BatchNorm.
 
-    The shortcut's is the one that does not read the data of the sum's BatchNorm."""
+    The shortcut's node is the one that does not read the data of the sum's BatchNorm.
+    """
     gradient = other.input("masked_grad")
     for reduction in table.makers(gradient, "BatchNormAddReluBackwardReduce"):
         if other.input("data") == reduction.input("data") or not other["no_factors"]:
@@ -73,8 +75,8 @@ def pair_of_gradients(table: Candidates, other: Candidate) -> Iterator[Node]:
 
 
 def always_paired(price: Callable[[Candidates], Sequence[float]]) -> Callable[[Candidates], Sequence[float]]:
-    """Prices for which the sums of both BatchNorms are taken together: where GPUs exchange sums, all of them must
-    exchange the same, whatever their clocks say."""
+    """Prices that always take the sums of both BatchNorms together: GPUs that exchange sums must all exchange the same
+    ones, whatever they measure."""
     def prices(table: Candidates) -> list[float]:
         pairs = [each.made for each in table if each.op == "BatchNormPairBackwardReduce"]
         return [math.inf if any(each.made & pair and not each.made >= pair for pair in pairs) else of_each
@@ -113,7 +115,7 @@ def _backward_apply_body(b: Body) -> list[Any]:
 
 
 def _inputs(builder: Builder, node: Node, *roles: str) -> list[Buffer]:
-    """Return, for each role, the input of the sum's BatchNorm and then that of the shortcut's."""
+    """For each role, the input of the sum's BatchNorm and then the shortcut's."""
     return list(chain.from_iterable((builder.input(node, role), builder.input(node, f"{role}_2")) for role in roles))
 
 
@@ -122,7 +124,7 @@ def _outputs(builder: Builder, node: Node, *roles: str) -> list[Buffer]:
 
 
 def apply(builder: Builder, node: Node) -> None:
-    """The output, from both inputs and their sums."""
+    """Launch the output, from both inputs and their sums."""
     require_gamma(node)
     x = _inputs(builder, node, "data")
     rows, channels = rows_and_channels(node, x[0])
@@ -138,7 +140,7 @@ def apply(builder: Builder, node: Node) -> None:
 
 
 def backward_reduce(builder: Builder, node: Node) -> None:
-    """The sums of both, and the masked gradient."""
+    """Launch the sums of both BatchNorms, and the masked gradient."""
     dy, x = builder.input(node, "out_grad"), _inputs(builder, node, "data")
     second = Second.of(builder, node)
     rows, channels = rows_and_channels(node, x[0])
@@ -153,8 +155,8 @@ def backward_reduce(builder: Builder, node: Node) -> None:
 
 
 def backward_apply(builder: Builder, node: Node) -> None:
-    """The gradients of both inputs, from the masked gradient and the sums, of which dbeta is the same for both where
-    nothing is dropped."""
+    """Launch the gradients of both inputs, from the masked gradient and the sums. Without stochastic depth both have
+    the same dbeta."""
     dz, x = builder.input(node, "masked_grad"), _inputs(builder, node, "data")
     dx, dx_2 = _outputs(builder, node, "data_grad")
     rows, channels = rows_and_channels(node, x[0])
@@ -167,13 +169,14 @@ def backward_apply(builder: Builder, node: Node) -> None:
 
 
 def both(*names: str) -> tuple[str, ...]:
-    """The names for the BatchNorm of the sum, then for the shortcut's."""
+    """The names for the sum's BatchNorm, then for the shortcut's."""
     return (*names, *(f"{name}_2" for name in names))
 
 
 _SUMS = ("gamma_grad", "beta_grad")
 _ATTRIBUTES = ATTRIBUTES | dropping(["factors"])
-APPLIED = ("output", "saved", *RUNNING, "mask", "saved_2", *(f"{name}_2" for name in RUNNING))  # what the first gives
+# Outputs of the first node.
+APPLIED = ("output", "saved", *RUNNING, "mask", "saved_2", *(f"{name}_2" for name in RUNNING))
 
 OPERATORS = (
     Operator("BatchNormPairApply", (*both("data", "sums", "gamma", "beta", *RUNNING), "factors"), attrs=_ATTRIBUTES,

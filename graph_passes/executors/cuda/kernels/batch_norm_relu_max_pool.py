@@ -1,4 +1,4 @@
-"""The BatchNorm + ReLU and the 3x3 max pooling with stride 2 of ResNet's stem, in training: the halves of both. The
+"""BatchNorm + ReLU fused with the 3x3 max pooling with stride 2 of ResNet's stem, in training: both halves. The
 network's largest activation and its gradient are not written.
 
 `winner` is the place of the maximum in its window (row * 3 + column), or NOBODY where no value is above 0: ReLU then
@@ -40,9 +40,9 @@ from graph_passes.operators.pooling import POOLING, max_pooling, max_pooling_bac
 from graph_passes.operators.windows import Places
 
 _CUDA = Declarations("batch_norm_relu_max_pool.cu")
-NOBODY = _CUDA.value("NOBODY")  # no place of a window
+NOBODY = _CUDA.value("NOBODY")  # stands for no place of a window
 WINDOW = {"kernel": (3, 3), "stride": (2, 2), "pad": (1, 1)}  # of the pooling
-STRIP = _CUDA.value("STRIP")  # rows of the output that a thread makes
+STRIP = _CUDA.value("STRIP")  # output rows per thread
 
 
 # --- where it is: always, so this is a pass ---
@@ -58,7 +58,7 @@ def batch_norm_relu_max_pool(graph: Graph) -> Graph:
         after     dy, winner, data_at_winner -> BatchNormReluMaxPoolBackwardReduce -> dgamma, dbeta
                   dy, winner, x, dgamma, dbeta -> BatchNormReluMaxPoolBackwardApply -> dx
 
-    What BatchNorm + ReLU gives, the network's largest activation, is not written, nor is its gradient.
+    The output of BatchNorm + ReLU, the network's largest activation, is not written, nor is its gradient.
     """
     nodes: list[Node] = []
     moved: dict[Ref, Ref] = {}
@@ -79,7 +79,7 @@ def _fits(norm: Node, pool: Node) -> bool:
 
 
 def _both_halves(graph: Graph, norm: Node, pool: Node, apply: Node) -> list[Node]:
-    """Both halves, under the names of those of the BatchNorm."""
+    """Both halves, under the names of the BatchNorm's halves."""
     (back,) = (reader for reader in graph.consumers[pool.output("winner")] if reader.op == "MaxPoolingBackward")
     reduction, old_apply = (next(reader for reader in graph.consumers[norm.output("saved")] if reader.op.endswith(half))
                             for half in ("BackwardReduce", "BackwardApply"))
@@ -166,12 +166,12 @@ class Image(ctypes.Structure):
 
     @classmethod
     def of(cls, x: Buffer, y: Buffer) -> Image:
-        """From a tensor to another one, both NHWC."""
+        """The arguments for a pooling from one NHWC tensor to another."""
         return cls(*x.shape[1:3], *y.shape[1:3])
 
 
 def apply(builder: Builder, node: Node) -> None:
-    """The output of the pooling, from the BatchNorm's input and its sums."""
+    """Launch the output of the pooling, from the BatchNorm's input and its sums."""
     require_gamma(node)
     x, sums, y = builder.input(node, "data"), builder.input(node, "sums"), builder.output(node)
     rows, channels = rows_and_channels(node, x)
@@ -188,10 +188,11 @@ def apply(builder: Builder, node: Node) -> None:
 
 
 def backward_reduce(builder: Builder, node: Node) -> None:
-    """The sums of the BatchNorm's backward pass; of two gradients of the pooling's output also the masked sum."""
+    """Launch the sums of the BatchNorm's backward pass. If the pooling's output has two gradients, also their masked
+    sum."""
     dy, dy2 = builder.input(node, "out_grad"), builder.optional_input(node, "out_grad_2", "single_grad")
     outputs, channels = rows_and_channels(node, dy)
-    dz = Out(builder.output(node, "masked_grad"), over=dy) if dy2 else Scratch(dy)  # which is not written then
+    dz = Out(builder.output(node, "masked_grad"), over=dy) if dy2 else Scratch(dy)  # it is then not written
     grid = builder.reduce_grid(outputs, channels)
     builder.launch(node, "batch_norm_relu_max_pool.cu",
                    builder.kernel("batch_norm_relu_max_pool_backward_reduce", dy2 is not None), grid, REDUCE_BLOCK,
@@ -202,7 +203,7 @@ def backward_reduce(builder: Builder, node: Node) -> None:
 
 
 def backward_apply(builder: Builder, node: Node) -> None:
-    """The gradient of the BatchNorm's input, from the masked gradient and the sums."""
+    """Launch the gradient of the BatchNorm's input, from the masked gradient and the sums."""
     x, dz = builder.input(node, "data"), builder.input(node, "out_grad")
     rows, channels = rows_and_channels(node, x)
     squares = x.shape[0] * -(-x.shape[1] // 2) * -(-x.shape[2] // 2)
@@ -214,7 +215,7 @@ def backward_apply(builder: Builder, node: Node) -> None:
 
 
 _SUMS = ("gamma_grad", "beta_grad")
-BACKWARD = ("out_grad", "winner", "data", "gamma", "saved", *_SUMS)  # what the second half of the backward pass reads
+BACKWARD = ("out_grad", "winner", "data", "gamma", "saved", *_SUMS)  # inputs of the second half of the backward pass
 
 OPERATORS = (
     Operator("BatchNormReluMaxPool", ("data", "sums", "gamma", "beta", *RUNNING), _apply_shapes, _compute_apply,

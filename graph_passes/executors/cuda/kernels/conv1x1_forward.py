@@ -1,5 +1,5 @@
-"""1x1 convolutions with bias, and perhaps a sum and ReLU, in inference; and with the convolution of a projection
-shortcut.
+"""1x1 convolutions in inference with bias, optionally also with addition and ReLU, or with the convolution of a
+projection shortcut.
 
     before    x, weight, bias, shortcut -> ConvolutionAddRelu `r`
     after     x, weight, bias, shortcut -> Conv1x1ForwardAddRelu `r`
@@ -7,9 +7,8 @@ shortcut.
     before    x, weight, bias -> Convolution -> s;  y, weight_2, bias_2, s -> ConvolutionAddRelu `r`
     after     x, weight, bias, y, weight_2, bias_2 -> Conv1x1ForwardSumRelu `r`
 
-In 16-bit types, with stride 1 or 2, on GPUs of the Hopper generation. Of a sum one of the two, the first in the new
-node, may have stride 2. Their sum is one product over the channels of both: s is neither written nor read, nor is it
-rounded.
+For 16-bit types, stride 1 or 2, and Hopper GPUs. In a sum, only the new node's first convolution may have stride 2. The
+sum is one product over the channels of both convolutions: s is neither written nor read nor rounded.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ BLOCK: Size = (_CUDA.value("THREADS"), 1, 1)
 TEAMS, TILE_ROWS, CHUNK, WARP_ROWS = _CUDA.values("TEAMS", "ROWS", "CHUNK", "WARP_ROWS")
 MAX_STAGES = _CUDA.value("MAX_STAGES")
 CONTROL_BYTES = _CUDA.sizeof("Control")
-SHARED_BYTES = 227 << 10  # that a block can have on Hopper
-CHUNK_BYTES = 2 * CHUNK  # of a row
-PLACE_BYTES = TEAMS * TILE_ROWS * CHUNK_BYTES  # for a stage of each team, or a result of each warp
-MAX_WEIGHT_BYTES = 128 << 10  # of shared memory that a block gives to its weights
+SHARED_BYTES = 227 << 10  # most shared memory of a block on Hopper
+CHUNK_BYTES = 2 * CHUNK  # bytes of a row
+PLACE_BYTES = TEAMS * TILE_ROWS * CHUNK_BYTES  # one stage of each team, or one result of each warp
+MAX_WEIGHT_BYTES = 128 << 10  # shared memory that a block gives to its weights
 AFFINE_BYTES = Declarations("norm_stream.cuh").sizeof("Affine")  # a chunk's scales and shifts
 
 
@@ -48,13 +47,13 @@ AFFINE_BYTES = Declarations("norm_stream.cuh").sizeof("Affine")  # a chunk's sca
 
 
 def is_product(convolution: Node, stride: tuple[int, int] = (1, 1)) -> bool:
-    """Is it, or the convolution whose gradient it is, a product of matrices, in a type of 16 bits?"""
+    """Whether the convolution (or the one whose gradient this node is) is a matrix product in a 16-bit type."""
     return (window(convolution) == ((1, 1), stride, (0, 0), (1, 1)) and convolution["layout"] == "NHWC"
             and convolution["num_group"] == 1 and convolution.attrs.get("dtype") in ("float16", "bfloat16"))
 
 
 def is_own(convolution: Node) -> bool:
-    """Is it such a product at stride 1 or 2?"""
+    """Whether the node is such a product with stride 1 or 2."""
     return is_product(convolution) or is_product(convolution, stride=(2, 2))
 
 
@@ -62,8 +61,8 @@ def _has_bias(convolution: Node) -> bool:
     return is_own(convolution) and not convolution["no_bias"]
 
 
-def of_two(table: Candidates, last: Candidate) -> Iterator[Node]:
-    """Yield the kernel's operator for the places where `last` is a ConvolutionAddRelu."""
+def sum_of_two(table: Candidates, last: Candidate) -> Iterator[Node]:
+    """Yield the kernel's operator for a ConvolutionAddRelu `last` that adds another convolution."""
     for addend in table.makers(last.input("addend"), "Convolution"):
         if addend["no_bias"]:
             continue
@@ -99,8 +98,8 @@ class Tiles(NamedTuple):
 
     @classmethod
     def of(cls, data: Shape, output: Shape, stride: tuple[int, int], chunk: int = CHUNK) -> Tiles | None:
-        """By `chunk` channels; None where there is no such division. With stride 2, rows of pixels of which every other
-        is read, and every other pixel of these; from image to image too, which is why their height is even."""
+        """The tiles, with chunks of `chunk` channels; None if there is no such division. With stride 2, every other row
+        of pixels is read, and every other pixel of it. This holds across images too, so their height must be even."""
         (_, height, width, channels), (images, out_height, out_width, filters) = data, output
         rows = images * out_height * out_width
         if stride == (1, 1):
@@ -118,22 +117,22 @@ class Tiles(NamedTuple):
                    Tiling((rows // in_tile, in_tile, filters), (in_tile * filters, filters), (1, WARP_ROWS, chunk)))
 
     def beside(self, channels: int, chunk: int = CHUNK) -> Tiling:
-        """Of data with so many channels, by `chunk` of them, whose pixels are those of the output."""
+        """The tiles of a second tensor with this many channels, by chunks of `chunk`, that has the output's pixels."""
         lines, rows, _ = self.output.shape
         return Tiling((lines, rows, channels), (rows * channels, channels), (1, self.walk.rows, chunk))
 
 
 @dataclass(frozen=True)
 class Conv1x1Forward:
-    """How `conv1x1_forward` divides a convolution of `channels` (C) to `filters` (K), which adds a tensor with `adds`,
-    and with `channels_2` (C_2) a convolution of so many.
+    """How `conv1x1_forward` divides a convolution from `channels` (C) to `filters` (K). `adds`: it adds a tensor.
+    `channels_2` (C_2): it adds a second convolution with these input channels.
 
-    A block keeps the weights of `columns` filters; the rest of its shared memory is for tiles of the data that are on
-    their way, `stages` for each team, and for parts of the output, `results` for each warp.
+    A block keeps the weights of `columns` filters. The rest of its shared memory holds tiles of the data in flight,
+    `stages` for each team, and parts of the output, `results` for each warp.
     """
 
     BLOCK: ClassVar[Size] = BLOCK
-    COLUMNS: ClassVar[tuple[int, ...]] = (64, 128, 256)  # that a block makes
+    COLUMNS: ClassVar[tuple[int, ...]] = (64, 128, 256)  # columns that a block computes
 
     channels: int
     filters: int
@@ -150,7 +149,7 @@ class Conv1x1Forward:
 
     @property
     def chunks(self) -> int:
-        """Of both."""
+        """Chunks of both tensors."""
         return -(-self.channels // CHUNK) + self.chunks_2
 
     @property
@@ -159,14 +158,14 @@ class Conv1x1Forward:
 
     @property
     def columns(self) -> int:
-        """As few blocks as there can be read the same data; 0 where the weights do not fit."""
+        """Columns of a block, so that as few blocks as possible read the same data; 0 if the weights do not fit."""
         fitting = [columns for columns in self.COLUMNS if self._weight_bytes(columns) <= MAX_WEIGHT_BYTES]
         return next((columns for columns in fitting if columns >= self.filters), max(fitting, default=0))
 
     @property
     def results(self) -> int:
-        """Two, of which one is being copied away; three where they are also read: from 64 to 256 and from 128 to 512
-        channels an H200 took 9 to 11 % longer with two, four and more."""
+        """Result slots of a warp: two, so that one can be copied away; three if they are also read. From 64 to 256 and
+        from 128 to 512 channels, two, four or more took 9 to 11 % longer on an H200."""
         return 3 if self.adds else 2
 
     @property
@@ -179,17 +178,17 @@ class Conv1x1Forward:
 
     @property
     def blocks(self) -> int:
-        """That make the columns of the same rows."""
+        """The number of blocks that compute the columns of the same rows."""
         return -(-self.filters // self.columns)
 
     def grid(self, tiles: int, num_multiprocessors: int) -> Size:
-        """Blocks for columns and rows, one for each multiprocessor."""
+        """The grid: blocks for columns and for rows, one block per multiprocessor."""
         pairs = -(-tiles // TEAMS)
         return self.blocks, max(1, min(num_multiprocessors // self.blocks, pairs)), 1
 
     @property
     def _kept_bytes(self) -> int:
-        """Of shared memory, beside those places."""
+        """Shared memory in use besides the stages and results."""
         return CONTROL_BYTES + self._weight_bytes(self.columns)
 
     def _weight_bytes(self, columns: int) -> int:
@@ -197,12 +196,13 @@ class Conv1x1Forward:
 
 
 def affine_bytes(chunks: int) -> int:
-    """Of shared memory, for the scales and shifts of a BatchNorm: tiles begin at multiples of 1024 bytes."""
+    """Bytes of shared memory for the scales and shifts of a BatchNorm, rounded up: tiles begin at multiples of 1024
+    bytes."""
     return -(-chunks * AFFINE_BYTES // 1024) * 1024
 
 
 def tiles_of(builder: Builder, node: Node, geometry: Conv1x1Forward, y: Buffer) -> Tiles:
-    """Raises GraphError where the GPU or these sizes are not for the kernels."""
+    """The tiles. Raises GraphError if the kernels do not support the GPU or these sizes."""
     require_hopper(builder, node)
     channels = geometry.channels + geometry.channels_2
     require(geometry.columns > 0, node, f"has {channels} channels: their weights do not fit into shared memory")
@@ -214,7 +214,7 @@ def tiles_of(builder: Builder, node: Node, geometry: Conv1x1Forward, y: Buffer) 
 
 
 def forward(builder: Builder, node: Node) -> None:
-    """The convolution with a bias, and perhaps a sum and ReLU; or the sum of two."""
+    """Launch a convolution with bias, optionally addition and ReLU; or the sum of two convolutions."""
     x, w, y = builder.input(node, "data"), builder.input(node, "weight"), builder.output(node)
     addend = builder.input(node, "addend") if node.op == "Conv1x1ForwardAddRelu" else None
     is_sum = node.op == "Conv1x1ForwardSumRelu"
@@ -239,17 +239,17 @@ _INPUTS = ("data", "weight", "bias")
 
 
 def _operator(ends: str, *more: str) -> Operator:
-    """The kernel's, with what a convolution's operator of the same ending computes."""
+    """The kernel's operator, which computes the same as the convolution operator with this name ending."""
     return Operator(f"Conv1x1Forward{ends}", (*_INPUTS, *more), attrs=CONVOLUTION, form_of=f"Convolution{ends}",
                     body=partial(convolution_body, relu=ends.endswith("Relu")), forward="Convolution", fused=True)
 
 
 OPERATORS = (
     _operator(""), _operator("Relu"), _operator("AddRelu", "addend"),
-    # A convolution with stride 1 of `data_2`, and the one that it is added to.
+    # A convolution of `data_2` with stride 1, and the convolution that it is added to.
     Operator("Conv1x1ForwardSumRelu", (*_INPUTS, *(f"{name}_2" for name in _INPUTS)), attrs=CONVOLUTION, body=_sum_body,
              forward="Convolution", fused=True),
 )
 RULES = (*((each.form_of, form(each.name, _has_bias)) for each in OPERATORS if each.form_of),
-         ("ConvolutionAddRelu", of_two))
+         ("ConvolutionAddRelu", sum_of_two))
 LAUNCHES: Launches = {operator.name: forward for operator in OPERATORS}

@@ -1,10 +1,10 @@
-"""The last convolution of a residual block in inference, and the first of the next block, in one launch.
+"""The last convolution of a residual block and the first of the next block, in one launch, for inference.
 
     before    x, weight, bias, shortcut -> ConvolutionAddRelu `r` -> y;  y, weight_2, bias_2 -> ConvolutionRelu -> z
     after     x, weight, bias, shortcut, weight_2, bias_2 -> Conv1x1Pair `r` -> y, z
 
-In 16-bit types, for GPUs of the Hopper generation. y is written, for the next sum reads it too, but z is made of what
-is still on the chip.
+For 16-bit types and Hopper GPUs. y is written because the next sum reads it, too. z is computed from y while y is still
+in registers.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from graph_passes.operators.convolution import CONVOLUTION
 
 _CUDA = Declarations("conv1x1_pair.cu")
 BLOCK: Size = (_CUDA.value("PAIR_THREADS"), 1, 1)
-COLUMNS = _CUDA.value("COLUMNS")  # of the first product, at most
-SECOND = (64, 128)  # of the second
+COLUMNS = _CUDA.value("COLUMNS")  # most columns of the first product
+SECOND = (64, 128)  # columns of the second product
 CONTROL_BYTES = _CUDA.sizeof("PairControl")
-PLACE_BYTES = TEAMS * TILE_ROWS * CHUNK_BYTES  # for a stage of each team, or a result of each warp
+PLACE_BYTES = TEAMS * TILE_ROWS * CHUNK_BYTES  # one stage of each team, or one result of each warp
 
 
 def conv1x1_pair(table: Candidates, first: Candidate) -> Iterator[Node]:
-    """Yield the kernel's operator for the places where `first` is a ConvolutionAddRelu."""
+    """Yield the kernel's operator for a ConvolutionAddRelu `first`."""
     output = first.output("output")
     for second in table.readers(output, "ConvolutionRelu"):
         if second.input("data") == output and is_product(first.node) and is_product(second.node):
@@ -54,20 +54,20 @@ def conv1x1_pair(table: Candidates, first: Candidate) -> Iterator[Node]:
 
 
 def _body(b: Body) -> list[Any]:
-    y = b.stored(b.ended(b.conv(b["data"], b["weight"]), relu=True))
+    y = b.stored(b.epilogue(b.conv(b["data"], b["weight"]), relu=True))
     z = b.conv(y, b["weight_2"], num_filter=b.node["num_filter_2"])
     return [y, b.relu(b.bias(z, b["bias_2"]))]
 
 
 @dataclass(frozen=True)
 class Conv1x1Pair:
-    """How `conv1x1_pair` divides its work: from `channels` (C) to `filters` (K), and from these to `filters_2` (K_2). A
-    block keeps all weights of both; the rest of its shared memory is as `Conv1x1Forward` says."""
+    """How `conv1x1_pair` divides its work: from `channels` (C) to `filters` (K), and on to `filters_2` (K_2). A block
+    keeps the weights of both convolutions. The rest of its shared memory is used as in `Conv1x1Forward`."""
 
     channels: int
     filters: int
     filters_2: int
-    results: int = 3  # as Conv1x1Forward has them
+    results: int = 3  # as in Conv1x1Forward
 
     @property
     def second(self) -> int:

@@ -1,5 +1,5 @@
-"""1x1 convolutions of a training step with the sums of their output for a BatchNorm; and with the BatchNorm + ReLU
-before them.
+"""1x1 convolutions of a training step with the output's sums for a BatchNorm, also fused with the preceding BatchNorm +
+ReLU.
 
     before    x, weight -> Convolution `conv` -> y -> BatchNormStatistics -> sums
     after     x, weight -> Conv1x1Statistics `conv` -> y, sums
@@ -8,9 +8,9 @@ before them.
               y, weight -> Convolution -> z -> BatchNormStatistics -> sums of z
     after     x, sums, ..., weight -> NormReluConv1x1 `bn` -> y, saved, ..., z, sums of z
 
-Both kernels are for 16-bit types and GPUs of the Hopper generation. The sums are about a value near the mean, in a
-fixed order. z is made of what is still on the chip. y may be left out (`no_output`), where the backward pass makes it
-again. Nothing may be dropped in between.
+Both kernels are for 16-bit types and Hopper GPUs. The sums are about a value near the mean, in a fixed order. z is
+computed from y while y is still in registers. y may be left out (`no_output`) if the backward pass recomputes it.
+Stochastic depth between BatchNorm and convolution is not supported.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from graph_passes.executors.cuda.builder import Builder, Launches, require, rows
 from graph_passes.executors.cuda.declarations import Declarations
 from graph_passes.executors.cuda.device import Tiling
 from graph_passes.executors.cuda.kernel_library import Size, count
-from graph_passes.executors.cuda.kernels.batch_norm import before, behind, require_gamma, with_conv
+from graph_passes.executors.cuda.kernels.batch_norm import before, convolutions_after, require_gamma, with_conv
 from graph_passes.executors.cuda.kernels.conv1x1_forward import (
     CHUNK,
     PLACE_BYTES,
@@ -48,24 +48,24 @@ from graph_passes.operators.convolution import CONVOLUTION
 
 
 def norm_relu_conv1x1(table: Candidates, norm: Candidate) -> Iterator[Node]:
-    """Yield the kernel's operator for the places where `norm` is a BatchNormReluApply."""
-    for convolution in behind(table, norm, is_product):
+    """Yield the kernel's operator for a BatchNormReluApply `norm`."""
+    for convolution in convolutions_after(table, norm, is_product):
         fused = with_conv("NormReluConv1x1", norm, convolution)
         yield from (fused, fused.with_attrs(no_output=True))
 
 
 def norm_body(b: Body) -> list[Any]:
-    """A BatchNorm's half with ReLU, and the convolution of its output with sums."""
+    """The body: a BatchNorm's half with ReLU, and the convolution of its output with sums."""
     outputs = apply_body(b, relu=True)
     return [*outputs, *b.with_sums(b.conv(outputs[0], b["weight"]))]
 
 
 @dataclass(frozen=True)
 class Conv1x1Statistics(Conv1x1Forward):
-    """The same of the kernels of conv1x1_statistics.cu, which make the sums of their output. `normalises`: what a
-    BatchNorm and ReLU before the convolution give, for which each warp has a place more.
+    """Like `Conv1x1Forward`, for the kernels of conv1x1_statistics.cu, which also sum their output. `normalises`: the
+    output of a preceding BatchNorm + ReLU is written, which takes one more slot per warp.
 
-    Four more warps add up, so that a thread has registers for 128 columns at most.
+    Four more warps compute the sums, so a thread has registers for at most 128 columns.
     """
 
     BLOCK: ClassVar[Size] = (Declarations("conv1x1_statistics.cu").value("BLOCK"), 1, 1)
@@ -75,13 +75,13 @@ class Conv1x1Statistics(Conv1x1Forward):
 
     @property
     def results(self) -> int:
-        """Each is copied away, and added up."""
+        """Result slots of a warp: each result is both copied away and summed."""
         return 3
 
     @property
     def peers(self) -> int:
-        """How many of the blocks are a cluster, which brings data from the L2 cache once. On an H200 that pays for two,
-        and not for more, of which two would be together."""
+        """Blocks of a cluster, which reads data from the L2 cache only once. On an H200 a cluster of two pays if there
+        are two blocks, but not if there are more."""
         return 2 if self.blocks == 2 else 1
 
     @property
@@ -90,7 +90,7 @@ class Conv1x1Statistics(Conv1x1Forward):
 
 
 def statistics(builder: Builder, node: Node) -> None:
-    """The convolution with the sums of its output."""
+    """Launch the convolution with the sums of its output."""
     x, w, y = builder.input(node, "data"), builder.input(node, "weight"), builder.output(node)
     (rows, filters), (_, channels) = rows_and_channels(node, y), rows_and_channels(node, x)
     geometry = Conv1x1Statistics(channels, filters)
@@ -106,7 +106,7 @@ def statistics(builder: Builder, node: Node) -> None:
 
 
 def norm_statistics(builder: Builder, node: Node) -> None:
-    """BatchNorm + ReLU of the data, and the convolution of that with the sums of its output."""
+    """Launch BatchNorm + ReLU, and the convolution of its output with the sums of that output."""
     require_gamma(node)
     x, w, z = builder.input(node, "data"), builder.input(node, "weight"), builder.output(node, "convolved")
     (rows, filters), (_, channels) = rows_and_channels(node, z), rows_and_channels(node, x)
@@ -131,7 +131,7 @@ OPERATORS = (
     Operator("Conv1x1Statistics", ("data", "weight"), attrs=CONVOLUTION, outputs=("output", "sums"),
              form_of="ConvolutionStatistics", body=lambda b: b.with_sums(b.conv(b["data"], b["weight"])),
              forward="Convolution", fused=True),
-    # Other columns, in other blocks, are made of the same data: it is not written over.
+    # Other blocks compute other columns from the same data, so the data must not be overwritten.
     Operator("NormReluConv1x1", ("data", "sums", "gamma", "beta", *RUNNING, "weight"), attrs=NORM_CONV,
              outputs=("output", "saved", *RUNNING, "convolved", "sums"), aux=RUNNING, body=norm_body,
              forward="BatchNormRelu", fused=True),

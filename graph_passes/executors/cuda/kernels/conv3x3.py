@@ -1,10 +1,10 @@
-"""3x3 convolutions of 64 channels with 64 filters, as in ResNet's stage 1: with bias and ReLU in inference; with the
-sums of their output, and also the BatchNorm + ReLU before them, in training; and the gradient of their data,
+"""3x3 convolutions from 64 to 64 channels, as in ResNet's stage 1. In inference with bias and ReLU; in training with
+the sums of their output, and optionally the BatchNorm + ReLU before them; and the gradient of their data,
 
     before    dy, weight -> ConvolutionDgrad
     after     dy, weight -> Conv3x3Dgrad
 
-where the data comes from a BatchNorm + ReLU, with the first half of that one's backward pass:
+which can include the first half of the backward pass of the BatchNorm + ReLU that made the data:
 
     before    dy, weight -> ConvolutionDgrad -> dx
               dx, x, ... -> BatchNormReluBackwardReduce `r` -> dgamma, dbeta
@@ -12,7 +12,7 @@ where the data comes from a BatchNorm + ReLU, with the first half of that one's 
     after     dy, weight, x, ... -> Conv3x3DgradReduce `r` -> dgamma, dbeta, dz
               dz, x, ... -> BatchNormBackwardApply `b`
 
-The kernels are for 16-bit types, and Hopper's matrix instructions and TMA.
+The kernels are for 16-bit types and Hopper GPUs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from graph_passes.executors.cuda.device import Tiling
 from graph_passes.executors.cuda.kernel_library import Size
 from graph_passes.executors.cuda.kernels.batch_norm import (
     before,
-    behind,
+    convolutions_after,
     from_masked,
     relu_reductions,
     require_gamma,
@@ -57,24 +57,25 @@ CONTROL_BYTES = _CUDA.sizeof("Control")
 
 
 def is_3x3(convolution: Node) -> bool:
-    """Is it, or the convolution whose gradient it is, one of 3x3 at stride and padding 1, in a type of 16 bits?"""
+    """Whether the convolution (or the one whose gradient this node is) is 3x3 with stride and padding 1 in a 16-bit
+    type."""
     return (window(convolution) == ((3, 3), (1, 1), (1, 1), (1, 1)) and convolution["layout"] == "NHWC"
             and convolution["num_group"] == 1 and convolution.attrs.get("dtype") in ("float16", "bfloat16"))
 
 
 def is_narrow(convolution: Node) -> bool:
-    """Is it one of these, as far as its filters tell?"""
+    """Whether it is such a convolution with 64 filters."""
     return is_3x3(convolution) and convolution["num_filter"] == CHANNELS
 
 
 def norm_conv3x3(table: Candidates, norm: Candidate) -> Iterator[Node]:
-    """Yield the kernel's operator for the places where `norm` is a BatchNormReluApply."""
-    for convolution in behind(table, norm, is_narrow):
+    """Yield the kernel's operator for a BatchNormReluApply `norm`."""
+    for convolution in convolutions_after(table, norm, is_narrow):
         yield with_conv("NormConv3x3", norm, convolution)
 
 
 def conv3x3_dgrad(table: Candidates, dgrad: Candidate) -> Iterator[Node]:
-    """Yield the kernel's operator for the places where `dgrad` is a ConvolutionDgrad."""
+    """Yield the kernel's operator for a ConvolutionDgrad `dgrad`."""
     if not is_narrow(dgrad.node) or dgrad["data_shape"][3] != CHANNELS:
         return
     yield dgrad.node.replace(op="Conv3x3Dgrad")
@@ -104,10 +105,10 @@ class TiledImages(ctypes.Structure):
 @dataclass(frozen=True)
 class Conv3x3:
     """How the kernels of conv3x3.cu divide images (N, H, W, 64) into tiles of whole rows. `reduces`: with the sums of a
-    gradient, for which each team has a place for what it reads beside its tile, and leaves."""
+    gradient. Each team then has one more slot, which receives x and is overwritten by the gradient."""
 
     BLOCK: ClassVar[Size] = (_CUDA.value("THREADS"), 1, 1)
-    # That are multiplied at once, those in the columns of zeros among them.
+    # Pixels multiplied at once, including those in the columns of zeros.
     PIXELS: ClassVar[int] = _CUDA.value("8 * GROUPS")
     MAX_PLACES: ClassVar[int] = _CUDA.value("MAX_PLACES")
     TEAMS: ClassVar[int] = _CUDA.value("TEAMS")
@@ -118,17 +119,17 @@ class Conv3x3:
 
     @property
     def pitch(self) -> int:
-        """Pixels of a row in shared memory: one of zeros on each side."""
+        """Pixels of a row in shared memory: the image's, and one of zeros on each side."""
         return self.shape[2] + 2
 
     @property
     def rows(self) -> int:
-        """Of a tile. Those of zeros behind the last of its pixels are not needed."""
+        """Rows of a tile. Rows of zeros after its last pixel are not needed."""
         return min(self.shape[1], (self.PIXELS + 2) // self.pitch)
 
     @property
     def place_bytes(self) -> int:
-        """Of a tile in shared memory, up to the last pixel that is read with the last tap, and at least one more."""
+        """Bytes of a tile in shared memory: up to the last pixel that the last tap reads, and at least one more."""
         return ((2 * self.pitch + 2 + self.PIXELS) // 8 + 1) * 8 * PIXEL_BYTES
 
     @property
@@ -137,13 +138,13 @@ class Conv3x3:
 
     @property
     def _kept_bytes(self) -> int:
-        """Of shared memory, beside the tiles' places."""
+        """Shared memory in use besides the tiles' slots."""
         results = self.TEAMS * self.PIXELS * PIXEL_BYTES if self.reduces else 0
         return CONTROL_BYTES + results + TAPS * CHANNELS * PIXEL_BYTES
 
     @property
     def fits(self) -> bool:
-        """Whether the two teams have a tile each."""
+        """Whether there is a tile for each of the two teams."""
         return self.rows > 0 and self.places >= self.TEAMS
 
     @property
@@ -160,12 +161,12 @@ class Conv3x3:
 
     @property
     def padded_rows(self) -> Tiling:
-        """Of what is read: of each row also the pixels before the first and behind the last."""
+        """The view of the tensor that is read: each row includes the pixels before its first and after its last."""
         return self._tiling(self.pitch)
 
     @property
     def image_rows(self) -> Tiling:
-        """Of what is written, and of what is read beside it."""
+        """The view of the tensor that is written, and of tensors read beside it."""
         return self._tiling(self.shape[2])
 
     def _tiling(self, pixels: int) -> Tiling:
@@ -177,7 +178,7 @@ class Conv3x3:
 
 
 def _division(builder: Builder, node: Node, x: Buffer, reduces: bool = False) -> Conv3x3:
-    """Raises GraphError where the GPU or these images are not for the kernels."""
+    """Raises GraphError if the kernels do not support the GPU or these images."""
     require_hopper(builder, node)
     require(x.shape[3] == CHANNELS, node, f"has {x.shape[3]} channels: its kernel takes {CHANNELS}")
     geometry = Conv3x3(x.shape, reduces)
@@ -186,7 +187,7 @@ def _division(builder: Builder, node: Node, x: Buffer, reduces: bool = False) ->
 
 
 def forward(builder: Builder, node: Node) -> None:
-    """The convolution with bias and ReLU, or with the sums of its output."""
+    """Launch the convolution with bias and ReLU, or with the sums of its output."""
     x, w, y = builder.input(node, "data"), builder.input(node, "weight"), builder.output(node)
     geometry = _division(builder, node, x)
     sums = builder.output(node, "sums") if node.op == "Conv3x3ForwardStatistics" else None
@@ -200,7 +201,7 @@ def forward(builder: Builder, node: Node) -> None:
 
 
 def norm_forward(builder: Builder, node: Node) -> None:
-    """BatchNorm + ReLU of the data, and the convolution of that with the sums of its output."""
+    """Launch BatchNorm + ReLU, and the convolution of its output with the sums of that output."""
     require_gamma(node)
     x, w = (builder.input(node, role) for role in ("data", "weight"))
     y, z = builder.output(node), builder.output(node, "convolved")
@@ -215,7 +216,7 @@ def norm_forward(builder: Builder, node: Node) -> None:
 
 
 def dgrad(builder: Builder, node: Node) -> None:
-    """The gradient of the data."""
+    """Launch the gradient of the data."""
     dy, w, dx = builder.input(node, "out_grad"), builder.input(node, "weight"), builder.output(node)
     geometry = _division(builder, node, dx)
     builder.launch(node, "conv3x3.cu", builder.kernel("conv3x3_dgrad"), geometry.grid(builder.gpu.num_multiprocessors),
@@ -225,7 +226,7 @@ def dgrad(builder: Builder, node: Node) -> None:
 
 
 def dgrad_reduce(builder: Builder, node: Node) -> None:
-    """The same, masked, and the sums of the BatchNorm that made the data."""
+    """Launch the masked gradient of the data, and the sums of the BatchNorm that made the data."""
     dy, w, x, dz = (*(builder.input(node, role) for role in ("conv_grad", "weight", "data")),
                     builder.output(node, "masked_grad"))
     geometry = _division(builder, node, x, reduces=True)
@@ -245,7 +246,7 @@ OPERATORS = (
     Operator("Conv3x3ForwardStatistics", ("data", "weight"), attrs=CONVOLUTION, outputs=("output", "sums"),
              form_of="ConvolutionStatistics", body=lambda b: b.with_sums(b.conv(b["data"], b["weight"])),
              forward="Convolution", fused=True),
-    # Neighbours are made of the same data: it is not written over.
+    # Neighbouring tiles are computed from the same data, so the data must not be overwritten.
     Operator("NormConv3x3", ("data", "sums", "gamma", "beta", *RUNNING, "weight"), attrs=NORM_CONV,
              outputs=("output", "saved", *RUNNING, "convolved", "sums"), aux=RUNNING, body=norm_body,
              forward="BatchNormRelu", fused=True),

@@ -3,7 +3,7 @@
     before    dy, data -> ConvolutionWgrad `dw`
     after     dy, data -> Conv3x3Weights `dw`
 
-In 16-bit types and NHWC; the kernel is for GPUs of the Hopper generation.
+For 16-bit types, NHWC and Hopper GPUs.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from graph_passes.operators import Operator, Shape
 from graph_passes.operators.convolution import CONVOLUTION
 
 _CUDA = Declarations("conv3x3_weights.cu")
-# Of the data and of the output that a block works on: its part of the gradient fits into registers.
+# Channels of the data and of the output per block: its part of the gradient fits into registers.
 CHANNELS = _CUDA.value("CHANNELS")
 
 
 def conv3x3_weights(table: Candidates, wgrad: Candidate) -> Iterator[Node]:
-    """Yield the kernel's operator for the places where `wgrad` is a ConvolutionWgrad."""
+    """Yield the kernel's operator for a ConvolutionWgrad `wgrad`."""
     data = table.shapes.get(wgrad.input("data"))
     if is_3x3(wgrad.node) and data and not wgrad["num_filter"] % CHANNELS and not data[3] % CHANNELS:
         yield wgrad.node.replace(op="Conv3x3Weights")
@@ -44,23 +44,23 @@ class Ring(ctypes.Structure):
 
 
 class Conv3x3Weights:
-    """How conv3x3_weights.cu divides its work: into neighbouring rows of the padded images, and 64 channels of the data
-    and of the output's gradient. Rows of both have places in shared memory that are used in turn."""
+    """How conv3x3_weights.cu divides its work: into consecutive rows of the padded images, and 64 channels of the data
+    and of the output's gradient. Rows of both are kept in circular buffers in shared memory."""
 
     BLOCK: Size = (_CUDA.value("THREADS"), 1, 1)
     STEP, MAX_ROWS = _CUDA.values("STEP", "MAX_ROWS")
-    MAX_PITCH = 256  # of a side of what TMA copies at once
+    MAX_PITCH = 256  # longest side of a TMA copy
     CONTROL_BYTES = _CUDA.sizeof("Control")
-    LEAST_STEPS = 32  # of a block: what fewer would gain, more parts would cost
+    LEAST_STEPS = 32  # rows of a block: with fewer, the additional parts cost more than is gained
 
     def __init__(self, shape: Shape, filters: int, num_multiprocessors: int) -> None:
-        """`shape`: of the data, (N, H, W, C)."""
+        """`shape` of the data: (N, H, W, C)."""
         images, height, width, channels = self.shape = shape
         pitch = width + 1
-        row_bytes = 2 * pitch * CHANNELS * 2  # of both
-        repeated = -(-(self.STEP + 1) // pitch)  # a product reads as many pixels behind a round
+        row_bytes = 2 * pitch * CHANNELS * 2  # slots of both circular buffers
+        repeated = -(-(self.STEP + 1) // pitch)  # a product reads this many pixels past the wrap-around
         rows = min(self.MAX_ROWS, (SHARED_BYTES - self.CONTROL_BYTES) // row_bytes - repeated)
-        in_use = -(-(2 * self.STEP - 1) // pitch) + 3  # rows of x that two products under way read
+        in_use = -(-(2 * self.STEP - 1) // pitch) + 3  # rows of x that two products in flight read
         self.fits = rows > in_use and pitch <= self.MAX_PITCH
         self.ring = Ring(rows, repeated, pitch)
         self.shared_bytes = self.CONTROL_BYTES + (rows + repeated) * row_bytes
@@ -70,13 +70,13 @@ class Conv3x3Weights:
         self.grid: Size = (max(1, blocks), products, 1)
 
     def tiling(self, channels: int) -> Tiling:
-        """Of images of this size with so many channels."""
+        """The TMA tiling of images of this size with this many channels."""
         images, height, width, _ = self.shape
         return Tiling((images * height, width, channels), (width * channels, channels), (1, width + 1, CHANNELS))
 
 
 def wgrad(builder: Builder, node: Node) -> None:
-    """Blocks leave parts of the sums, and a second launch adds these up."""
+    """Launch the gradient: blocks leave parts of the sums, and a second launch adds them."""
     require(builder.gpu.capability == HOPPER, node, "has a kernel that only Hopper's instructions can compute")
     dy, x, dw = builder.input(node, "out_grad"), builder.input(node, "data"), builder.output(node)
     geometry = Conv3x3Weights(x.shape, dy.shape[3], builder.gpu.num_multiprocessors)

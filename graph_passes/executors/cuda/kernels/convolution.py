@@ -1,10 +1,10 @@
-"""Convolutions and the classifier: cuDNN's plans, alone or with BatchNorm's sums, or bias, sum and ReLU, in them.
+"""Convolutions and the classifier: cuDNN plans, alone or fused with BatchNorm's sums, or with bias, addition and ReLU.
 
     before    x, weight -> Convolution `conv` -> y -> BatchNormStatistics -> sums
     after     x, weight -> ConvolutionStatistics `conv` -> y, sums
 
-cuDNN adds these sums up in a varying order, which its notes on plans do not say (cuDNN 9.19 on an H200: other bits in
-each of 20 runs). So this is not for runs that are to be repeatable.
+cuDNN computes these sums in a varying order, although its notes on the plans do not say so (cuDNN 9.19 on an H200:
+other bits in each of 20 runs). So deterministic runs do not use them.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from graph_passes.operators import channel_axis
 
 
 def conv_statistics(table: Candidates, sums: Candidate) -> Iterator[Node]:
-    """Yield the kernel's operator for the places where `sums` is a BatchNormStatistics."""
+    """Yield the kernel's operator for a BatchNormStatistics `sums`."""
     for convolution in with_statistics(table, sums):
         yield convolution.node.derive("ConvolutionStatistics", convolution.node.name, convolution.node.inputs)
 
 
 def with_statistics(table: Candidates, sums: Candidate) -> Iterator[Candidate]:
-    """The convolution without bias over the channels of whose output the sums are. In groups there is none: cuDNN fuses
-    nothing into these."""
+    """The convolution without bias whose output the BatchNorm sums. None for grouped convolutions: cuDNN fuses nothing
+    into them."""
     for convolution in table.makers(sums.input("data"), "Convolution"):
         if (convolution["no_bias"] and convolution["num_group"] == 1
                 and sums["axis"] % 4 == channel_axis(convolution["layout"])):
@@ -37,7 +37,7 @@ def with_statistics(table: Candidates, sums: Candidate) -> Iterator[Candidate]:
 
 
 def forward(builder: Builder, node: Node) -> None:
-    """Without a bias, or with one."""
+    """Launch a convolution with or without bias."""
     if node["no_bias"]:
         _plan(builder, node, "fprop")
     else:
@@ -59,7 +59,7 @@ def _plan(builder: Builder, node: Node, kind: str, *more: str) -> None:
 
 
 def statistics(builder: Builder, node: Node) -> None:
-    """With the sums of its output."""
+    """Launch a convolution with the sums of its output."""
     x, w, y = _operands(builder, node)
     builder.plan(node, builder.problem("fprop_stats", node, x, w, y), In(x), In(w), Out(y),
                  Out(builder.output(node, "sums")))
@@ -73,7 +73,7 @@ def _operands(builder: Builder, node: Node) -> tuple[Buffer, Buffer, Buffer]:
 
 
 def classifier(builder: Builder, node: Node) -> None:
-    """A 1x1 convolution of a 1x1 image. The softmax adds the bias, in fp32."""
+    """Launch a 1x1 convolution of a 1x1 image. The softmax adds the bias, in fp32."""
     require(node["no_bias"], node, "does not feed a SoftmaxOutput alone: only the classifier has a GPU lowering")
     x, w = builder.input(node, "data"), builder.input(node, "weight")
     y = builder.output(node, shape=(x.shape[0], 1, 1, padded(node["num_hidden"])))
@@ -81,17 +81,17 @@ def classifier(builder: Builder, node: Node) -> None:
 
 
 def wgrad(builder: Builder, node: Node) -> None:
-    """The gradient of the weights."""
+    """Launch the gradient of the weights."""
     dy, x = builder.input(node, "out_grad"), builder.input(node, "data")
     shape = None
-    if node.op == "FullyConnectedWgrad":  # as the parameter lies, also where it is but a part of that one's gradient
+    if node.op == "FullyConnectedWgrad":  # the parameter's shape, even if this is only a part of its gradient
         shape = (padded(node["num_hidden"]), 1, 1, math.prod(x.shape[1:]))
     dw = builder.output(node, shape=shape)
     builder.plan(node, builder.problem("wgrad", node, x, dw, dy), In(x), In(dy), Out(dw))
 
 
 def dgrad(builder: Builder, node: Node) -> None:
-    """The gradient of the data."""
+    """Launch the gradient of the data."""
     dy, w, dx = builder.input(node, "out_grad"), builder.input(node, "weight"), builder.output(node)
     builder.plan(node, builder.problem("dgrad", node, dx, w, dy), In(dy), In(w), Out(dx))
 

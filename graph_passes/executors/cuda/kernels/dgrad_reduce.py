@@ -1,10 +1,10 @@
-"""The gradient of a 1x1 convolution's data, with the sums of the BatchNorm that reads it: of a BatchNorm + add + ReLU,
-or a pair, whose output that data was.
+"""The gradient of a 1x1 convolution's data, with the sums of the BatchNorm + add + ReLU (or pair of BatchNorms) that
+made the data.
 
     before    dy, weight -> ConvolutionDgrad -> dx;  dx, addend, x, mask -> BatchNormAddReluBackwardReduce `b`
     after     dy, weight, addend, x, mask -> DgradReduce `b` -> dgamma, dbeta, dz
 
-dx is not written. For 16-bit types and the matrix instructions of Hopper.
+dx is not written. For 16-bit types and Hopper GPUs.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from graph_passes.operators.convolution import CONVOLUTION
 from graph_passes.operators.dropout import FACTORS, dropping
 
 _CUDA = Declarations("dgrad_reduce.cu")
-_SHAPE = "Shape<64, false, false>"  # what follows is equal in all
+_SHAPE = "Shape<64, false, false>"  # these constants are equal in all shapes
 BLOCK: Size = (_CUDA.value(f"{_SHAPE}::THREADS"), 1, 1)
 TILE_ROWS = _CUDA.value(f"{_SHAPE}::ROWS")
 READ = "conv_grad", "weight", "data", "mask", "saved"
 WRITTEN = "masked_grad", "gamma_grad", "beta_grad"
-OUT_CHANNELS = (64, 128, 256)  # of the convolution: chunks of 64 whose tiles fit into shared memory
-MIN_CHANNELS = _CUDA.value(f"{_SHAPE}::COLUMNS")  # of its data
+OUT_CHANNELS = (64, 128, 256)  # output channels of the convolution: chunks of 64 whose tiles fit into shared memory
+MIN_CHANNELS = _CUDA.value(f"{_SHAPE}::COLUMNS")  # fewest channels of its data
 PAIR = "BatchNormPairBackwardReduce"
 
 
 def dgrad_reduce(table: Candidates, reduction: Candidate) -> Iterator[Node]:
-    """Of the reductions."""
+    """Yield the kernel's operator for one of the reductions."""
     for dgrad, gradient in reduced_gradients(table, reduction):
         if dgrad["num_filter"] in OUT_CHANNELS:
             yield fused("DgradReduce", reduction.node, dgrad, gradient, single_norm=reduction.op != PAIR)
 
 
 def reduced_gradients(table: Candidates, reduction: Candidate) -> Iterator[tuple[Node, Ref]]:
-    """The gradients of convolutions' data, each with its tensor, that one of the reductions reads. A compact one can
-    only be added."""
+    """The gradients of convolutions' data that the reduction reads, each with its tensor. A compact gradient can only
+    be the addend."""
     gradients = [reduction.input("out_grad")]
     if not reduction["single_grad"] and not reduction["grad_stride"]:
         gradients.append(reduction.input("out_grad_2"))
-    if len({*gradients}) < len(gradients):  # the sum of a tensor with itself
+    if len({*gradients}) < len(gradients):  # a tensor added to itself
         return
     for gradient in gradients:
         for dgrad in table.makers(gradient, "ConvolutionDgrad"):
@@ -63,7 +63,7 @@ def reduced_gradients(table: Candidates, reduction: Candidate) -> Iterator[tuple
 
 
 def fused(op: str, reduction: Node, dgrad: Node, gradient: Ref, **attrs: Any) -> Node:
-    """Both as one, `gradient` being the tensor between them."""
+    """Both nodes as one; `gradient` is the tensor between them."""
     roles = ("data", "saved", "data_2", "saved_2") if reduction.op == PAIR else ("data", "saved")
     norms = [reduction.input(role) for role in roles]
     gradients = [reduction.input("out_grad")]
@@ -77,13 +77,13 @@ def fused(op: str, reduction: Node, dgrad: Node, gradient: Ref, **attrs: Any) ->
 
 
 def reduce_body(b: Body) -> list[Any]:
-    """The sums of one BatchNorm, or of a pair."""
+    """The body: the sums of one BatchNorm or of a pair."""
     gradient = b.gate(b.total(b.dgrad(b["conv_grad"], b["weight"])), b["mask"])
     return [*b.reduced(b.dropped(gradient)), gradient, *(b.reduced(gradient, "_2") if b.has("data_2") else [])]
 
 
 class DgradReduce:
-    """`dgrad_reduce`, for convolutions of at least 128 channels to `k`."""
+    """`dgrad_reduce`, for convolutions from at least 128 channels to `k` channels."""
 
     COLUMNS = MIN_CHANNELS
 
@@ -91,7 +91,7 @@ class DgradReduce:
         self.k = k
 
     def grid(self, rows: int, columns: int, num_multiprocessors: int) -> Size:
-        """Blocks for columns and rows, one for each multiprocessor."""
+        """The grid: blocks for columns and for rows, one block per multiprocessor."""
         blocks = -(-columns // self.COLUMNS)
         return blocks, max(1, min(num_multiprocessors // blocks, -(-rows // TILE_ROWS))), 1
 
@@ -100,8 +100,8 @@ class DgradReduce:
 
 
 def launch(builder: Builder, node: Node) -> None:
-    """The gradient of a convolution's data, the residual's added to it, masked, and the sums of the BatchNorm (and its
-    shortcut's) that made the data."""
+    """Launch the gradient of a convolution's data, plus the residual's gradient, masked; and the sums of the BatchNorm
+    (and of its shortcut's) that made the data."""
     require_hopper(builder, node)
 
     def second(role: str) -> Buffer | None:

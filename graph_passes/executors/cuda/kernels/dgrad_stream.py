@@ -1,10 +1,10 @@
-"""The gradient of a 1x1 convolution's data, with the sums of the BatchNorm + add + ReLU that reads it, for convolutions
-with more output channels than `dgrad_reduce` takes, and of no pair.
+"""The gradient of a 1x1 convolution's data, with the sums of the BatchNorm + add + ReLU that made the data. For
+convolutions with more output channels than `dgrad_reduce` takes; not for pairs of BatchNorms.
 
     before    dy, weight -> ConvolutionDgrad -> dx;  dx, addend, x, mask -> BatchNormAddReluBackwardReduce `b`
     after     dy, weight, addend, x, mask -> DgradStream `b` -> dgamma, dbeta, dz
 
-dx is not written. For 16-bit types, and Hopper's matrix instructions and TMA.
+dx is not written. For 16-bit types and Hopper GPUs.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from graph_passes.operators import Operator
 from graph_passes.operators.base import SECOND_GRAD
 from graph_passes.operators.dropout import FACTORS
 
-# Of the convolution; with fewer, dgrad_reduce is faster (docs/performance.md).
+# Fewest output channels of the convolution; below, dgrad_reduce is faster (docs/performance.md).
 STREAM_CHANNELS = range(129, 512 + 1)
 
 
 def dgrad_stream(table: Candidates, reduction: Candidate) -> Iterator[Node]:
-    """Yield the kernel's operator for the places where `reduction` is a BatchNormAddReluBackwardReduce."""
+    """Yield the kernel's operator for a BatchNormAddReluBackwardReduce `reduction`."""
     for dgrad, gradient in reduced_gradients(table, reduction):
         if dgrad["num_filter"] in STREAM_CHANNELS:
             yield fused("DgradStream", reduction.node, dgrad, gradient)
@@ -61,11 +61,11 @@ def dgrad_stream(table: Candidates, reduction: Candidate) -> Iterator[Node]:
 @dataclass(frozen=True)
 class DgradStream:
     """How `dgrad_stream` divides the gradient of a convolution to `k` channels. A block keeps the weights of `COLUMNS`
-    channels of data; the rest of its shared memory is for tiles of dy that are on their way, `stages` for each team,
-    and for parts of what each warp writes, two, and reads: `ahead` of each of `read` tensors, which are two at most."""
+    channels of the data. The rest of its shared memory holds tiles of dy in flight, `stages` for each team, and for
+    each warp two parts of its output and `ahead` parts of each of `read` input tensors (at most two)."""
 
     COLUMNS = MIN_CHANNELS
-    PLACE_BYTES = TEAMS * TILE_ROWS * CHUNK_BYTES  # for a stage of each team, or a part of each warp
+    PLACE_BYTES = TEAMS * TILE_ROWS * CHUNK_BYTES  # one stage of each team, or one part of each warp
 
     k: int
     read: int
@@ -75,12 +75,13 @@ class DgradStream:
         return -(-self.k // CHUNK)
 
     def weights(self, columns: int) -> Tiling:
-        """As they lie, which is by rows of k."""
+        """The weights' layout in the parameter: by rows of k."""
         return Tiling.of_matrix(self.k, columns, (CHUNK, CHUNK))
 
     @property
     def ahead(self) -> int:
-        """As many as leave enough stages: two at least, or half a tile of dy. One always does."""
+        """Parts read ahead: as many as leave enough stages, which is two or half a tile of dy. With one, there are
+        always enough."""
         enough = (3, 4), (2, max(2, self.chunks // 2)), (1, 2)
         return next(ahead for ahead, stages in enough if self._stages(ahead) >= stages)
 
@@ -94,7 +95,7 @@ class DgradStream:
         return CONTROL_BYTES + self._weight_bytes + places * self.PLACE_BYTES
 
     def grid(self, rows: int, columns: int, num_multiprocessors: int) -> Size:
-        """Blocks for columns and rows, one for each multiprocessor."""
+        """The grid: blocks for columns and for rows, one block per multiprocessor."""
         blocks, pairs = -(-columns // self.COLUMNS), -(-rows // (TEAMS * TILE_ROWS))
         return blocks, max(1, min(num_multiprocessors // blocks, pairs)), 1
 

@@ -1,4 +1,5 @@
-"""Dropout: what is drawn for whole images, and products with it; single elements, drawn where they are multiplied."""
+"""Dropout: factors drawn for whole images and the products with them; single elements are drawn where they are
+multiplied."""
 
 from __future__ import annotations
 
@@ -19,13 +20,13 @@ MAX_DROPOUTS = _CUDA.value("MAX_DROPOUTS")
 
 
 class Rates(ctypes.Structure):
-    """As dropout.cu has it."""
+    """`Rates` of dropout.cu."""
 
     _fields_ = _CUDA.fields("Rates")
 
 
 def factors(builder: Builder, node: Node) -> None:
-    """Of all images, in all Dropouts: one launch."""
+    """Launch the factors of all images in all Dropouts, in one launch."""
     rates, result = node["rates"], builder.output(node)
     require(len(rates) <= MAX_DROPOUTS, node, f"is one of {len(rates)} that drop images: use {MAX_DROPOUTS} at most")
     given = Rates()
@@ -37,13 +38,13 @@ def factors(builder: Builder, node: Node) -> None:
 
 
 def drops(node: Node) -> bool:
-    """Whether an operator multiplies images by factors on the way."""
+    """Whether an operator includes the product with stochastic-depth factors."""
     return not node.get("no_factors", True)
 
 
 def factors_of(builder: Builder, node: Node, rows: int) -> tuple[Any, Any, Any]:
-    """How kernels that multiply images on the way get their factors: all of them, the place of the first image's, and
-    how many of the `rows` an image has. A null pointer for a node without."""
+    """Arguments for kernels that include this product: all factors, the index of the first image's factor, and how many
+    of the `rows` an image has. A null pointer for a node without factors."""
     if not drops(node):
         return In(None), count(0), count(1)
     given = builder.input(node, "factors")
@@ -52,7 +53,7 @@ def factors_of(builder: Builder, node: Node, rows: int) -> tuple[Any, Any, Any]:
 
 
 def images(builder: Builder, node: Node) -> None:
-    """A product that no pass has fused."""
+    """Launch a product that no pass has fused."""
     x, y, given = builder.input(node, "data"), builder.output(node), builder.input(node, "factors")
     vectors, num_images = _vectors(builder, node, y), given.shape[1]
     builder.launch(node, "dropout.cu", builder.kernel("dropout_images"), *threads(vectors), In(x), In(given),
@@ -74,7 +75,7 @@ def _vectors(builder: Builder, node: Node, y: Buffer) -> int:
 
 
 def refuse(builder: Builder, node: Node) -> None:
-    """One that `draw_masks` has not replaced."""
+    """Refuse a Dropout that `draw_masks` has not replaced."""
     raise no_lowering(node)
 
 

@@ -1,5 +1,5 @@
-"""What works on single elements: sums, bias and ReLU; the flattening of a tensor, which is no launch; and what ends a
-convolution as a launch of its own.
+"""Elementwise launches: sums, bias and ReLU; flattening, which is no launch; and the epilogue of a convolution as a
+launch of its own.
 
     before    x, weight, bias, shortcut -> ConvolutionAddRelu `r`
     or        x, weight -> Convolution -> product;  product, bias, shortcut -> BiasAddRelu `r`
@@ -21,7 +21,7 @@ from graph_passes.passes.conv_epilogue import in_two
 
 
 def bias_alone(table: Candidates, fused: Candidate) -> Iterator[Node]:
-    """Of a convolution with bias, and what is fused with it."""
+    """Yield a launch for the bias and what is fused with it, after a convolution without bias."""
     if not fused["no_bias"]:
         product, end = in_two(fused.node, f"{fused.node.name}_product")
         yield end.replace(inputs=(table.add(product).output("output"), *end.inputs[1:]))
@@ -36,7 +36,7 @@ def add(builder: Builder, node: Node) -> None:
 
 
 def bias(builder: Builder, node: Node) -> None:
-    """x + bias, and then perhaps ReLU, of the sum with another tensor."""
+    """Launch x + bias, optionally plus another tensor, optionally with ReLU."""
     x, y = builder.input(node, "data"), builder.output(node)
     adds, relu = node.op == "BiasAddRelu", node.op != "BiasAdd"
     vectors = builder.vectors(y)
@@ -46,7 +46,7 @@ def bias(builder: Builder, node: Node) -> None:
 
 
 def relu(builder: Builder, node: Node) -> None:
-    """A ReLU that no pass has fused."""
+    """Launch a ReLU that no pass has fused."""
     if node.op == "Activation" and not is_relu(node):
         raise no_lowering(node)
     require(False, node, "follows no BatchNorm, which has no GPU lowering: put one before it")
@@ -61,14 +61,14 @@ def flatten(builder: Builder, node: Node) -> None:
 
 
 def reshape(builder: Builder, node: Node) -> None:
-    """Nothing is launched: the memory is in the other shape from now on, as what reads it looks at that."""
+    """Nothing is launched: the memory is read with the other shape from now on."""
     x = builder.buffers[node.inputs[0]]
     x.shape = builder.shapes[Ref(node.name)]
     builder.buffers[Ref(node.name)] = x
 
 
 def zeros(builder: Builder, node: Node) -> None:
-    """Gradients start as zeros."""
+    """The gradient starts as zeros."""
 
 
 def initial_zeros(builder: Builder, node: Node) -> None:

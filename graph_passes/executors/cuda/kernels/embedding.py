@@ -1,4 +1,4 @@
-"""Rows of a matrix by number, and their gradient."""
+"""Embedding: rows of a matrix by number, and the gradient of the matrix."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from graph_passes.executors.cuda.operands import In, Out
 from graph_passes.executors.cuda.parameters import VECTOR
 from graph_passes.graph import Node
 
-COLUMNS = 128  # threads of a block of the gradient, each with a vector
+COLUMNS = 128  # threads of a gradient block, one vector each
 
 
 def embedding(builder: Builder, node: Node) -> None:
@@ -28,7 +28,7 @@ def wgrad(builder: Builder, node: Node) -> None:
 
 
 def _row_vectors(node: Node) -> int:
-    """Vectors of a row. The matrix may be a classifier's too, whose rows are padded to a multiple of 8."""
+    """Vectors of a row. The matrix may also be a classifier's, whose rows are padded to a multiple of 8."""
     words, channels = node["input_dim"], node["output_dim"]
     require(channels % VECTOR == 0, node, f"has output_dim={channels}: use a multiple of {VECTOR}")
     require(words % VECTOR == 0, node, f"has input_dim={words}: use a multiple of {VECTOR}")

@@ -1,17 +1,17 @@
-"""From a BatchNorm's sums through the 1x1 convolution before it, to the sums of the BatchNorm before that one.
+"""Backward from a BatchNorm's sums, through the 1x1 convolution before it, to the sums of the preceding BatchNorm.
 
     before    dz, x -> BatchNormBackwardApply -> dx
               dx, data -> ConvolutionWgrad `dw`;  dx, weight -> ConvolutionDgrad `ddata`
     after     dz, x, data, weight -> NormBackward `dw` -> dw, ddata
 
-and where `data` comes from a BatchNorm + ReLU of `x_2`, with the first half of that one's backward pass:
+If `data` is BatchNorm + ReLU of `x_2`, the node includes the first half of that BatchNorm's backward pass:
 
     before    ddata, x_2 -> BatchNormReluBackwardReduce -> dgamma, dbeta;  ... -> BatchNormReluBackwardApply `b`
     after     dz, x, x_2, weight -> NormBackwardReduce `dw` -> dw, dz_2, dgamma, dbeta
               dz_2, ... -> BatchNormBackwardApply `b`
 
-dx, the wide one, is not written. Where images are dropped after a BatchNorm, its gradient is multiplied by `factors`.
-The kernel is for 16-bit types and GPUs of the Hopper generation.
+The wide gradient dx is not written. With stochastic depth after a BatchNorm, its gradient is multiplied by `factors`.
+The kernel is for 16-bit types and Hopper GPUs.
 """
 
 from __future__ import annotations
@@ -43,19 +43,20 @@ from graph_passes.operators.dropout import FACTORS, dropping
 
 _CUDA = Declarations("norm_backward.cu")
 BLOCK: Size = (_CUDA.value("THREADS"), 1, 1)
-# Of the convolution's data -> those it makes: the registers of a block, or of two, hold the gradient of its weights.
+# The convolution's input channels -> its output channels. The registers of one or two blocks hold the gradient of its
+# weights.
 CHANNELS = {64: (64, 128, 256), 128: (128, 256, 512)}
 
 
 def norm_backward(table: Candidates, apply: Candidate) -> Iterator[Node]:
-    """Yield the kernel's operator where `apply` is a BatchNormBackwardApply or BatchNormReluBackwardApply."""
+    """Yield the kernel's operator for a BatchNormBackwardApply or BatchNormReluBackwardApply `apply`."""
     gradient = apply.output("data_grad")
     for dgrad in table.readers(gradient, "ConvolutionDgrad"):
         channels = CHANNELS.get(dgrad["data_shape"][3], ())
         if not is_product(dgrad.node) or dgrad["num_filter"] not in channels:
             continue
         for wgrad in table.readers(gradient, "ConvolutionWgrad"):
-            if is_product(wgrad.node):  # where the gradient of the data is compact, this one still has the stride
+            if is_product(wgrad.node):  # where the gradient of the data is compact, the node still has the stride
                 yield from _forms(table, apply.node, dgrad, wgrad)
 
 
@@ -72,7 +73,7 @@ def _forms(table: Candidates, apply: Node, dgrad: Candidate, wgrad: Candidate) -
 
 
 def _of_norm(apply: Node) -> list[Ref]:
-    """What the half of a BatchNorm reads beside the gradient."""
+    """The inputs of a BatchNorm's half besides the gradient."""
     return [apply.input(role) for role in ("data", "gamma", "saved", "gamma_grad", "beta_grad")]
 
 
@@ -88,15 +89,15 @@ def _body(b: Body, reduces: bool) -> list[Any]:
 
 
 class NormBackward:
-    """`norm_backward`, for convolutions of 64 channels to `k`, or of 128 by clusters of two blocks with half of the `k`
-    channels each: what a block makes of the weights' gradient fits into its registers."""
+    """`norm_backward`, for convolutions from 64 channels to `k`; or from 128, with clusters of two blocks that have
+    half of the `k` channels each. A block's part of the weights' gradient fits into its registers."""
 
     def __init__(self, k: int, columns: int) -> None:
         self._shape = f"Shape<{k}, {columns}>"
         self.blocks = _CUDA.value(f"{self._shape}::BLOCKS")
 
     def grid(self, rows: int, num_multiprocessors: int) -> Size:
-        """The blocks of a cluster, and clusters."""
+        """The grid: blocks of a cluster, and clusters."""
         return self.blocks, max(1, min(num_multiprocessors // self.blocks, -(-rows // _CUDA.value("ROWS")))), 1
 
     def tiling(self, rows: int, channels: int) -> Tiling:
@@ -108,7 +109,8 @@ class NormBackward:
 
 
 def launch(builder: Builder, node: Node) -> None:
-    """The gradients of the weights and of the data, or the masked one and the sums of the BatchNorm that reads it."""
+    """Launch the gradients of the weights and of the data; or instead of the latter the masked gradient and the sums
+    of the BatchNorm that made the data."""
     require_hopper(builder, node)
     reduces = node.op == "NormBackwardReduce"
     dz, x, behind = (In(builder.input(node, role)) for role in ("masked_grad", "data", "data_2"))
@@ -133,7 +135,7 @@ def launch(builder: Builder, node: Node) -> None:
 
 
 def sum_parts(builder: Builder, node: Node, parts: Buffer, dw: Buffer) -> None:
-    """dw from the parts that blocks have left of it, one behind the other."""
+    """Launch the sum of the parts of dw that the blocks have left, one after the other."""
     vectors = math.prod(parts.shape[1:]) // VECTOR
     builder.launch(node, "norm_backward.cu", instance("sum_parts", dw.dtype), (-(-vectors // 16), 1, 1), (256, 1, 1),
                    In(parts), Out(dw), ctypes.c_int(parts.shape[0]), count(vectors))
@@ -146,10 +148,10 @@ _ATTRIBUTES = CONVOLUTION | ATTRIBUTES | DATA_SHAPE | dropping(["factors"]) | {"
 _OPTIONAL = {"beta": "no_relu", **FACTORS}
 
 OPERATORS = (
-    # `beta` where ReLU has still to be applied to the gradient. `data_2` is the data of the convolution ...
+    # `beta` if ReLU must still be applied to the gradient. `data_2` is the data of the convolution ...
     Operator("NormBackward", (*NORM_CONV, "beta", "factors"), attrs=_ATTRIBUTES, outputs=("weight_grad", "data_grad"),
              optional=_OPTIONAL, body=partial(_body, reduces=False), forward="BatchNorm", fused=True),
-    # ... and here that of the BatchNorm + ReLU before it, from which it is made again.
+    # ... and in this operator the input of the preceding BatchNorm + ReLU, from which that data is recomputed.
     Operator("NormBackwardReduce", (*NORM_CONV, "beta", *BEFORE, "factors"), attrs=_ATTRIBUTES,
              outputs=("weight_grad", "masked_grad", *_SUMS), optional=_OPTIONAL, body=partial(_body, reduces=True),
              forward="BatchNorm", fused=True),

@@ -1,12 +1,12 @@
-"""What ends a residual block in training, BatchNorm + add + ReLU or two BatchNorms whose sum goes through ReLU, with
-the 1x1 convolution that begins the next block, and the sums of that one's output.
+"""The end of a residual block in training (BatchNorm + add + ReLU, or two BatchNorms whose sum goes through ReLU),
+fused with the 1x1 convolution that begins the next block and the sums of its output.
 
     before    x, sums, ..., addend -> BatchNormAddReluApply `bn` -> y, saved, ..., mask
               y, weight -> Convolution -> z -> BatchNormStatistics -> sums of z
     after     x, sums, ..., addend, weight -> NormConv1x1 `bn` -> y, saved, ..., mask, z, sums of z
 
-Likewise BatchNormPairApply becomes NormConv1x1Pair. z is made of what is still on the chip. y is written, for the next
-sum and the backward pass read it too. For 16-bit types and GPUs of the Hopper generation, where no images are dropped.
+Likewise BatchNormPairApply becomes NormConv1x1Pair. z is computed from y while y is still in registers. y is written
+because the next sum and the backward pass read it, too. For 16-bit types and Hopper GPUs, without stochastic depth.
 Weights too large for shared memory are streamed.
 """
 
@@ -22,7 +22,7 @@ from graph_passes.executors.cuda.builder import Builder, Launches, require, requ
 from graph_passes.executors.cuda.declarations import Declarations
 from graph_passes.executors.cuda.device import Tiling
 from graph_passes.executors.cuda.kernel_library import Size, count
-from graph_passes.executors.cuda.kernels.batch_norm import about_mean, behind, require_gamma, with_conv
+from graph_passes.executors.cuda.kernels.batch_norm import about_mean, convolutions_after, require_gamma, with_conv
 from graph_passes.executors.cuda.kernels.batch_norm_pair import APPLIED, apply_body, both
 from graph_passes.executors.cuda.kernels.conv1x1_forward import CHUNK, is_product
 from graph_passes.executors.cuda.kernels.conv1x1_statistics import NORM_CONV, norm_body
@@ -39,8 +39,8 @@ _OPS = {"BatchNormAddReluApply": "NormConv1x1", "BatchNormPairApply": "NormConv1
 
 
 def norm_conv1x1(table: Candidates, norm: Candidate) -> Iterator[Node]:
-    """Of the halves of BatchNorms."""
-    for convolution in behind(table, norm, is_product):
+    """Yield the kernel's operator for one of the BatchNorm halves."""
+    for convolution in convolutions_after(table, norm, is_product):
         yield with_conv(_OPS[norm.op], norm, convolution)
 
 
@@ -50,7 +50,7 @@ def _pair_body(b: Body) -> list[Any]:
 
 
 class NormConv1x1(NormStream):
-    """`norm_conv1x1`, from `channels` (C) to `others` (K). A block keeps all weights, or streams them."""
+    """`norm_conv1x1`, from `channels` (C) to `others` (K). A block keeps all weights or streams them."""
 
     COLUMNS = (64, 128, 256)
     CONTROL_BYTES = _CUDA.sizeof("NormControl")

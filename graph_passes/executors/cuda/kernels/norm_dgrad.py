@@ -1,5 +1,5 @@
-"""From a BatchNorm's sums through the data of the 1x1 convolution before it, to the sums of the BatchNorm before that
-one, where the gradient of the convolution's weights is a launch of its own.
+"""Backward from a BatchNorm through the 1x1 convolution before it to the sums of the preceding BatchNorm. The gradient
+of the convolution's weights is a launch of its own.
 
     before    dz, x -> BatchNormBackwardApply `a` -> dx
               dx, weight -> ConvolutionDgrad -> ddata;  dx, data -> ConvolutionWgrad
@@ -7,7 +7,7 @@ one, where the gradient of the convolution's weights is a launch of its own.
     after     dz, x, weight, x_2 -> NormDgrad `a` -> dx, dz_2, dgamma, dbeta;  dx, data -> ConvolutionWgrad
               dz_2, ... -> BatchNormBackwardApply `b`
 
-dx is written, but not read for ddata, nor is ddata for the sums. For 16-bit types and GPUs of the Hopper generation.
+dx is written for the weights' gradient only; ddata is not written. For 16-bit types and Hopper GPUs.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from graph_passes.operators.batch_norm import ATTRIBUTES
 from graph_passes.operators.body import Body
 from graph_passes.operators.convolution import CONVOLUTION
 
-MAX_CHANNELS = 256  # of the convolution's data: so many columns of its gradient fit into the registers of four warps
+MAX_CHANNELS = 256  # of the data: this many columns of its gradient fit into the registers of four warps
 
 
 def norm_dgrad(table: Candidates, apply: Candidate) -> Iterator[Node]:
-    """Yield the kernel's operator for the places where `apply` is a BatchNormBackwardApply."""
+    """Yield the kernel's operator for a BatchNormBackwardApply `apply`."""
     if not apply["no_factors"]:
         return
     for dgrad in table.readers(apply.output("data_grad"), "ConvolutionDgrad"):
@@ -49,7 +49,7 @@ def norm_dgrad(table: Candidates, apply: Candidate) -> Iterator[Node]:
 
 
 def _fused(apply: Node, dgrad: Node, reduction: Candidate) -> Node:
-    """In place of all three. Its first output is that of `apply`."""
+    """One node for all three. Its first output is the output of `apply`."""
     norm = (apply.input(role) for role in ("data", "gamma", "saved", "gamma_grad", "beta_grad"))
     inputs = apply.inputs[0], *norm, dgrad.input("weight"), *of_reduction(reduction)
     return apply.derive("NormDgrad", apply.name, inputs, **dgrad.attrs)
@@ -63,7 +63,7 @@ def _body(b: Body) -> list[Any]:
 
 @dataclass(frozen=True)
 class NormDgrad(NormStream):
-    """`norm_dgrad`, of a convolution from `others` (C) to `channels` (K)."""
+    """`norm_dgrad`, for a convolution from `others` (C) to `channels` (K)."""
 
     COLUMNS = (128, 256)
     CONTROL_BYTES = Declarations("norm_dgrad.cu").sizeof("DgradControl")
@@ -72,7 +72,7 @@ class NormDgrad(NormStream):
 
     @property
     def weights(self) -> Tiling:
-        """As they lie, which is by rows of k."""
+        """The weights' layout in the parameter: by rows of k."""
         return Tiling.of_matrix(self.channels, self.others, (CHUNK, CHUNK))
 
 

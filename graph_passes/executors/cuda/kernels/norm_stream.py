@@ -1,4 +1,4 @@
-"""What norm_conv1x1.cu and norm_dgrad.cu share (norm_stream.cuh): how shared memory and rows are divided."""
+"""Geometry shared by norm_conv1x1.cu and norm_dgrad.cu (norm_stream.cuh): how shared memory and rows are divided."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from graph_passes.executors.cuda.kernels.conv1x1_forward import (
 )
 
 _CUDA = Declarations("norm_stream.cuh")
-STREAMED_BLOCK: Size = (_CUDA.value("STREAMING"), 1, 1)  # where weights are streamed, by chunks
-STAGE_BYTES = 2 * PLACE_BYTES  # for two tiles of each team
-WEIGHT_PLACES = _CUDA.value("WEIGHT_STAGES")  # for a chunk's weights, where they are streamed
+STREAMED_BLOCK: Size = (_CUDA.value("STREAMING"), 1, 1)  # threads of a block that streams its weights
+STAGE_BYTES = 2 * PLACE_BYTES  # two tiles of each team
+WEIGHT_PLACES = _CUDA.value("WEIGHT_STAGES")  # slots for the weights of a chunk, if they are streamed
 
 
 @dataclass(frozen=True)
 class NormStream(ABC):
-    """How a kernel divides the rows of a BatchNorm's tensors of `channels`, and of those of `others` that are on the
-    other side of the convolution. Beside what a block keeps, it has a place for results of each warp; the rest of its
-    shared memory is for tiles on their way, `stages` times two for each team."""
+    """How a kernel divides the rows of a BatchNorm's tensors with `channels` channels; `others` is the number of
+    channels on the other side of the convolution. Besides its weights, a block has result slots for each warp. The rest
+    of its shared memory holds tiles in flight: `stages` pairs of tiles for each team."""
 
-    COLUMNS: ClassVar[tuple[int, ...]]  # that a block can make
+    COLUMNS: ClassVar[tuple[int, ...]]  # columns that a block can compute
     CONTROL_BYTES: ClassVar[int]
 
     channels: int
@@ -50,7 +50,7 @@ class NormStream(ABC):
     @property
     @abstractmethod
     def places(self) -> int:
-        """Of how many chunks the weights have a place."""
+        """The number of chunks of weights in shared memory."""
 
     @property
     @abstractmethod
@@ -76,4 +76,4 @@ class NormStream(ABC):
     @property
     def _kept_bytes(self) -> int:
         kept = self.CONTROL_BYTES + affine_bytes(self.chunks) + self.places * self.columns * CHUNK_BYTES
-        return kept + PLACE_BYTES  # that for a part of each warp's results
+        return kept + PLACE_BYTES  # one part of each warp's results

@@ -22,13 +22,13 @@ class Window(ctypes.Structure):
 
     @classmethod
     def of(cls, node: Node, x: Buffer, y: Buffer) -> Window:
-        """Of a Pooling from `x` to `y`."""
+        """The window of a Pooling from `x` to `y`."""
         size = window(node)
         return cls(*x.shape[1:3], *y.shape[1:3], *size.kernel, *size.stride, *size.pad)
 
 
 def forward(builder: Builder, node: Node) -> None:
-    """Of any kind; the training variant of max pooling keeps the winners."""
+    """Launch pooling of any kind. The training variant of max pooling keeps the winners' positions."""
     x, y = builder.input(node, "data"), builder.output(node)
     require(x.shape[3] % VECTOR == 0, node, f"has {x.shape[3]} channels: use a multiple of {VECTOR}")
     vectors, (pixels, pitch) = builder.vectors(y), _pixels_and_pitch(x)

@@ -1,7 +1,7 @@
-"""INT8: quantising and back, pooling, and convolutions of all shapes on all GPUs, slowly. The kernels give the integers
-that `graph_passes/operators/quantised.py` says, to the bit.
+"""INT8: quantising and dequantising, pooling, and a slow convolution kernel for all shapes and GPUs. The kernels
+produce exactly the integers that `graph_passes/operators/quantised.py` defines.
 
-What kernels of convolutions in INT8 share is here too (quantised.cuh).
+The part that all INT8 convolutions share is here too (quantised.cuh).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from graph_passes.operators import window
 from graph_passes.operators.quantised import SQUARE_CHANNELS, squares
 
 _CUDA = Declarations("quantised_stream.cuh")
-TILE_VECTOR = _CUDA.value("VECTOR")  # channels that kernels of convolutions read at once
-CHUNK = _CUDA.value("CHUNK")  # bytes of a reduction that they multiply at once
-RESERVED_BYTES = 1 << 10  # of shared memory, of each block: not asked for
+TILE_VECTOR = _CUDA.value("VECTOR")  # channels that convolution kernels read at once
+CHUNK = _CUDA.value("CHUNK")  # bytes of the reduction that they multiply at once
+RESERVED_BYTES = 1 << 10  # shared memory of each block that is reserved by CUDA
 
 
 class Geometry(ctypes.Structure):
@@ -33,7 +33,7 @@ class Geometry(ctypes.Structure):
 
     @classmethod
     def of(cls, node: Node, x: Buffer, y: Buffer) -> Geometry:
-        """Of a convolution from `x` to `y`, both NHWC."""
+        """The geometry of a convolution from `x` to `y`, both NHWC."""
         images, out_height, out_width, filters = y.shape
         size = window(node)
         return cls(images * out_height * out_width, *x.shape[1:4], out_height, out_width, filters, *size.kernel,
@@ -41,11 +41,11 @@ class Geometry(ctypes.Structure):
 
 
 class Epilogue(NamedTuple):
-    """What is done with the sums of a convolution."""
+    """The epilogue of an INT8 convolution."""
 
     adds: bool
     relu: bool
-    share: ctypes.c_float  # of the addend
+    share: ctypes.c_float  # scale of the addend
 
     @classmethod
     def of(cls, node: Node) -> Epilogue:
@@ -53,8 +53,8 @@ class Epilogue(NamedTuple):
 
 
 def require_tensor_cores(builder: Builder, node: Node, columns: int) -> None:
-    """Raise GraphError where the kernels on tensor cores are not for this GPU, or blocks of so many columns not for
-    this number of filters."""
+    """Raise GraphError if this GPU cannot run the kernels on tensor cores, or this number of filters cannot be divided
+    into blocks of `columns` columns."""
     filters = node["num_filter"]
     require(builder.gpu.capability >= (8, 0) and node["num_group"] == 1 and filters % TILE_VECTOR == 0, node,
             "is not for the kernels on tensor cores")
@@ -65,7 +65,7 @@ def require_tensor_cores(builder: Builder, node: Node, columns: int) -> None:
 
 
 def quantise(builder: Builder, node: Node) -> None:
-    """Floats become int8; of images also the channel that pads them."""
+    """Launch the conversion of floats to int8. For images this includes the channel that pads them."""
     x = builder.input(node, "data")
     y = builder.output(node, shape=x.shape)
     require(x.shape[-1] % 4 == 0, node, f"has {x.shape[-1]} channels: use a multiple of 4")
@@ -75,7 +75,7 @@ def quantise(builder: Builder, node: Node) -> None:
 
 
 def quantise_squares(builder: Builder, node: Node) -> None:
-    """Images become int8, in squares of 2x2 pixels."""
+    """Launch the conversion of images to int8, in squares of 2x2 pixels."""
     x, y = builder.input(node, "data"), builder.output(node)
     require(4 * x.shape[3] == SQUARE_CHANNELS, node, f"has images with {x.shape[3]} channels: give 3 or 4")
     number = y.num_bytes // SQUARE_CHANNELS
@@ -86,7 +86,7 @@ def quantise_squares(builder: Builder, node: Node) -> None:
 
 
 def dequantise(builder: Builder, node: Node) -> None:
-    """int8 becomes what it stands for."""
+    """Launch the conversion of int8 to real values."""
     x = builder.input(node, "data")
     y = builder.output(node, shape=x.shape)
     vectors = _vectors(node, x)
@@ -95,14 +95,14 @@ def dequantise(builder: Builder, node: Node) -> None:
 
 
 def _vectors(node: Node, integers: Buffer) -> int:
-    """Of all values, as many as a thread works on at once each."""
+    """The total number of vectors, with as many values in each as a thread processes at once."""
     require(integers.num_bytes % VECTOR == 0, node, f"has the shape {integers.shape}, and works on {VECTOR} values at "
             f"once: use a multiple of {VECTOR} of them")
     return integers.num_bytes // VECTOR
 
 
 def convolution(builder: Builder, node: Node) -> None:
-    """By the kernel for all shapes: a thread makes an output."""
+    """Launch the kernel for all shapes; a thread computes one output."""
     x, y = builder.input(node, "data"), builder.output(node)
     own = x.shape[3] // node["num_group"]
     require(own % 4 == 0, node, f"has {own} channels in a group: use a multiple of 4")
@@ -111,7 +111,7 @@ def convolution(builder: Builder, node: Node) -> None:
 
 
 def classifier(builder: Builder, node: Node) -> None:
-    """A 1x1 convolution of a 1x1 image, in floats. The softmax adds the bias."""
+    """Launch a 1x1 convolution of a 1x1 image, with float output. The softmax adds the bias."""
     x = builder.input(node, "data")
     images, channels, filters = x.shape[0], x.num_bytes // x.shape[0], padded(node["num_hidden"])
     require(channels % 4 == 0, node, f"has {channels} values of an image: use a multiple of 4")
@@ -133,7 +133,7 @@ def _launch_direct(builder: Builder, node: Node, geometry: Geometry, bias: Buffe
 
 
 def pooling(builder: Builder, node: Node) -> None:
-    """Maxima are the same integers; means and sums are requantised."""
+    """Launch a pooling. Maxima stay the same integers; means and sums are requantised."""
     x, y = builder.input(node, "data"), builder.output(node)
     channels = x.shape[3]
     require(channels % 4 == 0, node, f"has {channels} channels: use a multiple of 4")

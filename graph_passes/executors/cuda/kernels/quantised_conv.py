@@ -1,4 +1,4 @@
-"""Convolutions in INT8 on tensor cores, with any window: a block makes a tile of the output's rows and filters.
+"""Convolutions in INT8 on tensor cores, with any window. A block computes a tile of the output's rows and filters.
 
     before    x, weight, multiplier, bias -> QuantisedConvolution `y`
     after     x, weight, multiplier, bias -> QuantisedConv `y` (tile="2x128")
@@ -23,15 +23,15 @@ from graph_passes.operators.base import Attribute
 from graph_passes.operators.quantised import OPTIONAL_ADDEND, QUANTISED_CONVOLUTION, quantised_convolution_body
 
 _CUDA = Declarations("quantised_conv.cu")
-# Rows / 64 and columns of what a block makes.
+# Tile of a block: rows / 64, and columns.
 TILES = {f"{groups}x{columns}": (groups, columns)
          for groups, columns in ((2, 128), (2, 64), (4, 128), (2, 256), (1, 128))}
 TILE = {"tile": Attribute(str)}
-TILE_CHANNELS = (16, 32, 64)  # that the kernel takes beside multiples of CHUNK
+TILE_CHANNELS = (16, 32, 64)  # channels that the kernel takes besides multiples of CHUNK
 
 
 def quantised_conv(table: Candidates, convolution: Candidate) -> Iterator[Node]:
-    """Yield the kernel's operator for the places where `convolution` is a QuantisedConvolution."""
+    """Yield the kernel's operator for a QuantisedConvolution `convolution`."""
     for tile in TILES:
         yield convolution.node.derive("QuantisedConv", convolution.node.name, convolution.node.inputs, tile=tile)
 

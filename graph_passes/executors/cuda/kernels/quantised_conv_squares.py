@@ -1,5 +1,5 @@
-"""The first convolution in INT8, of squares (`passes/quantise_squares.py`), and 3x3 over few channels, on Hopper:
-windows overlap in shared memory.
+"""INT8 convolutions on Hopper whose windows overlap in shared memory: the first convolution, of 2x2 squares
+(`passes/quantise_squares.py`), and 3x3 convolutions of few channels.
 
     before    x, weight, multiplier, bias -> QuantisedConvolution `y`
     after     x, weight, multiplier, bias -> QuantisedConvSquares `y`
@@ -26,11 +26,11 @@ from graph_passes.operators.quantised import (
 
 ROWS, THREADS = Declarations("quantised_conv_squares.cu").values("ROWS", "THREADS")
 STAGES, BLOCKS = 3, 3  # blocks on a multiprocessor
-COLUMNS = {64: 64, 128: 128}  # of a block for 3x3 over so many channels, which the kernel takes too; else 64
+COLUMNS = {64: 64, 128: 128}  # channels of a supported 3x3 convolution -> filters of a block; otherwise 64
 
 
 def launch(builder: Builder, node: Node) -> None:
-    """Blocks walk over the places."""
+    """Launch the convolution. Blocks walk over the positions."""
     x, weight, y = builder.input(node, "data"), builder.input(node, "weight"), builder.output(node)
     size, (adds, relu, _), filters = window(node), Epilogue.of(node), y.shape[3]
     images, height, width, channels = x.shape
@@ -45,7 +45,7 @@ def launch(builder: Builder, node: Node) -> None:
     on_multiprocessor = BLOCKS if columns == 64 else 1
     height, width = height + 2 * pad, width + 2 * pad
     places, patch = images * height * width, ROWS + (kernel - 1) * width + kernel
-    patch += (8 // planes - patch) % 8  # eight copies, of all planes, are then in all banks of shared memory
+    patch += (8 // planes - patch) % 8  # eight copies, of all planes, then fall into all banks of shared memory
     stages = STAGES if planes == 1 else STAGES - 1
     shared_bytes = -(-kernel**2 * planes // 8) * columns * CHUNK + stages * patch * channels
     require(shared_bytes <= builder.gpu.max_shared_bytes // on_multiprocessor - RESERVED_BYTES, node,

@@ -1,5 +1,5 @@
-"""1x1 convolutions in INT8, which are bound by memory, on Hopper: blocks keep weights and walk over the rows; and with
-the convolution of a projection shortcut.
+"""INT8 1x1 convolutions that are bound by memory, on Hopper: blocks keep weights and walk over the rows. Optionally
+fused with the convolution of a projection shortcut.
 
     before    x, weight, multiplier, bias -> QuantisedConvolution `y`
     after     x, weight, multiplier, bias -> QuantisedConvStream `y` (tile="2x128")
@@ -8,7 +8,7 @@ the convolution of a projection shortcut.
               y, weight_2, multiplier_2, bias_2, s -> QuantisedConvolution `r`
     after     x, weight, multiplier, bias, y, weight_2, multiplier_2, bias_2 -> QuantisedConvStreamSum `r`
 
-The integers of s are the same, but neither written nor read.
+s has the same integers, but is neither written nor read.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ from graph_passes.operators.quantised import (
     quantised_convolution_body,
 )
 
-# The teams of a block, and the columns that it makes.
+# Teams of a block, and the columns that it computes.
 TILES = {f"{teams}x{columns}": (teams, columns) for teams, columns in ((2, 128), (2, 256), (4, 128))}
-STRIDES = ((1, 1), (2, 2))  # of the shortcut
+STRIDES = ((1, 1), (2, 2))  # strides of the shortcut
 _CUDA = Declarations("quantised_conv_stream.cu")
 STAGES, COLUMNS = _CUDA.values("MAX_STAGES", "MAX_COLUMNS")
 MULTIPROCESSOR_SHARED_BYTES = 228 << 10  # Hopper's
 
 
 def quantised_conv_stream(table: Candidates, convolution: Candidate) -> Iterator[Node]:
-    """Yield the kernel's operator for the places where `convolution` is a QuantisedConvolution."""
+    """Yield the kernel's operator for a QuantisedConvolution `convolution`."""
     for tile in TILES:
         yield convolution.node.derive("QuantisedConvStream", convolution.node.name, convolution.node.inputs, tile=tile)
 
 
-def of_two(table: Candidates, last: Candidate) -> Iterator[Node]:
-    """Yield the kernel's operator for the places where `last` is a QuantisedConvolution."""
+def sum_of_two(table: Candidates, last: Candidate) -> Iterator[Node]:
+    """Yield the kernel's operator for a QuantisedConvolution `last` that adds another one."""
     if last["no_addend"] or not is_product(last.node):
         return
     for shortcut in table.makers(last.input("addend"), "QuantisedConvolution"):
@@ -75,13 +75,13 @@ def _is_shortcut(node: Node) -> bool:
 
 
 def is_product(node: Node, stride: tuple[int, int] = (1, 1)) -> bool:
-    """Is it a convolution from int8 to int8 that is a product of matrices?"""
+    """Whether it is a convolution from int8 to int8 that is a matrix product."""
     return (node.op == "QuantisedConvolution" and window(node) == ((1, 1), stride, (0, 0), (1, 1))
             and node["layout"] == "NHWC" and node["num_group"] == 1 and node["dtype"] == "int8")
 
 
 def sum_body(b: Body, relu: bool) -> Any:
-    """The sum of two convolutions; with ReLU if it is to be."""
+    """The body: the sum of two convolutions, optionally with ReLU."""
     node = b.node
     shortcut = quantised_body(b, "", b["data"], Scales(node["addend_scale"], relu=False))
     return quantised_body(b, "_2", b["data_2"], Scales(node["scale"], node["addend_scale"], relu), shortcut,
@@ -90,9 +90,9 @@ def sum_body(b: Body, relu: bool) -> Any:
 
 @dataclass(frozen=True)
 class Stream:
-    """How quantised_conv_stream.cu divides its shared memory, for C `channels`, and C_2 `channels_2` of a second
-    convolution; a block has so many teams and makes so many columns. There is room for as many blocks on a
-    multiprocessor as have two teams with 256 columns together, or four with 128, unless weights leave too little of it.
+    """How quantised_conv_stream.cu divides its shared memory, for `channels` (C) and `channels_2` (C_2) of a second
+    convolution. A block has `teams` teams and computes `columns` columns. A multiprocessor has room for two teams with
+    256 columns together, or four with 128, in one or more blocks, unless the weights leave too little.
     """
 
     channels: int
@@ -111,20 +111,20 @@ class Stream:
 
     @property
     def blocks(self) -> int:
-        """On a multiprocessor."""
+        """Blocks per multiprocessor."""
         most = 2 * COLUMNS // (self.teams * self.columns)
         return most if self._places(most) >= 2 + (2 if self.adds else 1) else 1
 
     @property
     def results(self) -> int:
-        """As `Conv1x1Forward.results`, or one less where stages need the room. Of two convolutions, between whose
-        products there is time to copy them away, as many as are made at once."""
+        """Result slots: as `Conv1x1Forward.results`, or one less if the stages need the room. For two convolutions as
+        many as are computed at once: between the two products there is time to copy them away."""
         most = self.columns // CHUNK if self.channels_2 else 3 if self.adds else 2
         return max(2 if self.adds else 1, min(most, self._places(self.blocks) - 2))
 
     @property
     def stages(self) -> int:
-        """Less than the 2 that are needed where weights leave no room."""
+        """Stages of a team; fewer than the necessary 2 if the weights leave no room."""
         return min(STAGES, self._places(self.blocks) - self.results)
 
     @property
@@ -136,7 +136,7 @@ class Stream:
         return self._kept_bytes + self.teams * TILE_ROWS * CHUNK * (self.stages + self.results)
 
     def _places(self, blocks: int) -> int:
-        """For a stage of each team, or a result of each warp: they have the same size."""
+        """Room for stages and results together: one stage of each team is as large as one result of each warp."""
         free = MULTIPROCESSOR_SHARED_BYTES // blocks - RESERVED_BYTES - self._kept_bytes
         return free // (self.teams * TILE_ROWS * CHUNK)
 
@@ -146,7 +146,7 @@ class Stream:
 
 
 def launch(builder: Builder, node: Node) -> None:
-    """A convolution, or the sum of two."""
+    """Launch a convolution, or the sum of two."""
     teams, columns = TILES[node["tile"]]
     x, weight, y = builder.input(node, "data"), builder.input(node, "weight"), builder.output(node)
     is_sum = node.op == "QuantisedConvStreamSum"
@@ -181,9 +181,9 @@ SUM_INPUTS = (*_INPUTS, *(f"{name}_2" for name in _INPUTS))
 OPERATORS = (
     Operator("QuantisedConvStream", (*_INPUTS, "addend"), attrs=QUANTISED_CONVOLUTION | TILE, optional=OPTIONAL_ADDEND,
              form_of="QuantisedConvolution", body=quantised_convolution_body, forward="Convolution", fused=True),
-    # A convolution of `data_2` with stride 1, and the one that it adds, whose scale is `addend_scale`.
+    # A convolution of `data_2` with stride 1, plus another convolution, whose scale is `addend_scale`.
     Operator("QuantisedConvStreamSum", SUM_INPUTS, attrs=QUANTISED_CONVOLUTION | TILE,
              body=lambda b: [sum_body(b, b.node["relu"])], forward="Convolution", fused=True),
 )
-RULES = (("QuantisedConvolution", quantised_conv_stream), ("QuantisedConvolution", of_two))
+RULES = (("QuantisedConvolution", quantised_conv_stream), ("QuantisedConvolution", sum_of_two))
 LAUNCHES: Launches = {"QuantisedConvStream": launch, "QuantisedConvStreamSum": launch}

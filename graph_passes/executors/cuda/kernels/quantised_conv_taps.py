@@ -1,4 +1,4 @@
-"""Convolutions in INT8 of 3x3 and 1x1 over 64 channels or multiples of 128, on Hopper: pixels of a tile stay in shared
+"""INT8 3x3 and 1x1 convolutions of 64 channels or multiples of 128, on Hopper. The pixels of a tile stay in shared
 memory for all taps and filters.
 
     before    x, weight, multiplier, bias -> QuantisedConvolution `y`
@@ -26,16 +26,16 @@ from graph_passes.operators import Operator, Shape, window
 from graph_passes.operators.quantised import OPTIONAL_ADDEND, QUANTISED_CONVOLUTION, quantised_convolution_body
 
 _CUDA = Declarations("quantised_conv_taps.cu")
-FILTERS, PEERS = _CUDA.values("FILTERS", "PEERS")  # FILTERS: that are multiplied at once; PEERS: blocks of a cluster
-# Eighths of the pixels that are multiplied at once, by the window and its stride.
+FILTERS, PEERS = _CUDA.values("FILTERS", "PEERS")  # FILTERS: multiplied at once; PEERS: blocks of a cluster
+# Eighths of the pixels that are multiplied at once, by window size and stride.
 EIGHTS = {(3, 1): (26, 28, 30), (3, 2): (14, 26, 28, 30), (1, 1): (24, 26, 28, 30, 32)}
-CHANNELS = (64, 128)  # of a part
+CHANNELS = (64, 128)  # channels of a part
 MAX_PLACES, MAX_STAGES, MAX_RESULTS = _CUDA.values("MAX_PLACES", "MAX_STAGES", "MAX_RESULTS")
 CONTROL_BYTES = _CUDA.sizeof("Control")
-FEW_STAGES = 6  # for which a block has room in any case, where weights pass by; more are for what is left
-L2_BYTES = 20  # that a multiprocessor gets from the L2 cache in a clock, if all ask for some
-END_CLOCKS = 80  # in which a team requantises 8 pixels of 64 filters, and has them copied away
-MAX_TILE = 256  # pixels of a tile that TMA can be told of, in each direction
+FEW_STAGES = 6  # stages for which a block always has room if weights are streamed; more use what is left
+L2_BYTES = 20  # bytes per clock that a multiprocessor gets from the L2 cache when all of them read
+END_CLOCKS = 80  # clocks in which a team requantises 8 pixels of 64 filters and stores them
+MAX_TILE = 256  # largest side of a tile in pixels for TMA
 
 
 class TappedImages(ctypes.Structure):
@@ -46,8 +46,8 @@ class TappedImages(ctypes.Structure):
 
 @dataclass(frozen=True)
 class QuantisedConvTaps:
-    """Images (N, H, W, C) in tiles of `rows` rows of the results of several images, multiplied by 8 * `eights` pixels;
-    a block makes `groups` of 64 of the `filters`. `size`, `stride`: of the windows."""
+    """Images (N, H, W, C) divided into tiles. A tile has `rows` rows of the results of several images and multiplies 8
+    * `eights` pixels; a block computes `groups` groups of 64 of the `filters`. `size`, `stride`: of the windows."""
 
     BLOCK: ClassVar[Size] = (_CUDA.value("THREADS"), 1, 1)
 
@@ -59,19 +59,19 @@ class QuantisedConvTaps:
     eights: int
     rows: int
     groups: int
-    results: int  # places for those of a tile and 64 filters
+    results: int  # result slots, each for the pixels of a tile and 64 filters
 
     @classmethod
     @cache
     def of(cls, shape: Shape, filters: int, size: int, stride: int, adds: bool,
            num_multiprocessors: int) -> QuantisedConvTaps | None:
-        """The one that should be the fastest; None where none fits into a block, and a cluster for all filters on the
-        GPU, and where it is not for these windows."""
+        """The division with the best estimate. None if none fits into a block or the clusters for all filters do not
+        fit on the GPU, and for other windows."""
         few, many = CHANNELS
         if ((size, stride) not in EIGHTS or (shape[3] != few and shape[3] % many) or shape[1] % stride
                 or shape[2] % stride):
             return None
-        if size == 1:  # no matter which pixels are neighbours
+        if size == 1:  # for 1x1 it does not matter which pixels are neighbours
             shape = (1, shape[0] * shape[1] * shape[2], 1, shape[3])
         return min((geometry for geometry in cls._all(shape, filters, size, stride, adds)
                     if geometry.fits and geometry.grid(num_multiprocessors)[2] <= max(1, num_multiprocessors // PEERS)),
@@ -91,12 +91,12 @@ class QuantisedConvTaps:
 
     @property
     def channels(self) -> int:
-        """Of a part."""
+        """Channels of a part."""
         return min(self.shape[3], max(CHANNELS))
 
     @property
     def parts(self) -> int:
-        """Of the data of a tile."""
+        """Parts of a tile's data."""
         return self.shape[3] // self.channels * self.stride**2
 
     @property
@@ -105,22 +105,22 @@ class QuantisedConvTaps:
 
     @property
     def more(self) -> int:
-        """Rows of a part, beside as many as of results."""
+        """Rows of a part beyond those of its results."""
         return 2 * self.pad if self.stride == 1 else 1
 
     @property
     def pitch(self) -> int:
-        """Pixels of a row in shared memory: with one of zeros on the left."""
+        """Pixels of a row in shared memory, including one of zeros on the left."""
         return self.shape[2] // self.stride + self.pad
 
     @property
     def together(self) -> int:
-        """Images of a tile."""
+        """Images in a tile."""
         return min(self.shape[0], MAX_TILE, 8 * self.eights // (self.rows * self.pitch))
 
     @property
     def part_bytes(self) -> int:
-        """Of a part of a tile in shared memory: up to the last pixel that is read with the last tap, and at least one
+        """Bytes of a part of a tile in shared memory: up to the last pixel that the last tap reads, and at least one
         more than is copied."""
         line = self.together * self.pitch
         pixels = max((self.rows + self.more) * line + self.pad, self.more * (line + 1) + 8 * self.eights)
@@ -128,19 +128,19 @@ class QuantisedConvTaps:
 
     @property
     def chunks(self) -> int:
-        """Of the weights of 64 filters."""
+        """Chunks in the weights of 64 filters."""
         return self.size**2 * self.shape[3] // self.channels
 
     @property
     def stages(self) -> int:
-        """Of weights: all that a block needs, if there is then room for two tiles."""
+        """Stages for weights: all weights of a block, if two tiles still fit."""
         if self._weights_stay:
             return self.groups * self.chunks
         return min(MAX_STAGES, (self._free_bytes - self.places * self.part_bytes) // self._stage_bytes)
 
     @property
     def places(self) -> int:
-        """For parts of tiles."""
+        """Slots for parts of tiles."""
         if self._weights_stay:
             return min(MAX_PLACES, (self._free_bytes - self.stages * self._stage_bytes) // self.part_bytes)
         return min(MAX_PLACES, 2 * self.parts, (self._free_bytes - FEW_STAGES * self._stage_bytes) // self.part_bytes)
@@ -160,7 +160,7 @@ class QuantisedConvTaps:
 
     @property
     def _free_bytes(self) -> int:
-        """Of shared memory, for weights and tiles."""
+        """Bytes of shared memory for weights and tiles."""
         return SHARED_BYTES - CONTROL_BYTES - self.results * -(-self.eights // 4) * 32 * FILTERS
 
     @property
@@ -174,15 +174,15 @@ class QuantisedConvTaps:
         return PEERS, max(1, min(num_multiprocessors // PEERS // across, self._pairs)), across
 
     def clocks(self, num_multiprocessors: int) -> float:
-        """An estimate: tensor cores wait for what the L2 cache cannot bring in time, and for results' places. Where
-        something is added, these are in use for four times as long, from the start of its copy on."""
+        """Estimated clocks. The tensor cores wait for data that the L2 cache cannot deliver in time, and for free
+        result slots. With an addend, a slot is in use four times as long, since the addend's copy starts early."""
         tile_bytes = (self.rows + self.more) * self.together * self.pitch * self.channels * self.parts
         other_bytes = 0 if self._weights_stay else self.groups * self.chunks * self._stage_bytes // PEERS
         if self.adds:
             other_bytes += self.groups * FILTERS * 8 * self.eights
         multiplying, ending = self.chunks * self.channels // 32 * self.eights * 4, END_CLOCKS * self.eights
         of_group = max(multiplying, (multiplying + ending) / 2, ending * (4 if self.adds else 1) / self.results)
-        # Parts of the next tile that have no place before the last group frees some.
+        # Parts of the next tile that must wait until the last group frees their slots.
         late = max(0, 2 * self.parts - self.places) / self.parts
         waits = max(0, late * (tile_bytes / L2_BYTES - of_group))
         rounds = -(-self._pairs // self.grid(num_multiprocessors)[1])
@@ -191,7 +191,7 @@ class QuantisedConvTaps:
 
     @property
     def _pairs(self) -> int:
-        """Of tiles, of which each block of a cluster makes one."""
+        """Pairs of tiles; each block of a cluster computes one tile of a pair."""
         tiles = -(-(self.shape[1] // self.stride) // self.rows) * -(-self.shape[0] // self.together)
         return -(-tiles // PEERS)
 
@@ -204,8 +204,8 @@ class QuantisedConvTaps:
 
     @property
     def data(self) -> Tiling:
-        """Rows and columns by their remainders: with stride 2 odd rows behind the even ones, odd columns as more
-        channels."""
+        """The TMA view of the data: rows and columns by their remainders. With stride 2, odd rows follow the even ones,
+        and odd columns become additional channels."""
         (images, height, width, channels), stride = self.shape, self.stride
         row = width * channels
         return Tiling((stride, height // stride, images, width // stride, stride * channels),
@@ -221,7 +221,7 @@ class QuantisedConvTaps:
 
     @property
     def weights(self) -> Tiling:
-        """Of sixteen filters the even ones before the odd ones."""
+        """The TMA view of the weights: of sixteen filters, the even ones before the odd ones."""
         length = self.size**2 * self.shape[3]
         return Tiling((self.filters // 16, 2, 8, length), (16 * length, length, 2 * length),
                       (FILTERS // PEERS // 16, 2, 8, self.channels))

@@ -1,11 +1,11 @@
-"""The last convolution of a residual block in INT8, and the first of the next block, in one launch.
+"""The last INT8 convolution of a residual block and the first of the next block, in one launch.
 
     before    x, weight, multiplier, bias, shortcut -> QuantisedConvolution `r` -> y
               y, weight_2, multiplier_2, bias_2 -> QuantisedConvolution -> z
     after     x, weight, multiplier, bias, shortcut, weight_2, multiplier_2, bias_2 -> QuantisedPair `r` -> y, z
 
-Both with ReLU, on Hopper. Likewise a QuantisedConvStreamSum begins a QuantisedPairSum. y is written, for the next sum
-reads it too, but z is made of what is still on the chip.
+Both with ReLU, on Hopper. Likewise a QuantisedConvStreamSum becomes a QuantisedPairSum. y is written because the next
+sum reads it, too. z is computed from y while y is still in registers.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from graph_passes.operators.quantised import SCALE, Scales, quantised_body
 
 _CUDA = Declarations("quantised_pair.cu")
 BLOCK: Size = (_CUDA.value("PAIR_THREADS"), 1, 1)
-Z_COLUMNS = (64, 128)  # of the second product
-PLACE_BYTES = TEAMS * TILE_ROWS * CHUNK  # for a stage of each team, or a result of each warp
+Z_COLUMNS = (64, 128)  # columns of the second product
+PLACE_BYTES = TEAMS * TILE_ROWS * CHUNK  # one stage of each team, or one result of each warp
 _OPS = {"QuantisedConvolution": "QuantisedPair", "QuantisedConvStreamSum": "QuantisedPairSum"}
 
 
 def quantised_pair(table: Candidates, first: Candidate) -> Iterator[Node]:
-    """Yield the kernel's operator for the places where `first` is a QuantisedConvolution or QuantisedConvStreamSum."""
+    """Yield the kernel's operator for a QuantisedConvolution or QuantisedConvStreamSum `first`."""
     if not _begins(first.node):
         return
     output = first.output("output")
@@ -77,9 +77,9 @@ def _body(b: Body) -> list[Any]:
 
 @dataclass(frozen=True)
 class QuantisedPair:
-    """How quantised_pair.cu divides its work: from `channels` (C), or with a shortcut also `channels_2` (C_2), to
-    COLUMNS filters (K) at most, and from these to `filters_z` (K_Z). A block keeps all weights; the rest of its
-    shared memory is as `Stream` says."""
+    """How quantised_pair.cu divides its work: from `channels` (C), or with a shortcut also `channels_2` (C_2), to at
+    most COLUMNS filters (K), and on to `filters_z` (K_Z). A block keeps all weights. The rest of its shared memory is
+    used as in `Stream`."""
 
     channels: int
     filters_z: int
@@ -87,7 +87,7 @@ class QuantisedPair:
 
     @property
     def columns_z(self) -> int:
-        """Of the second product."""
+        """Columns of the second product."""
         return next(columns for columns in Z_COLUMNS if columns >= self.filters_z)
 
     @property
@@ -118,7 +118,8 @@ class QuantisedPair:
 
 
 def launch(builder: Builder, node: Node) -> None:
-    """What ends a block is a convolution with an addend, or the sum of two, of which the first may have a stride."""
+    """Launch the end of a block (a convolution with an addend, or the sum of two convolutions, the first of which may
+    have a stride) and the first convolution of the next block."""
     is_sum = node.op == "QuantisedPairSum"
     x, weight, multiplier, bias = (builder.input(node, role) for role in ("data", "weight", "multiplier", "bias"))
     x_2, weight_2, multiplier_2, bias_2 = (

@@ -3,8 +3,8 @@
     before    squares, weight, multiplier, bias -> QuantisedConvolution -> QuantisedPooling `pool`
     after     squares, weight, multiplier, bias -> QuantisedStemPool `pool`
 
-The first convolution is one of squares (`passes/quantise_squares.py`). The largest tensor of the network is not
-written; maxima of integers are the same integers. Teams of warps walk over the rows of all images.
+The first convolution reads 2x2 squares (`passes/quantise_squares.py`). The largest tensor of the network is not
+written. The result is the same to the bit. Teams of warps walk over the rows of all images.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from graph_passes.operators.body import Body
 from graph_passes.operators.pooling import is_stems
 from graph_passes.operators.quantised import QUANTISED_CONVOLUTION, SQUARE_CHANNELS, quantised_convolution_body
 
-WINDOW = ((4, 4), (1, 1), (0, 0), (1, 1))  # of 7x7 with stride 2 and padding 3, in squares
+WINDOW = ((4, 4), (1, 1), (0, 0), (1, 1))  # 7x7 with stride 2 and padding 3, on 2x2 squares
 _CUDA = Declarations("quantised_stem_pool.cu")
 TEAMS, WIDTH = _CUDA.values("TEAMS", "WIDTH")
 BLOCK = _CUDA.value("THREADS"), 1, 1
@@ -33,7 +33,7 @@ SHARED_BYTES = _CUDA.sizeof("Shared")
 
 
 def quantised_stem_pool(table: Candidates, pooling: Candidate) -> Iterator[Node]:
-    """Yield the kernel's operator for the places where `pooling` is a QuantisedPooling."""
+    """Yield the kernel's operator for a QuantisedPooling `pooling`."""
     if not is_stems(pooling.node):
         return
     for convolution in table.makers(pooling.node.inputs[0], "QuantisedConvolution"):

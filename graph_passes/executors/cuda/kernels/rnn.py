@@ -1,10 +1,11 @@
-"""Recurrent layers: cuDNN's, whole sequences and all layers in a call; and which of its algorithms they take.
+"""Recurrent layers through cuDNN (whole sequences and all layers in one call), and the choice of its algorithm.
 
     before    RNNTrain, RNNBackward
     after     RNNTrain(algorithm=persist_static), RNNBackward(algorithm=persist_static)
 
-A layer and its backward pass, which reads the `reserve` that the algorithm has left, have one; inference has its own.
-The persistent ones keep the weights on the chip, which is faster where they fit and few sequences share them.
+A layer and its backward pass use the same algorithm, because the backward pass reads the algorithm's `reserve`;
+inference has its own. Persistent algorithms keep the weights on the chip. This is faster if they fit and the batch has
+few sequences.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from graph_passes.operators.rnn import ALGORITHMS, flops
 
 
 def rnn_algorithm(table: Candidates, layer: Candidate) -> Iterator[Node]:
-    """Of RNN and RNNTrain; `operators/rnn.py` has the algorithms."""
+    """Yield the RNN or RNNTrain with each of the algorithms, which `operators/rnn.py` lists."""
     for algorithm in ALGORITHMS:
         yield layer.node.with_attrs(algorithm=algorithm)
 
 
 def rnn_backward(table: Candidates, layer: Candidate) -> Iterator[Node]:
-    """Of RNNTrain: the backward pass of another one that computes the same, from this one's `reserve`."""
+    """Yield the backward pass of another RNNTrain that computes the same, from this node's `reserve`."""
     for other in table.makers(layer.output("output"), "RNNTrain"):
         reserve = other.output("reserve")
         for backward in table.readers(reserve, "RNNBackward"):
@@ -39,7 +40,7 @@ def rnn_backward(table: Candidates, layer: Candidate) -> Iterator[Node]:
 def forward(builder: Builder, node: Node) -> None:
     plan, training = _plan(builder, node), node.op == "RNNTrain"
     reserve = None
-    if training:  # its size is cuDNN's affair
+    if training:  # its size is known to cuDNN only
         reserve = builder.output(node, "reserve", shape=(-(-plan.reserve_bytes // builder.item_bytes),))
     x, y = builder.input(node, "data"), builder.output(node)
     builder.call(node, "rnn_forward", plan.forward, *_read(builder, node), Out(y),
@@ -48,10 +49,10 @@ def forward(builder: Builder, node: Node) -> None:
 
 
 def backward(builder: Builder, node: Node) -> None:
-    """All gradients; those of data and weights take as many operations as the forward pass each."""
+    """Launch all gradients. The gradients of data and weights each take as many operations as the forward pass."""
     plan = _plan(builder, node)
     reserve = builder.input(node, "reserve")
-    if reserve.num_bytes < plan.reserve_bytes:  # where it is timed alone: else the forward pass has made it
+    if reserve.num_bytes < plan.reserve_bytes:  # for timing alone; otherwise the forward pass has filled it
         reserve.shape, reserve.dtype = (plan.reserve_bytes,), "uint8"
     gradients = [Out(_output(builder, node, f"{name}_grad")) for name in ("data", "parameters", "state", "state_cell")]
     builder.call(node, "rnn_backward", plan.backward, In(builder.input(node, "out_grad")), *_read(builder, node),
@@ -75,7 +76,7 @@ def _read(builder: Builder, node: Node) -> list[In]:
 
 
 def _output(builder: Builder, node: Node, role: str) -> Buffer | None:
-    """None where the node has no such output."""
+    """The output's buffer; None if the node has no such output."""
     return builder.output(node, role) if role in operators.OPERATORS[node.op].output_names(node) else None
 
 

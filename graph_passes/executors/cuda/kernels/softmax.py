@@ -17,7 +17,8 @@ from graph_passes.operators.formula import Formula
 
 
 def softmax(builder: Builder, node: Node) -> None:
-    """Training: loss, metrics and the gradient of the scores. Inference: probabilities and metrics."""
+    """Launch the end of a classifier. Training: loss, metrics and the gradient of the scores. Inference: probabilities
+    and metrics."""
     _, classes = builder.shapes[node.input("data")]
     weights = builder.persistent.class_weights if node.op == "SoftmaxCrossEntropy" else None
     _loss(builder, node, "softmax.cu", builder.kernel("softmax_cross_entropy", weights is not None),
@@ -25,7 +26,7 @@ def softmax(builder: Builder, node: Node) -> None:
 
 
 def sigmoid(builder: Builder, node: Node) -> None:
-    """As `softmax`, for sigmoids and binary cross entropy."""
+    """Like `softmax`, for sigmoid and binary cross entropy."""
     _, classes = builder.shapes[node.input("data")]
     _loss(builder, node, "sigmoid.cu", builder.kernel("sigmoid_cross_entropy"),
           _gradient_scale(builder, node) / classes, ctypes.c_float(node["threshold"]))
@@ -48,7 +49,7 @@ def _gradient_scale(builder: Builder, node: Node) -> float:
 
 def _loss(builder: Builder, node: Node, source: str, kernel: str, gradient_scale: float, *more: Any,
           shared_bytes: int = 0) -> None:
-    """Launch the kernel of a loss, whose arguments are softmax_cross_entropy's and `more`, and count its hits."""
+    """Launch a loss kernel with the arguments of softmax_cross_entropy and `more`, and count its hits."""
     training = node.op in LOSSES.values()
     scores, (images, classes) = builder.input(node, "data"), builder.shapes[node.input("data")]
     require(scores.shape[:-1] == (images, 1, 1), node, "does not follow a FullyConnected: no GPU lowering")
@@ -67,7 +68,7 @@ def _loss(builder: Builder, node: Node, source: str, kernel: str, gradient_scale
 
 
 def bias_gradient(builder: Builder, node: Node) -> None:
-    """Of the classifier, or of a convolution."""
+    """Launch the bias gradient of the classifier or of a convolution."""
     dy, dbias = builder.input(node, "out_grad"), builder.output(node)
     classes, rows = builder.shapes[Ref(node.name)][0], math.prod(dy.shape[:-1])
     builder.launch(node, "softmax.cu", builder.kernel("bias_gradient"), (-(-classes // 32), 1, 1), (32, 32, 1),

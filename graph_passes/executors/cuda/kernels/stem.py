@@ -1,5 +1,5 @@
-"""ResNet's first convolution in 16-bit types, in training: with the sums of its output, and the gradient of its weights
-with what makes the gradient of its output.
+"""ResNet's first convolution in 16-bit types, in training: forward with the sums of its output, and the gradient of its
+weights fused with the gradient of its output.
 
     before    image, weight -> Convolution `conv` -> x -> BatchNormStatistics -> sums
     after     image, weight -> StemFprop `conv` -> x, sums
@@ -8,7 +8,7 @@ with what makes the gradient of its output.
     after     dy, winner, x, image -> StemWgrad `dw`
 
 For 7x7 with stride 2 from 3 or 4 channels to 64, in NHWC. cuDNN has no statistics for 4 channels and, in bfloat16, no
-fast engine either. The gradient of the network's largest tensor is not written. Hopper has kernels of its own
+fast engine either. The gradient of the network's largest tensor is not written. Hopper has its own kernels
 (stem_forward.cu, stem_weights.cu).
 """
 
@@ -42,25 +42,25 @@ from graph_passes.operators.convolution import CONVOLUTION, convolution_shapes, 
 _CUDA = Declarations("stem.cu")
 FILTERS, SIZE = _CUDA.values("FILTERS", "SIZE")
 WINDOW = ((SIZE, SIZE), (2, 2), (3, 3), (1, 1))  # kernel, stride, pad, dilation
-CHANNELS = (3, 4)  # of the images; three are padded to four
+CHANNELS = (3, 4)  # channels of the images; three are padded to four
 STEM_BLOCK: Size = (_CUDA.value("THREADS"), 1, 1)
-OUT_ROWS, IN_ROWS = _CUDA.values("OUT_ROWS", "IN_ROWS")  # of an item of work
-STATIC_BYTES = 3100  # of shared memory, beside what `stem_work` says
-SHARE = FILTERS * SIZE * _CUDA.value("ROW_OF_K")  # floats of the weights' gradient that a block leaves
+OUT_ROWS, IN_ROWS = _CUDA.values("OUT_ROWS", "IN_ROWS")  # rows of an item of work
+STATIC_BYTES = 3100  # shared memory in addition to that of `stem_work`
+SHARE = FILTERS * SIZE * _CUDA.value("ROW_OF_K")  # floats of the weights' gradient that each block writes
 
 
 # --- where they can be ---
 
 
 def stem_fprop(table: Candidates, sums: Candidate) -> Iterator[Node]:
-    """Yield the kernel's operator for the places where `sums` is a BatchNormStatistics."""
+    """Yield the kernel's operator for a BatchNormStatistics `sums`."""
     for convolution in with_statistics(table, sums):
         if _fits(convolution, table.shapes.get(convolution.node.inputs[0])):
             yield convolution.node.derive("StemFprop", convolution.node.name, convolution.node.inputs)
 
 
 def stem_wgrad(table: Candidates, wgrad: Candidate) -> Iterator[Node]:
-    """Yield the kernel's operator for the places where `wgrad` is a ConvolutionWgrad."""
+    """Yield the kernel's operator for a ConvolutionWgrad `wgrad`."""
     image = wgrad.input("data")
     if _fits(wgrad, table.shapes.get(image)):
         for before in table.makers(wgrad.input("out_grad"), "BatchNormReluMaxPoolBackwardApply"):
@@ -84,7 +84,7 @@ def _stem_wgrad(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Sha
 
 
 def _pooling_of(node: NodeView) -> NodeView:
-    """The node of the gradient that a StemWgrad makes on its way, without its inputs."""
+    """The node, without inputs, of the gradient that a StemWgrad computes internally."""
     attrs = {**POOLING_WINDOW, "layout": node["layout"], **{name: node[name] for name in ATTRIBUTES}}
     pooling: NodeView = node.replace(op="BatchNormReluMaxPoolBackwardApply", attrs=attrs)
     return pooling
@@ -105,8 +105,8 @@ def _wgrad_body(b: Body) -> list[Any]:
 
 
 def stem_work(out_shape: Shape) -> tuple[int, int, int, int]:
-    """How stem.cu divides an output (N, H, W, 64): items of work, tiles of 16 pixels in a row, and the bytes of shared
-    memory that an item's rows of the image and of the output's gradient take."""
+    """How stem.cu divides an output (N, H, W, 64). Returns work items, tiles of 16 pixels in a row, and the bytes of
+    shared memory for an item's rows of the image and of the output's gradient."""
     images, height, width, filters = out_shape
     tiles = -(-width // 16)
     return (images * -(-height // OUT_ROWS), tiles, IN_ROWS * (16 * tiles + 3) * 16,
@@ -114,7 +114,7 @@ def stem_work(out_shape: Shape) -> tuple[int, int, int, int]:
 
 
 def _require_support(builder: Builder, node: Node, out_shape: Shape) -> None:
-    """Raise GraphError where the GPU, or what it has of shared memory, is not for these kernels."""
+    """Raise GraphError if these kernels do not support the GPU or need more shared memory than it has."""
     _, _, image_bytes, gradient_bytes = stem_work(out_shape)
     needed = image_bytes + max(image_bytes, gradient_bytes) + STATIC_BYTES
     require(builder.gpu.capability >= (8, 0) and needed <= builder.gpu.max_shared_bytes, node,
@@ -122,7 +122,7 @@ def _require_support(builder: Builder, node: Node, out_shape: Shape) -> None:
 
 
 def fprop(builder: Builder, node: Node) -> None:
-    """The convolution with the sums of its output."""
+    """Launch the convolution with the sums of its output."""
     x, w, y = builder.input(node, "data"), builder.input(node, "weight"), builder.output(node)
     _require_support(builder, node, y.shape)
     items, tiles, image_bytes, _ = stem_work(y.shape)
@@ -134,7 +134,7 @@ def fprop(builder: Builder, node: Node) -> None:
 
 
 class Wgrad(NamedTuple):
-    """What kernels of the weights' gradient read beside x, image and dz, and are told."""
+    """Arguments of the weight-gradient kernels besides x, image and dz."""
 
     of_norm: list[In]
     sizes: tuple[Image, Image, ctypes.c_uint32]
@@ -150,7 +150,7 @@ class Wgrad(NamedTuple):
 
 
 def wgrad(builder: Builder, node: Node) -> None:
-    """The gradient of the weights, from what makes the gradient of the convolution's output."""
+    """Launch the gradient of the weights, including the gradient of the convolution's output."""
     x, dz, image = (builder.input(node, role) for role in ("data", "out_grad", "image"))
     given = Wgrad.of(builder, node)
     _require_support(builder, node, x.shape)
@@ -164,7 +164,7 @@ def wgrad(builder: Builder, node: Node) -> None:
 
 
 def sum_shares(builder: Builder, node: Node, shares: Scratch, blocks: int) -> None:
-    """The gradient from what so many blocks have left of it."""
+    """Launch the sum of the parts of the gradient that the blocks have left."""
     builder.launch(node, "stem.cu", builder.kernel("stem_wgrad_sum"), (FILTERS * SIZE, 1, 1), (32, 8, 1),
                    shares, Out(builder.output(node)), ctypes.c_int(blocks))
 

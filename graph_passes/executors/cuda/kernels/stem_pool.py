@@ -3,7 +3,7 @@
     before    image, weight, bias -> ConvolutionRelu -> Pooling `pool`
     after     image, weight, bias -> StemPool `pool`
 
-In 16-bit types, on GPUs of the Hopper generation. The largest tensor of the network is not written.
+For 16-bit types and Hopper GPUs. The largest tensor of the network is not written.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CUDA = Declarations("stem_pool.cu")
 
 
 def stem_pool(table: Candidates, pooling: Candidate) -> Iterator[Node]:
-    """Yield the kernel's operator for the places where `pooling` is a Pooling."""
+    """Yield the kernel's operator for a Pooling `pooling`."""
     if not is_stems(pooling.node):
         return
     for convolution in table.makers(pooling.node.inputs[0], "ConvolutionRelu"):
@@ -42,11 +42,11 @@ def _fits(convolution: Node) -> bool:
 
 
 def _body(b: Body) -> list[Any]:
-    return [b.max_of_3x3(b.ended(b.conv(b["data"], b["weight"]), relu=True))]
+    return [b.max_of_3x3(b.epilogue(b.conv(b["data"], b["weight"]), relu=True))]
 
 
 class StemPool(StemRows):
-    """Of stem_pool.cu, which also makes a row of the strip above."""
+    """How stem_pool.cu divides its work. A strip also recomputes the last convolution row of the strip above."""
 
     ROWS = 2
     SHARED_BYTES = _CUDA.sizeof("Shared")
@@ -64,7 +64,7 @@ class PooledImage(ctypes.Structure):
 
 
 def launch(builder: Builder, node: Node) -> None:
-    """The convolution with bias, ReLU and max pooling, in inference."""
+    """Launch the convolution with bias, ReLU and max pooling, for inference."""
     x, w, y = builder.input(node, "data"), builder.input(node, "weight"), builder.output(node)
     require_rows(builder, node, x.shape)
     geometry, (rows, _) = StemPool(y.shape, builder.gpu.num_multiprocessors), rows_and_channels(node, y)

@@ -1,4 +1,4 @@
-"""What stem_forward.cu and stem_pool.cu share (stem_rows.cuh): how images are divided."""
+"""Geometry shared by stem_forward.cu and stem_pool.cu (stem_rows.cuh): how images are divided."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _CUDA = Declarations("stem_rows.cuh")
 
 class StemRows:
     """How the kernels of stem_rows.cuh divide their work: into strips of rows of their output. A block has three teams
-    of warps, each of which makes a strip."""
+    of warps; each team computes one strip at a time."""
 
     BLOCK: Size = (_CUDA.value("THREADS"), 1, 1)
     TEAMS = _CUDA.value("TEAMS")
-    MAX_WIDTH = 2 * _CUDA.value("WIDTH")  # of an image
-    ROWS = 1  # of the convolution, that make a row of the output
+    MAX_WIDTH = 2 * _CUDA.value("WIDTH")  # pixels of an image row
+    ROWS = 1  # convolution rows per output row
     SHARED_BYTES = Declarations("stem_forward.cu").sizeof("Shared")
 
     def __init__(self, shape: Shape, num_multiprocessors: int) -> None:
-        """`shape`: of the output, (N, H, W, 64)."""
+        """`shape` of the output: (N, H, W, 64)."""
         images, height, _, _ = shape
 
         def rows_in_turn(strips: int) -> int:
-            """Of the convolution, that the busiest team makes; a strip costs one more."""
+            """Convolution rows that the busiest team computes; each strip costs one more."""
             rounds = -(-images * strips // (self.TEAMS * num_multiprocessors))
             return rounds * (self.ROWS * -(-height // strips) + 1)
 
@@ -42,7 +42,7 @@ class StemRows:
 
 
 def require_rows(builder: Builder, node: Node, images: Shape) -> None:
-    """Raise GraphError where the GPU or these images are not for the kernels of stem_rows.cuh."""
+    """Raise GraphError if the kernels of stem_rows.cuh do not support the GPU or these images."""
     require_hopper(builder, node)
     _, _, width, channels = images
     require(width % 2 == 0 and width <= StemRows.MAX_WIDTH and channels == 4, node,

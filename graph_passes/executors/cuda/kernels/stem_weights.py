@@ -1,5 +1,5 @@
-"""The gradient of the weights of ResNet's first convolution in 16-bit types, with what makes the gradient of its
-output, on Hopper.
+"""The gradient of the weights of ResNet's first convolution in 16-bit types, fused with the gradient of its output, on
+Hopper.
 
     before    dy, winner, x -> BatchNormReluMaxPoolBackwardApply -> dx;  dx, image -> ConvolutionWgrad `dw`
     after     dy, winner, x, image -> StemWeights `dw`
@@ -31,20 +31,20 @@ class Layout(ctypes.Structure):
 
 
 class StemWeights:
-    """How stem_weights.cu divides its work: into pairs of rows of the gradient of the convolution's output. A stage of
-    shared memory holds what such an item is made of."""
+    """How stem_weights.cu divides its work: an item is a pair of rows of the gradient of the convolution's output. A
+    stage of shared memory holds the operands of one item."""
 
     BLOCK: Size = (_CUDA.value("THREADS"), 1, 1)
     ROWS, IN_ROWS, STEP, MAX_STAGES = _CUDA.values("OUT_ROWS", "IN_ROWS", "STEP", "MAX_STAGES")
-    MAX_PIXELS = 256  # of a side of what TMA copies at once
+    MAX_PIXELS = 256  # longest side of a TMA copy
     CONTROL_BYTES = _CUDA.sizeof("Control")
 
     def __init__(self, shape: Shape, num_multiprocessors: int) -> None:
-        """`shape`: of the convolution's output, (N, OH, OW, 64)."""
+        """`shape` of the convolution's output: (N, OH, OW, 64)."""
         images, height, width, filters = shape
         pixels, pooled_width = -(-width // self.STEP) * self.STEP, -(-width // 2)
         gradient, image = self.ROWS * pixels * filters * 2, self.IN_ROWS * (pixels + 3) * 16
-        pooled = 2 * pooled_width * filters * 3  # two rows, of 2 bytes and the winner
+        pooled = 2 * pooled_width * filters * 3  # two rows of 2-byte values, and the winners
         stage_bytes = -(-(gradient + image + pooled) // 1024) * 1024
         stages = min(self.MAX_STAGES, (SHARED_BYTES - self.CONTROL_BYTES) // stage_bytes)
         self.fits = stages >= 2 and pixels <= self.MAX_PIXELS
