@@ -71,7 +71,7 @@ def _check_place(place: Any) -> None:
     """Raise TrainError for what is no path, or none that a file could have."""
     way_out = "give a run folder, a checkpoint or weights"
     if not isinstance(place, (str, os.PathLike)) or not os.fspath(place):
-        raise TrainError(f"{place!r} is no place of a trained network: {way_out}")
+        raise TrainError(f"{place!r} is not the path of a trained network: {way_out}")
     try:
         os.stat(place)
     except (FileNotFoundError, NotADirectoryError):  # told with what may be there instead

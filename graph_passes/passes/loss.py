@@ -66,8 +66,8 @@ def _another(graph: Graph, op: str, **attrs: Any) -> Graph:
     """Another loss in place of the SoftmaxOutput, whose label smoothing and normalisation it keeps."""
     end = graph[graph.outputs[0].node]
     if end.op != "SoftmaxOutput":
-        raise GraphError(f"the graph ends in {end.op} '{end.name}', not in the SoftmaxOutput whose place "
-                         "another loss is to take")
+        raise GraphError(f"the graph ends in {end.op} '{end.name}', not in the SoftmaxOutput that "
+                         "another loss is to replace")
     kept = {name: end[name] for name in ("grad_scale", "normalization", "smooth_alpha")}
     return _replace(graph, end.replace(op=op, attrs=kept | attrs))
 

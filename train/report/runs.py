@@ -59,7 +59,7 @@ class Run:
             is_running = files.is_locked(path)  # before reading: a run that ends meanwhile has then written its end
             record = RunRecord.read_jsonl(path, with_steps)
         except OSError as error:
-            raise TrainError(f"cannot read {path} ({error.strerror}): see that it can be read") from None
+            raise TrainError(f"cannot read {path} ({error.strerror}): check its permissions") from None
         if not record.session_starts:
             if path.read_bytes().lstrip()[:1] not in (b"", b"{"):
                 raise TrainError(f"{path} is damaged: its first line is no JSON; restore it, or remove the run")
