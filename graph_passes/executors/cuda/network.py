@@ -57,7 +57,7 @@ class Network:
         self.gradient_norm: float | None = None  # likewise
 
     def _make_persistent(self, data: tuple[int, ...], answer: tuple[int, ...]) -> None:
-        """Inputs and outputs, for data and an answer of these shapes."""
+        """Allocate inputs and outputs for data and an answer of these shapes."""
         images, height, width, channels = data
         state = self._zeros(ctypes.sizeof(State))
         sized: dict[str, tuple[tuple[int, ...], str]] = {

@@ -25,10 +25,10 @@ class StepOptions:
                         `forward_backward` with `on_bucket`, or `hand_over`
     group               the GPUs that share BatchNorm's statistics in training, joined already; all of them
                         must run the same passes
-    largest_image_size  height and width of the largest training images to come, where those of the first batch are
-                        smaller: their memory is taken at once
-    answer              the tensor (N, ...) that inference ends at and hands out as (N, C) float32 in place of the
-                        probabilities, such as the features that the classifier reads; None: the probabilities
+    largest_image_size  height and width of the largest training images to come, if those of the first batch are
+                        smaller: their memory is reserved at the start
+    answer              the tensor (N, ...) at which inference ends, returned as (N, C) float32 instead of the
+                        probabilities: for example the features that the classifier reads. None: the probabilities
     """
 
     dtype: str = "float16"

@@ -79,7 +79,7 @@ class TrainingStep(Network):
         self._inferring = Graph(graph, [answer], graph.attrs)  # what inference runs, before all passes
         self._inferring_shapes = {name: shape for name, shape in shapes.items() if name in self._inferring.nodes}
         self._make_persistent(shapes["data"], inferred[answer])
-        self._slots: tuple[str, ...] = ()  # of the optimizer: names of what it keeps in the store's states
+        self._slots: tuple[str, ...] = ()  # names of the optimizer's states in the store
         self._update: Any = None  # a CUDA graph
         self._rate_factors = roles.rate_factors(graph)
         self._initial_loss_scale = _initial_loss_scale(graph, inferred[graph.outputs[0]][1])

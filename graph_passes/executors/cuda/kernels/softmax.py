@@ -1,4 +1,4 @@
-"""The classifier's end: softmax, sigmoids or a custom loss, with bias, loss and metrics; the gradient of a bias."""
+"""The end of a classifier: softmax, sigmoid or a custom loss, with bias and metrics. Also the gradient of a bias."""
 
 from __future__ import annotations
 
