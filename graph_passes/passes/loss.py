@@ -50,7 +50,7 @@ def weigh_classes(graph: Graph, weights: Sequence[float]) -> Graph:
 
 
 def stock_loss(graph: Graph) -> Graph:
-    """MXNet's own operator in place of a loss of ours, for a file that MXNet is to read; it gives the same answers.
+    """Replace a loss of ours by MXNet's own operator, for a file that MXNet is to read. The outputs are equal.
 
         before    scores, label -> SigmoidOutput, or CustomOutput
         after     scores, label -> LogisticRegressionOutput, or SoftmaxOutput
@@ -63,7 +63,7 @@ def stock_loss(graph: Graph) -> Graph:
 
 
 def _another(graph: Graph, op: str, **attrs: Any) -> Graph:
-    """Another loss in place of the SoftmaxOutput, whose label smoothing and normalisation it keeps."""
+    """Replace the SoftmaxOutput by another loss, with the same label smoothing and normalisation."""
     end = graph[graph.outputs[0].node]
     if end.op != "SoftmaxOutput":
         raise GraphError(f"the graph ends in {end.op} '{end.name}', not in the SoftmaxOutput that "
