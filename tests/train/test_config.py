@@ -182,7 +182,7 @@ MISTAKES = {
     "--auto-augment randaugment --randaugment-magnitude-std 1":
         "--randaugment-magnitude-std is for --auto-augment randaugment-timm, and this run has randaugment",
     "--auto-augment randaugment-timm --randaugment-magnitude 11":
-        "--randaugment-magnitude 11 is out of 30, and --auto-augment randaugment-timm takes it out of 10",
+        "--randaugment-magnitude 11 is too large for --auto-augment randaugment-timm",
     "--hue 0.6": "--hue 0.6 must be from 0 to 0.5, half of the colour circle",
     "--random-erasing 2": "--random-erasing 2.0 must be a probability from 0 to 1",
     "--train-interpolation nearest": "--train-interpolation nearest is not one of same, bilinear, bicubic, random",

@@ -89,7 +89,7 @@ class TrainingStep(Network):
         if largest != self._shapes:
             self._arena.reserve(arena_bytes)
         self._training = self._compile()
-        self._own_share, self._seed = 1.0, 0  # values of the next pass that the GPU has now
+        self._own_share, self._seed = 1.0, 0  # what the GPU's memory holds for the next pass
         self._gradient_backup: dict[str, int] = {}
         self._folded: Folded | None = None  # parameters of inference
         self._inference_is_current = False

@@ -430,8 +430,8 @@ def test_inference_takes_over_every_parameter() -> None:
 @pytest.mark.parametrize("name", ["resnet50", "resnet50d", "resnet50_v2"])
 @pytest.mark.parametrize("prefix", ["stem", "stage2", "backbone"])
 def test_a_frozen_network(name: str, prefix: str) -> None:
-    """Frozen convolutions are those of inference, with their own weights if a BatchNorm is folded into them. Frozen
-    parameters have no gradient and no optimizer state."""
+    """Frozen convolutions run as in inference: one into which a BatchNorm is folded reads a folded copy of its weights.
+    Frozen parameters have no gradient and no optimizer state."""
     whole = models.create(name).graph
     shapes: dict[str, tuple[int, ...]] = {"data": (4, 64, 64, 3), "softmax_label": (4,)}
     graph = pipeline.run(pipeline.FUSED, passes.freeze(whole, prefix))
