@@ -21,7 +21,8 @@ from common.errors import UserError
 
 FILES = ("scaling_b64_4gpu.jsonl", "scaling_b256_4gpu.jsonl")  # as in scaling.py
 NCCL = ("ring", "tree")  # its tuner takes the faster one for each message
-MLPERF = ((64, 50, 4908.0), (3584, 16, 2815.0))  # H100, batch on each, images/sec of each: NVIDIA's MXNet, LARS
+# (number of H100s, batch per GPU, images/sec per GPU) of NVIDIA's MXNet with LARS
+MLPERF = ((64, 50, 4908.0), (3584, 16, 2815.0))
 
 
 @dataclass(frozen=True)

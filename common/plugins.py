@@ -179,6 +179,19 @@ def load(words: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(records))
 
 
+@contextlib.contextmanager
+def forgotten() -> Iterator[None]:
+    """What is loaded inside is forgotten at the end, so that the plug-ins of one training do not meet another's."""
+    registered, loaded = dict(_registered), dict(_loaded)
+    try:
+        yield
+    finally:
+        _registered.clear()
+        _registered.update(registered)
+        _loaded.clear()
+        _loaded.update(loaded)
+
+
 def restore(records: Sequence[str], place: str, run_folder: str = "",
             is_enough: Callable[[], bool] = lambda: False) -> None:
     """Load the plug-ins recorded by a run or checkpoint at `place`, until there `is_enough`. A plug-in that the user

@@ -64,7 +64,7 @@ def to_onnx(graph: Graph, arrays: Arrays, input_shape: tuple[int, int, int], qdq
 
     Args:
         graph: in NCHW, without operators that only our executors know. A SoftmaxOutput becomes a Softmax, a
-            SigmoidOutput a Sigmoid.
+            SigmoidOutput a Sigmoid, a CustomOutput one of the two.
         arrays: parameters and running statistics by variable name, in the graph's layout, fp32.
         input_shape: (C, H, W) of an image.
         qdq: the part of it that is to be INT8, by node names; None: nothing.
@@ -336,6 +336,8 @@ OPERATORS: dict[str, Callable[[Node], OnnxOperators]] = {
     "softmax": lambda node: [OnnxOperator("Softmax", {"axis": node["axis"]})],
     "SoftmaxOutput": _one("Softmax", axis=1),
     "SigmoidOutput": _one("Sigmoid"),
+    "CustomOutput": lambda node: [OnnxOperator("Softmax", {"axis": 1}) if node["probabilities"] == "softmax"
+                                  else OnnxOperator("Sigmoid")],
 }
 
 

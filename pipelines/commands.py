@@ -59,7 +59,8 @@ def make_records(options: MakeRecordsOptions) -> int:
         plans = {kind: plan_train_tar(source, known) if kind == "train" else plan_val_tar(source, labels, known)}
     else:
         if classes:
-            raise DataError(f"{source}: --classes {classes} is for ILSVRC2012's tar files; put a classes.txt beside it")
+            raise DataError(f"{source}: --classes {classes} is only for ILSVRC2012's tar files: leave it out, and "
+                            "list the classes in a classes.txt beside the class folders or the list")
         both = ["train", "val"] if options.val_split else splits_of(str(source))
         names = [options.split] if options.split else both
         if any(journal_path(output, name).exists() for name in names):  # interrupted: skip the splits that are complete

@@ -129,8 +129,9 @@ class ImageTransform(Normalisation, CentreCrop, Augmentation):
                 shown = " ".join(f"{each:g}" for each in (value if isinstance(value, tuple) else (value,)))
                 raise DataError(f"{name} is {shown}; it must be {words}")
         if self.auto_augment == "randaugment-timm" and self.randaugment_magnitude > 10:
-            raise DataError(f"--randaugment-magnitude {self.randaugment_magnitude:g} is out of 30, and "
-                            "--auto-augment randaugment-timm takes it out of 10: give 0 to 10, or randaugment")
+            raise DataError(f"--randaugment-magnitude {self.randaugment_magnitude:g} is too large for "
+                            "--auto-augment randaugment-timm, whose scale ends at 10: give 0 to 10, or --auto-augment "
+                            "randaugment, whose scale ends at 30")
 
 
 # option -> the values of `auto_augment` with which it has an effect

@@ -64,6 +64,12 @@ WRONG = {
         "{file}:4: the metric 'a' exists already, at {file}:2: give it another name",
     "from train.plugins import metric\n@metric\ndef a(probabilities): pass":
         "{file}:2: the metric a takes (probabilities), and is called with probabilities and labels: change its",
+    "from train.plugins import loss\n@loss\ndef bce(scores, targets): pass":
+        "{file}:2: the loss 'bce' exists already, in this program: give it another name",
+    "from train.plugins import loss\n@loss\ndef a(scores): pass":
+        "{file}:2: the loss a takes (scores), and is called with scores and targets: change its arguments",
+    "from train.plugins import loss\n@loss('a', probabilities='none')\ndef b(scores, targets): pass":
+        "{file}:2: probabilities is 'none': give 'softmax' or 'sigmoid'",
     "from train.plugins import model\n@model('my net')\ndef a(num_classes): pass":
         "{file}:2: 'my net' is no name for a model",
     "from train.plugins import callback\n@callback\ndef at_end(): pass":

@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 
 from common.command_line import option_name
-from graph_passes import Graph, GraphError, passes
+from graph_passes import Graph, GraphError, Ref, passes
 from graph_passes.errors import CapacityError
 from graph_passes.executors import Executor, create_executor
 from graph_passes.executors.cuda.statistics_group import StatisticsGroup
@@ -23,7 +23,7 @@ from pipelines.options import SAMPLES
 from pipelines.samples import SAMPLES_FOLDER, make_samples
 from pipelines.sources import Classes, splits_of
 from pipelines.sources.base import SPLITS
-from train import devices, models
+from train import devices, losses, models
 from train.checkpoint import Checkpoint
 from train.classes import match, padded, some
 from train.config import Config, configure
@@ -31,6 +31,7 @@ from train.devices import Placement
 from train.errors import TrainError
 from train.models.network import Network
 from train.options.data import SYNTHETIC, LoaderOptions
+from train.options.optimizer import BCE, SOFTMAX
 from train.processes import topology
 from train.processes.distributed import Workers, is_elastic
 from train.recording.metrics import TRAINING_IMAGES, VALIDATION
@@ -239,9 +240,12 @@ def class_weights(config: Config, loader: Loader) -> list[float]:
 
 
 def with_loss(config: Config, graph: Graph, class_weights: Sequence[float] = ()) -> Graph:
-    """Set the loss of `--loss` in a network, which also determines the probabilities that it returns."""
-    if config.loss == "bce":
+    """Set the loss of `--loss` in a network, which also determines the probabilities that it returns. Raises UserError
+    for a plug-in's loss that cannot be trained with."""
+    if config.loss == BCE:
         return passes.binary_cross_entropy(graph, config.bce_threshold)
+    if config.loss != SOFTMAX:
+        return losses.use(graph, config.loss)
     return passes.weigh_classes(graph, class_weights) if class_weights else graph
 
 
@@ -302,13 +306,15 @@ def build_executor(
     bn_group: StatisticsGroup | None = None,
     largest_image_size: int = 0,
     class_weights: Sequence[float] = (),
+    answer: Ref | None = None,
 ) -> Executor:
     """Build the network with the parameters of `checkpoint`, or with initial ones. Raises GraphError or TrainError.
 
     `image_size`: size of the first batches, in pixels; for other sizes the executor is built again when they come.
     `all_reduce`: the gradients will be averaged with other processes. `bn_group`: see `join_bn_group`.
     `largest_image_size`: the largest size of training images to come, for which the cuda executor reserves memory now.
-    `class_weights`: see the function `class_weights`.
+    `class_weights`: see the function `class_weights`. `answer`: with the cuda executor, the tensor that inference ends
+    at.
     """
     network = models.create(config.model, num_classes, config.label_smoothing)
     if checkpoint is None:
@@ -324,7 +330,7 @@ def build_executor(
     if placement.executor == "cuda":
         dtype = network_dtype(config, placement)
         options = {"dtype": dtype, "tf32": config.tf32, "deterministic": config.deterministic, "group": bn_group,
-                   "largest_image_size": largest_image_size}
+                   "largest_image_size": largest_image_size, "answer": answer}
         if all_reduce:
             # Horovod's MXNet library does not support bfloat16.
             wide = config.wire_dtype == "float32" or dtype == "bfloat16"

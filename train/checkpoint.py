@@ -46,6 +46,7 @@ from train.errors import TrainError
 from train.language_model_config import LanguageModelConfig
 from train.models.network import Shapes, value_shapes
 from train.options.language_model import LANGUAGE_MODEL
+from train.options.optimizer import LOSSES, SOFTMAX
 
 FORMAT = "resnet checkpoint"
 VERSION = 2
@@ -426,13 +427,16 @@ def _numbers(model: str, params: Arrays) -> list[str]:
 
 
 def _config(values: dict[str, Any], path: Path) -> Config:
-    """The run's configuration. Loads the plug-in that defines its network, if any. Raises UserError."""
+    """The configuration of the run. Loads the plug-ins that have its network and its loss, which says how scores become
+    probabilities. Raises UserError."""
     kind = LanguageModelConfig if values.get("config") == LANGUAGE_MODEL else Config
     try:
         config = kind.from_dict(values)
     except TrainError as error:
         raise TrainError(f"cannot read the checkpoint {path}: {error}") from None
-    plugins.restore(config.plugin, str(path), run_folder(path), lambda: config.model in models.names())
+    loss = getattr(config, "loss", SOFTMAX)  # a language model has none to choose
+    plugins.restore(config.plugin, str(path), run_folder(path), lambda: config.model in models.names() and (
+        loss in LOSSES or plugins.find("loss", loss) is not None))
     return config
 
 

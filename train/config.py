@@ -22,7 +22,7 @@ from train import models
 from train.errors import TrainError
 from train.options import language_model
 from train.options.limits import check_limits, shown
-from train.options.optimizer import REFERENCE_BATCH, SCHEDULES
+from train.options.optimizer import BCE, LOSSES, REFERENCE_BATCH, SCHEDULES, SOFTMAX
 from train.options.run import FINE_TUNING_PRESET, BeginningOptions
 from train.options.training import LIMITS, TrainingOptions
 
@@ -217,8 +217,8 @@ _ONLY_WITH = {
     **dict.fromkeys(("decay_epochs", "decay_factor"), ("schedule", ("step",))),
     "decay_power": ("schedule", ("polynomial",)),
     **{name: ("auto_augment", policies) for name, policies in OF_POLICIES.items()},
-    "bce_threshold": ("loss", ("bce",)),
-    "class_weights": ("loss", ("softmax",)),
+    "bce_threshold": ("loss", (BCE,)),
+    "class_weights": ("loss", (SOFTMAX,)),
     "final_learning_rate": ("schedule", ("cosine", "polynomial")),
     **_constants_of_optimizers(),
 }
@@ -256,11 +256,18 @@ def check(config: Config) -> None:
 
 
 def check_plugged(config: Config) -> None:
-    """Raise UserError for a schedule or an augmentation that neither this program nor a loaded plug-in has; for runs
-    that train."""
+    """Raise UserError for a loss, a schedule or an augmentation that neither this program nor a loaded plug-in has; for
+    runs that train."""
+    check_loss(config.loss)
     check_schedule(config.schedule)
     for name in config.augment:
         plugins.get("augmentation", name)
+
+
+def check_loss(name: str) -> None:
+    """Raise UserError if there is no loss of this name."""
+    if name not in LOSSES:
+        plugins.get("loss", name, LOSSES)
 
 
 def check_schedule(name: str) -> None:

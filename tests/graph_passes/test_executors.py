@@ -97,12 +97,14 @@ def canonical_grads(executor):
 
 
 def assert_close(results, expected, tolerance):
-    """Relative to each tensor's largest element, or to a hundredth of the largest of all tensors if that is more (a
-    bias before a BatchNorm has the gradient 0 plus rounding)."""
+    """Relative to each tensor's largest element, or to a hundredth of the largest of all if that is larger. The
+    gradient of a bias before a BatchNorm is 0, as a sum of terms as large as those of the weight's gradient: it is
+    compared relative to that."""
     floor = 1e-2 * max(np.abs(array).max() for array in expected.values())
     for name, array in expected.items():
-        scale = max(np.abs(array).max(), floor)
-        np.testing.assert_allclose(results[name], array, rtol=0, atol=tolerance * scale, err_msg=name)
+        of = expected["stem_weight"] if name == "stem_bias" else array
+        np.testing.assert_allclose(results[name], array, rtol=0, atol=tolerance * max(np.abs(of).max(), floor),
+                                   err_msg=name)
 
 
 def test_mxnet_equals_the_reference(problem):

@@ -474,8 +474,8 @@ def test_images_of_one_pixel_s_height_and_grey_ones(tmp_path):
 
 
 def test_operations_follow_the_flip(numbered):
-    """Images that timm's RandAugment leaves alone equal those without it, flipped or not, although another operator
-    flips them."""
+    """Images that timm's RandAugment leaves unchanged equal those of a run without it, flipped or not, although the two
+    runs flip by different operators."""
     plain = epoch_of(open_loader(config(numbered, seed=3)))
     policy = epoch_of(open_loader(config(numbered, seed=3, transform=ImageTransform(auto_augment="randaugment-timm"))))
     alike = np.concatenate([np.abs(pixels - wanted).max((1, 2, 3)) * np.max(STD) < 1.01
@@ -599,7 +599,7 @@ def test_files_keep_their_order_and_mistakes_are_named(folder, tmp_path):
             ("randaugment_magnitude", -1.0, "randaugment_magnitude is -1; it must be from 0 to 30"),
         )),
         ({"transform": ImageTransform(auto_augment="randaugment-timm", randaugment_magnitude=11.0)},
-         "--randaugment-magnitude 11 is out of 30, and --auto-augment randaugment-timm takes it out of 10"),
+         "--randaugment-magnitude 11 is too large for --auto-augment randaugment-timm"),
         ({"transform": ImageTransform(auto_augment="autoaugment"), "image_size": 2},
          "image_size is 2, and autoaugment needs at least 3 pixels"),
         ({"num_threads": -1}, "num_threads is -1"),

@@ -251,7 +251,7 @@ def test_make_samples(tmp_path, capsys):
         (["make-records", "{tmp}", "{tmp}/out", "--quality", "0"], "quality is 0"),
         (["make-records", "{tmp}", "{tmp}/out", "--seed", "-1"], "seed is -1"),
         (["make-records", "{tmp}", "{tmp}/out", "--labels", "a"], "--labels a is for ILSVRC2012_img_val.tar alone"),
-        (["make-records", "{tmp}", "{tmp}/out", "--classes", "a"], "--classes a is for ILSVRC2012's tar files"),
+        (["make-records", "{tmp}", "{tmp}/out", "--classes", "a"], "--classes a is only for ILSVRC2012's tar files"),
         (["make-samples", "{tmp}", "--num-train", "0"], "0 training"),
         (["make-samples", "{tmp}/new", "--seed", "-1"], "seed is -1"),
         (["make-samples", "{tmp}/text.tar"], "holds something other"),

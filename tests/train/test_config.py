@@ -174,7 +174,7 @@ MISTAKES = {
     "--loss bce --bce-threshold 1": "--bce-threshold 1.0 must be at least 0 and below 1",
     "--loss bce --bce-threshold 0.95 --label-smoothing 0.1":
         "--bce-threshold 0.95 is not below 0.9, the largest target with --label-smoothing 0.1: no target would become",
-    "--loss bc": "--loss bc is not one of softmax, bce",
+    "--loss bc": "there is no loss 'bc'; did you mean bce?",
     "--auto-augment augmix": "--auto-augment augmix is not one of none, trivialaugment, randaugment, randaugment-timm,",
     "--randaugment-operations 3": "--randaugment-operations is for --auto-augment randaugment or randaugment-timm, and",
     "--auto-augment randaugment --randaugment-operations 5": "--randaugment-operations 5 must be from 1 to 4",
@@ -182,7 +182,7 @@ MISTAKES = {
     "--auto-augment randaugment --randaugment-magnitude-std 1":
         "--randaugment-magnitude-std is for --auto-augment randaugment-timm, and this run has randaugment",
     "--auto-augment randaugment-timm --randaugment-magnitude 11":
-        "--randaugment-magnitude 11 is out of 30, and --auto-augment randaugment-timm takes it out of 10",
+        "--randaugment-magnitude 11 is too large for --auto-augment randaugment-timm",
     "--hue 0.6": "--hue 0.6 must be from 0 to 0.5, half of the colour circle",
     "--random-erasing 2": "--random-erasing 2.0 must be a probability from 0 to 1",
     "--train-interpolation nearest": "--train-interpolation nearest is not one of same, bilinear, bicubic, random",

@@ -141,7 +141,7 @@ def four_classes(tmp_path_factory):
 
 @pytest.mark.parametrize("options", [(), ("--ema-decay", "0.9"), ("--batch-size", "4", "--accumulate", "2")])
 def test_few_steps_are_validated_as_they_are_trained(four_classes, tmp_path, run_train, options):
-    """Twelve steps, after which r still contains 28 % of 1 although batches have variances of 0.01."""
+    """After twelve steps the running variance still holds 28 % of its initial 1, and the batches' are about 0.01."""
     run = tmp_path / "run"
     code, out, err = run_train("--data", four_classes, "--model", "resnet18", "--image-size", 32, "--batch-size", 8,
                                "--epochs", 2, "--device", "cpu", "--num-threads", 1, "--no-tensorboard", "--output",

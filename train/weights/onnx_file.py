@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 
 from graph_passes.passes.fold_bn import foldings
-from train import models
+from train import losses, models
 from train.checkpoint import Checkpoint
 from train.content import content_of_file
 from train.errors import TrainError
+from train.options.optimizer import LOSSES
 from train.weights import record
 from train.weights.record import Record
 
@@ -36,8 +37,8 @@ def metadata(trained: Checkpoint) -> dict[str, str]:
     graph = models.create(trained.config.model, trained.num_classes).graph
     norms = {folding.norm.name: [_text(trained.params[ref.node]) for ref in folding.norm.inputs[1:3]]
              for folding in foldings(graph)}
-    return {"model": trained.config.model, "loss": trained.config.loss, "batch_norms": json.dumps(norms),
-            "class_keys": json.dumps([key for key, _ in trained.classes])}
+    return {"model": trained.config.model, "loss": losses.answer_of(trained.config.loss),
+            "batch_norms": json.dumps(norms), "class_keys": json.dumps([key for key, _ in trained.classes])}
 
 
 def read(path: Path) -> tuple[Arrays, Record]:
@@ -92,7 +93,7 @@ def _record(path: Path, about: Mapping[str, str]) -> Record:
     return Record(file=path, size=size, crop=crop, mean=mean, std=std,
                   interpolation=record.known("interpolation", about.get("interpolation"), record.INTERPOLATIONS),
                   classes=record.classes("class_keys", keys, names),
-                  loss=record.known("loss", about.get("loss", "softmax"), record.LOSSES))
+                  loss=record.known("loss", about.get("loss", "softmax"), LOSSES))
 
 
 def _value(about: Mapping[str, str], name: str) -> Any:

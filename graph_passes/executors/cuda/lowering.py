@@ -8,12 +8,16 @@ Each function takes a `Builder` and a node. It is in the file of the kernel that
 
 from __future__ import annotations
 
+import ctypes
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from graph_passes.executors.cuda.builder import Builder, Persistent, no_lowering, require
 from graph_passes.executors.cuda.capacity import check_sizes
+from graph_passes.executors.cuda.kernel_library import instance, threads
 from graph_passes.executors.cuda.kernels import LAUNCHES
+from graph_passes.executors.cuda.operands import In, Out
 from graph_passes.executors.cuda.parameters import Store
 from graph_passes.executors.cuda.program import Buffer, Program
 from graph_passes.executors.cuda.toolchain import Toolchain
@@ -61,6 +65,8 @@ def lower(graph: Graph, shapes: Mapping[Ref, Shape], store: Store, persistent: P
     builder = Builder(shapes, tensor_dtypes(graph), bound_buffers(graph, store, persistent), store.dtype, persistent,
                       tools)
     lower_nodes(builder, graph)
+    if "output_names" not in graph.attrs and graph[graph.outputs[0].node].op not in LOSSES:
+        hand_out(builder, graph[graph.outputs[0].node])
     program = builder.program
     program.plan_memory()
     ready = {name: number for number, launch in enumerate(program.launches, start=1)
@@ -76,6 +82,15 @@ def lower_nodes(builder: Builder, nodes: Graph | list[Node]) -> None:
         if node.op not in LAUNCHES:
             raise no_lowering(node)
         LAUNCHES[node.op](builder, node)
+
+
+def hand_out(builder: Builder, node: Node) -> None:
+    """Copy what a graph of inference ends in to where probabilities are otherwise, as float32."""
+    x, y = builder.buffers[Ref(node.name)], builder.persistent.probabilities
+    require(math.prod(x.shape) == math.prod(y.shape), node, "is padded on a GPU: end at another tensor")
+    elements = math.prod(y.shape)
+    builder.launch(node, "elementwise.cu", instance("convert_input", x.dtype, y.dtype), *threads(elements), In(x),
+                   Out(y), ctypes.c_int64(elements), ctypes.c_int(1), ctypes.c_int(1))
 
 
 def bound_buffers(graph: Graph, store: Store, persistent: Persistent) -> dict[Ref, Buffer]:

@@ -18,6 +18,7 @@ import test_sanitizer
 from step_networks import NEWEST, OWN_FORMS, bottlenecks, flattened, random_network
 from test_compile import kernels as all_kernels
 from test_compile import serves
+from test_formula import focal, json_of
 
 from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError, Ref, passes, pipeline, roles
@@ -151,7 +152,8 @@ def lower_graph(graph: Graph, shapes: dict[str, tuple[int, ...]], training: bool
     persistent = Persistent(
         kept("data", (batch, height, width, padded_channels(channels)), dtype), kept("label", (batch,), "float32"),
         kept("own_share", (1,), "float32"), kept("seed", (2,), "uint32"),
-        kept("probabilities", (batch, 1000), "float32"), kept("metrics", (32,), "uint8"),
+        kept("probabilities", (batch, math.prod(inferred[graph.outputs[0]][1:])), "float32"),
+        kept("metrics", (32,), "uint8"),
         kept("num_valid", (1,), "int32"), kept("loss_scale", (1,), "float32"), kept("tickets", (64,), "int32"),
         kept("class_weights", (1000,), "float32") if graph[graph.outputs[0].node].get("class_weights", ()) else None)
     price = Prices(shapes, store, persistent, tools)
@@ -259,16 +261,17 @@ def test_launches_of_the_losses(training: bool) -> None:
     shapes = {"data": (4, 64, 64, 3), "softmax_label": (4,)}
     kernels = {}
     for name, graph in (("softmax", plain), ("sigmoid", passes.binary_cross_entropy(plain, 0.2)),
-                        ("weighted", passes.weigh_classes(plain, [0.5, 1.5] * 500))):
+                        ("weighted", passes.weigh_classes(plain, [0.5, 1.5] * 500)),
+                        ("focal", passes.custom_loss(plain, json_of(focal)))):
         lowering, _ = lower_graph(graph, shapes, training)
         loss, count_hits = (launch for launch in lowering.program.launches if launch.node == "softmax")
         assert count_hits.operation == "add_metrics"
         kernels[name] = loss.operation, [buffer.name for buffer in loss.reads]
         check_memory(lowering.program)
     assert [operation for operation, _ in kernels.values()] == [
-        "softmax_cross_entropy", "sigmoid_cross_entropy", "softmax_cross_entropy"]
+        "softmax_cross_entropy", "sigmoid_cross_entropy", "softmax_cross_entropy", "custom_loss"]
     assert {name: "class_weights" in reads for name, (_, reads) in kernels.items()} == {
-        "softmax": False, "sigmoid": False, "weighted": training}
+        "softmax": False, "sigmoid": False, "weighted": training, "focal": False}
     assert all(("own_share" in reads) == training for _, reads in kernels.values())
 
 
@@ -281,6 +284,22 @@ def test_launches_of_folded_inference() -> None:
     assert sorted(set(operations) - {"fprop_bias", "fprop_bias_relu", "fprop_bias_add_relu"}) == [
         "add_metrics", "fprop", "global_average_pool", "max_pool", "softmax_cross_entropy"]
     assert not store.statistics.slices
+    check_memory(lowering.program)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_inference_that_ends_at_the_features(dtype: str) -> None:
+    """What the classifier reads is handed out in float32 in place of probabilities; no classifier, no softmax."""
+    graph = Graph.from_json(resnet(18, 1000).tojson())
+    features = Graph(graph, roles.classifier(graph).inputs[:1], graph.attrs)
+    lowering, store = lower_graph(passes.fold_bn(pipeline.run(pipeline.FUSED, features)), {"data": (4, 64, 64, 3)},
+                                  training=False, dtype=dtype)
+    *_, pool, hand_out = lowering.program.launches
+    assert (pool.operation, hand_out.operation) == ("global_average_pool", "convert_input")
+    assert hand_out.reads == pool.writes and [each.dtype for each in hand_out.reads] == [dtype]
+    (answer,) = hand_out.writes
+    assert (answer.name, answer.shape, answer.dtype) == ("probabilities", (4, 512), "float32")
+    assert not any(name.startswith("classifier") for name in store.parameters)
     check_memory(lowering.program)
 
 
@@ -411,8 +430,8 @@ def test_inference_takes_over_every_parameter() -> None:
 @pytest.mark.parametrize("name", ["resnet50", "resnet50d", "resnet50_v2"])
 @pytest.mark.parametrize("prefix", ["stem", "stage2", "backbone"])
 def test_a_frozen_network(name: str, prefix: str) -> None:
-    """Frozen convolutions are those of inference, with their own weights if a BatchNorm is folded into them. Frozen
-    parameters have no gradient and no optimizer state."""
+    """Frozen convolutions run as in inference: one into which a BatchNorm is folded reads a folded copy of its weights.
+    Frozen parameters have no gradient and no optimizer state."""
     whole = models.create(name).graph
     shapes: dict[str, tuple[int, ...]] = {"data": (4, 64, 64, 3), "softmax_label": (4,)}
     graph = pipeline.run(pipeline.FUSED, passes.freeze(whole, prefix))

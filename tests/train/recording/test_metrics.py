@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import itertools
 import json
@@ -20,6 +21,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from common import plugins
 from graph_passes.executors import Metrics
 from train.errors import TrainError
 from train.processes.signals import StoppedBySignal
@@ -834,3 +836,9 @@ def test_the_best_epoch_is_that_of_the_kept_weights() -> None:
     record.epochs = rows[:2]  # resumed before that epoch
     assert record.best is rows[1]
     assert RunRecord({}, "", 1).best is None
+
+
+def test_plugins_metrics_take_no_name_of_an_epochs_columns() -> None:
+    import train.plugins  # noqa: F401  # reserves them
+
+    assert {field.name for field in dataclasses.fields(EpochRow)} <= plugins._reserved["metric"]
