@@ -51,7 +51,9 @@ for place, (library, name) in enumerate(each.split(":") for each in sys.argv[3:]
             state[key] *= 10 / (logits.max() - logits.min())
         network.load_state_dict(state, strict=True)
         torch.save(state, f"{folder}/{place}.pth")
-        np.save(f"{folder}/{place}.npy", network(torch.from_numpy(images)).numpy())
+        logits = network(torch.from_numpy(images)).numpy()
+        exact = network.double()(torch.from_numpy(images).double()).numpy()
+    np.savez(f"{folder}/{place}.npz", exact=exact, error=np.abs(logits - exact).max())
 """
 
 ONLY_TIMM = ("resnet_d", "se_resnet")  # families whose names are torchvision's or timm's, but only timm has them
@@ -74,7 +76,8 @@ def _library(family: str, published: Published) -> str:
 @pytest.mark.long(but=QUICK)
 @pytest.mark.parametrize("case", cases())
 def test_weights_and_logits(case: str, tmp_path: Path, rng: np.random.Generator) -> None:
-    """Logits in fp32 differ by rounding: 1e-4 of their range is ten times what 150 layers of it make."""
+    """Logits in fp32 are as near to PyTorch's in float64 as its own in fp32: within ten times their error, or 1e-5 of
+    their range."""
     name, library = case.split(":")
     published = next(each for each in models.published(name) if each.library in (TORCH, library))
     there = published.model or name
@@ -89,12 +92,13 @@ def test_weights_and_logits(case: str, tmp_path: Path, rng: np.random.Generator)
     shapes = {"data": data.shape, "softmax_label": data.shape[:1]}
     executor = create_executor("mxnet", models.create(name).graph, shapes)
     executor.set_params(trained.params, trained.aux)
-    found, wanted = np.log(executor.forward(mx.nd.array(data)).asnumpy()), np.load(tmp_path / "0.npy")
+    found = np.log(executor.forward(mx.nd.array(data)).asnumpy().astype(np.float64))
     executor.close()
+    with np.load(tmp_path / "0.npz") as peer:
+        wanted, error = peer["exact"], float(peer["error"])
     difference = np.abs((found - found.mean(axis=1, keepdims=True)) - (wanted - wanted.mean(axis=1, keepdims=True)))
-    difference = float(difference.max() / np.ptp(wanted))
-    print(f"{case}: {difference:.1e} of the range")
-    assert 9 < np.ptp(wanted) < 11 and difference < 1e-4
+    print(f"{case}: {difference.max() / np.ptp(wanted):.1e} of the range, PyTorch {error / np.ptp(wanted):.1e}")
+    assert 9 < np.ptp(wanted) < 11 and difference.max() < max(10 * error, 1e-5 * np.ptp(wanted))
 
     ours, theirs = publish.state_dict(trained, published), torch_file.read(file)
     assert ours.keys() == theirs.keys()
