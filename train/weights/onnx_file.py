@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import reprlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -61,8 +62,12 @@ def read(path: Path) -> tuple[Arrays, Record]:
                              "run folder or checkpoint that it was made from, or an export without --int8")
         if any(tensor.data_location == onnx.TensorProto.EXTERNAL for tensor in model.graph.initializer):
             raise ValueError("its weights are in a separate file")
-        arrays = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+        arrays = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in model.graph.initializer
+                  if not _CONSTANT.search(tensor.name)}
         return _unfold(arrays, about), _record(path, about)
+
+
+_CONSTANT = re.compile(r"_constant\d+$")  # numbers of an operator, such as ReLU6's 6: `onnx_writer.to_onnx` names them
 
 
 def _unfold(arrays: Arrays, about: Mapping[str, str]) -> Arrays:
@@ -90,7 +95,7 @@ def _record(path: Path, about: Mapping[str, str]) -> Record:
     crop = record.part("center_crop / resize_shorter", size / shorter)
     mean, std = (record.of_pixels(name, _value(about, name)) for name in ("mean", "std"))
     keys, names = (_value(about, name) for name in ("class_keys", "class_names"))
-    return Record(file=path, size=size, crop=crop, mean=mean, std=std,
+    return Record(file=path, architecture=about["model"], size=size, crop=crop, mean=mean, std=std,
                   interpolation=record.known("interpolation", about.get("interpolation"), record.INTERPOLATIONS),
                   classes=record.classes("class_keys", keys, names),
                   loss=record.known("loss", about.get("loss", "softmax"), LOSSES))
