@@ -72,5 +72,7 @@ def test_all_photographs(file, real_data, tmp_path):
                  str(tmp_path / "out.safetensors")]) == 0
     found = [rm.load(place).validate(real_data / "imagenet_sample")
              for place in (file, tmp_path / "out.onnx", tmp_path / "out.safetensors")]
-    assert found[0] == found[1] == found[2] and found[0].num_images == count
-    assert abs(found[0].top1 * count - top1) <= PIXELS and abs(found[0].top5 * count - top5) <= PIXELS
+    assert found[0] == found[2] and found[0].num_images == count
+    assert found[1].loss == pytest.approx(found[0].loss, rel=1e-5)  # BatchNorms were folded, in fp32
+    for each in found:
+        assert abs(each.top1 * count - top1) <= PIXELS and abs(each.top5 * count - top5) <= PIXELS
