@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,11 @@ TORCH, TORCHVISION, TIMM, GLUON = "torchvision or timm", "torchvision", "timm", 
 
 # End of our name -> the array's name within a layer of the other library.
 _TORCH_ENDS = {"weight": "weight", "bias": "bias", "gamma": "weight", "beta": "bias", "moving_mean": "running_mean",
-               "moving_var": "running_var"}
+               "moving_var": "running_var", "running_mean": "running_mean", "running_var": "running_var"}
 _GLUON_ENDS = {"weight": "weight", "bias": "bias", "gamma": "gamma", "beta": "beta", "moving_mean": "running_mean",
-               "moving_var": "running_var"}
+               "moving_var": "running_var", "running_mean": "running_mean", "running_var": "running_var"}
 _OUR_END = re.compile(f"_({'|'.join(_TORCH_ENDS)})$")
-# our kinds of layers -> Gluon's, in numbered names such as conv0
+# our kinds of layers -> Gluon's, where they differ, in numbered names such as conv0
 _KINDS = {"conv": "conv", "bn": "batchnorm", "classifier": "dense"}
 
 
@@ -29,8 +30,7 @@ class Published:
     """A network in another library: the names of its layers, and how its images are prepared.
 
     `layers` maps our layer names to the library's, in the order in which the library creates them; an array that has
-    its own name there stands by its whole name. `refused`: why such a network computes something else than ours
-    although all its arrays fit; "" if it does not. `norm_of_images`: the library's layer, if any, that normalises the
+    its own name there stands by its whole name. `norm_of_images`: the library's layer, if any, that normalises the
     images once more before the first convolution. `model`: the library's name of the network, if it is not ours.
     `images`: settings of `weights.record.Record` for files without a record, where they are not torchvision's first
     recipe. `num_axes`: our arrays with another number of axes there, which are of size 1: a 1x1 convolution may be a
@@ -39,7 +39,6 @@ class Published:
 
     library: str  # TORCH, TORCHVISION, TIMM, GLUON, or another program
     layers: Mapping[str, str]
-    refused: str = ""
     norm_of_images: str = ""
     model: str = ""
     images: Mapping[str, Any] = field(default_factory=dict)
@@ -80,6 +79,11 @@ class Published:
         # the copy has no negative strides, as a view of a 1x1 kernel has, which counts as contiguous all the same
         return weight[:, ::-1, ::-1].copy() if self.is_reversed else weight
 
+    @cached_property
+    def all_layers(self) -> frozenset[str]:
+        """The names of the network's layers, ours and the library's."""
+        return frozenset((*self.layers, *self.layers.values(), *(self.counted() if self.library == GLUON else ())))
+
     def counted(self) -> dict[str, str]:
         """Gluon's alternative layer names, numbered by kind within a stage: stage1_conv0."""
         layers = {"images_bn": self.norm_of_images, **self.layers} if self.norm_of_images else self.layers
@@ -87,7 +91,8 @@ class Published:
         names = {}
         for ours, theirs in layers.items():
             stage = re.match(r"stage\d+_", ours)
-            kind = (stage[0] if stage else "") + _KINDS[re.sub(r"\d+$", "", ours.rpartition("_")[2])]
+            own_kind = re.sub(r"\d+$", "", ours.rpartition("_")[2])
+            kind = (stage[0] if stage else "") + _KINDS.get(own_kind, own_kind)
             names[f"{kind}{counts[kind]}"] = theirs
             counts[kind] += 1
         return names

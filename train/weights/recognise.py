@@ -7,6 +7,7 @@ extra arrays may be present: counters, biases before a BatchNorm, and Gluon's Ba
 
 from __future__ import annotations
 
+import bisect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,21 +16,22 @@ from pathlib import Path
 
 import numpy as np
 
-from graph_passes import Graph, roles
+from graph_passes import Graph, GraphError, roles
 from graph_passes.passes.fold_bn import foldings
 from train import models
 from train.errors import TrainError
 from train.models.blocks import BATCH_NORM_EPS
 from train.models.libraries import GLUON, TORCHVISION, Published
-from train.models.network import Network, value_shapes
+from train.models.network import Network
+from train.options.data import MIN_IMAGE_SIZE
 from train.weights.record import Record
 
 COUNTER = "num_batches_tracked"  # a counter in each BatchNorm of PyTorch, which has no effect
 _STATISTICS = ("running_mean", "running_var")
 # Gluon's numbered layer names, with an optional network prefix: resnetv10_stage1_conv0_weight.
 _COUNTED = re.compile(r"(?:resnetv\d+_)?((?:stage\d+_)?(?:conv|batchnorm|dense)\d+)_(\w+)")
-_OUR_LAYER = re.compile(r"(.+)_(?:weight|bias|gamma|beta|moving_mean|moving_var)")
 
+SIZES = range(MIN_IMAGE_SIZE, 1025)  # height and width of images, in pixels, that a file's arrays may be for
 Arrays = dict[str, np.ndarray]
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -55,7 +57,8 @@ class Found:
         return f"{self.library}'s {self.model}" if self.library == GLUON else self.model
 
 
-def recognise(path: Path, arrays: Mapping[str, np.ndarray], record: Record, wanted: str = "") -> Found:
+def recognise(path: Path, arrays: Mapping[str, np.ndarray], record: Record, wanted: str = "", first: str = ""
+              ) -> Found:
     """Find the network that a file's arrays belong to, and convert the arrays.
 
     Args:
@@ -63,12 +66,17 @@ def recognise(path: Path, arrays: Mapping[str, np.ndarray], record: Record, want
         arrays: by the names of any library.
         record: how images are prepared.
         wanted: the required model; "": any.
+        first: the model to try first, if there is one of that name.
 
     Raises:
         TrainError: the arrays belong to no network of this program, to another one than `wanted`, or to one that would
             compute something else; or they have values that are not finite.
     """
-    candidates = list(_candidates(arrays))
+    candidates = []
+    for candidate in _candidates(first, arrays):
+        if first in candidate.model_names and candidate.match(named := candidate.structural(arrays)) == 1:
+            return candidate.take(path, named, record, wanted)
+        candidates.append(candidate)
     shared = [candidate.shared_names(arrays) for candidate in candidates]
     alike = [candidate for candidate, share in zip(candidates, shared, strict=True) if share == max(shared)]
     matches = [candidate.match(candidate.structural(arrays)) for candidate in alike]
@@ -94,28 +102,48 @@ def _chosen(path: Path, fitting: Sequence[_Candidate], name: str) -> _Candidate:
     return (called or fitting)[0]
 
 
-def _candidates(arrays: Mapping[str, np.ndarray]) -> Iterator[_Candidate]:
-    """The networks whose layers have the most names in common with those of the arrays, in all their forms. Only they
-    are made, because making all takes long."""
-    forms = {model: models.published(model) for model in models.names()}
-    shares = {model: max(_shared_layers(each, arrays) for each in found) for model, found in forms.items() if found}
-    for model, found in forms.items():
-        if not found or shares[model] == max(shares.values()):  # of a plug-in's network no names are known yet
-            network = models.create(model)
-            shapes, aux_shapes = value_shapes(network.symbol)
-            for published, is_oihw in ((None, False), (None, True), *((each, True) for each in found)):
-                yield _Candidate(network, published, is_oihw, shapes, aux_shapes)
+def _candidates(first: str, arrays: Mapping[str, np.ndarray]) -> Iterator[_Candidate]:
+    """The networks whose layers have the most names in common with the file's, in all their forms; those of the network
+    `first` first. Only they are made, because making all takes long."""
+    layers = _possible_layers(arrays)
+    shares = {model: max((len(layers & each.all_layers) / len(layers | each.all_layers)
+                          for each in models.published(model)), default=1.0)  # a plug-in's layers are not known yet
+              for model in models.names()}
+    most = max(share for model, share in shares.items() if models.published(model))
+    for model in sorted((model for model, share in shares.items() if share >= most), key=lambda name: name != first):
+        network = models.create(model)
+        if not models.image_size(model) and network.has_one_size:
+            network = replace(network, image_size=_size_of_images(network, arrays))
+        shapes, aux_shapes = network.shapes()
+        own = ((None, is_oihw) for is_oihw in sorted((False, True), reverse=models.is_channels_first(model)))
+        for published, is_oihw in (*own, *((found, True) for found in models.published(model))):
+            yield _Candidate(network, published, is_oihw, shapes, aux_shapes)
 
 
-def _shared_layers(published: Published, arrays: Mapping[str, np.ndarray]) -> float:
-    """The share of all names of layers that a network and the arrays have in common, by the library's names or ours."""
-    layers = set(published.layers.values())
-    forms = [(layers, {name if name in layers else name.rpartition(".")[0] for name in arrays}),
-             (set(published.layers), {found[1] for name in arrays if (found := _OUR_LAYER.fullmatch(name))})]
-    if published.library == GLUON:
-        counted = {found[1] for name in arrays if (found := _COUNTED.fullmatch(name))}
-        forms.append((set(published.counted()), counted))
-    return max(len(here & there) / len(here | there) for here, there in forms)
+def _possible_layers(arrays: Mapping[str, np.ndarray]) -> set[str]:
+    """The layers that a file's arrays may belong to: conv0 and vgg0_conv0 for vgg0_conv0_weight."""
+    found = set(arrays)  # an array may stand by itself, such as a layer scale
+    for name in arrays:
+        layer = re.sub(r"[._](?:running_|moving_)?[a-z]+$", "", name)
+        words = layer.split("_")
+        found.update("_".join(words[start:]) for start in range(len(words)))
+    return found
+
+
+def _size_of_images(network: Network, arrays: Mapping[str, np.ndarray]) -> int:
+    """The height and width of images, in pixels, for which the first fully connected layer that reads all pixels has as
+    many weights as in the file."""
+    def weights(size: int) -> int:
+        try:
+            return replace(network, image_size=size).shapes()[0][name][-1]
+        except GraphError:  # too small for the layers before it
+            return 0
+
+    shapes, larger = (replace(network, image_size=network.image_size + more).shapes()[0] for more in (0, 64))
+    name = next(name for name in shapes if shapes[name] != larger[name])
+    if name not in arrays:
+        return network.image_size
+    return SIZES[min(bisect.bisect_left(SIZES, arrays[name].shape[-1], key=weights), len(SIZES) - 1)]
 
 
 @dataclass(frozen=True)
@@ -177,17 +205,29 @@ class _Candidate:
         running mean."""
         if not self.published:
             return {}
-        return {f"{self.published.layers[conv.name]}.bias": norm.inputs[3].node
-                for norm, conv, _ in foldings(self.graph)}
+        weights = {conv.inputs[1].node: norm for norm, conv, _ in foldings(self.graph) if len(conv.inputs) == 2}
+        return {self.name(weight).removesuffix("weight") + "bias": norm.inputs[3].node
+                for weight, norm in weights.items()}
 
     def structural(self, arrays: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        """The arrays under Gluon's structural names, if they have its numbered layer names."""
-        if not self.published or self.published.library != GLUON:
+        """The arrays under Gluon's structural names, if they have its numbered layer names; under our names without
+        the prefix that all of them have there, such as vgg0_."""
+        if not self.published:
+            prefix = self._prefix(arrays)
+            return {name.removeprefix(prefix): array for name, array in arrays.items()}
+        if self.published.library != GLUON:
             return arrays
         counted = {name: _COUNTED.fullmatch(name) for name in arrays}
         layers = self.published.counted()
         return {f"{layers[found[1]]}.{found[2]}" if found and found[1] in layers else name: arrays[name]
                 for name, found in counted.items()}
+
+    def _prefix(self, arrays: Mapping[str, np.ndarray]) -> str:
+        """The beginning that all names of the file have and ours have not."""
+        first, last = min(arrays), max(arrays)  # what these two begin with alike, all between them do
+        alike = next((place for place, (one, other) in enumerate(zip(first, last, strict=False)) if one != other), 0)
+        prefixes = ["", *(first[: place + 1] for place in range(alike) if first[place] == "_")]
+        return max(prefixes, key=lambda prefix: sum(name.removeprefix(prefix) in self.wanted for name in arrays))
 
     def shared_names(self, arrays: Mapping[str, np.ndarray]) -> float:
         """The share of all names that the file and the candidate have in common."""
@@ -243,15 +283,13 @@ class _Candidate:
     def take(self, path: Path, arrays: Mapping[str, np.ndarray], record: Record, wanted: str) -> Found:
         """Convert the arrays to our form. Raises TrainError if that is impossible."""
         library = self.published.library if self.published else ""
-        if self.published and self.published.refused:
-            raise TrainError(f"{path} is {library}'s {self.model}, which would compute something else here: "
-                             f"{self.published.refused}; give weights of torchvision, timm or this program")
         for model, whose in ((wanted, "this run has --model"), (record.architecture, f"{record.file} says")):
             if model and model not in self.model_names:
                 raise TrainError(f"{path} holds a {self.model}, but {whose} {model}: give weights of a {model}, or "
                                  f"correct the name to {self.model}")
-        if self.published and not record.file:
-            record = replace(record, **self.published.images)
+        if not record.file:
+            preparation = self.published.images if self.published else {}
+            record = replace(record, **{"size": self.network.image_size, **preparation})
         for name, array in arrays.items():
             _check(path, name, array)
         params, aux = ({ours: self._canonical(arrays[self.name(ours)], shape)
