@@ -209,7 +209,7 @@ def restore(records: Sequence[str], place: str, run_folder: str = "",
             _load(record, content, execute, is_named=False)
             is_copy = found != _parts(record)[0]
             _tell(f"plug-in {found}, as {place} records it"
-                  + f" ({_parts(record)[0]} has gone or changed; --plugin takes another one)" * is_copy)
+                  + f" ({_parts(record)[0]} is missing or has changed; --plugin replaces it)" * is_copy)
 
 
 def together(recorded: Sequence[str], given: Sequence[str]) -> tuple[str, ...]:
@@ -290,14 +290,15 @@ def _recorded(record: str, place: str, run_folder: str) -> tuple[str, bytes, Cal
         found, content, execute = _found(candidate)
         if _parts(found)[1] == _parts(record)[1]:
             if not _is_known(found):
-                raise UserError(f"{place} needs the plug-in {candidate}, which nobody has named on this account yet: "
-                                f"read it, since it can do whatever you can, and give --plugin {candidate} ({WALKS})")
+                raise UserError(f"{place} needs the plug-in {candidate}, which has not been used on this account yet: "
+                                f"read it first, since it runs with all your rights, then give --plugin {candidate} "
+                                f"({WALKS})")
             return candidate, content, execute
     if is_there:
         raise UserError(f"the plug-in {file} has changed since {place} recorded it ({brief(record)}): give --plugin "
                         f"{file} to use it as it is now")
-    raise UserError(f"{place} needs the plug-in {file}, which is not there: give --plugin with the place that it has "
-                    f"now, or install its package ({WALKS})")
+    raise UserError(f"{place} needs the plug-in {file}, which is not there: give its new path with --plugin, or "
+                    f"install its package ({WALKS})")
 
 
 def _is_known(record: str) -> bool:
@@ -327,8 +328,8 @@ def _load(record: str, content: bytes, execute: Callable[[], None], is_named: bo
     try:
         execute()
         if not any(each.record == record for each in _registered.values()):
-            raise UserError(f"the plug-in {_parts(record)[0]} registers nothing: put a decorator before what it adds, "
-                            f"such as @model ({WALKS})")
+            raise UserError(f"the plug-in {_parts(record)[0]} registers nothing: put a decorator such as @model before "
+                            f"each thing that it adds ({WALKS})")
     except BaseException:
         _registered.clear()
         _registered.update(before)

@@ -73,7 +73,7 @@ WRONG = {
     "from train.plugins import model\n@model('my net')\ndef a(num_classes): pass":
         "{file}:2: 'my net' is no name for a model",
     "from train.plugins import callback\n@callback\ndef at_end(): pass":
-        "{file}:2: the callback at_end has at_end, which is never called: there are on_run_start, on_epoch_end",
+        "{file}:2: the callback at_end has at_end, which is never called: the hooks are on_run_start, on_epoch_end",
     "from train.plugins import callback\n@callback\nclass C:\n  def on_epoch(self): pass":
         "{file}:2: the callback C has on_epoch, which is never called",
     "from train.plugins import callback\n@callback\nclass C: pass": "{file}:2: the callback C has none of the methods",
@@ -191,8 +191,8 @@ def test_what_nobody_has_named_is_not_executed(
     if not is_there:
         file.unlink()
     found = file if is_there else copy
-    way_out = (f"the run needs the plug-in {found}, which nobody has named on this account yet: read it, since it can "
-               f"do whatever you can, and give --plugin {found}")
+    way_out = (f"the run needs the plug-in {found}, which has not been used on this account yet: read it first, since "
+               f"it runs with all your rights, then give --plugin {found}")
     with pytest.raises(UserError, match=re.escape(way_out)):
         restore(record, copy)
     assert not list(tmp_path.rglob("*.executed"))

@@ -70,8 +70,8 @@ def _run(arguments: Sequence[str]) -> int:
             print(STOPPED_EARLY, file=sys.stderr, flush=True)
         raise
     except MemoryError as error:
-        raise ProgramError(f"the machine's memory does not hold this ({error or 'MemoryError'}): lower --batch-size or "
-                           "--num-threads, or start fewer processes") from None
+        raise ProgramError(f"the machine has too little memory for this run ({error or 'MemoryError'}): lower "
+                           "--batch-size or --num-threads, or start fewer processes") from None
     return 0
 
 

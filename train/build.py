@@ -289,7 +289,7 @@ def check_memory(config: Config, num_classes: int, image_size: int, placement: P
         largest = int(0.8 * config.batch_size / excess)
         advice = f"use a --batch-size of at most {largest}" if largest else f"free memory, or use a smaller {option}"
         what = f"about {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} GiB are free" if needed > free else (
-            "a tensor of more than 2^31 elements, which MXNet does not have")
+            "a tensor of more than 2^31 elements, which MXNet does not support")
         raise CapacityError(
             f"{'training' if training else 'inference'} on batches of {config.batch_size} images of "
             f"{image_size}x{image_size} needs {what}: {advice}"

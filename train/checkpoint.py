@@ -243,7 +243,7 @@ def load_checked(path: Path) -> Checkpoint:
         _check_arrays(path, str(network), arrays, {name: known[name] for name in arrays if name in known})
     for names in (checkpoint.class_names, checkpoint.class_keys):
         if names and len(names) != network.num_classes:
-            raise TrainError(f"{path} holds a {network}, and names {len(names)}; use another one in its folder")
+            raise TrainError(f"{path} holds a {network}, but names {len(names)} classes; use another one in its folder")
     return checkpoint
 
 

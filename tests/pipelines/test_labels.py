@@ -107,7 +107,7 @@ def test_a_list_of_classes_contradicts(tmp_path, image):
                 assert min(labels(data, split)) == (split == "val")
     background = shards(tmp_path / "background", image, [0, 1, 2, 3], [2, 3])
     (background / "classes.txt").write_text("a\nb\nc\n")
-    with pytest.raises(DataError, match="labels are 0 to 3, and classes.txt lists 3 classes: list the background"):
+    with pytest.raises(DataError, match="labels are 0 to 3, one more than the 3 classes of classes.txt: if 0 is"):
         open_source(background, "train")
 
 
@@ -299,7 +299,7 @@ def test_a_list_of_classes_with_numbers_of_its_own(tmp_path, image, lines, shown
 def test_numbers_behind_the_names_of_classes(tmp_path, image):
     write_records(tmp_path / "train.rec", [image] * 3, [0.0, 1.0, 2.0])
     (tmp_path / "classes.txt").write_text("c\t2\na\t0\nb\t1\n")
-    with pytest.raises(DataError, match=r"a number behind the name that is not the line's \(c 2\)"):
+    with pytest.raises(DataError, match=r"number after the name is not the line's place \(c 2\)"):
         open_source(tmp_path, "train")
     (tmp_path / "classes.txt").write_text("a\t0\nb\t1\nc\t2\n")
     assert open_source(tmp_path, "train").class_names == ["0", "1", "2"]

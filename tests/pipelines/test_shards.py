@@ -334,7 +334,8 @@ def test_missing_shards_are_named(make_images, tmp_path, name):
 
     images = make_images(5)
     write("some", 1, images)
-    missing = f"{tmp_path}/some: by the names of the other shards, {name % 0}, {name % 2} must exist but do not; add"
+    missing = (f"{tmp_path}/some: {name % 0}, {name % 2} should be there by the numbers in the names of the other "
+               "shards; add")
     with pytest.raises(DataError, match=re.escape(missing)):
         open_source(tmp_path / "some", "train")
     assert content(tmp_path / "some" / (name % 1)) == images

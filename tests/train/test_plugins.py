@@ -195,7 +195,7 @@ def test_a_file_that_has_gone_or_changed(
     as_in_another_process()
     monkeypatch.setenv("RESNET_CACHE", str(tmp_path / "another account"))
     code, _, err = run_train("predict", "--checkpoint", last, image)
-    assert code == 2 and "which nobody has named on this account yet: read it" in err
+    assert code == 2 and "which has not been used on this account yet: read it first" in err
 
 
 def test_a_file_that_has_not_the_network_is_not_executed(run_train, plugin, tiny_options, tiny_data, tmp_path) -> None:

@@ -669,15 +669,15 @@ def test_the_largest_batch_is_one_that_kernels_can_number(make_step: Callable[..
 def test_a_tensor_that_kernels_cannot_number_is_named(training: bool) -> None:
     graph = passes.bn_relu(Graph.from_json(bottlenecks(stem=7).tojson()))
     shapes = {"data": (2675, 224, 224, 3), "softmax_label": (2675,)}
-    with pytest.raises(GraphError, match=r"'stem_conv' has 2,147,532,800 elements \(2675, 112, 112, 64\), and the cuda "
-                                         "executor numbers 2,147,483,647 at most: use a smaller batch size"):
+    with pytest.raises(GraphError, match=r"'stem_conv' has 2,147,532,800 elements \(2675, 112, 112, 64\), more than "
+                                         "the 2,147,483,647 of the cuda executor: use a smaller batch size"):
         lower_graph(graph, shapes, training)
 
 
 def test_counts_are_not_cut_off() -> None:
     assert kernel_library.count(2**32 - 1).value == 2**32 - 1
     for value in (2**32, -1):
-        with pytest.raises(GraphError, match="a kernel cannot count"):
+        with pytest.raises(GraphError, match="does not fit into a kernel's 32-bit argument"):
             kernel_library.count(value)
 
 

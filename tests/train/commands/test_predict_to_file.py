@@ -393,10 +393,10 @@ DAMAGE = {  # a line, and its replacement
 @pytest.mark.parametrize("what, sentence", [
     ("checkpoint", "begun with another network, by the SHA-256 of its weights"),
     ("top", "begun with another --top: 2, now 3"),
-    ("foreign", "is there already, and was not begun by this command"),
+    ("foreign", "exists already and was not begun by this command"),
     ("images", "but this command has"),
     ("fewer images", "but this command has none"),
-    ("about", r"\.about\.json, which says what out\.csv was begun with, is damaged: restore it"),
+    ("about", r"\.about\.json, which records how out\.csv was begun, is damaged: restore it"),
     ("damaged jsonl", r"out\.jsonl is damaged in line 4, after 3 images: repair"),
     ("damaged csv", r"out\.csv is damaged in line 5, after 3 images: repair"),
     ("open quote", r"out\.csv is damaged in line 5, after 3 images: repair"),
