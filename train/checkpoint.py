@@ -405,7 +405,7 @@ def _biased(groups: dict[str, Arrays], shares: dict[str, dict[str, float]]) -> B
     for group in ("aux", "averages"):
         arrays, of_group = groups.get(f"biased/{group}", {}), shares.get(group, {})
         if arrays.keys() != of_group.keys():
-            raise ValueError(f"biased {group} have no shares")
+            raise ValueError(f"the shares of biased/{group} are not those of its arrays")
         for name, share in of_group.items():
             if not (type(share) in (int, float) and 0 < share <= 1):
                 raise ValueError(f"the share of {name} is {share!r}")

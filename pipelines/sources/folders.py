@@ -387,13 +387,13 @@ def _check_are_classes(path: Path, folders: Sequence[str]) -> None:
     """Raise DataError if the folders, or the folders in each of them, are splits instead of classes."""
     if all(map(is_whole, folders)) and not read_classes(path):
         raise DataError(f"data path {path} holds {', '.join(folders)}, which are splits and not classes; rename the "
-                        "folder to train on to train, and the folder for validation to val")
+                        "training folder to train, and the validation folder to val")
     inside = {name: class_folders(path / name) for name in folders}
     holders = [name for name, inner in inside.items() if inner and
                (len({split_of(each) for each in inner} - {""}) > 1 or all(map(is_whole, inner)))]
     for name in holders:
         if any(class_folders(path / name / each) for each in inside[name] if split_of(each)):
-            raise DataError(f"data path {path} has no train and val, but {path / name} has; give that")
+            raise DataError(f"data path {path} has no train and val, but {path / name} has; give that folder")
     if holders:
         first = path / holders[0]
         splits = sorted(filter(split_of, inside[holders[0]]), key=lambda name: split_of(name) not in SPLITS)

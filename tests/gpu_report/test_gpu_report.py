@@ -508,8 +508,8 @@ def test_mistakes(run_train, options, sentence, tmp_path, monkeypatch):
 def test_other_data_is_not_measured_under_the_name_of_cifar10(run_train, tiny_data, tmp_path):
     code, out, err = run_train("gpu-report", "--device", "cpu", "--output", tmp_path / "report", "--data", tiny_data)
     assert code == 2 and out == "" and not (tmp_path / "report").exists()
-    assert err == (f"error: --data {tiny_data} holds 27 images of 3 classes as train, and CIFAR-10, which the section "
-                   "cost trains on, has 50,000 of 10: give a place that holds it, or leave --data out\n")
+    assert err == (f"error: --data {tiny_data} is not CIFAR-10, on which the section cost trains: its split train has "
+                   "27 images of 3 classes, not 50,000 of 10; give the path of CIFAR-10, or leave --data out\n")
 
 
 def test_folder_that_cannot_be_written_is_found_out_before_anything_is_measured(run_train, tmp_path):

@@ -227,7 +227,7 @@ def test_mixing_is_the_mean_of_two_plain_passes(kind, draws, rng):
 def test_a_box_that_cannot_be_is_refused(kind, draws, problem):
     (executor,) = executors(problem, kind)
     height, width = problem[1]["data"][1:3]
-    with pytest.raises(GraphError, match=f"for images of {height}x{width}: the box must lie inside, and mixup be 1"):
+    with pytest.raises(GraphError, match=f"for images of {height}x{width}: give a box inside the image"):
         executor.forward_backward(*nd(problem[4][0]), draws=draws)
 
 

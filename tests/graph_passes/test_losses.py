@@ -240,7 +240,7 @@ def test_the_pass_keeps_what_the_network_says() -> None:
     assert weighted["softmax"]["class_weights"] == WEIGHTS
     for graph in (after, weighted):
         assert Graph.from_json(graph.to_json()) == graph
-    with pytest.raises(GraphError, match="the graph ends in SigmoidOutput 'softmax', not in the SoftmaxOutput that"):
+    with pytest.raises(GraphError, match="the graph ends in SigmoidOutput 'softmax', not in a SoftmaxOutput, which"):
         passes.binary_cross_entropy(after)
 
 

@@ -284,8 +284,9 @@ def test_a_data_folder_that_is_called_like_a_split_has_no_list_above(tmp_path, i
 
 
 @pytest.mark.parametrize("lines, shown", [
-    ("2\tc\n0\ta\n1\tb\n", "label 0 is '2 c', label 1 '0 a'"), ("2 c\n0 a\n1 b\n", "label 0 is '2 c', label 1 '0 a'"),
-    ("3: c\n1: a\n2: b\n", "label 0 is '3: c', label 1 '1: a'"), ("0 a\n1 b\n2 c\n", ""), ("c\na\nb\n", ""),
+    ("2\tc\n0\ta\n1\tb\n", "label 0 is '2 c', label 1 is '0 a'"),
+    ("2 c\n0 a\n1 b\n", "label 0 is '2 c', label 1 is '0 a'"),
+    ("3: c\n1: a\n2: b\n", "label 0 is '3: c', label 1 is '1: a'"), ("0 a\n1 b\n2 c\n", ""), ("c\na\nb\n", ""),
     ("7 c\n0 a\n1 b\n", ""), ("2nd\n0th\n1st\n", ""), ("".join(f"{i}\n" for i in sorted(map(str, range(12)))), ""),
 ])
 def test_a_list_of_classes_with_numbers_of_its_own(tmp_path, image, lines, shown):

@@ -270,7 +270,7 @@ def test_what_to_do_without_validation_images(numbered):
 def splits_for_tests_alone(tmp_path):
     write_folder(tmp_path / "test", 2, 2, seed=1)
     write_folder(tmp_path / "Testing", 2, 2, seed=1)
-    return tmp_path, r"holds Testing, test, which are splits and not classes; rename the folder to train on to"
+    return tmp_path, r"holds Testing, test, which are splits and not classes; rename the training folder to train"
 
 
 def formats_that_are_not_read(tmp_path):

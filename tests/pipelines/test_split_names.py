@@ -160,8 +160,8 @@ def test_folders_of_the_same_names_in_all_classes_are_told(tmp_path):
     """They may be the classes, and the classes parts of the data set."""
     data = images(tmp_path / "data", *below("site_a", "site_b"))
     assert list(open_source(data, "train").remarks) == [
-        f"{data}: several class folders have the same subfolders, with most images (cat, dog): if these are the classes, "
-        "and site_a, site_b are not, put all images of a class into one folder"]
+        f"{data}: several class folders have the same subfolders, with most images (cat, dog): if these are the "
+        "classes, and site_a, site_b are not, put all images of a class into one folder"]
 
 
 @pytest.mark.parametrize("folders, shared", [

@@ -307,7 +307,7 @@ def test_help_breaks_no_line_where_the_source_does(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         read(BenchmarkOptions, ["-h"], command="benchmark")
     text = capsys.readouterr().out
-    assert "with the mean colour before a crop of its own size" in text  # two lines of pipelines/transform.py
+    assert "then crop to the stored size" in text  # two lines of pipelines/transform.py
     assert "speed for this GPU, data and number of threads" in text
 
 

@@ -171,7 +171,7 @@ class ElasticRun:
             self._give_up(code, f"{why} while the processes connected to each other, so the run ends; {WAY_OUT}")
         else:
             go, wait = ("processes go", "processes wait") if left > 1 else ("process goes", "process waits")
-            do = f"{go} on" if left >= least else f"{wait} for more, to be {least},"
+            do = f"{go} on" if left >= least else f"{wait} until there are {least}, to go on"
             print_line(f"{why}; {left} {do} {self._where_to_go_on}", apart=True)
             if self._cooldown:
                 pause = self._cooldown * 2 ** self._losses[worker.slot.number]

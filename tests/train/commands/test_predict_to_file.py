@@ -256,7 +256,7 @@ def test_images_that_changed_since_are_told(run_folder, tmp_path, capsys):
     shutil.copy(images[4], images[8])
     run_predict(run_folder, output, *images)
     assert capsys.readouterr().err.startswith(
-        f"{output}: 2 of its images changed after it was begun, and their predictions may be of the earlier ones: "
+        f"{output}: 2 of its images changed after it was begun, so their predictions may be of the old images: "
         f"{images[2]}, {images[5]} (give another --output to predict all anew)\n")
     assert len(rows(output)) == 10
 
