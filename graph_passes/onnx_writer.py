@@ -24,7 +24,14 @@ if TYPE_CHECKING:
 OPSET = 17  # from early 2022: all current runtimes read it
 IR_VERSION = 8  # the IR version of that opset
 
+CONSTANT = "_constant"  # between the name of a node and the number of one of its constants
+
 Arrays = Mapping[str, np.ndarray]
+
+
+def is_constant(name: str) -> bool:
+    """Whether a tensor of a model that `to_onnx` has made is a constant of an operator, not a parameter."""
+    return name.rpartition(CONSTANT)[2].isdecimal() and CONSTANT in name
 
 
 class OnnxOperator(NamedTuple):
@@ -113,7 +120,8 @@ def to_onnx(graph: Graph, arrays: Arrays, input_shape: tuple[int, int, int], qdq
         before: list[str] = []
         for number, operator in enumerate(operators, start=1):
             name = node.name if number == len(operators) else f"{node.name}_{number}"
-            constants = {f"{name}_constant{index}": np.asarray(value) for index, value in enumerate(operator.constants)}
+            constants = {f"{name}{CONSTANT}{index}": np.asarray(value)
+                         for index, value in enumerate(operator.constants)}
             weights |= constants
             chosen = operator.inputs if operator.inputs is not None else range(len(inputs) if number == 1 else 0)
             read = [*before, *(inputs[index] for index in chosen), *constants]

@@ -56,9 +56,13 @@ def first_weights(graph: Graph) -> frozenset[str]:
                      if use.input == "weight" and use.node.inputs[0] == Ref("data"))
 
 
+CLASSIFIERS = ("FullyConnected", "Convolution")
+
+
 def classifier(graph: Graph) -> Node:
-    """The fully connected layer whose outputs are the classes' scores."""
-    return next(node for node in reversed(list(graph)) if node.op == "FullyConnected")
+    """The layer whose outputs are the classes' scores: the last one that is fully connected or a convolution. What may
+    follow a convolution (SqueezeNet's ReLU and global pooling) keeps one channel for each class."""
+    return next(node for node in reversed(list(graph)) if node.op in CLASSIFIERS)
 
 
 def trained(graph: Graph) -> frozenset[str]:

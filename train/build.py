@@ -274,10 +274,12 @@ def training_graph(config: Config, network: Network, class_weights: Sequence[flo
 def check_memory(config: Config, num_classes: int, image_size: int, placement: Placement, training: bool = True
                  ) -> None:
     """Raise CapacityError if this machine's memory is too small for a training step, or for inference, on the CPU: the
-    system would kill the process silently. The cuda executor makes its own check."""
+    system would kill the process silently. The cuda executor makes its own check. Raises TrainError if the network
+    cannot read images of this size."""
+    network = models.create(config.model, num_classes, config.label_smoothing, config.image_size)
+    network.check_image_size(image_size)
     if placement.executor != "mxnet" or not placement.device.startswith("cpu"):
         return
-    network = models.create(config.model, num_classes, config.label_smoothing)
     graph, factor, option = network.graph, MXNET_INFERENCE_MEMORY, "--val-image-size"
     shapes = {"data": (config.batch_size, image_size, image_size, 3), "softmax_label": (config.batch_size,)}
     if training:
@@ -316,7 +318,8 @@ def build_executor(
     `class_weights`: see the function `class_weights`. `answer`: with the cuda executor, the tensor that inference ends
     at.
     """
-    network = models.create(config.model, num_classes, config.label_smoothing)
+    network = models.create(config.model, num_classes, config.label_smoothing, config.image_size)
+    network.check_image_size(image_size)
     if checkpoint is None:
         params, aux = network.initial_values(config.seed, zero_init_residual=config.zero_init_residual)
     else:

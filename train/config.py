@@ -131,6 +131,9 @@ def configure(values: Mapping[str, Any], default: Config) -> Config:
     if realpath(of_run.get("data", default.data)) != realpath(default.data):
         of_run = {"val_split": 0.0, "val_group_by": "image"} | of_run  # the default's values belong to other data
     config = dataclasses.replace(default, **{**recipe, **of_run})
+    if values.get("model") in models.OTHER_IMAGE_SIZES and "image_size" not in values and (
+            config.image_size == models.IMAGE_SIZE):  # a preset for other sizes means them
+        config = dataclasses.replace(config, image_size=models.image_size(config.model))
     if "warmup_epochs" not in values:
         config = dataclasses.replace(config, warmup_epochs=default_warmup(default, config.epochs))
     check(config)

@@ -40,9 +40,9 @@ def model(function: Made | str) -> Any:
     HybridBlock.
 
     A Symbol reads the variable `data`. The network may be NHWC or NCHW, and ends in the scores (N, num_classes), which
-    a FullyConnected layer with a bias makes (Gluon: Dense). Its name is the function's, or the one that is given:
-    `@model("tiny_v2")`. The images have one size in training and may have another one in validation, so the network
-    ends in global pooling before that layer.
+    a FullyConnected layer makes (Gluon: Dense), or a 1x1 convolution with pooling behind it; or in their softmax. Its
+    name is the function's, or the one that is given: `@model("tiny_v2")`. The images have one size in training and may
+    have another one in validation, so the network has global pooling before a FullyConnected layer.
 
         @rm.model("tiny_v2")
         def tiny(num_classes): ...

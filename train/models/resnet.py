@@ -162,7 +162,8 @@ def torch_names(depth: int, stem: Mapping[str, str] | None = None, projection: i
 
 
 def gluon_names(depth: int) -> Published:
-    """The layer names in Gluon's resnet18_v1 and so on."""
+    """The layer names in Gluon's resnet18_v1 and resnet34_v1. (Its bottlenecks, from resnet50_v1 on, have their stride
+    in another convolution: `gluon_zoo`.)"""
     names = {"stem_conv": "features.0", "stem_bn": "features.1"}
     for stage, number, block in numbered_blocks(depth):
         theirs = f"features.{stage + 3}.{number}"
@@ -173,9 +174,7 @@ def gluon_names(depth: int) -> Published:
         if block.projects:
             names |= {f"{block.name}_shortcut_conv": f"{theirs}.downsample.0",
                       f"{block.name}_shortcut_bn": f"{theirs}.downsample.1"}
-    refused = ("its bottlenecks have their stride in the first 1x1 convolution (v1), and this program's in the 3x3 one "
-               "(v1.5)") if depth >= FIRST_BOTTLENECK_DEPTH else ""
-    return Published(GLUON, names | {"classifier": "output"}, refused)
+    return Published(GLUON, names | {"classifier": "output"})
 
 
 def numbered_blocks(depth: int) -> Iterator[tuple[int, int, Block]]:
@@ -186,4 +185,5 @@ def numbered_blocks(depth: int) -> Iterator[tuple[int, int, Block]]:
 
 
 MODELS = {f"resnet{depth}": partial(resnet, depth) for depth in BLOCKS_PER_STAGE}
-PUBLISHED = {f"resnet{depth}": (torch_names(depth), gluon_names(depth)) for depth in BLOCKS_PER_STAGE}
+PUBLISHED = {f"resnet{depth}": (torch_names(depth), *([gluon_names(depth)] * (depth < FIRST_BOTTLENECK_DEPTH)))
+             for depth in BLOCKS_PER_STAGE}

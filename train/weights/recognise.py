@@ -7,6 +7,7 @@ extra arrays may be present: counters, biases before a BatchNorm, and Gluon's Ba
 
 from __future__ import annotations
 
+import bisect
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -15,13 +16,14 @@ from pathlib import Path
 
 import numpy as np
 
-from graph_passes import Graph, roles
+from graph_passes import Graph, GraphError, roles
 from graph_passes.passes.fold_bn import foldings
 from train import models
 from train.errors import TrainError
 from train.models.libraries import GLUON, Published
-from train.models.network import Network, value_shapes
+from train.models.network import Network
 from train.models.resnet import BATCH_NORM_EPS
+from train.options.data import MIN_IMAGE_SIZE
 from train.weights.record import Record
 
 COUNTER = "num_batches_tracked"  # a counter in each BatchNorm of PyTorch, which has no effect
@@ -29,6 +31,7 @@ _STATISTICS = ("running_mean", "running_var")
 # Gluon's numbered layer names, with an optional network prefix: resnetv10_stage1_conv0_weight.
 _COUNTED = re.compile(r"(?:resnetv\d+_)?((?:stage\d+_)?(?:conv|batchnorm|dense)\d+)_(\w+)")
 
+SIZES = range(MIN_IMAGE_SIZE, 1025)  # height and width of images, in pixels, that a file's arrays may be for
 Arrays = dict[str, np.ndarray]
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -53,7 +56,8 @@ class Found:
         return f"{self.library}'s {self.model}" if self.library == GLUON else self.model
 
 
-def recognise(path: Path, arrays: Mapping[str, np.ndarray], record: Record, wanted: str = "") -> Found:
+def recognise(path: Path, arrays: Mapping[str, np.ndarray], record: Record, wanted: str = "", first: str = ""
+              ) -> Found:
     """Find the network that a file's arrays belong to, and convert the arrays.
 
     Args:
@@ -61,29 +65,67 @@ def recognise(path: Path, arrays: Mapping[str, np.ndarray], record: Record, want
         arrays: by the names of any library.
         record: how images are prepared.
         wanted: the required model; "": any.
+        first: the model to try first, if there is one of that name.
 
     Raises:
         TrainError: the arrays belong to no network of this program, to another one than `wanted`, or to one that would
             compute something else; or they have values that are not finite.
     """
-    candidates = list(_candidates())
+    candidates = []
+    for candidate in _candidates(first, arrays):
+        named = candidate.structural(arrays)
+        if candidate.match(named) == 1:
+            return candidate.take(path, named, record, wanted)
+        candidates.append(candidate)
     shared = [candidate.shared_names(arrays) for candidate in candidates]
     alike = [candidate for candidate, share in zip(candidates, shared, strict=True) if share == max(shared)]
     nearest = max(alike, key=lambda candidate: candidate.match(candidate.structural(arrays)))
     named = nearest.structural(arrays)
-    if nearest.match(named) == 1:
-        return nearest.take(path, named, record, wanted)
     raise TrainError(f"{path} belongs to no network of this program; the nearest is {nearest.model}, "
                      f"{nearest.difference(named)}: give weights of one of its networks "
                      f"({', '.join(models.names())})")
 
 
-def _candidates() -> Iterator[_Candidate]:
-    for model in models.names():
+def _candidates(first: str, arrays: Mapping[str, np.ndarray]) -> Iterator[_Candidate]:
+    """The networks of which the file has a layer, by any library's name, or all if there are none; in all forms, those
+    of the network `first` first."""
+    layers = _possible_layers(arrays)
+    known = [model for model in models.names() if not (names := models.published(model)) or any(
+        layers & each.all_layers for each in names)]
+    for model in sorted(known or models.names(), key=lambda name: name != first):
         network = models.create(model)
-        shapes, aux_shapes = value_shapes(network.symbol)
-        for published, is_oihw in ((None, False), (None, True), *((found, True) for found in models.published(model))):
+        if not models.image_size(model) and network.has_one_size:
+            network = replace(network, image_size=_size_of_images(network, arrays))
+        shapes, aux_shapes = network.shapes()
+        own = ((None, is_oihw) for is_oihw in sorted((False, True), reverse=models.is_channels_first(model)))
+        for published, is_oihw in (*own, *((found, True) for found in models.published(model))):
             yield _Candidate(network, published, is_oihw, shapes, aux_shapes)
+
+
+def _possible_layers(arrays: Mapping[str, np.ndarray]) -> set[str]:
+    """The layers that a file's arrays may belong to: conv0 and vgg0_conv0 for vgg0_conv0_weight."""
+    found: set[str] = set()
+    for name in arrays:
+        layer = re.sub(r"[._](?:running_|moving_)?[a-z]+$", "", name)
+        words = layer.split("_")
+        found.update("_".join(words[start:]) for start in range(len(words)))
+    return found
+
+
+def _size_of_images(network: Network, arrays: Mapping[str, np.ndarray]) -> int:
+    """The height and width of images, in pixels, for which the first fully connected layer that reads all pixels has as
+    many weights as in the file."""
+    def weights(size: int) -> int:
+        try:
+            return replace(network, image_size=size).shapes()[0][name][-1]
+        except GraphError:  # too small for the layers before it
+            return 0
+
+    shapes, larger = (replace(network, image_size=network.image_size + more).shapes()[0] for more in (0, 64))
+    name = next(name for name in shapes if shapes[name] != larger[name])
+    if name not in arrays:
+        return network.image_size
+    return SIZES[min(bisect.bisect_left(SIZES, arrays[name].shape[-1], key=weights), len(SIZES) - 1)]
 
 
 @dataclass(frozen=True)
@@ -135,17 +177,29 @@ class _Candidate:
         running mean."""
         if not self.published:
             return {}
-        return {f"{self.published.layers[conv.name]}.bias": norm.inputs[3].node
-                for norm, conv, _ in foldings(self.graph)}
+        weights = {conv.inputs[1].node: norm for norm, conv, _ in foldings(self.graph) if len(conv.inputs) == 2}
+        return {self.name(weight).removesuffix("weight") + "bias": norm.inputs[3].node
+                for weight, norm in weights.items()}
 
     def structural(self, arrays: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        """The arrays under Gluon's structural names, if they have its numbered layer names."""
-        if not self.published or self.published.library != GLUON:
+        """The arrays under Gluon's structural names, if they have its numbered layer names; under our names without
+        the prefix that all of them have there, such as vgg0_."""
+        if not self.published:
+            prefix = self._prefix(arrays)
+            return {name.removeprefix(prefix): array for name, array in arrays.items()}
+        if self.published.library != GLUON:
             return arrays
         counted = {name: _COUNTED.fullmatch(name) for name in arrays}
         layers = self.published.counted()
         return {f"{layers[found[1]]}.{found[2]}" if found and found[1] in layers else name: arrays[name]
                 for name, found in counted.items()}
+
+    def _prefix(self, arrays: Mapping[str, np.ndarray]) -> str:
+        """The beginning that all names of the file have and ours have not."""
+        first, last = min(arrays), max(arrays)  # what these two begin with alike, all between them do
+        alike = next((place for place, (one, other) in enumerate(zip(first, last, strict=False)) if one != other), 0)
+        prefixes = ["", *(first[: place + 1] for place in range(alike) if first[place] == "_")]
+        return max(prefixes, key=lambda prefix: sum(name.removeprefix(prefix) in self.wanted for name in arrays))
 
     def shared_names(self, arrays: Mapping[str, np.ndarray]) -> float:
         """The share of all names that the file and the candidate have in common."""
@@ -201,9 +255,6 @@ class _Candidate:
     def take(self, path: Path, arrays: Mapping[str, np.ndarray], record: Record, wanted: str) -> Found:
         """Convert the arrays to our form. Raises TrainError if that is impossible."""
         library = self.published.library if self.published else ""
-        if self.published and self.published.refused:
-            raise TrainError(f"{path} is {library}'s {self.model}, which would compute something else here: "
-                             f"{self.published.refused}; give weights of torchvision, timm or this program")
         for model, whose in ((wanted, "this run has --model"), (record.architecture, f"{record.file} says")):
             if model and model != self.model:
                 raise TrainError(f"{path} holds a {self.model}, but {whose} {model}: give weights of a {model}, or "
@@ -212,6 +263,8 @@ class _Candidate:
             _check(path, name, array)
         params, aux = ({ours: self._canonical(arrays[self.name(ours)]) for ours in shapes if self.name(ours) in arrays}
                        for shapes in (self.shapes, self.aux_shapes))
+        if not record.file:
+            record = replace(record, size=self.network.image_size)
         notes = []
         if biases := [name for name in self.biases if name in arrays]:
             for name in biases:
