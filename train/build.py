@@ -89,7 +89,7 @@ def open_split(config: Config, split: str, placement: Placement, workers: Worker
     """
     if split == "train" and config.batch_size == 1 and (config.mixup or config.cutmix):
         raise TrainError(f"{option_name('mixup' if config.mixup else 'cutmix')} mixes the images of a batch, but "
-                         "--batch-size 1 has a single one: raise it, or leave out the mixing")
+                         "--batch-size 1 has a single one: raise --batch-size, or leave out the mixing")
     options = config
     # a fixed share instead of the fastest one: an image's pixels depend on its decoder
     if config.hw_decoder_load < 0 and config.deterministic:

@@ -399,7 +399,7 @@ def read(symbol: str, probabilities: str) -> Formula:
         raise GraphError("returns (N, C): return a loss for each image, such as the sum over axis=1")
     for name in variables:
         if name not in [each["name"] for each in content["nodes"]]:
-            raise GraphError(f"does not read the {name}: let the loss depend on both")
+            raise GraphError(f"does not read the {name}: let the loss depend on scores and targets")
     gradient = b.gradient(loss.at, scores)
     if gradient is None:
         raise GraphError("has no gradient with regard to the scores, so nothing could be learned")

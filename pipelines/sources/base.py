@@ -240,8 +240,8 @@ def class_list(path: Path, separator: str | None) -> Classes:
         raise DataError(f"{path}: a class name occurs twice; every line must name a different class")
     if all(key != shown for key, shown in classes) and _are_in_disorder([shown for _, shown in classes]):
         first = " ".join(classes[0])
-        raise DataError(f"{path}: a line's number after the name is not the line's place ({first}), but the place of a "
-                        "line is the number of its class; sort the lines by their numbers")
+        raise DataError(f"{path}: numbers after the names are not in the order of the lines (the first is {first}), "
+                        "but the place of a line is the number of its class; sort the lines by their numbers")
     return classes
 
 

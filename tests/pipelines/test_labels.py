@@ -300,7 +300,7 @@ def test_a_list_of_classes_with_numbers_of_its_own(tmp_path, image, lines, shown
 def test_numbers_behind_the_names_of_classes(tmp_path, image):
     write_records(tmp_path / "train.rec", [image] * 3, [0.0, 1.0, 2.0])
     (tmp_path / "classes.txt").write_text("c\t2\na\t0\nb\t1\n")
-    with pytest.raises(DataError, match=r"number after the name is not the line's place \(c 2\)"):
+    with pytest.raises(DataError, match=r"after the names are not in the order of the lines \(the first is c 2\)"):
         open_source(tmp_path, "train")
     (tmp_path / "classes.txt").write_text("a\t0\nb\t1\nc\t2\n")
     assert open_source(tmp_path, "train").class_names == ["0", "1", "2"]
