@@ -223,7 +223,7 @@ def restore(records: Sequence[str], place: str, run_folder: str = "",
             _load(record, content, execute, is_named=False)
             is_copy = found != _parts(record)[0]
             _tell(f"{_word(record)} {found}, as {place} records it"
-                  + f" ({_parts(record)[0]} has gone or changed; --plugin takes another one)" * is_copy)
+                  + f" ({_parts(record)[0]} is missing or has changed; --plugin replaces it)" * is_copy)
 
 
 def together(recorded: Sequence[str], given: Sequence[str]) -> tuple[str, ...]:
@@ -305,15 +305,16 @@ def _recorded(record: str, place: str, run_folder: str) -> tuple[str, bytes, Cal
         found, content, execute = _found(candidate)
         if _parts(found)[1] == _parts(record)[1]:
             if not _is_data(found) and not _is_known(found):
-                raise UserError(f"{place} needs the plug-in {candidate}, which nobody has named on this account yet: "
-                                f"read it, since it can do whatever you can, and give --plugin {candidate} ({WALKS})")
+                raise UserError(f"{place} needs the plug-in {candidate}, which has not been used on this account yet: "
+                                f"read it first, since it runs with all your rights, then give --plugin {candidate} "
+                                f"({WALKS})")
             return candidate, content, execute
     if is_there:
         raise UserError(f"the {_word(file)} {file} has changed since {place} recorded it ({brief(record)}): give "
                         f"--plugin {file} to use it as it is now")
     way_out = f"or install its package ({WALKS})" if not _is_data(record) else "or copy it there"
-    raise UserError(f"{place} needs the {_word(file)} {file}, which is not there: give --plugin with the place that it "
-                    f"has now, {way_out}")
+    raise UserError(f"{place} needs the {_word(file)} {file}, which is not there: give its new path with --plugin, "
+                    f"{way_out}")
 
 
 def _is_data(record: str) -> bool:
@@ -352,8 +353,8 @@ def _load(record: str, content: bytes, execute: Callable[[], None], is_named: bo
     try:
         execute()
         if not any(each.record == record for each in _registered.values()):
-            raise UserError(f"the plug-in {_parts(record)[0]} registers nothing: put a decorator before what it adds, "
-                            f"such as @model ({WALKS})")
+            raise UserError(f"the plug-in {_parts(record)[0]} registers nothing: put a decorator such as @model before "
+                            f"each thing that it adds ({WALKS})")
     except BaseException:
         _registered.clear()
         _registered.update(before)

@@ -271,7 +271,7 @@ class Graph:
             place = f"line {error.lineno}, column {error.colno}"
             raise GraphError(f"{source} is cut off or is not JSON ({error.msg}, {place}): {hint}") from None
         except RecursionError:
-            raise GraphError(f"{source} is JSON in more brackets than any graph has: {hint}") from None
+            raise GraphError(f"{source} is JSON that is nested too deeply for a graph: {hint}") from None
         if not isinstance(document, dict) or not {"nodes", "heads"} <= document.keys():
             raise GraphError(f"{source} is JSON, but not a graph of MXNet (no 'nodes' and 'heads'): {hint}")
         try:

@@ -89,7 +89,7 @@ def open_split(config: Config, split: str, placement: Placement, workers: Worker
     """
     if split == "train" and config.batch_size == 1 and (config.mixup or config.cutmix):
         raise TrainError(f"{option_name('mixup' if config.mixup else 'cutmix')} mixes the images of a batch, but "
-                         "--batch-size 1 has a single one: raise it, or leave out the mixing")
+                         "--batch-size 1 has a single one: raise --batch-size, or leave out the mixing")
     options = config
     # a fixed share instead of the fastest one: an image's pixels depend on its decoder
     if config.hw_decoder_load < 0 and config.deterministic:
@@ -291,7 +291,7 @@ def check_memory(config: Config, num_classes: int, image_size: int, placement: P
         largest = int(0.8 * config.batch_size / excess)
         advice = f"use a --batch-size of at most {largest}" if largest else f"free memory, or use a smaller {option}"
         what = f"about {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} GiB are free" if needed > free else (
-            "a tensor of more than 2^31 elements, which MXNet does not have")
+            "a tensor of more than 2^31 elements, which MXNet does not support")
         raise CapacityError(
             f"{'training' if training else 'inference'} on batches of {config.batch_size} images of "
             f"{image_size}x{image_size} needs {what}: {advice}"

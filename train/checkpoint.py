@@ -244,7 +244,7 @@ def load_checked(path: Path) -> Checkpoint:
         _check_arrays(path, str(network), arrays, {name: known[name] for name in arrays if name in known})
     for names in (checkpoint.class_names, checkpoint.class_keys):
         if names and len(names) != network.num_classes:
-            raise TrainError(f"{path} holds a {network}, and names {len(names)}; use another one in its folder")
+            raise TrainError(f"{path} holds a {network}, but names {len(names)} classes; use another one in its folder")
     return checkpoint
 
 
@@ -406,7 +406,7 @@ def _biased(groups: dict[str, Arrays], shares: dict[str, dict[str, float]]) -> B
     for group in ("aux", "averages"):
         arrays, of_group = groups.get(f"biased/{group}", {}), shares.get(group, {})
         if arrays.keys() != of_group.keys():
-            raise ValueError(f"biased {group} have no shares")
+            raise ValueError(f"the shares of biased/{group} are not those of its arrays")
         for name, share in of_group.items():
             if not (type(share) in (int, float) and 0 < share <= 1):
                 raise ValueError(f"the share of {name} is {share!r}")

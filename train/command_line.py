@@ -68,7 +68,7 @@ def read(options: type, arguments: Sequence[str], *, command: str) -> dict[str, 
         SystemExit: after `--help`, and after the list of presets for `--config ?`.
     """
     if (depth := given_value(arguments, "--depth")) is not None:
-        raise TrainError(f"--depth has become the name of a network: give --model resnet{depth or 50}")
+        raise TrainError(f"--depth has been replaced by --model: give --model resnet{depth or 50}")
     default: object | None = None
     if issubclass(options, RunOptions):
         preset = given_value(arguments, "--config")

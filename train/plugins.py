@@ -150,7 +150,7 @@ def callback(made: Any) -> Any:
         raise plugins.fault(f"the callback {name} has none of the methods {known}: add one")
     for hook, function in hooks.items():
         if hook not in HOOKS:
-            raise plugins.fault(f"the callback {name} has {hook}, which is never called: there are {known}")
+            raise plugins.fault(f"the callback {name} has {hook}, which is never called: the hooks are {known}")
         _check_arguments(f"{hook} of the callback {name}", function, HOOKS[hook], is_method=inspect.isclass(made))
     plugins.register("callback", name, made, key=name if hasattr(made, "__name__") else f"{name} {id(made)}")
     return made

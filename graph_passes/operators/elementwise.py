@@ -60,8 +60,8 @@ def _reshape(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes
     if sizes.count(-1) == 1:
         sizes[sizes.index(-1)] = math.prod(data) // max(1, -math.prod(sizes))
     if min(sizes, default=0) < 1 or math.prod(sizes) != math.prod(data):
-        raise GraphError(f"Reshape '{node.name}' has shape={tuple(wanted)}, which data of the shape {data} does not "
-                         "have: give sizes with the same product, 0 for one that stays, and -1 once at most")
+        raise GraphError(f"Reshape '{node.name}' cannot bring data of the shape {data} to shape={tuple(wanted)}: give "
+                         "sizes with the same product; 0 keeps a size, and one of them may be -1")
     return [data], [tuple(sizes)]
 
 

@@ -36,7 +36,7 @@ def layout(graph: Graph, to: str, inputs: Sequence[str] = ()) -> Graph:
         raise GraphError(f"there is no layout '{to}': choose {' or '.join(_AXES)}")
     for name in inputs:
         if name not in graph.arguments:
-            raise GraphError(f"the graph has no input '{name}', which is to become {to}: name one that it has")
+            raise GraphError(f"the graph has no input '{name}' to convert to {to}: name one that it has")
     return _Conversion(graph, to, inputs).run()
 
 

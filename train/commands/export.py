@@ -66,9 +66,11 @@ def main(values: Mapping[str, Any]) -> None:
                              f"{options.checkpoint} has its own: leave it out")
     record_file = Path(options.torchvision).with_suffix(".json") if options.torchvision else None
     if options.int8 != "none" and not options.onnx:
-        raise TrainError(f"--int8 {options.int8} is for --onnx, which is not given: add --onnx FILE, or leave it out")
+        raise TrainError(f"--int8 {options.int8} is for --onnx, which is not given: add --onnx FILE, or leave out "
+                         "--int8")
     if options.features and (not options.onnx or options.int8 != "none"):
-        raise TrainError("--features is for --onnx in floats: add --onnx FILE, and leave out --int8; or leave it out")
+        raise TrainError("--features works only with --onnx FILE and without --int8: add --onnx FILE and leave out "
+                         "--int8, or leave out --features")
     writers = {record_file.resolve(): "torchvision"} if record_file else {}
     for name in ("torchvision", "onnx", "symbol", "params"):
         if (file := getattr(options, name)) and (other := writers.setdefault(Path(file).resolve(), name)) != name:

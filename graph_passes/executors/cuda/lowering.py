@@ -42,7 +42,7 @@ def check_operators(graph: Graph) -> None:
         if node.op == "FullyConnected":
             readers = {reader.op for reader in graph.consumers.get(Ref(node.name), ())}
             require(bool(readers) and readers <= {*LOSSES, *LOSSES.values()}, node,
-                    "does not feed a SoftmaxOutput alone: only the classifier has a GPU lowering")
+                    "has other readers than the loss: on a GPU a FullyConnected can only be the classifier")
     if unknown:  # the layout pass may have put a transpose in front of another operator
         raise no_lowering(unknown[0])
 

@@ -669,15 +669,15 @@ def test_the_largest_batch_is_one_that_kernels_can_number(make_step: Callable[..
 def test_a_tensor_that_kernels_cannot_number_is_named(training: bool) -> None:
     graph = passes.bn_relu(Graph.from_json(bottlenecks(stem=7).tojson()))
     shapes = {"data": (2675, 224, 224, 3), "softmax_label": (2675,)}
-    with pytest.raises(GraphError, match=r"'stem_conv' has 2,147,532,800 elements \(2675, 112, 112, 64\), and the cuda "
-                                         "executor numbers 2,147,483,647 at most: use a smaller batch size"):
+    with pytest.raises(GraphError, match=r"'stem_conv' has 2,147,532,800 elements \(2675, 112, 112, 64\), more than "
+                                         "the 2,147,483,647 of the cuda executor: use a smaller batch size"):
         lower_graph(graph, shapes, training)
 
 
 def test_counts_are_not_cut_off() -> None:
     assert kernel_library.count(2**32 - 1).value == 2**32 - 1
     for value in (2**32, -1):
-        with pytest.raises(GraphError, match="a kernel cannot count"):
+        with pytest.raises(GraphError, match="does not fit into a kernel's 32-bit argument"):
             kernel_library.count(value)
 
 
@@ -702,7 +702,7 @@ def test_networks_of_the_zoo(tmp_path: Path) -> None:
         "resnet18_v2": "BatchNorm '.*' has fix_gamma=True, .*: set it to False$",
         "mobilenet1_0": "",
         "mobilenet_v2_1_0": "cannot run clip '.*_relu6': use the executor mxnet",
-        "vgg11": "FullyConnected '.*' does not feed a SoftmaxOutput alone",
+        "vgg11": "FullyConnected '.*' has other readers than the loss",
         "densenet121": "cannot run Concat '",
     }
     shapes = {"data": (2, 64, 64, 3), "softmax_label": (2,)}
@@ -915,7 +915,7 @@ def test_windows_of_too_many_places_are_refused(window: tuple[int, int], trainin
     x = mx.sym.Pooling(x, kernel=window, pool_type="max", layout="NHWC", name="large")
     x = mx.sym.SoftmaxOutput(mx.sym.FullyConnected(mx.sym.Flatten(x), num_hidden=8), name="softmax")
     shapes = {"data": (2, 20, 20, 8), "softmax_label": (2,)}
-    sentence = r"^Pooling 'large' has kernel=\(17, 16\), and training stores .*: use a smaller kernel$"
+    sentence = r"^Pooling 'large' has kernel=\(17, 16\), but training stores .*: use a kernel of at most 256 elements$"
     with pytest.raises(GraphError, match=sentence) if refused else nullcontext():
         lower_graph(Graph.from_json(x.tojson()), shapes, training)
 
@@ -939,7 +939,7 @@ def test_what_mixes_a_batch(make_step: Callable[..., training_step.TrainingStep]
     image = 64 * 64 * 4
     assert launched == [0.75, ("mix_images<half>", 2 * image // 1024, [image, 4, 0.75]),
                         ("exchange_boxes<half, 4>", 2 * 16 * 64 // 256, [4, 64, 64, 8, 0, 24, 64]), 1.0]
-    with pytest.raises(GraphError, match="for images of 64x64: the box must lie inside, and mixup be 1"):
+    with pytest.raises(GraphError, match="for images of 64x64: give a box inside the image"):
         step.mix(Draws(cutmix=Box(0, 0, 65, 64)))
 
 

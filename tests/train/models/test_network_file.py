@@ -138,12 +138,12 @@ def test_a_file_that_has_gone(run_train: Run, tiny_options: list[str], tmp_path:
     symbol.rename(moved := tmp_path / "sub.json")
     forget()
     code, _, err = run_train("validate", "--checkpoint", run)
-    assert code == 0 and re.search(r"network file \S+/plugins/\w+/net-symbol.json, as .* has gone or changed", err)
+    assert code == 0 and re.search(r"network file \S+/plugins/\w+/net-symbol.json, as .* is missing", err)
     (copy,) = (run / "plugins").glob("*/*.json")
     copy.unlink()
     forget()
     code, _, err = run_train("validate", "--checkpoint", run)
-    assert code == 2 and f"needs the network file {symbol}, which is not there: give --plugin with the place" in err
+    assert code == 2 and f"needs the network file {symbol}, which is not there: give its new path with --plugin" in err
     (tmp_path / "elsewhere").mkdir()
     moved.rename(tmp_path / "elsewhere" / "net-symbol.json")
     forget()
