@@ -1,4 +1,4 @@
-"""Elementwise operators: ReLU, sums, bias; and operators that only change a tensor's shape."""
+"""Elementwise operators: ReLU, sums, bias; and operators that only change a tensor's shape or order."""
 
 from __future__ import annotations
 
@@ -132,6 +132,11 @@ def _transpose_gradient(node: NodeView, dy: Ref, shapes: Mapping[Ref, Shape]) ->
     return Gradient([backward], {"data": Ref(backward.name)})
 
 
+def _reverse_gradient(node: NodeView, dy: Ref, shapes: Mapping[Ref, Shape]) -> Gradient:
+    backward = node.replace(name=f"{node.name}_backward", inputs=(dy,))
+    return Gradient([backward], {"data": Ref(backward.name)})
+
+
 # --- the descriptions ---
 
 OPERATORS = (
@@ -169,6 +174,10 @@ OPERATORS = (
     Operator("transpose", ("data",), _transpose, lambda node, x: [x.transpose(_axes(node, x.ndim))],
              {"axes": OPTIONAL_SIZES}, gradient=_transpose_gradient,
              numpy_gradient=lambda node, x, y, dy, training: [dy.transpose(np.argsort(_axes(node, x[0].ndim)))]),
+    # The last element along each of these dimensions comes first.
+    Operator("reverse", ("data",), elementwise, lambda node, x: [np.flip(x, node["axis"])],
+             {"axis": Attribute(integers)}, gradient=_reverse_gradient,
+             numpy_gradient=lambda node, x, y, dy, training: [np.flip(dy, node["axis"])]),
     # MXNet's operator for initial states.
     Operator("_zeros", (), _zeros, lambda node: [np.zeros(node["shape"], np.float32)], {"shape": Attribute(integers)},
              numpy_gradient=lambda node, x, y, dy, training: []),

@@ -19,7 +19,7 @@ import numpy as np
 from common import files
 from common.command_line import option_name
 from common.mxnet_compat import mx
-from graph_passes import Graph, Ref, calibration, onnx_writer, passes, pipeline
+from graph_passes import Graph, calibration, onnx_writer, passes, pipeline
 from graph_passes.executors import reference
 from graph_passes.operators.quantised import dequantised, quantised
 from graph_passes.passes import quantise
@@ -152,12 +152,7 @@ def network(trained: Checkpoint | None, options: ExportOptions) -> tuple[Graph, 
 
 def channels_first(graph: Graph) -> Graph:
     """The graph in NCHW throughout, including its input `data`: (N, C, H, W) instead of (N, H, W, C)."""
-    graph = passes.layout(graph, "NCHW")
-    transposed = {
-        Ref(node.name): node.inputs[0] for node in graph if node.op == "transpose" and node.inputs[0] == Ref("data")
-    }
-    nodes = [node.replace(inputs=tuple(transposed.get(ref, ref) for ref in node.inputs)) for node in graph]
-    return Graph(nodes, graph.outputs, graph.attrs)
+    return passes.layout(graph, "NCHW", inputs=["data"])
 
 
 def in_layout(graph: Graph, params: Mapping[str, np.ndarray]) -> Arrays:

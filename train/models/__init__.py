@@ -31,6 +31,22 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     "resnet_v2": ("resnet18_v2", "resnet34_v2", "resnet50_v2", "resnet101_v2", "resnet152_v2"),
     "resnext": ("resnext50_32x4d", "resnext101_32x8d", "resnext101_64x4d"),
     "wide_resnet": ("wide_resnet50_2", "wide_resnet101_2"),
+    "efficientnet": (
+        "efficientnet_b0", "efficientnet_b1", "efficientnet_b2", "efficientnet_b3", "efficientnet_b4",
+        "efficientnet_v2_s", "efficientnet_lite0", "efficientnet_lite1", "efficientnet_lite2",
+        "tf_efficientnet_b0", "tf_efficientnet_b1", "tf_efficientnet_b2", "tf_efficientnet_b3", "tf_efficientnet_b4",
+        "tf_efficientnetv2_s", "tf_efficientnet_lite0", "tf_efficientnet_lite1", "tf_efficientnet_lite2",
+    ),
+    "mobilenet": ("mobilenet_v2", "mobilenet_v3_large", "mobilenet_v3_small", "mobilenetv3_large_100",
+                  "mobilenetv3_small_100"),
+    "regnet": (
+        "regnet_x_400mf", "regnet_x_800mf", "regnet_x_1_6gf", "regnet_x_3_2gf", "regnet_x_8gf", "regnet_x_16gf",
+        "regnet_x_32gf", "regnet_y_400mf", "regnet_y_800mf", "regnet_y_1_6gf", "regnet_y_3_2gf", "regnet_y_8gf",
+        "regnet_y_16gf", "regnet_y_32gf",
+    ),
+    "convnext": ("convnext_tiny", "convnext_small", "convnext_base"),
+    "se_resnet": ("seresnet18", "seresnet34", "seresnet50", "seresnet101", "seresnet152", "resnetrs50", "resnetrs101",
+                  "resnetrs152"),
     "gluon_zoo": (
         "alexnet", "densenet121", "densenet161", "densenet169", "densenet201", "inception_v3",
         "mobilenet0_25", "mobilenet0_5", "mobilenet0_75", "mobilenet1_0",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import zlib
 from dataclasses import dataclass
 from functools import cached_property
@@ -78,8 +79,9 @@ def init_params(symbol: Symbol, seed: int, channels: int = 3, zero_init_residual
     Convolutions: normal with variance 2 / fan_out (He et al., arXiv:1502.01852). Classifier and fully connected layers:
     normal with standard deviation 0.01. Biases: 0. Slopes of PReLU: 0.25, as in the paper of He et al. BatchNorm: beta
     0, gamma 1; with `zero_init_residual`, gamma is 0 in the last BatchNorm of each residual branch, so that a block
-    starts as its shortcut (classifier and gamma: Goyal et al., arXiv:1706.02677, section 5.1). Each array depends only
-    on the seed and its own name. The weights of a fourth, padded input channel are 0 and get no gradient.
+    starts as its shortcut (classifier and gamma: Goyal et al., arXiv:1706.02677, section 5.1). A variable with one of
+    MXNet's initialisers Normal and Constant (`blocks.normal`, `blocks.constant`) has that instead. Each array depends
+    only on the seed and its own name. The weights of a fourth, padded input channel are 0 and get no gradient.
     """
     graph = Graph.from_json(symbol.tojson())
     shapes, aux_shapes = value_shapes(graph, channels, image_size)
@@ -88,10 +90,14 @@ def init_params(symbol: Symbol, seed: int, channels: int = 3, zero_init_residual
 
     params: Arrays = {}
     for name, shape in shapes.items():
-        if uses[name].input == "weight":
+        kind, given = _initialiser(graph[name])
+        if kind == "constant":
+            params[name] = np.full(shape, given["value"], np.float32)
+        elif uses[name].input == "weight":
+            deviation = (np.float32(given["sigma"]) if kind == "normal"
+                         else _deviation(uses[name].node, shape, classifier))
             drawn = (*shape[:3], min(shape[3], 3)) if name in first else shape
             rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
-            deviation = _deviation(uses[name].node, shape, classifier)
             params[name] = np.zeros(shape, np.float32)
             params[name][..., : drawn[-1]] = rng.standard_normal(drawn, np.float32) * deviation
         else:
@@ -107,6 +113,13 @@ def value_shapes(graph: Graph, channels: int = 3, size: int = 224) -> tuple[Shap
     shapes = graph.infer_shapes({"data": (1, size, size, channels), "softmax_label": (1,)})
     params = {name: shapes[Ref(name)] for name in graph.arguments if name not in ("data", "softmax_label")}
     return params, {name: shapes[Ref(name)] for name in graph.aux}
+
+
+def _initialiser(variable: Node) -> tuple[str, dict[str, Any]]:
+    """The name and the arguments of MXNet's initialiser that a variable has; "" without. Gluon may give a mere name."""
+    text = variable.attrs.get("__init__", "")
+    kind, arguments = json.loads(text) if text.startswith("[") else (text, {})
+    return kind, arguments
 
 
 def _constant(use: Use) -> float:

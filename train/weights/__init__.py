@@ -80,7 +80,7 @@ def read(place: str, model: str = "") -> Weights:
         progress=Progress(step=found.num_batches),
     )
     whose = f" by {found.library}'s names" if found.library else ""
-    said_by = found.record.file or f"torchvision's, as no {path.stem}.json says otherwise"
+    said_by = found.record.file or f"{found.prepared_by}'s, as no {path.stem}.json says otherwise"
     notes = [f"weights: {found.model} of {path}, {found.num_arrays} arrays{whose}", *found.notes,
              f"images: {found.record} ({said_by})", *([about_classes] if about_classes else [])]
     return Weights(trained, found.classifier, count, notes)

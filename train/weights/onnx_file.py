@@ -12,6 +12,7 @@ import base64
 import json
 import reprlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,8 @@ def read(path: Path) -> tuple[Arrays, Record]:
         about = {entry.key: entry.value for entry in model.metadata_props}
         if model.producer_name not in PRODUCERS or "batch_norms" not in about:
             return _of_others(path), record.find(path)
-        if about.get("model", "").endswith(models.NETWORK_FILES):  # there it is the network of a file, and here too
-            return _of_others(path), _record(path, about)
+        if about.get("model", "").endswith(models.NETWORK_FILES):  # a network of another file: here it is this file's
+            return _of_others(path), replace(_record(path, about), architecture="")
         if any(node.op_type == "QuantizeLinear" for node in model.graph.node):
             raise TrainError(f"{path} is an export in INT8, from which float weights cannot be restored: give the "
                              "run folder or checkpoint that it was made from, or an export without --int8")
@@ -104,7 +105,7 @@ def _record(path: Path, about: Mapping[str, str]) -> Record:
     crop = record.part("center_crop / resize_shorter", size / shorter)
     mean, std = (record.of_pixels(name, _value(about, name)) for name in ("mean", "std"))
     keys, names = (_value(about, name) for name in ("class_keys", "class_names"))
-    return Record(file=path, size=size, crop=crop, mean=mean, std=std,
+    return Record(file=path, architecture=about["model"], size=size, crop=crop, mean=mean, std=std,
                   interpolation=record.known("interpolation", about.get("interpolation"), record.INTERPOLATIONS),
                   classes=record.classes("class_keys", keys, names),
                   loss=record.known("loss", about.get("loss", "softmax"), LOSSES))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,9 +20,9 @@ from graph_passes import Graph, GraphError, roles
 from graph_passes.passes.fold_bn import foldings
 from train import models
 from train.errors import TrainError
-from train.models.libraries import GLUON, Published
+from train.models.blocks import BATCH_NORM_EPS
+from train.models.libraries import GLUON, TORCHVISION, Published
 from train.models.network import Network
-from train.models.resnet import BATCH_NORM_EPS
 from train.options.data import MIN_IMAGE_SIZE
 from train.weights.record import Record
 
@@ -42,6 +42,7 @@ class Found:
 
     model: str
     library: str  # library with these array names; "": ours
+    prepared_by: str  # library whose preparation of images `record` holds, if no file gives it
     params: Arrays  # canonical, like `aux`
     aux: Arrays
     classifier: str  # original name of the classifier's weight, which `params` may lack
@@ -73,26 +74,43 @@ def recognise(path: Path, arrays: Mapping[str, np.ndarray], record: Record, want
     """
     candidates = []
     for candidate in _candidates(first, arrays):
-        named = candidate.structural(arrays)
-        if candidate.match(named) == 1:
+        if first in candidate.model_names and candidate.match(named := candidate.structural(arrays)) == 1:
             return candidate.take(path, named, record, wanted)
         candidates.append(candidate)
     shared = [candidate.shared_names(arrays) for candidate in candidates]
     alike = [candidate for candidate, share in zip(candidates, shared, strict=True) if share == max(shared)]
-    nearest = max(alike, key=lambda candidate: candidate.match(candidate.structural(arrays)))
-    named = nearest.structural(arrays)
+    matches = [candidate.match(candidate.structural(arrays)) for candidate in alike]
+    if max(matches) == 1:
+        fitting = [candidate for candidate, match in zip(alike, matches, strict=True) if match == 1]
+        found = _chosen(path, fitting, wanted or record.architecture)
+        return found.take(path, found.structural(arrays), record, wanted)
+    nearest = alike[matches.index(max(matches))]
     raise TrainError(f"{path} belongs to no network of this program; the nearest is {nearest.model}, "
-                     f"{nearest.difference(named)}: give weights of one of its networks "
+                     f"{nearest.difference(nearest.structural(arrays))}: give weights of one of its networks "
                      f"({', '.join(models.names())})")
 
 
+def _chosen(path: Path, fitting: Sequence[_Candidate], name: str) -> _Candidate:
+    """The candidate of this name ("": not given) among those that fit. Networks with equal arrays may still differ, in
+    BatchNorm's epsilon for example. Raises TrainError if the name does not tell."""
+    called = [candidate for candidate in fitting if name in candidate.model_names]
+    differing = list(dict.fromkeys(candidate.model for candidate in fitting))
+    if not called and len(differing) > 1:
+        raise TrainError(f"{path} may be a {' or a '.join(differing)}, which have equal arrays but compute something "
+                         f"else: say which in {path.with_suffix('.json').name} beside it, such as "
+                         f'{{"architecture": "{differing[0]}"}}')
+    return (called or fitting)[0]
+
+
 def _candidates(first: str, arrays: Mapping[str, np.ndarray]) -> Iterator[_Candidate]:
-    """The networks of which the file has a layer, by any library's name, or all if there are none; in all forms, those
-    of the network `first` first."""
+    """The networks whose layers have the most names in common with the file's, in all their forms; those of the network
+    `first` first. Only they are made, because making all takes long."""
     layers = _possible_layers(arrays)
-    known = [model for model in models.names() if not (names := models.published(model)) or any(
-        layers & each.all_layers for each in names)]
-    for model in sorted(known or models.names(), key=lambda name: name != first):
+    shares = {model: max((len(layers & each.all_layers) / len(layers | each.all_layers)
+                          for each in models.published(model)), default=1.0)  # a plug-in's layers are not known yet
+              for model in models.names()}
+    most = max(share for model, share in shares.items() if models.published(model))
+    for model in sorted((model for model, share in shares.items() if share >= most), key=lambda name: name != first):
         network = models.create(model)
         if not models.image_size(model) and network.has_one_size:
             network = replace(network, image_size=_size_of_images(network, arrays))
@@ -104,7 +122,7 @@ def _candidates(first: str, arrays: Mapping[str, np.ndarray]) -> Iterator[_Candi
 
 def _possible_layers(arrays: Mapping[str, np.ndarray]) -> set[str]:
     """The layers that a file's arrays may belong to: conv0 and vgg0_conv0 for vgg0_conv0_weight."""
-    found: set[str] = set()
+    found = set(arrays)  # an array may stand by itself, such as a layer scale
     for name in arrays:
         layer = re.sub(r"[._](?:running_|moving_)?[a-z]+$", "", name)
         words = layer.split("_")
@@ -144,6 +162,11 @@ class _Candidate:
         return self.network.name
 
     @property
+    def model_names(self) -> set[str]:
+        """The network's names, here and in the library."""
+        return {self.model, self.published.model or self.model} if self.published else {self.model}
+
+    @property
     def graph(self) -> Graph:
         """The network's graph, made only on demand: it takes longer than the rest of a candidate."""
         return self.network.graph
@@ -155,8 +178,13 @@ class _Candidate:
     @cached_property
     def wanted(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of each array in this form."""
-        return {self.name(ours): _oihw(shape) if self.is_oihw else shape
+        return {self.name(ours): self._form.shape(ours, shape) if self.is_oihw else shape
                 for ours, shape in (*self.shapes.items(), *self.aux_shapes.items())}
+
+    @property
+    def _form(self) -> Published:
+        """How the arrays differ from the canonical ones."""
+        return self.published or Published("", {})
 
     @cached_property
     def classifier(self) -> list[str]:
@@ -256,15 +284,17 @@ class _Candidate:
         """Convert the arrays to our form. Raises TrainError if that is impossible."""
         library = self.published.library if self.published else ""
         for model, whose in ((wanted, "this run has --model"), (record.architecture, f"{record.file} says")):
-            if model and model != self.model:
+            if model and model not in self.model_names:
                 raise TrainError(f"{path} holds a {self.model}, but {whose} {model}: give weights of a {model}, or "
                                  f"correct the name to {self.model}")
+        if not record.file:
+            preparation = self.published.images if self.published else {}
+            record = replace(record, **{"size": self.network.image_size, **preparation})
         for name, array in arrays.items():
             _check(path, name, array)
-        params, aux = ({ours: self._canonical(arrays[self.name(ours)]) for ours in shapes if self.name(ours) in arrays}
+        params, aux = ({ours: self._canonical(arrays[self.name(ours)], shape)
+                        for ours, shape in shapes.items() if self.name(ours) in arrays}
                        for shapes in (self.shapes, self.aux_shapes))
-        if not record.file:
-            record = replace(record, size=self.network.image_size)
         notes = []
         if biases := [name for name in self.biases if name in arrays]:
             for name in biases:
@@ -285,17 +315,12 @@ class _Candidate:
         counters = [int(array.item()) for name, array in arrays.items() if _is_counter(name)]
         if counters:
             notes.append(f"{COUNTER} of {len(counters)} BatchNorms: ignored, as they have no effect")
-        return Found(self.model, library, params, aux, self.classifier[0], record, len(arrays),
+        prepared_by = library if self.published and self.published.images else TORCHVISION
+        return Found(self.model, library, prepared_by, params, aux, self.classifier[0], record, len(arrays),
                      max(counters, default=0), notes)
 
-    def _canonical(self, array: np.ndarray) -> np.ndarray:
-        if array.ndim == 4 and self.is_oihw:
-            array = array.transpose(0, 2, 3, 1)
-        return np.ascontiguousarray(array, np.float32)
-
-
-def _oihw(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return (shape[0], shape[3], *shape[1:3]) if len(shape) == 4 else shape
+    def _canonical(self, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        return np.ascontiguousarray(self._form.ours(array, shape) if self.is_oihw else array, np.float32)
 
 
 def _is_counter(name: str) -> bool:

@@ -96,6 +96,50 @@ def assert_same_arrays(found: Checkpoint, wanted: Checkpoint) -> None:
 # --- torchvision and timm ---
 
 
+OF_FAMILIES = ("efficientnet_b0", "tf_efficientnet_lite0", "efficientnet_v2_s", "mobilenet_v2", "mobilenet_v3_small",
+               "mobilenetv3_small_100", "regnet_x_400mf", "regnet_y_400mf", "convnext_tiny", "seresnet50",
+               "resnetrs50")
+
+
+@pytest.mark.long(but=["tf_efficientnet_lite0", "mobilenet_v2", "mobilenetv3_small_100", "seresnet50"])
+@pytest.mark.parametrize("model", OF_FAMILIES)
+def test_names_of_every_library_are_read_again(model, tmp_path, rng):
+    """To the bit, with the images that the library has, where it says nothing else."""
+    made = random_network(model, 5, rng)
+    for number, names in enumerate(models.published(model)):
+        file = tmp_path / f"{number}.pth"
+        place = written(file, publish.state_dict(made, names), architecture=names.model or model)
+        found = weights.read(place)
+        assert (found.trained.config.model, found.num_classes) == (model, 5)
+        assert_same_arrays(found.trained, made)
+        file.with_suffix(".json").unlink()
+        if model not in EQUAL_ARRAYS:
+            images = weights.read(place).trained.config
+            assert images.image_size == names.images.get("size", 224)
+            assert images.interpolation == names.images.get("interpolation", "bilinear")
+            assert images.mean == names.images.get("mean", MEAN)
+
+
+# networks whose arrays by timm's names another network has too
+EQUAL_ARRAYS = ("efficientnet_b0", "tf_efficientnet_lite0")
+
+
+def test_a_network_whose_arrays_another_one_has_too(tmp_path, rng):
+    """timm's names are those of a network of TensorFlow's and of one of PyTorch's."""
+    made = random_network("efficientnet_lite0", 5, rng)
+    arrays = publish.state_dict(made)
+    text = refused(written(tmp_path / "w.pth", arrays))
+    assert "may be a efficientnet_lite0 or a tf_efficientnet_lite0, which have equal arrays" in text
+    assert 'w.json beside it, such as {"architecture": "efficientnet_lite0"}' in text
+    for model in ("efficientnet_lite0", "tf_efficientnet_lite0"):
+        place = written(tmp_path / f"{model}.pth", arrays, architecture=model)
+        assert weights.read(place).trained.config.model == model
+        assert weights.read(str(tmp_path / "w.pth"), model).trained.config.model == model
+    kernel = "stage2_block1_conv2_weight"  # TensorFlow's, which are read from the other end
+    reversed_ = weights.read(place).trained.params[kernel]
+    np.testing.assert_array_equal(reversed_, made.params[kernel][:, ::-1, ::-1])
+
+
 def test_pytorchs_logits():
     """SMALL's logits from PyTorch 2.5 in float32; 1e-5 is ten times the effect of another order of summation."""
     with np.load(SMALL.with_suffix(".npz")) as made:
