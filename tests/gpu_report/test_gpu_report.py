@@ -41,7 +41,7 @@ def drawn_once(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seconds instead of minutes."""
+    """Make measurements take seconds instead of minutes."""
     monkeypatch.setattr(kernels, "SMALL_GEMMS", (deepbench.Gemm(64, 16, 32),))
     monkeypatch.setattr(kernels, "SMALL_CONVOLUTIONS", (deepbench.Convolution(9, 7, 3, 2, 4, 3, 3, 1, 1, 1, 1),))
     monkeypatch.setattr(command, "LOOK_SECONDS", 0.01)
@@ -212,7 +212,7 @@ def test_no_time_for_the_larger_batches_of_inference(run_train, tmp_path, monkey
 
 @pytest.mark.long
 def test_cost(run_train, tiny_data, tmp_path, monkeypatch):
-    # In this process. A complete run is not repeated.
+    # Runs are trained in this process; a complete run is not repeated.
     monkeypatch.setattr(cost, "run_training", lambda config, folder: folder.exists() or main(run_arguments(config)))
     monkeypatch.setattr(cost, "CIFAR10", cost.Recipe("tiny", "cpu_sample", 2, 0.0))  # any network reaches it
     monkeypatch.setattr(cost, "CIFAR10_IMAGES", {})
@@ -252,7 +252,7 @@ def test_cost(run_train, tiny_data, tmp_path, monkeypatch):
 
 
 def test_cost_begins_no_run_when_its_time_is_over(tmp_path):
-    """Nor when the remaining time is far too short for a run."""
+    """No run begins when the time is over, or when the remaining time is far too short for a run."""
     for seconds, why in ((-1.0, "the section's -1 s were over"),
                          (9.0, "it takes 30 s or more and the section had 9 s")):
         bench = section.Bench(Placement("mxnet", "cpu(0)", ""), "some CPU", tmp_path, seconds)
@@ -586,7 +586,8 @@ def test_pages_of_others_are_not_written_over(run_train, page, tmp_path):
 
 @pytest.mark.long
 def test_a_start_that_adds_to_a_report_is_in_it(run_train, tmp_path):
-    """Its command, below the commands of earlier starts, and its date. A start that measures nothing adds neither."""
+    """The report gets its date and, below the commands of earlier starts, its command. A start that measures nothing
+    adds neither."""
     command = ("gpu-report", "--device", "cpu", "--output", tmp_path, "--sections", "kernels", "--minutes")
     first = Report("", {}, {"command": "another one", "date": "2020-01-01T00:00:00+00:00",
                             "commit": environment.git_commit(), "versions": environment.versions()})
