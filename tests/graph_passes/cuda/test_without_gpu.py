@@ -892,7 +892,8 @@ def test_sizes_of_images_share_one_arena(make_step: Callable[..., training_step.
     assert largest > expected._arena.num_bytes > 0
     sizes, wanted = (Counter(s.gpu.sizes.values()) for s in (step, expected))  # type: ignore[attr-defined]
     assert sizes - wanted == Counter([largest]) and wanted - sizes == Counter([expected._arena.num_bytes])
-    assert len(gpu.graphs) == len(expected.gpu.graphs) == 3 + 2 * 1 + 2  # buckets, 2 kinds of inference; folding, optimizer
+    # CUDA graphs: 3 buckets, inference on whole and partial batches, the folding for inference, the optimizer.
+    assert len(gpu.graphs) == len(expected.gpu.graphs) == 3 + 2 * 1 + 2
 
 
 def test_another_optimizer_takes_the_place_of_the_one_before(make_step: Callable[..., training_step.TrainingStep]
