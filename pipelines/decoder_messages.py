@@ -5,11 +5,11 @@ stderr: 'Corrupt JPEG data: premature end of data segment'. This module catches 
 caller asks whether there were any. If so, the images are decoded again in ever smaller groups, until each message
 belongs to one image.
 
-nvImageCodec writes of images that it cannot decode ('[ERROR] [jpeg_parser] Invalid marker'), by C++'s std::cerr. These
-lines are dropped: such images are reported anyway.
+nvImageCodec writes about images that it cannot decode to C++'s std::cerr ('[ERROR] [jpeg_parser] Invalid marker'). Its
+lines are dropped, because such images are reported anyway.
 
-Both streams write to one FILE of glibc's. It gets the file descriptor of a pipe, while file descriptor 2 stays as it
-is. What a process leaves in the pipe when it dies is passed on by a child that waits for its end.
+C's stderr and std::cerr write to the same FILE of glibc. This module replaces the FILE's descriptor by that of a pipe;
+file descriptor 2 stays as it is. If the process dies, a child that waits for its end passes on the content of the pipe.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _OF_DECODERS = re.compile(
     r"^(Arithmetic|Huffman|Missing Huffman|Quantization) |^Sampling factors|^Component index|^Too many color|"
     r"^Unknown Adobe"
 )
-# Of nvImageCodec about an image, with colours: ESC[0;31m[ERROR] ESC[0m[jpeg_parser] Invalid marker
+# nvImageCodec's lines about an image, with colours: ESC[0;31m[ERROR] ESC[0m[jpeg_parser] Invalid marker
 _OF_NVIMAGECODEC = re.compile(r"^\x1b\[[\d;]*m\[ERROR\] \x1b\[0m"
                               r"\[(\w+_parser|(libjpeg_turbo|libtiff|opencv)\w*_decoder)\] ")
 _PIPE_BYTES = 1 << 20  # the most that Linux gives everybody
@@ -93,8 +93,8 @@ class DecoderMessages:
         return taken
 
     def _read(self, partly: bool = False) -> bool:
-        """Treat the lines in the pipe, with `partly` also one without its end. They leave the pipe afterwards, so that
-        none is lost. Returns whether a line without its end is left."""
+        """Keep, drop or pass on each line in the pipe; with `partly`, also a last line without its end. Lines are
+        removed from the pipe only afterwards, so that none is lost. Returns whether a line without its end is left."""
         while content := self._content():
             size = len(content) if partly else content.rfind(b"\n") + 1
             if not size:
@@ -112,7 +112,7 @@ class DecoderMessages:
         return False
 
     def _content(self) -> bytes:
-        """What is in the pipe, which stays there."""
+        """The content of the pipe, without removing it."""
         size = self._libc.tee(self._reader, self._copy, _PIPE_BYTES, _SPLICE_NONBLOCK)  # -1: it is empty
         content = b""
         while len(content) < size:
@@ -148,7 +148,7 @@ def _pass_on_last_words(pipe: int) -> int:
     """Start the child that passes on what is left in a pipe when this process has ended. Returns the file descriptor
     that ends with this process."""
     lifeline, alive = os.pipe2(os.O_CLOEXEC)
-    waiting = os.open(f"/proc/self/fd/{pipe}", os.O_RDONLY | os.O_CLOEXEC)  # the end of the pipe anew, to wait for
+    waiting = os.open(f"/proc/self/fd/{pipe}", os.O_RDONLY | os.O_CLOEXEC)  # the pipe's read end again
     with contextlib.suppress(FileNotFoundError):  # a container may have no shell
         child = subprocess.Popen(["sh", "-c", _LAST_WORDS], stdin=lifeline, stdout=waiting,
                                  start_new_session=True)  # so that Ctrl-C does not reach it
@@ -159,7 +159,7 @@ def _pass_on_last_words(pipe: int) -> int:
 
 
 def _write(line: bytes) -> None:
-    """To standard error, whose reader may have gone."""
+    """Write to standard error; does nothing if its reader has gone."""
     with contextlib.suppress(OSError):
         while line:
             line = line[os.write(2, line):]

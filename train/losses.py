@@ -32,8 +32,8 @@ def use(graph: Graph, name: str) -> Graph:
 
 
 def answer_of(name: str) -> str:
-    """The loss of this program whose probabilities a network with this loss gives: SOFTMAX or BCE. Other programs need
-    to know no more of it."""
+    """SOFTMAX or BCE: the built-in loss that turns scores into probabilities as this loss does. Other programs that use
+    the network need nothing else of its loss."""
     if name in LOSSES:
         return name
     return BCE if plugins.get("loss", name, LOSSES).made.probabilities == "sigmoid" else SOFTMAX

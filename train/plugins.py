@@ -134,7 +134,7 @@ def callback(made: Any) -> Any:
         on_checkpoint(path)           path: the file that has been written
         on_run_end(reason)            why the run ends: a key of train.recording.metrics.REASONS, such as "epochs"
 
-    Process 0 of a run makes one object of the class, and is the only one that calls it. Each of them may return True,
+    Process 0 of a run makes one object of the class, and is the only one that calls it. Each method may return True,
     or a sentence that says why, to stop the run after a checkpoint. An exception ends the run after a checkpoint too.
 
         rm.callback(Watch)  # or @rm.callback before the class
@@ -158,8 +158,8 @@ def callback(made: Any) -> Any:
 
 def _decorated(kind: str, function: Made | str, arguments: tuple[str, ...],
                form: Callable[[Any], Any] = lambda made: made) -> Any:
-    """Register a function, in the `form` that others find, under its own name; or return the decorator that registers
-    it under the one given."""
+    """Register `function` under its own name. If it is a name instead, return the decorator that registers a function
+    under this name. `form` makes the object that is registered from the function."""
 
     def register(decorated: Made, name: str) -> Made:
         _check_arguments(f"the {kind} {name}", decorated, arguments)

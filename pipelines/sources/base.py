@@ -195,9 +195,10 @@ def _lists_of(folder: Path) -> list[Path]:
 
 
 def _above_split(folder: Path) -> list[Path]:
-    """The folder that holds the split, if `folder` has the name of one; and what lies between, as in train/train.
+    """The folders above a split's folder that belong to the data set; [] if `folder` is not a split's folder.
 
-    A folder that holds splits is none, even if its name says so: ~/dev with train/ and val/.
+    This is the folder around it, and for train/train also the next one. A folder that holds splits is not a split
+    itself, whatever its name: ~/dev with train/ and val/.
     """
     if split_of(folder.name) not in SPLITS or len(by_split(_names_in(folder))) > 1:
         return []

@@ -132,7 +132,7 @@ def test_problems_for_cudnn():
         kernels_cuda._problem(ODD, "fprop", "float8")
 
 
-# --- the CPU's ---
+# --- kernels on the CPU ---
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[mx.nd.NDArray]:
 
 @pytest.mark.parametrize("transposes", [(False, False), (True, False), (False, True)])
 def test_product_on_the_cpu(drawn, transposes, monkeypatch):
-    """Column-major, as the sizes are stated."""
+    """The product of column-major matrices, to which the stated sizes apply."""
     results = []
     dot = mx.nd.dot
     monkeypatch.setattr(mx.nd, "dot", lambda *values, **options: results.append(dot(*values, **options)) or results[-1])

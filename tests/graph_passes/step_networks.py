@@ -356,5 +356,5 @@ def gradients_alone(table):
 
 
 def own_forms(table):
-    """Prices for few nodes, by our own kernels where cuDNN's compute the same."""
+    """Prices by which the fewest nodes are taken, with our own kernels where cuDNN has equivalent ones."""
     return repriced(table, fewest, **dict.fromkeys((*OWN_FORMS, *NEWEST), 0.9))

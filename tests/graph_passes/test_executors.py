@@ -354,7 +354,7 @@ def test_values_of_another_network_are_refused(kind, change, message, problem):
     params["fc_weight"] = params["fc_weight"] + 1
     with pytest.raises(GraphError, match=message):
         executor.set_params(params, problem[3])
-    np.testing.assert_array_equal(executor.get_params()[0]["fc_weight"], problem[2]["fc_weight"])  # none was set
+    np.testing.assert_array_equal(executor.get_params()[0]["fc_weight"], problem[2]["fc_weight"])  # nothing was set
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_against_mxnet_and_differences(loss: str, rng: np.random.Generator) -> N
     assert value.shape == (len(scores), 1) and gradient.shape == scores.shape
     for _ in range(3):
         direction = rng.standard_normal(scores.shape)
-        if loss == "everything":  # BlockGrad: its factor of the gradient is no part of the value's difference
+        if loss == "everything":  # differences of values include the terms that BlockGrad takes out of the gradient
             break
         ends = [found.compute(["loss"], scores + sign * STEP * direction, targets)[0].sum() for sign in (1, -1)]
         assert (gradient * direction).sum() == pytest.approx((ends[0] - ends[1]) / (2 * STEP), rel=1e-5, abs=1e-6)
@@ -153,7 +153,8 @@ extern "C" void run(int images, const float *scores, const float *bias, const fl
 @pytest.mark.skipif(not shutil.which("g++"), reason="there is no g++")
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_kernel_compiled_for_the_cpu(loss: str, rng: np.random.Generator, tmp_path: Path) -> None:
-    """One thread a block: mixed and smoothed targets, a bias, padded rows, a loss scale, hits; a label that is none."""
+    """Blocks have one thread. Targets are mixed and smoothed; there are a bias, padded rows, a loss scale, hits, and an
+    invalid label."""
     from graph_passes.executors.cuda.kernel_library import SOURCES
 
     found = formula.read(json_of(LOSSES[loss]), "sigmoid")

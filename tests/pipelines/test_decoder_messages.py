@@ -143,7 +143,7 @@ def test_a_broken_image_leaves_no_line_of_a_parser(tmp_path, capfd):
 
 @pytest.mark.parametrize("death", ["os.abort()", "os.kill(os.getpid(), 9)", "os._exit(3)"])
 def test_last_words_are_not_lost(death):
-    """Of a process whose thread does not come to pass them on; a long one, and one without an end."""
+    """A process dies before its thread has passed on the lines: 2,000 lines, and one without an end, are not lost."""
     program = inspect.getsource(cerr) + textwrap.dedent(f"""
         import ctypes, os
         from pipelines.decoder_messages import decoder_messages
@@ -164,7 +164,7 @@ def test_last_words_are_not_lost(death):
 
 
 def test_lines_that_are_dropped_elsewhere(capfd):
-    """Those of MXNet in a block that drops them, and not those before and after it."""
+    """`without_lines` drops matching lines within its block, and none before or after the block."""
     decoder_messages().take()
     cerr(b"before\n")
     with without_lines(re.compile(b"unwanted")):
@@ -176,7 +176,7 @@ def test_lines_that_are_dropped_elsewhere(capfd):
 
 
 def test_a_line_without_an_end_is_passed_on(capfd):
-    """A progress bar's, say, after a moment."""
+    """Such a line, for example of a progress bar, is passed on after a moment."""
     cerr(b"almost")
     seen, limit = "", time.monotonic() + 10
     while "almost" not in seen and time.monotonic() < limit:

@@ -212,7 +212,8 @@ def test_make_records_of_validation_with_a_class_of_its_own(tmp_path, image, cap
 
 
 def test_the_label_of_kaggles_flowers(tmp_path, image):
-    """Its key is `class`, and it counts from 0; the usual keys go before it, and a text under it is no label."""
+    """Its key is `class`, and it counts from 0; the usual keys take precedence, and a text under `class` is no
+    label."""
     keys = ("image", "class")
     for split, numbers in (("train", [1, 2, 3]), ("val", [3, 0])):
         path = tmp_path / split / f"00-224x224-{len(numbers)}.tfrec"
@@ -371,7 +372,7 @@ def write_several(path: Path, image: bytes, labels: list[list[float]]) -> None:
 ], ids=str)
 @pytest.mark.parametrize("names", ["", "a\nb\nc\n"])
 def test_records_with_several_labels_are_refused(tmp_path, image, several, names):
-    """Also labels of detection: header width, object width, then objects."""
+    """Several labels may be those of detection: header width, object width, then objects."""
     path = tmp_path / "train.rec"
     write_several(path, image, several)
     if names:
@@ -505,7 +506,8 @@ def test_a_flipped_bit_without_an_undamaged_record(tmp_path, image):
 
 
 def test_folders_that_hold_several_classes_name_none_in_a_list(tmp_path):
-    """Such as sessions of a camera. The first file of each label gave the name, so another list swapped classes."""
+    """Folders may be sessions of a camera. Formerly a class was named after the folder of its first file, so the lists
+    of the two splits could swap classes."""
     rng = np.random.default_rng(7)
     for name in ("s1", "s2"):
         (tmp_path / "images" / name).mkdir(parents=True)

@@ -103,7 +103,8 @@ def test_a_prepared_batch_is_the_next_one(numbered):
 
 @pytest.mark.parametrize("sentence, kind", [("[cuda] CUDA allocation failed", DataError), ("no more", MemoryError)])
 def test_too_little_memory(numbered, monkeypatch, sentence, kind):
-    """GPU memory, where DALI fails when it builds its pipeline or later; and host memory."""
+    """DALI's error about GPU memory becomes a DataError that names the batch; an error about host memory stays as it
+    is."""
     loader = open_loader(config(numbered))
 
     def build(*_):
@@ -702,7 +703,8 @@ def test_lines_that_libraries_write_are_kept_off_stderr(capfd):
 
 @pytest.mark.parametrize("cache_gib", [0.0, 1.0])
 def test_class_folders_that_were_swapped_end_a_resumed_run(tmp_path, cache_gib):
-    """A repaired image does not, nor another place of the data, nor a position that knows no images."""
+    """The run does not end if an image was repaired, if the data were moved, or if the position was saved by a version
+    that stored no images."""
     write_folder(tmp_path / "data", 24, 3, seed=1)
 
     def loader(data="data"):

@@ -133,7 +133,7 @@ def test_an_index_cut_or_doubled_at_the_end_of_a_line(tmp_path, monkeypatch, is_
     twice = f"{index}: 2 of its 11 lines name a record that another line names too"
     for remarks in (open_source(path, "train").remarks, verify_split(str(path), "train").remarks):
         assert len(remarks) == 1 and remarks[0].startswith(twice)
-    index.write_text("".join(lines[2:]))  # at its beginning, and shuffled
+    index.write_text("".join(lines[2:]))  # the index lacks its first lines
     assert len(open_source(path, "train").remarks) == 1
     index.write_text("".join(np.random.default_rng(0).permutation(lines)))
     assert not open_source(path, "train").remarks

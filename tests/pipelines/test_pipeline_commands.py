@@ -344,7 +344,7 @@ def test_as_a_program(tmp_path):
 
 
 def test_bench_and_show_take_what_messages_advise(tmp_path, capsys):
-    """--on-bad-image skip, which an unreadable image's message says."""
+    """Both accept --on-bad-image skip, which the message about an unreadable image advises."""
     for file in write_folder(tmp_path / "data", 8, 2, seed=1)[:1]:
         file.write_bytes(b"no image")
     bench = ("bench", tmp_path / "data", "--seconds", 0.05, "--batch-size", 4, "--image-size", 32)

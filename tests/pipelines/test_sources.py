@@ -44,7 +44,7 @@ def test_layouts_of_folders(tmp_path):
 
 
 def test_words_for_imagenets_folders(tmp_path):
-    """Names that a user gave stay unchanged."""
+    """Folders named by WordNet ids have words as class names; names that a user gave stay unchanged."""
     write_folder(tmp_path / "train", 4, 4, seed=1)
     for number, name in enumerate(("n01440764", "n04553703", "n99999999")):
         shutil.move(tmp_path / f"train/c{number:02}", tmp_path / "train" / name)
@@ -68,7 +68,8 @@ def test_layouts_of_records(tmp_path, numbered):
 
 
 def test_folders_within_class_folders(tmp_path):
-    """As in Tiny ImageNet; a list of such files still gives the classes their names."""
+    """Images may lie in folders within class folders, as in Tiny ImageNet. A list of such files still names the
+    classes."""
     files = write_folder(tmp_path / "train", 6, 3, seed=1)
     for file in files[1:]:
         (file.parent / "images").mkdir(exist_ok=True)
@@ -185,7 +186,8 @@ def test_folders_without_an_image_are_no_classes(tmp_path, capsys):
 
 
 def test_names_of_classes_in_a_list(tmp_path):
-    """The folders' names, if they identify the classes; paths may be absolute, or relative to the list."""
+    """Classes are named by their folders if these identify them, and otherwise by numbers. Paths may be absolute, or
+    relative to the list."""
     image, *_ = write_folder(tmp_path / "images", 1, 1, seed=1)
     for files, names in (
         (("a/1.jpg", "b/2.jpg"), ["a", "b"]),

@@ -60,7 +60,8 @@ def pixels_of(path: Path) -> np.ndarray:
 def test_all_kinds_give_the_bits_of_the_command(
     run: rm.Run, net: rm.TrainedNetwork, pictures: list[Path], count: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also for a folder with several batches of images, and after other calls of the same network."""
+    """The results have the bits of the command's, also for a folder with several batches, and after other calls of the
+    same network."""
     chosen = pictures[-count:]  # including the rotated one
     wanted = [entry["predictions"] for entry in of_command(run, *chosen, capsys=capsys)]
     for kind in (str, Path, Path.read_bytes, pixels_of, Image.open):

@@ -42,7 +42,7 @@ def test_a_run_trained_in_another_thread(run: rm.Run, trained: Any) -> None:
 
 
 def test_errors_reach_the_program(tiny_data: Path, light_training: None, tmp_path: Path) -> None:
-    """In the main thread and in others: no exit, no trace of arguments."""
+    """Errors are raised in the main thread and in other threads; they do not end the process."""
     missing = Trained(data=tmp_path / "none", output=tmp_path / "run")
     assert isinstance(missing.error, rm.UserError) and "does not exist" in str(missing.error)
     for options, sentence in [
@@ -64,7 +64,7 @@ def test_errors_reach_the_program(tiny_data: Path, light_training: None, tmp_pat
 
 
 def test_a_second_training_resumes_and_a_callback_stops_it(run: rm.Run, light_training: None, tmp_path: Path) -> None:
-    """In the main thread, after a first training of this process."""
+    """The second training runs in the main thread, after a first one of this process."""
     shutil.copytree(run.folder, tmp_path / "run")
     again = rm.train(resume=tmp_path / "run", epochs=9, callbacks=[lambda epoch, results: epoch == 3])
     assert again.folder == tmp_path / "run" and again.history["epoch"].tolist() == [1, 2, 3]
@@ -129,7 +129,7 @@ def test_runs_may_be_keys(run: rm.Run) -> None:
 
 @pytest.mark.parametrize("folder", [None, "", 3])
 def test_no_folder(folder: Any, run: rm.Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same in a run's folder."""
+    """The error is the same if the current folder is a run's folder."""
     monkeypatch.chdir(run.folder)
     for function in (rm.load_run, rm.list_runs, rm.compare):
         with pytest.raises(rm.UserError, match="is no folder: give the path of a run, or of a folder that holds runs"):
@@ -181,7 +181,7 @@ def test_no_device(device: Any, run: rm.Run) -> None:
 
 @pytest.mark.parametrize("place", [None, "", 3])
 def test_no_place_of_a_network(place: Any, run: rm.Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same in a run's folder."""
+    """The error is the same if the current folder is a run's folder."""
     monkeypatch.chdir(run.folder)
     with pytest.raises(rm.UserError, match="is not the path of a trained network: give a run folder"):
         rm.load(place)
@@ -251,7 +251,8 @@ def test_the_import_is_light() -> None:
 
 
 def test_a_program_called_train(tmp_path: Path) -> None:
-    """Beside a user's file with that name; and after the user's own module with one of our names was imported."""
+    """The library works in a user's program called train.py. If the program has imported its own module `train`, an
+    error says so."""
     (tmp_path / "train.py").write_text("import resnet_mxnet as rm\nprint(rm.models()[0])\n")
     (tmp_path / "other.py").write_text("import train\nimport resnet_mxnet\n")
     environment = {"PYTHONPATH": str(ROOT), "PATH": ""}

@@ -17,7 +17,7 @@ from train.recording.gpu_monitor import GpuReadings
 from train.recording.metrics import METRICS_FILE, VALIDATION
 from train.recording.recorder import Recorder
 
-IMAGES_PER_STEP, STEPS = 10, 4  # of an epoch
+IMAGES_PER_STEP, STEPS = 10, 4  # STEPS: steps of an epoch
 VALIDATION_IMAGES = 44
 
 
@@ -39,10 +39,10 @@ def make_run(folder: Path, right: Sequence[int | None], *, step_seconds: float =
     Args:
         right: for each epoch how many of VALIDATION_IMAGES are right; None: no validation.
         watts: the power of a GPU; None: there is none.
-        plugin_metrics: of each epoch, by name.
-        error: ends the run.
-        leave_open: the run goes on.
-        options: of the configuration.
+        plugin_metrics: metrics of plug-ins, for each epoch by name.
+        error: the exception that ends the run; None: the run completes.
+        leave_open: do not end the run.
+        options: fields of the configuration.
     """
     config = dataclasses.replace(Config(), **{"epochs": len(right), **options})
     clock = Clock()

@@ -110,7 +110,7 @@ def test_output_folder_that_cannot_be_made(fails, tiny_options, tmp_path):
     *(["export", "--checkpoint", "run", option] for option in ("--onnx", "--torchvision", "--symbol", "--params")),
 ], ids=lambda command: f"{command[0]} {command[-1]}")
 def test_a_place_that_cannot_be_written_is_named_at_once(command, fails, tmp_path, monkeypatch):
-    """Before data, weights or the device are checked; the message names the option."""
+    """The place is checked before data, weights and device; the message names the option."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     for later in ("devices.choose", "weights.load", "commands.language_model._text"):
@@ -426,8 +426,8 @@ def test_batch_too_large_for_the_machine(command, fails, monkeypatch, tmp_path):
 
 @pytest.mark.long
 def test_validation_too_large_for_the_machine(fails, run_train, tiny_options, monkeypatch, tmp_path):
-    """Before the first step; and in `validate`. MXNet does not support tensors of 2^31 elements, whatever the
-    memory."""
+    """Training is refused before its first step, and so is `validate`. MXNet does not support tensors of 2^31 elements,
+    whatever the memory."""
     monkeypatch.setattr(resnet, "FIRST_WIDTH", 64)
     assert run_train(*tiny_options, "--max-steps", "1", "--output", tmp_path / "trained")[0] == 0
     commands = ([*tiny_options, "--output", tmp_path / "run"], ["validate", "--checkpoint", tmp_path / "trained"])

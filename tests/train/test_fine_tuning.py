@@ -152,7 +152,8 @@ def test_a_run_that_has_reached_its_target_is_done(run_train, tiny_options, tmp_
 @pytest.mark.long
 @pytest.mark.parametrize("is_elsewhere", [False, True])
 def test_going_on_without_the_best_weights(is_elsewhere, run_train, tiny_options, tmp_path, monkeypatch):
-    """In another folder, or if best.npz was removed: the next validation's weights are the best."""
+    """If a run is resumed in another folder, or if best.npz was removed, the weights of the next validation are the
+    best."""
     make_accuracies(monkeypatch, [0.75, 0.5, 0.25])
     folder = tmp_path / "run"
     assert run_train("--output", folder, *tiny_options, "--epochs", "1", "--patience", "1")[0] == 0

@@ -148,7 +148,7 @@ def test_benchmarks(run_train, small, tmp_path: Path) -> None:
 
 
 def test_resumed(run_train, small, tmp_path: Path) -> None:
-    """As if it had not been interrupted; its network can also start another run."""
+    """A resumed run ends like an uninterrupted one; its network can also start another run."""
     _, options = small
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train(run_train, [*options, "--output", whole])
@@ -356,7 +356,8 @@ LOSS = """
 
 @pytest.mark.parametrize("probabilities", ["softmax", "sigmoid"])
 def test_a_loss(run_train, plugin, tiny_options, tiny_data: Path, tmp_path: Path, probabilities: str) -> None:
-    """Trained with, recorded, resumed without its option, validated with; files for others say its probabilities."""
+    """A run trains with the plug-in's loss, records it, resumes without its option, and is validated with it. Files for
+    other programs state its probabilities."""
     file, run = plugin(LOSS.replace("PROBABILITIES", probabilities)), tmp_path / "run"
     train(run_train, [*tiny_options, "--plugin", file, "--loss", "focal", "--label-smoothing", "0", "--output", run,
                       "--learning-rate", "1e-9", "--max-steps", "3"])
@@ -391,7 +392,7 @@ def test_a_loss(run_train, plugin, tiny_options, tiny_data: Path, tmp_path: Path
     ("return scores.no_such_thing", "failed at .*my.py:7: AttributeError"),
 ])
 def test_a_loss_that_is_none(run_train, plugin, tiny_options, tmp_path: Path, body: str, sentence: str) -> None:
-    """One sentence with its file and line, before anything is read or written."""
+    """A wrong loss is refused in one sentence with its file and line, before anything is read or written."""
     file = plugin(f"""
         from common.mxnet_compat import mx
         from train.plugins import loss

@@ -46,7 +46,8 @@ def unbiased(executor, shares):
 
 @pytest.mark.parametrize("name", ["mxnet", "reference"])
 def test_statistics_of_one_batch_are_that_batch_s(name, seed):
-    """However often the batch has been seen; and the executor continues with its own bits."""
+    """The corrected statistics are the batch's own, however often it has been seen. The executor continues with its
+    uncorrected statistics, to the bit."""
     executor, batch = executor_of(name), batch_of(seed)
     shares = InitialShares(executor)
     once = None
@@ -104,7 +105,7 @@ def test_frozen_and_trained_statistics_stay_theirs():
 
 
 def test_they_end_with_what_fp32_holds():
-    """From then on the statistics have exactly the bits of training."""
+    """The shares of the initial values end when fp32 cannot hold them; from then on nothing is corrected."""
     shares = InitialShares(executor_of("mxnet"))
     batches = 0
     while shares.own:

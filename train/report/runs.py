@@ -72,7 +72,7 @@ class Run:
     @classmethod
     def list_runs(cls, folders: Iterable[Path], with_steps: bool = True) -> list[Self]:
         """All runs in some folders, up to DEPTH levels below each, each once; the one that has changed last comes
-        first. One whose metrics cannot be read has the state DAMAGED. Raises TrainError for what is no folder."""
+        first. A run whose metrics cannot be read is DAMAGED. Raises TrainError for a path that is not a folder."""
         places: dict[str, Path] = {}
         for place in itertools.chain.from_iterable(map(find, folders)):
             places.setdefault(os.path.realpath(place), place)

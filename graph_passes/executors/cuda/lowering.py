@@ -82,7 +82,7 @@ def lower_nodes(builder: Builder, nodes: Graph | list[Node]) -> None:
 
 
 def hand_out(builder: Builder, node: Node) -> None:
-    """Copy what a graph of inference ends in to where probabilities are otherwise, as float32."""
+    """Copy the tensor at which inference ends, as float32, to the buffer that otherwise has the probabilities."""
     x, y = builder.buffers[Ref(node.name)], builder.persistent.probabilities
     require(math.prod(x.shape) == math.prod(y.shape), node, "is padded on a GPU: end at another tensor")
     elements = math.prod(y.shape)

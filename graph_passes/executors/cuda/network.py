@@ -54,7 +54,7 @@ class Network:
         self._free_pinned: list[np.ndarray] = []  # pinned arrays for metrics that can be reused
         self._free_answers: list[tuple[int, np.ndarray]] = []  # addresses on the GPU and in pinned memory
         self.skipped_steps = self.skipped_in_a_row = 0  # as in `Executor`
-        self.gradient_norm: float | None = None  # likewise
+        self.gradient_norm: float | None = None  # as in `Executor`
 
     def _make_persistent(self, data: tuple[int, ...], answer: tuple[int, ...]) -> None:
         """Allocate inputs and outputs for data and an answer of these shapes."""

@@ -11,7 +11,7 @@ from graph_passes.executors.cuda.kernel_library import KernelLibrary
 
 POISON = 0xFF  # byte value: NaN in all floating-point types, -1 or 255 in integers
 DTYPES = ("float16", "bfloat16", "float32")
-# Rounding a stored value changes it by at most half of this, relatively.
+# Largest relative distance of neighbouring values; rounding to a dtype changes a value by at most half of it.
 PRECISION = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23}
 
 

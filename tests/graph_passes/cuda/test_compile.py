@@ -92,7 +92,7 @@ def kernels() -> list[tuple[str, str]]:
 
 
 def expressions(kernel: str, c_type: str) -> list[str]:
-    if kernel.endswith("!"):  # not a template
+    if kernel.endswith("!"):  # the kernel is not a template
         return [kernel[:-1]]
     if kernel == "copy_columns":
         return [f"copy_columns<{kind}, {fill}>" for kind in (c_type, f"Packed<{c_type}>") for fill in ("false", "true")]
@@ -105,14 +105,14 @@ def expressions(kernel: str, c_type: str) -> list[str]:
     if kernel == "quantised_conv_stream":  # writes int8 only
         return [f"quantised_conv_stream<{teams}, {columns}, {flags}>" for teams, columns in STREAMS.values()
                 for flags in ("true, true, false", "false, true, false", "false, false, false", "false, true, true")]
-    if kernel == "quantised_conv_taps":  # likewise; each shape with one of two kinds of epilogue
+    if kernel == "quantised_conv_taps":  # writes int8 only; each shape with one of two epilogues
         shapes = [f"{size}, {stride}, {channels}, {eights}" for size, stride in EIGHTS for channels in TAPS_CHANNELS
                   for eights in EIGHTS[size, stride]]
         return [f"quantised_conv_taps<{shape}, {flags}>"
                 for shape, flags in zip(shapes, itertools.cycle(("false, false", "true, true")), strict=False)]
-    if kernel == "quantised_pair":  # likewise
+    if kernel == "quantised_pair":  # writes int8 only
         return [f"quantised_pair<{columns}, {two}>" for columns in Z_COLUMNS for two in ("false", "true")]
-    if kernel == "quantised_stem_pool":  # likewise
+    if kernel == "quantised_stem_pool":  # writes int8 only
         return ["quantised_stem_pool<true>", "quantised_stem_pool<false>"]
     if c_type == "float" and f"{kernel}.cu" in WARPGROUPS:
         return []
@@ -157,8 +157,8 @@ def variants(path: Path, dtype: str) -> list[str]:
 
 
 def dtypes(path: Path) -> list[str]:
-    """The types for which a file's variants differ. In bfloat16 the other files are compiled for each generation
-    below."""
+    """The types for which a file's variants differ. `test_compiles_for_each_generation` compiles the other files in
+    bfloat16."""
     other = "bfloat16" if path.name in TENSOR_CORES else "float32"
     return ["float16"] + [other] * (variants(path, other) != variants(path, "float16"))
 

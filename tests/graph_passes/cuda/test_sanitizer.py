@@ -267,7 +267,7 @@ def main(cache: Path, name: str) -> None:
 
     KernelLibrary.get, Kernel.launch = named, recorded  # type: ignore[method-assign]
     group = StatisticsGroup(0)
-    group.connect([group.mailbox], 0)  # of one
+    group.connect([group.mailbox], 0)  # a group of one process
     steps(cache, group=group)[name]()
     print(*launched)
 

@@ -242,7 +242,7 @@ def test_launches_of_a_training_step(depth: int, batch_norms: int, projections: 
     with_sums = operations.count("fprop_stats") + operations.count("stem_fprop")
     assert with_sums == batch_norms, "the statistics of every BatchNorm come with its convolution"
     assert operations.count("wgrad") == batch_norms and operations.count("dgrad") == batch_norms
-    alone = batch_norms - 1 - 2 * projections  # without the stem's, and without those that are summed in one launch
+    alone = batch_norms - 1 - 2 * projections  # all but the stem's, and but the pairs whose outputs are added
     assert operations.count("batch_norm_apply") == operations.count("batch_norm_backward_apply") == alone
     assert operations.count("batch_norm_pair_apply") == projections
     assert operations.count("batch_norm_pair_backward_apply") == projections
@@ -305,8 +305,8 @@ def test_inference_that_ends_at_the_features(dtype: str) -> None:
 
 @pytest.mark.parametrize("training, operation", [(False, "conv1x1_forward"), (True, "dgrad_stream")])
 def test_the_data_of_a_convolution_are_not_written_over(training: bool, operation: str) -> None:
-    """The addend of y = relu(conv(x) + b) may be overwritten by y, but not if it is x, of which y also needs other
-    elements. Likewise in y = conv(x) + x, where the gradient of x takes y's gradient twice."""
+    """In y = relu(conv(x) + b), y may overwrite b, unless b is x: one element of y needs several elements of x. In
+    training, the gradient of x in y = conv(x) + x must not overwrite y's gradient, which it needs twice."""
     def conv_bn(x: Any, name: str, kernel: int) -> Any:
         x = mx.sym.Convolution(x, kernel=(kernel, kernel), pad=(kernel // 2, kernel // 2), num_filter=256,
                                no_bias=True, layout="NHWC", name=name)
@@ -454,7 +454,7 @@ def test_what_is_frozen_takes_the_kernels_of_inference() -> None:
     shapes = {"data": (16, 224, 224, 3), "softmax_label": (16,)}
     lowering, _ = lower_graph(graph, shapes, training=True, fused=True, own_kernels=True)
     operations = Counter(launch.operation for launch in lowering.program.launches)
-    assert (operations["stem_pool"], operations["conv1x1_pair"]) == (1, 2)  # one pair less: its first is such a sum
+    assert (operations["stem_pool"], operations["conv1x1_pair"]) == (1, 2)  # 3 - 1 pairs: one would begin with a sum
     check_memory(lowering.program)
 
 
@@ -500,13 +500,13 @@ def test_a_grid_without_blocks_is_no_launch() -> None:
 
 
 def test_launches_of_our_own_kernels() -> None:
-    """If the GPU has the instructions for them."""
+    """They are used on Hopper GPUs, and not on a GPU that lacks their instructions."""
     graph, shapes = Graph.from_json(resnet(50, 1000).tojson()), {"data": (16, 224, 224, 3), "softmax_label": (16,)}
     folded = passes.fold_bn(pipeline.run(pipeline.FUSED, graph))
-    sums = 3  # in the first block of stages 1 to 3; the last stage's has more weights than a block can keep
-    pairs = 3 - 1  # likewise in stage 1, except for such sums
-    norms = 3 + 4 + 5  # in training the first of a block, after every block of stages 1 and 2, and within stage 3
-    within = 3 + 4 + 6  # the last of a block, except in stage 4, which has too many weights
+    sums = 3  # inference: in the first block of stages 1 to 3; in stage 4 the weights are too large for a block
+    pairs = 3 - 1  # inference: in stage 1, except where the first convolution is in a sum
+    norms = 3 + 4 + 5  # training: a block's first convolution, after each block of stages 1 and 2, and within stage 3
+    within = 3 + 4 + 6  # training: a block's last convolution, except in stage 4, which has too many weights
     for capability, training, wanted in ((HOPPER, True, 34 - norms - within), (HOPPER, False, 34 - sums - 2 * pairs),
                                          ((8, 0), True, 0)):
         lowering, _ = lower_graph(pipeline.run(pipeline.FUSED, graph) if training else folded, shapes, training,
@@ -822,8 +822,8 @@ def make_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., 
 
 
 def test_a_training_batch_is_read_where_it_lies(make_step: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the stem's forward pass and weight gradient, between CUDA graphs of three parts of the weights. Without a
-    batch the loaded one is read. If cuDNN reads the images, they are copied."""
+    """The stem's forward pass and weight gradient read it there; they run between the CUDA graphs. Without a batch
+    the loaded one is read. If cuDNN reads the images, they are copied."""
     monkeypatch.setattr(compiled, "LEAST_READ", 0)
     copies: list[int] = []
     monkeypatch.setattr(FakeGpu, "copy", lambda self, to, source, num_bytes: copies.append(source))
@@ -894,7 +894,8 @@ def test_sizes_of_images_share_one_arena(make_step: Callable[..., training_step.
     assert largest > expected._arena.num_bytes > 0
     sizes, wanted = (Counter(s.gpu.sizes.values()) for s in (step, expected))  # type: ignore[attr-defined]
     assert sizes - wanted == Counter([largest]) and wanted - sizes == Counter([expected._arena.num_bytes])
-    assert len(gpu.graphs) == len(expected.gpu.graphs) == 3 + 2 * 1 + 2  # buckets, inference; its folding, optimizer
+    # CUDA graphs: 3 buckets, inference on whole and partial batches, the folding for inference, the optimizer.
+    assert len(gpu.graphs) == len(expected.gpu.graphs) == 3 + 2 * 1 + 2
 
 
 def test_another_optimizer_takes_the_place_of_the_one_before(make_step: Callable[..., training_step.TrainingStep]
@@ -929,8 +930,8 @@ def test_images_of_other_types_are_refused(make_step: Callable[..., training_ste
 
 def test_what_mixes_a_batch(make_step: Callable[..., training_step.TrainingStep], monkeypatch: pytest.MonkeyPatch
                             ) -> None:
-    """One launch with as many blocks as the pairs of images need, and a write of the share that the loss reads, if it
-    has changed."""
+    """Mixing is one launch with as many blocks as the pairs of images need. The share that the loss reads is written
+    only if it has changed."""
     step = make_step(64)
     launched: list[Any] = []
     monkeypatch.setattr(step.kernels, "get", lambda source, name: SimpleNamespace(

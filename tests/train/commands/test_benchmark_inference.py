@@ -87,7 +87,7 @@ def test_mistakes(run_train, options, sentence, tmp_path):
 
 
 def test_what_does_not_fit_is_left_out(run_train, tmp_path, monkeypatch):
-    """And earlier measurements are kept."""
+    """Sizes that do not fit are left out; earlier measurements are kept."""
     check = benchmark_inference.check_memory
 
     def check_memory(config: Config, *arguments: object) -> None:

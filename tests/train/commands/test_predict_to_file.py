@@ -332,7 +332,7 @@ def test_full_disk_loses_nothing(run_folder, photos, tmp_path, monkeypatch):
 
 
 def test_nothing_follows_a_batch_that_a_full_disk_has_cut(run_folder, photos, tmp_path, monkeypatch):
-    """Although there is room again for the batches that wait behind it."""
+    """The batches that wait behind it are not written, although there is room again."""
     run_predict(run_folder, tmp_path / "whole.csv", photos)
     output, whole, calls = tmp_path / "out.csv", PredictionFile._write, iter(range(100))
 
@@ -523,7 +523,8 @@ def test_records_are_read_back():
 
 @pytest.mark.parametrize("form", [Csv(CLASS_NAMES, 2), JsonLines(CLASS_NAMES, 2)])
 def test_no_changed_byte_of_a_record_counts_as_done(form):
-    """Except in a probability, or in an error message, where nobody can notice it."""
+    """A record with a changed byte does not count as done, unless the byte is in a probability or in an error message,
+    where nobody can notice it."""
     file = "one.jpg"
     for whole, unseen in ((form.prediction(file, [1, 0], [0.75, 0.125]), ("0.75", "0.125")),
                           (form.failure(file, "no image"), ("no image",))):
@@ -608,7 +609,7 @@ def class_folders(photos: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("ending", ["csv", "jsonl"])
 def test_folders_tell_the_true_class(run_folder, class_folders, tmp_path, ending):
-    """Also for an unreadable image, and after resuming."""
+    """An image's folder tells its true class, also for an unreadable image, and after resuming."""
     (class_folders / "plain" / "9.png").write_bytes(b"no image")
     output = tmp_path / f"out.{ending}"
     run_predict(run_folder, output, class_folders)

@@ -64,7 +64,8 @@ def test_toml(tmp_path):
 
 
 def test_the_length_of_the_demonstration_is_the_same_for_all(tmp_path):
-    """Alone, a run on the sample set chooses its number of epochs by the speed of the machine."""
+    """A single run on the sample set chooses its number of epochs by the machine's speed; the runs of a sweep do
+    not."""
     (point,) = planned("--seeds", 1)
     assert str(point.folder) == "runs/sweep-cpu_sample/seed=0"
     assert point.arguments[:4] == ["--seed", "0", "--epochs", str(point.config.epochs)]
@@ -130,7 +131,7 @@ def test_files_that_are_missing_are_told_before_anything_runs(option, sentence, 
 
 
 def test_plugins_in_a_grid(plugin, tmp_path):
-    """Two that register one name, which another option of the grid chooses: each training has its own."""
+    """Two plug-ins register the same schedule, and the grid chooses it by name: each training uses its own plug-in."""
     source = "from train.plugins import schedule\n@schedule\ndef mine(progress): return {}"
     files_ = [plugin(source.format(factor), f"{name}.py") for name, factor in (("a", "1"), ("b", "1 - progress"))]
     grid_file = written(tmp_path, json.dumps({"plugin": [str(file) for file in files_], "schedule": "mine"}))

@@ -71,7 +71,7 @@ def record() -> RunRecord:
 
 
 def counted(values: list[float]) -> list[float]:
-    """Both sessions without their warm-up."""
+    """The values of the steps that count: both sessions without their warm-up."""
     return values[WARMUP:FIRST_SESSION] + values[FIRST_SESSION + WARMUP :]
 
 
