@@ -43,8 +43,9 @@ KERNELS, STRIDES = (3, 5, 7), (1, 2)
 _CUDA = Declarations("depthwise.cu")
 THREADS, LANES, SPLITS = _CUDA.values("THREADS", "LANES", "SPLITS")
 MAX_GROUPS = 64  # of channels that a block works on
-# Of a thread, and how many blocks a multiprocessor holds: `Piece` of kernels/depthwise.cu.
-CHANNELS, COLUMNS, BLOCKS = {3: 4, 5: 4, 7: 2}, {3: 4, 5: 2, 7: 4}, {3: 3, 5: 2, 7: 2}
+# Channels and columns of a thread, and blocks of a multiprocessor, by kernel size.
+CHANNELS, COLUMNS, BLOCKS = ({size: _CUDA.value(f"Piece<half, {size}>::{name}") for size in KERNELS}
+                             for name in ("CHANNELS", "COLUMNS", "BLOCKS"))
 ROUNDS = 4  # of threads that the GPU has at least, if strips can be that short
 SHORTEST_STRIP = 2  # in windows: the rows between strips are read twice
 
