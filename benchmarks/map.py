@@ -86,7 +86,8 @@ class Cell:
 
 
 def cells(options: Options) -> Iterator[Cell]:
-    """All cells of the options: of each precision the first image size with all batches, before other sizes."""
+    """All cells of the options: first the first image size, with all precisions, networks and batches; then the
+    next."""
     for use in options.uses:
         dtypes = [dtype for dtype in options.dtypes or DTYPES[use] if dtype in DTYPES[use]]
         sizes = options.sizes if use == "training" else options.sizes[:1]

@@ -21,7 +21,8 @@ from common.errors import UserError
 
 FILES = ("scaling_b64_4gpu.jsonl", "scaling_b256_4gpu.jsonl")  # as in scaling.py
 NCCL = ("ring", "tree")  # its tuner takes the faster one for each message
-MLPERF = ((64, 50, 4908.0), (3584, 16, 2815.0))  # H100, batch on each, images/sec of each: NVIDIA's MXNet, LARS
+# (number of H100s, batch per GPU, images/sec per GPU) of NVIDIA's MXNet with LARS
+MLPERF = ((64, 50, 4908.0), (3584, 16, 2815.0))
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,8 @@ class Step(NamedTuple):
 
 def all_reduce_ms(num_bytes: float, gpus: int, machine: Machine, algorithm: str) -> float:
     """Latency + bytes / bandwidth, for `num_bytes` on each GPU. ring: Patarasuk and Yuan, 2009. tree: a chain in each
-    host, two binary trees between them (Sanders, Speck and Traeff, 2009). switches: they add (SHARP), with 64 ports
-    each, half of them up."""
+    host, two binary trees between them (Sanders, Speck and Traeff, 2009). switches: the network's switches do
+    the additions (SHARP); each has 64 ports, half of them towards the next level."""
     hosts = math.ceil(gpus / machine.gpus_per_host)
     gbs = min(machine.nvlink_gbs, machine.gpus_per_host * machine.network_gbs) if hosts > 1 else machine.nvlink_gbs
     local, network, sent = {  # hops within and between hosts; how often a byte is sent

@@ -235,7 +235,7 @@ def compare(arguments: Options) -> Compared:
         programs |= {mode: partial(peer_turn, mode) for mode in arguments.peers}
         for mode in arguments.peers:
             peer.prepare(mode)
-            # of the first mode alone
+            # measured after the first mode only
             memory.setdefault("peer_in_use_gib", gib(free - executor.gpu.memory()[0]))
     turns = take_turns(arguments.rounds, programs)
     monitor.close()

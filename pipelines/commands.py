@@ -59,7 +59,8 @@ def make_records(options: MakeRecordsOptions) -> int:
         plans = {kind: plan_train_tar(source, known) if kind == "train" else plan_val_tar(source, labels, known)}
     else:
         if classes:
-            raise DataError(f"{source}: --classes {classes} is for ILSVRC2012's tar files; put a classes.txt beside it")
+            raise DataError(f"{source}: --classes {classes} is only for ILSVRC2012's tar files: leave it out, and "
+                            "list the classes in a classes.txt beside the class folders or the list")
         both = ["train", "val"] if options.val_split else splits_of(str(source))
         names = [options.split] if options.split else both
         if any(journal_path(output, name).exists() for name in names):  # interrupted: skip the splits that are complete
@@ -80,7 +81,7 @@ def make_records(options: MakeRecordsOptions) -> int:
         print(f"{output / name}.rec: {count:,} images of {len(plan.classes):,} classes")
     if kind == "files" and not options.split and not options.val_split and same_images(source):
         share_records(output)
-        print(f"{output}/val.rec: these images too, as {source} has no validation images of its own")
+        print(f"{output}/val.rec: the same images, as {source} has no validation images of its own")
     return 0
 
 

@@ -5,9 +5,11 @@ stderr: 'Corrupt JPEG data: premature end of data segment'. This module catches 
 caller asks whether there were any. If so, the images are decoded again in ever smaller groups, until each message
 belongs to one image.
 
-Messages of nvImageCodec itself ('[ERROR] [jpeg_parser] Invalid marker') are not caught. They go through C++'s
-std::cerr, which keeps the stream that it started with; redirecting the file descriptor instead would lose the last
-words of a process that dies. They concern images that cannot be decoded, which are reported anyway.
+nvImageCodec writes about images that it cannot decode to C++'s std::cerr ('[ERROR] [jpeg_parser] Invalid marker'). Its
+lines are dropped, because such images are reported anyway.
+
+C's stderr and std::cerr write to the same FILE of glibc. This module replaces the FILE's descriptor by that of a pipe;
+file descriptor 2 stays as it is. If the process dies, a child that waits for its end passes on the content of the pipe.
 """
 
 from __future__ import annotations
@@ -15,16 +17,20 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import functools
 import os
 import re
 import select
+import subprocess
 import threading
+import time
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import numpy as np
 
+from common.quiet import on_their_way
 from pipelines.graph import GraphConfig, ImageInputs, build_pipeline
 from pipelines.inspect_image import REFUSED
 from pipelines.progress import num_cores
@@ -38,32 +44,46 @@ _OF_DECODERS = re.compile(
     r"^(Arithmetic|Huffman|Missing Huffman|Quantization) |^Sampling factors|^Component index|^Too many color|"
     r"^Unknown Adobe"
 )
-_LINE_BUFFERED = 1  # glibc's _IOLBF
+# nvImageCodec's lines about an image, with colours: ESC[0;31m[ERROR] ESC[0m[jpeg_parser] Invalid marker
+_OF_NVIMAGECODEC = re.compile(r"^\x1b\[[\d;]*m\[ERROR\] \x1b\[0m"
+                              r"\[(\w+_parser|(libjpeg_turbo|libtiff|opencv)\w*_decoder)\] ")
+_PIPE_BYTES = 1 << 20  # the most that Linux gives everybody
+_FILENO = 112  # where a FILE of glibc has its file descriptor, on 64-bit machines (bits/types/struct_FILE.h)
+_SPLICE_NONBLOCK = 2  # glibc's SPLICE_F_NONBLOCK
+_PATIENCE = 0.1  # s in which the rest of a line is waited for
+# Waits until nobody has the other end of its standard input, then copies the pipe to standard error.
+_LAST_WORDS = "read _; exec cat <&1 >&2"
 GROUP_SIZE = 64  # images decoded together to see whether there is any message
 
 
 class DecoderMessages:
-    """Replaces C's stderr: keeps the lines of image decoders until `take`, and passes all other lines on.
+    """Takes what C and C++ libraries write to stderr: keeps the lines of image decoders until `take`, drops those of
+    nvImageCodec about images, and passes all others on. Python's sys.stderr is a separate stream and stays as it is.
 
-    Python's sys.stderr is a separate stream and stays as it is. Setting the C variable `stderr` is allowed 'just like
-    any others' (manual of the GNU C Library, 'Standard Streams').
+    Raises RuntimeError if the C library is not glibc.
     """
 
     def __init__(self) -> None:
         self._taken: list[str] = []
-        self._rest = b""
         self._lock = threading.Lock()
-        self._reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)  # a decoder must never wait for our reader
-        libc = ctypes.CDLL(None)
-        libc.fdopen.restype = ctypes.c_void_p
-        libc.setvbuf.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
-        stream = libc.fdopen(writer, b"w")
-        libc.setvbuf(stream, None, _LINE_BUFFERED, 0)
-        variable = ctypes.c_void_p.in_dll(libc, "stderr")
-        before = ctypes.c_void_p(variable.value)
-        variable.value = stream
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._reader, writer = _pipe()  # a decoder must never wait for our reader
+        self._copied, self._copy = _pipe()
+        self._alive = _pass_on_last_words(self._reader)
+        self._place = self._file_descriptor()
+        self._place.value, before = writer, self._place.value
         threading.Thread(target=self._pass_on, name="C's stderr", daemon=True).start()
-        atexit.register(self._end, variable, before)
+        atexit.register(self._end, before)
+        on_their_way.append(self._pass_on_now)
+
+    def _file_descriptor(self) -> ctypes.c_int:
+        """Where C's stderr has the number of its file descriptor."""
+        stream = ctypes.c_void_p.in_dll(self._libc, "stderr")
+        assert stream.value
+        place = ctypes.c_int.from_address(stream.value + _FILENO)
+        if place.value != self._libc.fileno(stream):
+            raise RuntimeError("C's stderr is not a FILE of glibc, so messages of decoders cannot be read")
+        return place
 
     def take(self) -> list[str]:
         """The decoders' lines since the last call."""
@@ -72,29 +92,77 @@ class DecoderMessages:
             taken, self._taken = self._taken, []
         return taken
 
-    def _read(self) -> None:
-        try:
-            while part := os.read(self._reader, 1 << 16):
-                self._rest += part
-        except BlockingIOError:
-            pass
-        *lines, self._rest = self._rest.split(b"\n")
-        for line in lines:
-            if _OF_DECODERS.search(text := line.decode(errors="replace")):
-                self._taken.append(text.strip())
-            else:
-                os.write(2, line + b"\n")
+    def _read(self, partly: bool = False) -> bool:
+        """Keep, drop or pass on each line in the pipe; with `partly`, also a last line without its end. Lines are
+        removed from the pipe only afterwards, so that none is lost. Returns whether a line without its end is left."""
+        while content := self._content():
+            size = len(content) if partly else content.rfind(b"\n") + 1
+            if not size:
+                return True
+            for line in content[:size].splitlines(keepends=True):
+                text = line.decode(errors="replace").rstrip("\n")
+                if _OF_NVIMAGECODEC.search(text):
+                    continue
+                if _OF_DECODERS.search(text):
+                    self._taken.append(text.strip())
+                else:
+                    _write(line)
+            while size:
+                size -= len(os.read(self._reader, size))
+        return False
+
+    def _content(self) -> bytes:
+        """The content of the pipe, without removing it."""
+        size = self._libc.tee(self._reader, self._copy, _PIPE_BYTES, _SPLICE_NONBLOCK)  # -1: it is empty
+        content = b""
+        while len(content) < size:
+            content += os.read(self._copied, size)
+        return content
 
     def _pass_on(self) -> None:
         while True:
             select.select([self._reader], [], [])
             with self._lock:
-                self._read()
+                is_partial = self._read()
+            if is_partial:
+                time.sleep(_PATIENCE)
+                self._pass_on_now()
 
-    def _end(self, variable: ctypes.c_void_p, before: ctypes.c_void_p) -> None:
-        variable.value = before.value
+    def _pass_on_now(self) -> None:
         with self._lock:
-            self._read()
+            self._read(partly=True)
+
+    def _end(self, before: int) -> None:
+        self._place.value = before
+        self._pass_on_now()
+
+
+def _pipe() -> tuple[int, int]:
+    ends = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    with contextlib.suppress(OSError):  # the user may have too many
+        fcntl.fcntl(ends[0], fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+    return ends
+
+
+def _pass_on_last_words(pipe: int) -> int:
+    """Start the child that passes on what is left in a pipe when this process has ended. Returns the file descriptor
+    that ends with this process."""
+    lifeline, alive = os.pipe2(os.O_CLOEXEC)
+    waiting = os.open(f"/proc/self/fd/{pipe}", os.O_RDONLY | os.O_CLOEXEC)  # the pipe's read end again
+    with contextlib.suppress(FileNotFoundError):  # a container may have no shell
+        child = subprocess.Popen(["sh", "-c", _LAST_WORDS], stdin=lifeline, stdout=waiting,
+                                 start_new_session=True)  # so that Ctrl-C does not reach it
+        child.returncode = 0  # Python is not to wait for it
+    os.close(lifeline)
+    os.close(waiting)
+    return alive
+
+
+def _write(line: bytes) -> None:
+    """Write to standard error; does nothing if its reader has gone."""
+    with contextlib.suppress(OSError):
+        while line:
+            line = line[os.write(2, line):]
 
 
 @functools.cache

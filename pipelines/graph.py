@@ -43,8 +43,8 @@ fn: Any = dali.fn
 types: Any = dali.types
 
 INTERPOLATIONS = {"bilinear": types.INTERP_LINEAR, "bicubic": types.INTERP_CUBIC}
-# So many windows, and rectangles to erase, are drawn for each training image; the first that fits is taken. torchvision
-# draws this number, too.
+# Number of windows, and of rectangles to erase, that are drawn for each training image; the first that fits is taken.
+# The number is torchvision's.
 NUM_CANDIDATES = 10
 BLUR_SIGMA = (0.1, 2.0)  # pixels (SimCLR, arXiv:2002.05709, appendix A)
 # torchvision's defaults: the erased fraction of an image's area, and the rectangle's height / width.

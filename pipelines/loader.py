@@ -130,7 +130,7 @@ class Loader(ABC):
 
     # For the error about a saved position: the options that must not change, and the alternative.
     _way_out = ("resume with the same data, seed, --labels, --val-split, --balance and --repeated-augmentation, or "
-                "begin a new run on this data from the weights of that one with --weights RUN")
+                "begin a new run on this data with the old run's weights (--weights RUN)")
 
     def __init__(self, config: LoaderConfig, shard: tuple[int, int], num_images: int, classes: Classes):
         if config.device == "gpu":
@@ -145,7 +145,7 @@ class Loader(ABC):
         self.bad: dict[int, str] = {}  # image -> reason
         self.damaged: dict[int, str] = {}  # image that is used although damaged -> the decoder's message
         # Short hashes of some images of each class, by its folder, for training images in class folders. A repaired
-        # image has another hash; a class of which all images have others was replaced.
+        # image changes its hash; if all hashes of a class have changed, the class was replaced.
         self.stamps: dict[str, list[str]] = {}
         self.num_skipped = 0  # images skipped by this process in this epoch, or in the one that has just ended
         self.epoch = 0

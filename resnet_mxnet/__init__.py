@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from resnet_mxnet.runs import Comparison, Run, compare, list_runs, load_run, train
     from train.commands.validate import Validated
     from train.models.network import Network
-    from train.plugins import augmentation, callback, metric, model, schedule
+    from train.plugins import augmentation, callback, loss, metric, model, schedule
     from train.prediction import Guess, Prediction
     from train.processes.signals import StoppedBySignal
 
 __all__ = [
     "Batch", "Comparison", "Guess", "Loader", "Network", "Prediction", "Predictions", "ProgramError", "Run",
     "StoppedBySignal", "TrainedNetwork", "UserError", "Validated", "augmentation", "callback", "compare",
-    "create_model", "list_runs", "load", "load_run", "loader", "metric", "model", "models", "presets", "schedule",
-    "train",
+    "create_model", "list_runs", "load", "load_run", "loader", "loss", "metric", "model", "models", "presets",
+    "schedule", "train",
 ]
 
 _MODULES = {
@@ -46,7 +46,7 @@ _MODULES = {
     "resnet_mxnet.runs": ("Comparison", "Run", "compare", "list_runs", "load_run", "train"),
     "train.commands.validate": ("Validated",),
     "train.models.network": ("Network",),
-    "train.plugins": ("augmentation", "callback", "metric", "model", "schedule"),
+    "train.plugins": ("augmentation", "callback", "loss", "metric", "model", "schedule"),
     "train.prediction": ("Guess", "Prediction"),
     "train.processes.signals": ("StoppedBySignal",),
 }

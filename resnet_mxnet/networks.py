@@ -59,13 +59,25 @@ def load(
     Raises:
         UserError: there are no weights, they are damaged, or the device is not available.
     """
-    if not isinstance(place, (str, os.PathLike)) or not os.fspath(place):
-        raise TrainError(f"{place!r} is not the path of a trained network: give a run folder, a checkpoint or weights")
+    _check_place(place)
     kind, number = device_and_number(device)
     given = {"checkpoint": place, "int8": int8, "device": kind, "executor": executor, "batch_size": batch_size,
              "num_threads": num_threads, "hw_decoder_load": hw_decoder_load, "max_pixels": max_pixels, "plugin": plugin}
     options = InferenceOptions(**values_of(InferenceOptions, given, command="predict"))
     return TrainedNetwork(Predictor.load(options, number, may_raise_batch=batch_size is None))
+
+
+def _check_place(place: Any) -> None:
+    """Raise TrainError for what is no path, or none that a file could have."""
+    way_out = "give a run folder, a checkpoint or weights"
+    if not isinstance(place, (str, os.PathLike)) or not os.fspath(place):
+        raise TrainError(f"{place!r} is not the path of a trained network: {way_out}")
+    try:
+        os.stat(place)
+    except (FileNotFoundError, NotADirectoryError):  # told with what may be there instead
+        pass
+    except (OSError, ValueError) as error:
+        raise TrainError(f"{place} cannot be read ({getattr(error, 'strerror', None) or error}): {way_out}") from None
 
 
 class TrainedNetwork:

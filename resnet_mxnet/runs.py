@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import math
 import os
 from collections.abc import Sequence
@@ -16,32 +17,28 @@ from train.command_line import values_of
 from train.commands import train as command
 from train.config import Config
 from train.errors import TrainError
-from train.recording.metrics import EpochRow, RunRecord
+from train.recording.metrics import accuracy_of
+from train.report import runs
 from train.report.comparison import Comparison
 from train.report.comparison import compare as compare_folders
 from train.report.notebook import columns, summary_html
-from train.report.runs import find, read
 
 
-class Run:
-    """A run in its folder, as far as it has come when this object is made. `train`, `load_run` and `list_runs` make
-    them. A notebook shows it as a table with its curves."""
-
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        """Raises UserError for a folder without a run."""
-        self.folder = _folder(folder)
-        found = read(self.folder)
-        self.record: RunRecord = found.record
-        """All data of the run's report, as docs/interfaces.md has them."""
-        self.state: str = found.state
-        """"running", "finished", "stopped" (it can be resumed) or "failed"."""
+class Run(runs.Run):
+    """A run in its folder, as far as it has come when it is read. `train`, `load_run` and `list_runs` make them. A
+    notebook shows it as a table with its curves."""
 
     def __repr__(self) -> str:
+        if self.damage:
+            return f"Run({str(self.folder)!r}: {self.state})"
         best = self.best_epoch
-        reached = f", top-1 {self.best_top1:.1%} in epoch {best.epoch}" if best else ""
+        found = best.evaluation if best else None
+        reached = f", {accuracy_of(found.images)} {found.top1:.1%} in epoch {best.epoch}" if best and found else ""
         return f"Run({str(self.folder)!r}: {len(self.record.epochs)} epochs{reached})"
 
     def _repr_html_(self) -> str:
+        if self.damage:
+            return f"<p>{html.escape(self.damage)}</p>"
         return summary_html(self.folder, self.record)
 
     @property
@@ -61,19 +58,6 @@ class Run:
         """Columns by log line, each (lines,): `step`, `epoch` (with its fraction), `loss` (nats), `top1`,
         `learning_rate` and `skipped_steps`, means over the steps since the line before."""
         return columns(self.record.loss_curve)
-
-    @property
-    def best_epoch(self) -> EpochRow | None:
-        """The epoch whose weights `load` loads: the first with the highest top-1 accuracy on the validation images (on
-        the training images if the data has no others); None if no epoch was evaluated."""
-        return self.record.best
-
-    @property
-    def best_top1(self) -> float:
-        """The top-1 accuracy of the best epoch, a fraction of the validation images (of the training images if the data
-        has no others); NaN if no epoch was evaluated."""
-        best = self.best_epoch
-        return best.evaluation.top1 if best and best.evaluation else math.nan
 
     def load(self, **options: Any) -> TrainedNetwork:
         """The run's network with its best weights; options and errors as in `resnet_mxnet.load`."""
@@ -102,7 +86,7 @@ def train(*, callbacks: Sequence[Any] = (), **options: Any) -> Run:
         StoppedBySignal: Ctrl-C (in a notebook: interrupt), SIGTERM or SIGHUP arrived, in the main thread. The run is
             saved; `train(resume=folder)` resumes it. In other threads signals are left to the program.
     """
-    return Run(command.run(values_of(Config, options, command="train"), callbacks))
+    return Run.read(command.run(values_of(Config, options, command="train"), callbacks))
 
 
 def load_run(folder: str | os.PathLike[str]) -> Run:
@@ -113,19 +97,22 @@ def load_run(folder: str | os.PathLike[str]) -> Run:
     Raises:
         UserError: there is no run in this folder, or its metrics cannot be read.
     """
-    return Run(folder)
+    return Run.read(_folder(folder))
 
 
 def list_runs(folder: str | os.PathLike[str] = "runs") -> list[Run]:
-    """The runs in a folder, up to three levels below it, the oldest first.
+    """The runs in a folder, up to three levels below it, the one that has changed last first, as the command `runs`
+    lists them.
 
         for run in rm.list_runs():
-            print(run.folder, run.best_top1, run.config["learning_rate"])
+            print(run.folder, run.state, run.best_top1, run.config.get("learning_rate"))
+
+    A run whose metrics cannot be read has the state "damaged", no history, and in `reason` a sentence that says why.
 
     Raises:
-        UserError: there is no such folder, or a run's metrics cannot be read.
+        UserError: there is no such folder.
     """
-    return sorted(map(Run, find(_folder(folder))), key=lambda run: run.record.start_date)
+    return Run.list_runs([_folder(folder)])
 
 
 def compare(*folders: str | os.PathLike[str], accuracies: Sequence[float] = ()) -> Comparison:

@@ -32,7 +32,7 @@ from common.nvidia_gpus import find_gpus
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
-# Under nohup the signal is ignored, also in all processes that tests start.
+# Under nohup this process and all that tests start would ignore SIGHUP.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 if sys.dont_write_bytecode:  # PYTHONDONTWRITEBYTECODE, as in many containers
@@ -128,7 +128,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pat
     for registry in ("_registered", "_loaded"):
         monkeypatch.setattr(plugins, registry, dict(getattr(plugins, registry)))
     monkeypatch.setattr(plugins, "_told", set())
-    monkeypatch.setenv("RESNET_CACHE", str(tmp_path / "cache"))  # it remembers which plug-ins the user has named
+    monkeypatch.setenv("RESNET_CACHE", str(tmp_path / "cache"))  # the cache lists the plug-ins that the user has named
 
     def write(source: str, name: str = "my.py") -> Path:
         path = tmp_path / name

@@ -33,7 +33,7 @@ def stem_of(test_id: str) -> str:
 
 
 def shorten(items: list[pytest.Item]) -> None:
-    """Remove the mark `long` from the parameters that it excepts: `long(but=PATTERNS)`, patterns of pytest's names."""
+    """Remove the mark `long` from tests whose parameters match one of the patterns in `long(but=PATTERNS)`."""
     for item in items:
         mark, case = item.get_closest_marker("long"), getattr(item, "callspec", None)
         if mark and case and any(fnmatchcase(case.id, pattern) for pattern in mark.kwargs.get("but", ())):

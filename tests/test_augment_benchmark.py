@@ -70,7 +70,7 @@ def test_launches_are_counted_for_a_batch(benchmark_module: Callable[[str], Any]
 @pytest.mark.long
 def test_no_batch_is_under_way_where_a_trace_begins(benchmark_module: Callable[[str], Any], tmp_path: Path,
                                                     monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such a batch would be counted by half; the same holds for the end of a trace."""
+    """A trace would count only a part of a batch that is computed while the trace begins or ends."""
     augment_gpu = benchmark_module("augment_gpu")
     make_samples(tmp_path, num_train=12, num_val=12)
     config = LoaderConfig(data=str(tmp_path), batch_size=2, image_size=32, num_threads=1)

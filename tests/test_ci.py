@@ -56,7 +56,7 @@ def test_nothing_of_the_shell_gets_through(run_ci, tmp_path):
         home = Path(found.pop("HOME"))
         assert found.pop("PATH") == f"{tmp_path}/bin:{os.environ['PATH']}"
         assert found == {"CI": "true", **OF_PACKAGE_CLIENTS}
-        assert home != tmp_path and not home.exists()  # any more
+        assert home != tmp_path and not home.exists()  # it was removed at the end
         assert (call / "input").read_text() == ""
         assert (call / "folder").read_text().strip() == str(SCRIPT.parents[1])
     assert (calls[0] / "home").read_text() == ""

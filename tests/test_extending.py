@@ -214,6 +214,18 @@ METRIC = RUN + """
 # the probabilities of an untrained network are nearly equal: (1 - 1/3)^2 + 2 (1/3)^2 = 2/3
 assert 0.6 < epoch["plugin_metrics"]["brier"] < 0.75, epoch
 """
+LOSS = RUN + """
+from common.mxnet_compat import mx
+from train import losses
+from train.build import with_loss
+from train.checkpoint import load
+run("--loss", "focal", "--epochs", "2", "--learning-rate", "0.5", "--label-smoothing", "0")
+(epoch,) = [line for line in run("--resume", "run", "--epochs", "3")[-20:] if line.get("epoch") == 3 and
+            line["event"] == "epoch"]
+# an untrained network has nearly equal probabilities: (1 - 1/3)^2 * ln 3 = 0.488
+assert 0.3 < epoch["val_loss"] < 0.6, epoch
+assert load(Path("run/checkpoints/best.npz")).config.loss == "focal"
+"""
 CALLBACK = RUN + """
 lines = run("--epochs", "5", "--learning-rate", "1e-9", "--validate-every", "0")
 log = Path("run/watch.txt").read_text().splitlines()
@@ -224,6 +236,7 @@ assert "two epochs, and hardly better than chance" in [line for line in lines if
 CHECKS = {
     "A model from outside": MODEL_FROM_OUTSIDE,
     "An augmentation from outside": AUGMENTATION_FROM_OUTSIDE,
+    "A loss": LOSS,
     "A metric": METRIC,
     "A callback": CALLBACK,
     "A fused operator": FUSED_OPERATOR,
@@ -232,7 +245,7 @@ CHECKS = {
     "An augmentation": AUGMENTATION,
     "A data format": DATA_FORMAT,
 }
-PLUGINS = ("A model from outside", "An augmentation from outside", "A metric", "A callback")
+PLUGINS = ("A model from outside", "An augmentation from outside", "A loss", "A metric", "A callback")
 NUM_FILES = {**dict.fromkeys(PLUGINS, 1), "A fused operator": 2, "A model": 2, "An optimizer": 3, "An augmentation": 2,
              "A data format": 2}
 

@@ -210,7 +210,7 @@ def test_threads_of_mxnet_are_not_those_of_programs_started_from_it(given: str |
 
 
 def test_a_checkout_is_of_one_piece(tmp_path: Path) -> None:
-    """Also in an environment that another checkout has set up."""
+    """In an environment that another checkout has set up, all packages are imported from the current checkout."""
     for package in PACKAGES:
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").touch()

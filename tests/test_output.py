@@ -35,8 +35,8 @@ FULL = "error: standard output: No space left on device; check path, permissions
 
 
 def started(arguments: Sequence[str], failing: Collection[int], how: str, **options: Any) -> subprocess.Popen[str]:
-    """Start Python with a standard output (1) and standard error (2) of which some are full, closed, or a pipe without
-    a reader."""
+    """Start Python with outputs that fail. `failing`: standard output (1), standard error (2), or both. `how`: "full"
+    (a full disk), "closed", or "unread" (a pipe without a reader)."""
     reading, unread = os.pipe()
     os.close(reading)
     shell = "".join(f" {number}>&-" for number in failing if how == "closed")

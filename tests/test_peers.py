@@ -227,7 +227,7 @@ def test_losses_are_those_of_pytorch(preset, real_data, tmp_path, monkeypatch):
     *runs, about = map(json.loads, (tmp_path / "parity_pytorch_cpu.jsonl").read_text().splitlines())
     ours, peer = (next(run["loss"] for run in runs if run["side"].startswith(side)) for side in ("ours", "PyTorch"))
     nudged = next(run["loss"] for run in runs if run["nudged"])
-    np.testing.assert_allclose(ours[0], peer[0], atol=1e-5)  # of the same weights
+    np.testing.assert_allclose(ours[0], peer[0], atol=1e-5)  # the first losses, of equal weights
     rounding = np.abs(np.subtract(nudged, peer)).max()  # a single draw, hence the factor
     assert np.abs(np.subtract(ours, peer)).max() < 5 * rounding + 1e-4
     assert str(real_data) not in about["command"] and preset in about["command"]

@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 
 from common.command_line import option_name
-from graph_passes import Graph, GraphError, passes
+from graph_passes import Graph, GraphError, Ref, passes
 from graph_passes.errors import CapacityError
 from graph_passes.executors import Executor, create_executor
 from graph_passes.executors.cuda.statistics_group import StatisticsGroup
@@ -23,7 +23,7 @@ from pipelines.options import SAMPLES
 from pipelines.samples import SAMPLES_FOLDER, make_samples
 from pipelines.sources import Classes, splits_of
 from pipelines.sources.base import SPLITS
-from train import devices, models
+from train import devices, losses, models
 from train.checkpoint import Checkpoint
 from train.classes import match, padded, some
 from train.config import Config, configure
@@ -31,6 +31,7 @@ from train.devices import Placement
 from train.errors import TrainError
 from train.models.network import Network
 from train.options.data import SYNTHETIC, LoaderOptions
+from train.options.optimizer import BCE, SOFTMAX
 from train.processes import topology
 from train.processes.distributed import Workers, is_elastic
 from train.recording.metrics import TRAINING_IMAGES, VALIDATION
@@ -88,7 +89,7 @@ def open_split(config: Config, split: str, placement: Placement, workers: Worker
     """
     if split == "train" and config.batch_size == 1 and (config.mixup or config.cutmix):
         raise TrainError(f"{option_name('mixup' if config.mixup else 'cutmix')} mixes the images of a batch, but "
-                         "--batch-size 1 has a single one: raise it, or leave out the mixing")
+                         "--batch-size 1 has a single one: raise --batch-size, or leave out the mixing")
     options = config
     # a fixed share instead of the fastest one: an image's pixels depend on its decoder
     if config.hw_decoder_load < 0 and config.deterministic:
@@ -239,9 +240,12 @@ def class_weights(config: Config, loader: Loader) -> list[float]:
 
 
 def with_loss(config: Config, graph: Graph, class_weights: Sequence[float] = ()) -> Graph:
-    """Set the loss of `--loss` in a network, which also determines the probabilities that it returns."""
-    if config.loss == "bce":
+    """Set the loss of `--loss` in a network, which also determines the probabilities that it returns. Raises UserError
+    for a plug-in's loss that cannot be trained with."""
+    if config.loss == BCE:
         return passes.binary_cross_entropy(graph, config.bce_threshold)
+    if config.loss != SOFTMAX:
+        return losses.use(graph, config.loss)
     return passes.weigh_classes(graph, class_weights) if class_weights else graph
 
 
@@ -270,10 +274,12 @@ def training_graph(config: Config, network: Network, class_weights: Sequence[flo
 def check_memory(config: Config, num_classes: int, image_size: int, placement: Placement, training: bool = True
                  ) -> None:
     """Raise CapacityError if this machine's memory is too small for a training step, or for inference, on the CPU: the
-    system would kill the process silently. The cuda executor makes its own check."""
+    system would kill the process silently. The cuda executor makes its own check. Raises TrainError if the network
+    cannot read images of this size."""
+    network = models.create(config.model, num_classes, config.label_smoothing, config.image_size)
+    network.check_image_size(image_size)
     if placement.executor != "mxnet" or not placement.device.startswith("cpu"):
         return
-    network = models.create(config.model, num_classes, config.label_smoothing)
     graph, factor, option = network.graph, MXNET_INFERENCE_MEMORY, "--val-image-size"
     shapes = {"data": (config.batch_size, image_size, image_size, 3), "softmax_label": (config.batch_size,)}
     if training:
@@ -285,7 +291,7 @@ def check_memory(config: Config, num_classes: int, image_size: int, placement: P
         largest = int(0.8 * config.batch_size / excess)
         advice = f"use a --batch-size of at most {largest}" if largest else f"free memory, or use a smaller {option}"
         what = f"about {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} GiB are free" if needed > free else (
-            "a tensor of more than 2^31 elements, which MXNet does not have")
+            "a tensor of more than 2^31 elements, which MXNet does not support")
         raise CapacityError(
             f"{'training' if training else 'inference'} on batches of {config.batch_size} images of "
             f"{image_size}x{image_size} needs {what}: {advice}"
@@ -302,15 +308,18 @@ def build_executor(
     bn_group: StatisticsGroup | None = None,
     largest_image_size: int = 0,
     class_weights: Sequence[float] = (),
+    answer: Ref | None = None,
 ) -> Executor:
     """Build the network with the parameters of `checkpoint`, or with initial ones. Raises GraphError or TrainError.
 
     `image_size`: size of the first batches, in pixels; for other sizes the executor is built again when they come.
     `all_reduce`: the gradients will be averaged with other processes. `bn_group`: see `join_bn_group`.
     `largest_image_size`: the largest size of training images to come, for which the cuda executor reserves memory now.
-    `class_weights`: see the function `class_weights`.
+    `class_weights`: see the function `class_weights`. `answer`: with the cuda executor, the tensor that inference ends
+    at.
     """
-    network = models.create(config.model, num_classes, config.label_smoothing)
+    network = models.create(config.model, num_classes, config.label_smoothing, config.image_size)
+    network.check_image_size(image_size)
     if checkpoint is None:
         params, aux = network.initial_values(config.seed, zero_init_residual=config.zero_init_residual)
     else:
@@ -324,7 +333,7 @@ def build_executor(
     if placement.executor == "cuda":
         dtype = network_dtype(config, placement)
         options = {"dtype": dtype, "tf32": config.tf32, "deterministic": config.deterministic, "group": bn_group,
-                   "largest_image_size": largest_image_size}
+                   "largest_image_size": largest_image_size, "answer": answer}
         if all_reduce:
             # Horovod's MXNet library does not support bfloat16.
             wide = config.wire_dtype == "float32" or dtype == "bfloat16"

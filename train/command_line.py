@@ -13,7 +13,7 @@ from common.command_line import Command, choose_command, given, given_value, is_
 from common.errors import UserError
 from common.program import summaries
 from train import models
-from train.config import Config, check_optimizer, check_schedule
+from train.config import Config, check_loss, check_optimizer, check_schedule
 from train.errors import TrainError
 from train.options import commands, runs, training
 from train.options.commands import (
@@ -68,7 +68,7 @@ def read(options: type, arguments: Sequence[str], *, command: str) -> dict[str, 
         SystemExit: after `--help`, and after the list of presets for `--config ?`.
     """
     if (depth := given_value(arguments, "--depth")) is not None:
-        raise TrainError(f"--depth has become the name of a network: give --model resnet{depth or 50}")
+        raise TrainError(f"--depth has been replaced by --model: give --model resnet{depth or 50}")
     default: object | None = None
     if issubclass(options, RunOptions):
         preset = given_value(arguments, "--config")
@@ -80,10 +80,17 @@ def read(options: type, arguments: Sequence[str], *, command: str) -> dict[str, 
         default = SimpleNamespace(**{field.name: "" for field in dataclasses.fields(options)})
     values = given(options, arguments, prog=f"{PROG} {command}", default=default)
     check_limits(values, _LIMITS)
-    if not values.get("plugin"):  # otherwise the commands check these names after loading the plug-ins
+    if "model" in values:
+        given_plugins = values.get("plugin", ())
+        values["model"], files = models.of_option(values["model"], given_plugins)
+        if files:
+            values["plugin"] = (*given_plugins, *files)
+    if not values.get("plugin"):  # otherwise the commands check these names, after loading the plug-ins
         if "model" in values:
             models.check(values["model"])
         models.named(values.get("models", ()))
+        if "loss" in values:
+            check_loss(values["loss"])
         if "schedule" in values:
             check_schedule(values["schedule"])
         for name in values.get("augment", ()):
@@ -132,6 +139,8 @@ def _words(options: type, name: str, value: Any) -> list[str]:
     for each in value if isinstance(value, (tuple, list)) else [value]:
         if not isinstance(each, (str, int, float, os.PathLike)):
             raise TrainError(f"{option} needs text, a path, a number or a list of these, not a {type(each).__name__}")
+        if "\0" in str(each):  # which no command line can have
+            raise TrainError(f"{option} {str(each)!r} has a null byte in it: leave that out")
     if isinstance(value, bool):
         # Only options that a preset or a run may have turned on have a --no- form.
         has_negation = issubclass(options, (RunOptions, DeviceOptions)) or getattr(options, name, False)

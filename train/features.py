@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from graph_passes import Graph, roles
+from graph_passes import Graph, Node, Ref, roles
 from graph_passes.executors import Executor, create_executor
 from train import models
 from train.build import build_executor, check_memory
 from train.checkpoint import Checkpoint
 from train.config import Config
 from train.devices import Placement
-from train.errors import TrainError
 from train.models.network import Network
-
-# The classifier divides features by this, so that the exponentials of softmax cover features up to 8 * 87 below the
-# largest one: exp(-87) is about the smallest float32. Division by a power of two is exact.
-DIVISOR = 8.0
 
 
 def features_graph(network: Network) -> Graph:
-    """The network without its classifier; its output is (N, C) in most networks, (N, 1, 1, C) in some."""
-    return Graph(network.graph, roles.classifier(network.graph).inputs[:1], network.graph.attrs)
+    """The network without its classifier; its output is (N, C) in most networks, (N, 1, 1, C) in some. If the
+    classifier is a convolution, its input is averaged over the pixels."""
+    graph, classifier = network.graph, roles.classifier(network.graph)
+    if classifier.op == "FullyConnected":
+        return Graph(graph, classifier.inputs[:1], graph.attrs)
+    mean = Node("Pooling", graph.unused_name("features_pool"), classifier.inputs[:1],
+                {"pool_type": "avg", "global_pool": True, "kernel": (1, 1), "layout": classifier["layout"]})
+    return Graph([*graph, mean], [Ref(mean.name)], graph.attrs)
 
 
 class Features:
@@ -33,8 +33,9 @@ class Features:
     TrainError."""
 
     def __init__(self, trained: Checkpoint, config: Config, placement: Placement) -> None:
-        self._hands_on = placement.executor == "cuda"
-        make = _handing_on if self._hands_on else _without_classifier
+        weight, *_ = models.create(config.model, trained.num_classes).classifier
+        self._channels = trained.params[weight].shape[-1]
+        make = _within_the_network if placement.executor == "cuda" else _without_classifier
         self._executor = make(trained, config, placement)
 
     def infer(self, data: Any) -> None:
@@ -45,12 +46,10 @@ class Features:
         """Request the features (N, C), float32, of the latest `infer`. Returns a function, to be called once, that
         waits for them."""
         receive = self._executor.request_probabilities()
-        if self._hands_on:
-            return lambda: handed_on(receive())
 
         def flat() -> np.ndarray:
             found = receive()
-            return found.reshape(len(found), -1)
+            return found.reshape(len(found), -1, self._channels).mean(axis=1)
 
         return flat
 
@@ -69,31 +68,8 @@ def _without_classifier(trained: Checkpoint, config: Config, placement: Placemen
     return executor
 
 
-def _handing_on(trained: Checkpoint, config: Config, placement: Placement) -> Executor:
-    """An executor whose probabilities encode the features. The cuda executor only runs networks that end in a softmax
-    over a classifier's scores. So the classifier is chosen such that its scores are the features and an additional
-    0."""
+def _within_the_network(trained: Checkpoint, config: Config, placement: Placement) -> Executor:
+    """The cuda executor is always one of a network that can be trained; its inference ends at the features."""
     network = models.create(config.model, trained.num_classes)
-    weight, bias = network.classifier
-    channels = trained.params[weight].shape[1]
-    params = trained.params | {
-        weight: np.eye(channels + 1, channels, dtype=np.float32) / np.float32(DIVISOR),
-        bias: np.zeros(channels + 1, np.float32),
-    }
-    passing_on = replace(trained, params=params, class_names=[], class_keys=[])
-    config = replace(config, loss="softmax", label_smoothing=0.0)
-    return build_executor(config, channels + 1, config.inference_image_size, placement, passing_on)
-
-
-def handed_on(probabilities: np.ndarray) -> np.ndarray:
-    """The features (N, C) decoded from the probabilities (N, C + 1) of `_handing_on`: each is the difference of its
-    score from the last score, which is 0. In float32 they are exact to about 1e-6. Raises TrainError for features whose
-    exponentials exceed float32."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        logarithms = np.log(probabilities.astype(np.float64))
-        found = DIVISOR * (logarithms[:, :-1] - logarithms[:, -1:])
-    if not np.isfinite(found).all():
-        raise TrainError(f"features are too far apart to be computed on this GPU (by more than {87 * DIVISOR:g}): give "
-                         "--device cpu")
-    return found.astype(np.float32)
-
+    return build_executor(config, trained.num_classes, config.inference_image_size, placement, trained,
+                          answer=roles.classifier(network.graph).inputs[0])

@@ -15,19 +15,24 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from common import plugins
-from train.options.optimizer import SCHEDULES
+from train.options.optimizer import LOSSES, SCHEDULES
 
-__all__ = ["augmentation", "callback", "metric", "model", "schedule"]
+__all__ = ["augmentation", "callback", "loss", "metric", "model", "schedule"]
 
 Made = TypeVar("Made", bound=Callable[..., Any])
 HOOKS = {"on_run_start": ("run",), "on_epoch_end": ("epoch", "metrics"), "on_checkpoint": ("path",),
          "on_run_end": ("reason",)}
 
+plugins.reserve("loss", LOSSES)
 plugins.reserve("schedule", SCHEDULES)
-plugins.reserve("metric", ("loss", "top1", "top5", "balanced_top1"))
+_MEASURED = ("loss", "top1", "top5", "balanced_top1")
+# The columns of an epoch (`EpochRow` of train/recording/metrics.py), beside which a metric's has its name.
+plugins.reserve("metric", (*_MEASURED, *(f"{images}_{name}" for images in ("train", "val", "train_eval")
+                                         for name in (*_MEASURED, "count")),
+                           "epoch", "hours", "images_per_sec", "skipped_images", "plugin_metrics"))
 
 
 def model(function: Made | str) -> Any:
@@ -35,9 +40,9 @@ def model(function: Made | str) -> Any:
     HybridBlock.
 
     A Symbol reads the variable `data`. The network may be NHWC or NCHW, and ends in the scores (N, num_classes), which
-    a FullyConnected layer with a bias makes (Gluon: Dense). Its name is the function's, or the one that is given:
-    `@model("tiny_v2")`. The images have one size in training and may have another one in validation, so the network
-    ends in global pooling before that layer.
+    a FullyConnected layer makes (Gluon: Dense), or a 1x1 convolution with pooling behind it; or in their softmax. Its
+    name is the function's, or the one that is given: `@model("tiny_v2")`. The images have one size in training and may
+    have another one in validation, so the network has global pooling before a FullyConnected layer.
 
         @rm.model("tiny_v2")
         def tiny(num_classes): ...
@@ -64,6 +69,35 @@ def augmentation(function: Made | str) -> Any:
         UserError: the name exists already, or the function takes other arguments.
     """
     return _decorated("augmentation", function, ("images", "random"))
+
+
+class Loss(NamedTuple):
+    """What `loss` registers."""
+
+    function: Callable[..., Any]
+    probabilities: str
+
+
+def loss(function: Made | str, probabilities: str = "softmax") -> Any:
+    """Register a loss to train with, for `--loss`: a function of `scores` and `targets` that returns an MXNet Symbol,
+    the loss (N,) of each image.
+
+    Both are Symbols (N, C), float32: the scores of the classes, and what they should answer: 1 for the image's class
+    and 0 for the others, after label smoothing, mixup and CutMix. The mean loss of a batch is learned, on every
+    executor. The message for an unknown operator lists the known ones; sums, means and maxima are along axis=1.
+    `probabilities` says what scores become in prediction: "softmax", or "sigmoid" for a loss that answers for each
+    class by itself.
+
+        @rm.loss("hinge", probabilities="sigmoid")
+        def margins(scores, targets): return mx.sym.sum(mx.sym.relu(1 - scores * (2 * targets - 1)), axis=1)
+
+    Raises:
+        UserError: the name exists already, the function takes other arguments, or `probabilities` is something else.
+            What is wrong with the loss itself is told before a run begins.
+    """
+    if probabilities not in ("softmax", "sigmoid"):
+        raise plugins.fault(f"probabilities is {probabilities!r}: give 'softmax' or 'sigmoid'")
+    return _decorated("loss", function, ("scores", "targets"), lambda made: Loss(made, probabilities))
 
 
 def metric(function: Made | str) -> Any:
@@ -100,7 +134,7 @@ def callback(made: Any) -> Any:
         on_checkpoint(path)           path: the file that has been written
         on_run_end(reason)            why the run ends: a key of train.recording.metrics.REASONS, such as "epochs"
 
-    Process 0 of a run makes one object of the class, and is the only one that calls it. Each of them may return True,
+    Process 0 of a run makes one object of the class, and is the only one that calls it. Each method may return True,
     or a sentence that says why, to stop the run after a checkpoint. An exception ends the run after a checkpoint too.
 
         rm.callback(Watch)  # or @rm.callback before the class
@@ -116,18 +150,20 @@ def callback(made: Any) -> Any:
         raise plugins.fault(f"the callback {name} has none of the methods {known}: add one")
     for hook, function in hooks.items():
         if hook not in HOOKS:
-            raise plugins.fault(f"the callback {name} has {hook}, which is never called: there are {known}")
+            raise plugins.fault(f"the callback {name} has {hook}, which is never called: the hooks are {known}")
         _check_arguments(f"{hook} of the callback {name}", function, HOOKS[hook], is_method=inspect.isclass(made))
     plugins.register("callback", name, made, key=name if hasattr(made, "__name__") else f"{name} {id(made)}")
     return made
 
 
-def _decorated(kind: str, function: Made | str, arguments: tuple[str, ...]) -> Any:
-    """Register a function under its own name, or return the decorator that registers it under the one given."""
+def _decorated(kind: str, function: Made | str, arguments: tuple[str, ...],
+               form: Callable[[Any], Any] = lambda made: made) -> Any:
+    """Register `function` under its own name. If it is a name instead, return the decorator that registers a function
+    under this name. `form` makes the object that is registered from the function."""
 
     def register(decorated: Made, name: str) -> Made:
         _check_arguments(f"the {kind} {name}", decorated, arguments)
-        plugins.register(kind, name, decorated)
+        plugins.register(kind, name, form(decorated))
         return decorated
 
     if isinstance(function, str):

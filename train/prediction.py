@@ -118,6 +118,8 @@ def prepared(options: InferenceOptions, workers: Workers) -> Prepared:
 def device_and_number(device: str) -> tuple[str, int | None]:
     """The value of --device and the GPU's number of a device such as "gpu(1)", "gpu", "cpu" or "auto". Raises
     UserError."""
+    if not isinstance(device, str):
+        raise TrainError(f"device is {device!r}: give 'auto', 'cpu', 'gpu', or one of several GPUs, such as 'gpu(1)'")
     if "(" not in device:
         return device, None
     kind, number = parse_device(device)
@@ -378,8 +380,8 @@ def batch_for(count: int, most: int) -> int:
 
 def features_of(trained: Checkpoint) -> int:
     """The length C of a feature vector, which the network's classifier reads."""
-    weight, _ = models.create(trained.config.model, trained.num_classes).classifier
-    return trained.params[weight].shape[1]
+    weight, *_ = models.create(trained.config.model, trained.num_classes).classifier
+    return trained.params[weight].shape[-1]  # of a convolution OHWI, of a fully connected layer (classes, C)
 
 
 def listed(images: Any) -> tuple[list[Any], bool]:

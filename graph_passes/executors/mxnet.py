@@ -11,6 +11,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from graph_passes.executors.base import NO_DRAWS, TOP_K, Draws, Executor, Metric
 from graph_passes.graph import VARIABLE, Graph, Node, Ref
 from graph_passes.operators import LOSSES, OPERATORS, Shape
 from graph_passes.operators.dropout import SEED, words_of
+from graph_passes.operators.formula import SCORES, TARGETS
 from graph_passes.passes import draw_masks, layout, remove_dropout, unfuse
 
 LABEL = "softmax_label"
@@ -97,9 +99,7 @@ class MXNetExecutor(Executor):
         (answer,) = self._load("null", data).executor.forward(is_train=False)
         if label is not None:
             self._count(answer, *self._targets(label), num_valid)
-        if self._loss:
-            answer = mx.nd.sigmoid(answer) if self._loss.op == "SigmoidOutput" else mx.nd.softmax(answer)
-        self._latest = answer
+        self._latest = _probabilities(self._loss, answer) if self._loss else answer
 
     def request_probabilities(self) -> Callable[[], np.ndarray]:
         return self._latest.copyto(mx.cpu()).asnumpy
@@ -202,8 +202,8 @@ def check_recurrent(graph: Graph) -> None:
     gradients for several layers."""
     recurrent = [node.name for node in graph if node.op == "RNN"]
     if recurrent and "0" in (os.environ.get("MXNET_MKLDNN_ENABLED"), os.environ.get("MXNET_USE_MKLDNN_RNN")):
-        raise GraphError(f"MXNet computes RNN '{recurrent[0]}' right with oneDNN only: unset MXNET_MKLDNN_ENABLED and "
-                         "MXNET_USE_MKLDNN_RNN, or use the executor reference")
+        raise GraphError(f"MXNet computes RNN '{recurrent[0]}' correctly only with oneDNN: unset MXNET_MKLDNN_ENABLED "
+                         "and MXNET_USE_MKLDNN_RNN, or use the executor reference")
 
 
 def _infer_shapes(symbol: Any, inputs: Mapping[str, Sequence[int]]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -219,7 +219,7 @@ def _infer_shapes(symbol: Any, inputs: Mapping[str, Sequence[int]]) -> tuple[dic
         reason = str(error).strip().splitlines()[-1]
         raise GraphError(f"the input shapes {dict(inputs)} do not fit the graph: {reason}") from None
     if arguments is None:
-        raise GraphError(f"the input shapes {dict(inputs)} leave others unknown: give the shapes of all inputs")
+        raise GraphError(f"the input shapes {dict(inputs)} do not determine all others: give the shapes of all inputs")
     return (
         dict(zip(symbol.list_arguments(), arguments, strict=True)),
         dict(zip(symbol.list_auxiliary_states(), aux, strict=True)),
@@ -274,12 +274,26 @@ def _loss_node(graph: Graph) -> Node | None:
 # --- the losses of graph_passes/operators, of targets (N, classes), weighted where there are weights ---
 
 
+def _probabilities(loss: Node, scores: Array) -> Array:
+    is_sigmoid = loss.op == "SigmoidOutput" or loss.get("probabilities") == "sigmoid"
+    return mx.nd.sigmoid(scores) if is_sigmoid else mx.nd.softmax(scores)
+
+
+@lru_cache(maxsize=8)
+def _custom_loss(symbol: str) -> Any:
+    """A function of scores and targets that gives the loss of each image; MXNet differentiates it."""
+    inputs = [mx.sym.Variable(name, dtype="float32") for name in (SCORES, TARGETS)]
+    return mx.gluon.SymbolBlock(mx.sym.load_json(symbol), inputs)
+
+
 def _loss_sum(loss: Node, scores: Array, targets: Array) -> Array:
     """The loss (1,): the sum over the images."""
     if loss.op == "SigmoidOutput":
         targets = _above_threshold(loss, targets)
         costs = mx.nd.relu(scores) - scores * targets + mx.nd.log1p(mx.nd.exp(-mx.nd.abs(scores)))
         return costs.sum() / scores.shape[1]
+    if loss.op == "CustomOutput":
+        return _custom_loss(loss["loss"])(scores, targets).sum()
     return -(targets * mx.nd.log_softmax(scores)).sum()
 
 
@@ -288,6 +302,13 @@ def _loss_gradient(loss: Node, scores: Array, targets: Array) -> Array:
     scale = loss["grad_scale"] / (1 if loss["normalization"] == "null" else scores.shape[0])
     if loss.op == "SigmoidOutput":
         return (mx.nd.sigmoid(scores) - _above_threshold(loss, targets)) * (scale / scores.shape[1])
+    if loss.op == "CustomOutput":
+        scores = scores.copy()
+        scores.attach_grad()
+        with mx.autograd.record():
+            total = _custom_loss(loss["loss"])(scores, targets).sum()
+        total.backward()
+        return scores.grad * scale
     probabilities = mx.nd.softmax(scores)
     if loss["class_weights"]:
         probabilities = probabilities * targets.sum(axis=1, keepdims=True)

@@ -18,6 +18,7 @@ from graph_passes.operators import (
     batch_norm,
     batch_norm_halves,
     convolution,
+    custom_loss,
     dropout,
     elementwise,
     embedding,
@@ -56,7 +57,7 @@ __all__ = [
 ]
 
 _FAMILIES = (convolution, batch_norm, elementwise, dropout, pooling, fully_connected, softmax, sigmoid,
-             batch_norm_halves, quantised, rnn, embedding, activations, arithmetic, joining, layer_norm)
+             custom_loss, batch_norm_halves, quantised, rnn, embedding, activations, arithmetic, joining, layer_norm)
 
 _KERNELS = "graph_passes.executors.cuda.kernels"
 

@@ -13,7 +13,7 @@ from graph_passes.passes.fold_bn import fold_bn, fold_bn_params, fold_frozen, fo
 from graph_passes.passes.freeze import BACKBONE, freeze, slow_backbone
 from graph_passes.passes.gradient import gradient, gradient_add, output_names
 from graph_passes.passes.layout import layout, weight_layouts
-from graph_passes.passes.loss import binary_cross_entropy, stock_loss, weigh_classes
+from graph_passes.passes.loss import binary_cross_entropy, custom_loss, stock_loss, weigh_classes
 from graph_passes.passes.memory import MemoryPlan, memory
 from graph_passes.passes.precision import precision, tensor_dtypes
 from graph_passes.passes.remove_dropout import remove_dropout
@@ -27,6 +27,7 @@ __all__ = [
     "binary_cross_entropy",
     "bn_add_relu",
     "bn_relu",
+    "custom_loss",
     "draw_masks",
     "dropout",
     "fold_bn",

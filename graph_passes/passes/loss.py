@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from graph_passes.errors import GraphError
 from graph_passes.graph import Graph, Node
+from graph_passes.operators import formula
 
 
 def binary_cross_entropy(graph: Graph, threshold: float = 0.0) -> Graph:
@@ -19,12 +21,23 @@ def binary_cross_entropy(graph: Graph, threshold: float = 0.0) -> Graph:
 
     Raises GraphError for a network that does not end in SoftmaxOutput.
     """
-    end = graph[graph.outputs[0].node]
-    if end.op != "SoftmaxOutput":
-        raise GraphError(f"the graph ends in {end.op} '{end.name}', not in the SoftmaxOutput that "
-                         "another loss is to replace")
-    kept = {name: end[name] for name in ("grad_scale", "normalization", "smooth_alpha")}
-    return _replace(graph, end.replace(op="SigmoidOutput", attrs=kept | {"threshold": threshold}))
+    return _another(graph, "SigmoidOutput", threshold=threshold)
+
+
+def custom_loss(graph: Graph, loss: str, probabilities: str = "softmax") -> Graph:
+    """Learn another loss of scores and targets.
+
+        before    scores, label -> SoftmaxOutput
+        after     scores, label -> CustomOutput(loss, probabilities)
+
+    Label smoothing and normalisation stay. `loss`: the JSON of a Symbol that gives the loss (N,) of each image, made of
+    the variables scores and targets, (N, C) each, and of the operators of `operators/formula.py`. `probabilities`: what
+    the scores become in inference, "softmax" or "sigmoid".
+
+    Raises GraphError for a network that does not end in SoftmaxOutput, and for a Symbol that is no such loss.
+    """
+    formula.read(loss, probabilities)
+    return _another(graph, "CustomOutput", loss=loss, probabilities=probabilities)
 
 
 def weigh_classes(graph: Graph, weights: Sequence[float]) -> Graph:
@@ -37,15 +50,26 @@ def weigh_classes(graph: Graph, weights: Sequence[float]) -> Graph:
 
 
 def stock_loss(graph: Graph) -> Graph:
-    """Replace SigmoidOutput by MXNet's own operator, for a file that MXNet is to read. The outputs are equal.
+    """Replace a loss of ours by MXNet's own operator, for a file that MXNet is to read. The outputs are equal.
 
-        before    scores, label -> SigmoidOutput
-        after     scores, label -> LogisticRegressionOutput
+        before    scores, label -> SigmoidOutput, or CustomOutput
+        after     scores, label -> LogisticRegressionOutput, or SoftmaxOutput
     """
     end = graph[graph.outputs[0].node]
-    if end.op != "SigmoidOutput":
+    if end.op not in ("SigmoidOutput", "CustomOutput"):
         return graph
-    return _replace(graph, end.replace(op="LogisticRegressionOutput", attrs={}))
+    stock = "SoftmaxOutput" if end.get("probabilities") == "softmax" else "LogisticRegressionOutput"
+    return _replace(graph, end.replace(op=stock, attrs={}))
+
+
+def _another(graph: Graph, op: str, **attrs: Any) -> Graph:
+    """Replace the SoftmaxOutput by another loss, with the same label smoothing and normalisation."""
+    end = graph[graph.outputs[0].node]
+    if end.op != "SoftmaxOutput":
+        raise GraphError(f"the graph ends in {end.op} '{end.name}', not in a SoftmaxOutput, "
+                         "which another loss replaces: end it in one")
+    kept = {name: end[name] for name in ("grad_scale", "normalization", "smooth_alpha")}
+    return _replace(graph, end.replace(op=op, attrs=kept | attrs))
 
 
 def _replace(graph: Graph, changed: Node) -> Graph:

@@ -195,9 +195,10 @@ def _lists_of(folder: Path) -> list[Path]:
 
 
 def _above_split(folder: Path) -> list[Path]:
-    """The folder that holds the split, if `folder` has the name of one; and what lies between, as in train/train.
+    """The folders above a split's folder that belong to the data set; [] if `folder` is not a split's folder.
 
-    A folder that holds splits is none, even if its name says so: ~/dev with train/ and val/.
+    This is the folder around it, and for train/train also the next one. A folder that holds splits is not a split
+    itself, whatever its name: ~/dev with train/ and val/.
     """
     if split_of(folder.name) not in SPLITS or len(by_split(_names_in(folder))) > 1:
         return []
@@ -240,8 +241,8 @@ def class_list(path: Path, separator: str | None) -> Classes:
         raise DataError(f"{path}: a class name occurs twice; every line must name a different class")
     if all(key != shown for key, shown in classes) and _are_in_disorder([shown for _, shown in classes]):
         first = " ".join(classes[0])
-        raise DataError(f"{path}: its lines have a number behind the name that is not the line's ({first}), but the "
-                        "place of a line is the number of its class; sort the lines by their numbers")
+        raise DataError(f"{path}: numbers after the names are not in the order of the lines (the first is {first}), "
+                        "but the place of a line is the number of its class; sort the lines by their numbers")
     return classes
 
 
@@ -255,9 +256,9 @@ def misnumbered(folder: Path) -> list[str]:
     if keys == sorted(keys) or not _are_in_disorder(keys):
         return []
     lines = [key if key == shown else f"{key} {shown}" for key, shown in classes]
-    return [f"{folder}: the lines of its classes.txt begin with numbers that are not in order, and the place of a line "
-            f"is the number of its class: label 0 is {lines[0]!r}, label 1 {lines[1]!r} (sort the lines if the numbers "
-            "are the labels)"]
+    return [f"{folder}: the lines of its classes.txt begin with numbers that are not in order, but the place of a line "
+            f"is the number of its class: label 0 is {lines[0]!r}, label 1 is {lines[1]!r} (sort the lines if their "
+            "numbers are the labels)"]
 
 
 def _are_in_disorder(texts: Sequence[str]) -> bool:

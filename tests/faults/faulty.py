@@ -96,7 +96,7 @@ class FaultyRun:
         return True
 
     def wait_for_step(self, step: int) -> bool:
-        """Wait until `count` steps are logged or the run ends; returns whether they are."""
+        """Wait until this step is logged or the run ends; returns whether it is logged."""
         return self.wait_for(lambda: len(self.events("steps")) >= step)
 
     def end(self, seconds: float = PATIENCE) -> int:
@@ -155,7 +155,7 @@ def wait_a_random_time(run: FaultyRun, rng: np.random.Generator, least: int = 0)
 
 
 def assert_nothing_lost(run: FaultyRun) -> None:
-    """Every checkpoint is intact, and the newest is that of the last reported save, or newer."""
+    """Check that every checkpoint is intact, and that the newest is at least as new as the last reported save."""
     told = [event["step"] for event in run.events("checkpoint")]
     folder = run.folder / "checkpoints"
     found = sorted(folder.glob("*.npz")) if folder.exists() else []
@@ -164,8 +164,8 @@ def assert_nothing_lost(run: FaultyRun) -> None:
 
 
 def assert_same_end(run: FaultyRun, unbroken: FaultyRun, same_statistics: bool = True) -> None:
-    """Last and best checkpoint have the bits of the unbroken run. Without `same_statistics`, running statistics may
-    differ by rounding, because several processes resume from the mean of their statistics."""
+    """Check that the last and the best checkpoint have the bits of the unbroken run. Without `same_statistics`, running
+    statistics may differ by rounding, because several processes resume from the mean of their statistics."""
     last = max(path.name for path in (unbroken.folder / "checkpoints").glob("step-*.npz"))
     for name in (last, checkpoint.BEST):
         ours, theirs = (checkpoint.load(each.folder / "checkpoints" / name) for each in (run, unbroken))

@@ -1,6 +1,6 @@
 """Files of data with damaged content: whatever the damage, a reader ends with one sentence or returns images.
 
-A mutation is one of few ways to damage a file at a random place. `make test` tries some for each reader, `make
+A mutation is one to three small damages at random places of a file. `make test` tries some for each reader, `make
 test-faults` 20,000 (RESNET_FAULT_MUTATIONS) over all of them; RESNET_TEST_SEED repeats them.
 """
 

@@ -59,7 +59,7 @@ def test_stop_while_it_starts(new_run: NewRun, unbroken: FaultyRun, rng: np.rand
     asked = signal.Signals(rng.choice(SIGNALS))
     assert run.process
     run.process.send_signal(asked)
-    assert run.end() in (0, 128 + asked, -asked), run.err  # the last: before Python had set its handlers
+    assert run.end() in (0, 128 + asked, -asked), run.err  # -asked: the signal came before Python had set its handlers
     assert_nothing_lost(run)
     assert run.finish() == 0, run.err
     assert_same_end(run, unbroken)

@@ -39,7 +39,7 @@ BEGINNING = [session(0.1, 0), steps(8.0, 10), epoch(10.0, 1), *checkpoint(11.0, 
       session(24.0, 15), steps(28.0, 20), epoch(30.0, 2)], [10, 20]),
     # Killed before the first checkpoint: neither its time nor the time of the lost epoch counts.
     ([session(0.1, 0), steps(8.0, 10), epoch(10.0, 1), session(12.0, 0), steps(20.0, 10), epoch(22.0, 1)], [10]),
-    # Killed in validation, after the checkpoint before it; then while the checkpoint of the epoch's end was being
+    # Killed in validation, right after a checkpoint. Killed again while the checkpoint of the epoch's end was being
     # written.
     ([session(0.1, 0), steps(8.0, 10), *checkpoint(9.0, 10), session(10.0, 10), epoch(12.0, 1), session(13.0, 10),
       epoch(15.0, 1), *checkpoint(16.0, 10), steps(24.0, 20), epoch(26.0, 2)], [10, 20]),

@@ -115,7 +115,7 @@ def test_what_a_gpu_has_not_is_said(tmp_path, capsys):
 @pytest.mark.usefixtures("on_machine")
 def test_time_that_is_over(tmp_path):
     section = kernels.measure(bench(tmp_path, seconds=-1.0, on="gpu(0)", executor="cuda"))
-    assert section.figures == () and "the section's -1 s were over" in section.notes[1]
+    assert section.figures == () and "the section had used up its -1 s" in section.notes[1]
 
 
 def test_a_gpu_without_cudnn_9(tmp_path):
@@ -132,7 +132,7 @@ def test_problems_for_cudnn():
         kernels_cuda._problem(ODD, "fprop", "float8")
 
 
-# --- the CPU's ---
+# --- kernels on the CPU ---
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[mx.nd.NDArray]:
 
 @pytest.mark.parametrize("transposes", [(False, False), (True, False), (False, True)])
 def test_product_on_the_cpu(drawn, transposes, monkeypatch):
-    """Column-major, as the sizes are stated."""
+    """The product of column-major matrices, to which the stated sizes apply."""
     results = []
     dot = mx.nd.dot
     monkeypatch.setattr(mx.nd, "dot", lambda *values, **options: results.append(dot(*values, **options)) or results[-1])

@@ -152,7 +152,7 @@ def test_plots_have_room_and_ticks():
     (0.000965,), (0.00445,), (30.0,), (0.0007, 0.0032), (0.0066, 0.0151), (0.11, 0.53), (7.0, 34.0), (90.0, 950.0),
     (1.0, 990.0), (0.088, 0.162), (0.09, 0.11)])
 def test_ticks_of_kernels_do_not_overlap(speeds):
-    """Nor do the ticks of a single kernel, and none is a power of ten."""
+    """Ticks of several kernels or of a single one do not overlap, and none is written as a power of ten."""
     drawn = gpu_plots.kernels([Figure("GEMM", f"{speed} x {speed}", "fp32", 1.0, "ms", more={"tflops": speed})
                                for speed in speeds], {"GEMM": "products"}, plots.LIGHT).figure
     drawn.canvas.draw()

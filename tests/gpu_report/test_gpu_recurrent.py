@@ -22,7 +22,7 @@ from train.devices import Placement
 
 @pytest.mark.parametrize("mode", ["lstm", "gru", "rnn_relu"])
 def test_layer(mode):
-    """The operator's count of operations; in training a gradient for each input."""
+    """A layer counts as many operations as its operator; its training graph outputs a gradient for each input."""
     layer = Layer(mode, 8, 3, 5)
     graph = recurrent.layer_graph(mode, 8, is_training=False)
     assert layer.flops == flops(graph["rnn"], (5, 3, 8)) and str(layer) == "hidden 8, batch 3, 5 steps"

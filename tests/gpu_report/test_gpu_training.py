@@ -116,7 +116,7 @@ def test_a_gpu_too_small_for_a_single_image(bench, monkeypatch):
 
 
 def test_memory_that_kernels_need_besides(bench, monkeypatch):
-    """An executor that was built is closed, too."""
+    """A batch for which timing runs out of memory is left out, and its executor is closed."""
     made = build(monkeypatch)
 
     def too_little(step: Any, *limits: Any) -> Any:

@@ -119,9 +119,9 @@ def _absolute(given: Named) -> dict[str, Array]:
         if name.startswith("mask") and array.dtype == np.uint8:
             changed[name] = np.full_like(array, 255)
         elif name.startswith(("gamma_grad", "beta_grad")):
-            changed[name] = -np.abs(array)  # they are subtracted
+            changed[name] = -np.abs(array)  # backward operators subtract these sums
         elif name.startswith("saved"):
-            changed[name] = np.stack([-np.abs(array[0]), array[1]])  # and so is the mean
+            changed[name] = np.stack([-np.abs(array[0]), array[1]])  # the mean is subtracted, too
         else:
             changed[name] = np.abs(array) if array.dtype.kind == "f" else array
     return changed
@@ -139,7 +139,7 @@ def _activation(node: Node, x: Array, gamma: Array, beta: Array, saved: Array) -
     return scaled(node, x, gamma, beta, saved), FEW * UNIT * scaled(node, *signs.values())
 
 
-# --- the places that are looked at ---
+# --- the sampled places ---
 
 
 def _pixels(shape: Sequence[int], rng: np.random.Generator) -> tuple[Array, ...]:
@@ -252,10 +252,11 @@ def _statistics_kept(node: Node, given: Named, written: Named) -> Iterator[Sampl
         from_near, mean_square = sums[:2] / math.prod(data.shape[:3])
         near = sums[2] if len(sums) == 3 else np.zeros_like(from_near)
         mean, var = near + from_near, np.maximum(mean_square - from_near**2, 0)
-        # twice that of the root, which may be a large part of the variance
+        # Bounds for the mean and for the variance.
         error = FEW * UNIT * np.stack([np.abs(near) + np.abs(from_near), mean_square])
         inverse = 1 / np.sqrt(var + node["eps"])
-        slope = inverse / (var + node["eps"])  # twice that of the root, which may be a large part of the variance
+        # Twice the derivative of 1 / sqrt(var + eps), because the error may be a large part of var.
+        slope = inverse / (var + node["eps"])
         name = f"saved{suffix}"
         yield _sample(name, written, written[name], np.stack([mean, inverse]),
                       np.stack([error[0], slope * error[1] + FEW * UNIT * inverse]))
@@ -271,7 +272,7 @@ def _statistics_kept(node: Node, given: Named, written: Named) -> Iterator[Sampl
 # --- sums over the batch, of every channel ---
 
 
-# of some rows: the terms, and the terms that may be missing
+# For a slice of the rows: each kind of terms, and those terms whose ReLU is undecided, which may be missing (or None).
 Terms = Callable[[slice], Sequence[tuple[Array, Array | None]]]
 
 
@@ -380,7 +381,7 @@ def _fprop(node: Node, given: Named, written: Named, rng: np.random.Generator) -
     patches = patches.reshape(PIXELS, -1, groups, weight.shape[3]).swapaxes(1, 2).reshape(PIXELS, -1)
     wanted, norm = _grouped_product(patches, weight.reshape(groups, len(weight) // groups, -1).swapaxes(1, 2), groups)
     error = _summed(math.prod(weight.shape[1:]), norm)
-    if node.op.startswith("Norm"):  # output of a BatchNorm that stays on the chip
+    if node.op.startswith("Norm"):  # the convolution reads a BatchNorm's output that stays on the chip
         error = error + _rounded_terms(norm, given["weight"].dtype)
     if "bias" in given:
         wanted, error = wanted + given["bias"], error + FEW * UNIT * np.abs(given["bias"])
@@ -460,7 +461,7 @@ def _norm_gradient(node: Node, given: Named, shape: Sequence[int]) -> tuple[Arra
 
 
 def _conv_grad(node: Node, given: Named, written: Named, rng: np.random.Generator) -> Iterator[Sample]:
-    """Likewise, if the gradient is written."""
+    """The gradient of a BatchNorm's input, if the kernel writes it, at sampled pixels."""
     shape = given["data"].shape
     places = _pixels(shape, rng)
     here = _of_images(given, lambda array: _at(array, places) if array.shape == shape else array)
@@ -470,7 +471,7 @@ def _conv_grad(node: Node, given: Named, written: Named, rng: np.random.Generato
 
 
 def _squared(array: Array) -> Array:
-    """In fp32, which is enough for a norm."""
+    """Squares in fp32, which is enough for a norm."""
     return np.square(array).astype(np.float32)
 
 
@@ -573,7 +574,7 @@ def _pool_backward(node: Node, given: Named, written: Named, rng: np.random.Gene
     yield _sample("data_grad", written, written["data_grad"][chosen], wanted, FEW * UNIT * np.abs(terms))
 
 
-# --- as a whole, what is small ---
+# --- small tensors, as a whole ---
 
 
 def _whole(node: Node, given: Named, written: Named, rng: np.random.Generator) -> Iterator[Sample]:
@@ -589,8 +590,8 @@ def _whole(node: Node, given: Named, written: Named, rng: np.random.Generator) -
 
 
 def _cross_entropy(node: Node, given: Named, written: Named, rng: np.random.Generator) -> Iterator[Sample]:
-    """Probabilities less targets, for a loss without threshold and weights, added up for the bound. Sums over the batch
-    go to the metrics."""
+    """The gradient of the scores (probabilities less targets), for losses without threshold and class weights; its
+    bound adds probabilities and targets. Also the metrics, which are sums over the batch."""
     doubles = _fraction(given, 1)
     results = dict(zip(OPERATORS[node.op].output_names(node), evaluate(node, list(doubles.values())), strict=True))
     wanted = results["data_grad"]

@@ -51,7 +51,7 @@ def test_every_kernels_operator_has_a_body_and_a_launch() -> None:
 
 @pytest.mark.parametrize("price", [fewest, own_forms])
 def test_shapes_of_parameters_follow_from_bodies(price) -> None:
-    """Gamma's from the data that it normalises, a weight's from its convolution's."""
+    """Gamma's shape follows from the normalised data, and a weight's shape from its convolution."""
     graph, shapes = fused(bottlenecks(7)), {"data": (2, 22, 18, 4), "softmax_label": (2,)}
     seen = set()
     for made in (pipeline.training_step(graph, shapes, "float16", price), pipeline.inference(graph, "float16", price)):

@@ -19,14 +19,14 @@ def histogram(*batches: np.ndarray) -> Histogram:
 
 
 def test_batches_in_turn_count_as_all_at_once(rng: np.random.Generator) -> None:
-    """Also if the range grows: bins are merged, and no value is lost or counted twice."""
-    # powers of two: all at once would give bins of the same width
+    """Batches that enlarge the range: bins are merged, and no value is lost or counted twice."""
+    # The largest values are powers of two, so bins merged batch by batch are as wide as those of all values at once.
     first = np.append(rng.uniform(-0.99, 0.99, 5000), 1.0)
     second, third = np.append(rng.normal(0, 2, 3000).clip(-8, 8), 8.0), rng.uniform(-3, 3, 1000)
     found, at_once = histogram(first, second, third), histogram(np.concatenate([first, second, third]))
     assert found.width == at_once.width == 8 / NUM_BINS
     moved = found.counts - at_once.counts
-    # The largest value so far counts in the last bin, whose end it is: 1 does so in the first batch.
+    # The largest value so far is the end of the last bin, and counts in it: in the first batch, this is the value 1.
     assert np.flatnonzero(moved).tolist() == [255, 256] and moved[[255, 256]].tolist() == [1, -1]
     assert found.counts.sum() == 9002 and found.limit("max") == 8
 

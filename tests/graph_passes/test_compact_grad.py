@@ -49,7 +49,8 @@ def strides(step: Graph) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("depth, ops", [
     (18, ["BatchNormAddReluBackwardReduce"] * 3), (50, ["DgradStream", "DgradReduce", "DgradReduce"])])
 def test_the_shortcuts_of_a_resnet(depth: int, ops: list[str]) -> None:
-    """Those of stages 2 to 4. These kernels add the compact gradients, which are now plain matrix products."""
+    """The shortcuts of stages 2 to 4 get compact gradients, which are plain matrix products. `ops`: the operators that
+    add them, from stage 4 to stage 2."""
     graph, shapes = Graph.from_json(resnet(depth).tojson()), {"data": (2, 100, 68, 3)}
     step = pipeline.training_step(graph, shapes, "float16", fewest)
     sizes = step.infer_shapes({**shapes, "loss_scale": (1,)})

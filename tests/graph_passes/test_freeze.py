@@ -30,8 +30,8 @@ def network(name):
 @pytest.mark.long(but=["basic*"])
 @pytest.mark.parametrize("name, prefix", CASES)
 def test_a_step_with_frozen_layers_against_the_network_as_it_is_given(name, prefix, rng):
-    """In float64, fused and not: equal gradients and statistics for trained layers, and none for the rest, which is the
-    same in the step as in inference."""
+    """In float64, with and without fusions: trained layers have the gradients and statistics of the given network.
+    Frozen layers have none, and compute in the step what they compute in inference."""
     graph, shapes = network(name)
     graph = passes.freeze(graph, prefix)
     values, frozen = random_variables(graph, shapes, rng), roles.frozen(graph)
@@ -118,7 +118,7 @@ def test_executors_agree_on_frozen_layers(rng):
 @pytest.mark.long(but=["resnet18"])
 @pytest.mark.parametrize("name", ["resnet18", "resnet50", "resnet50d", "resnext50_32x4d", "resnet50_v2"])
 def test_stages_of_a_network(name):
-    """Each later name freezes more; the classifier is always trained."""
+    """A later stage's name freezes more layers; the classifier is always trained."""
     graph = models.create(name, 10).graph
     shapes, sizes, operators = {"data": (2, 64, 64, 3), "softmax_label": (2,)}, [], []
     for prefix in ("stem", "stage1", "stage2_block1", "stage2", "stage3", "stage4", "backbone"):

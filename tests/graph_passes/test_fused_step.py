@@ -164,8 +164,8 @@ def test_inference_against_the_network_as_it_is_given(name, rng):
 
 
 def test_pairs_of_convolutions_in_inference(rng):
-    """One at the end of each block, except the last block and blocks with a projection shortcut, which are a sum of
-    two. The tensor in between keeps its readers."""
+    """Each block ends with a pair, except the last block and blocks with a projection shortcut, whose last convolution
+    is in a sum. The tensor between the two convolutions keeps its readers."""
     graph = Graph.from_json(resnet(50).tojson())
     network_graph = pipeline.inference(graph, "float16", preferring(own_forms, "Conv1x1ForwardSumRelu"))
     pairs = [node for node in network_graph if node.op == "Conv1x1Pair"]
@@ -178,8 +178,8 @@ def test_pairs_of_convolutions_in_inference(rng):
 
 @pytest.mark.parametrize("depth, convolutions, behind_norms, with_relu", [(18, 4, 2, 2), (50, 3, 3, 3)])
 def test_3x3_convolutions_of_our_own(depth, convolutions, behind_norms, with_relu):
-    """Where the device finds them faster: forward in stage 1; their data gradients, alone or through the BatchNorm +
-    ReLU with its sums; weight gradients of all with stride 1. In 16 bits only."""
+    """If they are priced below cuDNN's, in 16 bits: the forward pass in stage 1; the data gradients there, alone or
+    with the sums of the preceding BatchNorm + ReLU; the weight gradients of all convolutions with stride 1."""
     graph, shapes = Graph.from_json(resnet(depth).tojson()), {"data": (2, 64, 64, 3)}
     step = pipeline.training_step(graph, shapes, "bfloat16", own_forms)
     assert step.operators()["Conv3x3Weights"] == 13
@@ -277,8 +277,8 @@ def check_same(graph, shapes, values, grouped, prices):
 @pytest.mark.parametrize("sums", SUMS)
 @pytest.mark.parametrize("grouped", [False, True])
 def test_the_end_of_a_block_with_the_convolution_that_follows(sums, grouped, rng):
-    """However that convolution gets its sums: one for each block that another one follows, with the results of the
-    unfused step, including all outputs that other nodes read."""
+    """Each block that another block follows ends with one fused operator, whichever operator computes the convolution's
+    sums. The results are those of the unfused step, including all outputs that other nodes read."""
     without = refusing(with_sums(sums), *WITHIN, *ENDS, "NormConv3x3")
     with_it = preferring(without, *ENDS)
     graph, shapes = network("bottlenecks")
@@ -307,8 +307,9 @@ def test_a_batch_norm_with_the_3x3_convolution_that_follows(grouped, rng):
 @pytest.mark.parametrize("sums", SUMS)
 @pytest.mark.parametrize("grouped", [False, True])
 def test_a_batch_norm_with_the_1x1_convolution_that_follows(sums, grouped, rng):
-    """However that convolution gets its sums: at the end of each block, with the results of the unfused step. The
-    BatchNorm's output is written only if another node reads it, and not if the gradients recompute it."""
+    """Each block has one fused operator before its last convolution, whichever operator computes that convolution's
+    sums. The results are those of the unfused step. The BatchNorm's output is written only if another node reads it,
+    and not if the gradients recompute it."""
     again = ("NormBackward", "NormBackwardReduce", "NormDgrad")
     without = preferring(refusing(with_sums(sums), *WITHIN, *ENDS, "NormConv3x3", *again[::2]), again[1])
     with_it = preferring(without, *WITHIN)
@@ -343,7 +344,8 @@ def test_an_output_that_nobody_reads_is_left_out_where_that_is_cheaper():
 
 
 def test_where_a_block_and_the_next_convolution_are_left_alone():
-    """With stochastic depth; if the convolution is not a matrix product; in fp32; if nobody needs its sums."""
+    """There is no fusion with stochastic depth, in fp32, if the convolution is not a matrix product, or if nobody needs
+    its sums."""
     def norms(name, dtype="float16"):
         graph, shapes = network(name) if isinstance(name, str) else name
         listed = pipeline.training_passes(shapes, dtype, fewest)
@@ -353,7 +355,8 @@ def test_where_a_block_and_the_next_convolution_are_left_alone():
         return Counter(op for op, _ in places)
 
     within = {"NormReluConv1x1": 3}  # before the last convolution of a block
-    # A pair is a candidate beside the BatchNorm that adds the other one's output.
+    # After a projection there are two candidates: the pair of BatchNorms, and one BatchNorm that adds the other's
+    # output.
     assert norms("bottlenecks") == {**within, "NormConv1x1Pair": 1, "NormConv1x1": 2}
     assert norms("bottlenecks", "float32") == norms("basic blocks") == {}
     assert norms("bottlenecks that drop") == {**within, "NormConv1x1Pair": 1, "NormConv1x1": 1}
@@ -364,8 +367,8 @@ def test_where_a_block_and_the_next_convolution_are_left_alone():
 
 @pytest.mark.parametrize("build, alone", [(projections, ["a2", "b2"]), (lambda: bottlenecks(3, 7, 256), ["a4"])])
 def test_one_of_a_pair_of_batch_norms_goes_its_own_way(build, alone, rng):
-    """If only its convolution supports the fusion, from the same gradient; the other BatchNorm's gradient is computed
-    separately."""
+    """The convolution of only one of the two BatchNorms supports the fusion. That one is fused, and the other
+    BatchNorm's gradient is computed separately from the same gradient of the sum."""
     graph = passes.bn_relu(passes.bn_add_relu(Graph.from_json(build().tojson())))
     shapes = {"data": (3, 5, 7, 3), "softmax_label": (3,)}
     check_step(graph, shapes, random_variables(graph, shapes, rng), fewest)
@@ -421,7 +424,7 @@ def test_the_executor_against_mxnet(name, rng):
         values = random_variables(graph, shapes, rng)
         for name in graph.arguments:
             if name.endswith("weight"):
-                values[name] *= 0.7  # so that this is rare
+                values[name] *= 0.7  # so that a ReLU near 0 is rare
         params = {name: values[name].astype(np.float32) for name in graph.arguments if name not in shapes}
         aux = {name: values[name].astype(np.float32) for name in graph.aux}
         data, label = values["data"].astype(np.float32), values["softmax_label"].astype(np.float32)

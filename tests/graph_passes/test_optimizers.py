@@ -189,7 +189,7 @@ def test_clipping_against_pytorch(rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{type(rule).__name__} {rule.kernel_constants}")
 @pytest.mark.parametrize("backend", ["mxnet", "numpy"])
 def test_a_gradient_of_nan_shows(backend: str, rule: Rule) -> None:
-    """In the weight, and so in the loss."""
+    """A NaN in a gradient becomes a NaN in the parameter, and so in the loss."""
     convert = mx.nd.array if backend == "mxnet" else np.array
     params = {"bn_beta": convert(np.ones(3, np.float32))}
     gradients = {"bn_beta": convert(np.array([0.5, np.nan, -0.5], np.float32))}

@@ -171,7 +171,7 @@ def test_states_that_the_loss_depends_on_are_refused():
 
 
 def test_mxnet_without_onednn_is_refused(monkeypatch):
-    """Its native RNN gives wrong numbers, and ends the process for some sizes."""
+    """Without oneDNN, MXNet's native RNN gives wrong numbers, and ends the process for some sizes."""
     monkeypatch.setenv("MXNET_MKLDNN_ENABLED", "0")
     graph = Graph.from_json(classifier("gru").tojson())
     with pytest.raises(GraphError, match="RNN 'rnn' .* MXNET_MKLDNN_ENABLED"):

@@ -89,7 +89,7 @@ def test_no_cover_changes_an_output_of_a_resnet(kind: str, name: str, variant: s
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_order_of_the_rules_decides_nothing(kind: str, rng: np.random.Generator) -> None:
-    """Neither the list of candidates nor, if prices differ, the choice."""
+    """The order of the rules changes neither the set of candidates nor, if all prices differ, the choice among them."""
     shapes = {"data": (2, 64, 64, 3), "softmax_label": (2,)}
     before = before_the_cover(kind, models.create("resnet50", 10).graph, shapes)
     chance, sizes = random.Random(int(rng.integers(2**32))), before.infer_shapes(shapes)
@@ -141,7 +141,7 @@ def _roles(node: Node) -> list[str]:
 
 @pytest.mark.parametrize("name", ["resnet18", pytest.param("resnet50", marks=pytest.mark.long)])
 def test_integers_of_one_number_are_the_same(name: str, rng: np.random.Generator) -> None:
-    """To the bit, in INT8."""
+    """Tensors with equal numbers have equal integers in INT8."""
     case = quantised(name, 2, 33, rng)
     graph = pipeline.run(pipeline.quantised_passes("float32", case.scales, case.kept), case.network)
     given = case.params | {"data": case.images, "softmax_label": np.zeros(2)}
@@ -154,8 +154,8 @@ def test_integers_of_one_number_are_the_same(name: str, rng: np.random.Generator
 
 
 def test_what_differs_has_other_numbers() -> None:
-    """Another window, another order of operands that do not commute, another constant, the reserve of another
-    algorithm."""
+    """Nodes get different numbers if they differ in the window, in the order of operands that do not commute, in a
+    constant, or in the algorithm that wrote the reserve."""
     x, y, w = Node("null", "x"), Node("null", "y"), Node("null", "w")
 
     def convolution(name: str, data: str, **attrs: object) -> Node:

@@ -119,7 +119,7 @@ WRONG = {
 
 @pytest.mark.parametrize("body", WRONG)
 def test_what_is_refused(body: str, plugin: Callable[..., Path], settings: LoaderConfig) -> None:
-    """At the start, and not as if an image were broken."""
+    """A wrong augmentation is refused when the data are opened, and no image is blamed."""
     file = plugin(f"{HEAD}@augmentation\ndef mine(images, random): {body}\n")
     plugins.load([str(file)])
     with pytest.raises(UserError) as caught:

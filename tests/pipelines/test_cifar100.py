@@ -92,7 +92,7 @@ def test_pixels_and_both_labels(cifar100):
 
 
 def test_as_a_user_may_have_unpacked_them(cifar100, tmp_path):
-    """The files may lie in any folder, and without the lists of classes."""
+    """The files may lie in any folder, and the lists of classes may be missing."""
     folder, _, fine, _ = cifar100
     elsewhere = folder.rename(tmp_path / "elsewhere")
     assert labels(elsewhere) == fine[:12].tolist()
@@ -249,7 +249,7 @@ def test_labels_that_are_no_whole_numbers(tmp_path, rng):
 
 
 def test_a_folder_train_is_none_of_them(tmp_path, rng):
-    """A folder called train, or any other file of that name, is not taken for CIFAR-100's."""
+    """Neither a folder called train nor an unrelated file of that name is taken for CIFAR-100's train file."""
     for name in ("train/a", "train/b"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "0.jpg").write_bytes(encode(smooth_image(rng, 32, 32)))
@@ -393,7 +393,7 @@ def test_damaged_batches_meta(tmp_path, rng, meta, problem):
 
 
 def test_a_binary_file_that_was_cut_between_two_images_is_told(tmp_path):
-    """The other file is as published."""
+    """The test file has the published size; the training file has lost images."""
     (tmp_path / "test.bin").write_bytes(bytes(10_000 * 3074))
     (tmp_path / "train.bin").write_bytes(bytes(7 * 3074))
     (tmp_path / "fine_label_names.txt").write_text("".join(f"{each}\n" for each in FINE))

@@ -2,12 +2,20 @@
 lost."""
 
 import ctypes
+import inspect
+import re
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 from image_helpers import encode, write_records
 from PIL import Image
 
+from common.quiet import without_lines
 from pipelines import DataError, ImageTransform, LoaderConfig, open_loader
 from pipelines.decoder_messages import decoder_messages
 from pipelines.sources import open_source
@@ -104,3 +112,74 @@ def test_other_lines_are_passed_on(capfd):
     assert len(lines) == 1 and lines[0].startswith("Corrupt JPEG data: ")
     err = capfd.readouterr().err
     assert err.startswith("a library: ") and err.count("\n") == 1
+
+
+def cerr(text: bytes) -> None:
+    """Write to C++'s std::cerr."""
+    library = ctypes.CDLL("libstdc++.so.6")
+    stream = ctypes.byref(ctypes.c_char.in_dll(library, "_ZSt4cerr"))
+    library._ZStlsISt11char_traitsIcEERSt13basic_ostreamIcT_ES5_PKc(stream, text)
+
+
+def test_lines_of_nvimagecodec_are_dropped(capfd):
+    """nvImageCodec writes a line in pieces, beside lines of others."""
+    decoder_messages().take()
+    for piece in (b"\x1b[0;31m[ERROR] ", b"\x1b[0m", b"[jpeg_parser] Invalid marker", b"\n", b"[ERROR] of ", b"all\n"):
+        cerr(piece)
+    cerr(b"\x1b[0;31m[ERROR] \x1b[0m[libjpeg_turbo_decoder] Could not decode - Premature end of JPEG data\n")
+    assert decoder_messages().take() == []
+    assert capfd.readouterr().err == "[ERROR] of all\n"
+
+
+def test_a_broken_image_leaves_no_line_of_a_parser(tmp_path, capfd):
+    content = jpeg(1)
+    images = [content, content[:2] + b"\xff\xd8\x01\x02" + content[60:], content]
+    path = tmp_path / "train.rec"
+    write_records(path, images, [0.0] * 3)
+    with open_loader(config(path, split="val", on_bad_image="skip")) as loader:
+        assert sum(batch.num_valid for batch in loader) == 2 and len(loader.bad_images) == 1
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("death", ["os.abort()", "os.kill(os.getpid(), 9)", "os._exit(3)"])
+def test_last_words_are_not_lost(death):
+    """A process dies before its thread has passed on the lines: 2,000 lines, and one without an end, are not lost."""
+    program = inspect.getsource(cerr) + textwrap.dedent(f"""
+        import ctypes, os
+        from pipelines.decoder_messages import decoder_messages
+        messages = decoder_messages()
+        messages._lock.acquire()
+        for number in range(2000):
+            cerr(b"line %d of many words\\n" % number)
+        ctypes.CDLL(None).perror(b"C")
+        cerr(b"and the last")
+        {death}
+    """)
+    done = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[2],
+                          capture_output=True, text=True, timeout=60)
+    lines = done.stderr.splitlines()
+    assert done.returncode and [line for line in lines if line.startswith("line ")] == [
+        f"line {number} of many words" for number in range(2000)]
+    assert lines[-1] == "and the last" and lines[-2].startswith("C: ")
+
+
+def test_lines_that_are_dropped_elsewhere(capfd):
+    """`without_lines` drops matching lines within its block, and none before or after the block."""
+    decoder_messages().take()
+    cerr(b"before\n")
+    with without_lines(re.compile(b"unwanted")):
+        cerr(b"unwanted\n")
+        cerr(b"inside\n")
+    cerr(b"unwanted after\n")
+    decoder_messages().take()
+    assert capfd.readouterr().err == "before\ninside\nunwanted after\n"
+
+
+def test_a_line_without_an_end_is_passed_on(capfd):
+    """Such a line, for example of a progress bar, is passed on after a moment."""
+    cerr(b"almost")
+    seen, limit = "", time.monotonic() + 10
+    while "almost" not in seen and time.monotonic() < limit:
+        seen += capfd.readouterr().err
+        time.sleep(0.02)
+    assert seen == "almost"

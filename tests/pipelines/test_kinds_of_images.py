@@ -301,7 +301,7 @@ def test_headers_are_looked_at_once_and_before_their_batch_is_planned(tmp_path, 
         assert set(seen) < set(asked) < set(range(18))  # some batches ahead, not all
         seen += [i for batch in batches for i in batch.indices]
         assert sorted(seen) == list(range(18)) and len(loader._by_pillow) == 3
-        again = len(asked) - 18  # of the next epoch, before their batch of this one was planned
+        again = len(asked) - 18  # images that the next epoch needs ahead were asked for twice
         assert set(asked) == set(range(18)) and again <= 3 * LOOK_AHEAD
         state = loader.state()
         list(loader)  # the next epoch

@@ -103,7 +103,8 @@ def test_a_prepared_batch_is_the_next_one(numbered):
 
 @pytest.mark.parametrize("sentence, kind", [("[cuda] CUDA allocation failed", DataError), ("no more", MemoryError)])
 def test_too_little_memory(numbered, monkeypatch, sentence, kind):
-    """GPU memory, where DALI fails when it builds its pipeline or later; and host memory."""
+    """DALI's error about GPU memory becomes a DataError that names the batch; an error about host memory stays as it
+    is."""
     loader = open_loader(config(numbered))
 
     def build(*_):
@@ -474,8 +475,8 @@ def test_images_of_one_pixel_s_height_and_grey_ones(tmp_path):
 
 
 def test_operations_follow_the_flip(numbered):
-    """Images that timm's RandAugment leaves alone equal those without it, flipped or not, although another operator
-    flips them."""
+    """Images that timm's RandAugment leaves unchanged equal those of a run without it, flipped or not, although the two
+    runs flip by different operators."""
     plain = epoch_of(open_loader(config(numbered, seed=3)))
     policy = epoch_of(open_loader(config(numbered, seed=3, transform=ImageTransform(auto_augment="randaugment-timm"))))
     alike = np.concatenate([np.abs(pixels - wanted).max((1, 2, 3)) * np.max(STD) < 1.01
@@ -599,7 +600,7 @@ def test_files_keep_their_order_and_mistakes_are_named(folder, tmp_path):
             ("randaugment_magnitude", -1.0, "randaugment_magnitude is -1; it must be from 0 to 30"),
         )),
         ({"transform": ImageTransform(auto_augment="randaugment-timm", randaugment_magnitude=11.0)},
-         "--randaugment-magnitude 11 is out of 30, and --auto-augment randaugment-timm takes it out of 10"),
+         "--randaugment-magnitude 11 is too large for --auto-augment randaugment-timm"),
         ({"transform": ImageTransform(auto_augment="autoaugment"), "image_size": 2},
          "image_size is 2, and autoaugment needs at least 3 pixels"),
         ({"num_threads": -1}, "num_threads is -1"),
@@ -702,7 +703,8 @@ def test_lines_that_libraries_write_are_kept_off_stderr(capfd):
 
 @pytest.mark.parametrize("cache_gib", [0.0, 1.0])
 def test_class_folders_that_were_swapped_end_a_resumed_run(tmp_path, cache_gib):
-    """A repaired image does not, nor another place of the data, nor a position that knows no images."""
+    """The run does not end if an image was repaired, if the data were moved, or if the position was saved by a version
+    that stored no images."""
     write_folder(tmp_path / "data", 24, 3, seed=1)
 
     def loader(data="data"):

@@ -1,4 +1,4 @@
-"""The loader and its commands on real JPEGs; skipped where they are not."""
+"""The loader and its commands on real JPEGs; skipped if they are absent."""
 
 import numpy as np
 import pytest

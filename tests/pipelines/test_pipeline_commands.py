@@ -169,7 +169,7 @@ def test_without_splits_validation_reads_what_training_reads(folder, tmp_path, c
     broken = folder / "c01/004.JPEG"
     broken.write_bytes(b"no image")
     code, out, _ = run(capsys, "make-records", folder, tmp_path / "out", "--on-bad-image", "skip")
-    assert code == 0 and f"out/val.rec: these images too, as {folder} has no validation images of its own" in out
+    assert code == 0 and f"out/val.rec: the same images, as {folder} has no validation images of its own" in out
     for _ in range(2):  # the second time from the lists, after new damage
         assert run(capsys, "verify", folder, "--write-clean")[0] == 0
         names = {split: names_of(open_source(folder, split)) for split in ("train", "val")}
@@ -251,7 +251,7 @@ def test_make_samples(tmp_path, capsys):
         (["make-records", "{tmp}", "{tmp}/out", "--quality", "0"], "quality is 0"),
         (["make-records", "{tmp}", "{tmp}/out", "--seed", "-1"], "seed is -1"),
         (["make-records", "{tmp}", "{tmp}/out", "--labels", "a"], "--labels a is for ILSVRC2012_img_val.tar alone"),
-        (["make-records", "{tmp}", "{tmp}/out", "--classes", "a"], "--classes a is for ILSVRC2012's tar files"),
+        (["make-records", "{tmp}", "{tmp}/out", "--classes", "a"], "--classes a is only for ILSVRC2012's tar files"),
         (["make-samples", "{tmp}", "--num-train", "0"], "0 training"),
         (["make-samples", "{tmp}/new", "--seed", "-1"], "seed is -1"),
         (["make-samples", "{tmp}/text.tar"], "holds something other"),
@@ -344,7 +344,7 @@ def test_as_a_program(tmp_path):
 
 
 def test_bench_and_show_take_what_messages_advise(tmp_path, capsys):
-    """--on-bad-image skip, which an unreadable image's message says."""
+    """Both accept --on-bad-image skip, which the message about an unreadable image advises."""
     for file in write_folder(tmp_path / "data", 8, 2, seed=1)[:1]:
         file.write_bytes(b"no image")
     bench = ("bench", tmp_path / "data", "--seconds", 0.05, "--batch-size", 4, "--image-size", 32)

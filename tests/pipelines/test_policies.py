@@ -78,7 +78,7 @@ def test_against_torchvision(name, magnitudes, size):
             got = magnitudes(np.full(2, operation), level, sign, size, size)
             np.testing.assert_allclose(got, wanted, atol=2e-5)  # theirs are float32
             if operation is Operation.SOLARIZE:
-                np.testing.assert_array_equal(np.ceil(got), np.ceil(wanted))  # which pixels
+                np.testing.assert_array_equal(np.ceil(got), np.ceil(wanted))  # equal thresholds invert the same pixels
 
 
 def test_randaugment_takes_each_operation_equally_often():

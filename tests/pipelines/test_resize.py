@@ -22,7 +22,7 @@ SIZES = [(37, 51), (1, 1), (1, 300), (300, 1), (2, 3), (64, 96), (131, 97), (330
 
 def resized(images: list[np.ndarray], size: tuple[int, int], cubic: Any, mirror: Any, device: str, hole: Any = None,
             **options: Any) -> np.ndarray:
-    """Resize with our kernels: with `options`, when rounds follow, or without."""
+    """Resize with our kernels. `options`: other augmentations, which may run as rounds after the resize."""
     count = len(images)
     inputs = ImageInputs(None, None, mirror=np.broadcast_to(np.int32(mirror), count),
                          size=np.full((count, 2), size, np.float32), sigma=np.ones(count, np.float32), hole=hole)
@@ -120,6 +120,6 @@ def test_the_bytes_for_a_round_are_those_of_the_batch(size, device, rng):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("cubic", [False, True])
 def test_an_image_of_the_size_that_is_wanted_stays(cubic, device, rng):
-    """So images that the graph has already resized pass unchanged."""
+    """Images that the graph has already resized pass unchanged."""
     [image] = noise(rng, [(57, 61)])
     np.testing.assert_array_equal(resized([image], (57, 61), cubic, 0, device)[0], image)

@@ -29,7 +29,7 @@ def test_made_once_and_the_same_for_the_same_seed(tmp_path):
 
 
 def test_angles():
-    """As exact as a C library's arctan2, in units of the last place."""
+    """Our arctan2 is as exact as a C library's, in units of the last place."""
     u, v = np.random.default_rng(0).normal(0, 3, (2, 100_000)).astype(np.float32)
     u[:10], v[5:15] = 0, 1
     angle, exact = _angle(v, u), np.arctan2(v, u, dtype=np.float64)

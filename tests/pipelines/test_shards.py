@@ -334,7 +334,8 @@ def test_missing_shards_are_named(make_images, tmp_path, name):
 
     images = make_images(5)
     write("some", 1, images)
-    missing = f"{tmp_path}/some: by the names of the other shards, {name % 0}, {name % 2} must exist but do not; add"
+    missing = (f"{tmp_path}/some: {name % 0}, {name % 2} should be there by the numbers in the names of the other "
+               "shards; add")
     with pytest.raises(DataError, match=re.escape(missing)):
         open_source(tmp_path / "some", "train")
     assert content(tmp_path / "some" / (name % 1)) == images
@@ -349,7 +350,7 @@ def test_missing_shards_of_the_other_split_do_not_matter(make_images, tmp_path):
     write_tar(tmp_path / "train-00000-of-00001.tar", samples(images))
     write_tar(tmp_path / "val-00000-of-00002.tar", samples(images))
     assert content(tmp_path) == images
-    with pytest.raises(DataError, match=r"by the names of the other shards, val-00001-of-00002\.tar must exist"):
+    with pytest.raises(DataError, match=r"val-00001-of-00002\.tar should be there by the numbers"):
         open_source(tmp_path, "val")
 
 
@@ -364,7 +365,7 @@ def test_verify_names_the_folder_of_several_shards(make_images, tmp_path, capsys
 
 @pytest.mark.parametrize("names", [("train-data-train-000", "train-data-val-000"), ("my_val_train-0", "my_val_val-0")])
 def test_a_shard_whose_name_holds_several_splits_is_refused(tmp_path, names):
-    """It was in training and in validation."""
+    """Formerly such a shard was read in training and in validation."""
     for number, name in enumerate(names):
         write_tar(tmp_path / f"{name}.tar", samples([(encode(smooth_image(np.random.default_rng(number), 40, 30)), 0)]))
     for split in ("train", "val"):
@@ -375,7 +376,7 @@ def test_a_shard_whose_name_holds_several_splits_is_refused(tmp_path, names):
 
 @pytest.mark.parametrize("train, other", [("TRAIN-000", "VAL-000"), ("training-000", "testing-000")])
 def test_splits_in_capitals_and_training_are_known(tmp_path, train, other):
-    """All shards were for training where no name had the small word."""
+    """Formerly all shards were read in training if no name had the word in small letters."""
     for number, name in enumerate((train, other)):
         write_tar(tmp_path / f"{name}.tar", samples([(encode(smooth_image(np.random.default_rng(number), 40, 30)), 0)]))
     source = open_source(tmp_path, "train")

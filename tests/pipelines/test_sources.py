@@ -44,7 +44,7 @@ def test_layouts_of_folders(tmp_path):
 
 
 def test_words_for_imagenets_folders(tmp_path):
-    """Names that a user gave stay unchanged."""
+    """Folders named by WordNet ids have words as class names; names that a user gave stay unchanged."""
     write_folder(tmp_path / "train", 4, 4, seed=1)
     for number, name in enumerate(("n01440764", "n04553703", "n99999999")):
         shutil.move(tmp_path / f"train/c{number:02}", tmp_path / "train" / name)
@@ -68,7 +68,8 @@ def test_layouts_of_records(tmp_path, numbered):
 
 
 def test_folders_within_class_folders(tmp_path):
-    """As in Tiny ImageNet; a list of such files still gives the classes their names."""
+    """Images may lie in folders within class folders, as in Tiny ImageNet. A list of such files still names the
+    classes."""
     files = write_folder(tmp_path / "train", 6, 3, seed=1)
     for file in files[1:]:
         (file.parent / "images").mkdir(exist_ok=True)
@@ -86,8 +87,8 @@ def test_images_beside_the_folders_of_classes_are_told(tmp_path):
     write_folder(tmp_path, 4, 2, seed=1)
     (tmp_path / ".hidden.jpg").write_bytes(b"")
     (tmp_path / "notes.txt").write_text("")
-    for number, words in ((1, "1 image beside the folders of classes, in none of them, is left out"),
-                          (2, "2 images beside the folders of classes, in none of them, are left out")):
+    for number, words in ((1, "1 image outside the class folders is left out"),
+                          (2, "2 images outside the class folders are left out")):
         (tmp_path / f"{number}.JPG").write_bytes(b"")
         source = open_source(tmp_path, "train")
         assert list(source.remarks) == [f"{tmp_path}: {words}"] and len(source) == 4
@@ -185,7 +186,8 @@ def test_folders_without_an_image_are_no_classes(tmp_path, capsys):
 
 
 def test_names_of_classes_in_a_list(tmp_path):
-    """The folders' names, if they identify the classes; paths may be absolute, or relative to the list."""
+    """Classes are named by their folders if these identify them, and otherwise by numbers. Paths may be absolute, or
+    relative to the list."""
     image, *_ = write_folder(tmp_path / "images", 1, 1, seed=1)
     for files, names in (
         (("a/1.jpg", "b/2.jpg"), ["a", "b"]),
@@ -270,7 +272,7 @@ def test_what_to_do_without_validation_images(numbered):
 def splits_for_tests_alone(tmp_path):
     write_folder(tmp_path / "test", 2, 2, seed=1)
     write_folder(tmp_path / "Testing", 2, 2, seed=1)
-    return tmp_path, r"holds Testing, test, which are splits and not classes; rename the folder to train on to"
+    return tmp_path, r"holds Testing, test, which are splits and not classes; rename the training folder to train"
 
 
 def formats_that_are_not_read(tmp_path):

@@ -95,7 +95,7 @@ def test_a_name_that_a_list_cannot_hold_is_refused(tmp_path, name):
 
 
 def test_labels_that_no_data_set_has(tmp_path):
-    """Without a list of classes, in a list and in records."""
+    """Impossible labels are found in a .lst file and in records, also without a list of classes."""
     files = write_folder(tmp_path / "images", 2, 2, seed=2)
     (tmp_path / "train.lst").write_text(f"0\t0\t{files[0]}\n1\t5000000000\t{files[1]}\n2\t0\t1\t{files[1]}\n")
     report = verify_split(str(tmp_path), "train")

@@ -15,11 +15,9 @@ import pytest
 from PIL import Image
 
 import resnet_mxnet as rm
-from common.mxnet_compat import mx
 from train import prediction
 from train.command_line import read
 from train.commands import predict
-from train.features import Features, handed_on
 from train.options.commands import PredictOptions
 from train.prediction import Kept
 
@@ -62,7 +60,8 @@ def pixels_of(path: Path) -> np.ndarray:
 def test_all_kinds_give_the_bits_of_the_command(
     run: rm.Run, net: rm.TrainedNetwork, pictures: list[Path], count: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also for a folder with several batches of images, and after other calls of the same network."""
+    """The results have the bits of the command's, also for a folder with several batches, and after other calls of the
+    same network."""
     chosen = pictures[-count:]  # including the rotated one
     wanted = [entry["predictions"] for entry in of_command(run, *chosen, capsys=capsys)]
     for kind in (str, Path, Path.read_bytes, pixels_of, Image.open):
@@ -179,29 +178,6 @@ def test_features_are_what_the_classifier_reads(net: rm.TrainedNetwork, pictures
     for each, probabilities in zip(net.predict(pictures), wanted, strict=True):
         assert {guess.index: pytest.approx(guess.probability, abs=1e-5) for guess in each.guesses} == dict(
             enumerate(probabilities))
-
-
-def test_features_by_way_of_probabilities(net: rm.TrainedNetwork, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """As on the cuda executor; here on another executor."""
-    found, config = net._predictor.prepared, net._predictor.prepared.config
-    data = mx.nd.array(np.random.default_rng(seed).standard_normal((config.batch_size, 32, 32, 3)))
-    answers = []
-    for executor in ("mxnet", "cuda"):
-        features = Features.__new__(Features)
-        with monkeypatch.context() as patch:
-            patch.setattr("train.build.create_executor",
-                          lambda name, *arguments, **options: make("mxnet", *arguments))
-            patch.setattr("train.build.batch_form", lambda config, placement: ("float32", 3))
-            features.__init__(found.trained, config, found.placement._replace(executor=executor))
-        features.infer(data)
-        answers.append(features.request()())
-    assert answers[0].std() > 0.01
-    np.testing.assert_allclose(answers[1], answers[0], atol=1e-5)
-
-
-def test_features_too_far_apart() -> None:
-    with pytest.raises(rm.UserError, match="features are too far apart"):
-        handed_on(np.array([[1.0, 0.0]], np.float32))
 
 
 def test_networks_side_by_side_and_threads(run: rm.Run, net: rm.TrainedNetwork, pictures: list[Path]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -18,6 +20,7 @@ from library_run import TINY, Trained
 import resnet_mxnet as rm
 from common.output import shows_bars
 from train.command_line import read, values_of
+from train.commands import runs as runs_command
 from train.config import Config
 from train.options.commands import ExportOptions, ValidateOptions
 
@@ -31,14 +34,15 @@ def test_a_run_trained_in_another_thread(run: rm.Run, trained: Any) -> None:
     history = run.history
     assert history["epoch"].tolist() == [1, 2] and np.isfinite(history["train_loss"]).all()
     assert "val_top1" not in history  # this data has no validation images
-    assert history["train_eval_top1"][1] == run.best_top1 and np.isnan(history["train_eval_top1"][0])
-    assert run.best_epoch and run.best_epoch.epoch == 2
+    assert run.best_epoch and run.best_epoch.epoch == 2 and math.isnan(run.best_top1)
+    assert history["train_eval_top1"][1] == run.best_epoch.train_eval_top1
+    assert np.isnan(history["train_eval_top1"][0])
     assert run.steps["step"][-1] == 12 and run.config["image_size"] == 32
-    assert repr(run).startswith(f"Run('{run.folder}': 2 epochs, top-1 ")
+    assert repr(run).startswith(f"Run('{run.folder}': 2 epochs, top-1 on the training images ")
 
 
 def test_errors_reach_the_program(tiny_data: Path, light_training: None, tmp_path: Path) -> None:
-    """In the main thread and in others: no exit, no trace of arguments."""
+    """Errors are raised in the main thread and in other threads; they do not end the process."""
     missing = Trained(data=tmp_path / "none", output=tmp_path / "run")
     assert isinstance(missing.error, rm.UserError) and "does not exist" in str(missing.error)
     for options, sentence in [
@@ -53,13 +57,14 @@ def test_errors_reach_the_program(tiny_data: Path, light_training: None, tmp_pat
         ({"mean": [None, 1, 2]}, "--mean needs text, a path, a number or a list of these, not a NoneType"),
         ({"weights": np.zeros((2, 2))}, "--weights needs text, a path, a number or a list of these, not a list"),
         ({"epochs": np.int64(0)}, "--epochs 0 must be from 1 to 100000"),
+        ({"output": "a\0b"}, r"--output 'a\\x00b' has a null byte in it"),
     ]:
         with pytest.raises(rm.UserError, match=sentence):
             rm.train(data=tiny_data, **options)
 
 
 def test_a_second_training_resumes_and_a_callback_stops_it(run: rm.Run, light_training: None, tmp_path: Path) -> None:
-    """In the main thread, after a first training of this process."""
+    """The second training runs in the main thread, after a first one of this process."""
     shutil.copytree(run.folder, tmp_path / "run")
     again = rm.train(resume=tmp_path / "run", epochs=9, callbacks=[lambda epoch, results: epoch == 3])
     assert again.folder == tmp_path / "run" and again.history["epoch"].tolist() == [1, 2, 3]
@@ -77,12 +82,28 @@ def test_wrong_callbacks_are_told_before_training(callbacks: Any, sentence: str,
     assert not (tmp_path / "run").exists()
 
 
-def test_runs_in_a_folder(run: rm.Run, tmp_path: Path) -> None:
+def test_runs_in_a_folder(run: rm.Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The library and the command list the same runs in one order, a damaged one among them."""
     (tmp_path / "no run").mkdir()
     for name in ("b", "a"):
         shutil.copytree(run.folder, tmp_path / name)
+    for age, name in enumerate(("b", "broken", "a")):
+        if name == "broken":
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "metrics.jsonl").write_text("{}\n")
+        os.utime(tmp_path / name / "metrics.jsonl", (1e9 - age, 1e9 - age))
     listed = rm.list_runs(tmp_path)
-    assert [(each.folder.name, each.state) for each in listed] == [("a", "finished"), ("b", "finished")]
+    assert [(each.folder.name, each.state) for each in listed] == [
+        ("b", "finished"), ("broken", "damaged"), ("a", "finished")]
+    broken = listed[1]
+    assert broken.history == broken.steps == broken.config == {} and "line 1 of" in broken.reason
+    assert repr(broken) == f"Run({str(tmp_path / 'broken')!r}: damaged)" and "line 1 of" in broken._repr_html_()
+    with pytest.raises(rm.UserError, match="line 1 of"):
+        rm.load_run(tmp_path / "broken")
+    capsys.readouterr()
+    runs_command.main({"folder": (tmp_path,), "json": True})
+    told = json.loads(capsys.readouterr().out)
+    assert [(each["folder"], each["state"]) for each in told] == [(str(run.folder), run.state) for run in listed]
     compared = rm.compare(tmp_path / "a", tmp_path / "b")
     assert len(compared.members) == 2 and "images/sec" in compared.markdown()
     with pytest.raises(rm.UserError, match="there is no folder"):
@@ -93,9 +114,22 @@ def test_runs_in_a_folder(run: rm.Run, tmp_path: Path) -> None:
         rm.load_run(tmp_path / "no run")
 
 
+@pytest.mark.parametrize("function", [rm.load_run, rm.list_runs, rm.compare, rm.load])
+def test_paths_that_no_file_can_have(function: Any) -> None:
+    with pytest.raises(rm.UserError, match=r"^(cannot read )?x+.* \(File name too long\)"):
+        function("x" * 5000)
+    with pytest.raises(rm.UserError):
+        function("a\0b")
+
+
+def test_runs_may_be_keys(run: rm.Run) -> None:
+    again = rm.load_run(run.folder)
+    assert {run: 1, again: 2}[run] == 1 and run != again
+
+
 @pytest.mark.parametrize("folder", [None, "", 3])
 def test_no_folder(folder: Any, run: rm.Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same in a run's folder."""
+    """The error is the same if the current folder is a run's folder."""
     monkeypatch.chdir(run.folder)
     for function in (rm.load_run, rm.list_runs, rm.compare):
         with pytest.raises(rm.UserError, match="is no folder: give the path of a run, or of a folder that holds runs"):
@@ -139,9 +173,15 @@ def test_wrong_numbers_of_a_network(arguments: tuple[Any, ...]) -> None:
         rm.create_model(*arguments)
 
 
+@pytest.mark.parametrize("device", [None, 0, ["cpu"]])
+def test_no_device(device: Any, run: rm.Run) -> None:
+    with pytest.raises(rm.UserError, match="^device is .*: give 'auto', 'cpu', 'gpu', or one of several GPUs"):
+        rm.load(run.folder, device=device)
+
+
 @pytest.mark.parametrize("place", [None, "", 3])
 def test_no_place_of_a_network(place: Any, run: rm.Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same in a run's folder."""
+    """The error is the same if the current folder is a run's folder."""
     monkeypatch.chdir(run.folder)
     with pytest.raises(rm.UserError, match="is not the path of a trained network: give a run folder"):
         rm.load(place)
@@ -151,7 +191,7 @@ def test_validation(net: rm.TrainedNetwork, run: rm.Run, tiny_data: Path) -> Non
     found = net.validate()
     assert net.validate(tiny_data, batch_size=4)[:5] == pytest.approx(found[:5])
     assert found.num_images == 27 and math.isfinite(found.loss)
-    assert found.top1 == pytest.approx(run.best_top1)
+    assert run.best_epoch and found.top1 == pytest.approx(run.best_epoch.train_eval_top1)
     right = sum(each.best.name == each.file.parent.name for each in net.predict(tiny_data))
     assert found.top1 == pytest.approx(right / 27)
     with pytest.raises(rm.UserError, match="there is no option --btch-size; did you mean --batch-size?"):
@@ -211,7 +251,8 @@ def test_the_import_is_light() -> None:
 
 
 def test_a_program_called_train(tmp_path: Path) -> None:
-    """Beside a user's file with that name; and after the user's own module with one of our names was imported."""
+    """The library works in a user's program called train.py. If the program has imported its own module `train`, an
+    error says so."""
     (tmp_path / "train.py").write_text("import resnet_mxnet as rm\nprint(rm.models()[0])\n")
     (tmp_path / "other.py").write_text("import train\nimport resnet_mxnet\n")
     environment = {"PYTHONPATH": str(ROOT), "PATH": ""}

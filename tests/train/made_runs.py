@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from train.recording.gpu_monitor import GpuReadings
 from train.recording.metrics import METRICS_FILE, VALIDATION
 from train.recording.recorder import Recorder
 
-IMAGES_PER_STEP, STEPS = 10, 4  # of an epoch
+IMAGES_PER_STEP, STEPS = 10, 4  # STEPS: steps of an epoch
 VALIDATION_IMAGES = 44
 
 
@@ -32,16 +32,17 @@ class Clock:
 
 
 def make_run(folder: Path, right: Sequence[int | None], *, step_seconds: float = 1.0, watts: float | None = None,
-             evaluated: str = VALIDATION, error: Exception | None = None, leave_open: bool = False,
-             **options: Any) -> Recorder:
+             evaluated: str = VALIDATION, plugin_metrics: Sequence[Mapping[str, float]] = (),
+             error: Exception | None = None, leave_open: bool = False, **options: Any) -> Recorder:
     """Write a run of `len(right)` epochs, each of STEPS steps of `step_seconds` and 2 s of validation.
 
     Args:
-        right: for each epoch the number of VALIDATION_IMAGES predicted correctly; None: no validation.
-        watts: the power of a GPU; None: no GPU.
-        error: ends the run.
-        leave_open: the run goes on.
-        options: of the configuration.
+        right: for each epoch how many of VALIDATION_IMAGES are right; None: no validation.
+        watts: the power of a GPU; None: there is none.
+        plugin_metrics: metrics of plug-ins, for each epoch by name.
+        error: the exception that ends the run; None: the run completes.
+        leave_open: do not end the run.
+        options: fields of the configuration.
     """
     config = dataclasses.replace(Config(), **{"epochs": len(right), **options})
     clock = Clock()
@@ -57,7 +58,7 @@ def make_run(folder: Path, right: Sequence[int | None], *, step_seconds: float =
             with recorder.phase(VALIDATION):
                 clock.seconds += 2
             found = Metrics(1.5 * VALIDATION_IMAGES, hits, VALIDATION_IMAGES, VALIDATION_IMAGES)
-        recorder.end_epoch(found)
+        recorder.end_epoch(found, plugin_metrics=plugin_metrics[epoch] if plugin_metrics else None)
     if not leave_open:
         recorder.__exit__(type(error) if error else None, error, None)
     return recorder

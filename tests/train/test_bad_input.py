@@ -110,7 +110,7 @@ def test_output_folder_that_cannot_be_made(fails, tiny_options, tmp_path):
     *(["export", "--checkpoint", "run", option] for option in ("--onnx", "--torchvision", "--symbol", "--params")),
 ], ids=lambda command: f"{command[0]} {command[-1]}")
 def test_a_place_that_cannot_be_written_is_named_at_once(command, fails, tmp_path, monkeypatch):
-    """Before data, weights or the device are checked; the message names the option."""
+    """The place is checked before data, weights and device; the message names the option."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     for later in ("devices.choose", "weights.load", "commands.language_model._text"):
@@ -215,7 +215,7 @@ def changed(file, to, meta=None, **arrays):
     ({"aux/more": np.zeros(1, np.float32)}, "more is not one of its arrays"),
     ({"averages/classifier_bias": np.zeros(3, np.float32)}, "with 3 classes: classifier_weight is missing"),
     ({"state/momentum/classifier_bias": np.zeros(5, np.float32)}, "classifier_bias is float32 (5,) there"),
-    ({"meta": {"class_names": ["a", "b"]}}, "holds a resnet18 with 3 classes, and names 2"),
+    ({"meta": {"class_names": ["a", "b"]}}, "holds a resnet18 with 3 classes, but names 2 classes"),
     ({"params/classifier_bias": np.array("abc")}, "holds no resnet18: its classifier is a single value; use another"),
     ({"meta": {"class_names": "abc"}}, "is not a complete checkpoint (class_names is not a list of names)"),
     ({"meta": {"progress": [3]}}, "is not a complete checkpoint ('list' object has no attribute 'items'); use another"),
@@ -426,8 +426,8 @@ def test_batch_too_large_for_the_machine(command, fails, monkeypatch, tmp_path):
 
 @pytest.mark.long
 def test_validation_too_large_for_the_machine(fails, run_train, tiny_options, monkeypatch, tmp_path):
-    """Before the first step; and in `validate`. MXNet does not support tensors of 2^31 elements, whatever the
-    memory."""
+    """Training is refused before its first step, and so is `validate`. MXNet does not support tensors of 2^31 elements,
+    whatever the memory."""
     monkeypatch.setattr(resnet, "FIRST_WIDTH", 64)
     assert run_train(*tiny_options, "--max-steps", "1", "--output", tmp_path / "trained")[0] == 0
     commands = ([*tiny_options, "--output", tmp_path / "run"], ["validate", "--checkpoint", tmp_path / "trained"])
@@ -440,7 +440,7 @@ def test_validation_too_large_for_the_machine(fails, run_train, tiny_options, mo
                         fails(*command, "--val-image-size", "2048"))
         memory.available = 2**60
         assert re.match(r"error: inference on batches of 4 images of 8192x8192 needs a tensor of more than 2\^31 "
-                        "elements, which MXNet does not have: ", fails(*command, "--val-image-size", "8192"))
+                        "elements, which MXNet does not support: ", fails(*command, "--val-image-size", "8192"))
     assert not (tmp_path / "run").exists()
 
 

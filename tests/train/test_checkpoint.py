@@ -61,7 +61,7 @@ def test_round_trip(state, tmp_path):
 
 
 def test_one_of_version_1_is_read(state, tmp_path):
-    """It had only the momentum, under another name, and a network had a depth."""
+    """Version 1 stored the momentum under another name, and a network's depth in place of its name."""
     path, old = tmp_path / "c.npz", tmp_path / "old.npz"
     checkpoint.save(dataclasses.replace(state, state={"momentum": state.params}), path)
     with zipfile.ZipFile(path) as archive, zipfile.ZipFile(old, "w") as earlier:
@@ -81,7 +81,8 @@ def test_one_of_version_1_is_read(state, tmp_path):
 
 
 def test_a_clock_before_1980(state, tmp_path, monkeypatch):
-    """A zip file cannot store such a time; nor may it make checkpoints of the same state differ."""
+    """A zip file cannot store a time before 1980: files are written all the same, and checkpoints of equal states are
+    equal."""
     checkpoint.save(state, tmp_path / "now.npz")
     shown = Predictions(np.zeros((1, 2, 2, 3), np.uint8), ["a"], ["b"], np.ones(1), epoch=1)
     monkeypatch.setattr("time.time", lambda: 0.0)

@@ -69,7 +69,8 @@ def test_changed_zip_of_a_checkpoint(tmp_path, damage):
 
 @pytest.mark.long
 def test_any_changed_byte_of_a_checkpoint_is_a_sentence(tmp_path, seed):
-    """Or has no effect: in a time, or in a name that nobody reads."""
+    """A changed byte is refused in one sentence, or has no effect, because it is in a time or in a name that nobody
+    reads."""
     path, random = tmp_path / "step-00000001.npz", np.random.default_rng(seed)
     few = {"one": np.arange(6, dtype=np.float32).reshape(2, 3)}
     checkpoint.save(Checkpoint(few, few, {}, Config(model="resnet18"), list("abc")), path)
@@ -162,5 +163,5 @@ def test_a_pipe_in_place_of_a_graph(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(GraphError, match=r"cannot read the graph file .*pipe \(it is no regular file\): give a Symbol"):
         Graph.load(tmp_path / "pipe")
-    with pytest.raises(GraphError, match="JSON in more brackets than any graph has"):
+    with pytest.raises(GraphError, match="JSON that is nested too deeply for a graph"):
         Graph.from_json("[" * 100_000)

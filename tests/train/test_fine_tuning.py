@@ -95,7 +95,7 @@ def test_layers_that_cannot_be_frozen(run_train, tiny_options, initial_weights, 
 def test_what_is_for_trained_weights(command, option, run_train, tiny_options, tmp_path):
     code, _, err = run_train(command, "--output", tmp_path / "run", *tiny_options, *option)
     assert code == 2 and err == (f"error: {' '.join(option)} is for trained weights (--weights), and this run would "
-                                 "begin with random ones: leave it out, or add them\n")
+                                 "begin with random ones: leave it out, or add --weights\n")
     assert not (tmp_path / "run").exists()
 
 
@@ -152,7 +152,8 @@ def test_a_run_that_has_reached_its_target_is_done(run_train, tiny_options, tmp_
 @pytest.mark.long
 @pytest.mark.parametrize("is_elsewhere", [False, True])
 def test_going_on_without_the_best_weights(is_elsewhere, run_train, tiny_options, tmp_path, monkeypatch):
-    """In another folder, or if best.npz was removed: the next validation's weights are the best."""
+    """If a run is resumed in another folder, or if best.npz was removed, the weights of the next validation are the
+    best."""
     make_accuracies(monkeypatch, [0.75, 0.5, 0.25])
     folder = tmp_path / "run"
     assert run_train("--output", folder, *tiny_options, "--epochs", "1", "--patience", "1")[0] == 0

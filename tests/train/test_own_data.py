@@ -74,7 +74,7 @@ def test_a_folder_without_val_is_split(run_train, options, uneven_data, tmp_path
 @pytest.mark.long
 @pytest.mark.usefixtures("undrawn")
 def test_a_network_remembers_where_labels_count_from(run_train, tiny_options, tiny_data, tmp_path):
-    """So that validation images without the first class are not counted from their own first label."""
+    """Validation images that lack the first class are not counted from their own first label."""
     images = [(file.read_bytes(), int(file.parent.name[-1])) for file in sorted(tiny_data.glob("*/*.jpg"))]
     data = tmp_path / "data"
     data.mkdir()
@@ -163,7 +163,7 @@ def test_two_processes_validate_each_image_once(options, uneven_data, tmp_path, 
     (["--label-smoothing", "0.7"], "--label-smoothing 0.7 gives the right class no larger share than a "
                                    "wrong one (3 classes): give less than 0.667, 0.1 is usual"),
     (["--balance", "2"], "--balance 2.0 must be a fraction from 0 to 1"),
-    (["--data", "synthetic", "--val-split", "0.1"], "have a validation split, and as many of each class; leave out"),
+    (["--data", "synthetic", "--val-split", "0.1"], "have a validation split and classes of equal size; leave out"),
     (["--data", "{tmp}/single", "--val-split", "0.1"], "no class has two images, one to train on and one for --val-sp"),
     (["--data", "{tmp}/val", "--val-split", "0.1"], "has images for validation, {tmp}/val/val: leave out --val-split"),
 ])
@@ -230,7 +230,7 @@ def write_records(path, image, labels):
 
 @pytest.mark.parametrize("stored", ["records", "records and names", "tfrecord", "folders", "list"])
 def test_images_of_one_class_are_refused(tiny_data, tmp_path, stored):
-    """Whatever number of classes the labels or a list allow."""
+    """They are refused whatever number of classes the labels or a list allow."""
     file = next(tiny_data.glob("*/*.jpg"))
     data, name = tmp_path / "data", "2"
     data.mkdir()
@@ -291,7 +291,7 @@ def test_training_and_validation_tell_of_classes_without_images(run_train, tiny_
 
 @pytest.mark.parametrize("padding", [0, 2])
 def test_weights_of_classes(padding, uneven_data):
-    """Those without images have the weight 1."""
+    """Classes without images have the weight 1."""
     config = Config(data=str(uneven_data), class_weights=1.0, num_classes=3 + padding, batch_size=4)
     with open_split(config, "train", Placement("mxnet", "cpu(0)", ""), Workers()) as loader:
         weights = class_weights(config, loader)

@@ -148,7 +148,7 @@ def test_benchmarks(run_train, small, tmp_path: Path) -> None:
 
 
 def test_resumed(run_train, small, tmp_path: Path) -> None:
-    """As if it had not been interrupted; its network can also start another run."""
+    """A resumed run ends like an uninterrupted one; its network can also start another run."""
     _, options = small
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train(run_train, [*options, "--output", whole])
@@ -176,7 +176,7 @@ def test_a_file_that_has_gone_or_changed(
     for arguments in (["predict", "--checkpoint", run, image], ["--resume", run, "--max-steps", "3"]):
         as_in_another_process()
         code, _, err = run_train(*arguments)
-        assert code == 0 and f"plug-in {copy}, as " in err and f"({file} has gone or changed; --plugin" in err
+        assert code == 0 and f"plug-in {copy}, as " in err and f"({file} is missing or has changed; --plugin" in err
     as_in_another_process()
     code, out, err = run_train("--resume", run, "--plugin", file, "--max-steps", "4")
     assert code == 0 and re.search(r"my\.py \(sha256 \w+\.\.\.\) is used, although .* was made with", err)
@@ -189,13 +189,13 @@ def test_a_file_that_has_gone_or_changed(
     (alone := tmp_path / "alone.npz").write_bytes(last.read_bytes())
     as_in_another_process()
     code, _, err = run_train("predict", "--checkpoint", alone, image)
-    assert code == 2 and f"{alone} needs the plug-in {file}, which is not there: give --plugin" in err
+    assert code == 2 and f"{alone} needs the plug-in {file}, which is not there: give its new path with --plugin" in err
     as_in_another_process()
     assert run_train("predict", "--checkpoint", alone, "--plugin", copy, "--json", image)[0] == 0
     as_in_another_process()
     monkeypatch.setenv("RESNET_CACHE", str(tmp_path / "another account"))
     code, _, err = run_train("predict", "--checkpoint", last, image)
-    assert code == 2 and "which nobody has named on this account yet: read it" in err
+    assert code == 2 and "which has not been used on this account yet: read it first" in err
 
 
 def test_a_file_that_has_not_the_network_is_not_executed(run_train, plugin, tiny_options, tiny_data, tmp_path) -> None:
@@ -341,3 +341,71 @@ def test_names_that_no_plugin_has(given: list[str], fault: str, run_train, small
     _, options = small
     code, _, err = run_train(*options, *given, "--output", tmp_path / "run")
     assert code == 2 and fault in err and not (tmp_path / "run").exists()
+
+
+LOSS = """
+    from common.mxnet_compat import mx
+    from train.plugins import loss
+
+    @loss("focal", probabilities="PROBABILITIES")
+    def mine(scores, targets):
+        log_p = mx.sym.log_softmax(scores, axis=1)
+        return -mx.sym.sum(targets * (1 - mx.sym.exp(log_p)) ** 2 * log_p, axis=1)
+"""
+
+
+@pytest.mark.parametrize("probabilities", ["softmax", "sigmoid"])
+def test_a_loss(run_train, plugin, tiny_options, tiny_data: Path, tmp_path: Path, probabilities: str) -> None:
+    """A run trains with the plug-in's loss, records it, resumes without its option, and is validated with it. Files for
+    other programs state its probabilities."""
+    file, run = plugin(LOSS.replace("PROBABILITIES", probabilities)), tmp_path / "run"
+    train(run_train, [*tiny_options, "--plugin", file, "--loss", "focal", "--label-smoothing", "0", "--output", run,
+                      "--learning-rate", "1e-9", "--max-steps", "3"])
+    config = json.loads((run / "config.json").read_text())
+    assert config["loss"] == "focal" and plugins.name_of(config["plugin"][0]) == "my.py"
+    # the initial probabilities of three classes are nearly equal
+    first = events(run, "steps")[0]["loss"]
+    assert first == pytest.approx((2 / 3) ** 2 * math.log(3), rel=0.5)
+    as_in_another_process()
+    file.unlink()  # the run's copy is used
+    said = train(run_train, ["--resume", run, "--max-steps", "8"])
+    assert "is missing or has changed" in said
+    as_in_another_process()
+    code, out, err = run_train("validate", "--checkpoint", run)
+    assert code == 0 and "loss " in out, out + err
+    as_in_another_process()
+    code, out, err = run_train("predict", "--checkpoint", run, "--json", tiny_data / "class0" / "0.jpg")
+    assert code == 0, out + err
+    total = sum(guess["probability"] for guess in json.loads(out)[0]["predictions"])
+    assert (abs(total - 1) < 1e-4) == (probabilities == "softmax")
+    code, out, err = run_train("export", "--checkpoint", run, "--symbol", tmp_path / "net.json")
+    assert code == 0, out + err
+    said = json.loads((tmp_path / "net.json").read_text())["nodes"][-1]["op"]
+    assert said == {"softmax": "SoftmaxOutput", "sigmoid": "LogisticRegressionOutput"}[probabilities]
+
+
+@pytest.mark.parametrize("body, sentence", [
+    ("return mx.sym.sin(scores) * targets", r"has the operator sin \(sin0\), which no loss can have here: make it of"),
+    ("return mx.sym.broadcast_mul(scores, targets)", r"returns \(N, C\): return a loss for each image"),
+    ("return mx.sym.mean(scores * targets)", "would mix the images of a batch: give axis=1"),
+    ("return 3", "returned a int: return a Symbol, made of scores and targets by mx.sym"),
+    ("return scores.no_such_thing", "failed at .*my.py:7: AttributeError"),
+])
+def test_a_loss_that_is_none(run_train, plugin, tiny_options, tmp_path: Path, body: str, sentence: str) -> None:
+    """A wrong loss is refused in one sentence with its file and line, before anything is read or written."""
+    file = plugin(f"""
+        from common.mxnet_compat import mx
+        from train.plugins import loss
+
+        @loss
+        def mine(scores, targets):
+
+            {body}
+    """)
+    code, _, err = run_train(*tiny_options, "--plugin", file, "--loss", "mine", "--output", tmp_path / "run")
+    assert code == 2 and err.count("\n") == 1 and re.search(f"the loss mine .*{sentence}", err), err
+    assert not (tmp_path / "run").exists()
+    code, _, err = run_train(*tiny_options, "--plugin", file, "--loss", "mien", "--output", tmp_path / "run")
+    assert code == 2 and "there is no loss 'mien'; did you mean mine?" in err
+    code, _, err = run_train(*tiny_options, "--plugin", file, "--loss", "mine", "--bce-threshold", "0.2")
+    assert code == 2 and "--bce-threshold is for --loss bce, and this run has mine" in err

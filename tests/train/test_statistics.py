@@ -46,7 +46,8 @@ def unbiased(executor, shares):
 
 @pytest.mark.parametrize("name", ["mxnet", "reference"])
 def test_statistics_of_one_batch_are_that_batch_s(name, seed):
-    """However often the batch has been seen; and the executor continues with its own bits."""
+    """The corrected statistics are the batch's own, however often it has been seen. The executor continues with its
+    uncorrected statistics, to the bit."""
     executor, batch = executor_of(name), batch_of(seed)
     shares = InitialShares(executor)
     once = None
@@ -104,7 +105,7 @@ def test_frozen_and_trained_statistics_stay_theirs():
 
 
 def test_they_end_with_what_fp32_holds():
-    """From then on the statistics have exactly the bits of training."""
+    """The shares of the initial values end when fp32 cannot hold them; from then on nothing is corrected."""
     shares = InitialShares(executor_of("mxnet"))
     batches = 0
     while shares.own:
@@ -141,7 +142,7 @@ def four_classes(tmp_path_factory):
 
 @pytest.mark.parametrize("options", [(), ("--ema-decay", "0.9"), ("--batch-size", "4", "--accumulate", "2")])
 def test_few_steps_are_validated_as_they_are_trained(four_classes, tmp_path, run_train, options):
-    """Twelve steps, after which r still contains 28 % of 1 although batches have variances of 0.01."""
+    """After twelve steps the running variance still holds 28 % of its initial 1, and the batches' are about 0.01."""
     run = tmp_path / "run"
     code, out, err = run_train("--data", four_classes, "--model", "resnet18", "--image-size", 32, "--batch-size", 8,
                                "--epochs", 2, "--device", "cpu", "--num-threads", 1, "--no-tensorboard", "--output",

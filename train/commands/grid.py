@@ -12,15 +12,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from common import plugins
 from common.command_line import as_arguments, is_repeatable, nearest
 from common.content import refused_as
 from common.errors import UserError
 from common.program import TRAIN
-from train.command_line import read
+from pipelines.options import SAMPLES
+from pipelines.sources import splits_of
+from train.command_line import read, with_plugins
 from train.commands.train import new_config
 from train.config import Config
 from train.content import reason
 from train.errors import TrainError
+from train.options.data import SYNTHETIC
 from train.options.limits import shown
 from train.options.runs import Sweep, SweepOptions
 
@@ -52,16 +56,34 @@ def plan(own: Sweep, values: Mapping[str, Any]) -> list[Point]:
     names = [name for name, column in axes.items() if len(column) > 1] or list(axes)
     points: list[Point] = []
     for combination in itertools.product(*axes.values()):
-        chosen = {**given, **dict(zip(axes, combination, strict=True))}
+        named = {**given, **dict(zip(axes, combination, strict=True))}
         try:
-            config, _ = new_config(chosen, local_rank=0)
+            with plugins.forgotten():
+                chosen = with_plugins(named)
+                config, _ = new_config(chosen, local_rank=0)
         except UserError as error:
-            raise TrainError(f"{_named(names, chosen)} cannot be trained: {error}") from None
+            raise _refused(_named(names, named), error) from None
         output = Path(values.get("output") or f"runs/sweep-{own.grid.stem if own.grid else config.config}")
-        folder = output / _folder_name(names, chosen)
+        folder = output / _folder_name(names, named)
         if config not in [point.config for point in points]:
             points.append(Point(folder.name, folder, config, _arguments(chosen, config, folder)))
     return points
+
+
+def check_data(points: Sequence[Point]) -> None:
+    """Raise TrainError, with the training's name, for images that are not there."""
+    is_told: set[str] = {SAMPLES, SYNTHETIC}
+    for point in points:
+        if point.config.data not in is_told:
+            is_told.add(point.config.data)
+            try:
+                splits_of(point.config.data)
+            except UserError as error:
+                raise _refused(point.name, error) from None
+
+
+def _refused(name: str, error: UserError) -> TrainError:
+    return TrainError(f"{name} cannot be trained: {error}")
 
 
 def _named(names: Sequence[str], chosen: Mapping[str, Any]) -> str:
@@ -87,12 +109,15 @@ def _read_grid(path: Path, given: Mapping[str, Any]) -> dict[str, list[Any]]:
     """The values of each option of a grid file. Raises UserError if the file is not a grid, an option does not accept a
     value, or an option is also `given` on the command line."""
     axes: dict[str, list[Any]] = {}
-    for key, column in _content(path).items():
+    content = _content(path)
+    # Names that only a plug-in of the grid knows are checked when it is loaded.
+    unchecked = as_arguments("plugin", ("of the grid",), True) if "plugin" in content else []
+    for key, column in content.items():
         name = key.replace("-", "_")
         if name in given or name in axes:
             where = "twice" if name in axes else "on the command line as well"
             raise TrainError(f"{path} gives {key}, which is given {where}: leave out one of them")
-        axes[name] = _values(path, key, name, column)
+        axes[name] = _values(path, key, name, column, [] if name == "plugin" else unchecked)
     return axes
 
 
@@ -120,8 +145,8 @@ def _content(path: Path) -> dict[str, Any]:
     return found
 
 
-def _values(path: Path, key: str, name: str, column: Any) -> list[Any]:
-    """The values of an option in a grid, converted as on the command line, without repetitions."""
+def _values(path: Path, key: str, name: str, column: Any, others: Sequence[str]) -> list[Any]:
+    """The values of an option in a grid, as the command line would give them beside `others`, each once."""
     known = {field.name: field.default for field in dataclasses.fields(SweepOptions)}
     if name not in known or name in NOT_IN_GRID:
         choices = [option.replace("_", "-") for option in known if option not in NOT_IN_GRID]
@@ -131,14 +156,15 @@ def _values(path: Path, key: str, name: str, column: Any) -> list[Any]:
     if not column:
         raise TrainError(f"{path}: {key} has no values: give some, or leave it out")
     found: list[Any] = []
+    repeats = is_repeatable(Config, name)
     for value in column:
-        if isinstance(known[name], tuple) and not isinstance(value, list):
+        if isinstance(known[name], tuple) and not repeats and not isinstance(value, list):
             raise TrainError(f"{path}: {key} takes several numbers at once, so that each of its values is a list: "
                              f"{key} = [[...], [...]]")
         if value is None or isinstance(value, dict):
             raise TrainError(f"{path}: {key} cannot be {json.dumps(value)}: give a number, a word, or true or false")
         try:
-            parsed = read(Config, as_arguments(name, value, is_repeatable(Config, name)), command=TRAIN)[name]
+            parsed = read(Config, [*as_arguments(name, value, repeats), *others], command=TRAIN)[name]
         except UserError as error:
             raise TrainError(f"{path}: {error}") from None
         if parsed not in found:

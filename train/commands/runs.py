@@ -13,8 +13,8 @@ from common.command_line import part_of
 from common.files import shown_size
 from train.commands.tables import print_table
 from train.options.runs import RunsOptions
-from train.recording.metrics import VALIDATION
-from train.report.runs import DAMAGED, KILLED, Listed, list_runs
+from train.recording.metrics import VALIDATION, perplexity
+from train.report.runs import DAMAGED, KILLED, Run
 
 HEADER = ("run", "state", "best top-1", "epochs", "network", "age", "size")
 
@@ -25,8 +25,7 @@ def main(values: Mapping[str, Any]) -> None:
     first, *others = own.folder
     if first == Path("list") and not first.is_dir():  # `runs list FOLDER`
         own = RunsOptions(tuple(others) or RunsOptions.folder, own.json)
-    found = {run.folder: run for folder in own.folder for run in list_runs(folder)}
-    listed = sorted(found.values(), key=lambda run: -run.changed)
+    listed = Run.list_runs(own.folder, with_steps=False)
     if own.json:
         print(json.dumps([run.to_dict() for run in listed], indent=1))
         return
@@ -39,25 +38,28 @@ def main(values: Mapping[str, Any]) -> None:
             print(run.reason, file=sys.stderr)
 
 
-def _cells(run: Listed, now: float) -> tuple[str, ...]:
-    epochs = f"{run.epochs} of {run.epochs_wanted}" if run.epochs_wanted else ""
-    return (str(run.folder), _state(run), _best(run), epochs, run.model, _age(now - run.changed), shown_size(run.size))
+def _cells(run: Run, now: float) -> tuple[str, ...]:
+    epochs = f"{run.epochs_done} of {run.epochs_wanted}" if run.epochs_wanted else ""
+    return (str(run.folder), _state(run), _best(run), epochs, run.record.model, _age(now - run.changed),
+            shown_size(run.size))
 
 
-def _state(run: Listed) -> str:
-    """The state; for a run that was ended, the option that ended it or "killed"."""
+def _state(run: Run) -> str:
+    """The state, with the option that ended the run or "killed", if it was one of them."""
     told = {"max_steps": "--max-steps", "target_accuracy": "--target-accuracy", "patience": "--patience",
             "time_limit": "--time-limit", KILLED: "killed"}
     reason = told.get(run.reason, "")
     return f"{run.state} ({reason})" if reason else run.state
 
 
-def _best(run: Listed) -> str:
-    if run.best_perplexity is not None:
-        return f"perplexity {run.best_perplexity:,.2f}"
-    if run.best_top1 is None:
+def _best(run: Run) -> str:
+    """Top-1 accuracy of the best epoch, or a language model's perplexity; "" without an evaluation."""
+    found = run.best_epoch.evaluation if run.best_epoch else None
+    if not found:
         return ""
-    return f"{run.best_top1:.2%}" + f" ({run.images})" * (run.images != VALIDATION)
+    if run.is_language_model:
+        return f"perplexity {perplexity(found.loss):,.2f}"
+    return f"{found.top1:.2%}" + f" ({found.images})" * (found.images != VALIDATION)
 
 
 def _age(seconds: float) -> str:

@@ -24,7 +24,7 @@ from common.errors import ProgramError
 from common.output import print_line
 from common.program import TRAIN, own_process
 from train.commands import compare
-from train.commands.grid import Point, plan
+from train.commands.grid import Point, check_data, plan
 from train.commands.trainings import check_same, is_complete
 from train.config import CONFIG_FILE
 from train.errors import TrainError
@@ -33,9 +33,9 @@ from train.processes import topology
 from train.processes.signals import STOPPING, StoppedBySignal, ending, handled
 from train.processes.worker import Slot, how_it_ended, stop_ours_with_us
 from train.recording.metrics import METRICS_FILE, accuracy_of
-from train.report import runs
 from train.report.comparison import Comparison
 from train.report.comparison import compare as compare_runs
+from train.report.runs import Run, size_on_disk
 
 NAME = "comparison"  # name of the files that a sweep writes at its end, without ending
 POLL_SECONDS = 0.2
@@ -49,6 +49,7 @@ def main(values: Mapping[str, Any]) -> None:
     """Train all points and compare them. Raises UserError, StoppedBySignal, and ProgramError if a training fails."""
     own = part_of(Sweep, values)
     points = plan(own, values)
+    check_data(points)
     output = points[0].folder.parent
     _check_output(output)
     slots = _slots(own.parallel, points)
@@ -147,7 +148,7 @@ class _Trainings:
     def _begin(self, point: Point) -> None:
         number = f"{self._points.index(point) + 1} of {len(self._points)}"
         if is_complete(point.config, point.folder):
-            self._largest = max(self._largest, runs.size_on_disk(point.folder))
+            self._largest = max(self._largest, size_on_disk(point.folder))
             print(f"== {point.name} ({number}): finished before, skipped", flush=True)
             return
         if not self._has_room(point.folder.parent):
@@ -200,7 +201,7 @@ class _Trainings:
         point, code = each.point, each.process.returncode
         if not code and is_complete(point.config, point.folder):
             self._seconds.append(time.monotonic() - each.started)
-            self._largest = max(self._largest, runs.size_on_disk(point.folder))
+            self._largest = max(self._largest, size_on_disk(point.folder))
         elif not (isinstance(self.obstacle, StoppedBySignal) and code in SIGNAL_CODES):
             self.failed.append(point.name)
             print(f"== {point.name} {_how(code)}{_last_error(each.log) if each.log else ''}", flush=True)
@@ -223,8 +224,8 @@ def _last_error(log: Path) -> str:
 def _epochs(folder: Path) -> list[str]:
     """A line for each epoch that a run has completed."""
     try:
-        run = runs.read(folder, with_steps=False)
-    except TrainError:  # it has not started yet
+        run = Run.read(folder, with_steps=False)
+    except TrainError:  # it has not begun yet
         return []
     return [f"epoch {row.epoch} of {run.epochs_wanted}"
             + (f", {accuracy_of(row.evaluation.images)} {row.evaluation.top1:.1%}" if row.evaluation else "")

@@ -14,7 +14,7 @@ from common import plugins
 from common.files import shown_size
 from graph_passes.executors import Executor
 from graph_passes.executors.cuda.statistics_group import StatisticsGroup
-from train import checkpoint, demonstration, devices
+from train import checkpoint, demonstration, devices, losses
 from train.build import (
     build_executor,
     check_memory,
@@ -120,6 +120,7 @@ def begin(values: Mapping[str, Any], workers: Workers) -> Beginning:
         config = of_network(configure(values, default), values, start)
         config = replace(config, plugin=plugins.together(start.config.plugin, config.plugin))
         check_plugged(config)
+        losses.check(config.loss)
         return Beginning(config, run_folder_of(config, file), start)
 
 
@@ -133,6 +134,7 @@ def new_config(values: Mapping[str, Any], local_rank: int) -> tuple[Config, Weig
         default = replace(default, **settings(weights.trained.config, with_sizes="config" not in values))
     config = configure(values, default)
     check_plugged(config)
+    losses.check(config.loss)
     return config, weights
 
 
@@ -183,8 +185,10 @@ def open_trainer(
                 executor.read_metrics()  # discards the metrics of undone steps
             else:
                 initial, origin = starting_point(weights, train_loader.classes, config) if weights else (start, [])
-                num_classes, largest_size = len(train_loader.class_names), max(image_sizes(config))
-                check_memory(config, num_classes, largest_size, placement)
+                num_classes, sizes = len(train_loader.class_names), image_sizes(config)
+                largest_size = max(sizes)
+                for size in sorted(set(sizes), reverse=True):
+                    check_memory(config, num_classes, size, placement)
                 if val_loader:
                     check_memory(config, num_classes, config.inference_image_size, placement, training=False)
                 image_size = train_loader.config.size_in(start.progress.epoch if start else 0)

@@ -10,13 +10,13 @@ from pipelines.options import AUTO
 from train.config import CONFIG_FILE, FOUND_IN_DATA, OF_A_SESSION, Config
 from train.content import content_of_file
 from train.errors import TrainError
-from train.report import runs
+from train.report.runs import Run
 
 
 def is_complete(config: Config, folder: Path) -> bool:
     """Whether the run in a folder is complete according to `config`; False for a folder without a run."""
     try:
-        run = runs.read(folder, with_steps=False)
+        run = Run.read(folder, with_steps=False)
     except TrainError:
         return False
     limits = ("max_steps", "time_limit")

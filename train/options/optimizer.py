@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 from common.limits import ABOVE_0_TO_1, AT_LEAST_1, BELOW_1, FRACTION, NOT_NEGATIVE, Limit, between
 
 REFERENCE_BATCH = 256  # images; learning rates are given for this global batch, as in Goyal et al. (arXiv:1706.02677)
 
-
+LOSSES = SOFTMAX, BCE = ("softmax", "bce")
 SCHEDULES = ("cosine", "step", "polynomial")
 
 
@@ -53,9 +53,9 @@ class LossOptions:
 
     label_smoothing: float = 0.1
     """Share of the target that goes to the wrong classes."""
-    loss: Literal["softmax", "bce"] = "softmax"
+    loss: Annotated[str, "NAME"] = SOFTMAX
     """softmax: cross entropy of the scores' softmax. bce: binary cross entropy, the mean over the classes, each of
-    which is decided independently, so probabilities need not add up to 1 (arXiv:2110.00476)."""
+    which is decided independently, so probabilities need not add up to 1 (arXiv:2110.00476). Or a plug-in's loss."""
     bce_threshold: float = 0.0
     """Loss bce: targets above this, after smoothing and mixing, become 1 and the others 0; 0: targets stay as they
     are."""

@@ -273,6 +273,18 @@ class RunRecord:
         """Whether to show the run's top-5 accuracy."""
         return tells_top5(self.num_classes)
 
+    @property
+    def model(self) -> str:
+        """The name of the network, also for runs of earlier versions, which had only ResNets; "": unknown."""
+        if "vocabulary" in self.config:
+            return "language model"
+        return self.config.get("model") or (f"resnet{self.config['depth']}" if "depth" in self.config else "")
+
+    @property
+    def plugin_metrics(self) -> list[str]:
+        """The names of the plug-ins' metrics that the run has measured."""
+        return list(dict.fromkeys(name for row in self.epochs for name in row.plugin_metrics))
+
     def speed(self) -> Speed:
         """Speed of the whole run, with waits for the loader, without warm-up, validation and checkpoints."""
         return speed(np.asarray(self.step_ms)[self.counted_steps], self.images[self.counted_steps])

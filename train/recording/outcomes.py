@@ -25,7 +25,8 @@ class Outcomes:
     # int64 (M, 3): index of the image in the split, true class, predicted class; the highest probability first
     mistakes: np.ndarray
     sureness: np.ndarray  # float64 (M,): the probabilities of the wrong guesses
-    # int64 (S, 3), float64 (S,): the same for images chosen beforehand, right or wrong, by image
+    # The same columns and probabilities, (S, 3) and (S,), for images chosen beforehand, right or wrong; sorted by
+    # image.
     sample: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), np.int64))
     sample_sureness: np.ndarray = field(default_factory=lambda: np.zeros(0))
 

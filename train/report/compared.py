@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -69,8 +70,14 @@ class Member:
 
     @property
     def best_top1(self) -> float | None:
-        best = self.run.record.best
-        return best.val_top1 if best else None
+        """`Run.best_top1`; None without validation."""
+        return None if math.isnan(self.run.best_top1) else self.run.best_top1
+
+    @property
+    def plugin_metrics(self) -> Mapping[str, float]:
+        """The metrics of plug-ins on the validation images, by name, in the epoch that `best_top1` is of."""
+        best = self.run.best_epoch
+        return best.plugin_metrics if best and self.best_top1 is not None else {}
 
     @property
     def last_top1(self) -> float | None:

@@ -33,7 +33,7 @@ LADDER = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.94, 0
 NUM_ACCURACIES = 4  # most accuracies from the ladder, if none are given
 
 UNITS = {
-    "best_top1": "fraction of the validation images, highest of the epochs",
+    "best_top1": "fraction of the validation images, in the epoch whose weights are kept as the best",
     "last_top1": "fraction of the validation images, last validation",
     "interval": "95 % interval of a single run's accuracy (Wilson), from its number of validation images",
     "seconds_to": "s of the run, validation included, to the end of the first validation with this accuracy",
@@ -43,6 +43,7 @@ UNITS = {
     "joules": "J of the GPUs, in the run's training steps",
     "gpu_memory": "GiB, most in use on a GPU",
     "price": "whatever --price-per-hour is in",
+    "plugin_metrics": "metrics of plug-ins by name, on the validation images, in the epoch of best_top1",
     "deviation": "standard deviation over the runs of a configuration; null for a single run",
 }
 
@@ -85,6 +86,11 @@ class Comparison:
         number = f"{count} run{'s' * (count > 1)}"
         return f"{number} of {rows} configuration{'s' * (rows > 1)}" if rows < count else f"{number} side by side"
 
+    @property
+    def plugin_metrics(self) -> list[str]:
+        """The names of the plug-ins' metrics that a run has."""
+        return list(dict.fromkeys(name for member in self.members for name in member.plugin_metrics))
+
     def curves(self) -> list[Curves]:
         """Accuracies and losses of each row, for the plots."""
         return [Curves(row.name, [member.validated for member in row.members],
@@ -118,6 +124,8 @@ class Comparison:
         columns.append(("epochs", [_epochs(row.members) for row in self.rows]))
         for measure, heading in ACCURACIES.items():
             columns.append((heading, [_accuracy(row, MEASURES[measure]) for row in self.rows]))
+        for name in self.plugin_metrics:
+            columns.append((name, [_text(row.figure(_plugin_metric(name)), "{:.4g}".format) for row in self.rows]))
         for measure, (heading, form) in COLUMNS.items():
             columns.append((heading, [_text(row.figure(MEASURES[measure]), form) for row in self.rows]))
         return _without_empty(columns)
@@ -202,6 +210,8 @@ class Comparison:
     def _row_values(self, row: Row) -> dict[str, Any]:
         figures = {name: _figure_values(row.figure(measure)) for name, measure in MEASURES.items()}
         return {"name": row.name, **figures,
+                "plugin_metrics": {name: _figure_values(row.figure(_plugin_metric(name)))
+                                   for name in self.plugin_metrics},
                 "seconds_to": {f"{accuracy:g}": _figure_values(row.figure(_seconds_to(accuracy)))
                                for accuracy in self.accuracies},
                 "runs": [self._member_values(member) for member in row.members]}
@@ -214,6 +224,7 @@ class Comparison:
             "folder": str(run.folder), "state": run.state, "reason": run.reason, "seed": run.options.get(SEED),
             "epochs": run.epochs_done, "validation_images": member.validation_images,
             **{name: measure(member) for name, measure in MEASURES.items()},
+            "plugin_metrics": dict(member.plugin_metrics),
             "seconds_to": {f"{accuracy:g}": member.seconds_to(accuracy) for accuracy in self.accuracies},
             "interval": {name: list(found) if found else None for name, found in intervals.items()},
             "options": run.options,
@@ -247,8 +258,8 @@ def compare(folders: Sequence[Path | str], accuracies: Sequence[float] = ()) -> 
 
 
 def _member(name: str, run: Run) -> Member:
-    """Read a run. Raises TrainError if it cannot be compared."""
-    with content_of_file(lambda reason: f"its {METRICS_FILE} has values that are none of a run ({reason})"):
+    """Raises TrainError for a run that cannot be compared."""
+    with content_of_file(lambda reason: f"{run.folder / METRICS_FILE} has values that are none of a run ({reason})"):
         if run.is_language_model:
             raise TrainError("it is a language model, which has no top-1 accuracy")
         if not run.record.step_ms:
@@ -268,7 +279,7 @@ def _readable(folders: Sequence[Path | str]) -> tuple[list[tuple[str, Run]], lis
     found, notes = [], []
     for name, place in zip(runs.names_of(list(places.values())), places.values(), strict=True):
         try:
-            found.append((name, runs.read(place)))
+            found.append((name, Run.read(place)))
         except TrainError as error:
             notes.append(f"{name} is left out: {error}" if (place / METRICS_FILE).exists()
                          else f"{name} is left out: it holds no run, since it has no {METRICS_FILE}")
@@ -366,6 +377,10 @@ def _choose(best: Sequence[Figure | None]) -> tuple[float, ...]:
 
 def _seconds_to(accuracy: float) -> Callable[[Member], float | None]:
     return lambda member: member.seconds_to(accuracy)
+
+
+def _plugin_metric(name: str) -> Callable[[Member], float | None]:
+    return lambda member: member.plugin_metrics.get(name)
 
 
 def _figure_values(figure: Figure | None) -> dict[str, Any] | None:

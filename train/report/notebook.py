@@ -27,7 +27,7 @@ def columns(rows: Sequence[Any]) -> dict[str, np.ndarray]:
 def summary_html(folder: Path, record: RunRecord) -> str:
     """A table of a run's main figures, and its curves."""
     config, best = record.config, record.best
-    rows = [("network", f"{config.get('model', '?')}, {record.num_classes or '?'} classes"),
+    rows = [("network", f"{record.model or '?'}, {record.num_classes or '?'} classes"),
             ("data", str(config.get("data", "?"))), ("epochs", f"{len(record.epochs)} of {config.get('epochs', '?')}")]
     if best and best.evaluation:
         rows.append((accuracy_of(best.evaluation.images), f"{best.evaluation.top1:.1%} (epoch {best.epoch})"))

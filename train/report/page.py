@@ -15,15 +15,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from common import files
+from common import files, plugins
 from common.command_line import exit_code_of, given
-from train.errors import TrainError
 from train.options.data import SYNTHETIC
-from train.recording.metrics import EVALUATED, METRICS_FILE, VALIDATION, RunRecord, accuracy_of, shown_interval
+from train.options.optimizer import LOSSES, SOFTMAX
+from train.recording.metrics import EVALUATED, VALIDATION, RunRecord, accuracy_of, shown_interval
 from train.report import classifier, language_model, plots, predictions
 from train.report.classifier import Classifier
 from train.report.document import Block, Code, Heading, Plot, Table, Text, Tiles, duration, html_page, markdown
 from train.report.predictions import Predictions
+from train.report.runs import Run
 from train.report.summary import Summary, summarize
 
 
@@ -48,6 +49,8 @@ def write_report(folder: Path, record: RunRecord) -> Path:
         figures["gpu.png"] = lambda theme: plots.gpu(record, theme)
     if record.epochs and not known:
         figures["accuracy.png"] = lambda theme: plots.accuracy(record, theme)
+    if record.plugin_metrics:
+        figures["plugin_metrics.png"] = lambda theme: plots.plugin_metrics(record, theme)
     shown = predictions.read(folder)
     found = classifier.read(folder)
     title, blocks = _contents(record, summary, list(figures), shown, found)
@@ -119,12 +122,8 @@ CAPTIONS = {
     "gpu.png": "Means between two log lines, over the time spent in steps.",
     "loss.png": "Mean training loss between two log lines; loss on whole images after an epoch.",
     "accuracy.png": "Share of images whose class is the first guess (top-1){}.",
+    "plugin_metrics.png": "Metrics of plug-ins after each epoch, on the images that the accuracy is measured on.",
 }
-
-
-def _model(config: Mapping[str, Any]) -> str:
-    """The name of a run's network, also for runs of earlier versions, which had only ResNets."""
-    return config.get("model") or f"resnet{config.get('depth', '?')}"
 
 
 def _contents(
@@ -132,7 +131,7 @@ def _contents(
 ) -> tuple[str, list[Block]]:
     """Title and blocks."""
     known = language_model.facts(record)
-    name = f"{_model(record.config)}, {record.config.get('config', 'run')}"
+    name = f"{record.model or 'unknown network'}, {record.config.get('config', 'run')}"
     title = f"{language_model.name(record) if known else name}: training report"
     where = ", ".join(record.hardware.get("gpus") or [record.hardware.get("cpu", "unknown CPU")])
     tiles: list[tuple[str, str]] = []
@@ -147,6 +146,7 @@ def _contents(
         tiles += [(f"{best.top5:.1%}", "top-5 of the same epoch")] * record.tells_top5
         if best.balanced_top1 is not None:
             tiles += [(f"{best.balanced_top1:.1%}", "balanced accuracy of the same epoch")]
+        tiles += [(f"{value:.4g}", f"{name} of the same epoch") for name, value in summary.best.plugin_metrics.items()]
     tiles += [(f"{summary.total.mean:,.1f}", f"{record.examples}/sec in total")]
     tiles += [(duration(record.seconds), f"on {record.num_processes} process{'es' * (record.num_processes > 1)}")]
     if summary.price is not None:
@@ -214,11 +214,14 @@ def _learning(record: RunRecord, figures: Sequence[str], known: language_model.F
     if record.loss_curve or record.epochs:
         blocks += [Heading("Learning")]
         top5 = " or among the first five (top-5)" * record.tells_top5
-        blocks += [Plot(name, CAPTIONS[name].format(top5)) for name in ("loss.png", "accuracy.png")
-                   if name in figures and not known]
+        plotted = ("loss.png", "accuracy.png", "plugin_metrics.png")
+        blocks += [Plot(name, CAPTIONS[name].format(top5)) for name in plotted if name in figures and not known]
     if record.skipped_steps:
         blocks += [Text(f"{record.skipped_steps:,} of {len(record.step_ms):,} steps changed no weight, since a "
                         "gradient was not finite (the loss scale of float16 is halved then).")]
+    if (loss := record.config.get("loss", SOFTMAX)) not in LOSSES:
+        blocks += [Text(f"Trained with the loss {loss} of a plug-in "
+                        f"({', '.join(map(plugins.brief, record.config.get('plugin', ())))}).")]
     if mixing := [f"--{name}" for name in ("mixup", "cutmix") if record.config.get(name)]:
         blocks += [Text(f"Training loss and accuracy are those of mixed images ({', '.join(mixing)}), which are harder "
                         "than whole ones.")]
@@ -303,12 +306,14 @@ def _epoch_table(record: RunRecord) -> Table:
                 for images in prefixes for *_, name in figures]
     some_skipped = any(row.skipped_images for row in record.epochs)
     return Table(
-        ("epoch", *headings, "train top-1", "train loss", "images/sec", "time", *["skipped"] * some_skipped),
+        ("epoch", *headings, *record.plugin_metrics, "train top-1", "train loss", "images/sec", "time",
+         *["skipped"] * some_skipped),
         [
             (
                 str(row.epoch),
                 *(number(getattr(row, f"{prefix}_{field}"), form) for prefix in prefixes.values()
                   for field, form, _ in figures),
+                *(number(row.plugin_metrics.get(name), ".4g") for name in record.plugin_metrics),
                 number(row.train_top1, ".2%"), number(row.train_loss, ".4f"), number(row.images_per_sec, ",.1f"),
                 duration(3600 * row.hours),
                 *[f"{row.skipped_images:,}"] * some_skipped,
@@ -367,10 +372,7 @@ class ReportOptions:
 
 def remake(run_folder: Path) -> None:
     """Make the report of a run again. Raises TrainError."""
-    path = run_folder / METRICS_FILE
-    if not path.is_file():
-        raise TrainError(f"there is no {METRICS_FILE} in {run_folder}: give the output folder of a training run")
-    print(write_report(run_folder / "report", RunRecord.read_jsonl(path)))
+    print(write_report(run_folder / "report", Run.read(run_folder).record))
 
 
 def main() -> None:

@@ -142,6 +142,19 @@ def accuracy(record: RunRecord, theme: Theme) -> Drawing:
     return Drawing(figure, theme)
 
 
+def plugin_metrics(record: RunRecord, theme: Theme) -> Drawing:
+    """The metrics of plug-ins by epoch, one above the other, since each has a scale of its own."""
+    names = record.plugin_metrics
+    figure = _figure(WIDTH, 0.6 + 2.0 * len(names), theme)
+    for row, name in enumerate(names, start=1):
+        axes = _styled(figure.add_subplot(len(names), 1, row, facecolor=theme.background), theme, name,
+                       "epoch" if row == len(names) else "", "")
+        points = [(each.epoch, each.plugin_metrics[name]) for each in record.epochs if name in each.plugin_metrics]
+        axes.plot(*zip(*points, strict=True), "o-", color=theme.series[1], **_DOTTED)
+        _epochs_from_0(axes)
+    return Drawing(figure, theme)
+
+
 def perplexities(record: RunRecord, best_possible: float | None, theme: Theme) -> Drawing:
     """A language model's perplexity in training and, after each epoch, in validation; and the best possible one, if
     known."""

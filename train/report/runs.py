@@ -1,24 +1,29 @@
-"""Run folders for other programs: a run's state, options and best accuracy; and all runs below a folder.
+"""Run folders as everybody reads them: a run's state, options and best accuracy; and all runs below a folder.
 
 Reads only metrics.jsonl, so it works while a run trains and after it was killed.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from common import files
 from train.config import Config
 from train.content import content_of_file
 from train.errors import TrainError
 from train.language_model_config import LanguageModelConfig
-from train.recording.metrics import METRICS_FILE, REASONS, WORDS, RunRecord, perplexity
+from train.recording.metrics import METRICS_FILE, REASONS, VALIDATION, WORDS, EpochRow, RunRecord, perplexity
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 RUNNING, FINISHED, STOPPED, FAILED = "running", "finished", "stopped", "failed"
 DAMAGED = "damaged"  # the metrics cannot be read
@@ -29,25 +34,72 @@ KILLED = "killed"  # reason of a run that has not recorded why it ended
 DEPTH = 3  # folders below the given one that are searched for runs
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Run:
-    """A run in its folder."""
+    """A run in its folder, as far as it has come when it is read. `read` and `list_runs` make them."""
 
     folder: Path
     record: RunRecord
-    is_running: bool  # whether a process is writing its metrics
+    """All data of the run's report, as docs/interfaces.md has them."""
+    is_running: bool
+    """Whether a process is writing its metrics."""
+    damage: str = ""
+    """Why the metrics cannot be read, a sentence; the record is empty then. "": they can."""
+
+    @classmethod
+    def read(cls, folder: Path, with_steps: bool = True) -> Self:
+        """The run in a folder. `with_steps`: with the times of all steps; without them it is read ten times as fast.
+
+        Raises TrainError if the folder holds no run, or if its metrics cannot be read.
+        """
+        path = folder / METRICS_FILE
+        try:
+            if not path.is_file():
+                raise TrainError(f"there is no {METRICS_FILE} in {folder}: give the output folder of a training run")
+            is_running = files.is_locked(path)  # before reading: a run that ends meanwhile has then written its end
+            record = RunRecord.read_jsonl(path, with_steps)
+        except OSError as error:
+            raise TrainError(f"cannot read {path} ({error.strerror}): check its permissions") from None
+        if not record.session_starts:
+            if path.read_bytes().lstrip()[:1] not in (b"", b"{"):
+                raise TrainError(f"{path} is damaged: its first line is no JSON; restore it, or remove the run")
+            raise TrainError(f"{path} names no session of a run: it was ended while it started, and can be removed")
+        run = cls(folder, record, is_running)
+        with content_of_file(lambda reason: f"{path} has values that are none of a run ({reason})"):
+            run._figures()
+        return run
+
+    @classmethod
+    def list_runs(cls, folders: Iterable[Path], with_steps: bool = True) -> list[Self]:
+        """All runs in some folders, up to DEPTH levels below each, each once; the one that has changed last comes
+        first. A run whose metrics cannot be read is DAMAGED. Raises TrainError for a path that is not a folder."""
+        places: dict[str, Path] = {}
+        for place in itertools.chain.from_iterable(map(find, folders)):
+            places.setdefault(os.path.realpath(place), place)
+        listed = [cls._read_if_sound(place, with_steps) for place in places.values()]
+        return sorted(listed, key=lambda run: (-run.changed, str(run.folder)))
+
+    @classmethod
+    def _read_if_sound(cls, folder: Path, with_steps: bool) -> Self:
+        try:
+            return cls.read(folder, with_steps)
+        except TrainError as error:
+            return cls(folder, RunRecord(config={}, command="", images_per_step=0), is_running=False, damage=str(error))
 
     @property
     def state(self) -> str:
-        """RUNNING; FINISHED: it has done its epochs, or has met its target or its patience; STOPPED: ended by a signal
-        or a limit of steps or time, and can be resumed; FAILED: ended with an error or was killed."""
+        """RUNNING; FINISHED: it has done its epochs, or has met its target or its patience; STOPPED: by a signal or a
+        limit of steps or time, and it can be resumed; FAILED: it ended with an error or was killed; DAMAGED."""
+        if self.damage:
+            return DAMAGED
         return RUNNING if self.is_running else ENDINGS.get(self.reason, FAILED)
 
     @property
     def reason(self) -> str:
-        """Why the last session ended, a key of ENDINGS, "error" or KILLED; "" while it is running."""
-        if self.is_running:
-            return ""
+        """Why the last session ended, a key of ENDINGS, "error" or KILLED; "" while it is running; `damage` of a
+        damaged run."""
+        if self.damage or self.is_running:
+            return self.damage
         ends = ("end", "resume")
         last: Mapping[str, Any] = next((event for event in reversed(self.record.events) if event["event"] in ends), {})
         if last.get("event") != "end":
@@ -93,33 +145,62 @@ class Run:
     def epochs_wanted(self) -> int:
         return int(self.record.config.get("epochs", 0))
 
+    @property
+    def best_epoch(self) -> EpochRow | None:
+        """The epoch whose weights are kept as the best: the first with the highest top-1 accuracy on the validation
+        images (on the training images if the data has no others); None if no epoch was evaluated."""
+        return self.record.best
 
-def read(folder: Path, with_steps: bool = True) -> Run:
-    """The run in a folder. `with_steps`: with the times of all steps; reading without them is ten times as fast.
+    @property
+    def best_top1(self) -> float:
+        """The top-1 accuracy of the best epoch, a fraction of the validation images; NaN without validation.
 
-    Raises TrainError if the folder contains no run, or its metrics cannot be read.
-    """
-    path = folder / METRICS_FILE
-    if not path.is_file():
-        raise TrainError(f"there is no {METRICS_FILE} in {folder}: give the output folder of a training run")
-    is_running = files.is_locked(path)  # checked before reading: a run that ends meanwhile has then written its end
-    try:
-        record = RunRecord.read_jsonl(path, with_steps)
-    except OSError as error:
-        raise TrainError(f"cannot read {path} ({error.strerror}): check its permissions") from None
-    if not record.session_starts:
-        if path.read_bytes().lstrip()[:1] not in (b"", b"{"):
-            raise TrainError(f"{path} is damaged: its first line is no JSON; restore it, or remove the run")
-        raise TrainError(f"{path} names no session of a run: it was ended while it started, and can be removed")
-    return Run(folder, record, is_running)
+        Data without validation images are evaluated on the training images, which says little about other images:
+        `best_epoch.train_eval_top1`.
+        """
+        best = self.best_epoch
+        return math.nan if best is None or best.val_top1 is None else best.val_top1
+
+    @cached_property
+    def changed(self) -> float:
+        """When the run wrote its last line, in seconds since 1970; 0 if its folder has gone."""
+        try:
+            return (self.folder / METRICS_FILE).stat().st_mtime
+        except OSError:
+            return 0.0
+
+    @cached_property
+    def size(self) -> int:
+        """Bytes on disk."""
+        return size_on_disk(self.folder)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What a list of runs tells, as plain JSON values."""
+        date = datetime.fromtimestamp(self.changed, timezone.utc).isoformat(timespec="seconds")
+        return {"folder": str(self.folder), "changed": date, "size": self.size, **self._figures()}
+
+    def _figures(self) -> dict[str, Any]:
+        """The part of `to_dict` that follows from the record."""
+        best = self.best_epoch
+        evaluated = best.evaluation if best else None
+        top1 = evaluated.top1 if evaluated and not self.is_language_model else None
+        is_of_validation = evaluated is not None and evaluated.images == VALIDATION
+        return {
+            "state": self.state, "reason": self.reason, "model": self.record.model,
+            "epochs": self.epochs_done, "epochs_wanted": self.epochs_wanted,
+            "best_epoch": best.epoch if best else None,
+            "best_top1": top1 if is_of_validation else None,
+            "best_train_eval_top1": None if is_of_validation else top1,
+            "best_perplexity": perplexity(evaluated.loss) if evaluated and self.is_language_model else None,
+        }
 
 
 def find(folder: Path) -> list[Path]:
     """The folders of all runs in a folder: itself, or those up to DEPTH levels below it, by name. Raises TrainError if
-    it is not a readable folder."""
-    if not folder.is_dir():
-        raise TrainError(f"there is no folder {folder}: give one that holds runs")
+    it is no folder that can be read."""
     try:
+        if not folder.is_dir():
+            raise TrainError(f"there is no folder {folder}: give one that holds runs")
         return list(_find(folder, DEPTH))
     except OSError as error:
         raise TrainError(f"cannot read {error.filename} ({error.strerror}): check its permissions") from None
@@ -145,67 +226,6 @@ def size_on_disk(folder: Path) -> int:
                 continue
             sizes[found.st_dev, found.st_ino] = found.st_size
     return sum(sizes.values())
-
-
-# --- a list of runs ---
-
-
-@dataclass(frozen=True)
-class Listed:
-    """A run in a list."""
-
-    folder: Path
-    state: str  # RUNNING, FINISHED, STOPPED, FAILED or DAMAGED
-    reason: str  # see `Run.reason`; for a damaged run: a sentence
-    changed: float  # seconds since 1970, when it wrote its last line
-    size: int  # bytes on disk
-    model: str = ""  # see `model_of`
-    epochs: int = 0  # epochs done
-    epochs_wanted: int = 0
-    best_top1: float | None = None  # fraction of `images`
-    best_perplexity: float | None = None  # for a language model, in its place
-    best_epoch: int | None = None
-    images: str = ""  # validation, or training images
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        date = datetime.fromtimestamp(self.changed, timezone.utc).isoformat(timespec="seconds")
-        return {**vars(self), "folder": str(self.folder), "changed": date}
-
-
-def list_runs(folder: Path) -> list[Listed]:
-    """All runs in a folder, up to DEPTH levels below it; the one that has changed last comes first. Raises TrainError
-    if it is no folder."""
-    return sorted(map(_listed, find(folder)), key=lambda run: (-run.changed, str(run.folder)))
-
-
-def _listed(folder: Path) -> Listed:
-    changed, size = (folder / METRICS_FILE).stat().st_mtime, size_on_disk(folder)
-    try:
-        with content_of_file(lambda reason: f"{folder / METRICS_FILE} has values that are none of a run ({reason})"):
-            return _listed_run(read(folder, with_steps=False), changed, size)
-    except TrainError as error:
-        return Listed(folder, DAMAGED, str(error), changed, size)
-
-
-def _listed_run(run: Run, changed: float, size: int) -> Listed:
-    best = run.record.best
-    listed = Listed(run.folder, run.state, run.reason, changed, size, model_of(run.record.config), run.epochs_done,
-                    run.epochs_wanted)
-    if not (best and best.evaluation):
-        return listed
-    found = best.evaluation
-    listed = replace(listed, best_epoch=best.epoch, images=found.images)
-    if run.is_language_model:
-        return replace(listed, best_perplexity=perplexity(found.loss))
-    return replace(listed, best_top1=found.top1)
-
-
-def model_of(config: Mapping[str, Any]) -> str:
-    """The name of a run's network, also for runs of earlier versions, which had only ResNets; "": unknown."""
-    if "vocabulary" in config:
-        return "language model"
-    return config.get("model") or (f"resnet{config['depth']}" if "depth" in config else "")
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:

@@ -26,12 +26,14 @@ from typing import Any
 
 from pipelines.sources import Classes, class_list
 from pipelines.transform import MEAN, STD
+from train import losses
 from train.config import Config
 from train.errors import TrainError
+from train.options.optimizer import LOSSES
 from train.options.training import LIMITS
 
 SIZE, CROP = 224, 0.875  # torchvision's first recipe: the shorter side is resized to 256 pixels
-INTERPOLATIONS, LOSSES = ("bilinear", "bicubic"), ("softmax", "bce")
+INTERPOLATIONS = ("bilinear", "bicubic")
 CLASSES = "classes.txt"
 
 
@@ -91,7 +93,7 @@ def to_json(config: Config, classes: Classes) -> bytes:
         "num_classes": len(classes),
         "label_names": [key for key, _ in classes],
         "label_descriptions": dict(classes),
-        "loss": config.loss,
+        "loss": losses.answer_of(config.loss),
         "pretrained_cfg": {
             "input_size": [3, size, size], "crop_pct": crop, "crop_mode": "center",
             "interpolation": config.interpolation, "color_order": "RGB",

@@ -46,7 +46,7 @@ class Persistent:
     label: Buffer  # (N,) float32
     own_share: Buffer  # float32: share of an image's own label in its target; 1 without mixing
     seed: Buffer  # (2,) uint32: seed of the Dropout masks
-    probabilities: Buffer  # (N, classes) float32
+    probabilities: Buffer  # (N, classes) float32; or (N, C), the tensor at which inference ends
     metrics: Buffer  # softmax.cu's Metrics
     num_valid: Buffer  # int32: number of valid rows of the batch
     loss_scale: Buffer  # float32, part of the optimizer's state
@@ -201,7 +201,7 @@ def require(condition: bool, node: Node, problem: str) -> None:
 
 def require_hopper(builder: Builder, node: Node) -> None:
     """Raise GraphError unless the GPU has Hopper's matrix instructions and TMA."""
-    require(builder.gpu.capability == HOPPER, node, "is fused as only Hopper's instructions can compute it")
+    require(builder.gpu.capability == HOPPER, node, "is a fused operator that needs a Hopper GPU (sm_90a)")
 
 
 def no_lowering(node: Node) -> GraphError:

@@ -28,16 +28,16 @@ from graph_passes.passes.precision import ITEM_BYTES
 
 MIN_CUDNN = 90100  # 9.1.0
 MAX_CANDIDATES = 24  # plans timed per problem; cuDNN lists the most promising ones first
-# s for one problem, where it has a plan by then. In 16 bits 24 plans take 0.1 s; but fp32 kernels run for milliseconds,
-# and cuDNN compiles fused plans, each in 0.3 to 1.2 s, or in 0.04 s where the process has had the same engine and tiles
-# for another shape. A second instead of half a second changed ResNet-50's inference by -1 to 2 % for a third more
-# waiting (docs/performance.md, "How many of cuDNN's fused plans are tried"). The first proposal for the first problem
-# of a kind is not in it, as that may load a library.
+# Seconds for trying the plans of one problem, or until the first plan is found. In 16 bits 24 plans take 0.1 s. But
+# fp32 kernels run for milliseconds. And cuDNN compiles fused plans: each in 0.3 to 1.2 s, or in 0.04 s if the process
+# has compiled the same engine and tiles for another shape. With 1 s instead of 0.5 s, the start took a third longer,
+# and ResNet-50's inference time changed by -1 to 2 % (docs/performance.md, "How many of cuDNN's fused plans are
+# tried"). The first proposal for the first problem of a kind does not count, because it may load a library.
 TUNING_SECONDS = 0.5
 RULES = "exact-2"  # a file written under other rules of choice is not read
-# Stored in place of a plan's name, for a fused problem. The first: cuDNN has refused every proposal. The second: it
-# refused the first ones before the time was up (their number is in place of the milliseconds), and the next process
-# tries the others.
+# Stored in place of the name of a fused problem's plan. REFUSED: cuDNN has refused every proposal. UNFINISHED: it had
+# refused some proposals when the time was up (their number is stored in place of the milliseconds), and the next
+# process tries the others.
 REFUSED, UNFINISHED = "", "?"
 # cuDNN's messages when memory is short or a library cannot be loaded: they say nothing about the plan.
 TRANSIENT_WORDS = ("ALLOC", "OUT OF MEMORY", "LOADING_FAILED")
@@ -46,9 +46,9 @@ TRANSIENT_WORDS = ("ALLOC", "OUT OF MEMORY", "LOADING_FAILED")
 # tensors, whose rounding differs from a convolution's.
 INEXACT = ("REDUCED_PRECISION_REDUCTION", "WINOGRAD", "FFT")
 NOTES = (*INEXACT, "DOWN_CONVERT_INPUTS", "TENSOR_CORE", "NONDETERMINISTIC")
-# Engines that do the same without a note, by kind of problem in float32 without TF32: a 3x3 weight gradient (256 to 512
-# channels, 16 images of 28x28) took 0.26 ms on an H200, 1.7 times as fast as the multiplications allow, with errors of
-# 2e-5 of the largest value. All others had at most 6e-6, in 1 ms or more.
+# Engines that compute inexactly although they have no such note, by kind of problem in float32 without TF32. A 3x3
+# weight gradient (256 to 512 channels, 16 images of 28x28) took 0.26 ms on an H200, 1.7 times as fast as the
+# multiplications allow, with errors of 2e-5 of the largest value. All others had at most 6e-6, in 1 ms or more.
 UNTOLD = {"wgrad": "eng17"}
 
 FIRST_UID = 1  # tensor numbers, in the order of `Plan.enqueue`
@@ -219,8 +219,8 @@ class ConvolutionLibrary:
         them."""
         now = time.monotonic()
         if self._kept_at is None:
-            log.warning("choosing the fastest kernels for this GPU and these shapes, once: half a minute, in float32 "
-                        "some minutes")
+            log.warning("choosing the fastest kernels for this GPU and these shapes; this is done once and takes half "
+                        "a minute, in float32 a few minutes")
         elif now - self._kept_at < KEEP_SECONDS:
             return
         else:
@@ -241,7 +241,7 @@ class ConvolutionLibrary:
         try:
             plan.select(plan.names().index(choice[0]))
         except Exception as error:  # it is no longer proposed, or is refused
-            log.warning("the remembered cuDNN plan for %s cannot be had (%s): it is chosen anew", problem,
+            log.warning("the saved cuDNN plan for %s cannot be used (%s): it is chosen anew", problem,
                         first_line(error))
             return None
         self._dump(plan)

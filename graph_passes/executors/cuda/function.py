@@ -34,7 +34,7 @@ class DeviceFunction:
                  tools: Toolchain) -> None:
         self._tools = tools
         self._executable: Any = None
-        # Buffers that a network has besides: no operator of a function reads them.
+        # Empty buffers for everything but the data: no operator of a function reads them.
         nothing = {field.name: Buffer(field.name, (0,), "uint8") for field in dataclasses.fields(Persistent)}
         persistent = Persistent(**nothing | {"data": self._placed("data", shapes["data"], dtype)})
         prices = Prices(shapes, ParameterStore((), {}, dtype), persistent, tools)

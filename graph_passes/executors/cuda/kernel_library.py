@@ -28,6 +28,10 @@ HOPPER = (9, 0)
 C_TYPES = {"float16": "half", "bfloat16": "bfloat16", "float32": "float"}  # our dtype names -> names in the .cu files
 
 
+class Written(str):
+    """Source code that this program has written, where otherwise the name of a file of kernels/ stands."""
+
+
 def threads(items: int) -> tuple[Size, Size]:
     """Grid and block with one thread for each element."""
     return (-(-items // 256), 1, 1), (256, 1, 1)
@@ -36,7 +40,8 @@ def threads(items: int) -> tuple[Size, Size]:
 def count(value: int) -> ctypes.c_uint32:
     """An unsigned 32-bit kernel argument. Raises GraphError if the value does not fit: ctypes would truncate it."""
     if not 0 <= value < 2**32:
-        raise GraphError(f"a kernel cannot count {value:,} things: use a smaller batch size, or a smaller network")
+        raise GraphError(f"{value:,} does not fit into a kernel's 32-bit argument: use a smaller batch size, or a "
+                         "smaller network")
     return ctypes.c_uint32(value)
 
 
@@ -54,14 +59,17 @@ def architecture(capability: tuple[int, ...]) -> str:
 
 
 def compile_kernel(source: str, expression: str, arch: str) -> tuple[bytes, str]:
-    """Machine code of one kernel of kernels/`source` and its symbol name; `expression` is `name` or `name<arguments>`.
+    """Machine code of one kernel of kernels/`source`, or of the source code itself if it is `Written`, and its symbol
+    name; `expression` is `name` or `name<arguments>`.
 
     `arch` is NVRTC's, such as 'sm_90a'. Needs NVRTC but no GPU and no driver.
     """
     from cuda.core import Program, ProgramOptions
 
-    options = ProgramOptions(arch=arch, std="c++17", include_path=[str(SOURCES)], name=source)
-    compiled = Program((SOURCES / source).read_text(), "c++", options).compile("cubin", name_expressions=(expression,))
+    is_file = not isinstance(source, Written)
+    name, text = (source, (SOURCES / source).read_text()) if is_file else ("written.cu", str(source))
+    options = ProgramOptions(arch=arch, std="c++17", include_path=[str(SOURCES)], name=name)
+    compiled = Program(text, "c++", options).compile("cubin", name_expressions=(expression,))
     return bytes(compiled.code), _text(compiled.symbol_mapping[expression])
 
 

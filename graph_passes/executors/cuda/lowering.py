@@ -8,12 +8,16 @@ Each function takes a `Builder` and a node. It is in the file of the kernel that
 
 from __future__ import annotations
 
+import ctypes
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from graph_passes.executors.cuda.builder import Builder, Persistent, no_lowering, require
 from graph_passes.executors.cuda.capacity import check_sizes
+from graph_passes.executors.cuda.kernel_library import instance, threads
 from graph_passes.executors.cuda.kernels import LAUNCHES
+from graph_passes.executors.cuda.operands import In, Out
 from graph_passes.executors.cuda.parameters import Store
 from graph_passes.executors.cuda.program import Buffer, Program
 from graph_passes.executors.cuda.toolchain import Toolchain
@@ -28,9 +32,8 @@ __all__ = ["LoweredGraph", "Persistent", "bound_buffers", "check_operators", "lo
 def check_operators(graph: Graph) -> None:
     """Raise GraphError for the first node that cannot be lowered: an unknown operator, or not NHWC."""
     unknown = [node for node in graph if not node.is_variable and node.op not in LAUNCHES]
-    own = [node for node in unknown if node.op != "transpose"]
-    if own:
-        raise no_lowering(own[0])
+    if unknown:
+        raise no_lowering(unknown[0])
     for node in graph:
         is_nchw = ((node.op in ("Convolution", "Pooling") and node["layout"] == "NCHW")
                    or (node.op in BATCH_NORMS and node["axis"] not in (3, -1)))
@@ -38,9 +41,7 @@ def check_operators(graph: Graph) -> None:
         if node.op == "FullyConnected":
             readers = {reader.op for reader in graph.consumers.get(Ref(node.name), ())}
             require(bool(readers) and readers <= {*LOSSES, *LOSSES.values()}, node,
-                    "does not feed a SoftmaxOutput alone: only the classifier has a GPU lowering")
-    if unknown:  # the layout pass may have put a transpose in front of another operator
-        raise no_lowering(unknown[0])
+                    "has other readers than the loss: on a GPU a FullyConnected can only be the classifier")
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,8 @@ def lower(graph: Graph, shapes: Mapping[Ref, Shape], store: Store, persistent: P
     builder = Builder(shapes, tensor_dtypes(graph), bound_buffers(graph, store, persistent), store.dtype, persistent,
                       tools)
     lower_nodes(builder, graph)
+    if "output_names" not in graph.attrs and graph[graph.outputs[0].node].op not in LOSSES:
+        hand_out(builder, graph[graph.outputs[0].node])
     program = builder.program
     program.plan_memory()
     ready = {name: number for number, launch in enumerate(program.launches, start=1)
@@ -76,6 +79,15 @@ def lower_nodes(builder: Builder, nodes: Graph | list[Node]) -> None:
         if node.op not in LAUNCHES:
             raise no_lowering(node)
         LAUNCHES[node.op](builder, node)
+
+
+def hand_out(builder: Builder, node: Node) -> None:
+    """Copy the tensor at which inference ends, as float32, to the buffer that otherwise has the probabilities."""
+    x, y = builder.buffers[Ref(node.name)], builder.persistent.probabilities
+    require(math.prod(x.shape) == math.prod(y.shape), node, "is padded on a GPU: end at another tensor")
+    elements = math.prod(y.shape)
+    builder.launch(node, "elementwise.cu", instance("convert_input", x.dtype, y.dtype), *threads(elements), In(x),
+                   Out(y), ctypes.c_int64(elements), ctypes.c_int(1), ctypes.c_int(1))
 
 
 def bound_buffers(graph: Graph, store: Store, persistent: Persistent) -> dict[Ref, Buffer]:

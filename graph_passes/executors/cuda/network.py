@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -53,10 +54,10 @@ class Network:
         self._free_pinned: list[np.ndarray] = []  # pinned arrays for metrics that can be reused
         self._free_answers: list[tuple[int, np.ndarray]] = []  # addresses on the GPU and in pinned memory
         self.skipped_steps = self.skipped_in_a_row = 0  # as in `Executor`
-        self.gradient_norm: float | None = None  # likewise
+        self.gradient_norm: float | None = None  # as in `Executor`
 
-    def _make_persistent(self, data: tuple[int, ...], probabilities: tuple[int, ...]) -> None:
-        """Allocate inputs and outputs for data and probabilities of these shapes."""
+    def _make_persistent(self, data: tuple[int, ...], answer: tuple[int, ...]) -> None:
+        """Allocate inputs and outputs for data and an answer of these shapes."""
         images, height, width, channels = data
         state = self._zeros(ctypes.sizeof(State))
         sized: dict[str, tuple[tuple[int, ...], str]] = {
@@ -72,8 +73,8 @@ class Network:
         buffers = {name: Buffer(name, shape, dtype, persistent=True) for name, (shape, dtype) in sized.items()}
         for buffer in buffers.values():
             buffer.address = self._zeros(buffer.num_bytes)
-        answer = Buffer("probabilities", tuple(probabilities), "float32", persistent=True)
-        answer.address = self._zeros(answer.num_bytes)
+        probabilities = Buffer("probabilities", (images, math.prod(answer[1:])), "float32", persistent=True)
+        probabilities.address = self._zeros(probabilities.num_bytes)
         self.gpu.upload(buffers["num_valid"].address, np.array([images], np.int32))
         self.gpu.upload(buffers["own_share"].address, np.ones(1, np.float32))
         loss_scale = Buffer("loss_scale", (1,), "float32", state + State.loss_scale.offset, persistent=True)
@@ -82,7 +83,7 @@ class Network:
             class_weights = Buffer("class_weights", (len(weights),), "float32", persistent=True)
             class_weights.address = self.gpu.allocate(class_weights.num_bytes)
             self.gpu.upload(class_weights.address, np.array(weights, np.float32))
-        self.persistent = Persistent(**buffers, probabilities=answer, loss_scale=loss_scale,
+        self.persistent = Persistent(**buffers, probabilities=probabilities, loss_scale=loss_scale,
                                      class_weights=class_weights)
         self._inputs = {self.persistent.data.shape[1:3]: self.persistent.data}  # by image height and width
 

@@ -8,6 +8,7 @@ from graph_passes.errors import GraphError
 from graph_passes.executors.cuda.kernel_library import C_TYPES
 from graph_passes.executors.cuda.optimizer import OptimizerConfig
 from graph_passes.executors.cuda.statistics_group import StatisticsGroup
+from graph_passes.graph import Ref
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class StepOptions:
                         must run the same passes
     largest_image_size  height and width of the largest training images to come, if those of the first batch are
                         smaller: their memory is reserved at the start
+    answer              the tensor (N, ...) at which inference ends, returned as (N, C) float32 instead of the
+                        probabilities: for example the features that the classifier reads. None: the probabilities
     """
 
     dtype: str = "float16"
@@ -36,6 +39,7 @@ class StepOptions:
     wire_dtype: str | None = None
     group: StatisticsGroup | None = None
     largest_image_size: int = 0
+    answer: Ref | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in C_TYPES:

@@ -75,8 +75,11 @@ class TrainingStep(Network):
         arena_bytes = check_fits(unfused, largest, self.store, *self.gpu.memory())
         self._most_images = most_images(unfused, largest)
         self._place_parameters()
-        self._make_persistent(shapes["data"], inferred[graph.outputs[0]])
-        self._slots: tuple[str, ...] = ()  # slot of the optimizer: name of its state in the store
+        answer = options.answer or graph.outputs[0]
+        self._inferring = Graph(graph, [answer], graph.attrs)  # what inference runs, before all passes
+        self._inferring_shapes = {name: shape for name, shape in shapes.items() if name in self._inferring.nodes}
+        self._make_persistent(shapes["data"], inferred[answer])
+        self._slots: tuple[str, ...] = ()  # names of the optimizer's states in the store
         self._update: Any = None  # a CUDA graph
         self._rate_factors = roles.rate_factors(graph)
         self._initial_loss_scale = _initial_loss_scale(graph, inferred[graph.outputs[0]][1])
@@ -86,7 +89,7 @@ class TrainingStep(Network):
         if largest != self._shapes:
             self._arena.reserve(arena_bytes)
         self._training = self._compile()
-        self._own_share, self._seed = 1.0, 0  # values of the next pass that the GPU has now
+        self._own_share, self._seed = 1.0, 0  # what the GPU's memory holds for the next pass
         self._gradient_backup: dict[str, int] = {}
         self._folded: Folded | None = None  # parameters of inference
         self._inference_is_current = False
@@ -349,10 +352,10 @@ class TrainingStep(Network):
     def _ready_inference(self) -> Inference:
         """Inference, made at its first use. If parameters have changed since, they are folded again."""
         if self._folded is None:
-            self._folded = Folded(self._graph, self._shapes, self.dtype, self._tools)
+            self._folded = Folded(self._inferring, self._inferring_shapes, self.dtype, self._tools)
         if self._inference is None:
-            passes = partial(pipeline.inference, self._graph, self.dtype)
-            self._inference = Inference(passes, self._shapes, self._folded.store, self._tools)
+            passes = partial(pipeline.inference, self._inferring, self.dtype)
+            self._inference = Inference(passes, self._inferring_shapes, self._folded.store, self._tools)
         if not self._inference_is_current:
             self._folded.fold(self.store)
             self._inference_is_current = True

@@ -11,7 +11,7 @@ from graph_passes.executors.cuda.kernel_library import KernelLibrary
 
 POISON = 0xFF  # byte value: NaN in all floating-point types, -1 or 255 in integers
 DTYPES = ("float16", "bfloat16", "float32")
-# Rounding a stored value changes it by at most half of this, relatively.
+# Largest relative distance of neighbouring values; rounding to a dtype changes a value by at most half of it.
 PRECISION = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23}
 
 
@@ -20,6 +20,11 @@ def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
     if dtype == "bfloat16":
         return (_bfloat16_bits(values).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     return values.astype(dtype).astype(np.float64)
+
+
+def stored(values: np.ndarray, dtype: str) -> np.ndarray:
+    """The array as it lies on the GPU."""
+    return _bfloat16_bits(values) if dtype == "bfloat16" else np.ascontiguousarray(values.astype(dtype))
 
 
 def _bfloat16_bits(values: np.ndarray) -> np.ndarray:
@@ -34,10 +39,13 @@ class Device:
         self.gpu, self.kernels = gpu, kernels
 
     def put(self, values: np.ndarray, dtype: str = "float32") -> int:
-        stored = _bfloat16_bits(values) if dtype == "bfloat16" else np.ascontiguousarray(values.astype(dtype))
-        address = self.gpu.allocate(stored.nbytes)
-        self.gpu.upload(address, stored)
+        array = stored(values, dtype)
+        address = self.gpu.allocate(array.nbytes)
+        self.gpu.upload(address, array)
         return address
+
+    def set(self, address: int, values: np.ndarray, dtype: str = "float32") -> None:
+        self.gpu.upload(address, stored(values, dtype))
 
     def poisoned(self, shape: tuple[int, ...], dtype: str = "float32") -> int:
         num_bytes = int(np.prod(shape)) * (2 if dtype == "bfloat16" else np.dtype(dtype).itemsize)

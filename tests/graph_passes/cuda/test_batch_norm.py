@@ -39,7 +39,7 @@ class BatchNormCase:
         self.partials = device.poisoned((2 * 5 * channels,))
         self.tickets = device.zeros(4 * self.tiles)
         self.size = (ctypes.c_uint32(rows), ctypes.c_int(channels))
-        # The last image may have fewer rows. The second of three sets of factors is used.
+        # Five images, the last of which may have fewer rows. Of three sets of factors, the kernels get the second.
         self.pixels = -(-rows // 5)
         images = -(-rows // self.pixels)
         factors = rounded(random.choice([0, 1 / 0.7], (3, images)), "float32")
@@ -51,7 +51,7 @@ class BatchNormCase:
             "True", "true").replace("False", "false")
 
     def dropping(self, drop: bool) -> tuple[Any, ...]:
-        """The kernels' last arguments."""
+        """The kernels' last arguments, which describe stochastic depth: the factor of each image, or none."""
         return self.factors if drop else NOTHING_DROPPED
 
     def saved(self) -> int:

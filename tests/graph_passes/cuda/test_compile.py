@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from graph_passes.executors.cuda.kernel_library import C_TYPES, HOPPER, SOURCES, architecture, compile_kernel
+from graph_passes.executors.cuda.kernels.depthwise import BLOCKS, CHANNELS, COLUMNS, KERNELS, STRIDES
 from graph_passes.executors.cuda.kernels.quantised_conv import TILES
 from graph_passes.executors.cuda.kernels.quantised_conv_stream import TILES as STREAMS
 from graph_passes.executors.cuda.kernels.quantised_conv_taps import CHANNELS as TAPS_CHANNELS
@@ -16,6 +17,7 @@ from graph_passes.executors.cuda.kernels.quantised_conv_taps import (
     EIGHTS,
 )
 from graph_passes.executors.cuda.kernels.quantised_pair import Z_COLUMNS
+from graph_passes.operators.activations import FUNCTIONS
 
 RULES = ["Sgd<false>", "Sgd<true>", "Lars<false>", "Lars<true>", "AdamW", "Lamb", "Lion"]  # as in optimizer.cu
 
@@ -36,6 +38,8 @@ FLAGS = {
     "norm_relu_conv1x1": ["64, 1", "128, 1", "128, 2"],
     "conv1x1_pair": ["64", "128"],
     "conv3x3_forward": ["true, false", "false, true"],
+    **{f"depthwise_{kind}": [f"{size}, {stride}" for size in KERNELS for stride in STRIDES]
+       for kind in ("forward", "statistics", "dgrad", "wgrad")},
     "norm_conv1x1": ["64, false", "64, true", "128, false", "128, true", "256, false", "256, true"],
     "norm_dgrad": ["128", "256"],
     "norm_backward": ["64, 64, true, false, false", "128, 64, true, true, false", "256, 64, false, true, false",
@@ -53,6 +57,10 @@ FLAGS = {
     "batch_norm_pair_apply": ["false", "true"],
     "batch_norm_pair_backward_reduce": ["NONE, false", "WHOLE, false", "COMPACT, false", "NONE, true", "WHOLE, true"],
     "batch_norm_pair_backward_apply": ["false", "true"],
+    "activation": [f"{name}_" for name in FUNCTIONS],
+    "activation_backward": [f"{name}_" for name in FUNCTIONS],
+    "relu_backward": ["false", "true"],
+    "broadcast": ["false", "true"],
     "bias_add_relu": ["false, false", "false, true", "true, true"],
     "exchange_boxes": ["4", "3"],
     "softmax_cross_entropy": ["false", "true"],
@@ -84,8 +92,10 @@ def kernels() -> list[tuple[str, str]]:
 
 
 def expressions(kernel: str, c_type: str) -> list[str]:
-    if kernel.endswith("!"):  # not a template
+    if kernel.endswith("!"):  # the kernel is not a template
         return [kernel[:-1]]
+    if kernel == "copy_columns":
+        return [f"copy_columns<{kind}, {fill}>" for kind in (c_type, f"Packed<{c_type}>") for fill in ("false", "true")]
     if kernel == "trust_ratios":  # the same for all types
         return [f"trust_ratios<{rule}>" for rule in RULES if rule.startswith("La")]
     if kernel == "convert_input":
@@ -95,14 +105,14 @@ def expressions(kernel: str, c_type: str) -> list[str]:
     if kernel == "quantised_conv_stream":  # writes int8 only
         return [f"quantised_conv_stream<{teams}, {columns}, {flags}>" for teams, columns in STREAMS.values()
                 for flags in ("true, true, false", "false, true, false", "false, false, false", "false, true, true")]
-    if kernel == "quantised_conv_taps":  # likewise; each shape with one of two kinds of epilogue
+    if kernel == "quantised_conv_taps":  # writes int8 only; each shape with one of two epilogues
         shapes = [f"{size}, {stride}, {channels}, {eights}" for size, stride in EIGHTS for channels in TAPS_CHANNELS
                   for eights in EIGHTS[size, stride]]
         return [f"quantised_conv_taps<{shape}, {flags}>"
                 for shape, flags in zip(shapes, itertools.cycle(("false, false", "true, true")), strict=False)]
-    if kernel == "quantised_pair":  # likewise
+    if kernel == "quantised_pair":  # writes int8 only
         return [f"quantised_pair<{columns}, {two}>" for columns in Z_COLUMNS for two in ("false", "true")]
-    if kernel == "quantised_stem_pool":  # likewise
+    if kernel == "quantised_stem_pool":  # writes int8 only
         return ["quantised_stem_pool<true>", "quantised_stem_pool<false>"]
     if c_type == "float" and f"{kernel}.cu" in WARPGROUPS:
         return []
@@ -147,8 +157,8 @@ def variants(path: Path, dtype: str) -> list[str]:
 
 
 def dtypes(path: Path) -> list[str]:
-    """The types for which a file's variants differ. In bfloat16 the other files are compiled for each generation
-    below."""
+    """The types for which a file's variants differ. `test_compiles_for_each_generation` compiles the other files in
+    bfloat16."""
     other = "bfloat16" if path.name in TENSOR_CORES else "float32"
     return ["float16"] + [other] * (variants(path, other) != variants(path, "float16"))
 
@@ -196,3 +206,15 @@ def test_compiles_for_each_generation(capability: tuple[int, int], path: Path) -
         pytest.skip(f"this NVRTC does not know {arch}: it has {', '.join(f'sm_{number}' for number in known)}")
     names = [expressions(kernel, C_TYPES["bfloat16"])[0] for source, kernel in kernels() if source == path.name]
     compile_for(path, names, arch)
+
+
+@pytest.mark.usefixtures("nvrtc")
+def test_what_a_thread_of_depthwise_convolutions_works_on() -> None:
+    """Python divides the work by the numbers in the kernel's template."""
+    from cuda.core import Program, ProgramOptions
+
+    asserts = "".join(f"static_assert(Piece<half, {size}>::{name} == {values[size]});\n" for size in KERNELS
+                      for name, values in (("CHANNELS", CHANNELS), ("COLUMNS", COLUMNS), ("BLOCKS", BLOCKS)))
+    options = ProgramOptions(arch="sm_90a", std="c++17", include_path=[str(SOURCES)])
+    text = '#include "depthwise.cu"\nstatic_assert(sizeof(Moments) == 12);\n' + asserts
+    Program(text, "c++", options).compile("cubin")

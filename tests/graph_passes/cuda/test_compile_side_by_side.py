@@ -133,8 +133,9 @@ class Named:
     first: set[tuple[str, ...]] = field(default_factory=set)
 
     def check(self, at_least: int, deterministic: bool = False) -> None:
-        """Check that all kernels of a graph were begun before the first was requested, and almost none in vain. The
-        loss is an exception: it is lowered with the scores that it reads."""
+        """Check that all kernels had begun to compile when the first was requested, and that almost none was compiled
+        in vain. Only the loss's kernels may begin later: the loss is lowered together with the scores that it
+        reads."""
         of_graph = {kernel for kernel in self.asked if kernel[0] != "optimizer.cu"}
         assert len(of_graph) >= at_least
         assert of_graph <= self.begun, of_graph - self.begun

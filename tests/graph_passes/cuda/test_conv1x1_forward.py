@@ -21,7 +21,7 @@ from graph_passes.executors.cuda.kernels.conv1x1_statistics import Conv1x1Statis
 BLOCKS = 3  # blocks along the rows: fewer than tiles, so that each block walks
 # Bound for the norm of the error relative to the norm: rounding of stored values, and fp32 sums in another order.
 STORED = {dtype: PRECISION[dtype] + 2e-5 for dtype in ("float16", "bfloat16")}
-# bounds for a variance from fp32 sums about a value near the mean (relative), and for that mean (in deviations)
+# Bound for fp32 sums about a value near the mean: of the variance (relative), and of the mean (in standard deviations).
 NEAR = 1e-5
 
 
@@ -133,7 +133,7 @@ def test_stride_2(device: Device, dtype: str, sums: bool, channels: int, filters
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_sum_of_two_convolutions(device: Device, dtype: str, channels: int, channels_2: int, filters: int, rows: int,
                                  images: tuple[int, int, int] | None) -> None:
-    """Nothing is rounded in between, and the bits are equal every time."""
+    """Neither product is rounded before the sum, and the bits are equal every time."""
     case = Case(device, dtype, channels, filters, rows, relu=True, images=images, channels_2=channels_2)
     y, _ = case.run()
     assert relative_error(y, case.wanted) < STORED[dtype]

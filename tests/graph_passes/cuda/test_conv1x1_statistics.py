@@ -146,7 +146,7 @@ def test_many_tiles_after_a_batch_norm(device: Device, channels: int, filters: i
 
 @pytest.mark.parametrize("channels, filters, _", SHAPES)
 def test_division_of_shared_memory_with_sums(channels: int, filters: int, _: int) -> None:
-    """Likewise; the final sums of a block reuse the memory of the tiles."""
+    """Shared memory suffices for two stages or more: the final sums of a block reuse the memory of the tiles."""
     way = Conv1x1Statistics(channels, filters)
     assert way.stages >= 2 and way.results == 3 and way.shared_bytes <= 227 << 10
     assert min(filters, 128) <= way.columns <= 128

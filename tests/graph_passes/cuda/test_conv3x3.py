@@ -22,11 +22,11 @@ from graph_passes.executors.reference import evaluate
 # Bound for the norm of the error relative to the norm: rounding of stored values, and fp32 sums in another order.
 STORED = {dtype: PRECISION[dtype] + 2e-5 for dtype in ("float16", "bfloat16")}
 SUMMED = 1e-5  # bound for fp32 sums, relative to the sum of their terms' absolute values
-# bounds for a variance from fp32 sums about a value near the mean (relative), and for that mean (in deviations)
+# Bound for fp32 sums about a value near the mean: of the variance (relative), and of the mean (in standard deviations).
 NEAR = 1e-5
 
-# N, H, W: those of ResNet at 224 pixels and others: heights that are no multiple of a tile's, and only two slots for
-# tiles.
+# N, H, W: sizes of ResNet at 224 pixels; heights that are no multiple of a tile's; and images so wide that only two
+# tiles fit into shared memory.
 SHAPES = [(1, 56, 56), (3, 56, 56), (5, 13, 56), (2, 7, 9), (3, 12, 40), (5, 1, 1), (2, 1, 56), (1, 100, 1), (3, 5, 2),
           (7, 28, 28), (2, 57, 80), (1, 9, 81), (2, 6, 180)]
 BLOCKS = [1, 3, 132]
@@ -39,8 +39,8 @@ class Case:
     """Random operands, and the kernels' results on a GPU."""
 
     def __init__(self, device: Device, dtype: str, shape: tuple[int, int, int], kind: str, mean: float = 0.0) -> None:
-        """`kind`: "Statistics", "Relu", "Dgrad" or "DgradReduce". `mean`: of the output, in deviations, or of the
-        BatchNorm's input."""
+        """`kind`: "Statistics", "Relu", "Dgrad" or "DgradReduce". `mean`: mean of the output, in deviations, or of
+        the BatchNorm's input."""
         self.device, self.dtype, self.kind, self.shape = device, dtype, kind, (*shape, 64)
         random = np.random.default_rng(sum(shape))
         self.x = rounded(random.normal(0, 1, self.shape), dtype)
@@ -205,7 +205,7 @@ def test_gradient_with_the_sums_of_a_batch_norm(device: Device, dtype: str, mean
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["Statistics", "Relu", "Dgrad", "DgradReduce"])
 def test_not_a_number_stays_in_its_neighbourhood(device: Device, kind: str) -> None:
-    """Also at the border of an image, where the next image begins."""
+    """A NaN reaches only outputs whose window contains it, also at an image's border, where the next image begins."""
     case = Case(device, "float16", (3, 10, 56), kind)
     touched = np.zeros(case.shape, bool)
     for image, row, column in ((0, 9, 55), (1, 4, 20), (2, 0, 0)):

@@ -133,7 +133,7 @@ def test_dgrad_reduce(device: Device, dtype: str, k: int, rows: int, columns: in
 def test_dgrad_reduce_adds_a_compact_gradient(device: Device, dtype: str, k: int, images: int, columns: int, pair: bool,
                                               drop: bool, size: tuple[int, int], stride: tuple[int, int],
                                               stream: bool) -> None:
-    """The bits are those of the same gradient with its zeros."""
+    """A compact gradient gives the bits of the same gradient with its zeros written out."""
     if pair if stream else k not in OUT_CHANNELS:
         pytest.skip("this kernel is for no pairs" if stream else "this kernel is for other numbers of channels")
     rows = images * size[0] * size[1]

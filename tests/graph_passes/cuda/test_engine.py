@@ -1,5 +1,6 @@
-"""Gates: what waits for the step's stream in MXNet's engine, and what does not. Runs without a GPU: the arrays are on
-the CPU, and a threading event stands for an event of the stream. Also checks that the step itself needs no MXNet."""
+"""Gates in MXNet's engine: which operations wait for the step's stream, and which do not. Runs without a GPU: the
+arrays are on the CPU, and a threading event stands for an event of the stream. Also checks that the step itself needs
+no MXNet."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from gpu_arrays import relative_error
 from step_networks import bottlenecks
+from test_formula import focal, json_of
 from test_training_step import CLASSES, fused, random_batch, random_state, small_network
 
 from common.mxnet_compat import mx
@@ -133,7 +134,7 @@ def test_mixing_against_the_reference(executor: CudaExecutor) -> None:
     for draws in (Draws(0.6), Draws(cutmix=Box(3, 0, 20, 31)), NO_DRAWS, Draws(cutmix=Box(0, 1, 33, 30)), Draws(0.75),
                   Draws(cutmix=Box(33, 4, 33, 9)), Draws(cutmix=Box(0, 0, 33, 31)), Draws(cutmix=Box(32, 30, 33, 31))):
         check_pass(executor, reference, seed=5, draws=draws)
-    with pytest.raises(GraphError, match="the box must lie inside"):
+    with pytest.raises(GraphError, match="give a box inside the image"):
         executor.forward_backward(*batch(5), draws=Draws(cutmix=Box(0, 0, 34, 31)))
 
 
@@ -141,6 +142,7 @@ LOSSES = {
     "binary cross entropy": passes.binary_cross_entropy,
     "of targets above 0.2": lambda graph: passes.binary_cross_entropy(graph, 0.2),
     "weighted classes": lambda graph: passes.weigh_classes(graph, np.linspace(0.25, 4, CLASSES)),
+    "focal": lambda graph: passes.custom_loss(graph, json_of(focal)),
 }
 
 
@@ -170,6 +172,24 @@ def test_losses_against_the_reference(loss: str, tmp_path: Path, monkeypatch: py
     reference.forward_backward(data.asnumpy(), label.asnumpy())
     got = half.to_canonical("fc_bias", half.grads["fc_bias"]) / half.step.optimizer.read_state().loss_scale
     assert relative_error(got, reference.grads["fc_bias"]) < 0.02
+
+
+def test_features_against_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inference that ends at what the classifier reads, of a whole batch and of a part of it."""
+    monkeypatch.setenv("RESNET_CACHE", str(tmp_path))
+    graph = fused(small_network())
+    features = Graph(graph, roles.classifier(graph).inputs[:1], graph.attrs)
+    params, aux = random_state(graph, SHAPES, seed=1)
+    reference = create_executor("reference", features, {"data": SHAPES["data"]}, dtype="float64")
+    reference.set_params({name: params[name] for name in reference.params}, aux)
+    executor = create_executor("cuda", graph, SHAPES, device="gpu(0)", dtype="float32", tf32=False,
+                               answer=features.outputs[0])
+    executor.set_params(params, aux)
+    data, _ = batch(7)
+    wanted = reference.forward(data.asnumpy()).reshape(len(data), -1)
+    for images in (len(data), 2):
+        executor.infer(data[:images])
+        assert relative_error(executor.request_probabilities()(), wanted[:images]) < 1e-4
 
 
 def test_metrics_that_are_asked_for_before_they_are_waited_for(executor: CudaExecutor) -> None:

@@ -1,5 +1,5 @@
-"""The step that users train with, at full size and with the planner's choice for this GPU. Every tensor is checked,
-element by element, against what follows from the GPU's own inputs to it.
+"""The step that users train with, at full size and with the planner's choice for this GPU. For every tensor,
+elements are compared with float64 arithmetic on the inputs from which the GPU computed them.
 
 First the GPU runs the launches one by one, and their inputs and outputs are copied: 85 MB per image in fp16, 22 GB of
 host memory. Then the GPU is free, and the copies are checked on all cores, one node per core.

@@ -71,7 +71,7 @@ def check_norm_backward(device: Device, columns: int, dtype: str, k: int, rows: 
     out_dz = np.where(out_before_relu > 0, given, 0) if relu else given
     out_dz = out_dz * (out.factor if drop else 1)
     w = rounded(random.normal(0, k**-0.5, (k, columns)), dtype)
-    # any values: with the real ones, one row would leave nothing
+    # random sums: with the real ones, the gradient of a single row would be 0
     out_dbeta, out_dgamma = random.normal(0, rows**0.5, (2, k))
     dy = rounded(out.gamma * out.invstd * (out_dz - out_dbeta / rows - out.normal * out_dgamma / rows), dtype)
     before_relu = norm.normal * norm.gamma + norm.beta

@@ -19,7 +19,7 @@ BLOCKS = 3  # fewer than tiles, so that each block walks
 EPS, MOMENTUM = 1e-5, 0.9
 # Bound for the norm of the error relative to the norm: rounding of stored values, and fp32 sums in another order.
 STORED = {dtype: PRECISION[dtype] + 2e-5 for dtype in ("float16", "bfloat16")}
-# bounds for a variance from fp32 sums about a value near the mean (relative), and for that mean (in deviations)
+# Bound for fp32 sums about a value near the mean: of the variance (relative), and of the mean (in standard deviations).
 NEAR = 1e-5
 Arrays = dict[str, np.ndarray]
 

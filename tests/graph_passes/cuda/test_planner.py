@@ -22,7 +22,7 @@ class FakeGpu:
 
     def __init__(self) -> None:
         self.clock, self.timed, self.allocated = 0.0, 0, 0
-        self.is_full = False  # the next time that a problem is timed
+        self.is_full = False  # whether the next timing fails as if the GPU's memory were full
 
     def allocate(self, num_bytes: int) -> int:
         self.allocated += 1

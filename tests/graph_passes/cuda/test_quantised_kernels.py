@@ -273,7 +273,7 @@ def test_ties_and_saturation_of_pairs(device: Device, filters_2: int, rng: np.ra
 
 @pytest.mark.parametrize("label", SUMS)
 def test_ties_and_saturation_of_sums(device: Device, label: str, rng: np.random.Generator) -> None:
-    """Also of the shortcut, which is rounded and saturated before the addition."""
+    """The shortcut is rounded and saturated before the addition, and the sum after it."""
     if device.gpu.capability != HOPPER:
         pytest.skip("for Hopper")
     check_sums(device, (2, 20, 21, 16), 32, label, 256, 1, rng,
@@ -296,7 +296,7 @@ def test_ties_and_saturation_of_taps(device: Device, rng: np.random.Generator) -
                     (0.5, 2.0**-9, 2.0**-10, 2.0**-11, 2.0**-12, 2.0**-14, 1e3, 1e30, 1e-30, 1e-40))
 
 
-@pytest.mark.parametrize("num_multiprocessors", [1, 3, 132])  # another division among the teams
+@pytest.mark.parametrize("num_multiprocessors", [1, 3, 132])  # divides the rows differently among teams
 @pytest.mark.parametrize("images, height, width", [(2, 112, 112), (3, 17, 33), (5, 16, 20), (2, 1, 1), (40, 2, 3)])
 def test_stem_pool(device: Device, images: int, height: int, width: int, num_multiprocessors: int,
                    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ from graph_passes.passes.quantise import Kept
 from graph_passes.passes.quantise_squares import quantise_squares, quantise_squares_params
 
 PAIRS = ("QuantisedPair", "QuantisedPairSum")
-UNFUSED = refusing(fewest, *SUMS, *PAIRS)  # a price
+UNFUSED = refusing(fewest, *SUMS, *PAIRS)  # prices without these fusions
 WITHOUT_PAIRS = refusing(fewest, *PAIRS)
 
 
@@ -76,7 +76,7 @@ def test_launches(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_the_stem_with_its_pooling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it is taken, also in deterministic runs."""
+    """The fusion is taken, also in deterministic runs, if images are narrow enough."""
     for size, taken in ((64, 1), (33, 1), (256, 0)):  # 128 pixels are too wide
         found = launches("resnet18", Kept(), tmp_path, size, deterministic=True)
         assert (found["quantised_stem_pool"], found["quantised_max_pool"]) == (taken, 1 - taken)
@@ -87,7 +87,7 @@ def test_the_stem_with_its_pooling(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.long
 def test_sums_of_convolutions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the weights of both fit into a block."""
+    """Two convolutions are summed in one launch if the weights of both fit into a block."""
     monkeypatch.setattr(prices, "deterministic", plain)
     before = launches("resnet50", Kept(), tmp_path, deterministic=True)
     monkeypatch.setattr(prices, "deterministic", preferring(plain, *SUMS))
@@ -145,7 +145,7 @@ def test_what_a_pair_keeps_in_shared_memory(channels: int, filters_z: int, chann
 
 @pytest.mark.long
 def test_pairs_of_convolutions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In stage 1 alone, where all have few channels."""
+    """Only stage 1 has pairs, since its convolutions have few channels."""
     monkeypatch.setattr(prices, "deterministic", plain)
     before = launches("resnet50", Kept(), tmp_path, deterministic=True)
     assert before["quantised_pair"] == 0
@@ -370,8 +370,8 @@ def test_places_of_answers_are_used_again(rng: np.random.Generator, event: Simpl
 @pytest.mark.parametrize("where, is_read", [(512, True), (520, False)])
 def test_a_batch_is_read_where_it_lies(where: int, is_read: bool, tmp_path: Path, rng: np.random.Generator,
                                        monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the first launch, which is outside the CUDA graphs. A batch that is not aligned for vector loads is copied.
-    Without a batch the loaded one is read."""
+    """The first launch, which is outside the CUDA graphs, reads it there. A batch that is not aligned for vector loads
+    is copied. Without a batch the loaded one is read."""
     case = quantised("resnet18", 2, 64, rng)
     monkeypatch.setattr(compiled, "LEAST_READ", 0)
     copies: list[int] = []
@@ -394,7 +394,8 @@ def test_a_batch_is_read_where_it_lies(where: int, is_read: bool, tmp_path: Path
 @pytest.mark.parametrize("kept, least", [(Kept(), compiled.LEAST_READ), (Kept(first=True), 0)])
 def test_a_batch_that_is_copied(kept: Kept, least: int, tmp_path: Path, rng: np.random.Generator,
                                 monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small batch; and a batch that a cuDNN plan reads, which would take the host longer outside a CUDA graph."""
+    """A small batch is copied, and so is one that a cuDNN plan reads: outside a CUDA graph the plan would take the host
+    longer."""
     case = quantised("resnet18", 2, 64, rng, kept)
     monkeypatch.setattr(compiled, "LEAST_READ", least)
     copies: list[int] = []
@@ -410,7 +411,7 @@ def test_a_batch_that_is_copied(kept: Kept, least: int, tmp_path: Path, rng: np.
 @pytest.mark.parametrize("is_int8", [False, True])
 def test_inference_prepared_for_a_size_compiles_nothing(is_int8: bool, rng: np.random.Generator,
                                                         monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does training, which has its own size, when it comes in between."""
+    """A training step of another size in between compiles nothing either."""
     case = quantised("resnet18", 4, 32, rng)
     executor = CudaExecutor(case.network, case.shapes, int8=case.int8 if is_int8 else None)
     training, larger, label = mx.nd.zeros((4, 32, 32, 3)), mx.nd.zeros((4, 64, 32, 3)), mx.nd.zeros(4)

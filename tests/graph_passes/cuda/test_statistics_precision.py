@@ -56,8 +56,9 @@ def variance(sums: np.ndarray, rows: int) -> np.ndarray:
 
 
 def sums_in_order(x: np.ndarray, near: np.ndarray, blocks: int) -> np.ndarray:
-    """`batch_norm_statistics` and `reduce_over_rows` in fp32: a thread adds every (96 * blocks)-th row; then the 4 rows
-    of a warp, the 24 warps, the blocks in 24 parts, and these parts are added."""
+    """Sums in fp32, in the order of `batch_norm_statistics` and `reduce_over_rows`. Each thread sums every (96 *
+    blocks)-th row. Sums are then added over the 4 rows of a warp, over the 24 warps, over the blocks in each of 24
+    parts, and over the parts."""
     rows_at_once = REDUCE_BLOCK[1] * blocks
     padded = np.zeros((-(-len(x) // rows_at_once) * rows_at_once, x.shape[1]), np.float32)
     padded[: len(x)] = x - near

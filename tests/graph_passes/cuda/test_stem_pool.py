@@ -20,7 +20,7 @@ SHAPES = [(1, 224, 224), (2, 37, 64), (5, 64, 50), (2, 9, 8), (1, 1, 2), (3, 30,
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_multiprocessors", [1, 3, 132])  # another division into strips
+@pytest.mark.parametrize("num_multiprocessors", [1, 3, 132])  # divides the images differently into strips
 @pytest.mark.parametrize("images, height, width", SHAPES)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_stem_pool(device: Device, dtype: str, images: int, height: int, width: int, num_multiprocessors: int) -> None:

@@ -14,9 +14,13 @@ from gpu_arrays import DTYPES, Device, relative_error, rounded
 from step_networks import (
     NEWEST,
     bottlenecks,
+    convnext,
     dropping,
+    efficient,
+    elements,
     flattened,
     gradients_alone,
+    mobile,
     own_fusions,
     own_kernels,
     pre_activation,
@@ -55,10 +59,11 @@ CLASSES = 10
 # does. The remaining error comes from the order of sums, and, if it decides a rounding, one unit in the last place, in
 # ten layers.
 SMALL = {"float16": 2e-2, "bfloat16": 1e-1, "float32": 1e-4}
-# Whole networks against unrounded fp32. If rounding decides the sign at a ReLU, all gradients below change: (median,
-# maximum) over the tensors. On an H200: fp32 2e-6 and 9e-6 (other batches: up to 1e-2, where one ReLU flips), fp16
-# 3.6e-2 to 5.3e-2 and 6.7e-2; PyTorch's automatic mixed precision has 4.1e-2 to 5.3e-2 and 7.3e-2.
 DROPS = 2**63 + 11  # seed of the Dropout masks
+# Bounds for whole networks against unrounded fp32: median and maximum of the errors of all tensors. If rounding decides
+# the sign at a ReLU, all gradients below it change. On an H200: fp32 2e-6 and 9e-6 (other batches: up to 1e-2, where
+# one ReLU flips), fp16 3.6e-2 to 5.3e-2 and 6.7e-2; PyTorch's automatic mixed precision has 4.1e-2 to 5.3e-2 and
+# 7.3e-2.
 WHOLE = {"float32": (1e-5, 2e-2), "float16": (8e-2, 1.2e-1)}
 
 
@@ -152,6 +157,10 @@ def random_batch(shapes: dict[str, tuple[int, ...]], seed: int) -> tuple[np.ndar
         ("flattened_pooling", flattened("Pooling", CLASSES), (5, 11, 8, 4), 5, DTYPES),
         ("dropping", dropping(small_network()), (7, 29, 23, 3), 15, DTYPES),
         ("dropping_batches", dropping(small_network(), "block", depth=0.3), (6, 32, 32, 4), 51, DTYPES),
+        ("squeeze and excitation", efficient(classes=CLASSES, squeeze=8), (3, 11, 9, 4), 5, DTYPES),
+        ("hard swish, parts and means", mobile(classes=CLASSES), (3, 11, 9, 4), 5, DTYPES),
+        ("LayerNorm and GELU", convnext(classes=CLASSES), (3, 11, 9, 4), 5, DTYPES),
+        ("functions of elements", elements(classes=CLASSES, prelu=False), (3, 11, 9, 4), 5, DTYPES),
         ("dropping_before_batch_norm", dropping(pre_activation(CLASSES)), (5, 9, 7, 4), 5, ("float32",)),
     ) for dtype in dtypes])
 def test_small_network_against_the_reference(cache: Path, network: Any, size: tuple[int, ...], seed: int,
@@ -231,7 +240,7 @@ def test_every_tensor_of_a_whole_network_follows_from_its_inputs(cache: Path, na
 @pytest.mark.parametrize("name, dtype", [*itertools.product(("resnet18", "resnet50", "resnet50_v2"), DTYPES)])
 def test_every_tensor_of_a_frozen_network_follows_from_its_inputs(cache: Path, name: str, dtype: str,
                                                                  prefix: str) -> None:
-    """Likewise, with the folded weights of the frozen layers."""
+    """Each operator is applied to the device's own inputs, with the folded weights of the frozen layers."""
     network, shapes = models.create(name, CLASSES, 0.1), {"data": (6, 49, 41, 3), "softmax_label": (6,)}
     check_every_tensor(cache, name, network, pipeline.run(pipeline.FUSED, passes.freeze(network.graph, prefix)), shapes,
                        dtype)
@@ -239,7 +248,7 @@ def test_every_tensor_of_a_frozen_network_follows_from_its_inputs(cache: Path, n
 
 @pytest.mark.parametrize("name, dtype", [*itertools.product(("resnet18", "resnet50", "resnet50_v2"), DTYPES)])
 def test_every_tensor_of_a_network_that_drops_follows_from_its_inputs(cache: Path, name: str, dtype: str) -> None:
-    """Likewise, with stochastic depth and dropout."""
+    """Each operator is applied to the device's own inputs, with stochastic depth and dropout."""
     network, shapes = models.create(name, CLASSES, 0.1), {"data": (6, 49, 41, 3), "softmax_label": (6,)}
     graph = passes.dropout(passes.stochastic_depth(network.graph, 0.6), 0.3)
     check_every_tensor(cache, name, network, graph, shapes, dtype)
@@ -248,7 +257,8 @@ def test_every_tensor_of_a_network_that_drops_follows_from_its_inputs(cache: Pat
 @pytest.mark.parametrize("name, dtype", [*itertools.product(("resnet18", "resnet50"), ("float16", "bfloat16"))])
 def test_every_tensor_with_the_newest_kernels_follows_from_its_inputs(cache: Path, monkeypatch: pytest.MonkeyPatch,
                                                                      name: str, dtype: str) -> None:
-    """Likewise, with all newest kernels that can replace others here, whether they are faster or not."""
+    """Each operator is applied to the device's own inputs, with all `NEWEST` kernels that can replace others here,
+    whether they are faster or not."""
     # NormBackwardReduce would leave no place in stage 2 for NormDgrad.
     price = preferring(refusing(fewest, "NormBackward", "NormBackwardReduce"), *NEWEST)
     monkeypatch.setattr(prices, "deterministic", price)
@@ -280,7 +290,7 @@ def about_the_kink(node: Node, given: list[np.ndarray]) -> Iterator[list[np.ndar
 
 def check_every_tensor(cache: Path, name: str, network: models.network.Network, graph: Graph,
                        shapes: dict[str, tuple[int, ...]], dtype: str) -> list[str]:
-    """Returns the launches."""
+    """Check each tensor of a step against its operator in float64; returns the operations of the launches."""
     seed, frozen = 50, roles.frozen(graph)
     random = np.random.default_rng(seed)
     params, aux = network.initial_values(seed=seed)
@@ -296,7 +306,7 @@ def check_every_tensor(cache: Path, name: str, network: models.network.Network, 
 
     whole = step.graph
     folded = passes.fold_bn_params(graph, params, aux, frozen_only=True)
-    aux = step.get_params()[1]  # as the pass under test finds them
+    aux = step.get_params()[1]  # as they are before the pass that is tested
     values = {**params, **folded, **aux, "data": data, "softmax_label": label,
               "loss_scale": np.array([INITIAL_LOSS_SCALE]), SEED: words_of(DROPS)}
     device = written_tensors(step, {name: values[name].shape for name in whole.variables})
@@ -368,7 +378,7 @@ def test_fused_backward_pass_in_clusters(cache: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_norm_conv1x1_in_a_step(cache: Path, monkeypatch: pytest.MonkeyPatch, network: Any, places: int,
                                 dtype: str) -> None:
-    """Against the two separate launches."""
+    """The gradients equal those of the two separate launches."""
     two_launches = refusing(own_kernels, "NormConv1x1", "NormConv1x1Pair")
     check_prices(cache, monkeypatch, network, dtype, ("norm_conv1x1",), {two_launches: [0], own_kernels: [places]})
 
@@ -379,7 +389,8 @@ def test_norm_conv1x1_in_a_step(cache: Path, monkeypatch: pytest.MonkeyPatch, ne
                                      pytest.param(bottlenecks(7, width=256), id="wider")])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_norm_relu_conv1x1_in_a_step(cache: Path, monkeypatch: pytest.MonkeyPatch, network: Any, dtype: str) -> None:
-    """Against the two separate launches. From 256 channels on, other nodes read the tensor in between."""
+    """The gradients equal those of the two separate launches. From 256 channels on, other nodes read the tensor in
+    between."""
     fused = "NormReluConv1x1", "NormReluConv1x1 without output"
     check_prices(cache, monkeypatch, network, dtype, ("norm_relu_conv1x1",),
                    {refusing(own_kernels, *fused): [0], own_kernels: [3]})
@@ -387,7 +398,7 @@ def test_norm_relu_conv1x1_in_a_step(cache: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_norm_conv3x3_in_a_step(cache: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
-    """Against the two separate launches."""
+    """The gradients equal those of the two separate launches."""
     two_launches = refusing(own_kernels, "NormConv3x3")
     check_prices(cache, monkeypatch, bottlenecks(7), dtype, ("norm_conv3x3", "conv3x3_forward"),
                  {two_launches: [0, 3], own_kernels: [3, 0]})
@@ -395,8 +406,8 @@ def test_norm_conv3x3_in_a_step(cache: Path, monkeypatch: pytest.MonkeyPatch, dt
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_norm_dgrad_in_a_step(cache: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
-    """Against the separate launches. In the first block the BatchNorm is in a pair; the other BatchNorm of the pair is
-    fused with both gradients of its convolution."""
+    """The gradients equal those of separate launches. In the first block the BatchNorm is in a pair; the other
+    BatchNorm of the pair is fused with both gradients of its convolution."""
     separate = refusing(own_kernels, "NormDgrad")
     check_prices(cache, monkeypatch, bottlenecks(7, width=256), dtype, ("norm_dgrad",),
                  {separate: [0], own_kernels: [3]})
@@ -404,7 +415,8 @@ def test_norm_dgrad_in_a_step(cache: Path, monkeypatch: pytest.MonkeyPatch, dtyp
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_conv3x3_dgrad_reduce_in_a_step(cache: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
-    """Against the two separate launches. The first convolution, with 4 channels, does not count as 3x3."""
+    """The gradients equal those of the two separate launches. The first convolution, with 4 channels, does not count as
+    3x3."""
     check_prices(cache, monkeypatch, bottlenecks(7), dtype, ("conv3x3_dgrad", "conv3x3_dgrad_reduce"),
                  {gradients_alone: [3, 0], own_kernels: [0, 3]})
 
@@ -542,7 +554,8 @@ RULES = {
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_fifty_optimizer_steps_against_numpy(cache: Path, dtype: str, rule: Rule, clip_norm: float) -> None:
-    """In float64, from the device's gradients; tests/graph_passes/test_optimizers.py tests the formulas."""
+    """The oracle computes in float64 from the device's gradients; tests/graph_passes/test_optimizers.py tests the
+    formulas."""
     graph, shapes = fused(small_network(8)), {"data": (8, 16, 16, 3), "softmax_label": (8,)}
     config = OptimizerConfig(rule, clip_norm=clip_norm)
     step = TrainingStep(graph, shapes, StepOptions(dtype, optimizer=config), cache_folder=cache)

@@ -18,6 +18,7 @@ import test_sanitizer
 from step_networks import NEWEST, OWN_FORMS, bottlenecks, flattened, random_network
 from test_compile import kernels as all_kernels
 from test_compile import serves
+from test_formula import focal, json_of
 
 from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError, Ref, passes, pipeline, roles
@@ -151,7 +152,8 @@ def lower_graph(graph: Graph, shapes: dict[str, tuple[int, ...]], training: bool
     persistent = Persistent(
         kept("data", (batch, height, width, padded_channels(channels)), dtype), kept("label", (batch,), "float32"),
         kept("own_share", (1,), "float32"), kept("seed", (2,), "uint32"),
-        kept("probabilities", (batch, 1000), "float32"), kept("metrics", (32,), "uint8"),
+        kept("probabilities", (batch, math.prod(inferred[graph.outputs[0]][1:])), "float32"),
+        kept("metrics", (32,), "uint8"),
         kept("num_valid", (1,), "int32"), kept("loss_scale", (1,), "float32"), kept("tickets", (64,), "int32"),
         kept("class_weights", (1000,), "float32") if graph[graph.outputs[0].node].get("class_weights", ()) else None)
     price = Prices(shapes, store, persistent, tools)
@@ -239,7 +241,7 @@ def test_launches_of_a_training_step(depth: int, batch_norms: int, projections: 
     with_sums = operations.count("fprop_stats") + operations.count("stem_fprop")
     assert with_sums == batch_norms, "the statistics of every BatchNorm come with its convolution"
     assert operations.count("wgrad") == batch_norms and operations.count("dgrad") == batch_norms
-    alone = batch_norms - 1 - 2 * projections  # without the stem's, and without those that are summed in one launch
+    alone = batch_norms - 1 - 2 * projections  # all but the stem's, and but the pairs whose outputs are added
     assert operations.count("batch_norm_apply") == operations.count("batch_norm_backward_apply") == alone
     assert operations.count("batch_norm_pair_apply") == projections
     assert operations.count("batch_norm_pair_backward_apply") == projections
@@ -258,16 +260,17 @@ def test_launches_of_the_losses(training: bool) -> None:
     shapes = {"data": (4, 64, 64, 3), "softmax_label": (4,)}
     kernels = {}
     for name, graph in (("softmax", plain), ("sigmoid", passes.binary_cross_entropy(plain, 0.2)),
-                        ("weighted", passes.weigh_classes(plain, [0.5, 1.5] * 500))):
+                        ("weighted", passes.weigh_classes(plain, [0.5, 1.5] * 500)),
+                        ("focal", passes.custom_loss(plain, json_of(focal)))):
         lowering, _ = lower_graph(graph, shapes, training)
         loss, count_hits = (launch for launch in lowering.program.launches if launch.node == "softmax")
         assert count_hits.operation == "add_metrics"
         kernels[name] = loss.operation, [buffer.name for buffer in loss.reads]
         check_memory(lowering.program)
     assert [operation for operation, _ in kernels.values()] == [
-        "softmax_cross_entropy", "sigmoid_cross_entropy", "softmax_cross_entropy"]
+        "softmax_cross_entropy", "sigmoid_cross_entropy", "softmax_cross_entropy", "custom_loss"]
     assert {name: "class_weights" in reads for name, (_, reads) in kernels.items()} == {
-        "softmax": False, "sigmoid": False, "weighted": training}
+        "softmax": False, "sigmoid": False, "weighted": training, "focal": False}
     assert all(("own_share" in reads) == training for _, reads in kernels.values())
 
 
@@ -283,10 +286,26 @@ def test_launches_of_folded_inference() -> None:
     check_memory(lowering.program)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_inference_that_ends_at_the_features(dtype: str) -> None:
+    """What the classifier reads is handed out in float32 in place of probabilities; no classifier, no softmax."""
+    graph = Graph.from_json(resnet(18, 1000).tojson())
+    features = Graph(graph, roles.classifier(graph).inputs[:1], graph.attrs)
+    lowering, store = lower_graph(passes.fold_bn(pipeline.run(pipeline.FUSED, features)), {"data": (4, 64, 64, 3)},
+                                  training=False, dtype=dtype)
+    *_, pool, hand_out = lowering.program.launches
+    assert (pool.operation, hand_out.operation) == ("global_average_pool", "convert_input")
+    assert hand_out.reads == pool.writes and [each.dtype for each in hand_out.reads] == [dtype]
+    (answer,) = hand_out.writes
+    assert (answer.name, answer.shape, answer.dtype) == ("probabilities", (4, 512), "float32")
+    assert not any(name.startswith("classifier") for name in store.parameters)
+    check_memory(lowering.program)
+
+
 @pytest.mark.parametrize("training, operation", [(False, "conv1x1_forward"), (True, "dgrad_stream")])
 def test_the_data_of_a_convolution_are_not_written_over(training: bool, operation: str) -> None:
-    """The addend of y = relu(conv(x) + b) may be overwritten by y, but not if it is x, of which y also needs other
-    elements. Likewise in y = conv(x) + x, where the gradient of x takes y's gradient twice."""
+    """In y = relu(conv(x) + b), y may overwrite b, unless b is x: one element of y needs several elements of x. In
+    training, the gradient of x in y = conv(x) + x must not overwrite y's gradient, which it needs twice."""
     def conv_bn(x: Any, name: str, kernel: int) -> Any:
         x = mx.sym.Convolution(x, kernel=(kernel, kernel), pad=(kernel // 2, kernel // 2), num_filter=256,
                                no_bias=True, layout="NHWC", name=name)
@@ -410,8 +429,8 @@ def test_inference_takes_over_every_parameter() -> None:
 @pytest.mark.parametrize("name", ["resnet50", "resnet50d", "resnet50_v2"])
 @pytest.mark.parametrize("prefix", ["stem", "stage2", "backbone"])
 def test_a_frozen_network(name: str, prefix: str) -> None:
-    """Frozen convolutions are those of inference, with their own weights if a BatchNorm is folded into them. Frozen
-    parameters have no gradient and no optimizer state."""
+    """Frozen convolutions run as in inference: one into which a BatchNorm is folded reads a folded copy of its weights.
+    Frozen parameters have no gradient and no optimizer state."""
     whole = models.create(name).graph
     shapes: dict[str, tuple[int, ...]] = {"data": (4, 64, 64, 3), "softmax_label": (4,)}
     graph = pipeline.run(pipeline.FUSED, passes.freeze(whole, prefix))
@@ -434,7 +453,7 @@ def test_what_is_frozen_takes_the_kernels_of_inference() -> None:
     shapes = {"data": (16, 224, 224, 3), "softmax_label": (16,)}
     lowering, _ = lower_graph(graph, shapes, training=True, fused=True, own_kernels=True)
     operations = Counter(launch.operation for launch in lowering.program.launches)
-    assert (operations["stem_pool"], operations["conv1x1_pair"]) == (1, 2)  # one pair less: its first is such a sum
+    assert (operations["stem_pool"], operations["conv1x1_pair"]) == (1, 2)  # 3 - 1 pairs: one would begin with a sum
     check_memory(lowering.program)
 
 
@@ -480,13 +499,13 @@ def test_a_grid_without_blocks_is_no_launch() -> None:
 
 
 def test_launches_of_our_own_kernels() -> None:
-    """If the GPU has the instructions for them."""
+    """They are used on Hopper GPUs, and not on a GPU that lacks their instructions."""
     graph, shapes = Graph.from_json(resnet(50, 1000).tojson()), {"data": (16, 224, 224, 3), "softmax_label": (16,)}
     folded = passes.fold_bn(pipeline.run(pipeline.FUSED, graph))
-    sums = 3  # in the first block of stages 1 to 3; the last stage's has more weights than a block can keep
-    pairs = 3 - 1  # likewise in stage 1, except for such sums
-    norms = 3 + 4 + 5  # in training the first of a block, after every block of stages 1 and 2, and within stage 3
-    within = 3 + 4 + 6  # the last of a block, except in stage 4, which has too many weights
+    sums = 3  # inference: in the first block of stages 1 to 3; in stage 4 the weights are too large for a block
+    pairs = 3 - 1  # inference: in stage 1, except where the first convolution is in a sum
+    norms = 3 + 4 + 5  # training: a block's first convolution, after each block of stages 1 and 2, and within stage 3
+    within = 3 + 4 + 6  # training: a block's last convolution, except in stage 4, which has too many weights
     for capability, training, wanted in ((HOPPER, True, 34 - norms - within), (HOPPER, False, 34 - sums - 2 * pairs),
                                          ((8, 0), True, 0)):
         lowering, _ = lower_graph(pipeline.run(pipeline.FUSED, graph) if training else folded, shapes, training,
@@ -649,28 +668,29 @@ def test_the_largest_batch_is_one_that_kernels_can_number(make_step: Callable[..
 def test_a_tensor_that_kernels_cannot_number_is_named(training: bool) -> None:
     graph = passes.bn_relu(Graph.from_json(bottlenecks(stem=7).tojson()))
     shapes = {"data": (2675, 224, 224, 3), "softmax_label": (2675,)}
-    with pytest.raises(GraphError, match=r"'stem_conv' has 2,147,532,800 elements \(2675, 112, 112, 64\), and the cuda "
-                                         "executor numbers 2,147,483,647 at most: use a smaller batch size"):
+    with pytest.raises(GraphError, match=r"'stem_conv' has 2,147,532,800 elements \(2675, 112, 112, 64\), more than "
+                                         "the 2,147,483,647 of the cuda executor: use a smaller batch size"):
         lower_graph(graph, shapes, training)
 
 
 def test_counts_are_not_cut_off() -> None:
     assert kernel_library.count(2**32 - 1).value == 2**32 - 1
     for value in (2**32, -1):
-        with pytest.raises(GraphError, match="a kernel cannot count"):
+        with pytest.raises(GraphError, match="does not fit into a kernel's 32-bit argument"):
             kernel_library.count(value)
 
 
 def test_refusals_name_the_node() -> None:
-    data = mx.sym.Activation(mx.sym.Variable("data"), act_type="tanh", name="squash")
+    data = mx.sym.LeakyReLU(mx.sym.Variable("data"), act_type="prelu", name="squash")
     head = mx.sym.FullyConnected(mx.sym.Flatten(data), num_hidden=8, name="fc")
     graph = Graph.from_json(mx.sym.SoftmaxOutput(head, name="softmax").tojson())
-    with pytest.raises(GraphError, match="cannot run Activation 'squash': use the executor mxnet"):
+    with pytest.raises(GraphError, match="cannot run LeakyReLU 'squash': use the executor mxnet"):
         lower_graph(graph, {"data": (2, 8, 8, 8), "softmax_label": (2,)}, training=False)
-    data = mx.sym.Convolution(mx.sym.Variable("data"), kernel=(3, 3), num_filter=8, no_bias=True, layout="NHWC")
-    head = mx.sym.FullyConnected(mx.sym.relu(data, name="bare"), num_hidden=8, name="fc")
+    data = mx.sym.Variable("data")
+    data = mx.sym.Concat(data, mx.sym.relu(data), dim=1, name="rows")
+    head = mx.sym.FullyConnected(mx.sym.Flatten(data), num_hidden=8, name="fc")
     graph = Graph.from_json(mx.sym.SoftmaxOutput(head, name="softmax").tojson())
-    with pytest.raises(GraphError, match="relu 'bare' follows no BatchNorm, .*: put one before it"):
+    with pytest.raises(GraphError, match=r"Concat 'rows' works along dimension 1 of .*: there is a kernel for the"):
         lower_graph(graph, {"data": (2, 8, 8, 8), "softmax_label": (2,)}, training=True)
 
 
@@ -681,11 +701,12 @@ def test_networks_of_the_zoo(tmp_path: Path) -> None:
         "resnet50_v1": "",
         "resnet18_v2": "BatchNorm '.*' has fix_gamma=True, .*: set it to False$",
         "mobilenet1_0": "",
-        "mobilenet_v2_1_0": "cannot run clip '.*_relu6': use the executor mxnet",
-        "vgg11": "FullyConnected '.*' does not feed a SoftmaxOutput alone",
-        "densenet121": "cannot run Concat '",
+        "mobilenet_v2_1_0": "",
+        "vgg11": "FullyConnected '.*' has other readers than the loss",
+        "densenet121": "",
+        "squeezenet1_0": "SoftmaxOutput 'softmax' does not follow a FullyConnected",
     }
-    shapes = {"data": (2, 64, 64, 3), "softmax_label": (2,)}
+    shapes = {"data": (2, 224, 224, 3), "softmax_label": (2,)}
     for name, refusal in refusals.items():
         scores = getattr(mx.gluon.model_zoo.vision, name)()(mx.sym.var("data"))
         nchw = Graph.from_json(mx.sym.SoftmaxOutput(scores, name="softmax").tojson())
@@ -800,8 +821,8 @@ def make_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., 
 
 
 def test_a_training_batch_is_read_where_it_lies(make_step: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the stem's forward pass and weight gradient, between CUDA graphs of three parts of the weights. Without a
-    batch the loaded one is read. If cuDNN reads the images, they are copied."""
+    """The stem's forward pass and weight gradient read it there; they run between the CUDA graphs. Without a batch
+    the loaded one is read. If cuDNN reads the images, they are copied."""
     monkeypatch.setattr(compiled, "LEAST_READ", 0)
     copies: list[int] = []
     monkeypatch.setattr(FakeGpu, "copy", lambda self, to, source, num_bytes: copies.append(source))
@@ -872,7 +893,8 @@ def test_sizes_of_images_share_one_arena(make_step: Callable[..., training_step.
     assert largest > expected._arena.num_bytes > 0
     sizes, wanted = (Counter(s.gpu.sizes.values()) for s in (step, expected))  # type: ignore[attr-defined]
     assert sizes - wanted == Counter([largest]) and wanted - sizes == Counter([expected._arena.num_bytes])
-    assert len(gpu.graphs) == len(expected.gpu.graphs) == 3 + 2 * 1 + 2  # buckets, inference; its folding, optimizer
+    # CUDA graphs: 3 buckets, inference on whole and partial batches, the folding for inference, the optimizer.
+    assert len(gpu.graphs) == len(expected.gpu.graphs) == 3 + 2 * 1 + 2
 
 
 def test_another_optimizer_takes_the_place_of_the_one_before(make_step: Callable[..., training_step.TrainingStep]
@@ -895,7 +917,7 @@ def test_windows_of_too_many_places_are_refused(window: tuple[int, int], trainin
     x = mx.sym.Pooling(x, kernel=window, pool_type="max", layout="NHWC", name="large")
     x = mx.sym.SoftmaxOutput(mx.sym.FullyConnected(mx.sym.Flatten(x), num_hidden=8), name="softmax")
     shapes = {"data": (2, 20, 20, 8), "softmax_label": (2,)}
-    sentence = r"^Pooling 'large' has kernel=\(17, 16\), and training stores .*: use a smaller kernel$"
+    sentence = r"^Pooling 'large' has kernel=\(17, 16\), but training stores .*: use a kernel of at most 256 elements$"
     with pytest.raises(GraphError, match=sentence) if refused else nullcontext():
         lower_graph(Graph.from_json(x.tojson()), shapes, training)
 
@@ -907,8 +929,8 @@ def test_images_of_other_types_are_refused(make_step: Callable[..., training_ste
 
 def test_what_mixes_a_batch(make_step: Callable[..., training_step.TrainingStep], monkeypatch: pytest.MonkeyPatch
                             ) -> None:
-    """One launch with as many blocks as the pairs of images need, and a write of the share that the loss reads, if it
-    has changed."""
+    """Mixing is one launch with as many blocks as the pairs of images need. The share that the loss reads is written
+    only if it has changed."""
     step = make_step(64)
     launched: list[Any] = []
     monkeypatch.setattr(step.kernels, "get", lambda source, name: SimpleNamespace(
@@ -919,7 +941,7 @@ def test_what_mixes_a_batch(make_step: Callable[..., training_step.TrainingStep]
     image = 64 * 64 * 4
     assert launched == [0.75, ("mix_images<half>", 2 * image // 1024, [image, 4, 0.75]),
                         ("exchange_boxes<half, 4>", 2 * 16 * 64 // 256, [4, 64, 64, 8, 0, 24, 64]), 1.0]
-    with pytest.raises(GraphError, match="for images of 64x64: the box must lie inside, and mixup be 1"):
+    with pytest.raises(GraphError, match="for images of 64x64: give a box inside the image"):
         step.mix(Draws(cutmix=Box(0, 0, 65, 64)))
 
 

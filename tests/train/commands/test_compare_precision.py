@@ -69,7 +69,8 @@ def test_compare_goes_on_where_it_was_stopped(tiny_options, tmp_path, run_train,
 @pytest.mark.long(but=["15"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_this_process_alone_stops_the_run(number, tmp_path, monkeypatch):
-    """As from `kill` and not from a terminal: the run, a separate process, gets the signal from this one."""
+    """`kill` signals only this process, while a terminal signals both: this process passes the signal on to the run,
+    which is a separate process."""
     run = tmp_path / "run.sh"
     run.write_text(f"#!/bin/sh\ntrap 'exit {128 + number}' {number:d}\nsleep 0.5\nkill -{number:d} $PPID\n"
                    "for i in $(seq 30); do sleep 0.1; done\n")

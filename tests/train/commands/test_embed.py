@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +16,8 @@ from common.errors import UserError
 from train.checkpoint import load
 from train.command_line import read
 from train.commands import embed, export
+from train.devices import Placement
+from train.features import Features
 from train.options.commands import EmbedOptions, ExportOptions
 
 pytestmark = pytest.mark.usefixtures("narrow_network")
@@ -52,6 +57,27 @@ def test_rows_are_in_the_order_of_the_list(
     np.testing.assert_allclose(np.load(output), features[::-1], rtol=1e-5)
 
 
+def test_executors_give_what_the_classifier_reads(
+    initial_weights: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MXNet and the reference end at one tensor; the cuda executor is told to end there."""
+    features = {}
+    for executor in ("mxnet", "reference"):
+        output = tmp_path / f"{executor}.npy"
+        run_embed("--checkpoint", initial_weights, "--output", output, "--executor", executor, "--batch-size", 2,
+                  "--device", "cpu", "--on-bad-image", "skip", photos)
+        features[executor] = np.load(output)
+    np.testing.assert_allclose(features["mxnet"], features["reference"], rtol=1e-4, atol=1e-5)  # sums in fp32
+
+    made: dict[str, Any] = {}
+    monkeypatch.setattr("train.build.create_executor", lambda name, graph, shapes, device, **options:
+                        made.update(options, graph=graph) or SimpleNamespace(set_params=lambda *values: None))
+    trained = load(initial_weights)
+    Features(trained, replace(trained.config, batch_size=2, dtype="float16"), Placement("cuda", "gpu(0)", ""))
+    (reader,) = made["graph"].consumers[made["answer"]]
+    assert reader.op == "FullyConnected"
+
+
 def test_mistakes(initial_weights: Path, photos: Path, tmp_path: Path) -> None:
     (tmp_path / "there.npy").write_bytes(b"of another program")
     (tmp_path / "beside.txt").write_text("of another program")
@@ -76,6 +102,6 @@ def test_mistakes(initial_weights: Path, photos: Path, tmp_path: Path) -> None:
 def test_features_are_for_onnx_in_floats(initial_weights: Path, tmp_path: Path) -> None:
     for more in (["--symbol", tmp_path / "a.json"], ["--onnx", tmp_path / "a.onnx", "--int8", "tensorrt"]):
         arguments = ["--checkpoint", initial_weights, "--features", *more]
-        with pytest.raises(UserError, match="--features is for --onnx in floats: add --onnx FILE, and leave"):
+        with pytest.raises(UserError, match="--features works only with --onnx FILE and without --int8"):
             export.main(read(ExportOptions, [str(word) for word in arguments], command="export"))
     assert not list(tmp_path.glob("a.*"))

@@ -256,7 +256,7 @@ def test_images_that_changed_since_are_told(run_folder, tmp_path, capsys):
     shutil.copy(images[4], images[8])
     run_predict(run_folder, output, *images)
     assert capsys.readouterr().err.startswith(
-        f"{output}: 2 of its images changed after it was begun, and their predictions may be of the earlier ones: "
+        f"{output}: 2 of its images changed after it was begun, so their predictions may be of the old images: "
         f"{images[2]}, {images[5]} (give another --output to predict all anew)\n")
     assert len(rows(output)) == 10
 
@@ -332,7 +332,7 @@ def test_full_disk_loses_nothing(run_folder, photos, tmp_path, monkeypatch):
 
 
 def test_nothing_follows_a_batch_that_a_full_disk_has_cut(run_folder, photos, tmp_path, monkeypatch):
-    """Although there is room again for the batches that wait behind it."""
+    """The batches that wait behind it are not written, although there is room again."""
     run_predict(run_folder, tmp_path / "whole.csv", photos)
     output, whole, calls = tmp_path / "out.csv", PredictionFile._write, iter(range(100))
 
@@ -393,10 +393,10 @@ DAMAGE = {  # a line, and its replacement
 @pytest.mark.parametrize("what, sentence", [
     ("checkpoint", "begun with another network, by the SHA-256 of its weights"),
     ("top", "begun with another --top: 2, now 3"),
-    ("foreign", "is there already, and was not begun by this command"),
+    ("foreign", "exists already and was not begun by this command"),
     ("images", "but this command has"),
     ("fewer images", "but this command has none"),
-    ("about", r"\.about\.json, which says what out\.csv was begun with, is damaged: restore it"),
+    ("about", r"\.about\.json, which records how out\.csv was begun, is damaged: restore it"),
     ("damaged jsonl", r"out\.jsonl is damaged in line 4, after 3 images: repair"),
     ("damaged csv", r"out\.csv is damaged in line 5, after 3 images: repair"),
     ("open quote", r"out\.csv is damaged in line 5, after 3 images: repair"),
@@ -523,7 +523,8 @@ def test_records_are_read_back():
 
 @pytest.mark.parametrize("form", [Csv(CLASS_NAMES, 2), JsonLines(CLASS_NAMES, 2)])
 def test_no_changed_byte_of_a_record_counts_as_done(form):
-    """Except in a probability, or in an error message, where nobody can notice it."""
+    """A record with a changed byte does not count as done, unless the byte is in a probability or in an error message,
+    where nobody can notice it."""
     file = "one.jpg"
     for whole, unseen in ((form.prediction(file, [1, 0], [0.75, 0.125]), ("0.75", "0.125")),
                           (form.failure(file, "no image"), ("no image",))):
@@ -608,7 +609,7 @@ def class_folders(photos: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("ending", ["csv", "jsonl"])
 def test_folders_tell_the_true_class(run_folder, class_folders, tmp_path, ending):
-    """Also for an unreadable image, and after resuming."""
+    """An image's folder tells its true class, also for an unreadable image, and after resuming."""
     (class_folders / "plain" / "9.png").write_bytes(b"no image")
     output = tmp_path / f"out.{ending}"
     run_predict(run_folder, output, class_folders)

@@ -92,7 +92,7 @@ def test_the_command_writes_integers_and_tells_what_they_cost(
 def test_skipped_and_damaged_images_are_named(
     run_folder: Path, tiny_data: Path, tmp_path: Path, run_train: RunTrain
 ) -> None:
-    """By quantize, also among the calibration images; by validate with their number, and in its report."""
+    """quantize names such images of both splits; validate names and counts them, also in its report."""
     for split in ("train", "val"):
         shutil.copytree(tiny_data, tmp_path / split)
         (tmp_path / split / "class0" / "1.jpg").write_bytes(b"no image")
@@ -124,7 +124,7 @@ def test_skipped_and_damaged_images_are_named(
 def test_skipped_images_leave_enough_to_calibrate_on(
     run_folder: Path, tiny_data: Path, tmp_path: Path, run_train: RunTrain
 ) -> None:
-    """As many as are required in the first place."""
+    """If too few decodable images are left for calibration, quantize is refused."""
     shutil.copytree(tiny_data, tmp_path / "train")
     shutil.copytree(tiny_data, tmp_path / "val")
     bad = sorted((tmp_path / "train").glob("*/*.jpg"))[15:]
@@ -156,7 +156,7 @@ def test_a_good_file_is_replaced_only_when_asked(quantised: Path, trained: Check
     path.write_bytes(first[:100])  # damaged: no loss
     assert run_train(*command_line)[0] == 0
     other = dict(trained.params) | {"classifier_bias": trained.params["classifier_bias"] + 1}
-    save(replace(trained, params=other), quantised / "checkpoints" / "best.npz")  # of other weights: likewise
+    save(replace(trained, params=other), quantised / "checkpoints" / "best.npz")  # the file is of other weights now
     assert run_train(*command_line)[0] == 0
 
 
@@ -263,7 +263,7 @@ def test_a_file_of_other_weights_or_images_is_refused(
 @pytest.mark.long
 def test_images_are_prepared_as_for_the_ranges(run_folder: Path, tiny_data: Path, tmp_path: Path,
                                                run_train: RunTrain) -> None:
-    """By each command that reads the file, without an option for it."""
+    """Every command that reads the file prepares images as quantize did, without an option for it."""
     images = ["--val-image-size", "40", "--mean", "0", "0", "0", "--std", "1", "1", "1"]
     code, out, _ = run_train("quantize", "--checkpoint", run_folder, "--images", "16", *images)
     assert code == 0
@@ -399,8 +399,7 @@ def test_where_integers_are_computed(given: dict[str, str], gpus: list[str], obs
 @pytest.mark.long
 def test_predictions_with_integers(quantised: Path, trained: Checkpoint, tiny_data: Path, tmp_path: Path,
                                    run_train: RunTrain) -> None:
-    """Printed and written to a file: the reference executor's predictions, which differ slightly from those in
-    floats."""
+    """Predictions in INT8 are equal on the terminal and in a file, and differ slightly from those in floats."""
     images = sorted(tiny_data.rglob("*.jpg"))[:5]
     found = {}
     for name, options in (("int8", ["--int8"]), ("floats", [])):

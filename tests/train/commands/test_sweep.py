@@ -16,9 +16,9 @@ import pytest
 from made_runs import make_run
 from several_processes import LIMIT, python_path
 
-from common import files
+from common import files, plugins
 from common.command_line import part_of
-from common.errors import ProgramError
+from common.errors import ProgramError, UserError
 from train.command_line import read, understood
 from train.commands import grid, sweep
 from train.errors import TrainError
@@ -64,7 +64,8 @@ def test_toml(tmp_path):
 
 
 def test_the_length_of_the_demonstration_is_the_same_for_all(tmp_path):
-    """Alone, a run on the sample set chooses its number of epochs by the speed of the machine."""
+    """A single run on the sample set chooses its number of epochs by the machine's speed; the runs of a sweep do
+    not."""
     (point,) = planned("--seeds", 1)
     assert str(point.folder) == "runs/sweep-cpu_sample/seed=0"
     assert point.arguments[:4] == ["--seed", "0", "--epochs", str(point.config.epochs)]
@@ -113,6 +114,34 @@ def test_what_else_is_refused(tmp_path):
         planned(tmp_path)
     with pytest.raises(TrainError, match="x.toml (as JSON|is no TOML file)"):
         planned(written(tmp_path, "a = [", "x.toml"))
+
+
+@pytest.mark.parametrize(("option", "sentence"), [
+    ("plugin", "plugin=gone cannot be trained: --plugin gone: there is no such file"),
+    ("weights", "weights=gone cannot be trained: .*gone"),
+    ("config", "there is no preset 'gone'"),
+    ("data", "data=gone cannot be trained: data path gone does not exist"),
+])
+def test_files_that_are_missing_are_told_before_anything_runs(option, sentence, tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep, "own_process", pytest.fail)
+    file = written(tmp_path, json.dumps({option: ["gone"]}))
+    with pytest.raises(UserError, match=sentence):
+        sweep.main(read(SweepOptions, [str(file), "--output", str(tmp_path / "out")], command="sweep"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_plugins_in_a_grid(plugin, tmp_path):
+    """Two plug-ins register the same schedule, and the grid chooses it by name: each training uses its own plug-in."""
+    source = "from train.plugins import schedule\n@schedule\ndef mine(progress): return {}"
+    files_ = [plugin(source.format(factor), f"{name}.py") for name, factor in (("a", "1"), ("b", "1 - progress"))]
+    grid_file = written(tmp_path, json.dumps({"plugin": [str(file) for file in files_], "schedule": "mine"}))
+    points = planned(grid_file)
+    assert [plugins.name_of(point.config.plugin[0]) for point in points] == ["a.py", "b.py"]
+    assert all(point.config.plugin[0] in point.arguments for point in points)
+    assert plugins.find("schedule", "mine") is None
+    files_[1].write_text("raise ValueError(3)")
+    with pytest.raises(TrainError, match=r"b\.py.* cannot be trained: the plug-in failed at .*b.py:1: ValueError: 3"):
+        planned(grid_file)
 
 
 def test_the_page_on_runs(tmp_path):

@@ -54,7 +54,7 @@ def clocked(monkeypatch):
 
 
 def test_who_is_behind_hangs(clocked):
-    """The others have begun an operation that process 1 has not begun."""
+    """Process 1 hangs: the others have begun an operation that it has not begun."""
     for number, collectives in enumerate((8, 7, 9)):
         clocked.records[number].collectives = collectives
     assert clocked.after(40) is None
@@ -74,14 +74,14 @@ def test_equally_far(clocked):
 
 
 def test_gpu_that_is_behind(clocked):
-    """All hosts have launched the next step, and wait."""
+    """The GPU of process 2 hangs, although all hosts have launched the next step and wait."""
     for number, passes in enumerate((12, 12, 11)):
         clocked.records[number].device_passes = passes
     assert clocked.after(41) == Hang((2,), is_certain=True)
 
 
 def test_stopped_process_hangs_wherever_it_is(clocked):
-    """Also while it compiles, and although it has begun more operations than the others."""
+    """A stopped process hangs even if it compiles, or has begun more operations than the others."""
     clocked.records[2].activity, clocked.records[2].collectives = Activity.STARTING, 5
     clocked.stopped = {102}
     assert clocked.after(40, 0, 1) is None
@@ -253,7 +253,7 @@ BLOCKED = """
 @pytest.mark.long
 @needs_horovod
 def test_process_blocked_in_c_ends_the_run(tiny_options, tmp_path):
-    """Signal handlers cannot run there."""
+    """Process 1 is blocked in C code, where signal handlers cannot run; it is killed, and the run ends."""
     done = run_processes(BLOCKED, *tiny_options, "--output", tmp_path / "run", light=True,
                          hang_seconds=SECONDS)
     assert done.returncode == EXIT_HUNG_PROCESS, done.stderr
@@ -358,4 +358,4 @@ def test_elastic_run_in_which_one_after_the_other_hangs():
     done = subprocess.run([sys.executable, "-c", starter, script], capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == EXIT_HUNG_PROCESS, done.stderr
     assert done.stderr.count("it hangs and is killed") == 3
-    assert "; 3 have hung without a step in between, so the run ends; " in done.stderr.splitlines()[-1]
+    assert "; 3 processes have hung without a step in between, so the run ends; " in done.stderr.splitlines()[-1]

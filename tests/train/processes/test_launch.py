@@ -185,7 +185,7 @@ def test_parse():
 
 @pytest.mark.parametrize("processes", ["2", "1 --min-np 1"])
 def test_machine_whose_name_has_no_address(monkeypatch, capsys, processes):
-    """Gloo would crash."""
+    """The launcher refuses to start, because Gloo would crash."""
     monkeypatch.setattr(socket, "gethostname", lambda: "nobody.invalid")
     monkeypatch.setenv(LAUNCHER_VARIABLE, "")  # restored afterwards
     arguments = ["-n", *processes.split(), "--device", "cpu"]
@@ -252,7 +252,7 @@ def test_a_launcher_is_not_elastic_because_another_was(monkeypatch):
                                          ("OMP_NUM_THREADS", "99999"), ("OMP_NUM_THREADS", "0"),
                                          ("HOROVOD_GLOO_TIMEOUT_SECONDS", "abc")])
 def test_numbers_in_the_environment(monkeypatch, capsys, name, value):
-    """MXNet, OpenMP or Gloo would abort."""
+    """The launcher refuses invalid numbers, because MXNet, OpenMP or Gloo would abort."""
     pytest.importorskip("horovod")
     monkeypatch.setenv(LAUNCHER_VARIABLE, "")  # restored afterwards
     monkeypatch.setenv(name, value)
@@ -319,8 +319,8 @@ time.sleep(10_000)
 @pytest.mark.long
 @pytest.mark.parametrize("send", [os.killpg, os.kill], ids=["terminal", "launcher"])
 def test_ctrl_c_reaches_the_processes(tmp_path, send):
-    """Also before they have a handler, while they start; in commands that need none; and if only the launcher receives
-    it, as from `kill -INT`."""
+    """Ctrl-C also ends processes that have no handler yet because they are starting, and commands that need none. `kill
+    -INT` sends the signal to the launcher only, which passes it on."""
     pytest.importorskip("horovod")
     script = ("import os, pathlib, time; "
               f"pathlib.Path({str(tmp_path)!r}, os.environ['HOROVOD_RANK']).touch(); time.sleep(10_000)")

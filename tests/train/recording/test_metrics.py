@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import itertools
 import json
@@ -20,6 +21,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from common import plugins
 from graph_passes.executors import Metrics
 from train.errors import TrainError
 from train.processes.signals import StoppedBySignal
@@ -126,9 +128,10 @@ def test_a_device_that_works_a_step_ahead(tmp_path: Path, rng: random.Random) ->
 @pytest.mark.parametrize(
     ("num_steps", "session_starts", "warmup", "expected"),
     [
+        # steps; first step of each session; warm-up steps of a session; numbers of the steps that count
         (6, [0], 2, [2, 3, 4, 5]),
         (6, [0, 4], 1, [1, 2, 3, 5]),
-        (3, [0], 10, [2]),  # too short for its warm-up: the last step counts
+        (3, [0], 10, [2]),  # a session shorter than its warm-up: its last step counts
         (5, [0, 3], 10, [2, 4]),
         (5, [0, 5], 2, [2, 3, 4]),  # a session that has not done a step yet
         (0, [0], 2, []),
@@ -197,7 +200,8 @@ def test_a_step_of_fewer_images_counts_those_that_it_has(tmp_path: Path) -> None
 
 
 def test_bad_images_of_the_loader_are_named_once(tmp_path: Path) -> None:
-    """Whether the loader met them before the first batch was requested or later; and not again in a resumed run."""
+    """Bad images are named once, whether the loader met them before the first batch was requested or later. A resumed
+    run does not name them again."""
     class Loader:
         bad_images: Sequence[tuple[str, str]] = [("first.jpg", "empty")]
 
@@ -834,3 +838,9 @@ def test_the_best_epoch_is_that_of_the_kept_weights() -> None:
     record.epochs = rows[:2]  # resumed before that epoch
     assert record.best is rows[1]
     assert RunRecord({}, "", 1).best is None
+
+
+def test_plugins_metrics_take_no_name_of_an_epochs_columns() -> None:
+    import train.plugins  # noqa: F401  # reserves them
+
+    assert {field.name for field in dataclasses.fields(EpochRow)} <= plugins._reserved["metric"]

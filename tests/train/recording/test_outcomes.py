@@ -81,8 +81,8 @@ def test_calibration_error_of_one_probability(sureness: float, accuracy: float, 
 
 
 def test_calibration_error_of_known_distributions(rng: np.random.Generator) -> None:
-    """Guesses that are right as often as their probability says: only random deviations remain. Wrong twice as often: 1
-    - p."""
+    """If guesses are right as often as their probability p says, only random deviations remain. If they are wrong twice
+    as often, the error is the mean of 1 - p."""
     sureness = rng.uniform(0.5001, 1, 200_000)
     calibrated = two_classes(sureness, rng.uniform(size=len(sureness)) < sureness)
     assert calibrated.calibration_error < 0.005  # 15 bins of 25,000: a deviation of 0.003 each

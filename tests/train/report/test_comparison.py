@@ -64,6 +64,20 @@ def test_seeds_become_mean_and_deviation(tmp_path):
     assert found.title == "4 runs of 2 configurations" and "±" in found.explanation
 
 
+def test_metrics_of_plugins(tmp_path):
+    """In the epoch whose weights are kept; a run without them has a dash, and one without validation none."""
+    briers = [{"brier": 0.5}, {"brier": 0.25}, {"brier": 0.75}]
+    make_run(tmp_path / "a", [10, 30, 20], plugin_metrics=briers)
+    make_run(tmp_path / "b", [10, 20], learning_rate=0.3)
+    make_run(tmp_path / "c", [20, 30, 10], evaluated=TRAINING_IMAGES, plugin_metrics=briers, learning_rate=0.2)
+    found = compare([tmp_path])
+    column = found.results_table.header.index("brier")
+    assert [row[column] for row in found.results_table.rows] == ["0.25", "-", "-"]
+    values = found.to_dict()
+    assert values["rows"][0]["plugin_metrics"] == {"brier": {"mean": 0.25, "deviation": None, "values": [0.25]}}
+    assert [row["runs"][0]["plugin_metrics"] for row in values["rows"]] == [{"brier": 0.25}, {}, {}]
+
+
 def test_names_of_configurations(tmp_path):
     for folder in ("x", "y"):
         for seed in range(2):
@@ -129,7 +143,8 @@ def test_values_that_are_none_of_a_run(field, tmp_path):
     rewrite(tmp_path / "odd", lambda line: {**line, **field} if field.keys() & line.keys() else line)
     found = compare([tmp_path])
     assert [row.name for row in found.rows] == ["good"]
-    assert found.notes[0].startswith("odd is left out: its metrics.jsonl has values that are none of a run (")
+    sentence = f"odd is left out: {tmp_path / 'odd' / 'metrics.jsonl'} has values that are none of a run ("
+    assert found.notes[0].startswith(sentence)
 
 
 def test_runs_of_different_data_are_told(tmp_path):

@@ -46,7 +46,8 @@ def test_spread(total: int, count: int, expected: list[int]) -> None:
 def test_predictions_of_the_spread_images(
     broken: bool, tmp_path: Path, narrow_network: None, rng: np.random.Generator
 ) -> None:
-    """As the executor predicts each alone, and with the files' pixels; an image that cannot be decoded is left out."""
+    """The guesses are those that the executor gives for each image alone, and the pictures have the files' pixels. An
+    image that cannot be decoded is left out."""
     colours, files = {}, []
     for i in range(30):
         colours[f"{i:02}.png"] = tuple(int(value) for value in rng.integers(0, 256, 3))

@@ -71,7 +71,7 @@ def record() -> RunRecord:
 
 
 def counted(values: list[float]) -> list[float]:
-    """Both sessions without their warm-up."""
+    """The values of the steps that count: both sessions without their warm-up."""
     return values[WARMUP:FIRST_SESSION] + values[FIRST_SESSION + WARMUP :]
 
 
@@ -252,6 +252,25 @@ def test_skipped_images_of_each_epoch(record: RunRecord, tmp_path: Path) -> None
     text = report.write_report(tmp_path, record).read_text()
     table = [line.split("|")[-2].strip() for line in text[text.index("| epoch | ") :].split("\n\n")[0].splitlines()]
     assert table == ["skipped", "---:", "0", "0", "1,234", "0"]
+
+
+def test_metrics_of_plugins(record: RunRecord, tmp_path: Path) -> None:
+    """A tile of the best epoch's, a column of the table of epochs, and a plot."""
+    for number, row in enumerate(record.epochs):
+        row.plugin_metrics = {"brier": 0.5 - 0.125 * number} | ({"surest": 0.75} if number else {})
+    assert record.best
+    text = report.write_report(tmp_path, record).read_text()
+    assert f"**{record.best.plugin_metrics['brier']:.4g}** brier of the same epoch" in text
+    (heading,) = [line for line in text.splitlines() if line.startswith("| epoch |")]
+    assert "| brier | surest | train top-1 |" in heading
+    assert "](plugin_metrics.png)" in text and (tmp_path / "plugin_metrics.png").exists()
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_plugins_loss_is_named(record: RunRecord, tmp_path: Path) -> None:
+    record.config |= {"loss": "focal", "plugin": [f"/x/focal.py#sha256={'0123456789abcdef' * 4}"]}
+    text = report.write_report(tmp_path, record).read_text()
+    assert "Trained with the loss focal of a plug-in (/x/focal.py (sha256 01234567...))." in text
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -127,7 +127,7 @@ enum Relu { NO_RELU, RECOMPUTED, BITS };  // the source of ReLU's mask in the ba
 // dbeta = sum of dz, dgamma = sum of dz * (x - mean) * invstd. dz is dy (or dy + dy2), masked by ReLU. WRITE stores dz: it is
 // the residual's gradient, and batch_norm_backward_apply then reads it instead of dy. With DROP, the sums are over dz times
 // the image's stochastic-depth factor.
-// Shapes: x, dy, dz (rows, C); dy2 likewise, or (rows of the grid, C); mask (rows, C / 8) bytes; saved (2, C), gamma, beta,
+// Shapes: x, dy, dz (rows, C); dy2 (rows, C) or (rows of the grid, C); mask (rows, C / 8) bytes; saved (2, C), gamma, beta,
 // dgamma, dbeta (C), partials (gridDim.y, 2, C), factors fp32; tickets (gridDim.x).
 template <class T, Relu RELU, SecondGradient SECOND, bool WRITE, bool DROP>
 __global__ void __launch_bounds__(REDUCE_THREADS, 1)

@@ -191,7 +191,7 @@ struct Forward {
             // must give equal bits.
             var[k] = fmaxf(fmaf(-about_zero * mean[k], mean[k], var[k] * share), 0.f);
         }
-        // As vectors: loaded float by float, each load waits for the store before it, and the launch for all of them.
+        // Loads and stores whole vectors. Float by float, each load would wait for the store before it.
         if (keeper && running_mean) {
             float to_mean[VEC], to_var[VEC];
             load_floats(running_mean + channel, to_mean);

@@ -53,7 +53,7 @@ batch_norm_pair_apply(const Packed<T> *x, const Packed<T> *x_2, const float *sum
 
 // The sums of both norms, as in batch_norm_backward_reduce. Without DROP, both have the same dbeta. dz is dy (or dy + dy2),
 // masked by ReLU; it is stored for batch_norm_pair_backward_apply.
-// Shapes: x, x_2, dy, dz (rows, C); dy2 likewise, or (rows of the grid, C); mask (rows, C / 8) bytes; saved (2, C), dgamma,
+// Shapes: x, x_2, dy, dz (rows, C); dy2 (rows, C) or (rows of the grid, C); mask (rows, C / 8) bytes; saved (2, C), dgamma,
 // dbeta (C) fp32, and those with _2; partials (gridDim.y, 3 + DROP, C), factors fp32; tickets (gridDim.x).
 template <class T, SecondGradient SECOND, bool DROP>
 __global__ void __launch_bounds__(REDUCE_THREADS, 1)

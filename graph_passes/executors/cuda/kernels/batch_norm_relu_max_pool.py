@@ -45,7 +45,7 @@ WINDOW = {"kernel": (3, 3), "stride": (2, 2), "pad": (1, 1)}  # of the pooling
 STRIP = _CUDA.value("STRIP")  # output rows per thread
 
 
-# --- where it is: always, so this is a pass ---
+# --- where it is used: wherever possible, so this is a pass and not a rule ---
 
 
 def batch_norm_relu_max_pool(graph: Graph) -> Graph:

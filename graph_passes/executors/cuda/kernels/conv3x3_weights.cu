@@ -94,7 +94,8 @@ conv3x3_weights(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
 
     const int kernel_row = warp / TEAM_WARPS, round = ring.rows * ring.pitch;
     PipelineState oldest;
-    int there = -2 * ring.pitch, done = 0;  // pixels of dy whose operands have all arrived, and that are multiplied
+    // there: pixels of dy whose operands have all arrived. done: pixels of dy whose rows have been released.
+    int there = -2 * ring.pitch, done = 0;
     int dy_at = 0, x_at = kernel_row * ring.pitch;
     float sums[SIZE * VECTORS][4] = {};
     for (int pixels = STEP; pixels <= steps * STEP; pixels += STEP) {

@@ -79,7 +79,7 @@ template <class S> struct Shared {
 // dz = dy * w, plus `addend` unless SECOND is NONE, masked by ReLU's bits in `mask`. Also computes the sums of
 // batch_norm_backward_reduce, or with PAIR of batch_norm_pair_backward_reduce. DROP is as there. The weights are (K, C),
 // which is OHWI.
-// Shapes: dy (rows, K); w (K, C); x, x_2, dz (rows, C); addend likewise, or (rows of the grid, C); mask (rows, C / 8) bytes;
+// Shapes: dy (rows, K); w (K, C); x, x_2, dz (rows, C); addend (rows, C) or (rows of the grid, C); mask (rows, C / 8) bytes;
 // saved (2, C), dgamma, dbeta (C) fp32, and those with _2; partials (gridDim.y, 2 + PAIR, or 4 with PAIR and DROP, C),
 // factors fp32; tickets (gridDim.x). columns = C.
 template <class T, int K, SecondGradient SECOND, bool PAIR, bool DROP>

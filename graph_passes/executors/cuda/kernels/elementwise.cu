@@ -3,7 +3,8 @@
 #include "common.cuh"
 
 // y (pixels, to_channels) = x (pixels, from_channels), converted; additional channels are 0. RGB images become 4-channel
-// images, which cuDNN's tensor-core kernels can load. One thread per pixel.
+// images, which cuDNN's tensor-core kernels can load. With one channel a pixel, a conversion of each element. One thread per
+// pixel.
 // Shapes: x (rows, from_channels), y (rows, to_channels); pixels = rows = N*H*W.
 template <class From, class T>
 __global__ void convert_input(const From *x, T *y, int64_t pixels, int from_channels, int to_channels) {

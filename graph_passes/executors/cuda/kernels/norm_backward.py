@@ -148,10 +148,11 @@ _ATTRIBUTES = CONVOLUTION | ATTRIBUTES | DATA_SHAPE | dropping(["factors"]) | {"
 _OPTIONAL = {"beta": "no_relu", **FACTORS}
 
 OPERATORS = (
-    # `beta` if ReLU must still be applied to the gradient. `data_2` is the data of the convolution ...
+    # `beta` is an input if the gradient must still be masked by ReLU. `data_2` is the data of the convolution.
     Operator("NormBackward", (*NORM_CONV, "beta", "factors"), attrs=_ATTRIBUTES, outputs=("weight_grad", "data_grad"),
              optional=_OPTIONAL, body=partial(_body, reduces=False), forward="BatchNorm", fused=True),
-    # ... and in this operator the input of the preceding BatchNorm + ReLU, from which that data is recomputed.
+    # Here `data_2` is the input of the preceding BatchNorm + ReLU, from which the data of the convolution is
+    # recomputed.
     Operator("NormBackwardReduce", (*NORM_CONV, "beta", *BEFORE, "factors"), attrs=_ATTRIBUTES,
              outputs=("weight_grad", "masked_grad", *_SUMS), optional=_OPTIONAL, body=partial(_body, reduces=True),
              forward="BatchNorm", fused=True),

@@ -117,8 +117,9 @@ class Stream:
 
     @property
     def results(self) -> int:
-        """Result slots: as `Conv1x1Forward.results`, or one less if the stages need the room. For two convolutions as
-        many as are computed at once: between the two products there is time to copy them away."""
+        """Result slots of a warp, fewer if the stages need the room: for one convolution as in
+        `Conv1x1Forward.results`; for two, one for each part of the result, because there is time between the products
+        to copy them away."""
         most = self.columns // CHUNK if self.channels_2 else 3 if self.adds else 2
         return max(2 if self.adds else 1, min(most, self._places(self.blocks) - 2))
 

@@ -27,7 +27,7 @@ from graph_passes.operators.quantised import OPTIONAL_ADDEND, QUANTISED_CONVOLUT
 
 _CUDA = Declarations("quantised_conv_taps.cu")
 FILTERS, PEERS = _CUDA.values("FILTERS", "PEERS")  # FILTERS: multiplied at once; PEERS: blocks of a cluster
-# Eighths of the pixels that are multiplied at once, by window size and stride.
+# Choices for the pixels that are multiplied at once, in units of 8 pixels, by window size and stride.
 EIGHTS = {(3, 1): (26, 28, 30), (3, 2): (14, 26, 28, 30), (1, 1): (24, 26, 28, 30, 32)}
 CHANNELS = (64, 128)  # channels of a part
 MAX_PLACES, MAX_STAGES, MAX_RESULTS = _CUDA.values("MAX_PLACES", "MAX_STAGES", "MAX_RESULTS")
@@ -65,8 +65,8 @@ class QuantisedConvTaps:
     @cache
     def of(cls, shape: Shape, filters: int, size: int, stride: int, adds: bool,
            num_multiprocessors: int) -> QuantisedConvTaps | None:
-        """The division with the best estimate. None if none fits into a block or the clusters for all filters do not
-        fit on the GPU, and for other windows."""
+        """The division with the lowest estimated time. None for windows and channels that the kernel does not support,
+        if no division fits into a block, or if the clusters for all filters do not fit on the GPU."""
         few, many = CHANNELS
         if ((size, stride) not in EIGHTS or (shape[3] != few and shape[3] % many) or shape[1] % stride
                 or shape[2] % stride):

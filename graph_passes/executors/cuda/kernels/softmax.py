@@ -1,4 +1,4 @@
-"""The end of a classifier: softmax or sigmoid with bias, loss and metrics. Also the gradient of a bias."""
+"""The end of a classifier: softmax, sigmoid or a custom loss, with bias and metrics. Also the gradient of a bias."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import math
 from typing import Any
 
 from graph_passes.executors.cuda.builder import Builder, Launches, require
+from graph_passes.executors.cuda.kernel_library import Written
 from graph_passes.executors.cuda.operands import In, InOut, Out
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node, Ref
 from graph_passes.operators import LOSSES
+from graph_passes.operators.custom_loss import formula_of
+from graph_passes.operators.formula import Formula
 
 
 def softmax(builder: Builder, node: Node) -> None:
@@ -27,6 +30,16 @@ def sigmoid(builder: Builder, node: Node) -> None:
     _, classes = builder.shapes[node.input("data")]
     _loss(builder, node, "sigmoid.cu", builder.kernel("sigmoid_cross_entropy"),
           _gradient_scale(builder, node) / classes, ctypes.c_float(node["threshold"]))
+
+
+def custom(builder: Builder, node: Node) -> None:
+    """As `softmax`, for a loss whose kernel is written by its formula."""
+    _loss(builder, node, written(formula_of(node)), builder.kernel("custom_loss"), _gradient_scale(builder, node))
+
+
+def written(formula: Formula) -> Written:
+    """The source code of a formula's kernel."""
+    return Written(f'#include "labels.cuh"\n\n{formula.cuda()}\n#include "custom_loss.cuh"\n')
 
 
 def _gradient_scale(builder: Builder, node: Node) -> float:
@@ -67,5 +80,7 @@ LAUNCHES: Launches = {
     "SoftmaxCrossEntropy": softmax,
     "SigmoidOutput": sigmoid,
     "SigmoidCrossEntropy": sigmoid,
+    "CustomOutput": custom,
+    "CustomLoss": custom,
     "BiasGrad": bias_gradient,
 }

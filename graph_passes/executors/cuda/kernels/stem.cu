@@ -183,8 +183,8 @@ stem_fprop(const T *x, const T *w, Packed<T> *y, float *sums, Moments *partials,
 // dy is the gradient of BatchNorm + ReLU + max pooling, computed here (`PoolGradient`). Each half of the warps computes 32
 // filters; within a half, each of the four warps computes 7 of the 28 groups of 8 values of k. Dynamic shared memory has dy
 // of an item, then its image rows. The vectors of a pixel of dy are ordered such that `ldmatrix` has no bank conflicts.
-// Shapes: data (N, H, W, 4); x (N, OH, OW, K), what BatchNorm reads; dz (N, PH, PW, K), after pooling, winner likewise, in
-// bytes; saved (2, K), gamma, dgamma, dbeta (K), partials (gridDim.x, K, 7 * ROW_OF_K) fp32. rows = N*OH*OW.
+// Shapes: data (N, H, W, 4); x (N, OH, OW, K), what BatchNorm reads; dz (N, PH, PW, K), after pooling;
+// winner (N, PH, PW, K) bytes; saved (2, K), gamma, dgamma, dbeta (K), partials (gridDim.x, K, 7 * ROW_OF_K) fp32. rows = N*OH*OW.
 template <class T>
 __global__ void __launch_bounds__(THREADS, 2)
 stem_wgrad(const T *data, const Packed<T> *x, const Packed<T> *dz, const uint2 *winner, const float *saved,
