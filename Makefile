@@ -7,6 +7,7 @@
 # make test-long          all long tests; make test-all: both kinds, which is everything that needs no GPU
 # make check              ruff, mypy and the tests of files changed since main, or SINCE=COMMIT, in a minute
 # make test-gpu           the tests that need a GPU: GPU_JOBS=12 in parallel, then the ones that need the GPU alone
+# make test-emulated      the GPU tests of plain kernels on an emulated GPU, for hours (docs/extending.md)
 # make sanitize           compute-sanitizer (of the CUDA toolkit) over every kernel: memory, races, barriers
 # make test-faults        kills, stops, full disks, lost files at random moments, TRIES=20 of each (docs/reliability.md)
 # make setup              only set up .venv, with everything for the commands above; make clean removes it
@@ -32,7 +33,7 @@ GPU_JOBS ?= $(shell cores=$$(nproc); mib=$$(nvidia-smi --query-gpu=memory.total 
 	printf '%s\n' 12 $$cores $$(($${mib:-120000} / 10000)) | sort -n | head -1)
 
 .PHONY: help setup train-1gpu compare-precision compare-resnets gpu-report bench-scaling lint test test-long test-all check \
-	test-gpu test-faults sanitize clean
+	test-gpu test-faults test-emulated sanitize clean
 
 help:
 	@sed -n '/^$$/q; s/^# \?//p' Makefile
@@ -90,6 +91,9 @@ test-gpu: $(TOOLS) $(HOROVOD)
 
 test-faults: $(TOOLS) $(HOROVOD)
 	@$(call stage,faults,RESNET_FAULT_TRIES=$(or $(TRIES),20) $(PYTHON) -m pytest tests/faults $(ARGS))
+
+test-emulated: $(TOOLS)
+	@$(call stage,kernels on an emulated GPU,$(PYTHON) -m pytest tests/graph_passes/cuda/test_emulated_kernels.py -n $(JOBS) $(ARGS))
 
 sanitize: $(TOOLS)
 	@$(call stage,compute-sanitizer,$(PYTHON) -m pytest -m gpu -rs tests/graph_passes/cuda/test_sanitizer.py $(ARGS))

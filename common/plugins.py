@@ -5,7 +5,8 @@
     restore(records, "runs/my-run")           # in a later process: the same files, if they are unchanged
 
 A run records each plug-in as FILE#sha256=DIGEST, with the absolute path of its file, and keeps a copy. Only files that
-the user names, or has named before on this account (by SHA-256), are executed. Imports nothing slow.
+the user names, or has named before on this account (by SHA-256), are executed. A file of data, such as a network in
+ONNX, may stand where a plug-in does (`add_data_format`). Imports nothing slow.
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ class Registered(NamedTuple):
     name: str
     made: Any  # the function, class or object
     file: str
-    line: int
+    line: int  # 0: the whole file
     record: str  # record of its plug-in; "" if the program itself has registered it
 
     @property
     def place(self) -> str:
         """Its file and line, for messages."""
-        return f"{self.file}:{self.line}"
+        return f"{self.file}:{self.line}" if self.line else self.file
 
 
 class _Loaded(NamedTuple):
@@ -66,16 +67,18 @@ _reserved: dict[str, set[str]] = {}  # kind -> names that no plug-in may take
 _loaded: dict[str, _Loaded] = {}  # by the name of the file, or of the entry point
 _told: set[tuple[str, str]] = set()  # records whose difference has been reported
 _loading: list[str] = []  # records of the plug-ins that are being executed
+_data_formats: dict[str, Callable[[str, bytes], None]] = {}  # end of a file's name -> function of `add_data_format`
 
 
 # --- what is registered ---
 
 
-def register(kind: str, name: str, made: Any, key: str = "") -> None:
+def register(kind: str, name: str, made: Any, key: str = "", data_file: str = "") -> None:
     """Called by the decorators. `key` identifies objects that are never chosen by name, so that several plug-ins may
-    use the same name. Raises UserError for an invalid name, or one that exists already."""
-    file, line = _caller()
-    if not _NAME.fullmatch(name):
+    use the same name. `data_file`: the file that has it, if it comes from data instead of code. Raises UserError for an
+    invalid name, or one that exists already."""
+    file, line = (data_file, 0) if data_file else _caller()
+    if not is_name(name):
         raise fault(f"{name!r} is no name for a {kind}: give letters, digits, '_', '-' and '.'")
     record = _loading[-1] if _loading else ""
     key = f"{record} {key}" if key else name
@@ -87,10 +90,21 @@ def register(kind: str, name: str, made: Any, key: str = "") -> None:
     _registered[kind, key] = Registered(kind, name, made, file, line, record)
 
 
+def is_name(name: str) -> bool:
+    """Whether something may be registered under that name."""
+    return bool(_NAME.fullmatch(name))
+
+
 def fault(sentence: str) -> UserError:
     """The error of a decorator, with the file and line where it stands."""
     file, line = _caller()
     return UserError(f"{file}:{line}: {sentence}")
+
+
+def add_data_format(ending: str, register_content: Callable[[str, bytes], None]) -> None:
+    """Plug-ins whose files end so are data: `register_content`, called with the path and the content of such a file,
+    registers what it has. Nothing of the file is executed."""
+    _data_formats[ending] = register_content
 
 
 def reserve(kind: str, names: Iterable[str]) -> None:
@@ -168,7 +182,7 @@ def load(words: Sequence[str]) -> tuple[str, ...]:
         file, digest = _parts(word)
         record, content, execute = _found(file)
         if digest and digest != _parts(record)[1]:
-            raise UserError(f"the plug-in {file} has changed: its sha256 is {_parts(record)[1][:8]}..., not "
+            raise UserError(f"the {_word(file)} {file} has changed: its sha256 is {_parts(record)[1][:8]}..., not "
                             f"{digest[:8]}...; give --plugin {file} to use it as it is now")
         if twin := next((each for each in records if name_of(each) == name_of(record) and each != record), ""):
             raise UserError(f"the plug-ins {_parts(twin)[0]} and {file} have the same name, but a run finds them by "
@@ -208,8 +222,8 @@ def restore(records: Sequence[str], place: str, run_folder: str = "",
             found, content, execute = _recorded(record, place, run_folder)
             _load(record, content, execute, is_named=False)
             is_copy = found != _parts(record)[0]
-            _tell(f"plug-in {found}, as {place} records it"
-                  + f" ({_parts(record)[0]} has gone or changed; --plugin takes another one)" * is_copy)
+            _tell(f"{_word(record)} {found}, as {place} records it"
+                  + f" ({_parts(record)[0]} is missing or has changed; --plugin replaces it)" * is_copy)
 
 
 def together(recorded: Sequence[str], given: Sequence[str]) -> tuple[str, ...]:
@@ -266,7 +280,8 @@ def _found(word: str) -> tuple[str, bytes, Callable[[], None]]:
         except OSError as error:
             raise UserError(f"the plug-in {word} cannot be read ({error.strerror}): check its permissions") from None
         file = os.path.abspath(word)
-        return _record(file, content), content, lambda: _execute(file, content)
+        execute = _data_formats.get(path.suffix.lower(), _execute)
+        return _record(file, content), content, lambda: execute(file, content)
     entries = _installed()
     if word in entries:
         entry = entries[word]
@@ -289,15 +304,26 @@ def _recorded(record: str, place: str, run_folder: str) -> tuple[str, bytes, Cal
     for candidate in [file] * is_there + [copy] * os.path.isfile(copy):
         found, content, execute = _found(candidate)
         if _parts(found)[1] == _parts(record)[1]:
-            if not _is_known(found):
-                raise UserError(f"{place} needs the plug-in {candidate}, which nobody has named on this account yet: "
-                                f"read it, since it can do whatever you can, and give --plugin {candidate} ({WALKS})")
+            if not _is_data(found) and not _is_known(found):
+                raise UserError(f"{place} needs the plug-in {candidate}, which has not been used on this account yet: "
+                                f"read it first, since it runs with all your rights, then give --plugin {candidate} "
+                                f"({WALKS})")
             return candidate, content, execute
     if is_there:
-        raise UserError(f"the plug-in {file} has changed since {place} recorded it ({brief(record)}): give --plugin "
-                        f"{file} to use it as it is now")
-    raise UserError(f"{place} needs the plug-in {file}, which is not there: give --plugin with the place that it has "
-                    f"now, or install its package ({WALKS})")
+        raise UserError(f"the {_word(file)} {file} has changed since {place} recorded it ({brief(record)}): give "
+                        f"--plugin {file} to use it as it is now")
+    way_out = f"or install its package ({WALKS})" if not _is_data(record) else "or copy it there"
+    raise UserError(f"{place} needs the {_word(file)} {file}, which is not there: give its new path with --plugin, "
+                    f"{way_out}")
+
+
+def _is_data(record: str) -> bool:
+    return Path(_parts(record)[0]).suffix.lower() in _data_formats
+
+
+def _word(record: str) -> str:
+    """What messages call it."""
+    return "network file" if _is_data(record) else "plug-in"
 
 
 def _is_known(record: str) -> bool:
@@ -327,8 +353,8 @@ def _load(record: str, content: bytes, execute: Callable[[], None], is_named: bo
     try:
         execute()
         if not any(each.record == record for each in _registered.values()):
-            raise UserError(f"the plug-in {_parts(record)[0]} registers nothing: put a decorator before what it adds, "
-                            f"such as @model ({WALKS})")
+            raise UserError(f"the plug-in {_parts(record)[0]} registers nothing: put a decorator such as @model before "
+                            f"each thing that it adds ({WALKS})")
     except BaseException:
         _registered.clear()
         _registered.update(before)
@@ -386,7 +412,7 @@ def _tell_of_change(recorded: str, named: str, place: str) -> None:
     """Report, once, that a plug-in that the user has named differs from the recorded one."""
     if _parts(named)[1] != _parts(recorded)[1] and (recorded, named) not in _told:
         _told.add((recorded, named))
-        _tell(f"the plug-in {brief(named)} is used, although {place} was made with {brief(recorded)}")
+        _tell(f"the {_word(named)} {brief(named)} is used, although {place} was made with {brief(recorded)}")
 
 
 def _tell(sentence: str) -> None:

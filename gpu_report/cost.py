@@ -60,16 +60,16 @@ def check_data(data: str) -> None:
         source = open_source(data, split, CIFAR10_CLASSES)
         if (len(source), len(source.classes)) != (num_images, CIFAR10_CLASSES):
             raise TrainError(
-                f"--data {data} holds {len(source):,} images of {len(source.classes):,} classes as {split}, and "
-                f"CIFAR-10, which the section cost trains on, has {num_images:,} of {CIFAR10_CLASSES}: "
-                "give a place that holds it, or leave --data out"
+                f"--data {data} is not CIFAR-10, on which the section cost trains: its split {split} has "
+                f"{len(source):,} images of {len(source.classes):,} classes, not {num_images:,} of {CIFAR10_CLASSES}; "
+                "give the path of CIFAR-10, or leave --data out"
             )
 
 
 def measure(bench: Bench) -> Section:
     """Do or resume the run. If it is complete, only count time and price again, for a new target or price."""
     if bench.on_gpu and not bench.data:
-        bench.leave_out("time and cost to accuracy", "CIFAR-10 is missing: give its place with --data "
+        bench.leave_out("time and cost to accuracy", "CIFAR-10 is missing: give its path with --data "
                                                      "(docs/data.md)")
         return bench.found()
     folder = bench.folder / RUN_FOLDER

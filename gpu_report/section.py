@@ -108,9 +108,9 @@ class Bench:
         """Whether there is time for a measurement that takes at least `least` seconds. If not, it is noted as left out,
         and the same command measures it later."""
         if self.spent > self.seconds:
-            why = f"the section's {self.seconds:.0f} s were over"
+            why = f"the section had used up its {self.seconds:.0f} s"
         elif least > self.seconds:
-            why = f"it takes {least:.0f} s or more and the section had {self.seconds:.0f} s"
+            why = f"it takes at least {least:.0f} s, and the section had only {self.seconds:.0f} s"
         else:
             return True
         self._late = True

@@ -18,7 +18,7 @@ import numpy as np
 
 from graph_passes import passes, pipeline
 from graph_passes.errors import GraphError
-from graph_passes.graph import Graph
+from graph_passes.graph import Graph, Node, Ref
 from graph_passes.operators import is_relu
 from graph_passes.operators.quantised import LARGEST
 
@@ -31,17 +31,23 @@ _STEP = 8  # step, in bins, between the limits tried for entropy: 0.4 % of the r
 # Operators whose output may become int8, in a graph of `folded`.
 _OBSERVED = ("Convolution", "AddRelu", "Pooling", "Flatten", "BatchNormRelu", "elemwise_add")
 
+_LAYERS = ("Convolution", "FullyConnected")  # whose input becomes int8
+
 
 def folded(graph: Graph) -> Graph:
-    """The network with BatchNorm folded. Its tensors have the same names as in the graph of
-    `pipeline.quantised_passes`."""
-    return pipeline.run({**pipeline.FUSED, "fold_bn": passes.fold_bn}, graph)
+    """The network in inference with BatchNorm folded; its tensors have the names that those of
+    `pipeline.quantised_passes` have."""
+    return pipeline.run({**pipeline.FUSED, "fold_bn": passes.fold_bn}, passes.remove_dropout(graph))
 
 
 def observed(graph: Graph) -> list[str]:
-    """Names of the tensors of a folded graph that may become int8, and of the tensors that the ONNX export needs
-    besides."""
-    return ["data", *(node.name for node in graph if node.op in _OBSERVED or is_relu(node))]
+    """Names of the tensors of a folded graph that may become int8, and of those that ONNX's form of it has besides."""
+    return ["data", *(node.name for node in graph if not node.is_variable and (
+        node.op in _OBSERVED or is_relu(node) or _is_read_by_layer(graph, node)))]
+
+
+def _is_read_by_layer(graph: Graph, node: Node) -> bool:
+    return any(reader.op in _LAYERS for reader in graph.consumers.get(Ref(node.name), ()))
 
 
 class Calibration:

@@ -10,6 +10,7 @@ A graph is immutable: nodes are known by name, and a pass builds a new graph, mo
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import errno
 import json
@@ -176,7 +177,8 @@ class Graph:
         return candidate
 
     def infer_shapes(self, inputs: Mapping[str, Sequence[int]]) -> dict[Ref, Shape]:
-        """Shape of every output of every node, variables included, from the shapes of the input variables.
+        """Shape of every output of every node, variables included, from the shapes of the input variables. A variable
+        whose shape no operator tells has it as a hint (`__shape__`).
 
         Raises GraphError for an unknown input, an operator without a shape rule, and shapes that do not fit.
         """
@@ -188,7 +190,8 @@ class Graph:
         for node in self:
             if node.is_variable:
                 continue
-            input_shapes, output_shapes = infer_node_shapes(node, [shapes.get(ref) for ref in node.inputs])
+            given = [shapes.get(ref) or _hinted(self.nodes[ref.node]) for ref in node.inputs]
+            input_shapes, output_shapes = infer_node_shapes(node, given)
             for ref, shape in zip(node.inputs, input_shapes, strict=True):
                 if shapes.setdefault(ref, shape) != shape:
                     raise GraphError(
@@ -268,7 +271,7 @@ class Graph:
             place = f"line {error.lineno}, column {error.colno}"
             raise GraphError(f"{source} is cut off or is not JSON ({error.msg}, {place}): {hint}") from None
         except RecursionError:
-            raise GraphError(f"{source} is JSON in more brackets than any graph has: {hint}") from None
+            raise GraphError(f"{source} is JSON that is nested too deeply for a graph: {hint}") from None
         if not isinstance(document, dict) or not {"nodes", "heads"} <= document.keys():
             raise GraphError(f"{source} is JSON, but not a graph of MXNet (no 'nodes' and 'heads'): {hint}")
         try:
@@ -299,6 +302,12 @@ class Graph:
             "attrs": self.attrs or {"mxnet_version": ["int", 10901]},
         }
         return json.dumps(document, indent=2)
+
+
+def _hinted(node: Node) -> Shape | None:
+    """The complete shape that a variable has as a hint. MXNet writes 0 for an unknown size."""
+    shape = ast.literal_eval(node.attrs.get("__shape__", "()")) if node.is_variable else ()
+    return shape if shape and 0 not in shape else None
 
 
 def _from_document(cls: type[Graph], document: dict[str, Any]) -> Graph:

@@ -24,7 +24,14 @@ if TYPE_CHECKING:
 OPSET = 17  # from early 2022: all current runtimes read it
 IR_VERSION = 8  # the IR version of that opset
 
+CONSTANT = "_constant"  # between the name of a node and the number of one of its constants
+
 Arrays = Mapping[str, np.ndarray]
+
+
+def is_constant(name: str) -> bool:
+    """Whether a tensor of a model that `to_onnx` has made is a constant of an operator, not a parameter."""
+    return name.rpartition(CONSTANT)[2].isdecimal() and CONSTANT in name
 
 
 class OnnxOperator(NamedTuple):
@@ -113,7 +120,8 @@ def to_onnx(graph: Graph, arrays: Arrays, input_shape: tuple[int, int, int], qdq
         before: list[str] = []
         for number, operator in enumerate(operators, start=1):
             name = node.name if number == len(operators) else f"{node.name}_{number}"
-            constants = {f"{name}_constant{index}": np.asarray(value) for index, value in enumerate(operator.constants)}
+            constants = {f"{name}{CONSTANT}{index}": np.asarray(value)
+                         for index, value in enumerate(operator.constants)}
             weights |= constants
             chosen = operator.inputs if operator.inputs is not None else range(len(inputs) if number == 1 else 0)
             read = [*before, *(inputs[index] for index in chosen), *constants]
@@ -157,7 +165,9 @@ class _Integers:
                     self._scales |= {name: self._scales.get(name, qdq.scales[name]) for name in summands}
         self._not_negative: set[str] = set()
         for node in graph:
-            if is_relu(node) or (node.op in ("Pooling", "Flatten") and node.inputs[0].node in self._not_negative):
+            is_clipped = node.op == "clip" and node["a_min"] >= 0
+            if is_relu(node) or is_clipped or (node.op in ("Pooling", "Flatten")
+                                               and node.inputs[0].node in self._not_negative):
                 self._not_negative.add(node.name)
             elif qdq.unsigned and any(each.op == "Convolution" for each in graph.consumers.get(Ref(node.name), ())):
                 self._scales.pop(node.name, None)
@@ -297,6 +307,13 @@ def _slice(node: Node) -> OnnxOperators:
     return [OnnxOperator("Slice", {}, [np.array([value], np.int64) for value in (node["begin"], end, node["axis"])])]
 
 
+def _reverse(node: Node) -> OnnxOperators:
+    """A slice from the last element to the first, with the step -1."""
+    axes = np.array(node["axis"], np.int64)
+    constants = [np.full_like(axes, -1), np.full_like(axes, np.iinfo(np.int64).min), axes, np.full_like(axes, -1)]
+    return [OnnxOperator("Slice", {}, constants)]
+
+
 def _with_number(op_type: str) -> Callable[[Node], OnnxOperators]:
     return lambda node: [OnnxOperator(op_type, {}, [np.float32(node["scalar"])])]
 
@@ -318,6 +335,8 @@ OPERATORS: dict[str, Callable[[Node], OnnxOperators]] = {
                                        | ({"axes": node["axis"]} if node["axis"] else {}))],
     "Concat": lambda node: [OnnxOperator("Concat", {"axis": node["dim"]})],
     "slice_axis": _slice,
+    "reverse": _reverse,
+    "Reshape": lambda node: [OnnxOperator("Reshape", {}, [np.array(node["shape"], np.int64)])],
     "transpose": lambda node: [OnnxOperator("Transpose", {"perm": node["axes"]} if node["axes"] else {})],
     "Pooling": _pooling,
     "Flatten": _one("Flatten", axis=1),

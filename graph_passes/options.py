@@ -34,8 +34,8 @@ class ShowOptions:
     int8: bool = False
     """Show the graph of inference in INT8, with all scales 1 instead of calibrated ones."""
     step: bool = False
-    """Show the graph of a training step, forward and backward in one: with --gpu as that GPU runs it; otherwise by the
-    saved times of an H100, with rivals and their times, or with the fewest operators if no times are saved."""
+    """Show the graph of a training step, forward and backward in one: with --gpu as that GPU runs it; otherwise as an
+    H100 would by its saved times, with rival kernels, or with the fewest operators if no times are saved."""
     output: Annotated[Path | None, "FOLDER"] = None
     """Write before.svg, a drawing after each pass, after.svg and after.json into this folder; default: no files."""
     gpu: int | None = None

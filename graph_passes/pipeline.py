@@ -22,7 +22,7 @@ from graph_passes.executors.cuda.kernels.batch_norm_relu_max_pool import batch_n
 from graph_passes.graph import Graph, Ref
 from graph_passes.operators import Shape
 from graph_passes.passes.compact_grad import compact_grad
-from graph_passes.passes.conv_epilogue import conv_epilogue
+from graph_passes.passes.conv_epilogue import conv_epilogue, saturate_clip
 from graph_passes.passes.group_mean import group_mean
 from graph_passes.passes.quantise import CLASSIFIER_KEPT, Kept, Scales, quantise
 from graph_passes.passes.quantise_squares import quantise_squares
@@ -75,7 +75,7 @@ def quantised_passes(dtype: str, scales: Scales, kept: Kept = CLASSIFIER_KEPT) -
     quantised one by one."""
     listed: dict[str, Pass] = {
         **inference_passes(dtype, fewest),
-        "conv_epilogue": lambda graph: conv_epilogue(graph, groups=True),
+        "conv_epilogue": lambda graph: conv_epilogue(saturate_clip(graph), groups=True),
         "quantise": lambda graph: quantise(graph, scales, kept),
     }
     return {name: each for name, each in listed.items() if name != "cover"}

@@ -17,14 +17,21 @@ class Use(NamedTuple):
 
 
 def uses(graph: Graph) -> dict[str, Use]:
-    """The use of each variable of the graph, inputs included, by the first operator that reads it."""
+    """The use of each variable of the graph, inputs included, by the first operator that reads it. A variable that
+    multiplies each channel, through a Reshape, is used as "gamma"."""
     found: dict[str, Use] = {}
     for node in graph:
         if node.op in OPERATORS:
             for name, ref in zip(OPERATORS[node.op].input_names(node), node.inputs, strict=True):
                 if graph[ref.node].is_variable:
-                    found.setdefault(ref.node, Use(node, name))
+                    found.setdefault(ref.node, _factor(graph, node) or Use(node, name))
     return found
+
+
+def _factor(graph: Graph, node: Node) -> Use | None:
+    """The use of a variable that a Reshape makes the factor of each channel (layer scale, arXiv:2103.17239)."""
+    product = graph.sole_reader(Ref(node.name), "broadcast_mul") if node.op == "Reshape" else None
+    return Use(product, "gamma") if product else None
 
 
 RATE_FACTOR = "__lr_mult__"  # MXNet's attribute of a parameter by which its Module multiplies the learning rate
@@ -52,13 +59,18 @@ def weights(graph: Graph) -> frozenset[str]:
 
 def first_weights(graph: Graph) -> frozenset[str]:
     """Weights of the convolutions that read the images."""
+    images = {Ref("data"), *(Ref(node.name) for node in graph.consumers.get(Ref("data"), ()) if node.op == "reverse")}
     return frozenset(name for name, use in uses(graph).items()
-                     if use.input == "weight" and use.node.inputs[0] == Ref("data"))
+                     if use.input == "weight" and use.node.inputs[0] in images)
+
+
+CLASSIFIERS = ("FullyConnected", "Convolution")
 
 
 def classifier(graph: Graph) -> Node:
-    """The fully connected layer whose outputs are the classes' scores."""
-    return next(node for node in reversed(list(graph)) if node.op == "FullyConnected")
+    """The layer whose outputs are the classes' scores: the last one that is fully connected or a convolution. What may
+    follow a convolution (SqueezeNet's ReLU and global pooling) keeps one channel for each class."""
+    return next(node for node in reversed(list(graph)) if node.op in CLASSIFIERS)
 
 
 def trained(graph: Graph) -> frozenset[str]:
@@ -92,8 +104,10 @@ def branches(graph: Graph) -> dict[str, Ref]:
 
 
 def branch_gammas(graph: Graph) -> frozenset[str]:
-    """Gamma of the last BatchNorm of each residual branch. The graph must not be fused yet."""
+    """Gamma of the last BatchNorm of each residual branch. The graph must not be fused yet. Squeeze-and-excitation may
+    follow the BatchNorm."""
     ends = (graph[ref.node] for ref in branches(graph).values())
+    ends = (graph[end.inputs[0].node] if end.op == "broadcast_mul" else end for end in ends)
     return frozenset(end.inputs[1].node for end in ends if end.op == "BatchNorm")
 
 

@@ -142,8 +142,8 @@ def _zoo_graph(name: str) -> Graph:
     functions = (n for n in vars(vision) if n[0].islower() and callable(getattr(vision, n)))
     models = sorted(n for n in functions if not n.startswith("get_"))
     if name not in models:
-        raise GraphError(f"MXNet's model zoo has no {name!r}{did_you_mean(name, models)} (our own networks: python -m "
-                         "train export --symbol FILE, and here --symbol FILE)")
+        raise GraphError(f"MXNet's model zoo has no {name!r}{did_you_mean(name, models)} (for a network of this "
+                         "program, write FILE with python -m train export --symbol FILE, then give --symbol FILE here)")
     return Graph.from_json(getattr(vision, name)()(mx.sym.var("data")).tojson())
 
 

@@ -81,7 +81,7 @@ def make_records(options: MakeRecordsOptions) -> int:
         print(f"{output / name}.rec: {count:,} images of {len(plan.classes):,} classes")
     if kind == "files" and not options.split and not options.val_split and same_images(source):
         share_records(output)
-        print(f"{output}/val.rec: these images too, as {source} has no validation images of its own")
+        print(f"{output}/val.rec: the same images, as {source} has no validation images of its own")
     return 0
 
 

@@ -114,7 +114,7 @@ class DaliLoader(Loader):
             self._images_by_class = list(self._sorted_by_class().values())
             sizes = [len(images) for images in self._images_by_class]
             self.remarks = [*source.remarks, f"--balance {config.balance:g}: the classes have {min(sizes):,} to "
-                                             f"{max(sizes):,} images, and are drawn more equally often"]
+                                             f"{max(sizes):,} images, and rare ones are drawn more often"]
         # MXNet keeps an array alive until its own pending work is done. A consumer that takes the bare pointer and
         # launches work of its own must finish before two more batches have been returned; we hold two here.
         self._recent: deque[tuple[Any, Any]] = deque(maxlen=2)

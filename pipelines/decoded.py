@@ -82,8 +82,8 @@ def decode_once(config: LoaderConfig, source: Source) -> Source:
     decoded = _decode(config, source, batch_size, limit) if num_bytes <= limit else None
     if not decoded and config.cache_gib:
         log.warning(
-            "%s: the decoded %s images take more than the cache of %g GiB (about %.3g GiB); they are decoded in every "
-            "epoch", config.data, config.split, config.cache_gib, num_bytes / 2**30,
+            "%s: the decoded %s images take about %.3g GiB, more than the cache of %g GiB; they are decoded in every "
+            "epoch", config.data, config.split, num_bytes / 2**30, config.cache_gib,
         )
     return decoded or source
 

@@ -82,7 +82,7 @@ class DecoderMessages:
         assert stream.value
         place = ctypes.c_int.from_address(stream.value + _FILENO)
         if place.value != self._libc.fileno(stream):
-            raise RuntimeError("C's stderr is no FILE of glibc's, so that decoders' messages cannot be taken")
+            raise RuntimeError("C's stderr is not a FILE of glibc, so messages of decoders cannot be read")
         return place
 
     def take(self) -> list[str]:

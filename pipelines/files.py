@@ -165,7 +165,7 @@ class MappedFile:
         """Raise DataError if the file has lost bytes since it was opened."""
         if (size := self.map.size()) < self.size:
             raise DataError(f"{self.path}: had {self.size:,} bytes when it was opened and has {size:,} now; put the "
-                            "whole file back, and do not write data that is in use")
+                            "whole file back, and do not write to data that is in use")
         if self.is_damaged:
             raise DataError(f"{self.path}: some of its bytes can no longer be read; check the disk, or copy the file "
                             "again")

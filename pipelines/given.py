@@ -21,7 +21,7 @@ from pipelines.loader import LoaderConfig
 from pipelines.recordio import BrokenRecordError
 from pipelines.sources import Source
 
-KINDS = "a path, the bytes of an image file, a uint8 array (height, width, 3) in RGB, or an image of Pillow's"
+KINDS = "a path, the bytes of an image file, a uint8 array (height, width, 3) in RGB, or a Pillow image"
 
 
 class Given(NamedTuple):

@@ -130,7 +130,7 @@ class Loader(ABC):
 
     # For the error about a saved position: the options that must not change, and the alternative.
     _way_out = ("resume with the same data, seed, --labels, --val-split, --balance and --repeated-augmentation, or "
-                "begin a new run on this data from the weights of that one with --weights RUN")
+                "begin a new run on this data with the old run's weights (--weights RUN)")
 
     def __init__(self, config: LoaderConfig, shard: tuple[int, int], num_images: int, classes: Classes):
         if config.device == "gpu":

@@ -95,9 +95,9 @@ def _check_numbers(found: Classes, known: Classes, where: str) -> None:
     unnamed = [texts == list(map(str, range(len(texts)))) for texts in keys]
     named = keys[unnamed[0]]
     if unnamed[0] != unnamed[1] and all(map(str.isdecimal, named)) and 0 not in map(int, named):
-        raise DataError(f"{where}: classes have numbers from 0 on in one split and are called {some(named)} in the "
-                        "other, which may count from 0 or from 1: write a classes.txt beside the images of both, or "
-                        "convert each split into a folder of its own")
+        raise DataError(f"{where}: the classes of one split are numbered from 0, and those of the other are called "
+                        f"{some(named)}, which may count from 0 or from 1: write a classes.txt beside the images of "
+                        "both, or convert each split into a folder of its own")
 
 
 def plan_train_tar(path: Path, classes: Classes) -> Plan:
@@ -182,8 +182,8 @@ def read_labels(path: Path, names: list[str], classes: Classes) -> dict[str, int
     if all(len(fields) == 1 for fields in lines):
         if lines and lines[0][0].isdigit():
             raise DataError(
-                f"{path}: bare numbers are ILSVRC2012 ids, which do not number the synsets in their order; give lines "
-                f"with a synset (n01751748) each, or with file name and label"
+                f"{path}: bare numbers are ILSVRC2012 ids, which are not in the order of the synsets; give a synset "
+                f"(n01751748) on each line, or a file name and a label"
             )
         if len(lines) != len(names):
             raise DataError(f"{path}: has {len(lines)} labels for {len(names)} images; give the file for these images")

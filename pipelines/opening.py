@@ -20,7 +20,7 @@ def open_loader(config: LoaderConfig, shard: tuple[int, int] = (0, 1)) -> Loader
         raise DataError(f"shard {rank} of {size} does not exist; ranks go from 0 to the number of processes minus one")
     if config.data == "synthetic":
         if config.val_split or config.balance:
-            raise DataError("synthetic images have a validation split, and as many of each class; leave out "
+            raise DataError("synthetic images have a validation split and classes of equal size; leave out "
                             f"{'--val-split' if config.val_split else '--balance'}")
         check_label_set("synthetic", "synthetic", config.labels)
         return SyntheticLoader(config, shard)

@@ -39,7 +39,7 @@ class MakeRecordsOptions(SizeLimit):
     """For data without val: write this fraction of each class's images as val, the images that training with the
     same --val-split would set aside."""
     val_group_by: GroupBy = "image"
-    """What --val-split keeps on one side, as in training."""
+    """Which images --val-split keeps together, as in training."""
     first_label: FirstLabel = "auto"
     """For TFRecord files: the label of the first class, as in training."""
     labels: OptionalFile = None
@@ -70,7 +70,7 @@ class VerifyOptions(SizeLimit):
     val_split: float = 0.0
     """For data without val: the fraction set aside for validation, as in training, to find images on both sides."""
     val_group_by: GroupBy = "image"
-    """What --val-split keeps on one side, as in training."""
+    """Which images --val-split keeps together, as in training."""
     first_label: FirstLabel = "auto"
     """For TFRecord files: the label of the first class, as in training."""
     labels: Labels = "auto"
@@ -117,7 +117,7 @@ class BenchOptions:
     sweep: bool = False
     """Also measure the loader with other settings: JPEG engine's fraction, threads, prefetch, batch size, CPU."""
     json_: OptionalFile = None
-    """Write the figures there too, with all raw times."""
+    """Also write the figures, with all raw times, to this JSON file."""
 
 
 @dataclass(frozen=True, kw_only=True)  # so that fields without a default may follow those of ImageTransform

@@ -115,5 +115,5 @@ def _leaks(groups: Sequence[Sequence[_File]], data: str) -> list[str]:
         return []
     one, other = next(_in_both(group) for group in groups if _in_both(group))
     are = "a training image is" if count == 1 else f"{count:,} training images are"
-    return [f"{are} in validation, too, whose accuracy is then too high: {one.path} and {other.path} "
+    return [f"{are} also in validation, which makes its accuracy too high: {one.path} and {other.path} "
             f"(python -m pipelines verify {data} lists all of them)"]

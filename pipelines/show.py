@@ -86,7 +86,8 @@ class _Sheet:
         height = _TOP + rows * (self._tile + _CAPTION + _GAP) - _GAP + _MARGIN
         if width * height > _MOST_PIXELS:
             raise DataError(
-                f"a sheet of {rows} rows and {columns} columns has {width:,} x {height:,} pixels; ask for less"
+                f"a sheet of {rows} rows and {columns} columns has {width:,} x {height:,} pixels; "
+                "give fewer rows or columns, or smaller images"
             )
         self.image = Image.new("RGB", (width, height), _BACKGROUND)
         self._pen = ImageDraw.Draw(self.image)

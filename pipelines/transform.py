@@ -42,8 +42,8 @@ class Augmentation:
     random_ratio: tuple[float, float] = (3 / 4, 4 / 3)
     """Smallest and largest width / height of a random training crop."""
     crop_padding: int = 0
-    """Pad a training image on each side by this many pixels (measured in the stored image) with the mean colour
-    before a crop of its own size is taken, instead of a random area; 4 is usual for CIFAR-10. 0: off."""
+    """Pad each side of a training image by this many pixels (of the stored image) in the mean colour, then crop to
+    the stored size, instead of cropping a random area; 4 is usual for CIFAR-10. 0: off."""
     mirror: bool = True
     """Flip training images from left to right, each with probability 1/2."""
     cutout: float = 0.0
@@ -73,7 +73,7 @@ class Augmentation:
     randaugment_operations: int = 2
     """How many operations RandAugment applies to an image."""
     randaugment_magnitude: float = 9.0
-    """Strength of RandAugment's operations: out of 30, and with randaugment-timm out of 10."""
+    """Strength of RandAugment's operations, from 0 to 30; with randaugment-timm from 0 to 10."""
     randaugment_magnitude_std: float = 0.0
     """For randaugment-timm: draw each operation's strength from a normal distribution with this standard deviation."""
     random_erasing: float = 0.0
@@ -81,7 +81,7 @@ class Augmentation:
     (arXiv:1708.04896; 0.1 to 0.25 is usual); 0: off."""
     augment: Annotated[tuple[str, ...], "NAME", REPEATABLE] = ()
     """Change training images by a plug-in's augmentation (--plugin, docs/extending.md), after the crop and before the
-    other augmentations. May be repeated, and works in that order."""
+    other augmentations. If repeated, the augmentations are applied in the order given."""
     train_interpolation: Literal["same", "bilinear", "bicubic", "random"] = "same"
     """How training images are resized: same as validation images, or random: either of the two for each image."""
 
@@ -105,7 +105,7 @@ class Normalisation:
     std: tuple[float, float, float] = STD
     """Red, green and blue that each pixel is then divided by, with defaults as for --mean."""
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
-    """How images are resized; with trained weights, the way that they were trained with."""
+    """How images are resized; the default with trained weights is the way that they were trained with."""
 
 
 @dataclass(frozen=True)

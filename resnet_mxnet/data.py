@@ -7,6 +7,7 @@ from typing import Any
 
 import train.models
 import train.presets
+from common import plugins
 from pipelines.loader import Loader
 from pipelines.options import MAX_CLASSES
 from train.build import open_data
@@ -63,7 +64,7 @@ def create_model(name: str, num_classes: int = 1000, label_smoothing: float = 0.
         params, aux = network.initial_values(seed=0)
 
     Args:
-        name: one of `models()`.
+        name: one of `models()`, or a file with a network: MXNet's -symbol.json, or .onnx.
         num_classes: the number of classes.
         label_smoothing: the share of the target that other classes get.
 
@@ -80,4 +81,6 @@ def create_model(name: str, num_classes: int = 1000, label_smoothing: float = 0.
         raise TrainError(f"num_classes is {num_classes!r}: give a whole number from 1 to {MAX_CLASSES}")
     if not isinstance(label_smoothing, (int, float)) or not 0 <= label_smoothing < 1:
         raise TrainError(f"label_smoothing is {label_smoothing!r}: give a number of at least 0 and below 1")
+    name, files = train.models.of_option(name)
+    plugins.load(files)
     return train.models.create(name, num_classes, label_smoothing)

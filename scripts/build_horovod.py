@@ -389,7 +389,7 @@ def run(command: Sequence[str]) -> None:
         first = next((line for line in lines if "error: " in line or "undefined reference" in line), None)
         killed = "Killed" in done.stdout or done.returncode < 0
         reason = first or (lines[-1] if lines else f"exit code {done.returncode}")
-        raise BuildError(f"{command[0]} was killed, as when memory runs out" if killed else reason)
+        raise BuildError(f"{command[0]} was killed, perhaps because memory ran out" if killed else reason)
 
 
 def num_jobs() -> int:

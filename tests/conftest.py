@@ -8,7 +8,7 @@ import signal
 import sys
 import textwrap
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,14 @@ def seed() -> int:
 def rng(seed: int, request: pytest.FixtureRequest) -> np.random.Generator:
     """A generator with its own seed for each test and each of its parameters."""
     return np.random.default_rng([seed, zlib.crc32(request.node.nodeid.encode())])
+
+
+@pytest.fixture(autouse=True)
+def own_plugins() -> Iterator[None]:
+    """A test's plug-ins are forgotten at its end, so that other tests do not see their names."""
+    with plugins.forgotten():
+        yield
+    plugins._told.clear()
 
 
 @pytest.fixture

@@ -249,9 +249,9 @@ def test_an_error_of_the_compiler(build, tmp_path):
 
 
 def test_a_compiler_that_is_killed(build, tmp_path, monkeypatch):
-    with pytest.raises(build.BuildError, match="was killed, as when memory runs out"):
+    with pytest.raises(build.BuildError, match="was killed, perhaps because memory ran out"):
         build.run(["bash", "-c", "kill -9 $$"])
-    with pytest.raises(build.BuildError, match="was killed, as when memory runs out"):
+    with pytest.raises(build.BuildError, match="was killed, perhaps because memory ran out"):
         build.run(["bash", "-c", "echo g++: fatal error: Killed signal terminated program cc1plus; exit 1"])
 
 

@@ -52,7 +52,7 @@ WRONG = {
     "from train.plugins import metric\nmetric(3)": "{file}:2: the metric 3 is no function: write def, with",
     "import functools\nfrom train.plugins import metric\nmetric(functools.partial(max))":
         "{file}:3: functools.partial(<built-in function max>) has no name: give one, as in rm.metric(\"mine\")(...)",
-    "x = 1": "the plug-in {file} registers nothing: put a decorator before what it adds",
+    "x = 1": "the plug-in {file} registers nothing: put a decorator such as @model before each thing that it adds",
     "class E(Exception):\n  def __str__(self): raise ValueError\nraise E": "the plug-in failed at {file}:3: E",
     "import no_such_module": "the plug-in failed at {file}:1: ModuleNotFoundError: No module named 'no_such_module'",
     "import sys\nsys.exit(3)": "the plug-in failed at {file}:2: SystemExit: 3",
@@ -73,7 +73,7 @@ WRONG = {
     "from train.plugins import model\n@model('my net')\ndef a(num_classes): pass":
         "{file}:2: 'my net' is no name for a model",
     "from train.plugins import callback\n@callback\ndef at_end(): pass":
-        "{file}:2: the callback at_end has at_end, which is never called: there are on_run_start, on_epoch_end",
+        "{file}:2: the callback at_end has at_end, which is never called: the hooks are on_run_start, on_epoch_end",
     "from train.plugins import callback\n@callback\nclass C:\n  def on_epoch(self): pass":
         "{file}:2: the callback C has on_epoch, which is never called",
     "from train.plugins import callback\n@callback\nclass C: pass": "{file}:2: the callback C has none of the methods",
@@ -157,10 +157,10 @@ def test_a_file_that_has_gone_or_changed(
     restore(record, copy)
     assert copy.with_suffix(".executed").exists() and plugins.get("metric", "sure").file == str(copy)
     assert capsys.readouterr().err == (
-        f"plug-in {copy}, as the run records it ({file} has gone or changed; --plugin takes another one)\n")
+        f"plug-in {copy}, as the run records it ({file} is missing or has changed; --plugin replaces it)\n")
     plugins._loaded.clear()
     copy.unlink()
-    way_out = f"the run needs the plug-in {file}, which is not there: give --plugin with the place that it has now"
+    way_out = f"the run needs the plug-in {file}, which is not there: give its new path with --plugin"
     if not is_gone:
         way_out = (f"the plug-in {file} has changed since the run recorded it ({plugins.brief(record)}): give --plugin "
                    f"{file} to use it as it is now")
@@ -191,8 +191,8 @@ def test_what_nobody_has_named_is_not_executed(
     if not is_there:
         file.unlink()
     found = file if is_there else copy
-    way_out = (f"the run needs the plug-in {found}, which nobody has named on this account yet: read it, since it can "
-               f"do whatever you can, and give --plugin {found}")
+    way_out = (f"the run needs the plug-in {found}, which has not been used on this account yet: read it first, since "
+               f"it runs with all your rights, then give --plugin {found}")
     with pytest.raises(UserError, match=re.escape(way_out)):
         restore(record, copy)
     assert not list(tmp_path.rglob("*.executed"))

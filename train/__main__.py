@@ -70,8 +70,8 @@ def _run(arguments: Sequence[str]) -> int:
             print(STOPPED_EARLY, file=sys.stderr, flush=True)
         raise
     except MemoryError as error:
-        raise ProgramError(f"the machine's memory does not hold this ({error or 'MemoryError'}): lower --batch-size or "
-                           "--num-threads, or start fewer processes") from None
+        raise ProgramError(f"the machine has too little memory for this run ({error or 'MemoryError'}): lower "
+                           "--batch-size or --num-threads, or start fewer processes") from None
     return 0
 
 
@@ -80,8 +80,8 @@ def _check_processes(name: str) -> None:
     if name in OF_ONE_PROCESS and is_of_several() and int(os.environ["HOROVOD_SIZE"]) > 1:
         raise TrainError(f"{name} works in a single process: use {PROG} {name}", on_all_ranks=True)
     if name != "train" and os.environ.get("HOROVOD_ELASTIC") == "1":
-        raise TrainError(f"--min-np is for training with images: {name} cannot continue without a lost process; "
-                         "leave it out", on_all_ranks=True)
+        raise TrainError(f"--min-np is for training with images: {name} cannot continue after it has lost a process; "
+                         "leave out --min-np", on_all_ranks=True)
 
 
 if __name__ == "__main__":

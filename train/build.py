@@ -89,7 +89,7 @@ def open_split(config: Config, split: str, placement: Placement, workers: Worker
     """
     if split == "train" and config.batch_size == 1 and (config.mixup or config.cutmix):
         raise TrainError(f"{option_name('mixup' if config.mixup else 'cutmix')} mixes the images of a batch, but "
-                         "--batch-size 1 has a single one: raise it, or leave out the mixing")
+                         "--batch-size 1 has a single one: raise --batch-size, or leave out the mixing")
     options = config
     # a fixed share instead of the fastest one: an image's pixels depend on its decoder
     if config.hw_decoder_load < 0 and config.deterministic:
@@ -274,10 +274,12 @@ def training_graph(config: Config, network: Network, class_weights: Sequence[flo
 def check_memory(config: Config, num_classes: int, image_size: int, placement: Placement, training: bool = True
                  ) -> None:
     """Raise CapacityError if this machine's memory is too small for a training step, or for inference, on the CPU: the
-    system would kill the process silently. The cuda executor makes its own check."""
+    system would kill the process silently. The cuda executor makes its own check. Raises TrainError if the network
+    cannot read images of this size."""
+    network = models.create(config.model, num_classes, config.label_smoothing, config.image_size)
+    network.check_image_size(image_size)
     if placement.executor != "mxnet" or not placement.device.startswith("cpu"):
         return
-    network = models.create(config.model, num_classes, config.label_smoothing)
     graph, factor, option = network.graph, MXNET_INFERENCE_MEMORY, "--val-image-size"
     shapes = {"data": (config.batch_size, image_size, image_size, 3), "softmax_label": (config.batch_size,)}
     if training:
@@ -289,7 +291,7 @@ def check_memory(config: Config, num_classes: int, image_size: int, placement: P
         largest = int(0.8 * config.batch_size / excess)
         advice = f"use a --batch-size of at most {largest}" if largest else f"free memory, or use a smaller {option}"
         what = f"about {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} GiB are free" if needed > free else (
-            "a tensor of more than 2^31 elements, which MXNet does not have")
+            "a tensor of more than 2^31 elements, which MXNet does not support")
         raise CapacityError(
             f"{'training' if training else 'inference'} on batches of {config.batch_size} images of "
             f"{image_size}x{image_size} needs {what}: {advice}"
@@ -316,7 +318,8 @@ def build_executor(
     `class_weights`: see the function `class_weights`. `answer`: with the cuda executor, the tensor that inference ends
     at.
     """
-    network = models.create(config.model, num_classes, config.label_smoothing)
+    network = models.create(config.model, num_classes, config.label_smoothing, config.image_size)
+    network.check_image_size(image_size)
     if checkpoint is None:
         params, aux = network.initial_values(config.seed, zero_init_residual=config.zero_init_residual)
     else:

@@ -57,7 +57,7 @@ class Wish(NamedTuple):
 def check_callbacks(callbacks: Any) -> None:
     """Raise TrainError for objects that `Callbacks.add` cannot call."""
     if not isinstance(callbacks, (list, tuple)):
-        raise TrainError(f"callbacks={callbacks!r} is no list: give one of functions, as in callbacks=[stop_early]")
+        raise TrainError(f"callbacks={callbacks!r} is no list: give a list of functions, as in callbacks=[stop_early]")
     for made in callbacks:
         if any(hasattr(made, hook) for hook in HOOKS):
             continue

@@ -44,7 +44,7 @@ from train.config import Config
 from train.content import content_of_file
 from train.errors import TrainError
 from train.language_model_config import LanguageModelConfig
-from train.models.network import Shapes, value_shapes
+from train.models.network import Shapes
 from train.options.language_model import LANGUAGE_MODEL
 from train.options.optimizer import LOSSES, SOFTMAX
 
@@ -226,14 +226,15 @@ def load_checked(path: Path) -> Checkpoint:
         raise TrainError(f"{path} belongs to a language model, not to a network for images: give another one, or "
                          "resume it with python -m train language-model --resume")
     try:
-        network = models.create(checkpoint.config.model, checkpoint.num_classes)
+        config = checkpoint.config
+        network = models.create(config.model, checkpoint.num_classes, images=config.image_size)
     except KeyError as error:
         raise TrainError(f"{path} has no array {error}, which its {checkpoint.config.model} needs; use another one in "
                          "its folder") from None
     except TypeError:
         raise TrainError(f"{path} holds no {checkpoint.config.model}: its classifier is a single value; use another "
                          "one in its folder") from None
-    params, aux = value_shapes(network.symbol)
+    params, aux = network.shapes()
     _check_arrays(path, str(network), checkpoint.params, params)
     _check_arrays(path, str(network), checkpoint.aux, aux)
     if checkpoint.ema:
@@ -243,7 +244,7 @@ def load_checked(path: Path) -> Checkpoint:
         _check_arrays(path, str(network), arrays, {name: known[name] for name in arrays if name in known})
     for names in (checkpoint.class_names, checkpoint.class_keys):
         if names and len(names) != network.num_classes:
-            raise TrainError(f"{path} holds a {network}, and names {len(names)}; use another one in its folder")
+            raise TrainError(f"{path} holds a {network}, but names {len(names)} classes; use another one in its folder")
     return checkpoint
 
 
@@ -405,7 +406,7 @@ def _biased(groups: dict[str, Arrays], shares: dict[str, dict[str, float]]) -> B
     for group in ("aux", "averages"):
         arrays, of_group = groups.get(f"biased/{group}", {}), shares.get(group, {})
         if arrays.keys() != of_group.keys():
-            raise ValueError(f"biased {group} have no shares")
+            raise ValueError(f"the shares of biased/{group} are not those of its arrays")
         for name, share in of_group.items():
             if not (type(share) in (int, float) and 0 < share <= 1):
                 raise ValueError(f"the share of {name} is {share!r}")

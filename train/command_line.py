@@ -68,7 +68,7 @@ def read(options: type, arguments: Sequence[str], *, command: str) -> dict[str, 
         SystemExit: after `--help`, and after the list of presets for `--config ?`.
     """
     if (depth := given_value(arguments, "--depth")) is not None:
-        raise TrainError(f"--depth has become the name of a network: give --model resnet{depth or 50}")
+        raise TrainError(f"--depth has been replaced by --model: give --model resnet{depth or 50}")
     default: object | None = None
     if issubclass(options, RunOptions):
         preset = given_value(arguments, "--config")
@@ -80,7 +80,12 @@ def read(options: type, arguments: Sequence[str], *, command: str) -> dict[str, 
         default = SimpleNamespace(**{field.name: "" for field in dataclasses.fields(options)})
     values = given(options, arguments, prog=f"{PROG} {command}", default=default)
     check_limits(values, _LIMITS)
-    if not values.get("plugin"):  # otherwise the commands check these names after loading the plug-ins
+    if "model" in values:
+        given_plugins = values.get("plugin", ())
+        values["model"], files = models.of_option(values["model"], given_plugins)
+        if files:
+            values["plugin"] = (*given_plugins, *files)
+    if not values.get("plugin"):  # otherwise the commands check these names, after loading the plug-ins
         if "model" in values:
             models.check(values["model"])
         models.named(values.get("models", ()))

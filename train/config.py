@@ -131,6 +131,9 @@ def configure(values: Mapping[str, Any], default: Config) -> Config:
     if realpath(of_run.get("data", default.data)) != realpath(default.data):
         of_run = {"val_split": 0.0, "val_group_by": "image"} | of_run  # the default's values belong to other data
     config = dataclasses.replace(default, **{**recipe, **of_run})
+    if values.get("model") in models.OTHER_IMAGE_SIZES and "image_size" not in values and (
+            config.image_size == models.IMAGE_SIZE):  # a preset for other sizes means them
+        config = dataclasses.replace(config, image_size=models.image_size(config.model))
     if "warmup_epochs" not in values:
         config = dataclasses.replace(config, warmup_epochs=default_warmup(default, config.epochs))
     check(config)
@@ -145,10 +148,10 @@ def configure(values: Mapping[str, Any], default: Config) -> Config:
         raise TrainError(f"--cutmix-share {config.cutmix_share:g} is for runs with both mixup and CutMix: leave it "
                          f"out, or give {missing}")
     if "stochastic_depth_mode" in values and not config.stochastic_depth:
-        raise TrainError(f"--stochastic-depth-mode {config.stochastic_depth_mode} is for runs that leave out residual "
-                         "branches: leave it out, or give --stochastic-depth")
+        raise TrainError(f"--stochastic-depth-mode {config.stochastic_depth_mode} has no effect without "
+                         "--stochastic-depth: leave it out, or give --stochastic-depth 0.1")
     if "val_group_by" in values and not config.val_split:
-        raise TrainError(f"--val-group-by {config.val_group_by} is for images that are set aside: leave it out, or "
+        raise TrainError(f"--val-group-by {config.val_group_by} has no effect without --val-split: leave it out, or "
                          "give --val-split 0.1")
     for name in ("random_area", "random_ratio"):
         if name in values and config.crop_padding:
@@ -179,7 +182,7 @@ def check_untrained(values: Mapping[str, Any]) -> None:
         given.append("config")
     if given and not values.get("weights"):
         raise TrainError(f"{option_name(given[0])} {shown(values[given[0]])} is for trained weights (--weights), and "
-                         "this run would begin with random ones: leave it out, or add them")
+                         "this run would begin with random ones: leave it out, or add --weights")
 
 
 def default_warmup(default: Config, epochs: int) -> float:
@@ -241,7 +244,8 @@ def check(config: Config) -> None:
             f"it is to rise; lower it"
         )
     if config.resize_epochs[1] > 0 and not config.first_image_size:
-        raise TrainError("--resize-epochs is given without --first-image-size, from which the size is to rise; add it")
+        raise TrainError("--resize-epochs is given without --first-image-size, from which the size is to rise; add "
+                         "--first-image-size")
     if config.balance and config.class_weights:
         raise TrainError(f"--balance {config.balance:g} and --class-weights {config.class_weights:g} would both "
                          "raise the weight of rare classes: leave out one of them")

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from graph_passes import Graph, roles
+from graph_passes import Graph, Node, Ref, roles
 from graph_passes.executors import Executor, create_executor
 from train import models
 from train.build import build_executor, check_memory
@@ -18,8 +18,14 @@ from train.models.network import Network
 
 
 def features_graph(network: Network) -> Graph:
-    """The network without its classifier; its output is (N, C) in most networks, (N, 1, 1, C) in some."""
-    return Graph(network.graph, roles.classifier(network.graph).inputs[:1], network.graph.attrs)
+    """The network without its classifier; its output is (N, C) in most networks, (N, 1, 1, C) in some. If the
+    classifier is a convolution, its input is averaged over the pixels."""
+    graph, classifier = network.graph, roles.classifier(network.graph)
+    if classifier.op == "FullyConnected":
+        return Graph(graph, classifier.inputs[:1], graph.attrs)
+    mean = Node("Pooling", graph.unused_name("features_pool"), classifier.inputs[:1],
+                {"pool_type": "avg", "global_pool": True, "kernel": (1, 1), "layout": classifier["layout"]})
+    return Graph([*graph, mean], [Ref(mean.name)], graph.attrs)
 
 
 class Features:
@@ -27,6 +33,8 @@ class Features:
     TrainError."""
 
     def __init__(self, trained: Checkpoint, config: Config, placement: Placement) -> None:
+        weight, *_ = models.create(config.model, trained.num_classes).classifier
+        self._channels = trained.params[weight].shape[-1]
         make = _within_the_network if placement.executor == "cuda" else _without_classifier
         self._executor = make(trained, config, placement)
 
@@ -41,7 +49,7 @@ class Features:
 
         def flat() -> np.ndarray:
             found = receive()
-            return found.reshape(len(found), -1)
+            return found.reshape(len(found), -1, self._channels).mean(axis=1)
 
         return flat
 
@@ -64,4 +72,4 @@ def _within_the_network(trained: Checkpoint, config: Config, placement: Placemen
     """The cuda executor is always one of a network that can be trained; its inference ends at the features."""
     network = models.create(config.model, trained.num_classes)
     return build_executor(config, trained.num_classes, config.inference_image_size, placement, trained,
-                          answer=features_graph(network).outputs[0])
+                          answer=roles.classifier(network.graph).inputs[0])

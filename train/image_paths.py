@@ -70,7 +70,8 @@ def _in_folder(folder: Path) -> list[Path]:
         print(remark, file=sys.stderr)
     if not found:
         others = f" that are read ({left_out.unread})" if left_out.unread else ""
-        raise TrainError(f"the folder {folder} has no image files in it{others}; name files, or a folder that has")
+        raise TrainError(f"the folder {folder} has no image files in it{others}; give image files, or a folder "
+                         "with some")
     return found
 
 

@@ -138,7 +138,7 @@ class Trainer:
         progress, epochs = self.state.progress, self.config.epochs
         self.saver.look_for_best()
         if progress.epoch >= epochs:
-            self.notes = [f"nothing left to train: epoch {epochs} of {epochs} is done; a higher --epochs adds some"]
+            self.notes = [f"nothing left to train: epoch {epochs} of {epochs} is done; raise --epochs to go on"]
         elif not (self._steps_used_up() or self._settled(VALIDATION)):
             return
         self.state.stated, self.changes = self.before, []
@@ -347,7 +347,7 @@ class Trainer:
             return
         self.has_told_of_clipping = True
         recorder.say(f"step {self.metrics_steps[1]}: the norm of the gradients is {norm:.3g}, and --clip-norm "
-                     f"{clip_norm:g} scales them down to that: weights may hardly change; 1 is usual")
+                     f"{clip_norm:g} scales them down to {clip_norm:g}: weights may hardly change; 1 is usual")
 
     def _end_epoch(self, recorder: Recorder, signals: Signals) -> Stop | None:
         """Validate if it is due. Returns why the run ends here, or None."""

@@ -40,9 +40,9 @@ def model(function: Made | str) -> Any:
     HybridBlock.
 
     A Symbol reads the variable `data`. The network may be NHWC or NCHW, and ends in the scores (N, num_classes), which
-    a FullyConnected layer with a bias makes (Gluon: Dense). Its name is the function's, or the one that is given:
-    `@model("tiny_v2")`. The images have one size in training and may have another one in validation, so the network
-    ends in global pooling before that layer.
+    a FullyConnected layer makes (Gluon: Dense), or a 1x1 convolution with pooling behind it; or in their softmax. Its
+    name is the function's, or the one that is given: `@model("tiny_v2")`. The images have one size in training and may
+    have another one in validation, so the network has global pooling before a FullyConnected layer.
 
         @rm.model("tiny_v2")
         def tiny(num_classes): ...
@@ -150,7 +150,7 @@ def callback(made: Any) -> Any:
         raise plugins.fault(f"the callback {name} has none of the methods {known}: add one")
     for hook, function in hooks.items():
         if hook not in HOOKS:
-            raise plugins.fault(f"the callback {name} has {hook}, which is never called: there are {known}")
+            raise plugins.fault(f"the callback {name} has {hook}, which is never called: the hooks are {known}")
         _check_arguments(f"{hook} of the callback {name}", function, HOOKS[hook], is_method=inspect.isclass(made))
     plugins.register("callback", name, made, key=name if hasattr(made, "__name__") else f"{name} {id(made)}")
     return made

@@ -380,8 +380,8 @@ def batch_for(count: int, most: int) -> int:
 
 def features_of(trained: Checkpoint) -> int:
     """The length C of a feature vector, which the network's classifier reads."""
-    weight, _ = models.create(trained.config.model, trained.num_classes).classifier
-    return trained.params[weight].shape[1]
+    weight, *_ = models.create(trained.config.model, trained.num_classes).classifier
+    return trained.params[weight].shape[-1]  # of a convolution OHWI, of a fully connected layer (classes, C)
 
 
 def listed(images: Any) -> tuple[list[Any], bool]:

@@ -148,8 +148,8 @@ class RunState:
         images, images_before = self._images(checkpoint)
         if images != images_before:
             processes = "1 process" if self.workers.size == 1 else f"{self.workers.size} processes"
-            notes.append(f"resuming with {images} images a step ({processes}) after {images_before} "
-                         f"({len(checkpoint.loader_states)}): the learning rate is scaled with them")
+            notes.append(f"resuming with {images} images a step ({processes}), before {images_before} "
+                         f"({len(checkpoint.loader_states)}): the learning rate is scaled in proportion")
         if checkpoint.is_at_limit and not self.config.max_steps:
             notes.append(f"--max-steps {checkpoint.config.max_steps} has been reached and is dropped: the run "
                          "continues to the end of its epochs")

@@ -71,8 +71,8 @@ class Draws(NamedTuple):
             return self.mixup
         top, left, bottom, right = self.cutmix
         if not (0 <= top <= bottom <= height and 0 <= left <= right <= width and self.mixup == 1):
-            raise GraphError(f"CutMix has the {self.cutmix} and mixup {self.mixup:g}, for images of {height}x{width}: "
-                             "the box must lie inside, and mixup be 1")
+            raise GraphError(f"cutmix is {self.cutmix} and mixup is {self.mixup:g} for images of {height}x{width}: "
+                             "give a box inside the image (top, left, bottom, right), and mixup 1")
         return 1 - (bottom - top) * (right - left) / (height * width)
 
 

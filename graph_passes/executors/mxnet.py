@@ -202,8 +202,8 @@ def check_recurrent(graph: Graph) -> None:
     gradients for several layers."""
     recurrent = [node.name for node in graph if node.op == "RNN"]
     if recurrent and "0" in (os.environ.get("MXNET_MKLDNN_ENABLED"), os.environ.get("MXNET_USE_MKLDNN_RNN")):
-        raise GraphError(f"MXNet computes RNN '{recurrent[0]}' right with oneDNN only: unset MXNET_MKLDNN_ENABLED and "
-                         "MXNET_USE_MKLDNN_RNN, or use the executor reference")
+        raise GraphError(f"MXNet computes RNN '{recurrent[0]}' correctly only with oneDNN: unset MXNET_MKLDNN_ENABLED "
+                         "and MXNET_USE_MKLDNN_RNN, or use the executor reference")
 
 
 def _infer_shapes(symbol: Any, inputs: Mapping[str, Sequence[int]]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -219,7 +219,7 @@ def _infer_shapes(symbol: Any, inputs: Mapping[str, Sequence[int]]) -> tuple[dic
         reason = str(error).strip().splitlines()[-1]
         raise GraphError(f"the input shapes {dict(inputs)} do not fit the graph: {reason}") from None
     if arguments is None:
-        raise GraphError(f"the input shapes {dict(inputs)} leave others unknown: give the shapes of all inputs")
+        raise GraphError(f"the input shapes {dict(inputs)} do not determine all others: give the shapes of all inputs")
     return (
         dict(zip(symbol.list_arguments(), arguments, strict=True)),
         dict(zip(symbol.list_auxiliary_states(), aux, strict=True)),

@@ -61,8 +61,8 @@ def mean_axes(node: NodeView, ndim: int) -> tuple[int, ...]:
     """The dimensions of a mean, counted from 0. Raises GraphError for one that the data does not have."""
     axes = node["axis"] or tuple(range(ndim))
     if node["exclude"] or not all(-ndim <= axis < ndim for axis in axes):
-        raise GraphError(f"{node.op} '{node.name}' has axis={node['axis']}, exclude={node['exclude']}: give dimensions "
-                         f"of its data, which has {ndim}, without exclude")
+        raise GraphError(f"{node.op} '{node.name}' has axis={node['axis']}, exclude={node['exclude']}: leave out "
+                         f"exclude, and give only axes of its data, which has {ndim} dimensions")
     return tuple(sorted(axis % ndim for axis in axes))
 
 

@@ -1,4 +1,4 @@
-"""Elementwise operators: ReLU, sums, bias; and operators that only change a tensor's shape."""
+"""Elementwise operators: ReLU, sums, bias; and operators that only change a tensor's shape or order."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def _reshape(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes
     if sizes.count(-1) == 1:
         sizes[sizes.index(-1)] = math.prod(data) // max(1, -math.prod(sizes))
     if min(sizes, default=0) < 1 or math.prod(sizes) != math.prod(data):
-        raise GraphError(f"Reshape '{node.name}' has shape={tuple(wanted)}, which data of the shape {data} does not "
-                         "have: give sizes with the same product, 0 for one that stays, and -1 once at most")
+        raise GraphError(f"Reshape '{node.name}' cannot bring data of the shape {data} to shape={tuple(wanted)}: give "
+                         "sizes with the same product; 0 keeps a size, and one of them may be -1")
     return [data], [tuple(sizes)]
 
 
@@ -132,6 +132,11 @@ def _transpose_gradient(node: NodeView, dy: Ref, shapes: Mapping[Ref, Shape]) ->
     return Gradient([backward], {"data": Ref(backward.name)})
 
 
+def _reverse_gradient(node: NodeView, dy: Ref, shapes: Mapping[Ref, Shape]) -> Gradient:
+    backward = node.replace(name=f"{node.name}_backward", inputs=(dy,))
+    return Gradient([backward], {"data": Ref(backward.name)})
+
+
 # --- the descriptions ---
 
 OPERATORS = (
@@ -169,6 +174,10 @@ OPERATORS = (
     Operator("transpose", ("data",), _transpose, lambda node, x: [x.transpose(_axes(node, x.ndim))],
              {"axes": OPTIONAL_SIZES}, gradient=_transpose_gradient,
              numpy_gradient=lambda node, x, y, dy, training: [dy.transpose(np.argsort(_axes(node, x[0].ndim)))]),
+    # The last element along each of these dimensions comes first.
+    Operator("reverse", ("data",), elementwise, lambda node, x: [np.flip(x, node["axis"])],
+             {"axis": Attribute(integers)}, gradient=_reverse_gradient,
+             numpy_gradient=lambda node, x, y, dy, training: [np.flip(dy, node["axis"])]),
     # MXNet's operator for initial states.
     Operator("_zeros", (), _zeros, lambda node: [np.zeros(node["shape"], np.float32)], {"shape": Attribute(integers)},
              numpy_gradient=lambda node, x, y, dy, training: []),

@@ -283,8 +283,8 @@ def _reduction(op: str, b: _Builder, node: _Node, given: Sequence[_Value]) -> _V
     (x,) = given
     if not node.has("axis", "()", "1", "-1", "(1,)", "(-1,)", "[1]", "[-1]") or node.attrs.get("axis") is None or (
             len(x.shape) == 1 or not node.has("exclude", "False", "0")):
-        raise node.fault(f"has axis={node.attrs.get('axis', 'all')} of {_shown(x.shape)}, and would mix the images of "
-                         "a batch: give axis=1, of (N, C)")
+        raise node.fault(f"has axis={node.attrs.get('axis', 'all')} on the shape {_shown(x.shape)}, which would mix "
+                         "the images of a batch: give axis=1, on the shape (N, C)")
     keeps = node.attrs.get("keepdims") in ("True", "1")
     at = x.at if x.shape[1] == 1 else getattr(b, op)(x.at)
     return _Value(at, ("N", 1) if keeps else ("N",))
@@ -293,7 +293,7 @@ def _reduction(op: str, b: _Builder, node: _Node, given: Sequence[_Value]) -> _V
 def _softmax(op: str, b: _Builder, node: _Node, given: Sequence[_Value]) -> _Value:
     if (len(given) != 1 or given[0].shape != _CLASSES_SHAPE or not node.has("axis", "-1", "1")
             or not node.has("temperature", "None", "1", "1.0")):
-        raise node.fault("has another axis, length or temperature: use it plainly, on (N, C)")
+        raise node.fault("needs one input of the shape (N, C): give axis=1, and no length or temperature")
     return _Value(getattr(b, op)(given[0].at), given[0].shape)
 
 
@@ -326,7 +326,8 @@ def _same(b: _Builder, node: _Node, given: Sequence[_Value]) -> _Value:
 
 def _expand(b: _Builder, node: _Node, given: Sequence[_Value]) -> _Value:
     if given[0].shape != ("N",) or not node.has("axis", "1", "-1"):
-        raise node.fault(f"has axis={node.attrs.get('axis')} of {_shown(given[0].shape)}: there is axis=1, of (N,)")
+        raise node.fault(f"has axis={node.attrs.get('axis')} on the shape {_shown(given[0].shape)}: "
+                         "give axis=1, on the shape (N,)")
     return _Value(given[0].at, ("N", 1))
 
 
@@ -398,7 +399,7 @@ def read(symbol: str, probabilities: str) -> Formula:
         raise GraphError("returns (N, C): return a loss for each image, such as the sum over axis=1")
     for name in variables:
         if name not in [each["name"] for each in content["nodes"]]:
-            raise GraphError(f"does not read the {name}: let the loss depend on both")
+            raise GraphError(f"does not read the {name}: let the loss depend on scores and targets")
     gradient = b.gradient(loss.at, scores)
     if gradient is None:
         raise GraphError("has no gradient with regard to the scores, so nothing could be learned")

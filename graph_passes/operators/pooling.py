@@ -57,8 +57,8 @@ def _pooling(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes
 
 def _max_pooling_train(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
     if math.prod(window(node).kernel) > 256:
-        raise GraphError(f"Pooling '{node.name}' has kernel={node['kernel']}, and training stores the place of a "
-                         "maximum in one byte, which can tell 256 places apart: use a smaller kernel")
+        raise GraphError(f"Pooling '{node.name}' has kernel={node['kernel']}, but training stores the position of a "
+                         "maximum in one byte: use a kernel of at most 256 elements")
     data = known(node, shapes)
     return [data], [pooled_shape(node, data)] * 2
 

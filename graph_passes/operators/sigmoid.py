@@ -31,8 +31,8 @@ def _check(node: NodeView, classes: int) -> None:
     smoothing, threshold = node["smooth_alpha"], node["threshold"]
     smallest, largest = smoothing / max(1, classes - 1), 1 - smoothing
     if threshold and not smallest <= threshold < largest:
-        raise GraphError(f"the targets of {classes} classes go from {smallest:g} to {largest:g} with a label smoothing "
-                         f"of {smoothing:g}, so the threshold {threshold:g} makes all of them equal: give one between")
+        raise GraphError(f"the threshold {threshold:g} makes all targets equal: with {classes} classes and a label "
+                         f"smoothing of {smoothing:g} they go from {smallest:g} to {largest:g}; give one between these")
 
 
 # --- NumPy ---

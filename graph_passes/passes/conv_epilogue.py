@@ -1,4 +1,4 @@
-"""Fuse bias, addition and ReLU into the epilogue of a convolution."""
+"""Fuse bias, addition and ReLU into the epilogue of a convolution; in INT8 also ReLU6."""
 
 from __future__ import annotations
 
@@ -26,6 +26,25 @@ def conv_epilogue(graph: Graph, groups: bool = False) -> Graph:
             is_one = groups or node["num_group"] == 1
             nodes[fused.name] = [fused] if is_one else in_two(fused, graph.unused_name(f"{node.name}_product"))
     return graph.replace([node for each in nodes.values() for node in each], {})
+
+
+def saturate_clip(graph: Graph) -> Graph:
+    """For INT8: write a clip from 0 up, such as ReLU6, that ends a convolution and is read as integers as a ReLU.
+
+        before    x -> Convolution -> clip(0, 6) `r` -> Convolution
+        after     x -> Convolution -> Activation(relu) `r` -> Convolution
+
+    The integers of `r` end at its limit of calibration, which is at most 6, because the tensor holds nothing above.
+    """
+    def rule(node: Node) -> Node | None:
+        if node.op != "clip" or node["a_min"] != 0 or not graph.only_used_by_one(node.inputs[0], "Convolution"):
+            return None
+        readers = graph.consumers.get(Ref(node.name), ())
+        if not any(each.op in ("Convolution", "Pooling") for each in readers):
+            return None
+        return node.derive("Activation", node.name, node.inputs, act_type="relu")
+
+    return graph.rewrite(rule)
 
 
 def _before_relu(graph: Graph, node: Node) -> Node | None:

@@ -36,7 +36,7 @@ def layout(graph: Graph, to: str, inputs: Sequence[str] = ()) -> Graph:
         raise GraphError(f"there is no layout '{to}': choose {' or '.join(_AXES)}")
     for name in inputs:
         if name not in graph.arguments:
-            raise GraphError(f"the graph has no input '{name}', which is to become {to}: name one that it has")
+            raise GraphError(f"the graph has no input '{name}' to convert to {to}: name one that it has")
     return _Conversion(graph, to, inputs).run()
 
 
@@ -84,6 +84,8 @@ class _Conversion:
         if node.op in _AXIS and is_converted[0]:
             self.converted[result] = result
             images = node.inputs[:1] if node.op == "LayerNorm" else node.inputs
+            if all(self._convert(ref) in self.one_pixel for ref in images):
+                self.one_pixel.add(result)
             inputs = (*map(self._convert, images), *node.inputs[len(images):])
             return node.with_attrs(**{_AXIS[node.op]: self._moved(node[_AXIS[node.op]])}).replace(inputs=inputs)
         if node.op == "mean" and is_converted[0] and self._is_over_pixels(node):
@@ -92,7 +94,11 @@ class _Conversion:
                 self.one_pixel.add(result)
             axes = tuple(sorted(map(self._moved, node["axis"])))
             return node.with_attrs(axis=axes).replace(inputs=(self._convert(node.inputs[0]),))
-        if node.op in _BROADCAST and all(is_converted):
+        if node.op == "reverse" and is_converted[0]:
+            self.converted[result] = result
+            axes = tuple(sorted(map(self._moved, node["axis"])))
+            return node.with_attrs(axis=axes).replace(inputs=(self._convert(node.inputs[0]),))
+        if node.op in _BROADCAST and any(is_converted) and all(map(self._is_image, node.inputs)):
             self.converted[result] = result
             return node.replace(inputs=tuple(map(self._convert, node.inputs)))
         if self._is_elementwise(node) and any(is_converted):
@@ -107,6 +113,11 @@ class _Conversion:
         if flattens and node.inputs[0] in self.one_pixel:
             return node
         return node.replace(inputs=tuple(self._original(ref) for ref in node.inputs))
+
+    def _is_image(self, ref: Ref) -> bool:
+        """Does a tensor have the dimensions of images, or is it converted?"""
+        node = self.graph[ref.node]
+        return ref in self.converted or (node.op == "Reshape" and len(node["shape"]) == 4)
 
     def _makes_one_pixel(self, node: Node) -> bool:
         """Whether its output has one pixel: a global pooling, or a product of a one-pixel tensor with every weight."""
@@ -137,7 +148,9 @@ class _Conversion:
     def _is_input(self, variable: Node) -> bool:
         """Whether it is an input that must come in the new layout but does not yet."""
         readers = self.graph.consumers.get(Ref(variable.name), ())
-        return variable.name in self.inputs and any(map(self._is_to_convert, readers))
+        behind = [each for node in readers if node.op == "reverse"
+                  for each in self.graph.consumers.get(Ref(node.name), ())]
+        return variable.name in self.inputs and any(map(self._is_to_convert, (*readers, *behind)))
 
     def _is_weight(self, variable: Node) -> bool:
         """Whether it is only read as a weight by convolutions that are converted."""

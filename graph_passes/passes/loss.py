@@ -66,8 +66,8 @@ def _another(graph: Graph, op: str, **attrs: Any) -> Graph:
     """Replace the SoftmaxOutput by another loss, with the same label smoothing and normalisation."""
     end = graph[graph.outputs[0].node]
     if end.op != "SoftmaxOutput":
-        raise GraphError(f"the graph ends in {end.op} '{end.name}', not in the SoftmaxOutput that "
-                         "another loss is to replace")
+        raise GraphError(f"the graph ends in {end.op} '{end.name}', not in a SoftmaxOutput, "
+                         "which another loss replaces: end it in one")
     kept = {name: end[name] for name in ("grad_scale", "normalization", "smooth_alpha")}
     return _replace(graph, end.replace(op=op, attrs=kept | attrs))
 

@@ -241,8 +241,8 @@ def class_list(path: Path, separator: str | None) -> Classes:
         raise DataError(f"{path}: a class name occurs twice; every line must name a different class")
     if all(key != shown for key, shown in classes) and _are_in_disorder([shown for _, shown in classes]):
         first = " ".join(classes[0])
-        raise DataError(f"{path}: its lines have a number behind the name that is not the line's ({first}), but the "
-                        "place of a line is the number of its class; sort the lines by their numbers")
+        raise DataError(f"{path}: numbers after the names are not in the order of the lines (the first is {first}), "
+                        "but the place of a line is the number of its class; sort the lines by their numbers")
     return classes
 
 
@@ -256,9 +256,9 @@ def misnumbered(folder: Path) -> list[str]:
     if keys == sorted(keys) or not _are_in_disorder(keys):
         return []
     lines = [key if key == shown else f"{key} {shown}" for key, shown in classes]
-    return [f"{folder}: the lines of its classes.txt begin with numbers that are not in order, and the place of a line "
-            f"is the number of its class: label 0 is {lines[0]!r}, label 1 {lines[1]!r} (sort the lines if the numbers "
-            "are the labels)"]
+    return [f"{folder}: the lines of its classes.txt begin with numbers that are not in order, but the place of a line "
+            f"is the number of its class: label 0 is {lines[0]!r}, label 1 is {lines[1]!r} (sort the lines if their "
+            "numbers are the labels)"]
 
 
 def _are_in_disorder(texts: Sequence[str]) -> bool:

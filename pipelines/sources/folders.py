@@ -96,8 +96,8 @@ def _splits(path: Path) -> _Splits:
         return _Splits({})
     doubt = ""
     if twice := [those for those in said.values() if len(those) > 1]:
-        doubt = (f"data path {path} holds {some(twice[0])}, which are several folders for one split: call the one to "
-                 f"use {split_of(twice[0][0])}, or, if all are classes, list them in {path / 'classes.txt'}")
+        doubt = (f"data path {path} holds {some(twice[0])}, which are several folders for one split: rename the one "
+                 f"to use to {split_of(twice[0][0])}, or, if all are classes, list them in {path / 'classes.txt'}")
     elif in_doubt:
         doubt = (f"data path {path} holds {some(others)} beside {some(found)}, so {some(found)} may be a split or "
                  f"another class: if all are classes, list them in {path / 'classes.txt'}; for {found[0]} alone, give "
@@ -387,13 +387,13 @@ def _check_are_classes(path: Path, folders: Sequence[str]) -> None:
     """Raise DataError if the folders, or the folders in each of them, are splits instead of classes."""
     if all(map(is_whole, folders)) and not read_classes(path):
         raise DataError(f"data path {path} holds {', '.join(folders)}, which are splits and not classes; rename the "
-                        "folder to train on to train, and the folder for validation to val")
+                        "training folder to train, and the validation folder to val")
     inside = {name: class_folders(path / name) for name in folders}
     holders = [name for name, inner in inside.items() if inner and
                (len({split_of(each) for each in inner} - {""}) > 1 or all(map(is_whole, inner)))]
     for name in holders:
         if any(class_folders(path / name / each) for each in inside[name] if split_of(each)):
-            raise DataError(f"data path {path} has no train and val, but {path / name} has; give that")
+            raise DataError(f"data path {path} has no train and val, but {path / name} has; give that folder")
     if holders:
         first = path / holders[0]
         splits = sorted(filter(split_of, inside[holders[0]]), key=lambda name: split_of(name) not in SPLITS)
@@ -414,7 +414,7 @@ def find_images(path: Path, split: str) -> tuple[Classes, dict[str, list[Path]],
     remarks = []
     if loose := _images_beside(path):
         remarks.append(
-            f"{path}: {loose:,} image{'s' * (loose > 1)} beside the folders of classes, in none of them, "
+            f"{path}: {loose:,} image{'s' * (loose > 1)} outside the class folders "
             f"{'are' if loose > 1 else 'is'} left out"
         )
     keys = {nfc(key): key for key, _ in classes}
@@ -431,8 +431,9 @@ def find_images(path: Path, split: str) -> tuple[Classes, dict[str, list[Path]],
         remarks.append(f"{path}: these class folders lead, by links, to others, so the same images have two labels: "
                        f"{some(twice)} (remove the links)")
     if inner := _same_folders_inside(path, files):
-        remarks.append(f"{path}: most images lie in folders that several class folders have ({some(inner)}): if these "
-                       f"are the classes, and {some(sorted(files))} are not, put all images of a class into one folder")
+        remarks.append(f"{path}: several class folders have the same subfolders, with most images ({some(inner)}): if "
+                       f"these are the classes, and {some(sorted(files))} are not, put all images of a class into one "
+                       "folder")
     if empty := [name for name in sorted(files.keys() - dict(classes).keys()) if not files[name]]:
         remarks.append(f"{path}: folders without an image do not count as classes: {some(empty)}")
     for kind, others in other_folders(path).items():
@@ -596,7 +597,7 @@ def list_remarks(path: Path, files: Sequence[str | Path], labels: Sequence[int |
                        "(correct it)")
     if others := _unlisted(path, label_of.keys()):
         remarks.append(f"{path}: {others:,} image{'s' * (others > 1)} beside the {len(label_of):,} images of the list "
-                       f"{'are' if others > 1 else 'is'} in no list, and left out")
+                       f"{'are' if others > 1 else 'is'} left out, as no list names {'them' if others > 1 else 'it'}")
     return remarks
 
 

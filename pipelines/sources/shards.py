@@ -216,8 +216,8 @@ def check_complete(files: list[Path]) -> None:
         first = int(count in numbers)  # some count from 1
         wanted = (f"{number:05}" for number in range(first, first + int(count)))
         if missing := [f"{before}{number}{after}" for number in wanted if number not in numbers]:
-            raise DataError(f"{files[0].parent}: by the names of the other shards, {some(missing)} must exist but "
-                            "do not; add them, or rename the other shards")
+            raise DataError(f"{files[0].parent}: {some(missing)} should be there by the numbers in the names of the "
+                            "other shards; add the missing ones, or rename the others")
 
 
 def shard_name(file: Path) -> str:

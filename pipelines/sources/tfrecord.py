@@ -149,8 +149,8 @@ class TFRecordSource(ShardSource):
                             f"{len(self.classes)} classes: they may count from 0 or from 1, so give --first-label 0 "
                             "or 1")
         if lowest == 0 and highest == len(self.classes) > 0:
-            raise DataError(f"{self.path}: its labels are 0 to {highest}, and classes.txt lists {highest} classes: "
-                            "list the background as the first, or leave its images out")
+            raise DataError(f"{self.path}: its labels are 0 to {highest}, one more than the {highest} classes of "
+                            "classes.txt: if 0 is the background, list it first, or leave its images out")
         return int(lowest > 0)
 
     def check_record(self, i: int) -> None:

@@ -115,7 +115,7 @@ def test_what_a_gpu_has_not_is_said(tmp_path, capsys):
 @pytest.mark.usefixtures("on_machine")
 def test_time_that_is_over(tmp_path):
     section = kernels.measure(bench(tmp_path, seconds=-1.0, on="gpu(0)", executor="cuda"))
-    assert section.figures == () and "the section's -1 s were over" in section.notes[1]
+    assert section.figures == () and "the section had used up its -1 s" in section.notes[1]
 
 
 def test_a_gpu_without_cudnn_9(tmp_path):

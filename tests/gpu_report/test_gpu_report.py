@@ -41,7 +41,7 @@ def drawn_once(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make measurements take seconds instead of minutes."""
+    """Seconds instead of minutes."""
     monkeypatch.setattr(kernels, "SMALL_GEMMS", (deepbench.Gemm(64, 16, 32),))
     monkeypatch.setattr(kernels, "SMALL_CONVOLUTIONS", (deepbench.Convolution(9, 7, 3, 2, 4, 3, 3, 1, 1, 1, 1),))
     monkeypatch.setattr(command, "LOOK_SECONDS", 0.01)
@@ -85,7 +85,7 @@ def test_sections_one_after_the_other(run_train, tmp_path):
     second = json.loads((folder / "report.json").read_text())
     assert second["sections"]["kernels"] == first["sections"]["kernels"]
     layers = second["sections"]["recurrent"]
-    assert layers["figures"] == [] and "right with oneDNN only" in layers["notes"][0]  # the tests turn it off
+    assert layers["figures"] == [] and "correctly only with oneDNN" in layers["notes"][0]  # the tests turn it off
     (trained,) = second["sections"]["training"]["figures"]
     assert (trained["what"], trained["size"], trained["precision"]) == ("ResNet-18, 224 pixels", "batch 2", "fp32")
     assert trained["value"] > 0 and trained["more"]["memory_gib"] > 0 and "joules_per_image" not in trained["more"]
@@ -212,7 +212,7 @@ def test_no_time_for_the_larger_batches_of_inference(run_train, tmp_path, monkey
 
 @pytest.mark.long
 def test_cost(run_train, tiny_data, tmp_path, monkeypatch):
-    # Runs are trained in this process; a complete run is not repeated.
+    # In this process. A complete run is not repeated.
     monkeypatch.setattr(cost, "run_training", lambda config, folder: folder.exists() or main(run_arguments(config)))
     monkeypatch.setattr(cost, "CIFAR10", cost.Recipe("tiny", "cpu_sample", 2, 0.0))  # any network reaches it
     monkeypatch.setattr(cost, "CIFAR10_IMAGES", {})
@@ -252,9 +252,9 @@ def test_cost(run_train, tiny_data, tmp_path, monkeypatch):
 
 
 def test_cost_begins_no_run_when_its_time_is_over(tmp_path):
-    """No run begins when the time is over, or when the remaining time is far too short for a run."""
-    for seconds, why in ((-1.0, "the section's -1 s were over"),
-                         (9.0, "it takes 30 s or more and the section had 9 s")):
+    """Nor when the remaining time is far too short for a run."""
+    for seconds, why in ((-1.0, "the section had used up its -1 s"),
+                         (9.0, "it takes at least 30 s, and the section had only 9 s")):
         bench = section.Bench(Placement("mxnet", "cpu(0)", ""), "some CPU", tmp_path, seconds)
         found = cost.measure(bench)
         assert found.notes == (f"time and cost to accuracy: {why}; repeat the command to measure it",)
@@ -508,8 +508,8 @@ def test_mistakes(run_train, options, sentence, tmp_path, monkeypatch):
 def test_other_data_is_not_measured_under_the_name_of_cifar10(run_train, tiny_data, tmp_path):
     code, out, err = run_train("gpu-report", "--device", "cpu", "--output", tmp_path / "report", "--data", tiny_data)
     assert code == 2 and out == "" and not (tmp_path / "report").exists()
-    assert err == (f"error: --data {tiny_data} holds 27 images of 3 classes as train, and CIFAR-10, which the section "
-                   "cost trains on, has 50,000 of 10: give a place that holds it, or leave --data out\n")
+    assert err == (f"error: --data {tiny_data} is not CIFAR-10, on which the section cost trains: its split train has "
+                   "27 images of 3 classes, not 50,000 of 10; give the path of CIFAR-10, or leave --data out\n")
 
 
 def test_folder_that_cannot_be_written_is_found_out_before_anything_is_measured(run_train, tmp_path):
@@ -586,8 +586,7 @@ def test_pages_of_others_are_not_written_over(run_train, page, tmp_path):
 
 @pytest.mark.long
 def test_a_start_that_adds_to_a_report_is_in_it(run_train, tmp_path):
-    """The report gets its date and, below the commands of earlier starts, its command. A start that measures nothing
-    adds neither."""
+    """Its command, below the commands of earlier starts, and its date. A start that measures nothing adds neither."""
     command = ("gpu-report", "--device", "cpu", "--output", tmp_path, "--sections", "kernels", "--minutes")
     first = Report("", {}, {"command": "another one", "date": "2020-01-01T00:00:00+00:00",
                             "commit": environment.git_commit(), "versions": environment.versions()})

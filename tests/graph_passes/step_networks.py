@@ -11,7 +11,8 @@ from graph_passes.executors import reference
 
 # Our kernels that replace others of ours, or cuDNN's 3x3 convolutions.
 NEWEST = ("Conv1x1Pair", "Conv1x1ForwardSumRelu", "Conv3x3DgradReduce", "Conv3x3Dgrad", "Conv3x3ForwardStatistics",
-          "Conv3x3ForwardRelu", "Conv3x3Weights", "DgradStream", "NormConv1x1", "NormConv1x1Pair", "NormReluConv1x1",
+          "Conv3x3ForwardRelu", "Conv3x3Weights", "DepthwiseDgrad", "DepthwiseForward", "DepthwiseStatistics",
+          "DepthwiseWgrad", "DgradStream", "NormConv1x1", "NormConv1x1Pair", "NormReluConv1x1",
           "NormReluConv1x1 without output", "NormConv3x3", "NormDgrad", "QuantisedStemPool", "StemForward",
           "StemWeights")
 OWN_FORMS = ("Conv1x1Forward", "Conv1x1ForwardRelu", "Conv1x1ForwardAddRelu", "Conv1x1Statistics")

@@ -13,6 +13,8 @@ from test_gradient import check_against_mxnet
 from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError, Ref, onnx_writer, passes
 from graph_passes.executors import create_executor, reference
+from train.models import blocks, inverted_residual, regnet, se_resnet
+from train.models import convnext as convnext_family
 
 # Name -> the smallest image size, in pixels, for which its poolings leave at least one pixel.
 ZOO = {"alexnet": 67, "densenet121": 33, "inceptionv3": 79, "mobilenet0.25": 33, "mobilenetv2_0.25": 33,
@@ -52,6 +54,47 @@ def test_zoo_against_mxnet(name: str, rng: np.random.Generator) -> None:
 def test_parts_against_mxnet(name: str, rng: np.random.Generator) -> None:
     symbol = OWN[name]("NCHW")
     check_against_mxnet(Graph.from_json(symbol.tojson()), symbol, shapes_of(name, "NCHW"), rng)
+
+
+def of_stages(act: str, blocks: list[tuple[Any, ...]], **settings: Any) -> Any:
+    """A network of inverted residual blocks, each (channels, expansion, kernel, stride, squeeze, fused)."""
+    made, inputs = [], 8
+    for number, (filters, expansion, kernel, stride, squeeze, fused) in enumerate(blocks, start=1):
+        made.append(inverted_residual.Block(f"stage1_block{number}", inputs, inputs * expansion, filters, kernel,
+                                            stride, act, squeeze, fused))
+        inputs = filters
+    return inverted_residual.network(inverted_residual.Plan([made], 8, 16, act, **settings), 7)
+
+
+SQUEEZE = blocks.SqueezeExcitation(3, "silu")
+FAMILIES = {
+    "efficientnet": lambda: of_stages("silu", [(8, 1, 3, 1, SQUEEZE, False), (8, 4, 5, 2, SQUEEZE, False),
+                                               (8, 2, 3, 1, SQUEEZE, False)]),
+    "efficientnet_v2": lambda: of_stages("silu", [(8, 1, 3, 1, None, True), (12, 4, 3, 2, None, True),
+                                                  (12, 4, 3, 1, SQUEEZE, False)], norm=blocks.Norm(eps=1e-3)),
+    "tf_efficientnet_lite": lambda: of_stages("relu6", [(8, 1, 3, 1, None, False), (12, 6, 5, 2, None, False)],
+                                              is_reversed=True),
+    "mobilenet_v3": lambda: of_stages("hard_swish", [
+        (8, 2, 5, 1, blocks.SqueezeExcitation(8, gate="hard_sigmoid"), False)], hidden=12),
+    "regnet": lambda: regnet.regnet("regnet_y_400mf", 7),
+    "convnext": lambda: convnext_family.convnext("convnext_tiny", 7),
+    "seresnet": lambda: se_resnet.MODELS["seresnet18"](7),
+    "resnetrs": lambda: se_resnet.MODELS["resnetrs50"](7),
+}
+
+
+@pytest.mark.long(but=["efficientnet", "tf_efficientnet_lite", "mobilenet_v3", "convnext"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_against_mxnet(name: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of all parameters, in narrow networks."""
+    monkeypatch.setitem(regnet.DESIGNS, "regnet_y_400mf", regnet.Design(4, 8, 8.0, 2.0, 8))
+    monkeypatch.setitem(convnext_family.SIZES, "convnext_tiny", (8, (1, 2), 0))
+    monkeypatch.setattr("train.models.resnet.FIRST_WIDTH", 4)
+    graph = passes.layout(Graph.from_json(FAMILIES[name]().tojson()), "NCHW", inputs=["data"])
+    turned = [graph[node.inputs[0].node].op for node in graph if node.op == "transpose"]
+    assert set(turned) <= {"Reshape"}, "only layer scale's factors are turned"
+    shapes = {"data": (2, 3, 27, 34), "softmax_label": (2,)}
+    check_against_mxnet(graph, mx.sym.load_json(graph.to_json()), shapes, rng)
 
 
 def in_nhwc(name: str) -> tuple[Graph, Graph]:
@@ -118,7 +161,7 @@ def test_onnx(name: str, rng: np.random.Generator) -> None:
     (lambda x: mx.sym.slice_axis(x, axis=1, begin=1, end=5, name="y"), "slice_axis 'y' takes 1 to 5 of 2 along"),
     (lambda x: mx.sym.broadcast_mul(x, mx.sym.slice_axis(x, axis=3, begin=0, end=3), name="y"),
      r"broadcast_mul 'y' has inputs of the shapes \(1, 2, 4, 4\) and \(1, 2, 4, 3\), which do not fit"),
-    (lambda x: mx.sym.mean(x, axis=1, exclude=True, name="y"), "mean 'y' has axis=.1,., exclude=True: give dimensions"),
+    (lambda x: mx.sym.mean(x, axis=1, exclude=True, name="y"), "mean 'y' has axis=.1,., exclude=True: leave out"),
     (lambda x: mx.sym.LayerNorm(x, axis=4, name="y"), "LayerNorm 'y' has axis=4, but its data has 4 dimensions"),
     (lambda x: mx.sym.LeakyReLU(x, act_type="rrelu", name="y"), "LeakyReLU with act_type='rrelu' draws its slopes"),
 ])

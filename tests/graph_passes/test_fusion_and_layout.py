@@ -282,7 +282,7 @@ def test_the_data_may_change_its_layout_too(rng):
 def test_unknown_layouts_and_inputs_are_refused():
     with pytest.raises(GraphError, match="no layout 'NWHC': choose NCHW or NHWC"):
         passes.layout(graph_of(small_resnet(False)), "NWHC")
-    with pytest.raises(GraphError, match="no input 'images', which is to become NCHW"):
+    with pytest.raises(GraphError, match="no input 'images' to convert to NCHW"):
         passes.layout(graph_of(small_resnet(False)), "NCHW", inputs=["images"])
 
 

@@ -240,7 +240,7 @@ def test_the_pass_keeps_what_the_network_says() -> None:
     assert weighted["softmax"]["class_weights"] == WEIGHTS
     for graph in (after, weighted):
         assert Graph.from_json(graph.to_json()) == graph
-    with pytest.raises(GraphError, match="the graph ends in SigmoidOutput 'softmax', not in the SoftmaxOutput that"):
+    with pytest.raises(GraphError, match="the graph ends in SigmoidOutput 'softmax', not in a SoftmaxOutput, which"):
         passes.binary_cross_entropy(after)
 
 
@@ -286,7 +286,7 @@ def test_a_custom_loss_and_files_for_others(probabilities: str, stock: str, of_o
 @pytest.mark.parametrize("threshold", [0.01, 0.9])
 def test_thresholds_on_one_side_of_all_targets_are_refused(threshold: float) -> None:
     graph = passes.binary_cross_entropy(one_layer(), threshold)
-    sentence = f"of 7 classes go from 0.0166667 to 0.9 .* so the threshold {threshold:g} makes all of them equal"
+    sentence = f"the threshold {threshold:g} makes all targets equal: with 7 classes .* they go from 0.0166667 to 0.9"
     with pytest.raises(GraphError, match=sentence):
         graph.infer_shapes({"data": (2, 1, 1, 5)})
 

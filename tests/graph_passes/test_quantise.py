@@ -12,6 +12,7 @@ from graph_passes.executors import reference
 from graph_passes.operators.quantised import LARGEST, dequantised, int8_convolution, quantised, requantised
 from graph_passes.passes.quantise import Kept, in_floats, layers, quantise, quantise_params, weight_scales
 from train import models
+from train.models import blocks
 
 CLASSES, SIZE = 7, 40
 UNIT = dict.fromkeys  # a scale for each tensor, for tests that do not depend on values
@@ -187,6 +188,39 @@ def test_operators_without_int8_form_stay_and_are_listed() -> None:
     assert kept.count("elemwise_add") == folded.operators()["elemwise_add"] == 16
     # A convolution outputs floats if only a sum or a BatchNorm reads it: nothing is rounded to 8 bits in vain.
     assert result.operators()["Dequantise"] <= 1
+
+
+def test_relu6_is_a_part_of_its_convolution() -> None:
+    """Convolutions read what it ends, and the mean before the classifier."""
+    graph = models.create("tf_efficientnet_lite0", CLASSES).graph
+    folded = before(graph)
+    assert "clip" not in folded.operators()
+    result = quantise(folded, UNIT(folded.nodes, 0.04))
+    assert result.operators()["QuantisedConvolution"] == graph.operators()["Convolution"] == 49
+    assert sum(node.get("relu") is True for node in result) == graph.operators()["clip"] == 33
+    assert {node.op for node in in_floats(result)} == {"reverse", "elemwise_add", "Flatten", "FullyConnected",
+                                                       "SoftmaxOutput"}
+
+
+@pytest.mark.parametrize("limit", [6.0, 4.5])
+def test_integers_end_where_relu6_and_its_limit_do(limit: float, rng: np.random.Generator) -> None:
+    x = blocks.conv(blocks.mx.sym.Variable("data"), "first", 8, 3, bias=True)
+    x = blocks.conv(blocks.activation(x, "act", "relu6"), "second", 8, 1, bias=True)
+    graph = Graph.from_json(blocks.head(x, CLASSES, 0.0).tojson())
+    shapes = graph.infer_shapes({"data": (2, 9, 9, 3)})
+    params = {name: rng.standard_normal(shapes[Ref(name)]).astype(np.float32) for name in graph.arguments
+              if name not in ("data", "softmax_label")}
+    exact = values(before(graph), params, rng.standard_normal((2, 9, 9, 3), np.float32))
+    scales = scales_of(exact) | {"act": limit / LARGEST}
+    result = quantise(before(graph), scales)
+    found = values(result, quantise_params(before(graph), params, scales), exact["data"])["act"]
+    assert found.dtype == np.int8 and (found == LARGEST).any() and not found.min()
+    noise = found * (limit / LARGEST) - exact["act"].clip(0, limit)
+    weight, data = params["first_weight"], exact["data"]
+    # Rounding by steps has a variance of step^2 / 12; each sum has 27 products of a rounded weight and a rounded pixel.
+    steps = {"data": scales["data"], "weight": np.abs(weight).max() / LARGEST}
+    variance = 27 * ((steps["data"] * weight.std()) ** 2 + (steps["weight"] * data.std()) ** 2) / 12
+    assert np.abs(noise).max() < 7 * np.sqrt(variance) + limit / LARGEST  # seven deviations, and the output's own step
 
 
 def decibel(exact: np.ndarray, found: np.ndarray) -> float:

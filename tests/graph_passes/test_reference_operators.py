@@ -139,6 +139,7 @@ CASES = {
                                   shape=[(2, -1), (0, 2, -1), (-1,)][rng.integers(3)]),
     "Flatten": lambda rng: single("Flatten", batch(rng, "NHWC", 2), rng),
     "transpose": lambda rng: single("transpose", batch(rng, "NHWC", 2), rng, axes=(0, 3, 1, 2)),
+    "reverse": lambda rng: single("reverse", batch(rng, "NHWC", 2), rng, axis=(1, 2)),
     "transpose of all": lambda rng: single("transpose", (2, size(rng), size(rng)), rng),
     "softmax": lambda rng: single("softmax", (size(rng), size(rng), size(rng)), rng, axis=int(rng.integers(3))),
 }
@@ -148,8 +149,8 @@ WITH_MXNET = [case for case in CASES if not case.startswith("RNN")]  # tested in
 
 
 def test_every_operator_has_a_case():
-    elsewhere = {"SoftmaxOutput", "SigmoidOutput", "Dropout", "DropoutImages", "DropoutElements", "Embedding",
-                 "_zeros"}
+    elsewhere = {"SoftmaxOutput", "SigmoidOutput", "CustomOutput", "Dropout", "DropoutImages", "DropoutElements",
+                 "Embedding", "_zeros"}
     with_gradient = {name for name, operator in OPERATORS.items() if operator.numpy_gradient}
     assert {name.split()[0] for name in CASES} | elsewhere == with_gradient
 

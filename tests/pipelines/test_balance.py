@@ -63,7 +63,7 @@ def test_an_epoch_is_as_long_and_balanced(long_tail):
     with loader(long_tail) as balanced, loader(long_tail, balance=0.0) as plain:
         epochs = [np.concatenate([labels for _, labels in batches_of(balanced)]) for _ in range(2)]
         assert balanced.num_batches == plain.num_batches == 9
-        assert "--balance 1: the classes have 1 to 60 images, and are drawn more equally often" in balanced.remarks
+        assert "--balance 1: the classes have 1 to 60 images, and rare ones are drawn more often" in balanced.remarks
         assert not plain.remarks
         for labels in epochs:
             assert np.bincount(labels).tolist() == [18, 18, 18, 18]
@@ -129,5 +129,5 @@ def test_broken_records_are_not_drawn(tmp_path, monkeypatch):
 
 
 def test_synthetic_images_are_refused():
-    with pytest.raises(DataError, match="have a validation split, and as many of each class; leave out --balance"):
+    with pytest.raises(DataError, match="have a validation split and classes of equal size; leave out --balance"):
         loader("synthetic")

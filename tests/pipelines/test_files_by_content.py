@@ -74,7 +74,7 @@ def test_images_beside_the_classes_are_counted_by_content(tmp_path):
     write_folder(tmp_path, 2, 2, seed=1)
     write(tmp_path, {"loose": JPEG, "README": b"text", "x.jfif": JPEG})
     (told,) = open_source(tmp_path, "train").remarks
-    assert told == f"{tmp_path}: 2 images beside the folders of classes, in none of them, are left out"
+    assert told == f"{tmp_path}: 2 images outside the class folders are left out"
 
 
 @pytest.mark.parametrize("name", [*FOLDERS, "@eaDir", "$RECYCLE.BIN", "System Volume Information"])

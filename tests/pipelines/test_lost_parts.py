@@ -161,9 +161,10 @@ def test_a_list_cut_or_doubled_at_the_end_of_a_line(tmp_path):
         return list(remarks)
 
     assert told(*lines) == []
-    assert told(*lines[:8]) == [f"{tmp_path}/train.lst: 1 image beside the 8 images of the list is in no list, "
-                                "and left out"]
-    assert told(*lines[:7])[0].endswith(": 2 images beside the 7 images of the list are in no list, and left out")
+    assert told(*lines[:8]) == [f"{tmp_path}/train.lst: 1 image beside the 8 images of the list is left out, "
+                                "as no list names it"]
+    assert told(*lines[:7])[0].endswith(": 2 images beside the 7 images of the list are left out, as no list "
+                                        "names them")
     (tmp_path / "val.lst").write_text("".join(lines[7:]))
     assert told(*lines[:7]) == []
     assert told(*lines, *lines[:2])[0].startswith(f"{tmp_path}/train.lst: 2 of its 11 lines name a file that another")

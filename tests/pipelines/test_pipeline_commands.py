@@ -169,7 +169,7 @@ def test_without_splits_validation_reads_what_training_reads(folder, tmp_path, c
     broken = folder / "c01/004.JPEG"
     broken.write_bytes(b"no image")
     code, out, _ = run(capsys, "make-records", folder, tmp_path / "out", "--on-bad-image", "skip")
-    assert code == 0 and f"out/val.rec: these images too, as {folder} has no validation images of its own" in out
+    assert code == 0 and f"out/val.rec: the same images, as {folder} has no validation images of its own" in out
     for _ in range(2):  # the second time from the lists, after new damage
         assert run(capsys, "verify", folder, "--write-clean")[0] == 0
         names = {split: names_of(open_source(folder, split)) for split in ("train", "val")}

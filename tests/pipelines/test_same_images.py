@@ -69,7 +69,7 @@ def test_the_same_file_in_training_and_validation(data: Path, capsys: pytest.Cap
     assert f"000.JPEG: duplicate, the same image as {val / 'copy-000.JPEG'}, which is for validation\n" in out
     assert f"as {val / 'copy-001.JPEG'}, which is for validation as c00, and c01 here\n" in out
     assert told(data) == [
-        f"2 training images are in validation, too, whose accuracy is then too high: {train / 'c00/000.JPEG'} and "
+        f"2 training images are also in validation, which makes its accuracy too high: {train / 'c00/000.JPEG'} and "
         f"{val / 'copy-000.JPEG'} (python -m pipelines verify {data} lists all of them)"]
 
 
@@ -101,7 +101,7 @@ def test_loaders_tell_it(data: Path) -> None:
     train, val = (open_loader(LoaderConfig(data=str(data), split=split, batch_size=2, image_size=16))
                   for split in ("train", "val"))
     (sentence,) = train.remarks_on_same_images(val)
-    assert sentence.startswith("a training image is in validation, too")
+    assert sentence.startswith("a training image is also in validation")
     assert train.remarks_on_same_images(None) == []
 
 
@@ -112,7 +112,7 @@ def test_an_image_that_cannot_be_decoded_hides_no_other(data: Path) -> None:
     train, val = (open_loader(LoaderConfig(data=str(data), split=split, batch_size=2, image_size=16, cache_gib=1.0,
                                            on_bad_image="skip")) for split in ("train", "val"))
     (sentence,) = train.remarks_on_same_images(val)
-    assert sentence.startswith("a training image is in validation, too")
+    assert sentence.startswith("a training image is also in validation")
 
 
 # --- near copies ---

@@ -87,8 +87,8 @@ def test_images_beside_the_folders_of_classes_are_told(tmp_path):
     write_folder(tmp_path, 4, 2, seed=1)
     (tmp_path / ".hidden.jpg").write_bytes(b"")
     (tmp_path / "notes.txt").write_text("")
-    for number, words in ((1, "1 image beside the folders of classes, in none of them, is left out"),
-                          (2, "2 images beside the folders of classes, in none of them, are left out")):
+    for number, words in ((1, "1 image outside the class folders is left out"),
+                          (2, "2 images outside the class folders are left out")):
         (tmp_path / f"{number}.JPG").write_bytes(b"")
         source = open_source(tmp_path, "train")
         assert list(source.remarks) == [f"{tmp_path}: {words}"] and len(source) == 4
@@ -272,7 +272,7 @@ def test_what_to_do_without_validation_images(numbered):
 def splits_for_tests_alone(tmp_path):
     write_folder(tmp_path / "test", 2, 2, seed=1)
     write_folder(tmp_path / "Testing", 2, 2, seed=1)
-    return tmp_path, r"holds Testing, test, which are splits and not classes; rename the folder to train on to"
+    return tmp_path, r"holds Testing, test, which are splits and not classes; rename the training folder to train"
 
 
 def formats_that_are_not_read(tmp_path):

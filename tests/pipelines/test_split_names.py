@@ -123,8 +123,8 @@ def test_splits_inside_the_classes_are_refused(tmp_path, splits):
 
 def test_two_folders_for_one_split_are_refused(tmp_path):
     data = images(tmp_path / "data", *below("Train", "training", "val"))
-    with pytest.raises(DataError, match="holds Train, training, which are several folders for one split: call the one "
-                                        "to use train, or, if all are classes, list them in "):
+    with pytest.raises(DataError, match="holds Train, training, which are several folders for one split: rename "
+                                        "the one to use to train, or, if all are classes, list them in "):
         open_source(data, "train")
     (data / "training").rename(data / "train")
     assert open_source(data, "train").path == data / "train"
@@ -160,8 +160,8 @@ def test_folders_of_the_same_names_in_all_classes_are_told(tmp_path):
     """If all class folders hold folders of the same names, these may be the real classes: a remark says so."""
     data = images(tmp_path / "data", *below("site_a", "site_b"))
     assert list(open_source(data, "train").remarks) == [
-        f"{data}: most images lie in folders that several class folders have (cat, dog): if these are the classes, and "
-        "site_a, site_b are not, put all images of a class into one folder"]
+        f"{data}: several class folders have the same subfolders, with most images (cat, dog): if these are the "
+        "classes, and site_a, site_b are not, put all images of a class into one folder"]
 
 
 @pytest.mark.parametrize("folders, shared", [
@@ -173,7 +173,7 @@ def test_folders_of_the_same_names_in_all_classes_are_told(tmp_path):
 ])
 def test_folders_that_most_images_of_several_classes_lie_in_are_told(tmp_path, folders, shared):
     data = images(tmp_path / "data", *folders)
-    told = [remark for remark in open_source(data, "train").remarks if "several class folders have" in remark]
+    told = [remark for remark in open_source(data, "train").remarks if "have the same subfolders" in remark]
     assert len(told) == bool(shared) and all(f"({shared})" in remark for remark in told)
 
 

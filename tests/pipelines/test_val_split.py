@@ -69,7 +69,7 @@ def test_data_with_val_is_refused(tmp_path):
     with pytest.raises(DataError, match=f"has images for validation, {tmp_path}/data/val: leave out --val-split, or"):
         open_source(tmp_path / "data", "val", val_split=0.1)
     assert len(files(tmp_path / "data" / "train", "val", 0.5)) in range(1, 9)  # the message's way out
-    with pytest.raises(DataError, match="have a validation split, and as many of each class; leave out --val-split"):
+    with pytest.raises(DataError, match="have a validation split and classes of equal size; leave out --val-split"):
         open_loader(LoaderConfig(data="synthetic", val_split=0.1))
 
 

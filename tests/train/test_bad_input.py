@@ -215,7 +215,7 @@ def changed(file, to, meta=None, **arrays):
     ({"aux/more": np.zeros(1, np.float32)}, "more is not one of its arrays"),
     ({"averages/classifier_bias": np.zeros(3, np.float32)}, "with 3 classes: classifier_weight is missing"),
     ({"state/momentum/classifier_bias": np.zeros(5, np.float32)}, "classifier_bias is float32 (5,) there"),
-    ({"meta": {"class_names": ["a", "b"]}}, "holds a resnet18 with 3 classes, and names 2"),
+    ({"meta": {"class_names": ["a", "b"]}}, "holds a resnet18 with 3 classes, but names 2 classes"),
     ({"params/classifier_bias": np.array("abc")}, "holds no resnet18: its classifier is a single value; use another"),
     ({"meta": {"class_names": "abc"}}, "is not a complete checkpoint (class_names is not a list of names)"),
     ({"meta": {"progress": [3]}}, "is not a complete checkpoint ('list' object has no attribute 'items'); use another"),
@@ -440,7 +440,7 @@ def test_validation_too_large_for_the_machine(fails, run_train, tiny_options, mo
                         fails(*command, "--val-image-size", "2048"))
         memory.available = 2**60
         assert re.match(r"error: inference on batches of 4 images of 8192x8192 needs a tensor of more than 2\^31 "
-                        "elements, which MXNet does not have: ", fails(*command, "--val-image-size", "8192"))
+                        "elements, which MXNet does not support: ", fails(*command, "--val-image-size", "8192"))
     assert not (tmp_path / "run").exists()
 
 

@@ -122,7 +122,7 @@ def test_what_cannot_be_decided_is_refused(tmp_path, image, capsys, train, val):
     for name, (stored, numbers) in (("train", train), ("val", val)):
         write(data / name, stored, numbers, image)
     with pytest.raises(TrainError, match=r"so '1' may be the number 1 or the first class: list all classes of "
-                                         rf"{data}/val\S* in a classes.txt beside its images, that of the number 0"):
+                                         rf"{data}/val\S* in a classes.txt beside its images, the class with number 0"):
         labels_of_both(data, capsys)
     if val[0] != "folders":
         (data / "classes.txt").write_text("1\n2\n3\n")  # the way out
@@ -169,5 +169,5 @@ def test_make_records_refuses_numbers_that_may_count_from_0_or_1(tmp_path, image
         write(data / name, stored, numbers, image)
     assert not class_remarks(*(verify_split(str(data), split) for split in ("train", "val")))
     plans = {split: plan_files(data, split) for split in ("train", "val")}
-    with pytest.raises(DataError, match="have numbers from 0 on in one split and are called 1, 2.* in the other, "):
+    with pytest.raises(DataError, match="one split are numbered from 0, and those of the other are called 1, 2"):
         with_classes(plans["val"], plans["train"].classes, f"{data}: val")

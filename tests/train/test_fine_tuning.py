@@ -95,7 +95,7 @@ def test_layers_that_cannot_be_frozen(run_train, tiny_options, initial_weights, 
 def test_what_is_for_trained_weights(command, option, run_train, tiny_options, tmp_path):
     code, _, err = run_train(command, "--output", tmp_path / "run", *tiny_options, *option)
     assert code == 2 and err == (f"error: {' '.join(option)} is for trained weights (--weights), and this run would "
-                                 "begin with random ones: leave it out, or add them\n")
+                                 "begin with random ones: leave it out, or add --weights\n")
     assert not (tmp_path / "run").exists()
 
 

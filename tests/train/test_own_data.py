@@ -163,7 +163,7 @@ def test_two_processes_validate_each_image_once(options, uneven_data, tmp_path, 
     (["--label-smoothing", "0.7"], "--label-smoothing 0.7 gives the right class no larger share than a "
                                    "wrong one (3 classes): give less than 0.667, 0.1 is usual"),
     (["--balance", "2"], "--balance 2.0 must be a fraction from 0 to 1"),
-    (["--data", "synthetic", "--val-split", "0.1"], "have a validation split, and as many of each class; leave out"),
+    (["--data", "synthetic", "--val-split", "0.1"], "have a validation split and classes of equal size; leave out"),
     (["--data", "{tmp}/single", "--val-split", "0.1"], "no class has two images, one to train on and one for --val-sp"),
     (["--data", "{tmp}/val", "--val-split", "0.1"], "has images for validation, {tmp}/val/val: leave out --val-split"),
 ])

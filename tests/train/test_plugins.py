@@ -176,7 +176,7 @@ def test_a_file_that_has_gone_or_changed(
     for arguments in (["predict", "--checkpoint", run, image], ["--resume", run, "--max-steps", "3"]):
         as_in_another_process()
         code, _, err = run_train(*arguments)
-        assert code == 0 and f"plug-in {copy}, as " in err and f"({file} has gone or changed; --plugin" in err
+        assert code == 0 and f"plug-in {copy}, as " in err and f"({file} is missing or has changed; --plugin" in err
     as_in_another_process()
     code, out, err = run_train("--resume", run, "--plugin", file, "--max-steps", "4")
     assert code == 0 and re.search(r"my\.py \(sha256 \w+\.\.\.\) is used, although .* was made with", err)
@@ -189,13 +189,13 @@ def test_a_file_that_has_gone_or_changed(
     (alone := tmp_path / "alone.npz").write_bytes(last.read_bytes())
     as_in_another_process()
     code, _, err = run_train("predict", "--checkpoint", alone, image)
-    assert code == 2 and f"{alone} needs the plug-in {file}, which is not there: give --plugin" in err
+    assert code == 2 and f"{alone} needs the plug-in {file}, which is not there: give its new path with --plugin" in err
     as_in_another_process()
     assert run_train("predict", "--checkpoint", alone, "--plugin", copy, "--json", image)[0] == 0
     as_in_another_process()
     monkeypatch.setenv("RESNET_CACHE", str(tmp_path / "another account"))
     code, _, err = run_train("predict", "--checkpoint", last, image)
-    assert code == 2 and "which nobody has named on this account yet: read it" in err
+    assert code == 2 and "which has not been used on this account yet: read it first" in err
 
 
 def test_a_file_that_has_not_the_network_is_not_executed(run_train, plugin, tiny_options, tiny_data, tmp_path) -> None:
@@ -369,7 +369,7 @@ def test_a_loss(run_train, plugin, tiny_options, tiny_data: Path, tmp_path: Path
     as_in_another_process()
     file.unlink()  # the run's copy is used
     said = train(run_train, ["--resume", run, "--max-steps", "8"])
-    assert "has gone or changed" in said
+    assert "is missing or has changed" in said
     as_in_another_process()
     code, out, err = run_train("validate", "--checkpoint", run)
     assert code == 0 and "loss " in out, out + err

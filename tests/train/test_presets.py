@@ -28,6 +28,8 @@ TORCHVISION = "https://github.com/pytorch/vision/issues/3995#issuecomment-101390
 TORCHVISION_TRAIN = "https://github.com/pytorch/vision/blob/main/references/classification/train.py"
 TORCHVISION_WEIGHTS = "https://github.com/pytorch/vision/blob/v0.20.1/torchvision/models/resnet.py"
 TORCHVISION_TRANSFORMS = "https://github.com/pytorch/vision/blob/v0.20.1/torchvision/transforms/transforms.py"
+TORCHVISION_README = "https://github.com/pytorch/vision/tree/main/references/classification"
+TORCHVISION_MODELS = "https://github.com/pytorch/vision/tree/main/torchvision/models"  # dropout, stochastic depth, crop
 FFCV = "https://github.com/libffcv/ffcv-imagenet/blob/main/rn50_configs"
 FFCV_TRAIN = "https://github.com/libffcv/ffcv-imagenet/blob/main/train_imagenet.py"
 
@@ -90,8 +92,35 @@ SOURCES: dict[str, dict[str, dict[str, Any]]] = {
                               "zero_init_residual": False},
         TORCHVISION_TRANSFORMS: {"random_area": (0.08, 1.0), "random_ratio": (3 / 4, 4 / 3), "mirror": True},
     },
+    "regnet_y_400mf_100ep": {
+        TORCHVISION_README: {
+            "model": "regnet_y_400mf", "global batch": 1024, "epochs": 100, "optimizer": "sgd", "momentum": 0.9,
+            "peak learning rate": 0.4, "schedule": "cosine", "warmup_epochs": 5.0, "weight_decay": 5e-5,
+            "label_smoothing": 0.0, "image_size": 224,
+        },
+        TORCHVISION_MODELS: {"val_crop_fraction": 224 / 256, "zero_init_residual": False, "stochastic_depth": 0.0},
+        TORCHVISION_TRANSFORMS: {"random_area": (0.08, 1.0), "random_ratio": (3 / 4, 4 / 3), "mirror": True},
+    },
+    "mobilenet_v2_300ep": {
+        TORCHVISION_README: {
+            "model": "mobilenet_v2", "global batch": 256, "epochs": 300, "optimizer": "sgd", "momentum": 0.9,
+            "peak learning rate": 0.045, "schedule": "step", "decay_factor": 0.98, "warmup_epochs": 0.0,
+            "decay_epochs": tuple(np.arange(1.0, 300.0)), "weight_decay": 4e-5, "label_smoothing": 0.0,
+            "image_size": 224,
+        },
+        TORCHVISION_MODELS: {"val_crop_fraction": 224 / 256, "zero_init_residual": False, "dropout": 0.2},
+        TORCHVISION_TRANSFORMS: {"random_area": (0.08, 1.0), "random_ratio": (3 / 4, 4 / 3), "mirror": True},
+    },
     "resnet50_ffcv_88ep": FFCV_88,
     "resnet50_ffcv_16ep": with_values(FFCV_88, epochs=16, resize_epochs=(11.0, 13.0)),
+}
+SOURCES |= {
+    "efficientnet_v2_s_600ep": with_values(
+        {**SOURCES["resnet50_torchvision_v2"], TORCHVISION_README: {}, TORCHVISION_MODELS: {"dropout": 0.2}},
+        model="efficientnet_v2_s", image_size=300, val_image_size=384, val_crop_fraction=1.0, stochastic_depth=0.2),
+    "convnext_tiny_600ep": with_values(
+        {**SOURCES["resnet50_torchvision_v2"], TORCHVISION_README: {}, TORCHVISION_MODELS: {"stochastic_depth": 0.1}},
+        model="convnext_tiny", optimizer="adamw", weight_decay=0.05, **{"peak learning rate": 1e-3}),
 }
 OUR_OWN = {"config", "data", "batch_size", "learning_rate", "ema_decay"}  # the last two in the sources' own units
 

@@ -199,7 +199,7 @@ def test_where_images_have_come_a_new_run_begins_with_the_weights(tiny_data, tin
     shutil.copy(data / "class0" / "0.jpg", data / "class0" / "more.jpg")
     code, _, err = run_train("--resume", folder)
     assert code == 2 and "belongs to num_images 27, but this loader has 28" in err and err.endswith(
-        "or begin a new run on this data from the weights of that one with --weights RUN\n")
+        "or begin a new run on this data with the old run's weights (--weights RUN)\n")
     code, out, _ = run_train("--weights", folder, "--output", tmp_path / "new", *options)
     assert code == 0 and "28 training images" in out
 
@@ -514,7 +514,7 @@ def test_another_global_batch(tiny_options, tmp_path, run_train):
         patch.setattr(Trainer, "step", watched_step)
         code, out, err = run_train("--resume", folder, "--batch-size", "8", "--log-every", "1")
     assert code == 0, err
-    assert "resuming with 8 images a step (1 process) after 4 (1): the learning rate is scaled" in out
+    assert "resuming with 8 images a step (1 process), before 4 (1): the learning rate is scaled" in out
     assert "resuming with other options: --batch-size 8 (before: 4), --log-every 1 (before: 10)\n" in out
     assert seen["start"] == (2, 2, 3)
     for name, momentum in stopped.state["momentum"].items():

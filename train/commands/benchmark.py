@@ -39,10 +39,10 @@ def main(values: Mapping[str, Any]) -> None:
         measure_inference(values, Workers())
         return
     if "batch_sizes" in values:
-        raise TrainError("--batch-sizes is for --inference: add it, or give --batch-size", on_all_ranks=True)
+        raise TrainError("--batch-sizes is for --inference: add --inference, or give --batch-size", on_all_ranks=True)
     if values.get("int8"):
-        raise TrainError("--int8 is for --inference, as training computes in floats: add it, or leave out --int8",
-                         on_all_ranks=True)
+        raise TrainError("--int8 is for --inference, as training computes in floats: add --inference, or leave out "
+                         "--int8", on_all_ranks=True)
     workers, wanted = Workers(), part_of(Measurement, values)
     with workers.agreement():
         default = devices.default_config(values, workers.local_rank)
@@ -81,7 +81,7 @@ def _check_profile(config: Config, placement: devices.Placement) -> None:
                          "others; leave out one of the two")
     if placement.executor != "cuda":
         raise TrainError(f"--profile measures the kernels of the cuda executor, but the executor of this run is "
-                         f"{placement.executor}: leave it out")
+                         f"{placement.executor}: leave out --profile")
 
 
 def benchmark(trainer: Trainer, recorder: Recorder, wanted: Measurement) -> Result:
@@ -120,7 +120,7 @@ def benchmark(trainer: Trainer, recorder: Recorder, wanted: Measurement) -> Resu
     if error < PRECISION:
         sentence = f"{result}, standard error of the median {error:.2%}"
     elif math.isinf(error):
-        sentence = f"{result}; ended at its limit before the {wanted.min_steps} steps that tell how exact that is"
+        sentence = f"{result}; ended at its limit, before the {wanted.min_steps} steps that an error estimate needs"
     else:
         sentence = (
             f"{result}; ended at its limit with a standard error of the median of {error:.2%}, more than the 1 % wanted"

@@ -93,8 +93,8 @@ def measure_inference(values: Mapping[str, Any], workers: Workers) -> None:
     if placement.note:
         print(placement.note, flush=True)
     if int8 and placement.executor != "cuda":
-        raise TrainError("--int8 measures the cuda executor, and there is no GPU for it here: on a CPU ONNX Runtime "
-                         "computes in INT8 (python -m train export --int8 onnxruntime)")
+        raise TrainError("--int8 needs a GPU for the cuda executor, and there is none here: for INT8 on a CPU, export "
+                         "the network for ONNX Runtime (python -m train export --int8 onnxruntime)")
     num_classes = config.num_classes or CLASSES
     usual = GPU_BATCHES if placement.device.startswith("gpu") else CPU_BATCHES
     sizes = sorted(set(values.get("batch_sizes", usual)))

@@ -19,7 +19,7 @@ import numpy as np
 from common import files
 from common.command_line import option_name
 from common.mxnet_compat import mx
-from graph_passes import Graph, Ref, calibration, onnx_writer, passes, pipeline
+from graph_passes import Graph, calibration, onnx_writer, passes, pipeline
 from graph_passes.executors import reference
 from graph_passes.operators.quantised import dequantised, quantised
 from graph_passes.passes import quantise
@@ -66,9 +66,11 @@ def main(values: Mapping[str, Any]) -> None:
                              f"{options.checkpoint} has its own: leave it out")
     record_file = Path(options.torchvision).with_suffix(".json") if options.torchvision else None
     if options.int8 != "none" and not options.onnx:
-        raise TrainError(f"--int8 {options.int8} is for --onnx, which is not given: add --onnx FILE, or leave it out")
+        raise TrainError(f"--int8 {options.int8} is for --onnx, which is not given: add --onnx FILE, or leave out "
+                         "--int8")
     if options.features and (not options.onnx or options.int8 != "none"):
-        raise TrainError("--features is for --onnx in floats: add --onnx FILE, and leave out --int8; or leave it out")
+        raise TrainError("--features works only with --onnx FILE and without --int8: add --onnx FILE and leave out "
+                         "--int8, or leave out --features")
     writers = {record_file.resolve(): "torchvision"} if record_file else {}
     for name in ("torchvision", "onnx", "symbol", "params"):
         if (file := getattr(options, name)) and (other := writers.setdefault(Path(file).resolve(), name)) != name:
@@ -150,12 +152,7 @@ def network(trained: Checkpoint | None, options: ExportOptions) -> tuple[Graph, 
 
 def channels_first(graph: Graph) -> Graph:
     """The graph in NCHW throughout, including its input `data`: (N, C, H, W) instead of (N, H, W, C)."""
-    graph = passes.layout(graph, "NCHW")
-    transposed = {
-        Ref(node.name): node.inputs[0] for node in graph if node.op == "transpose" and node.inputs[0] == Ref("data")
-    }
-    nodes = [node.replace(inputs=tuple(transposed.get(ref, ref) for ref in node.inputs)) for node in graph]
-    return Graph(nodes, graph.outputs, graph.attrs)
+    return passes.layout(graph, "NCHW", inputs=["data"])
 
 
 def in_layout(graph: Graph, params: Mapping[str, np.ndarray]) -> Arrays:

@@ -84,8 +84,8 @@ def predict_to_file(options: PredictOptions, values: Mapping[str, Any], workers:
             file = PredictionFile(path, job.trained.class_names, job.top, about | {"part": share}, SAME, has_true)
             found = opened.enter_context(file).resume(images)
             if changed := file.changed(images[: found.records]):
-                print(f"{path}: {len(changed):,} of its images changed after it was begun, and their predictions may "
-                      f"be of the earlier ones: {some(changed)} (give another --output to predict all anew)",
+                print(f"{path}: {len(changed):,} of its images changed after it was begun, so their predictions may "
+                      f"be of the old images: {some(changed)} (give another --output to predict all anew)",
                       file=sys.stderr)
             return file, found
 

@@ -185,13 +185,13 @@ class PredictionFile(AbstractContextManager["PredictionFile"]):
             found = {"columns": _COLUMNS[False]} | json.loads(path.read_bytes())
             changed = [(words, found[name], about[name]) for name, words in same.items() if found[name] != about[name]]
         except FileNotFoundError:
-            raise TrainError(f"{self.path} is there already, and was not begun by this command (no {path.name} beside "
-                             "it says so): give another --output") from None
+            raise TrainError(f"{self.path} exists already and was not begun by this command (there is no {path.name} "
+                             "beside it): give another --output") from None
         except OSError as error:
-            raise TrainError(f"cannot read {path}, which says what {self.path.name} was begun with ({error.strerror}): "
+            raise TrainError(f"cannot read {path}, which records how {self.path.name} was begun ({error.strerror}): "
                              "check its permissions, or give another --output") from None
         except Exception:  # as in `refused_as`
-            raise TrainError(f"{path}, which says what {self.path.name} was begun with, is damaged: restore it from "
+            raise TrainError(f"{path}, which records how {self.path.name} was begun, is damaged: restore it from "
                              "a copy, or give another --output") from None
         for words, before, now in changed:
             raise TrainError(f"{self.path} was begun with another {words}: {before}, now {now}; give another --output")
@@ -247,8 +247,8 @@ class PredictionFile(AbstractContextManager["PredictionFile"]):
                 reading.seek(0)
                 line = 1 + sum(reading.tell() <= end for _ in reading)
                 raise TrainError(f"{self.path} is damaged in line {line:,}, after {done:,} images: repair that line, "
-                                 "or remove it and all that follow, whose images are then predicted again, or give "
-                                 "another --output") from None
+                                 "or delete it and all lines after it to predict their images again, or give another "
+                                 "--output") from None
         return Found(done, bad), end
 
     def write(self, records: Iterable[str]) -> None:

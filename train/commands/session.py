@@ -61,7 +61,7 @@ def checkpoint_to_resume(values: Mapping[str, Any]) -> Path | None:
                          "own weights: leave out one of them")
     if place == AUTO:
         if "output" not in values:
-            raise TrainError("--resume auto needs --output with the folder of the run; or give --resume that folder")
+            raise TrainError("--resume auto needs --output with the folder of the run; or give that folder to --resume")
         return checkpoint.in_folder(Path(values["output"]))
     return checkpoint.find(place) if place else None
 

@@ -185,8 +185,10 @@ def open_trainer(
                 executor.read_metrics()  # discards the metrics of undone steps
             else:
                 initial, origin = starting_point(weights, train_loader.classes, config) if weights else (start, [])
-                num_classes, largest_size = len(train_loader.class_names), max(image_sizes(config))
-                check_memory(config, num_classes, largest_size, placement)
+                num_classes, sizes = len(train_loader.class_names), image_sizes(config)
+                largest_size = max(sizes)
+                for size in sorted(set(sizes), reverse=True):
+                    check_memory(config, num_classes, size, placement)
                 if val_loader:
                     check_memory(config, num_classes, config.inference_image_size, placement, training=False)
                 image_size = train_loader.config.size_in(start.progress.epoch if start else 0)

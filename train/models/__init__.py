@@ -9,7 +9,9 @@ To add a family, add its file in this folder and a line in `FAMILIES`. Networks 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from common import plugins
@@ -29,11 +31,63 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     "resnet_v2": ("resnet18_v2", "resnet34_v2", "resnet50_v2", "resnet101_v2", "resnet152_v2"),
     "resnext": ("resnext50_32x4d", "resnext101_32x8d", "resnext101_64x4d"),
     "wide_resnet": ("wide_resnet50_2", "wide_resnet101_2"),
+    "efficientnet": (
+        "efficientnet_b0", "efficientnet_b1", "efficientnet_b2", "efficientnet_b3", "efficientnet_b4",
+        "efficientnet_v2_s", "efficientnet_lite0", "efficientnet_lite1", "efficientnet_lite2",
+        "tf_efficientnet_b0", "tf_efficientnet_b1", "tf_efficientnet_b2", "tf_efficientnet_b3", "tf_efficientnet_b4",
+        "tf_efficientnetv2_s", "tf_efficientnet_lite0", "tf_efficientnet_lite1", "tf_efficientnet_lite2",
+    ),
+    "mobilenet": ("mobilenet_v2", "mobilenet_v3_large", "mobilenet_v3_small", "mobilenetv3_large_100",
+                  "mobilenetv3_small_100"),
+    "regnet": (
+        "regnet_x_400mf", "regnet_x_800mf", "regnet_x_1_6gf", "regnet_x_3_2gf", "regnet_x_8gf", "regnet_x_16gf",
+        "regnet_x_32gf", "regnet_y_400mf", "regnet_y_800mf", "regnet_y_1_6gf", "regnet_y_3_2gf", "regnet_y_8gf",
+        "regnet_y_16gf", "regnet_y_32gf",
+    ),
+    "convnext": ("convnext_tiny", "convnext_small", "convnext_base"),
+    "se_resnet": ("seresnet18", "seresnet34", "seresnet50", "seresnet101", "seresnet152", "resnetrs50", "resnetrs101",
+                  "resnetrs152"),
+    "gluon_zoo": (
+        "alexnet", "densenet121", "densenet161", "densenet169", "densenet201", "inception_v3",
+        "mobilenet0_25", "mobilenet0_5", "mobilenet0_75", "mobilenet1_0",
+        "mobilenet_v2_0_25", "mobilenet_v2_0_5", "mobilenet_v2_0_75", "mobilenet_v2_1_0",
+        "resnet50_v1", "resnet101_v1", "resnet152_v1", "squeezenet1_0", "squeezenet1_1",
+        "vgg11", "vgg11_bn", "vgg13", "vgg13_bn", "vgg16", "vgg16_bn", "vgg19", "vgg19_bn",
+    ),
 }
+
+# Other names of networks: Gluon's, where a network is the same as one of ours.
+ALIASES: Mapping[str, str] = {"resnet18_v1": "resnet18", "resnet34_v1": "resnet34"}
+
+IMAGE_SIZE = 224  # pixels: height and width of the images that published weights are for, but for these networks
+OTHER_IMAGE_SIZES: Mapping[str, int] = {"inception_v3": 299}
+
+# Files with a network, which count as plug-ins with one model that has the file's name (`network_file`).
+NETWORK_FILES = (".json", ".onnx")
 
 ALL = "all"  # stands for all networks, if several may be given
 
-plugins.reserve("model", (ALL, *FAMILIES, *(name for family in FAMILIES.values() for name in family)))
+plugins.reserve("model", (ALL, *FAMILIES, *ALIASES, *(name for family in FAMILIES.values() for name in family)))
+
+
+def _register_file(file: str, content: bytes) -> None:
+    importlib.import_module("train.models.network_file").register(file, content)  # imports MXNet
+
+
+for _ending in NETWORK_FILES:
+    plugins.add_data_format(_ending, _register_file)
+
+
+def of_option(word: str, given: Sequence[str] = ()) -> tuple[str, tuple[str, ...]]:
+    """The name of the network that an option's value stands for, and the plug-in that has it, if it is a file and not
+    one of those that are `given` already. Raises TrainError for a file that is not there."""
+    if not word.lower().endswith(NETWORK_FILES):
+        return own_name(word), ()
+    if word in map(plugins.name_of, given):
+        return word, ()
+    if not os.path.isfile(word):
+        raise TrainError(f"--model {word}: there is no such file; check the path, or give a network's name")
+    return os.path.basename(word), (word,)
 
 
 def names() -> list[str]:
@@ -48,28 +102,47 @@ def named(words: Iterable[str]) -> list[str]:
         of_word = names() if word == ALL else FAMILIES.get(word, (word,))
         for name in of_word:
             check(name)
-        meant |= dict.fromkeys(of_word)
+        meant |= dict.fromkeys(map(own_name, of_word))
     return list(meant)
 
 
 def check(name: str) -> None:
     """Raise TrainError, with the nearest name, if there is no such network."""
-    if name not in names():
+    if name not in names() and name not in ALIASES:
         # for resnext50 suggest resnext50_32x4d, not resnet50
         longer = [known for known in names() if known.startswith(name)]
         raise TrainError(f"there is no model {name!r}{nearest(name, longer or names())}")
 
 
-def create(name: str, num_classes: int = 1000, label_smoothing: float = 0.0) -> Network:
-    """The training network of that name. Raises TrainError if there is none."""
+def own_name(name: str) -> str:
+    """This program's name of a network that may be given by another one (`ALIASES`)."""
+    return ALIASES.get(name, name)
+
+
+def image_size(name: str) -> int:
+    """The height and width, in pixels, of the images that a network's published weights, or its file, are for; 0 if the
+    file does not say it."""
+    of_plugin = plugins.find("model", name)
+    return getattr(of_plugin.made, "image_size", IMAGE_SIZE) if of_plugin else OTHER_IMAGE_SIZES.get(name, IMAGE_SIZE)
+
+
+def is_channels_first(name: str) -> bool:
+    """Whether a network comes from a file in which images are NCHW, and convolution weights OIHW."""
+    of_plugin = plugins.find("model", name)
+    return bool(of_plugin and getattr(of_plugin.made, "is_channels_first", False))
+
+
+def create(name: str, num_classes: int = 1000, label_smoothing: float = 0.0, images: int = IMAGE_SIZE) -> Network:
+    """The training network of that name. `images`: their height and width, in pixels, for a network from a file that
+    does not say it. Raises TrainError if there is none."""
     check(name)
+    name = own_name(name)
     from train.models import plugged
     from train.models.network import Network
 
-    if of_plugin := plugins.find("model", name):
-        return Network(name, num_classes, plugged.build(of_plugin, num_classes, label_smoothing))
-    build = _family(name).MODELS[name]
-    return Network(name, num_classes, build(num_classes, label_smoothing))
+    of_plugin, size = plugins.find("model", name), image_size(name) or images
+    build = partial(plugged.build, of_plugin, size) if of_plugin else _family(name).MODELS[name]
+    return Network(name, num_classes, build(num_classes, label_smoothing), size)
 
 
 def published(name: str) -> tuple[Published, ...]:
@@ -80,7 +153,7 @@ def published(name: str) -> tuple[Published, ...]:
 def num_classes(name: str, params: Mapping[str, Any]) -> int:
     """The number of classes of the network of that name with these parameters. Raises TrainError if there is no such
     network, and KeyError if the parameters do not belong to it."""
-    return len(params[create(name).classifier[1]])
+    return len(params[create(name).classifier[-1]])
 
 
 def _family(name: str) -> ModuleType:

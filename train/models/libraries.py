@@ -6,40 +6,83 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
-TORCH, GLUON = "torchvision or timm", "Gluon"
+import numpy as np
+
+# TORCH: both have the network under equal names.
+TORCH, TORCHVISION, TIMM, GLUON = "torchvision or timm", "torchvision", "timm", "Gluon"
 
 # End of our name -> the array's name within a layer of the other library.
 _TORCH_ENDS = {"weight": "weight", "bias": "bias", "gamma": "weight", "beta": "bias", "moving_mean": "running_mean",
-               "moving_var": "running_var"}
+               "moving_var": "running_var", "running_mean": "running_mean", "running_var": "running_var"}
 _GLUON_ENDS = {"weight": "weight", "bias": "bias", "gamma": "gamma", "beta": "beta", "moving_mean": "running_mean",
-               "moving_var": "running_var"}
+               "moving_var": "running_var", "running_mean": "running_mean", "running_var": "running_var"}
 _OUR_END = re.compile(f"_({'|'.join(_TORCH_ENDS)})$")
-# our kinds of layers -> Gluon's, in numbered names such as conv0
+# our kinds of layers -> Gluon's, where they differ, in numbered names such as conv0
 _KINDS = {"conv": "conv", "bn": "batchnorm", "classifier": "dense"}
 
 
 @dataclass(frozen=True)
 class Published:
-    """The layer names of a network in another library.
+    """A network in another library: the names of its layers, and how its images are prepared.
 
-    `layers` maps our layer names to the library's, in the order in which the library creates them. `refused`: why such
-    a network computes something else than ours although all its arrays fit; "" if it does not. `norm_of_images`: the
-    library's layer, if any, that normalises the images once more before the first convolution.
+    `layers` maps our layer names to the library's, in the order in which the library creates them; an array that has
+    its own name there stands by its whole name. `norm_of_images`: the library's layer, if any, that normalises the
+    images once more before the first convolution. `model`: the library's name of the network, if it is not ours.
+    `images`: settings of `weights.record.Record` for files without a record, where they are not torchvision's first
+    recipe. `num_axes`: our arrays with another number of axes there, which are of size 1: a 1x1 convolution may be a
+    fully connected layer. `is_reversed`: the library's kernels have their rows and columns in the reverse order.
     """
 
-    library: str  # TORCH or GLUON
+    library: str  # TORCH, TORCHVISION, TIMM, GLUON, or another program
     layers: Mapping[str, str]
-    refused: str = ""
     norm_of_images: str = ""
+    model: str = ""
+    images: Mapping[str, Any] = field(default_factory=dict)
+    num_axes: Mapping[str, int] = field(default_factory=dict)
+    is_reversed: bool = False
 
     def name(self, ours: str) -> str:
         """The library's name of our array `ours`, such as layer1.0.bn1.weight for stage1_block1_bn1_gamma."""
+        if ours in self.layers:
+            return self.layers[ours]
         found = _OUR_END.search(ours)
         assert found, ours
-        ends = _TORCH_ENDS if self.library == TORCH else _GLUON_ENDS
+        ends = _GLUON_ENDS if self.library == GLUON else _TORCH_ENDS
         return f"{self.layers[ours[: found.start()]]}.{ends[found[1]]}"
+
+    def shape(self, ours: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape there of our array `ours`, which has this canonical shape."""
+        shape = (shape[0], shape[3], *shape[1:3]) if len(shape) == 4 else shape
+        num_axes = self.num_axes.get(ours, len(shape))
+        assert set(shape[num_axes:]) <= {1}, ours
+        return (*shape, *[1] * (num_axes - len(shape)))[:num_axes]
+
+    def theirs(self, ours: str, array: np.ndarray) -> np.ndarray:
+        """Our canonical array `ours` in the library's form."""
+        shape = self.shape(ours, array.shape)
+        if array.ndim == 4:
+            array = self._turned(array).transpose(0, 3, 1, 2)
+        return np.ascontiguousarray(array).reshape(shape)
+
+    def ours(self, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        """The inverse of `theirs`. `shape`: our canonical one, whose first size may be another."""
+        if len(shape) == 4:
+            return self._turned(array.reshape(len(array), shape[3], *shape[1:3]).transpose(0, 2, 3, 1))
+        return array.reshape(len(array), *shape[1:])
+
+    def _turned(self, weight: np.ndarray) -> np.ndarray:
+        """A kernel (filters, rows, columns, channels) from our order of rows and columns to the library's, or back."""
+        # the copy has no negative strides, as a view of a 1x1 kernel has, which counts as contiguous all the same
+        return weight[:, ::-1, ::-1].copy() if self.is_reversed else weight
+
+    @cached_property
+    def all_layers(self) -> frozenset[str]:
+        """The names of the network's layers, ours and the library's."""
+        return frozenset((*self.layers, *self.layers.values(), *(self.counted() if self.library == GLUON else ())))
 
     def counted(self) -> dict[str, str]:
         """Gluon's alternative layer names, numbered by kind within a stage: stage1_conv0."""
@@ -48,7 +91,8 @@ class Published:
         names = {}
         for ours, theirs in layers.items():
             stage = re.match(r"stage\d+_", ours)
-            kind = (stage[0] if stage else "") + _KINDS[re.sub(r"\d+$", "", ours.rpartition("_")[2])]
+            own_kind = re.sub(r"\d+$", "", ours.rpartition("_")[2])
+            kind = (stage[0] if stage else "") + _KINDS.get(own_kind, own_kind)
             names[f"{kind}{counts[kind]}"] = theirs
             counts[kind] += 1
         return names

@@ -1,4 +1,4 @@
-"""ResNet v1.5 as MXNet Symbols in NHWC, and building blocks for other families of residual networks.
+"""ResNet v1.5, and what other families of residual networks share with it.
 
 He et al., 'Deep Residual Learning for Image Recognition' (arXiv:1512.03385). In v1.5 the stride of a bottleneck is in
 its 3x3 convolution, not in the first 1x1 convolution, as in torchvision and NVIDIA's examples.
@@ -9,12 +9,21 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from common.mxnet_compat import mx
+from train.models.blocks import (
+    Layer,
+    SqueezeExcitation,
+    Symbol,
+    batch_norm,
+    conv,
+    head,
+    max_pool,
+    relu,
+    squeeze_excitation,
+)
 from train.models.libraries import GLUON, TORCH, Published
-
-Symbol = Any  # mx.sym.Symbol; MXNet has no type stubs
 
 BLOCKS_PER_STAGE = {
     18: (2, 2, 2, 2),
@@ -25,31 +34,6 @@ BLOCKS_PER_STAGE = {
 }
 FIRST_WIDTH = 64  # channels of the stem and of the first stage's convolutions; each stage doubles them
 FIRST_BOTTLENECK_DEPTH = 50  # below, a block is two 3x3 convolutions; from here on 1x1, 3x3, 1x1
-
-BATCH_NORM_EPS = 1e-5
-BATCH_NORM_MOMENTUM = 0.9
-
-
-def conv(x: Symbol, name: str, filters: int, kernel: int, stride: int = 1, groups: int = 1) -> Symbol:
-    """A convolution without bias, 'same' padding; weight OHWI."""
-    pad = kernel // 2
-    return mx.sym.Convolution(x, num_filter=filters, kernel=(kernel, kernel), stride=(stride, stride), pad=(pad, pad),
-                              num_group=groups, no_bias=True, layout="NHWC", name=name)
-
-
-def batch_norm(x: Symbol, name: str) -> Symbol:
-    """BatchNorm over the channels of NHWC."""
-    return mx.sym.BatchNorm(x, axis=3, eps=BATCH_NORM_EPS, momentum=BATCH_NORM_MOMENTUM, fix_gamma=False, name=name)
-
-
-def relu(x: Symbol, name: str) -> Symbol:
-    """max(x, 0)."""
-    return mx.sym.Activation(x, act_type="relu", name=name)
-
-
-def max_pool(x: Symbol, name: str) -> Symbol:
-    """Max pooling over 3x3 pixels with stride 2."""
-    return mx.sym.Pooling(x, kernel=(3, 3), stride=(2, 2), pad=(1, 1), pool_type="max", layout="NHWC", name=name)
 
 
 def stem(x: Symbol) -> Symbol:
@@ -64,7 +48,9 @@ def projection(x: Symbol, name: str, filters: int, stride: int) -> Symbol:
 
 def resnet(depth: int, num_classes: int = 1000, label_smoothing: float = 0.0, *, groups: int = 1,
            group_width: int | None = None, stem: Callable[[Symbol], Symbol] = stem,
-           projection: Callable[[Symbol, str, int, int], Symbol] = projection) -> Symbol:
+           pool: Callable[[Symbol, str], Symbol] = max_pool,
+           projection: Callable[[Symbol, str, int, int], Symbol] = projection,
+           squeeze: Callable[[int], SqueezeExcitation] | None = None) -> Symbol:
     """The training Symbol of a residual network, with the inputs and the output of `Network`.
 
     Args:
@@ -73,24 +59,19 @@ def resnet(depth: int, num_classes: int = 1000, label_smoothing: float = 0.0, *,
         label_smoothing: of the loss.
         groups: of the 3x3 convolutions of bottlenecks.
         group_width: channels per group in the first stage, by default FIRST_WIDTH; each stage doubles them.
-        stem, projection: functions for the layers before the max pooling, and for shortcuts that are not the identity.
+        stem, pool, projection: functions for the layers before the max pooling, for the max pooling, and for shortcuts
+            that are not the identity.
+        squeeze: squeeze-and-excitation at the end of a branch with so many channels; None: without.
     """
-    x = max_pool(stem(mx.sym.Variable("data")), "stem_pool")
+    x = pool(stem(mx.sym.Variable("data")), "stem_pool")
     for block in blocks(depth, groups, group_width):
         name, branch = block.name, block.branch
         shortcut = projection(x, f"{name}_shortcut", block.filters, block.stride) if block.projects else x
-        x = relu(mx.sym.elemwise_add(_branch(x, name, branch), shortcut, name=f"{name}_add"),
-                 f"{name}_relu{len(branch)}")
+        y = _branch(x, name, branch)
+        if squeeze:
+            y = squeeze_excitation(y, name, block.filters, squeeze(block.filters))
+        x = relu(mx.sym.elemwise_add(y, shortcut, name=f"{name}_add"), f"{name}_relu{len(branch)}")
     return head(x, num_classes, label_smoothing)
-
-
-class Layer(NamedTuple):
-    """A convolution of a residual branch."""
-
-    filters: int
-    kernel: int
-    stride: int = 1
-    groups: int = 1
 
 
 class Block(NamedTuple):
@@ -126,13 +107,6 @@ def blocks(depth: int, groups: int = 1, group_width: int | None = None) -> Itera
             yield Block(f"stage{stage}_block{number}", branch, number == 1 and (stage > 1 or bottleneck))
 
 
-def head(x: Symbol, num_classes: int, label_smoothing: float) -> Symbol:
-    """The layers from the last block's output to the class probabilities, with the loss."""
-    x = mx.sym.Pooling(x, global_pool=True, kernel=(1, 1), pool_type="avg", layout="NHWC", name="pool")
-    x = mx.sym.FullyConnected(mx.sym.Flatten(x, name="flatten"), num_hidden=num_classes, name="classifier")
-    return mx.sym.SoftmaxOutput(x, normalization="batch", smooth_alpha=label_smoothing, name="softmax")
-
-
 def _branch(x: Symbol, name: str, layers: list[Layer]) -> Symbol:
     """The residual branch of a block."""
     for number, layer in enumerate(layers, start=1):
@@ -142,19 +116,23 @@ def _branch(x: Symbol, name: str, layers: list[Layer]) -> Symbol:
     return x
 
 
-def torch_names(depth: int, stem: Mapping[str, str] | None = None, projection: int = 0) -> Published:
+def torch_names(depth: int, stem: Mapping[str, str] | None = None, projection: int = 0,
+                squeezes: bool = False) -> Published:
     """The layer names in torchvision and timm.
 
     Args:
         depth: 18, 34, 50, 101 or 152.
         stem: names of the layers before the max pooling, if not conv1 and bn1.
         projection: index of the convolution among the layers of a shortcut; its BatchNorm is the next one.
+        squeezes: branches end in squeeze-and-excitation.
     """
     names = dict(stem or {"stem_conv": "conv1", "stem_bn": "bn1"})
     for stage, number, block in numbered_blocks(depth):
         theirs = f"layer{stage}.{number}"
         for layer in range(1, len(block.branch) + 1):
             names |= {f"{block.name}_{kind}{layer}": f"{theirs}.{kind}{layer}" for kind in ("conv", "bn")}
+        if squeezes:
+            names |= {f"{block.name}_se_conv{fc}": f"{theirs}.se.fc{fc}" for fc in (1, 2)}
         if block.projects:
             names |= {f"{block.name}_shortcut_{kind}": f"{theirs}.downsample.{projection + place}"
                       for place, kind in enumerate(("conv", "bn"))}
@@ -162,7 +140,8 @@ def torch_names(depth: int, stem: Mapping[str, str] | None = None, projection: i
 
 
 def gluon_names(depth: int) -> Published:
-    """The layer names in Gluon's resnet18_v1 and so on."""
+    """The layer names in Gluon's resnet18_v1 and resnet34_v1. (Its bottlenecks, from resnet50_v1 on, have their stride
+    in another convolution: `gluon_zoo`.)"""
     names = {"stem_conv": "features.0", "stem_bn": "features.1"}
     for stage, number, block in numbered_blocks(depth):
         theirs = f"features.{stage + 3}.{number}"
@@ -173,9 +152,7 @@ def gluon_names(depth: int) -> Published:
         if block.projects:
             names |= {f"{block.name}_shortcut_conv": f"{theirs}.downsample.0",
                       f"{block.name}_shortcut_bn": f"{theirs}.downsample.1"}
-    refused = ("its bottlenecks have their stride in the first 1x1 convolution (v1), and this program's in the 3x3 one "
-               "(v1.5)") if depth >= FIRST_BOTTLENECK_DEPTH else ""
-    return Published(GLUON, names | {"classifier": "output"}, refused)
+    return Published(GLUON, names | {"classifier": "output"})
 
 
 def numbered_blocks(depth: int) -> Iterator[tuple[int, int, Block]]:
@@ -186,4 +163,5 @@ def numbered_blocks(depth: int) -> Iterator[tuple[int, int, Block]]:
 
 
 MODELS = {f"resnet{depth}": partial(resnet, depth) for depth in BLOCKS_PER_STAGE}
-PUBLISHED = {f"resnet{depth}": (torch_names(depth), gluon_names(depth)) for depth in BLOCKS_PER_STAGE}
+PUBLISHED = {f"resnet{depth}": (torch_names(depth), *([gluon_names(depth)] * (depth < FIRST_BOTTLENECK_DEPTH)))
+             for depth in BLOCKS_PER_STAGE}

@@ -6,13 +6,11 @@ channels and names as in timm.
 """
 
 from functools import partial
-from typing import Any
 
 from common.mxnet_compat import mx
 from train.models import resnet
-from train.models.resnet import BLOCKS_PER_STAGE, batch_norm, conv, relu
-
-Symbol = Any  # mx.sym.Symbol; MXNet has no type stubs
+from train.models.blocks import Symbol, batch_norm, conv, relu
+from train.models.resnet import BLOCKS_PER_STAGE
 
 
 def stem(x: Symbol) -> Symbol:

@@ -8,24 +8,11 @@ not end in a BatchNorm, so there is no gamma that could start at 0.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from common.mxnet_compat import mx
+from train.models.blocks import Symbol, batch_norm, conv, head, max_pool, relu
 from train.models.libraries import GLUON, Published
-from train.models.resnet import (
-    BLOCKS_PER_STAGE,
-    Block,
-    batch_norm,
-    blocks,
-    conv,
-    head,
-    max_pool,
-    numbered_blocks,
-    relu,
-    stem,
-)
-
-Symbol = Any  # mx.sym.Symbol; MXNet has no type stubs
+from train.models.resnet import BLOCKS_PER_STAGE, Block, blocks, numbered_blocks, stem
 
 
 def resnet_v2(depth: int, num_classes: int = 1000, label_smoothing: float = 0.0) -> Symbol:

@@ -6,7 +6,8 @@ Zagoruyko and Komodakis, 'Wide Residual Networks' (arXiv:1605.07146), section 3.
 from functools import partial
 
 from train.models import resnet
-from train.models.resnet import Symbol, torch_names
+from train.models.blocks import Symbol
+from train.models.resnet import torch_names
 
 
 def wide_resnet(depth: int, num_classes: int = 1000, label_smoothing: float = 0.0) -> Symbol:

@@ -13,8 +13,8 @@ class NetworkOptions:
     """Network."""
 
     model: Annotated[str, "NAME"] = "resnet50"
-    """Name of the network: resnet18 to resnet152 (v1.5), resnet50d, resnext50_32x4d, wide_resnet50_2 and others;
-    --model '?' lists all."""
+    """Name of the network: resnet18 to resnet152 (v1.5), resnet50d, resnext50_32x4d, densenet121, vgg16 and others;
+    --model '?' lists all. Or a file with a network: MXNet's -symbol.json, or .onnx (docs/migrating.md)."""
     zero_init_residual: bool = True
     """Start each residual block as its shortcut: the gamma of its last BatchNorm is initially 0, not 1
     (arXiv:1706.02677, section 5.1)."""

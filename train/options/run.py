@@ -78,7 +78,7 @@ class WeightsOptions:
 
     weights: Annotated[str, "PATH"] = ""
     """Trained weights to start from: a run folder, a checkpoint, a state_dict of torchvision or timm (.pth, .pt,
-    .safetensors), Gluon's .params, or an ONNX export of this program. They also set the default of --model. Their
+    .safetensors), MXNet's .params, or an ONNX file. They also set the default of --model. Their
     classifier is used if it has all classes of the data, by name; otherwise a new one is made (docs/fine_tuning.md)."""
 
 

@@ -159,17 +159,19 @@ class ElasticRun:
             if worker in self._members:
                 self._give_up(code, self._processes.end_of_run(why))
         elif self._hangs > len(self._slots):  # for example if nobody reads rank 0's output, whichever process that is
-            self._give_up(code, f"{why}; {self._hangs} have hung without a step in between, so the run ends; {WAY_OUT}")
+            self._give_up(code, f"{why}; {self._hangs} processes have hung without a step in between, so the "
+                                f"run ends; {WAY_OUT}")
         elif left < least and not (left and self._cooldown):
             self._give_up(code, f"{why}; {left} {'is' if left == 1 else 'are'} left, but --min-np is {least}, so the "
                                 f"run ends; {WAY_OUT}")
         elif self._commits and not any(member in running for member in self._members):
-            self._give_up(code, f"{why}; none of the rest knows the state of the training, so the run ends; {WAY_OUT}")
+            self._give_up(code, f"{why}; no process that is left knows the state of the training, so the "
+                                f"run ends; {WAY_OUT}")
         elif self._commits and worker in self._members and self._is_joining:
             self._give_up(code, f"{why} while the processes connected to each other, so the run ends; {WAY_OUT}")
         else:
             go, wait = ("processes go", "processes wait") if left > 1 else ("process goes", "process waits")
-            do = f"{go} on" if left >= least else f"{wait} for more, to be {least},"
+            do = f"{go} on" if left >= least else f"{wait} until there are {least}, to go on"
             print_line(f"{why}; {left} {do} {self._where_to_go_on}", apart=True)
             if self._cooldown:
                 pause = self._cooldown * 2 ** self._losses[worker.slot.number]

@@ -109,11 +109,11 @@ def read_hosts(own: MultiHostOptions) -> dict[str, int]:
     if script:
         if not (Path(script).is_file() and os.access(script, os.X_OK)):
             raise TrainError(f"the host discovery script {script} is not there or not executable; "
-                             "make it print HOST:GPUS lines")
+                             "give an executable file that prints lines of HOST:GPUS")
         done = subprocess.run(shlex.quote(script), shell=True, stdout=subprocess.PIPE, text=True)
         if done.returncode:
-            raise TrainError(f"the host discovery script {script} failed with exit code {done.returncode}; make it "
-                             "print HOST:GPUS lines")
+            raise TrainError(f"the host discovery script {script} failed with exit code {done.returncode}; correct "
+                             "it to print lines of HOST:GPUS")
         lines = done.stdout.split()
     elif own.hosts:
         lines = own.hosts.split(",")
@@ -155,7 +155,7 @@ def main(arguments: Sequence[str]) -> int:
                          f"{'is' if hosts else 'are'} {len(hosts)}; on one machine use scripts/dgx1_8gpu.sh --min-np")
     if not count:
         raise TrainError(f"the host discovery script {own.host_discovery_script} names no machine yet; give -n, the "
-                         "processes to wait for")
+                         "number of processes to wait for")
     os.environ[LAUNCHER_VARIABLE] = f"{script(MULTI_HOST)} {shlex.join(['-n', str(count), *words])}"
     # Horovod has a shell run the script.
     words = [shlex.quote(word) if word == own.host_discovery_script else word for word in words]

@@ -125,14 +125,14 @@ class Classifier:
         blocks: list[Block] = [Heading("The classifier" + f" on the {TRAINING_IMAGES}" * self.is_of_training),
                                Text(text)]
         if CONFUSION in figures:
-            blocks += [Plot(CONFUSION, "A row has the images of a class, a column those taken for one: on the diagonal "
-                                       "the right ones, beside it what the others are taken for. The stronger the "
-                                       "colour, the larger the share of the row.")]
+            blocks += [Plot(CONFUSION, "A row has the images of one true class, a column those of one predicted class, "
+                                       "so right guesses are on the diagonal. The stronger the colour, the larger the "
+                                       "share of the row.")]
         blocks += [self._confused_table(NUM_CONFUSED if CONFUSION in figures else 2 * NUM_CONFUSED)]
         blocks += self._class_table()
         if len(self.shown):
-            blocks += [self._surest.block(MISTAKES, f"Of the {what}, the {len(self.shown)} wrong guesses with the "
-                                          "highest probability. Images with a wrong label show up here first.")]
+            blocks += [self._surest.block(MISTAKES, f"The {len(self.shown)} wrong guesses with the highest probability "
+                                          f"on the {what}. Images with a wrong label show up here first.")]
         if self.files:
             rows = [(file, self.names[true], self.names[guess], f"{sure:.1%}")
                     for file, (_, true, guess), sure in self._mistakes()]

@@ -10,6 +10,7 @@ weights in other programs' formats.
 
 from __future__ import annotations
 
+import re
 import sys
 import zipfile
 from dataclasses import fields, replace
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common import imagenet, plugins
+from graph_passes import Ref
 from pipelines.sources import Classes
 from pipelines.transform import Normalisation
 from train import checkpoint, models
@@ -66,9 +68,10 @@ def read(place: str, model: str = "") -> Weights:
         return _own(place, model)
     if not path.stat().st_size:
         raise TrainError(f"{path} is empty: fetch or write it again")
-    found = recognise(path, *files.read(path), wanted=model)
-    _, bias = models.create(found.model).classifier
-    count = len(found.params.get(bias, ()))
+    beside = "" if model else _network_beside(path)
+    found = recognise(path, *files.read(path), wanted=model, first=model or beside or path.name)
+    weight, *_ = models.create(found.model).classifier
+    count = len(found.params.get(weight, ()))
     classes, about_classes = _classes(path, found, count)
     trained = Checkpoint(
         params=found.params, aux=found.aux, state={},
@@ -77,7 +80,7 @@ def read(place: str, model: str = "") -> Weights:
         progress=Progress(step=found.num_batches),
     )
     whose = f" by {found.library}'s names" if found.library else ""
-    said_by = found.record.file or f"torchvision's, as no {path.stem}.json says otherwise"
+    said_by = found.record.file or f"{found.prepared_by}'s, as no {path.stem}.json says otherwise"
     notes = [f"weights: {found.model} of {path}, {found.num_arrays} arrays{whose}", *found.notes,
              f"images: {found.record} ({said_by})", *([about_classes] if about_classes else [])]
     return Weights(trained, found.classifier, count, notes)
@@ -100,7 +103,7 @@ def starting_point(weights: Weights, classes: Classes, config: Config) -> tuple[
     """A network for these classes, and the remarks with one on its classifier. The weights' classifier is used if it
     has all of the classes, by name; otherwise a new one, initialised by the configuration's seed."""
     trained, known = weights.trained, weights.num_classes
-    network = models.create(trained.config.model, len(classes))
+    network = models.create(trained.config.model, len(classes), images=config.image_size)
     initial, _ = network.initial_values(config.seed)
     rows = numbers_by_name(classes, trained.classes) if known else None
     params = dict(trained.params)
@@ -120,6 +123,24 @@ def starting_point(weights: Weights, classes: Classes, config: Config) -> tuple[
 
 def _is_of_others(path: Path) -> bool:
     return path.suffix.lower() in files.READERS and path.is_file()
+
+
+def _network_beside(path: Path) -> str:
+    """The name of the network that lies beside an MXNet parameter file, by MXNet's names of such files: net-symbol.json
+    beside net-0000.params. It is loaded as a plug-in. Raises UserError.
+
+    "": there is none, or it begins with other layers than a convolution, such as the BatchNorm of the images in Gluon's
+    ResNet v2; then a network of this program with these arrays is better, which has that one in the normalisation.
+    """
+    numbered = re.fullmatch(r"(.+)-\d{4}\.params", path.name)
+    symbol = path.with_name(f"{numbered[1]}-symbol.json") if numbered else path
+    if symbol == path or not symbol.is_file():
+        return ""
+    plugins.load([str(symbol)])
+    registered = plugins.find("model", symbol.name)
+    assert registered
+    is_first = all(node.op == "Convolution" for node in registered.made.graph.consumers[Ref("data")])
+    return symbol.name if is_first else ""
 
 
 def _own_checkpoint(place: str) -> Checkpoint:

@@ -1,7 +1,7 @@
-"""Reads weights from our own ONNX exports.
+"""Reads weights from ONNX files: from our own exports, and from others' with their network (`models/network_file.py`).
 
-In an export each BatchNorm after a convolution is folded into it. `metadata` stores the values lost by folding, gamma
-and beta, so that the BatchNorms can be restored. If b' is the folded bias, the output of the convolution with the
+In an export of ours each BatchNorm after a convolution is folded into it. `metadata` stores the values lost by folding,
+gamma and beta, so that the BatchNorms can be restored. If b' is the folded bias, the output of the convolution with the
 folded weights, minus b', has the mean beta - b' and the variance gamma^2, except for the part due to epsilon. In
 inference the network is the same; training continues from about the same statistics.
 """
@@ -12,11 +12,14 @@ import base64
 import json
 import reprlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from common import plugins
+from graph_passes import onnx_writer
 from graph_passes.passes.fold_bn import foldings
 from train import losses, models
 from train.checkpoint import Checkpoint
@@ -42,9 +45,10 @@ def metadata(trained: Checkpoint) -> dict[str, str]:
 
 
 def read(path: Path) -> tuple[Arrays, Record]:
-    """Parameters and running statistics by our names, convolution weights OIHW, and how images are prepared.
+    """Parameters and running statistics by our names, convolution weights OIHW, and how images are prepared. If the
+    file is not an export of one of this program's networks, its own network is loaded as a plug-in.
 
-    Raises OSError if the file cannot be read, and TrainError if it is damaged or not an export of this program.
+    Raises OSError if the file cannot be read, and TrainError if it is damaged, or has what no network here can have.
     """
     try:
         import onnx
@@ -54,15 +58,24 @@ def read(path: Path) -> tuple[Arrays, Record]:
         model = onnx.load_model(str(path), load_external_data=False)
         about = {entry.key: entry.value for entry in model.metadata_props}
         if model.producer_name not in PRODUCERS or "batch_norms" not in about:
-            raise TrainError(f"{path} is not an ONNX export of this program, or is one of an earlier version: give "
-                             "the weights that it was made from")
+            return _of_others(path), record.find(path)
+        if about.get("model", "").endswith(models.NETWORK_FILES):  # a network of another file: here it is this file's
+            return _of_others(path), replace(_record(path, about), architecture="")
         if any(node.op_type == "QuantizeLinear" for node in model.graph.node):
             raise TrainError(f"{path} is an export in INT8, from which float weights cannot be restored: give the "
                              "run folder or checkpoint that it was made from, or an export without --int8")
         if any(tensor.data_location == onnx.TensorProto.EXTERNAL for tensor in model.graph.initializer):
             raise ValueError("its weights are in a separate file")
-        arrays = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+        arrays = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in model.graph.initializer
+                  if not onnx_writer.is_constant(tensor.name)}
         return _unfold(arrays, about), _record(path, about)
+
+
+def _of_others(path: Path) -> Arrays:
+    plugins.load([str(path)])
+    registered = plugins.find("model", path.name)
+    assert registered
+    return dict(registered.made.weights)
 
 
 def _unfold(arrays: Arrays, about: Mapping[str, str]) -> Arrays:
@@ -77,6 +90,8 @@ def _unfold(arrays: Arrays, about: Mapping[str, str]) -> Arrays:
         variance = np.maximum(gamma.astype(np.float64) ** 2 - norm["eps"], 0).astype(np.float32)
         names = [ref.node for ref in norm.inputs[1:]]
         folded_bias = values.pop(bias)
+        if len(conv.inputs) == 3:  # of the convolution itself: the BatchNorm's mean takes it over
+            values[bias] = np.zeros_like(folded_bias)
         of_norm = (np.sqrt(variance.astype(np.float64) + norm["eps"]), beta, beta - folded_bias, variance)
         values |= dict(zip(names, of_norm, strict=True))
     return values
@@ -90,7 +105,7 @@ def _record(path: Path, about: Mapping[str, str]) -> Record:
     crop = record.part("center_crop / resize_shorter", size / shorter)
     mean, std = (record.of_pixels(name, _value(about, name)) for name in ("mean", "std"))
     keys, names = (_value(about, name) for name in ("class_keys", "class_names"))
-    return Record(file=path, size=size, crop=crop, mean=mean, std=std,
+    return Record(file=path, architecture=about["model"], size=size, crop=crop, mean=mean, std=std,
                   interpolation=record.known("interpolation", about.get("interpolation"), record.INTERPOLATIONS),
                   classes=record.classes("class_keys", keys, names),
                   loss=record.known("loss", about.get("loss", "softmax"), LOSSES))

@@ -10,32 +10,35 @@ import numpy as np
 from train import models
 from train.checkpoint import Checkpoint
 from train.errors import TrainError
-from train.models.libraries import TORCH
+from train.models.libraries import GLUON, Published
 from train.weights import safetensors_file, torch_file
 from train.weights.recognise import COUNTER
 
 Arrays = dict[str, np.ndarray]
 
 
-def state_dict(trained: Checkpoint) -> Arrays:
-    """The arrays under torchvision's or timm's names, in the network's order there, convolution weights OIHW, fp32.
+def state_dict(trained: Checkpoint, names: Published | None = None) -> Arrays:
+    """The arrays under another library's names, in the network's order there, convolution weights OIHW, fp32.
+
+    Args:
+        trained: the network.
+        names: those of the library; None: torchvision's, or timm's if only timm has the network.
 
     `num_batches_tracked`, PyTorch's counter, is the number of optimizer steps. Raises TrainError for a network that
     neither library has.
     """
     model = trained.config.model
-    names = next((names for names in models.published(model) if names.library == TORCH), None)
+    names = names or next((names for names in models.published(model) if names.library != GLUON), None)
     if not names:
         raise TrainError(f"neither torchvision nor timm has a {model}: export it "
                          "with --onnx or --params")
     arrays = {**trained.params, **trained.aux}
     found: Arrays = {}
-    for layer in names.layers:
-        ends = [end for end in _ENDS if f"{layer}_{end}" in arrays]
-        for name, array in ((f"{layer}_{end}", arrays[f"{layer}_{end}"]) for end in ends):
-            found[names.name(name)] = np.ascontiguousarray(array.transpose(0, 3, 1, 2)) if array.ndim == 4 else array
-        if "moving_mean" in ends:
-            found[f"{names.layers[layer]}.{COUNTER}"] = np.array(trained.progress.step, np.int64)
+    for layer, theirs in names.layers.items():
+        ours = [layer] if layer in arrays else [name for end in _ENDS if (name := f"{layer}_{end}") in arrays]
+        found |= {names.name(name): names.theirs(name, arrays[name]) for name in ours}
+        if f"{layer}_moving_mean" in ours:
+            found[f"{theirs}.{COUNTER}"] = np.array(trained.progress.step, np.int64)
     assert len([name for name in found if not name.endswith(COUNTER)]) == len(arrays)
     return found
 

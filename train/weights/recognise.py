@@ -7,21 +7,23 @@ extra arrays may be present: counters, biases before a BatchNorm, and Gluon's Ba
 
 from __future__ import annotations
 
+import bisect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from graph_passes import Graph, roles
+from graph_passes import Graph, GraphError, roles
 from graph_passes.passes.fold_bn import foldings
 from train import models
 from train.errors import TrainError
-from train.models.libraries import GLUON, Published
-from train.models.network import Network, value_shapes
-from train.models.resnet import BATCH_NORM_EPS
+from train.models.blocks import BATCH_NORM_EPS
+from train.models.libraries import GLUON, TORCHVISION, Published
+from train.models.network import Network
+from train.options.data import MIN_IMAGE_SIZE
 from train.weights.record import Record
 
 COUNTER = "num_batches_tracked"  # a counter in each BatchNorm of PyTorch, which has no effect
@@ -29,6 +31,7 @@ _STATISTICS = ("running_mean", "running_var")
 # Gluon's numbered layer names, with an optional network prefix: resnetv10_stage1_conv0_weight.
 _COUNTED = re.compile(r"(?:resnetv\d+_)?((?:stage\d+_)?(?:conv|batchnorm|dense)\d+)_(\w+)")
 
+SIZES = range(MIN_IMAGE_SIZE, 1025)  # height and width of images, in pixels, that a file's arrays may be for
 Arrays = dict[str, np.ndarray]
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -39,6 +42,7 @@ class Found:
 
     model: str
     library: str  # library with these array names; "": ours
+    prepared_by: str  # library whose preparation of images `record` holds, if no file gives it
     params: Arrays  # canonical, like `aux`
     aux: Arrays
     classifier: str  # original name of the classifier's weight, which `params` may lack
@@ -53,7 +57,8 @@ class Found:
         return f"{self.library}'s {self.model}" if self.library == GLUON else self.model
 
 
-def recognise(path: Path, arrays: Mapping[str, np.ndarray], record: Record, wanted: str = "") -> Found:
+def recognise(path: Path, arrays: Mapping[str, np.ndarray], record: Record, wanted: str = "", first: str = ""
+              ) -> Found:
     """Find the network that a file's arrays belong to, and convert the arrays.
 
     Args:
@@ -61,29 +66,84 @@ def recognise(path: Path, arrays: Mapping[str, np.ndarray], record: Record, want
         arrays: by the names of any library.
         record: how images are prepared.
         wanted: the required model; "": any.
+        first: the model to try first, if there is one of that name.
 
     Raises:
         TrainError: the arrays belong to no network of this program, to another one than `wanted`, or to one that would
             compute something else; or they have values that are not finite.
     """
-    candidates = list(_candidates())
+    candidates = []
+    for candidate in _candidates(first, arrays):
+        if first in candidate.model_names and candidate.match(named := candidate.structural(arrays)) == 1:
+            return candidate.take(path, named, record, wanted)
+        candidates.append(candidate)
     shared = [candidate.shared_names(arrays) for candidate in candidates]
     alike = [candidate for candidate, share in zip(candidates, shared, strict=True) if share == max(shared)]
-    nearest = max(alike, key=lambda candidate: candidate.match(candidate.structural(arrays)))
-    named = nearest.structural(arrays)
-    if nearest.match(named) == 1:
-        return nearest.take(path, named, record, wanted)
+    matches = [candidate.match(candidate.structural(arrays)) for candidate in alike]
+    if max(matches) == 1:
+        fitting = [candidate for candidate, match in zip(alike, matches, strict=True) if match == 1]
+        found = _chosen(path, fitting, wanted or record.architecture)
+        return found.take(path, found.structural(arrays), record, wanted)
+    nearest = alike[matches.index(max(matches))]
     raise TrainError(f"{path} belongs to no network of this program; the nearest is {nearest.model}, "
-                     f"{nearest.difference(named)}: give weights of one of its networks "
+                     f"{nearest.difference(nearest.structural(arrays))}: give weights of one of its networks "
                      f"({', '.join(models.names())})")
 
 
-def _candidates() -> Iterator[_Candidate]:
-    for model in models.names():
+def _chosen(path: Path, fitting: Sequence[_Candidate], name: str) -> _Candidate:
+    """The candidate of this name ("": not given) among those that fit. Networks with equal arrays may still differ, in
+    BatchNorm's epsilon for example. Raises TrainError if the name does not tell."""
+    called = [candidate for candidate in fitting if name in candidate.model_names]
+    differing = list(dict.fromkeys(candidate.model for candidate in fitting))
+    if not called and len(differing) > 1:
+        raise TrainError(f"{path} may be a {' or a '.join(differing)}, which have equal arrays but compute something "
+                         f"else: say which in {path.with_suffix('.json').name} beside it, such as "
+                         f'{{"architecture": "{differing[0]}"}}')
+    return (called or fitting)[0]
+
+
+def _candidates(first: str, arrays: Mapping[str, np.ndarray]) -> Iterator[_Candidate]:
+    """The networks whose layers have the most names in common with the file's, in all their forms; those of the network
+    `first` first. Only they are made, because making all takes long."""
+    layers = _possible_layers(arrays)
+    shares = {model: max((len(layers & each.all_layers) / len(layers | each.all_layers)
+                          for each in models.published(model)), default=1.0)  # a plug-in's layers are not known yet
+              for model in models.names()}
+    most = max(share for model, share in shares.items() if models.published(model))
+    for model in sorted((model for model, share in shares.items() if share >= most), key=lambda name: name != first):
         network = models.create(model)
-        shapes, aux_shapes = value_shapes(network.symbol)
-        for published, is_oihw in ((None, False), (None, True), *((found, True) for found in models.published(model))):
+        if not models.image_size(model) and network.has_one_size:
+            network = replace(network, image_size=_size_of_images(network, arrays))
+        shapes, aux_shapes = network.shapes()
+        own = ((None, is_oihw) for is_oihw in sorted((False, True), reverse=models.is_channels_first(model)))
+        for published, is_oihw in (*own, *((found, True) for found in models.published(model))):
             yield _Candidate(network, published, is_oihw, shapes, aux_shapes)
+
+
+def _possible_layers(arrays: Mapping[str, np.ndarray]) -> set[str]:
+    """The layers that a file's arrays may belong to: conv0 and vgg0_conv0 for vgg0_conv0_weight."""
+    found = set(arrays)  # an array may stand by itself, such as a layer scale
+    for name in arrays:
+        layer = re.sub(r"[._](?:running_|moving_)?[a-z]+$", "", name)
+        words = layer.split("_")
+        found.update("_".join(words[start:]) for start in range(len(words)))
+    return found
+
+
+def _size_of_images(network: Network, arrays: Mapping[str, np.ndarray]) -> int:
+    """The height and width of images, in pixels, for which the first fully connected layer that reads all pixels has as
+    many weights as in the file."""
+    def weights(size: int) -> int:
+        try:
+            return replace(network, image_size=size).shapes()[0][name][-1]
+        except GraphError:  # too small for the layers before it
+            return 0
+
+    shapes, larger = (replace(network, image_size=network.image_size + more).shapes()[0] for more in (0, 64))
+    name = next(name for name in shapes if shapes[name] != larger[name])
+    if name not in arrays:
+        return network.image_size
+    return SIZES[min(bisect.bisect_left(SIZES, arrays[name].shape[-1], key=weights), len(SIZES) - 1)]
 
 
 @dataclass(frozen=True)
@@ -102,6 +162,11 @@ class _Candidate:
         return self.network.name
 
     @property
+    def model_names(self) -> set[str]:
+        """The network's names, here and in the library."""
+        return {self.model, self.published.model or self.model} if self.published else {self.model}
+
+    @property
     def graph(self) -> Graph:
         """The network's graph, made only on demand: it takes longer than the rest of a candidate."""
         return self.network.graph
@@ -113,8 +178,13 @@ class _Candidate:
     @cached_property
     def wanted(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of each array in this form."""
-        return {self.name(ours): _oihw(shape) if self.is_oihw else shape
+        return {self.name(ours): self._form.shape(ours, shape) if self.is_oihw else shape
                 for ours, shape in (*self.shapes.items(), *self.aux_shapes.items())}
+
+    @property
+    def _form(self) -> Published:
+        """How the arrays differ from the canonical ones."""
+        return self.published or Published("", {})
 
     @cached_property
     def classifier(self) -> list[str]:
@@ -135,17 +205,29 @@ class _Candidate:
         running mean."""
         if not self.published:
             return {}
-        return {f"{self.published.layers[conv.name]}.bias": norm.inputs[3].node
-                for norm, conv, _ in foldings(self.graph)}
+        weights = {conv.inputs[1].node: norm for norm, conv, _ in foldings(self.graph) if len(conv.inputs) == 2}
+        return {self.name(weight).removesuffix("weight") + "bias": norm.inputs[3].node
+                for weight, norm in weights.items()}
 
     def structural(self, arrays: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        """The arrays under Gluon's structural names, if they have its numbered layer names."""
-        if not self.published or self.published.library != GLUON:
+        """The arrays under Gluon's structural names, if they have its numbered layer names; under our names without
+        the prefix that all of them have there, such as vgg0_."""
+        if not self.published:
+            prefix = self._prefix(arrays)
+            return {name.removeprefix(prefix): array for name, array in arrays.items()}
+        if self.published.library != GLUON:
             return arrays
         counted = {name: _COUNTED.fullmatch(name) for name in arrays}
         layers = self.published.counted()
         return {f"{layers[found[1]]}.{found[2]}" if found and found[1] in layers else name: arrays[name]
                 for name, found in counted.items()}
+
+    def _prefix(self, arrays: Mapping[str, np.ndarray]) -> str:
+        """The beginning that all names of the file have and ours have not."""
+        first, last = min(arrays), max(arrays)  # what these two begin with alike, all between them do
+        alike = next((place for place, (one, other) in enumerate(zip(first, last, strict=False)) if one != other), 0)
+        prefixes = ["", *(first[: place + 1] for place in range(alike) if first[place] == "_")]
+        return max(prefixes, key=lambda prefix: sum(name.removeprefix(prefix) in self.wanted for name in arrays))
 
     def shared_names(self, arrays: Mapping[str, np.ndarray]) -> float:
         """The share of all names that the file and the candidate have in common."""
@@ -201,16 +283,17 @@ class _Candidate:
     def take(self, path: Path, arrays: Mapping[str, np.ndarray], record: Record, wanted: str) -> Found:
         """Convert the arrays to our form. Raises TrainError if that is impossible."""
         library = self.published.library if self.published else ""
-        if self.published and self.published.refused:
-            raise TrainError(f"{path} is {library}'s {self.model}, which would compute something else here: "
-                             f"{self.published.refused}; give weights of torchvision, timm or this program")
         for model, whose in ((wanted, "this run has --model"), (record.architecture, f"{record.file} says")):
-            if model and model != self.model:
+            if model and model not in self.model_names:
                 raise TrainError(f"{path} holds a {self.model}, but {whose} {model}: give weights of a {model}, or "
                                  f"correct the name to {self.model}")
+        if not record.file:
+            preparation = self.published.images if self.published else {}
+            record = replace(record, **{"size": self.network.image_size, **preparation})
         for name, array in arrays.items():
             _check(path, name, array)
-        params, aux = ({ours: self._canonical(arrays[self.name(ours)]) for ours in shapes if self.name(ours) in arrays}
+        params, aux = ({ours: self._canonical(arrays[self.name(ours)], shape)
+                        for ours, shape in shapes.items() if self.name(ours) in arrays}
                        for shapes in (self.shapes, self.aux_shapes))
         notes = []
         if biases := [name for name in self.biases if name in arrays]:
@@ -232,17 +315,12 @@ class _Candidate:
         counters = [int(array.item()) for name, array in arrays.items() if _is_counter(name)]
         if counters:
             notes.append(f"{COUNTER} of {len(counters)} BatchNorms: ignored, as they have no effect")
-        return Found(self.model, library, params, aux, self.classifier[0], record, len(arrays),
+        prepared_by = library if self.published and self.published.images else TORCHVISION
+        return Found(self.model, library, prepared_by, params, aux, self.classifier[0], record, len(arrays),
                      max(counters, default=0), notes)
 
-    def _canonical(self, array: np.ndarray) -> np.ndarray:
-        if array.ndim == 4 and self.is_oihw:
-            array = array.transpose(0, 2, 3, 1)
-        return np.ascontiguousarray(array, np.float32)
-
-
-def _oihw(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return (shape[0], shape[3], *shape[1:3]) if len(shape) == 4 else shape
+    def _canonical(self, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        return np.ascontiguousarray(self._form.ours(array, shape) if self.is_oihw else array, np.float32)
 
 
 def _is_counter(name: str) -> bool:

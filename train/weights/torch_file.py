@@ -6,6 +6,9 @@ Since PyTorch 1.6 such a file is an uncompressed zip:
     NAME/data/KEY     the bytes of a storage
     NAME/byteorder    little or big; little if it is missing
 
+From PyTorch 0.4 on it was a sequence of pickles: a magic number, the version of the form, the machine's properties, the
+object, and the list of the keys. Behind them come the storages in this order, each with its length.
+
 A pickle is a program: it names functions, which are imported and called. This reader accepts only the names of tensors
 and plain containers. They are bound to substitutes that make arrays and dictionaries, and that the pickle cannot
 change. A small file can also not consume unlimited time or memory, because nested objects are never compared, hashed or
@@ -32,8 +35,9 @@ from train.errors import TrainError
 
 HOW_TO_SAVE = "save it with torch.save(model.state_dict(), FILE)"
 _ZIP = b"PK\x03\x04"
-# Files of PyTorch 0.1.10 to 1.5 begin with this pickle of a number. Older ones are tars.
+# Files of PyTorch before 1.6 begin with this pickle of a number, or, before 0.1.10, are tars.
 _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+_LEGACY_VERSION = 1001
 
 BFLOAT16 = "BFloat16Storage"  # not a NumPy type: its bits are the upper half of a float32
 STORAGES: Mapping[str, np.dtype[Any]] = {
@@ -114,13 +118,16 @@ def read(path: Path) -> dict[str, np.ndarray]:
     """
     with path.open("rb") as file:
         start = file.read(512)
-    if not start.startswith(_ZIP):
-        raise TrainError(_not_a_zip(path, start))
+    if not start.startswith((_ZIP, _LEGACY)):
+        raise TrainError(_not_pytorchs(path, start))
     with content_of_file(lambda reason: f"{path} is not a complete PyTorch file ({reason}): fetch or write it "
                                         "again"):
         try:
-            with zipfile.ZipFile(path) as archive:
-                value = _read(archive)
+            if start.startswith(_LEGACY):
+                value = _read_legacy(path.read_bytes())
+            else:
+                with zipfile.ZipFile(path) as archive:
+                    value = _read(archive)
         except _Forbidden as error:
             raise TrainError(f"{path} holds more than tensors and plain containers ({error}), and nothing of it was "
                              f"executed: {HOW_TO_SAVE}") from None
@@ -147,11 +154,11 @@ def without_prefixes(path: Path, arrays: Mapping[str, np.ndarray]) -> dict[str, 
     return found
 
 
-def _not_a_zip(path: Path, start: bytes) -> str:
+def _not_pytorchs(path: Path, start: bytes) -> str:
     if not start:
         return f"{path} is empty: fetch or write it again"
-    if start.startswith(_LEGACY) or start[257:262] == b"ustar":
-        return (f"{path} has the format of PyTorch before version 1.6: write it anew with PyTorch, "
+    if start[257:262] == b"ustar":
+        return (f"{path} has the format of PyTorch before version 0.1.10: write it anew with PyTorch, "
                 "torch.save(torch.load(FILE, weights_only=True), NEW)")
     return f"{path} is not a PyTorch file, as it begins with {start[:8]!r}: give one that torch.save wrote"
 
@@ -178,7 +185,38 @@ def _read(archive: zipfile.ZipFile) -> Any:
         values = values.astype(dtype)
         return from_bfloat16(values) if kind == BFLOAT16 else values
 
-    return _Unpickler(archive.read(members["data.pkl"]), load).load()
+    return _Unpickler(io.BytesIO(archive.read(members["data.pkl"])), load).load()
+
+
+def _read_legacy(content: bytes) -> Any:
+    """The object of a file of PyTorch 0.4 to 1.5. Its tensors refer to storages that are filled when their turn
+    comes."""
+    stream = io.BytesIO(content[len(_LEGACY):])
+    storages: dict[str, tuple[str, np.ndarray]] = {}
+    expected = 0  # bytes
+
+    def load(key: str, kind: str, count: int) -> np.ndarray:
+        nonlocal expected
+        expected += count * STORAGES[kind].itemsize
+        if count < 0 or expected > len(content):
+            raise ValueError(f"it has {len(content):,} bytes, and storages of more")
+        storages[key] = kind, np.zeros(count, np.float32 if kind == BFLOAT16 else STORAGES[kind])
+        return storages[key][1]
+
+    version, machine, value, keys = (_Unpickler(stream, load).load() for _ in range(4))
+    if version != _LEGACY_VERSION or not isinstance(machine, dict) or machine.get("little_endian") is not True:
+        raise ValueError(f"it is not of version {_LEGACY_VERSION} with little-endian numbers")
+    if not isinstance(keys, list) or any(not isinstance(key, str) or key not in storages for key in keys) or len(
+            set(keys)) < len(storages):
+        raise ValueError("its list of storages is not that of its tensors")
+    for key in keys:
+        kind, values = storages[key]
+        length = stream.read(8)
+        if int.from_bytes(length, "little") != len(values):
+            raise ValueError(f"a storage of {len(values)} numbers has another length")
+        stored = np.frombuffer(stream.read(len(values) * STORAGES[kind].itemsize), STORAGES[kind].newbyteorder("<"))
+        values[:] = from_bfloat16(stored) if kind == BFLOAT16 else stored
+    return value
 
 
 def from_bfloat16(bits: np.ndarray) -> np.ndarray:
@@ -211,8 +249,8 @@ class _Unpickler(pickle._Unpickler):
         **{code[0]: _forbid for code in (pickle.EMPTY_SET, pickle.FROZENSET, pickle.BYTEARRAY8)},
     }
 
-    def __init__(self, content: bytes, load_storage: Callable[[str, str, int], np.ndarray]) -> None:
-        super().__init__(io.BytesIO(content))
+    def __init__(self, stream: io.BytesIO, load_storage: Callable[[str, str, int], np.ndarray]) -> None:
+        super().__init__(stream)
         self._load_storage = load_storage
         self._storages: dict[str, _Storage] = {}
 
@@ -226,8 +264,9 @@ class _Unpickler(pickle._Unpickler):
         raise _Forbidden(f"{module}.{name}"[:80].replace("\n", " "))
 
     def persistent_load(self, reference: Any) -> _Storage:
-        what, kind, key, _, count = reference
-        if not (what == "storage" and isinstance(kind, str) and isinstance(key, str) and type(count) is int):
+        what, kind, key, _, count, *view = reference  # `view`: before PyTorch 1.6, None unless it is a part of another
+        if not (what == "storage" and isinstance(kind, str) and isinstance(key, str) and type(count) is int
+                and view in ([], [None])):
             raise ValueError("it refers to something other than a storage")
         if key not in self._storages:
             self._storages[key] = _Storage(self._load_storage(key, kind, count))

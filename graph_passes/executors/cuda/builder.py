@@ -201,7 +201,7 @@ def require(condition: bool, node: Node, problem: str) -> None:
 
 def require_hopper(builder: Builder, node: Node) -> None:
     """Raise GraphError unless the GPU has Hopper's matrix instructions and TMA."""
-    require(builder.gpu.capability == HOPPER, node, "is fused as only Hopper's instructions can compute it")
+    require(builder.gpu.capability == HOPPER, node, "is a fused operator that needs a Hopper GPU (sm_90a)")
 
 
 def no_lowering(node: Node) -> GraphError:

@@ -26,8 +26,8 @@ def check_sizes(shapes: Mapping[Ref, Shape]) -> None:
     """Raise GraphError for a tensor with more elements than the kernels can index."""
     for ref, shape in shapes.items():
         if math.prod(shape) > MAX_ELEMENTS:
-            raise CapacityError(f"'{ref.node}' has {math.prod(shape):,} elements {tuple(shape)}, and the cuda executor "
-                                f"numbers {MAX_ELEMENTS:,} at most: use a smaller batch size, or smaller images")
+            raise CapacityError(f"'{ref.node}' has {math.prod(shape):,} elements {tuple(shape)}, more than the "
+                                f"{MAX_ELEMENTS:,} of the cuda executor: use a smaller batch size, or smaller images")
 
 
 def most_images(step: Graph, shapes: Mapping[str, tuple[int, ...]]) -> int:

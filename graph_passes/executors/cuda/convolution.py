@@ -219,8 +219,8 @@ class ConvolutionLibrary:
         them."""
         now = time.monotonic()
         if self._kept_at is None:
-            log.warning("choosing the fastest kernels for this GPU and these shapes, once: half a minute, in float32 "
-                        "some minutes")
+            log.warning("choosing the fastest kernels for this GPU and these shapes; this is done once and takes half "
+                        "a minute, in float32 a few minutes")
         elif now - self._kept_at < KEEP_SECONDS:
             return
         else:
@@ -241,7 +241,7 @@ class ConvolutionLibrary:
         try:
             plan.select(plan.names().index(choice[0]))
         except Exception as error:  # it is no longer proposed, or is refused
-            log.warning("the remembered cuDNN plan for %s cannot be had (%s): it is chosen anew", problem,
+            log.warning("the saved cuDNN plan for %s cannot be used (%s): it is chosen anew", problem,
                         first_line(error))
             return None
         self._dump(plan)

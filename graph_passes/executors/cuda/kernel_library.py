@@ -40,7 +40,8 @@ def threads(items: int) -> tuple[Size, Size]:
 def count(value: int) -> ctypes.c_uint32:
     """An unsigned 32-bit kernel argument. Raises GraphError if the value does not fit: ctypes would truncate it."""
     if not 0 <= value < 2**32:
-        raise GraphError(f"a kernel cannot count {value:,} things: use a smaller batch size, or a smaller network")
+        raise GraphError(f"{value:,} does not fit into a kernel's 32-bit argument: use a smaller batch size, or a "
+                         "smaller network")
     return ctypes.c_uint32(value)
 
 

@@ -32,9 +32,8 @@ __all__ = ["LoweredGraph", "Persistent", "bound_buffers", "check_operators", "lo
 def check_operators(graph: Graph) -> None:
     """Raise GraphError for the first node that cannot be lowered: an unknown operator, or not NHWC."""
     unknown = [node for node in graph if not node.is_variable and node.op not in LAUNCHES]
-    own = [node for node in unknown if node.op != "transpose"]
-    if own:
-        raise no_lowering(own[0])
+    if unknown:
+        raise no_lowering(unknown[0])
     for node in graph:
         is_nchw = ((node.op in ("Convolution", "Pooling") and node["layout"] == "NCHW")
                    or (node.op in BATCH_NORMS and node["axis"] not in (3, -1)))
@@ -42,9 +41,7 @@ def check_operators(graph: Graph) -> None:
         if node.op == "FullyConnected":
             readers = {reader.op for reader in graph.consumers.get(Ref(node.name), ())}
             require(bool(readers) and readers <= {*LOSSES, *LOSSES.values()}, node,
-                    "does not feed a SoftmaxOutput alone: only the classifier has a GPU lowering")
-    if unknown:  # the layout pass may have put a transpose in front of another operator
-        raise no_lowering(unknown[0])
+                    "has other readers than the loss: on a GPU a FullyConnected can only be the classifier")
 
 
 @dataclass(frozen=True)

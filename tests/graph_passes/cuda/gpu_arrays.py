@@ -22,6 +22,11 @@ def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
     return values.astype(dtype).astype(np.float64)
 
 
+def stored(values: np.ndarray, dtype: str) -> np.ndarray:
+    """The array as it lies on the GPU."""
+    return _bfloat16_bits(values) if dtype == "bfloat16" else np.ascontiguousarray(values.astype(dtype))
+
+
 def _bfloat16_bits(values: np.ndarray) -> np.ndarray:
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
@@ -34,10 +39,13 @@ class Device:
         self.gpu, self.kernels = gpu, kernels
 
     def put(self, values: np.ndarray, dtype: str = "float32") -> int:
-        stored = _bfloat16_bits(values) if dtype == "bfloat16" else np.ascontiguousarray(values.astype(dtype))
-        address = self.gpu.allocate(stored.nbytes)
-        self.gpu.upload(address, stored)
+        array = stored(values, dtype)
+        address = self.gpu.allocate(array.nbytes)
+        self.gpu.upload(address, array)
         return address
+
+    def set(self, address: int, values: np.ndarray, dtype: str = "float32") -> None:
+        self.gpu.upload(address, stored(values, dtype))
 
     def poisoned(self, shape: tuple[int, ...], dtype: str = "float32") -> int:
         num_bytes = int(np.prod(shape)) * (2 if dtype == "bfloat16" else np.dtype(dtype).itemsize)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from graph_passes.executors.cuda.kernel_library import C_TYPES, HOPPER, SOURCES, architecture, compile_kernel
+from graph_passes.executors.cuda.kernels.depthwise import BLOCKS, CHANNELS, COLUMNS, KERNELS, STRIDES
 from graph_passes.executors.cuda.kernels.quantised_conv import TILES
 from graph_passes.executors.cuda.kernels.quantised_conv_stream import TILES as STREAMS
 from graph_passes.executors.cuda.kernels.quantised_conv_taps import CHANNELS as TAPS_CHANNELS
@@ -16,6 +17,7 @@ from graph_passes.executors.cuda.kernels.quantised_conv_taps import (
     EIGHTS,
 )
 from graph_passes.executors.cuda.kernels.quantised_pair import Z_COLUMNS
+from graph_passes.operators.activations import FUNCTIONS
 
 RULES = ["Sgd<false>", "Sgd<true>", "Lars<false>", "Lars<true>", "AdamW", "Lamb", "Lion"]  # as in optimizer.cu
 
@@ -36,6 +38,8 @@ FLAGS = {
     "norm_relu_conv1x1": ["64, 1", "128, 1", "128, 2"],
     "conv1x1_pair": ["64", "128"],
     "conv3x3_forward": ["true, false", "false, true"],
+    **{f"depthwise_{kind}": [f"{size}, {stride}" for size in KERNELS for stride in STRIDES]
+       for kind in ("forward", "statistics", "dgrad", "wgrad")},
     "norm_conv1x1": ["64, false", "64, true", "128, false", "128, true", "256, false", "256, true"],
     "norm_dgrad": ["128", "256"],
     "norm_backward": ["64, 64, true, false, false", "128, 64, true, true, false", "256, 64, false, true, false",
@@ -53,6 +57,10 @@ FLAGS = {
     "batch_norm_pair_apply": ["false", "true"],
     "batch_norm_pair_backward_reduce": ["NONE, false", "WHOLE, false", "COMPACT, false", "NONE, true", "WHOLE, true"],
     "batch_norm_pair_backward_apply": ["false", "true"],
+    "activation": [f"{name}_" for name in FUNCTIONS],
+    "activation_backward": [f"{name}_" for name in FUNCTIONS],
+    "relu_backward": ["false", "true"],
+    "broadcast": ["false", "true"],
     "bias_add_relu": ["false, false", "false, true", "true, true"],
     "exchange_boxes": ["4", "3"],
     "softmax_cross_entropy": ["false", "true"],
@@ -86,6 +94,8 @@ def kernels() -> list[tuple[str, str]]:
 def expressions(kernel: str, c_type: str) -> list[str]:
     if kernel.endswith("!"):  # the kernel is not a template
         return [kernel[:-1]]
+    if kernel == "copy_columns":
+        return [f"copy_columns<{kind}, {fill}>" for kind in (c_type, f"Packed<{c_type}>") for fill in ("false", "true")]
     if kernel == "trust_ratios":  # the same for all types
         return [f"trust_ratios<{rule}>" for rule in RULES if rule.startswith("La")]
     if kernel == "convert_input":
@@ -196,3 +206,15 @@ def test_compiles_for_each_generation(capability: tuple[int, int], path: Path) -
         pytest.skip(f"this NVRTC does not know {arch}: it has {', '.join(f'sm_{number}' for number in known)}")
     names = [expressions(kernel, C_TYPES["bfloat16"])[0] for source, kernel in kernels() if source == path.name]
     compile_for(path, names, arch)
+
+
+@pytest.mark.usefixtures("nvrtc")
+def test_what_a_thread_of_depthwise_convolutions_works_on() -> None:
+    """Python divides the work by the numbers in the kernel's template."""
+    from cuda.core import Program, ProgramOptions
+
+    asserts = "".join(f"static_assert(Piece<half, {size}>::{name} == {values[size]});\n" for size in KERNELS
+                      for name, values in (("CHANNELS", CHANNELS), ("COLUMNS", COLUMNS), ("BLOCKS", BLOCKS)))
+    options = ProgramOptions(arch="sm_90a", std="c++17", include_path=[str(SOURCES)])
+    text = '#include "depthwise.cu"\nstatic_assert(sizeof(Moments) == 12);\n' + asserts
+    Program(text, "c++", options).compile("cubin")

@@ -21,6 +21,8 @@ TEMPLATES = {
                          [f"Shared<{shape}>" for shape in NORM_BACKWARD]),
     "dgrad_reduce.cu": ([f"{shape}::{name}" for shape in DGRAD_REDUCE for name in ("THREADS", "ROWS", "COLUMNS")],
                         [f"Shared<{shape}>" for shape in DGRAD_REDUCE]),
+    "depthwise.cu": ([f"Piece<half, {size}>::{name}" for size in (3, 5, 7)
+                      for name in ("CHANNELS", "COLUMNS", "BLOCKS")], []),
     "norm_conv1x1.cu": ([f"{name}<{columns}>" for name in ("BLOCK", "STREAMED") for columns in (64, 128, 256)], []),
     "quantised_conv.cu": ([f"{tile}::{name}" for tile in TILES for name in ("ROWS", "THREADS", "STAGES")],
                           [f"Stage<{tile}>" for tile in TILES]),

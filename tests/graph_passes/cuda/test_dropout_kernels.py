@@ -3,53 +3,20 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
 from gpu_arrays import DTYPES, PRECISION, Device, relative_error, rounded
 
-from graph_passes.executors.cuda.kernel_library import C_TYPES, SOURCES, threads
-from graph_passes.executors.cuda.kernels.dropout import MAX_DROPOUTS, Rates
-from graph_passes.operators.dropout import keep_factors, kept_scale, philox, threshold, words_of
+from graph_passes.executors.cuda.kernel_library import C_TYPES, threads
+from graph_passes.executors.cuda.kernels.dropout import Rates
+from graph_passes.operators.dropout import keep_factors, kept_scale, threshold, words_of
+
+pytestmark = pytest.mark.gpu
 
 SEED = 0xFEDCBA9876543210
 
 
-@pytest.mark.skipif(not shutil.which("g++"), reason="there is no g++")
-def test_random_words_are_those_of_numpy(tmp_path: Path, rng: np.random.Generator) -> None:
-    """philox.cuh has integer arithmetic only, so a host compiler can compile it, too."""
-    key = words_of(SEED)
-    elements, numbers = (rng.integers(0, 2**32, 1000, dtype=np.uint32) for _ in range(2))
-    values = ", ".join(f"{{{element}u, {number}u}}" for element, number in zip(elements, numbers, strict=True))
-    (tmp_path / "words.cc").write_text(f"""
-        #include <cstdio>
-        #define __device__
-        using uint32 = unsigned int;
-        using uint64 = unsigned long long;
-        #include "philox.cuh"
-        const uint32 given[][2] = {{{values}}};
-        int main() {{
-            for (auto &each : given) std::printf("%u\\n", random_word(each[0], each[1], {key[0]}u, {key[1]}u));
-        }}
-    """)
-    program = tmp_path / "words"
-    subprocess.run(["g++", "-std=c++17", f"-I{SOURCES}", "-o", str(program), str(tmp_path / "words.cc")], check=True,
-                   capture_output=True)
-    words = np.array(subprocess.run([str(program)], check=True, capture_output=True).stdout.split(), np.uint64)
-    zeros = np.zeros(len(elements))
-    assert np.array_equal(words, philox([elements, numbers, zeros, zeros], key)[0])
-
-
-def test_the_limit_is_that_of_the_kernel() -> None:
-    text = (SOURCES / "dropout.cu").read_text()
-    assert f"constexpr int MAX_DROPOUTS = {MAX_DROPOUTS};" in text
-    assert ctypes.sizeof(Rates) == 12 * MAX_DROPOUTS < 4096 - 64, "of a launch's arguments"
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("per_batch", [False, True])
 def test_factors(device: Device, per_batch: bool) -> None:
     images, drawn, rates = 300, [0.0, 0.1, 0.5, 0.999999], Rates()
@@ -63,7 +30,6 @@ def test_factors(device: Device, per_batch: bool) -> None:
     assert np.array_equal(device.get(factors, (len(drawn), images)), np.stack(wanted))
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_images_and_elements(device: Device, dtype: str, rng: np.random.Generator) -> None:
     images, size, row, p = 7, 8 * 37, 2, 0.3

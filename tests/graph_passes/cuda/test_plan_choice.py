@@ -121,7 +121,7 @@ def test_the_fastest_plan_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_pat
                                         caplog: pytest.LogCaptureFixture) -> None:
     cudnn = FakeCudnn(monkeypatch)
     assert cudnn.choose(tmp_path, deterministic=False) == "engine 2" and set(cudnn.built) == {1, 2, 3}
-    assert [record.message.split(",")[0] for record in caplog.records] == [
+    assert [record.message.split(";")[0] for record in caplog.records] == [
         "choosing the fastest kernels for this GPU and these shapes"]
     cudnn.built.clear()
     caplog.clear()

@@ -21,8 +21,12 @@ import pytest
 from int8_networks import STREAMS, SUMS, quantised
 from step_networks import (
     bottlenecks,
+    convnext,
     dropping,
+    efficient,
+    elements,
     gradients_alone,
+    mobile,
     own_kernels,
     pre_activation,
     preferring,
@@ -172,6 +176,10 @@ def networks(**group: Any) -> tuple[Network, ...]:
         Network("all operators", small_network(), (3, 29, 23, 3), "float32"),
         Network("BatchNorm first", dropping(pre_activation(10)), (3, 19, 17, 3), "bfloat16"),
         Network("poolings", pooled(), (3, 17, 14, 4), "float16"),
+        Network("squeeze and excitation", efficient(classes=10, squeeze=8), (3, 9, 11, 4), "float16"),
+        Network("hard swish, parts and means", mobile(classes=10), (3, 9, 11, 4), "bfloat16"),
+        Network("LayerNorm and GELU", convnext(classes=10), (3, 9, 11, 4), "float16"),
+        Network("functions of elements", elements(classes=10, prelu=False), (3, 9, 11, 4), "float32"),
         Network("stochastic depth and dropout", dropping(bottlenecks()), (3, 19, 23, 4), "float16", {},
                 gradients_alone),
     )

@@ -75,7 +75,7 @@ def test_sweep_on_the_cpu(run_train, tmp_path):
     (("--inference", "--batch-sizes", "4", "0"), "--batch-sizes 4 0 must be at least 1 each"),
     (("--batch-sizes", "4"), "--batch-sizes is for --inference"),
     (("--inference", "--dtype", "float16", "--device", "cpu"), "--dtype float16 needs the cuda executor"),
-    (("--inference", "--int8", "--device", "cpu"), "--int8 measures the cuda executor, and there is no GPU for it"),
+    (("--inference", "--int8", "--device", "cpu"), "--int8 needs a GPU for the cuda executor, and there is none here"),
     (("--inference", "--int8", "--dtype", "float16"), "--dtype float16 is not for --int8, which computes with"),
     (("--int8",), "--int8 is for --inference, as training computes in floats"),
 ])

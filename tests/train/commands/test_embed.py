@@ -102,6 +102,6 @@ def test_mistakes(initial_weights: Path, photos: Path, tmp_path: Path) -> None:
 def test_features_are_for_onnx_in_floats(initial_weights: Path, tmp_path: Path) -> None:
     for more in (["--symbol", tmp_path / "a.json"], ["--onnx", tmp_path / "a.onnx", "--int8", "tensorrt"]):
         arguments = ["--checkpoint", initial_weights, "--features", *more]
-        with pytest.raises(UserError, match="--features is for --onnx in floats: add --onnx FILE, and leave"):
+        with pytest.raises(UserError, match="--features works only with --onnx FILE and without --int8"):
             export.main(read(ExportOptions, [str(word) for word in arguments], command="export"))
     assert not list(tmp_path.glob("a.*"))

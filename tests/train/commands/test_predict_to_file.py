@@ -256,7 +256,7 @@ def test_images_that_changed_since_are_told(run_folder, tmp_path, capsys):
     shutil.copy(images[4], images[8])
     run_predict(run_folder, output, *images)
     assert capsys.readouterr().err.startswith(
-        f"{output}: 2 of its images changed after it was begun, and their predictions may be of the earlier ones: "
+        f"{output}: 2 of its images changed after it was begun, so their predictions may be of the old images: "
         f"{images[2]}, {images[5]} (give another --output to predict all anew)\n")
     assert len(rows(output)) == 10
 
@@ -393,10 +393,10 @@ DAMAGE = {  # a line, and its replacement
 @pytest.mark.parametrize("what, sentence", [
     ("checkpoint", "begun with another network, by the SHA-256 of its weights"),
     ("top", "begun with another --top: 2, now 3"),
-    ("foreign", "is there already, and was not begun by this command"),
+    ("foreign", "exists already and was not begun by this command"),
     ("images", "but this command has"),
     ("fewer images", "but this command has none"),
-    ("about", r"\.about\.json, which says what out\.csv was begun with, is damaged: restore it"),
+    ("about", r"\.about\.json, which records how out\.csv was begun, is damaged: restore it"),
     ("damaged jsonl", r"out\.jsonl is damaged in line 4, after 3 images: repair"),
     ("damaged csv", r"out\.csv is damaged in line 5, after 3 images: repair"),
     ("open quote", r"out\.csv is damaged in line 5, after 3 images: repair"),

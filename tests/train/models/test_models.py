@@ -10,8 +10,9 @@ from common.mxnet_compat import mx
 from graph_passes import Ref, roles
 from graph_passes.executors import create_executor
 from train import TrainError, models
+from train.models.blocks import BATCH_NORM_EPS
 from train.models.network import init_params
-from train.models.resnet import BATCH_NORM_EPS, resnet
+from train.models.resnet import resnet
 
 # As counted by torchvision's documentation of each network (1000 classes); ResNet-D's by timm. The counts of
 # pre-activation networks are compared with Gluon's below.
@@ -20,10 +21,21 @@ PUBLISHED_COUNTS = {
     "resnet152": 60_192_808, "resnext50_32x4d": 25_028_904, "resnext101_32x8d": 88_791_336,
     "resnext101_64x4d": 83_455_272, "wide_resnet50_2": 68_883_240, "wide_resnet101_2": 126_886_696,
     "resnet50d": 25_576_264,
+    "efficientnet_b0": 5_288_548, "efficientnet_b1": 7_794_184, "efficientnet_b2": 9_109_994,
+    "efficientnet_b3": 12_233_232, "efficientnet_b4": 19_341_616, "efficientnet_v2_s": 21_458_488,
+    "mobilenet_v2": 3_504_872, "mobilenet_v3_large": 5_483_032, "mobilenet_v3_small": 2_542_856,
+    "regnet_x_400mf": 5_495_976, "regnet_x_800mf": 7_259_656, "regnet_x_1_6gf": 9_190_136,
+    "regnet_x_3_2gf": 15_296_552, "regnet_x_8gf": 39_572_648, "regnet_x_16gf": 54_278_536,
+    "regnet_x_32gf": 107_811_560, "regnet_y_400mf": 4_344_144, "regnet_y_800mf": 6_432_512,
+    "regnet_y_1_6gf": 11_202_430, "regnet_y_3_2gf": 19_436_338, "regnet_y_8gf": 39_381_472,
+    "regnet_y_16gf": 83_590_140, "regnet_y_32gf": 145_046_770, "convnext_tiny": 28_589_128,
+    "convnext_small": 50_223_688, "convnext_base": 88_591_464, "seresnet50": 28_088_024, "resnetrs50": 35_691_912,
+    "tf_efficientnet_lite0": 4_652_008, "tf_efficientnet_lite1": 5_416_680, "tf_efficientnet_lite2": 6_092_072,
 }
+RESIDUAL = models.named(("resnet", "resnet_d", "resnet_v2", "resnext", "wide_resnet"))
 
 
-@pytest.mark.parametrize("name", models.names())
+@pytest.mark.parametrize("name", [name for name in models.names() if name not in models.FAMILIES["gluon_zoo"]])
 def test_parameter_count_is_the_published_one(name):
     network = models.create(name)
     arg_shapes, _, aux_shapes = network.symbol.infer_shape(data=(1, 224, 224, 3))
@@ -31,23 +43,26 @@ def test_parameter_count_is_the_published_one(name):
     del shapes["data"], shapes["softmax_label"]
     if name in PUBLISHED_COUNTS:
         assert sum(map(np.prod, shapes.values())) == PUBLISHED_COUNTS[name]
-    uses = roles.uses(network.graph)
-    num_batch_norms = sum(uses[name].input == "gamma" for name in shapes)
-    assert len(aux_shapes) == 2 * num_batch_norms
-    assert len(roles.weights(network.graph)) == len(shapes) - 2 * num_batch_norms - 1  # the classifier's bias
+    assert len(aux_shapes) == 2 * network.graph.operators()["BatchNorm"]
+    assert roles.weights(network.graph) == {parameter for parameter in shapes if parameter.endswith("_weight")}
     assert len(roles.first_weights(network.graph)) == 1
+
+
+@pytest.mark.parametrize("name", RESIDUAL)
+def test_branches_end_in_the_last_batch_norm(name):
+    graph = models.create(name).graph
     if name.endswith("_v2"):
-        assert not roles.branch_gammas(network.graph), "branches end in a convolution"
+        assert not roles.branch_gammas(graph), "branches end in a convolution"
         return
-    blocks = network.graph.operators()["elemwise_add"]
-    last = "bn2" if network.graph["stage1_block1_relu2"].inputs[0].node.endswith("add") else "bn3"
-    assert roles.branch_gammas(network.graph) == {
+    blocks = graph.operators()["elemwise_add"]
+    last = "bn2" if graph["stage1_block1_relu2"].inputs[0].node.endswith("add") else "bn3"
+    assert roles.branch_gammas(graph) == {
         f"stage{stage}_block{block}_{last}_gamma" for stage in range(1, 5) for block in range(1, blocks + 1)
-        if f"stage{stage}_block{block}_add" in network.graph.nodes
+        if f"stage{stage}_block{block}_add" in graph.nodes
     }
 
 
-@pytest.mark.parametrize("name", [name for name in models.names() if name not in models.FAMILIES["resnext"]])
+@pytest.mark.parametrize("name", [name for name in RESIDUAL if name not in models.FAMILIES["resnext"]])
 def test_the_first_width_is_read_when_a_network_is_made(name, monkeypatch):
     """Not when its file is imported: otherwise the order of imports would determine the width."""
     def weights():
@@ -81,7 +96,7 @@ def test_a_network_by_name():
 @pytest.mark.parametrize("wrong, sentence", [
     ("resnet51", "there is no model 'resnet51'; did you mean resnet50?"),
     ("resnext50", "there is no model 'resnext50'; did you mean resnext50_32x4d?"),
-    ("vgg", f"there is no model 'vgg'; there are: {', '.join(sorted(models.names()))}"),
+    ("nothing", f"there is no model 'nothing'; there are: {', '.join(sorted(models.names()))}"),
 ])
 def test_an_unknown_name_names_the_nearest(wrong, sentence):
     with pytest.raises(TrainError) as error:

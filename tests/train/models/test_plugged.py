@@ -72,10 +72,11 @@ WRONG = {
     "return mx.sym.FullyConnected(mx.sym.Variable('images'), num_hidden=num_classes)": "has no input named data",
     "return mx.sym.Convolution(mx.sym.Variable('data'), num_filter=8, kernel=(3, 3))":
         "ends in Convolution (convolution0): let it end in the classes' scores",
-    "return mx.sym.FullyConnected(mx.sym.Variable('data'), num_hidden=num_classes, no_bias=True)":
-        "ends in FullyConnected (fullyconnected0): let it end in the classes' scores, made by FullyConnected",
-    "return mx.sym.SoftmaxOutput(mx.sym.FullyConnected(mx.sym.Variable('data'), num_hidden=num_classes))":
-        "has the operator SoftmaxOutput (softmaxoutput0)",
+    "x = mx.sym.Convolution(mx.sym.Variable('data'), num_filter=num_classes, kernel=(3, 3))\n"
+    "    return mx.sym.Flatten(mx.sym.Pooling(x, global_pool=True, kernel=(1, 1)))":
+        "ends in Flatten (flatten0): let it end in the classes' scores, made by FullyConnected",
+    "return mx.sym.LinearRegressionOutput(mx.sym.FullyConnected(mx.sym.Variable('data'), num_hidden=num_classes))":
+        "has the operator LinearRegressionOutput (linearregressionoutput0)",
     "return mx.sym.FullyConnected(mx.sym.Variable('data'), num_hidden=10)":
         "has 10 scores for 7 classes: use its argument num_classes",
     "return mx.sym.FullyConnected(mx.sym.Variable('data'), num_hidden=num_classes)":

@@ -54,8 +54,8 @@ def test_elastic_run_loses_a_process_and_gets_one(start, on_gpu, processes, rng,
     assert f"{count - 1} {'process goes' if count == 2 else 'processes go'} on from the last commit" in err
     less, more = (count - 1) * BATCH, count * BATCH
     fewer = "1 process" if count == 2 else f"{count - 1} processes"
-    assert f"resuming with {less} images a step ({fewer}) after {more} ({count})" in out
-    assert f"resuming with {more} images a step ({count} processes) after {less} ({count - 1})" in out
+    assert f"resuming with {less} images a step ({fewer}), before {more} ({count})" in out
+    assert f"resuming with {more} images a step ({count} processes), before {less} ({count - 1})" in out
 
     sessions = run.events("session")
     assert [session["num_processes"] for session in sessions] == [count, count - 1, count]
@@ -400,7 +400,7 @@ def test_process_without_memory_ends_the_run(tiny_options, tmp_path):
                          light=True)
     assert done.returncode == 1
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert errors[0].startswith("error: the machine's memory does not hold this (std::bad_alloc): lower --batch-size")
+    assert errors[0].startswith("error: the machine has too little memory for this run (std::bad_alloc): lower ")
     assert errors[-1].startswith("error: process 1 (pid ")
     assert "failed with exit code 1, so the run ends" in errors[-1]
     assert "Traceback" not in done.stderr

@@ -360,4 +360,4 @@ def test_elastic_run_in_which_one_after_the_other_hangs():
     done = subprocess.run([sys.executable, "-c", starter, script], capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == EXIT_HUNG_PROCESS, done.stderr
     assert done.stderr.count("it hangs and is killed") == 3
-    assert "; 3 have hung without a step in between, so the run ends; " in done.stderr.splitlines()[-1]
+    assert "; 3 processes have hung without a step in between, so the run ends; " in done.stderr.splitlines()[-1]

@@ -142,7 +142,7 @@ def test_no_machine_yet(asked, discovery):
 
 def test_a_script_that_fails_or_names_nobody(asked, discovery):
     script = discovery("")
-    with pytest.raises(UserError, match="names no machine yet; give -n, the processes to wait for"):
+    with pytest.raises(UserError, match="names no machine yet; give -n, the number of processes to"):
         asked("--host-discovery-script", script, "--network-interface", "lo")
     script.write_text("#!/bin/sh\nexit 3\n")
     with pytest.raises(UserError, match="hosts.sh failed with exit code 3"):

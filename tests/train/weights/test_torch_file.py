@@ -71,6 +71,44 @@ def test_pytorch_reads_what_is_written(tmp_path):
             np.testing.assert_array_equal(found[name], array, strict=True)
 
 
+LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19." + pickle.dumps(1001, 2)  # the magic number and the version
+
+
+def legacy(path: Path, machine: object = None, keys: object = ("0",), count: int = 12, data: bytes = b"") -> Path:
+    """A file as PyTorch 0.4 to 1.5 wrote it: the matrix `w` and its transpose, of one storage."""
+    wanted = torch_file._pickle({"w": NUMBERS.reshape(3, 4), "t": NUMBERS.reshape(3, 4)})
+    strides = torch_file._numbers((3, 4)) + torch_file._numbers((4, 1))
+    turned = torch_file._numbers((4, 3)) + torch_file._numbers((1, 4))
+    first, last = wanted.rsplit(strides, 1)
+    wanted = (first + turned + last).replace(torch_file._text("1"), torch_file._text("0"))
+    wanted = wanted.replace(pickle.TUPLE + pickle.BINPERSID, pickle.NONE + pickle.TUPLE + pickle.BINPERSID)
+    pickles = pickle.dumps(machine or {"little_endian": True}, 2) + wanted + pickle.dumps([*keys], 2)  # type: ignore[misc]
+    path.write_bytes(LEGACY + pickles + struct.pack("<q", count) + (data or NUMBERS.tobytes()))
+    return path
+
+
+def test_files_of_before_1_6(tmp_path):
+    found = torch_file.read(legacy(tmp_path / "w.pth"))
+    np.testing.assert_array_equal(found["w"], NUMBERS.reshape(3, 4), strict=True)
+    np.testing.assert_array_equal(found["t"], NUMBERS.reshape(3, 4).T, strict=True)
+
+
+@pytest.mark.skipif("PEER_PYTHON" not in os.environ, reason="PEER_PYTHON is not set")
+def test_pytorchs_own_files_of_before_1_6(tmp_path):
+    script = """if True:
+        import sys, torch
+        numbers = torch.arange(12.0)
+        state = {"half": numbers.half(), "part": numbers[2:9:3], "bfloat16": (numbers / 4).bfloat16(), "whole": numbers}
+        torch.save(state, sys.argv[1], _use_new_zipfile_serialization=False)
+    """
+    subprocess.run([os.environ["PEER_PYTHON"], "-c", script, tmp_path / "w.pth"], check=True)
+    found = torch_file.read(tmp_path / "w.pth")
+    wanted = {"half": NUMBERS.astype(np.float16), "part": NUMBERS[2:9:3], "bfloat16": NUMBERS / 4, "whole": NUMBERS}
+    assert list(found) == list(wanted)
+    for name, array in wanted.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name, strict=True)
+
+
 # --- files that are not what they seem ---
 
 
@@ -244,7 +282,7 @@ def test_damaged_files(tmp_path, rng):
 @pytest.mark.parametrize("content, words", [
     (b"", "is empty"),
     (b"<!DOCTYPE html><html>", "is not a PyTorch file, as it begins with b'<!DOCTYP'"),
-    (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\xe9\x03.", "of PyTorch before version 1.6"),
+    (LEGACY, "is not a complete PyTorch file"),
     (b"\x89HDF\r\n\x1a\n", "is not a PyTorch file"),
 ])
 def test_files_of_another_form(content, words, tmp_path):
@@ -253,11 +291,25 @@ def test_files_of_another_form(content, words, tmp_path):
     assert words in sentence(file)
 
 
+@pytest.mark.parametrize("changes, words", [
+    ({"machine": {"little_endian": False}}, "little-endian"),
+    ({"keys": ()}, "its list of storages"),
+    ({"keys": ("0", "1")}, "its list of storages"),
+    ({"count": 13}, "a storage of 12 numbers has another length"),
+    ({"data": bytes(40)}, "is not a complete PyTorch file"),
+    ({"machine": Command(os.system, "touch victim")}, "nothing of it was executed"),
+])
+def test_damaged_files_of_before_1_6(changes, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert words in sentence(legacy(tmp_path / "w.pth", **changes))
+    assert not Path("victim").exists()
+
+
 def test_a_tar_of_long_ago(tmp_path):
     with tarfile.open(tmp_path / "w.pth", "w") as file:
         for name in ("sys_info", "pickle", "tensors"):
             file.addfile(tarfile.TarInfo(name), io.BytesIO())
-    assert "of PyTorch before version 1.6: write it anew with PyTorch" in sentence(tmp_path / "w.pth")
+    assert "of PyTorch before version 0.1.10: write it anew with PyTorch" in sentence(tmp_path / "w.pth")
 
 
 @pytest.mark.parametrize("make, words", [

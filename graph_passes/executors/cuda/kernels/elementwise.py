@@ -11,12 +11,11 @@ import math
 from collections.abc import Iterator
 
 from graph_passes.candidates import Candidate, Candidates
-from graph_passes.executors.cuda.builder import Builder, Launches, no_lowering, require
+from graph_passes.executors.cuda.builder import Builder, Launches, require
 from graph_passes.executors.cuda.kernel_library import count, threads
 from graph_passes.executors.cuda.operands import In, Out
 from graph_passes.executors.cuda.parameters import VECTOR
 from graph_passes.graph import Node, Ref
-from graph_passes.operators import is_relu
 from graph_passes.passes.conv_epilogue import in_two
 
 
@@ -43,13 +42,6 @@ def bias(builder: Builder, node: Node) -> None:
     builder.launch(node, "elementwise.cu", builder.kernel("bias_add_relu", adds, relu), *threads(vectors),
                    In(x), In(builder.input(node, "bias")), In(builder.input(node, "addend") if adds else None),
                    Out(y, over=x), count(vectors), count(y.shape[3] // VECTOR))
-
-
-def relu(builder: Builder, node: Node) -> None:
-    """Launch a ReLU that no pass has fused."""
-    if node.op == "Activation" and not is_relu(node):
-        raise no_lowering(node)
-    require(False, node, "follows no BatchNorm, which has no GPU lowering: put one before it")
 
 
 def flatten(builder: Builder, node: Node) -> None:
@@ -82,10 +74,6 @@ def initial_zeros(builder: Builder, node: Node) -> None:
 
 RULES = tuple((op, bias_alone) for op in ("Convolution", "ConvolutionRelu", "ConvolutionAddRelu"))
 LAUNCHES: Launches = {
-    "relu": relu,
-    "Activation": relu,
-    "AddRelu": relu,
-    "ReluBackward": relu,
     "elemwise_add": add,
     "BiasAdd": bias,
     "BiasRelu": bias,

@@ -1,0 +1,59 @@
+"""The networks of MXNet Gluon's model zoo (`mxnet.gluon.model_zoo.vision`), as it builds them, in our form (`plugged`).
+
+Not here: ResNet v2, and ResNet-18 and 34 v1, which are networks of other families (`resnet_v2`, `resnet`). A parameter
+has the name that Gluon gives it, without the network's prefix: conv0_weight for vgg0_conv0_weight.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache, partial
+from typing import Any
+
+from common.mxnet_compat import mx
+from train import models
+from train.models import plugged
+from train.models.libraries import GLUON, Published
+
+Symbol = Any  # mx.sym.Symbol; MXNet has no type stubs
+
+
+def gluon(name: str, num_classes: int = 1000, label_smoothing: float = 0.0) -> Symbol:
+    """The training Symbol of the zoo's network of that name, with the inputs and the output of `Network`."""
+    with plugged.fresh_names():
+        symbol = _block(name, num_classes)(mx.sym.Variable("data"))
+    graph = plugged.in_our_form(f"Gluon's {name}", symbol, num_classes, models.image_size(name))
+    return plugged.with_loss(graph, label_smoothing)
+
+
+def _block(name: str, num_classes: int) -> Any:
+    return getattr(mx.gluon.model_zoo.vision, name)(classes=num_classes, prefix="")
+
+
+@cache
+def gluon_names(name: str) -> Published:
+    """The names of the network's layers in files of Gluon's `save_parameters`."""
+    with plugged.fresh_names():
+        parameters = _block(name, 1000)._collect_params_with_prefix()
+    return Published(GLUON, {re.sub("_[a-z]+$|_running_[a-z]+$", "", parameter.name): place.rpartition(".")[0]
+                             for place, parameter in parameters.items()})
+
+
+class _Names(Mapping[str, tuple[Published, ...]]):
+    """`PUBLISHED`, made when it is asked for: that takes as long as building the network."""
+
+    def __getitem__(self, name: str) -> tuple[Published, ...]:
+        if name not in MODELS:
+            raise KeyError(name)
+        return (gluon_names(name),)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(MODELS)
+
+    def __len__(self) -> int:
+        return len(MODELS)
+
+
+MODELS = {name: partial(gluon, name) for name in models.FAMILIES["gluon_zoo"]}
+PUBLISHED = _Names()

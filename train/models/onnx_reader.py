@@ -1,0 +1,527 @@
+"""Reads ONNX models as networks that can be trained: one row per operator, like `graph_passes/onnx_writer.py`.
+
+    graph, weights, size = read("net.onnx", content)
+
+Operators and attributes are those of ONNX's default domain (https://onnx.ai/onnx/operators/), from opset 7 on. Most
+exporters have folded BatchNorms into convolutions: then there are none to train.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from common import plugins
+from graph_passes import Graph, GraphError, Node, Ref
+from graph_passes.graph import VARIABLE
+from train.content import content_of_file
+from train.errors import TrainError
+
+FLOAT_LIMIT = float(np.finfo(np.float32).max)
+Weights = dict[str, np.ndarray]
+
+
+class Read(NamedTuple):
+    """A model. `graph`: from the variable `data` to the model's output, without a softmax at its end. `weights`: by the
+    names of the graph's variables, in its layout, mostly NCHW. `size`: height and width of the images; 0: any."""
+
+    graph: Graph
+    weights: Weights
+    size: int
+
+
+def read(file: str, content: bytes) -> Read:
+    """The network of an ONNX file. Raises TrainError: damaged, weights in other files, operators or attributes that
+    this program does not have, with their nodes."""
+    try:
+        import onnx
+    except ImportError:
+        raise TrainError(f"{file} needs the package onnx: run make setup, or pip install onnx") from None
+    with content_of_file(lambda reason: f"{file} is not a complete ONNX file ({reason}): write it again"):
+        model = onnx.load_model_from_string(content)
+        if any(tensor.data_location == onnx.TensorProto.EXTERNAL for tensor in model.graph.initializer):
+            raise TrainError(f"{file} has its weights in other files: write it in one, as onnx.save does by itself")
+        model = onnx.shape_inference.infer_shapes(model)
+    try:
+        return _Reader(file, model).read()
+    except GraphError as error:
+        raise TrainError(f"{file}: {error}") from None
+
+
+class _Reader:
+    """One model that is being read. `tensors`: where each of its values is computed; `constants`: those that are
+    numbers."""
+
+    def __init__(self, file: str, model: Any) -> None:
+        from onnx import numpy_helper
+
+        self.file, self.model = file, model
+        self.constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+        for node in model.graph.node:
+            if node.op_type == "Constant":
+                self.constants[node.output[0]] = _constant(node)
+            elif node.op_type == "Identity" and node.input[0] in self.constants:  # exporters write equal weights once
+                self.constants[node.output[0]] = self.constants[node.input[0]]
+        self.shapes = {value.name: [dim.dim_value if dim.HasField("dim_value") else None
+                                    for dim in value.type.tensor_type.shape.dim]
+                       for value in (*model.graph.value_info, *model.graph.input, *model.graph.output)}
+        self.tensors: dict[str, Ref] = {}
+        self.nodes: dict[str, Node] = {}
+        self.weights: Weights = {}
+
+    def read(self) -> Read:
+        outputs = self.model.graph.output
+        inputs = [each.name for each in self.model.graph.input if each.name not in self.constants]
+        if len(inputs) != 1 or len(outputs) != 1:
+            raise GraphError(f"it has {len(inputs)} inputs and {len(outputs)} outputs: a network for images has one of "
+                             "each")
+        needed = self._needed(outputs[0].name)
+        known = {"Constant", *OPERATORS}
+        for node in needed:
+            if node.op_type not in known or node.domain not in ("", "ai.onnx"):
+                name = f"{node.domain}.{node.op_type}".lstrip(".")
+                raise GraphError(f"the operator {name} ({node.name or node.output[0]}) is not one that this program "
+                                 f"reads, which are {', '.join(sorted(OPERATORS))}; or add it ({plugins.WALKS})")
+        self.tensors[inputs[0]] = self.put(Node(VARIABLE, "data"))
+        for node in needed:
+            if not {*node.output} & (self.constants.keys() | self.tensors.keys()):
+                results = OPERATORS[node.op_type](self, Call(self, node))
+                found = [results] if isinstance(results, Ref) else results
+                self.tensors |= dict(zip(node.output, found, strict=False))
+        if outputs[0].name not in self.tensors:
+            raise GraphError("its output is a constant: it has no network")
+        graph = Graph(self.nodes.values(), [self.tensors[outputs[0].name]])
+        return Read(graph, {name: self.weights[name] for name in graph.variables if name != "data"},
+                    self._size(inputs[0]))
+
+    def _needed(self, output: str) -> list[Any]:
+        """The nodes that the output depends on, in order, but for what only computes the shape of a Reshape."""
+        makers = {name: node for node in self.model.graph.node for name in node.output}
+        names, found = [output], set()
+        while names:
+            node = makers.get(names.pop())
+            if node is not None and id(node) not in found:
+                found.add(id(node))
+                is_flatten = node.op_type == "Reshape" and self.rank(node.output[0]) == 2
+                names += node.input[:1] if is_flatten else node.input
+        return [node for node in self.model.graph.node if id(node) in found]
+
+    def _size(self, data: str) -> int:
+        lengths = {length or 0 for length in self.shapes.get(data, [])[1:]} - {3}
+        if self.rank(data) != 4 or len(lengths) > 1:
+            raise GraphError(f"its input {data} has the shape {self.shapes.get(data)}: a network for images reads "
+                             "(N, 3, size, size)")
+        return lengths.pop() if lengths else 0
+
+    def rank(self, name: str) -> int | None:
+        """How many dimensions a value has; None: not known."""
+        if name in self.constants:
+            return int(self.constants[name].ndim)
+        return len(self.shapes[name]) if name in self.shapes else None
+
+    # --- what the rows below use ---
+
+    def add(self, op: str, name: str, inputs: Sequence[Ref], **attrs: Any) -> Ref:
+        """A node of ours."""
+        return self.put(Node(op, self._unused(name), tuple(inputs), attrs))
+
+    def parameter(self, name: str, array: np.ndarray) -> Ref:
+        """A variable with its value."""
+        ref = self.put(Node(VARIABLE, self._unused(name)))
+        self.weights[ref.node] = np.ascontiguousarray(array, np.float32)
+        return ref
+
+    def put(self, node: Node) -> Ref:
+        self.nodes[node.name] = node
+        return Ref(node.name)
+
+    def _unused(self, name: str) -> str:
+        candidate, number = name, 0
+        while candidate in self.nodes:
+            number += 1
+            candidate = f"{name}_{number}"
+        return candidate
+
+
+class Call:
+    """A node of the model: what it reads, and its attributes."""
+
+    def __init__(self, reader: _Reader, node: Any) -> None:
+        from onnx import helper
+
+        self.reader, self.node, self.op = reader, node, node.op_type
+        self.attrs = {each.name: helper.get_attribute_value(each) for each in node.attribute}
+        self.shown = node.name or node.output[0]
+        self.name = _plain_name(self.shown)
+
+    def error(self, sentence: str) -> GraphError:
+        return GraphError(f"{self.op} '{self.shown}' {sentence}")
+
+    def has(self, place: int) -> bool:
+        """Whether there is an input at that place."""
+        return place < len(self.node.input) and bool(self.node.input[place])
+
+    def tensor(self, place: int) -> Ref:
+        """An input that the network computes."""
+        name = self.node.input[place]
+        if name not in self.reader.tensors:
+            raise self.error(f"reads the constant {name}, where a network computes a tensor")
+        return self.reader.tensors[name]
+
+    def is_constant(self, place: int) -> bool:
+        return self.node.input[place] in self.reader.constants
+
+    def constant(self, place: int) -> np.ndarray:
+        """An input that is a number, or numbers."""
+        name = self.node.input[place]
+        if name not in self.reader.constants:
+            raise self.error(f"reads {name} as its input {place}, which must be a constant of the file")
+        return self.reader.constants[name]
+
+    def value(self, place: int, attribute: str, default: Any) -> Any:
+        """What is an input in newer versions of an operator and was an attribute in older ones."""
+        if self.has(place):
+            found = self.constant(place)
+            return found.item() if found.size == 1 and not isinstance(default, tuple) else tuple(found.tolist())
+        return self.attrs.get(attribute, default)
+
+    def layer(self, weight: int) -> str:
+        """The name of a layer: that of its weight, if an exporter has kept it, or of the node."""
+        name = re.sub(r"[._]weight$", "", self.node.input[weight])
+        return _plain_name(name) if name != self.node.input[weight] else self.name
+
+    def require(self, attribute: str, *allowed: Any, default: Any = None) -> None:
+        """Raise GraphError unless an attribute has one of these values."""
+        value = self.attrs.get(attribute, default)
+        value = value.decode() if isinstance(value, bytes) else value
+        if value not in allowed:
+            raise self.error(f"has {attribute}={value}, which this program does not have: it must be "
+                             f"{' or '.join(map(str, allowed))}")
+
+    def window(self) -> dict[str, Any]:
+        """Kernel, stride and padding of a convolution or pooling, as MXNet's attributes."""
+        kernel = tuple(self.attrs.get("kernel_shape") or self.constant(1).shape[2:])
+        strides, pads = self.attrs.get("strides", [1, 1]), self.attrs.get("pads", [0, 0, 0, 0])
+        if len(kernel) != 2:
+            raise self.error(f"has kernel_shape={kernel}: only two dimensions are supported")
+        auto = self.attrs.get("auto_pad", b"NOTSET").decode()
+        if auto.startswith("SAME") and [*strides] == [1, 1] and all(size % 2 for size in kernel):
+            pads = [size // 2 for size in kernel] * 2
+        elif auto not in ("NOTSET", "VALID"):
+            raise self.error(f"has auto_pad={auto} with a kernel of {kernel} and strides of {strides}, which pads one "
+                             "side more than the other: write the model with equal pads")
+        if [*pads[:2]] != [*pads[2:]]:
+            raise self.error(f"has pads={[*pads]}, which differ between the sides: write the model with equal pads")
+        return {"kernel": kernel, "stride": tuple(strides), "pad": tuple(pads[:2])}
+
+
+def _plain_name(name: str) -> str:
+    """A name without what checkpoints cannot have in names of arrays: letters, digits, '.' and '_' alone."""
+    return re.sub(r"[^\w.]+", "_", name).strip("_.") or "node"
+
+
+def _constant(node: Any) -> np.ndarray:
+    from onnx import helper, numpy_helper
+
+    (attribute,) = node.attribute
+    value = helper.get_attribute_value(attribute)
+    return numpy_helper.to_array(value) if attribute.name == "value" else np.asarray(value)
+
+
+# --- one row per operator ---
+
+Row = Callable[[_Reader, Call], Any]  # -> Ref, or one for each output
+
+
+def _conv(reader: _Reader, call: Call) -> Ref:
+    weight, layer = call.constant(1), call.layer(1)
+    bias = [reader.parameter(f"{layer}_bias", call.constant(2))] if call.has(2) else []
+    return reader.add("Convolution", layer, [call.tensor(0), reader.parameter(f"{layer}_weight", weight), *bias],
+                      num_filter=len(weight), num_group=call.attrs.get("group", 1), no_bias=not bias, layout="NCHW",
+                      dilate=tuple(call.attrs.get("dilations", (1, 1))), **call.window())
+
+
+def _dense(reader: _Reader, call: Call, weight: np.ndarray, bias: np.ndarray | None) -> Ref:
+    """A fully connected layer; weight (values there, values here)."""
+    if weight.ndim != 2:
+        raise call.error(f"has weights of the shape {weight.shape}, where a fully connected layer has two dimensions")
+    layer = call.layer(1)
+    of_bias = [] if bias is None else [reader.parameter(
+        f"{layer}_bias", np.broadcast_to(bias, (1, weight.shape[1])).reshape(-1))]
+    is_flat = reader.rank(call.node.input[0]) in (2, None)
+    return reader.add("FullyConnected", layer,
+                      [call.tensor(0), reader.parameter(f"{layer}_weight", weight.T), *of_bias],
+                      num_hidden=weight.shape[1], no_bias=bias is None, flatten=is_flat)
+
+
+def _gemm(reader: _Reader, call: Call) -> Ref:
+    call.require("transA", 0, default=0)
+    weight = call.constant(1).T if call.attrs.get("transB", 0) else call.constant(1)
+    bias = call.constant(2) * call.attrs.get("beta", 1.0) if call.has(2) else None
+    return _dense(reader, call, weight * np.float32(call.attrs.get("alpha", 1.0)), bias)
+
+
+def _batch_norm(reader: _Reader, call: Call) -> Ref:
+    call.require("training_mode", 0, default=0)
+    layer = call.layer(1)
+    arrays = dict(zip(("gamma", "beta", "moving_mean", "moving_var"), map(call.constant, range(1, 5)), strict=True))
+    inputs = [reader.parameter(f"{layer}_{name}", array) for name, array in arrays.items()]
+    return reader.add("BatchNorm", layer, [call.tensor(0), *inputs], axis=1, fix_gamma=False,
+                      eps=call.attrs.get("epsilon", 1e-5), momentum=call.attrs.get("momentum", 0.9))
+
+
+def _layer_norm(reader: _Reader, call: Call) -> Ref:
+    axis, rank = call.attrs.get("axis", -1), reader.rank(call.node.input[0])
+    if axis not in (-1, rank and rank - 1):
+        raise call.error(f"has axis={axis}: only the last dimension is supported")
+    gamma = call.constant(1)
+    beta, layer = call.constant(2) if call.has(2) else np.zeros_like(gamma), call.layer(1)
+    inputs = [reader.parameter(f"{layer}_gamma", gamma), reader.parameter(f"{layer}_beta", beta)]
+    return reader.add("LayerNorm", layer, [call.tensor(0), *inputs], axis=-1, eps=call.attrs.get("epsilon", 1e-5))
+
+
+def _one(op: str, **attrs: Any) -> Row:
+    return lambda reader, call: reader.add(op, call.name, [call.tensor(0)], **attrs)
+
+
+def _leaky(kind: str, attribute: str = "", default: float = 0.0) -> Row:
+    return lambda reader, call: reader.add("LeakyReLU", call.name, [call.tensor(0)], act_type=kind,
+                                           **{"slope": call.attrs.get(attribute, default)} if attribute else {})
+
+
+def _selu(reader: _Reader, call: Call) -> Ref:
+    for name, value in (("alpha", 1.6732632), ("gamma", 1.0507009)):
+        if not math.isclose(call.attrs.get(name, value), value, rel_tol=1e-5):
+            raise call.error(f"has {name}={call.attrs[name]:g}: only {value} is supported")
+    return reader.add("LeakyReLU", call.name, [call.tensor(0)], act_type="selu")
+
+
+def _gelu(reader: _Reader, call: Call) -> Ref:
+    call.require("approximate", "none", default="none")
+    return reader.add("LeakyReLU", call.name, [call.tensor(0)], act_type="gelu")
+
+
+def _prelu(reader: _Reader, call: Call) -> Ref:
+    slopes, shape = call.constant(1), reader.shapes.get(call.node.input[0]) or []
+    channels = shape[1] if len(shape) > 1 else None
+    if slopes.size == 1 and channels:  # one for all: now each channel has its own
+        slopes = np.full(channels, slopes.item())
+    if channels not in (slopes.size, None) or slopes.size != max(slopes.shape, default=1):
+        raise call.error(f"has slopes of the shape {slopes.shape}: this program has one for each channel")
+    gamma = reader.parameter(f"{call.name}_gamma", slopes.reshape(-1))
+    return reader.add("LeakyReLU", call.name, [call.tensor(0), gamma], act_type="prelu")
+
+
+def _clip(reader: _Reader, call: Call) -> Ref:
+    low, high = call.value(1, "min", -FLOAT_LIMIT), call.value(2, "max", FLOAT_LIMIT)
+    return reader.add("clip", call.name, [call.tensor(0)], a_min=float(low), a_max=float(high))
+
+
+def _hard_sigmoid(reader: _Reader, call: Call) -> Ref:
+    return reader.add("hard_sigmoid", call.name, [call.tensor(0)], alpha=call.attrs.get("alpha", 0.2),
+                      beta=call.attrs.get("beta", 0.5))
+
+
+def _hard_swish(reader: _Reader, call: Call) -> Ref:
+    gate = reader.add("hard_sigmoid", f"{call.name}_gate", [call.tensor(0)], alpha=1 / 6, beta=0.5)
+    return reader.add("elemwise_mul", call.name, [call.tensor(0), gate])
+
+
+_WITH_NUMBER = {"Add": "_plus_scalar", "Mul": "_mul_scalar", "Sub": "_minus_scalar", "Div": "_div_scalar"}
+
+
+def _arithmetic(reader: _Reader, call: Call) -> Ref:
+    """Sums and products of two tensors, or of a tensor and a number; the bias of a MatMul."""
+    places = [place for place in (0, 1) if call.is_constant(place)]
+    if not places:
+        return _of_tensors(reader, call)
+    if len(places) == 2 or (places == [0] and call.op in ("Sub", "Div")):
+        raise call.error("has a constant as its first input, which this program does not have")
+    number, data = call.constant(places[0]), call.tensor(1 - places[0])
+    if number.size == 1:
+        return reader.add(_WITH_NUMBER[call.op], call.name, [data], scalar=number.item())
+    dense = reader.nodes[data.node]
+    if call.op == "Add" and dense.op == "FullyConnected" and dense["no_bias"] and number.size == dense["num_hidden"]:
+        bias = reader.parameter(f"{dense.name}_bias", number.reshape(-1))
+        del reader.nodes[dense.name]
+        return reader.put(dense.with_attrs(no_bias=False).replace(inputs=(*dense.inputs, bias)))
+    raise call.error(f"has a constant of the shape {number.shape}: only single numbers and biases are supported")
+
+
+def _of_tensors(reader: _Reader, call: Call) -> Ref:
+    if call.op not in ("Add", "Mul"):
+        raise call.error("of two tensors is not supported: only Add and Mul are")
+    shapes = [reader.shapes.get(name) for name in call.node.input]
+    ops = ("elemwise_add", "broadcast_add") if call.op == "Add" else ("elemwise_mul", "broadcast_mul")
+    return reader.add(ops[shapes[0] != shapes[1]], call.name, [call.tensor(0), call.tensor(1)])
+
+
+def _slice(reader: _Reader, call: Call) -> Ref:
+    starts, ends = (call.value(place, name, ()) for place, name in ((1, "starts"), (2, "ends")))
+    starts, ends = (value if isinstance(value, (tuple, list)) else (value,) for value in (starts, ends))
+    axes = call.value(3, "axes", tuple(range(len(starts))))
+    steps = call.value(4, "steps", (1,) * len(starts))
+    if any(step != 1 for step in steps):
+        raise call.error(f"has steps={steps}: only 1 is supported")
+    data = call.tensor(0)
+    for number, (axis, begin, end) in enumerate(zip(axes, starts, ends, strict=True)):
+        name = call.name if number == len(axes) - 1 else f"{call.name}_{number}"
+        data = reader.add("slice_axis", name, [data], axis=axis, begin=begin, end=None if end >= 2**31 - 1 else end)
+    return data
+
+
+def _split(reader: _Reader, call: Call) -> list[Ref]:
+    axis, count = call.attrs.get("axis", 0), len(call.node.output)
+    parts = call.value(1, "split", ())
+    if not parts:
+        whole = (reader.shapes.get(call.node.input[0]) or [])[axis:][:1]
+        if not whole or not whole[0] or whole[0] % count:
+            raise call.error("splits a dimension whose length is not known: write the model with the lengths")
+        parts = (whole[0] // count,) * count
+    ends = np.cumsum(parts).tolist()
+    return [reader.add("slice_axis", f"{call.name}_{number}", [call.tensor(0)], axis=axis, begin=end - part, end=end)
+            for number, (part, end) in enumerate(zip(parts, ends, strict=True))]
+
+
+def _pool(kind: str) -> Row:
+    def row(reader: _Reader, call: Call) -> Ref:
+        if {*call.attrs.get("dilations", (1,))} != {1}:
+            raise call.error(f"has dilations={[*call.attrs['dilations']]}: only 1 is supported")
+        call.require("storage_order", 0, default=0)
+        more = {"count_include_pad": bool(call.attrs.get("count_include_pad", 0))} if kind == "avg" else {}
+        return reader.add("Pooling", call.name, [call.tensor(0)], pool_type=kind, layout="NCHW",
+                          pooling_convention="full" if call.attrs.get("ceil_mode", 0) else "valid",
+                          **call.window(), **more)
+
+    return row
+
+
+def _global_pool(kind: str) -> Row:
+    return _one("Pooling", pool_type=kind, global_pool=True, kernel=(1, 1), layout="NCHW")
+
+
+def _mean(reader: _Reader, call: Call) -> Ref:
+    axes = call.value(1, "axes", ())
+    axes = tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
+    if not axes:
+        raise call.error("is over all dimensions: only means over height and width are supported")
+    return reader.add("mean", call.name, [call.tensor(0)], axis=axes, keepdims=bool(call.attrs.get("keepdims", 1)))
+
+
+def _to_rows(reader: _Reader, call: Call) -> Ref:
+    """Flatten, Squeeze and Reshape: to (N, values), or a Reshape to a shape that the file says."""
+    if call.op == "Flatten":
+        call.require("axis", 1, default=1)
+    if reader.rank(call.node.output[0]) == 2:
+        return reader.add("Flatten", call.name, [call.tensor(0)])
+    if call.op == "Squeeze":
+        raise call.error("does not leave (N, values): only that is supported")
+    shape = tuple(int(size) for size in call.constant(1))
+    return reader.add("Reshape", call.name, [call.tensor(0)], shape=(0, *shape[1:]))
+
+
+def _dropout(reader: _Reader, call: Call) -> Ref:
+    return reader.add("Dropout", call.name, [call.tensor(0)], p=float(call.value(1, "ratio", 0.5)))
+
+
+def _softmax(reader: _Reader, call: Call) -> Ref:
+    rank = reader.rank(call.node.input[0])
+    if call.node.output[0] != reader.model.graph.output[0].name:
+        raise call.error("is not the model's last operator: only there is a softmax supported")
+    call.require("axis", -1, 1, rank and rank - 1, default=-1)
+    return call.tensor(0)
+
+
+def _same(reader: _Reader, call: Call) -> Ref:
+    return call.tensor(0)
+
+
+def _cast(reader: _Reader, call: Call) -> Ref:
+    call.require("to", 1)  # float32, which the network's tensors are
+    return call.tensor(0)
+
+
+def _transpose(reader: _Reader, call: Call) -> Ref:
+    return reader.add("transpose", call.name, [call.tensor(0)], axes=tuple(call.attrs.get("perm", ())))
+
+
+def _erf(reader: _Reader, call: Call) -> Ref:
+    """GELU as exporters of older opsets write it: x / sqrt(2), Erf, + 1, * x, * 0.5, the products in any order."""
+    source = reader.nodes[call.tensor(0).node]
+    factor = {"_div_scalar": math.sqrt(2), "_mul_scalar": math.sqrt(0.5)}.get(source.op, 0.0)
+    if not math.isclose(source.get("scalar", -1.0) or -1.0, factor, rel_tol=1e-4):
+        raise call.error("is no part of a GELU, which reads x / sqrt(2): only that is supported")
+    x = source.inputs[0]
+    readers: dict[str, list[Any]] = {}
+    for node in reader.model.graph.node:
+        for name in node.input:
+            readers.setdefault(name, []).append(node)
+
+    def step(name: str, op: str) -> tuple[Any, str]:
+        """The only node that reads a value, and the other value that it reads."""
+        if len(found := readers.get(name, [])) != 1 or found[0].op_type != op:
+            raise call.error("is no part of a GELU, x * (1 + erf(x / sqrt(2))) * 0.5: only that is supported")
+        return found[0], next(each for each in found[0].input if each != name)
+
+    def is_number(name: str, value: float) -> bool:
+        constant = reader.constants.get(name)
+        return constant is not None and constant.size == 1 and math.isclose(constant.item(), value, rel_tol=1e-6)
+
+    added, one = step(call.node.output[0], "Add")
+    product, other = step(added.output[0], "Mul")
+    last = product
+    if is_number(other, 0.5) or reader.tensors.get(other) == x:
+        last, other_of_last = step(product.output[0], "Mul")
+        is_gelu = {is_number(other, 0.5), is_number(other_of_last, 0.5)} == {True, False} and x in (
+            reader.tensors.get(other), reader.tensors.get(other_of_last))
+    else:  # times x * 0.5
+        half = reader.nodes[reader.tensors[other].node] if other in reader.tensors else source
+        is_gelu = half.op == "_mul_scalar" and half["scalar"] == 0.5 and half.inputs[0] == x
+    if not (is_number(one, 1.0) and is_gelu):
+        raise call.error("is no part of a GELU, x * (1 + erf(x / sqrt(2))) * 0.5: only that is supported")
+    gelu = reader.add("LeakyReLU", call.name, [x], act_type="gelu")
+    reader.tensors |= {node.output[0]: gelu for node in (added, product, last)}
+    return gelu
+
+
+OPERATORS: Mapping[str, Row] = {
+    "Conv": _conv,
+    "Gemm": _gemm,
+    "MatMul": lambda reader, call: _dense(reader, call, call.constant(1), None),
+    "BatchNormalization": _batch_norm,
+    "LayerNormalization": _layer_norm,
+    "Relu": _one("Activation", act_type="relu"),
+    "Sigmoid": _one("Activation", act_type="sigmoid"),
+    "Tanh": _one("Activation", act_type="tanh"),
+    "Softplus": _one("Activation", act_type="softrelu"),
+    "Softsign": _one("Activation", act_type="softsign"),
+    "Clip": _clip,
+    "HardSigmoid": _hard_sigmoid,
+    "HardSwish": _hard_swish,
+    "LeakyRelu": _leaky("leaky", "alpha", 0.01),
+    "Elu": _leaky("elu", "alpha", 1.0),
+    "Selu": _selu,
+    "Gelu": _gelu,
+    "Erf": _erf,
+    "PRelu": _prelu,
+    **dict.fromkeys(_WITH_NUMBER, _arithmetic),
+    "Concat": lambda reader, call: reader.add("Concat", call.name, [*map(call.tensor, range(len(call.node.input)))],
+                                              num_args=len(call.node.input), dim=call.attrs["axis"]),
+    "Slice": _slice,
+    "Split": _split,
+    "MaxPool": _pool("max"),
+    "AveragePool": _pool("avg"),
+    "GlobalMaxPool": _global_pool("max"),
+    "GlobalAveragePool": _global_pool("avg"),
+    "ReduceMean": _mean,
+    **dict.fromkeys(("Flatten", "Squeeze", "Reshape"), _to_rows),
+    "Transpose": _transpose,
+    "Dropout": _dropout,
+    "Softmax": _softmax,
+    "Identity": _same,
+    "Cast": _cast,
+}
