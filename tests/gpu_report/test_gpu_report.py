@@ -291,7 +291,7 @@ def test_target_that_is_not_reached(tmp_path):
 
 
 def test_targets_have_all_their_digits(tmp_path):
-    """So that times to different targets are never compared."""
+    """The names of targets have all digits, so that times to different targets are never compared."""
     def sizes(target: float) -> list[str]:
         bench = section.Bench(Placement("mxnet", "cpu(0)", ""), "", tmp_path, 1.0, target_accuracy=target)
         return [each.size for each in cost._figures(bench, cost.SAMPLE, [cost.Validation(1, 2.0, 0.7)], "fp32", 0.0)]

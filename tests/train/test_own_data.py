@@ -179,8 +179,8 @@ def test_mistakes(run_train, tiny_options, tiny_data, tmp_path, monkeypatch, wro
 
 
 def test_class_weights(run_train, options, tmp_path):
-    """In proportion to the class size to the power of -1/2, with mean 1 over the images; reported, and in the network's
-    loss."""
+    """Weights are in proportion to the class size to the power of -1/2, with mean 1 over the images. They are reported,
+    and in the network's loss."""
     folder = tmp_path / "run"
     code, out, err = run_train("--output", folder, *options, "--class-weights", "0.5", "--max-steps", "2")
     assert code == 0, err

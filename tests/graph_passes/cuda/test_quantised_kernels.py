@@ -149,7 +149,7 @@ def test_convolution(device: Device, shape: tuple[int, ...], window: dict[str, A
     (64, 256, 1), (64, 272, 2), (128, 512, 1), (192, 400, 1), (256, 256, 2), (512, 304, 1), (16, 144, 1)])
 def test_blocks_that_walk(device: Device, label: str, channels: int, filters: int, stride: int,
                           rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with a large batch: many tiles per block."""
+    """Few multiprocessors give many tiles per block, as a large batch does."""
     if device.gpu.capability != HOPPER:
         pytest.skip("for Hopper")
     monkeypatch.setattr(device.gpu, "num_multiprocessors", 2)
@@ -445,7 +445,8 @@ def test_the_executor_answers_as_the_reference_does(rng: np.random.Generator, ca
 
 def test_batches_are_read_where_they_lie(rng: np.random.Generator, cache: Path,
                                          monkeypatch: pytest.MonkeyPatch) -> None:
-    """One after the other, whole and partial, without waiting: the results are those of batches that are copied."""
+    """Batches that are read in place, whole and partial and without waiting in between, give the results of copied
+    batches."""
     monkeypatch.setenv("RESNET_CACHE", str(cache))
     case = quantised("resnet18", 4, 64, rng)
     images = np.pad(case.images, ((0, 0), (0, 0), (0, 0), (0, 1))).astype(np.float16)
