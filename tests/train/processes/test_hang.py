@@ -105,7 +105,7 @@ def test_long_steps_may_take_longer(clocked):
 
 
 def test_launcher_that_was_stopped_has_seen_nothing(clocked):
-    """If the whole run was stopped for an hour, as by Ctrl-Z and fg, no process counts as hanging."""
+    """If the launcher itself was stopped for an hour, as by Ctrl-Z and fg, no process counts as hanging."""
     assert clocked.after(1) is None
     clocked.now += 3600
     assert clocked.after(35) is None
