@@ -391,8 +391,8 @@ def test_random_networks(rng):
 
 @pytest.mark.long
 def test_every_operator_is_in_one_of_these_graphs():
-    """All operators of the table, except those that no pass writes, those that only some executors know, and INT8
-    (test_quantise.py)."""
+    """All operators of the table, except those that no pass writes, those that only some executors know, and those of
+    other tests: INT8 (test_quantise.py), custom losses (test_losses.py), `reverse` (test_convnets.py)."""
     seen = set()
     others = [(Graph.from_json(build("NHWC").tojson()), {"data": (2, 9, 11, 3), "softmax_label": (2,)})
               for build in (convnext, efficient, elements, mobile)]
@@ -408,7 +408,8 @@ def test_every_operator_is_in_one_of_these_graphs():
                     seen |= after.operators().keys()
                 assert Graph.from_json(after.to_json()) == after
     in_int8 = {op for op in OPERATORS if op.startswith("Quantise")}
-    assert set(OPERATORS) - seen == {"softmax", "Dequantise"} | in_int8
+    elsewhere = {"CustomOutput", "CustomLoss", "reverse"}
+    assert set(OPERATORS) - seen == {"softmax", "Dequantise"} | in_int8 | elsewhere
 
 
 @pytest.mark.long(but=["basic*", "biases", "weighted classes"])

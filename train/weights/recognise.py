@@ -106,8 +106,9 @@ def _candidates(first: str, arrays: Mapping[str, np.ndarray]) -> Iterator[_Candi
     """The networks whose layers have the most names in common with the file's, in all their forms; those of the network
     `first` first. Only they are made, because making all takes long."""
     layers = _possible_layers(arrays)
-    shares = {model: max((len(layers & each.all_layers) / len(layers | each.all_layers)
-                          for each in models.published(model)), default=1.0)  # a plug-in's layers are not known yet
+    shares = {model: max((len(layers & names) / len(layers | names)
+                          for each in models.published(model) for names in each.layer_names),
+                         default=1.0)  # a plug-in's layers are not known yet
               for model in models.names()}
     most = max(share for model, share in shares.items() if models.published(model))
     for model in sorted((model for model, share in shares.items() if share >= most), key=lambda name: name != first):

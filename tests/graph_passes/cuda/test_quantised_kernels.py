@@ -79,8 +79,8 @@ def check(device: Device, label: str, arrays: Sequence[np.ndarray], **attrs: Any
 
 def factors(rng: np.random.Generator, filters: int, channels: int,
             multipliers: Sequence[float] = ()) -> list[np.ndarray]:
-    """A multiplier and a bias for each filter. The multipliers bring most sums into int8, unless `multipliers` are given
-    to draw from. `channels`: values of a filter, all taps included."""
+    """A multiplier and a bias for each filter. The multipliers bring most sums into int8, unless `multipliers` are
+    given to draw from. `channels`: values of a filter, all taps included."""
     spread = 127**2 / 3 * np.sqrt(channels)  # scale of the sums
     multiplier = rng.choice(multipliers, filters) if multipliers else rng.uniform(0.5, 1.5, filters) * 60 / spread
     return [multiplier.astype(np.float32), rng.integers(-int(spread), int(spread), filters, np.int32)]
