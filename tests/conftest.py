@@ -131,11 +131,7 @@ def real_data() -> Path:
 
 @pytest.fixture
 def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Writes a plug-in's file: plugin(source, name="my.py") returns its path. At the end, everything registered is
-    forgotten."""
-    for registry in ("_registered", "_loaded"):
-        monkeypatch.setattr(plugins, registry, dict(getattr(plugins, registry)))
-    monkeypatch.setattr(plugins, "_told", set())
+    """Writes a plug-in's file: plugin(source, name="my.py") returns its path."""
     monkeypatch.setenv("RESNET_CACHE", str(tmp_path / "cache"))  # the cache lists the plug-ins that the user has named
 
     def write(source: str, name: str = "my.py") -> Path:

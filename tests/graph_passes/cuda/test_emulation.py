@@ -200,7 +200,7 @@ def test_a_network_of_plain_kernels(name: str, tmp_path: Path, monkeypatch: pyte
     ("LayerNorm and GELU", {"forward", "dgrad", "wgrad", "sum"})])
 def test_a_network_with_depthwise_kernels(name: str, kernels: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                           seed: int) -> None:
-    """Of our own, in place of NumPy's convolutions."""
+    """Depthwise convolutions run by our own kernels, not by NumPy."""
     seen = set()
 
     class Seen(EmulatedKernels):
