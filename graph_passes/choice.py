@@ -112,8 +112,8 @@ def _by_name(priced: tuple[Candidate, float]) -> tuple[object, ...]:
 
 
 def fewest(table: Candidates) -> list[float]:
-    """Prices without a device: as few nodes as possible. Of two equal choices, the operator that runs on all devices
-    wins."""
+    """Prices without a device: as few nodes as possible. If two choices are equal, the operator that runs on all
+    devices wins."""
     return [1.0 + _OWN * _is_own(each) for each in table]
 
 

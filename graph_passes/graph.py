@@ -15,7 +15,7 @@ import dataclasses
 import errno
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import Any
 from graph_passes.errors import GraphError
 from graph_passes.operators import OPERATORS, Ref, Shape, infer_node_shapes
 
-__all__ = ["VARIABLE", "Graph", "Node", "Ref"]
+__all__ = ["VARIABLE", "Graph", "Node", "Ref", "unused_name"]
 
 VARIABLE = "null"  # MXNet's operator name of a variable: an input, a parameter or a running statistic
 _OLD_NAMES = {"_Plus": "elemwise_add", "_plus": "elemwise_add", "_add": "elemwise_add"}  # in JSON of MXNet before 1.0
@@ -170,11 +170,7 @@ class Graph:
 
     def unused_name(self, name: str) -> str:
         """`name`, or `name_1`, `name_2`, ... if a node already has it."""
-        candidate, number = name, 0
-        while candidate in self.nodes:
-            number += 1
-            candidate = f"{name}_{number}"
-        return candidate
+        return unused_name(name, self.nodes)
 
     def infer_shapes(self, inputs: Mapping[str, Sequence[int]]) -> dict[Ref, Shape]:
         """Shape of every output of every node, variables included, from the shapes of the input variables. A variable
@@ -302,6 +298,15 @@ class Graph:
             "attrs": self.attrs or {"mxnet_version": ["int", 10901]},
         }
         return json.dumps(document, indent=2)
+
+
+def unused_name(name: str, taken: Container[str]) -> str:
+    """`name`, or the first of `name_1`, `name_2`, ... that is not taken."""
+    candidate, number = name, 0
+    while candidate in taken:
+        number += 1
+        candidate = f"{name}_{number}"
+    return candidate
 
 
 def _hinted(node: Node) -> Shape | None:

@@ -8,7 +8,7 @@ import signal
 import sys
 import textwrap
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +100,14 @@ def rng(seed: int, request: pytest.FixtureRequest) -> np.random.Generator:
     return np.random.default_rng([seed, zlib.crc32(request.node.nodeid.encode())])
 
 
+@pytest.fixture(autouse=True)
+def own_plugins() -> Iterator[None]:
+    """A test's plug-ins are forgotten at its end, so that other tests do not see their names."""
+    with plugins.forgotten():
+        yield
+    plugins._told.clear()
+
+
 @pytest.fixture
 def benchmark_module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     """Import a module of benchmarks/ by its name, as when that program is started."""
@@ -123,11 +131,7 @@ def real_data() -> Path:
 
 @pytest.fixture
 def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Writes a plug-in's file: plugin(source, name="my.py") returns its path. At the end, everything registered is
-    forgotten."""
-    for registry in ("_registered", "_loaded"):
-        monkeypatch.setattr(plugins, registry, dict(getattr(plugins, registry)))
-    monkeypatch.setattr(plugins, "_told", set())
+    """Writes a plug-in's file: plugin(source, name="my.py") returns its path."""
     monkeypatch.setenv("RESNET_CACHE", str(tmp_path / "cache"))  # the cache lists the plug-ins that the user has named
 
     def write(source: str, name: str = "my.py") -> Path:

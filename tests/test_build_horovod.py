@@ -192,7 +192,7 @@ def test_another_source_is_refused(build, source):
 
 
 def test_the_source_is_unpacked_anew_when_something_else_is_to_be_mended(build, source, tmp_path, monkeypatch):
-    """It is not unpacked at every call."""
+    """The source is unpacked again only if the patches have changed."""
     folder, downloads = tmp_path / "horovod", []
 
     def download(*arguments):

@@ -92,7 +92,7 @@ def test_a_file_that_is_no_python_imports_nothing() -> None:
 
 
 def test_a_commit_that_is_none() -> None:
-    """In a source archive there are no commits at all."""
+    """An unknown commit gets one sentence, also in a source archive, which has no commits at all."""
     done = subprocess.run([sys.executable, changed.__file__, "--since", "nowhere"], capture_output=True, text=True)
     what = "there is no commit nowhere: give" if (changed.ROOT / ".git").exists() else "there is no git, or no checkout"
     assert done.returncode == 2 and done.stderr.startswith(f"error: {what}") and done.stderr.count("\n") == 1

@@ -44,27 +44,34 @@ def run_ci(tmp_path: Path) -> Callable[..., tuple[int, list[Path]]]:
     return run
 
 
+@pytest.fixture
+def seed() -> dict[str, str]:
+    """The seed that follows from the files; none where git does not know them."""
+    tree = subprocess.run(["git", "rev-parse", "HEAD^{tree}"], cwd=SCRIPT.parent, capture_output=True, text=True).stdout
+    return {"RESNET_TEST_SEED": str(int(tree[:8], 16))} if tree else {}
+
+
 def variables_of(call: Path) -> dict[str, str]:
     return dict(line.split("=", 1) for line in (call / "environment").read_text().split("\0") if line)
 
 
-def test_nothing_of_the_shell_gets_through(run_ci, tmp_path):
+def test_nothing_of_the_shell_gets_through(run_ci, seed, tmp_path):
     code, calls = run_ci(**OF_A_SHELL, **OF_PACKAGE_CLIENTS)
     assert code == 0 and [call.name for call in calls] == ["test", "test-long"]
     for call in calls:
         found = variables_of(call)
         home = Path(found.pop("HOME"))
         assert found.pop("PATH") == f"{tmp_path}/bin:{os.environ['PATH']}"
-        assert found == {"CI": "true", **OF_PACKAGE_CLIENTS}
+        assert found == {"CI": "true", **seed, **OF_PACKAGE_CLIENTS}
         assert home != tmp_path and not home.exists()  # it was removed at the end
         assert (call / "input").read_text() == ""
         assert (call / "folder").read_text().strip() == str(SCRIPT.parents[1])
     assert (calls[0] / "home").read_text() == ""
 
 
-def test_nothing_to_let_through(run_ci):
+def test_nothing_to_let_through(run_ci, seed):
     code, calls = run_ci()
-    assert code == 0 and {*variables_of(calls[0])} == {"CI", "HOME", "PATH"}
+    assert code == 0 and {*variables_of(calls[0])} == {"CI", "HOME", "PATH", *seed}
 
 
 def test_the_first_that_fails_ends_it(run_ci):

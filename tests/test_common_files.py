@@ -32,7 +32,7 @@ def test_no_place(name, reason, tmp_path):
 
 
 def test_a_file_system_that_nobody_may_write_to():
-    """Its permissions would allow root to write."""
+    """Permissions alone would allow root to write there."""
     with pytest.raises(UserError, match=r"^cannot write /proc/runs/x \("):
         check_place(Path("/proc/runs/x"), "give another --output")
 

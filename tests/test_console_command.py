@@ -69,7 +69,7 @@ def test_help_names_all_commands(run: Run) -> None:
     ("export --help", "usage: resnet-mxnet export "),
 ])
 def test_help_of_a_command(run: Run, arguments: str, usage: str) -> None:
-    """Also if a line of the help is broken within a name."""
+    """The help names the command, even if a line is broken within the name."""
     done = run(*arguments.split(), COLUMNS="80")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(usage)

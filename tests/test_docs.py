@@ -86,7 +86,7 @@ def test_figures(page: str) -> None:
 
 
 def test_picture_shows_the_results(benchmark_module: Callable[[str], Any]) -> None:
-    """If not, `python benchmarks/overview.py` draws it anew."""
+    """The picture agrees with the results; if not, `python benchmarks/overview.py` draws it anew."""
     overview = benchmark_module("overview")
     with Image.open(ROOT / "benchmarks/results/overview.png") as picture:
         assert json.loads(picture.text["Description"]) == [list(bar) for bar in overview.bars()]

@@ -247,7 +247,7 @@ def test_of_the_program_itself(plugin: Callable[..., Path]) -> None:
 
 
 def test_help_waits_for_nothing(tmp_path: Path) -> None:
-    """Neither for a plug-in, nor for its imports."""
+    """`--help` executes no plug-in, and so does not wait for its imports."""
     (tmp_path / "my.py").write_text("raise SystemExit('executed')")
     program = ("import sys; from train.__main__ import main\n"
                "try: main(['train', '--plugin', 'my.py', '--help'])\nexcept SystemExit: pass\n"

@@ -99,7 +99,8 @@ class Clock:
 
 
 def test_repetition_ends_when_the_median_is_known(rnn_layers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ends at once for constant times, with enough steps per sample; for varying times, at its limit."""
+    """With constant times, the measurement ends at once, with enough steps per sample; with varying times, at its
+    limit."""
     monkeypatch.setattr(rnn_layers, "time", SimpleNamespace(monotonic=lambda: clock.now))
     turn = turn_of(rnn_layers, warm_up_seconds=0.01)
     clock = Clock(lambda step: 0.5)

@@ -295,7 +295,7 @@ def test_measurement(scaling: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("has_meters", [True, False])
 def test_row_from_jpegs(scaling: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_meters: bool) -> None:
-    """Without the warm-up; the power is that of one GPU."""
+    """A row leaves out the warm-up, and has the power of one GPU."""
     def program(command: list[Any]) -> str:
         report = Path(command[command.index("--output") + 1]) / "report" / "report.json"
         report.parent.mkdir(parents=True)

@@ -275,7 +275,7 @@ def test_the_python_that_is_tested_most(run_setup, tmp_path, pythons, chosen):
 @pytest.mark.parametrize(("version", "separately"), [("3.12", []), ("3.13", ["mxnet==1.9.1"]),
                                                      ("3.14", ["mxnet==1.9.1"])])
 def test_mxnet_where_only_numpy_2_is(run_setup, venv, version, separately):
-    """Without MXNet's declared dependencies: pip would insist on numpy<2."""
+    """MXNet is installed without its declared dependencies, because pip would insist on numpy<2."""
     make_python(venv, version)
     assert run_setup().calls == [f"{PIP} .[cpu]", *(f"{INSTALL} --no-deps {name}" for name in separately)]
     assert run_setup(nvidia_smi=GPU).calls[-2:] == [
@@ -417,7 +417,7 @@ def test_two_at_a_time_from_nothing(tmp_path):
 
 
 def test_it_says_that_it_is_alive(venv):
-    """It updates one line on a terminal; no background process stays that would keep the terminal open."""
+    """setup.sh updates one line on a terminal, and leaves no background process that would keep the terminal open."""
     if not shutil.which("script"):
         pytest.skip("there is no program 'script' here, which gives a terminal")
     seen = venv.parent / "seen"
@@ -450,7 +450,7 @@ def without_make() -> dict[str, str]:
 
 @pytest.mark.parametrize("script", ["dgx1_8gpu.sh", "multi_host.sh"])
 def test_launchers_set_up_first(tmp_path, script):
-    """They run the set-up if nobody has; not if PYTHON names an interpreter."""
+    """The launchers run the set-up if it has not run yet, unless PYTHON names an interpreter."""
     for name in (script, "environment.sh"):
         (tmp_path / "scripts").mkdir(exist_ok=True)
         shutil.copy(ROOT / "scripts" / name, tmp_path / "scripts")
@@ -492,7 +492,7 @@ def test_make_sets_up_what_a_target_needs(tmp_path):
 
 
 def test_make_sees_a_python_that_was_replaced(tmp_path):
-    """Although everything in its environment is marked as done."""
+    """make sets up again, although everything in the environment is marked as done."""
     shutil.copy(ROOT / "Makefile", tmp_path)
     make_python(tmp_path / ".venv", "3.12")
     mark = tmp_path / ".venv" / ".ready"

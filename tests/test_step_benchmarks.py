@@ -253,7 +253,7 @@ class TestMeasureAll:
 
     def test_pytorch_compiles_first_what_is_measured_compiled(
             self, program: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        """With the options of the measurement; a compilation that takes too long is stopped."""
+        """Peers compile with the options of the measurement; a compilation that takes too long is stopped."""
         started: list[list[str]] = []
         killed: list[int] = []
 
@@ -348,7 +348,7 @@ class TestTables:
 
 
 def test_pages_hold_the_present_figures(benchmark_module: Callable[[str], Any]) -> None:
-    """If not, `python benchmarks/tables.py` puts them in."""
+    """The pages agree with the results; if not, `python benchmarks/tables.py` updates them."""
     tables = benchmark_module("tables")
     stale = [page.name for page in tables.PAGES if tables.updated(page.read_text(), page) != page.read_text()]
     assert stale == []

@@ -80,7 +80,7 @@ def _check_processes(name: str) -> None:
     if name in OF_ONE_PROCESS and is_of_several() and int(os.environ["HOROVOD_SIZE"]) > 1:
         raise TrainError(f"{name} works in a single process: use {PROG} {name}", on_all_ranks=True)
     if name != "train" and os.environ.get("HOROVOD_ELASTIC") == "1":
-        raise TrainError(f"--min-np is for training with images: {name} cannot go on after it has lost a process; "
+        raise TrainError(f"--min-np is for training with images: {name} cannot continue after it has lost a process; "
                          "leave out --min-np", on_all_ranks=True)
 
 

@@ -51,7 +51,7 @@ class Saver:
         free = shutil.disk_usage(folder).free
         if free < size:
             raise TrainError(f"a checkpoint of this run takes {shown_size(size)}, and the disk of {folder} has "
-                             f"{shown_size(free)} free: free some space there, or give another --output")
+                             f"{shown_size(free)} free: make room, or give another --output")
 
     def is_due(self) -> bool:
         """Whether rank 0 requests a checkpoint, by the time since the last one."""

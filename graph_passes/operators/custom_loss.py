@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from graph_passes.operators import formula
 from graph_passes.operators.base import TRUE, Array, Attribute, NodeView, Operator, Shape, Shapes, one_of
 from graph_passes.operators.softmax import (
+    LOSS_ATTRIBUTES,
     count_hits,
     gradient_scale,
     loss_and_hits,
@@ -48,13 +49,9 @@ def _output_gradient(node: NodeView, inputs: Sequence[Array], outputs: Sequence[
     return [_loss_and_gradient(node, inputs[0], inputs[1])[1], None]
 
 
-_OUTPUT = {
+_OUTPUT = LOSS_ATTRIBUTES | {
     "loss": Attribute(str),  # the JSON of a Symbol that reads scores and targets
     "probabilities": Attribute(one_of(*formula.PROBABILITIES), formula.PROBABILITIES[0]),
-    "grad_scale": Attribute(float, 1.0),
-    "normalization": Attribute(one_of("null", "batch"), "null"),
-    "smooth_alpha": Attribute(float, 0.0),
-    "no_bias": TRUE,  # the classifier's, where the pass `softmax_bias` has moved it here
 }
 
 OPERATORS = (

@@ -275,7 +275,7 @@ def _with_number(op: str, is_first: bool, b: _Builder, node: _Node, given: Seque
 
 
 def _called(b: _Builder, op: str, *inputs: int) -> int:
-    """By the builder's own method where it has one, which simplifies."""
+    """Make a step by the builder's own method, which simplifies, if it has one."""
     return getattr(b, op, partial(b.make, op))(*inputs)
 
 

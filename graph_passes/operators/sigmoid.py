@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from graph_passes.errors import GraphError
-from graph_passes.operators.base import TRUE, Array, Attribute, NodeView, Operator, Shape, Shapes, one_of
+from graph_passes.operators.base import TRUE, Array, Attribute, NodeView, Operator, Shape, Shapes
 from graph_passes.operators.softmax import (
+    LOSS_ATTRIBUTES,
     count_hits,
     gradient_scale,
     loss_and_hits,
@@ -78,12 +79,8 @@ def _output_gradient(node: NodeView, inputs: Sequence[Array], outputs: Sequence[
 
 # --- the descriptions ---
 
-_OUTPUT = {
-    "grad_scale": Attribute(float, 1.0),
-    "normalization": Attribute(one_of("null", "batch"), "null"),
-    "smooth_alpha": Attribute(float, 0.0),
+_OUTPUT = LOSS_ATTRIBUTES | {
     "threshold": Attribute(float, 0.0),  # targets above it are 1, others 0; 0: they stay as they are
-    "no_bias": TRUE,  # the classifier's bias, if the pass `softmax_bias` has moved it here
 }
 
 # MXNet has LogisticRegressionOutput. It only takes targets, and neither smooths them nor divides by the batch size.

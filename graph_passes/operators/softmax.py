@@ -154,14 +154,17 @@ def _training(node: NodeView) -> str:
 # --- the descriptions ---
 
 _OPTIONAL = {"loss_scale": "no_loss_scale", "bias": "no_bias"}
-_OUTPUT = {
+LOSS_ATTRIBUTES = {
     "grad_scale": Attribute(float, 1.0),
-    "normalization": Attribute(one_of("null", "batch", "valid"), "null"),
+    "normalization": Attribute(one_of("null", "batch"), "null"),
     "smooth_alpha": Attribute(float, 0.0),
+    "no_bias": TRUE,  # ours: the classifier's bias, if the pass `softmax_bias` has moved it here
+}
+_OUTPUT = LOSS_ATTRIBUTES | {
+    "normalization": Attribute(one_of("null", "batch", "valid"), "null"),
     "use_ignore": FALSE,
     "multi_output": FALSE,
     "class_weights": Attribute(numbers, ()),  # ours: factors of each class's targets in training; empty: all 1
-    "no_bias": TRUE,  # ours: the classifier's bias, if the pass `softmax_bias` has moved it here
 }
 
 OPERATORS = (

@@ -77,7 +77,7 @@ def test_page(report, tmp_path):
 
 @pytest.mark.long
 def test_large_batches_alone_have_no_latency(report, tmp_path):
-    """As if the time had sufficed only for the largest batch."""
+    """A report whose time sufficed only for the largest batch has no latencies."""
     section = report.sections["inference"]
     write_page(tmp_path, report.with_section("inference", Section(section.figures[-1:])))
     assert "| fp16 | 256 | 25,600.0 | 0.2% | - |" in (tmp_path / "report.md").read_text()

@@ -73,7 +73,7 @@ for mode in ("lstm", "gru", "rnn_relu"):
 
 @pytest.mark.long
 def test_layers_on_the_cpu():
-    """In a separate process: MXNet's RNN needs oneDNN, which the tests turn off (conftest.py)."""
+    """The layers run in a separate process: MXNet's RNN needs oneDNN, which the tests turn off (conftest.py)."""
     environment = {name: value for name, value in os.environ.items() if name != "MXNET_MKLDNN_ENABLED"}
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run([sys.executable, "-c", ON_THE_CPU], cwd=root, env=environment, capture_output=True, text=True)

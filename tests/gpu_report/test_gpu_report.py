@@ -115,7 +115,8 @@ def test_no_time(run_train, tmp_path, monkeypatch):
     assert [figure.what for figure in found["kernels"].figures] == ["copy"]
     assert found["training"].figures == () and not found["training"].complete
     (note,) = found["training"].notes
-    assert note.startswith("ResNet-18, 224 pixels in fp32: the section's ") and "repeat the command" in note
+    assert note.startswith("ResNet-18, 224 pixels in fp32: the section had used up its ")
+    assert "repeat the command" in note
     assert "## Left out" in (tmp_path / "report" / "report.md").read_text()
 
     code, out, err = run_train(*command)
@@ -202,7 +203,8 @@ def test_no_time_for_the_larger_batches_of_inference(run_train, tmp_path, monkey
     found = Report.read(tmp_path / "report.json").sections["inference"]
     assert [each.size for each in found.figures] == ["batch 12"] and not found.complete
     (note,) = found.notes
-    assert note.startswith("fp32 with batch 1, 2: the section's ") and note in (tmp_path / "report.md").read_text()
+    assert note.startswith("fp32 with batch 1, 2: the section had used up its ")
+    assert note in (tmp_path / "report.md").read_text()
     assert "no room" not in out
 
     assert run_train(*command)[0] == 0
@@ -291,7 +293,7 @@ def test_target_that_is_not_reached(tmp_path):
 
 
 def test_targets_have_all_their_digits(tmp_path):
-    """So that times to different targets are never compared."""
+    """The names of targets have all digits, so that times to different targets are never compared."""
     def sizes(target: float) -> list[str]:
         bench = section.Bench(Placement("mxnet", "cpu(0)", ""), "", tmp_path, 1.0, target_accuracy=target)
         return [each.size for each in cost._figures(bench, cost.SAMPLE, [cost.Validation(1, 2.0, 0.7)], "fp32", 0.0)]

@@ -57,7 +57,8 @@ def test_no_subset_is_cheaper(rng: np.random.Generator) -> None:
 
 
 def test_what_every_cover_takes_is_taken_whatever_it_costs(rng: np.random.Generator) -> None:
-    """And candidates that no cover can use are neither open nor sure."""
+    """Candidates that every cover takes are sure at any price; candidates that no cover can use are neither open nor
+    sure."""
     for _ in range(60):
         options, wanted, _ = random_options(rng)
         priced = [option._replace(cost=1.0) for option in options]

@@ -191,7 +191,7 @@ def test_the_kernel_compiled_for_the_cpu(loss: str, rng: np.random.Generator, tm
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_kernel_compiles(loss: str) -> None:
-    """For Hopper, by NVRTC, which needs no GPU."""
+    """NVRTC compiles the kernel for Hopper; this needs no GPU."""
     pytest.importorskip("cuda.core")
     from graph_passes.executors.cuda.kernel_library import Written, compile_kernel
     from graph_passes.executors.cuda.kernels.softmax import written

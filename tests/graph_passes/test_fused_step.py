@@ -197,7 +197,7 @@ def test_3x3_convolutions_of_our_own(depth, convolutions, behind_norms, with_rel
 
 
 def test_sums_of_convolutions_in_inference():
-    """One for each projection shortcut; only the first shortcut has stride 1."""
+    """Each projection shortcut is fused into a sum of two convolutions; only the first shortcut has stride 1."""
     graph = Graph.from_json(resnet(50).tojson())
     network_graph = pipeline.inference(graph, "float16", preferring(own_forms, "Conv1x1ForwardSumRelu"))
     sums = [node for node in network_graph if node.op == "Conv1x1ForwardSumRelu"]
@@ -209,7 +209,7 @@ def test_sums_of_convolutions_in_inference():
 
 @pytest.mark.parametrize("last_is_shortcut", [False, True])
 def test_a_sum_is_two_convolutions_beside_one_another(last_is_shortcut, rng):
-    """With stride 2 in either of them."""
+    """The sum equals two separate convolutions, with stride 2 in either of them."""
     values = {"x": (2, 6, 10, 16), "w": (24, 1, 1, 16), "b": (24,),
               "x2": (2, 3, 5, 8), "w2": (24, 1, 1, 8), "b2": (24,)}
     arrays = {name: rng.standard_normal(shape) for name, shape in values.items()}
@@ -291,7 +291,7 @@ def test_the_end_of_a_block_with_the_convolution_that_follows(sums, grouped, rng
 @pytest.mark.long(but=["False"])
 @pytest.mark.parametrize("grouped", [False, True])
 def test_a_batch_norm_with_the_3x3_convolution_that_follows(grouped, rng):
-    """In one operator or two, with equal results."""
+    """BatchNorm and 3x3 convolution give equal results in one operator and in two."""
     without = preferring(refusing(fewest, *WITHIN, *ENDS, "NormConv3x3"), "Conv3x3ForwardStatistics")
     with_it = preferring(without, "NormConv3x3")
     graph, shapes = network("bottlenecks")
@@ -391,8 +391,8 @@ def test_random_networks(rng):
 
 @pytest.mark.long
 def test_every_operator_is_in_one_of_these_graphs():
-    """All operators of the table, except those that no pass writes, those that only some executors know, and INT8
-    (test_quantise.py)."""
+    """All operators of the table, except those that no pass writes, those that only some executors know, and those of
+    other tests: INT8 (test_quantise.py), custom losses (test_losses.py), `reverse` (test_convnets.py)."""
     seen = set()
     others = [(Graph.from_json(build("NHWC").tojson()), {"data": (2, 9, 11, 3), "softmax_label": (2,)})
               for build in (convnext, efficient, elements, mobile)]
@@ -408,7 +408,8 @@ def test_every_operator_is_in_one_of_these_graphs():
                     seen |= after.operators().keys()
                 assert Graph.from_json(after.to_json()) == after
     in_int8 = {op for op in OPERATORS if op.startswith("Quantise")}
-    assert set(OPERATORS) - seen == {"softmax", "Dequantise"} | in_int8
+    elsewhere = {"CustomOutput", "CustomLoss", "reverse"}
+    assert set(OPERATORS) - seen == {"softmax", "Dequantise"} | in_int8 | elsewhere
 
 
 @pytest.mark.long(but=["basic*", "biases", "weighted classes"])
@@ -478,7 +479,7 @@ def test_a_cpu_network_in_nchw_runs_unfused_where_kernels_are_for_nhwc(rng):
     "NormConv3x3", "DgradReduce", "DgradStream", "NormBackward", "NormBackwardReduce",
     "NormDgrad", "BatchNormBackwardApply", "Conv3x3Dgrad", "Conv3x3DgradReduce", "Conv3x3Weights"})])
 def test_what_can_be_fused(dtype, wanted):
-    """In fp32 only the sums of a convolution, and pairs of BatchNorms."""
+    """In fp32 there are only two fusions: a convolution with its sums, and pairs of BatchNorms."""
     graph, shapes = Graph.from_json(resnet(50).tojson()), {"data": (2, 64, 64, 3)}
     listed = pipeline.training_passes(shapes, dtype, fewest)
     before = pipeline.run({each: run for each, run in listed.items() if each != "cover"}, graph)

@@ -52,7 +52,7 @@ def momentum_oracle(rule: SGD, params: Arrays, gradients: list[Arrays], rates: l
 
 
 def adam_oracle(rule: AdamW, params: Arrays, gradients: list[Arrays], rates: list[float]) -> tuple[Arrays, Any]:
-    """In float64, from the sums that the moving averages represent, not step by step."""
+    """AdamW and LAMB in float64, from the sums that the moving averages represent, not step by step."""
     beta1, beta2 = rule.betas
     for t, rate in enumerate(rates, start=1):
         keep1, keep2 = ((1 - beta) * beta ** np.arange(t - 1, -1, -1) for beta in (beta1, beta2))
@@ -69,7 +69,7 @@ def adam_oracle(rule: AdamW, params: Arrays, gradients: list[Arrays], rates: lis
 
 
 def lion_oracle(rule: Lion, params: Arrays, gradients: list[Arrays], rates: list[float]) -> tuple[Arrays, Any]:
-    """In float64, from the sums that the moving average represents."""
+    """Lion in float64, from the sums that the moving average represents."""
     beta1, beta2 = rule.betas
     mean = {name: np.zeros_like(p) for name, p in params.items()}
     for t, rate in enumerate(rates, start=1):

@@ -211,7 +211,8 @@ def test_against_mxnet(case, rng):
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_against_finite_differences(case, training, rng):
-    """A kink (of ReLU, or of two equal values in a max pooling) is not within a step twice in a row."""
+    """A difference across a kink (of ReLU, or of two equal values in a max pooling) is wrong, so a failure is tried
+    once more: a step does not meet a kink twice in a row."""
     assert not wrong_gradients(case, training, rng) or not wrong_gradients(case, training, rng)
 
 

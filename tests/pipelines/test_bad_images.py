@@ -279,8 +279,8 @@ def test_a_very_large_image_is_not_decoded(tmp_path):
 @pytest.mark.parametrize("size", [(1, 20_000), (20_000, 1), (3, 1000), (1000, 3), (60, 80)])
 @pytest.mark.parametrize("cache", [0.0, 1.0])
 def test_very_long_images_take_little_memory_in_validation(tmp_path, size, cache):
-    """Without a limit, the resize made 256 x 5,120,000 pixels, of which the crop took 256. The picture stays the
-    same."""
+    """Without the limit for long images, the resize would make 256 x 5,120,000 pixels, of which the crop takes 256 x
+    256. The limit does not change the picture."""
     width, height = size
     ramp = np.add.outer(np.arange(height), np.arange(width)) * 255 // (height + width)
     pixels = np.repeat(ramp[..., None], 3, axis=2).astype(np.uint8)

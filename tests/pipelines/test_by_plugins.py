@@ -91,7 +91,7 @@ def test_random_numbers_follow_from_the_place(plugin: Callable[..., Path], setti
 def test_kernels_get_images_of_the_final_size(
     plugin: Callable[..., Path], settings: LoaderConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU the graph resizes, so that plug-ins see the same images as on a CPU."""
+    """With plug-ins, the graph for a GPU resizes, so that they see the same images as on a CPU."""
     config = GraphConfig(True, replace(settings.transform, augment=("red",)), 32, "float32", 3, "gpu")
     assert config.is_finished_by_kernels and not config.is_resized_by_kernels
     assert replace(config, transform=settings.transform).is_resized_by_kernels

@@ -49,7 +49,7 @@ def test_a_class_of_files_without_an_ending_is_one(tmp_path):
 
 
 def test_what_is_no_image_is_counted_and_named(tmp_path, capsys):
-    """Also files that only look like images, files that cannot be opened, and copies."""
+    """Files that only look like images, files that cannot be opened, and copies are counted and named, too."""
     write(tmp_path / "a", {"1.jpg": JPEG, "notes": b"P5 is a city", "Readme.md": b"x", "BMW": b"BMW is a company, too",
                            "raw.nef": OF_FORMATS["TIFF"], "x.dat": b"", "y.dat": b"\xff\xd8", "1.jpg~": JPEG,
                            "2.jpg.crdownload": JPEG, "3.jpg.bak": JPEG, "1.xml": b"<a/>", "2.xml": b"<a/>"})

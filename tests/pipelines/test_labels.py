@@ -179,7 +179,8 @@ def test_verify_tells_of_classes_without_images(tmp_path, image, capsys):
 
 @pytest.mark.parametrize("stored", ["tar", "tfrecord", "list", "folders"])
 def test_make_records_of_validation_without_a_class(tmp_path, image, stored):
-    """It used to end with "lists other classes than those of the images", after train.rec was written."""
+    """Formerly make-records ended with "lists other classes than those of the images", after it had written
+    train.rec."""
     data, out = tmp_path / "in", tmp_path / "out"
     data.mkdir()
     for split, those in (("train", [0, 1, 2, 3]), ("val", [2, 0, 1])):

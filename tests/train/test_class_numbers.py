@@ -143,7 +143,7 @@ def test_a_network_of_numbers(tmp_path):
 
 
 def test_class_folders_and_a_list_of_numbers(tmp_path, image, capsys):
-    """The assumption is shown, with the way out."""
+    """A line says which class was taken for which number, and how to change that."""
     data = tmp_path / "data"
     for name in ("cat", "dog"):
         (data / "train" / name).mkdir(parents=True)

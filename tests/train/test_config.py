@@ -225,7 +225,8 @@ def test_warmup_of_a_shortened_run(arguments, warmup):
 
 
 def test_another_optimizer_than_the_preset_s_brings_its_own_recipe():
-    """If it needs another learning rate; values on the command line apply in any case."""
+    """An optimizer that needs another learning rate replaces the preset's recipe. Values on the command line apply in
+    any case."""
     preset = load_preset("resnet50_90ep")
 
     def constants(*arguments, default=preset):

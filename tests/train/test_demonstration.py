@@ -59,7 +59,8 @@ def test_epochs_follow_the_speed(
     seconds: tuple[float, ...], epochs: int, expected: str, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """As many as take 75 s, from 3 to 10; the first step, which includes set-up, and slow outliers do not count."""
+    """The demonstration has as many epochs as take 75 s, from 3 to 10. The first step, which includes set-up, and slow
+    outliers do not count."""
     executor: Any = TimedExecutor(monkeypatch, *seconds)
     found = demonstration.fit(Config(batch_size=32, epochs=10), executor, NUM_IMAGES, Workers())
     assert found == Config(batch_size=32, epochs=epochs)

@@ -67,7 +67,7 @@ def test_mixup_or_cutmix_by_chance() -> None:
 
 
 def test_mixup_alone_draws_what_it_always_did() -> None:
-    """So that runs of earlier versions resume to the bit."""
+    """Mixup draws the numbers that earlier versions drew, so that their runs resume to the bit."""
     assert draw(Config(mixup=0.4, seed=3), 2, 5, 1).mixup == 0.8259347960390848
 
 

@@ -179,8 +179,8 @@ def test_mistakes(run_train, tiny_options, tiny_data, tmp_path, monkeypatch, wro
 
 
 def test_class_weights(run_train, options, tmp_path):
-    """In proportion to the class size to the power of -1/2, with mean 1 over the images; reported, and in the network's
-    loss."""
+    """Weights are in proportion to the class size to the power of -1/2, with mean 1 over the images. They are reported,
+    and in the network's loss."""
     folder = tmp_path / "run"
     code, out, err = run_train("--output", folder, *options, "--class-weights", "0.5", "--max-steps", "2")
     assert code == 0, err
@@ -194,7 +194,8 @@ def test_class_weights(run_train, options, tmp_path):
 
 @pytest.mark.parametrize("stored", ["records", "tfrecord"])
 def test_folders_called_by_numbers_and_numbers(tiny_data, tmp_path, stored):
-    """Folders in the order 0, 1, 10, 11, 2 and labels 0 to 11 are the same classes, whichever split is for training."""
+    """Folders called 0 to 11, which sort as 0, 1, 10, 11, 2, and labels 0 to 11 mean the same classes, whichever of the
+    two is the training split."""
     image = next(tiny_data.glob("*/*.jpg")).read_bytes()
     for way, (of_folders, other) in enumerate((("train", "val"), ("val", "train"))):
         data = tmp_path / str(way)

@@ -28,7 +28,7 @@ def test_room_for_a_checkpoint_is_looked_for_before_the_first_step(tiny_options,
         assert found == code, err
         if code:
             assert re.search(rf"error: a checkpoint of this run takes [\d.]+ MiB, and the disk of {tmp_path} has "
-                             r"[\d.]+ MiB free: free some space there, or give another --output\n", err)
+                             r"[\d.]+ MiB free: make room, or give another --output\n", err)
             assert "step 1" not in out and not (tmp_path / f"{factor}").exists()
 
 

@@ -5,7 +5,7 @@ Liu et al., 'A ConvNet for the 2020s' (arXiv:2201.03545), figure 4 and appendix 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -56,35 +56,43 @@ def _conv(x: Symbol, name: str, filters: int, kernel: int, **settings: Any) -> S
 # --- the networks elsewhere: there 1x1 convolutions are fully connected layers over the channels ---
 
 
+_LAYERS = ("scale_gamma", "conv1", "norm", "conv2", "conv3")  # of a block
+
+
 def _torchvision(name: str) -> Published:
     names = {"stem_conv": "features.0.0", "stem_norm": "features.0.1"}
-    num_axes: dict[str, int] = {}
+    layers = ("layer_scale", "block.0", "block.2", "block.3", "block.5")
     for stage, number, _ in blocks(name):
-        if number == 1 and stage > 1:
-            names |= {f"stage{stage}_norm": f"features.{2 * stage - 2}.0",
-                      f"stage{stage}_conv": f"features.{2 * stage - 2}.1"}
-        ours, theirs = f"stage{stage}_block{number}", f"features.{2 * stage - 1}.{number - 1}"
-        names |= {f"{ours}_scale_gamma": f"{theirs}.layer_scale", f"{ours}_conv1": f"{theirs}.block.0",
-                  f"{ours}_norm": f"{theirs}.block.2", f"{ours}_conv2": f"{theirs}.block.3",
-                  f"{ours}_conv3": f"{theirs}.block.5"}
-        num_axes |= {f"{ours}_scale_gamma": 3, f"{ours}_conv2_weight": 2, f"{ours}_conv3_weight": 2}
+        names |= _block_names(stage, number, f"features.{2 * stage - 2}", f"features.{2 * stage - 1}.{number - 1}",
+                              layers)
     names |= {"last_norm": "classifier.0", "classifier": "classifier.2"}
-    return Published(TORCHVISION, names, images={"size": 224, "crop": 224 / SIZES[name][2]}, num_axes=num_axes)
+    return Published(TORCHVISION, names, images={"size": 224, "crop": 224 / SIZES[name][2]},
+                     num_axes=_num_axes(name, conv2_weight=2, conv3_weight=2, scale_gamma=3))
 
 
 def _timm(name: str) -> Published:
     names = {"stem_conv": "stem.0", "stem_norm": "stem.1"}
-    num_axes: dict[str, int] = {}
+    layers = ("gamma", "conv_dw", "norm", "mlp.fc1", "mlp.fc2")
     for stage, number, _ in blocks(name):
-        if number == 1 and stage > 1:
-            names |= {f"stage{stage}_norm": f"stages.{stage - 1}.downsample.0",
-                      f"stage{stage}_conv": f"stages.{stage - 1}.downsample.1"}
-        ours, theirs = f"stage{stage}_block{number}", f"stages.{stage - 1}.blocks.{number - 1}"
-        names |= {f"{ours}_scale_gamma": f"{theirs}.gamma", f"{ours}_conv1": f"{theirs}.conv_dw",
-                  f"{ours}_norm": f"{theirs}.norm", f"{ours}_conv2": f"{theirs}.mlp.fc1",
-                  f"{ours}_conv3": f"{theirs}.mlp.fc2"}
-        num_axes |= {f"{ours}_conv2_weight": 2, f"{ours}_conv3_weight": 2}
-    return Published(TIMM, names | {"last_norm": "head.norm", "classifier": "head.fc"}, num_axes=num_axes)
+        place = f"stages.{stage - 1}"
+        names |= _block_names(stage, number, f"{place}.downsample", f"{place}.blocks.{number - 1}", layers)
+    names |= {"last_norm": "head.norm", "classifier": "head.fc"}
+    return Published(TIMM, names, num_axes=_num_axes(name, conv2_weight=2, conv3_weight=2))
+
+
+def _block_names(stage: int, number: int, before: str, theirs: str, layers: Sequence[str]) -> dict[str, str]:
+    """The layers of a block, which are `theirs` elsewhere; and of a stage's first block those `before` it, which halve
+    the size of the images."""
+    halving = {f"stage{stage}_norm": f"{before}.0", f"stage{stage}_conv": f"{before}.1"}
+    own = {f"stage{stage}_block{number}_{ours}": f"{theirs}.{layer}"
+           for ours, layer in zip(_LAYERS, layers, strict=True)}
+    return halving | own if number == 1 and stage > 1 else own
+
+
+def _num_axes(name: str, **of_arrays: int) -> dict[str, int]:
+    """`Published.num_axes` from the number of axes of these arrays of every block."""
+    return {f"stage{stage}_block{number}_{array}": count for stage, number, _ in blocks(name)
+            for array, count in of_arrays.items()}
 
 
 MODELS = {name: partial(convnext, name) for name in SIZES}

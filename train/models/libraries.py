@@ -80,9 +80,10 @@ class Published:
         return weight[:, ::-1, ::-1].copy() if self.is_reversed else weight
 
     @cached_property
-    def all_layers(self) -> frozenset[str]:
-        """The names of the network's layers, ours and the library's."""
-        return frozenset((*self.layers, *self.layers.values(), *(self.counted() if self.library == GLUON else ())))
+    def layer_names(self) -> tuple[frozenset[str], ...]:
+        """The names of all layers in each form of a file: ours, the library's, and Gluon's numbered ones."""
+        counted = self.counted() if self.library == GLUON else ()
+        return frozenset(self.layers), frozenset(self.layers.values()), frozenset(counted)
 
     def counted(self) -> dict[str, str]:
         """Gluon's alternative layer names, numbered by kind within a stage: stage1_conv0."""

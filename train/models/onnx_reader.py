@@ -17,7 +17,7 @@ import numpy as np
 
 from common import plugins
 from graph_passes import Graph, GraphError, Node, Ref
-from graph_passes.graph import VARIABLE
+from graph_passes.graph import VARIABLE, unused_name
 from train.content import content_of_file
 from train.errors import TrainError
 
@@ -127,24 +127,17 @@ class _Reader:
 
     def add(self, op: str, name: str, inputs: Sequence[Ref], **attrs: Any) -> Ref:
         """A node of ours."""
-        return self.put(Node(op, self._unused(name), tuple(inputs), attrs))
+        return self.put(Node(op, unused_name(name, self.nodes), tuple(inputs), attrs))
 
     def parameter(self, name: str, array: np.ndarray) -> Ref:
         """A variable with its value."""
-        ref = self.put(Node(VARIABLE, self._unused(name)))
+        ref = self.put(Node(VARIABLE, unused_name(name, self.nodes)))
         self.weights[ref.node] = np.ascontiguousarray(array, np.float32)
         return ref
 
     def put(self, node: Node) -> Ref:
         self.nodes[node.name] = node
         return Ref(node.name)
-
-    def _unused(self, name: str) -> str:
-        candidate, number = name, 0
-        while candidate in self.nodes:
-            number += 1
-            candidate = f"{name}_{number}"
-        return candidate
 
 
 class Call:

@@ -233,8 +233,8 @@ class Processes:
 
 
 def stop_with_us() -> None:
-    """For a new process (`preexec_fn`): request SIGTERM for the death of the parent, to save a checkpoint and free the
-    GPU. (In a run of several processes, `Guard` also ends those that do not react.)"""
+    """For a new process (`preexec_fn`): it gets SIGTERM when its parent dies, so that it saves a checkpoint and frees
+    the GPU. (In a run of several processes, `Guard` also ends those that do not react.)"""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

@@ -106,17 +106,18 @@ def _candidates(first: str, arrays: Mapping[str, np.ndarray]) -> Iterator[_Candi
     """The networks whose layers have the most names in common with the file's, in all their forms; those of the network
     `first` first. Only they are made, because making all takes long."""
     layers = _possible_layers(arrays)
-    shares = {model: max((len(layers & each.all_layers) / len(layers | each.all_layers)
-                          for each in models.published(model)), default=1.0)  # a plug-in's layers are not known yet
-              for model in models.names()}
-    most = max(share for model, share in shares.items() if models.published(model))
-    for model in sorted((model for model, share in shares.items() if share >= most), key=lambda name: name != first):
+    forms = {model: models.published(model) for model in models.names()}
+    shares = {model: max(len(layers & names) / len(layers | names) for each in found for names in each.layer_names)
+              for model, found in forms.items() if found}
+    most = max(shares.values())
+    closest = [model for model in forms if shares.get(model, most) == most]  # a plug-in's layers are not known yet
+    for model in sorted(closest, key=lambda name: name != first):
         network = models.create(model)
         if not models.image_size(model) and network.has_one_size:
             network = replace(network, image_size=_size_of_images(network, arrays))
         shapes, aux_shapes = network.shapes()
         own = ((None, is_oihw) for is_oihw in sorted((False, True), reverse=models.is_channels_first(model)))
-        for published, is_oihw in (*own, *((found, True) for found in models.published(model))):
+        for published, is_oihw in (*own, *((found, True) for found in forms[model])):
             yield _Candidate(network, published, is_oihw, shapes, aux_shapes)
 
 

@@ -39,7 +39,7 @@ class BatchNormCase:
         self.partials = device.poisoned((2 * 5 * channels,))
         self.tickets = device.zeros(4 * self.tiles)
         self.size = (ctypes.c_uint32(rows), ctypes.c_int(channels))
-        # Five images, the last of which may have fewer rows. Of three sets of factors, the kernels get the second.
+        # Five images, the last of which may have fewer rows. The kernels get the second of three sets of factors.
         self.pixels = -(-rows // 5)
         images = -(-rows // self.pixels)
         factors = rounded(random.choice([0, 1 / 0.7], (3, images)), "float32")

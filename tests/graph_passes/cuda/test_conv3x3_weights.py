@@ -99,7 +99,8 @@ def test_too_wide_for_shared_memory() -> None:
 @pytest.mark.parametrize("channels, filters, blocks", [(64, 64, (132, 1)), (128, 128, (33, 4)), (256, 256, (8, 16)),
                                                        (64, 192, (44, 3)), (1024, 1024, (1, 256))])
 def test_blocks(channels: int, filters: int, blocks: tuple[int, int]) -> None:
-    """For each 64 channels and 64 filters, as many blocks as there are multiprocessors and work for them."""
+    """Each 64 channels and 64 filters get their share of the multiprocessors as blocks, or fewer if there is little
+    work."""
     assert Conv3x3Weights((512, 14, 14, channels), filters, 132).grid == (*blocks, 1)
     assert Conv3x3Weights((2, 14, 14, channels), filters, 132).grid == (1, blocks[1], 1)
 

@@ -65,7 +65,7 @@ def test_depthwise_of_all_sizes(tools: Toolchain, dtype: str, stride: int, kerne
 
 
 def test_every_pixel_has_one_thread(rng: np.random.Generator) -> None:
-    """Of each group of channels: strips and pieces cover the result without gaps or overlaps."""
+    """Strips and pieces cover the result of each group of channels without gaps or overlaps."""
     for _ in range(300):
         kernel, stride = int(rng.choice(KERNELS)), int(rng.choice(STRIDES))
         images, height, width = (int(size) for size in rng.integers(1, 60, 3))

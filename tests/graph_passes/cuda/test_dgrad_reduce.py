@@ -174,7 +174,7 @@ def test_dgrad_reduce_gives_equal_bits(device: Device, stream: bool) -> None:
 
 @pytest.mark.parametrize("size, stride", COMPACT)
 def test_rows_of_a_compact_gradient(size: tuple[int, int], stride: tuple[int, int]) -> None:
-    """As `Grid` of batch_norm.cuh finds them: consecutive stored pixels, through all images."""
+    """`Grid` maps each row to its stored pixel: these are numbered consecutively through all images."""
     grid, images = Grid.of((1, *size, 8), stride), 5
     row = np.arange(images * size[0] * size[1])
     line, x = divided(row, grid.width)

@@ -151,11 +151,11 @@ MUTATIONS = {
                           "outside of every buffer", "relu"),
     "a channel too many": ("layer_norm.cu", "c < channels", "c <= channels", "races",
                            "LayerNormBackward"),
-    "a pixel is left out": ("broadcast.cu", "pixel = threadIdx.x;", "pixel = threadIdx.x + 1;", "", "SumTo"),
-    "a row is left out": ("depthwise.cu", "begin + i >= LAST", "begin + i > LAST", "", "DepthwiseStatistics"),
+    "a pixel is left out": ("broadcast.cu", "pixel = threadIdx.x;", "pixel = threadIdx.x + 1;", None, "SumTo"),
+    "a row is left out": ("depthwise.cu", "begin + i >= LAST", "begin + i > LAST", None, "DepthwiseStatistics"),
     "sums of weights are read too early": ("depthwise.cu", "sum[tap][k];\n        __syncthreads();", "sum[tap][k];",
                                            "races", "DepthwiseWgrad"),
-    "an output is not written": ("layer_norm.cu", "means[row] = of.x;", ";", "", "LayerNorm"),
+    "an output is not written": ("layer_norm.cu", "means[row] = of.x;", ";", None, "LayerNorm"),
 }
 
 
@@ -200,7 +200,7 @@ def test_a_network_of_plain_kernels(name: str, tmp_path: Path, monkeypatch: pyte
     ("LayerNorm and GELU", {"forward", "dgrad", "wgrad", "sum"})])
 def test_a_network_with_depthwise_kernels(name: str, kernels: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                           seed: int) -> None:
-    """Of our own, in place of NumPy's convolutions."""
+    """Depthwise convolutions run by our own kernels, not by NumPy."""
     seen = set()
 
     class Seen(EmulatedKernels):

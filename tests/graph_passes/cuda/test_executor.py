@@ -342,7 +342,7 @@ def test_half_precision_images_and_other_shapes(executor: CudaExecutor) -> None:
 
 @pytest.mark.alone
 def test_the_host_does_not_wait_to_show_passes(executor: CudaExecutor) -> None:
-    """Although a host function on the stream takes half a second."""
+    """The host does not wait in `show_passes`, although a host function on the stream takes half a second."""
     gpu, microseconds = executor.gpu, 500_000
     sleep = ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p).value
     executor.show_passes(6)
@@ -368,8 +368,8 @@ def test_close_gives_the_memory_back(executor: CudaExecutor) -> None:
 
 
 def test_batches_are_read_where_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One after the other without waiting, in buckets and accumulated, mixed or not: the bits are those of batches that
-    are copied."""
+    """Batches that are read in place give the bits of copied batches: without waiting in between, in buckets and
+    accumulated, mixed or not."""
     monkeypatch.setenv("RESNET_CACHE", str(tmp_path))
     graph, shapes = fused(bottlenecks(7)), {"data": (6, 40, 36, 4), "softmax_label": (6,)}
     state = random_state(graph, shapes, seed=1)

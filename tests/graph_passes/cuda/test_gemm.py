@@ -123,7 +123,7 @@ def test_what_the_gpu_has_not(gpu):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["int8", "float8"])
 def test_convolution_in_8_bits(gpu, dtype, rng, tmp_path):
-    """With bias and ReLU, 1x1: a matrix product. Results are within range, so that none saturates."""
+    """A 1x1 convolution with bias and ReLU, which is a matrix product. No result is large enough to saturate."""
     from common.disk_cache import Cache
     from graph_passes.executors.cuda.arena import Arena
     from graph_passes.executors.cuda.convolution import ConvolutionLibrary, Problem

@@ -121,7 +121,7 @@ def test_the_fastest_plan_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_pat
                                         caplog: pytest.LogCaptureFixture) -> None:
     cudnn = FakeCudnn(monkeypatch)
     assert cudnn.choose(tmp_path, deterministic=False) == "engine 2" and set(cudnn.built) == {1, 2, 3}
-    assert [record.message.split(",")[0] for record in caplog.records] == [
+    assert [record.message.split(";")[0] for record in caplog.records] == [
         "choosing the fastest kernels for this GPU and these shapes"]
     cudnn.built.clear()
     caplog.clear()
@@ -339,8 +339,8 @@ def test_a_gpu_that_cannot_go_on_is_no_verdict(monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_notes_of_the_plans_in_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dtype: str) -> None:
-    """For ResNet-50's step, and the cost of leaving plans out: a table of the plans in use and of the fastest of all,
-    with their milliseconds and notes (pytest -s)."""
+    """Prints a table for ResNet-50's step (pytest -s): the plans in use, and the fastest of all plans, with
+    milliseconds and notes. It shows the cost of leaving plans out."""
     batch = 32 if dtype == "float32" else 256
     shapes = {"data": (batch, 224, 224, 3), "softmax_label": (batch,)}
     graph = Graph.from_json(resnet(50).tojson())

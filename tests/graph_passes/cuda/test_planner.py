@@ -97,7 +97,8 @@ def test_times_are_taken_once_and_remembered(tmp_path: Path) -> None:
 
 
 def test_all_is_lowered_before_the_first_is_timed(tmp_path: Path) -> None:
-    """So that all kernels compile in parallel; this includes launches that need no time, even if they fail."""
+    """All launches are lowered first, so that their kernels compile in parallel; also launches that need no time, even
+    if they fail."""
     gpu, order = FakeGpu(), []
 
     def emits(name: str, refused: bool = False) -> Any:
@@ -133,7 +134,7 @@ def test_what_could_not_be_timed_now_is_not_remembered(tmp_path: Path) -> None:
 
 
 def test_a_cache_of_an_older_planner_is_left_alone(tmp_path: Path) -> None:
-    """Its times are of several launches together, and its file has another name."""
+    """An older planner timed several launches together; its file has another name."""
     gpu = FakeGpu()
     old = Cache("machine", tmp_path)
     old.write("ways-0123456789abcdef-variant", b'{"a problem: separate or fused": {"separate": 2.0, "fused": 1.0}}')

@@ -71,7 +71,7 @@ def test_max_pool(device: Device, dtype: str, size: tuple[int, int], kernel: int
 @pytest.mark.parametrize("padding", [False, True])
 def test_average_pool(device: Device, dtype: str, size: tuple[int, int], kernel: int, stride: int, pad: int,
                       convention: str, padding: bool) -> None:
-    """Also windows that end beyond the image; pixels there do not count."""
+    """Windows may end beyond the image; pixels there do not count."""
     node = Node("Pooling", "pool", (), {"kernel": (kernel,) * 2, "stride": (stride,) * 2, "pad": (pad,) * 2,
                                         "pool_type": "avg", "layout": "NHWC", "pooling_convention": convention,
                                         "count_include_pad": padding})

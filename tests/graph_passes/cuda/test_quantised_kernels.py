@@ -79,8 +79,8 @@ def check(device: Device, label: str, arrays: Sequence[np.ndarray], **attrs: Any
 
 def factors(rng: np.random.Generator, filters: int, channels: int,
             multipliers: Sequence[float] = ()) -> list[np.ndarray]:
-    """Multipliers by which most sums fit into int8, or some of the given ones; and biases. `channels`: of a filter,
-    including all taps."""
+    """A multiplier and a bias for each filter. The multipliers bring most sums into int8, unless `multipliers` are
+    given to draw from. `channels`: values of a filter, all taps included."""
     spread = 127**2 / 3 * np.sqrt(channels)  # scale of the sums
     multiplier = rng.choice(multipliers, filters) if multipliers else rng.uniform(0.5, 1.5, filters) * 60 / spread
     return [multiplier.astype(np.float32), rng.integers(-int(spread), int(spread), filters, np.int32)]
@@ -149,7 +149,7 @@ def test_convolution(device: Device, shape: tuple[int, ...], window: dict[str, A
     (64, 256, 1), (64, 272, 2), (128, 512, 1), (192, 400, 1), (256, 256, 2), (512, 304, 1), (16, 144, 1)])
 def test_blocks_that_walk(device: Device, label: str, channels: int, filters: int, stride: int,
                           rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with a large batch: many tiles per block."""
+    """Few multiprocessors give many tiles per block, as a large batch does."""
     if device.gpu.capability != HOPPER:
         pytest.skip("for Hopper")
     monkeypatch.setattr(device.gpu, "num_multiprocessors", 2)
@@ -445,7 +445,8 @@ def test_the_executor_answers_as_the_reference_does(rng: np.random.Generator, ca
 
 def test_batches_are_read_where_they_lie(rng: np.random.Generator, cache: Path,
                                          monkeypatch: pytest.MonkeyPatch) -> None:
-    """One after the other, whole and partial, without waiting: the results are those of batches that are copied."""
+    """Batches that are read in place, whole and partial and without waiting in between, give the results of copied
+    batches."""
     monkeypatch.setenv("RESNET_CACHE", str(cache))
     case = quantised("resnet18", 4, 64, rng)
     images = np.pad(case.images, ((0, 0), (0, 0), (0, 0), (0, 1))).astype(np.float16)

@@ -249,7 +249,8 @@ def test_sums_of_convolutions_change_no_integer(name: str, strides: list[int], r
 @pytest.mark.parametrize("summed", [False, True])
 @pytest.mark.parametrize("name, pairs", [("resnet50", 15), ("resnet50d", 15), ("resnet18", 0)])
 def test_pairs_of_convolutions_change_no_integer(name: str, pairs: int, summed: bool, rng: np.random.Generator) -> None:
-    """Also for sums, at the end of a block with a projection shortcut."""
+    """Pairs change no integer, also at the end of a block with a projection shortcut, where the first convolution is a
+    sum."""
     case = quantised(name, 2, 33, rng)
     graph = pipeline.run(pipeline.quantised_passes("float32", case.scales, case.kept), case.network)
     paired = pipeline.cover(graph, preferring(UNFUSED if not summed else fewest, *PAIRS[: 1 + summed]))
@@ -290,7 +291,8 @@ def test_each_convolution_has_a_candidate_for_each_kernel(rng: np.random.Generat
 
 
 def test_short_memory_does_not_lead_to_the_last_resort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would be far slower, and the user would not know."""
+    """The slow kernel for all shapes is not taken because memory was short: the user would not know why the network is
+    slow."""
     def time_ms(gpu: FakeGpu, enqueue: Any) -> float:
         raise TransientError("the GPU has no memory left")
 

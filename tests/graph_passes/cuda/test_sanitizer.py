@@ -96,7 +96,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
 def test_a_sanitizer_finds_nothing(tool: str, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In our kernels; findings in cuDNN's kernels are counted."""
+    """A sanitizer finds nothing in our kernels; findings in cuDNN's kernels are counted."""
     begin, found_by_others, total = time.monotonic(), 0, 0
     in_ours: list[str] = []
     for name, run in run_here(cache, "compute-sanitizer", "--tool", tool).items():

@@ -423,8 +423,8 @@ def test_conv3x3_dgrad_reduce_in_a_step(cache: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_convolution_whose_data_are_added_too(cache: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
-    """On more tiles than the GPU processes at a time: later tiles read data that earlier ones must not have
-    overwritten."""
+    """There are more tiles than the GPU processes at a time: earlier tiles must not overwrite data that later tiles
+    read."""
     check_prices(cache, monkeypatch, single_convolutions(CLASSES), dtype, ("dgrad_reduce", "dgrad_stream"),
                  {plain: [0, 0], own_fusions: [1, 0], streamed_gradients: [0, 1]}, size=(64, 56, 56, 4))
 
@@ -735,7 +735,8 @@ def test_images_of_other_sizes(cache: Path) -> None:
 @pytest.mark.parametrize("rule", [SGD(), LARS(), AdamW(), LAMB(), Lion()],
                          ids=["sgd", "lars", "adamw", "lamb", "lion"])
 def test_deterministic_runs_give_equal_bits(cache: Path, tmp_path: Path, rule: Rule) -> None:
-    """Whatever the cache contains, and with a batch that takes many blocks of every kernel."""
+    """Deterministic runs give equal bits whatever the cache contains, with a batch that takes many blocks of every
+    kernel."""
     symbol, shapes = resnet(18, CLASSES), {"data": (201, 64, 64, 3), "softmax_label": (201,)}
     graph = fused(symbol)
     results = []

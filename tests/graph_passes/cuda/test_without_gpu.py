@@ -178,8 +178,8 @@ class Lowered:
 
 
 def test_plans_get_the_addresses_of_their_operands(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the order of `Plan.enqueue`. A plan with statistics gets its sums as two addresses; the second is in the
-    middle of the buffer."""
+    """Plans get addresses in the order of `Plan.enqueue`. A plan with statistics gets its sums as two addresses; the
+    second is in the middle of the buffer."""
     given: list[tuple[str, tuple[int, ...], int]] = []
 
     def plan(self: FakeConvolutions, problem: Any) -> Any:
@@ -488,7 +488,7 @@ def test_launches_of_the_fused_backward_pass() -> None:
 
 
 def test_a_grid_without_blocks_is_no_launch() -> None:
-    """For example moving averages of running statistics if all of these are frozen."""
+    """A grid is empty, for example, for the moving averages of running statistics if all of these are frozen."""
     launched: list[Any] = []
     kernel = Kernel.__new__(Kernel)
     kernel.__dict__.update(_gpu=SimpleNamespace(launch=lambda *arguments: launched.append(arguments[1])),
@@ -659,7 +659,8 @@ def test_no_batch_that_kernels_cannot_number_is_taken_or_advised(free_gib: int, 
 
 
 def test_the_largest_batch_is_one_that_kernels_can_number(make_step: Callable[..., training_step.TrainingStep]) -> None:
-    """On a GPU with a TiB: ResNet-18 has 32 x 32 x 64 numbers per image of 64 pixels."""
+    """On a GPU with a TiB of memory, the indices limit the batch: ResNet-18 has 32 x 32 x 64 numbers per image of 64
+    pixels."""
     assert make_step(64).largest_batch() == (2**31 - 1) // 2**16
     assert make_step(32, largest_image_size=64).largest_batch() == (2**31 - 1) // 2**16, "when images have grown"
 

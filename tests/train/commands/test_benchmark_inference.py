@@ -163,7 +163,7 @@ def test_a_throughput_that_is_repeated_until_it_is_known(monkeypatch):
 
 
 def test_passes_that_end_together_are_no_error():
-    """As on a CPU, where two passes in flight are computed in parallel."""
+    """Two passes in flight may end together, as on a CPU, which computes them in parallel."""
     passes = np.tile([1.0, 39.0], 20)
     assert error_of_passes(passes) == 0 and error_of_passes(passes[:19]) == np.inf
     assert error_of_passes(passes + np.repeat([0, 10], 20)) > 0.05

@@ -150,7 +150,8 @@ def test_bad_input(run_train: Train, options: list[str], message: str, tmp_path:
 
 
 def test_elastic_runs_are_refused(run_train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything is built: the run would end at the first loss, although its launcher says that it continues."""
+    """Elastic runs are refused before anything is built: they would end at the first loss of a process, although the
+    launcher says that they continue."""
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
     code, _, err = run_train(*SMALL)
     assert code == 2 and err.startswith("error: --min-np is for training with images: language-model cannot continue")

@@ -83,7 +83,7 @@ def rows(path: Path) -> list[dict[str, str]]:
 
 
 def assert_same(path: Path, other: Path) -> None:
-    """Equal except for the last digit of a probability, which may depend on the batch size."""
+    """Check that two files are equal except for the last digit of a probability, which may depend on the batch size."""
     ours, theirs = ((rows if each.suffix == ".csv" else json_rows)(each) for each in (path, other))
     assert [row["file"] for row in ours] == [row["file"] for row in theirs]
     for own, known in zip(ours, theirs, strict=True):
@@ -240,7 +240,7 @@ def test_the_rest_may_be_bad(run_folder, photos, tmp_path):
 
 
 def test_images_that_changed_since_are_told(run_folder, tmp_path, capsys):
-    """Even if another file with an older time has replaced one. New images have no record yet."""
+    """Changed images are named, even if a file with an older time has replaced one. New images have no record yet."""
     photos = make_photos(tmp_path / "photos", 3)
     output = tmp_path / "out.csv"
     images = [Path(name) for name in files_of(photos)]
@@ -509,7 +509,7 @@ def test_the_order_of_most_likely_classes(rng, monkeypatch):
 
 
 def test_records_are_read_back():
-    """By Python's own readers, and by the code that finds the end of a file."""
+    """Records are read back by Python's own readers, and by the code that finds the end of a file."""
     names, files = ['a,"b"\n', "plain"], ['x"y\n,z', "line\rfeed", " plain "]
     for form in (Csv(names, 1), JsonLines(names, 1)):
         text = "".join([*(form.prediction(file, [0], [0.25]) for file in files), form.failure(files[0], 'no, "none"')])
@@ -581,7 +581,7 @@ def test_two_processes(run_folder, photos, tmp_path):
 
 @pytest.mark.gpu
 def test_gpu_predicts_as_the_cpu(run_folder, photos, tmp_path):
-    """In float16, with any batch size, and when a file is resumed."""
+    """The GPU predicts like the CPU in float16, with any batch size, and when a file is resumed."""
     run_predict(run_folder, tmp_path / "cpu.csv", photos, "--device", "cpu")
     run_predict(run_folder, tmp_path / "gpu.csv", photos, "--device", "gpu")
     cpu, gpu = rows(tmp_path / "cpu.csv"), rows(tmp_path / "gpu.csv")
@@ -637,7 +637,7 @@ def test_no_folder_tells_a_class(run_folder, photos, tmp_path):
 
 
 def test_a_file_of_an_earlier_version_has_no_true_classes(run_folder, class_folders, photos, tmp_path):
-    """It is resumed if there are no true classes, and otherwise refused in one sentence."""
+    """Such a file is resumed if there are no true classes, and otherwise refused in one sentence."""
     for folder, sentence in ((photos, ""), (class_folders, "begun with another set of columns: without true classes, "
                                                            "now with true classes; give another --output")):
         output = tmp_path / folder.name / "out.csv"

@@ -389,7 +389,7 @@ def test_onnx_that_differs_is_not_written(quantised: Path, tmp_path: Path, monke
     ({"executor": "cuda"}, [], "", "auto", "cuda"), ({"executor": "reference"}, ["H200"], "", "cpu", "reference")])
 def test_where_integers_are_computed(given: dict[str, str], gpus: list[str], obstacle: str, device: str, executor: str,
                                      monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a capable GPU if there is one, whatever the run was trained on."""
+    """INT8 runs on a capable GPU if there is one, whatever the run was trained on."""
     monkeypatch.setattr(devices, "find_gpus", lambda: gpus)
     monkeypatch.setattr(devices, "_cuda_obstacle", lambda number: obstacle)
     found = for_int8(Config(device="gpu", executor="mxnet", dtype="float16"), given)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,6 @@ def forget() -> None:
     plugins._told.clear()
     for key in [key for key, each in plugins._registered.items() if each.record]:
         del plugins._registered[key]
-
-
-@pytest.fixture(autouse=True)
-def nothing_loaded() -> Iterator[None]:
-    yield
-    forget()
 
 
 def module(layout: str = "NCHW", pooling: str = "global") -> Any:

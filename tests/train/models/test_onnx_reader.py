@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +25,6 @@ from onnx import TensorProto, helper, numpy_helper  # noqa: E402
 
 CHANNELS, CLASSES, SIZE = 6, 5, 32
 Nodes = Sequence[Any]
-
-
-@pytest.fixture(autouse=True)
-def nothing_loaded() -> Iterator[None]:
-    """What a test has loaded is forgotten: files of other tests have its name."""
-    registered, loaded = dict(plugins._registered), dict(plugins._loaded)
-    yield
-    for now, before in ((plugins._registered, registered), (plugins._loaded, loaded)):
-        now.clear()
-        now.update(before)  # type: ignore[arg-type]
 
 
 def node(op: str, inputs: str, output: str, **attributes: Any) -> Any:

@@ -133,8 +133,8 @@ def test_loss_at_start_up(place, where):
 @pytest.mark.long
 @pytest.mark.parametrize("commits", [1, 2])
 def test_fault_without_a_loss(tmp_path, monkeypatch, commits):
-    """For example, NCCL refuses two processes on one GPU. If the only commit is the initial one, the run ends, because
-    nothing would change; otherwise it continues and says so."""
+    """An operation fails although no process is lost; for example, NCCL refuses two processes on one GPU. If the only
+    commit is the initial one, the run ends, because it would fail again; otherwise it continues and says so."""
     # The second process to leave Horovod sometimes waits for the first until Gloo's time-out.
     monkeypatch.setenv("HOROVOD_GLOO_TIMEOUT_SECONDS", "20")
     script = f"""
@@ -409,7 +409,8 @@ def test_process_without_memory_ends_the_run(tiny_options, tmp_path):
 
 @pytest.mark.long
 def test_validation_that_fails_on_one_process_ends_the_run(tiny_options, tmp_path):
-    """For example a GPU has no memory left for it: neither process waits for the other, and the epoch is saved."""
+    """Validation fails on one process, for example because its GPU has no memory left: neither process waits for the
+    other, and the epoch is saved."""
     script = """
         import sys
         from graph_passes import GraphError

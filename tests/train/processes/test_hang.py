@@ -105,7 +105,7 @@ def test_long_steps_may_take_longer(clocked):
 
 
 def test_launcher_that_was_stopped_has_seen_nothing(clocked):
-    """As with Ctrl-Z and fg: for an hour nobody could have shown a sign of life."""
+    """If the launcher itself was stopped for an hour, as by Ctrl-Z and fg, no process counts as hanging."""
     assert clocked.after(1) is None
     clocked.now += 3600
     assert clocked.after(35) is None
@@ -173,7 +173,8 @@ def told(err: str) -> list[str]:
 @pytest.mark.long
 @needs_horovod
 def test_stopped_process_ends_the_run(start, processes, rng):
-    """After the given time; the last message names the process and its activity, and the checkpoints are intact."""
+    """A stopped process ends the run after the given time; the last message names the process and its activity, and the
+    checkpoints are intact."""
     run = start(processes, "--hang-seconds", str(SECONDS))
     run.wait_for(lambda: run.last_step() >= 3)
     run.process.send_signal(signal.SIGUSR1)
@@ -314,8 +315,8 @@ def test_gpu_that_hangs(tiny_options, tmp_path, min_np):
 @needs_horovod
 @pytest.mark.parametrize("stop", [True, False])
 def test_killed_launcher_leaves_no_process(tmp_path, stop):
-    """Neither a stopped process, which cannot receive the signal sent at the launcher's end, nor one that ignores
-    it."""
+    """Neither a stopped process, which cannot receive the signal sent at the launcher's end, nor a process that ignores
+    the signal remains."""
     script = f"""if True:
         import os, pathlib, signal, time
         from train.processes.pulse import Activity, pulse
@@ -343,7 +344,8 @@ def test_killed_launcher_leaves_no_process(tmp_path, stop):
 @pytest.mark.long
 @needs_horovod
 def test_elastic_run_in_which_one_after_the_other_hangs():
-    """With --cooldown: the run ends. Nobody read rank 0's output, so each new rank 0 hung like the previous one."""
+    """A run with --cooldown ends if one process after the other hangs. Formerly, if nobody read rank 0's output, each
+    new rank 0 hung like the previous one."""
     script = """if True:
         import os, time
         from train.processes.pulse import pulse

@@ -344,7 +344,8 @@ def test_ctrl_c_reaches_the_processes(tmp_path, send):
 @pytest.mark.parametrize("activity, words", [(Activity.STARTING, f"{STOPPED_EARLY}\n"), (Activity.REPORTING, "")],
                          ids=["early", "late"])
 def test_sigterm_while_the_processes_start(tmp_path, call, activity, words):
-    """They have no handler yet, so the launcher prints the message; not if they had begun."""
+    """Processes that are starting have no handler yet, so the launcher prints the message; later they print it
+    themselves."""
     pytest.importorskip("horovod")
     script = ("import os, pathlib, time; from train.processes.pulse import Activity, pulse; "
               f"pulse.show(Activity({activity:d})); "

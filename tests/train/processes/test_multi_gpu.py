@@ -275,7 +275,7 @@ print("exchanged", flush=True)
 
 
 def test_gpus_write_into_each_others_memory():
-    """With one GPU: into the memory of another process."""
+    """GPUs write into each other's memory; with one GPU, its processes write into each other's memory."""
     if not find_gpus():
         pytest.skip("no GPU")
     done = run_processes(MAILBOXES, count=2)
@@ -397,7 +397,7 @@ sys.exit(main(sys.argv[2:]))
 
 @pytest.mark.parametrize("group", [1, 2])
 def test_a_lost_process_ends_the_run(tmp_path, group):
-    """Within seconds, although the other GPU waits in the middle of a step, for gradients or statistics."""
+    """The run ends within seconds, although the other GPU waits for gradients or statistics in the middle of a step."""
     if len(find_gpus()) < 2:
         pytest.skip(f"2 GPUs are needed, {len(find_gpus())} are there")
     died = tmp_path / "died"

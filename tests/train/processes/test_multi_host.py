@@ -116,7 +116,7 @@ def test_mistakes(arguments, sentence, asked):
 
 
 def test_output_that_nobody_reads(tmp_path):
-    """It does not end a run: output goes to standard error."""
+    """Output that nobody reads does not end a run; it goes to standard error."""
     (tmp_path / "horovod").mkdir()  # a horovodrun that starts nothing
     for name, content in (("__init__", ""), ("runner/__init__", ""), ("runner/gloo_run", ""),
                           ("runner/common/__init__", ""), ("runner/common/util/__init__", ""),
@@ -150,8 +150,8 @@ def test_a_script_that_fails_or_names_nobody(asked, discovery):
 
 
 def test_a_script_is_found_wherever_it_lies(asked, discovery, tmp_path, monkeypatch, capsys):
-    """By a bare name in this folder, and in a folder with a space in its name; a shell runs it. The printed line can be
-    pasted."""
+    """A discovery script is found by a bare name in the current folder, and in a folder with a space in its name. The
+    printed command can be pasted into a shell."""
     folder = tmp_path / "a folder"
     folder.mkdir()
     discovery("a:2\\nb:3\\n").rename(folder / "hosts.sh")

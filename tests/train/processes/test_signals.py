@@ -113,7 +113,8 @@ def test_a_second_ctrl_c_is_the_usual_one_for_a_process_that_listens(start):
 
 
 def test_ctrl_c_that_comes_by_two_ways_at_once_is_one(start):
-    """For example from a terminal and from the launcher: the work before the end is not cut short."""
+    """If Ctrl-C comes from the terminal and from the launcher, it counts once: the work before the end is not cut
+    short."""
     process = start("""
         try:
             print("ready", flush=True)
@@ -132,8 +133,8 @@ def test_ctrl_c_that_comes_by_two_ways_at_once_is_one(start):
 
 
 def test_signals_that_come_by_two_ways_at_once_are_one(start):
-    """For example from a launcher and from the system. Two signals of a closed terminal do not end a process at once
-    either, even if it is saving already."""
+    """If a launcher and the system send the same signal, it counts once. Two signals of a closed terminal do not end a
+    process at once either, even if it is saving already."""
     process = start("""
         with signals.Signals() as requests:
             print("ready", flush=True)
@@ -169,7 +170,8 @@ def test_nohup_and_other_processes_decide_what_is_a_request():
 
 
 def test_the_guard_ends_with_its_process(start):
-    """Even if that is killed: the guard holds its standard error, whose end is seen here."""
+    """The guard ends even if its process is killed. It holds the process's standard error, whose end shows this
+    here."""
     process = start("block()")
     process.kill()
     assert process.communicate(timeout=LIMIT) == ("", "")

@@ -409,7 +409,7 @@ def test_plain_output_has_speed_loss_and_time_left_but_no_control_codes(tmp_path
 @pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("num_classes, is_told", [(5, False), (6, True)])
 def test_top5_of_five_classes_is_kept_but_not_shown(tmp_path: Path, num_classes: int, is_told: bool) -> None:
-    """It is always 100 %."""
+    """With five classes, top-5 is always 100 %."""
     run = Run(tmp_path, num_classes=num_classes)
     with run.recorder as recorder:
         run.epoch(0, [0.0] * 8, [0.5] * 8)
@@ -524,7 +524,8 @@ def test_resume_drops_what_is_done_again(tmp_path: Path) -> None:
 
 
 def test_each_session_counts_its_own_images(tmp_path: Path) -> None:
-    """It may have another --batch-size or --accumulate, or fewer processes: all steps here have 24 images/sec."""
+    """A session may have another --batch-size or --accumulate, or fewer processes: all steps here have 24
+    images/sec."""
     for first, images in ((0, 24), (4, 48), (6, 12)):  # the second does 4 steps, and has a checkpoint of 2 of them
         run = Run(tmp_path, first_step=first, images_per_step=images, num_processes=images // 12, warmup_steps=0)
         with run.recorder as recorder:
@@ -793,7 +794,8 @@ def test_a_device_that_works_ahead_waits_only_while_it_stands_still(tmp_path: Pa
     (38_000, 50_000, 0.7562, 0.7637),
 ])
 def test_wilson_interval(right: int, count: int, low: float, high: float) -> None:
-    """Against its definition: the shares from which `right` is 1.96 standard deviations away."""
+    """The interval's ends are the shares from which `right` is 1.96 standard deviations away, which is its
+    definition."""
     found = interval(right / count, count)
     assert found == pytest.approx((low, high), abs=5e-5)
     for bound in found:

@@ -65,7 +65,8 @@ def test_seeds_become_mean_and_deviation(tmp_path):
 
 
 def test_metrics_of_plugins(tmp_path):
-    """In the epoch whose weights are kept; a run without them has a dash, and one without validation none."""
+    """The table has the metrics of the epoch whose weights are kept; a run without such metrics has a dash. A run
+    without validation has no metrics."""
     briers = [{"brier": 0.5}, {"brier": 0.25}, {"brier": 0.75}]
     make_run(tmp_path / "a", [10, 30, 20], plugin_metrics=briers)
     make_run(tmp_path / "b", [10, 20], learning_rate=0.3)

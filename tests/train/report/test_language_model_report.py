@@ -99,7 +99,8 @@ def test_the_plot_shows_what_validation_has(record: RunRecord, monkeypatch: pyte
 
 
 def test_training_above_validation_is_shown(record: RunRecord) -> None:
-    """If the validation words are easy to predict; only the first epoch may be cut off."""
+    """The plot shows training perplexities above validation's, as with validation words that are easy to predict. Only
+    the first epoch may be cut off."""
     for row in record.epochs:
         row.val_loss = 0.1
     assert plots.perplexity_top(record) == pytest.approx(1.5 * math.exp(0.75)), "of the step that ends the epoch"

@@ -336,8 +336,8 @@ def test_command_line_makes_a_report_anew(
 
 
 def test_accuracy_comes_before_speed(record: RunRecord, tmp_path: Path, rng: np.random.Generator) -> None:
-    """On the page: tiles, sections and columns. Numbers are right-aligned, and the page with all its pictures is
-    small."""
+    """Tiles, sections and columns of the page show accuracy before speed. Numbers are right-aligned, and the page with
+    all its pictures is small."""
     record.epochs = [replace(row, val_count=44) if row.val_top1 else row for row in record.epochs]
     record.epochs[2].val_top1 = 30 / 44
     rows = rng.integers(0, 5, (24, 3))
@@ -365,7 +365,7 @@ def test_accuracy_comes_before_speed(record: RunRecord, tmp_path: Path, rng: np.
 
 @pytest.mark.usefixtures("undrawn")
 def test_results_of_another_epoch_than_the_headlines_are_told(record: RunRecord, tmp_path: Path) -> None:
-    """For example a run of an earlier version, whose pictures are of the last epoch."""
+    """The page says so if its pictures are of another epoch, as in runs of earlier versions."""
     predictions.save(Predictions(np.zeros((1, 8, 8, 3), np.uint8), ["a"], ["b"], np.ones(1), epoch=4), tmp_path)
     text = report.write_report(tmp_path, record).read_text()
     assert "Accuracy is that of epoch 3, whose weights predict" in text and "after 4 epochs" in text

@@ -66,7 +66,7 @@ def test_photographs(file, photographs):
 
 @pytest.mark.long
 def test_all_photographs(file, real_data, tmp_path):
-    """Of the weights, and of what is exported from them."""
+    """The weights and both exports of them get the same photographs right."""
     count, top1, top5 = WHOLE
     assert main(["export", "--checkpoint", str(file), "--onnx", str(tmp_path / "out.onnx"), "--torchvision",
                  str(tmp_path / "out.safetensors")]) == 0

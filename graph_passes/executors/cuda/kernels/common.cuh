@@ -132,6 +132,19 @@ template <class T> __device__ inline Packed<T> pack(const float (&f)[VEC]) {
 __device__ inline void load_floats(const float *p, float (&f)[VEC]) { unpack(load(p), f); }
 __device__ inline void store_floats(float *p, const float (&f)[VEC]) { store(p, pack<float>(f)); }
 
+// z = function(x, y) for each element: one thread for each vector. z may alias x or y.
+template <class T, class Function>
+__device__ inline void combine(const Packed<T> *x, const Packed<T> *y, Packed<T> *z, uint32 vectors, Function function) {
+    const uint32 at = blockIdx.x * blockDim.x + threadIdx.x;
+    if (at >= vectors) return;
+    float a[VEC], b[VEC];
+    unpack(x[at], a);
+    unpack(y[at], b);
+#pragma unroll
+    for (int k = 0; k < VEC; ++k) a[k] = function(a[k], b[k]);
+    z[at] = pack<T>(a);
+}
+
 // --- reductions over a block; every thread must call them, every thread gets the result ---
 
 template <class Op> __device__ inline float block_reduce(float v, float identity, Op op) {

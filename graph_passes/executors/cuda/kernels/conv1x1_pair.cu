@@ -7,7 +7,7 @@
 // shared memory for A, and the four warps of a team synchronise only to start wgmma.
 #include "conv1x1_forward.cuh"
 
-constexpr int COLUMNS = MAX_COLUMNS, PARTS = COLUMNS / CHUNK, MAX_SECOND = 128;  // of y, and of z
+constexpr int COLUMNS = MAX_COLUMNS, PARTS = COLUMNS / CHUNK, MAX_SECOND = 128;  // columns of y; of z at most
 // setmaxnreg works on whole warpgroups: two of the four producer warps have nothing else to do
 constexpr int PAIR_THREADS = (MMA_WARPS + 4) * WARP;
 

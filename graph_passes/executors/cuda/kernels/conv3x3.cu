@@ -31,7 +31,7 @@ constexpr int TEAMS = 2, TEAM_WARPS = 4, TEAM_THREADS = TEAM_WARPS * WARP, MMA_T
 constexpr int THREADS = MMA_THREADS + WARP;
 constexpr int MAX_PLACES = 3;  // slots for tiles in shared memory
 constexpr int VECTOR_BYTES = 16;
-constexpr int RESULT_VECTORS = GROUPS * 8 * PIXEL_VECTORS;  // of a slot that receives x and is overwritten by the gradient
+constexpr int RESULT_VECTORS = GROUPS * 8 * PIXEL_VECTORS;  // of a slot: first x, then the gradient
 
 // At the start of shared memory. Then follow the tiles; for the kernel with sums of a gradient, a result slot for each team;
 // the weights, tap by tap.

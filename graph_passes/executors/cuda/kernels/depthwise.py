@@ -102,7 +102,7 @@ class Depthwise:
 
     @property
     def groups(self) -> int:
-        """Of channels that a block works on: all, or parts of equal size."""
+        """How many groups of channels a block works on: all, or a part; all parts have equal size."""
         groups = -(-self.result[3] // CHANNELS[self.kernel])
         return -(-groups // -(-groups // MAX_GROUPS))
 
@@ -134,7 +134,7 @@ class Depthwise:
 
 
 def _division(builder: Builder, node: Node, images: Buffer, result: Buffer, gradient: bool = False) -> Depthwise:
-    """Of a convolution, or with `gradient` of that of its data."""
+    """Return the division of a convolution, or with `gradient` of the gradient of its data."""
     channels = result.shape[3]
     require(channels % VECTOR == 0 and channels == node["num_filter"] == node["num_group"], node,
             f"has {channels} channels in {node['num_group']} groups: its kernel takes as many, a multiple of {VECTOR}")

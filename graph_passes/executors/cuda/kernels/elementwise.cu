@@ -69,14 +69,7 @@ __global__ void widen(const Packed<T> *x, float *y, uint32 vectors) {
 // Shapes: x, y, z (8 * vectors).
 template <class T>
 __global__ void add(const Packed<T> *x, const Packed<T> *y, Packed<T> *z, uint32 vectors) {
-    const uint32 at = blockIdx.x * blockDim.x + threadIdx.x;
-    if (at >= vectors) return;
-    float a[VEC], b[VEC];
-    unpack(x[at], a);
-    unpack(y[at], b);
-#pragma unroll
-    for (int k = 0; k < VEC; ++k) a[k] += b[k];
-    z[at] = pack<T>(a);
+    combine(x, y, z, vectors, [](float a, float b) { return a + b; });
 }
 
 // Exchanges x and y.

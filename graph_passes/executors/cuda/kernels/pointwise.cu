@@ -61,14 +61,7 @@ __global__ void activation(const Packed<T> *x, Packed<T> *y, float a, float b, u
 // Shapes: dy, x, dx (8 * vectors).
 template <class T, int FUNCTION>
 __global__ void activation_backward(const Packed<T> *dy, const Packed<T> *x, Packed<T> *dx, float a, float b, uint32 vectors) {
-    const uint32 at = blockIdx.x * blockDim.x + threadIdx.x;
-    if (at >= vectors) return;
-    float g[VEC], v[VEC];
-    unpack(dy[at], g);
-    unpack(x[at], v);
-#pragma unroll
-    for (int k = 0; k < VEC; ++k) g[k] *= slope<FUNCTION>(v[k], a, b);
-    dx[at] = pack<T>(g);
+    combine(dy, x, dx, vectors, [=](float g, float v) { return g * slope<FUNCTION>(v, a, b); });
 }
 
 // dx = dy where y > 0, else 0; y is the output of a ReLU. With TWO, of dy + dy2.
@@ -90,28 +83,14 @@ __global__ void relu_backward(const Packed<T> *dy, const Packed<T> *dy2, const P
 // Shapes: x, y, z (8 * vectors).
 template <class T>
 __global__ void add_relu(const Packed<T> *x, const Packed<T> *y, Packed<T> *z, uint32 vectors) {
-    const uint32 at = blockIdx.x * blockDim.x + threadIdx.x;
-    if (at >= vectors) return;
-    float a[VEC], b[VEC];
-    unpack(x[at], a);
-    unpack(y[at], b);
-#pragma unroll
-    for (int k = 0; k < VEC; ++k) a[k] = value<relu_>(a[k] + b[k], 0, 0);
-    z[at] = pack<T>(a);
+    combine(x, y, z, vectors, [](float a, float b) { return value<relu_>(a + b, 0, 0); });
 }
 
 // z = x * y.
 // Shapes: x, y, z (8 * vectors).
 template <class T>
 __global__ void multiply(const Packed<T> *x, const Packed<T> *y, Packed<T> *z, uint32 vectors) {
-    const uint32 at = blockIdx.x * blockDim.x + threadIdx.x;
-    if (at >= vectors) return;
-    float a[VEC], b[VEC];
-    unpack(x[at], a);
-    unpack(y[at], b);
-#pragma unroll
-    for (int k = 0; k < VEC; ++k) a[k] *= b[k];
-    z[at] = pack<T>(a);
+    combine(x, y, z, vectors, [](float a, float b) { return a * b; });
 }
 
 // dx = dz * y and dy = dz * x, of z = x * y.

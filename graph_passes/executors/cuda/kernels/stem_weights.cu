@@ -38,7 +38,8 @@ __device__ inline void wait_until_made(int place) {
     asm volatile("bar.sync %0, %1;" :: "r"(place + 1), "n"(SYNC_THREADS) : "memory");
 }
 
-// The `stages` items after `Control`: vectors of one item, and pixels in a row of the gradient, a multiple of STEP.
+// Shared memory after `Control`: items in flight, vectors of an item, and pixels in a row of the gradient, which are a
+// multiple of STEP.
 struct Layout { int stages, stage_vectors, pixels; };
 
 // The operands of an item.

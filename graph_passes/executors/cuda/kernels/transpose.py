@@ -21,7 +21,7 @@ class Order(ctypes.Structure):
 
     @classmethod
     def of(cls, shape: Shape, axes: Sequence[int]) -> Order:
-        """Of what is read, and in which order its dimensions are written."""
+        """The order for a tensor of this shape, whose dimensions are written in the order `axes`."""
         steps = [math.prod(shape[axis + 1:]) for axis in range(len(shape))]
         ones = (1,) * (4 - len(shape))
         return cls((*ones, *(shape[axis] for axis in axes)), (*ones, *(steps[axis] for axis in axes)))

@@ -185,7 +185,7 @@ class EmulatedKernel:
             raise Fault(f"{self._name}: {text}{self._line_of(at.value)}")
 
     def _line_of(self, address: int | None) -> str:
-        """Of an instruction, for a message."""
+        """The source line of an instruction, for a message."""
         if not address:
             return ""
         offset = address - int(self._image[0] or 0) - 1

@@ -46,7 +46,8 @@ struct Shadow { Access write, read; };
 struct Region {
     char *begin, *end;
     bool is_shared;
-    // Of the launch that runs: made at the first access, of pages of zeros, which take no memory until they are used.
+    // One for each granule, in the running launch. Made at the first access, from pages of zeros: untouched pages take no
+    // memory.
     std::unique_ptr<Shadow[], decltype(&free)> shadows{nullptr, &free};
     std::vector<char> before;  // its contents before the launch, if it is written to
 
