@@ -17,6 +17,7 @@ from typing import Any
 from common import mxnet_hook
 from common.errors import ProgramError, UserError
 from common.packages import how_to_install
+from common.phases import IMPORTS, phase
 
 MAX_THREADS = 1024  # OpenMP crashes with many times more
 ENGINES = ("NaiveEngine", "ThreadedEngine", "ThreadedEnginePerDevice")
@@ -82,7 +83,8 @@ if "mxnet" not in sys.modules:
 def __getattr__(name: str) -> Any:
     if name == "mx":
         threads_given = "mxnet" in sys.modules or given_threads()
-        mxnet = _import_mxnet()
+        with phase(IMPORTS):
+            mxnet = _import_mxnet()
         if not threads_given:  # MXNet has read the variable; child programs may have fewer cores
             os.environ.pop("OMP_NUM_THREADS", None)
         return mxnet

@@ -13,6 +13,7 @@ import numpy as np
 import psutil
 
 from common.command_line import option_name
+from common.phases import DATA, NETWORK, phase
 from graph_passes import Graph, GraphError, Ref, passes
 from graph_passes.errors import CapacityError
 from graph_passes.executors import Executor, create_executor
@@ -80,6 +81,7 @@ def loader_settings(options: LoaderOptions, config: Config, placement: Placement
     }
 
 
+@phase(DATA)
 def open_split(config: Config, split: str, placement: Placement, workers: Workers, classes: Classes | None = None,
                whose: str = "") -> Loader:
     """The loader of this process's shard of the split "train" or "val". Raises DataError or TrainError.
@@ -271,6 +273,7 @@ def training_graph(config: Config, network: Network, class_weights: Sequence[flo
     return passes.dropout(graph, config.dropout)
 
 
+@phase(NETWORK)
 def check_memory(config: Config, num_classes: int, image_size: int, placement: Placement, training: bool = True
                  ) -> None:
     """Raise CapacityError if this machine's memory is too small for a training step, or for inference, on the CPU: the
@@ -298,6 +301,7 @@ def check_memory(config: Config, num_classes: int, image_size: int, placement: P
         )
 
 
+@phase(NETWORK)
 def build_executor(
     config: Config,
     num_classes: int,
@@ -344,6 +348,7 @@ def build_executor(
     return executor
 
 
+@phase(NETWORK)
 def inference_executor(trained: Checkpoint, int8: Int8Network | None, config: Config, placement: Placement) -> Executor:
     """The executor of a trained network for images of `config.inference_image_size`; in INT8 if `int8` is given. Raises
     GraphError or TrainError."""

@@ -38,6 +38,7 @@ import numpy as np
 
 from common import plugins
 from common.files import replacing, way_out
+from common.phases import WEIGHTS, phase
 from pipelines.sources import Classes
 from train import models
 from train.config import Config
@@ -219,6 +220,7 @@ def read_outcomes(path: Path) -> tuple[Progress, Arrays] | None:
         return None
 
 
+@phase(WEIGHTS)
 def load_checked(path: Path) -> Checkpoint:
     """Like `load`, but also checks that the arrays match the network and are finite. Raises TrainError."""
     checkpoint = load(path)

@@ -17,6 +17,7 @@ from typing import Any
 
 from common import files, plugins
 from common.errors import ProgramError
+from common.phases import described, phases
 from common.program import REPORT, start_of
 from pipelines import DataError, Loader
 from pipelines.options import SAMPLES
@@ -153,6 +154,7 @@ def open_recorder(trainer: Trainer, num_epochs: int | None, warmup_steps: int = 
         evaluated=evaluated_images(config) if trainer.val_loader else VALIDATION,
         first_step=progress.step,
         first_epoch=progress.epoch,
+        start_seconds=phases.take(),
         warmup_steps=warmup_steps,
         tensorboard=config.tensorboard,
         mlperf=config.mlperf,
@@ -186,7 +188,8 @@ def train(trainer: Trainer, note: Callable[[Trainer, Recorder], None]) -> None:
             note(trainer, recorder)
             trainer.run(recorder)
             if trainer.config.data != SYNTHETIC:  # generated once, so there is nothing to measure
-                recorder.loader_speed(measure_loader(trainer.train_loader, trainer.workers))
+                with recorder.phase("loader alone"):
+                    recorder.loader_speed(measure_loader(trainer.train_loader, trainer.workers))
                 trainer.saver.save(recorder)  # again, in case it was removed meanwhile
     except StoppedBySignal:
         report(recorder, trainer.run_folder)
@@ -233,6 +236,7 @@ def report(recorder: Recorder, run_folder: Path, trainer: Trainer | None = None)
     if not recorder.enabled:
         return
     print("writing the report ...", flush=True)
+    began = time.monotonic()
     try:
         with _kept(recorder, run_folder):
             _write_report(recorder, run_folder, trainer)
@@ -240,6 +244,7 @@ def report(recorder: Recorder, run_folder: Path, trainer: Trainer | None = None)
         command = f"{start_of(REPORT)} {shlex.quote(str(run_folder))}"
         print(f"stopped before the report was complete; it is made with: {command}", flush=True)
         raise
+    print(described({**recorder.seconds(), "report": time.monotonic() - began}, phases.total))
     if trainer and trainer.config.data == SAMPLES:
         print(demonstration.next_commands(run_folder, trainer.workers.size))
 
