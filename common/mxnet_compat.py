@@ -14,7 +14,7 @@ import sys
 from importlib import metadata
 from typing import Any
 
-from common import mxnet_hook
+from common import mxnet_hook, mxnet_start
 from common.errors import ProgramError, UserError
 from common.packages import how_to_install
 from common.phases import IMPORTS, phase
@@ -77,7 +77,7 @@ def _missing(module: str) -> str:
 
 
 if "mxnet" not in sys.modules:
-    mxnet_hook.install()
+    mxnet_hook.install(mxnet_start.LOADERS)
 
 
 def __getattr__(name: str) -> Any:
