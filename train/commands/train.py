@@ -14,7 +14,6 @@ from common import plugins
 from common.files import shown_size
 from common.phases import FIRST_BATCH, NETWORK, phase
 from graph_passes.executors import Executor
-from graph_passes.executors.cuda.statistics_group import StatisticsGroup
 from train import checkpoint, demonstration, devices, losses
 from train.build import (
     build_executor,
@@ -50,6 +49,7 @@ from train.weights import Weights, settings, starting_point
 from train.weights import read as read_weights
 
 if TYPE_CHECKING:
+    from graph_passes.executors.cuda.statistics_group import StatisticsGroup
     from train.processes.elastic import RunState  # needs Horovod
 
 
