@@ -31,6 +31,7 @@ import shutil
 import zipfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ class Checkpoint:
         """The checkpoint's name in messages."""
         return f"the checkpoint {self.file or 'in memory'}"
 
-    @property
+    @cached_property
     def num_classes(self) -> int:
         return models.num_classes(self.config.model, self.params)
 
