@@ -41,7 +41,8 @@ from train.report.inspection import describe, sample
 from train.report.page import write_report
 from train.saver import best_outcomes
 
-LOADER_SECONDS = 2.0  # duration of the measurement of the loader alone
+LOADER_SECONDS = 2.0  # longest measurement of the loader alone
+LOADER_SHARE = 0.05  # of the training's time: a short run shall not wait for that measurement
 AUTO = "auto"  # value of --resume: resume the run in --output, or begin it
 
 
@@ -188,8 +189,9 @@ def train(trainer: Trainer, note: Callable[[Trainer, Recorder], None]) -> None:
             note(trainer, recorder)
             trainer.run(recorder)
             if trainer.config.data != SYNTHETIC:  # generated once, so there is nothing to measure
+                seconds = min(LOADER_SHARE * (time.monotonic() - trainer.started_at), LOADER_SECONDS)
                 with recorder.phase("loader alone"):
-                    recorder.loader_speed(measure_loader(trainer.train_loader, trainer.workers))
+                    recorder.loader_speed(measure_loader(trainer.train_loader, trainer.workers, seconds))
                 trainer.saver.save(recorder)  # again, in case it was removed meanwhile
     except StoppedBySignal:
         report(recorder, trainer.run_folder)
@@ -217,13 +219,13 @@ def _check_complete(trainer: Trainer, recorder: Recorder) -> None:
                            f"meanwhile: their known content is written again{lost}")
 
 
-def measure_loader(loader: Loader, workers: Workers) -> float:
-    """Images/sec of the loader running alone, summed over all processes."""
+def measure_loader(loader: Loader, workers: Workers, seconds: float = LOADER_SECONDS) -> float:
+    """Images/sec of the loader running alone for so many seconds, and at least one batch, summed over all processes."""
     batches = iter(itertools.chain.from_iterable(itertools.repeat(loader)))
     for _ in range(loader.config.prefetch + 1):  # prefetched while the network was still computing
         next(batches)
     start, count = time.perf_counter(), 0
-    while time.perf_counter() - start < LOADER_SECONDS:
+    while not count or time.perf_counter() - start < seconds:
         next(batches).data.wait_to_read()
         count += loader.config.batch_size
     return workers.sum([count / (time.perf_counter() - start)])[0]

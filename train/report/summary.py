@@ -60,14 +60,13 @@ def summarize(record: RunRecord) -> Summary:
     compute = images.mean() / (compute_ms.mean() / 1e3)
     wait_share = float(wait_ms.sum() / step_ms.sum())
     limit, text = what_limits(compute, record.loader_images_per_sec, wait_share, record.examples)
-    start = sum(record.start_seconds.values())
     split = {
-        **({"start": start} if start else {}),
         "computation": sum(record.compute_ms) / 1e3,
         "waiting for the loader": sum(record.loader_wait_ms) / 1e3,
         **record.phase_seconds,
     }
-    split["set-up and other"] = max(start + record.seconds - sum(split.values()), 0.0)
+    known = sum(split.values())
+    split["set-up and other"] = max(sum(record.start_seconds.values()) + record.seconds - known, 0.0)
     best = record.best.evaluation if record.best else None
     return Summary(
         total=record.speed(),
