@@ -54,11 +54,11 @@ class Options:
     """Folder to write to."""
 
 
-def write_data(data: Path, folder: Path) -> None:
+def write_data(data: Path, folder: Path, per_class: int = IMAGES_PER_CLASS) -> None:
     """Write class folders `group0` ..., each with the photographs of several neighbouring classes of `data`."""
     classes = sorted(path for path in data.iterdir() if path.is_dir())
-    for number, path in enumerate(classes[:NUM_CLASSES * IMAGES_PER_CLASS]):
-        shutil.copytree(path, folder / f"group{number // IMAGES_PER_CLASS}", dirs_exist_ok=True)
+    for number, path in enumerate(classes[:NUM_CLASSES * per_class]):
+        shutil.copytree(path, folder / f"group{number // per_class}", dirs_exist_ok=True)
 
 
 def measure(arguments: Options) -> Iterator[Line]:

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import logging
+import math
 import shlex
 import sys
 import time
@@ -189,7 +190,7 @@ def train(trainer: Trainer, note: Callable[[Trainer, Recorder], None]) -> None:
             note(trainer, recorder)
             trainer.run(recorder)
             if trainer.config.data != SYNTHETIC:  # generated once, so there is nothing to measure
-                seconds = min(LOADER_SHARE * (time.monotonic() - trainer.started_at), LOADER_SECONDS)
+                seconds = LOADER_SHARE * (time.monotonic() - trainer.started_at)
                 with recorder.phase("loader alone"):
                     recorder.loader_speed(measure_loader(trainer.train_loader, trainer.workers, seconds))
                 trainer.saver.save(recorder)  # again, in case it was removed meanwhile
@@ -219,12 +220,13 @@ def _check_complete(trainer: Trainer, recorder: Recorder) -> None:
                            f"meanwhile: their known content is written again{lost}")
 
 
-def measure_loader(loader: Loader, workers: Workers, seconds: float = LOADER_SECONDS) -> float:
-    """Images/sec of the loader running alone for so many seconds, and at least one batch, summed over all processes."""
+def measure_loader(loader: Loader, workers: Workers, most: float = math.inf) -> float:
+    """Images/sec of the loader running alone, summed over all processes, in LOADER_SECONDS or in `most` seconds if they
+    are fewer; one batch is always loaded."""
     batches = iter(itertools.chain.from_iterable(itertools.repeat(loader)))
     for _ in range(loader.config.prefetch + 1):  # prefetched while the network was still computing
         next(batches)
-    start, count = time.perf_counter(), 0
+    seconds, start, count = min(LOADER_SECONDS, most), time.perf_counter(), 0
     while not count or time.perf_counter() - start < seconds:
         next(batches).data.wait_to_read()
         count += loader.config.batch_size
