@@ -121,8 +121,8 @@ def environment_of(folder: Path, caches: Path) -> dict[str, str]:
 def words(task: str, device: str, arguments: Options, scratch: Path, output: str) -> list[str]:
     """The command line of a task after `python -m train`; `output`: a run folder, made anew in each run."""
     photographs, run = scratch / "photographs", scratch / "trained"
-    # an older checkout may not have --profile-start
-    trained, image = f"--checkpoint {run}" + " --profile-start" * (not arguments.other), min(photographs.rglob("*.JPEG"))
+    profile = "" if arguments.other else " --profile-start"  # which an older checkout may not have
+    trained, image = f"--checkpoint {run}{profile}", min(photographs.rglob("*.JPEG"))
     lines = {
         "train": f"train {NETWORK[device]} --data {photographs} --val-split 0.2 --device {device} --output {output}",
         "predict": f"predict {trained} --device {device} {image}",
