@@ -21,7 +21,7 @@ from common.phases import IMPORTS, phase
 
 MAX_THREADS = 1024  # OpenMP crashes with many times more
 ENGINES = ("NaiveEngine", "ThreadedEngine", "ThreadedEnginePerDevice")
-PACKAGES_OF_MXNET = {"graphviz": "graphviz<0.9", "setuptools": "setuptools<81"}
+PACKAGES_OF_MXNET = {"graphviz": "graphviz<0.9"}
 
 mx: Any  # the mxnet module, imported at first use by __getattr__ below
 

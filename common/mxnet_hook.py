@@ -113,8 +113,8 @@ class _RecordIOLoader(importlib.machinery.SourceFileLoader):
 
 
 class _VersionLoader(importlib.machinery.SourceFileLoader):
-    """For modules that compare versions with distutils, which Python 3.12 removed, and whose place setuptools takes
-    before: its import takes a seventh of MXNet's."""
+    """For modules that compare versions with distutils. Python 3.12 has removed it; before, setuptools takes its place,
+    whose import would take a seventh of MXNet's time."""
 
     def get_code(self, fullname: str) -> CodeType:
         source = self.get_data(self.path)
