@@ -54,7 +54,7 @@ class Options:
     """Folder to write to."""
 
 
-def write_data(data: Path, folder: Path, per_class: int = IMAGES_PER_CLASS) -> None:
+def write_data(data: Path, folder: Path, per_class: int) -> None:
     """Write class folders `group0` ..., each with the photographs of several neighbouring classes of `data`."""
     classes = sorted(path for path in data.iterdir() if path.is_dir())
     for number, path in enumerate(classes[:NUM_CLASSES * per_class]):
@@ -65,7 +65,7 @@ def measure(arguments: Options) -> Iterator[Line]:
     """Train all runs; yields a result line for each."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        write_data(arguments.data, folder / "groups")
+        write_data(arguments.data, folder / "groups", IMAGES_PER_CLASS)
         first = load_preset(arguments.preset)
         train(first, arguments.data, first.seed, folder / "first")
         for seed in range(1, arguments.seeds + 1):
