@@ -1,17 +1,21 @@
-"""Saves a run: decides when a checkpoint is due, and notices removed checkpoints."""
+"""Saves a run: decides when a checkpoint is due, has it written beside the training, and notices removed checkpoints."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from common.files import shown_size
+from train.background import Background
 from train.checkpoint import BEST, FOLDER, Checkpoint, CheckpointFolder, Progress, read_outcomes
 from train.errors import TrainError
 from train.processes.pulse import Activity, pulse
@@ -23,18 +27,35 @@ BYTES = 4  # bytes of each value in a checkpoint
 FRESH_SECONDS = 30.0  # a checkpoint younger than this makes another one before validation unnecessary
 
 
+class _Begun(NamedTuple):
+    """A checkpoint that is being written."""
+
+    path: Path
+    step: int  # optimizer steps done at its capture
+    best_of_epoch: int  # epochs done, if its validation is the best so far; otherwise 0
+
+
 class Saver:
-    """Writes the checkpoints of a run into its folder."""
+    """Writes the checkpoints of a run into its folder.
+
+    The state is captured between two steps, as a copy in host memory, and rank 0 writes the copy in a thread while
+    training continues. At most one write is in flight: the next checkpoint waits for the one before. A checkpoint is
+    reported to the recorder and to `on_saved` in the main thread, once its files are complete. The error of a write
+    ends the run at the next step or checkpoint (`has_failed`, `finish`).
+    """
 
     def __init__(self, state: RunState, run_folder: Path, resume_command: str) -> None:
         """`state`: already restored, if the run resumes."""
         self.state = state
         self.resume_command = resume_command
         self.checkpoints = CheckpointFolder(run_folder, state.config.keep_checkpoints)
-        self.on_saved: Callable[[Path], None] = lambda path: None  # called with each new checkpoint
-        self.last_saved: Path | None = None
-        self.saved_progress: Progress | None = None  # progress in the last checkpoint
-        self.saved_at = time.monotonic()
+        self.on_saved: Callable[[Path], None] = lambda path: None  # called with each complete checkpoint
+        self.last_saved: Path | None = None  # rank 0: the latest complete checkpoint
+        self.saved_progress: Progress | None = None  # progress at the last capture
+        self.saved_at = time.monotonic()  # time of the last capture
+        self._writer = Background()  # used by rank 0
+        self._unreported: _Begun | None = None  # rank 0: the checkpoint in flight, until it is reported
+        self._is_finished = True  # equal on all ranks: whether all know that the latest checkpoint is complete
         resumed = self.checkpoints.path_of(state.progress.step)
         if state.progress.step and resumed.exists():
             self.last_saved, self.saved_progress = resumed, replace(state.progress)
@@ -65,29 +86,83 @@ class Saver:
             self.save(recorder)
 
     def save(self, recorder: Recorder, best: Outcomes | None = None) -> None:
-        """Save a checkpoint, unless the last one has this state. `best`: the outcomes of the validation just made, if
-        it is the best so far; they are kept with the weights. Raises TrainError if it is not finite or cannot be
-        written."""
+        """Capture a checkpoint, unless the last one has this state, and begin to write it. A collective operation.
+
+        `best`: the outcomes of the validation just made, if it is the best so far; they are kept with the weights.
+        Raises TrainError if the state is not finite, or if the checkpoint before it cannot be written.
+        """
         workers, progress, is_best = self.state.workers, self.state.progress, best is not None
+        self.finish(recorder)
         self.look_for_removed(recorder)
         if progress == self.saved_progress and not is_best:
             return
-        path = self.checkpoints.path_of(progress.step)
         with recorder.phase("checkpoint"):
             pulse.show(Activity.SAVING)
             checkpoint = replace(self.capture(), outcomes=vars(best) if best else {})
-            with workers.agreement():
-                if workers.rank == 0:
-                    self.checkpoints.save(checkpoint, is_best)
-        self.last_saved, self.saved_at = path, time.monotonic()
-        self.saved_progress = replace(progress)
-        recorder.event("checkpoint", file=path.name, is_best=is_best, **({"epoch": progress.epoch} if is_best else {}))
-        self.on_saved(path)
+        if workers.rank == 0:
+            self._writer.start(partial(self.checkpoints.save, checkpoint, is_best))
+            self._unreported = _Begun(self.checkpoints.path_of(progress.step), progress.step, is_best * progress.epoch)
+        self._is_finished = False
+        self.saved_progress, self.saved_at = replace(progress), time.monotonic()
+
+    def save_completely(self, recorder: Recorder) -> None:
+        """Like `save`, but also waits for the file."""
+        self.save(recorder)
+        self.finish(recorder)
 
     def save_before_error(self, recorder: Recorder) -> None:
         """Save before a user's mistake ends the run, and report how to resume."""
-        self.save(recorder)
+        self.save_completely(recorder)
         recorder.say(f"step {self.state.progress.step} is saved; fix that, then resume with: {self.resume_command}")
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this process is writing a checkpoint at present."""
+        return self._writer.is_running
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether rank 0 could not write the checkpoint in flight, so that `finish` raises its error."""
+        return self._writer.has_failed
+
+    def report(self, recorder: Recorder) -> None:
+        """Report the checkpoint in flight, if its files are complete by now. Never waits."""
+        if self._unreported and not (self.is_writing or self.has_failed):
+            self._wait(recorder)
+
+    def finish(self, recorder: Recorder) -> None:
+        """Wait until the checkpoint in flight, if any, is complete, and report it. A collective operation. Raises
+        TrainError if it cannot be written."""
+        if not self._is_finished:
+            self._is_finished = True
+            with self.state.workers.agreement():
+                self._wait(recorder)
+
+    def _wait(self, recorder: Recorder) -> None:
+        """`finish` in this process; nothing to do on ranks other than 0."""
+        begun, self._unreported = self._unreported, None
+        if not begun:
+            return
+        if self.is_writing:
+            with recorder.phase("checkpoint"):
+                pulse.show(Activity.SAVING)
+                self._writer.wait()
+        self._writer.wait()
+        self.last_saved = begun.path
+        best = {"epoch": begun.best_of_epoch} if begun.best_of_epoch else {}
+        recorder.event("checkpoint", step=begun.step, file=begun.path.name, is_best=bool(best), **best)
+        self.on_saved(begun.path)
+
+    @contextlib.contextmanager
+    def finishing(self, recorder: Recorder) -> Iterator[None]:
+        """A context in which the run trains. If an error ends it, the checkpoint in flight is still completed; but not
+        after Ctrl-C, as the user has been told that a second one ends the run without saving."""
+        try:
+            yield
+        except Exception:
+            with contextlib.suppress(TrainError):  # the first error is shown
+                self._wait(recorder)
+            raise
 
     def capture(self) -> Checkpoint:
         """The state as a checkpoint; a collective operation. Raises TrainError if parameters are not finite."""
@@ -108,9 +183,10 @@ class Saver:
         )
 
     def look_for_removed(self, recorder: Recorder) -> None:
-        """Report removed checkpoints, and no longer count on them."""
+        """Report removed checkpoints, and no longer count on them. While a checkpoint is being written, nothing is
+        looked for."""
         workers = self.state.workers
-        removed = self.checkpoints.removed() if workers.rank == 0 else []
+        removed = self.checkpoints.removed() if workers.rank == 0 and not self.is_writing else []
         recorder.removed([f"{FOLDER}/{name}" for name in removed])
         any_removed, best_removed = workers.sum([len(removed), BEST in removed])
         if any_removed:

@@ -187,7 +187,7 @@ def train(trainer: Trainer, note: Callable[[Trainer, Recorder], None]) -> None:
             trainer.run(recorder)
             if trainer.config.data != SYNTHETIC:  # generated once, so there is nothing to measure
                 recorder.loader_speed(measure_loader(trainer.train_loader, trainer.workers))
-                trainer.saver.save(recorder)  # again, in case it was removed meanwhile
+                trainer.saver.save_completely(recorder)  # again, in case it was removed meanwhile
     except StoppedBySignal:
         report(recorder, trainer.run_folder)
         raise
