@@ -345,7 +345,7 @@ class Trainer:
             self._tell_of_clipping(recorder)
             if not math.isfinite(metrics.loss_sum):
                 self.saver.finish(recorder)  # the error names the last complete checkpoint
-                raise self.saver.diverged(*self.metrics_steps)
+                raise self.saver.diverged(*self.metrics_steps, self.state.progress.epoch)
 
     def _tell_of_clipping(self, recorder: Recorder) -> None:
         """Report once if clipping leaves almost nothing of the gradients. The loss alone would not show why it

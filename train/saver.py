@@ -1,4 +1,4 @@
-"""Saves a run: decides when a checkpoint is due, has it written beside the training, and notices removed checkpoints."""
+"""Saves a run: decides when a checkpoint is due, writes it beside the training, and notices removed checkpoints."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class _Begun(NamedTuple):
 class Saver:
     """Writes the checkpoints of a run into its folder.
 
-    The state is captured between two steps, as a copy in host memory, and rank 0 writes the copy in a thread while
-    training continues. At most one write is in flight: the next checkpoint waits for the one before. A checkpoint is
+    The state is copied to host memory between two steps, and rank 0 writes the copy in a thread while training
+    continues. At most one write is in flight: the next checkpoint waits for the one before. A checkpoint is
     reported to the recorder and to `on_saved` in the main thread, once its files are complete. The error of a write
     ends the run at the next step or checkpoint (`has_failed`, `finish`).
     """
@@ -89,7 +89,7 @@ class Saver:
         """Capture a checkpoint, unless the last one has this state, and begin to write it. A collective operation.
 
         `best`: the outcomes of the validation just made, if it is the best so far; they are kept with the weights.
-        Raises TrainError if the state is not finite, or if the checkpoint before it cannot be written.
+        Raises TrainError if the checkpoint before it is not finite or cannot be written.
         """
         workers, progress, is_best = self.state.workers, self.state.progress, best is not None
         self.finish(recorder)
@@ -98,12 +98,17 @@ class Saver:
             return
         with recorder.phase("checkpoint"):
             pulse.show(Activity.SAVING)
-            checkpoint = replace(self.capture(), outcomes=vars(best) if best else {})
+            make = self.state.request()
         if workers.rank == 0:
-            self._writer.start(partial(self.checkpoints.save, checkpoint, is_best))
+            self._writer.start(partial(self._write, make, best))
             self._unreported = _Begun(self.checkpoints.path_of(progress.step), progress.step, is_best * progress.epoch)
         self._is_finished = False
         self.saved_progress, self.saved_at = replace(progress), time.monotonic()
+
+    def _write(self, make: Callable[[], Checkpoint], best: Outcomes | None) -> None:
+        checkpoint = replace(make(), outcomes=vars(best) if best else {})
+        self._check_finite(checkpoint)
+        self.checkpoints.save(checkpoint, is_best=best is not None)
 
     def save_completely(self, recorder: Recorder) -> None:
         """Like `save`, but also waits for the file."""
@@ -132,7 +137,7 @@ class Saver:
 
     def finish(self, recorder: Recorder) -> None:
         """Wait until the checkpoint in flight, if any, is complete, and report it. A collective operation. Raises
-        TrainError if it cannot be written."""
+        TrainError if its parameters are not finite or it cannot be written."""
         if not self._is_finished:
             self._is_finished = True
             with self.state.workers.agreement():
@@ -166,18 +171,22 @@ class Saver:
 
     def capture(self) -> Checkpoint:
         """The state as a checkpoint; a collective operation. Raises TrainError if parameters are not finite."""
-        checkpoint, step = self.state.capture(), self.state.progress.step
-        if not all(np.isfinite(array).all() for arrays in (checkpoint.params, checkpoint.aux)
-                   for array in arrays.values()):
-            raise self.diverged(step, step)
+        checkpoint = self.state.capture()
+        self._check_finite(checkpoint)
         return checkpoint
 
-    def diverged(self, first: int, last: int) -> TrainError:
+    def _check_finite(self, checkpoint: Checkpoint) -> None:
+        progress = checkpoint.progress
+        if not all(np.isfinite(array).all() for arrays in (checkpoint.params, checkpoint.aux)
+                   for array in arrays.values()):
+            raise self.diverged(progress.step, progress.step, progress.epoch)
+
+    def diverged(self, first: int, last: int, epochs_done: int) -> TrainError:
         """The error for a loss that is not finite in the steps `first` to `last`."""
         steps = f"step {last}" if first == last else f"steps {first} to {last}"
         saved = f"the last good checkpoint is {self.last_saved}" if self.last_saved else "there is no checkpoint yet"
         return TrainError(
-            f"the loss is no longer finite ({steps}, epoch {self.state.progress.epoch + 1}); {saved}: "
+            f"the loss is no longer finite ({steps}, epoch {epochs_done + 1}); {saved}: "
             f"{self.state.config.divergence_advice}",
             on_all_ranks=True,
         )
