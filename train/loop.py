@@ -115,6 +115,7 @@ class Trainer:
         run = LiveRun(run_folder, config.to_dict(), list(train_loader.class_names), workers.size)
         self.callbacks = Callbacks(config, run, workers.rank == 0)
         self.saver.on_saved = self.callbacks.saved
+        self.during_last_save: Callable[[], None] = lambda: None  # called while the last checkpoint is written
         # receives the metrics that were requested at the last log line
         self.receive_metrics: Callable[[], Metrics] | None = None
         step = self.state.progress.step
@@ -176,7 +177,9 @@ class Trainer:
                 recorder.reason = stop.reason
                 recorder.say(stop.text)
                 recorder.event("stop", reason=stop.text)
-            self.saver.save_completely(recorder)
+            self.saver.save(recorder)
+            self.during_last_save()
+            self.saver.finish(recorder)
         self.callbacks.end(stop.reason if stop else "epochs")
         self._stop_of_callbacks(recorder)
 

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import logging
+import math
 import shlex
 import sys
 import time
@@ -38,9 +39,11 @@ from train.recording.recorder import IMAGE_EVENTS, Recorder
 from train.report import predictions
 from train.report.inspection import describe, sample
 from train.report.page import write_report
+from train.report.plots import prepare as prepare_report
 from train.saver import best_outcomes
 
-LOADER_SECONDS = 2.0  # duration of the measurement of the loader alone
+LOADER_SECONDS = 2.0  # duration of the measurement of the loader alone; after a short training a share of its time
+LOADER_SHARE, LEAST_LOADER_SECONDS = 0.005, 0.2
 AUTO = "auto"  # value of --resume: resume the run in --output, or begin it
 
 
@@ -184,9 +187,13 @@ def train(trainer: Trainer, note: Callable[[Trainer, Recorder], None]) -> None:
     try:
         with recorder:
             note(trainer, recorder)
+            if recorder.enabled:
+                trainer.during_last_save = prepare_report
             trainer.run(recorder)
             if trainer.config.data != SYNTHETIC:  # generated once, so there is nothing to measure
-                recorder.loader_speed(measure_loader(trainer.train_loader, trainer.workers))
+                share = LOADER_SHARE * (time.monotonic() - trainer.started_at)
+                recorder.loader_speed(measure_loader(trainer.train_loader, trainer.workers,
+                                                     max(share, LEAST_LOADER_SECONDS)))
                 trainer.saver.save_completely(recorder)  # again, in case it was removed meanwhile
     except StoppedBySignal:
         report(recorder, trainer.run_folder)
@@ -214,13 +221,15 @@ def _check_complete(trainer: Trainer, recorder: Recorder) -> None:
                            f"meanwhile: their known content is written again{lost}")
 
 
-def measure_loader(loader: Loader, workers: Workers) -> float:
-    """Images/sec of the loader running alone, summed over all processes."""
+def measure_loader(loader: Loader, workers: Workers, most: float = math.inf) -> float:
+    """Images/sec of the loader running alone, summed over all processes. `most`: a limit of the measurement's seconds,
+    if less than LOADER_SECONDS."""
     batches = iter(itertools.chain.from_iterable(itertools.repeat(loader)))
     for _ in range(loader.config.prefetch + 1):  # prefetched while the network was still computing
         next(batches)
+    seconds = min(LOADER_SECONDS, most)
     start, count = time.perf_counter(), 0
-    while time.perf_counter() - start < LOADER_SECONDS:
+    while time.perf_counter() - start < seconds:
         next(batches).data.wait_to_read()
         count += loader.config.batch_size
     return workers.sum([count / (time.perf_counter() - start)])[0]
