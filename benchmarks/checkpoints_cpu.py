@@ -1,27 +1,32 @@
-"""The share of a run that waits for checkpoints: percent of its seconds, with a checkpoint in every epoch, on the CPU.
+"""The time that training waits for checkpoints, in this checkout and in another one, alternating, on the CPU.
 
-    python benchmarks/checkpoints_cpu.py ../other             # another checkout, alternating with this one
+    git worktree add ../other COMMIT
+    python benchmarks/checkpoints_cpu.py ../other
 
 A ResNet-50 trains on small random images, so that epochs are short and checkpoints have their full size (parameters
-and momentum, 180 MiB). A plug-in asks for a checkpoint at the end of each epoch, by the signal SIGUSR1. Writes
-results/checkpoints_cpu.json.
+and momentum, 180 MiB). A plug-in asks for a checkpoint at the end of each epoch, by the signal SIGUSR1; another one
+follows the last epoch. Writes results/checkpoints_cpu.jsonl, with a line for each run.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import statistics
 import subprocess
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from PIL import Image
-from record import ROOT, Peer, run, write_result
+from record import RESULTS, ROOT, run
 from trainings import command
 
 from common.command_line import Positive, read_options
+from common.environment import hardware, versions
 from common.errors import ProgramError
 from train.recording.metrics import METRICS_FILE, RunRecord
 
@@ -60,9 +65,9 @@ def write_images(folder: Path, count: int) -> None:
         Image.fromarray(rng.integers(0, 256, (40, 40, 3), np.uint8)).save(path)
 
 
-def waiting(checkout: Path, arguments: Options, folder: Path) -> float:
-    """Train in `folder` with the program of a checkout. Returns the percentage of the run's seconds in which it waited
-    for checkpoints."""
+def measure(checkout: Path, arguments: Options, folder: Path) -> dict[str, Any]:
+    """Train in `folder` with the program of a checkout. Returns the run's seconds, those in which training waited for
+    checkpoints, one by one, and its images/sec."""
     data, plugin, run_folder = folder / "data", folder / "save_each_epoch.py", folder / "run"
     write_images(data, arguments.batch * arguments.steps)
     plugin.write_text(PLUGIN)
@@ -74,22 +79,29 @@ def waiting(checkout: Path, arguments: Options, folder: Path) -> float:
     if done.returncode:
         raise ProgramError(f"the run of {checkout} has ended with exit code {done.returncode}: {done.stderr[-1000:]}")
     record = RunRecord.read_jsonl(run_folder / METRICS_FILE)
-    saved = [event for event in record.events if event["event"] == "checkpoint"]
-    percent = 100 * record.phase_seconds["checkpoint"] / record.seconds
-    print(f"{checkout.name}: {percent:.2f} % of {record.seconds:.1f} s, {len(saved)} checkpoints, "
-          f"{record.speed().mean:.1f} images/sec", flush=True)
-    return percent
+    lines = map(json.loads, (run_folder / METRICS_FILE).read_text().splitlines())
+    waits = [line["seconds"] for line in lines if line["event"] == "phase" and line["name"] == "checkpoint"]
+    return {"commit": record.git_commit, "run_seconds": record.seconds, "percent": 100 * sum(waits) / record.seconds,
+            "checkpoints": sum(event["event"] == "checkpoint" for event in record.events), "wait_seconds": waits,
+            "images_per_sec": record.speed().mean}
 
 
 def main() -> None:
     arguments = read_options(Options)
-    shares: dict[Path, list[float]] = {ROOT: [], arguments.other.resolve(): []}
+    checkouts = {"this": ROOT, "other": arguments.other.resolve()}
+    about = {"date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "epochs": arguments.epochs,
+             "steps": arguments.steps, "batch": arguments.batch, "hardware": hardware(), "versions": versions()}
+    rows: list[dict[str, Any]] = []
     for _ in range(arguments.turns):
-        for checkout, found in shares.items():
+        for name, checkout in checkouts.items():
             with tempfile.TemporaryDirectory() as folder:
-                found.append(waiting(checkout, arguments, Path(folder)))
-    ours, theirs = shares.values()
-    write_result("checkpoints_cpu", ours, peer=Peer("written between steps", theirs), unit="% of the run")
+                rows.append({"checkout": name, **measure(checkout, arguments, Path(folder))})
+            print(json.dumps(rows[-1]), flush=True)
+    for name in checkouts:
+        found = [row for row in rows if row["checkout"] == name]
+        print(f"{name}: training waits {statistics.median(row['percent'] for row in found):.2f} % of a run, "
+              f"{statistics.median(row['run_seconds'] for row in found):.1f} s (medians of {len(found)} runs)")
+    (RESULTS / "checkpoints_cpu.jsonl").write_text("".join(json.dumps(about | row) + "\n" for row in rows))
 
 
 if __name__ == "__main__":

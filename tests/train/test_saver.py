@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from several_processes import needs_horovod, run_processes
 
 from common.mxnet_compat import mx
 from graph_passes import Graph
@@ -295,3 +296,46 @@ def test_a_state_that_is_not_finite_is_not_saved(tiny_options, tmp_path, run_tra
     code, _, err = run_train("--output", folder, *tiny_options)
     assert code == 2 and "the loss is no longer finite (step 3, epoch 1); there is no checkpoint yet: " in err
     assert not list(folder.rglob("*.npz"))
+
+
+def test_a_commit_waits_for_the_checkpoint_in_flight(tiny_options, tmp_path, run_train, monkeypatch):
+    """It may hold the accuracy of a best checkpoint, which must then be complete."""
+    run, writing = Trainer.run, []
+
+    def run_and_commit(self, recorder):
+        self.commit = lambda: writing.append(self.saver.is_writing)
+        run(self, recorder)
+
+    Late(monkeypatch)
+    monkeypatch.setattr(Trainer, "run", run_and_commit)
+    code, _, err = run_train("--output", tmp_path / "run", *tiny_options, *AFTER_EACH_STEP, "--commit-every", "5")
+    assert code == 0 and writing == [False] * 3, err
+
+
+@pytest.mark.long
+@needs_horovod
+def test_a_write_that_fails_ends_all_processes(tiny_options, tmp_path):
+    """Process 0 alone writes. Both end by themselves, with its sentence, said once."""
+    script = """
+        import sys
+        from train import __main__ as program
+        from train.checkpoint import CheckpointFolder
+        from train.errors import TrainError
+
+        save, saved = CheckpointFolder.save, []
+
+        def failing(self, state, is_best=False):
+            if saved:
+                raise TrainError("cannot save: no room")
+            save(self, state, is_best)
+            saved.append(state)
+
+        CheckpointFolder.save = failing
+        sys.exit(program.main(sys.argv[1:]))
+    """
+    folder = tmp_path / "run"
+    done = run_processes(script, *tiny_options, "--output", folder, "--checkpoint-minutes", "1e-6", light=True)
+    assert done.returncode == 2, done.stderr
+    assert [line for line in done.stderr.splitlines() if "error" in line] == ["error: cannot save: no room"]
+    (saved,) = events(folder, "checkpoint")
+    assert checkpoint.load(checkpoint.find(str(folder))).progress.step == saved["step"]
