@@ -40,7 +40,7 @@ class Saver:
 
     The state is copied to host memory between two steps, and rank 0 writes the copy in a thread while training
     continues. At most one write is in flight: the next checkpoint waits for the one before. A checkpoint is
-    reported to the recorder and to `on_saved` in the main thread, once its files are complete. The error of a write
+    reported to the recorder and to `on_saved` by the training thread, once its files are complete. The error of a write
     ends the run at the next step or checkpoint (`has_failed`, `finish`).
     """
 
