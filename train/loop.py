@@ -159,6 +159,7 @@ class Trainer:
             recorder.event("changed", options=self.changes)
         for note in self.notes:
             recorder.say(note)
+        self.saver.report_best(recorder)
         if self.commit:
             self.commit()
         self.callbacks.start()

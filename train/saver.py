@@ -30,9 +30,8 @@ FRESH_SECONDS = 30.0  # a checkpoint younger than this makes another one before 
 class _Begun(NamedTuple):
     """A checkpoint that is being written."""
 
-    path: Path
-    step: int  # optimizer steps done at its capture
-    best_of_epoch: int  # epochs done, if its validation is the best so far; otherwise 0
+    progress: Progress  # at its capture
+    is_best: bool
 
 
 class Saver:
@@ -99,11 +98,11 @@ class Saver:
         with recorder.phase("checkpoint"):
             pulse.show(Activity.SAVING)
             make = self.state.request()
+        self.saved_progress, self.saved_at = replace(progress), time.monotonic()
+        self._is_finished = False
         if workers.rank == 0:
             self._writer.start(partial(self._write, make, best))
-            self._unreported = _Begun(self.checkpoints.path_of(progress.step), progress.step, is_best * progress.epoch)
-        self._is_finished = False
-        self.saved_progress, self.saved_at = replace(progress), time.monotonic()
+            self._unreported = _Begun(self.saved_progress, is_best)
 
     def _write(self, make: Callable[[], Checkpoint], best: Outcomes | None) -> None:
         checkpoint = replace(make(), outcomes=vars(best) if best else {})
@@ -153,10 +152,9 @@ class Saver:
                 pulse.show(Activity.SAVING)
                 self._writer.wait()
         self._writer.wait()
-        self.last_saved = begun.path
-        best = {"epoch": begun.best_of_epoch} if begun.best_of_epoch else {}
-        recorder.event("checkpoint", step=begun.step, file=begun.path.name, is_best=bool(best), **best)
-        self.on_saved(begun.path)
+        self.last_saved = self.checkpoints.path_of(begun.progress.step)
+        self._report_saved(recorder, *begun)
+        self.on_saved(self.last_saved)
 
     @contextlib.contextmanager
     def finishing(self, recorder: Recorder) -> Iterator[None]:
@@ -209,6 +207,17 @@ class Saver:
         workers = self.state.workers
         if workers.sum([workers.rank == 0 and not self.checkpoints.has_best])[0]:
             self._forget_best()
+
+    def report_best(self, recorder: Recorder) -> None:
+        """Report best.npz if an earlier session was killed between its completion and its event."""
+        found, record = read_outcomes(self.checkpoints.path / BEST) if recorder.enabled else None, recorder.record
+        told = [event["epoch"] for event in record.events if event.get("is_best") and "epoch" in event]
+        if found and told[-1:] != [found[0].epoch] and any(row.epoch == found[0].epoch for row in record.epochs):
+            self._report_saved(recorder, found[0], is_best=True)
+
+    def _report_saved(self, recorder: Recorder, progress: Progress, is_best: bool) -> None:
+        recorder.event("checkpoint", step=progress.step, file=self.checkpoints.path_of(progress.step).name,
+                       is_best=is_best, **({"epoch": progress.epoch} if is_best else {}))
 
     def _forget_best(self) -> None:
         self.state.progress.best_top1 = -1.0  # an accuracy is kept only with its weights in best.npz

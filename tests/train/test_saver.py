@@ -298,6 +298,21 @@ def test_a_state_that_is_not_finite_is_not_saved(tiny_options, tmp_path, run_tra
     assert not list(folder.rglob("*.npz"))
 
 
+def test_a_best_checkpoint_that_a_kill_left_unreported(tiny_options, tmp_path, run_train):
+    """The resumed run reports it, once, so that its report names the epoch of the weights."""
+    folder = tmp_path / "run"
+    assert run_train("--output", folder, *tiny_options, "--max-steps", "7")[0] == 0
+    metrics = folder / "metrics.jsonl"
+    (best,) = [event for event in events(folder, "checkpoint") if event["is_best"]]
+    kept = [line for line in metrics.read_text().splitlines(keepends=True) if '"is_best": true' not in line]
+    metrics.write_text("".join(kept))
+    for limit in ("8", "9"):
+        code, _, err = run_train("--resume", folder, "--max-steps", limit)
+        assert code == 0, err
+        (found,) = [event for event in events(folder, "checkpoint") if event["is_best"]]
+        assert found | {"time": 0} == best | {"time": 0}
+
+
 def test_a_commit_waits_for_the_checkpoint_in_flight(tiny_options, tmp_path, run_train, monkeypatch):
     """It may hold the accuracy of a best checkpoint, which must then be complete."""
     run, writing = Trainer.run, []
