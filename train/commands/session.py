@@ -40,6 +40,7 @@ from train.recording.recorder import IMAGE_EVENTS, Recorder
 from train.report import predictions
 from train.report.inspection import describe, sample
 from train.report.page import write_report
+from train.report.plots import prepare as prepare_report
 from train.saver import best_outcomes
 
 LOADER_SECONDS = 2.0  # longest measurement of the loader alone
@@ -188,12 +189,14 @@ def train(trainer: Trainer, note: Callable[[Trainer, Recorder], None]) -> None:
     try:
         with recorder:
             note(trainer, recorder)
+            if recorder.enabled:
+                trainer.during_last_save = prepare_report
             trainer.run(recorder)
             if trainer.config.data != SYNTHETIC:  # generated once, so there is nothing to measure
                 seconds = LOADER_SHARE * (time.monotonic() - trainer.started_at)
                 with recorder.phase("loader alone"):
                     recorder.loader_speed(measure_loader(trainer.train_loader, trainer.workers, seconds))
-                trainer.saver.save(recorder)  # again, in case it was removed meanwhile
+                trainer.saver.save_completely(recorder)  # again, in case it was removed meanwhile
     except StoppedBySignal:
         report(recorder, trainer.run_folder)
         raise

@@ -352,8 +352,9 @@ class Recorder:
     # --- other events ---
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Log an event in metrics.jsonl and the report: `checkpoint`, `bad_image`, `stop`, ..."""
-        self._emit(kind, step=self._place.step, **fields)
+        """Log an event in metrics.jsonl and the report: `checkpoint`, `bad_image`, `stop`, ... Its `step` is the
+        present one unless given."""
+        self._emit(kind, **{"step": self._place.step, **fields})
 
     def name_image(self, kind: str, file: str, reason: str) -> None:
         """Report an image that is skipped, or used although damaged; `kind`: a key of IMAGE_EVENTS."""

@@ -87,7 +87,7 @@ def write_pages(
     and name.html with these blocks. Raises UserError for a folder that cannot be written."""
     drawn = {file: draw(plots.LIGHT) for file, draw in figures.items()}
     light = {file: drawing.svg for file, drawing in drawn.items()}
-    dark = {file: draw(plots.DARK).svg for file, draw in figures.items()}
+    dark = {file: plots.darkened(light[file]) or draw(plots.DARK).svg for file, draw in figures.items()}
     contents: dict[str, bytes] = {
         **{file: drawing.png for file, drawing in drawn.items()},
         **sheets,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import math
 import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,6 +46,10 @@ class Theme:
     series: tuple[str, str, str]
     parts: tuple[str, ...]  # colours of a stacked bar; the last part is muted
 
+    @property
+    def colors(self) -> tuple[str, ...]:
+        return self.background, self.text, self.muted, self.grid, *self.series, *self.parts
+
 
 LIGHT = Theme(
     background="#ffffff",
@@ -62,10 +68,19 @@ DARK = Theme(
     parts=("#58a6ff", "#f0883e", "#4fc794", "#b392f0", "#e3c04f"),
 )
 
+_DARK_COLORS = {one.encode(): other.encode() for one, other in zip(LIGHT.colors, DARK.colors, strict=True)}
+_LIGHT_COLOR = re.compile(b"|".join(_DARK_COLORS))
+
+
+def prepare() -> None:
+    """Import what draws, which takes half a second, so that drawing need not wait for it."""
+    matplotlib()
+    for module in ("figure", "backends.backend_agg", "backends.backend_svg"):
+        importlib.import_module(f"matplotlib.{module}")
+
 
 class Drawing:
-    """A figure that is drawn when its content is requested. Each form is drawn once: `Figure.savefig` would draw it
-    twice, to learn its size."""
+    """A figure that is drawn when its content is requested. Its layout is computed once, for all formats."""
 
     def __init__(self, figure: Figure) -> None:
         self.figure = figure
@@ -74,7 +89,7 @@ class Drawing:
     def png(self) -> bytes:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-        return self._printed(FigureCanvasAgg(self.figure).print_png, pil_kwargs={"compress_level": FAST})
+        return self._written(partial(FigureCanvasAgg(self.figure).print_png, pil_kwargs={"compress_level": FAST}))
 
     @property
     def svg(self) -> bytes:
@@ -82,17 +97,33 @@ class Drawing:
         from matplotlib.backends.backend_svg import FigureCanvasSVG
 
         with matplotlib().rc_context({"svg.fonttype": "none", "svg.hashsalt": "report"}):
-            printed = self._printed(FigureCanvasSVG(self.figure).print_svg, metadata={"Date": None, "Creator": None})
-        return _LONG_NUMBER.sub(rb"\1", printed)
+            write = partial(FigureCanvasSVG(self.figure).print_svg, metadata={"Date": None, "Creator": None})
+            return _LONG_NUMBER.sub(rb"\1", self._written(write))
 
-    def _printed(self, canvas_print: Callable[..., object], **options: Any) -> bytes:
+    def _written(self, write: Callable[[io.BytesIO], None]) -> bytes:
+        """What a canvas writes. `Figure.savefig` would draw everything twice, and compute the layout each time."""
         buffer, dpi = io.BytesIO(), self.figure.dpi
         with warnings.catch_warnings():  # matplotlib warns of each letter that its font lacks, and draws a box instead
             warnings.filterwarnings("ignore", "Glyph", UserWarning)
-            canvas_print(buffer, **options)
-        self.figure.set_dpi(dpi)  # SVG has another one
-        self.figure.set_layout_engine("none")  # all places are found
+            self._lay_out()
+            write(buffer)
+        self.figure.dpi = dpi  # that of SVG is 72
         return buffer.getvalue()
+
+    def _lay_out(self) -> None:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+        if engine := self.figure.get_layout_engine():
+            FigureCanvasAgg(self.figure)  # measures the texts
+            engine.execute(self.figure)
+            self.figure.set_layout_engine("none")
+
+
+def darkened(light: bytes) -> bytes | None:
+    """The SVG of a plot in the colours of DARK instead of LIGHT; None if it holds a picture, whose colours stay."""
+    if b"<image" in light:
+        return None
+    return _LIGHT_COLOR.sub(lambda match: _DARK_COLORS[match[0]], light)
 
 
 def throughput(record: RunRecord, theme: Theme) -> Drawing:
