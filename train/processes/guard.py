@@ -4,13 +4,18 @@
 Each process gets SIGTERM when its launcher is gone (PR_SET_PDEATHSIG), saves a checkpoint and ends. But a stopped
 process receives no signal, and a hanging process blocks all others. So the guard wakes stopped processes, watches the
 others like the launcher, and kills a process that hangs.
+
+A process that horovodrun has started over ssh has no launcher on its machine. Its output goes through sshd to the
+launcher, and `end_with_output` ends the process when nobody reads it any more.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -19,6 +24,7 @@ from common.program import GUARD, own_process
 from train.processes.watch import Watch, status
 
 POLL_SECONDS = 0.1
+SECONDS_TO_SAVE = 60  # for a process to save and report after a request to stop
 
 
 class Guard:
@@ -56,6 +62,33 @@ def main(descriptor: int, count: int, seconds: float) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL if hang and number in hang.processes else signal.SIGCONT)
         time.sleep(POLL_SECONDS)
+
+
+def end_with_output() -> None:
+    """From now on this process, also after an exec, gets SIGTERM when its standard output has lost its reader, and
+    SIGKILL if it is still there SECONDS_TO_SAVE later. Does nothing if the output is neither a pipe nor a socket."""
+    own = os.pidfd_open(os.getpid())
+    mode = os.fstat(sys.stdout.fileno()).st_mode
+    if (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)) and os.fork() == 0:
+        try:
+            os.setsid()
+            _end_with(own, sys.stdout.fileno())
+        finally:
+            os._exit(0)
+    os.close(own)
+
+
+def _end_with(process: int, output: int) -> None:
+    """Wait until a process has ended, or end it once its output has lost its reader; both are descriptors."""
+    waits = select.poll()
+    waits.register(process, select.POLLIN)
+    waits.register(output, 0)  # reports an error only: the reader is gone
+    if process in dict(waits.poll()):
+        return
+    waits.unregister(output)
+    signal.pidfd_send_signal(process, signal.SIGTERM)
+    if not waits.poll(1000 * SECONDS_TO_SAVE):
+        signal.pidfd_send_signal(process, signal.SIGKILL)
 
 
 def _is_there(pid: int, started: int) -> bool:

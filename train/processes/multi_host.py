@@ -1,7 +1,8 @@
 """Starts a run on several machines: `scripts/multi_host.sh`, or `python -m train.processes.multi_host`.
 
 horovodrun starts the processes over ssh, each as `python -m train.processes.launch`, which binds itself to the cores
-beside its GPU and becomes `python -m train`. This module builds the call of horovodrun and reports its failures.
+beside its GPU and becomes `python -m train`. This module checks the machines, builds the call of horovodrun and
+reports its failures.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import shlex
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,12 +32,19 @@ from common.errors import ProgramError
 from common.output import make_lasting, print_error
 from common.program import LAUNCH, MULTI_HOST, PROGRAMS, own_process
 from train.command_line import COMMANDS, understood
-from train.errors import TrainError
+from train.errors import EXIT_LOST_PROCESS, TrainError
 from train.processes import launch
-from train.processes.invocation import LAUNCHER_VARIABLE, script
+from train.processes.guard import SECONDS_TO_SAVE
+from train.processes.invocation import DIGEST_VARIABLE, LAUNCHER_VARIABLE, ROOT, code_digest, script
 from train.processes.worker import TOLD, WAY_OUT, how_it_ended
 
-SECONDS_TO_SAVE = 60  # seconds for a process to save and report after a request to stop
+# A connection that is silent for 30 s is given up, as Gloo gives up its own.
+SSH = ("ssh", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=no", "-o", "ConnectTimeout=10",
+       "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=6")
+# What each machine does before the run: import what Horovod starts there first, and show its code.
+PROBE = "import horovod.runner.task_fn; from train.processes.invocation import code_digest; print(code_digest())"
+ANSWER_SECONDS = 60  # for a machine to do that, at most
+EXIT_SSH = 255  # of ssh itself, also where a signal has killed the remote process
 if __name__ == "__mp_main__":  # in Horovod's helper processes, which start and end the processes of the run
     from horovod.runner.common.util import safe_shell_exec
 
@@ -156,6 +165,7 @@ def main(arguments: Sequence[str]) -> int:
     if not count:
         raise TrainError(f"the host discovery script {own.host_discovery_script} names no machine yet; give -n, the "
                          "number of processes to wait for")
+    os.environ[DIGEST_VARIABLE] = code_digest()
     os.environ[LAUNCHER_VARIABLE] = f"{script(MULTI_HOST)} {shlex.join(['-n', str(count), *words])}"
     # Horovod has a shell run the script.
     words = [shlex.quote(word) if word == own.host_discovery_script else word for word in words]
@@ -163,17 +173,23 @@ def main(arguments: Sequence[str]) -> int:
     print(shlex.join(["horovodrun", *asked]), flush=True)
     if count > available:
         print(f"waiting for {count} processes; {own.host_discovery_script} names {available} so far", flush=True)
-    return see_through(partial(horovodrun, asked))
+    return see_through(partial(horovodrun, asked, hosts, own.ssh_port))
 
 
-def horovodrun(arguments: Sequence[str]) -> int:
+def horovodrun(arguments: Sequence[str], hosts: Mapping[str, int], ssh_port: int | None) -> int:
     """Run horovodrun and return its exit code: 0, or that of the first process that failed, whose last words are
-    printed. Raises ProgramError if Horovod is missing or rejects the machines, and StoppedBySignal while it starts."""
+    printed. Raises ProgramError if Horovod is missing or a machine cannot be used, and StoppedBySignal while it
+    starts."""
     with ending_with(STOPPED_EARLY):
         launch.require_horovod("several")
         from horovod.runner.common.util.timeout import TimeoutException
         from horovod.runner.launch import run_commandline
+        from horovod.runner.util import remote
 
+        if faults := unusable(hosts, ssh_port):
+            raise ProgramError(f"{'; '.join(faults)}: each machine needs ssh without a password from here, and "
+                               f"{sys.executable} and the same commit in {ROOT} as here")
+    remote.SSH_COMMAND_PREFIX = shlex.join(SSH)
     sys.argv[1:] = arguments
     try:
         run_commandline()
@@ -181,15 +197,54 @@ def horovodrun(arguments: Sequence[str]) -> int:
         sentence = " ".join(str(error).split())
         failed = re.search(r"Process name: (\S+) Exit code: (\d+)", sentence)
         if not failed:
-            hint = "; see that ssh to each of them works without a password" if "ssh" in sentence else ""
-            raise ProgramError(sentence + hint) from None
+            raise ProgramError("; ".join([sentence, *unusable(hosts, ssh_port)])) from None
         process, code = failed[1], int(failed[2])
-        if code not in TOLD:
-            by_signal = code - 128 in set(signal.Signals)  # the shells' convention
-            print_error(f"process {process} {how_it_ended(128 - code if by_signal else code)}, so the run ends; "
-                        f"{WAY_OUT}", apart=True)
+        if code not in TOLD or code == EXIT_LOST_PROCESS:
+            faults = unusable(hosts, ssh_port)
+            if faults or code != EXIT_LOST_PROCESS:
+                why = "; ".join(faults) or f"{_name(process, hosts)} {_end(code)}"
+                print_error(f"{why}, so the run ends; {WAY_OUT}", apart=True)
         return code
     return 0
+
+
+def unusable(hosts: Iterable[str], port: int | None) -> list[str]:
+    """Why other machines cannot take part in a run: a sentence for each of them."""
+    from horovod.runner.util.network import filter_local_addresses
+
+    with ThreadPoolExecutor() as pool:
+        return [fault for fault in pool.map(partial(_fault, port=port), filter_local_addresses(list(hosts))) if fault]
+
+
+def _fault(host: str, port: int | None) -> str:
+    """Why a machine cannot take part in a run; "" if it can."""
+    there = f"cd {shlex.quote(str(ROOT))} && exec {shlex.quote(sys.executable)} -c {shlex.quote(PROBE)}"
+    command = [*SSH, *(["-p", str(port)] if port else []), host, there]
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ANSWER_SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"machine {host} does not answer within {ANSWER_SECONDS} s"
+    if not done.returncode:
+        return "" if done.stdout.split()[-1] == code_digest() else f"machine {host} has other code in {ROOT}"
+    said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    return f"machine {host} cannot {'be reached' if done.returncode == EXIT_SSH else 'start the project'} ({said})"
+
+
+def _name(process: str, hosts: Mapping[str, int]) -> str:
+    """The name of a process for users. Horovod's is its rank, or HOST[NUMBER] in an elastic run."""
+    if not process.isdecimal():
+        host, number = process.rstrip("]").split("[")
+        return f"process {number} on {host}"
+    machines = [host for host, count in hosts.items() for _ in range(count)]
+    return f"process {process} on {machines[int(process)]}"
+
+
+def _end(code: int) -> str:
+    """How a process has ended, by the exit code that horovodrun has seen."""
+    if code == EXIT_SSH:
+        return "was killed, or its connection to this machine was lost"
+    by_signal = code - 128 in set(signal.Signals)  # the shells' convention
+    return how_it_ended(128 - code if by_signal else code)
 
 
 if __name__ == "__main__":
