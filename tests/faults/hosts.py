@@ -58,6 +58,9 @@ class Cable:
         self.rate = float("inf")  # bits per second, each way
         self._free_at = {"out": 0.0, "in": 0.0}
 
+    def impair(self, loss: float = 0.0, delay: float = 0.0, rate: float = float("inf")) -> None:
+        self.loss, self.delay, self.rate = loss, delay, rate
+
     def cross(self, direction: str, num_bytes: int, now: float) -> float | None:
         """The time at which a frame that is sent now arrives; None if it is lost."""
         begin = max(now, self._free_at[direction])
@@ -194,6 +197,10 @@ class Host:
             os.close(cable.descriptor)
         self._holder = None
 
+    def reboot(self) -> None:
+        self.switch_off()
+        self.boot()
+
     def run(self, *command: str | Path, check: bool = True) -> str:
         """The output of a command on this host."""
         done = subprocess.run([*self.enter, *map(str, command)], stdout=subprocess.PIPE, text=True, check=check)
@@ -207,13 +214,16 @@ class Host:
                 cores]
 
     def processes(self) -> dict[int, str]:
-        """The host's processes by their ids outside it, each as its command line, without its process 1 and sshd."""
+        """The host's processes by their ids outside it, each as its command line, without its process 1 and sshd.
+        None if the host is off."""
         return {pid: words for pid, words in self._everything().items()
                 if pid != self._first and not words.startswith(("sshd", self._sshd.split()[0]))}
 
     def _everything(self) -> dict[int, str]:
         own = _namespace(self._first)
-        found = {}
+        found: dict[int, str] = {}
+        if not (self._holder and own):
+            return found
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # it has ended
                 words = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
@@ -246,13 +256,28 @@ class Network:
         self.folder, self.switch = folder, Switch()
         self.key = self.make_key("key")
         self.hosts = [Host(self, name, number, of_host) for number, (name, of_host) in enumerate(cores.items(), 1)]
-        lines = ["127.0.0.1 localhost", *(f"{host.address} {host.name}" for host in self.hosts)]
-        (folder / "hosts").write_text("\n".join(lines) + "\n")
+        self._name_hosts(self.hosts)
 
     def make_key(self, name: str) -> Path:
         """A new private key, with the public one beside it."""
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.folder / name], check=True)
         return self.folder / name
+
+    def boot(self) -> None:
+        for host in self.hosts:
+            host.boot()
+
+    def forget(self, name: str) -> None:
+        """No host finds the address of this one any more."""
+        self._name_hosts([host for host in self.hosts if host.name != name])
+
+    def _name_hosts(self, named: Sequence[Host]) -> None:
+        lines = ["127.0.0.1 localhost", *(f"{host.address} {host.name}" for host in named)]
+        (self.folder / "hosts").write_text("\n".join(lines) + "\n")
+
+    def processes(self) -> dict[str, dict[int, str]]:
+        """The processes of each host that has any."""
+        return {host.name: found for host in self.hosts if (found := host.processes())}
 
     def close(self) -> None:
         for host in self.hosts:
