@@ -215,7 +215,7 @@ class Host:
 
     def processes(self) -> dict[int, str]:
         """The host's processes by their ids outside it, each as its command line, without its process 1 and sshd.
-        None if the host is off."""
+        Empty if the host is off."""
         return {pid: words for pid, words in self._everything().items()
                 if pid != self._first and not words.startswith(("sshd", self._sshd.split()[0]))}
 
