@@ -15,6 +15,7 @@ import contextlib
 import os
 import select
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from common.program import GUARD, own_process
 from train.processes.watch import Watch, status
 
 POLL_SECONDS = 0.1
+ANSWER_SECONDS = 10  # for a launcher to accept a connection
 SECONDS_TO_SAVE = 60  # for a process to save and report after a request to stop
 
 
@@ -66,7 +68,10 @@ def main(descriptor: int, count: int, seconds: float) -> None:
 
 def end_with_output() -> None:
     """From now on this process, also after an exec, gets SIGTERM when its standard output has lost its reader, and
-    SIGKILL if it is still there SECONDS_TO_SAVE later. Does nothing if the output is neither a pipe nor a socket."""
+    SIGKILL if it is still there SECONDS_TO_SAVE later. Does nothing if the output is neither a pipe nor a socket.
+
+    In an elastic run whose launcher is still there it gets SIGKILL alone, because SIGTERM would stop the others too.
+    """
     own = os.pidfd_open(os.getpid())
     mode = os.fstat(sys.stdout.fileno()).st_mode
     if (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)) and os.fork() == 0:
@@ -86,9 +91,22 @@ def _end_with(process: int, output: int) -> None:
     if process in dict(waits.poll()):
         return
     waits.unregister(output)
-    signal.pidfd_send_signal(process, signal.SIGTERM)
+    if not _others_go_on():
+        signal.pidfd_send_signal(process, signal.SIGTERM)
     if not waits.poll(1000 * SECONDS_TO_SAVE):
         signal.pidfd_send_signal(process, signal.SIGKILL)
+
+
+def _others_go_on() -> bool:
+    """Whether this is an elastic run whose launcher is still there."""
+    if os.environ.get("HOROVOD_ELASTIC") != "1":
+        return False
+    place = os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], int(os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"])
+    try:
+        socket.create_connection(place, ANSWER_SECONDS).close()
+    except OSError:
+        return False
+    return True
 
 
 def _is_there(pid: int, started: int) -> bool:

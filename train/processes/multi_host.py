@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from common.command_line import Positive, exit_code_of, given_and_rest, part_of, to_arguments
 from common.errors import ProgramError
@@ -190,6 +190,7 @@ def horovodrun(arguments: Sequence[str], hosts: Mapping[str, int], ssh_port: int
             raise ProgramError(f"{'; '.join(faults)}: each machine needs ssh without a password from here, and "
                                f"{sys.executable} and the same commit in {ROOT} as here")
     remote.SSH_COMMAND_PREFIX = shlex.join(SSH)
+    codes = _noted_codes()
     sys.argv[1:] = arguments
     try:
         run_commandline()
@@ -199,6 +200,8 @@ def horovodrun(arguments: Sequence[str], hosts: Mapping[str, int], ssh_port: int
         if not failed:
             raise ProgramError("; ".join([sentence, *unusable(hosts, ssh_port)])) from None
         process, code = failed[1], int(failed[2])
+        if not process.isdecimal() and 0 in codes:  # one that has trained to the end is enough for an elastic run
+            return 0
         if code not in TOLD or code == EXIT_LOST_PROCESS:
             faults = unusable(hosts, ssh_port)
             if faults or code != EXIT_LOST_PROCESS:
@@ -206,6 +209,23 @@ def horovodrun(arguments: Sequence[str], hosts: Mapping[str, int], ssh_port: int
                 print_error(f"{why}, so the run ends; {WAY_OUT}", apart=True)
         return code
     return 0
+
+
+def _noted_codes() -> list[int]:
+    """A list to which Horovod adds the exit code of each process of the run that has ended."""
+    from horovod.runner.common.util import safe_shell_exec
+
+    codes: list[int] = []
+    execute = safe_shell_exec.execute
+
+    def noting(*words: Any, index: int | None = None, **options: Any) -> int:
+        code = execute(*words, index=index, **options)
+        if index is not None:  # without it, it is no process of the run
+            codes.append(code)
+        return int(code)
+
+    safe_shell_exec.execute = noting
+    return codes
 
 
 def unusable(hosts: Iterable[str], port: int | None) -> list[str]:
