@@ -318,20 +318,56 @@ def test_elastic_loses_its_launcher(pair: Network, new_run: Callable[..., HostsR
     assert run.finish() == 0, run.err
 
 
+class GrowingRun(HostsRun):
+    """An elastic run of 20 epochs, at first on alpha alone."""
+
+    def __init__(self, network: Network, folder: Path, data: Path) -> None:
+        script = folder.with_name("hosts.sh")
+        self._list = folder.with_name("hosts.list")
+        self._list.write_text("alpha:2\n")
+        script.write_text(f"#!/bin/sh\ncat {self._list}\n")
+        script.chmod(0o755)
+        super().__init__(network, folder, data, "--commit-every", "2", "--epochs", "20", among=(
+            "--host-discovery-script", str(script), "--min-np", "2", "--network-interface", "eth0"))
+
+    def add_beta(self) -> None:
+        self._list.write_text("alpha:2\nbeta:2\n")
+
+    def assert_whole(self) -> None:
+        """Check that the run ends by itself, after all its epochs."""
+        assert self.end() == 0, self.err
+        self.wait_until_all_are_gone()
+        assert faulty.checkpoint.load(faulty.checkpoint.find(str(self.folder))).progress.epoch == 20
+
+
 @tries()
-def test_host_joins(pair: Network, new_run: Callable[..., HostsRun], rng: np.random.Generator, tmp_path: Path,
-                    number: int) -> None:
+def test_host_joins(pair: Network, tmp_path: Path, images: Path, rng: np.random.Generator, number: int) -> None:
     """A host that joins an elastic run takes part from the next commit on."""
-    script = tmp_path / "hosts.sh"
-    script.write_text("#!/bin/sh\ncat " + str(tmp_path / "list"))
-    script.chmod(0o755)
-    (tmp_path / "list").write_text("alpha:2\n")
-    run = new_run(pair, "--commit-every", "2", "--epochs", "20", among=(
-        "--host-discovery-script", str(script), "--min-np", "2", "--network-interface", "eth0"))
+    run = GrowingRun(pair, tmp_path / "run", images)
     run.start()
     run.wait_for_step(int(rng.integers(1, 6)))
-    (tmp_path / "list").write_text("alpha:2\nbeta:2\n")
-    assert run.end() == 0, run.err
+    run.add_beta()
+    run.assert_whole()
     assert "4 processes" in run.out, run.out
-    run.wait_until_all_are_gone()
-    assert faulty.checkpoint.load(faulty.checkpoint.find(str(run.folder))).progress.epoch == 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("break_host, words", [
+    (wrong_key, "beta: Permission denied"),
+    (another_version, "error: on beta: other code is in "),
+])
+def test_unfit_host_joins(break_host: Callable[[Network, Path, Path], None], words: str, tmp_path: Path, images: Path,
+                          new_network: Callable[..., Network]) -> None:
+    """A host that joins an elastic run and cannot take part is named; the run goes on without it."""
+    network = new_network("alpha", "beta")
+    folder = tmp_path / "cover"
+    folder.mkdir()
+    break_host(network, folder, images)
+    network.boot()
+    run = GrowingRun(network, tmp_path / "run", images)
+    run.start()
+    run.wait_for_step(3)
+    run.add_beta()
+    run.assert_whole()
+    assert words in run.err, run.err
+    assert "Traceback" not in run.err, run.err
