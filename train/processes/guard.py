@@ -22,6 +22,7 @@ import sys
 import time
 
 from common.program import GUARD, own_process
+from train.processes.signals import end_with_parent
 from train.processes.watch import Watch, status
 
 POLL_SECONDS = 0.1
@@ -72,29 +73,28 @@ def end_with_output() -> None:
 
     In an elastic run whose launcher is still there it gets SIGKILL alone, because SIGTERM would stop the others too.
     """
-    own = os.pidfd_open(os.getpid())
-    mode = os.fstat(sys.stdout.fileno()).st_mode
-    if (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)) and os.fork() == 0:
-        try:
-            os.setsid()
-            _end_with(own, sys.stdout.fileno())
-        finally:
-            os._exit(0)
-    os.close(own)
-
-
-def _end_with(process: int, output: int) -> None:
-    """Wait until a process has ended, or end it once its output has lost its reader; both are descriptors."""
-    waits = select.poll()
-    waits.register(process, select.POLLIN)
-    waits.register(output, 0)  # reports an error only: the reader is gone
-    if process in dict(waits.poll()):
+    process, output = os.getpid(), sys.stdout.fileno()
+    mode = os.fstat(output).st_mode
+    if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)) or os.fork():
         return
-    waits.unregister(output)
+    try:
+        end_with_parent(signal.SIGKILL)
+        os.setsid()
+        if os.getppid() == process:
+            _end_without_reader(process, output)
+    finally:
+        os._exit(0)
+
+
+def _end_without_reader(process: int, output: int) -> None:
+    """Wait until a descriptor has lost its reader, and end the process then."""
+    reader = select.poll()
+    reader.register(output, 0)  # reports an error only, which is that
+    reader.poll()
     if not _others_go_on():
-        signal.pidfd_send_signal(process, signal.SIGTERM)
-    if not waits.poll(1000 * SECONDS_TO_SAVE):
-        signal.pidfd_send_signal(process, signal.SIGKILL)
+        os.kill(process, signal.SIGTERM)
+    time.sleep(SECONDS_TO_SAVE)
+    os.kill(process, signal.SIGKILL)
 
 
 def _others_go_on() -> bool:

@@ -56,6 +56,10 @@ def naming_machine() -> Iterator[None]:
         if machine() and not getattr(error, "on_all_ranks", False):
             error.args = (f"on {machine()}: {error}",)
         raise
+    except OSError as error:
+        if machine() and error.filename:
+            error.filename = f"{error.filename} on {machine()}"
+        raise
 
 
 def code_digest() -> str:
@@ -68,7 +72,7 @@ def code_digest() -> str:
 
 def check_code() -> None:
     """Raise TrainError if the machine where the run was started has other code than this one."""
-    if os.environ.get(DIGEST_VARIABLE, code := code_digest()) != code:
+    if DIGEST_VARIABLE in os.environ and os.environ[DIGEST_VARIABLE] != code_digest():
         raise TrainError(f"other code is in {ROOT} than on the machine that started the run: bring both to the same "
                          "commit")
 

@@ -14,14 +14,15 @@ from train.processes.signals import STOPPED_EARLY, ending_with, leave_at, see_th
 if __name__ == "__main__":
     leave_at(signal.SIGINT, signal.SIGTERM)
 
+import contextlib
 import os
 import re
 import shlex
 import subprocess
 import sys
+import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -184,16 +185,15 @@ def horovodrun(arguments: Sequence[str], hosts: Mapping[str, int], ssh_port: int
         launch.require_horovod("several")
         from horovod.runner.common.util.timeout import TimeoutException
         from horovod.runner.launch import run_commandline
-        from horovod.runner.util import remote
 
         if faults := unusable(hosts, ssh_port):
             raise ProgramError(f"{'; '.join(faults)}: each machine needs ssh without a password from here, and "
                                f"{sys.executable} and the same commit in {ROOT} as here")
-    remote.SSH_COMMAND_PREFIX = shlex.join(SSH)
-    codes = _noted_codes()
+    _adapt_horovod()
     sys.argv[1:] = arguments
     try:
-        run_commandline()
+        with _noting_codes() as codes:
+            run_commandline()
     except (RuntimeError, ValueError, TimeoutException) as error:
         sentence = " ".join(str(error).split())
         failed = re.search(r"Process name: (\S+) Exit code: (\d+)", sentence)
@@ -211,43 +211,65 @@ def horovodrun(arguments: Sequence[str], hosts: Mapping[str, int], ssh_port: int
     return 0
 
 
-def _noted_codes() -> list[int]:
-    """A list to which Horovod adds the exit code of each process of the run that has ended."""
+def _adapt_horovod() -> None:
+    """Have Horovod use our options of ssh, and --network-interface also while this machine is the only one: Horovod
+    would then accept only the interface of 127.0.0.1, by which no other machine can join later."""
+    from horovod.runner.driver import driver_service
+    from horovod.runner.util import remote
+
+    remote.SSH_COMMAND_PREFIX = shlex.join(SSH)
+    of_this_machine = driver_service.get_local_interfaces
+    driver_service.get_local_interfaces = lambda settings: settings.nics or of_this_machine(settings)
+
+
+@contextlib.contextmanager
+def _noting_codes() -> Iterator[list[int]]:
+    """Inside, Horovod adds the exit code of each process of the run that ends to the list."""
     from horovod.runner.common.util import safe_shell_exec
 
     codes: list[int] = []
     execute = safe_shell_exec.execute
 
     def noting(*words: Any, index: int | None = None, **options: Any) -> int:
-        code = execute(*words, index=index, **options)
+        code = int(execute(*words, index=index, **options))
         if index is not None:  # without it, it is no process of the run
             codes.append(code)
-        return int(code)
+        return code
 
     safe_shell_exec.execute = noting
-    return codes
+    try:
+        yield codes
+    finally:
+        safe_shell_exec.execute = execute
 
 
 def unusable(hosts: Iterable[str], port: int | None) -> list[str]:
     """Why other machines cannot take part in a run: a sentence for each of them."""
     from horovod.runner.util.network import filter_local_addresses
 
-    with ThreadPoolExecutor() as pool:
-        return [fault for fault in pool.map(partial(_fault, port=port), filter_local_addresses(list(hosts))) if fault]
-
-
-def _fault(host: str, port: int | None) -> str:
-    """Why a machine cannot take part in a run; "" if it can."""
     there = f"cd {shlex.quote(str(ROOT))} && exec {shlex.quote(sys.executable)} -c {shlex.quote(PROBE)}"
-    command = [*SSH, *(["-p", str(port)] if port else []), host, there]
+    ssh = [*SSH, *(["-p", str(port)] if port else [])]
+    with contextlib.ExitStack() as started:
+        probes = {}
+        for host in filter_local_addresses(list(hosts)):
+            probes[host] = started.enter_context(subprocess.Popen(
+                [*ssh, host, there], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                text=True))
+            started.callback(probes[host].kill)  # before its exit, which waits for it
+        end = time.monotonic() + ANSWER_SECONDS
+        return [fault for host, probe in probes.items() if (fault := _fault(host, probe, end - time.monotonic()))]
+
+
+def _fault(host: str, probe: subprocess.Popen[str], seconds: float) -> str:
+    """Why a machine cannot take part in a run; "" if its probe ends well within so many seconds."""
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ANSWER_SECONDS)
+        out, err = probe.communicate(timeout=max(0, seconds))
     except subprocess.TimeoutExpired:
         return f"machine {host} does not answer within {ANSWER_SECONDS} s"
-    if not done.returncode:
-        return "" if done.stdout.split()[-1] == code_digest() else f"machine {host} has other code in {ROOT}"
-    said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-    return f"machine {host} cannot {'be reached' if done.returncode == EXIT_SSH else 'start the project'} ({said})"
+    if not probe.returncode:
+        return "" if out.split()[-1:] == [code_digest()] else f"machine {host} has other code in {ROOT}"
+    said = (err.strip().splitlines() or [f"exit code {probe.returncode}"])[-1]
+    return f"machine {host} cannot {'be reached' if probe.returncode == EXIT_SSH else 'start the project'} ({said})"
 
 
 def _name(process: str, hosts: Mapping[str, int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import runpy
 import shlex
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -124,7 +126,9 @@ def test_output_that_nobody_reads(tmp_path):
     for name, content in (("__init__", ""), ("runner/__init__", ""), ("runner/gloo_run", ""),
                           ("runner/common/__init__", ""), ("runner/common/util/__init__", ""),
                           ("runner/common/util/timeout", "TimeoutException = TimeoutError"),
-                          ("runner/util/__init__", ""), ("runner/util/remote", ""),
+                          ("runner/common/util/safe_shell_exec", "execute = None"),
+                          ("runner/util/__init__", ""), ("runner/util/remote", ""), ("runner/driver/__init__", ""),
+                          ("runner/driver/driver_service", "get_local_interfaces = None"),
                           ("runner/util/network", "filter_local_addresses = lambda names: []"),
                           ("runner/launch", "run_commandline = lambda: print('started')")):
         path = tmp_path / "horovod" / f"{name}.py"
@@ -252,6 +256,18 @@ def test_machines_are_checked(answer, words, tmp_path, monkeypatch):
             multi_host.horovodrun([], {"node.invalid": 1}, None)
 
 
+def test_network_interface_of_a_single_machine(monkeypatch):
+    """Other machines may join later, so 127.0.0.1 is not chosen where the user names an interface."""
+    driver_service = pytest.importorskip("horovod.runner.driver.driver_service")
+    remote = pytest.importorskip("horovod.runner.util.remote")
+    monkeypatch.setattr(driver_service, "get_local_interfaces", lambda settings: {"lo"})
+    monkeypatch.setattr(remote, "SSH_COMMAND_PREFIX", "ssh")
+    multi_host._adapt_horovod()
+    assert driver_service.get_common_interfaces(SimpleNamespace(nics={"eth7"}), ["localhost"], []) == {"eth7"}
+    assert driver_service.get_common_interfaces(SimpleNamespace(nics=None), ["localhost"], []) == {"lo"}
+    assert "ServerAliveInterval=5" in remote.get_ssh_command("true", "b")
+
+
 def test_errors_name_their_machine(monkeypatch):
     """In a run over several machines the error of one process names its machine, and other code is refused."""
     monkeypatch.setenv("HOROVOD_HOSTNAME", "b")
@@ -261,6 +277,8 @@ def test_errors_name_their_machine(monkeypatch):
         raise ProgramError("no room")
     monkeypatch.setenv(DIGEST_VARIABLE, code_digest())
     check_code()
+    with pytest.raises(OSError, match="No space .*'/data on b'"), naming_machine():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/data")
     with pytest.raises(TrainError, match="^of all$"), naming_machine():
         raise TrainError("of all", on_all_ranks=True)
     monkeypatch.setenv(DIGEST_VARIABLE, "0123abcd")
