@@ -26,10 +26,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 from common.command_line import Positive, exit_code_of, given_and_rest, part_of, to_arguments
-from common.errors import ProgramError
+from common.errors import EXIT_FAILURE, ProgramError
 from common.output import make_lasting, print_error
 from common.program import LAUNCH, MULTI_HOST, PROGRAMS, own_process
 from train.command_line import COMMANDS, understood
@@ -189,7 +190,7 @@ def horovodrun(arguments: Sequence[str], hosts: Mapping[str, int], ssh_port: int
         if faults := unusable(hosts, ssh_port):
             raise ProgramError(f"{'; '.join(faults)}: each machine needs ssh without a password from here, and "
                                f"{sys.executable} and the same commit in {ROOT} as here")
-    _adapt_horovod()
+    _adapt_horovod(hosts, ssh_port)
     sys.argv[1:] = arguments
     try:
         with _noting_codes() as codes:
@@ -211,12 +212,19 @@ def horovodrun(arguments: Sequence[str], hosts: Mapping[str, int], ssh_port: int
     return 0
 
 
-def _adapt_horovod() -> None:
-    """Have Horovod use our options of ssh, and --network-interface also while this machine is the only one: Horovod
-    would then accept only the interface of 127.0.0.1, by which no other machine can join later."""
+def _adapt_horovod(hosts: Mapping[str, int], ssh_port: int | None) -> None:
+    """Have Horovod use our options of ssh, name a machine that fails while it looks for their interfaces, and use
+    --network-interface also while this machine is the only one: Horovod would then accept only the interface of
+    127.0.0.1, by which no other machine can join later."""
     from horovod.runner.driver import driver_service
     from horovod.runner.util import remote
 
+    def end(code: int) -> None:
+        why = "; ".join(unusable(hosts, ssh_port)) or "a machine has failed for the reason above"
+        print_error(f"{why}, while the run was starting: start it again with the same command", apart=True)
+        os._exit(EXIT_FAILURE)
+
+    driver_service.os = SimpleNamespace(_exit=end)  # Horovod ends this process from a thread, without a sentence
     remote.SSH_COMMAND_PREFIX = shlex.join(SSH)
     of_this_machine = driver_service.get_local_interfaces
     driver_service.get_local_interfaces = lambda settings: settings.nics or of_this_machine(settings)

@@ -262,10 +262,23 @@ def test_network_interface_of_a_single_machine(monkeypatch):
     remote = pytest.importorskip("horovod.runner.util.remote")
     monkeypatch.setattr(driver_service, "get_local_interfaces", lambda settings: {"lo"})
     monkeypatch.setattr(remote, "SSH_COMMAND_PREFIX", "ssh")
-    multi_host._adapt_horovod()
+    monkeypatch.setattr(driver_service, "os", os)
+    multi_host._adapt_horovod({"localhost": 1}, None)
     assert driver_service.get_common_interfaces(SimpleNamespace(nics={"eth7"}), ["localhost"], []) == {"eth7"}
     assert driver_service.get_common_interfaces(SimpleNamespace(nics=None), ["localhost"], []) == {"lo"}
     assert "ServerAliveInterval=5" in remote.get_ssh_command("true", "b")
+
+
+def test_machine_lost_while_interfaces_are_sought():
+    """Horovod's own exit at this point is a thread's, and says nothing."""
+    pytest.importorskip("horovod.runner.driver.driver_service")
+    program = ("from train.processes import multi_host; from horovod.runner.driver import driver_service\n"
+               "multi_host.unusable = lambda hosts, port: ['machine b cannot be reached (x)']\n"
+               "multi_host._adapt_horovod({'b': 2}, None); driver_service.os._exit(255)")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.strip() == ("error: machine b cannot be reached (x), while the run was starting: start it again "
+                                   "with the same command")
 
 
 def test_errors_name_their_machine(monkeypatch):
