@@ -24,6 +24,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 from PIL import Image
 
+from common.phases import IMAGES, phase
 from graph_passes.executors import Executor
 from graph_passes.executors.base import parse_device
 from pipelines import Batch, DataError, Loader
@@ -243,6 +244,7 @@ class Predictor:
         """Height and width of the network's input, in pixels."""
         return self.prepared.config.inference_image_size
 
+    @phase(IMAGES)
     def predict(self, images: Iterable[Any], top: int = PredictOptions.top, on_bad_image: str = "error",
                 keep_pictures: bool = False) -> list[Prediction]:
         """The most likely classes of images, in their order.
@@ -271,6 +273,7 @@ class Predictor:
             found[place] = replace(found[place], damage=message)
         return found
 
+    @phase(IMAGES)
     def embed(self, images: Iterable[Any], on_bad_image: str = "error") -> np.ndarray:
         """The features of images (N, C), float32, in their order: the input of the classifier. With `on_bad_image`
         "skip" the row of an unreadable image is NaN. Raises UserError."""

@@ -324,7 +324,7 @@ def test_a_checkpoint_that_is_removed_while_the_loader_is_measured(unbroken, tin
                                                                    monkeypatch):
     folder = tmp_path / "run"
 
-    def rob(loader, workers):
+    def rob(loader, workers, seconds):
         (folder / "checkpoints" / "step-00000012.npz").unlink()
         return 1.0
 

@@ -6,7 +6,7 @@ import io
 import math
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 # upper end of the plot, as a multiple of the highest perplexity in validation, or in training after the first
 # validation
 PERPLEXITY_ROOM = 1.5
+FAST = 1  # level of PNG's compression: files are a tenth larger than at the usual 6, and made in a third of the time
 MAX_POINTS = 750  # longer series are drawn as medians of equal parts, because a plot has not enough pixels
 
 
@@ -63,26 +64,34 @@ DARK = Theme(
 
 
 class Drawing:
-    """A figure that is drawn when its content is requested."""
+    """A figure that is drawn when its content is requested. Each form is drawn once: `Figure.savefig` would draw it
+    twice, to learn its size."""
 
-    def __init__(self, figure: Figure, theme: Theme) -> None:
-        self.figure, self._theme = figure, theme
+    def __init__(self, figure: Figure) -> None:
+        self.figure = figure
 
     @property
     def png(self) -> bytes:
-        return self._saved("png")
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+        return self._printed(FigureCanvasAgg(self.figure).print_png, pil_kwargs={"compress_level": FAST})
 
     @property
     def svg(self) -> bytes:
         """For HTML: sharp at any size, with letters as text. The same figure gives the same bytes."""
-        with matplotlib().rc_context({"svg.fonttype": "none", "svg.hashsalt": "report"}):
-            return _LONG_NUMBER.sub(rb"\1", self._saved("svg", metadata={"Date": None, "Creator": None}))
+        from matplotlib.backends.backend_svg import FigureCanvasSVG
 
-    def _saved(self, form: str, **options: Any) -> bytes:
-        buffer = io.BytesIO()
+        with matplotlib().rc_context({"svg.fonttype": "none", "svg.hashsalt": "report"}):
+            printed = self._printed(FigureCanvasSVG(self.figure).print_svg, metadata={"Date": None, "Creator": None})
+        return _LONG_NUMBER.sub(rb"\1", printed)
+
+    def _printed(self, canvas_print: Callable[..., object], **options: Any) -> bytes:
+        buffer, dpi = io.BytesIO(), self.figure.dpi
         with warnings.catch_warnings():  # matplotlib warns of each letter that its font lacks, and draws a box instead
             warnings.filterwarnings("ignore", "Glyph", UserWarning)
-            self.figure.savefig(buffer, format=form, facecolor=self._theme.background, **options)
+            canvas_print(buffer, **options)
+        self.figure.set_dpi(dpi)  # SVG has another one
+        self.figure.set_layout_engine("none")  # all places are found
         return buffer.getvalue()
 
 
@@ -104,7 +113,7 @@ def throughput(record: RunRecord, theme: Theme) -> Drawing:
     axes.set_ylim(0, 1.15 * min(float(np.max(speeds[counted])), 3 * typical))
     axes.yaxis.set_major_formatter("{x:,g}")
     _legend(axes, theme)
-    return Drawing(figure, theme)
+    return Drawing(figure)
 
 
 def loss(record: RunRecord, theme: Theme) -> Drawing:
@@ -119,7 +128,7 @@ def loss(record: RunRecord, theme: Theme) -> Drawing:
     axes.set_ylim(0, 1.08 * axes.dataLim.ymax)
     _epochs_from_0(axes)
     _legend(axes, theme)
-    return Drawing(figure, theme)
+    return Drawing(figure)
 
 
 def accuracy(record: RunRecord, theme: Theme) -> Drawing:
@@ -139,7 +148,7 @@ def accuracy(record: RunRecord, theme: Theme) -> Drawing:
     axes.set_ylim(0, 102)
     _epochs_from_0(axes)
     _legend(axes, theme)
-    return Drawing(figure, theme)
+    return Drawing(figure)
 
 
 def plugin_metrics(record: RunRecord, theme: Theme) -> Drawing:
@@ -152,7 +161,7 @@ def plugin_metrics(record: RunRecord, theme: Theme) -> Drawing:
         points = [(each.epoch, each.plugin_metrics[name]) for each in record.epochs if name in each.plugin_metrics]
         axes.plot(*zip(*points, strict=True), "o-", color=theme.series[1], **_DOTTED)
         _epochs_from_0(axes)
-    return Drawing(figure, theme)
+    return Drawing(figure)
 
 
 def perplexities(record: RunRecord, best_possible: float | None, theme: Theme) -> Drawing:
@@ -173,7 +182,7 @@ def perplexities(record: RunRecord, best_possible: float | None, theme: Theme) -
         axes.set_ylim(lowest - 0.1 * (top - lowest), top)
     _epochs_from_0(axes)
     _legend(axes, theme)
-    return Drawing(figure, theme)
+    return Drawing(figure)
 
 
 def perplexity_top(record: RunRecord) -> float:
@@ -214,7 +223,7 @@ def gpu(record: RunRecord, theme: Theme) -> Drawing:
             axes.plot(x, y, color=color, linewidth=1.6)
             axes.set_ylim(0, 1.15 * float(y.max()) if row == 2 else 105)
         axes.set_xlim(0, float(hours[-1]) * scale)
-    return Drawing(figure, theme)
+    return Drawing(figure)
 
 
 def time_split(seconds: Mapping[str, float], theme: Theme) -> Drawing:
@@ -235,7 +244,7 @@ def time_split(seconds: Mapping[str, float], theme: Theme) -> Drawing:
         loc="outside lower left", ncols=2, frameon=False, labelcolor=theme.text, fontsize=10,
         handlelength=1.0, handleheight=1.0, columnspacing=2.5,
     )
-    return Drawing(figure, theme)
+    return Drawing(figure)
 
 
 _COLUMNS, _TOP = 6, 58  # pictures in a row; pixels above the first row
@@ -276,7 +285,7 @@ def contact_sheet(shown: Predictions, title: str, note: str) -> bytes:
         if not is_right:
             draw.text((x, y + _LINE), fitting(f"is: {true}", font(16), _PICTURE), theme.text, font(16))
     buffer = io.BytesIO()
-    sheet.save(buffer, "PNG")
+    sheet.save(buffer, "PNG", compress_level=FAST)
     return buffer.getvalue()
 
 
@@ -306,7 +315,7 @@ def precisions(runs: Mapping[str, Mapping[str, RunRecord]], title: str) -> bytes
         right.invert_yaxis()
         right.set_xmargin(0.25)
         _legend(left, theme)
-    return Drawing(figure, theme).png
+    return Drawing(figure).png
 
 
 _DOTTED: dict[str, Any] = {"linewidth": 1.6, "markersize": 4}

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common import imagenet, plugins
+from common.phases import WEIGHTS, phase
 from graph_passes import Ref
 from pipelines.sources import Classes
 from pipelines.transform import Normalisation
@@ -51,6 +52,7 @@ def settings(config: Config, with_sizes: bool = False) -> dict[str, Any]:
     return {name: getattr(config, name) for name in names} | plugin
 
 
+@phase(WEIGHTS)
 def read(place: str, model: str = "") -> Weights:
     """Read the weights of a run folder, a checkpoint, or a file of another program.
 
@@ -86,6 +88,7 @@ def read(place: str, model: str = "") -> Weights:
     return Weights(trained, found.classifier, count, notes)
 
 
+@phase(WEIGHTS)
 def load(place: str, quiet: bool = False) -> Checkpoint:
     """The network to validate, predict with or export. Remarks on a file of another program go to stderr, unless
     `quiet`. Raises UserError."""

@@ -218,8 +218,8 @@ def test_heads(tmp_path: Path, rng: np.random.Generator) -> None:
 
 
 def test_a_convolution_as_classifier(tmp_path: Path, rng: np.random.Generator) -> None:
-    nodes = [node("Conv", "images a", "x"), node("Conv", "x b", "c"), node("GlobalAveragePool", "c", "p"),
-             node("Flatten", "p", "scores")]
+    nodes = [node("Conv", "images a", "x"), node("Relu", "x", "r"), node("Conv", "r b", "c"),
+             node("GlobalAveragePool", "c", "p"), node("Flatten", "p", "scores")]
     constants = {"a": rng.standard_normal((8, 3, 3, 3), np.float32),
                  "b": rng.standard_normal((CLASSES, 8, 1, 1), np.float32)}
     assert_same(tmp_path / "net.onnx", model(nodes, constants), rng)
