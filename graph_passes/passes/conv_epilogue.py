@@ -1,4 +1,5 @@
-"""Fuse bias, addition and ReLU into the epilogue of a convolution, or of a fully connected layer; in INT8 also ReLU6."""
+"""Fuse bias, addition and ReLU into the epilogue of a convolution; in INT8 also ReLU6. Likewise for fully connected
+layers, whose epilogue is an operator of its own."""
 
 from __future__ import annotations
 
@@ -56,8 +57,8 @@ def saturate_clip(graph: Graph) -> Graph:
 
 
 def _before_relu(graph: Graph, node: Node) -> Node | None:
-    """The convolution or fully connected layer with bias whose only reader is this ReLU, or addition and ReLU; the first,
-    if there are two."""
+    """The convolution or fully connected layer with bias that only this ReLU reads, or addition and ReLU; the first, if
+    there are two."""
     if not is_relu(node) and node.op != "AddRelu":
         return None
     found = (graph.only_used_by_one(ref, *_WEIGHTED) for ref in node.inputs)

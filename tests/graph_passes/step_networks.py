@@ -123,7 +123,7 @@ def mobile(layout="NHWC", classes=7):
 
 
 def convnext(layout="NHWC", classes=7):
-    """A 7x7 depthwise convolution, LayerNorm over the channels, GELU between two products, a factor for each channel."""
+    """A 7x7 depthwise convolution, LayerNorm over the channels, GELU between two products, layer scale."""
     x = plain_convolution(mx.sym.Variable("data"), "stem", 8, layout)
     y = plain_convolution(x, "depthwise", 8, layout, 7, 8)
     y = mx.sym.LayerNorm(y, axis=layout.index("C"), eps=1e-6, name="norm")

@@ -158,10 +158,6 @@ MUTATIONS = {
                                            "races", "DepthwiseWgrad"),
     "backwards from beyond the end": ("transpose.cu", "from = order.first", "from = order.first + 1",
                                       "outside of every buffer", "reverse"),
-    "a row of a gradient is left out": ("scale_channels.cu", "blockIdx.y * REDUCE_ROWS + threadIdx.y",
-                                        "blockIdx.y * REDUCE_ROWS + threadIdx.y + 1", None, "ScaleChannelsBackward"),
-    "sums of rows overflow": ("batch_norm.cuh", "(WARPS > SPLITS ? WARPS : SPLITS)", "WARPS", "outside of every buffer",
-                              "ScaleChannelsBackward"),
     "an output is not written": ("layer_norm.cu", "means[row] = of.x;", ";", None, "LayerNorm"),
 }
 
@@ -205,16 +201,31 @@ def test_a_network_of_plain_kernels(name: str, tmp_path: Path, monkeypatch: pyte
     check_network(tmp_path, NETWORKS[name], (3, 11, 9, channels), 5, "float16")
 
 
-def test_padding_that_is_not_zero_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """It does not reach the results of this step, only the padding of weights, and so the results of the next one."""
+# What is changed in which file, in a step of which network, and how the test of that network sees it.
+OF_NETWORKS = {
+    # It does not reach the results of this step, only the padding of weights, and so the results of the next step.
+    "padding is not zero": ("channels.cu", "V v = {};", "V v = from[0];", "hidden layers", "the padding of hidden"),
+    "a row of a gradient is left out": ("scale_channels.cu", "blockIdx.y * REDUCE_ROWS + threadIdx.y",
+                                        "blockIdx.y * REDUCE_ROWS + threadIdx.y + 1", "LayerNorm and GELU",
+                                        "scale_gamma"),
+    "sums of rows overflow": ("batch_norm.cuh", "(WARPS > SPLITS ? WARPS : SPLITS)", "WARPS", "LayerNorm and GELU",
+                              "outside of every buffer"),
+}
+
+
+@pytest.mark.long(but=["padding*"])
+@pytest.mark.parametrize("mutation", OF_NETWORKS)
+def test_a_mutation_is_caught_in_a_network(mutation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                           seed: int) -> None:
+    file, before, after, name, message = OF_NETWORKS[mutation]
     folder = tmp_path / "kernels"
     shutil.copytree(SOURCES, folder)
-    text = (folder / "channels.cu").read_text()
-    assert "V v = {};" in text
-    (folder / "channels.cu").write_text(text.replace("V v = {};", "V v = from[0];"))
+    text = (folder / file).read_text()
+    assert before in text
+    (folder / file).write_text(text.replace(before, after))
     emulate_steps(monkeypatch, seed, folder)
-    with pytest.raises(AssertionError, match="the padding of hidden0_weight"):
-        check_network(tmp_path, NETWORKS["hidden layers"], (2, 11, 9, 4), 5, "float32")
+    with pytest.raises(AssertionError, match=message):
+        check_network(tmp_path, NETWORKS[name], (2, 11, 9, 4), 5, "float32")
 
 
 @pytest.mark.parametrize("name, kernels", [

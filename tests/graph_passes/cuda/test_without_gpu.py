@@ -160,7 +160,8 @@ def lower_graph(graph: Graph, shapes: dict[str, tuple[int, ...]], training: bool
     if training:
         graph = pipeline.training_step(graph, shapes, dtype, price, grouped=group is not None)
     else:
-        graph = pipeline.cover(conv_epilogue(softmax_bias(passes.precision(graph, dtype))), price)
+        graph = passes.precision(passes.layer_scale(graph), dtype)
+        graph = pipeline.cover(conv_epilogue(softmax_bias(graph)), price)
     lowering = lower_to_launches(graph, graph.infer_shapes(shapes), store, persistent, tools)
     lowering.program.load()
     return Lowered(lowering.program, lowering.ready, lowering.buffers, price.choices, graph), store

@@ -1,4 +1,5 @@
-"""Convolutions and fully connected layers: cuDNN plans, alone or fused with BatchNorm's sums, or with bias, addition and ReLU.
+"""Convolutions and fully connected layers by cuDNN's plans. Convolutions are alone, or fused with BatchNorm's sums, or
+with bias, addition and ReLU.
 
     before    x, weight -> Convolution `conv` -> y -> BatchNormStatistics -> sums
     after     x, weight -> ConvolutionStatistics `conv` -> y, sums
@@ -72,7 +73,7 @@ def _operands(builder: Builder, node: Node) -> tuple[Buffer, Buffer, Buffer]:
 def wgrad(builder: Builder, node: Node) -> None:
     """Launch the gradient of the weights."""
     dy, x = builder.input(node, "out_grad"), builder.input(node, "data")
-    filters, *kernel, channels = builder.shapes[Ref(node.name)]
+    _, *kernel, channels = builder.shapes[Ref(node.name)]
     # the parameter's shape, even if this is only a part of its gradient
     shape = (dy.shape[3], *kernel, x.shape[3] if node["num_group"] == 1 else channels)
     dw = builder.output(node, shape=shape)

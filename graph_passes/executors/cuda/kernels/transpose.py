@@ -51,7 +51,7 @@ def _launch(builder: Builder, node: Node, x: Buffer, y: Buffer, axes: Sequence[i
     dimensions = len(x.shape)
     require(dimensions <= 4, node, f"has {dimensions} dimensions: there is a kernel for four at most")
     shape, item_bytes = x.shape, ITEM_BYTES[x.dtype]
-    if axes[-1] == dimensions - 1 and dimensions - 1 not in backwards:  # neighbours stay neighbours: as many as possible
+    if axes[-1] == dimensions - 1 and dimensions - 1 not in backwards:  # neighbours stay neighbours
         together = math.gcd(shape[-1], max(TYPES) // item_bytes)
         shape, item_bytes = (*shape[:-1], shape[-1] // together), item_bytes * together
     items = math.prod(shape)
