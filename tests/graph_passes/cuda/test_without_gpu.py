@@ -117,6 +117,8 @@ class CountingGpu:
     def copy(self, *arguments: int) -> None:
         self.copied.append(arguments)
 
+    def fill(self, address: int, byte: int, num_bytes: int) -> None: ...
+
     def capture(self, enqueue: Callable[[], None]) -> None:
         enqueue()
 
