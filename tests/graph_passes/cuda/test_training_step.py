@@ -20,7 +20,9 @@ from step_networks import (
     elements,
     flattened,
     gradients_alone,
+    hidden_layers,
     mobile,
+    narrow,
     own_kernels,
     pre_activation,
     preferring,
@@ -161,6 +163,11 @@ def random_batch(shapes: dict[str, tuple[int, ...]], seed: int) -> tuple[np.ndar
         ("hard swish, parts and means", mobile(classes=CLASSES), (3, 11, 9, 4), 5, DTYPES),
         ("LayerNorm and GELU", convnext(classes=CLASSES), (3, 11, 9, 4), 5, DTYPES),
         ("functions of elements", elements(classes=CLASSES, prelu=False), (3, 11, 9, 4), 5, DTYPES),
+        ("fully connected layers", hidden_layers(classes=CLASSES), (4, 8, 7, 4), 5, DTYPES),
+        ("fully connected layers of 8 channels", hidden_layers(classes=CLASSES, channels=8), (4, 8, 7, 3), 5, DTYPES),
+        ("channels that are no multiples of 8", narrow(classes=CLASSES), (3, 11, 9, 3), 5, DTYPES),
+        ("residuals of 6 channels", small_network(6), (3, 29, 23, 3), 5, DTYPES),
+        ("squeeze and excitation by 2 channels", efficient(classes=CLASSES, squeeze=2), (3, 11, 9, 4), 5, DTYPES),
         ("dropping_before_batch_norm", dropping(pre_activation(CLASSES)), (5, 9, 7, 4), 5, ("float32",)),
     ) for dtype in dtypes])
 def test_small_network_against_the_reference(cache: Path, network: Any, size: tuple[int, ...], seed: int,
@@ -182,6 +189,7 @@ def test_small_network_against_the_reference(cache: Path, network: Any, size: tu
     assert abs(top1 - wanted["top1"]) <= 1 and abs(top5 - wanted["top5"]) <= 1, "but for a near tie"
     got = step.get_gradients()
     assert got.keys() == params.keys()
+    check_padding(step)
     if "c1_bn_beta" in got:  # size of the terms that cancel: the next BatchNorm removes the constant
         limit = SMALL[dtype] * np.linalg.norm(gradients["c1_bn_gamma"])
         assert max(np.linalg.norm(grads.pop("c1_bn_beta")) for grads in (got, gradients)) < limit
@@ -204,6 +212,15 @@ def test_small_network_against_the_reference(cache: Path, network: Any, size: tu
     step.infer()
     assert relative_error(step.probabilities(), oracle.forward(data, label)) < SMALL[dtype]
     assert step.read_metrics()[3] == size[0] - 1
+
+
+def check_padding(step: TrainingStep) -> None:
+    """The padding of all gradients is 0, so that of the parameters stays 0."""
+    for name, buffer in step.store.gradients.items():
+        parameter = step.store.parameters[name]
+        whole = Device(step.gpu, step.kernels).get(buffer.address, parameter.device_shape, buffer.dtype)
+        inner = parameter.to_device(parameter.to_canonical(whole)).reshape(whole.shape)
+        assert np.array_equal(whole, inner), f"the padding of {name}"
 
 
 def written_tensors(step: TrainingStep, shapes: dict[str, tuple[int, ...]]) -> dict[Ref, np.ndarray]:
