@@ -9,7 +9,7 @@ reads the same files of weights. For each network the program counts the photogr
 five:
 
     fp32, fp16, bf16     `validate` in this precision; fp16 and bf16 need a GPU
-    INT8 CALIBRATION     `quantize`, calibrated on 512 of the photographs, and `validate --int8`; a GPU has kernels for it
+    INT8 CALIBRATION     `quantize`, calibrated on 512 of the photographs, and `validate --int8`
     predict              the command `predict`, in its own precision: fp32 on a CPU, fp16 on a GPU
     embed                the classifier's weights applied to what `embed` gives
     ONNX Runtime         the file of `export --onnx`, in ONNX Runtime, on the loader's images

@@ -128,7 +128,7 @@ def test_names_of_parameters(name: str) -> None:
     params, aux = network.shapes()
     exported = {parameter.removeprefix(net.prefix) for parameter in net.collect_params()}
     assert params.keys() | aux.keys() == exported
-    (published,) = models.published(name)
+    *_, published = models.published(name)
     saved = {place: parameter.name.removeprefix(net.prefix)
              for place, parameter in net._collect_params_with_prefix().items()}
     assert {published.name(ours): ours for ours in exported} == saved
