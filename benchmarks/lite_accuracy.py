@@ -103,7 +103,7 @@ def quantised(file: Path, data: Path, method: str, num_images: int) -> Line:
     with tempfile.TemporaryDirectory() as folder:
         copy = shutil.copy(file, folder)
         with rm.load(copy) as net, net.quantize(data=data, calibration=method, images=num_images) as int8:
-            return validated(int8, data, device=int8.device)
+            return validated(int8, data, device=int8.device.partition("(")[0])
 
 
 def predicted(net: rm.TrainedNetwork, files: Sequence[Path], labels: np.ndarray) -> Line:
