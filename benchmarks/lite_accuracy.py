@@ -27,6 +27,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -161,12 +162,12 @@ def ways(number: int, arguments: Options, folder: Path) -> Iterator[tuple[str, C
         on_gpu = net.device.startswith("gpu")
         yield "fp32", lambda: validated(net, data, dtype="float32", tf32=False)
         for name, dtype in (("fp16", "float16"), ("bf16", "bfloat16")) if on_gpu else ():
-            yield name, lambda dtype=dtype: validated(net, data, dtype=dtype)
+            yield name, partial(validated, net, data, dtype=dtype)
         yield "ONNX Runtime", lambda: in_onnx_runtime(net, data, folder)
         yield "predict", lambda: predicted(net, files, labels)
         yield "embed", lambda: embedded(net, files, labels)
     for method in METHODS:
-        yield f"INT8 {method}", lambda method=method: quantised(file, data, method, arguments.images)
+        yield f"INT8 {method}", partial(quantised, file, data, method, arguments.images)
 
 
 # --- results ---

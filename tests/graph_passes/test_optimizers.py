@@ -218,7 +218,7 @@ for name, create, epsilon in (("torch", torch.optim.RMSprop, 1e-30), ("timm", ti
     parameter = torch.nn.Parameter(torch.tensor(weight))
     optimizer = create([parameter], lr=rate, alpha=0.9, momentum=0.9, weight_decay=decay, eps=epsilon)
     if name == "timm":
-        optimizer.state[parameter] = {"step": 0, "square_avg": torch.zeros_like(parameter),
+        optimizer.state[parameter] = {"step": torch.zeros(()), "square_avg": torch.zeros_like(parameter),
                                       "momentum_buffer": torch.zeros_like(parameter)}
     for gradient in gradients:
         parameter.grad = gradient
