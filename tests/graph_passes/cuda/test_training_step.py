@@ -49,6 +49,7 @@ from graph_passes.optimizers.adamw import AdamW
 from graph_passes.optimizers.lamb import LAMB
 from graph_passes.optimizers.lars import LARS
 from graph_passes.optimizers.lion import Lion
+from graph_passes.optimizers.rmsprop import RMSProp
 from graph_passes.optimizers.sgd import SGD
 from train import models
 from train.models.network import init_params
@@ -564,6 +565,7 @@ RULES = {
     "sgd": SGD(weight_decay=1e-2), "nesterov": SGD(weight_decay=1e-2, nesterov=True),
     "lars": LARS(weight_decay=1e-2, trust_coefficient=0.1), "adamw": AdamW(weight_decay=5e-2),
     "lamb": LAMB(weight_decay=2e-2, epsilon=1e-6), "lion": Lion(weight_decay=5e-2),
+    "rmsprop": RMSProp(weight_decay=5e-2),
 }
 
 
@@ -749,8 +751,8 @@ def test_images_of_other_sizes(cache: Path) -> None:
     assert step.gpu.memory()[0] > before - 2**23, "memory of sizes gone by is still taken"
 
 
-@pytest.mark.parametrize("rule", [SGD(), LARS(), AdamW(), LAMB(), Lion()],
-                         ids=["sgd", "lars", "adamw", "lamb", "lion"])
+@pytest.mark.parametrize("rule", [SGD(), LARS(), AdamW(), LAMB(), Lion(), RMSProp()],
+                         ids=["sgd", "lars", "adamw", "lamb", "lion", "rmsprop"])
 def test_deterministic_runs_give_equal_bits(cache: Path, tmp_path: Path, rule: Rule) -> None:
     """Deterministic runs give equal bits whatever the cache contains, with a batch that takes many blocks of every
     kernel."""
