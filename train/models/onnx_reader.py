@@ -338,10 +338,11 @@ def _arithmetic(reader: _Reader, call: Call) -> Ref:
     if number.size == 1:
         return reader.add(_WITH_NUMBER[call.op], call.name, [data], scalar=number.item())
     dense = reader.nodes[data.node]
-    if call.op == "Add" and dense.op == "FullyConnected" and dense["no_bias"] and number.size == dense["num_hidden"]:
+    if call.op == "Add" and dense.op == "FullyConnected" and dense["no_bias"] and number.size == number.shape[-1] == (
+            dense["num_hidden"]):
+        # another layer with the same weight: others may read the product without the bias, which is left out if not
         bias = reader.parameter(f"{dense.name}_bias", number.reshape(-1))
-        del reader.nodes[dense.name]
-        return reader.put(dense.with_attrs(no_bias=False).replace(inputs=(*dense.inputs, bias)))
+        return reader.add("FullyConnected", call.name, (*dense.inputs, bias), **dense.attrs | {"no_bias": False})
     raise call.error(f"has a constant of the shape {number.shape}: only single numbers and biases are supported")
 
 
@@ -453,10 +454,12 @@ def _erf(reader: _Reader, call: Call) -> Ref:
     for node in reader.model.graph.node:
         for name in node.input:
             readers.setdefault(name, []).append(node)
+    for output in reader.model.graph.output:
+        readers.setdefault(output.name, []).append(None)
 
     def step(name: str, op: str) -> tuple[Any, str]:
         """The only node that reads a value, and the other value that it reads."""
-        if len(found := readers.get(name, [])) != 1 or found[0].op_type != op:
+        if len(found := readers.get(name, [])) != 1 or found[0] is None or found[0].op_type != op:
             raise call.error("is no part of a GELU, x * (1 + erf(x / sqrt(2))) * 0.5: only that is supported")
         return found[0], next(each for each in found[0].input if each != name)
 

@@ -217,6 +217,16 @@ def test_heads(tmp_path: Path, rng: np.random.Generator) -> None:
     np.testing.assert_allclose(by_us(tmp_path / "softmax.onnx", content, images), wanted, atol=1e-5)
 
 
+@pytest.mark.parametrize("order", ["z m", "m z"])
+def test_a_product_that_is_read_with_and_without_its_bias(order: str, tmp_path: Path, rng: np.random.Generator) -> None:
+    nodes = [node("Conv", "images a", "x"), node("GlobalAveragePool", "x", "p"), node("Flatten", "p", "f"),
+             node("MatMul", "f v", "m"), node("Add", "m b", "z"), node("Sigmoid", order.split()[0], "gate"),
+             node("Mul", f"gate {order.split()[1]}", "both"), node("Gemm", "both w", "scores")]
+    constants = {name: rng.standard_normal(shape, np.float32) for name, shape in (
+        ("a", (8, 3, 3, 3)), ("v", (8, 6)), ("b", (6,)), ("w", (6, CLASSES)))}
+    assert_same(tmp_path / "net.onnx", model(nodes, constants), rng)
+
+
 def test_a_convolution_as_classifier(tmp_path: Path, rng: np.random.Generator) -> None:
     nodes = [node("Conv", "images a", "x"), node("Relu", "x", "r"), node("Conv", "r b", "c"),
              node("GlobalAveragePool", "c", "p"), node("Flatten", "p", "scores")]
