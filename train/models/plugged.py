@@ -57,6 +57,7 @@ def in_our_form(what: str, network: Symbol | Graph, num_classes: int, size: int)
     graph = without_loss(network if isinstance(network, Graph) else _read(what, network))
     check_operators(what, graph)
     _check_classes(what, graph, num_classes)
+    graph = passes.reading_nhwc(graph, default="NHWC")
     whole = _whole_windows(_checked(what, _in_nhwc(graph), size), size)
     return _in_nhwc(graph.rewrite(lambda node: node.with_attrs(global_pool=True) if node.name in whole else None))
 
@@ -164,7 +165,7 @@ def _check_any_size(what: str, graph: Graph) -> None:
 
 
 def _in_nhwc(graph: Graph) -> Graph:
-    return passes.layout(graph, "NHWC", inputs=["data"])
+    return passes.layout(graph, "NHWC")
 
 
 def _whole_windows(graph: Graph, size: int) -> frozenset[str]:

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 from common import imagenet, plugins
 from common.phases import WEIGHTS, phase
-from graph_passes import Ref
 from pipelines.sources import Classes
 from pipelines.transform import Normalisation
 from train import checkpoint, models
@@ -132,8 +131,8 @@ def _network_beside(path: Path) -> str:
     """The name of the network that lies beside an MXNet parameter file, by MXNet's names of such files: net-symbol.json
     beside net-0000.params. It is loaded as a plug-in. Raises UserError.
 
-    "": there is none, or it begins with other layers than a convolution, such as the BatchNorm of the images in Gluon's
-    ResNet v2; then a network of this program with these arrays is better, which has that one in the normalisation.
+    "": there is none, or it begins with a BatchNorm of the images, as Gluon's ResNet v2 does; then a network of this
+    program with these arrays is better, which has that one in the normalisation.
     """
     numbered = re.fullmatch(r"(.+)-\d{4}\.params", path.name)
     symbol = path.with_name(f"{numbered[1]}-symbol.json") if numbered else path
@@ -142,8 +141,9 @@ def _network_beside(path: Path) -> str:
     plugins.load([str(symbol)])
     registered = plugins.find("model", symbol.name)
     assert registered
-    is_first = all(node.op == "Convolution" for node in registered.made.graph.consumers[Ref("data")])
-    return symbol.name if is_first else ""
+    of_images = any(node.op == "BatchNorm" and node.inputs[0].node in ("data", "data_nchw")
+                    for node in registered.made.graph)
+    return "" if of_images else symbol.name
 
 
 def _own_checkpoint(place: str) -> Checkpoint:

@@ -59,6 +59,28 @@ def saved(symbol: Any, folder: Path, rng: np.random.Generator, shape: tuple[int,
     return folder / "net-0003.params"
 
 
+def swapped_colours(data: Any) -> Any:
+    return mx.sym.Concat(*(mx.sym.slice_axis(data, axis=1, begin=place, end=place + 1) for place in (2, 1, 0)), dim=1)
+
+
+@pytest.mark.parametrize("first", [mx.sym.Flatten, lambda data: data, swapped_colours, lambda data: data * 2 - 0.3,
+                                   lambda data: mx.sym.mean(data, axis=3)])
+@pytest.mark.parametrize("has_convolution", [False, True])
+def test_operators_that_read_images_read_them_in_nchw(first: Callable[[Any], Any], has_convolution: bool,
+                                                      tmp_path: Path, rng: np.random.Generator) -> None:
+    images = rng.standard_normal((2, SIZE, SIZE, 3), np.float32)
+    data = mx.sym.Variable("data")
+    x = first(mx.sym.Convolution(data, num_filter=3, kernel=(1, 1), name="c") if has_convolution else data)
+    file = saved(mx.sym.SoftmaxOutput(mx.sym.FullyConnected(x, num_hidden=CLASSES, name="fc"), name="softmax"),
+                 tmp_path, rng, (1, 3, SIZE, SIZE))
+    found = weights.read(str(file))
+    computes = create_executor("mxnet", models.create("net-symbol.json", CLASSES, images=SIZE).graph,
+                               {"data": images.shape, "softmax_label": (2,)})
+    computes.set_params(found.trained.params, found.trained.aux)
+    np.testing.assert_allclose(computes.forward(mx.nd.array(images)).asnumpy(),
+                               by_mxnet(file, images.transpose(0, 3, 1, 2)), atol=1e-5)
+
+
 def by_mxnet(file: Path, images: np.ndarray) -> np.ndarray:
     symbol, params, aux = mx.model.load_checkpoint(str(file).removesuffix("-0003.params"), 3)
     bound = symbol.simple_bind(mx.cpu(), data=images.shape, grad_req="null")
