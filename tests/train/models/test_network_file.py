@@ -203,6 +203,9 @@ WRONG = {
     "mx.sym.FullyConnected(mx.sym.Variable('images'), num_hidden=3)": "has no input named data",
     f"mx.sym.FullyConnected(mx.sym.Pooling({DATA}, kernel=(2, 2), pooling_convention='same', name='p'), num_hidden=3)":
         "does not fit images of 224 pixels in NHWC: Pooling 'p' has pooling_convention='same'",
+    f"mx.sym.FullyConnected(mx.sym.Pooling({DATA}, kernel=(3, 3), stride=(3, 3), pad=(1, 1), name='p', "
+    "pooling_convention='full'), num_hidden=3)":
+        "Pooling 'p' has windows outside its 224x224 input (kernel=(3, 3), stride=(3, 3), pad=(1, 1)",
     f"mx.sym.FullyConnected(mx.sym.LeakyReLU({DATA}, act_type='rrelu', name='r')[0], num_hidden=3)":
         "LeakyReLU with act_type='rrelu' draws its slopes at random",
 }

@@ -341,6 +341,17 @@ def test_what_is_refused(name: str, tmp_path: Path, rng: np.random.Generator) ->
     assert refused(file).startswith(f"{file}: {sentence}")
 
 
+@pytest.mark.parametrize("op", ["MaxPool", "AveragePool"])
+def test_a_window_of_padding_alone_is_refused(op: str, tmp_path: Path, rng: np.random.Generator) -> None:
+    """ONNX leaves it out, and MXNet does not. The other windows that reach beyond the padding are right."""
+    file = tmp_path / "net.onnx"
+    file.write_bytes(around(*one(op, kernel_shape=[2, 2], strides=[2, 2], pads=[1] * 4, ceil_mode=1)(rng), rng))
+    assert "Pooling 'y' has windows outside its 15x15 input (kernel=(2, 2), stride=(2, 2), pad=(1, 1)" in refused(file)
+    for stride in (2, 3):
+        last = one(op, kernel_shape=[4, 4], strides=[stride] * 2, pads=[1] * 4, ceil_mode=1)
+        assert_same(tmp_path / f"last{stride}.onnx", around(*last(rng), rng), rng)
+
+
 def refused(file: Path) -> str:
     with pytest.raises(UserError) as error:
         weights.read(str(file))
