@@ -67,7 +67,7 @@ def read_json(file: str, content: bytes) -> NetworkOfFile:
                          ) from None
     except GraphError as error:
         raise TrainError(str(error)) from None
-    graph = _without_copies(plugged.without_loss(graph))
+    graph = _without_copies(plugged.without_loss(file, graph))
     plugged.check_operators(file, graph)
     try:
         shape = integers(graph["data"].attrs.get("__shape__", "()"))

@@ -208,6 +208,14 @@ WRONG = {
         "Pooling 'p' has windows outside its 224x224 input (kernel=(3, 3), stride=(3, 3), pad=(1, 1)",
     f"mx.sym.FullyConnected(mx.sym.LeakyReLU({DATA}, act_type='rrelu', name='r')[0], num_hidden=3)":
         "LeakyReLU with act_type='rrelu' draws its slopes at random",
+    f"mx.sym.softmax(mx.sym.FullyConnected({DATA}, num_hidden=3), temperature=0.5, name='s')":
+        "ends in softmax (s) with temperature=0.5 and axis=-1: let it end in the scores",
+    f"mx.sym.softmax(mx.sym.FullyConnected({DATA}, num_hidden=3), axis=0, name='s')":
+        "ends in softmax (s) with temperature=1 and axis=0: let it end in the scores",
+    f"mx.sym.SoftmaxOutput(mx.sym.softmax(mx.sym.FullyConnected({DATA}, num_hidden=3), name='s'))":
+        "ends in softmax (s): let it end in the classes' scores",
+    f"mx.sym.FullyConnected(mx.sym.softmax({DATA}, temperature=2, name='s'), num_hidden=3)":
+        "softmax 's' has temperature=2, which no executor here has",
 }
 
 
