@@ -193,6 +193,25 @@ def test_a_shape_that_is_none(tmp_path: Path) -> None:
         plugins.load([str(tmp_path / "net.json")])
 
 
+def test_the_network_of_one_file_is_none_of_another(tmp_path: Path, rng: np.random.Generator) -> None:
+    """Two networks have equal arrays. The second file lacks its network, which only the first one has."""
+    def network(act_type: str) -> Any:
+        x = mx.sym.Convolution(mx.sym.Variable("data"), num_filter=8, kernel=(3, 3), name="c1")
+        x = mx.sym.Pooling(mx.sym.Activation(x, act_type=act_type), global_pool=True, kernel=(1, 1), pool_type="avg")
+        return mx.sym.SoftmaxOutput(mx.sym.FullyConnected(x, num_hidden=CLASSES, name="fc"), name="softmax")
+
+    for name, act_type in (("one", "relu"), ("two", "sigmoid")):
+        (tmp_path / name).mkdir()
+        file = saved(network(act_type), tmp_path / name, rng, (1, 3, SIZE, SIZE))
+        for each in (file, file.with_name("net-symbol.json")):
+            each.rename(each.with_name(each.name.replace("net", name)))
+    assert weights.read(str(tmp_path / "one/one-0003.params")).trained.config.model == "one-symbol.json"
+    assert weights.read(str(tmp_path / "two/two-0003.params")).trained.config.model == "two-symbol.json"
+    (tmp_path / "two/two-symbol.json").unlink()
+    with pytest.raises(UserError, match="belongs to no network of this program"):
+        weights.read(str(tmp_path / "two/two-0003.params"))
+
+
 DATA = "mx.sym.Variable('data')"
 WRONG = {
     f"mx.sym.FullyConnected(mx.sym.LRN({DATA}, nsize=5, name='norm'), num_hidden=3)":
