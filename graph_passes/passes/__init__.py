@@ -13,7 +13,7 @@ from graph_passes.passes.fold_bn import fold_bn, fold_bn_params, fold_frozen, fo
 from graph_passes.passes.freeze import BACKBONE, freeze, slow_backbone
 from graph_passes.passes.gradient import gradient, gradient_add, output_names
 from graph_passes.passes.layer_scale import layer_scale
-from graph_passes.passes.layout import layout, weight_layouts
+from graph_passes.passes.layout import layout, reading_nhwc, weight_layouts
 from graph_passes.passes.loss import binary_cross_entropy, custom_loss, stock_loss, weigh_classes
 from graph_passes.passes.memory import MemoryPlan, memory
 from graph_passes.passes.precision import precision, tensor_dtypes
@@ -43,6 +43,7 @@ __all__ = [
     "memory",
     "output_names",
     "precision",
+    "reading_nhwc",
     "remove_dropout",
     "slow_backbone",
     "stochastic_depth",
