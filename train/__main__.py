@@ -24,14 +24,14 @@ from train import run_folder
 from train.command_line import COMMANDS, OF_ONE_PROCESS, PROG, command_options, understood, with_plugins
 from train.errors import TrainError
 from train.presets import presets
-from train.processes.invocation import is_of_several
+from train.processes.invocation import is_of_several, naming_machine
 from train.processes.pulse import pulse
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run a command and return the exit code. A user's mistake is printed on stderr as one sentence, with code 2."""
     try:
-        return exit_code_of(partial(_run, arguments))
+        return exit_code_of(naming_machine()(partial(_run, arguments)))
     finally:
         run_folder.give_back()
 

@@ -20,7 +20,7 @@ from common.mxnet_compat import mx
 from graph_passes.executors import Executor
 from train.errors import LostProcessError, NoHorovodError, TrainError
 from train.processes.allreduce import BucketAllReduce
-from train.processes.invocation import is_of_several
+from train.processes.invocation import is_of_several, machine
 from train.processes.pulse import pulse
 
 if TYPE_CHECKING:
@@ -191,9 +191,12 @@ class Workers:
             if not self._hvd:
                 raise
             mistake = str(error)
-        mistakes = [found for found in self.gather(mistake) if found]
+        found = self.gather((machine(), mistake))
+        mistakes = [(name, sentence) for name, sentence in found if sentence]
         if mistakes:
-            raise TrainError(mistakes[0], on_all_ranks=True)
+            name, sentence = mistakes[0]
+            is_own = name and len(mistakes) < len(found)  # of this machine, which the sentence then names
+            raise TrainError(f"on {name}: {sentence}" if is_own else sentence, on_all_ranks=True)
 
 
 class _ArrayAllReduce:
