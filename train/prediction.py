@@ -24,6 +24,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 from PIL import Image
 
+from common import plugins
 from common.phases import IMAGES, phase
 from graph_passes.executors import Executor
 from graph_passes.executors.base import parse_device
@@ -216,6 +217,7 @@ class Predictor:
         self.trained, self.place = prepared.trained, options.checkpoint
         # Both take milliseconds to find, because the network's graph is built for that.
         self.num_classes, self.num_features = self.trained.num_classes, features_of(self.trained)
+        self._network = plugins.find("model", self.trained.config.model)  # None: it is this program's own
         self._loaders: Kept[DaliLoader] = Kept(KEPT_LOADERS)
         self._executors: Kept[Scores | Features] = Kept(KEPT_EXECUTORS)
         self._sizes: dict[type, int] = {}  # batch size of the cuda executor of each kind
@@ -357,9 +359,10 @@ class Predictor:
         def make() -> Scores | Features:
             self._sizes[kind] = size
             config = replace(self.prepared.config, batch_size=size)
-            if kind is Scores:
-                return Scores(self.prepared, config)
-            return Features(self.trained, config, self.prepared.placement)
+            with plugins.known_again(self._network):
+                if kind is Scores:
+                    return Scores(self.prepared, config)
+                return Features(self.trained, config, self.prepared.placement)
 
         return self._executors.get(key, make)
 

@@ -193,6 +193,11 @@ def test_a_shape_that_is_none(tmp_path: Path) -> None:
         plugins.load([str(tmp_path / "net.json")])
 
 
+def scores(network: Any, images: np.ndarray) -> list[list[float]]:
+    return [[guess.probability for guess in sorted(each.guesses, key=lambda guess: guess.index)]
+            for each in network.predict(images, top=CLASSES)]
+
+
 def test_the_network_of_one_file_is_none_of_another(tmp_path: Path, rng: np.random.Generator) -> None:
     """Two networks have equal arrays. The second file lacks its network, which only the first one has."""
     def network(act_type: str) -> Any:
@@ -207,6 +212,16 @@ def test_the_network_of_one_file_is_none_of_another(tmp_path: Path, rng: np.rand
             each.rename(each.with_name(each.name.replace("net", name)))
     assert weights.read(str(tmp_path / "one/one-0003.params")).trained.config.model == "one-symbol.json"
     assert weights.read(str(tmp_path / "two/two-0003.params")).trained.config.model == "two-symbol.json"
+    images = rng.integers(0, 256, (2, SIZE, SIZE, 3), np.uint8)
+    places = [str(tmp_path / f"{folder}/{folder}-0003.params") for folder in ("one", "two")]
+    alone = [scores(rm.load(place), images) for place in places]
+    for folder in ("one", "two"):  # equal names: each loaded network stays what it was
+        for each in (tmp_path / folder).iterdir():
+            each.rename(each.with_name(each.name.replace(folder, "net", 1)))
+    loaded = [rm.load(str(tmp_path / f"{folder}/net-0003.params")) for folder in ("one", "two")]
+    np.testing.assert_array_equal([scores(each, images) for each in loaded], alone)
+    for each in (tmp_path / "two").iterdir():
+        each.rename(each.with_name(each.name.replace("net", "two", 1)))
     (tmp_path / "two/two-symbol.json").unlink()
     with pytest.raises(UserError, match="belongs to no network of this program"):
         weights.read(str(tmp_path / "two/two-0003.params"))
