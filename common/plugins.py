@@ -206,6 +206,24 @@ def forgotten() -> Iterator[None]:
         _loaded.update(loaded)
 
 
+@contextlib.contextmanager
+def known_again(registered: Registered | None) -> Iterator[None]:
+    """Inside, an object has its name again, which another one of the same name may have taken since."""
+    if registered is None:
+        yield
+        return
+    key = registered.kind, registered.name
+    now = _registered.get(key)
+    _registered[key] = registered
+    try:
+        yield
+    finally:
+        if now:
+            _registered[key] = now
+        else:
+            del _registered[key]
+
+
 def restore(records: Sequence[str], place: str, run_folder: str = "",
             is_enough: Callable[[], bool] = lambda: False) -> None:
     """Load the plug-ins recorded by a run or checkpoint at `place`, until there `is_enough`. A plug-in that the user

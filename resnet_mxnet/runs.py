@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from common.phases import phases
 from resnet_mxnet.networks import TrainedNetwork, load
 from train.command_line import values_of
 from train.commands import train as command
@@ -86,6 +87,7 @@ def train(*, callbacks: Sequence[Any] = (), **options: Any) -> Run:
         StoppedBySignal: Ctrl-C (in a notebook: interrupt), SIGTERM or SIGHUP arrived, in the main thread. The run is
             saved; `train(resume=folder)` resumes it. In other threads signals are left to the program.
     """
+    phases.begin()
     return Run.read(command.run(values_of(Config, options, command="train"), callbacks))
 
 

@@ -24,6 +24,7 @@ from train.processes.signals import StoppedBySignal
 # Horovod's exceptions that end a session of an elastic run; the next session continues (compared by name, as in
 # distributed.py).
 SESSION_ENDS = ("HorovodInternalError", "HostsUpdatedInterrupt")
+ON_CHECKPOINT = "on_checkpoint"
 
 
 @dataclass
@@ -97,6 +98,11 @@ class Callbacks:
         return bool(self._registered)
 
     @property
+    def hear_checkpoints(self) -> bool:
+        """Whether any of them is told of checkpoints; equal in all processes."""
+        return any(hasattr(each.made, ON_CHECKPOINT) or each.name == ON_CHECKPOINT for each in self._registered)
+
+    @property
     def wish(self) -> Wish:
         return Wish(self._run.reason, self._failure)
 
@@ -114,7 +120,7 @@ class Callbacks:
 
     def saved(self, path: Path) -> None:
         """A checkpoint has been written."""
-        self._call("on_checkpoint", path)
+        self._call(ON_CHECKPOINT, path)
 
     def end(self, reason: str) -> None:
         self._call("on_run_end", reason)

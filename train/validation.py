@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from common.errors import UserError
+from common.phases import VALIDATION, phase
 from graph_passes.executors import Executor, Metrics
 from pipelines import Batch, Loader
 from train.processes.distributed import Workers
@@ -27,6 +28,7 @@ class Validation(NamedTuple):
     outcomes: Outcomes
 
 
+@phase(VALIDATION)
 def validate(
     executor: Executor, loader: Loader, workers: Workers, stop: Callable[[], bool] = lambda: False,
     progress: Callable[[int], None] | None = None, each: Each | None = None,

@@ -58,7 +58,7 @@ def test_commands_have_the_options_that_they_use():
     """All are options of training, declared once, except the command's own."""
     names = {kind: {field.name for field in dataclasses.fields(kind)}
              for kind in (Config, ValidateOptions, BenchmarkOptions, CompareOptions)}
-    assert names[ValidateOptions] - names[Config] == {"checkpoint", "report", "int8", "output_"}
+    assert names[ValidateOptions] - names[Config] == {"checkpoint", "report", "int8", "output_", "profile_start"}
     assert names[BenchmarkOptions] - names[Config] == {field.name for field in dataclasses.fields(Measurement)}
     assert names[Config] - names[CompareOptions] == {"resume", "weights"}
     for kind in (ValidateOptions, BenchmarkOptions):
@@ -238,6 +238,8 @@ def test_another_optimizer_than_the_preset_s_brings_its_own_recipe():
     assert constants("--optimizer", "lamb", "--learning-rate", "0.5") == (0.5, 0.02, 1e-6)
     assert constants("--optimizer", "lion") == (2.5e-5, 0.5, 1e-8)
     assert configure({"optimizer": "lion"}, preset).betas == (0.9, 0.99)
+    assert constants("--optimizer", "rmsprop") == (0.016, 1e-5, 1e-3)
+    assert configure({"optimizer": "rmsprop"}, preset).momentum == 0.9
     resumed = dataclasses.replace(preset, optimizer="lamb", learning_rate=0.125)
     assert constants("--optimizer", "lamb", default=resumed) == (0.125, preset.weight_decay, 1e-8)
 

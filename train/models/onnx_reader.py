@@ -26,8 +26,9 @@ Weights = dict[str, np.ndarray]
 
 
 class Read(NamedTuple):
-    """A model. `graph`: from the variable `data` to the model's output, without a softmax at its end. `weights`: by the
-    names of the graph's variables, in its layout, mostly NCHW. `size`: height and width of the images; 0: any."""
+    """A model. `graph`: from the variable `data`, images in NHWC, to the model's output, without a softmax at its end.
+    `weights`: by the names of the graph's variables, in its layout, mostly NCHW. `size`: height and width of the
+    images; 0: any."""
 
     graph: Graph
     weights: Weights
@@ -86,7 +87,8 @@ class _Reader:
                 name = f"{node.domain}.{node.op_type}".lstrip(".")
                 raise GraphError(f"the operator {name} ({node.name or node.output[0]}) is not one that this program "
                                  f"reads, which are {', '.join(sorted(OPERATORS))}; or add it ({plugins.WALKS})")
-        self.tensors[inputs[0]] = self.put(Node(VARIABLE, "data"))
+        size = self._size(inputs[0])
+        self.tensors[inputs[0]] = self._images(inputs[0], needed)
         for node in needed:
             if not {*node.output} & (self.constants.keys() | self.tensors.keys()):
                 results = OPERATORS[node.op_type](self, Call(self, node))
@@ -96,7 +98,7 @@ class _Reader:
             raise GraphError("its output is a constant: it has no network")
         graph = Graph(self.nodes.values(), [self.tensors[outputs[0].name]])
         return Read(graph, {name: self.weights[name] for name in graph.variables if name != "data"},
-                    self._size(inputs[0]))
+                    size)
 
     def _needed(self, output: str) -> list[Any]:
         """The nodes that the output depends on, in order, but for what only computes the shape of a Reshape."""
@@ -116,6 +118,16 @@ class _Reader:
             raise GraphError(f"its input {data} has the shape {self.shapes.get(data)}: a network for images reads "
                              "(N, 3, size, size)")
         return lengths.pop() if lengths else 0
+
+    def _images(self, name: str, needed: list[Any]) -> Ref:
+        """The images of the model, from the network's `data` in NHWC. They are in NCHW, as ONNX's operators read them,
+        unless their shape or the transposes before these operators say otherwise."""
+        data, shape = self.put(Node(VARIABLE, "data")), self.shapes[name]
+        readers = [node for node in needed if name in node.input]
+        is_transposed = all(Call(self, node).attrs.get("perm") == [0, 3, 1, 2] for node in readers)
+        if shape[1] != 3 and (shape[3] == 3 or is_transposed):
+            return data
+        return self.add("transpose", "data_nchw", [data], axes=(0, 3, 1, 2))
 
     def rank(self, name: str) -> int | None:
         """How many dimensions a value has; None: not known."""
@@ -338,10 +350,11 @@ def _arithmetic(reader: _Reader, call: Call) -> Ref:
     if number.size == 1:
         return reader.add(_WITH_NUMBER[call.op], call.name, [data], scalar=number.item())
     dense = reader.nodes[data.node]
-    if call.op == "Add" and dense.op == "FullyConnected" and dense["no_bias"] and number.size == dense["num_hidden"]:
+    if call.op == "Add" and dense.op == "FullyConnected" and dense["no_bias"] and number.size == number.shape[-1] == (
+            dense["num_hidden"]):
+        # another layer with the same weight: others may read the product without the bias, which is left out if not
         bias = reader.parameter(f"{dense.name}_bias", number.reshape(-1))
-        del reader.nodes[dense.name]
-        return reader.put(dense.with_attrs(no_bias=False).replace(inputs=(*dense.inputs, bias)))
+        return reader.add("FullyConnected", call.name, (*dense.inputs, bias), **{**dense.attrs, "no_bias": False})
     raise call.error(f"has a constant of the shape {number.shape}: only single numbers and biases are supported")
 
 
@@ -453,10 +466,12 @@ def _erf(reader: _Reader, call: Call) -> Ref:
     for node in reader.model.graph.node:
         for name in node.input:
             readers.setdefault(name, []).append(node)
+    for output in reader.model.graph.output:
+        readers.setdefault(output.name, []).append(None)
 
     def step(name: str, op: str) -> tuple[Any, str]:
         """The only node that reads a value, and the other value that it reads."""
-        if len(found := readers.get(name, [])) != 1 or found[0].op_type != op:
+        if len(found := readers.get(name, [])) != 1 or found[0] is None or found[0].op_type != op:
             raise call.error("is no part of a GELU, x * (1 + erf(x / sqrt(2))) * 0.5: only that is supported")
         return found[0], next(each for each in found[0].input if each != name)
 

@@ -15,12 +15,14 @@ from __future__ import annotations
 import ctypes
 import functools
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from graph_passes.executors.cuda.buckets import Bucket
-from graph_passes.executors.cuda.executor import CudaExecutor
 from train.errors import TrainError
 from train.processes.pulse import pulse
+
+if TYPE_CHECKING:
+    from graph_passes.executors.cuda.buckets import Bucket
+    from graph_passes.executors.cuda.executor import CudaExecutor
 
 LIBRARY = "bucket_allreduce.so"  # in the folder of Horovod's library, which it links
 ON_HOST = -1

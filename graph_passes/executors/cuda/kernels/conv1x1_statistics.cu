@@ -14,37 +14,24 @@ constexpr int SUM_WARPS = MMA_WARPS / 2, BLOCK = THREADS + SUM_WARPS * WARP;
 // Barrier of the MMA warps and the summing warps.
 constexpr NamedBarrier<2, (MMA_WARPS + SUM_WARPS) * WARP> sync_mma_and_sum_warps{};
 
-// m = relu(BatchNorm(x)) for 16 columns of a warp's rows, the `pair`-th such group. The bits equal those of batch_norm.cu.
-template <class T> __device__ inline void normalise(const Affine &of, const uint4 *x, int pair, int lane, uint32 (&m)[4]) {
-    ldmatrix_x4(m, x + matrix_row(lane, pair));
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {  // i % 2: rows 0-7 or 8-15; i / 2: first or second 8 columns
-        const int first = pair * 16 + i / 2 * 8 + lane % 4 * 2;
-        const float2 scale = load_float2(of.scale, first), shift = load_float2(of.shift, first), v = unpack_two<T>(m[i]);
-        m[i] = pack_two<T>(relu(v.x * scale.x + shift.x), relu(v.y * scale.y + shift.y));
-    }
-}
-
 // products += relu(norm(x)) * w for the next tile of x. Calls `keep` with each chunk of relu(norm(x)).
 template <class T, int PEERS, int N, class Keep>
-__device__ inline void multiply_normalised(float (&products)[N][4], const uint4 *weights, const Affine *affine,
+__device__ inline void multiply_normalised(float (&products)[N][4], const uint4 *weights, const Affine *affine, int chunks,
                                            const Stages &stages, PipelineState &pipe, int own_row, int lane, Keep keep) {
 #pragma unroll 1
-    for (int c = 0; c < stages.chunks; ++c, pipe.advance(stages.number)) {
+    for (int c = 0; c < chunks; ++c, pipe.advance(stages.number)) {
         const uint4 *const part_of_x = stages.tiles + pipe.index * TILE_VECTORS + own_row * CHUNK_VECTORS;
-        uint32 m[CHUNK / 16][4];
+        uint32 m[CHUNK / 16][4], unused[4];
         mbarrier_wait(stages.full[pipe.index], pipe.phase);
 #pragma unroll
-        for (int pair = 0; pair < CHUNK / 16; ++pair) normalise<T>(affine[c], part_of_x, pair, lane, m[pair]);
+        for (int pair = 0; pair < CHUNK / 16; ++pair)
+            normalise<T, NO_ADDEND>(affine[c], part_of_x, nullptr, pair, lane, m[pair], unused);
         __syncwarp();
         release<PEERS>(stages.empty[pipe.index], lane);
         keep(c, m);
         const uint4 *const b = weights + c * N * 8 * CHUNK_VECTORS;
-        wgmma_fence();
-#pragma unroll
-        for (int s = 0; s < CHUNK / 16; ++s) wgmma_k_k(products, m[s], smem_desc(b + s * 2), T{});
-        wgmma_commit();
-        wgmma_wait();  // from here on `m` may be overwritten
+        multiply_fragments<T>(products, m, b);
+        wgmma_wait();
         wgmma_fence_operand(products);
     }
 }
@@ -61,12 +48,12 @@ __device__ inline void convolve(const TensorMap &x, const TensorMap &w, const Te
     uint4 *const weights = memory + sizeof(Control) / VECTOR_BYTES + (NORM ? affine_vectors(chunks) : 0);
     uint4 *const tiles_of_x = weights + chunks * COLUMNS * CHUNK_VECTORS;
     uint4 *const all_results = tiles_of_x + TEAMS * stages * TILE_VECTORS;
-    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // warp-uniform
+    const int lane = lane_index(), warp = warp_index();
     const bool is_mma_warp = warp < MMA_WARPS, is_sum_warp = warp >= MMA_WARPS + TEAMS;
     const int pair = warp - MMA_WARPS - TEAMS;  // index of the two MMA warps whose results this warp sums
     const int team = is_mma_warp ? warp / TEAM_WARPS : is_sum_warp ? pair * 2 / TEAM_WARPS : warp - MMA_WARPS;
     const int first_column = blockIdx.x * COLUMNS;
-    const TileRange range{blockIdx.y * TEAMS + team, (rows + walk.rows - 1) / walk.rows, gridDim.y * TEAMS};
+    const TileRange range = tiles_of<TEAMS>(team, rows, walk.rows);
 
     // result_full: the MMA warp has written the result. result_empty: the summing warp has read it.
     const auto result_full = [&](int warp, int slot) -> uint64 & { return control.addend[warp][slot]; };
@@ -87,7 +74,7 @@ __device__ inline void convolve(const TensorMap &x, const TensorMap &w, const Te
     else
         __syncthreads();
 
-    const Stages own{tiles_of_x + team * stages * TILE_VECTORS, control.full[team], control.empty[team], chunks, stages};
+    const Stages own(control, team, tiles_of_x, stages);
     float pivot[PARTS][2] = {}, of_column[PARTS][2][2] = {};  // for the two columns of each part that this thread sums
     uint32 counted = 0;                                      // rows summed so far
     if (is_sum_warp) {
@@ -99,11 +86,7 @@ __device__ inline void convolve(const TensorMap &x, const TensorMap &w, const Te
                     const uint4 *const part = all_results + (of_warp * results + result.index) * RESULT_VECTORS;
                     const int rows_here = rows_of(tile, of_warp % TEAM_WARPS * WARP_ROWS);
                     mbarrier_wait(result_full(of_warp, result.index), result.phase);
-                    if (counted == 0 && of_warp == pair * 2 && rows_here > 0) {
-                        const float2 first = unpack_two<T>(reinterpret_cast<const uint32 *>(part)[lane]);
-                        pivot[p][0] = first.x;
-                        pivot[p][1] = first.y;
-                    }
+                    if (counted == 0 && of_warp == pair * 2 && rows_here > 0) set_pivot<T>(pivot[p], part, lane);
                     add_rows<T>(part, rows_here, lane, pivot[p], of_column[p]);
                     __syncwarp();
                     if (lane == 0) arrive(result_empty(of_warp, result.index));
@@ -120,7 +103,7 @@ __device__ inline void convolve(const TensorMap &x, const TensorMap &w, const Te
                 arrive_expect_tx(control.weights, chunks * COLUMNS * CHUNK_VECTORS * VECTOR_BYTES);
                 load_weights<COLUMNS>(weights, w, chunks, first_column, control.weights);
             }
-            load_tiles<false, PEERS>(own, x, range, walk);
+            load_tiles<false, PEERS>(own, x, chunks, range, walk);
         }
     } else {
         uint4 *const own_results = all_results + warp * results * RESULT_VECTORS;
@@ -132,17 +115,14 @@ __device__ inline void convolve(const TensorMap &x, const TensorMap &w, const Te
             float products[COLUMNS / 8][4] = {};
             if constexpr (NORM) {
                 const bool keeps = norm_out && of_blocks.index == blockIdx.x;
-                multiply_normalised<T, PEERS>(products, weights, affine, own, pipe, own_row, lane,
+                multiply_normalised<T, PEERS>(products, weights, affine, chunks, own, pipe, own_row, lane,
                                               [&](int c, const uint32 (&m)[CHUNK / 16][4]) {
                     if (!keeps) return;
-                    acquire_result(lane);
-#pragma unroll
-                    for (int pair = 0; pair < CHUNK / 16; ++pair) stmatrix_x4(own_norm_out + matrix_row(lane, pair), m[pair]);
-                    store_result(*norm_out, c * CHUNK, tile * ROWS + own_row, own_norm_out, lane);
+                    store_fragments(*norm_out, c * CHUNK, tile * ROWS + own_row, m, own_norm_out, lane);
                 });
                 of_blocks.advance(gridDim.x);
             } else {
-                multiply_tile<T, false, PEERS>(products, weights, own, pipe, lane);
+                multiply_tile<T, false, PEERS>(products, weights, chunks, own, pipe, lane);
             }
 
 #pragma unroll

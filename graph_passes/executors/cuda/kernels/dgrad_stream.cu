@@ -78,11 +78,10 @@ dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ Tenso
     uint4 *const weights = memory + sizeof(Control) / VECTOR_BYTES;
     uint4 *const tiles_of_dy = weights + chunks * PARTS * TILE_VECTORS;
     uint4 *const all_results = tiles_of_dy + TEAMS * stages * TILE_VECTORS;
-    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // warp-uniform
-    const bool is_mma_warp = warp < MMA_WARPS;
-    const int team = is_mma_warp ? warp / TEAM_WARPS : warp - MMA_WARPS;
+    const int lane = lane_index(), warp = warp_index();
+    const WarpRole<TEAMS> role(warp);
     const int first_column = blockIdx.x * COLUMNS;
-    const TileRange range{blockIdx.y * TEAMS + team, (rows + walk.rows - 1) / walk.rows, gridDim.y * TEAMS};
+    const TileRange range = tiles_of<TEAMS>(role.team, rows, walk.rows);
 
     for (int n = threadIdx.x; n < COLUMNS; n += THREADS)
         mean[n] = first_column + n < columns ? saved[first_column + n] : 0;
@@ -94,18 +93,18 @@ dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ Tenso
     }
     __syncthreads();
 
-    const Stages own{tiles_of_dy + team * stages * TILE_VECTORS, control.full[team], control.empty[team], chunks, stages};
-    float sums[SUMS][PARTS][2] = {};  // for the two columns of each part that this thread sums
-    if (!is_mma_warp) {
+    const Stages own(control, role.team, tiles_of_dy, stages);
+    ColumnSums<SUMS, PARTS> sums;
+    if (!role.is_mma_warp) {
         if (lane == 0) {
-            if (team == 0) {
+            if (role.team == 0) {
                 prefetch_tensormap(dz);
                 arrive_expect_tx(control.weights, chunks * PARTS * TILE_VECTORS * VECTOR_BYTES);
                 for (int i = 0; i < chunks * PARTS; ++i)
                     tma_load(weights + i * TILE_VECTORS, w, first_column + i % PARTS * CHUNK, i / PARTS * CHUNK, 0,
                              control.weights);
             }
-            load_tiles(own, dy, range, walk);
+            load_tiles(own, dy, chunks, range, walk);
         }
     } else {
         uint4 *const own_results = all_results + warp * (2 + READ * ahead) * RESULT_VECTORS;
@@ -114,8 +113,8 @@ dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ Tenso
 
         // All operands of a part arrive at one barrier.
         uint64 *const arrived = control.addend[warp];
-        Addends parts_of_x{x, walk, arrived, own_x, range, first_column, own_row, PARTS};
-        Addends parts_of_addend{addend, walk, arrived, own_addend, range, first_column, own_row, PARTS};
+        Addends parts_of_x{x, walk, arrived, own_x, range, first_column, own_row, PARTS, ahead};
+        Addends parts_of_addend{addend, walk, arrived, own_addend, range, first_column, own_row, PARTS, ahead};
         CompactAddends<T> parts_of_compact{compact, grid, arrived, own_addend, range, first_column, own_row, PARTS,
                                            rows, columns, lane};
         const auto load_part = [&](int slot) {
@@ -136,7 +135,7 @@ dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ Tenso
         mbarrier_wait(control.weights, 0);
         for (uint32 tile = range.first; tile < range.end; tile += range.step) {
             float products[COLUMNS / 8][4] = {}, factor[2];
-            multiply_tile<T, true>(products, weights, own, pipe, lane);
+            multiply_tile<T, true>(products, weights, chunks, own, pipe, lane);
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const uint32 row = tile * ROWS + own_row + r * 8 + lane / 4;
@@ -193,12 +192,7 @@ dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ Tenso
                     load_part(part.index);
                 }
                 if (SECOND == COMPACT) parts_of_compact.load(part.index);
-#pragma unroll
-                for (int j = 0; j < SUMS; ++j) {
-                    sum_over_rows(of_rows[j], lane);
-#pragma unroll
-                    for (int k = 0; k < 2; ++k) sums[j][p][k] += of_rows[j][k];
-                }
+                sums.add(p, of_rows, lane);
                 part.advance(ahead);
                 result.advance(2);
             }
@@ -208,14 +202,7 @@ dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ Tenso
 
     __syncthreads();  // reuses the memory of the results
     float *const of_warps = reinterpret_cast<float *>(all_results);
-    if (is_mma_warp)
-#pragma unroll
-        for (int j = 0; j < SUMS; ++j)
-#pragma unroll
-            for (int p = 0; p < PARTS; ++p)
-#pragma unroll
-                for (int k = 0; k < 2; ++k)
-                    of_warps[(warp * SUMS + j) * COLUMNS + p * CHUNK + lane * 2 + k] = sums[j][p][k];
+    if (role.is_mma_warp) sums.store(of_warps, warp, lane);
     reduce_parts<THREADS, MMA_WARPS, SUMS, COLUMNS>(of_warps, partials, tickets, columns, [=](int n, const float (&of)[SUMS]) {
         dgamma[n] = of[1] * saved[columns + n];
         dbeta[n] = of[0];

@@ -11,43 +11,14 @@ template <int COLUMNS> constexpr bool STREAMED = COLUMNS > 128;
 template <int COLUMNS> constexpr int BLOCK = STREAMED<COLUMNS> ? STREAMING : THREADS;
 
 // Called by one thread. Starts the loads of a team's tiles of x and of the addend, from the last rows on.
-__device__ inline void load_both(const Stages &stages, const TensorMap &x, const TensorMap &addend, const TileRange &range) {
+__device__ inline void load_both(const Stages &stages, int chunks, const TensorMap &x, const TensorMap &addend,
+                                 const TileRange &range) {
     PipelineState pipe;
     for (uint32 n = range.first; n < range.end; n += range.step)
-        for (int c = 0; c < stages.chunks; ++c) {
+        for (int c = 0; c < chunks; ++c) {
             const Corner at{c * CHUNK, int(range.end - 1 - n) * ROWS};
             load_two(stages, pipe, x, at, addend, at);
         }
-}
-
-// m = the sum after ReLU, for 16 columns of a warp's rows, the `pair`-th such group. `bits` gets the signs of this thread's
-// channels, two bits of each byte:
-//   word r * 2 + h = rows r * 8 to r * 8 + 7 of the warp, channels h * 32 to h * 32 + 31, one byte for 8 channels
-// The bits equal those of batch_norm.cu and batch_norm_pair.cu.
-template <class T, bool PAIR>
-__device__ inline void normalise(const Affine &of, const uint4 *x, const uint4 *addend, int pair, int lane, uint32 (&m)[4],
-                                 uint32 (&bits)[4]) {
-    uint32 added[4];
-    ldmatrix_x4(m, x + matrix_row(lane, pair));
-    ldmatrix_x4(added, addend + matrix_row(lane, pair));
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {  // i % 2: rows 0-7 or 8-15; i / 2: first or second 8 columns
-        const int first = pair * 16 + i / 2 * 8 + lane % 4 * 2;
-        const float2 scale = load_float2(of.scale, first), shift = load_float2(of.shift, first), more = unpack_two<T>(added[i]);
-        float2 v = unpack_two<T>(m[i]);
-        if (PAIR) {
-            const float2 scale_2 = load_float2(of.scale_2, first);
-            v.x = v.x * scale.x + (more.x * scale_2.x + shift.x);
-            v.y = v.y * scale.y + (more.y * scale_2.y + shift.y);
-        } else {
-            v.x = v.x * scale.x + shift.x;
-            v.y = v.y * scale.y + shift.y;
-            v.x += more.x;
-            v.y += more.y;
-        }
-        bits[i % 2 * 2 + pair / 2] |= (uint32(v.x > 0) | uint32(v.y > 0) << 1) << (pair % 2 * 2 + i / 2) * 8;
-        m[i] = pack_two<T>(relu(v.x), relu(v.y));
-    }
 }
 
 // Merges the bits of the four threads of a row. Each of them returns one word: number lane % 4.
@@ -85,24 +56,23 @@ norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
     uint4 *const weights = memory + sizeof(NormControl) / VECTOR_BYTES + affine_vectors(chunks);
     uint4 *const all_tiles = weights + (STREAMED<COLUMNS> ? WEIGHT_STAGES : chunks) * COLUMNS * CHUNK_VECTORS;
     uint4 *const all_results = all_tiles + TEAMS * stages * 2 * TILE_VECTORS;
-    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // warp-uniform
-    const bool is_mma_warp = warp < MMA_WARPS;
-    const int team = is_mma_warp ? warp / TEAM_WARPS : warp - MMA_WARPS;
-    const TileRange range{blockIdx.y * TEAMS + team, (rows + ROWS - 1) / ROWS, gridDim.y * TEAMS};
+    const int lane = lane_index(), warp = warp_index();
+    const WarpRole<TEAMS> role(warp);
+    const TileRange range = tiles_of<TEAMS>(role.team, rows, ROWS);
     const uint32 rounds = (range.end - blockIdx.y * TEAMS + range.step - 1) / range.step;  // tiles of team 0
 
     if (threadIdx.x == 0) init_barriers(all, stages);
     __syncthreads();
 
-    const Stages own{all_tiles + team * stages * 2 * TILE_VECTORS, control.full[team], control.empty[team], chunks, stages};
-    if (!is_mma_warp) {
+    const Stages own(control, role.team, all_tiles, stages, 2 * TILE_VECTORS);
+    if (!role.is_mma_warp) {
         if (STREAMED<COLUMNS>) setmaxnreg_dec<24>();
-        if (STREAMED<COLUMNS> && lane == 0 && team == TEAMS)
+        if (STREAMED<COLUMNS> && lane == 0 && role.team == TEAMS)
             stream_weights<COLUMNS>(weights, all, chunks, rounds, [&](uint4 *to, int c, uint64 &full) {
                 tma_load(to, w, c * CHUNK, 0, 0, full);
             });
-        if (lane == 0 && team < TEAMS) {
-            if (team == 0) {
+        if (lane == 0 && role.team < TEAMS) {
+            if (role.team == 0) {
                 prefetch_tensormap(y);
                 prefetch_tensormap(z);
                 if (!STREAMED<COLUMNS>) {
@@ -110,7 +80,7 @@ norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
                     load_weights<COLUMNS>(weights, w, chunks, 0, control.weights);
                 }
             }
-            load_both(own, x, addend, range);
+            load_both(own, chunks, x, addend, range);
         }
         return;
     }
@@ -153,7 +123,7 @@ norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
             mbarrier_wait(own.full[pipe.index], pipe.phase);
 #pragma unroll
             for (int pair = 0; pair < CHUNK / 16; ++pair)
-                normalise<T, PAIR>(affine[c], part_of_x, part_of_x + TILE_VECTORS, pair, lane, m[pair], bits);
+                normalise<T, PAIR ? NORMALISED : PLAIN>(affine[c], part_of_x, part_of_x + TILE_VECTORS, pair, lane, m[pair], bits);
             __syncwarp();
             if (lane == 0) arrive(own.empty[pipe.index]);
             acquire_result(lane);
@@ -162,14 +132,11 @@ norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
             store_result(y, c * CHUNK, row, result, lane);
             if (STREAMED<COLUMNS>) mbarrier_wait(all.full[of_weights.index], of_weights.phase);
             const uint4 *const b = weights + (STREAMED<COLUMNS> ? of_weights.index : c) * COLUMNS * CHUNK_VECTORS;
-            wgmma_fence();
-#pragma unroll
-            for (int s = 0; s < CHUNK / 16; ++s) wgmma_k_k(products, m[s], smem_desc(b + s * 2), T{});
-            wgmma_commit();
+            multiply_fragments<T>(products, m, b);
             const uint32 word = gathered(bits, lane);
             const int row_of_word = lane / 4 + (lane & 2) * 4;  // row of the warp whose word this thread has
             if (row_of_word < rows_here) mask[((row + row_of_word) * chunks + c) * 2 + lane % 2] = word;
-            wgmma_wait();  // from here on `m` may be overwritten
+            wgmma_wait();
             wgmma_fence_operand(products);
             if (STREAMED<COLUMNS>) release_weights(all, of_weights, lane);
         }
@@ -179,11 +146,7 @@ norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
             acquire_result(lane);
             finish_part<T, false, false>(products, p, result, lane);
             store_result(z, p * CHUNK, row, result, lane);
-            if (counted == 0 && rows_here > 0) {
-                const float2 first = unpack_two<T>(reinterpret_cast<const uint32 *>(result)[lane]);
-                pivot[p][0] = first.x;
-                pivot[p][1] = first.y;
-            }
+            if (counted == 0 && rows_here > 0) set_pivot<T>(pivot[p], result, lane);
             add_rows<T>(result, rows_here, lane, pivot[p], of_column[p]);
         }
         counted += rows_here;

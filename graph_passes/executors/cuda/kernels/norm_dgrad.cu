@@ -12,12 +12,12 @@ struct alignas(1024) DgradControl { NormControl norm; float scale[MAX_COLUMNS], 
 
 // Called by one thread. Starts the loads of a team's tiles of dz and x, then of `prev`, from the last rows on.
 template <int PARTS>
-__device__ inline void load_rows(const Stages &stages, const TensorMap &dz, const TensorMap &x, const TensorMap &prev,
+__device__ inline void load_rows(const Stages &stages, int chunks, const TensorMap &dz, const TensorMap &x, const TensorMap &prev,
                                  const TileRange &range) {
     PipelineState pipe;
     for (uint32 n = range.first; n < range.end; n += range.step) {
         const int row = (range.end - 1 - n) * ROWS;
-        for (int c = 0; c < stages.chunks; ++c) load_two(stages, pipe, dz, {c * CHUNK, row}, x, {c * CHUNK, row});
+        for (int c = 0; c < chunks; ++c) load_two(stages, pipe, dz, {c * CHUNK, row}, x, {c * CHUNK, row});
         for (int p = 0; p < PARTS; p += 2)
             load_two(stages, pipe, prev, {p * CHUNK, row}, prev, {(p + 1) * CHUNK, row});
     }
@@ -26,16 +26,11 @@ __device__ inline void load_rows(const Stages &stages, const TensorMap &dz, cons
 // m = the gradient of the BatchNorm's input, for 16 columns of a warp's rows, the `pair`-th such group.
 template <class T>
 __device__ inline void make_gradient(const Affine &of, const uint4 *dz, const uint4 *x, int pair, int lane, uint32 (&m)[4]) {
-    uint32 of_x[4];
-    ldmatrix_x4(m, dz + matrix_row(lane, pair));
-    ldmatrix_x4(of_x, x + matrix_row(lane, pair));
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {  // i % 2: rows 0-7 or 8-15; i / 2: first or second 8 columns
-        const int first = pair * 16 + i / 2 * 8 + lane % 4 * 2;
+    make_fragment<true>(dz, x, pair, lane, m, [&](int, int first, uint32 of_dz, uint32 of_x) {
         const float2 scale = load_float2(of.scale, first), b = load_float2(of.scale_2, first), c = load_float2(of.shift, first);
-        const float2 g = unpack_two<T>(m[i]), v = unpack_two<T>(of_x[i]);
-        m[i] = pack_two<T>(scale.x * g.x + (b.x * v.x + c.x), scale.y * g.y + (b.y * v.y + c.y));
-    }
+        const float2 g = unpack_two<T>(of_dz), v = unpack_two<T>(of_x);
+        return pack_two<T>(scale.x * g.x + (b.x * v.x + c.x), scale.y * g.y + (b.y * v.y + c.y));
+    });
 }
 
 // dx = scale * dz + b * x + c by `InputGradient`. dz_prev = dx * w, masked where relu(BatchNorm(prev)) is 0, with the sums of
@@ -64,26 +59,25 @@ norm_dgrad(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorM
     uint4 *const weights = memory + sizeof(DgradControl) / VECTOR_BYTES + affine_vectors(chunks);
     uint4 *const all_tiles = weights + WEIGHT_STAGES * COLUMNS * CHUNK_VECTORS;
     uint4 *const all_results = all_tiles + TEAMS * stages * 2 * TILE_VECTORS;
-    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // warp-uniform
-    const bool is_mma_warp = warp < MMA_WARPS;
-    const int team = is_mma_warp ? warp / TEAM_WARPS : warp - MMA_WARPS;
-    const TileRange range{blockIdx.y * TEAMS + team, (rows + ROWS - 1) / ROWS, gridDim.y * TEAMS};
+    const int lane = lane_index(), warp = warp_index();
+    const WarpRole<TEAMS> role(warp);
+    const TileRange range = tiles_of<TEAMS>(role.team, rows, ROWS);
     const uint32 rounds = (range.end - blockIdx.y * TEAMS + range.step - 1) / range.step;  // tiles of team 0
 
     if (threadIdx.x == 0) init_barriers(all, stages);
     __syncthreads();
 
-    const Stages own{all_tiles + team * stages * 2 * TILE_VECTORS, control.full[team], control.empty[team], chunks, stages};
-    if (!is_mma_warp) {
+    const Stages own(control, role.team, all_tiles, stages, 2 * TILE_VECTORS);
+    if (!role.is_mma_warp) {
         setmaxnreg_dec<24>();
-        if (lane == 0 && team == TEAMS) {
+        if (lane == 0 && role.team == TEAMS) {
             prefetch_tensormap(dx);
             prefetch_tensormap(dz_prev);
             stream_weights<COLUMNS>(weights, all, chunks, rounds, [&](uint4 *to, int c, uint64 &full) {
                 for (int p = 0; p < PARTS; ++p) tma_load(to + p * TILE_VECTORS, w, p * CHUNK, c * CHUNK, 0, full);
             });
         }
-        if (lane == 0 && team < TEAMS) load_rows<PARTS>(own, dz, x, prev, range);
+        if (lane == 0 && role.team < TEAMS) load_rows<PARTS>(own, chunks, dz, x, prev, range);
         return;
     }
     setmaxnreg_inc<240>();
@@ -104,7 +98,7 @@ norm_dgrad(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorM
         store_floats(of_prev.shift + column, of.shift);
     }
     sync_mma_warps();
-    float sums[SUMS][PARTS][2] = {};  // for the two columns of each part that this thread sums
+    ColumnSums<SUMS, PARTS> sums;
     uint4 *const result = all_results + warp * RESULT_VECTORS;
     const int own_row = warp % TEAM_WARPS * WARP_ROWS, quad_column = lane % 4 * 2;
     PipelineState pipe, of_weights;
@@ -122,18 +116,11 @@ norm_dgrad(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorM
                 make_gradient<T>(affine[c], part_of_dz, part_of_dz + TILE_VECTORS, pair, lane, m[pair]);
             __syncwarp();
             if (lane == 0) arrive(own.empty[pipe.index]);
-            acquire_result(lane);
-#pragma unroll
-            for (int pair = 0; pair < CHUNK / 16; ++pair) stmatrix_x4(result + matrix_row(lane, pair), m[pair]);
-            store_result(dx, c * CHUNK, row, result, lane);
+            store_fragments(dx, c * CHUNK, row, m, result, lane);
             mbarrier_wait(all.full[of_weights.index], of_weights.phase);
             const uint4 *const b = weights + of_weights.index * COLUMNS * CHUNK_VECTORS;
-            wgmma_fence();
-#pragma unroll
-            for (int s = 0; s < CHUNK / 16; ++s)
-                wgmma_k_mn(products, m[s], smem_desc_mn(b + s * 16 * CHUNK_VECTORS), T{});
-            wgmma_commit();
-            wgmma_wait();  // from here on `m` may be overwritten
+            multiply_fragments<T, true>(products, m, b);
+            wgmma_wait();
             wgmma_fence_operand(products);
             release_weights(all, of_weights, lane);
         }
@@ -174,12 +161,7 @@ norm_dgrad(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorM
                 if (lane == 0) arrive(own.empty[pipe.index]);
                 pipe.advance(stages);
             }
-#pragma unroll
-            for (int sum = 0; sum < SUMS; ++sum) {
-                sum_over_rows(of_rows[sum], lane);
-#pragma unroll
-                for (int k = 0; k < 2; ++k) sums[sum][p][k] += of_rows[sum][k];
-            }
+            sums.add(p, of_rows, lane);
         }
     }
     skip_weights(all, of_weights, (rounds - round) * chunks, lane);
@@ -187,13 +169,7 @@ norm_dgrad(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorM
 
     sync_mma_warps();  // reuses the memory of the tiles
     float *const of_warps = reinterpret_cast<float *>(all_tiles);
-#pragma unroll
-    for (int sum = 0; sum < SUMS; ++sum)
-#pragma unroll
-        for (int p = 0; p < PARTS; ++p)
-#pragma unroll
-            for (int k = 0; k < 2; ++k)
-                of_warps[(warp * SUMS + sum) * COLUMNS + p * CHUNK + lane * 2 + k] = sums[sum][p][k];
+    sums.store(of_warps, warp, lane);
     reduce_parts<MMA_WARPS * WARP, MMA_WARPS, SUMS, COLUMNS, 22>(
         of_warps, partials, tickets, columns,
         [=](int n, const float (&of)[SUMS]) {
