@@ -163,8 +163,8 @@ class Graph:
         return node if node.op in ops and used == [ref] and ref not in self.outputs else None
 
     def sole_reader(self, ref: Ref, *ops: str) -> Node | None:
-        """The only reader of `ref`, if it reads it once, its operator is one of `ops`, and `ref` is no output of the
-        graph."""
+        """The only reader of `ref`, if it reads `ref` once, its operator is one of `ops`, and `ref` is not an output of
+        the graph."""
         readers = self.consumers.get(ref, ())
         return readers[0] if len(readers) == 1 and readers[0].op in ops and ref not in self.outputs else None
 
@@ -247,7 +247,7 @@ class Graph:
         """Read a Symbol JSON file, as `symbol.save(path)` writes it."""
         try:
             if Path(path).exists() and not Path(path).is_file():  # reading a pipe would block forever
-                raise OSError(errno.EINVAL, "it is no regular file")
+                raise OSError(errno.EINVAL, "it is not a regular file")
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "not a text file"

@@ -77,7 +77,7 @@ def _infer(operator: Operator, node: NodeView, shapes: list[Shape | None]) -> tu
 
 
 def _changed(node: NodeView, **changes: Any) -> NodeView:
-    """The node with other attributes, as a convolution."""
+    """A copy of the node with changed attributes."""
     view: NodeView = node.replace(attrs={**node.attrs, **changes})
     return view
 

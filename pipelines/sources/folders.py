@@ -69,10 +69,10 @@ class _Splits(NamedTuple):
 
 
 def _splits(path: Path) -> _Splits:
-    """The folders in PATH that are its splits, by their names, their content and their neighbours.
+    """The folders in PATH that are its splits, judged by their names, their content and the folders beside them.
 
-    A class may be called `train`, too. It is taken for one if other folders of images lie beside it, no name says
-    another split, and its images lie directly in it.
+    A folder called `train` may also be a class. It counts as a class if other folders of images lie beside it, no
+    folder's name says another split, and its images lie directly in it.
     """
     names = [name for name in class_folders(path) if not is_companion(name)]
     said = by_split(names)

@@ -140,8 +140,9 @@ def constant(name: str, value: float, shape: tuple[int, ...]) -> Symbol:
 
 
 def divisible(channels: float, divisor: int = 8) -> int:
-    """The nearest multiple of the divisor, at least one, that is not below 90 % of `channels`: so the networks of
-    Google's mobile families round (tensorflow/models, slim/nets/mobilenet, `make_divisible`)."""
+    """Round to the nearest multiple of `divisor` (at least `divisor` itself), or to the next multiple if the nearest
+    is below 90 % of `channels`. This is the rounding of Google's mobile networks (tensorflow/models,
+    slim/nets/mobilenet, `make_divisible`)."""
     rounded = max(divisor, int(channels + divisor / 2) // divisor * divisor)
     return rounded + divisor if rounded < 0.9 * channels else rounded
 

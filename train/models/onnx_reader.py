@@ -460,7 +460,7 @@ def _erf(reader: _Reader, call: Call) -> Ref:
     source = reader.nodes[call.tensor(0).node]
     factor = {"_div_scalar": math.sqrt(2), "_mul_scalar": math.sqrt(0.5)}.get(source.op, 0.0)
     if not math.isclose(source.get("scalar", -1.0) or -1.0, factor, rel_tol=1e-4):
-        raise call.error("is no part of a GELU, which reads x / sqrt(2): only that is supported")
+        raise call.error("is not part of a GELU, which reads x / sqrt(2): only that is supported")
     x = source.inputs[0]
     readers: dict[str, list[Any]] = {}
     for node in reader.model.graph.node:
@@ -472,7 +472,7 @@ def _erf(reader: _Reader, call: Call) -> Ref:
     def step(name: str, op: str) -> tuple[Any, str]:
         """The only node that reads a value, and the other value that it reads."""
         if len(found := readers.get(name, [])) != 1 or found[0] is None or found[0].op_type != op:
-            raise call.error("is no part of a GELU, x * (1 + erf(x / sqrt(2))) * 0.5: only that is supported")
+            raise call.error("is not part of a GELU, x * (1 + erf(x / sqrt(2))) * 0.5: only that is supported")
         return found[0], next(each for each in found[0].input if each != name)
 
     def is_number(name: str, value: float) -> bool:
@@ -490,7 +490,7 @@ def _erf(reader: _Reader, call: Call) -> Ref:
         half = reader.nodes[reader.tensors[other].node] if other in reader.tensors else source
         is_gelu = half.op == "_mul_scalar" and half["scalar"] == 0.5 and half.inputs[0] == x
     if not (is_number(one, 1.0) and is_gelu):
-        raise call.error("is no part of a GELU, x * (1 + erf(x / sqrt(2))) * 0.5: only that is supported")
+        raise call.error("is not part of a GELU, x * (1 + erf(x / sqrt(2))) * 0.5: only that is supported")
     gelu = reader.add("LeakyReLU", call.name, [x], act_type="gelu")
     reader.tensors |= {node.output[0]: gelu for node in (added, product, last)}
     return gelu

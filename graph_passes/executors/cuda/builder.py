@@ -92,7 +92,7 @@ class Builder:
     # --- tensors ---
 
     def input(self, node: Node, role: str) -> Buffer:
-        """The buffer of the input with this name in the operator's description."""
+        """The buffer of the node's input that the operator's description calls `role`."""
         ref = node.input(role)
         if role_of(role) in ONE_FORM or (ref in self.images and _reads_padded_images(node)):
             return self.buffers[ref]
@@ -360,7 +360,7 @@ def require(condition: bool, node: Node, problem: str) -> None:
 
 
 def require_whole_vectors(builder: Builder, node: Node) -> None:
-    """Raise GraphError if a fused operator reads or writes channels that are no multiple of a vector."""
+    """Raise GraphError if a fused operator reads or writes channels that are not a multiple of a vector."""
     operator = OPERATORS[node.op]
     operands = zip((*operator.input_names(node), *operator.output_names(node)), (*node.inputs, *node.refs()),
                    strict=True)

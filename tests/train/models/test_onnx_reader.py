@@ -327,7 +327,7 @@ WRONG = {
     "steps": ([node("Slice", "x zero six one two", "y")], "Slice 'y' has steps=(2,): only 1 is supported"),
     "half precision": ([node("Cast", "x", "half", to=TensorProto.FLOAT16), node("Cast", "half", "y", to=1)],
                        "Cast 'half' has to=10, which this program does not have: it must be 1"),
-    "an Erf that is no GELU": ([node("Erf", "x", "y")], "Erf 'y' is no part of a GELU, which reads x / sqrt(2)"),
+    "an Erf that is no GELU": ([node("Erf", "x", "y")], "Erf 'y' is not part of a GELU, which reads x / sqrt(2)"),
 }
 
 
