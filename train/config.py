@@ -237,7 +237,8 @@ def check(config: Config) -> None:
         raise TrainError(f"--decay-epochs {shown(config.decay_epochs)} must rise")
     if config.final_learning_rate > config.learning_rate and config.schedule != "step":
         raise TrainError(f"--final-learning-rate {config.final_learning_rate:g} is above --learning-rate "
-                         f"{config.learning_rate:g}, from which the learning rate is to fall; lower --final-learning-rate")
+                         f"{config.learning_rate:g}, from which the learning rate is to fall; lower "
+                         "--final-learning-rate")
     if config.first_image_size > config.image_size:
         raise TrainError(
             f"--first-image-size {config.first_image_size} is larger than --image-size {config.image_size}, to which "

@@ -137,7 +137,8 @@ def _content(path: Path) -> dict[str, Any]:
             raise TrainError(f"Python reads TOML from version 3.11 on: write {path} as JSON") from None
     else:
         parse = json.loads
-    with refused_as(lambda error: TrainError(f"{path} is not a {ending[1:].upper()} file ({reason(error)}): correct it")):
+    with refused_as(lambda error: TrainError(f"{path} is not a {ending[1:].upper()} file ({reason(error)}): "
+                                             "correct the file")):
         found = parse(text.decode())
     if not (isinstance(found, dict) and found):
         raise TrainError(f"{path} names no options: write for example learning_rate = [0.1, 0.2]"

@@ -81,7 +81,7 @@ def test_names_that_are_no_names_of_folders(tmp_path):
     ('{"lerning_rate": [1]}', "", "FILE: lerning_rate is not a training option that a grid can vary; did you mean "
                                   r"learning-rate\? \(see --help\)"),
     ('{"output": ["a"]}', "", "FILE: output is not a training option that a grid can vary$"),
-    ('{"seeds": 3}', "", "FILE: seeds is no option"),
+    ('{"seeds": 3}', "", "FILE: seeds is not a training option"),
     ('{"learning_rate": []}', "", "FILE: learning_rate has no values"),
     ('{"learning_rate": [null]}', "", "FILE: learning_rate cannot be null"),
     ('{"learning_rate": ["x"]}', "", "FILE: --learning-rate needs a number, not 'x'"),
@@ -92,7 +92,7 @@ def test_names_that_are_no_names_of_folders(tmp_path):
     ('{"model": ["resnet19"]}', "", "FILE: there is no model 'resnet19'"),
     ('{"seed": [1, 2]}', "--seeds 2", "FILE has seeds, and --seeds 2 is given"),
     ('{"mixup": [0.1]}', "--mixup 0.2", "FILE gives mixup, which is given on the command line as well"),
-    ('{"mixup": [0.1], "cut-out": 3}', "", "FILE: cut-out is no option .* did you mean cutout"),
+    ('{"mixup": [0.1], "cut-out": 3}', "", "FILE: cut-out is not a training option .* did you mean cutout"),
     ('{"clip-norm": [1], "clip_norm": [2]}', "", "FILE gives clip_norm, which is given twice"),
     ('{"patience": [0, 3]}', "--validate-every 0", "^patience=3 cannot be trained: --patience 3 needs the accuracy"),
     ("[]", "", "FILE names no options: write "),
