@@ -156,7 +156,7 @@ class Graph:
 
     def only_used_by_one(self, ref: Ref, *ops: str) -> Node | None:
         """The node that produces `ref`, if a fusion may absorb it: its operator is one of `ops`, `ref` has exactly one
-        reader and is no output of the graph, and its other outputs are unused."""
+        reader and is not an output of the graph, and its other outputs are unused."""
         node = self.nodes[ref.node]
         used = [Ref(node.name, i) for i in range(node.num_outputs) for _ in self.consumers.get(Ref(node.name, i), ())]
         used += [output for output in self.outputs if output.node == node.name]

@@ -81,7 +81,7 @@ def _output_gradient(node: NodeView, inputs: Sequence[Array], outputs: Sequence[
 # --- the descriptions ---
 
 _OUTPUT = LOSS_ATTRIBUTES | {
-    "threshold": Attribute(float, 0.0),  # targets above it are 1, others 0; 0: they stay as they are
+    "threshold": Attribute(float, 0.0),  # targets above it are 1, others 0; 0: targets are not changed
 }
 
 # MXNet has LogisticRegressionOutput. It only takes targets, and neither smooths them nor divides by the batch size.

@@ -75,7 +75,7 @@ class TarSource(ShardSource):
         return self._member(i).rpartition("/")[0]
 
     def _member(self, i: int) -> str:
-        """The member's name in the tar file; a long name has headers of its own."""
+        """The member's name in the tar file; a long name takes additional headers."""
         begin, end = int(self._begin[i]), int(self._offset[i])
         return _name_in(self._maps[self._file[i]].stretch(begin, end - begin).tobytes()) or f"image at byte {end}"
 

@@ -44,7 +44,7 @@ class SqueezeExcitation(NamedTuple):
 def conv(x: Symbol, name: str, filters: int, kernel: int, stride: int = 1, groups: int = 1, bias: bool = False,
          pad: int | None = None, deviation: float = 0.0) -> Symbol:
     """A convolution, weight OHWI. `pad`: pixels on each side; None: 'same' for stride 1. `deviation`: the standard
-    deviation of the initial weights; 0: that of `init_params`."""
+    deviation of the initial weights; 0: the one of `init_params`."""
     pad = kernel // 2 if pad is None else pad
     weight = {"weight": normal(f"{name}_weight", deviation)} if deviation else {}
     return mx.sym.Convolution(x, num_filter=filters, kernel=(kernel, kernel), stride=(stride, stride), pad=(pad, pad),

@@ -195,7 +195,7 @@ class Call:
         return self.attrs.get(attribute, default)
 
     def layer(self, weight: int) -> str:
-        """The name of a layer: that of its weight, if an exporter has kept it, or of the node."""
+        """The name of a layer: its weight's name, if an exporter has kept it, or the node's name."""
         name = re.sub(r"[._]weight$", "", self.node.input[weight])
         return _plain_name(name) if name != self.node.input[weight] else self.name
 

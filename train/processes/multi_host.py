@@ -240,7 +240,7 @@ def _noting_codes() -> Iterator[list[int]]:
 
     def noting(*words: Any, index: int | None = None, **options: Any) -> int:
         code = int(execute(*words, index=index, **options))
-        if index is not None:  # without it, it is no process of the run
+        if index is not None:  # a process without an index does not belong to the run
             codes.append(code)
         return code
 

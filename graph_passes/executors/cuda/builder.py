@@ -168,7 +168,7 @@ class Builder:
         x = self.buffers[ref] if keeps_rows else self.dense(ref)
         view = View(x, (*shape[:-1], x.shape[-1]) if keeps_rows else shape)
         target = self.buffers.setdefault(Ref(node.name), view)
-        if target is not view:  # it has memory of its own
+        if target is not view:  # the target has separate memory
             self.convert(node, self.dense(ref), target)
 
     def convert(self, node: Node, x: Buffer, y: Buffer) -> None:
