@@ -497,7 +497,7 @@ def open_folders(path: Path, split: str) -> FileSource:
         if images and nfc(name) not in number:
             raise DataError(
                 f"{path / name}: class {name!r} is not among the {len(classes)} known classes (classes.txt or the "
-                f"training folders); add it there or remove the folder"
+                f"training folders); add the class there or remove the folder"
             )
         files += images
         labels += [number[nfc(name)]] * len(images) if images else []
