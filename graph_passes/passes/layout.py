@@ -78,6 +78,10 @@ def weight_layouts(graph: Graph) -> dict[str, str]:
     }
 
 
+def _makes_vector(node: Node) -> bool:
+    return node.op == "Reshape" and len(node["shape"]) == 4 and sum(size != 1 for size in node["shape"]) == 1
+
+
 class _Conversion:
     """One run of the pass. Knows for every tensor the layouts in which it exists already."""
 
@@ -202,8 +206,16 @@ class _Conversion:
     def _convert(self, ref: Ref) -> Ref:
         """The tensor in the new layout, through a transpose if it does not exist in it yet."""
         if ref not in self.converted:
-            self.converted[ref] = self._transpose(ref, self.to)
+            source = self.graph[ref.node]
+            self.converted[ref] = self._reshape(source) if _makes_vector(source) else self._transpose(ref, self.to)
         return self.converted[ref]
+
+    def _reshape(self, node: Node) -> Ref:
+        """A vector along one dimension of images, such as one number for each channel, in the new layout."""
+        name = self.graph.unused_name(f"{node.name}_{self.to.lower()}")
+        shape = tuple(node["shape"][axis] for axis in _AXES[self.to])
+        self.nodes.append(node.replace(name=name).with_attrs(shape=shape))
+        return Ref(name)
 
     def _original(self, ref: Ref) -> Ref:
         """The tensor in its original layout."""

@@ -58,7 +58,7 @@ def test_commands_have_the_options_that_they_use():
     """All are options of training, declared once, except the command's own."""
     names = {kind: {field.name for field in dataclasses.fields(kind)}
              for kind in (Config, ValidateOptions, BenchmarkOptions, CompareOptions)}
-    assert names[ValidateOptions] - names[Config] == {"checkpoint", "report", "int8", "output_"}
+    assert names[ValidateOptions] - names[Config] == {"checkpoint", "report", "int8", "output_", "profile_start"}
     assert names[BenchmarkOptions] - names[Config] == {field.name for field in dataclasses.fields(Measurement)}
     assert names[Config] - names[CompareOptions] == {"resume", "weights"}
     for kind in (ValidateOptions, BenchmarkOptions):
