@@ -315,7 +315,7 @@ def _prelu(reader: _Reader, call: Call) -> Ref:
     channels = shape[1] if len(shape) > 1 else None
     if slopes.size == 1 and channels:  # one for all: now each channel has its own
         slopes = np.full(channels, slopes.item())
-    if channels not in (slopes.size, None) or slopes.size != max(slopes.shape, default=1):
+    elif (1,) * (len(shape) - slopes.ndim) + slopes.shape != (1, channels, *(1,) * (len(shape) - 2)):
         raise call.error(f"has slopes of the shape {slopes.shape}: this program has one for each channel")
     gamma = reader.parameter(f"{call.name}_gamma", slopes.reshape(-1))
     return reader.add("LeakyReLU", call.name, [call.tensor(0), gamma], act_type="prelu")
@@ -415,6 +415,8 @@ def _mean(reader: _Reader, call: Call) -> Ref:
     axes = tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
     if not axes:
         raise call.error("is over all dimensions: only means over height and width are supported")
+    if {0, -(reader.rank(call.node.input[0]) or 0)} & {*axes}:
+        raise call.error("is over the images of a batch: an image's scores must not depend on others")
     return reader.add("mean", call.name, [call.tensor(0)], axis=axes, keepdims=bool(call.attrs.get("keepdims", 1)))
 
 
