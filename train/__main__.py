@@ -56,6 +56,8 @@ def _run(arguments: Sequence[str]) -> int:
         if __name__ == "__main__":
             signal.signal(signal.SIGINT, interrupt)
             phases.begin(process_seconds(), spent_on=IMPORTS)
+        else:
+            phases.begin()
         profiled = values.pop("profile_start", False)
         run(with_plugins(values))
         if profiled and is_first():
