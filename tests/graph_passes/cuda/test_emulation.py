@@ -207,7 +207,7 @@ OF_NETWORKS = {
     "padding is not zero": ("channels.cu", "V v = {};", "V v = from[0];", "hidden layers", "the padding of hidden"),
     "a row of a gradient is left out": ("scale_channels.cu", "blockIdx.y * REDUCE_ROWS + threadIdx.y",
                                         "blockIdx.y * REDUCE_ROWS + threadIdx.y + 1", "LayerNorm and GELU",
-                                        "scale_gamma"),
+                                        "scale_gamma|narrow_weight"),  # wrong sums, or NaN in what they are added to
     "sums of rows overflow": ("batch_norm.cuh", "(WARPS > SPLITS ? WARPS : SPLITS)", "WARPS", "LayerNorm and GELU",
                               "outside of every buffer"),
 }
