@@ -52,12 +52,11 @@ def _run(arguments: Sequence[str]) -> int:
             make_lasting()
         if __name__ == "__main__":
             guard(speaks=is_first())  # before the imports, because they start threads
+        phases.begin()
         run = command.load()
         if __name__ == "__main__":
             signal.signal(signal.SIGINT, interrupt)
             phases.begin(process_seconds(), spent_on=IMPORTS)
-        else:
-            phases.begin()
         profiled = values.pop("profile_start", False)
         run(with_plugins(values))
         if profiled and is_first():
