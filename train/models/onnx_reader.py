@@ -457,6 +457,9 @@ def _transpose(reader: _Reader, call: Call) -> Ref:
     return reader.add("transpose", call.name, [call.tensor(0)], axes=tuple(call.attrs.get("perm", ())))
 
 
+_NOT_OF_A_GELU = "is not part of a GELU, x * (1 + erf(x / sqrt(2))) * 0.5: only that is supported"
+
+
 def _erf(reader: _Reader, call: Call) -> Ref:
     """GELU as exporters of older opsets write it: x / sqrt(2), Erf, + 1, * x, * 0.5, the products in any order."""
     source = reader.nodes[call.tensor(0).node]
@@ -474,7 +477,7 @@ def _erf(reader: _Reader, call: Call) -> Ref:
     def step(name: str, op: str) -> tuple[Any, str]:
         """The only node that reads a value, and the other value that it reads."""
         if len(found := readers.get(name, [])) != 1 or found[0] is None or found[0].op_type != op:
-            raise call.error("is not part of a GELU, x * (1 + erf(x / sqrt(2))) * 0.5: only that is supported")
+            raise call.error(_NOT_OF_A_GELU)
         return found[0], next(each for each in found[0].input if each != name)
 
     def is_number(name: str, value: float) -> bool:
@@ -492,7 +495,7 @@ def _erf(reader: _Reader, call: Call) -> Ref:
         half = reader.nodes[reader.tensors[other].node] if other in reader.tensors else source
         is_gelu = half.op == "_mul_scalar" and half["scalar"] == 0.5 and half.inputs[0] == x
     if not (is_number(one, 1.0) and is_gelu):
-        raise call.error("is not part of a GELU, x * (1 + erf(x / sqrt(2))) * 0.5: only that is supported")
+        raise call.error(_NOT_OF_A_GELU)
     gelu = reader.add("LeakyReLU", call.name, [x], act_type="gelu")
     reader.tensors |= {node.output[0]: gelu for node in (added, product, last)}
     return gelu
