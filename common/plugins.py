@@ -79,7 +79,7 @@ def register(kind: str, name: str, made: Any, key: str = "", data_file: str = ""
     invalid name, or one that exists already."""
     file, line = (data_file, 0) if data_file else _caller()
     if not is_name(name):
-        raise fault(f"{name!r} is no name for a {kind}: give letters, digits, '_', '-' and '.'")
+        raise fault(f"{name!r} is not a valid name for a {kind}: give letters, digits, '_', '-' and '.'")
     record = _loading[-1] if _loading else ""
     key = f"{record} {key}" if key else name
     before = _registered.get((kind, key))

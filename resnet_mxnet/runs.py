@@ -137,7 +137,7 @@ def compare(*folders: str | os.PathLike[str], accuracies: Sequence[float] = ()) 
 def _folder(given: Any) -> Path:
     """The folder that a program has passed. Raises TrainError for "" (the working folder), and unless it is a path."""
     if not isinstance(given, (str, os.PathLike)) or not os.fspath(given):
-        raise TrainError(f"{given!r} is no folder: give the path of a run, or of a folder that holds runs")
+        raise TrainError(f"{given!r} is not a folder: give the path of a run, or of a folder that holds runs")
     return Path(given)
 
 

@@ -52,6 +52,7 @@ def _run(arguments: Sequence[str]) -> int:
             make_lasting()
         if __name__ == "__main__":
             guard(speaks=is_first())  # before the imports, because they start threads
+        phases.begin()
         run = command.load()
         if __name__ == "__main__":
             signal.signal(signal.SIGINT, interrupt)

@@ -141,8 +141,8 @@ def open_split(config: Config, split: str, placement: Placement, workers: Worker
 
 
 def open_data(values: Mapping[str, Any], split: str) -> Loader:
-    """The loader of a split for a program of its own. `values`: given options of the command `train`. Raises
-    UserError."""
+    """The loader of a split, for a program that is not a training run. `values`: given options of the command `train`.
+    Raises UserError."""
     if split not in SPLITS:
         raise TrainError(f"there is no split {split!r}: give {' or '.join(map(repr, SPLITS))}")
     workers = Workers()

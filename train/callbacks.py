@@ -58,7 +58,8 @@ class Wish(NamedTuple):
 def check_callbacks(callbacks: Any) -> None:
     """Raise TrainError for objects that `Callbacks.add` cannot call."""
     if not isinstance(callbacks, (list, tuple)):
-        raise TrainError(f"callbacks={callbacks!r} is no list: give a list of functions, as in callbacks=[stop_early]")
+        raise TrainError(f"callbacks={callbacks!r} is not a list: give a list of functions, as in "
+                             "callbacks=[stop_early]")
     for made in callbacks:
         if any(hasattr(made, hook) for hook in HOOKS):
             continue
@@ -85,8 +86,8 @@ class Callbacks:
         self._failure = ""
 
     def add(self, callbacks: Iterable[Any]) -> None:
-        """Add callbacks of the program that started the run, the same in all processes: objects that
-        `train.plugins.callback` accepts, or functions with any name, which are called at the end of each epoch."""
+        """Add callbacks of the program that started the run, which must be the same in all processes. A callback is an
+        object that `train.plugins.callback` accepts, or a function with any name, called at the end of each epoch."""
         for made in callbacks:
             name = getattr(made, "__name__", type(made).__name__)
             code = getattr(made, "__code__", None)

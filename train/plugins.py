@@ -178,7 +178,7 @@ def _check_arguments(what: str, function: Callable[..., Any], arguments: tuple[s
                      ) -> None:
     """Raise UserError unless it is a function that accepts this number of arguments."""
     if not callable(function):
-        raise plugins.fault(f"{what} is no function: write def, with {' and '.join(arguments)}")
+        raise plugins.fault(f"{what} is not a function: define one with def, taking {' and '.join(arguments)}")
     try:
         signature = inspect.signature(function)
         signature.bind(*[None] * (len(arguments) + is_method))

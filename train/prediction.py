@@ -141,7 +141,7 @@ def check_top(top: int, num_classes: int, place: str) -> int:
 def finite(probabilities: np.ndarray, place: str) -> np.ndarray:
     """Return `probabilities`. Raises TrainError if some are not finite, since they have no largest."""
     if not np.isfinite(probabilities).all():
-        raise TrainError(f"{place} gives probabilities that are no numbers: its weights are too large for the "
+        raise TrainError(f"{place} gives probabilities that are not numbers: its weights are too large for the "
                          "precision that it computes in; give --device cpu, which computes in float32, or other "
                          "weights")
     return probabilities

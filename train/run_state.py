@@ -75,7 +75,7 @@ class RunState:
 
         def make() -> Checkpoint:
             params, aux, ema = take_params(), take_aux(), take_ema()
-            averages = {**params, **aux, **ema} if ema else {}  # what is frozen has no average of its own
+            averages = {**params, **aux, **ema} if ema else {}  # frozen tensors have no average
             unbiased, biased = self.shares.divide_out(aux, own)
             unbiased_averages, biased_averages = self.shares.divide_out(averages, averaged)
             return Checkpoint(

@@ -249,7 +249,7 @@ class Executor(ABC):
 
     def largest_batch(self) -> int | None:
         """The largest batch size of a training step on this device, estimated from the memory of the present one; None
-        if the device has no memory of its own."""
+        if the device has no separate memory."""
         return None
 
     # Seconds that the GPU was idle for lack of a batch, in the step that the latest `end_step` waited for.

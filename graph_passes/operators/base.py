@@ -120,7 +120,8 @@ class Operator:
             try:
                 values[key] = self.attrs[key].read(value)
             except (ValueError, SyntaxError, TypeError):
-                raise GraphError(f"{self.name} '{name}' has {key}={value!r}, which is no valid value for it") from None
+                raise GraphError(f"{self.name} '{name}' has {key}={value!r}, which is not a valid value for it"
+                                 ) from None
         for key, attribute in self.attrs.items():
             if attribute.default is REQUIRED and key not in values:
                 raise GraphError(f"{self.name} '{name}' lacks the attribute '{key}': add it")

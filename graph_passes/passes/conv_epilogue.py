@@ -1,5 +1,5 @@
 """Fuse bias, addition and ReLU into the epilogue of a convolution; in INT8 also ReLU6. Likewise for fully connected
-layers, whose epilogue is an operator of its own."""
+layers, whose epilogue is a separate operator."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ def layer_scale(graph: Graph) -> Graph:
         before    gamma -> Reshape(1, 1, 1, -1);  x, factors -> broadcast_mul `scale`
         after     x, gamma -> ScaleChannels `scale`
 
-    The factors and their gradient then stay in fp32, as those of BatchNorm do.
+    The factors and their gradient then stay in fp32, as BatchNorm's parameters and gradients do.
     """
 
     def fuse(node: Node) -> Node | None:

@@ -44,7 +44,7 @@ def layout(graph: Graph, to: str, inputs: Sequence[str] = ()) -> Graph:
 def reading_nhwc(graph: Graph, default: str) -> Graph:
     """The graph with images, `data`, in NHWC: through a transpose if its operators take them in NCHW. `default`: the
     layout of its images if none of the operators that they reach tells it; that of a fully connected layer, which reads
-    the pixels in an order of its own, cannot be seen."""
+    the pixels in a different order, cannot be seen."""
     if _layout_of(graph, "data", default) == "NHWC":
         return graph
     images = Node("transpose", graph.unused_name("data_nchw"), (Ref("data"),), {"axes": _AXES["NCHW"]})

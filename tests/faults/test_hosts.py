@@ -45,9 +45,10 @@ class HostsRun(FaultyRun):
         self.command = [*self.launcher.enter, *self._command]
         super().start(HOME=str(self.network.folder), **environment)  # Horovod keeps what it found in the home folder
 
-    def wait_for_moment(self, moment: str, rng: np.random.Generator) -> None:
-        """Wait for a random moment of the run's start, of a step, a validation or a save. The run may have ended by
-        then."""
+    def start_until(self, moment: str, rng: np.random.Generator) -> None:
+        """Start, and wait for a random moment of the run's start, of a step, a validation or a save. The run may have
+        ended by then."""
+        self.start()
         if moment == "start":
             self.wait_for(lambda: all(host.processes() for host in self.network.hosts))
             time.sleep(rng.uniform(0, 6))  # hits any moment; it waits for nothing
@@ -203,8 +204,7 @@ def test_bad_cable(fault: dict[str, float], pair: Network, new_run: Callable[...
                    rng: np.random.Generator, number: int) -> None:
     """A cable that becomes slow or loses packets (100 ms, 5 %, 1 Mbit/s): the run goes on to its end."""
     run = new_run(pair)
-    run.start()
-    run.wait_for_moment(MOMENTS[number % 4], rng)
+    run.start_until(MOMENTS[number % 4], rng)
     pair.hosts[1].cable.impair(**fault)
     assert run.end(2 * faulty.PATIENCE) == 0, run.err
     run.wait_until_all_are_gone(5)
@@ -216,8 +216,7 @@ def test_cable_out_for_a_while(pair: Network, new_run: Callable[..., HostsRun], 
                                rng: np.random.Generator, number: int) -> None:
     """A cable out for 5 s: the run goes on to its end."""
     run = new_run(pair)
-    run.start()
-    run.wait_for_moment(MOMENTS[number % 4], rng)
+    run.start_until(MOMENTS[number % 4], rng)
     pair.hosts[1].cable.is_down = True
     time.sleep(5)  # the fault itself
     pair.hosts[1].cable.is_down = False
@@ -250,8 +249,7 @@ def test_lost_host(fault: Callable[[Host], None], pair: Network, new_run: Callab
                    unbroken_hosts: HostsRun, rng: np.random.Generator, number: int) -> None:
     """A host lost (its cable, its processes, its sshd, its power): the run ends with a sentence that names it."""
     run = new_run(pair)
-    run.start()
-    run.wait_for_moment(MOMENTS[number % 4], rng)
+    run.start_until(MOMENTS[number % 4], rng)
     fault(pair.hosts[1])
     if run.end(AFTER_FAULT):
         assert_sentence(run, "beta")
@@ -263,8 +261,7 @@ def test_lost_launcher(pair: Network, new_run: Callable[..., HostsRun], unbroken
                        rng: np.random.Generator, number: int) -> None:
     """The host of the launcher loses its power: the processes of the other one end."""
     run = new_run(pair)
-    run.start()
-    run.wait_for_moment(MOMENTS[number % 4], rng)
+    run.start_until(MOMENTS[number % 4], rng)
     pair.hosts[0].switch_off()
     run.end(5)
     check_and_go_on(run, unbroken_hosts)
@@ -277,8 +274,7 @@ def test_killed_launcher(new_network: Callable[..., Network], new_run: Callable[
     network = new_network("login", "alpha", "beta")
     network.boot()
     run = new_run(network, among=("-H", "alpha:2,beta:2"))
-    run.start()
-    run.wait_for_moment(MOMENTS[number % 4], rng)
+    run.start_until(MOMENTS[number % 4], rng)
     network.hosts[0].kill(lambda words: " -m train.processes.multi_host " in words)
     run.end(5)
     check_and_go_on(run, unbroken_hosts)
@@ -293,8 +289,7 @@ def test_elastic(fault: Callable[[Host], None], pair: Network, new_run: Callable
                  rng: np.random.Generator, number: int) -> None:
     """An elastic run loses a host (its cable, its processes, its sshd, its power), and goes on with the other one."""
     run = new_run(pair, "--commit-every", "2", among=("-H", "alpha:2,beta:2", "--min-np", "2"))
-    run.start()
-    run.wait_for_moment(MOMENTS[1 + number % 3], rng)
+    run.start_until(MOMENTS[1 + number % 3], rng)
     fault(pair.hosts[1])
     assert run.end() == 0, run.err
     run.wait_until_all_are_gone()
@@ -308,8 +303,7 @@ def test_elastic_loses_its_launcher(pair: Network, new_run: Callable[..., HostsR
                                     number: int) -> None:
     """The host of an elastic run's launcher loses its power: the processes of the other one end."""
     run = new_run(pair, "--commit-every", "2", among=("-H", "alpha:2,beta:2", "--min-np", "2"))
-    run.start()
-    run.wait_for_moment(MOMENTS[1 + number % 3], rng)
+    run.start_until(MOMENTS[1 + number % 3], rng)
     pair.hosts[0].switch_off()
     run.end(5)
     run.wait_until_all_are_gone()

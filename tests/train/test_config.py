@@ -145,13 +145,15 @@ MISTAKES = {
     "--target-accuracy 76": "--target-accuracy 76.0 must be a fraction from 0 to 1",
     "--schedule step --decay-epochs 3 2": "--decay-epochs 3.0 2.0 must rise",
     "--epochs 3 --schedule step":
-        "--decay-epochs 30.0 60.0 80.0 is beyond the run of 3 epochs, whose learning rate would never fall; lower it",
+        "--decay-epochs 30.0 60.0 80.0 is beyond the run of 3 epochs, whose learning rate would never fall; "
+        "lower --decay-epochs",
     "--epochs 3 --schedule step --decay-epochs 3": "--decay-epochs 3.0 is beyond the run of 3 epochs",
     "--image-size 64 --first-image-size 32 --epochs 3 --resize-epochs 3 4":
         "--resize-epochs 3.0 4.0 is beyond the run of 3 epochs, whose images would all have the 32 pixels of --first",
     "--epochs 2 --warmup-epochs 3": "--warmup-epochs 3 is longer than the run of 2 epochs",
     "--learning-rate 0.01 --final-learning-rate 0.1":
-        "--final-learning-rate 0.1 is above --learning-rate 0.01, from which it is to fall; lower it",
+        "--final-learning-rate 0.1 is above --learning-rate 0.01, from which the learning rate is to fall; "
+        "lower --final-learning-rate",
     "--first-image-size 96 --image-size 64": "--first-image-size 96 is larger than --image-size 64, to which",
     "--first-image-size 16": "--first-image-size 16 must be 0, or from 32 to 8192",
     "--resize-epochs 3 5": "--resize-epochs is given without --first-image-size",

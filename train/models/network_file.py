@@ -73,7 +73,7 @@ def read_json(file: str, content: bytes) -> NetworkOfFile:
         shape = integers(graph["data"].attrs.get("__shape__", "()"))
     except (ValueError, SyntaxError, TypeError):
         raise TrainError(f"{file} gives its data a __shape__ that is none: write it with symbol.save()") from None
-    size = max(shape[1:], default=0)  # the other length is that of the colours
+    size = max(shape[1:], default=0)  # the other length is the number of colours
     is_channels_last = len(shape) == 4 and shape[3] == 3 != shape[1]
     graph = passes.reading_nhwc(graph.rewrite(_plain), default="NHWC" if is_channels_last else "NCHW")
     return NetworkOfFile(graph, plugged.classifier(file, graph), size)

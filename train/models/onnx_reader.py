@@ -195,7 +195,7 @@ class Call:
         return self.attrs.get(attribute, default)
 
     def layer(self, weight: int) -> str:
-        """The name of a layer: that of its weight, if an exporter has kept it, or of the node."""
+        """The name of a layer: its weight's name, if an exporter has kept it, or the node's name."""
         name = re.sub(r"[._]weight$", "", self.node.input[weight])
         return _plain_name(name) if name != self.node.input[weight] else self.name
 
@@ -315,7 +315,7 @@ def _prelu(reader: _Reader, call: Call) -> Ref:
     channels = shape[1] if len(shape) > 1 else None
     if slopes.size == 1 and channels:  # one for all: now each channel has its own
         slopes = np.full(channels, slopes.item())
-    if channels not in (slopes.size, None) or slopes.size != max(slopes.shape, default=1):
+    elif (1,) * (len(shape) - slopes.ndim) + slopes.shape != (1, channels, *(1,) * (len(shape) - 2)):
         raise call.error(f"has slopes of the shape {slopes.shape}: this program has one for each channel")
     gamma = reader.parameter(f"{call.name}_gamma", slopes.reshape(-1))
     return reader.add("LeakyReLU", call.name, [call.tensor(0), gamma], act_type="prelu")
@@ -415,6 +415,8 @@ def _mean(reader: _Reader, call: Call) -> Ref:
     axes = tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
     if not axes:
         raise call.error("is over all dimensions: only means over height and width are supported")
+    if {0, -(reader.rank(call.node.input[0]) or 0)} & {*axes}:
+        raise call.error("is over the images of a batch: an image's scores must not depend on others")
     return reader.add("mean", call.name, [call.tensor(0)], axis=axes, keepdims=bool(call.attrs.get("keepdims", 1)))
 
 
@@ -455,12 +457,15 @@ def _transpose(reader: _Reader, call: Call) -> Ref:
     return reader.add("transpose", call.name, [call.tensor(0)], axes=tuple(call.attrs.get("perm", ())))
 
 
+_NOT_OF_A_GELU = "is not part of a GELU, x * (1 + erf(x / sqrt(2))) * 0.5: only that is supported"
+
+
 def _erf(reader: _Reader, call: Call) -> Ref:
     """GELU as exporters of older opsets write it: x / sqrt(2), Erf, + 1, * x, * 0.5, the products in any order."""
     source = reader.nodes[call.tensor(0).node]
     factor = {"_div_scalar": math.sqrt(2), "_mul_scalar": math.sqrt(0.5)}.get(source.op, 0.0)
     if not math.isclose(source.get("scalar", -1.0) or -1.0, factor, rel_tol=1e-4):
-        raise call.error("is no part of a GELU, which reads x / sqrt(2): only that is supported")
+        raise call.error("is not part of a GELU, which reads x / sqrt(2): only that is supported")
     x = source.inputs[0]
     readers: dict[str, list[Any]] = {}
     for node in reader.model.graph.node:
@@ -472,7 +477,7 @@ def _erf(reader: _Reader, call: Call) -> Ref:
     def step(name: str, op: str) -> tuple[Any, str]:
         """The only node that reads a value, and the other value that it reads."""
         if len(found := readers.get(name, [])) != 1 or found[0] is None or found[0].op_type != op:
-            raise call.error("is no part of a GELU, x * (1 + erf(x / sqrt(2))) * 0.5: only that is supported")
+            raise call.error(_NOT_OF_A_GELU)
         return found[0], next(each for each in found[0].input if each != name)
 
     def is_number(name: str, value: float) -> bool:
@@ -490,7 +495,7 @@ def _erf(reader: _Reader, call: Call) -> Ref:
         half = reader.nodes[reader.tensors[other].node] if other in reader.tensors else source
         is_gelu = half.op == "_mul_scalar" and half["scalar"] == 0.5 and half.inputs[0] == x
     if not (is_number(one, 1.0) and is_gelu):
-        raise call.error("is no part of a GELU, x * (1 + erf(x / sqrt(2))) * 0.5: only that is supported")
+        raise call.error(_NOT_OF_A_GELU)
     gelu = reader.add("LeakyReLU", call.name, [x], act_type="gelu")
     reader.tensors |= {node.output[0]: gelu for node in (added, product, last)}
     return gelu

@@ -27,7 +27,7 @@ AFTER_CONVOLUTION = ("Activation", "relu", "Pooling", "mean", "Flatten", "Dropou
 
 def build(plugin: Registered, size: int, num_classes: int, label_smoothing: float) -> Symbol:
     """The training Symbol of a plug-in's or a file's network, as `Network.symbol`. `size`: see `in_our_form`. Raises
-    UserError if it is no network that this program can train."""
+    UserError if it is not a network that this program can train."""
     with fresh_names():
         made = plugins.call(plugin, num_classes)
         network = made if isinstance(made, Graph) else _symbol(plugin, made)
@@ -52,7 +52,7 @@ def in_our_form(what: str, network: Symbol | Graph, num_classes: int, size: int)
         num_classes: number of its classes.
         size: height and width, in pixels, of images that it fits.
 
-    Raises UserError if it is no network that this program can train.
+    Raises UserError if it is not a network that this program can train.
     """
     graph = without_loss(what, network if isinstance(network, Graph) else _read(what, network))
     check_operators(what, graph)

@@ -62,11 +62,11 @@ class BucketAllReduce:
         self._started.append(bucket)
 
     def wait(self) -> None:
-        """Wait until all processes have started these buckets. By then `done` is recorded on the GPU after the mean;
-        the GPU may still be computing or averaging.
+        """Wait until all processes have started these buckets, and their all-reduces are enqueued on the GPU (or done
+        on the host). Each bucket's event `done` is enqueued behind its all-reduce; the GPU may not have reached it yet.
 
-        Raises HorovodInternalError with Horovod's own message if that failed, for example because another process has
-        died.
+        Raises HorovodInternalError with Horovod's own message if an all-reduce failed, for example because another
+        process has died.
         """
         for bucket in self._started:
             fault = self._library.allreduce_wait(self._slots[bucket.name])

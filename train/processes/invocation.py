@@ -8,6 +8,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from common.errors import ProgramError
@@ -62,8 +63,9 @@ def naming_machine() -> Iterator[None]:
         raise
 
 
+@cache
 def code_digest() -> str:
-    """A SHA-256 of this project's code."""
+    """A SHA-256 of this project's code, as it was at the first call."""
     digest = hashlib.sha256()
     for path in sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.suffix in CODE):
         digest.update(f"{path.relative_to(ROOT)} {path.stat().st_size}\n".encode() + path.read_bytes())

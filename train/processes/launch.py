@@ -229,7 +229,7 @@ def parse(arguments: Sequence[str]) -> tuple[LaunchOptions, list[str]]:
     passed[end:end] = [word for option, value in (("--batch-size", own.batch_size), ("--epochs", own.epochs))
                        if value is not None for word in (option, str(value))]
     if own.min_np and own.processes and own.min_np > own.processes:
-        raise TrainError(f"--min-np {own.min_np} is more than the {own.processes} processes of -n; lower it")
+        raise TrainError(f"--min-np {own.min_np} is more than the {own.processes} processes of -n; lower --min-np")
     if own.cooldown and not own.min_np:
         raise TrainError("--cooldown is for elastic runs; give --min-np too, or leave it out")
     return own, passed
@@ -251,7 +251,7 @@ def main(arguments: Sequence[str]) -> int:
         make_lasting()
     slots, notes = plan(own.processes, on_cpu)
     if own.min_np and own.min_np > len(slots):
-        raise TrainError(f"--min-np {own.min_np} is more than the {len(slots)} processes here; lower it")
+        raise TrainError(f"--min-np {own.min_np} is more than the {len(slots)} processes here; lower --min-np")
     for line in (*map(str, slots), *notes):
         print(line, flush=True)
     variables = [f"{name}={value}" for name, value in slots[0].environment.items()]

@@ -108,7 +108,7 @@ def check_elastic(own: MultiHostOptions) -> None:
         raise TrainError("--max-np and --blacklist-cooldown-range are for elastic runs; give --min-np or "
                          "--host-discovery-script too, or leave them out")
     if own.min_np and own.max_np and own.min_np > own.max_np:
-        raise TrainError(f"--min-np {own.min_np} is more than --max-np {own.max_np}; lower it")
+        raise TrainError(f"--min-np {own.min_np} is more than --max-np {own.max_np}; lower --min-np")
     first, last = own.blacklist_cooldown_range or (0, 0)
     if first > last:
         raise TrainError(f"--blacklist-cooldown-range goes from {first} to {last} seconds; give the smaller one first")
@@ -159,7 +159,7 @@ def main(arguments: Sequence[str]) -> int:
     count = own.processes or available
     if not own.host_discovery_script:
         if count > available:
-            raise TrainError(f"-n {count} is more than the {available} processes of the machines; lower it")
+            raise TrainError(f"-n {count} is more than the {available} processes of the machines; lower -n")
         words += ["-H", ",".join(f"{host}:{gpus}" for host, gpus in hosts.items())]
     if (own.host_discovery_script or own.min_np) and len(hosts) < 2 and not own.network_interface:
         raise TrainError(f"an elastic run over machines needs two of them to begin, or --network-interface, but there "
@@ -240,7 +240,7 @@ def _noting_codes() -> Iterator[list[int]]:
 
     def noting(*words: Any, index: int | None = None, **options: Any) -> int:
         code = int(execute(*words, index=index, **options))
-        if index is not None:  # without it, it is no process of the run
+        if index is not None:  # a process without an index does not belong to the run
             codes.append(code)
         return code
 

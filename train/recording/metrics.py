@@ -368,7 +368,7 @@ class RunRecord:
         points = [point for point in self.loss_curve if point.step > first_step]
         weights = np.diff([first_step, *(point.step for point in points)])
         counted = self.counted_steps
-        # A session shorter than its warm-up counts its last step, but that is no measure of the epoch's speed.
+        # A session shorter than its warm-up counts its last step, but that step does not measure the epoch's speed.
         warm = max(first_step - self.steps_before, self.session_starts[-1] + self.warmup_steps)
         counted = counted[counted >= warm]
         ms = np.asarray(self.step_ms)[counted].sum()

@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
+from common.phases import FIRST_BATCH
 from graph_passes.executors import Metrics
 from train.errors import TrainError
 from train.processes.signals import StoppedBySignal
@@ -308,7 +309,7 @@ class Recorder:
         begun = {}
         if len(self.record.step_ms) > first:
             wait = self.record.loader_wait_ms[first] / 1e3
-            begun = {"first batch": wait, "first step": self.record.step_ms[first] / 1e3 - wait}
+            begun = {FIRST_BATCH: wait, "first step": self.record.step_ms[first] / 1e3 - wait}
         return {**self._start_seconds, **begun, "steps": steps - waits, "waiting for batches": waits,
                 **self._phase_seconds}
 

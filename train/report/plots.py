@@ -107,7 +107,7 @@ class Drawing:
             warnings.filterwarnings("ignore", "Glyph", UserWarning)
             self._lay_out()
             write(buffer)
-        self.figure.dpi = dpi  # that of SVG is 72
+        self.figure.dpi = dpi  # SVG has 72 dpi
         return buffer.getvalue()
 
     def _lay_out(self) -> None:
@@ -183,7 +183,7 @@ def accuracy(record: RunRecord, theme: Theme) -> Drawing:
 
 
 def plugin_metrics(record: RunRecord, theme: Theme) -> Drawing:
-    """The metrics of plug-ins by epoch, one above the other, since each has a scale of its own."""
+    """The metrics of plug-ins by epoch, one above the other, since each metric has a different scale."""
     names = record.plugin_metrics
     figure = _figure(WIDTH, 0.6 + 2.0 * len(names), theme)
     for row, name in enumerate(names, start=1):

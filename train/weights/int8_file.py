@@ -166,7 +166,7 @@ def executor_of(network: Int8Network, trained: Checkpoint, config: Config, place
 
 
 def _check(network: Int8Network, trained: Checkpoint) -> None:
-    """Raise ValueError unless the arrays are those of the graph."""
+    """Raise ValueError unless the arrays are the ones that the graph needs."""
     try:
         graph, size = network.graph(trained), network.prepared(trained).config.inference_image_size
         shapes = graph.infer_shapes({"data": (1, size, size, 3), "softmax_label": (1,)})

@@ -87,8 +87,14 @@ def recognise(path: Path, arrays: Mapping[str, np.ndarray], record: Record, want
         return found.take(path, found.structural(arrays), record, wanted)
     nearest = alike[matches.index(max(matches))]
     raise TrainError(f"{path} belongs to no network of this program; the nearest is {nearest.model}, "
-                     f"{nearest.difference(nearest.structural(arrays))}: give weights of one of its networks "
-                     f"({', '.join(models.names())})")
+                     f"{nearest.difference(nearest.structural(arrays))}: give weights of one of its networks, which "
+                     f"--model '?' lists{_or_its_own(path)}")
+
+
+def _or_its_own(path: Path) -> str:
+    """How a file of MXNet's Module gets its own network, which is in another file."""
+    prefix = re.fullmatch(r"(.+)-\d{4}\.params", path.name)
+    return f", or put its own network beside it, as {prefix[1]}-symbol.json" if prefix else ""
 
 
 def _chosen(path: Path, fitting: Sequence[_Candidate], name: str) -> _Candidate:

@@ -92,7 +92,7 @@ class Builder:
     # --- tensors ---
 
     def input(self, node: Node, role: str) -> Buffer:
-        """The buffer of the input with this name in the operator's description."""
+        """The buffer of the node's input that the operator's description calls `role`."""
         ref = node.input(role)
         if role_of(role) in ONE_FORM or (ref in self.images and _reads_padded_images(node)):
             return self.buffers[ref]
@@ -168,7 +168,7 @@ class Builder:
         x = self.buffers[ref] if keeps_rows else self.dense(ref)
         view = View(x, (*shape[:-1], x.shape[-1]) if keeps_rows else shape)
         target = self.buffers.setdefault(Ref(node.name), view)
-        if target is not view:  # it has memory of its own
+        if target is not view:  # the target has separate memory
             self.convert(node, self.dense(ref), target)
 
     def convert(self, node: Node, x: Buffer, y: Buffer) -> None:
@@ -360,7 +360,7 @@ def require(condition: bool, node: Node, problem: str) -> None:
 
 
 def require_whole_vectors(builder: Builder, node: Node) -> None:
-    """Raise GraphError if a fused operator reads or writes channels that are no multiple of a vector."""
+    """Raise GraphError if a fused operator reads or writes channels that are not a multiple of a vector."""
     operator = OPERATORS[node.op]
     operands = zip((*operator.input_names(node), *operator.output_names(node)), (*node.inputs, *node.refs()),
                    strict=True)

@@ -162,15 +162,21 @@ MUTATIONS = {
 }
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS)
-def test_a_mutation_of_a_kernel_is_caught(mutation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                          rng: np.random.Generator) -> None:
-    file, before, after, message, op = MUTATIONS[mutation]
+def mutated(tmp_path: Path, file: str, before: str, after: str) -> Path:
+    """The folder of a copy of the CUDA sources, with a change in one file."""
     folder = tmp_path / "kernels"
     shutil.copytree(SOURCES, folder)
     text = (folder / file).read_text()
     assert before in text
     (folder / file).write_text(text.replace(before, after))
+    return folder
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_a_mutation_of_a_kernel_is_caught(mutation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                          rng: np.random.Generator) -> None:
+    file, before, after, message, op = MUTATIONS[mutation]
+    folder = mutated(tmp_path, file, before, after)
     emulate_builders(monkeypatch)
     tools = emulated_toolchain(EmulatedGpu(0), folder=folder)
     attrs, *shapes = [case for name, *case in CASES if name == op][-1]
@@ -207,7 +213,7 @@ OF_NETWORKS = {
     "padding is not zero": ("channels.cu", "V v = {};", "V v = from[0];", "hidden layers", "the padding of hidden"),
     "a row of a gradient is left out": ("scale_channels.cu", "blockIdx.y * REDUCE_ROWS + threadIdx.y",
                                         "blockIdx.y * REDUCE_ROWS + threadIdx.y + 1", "LayerNorm and GELU",
-                                        "scale_gamma"),
+                                        "scale_gamma|narrow_weight"),  # wrong sums, or NaN in what they are added to
     "sums of rows overflow": ("batch_norm.cuh", "(WARPS > SPLITS ? WARPS : SPLITS)", "WARPS", "LayerNorm and GELU",
                               "outside of every buffer"),
 }
@@ -218,12 +224,7 @@ OF_NETWORKS = {
 def test_a_mutation_is_caught_in_a_network(mutation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                            seed: int) -> None:
     file, before, after, name, message = OF_NETWORKS[mutation]
-    folder = tmp_path / "kernels"
-    shutil.copytree(SOURCES, folder)
-    text = (folder / file).read_text()
-    assert before in text
-    (folder / file).write_text(text.replace(before, after))
-    emulate_steps(monkeypatch, seed, folder)
+    emulate_steps(monkeypatch, seed, mutated(tmp_path, file, before, after))
     with pytest.raises(AssertionError, match=message):
         check_network(tmp_path, NETWORKS[name], (2, 11, 9, 4), 5, "float32")
 

@@ -223,7 +223,7 @@ def test_the_network_of_one_file_is_none_of_another(tmp_path: Path, rng: np.rand
     for each in (tmp_path / "two").iterdir():
         each.rename(each.with_name(each.name.replace("net", "two", 1)))
     (tmp_path / "two/two-symbol.json").unlink()
-    with pytest.raises(UserError, match="belongs to no network of this program"):
+    with pytest.raises(UserError, match="put its own network beside it, as two-symbol.json"):
         weights.read(str(tmp_path / "two/two-0003.params"))
 
 

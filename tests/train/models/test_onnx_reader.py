@@ -318,6 +318,10 @@ WRONG = {
     "an even kernel, padded to its size": ([node("MaxPool", "x", "y", kernel_shape=[2, 2], auto_pad="SAME_UPPER")],
                                            "MaxPool 'y' has auto_pad=SAME_UPPER with a kernel of (2, 2)"),
     "a mean over channels": ([node("ReduceMean", "x", "y")], "ReduceMean 'y' is over all dimensions"),
+    "a mean over images": ([node("ReduceMean", "x", "y", axes=[0])], "ReduceMean 'y' is over the images of a batch"),
+    "slopes for each column": ([node("PRelu", "x columns", "y")], "PRelu 'y' has slopes of the shape (15,)"),
+    "slopes for each row": ([node("Slice", "x zero six two", "z"), node("PRelu", "z rows", "y")],
+                            "PRelu 'y' has slopes of the shape (6, 1)"),
     "a constant for each channel": ([node("Mul", "x s", "y")], "Mul 'y' has a constant of the shape (6, 1, 1)"),
     "weights that are computed": ([node("Relu", "x", "v"), node("MatMul", "x v", "y")],
                                   "MatMul 'y' reads v as its input 1, which must be a constant of the file"),
@@ -327,7 +331,7 @@ WRONG = {
     "steps": ([node("Slice", "x zero six one two", "y")], "Slice 'y' has steps=(2,): only 1 is supported"),
     "half precision": ([node("Cast", "x", "half", to=TensorProto.FLOAT16), node("Cast", "half", "y", to=1)],
                        "Cast 'half' has to=10, which this program does not have: it must be 1"),
-    "an Erf that is no GELU": ([node("Erf", "x", "y")], "Erf 'y' is no part of a GELU, which reads x / sqrt(2)"),
+    "an Erf that is no GELU": ([node("Erf", "x", "y")], "Erf 'y' is not part of a GELU, which reads x / sqrt(2)"),
 }
 
 
@@ -335,6 +339,7 @@ WRONG = {
 def test_what_is_refused(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
     nodes, sentence = WRONG[name]
     constants = {"w": rng.standard_normal((CHANNELS, CHANNELS, 3, 3)), "s": uniform(rng, CHANNELS, 1, 1),
+                 "columns": uniform(rng, 15), "rows": uniform(rng, CHANNELS, 1),
                  "zero": numbers(0), "six": numbers(6), "one": numbers(1), "two": numbers(2)}
     file = tmp_path / "net.onnx"
     file.write_bytes(around(nodes, constants, rng))

@@ -79,8 +79,8 @@ def _library(family: str, published: Published) -> str:
 @pytest.mark.long(but=QUICK)
 @pytest.mark.parametrize("case", cases())
 def test_weights_and_logits(case: str, tmp_path: Path, rng: np.random.Generator) -> None:
-    """Logits in fp32 are as near to PyTorch's in float64 as its own in fp32: within ten times their error, or 1e-5 of
-    their range."""
+    """Logits in fp32 differ from PyTorch's in float64 by less than ten times the error of PyTorch's own fp32, or less
+    than 1e-5 of their range."""
     name, library = case.split(":")
     published = next(each for each in models.published(name) if each.library in (TORCH, library))
     there = published.model or name

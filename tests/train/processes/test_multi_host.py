@@ -106,12 +106,12 @@ def test_elastic(asked, discovery, capsys):
     (["-H", "a:2", "--epochs", "-1"], "needs a whole number above 0, not '-1'"),
     (["-H", "a:2", "--batchsize", "8"], "batchsize"),
     (["-H", "a:2", "-n", "two"], "-n/--processes needs a whole number above 0, not 'two'"),
-    (["-H", "a:2,b:2", "-n", "5"], "-n 5 is more than the 4 processes of the machines; lower it"),
+    (["-H", "a:2,b:2", "-n", "5"], "-n 5 is more than the 4 processes of the machines; lower -n"),
     (["-H", "a:2", "--min-np", "1"], "an elastic run over machines needs two of them to begin"),
     (["--host-discovery-script", "/nowhere/x"], "the host discovery script /nowhere/x is not there"),
     (["--host-discovery-script", "/usr"], "the host discovery script /usr is not there or not executable"),
     (["-H", "a:2", "--max-np", "1"], "--max-np and --blacklist-cooldown-range are for elastic runs"),
-    (["-H", "a:2,b:2", "--min-np", "3", "--max-np", "2"], "--min-np 3 is more than --max-np 2; lower it"),
+    (["-H", "a:2,b:2", "--min-np", "3", "--max-np", "2"], "--min-np 3 is more than --max-np 2; lower --min-np"),
     (["-H", "a:2,b:2", "--min-np", "1", "--blacklist-cooldown-range", "5", "2"], "goes from 5 to 2 seconds"),
 ])
 def test_mistakes(arguments, sentence, asked):

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from graph_passes.candidates import Candidate, Candidates
 from graph_passes.executors.cuda.builder import Builder, Launches, padded_rows, require
 from graph_passes.executors.cuda.operands import In, Out
+from graph_passes.executors.cuda.parameters import is_depthwise
 from graph_passes.executors.cuda.program import Buffer, View
 from graph_passes.graph import Node, Ref
 from graph_passes.operators import Shape, channel_axis
@@ -88,11 +89,8 @@ def dgrad(builder: Builder, node: Node) -> None:
 
 def _is_padded(builder: Builder, node: Node) -> bool:
     """Whether the weight of a convolution is padded: not in groups, but for a group for each channel."""
-    groups = node["num_group"]
-    if groups == 1:
-        return True
-    channels = node["data_shape"][3] if node.op == "ConvolutionDgrad" else builder.shapes[node.input("data")][3]
-    return bool(groups == node["num_filter"] == channels)
+    groups, weight = node["num_group"], Ref(node.name) if node.op == "ConvolutionWgrad" else node.input("weight")
+    return groups == 1 or is_depthwise(builder.shapes[weight], groups)
 
 
 # --- fully connected layers: 1x1 convolutions of 1x1 images ---
@@ -101,15 +99,12 @@ def _is_padded(builder: Builder, node: Node) -> bool:
 def fully_connected(builder: Builder, node: Node) -> None:
     """Launch a layer without its bias, which a softmax or another launch adds."""
     require(node["no_bias"], node, "has a bias that no pass has taken out of it")
-    x, y = builder.matrix(node.input("data"), _features(builder.shapes[node.input("data")], node)), _rows(
-        builder.output(node))
-    w = builder.input(node, "weight")
+    x, w, y = _data(builder, node), builder.input(node, "weight"), _rows(builder.output(node))
     builder.plan(node, builder.problem("fprop", node, x, w, y), In(x), In(w), Out(y))
 
 
 def fully_connected_wgrad(builder: Builder, node: Node) -> None:
-    columns = _features(builder.shapes[node.input("data")], node)
-    dy, x = _rows(builder.input(node, "out_grad")), builder.matrix(node.input("data"), columns)
+    dy, x = _rows(builder.input(node, "out_grad")), _data(builder, node)
     dw = builder.output(node, shape=(dy.shape[1], 1, 1, x.shape[1]))
     builder.plan(node, builder.problem("wgrad", node, x, dw, dy), In(x), In(dy), Out(dw))
 
@@ -118,6 +113,12 @@ def fully_connected_dgrad(builder: Builder, node: Node) -> None:
     dy, w = _rows(builder.input(node, "out_grad")), builder.input(node, "weight")
     with builder.output_matrix(node, _features(node["data_shape"], node)) as dx:
         builder.plan(node, builder.problem("dgrad", node, dx, w, dy), In(dy), In(w), Out(dx))
+
+
+def _data(builder: Builder, node: Node) -> Buffer:
+    """The data of a fully connected layer as a matrix."""
+    data = node.input("data")
+    return builder.matrix(data, _features(builder.shapes[data], node))
 
 
 def _features(data: Shape, node: Node) -> int:

@@ -1,4 +1,4 @@
-"""Elementwise launches: sums, bias and ReLU; flattening, which is no launch; and the epilogue of a convolution as a
+"""Elementwise launches: sums, bias and ReLU; flattening, which needs no launch; and the epilogue of a convolution as a
 launch of its own.
 
     before    x, weight, bias, shortcut -> ConvolutionAddRelu `r`
