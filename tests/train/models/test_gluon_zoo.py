@@ -117,8 +117,9 @@ def steps_of_random(net: Any, network: Network, size: int, rng: np.random.Genera
 
 def assert_near(theirs: Arrays, ours: Arrays, network: Network) -> None:
     """Both compute in float32, in other layouts and orders: scores may differ by 1e-4 of their range, gradients by 1e-2
-    of their norm. A wrong layer would make the differences as large as the gradients themselves."""
-    assert np.ptp(theirs["scores"]) > 0.1
+    of their norm. A wrong layer would make the differences as large as the gradients themselves. The range is far above
+    the rounding of the scores, 2e-7: a SqueezeNet's was 0.09 in one of some hundred draws."""
+    assert np.ptp(theirs["scores"]) > 0.02
     np.testing.assert_allclose(ours["scores"], theirs["scores"], atol=1e-4 * np.ptp(theirs["scores"]), rtol=0)
     for name in (network.classifier[0], next(name for name in network.shapes()[0] if name.endswith("_weight"))):
         scale = np.linalg.norm(theirs[name])
