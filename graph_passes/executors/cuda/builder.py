@@ -135,10 +135,10 @@ class Builder:
             pads = self._pads and not has_one_form
             if shape:
                 self._one_form.add(ref)
-            self.buffers[ref] = Buffer(name, tuple(shape or (_padded_shape(own) if pads else own)), self._dtypes[ref])
+            self.buffers[ref] = Buffer(name, tuple(shape or (padded_shape(own) if pads else own)), self._dtypes[ref])
         elif ref in self._bound and self._pads and not has_one_form and self._is_unpadded(ref):
             if ref not in self._unfinished:
-                self._unfinished[ref] = Buffer(f"{node.name}:padded", _padded_shape(self.shapes[ref]),
+                self._unfinished[ref] = Buffer(f"{node.name}:padded", padded_shape(self.shapes[ref]),
                                                self._dtypes[ref])
             return self._unfinished[ref]
         return self.buffers[ref]
@@ -190,7 +190,7 @@ class Builder:
             self._pads = False
 
     def _padded(self, ref: Ref) -> Buffer:
-        buffer, wanted = self.buffers[ref], _padded_shape(self.shapes[ref])
+        buffer, wanted = self.buffers[ref], padded_shape(self.shapes[ref])
         if math.prod(buffer.shape) == math.prod(wanted) or self.has_one_form(ref):
             return buffer
         return self._form(ref, wanted)
@@ -224,7 +224,7 @@ class Builder:
         width = VECTOR if all(number % VECTOR == 0 for number in numbers) else 1
         columns, from_pitch, from_first, to_pitch, to_first = (number // width for number in numbers)
         items = math.prod(source.buffer.shape[:-1]) * (to_pitch if fill else columns)
-        kind = instance("Packed", dtype) if width == VECTOR else C_TYPES[dtype]
+        kind = instance("Packed", dtype) if width == VECTOR else C_TYPES.get(dtype, dtype)
         self.launch(node, "channels.cu", instance("copy_columns", kind, fill), *threads(items), source, target,
                     *map(count, (items, columns, from_pitch, from_first, to_pitch, to_first)))
 
@@ -380,7 +380,8 @@ def no_lowering(node: Node) -> GraphError:
                       "the operators that docs/cuda_executor.md lists")
 
 
-def _padded_shape(shape: Shape) -> Shape:
+def padded_shape(shape: Shape) -> Shape:
+    """The shape of a tensor whose rows are padded to whole vectors."""
     return *shape[:-1], padded(shape[-1])
 
 

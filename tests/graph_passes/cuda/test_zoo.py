@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from test_training_step import NETWORKS, fused
 from test_without_gpu import FakeConvolutions, check_memory, lower_graph
 
-from graph_passes import GraphError, passes, pipeline
+from graph_passes import Graph, GraphError, passes, pipeline
 from train import models
 
 # One small network of each family, and those in which the families differ: fully connected layers, odd channels.
@@ -16,7 +17,7 @@ SHORT = ("resnet18", "resnet18d", "resnet18_v2", "resnext50_32x4d", "wide_resnet
          "mobilenet_v2_0_25")
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """cuDNN is asked for tensors that its tensor-core kernels take: of 8 channels or multiples, or of padded images."""
 
@@ -29,6 +30,7 @@ def tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeConvolutions, "plan", plan)
 
 
+@pytest.mark.usefixtures("tensor_cores")
 @pytest.mark.long(but=[f"{name}-float16" for name in SHORT])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("name", models.names())
@@ -36,10 +38,20 @@ def test_a_network_is_lowered(name: str, dtype: str) -> None:
     check_lowering(name, 1000, dtype)
 
 
+@pytest.mark.usefixtures("tensor_cores")
 @pytest.mark.parametrize("name", ["squeezenet1_1", "mobilenet_v2_0_25"])
 def test_another_number_of_classes(name: str) -> None:
     """Their classifiers are convolutions."""
     check_lowering(name, 7, "float16")
+
+
+@pytest.mark.parametrize("network, size, dtype", [pytest.param(network, size, dtype, id=f"{name}-{dtype}")
+                                                  for name, network, size, _, dtypes in NETWORKS for dtype in dtypes])
+def test_small_networks(network: Graph, size: tuple[int, ...], dtype: str) -> None:
+    """The networks whose steps a GPU is tested with, all candidates among them."""
+    lowered, store = lower_graph(fused(network), {"data": size, "softmax_label": size[:1]}, True, dtype, fused=True)
+    assert store.gradients.keys() == store.parameters.keys()
+    check_memory(lowered.program)
 
 
 def check_lowering(name: str, classes: int, dtype: str) -> None:
