@@ -182,7 +182,7 @@ def test_layer_norm(tools: Toolchain, dtype: str, mean: float, size: float, op: 
     def values(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
         return rng.normal(next(means, 0), size if len(shape) == 2 else 0.3, shape)
 
-    # The mean of fp32 is a rounding off, of which 1 / deviation is at most 1000, by eps. A single channel has no deviation.
+    # The mean of fp32 is a rounding off, of which 1 / deviation is at most 1000, by eps; a single channel has 0.
     deviation = size if shapes[0][1] > 1 else 0
     check_operator(tools, dtype, op, attrs, shapes, rng, values,
                    terms=(abs(mean) + size) * (1 + 1 / np.hypot(deviation, 1e-3)) * 13
