@@ -28,6 +28,7 @@ from graph_passes.executors.cuda.kernels.quantised_conv_squares import COLUMNS a
 from graph_passes.executors.cuda.kernels.quantised_conv_stream import Stream
 from graph_passes.executors.cuda.kernels.quantised_conv_taps import QuantisedConvTaps
 from graph_passes.executors.cuda.lowering import lower_nodes
+from graph_passes.executors.cuda.parameters import padded_channels
 from graph_passes.executors.cuda.prices import Prices
 from graph_passes.executors.cuda.program import Buffer, run
 from graph_passes.executors.cuda.quantised import QuantisedNetwork
@@ -57,7 +58,8 @@ def launched(device: Device, op: str, arrays: Sequence[np.ndarray], **attrs: Any
     buffers = {Ref(name): Buffer(name, array.shape, array.dtype.name, device.put(array, array.dtype.name), True)
                for name, array in zip(names, arrays, strict=True)}
     tools: Any = SimpleNamespace(gpu=device.gpu, kernels=device.kernels, convolutions=None, recurrent=None, group=None)
-    persistent: Any = SimpleNamespace(data=Buffer("data", (), "float16"))  # no input is a batch of images
+    images = arrays[0].shape if arrays[0].shape[-1] == padded_channels(3) else ()
+    persistent: Any = SimpleNamespace(data=Buffer("data", images, "float16"))
     builder = Builder(shapes, tensor_dtypes(graph), buffers, "float16", persistent, tools)
     lower_nodes(builder, [node])
     made = {ref: builder.buffers[ref] for ref in node.refs()}

@@ -165,7 +165,7 @@ NETWORKS = [
     ("functions of elements", elements(classes=CLASSES, prelu=False), (3, 11, 9, 4), 5, DTYPES),
     ("fully connected layers", hidden_layers(classes=CLASSES), (4, 8, 7, 4), 5, DTYPES),
     ("fully connected layers of 8 channels", hidden_layers(classes=CLASSES, channels=8), (4, 8, 7, 3), 5, DTYPES),
-    ("channels that are no multiples of 8", narrow(classes=CLASSES), (3, 11, 9, 3), 5, DTYPES),
+    ("channels that are no multiples of 8", narrow(classes=CLASSES), (3, 11, 9, 3), 6, DTYPES),
     ("residuals of 6 channels", small_network(6), (3, 29, 23, 3), 5, DTYPES),
     ("squeeze and excitation by 2 channels", efficient(classes=CLASSES, squeeze=2), (3, 11, 9, 4), 5, DTYPES),
     ("dropping_before_batch_norm", dropping(pre_activation(CLASSES)), (5, 9, 7, 4), 5, ("float32",)),
