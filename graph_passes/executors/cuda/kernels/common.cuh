@@ -27,6 +27,12 @@ constexpr int WARP = 32;
 #define INF __int_as_float(0x7f800000)
 #define NOT_A_NUMBER __int_as_float(0x7fc00000)
 
+// --- a thread's place in its block ---
+
+__device__ inline int lane_index() { return threadIdx.x % WARP; }
+// The warp's number, which the compiler knows to be equal in all lanes.
+__device__ inline int warp_index() { return __shfl_sync(0xffffffff, threadIdx.x / WARP, 0); }
+
 // --- barriers within a block ---
 
 struct BlockBarrier {

@@ -21,11 +21,10 @@ conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
     uint4 *const weights = memory + sizeof(Control) / VECTOR_BYTES;
     uint4 *const tiles_of_x = weights + chunks * COLUMNS * CHUNK_VECTORS;
     uint4 *const all_results = tiles_of_x + TEAMS * stages * TILE_VECTORS;
-    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // warp-uniform
-    const bool is_mma_warp = warp < MMA_WARPS;
-    const int team = is_mma_warp ? warp / TEAM_WARPS : warp - MMA_WARPS;
+    const int lane = lane_index(), warp = warp_index();
+    const WarpRole<TEAMS> role(warp);
     const int first_column = blockIdx.x * COLUMNS, chunks_1 = TWO ? chunks - chunks_2 : chunks;
-    const TileRange range{blockIdx.y * TEAMS + team, (rows + walk.rows - 1) / walk.rows, gridDim.y * TEAMS};
+    const TileRange range = tiles_of<TEAMS>(role.team, rows, walk.rows);
 
     for (int n = threadIdx.x; n < COLUMNS; n += THREADS) {
         const bool has_bias = bias && first_column + n < columns;
@@ -35,10 +34,10 @@ conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
     if (threadIdx.x == 0) init_barriers(control, stages, ADD ? results : 0);
     __syncthreads();
 
-    const Stages own{tiles_of_x + team * stages * TILE_VECTORS, control.full[team], control.empty[team], chunks, stages};
-    if (!is_mma_warp) {
+    const Stages own{tiles_of_x + role.team * stages * TILE_VECTORS, control.full[role.team], control.empty[role.team], chunks, stages};
+    if (!role.is_mma_warp) {
         if (lane == 0) {
-            if (team == 0) {
+            if (role.team == 0) {
                 prefetch_tensormap(y);
                 arrive_expect_tx(control.weights, chunks * COLUMNS * CHUNK_VECTORS * VECTOR_BYTES);
                 load_weights<COLUMNS>(weights, w, chunks_1, first_column, control.weights);

@@ -8,15 +8,10 @@
 // its 16 rows: it adds the addend in shared memory, 64 columns at a time, and TMA stores the result from there.
 // dgrad_reduce.cu computes the same product with C and K exchanged.
 #pragma once
-#include "addends.cuh"
-#include "warpgroup.cuh"
+#include "conv1x1_tiles.cuh"
 
-constexpr int TEAMS = 2, TEAM_WARPS = 4, MMA_WARPS = TEAMS * TEAM_WARPS, THREADS = (MMA_WARPS + TEAMS) * WARP;
-constexpr int WARP_ROWS = 16, ROWS = TEAM_WARPS * WARP_ROWS;  // rows of a warp, and of a tile
-constexpr int CHUNK = 64;                                     // channels of a tile of warpgroup.cuh: 128 bytes
-constexpr int CHUNK_VECTORS = CHUNK / VEC, TILE_VECTORS = ROWS * CHUNK_VECTORS, RESULT_VECTORS = WARP_ROWS * CHUNK_VECTORS;
-constexpr int VECTOR_BYTES = 16;
-constexpr int MAX_COLUMNS = 256, MAX_STAGES = 12, MAX_RESULTS = 8;
+constexpr int TEAMS = 2, MMA_WARPS = TEAMS * TEAM_WARPS, THREADS = (MMA_WARPS + TEAMS) * WARP;
+constexpr int CHUNK = 64, MAX_RESULTS = 8;  // channels of a tile; result slots of a warp
 
 // At the start of shared memory. Then follow, in vectors: the weights (chunks, COLUMNS * 8); `stages` tiles of x for each
 // team; `results` parts of y for each MMA warp.

@@ -33,21 +33,20 @@ conv1x1_pair(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
     uint4 *const weights_2 = weights + chunks * COLUMNS * CHUNK_VECTORS;
     uint4 *const tiles_of_x = weights_2 + PARTS * SECOND * CHUNK_VECTORS;
     uint4 *const all_results = tiles_of_x + TEAMS * stages * TILE_VECTORS;
-    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // warp-uniform
-    const bool is_mma_warp = warp < MMA_WARPS;
-    const int team = is_mma_warp ? warp / TEAM_WARPS : warp - MMA_WARPS;
-    const TileRange range{blockIdx.y * TEAMS + team, (rows + walk.rows - 1) / walk.rows, gridDim.y * TEAMS};
+    const int lane = lane_index(), warp = warp_index();
+    const WarpRole<TEAMS> role(warp);
+    const TileRange range = tiles_of<TEAMS>(role.team, rows, walk.rows);
 
     for (int n = threadIdx.x; n < COLUMNS; n += PAIR_THREADS) control.bias[n] = n < columns ? bias[n] : 0;
     for (int n = threadIdx.x; n < SECOND; n += PAIR_THREADS) both.bias[n] = n < columns_2 ? bias_2[n] : 0;
     if (threadIdx.x == 0) init_barriers(control, stages, results);
     __syncthreads();
 
-    const Stages own{tiles_of_x + team * stages * TILE_VECTORS, control.full[team], control.empty[team], chunks, stages};
-    if (!is_mma_warp) {
+    const Stages own{tiles_of_x + role.team * stages * TILE_VECTORS, control.full[role.team], control.empty[role.team], chunks, stages};
+    if (!role.is_mma_warp) {
         setmaxnreg_dec<24>();
-        if (lane == 0 && team < TEAMS) {
-            if (team == 0) {
+        if (lane == 0 && role.team < TEAMS) {
+            if (role.team == 0) {
                 prefetch_tensormap(y);
                 prefetch_tensormap(z);
                 arrive_expect_tx(control.weights, (chunks * COLUMNS + PARTS * SECOND) * CHUNK_VECTORS * VECTOR_BYTES);

@@ -61,12 +61,12 @@ __device__ inline void convolve(const TensorMap &x, const TensorMap &w, const Te
     uint4 *const weights = memory + sizeof(Control) / VECTOR_BYTES + (NORM ? affine_vectors(chunks) : 0);
     uint4 *const tiles_of_x = weights + chunks * COLUMNS * CHUNK_VECTORS;
     uint4 *const all_results = tiles_of_x + TEAMS * stages * TILE_VECTORS;
-    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // warp-uniform
+    const int lane = lane_index(), warp = warp_index();
     const bool is_mma_warp = warp < MMA_WARPS, is_sum_warp = warp >= MMA_WARPS + TEAMS;
     const int pair = warp - MMA_WARPS - TEAMS;  // index of the two MMA warps whose results this warp sums
     const int team = is_mma_warp ? warp / TEAM_WARPS : is_sum_warp ? pair * 2 / TEAM_WARPS : warp - MMA_WARPS;
     const int first_column = blockIdx.x * COLUMNS;
-    const TileRange range{blockIdx.y * TEAMS + team, (rows + walk.rows - 1) / walk.rows, gridDim.y * TEAMS};
+    const TileRange range = tiles_of<TEAMS>(team, rows, walk.rows);
 
     // result_full: the MMA warp has written the result. result_empty: the summing warp has read it.
     const auto result_full = [&](int warp, int slot) -> uint64 & { return control.addend[warp][slot]; };

@@ -21,13 +21,12 @@
 // ReLU. The mask is recomputed from x. A tile of x is loaded, and a warp replaces the values of its channels by the gradient.
 // So the tile of dy is free as soon as it has been multiplied: two slots are enough.
 #include "batch_norm.cuh"
-#include "tma.cuh"
 #include "moments.cuh"
-#include "warpgroup.cuh"
+#include "pipeline.cuh"
 
 constexpr int CHANNELS = 64, TAPS = 9, PIXEL_VECTORS = CHANNELS / VEC, TAP_VECTORS = CHANNELS * PIXEL_VECTORS;
 constexpr int GROUPS = 29;  // groups of 8 pixels of one wgmma: at 56x56 these are four rows of an image
-constexpr int TEAMS = 2, TEAM_WARPS = 4, TEAM_THREADS = TEAM_WARPS * WARP, MMA_THREADS = TEAMS * TEAM_THREADS;
+constexpr int TEAMS = 2, TEAM_THREADS = TEAM_WARPS * WARP, MMA_THREADS = TEAMS * TEAM_THREADS;
 constexpr int THREADS = MMA_THREADS + WARP;
 constexpr int MAX_PLACES = 3;  // slots for tiles in shared memory
 constexpr int VECTOR_BYTES = 16;
@@ -284,7 +283,7 @@ __device__ inline void convolve(const TensorMap &x, const TensorMap &w, const Te
     Control &control = *reinterpret_cast<Control *>(memory);
     uint4 *const tiles = memory + sizeof(Control) / VECTOR_BYTES, *const results = tiles + images.places * images.place_vectors;
     uint4 *const weights = results + (REDUCE ? TEAMS * RESULT_VECTORS : 0);
-    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // warp-uniform
+    const int lane = lane_index(), warp = warp_index();
     // Inference walks from the end of the tensor, training from its start: where the previous launch has left data in the L2
     // cache.
     const auto at = [&](uint32 i) { return RELU ? images.tiles() - 1 - i : i; };

@@ -11,11 +11,10 @@
 // At batch 256, 56 x 56 pixels and 64 channels an H200 reads 206 MB (0.05 ms). It multiplies 59 GFLOP, with the zeros 61
 // (0.066 ms at the highest rate). Each wgmma reads 8 KB of shared memory, which takes 64 of its 96 cycles; writing the loaded
 // data takes 11.
-#include "tma.cuh"
-#include "warpgroup.cuh"
+#include "pipeline.cuh"
 
 constexpr int CHANNELS = 64, SIZE = 3, VECTORS = CHANNELS / VEC;
-constexpr int TEAM_WARPS = 4, MMA_WARPS = SIZE * TEAM_WARPS, COPYING = 2, THREADS = (MMA_WARPS + COPYING) * WARP;
+constexpr int MMA_WARPS = SIZE * TEAM_WARPS, COPYING = 2, THREADS = (MMA_WARPS + COPYING) * WARP;
 constexpr int STEP = 16;  // pixels that one wgmma sums over
 constexpr int MAX_ROWS = 32;
 
@@ -40,8 +39,7 @@ conv3x3_weights(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
     Control &control = *reinterpret_cast<Control *>(memory);
     uint4 *const x_rows = memory + sizeof(Control) / 16;
     uint4 *const dy_rows = x_rows + (ring.rows + ring.repeated) * ring.pitch * VECTORS;
-    const int lane = threadIdx.x % WARP;
-    const int warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // warp-uniform
+    const int lane = lane_index(), warp = warp_index();
     const int first = int64_t(blockIdx.x) * padded_rows / gridDim.x;
     const int end = int64_t(blockIdx.x + 1) * padded_rows / gridDim.x;
     const int steps = ((end - first) * ring.pitch + STEP - 1) / STEP;

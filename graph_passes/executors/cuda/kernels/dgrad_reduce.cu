@@ -94,7 +94,7 @@ dgrad_reduce(const Packed<T> *dy, const T *w, const Packed<T> *x, const Packed<T
     constexpr int STAGES = S::STAGES;
     extern __shared__ __align__(1024) uint4 memory[];
     Shared<S> &shared = *reinterpret_cast<Shared<S> *>(memory);
-    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // warp-uniform
+    const int lane = lane_index(), warp = warp_index();
     const int warp_m = warp % S::WARPS_M, group = warp / S::WARPS_M, team = group / S::WARPS_N;
     const int quarter = group % S::WARPS_N * S::QUARTERS;  // first quarter of this warpgroup
     const uint32 pitch = columns / VEC, tiles = (rows + S::ROWS - 1) / S::ROWS;

@@ -78,11 +78,10 @@ dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ Tenso
     uint4 *const weights = memory + sizeof(Control) / VECTOR_BYTES;
     uint4 *const tiles_of_dy = weights + chunks * PARTS * TILE_VECTORS;
     uint4 *const all_results = tiles_of_dy + TEAMS * stages * TILE_VECTORS;
-    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // warp-uniform
-    const bool is_mma_warp = warp < MMA_WARPS;
-    const int team = is_mma_warp ? warp / TEAM_WARPS : warp - MMA_WARPS;
+    const int lane = lane_index(), warp = warp_index();
+    const WarpRole<TEAMS> role(warp);
     const int first_column = blockIdx.x * COLUMNS;
-    const TileRange range{blockIdx.y * TEAMS + team, (rows + walk.rows - 1) / walk.rows, gridDim.y * TEAMS};
+    const TileRange range = tiles_of<TEAMS>(role.team, rows, walk.rows);
 
     for (int n = threadIdx.x; n < COLUMNS; n += THREADS)
         mean[n] = first_column + n < columns ? saved[first_column + n] : 0;
@@ -94,11 +93,11 @@ dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ Tenso
     }
     __syncthreads();
 
-    const Stages own{tiles_of_dy + team * stages * TILE_VECTORS, control.full[team], control.empty[team], chunks, stages};
+    const Stages own{tiles_of_dy + role.team * stages * TILE_VECTORS, control.full[role.team], control.empty[role.team], chunks, stages};
     float sums[SUMS][PARTS][2] = {};  // for the two columns of each part that this thread sums
-    if (!is_mma_warp) {
+    if (!role.is_mma_warp) {
         if (lane == 0) {
-            if (team == 0) {
+            if (role.team == 0) {
                 prefetch_tensormap(dz);
                 arrive_expect_tx(control.weights, chunks * PARTS * TILE_VECTORS * VECTOR_BYTES);
                 for (int i = 0; i < chunks * PARTS; ++i)
@@ -208,7 +207,7 @@ dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ Tenso
 
     __syncthreads();  // reuses the memory of the results
     float *const of_warps = reinterpret_cast<float *>(all_results);
-    if (is_mma_warp)
+    if (role.is_mma_warp)
 #pragma unroll
         for (int j = 0; j < SUMS; ++j)
 #pragma unroll

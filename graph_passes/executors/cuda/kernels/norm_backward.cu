@@ -6,8 +6,7 @@
 // one block has too few registers for the gradient of all weights: a cluster of two blocks then splits the K output channels
 // in halves.
 #include "batch_norm.cuh"
-#include "tma.cuh"
-#include "warpgroup.cuh"
+#include "pipeline.cuh"
 
 constexpr int OWN_COLUMNS = 64, CHUNK = 64, VECTOR_BYTES = 16;
 constexpr int ROWS = 64, PIECES = 4, PIECE_ROWS = ROWS / PIECES;  // rows of a tile, and of a quarter of it
@@ -123,7 +122,7 @@ norm_backward(const __grid_constant__ TensorMap dz, const __grid_constant__ Tens
     constexpr int STAGES = S::STAGES;
     extern __shared__ __align__(1024) uint4 memory[];
     Shared<S> &shared = *reinterpret_cast<Shared<S> *>(memory);
-    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // warp-uniform
+    const int lane = lane_index(), warp = warp_index();
     const int group = warp / GROUP_WARPS, warp_m = warp % GROUP_WARPS;
     const uint32 tiles = (rows + ROWS - 1) / ROWS, rank = blockIdx.x, first_channel = rank * S::K;
     PipelineState pipe;

@@ -85,24 +85,23 @@ norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
     uint4 *const weights = memory + sizeof(NormControl) / VECTOR_BYTES + affine_vectors(chunks);
     uint4 *const all_tiles = weights + (STREAMED<COLUMNS> ? WEIGHT_STAGES : chunks) * COLUMNS * CHUNK_VECTORS;
     uint4 *const all_results = all_tiles + TEAMS * stages * 2 * TILE_VECTORS;
-    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // warp-uniform
-    const bool is_mma_warp = warp < MMA_WARPS;
-    const int team = is_mma_warp ? warp / TEAM_WARPS : warp - MMA_WARPS;
-    const TileRange range{blockIdx.y * TEAMS + team, (rows + ROWS - 1) / ROWS, gridDim.y * TEAMS};
+    const int lane = lane_index(), warp = warp_index();
+    const WarpRole<TEAMS> role(warp);
+    const TileRange range = tiles_of<TEAMS>(role.team, rows, ROWS);
     const uint32 rounds = (range.end - blockIdx.y * TEAMS + range.step - 1) / range.step;  // tiles of team 0
 
     if (threadIdx.x == 0) init_barriers(all, stages);
     __syncthreads();
 
-    const Stages own{all_tiles + team * stages * 2 * TILE_VECTORS, control.full[team], control.empty[team], chunks, stages};
-    if (!is_mma_warp) {
+    const Stages own{all_tiles + role.team * stages * 2 * TILE_VECTORS, control.full[role.team], control.empty[role.team], chunks, stages};
+    if (!role.is_mma_warp) {
         if (STREAMED<COLUMNS>) setmaxnreg_dec<24>();
-        if (STREAMED<COLUMNS> && lane == 0 && team == TEAMS)
+        if (STREAMED<COLUMNS> && lane == 0 && role.team == TEAMS)
             stream_weights<COLUMNS>(weights, all, chunks, rounds, [&](uint4 *to, int c, uint64 &full) {
                 tma_load(to, w, c * CHUNK, 0, 0, full);
             });
-        if (lane == 0 && team < TEAMS) {
-            if (team == 0) {
+        if (lane == 0 && role.team < TEAMS) {
+            if (role.team == 0) {
                 prefetch_tensormap(y);
                 prefetch_tensormap(z);
                 if (!STREAMED<COLUMNS>) {

@@ -64,26 +64,25 @@ norm_dgrad(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorM
     uint4 *const weights = memory + sizeof(DgradControl) / VECTOR_BYTES + affine_vectors(chunks);
     uint4 *const all_tiles = weights + WEIGHT_STAGES * COLUMNS * CHUNK_VECTORS;
     uint4 *const all_results = all_tiles + TEAMS * stages * 2 * TILE_VECTORS;
-    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // warp-uniform
-    const bool is_mma_warp = warp < MMA_WARPS;
-    const int team = is_mma_warp ? warp / TEAM_WARPS : warp - MMA_WARPS;
-    const TileRange range{blockIdx.y * TEAMS + team, (rows + ROWS - 1) / ROWS, gridDim.y * TEAMS};
+    const int lane = lane_index(), warp = warp_index();
+    const WarpRole<TEAMS> role(warp);
+    const TileRange range = tiles_of<TEAMS>(role.team, rows, ROWS);
     const uint32 rounds = (range.end - blockIdx.y * TEAMS + range.step - 1) / range.step;  // tiles of team 0
 
     if (threadIdx.x == 0) init_barriers(all, stages);
     __syncthreads();
 
-    const Stages own{all_tiles + team * stages * 2 * TILE_VECTORS, control.full[team], control.empty[team], chunks, stages};
-    if (!is_mma_warp) {
+    const Stages own{all_tiles + role.team * stages * 2 * TILE_VECTORS, control.full[role.team], control.empty[role.team], chunks, stages};
+    if (!role.is_mma_warp) {
         setmaxnreg_dec<24>();
-        if (lane == 0 && team == TEAMS) {
+        if (lane == 0 && role.team == TEAMS) {
             prefetch_tensormap(dx);
             prefetch_tensormap(dz_prev);
             stream_weights<COLUMNS>(weights, all, chunks, rounds, [&](uint4 *to, int c, uint64 &full) {
                 for (int p = 0; p < PARTS; ++p) tma_load(to + p * TILE_VECTORS, w, p * CHUNK, c * CHUNK, 0, full);
             });
         }
-        if (lane == 0 && team < TEAMS) load_rows<PARTS>(own, dz, x, prev, range);
+        if (lane == 0 && role.team < TEAMS) load_rows<PARTS>(own, dz, x, prev, range);
         return;
     }
     setmaxnreg_inc<240>();

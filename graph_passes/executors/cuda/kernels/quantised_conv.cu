@@ -55,7 +55,7 @@ quantised_conv(const uint4 *x, const uint4 *weight, const float *multiplier, con
     constexpr int COLUMN_COPIES = COLUMNS / COPIED_ROWS;
     extern __shared__ __align__(1024) uint4 memory[];
     Stage<S> *stages = reinterpret_cast<Stage<S> *>(memory);
-    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // warp-uniform
+    const int lane = lane_index(), warp = warp_index();
     const int column_tiles = (c.filters + COLUMNS - 1) / COLUMNS;
     const uint32 first_row = blockIdx.x / column_tiles * S::ROWS;
     const int first_column = blockIdx.x % column_tiles * COLUMNS;

@@ -31,7 +31,7 @@ quantised_conv_squares(const uint4 *x, const uint4 *weight, const float *multipl
     constexpr int VECTORS = KERNEL * KERNEL * PLANES;  // vectors of a filter
     static_assert(KERNEL * PLANES % 2 == 0);
     extern __shared__ __align__(1024) uint4 memory[];
-    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // warp-uniform
+    const int lane = lane_index(), warp = warp_index();
     const int first_column = blockIdx.y * COLUMNS;
     const uint32 tiles = (places + ROWS - 1) / ROWS;
     uint4 *pixels = memory + (VECTORS + 7) / 8 * COLUMNS * 8;

@@ -30,17 +30,16 @@ quantised_conv_stream(const __grid_constant__ TensorMap x, const __grid_constant
     uint4 *const weights_2 = weights + chunks * COLUMNS * CHUNK_VECTORS;
     uint4 *const tiles_of_x = weights_2 + (TWO ? chunks_2 * COLUMNS * CHUNK_VECTORS : 0);
     uint4 *const all_results = tiles_of_x + TEAMS * stages * TILE_VECTORS;
-    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // warp-uniform
-    const bool is_mma_warp = warp < MMA_WARPS;
-    const int team = is_mma_warp ? warp / TEAM_WARPS : warp - MMA_WARPS;
+    const int lane = lane_index(), warp = warp_index();
+    const WarpRole<TEAMS> role(warp);
     const int first_column = blockIdx.x * COLUMNS;
-    const TileRange range{blockIdx.y * TEAMS + team, (rows + walk.rows - 1) / walk.rows, gridDim.y * TEAMS};
+    const TileRange range = tiles_of<TEAMS>(role.team, rows, walk.rows);
 
     if (threadIdx.x == 0) init_barriers(control, stages, ADD ? results : 0);
     __syncthreads();
 
-    const Stages own{tiles_of_x + team * stages * TILE_VECTORS, control.full[team], control.empty[team], stages};
-    if (!is_mma_warp) {
+    const Stages own{tiles_of_x + role.team * stages * TILE_VECTORS, control.full[role.team], control.empty[role.team], stages};
+    if (!role.is_mma_warp) {
         if (lane != 0) return;
         prefetch_tensormap(y);
         load_tiles<TWO>(own, x, chunks, range, walk, x_2, chunks_2);

@@ -15,11 +15,11 @@
 // filters of one part of one tap. They stay in shared memory if all of a block's weights fit, else they are streamed. The two
 // blocks of a cluster need the same weights at the same time: each loads one half from the L2 cache, for both. The addend is
 // loaded ahead, into the slot where the result will be written.
-#include "tma.cuh"
 #include "integer_products.cuh"
+#include "pipeline.cuh"
 
 constexpr int FILTERS = 64, VECTOR_BYTES = 16;
-constexpr int TEAMS = 2, TEAM_WARPS = 4, TEAM_THREADS = TEAM_WARPS * WARP, MMA_THREADS = TEAMS * TEAM_THREADS;
+constexpr int TEAMS = 2, TEAM_THREADS = TEAM_WARPS * WARP, MMA_THREADS = TEAMS * TEAM_THREADS;
 constexpr int THREADS = MMA_THREADS + 3 * WARP;   // three producer warps: for weights, pixels and addends
 constexpr int PEERS = 2;                          // blocks of a cluster
 constexpr int MAX_PLACES = 16, MAX_STAGES = 40;   // slots for parts of tiles; stages of weights
@@ -205,7 +205,7 @@ quantised_conv_taps(const __grid_constant__ TensorMap x, const __grid_constant__
     uint4 *const weights = memory + sizeof(Control) / VECTOR_BYTES;
     uint4 *const pixels = weights + images.stages * FILTERS * CHANNELS / VECTOR;
     uint4 *const results = pixels + images.places * images.part_vectors;
-    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // warp-uniform
+    const int lane = lane_index(), warp = warp_index();
     const WorkRange range(images);
     const int chunks = images.parts * SIZE * SIZE / (STRIDE * STRIDE);  // stages of weights per item
     const bool stay = images.stages == images.groups * chunks;

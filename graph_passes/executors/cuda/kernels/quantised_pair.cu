@@ -64,18 +64,17 @@ quantised_pair(const __grid_constant__ TensorMap x, const __grid_constant__ Tens
     uint4 *const weights_z = weights_2 + (TWO ? chunks_2 * COLUMNS * CHUNK_VECTORS : 0);
     uint4 *const tiles_of_x = weights_z + PARTS * Z_COLUMNS * CHUNK_VECTORS;
     uint4 *const all_results = tiles_of_x + TEAMS * stages * TILE_VECTORS;
-    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // warp-uniform
-    const bool is_mma_warp = warp < MMA_WARPS;
-    const int team = is_mma_warp ? warp / TEAM_WARPS : warp - MMA_WARPS;
-    const TileRange range{blockIdx.y * TEAMS + team, (rows + walk.rows - 1) / walk.rows, gridDim.y * TEAMS};
+    const int lane = lane_index(), warp = warp_index();
+    const WarpRole<TEAMS> role(warp);
+    const TileRange range = tiles_of<TEAMS>(role.team, rows, walk.rows);
 
     if (threadIdx.x == 0) init_barriers(control, stages, TWO ? 0 : results);
     __syncthreads();
 
-    const Stages own{tiles_of_x + team * stages * TILE_VECTORS, control.full[team], control.empty[team], stages};
-    if (!is_mma_warp) {
+    const Stages own{tiles_of_x + role.team * stages * TILE_VECTORS, control.full[role.team], control.empty[role.team], stages};
+    if (!role.is_mma_warp) {
         setmaxnreg_dec<24>();
-        if (lane == 0 && team < TEAMS) {
+        if (lane == 0 && role.team < TEAMS) {
             prefetch_tensormap(y);
             prefetch_tensormap(z);
             load_tiles<TWO>(own, x, chunks, range, walk, x_2, chunks_2);

@@ -6,15 +6,10 @@
 // TMA loads the next tiles and stores results. In the epilogue a warp works on its 16 rows, 128 filters at a time, in shared
 // memory: TMA loads the addend there and stores the result from there.
 #pragma once
-#include "addends.cuh"
+#include "conv1x1_tiles.cuh"
 #include "integer_products.cuh"
 
-constexpr int TEAM_WARPS = 4;
-constexpr int WARP_ROWS = 16, ROWS = TEAM_WARPS * WARP_ROWS;  // rows of a warp, and of a tile
-constexpr int CHUNK = 128, STEP = 32;                         // channels of a tile of warpgroup.cuh, and of one wgmma
-constexpr int CHUNK_VECTORS = CHUNK / VECTOR, TILE_VECTORS = ROWS * CHUNK_VECTORS, RESULT_VECTORS = WARP_ROWS * CHUNK_VECTORS;
-constexpr int VECTOR_BYTES = 16;
-constexpr int MAX_COLUMNS = 256, MAX_STAGES = 12, MAX_RESULTS = 3;
+constexpr int CHUNK = 128, STEP = 32, MAX_RESULTS = 3;  // channels of a tile, and of one wgmma; result slots of a warp
 
 // Bias and multiplier of COLUMNS filters, in the order in which the threads of a quad read them. bias: two of 8 columns,
 // repeated for two rows. multiplier: four of 16 columns.

@@ -28,32 +28,31 @@ stem_forward(const T *x, const T *w, const __grid_constant__ TensorMap y, float 
     extern __shared__ __align__(1024) uint4 memory[];
     Shared &shared = *reinterpret_cast<Shared *>(memory);
     __shared__ Moments of_part[PARTS][FILTERS];
-    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // warp-uniform
-    const bool is_mma_warp = warp < MMA_THREADS / WARP;
-    const int team = is_mma_warp ? warp / 4 : warp - MMA_THREADS / WARP;
+    const int lane = lane_index(), warp = warp_index();
+    const WarpRole<TEAMS> role(warp);
     const int strips = (size.out_height + strip - 1) / strip, items = images * strips;
     shared.images.init();
 
-    if (!is_mma_warp) {
+    if (!role.is_mma_warp) {
         setmaxnreg_dec<REGS_PRODUCER>();
         PipelineState pipe;
-        for (int item = blockIdx.x * TEAMS + team; lane == 0 && team < TEAMS && item < items; item += gridDim.x * TEAMS) {
+        for (int item = blockIdx.x * TEAMS + role.team; lane == 0 && role.team < TEAMS && item < items; item += gridDim.x * TEAMS) {
             const int image = item / strips, first = item % strips * strip;
-            shared.images.copy(team, pipe, x + int64_t(image) * size.height * size.width * IMAGE_CHANNELS, size.height,
+            shared.images.copy(role.team, pipe, x + int64_t(image) * size.height * size.width * IMAGE_CHANNELS, size.height,
                                size.width, first, min(first + strip, size.out_height));
         }
         return;
     }
 
     setmaxnreg_inc<REGS_MMA>();
-    Multiplier<T> multiplier(shared.images, team, w);
+    Multiplier<T> multiplier(shared.images, role.team, w);
     const int in_team = threadIdx.x % TEAM_THREADS;
     // Index of this lane's matrix row for stmatrix: two groups of 8 pixels, times two groups of 8 filters.
     const int matrix_row = swizzled(lane / 16 * 8 + lane % 8, in_team / WARP * 2 + lane / 8 % 2);
     float pivot[2] = {}, acc[2][2] = {};  // of filters `multiplier.filter()` and + 8: sums of y - pivot and of (y - pivot)^2
     uint32 counted = 0;                  // pixels summed so far
     int buffer = 0;
-    for (int item = blockIdx.x * TEAMS + team; item < items; item += gridDim.x * TEAMS) {
+    for (int item = blockIdx.x * TEAMS + role.team; item < items; item += gridDim.x * TEAMS) {
         const int image = item / strips, first = item % strips * strip, end = min(first + strip, size.out_height);
         multiplier.begin_strip();
         for (int row = first; row < end; ++row, buffer ^= 1) {
@@ -66,9 +65,9 @@ stem_forward(const T *x, const T *w, const __grid_constant__ TensorMap y, float 
                 for (int f = 0; f < 2; ++f) pivot[f] = __shfl_sync(0xffffffff, products[0][2 * f], lane & ~3);
             counted += size.out_width;
 
-            uint4 *const result = shared.results[team][buffer];
+            uint4 *const result = shared.results[role.team][buffer];
             if (in_team == 0) tma_store_wait<RESULTS - 1>();
-            team_sync<TEAM_THREADS>(team);
+            team_sync<TEAM_THREADS>(role.team);
 #pragma unroll
             for (int g = 0; g < GROUPS; g += 2) {
                 uint32 m[4];
@@ -93,7 +92,7 @@ stem_forward(const T *x, const T *w, const __grid_constant__ TensorMap y, float 
 #pragma unroll
                 for (int j = 0; j < 2; ++j) acc[f][j] += of_row[f][j];
             tma_store_fence();
-            team_sync<TEAM_THREADS>(team);
+            team_sync<TEAM_THREADS>(role.team);
             if (in_team == 0) tma_store(y, 0, (image * size.out_height + row) * size.out_width, 0, result);
         }
         multiplier.end_strip();
@@ -107,7 +106,7 @@ stem_forward(const T *x, const T *w, const __grid_constant__ TensorMap y, float 
             for (int distance = 1; distance < 4; distance *= 2)
                 acc[f][j] += __shfl_xor_sync(0xffffffff, acc[f][j], distance);
         if (lane % 4 == 0)
-            of_part[team][multiplier.filter() + f * 8] = Moments::from_sums(pivot[f], counted, acc[f][0], acc[f][1]);
+            of_part[role.team][multiplier.filter() + f * 8] = Moments::from_sums(pivot[f], counted, acc[f][0], acc[f][1]);
     }
     finish_moments(of_part, TEAMS, partials, tickets, sums, sync_mma_warps);
 }

@@ -25,32 +25,31 @@ __global__ void __launch_bounds__(THREADS, 1)
 stem_pool(const T *x, const T *w, const float *bias, const __grid_constant__ TensorMap y, Sizes size, int images, int strip) {
     extern __shared__ __align__(1024) uint4 memory[];
     Shared &shared = *reinterpret_cast<Shared *>(memory);
-    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // warp-uniform
-    const bool is_mma_warp = warp < MMA_THREADS / WARP;
-    const int team = is_mma_warp ? warp / 4 : warp - MMA_THREADS / WARP;
+    const int lane = lane_index(), warp = warp_index();
+    const WarpRole<TEAMS> role(warp);
     const int strips = (size.pooled_height + strip - 1) / strip, items = images * strips;
 
     shared.images.init();
 
-    if (!is_mma_warp) {
+    if (!role.is_mma_warp) {
         setmaxnreg_dec<REGS_PRODUCER>();
         PipelineState pipe;
-        for (int item = blockIdx.x * TEAMS + team; lane == 0 && team < TEAMS && item < items; item += gridDim.x * TEAMS) {
+        for (int item = blockIdx.x * TEAMS + role.team; lane == 0 && role.team < TEAMS && item < items; item += gridDim.x * TEAMS) {
             const int image = item / strips, first = item % strips * strip, end = min(first + strip, size.pooled_height);
             const int first_row = max(2 * first - 1, 0), end_row = min(2 * end, size.out_height);
-            shared.images.copy(team, pipe, x + int64_t(image) * size.height * size.width * IMAGE_CHANNELS, size.height,
+            shared.images.copy(role.team, pipe, x + int64_t(image) * size.height * size.width * IMAGE_CHANNELS, size.height,
                                size.width, first_row, end_row);
         }
         return;
     }
 
     setmaxnreg_inc<REGS_MMA>();
-    Multiplier<T> multiplier(shared.images, team, w);
+    Multiplier<T> multiplier(shared.images, role.team, w);
     const int in_team = threadIdx.x % TEAM_THREADS, filter = multiplier.filter();
     const float biases[2] = {bias[filter], bias[filter + 8]};
 
     int buffer = 0;
-    for (int item = blockIdx.x * TEAMS + team; item < items; item += gridDim.x * TEAMS) {
+    for (int item = blockIdx.x * TEAMS + role.team; item < items; item += gridDim.x * TEAMS) {
         const int image = item / strips, first = item % strips * strip, end = min(first + strip, size.pooled_height);
         const int first_row = max(2 * first - 1, 0), end_row = min(2 * end, size.out_height);
         float most[GROUPS][2] = {};  // running maxima over the rows of a window; ReLU gives nothing below 0
@@ -84,9 +83,9 @@ stem_pool(const T *x, const T *w, const float *bias, const __grid_constant__ Ten
             }
             if (!ends_window) continue;
             if (row > 2 * first || row + 1 == size.out_height) {  // skip the row before a strip's first window
-                uint4 *const pooled = shared.pooled[team][buffer];
+                uint4 *const pooled = shared.pooled[role.team][buffer];
                 if (in_team == 0) tma_store_wait<1>();
-                team_sync<TEAM_THREADS>(team);
+                team_sync<TEAM_THREADS>(role.team);
 #pragma unroll
                 for (int g = 0; g < GROUPS; ++g)
 #pragma unroll
@@ -96,7 +95,7 @@ stem_pool(const T *x, const T *w, const float *bias, const __grid_constant__ Ten
                             reinterpret_cast<T *>(&pooled[swizzled(u, of / VEC)])[of % VEC] = from_float<T>(most[g][f]);
                     }
                 tma_store_fence();
-                team_sync<TEAM_THREADS>(team);
+                team_sync<TEAM_THREADS>(role.team);
                 if (in_team == 0)
                     tma_store(y, 0, (image * size.pooled_height + row / 2) * size.pooled_width, 0, pooled);
                 buffer ^= 1;

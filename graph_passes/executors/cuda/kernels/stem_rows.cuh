@@ -12,12 +12,11 @@
 // image's rows. Image rows are loaded in pairs: pair t is rows 2t - 1 and 2t. Row i of the convolution reads pairs i - 1 to i
 // + 1 and the first row of pair i + 2.
 #pragma once
-#include "tma.cuh"
-#include "warpgroup.cuh"
+#include "pipeline.cuh"
 
 constexpr int SIZE = 7, IMAGE_CHANNELS = 4, FILTERS = 64, PIXEL_BYTES = 2 * IMAGE_CHANNELS;
 constexpr int WIDTH = 112, GROUPS = WIDTH / 8;      // maximum number of pixels in a row of the convolution
-constexpr int TEAMS = 3, TEAM_THREADS = 4 * WARP, MMA_THREADS = TEAMS * TEAM_THREADS, THREADS = MMA_THREADS + TEAM_THREADS;
+constexpr int TEAMS = 3, TEAM_THREADS = TEAM_WARPS * WARP, MMA_THREADS = TEAMS * TEAM_THREADS, THREADS = MMA_THREADS + TEAM_THREADS;
 // Registers per thread after setmaxnreg; the launch gives 128 to each. They move between whole warpgroups: three warps of the
 // last warpgroup load image rows, the fourth only completes it.
 constexpr int REGS_PRODUCER = 24, REGS_MMA = 160;
@@ -41,7 +40,7 @@ struct ImageRows {
             for (int t = 0; t < TEAMS; ++t)
                 for (int p = 0; p < PAIRS; ++p) {
                     mbarrier_init(full[t][p], 1);
-                    mbarrier_init(empty[t][p], TEAM_THREADS / WARP);
+                    mbarrier_init(empty[t][p], TEAM_WARPS);
                 }
             fence_barrier_init();
         }

@@ -11,8 +11,7 @@
 // in all 7 kernel rows form a matrix of 56 columns in shared memory (`smem_desc_windows_mn`), and four such matrices cover
 // all k.
 #include "batch_norm_relu_max_pool.cuh"
-#include "tma.cuh"
-#include "warpgroup.cuh"
+#include "pipeline.cuh"
 
 constexpr int SIZE = 7, TAPS = SIZE + 1, IMAGE_CHANNELS = 4, PIXEL_BYTES = 2 * IMAGE_CHANNELS, FILTERS = 64;
 constexpr int FILTER_VECTORS = FILTERS / VEC, ROW_OF_K = TAPS * IMAGE_CHANNELS, PLACES = ROW_OF_K / VEC;
@@ -68,7 +67,7 @@ stem_weights(const __grid_constant__ TensorMap x, const T *data, const T *dz, co
              uint32 rows, int items, Layout layout) {
     extern __shared__ __align__(1024) uint4 memory[];
     Control &control = *reinterpret_cast<Control *>(memory);
-    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // warp-uniform
+    const int lane = lane_index(), warp = warp_index();
     const int squares_down = (size.out_height + 1) / 2;
     const auto stage_at = [&](const PipelineState &pipe) { return Stage(memory, layout, pipe.index, pool.out_width); };
 

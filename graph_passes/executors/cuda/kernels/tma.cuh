@@ -40,22 +40,6 @@ __device__ inline void mbarrier_wait(uint64 &barrier, uint32 parity) {
     } while (!ended);
 }
 
-// Position in a circular buffer of stages, each with its own mbarrier: the stage's index and the parity of its current phase.
-struct PipelineState {
-    int index = 0;
-    uint32 phase = 0;
-
-    __device__ void advance(int stages) {
-        if (++index == stages) {
-            index = 0;
-            phase ^= 1;
-        }
-    }
-};
-
-// Tile of a 1x1 convolution: how many rows it has, and the step from one tile to the next, in rows and lines of x and of y.
-struct TileStep { int rows, x_row, x_line, y_row, y_line; };
-
 // --- clusters: blocks that access each other's shared memory ---
 
 __device__ inline int cluster_rank() {

@@ -8,6 +8,8 @@
 #pragma once
 #include "common.cuh"
 
+constexpr int TEAM_WARPS = 4;  // a team is a warpgroup
+
 // Starts an asynchronous 16-byte copy to shared memory; writes zeros where `there` is false.
 __device__ inline void cp_async_zfill(uint4 *to, const void *from, bool there) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
