@@ -34,7 +34,7 @@ conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
     if (threadIdx.x == 0) init_barriers(control, stages, ADD ? results : 0);
     __syncthreads();
 
-    const Stages own{tiles_of_x + role.team * stages * TILE_VECTORS, control.full[role.team], control.empty[role.team], chunks, stages};
+    const Stages own(control, role.team, tiles_of_x, stages);
     if (!role.is_mma_warp) {
         if (lane == 0) {
             if (role.team == 0) {
@@ -45,41 +45,31 @@ conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
                     load_weights<COLUMNS>(weights + chunks_1 * COLUMNS * CHUNK_VECTORS, w_2, chunks_2, first_column,
                                           control.weights);
             }
-            load_tiles<TWO>(own, x, range, walk, &x_2, chunks_2);
+            load_tiles<TWO>(own, x, chunks_1, range, walk, &x_2, chunks_2);
         }
     } else {
         uint4 *const own_results = all_results + warp * results * RESULT_VECTORS;
         const int own_row = warp % TEAM_WARPS * WARP_ROWS;
 
-        Addends addends{addend, walk, control.addend[warp], own_results, range, first_column, own_row, PARTS};
-        if (ADD && lane == 0)
-            for (int slot = 0; slot < results; ++slot) addends.load(slot);
+        Addends addends{addend, walk, control.addend[warp], own_results, range, first_column, own_row, PARTS, results};
+        if (ADD && lane == 0) addends.load_all();
 
         PipelineState pipe, result;
         mbarrier_wait(control.weights, 0);
         for (uint32 tile = range.first; tile < range.end; tile += range.step) {
             float products[COLUMNS / 8][4];
             init_accumulators(products, control.bias, lane);
-            multiply_tile<T>(products, weights, own, pipe, lane);
-
+            multiply_tile<T>(products, weights, chunks, own, pipe, lane);
 #pragma unroll
             for (int p = 0; p < PARTS; ++p) {
                 uint4 *const part = own_results + result.index * RESULT_VECTORS;
-                if (ADD) {
-                    mbarrier_wait(control.addend[warp][result.index], result.phase);
-                } else {
-                    if (lane == 0) tma_store_wait<1>();
-                    __syncwarp();
-                }
+                acquire_slot<ADD, 2>(control.addend[warp][result.index], result, results, lane);
                 finish_part<T, ADD, RELU>(products, p, part, lane);
                 tma_store_fence();
                 __syncwarp();
                 if (lane == 0) {
                     tma_store(y, first_column + p * CHUNK, tile * walk.y_row + own_row, tile * walk.y_line, part);
-                    if (ADD && (p > 0 || tile != range.first)) {
-                        tma_store_wait<1>();
-                        addends.load(result.index == 0 ? results - 1 : result.index - 1);
-                    }
+                    if (ADD && (p > 0 || tile != range.first)) addends.refill_before<1>(result.index);
                 }
                 result.advance(results);
             }

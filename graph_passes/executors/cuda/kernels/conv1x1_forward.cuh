@@ -44,20 +44,9 @@ __device__ inline void sum_over_rows(float (&v)[16], int lane) {
 
 // --- the tiles of a team ---
 
-// The circular buffer of a team's tiles of x, 64 channels each.
-struct Stages { uint4 *tiles; uint64 *full, *empty; int chunks, number; };
-
-// PEERS: blocks of a cluster. Each block starts a part of the copies, for all of them.
-template <int PEERS = 1> __device__ inline void init_barriers(Control &control, int stages, int results_added) {
+template <int PEERS = 1> __device__ inline void init_barriers(Control &control, int stages, int slots_added) {
     mbarrier_init(control.weights, 1);
-    for (int t = 0; t < TEAMS; ++t)
-        for (int s = 0; s < stages; ++s) {
-            mbarrier_init(control.full[t][s], 1);
-            mbarrier_init(control.empty[t][s], TEAM_WARPS * PEERS);
-        }
-    for (int i = 0; i < MMA_WARPS; ++i)
-        for (int r = 0; r < results_added; ++r) mbarrier_init(control.addend[i][r], 1);
-    fence_barrier_init();
+    init_tile_barriers<TEAMS, PEERS>(control, stages, slots_added);
 }
 
 // Called by one thread. Starts the loads of `chunks` tiles of weights, (COLUMNS, 64) each.
@@ -66,29 +55,29 @@ __device__ inline void load_weights(uint4 *to, const TensorMap &w, int chunks, i
     for (int c = 0; c < chunks; ++c) tma_load(to + c * COLUMNS * CHUNK_VECTORS, w, c * CHUNK, first_column, 0, barrier);
 }
 
-// Called by one thread. Starts the loads of the team's tiles of x, as stages become empty. With TWO, the last `chunks_2`
-// chunks are of x_2, which has the rows of y. The PEERS blocks of a cluster compute other columns of the same rows: they take
-// turns in starting loads, which are multicast to all of them.
+// Called by one thread. Starts the loads of the team's tiles, as stages become empty: for each tile `chunks` of x, 64
+// channels each, and with TWO `chunks_2` of x_2, which has the rows of y. The PEERS blocks of a cluster compute other columns
+// of the same rows: they take turns in starting loads, which are multicast to all of them.
 template <bool TWO = false, int PEERS = 1>
-__device__ inline void load_tiles(const Stages &stages, const TensorMap &x, const TileRange &range, const TileStep &walk,
-                                  const TensorMap *x_2 = nullptr, int chunks_2 = 0) {
-    const int chunks_1 = stages.chunks - chunks_2, own = PEERS > 1 ? cluster_rank() : 0;
+__device__ inline void load_tiles(const Stages &stages, const TensorMap &x, int chunks, const TileRange &range,
+                                  const TileStep &walk, const TensorMap *x_2 = nullptr, int chunks_2 = 0) {
+    const int own = PEERS > 1 ? cluster_rank() : 0;
     PipelineState pipe, of_peers;
     for (uint32 tile = range.first; tile < range.end; tile += range.step)
-        for (int c = 0; c < stages.chunks; ++c, pipe.advance(stages.number), of_peers.advance(PEERS)) {
+        for (int c = 0; c < chunks + (TWO ? chunks_2 : 0); ++c, pipe.advance(stages.number), of_peers.advance(PEERS)) {
             mbarrier_wait(stages.empty[pipe.index], pipe.phase ^ 1);  // the first round does not wait
             uint64 &full = stages.full[pipe.index];
             arrive_expect_tx(full, walk.rows * CHUNK_VECTORS * VECTOR_BYTES);
             if (of_peers.index != own) continue;
             uint4 *const to = stages.tiles + pipe.index * TILE_VECTORS;
-            if (TWO && c >= chunks_1)
-                tma_load_multicast<PEERS>(to, *x_2, (c - chunks_1) * CHUNK, tile * walk.y_row, tile * walk.y_line, full);
+            if (TWO && c >= chunks)
+                tma_load_multicast<PEERS>(to, *x_2, (c - chunks) * CHUNK, tile * walk.y_row, tile * walk.y_line, full);
             else
                 tma_load_multicast<PEERS>(to, x, c * CHUNK, tile * walk.x_row, tile * walk.x_line, full);
         }
 }
 
-using Addends = AddendsOf<CHUNK, RESULT_VECTORS>;
+using Addends = AddendsOf<CHUNK>;
 
 // --- what a warp does with a tile ---
 
@@ -113,10 +102,10 @@ template <int PEERS> __device__ inline void release(uint64 &empty, int lane) {
 
 // products += x * w for the next tile of x. The weights are K-major, or MN-major with ROWS_ARE_K.
 template <class T, bool ROWS_ARE_K = false, int PEERS = 1, int N>
-__device__ inline void multiply_tile(float (&products)[N][4], const uint4 *weights, const Stages &stages, PipelineState &pipe,
-                                     int lane) {
+__device__ inline void multiply_tile(float (&products)[N][4], const uint4 *weights, int chunks, const Stages &stages,
+                                     PipelineState &pipe, int lane) {
     int before = 0;  // stage of the previous chunk
-    for (int c = 0; c < stages.chunks; ++c, pipe.advance(stages.number)) {
+    for (int c = 0; c < chunks; ++c, pipe.advance(stages.number)) {
         mbarrier_wait(stages.full[pipe.index], pipe.phase);
         const uint4 *a = stages.tiles + pipe.index * TILE_VECTORS, *b = weights + c * N * 8 * CHUNK_VECTORS;
         wgmma_fence();

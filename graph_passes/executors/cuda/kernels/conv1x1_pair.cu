@@ -42,7 +42,7 @@ conv1x1_pair(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
     if (threadIdx.x == 0) init_barriers(control, stages, results);
     __syncthreads();
 
-    const Stages own{tiles_of_x + role.team * stages * TILE_VECTORS, control.full[role.team], control.empty[role.team], chunks, stages};
+    const Stages own(control, role.team, tiles_of_x, stages);
     if (!role.is_mma_warp) {
         setmaxnreg_dec<24>();
         if (lane == 0 && role.team < TEAMS) {
@@ -53,16 +53,15 @@ conv1x1_pair(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
                 load_weights<COLUMNS>(weights, w, chunks, 0, control.weights);
                 load_weights<SECOND>(weights_2, w_2, PARTS, 0, control.weights);
             }
-            load_tiles(own, x, range, walk);
+            load_tiles(own, x, chunks, range, walk);
         }
     } else {
         setmaxnreg_inc<240>();  // accumulators of both products, and the fragments between them
         uint4 *const own_results = all_results + warp * results * RESULT_VECTORS;
         uint4 *const own_z = all_results + (MMA_WARPS * results + warp * SECOND_PARTS) * RESULT_VECTORS;
         const int own_row = warp % TEAM_WARPS * WARP_ROWS;
-        Addends addends{addend, walk, control.addend[warp], own_results, range, 0, own_row, PARTS};
-        if (lane == 0)
-            for (int slot = 0; slot < results; ++slot) addends.load(slot);
+        Addends addends{addend, walk, control.addend[warp], own_results, range, 0, own_row, PARTS, results};
+        if (lane == 0) addends.load_all();
 
         PipelineState pipe, result;
         mbarrier_wait(control.weights, 0);
@@ -71,7 +70,7 @@ conv1x1_pair(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
             float products[COLUMNS / 8][4], second[SECOND / 8][4];
             init_accumulators(products, control.bias, lane);
             init_accumulators(second, both.bias, lane);
-            multiply_tile<T>(products, weights, own, pipe, lane);
+            multiply_tile<T>(products, weights, chunks, own, pipe, lane);
 #pragma unroll
             for (int p = 0; p < PARTS; ++p) {
                 uint4 *const part = own_results + result.index * RESULT_VECTORS;
@@ -90,10 +89,7 @@ conv1x1_pair(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
                 for (int s = 0; s < CHUNK / 16; ++s)
                     wgmma_k_k(second, m[s], smem_desc(weights_2 + p * SECOND * CHUNK_VECTORS + s * 2), T{});
                 wgmma_commit();
-                if (p > 0 && lane == 0) {
-                    tma_store_wait<1>();
-                    addends.load(result.index == 0 ? results - 1 : result.index - 1);
-                }
+                if (p > 0 && lane == 0) addends.refill_before<1>(result.index);
                 result.advance(results);
             }
             wgmma_wait();
@@ -106,8 +102,7 @@ conv1x1_pair(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
             __syncwarp();
             if (lane == 0) {
                 for (int p = 0; p < SECOND_PARTS; ++p) tma_store(z, p * CHUNK, row, 0, own_z + p * RESULT_VECTORS);
-                tma_store_wait<SECOND_PARTS>();
-                addends.load(result.index == 0 ? results - 1 : result.index - 1);
+                addends.refill_before<SECOND_PARTS>(result.index);
             }
         }
         if (lane == 0) tma_store_wait<0>();

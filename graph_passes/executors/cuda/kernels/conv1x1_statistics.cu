@@ -27,10 +27,10 @@ template <class T> __device__ inline void normalise(const Affine &of, const uint
 
 // products += relu(norm(x)) * w for the next tile of x. Calls `keep` with each chunk of relu(norm(x)).
 template <class T, int PEERS, int N, class Keep>
-__device__ inline void multiply_normalised(float (&products)[N][4], const uint4 *weights, const Affine *affine,
+__device__ inline void multiply_normalised(float (&products)[N][4], const uint4 *weights, const Affine *affine, int chunks,
                                            const Stages &stages, PipelineState &pipe, int own_row, int lane, Keep keep) {
 #pragma unroll 1
-    for (int c = 0; c < stages.chunks; ++c, pipe.advance(stages.number)) {
+    for (int c = 0; c < chunks; ++c, pipe.advance(stages.number)) {
         const uint4 *const part_of_x = stages.tiles + pipe.index * TILE_VECTORS + own_row * CHUNK_VECTORS;
         uint32 m[CHUNK / 16][4];
         mbarrier_wait(stages.full[pipe.index], pipe.phase);
@@ -87,7 +87,7 @@ __device__ inline void convolve(const TensorMap &x, const TensorMap &w, const Te
     else
         __syncthreads();
 
-    const Stages own{tiles_of_x + team * stages * TILE_VECTORS, control.full[team], control.empty[team], chunks, stages};
+    const Stages own(control, team, tiles_of_x, stages);
     float pivot[PARTS][2] = {}, of_column[PARTS][2][2] = {};  // for the two columns of each part that this thread sums
     uint32 counted = 0;                                      // rows summed so far
     if (is_sum_warp) {
@@ -120,7 +120,7 @@ __device__ inline void convolve(const TensorMap &x, const TensorMap &w, const Te
                 arrive_expect_tx(control.weights, chunks * COLUMNS * CHUNK_VECTORS * VECTOR_BYTES);
                 load_weights<COLUMNS>(weights, w, chunks, first_column, control.weights);
             }
-            load_tiles<false, PEERS>(own, x, range, walk);
+            load_tiles<false, PEERS>(own, x, chunks, range, walk);
         }
     } else {
         uint4 *const own_results = all_results + warp * results * RESULT_VECTORS;
@@ -132,7 +132,7 @@ __device__ inline void convolve(const TensorMap &x, const TensorMap &w, const Te
             float products[COLUMNS / 8][4] = {};
             if constexpr (NORM) {
                 const bool keeps = norm_out && of_blocks.index == blockIdx.x;
-                multiply_normalised<T, PEERS>(products, weights, affine, own, pipe, own_row, lane,
+                multiply_normalised<T, PEERS>(products, weights, affine, chunks, own, pipe, own_row, lane,
                                               [&](int c, const uint32 (&m)[CHUNK / 16][4]) {
                     if (!keeps) return;
                     acquire_result(lane);
@@ -142,7 +142,7 @@ __device__ inline void convolve(const TensorMap &x, const TensorMap &w, const Te
                 });
                 of_blocks.advance(gridDim.x);
             } else {
-                multiply_tile<T, false, PEERS>(products, weights, own, pipe, lane);
+                multiply_tile<T, false, PEERS>(products, weights, chunks, own, pipe, lane);
             }
 
 #pragma unroll

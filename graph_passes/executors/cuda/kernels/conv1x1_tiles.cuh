@@ -20,21 +20,50 @@ template <int TEAMS> __device__ inline TileRange tiles_of(int team, uint32 rows,
     return {blockIdx.y * TEAMS + team, (rows + tile_rows - 1) / tile_rows, gridDim.y * TEAMS};
 }
 
-// Prefetches the addend of a warp's part of each tile into its result slots. Every slot holds an addend in flight, except the
-// one that is being processed.
-template <int CHUNK, int RESULT_VECTORS> struct AddendsOf {
+// --- the producer's side: the circular buffer of a team's tiles of x ---
+
+struct Stages {
+    uint4 *tiles;
+    uint64 *full, *empty;
+    int number;
+
+    template <class Control>
+    __device__ Stages(Control &control, int team, uint4 *all_tiles, int number, int stage_vectors = TILE_VECTORS)
+        : tiles(all_tiles + team * number * stage_vectors), full(control.full[team]), empty(control.empty[team]),
+          number(number) {}
+};
+
+// PEERS: blocks of a cluster. Each block starts a part of the copies, for all of them. `slots_added`: result slots of a warp
+// that receive addends.
+template <int TEAMS, int PEERS = 1, class Control>
+__device__ inline void init_tile_barriers(Control &control, int stages, int slots_added) {
+    for (int t = 0; t < TEAMS; ++t)
+        for (int s = 0; s < stages; ++s) {
+            mbarrier_init(control.full[t][s], 1);
+            mbarrier_init(control.empty[t][s], TEAM_WARPS * PEERS);
+        }
+    for (int i = 0; i < TEAMS * TEAM_WARPS; ++i)
+        for (int slot = 0; slot < slots_added; ++slot) mbarrier_init(control.addend[i][slot], 1);
+    fence_barrier_init();
+}
+
+// --- the epilogue: a warp's result slots ---
+
+// A tile of y has `parts` parts of CHUNK columns. A warp finishes its rows of one part after another in its `slots` result
+// slots. Addends are prefetched there: every slot holds an addend in flight, except the one that is being processed.
+template <int CHUNK> struct AddendsOf {
     const TensorMap &map;
     const TileStep &walk;
     uint64 *arrived;
     uint4 *results;
     TileRange range;
-    int first_column, own_row, parts, part = 0;
+    int first_column, own_row, parts, slots, part = 0;
 
-    // Called by one thread. Starts the copy of the next part into this slot.
+    // The functions are called by one thread. Starts the copy of the next part into this slot.
     __device__ void load(int slot) {
         if (range.first >= range.end) return;
         uint64 &there = arrived[slot];
-        arrive_expect_tx(there, RESULT_VECTORS * sizeof(uint4));
+        arrive_expect_tx(there, RESULT_VECTORS * VECTOR_BYTES);
         tma_load(results + slot * RESULT_VECTORS, map, first_column + part * CHUNK, range.first * walk.y_row + own_row,
                  range.first * walk.y_line, there);
         if (++part == parts) {
@@ -42,4 +71,29 @@ template <int CHUNK, int RESULT_VECTORS> struct AddendsOf {
             range.first += range.step;
         }
     }
+    __device__ void load_all() {
+        for (int slot = 0; slot < slots; ++slot) load(slot);
+    }
+    // Refills the slot before this one. Its store is older than the last PENDING stores.
+    template <int PENDING> __device__ void refill_before(int slot) {
+        tma_store_wait<PENDING>();
+        load(slot == 0 ? slots - 1 : slot - 1);
+    }
 };
+
+// Waits until a result slot may be used: with ADD until the addend is there, else until TMA has read the result before. A warp
+// has at least MIN_SLOTS of the `slots`.
+template <bool ADD, int MIN_SLOTS>
+__device__ inline void acquire_slot(uint64 &arrived, const PipelineState &result, int slots, int lane) {
+    if (ADD) {
+        mbarrier_wait(arrived, result.phase);
+    } else {
+        if (lane == 0) {  // with two slots, wait for the store before the last
+            if (MIN_SLOTS > 1 || slots > 1)
+                tma_store_wait<1>();
+            else
+                tma_store_wait<0>();
+        }
+        __syncwarp();
+    }
+}

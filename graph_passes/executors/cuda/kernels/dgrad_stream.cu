@@ -93,7 +93,7 @@ dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ Tenso
     }
     __syncthreads();
 
-    const Stages own{tiles_of_dy + role.team * stages * TILE_VECTORS, control.full[role.team], control.empty[role.team], chunks, stages};
+    const Stages own(control, role.team, tiles_of_dy, stages);
     float sums[SUMS][PARTS][2] = {};  // for the two columns of each part that this thread sums
     if (!role.is_mma_warp) {
         if (lane == 0) {
@@ -104,7 +104,7 @@ dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ Tenso
                     tma_load(weights + i * TILE_VECTORS, w, first_column + i % PARTS * CHUNK, i / PARTS * CHUNK, 0,
                              control.weights);
             }
-            load_tiles(own, dy, range, walk);
+            load_tiles(own, dy, chunks, range, walk);
         }
     } else {
         uint4 *const own_results = all_results + warp * (2 + READ * ahead) * RESULT_VECTORS;
@@ -113,8 +113,8 @@ dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ Tenso
 
         // All operands of a part arrive at one barrier.
         uint64 *const arrived = control.addend[warp];
-        Addends parts_of_x{x, walk, arrived, own_x, range, first_column, own_row, PARTS};
-        Addends parts_of_addend{addend, walk, arrived, own_addend, range, first_column, own_row, PARTS};
+        Addends parts_of_x{x, walk, arrived, own_x, range, first_column, own_row, PARTS, ahead};
+        Addends parts_of_addend{addend, walk, arrived, own_addend, range, first_column, own_row, PARTS, ahead};
         CompactAddends<T> parts_of_compact{compact, grid, arrived, own_addend, range, first_column, own_row, PARTS,
                                            rows, columns, lane};
         const auto load_part = [&](int slot) {
@@ -135,7 +135,7 @@ dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ Tenso
         mbarrier_wait(control.weights, 0);
         for (uint32 tile = range.first; tile < range.end; tile += range.step) {
             float products[COLUMNS / 8][4] = {}, factor[2];
-            multiply_tile<T, true>(products, weights, own, pipe, lane);
+            multiply_tile<T, true>(products, weights, chunks, own, pipe, lane);
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const uint32 row = tile * ROWS + own_row + r * 8 + lane / 4;

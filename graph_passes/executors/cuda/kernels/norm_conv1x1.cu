@@ -11,10 +11,11 @@ template <int COLUMNS> constexpr bool STREAMED = COLUMNS > 128;
 template <int COLUMNS> constexpr int BLOCK = STREAMED<COLUMNS> ? STREAMING : THREADS;
 
 // Called by one thread. Starts the loads of a team's tiles of x and of the addend, from the last rows on.
-__device__ inline void load_both(const Stages &stages, const TensorMap &x, const TensorMap &addend, const TileRange &range) {
+__device__ inline void load_both(const Stages &stages, int chunks, const TensorMap &x, const TensorMap &addend,
+                                 const TileRange &range) {
     PipelineState pipe;
     for (uint32 n = range.first; n < range.end; n += range.step)
-        for (int c = 0; c < stages.chunks; ++c) {
+        for (int c = 0; c < chunks; ++c) {
             const Corner at{c * CHUNK, int(range.end - 1 - n) * ROWS};
             load_two(stages, pipe, x, at, addend, at);
         }
@@ -93,7 +94,7 @@ norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
     if (threadIdx.x == 0) init_barriers(all, stages);
     __syncthreads();
 
-    const Stages own{all_tiles + role.team * stages * 2 * TILE_VECTORS, control.full[role.team], control.empty[role.team], chunks, stages};
+    const Stages own(control, role.team, all_tiles, stages, 2 * TILE_VECTORS);
     if (!role.is_mma_warp) {
         if (STREAMED<COLUMNS>) setmaxnreg_dec<24>();
         if (STREAMED<COLUMNS> && lane == 0 && role.team == TEAMS)
@@ -109,7 +110,7 @@ norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
                     load_weights<COLUMNS>(weights, w, chunks, 0, control.weights);
                 }
             }
-            load_both(own, x, addend, range);
+            load_both(own, chunks, x, addend, range);
         }
         return;
     }

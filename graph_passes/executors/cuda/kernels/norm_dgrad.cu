@@ -12,12 +12,12 @@ struct alignas(1024) DgradControl { NormControl norm; float scale[MAX_COLUMNS], 
 
 // Called by one thread. Starts the loads of a team's tiles of dz and x, then of `prev`, from the last rows on.
 template <int PARTS>
-__device__ inline void load_rows(const Stages &stages, const TensorMap &dz, const TensorMap &x, const TensorMap &prev,
+__device__ inline void load_rows(const Stages &stages, int chunks, const TensorMap &dz, const TensorMap &x, const TensorMap &prev,
                                  const TileRange &range) {
     PipelineState pipe;
     for (uint32 n = range.first; n < range.end; n += range.step) {
         const int row = (range.end - 1 - n) * ROWS;
-        for (int c = 0; c < stages.chunks; ++c) load_two(stages, pipe, dz, {c * CHUNK, row}, x, {c * CHUNK, row});
+        for (int c = 0; c < chunks; ++c) load_two(stages, pipe, dz, {c * CHUNK, row}, x, {c * CHUNK, row});
         for (int p = 0; p < PARTS; p += 2)
             load_two(stages, pipe, prev, {p * CHUNK, row}, prev, {(p + 1) * CHUNK, row});
     }
@@ -72,7 +72,7 @@ norm_dgrad(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorM
     if (threadIdx.x == 0) init_barriers(all, stages);
     __syncthreads();
 
-    const Stages own{all_tiles + role.team * stages * 2 * TILE_VECTORS, control.full[role.team], control.empty[role.team], chunks, stages};
+    const Stages own(control, role.team, all_tiles, stages, 2 * TILE_VECTORS);
     if (!role.is_mma_warp) {
         setmaxnreg_dec<24>();
         if (lane == 0 && role.team == TEAMS) {
@@ -82,7 +82,7 @@ norm_dgrad(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorM
                 for (int p = 0; p < PARTS; ++p) tma_load(to + p * TILE_VECTORS, w, p * CHUNK, c * CHUNK, 0, full);
             });
         }
-        if (lane == 0 && role.team < TEAMS) load_rows<PARTS>(own, dz, x, prev, range);
+        if (lane == 0 && role.team < TEAMS) load_rows<PARTS>(own, chunks, dz, x, prev, range);
         return;
     }
     setmaxnreg_inc<240>();

@@ -35,10 +35,10 @@ quantised_conv_stream(const __grid_constant__ TensorMap x, const __grid_constant
     const int first_column = blockIdx.x * COLUMNS;
     const TileRange range = tiles_of<TEAMS>(role.team, rows, walk.rows);
 
-    if (threadIdx.x == 0) init_barriers(control, stages, ADD ? results : 0);
+    if (threadIdx.x == 0) init_tile_barriers<TEAMS>(control, stages, ADD ? results : 0);
     __syncthreads();
 
-    const Stages own{tiles_of_x + role.team * stages * TILE_VECTORS, control.full[role.team], control.empty[role.team], stages};
+    const Stages own(control, role.team, tiles_of_x, stages);
     if (!role.is_mma_warp) {
         if (lane != 0) return;
         prefetch_tensormap(y);
@@ -49,9 +49,8 @@ quantised_conv_stream(const __grid_constant__ TensorMap x, const __grid_constant
     uint4 *const own_results = all_results + warp * results * RESULT_VECTORS;
     const int own_row = warp % TEAM_WARPS * WARP_ROWS;
 
-    Addends addends{addend, walk, control.addend[warp], own_results, range, first_column, own_row, PARTS};
-    if (ADD && lane == 0)
-        for (int slot = 0; slot < results; ++slot) addends.load(slot);
+    Addends addends{addend, walk, control.addend[warp], own_results, range, first_column, own_row, PARTS, results};
+    if (ADD && lane == 0) addends.load_all();
 
     load_weights<TEAMS, COLUMNS>(weights, weight, chunks, channels, first_column, filters);
     if (TWO) load_weights<TEAMS, COLUMNS>(weights_2, weight_2, chunks_2, channels_2, first_column, filters);
@@ -72,21 +71,10 @@ quantised_conv_stream(const __grid_constant__ TensorMap x, const __grid_constant
             for (int p = 0; p < PARTS; ++p) requantise(products, p, factors, words[p], lane, ToShifted{});
             multiply_tile(products, factors_2, weights_2, chunks_2, channels_2, own, pipe, lane);
         }
-
 #pragma unroll
         for (int p = 0; p < PARTS; ++p) {
             uint4 *const part = own_results + result.index * RESULT_VECTORS;
-            if (ADD) {
-                mbarrier_wait(control.addend[warp][result.index], result.phase);
-            } else {
-                if (lane == 0) {  // the slot of this result is free: with two slots, wait for the store before the last
-                    if (results > 1)
-                        tma_store_wait<1>();
-                    else
-                        tma_store_wait<0>();
-                }
-                __syncwarp();
-            }
+            acquire_slot<ADD, 1>(control.addend[warp][result.index], result, results, lane);
             if (ADD) load_words(words[p], part, lane);
             requantise(products, p, factors_2, words[p], lane, ToInt8<ADD || TWO, RELU, TWO>{addend_share});
             store_words(words[p], part, lane);
@@ -94,10 +82,7 @@ quantised_conv_stream(const __grid_constant__ TensorMap x, const __grid_constant
             __syncwarp();
             if (lane == 0) {
                 tma_store(y, first_column + p * CHUNK, tile * walk.y_row + own_row, tile * walk.y_line, part);
-                if (ADD && (p > 0 || tile != range.first)) {
-                    tma_store_wait<1>();
-                    addends.load(result.index == 0 ? results - 1 : result.index - 1);
-                }
+                if (ADD && (p > 0 || tile != range.first)) addends.refill_before<1>(result.index);
             }
             result.advance(results);
         }

@@ -68,10 +68,10 @@ quantised_pair(const __grid_constant__ TensorMap x, const __grid_constant__ Tens
     const WarpRole<TEAMS> role(warp);
     const TileRange range = tiles_of<TEAMS>(role.team, rows, walk.rows);
 
-    if (threadIdx.x == 0) init_barriers(control, stages, TWO ? 0 : results);
+    if (threadIdx.x == 0) init_tile_barriers<TEAMS>(control, stages, TWO ? 0 : results);
     __syncthreads();
 
-    const Stages own{tiles_of_x + role.team * stages * TILE_VECTORS, control.full[role.team], control.empty[role.team], stages};
+    const Stages own(control, role.team, tiles_of_x, stages);
     if (!role.is_mma_warp) {
         setmaxnreg_dec<24>();
         if (lane == 0 && role.team < TEAMS) {
@@ -84,9 +84,8 @@ quantised_pair(const __grid_constant__ TensorMap x, const __grid_constant__ Tens
         uint4 *const own_results = all_results + warp * results * RESULT_VECTORS;
         uint4 *const own_z = all_results + (MMA_WARPS * results + warp) * RESULT_VECTORS;
         const int own_row = warp % TEAM_WARPS * WARP_ROWS;
-        Addends addends{addend, walk, control.addend[warp], own_results, range, 0, own_row, PARTS};
-        if (!TWO && lane == 0)
-            for (int slot = 0; slot < results; ++slot) addends.load(slot);
+        Addends addends{addend, walk, control.addend[warp], own_results, range, 0, own_row, PARTS, results};
+        if (!TWO && lane == 0) addends.load_all();
 
         load_weights<TEAMS, COLUMNS>(weights, weight, chunks, channels, 0, filters);
         if (TWO) load_weights<TEAMS, COLUMNS>(weights_2, weight_2, chunks_2, channels_2, 0, filters);
@@ -142,10 +141,7 @@ quantised_pair(const __grid_constant__ TensorMap x, const __grid_constant__ Tens
                     int8_mma(products_z, rows_of_y, smem_desc(weights_z + p * Z_COLUMNS * CHUNK_VECTORS + s * 2));
                 }
                 int8_mma_commit();
-                if (!TWO && p > 0 && lane == 0) {
-                    tma_store_wait<1>();
-                    addends.load(result.index == 0 ? results - 1 : result.index - 1);
-                }
+                if (!TWO && p > 0 && lane == 0) addends.refill_before<1>(result.index);
                 result.advance(results);
             }
             int8_mma_wait();
@@ -157,10 +153,7 @@ quantised_pair(const __grid_constant__ TensorMap x, const __grid_constant__ Tens
             __syncwarp();
             if (lane == 0) {
                 tma_store(z, 0, row, line, own_z);
-                if (!TWO) {
-                    tma_store_wait<1>();
-                    addends.load(result.index == 0 ? results - 1 : result.index - 1);
-                }
+                if (!TWO) addends.refill_before<1>(result.index);
             }
         }
         if (lane == 0) tma_store_wait<0>();

@@ -74,11 +74,9 @@ __device__ inline void load_factors(Factors<COLUMNS> &to, const float *multiplie
     }
 }
 
-// The circular buffer of a team's tiles of x, 128 channels each.
-struct Stages { uint4 *tiles; uint64 *full, *empty; int number; };
-
 // Called by one thread. Starts the loads of the team's tiles, as stages become empty: for each tile `chunks` of x and, with
-// TWO, `chunks_2` of x_2, which has the rows of y.
+// TWO, `chunks_2` of x_2, which has the rows of y. This is `load_tiles` of conv1x1_forward.cuh without clusters; as one
+// template with it, dgrad_stream or quantised_pair is compiled to other machine code.
 template <bool TWO>
 __device__ inline void load_tiles(const Stages &stages, const TensorMap &x, int chunks, const TileRange &range,
                                   const TileStep &walk, const TensorMap &x_2, int chunks_2) {
@@ -96,19 +94,7 @@ __device__ inline void load_tiles(const Stages &stages, const TensorMap &x, int 
         }
 }
 
-template <int TEAMS, int COLUMNS, int CONVOLUTIONS>
-__device__ inline void init_barriers(Control<TEAMS, COLUMNS, CONVOLUTIONS> &control, int stages, int results_added) {
-    for (int t = 0; t < TEAMS; ++t)
-        for (int s = 0; s < stages; ++s) {
-            mbarrier_init(control.full[t][s], 1);
-            mbarrier_init(control.empty[t][s], TEAM_WARPS);
-        }
-    for (int i = 0; i < TEAMS * TEAM_WARPS; ++i)
-        for (int r = 0; r < results_added; ++r) mbarrier_init(control.addend[i][r], 1);
-    fence_barrier_init();
-}
-
-using Addends = AddendsOf<CHUNK, RESULT_VECTORS>;
+using Addends = AddendsOf<CHUNK>;
 
 // Initialises the accumulators with the bias.
 template <int EIGHTS>
