@@ -34,13 +34,9 @@ stem_forward(const T *x, const T *w, const __grid_constant__ TensorMap y, float 
     shared.images.init();
 
     if (!role.is_mma_warp) {
-        setmaxnreg_dec<REGS_PRODUCER>();
-        PipelineState pipe;
-        for (int item = blockIdx.x * TEAMS + role.team; lane == 0 && role.team < TEAMS && item < items; item += gridDim.x * TEAMS) {
-            const int image = item / strips, first = item % strips * strip;
-            shared.images.copy(role.team, pipe, x + int64_t(image) * size.height * size.width * IMAGE_CHANNELS, size.height,
-                               size.width, first, min(first + strip, size.out_height));
-        }
+        shared.images.produce(role, lane, x, items, size.height, size.width, [&](int item, int &image, int &first, int &end) {
+            image = item / strips, first = item % strips * strip, end = min(first + strip, size.out_height);
+        });
         return;
     }
 

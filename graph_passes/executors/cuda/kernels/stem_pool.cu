@@ -32,14 +32,11 @@ stem_pool(const T *x, const T *w, const float *bias, const __grid_constant__ Ten
     shared.images.init();
 
     if (!role.is_mma_warp) {
-        setmaxnreg_dec<REGS_PRODUCER>();
-        PipelineState pipe;
-        for (int item = blockIdx.x * TEAMS + role.team; lane == 0 && role.team < TEAMS && item < items; item += gridDim.x * TEAMS) {
-            const int image = item / strips, first = item % strips * strip, end = min(first + strip, size.pooled_height);
-            const int first_row = max(2 * first - 1, 0), end_row = min(2 * end, size.out_height);
-            shared.images.copy(role.team, pipe, x + int64_t(image) * size.height * size.width * IMAGE_CHANNELS, size.height,
-                               size.width, first_row, end_row);
-        }
+        shared.images.produce(role, lane, x, items, size.height, size.width, [&](int item, int &image, int &first, int &end) {
+            image = item / strips;
+            const int first_pooled = item % strips * strip, end_pooled = min(first_pooled + strip, size.pooled_height);
+            first = max(2 * first_pooled - 1, 0), end = min(2 * end_pooled, size.out_height);
+        });
         return;
     }
 

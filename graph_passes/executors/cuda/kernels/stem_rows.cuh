@@ -63,6 +63,19 @@ struct ImageRows {
                                   row_bytes, full[team][pipe.index]);
         }
     }
+
+    // A team's producer warp: loads the image rows of the team's items. `rows_of(item, image, first, end)` gets an item's image
+    // and its rows of the convolution.
+    template <class T, class RowsOf>
+    __device__ void produce(const WarpRole<TEAMS> &role, int lane, const T *x, int items, int height, int width, RowsOf rows_of) {
+        setmaxnreg_dec<REGS_PRODUCER>();
+        PipelineState pipe;
+        for (int item = blockIdx.x * TEAMS + role.team; lane == 0 && role.team < TEAMS && item < items; item += gridDim.x * TEAMS) {
+            int image, first, end;
+            rows_of(item, image, first, end);
+            copy(role.team, pipe, x + int64_t(image) * height * width * IMAGE_CHANNELS, height, width, first, end);
+        }
+    }
 };
 
 // The MMA warps of a team, and their position in its image rows.
