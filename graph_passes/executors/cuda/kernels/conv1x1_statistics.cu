@@ -14,17 +14,6 @@ constexpr int SUM_WARPS = MMA_WARPS / 2, BLOCK = THREADS + SUM_WARPS * WARP;
 // Barrier of the MMA warps and the summing warps.
 constexpr NamedBarrier<2, (MMA_WARPS + SUM_WARPS) * WARP> sync_mma_and_sum_warps{};
 
-// m = relu(BatchNorm(x)) for 16 columns of a warp's rows, the `pair`-th such group. The bits equal those of batch_norm.cu.
-template <class T> __device__ inline void normalise(const Affine &of, const uint4 *x, int pair, int lane, uint32 (&m)[4]) {
-    ldmatrix_x4(m, x + matrix_row(lane, pair));
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {  // i % 2: rows 0-7 or 8-15; i / 2: first or second 8 columns
-        const int first = pair * 16 + i / 2 * 8 + lane % 4 * 2;
-        const float2 scale = load_float2(of.scale, first), shift = load_float2(of.shift, first), v = unpack_two<T>(m[i]);
-        m[i] = pack_two<T>(relu(v.x * scale.x + shift.x), relu(v.y * scale.y + shift.y));
-    }
-}
-
 // products += relu(norm(x)) * w for the next tile of x. Calls `keep` with each chunk of relu(norm(x)).
 template <class T, int PEERS, int N, class Keep>
 __device__ inline void multiply_normalised(float (&products)[N][4], const uint4 *weights, const Affine *affine, int chunks,
@@ -32,10 +21,11 @@ __device__ inline void multiply_normalised(float (&products)[N][4], const uint4 
 #pragma unroll 1
     for (int c = 0; c < chunks; ++c, pipe.advance(stages.number)) {
         const uint4 *const part_of_x = stages.tiles + pipe.index * TILE_VECTORS + own_row * CHUNK_VECTORS;
-        uint32 m[CHUNK / 16][4];
+        uint32 m[CHUNK / 16][4], unused[4];
         mbarrier_wait(stages.full[pipe.index], pipe.phase);
 #pragma unroll
-        for (int pair = 0; pair < CHUNK / 16; ++pair) normalise<T>(affine[c], part_of_x, pair, lane, m[pair]);
+        for (int pair = 0; pair < CHUNK / 16; ++pair)
+            normalise<T, NO_ADDEND>(affine[c], part_of_x, nullptr, pair, lane, m[pair], unused);
         __syncwarp();
         release<PEERS>(stages.empty[pipe.index], lane);
         keep(c, m);

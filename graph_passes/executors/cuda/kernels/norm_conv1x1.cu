@@ -21,36 +21,6 @@ __device__ inline void load_both(const Stages &stages, int chunks, const TensorM
         }
 }
 
-// m = the sum after ReLU, for 16 columns of a warp's rows, the `pair`-th such group. `bits` gets the signs of this thread's
-// channels, two bits of each byte:
-//   word r * 2 + h = rows r * 8 to r * 8 + 7 of the warp, channels h * 32 to h * 32 + 31, one byte for 8 channels
-// The bits equal those of batch_norm.cu and batch_norm_pair.cu.
-template <class T, bool PAIR>
-__device__ inline void normalise(const Affine &of, const uint4 *x, const uint4 *addend, int pair, int lane, uint32 (&m)[4],
-                                 uint32 (&bits)[4]) {
-    uint32 added[4];
-    ldmatrix_x4(m, x + matrix_row(lane, pair));
-    ldmatrix_x4(added, addend + matrix_row(lane, pair));
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {  // i % 2: rows 0-7 or 8-15; i / 2: first or second 8 columns
-        const int first = pair * 16 + i / 2 * 8 + lane % 4 * 2;
-        const float2 scale = load_float2(of.scale, first), shift = load_float2(of.shift, first), more = unpack_two<T>(added[i]);
-        float2 v = unpack_two<T>(m[i]);
-        if (PAIR) {
-            const float2 scale_2 = load_float2(of.scale_2, first);
-            v.x = v.x * scale.x + (more.x * scale_2.x + shift.x);
-            v.y = v.y * scale.y + (more.y * scale_2.y + shift.y);
-        } else {
-            v.x = v.x * scale.x + shift.x;
-            v.y = v.y * scale.y + shift.y;
-            v.x += more.x;
-            v.y += more.y;
-        }
-        bits[i % 2 * 2 + pair / 2] |= (uint32(v.x > 0) | uint32(v.y > 0) << 1) << (pair % 2 * 2 + i / 2) * 8;
-        m[i] = pack_two<T>(relu(v.x), relu(v.y));
-    }
-}
-
 // Merges the bits of the four threads of a row. Each of them returns one word: number lane % 4.
 __device__ inline uint32 gathered(uint32 (&bits)[4], int lane) {
     const bool last_rows = lane & 2, last_channels = lane & 1;
@@ -153,7 +123,7 @@ norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
             mbarrier_wait(own.full[pipe.index], pipe.phase);
 #pragma unroll
             for (int pair = 0; pair < CHUNK / 16; ++pair)
-                normalise<T, PAIR>(affine[c], part_of_x, part_of_x + TILE_VECTORS, pair, lane, m[pair], bits);
+                normalise<T, PAIR ? NORMALISED : PLAIN>(affine[c], part_of_x, part_of_x + TILE_VECTORS, pair, lane, m[pair], bits);
             __syncwarp();
             if (lane == 0) arrive(own.empty[pipe.index]);
             acquire_result(lane);

@@ -26,16 +26,11 @@ __device__ inline void load_rows(const Stages &stages, int chunks, const TensorM
 // m = the gradient of the BatchNorm's input, for 16 columns of a warp's rows, the `pair`-th such group.
 template <class T>
 __device__ inline void make_gradient(const Affine &of, const uint4 *dz, const uint4 *x, int pair, int lane, uint32 (&m)[4]) {
-    uint32 of_x[4];
-    ldmatrix_x4(m, dz + matrix_row(lane, pair));
-    ldmatrix_x4(of_x, x + matrix_row(lane, pair));
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {  // i % 2: rows 0-7 or 8-15; i / 2: first or second 8 columns
-        const int first = pair * 16 + i / 2 * 8 + lane % 4 * 2;
+    make_fragment<true>(dz, x, pair, lane, m, [&](int, int first, uint32 of_dz, uint32 of_x) {
         const float2 scale = load_float2(of.scale, first), b = load_float2(of.scale_2, first), c = load_float2(of.shift, first);
-        const float2 g = unpack_two<T>(m[i]), v = unpack_two<T>(of_x[i]);
-        m[i] = pack_two<T>(scale.x * g.x + (b.x * v.x + c.x), scale.y * g.y + (b.y * v.y + c.y));
-    }
+        const float2 g = unpack_two<T>(of_dz), v = unpack_two<T>(of_x);
+        return pack_two<T>(scale.x * g.x + (b.x * v.x + c.x), scale.y * g.y + (b.y * v.y + c.y));
+    });
 }
 
 // dx = scale * dz + b * x + c by `InputGradient`. dz_prev = dx * w, masked where relu(BatchNorm(prev)) is 0, with the sums of

@@ -28,6 +28,49 @@ __device__ inline int affine_vectors(int chunks) { return (chunks * int(sizeof(A
 
 __device__ inline float2 load_float2(const float *of, int first) { return *reinterpret_cast<const float2 *>(of + first); }
 
+// m = `of(i, first, bits, bits_2)` of x and, with TWO, of a second tensor: the A fragment of 16 columns of a warp's rows, the
+// `pair`-th such group. `bits` are two neighbouring channels, from `first` on. i % 2: rows 0-7 or 8-15; i / 2: first or second
+// 8 columns.
+template <bool TWO, class Of>
+__device__ inline void make_fragment(const uint4 *x, const uint4 *second, int pair, int lane, uint32 (&m)[4], Of of) {
+    uint32 of_second[4];
+    ldmatrix_x4(m, x + matrix_row(lane, pair));
+    if (TWO) ldmatrix_x4(of_second, second + matrix_row(lane, pair));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) m[i] = of(i, pair * 16 + i / 2 * 8 + lane % 4 * 2, m[i], TWO ? of_second[i] : 0);
+}
+
+// What is added to a normalised tensor before the ReLU: nothing, a tensor as it is, or a tensor after its own BatchNorm.
+enum Addend { NO_ADDEND, PLAIN, NORMALISED };
+
+// m = relu(norm(x) + addend), for 16 columns of a warp's rows, the `pair`-th such group. If there is an addend, `bits` gets the
+// signs of this thread's channels, two bits of each byte:
+//   word r * 2 + h = rows r * 8 to r * 8 + 7 of the warp, channels h * 32 to h * 32 + 31, one byte for 8 channels
+// The bits equal those of batch_norm.cu and batch_norm_pair.cu.
+template <class T, Addend ADDEND>
+__device__ inline void normalise(const Affine &of, const uint4 *x, const uint4 *addend, int pair, int lane, uint32 (&m)[4],
+                                 uint32 (&bits)[4]) {
+    make_fragment<ADDEND != NO_ADDEND>(x, addend, pair, lane, m, [&](int i, int first, uint32 own, uint32 added) {
+        const float2 scale = load_float2(of.scale, first), shift = load_float2(of.shift, first), more = unpack_two<T>(added);
+        float2 v = unpack_two<T>(own);
+        if (ADDEND == NORMALISED) {
+            const float2 scale_2 = load_float2(of.scale_2, first);
+            v.x = v.x * scale.x + (more.x * scale_2.x + shift.x);
+            v.y = v.y * scale.y + (more.y * scale_2.y + shift.y);
+        } else {
+            v.x = v.x * scale.x + shift.x;
+            v.y = v.y * scale.y + shift.y;
+            if (ADDEND == PLAIN) {
+                v.x += more.x;
+                v.y += more.y;
+            }
+        }
+        if (ADDEND != NO_ADDEND)
+            bits[i % 2 * 2 + pair / 2] |= (uint32(v.x > 0) | uint32(v.y > 0) << 1) << (pair % 2 * 2 + i / 2) * 8;
+        return pack_two<T>(relu(v.x), relu(v.y));
+    });
+}
+
 // Called by one thread.
 __device__ inline void init_barriers(NormControl &all, int stages) {
     for (int slot = 0; slot < WEIGHT_STAGES; ++slot) {
