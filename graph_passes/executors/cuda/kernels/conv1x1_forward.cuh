@@ -42,6 +42,31 @@ __device__ inline void sum_over_rows(float (&v)[16], int lane) {
     reduce_scatter<2, 4>(v, lane);
 }
 
+// Sums of SUMS terms over a warp's rows: for the two columns of each part that this thread sums.
+template <int SUMS, int PARTS> struct ColumnSums {
+    float sums[SUMS][PARTS][2] = {};
+
+    // Adds part `p`; `of_rows` is as `v` of `sum_over_rows`.
+    __device__ void add(int p, float (&of_rows)[SUMS][16], int lane) {
+#pragma unroll
+        for (int j = 0; j < SUMS; ++j) {
+            sum_over_rows(of_rows[j], lane);
+#pragma unroll
+            for (int k = 0; k < 2; ++k) sums[j][p][k] += of_rows[j][k];
+        }
+    }
+    // Stores the sums as `reduce_parts` reads them: (warps, SUMS, PARTS * CHUNK).
+    __device__ void store(float *of_warps, int warp, int lane) const {
+#pragma unroll
+        for (int j = 0; j < SUMS; ++j)
+#pragma unroll
+            for (int p = 0; p < PARTS; ++p)
+#pragma unroll
+                for (int k = 0; k < 2; ++k)
+                    of_warps[(warp * SUMS + j) * PARTS * CHUNK + p * CHUNK + lane * 2 + k] = sums[j][p][k];
+    }
+};
+
 // --- the tiles of a team ---
 
 template <int PEERS = 1> __device__ inline void init_barriers(Control &control, int stages, int slots_added) {

@@ -94,7 +94,7 @@ dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ Tenso
     __syncthreads();
 
     const Stages own(control, role.team, tiles_of_dy, stages);
-    float sums[SUMS][PARTS][2] = {};  // for the two columns of each part that this thread sums
+    ColumnSums<SUMS, PARTS> sums;
     if (!role.is_mma_warp) {
         if (lane == 0) {
             if (role.team == 0) {
@@ -192,12 +192,7 @@ dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ Tenso
                     load_part(part.index);
                 }
                 if (SECOND == COMPACT) parts_of_compact.load(part.index);
-#pragma unroll
-                for (int j = 0; j < SUMS; ++j) {
-                    sum_over_rows(of_rows[j], lane);
-#pragma unroll
-                    for (int k = 0; k < 2; ++k) sums[j][p][k] += of_rows[j][k];
-                }
+                sums.add(p, of_rows, lane);
                 part.advance(ahead);
                 result.advance(2);
             }
@@ -207,14 +202,7 @@ dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ Tenso
 
     __syncthreads();  // reuses the memory of the results
     float *const of_warps = reinterpret_cast<float *>(all_results);
-    if (role.is_mma_warp)
-#pragma unroll
-        for (int j = 0; j < SUMS; ++j)
-#pragma unroll
-            for (int p = 0; p < PARTS; ++p)
-#pragma unroll
-                for (int k = 0; k < 2; ++k)
-                    of_warps[(warp * SUMS + j) * COLUMNS + p * CHUNK + lane * 2 + k] = sums[j][p][k];
+    if (role.is_mma_warp) sums.store(of_warps, warp, lane);
     reduce_parts<THREADS, MMA_WARPS, SUMS, COLUMNS>(of_warps, partials, tickets, columns, [=](int n, const float (&of)[SUMS]) {
         dgamma[n] = of[1] * saved[columns + n];
         dbeta[n] = of[0];

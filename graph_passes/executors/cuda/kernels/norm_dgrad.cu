@@ -98,7 +98,7 @@ norm_dgrad(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorM
         store_floats(of_prev.shift + column, of.shift);
     }
     sync_mma_warps();
-    float sums[SUMS][PARTS][2] = {};  // for the two columns of each part that this thread sums
+    ColumnSums<SUMS, PARTS> sums;
     uint4 *const result = all_results + warp * RESULT_VECTORS;
     const int own_row = warp % TEAM_WARPS * WARP_ROWS, quad_column = lane % 4 * 2;
     PipelineState pipe, of_weights;
@@ -168,12 +168,7 @@ norm_dgrad(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorM
                 if (lane == 0) arrive(own.empty[pipe.index]);
                 pipe.advance(stages);
             }
-#pragma unroll
-            for (int sum = 0; sum < SUMS; ++sum) {
-                sum_over_rows(of_rows[sum], lane);
-#pragma unroll
-                for (int k = 0; k < 2; ++k) sums[sum][p][k] += of_rows[sum][k];
-            }
+            sums.add(p, of_rows, lane);
         }
     }
     skip_weights(all, of_weights, (rounds - round) * chunks, lane);
@@ -181,13 +176,7 @@ norm_dgrad(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorM
 
     sync_mma_warps();  // reuses the memory of the tiles
     float *const of_warps = reinterpret_cast<float *>(all_tiles);
-#pragma unroll
-    for (int sum = 0; sum < SUMS; ++sum)
-#pragma unroll
-        for (int p = 0; p < PARTS; ++p)
-#pragma unroll
-            for (int k = 0; k < 2; ++k)
-                of_warps[(warp * SUMS + sum) * COLUMNS + p * CHUNK + lane * 2 + k] = sums[sum][p][k];
+    sums.store(of_warps, warp, lane);
     reduce_parts<MMA_WARPS * WARP, MMA_WARPS, SUMS, COLUMNS, 22>(
         of_warps, partials, tickets, columns,
         [=](int n, const float (&of)[SUMS]) {
