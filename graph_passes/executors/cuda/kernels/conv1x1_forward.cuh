@@ -178,6 +178,13 @@ __device__ inline void finish_part(const float (&products)[N][4], int p, uint4 *
     }
 }
 
+// A value near the mean of each of this thread's two columns: the first row's.
+template <class T> __device__ inline void set_pivot(float (&pivot)[2], const uint4 *result, int lane) {
+    const float2 first = unpack_two<T>(reinterpret_cast<const uint32 *>(result)[lane]);
+    pivot[0] = first.x;
+    pivot[1] = first.y;
+}
+
 // Adds up to 16 rows of a result to the sums of this thread's two columns, 2 * lane and 2 * lane + 1. The sums are of v -
 // pivot and of (v - pivot)^2.
 template <class T>

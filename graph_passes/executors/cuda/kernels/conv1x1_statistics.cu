@@ -89,11 +89,7 @@ __device__ inline void convolve(const TensorMap &x, const TensorMap &w, const Te
                     const uint4 *const part = all_results + (of_warp * results + result.index) * RESULT_VECTORS;
                     const int rows_here = rows_of(tile, of_warp % TEAM_WARPS * WARP_ROWS);
                     mbarrier_wait(result_full(of_warp, result.index), result.phase);
-                    if (counted == 0 && of_warp == pair * 2 && rows_here > 0) {
-                        const float2 first = unpack_two<T>(reinterpret_cast<const uint32 *>(part)[lane]);
-                        pivot[p][0] = first.x;
-                        pivot[p][1] = first.y;
-                    }
+                    if (counted == 0 && of_warp == pair * 2 && rows_here > 0) set_pivot<T>(pivot[p], part, lane);
                     add_rows<T>(part, rows_here, lane, pivot[p], of_column[p]);
                     __syncwarp();
                     if (lane == 0) arrive(result_empty(of_warp, result.index));

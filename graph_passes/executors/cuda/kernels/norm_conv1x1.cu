@@ -149,11 +149,7 @@ norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
             acquire_result(lane);
             finish_part<T, false, false>(products, p, result, lane);
             store_result(z, p * CHUNK, row, result, lane);
-            if (counted == 0 && rows_here > 0) {
-                const float2 first = unpack_two<T>(reinterpret_cast<const uint32 *>(result)[lane]);
-                pivot[p][0] = first.x;
-                pivot[p][1] = first.y;
-            }
+            if (counted == 0 && rows_here > 0) set_pivot<T>(pivot[p], result, lane);
             add_rows<T>(result, rows_here, lane, pivot[p], of_column[p]);
         }
         counted += rows_here;
