@@ -30,11 +30,8 @@ __device__ inline void multiply_normalised(float (&products)[N][4], const uint4 
         release<PEERS>(stages.empty[pipe.index], lane);
         keep(c, m);
         const uint4 *const b = weights + c * N * 8 * CHUNK_VECTORS;
-        wgmma_fence();
-#pragma unroll
-        for (int s = 0; s < CHUNK / 16; ++s) wgmma_k_k(products, m[s], smem_desc(b + s * 2), T{});
-        wgmma_commit();
-        wgmma_wait();  // from here on `m` may be overwritten
+        multiply_fragments<T>(products, m, b);
+        wgmma_wait();
         wgmma_fence_operand(products);
     }
 }
@@ -121,10 +118,7 @@ __device__ inline void convolve(const TensorMap &x, const TensorMap &w, const Te
                 multiply_normalised<T, PEERS>(products, weights, affine, chunks, own, pipe, own_row, lane,
                                               [&](int c, const uint32 (&m)[CHUNK / 16][4]) {
                     if (!keeps) return;
-                    acquire_result(lane);
-#pragma unroll
-                    for (int pair = 0; pair < CHUNK / 16; ++pair) stmatrix_x4(own_norm_out + matrix_row(lane, pair), m[pair]);
-                    store_result(*norm_out, c * CHUNK, tile * ROWS + own_row, own_norm_out, lane);
+                    store_fragments(*norm_out, c * CHUNK, tile * ROWS + own_row, m, own_norm_out, lane);
                 });
                 of_blocks.advance(gridDim.x);
             } else {

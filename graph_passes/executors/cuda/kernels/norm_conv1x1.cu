@@ -132,14 +132,11 @@ norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
             store_result(y, c * CHUNK, row, result, lane);
             if (STREAMED<COLUMNS>) mbarrier_wait(all.full[of_weights.index], of_weights.phase);
             const uint4 *const b = weights + (STREAMED<COLUMNS> ? of_weights.index : c) * COLUMNS * CHUNK_VECTORS;
-            wgmma_fence();
-#pragma unroll
-            for (int s = 0; s < CHUNK / 16; ++s) wgmma_k_k(products, m[s], smem_desc(b + s * 2), T{});
-            wgmma_commit();
+            multiply_fragments<T>(products, m, b);
             const uint32 word = gathered(bits, lane);
             const int row_of_word = lane / 4 + (lane & 2) * 4;  // row of the warp whose word this thread has
             if (row_of_word < rows_here) mask[((row + row_of_word) * chunks + c) * 2 + lane % 2] = word;
-            wgmma_wait();  // from here on `m` may be overwritten
+            wgmma_wait();
             wgmma_fence_operand(products);
             if (STREAMED<COLUMNS>) release_weights(all, of_weights, lane);
         }

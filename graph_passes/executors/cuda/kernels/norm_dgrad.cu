@@ -116,18 +116,11 @@ norm_dgrad(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorM
                 make_gradient<T>(affine[c], part_of_dz, part_of_dz + TILE_VECTORS, pair, lane, m[pair]);
             __syncwarp();
             if (lane == 0) arrive(own.empty[pipe.index]);
-            acquire_result(lane);
-#pragma unroll
-            for (int pair = 0; pair < CHUNK / 16; ++pair) stmatrix_x4(result + matrix_row(lane, pair), m[pair]);
-            store_result(dx, c * CHUNK, row, result, lane);
+            store_fragments(dx, c * CHUNK, row, m, result, lane);
             mbarrier_wait(all.full[of_weights.index], of_weights.phase);
             const uint4 *const b = weights + of_weights.index * COLUMNS * CHUNK_VECTORS;
-            wgmma_fence();
-#pragma unroll
-            for (int s = 0; s < CHUNK / 16; ++s)
-                wgmma_k_mn(products, m[s], smem_desc_mn(b + s * 16 * CHUNK_VECTORS), T{});
-            wgmma_commit();
-            wgmma_wait();  // from here on `m` may be overwritten
+            multiply_fragments<T, true>(products, m, b);
+            wgmma_wait();
             wgmma_fence_operand(products);
             release_weights(all, of_weights, lane);
         }

@@ -120,6 +120,28 @@ __device__ inline void store_result(const TensorMap &to, int column, int row, co
     __syncwarp();
 }
 
+// Starts the store of a chunk of a warp's rows, which are A fragments, from its result slot.
+__device__ inline void store_fragments(const TensorMap &to, int column, int row, const uint32 (&m)[CHUNK / 16][4], uint4 *result,
+                                       int lane) {
+    acquire_result(lane);
+#pragma unroll
+    for (int pair = 0; pair < CHUNK / 16; ++pair) stmatrix_x4(result + matrix_row(lane, pair), m[pair]);
+    store_result(to, column, row, result, lane);
+}
+// Starts products += m * w for the A fragments of a chunk. The weights are K-major, or MN-major with ROWS_ARE_K. `m` may be
+// overwritten after wgmma_wait.
+template <class T, bool ROWS_ARE_K = false, int N>
+__device__ inline void multiply_fragments(float (&products)[N][4], const uint32 (&m)[CHUNK / 16][4], const uint4 *weights) {
+    wgmma_fence();
+#pragma unroll
+    for (int s = 0; s < CHUNK / 16; ++s)
+        if constexpr (ROWS_ARE_K)
+            wgmma_k_mn(products, m[s], smem_desc_mn(weights + s * 16 * CHUNK_VECTORS), T{});
+        else
+            wgmma_k_k(products, m[s], smem_desc(weights + s * 2), T{});
+    wgmma_commit();
+}
+
 // Tells the producer that this warp is done with a chunk's weights.
 __device__ inline void release_weights(NormControl &all, PipelineState &pipe, int lane) {
     if (lane == 0) arrive(all.empty[pipe.index]);
